@@ -56,7 +56,8 @@ try:
 except (OSError, ValueError):
     sys.exit(1)
 summary = report.get("summary", {})
-whole = not summary.get("interrupted") and not summary.get("error")
+cut = summary.get("interrupted") or any(reason.startswith("interrupted") for reason in summary.get("reasons", ()))
+whole = not cut and not summary.get("error")
 environment = report.get("environment", {})
 sys.exit(0 if whole and (environment.get("vllm") or "none") == sys.argv[2] else 1)
 PYTHON

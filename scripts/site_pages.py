@@ -29,6 +29,8 @@ from moedoctor.reporters.pages.explain import Explained
 ROOT = Path(__file__).resolve().parent.parent
 _TEXTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """File of the repository -> its page."""
+_MADE = re.compile(r"(?:entries/\w+|symptoms|commands)\.md")
+"""The pages of `_made`, to which files in docs/ may link."""
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 _CODE = re.compile(r"(^ *```.*?^ *```[ ]*$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+)`")
@@ -109,7 +111,7 @@ def _linked(text: str, source: str) -> str:
         if (ROOT / place).is_dir():
             place = f"{place}/README.md"
         page = place.removeprefix("docs/") if place.startswith("docs/") else sources.get(place)
-        if page is None or not (ROOT / place).is_file():
+        if page is None or not ((ROOT / place).is_file() or _MADE.fullmatch(page)):
             return label
         return f"{mark}[{label}]({posixpath.relpath(page, here or '.')}{hash_sign}{anchor})"
 

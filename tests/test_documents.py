@@ -113,6 +113,19 @@ def test_every_page_that_speaks_of_a_clone_is_in_the_list_for_the_day_of_publish
         assert f"`{page.relative_to(ROOT)}`" in section, page
 
 
+def test_every_link_leads_to_a_file_or_to_a_page_that_the_site_makes() -> None:
+    made = re.compile(r"docs/(?:entries/\w+|symptoms|commands)\.md")
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "reports").rglob("*.md")]
+    lost = []
+    for file in files:
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^()\s:#]+)(?:#[^()\s]*)?\)", text):
+            place = os.path.normpath(file.parent.relative_to(ROOT) / target)
+            if not (ROOT / place).exists() and not made.fullmatch(place):
+                lost.append(f"{file.relative_to(ROOT)}: {target}")
+    assert not lost
+
+
 def printed_commands(text: str) -> Iterator[list[str]]:
     """Give the words of each command of moedoctor in blocks and in code, but not what it prints."""
     fence = re.compile(r"^ *```[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)

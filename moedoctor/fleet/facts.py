@@ -51,6 +51,8 @@ _NOT_MEASURED = frozenset({"seconds", "limit_seconds", "timeout_seconds"})
 
 _LABELS = ("id", "subject", "tier", "case", "backend", "quantization", "model", "tokens", "name", "policy")
 _MOST_LEVELS = 12
+_LARGEST = 1e300
+"""Nothing that is measured is as large, and the sum of two larger numbers may be too large for a float."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ def _collect(
             for inner in value:
                 if type(inner) is dict:
                     _collect(inner, trail, measured)
-        elif (kind is float or kind is int) and _is_measured(key):
+        elif (kind is float or kind is int) and -_LARGEST < value < _LARGEST and _is_measured(key):
             labels = (label for outer in trail for label in _labels(outer))
             measured.append((" ".join((_short(key), *labels)), float(value)))
 
@@ -207,7 +209,10 @@ def _is_measured(name: str) -> bool:
 
 def _labels(record: Mapping[str, Any]) -> Iterator[str]:
     """Give the texts that tell a record from others beside it."""
-    yield from (_short(record[key]) for key in _LABELS if isinstance(record.get(key), (str, int)))
+    for key in _LABELS:
+        value = record.get(key)
+        if isinstance(value, (str, int)):
+            yield _short(value if isinstance(value, str) else f"{key}={value}")
     parameters = record.get("parameters")
     if isinstance(parameters, Mapping):
         yield from (f"{_short(key)}={_short(inner)}" for key, inner in sorted(parameters.items()))

@@ -1,6 +1,6 @@
 """Groups of nodes with the same facts, what differs between them, and numbers far from the others'.
 
-`group` and `outliers` are pure, and the order in which nodes come changes nothing.
+`group`, `outliers` and `spreads` are pure, and the order in which nodes come changes nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moedoctor.fleet.facts import Member, is_better_higher
@@ -99,6 +99,21 @@ class Outlier:
     worse: bool
     of: int
     """How many nodes the median is of."""
+
+
+@dataclass(frozen=True)
+class NumberSpread:
+    """A number as nodes with the same GPUs measured it."""
+
+    kind: str
+    number: str
+    of: int
+    """How many nodes measured it."""
+    median: float
+    mad: float
+    """The median distance from the median."""
+    least: float
+    largest: float
 
 
 def group(members: Sequence[Member]) -> Grouping:
@@ -199,21 +214,39 @@ def outliers(members: Sequence[Member]) -> tuple[Outlier, ...]:
 
     Fewer than four numbers have no outlier: the median of three cannot say which of them is odd.
     """
-    numbers: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
-    for member in members:
-        for number, value in member.numbers.items():
-            numbers[(member.kind, number)].append((member.name, value))
     found = []
-    for (_, number), measured in numbers.items():
+    for (_, number), measured in _measured(members).items():
         if len(measured) < _LEAST_FOR_STATISTICS:
             continue
-        median = statistics.median(value for _, value in measured)
-        spread = statistics.median(abs(value - median) for _, value in measured)
+        median, spread = _median_and_mad(measured.values())
         sigma = max(_MAD_TO_SIGMA * spread, _LEAST_SIGMA * abs(median))
-        for name, value in measured:
+        for name, value in measured.items():
             far = value - median
             distance = far / sigma if sigma else math.copysign(math.inf, far) if far else 0.0
             if abs(distance) > MOST_DISTANCE:
                 worse = (distance < 0) == is_better_higher(number)
                 found.append(Outlier(name, number, value, median, distance, worse, len(measured)))
     return tuple(sorted(found, key=lambda outlier: (-abs(outlier.distance), outlier.name, outlier.number)))
+
+
+def spreads(members: Sequence[Member]) -> tuple[NumberSpread, ...]:
+    """Return every number of nodes with the same GPUs, by GPU and then in the order of the nodes' reports."""
+    measured = _measured(sorted(members, key=lambda member: member.name))
+    return tuple(
+        NumberSpread(kind, number, len(of), *_median_and_mad(of.values()), min(of.values()), max(of.values()))
+        for (kind, number), of in sorted(measured.items(), key=lambda item: item[0][0])
+    )
+
+
+def _measured(members: Sequence[Member]) -> Mapping[tuple[str, str], Mapping[str, float]]:
+    """Return (GPUs, number) -> node -> value."""
+    numbers: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for member in members:
+        for number, value in member.numbers.items():
+            numbers[(member.kind, number)][member.name] = value
+    return numbers
+
+
+def _median_and_mad(values: Collection[float]) -> tuple[float, float]:
+    median = statistics.median(values)
+    return median, statistics.median(abs(value - median) for value in values)

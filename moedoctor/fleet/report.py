@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from moedoctor.fleet import parity
 from moedoctor.fleet.facts import NO_GPU, Member, member
-from moedoctor.fleet.groups import Difference, Grouping, Outlier, group, outliers
+from moedoctor.fleet.groups import Difference, Grouping, NumberSpread, Outlier, group, outliers, spreads
 from moedoctor.fleet.rows import SKIPPED, Place, Row, Status
 
 
@@ -29,6 +29,8 @@ class FleetReport:
     """Where the nodes' reports are."""
     exit_codes: tuple[int, ...] = ()
     interrupted: bool = False
+    numbers: tuple[NumberSpread, ...] = ()
+    """The numbers of equal GPUs, also if they are too few for an outlier."""
 
     @property
     def unanswered(self) -> tuple[tuple[str, Row], ...]:
@@ -150,6 +152,7 @@ class Collector:
             folder,
             tuple(int(str(kept["code"])) for _, found, kept in ordered if found),
             interrupted,
+            spreads(members),
         )
 
     def _order(self, place: Place) -> tuple[str, str, str]:

@@ -243,8 +243,9 @@ def from_document(data: Mapping[str, Any], host: str, file: str) -> Row:
         status = Status(data.get("status"))
     except ValueError:
         raise ReportError(file, "status: expected one that moedoctor writes") from None
-    reason = data.get("reason")
+    reason, python = data.get("reason"), data.get("python")
     row = Row(place, status, None if reason is None else line_of(str(reason), host), file=file)
+    row = replace(row, python=None if python is None else _word(python))
     times = _seconds(data.get("seconds")), _seconds(data.get("start_seconds"))
     row = replace(row, seconds=times[0], start_seconds=times[1])
     report = data.get("report")

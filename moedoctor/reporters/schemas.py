@@ -25,7 +25,7 @@ from moedoctor.diagnose.triage.triage import NearMiss
 from moedoctor.entries.entry import Link
 from moedoctor.fixes.backends import Candidate, Selection
 from moedoctor.fixes.backends.requests import Request
-from moedoctor.fleet.groups import Difference
+from moedoctor.fleet.groups import Difference, NumberSpread
 from moedoctor.fleet.parity import Judgement
 from moedoctor.origin import Origin
 from moedoctor.reporters.json import report_schema
@@ -461,6 +461,8 @@ class Fleet(Head):
     individual: dict[str, int]
     not_read: dict[str, int]
     outliers: list[FleetOutlier]
+    numbers: NotRequired[list[NumberSpread]]
+    """Absent in what older releases wrote."""
     bits: Judgement | None
     findings: list[FleetFinding]
     summary: FleetSummary

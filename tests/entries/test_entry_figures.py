@@ -41,6 +41,7 @@ def evidence(report: str, id: str, subject: str, **parameters: Any) -> list[Mapp
 
 
 NEWEST = "nvidia-h200-vllm-0.33.0"
+H100 = "nvidia-h100-vllm-0.33.0"
 OURS = {"OURS bf16", "OURS fp8", "OURS nvfp4"}
 
 
@@ -372,3 +373,129 @@ def test_layouts_in_engines(id: str, name: str, folder: str, release: str, backe
         assert damaged["error"] is None, "it starts"
         assert damaged["prompts_with_other_tokens"] == damaged["prompts"]
         assert damaged["vllm"] == release
+
+
+def padded_steps(folder: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return config and rank -> row of the padding table with two data-parallel ranks."""
+    verdict, figures = claim("nan_padding_dp.json", "MD001", "Attention leaves NaN in padding rows", folder)
+    assert verdict == "refuted"
+    rows = {row["config"]: row for row in figures["rows"]}
+    assert not any(row["rows_with_repeated_ids"] or row["nan_in_real"] for row in rows.values())
+    return rows
+
+
+def of_padded(row: Mapping[str, Any]) -> str:
+    return f"{row['nan_in_padding']} of {row['steps_with_padding']}"
+
+
+def test_md001_padding_of_two_ranks() -> None:
+    text = entry("MD001")
+    for folder in ("nvidia-h200", NEWEST):
+        figures = claim("nan_padding.json", "MD001", "Attention leaves NaN in padding rows", folder)[1]
+        alone = {of_padded(row) for row in figures["rows"] if "not_run" not in row}
+        assert alone == {"0 of 23"}
+    assert "came to hold NaN by itself in 23 padded steps, in 0.21.0 and in 0.33.0" in text
+    older, newer = padded_steps("nvidia-h200"), padded_steps(H100)
+    parallel, experts = (of_padded(older[f"{config}=2, both ranks"]) for config in ("DP", "DEP"))
+    assert f"some did in {parallel} padded steps, and with expert parallelism besides in {experts}." in text
+    assert {of_padded(newer[f"{config}=2, both ranks"]) for config in ("DP", "DEP")} == {"10 of 34"}
+    assert "With 0.33.0 on two H100 it was 10 of 34 each time, all in the rank with fewer prompts" in text
+    index = document(f"reports/{H100}/README.md")
+    for config in ("DP=2", "DEP=2"):
+        for rank, prompts in enumerate((11, 3)):
+            cells = [of_padded(rows[f"{config}, rank {rank}"]) for rows in (older, newer)]
+            row = " | ".join((f"{config}, the rank with {prompts} prompts", *cells))
+            assert f"| {row} |" in index
+    first = {
+        release: {row["first_in_padding"] for row in rows.values()} - {""}
+        for release, rows in (("0.33.0", newer), ("0.21.0", older))
+    }
+    attention = {
+        release: f"NaN at model.layers.{layer}.self_attn.attn"
+        for release, layer in (("0.33.0", 0), ("0.21.0", 1))
+    }
+    assert first == {release: {place} for release, place in attention.items()}
+
+
+def ratios(report: str, backend: str) -> Mapping[str, Mapping[int, float]]:
+    """Return model -> tokens -> the time of our NVFP4 kernels divided by that of a backend of vLLM."""
+    stored = json.loads((REPORTS / report).read_text(encoding="utf-8"))["bench"]["backends"]
+    times = {
+        (row["model"], row["backend"], row["tokens"]): row["time_us"]
+        for row in stored["rows"]
+        if row.get("time_us")
+    }
+    assert all(row["right"] for row in stored["rows"] if row.get("time_us"))
+    shares: dict[str, dict[int, float]] = {}
+    for (model, name, tokens), time in times.items():
+        if name == backend:
+            shares.setdefault(model, {})[tokens] = times[model, "OURS", tokens] / time
+    return shares
+
+
+def test_nvfp4_beside_other_backends_on_an_h100() -> None:
+    text = document(f"reports/{H100}/README.md")
+    marlin = ratios(f"{H100}/moe_backends_nvfp4.json", "MARLIN")
+    assert len(marlin) == 5
+    for model, shares in marlin.items():
+        assert list(shares) == [1, 2, 4, 8, 16, 32, 64]
+        assert f"| {model} | {' | '.join(f'{share:.2f}' for share in shares.values())} |" in text
+    slower = {
+        model: [tokens for tokens, share in shares.items() if share > 1]
+        for model, shares in marlin.items()
+        if max(shares.values()) > 1
+    }
+    gemma, cascade = "gemma-4-26b-a4b", "nemotron-cascade-2-30b-a3b"
+    assert slower == {gemma: [8, 16, 32, 64], cascade: [4, 16, 32, 64]}
+    most = {model: f"{100 * (max(marlin[model].values()) - 1):.1f} %" for model in slower}
+    assert f"slower than MARLIN for {gemma} from 8 tokens on, by up to {most[gemma]}" in text
+    assert f"for {cascade} at 4 and from 16 tokens on, by up to {most[cascade]}" in text
+    older = [
+        share
+        for shares in ratios(f"{NEWEST}/moe_backends_nvfp4.json", "MARLIN").values()
+        for tokens, share in shares.items()
+        if tokens >= 8
+    ]
+    assert f"takes {min(older):.2f} to {max(older):.2f} of MARLIN's time from 8 tokens on" in text
+    humming = {
+        model: f"{min(shares.values()):.2f} to {max(shares.values()):.2f}"
+        for model, shares in ratios(f"{H100}/moe_backends_humming.json", "HUMMING").items()
+    }
+    assert list(humming) == [gemma, "nemotron-3-super-120b"]
+    of_gemma, of_super = humming.values()
+    assert f"takes {of_gemma} of its time for {gemma} and {of_super} for nemotron-3-super-120b" in text
+
+
+def answers_of(name: str) -> list[Mapping[str, Any]]:
+    """Return the reports of both GPUs of a fleet's report."""
+    answers = [
+        json.loads(file.read_text("utf-8")) for file in (REPORTS / H100 / f"{name}.nodes").glob("node-*")
+    ]
+    assert sorted(answer["gpu"] for answer in answers) == ["0", "1"]
+    return [answer["report"] for answer in answers]
+
+
+def test_two_gpus_of_a_fleet() -> None:
+    first, second = (
+        [case["output_sha256"] for case in report["cases"]] for report in answers_of("fleet_parity")
+    )
+    assert first == second
+    assert {(len(sums), len(set(sums))) for sums in first} == {(8, 1)}
+    assert "Two H100 of one host gave the same bits in all eight runs of both" in document("docs/fleet.md")
+    times = [
+        [row["time_us"] for row in report["bench"]["backends"]["rows"]]
+        for report in answers_of("fleet_bench")
+    ]
+    apart = max(max(pair) / min(pair) - 1 for pair in zip(*times, strict=True))
+    assert (
+        f"their times of a call in CUDA graphs, with a cold L2 cache, differ by at most {100 * apart:.1f} %"
+        in document(f"reports/{H100}/README.md")
+    )
+
+
+def test_engines_with_our_kernels_on_an_h100() -> None:
+    verdict, figures = claim("moe_engines.json", "MD008", "Engines with MOEDOCTOR_FIXES=moe", H100)
+    rows = [row for row in figures["rows"] if row["computer"] == "moedoctor"]
+    assert verdict == "confirmed"
+    assert [row["outcome"] for row in rows] == ["same tokens"] * 6
+    assert "equal in six of six engines" in document(f"reports/{H100}/README.md")

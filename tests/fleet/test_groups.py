@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.fleet.facts import Member
-from moedoctor.fleet.groups import MOST_DISTANCE, group, outliers, rule_of
+from moedoctor.fleet.groups import MOST_DISTANCE, NumberSpread, group, outliers, rule_of, spreads
 
 _FACTS = st.dictionaries(
     st.sampled_from(["driver", "vLLM", "FlashInfer", "VLLM_USE_V1", "kernel", "finding MD011"]),
@@ -145,3 +145,17 @@ def test_three_numbers_have_no_outlier_and_gpus_of_two_models_are_not_compared()
 
 def test_a_number_beside_zeros_is_an_outlier() -> None:
     assert [outlier.name for outlier in outliers(_measured([0, 0, 0, 0, 7], "lost_us"))] == ["gpu-04"]
+
+
+def test_numbers_of_two_models_are_spread_apart_in_the_order_of_the_reports() -> None:
+    first = [
+        Member(f"gpu-{n}", "H100", {}, {"time_us tokens=64": time, "copy_gb_per_second": 2000.0})
+        for n, time in enumerate((10.0, 13.0, 11.0))
+    ]
+    members = [Member("old", "A100", {}, {"time_us tokens=64": 30.0}), *first]
+    assert spreads(members) == (
+        NumberSpread("A100", "time_us tokens=64", 1, 30.0, 0.0, 30.0, 30.0),
+        NumberSpread("H100", "time_us tokens=64", 3, 11.0, 1.0, 10.0, 13.0),
+        NumberSpread("H100", "copy_gb_per_second", 3, 2000.0, 0.0, 2000.0, 2000.0),
+    )
+    assert spreads(members[::-1]) == spreads(members)

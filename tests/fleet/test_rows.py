@@ -100,13 +100,19 @@ def test_a_hostile_report_never_raises(report: dict[str, Any], sums: Any) -> Non
     member(row, "node")
 
 
+@pytest.mark.parametrize("number", [10**400, -(10**400), 1.7e308])
+def test_a_number_that_nothing_measures_is_left_out(number: float) -> None:
+    answer = _answer({**_REPORT, "layers": [{"layer_us": number, "case": "decode", "copy_us": 2}]})
+    assert member(read_answer(_PLACE, answer), "node").numbers == {"copy_us decode": 2.0}
+
+
 def test_the_folder_keeps_answers_without_hosts_and_resumes_the_same_question(tmp_path: Path) -> None:
     question = {"question": ["check"]}
     store = Store.create(tmp_path / "reports", question)
-    kept = store.write(read_answer(_PLACE, _answer()))
+    kept = store.write(read_answer(_PLACE, _answer(), python="3.12.1"))
     assert "gpu-node" not in (tmp_path / "reports" / str(kept.file)).read_text()
     (again,) = Store.resume(tmp_path / "reports", question).rows({"id-1": "gpu-node-17.example"})
-    assert (again.place, again.report) == (_PLACE, kept.report)
+    assert (again.place, again.report, again.python) == (_PLACE, kept.report, "3.12.1")
     with pytest.raises(StoreError, match="`fleet check`"):
         Store.resume(tmp_path / "reports", {"question": ["run"]})
     with pytest.raises(StoreError, match="--resume"):

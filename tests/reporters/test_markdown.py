@@ -106,6 +106,7 @@ def test_the_whole_report() -> None:
         "# moedoctor 0.1.0: run",
         "## engine_wrong_scale.moecapsule: model.layers.1.mlp.experts",
         "### What explains it",
+        "### How much of each expert and token",
         "### What the backend got",
         "### The call",
         "## Against the baseline",
@@ -119,7 +120,7 @@ def test_the_whole_report() -> None:
     assert "Interrupted: not every case ran." in shown
     assert any(block.endswith("MD001 faulty: verdict reproduced -> clean") for block in shown)
     assert "first fixed release: 0.20.0" in shown
-    explains, _got, environment, cases, *_ = _tables(text)
+    explains, _shares, _got, environment, cases, *_ = _tables(text)
     assert explains[5] == "the global scale of w13 64 times as large, expert 3"
     assert environment[:4] == ["fact", "value", "gpu", "NVIDIA H200"]
     assert "env.VLLM_MOE" in environment

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import moedoctor
-from moedoctor.fleet.groups import Difference, Group, Grouping, Outlier
+from moedoctor.fleet.groups import Difference, Group, Grouping, NumberSpread, Outlier
 from moedoctor.fleet.report import FleetReport, in_words
 from moedoctor.fleet.rows import SKIPPED, Place, Row, Status
 from moedoctor.reporters.findings import Finding, Findings
@@ -29,9 +29,11 @@ class _Most:
     groups: int = 30
     differences: int = 12
     outliers: int = 30
+    numbers: int = 30
+    """Of each kind of GPU."""
 
 
-_ALL = _Most(*(1 << 30,) * 4)
+_ALL = _Most(*(1 << 30,) * 5)
 
 
 def fleet_page(report: FleetReport, *, full: bool = False) -> list[Block]:
@@ -47,6 +49,7 @@ def fleet_page(report: FleetReport, *, full: bool = False) -> list[Block]:
         _unanswered(report, most),
         _bits(report),
         _outliers(report, most),
+        _numbers(report, most),
         _not_compared(report),
     ):
         page.extend(blocks)
@@ -198,6 +201,26 @@ def _outliers(report: FleetReport, most: _Most) -> Iterator[Block]:
         yield Paragraph(f"{len(report.outliers) - most.outliers} more; --full or --format json lists all.")
 
 
+def _numbers(report: FleetReport, most: _Most) -> Iterator[Block]:
+    kinds: dict[str, list[NumberSpread]] = defaultdict(list)
+    for spread in report.numbers:
+        kinds[spread.kind].append(spread)
+    header = ("number", f"{report.noun}s", "median", "MAD", "least", "largest")
+    for kind, spreads in kinds.items():
+        yield Heading(f"Numbers of {kind}")
+        rows = [
+            (each.number, str(each.of), *map(short_value, (each.median, each.mad, each.least, each.largest)))
+            for each in spreads
+        ]
+        yield Table(header, rows[: most.numbers], align="lrrrrr")
+        if len(rows) > most.numbers:
+            yield Paragraph(f"{len(rows) - most.numbers} more; --full or --format json lists all.")
+    if kinds:
+        yield Paragraph(
+            f"Names are those of each {report.noun}'s own report. MAD: the median distance from the median."
+        )
+
+
 def _not_compared(report: FleetReport) -> Iterator[Block]:
     individual, not_read = report.grouping.individual, report.grouping.not_read
     if individual or not_read:
@@ -274,6 +297,7 @@ def fleet_document(report: FleetReport) -> dict[str, Any]:
         "individual": dict(report.grouping.individual),
         "not_read": dict(report.grouping.not_read),
         "outliers": list(report.outliers),
+        "numbers": list(report.numbers),
         "bits": report.bits,
         "findings": [{"id": name, "nodes": count} for name, count in report.findings.items()],
         "summary": {
@@ -286,7 +310,7 @@ def fleet_document(report: FleetReport) -> dict[str, Any]:
 
 
 def from_document(document: Mapping[str, Any]) -> FleetReport:
-    """Return the report that `fleet_document` wrote; its differences and bits are records.
+    """Return the report that `fleet_document` wrote; its differences, numbers and bits are records.
 
     Raises ValueError and KeyError if its parts do not fit together.
     """
@@ -326,6 +350,7 @@ def from_document(document: Mapping[str, Any]) -> FleetReport:
         folder=document["reports"],
         exit_codes=(summary["exit_code"],),
         interrupted=summary["interrupted"],
+        numbers=tuple(document.get("numbers", ())),
     )
 
 

@@ -106,6 +106,30 @@ def test_full_markdown_lists_what_the_digest_cuts(tmp_path: Path, capsys: pytest
     assert "more groups" not in full
 
 
+def test_two_gpus_show_their_numbers_though_none_can_be_far_from_the_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, speed in enumerate((100.0, 104.0)):
+        report = parity_report(speed=speed)
+        report["layers"] = [{"case": "decode", "tokens": count, "layer_us": count} for count in range(40)]
+        row = Row(Place("id-1", "", str(number)), Status.ANSWERED, report=report)
+        (tmp_path / f"gpu-{number}.json").write_text(to_json(to_document(row)))
+    arguments = ["fleet", "run", "parity", "--from-reports", str(tmp_path), "--format"]
+    stored = tmp_path / "stored" / "fleet.json"
+    stored.parent.mkdir()
+    assert main([*arguments, "json", "-o", str(stored)]) == 0
+    for command in ([*arguments, "markdown"], ["show", str(stored), "--format", "markdown"]):
+        assert main(command) == 0
+        shown = capsys.readouterr().out
+        assert "## Numbers of NVIDIA H200" in shown
+        assert "| copy_on_device_gb_per_second memory | 2 | 102 | 2 | 100 | 104 |" in shown
+        assert "| layer_us decode tokens=27 | 2 | 27 | 0 | 27 | 27 |" in shown
+        assert "tokens=28" not in shown
+        assert "12 more; --full or --format json lists all." in shown
+        assert main([*command, "--full"]) == 0
+        assert "tokens=39" in capsys.readouterr().out
+
+
 def test_a_problem_that_is_no_entry_has_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     stored = Path(__file__).parents[3] / "reports" / "nvidia-h200-vllm-0.33.0" / "fleet_check.json"
     document = json.loads(stored.read_text())
