@@ -11,6 +11,7 @@ from moedoctor.upstream.engine.engine import EngineError, EngineResult, LogFacts
 
 SOURCE = """
 import os
+import sys
 import time
 import types
 
@@ -51,6 +52,8 @@ class LLM:
         if does == "illegal":
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if does == "sleep":
+            print("INFO Model loading took 1.5 GiB memory and 12.300000 seconds")
+            print("INFO torch.compile took 80.40 s in total", flush=True)
             time.sleep(60)
 
     def record(self):
@@ -79,7 +82,25 @@ class LLM:
             output = types.SimpleNamespace(token_ids=ids, text="out" if text else "", logprobs=steps)
             outputs.append(types.SimpleNamespace(outputs=[output]))
         return outputs
+
+
+def measure(llm, then=""):
+    # A probe.
+    yield [{"row": 1}]
+    yield [{"row": 1}, {"row": 2}]
+    if then == "sleep":
+        time.sleep(60)
+    if then == "raise":
+        raise RuntimeError("no memory is left")
+    if then == "exit":
+        os._exit(7)
+
+
+probes = sys.modules["moedoctor.stub_probes"] = types.ModuleType("moedoctor.stub_probes")
+probes.measure = measure
 """
+MEASURE = "moedoctor.stub_probes:measure"
+"""A probe of the stand-in, with the option ``then``."""
 
 
 def write(folder: Path) -> Path:

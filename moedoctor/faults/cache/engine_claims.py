@@ -6,16 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedoctor.faults.base import ClaimCases, ClaimJudgement, claim, decide, untested
+from moedoctor.results import Crash, Skip
 
 _GIB = 2**30
 _SIZES = {8, 16, 32, 64, 128}
 """Slots that `engine_speed` is about."""
+_SCHEMES = ("nvfp4", "bf16")
+"""The units of a claim about two formats: an engine each, which is kept if the other does not finish."""
 _ENGINES = "moedoctor.upstream.engine.expert_cache"
 _OPTIONS: dict[str, Any] = {
     "thresholds": ("min_share",),
     "needs_gpu": True,
     "needs": "an installed vLLM that starts",
 }
+_REPLIES = ("first_reply_tokens_per_second", "repeated_reply_tokens_per_second")
 Row = Mapping[str, Any]
 
 
@@ -123,6 +127,7 @@ def engine_speed(cases: ClaimCases) -> ClaimJudgement:
         + ("" if row["hit_rate"] is None else f", hit rate {row['hit_rate']:.0%}{_at_most(row)}")
         for row, eight in zip(single, (row for row in rows if row["batch"] != 1), strict=True)
     )
+    figure += _cut(rows)
     missing = sorted(_SIZES - {row["slots"] for row in single})
     if missing:
         return untested(f"{figure}; no time for {missing} slots", {"rows": rows})
@@ -150,26 +155,34 @@ def engine_gain(cases: ClaimCases) -> ClaimJudgement:
     same reply once more. Other options than the defaults are only shown.
     """
     rows = cases.rows()
-    tried = [row for row in rows if row["batch"] == 1 and "times_before" in row]
+    single = [row for row in rows if row["batch"] == 1]
+    tried = [row for row in single if "times_before" in row]
     new = [row for row in tried if row["cache"] == str(row["slots"])]
     every = {(row["cache"], row["batch"]): row["tokens_per_second"] for row in rows}
+    unpaired = [
+        row for row in single if row not in tried and row["slots"] not in {row["slots"] for row in tried}
+    ]
     figure = "; ".join(
         [
             *(_gain(row, every) for row in new),
             *(f"{row['cache']}: {row['times_before']:.2f} times" for row in tried if row not in new),
+            *(f"{row['cache']}: {row['tokens_per_second']:.1f} tokens/s" for row in unpaired),
         ]
     )
-    missing = sorted({16, 32, 64} - {row["slots"] for row in new})
+    figure += _cut(rows)
+    missing = sorted({16, 32, 64} - {row["slots"] for row in new if (row["cache"], 8) in every})
     if missing:
         return untested(f"{figure}; no time for {missing} slots", {"rows": rows})
+    unanswered = [row["slots"] for row in new if _REPLIES[0] not in row]
+    if unanswered:
+        return untested(f"{figure}; no time for the first reply with {unanswered} slots", {"rows": rows})
     if not all(row["control_changes_tokens"] for row in new):
         return untested(f"{figure}; no planted fault was seen to change the tokens", {"rows": rows})
     holds = all(
         row["times_before"] >= cases.limits["min_gain"]
         and row["sequences_as_before"] == 1
-        and every.get((row["cache"], 8), 0.0) >= row["tokens_per_second"]
-        and row["first_reply_tokens_per_second"]
-        >= cases.limits["min_reply"] * row["repeated_reply_tokens_per_second"]
+        and every[row["cache"], 8] >= row["tokens_per_second"]
+        and row[_REPLIES[0]] >= cases.limits["min_reply"] * row[_REPLIES[1]]
         for row in new
     )
     return decide(holds, {"rows": rows}, figure)
@@ -177,15 +190,20 @@ def engine_gain(cases: ClaimCases) -> ClaimJudgement:
 
 def _gain(row: Row, every: Mapping[tuple[str, int], float]) -> str:
     rate, gain = row["tokens_per_second"], row["times_before"]
-    first, again = row["first_reply_tokens_per_second"], row["repeated_reply_tokens_per_second"]
+    first, again = (row.get(name) for name in _REPLIES)
     return (
         f"{row['slots']} slots: {rate:.1f} tokens/s, {gain:.2f} times {rate / gain:.1f}; the bus allows "
-        f"{row['bus_bound_tokens_per_second']}; {every.get((row['cache'], 8), 0.0):.1f} with 8 sequences; "
-        f"first reply {first:.1f}, once more {again:.1f}"
+        f"{row['bus_bound_tokens_per_second']}; {every.get((row['cache'], 8), 0.0):.1f} with 8 sequences"
+        + ("" if first is None else f"; first reply {first:.1f}, once more {again:.1f}")
     )
 
 
-@claim("engine_nvfp4", measure=f"{_ENGINES}:nvfp4", **{**_OPTIONS, "thresholds": ("min_gain",)})
+@claim(
+    "engine_nvfp4",
+    measure=f"{_ENGINES}:nvfp4",
+    units=lambda subjects: _SCHEMES,
+    **{**_OPTIONS, "thresholds": ("min_gain",)},
+)
 def engine_nvfp4(cases: ClaimCases) -> ClaimJudgement:
     """NVFP4 decodes faster than BF16 at the same number of slots, batch 1."""
     rows = cases.rows()
@@ -197,6 +215,18 @@ def engine_nvfp4(cases: ClaimCases) -> ClaimJudgement:
         f"{gains[slots]:.2f} times"
         for slots in sizes
     )
+    figure = "; ".join(
+        [
+            *filter(None, [figure]),
+            *(
+                f"{scheme}, {slots} slots: {rate:.1f} tokens/s"
+                for (scheme, slots), rate in rates.items()
+                if slots not in gains
+            ),
+            *_not_measured(cases),
+        ]
+    )
+    figure += _cut(rows)
     if sizes != [8, 16]:
         return untested(f"{figure or 'nothing to compare'}; expected 8 and 16 slots", {"rows": rows})
     return decide(min(gains.values()) >= cases.limits["min_gain"], {"rows": rows}, figure)
@@ -218,8 +248,9 @@ def _published(cases: ClaimCases) -> ClaimJudgement:
         )
         for row in rows
     )
+    figure = "; ".join([*filter(None, [figure]), *_not_measured(cases)])
     ran = [row for row in rows if "error" not in row]
-    if len(ran) < len(rows):
+    if {row["scheme"] for row in ran} < set(_SCHEMES):
         return untested(figure, {"rows": rows})
     holds = all(
         row["tokens_per_second"] >= cases.limits["min_speed"] * row["published_tokens_per_second"]
@@ -227,17 +258,33 @@ def _published(cases: ClaimCases) -> ClaimJudgement:
         and row["engine"] == "device"
         for row in ran
     )
-    return decide(holds and bool(ran), {"rows": rows}, figure)
+    return decide(holds, {"rows": rows}, figure)
 
 
 engine_published_nemotron, engine_published_gemma = (
     claim(
         f"engine_published_{model}",
         measure=f"moedoctor.upstream.engine.expert_cache_shapes:{model}",
+        units=lambda subjects: _SCHEMES[::-1],
         **{**_OPTIONS, "thresholds": ("min_speed", "max_memory")},
     )(_published)
     for model in ("nemotron", "gemma")
 )
+
+
+def _cut(rows: Sequence[Row]) -> str:
+    """Return in words which engines ended before they had measured everything, and why."""
+    return "".join(f"; the engine was cut: {row['cut']}" for row in rows if "cut" in row)
+
+
+def _not_measured(cases: ClaimCases) -> list[str]:
+    """Return for each unit without rows why it has none."""
+    left = [(measurement.unit, measurement.outcome) for measurement in cases.measurements]
+    return [
+        f"{unit}: {outcome.reason if isinstance(outcome, Skip) else outcome.message}"
+        for unit, outcome in left
+        if isinstance(outcome, (Skip, Crash))
+    ]
 
 
 def _at_most(row: Row) -> str:

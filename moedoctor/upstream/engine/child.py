@@ -1,13 +1,18 @@
-"""What runs inside an engine's process: starts vLLM as the request says, and answers what it did."""
+"""What runs inside an engine's process: starts vLLM as the request says, and answers what it did.
+
+It answers when each stage begins, and for each value of a probe that is a generator. An answer holds all that
+was there before, so the last one is enough, also if the process is killed after it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +26,44 @@ _FRAMES = 14
 _MESSAGE = 3000
 
 
-def respond(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Carry out the request. If a later stage fails, the answer still holds what came before."""
+def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Carry out the request, and give the answer so far whenever there is more of it.
+
+    The last answer is `finished` or has an `error`, and also holds what came before the error. After it, a
+    call that is still being recorded is saved: `answer` ends the process at once.
+    """
     response: dict[str, Any] = {"stage": "import", "seconds": {}}
-    try:
-        _perform(request, response)
-    except BaseException as error:
-        traceback.print_exc()
-        response["error"] = {"stage": response["stage"], **describe(error)}
-    return response
+    stages = _perform(request, response)
+    while "finished" not in response and "error" not in response:
+        try:
+            next(stages)
+        except StopIteration:
+            response |= {"stage": "record", "finished": True}
+        except BaseException as error:
+            traceback.print_exc()
+            response["error"] = {"stage": response["stage"], **describe(error)}
+        yield response
+    record.finish()
 
 
-def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> None:
-    vllm = importlib.import_module("vllm")
-    response |= {"version": str(vllm.__version__), "stage": "load"}
+def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[None]:
+    """Go through the stages, and stop for a moment whenever `response` has something new."""
+    with _stage(response, "import"):
+        yield
+        vllm = importlib.import_module("vllm")
+    response["version"] = str(vllm.__version__)
     arguments = {key: set(value) if key in _SETS else value for key, value in request["arguments"].items()}
-    llm = _timed(response, "load", lambda: vllm.LLM(**arguments))
+    with _stage(response, "load"):
+        yield
+        llm = vllm.LLM(**arguments)
     cuda = _cuda()
     response["allocated"] = None if cuda is None else int(cuda.memory_allocated())
-    later: Any = functools.partial(_probe, request, llm) if request["probe"] else None
-    if later is not None and request["probe_when"] == "before":
-        response["stage"] = "probe"
-        later = later()
-        if not callable(later):
-            response["probe"], later = plain(later), None
-    response["stage"] = "generate"
-    outputs = _timed(response, "generate", lambda: _generate(vllm, llm, request))
+    probe: Any = functools.partial(_probe, request, llm) if request["probe"] else None
+    if probe is not None and request["probe_when"] == "before":
+        probe = yield from _look(response, probe)
+    with _stage(response, "generate"):
+        yield
+        outputs = _generate(vllm, llm, request)
     if cuda is not None:
         cuda.synchronize()  # an illegal access shows only at the next synchronization
     best = [output.outputs[0] for output in outputs]
@@ -60,9 +77,32 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> None:
             ]
             for output in best
         ]
-    response["stage"] = "probe"
-    if later is not None:
-        response["probe"] = plain(later())
+    if probe is not None:
+        yield from _look(response, probe)
+
+
+def _look(response: dict[str, Any], probe: Callable[[], Any]) -> Generator[None, None, Any]:
+    """Call the probe; return the function that it wants to be called after generating, or None."""
+    with _stage(response, "probe"):
+        yield
+        value = probe()
+        if callable(value):
+            return value
+        for so_far in value if isinstance(value, Iterator) else (value,):
+            response["probe"] = plain(so_far)
+            yield
+    return None
+
+
+@contextlib.contextmanager
+def _stage(response: dict[str, Any], name: str) -> Iterator[None]:
+    """Note in `response` that a stage runs, and its seconds when it ends."""
+    response["stage"] = name
+    started, before = time.monotonic(), response["seconds"].get(name, 0.0)
+    try:
+        yield
+    finally:
+        response["seconds"][name] = round(before + time.monotonic() - started, 2)
 
 
 def _generate(vllm: Any, llm: Any, request: Mapping[str, Any]) -> Any:
@@ -85,14 +125,6 @@ def _probe(request: Mapping[str, Any], llm: Any) -> Any:
     if not module.startswith("moedoctor."):
         raise ValueError(f"probe: got module {module}, expected a module of moedoctor")
     return getattr(importlib.import_module(module), name)(llm, **request["probe_options"])
-
-
-def _timed(response: dict[str, Any], name: str, action: Callable[[], Any]) -> Any:
-    started = time.monotonic()
-    try:
-        return action()
-    finally:
-        response["seconds"][name] = round(time.monotonic() - started, 2)
 
 
 def _cuda() -> Any:
@@ -132,11 +164,5 @@ def _short(file: str) -> str:
     return "/".join(parts[-3:])
 
 
-def _respond_and_save(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Answer, then save a call that is still being recorded: `answer` ends the process at once."""
-    yield respond(request)
-    record.finish()
-
-
 if __name__ == "__main__":
-    answer(_respond_and_save)
+    answer(respond)

@@ -1,7 +1,8 @@
 """Starts a real `vllm.LLM` in a fresh Python process and returns its tokens, its error, or how it died.
 
-A request is plain data, and so is the answer of the child, `moedoctor.upstream.engine.child`. vLLM's output
-goes to a log that is read afterwards, and vLLM's caches go to a folder that is removed.
+A request is plain data, and so are the answers of the child, `moedoctor.upstream.engine.child`. The last one
+counts: an engine that is killed keeps what it had answered. vLLM's output goes to a log that is read
+afterwards, and vLLM's caches go to a folder that is removed.
 """
 
 from __future__ import annotations
@@ -64,6 +65,12 @@ _LOG = {
     ),
 }
 """Field of `LogFacts` -> the line that shows it."""
+_LOADING = {
+    "weights": re.compile(r"Model loading took .{1,60} and ([\d.]+) seconds"),
+    "compile": re.compile(r"torch\.compile took ([\d.]+) s in total"),
+    "capture": re.compile(r"Graph capturing finished in ([\d.]+) secs"),
+}
+"""Part of the stage ``load`` -> the line that shows its seconds."""
 _REFUSED = re.compile(
     r"moedoctor: (?:(?:left out: )?the (?:fix|trace) .{1,200} is not applied|vLLM is stopped"
     r"|left out: (?:expert_cache|moe): ).+"
@@ -89,8 +96,8 @@ class EngineRequest:
     """How many of the best tokens to report with their logprob at each step."""
     probe: str | None = None
     """``moedoctor.some.module:function``, called as ``function(llm, **probe_options)``; returns JSON
-    evidence. A probe that is called before generating may return a function instead, which is called
-    afterwards."""
+    evidence. A generator yields its evidence so far, of which the last is kept. A probe that is called before
+    generating may return a function instead, which is called afterwards."""
     probe_when: str = "after"
     """``before`` or ``after`` generating."""
     probe_options: Mapping[str, Any] = field(default_factory=dict)
@@ -115,7 +122,7 @@ class EngineError:
     """The exception's class with its module, or the way in which the process died."""
     message: str
     stage: str
-    """``import``, ``load``, ``probe``, ``generate``, or ``process`` if it died without an answer."""
+    """``import``, ``load``, ``probe``, ``generate``, or ``process`` if the process died or was killed."""
     death: Death
     frames: tuple[str, ...] = ()
     """The last frames of the traceback, innermost last: ``vllm/…/uva.py:122 forward: code``."""
@@ -167,8 +174,10 @@ class EngineResult:
     allocated: int | None = None
     """Bytes that torch held on the GPU after loading; None without a GPU."""
     probe: Any = None
+    """What the probe returned, or what it had yielded before the engine failed."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """``load``, ``generate`` and ``total``."""
+    """Of each stage that ended: ``import``, ``load``, ``generate`` and ``probe``; of the parts of ``load``
+    that vLLM logged: ``weights``, ``compile`` and ``capture``; and ``total``."""
 
 
 def need_engine() -> None:
@@ -230,7 +239,7 @@ def run_engine(request: EngineRequest) -> EngineResult:
         active = json.loads(fixes.read_text(encoding="utf-8")) if fixes.is_file() else []
     if recorder:
         active = [line for line in active if not line.startswith("record ")]
-    answer: dict[str, Any] = ended.answers[0] if ended.answers else {}
+    answer: dict[str, Any] = ended.answers[-1] if ended.answers else {}
     logprobs = answer.get("logprobs")
     return EngineResult(
         label=request.label,
@@ -243,7 +252,11 @@ def run_engine(request: EngineRequest) -> EngineResult:
         log=read_log(ended.log),
         allocated=answer.get("allocated"),
         probe=answer.get("probe"),
-        seconds={**answer.get("seconds", {}), "total": round(ended.seconds, 2)},
+        seconds={
+            **_loading(ended.log),
+            **answer.get("seconds", {}),
+            "total": round(ended.seconds, 2),
+        },
     )
 
 
@@ -272,8 +285,36 @@ def _error(answer: Mapping[str, Any], ended: Ended) -> EngineError | None:
         return EngineError(str(error["kind"]), message, str(error["stage"]), death, frames)
     if ended.code is None:
         crash = deaths.hang(ended.limit, ended.log)
-    elif "tokens" not in answer:
+        message = ": ".join(filter(None, (crash.message, _stages(answer, ended))))
+    elif not answer.get("finished"):
         crash = deaths.from_exit(ended.code, ended.log)
+        message = crash.message
     else:
         return None
-    return EngineError(crash.death.value, hide(crash.message), "process", crash.death)
+    return EngineError(crash.death.value, hide(message), "process", crash.death)
+
+
+def _stages(answer: Mapping[str, Any], ended: Ended) -> str | None:
+    """Return what a killed engine had done: ``import took 9 s; load had run for 231 s (weights 200 s)``."""
+    if "stage" not in answer:
+        return None
+    took: Mapping[str, float] = answer["seconds"]
+    parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in _loading(ended.log).items())
+    inside = {"load": f" ({parts})"} if parts else {}
+    done = ", ".join(
+        f"{name} {'' if index else 'took '}{seconds:.0f} s{inside.get(name, '')}"
+        for index, (name, seconds) in enumerate(took.items())
+    )
+    stage, probe = answer["stage"], answer.get("probe")
+    running = f"{stage} had run for {ended.seconds - sum(took.values()):.0f} s"
+    if stage == "load":
+        running += inside.get(stage, "")
+    if stage == "probe" and isinstance(probe, list):
+        running += f" and had {len(probe)} rows"
+    return f"{done}; {running}" if done else running
+
+
+def _loading(log: str) -> dict[str, float]:
+    """Return the seconds of the parts of ``load`` that vLLM logged. The first line of each counts."""
+    lines = {name: pattern.search(log) for name, pattern in _LOADING.items()}
+    return {name: float(line[1]) for name, line in lines.items() if line}

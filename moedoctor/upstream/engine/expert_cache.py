@@ -53,12 +53,12 @@ SECONDS = 200.0
 QWEN_CACHES = ("128:packed=0", "32", "16", "64", "8")
 """In the order of their measurement: if time runs out, the last ones are left out."""
 _OLD = "policy=lfru,packed=0,stream=0"
-GAIN_CACHES = (f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "64", "16", "32", "64:overlap=1", "32:overlap=1")
-"""What the plug-in did before against what it does now, in turn, and what it could do."""
+GAIN_CACHES = (f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "32", "16", "64", "64:overlap=1", "32:overlap=1")
+"""What the plug-in did before, what it does now, and what it could do: what decides comes first."""
 NVFP4_CACHES = ("8", "16")
 _ALL, _LAYERS = 128, 48
 _BATCHES, _STEPS, _ROUNDS, _PROMPT = (1, 8), (24, 8), 2, 256
-_QWEN_SECONDS, _MEASURING_SECONDS = 420.0, 240.0
+_QWEN_SECONDS, _MEASURING_SECONDS, _GAIN_SECONDS = 420.0, 240.0, 300.0
 
 
 def cached(slots: int | str | None) -> dict[str, str]:
@@ -277,7 +277,7 @@ def qwen(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     One engine with random weights: it loads with the fewest slots and profiles its memory so. Then its layers
     get other caches over the same host memory, and its graphs are captured anew.
     """
-    measured, load = decoded(QWEN_CACHES, seconds=_MEASURING_SECONDS)
+    measured, engine = decoded(QWEN_CACHES, seconds=_MEASURING_SECONDS)
     every = {row["batch"]: row["tokens"] for row in measured if row["slots"] == _ALL}
     if not every:
         raise UnavailableError("there was no time to measure with all experts on the GPU")
@@ -286,7 +286,7 @@ def qwen(sources: Mapping[str, str]) -> list[dict[str, Any]]:
         drawn = row.pop("tokens")
         equal = sum(ids == expected for ids, expected in zip(drawn, every[row["batch"]], strict=True))
         table.append({**row, "sequences_as_with_all": equal, "tokens_a_sequence": len(drawn[0])})
-    table[0]["seconds_to_load"] = load
+    table[0] |= engine
     return table
 
 
@@ -296,8 +296,8 @@ def gain(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     The engine is that of `qwen`. `sequences_as_before`: sequences of the new defaults that draw the tokens of
     the old ones at the same slots. Raises UnavailableError.
     """
-    measured, load = decoded(
-        GAIN_CACHES, seconds=_MEASURING_SECONDS, optimum=False, prompt=_PROMPT, rounds=_ROUNDS
+    measured, engine = decoded(
+        GAIN_CACHES, seconds=_GAIN_SECONDS, optimum=False, prompt=_PROMPT, rounds=_ROUNDS
     )
     old = {(row["slots"], row["batch"]): row for row in measured if row["cache"].endswith(_OLD)}
     table = []
@@ -308,31 +308,31 @@ def gain(sources: Mapping[str, str]) -> list[dict[str, Any]]:
             row["sequences_as_before"] = sum(ids == expected for ids, expected in pairs)
             row["times_before"] = round(row["tokens_per_second"] / before["tokens_per_second"], 3)
         table.append({key: value for key, value in row.items() if key != "tokens"})
-    table[0]["seconds_to_load"] = load
+    table[0] |= engine
     return table
 
 
-def nvfp4(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the decode speeds of the same shape in NVFP4 and in BF16 at 8 and 16 slots.
+def nvfp4(unit: Scheme) -> list[dict[str, Any]]:
+    """Return the decode speeds of the same shape in one format, NVFP4 or BF16, at 8 and 16 slots.
 
-    One engine for each format, one after the other. Raises UnavailableError.
+    Each format is a unit of the claim, so that one is kept if the other does not finish. Raises
+    UnavailableError.
     """
-    table = []
-    for scheme in ("nvfp4", "bf16"):
-        measured, _ = decoded(NVFP4_CACHES, scheme, seconds=_MEASURING_SECONDS / 2, optimum=False)
-        table += [
-            {"scheme": scheme, **{key: value for key, value in row.items() if key != "tokens"}}
-            for row in measured
-        ]
+    measured, engine = decoded(NVFP4_CACHES, unit, seconds=_MEASURING_SECONDS / 2, optimum=False)
+    table = [
+        {"scheme": unit, **{key: value for key, value in row.items() if key != "tokens"}} for row in measured
+    ]
+    table[0] |= engine
     return table
 
 
 def decoded(
     caches: Sequence[str], scheme: Scheme = "bf16", **options: Any
-) -> tuple[list[dict[str, Any]], float | None]:
-    """Return what `decode_speeds` measured in one engine, and the seconds to load.
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return what `decode_speeds` measured in one engine, and what a table says once about the engine.
 
-    Raises UnavailableError.
+    That is its ``seconds_to_load``, and ``cut``: why it did not measure everything. Raises UnavailableError
+    if it measured nothing.
     """
     from moedoctor.reference.checkpoints import quantization_fields
 
@@ -341,10 +341,11 @@ def decoded(
         vocab = int(json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"])
         request = _qwen_request(str(folder), vocab, scheme, {"caches": caches, **options})
         (ran,) = run_trials([Trial(request)])
-    error = ran.result.error
-    if error is not None:
-        raise UnavailableError(f"{error.stage}: {short_error(error)}")
-    return list(ran.result.probe), ran.result.seconds.get("load")
+    error, rows = ran.result.error, list(ran.result.probe or ())
+    reason = None if error is None else f"{error.stage}: {short_error(error)}"
+    if not rows:
+        raise UnavailableError(reason or "nothing was measured")
+    return rows, {"seconds_to_load": ran.result.seconds.get("load"), **({"cut": reason} if reason else {})}
 
 
 def _qwen_request(folder: str, vocab: int, scheme: Scheme, options: Mapping[str, Any]) -> EngineRequest:

@@ -6,7 +6,7 @@ import importlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,8 +76,10 @@ def decode_speeds(
     seconds: float,
     optimum: bool = True,
     prompt: int = 0,
-) -> list[dict[str, Any]]:
+) -> Iterator[list[dict[str, Any]]]:
     """Probe: decode with each of `caches`, values of ``MOEDOCTOR_EXPERT_CACHE``, in one engine.
+
+    Yields the rows so far after each cache, and again when its first reply has been measured.
 
     The experts stay in host memory; every layer gets an empty cache with the next options, and the CUDA
     graphs are captured anew. Experts that were packed stay packed, so ``packed=0`` comes first. `steps` are
@@ -87,8 +89,8 @@ def decode_speeds(
 
     Each row has the hit rate, and the tokens per second that the bus would allow with the same misses if
     nothing else took time. With `optimum` it also has the best possible hit rate for the ids of a run that
-    was recorded with the most slots and is not timed. With `prompt`, batch 1 also has the speed of the first
-    reply after a prompt of so many tokens, and of the same reply once more.
+    was recorded with the most slots and is not timed. With `prompt`, the first of `batches` also has the
+    speed of the first reply after a prompt of so many tokens, and of the same reply once more.
     `control_changes_tokens`: every sequence draws other tokens if the last layer computes with wrong experts,
     and the same ones in every round otherwise.
     """
@@ -130,12 +132,11 @@ def decode_speeds(
                 }
             )
         rows[-1]["seconds_to_resize"] = round(ready, 2)
-    for row in [row for row in rows if prompt and row["batch"] == batches[0]]:
-        options = read_options(row["cache"])
-        if options.stream != 0 and options.slots < experts:
-            _resize(worker, options)
-            row.update(_first_reply(llm, prompt, steps[0], vocab))
-    return rows
+        yield rows
+        if prompt and options.stream != 0 and options.slots < experts:
+            _resize(worker, options)  # a reply begins with an empty cache
+            rows[-len(batches)].update(_first_reply(llm, prompt, steps[0], vocab))
+            yield rows
 
 
 def host_bandwidth(mebibytes: int = 256) -> float | None:

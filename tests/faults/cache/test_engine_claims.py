@@ -8,8 +8,8 @@ import pytest
 from fault_cases import by_rows
 
 from moedoctor.faults.cache import engine_claims as claims
-from moedoctor.interfaces import ClaimTest
-from moedoctor.results import ClaimVerdict
+from moedoctor.interfaces import ClaimTest, Measurement
+from moedoctor.results import ClaimVerdict, Crash, Death, Observation, Outcome, Skip
 
 CELL = {
     "backend": "BF16 TRITON",
@@ -158,6 +158,15 @@ def verdict_of(claim: ClaimTest, rows: list[dict[str, Any]], **limits: float) ->
     return by_rows(claim, limits, *rows).verdict
 
 
+PUBLISHED = {
+    "model": "gemma",
+    "scheme": "bf16",
+    "engine": "device",
+    "gigabytes": 8.0,
+    "published_gigabytes": 8.6,
+    "tokens_per_second": 16.0,
+    "published_tokens_per_second": 14.8,
+}
 GAIN = {
     "cache": "16",
     "slots": 16,
@@ -196,8 +205,83 @@ def test_new_defaults_are_faster_with_the_same_tokens(change: dict[str, Any], ex
     slow = {**GAIN, "slots": 64, "cache": "64:overlap=1", "times_before": 0.5}
     shown = by_rows(claims.engine_gain, limits, *gains(**change), slow)
     assert (shown.verdict, "64:overlap=1: 0.50 times" in shown.reason) == (expected, True)
-    few = by_rows(claims.engine_gain, limits, *gains()[1:3])
+    few = by_rows(claims.engine_gain, limits, *(row for row in gains() if row["slots"] != 16))
     assert (few.verdict, "no time for [16] slots" in few.reason) == (ClaimVerdict.UNTESTED, True)
+    single = by_rows(claims.engine_gain, limits, *gains()[:5])
+    assert (single.verdict, "no time for [64] slots" in single.reason) == (ClaimVerdict.UNTESTED, True)
+
+
+CUT = {"cut": "process: hang: no answer within 420 s"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected", "words"),
+    [
+        (
+            gains(**CUT),
+            ClaimVerdict.CONFIRMED,
+            "once more 29.0; the engine was cut: process: hang: no answer",
+        ),
+        (gains(**CUT, times_before=1.0), ClaimVerdict.REFUTED, "the engine was cut"),
+        (
+            [{**row, **CUT} for row in gains() if row["slots"] == 32],
+            ClaimVerdict.UNTESTED,
+            "32 slots: 30.0 tokens/s, 1.50 times 20.0; the bus allows 33.0; 40.0 with 8 sequences; "
+            "first reply 27.0, once more 29.0; the engine was cut",
+        ),
+        (
+            [{"cache": "32:policy=lfru", "slots": 32, "batch": 1, "tokens_per_second": 20.0, **CUT}],
+            ClaimVerdict.UNTESTED,
+            "32:policy=lfru: 20.0 tokens/s; the engine was cut: process: hang: no answer within 420 s; "
+            "no time for [16, 32, 64] slots",
+        ),
+        (
+            [
+                {key: value for key, value in row.items() if row["slots"] != 64 or "reply" not in key}
+                for row in gains(**CUT)
+            ],
+            ClaimVerdict.UNTESTED,
+            "no time for the first reply with [64] slots",
+        ),
+    ],
+)
+def test_rows_of_an_engine_that_was_cut_decide_if_they_are_enough(
+    rows: list[dict[str, Any]], expected: ClaimVerdict, words: str
+) -> None:
+    judgement = by_rows(claims.engine_gain, {"min_gain": 1.2, "min_reply": 0.9}, *rows)
+    assert (judgement.verdict, words in judgement.reason) == (expected, True)
+    assert judgement.evidence["rows"] == rows
+
+
+def test_a_cut_engine_is_named_beside_its_speeds() -> None:
+    judgement = judged(claims.engine_speed, {**SPEED, **CUT}, {**SPEED, **EIGHT})
+    assert judgement.verdict is ClaimVerdict.UNTESTED
+    assert "hit rate 10% of at most 25%; the engine was cut: process: hang" in judgement.reason
+
+
+@pytest.mark.parametrize("lost", [Skip("interrupted before it finished"), Crash(Death.HANG, "no answer")])
+@pytest.mark.parametrize(
+    ("claim", "limits", "figure"),
+    [
+        (claims.engine_nvfp4, {"min_gain": 2.0}, "nvfp4, 8 slots: 21.0 tokens/s; bf16: "),
+        (
+            claims.engine_published_gemma,
+            {"min_speed": 1.0, "max_memory": 1.15},
+            "gemma, nvfp4: 8.0 GB (8.6 published), 21.0 tokens/s (14.8 published); bf16: ",
+        ),
+    ],
+)
+def test_a_format_that_finished_is_kept_if_the_other_did_not(
+    claim: ClaimTest, limits: dict[str, float], figure: str, lost: Outcome
+) -> None:
+    assert set(claim.units([])) == {"nvfp4", "bf16"}
+    row = {**PUBLISHED, "scheme": "nvfp4", "tokens_per_second": 21.0, "slots": 8, "batch": 1}
+    units = [Measurement("nvfp4", Observation({"rows": [row]})), Measurement("bf16", lost)]
+    judgement = claim.judge((), units, limits)
+    assert (judgement.verdict, judgement.evidence) == (ClaimVerdict.UNTESTED, {"rows": [row]})
+    why = lost.reason if isinstance(lost, Skip) else "no answer"
+    assert judgement.reason is not None
+    assert judgement.reason.startswith(figure + why)
 
 
 def test_nvfp4_is_compared_at_the_same_slots() -> None:
@@ -216,18 +300,11 @@ def test_nvfp4_is_compared_at_the_same_slots() -> None:
 
 @pytest.mark.parametrize("claim", [claims.engine_published_nemotron, claims.engine_published_gemma])
 def test_the_published_table_is_shown_beside(claim: ClaimTest) -> None:
-    row = {
-        "model": "gemma",
-        "scheme": "bf16",
-        "engine": "device",
-        "gigabytes": 8.0,
-        "published_gigabytes": 8.6,
-        "tokens_per_second": 16.0,
-        "published_tokens_per_second": 14.8,
-    }
+    row, other = PUBLISHED, {**PUBLISHED, "scheme": "nvfp4"}
     limits = {"min_speed": 1.0, "max_memory": 1.15}
-    assert verdict_of(claim, [row], **limits) is ClaimVerdict.CONFIRMED
+    assert verdict_of(claim, [row, other], **limits) is ClaimVerdict.CONFIRMED
     for change in ({"gigabytes": 10.0}, {"tokens_per_second": 14.0}, {"engine": "host"}):
-        assert verdict_of(claim, [{**row, **change}], **limits) is ClaimVerdict.REFUTED
-    missing = [row, {**row, "scheme": "nvfp4", "error": "no backend"}]
+        assert verdict_of(claim, [row, {**other, **change}], **limits) is ClaimVerdict.REFUTED
+    missing = [row, {**other, "error": "no backend"}]
     assert verdict_of(claim, missing, **limits) is ClaimVerdict.UNTESTED
+    assert verdict_of(claim, [row], **limits) is ClaimVerdict.UNTESTED

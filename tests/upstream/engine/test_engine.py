@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from moedoctor.processes.ask import Ended
 from moedoctor.results import Death
 from moedoctor.upstream.engine import engine
-from moedoctor.upstream.engine.engine import EngineRequest, read_log, run_engine, run_engines
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, read_log, run_engine, run_engines
 
 PROMPTS = [[1, 2, 3], [7]]
 
@@ -33,7 +34,7 @@ def test_tokens_and_facts_in_the_log() -> None:
     )
     assert result.logprobs is not None
     assert result.logprobs[1] == ({"8": -0.5, "9": "nan"},)  # NaN survives as text, JSON has none
-    assert set(result.seconds) == {"load", "generate", "total"}
+    assert set(result.seconds) == {"import", "load", "generate", "total"}
 
 
 def test_text_goes_in_and_comes_out() -> None:
@@ -68,6 +69,59 @@ def test_ways_of_failing(model: str, kind: str, stage: str, death: Death) -> Non
         assert error.message == "b_scales is not on GPU\nKeyError: 'origin'"
         assert error.frames[-1].endswith('__init__: raise KeyError("origin")')
         assert error.line() == "load: RuntimeError: b_scales is not on GPU"
+
+
+def measured(then: str) -> EngineResult:
+    """Run an engine whose probe yields two rows and then does something."""
+    options = {"then": then}
+    return run_engine(
+        EngineRequest("ok", PROMPTS, probe=engine_stub.MEASURE, probe_options=options, seconds=6)
+    )
+
+
+TWO_ROWS = [{"row": 1}, {"row": 2}]
+
+
+@pytest.mark.parametrize(
+    ("then", "kind", "stage", "message"),
+    [
+        (
+            "sleep",
+            "hang",
+            "process",
+            r"no answer within 6 s: import took \d s, load \d s, generate \d s; "
+            r"probe had run for [1-6] s and had 2 rows",
+        ),
+        ("raise", "RuntimeError", "probe", "no memory is left"),
+        ("exit", "silent", "process", "ended with exit status 7 and no answer"),
+    ],
+)
+def test_an_engine_that_fails_in_its_probe_keeps_what_it_measured(
+    then: str, kind: str, stage: str, message: str
+) -> None:
+    result = measured(then)
+    assert result.error is not None
+    assert (result.error.kind, result.error.stage) == (kind, stage)
+    assert re.fullmatch(message, result.error.message)
+    assert (result.probe, result.tokens) == (TWO_ROWS, ((2, 3, 4), (8,)))
+    assert {"import", "load", "generate"} <= set(result.seconds)
+
+
+def test_the_last_value_of_a_probe_counts() -> None:
+    result = measured("")
+    assert (result.error, result.probe) == (None, TWO_ROWS)
+    assert set(result.seconds) == {"import", "load", "generate", "probe", "total"}
+
+
+def test_an_engine_that_is_killed_names_its_stage_and_what_was_logged_of_it() -> None:
+    result = run_engine(EngineRequest("sleep", PROMPTS, seconds=3))
+    assert result.error is not None
+    assert re.fullmatch(
+        r"process: hang: no answer within 3 s: import took \d s; "
+        r"load had run for [1-3] s \(weights 12 s, compile 80 s\)",
+        result.error.line(),
+    )
+    assert (result.probe, result.seconds["weights"]) == (None, 12.3)
 
 
 def test_several_run_side_by_side_in_order() -> None:

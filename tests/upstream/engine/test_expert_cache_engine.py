@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,15 @@ import pytest
 import torch
 from engine_stub import answered, died
 
-from moedoctor.results import UnavailableError
+from moedoctor.results import Death, UnavailableError
 from moedoctor.upstream.engine import engine as engine_module
 from moedoctor.upstream.engine import expert_cache as engines
 from moedoctor.upstream.engine import expert_cache_probes as probes
 from moedoctor.upstream.engine import expert_cache_shapes as shapes
-from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, LogFacts
+from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult, LogFacts
 from moedoctor.upstream.engine.experiment import pair
 from moedoctor.upstream.plugin.expert_cache_layer import HostExperts, IdLog, host_experts, install
-from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
+from moedoctor.upstream.plugin.expert_cache_options import CacheOptions, read_options
 from tests.upstream.plugin.test_expert_cache_fix import HIDDEN, INTERMEDIATE, Layer, call
 from tests.upstream.plugin.test_expert_cache_fix import E as EXPERTS
 
@@ -170,6 +170,38 @@ def test_new_defaults_are_compared_with_the_old_ones_in_one_engine(run: Any) -> 
     assert all("tokens" not in row for row in rows.values())
 
 
+def test_an_engine_that_is_cut_keeps_the_settings_that_it_measured(run: Any) -> None:
+    hang = EngineError("hang", "no answer within 420 s: probe had run", "process", Death.HANG)
+    kept = 0
+
+    def engine(request: EngineRequest) -> EngineResult:
+        return answered(probe=speeds(request)[:kept], seconds={"load": 60.0}, error=hang)
+
+    run(engine)
+    for measure in (engines.gain, engines.qwen):
+        kept = 0
+        with pytest.raises(UnavailableError, match="process: hang: no answer within 420 s: probe had run"):
+            measure({})
+        kept = 8
+        first, *others = measure({})
+        assert len(others) == 7
+        assert first["cut"] == "process: hang: no answer within 420 s: probe had run"
+        assert first["seconds_to_load"] == 60.0
+        assert not any("cut" in row for row in others)
+    kept = 2
+    assert [row.get("cut") is not None for row in engines.nvfp4("nvfp4")] == [True, False]
+
+
+def test_what_decides_is_measured_first() -> None:
+    first = [read_options(text) for text in engines.GAIN_CACHES[:6]]
+    assert {(options.slots, options.packed) for options in first} == {
+        (slots, packed) for slots in (16, 32, 64) for packed in (False, True)
+    }
+    assert all("overlap" in text for text in engines.GAIN_CACHES[6:])
+    every = [read_options(text).packed for text in engines.GAIN_CACHES]
+    assert every == sorted(every), "packed experts stay packed"
+
+
 def test_nvfp4_and_bf16_are_engines_of_their_own(run: Any) -> None:
     asked = []
 
@@ -179,7 +211,7 @@ def test_nvfp4_and_bf16_are_engines_of_their_own(run: Any) -> None:
         return result(probe=speeds(request))
 
     run(engine)
-    rows = engines.nvfp4({})
+    rows = [*engines.nvfp4("nvfp4"), *engines.nvfp4("bf16")]
     assert asked == [("marlin", True), ("triton", False)]
     assert [row["scheme"] for row in rows] == ["nvfp4"] * 4 + ["bf16"] * 4
 
@@ -278,10 +310,26 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Llm:
 
 
 def decoded(llm: Llm, slots: list[int], **options: Any) -> list[dict[str, Any]]:
+    *_, rows = decoding(llm, slots, **options)
+    return rows
+
+
+def decoding(llm: Llm, slots: list[int], **options: Any) -> Iterator[list[dict[str, Any]]]:
     caches = [f"{count}:packed=0" for count in slots]
     return probes.decode_speeds(
         llm, caches=caches, batches=[1, 2], steps=[12, 6], rounds=2, vocab=VOCAB, seconds=60.0, **options
     )
+
+
+def test_rows_come_after_each_cache_and_each_first_reply(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_first_reply", lambda *given: {"first_reply_tokens_per_second": 5.0})
+    so_far = [
+        [(row["slots"], row["batch"], "first_reply_tokens_per_second" in row) for row in rows]
+        for rows in decoding(llm, [3, EXPERTS], prompt=4, optimum=False)
+    ]
+    first = [(3, 1, False), (3, 2, False)]
+    replied = [(3, 1, True), (3, 2, False)]
+    assert so_far == [first, replied, [*replied, (EXPERTS, 1, False), (EXPERTS, 2, False)]]
 
 
 def test_one_engine_decodes_with_caches_of_every_size(llm: Llm) -> None:
@@ -380,14 +428,19 @@ def test_the_published_models_are_rows_whether_they_run_or_not(run: Any) -> None
 
     def engine(request: EngineRequest) -> EngineResult:
         assert request.environ["MOEDOCTOR_EXPERT_CACHE"] == "8:stream=0"
+        compilation = request.arguments["compilation_config"]
+        assert (compilation["mode"], compilation["cudagraph_mode"]) == (0, "FULL_DECODE_ONLY")
         configs[request.label] = json.loads(Path(request.model, "config.json").read_text(encoding="utf-8"))
         if request.label == "gemma-4-26b-a4b, nvfp4":
             return failed("704 is not a multiple of 128")
-        return result(probe={"gigabytes": 7.0, "tokens_per_second": 20.0, "engine": "device"})
+        probe = {"gigabytes": 7.0, "tokens_per_second": 20.0, "engine": "device"}
+        return result(probe=probe, seconds={"load": 60.0})
 
     run(engine)
-    rows = {(row["model"], row["scheme"]): row for row in [*shapes.nemotron({}), *shapes.gemma({})]}
+    table = [row for scheme in ("bf16", "nvfp4") for row in (*shapes.nemotron(scheme), *shapes.gemma(scheme))]
+    rows = {(row["model"], row["scheme"]): row for row in table}
     assert len(rows) == len(configs) == 4
+    assert all(row["seconds"] == {"load": 60.0} for row in table if "error" not in row)
     assert rows["gemma-4-26b-a4b", "nvfp4"]["error"].endswith("704 is not a multiple of 128")
     assert rows["gemma-4-26b-a4b", "bf16"]["published_tokens_per_second"] == 14.8
     assert configs["nemotron-cascade-2-30b-a3b, bf16"]["architectures"] == ["NemotronHForCausalLM"]
