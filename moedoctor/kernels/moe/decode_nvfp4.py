@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, decode_values
-from moedoctor.kernels.moe.rows import activate
+from moedoctor.kernels.moe.rows import activate, row_and_column
 
 
 @triton.jit
@@ -65,17 +65,17 @@ def nvfp4_up_kernel(
     """Write `out` [T * K, I]: the activated first product of each pair; none for an id that is no expert.
 
     `weight` and `block_scale` are those of `pack_words` for [E, 2I, H], gate above up, or [E, I, H] for
-    ``relu2``; `scale` [E * halves]. `early`: the next launch may begin. Programs: (I / BLOCK_N, T * K).
+    ``relu2``; `scale` [E * halves]. `early`: the next launch may begin. Programs: T * K * (I / BLOCK_N).
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
-    pair = tl.program_id(1)
+    pair, part = row_and_column((intermediate_size + BLOCK_N - 1) // BLOCK_N)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     if (expert >= 0) & (expert < num_experts):
         gated: tl.constexpr = activation != "relu2"
         height: tl.constexpr = 2 * intermediate_size if gated else intermediate_size
         groups: tl.constexpr = (hidden_size + 63) // 64
-        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+        column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
         present = column < intermediate_size  # [N]
         row = expert * height + column  # [N]
         token_ptr = x_ptr + (pair // top_k).to(tl.int64) * hidden_size
@@ -140,14 +140,15 @@ def nvfp4_down_kernel(
 
     `h` [T * K, I]; `weight` and `block_scale` are those of `pack_words` for [E, H, I]; `scale` [E];
     `topk_weights` [T, K]. LANES: top_k, padded. `early`: the launch begins before `h` is there, and asks for
-    weights meanwhile. Programs: (H / BLOCK_N, T).
+    weights meanwhile. Programs: T * (H / BLOCK_N).
     """
     groups: tl.constexpr = (intermediate_size + 63) // 64
-    token = tl.program_id(1).to(tl.int64)
+    token_row, part = row_and_column((hidden_size + BLOCK_N - 1) // BLOCK_N)
+    token = token_row.to(tl.int64)
     # One row of the tile for each column of the result and lane; lanes are the faster of the two.
     line = tl.arange(0, BLOCK_N * LANES)  # [N * L]
     lane = line % LANES  # [N * L]
-    column = tl.program_id(0) * BLOCK_N + line // LANES  # [N * L]
+    column = part * BLOCK_N + line // LANES  # [N * L]
     expert = tl.load(ids_ptr + token * top_k + lane, mask=lane < top_k, other=-1).to(tl.int64)
     held = (expert >= 0) & (expert < num_experts)  # [N * L]
     expert = tl.where(held, expert, 0)
@@ -181,6 +182,6 @@ def nvfp4_down_kernel(
         product += tl.load(bias_ptr + row, mask=present, other=0.0).to(tl.float32)
     topk_weight = tl.load(topk_weights_ptr + token * top_k + lane, mask=held, other=0.0).to(tl.float32)
     result = tl.sum(tl.reshape(product * topk_weight, (BLOCK_N, LANES)), axis=1)  # [N]
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     to_ptr = out_ptr + token * hidden_size + column  # [N]
     tl.store(to_ptr, result.to(out_ptr.dtype.element_ty), mask=column < hidden_size)

@@ -278,7 +278,7 @@ def _launch_rows(
         "early": early,
     }
     with on_device(x):
-        nvfp4_up_kernel[triton.cdiv(intermediate_size, first.block_n), tokens * top_k](
+        nvfp4_up_kernel[(triton.cdiv(intermediate_size, first.block_n) * tokens * top_k,)](
             x,
             w13.values,
             w13.block_scales,
@@ -294,7 +294,7 @@ def _launch_rows(
             num_warps=first.warps,
             **common,
         )
-        nvfp4_down_kernel[triton.cdiv(hidden_size, second.block_n), tokens](
+        nvfp4_down_kernel[(triton.cdiv(hidden_size, second.block_n) * tokens,)](
             h,
             w2.values,
             w2.block_scales,
