@@ -5,7 +5,8 @@
 Both products of a layer are timed by themselves with each tile, in CUDA graphs, with other experts from call
 to call, so that weights come from memory. Then the whole layer with the fastest tiles is timed in turn with
 the default ones and with vLLM's backends, and its output is compared with the float32 reference. The file is
-written after each model, so a run that is cut leaves what it measured. Tiles are chosen in
+written after each model, so a run that is cut leaves what it measured. For one to four NVFP4 tokens the
+kernels without tensor cores (`RowTile`) are measured too, in the whole layer. Tiles are chosen in
 `moedoctor.kernels.moe.tiles`. Whether launches begin early (`Tile.early`) is decided with the whole layer, in
 turn with the same tiles; with --known that alone is measured, with the tiles that a call would get today.
 
