@@ -290,10 +290,12 @@ def test_paper_has_every_row_or_says_how_many_a_filter_left(show: Open, name: st
     page.emulate_media(media="print")
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.locator("tbody tr[hidden]").count() == 0
-    closed = page.locator("details:not([open]) > .body").evaluate_all(
-        "(all) => all.filter((each) => !each.checkVisibility({ contentVisibilityAuto: true })).length"
+    # The browser shows what the style for paper opens in its next frame.
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('details:not([open]) > .body')]"
+        ".every((each) => each.checkVisibility({ contentVisibilityAuto: true }))",
+        timeout=5000,
     )
-    assert closed == 0
     page.emulate_media(media="screen")
     page.locator("details").evaluate_all("(all) => all.forEach((each) => { each.open = true; })")
     search = page.get_by_label("Filter").first
