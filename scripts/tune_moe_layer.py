@@ -8,7 +8,8 @@ the default ones and with vLLM's backends, and its output is compared with the f
 written after each model, so a run that is cut leaves what it measured. For one to four NVFP4 tokens the
 kernels without tensor cores (`RowTile`) are measured too, in the whole layer. Tiles are chosen in
 `moedoctor.kernels.moe.tiles`. Whether launches begin early (`Tile.early`) is decided with the whole layer, in
-turn with the same tiles; with --known that alone is measured, with the tiles that a call would get today.
+turn with the same tiles; with --known only that and `RowTile` are measured, beside the tiles that a call gets
+today.
 
 Needs an NVIDIA GPU that nothing else uses, and for the comparison vLLM.
 """
@@ -190,7 +191,7 @@ def known(shape: LayerShape, quantization: str, pairs: int) -> tuple[Any, Any]:
 
 
 def known_blocks(shape: LayerShape, quantization: str, pairs: int) -> tuple[Tile, Tile]:
-    """Return the tiles of a call today, or those of the rule where it would get `RowTile`."""
+    """Return the tiles of a call today, or those of the rule if a call gets `RowTile`."""
     tiles = known(shape, quantization, pairs)
     kind = "none" if quantization == "bf16" else quantization
     return tiles if isinstance(tiles[0], Tile) else block_tiles(pairs, shape.experts, kind, gated=shape.gated)
