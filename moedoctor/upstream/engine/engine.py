@@ -96,7 +96,7 @@ class EngineRequest:
     """How many of the best tokens to report with their logprob at each step."""
     probe: str | None = None
     """``moedoctor.some.module:function``, called as ``function(llm, **probe_options)``; returns JSON
-    evidence. A generator yields its evidence so far, of which the last is kept. A probe that is called before
+    evidence. A generator yields its evidence so far, and the last is kept. A probe that is called before
     generating may return a function instead, which is called afterwards."""
     probe_when: str = "after"
     """``before`` or ``after`` generating."""
