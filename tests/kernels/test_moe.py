@@ -300,8 +300,10 @@ def test_packed_words_hold_the_checkpoint_values() -> None:
     packed, scales = packed[None, :, :120], scales[None, :, :15]  # [1, 256, 240]
     words, word_scales = pack_words(packed, scales)
     half = words.view(torch.uint16).int().unflatten(-1, (-1, 16))  # [1, 256, 4, 16]: two halves a word
-    sign = torch.stack([half >> place & 1 for place in (15, 12, 14, 13)], dim=-2)  # [1, 256, 4, 4, 16]
-    rest = torch.stack([half >> place & 7 for place in (6, 3, 0, 9)], dim=-2)  # [1, 256, 4, 4, 16]
+    other = half.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)  # [1, 256, 4, 16]
+    sign = torch.stack([half >> place & 1 for place in (15, 9, 5, 11)], dim=-2)  # [1, 256, 4, 4, 16]
+    last = (half >> 2 & 6) | (half >> 10 & 1)  # [1, 256, 4, 16]
+    rest = torch.stack([half >> 6 & 7, half & 7, other >> 12 & 7, last], dim=-2)  # [1, 256, 4, 4, 16]
     value = e2m1.decode((sign << 3 | rest).to(torch.uint8)).double()
     byte = word_scales.view(torch.uint8).int().unflatten(-1, (-1, 4, 1))  # [1, 256, 4, 4, 1]
     scale = (1 + (byte & 7) / 8) * 2.0 ** ((byte >> 3) - 21)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, decode_values
+from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, add_block
 from moedoctor.kernels.moe.rows import activate, row_and_column
 
 
@@ -80,8 +80,8 @@ def nvfp4_up_kernel(
         present = column < intermediate_size  # [N]
         row = expert * height + column  # [N]
         token_ptr = x_ptr + (pair // top_k).to(tl.int64) * hidden_size
-        gate_sums = tl.zeros([BLOCK_N, GROUPS * 16], tl.float32)
-        up_sums = tl.zeros([BLOCK_N, GROUPS * 16], tl.float32)
+        gate_sums = tl.zeros([BLOCK_N, GROUPS * 2], tl.float32)
+        up_sums = tl.zeros([BLOCK_N, GROUPS * 2], tl.float32)
         up_row = row + intermediate_size  # [N]
         next_gate = _load_words(weight_ptr, block_scale_ptr, row, present, 0, hidden_size, GROUPS)
         next_up = next_gate
@@ -100,9 +100,9 @@ def nvfp4_up_kernel(
             for block in tl.static_range(4):
                 place = _places(first, block, GROUPS)  # [16 * G]
                 x = tl.load(token_ptr + place, mask=place < hidden_size, other=0.0).to(tl.float32)[None, :]
-                gate_sums += decode_values(gate_words[0], gate_words[1], block, True) * x
+                gate_sums = add_block(gate_sums, gate_words[0], gate_words[1], block, x)
                 if gated:
-                    up_sums += decode_values(up_words[0], up_words[1], block, True) * x
+                    up_sums = add_block(up_sums, up_words[0], up_words[1], block, x)
         gate = tl.sum(gate_sums, axis=1)  # [N]
         up = tl.sum(up_sums, axis=1)  # [N]
         gate *= tl.load(scale_ptr + expert * halves) * REMAINING_SCALE
@@ -159,7 +159,7 @@ def nvfp4_down_kernel(
     id_of = tl.load(ids_ptr + token * top_k + each, mask=each < top_k, other=-1)  # [L]
     real = (id_of >= 0) & (id_of < num_experts)  # [L]
     h_row = h_ptr + (token * top_k + each)[:, None] * intermediate_size  # [L, 1]
-    sums = tl.zeros([BLOCK_N, LANES, GROUPS * 16], tl.float32)
+    sums = tl.zeros([BLOCK_N * LANES, GROUPS * 2], tl.float32)
     following = _load_words(weight_ptr, block_scale_ptr, row, present, 0, intermediate_size, GROUPS)
     if early:
         tl.extra.cuda.gdc_wait()
@@ -174,10 +174,10 @@ def nvfp4_down_kernel(
             place = _places(first, block, GROUPS)  # [16 * G]
             inside = real[:, None] & (place < intermediate_size)[None, :]  # [L, 16 * G]
             h = tl.load(h_row + place[None, :], mask=inside, other=0.0).to(tl.float32)  # [L, 16 * G]
-            weight = decode_values(words[0], words[1], block, True)  # [N * L, 16 * G]
-            sums += tl.reshape(weight, (BLOCK_N, LANES, GROUPS * 16)) * h[None, :, :]
-    product = tl.sum(sums, axis=2)  # [N, L]
-    product = tl.reshape(product, (BLOCK_N * LANES,))  # [N * L]
+            repeated = tl.broadcast_to(h[None, :, :], (BLOCK_N, LANES, GROUPS * 16))
+            repeated = tl.reshape(repeated, (BLOCK_N * LANES, GROUPS * 16))
+            sums = add_block(sums, words[0], words[1], block, repeated)
+    product = tl.sum(sums, axis=1)  # [N * L]
     product *= tl.load(scale_ptr + expert, mask=held, other=0.0) * REMAINING_SCALE
     if has_bias:
         product += tl.load(bias_ptr + row, mask=present, other=0.0).to(tl.float32)

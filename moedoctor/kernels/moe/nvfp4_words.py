@@ -2,11 +2,13 @@
 
 A group is 64 neighbouring weights of a row: four blocks of 16, in eight words, and one word of scales. Word
 w holds weights 2w and 2w + 1 of each block, in its low and in its high half. Bits of a half, bit 15 first, by
-the block whose code they belong to (s: its sign): ``0s 2s 3s 1s 3 3 3 0 0 0 1 1 1 2 2 2``.
+the block whose code they belong to (s: its sign): ``0s 2 2 2 3s 3 1s 0 0 0 2s 3 3 1 1 1``. The three bits of
+block 2 that are no sign are those of the other half's weight.
 
-So a shift and a mask (two of each for blocks 2 and 3) leave two codes at the places where bfloat16 has its
-sign, the lowest two bits of its exponent and the first of its mantissa. Read as bfloat16 that is the value
-times 2**-126, for subnormal numbers too.
+So a shift or a rotation and a mask (two of each for block 3) leave two codes at the places where bfloat16 has
+its sign, the lowest two bits of its exponent and the first of its mantissa. Read as bfloat16 that is the
+value times 2**-126, for subnormal numbers too. No division of 16 bits has four blocks that each need one
+shift: of codes at these places at most three fit beside each other.
 
 A scale is a byte with 5 bits of exponent and 3 of mantissa, without sign, zero or subnormal numbers, so that
 a shift and an addition decode it: that gives the scale times 2**118. The sign of a scale is moved to its
@@ -23,8 +25,6 @@ import triton.language as tl
 
 REMAINING_SCALE = tl.constexpr(2.0**8)
 """The factor by which decoded weights are too small: 2**126 / 2**118."""
-_SHIFTS = ((15, 6), (12, 3), (14, 0), (13, 9))
-"""Places in a half of a word of the sign and the other three bits of each block's codes."""
 
 
 def pack_words(packed: torch.Tensor, block_scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,13 +53,14 @@ def _pack_expert(
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)  # [N, K]
     codes = torch.nn.functional.pad(codes, (0, missing * 16)).unflatten(-1, (-1, 16))  # [N, G * 4, 16]
     codes = torch.where((scale < 0)[..., None], codes ^ 8, codes)
-    codes = torch.where((scale == 0)[..., None], 0, codes).unflatten(-2, (-1, 4)).int()  # [N, G, 4, 16]
-    half = torch.zeros_like(codes[..., 0, :])  # [N, G, 16]
-    for block, (sign, rest) in enumerate(_SHIFTS):
-        code = codes[..., block, :]
-        half |= ((code >> 3) << sign) | ((code & 7) << rest)
-    words = half[..., 0::2] | (half[..., 1::2] << 16)  # [N, G, 8]
-    return words.flatten(-2), exponent_3.view(torch.int32)
+    codes = torch.where((scale == 0)[..., None], 0, codes).unflatten(-2, (-1, 4)).long()  # [N, G, 4, 16]
+    half = (codes >> 3 << 15) | ((codes & 7) << 6)  # [N, G, 4, 16], as bfloat16
+    two = half[..., 0::2] | (half[..., 1::2] << 16)  # [N, G, 4, 8]
+    first, second, third, fourth = two.unbind(-2)  # [N, G, 8] each
+    # What `_codes` does, backwards.
+    words = first | (second >> 6) | (third >> 10) | (third << 22) & 0xFFFFFFFF
+    words |= ((fourth & 0x81808180) >> 4) | ((fourth & 0x00400040) << 4)
+    return words.int().flatten(-2), exponent_3.view(torch.int32)
 
 
 @triton.jit
@@ -69,25 +70,56 @@ def decode_block(words: tl.tensor, scales: tl.tensor, block: tl.constexpr, wide:
     `words` is uint32 [N, 8 * G], `scales` uint32 [N, G]; `wide` is for Triton's interpreter, which cannot
     multiply bfloat16.
     """
-    return decode_values(words, scales, block, wide).to(tl.bfloat16)
-
-
-@triton.jit
-def decode_values(words: tl.tensor, scales: tl.tensor, block: tl.constexpr, wide: tl.constexpr) -> tl.tensor:
-    """Return what `decode_block` does, as float32 if `wide`."""
-    if block == 0:
-        codes = words & 0x81C081C0
-    elif block == 1:
-        codes = (words << 3) & 0x81C081C0
-    elif block == 2:
-        codes = ((words << 6) & 0x01C001C0) | ((words << 1) & 0x80008000)
-    else:
-        codes = ((words >> 3) & 0x01C001C0) | ((words << 2) & 0x80008000)
     twice = ((scales >> (8 * block)) & 255) * 0x00100010 + 0x70007000  # [N, G], the scale twice
     repeated = tl.broadcast_to(twice[:, :, None], (scales.shape[0], scales.shape[1], 8))
     scale = _halves(tl.reshape(repeated, (words.shape[0], words.shape[1])), wide)
     # One instruction for two weights, as they are neighbours.
-    return _halves(codes, wide) * scale
+    return (_halves(_codes(words, block), wide) * scale).to(tl.bfloat16)
+
+
+@triton.jit
+def add_block(
+    total: tl.tensor, words: tl.tensor, scales: tl.tensor, block: tl.constexpr, values: tl.tensor
+) -> tl.tensor:
+    """Return float32 `total` [N, 2 * G] plus weights, divided by REMAINING_SCALE, times `values`.
+
+    Of each group the 16 weights of one block, every sum of eight neighbours. `words` and `scales` as
+    `decode_block`, `values` float32 [N, 16 * G] or [1, 16 * G]. A sum is scaled, which takes fewer
+    instructions than scaling eight weights.
+    """
+    rows: tl.constexpr = words.shape[0]
+    groups: tl.constexpr = scales.shape[1]
+    codes = _eighths(_halves(_codes(words, block), True))
+    values = _eighths(values)
+    sums = tl.zeros([rows, 2 * groups], tl.float32)
+    for place in tl.static_range(8):
+        sums = tl.fma(codes[place], tl.broadcast_to(values[place], (rows, 2 * groups)), sums)
+    bits = ((scales >> (8 * block)) & 255) * 0x00100000 + 0x70000000  # [N, G]
+    bits = tl.reshape(tl.broadcast_to(bits[:, :, None], (rows, groups, 2)), (rows, 2 * groups))
+    return tl.fma(sums, bits.to(tl.float32, bitcast=True), total)
+
+
+@triton.jit
+def _eighths(values: tl.tensor) -> tl.tuple:
+    """Return eight [N, W] of `values` [N, 8 * W]: each has one of every eight neighbours, in no order."""
+    even, odd = tl.split(tl.reshape(values, (values.shape[0], values.shape[1] // 8, 2, 2, 2)))
+    first, second = tl.split(even)
+    third, fourth = tl.split(odd)
+    return tl.split(first) + tl.split(second) + tl.split(third) + tl.split(fourth)
+
+
+@triton.jit
+def _codes(words: tl.tensor, block: tl.constexpr) -> tl.tensor:
+    """Return [N, W]: two codes of one block in each of `words`, as bfloat16 has them."""
+    if block == 0:
+        codes = words & 0x81C081C0
+    elif block == 1:
+        codes = (words << 6) & 0x81C081C0
+    elif block == 2:
+        codes = ((words << 10) | (words >> 22)) & 0x81C081C0  # a rotation is one instruction
+    else:
+        codes = ((words << 4) & 0x81808180) | ((words >> 4) & 0x00400040)
+    return codes
 
 
 @triton.jit
