@@ -20,12 +20,16 @@ RUNS = [
 ]
 
 
-def _ran(package: str, release: str, tier: str, subject: str, facts: Mapping[str, Any]) -> bool:
+def _ran(
+    package: str, release: str, tier: str, subject: str, backend: object, facts: Mapping[str, Any]
+) -> bool:
     """Whether a case with this subject ran that release of the package."""
     if package == "torch":
         return subject == "faulty" and str(facts["torch"]).partition("+")[0] == release
-    # In an engine the control is the installed release with a broken checkpoint or setting.
-    installed = subject == "installed" or (subject == "faulty" and tier == "engine")
+    # In an engine the control is the installed release with a broken checkpoint or setting; with an operator
+    # of vLLM it is the installed operator with a broken argument.
+    own = tier == "engine" or str(backend).startswith("vllm_")
+    installed = subject == "installed" or (subject == "faulty" and own)
     return subject == f"{package}@{release}" or (installed and facts[package] == release)
 
 
@@ -38,7 +42,14 @@ def test_a_run_is_what_its_report_says(entry: Entry, affected: Affected, run: Ru
         if scenario.id == entry.id
         for case in scenario.cases
         if case.tier.value == run.tier
-        and _ran(affected.package, run.release, run.tier, case.subject, report.environment)
+        and _ran(
+            affected.package,
+            run.release,
+            run.tier,
+            case.subject,
+            case.parameters.get("backend"),
+            report.environment,
+        )
         and all(case.parameters.get(name) == value for name, value in run.cases.items())
     ]
     shown = [verdict for verdict in verdicts if verdict in ("reproduced", "clean")]

@@ -32,7 +32,10 @@ UPSTREAM = (
     Variant("FLASHINFER_CUTLASS", "bf16"),
     Variant("FLASHINFER_TRTLLM", "bf16"),
 )
-"""Those of vLLM 0.21.0 to 0.33.0 for one GPU, by vLLM's own names. A release that lacks one refuses it."""
+"""Backends of vLLM 0.21.0 to 0.33.0 for one GPU, by vLLM's own names. A release that lacks one refuses it.
+
+FP8 here has one scale for each matrix of an expert. FP8 in blocks, MXFP4 and DEEPGEMM are not covered.
+"""
 OWN = tuple(Variant(name, quantization) for name in ("OURS", "REFERENCE") for quantization in QUANTIZATIONS)
 ALL = (*UPSTREAM, *OWN)
 

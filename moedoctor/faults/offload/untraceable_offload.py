@@ -13,9 +13,8 @@ from moedoctor.faults.offload import engine_table
 from moedoctor.interfaces import ClaimJudgement, ClaimTest, Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier, worst
 
-LAST_FAILING, FAILING_AGAIN = "2.12.1", "2.14.0"
-"""The last torch whose Dynamo refuses before 2.13.0, which does not, and the first that refuses again; each
-has a stored report."""
+FAILING = "2.11.0 to 2.12.1 and 2.14.0 to 2.15.0"
+"""The releases of torch whose Dynamo refuses: both ends of each range have a stored report."""
 LAB = "moedoctor.faults.offload.untraceable_offload_lab"
 
 
@@ -160,8 +159,7 @@ class UntraceableOffload(Fault):
         if not controls or any(control.get("graphs") != 1 or control.get("error") for control in controls):
             return None
         torch = controls[0]["torch"]
-        failing = f"torch {LAST_FAILING} or older, or {FAILING_AGAIN} or later"
-        return f"Dynamo of torch {torch} traces state_dict(); the failure needs {failing}"
+        return f"Dynamo of torch {torch} traces state_dict(); the failure was seen with torch {FAILING}"
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Return what Dynamo of this torch answers to the control."""
