@@ -180,6 +180,17 @@ class ExpertCache:
                 return
             yield part
 
+    def skip_padding(self, rows: torch.Tensor) -> None:
+        """From now on load nothing for rows of `ids` [T, K] that are padding: they count as the first row.
+
+        `rows` int32 [1] on the device is read at each call, in a CUDA graph at each replay: how many rows are
+        no padding, at least 1. More rows than a call has are all of them.
+        """
+        if rows.dtype != torch.int32 or rows.numel() != 1 or rows.device != self.device:
+            got = f"{rows.dtype} {list(rows.shape)} on {rows.device}"
+            raise ValueError(f"rows must be int32 [1] on {self.device}, got {got}")
+        self._engine.skip_padding(rows)
+
     def prefetch(self, ids: torch.Tensor) -> None:
         """Start loading the experts of `ids`, any shape, that a later call is expected to need.
 
@@ -213,7 +224,7 @@ class ExpertCache:
         """
         _check_ids(ids)
         with self._alone():
-            self._engine.seed_from(followed(ids), weights)
+            self._engine.seed_from(followed(ids, self._engine.rows), weights)
 
     @property
     def layout(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
@@ -290,10 +301,16 @@ class ExpertCache:
             self._inside.clear()
 
 
-def followed(ids: torch.Tensor) -> torch.Tensor:
-    """Return the rows of `ids` [T, K] that `ExpertCache.seed_from` follows: at most ``2 * FOLLOWED - 1``."""
-    step = max(len(ids) // FOLLOWED, 1)
-    return ids[(len(ids) - 1) % step :: step] if len(ids) else ids
+def followed(ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the rows of `ids` [T, K] that `ExpertCache.seed_from` follows: at most ``2 * FOLLOWED - 1``.
+
+    Only of the first `rows`, as in `ExpertCache.skip_padding`; then some may come twice.
+    """
+    count, step = len(ids), max(len(ids) // FOLLOWED, 1)
+    if rows is None or not count:
+        return ids[(count - 1) % step :: step] if count else ids
+    place = torch.arange((count - 1) % step, count, step, device=ids.device)  # [calls]
+    return ids[place * rows.to(ids.device).clamp(1, count) // count]
 
 
 def _device(device: torch.device | str | None) -> torch.device:

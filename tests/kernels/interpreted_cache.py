@@ -19,7 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test as run
 from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
 from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache, ExpertStore
 from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
-from moedoctor.kernels.cache import HALVED_EVERY, transfer
+from moedoctor.kernels.cache import EVERY_ROW, HALVED_EVERY, transfer
 from moedoctor.reference.moe import MoeWeights
 from moedoctor.reference.moe import forward as reference
 
@@ -388,6 +388,35 @@ def early() -> None:
     hits, misses = (part.slot_ids >= 0 for part in cache.groups(torch.tensor([[0, 5]]), overlap=True))
     assert hits.tolist() == [[True, False]]
     assert misses.tolist() == [[False, True]]
+
+
+def padding() -> None:
+    """Rows that are padding count as the first row, few ids or many, in one group, in several and in two;
+    `rows` is read at each call. Both engines agree."""
+    draw = torch.Generator().manual_seed(0)
+    everything = torch.tensor([EVERY_ROW], dtype=torch.int32)
+    for tokens, capacity, overlap in ((4, 12, False), (4, 3, False), (4, 12, True), (40, 5, False)):
+        rows = everything.clone()
+        padded, plain = (
+            ExpertCache(WEIGHTS, capacity, engine="device", device="cpu", policy="aging") for _ in range(2)
+        )
+        on_host = ExpertCache(WEIGHTS, capacity, engine="host", device="cpu", policy="aging")
+        for cache in (padded, on_host):
+            cache.skip_padding(rows)
+        for real in (tokens, 1, tokens - 1, EVERY_ROW, 2, 0):
+            rows.fill_(real)
+            ids = torch.randint(-1, EXPERTS, (tokens, 3), generator=draw)  # [T, K]
+            meant = ids.clone()
+            meant[max(real, 1) :] = ids[0]
+            given = [part.slot_ids for part in padded.groups(ids, overlap=overlap)]
+            expected = [part.slot_ids for part in plain.groups(meant, overlap=overlap)]
+            assert len(given) == len(expected)
+            assert all(map(torch.equal, given, expected)), (tokens, capacity, real)
+            for part in on_host.groups(ids):
+                assert_holds(meant, part)
+            assert padded.resident() == plain.resident() == on_host.resident(), (tokens, capacity, real)
+            assert padded.stats == plain.stats
+            assert padded.stats.misses == on_host.stats.misses
 
 
 if __name__ == "__main__":

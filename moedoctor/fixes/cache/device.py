@@ -68,6 +68,10 @@ class DeviceEngine(Engine):
         packed = {name: (part.blocks, part.elements, part.rare) for name, part in store.packed.items()}
         return Transfer(store.tensors, packed, targets, (SIZE, LANES))
 
+    def skip_padding(self, rows: torch.Tensor) -> None:
+        super().skip_padding(rows)
+        self._state = self._state._replace(rows=rows)
+
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
         return self._run(self._joined(ids), None)
 

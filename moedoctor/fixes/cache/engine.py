@@ -63,9 +63,15 @@ class Engine(ABC):
     """[capacity, ...] each."""
     mapping: torch.Tensor
     """int32 [E] on the device: slot or -1, updated in place."""
+    rows: torch.Tensor | None = None
+    """int32 [1] on the device: rows of a call that are no padding; None for all of them."""
 
     def __init__(self, store: ExpertStore, capacity: int, policy: str, device: torch.device) -> None:
         self.store, self.capacity, self.policy, self.device = store, capacity, policy, device
+
+    def skip_padding(self, rows: torch.Tensor) -> None:
+        """As `ExpertCache.skip_padding`."""
+        self.rows = rows
 
     @abstractmethod
     def acquire(self, ids: torch.Tensor) -> CachedExperts:

@@ -58,6 +58,7 @@ class HostEngine(Engine):
         """True while the table may name experts that are not there, or the mapping differs from it."""
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
+        ids = self._without_padding(ids)
         needed = self._needed(ids)
         self._check_fits(needed)
         self._calls += 1
@@ -65,6 +66,7 @@ class HostEngine(Engine):
         return CachedExperts(self.slots, self._slots_of(ids, self._lookup))
 
     def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
+        ids = self._without_padding(ids)
         needed = self._needed(ids)
         self._calls += 1
         if len(needed) <= self.capacity:
@@ -109,6 +111,13 @@ class HostEngine(Engine):
     @property
     def state_bytes(self) -> int:
         return self._lookup.nbytes + self._group_lookup.nbytes
+
+    def _without_padding(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return `ids` [T, K] with the first row in place of those that are padding."""
+        if self.rows is None or not ids.numel():
+            return ids
+        real = torch.arange(len(ids), device=ids.device) < self.rows.to(ids.device)  # [T]
+        return torch.where(real[:, None], ids, ids[:1])
 
     def _needed(self, ids: torch.Tensor) -> list[int]:
         """The distinct experts, ascending."""

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.cache import HALVED_EVERY
+from moedoctor.kernels.cache import EVERY_ROW, HALVED_EVERY
 from moedoctor.kernels.device_guard import on_device
 from moedoctor.kernels.expert_ids import as_int32
 
@@ -102,7 +102,14 @@ def _keys(
     return keys
 
 
-@triton.jit(do_not_specialize=["count", "group"])  # which would compile it once more for group 1
+@triton.jit
+def _real_ids(rows_ptr: tl.tensor, count: tl.tensor, width: tl.tensor) -> tl.tensor:
+    """Return how many of `count` ids, `width` a row, are of rows that are no padding: at least one row's."""
+    rows = tl.maximum(tl.load(rows_ptr), 1).to(tl.int64)
+    return tl.minimum(rows * width, count.to(tl.int64)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["count", "width", "group"])  # which would compile it once more for group 1
 def lookup_kernel(
     ids_ptr: tl.tensor,
     slot_ids_ptr: tl.tensor,
@@ -121,7 +128,9 @@ def lookup_kernel(
     stamp_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
     keys_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     count: tl.tensor,
+    width: tl.tensor,
     group: tl.tensor,
     experts: tl.constexpr,
     capacity: tl.constexpr,
@@ -142,7 +151,8 @@ def lookup_kernel(
     int64 [4] are calls, hits, misses and prefetched. `grouped`: only the experts with
     ``group_of[expert] == group``; `group_experts` int32 [capacity] gets the group's expert in each slot, or
     -1. With `splits` it gets the hits, and `late_experts` int32 [capacity] the others. `loaded` int64 [E] is
-    the call that loaded each expert, `scratch` int32 [capacity], `keys` int64 [2 * lanes].
+    the call that loaded each expert, `scratch` int32 [capacity], `keys` int64 [2 * lanes]. `rows` int32 [1]:
+    rows of `width` ids that are no padding; the others get the slots of the first row.
     """
     expert = tl.arange(0, lanes)  # [lanes]
     real = expert < experts
@@ -150,7 +160,8 @@ def lookup_kernel(
     slot = tl.load(slot_of_ptr + expert, mask=real, other=-1)  # [lanes]
     uses = tl.load(uses_ptr + expert, mask=real, other=0)  # [lanes]
     last = tl.load(last_ptr + expert, mask=real, other=0)  # [lanes]
-    needed = _is_needed(ids_ptr, stamp_ptr, expert, count, experts, few, chunk)
+    limit = _real_ids(rows_ptr, count, width)
+    needed = _is_needed(ids_ptr, stamp_ptr, expert, limit, experts, few, chunk)
     if grouped:
         needed = needed & (tl.load(group_of_ptr + expert, mask=real, other=-1) == group)
     resident = slot >= 0
@@ -213,37 +224,44 @@ def lookup_kernel(
     number = tl.arange(0, chunk)  # [chunk]
     start = count * 0
     while start < count:
-        inside = start + number < count
-        ids = tl.load(ids_ptr + start + number, mask=inside, other=-1)
+        place = start + number
+        inside = place < count
+        ids = tl.load(ids_ptr + tl.where(place < limit, place, place % width), mask=inside, other=-1)
         known = (ids >= 0) & (ids < experts)
         if grouped:
             known = known & (tl.load(group_of_ptr + ids, mask=known, other=-1) == group)
         slots = tl.load(slot_of_ptr + ids, mask=known, other=-1)
         if splits:
             late = tl.load(loaded_ptr + ids, mask=known, other=0) == now
-            tl.store(late_ptr + start + number, tl.where(late, slots, -1), mask=inside)
+            tl.store(late_ptr + place, tl.where(late, slots, -1), mask=inside)
             slots = tl.where(late, -1, slots)
-        tl.store(slot_ids_ptr + start + number, slots, mask=inside)
+        tl.store(slot_ids_ptr + place, slots, mask=inside)
         start += chunk
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "width"])
 def group_kernel(
     ids_ptr: tl.tensor,
     slot_of_ptr: tl.tensor,
     group_of_ptr: tl.tensor,
     stamp_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
     count: tl.tensor,
+    width: tl.tensor,
     experts: tl.constexpr,
     capacity: tl.constexpr,
     few: tl.constexpr,
     chunk: tl.constexpr,
     lanes: tl.constexpr,
 ) -> None:
-    """Split the experts of `ids` [count] into groups of `capacity`, resident ones first; one program."""
+    """Split the experts of `ids` [count] into groups of `capacity`, resident ones first; one program.
+
+    `rows` and `width` as `lookup_kernel`.
+    """
     expert = tl.arange(0, lanes)  # [lanes]
     real = expert < experts
-    needed = _is_needed(ids_ptr, stamp_ptr, expert, count, experts, few, chunk)
+    limit = _real_ids(rows_ptr, count, width)
+    needed = _is_needed(ids_ptr, stamp_ptr, expert, limit, experts, few, chunk)
     resident = tl.load(slot_of_ptr + expert, mask=real, other=-1) >= 0
     first = (needed & resident).to(tl.int32)
     second = (needed & (resident == 0)).to(tl.int32)
@@ -292,6 +310,8 @@ class LookupState(NamedTuple):
     """int32 [capacity]"""
     keys: torch.Tensor
     """int64 [2 * lanes]"""
+    rows: torch.Tensor
+    """int32 [1]: rows of a call that are no padding"""
     policy: str
 
     @classmethod
@@ -317,6 +337,7 @@ class LookupState(NamedTuple):
             stamp=zeros(num_experts + 1),
             scratch=zeros(capacity, torch.int32),
             keys=zeros(2 * triton.next_power_of_2(num_experts)),
+            rows=torch.full((1,), EVERY_ROW, dtype=torch.int32, device=device),
             policy=policy,
         )
 
@@ -342,9 +363,10 @@ def launch_lookup(
 ) -> None:
     """Make the experts of `ids` (contiguous, any shape) resident, and translate them into `slot_ids`.
 
-    An id that is no expert, below 0 or from E on, gets slot -1 and nothing is read for it.
-    `late`, of the same shape, gets the slots that are still to be filled, if it is given. `group`: only the
-    experts that `launch_groups` gave this number. The caller makes sure that they fit.
+    Rows from ``state.rows`` on count as the first one; a row is as long as the last dimension. An id that is
+    no expert, below 0 or from E on, gets slot -1 and nothing is read for it. `late`, of the same shape, gets
+    the slots that are still to be filled, if it is given. `group`: only the experts that `launch_groups` gave
+    this number. The caller makes sure that they fit.
     """
     experts, capacity = state.slot_of.numel(), state.expert_of.numel()
     lanes = triton.next_power_of_2(experts)
@@ -356,6 +378,7 @@ def launch_lookup(
             slot_ids if late is None else late,
             *state.tensors,
             ids.numel(),
+            _width(ids),
             group or 0,
             experts=experts,
             capacity=capacity,
@@ -381,13 +404,20 @@ def launch_groups(state: LookupState, ids: torch.Tensor) -> None:
             state.slot_of,
             state.group_of,
             state.stamp,
+            state.rows,
             ids.numel(),
+            _width(ids),
             experts=state.slot_of.numel(),
             capacity=state.expert_of.numel(),
             few=few,
             chunk=chunk,
             lanes=triton.next_power_of_2(state.slot_of.numel()),
         )
+
+
+def _width(ids: torch.Tensor) -> int:
+    """Return the length of a row, at least 1."""
+    return max(ids.shape[-1], 1) if ids.dim() else 1
 
 
 def _chunk(count: int) -> tuple[bool, int]:

@@ -396,3 +396,10 @@ def worker_of(llm: Any) -> Any:
     if len(workers) != 1:
         raise ValueError(f"{len(workers)} workers answered; expected one")
     return workers[0]
+
+
+def runner_of(llm: Any) -> str:
+    """Return the model runner that the engine has, ``V1`` or ``V2``."""
+    worker = worker_of(llm)
+    runner = getattr(worker, "worker", worker).model_runner
+    return "V2" if ".worker.gpu.model_runner" in type(runner).__module__ else "V1"

@@ -76,12 +76,9 @@ def trials(model: str, planted: str, modes: Iterable[str]) -> Sequence[Trial]:
 
 def report_of_runner(llm: Any) -> dict[str, Any]:
     """Probe: return what the trace found, and which model runner the engine has."""
-    from moedoctor.upstream.engine.expert_cache_probes import worker_of
+    from moedoctor.upstream.engine.expert_cache_probes import runner_of
 
-    worker = worker_of(llm)
-    runner = getattr(worker, "worker", worker).model_runner
-    is_v2 = ".worker.gpu.model_runner" in type(runner).__module__
-    return {**report(llm), "runner_in_use": "V2" if is_v2 else "V1"}
+    return {**report(llm), "runner_in_use": runner_of(llm)}
 
 
 def _columns(engine: Ran, planted_token: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from moedoctor.kernels.cache import EVERY_ROW
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.plugin.expert_cache_layer import (
     EXPERTS,
@@ -27,6 +28,7 @@ from moedoctor.upstream.plugin.expert_cache_layer import (
 )
 from moedoctor.upstream.plugin.expert_cache_options import VARIABLE, CacheOptions, read_options
 from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches, refuse
+from moedoctor.upstream.plugin.steps import Steps
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -55,7 +57,7 @@ def apply(version: str) -> str:
     options = wanted(os.environ)
     if options is None:
         raise FixError(f"{VARIABLE} is not set; expected the number of expert slots of a layer")
-    caching = functools.partial(_caching, wish=options, layer_type=_layer_type())
+    caching = functools.partial(_caching, wish=options, layer_type=_layer_type(), rows=real_rows)
     creating, load = functools.partial(_on_the_host, slots=options.slots), "self vllm_config model_config"
     kernel = f"{_FUSED}.modular_kernel:FusedMoEKernel"
     call = "hidden_states w1 w2 topk_weights topk_ids expert_map"
@@ -70,6 +72,7 @@ def apply(version: str) -> str:
         Patch(
             tiles, "_prepare_expert_assignment", _unchanged_assignment, _ASSIGNMENT, few, releases=">=0.28"
         ),
+        *Steps(real_rows.begin, real_rows.end).patches(),
     ]
     apply_patches(NAME, version, patches)
     return f"{options.slots} expert slots a MoE layer, policy {options.policy}"
@@ -98,7 +101,48 @@ def wanted(environ: Mapping[str, str]) -> CacheOptions | None:
     return read_options(text) if text else None
 
 
-def _caching(original: Any, *, wish: CacheOptions, layer_type: type) -> Any:
+class RealRows:
+    """How many rows of a step are no padding, where the caches of this process read it.
+
+    A CUDA graph computes as many rows as it was captured for. What the router chooses for padding would be
+    loaded like anything else.
+    """
+
+    def __init__(self) -> None:
+        self._rows: Any = None
+        self._padded = False
+
+    def on(self, device: Any) -> Any:
+        """Return int32 [1] on `device`, always the same."""
+        import torch
+
+        if self._rows is None:
+            self._rows = torch.full((1,), EVERY_ROW, dtype=torch.int32, device=device)
+        return self._rows
+
+    def begin(self, real: int, rows: int) -> None:
+        """Begin a step of `rows` rows, of which the first `real` are no padding."""
+        if self._rows is not None and real < rows:
+            self._rows.fill_(real)
+            self._padded = True
+
+    def end(self, hidden: Any) -> None:
+        """End the step: what runs between steps, such as a draft model, has other rows."""
+        if self._padded:
+            self._rows.fill_(EVERY_ROW)
+            self._padded = False
+
+    def forget(self) -> None:
+        """Count every row as real from now on."""
+        self.end(None)
+        self._rows = None
+
+
+real_rows = RealRows()
+"""Of this process."""
+
+
+def _caching(original: Any, *, wish: CacheOptions, layer_type: type, rows: RealRows) -> Any:
     """Wrap `load_model`: after it every MoE layer has its cache."""
 
     def load_model(self: Any, vllm_config: Any, model_config: Any, *arguments: Any, **options: Any) -> Any:
@@ -111,6 +155,8 @@ def _caching(original: Any, *, wish: CacheOptions, layer_type: type) -> Any:
             return model
         device = vllm_config.device_config.device
         _give_caches(model, wish, layer_type, device, _captures(vllm_config, model_config))
+        for experts in host_experts(model):
+            experts.skip_padding(rows.on(experts.cache.device))
         return model
 
     return load_model

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,14 +20,18 @@ import torch
 
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
 from moedoctor.fixes.layer_stream import BUFFERS, LayerStream
+from moedoctor.fixes.moe.forward import moe_forward
 from moedoctor.fixes.offload.pinned import allocate, register
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
+from moedoctor.upstream.plugin.moe_layer import ACTIVATIONS
 
 logger = logging.getLogger("vllm.moedoctor")
 
 _PARTS = ("_a1", "_a2", "_w1", "_w2")
 _FIELDS = ("scale", "alpha_or_gscale", "zp", "bias")
+_OWN_NAMES = {"w1": "w13", "w2": "w2", "_w1.bias": "w13_bias", "_w2.bias": "w2_bias"}
+"""Our name of a tensor -> that of `moe_forward`."""
 _ATTRIBUTE = "moedoctor_experts"
 _GAINS = {"w1": 1.0, "w2": 3.0}
 """As in `reference.checkpoints`: the gain of w2 makes up for SiLU and the mean over experts."""
@@ -91,6 +96,7 @@ class HostExperts:
         self._humming = {self.num_experts: getattr(self._kernel.fused_experts, "humming_configs", {})}
         """Experts that a call of HUMMING's kernel indexes -> its description of the layer."""
         self._parameters = {name: _holders(layer, tensor) for name, tensor in tensors.items()}
+        self._rows: torch.Tensor | None = None
 
     @property
     def num_experts(self) -> int:
@@ -131,8 +137,11 @@ class HostExperts:
         to_device(self._layer, self._device)  # other tensors may be in host memory, too
         if hasattr(self._kernel.impl, "inplace"):  # until 0.21.0
             self._kernel.impl.inplace = False  # the input of the second group is not the output of the first
+        if self._rows is not None:
+            cache.skip_padding(self._rows)
         self.cache, self.log, self.stream = cache, None, None
-        self._kernel.apply = _applying(self, self._compute, options.overlap)
+        own = _has_own_kernels(self._layer)
+        self._kernel.apply = _applying(self, self._compute, options.overlap, own)
         return cache
 
     def _describe(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -166,6 +175,11 @@ class HostExperts:
     def streams(self, tokens: int) -> bool:
         """Return whether a call of so many tokens passes through the stream."""
         return self.stream is not None and tokens >= self.stream[2]
+
+    def skip_padding(self, rows: torch.Tensor) -> None:
+        """Let this cache and those that follow skip padding, as `ExpertCache.skip_padding`."""
+        self._rows = rows
+        self.cache.skip_padding(rows)
 
     def keep_ids(self, calls: int, width: int) -> None:
         """Log the ids of every call from now on, until `give`; graphs must be captured after this."""
@@ -316,10 +330,44 @@ def _on_the_host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
     return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _applying(experts: HostExperts, compute: Any, overlap: bool) -> Any:
-    """Return the kernel's `apply` through the layer's cache; `overlap` as `ExpertCache.groups`."""
+_FEW_PAIRS = 64
+"""With more pairs of a token and an expert, each pair of an expert would read its weights once more."""
+
+
+def _has_own_kernels(layer: Any) -> bool:
+    """Return whether moedoctor's kernels compute what this layer's backend does: BF16 and FP16 of TRITON."""
+    method, moe = layer.quant_method, layer.moe_config
+    return (
+        type(method).__name__ == "UnquantizedFusedMoEMethod"
+        and type(method.moe_kernel.fused_experts).__name__ == "TritonExperts"
+        and moe.activation.value in ACTIVATIONS
+        and getattr(moe, "swiglu_limit", None) is None
+        and getattr(layer, "swiglu_limit", None) is None
+        and layer.w13_weight.dtype in (torch.bfloat16, torch.float16)
+        and os.environ.get("VLLM_BATCH_INVARIANT", "0") in ("", "0")
+    )
+
+
+def _hits_first(
+    cache: ExpertCache, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """Compute the layer with our kernels, with resident experts while the others are copied.
+
+    `x` [T, H], `topk_weights` and `topk_ids` [T, K]. Sums are float32 until the end.
+    """
+    weights = {ours: cache.weights[name] for name, ours in _OWN_NAMES.items() if name in cache.weights}
+    total: torch.Tensor | None = None
+    for part in cache.groups(topk_ids, overlap=True):
+        total = moe_forward(x, weights, part.slot_ids, topk_weights, activation=activation, out=total)
+    assert total is not None
+    return total.to(x.dtype)
+
+
+def _applying(experts: HostExperts, compute: Any, wish: bool | None, own: bool) -> Any:
+    """Return the kernel's `apply` through the layer's cache; `wish` as `CacheOptions.overlap`."""
     cache = experts.cache
-    overlap = overlap and cache.engine == "device"
+    own = own and wish is not False and cache.engine == "device"
+    overlap = wish is True and cache.engine == "device"
     # Ids of other groups are mapped to no expert, like those of other ranks.
     nowhere = torch.arange(cache.num_experts, dtype=torch.int32, device=cache.device)  # [E]
     nowhere[cache.capacity :] = -1
@@ -343,6 +391,9 @@ def _applying(experts: HostExperts, compute: Any, overlap: bool) -> Any:
         given["global_num_experts"] = cache.num_experts
         if experts.streams(len(topk_ids)):
             return through_the_stream(topk_ids, given)
+        if own and topk_ids.numel() <= _FEW_PAIRS and not given.get("apply_router_weight_on_input"):
+            activation = ACTIVATIONS[given["activation"].value]
+            return _hits_first(cache, hidden_states, topk_weights, topk_ids, activation)
         given.update(w1=cache.weights["w1"], w2=cache.weights["w2"])
         # Whether more than one group is possible.
         many = overlap or min(topk_ids.numel(), cache.num_experts) > cache.capacity

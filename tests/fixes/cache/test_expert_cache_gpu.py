@@ -90,6 +90,22 @@ def test_a_graph_of_the_device_engine_follows_the_ids() -> None:
         assert torch.allclose(out.cpu(), right, rtol=2e-3, atol=2e-3)
 
 
+def test_a_graph_reads_at_each_replay_how_many_rows_are_real() -> None:
+    cache = ExpertCache(_weights(), CAPACITY, engine="device")
+    rows = torch.tensor([4], dtype=torch.int32, device="cuda")
+    cache.skip_padding(rows)
+    ids = torch.arange(8, dtype=torch.int32, device="cuda").view(4, 2)
+    cache.acquire(ids[:1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        slots = cache.acquire(ids).slot_ids
+    for real, misses in ((1, 2), (3, 6), (4, 8)):
+        rows.fill_(real)
+        graph.replay()
+        assert cache.stats.misses == misses
+        assert torch.equal(slots[real:], slots[:1].expand(4 - real, 2))
+
+
 def test_the_host_engine_does_not_overwrite_weights_in_use() -> None:
     weights = _weights()
     cache = ExpertCache(weights, 4, engine="host")

@@ -13,13 +13,16 @@ import pytest
 import torch
 from engine_stub import answered, died
 
+from moedoctor.kernels.cache import EVERY_ROW
 from moedoctor.results import Death, UnavailableError
 from moedoctor.upstream.engine import engine as engine_module
 from moedoctor.upstream.engine import expert_cache as engines
+from moedoctor.upstream.engine import expert_cache_padding as padding
 from moedoctor.upstream.engine import expert_cache_probes as probes
 from moedoctor.upstream.engine import expert_cache_shapes as shapes
 from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult, LogFacts
 from moedoctor.upstream.engine.experiment import pair
+from moedoctor.upstream.plugin import expert_cache_fix
 from moedoctor.upstream.plugin.expert_cache_layer import HostExperts, IdLog, host_experts, install
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions, read_options
 from tests.upstream.plugin.test_expert_cache_fix import HIDDEN, INTERMEDIATE, Layer, call
@@ -110,6 +113,42 @@ def test_refusals_need_the_reason(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
         assert [row["refused"] for row in engines.refusals({})] == refused
 
 
+def test_each_runner_decodes_in_a_graph_of_its_size_and_in_a_larger_one(run: Any) -> None:
+    def answer(request: EngineRequest) -> EngineResult:
+        runner = {"0": "V1", "1": "V2"}[request.environ["VLLM_USE_V2_MODEL_RUNNER"]]
+        sizes = request.arguments["compilation_config"]["cudagraph_capture_sizes"]
+        assert 3 not in sizes if ", 4" in request.label else 3 in sizes
+        before = request.probe_when == "before"
+        assert before == (request.probe or "").endswith("counting_padding")
+        return result(probe={**SEEN, "misses": 4 + before, "runner_in_use": runner})
+
+    run(answer)
+    rows = padding.padding({})
+    assert [(row["runner"], row["graph"], row["lookups"]) for row in rows] == [
+        ("V1", "3", 7),
+        ("V1", "4", 7),
+        ("V1", "4, padding counts", 8),
+        ("V2", "3", 7),
+        ("V2", "4", 7),
+    ]
+    assert all(row["outcome"] == "same tokens" for row in rows)
+    run(lambda request: failed("died"))
+    with pytest.raises(UnavailableError, match="died"):
+        padding.padding({})
+
+
+def test_an_engine_that_forgets_padding_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padding, "asked_for", lambda llm: llm)
+    rows = expert_cache_fix.RealRows()
+    monkeypatch.setattr(expert_cache_fix, "real_rows", rows)
+    counted = rows.on("cpu")
+    rows.begin(2, 4)
+    assert counted.tolist() == [2]
+    assert padding.counting_padding("engine")() == "engine"
+    rows.begin(2, 4)
+    assert counted.tolist() == [EVERY_ROW]
+
+
 def test_memory_is_what_the_profile_finds(run: Any) -> None:
     asked = []
 
@@ -165,7 +204,9 @@ def test_new_defaults_are_compared_with_the_old_ones_in_one_engine(run: Any) -> 
     run(lambda request: result(probe=speeds(request), seconds={"load": 60.0}))
     rows = {(row["cache"], row["batch"]): row for row in engines.gain({})}
     assert {slots for slots, _ in rows} == set(engines.GAIN_CACHES)
-    assert "times_before" not in rows["16:policy=lfru,packed=0,stream=0", 1]
+    assert "times_before" not in rows["16:policy=lfru,packed=0,overlap=0,stream=0", 1]
+    assert rows["64", 8]["tokens_as_before"] == 2
+    assert engines._common([1, 2, 3], [1, 2, 4]) == 2
     assert (rows["64", 8]["times_before"], rows["64", 8]["sequences_as_before"]) == (1.5, 8)
     assert all("tokens" not in row for row in rows.values())
 

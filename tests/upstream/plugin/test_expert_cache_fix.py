@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,12 +12,20 @@ import pytest
 import torch
 
 from moedoctor.fixes.eviction import ONLINE_POLICIES
+from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.plugin import expert_cache_fix as fix
-from moedoctor.upstream.plugin import expert_cache_options
+from moedoctor.upstream.plugin import expert_cache_layer, expert_cache_options
 from moedoctor.upstream.plugin.expert_cache_fix import refusal, refused_setting
-from moedoctor.upstream.plugin.expert_cache_layer import EXPERTS, host_experts, install, per_expert
+from moedoctor.upstream.plugin.expert_cache_layer import (
+    EXPERTS,
+    _has_own_kernels,
+    _hits_first,
+    host_experts,
+    install,
+    per_expert,
+)
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
 from moedoctor.upstream.plugin.register import FixError, OptionError
 
@@ -173,6 +182,105 @@ def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
     assert EXPERTS.get() is None
 
 
+class UnquantizedFusedMoEMethod(SimpleNamespace):
+    """Vllm's method of layers that our kernels can compute."""
+
+
+def plain() -> Layer:
+    """A layer of TRITON without scales, in bfloat16."""
+    layer = Layer()
+    described = QuantConfig(_w2=Description(bias=layer.w2_bias))
+    layer.quant_method = UnquantizedFusedMoEMethod(moe_kernel=Kernel(described))
+    layer.moe_config.activation = SimpleNamespace(value="silu")
+    for name in ("w13_weight", "w2_weight", "w2_bias"):
+        getattr(layer, name).data = getattr(layer, name).data.bfloat16()
+    described._w2.bias = layer.w2_bias
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "own"),
+    [
+        ("top_k", TOP_K, True),
+        ("moe_config.activation.value", "relu2_no_mul", True),
+        ("moe_config.activation.value", "swigluoai", False),
+        ("moe_config.swiglu_limit", 7.0, False),
+        ("swiglu_limit", 7.0, False),
+        ("quant_method", SimpleNamespace(moe_kernel=Kernel(QuantConfig())), False),
+        ("w13_weight", torch.nn.Parameter(torch.zeros(E, 2 * INTERMEDIATE, HIDDEN)), False),
+        ("quant_method.moe_kernel.fused_experts", SimpleNamespace(), False),
+    ],
+)
+def test_our_kernels_compute_only_what_triton_computes(change: str, value: Any, own: bool) -> None:
+    layer = plain()
+    *owners, name = change.split(".")
+    setattr(functools.reduce(getattr, owners, layer), name, value)
+    assert _has_own_kernels(layer) is own
+
+
+def test_batch_invariance_rules_our_kernels_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not _has_own_kernels(plain())
+
+
+@pytest.mark.parametrize("capacity", [8, 3])
+def test_hits_are_computed_by_our_kernels_while_misses_are_copied(capacity: int) -> None:
+    """What is asked of the cache, and the sum, of one group and of several."""
+    layer, asked = plain(), []
+    cache = install(layer, CacheOptions(capacity), torch.device("cpu"), captured=False)
+
+    def groups_of(ids: torch.Tensor, *, overlap: bool = False) -> Any:
+        asked.append(overlap)
+        return ExpertCache.groups(cache, ids)
+
+    cache.groups = groups_of  # type: ignore[method-assign]
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, E, (4, TOP_K), generator=draw)  # [T, K]
+    x = torch.randn(4, HIDDEN, generator=draw).bfloat16()  # [T, H]
+    topk_weights = torch.rand(4, TOP_K, generator=draw)  # [T, K]
+    given = _hits_first(cache, x, topk_weights, ids, "silu")
+    assert given.dtype is torch.bfloat16
+    weights = {"w13": plain().w13_weight, "w2": plain().w2_weight, "w2_bias": plain().w2_bias}
+    expected = forward(x, MoeWeights.of(weights), topk_weights, ids)
+    assert torch.allclose(given.float(), expected.float(), rtol=1e-2, atol=1e-2)
+    assert asked == [True]
+
+
+@pytest.mark.parametrize(
+    ("wish", "own", "tokens", "on_input", "ours"),
+    [
+        (None, True, 4, False, True),
+        (True, True, 4, False, True),
+        (False, True, 4, False, False),
+        (None, False, 4, False, False),
+        (None, True, 33, False, False),
+        (None, True, 4, True, False),
+    ],
+)
+def test_few_tokens_of_a_plain_layer_go_to_our_kernels(
+    wish: bool | None,
+    own: bool,
+    tokens: int,
+    on_input: bool,
+    ours: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = plain()
+    install(layer, CacheOptions(E - 1), torch.device("cpu"), captured=False)
+    (experts,) = host_experts(torch.nn.ModuleList([layer]))
+    monkeypatch.setattr(type(experts.cache._engine), "name", "device")
+    monkeypatch.setattr(expert_cache_layer, "_hits_first", lambda *given: "ours")
+    apply = expert_cache_layer._applying(experts, lambda **given: given["hidden_states"], wish, own)
+    ids = torch.zeros(tokens, TOP_K, dtype=torch.int32)  # [T, K]
+    result = apply(
+        torch.ones(tokens, HIDDEN),
+        *(layer.w13_weight, layer.w2_weight, torch.ones(tokens, TOP_K), ids),
+        activation=SimpleNamespace(value="silu"),
+        apply_router_weight_on_input=on_input,
+    )
+    assert (result == "ours") if ours else (result is not None and result.shape == (tokens, HIDDEN))
+
+
 def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
     model = torch.nn.ModuleList(Layer() for _ in range(3))
     fix._give_caches(model, CacheOptions(5, stream=3), Layer, "cpu", False)
@@ -296,7 +404,8 @@ def test_offload_and_a_cache_exclude_each_other(config: SimpleNamespace) -> None
 
 def loading(model: torch.nn.Module) -> Any:
     """`load_model` of a loader that loads `model`."""
-    return fix._caching(lambda *arguments: model, wish=CacheOptions(5), layer_type=Layer)
+    rows = fix.RealRows()
+    return fix._caching(lambda *arguments: model, wish=CacheOptions(5), layer_type=Layer, rows=rows)
 
 
 def test_a_loaded_model_gets_caches_once() -> None:
@@ -305,6 +414,34 @@ def test_a_loaded_model_gets_caches_once() -> None:
     (experts,) = host_experts(model)
     assert loading(model)(None, config, config.model_config)[0].w13_weight.shape[0] == 5
     assert host_experts(model) == [experts]
+
+
+def test_padding_of_a_step_loads_nothing() -> None:
+    """What runs before, between and after steps has other rows; all caches read the same number."""
+    config, rows = engine(graphs="NONE"), fix.RealRows()
+    rows.begin(1, 4)  # no model is loaded yet
+    rows.end(None)
+    model = torch.nn.ModuleList([Layer(), Layer()])
+    load = fix._caching(lambda *arguments: model, wish=CacheOptions(6), layer_type=Layer, rows=rows)
+    load(None, config, config.model_config)
+    layers = host_experts(model)
+    ids = torch.arange(8, dtype=torch.int32).view(4, TOP_K)  # [T, K]
+    x, topk_weights = torch.randn(4, HIDDEN), torch.rand(4, TOP_K)
+
+    def computes() -> int:
+        layers[1].give(CacheOptions(8), captured=False)
+        out = call(model[1], x, ids, topk_weights)
+        assert torch.allclose(out[:3], call(Layer(), x, ids, topk_weights)[:3], atol=1e-5)
+        return layers[1].cache.stats.misses
+
+    assert computes() == 8
+    rows.begin(3, 4)
+    assert computes() == 6
+    rows.end(None)
+    assert computes() == 8
+    rows.begin(4, 4)
+    assert computes() == 8
+    assert layers[0].cache.stats.calls == 0
 
 
 @pytest.mark.parametrize(
@@ -359,7 +496,7 @@ def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None
 
 def test_the_variable_is_read() -> None:
     assert fix.wanted({}) is None
-    assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(16, policy="aging", packed=True, overlap=False)
+    assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(16, policy="aging", packed=True, overlap=None)
     every = "8: policy=lfru, packed=0,overlap=1,engine=host,pin=0,stream=64,"
     assert fix.wanted({fix.VARIABLE: every}) == CacheOptions(8, "lfru", False, True, "host", False, 64)
 
