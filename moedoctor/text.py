@@ -457,7 +457,8 @@ _REFUSED = (
     # Other bases, groups of digits, and base 60, in which 1:30 is 90.
     (
         r"[-+]?(0[0-9_]+|0[xX][0-9a-fA-F_]+|0[oO][0-7_]+|0b[01_]+"
-        r"|[0-9][0-9_]*_[0-9_]*(\.[0-9_]*)?|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)",
+        r"|(?=[0-9.]*_)([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?"
+        r"|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)",
         "ambiguous, expected a decimal number or quoted text",
     ),
     (r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "not finite, expected a finite number"),

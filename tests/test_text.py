@@ -246,7 +246,8 @@ VALUES: dict[str, YamlScalar] = {
 REFUSED = {
     "a boolean to some readers": ["yes", "Yes", "YES", "no", "No", "NO", "on", "ON", "off", "Off", "OFF"],
     "a date to some readers": ["2001-01-01", "2001-1-1", "2001-12-14t21:59:43.1-05:00", "2001-12-14 21:59"],
-    "ambiguous": ["010", "-01", "0x1F", "0o17", "0b11", "1_000", "1_0.5", "1:30", "-1:30:59.5", "0_", "00"],
+    "ambiguous": ["010", "-01", "0x1F", "0o17", "0b11", "1_000", "1_0.5", "1:30", "-1:30:59.5", "0_", "00",
+                  "0._", "-1.5_0", ".5_", "1_0.5e+3"],
     "not finite": [".inf", "-.Inf", "+.INF", ".nan", ".NaN", "1e999", "-1.0e400"],
     "too large": [str(MAX_INT + 1), str(-MAX_INT - 1), "9" * 21, "1" * 1_000_000],
     "a surrogate": ["a\ud800"],
