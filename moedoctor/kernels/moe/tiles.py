@@ -49,6 +49,10 @@ class RowTile:
     warps: int
 
 
+Tiles = tuple[Tile, Tile] | tuple[RowTile, RowTile] | tuple[Tile, RowTile]
+"""Tiles of both products. The last kind is for one token."""
+
+
 def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
     """Return the tiles of both products over slots, by the mean rows of an expert.
 
@@ -69,7 +73,7 @@ def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
 
 def measured_tiles(
     pairs: int, experts: int, quantization: str, *, hidden_size: int, intermediate_size: int, gated: bool
-) -> tuple[Tile, Tile] | tuple[RowTile, RowTile] | None:
+) -> Tiles | None:
     """Return the tiles that were the fastest for a layer of these sizes, or None if it was not measured.
 
     Those of the nearest number of pairs, if it is within a factor of two.
