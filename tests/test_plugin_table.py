@@ -63,6 +63,21 @@ def test_layers_that_moe_computed_count_whatever_became_of_engines_beside(script
     assert ran(other, {**ours, "layers_by_moedoctor": 0}, {**ours, "outcome": "other tokens"}) == set()
 
 
+@pytest.mark.parametrize(
+    ("error", "extensions"), [({}, {"backend"}), ({"error": "RuntimeError: no memory"}, set())]
+)
+def test_an_engine_with_the_backend_that_was_asked_for_counts_and_one_that_stopped_does_not(
+    script: Any, error: dict[str, str], extensions: set[str]
+) -> None:
+    rows = [
+        {"asked": "MARLIN", "chosen": "MARLIN", **error},
+        {"asked": "MARLEN", "reason": "unknown", "refused": True, "error": "vLLM is stopped"},
+    ]
+    claim = {"verdict": "refuted" if error else "confirmed", "evidence": {"rows": rows}}
+    stored = report(cases=[], claims=[claim], file="scenarios/engine/backend_fix.yaml")
+    assert script.ran_with(stored) == extensions
+
+
 def test_a_call_that_an_engine_recorded_counts_where_it_was_replayed(script: Any) -> None:
     record = {"packages": {"vllm": "0.33.0"}, "environment": {"MOEDOCTOR_RECORD": "…/calls"}}
     replayed = {**report(), "command": "replay", "capsule": {"record": record}}
@@ -90,7 +105,8 @@ def test_a_scenario_says_itself_what_its_engines_start(script: Any) -> None:
     assert script.started_by("nan_padding_dp.yaml") == {"nan"}
     caches = [file.name for file in script.ENGINES.glob("expert_cache*.yaml")]
     assert all(script.started_by(name) == {"expert_cache"} for name in caches), caches
-    assert script.started_by("moe.yaml") == {"moe"}
+    assert script.started_by("moe.yaml") == script.started_by("moe_activations.yaml") == {"moe"}
+    assert script.started_by("backend_fix.yaml") == {"backend"}
     assert script.started_by("offload_speed.yaml") == script.started_by("") == set()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ def write_qwen3_moe(
             # The larger gain of down makes up for SiLU and the weighted mean over experts.
             gate, up = random(intermediate, hidden), random(intermediate, hidden)  # [I, H] each
             down = random(hidden, intermediate, 3.0)  # [H, I]
-            for name, tensor in _expert(scheme, gate, up, down).items():
+            for name, tensor in expert_tensors(scheme, {"gate": gate, "up": up, "down": down}).items():
                 tensors[f"{prefix}.mlp.experts.{expert}.{name}"] = tensor
     config: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -125,9 +125,11 @@ def write_qwen3_moe(
     return folder
 
 
-def _expert(scheme: Scheme, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Tensors:
-    """Return one expert's tensors by the end of their names; `gate`, `up` [I, H], `down` [H, I]."""
-    weights = {"gate": gate, "up": up, "down": down}
+def expert_tensors(scheme: Scheme, weights: Mapping[str, torch.Tensor]) -> Tensors:
+    """Return one expert's tensors by the end of their names.
+
+    `weights`: ``gate`` if the activation has one, ``up`` [I, H], ``down`` [H, I].
+    """
     if scheme == "bf16":
         return {f"{name}_proj.weight": weight.bfloat16() for name, weight in weights.items()}
     tensors: Tensors = {}
@@ -138,7 +140,8 @@ def _expert(scheme: Scheme, gate: torch.Tensor, up: torch.Tensor, down: torch.Te
             tensors[f"{name}_proj.weight_scale_inv"] = scale_inverse
         return tensors
     # gate and up are one matrix for the kernels, so they share a global scale, as ModelOpt exports them.
-    shared = torch.maximum(gate.abs().amax(), up.abs().amax()) / (E4M3_MAX * 6.0)
+    largest = max(float(weight.abs().amax()) for name, weight in weights.items() if name != "down")
+    shared = torch.tensor(largest) / (E4M3_MAX * 6.0)
     for name, weight in weights.items():
         quantized = quantize(weight, None if name == "down" else shared)
         tensors[f"{name}_proj.weight"] = quantized.packed

@@ -73,7 +73,7 @@ _LOADING = {
 """Part of the stage ``load`` -> the line that shows its seconds."""
 _REFUSED = re.compile(
     r"moedoctor: (?:(?:left out: )?the (?:fix|trace) .{1,200} is not applied|vLLM is stopped"
-    r"|left out: (?:expert_cache|moe): ).+"
+    r"|left out: (?:backend|expert_cache|moe): ).+"
 )
 _recorder: Mapping[str, str] = {}
 """Variables of every engine whose request sets no `RECORD`: see `record_calls`."""

@@ -103,16 +103,27 @@ def _row(ran: Ran, entry: Published) -> dict[str, Any]:
     }
 
 
-def _request(folder: Path, entry: Published, scheme: str) -> EngineRequest:
+def model_config(
+    entry: Published, scheme: str, unquantized: Sequence[str] = (), **changes: Any
+) -> dict[str, Any]:
+    """Return config.json of a model of the table in ``bf16`` or ``nvfp4``, with fields changed.
+
+    `unquantized`: what NVFP4 leaves in BF16 besides what the entry names.
+    """
     document = {key: value for key, value in preset_document(entry.preset).items() if key[0] != "_"}
-    document |= {"architectures": [entry.architecture], "torch_dtype": "bfloat16", **entry.fields}
+    document |= {"architectures": [entry.architecture], "torch_dtype": "bfloat16", **entry.fields, **changes}
     if scheme == "nvfp4":
         document["quantization_config"] = {
             "quant_method": "modelopt",
             "quant_algo": "NVFP4",
             "group_size": 16,
-            "ignore": list(entry.unquantized),
+            "ignore": [*entry.unquantized, *unquantized],
         }
+    return document
+
+
+def _request(folder: Path, entry: Published, scheme: str) -> EngineRequest:
+    document = model_config(entry, scheme)
     own = folder / f"{entry.preset}-{scheme}"
     own.mkdir()
     (own / "config.json").write_text(json.dumps(document), encoding="utf-8")

@@ -53,7 +53,8 @@ _ENGINES = (
     (THEIRS, EAGER),
     (THEIRS, GRAPHS),
 )
-_HERE = "moedoctor.upstream.engine.moe_layers"
+HERE = "moedoctor.upstream.engine.moe_layers"
+"""The module of the probes."""
 _SECONDS = 200.0
 _BATCHES, _STEPS, _ROUNDS = (1, 8), 64, 12
 _LAYERS = 12
@@ -88,7 +89,7 @@ def trial(quantization: str, computer: str, mode: str, folder: str) -> Trial:
         fixed(computer),
         max_tokens=MAX_TOKENS,
         logprobs=LOGPROBS,
-        probe=f"{_HERE}:{'exchange_experts' if computer == PLANTED else 'computed_by'}",
+        probe=f"{HERE}:{'exchange_experts' if computer == PLANTED else 'computed_by'}",
         probe_when="before",
         seconds=_SECONDS,
         label=f"{quantization}, {computer}, {mode}",
@@ -112,8 +113,8 @@ def tokens(sources: Mapping[str, str]) -> list[dict[str, Any]]:
 def _row(ran: Ran) -> dict[str, Any]:
     outcome, detail = ran.compare()
     probe = ran.result.probe or {}
-    if ran.trial.columns["computer"] != THEIRS and ran.result.error is None and not probe.get("ours"):
-        outcome, detail = Outcome.NO_FIX, "no layer of this engine was computed by moedoctor"
+    if ran.result.error is None and (reason := uncomputed(ran)) is not None:
+        outcome, detail = Outcome.NO_FIX, reason
     compared = ran.control is not None and ran.result.error is None and ran.control.error is None
     distance = logprob_distance(ran.result, ran.control) if compared and ran.control else None
     return {
@@ -128,6 +129,16 @@ def _row(ran: Ran) -> dict[str, Any]:
         "layers_by_moedoctor": probe.get("ours"),
         "seconds": ran.result.seconds.get("total"),
     }
+
+
+def uncomputed(ran: Ran) -> str | None:
+    """Return why an engine with the fix proves nothing: it computed no layer.
+
+    None if it did, or if it has no fix.
+    """
+    if ran.trial.columns["computer"] == THEIRS or (ran.result.probe or {}).get("ours"):
+        return None
+    return "no layer of this engine was computed by moedoctor"
 
 
 def farthest_logprob(result: Any, control: Any) -> dict[str, float] | None:
@@ -215,7 +226,7 @@ def _timed(folder: str, meet: str, computer: str) -> EngineRequest:
         },
         fixed(computer),
         max_tokens=2,
-        probe=f"{_HERE}:decode_times",
+        probe=f"{HERE}:decode_times",
         probe_options={
             "batches": _BATCHES,
             "steps": _STEPS,

@@ -19,10 +19,11 @@ from typing import Any
 
 from moedoctor.fixes.backends import select
 from moedoctor.fixes.backends.requests import NVFP4_VARIABLE, Wanted, wanted_backend
-from moedoctor.upstream.plugin.register import Patch, apply_patches
+from moedoctor.upstream.plugin.register import Patch, apply_patches, refuse
 
 logger = logging.getLogger("vllm.moedoctor")
 
+NAME = "backend"
 ORACLES = "vllm.model_executor.layers.fused_moe.oracle."
 """Prefix of the modules that select backends."""
 _EXPECTED = ('if self.moe_backend != "auto":', "kernel_config.moe_backend = self.moe_backend")
@@ -35,7 +36,8 @@ _OWN_COMMUNICATION = "flashinfer_moe_ep"
 def apply(version: str) -> str:
     """Apply the fix; see `moedoctor.upstream.plugin.register`.
 
-    If the release cannot honour the variable, a warning is logged when the engine is configured.
+    A name that the release does not have, or that only the flag can ask for, stops an engine of an NVFP4
+    model that asks for no backend by the flag.
     """
     arguments, configuring = (
         "vllm.engine.arg_utils:EngineArgs",
@@ -45,7 +47,7 @@ def apply(version: str) -> str:
         Patch(arguments, "create_engine_config", configuring, "self usage_context headless", _EXPECTED),
         Patch("vllm.logger", "init_logger", _louder, "name", ("getLogger(name)",)),
     )
-    apply_patches("backend", version, patches)
+    apply_patches(NAME, version, patches)
     selecting: list[Any] = [module for name, module in sys.modules.items() if name.startswith(ORACLES)]
     for module in selecting:
         if hasattr(module, "logger") and not isinstance(module.logger, LouderLogger):
@@ -80,20 +82,24 @@ def _honouring(original: Any, *, version: str) -> Any:
 
 
 def _honour(config: Any, wanted: Wanted | None) -> bool:
-    """Change the configuration if the variable applies; return whether it was changed."""
+    """Change the configuration if the variable applies; return whether it was changed.
+
+    Raises SystemExit if the variable applies and cannot be honoured, unless the fix is optional.
+    """
     if wanted is None:
         return False
     kernels, value = config.kernel_config, os.environ.get(NVFP4_VARIABLE)
-    if wanted.flag is None:
-        logger.warning("moedoctor: %s", wanted.problem)
-    elif wanted.flag.startswith(_OWN_COMMUNICATION):
-        logger.warning("moedoctor: %s=%s: ask with --moe-backend %s", NVFP4_VARIABLE, value, wanted.flag)
-    elif kernels.moe_backend != "auto":
+    if kernels.moe_backend != "auto":
         if kernels.moe_backend != wanted.flag:
             asked = kernels.moe_backend
             logger.warning("moedoctor: %s=%s gives way to moe_backend=%s", NVFP4_VARIABLE, value, asked)
     elif not is_nvfp4(config.model_config):
         logger.info("moedoctor: %s=%s is not for this model, which is not NVFP4", NVFP4_VARIABLE, value)
+    elif wanted.flag is None:
+        refuse(NAME, wanted.problem or f"{NVFP4_VARIABLE}={value} names no backend")
+    elif wanted.flag.startswith(_OWN_COMMUNICATION):
+        flag = f"ask with --moe-backend {wanted.flag}"
+        refuse(NAME, f"{NVFP4_VARIABLE}={value} comes too late for the engine's parallel settings; {flag}")
     else:
         kernels.moe_backend = wanted.flag
         logger.info("moedoctor: moe_backend=%s, as %s=%s asks", wanted.flag, NVFP4_VARIABLE, value)

@@ -73,3 +73,64 @@ def test_speed(rows: list[dict[str, Any]], verdict: ClaimVerdict, words: str) ->
     judgement = by_rows(claims.moe_speed, {"min_share": 0.95}, *rows)
     assert judgement.verdict is verdict
     assert words in judgement.reason
+
+
+GELU = {
+    "model": "Gemma-4",
+    "activation": "gated GELU",
+    "quantization": "BF16",
+    "computer": "moedoctor",
+    "outcome": "same tokens",
+    "detail": "20 of 20 clear prompts",
+    "clear_prompts": 20,
+    "same_prompts": 20,
+    "logprob_distance": 0.03,
+}
+THEIR_GELU = {**GELU, "computer": "vLLM", "logprob_distance": 0.02}
+WRONG_GELU = {**GELU, "computer": "experts exchanged", "same_prompts": 10}
+NOT_COMPARED = {key: value for key, value in GELU.items() if key not in ("clear_prompts", "same_prompts")}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "planted", "verdict", "words"),
+    [
+        (GELU, THEIR_GELU, WRONG_GELU, CONFIRMED, "Gemma-4 (gated GELU), BF16: 20 of 20 prompts"),
+        ({**GELU, "same_prompts": 18}, THEIR_GELU, WRONG_GELU, CONFIRMED, "18 of 20 prompts, vLLM's own 20"),
+        ({**GELU, "same_prompts": 17}, THEIR_GELU, WRONG_GELU, REFUTED, "17 of 20 prompts"),
+        ({**GELU, "logprob_distance": 0.031}, THEIR_GELU, WRONG_GELU, REFUTED, "differ by 0.031"),
+        ({**GELU, "logprob_distance": "nan"}, THEIR_GELU, WRONG_GELU, REFUTED, "differ by nan"),
+        (GELU, THEIR_GELU, {**WRONG_GELU, "same_prompts": 11}, UNTESTED, "wrong experts changed too few"),
+        (GELU, THEIR_GELU, {**NOT_COMPARED, "computer": "experts exchanged"}, UNTESTED, "changed too few"),
+        (
+            GELU,
+            {**NOT_COMPARED, "computer": "vLLM", "detail": "no memory"},
+            WRONG_GELU,
+            UNTESTED,
+            "no memory",
+        ),
+        ({**NOT_COMPARED, "detail": "no layer"}, THEIR_GELU, WRONG_GELU, REFUTED, "BF16: no layer"),
+        ({**NOT_COMPARED, "detail": "no reference: dead"}, THEIR_GELU, WRONG_GELU, UNTESTED, "dead"),
+        ({**GELU, "clear_prompts": 7}, THEIR_GELU, WRONG_GELU, UNTESTED, "7 prompts clearly, fewer than 8"),
+        (THEIR_GELU, THEIR_GELU, WRONG_GELU, UNTESTED, "no engine ran"),
+    ],
+)
+def test_activations(
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
+    planted: dict[str, Any],
+    verdict: ClaimVerdict,
+    words: str,
+) -> None:
+    limits = {"min_same": 0.9, "max_ratio": 1.5}
+    judgement = by_rows(claims.moe_activations, limits, ours, theirs, planted)
+    assert judgement.verdict is verdict
+    assert words in judgement.reason
+
+
+def test_one_failed_format_refutes_what_others_confirm() -> None:
+    limits = {"min_same": 0.9, "max_ratio": 1.5}
+    four = [{**row, "quantization": "NVFP4"} for row in (GELU, THEIR_GELU, WRONG_GELU)]
+    four[0]["same_prompts"] = 3
+    judgement = by_rows(claims.moe_activations, limits, GELU, THEIR_GELU, WRONG_GELU, *four)
+    assert judgement.verdict is REFUTED
+    assert "NVFP4: 3 of 20" in judgement.reason
