@@ -51,7 +51,7 @@ test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .
 	@VLLM='$(VLLM)' TORCH='$(TORCH)' ARGS='$(ARGS)' sh scripts/test_upstream.sh
 
 releases: setup ## run the CPU tiers against releases of vLLM and torch, and write reports/releases anew; by hand
-	@RELEASES='$(RELEASES)' TORCH='$(TORCH)' sh scripts/releases.sh
+	@RELEASES='$(RELEASES)' sh scripts/releases.sh
 
 lint: setup ## format, lint, types, import contracts, scenario schema, README
 	@$(BIN)/ruff format --check .

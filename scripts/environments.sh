@@ -40,9 +40,9 @@ upstream_environment() {
     environment "$home" "torch==${TORCH:-any}" ${TORCH:+"torch==$TORCH"} --editable '.[dev]' -r scripts/upstream-requirements.txt
 }
 
-# Makes an environment with torch $1.
+# Makes an environment with torch $1 and with what vLLM and FlashInfer import: for this torch, and for each vLLM that pins it.
 torch_environment() {
-    environment ".venv-releases/torch-$1" "torch==$1" "torch==$1" --editable .
+    environment ".venv-releases/torch-$1" "torch==$1" "torch==$1" --editable . -r scripts/upstream-requirements.txt
 }
 
 # Fetches vLLM $1 with the FlashInfer and Humming that it requires into $home/releases/$1, about 1 GB.
@@ -51,12 +51,25 @@ vllm_folder() {
     [ ! -e "$folder/.complete" ] || return 0
     say "fetching vllm $1"
     rm -rf "$folder"
-    install "$home" --no-deps --target "$folder" "vllm==$1" || fail "vllm $1 cannot be installed: see above"
+    install .venv --no-deps --target "$folder" "vllm==$1" || fail "vllm $1 cannot be installed: see above"
     set --
     for package in flashinfer-python humming-kernels; do # no CUTLASS DSL: FlashInfer's use of it needs CUDA
         version=$(pinned "$folder" "$package")
         [ -z "$version" ] || set -- "$@" "$package==$version"
     done
-    [ $# = 0 ] || install "$home" --no-deps --target "$folder" "$@" || fail "$* cannot be installed: see above"
+    [ $# = 0 ] || install .venv --no-deps --target "$folder" "$@" || fail "$* cannot be installed: see above"
     touch "$folder/.complete"
+}
+
+# Prints the path of the wheel of vLLM $1; fetches it if it is not there, about 0.5 GB.
+vllm_wheel() {
+    wheels=.venv-releases/wheels
+    set -- "$1" "$wheels/vllm-$1"-*.whl
+    if [ ! -e "$2" ]; then
+        say "fetching the wheel of vllm $1"
+        .venv/bin/python -m pip download --no-deps --dest "$wheels" "vllm==$1" --quiet --disable-pip-version-check --no-input >&2 ||
+            fail "the wheel of vllm $1 cannot be fetched: see above"
+        set -- "$1" "$wheels/vllm-$1"-*.whl
+    fi
+    echo "$2"
 }

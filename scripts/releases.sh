@@ -1,15 +1,17 @@
 #!/bin/sh
 # Runs the CPU tiers against releases of vLLM and torch, each in an environment of its own, and writes reports/releases/.
 # By hand, after a release: add a line to scripts/releases.txt first. The first time it fetches 1 to 5 GB a release.
+# A vLLM release runs with the torch that it pins, because some failures depend on torch. It is the build that pip installs: one
+# for CUDA also runs without a GPU.
 #
-# RELEASES  the releases to run, such as "torch 2.14.0"; empty: all of scripts/releases.txt
-# TORCH     the torch beside a vLLM release; empty: any that pyproject.toml allows
+# RELEASES  the lines to run, such as "torch 2.14.0"; empty: all of scripts/releases.txt
 set -eu
 cd "$(dirname "$0")/.."
 . scripts/environments.sh
 out=reports/releases
 torch_scenarios="untraceable_offload"
 vllm_scenarios="arch_suffix untraceable_offload offload_reinit backend_override offload_noop gate_up_order"
+function_scenarios="offload_reinit offload_noop"
 
 # Writes the report $1 with the python of environment $2 on PYTHONPATH $3; the rest are arguments of moedoctor run.
 report() {
@@ -30,11 +32,21 @@ while read -r package release; do
         report "torch-$release" ".venv-releases/torch-$release" "" $torch_scenarios --only tier=model
         ;;
     vllm)
-        upstream_environment
         vllm_folder "$release"
-        report "vllm-$release" "$home" "$(pwd)/$home/releases/$release" $vllm_scenarios
+        torch=$(pinned "$home/releases/$release" torch)
+        [ -n "$torch" ] || fail "vllm $release pins no torch: $home/releases/$release has no 'Requires-Dist: torch==…'"
+        torch_environment "$torch"
+        report "vllm-$release" ".venv-releases/torch-$torch" "$(pwd)/$home/releases/$release" $vllm_scenarios
         ;;
-    *) fail "'$package $release': expected torch or vllm and a release" ;;
+    functions) # MD009 and MD013 read them out of the wheels; no vLLM is installed
+        set --
+        for version in $release; do
+            wheel=$(vllm_wheel "$version")
+            set -- "$@" --vllm-kernels "$version=$wheel"
+        done
+        report offload .venv "" $function_scenarios "$@"
+        ;;
+    *) fail "'$package $release': expected torch or vllm and a release, or functions and releases of vLLM" ;;
     esac
 done <<EOF
 ${RELEASES:-$(cat scripts/releases.txt)}

@@ -13,7 +13,7 @@ from moedoctor.faults.offload import engine_table
 from moedoctor.interfaces import ClaimJudgement, ClaimTest, Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier, worst
 
-FAILING = "2.11.0 to 2.12.1 and 2.14.0 to 2.15.0"
+FAILING = "2.10.0 to 2.12.1 and 2.14.0 to 2.15.0"
 """The releases of torch whose Dynamo refuses: both ends of each range have a stored report."""
 LAB = "moedoctor.faults.offload.untraceable_offload_lab"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -57,8 +58,9 @@ def fixed(stack: nn.Sequential) -> Any:
 def upstream(source: ReleaseSource) -> Apply:
     """A release's own `UVAOffloader._maybe_offload_to_cpu`, without UVA and without pinned memory.
 
-    It leaves a module on the CPU alone, so here no device counts as the CPU. Releases from 0.29.0 on also
-    look at each parameter, so they need a GPU. Raises SourceError.
+    It does nothing to a module on the CPU, so here no device equals the CPU. Releases from 0.29.0 on also
+    skip each parameter on the CPU, so here parameters say that they are on a GPU while the method decides.
+    The forward that it makes, which is compiled, is the release's own. Raises SourceError.
     """
     names = {
         "torch": types.SimpleNamespace(device=lambda kind: None),
@@ -77,11 +79,39 @@ def upstream(source: ReleaseSource) -> Apply:
             uva_offloading=False,
         )
         for layer in stack:
-            method(offloader, layer)
+            with claimed_on_gpu(layer):
+                method(offloader, layer)
         if not offloader.cpu_offload_bytes:
-            raise UnavailableError("this release offloads from a GPU only")
+            raise UnavailableError("this release offloads none of the experts' weights here")
 
     return apply
+
+
+GpuParameter = type("GpuParameter", (nn.Parameter,), {"device": types.SimpleNamespace(type="cuda")})
+"""A parameter that says it is on a GPU."""
+
+
+@contextlib.contextmanager
+def claimed_on_gpu(layer: nn.Module) -> Iterator[None]:
+    """While this is open, each parameter that `layer.named_parameters()` gives says it is on a GPU.
+
+    It says so only until the loop takes the next one. It stays the same object, so whatever a method keeps
+    of it for its forward is the true parameter.
+    """
+    parameters = list(layer.parameters())
+
+    def named_parameters() -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in nn.Module.named_parameters(layer):
+            true_class = parameter.__class__
+            parameter.__class__ = GpuParameter
+            try:
+                yield name, parameter
+            finally:
+                parameter.__class__ = true_class
+
+    # parameters() calls named_parameters(). The method copies to the device of the first, which must exist.
+    with patch.multiple(layer, parameters=lambda: iter(parameters), named_parameters=named_parameters):
+        yield
 
 
 @torch.no_grad()

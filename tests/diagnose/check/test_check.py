@@ -36,10 +36,10 @@ def test_wsl_with_vllm_018() -> None:
     assert found(result) == {
         "MD001": "error",  # 0.20.0 has the NaN check
         "MD003": "error",  # no UVA on WSL before 0.24.0, and by choice after it
+        "MD005": "error",
         "MD011": "error",  # MD001 makes duplicates, FlashInfer 0.6.6 cannot take them
         "MD020": "error",
         "MD002": "warning",
-        "MD005": "warning",  # torch 2.10 was not run
         "MD008": "warning",
         "MD009": "warning",  # the assertion went in 0.20.0
     }
@@ -116,7 +116,8 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
     ("MD005", VLLM_018, H200, LINUX, {}, None),
     ("MD005", {**AT_11, "vllm": "0.26.0"}, H200, WSL, {}, "error"),
     # Dynamo of torch 2.13 can trace the offloader; a torch that was not run gets a warning.
-    ("MD005", {"vllm": "0.18.0", "torch": "2.10.0"}, H200, WSL, {}, "warning"),
+    ("MD005", {"vllm": "0.18.0", "torch": "2.9.1"}, H200, WSL, {}, "warning"),
+    ("MD005", {"vllm": "0.18.0", "torch": "2.10.0"}, H200, WSL, {}, "error"),
     ("MD005", {"vllm": "0.27.0", "torch": "2.11.0"}, H200, WSL, {}, "error"),
     ("MD005", {"vllm": "0.27.0", "torch": "2.12.1"}, H200, WSL, {}, "error"),
     ("MD005", {"vllm": "0.27.0", "torch": "2.13.0"}, H200, WSL, {}, None),

@@ -13,7 +13,13 @@ import torch
 
 from moedoctor.bench import offload as bench
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
-from moedoctor.faults.offload.untraceable_offload_lab import FILE, distance, fixed, observe
+from moedoctor.faults.offload.untraceable_offload_lab import (
+    FILE,
+    claimed_on_gpu,
+    distance,
+    fixed,
+    observe,
+)
 from moedoctor.fixes.offloader import Offload, offload
 from moedoctor.interfaces import Measurement
 from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
@@ -30,7 +36,7 @@ def test_forward_by_state_dict_is_traced_or_not_by_this_torch_and_ours_always() 
     control, fix = (run_case(fault, name, **SMALL) for name in ("faulty", "fixed"))
     assert (fix.verdict, fix.evidence["graphs"]) == (CaseVerdict.CLEAN, 1)
     if control.verdict is CaseVerdict.CLEAN:
-        assert "the failure was seen with torch 2.11.0 to 2.12.1 and 2.14.0 to 2.15.0" in (
+        assert "the failure was seen with torch 2.10.0 to 2.12.1 and 2.14.0 to 2.15.0" in (
             fault.absent([control, fix]) or ""
         )
     else:
@@ -75,6 +81,7 @@ def run_release(tmp_path: Path, **changed: str) -> CaseResult:
     ("changed", "verdict", "figure"),
     [
         ({}, CaseVerdict.CLEAN, "torch "),
+        ({"skip": 'p.device.type == "cpu"'}, CaseVerdict.CLEAN, "torch "),
         (
             {"state": "(list(module.named_parameters()), breakpoint())[0]"},
             CaseVerdict.REPRODUCED,
@@ -82,7 +89,7 @@ def run_release(tmp_path: Path, **changed: str) -> CaseResult:
         ),
         ({"value": "value * 2"}, CaseVerdict.REPRODUCED, "compiles, and gives other numbers"),
     ],
-    ids=["traced", "a broken graph", "other numbers"],
+    ids=["traced", "from a GPU only", "a broken graph", "other numbers"],
 )
 def test_a_release_is_judged_by_its_own_code(
     tmp_path: Path, changed: dict[str, str], verdict: CaseVerdict, figure: str
@@ -93,12 +100,31 @@ def test_a_release_is_judged_by_its_own_code(
 
 
 def test_releases_that_cannot_be_judged(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match="from a GPU only"):
-        run_release(tmp_path / "newer", skip='p.device.type == "cpu"')
+    with pytest.raises(UnavailableError, match="offloads none of the experts' weights"):
+        run_release(tmp_path / "none", skip="True")
     with pytest.raises(SourceError, match="no function UVAOffloader"):
         run_release(tmp_path / "other", source="class UVAOffloader: ...\n")
     with pytest.raises(UnavailableError, match="vllm is not installed here"):
         run_case(UntraceableOffload(), "installed", Tier.LIBRARY, **SMALL)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_parameters_say_gpu_only_in_the_loop_over_them(number: int) -> None:
+    layer = torch.nn.Linear(2, 2)
+    cpu = torch.device("cpu")
+    true = [layer.weight, layer.bias]
+    with claimed_on_gpu(layer):
+        assert next(layer.parameters()).device == cpu
+        for parameter in (parameter for _, parameter in layer.named_parameters()):
+            assert parameter.device.type == "cuda"
+            parameter.data = torch.ones_like(parameter.data)
+            if parameter is true[number]:
+                break
+        else:
+            pytest.fail("the loop gives the true parameters")
+    assert [parameter.min() == 1 for parameter in true] == [True, number == 1]
+    assert all(type(parameter) is torch.nn.Parameter and parameter.device == cpu for parameter in true)
+    assert {"parameters", "named_parameters"}.isdisjoint(vars(layer)), "the forward sees the module's own"
 
 
 TRACED = {"torch": "2.13.0", "error": None, "telling_line": None, "graphs": 1, "same_bits": True}
