@@ -1,21 +1,54 @@
-"""Settings of hypothesis, and skips of tests that this machine cannot run."""
+"""Settings of Python and of hypothesis, and skips of tests that this machine cannot run."""
 
 from __future__ import annotations
 
+import atexit
+import copy
+import functools
+import gc
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from hypothesis import HealthCheck, settings
 
+from moedoctor import environment
 from moedoctor.processes import interrupts
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as cores: with torch's own threads beside them, small products take ten times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Without byte code, each worker rewrites the assertions of all tests, and each child compiles moedoctor anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Tests call `main` thousands of times in one process, and typer builds every command of ours each time.
+typer.main.get_command = functools.cache(typer.main.get_command)
+
+
+def _remember_gpus() -> None:
+    """Ask NVML once about the GPUs of this machine, not in a new child for each command of a test."""
+    ask = environment.ask
+    answers: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def remembered(module: str, request: Any = None, **options: Any) -> dict[str, Any]:
+        variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        key = module, request, *sorted(variables.items())
+        if key not in answers:
+            answers[key] = ask(module, request, **options)
+        return copy.deepcopy(answers[key])
+
+    environment.ask = remembered
+
+
+_remember_gpus()
 
 # Programs in the background of a shell ignore Ctrl-C, and those of nohup a closed terminal; tests send both.
 for _signal in (*interrupts.SIGNALS, signal.SIGQUIT):
@@ -47,6 +80,22 @@ def _no_upstream() -> str | None:
 def _not_alone() -> str | None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
     return "measures times: run it with -n 0" if workers > 1 else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep what collection makes out of every later garbage collection.
+
+    All of it lives until the end, and with it one `gc.collect` takes about a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # libraries complain about objects that are left at the end
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import subprocess
@@ -28,11 +29,21 @@ SOURCE = "vllm-project/vllm#39593"
 TEXT = "On NaN the top-k kernel picks the same expert index K times"
 
 
+@pytest.fixture
+def reports_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read the stored reports once for all entries: this takes most of the time of an explanation."""
+    monkeypatch.setattr(page, "_reports", _stored_reports)
+
+
+_stored_reports = functools.cache(page._reports)
+
+
 def explain_text(name: str, format: str) -> str:
     explained = _find(name)
     return to_json(explained.document()) if format == "json" else to_markdown(explained.page())
 
 
+@pytest.mark.usefixtures("reports_read_once")
 @pytest.mark.parametrize("id", entries())
 def test_every_entry_is_explained_in_full(id: str) -> None:
     entry = entries()[id]
@@ -66,6 +77,7 @@ def test_an_entry_without_a_scenario_says_that_it_cannot_run(monkeypatch: pytest
     assert json.loads(explain_text("MD002", "json"))["runs"] is False
 
 
+@pytest.mark.usefixtures("reports_read_once")
 @pytest.mark.parametrize("name", ["nan-routing", "NAN_ROUTING", "md001"])
 def test_names_are_taken_in_any_case(name: str) -> None:
     assert explain_text(name, "markdown") == explain_text("MD001", "markdown")
@@ -84,6 +96,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, message: str) ->
         explain(name)
 
 
+@pytest.mark.usefixtures("reports_read_once")
 def test_the_terminal_gets_lines_that_fit_and_no_marks() -> None:
     for number, id in enumerate(entries()):
         width = (60, 100)[number % 2]

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moedoctor.cli import main
 from moedoctor.commands.bench_backends import find_routing
 from moedoctor.commands.options import InputError
+from moedoctor.diagnose.capsule import replay as capsule_replay
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.trace.capsule import load, save, without_weights
 from tests.capsules import computation, make_capsule, noisy, with_output
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asked_once() -> Iterator[None]:
+    """Ask a child once about the same capsule, not for each test and format: each child imports torch."""
+    ask = capsule_replay.ask
+    answers: dict[tuple[bytes, str], dict[str, Any]] = {}
+
+    def remembered(module: str, request: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
+        path = Path(request["path"])
+        if not path.is_file():
+            return ask(module, request, seconds=seconds)
+        rest = {**request, "path": path.name, "seconds": seconds}
+        key = path.read_bytes(), json.dumps(rest)
+        if key not in answers:
+            answers[key] = ask(module, request, seconds=seconds)
+        return copy.deepcopy(answers[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capsule_replay, "ask", remembered)
+        yield
 
 
 @pytest.fixture(scope="module")

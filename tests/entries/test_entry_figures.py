@@ -583,10 +583,15 @@ def test_nvfp4_beside_other_backends_on_an_h100() -> None:
         if max(shares.values()) > 1
     }
     gemma, cascade = "gemma-4-26b-a4b", "nemotron-cascade-2-30b-a3b"
-    assert slower == {gemma: [8, 16, 32, 64], cascade: [4, 16, 32, 64]}
-    most = {model: f"{100 * (max(marlin[model].values()) - 1):.1f} %" for model in slower}
-    assert f"slower than MARLIN for {gemma} from 8 tokens on, by up to {most[gemma]}" in text
-    assert f"for {cascade} at 4 and from 16 tokens on, by up to {most[cascade]}" in text
+    assert slower == {gemma: [8, 32, 64]}
+    most = f"{100 * (max(marlin[gemma].values()) - 1):.1f} %"
+    assert f"slower only for {gemma} at 8, 32 and 64 tokens, by up to {most}" in text
+    (slowest, super_share), (next_model, next_share), *_ = sorted(
+        ((model, shares[1]) for model, shares in marlin.items()), key=lambda pair: -pair[1]
+    )
+    assert (slowest, next_model) == ("nemotron-3-super-120b", cascade)
+    assert f"at most {next_share:.2f} of MARLIN's time in four of the models" in text
+    assert f"and {super_share:.2f} in {slowest}" in text
     older = [
         share
         for shares in ratios(f"{NEWEST}/moe_backends_nvfp4.json", "MARLIN").values()
@@ -600,7 +605,39 @@ def test_nvfp4_beside_other_backends_on_an_h100() -> None:
     }
     assert list(humming) == [gemma, "nemotron-3-super-120b"]
     of_gemma, of_super = humming.values()
-    assert f"takes {of_gemma} of its time for {gemma} and {of_super} for nemotron-3-super-120b" in text
+    assert f"took {of_gemma} of its time for {gemma} and {of_super} for nemotron-3-super-120b" in text
+
+
+def test_the_expert_cache_on_an_h100() -> None:
+    text, guide = document(f"reports/{H100}/README.md"), document("docs/expert-cache.md")
+    _, figures = claim("expert_cache_gain.json", "MD007", "With today's defaults", H100)
+    rows = {row["cache"]: row for row in figures["rows"] if row["batch"] == 1}
+    before = "policy=lfru,packed=0,overlap=0,stream=0"
+    old = [f"{rows[f'{slots}:{before}']['tokens_per_second']:.1f}" for slots in (16, 32, 64)]
+    assert f"| the old defaults | {' | '.join(old)} |" in text
+
+    def cells(*names: str) -> str:
+        return " | ".join(
+            f"{rows[name]['tokens_per_second']:.1f} ({rows[name]['times_before']:.2f} times)"
+            for name in names
+        )
+
+    assert f"| today's, `overlap=0` | not run | {cells('32:overlap=0', '64:overlap=0')} |" in text
+    assert f"| with `overlap=1` | {cells('16', '32', '64')} |" in text
+    own = {name: rows[name]["times_before"] for name in ("32", "32:overlap=0", "64", "64:overlap=0")}
+    assert f"decoded {own['32']:.2f} times as fast as with the old defaults from 32 slots" in guide
+    assert f"and {own['32:overlap=0']:.2f} times without" in guide
+    assert f"; {own['64']:.2f} and {own['64:overlap=0']:.2f} times from 64 slots" in guide
+    assert not any(rows[name]["rounds_agree"] for name in ("16", "32", "64"))
+    assert all(rows[f"{slots}:overlap=0"]["sequences_as_before"] == 1 for slots in (32, 64))
+    verdict, figures = claim("expert_cache_published_nemotron.json", "MD007", "Nemotron-Cascade-2", H100)
+    assert verdict == "refuted"
+    published = {row["scheme"]: row for row in figures["rows"]}
+    bf16, nvfp4 = (
+        f"{published[scheme]['tokens_per_second']:.1f} {unit}from {published[scheme]['gigabytes']:.1f}"
+        for scheme, unit in (("bf16", "tokens/s "), ("nvfp4", ""))
+    )
+    assert f"decodes {bf16} GB in BF16 and {nvfp4} GB in NVFP4" in text
 
 
 def answers_of(name: str) -> list[Mapping[str, Any]]:

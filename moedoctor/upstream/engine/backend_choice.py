@@ -111,5 +111,5 @@ def _refused(reason: str, result: EngineResult) -> dict[str, Any]:
         return {**row, "refused": False, "detail": f"started with {result.log.moe_backend or 'no backend'}"}
     lines = (*result.log.refused, *result.error.message.splitlines())
     line = next((line for line in lines if REFUSED[reason] in line.upper()), None)
-    said = line or short_error(result.error)
-    return {**row, "refused": line is not None, "stage": result.error.stage, "error": said.strip()[:300]}
+    message = line or short_error(result.error)
+    return {**row, "refused": line is not None, "stage": result.error.stage, "error": message.strip()[:300]}

@@ -363,11 +363,14 @@ def _hits_first(
     return total.to(x.dtype)
 
 
-def _applying(experts: HostExperts, compute: Any, wish: bool | None, own: bool) -> Any:
-    """Return the kernel's `apply` through the layer's cache; `wish` as `CacheOptions.overlap`."""
+def _applying(experts: HostExperts, compute: Any, overlap: bool, own: bool) -> Any:
+    """Return the kernel's `apply` through the layer's cache; `overlap` as `CacheOptions.overlap`.
+
+    `own`: what overlaps, few pairs at a time, is computed by our kernels.
+    """
     cache = experts.cache
-    own = own and wish is not False and cache.engine == "device"
-    overlap = wish is True and cache.engine == "device"
+    overlap = overlap and cache.engine == "device"
+    own = own and overlap
     # Ids of other groups are mapped to no expert, like those of other ranks.
     nowhere = torch.arange(cache.num_experts, dtype=torch.int32, device=cache.device)  # [E]
     nowhere[cache.capacity :] = -1

@@ -25,10 +25,9 @@ class CacheOptions:
     """Who leaves first."""
     packed: bool = True
     """Keep BF16 experts on the host in 72 % of their bytes, if memory can be pinned."""
-    overlap: bool | None = None
-    """Compute with the experts that are there while the others are copied. By default for few tokens of
-    layers that moedoctor's own kernels can compute, which then do; True also with two calls of the backend's
-    kernel."""
+    overlap: bool = False
+    """Compute with the experts that are there while the others are copied: by moedoctor's kernels if they can
+    compute the layer, else in two calls of the backend's kernel."""
     engine: str = "auto"
     """``device``: lookups and copies are kernels. ``host``: Python, without CUDA graphs. ``auto`` chooses."""
     pin: bool = True

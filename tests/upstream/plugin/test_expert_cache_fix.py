@@ -249,16 +249,15 @@ def test_hits_are_computed_by_our_kernels_while_misses_are_copied(capacity: int)
 @pytest.mark.parametrize(
     ("wish", "own", "tokens", "on_input", "ours"),
     [
-        (None, True, 4, False, True),
         (True, True, 4, False, True),
         (False, True, 4, False, False),
-        (None, False, 4, False, False),
-        (None, True, 33, False, False),
-        (None, True, 4, True, False),
+        (True, False, 4, False, False),
+        (True, True, 33, False, False),
+        (True, True, 4, True, False),
     ],
 )
 def test_few_tokens_of_a_plain_layer_go_to_our_kernels(
-    wish: bool | None,
+    wish: bool,
     own: bool,
     tokens: int,
     on_input: bool,
@@ -496,7 +495,7 @@ def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None
 
 def test_the_variable_is_read() -> None:
     assert fix.wanted({}) is None
-    assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(16, policy="aging", packed=True, overlap=None)
+    assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(16, policy="aging", packed=True, overlap=False)
     every = "8: policy=lfru, packed=0,overlap=1,engine=host,pin=0,stream=64,"
     assert fix.wanted({fix.VARIABLE: every}) == CacheOptions(8, "lfru", False, True, "host", False, 64)
 

@@ -26,9 +26,23 @@ from moedoctor.upstream.selection.agreement import (
 
 ROOT = Path(__file__).resolve().parents[3]
 
+# All that selection asks of torch. The real one takes seconds to import, in each child.
+TORCH = """
+import types
+
+bfloat16 = "bfloat16"
+ops = types.SimpleNamespace(_C=types.SimpleNamespace())
+"""
+
+
+@pytest.fixture
+def light_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(TORCH, encoding="utf-8")
+
 
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stub of vLLM, beside the real torch unless a test takes `light_torch`."""
     monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path)}:{ROOT}")
     return tmp_path
 
@@ -49,6 +63,7 @@ def test_the_capability_is_substituted_and_every_backend_answers(
     assert any("do not load here" in note for note in heard.notes)
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_the_activation_and_the_flag_are_passed_on(stub: Path) -> None:
     ungated = select("12.0", "nvfp4", release="0.21.0", activation="relu2_no_mul")
     assert ask_installed(ungated).chosen == "MARLIN"
@@ -66,6 +81,7 @@ def test_the_answer_lists_the_libraries(tmp_path: Path, monkeypatch: pytest.Monk
     assert heard.libraries == {"flashinfer": False, "deep_gemm": True, "humming": False}
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_a_backend_that_cannot_be_imported_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,12 +95,14 @@ def test_a_backend_that_cannot_be_imported_is_skipped(
     assert (stops.chosen, stops.error) == (None, "No module named 'no_such_library'")
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_nothing_fits(stub: Path) -> None:
     heard = ask_installed(select("7.5", "nvfp4", release="0.21.0"))
     assert heard.chosen is None
     assert heard.error == "No NvFp4 MoE backend supports the deployment configuration."
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_releases_that_select_without_kernels(stub: Path) -> None:
     heard = ask_installed(select("12.0", "bf16", release="0.19.1"))
     assert (heard.chosen, heard.supported) == ("TRITON", {})
@@ -104,6 +122,7 @@ def test_disagreements_are_named() -> None:
     assert disagreements(selection, Heard(None, "broken", agreed.supported))[0].startswith("selected: broken")
 
 
+@pytest.mark.usefixtures("light_torch")
 @pytest.mark.parametrize(
     ("replaced", "message"),
     [
@@ -120,6 +139,7 @@ def test_a_vllm_that_cannot_answer_gives_the_reason(
         ask_installed(select("12.0", "nvfp4", release="0.21.0"))
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_a_vllm_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hang = "import time\ntime.sleep(60)\n"
     monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, cuda=hang)}:{ROOT}")
