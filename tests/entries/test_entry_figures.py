@@ -125,6 +125,25 @@ def test_md005() -> None:
     assert " and ".join(spans) == FAILING
 
 
+def test_md005_own_methods() -> None:
+    """Which releases of vLLM fail with the torch that each pins, by their own method."""
+    verdicts: dict[str, set[str]] = {}
+    for file in sorted((REPORTS / "releases").glob("vllm-*.json")):
+        for scenario in json.loads(file.read_text(encoding="utf-8"))["scenarios"]:
+            for case in scenario["cases"]:
+                if scenario["id"] == "MD005" and case["tier"] == "library":
+                    verdicts.setdefault(file.stem.removeprefix("vllm-"), set()).add(case["verdict"])
+    fails, passes = (
+        sorted((release for release, those in verdicts.items() if those == {verdict}), key=Version)
+        for verdict in ("reproduced", "clean")
+    )
+    assert {*fails, *passes} == verdicts.keys()
+    assert (
+        f"The method of {enumerated(fails)} fails with the torch that each pins;"
+        f" those of {enumerated(passes)} do not"
+    ) in entry("MD005")
+
+
 def test_md005_engines() -> None:
     text = entry("MD005")
     for folder, release, error in (

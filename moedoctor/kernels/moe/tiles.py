@@ -104,8 +104,8 @@ def _table() -> Mapping[tuple[Any, ...], Mapping[int, Any]]:
 def row_tiles(top_k: int) -> tuple[RowTile, RowTile]:
     """Return the tiles of both NVFP4 products for one token of a gated layer.
 
-    Up to top-8 they were the fastest for gemma-4-26b-a4b on an H100; more experts were not measured with them.
-    Layers without a gate that were measured have others, which were faster than `block_tiles`.
+    Up to top-8 they were the fastest for gemma-4-26b-a4b on an H100; more experts were not measured with
+    them. Layers without a gate that were measured have others, which were faster than `block_tiles`.
     """
     return RowTile(2, 8, 1), RowTile(4 if top_k <= 8 else 1, 4, 2)
 
