@@ -227,12 +227,19 @@ def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) 
 
 def row_candidates(shape: LayerShape, second: bool) -> list[RowTile]:
     """Return tiles with 2 to 32 words of weights a thread in a step."""
-    lanes = 2 ** math.ceil(math.log2(shape.top_k)) if second else 2 if shape.gated else 1
-    sizes = itertools.product((1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 2, 4))
+    every = 2 ** math.ceil(math.log2(shape.top_k))
+    lanes = (0, *(few for few in (2, 4, 8) if few < every)) if second else (0,)
+    sizes = itertools.product((1, 2, 4, 8, 16), (2, 4, 8, 16, 32), (1, 2, 4), lanes)
+    tiles = [
+        (RowTile(columns, groups, warps, few), (few or every) if second else 2 if shape.gated else 1)
+        for columns, groups, warps, few in sizes
+    ]
     return [
-        RowTile(columns, groups, warps)
-        for columns, groups, warps in sizes
-        if 4 <= lanes * columns * groups / warps / 2 <= 64 and (groups >= 4 or second)
+        tile
+        for tile, rows in tiles
+        if 4 <= rows * tile.block_n * tile.groups / tile.warps / 2 <= 64
+        and (tile.groups >= 4 or second)
+        and (tile.block_n <= 8 or tile.lanes)
     ]
 
 

@@ -289,6 +289,7 @@ def test_rows_give_the_same_bits_each_time(activation: str, tokens: int) -> None
     for tiles in (
         (RowTile(2, 16, 1), RowTile(1, 4, 1)),
         (RowTile(4, 8, 4), RowTile(2, 32, 8)),
+        (RowTile(4, 8, 4), RowTile(4, 8, 4, 2)),
         *(((Tile(16, 64, 128, 4, 3), RowTile(1, 4, 1)),) if tokens == 1 else ()),
     ):
         chain(tiles)

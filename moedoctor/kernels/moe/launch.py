@@ -309,7 +309,7 @@ def _launch_rows(
             topk_weights,
             out,
             has_bias=w2.bias is not None,
-            LANES=triton.next_power_of_2(top_k),
+            LANES=second.lanes or triton.next_power_of_2(top_k),
             BLOCK_N=second.block_n,
             GROUPS=second.groups,
             num_warps=second.warps,

@@ -47,6 +47,8 @@ class RowTile:
     groups: int
     """Groups of 64 weights of a row that a step takes"""
     warps: int
+    lanes: int = 0
+    """Experts of a token that a step of the second product takes, a power of two; 0 for all of them"""
 
 
 Tiles = tuple[Tile, Tile] | tuple[RowTile, RowTile] | tuple[Tile, RowTile]
