@@ -19,6 +19,9 @@ import dataclasses, inspect, json, sys, types
 import torch
 from moedoctor.upstream.selection.substitute import install
 install().use((9, 0))
+from vllm import triton_utils
+# Without a GPU vLLM has a stand-in for Triton, in which a configuration is a function.
+triton_utils.triton.Config = lambda *given, **named: types.SimpleNamespace(num_stages=1)
 from vllm.engine.arg_utils import EngineArgs  # runs the plug-in
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
