@@ -6,10 +6,10 @@ Both products of a layer are timed by themselves with each tile, in CUDA graphs,
 to call, so that weights come from memory. Then the whole layer with the fastest tiles is timed in turn with
 the default ones and with vLLM's backends, and its output is compared with the float32 reference. The file is
 written after each model, so a run that is cut leaves what it measured. For one to four NVFP4 tokens the
-kernels without tensor cores (`RowTile`) are measured too, in the whole layer, for one token also after the
-fastest first products with tensor cores. Tiles are chosen in `moedoctor.kernels.moe.tiles`. Whether launches
-begin early (`Tile.early`) is decided with the whole layer, in turn with the same tiles; with --known only
-that and `RowTile` are measured, beside the tiles that a call gets today.
+kernels without tensor cores (`RowTile`) are measured too, in the whole layer. Tiles are chosen in
+`moedoctor.kernels.moe.tiles`. Whether launches begin early (`Tile.early`) is decided with the whole layer, in
+turn with the same tiles; with --known only that and `RowTile` are measured, beside the tiles that a call gets
+today.
 
 Needs an NVIDIA GPU that nothing else uses, and for the comparison vLLM.
 """
@@ -194,8 +194,7 @@ def known_blocks(shape: LayerShape, quantization: str, pairs: int) -> tuple[Tile
     """Return the tiles of a call today, or those of the rule if a call gets `RowTile`."""
     tiles = known(shape, quantization, pairs)
     kind = "none" if quantization == "bf16" else quantization
-    plain = all(isinstance(tile, Tile) for tile in tiles)
-    return tiles if plain else block_tiles(pairs, shape.experts, kind, gated=shape.gated)
+    return tiles if isinstance(tiles[0], Tile) else block_tiles(pairs, shape.experts, kind, gated=shape.gated)
 
 
 def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) -> list[Tile]:
@@ -227,19 +226,12 @@ def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) 
 
 def row_candidates(shape: LayerShape, second: bool) -> list[RowTile]:
     """Return tiles with 2 to 32 words of weights a thread in a step."""
-    every = 2 ** math.ceil(math.log2(shape.top_k))
-    lanes = (0, *(few for few in (2, 4, 8) if few < every)) if second else (0,)
-    sizes = itertools.product((1, 2, 4, 8, 16), (2, 4, 8, 16, 32), (1, 2, 4), lanes)
-    tiles = [
-        (RowTile(columns, groups, warps, few), (few or every) if second else 2 if shape.gated else 1)
-        for columns, groups, warps, few in sizes
-    ]
+    lanes = 2 ** math.ceil(math.log2(shape.top_k)) if second else 2 if shape.gated else 1
+    sizes = itertools.product((1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 2, 4))
     return [
-        tile
-        for tile, rows in tiles
-        if 4 <= rows * tile.block_n * tile.groups / tile.warps / 2 <= 64
-        and (tile.groups >= 4 or second)
-        and (tile.block_n <= 8 or tile.lanes)
+        RowTile(columns, groups, warps)
+        for columns, groups, warps in sizes
+        if 4 <= lanes * columns * groups / warps / 2 <= 64 and (groups >= 4 or second)
     ]
 
 
@@ -394,9 +386,9 @@ class Bench:
         tokens: int,
         tiles: tuple[Tile, Tile],
         theirs: dict[str, Any],
-        rows: dict[str, tuple[Any, Any]],
+        rows: tuple[Any, Any] | None = None,
     ) -> dict[str, Any]:
-        """Time the layer with `tiles`, also early, with `rows`, today's and by vLLM's backends; check it."""
+        """Time the layer with `tiles`, also early, with today's and by vLLM's backends in turn; check it."""
         sets = list(self.inputs(tokens))
         activation, row = self.shape.activation, {}
 
@@ -410,7 +402,9 @@ class Bench:
 
         early = (tiles[0], replace(tiles[1], early=True))
         today = known(self.shape, self.quantization, tokens * self.shape.top_k)
-        choices = {"default": today, "tuned": tiles, "early": early, **rows}
+        choices = {"default": today, "tuned": tiles, "early": early}
+        if rows is not None:
+            choices["rows"] = rows
         calls = {name: ours(None if name == "default" else chosen) for name, chosen in choices.items()}
         for name, prepared in theirs.items():
             calls[name] = [
@@ -581,7 +575,6 @@ def _tune_model(
 ) -> None:
     bench = Bench(shape, quantization)
     best: dict[int, tuple[Tile, Tile]] = {}
-    measured_products: dict[int, list[dict[str, Any]]] = {}
     for count in tokens:
         measured = []
         for second in (False, True):
@@ -594,7 +587,6 @@ def _tune_model(
                     report["rows"].append({"model": name, "tile": asdict(job.tile), "error": error})
             measured += bench.time_products(ready)
         best[count] = _fastest(measured)
-        measured_products[count] = measured
         row = {"model": name, "tokens": count, "products": measured}
         report["rows"].append(row)
         default = [
@@ -609,15 +601,11 @@ def _tune_model(
             print(name, backend, type(error).__name__, str(error)[:200], flush=True)
     for count in tokens:
         row = {"model": name, "tokens": count, "tiles": [asdict(tile) for tile in best[count]]}
-        rows: dict[str, tuple[Any, Any]] = {}
+        rows = None
         if quantization == "nvfp4" and count <= _MOST_ROW_TOKENS:
             timed = bench.time_rows(count)
-            rows["rows"] = timed["tiles"]
+            rows = timed["tiles"]
             row["row_tiles"] = timed["measured"]
-            if count == 1:
-                firsts = [part for part in measured_products[count] if not part["second"] and part.get("us")]
-                for number, part in enumerate(sorted(firsts, key=lambda part: part["us"])[:3]):
-                    rows[f"mixed {number}"] = (Tile(**part["tile"]), timed["tiles"][1])
             print(f"{name} {count}: rows {rows}", flush=True)
         for _ in range(1 + len(prepared)):
             try:

@@ -154,12 +154,7 @@ def assert_random_layer_is_right(seed: int, device: str = "cpu", bounds: Bounds 
     first, second = block_tiles(tokens * top_k, experts, quantization, gated=halves == 2)
     tiles: Any = first, replace(second, depth_splits=draw.choice((1, 2, 3)))
     if quantization == "nvfp4" and tokens <= 2:
-        sizes = [
-            (draw.choice((4, 8)), draw.choice((1, 2, 16)), 4, draw.choice((0, 1, 2, 4))) for _ in range(2)
-        ]
-        tiles = tuple(RowTile(*size) for size in sizes)
-        if tokens == 1 and draw.random() < 0.5:
-            tiles = first, tiles[1]
+        tiles = tuple(RowTile(draw.choice((4, 8)), draw.choice((1, 2, 16)), 4) for _ in range(2))
     output = run_experts(
         x.to(device), w13, w2, shares.to(device), ids.to(device), activation=activation, tiles=tiles, out=into
     )

@@ -126,17 +126,6 @@ def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         _table.cache_clear()
 
 
-def test_tiles_of_one_token_are_not_used_for_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moedoctor.kernels.moe import launch
-
-    mixed = Tile(16, 64, 128, 4, 3), RowTile(1, 4, 1)
-    monkeypatch.setattr(launch, "measured_tiles", lambda *given, **sizes: mixed)
-    monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
-    chosen = [launch._tiles(torch.zeros(tokens, 64), 4, 8, "nvfp4", 64, False) for tokens in (1, 2)]
-    assert chosen[0] == mixed
-    assert all(isinstance(tile, Tile) for tile in chosen[1])
-
-
 def test_the_table_of_measured_tiles() -> None:
     """Each row has tiles that one plan fits, and only second products share their depth."""
     for measured in _table().values():
@@ -266,15 +255,15 @@ def test_early_launches_give_the_same_bits(quantization: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("activation", "tokens"), [("silu", 2), ("relu2", 2), ("relu2", 1)])
-def test_rows_give_the_same_bits_each_time(activation: str, tokens: int) -> None:
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_rows_give_the_same_bits_each_time(activation: str) -> None:
     """The second launch begins before the first has ended, and memory is used again from call to call."""
     from moedoctor.bench.moe.own_backends import kernel_weights
     from moedoctor.kernels.moe.launch import run_experts
 
     layer = make_layer(LayerShape(1024, 1344, 32, 4, activation), "nvfp4", device="cuda:0")
     w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
-    problem = make_problem(layer, tokens, "none", device="cuda:0")
+    problem = make_problem(layer, 2, "none", device="cuda:0")
 
     def chain(tiles: Any) -> torch.Tensor:
         x = problem.x
@@ -285,13 +274,8 @@ def test_rows_give_the_same_bits_each_time(activation: str, tokens: int) -> None
             x = x / x.abs().amax(dim=1, keepdim=True)
         return x
 
-    expected = chain(block_tiles(tokens * 4, 32, "nvfp4", gated=activation == "silu"))
-    for tiles in (
-        (RowTile(2, 16, 1), RowTile(1, 4, 1)),
-        (RowTile(4, 8, 4), RowTile(2, 32, 8)),
-        (RowTile(4, 8, 4), RowTile(4, 8, 4, 2)),
-        *(((Tile(16, 64, 128, 4, 3), RowTile(1, 4, 1)),) if tokens == 1 else ()),
-    ):
+    expected = chain(block_tiles(8, 32, "nvfp4", gated=activation == "silu"))
+    for tiles in ((RowTile(2, 16, 1), RowTile(1, 4, 1)), (RowTile(4, 8, 4), RowTile(2, 32, 8))):
         chain(tiles)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -104,7 +104,7 @@ def engine_refusals(cases: ClaimCases) -> ClaimJudgement:
 def engine_padding(cases: ClaimCases) -> ClaimJudgement:
     """A step in a graph with more rows asks the caches for what it asks for in a graph of its own size.
 
-    Equal numbers decide only if an engine that counts padding asks for more.
+    Equal numbers decide only if the engine that counts padding asks for more.
     """
     rows = cases.rows()
     failed = next((row["error"] for row in rows if "error" in row), None)
@@ -118,7 +118,8 @@ def engine_padding(cases: ClaimCases) -> ClaimJudgement:
     figure = "; ".join(f"{runner}, {graph} rows: {count}" for (runner, graph), count in lookups.items())
     exact = {runner: count for (runner, graph), count in lookups.items() if graph == "3"}
     more = {runner: lookups[runner, "4"] - count for runner, count in exact.items()}
-    if not any(count > exact[runner] for (runner, graph), count in lookups.items() if "counts" in graph):
+    counted = {runner: count for (runner, graph), count in lookups.items() if "counts" in graph}
+    if not all(counted[runner] > count for runner, count in exact.items()):
         return untested(f"padding asked for nothing where it counts: {figure}", {"rows": rows})
     same = all(row["outcome"] == "same tokens" for row in rows if "counts" not in row["graph"])
     holds = same and max(map(abs, more.values())) <= cases.limits["max_more"]

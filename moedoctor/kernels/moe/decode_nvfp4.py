@@ -118,47 +118,6 @@ def nvfp4_up_kernel(
 
 
 @triton.jit
-def _expert_rows(
-    ids_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    topk_weights_ptr: tl.tensor,
-    token: tl.tensor,
-    lane: tl.tensor,
-    column: tl.tensor,
-    top_k: tl.constexpr,
-    num_experts: tl.constexpr,
-    hidden_size: tl.constexpr,
-) -> tl.tuple:
-    """Return of each line [N * L]: the weight's row, whether there is one, its expert's scale and weight.
-
-    `lane` is which of the token's experts a line is for, `column` which column of the result.
-    """
-    place = token * top_k + lane  # [N * L]
-    expert = tl.load(ids_ptr + place, mask=lane < top_k, other=-1).to(tl.int64)
-    held = (expert >= 0) & (expert < num_experts)  # [N * L]
-    expert = tl.where(held, expert, 0)
-    scale = tl.load(scale_ptr + expert, mask=held, other=0.0)
-    topk_weight = tl.load(topk_weights_ptr + place, mask=held, other=0.0).to(tl.float32)
-    return expert * hidden_size + column, held & (column < hidden_size), scale, topk_weight
-
-
-@triton.jit
-def _expert_values(
-    h_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    token: tl.tensor,
-    lane: tl.tensor,
-    top_k: tl.constexpr,
-    num_experts: tl.constexpr,
-    intermediate_size: tl.constexpr,
-) -> tl.tuple:
-    """Return of each lane [L] of a token where its values are in `h`, and whether there are any."""
-    place = token * top_k + lane  # [L]
-    expert = tl.load(ids_ptr + place, mask=lane < top_k, other=-1)  # [L]
-    return h_ptr + place * intermediate_size, (expert >= 0) & (expert < num_experts)
-
-
-@triton.jit
 def nvfp4_down_kernel(
     h_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -181,86 +140,49 @@ def nvfp4_down_kernel(
     """Write `out` [T, H]: the sum over a token's experts of topk_weight times second product, in float32.
 
     `h` [T * K, I]; `weight` and `block_scale` are those of `pack_words` for [E, H, I]; `scale` [E];
-    `topk_weights` [T, K]. LANES: how many experts of a token a step takes, a power of two. `early`: the
-    launch begins before `h` is there, and asks for weights meanwhile. Programs: T * (H / BLOCK_N).
+    `topk_weights` [T, K]. LANES: top_k, padded. `early`: the launch begins before `h` is there, and asks for
+    weights meanwhile. Programs: T * (H / BLOCK_N).
     """
     groups: tl.constexpr = (intermediate_size + 63) // 64
-    steps: tl.constexpr = (groups + GROUPS - 1) // GROUPS
-    chunks: tl.constexpr = (top_k + LANES - 1) // LANES
     token_row, part = row_and_column((hidden_size + BLOCK_N - 1) // BLOCK_N)
     token = token_row.to(tl.int64)
     # One row of the tile for each column of the result and lane; lanes are the faster of the two.
     line = tl.arange(0, BLOCK_N * LANES)  # [N * L]
     lane = line % LANES  # [N * L]
     column = part * BLOCK_N + line // LANES  # [N * L]
-    row, present, scale, topk_weight = _expert_rows(
-        ids_ptr, scale_ptr, topk_weights_ptr, token, lane, column, top_k, num_experts, hidden_size
-    )
-    factor = scale * topk_weight  # [N * L]
+    expert = tl.load(ids_ptr + token * top_k + lane, mask=lane < top_k, other=-1).to(tl.int64)
+    held = (expert >= 0) & (expert < num_experts)  # [N * L]
+    expert = tl.where(held, expert, 0)
+    present = held & (column < hidden_size)  # [N * L]
+    row = expert * hidden_size + column  # [N * L]
     each = tl.arange(0, LANES)  # [L]
-    h_row, real = _expert_values(h_ptr, ids_ptr, token, each, top_k, num_experts, intermediate_size)
+    id_of = tl.load(ids_ptr + token * top_k + each, mask=each < top_k, other=-1)  # [L]
+    real = (id_of >= 0) & (id_of < num_experts)  # [L]
+    h_row = h_ptr + (token * top_k + each)[:, None] * intermediate_size  # [L, 1]
     sums = tl.zeros([BLOCK_N * LANES, GROUPS * 2], tl.float32)
     following = _load_words(weight_ptr, block_scale_ptr, row, present, 0, intermediate_size, GROUPS)
     if early:
         tl.extra.cuda.gdc_wait()
-    for step in range(chunks * steps):
-        words, factor_now, h_now, real_now = following, factor, h_row, real
-        first = step * GROUPS if chunks == 1 else step % steps * GROUPS
-        if chunks * steps > 1:
-            after = step + 1
-            next_first = after * GROUPS  # after the last step there is nothing to read
-            if chunks > 1:
-                next_first = after % steps * GROUPS
-                row, present, scale, topk_weight = _expert_rows(
-                    ids_ptr,
-                    scale_ptr,
-                    topk_weights_ptr,
-                    token,
-                    after // steps * LANES + lane,
-                    column,
-                    top_k,
-                    num_experts,
-                    hidden_size,
-                )
-                factor = scale * topk_weight
-                h_row, real = _expert_values(
-                    h_ptr,
-                    ids_ptr,
-                    token,
-                    after // steps * LANES + each,
-                    top_k,
-                    num_experts,
-                    intermediate_size,
-                )
+    for first in range(0, groups, GROUPS):
+        words = following
+        if groups > GROUPS:
+            after = first + GROUPS
             following = _load_words(
-                weight_ptr, block_scale_ptr, row, present, next_first, intermediate_size, GROUPS
+                weight_ptr, block_scale_ptr, row, present, after, intermediate_size, GROUPS
             )
         for block in tl.static_range(4):
             place = _places(first, block, GROUPS)  # [16 * G]
-            inside = real_now[:, None] & (place < intermediate_size)[None, :]  # [L, 16 * G]
-            h = tl.load(h_now[:, None] + place[None, :], mask=inside, other=0.0).to(tl.float32)  # [L, 16 * G]
+            inside = real[:, None] & (place < intermediate_size)[None, :]  # [L, 16 * G]
+            h = tl.load(h_row + place[None, :], mask=inside, other=0.0).to(tl.float32)  # [L, 16 * G]
             repeated = tl.broadcast_to(h[None, :, :], (BLOCK_N, LANES, GROUPS * 16))
             repeated = tl.reshape(repeated, (BLOCK_N * LANES, GROUPS * 16))
-            factors = factor_now if chunks > 1 else None
-            sums = add_block(sums, words[0], words[1], block, repeated, factors)
-    product = tl.sum(sums, axis=1) * REMAINING_SCALE  # [N * L]
-    if chunks == 1:
-        product *= factor
+            sums = add_block(sums, words[0], words[1], block, repeated)
+    product = tl.sum(sums, axis=1)  # [N * L]
+    product *= tl.load(scale_ptr + expert, mask=held, other=0.0) * REMAINING_SCALE
     if has_bias:
-        for chunk in tl.static_range(chunks):
-            row, present, scale, topk_weight = _expert_rows(
-                ids_ptr,
-                scale_ptr,
-                topk_weights_ptr,
-                token,
-                chunk * LANES + lane,
-                column,
-                top_k,
-                num_experts,
-                hidden_size,
-            )
-            product += tl.load(bias_ptr + row, mask=present, other=0.0).to(tl.float32) * topk_weight
-    result = tl.sum(tl.reshape(product, (BLOCK_N, LANES)), axis=1)  # [N]
+        product += tl.load(bias_ptr + row, mask=present, other=0.0).to(tl.float32)
+    topk_weight = tl.load(topk_weights_ptr + token * top_k + lane, mask=held, other=0.0).to(tl.float32)
+    result = tl.sum(tl.reshape(product * topk_weight, (BLOCK_N, LANES)), axis=1)  # [N]
     column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     to_ptr = out_ptr + token * hidden_size + column  # [N]
     tl.store(to_ptr, result.to(out_ptr.dtype.element_ty), mask=column < hidden_size)

@@ -23,7 +23,6 @@ from moedoctor.kernels.moe.rows import plan_kernel, sort_kernel, sum_kernel
 from moedoctor.kernels.moe.tiles import (
     RowTile,
     Tile,
-    Tiles,
     block_tiles,
     measured_tiles,
     row_tiles,
@@ -208,16 +207,16 @@ def run_experts(
     topk_ids: torch.Tensor,
     *,
     activation: str,
-    tiles: Tiles | None = None,
+    tiles: tuple[Tile, Tile] | tuple[RowTile, RowTile] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [T, H] of `x` [T, H], `topk_weights` float32 [T, K], `topk_ids` int32 or int64 [T, K].
 
     `x` is bfloat16 or float16, and so is the result, which is written to `out` if given. An id below 0 or
     from E on is skipped. `activation` is ``silu``, ``gelu``, ``gelu_tanh`` (these with the gate in the first
-    half of `w13`'s rows) or ``relu2``. Two `Tile` must have the same block_m; `RowTile` are for NVFP4 alone,
-    and beside a `Tile` for the second product of one token. Weights are multiplied as `x`'s type, with
-    `RowTile` as float32; sums are float32, and values between the products have `x`'s type.
+    half of `w13`'s rows) or ``relu2``. Two `Tile` must have the same block_m; `RowTile` are for NVFP4 alone.
+    Weights are multiplied as `x`'s type, with `RowTile` as float32; sums are float32, and values between
+    the products have `x`'s type.
     """
     hidden_size = x.shape[1]
     num_experts, pairs = w13.values.shape[0], topk_ids.numel()
@@ -227,11 +226,11 @@ def run_experts(
     h = x.new_empty((pairs, intermediate_size))  # [T * K, I]
     output = torch.empty_like(x) if out is None else out  # [T, H]
     first, second = tiles
-    if isinstance(second, RowTile):
-        assert isinstance(first, RowTile) or len(x) == 1
-        _launch_rows(x, w13, w2, topk_weights, topk_ids, h, output, first, second, activation=activation)
+    if isinstance(first, RowTile) or isinstance(second, RowTile):
+        assert isinstance(first, RowTile)
+        assert isinstance(second, RowTile)
+        _launch_rows(x, w13, w2, topk_weights, topk_ids, h, output, (first, second), activation=activation)
         return output
-    assert isinstance(first, Tile)
     # Partial sums stay float32.
     products = x.new_empty(  # [splits, T * K, H]
         (second.depth_splits, pairs, hidden_size),
@@ -263,13 +262,13 @@ def _launch_rows(
     topk_ids: torch.Tensor,
     h: torch.Tensor,
     out: torch.Tensor,
-    first: Tile | RowTile,
-    second: RowTile,
+    tiles: tuple[RowTile, RowTile],
     *,
     activation: str,
 ) -> None:
     """Compute an NVFP4 layer in two launches, `h` [T * K, I] and `out` [T, H]. Others as `run_experts`."""
     (tokens, hidden_size), top_k, intermediate_size = x.shape, topk_ids.shape[1], h.shape[1]
+    first, second = tiles
     early = _has_dependent_launches(x.device)
     common = {
         "top_k": top_k,
@@ -278,27 +277,23 @@ def _launch_rows(
         "intermediate_size": intermediate_size,
         "early": early,
     }
-    if isinstance(first, Tile):
-        tile = replace(first, early=early)
-        launch_block_product(x, w13, h, topk_ids, None, tile, activation=activation, second=False)
     with on_device(x):
-        if isinstance(first, RowTile):
-            nvfp4_up_kernel[(triton.cdiv(intermediate_size, first.block_n) * tokens * top_k,)](
-                x,
-                w13.values,
-                w13.block_scales,
-                w13.scale,
-                w13.values if w13.bias is None else w13.bias,
-                topk_ids,
-                h,
-                activation=activation,
-                halves=w13.halves,
-                has_bias=w13.bias is not None,
-                BLOCK_N=first.block_n,
-                GROUPS=first.groups,
-                num_warps=first.warps,
-                **common,
-            )
+        nvfp4_up_kernel[(triton.cdiv(intermediate_size, first.block_n) * tokens * top_k,)](
+            x,
+            w13.values,
+            w13.block_scales,
+            w13.scale,
+            w13.values if w13.bias is None else w13.bias,
+            topk_ids,
+            h,
+            activation=activation,
+            halves=w13.halves,
+            has_bias=w13.bias is not None,
+            BLOCK_N=first.block_n,
+            GROUPS=first.groups,
+            num_warps=first.warps,
+            **common,
+        )
         nvfp4_down_kernel[(triton.cdiv(hidden_size, second.block_n) * tokens,)](
             h,
             w2.values,
@@ -309,7 +304,7 @@ def _launch_rows(
             topk_weights,
             out,
             has_bias=w2.bias is not None,
-            LANES=second.lanes or triton.next_power_of_2(top_k),
+            LANES=triton.next_power_of_2(top_k),
             BLOCK_N=second.block_n,
             GROUPS=second.groups,
             num_warps=second.warps,
@@ -320,7 +315,7 @@ def _launch_rows(
 
 def _tiles(
     x: torch.Tensor, top_k: int, num_experts: int, quantization: str, intermediate_size: int, gated: bool
-) -> Tiles:
+) -> tuple[Tile, Tile] | tuple[RowTile, RowTile]:
     """Return measured tiles on the kind of GPU where they were measured, else those of a rule."""
     tokens, hidden_size = x.shape
     pairs, measured = tokens * top_k, None
@@ -333,8 +328,6 @@ def _tiles(
             intermediate_size=intermediate_size,
             gated=gated,
         )
-    if measured and tokens > 1 and isinstance(measured[0], Tile) and isinstance(measured[1], RowTile):
-        measured = None  # those of one token
     if measured is None and tokens == 1 and quantization == "nvfp4" and gated:
         return row_tiles(top_k)
     return measured or block_tiles(pairs, num_experts, quantization, gated=gated)

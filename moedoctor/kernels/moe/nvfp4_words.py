@@ -79,18 +79,13 @@ def decode_block(words: tl.tensor, scales: tl.tensor, block: tl.constexpr, wide:
 
 @triton.jit
 def add_block(
-    total: tl.tensor,
-    words: tl.tensor,
-    scales: tl.tensor,
-    block: tl.constexpr,
-    values: tl.tensor,
-    factor: tl.tensor | None = None,
+    total: tl.tensor, words: tl.tensor, scales: tl.tensor, block: tl.constexpr, values: tl.tensor
 ) -> tl.tensor:
     """Return float32 `total` [N, 2 * G] plus weights, divided by REMAINING_SCALE, times `values`.
 
     Of each group the 16 weights of one block, every sum of eight neighbours. `words` and `scales` as
-    `decode_block`, `values` float32 [N, 16 * G] or [1, 16 * G], `factor` float32 [N] of each row. A sum is
-    scaled, which takes fewer instructions than scaling eight weights.
+    `decode_block`, `values` float32 [N, 16 * G] or [1, 16 * G]. A sum is scaled, which takes fewer
+    instructions than scaling eight weights.
     """
     rows: tl.constexpr = words.shape[0]
     groups: tl.constexpr = scales.shape[1]
@@ -101,10 +96,7 @@ def add_block(
         sums = tl.fma(codes[place], tl.broadcast_to(values[place], (rows, 2 * groups)), sums)
     bits = ((scales >> (8 * block)) & 255) * 0x00100000 + 0x70000000  # [N, G]
     bits = tl.reshape(tl.broadcast_to(bits[:, :, None], (rows, groups, 2)), (rows, 2 * groups))
-    scale = bits.to(tl.float32, bitcast=True)  # [N, 2 * G]
-    if factor is not None:
-        scale *= factor[:, None]
-    return tl.fma(sums, scale, total)
+    return tl.fma(sums, bits.to(tl.float32, bitcast=True), total)
 
 
 @triton.jit

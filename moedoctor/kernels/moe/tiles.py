@@ -47,12 +47,6 @@ class RowTile:
     groups: int
     """Groups of 64 weights of a row that a step takes"""
     warps: int
-    lanes: int = 0
-    """Experts of a token that a step of the second product takes, a power of two; 0 for all of them"""
-
-
-Tiles = tuple[Tile, Tile] | tuple[RowTile, RowTile] | tuple[Tile, RowTile]
-"""Tiles of both products. The last kind is for one token."""
 
 
 def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
@@ -75,7 +69,7 @@ def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
 
 def measured_tiles(
     pairs: int, experts: int, quantization: str, *, hidden_size: int, intermediate_size: int, gated: bool
-) -> Tiles | None:
+) -> tuple[Tile, Tile] | tuple[RowTile, RowTile] | None:
     """Return the tiles that were the fastest for a layer of these sizes, or None if it was not measured.
 
     Those of the nearest number of pairs, if it is within a factor of two.

@@ -293,9 +293,8 @@ def qwen(sources: Mapping[str, str]) -> list[dict[str, Any]]:
 def gain(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the decode speeds with the old and the new defaults at 16, 32 and 64 slots, in one engine.
 
-    The engine is that of `qwen`. `sequences_as_before`: sequences that draw all tokens of the old defaults at
-    the same slots; `tokens_as_before`: with how many tokens of those the first sequence begins. Raises
-    UnavailableError.
+    The engine is that of `qwen`. `sequences_as_before`: sequences that draw the tokens of the old defaults at
+    the same slots. Raises UnavailableError.
     """
     measured, engine = decoded(
         GAIN_CACHES, seconds=_GAIN_SECONDS, optimum=False, prompt=_PROMPT, rounds=_ROUNDS
@@ -307,17 +306,10 @@ def gain(sources: Mapping[str, str]) -> list[dict[str, Any]]:
         if before is not row and before is not None:
             pairs = zip(row["tokens"], before["tokens"], strict=True)
             row["sequences_as_before"] = sum(ids == expected for ids, expected in pairs)
-            row["tokens_as_before"] = _common(row["tokens"][0], before["tokens"][0])
             row["times_before"] = round(row["tokens_per_second"] / before["tokens_per_second"], 3)
         table.append({key: value for key, value in row.items() if key != "tokens"})
     table[0] |= engine
     return table
-
-
-def _common(ids: Sequence[int], expected: Sequence[int]) -> int:
-    """Return with how many of the same tokens both begin."""
-    pairs = zip(ids, expected, strict=True)
-    return next((place for place, (left, right) in enumerate(pairs) if left != right), len(ids))
 
 
 def nvfp4(unit: Scheme) -> list[dict[str, Any]]:

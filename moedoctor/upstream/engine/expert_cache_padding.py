@@ -1,8 +1,8 @@
 """Real engines with expert caches whose CUDA graphs have more rows than a step: padding must load nothing.
 
 Three sequences decode in a graph of three rows, and in one of four. What the caches are asked for must be
-the same. One engine forgets which rows are padding: it must ask for more, else the others show nothing. vLLM
-0.25.0 and later mark padding themselves for some routers; here they do not, as for the other routers.
+the same. One engine of each model runner forgets which rows are padding: it must ask for more, else the
+others show nothing. From 0.25.0 on vLLM marks padding itself for some routers; here it is told not to.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ def padding(sources: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def trials(folder: str) -> list[Trial]:
-    """Return the engines: without a cache, and with one and each graph; the last one of V1 only."""
+    """Return the engines of each model runner: without a cache, and with one and each graph."""
     engines = []
     for runner, number in RUNNERS.items():
         control = f"{runner}, no cache"
         for graph in (None, EXACT, PADDED, COUNTED):
-            if graph == COUNTED and runner != "V1":
-                continue  # that runner may mark padding by itself
             made = trial(
                 _BACKEND,
                 GRAPHS,

@@ -130,6 +130,7 @@ def test_each_runner_decodes_in_a_graph_of_its_size_and_in_a_larger_one(run: Any
         ("V1", "4, padding counts", 8),
         ("V2", "3", 7),
         ("V2", "4", 7),
+        ("V2", "4, padding counts", 8),
     ]
     assert all(row["outcome"] == "same tokens" for row in rows)
     run(lambda request: failed("died"))
@@ -205,8 +206,6 @@ def test_new_defaults_are_compared_with_the_old_ones_in_one_engine(run: Any) -> 
     rows = {(row["cache"], row["batch"]): row for row in engines.gain({})}
     assert {slots for slots, _ in rows} == set(engines.GAIN_CACHES)
     assert "times_before" not in rows["16:policy=lfru,packed=0,stream=0", 1]
-    assert rows["64", 8]["tokens_as_before"] == 2
-    assert engines._common([1, 2, 3], [1, 2, 4]) == 2
     assert (rows["64", 8]["times_before"], rows["64", 8]["sequences_as_before"]) == (1.5, 8)
     assert all("tokens" not in row for row in rows.values())
 
