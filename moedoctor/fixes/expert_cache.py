@@ -94,7 +94,7 @@ class ExpertCache:
         while the cache lives. Caches that share host tensors share an `ExpertStore`, which has its own `pin`
         and `packed`. `device` is by default the current CUDA device, or the CPU without one; `policy` is one
         of `eviction.ONLINE_POLICIES`. Without `pin`, or if pinning fails (`pin_failure` says why), copies
-        block and the engine ``device`` is refused. `packed` keeps bfloat16 tensors on the host in some 72 %
+        block and the engine ``device`` is refused. `packed` keeps bfloat16 tensors on the host in some 69 %
         of their bytes, without loss, and the engine ``device`` unpacks them on the way; if all experts are
         resident it does nothing. Raises ValueError or TypeError that names the argument, RuntimeError if the
         engine cannot work here.

@@ -156,6 +156,32 @@ def packed() -> None:
         assert_holds(ids, cache.acquire(ids), weights)
 
 
+def packed_exponents() -> None:
+    """Any exponents that fit come out as they went in: few or many of them, the lowest and the highest."""
+    draw = torch.Generator().manual_seed(1)
+    chosen = [
+        torch.full((8192,), 127),
+        torch.arange(8192) % 11 + 120,
+        torch.arange(8192) // 4097 * 7 + 120,  # the second half has three bits more, all in a row
+        torch.where(torch.arange(8192) < 4096, 0, torch.arange(8192) % 3 + 3),
+        torch.where(torch.arange(8192) % 2 == 0, 255, 247),
+        torch.randint(0, 8, (8192,), generator=draw),
+        torch.randint(248, 256, (8192,), generator=draw),
+        127 - torch.empty(8192).geometric_(0.5, generator=draw).long().clamp(max=126),
+        127 - torch.empty(8192).geometric_(0.7, generator=draw).long().clamp(max=126),
+    ]
+    words = torch.stack(chosen) << 7
+    words |= torch.randint(0, 128, words.shape, generator=draw)  # mantissas
+    words |= torch.randint(0, 2, words.shape, generator=draw) << 15  # signs
+    bits = torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
+    for name, row in zip("abcdefghi", bits, strict=True):
+        weights = {name: torch.stack([row, row.flip(0), row]).view(torch.bfloat16).view(3, 64, 128)}
+        cache = ExpertCache(weights, 2, engine="device", device="cpu", packed=True)
+        assert set(cache._store.packed) == {name}, name
+        ids = torch.tensor([[1, 0]])
+        assert_holds(ids, cache.acquire(ids), weights)
+
+
 def mapped() -> None:
     """Kernels read the host's memory at the address that the driver gives, packed or not."""
     draw = torch.Generator().manual_seed(0)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "checks",
     [
-        pytest.param("stateful many_ids packed mapped early", marks=pytest.mark.slow),
+        pytest.param("stateful many_ids packed packed_exponents mapped early", marks=pytest.mark.slow),
         pytest.param("forward grouped overlapping", marks=pytest.mark.slow),
         "wrong_ids",
         "padding",

@@ -65,7 +65,9 @@ class DeviceEngine(Engine):
 
     def _transfer_to(self, targets: Mapping[str, torch.Tensor]) -> Transfer:
         store = self.store
-        packed = {name: (part.blocks, part.elements, part.rare) for name, part in store.packed.items()}
+        packed = {
+            name: (part.blocks, part.elements, part.tail, part.listed) for name, part in store.packed.items()
+        }
         return Transfer(store.tensors, packed, targets, (SIZE, LANES))
 
     def skip_padding(self, rows: torch.Tensor) -> None:

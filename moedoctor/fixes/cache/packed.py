@@ -1,11 +1,13 @@
-"""bfloat16 experts in 72 % of their bytes, without loss, for a bus that is the bottleneck.
+"""bfloat16 experts in some 69 % of their bytes, without loss, for a bus that is the bottleneck.
 
-The exponents of a weight matrix differ little: of 8192 neighbouring weights all but some hundred lie within
-eight powers of two. A block stores for each weight sign and mantissa in a byte and, in three bits, how far
-its exponent is below the block's highest. The others are listed with their position and exponent, so that
-all bits come out as they went in. `moedoctor.kernels.cache.transfer` unpacks them on their way to the slot.
-(That exponents of trained weights hold few bits is the observation of DFloat11, arXiv 2504.11651, which
-stores them in a Huffman code of some 2.6 bits; three bits need no search for where a code begins.)
+The exponents of a weight matrix differ little. A block of 8192 neighbouring weights stores for each sign and
+mantissa in a byte, and two bits: which of the three neighbouring exponents that are the most common it has,
+or none of them. Those with none of them, some quarter, have three bits more, in their order: which of eight
+others around the three. What is still left, two weights in a thousand of a normal distribution, is listed
+with position and exponent, so that all bits come out as they went in. `moedoctor.kernels.cache.transfer`
+unpacks them on their way to the slot. (That exponents of trained weights hold few bits is the observation of
+DFloat11, arXiv 2504.11651, which stores them in a Huffman code of some 2.6 bits. Here every weight finds its
+code by counting bits.)
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ SIZE = 8192
 """Elements a block."""
 LANES = 8
 """Elements whose codes share a byte of each bit plane; they are `SIZE / LANES` apart."""
-_BITS = 3
-_CODES = 1 << _BITS
-_STEP = 16
-"""Listed weights a block are a multiple of this, which keeps every part aligned for wide loads."""
+_COMMON = 3
+"""Exponents with a code of two bits; the fourth code, `_COMMON`, says that three more bits follow."""
+_OTHERS = 8
+_LINE = 128
+"""Bytes that a GPU asks the bus for at once. Every part of a block begins and ends at a multiple of it."""
 _MOST_RARE = 256
 _NO_PLACE = 0xFFFF
 _TOGETHER = 1 << 26
-"""Elements packed at once: packing takes some 40 bytes for each."""
+"""Elements packed at once: packing takes some 80 bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -36,37 +39,62 @@ class PackedExperts:
     """uint8 [E, blocks, `block_bytes`] on the host"""
     elements: int
     """Of one expert."""
-    rare: int
-    """Weights that a block can list."""
+    tail: int
+    """Words of 32 bits at the end of a block: what the codes mean, the codes of three bits, and the list."""
+    listed: int
+    """At which of these words the list begins."""
 
 
-def block_bytes(rare: int) -> int:
-    """Signs and mantissas, bit planes, the rare ones' positions and exponents, and the highest exponent."""
-    return SIZE + _BITS * SIZE // LANES + 3 * rare + 16
+@dataclass(frozen=True)
+class _Codes:
+    """What `pack` writes for blocks; all int32 or bool."""
+
+    exponent: torch.Tensor
+    """[blocks, SIZE]"""
+    top: torch.Tensor
+    """[blocks]: the highest exponent that has a code"""
+    above: torch.Tensor
+    """[blocks]: how many exponents of three bits are above the common ones"""
+    below_top: torch.Tensor
+    """[blocks, SIZE]: how far an exponent is below `top`"""
+    escaped: torch.Tensor
+    """[blocks, SIZE]: whether it has a code of three bits"""
+    rare: torch.Tensor
+    """[blocks, SIZE]: whether it has none"""
+
+
+def block_bytes(tail: int) -> int:
+    """Signs and mantissas, two bit planes, and the tail."""
+    return SIZE + 2 * SIZE // LANES + 4 * tail
 
 
 def pack(tensor: torch.Tensor, *, device: torch.device) -> PackedExperts | None:
     """Pack bfloat16 `tensor` [E, ...] on `device`. Return None for another type or if it does not fit.
 
-    It does not fit if a block has too many weights outside of every eight powers of two, if the elements of
-    an expert are not a multiple of 16, or if padding the last block takes more than packing gains.
+    It does not fit if the exponents of a block differ too much, if the elements of an expert are not a
+    multiple of 16, or if padding the last block takes more than packing gains.
     """
     experts, elements = tensor.shape[0], tensor[0].numel()
     count = -(-elements // SIZE)
-    if tensor.dtype is not torch.bfloat16 or elements % 16 or count * block_bytes(0) >= 2 * elements:
+    if tensor.dtype is not torch.bfloat16 or elements % 16 or count * block_bytes(1) >= 2 * elements:
         return None
     step = max(_TOGETHER // (count * SIZE), 1)
     words = tensor.contiguous().view(experts, elements).view(torch.int16)  # [E, elements]
     parts = [words[start : start + step] for start in range(0, experts, step)]
-    most = max(int(_codes(_blocks(part, count, device))[2].sum(1).max()) for part in parts)
-    rare = -(-most // _STEP) * _STEP
-    if rare > _MOST_RARE or count * block_bytes(rare) >= 2 * elements:
+    escapes = rare = 0
+    for part in parts:
+        codes = _codes(_blocks(part, count, device))
+        escapes = max(escapes, int(codes.escaped.sum(1).max()))
+        rare = max(rare, int(codes.rare.sum(1).max()))
+    listed = 1 + 3 * -(-escapes // 32)
+    tail = -(-4 * (listed + rare) // _LINE) * _LINE // 4
+    if rare > _MOST_RARE or count * block_bytes(tail) >= 2 * elements:
         return None
-    packed = torch.empty((experts, count, block_bytes(rare)), dtype=torch.uint8)
+    packed = torch.empty((experts, count, block_bytes(tail)), dtype=torch.uint8)
     for number, part in enumerate(parts):
-        some = _pack_blocks(_blocks(part, count, device), rare)
+        some = _pack_blocks(_blocks(part, count, device), tail, listed)
         packed[number * step : number * step + len(part)] = some.view(len(part), count, -1)
-    return PackedExperts(packed, elements, rare)
+    return PackedExperts(packed, elements, tail, listed)
 
 
 def _blocks(words: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
@@ -78,40 +106,56 @@ def _blocks(words: torch.Tensor, count: int, device: torch.device) -> torch.Tens
     return padded.reshape(-1, SIZE).int() & 0xFFFF
 
 
-def _codes(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(exponents [blocks, SIZE], the highest with a code [blocks], which weights have none [blocks, SIZE])"""
+def _codes(words: torch.Tensor) -> _Codes:
+    """Choose the codes of each block, int32 [blocks, SIZE]."""
     exponent = (words >> 7) & 0xFF  # [blocks, SIZE]
-    highest = _best_window(exponent)  # [blocks]
-    code = highest[:, None] - exponent  # [blocks, SIZE]
-    return exponent, highest, (code < 0) | (code >= _CODES)
-
-
-def _pack_blocks(words: torch.Tensor, most: int) -> torch.Tensor:
-    """int32 [blocks, SIZE] -> uint8 [blocks, block_bytes(most)]."""
-    count, device = len(words), words.device
-    exponent, highest, rare = _codes(words)
-    code = torch.where(rare, 0, highest[:, None] - exponent).view(count, LANES, -1)  # [blocks, 8, SIZE / 8]
-    low = ((words >> 8) & 0x80) | (words & 0x7F)  # [blocks, SIZE]
-    lane = torch.arange(LANES, dtype=torch.int32, device=device)[:, None]  # [8, 1]
-    planes = [(((code >> bit) & 1) << lane).sum(1, dtype=torch.int32) for bit in range(_BITS)]
-    positions = torch.full((count, most), _NO_PLACE, dtype=torch.int32, device=device)
-    exponents = torch.zeros_like(positions)  # [blocks, most]
-    block, place = rare.nonzero(as_tuple=True)  # [rare] each, by block
-    first = torch.searchsorted(block, torch.arange(count, device=device))  # [blocks]
-    number = torch.arange(len(block), device=device) - first[block]  # [rare]
-    positions[block, number] = place.int()
-    exponents[block, number] = exponent[block, place]
-    pairs = torch.stack([positions & 0xFF, positions >> 8], dim=2).view(count, -1)  # [blocks, 2 * most]
-    last = torch.zeros((count, 16), dtype=torch.int32, device=device)
-    last[:, 0] = highest
-    parts = [low, *planes, pairs, exponents, last]
-    return torch.cat([part.to(torch.uint8) for part in parts], dim=1)
-
-
-def _best_window(exponent: torch.Tensor) -> torch.Tensor:
-    """The highest of the eight neighbouring exponents that hold most of each row; int32 [blocks]."""
     histogram = torch.zeros((len(exponent), 256), dtype=torch.int32, device=exponent.device)
     histogram.scatter_add_(1, exponent.long(), torch.ones_like(exponent))
-    total = histogram.cumsum(1)  # [blocks, 256]
-    below = torch.nn.functional.pad(total, (_CODES, 0))[:, :256]  # [blocks, 256]
-    return (total - below).argmax(1).int()
+    width = _COMMON + _OTHERS
+    total = torch.nn.functional.pad(histogram.cumsum(1), (width, 0))  # [blocks, width + 256]
+    top = (total[:, width:] - total[:, :256]).argmax(1)  # [blocks]: of those that leave out the fewest
+    above = torch.arange(_OTHERS + 1, device=words.device)  # [9]
+    last = top[:, None] - above + width  # [blocks, 9]
+    above = (total.gather(1, last) - total.gather(1, last - _COMMON)).argmax(1)  # [blocks]
+    below_top = top.int()[:, None] - exponent  # [blocks, SIZE]
+    rare = (below_top < 0) | (below_top >= width)  # [blocks, SIZE]
+    common = (below_top >= above[:, None]) & (below_top < above[:, None] + _COMMON)  # [blocks, SIZE]
+    return _Codes(exponent, top.int(), above.int(), below_top, ~rare & ~common, rare)
+
+
+def _pack_blocks(words: torch.Tensor, tail: int, listed: int) -> torch.Tensor:
+    """int32 [blocks, SIZE] -> uint8 [blocks, block_bytes(tail)]."""
+    codes = _codes(words)
+    count, device = len(words), words.device
+    above = codes.above[:, None]  # [blocks, 1]
+    two = torch.where(codes.escaped, _COMMON, torch.where(codes.rare, 0, codes.below_top - above))
+    two = two.view(count, LANES, -1).mT  # [blocks, SIZE / 8, 8]
+    planes = [_words(two, bit) for bit in range(2)]  # [blocks, SIZE / 8] each
+    three = codes.below_top - _COMMON * (codes.below_top >= above).int()  # [blocks, SIZE]
+    # The order in which the kernel counts: the lanes of a byte, then the next byte.
+    three, escaped = (part.view(count, LANES, -1).mT.reshape(count, SIZE) for part in (three, codes.escaped))
+    block, place, number = _numbered(escaped)
+    others = torch.zeros((count, (listed - 1) // 3 * 32), dtype=torch.int32, device=device)
+    others[block, number] = three[block, place]
+    others = others.view(count, -1, 32)  # [blocks, groups, 32]
+    last = torch.full((count, tail), _NO_PLACE, dtype=torch.int64, device=device)  # [blocks, tail]
+    last[:, 0] = codes.top + (codes.above << 8)
+    last[:, 1:listed] = torch.stack([_words(others, bit) for bit in range(3)], dim=2).flatten(1)
+    block, place, number = _numbered(codes.rare)
+    last[block, listed + number] = place + (codes.exponent[block, place].long() << 16)
+    last = torch.where(last >= 1 << 31, last - (1 << 32), last).int().view(torch.uint8)  # [blocks, 4 * tail]
+    low = ((words >> 8) & 0x80) | (words & 0x7F)  # [blocks, SIZE]
+    return torch.cat([part.to(torch.uint8) for part in (low, *planes, last)], dim=1)
+
+
+def _words(codes: torch.Tensor, bit: int) -> torch.Tensor:
+    """Return one bit of `codes` [blocks, N, bits of a word] as words int64 [blocks, N], the lowest first."""
+    lane = torch.arange(codes.shape[2], device=codes.device)
+    return (((codes >> bit) & 1).long() << lane).sum(2)
+
+
+def _numbered(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return block, place and number in its block of each chosen element of bool [blocks, SIZE]."""
+    block, place = chosen.nonzero(as_tuple=True)
+    first = torch.searchsorted(block, torch.arange(len(chosen), device=chosen.device))  # [blocks]
+    return block, place, torch.arange(len(block), device=chosen.device) - first[block]

@@ -20,7 +20,7 @@ class ExpertStore:
     ) -> None:
         """Use `weights` as they are if they are contiguous and, with `pin`, pinned; else copy them.
 
-        `packed`: bfloat16 tensors that pack without loss are kept in 72 % of their bytes instead;
+        `packed`: bfloat16 tensors that pack without loss are kept in some 69 % of their bytes instead;
         the packing runs on the current CUDA device if there is one. Pinned copies take whole pages, no more.
         Raises TypeError if `weights` is not a mapping to tensors, ValueError if it is empty, if a tensor has
         no dimension or is not on the CPU, or if they disagree about E.

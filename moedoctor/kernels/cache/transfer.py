@@ -60,7 +60,8 @@ _WIDE_TILE, _NARROW_TILE = 4096, 1024
 _PROGRAMS = 16
 """Four of them fill a PCIe 5 link of an H200, the others cover their starts."""
 _UNPACK_PROGRAMS = 128
-"""One takes 7 microseconds for a block, of which the link needs 0.2."""
+"""Half or twice as many take the same time: the link is the limit."""
+_UNPACK_WARPS = 8
 
 
 class Transfer:
@@ -69,12 +70,12 @@ class Transfer:
     def __init__(
         self,
         host: Mapping[str, torch.Tensor],
-        packed: Mapping[str, tuple[torch.Tensor, int, int]],
+        packed: Mapping[str, tuple[torch.Tensor, int, int, int]],
         slots: Mapping[str, torch.Tensor],
         sizes: tuple[int, int],
     ) -> None:
-        """`host`: tensors [E, ...]; `packed`: uint8 [E, blocks, bytes], the elements of one expert, and the
-        weights that a block can list.
+        """`host`: tensors [E, ...]; `packed`: uint8 [E, blocks, bytes], the elements of one expert, the words
+        of a block's tail, and at which of them its list begins.
 
         Each name is in one of them and in `slots`. What the host holds must be pinned if `slots` are on a
         GPU. All of them stay alive with this object. `sizes`: elements a block, those that share a byte.
@@ -82,7 +83,8 @@ class Transfer:
         """
         self._keep = (dict(host), dict(packed), dict(slots))
         self._size, self._lanes = sizes
-        self._rare = max((rare for _, _, rare in packed.values()), default=0)
+        self._tail = max((tail for _, _, tail, _ in packed.values()), default=0)
+        self._rare = max((tail - listed for *_, tail, listed in packed.values()), default=0)
         device = next(iter(slots.values())).device
         wide: list[Sequence[int]] = []
         narrow: list[Sequence[int]] = []
@@ -96,13 +98,13 @@ class Transfer:
                 entry = (address + start, target.data_ptr() + start, stride, length)
                 (wide if aligned else narrow).append(entry)
         blocks: list[Sequence[int]] = []
-        for name, (source, elements, rare) in packed.items():
+        for name, (source, elements, tail, listed) in packed.items():
             target, address = slots[name], device_address(source, device)
             for number in range(source.shape[1]):
                 start = number * self._size
                 from_to = (address + number * source.shape[2], target.data_ptr() + 2 * start)
                 inside = min(elements - start, self._size)
-                blocks.append((*from_to, source[0].nbytes, target[0].nbytes, inside, rare))
+                blocks.append((*from_to, source[0].nbytes, target[0].nbytes, inside, tail, listed))
         self._wide, self._narrow, self._blocks = (_table(rows, device) for rows in (wide, narrow, blocks))
 
     @property
@@ -135,13 +137,22 @@ class Transfer:
                     capacity=capacity,
                     size=self._size,
                     lanes=self._lanes,
+                    tail_size=triton.next_power_of_2(max(self._tail, _UNPACK_WARPS * 32)),
                     rare_lanes=triton.next_power_of_2(max(self._rare, 2)),
-                    num_warps=8,
+                    num_warps=_UNPACK_WARPS,
                 )
 
 
 def _table(rows: list[Sequence[int]], device: torch.device) -> torch.Tensor | None:
     return torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
+
+
+@triton.jit
+def _ones(byte: tl.tensor) -> tl.tensor:
+    """Return how many bits of each byte are set."""
+    pairs = byte - ((byte >> 1) & 0x55)
+    fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
+    return (fours + (fours >> 4)) & 0x0F
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -152,51 +163,67 @@ def unpack_kernel(
     capacity: tl.constexpr,
     size: tl.constexpr,
     lanes: tl.constexpr,
+    tail_size: tl.constexpr,
     rare_lanes: tl.constexpr,
 ) -> None:
     """Carry out `copies`, the list of `lookup_kernel`, any number of programs.
 
-    `table` int64 [chunks, 6], a row a block of `moedoctor.fixes.cache.packed`: its address in the host's
+    `table` int64 [chunks, 7], a row a block of `moedoctor.fixes.cache.packed`: its address in the host's
     expert 0, its elements' address in slot 0, bytes from one packed expert to the next, bytes from one slot
-    to the next, elements (a multiple of 16), weights that it can list.
+    to the next, elements (a multiple of 16), words of its tail, and where in it the list begins.
+
+    Every byte of a block is asked for once, in whole lines of 128 bytes. With blocks that began within a line
+    and a load for each part of the tail, an expert of as many bytes took longer.
     """
     columns: tl.constexpr = size // lanes
     total = tl.load(copies_ptr) * chunks
     lane = tl.arange(0, lanes)[:, None]  # [lanes, 1]
     column = tl.arange(0, columns)  # [columns]
     place = lane * columns + column[None, :]  # [lanes, columns]
+    tail_word = tl.arange(0, tail_size)  # [tail]
     last = tl.arange(0, rare_lanes)  # [rare]
     index = tl.program_id(0)
     while index < total:
         number = index // chunks
-        entry = table_ptr + (index - number * chunks) * 6
+        entry = table_ptr + (index - number * chunks) * 7
         expert = tl.load(copies_ptr + 1 + number).to(tl.int64)
         slot = tl.load(copies_ptr + 1 + capacity + number).to(tl.int64)
         source = tl.load(entry) + expert * tl.load(entry + 2)
         target = tl.load(entry + 1) + slot * tl.load(entry + 3)
         inside = tl.multiple_of(tl.load(entry + 4).to(tl.int32), 16)
-        rare = tl.load(entry + 5).to(tl.int32)
+        tail_words = tl.multiple_of(tl.load(entry + 5).to(tl.int32), 32)
+        listed_at = tl.load(entry + 6).to(tl.int32)
         from_ptr = tl.multiple_of(source.to(tl.pointer_type(tl.uint8)), 16)
         to_ptr = tl.multiple_of(target.to(tl.pointer_type(tl.int16)), 16)
         plane_ptr = from_ptr + size + column  # [columns]
-        tail = source + size + 3 * columns
-        listed = last < rare  # [rare]
+        tail_ptr = tl.multiple_of((source + size + 2 * columns).to(tl.pointer_type(tl.int32)), 16)
         low = tl.load(from_ptr + place).to(tl.int32)  # [lanes, columns]
         first = tl.load(plane_ptr).to(tl.int32)  # [columns]
         second = tl.load(plane_ptr + columns).to(tl.int32)  # [columns]
-        third = tl.load(plane_ptr + 2 * columns).to(tl.int32)  # [columns]
-        position = tl.load(tail.to(tl.pointer_type(tl.uint16)) + last, mask=listed, other=size)  # [rare]
-        tail += 2 * rare
-        exponent = tl.load(tail.to(tl.pointer_type(tl.uint8)) + last, mask=listed, other=0)  # [rare]
-        highest = tl.load((tail + rare).to(tl.pointer_type(tl.uint8))).to(tl.int32)
+        tail = tl.load(tail_ptr + tail_word, mask=tail_word < tail_words, other=size)  # [tail]
+        meaning = tl.sum(tl.where(tail_word == 0, tail, 0), 0)
+        top, above = meaning & 0xFF, (meaning >> 8) & 0xFF
+        rare = tl.gather(tail, tl.minimum(listed_at + last, tail_size - 1), 0)  # [rare]
+        # A weight's code of three bits is that of its number: how many before it have one.
+        both = first & second  # [columns]
+        before = _ones(both)  # [columns]
+        before = tl.cumsum(before, 0) - before
+        order = before[None, :] + _ones(both[None, :] & ((1 << lane) - 1))  # [lanes, columns]
+        order = tl.reshape(order, [size])
+        other = tl.zeros([size], tl.int32)
+        for bit in tl.static_range(3):
+            word_of = tl.minimum(1 + 3 * (order >> 5) + bit, tail_size - 1)  # [size]
+            other |= ((tl.gather(tail, word_of, 0) >> (order & 31)) & 1) << bit
+        other = tl.reshape(other, [lanes, columns])
+        other += tl.where(other >= above, 3, 0)
         code = (first[None, :] >> lane) & 1 | ((second[None, :] >> lane) & 1) << 1  # [lanes, columns]
-        code |= ((third[None, :] >> lane) & 1) << 2
-        word = ((low & 0x80) << 8) | ((highest - code) << 7) | (low & 0x7F)
+        below_top = tl.where(code == 3, other, above + code)  # [lanes, columns]
+        word = ((low & 0x80) << 8) | ((top - below_top) << 7) | (low & 0x7F)
         tl.store(to_ptr + place, word.to(tl.int16), mask=place < inside)
         tl.debug_barrier()  # the listed ones take their exponent from the list
-        position = position.to(tl.int32)
+        position = rare & 0xFFFF  # [rare]
         listed = position < inside
         word = tl.load(to_ptr + position, mask=listed, other=0).to(tl.int32)  # [rare]
-        word = (word & 0x807F) | (exponent.to(tl.int32) << 7)
+        word = (word & 0x807F) | ((rare >> 16) << 7)
         tl.store(to_ptr + position, word.to(tl.int16), mask=listed)
         index += tl.num_programs(0)

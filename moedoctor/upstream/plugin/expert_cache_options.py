@@ -24,7 +24,7 @@ class CacheOptions:
     policy: str = "aging"
     """Who leaves first."""
     packed: bool = True
-    """Keep BF16 experts on the host in 72 % of their bytes, if memory can be pinned."""
+    """Keep BF16 experts on the host in some 69 % of their bytes, if memory can be pinned."""
     overlap: bool = False
     """Compute with the experts that are there while the others are copied: by moedoctor's kernels if they can
     compute the layer, else in two calls of the backend's kernel."""
