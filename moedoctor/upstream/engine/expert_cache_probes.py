@@ -18,6 +18,8 @@ _ROUTERS = ("gate", "router", "router.proj")
 """How the names of a router's layer end."""
 _LOGGED_CALLS = 512
 """Calls of a layer while ids are recorded."""
+_NO_REPETITION = 1e9
+"""A repetition penalty that leaves nothing of a token's logit."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,8 @@ def random_routing(
 
     Embedding, norms, routers and the last layer are drawn; experts stay as vLLM made them up, and add next to
     nothing. So any architecture routes by its last token alone, and no state of an unknown layer can diverge.
+    No token is drawn twice: a model whose last layer is its embedding would draw its last token again and
+    again, and so ask for the experts that are there.
     """
     import torch
 
@@ -211,7 +215,7 @@ def random_routing(
                 parameter.data.normal_(0.0, deviation, generator=draw)
             elif parameter.dim() == 2 and "lm_head" in part:
                 parameter.data.normal_(0.0, 4.0 / math.sqrt(parameter.shape[1]), generator=draw)
-    run = _decode(llm, 1, steps, rounds, vocab)
+    run = _decode(llm, 1, steps, rounds, vocab, penalty=_NO_REPETITION)
     return {
         **run.figures,
         **_bus_bound(run, rounds * (steps + 4), host_bandwidth(), model),
@@ -220,6 +224,7 @@ def random_routing(
         "packed": layers[0].cache.packed,
         "gigabytes": round((held - kv_cache) / 1e9, 2),
         "gigabytes_saved": round(sum(layer.cache.memory.saved for layer in layers) / 1e9, 2),
+        "drawn_tokens": len(run.tokens[0]),
         "distinct_tokens": len(set(run.tokens[0])),
     }
 
@@ -339,9 +344,12 @@ def _resize(worker: Any, options: CacheOptions, logged: int = 0) -> dict[str, An
     }
 
 
-def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int) -> _Run:
-    """Measure the tokens a second of `batch` sequences after the prefill, the hit rate, and the tokens."""
-    _generate(llm, batch, 4, vocab, seed=99)  # warm-up
+def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int, penalty: float = 1.0) -> _Run:
+    """Measure the tokens a second of `batch` sequences after the prefill, the hit rate, and the tokens.
+
+    `penalty`: the repetition penalty.
+    """
+    _generate(llm, batch, 4, vocab, seed=99, penalty=penalty)  # warm-up
     layers = host_experts(model_of(llm))
     logs = [layer.log for layer in layers if layer.log is not None]
     for log in logs:
@@ -351,8 +359,8 @@ def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int) -> _Run:
     drawn: list[list[list[int]]] = []
     rates = []
     for _ in range(rounds):
-        short, _ = _generate(llm, batch, 2, vocab, seed=0)
-        whole, tokens = _generate(llm, batch, 2 + steps, vocab, seed=0)
+        short, _ = _generate(llm, batch, 2, vocab, seed=0, penalty=penalty)
+        whole, tokens = _generate(llm, batch, 2 + steps, vocab, seed=0, penalty=penalty)
         drawn.append(tokens)
         rates.append(batch * steps / (whole - short))
     after = caches(llm)
@@ -367,13 +375,18 @@ def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int) -> _Run:
 
 
 def _generate(
-    llm: Any, batch: int, length: int, vocab: int, seed: int, prompt: int = 1
+    llm: Any, batch: int, length: int, vocab: int, seed: int, prompt: int = 1, penalty: float = 1.0
 ) -> tuple[float, list[list[int]]]:
     """(seconds, ids of each sequence). Prompts of one token need few experts to prefill."""
     vllm: Any = importlib.import_module("vllm")
-    sampling = [
+    parameters = [
         vllm.SamplingParams(
-            temperature=1.0, seed=1000 * seed + index, max_tokens=length, ignore_eos=True, detokenize=False
+            temperature=1.0,
+            seed=1000 * seed + index,
+            max_tokens=length,
+            ignore_eos=True,
+            detokenize=False,
+            repetition_penalty=penalty,
         )
         for index in range(batch)
     ]
@@ -386,7 +399,7 @@ def _generate(
         for index in range(batch)
     ]
     started = time.perf_counter()
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = llm.generate(prompts, parameters, use_tqdm=False)
     return time.perf_counter() - started, [list(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -201,6 +201,8 @@ PUBLISHED = {
     "published_gigabytes": 8.6,
     "tokens_per_second": 16.0,
     "published_tokens_per_second": 14.8,
+    "drawn_tokens": 26,
+    "distinct_tokens": 26,
 }
 GAIN = {
     "cache": "16",
@@ -343,3 +345,11 @@ def test_the_published_table_is_shown_beside(claim: ClaimTest) -> None:
     missing = [row, {**other, "error": "no backend"}]
     assert verdict_of(claim, missing, **limits) is ClaimVerdict.UNTESTED
     assert verdict_of(claim, [row], **limits) is ClaimVerdict.UNTESTED
+
+
+@pytest.mark.parametrize("claim", [claims.engine_published_nemotron, claims.engine_published_gemma])
+def test_a_model_that_repeats_its_token_proves_no_speed(claim: ClaimTest) -> None:
+    rows = [PUBLISHED, {**PUBLISHED, "scheme": "nvfp4", "distinct_tokens": 1}]
+    judgement = by_rows(claim, {"min_speed": 1.0, "max_memory": 1.15}, *rows)
+    assert judgement.verdict is ClaimVerdict.UNTESTED
+    assert str(judgement.reason).endswith("nvfp4: 1 different tokens of 26")

@@ -313,8 +313,11 @@ class Llm:
         tokens = [[prompt["prompt_token_ids"][0] % VOCAB] for prompt in prompts]
         for _ in range(sampling[0].max_tokens):
             logits = self.worker.model_runner.model(torch.tensor([ids[-1] for ids in tokens]))  # [B, V]
-            for mine, row, draw in zip(tokens, logits.softmax(-1), draws, strict=True):
-                mine.append(int(torch.multinomial(row, 1, generator=draw)))
+            for mine, row, draw, options in zip(tokens, logits, draws, sampling, strict=True):
+                penalty = getattr(options, "repetition_penalty", 1.0)
+                seen = row[mine]  # logits of tokens that are there already
+                row[mine] = torch.where(seen > 0, seen / penalty, seen * penalty)
+                mine.append(int(torch.multinomial(row.softmax(-1), 1, generator=draw)))
         return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=ids[1:])]) for ids in tokens]
 
 
@@ -488,15 +491,19 @@ def test_the_published_models_are_rows_whether_they_run_or_not(run: Any) -> None
     assert quantized == {label for label in configs if label.endswith("nvfp4")}
 
 
-def test_any_model_routes_at_random(llm: Llm) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_any_model_routes_at_random(llm: Llm, tied: bool) -> None:
+    """Also one whose last layer is its embedding: its last token has the highest logit."""
     model = llm.worker.model_runner.model
+    if tied:
+        model.lm_head.weight = model.embed_tokens.weight
     experts = [
         {name: tensor.clone() for name, tensor in layer.store.tensors.items()}
         for layer in host_experts(model)
     ]
     row = probes.random_routing(llm, steps=6, rounds=2, vocab=VOCAB, kv_cache=0)
     assert (row["layers"], row["engine"]) == (LAYERS, "host")
-    assert row["distinct_tokens"] > 2
+    assert row["distinct_tokens"] == row["drawn_tokens"] == 8
     assert 0 < row["hit_rate"] < 1
     assert float(model.embed_tokens.weight.detach().std()) == pytest.approx(1.0, rel=0.1)
     for layer, before in zip(host_experts(model), experts, strict=True):
