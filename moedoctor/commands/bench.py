@@ -124,7 +124,13 @@ def bench(
         option("JSON", "More arguments of vllm.LLM, with --engine, such as '{\"cpu_offload_gb\": 4}'."),
     ] = None,
     rounds: Annotated[
-        int, option("N", "How often each engine is started, in turn with the others.", min=1, max=20)
+        int,
+        option(
+            "N",
+            "How often each engine is started, in turn with the others; with 1 the first twice.",
+            min=1,
+            max=20,
+        ),
     ] = 1,
     format: PageFormat = "table",
     output: Output = None,

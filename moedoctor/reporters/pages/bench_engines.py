@@ -104,13 +104,25 @@ def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
         Bullets(
             [
                 f"Tokens are wrong if the reference prefers its own by more than {bench.max_lead:g} in "
-                "logprob at the first difference. A wrong engine is not timed.",
+                "logprob at the first difference. A wrong engine is not timed. Rounding alone can do that if "
+                "it sends a token to other experts, most of all with random weights: `moedoctor run PARITY` "
+                "compares backends with a float32 reference.",
+                *(
+                    ["The reference was started again after the others, and its row has both runs."]
+                    if _reference_ran_again(bench.rows)
+                    else []
+                ),
                 *([UNSTEADY_REMARK] if any(map(has_unsteady, bench.rows)) else []),
                 *(f"Argument of every engine: {name}={value}" for name, value in bench.arguments.items()),
             ]
         ),
     ]
     return [*page, *environment_table(bench.environment)] if full else page
+
+
+def _reference_ran_again(rows: Sequence[Mapping[str, Any]]) -> bool:
+    repeats = [row["repeats"] for row in rows if "repeats" in row]
+    return bool(repeats) and repeats[0] > min(repeats)
 
 
 def charts(bench: EngineBench) -> list[Chart]:
