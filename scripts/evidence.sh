@@ -205,17 +205,17 @@ make_report() {
         offload_table_compiled) write offload_table_compiled run MD003 --only tier=engine --only engine=compiled ;; # 140 s, -
         offload_table) complete offload_table_eager && complete offload_table_compiled || write offload_table run MD003 ;; # 309 s, -
         offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, 253 s
-        expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, -
-        expert_cache_padding) write expert_cache_padding run scenarios/engine/expert_cache_padding.yaml ;; # -, -
-        expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 322 s
+        expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, 300 s
+        expert_cache_padding) write expert_cache_padding run scenarios/engine/expert_cache_padding.yaml ;; # -, 84 s
+        expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 333 s
         expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 427 s
-        expert_cache_published_nemotron) write expert_cache_published_nemotron run scenarios/engine/expert_cache_published_nemotron.yaml ;; # idle, 80 GB of host memory; -, -
-        expert_cache_published_gemma) write expert_cache_published_gemma run scenarios/engine/expert_cache_published_gemma.yaml ;; # idle, 80 GB of host memory; -, -
+        expert_cache_published_nemotron) write expert_cache_published_nemotron run scenarios/engine/expert_cache_published_nemotron.yaml ;; # idle, 80 GB of host memory; -, 316 s
+        expert_cache_published_gemma) write expert_cache_published_gemma run scenarios/engine/expert_cache_published_gemma.yaml ;; # idle, 80 GB of host memory; -, 176 s
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 120 s, -
         moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 211 s, 247 s
         moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # -, -
         backend_fix) write backend_fix run scenarios/engine/backend_fix.yaml ;;                   # -, -
-        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle, 60 GB; -, 140 s
+        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle, 60 GB; -, 105 s
         nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
         offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, -
@@ -226,8 +226,8 @@ make_report() {
         kv_scales_missing) checkpoint_engines kv_scales_missing MD012 ;;                          # 340 s, 520 s
         input_scale_missing) write input_scale_missing run MD015 ;;                               # 103 s, 204 s
         offload_own_model) own_model ;;                                                           # 175 s, 240 s
-        expert_cache_qwen) write expert_cache_qwen run scenarios/engine/expert_cache_qwen.yaml ;; # idle
-        expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;; # 60 s, more than 111 s
+        expert_cache_qwen) write expert_cache_qwen run scenarios/engine/expert_cache_qwen.yaml ;; # idle; -, 240 s
+        expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;; # 60 s, 89 s
         nan_routing) nan_routing ;;                                                               # idle; 172 s and claims, -
         nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs, or both ranks on one
         nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 300 s, more than 331 s
@@ -245,9 +245,9 @@ make_report() {
         backend_override) write backend_override run MD010 ;;                                     # 143 s, 59 s
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, 61 s
         moe_backends_nvfp4) moe_backends_decode moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 ;;     # idle; -, 76 s
-        moe_backends_humming) moe_backends_decode moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 ;; # idle; -, 159 s and HUMMING cut
+        moe_backends_humming) moe_backends_decode moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 ;; # idle; -, 339 s
         moe_backends_bf16) write moe_backends_bf16 bench --backend OURS:bf16,TRITON:bf16 --model qwen3-30b-a3b --tokens "$tokens" ;; # idle; -, 44 s
-        bench_engine) bench_engine ;;                                                             # idle; -, -
+        bench_engine) bench_engine ;;                                                             # idle; -, 337 s
         moe_backends) moe_backends ;;                                                             # idle
         offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 27 s and claims, -
         offload_copies) write offload_copies run MD002 MD020 ;;                                   # idle; 57 s, -
