@@ -47,9 +47,26 @@ def launch_decode(
     adds: bool,
 ) -> None:
     """Compute each pair by itself, in two launches. Arguments as `moe_forward`."""
-    (tokens, hidden_size), top_k = x.shape, slot_ids.shape[1]
-    intermediate_size = weights["w2"].shape[2]
-    h = torch.empty((tokens * top_k, intermediate_size), dtype=torch.float32, device=x.device)  # [T * K, I]
+    h = decode_values(x, weights, slot_ids.shape[1])
+    launch_up(x, weights, slot_ids, h, activation=activation)
+    launch_down(h, weights, slot_ids, topk_weights, out, adds=adds)
+
+
+def decode_values(x: torch.Tensor, weights: Mapping[str, torch.Tensor], top_k: int) -> torch.Tensor:
+    """Return room for the values between both products of each pair, float32 [T * K, I]."""
+    return torch.empty((len(x) * top_k, weights["w2"].shape[2]), dtype=torch.float32, device=x.device)
+
+
+def launch_up(
+    x: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    slot_ids: torch.Tensor,
+    h: torch.Tensor,
+    *,
+    activation: str,
+) -> None:
+    """Write the activated first product of each pair that has a slot to `h`; the other rows stay."""
+    (tokens, hidden_size), top_k, intermediate_size = x.shape, slot_ids.shape[1], h.shape[1]
     block_k = _block(hidden_size, 512)
     block_n = max(4096 // block_k, 1)
     with on_device(x):
@@ -70,13 +87,27 @@ def launch_decode(
             BLOCK_N=block_n,
             BLOCK_K=block_k,
         )
-        lanes, block_k = triton.next_power_of_2(top_k), _block(intermediate_size, 256)
-        block_n = max(4096 // (block_k * lanes), 1)
+
+
+def launch_down(
+    h: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    slot_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    adds: bool,
+) -> None:
+    """Write to `out`, or add to it, the sum over a token's experts of topk_weight times second product."""
+    (tokens, hidden_size), top_k, intermediate_size = out.shape, slot_ids.shape[1], h.shape[1]
+    lanes, block_k = triton.next_power_of_2(top_k), _block(intermediate_size, 256)
+    block_n = max(4096 // (block_k * lanes), 1)
+    with on_device(h):
         down_kernel[(triton.cdiv(hidden_size, block_n) * tokens,)](
             h,
             weights["w2"],
-            weights.get("w2_scale", x),
-            weights.get("w2_bias", x),
+            weights.get("w2_scale", h),
+            weights.get("w2_bias", h),
             slot_ids,
             topk_weights,
             out,

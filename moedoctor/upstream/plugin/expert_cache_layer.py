@@ -20,7 +20,7 @@ import torch
 
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
 from moedoctor.fixes.layer_stream import BUFFERS, LayerStream
-from moedoctor.fixes.moe.forward import moe_forward
+from moedoctor.fixes.moe.forward import moe_forward, moe_forward_in_parts
 from moedoctor.fixes.offload.pinned import allocate, register
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
@@ -353,12 +353,16 @@ def _hits_first(
 ) -> torch.Tensor:
     """Compute the layer with our kernels, with resident experts while the others are copied.
 
-    `x` [T, H], `topk_weights` and `topk_ids` [T, K]. Sums are float32 until the end.
+    `x` [T, H], `topk_weights` and `topk_ids` [T, K]. Sums are float32 until the end. Which experts are
+    resident changes no bit, unless the call may need more experts than there are slots.
     """
     weights = {ours: cache.weights[name] for name, ours in _OWN_NAMES.items() if name in cache.weights}
+    if min(topk_ids.numel(), cache.num_experts) <= cache.capacity:
+        parts = (part.slot_ids for part in cache.groups(topk_ids, overlap=True))
+        return moe_forward_in_parts(x, weights, parts, topk_weights, activation=activation).to(x.dtype)
     total: torch.Tensor | None = None
-    for part in cache.groups(topk_ids, overlap=True):
-        total = moe_forward(x, weights, part.slot_ids, topk_weights, activation=activation, out=total)
+    for group in cache.groups(topk_ids):  # each takes the slots of the one before
+        total = moe_forward(x, weights, group.slot_ids, topk_weights, activation=activation, out=total)
     assert total is not None
     return total.to(x.dtype)
 

@@ -9,7 +9,7 @@ import torch
 
 from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
 from moedoctor.fixes.expert_cache import CacheOverflow, ExpertCache
-from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
+from moedoctor.fixes.moe.forward import GroupedForward, moe_forward, moe_forward_in_parts
 from moedoctor.reference.moe import MoeWeights
 from moedoctor.reference.moe import forward as reference
 from tests.fixes.cache.checks import assert_holds
@@ -233,6 +233,28 @@ def test_overlapping_groups_give_the_bits_of_one_call(size: int) -> None:
         for tensor in copies.values():
             tensor.zero_()
         assert torch.equal(call.total(), whole)
+
+
+def test_hits_first_in_a_graph_give_the_bits_of_one_call() -> None:
+    every = {name: tensor.cuda() for name, tensor in _weights().items()}
+    cache = ExpertCache(_weights(), CAPACITY, engine="device")
+    torch.manual_seed(9)
+    x = torch.randn(2, HIDDEN, device="cuda").bfloat16()
+    ids = torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32, device="cuda")
+    shares = torch.rand(2, 4, device="cuda")
+
+    def step() -> torch.Tensor:
+        parts = (part.slot_ids for part in cache.groups(ids, overlap=True))
+        return moe_forward_in_parts(x, cache.weights, parts, shares)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(20):
+        ids.copy_(torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, moe_forward(x, every, ids, shares))
 
 
 def test_overlapping_groups_in_a_graph_give_the_same_bits() -> None:
