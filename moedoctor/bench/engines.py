@@ -125,26 +125,37 @@ def measure(
     `progress` takes how many engines are done, how many there are, and which one runs now.
     """
     engines = plan.engines()
-    again = plan.rounds == 1 and len(engines) > 1
-    total = len(engines) * plan.rounds + again
     results: dict[tuple[str, str], list[EngineResult]] = {engine: [] for engine in engines}
 
-    def start(key: tuple[str, str], turn: str) -> None:
-        progress(sum(map(len, results.values())), total, f"engine {key[0]}, fix {key[1]}{turn}")
-        results[key].append(run(request_for(plan, *key)))
+    def start(key: tuple[str, str], turn: str, more: int = 0) -> EngineResult:
+        done, what = sum(map(len, results.values())), f"engine {key[0]}, fix {key[1]}{turn}"
+        progress(done, len(engines) * plan.rounds + more, what)
+        return run(request_for(plan, *key))
 
     for turn in range(plan.rounds):
         for key in engines if turn % 2 == 0 else engines[::-1]:
-            start(key, f", round {turn + 1}" if plan.rounds > 1 else "")
+            results[key].append(start(key, f", round {turn + 1}" if plan.rounds > 1 else ""))
     reference = next((key for key in engines if all(map(_answered, results[key]))), None)
-    if again and reference is not None:
-        start(reference, ", again")
-    expected = [] if reference is None else [_by_batch(run) for run in results[reference] if _answered(run)]
+    lost = None
+    if plan.rounds == 1 and len(engines) > 1 and reference is not None:
+        again = start(reference, ", again", more=1)
+        if _answered(again):
+            results[reference].append(again)
+        else:  # the first run is still right
+            lost = _failure(again)
     rows = []
     for key in engines:
         for batch in plan.batches:
-            rows.append({**_names(key, results[key], batch), **_row(results[key], key, batch, expected)})
+            expected = [_by_batch(run)[batch] for run in results[reference]] if reference else []
+            row = _row(results[key], key, batch, expected, is_reference=key == reference)
+            if lost is not None and key == reference:
+                row["again"] = f"failed: {lost}"
+            rows.append({**_names(key, results[key], batch), **row})
     return _with_ratios(rows, reference)
+
+
+def _failure(result: EngineResult) -> str:
+    return result.error.line()[:300] if result.error else "the engine gave no figures"
 
 
 def _answered(result: EngineResult) -> bool:
@@ -172,7 +183,9 @@ def _row(
     results: Sequence[EngineResult],
     key: tuple[str, str],
     batch: int,
-    expected: Sequence[Mapping[int, Mapping[str, Any]]],
+    expected: Sequence[Mapping[str, Any]],
+    *,
+    is_reference: bool,
 ) -> dict[str, Any]:
     """Return what one engine did at one batch size; times only if its tokens are right.
 
@@ -180,13 +193,20 @@ def _row(
     """
     failed = next((result for result in results if not _answered(result)), None)
     if failed is not None:
-        return {"failed": failed.error.line()[:300] if failed.error else "the engine gave no figures"}
+        return {"failed": _failure(failed)}
     if without := next((result for result in results if not _is_active(key[1], result)), None):
         return {"failed": "; ".join(without.log.refused)[:300] or "the fix was asked for and is not active"}
     measured = [_by_batch(result)[batch] for result in results]
-    verdicts = [_compare_with_any([reference[batch] for reference in expected], row) for row in measured]
+    verdicts = [
+        # A run of the reference is compared with its other runs.
+        compare_tokens(
+            [*expected[:place], *expected[place + 1 :]] or expected if is_reference else expected, row
+        )
+        for place, row in enumerate(measured)
+    ]
     wrong = next((verdict for verdict in verdicts if verdict["wrong"]), None)
     figures: dict[str, Any] = {
+        "starts": len(measured),
         "tokens_same": min(verdict["same"] for verdict in verdicts),
         "tokens_of": verdicts[0]["of"],
         "repeatable": all(row["repeatable"] and row["tokens"] == measured[0]["tokens"] for row in measured),
@@ -223,45 +243,48 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def compare_tokens(reference: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare the greedy tokens of two engines for the same prompts.
+def compare_tokens(references: Sequence[Mapping[str, Any]], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare the greedy tokens of an engine with those of each run of the reference, for the same prompts.
 
-    Returns ``same`` and ``of``, numbers of prompts, ``parting``, where the first answer parts from the
-    reference's or None, and ``wrong``, why the difference is more than rounding, or None.
+    Each answer is compared with the run whose answer is nearest. Returns ``same`` and ``of``, numbers of
+    prompts, ``parting``, where the first answer parts from the reference's or None, and ``wrong``, why the
+    difference is more than rounding, or None.
     """
     same, parting, wrong = 0, None, None
-    for prompt, (ids, expected) in enumerate(zip(other["tokens"], reference["tokens"], strict=True)):
-        if not all(
-            math.isfinite(float(value)) for step in other["logprobs"][prompt] for value in step.values()
-        ):
-            wrong = wrong or f"prompt {prompt + 1}: a logprob is not finite"
-            continue
-        if ids == expected:
+    for prompt in range(len(other["tokens"])):
+        verdicts = [_compare_answers(reference, other, prompt) for reference in references]
+        is_wrong, where = min(verdicts, key=lambda verdict: (verdict[0], verdict[1] is not None))
+        if is_wrong:
+            wrong = wrong or where
+        elif where is None:
             same += 1
-            continue
-        pairs = list(zip(ids, expected, strict=False))
-        at = next((index for index, (token, right) in enumerate(pairs) if token != right), len(pairs))
-        where = f"prompt {prompt + 1}, token {at + 1}"
-        if at == len(pairs):
-            wrong = wrong or f"{where}: one answer ends"
-            continue
-        step = {token: float(value) for token, value in reference["logprobs"][prompt][at].items()}
-        token, right = str(ids[at]), str(expected[at])
-        if token not in step:
-            wrong = wrong or f"{where}: {token} is not among the reference's {len(step)} best"
-        elif not step[right] - step[token] <= MAX_LEAD:
-            wrong = (
-                wrong or f"{where}: the reference's {right} leads {token} by {step[right] - step[token]:.2g}"
-            )
         else:
-            parting = parting or f"{where}: {right} leads {token} by {step[right] - step[token]:.2g} only"
-    return {"same": same, "of": len(reference["tokens"]), "parting": parting, "wrong": wrong}
+            parting = parting or where
+    return {"same": same, "of": len(other["tokens"]), "parting": parting, "wrong": wrong}
 
 
-def _compare_with_any(references: Sequence[Mapping[str, Any]], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `compare_tokens` says of the run of the reference that `other` is nearest to."""
-    compared = [compare_tokens(reference, other) for reference in references]
-    return min(compared, key=lambda verdict: (verdict["wrong"] is not None, -verdict["same"]))
+def _compare_answers(
+    reference: Mapping[str, Any], other: Mapping[str, Any], prompt: int
+) -> tuple[bool, str | None]:
+    """Return whether an answer is wrong, and where it parts from the reference's; None if it does not."""
+    ids, expected = other["tokens"][prompt], reference["tokens"][prompt]
+    if not all(math.isfinite(float(value)) for step in other["logprobs"][prompt] for value in step.values()):
+        return True, f"prompt {prompt + 1}: a logprob is not finite"
+    if ids == expected:
+        return False, None
+    pairs = list(zip(ids, expected, strict=False))
+    at = next((index for index, (token, right) in enumerate(pairs) if token != right), len(pairs))
+    where = f"prompt {prompt + 1}, token {at + 1}"
+    if at == len(pairs):
+        return True, f"{where}: one answer ends"
+    step = {token: float(value) for token, value in reference["logprobs"][prompt][at].items()}
+    token, right = str(ids[at]), str(expected[at])
+    if token not in step:
+        return True, f"{where}: {token} is not among the reference's {len(step)} best"
+    lead = step[right] - step[token]
+    if not lead <= MAX_LEAD:
+        return True, f"{where}: the reference's {right} leads {token} by {lead:.2g}"
+    return False, f"{where}: {right} leads {token} by {lead:.2g} only"
 
 
 def _with_ratios(rows: list[dict[str, Any]], reference: tuple[str, str] | None) -> list[dict[str, Any]]:

@@ -127,7 +127,7 @@ def bench(
         int,
         option(
             "N",
-            "How often each engine is started, in turn with the others; with 1 the first twice.",
+            "How often each engine is started, in turn with the others. With 1, the reference again last.",
             min=1,
             max=20,
         ),

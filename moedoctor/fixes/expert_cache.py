@@ -164,8 +164,9 @@ class ExpertCache:
 
         Each group is valid until the next group is taken; `slot_ids` are -1 outside of it. Compute each and
         add up the results: in float32 the sum differs from that of a single call only by rounding, see
-        `moe_forward.group_bound`. A call that fits is one group. The engine ``device`` cannot know how many
-        experts there are, and gives as many groups as the shape may need; some may be empty.
+        `moe_forward.group_bound`. A call that fits is one group, or with `overlap` two: the hits, then the
+        misses; both stay valid until the next call, unless `may_need_groups`. The engine ``device`` cannot
+        know how many experts there are, and gives as many groups as the shape may need; some may be empty.
 
         Take all groups of a call before the next call. The engine ``device`` raises RuntimeError if a group
         is taken after another call in several groups has begun, or, with `overlap`, after any other call; it
@@ -179,6 +180,10 @@ class ExpertCache:
             if part is None:
                 return
             yield part
+
+    def may_need_groups(self, ids: torch.Tensor) -> bool:
+        """Return whether a call of the shape of `ids` may need more experts than there are slots."""
+        return min(ids.numel(), self.num_experts) > self.capacity
 
     def skip_padding(self, rows: torch.Tensor) -> None:
         """From now on load nothing for rows of `ids` [T, K] that are padding: they count as the first row.

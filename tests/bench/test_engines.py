@@ -88,29 +88,53 @@ def test_a_machine_that_changed_shows_in_the_spread_of_the_reference(model: Path
 
     def run(request: Any) -> Any:
         ran.append(request.label)
-        return answer(3.0 if len(ran) > 1 else 1.0, tokens=[1, 2] if len(ran) < 3 else [1, 3])
+        return answer(3.0 if len(ran) > 1 else 1.0, tokens=[1, 2])
 
     rows = measure(plan(model, backends=("marlin", "triton"), batches=(1,)), run=run)
     assert ran == ["marlin, none", "triton, none", "marlin, none"]
     reference, other = rows
     assert reference["tokens_per_second_p80"] > 2 * reference["tokens_per_second_p20"]
-    assert (reference["repeatable"], other["repeatable"]) == (False, True)
-    assert other["tokens_same"] == 1
+    assert (reference["starts"], other["starts"]) == (2, 1)
 
 
-def test_an_engine_is_wrong_only_if_no_run_of_the_reference_drew_its_tokens(model: Path) -> None:
-    tokens = iter(([1, 2], [1, 9], [1, 9]))
+def test_an_answer_is_wrong_only_if_it_is_far_from_each_run_of_the_reference() -> None:
+    def rows(*answers: list[int]) -> dict[str, Any]:
+        each = [row(tokens) for tokens in answers]  # of one prompt
+        return {key: [answered[key][0] for answered in each] for key in ("tokens", "logprobs")}
+
+    references = [rows([1, 2], [5, 6]), rows([1, 12], [5, 16])]
+    mixed = compare_tokens(references, rows([1, 2], [5, 16]))
+    assert (mixed["same"], mixed["wrong"], mixed["parting"]) == (2, None, None)
+    assert (
+        compare_tokens(references, rows([1, 13], [5, 6]))["parting"]
+        == "prompt 1, token 2: 12 leads 13 by 0.5 only"
+    )
+    assert "prompt 2" in compare_tokens(references, rows([1, 2], [5, 26]))["wrong"]
+
+
+def test_a_reference_that_is_far_from_itself_is_wrong(model: Path) -> None:
+    tokens = iter(([1, 2], [1, 2], [1, 9]))
     rows = measure(
         plan(model, backends=("marlin", "triton"), batches=(1,)),
         run=lambda request: answer(1.0, tokens=next(tokens)),
     )
-    assert [row.get("wrong") for row in rows] == [None, None]
-    tokens = iter(([1, 2], [1, 9], [1, 2]))
+    assert "is not among" in rows[0]["wrong"]
+    assert rows[0]["repeatable"] is False
+    assert (rows[1]["tokens_same"], "wrong" in rows[1]) == (1, False)
+
+
+def test_a_second_run_of_the_reference_that_fails_loses_nothing(model: Path) -> None:
+    answers = iter([answer(1.0, [1, 2]), answer(1.0, [1, 2]), engine_stub.died("out of memory")])
+    steps: list[tuple[int, int, str]] = []
     rows = measure(
         plan(model, backends=("marlin", "triton"), batches=(1,)),
-        run=lambda request: answer(1.0, tokens=next(tokens)),
+        run=lambda request: next(answers),
+        progress=lambda *step: steps.append(step),
     )
-    assert "is not among" in rows[1]["wrong"]
+    assert [row["ratio"] for row in rows] == [1.0, 1.0]
+    assert (rows[0]["starts"], rows[0]["again"]) == (1, "failed: load: RuntimeError: out of memory")
+    assert "again" not in rows[1]
+    assert [step[:2] for step in steps] == [(0, 2), (1, 2), (2, 3)]
 
 
 def test_prompts_are_text_for_a_tokenizer_and_the_users_variables_hold(
@@ -153,7 +177,7 @@ def row(tokens: list[int], lead: float = 0.5) -> dict[str, Any]:
     ],
 )
 def test_what_is_rounding_and_what_is_wrong(reference: Any, other: Any, verdict: str) -> None:
-    result = compare_tokens(reference, other)
+    result = compare_tokens([reference], other)
     assert (result["parting"] is not None) == (verdict == "rounding")
     assert (result["wrong"] is not None) == (verdict not in ("", "rounding"))
     assert verdict in ("", "rounding") or verdict in result["wrong"]
@@ -163,6 +187,6 @@ def test_what_is_rounding_and_what_is_wrong(reference: Any, other: Any, verdict:
 def test_any_far_token_is_wrong_wherever_it_is(tokens: list[int], at: int, far: int) -> None:
     other = list(tokens)
     other[at % len(tokens)] += far
-    result = compare_tokens(row(tokens), row(other))
+    result = compare_tokens([row(tokens)], row(other))
     assert result["wrong"]
     assert result["same"] == 0

@@ -169,12 +169,14 @@ def packed_exponents() -> None:
         torch.randint(248, 256, (8192,), generator=draw),
         127 - torch.empty(8192).geometric_(0.5, generator=draw).long().clamp(max=126),
         127 - torch.empty(8192).geometric_(0.7, generator=draw).long().clamp(max=126),
+        # The tail ends with the codes and has room for no other word.
+        torch.where(torch.arange(8192) < 2700, torch.arange(8192) % 8 + 123, torch.arange(8192) % 3 + 120),
     ]
     words = torch.stack(chosen) << 7
     words |= torch.randint(0, 128, words.shape, generator=draw)  # mantissas
     words |= torch.randint(0, 2, words.shape, generator=draw) << 15  # signs
     bits = torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16)
-    for name, row in zip("abcdefghi", bits, strict=True):
+    for name, row in zip("abcdefghij", bits, strict=True):
         weights = {name: torch.stack([row, row.flip(0), row]).view(torch.bfloat16).view(3, 64, 128)}
         cache = ExpertCache(weights, 2, engine="device", device="cpu", packed=True)
         assert set(cache._store.packed) == {name}, name

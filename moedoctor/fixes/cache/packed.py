@@ -1,13 +1,17 @@
 """bfloat16 experts in some 69 % of their bytes, without loss, for a bus that is the bottleneck.
 
-The exponents of a weight matrix differ little. A block of 8192 neighbouring weights stores for each sign and
-mantissa in a byte, and two bits: which of the three neighbouring exponents that are the most common it has,
-or none of them. Those with none of them, some quarter, have three bits more, in their order: which of eight
-others around the three. What is still left, two weights in a thousand of a normal distribution, is listed
-with position and exponent, so that all bits come out as they went in. `moedoctor.kernels.cache.transfer`
-unpacks them on their way to the slot. (That exponents of trained weights hold few bits is the observation of
-DFloat11, arXiv 2504.11651, which stores them in a Huffman code of some 2.6 bits. Here every weight finds its
-code by counting bits.)
+The exponents of a weight matrix differ little. A block holds 8192 neighbouring weights:
+
+    8192 bytes       sign and mantissa of each weight
+    2 * 1024 bytes   two bits of each: its place among the three most common exponents, or 3 for another one
+    tail             one word: what the codes mean
+                     three words for each 32 codes of 3, in order: one of the eight exponents around the three
+                     a word for each weight with no code: its position and exponent
+
+All bits come out as they went in. `moedoctor.kernels.cache.transfer` unpacks them on their way to the slot.
+Of a normal distribution a quarter of the weights has a code of 3, and two in a thousand have none. That
+exponents of trained weights hold few bits is the observation of DFloat11, arXiv 2504.11651, which stores them
+in a Huffman code of some 2.6 bits. Here every weight finds its code by counting bits.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ class PackedExperts:
     tail: int
     """Words of 32 bits at the end of a block: what the codes mean, the codes of three bits, and the list."""
     listed: int
-    """At which of these words the list begins."""
+    """Index of the tail's word at which the list begins."""
 
 
 @dataclass(frozen=True)
@@ -130,31 +134,31 @@ def _pack_blocks(words: torch.Tensor, tail: int, listed: int) -> torch.Tensor:
     above = codes.above[:, None]  # [blocks, 1]
     two = torch.where(codes.escaped, _COMMON, torch.where(codes.rare, 0, codes.below_top - above))
     two = two.view(count, LANES, -1).mT  # [blocks, SIZE / 8, 8]
-    planes = [_words(two, bit) for bit in range(2)]  # [blocks, SIZE / 8] each
+    planes = [_pack_bits(two, bit) for bit in range(2)]  # [blocks, SIZE / 8] each
     three = codes.below_top - _COMMON * (codes.below_top >= above).int()  # [blocks, SIZE]
     # The order in which the kernel counts: the lanes of a byte, then the next byte.
     three, escaped = (part.view(count, LANES, -1).mT.reshape(count, SIZE) for part in (three, codes.escaped))
-    block, place, number = _numbered(escaped)
+    block, place, number = _number(escaped)
     others = torch.zeros((count, (listed - 1) // 3 * 32), dtype=torch.int32, device=device)
     others[block, number] = three[block, place]
     others = others.view(count, -1, 32)  # [blocks, groups, 32]
     last = torch.full((count, tail), _NO_PLACE, dtype=torch.int64, device=device)  # [blocks, tail]
     last[:, 0] = codes.top + (codes.above << 8)
-    last[:, 1:listed] = torch.stack([_words(others, bit) for bit in range(3)], dim=2).flatten(1)
-    block, place, number = _numbered(codes.rare)
+    last[:, 1:listed] = torch.stack([_pack_bits(others, bit) for bit in range(3)], dim=2).flatten(1)
+    block, place, number = _number(codes.rare)
     last[block, listed + number] = place + (codes.exponent[block, place].long() << 16)
     last = torch.where(last >= 1 << 31, last - (1 << 32), last).int().view(torch.uint8)  # [blocks, 4 * tail]
     low = ((words >> 8) & 0x80) | (words & 0x7F)  # [blocks, SIZE]
     return torch.cat([part.to(torch.uint8) for part in (low, *planes, last)], dim=1)
 
 
-def _words(codes: torch.Tensor, bit: int) -> torch.Tensor:
+def _pack_bits(codes: torch.Tensor, bit: int) -> torch.Tensor:
     """Return one bit of `codes` [blocks, N, bits of a word] as words int64 [blocks, N], the lowest first."""
     lane = torch.arange(codes.shape[2], device=codes.device)
     return (((codes >> bit) & 1).long() << lane).sum(2)
 
 
-def _numbered(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _number(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return block, place and number in its block of each chosen element of bool [blocks, SIZE]."""
     block, place = chosen.nonzero(as_tuple=True)
     first = torch.searchsorted(block, torch.arange(len(chosen), device=chosen.device))  # [blocks]

@@ -118,9 +118,9 @@ def _first_products(
     activation: str,
 ) -> torch.Tensor:
     """Write the rows of `h` [T * K, I] that belong to pairs with a slot; return it, made if it is None."""
-    from moedoctor.kernels.moe.launch import decode_values, launch_up
+    from moedoctor.kernels.moe.launch import allocate_values, launch_up
 
-    h = decode_values(x, weights, slot_ids.shape[1]) if h is None else h
+    h = allocate_values(x, weights, slot_ids.shape[1]) if h is None else h
     launch_up(x.contiguous(), weights, slot_ids.contiguous(), h, activation=activation)
     return h
 

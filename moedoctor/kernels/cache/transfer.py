@@ -148,7 +148,7 @@ def _table(rows: list[Sequence[int]], device: torch.device) -> torch.Tensor | No
 
 
 @triton.jit
-def _ones(byte: tl.tensor) -> tl.tensor:
+def _popcount(byte: tl.tensor) -> tl.tensor:
     """Return how many bits of each byte are set."""
     pairs = byte - ((byte >> 1) & 0x55)
     fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
@@ -172,8 +172,8 @@ def unpack_kernel(
     expert 0, its elements' address in slot 0, bytes from one packed expert to the next, bytes from one slot
     to the next, elements (a multiple of 16), words of its tail, and where in it the list begins.
 
-    Every byte of a block is asked for once, in whole lines of 128 bytes. With blocks that began within a line
-    and a load for each part of the tail, an expert of as many bytes took longer.
+    Every byte of a block is asked for once, in whole lines of 128 bytes: a request for a part of a line costs
+    as much.
     """
     columns: tl.constexpr = size // lanes
     total = tl.load(copies_ptr) * chunks
@@ -203,12 +203,14 @@ def unpack_kernel(
         tail = tl.load(tail_ptr + tail_word, mask=tail_word < tail_words, other=size)  # [tail]
         meaning = tl.sum(tl.where(tail_word == 0, tail, 0), 0)
         top, above = meaning & 0xFF, (meaning >> 8) & 0xFF
-        rare = tl.gather(tail, tl.minimum(listed_at + last, tail_size - 1), 0)  # [rare]
+        at = listed_at + last  # [rare]
+        # The last word of a full tail may be one of the codes: it is no weight of the list.
+        rare = tl.where(at < tail_words, tl.gather(tail, tl.minimum(at, tail_size - 1), 0), size)  # [rare]
         # A weight's code of three bits is that of its number: how many before it have one.
-        both = first & second  # [columns]
-        before = _ones(both)  # [columns]
+        escaped = first & second  # [columns]
+        before = _popcount(escaped)  # [columns]
         before = tl.cumsum(before, 0) - before
-        order = before[None, :] + _ones(both[None, :] & ((1 << lane) - 1))  # [lanes, columns]
+        order = before[None, :] + _popcount(escaped[None, :] & ((1 << lane) - 1))  # [lanes, columns]
         order = tl.reshape(order, [size])
         other = tl.zeros([size], tl.int32)
         for bit in tl.static_range(3):

@@ -47,12 +47,12 @@ def launch_decode(
     adds: bool,
 ) -> None:
     """Compute each pair by itself, in two launches. Arguments as `moe_forward`."""
-    h = decode_values(x, weights, slot_ids.shape[1])
+    h = allocate_values(x, weights, slot_ids.shape[1])
     launch_up(x, weights, slot_ids, h, activation=activation)
     launch_down(h, weights, slot_ids, topk_weights, out, adds=adds)
 
 
-def decode_values(x: torch.Tensor, weights: Mapping[str, torch.Tensor], top_k: int) -> torch.Tensor:
+def allocate_values(x: torch.Tensor, weights: Mapping[str, torch.Tensor], top_k: int) -> torch.Tensor:
     """Return room for the values between both products of each pair, float32 [T * K, I]."""
     return torch.empty((len(x) * top_k, weights["w2"].shape[2]), dtype=torch.float32, device=x.device)
 

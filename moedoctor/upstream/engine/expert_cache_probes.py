@@ -196,8 +196,8 @@ def random_routing(
 
     Embedding, norms, routers and the last layer are drawn; experts stay as vLLM made them up, and add next to
     nothing. So any architecture routes by its last token alone, and no state of an unknown layer can diverge.
-    No token is drawn twice: a model whose last layer is its embedding would draw its last token again and
-    again, and so ask for the experts that are there.
+    A token that was drawn keeps a logit of at most 0, so that it is hardly drawn again: a model whose last
+    layer is its embedding would draw its last token again and again, and ask for the experts that are there.
     """
     import torch
 

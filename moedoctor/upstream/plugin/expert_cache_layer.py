@@ -357,7 +357,7 @@ def _hits_first(
     resident changes no bit, unless the call may need more experts than there are slots.
     """
     weights = {ours: cache.weights[name] for name, ours in _OWN_NAMES.items() if name in cache.weights}
-    if min(topk_ids.numel(), cache.num_experts) <= cache.capacity:
+    if not cache.may_need_groups(topk_ids):
         parts = (part.slot_ids for part in cache.groups(topk_ids, overlap=True))
         return moe_forward_in_parts(x, weights, parts, topk_weights, activation=activation).to(x.dtype)
     total: torch.Tensor | None = None
@@ -402,8 +402,7 @@ def _applying(experts: HostExperts, compute: Any, overlap: bool, own: bool) -> A
             activation = ACTIVATIONS[given["activation"].value]
             return _hits_first(cache, hidden_states, topk_weights, topk_ids, activation)
         given.update(w1=cache.weights["w1"], w2=cache.weights["w2"])
-        # Whether more than one group is possible.
-        many = overlap or min(topk_ids.numel(), cache.num_experts) > cache.capacity
+        many = overlap or cache.may_need_groups(topk_ids)
         given["expert_map"] = nowhere if many else None
         total: torch.Tensor | None = None
         with _choosing_tiles_for(cache.num_experts):

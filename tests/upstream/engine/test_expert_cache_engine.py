@@ -315,8 +315,8 @@ class Llm:
             logits = self.worker.model_runner.model(torch.tensor([ids[-1] for ids in tokens]))  # [B, V]
             for mine, row, draw, options in zip(tokens, logits, draws, sampling, strict=True):
                 penalty = getattr(options, "repetition_penalty", 1.0)
-                seen = row[mine]  # logits of tokens that are there already
-                row[mine] = torch.where(seen > 0, seen / penalty, seen * penalty)
+                drawn = row[mine]
+                row[mine] = torch.where(drawn > 0, drawn / penalty, drawn * penalty)
                 mine.append(int(torch.multinomial(row.softmax(-1), 1, generator=draw)))
         return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=ids[1:])]) for ids in tokens]
 
