@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 import time
@@ -312,15 +313,22 @@ def test_what_the_project_publishes_is_unchanged() -> None:
      "--secret_", "BEGIN PRIVATE KEY-----", "aB1", "aa:", ".local", "[", "\\", "'\"", "f", "é", "bearer "],
 )  # fmt: skip
 def test_a_megabyte_of_hostile_text_takes_less_than_a_second(piece: str) -> None:
-    text = piece * (1_000_000 // len(piece))
-    seconds = []
-    for _ in range(3):  # a busy machine slows a run down, so the best of three counts
+    """Or on a slow machine a few seconds, and then not four times as long as half of it."""
+    most = _seconds_to_mask(piece * (1_000_000 // len(piece)), enough=1.0)
+    if most >= 1.0:
+        assert most < min(5.0, 3 * _seconds_to_mask(piece * (500_000 // len(piece)), enough=0.0) + 0.5)
+
+
+def _seconds_to_mask(text: str, enough: float) -> float:
+    """Return processor seconds, the best of three tries: a busy neighbour slows a run down."""
+    best = math.inf
+    for _ in range(3):
         started = time.process_time()
         ALICE.text(text)
-        seconds.append(time.process_time() - started)
-        if seconds[-1] < 1.0:
+        best = min(best, time.process_time() - started)
+        if best < enough:
             break
-    assert min(seconds) < 1.0
+    return best
 
 
 def test_a_record_is_masked_in_all_its_texts_and_keeps_its_shape() -> None:

@@ -1,0 +1,22 @@
+"""How slow this machine is now: limits in seconds were chosen on an idle one.
+
+Neighbours on the same processor take clock and caches, which processor time counts as ours.
+"""
+
+from __future__ import annotations
+
+import time
+
+_USUAL = 0.0075
+"""Seconds that `_work` takes where the limits were chosen."""
+
+
+def slowness() -> float:
+    """Return how many times longer Python takes than usual, at least 1; the best of five short tries."""
+    return max(1.0, min(_work() for _ in range(5)) / _USUAL)
+
+
+def _work() -> float:
+    started = time.process_time()
+    sum(number * number for number in range(100_000))
+    return time.process_time() - started
