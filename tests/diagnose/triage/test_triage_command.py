@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from moedoctor.commands import triage as command
 from moedoctor.commands.options import InputError
 from moedoctor.commands.triage import triage as triage_command
 from moedoctor.diagnose.triage import triage as reading
-from tests.machine_speed import slowness
 
 REPORT = "WSL2, vLLM 0.18.0\nRuntimeError: b_scales is not on GPU | <b>x</b> in marlin, --cpu-offload-gb 4\n"
 
@@ -147,14 +147,22 @@ def test_no_torch_and_a_quick_start(report: Path) -> None:
         "code = triage([sys.argv[1]], 'json', None); "
         "assert not {'torch', 'numpy', 'triton'} & set(sys.modules); sys.exit(code)"
     )
-    best = 9.0
+    seconds, answered = _seconds_to_run(program, str(report))
+    assert (answered.returncode, answered.stderr.count("\n")) == (1, 1), "the reason of the exit code"
+    if seconds >= 0.6:  # on a busy machine every start is slow
+        few_modules = "import argparse, dataclasses, json, pathlib, subprocess, typing"
+        assert seconds < 12 * _seconds_to_run(few_modules)[0]
+
+
+def _seconds_to_run(program: str, *arguments: str) -> tuple[float, subprocess.CompletedProcess[str]]:
+    """Return the processor seconds of a Python process, the best of three, and how it ended."""
+    best = math.inf
     for _ in range(3):
         before = os.times()
-        ended = subprocess.run([sys.executable, "-c", program, str(report)], capture_output=True, text=True)
-        after = os.times()  # processor time: waiting does not count, a busy neighbour on the same core does
+        ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+        after = os.times()  # waiting does not count, a busy neighbour on the same core does
         best = min(best, sum(after[2:4]) - sum(before[2:4]))
-        assert (ended.returncode, ended.stderr.count("\n")) == (1, 1), "the reason of the exit code"
-    assert best < 0.6 * slowness()
+    return best, ended
 
 
 def test_several_files_and_one_that_is_none(
