@@ -197,13 +197,11 @@ def _row(
     if without := next((result for result in results if not _is_active(key[1], result)), None):
         return {"failed": "; ".join(without.log.refused)[:300] or "the fix was asked for and is not active"}
     measured = [_by_batch(result)[batch] for result in results]
-    verdicts = [
+    verdicts = []
+    for place, row in enumerate(measured):
         # A run of the reference is compared with its other runs.
-        compare_tokens(
-            [*expected[:place], *expected[place + 1 :]] or expected if is_reference else expected, row
-        )
-        for place, row in enumerate(measured)
-    ]
+        others = [*expected[:place], *expected[place + 1 :]] if is_reference else []
+        verdicts.append(compare_tokens(others or expected, row))
     wrong = next((verdict for verdict in verdicts if verdict["wrong"]), None)
     figures: dict[str, Any] = {
         "starts": len(measured),

@@ -127,7 +127,8 @@ def bench(
         int,
         option(
             "N",
-            "How often each engine is started, in turn with the others. With 1, the reference again last.",
+            "How often each engine is started, in turn with the others. "
+            "With 1, the reference is started again at the end.",
             min=1,
             max=20,
         ),

@@ -313,11 +313,18 @@ from pathlib import Path
 from scenario_fakes import FAULTS, subject_kind
 from moedoctor.scenario.file import ScenarioError, load
 for path in map(Path, sys.argv[2:]):
-    began = time.process_time()
-    try:
-        load(path, faults=FAULTS, subject_kind=subject_kind)
-    except ScenarioError as error:
-        print(round(time.process_time() - began, 3), path.name, str(error)[-70:])
+    seconds, message = 9.0, None
+    for _ in range(3):  # a busy neighbour slows a try down
+        began = time.process_time()
+        try:
+            load(path, faults=FAULTS, subject_kind=subject_kind)
+        except ScenarioError as error:
+            message = str(error)[-70:]
+        seconds = min(seconds, time.process_time() - began)
+        if seconds < 0.8:
+            break
+    if message is not None:
+        print(round(seconds, 3), path.name, message)
 assert "torch" not in sys.modules
 # ru_maxrss would count the parent's peak too: Linux keeps it over fork and exec.
 status = Path('/proc/self/status').read_text()

@@ -172,8 +172,8 @@ def unpack_kernel(
     expert 0, its elements' address in slot 0, bytes from one packed expert to the next, bytes from one slot
     to the next, elements (a multiple of 16), words of its tail, and where in it the list begins.
 
-    Every byte of a block is asked for once, in whole lines of 128 bytes: a request for a part of a line costs
-    as much.
+    Every byte of a block is asked for once, in whole lines of 128 bytes: a request for a part of a line seems
+    to cost as much.
     """
     columns: tl.constexpr = size // lanes
     total = tl.load(copies_ptr) * chunks

@@ -19,7 +19,7 @@ _ROUTERS = ("gate", "router", "router.proj")
 _LOGGED_CALLS = 512
 """Calls of a layer while ids are recorded."""
 _NO_REPETITION = 1e9
-"""A repetition penalty that leaves nothing of a token's logit."""
+"""A repetition penalty that leaves nothing of a positive logit."""
 
 
 @dataclass(frozen=True)
