@@ -48,10 +48,9 @@ ARGUMENTS: Mapping[str, Any] = {
 }
 """Engine arguments for a tiny model. With `kv_cache_memory_bytes` vLLM does not profile its memory, so
 engines that run side by side do not disturb each other."""
-_INSTALLED_IN = re.compile(
-    r"(?<![\w./])/[^\s\"']{0,300}/(?=(?:vllm|torch|triton|humming|flashinfer|moedoctor)/)"
-)
-"""The folder of a package in a message; it says nothing about the failure."""
+_PATH = re.compile(r"(?<![\w./])/[^\s\"']+")
+_INSTALLED_IN = re.compile(r".*/(?=(?:vllm|torch|triton|humming|flashinfer|moedoctor)/)")
+"""The folder of a package at the start of a path in a message; it says nothing about the failure."""
 _NVFP4_SELECTION = "model_executor/layers/fused_moe/oracle/nvfp4.py"
 _PROBE = re.compile(r"moedoctor(\.[a-z_][a-z0-9_]*)+:[a-z_][a-z0-9_]*")
 _OWN_CACHES = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "TORCHINDUCTOR_CACHE_DIR")
@@ -275,7 +274,7 @@ def _error(answer: Mapping[str, Any], ended: Ended) -> EngineError | None:
     redact = Redactor.of_this_process().text
 
     def hide(text: str) -> str:
-        return _INSTALLED_IN.sub("", redact(text))
+        return _PATH.sub(_from_the_package_on, redact(text))
 
     error = answer.get("error")
     if error is not None:
@@ -292,6 +291,12 @@ def _error(answer: Mapping[str, Any], ended: Ended) -> EngineError | None:
     else:
         return None
     return EngineError(crash.death.value, hide(message), "process", crash.death)
+
+
+def _from_the_package_on(path: re.Match[str]) -> str:
+    """Return a path without the folder that its package is installed in."""
+    folder = _INSTALLED_IN.match(path[0])
+    return path[0][folder.end() if folder else 0 :]
 
 
 def _stages(answer: Mapping[str, Any], ended: Ended) -> str | None:

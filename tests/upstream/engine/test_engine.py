@@ -52,6 +52,14 @@ def test_a_message_does_not_hold_the_folder_that_vllm_is_installed_in() -> None:
     assert error.message == 'File "vllm/model.py", line 3\nhumming/csrc/launcher.h:3, error'
 
 
+@pytest.mark.parametrize("piece", ["://", "/", "/vllm", "a/", ":/vllm/"])
+def test_hiding_folders_takes_time_in_proportion_to_the_message(piece: str) -> None:
+    message = piece * (1_000_000 // len(piece))
+    started = time.process_time()
+    engine._PATH.sub(engine._from_the_package_on, message)
+    assert time.process_time() - started < 1.0
+
+
 @pytest.mark.parametrize(
     ("model", "kind", "stage", "death"),
     [
