@@ -139,6 +139,9 @@ def engine_memory(cases: ClaimCases) -> ClaimJudgement:
         f"{gained / _GIB:+.3f} GiB for the KV cache with {with_cache['slots']} slots a layer, of "
         f"{saved / _GIB:.3f} GiB that the caches save"
     )
+    held = with_cache.get("unreleased_bytes", 0) - without.get("unreleased_bytes", 0)
+    if held > 0:
+        figure += f"; torch cannot release {held / _GIB:.3f} GiB more"
     return decide(saved > 0 and gained >= cases.limits["min_share"] * saved, {"rows": rows}, figure)
 
 

@@ -243,7 +243,7 @@ def memory(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     for engine in ran:
         error, probe = engine.result.error, engine.result.probe
         figures = (
-            {key: probe[key] for key in ("kv_cache_bytes", "saved_bytes", "layers")}
+            {key: probe[key] for key in ("kv_cache_bytes", "saved_bytes", "unreleased_bytes", "layers")}
             if error is None
             else {"error": short_error(error)}
         )
@@ -264,7 +264,7 @@ def _profiled(folder: str, slots: int | None) -> Trial:
         },
         cached(slots),
         max_tokens=2,
-        probe=f"{PROBES}caches",
+        probe=f"{PROBES}profiled",
         seconds=SECONDS,
         label=f"{slots} slots",
     )

@@ -194,9 +194,9 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
         to_device(layer, device)  # every expert fits, or vLLM computes without a cache
     if _left_out:
         return
+    torch.cuda.empty_cache()
     stream = stream_prompts(host_experts(model), options)
     buffers = 0 if stream is None else stream.nbytes
-    torch.cuda.empty_cache()
     # vLLM kept the experts in pinned memory of torch's own, which torch would keep for later.
     if torch.cuda.is_available():
         torch._C._host_emptyCache()

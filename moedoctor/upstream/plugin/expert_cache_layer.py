@@ -123,6 +123,8 @@ class HostExperts:
         engine = options.engine
         if engine == "auto":
             engine = "device" if self.store.pinned else "host"
+        # Slots in a block that experts left would keep torch from releasing the rest of that block.
+        torch.cuda.empty_cache()
         cache = ExpertCache(
             self.store,
             options.slots,

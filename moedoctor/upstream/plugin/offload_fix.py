@@ -137,6 +137,8 @@ def _take_over(pending: Sequence[_Layer], offload: Callable[..., Any], *, pin: b
     if not size:
         return None
     reader_of = readers(layers, list(on_host.values()))
+    # A buffer in a block that repacking left would keep torch from releasing the rest of that block.
+    torch.cuda.empty_cache()
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", _UNPINNED, RuntimeWarning

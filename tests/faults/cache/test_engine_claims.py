@@ -159,6 +159,11 @@ def test_the_profile_must_find_what_is_saved() -> None:
     assert verdict(claims.engine_memory, WITHOUT, WITH, limit=0.95) is ClaimVerdict.CONFIRMED
     assert verdict(claims.engine_memory, WITHOUT, little, limit=0.95) is ClaimVerdict.REFUTED
     assert verdict(claims.engine_memory, WITHOUT, nothing, limit=0.95) is ClaimVerdict.REFUTED
+    split = by_rows(
+        claims.engine_memory, {"min_share": 0.95}, WITHOUT, {**little, "unreleased_bytes": 7 << 26}
+    )
+    assert split.reason is not None
+    assert split.reason.endswith("that the caches save; torch cannot release 0.438 GiB more")
     died = {"slots": 8, "error": "died"}
     assert verdict(claims.engine_memory, WITHOUT, died, limit=0.95) is ClaimVerdict.UNTESTED
 

@@ -158,10 +158,11 @@ def test_memory_is_what_the_profile_finds(run: Any) -> None:
         assert (document["num_hidden_layers"], document["head_dim"]) == (4, 128)
         assert request.arguments["kv_cache_memory_bytes"] is None, "it would replace the profile"
         asked.append(request.environ["MOEDOCTOR_EXPERT_CACHE"])
-        return result(probe={"kv_cache_bytes": 5, "saved_bytes": 3, "layers": 4, "slots": None})
+        return result(probe={**found, "slots": None})
 
+    found = {"kv_cache_bytes": 5, "saved_bytes": 3, "unreleased_bytes": 2, "layers": 4}
     run(engine)
-    assert engines.memory({})[1] == {"slots": 8, "kv_cache_bytes": 5, "saved_bytes": 3, "layers": 4}
+    assert engines.memory({})[1] == {"slots": 8, **found}
     assert asked == ["", "8"]
 
 

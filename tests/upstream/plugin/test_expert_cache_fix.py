@@ -182,6 +182,20 @@ def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
     assert EXPERTS.get() is None
 
 
+def test_slots_are_not_made_in_blocks_that_experts_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    def make(*given: Any, **options: Any) -> ExpertCache:
+        order.append("slots")
+        return ExpertCache(*given, **options)
+
+    monkeypatch.setattr(expert_cache_layer, "ExpertCache", make)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("released"))
+    for _ in range(2):
+        install(Layer(), CacheOptions(5), torch.device("cpu"), captured=False)
+    assert order == ["released", "slots"] * 2
+
+
 class UnquantizedFusedMoEMethod(SimpleNamespace):
     """Vllm's method of layers that our kernels can compute."""
 

@@ -217,6 +217,19 @@ def test_one_warning_says_that_memory_is_not_pinned(
     assert line.endswith("no lock" if pin else "host memory is not pinned, so copies block")
 
 
+def test_buffers_are_not_made_in_blocks_that_repacking_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    def taking(*arguments: Any, **options: Any) -> Any:
+        order.append("buffers")
+        return offload(*arguments, **options)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("released"))
+    pending = [offload_fix._Layer(Layer(), torch.device("cpu"), None) for _ in range(3)]
+    offload_fix._take_over(pending, taking, pin=False)
+    assert order == ["released", "buffers"]
+
+
 def test_an_engine_that_copies_has_no_graphs_and_its_own_cache(
     patched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
