@@ -166,6 +166,7 @@ class DeviceEngine(Engine):
         rows = [(_rows(self.slots[name]), _rows(buffer)) for name, buffer in buffers.items()]
 
         def copy() -> None:
+            self._join()
             slot_of = self._state.slot_of  # [E]
             missing = slot_of < 0  # [E]
             for slots, buffer in rows:  # those that are missing get any row here, and their own below
@@ -188,8 +189,13 @@ class DeviceEngine(Engine):
                 tensor.zero_()
             ids = ids.contiguous()  # [calls, K]
             slot_ids = torch.empty_like(ids[:1])  # [1, K]
+            groups = -(-self._most(ids[:1]) // self.capacity)
+            self._partings += groups > 1
             for row in ids.unbind(0):
-                launch_lookup(state, row, slot_ids)
+                if groups > 1:
+                    launch_groups(state, row)
+                for group in range(groups):
+                    launch_lookup(state, row, slot_ids, group=group if groups > 1 else None)
             state.counts.copy_(counts)
             held = state.expert_of.clamp(min=0)  # [capacity]; a free slot gets any expert
             for name, slots in self.slots.items():

@@ -11,7 +11,7 @@ read for it, and the host does not wait to see it. On a CPU it raises ValueError
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -90,15 +90,20 @@ def moe_forward_in_parts(
     which part: on a GPU it has the bits of `moe_forward`, if that has few enough pairs to compute each by
     itself. All slots must stay as they are until then, as those of ``ExpertCache.groups(ids, overlap=True)``
     do if the ids are no more than the slots: else a group takes the slots of the one before. Other arguments
-    and errors as `moe_forward`; ValueError also if there is no part.
+    and errors as `moe_forward`; ValueError also if there is no part. A generator is closed in any case.
     """
     slot_ids: torch.Tensor | None = None
     h: torch.Tensor | None = None
-    for part in parts:
-        _check(x, weights, part, topk_weights, activation, None)
-        slot_ids = part if slot_ids is None else torch.maximum(slot_ids, part)  # [T, K]
-        if part.numel() and not _on_host(x):
-            h = _first_products(x, weights, part, h, activation)
+    try:
+        for part in parts:
+            _check(x, weights, part, topk_weights, activation, None)
+            slot_ids = part if slot_ids is None else torch.maximum(slot_ids, part)  # [T, K]
+            if part.numel() and not _on_host(x):
+                h = _first_products(x, weights, part, h, activation)
+    finally:
+        # An error's traceback keeps a generator alive, but its copies must be joined before a capture ends.
+        if isinstance(parts, Generator):
+            parts.close()
     if slot_ids is None:
         raise ValueError("parts is empty: expected at least one part, which may name no slot")
     if h is None:

@@ -159,8 +159,14 @@ def seeded() -> None:
     for policy in ONLINE_POLICIES:
         cache = new(policy)
         before = cache.stats
-        for tokens in (1, 5, 60, 150):
-            ids = torch.randint(-1, EXPERTS, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
+        for tokens, top_k in (
+            (1, 3),
+            (5, 3),
+            (60, 3),
+            (150, 3),
+            (5, 2 * SLOTS + 1),
+        ):  # the last goes in groups
+            ids = torch.randint(-1, EXPERTS, (tokens, top_k), generator=draw, dtype=torch.int32)  # [T, K]
             cache.seed_from(ids, WEIGHTS)
             expected = table_after(followed(ids), EXPERTS, SLOTS, policy)
             got = cache._engine.table()
