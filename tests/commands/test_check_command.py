@@ -178,6 +178,21 @@ def test_a_python_without_vllm_is_no_all_clear(tmp_path: Path) -> None:
     assert "vLLM was not found in " in ended.stdout.splitlines()[-1]
 
 
+def test_a_described_release_says_what_its_fixes_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOEDOCTOR_FIXES", "expert_cache")
+    assert main(["check", "--release", "0.19.1"]) == 1
+    page = capsys.readouterr().out
+    assert "offload source checked" in page
+    assert "vLLM does not start: the fix expert_cache is not applied to vLLM 0.19.1" in page
+    monkeypatch.delenv("MOEDOCTOR_FIXES")
+    main(["check", "--release", "0.33.0"])
+    page = capsys.readouterr().out
+    assert "routing not needed" in page
+    assert "does not start" not in page
+
+
 @pytest.mark.parametrize(
     ("options", "ids"),
     [

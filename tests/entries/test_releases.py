@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
+from moedoctor.diagnose.settings.tables import releases
 from moedoctor.entries import entries, reports_folder
 from moedoctor.entries.entry import Affected, Entry, Run, parse_entry
 from moedoctor.results import load_report
@@ -64,6 +67,24 @@ def test_words_about_releases_are_made_of_them_and_say_what_was_not_run(entry: E
         assert (affected.basis == "run") is ({affected.first, affected.last} <= struck)
         assert affected.range in entry.where
         assert ("read in the source" in affected.evidence) is (affected.basis == "read")
+
+
+@pytest.mark.parametrize("entry", entries().values(), ids=lambda entry: entry.id)
+def test_a_fix_named_in_words_is_one_of_the_ranges(entry: Entry) -> None:
+    for affected in entry.releases:
+        assert affected.fixed is None or affected.fixed in entry.fixed
+
+
+@pytest.mark.parametrize("entry", entries().values(), ids=lambda entry: entry.id)
+def test_check_finds_a_failure_in_all_of_its_releases_and_no_others(entry: Entry) -> None:
+    """Of those vLLM releases that moedoctor knows; a rule without a vLLM range holds for all of them."""
+    ranges = [affected for affected in entry.releases if affected.package == "vllm"]
+    if not ranges:
+        return
+    rules = [SpecifierSet(rule.when.packages.get("vllm", "")) for rule in entry.affects]
+    for release in map(Version, releases()):
+        struck = any(Version(part.first) <= release <= Version(part.last) for part in ranges)
+        assert any(release in rule for rule in rules) is struck, release
 
 
 HEAD = """---

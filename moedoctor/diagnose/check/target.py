@@ -129,7 +129,7 @@ def released(release: str) -> Target:
         f"vLLM {release} as it is released",
         replace(Sources(), package_version=_lookup(packages), package_folder=lambda name: None),
         replace(
-            _quiet(Probes(), only, {}, ()),
+            _quiet(Probes(), only, {}, plugins=None),
             nvcc=lambda environ: None,
             jit_cache=lambda environ: JitCache("", ()),
         ),
@@ -161,9 +161,12 @@ def _quiet(
     probes: Probes,
     why: str,
     requires: Mapping[str, Iterable[str]],
-    plugins: Sequence[tuple[str, str]],
+    plugins: Sequence[tuple[str, str]] | None,
 ) -> Probes:
-    """Return the probes without those that import packages; `why` says so."""
+    """Return the probes without those that import packages; `why` says so.
+
+    `plugins`: those of the environment; None for those of this Python.
+    """
     return replace(
         probes,
         pinning=lambda: not_tried(why),

@@ -125,7 +125,16 @@ _COLLECTORS = {
 }
 """The facts from upstream's own reports that are worth a line."""
 _UNKNOWN = "unknown"
-_DESCRIBED = ("GPU", "torch", "vllm", "flashinfer-python", "flashinfer-cubin", "CPU offload", "variables")
+_DESCRIBED = (
+    "GPU",
+    "torch",
+    "vllm",
+    "flashinfer-python",
+    "flashinfer-cubin",
+    "CPU offload",
+    "fixes for this vLLM",
+    "variables",
+)
 """The facts that an environment has which is only described."""
 
 

@@ -68,8 +68,7 @@ def _honouring(original: Any, *, version: str) -> Any:
         try:
             honoured = _honour(config, wanted_backend(os.environ, version))
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            logger.warning("moedoctor: %s could not be honoured: %s", NVFP4_VARIABLE, reason)
+            refuse(NAME, f"{NVFP4_VARIABLE} could not be honoured: {type(error).__name__}: {error}")
             return config
         if honoured:
             # vLLM looks at no other backend now, so it has no reasons to log; the tables have.

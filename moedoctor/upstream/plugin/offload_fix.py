@@ -27,7 +27,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches
+from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches, refuse
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -113,12 +113,9 @@ def _finishing(original: Any, *, offload: Callable[..., Any]) -> Any:
             try:
                 setattr(self, _HANDLE, _take_over(pending, offload, pin=bool(self.pin_memory)))
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                logger.warning(
-                    "moedoctor: offload is left to vLLM, which ours could not take over: %s", reason
-                )
                 for layer in pending:
                     layer.module.forward = layer.vllm_forward
+                refuse(NAME, f"ours could not take over from vLLM: {type(error).__name__}: {error}")
         return result
 
     return post_init

@@ -134,14 +134,23 @@ def test_it_gives_a_warning_if_the_fix_is_optional(
     assert any("left out: backend: " in line and words in line for line in caplog.messages)
 
 
-def test_a_failure_while_honouring_leaves_the_configuration_as_it_is(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_failure_while_honouring_stops_the_engine(
+    stub: Stub,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def broken(config: Any) -> bool:
         raise KeyError("quantization")
 
     monkeypatch.setattr(backend_fix, "is_nvfp4", broken)
-    assert moe_backend(stub()(quantization="modelopt_fp4")) == "auto"
+    arguments = stub()(quantization="modelopt_fp4")
+    with pytest.raises(SystemExit):
+        arguments.create_engine_config()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "backend is refused: VLLM_NVFP4_MOE_BACKEND could not be honoured: KeyError" in line
+    monkeypatch.setenv("MOEDOCTOR_FIXES_OPTIONAL", "1")
+    assert moe_backend(arguments) == "auto"
     assert any("could not be honoured: KeyError" in line for line in caplog.messages)
 
 

@@ -166,6 +166,19 @@ def test_every_release_is_patched_and_computes_the_same(
     assert {name.rpartition(".")[2] for name in on_host} == {"weight"}
 
 
+def test_an_engine_that_asked_for_ours_stops_if_it_cannot_take_over(
+    patched: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MOEDOCTOR_FIXES", "offload")
+    modules, offloader = wrapped(1 << 20)
+    modules[1].register_buffer("mask", torch.empty(4, device="meta"))
+    with pytest.raises(SystemExit):
+        offloader.post_init()
+    (line,) = capsys.readouterr().err.splitlines()
+    refused = "vLLM is stopped: offload is refused: ours could not take over from vLLM: ValueError"
+    assert refused in line
+
+
 @pytest.mark.parametrize(("budget", "uva"), [(0, False), (1 << 20, True)])
 def test_nothing_is_taken_over_if_vllm_copies_nothing(patched: None, budget: int, uva: bool) -> None:
     modules, offloader = wrapped(budget, uva=uva)
@@ -197,7 +210,7 @@ def test_if_ours_cannot_take_over_vllm_offloads_as_before(
     modules[1].__dict__["_buffers"].pop("mask", None)
     assert [tuple(module.weight.shape) for module in modules] == [(160, 160)] * 3
     assert all(torch.equal(module(x), expected) for module, expected in zip(modules, plain, strict=True))
-    assert f"could not take over: {reason}" in caplog.messages[0]
+    assert f"ours could not take over from vLLM: {reason}" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("pin", [True, False])
