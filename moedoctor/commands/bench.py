@@ -141,7 +141,8 @@ def bench(
 
     --backend compares every result with the reference first and times only what is right. A time is marked !
     if p20 and p80 differ by more than 20 % of the median: then a difference of 20 % to another says nothing.
-    --backend covers FP8 with one scale for each matrix of an expert, not FP8 in blocks, MXFP4 or DEEPGEMM.
+    --backend covers FP8 with one scale for each matrix of an expert, not FP8 in blocks, MXFP4 or DEEPGEMM,
+    nor backends for tokens grouped by expert (with BATCHED in the name) or for several GPUs (with MOE_EP).
     --engine compares vLLM's greedy tokens, then gives tokens per second and the time of the first token.
     --cache gives hit rates over capacity, each beside the Belady bound; a Markdown report with -o gets its
     pictures (SVG) beside it.

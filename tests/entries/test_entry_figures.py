@@ -460,7 +460,9 @@ def test_expert_cache_page_gain() -> None:
         row["first_reply_tokens_per_second"] / row["repeated_reply_tokens_per_second"] for row in new.values()
     ]
     assert {f"({reply:.2f} times)" for reply in replies} == {"(1.00 times)"}
-    assert "as the same reply once more (1.00 times)" in text
+    assert "as the same reply after the same prompt once more (1.00 times)" in text
+    rounds = {slots: row["rounds"][0] / row["rounds"][-1] for slots, row in new.items()}
+    assert f"the first of two equal rounds has {listed(rounds, '.2f')} times" in text
 
 
 def test_expert_cache_page_engines() -> None:
@@ -711,7 +713,7 @@ def test_the_expert_cache_on_an_h100() -> None:
         f"{published[scheme]['tokens_per_second']:.1f} {unit}from {published[scheme]['gigabytes']:.1f}"
         for scheme, unit in (("bf16", "tokens/s "), ("nvfp4", ""))
     )
-    assert f"decodes {bf16} GB in BF16 and {nvfp4} GB in NVFP4" in text
+    assert f"decodes {bf16} GB in BF16, with the packing before today's, and {nvfp4} GB in NVFP4" in text
 
 
 def answers_of(name: str) -> list[Mapping[str, Any]]:

@@ -34,7 +34,8 @@ UPSTREAM = (
 )
 """Backends of vLLM 0.21.0 to 0.33.0 for one GPU, by vLLM's own names. A release that lacks one refuses it.
 
-FP8 here has one scale for each matrix of an expert. FP8 in blocks, MXFP4 and DEEPGEMM are not covered.
+FP8 here has one scale for each matrix of an expert. FP8 in blocks, MXFP4 and DEEPGEMM are not covered,
+nor backends for tokens grouped by expert (with BATCHED in the name) or for several GPUs (with MOE_EP).
 """
 OWN = tuple(Variant(name, quantization) for name in ("OURS", "REFERENCE") for quantization in QUANTIZATIONS)
 ALL = (*UPSTREAM, *OWN)

@@ -225,7 +225,8 @@ def _gain(row: Row, every: Mapping[tuple[str, int], float]) -> str:
     rate, gain = row["tokens_per_second"], row["times_before"]
     first, again = (row.get(name) for name in _REPLIES)
     return (
-        f"{row['slots']} slots: {rate:.1f} tokens/s, {gain:.2f} times {rate / gain:.1f}; the bus allows "
+        f"{row['slots']} slots: {rate:.1f} tokens/s, {gain:.2f} times the old defaults' "
+        f"(rounds {', '.join(f'{speed:.1f}' for speed in row['rounds'])}); the bus allows "
         f"{row['bus_bound_tokens_per_second']}; {every.get((row['cache'], 8), 0.0):.1f} with 8 sequences"
         + ("" if first is None else f"; first reply {first:.1f}, once more {again:.1f}")
     )
