@@ -9,7 +9,7 @@ set -eu
 cd "$(dirname "$0")/.."
 . scripts/environments.sh
 out=reports/releases
-# The CPU tiers of these ask a release. In the model tiers of the others both the failure and the fix are code of moedoctor.
+# The CPU tiers of these scenarios run code of the release. In the others' model tiers failure and fix are moedoctor's own code.
 torch_scenarios="untraceable_offload"
 vllm_scenarios="arch_suffix untraceable_offload offload_reinit backend_override offload_noop gate_up_order"
 function_scenarios="offload_reinit offload_noop"
