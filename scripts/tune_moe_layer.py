@@ -225,13 +225,16 @@ def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) 
 
 
 def row_candidates(shape: LayerShape, second: bool) -> list[RowTile]:
-    """Return tiles with 2 to 32 words of weights a thread in a step."""
-    lanes = 2 ** math.ceil(math.log2(shape.top_k)) if second else 2 if shape.gated else 1
-    sizes = itertools.product((1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 2, 4))
+    """Return tiles with 4 to 64 words of weights a thread in a step, whose rows all threads share evenly."""
+    padded = 2 ** math.ceil(math.log2(shape.top_k))
+    lanes = [count for count in (2, 8) if shape.top_k / 4 <= count < padded] + [padded] if second else [1]
+    sizes = itertools.product(lanes, (1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 2, 4), (True, False))
     return [
-        RowTile(columns, groups, warps)
-        for columns, groups, warps in sizes
-        if 4 <= lanes * columns * groups / warps / 2 <= 64 and (groups >= 4 or second)
+        RowTile(columns, groups, warps, **({"lanes": count, "ahead": ahead} if second else {}))
+        for count, columns, groups, warps, ahead in sizes
+        if (second or ahead)
+        and 16 * warps <= (count if second else columns) * groups
+        and count * columns * groups * (2 if shape.gated and not second else 1) / warps <= 128
     ]
 
 

@@ -154,7 +154,12 @@ def assert_random_layer_is_right(seed: int, device: str = "cpu", bounds: Bounds 
     first, second = block_tiles(tokens * top_k, experts, quantization, gated=halves == 2)
     tiles: Any = first, replace(second, depth_splits=draw.choice((1, 2, 3)))
     if quantization == "nvfp4" and tokens <= 2:
-        tiles = tuple(RowTile(draw.choice((4, 8)), draw.choice((1, 2, 16)), 4) for _ in range(2))
+        tiles = tuple(
+            RowTile(
+                draw.choice((4, 8)), draw.choice((1, 2, 16)), 4, draw.choice((1, 2, 32)), draw.random() < 0.5
+            )
+            for _ in range(2)
+        )
     output = run_experts(
         x.to(device), w13, w2, shares.to(device), ids.to(device), activation=activation, tiles=tiles, out=into
     )
@@ -205,6 +210,25 @@ def _random_weights(
     stored = scale.flatten(1, 2).to(device)
     weights = fp8_weights(values.to(device), stored, block=(tall, wide), halves=halves, bias=bias)
     return weights, values.float() * spread.flatten(1, 2)
+
+
+def assert_small_values_keep_their_bits(dtype: torch.dtype, smaller: float, device: str = "cpu") -> None:
+    """A layer whose values between the products are far below 1 is as right as another: without a bias."""
+    layer = make_layer(LayerShape(128, 192, 8, 4, "silu"), "nvfp4", device=device)
+    problem = make_problem(layer, 1, "none", device=device)
+    x = problem.x.to(dtype)  # [1, H]
+    tiles = RowTile(4, 1, 4), RowTile(4, 2, 4, lanes=2)
+    w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
+
+    def output(factor: float) -> torch.Tensor:
+        """Return float32 [1, H], divided by what `factor` makes of it: gate and up have a scale of each."""
+        both = w13.scale.view(len(w13.values), -1).expand(-1, 2) * torch.tensor([1.0, factor], device=device)
+        weights = replace(w13, scale=both.contiguous(), halves=2)
+        shares = problem.topk_weights / factor
+        return run_experts(x, weights, w2, shares, problem.topk_ids, activation="silu", tiles=tiles).float()
+
+    expected, got = output(1.0), output(smaller)  # a power of two changes no bit but those of the exponent
+    assert (got - expected).norm() <= 0.01 * expected.norm(), (dtype, smaller)
 
 
 @triton.jit
@@ -305,6 +329,8 @@ if __name__ == "__main__":
         elif kind == "rows":
             launch._MOST_ROWS = 2
             assert_layer_is_right("bf16", "silu", 20, 96, 48)
+        elif kind == "small":
+            assert_small_values_keep_their_bits(getattr(torch, values[0]), 2.0 ** float(values[1]))
         elif kind == "plan":
             assert_plan_is_whole("cpu", int(values[0]), float(values[1]), int(values[2]), 5)
         else:

@@ -50,6 +50,11 @@ def test_interpreted_decoding() -> None:
     _interpreted("decoding", "e4m3")
 
 
+def test_interpreted_small_values_between_the_products() -> None:
+    """bfloat16 holds values near 1e-13 as well as those near 1; they meet codes that are close to 2**-126."""
+    _interpreted("small,bfloat16,-40", "small,float16,-8")
+
+
 @pytest.mark.parametrize("half", [True, False])
 def test_instructions_that_decode_fp8(half: bool) -> None:
     """Every pair of codes with another, run here; the interpreter of Triton cannot."""

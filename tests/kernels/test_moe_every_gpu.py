@@ -120,19 +120,24 @@ def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool)
         "has_bias": True,
         "BLOCK_N": tile.block_n,
         "GROUPS": tile.groups,
+        "larger": 2.0**64,
         "early": capability >= 90,
     }
     up = ("bf16", "i32", "i32", "fp32", "bf16", "i32", "bf16")
     if second:
         down = (*up[:6], "fp32", "bf16")
-        kernel = compile_kernel(
-            nvfp4_down_kernel, capability, down, {**common, "LANES": 8 if gated else 32}, warps=tile.warps
-        )
+        lanes = {"LANES": min(tile.lanes, 8 if gated else 32), "ahead": tile.ahead}
+        kernel = compile_kernel(nvfp4_down_kernel, capability, down, {**common, **lanes}, warps=tile.warps)
     else:
-        own = {"activation": "silu" if gated else "relu2", "halves": 2 if gated else 1}
+        own = {
+            "activation": "silu" if gated else "relu2",
+            "halves": 2 if gated else 1,
+            "LANES": tile.rows_at_once,
+        }
         kernel = compile_kernel(nvfp4_up_kernel, capability, up, {**common, **own}, warps=tile.warps)
     _check(kernel, capability, f"{tile}, {second}")
     ptx = kernel.asm["ptx"]
+    assert ptx.count("bar.sync") <= 4 * int(second), "threads ask each other for weights or values"
     if capability >= 90:
         assert ptx.count("griddepcontrol.wait") == int(second)
         assert ptx.count("griddepcontrol.launch_dependents") == int(not second)

@@ -297,7 +297,10 @@ def _launch_rows(
     *,
     activation: str,
 ) -> None:
-    """Compute an NVFP4 layer in two launches, `h` [T * K, I] and `out` [T, H]. Others as `run_experts`."""
+    """Compute an NVFP4 layer in two launches, `h` [T * K, I] and `out` [T, H]. Others as `run_experts`.
+
+    `h` gets values between the products that are larger than they are, see `decode_nvfp4`.
+    """
     (tokens, hidden_size), top_k, intermediate_size = x.shape, topk_ids.shape[1], h.shape[1]
     first, second = tiles
     early = _has_dependent_launches(x.device)
@@ -306,6 +309,7 @@ def _launch_rows(
         "num_experts": w13.values.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
+        "larger": 2.0**64 if h.dtype is torch.bfloat16 else 1.0,
         "early": early,
     }
     with on_device(x):
@@ -320,6 +324,7 @@ def _launch_rows(
             activation=activation,
             halves=w13.halves,
             has_bias=w13.bias is not None,
+            LANES=first.rows_at_once,
             BLOCK_N=first.block_n,
             GROUPS=first.groups,
             num_warps=first.warps,
@@ -335,7 +340,8 @@ def _launch_rows(
             topk_weights,
             out,
             has_bias=w2.bias is not None,
-            LANES=triton.next_power_of_2(top_k),
+            LANES=min(second.lanes, triton.next_power_of_2(top_k)),
+            ahead=second.ahead,
             BLOCK_N=second.block_n,
             GROUPS=second.groups,
             num_warps=second.warps,

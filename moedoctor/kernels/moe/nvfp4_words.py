@@ -83,19 +83,17 @@ def add_block(
 ) -> tl.tensor:
     """Return float32 `total` [N, 2 * G] plus weights, divided by REMAINING_SCALE, times `values`.
 
-    Of each group the 16 weights of one block, every sum of eight neighbours. `words` and `scales` as
-    `decode_block`, `values` float32 [N, 16 * G] or [1, 16 * G]. A sum is scaled, which takes fewer
-    instructions than scaling eight weights.
+    Of each group the 16 weights of one block, every sum of eight neighbours. `words` as `decode_block`,
+    `scales` uint32 [N, 2 * G] with each word twice, `values` float32 [N, 16 * G] or [1, 16 * G]. A sum is
+    scaled, which takes fewer instructions than scaling eight weights.
     """
     rows: tl.constexpr = words.shape[0]
-    groups: tl.constexpr = scales.shape[1]
     codes = _eighths(_halves(_codes(words, block), True))
     values = _eighths(values)
-    sums = tl.zeros([rows, 2 * groups], tl.float32)
-    for place in tl.static_range(8):
-        sums = tl.fma(codes[place], tl.broadcast_to(values[place], (rows, 2 * groups)), sums)
-    bits = ((scales >> (8 * block)) & 255) * 0x00100000 + 0x70000000  # [N, G]
-    bits = tl.reshape(tl.broadcast_to(bits[:, :, None], (rows, groups, 2)), (rows, 2 * groups))
+    sums = codes[0] * tl.broadcast_to(values[0], (rows, scales.shape[1]))  # [N, 2 * G]
+    for place in tl.static_range(1, 8):
+        sums = tl.fma(codes[place], tl.broadcast_to(values[place], (rows, scales.shape[1])), sums)
+    bits = ((scales >> (8 * block)) & 255) * 0x00100000 + 0x70000000  # [N, 2 * G]
     return tl.fma(sums, bits.to(tl.float32, bitcast=True), total)
 
 

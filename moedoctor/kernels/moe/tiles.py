@@ -47,6 +47,15 @@ class RowTile:
     groups: int
     """Groups of 64 weights of a row that a step takes"""
     warps: int
+    lanes: int = 32
+    """Experts of a token that a step of the second product takes, at most"""
+    ahead: bool = True
+    """Whether the second product asks for values, too, before it uses those of the step before"""
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a weight that all threads hold at a time, if each has four words."""
+        return max(1, min(self.block_n, 16 * self.warps // self.groups))
 
 
 def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
