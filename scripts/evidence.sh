@@ -22,6 +22,7 @@ shopt -s nullglob
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 tokens=1,8,64,512,4096
+decode=1,2,4,8,16,32,64 # as many as a step has
 
 doctor() { "$python" -m moedoctor "$@"; }
 
@@ -188,12 +189,11 @@ moe_backends() {
     write moe_backends bench --backend all "${models[@]}" --tokens "$tokens" --timeout 600
 }
 
-# moe_backends_decode NAME BACKENDS: NVFP4 alone, as many tokens as a decode step has. HUMMING compiles for more than a minute a
-# model.
-moe_backends_decode() {
+# backends_of_all NAME BACKENDS TOKENS: layers of all models. HUMMING compiles for more than a minute a model.
+backends_of_all() {
     local models=() model
     while read -r model; do models+=(--model "$model"); done < <("$python" -c 'from moedoctor.models.presets import names; print(*names(), sep="\n")')
-    write "$1" bench --backend "$2" "${models[@]}" --tokens 1,2,4,8,16,32,64 --timeout 600
+    write "$1" bench --backend "$2" "${models[@]}" --tokens "$3" --timeout 600
 }
 
 # The order is that of "all": crashes and cache first. The comment says what a report needs, and the seconds that it took on an
@@ -244,9 +244,9 @@ make_report() {
         sentinel_ids) write sentinel_ids run MD016 ;;                                             # 13 s, 415 s
         backend_override) write backend_override run MD010 ;;                                     # 143 s, 59 s
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, 61 s
-        moe_backends_nvfp4) moe_backends_decode moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 ;;     # idle; -, 76 s
-        moe_backends_humming) moe_backends_decode moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 ;; # idle; -, 339 s
-        moe_backends_bf16) write moe_backends_bf16 bench --backend OURS:bf16,TRITON:bf16 --model qwen3-30b-a3b --tokens "$tokens" ;; # idle; -, 44 s
+        moe_backends_nvfp4) backends_of_all moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 "$decode" ;;     # idle; -, 76 s
+        moe_backends_humming) backends_of_all moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 "$decode" ;; # idle; -, 339 s
+        moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$tokens" ;; # idle; -, 44 s for one model
         bench_engine) bench_engine ;;                                                             # idle; -, 337 s
         moe_backends) moe_backends ;;                                                             # idle
         offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 27 s and claims, -

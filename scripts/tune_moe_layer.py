@@ -225,7 +225,7 @@ def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) 
 
 
 def row_candidates(shape: LayerShape, second: bool) -> list[RowTile]:
-    """Return tiles with 4 to 64 words of weights a thread in a step, whose rows all threads share evenly."""
+    """Return tiles with 4 to 32 words of weights a thread in a step, whose rows all threads share evenly."""
     padded = 2 ** math.ceil(math.log2(shape.top_k))
     lanes = [count for count in (2, 8) if shape.top_k / 4 <= count < padded] + [padded] if second else [1]
     sizes = itertools.product(lanes, (1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 2, 4), (True, False))
@@ -234,7 +234,8 @@ def row_candidates(shape: LayerShape, second: bool) -> list[RowTile]:
         for count, columns, groups, warps, ahead in sizes
         if (second or ahead)
         and 16 * warps <= (count if second else columns) * groups
-        and count * columns * groups * (2 if shape.gated and not second else 1) / warps <= 128
+        and count * columns * groups * (2 if second or shape.gated else 1) / warps <= 128
+        and (not second or count * groups / warps <= 32)  # 64 values a thread, which takes 32 registers
     ]
 
 
