@@ -34,7 +34,7 @@ import torch
 from moedoctor import environment
 from moedoctor.bench.moe import backends
 from moedoctor.bench.moe.own_backends import kernel_weights
-from moedoctor.bench.timing import CallGraph, compare_times
+from moedoctor.bench.timing import CallGraph, cold_time, compare_times
 from moedoctor.kernels.moe.expert_weights import ExpertWeights
 from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
 from moedoctor.kernels.moe.tiles import (
@@ -225,7 +225,10 @@ def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) 
 
 
 def row_candidates(shape: LayerShape, second: bool) -> list[RowTile]:
-    """Return tiles with 4 to 32 words of weights a thread in a step, whose rows all threads share evenly."""
+    """Return tiles with 4 to 32 words of weights a thread in a step, whose rows all threads share evenly.
+
+    With more, or with more than 64 values that are asked for ahead, registers do not suffice.
+    """
     padded = 2 ** math.ceil(math.log2(shape.top_k))
     lanes = [count for count in (2, 8) if shape.top_k / 4 <= count < padded] + [padded] if second else [1]
     sizes = itertools.product(lanes, (1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 2, 4), (True, False))
@@ -234,8 +237,8 @@ def row_candidates(shape: LayerShape, second: bool) -> list[RowTile]:
         for count, columns, groups, warps, ahead in sizes
         if (second or ahead)
         and 16 * warps <= (count if second else columns) * groups
-        and count * columns * groups * (2 if second or shape.gated else 1) / warps <= 128
-        and (not second or count * groups / warps <= 32)  # 64 values a thread, which takes 32 registers
+        and count * columns * groups * (2 if ahead and (second or shape.gated) else 1) / warps <= 128
+        and not (second and ahead and count * groups / warps > 32)
     ]
 
 
@@ -358,25 +361,26 @@ class Bench:
         return rows
 
     def time_rows(self, tokens: int) -> dict[str, Any]:
-        """Return the fastest pair of `RowTile` for the whole layer, first products first, and all times."""
-        sets, rows = list(self.inputs(tokens)), []
+        """Return the fastest pair of `RowTile` for the layer, first products first, and all times.
+
+        Each call alone, with a cold L2 cache, as `moedoctor bench` times it: calls that follow each other hide
+        what a launch waits for at its start.
+        """
+        (x, weights, ids), rows = next(self.inputs(tokens)), []
         best = row_tiles(self.shape.top_k)
         fastest = math.inf
         for second in (False, True):
             for tile in row_candidates(self.shape, second):
                 tiles = (best[0], tile) if second else (tile, best[1])
+
+                def call(tiles: Any = tiles) -> torch.Tensor:
+                    return run_experts(
+                        x, *self.weights, weights, ids, activation=self.shape.activation, tiles=tiles
+                    )
+
                 try:
-                    calls = [
-                        lambda x=x, weights=weights, ids=ids, tiles=tiles: run_experts(
-                            x, *self.weights, weights, ids, activation=self.shape.activation, tiles=tiles
-                        )
-                        for x, weights, ids in sets
-                    ]
-                    calls[0]()
-                    graph = CallGraph(calls, len(calls) * 4)
-                    graph()
-                    microseconds = sorted(graph() for _ in range(_REPLAYS))[_REPLAYS // 2]
-                    del graph
+                    call()
+                    microseconds = cold_time(call, _DEVICE, rounds=_REPLAYS).median
                 except Exception as error:
                     rows.append({"second": second, "tile": asdict(tile), "error": str(error)[:200]})
                     continue
