@@ -363,7 +363,7 @@ class Bench:
     def time_rows(self, tokens: int) -> dict[str, Any]:
         """Return the fastest pair of `RowTile` for the layer, first products first, and all times.
 
-        Each call alone, with a cold L2 cache, as `moedoctor bench` times it: calls that follow each other hide
+        Each call alone, with a cold L2 cache, as `moedoctor bench` does: calls that follow each other hide
         what a launch waits for at its start.
         """
         (x, weights, ids), rows = next(self.inputs(tokens)), []
