@@ -222,8 +222,10 @@ def assert_small_values_keep_their_bits(dtype: torch.dtype, smaller: float, devi
 
     def output(factor: float) -> torch.Tensor:
         """Return float32 [1, H], divided by what `factor` makes of it: gate and up have a scale of each."""
-        both = w13.scale.view(len(w13.values), -1).expand(-1, 2) * torch.tensor([1.0, factor], device=device)
-        weights = replace(w13, scale=both.contiguous(), halves=2)
+        scales = w13.scale.view(len(w13.values), -1).expand(-1, 2) * torch.tensor(
+            [1.0, factor], device=device
+        )
+        weights = replace(w13, scale=scales.contiguous(), halves=2)
         shares = problem.topk_weights / factor
         return run_experts(x, weights, w2, shares, problem.topk_ids, activation="silu", tiles=tiles).float()
 

@@ -770,7 +770,7 @@ def test_the_expert_cache_on_an_h100() -> None:
     alone = {(row["scheme"], row["slots"]): row for row in figures["rows"] if row["batch"] == 1}
     assert all(row["packed"] is (scheme == "bf16") for (scheme, _), row in alone.items())
 
-    def both(scheme: str, key: str) -> str:
+    def rates(scheme: str, key: str) -> str:
         values = [alone[scheme, slots][key] for slots in (8, 16)]
         return f"{values[0]:.1f} and {values[1]:.1f}"
 
@@ -779,10 +779,10 @@ def test_the_expert_cache_on_an_h100() -> None:
         for slots in (8, 16)
     ]
     gain = f"{times[0]:.2f} and {times[1]:.2f} times as fast"
-    nvfp4, bf16 = (both(scheme, "tokens_per_second") for scheme in ("nvfp4", "bf16"))
+    nvfp4, bf16 = (rates(scheme, "tokens_per_second") for scheme in ("nvfp4", "bf16"))
     assert f"NVFP4 decodes {gain} as BF16 from 8 and 16 slots: {nvfp4} tokens/s beside {bf16}" in text
     assert f"decodes {gain} in NVFP4 as in BF16 from 8 and 16 slots: {nvfp4} tokens per second" in guide
-    bounds = [both(scheme, "bus_bound_tokens_per_second") for scheme in ("nvfp4", "bf16")]
+    bounds = [rates(scheme, "bus_bound_tokens_per_second") for scheme in ("nvfp4", "bf16")]
     assert f"beside {bf16}. The bus allows {bounds[0]} beside {bounds[1]}." in guide
 
 

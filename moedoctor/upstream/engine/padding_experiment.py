@@ -8,6 +8,7 @@ holds JSON: ``{"poison_padding": true, "topk_softmax": "moe_C.so of another rele
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def load_beside(path: Path) -> Any:
     """
     import torch
 
-    from moedoctor.upstream.releases.moe_kernels import load_library
+    from moedoctor.upstream.releases.moe_kernels import causes, load_library
 
     changed = renamed(path.read_bytes())
     try:
@@ -107,7 +108,9 @@ def load_beside(path: Path) -> Any:
                 ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
             load_library(copy)
     except OSError as error:
-        raise FixError(f"{path} does not load beside vLLM's own kernels: {error}") from None
+        name = f"{path.parent.name}/{path.name}"  # reports go to others, and so would the rest of the path
+        reason = re.sub(r"\S*/moe\.so", name, causes(error))
+        raise FixError(f"{name} does not load beside vLLM's own kernels: {reason}") from None
     return torch.ops._moe_X
 
 

@@ -46,7 +46,7 @@ class MoeKernels:
         try:
             load_library(library)
         except OSError as error:
-            text = _chain(error)
+            text = causes(error)
             missing = _RUNTIME.search(text)
             hint = ""
             if missing:
@@ -185,7 +185,7 @@ def static_scaled_fp8_quant(source: Path, values: torch.Tensor) -> torch.Tensor:
         try:
             load_library(library)
         except OSError as error:
-            reason = _chain(error)
+            reason = causes(error)
         if hasattr(torch.ops._C, "static_scaled_fp8_quant"):
             break
     else:
@@ -205,7 +205,7 @@ def load_library(library: Path) -> None:
         torch.ops.load_library(str(library))
     except OSError as error:
         # Releases up to 0.19.1 are built for CUDA 12; the loader finds its runtime only if it is loaded.
-        missing = _RUNTIME.search(_chain(error))
+        missing = _RUNTIME.search(causes(error))
         runtimes = cuda_runtimes(library, missing[1]) if missing else []
         if not runtimes:
             raise
@@ -213,7 +213,7 @@ def load_library(library: Path) -> None:
         torch.ops.load_library(str(library))
 
 
-def _chain(error: BaseException) -> str:
+def causes(error: BaseException) -> str:
     """Return the first lines of an error and its causes: torch names the file, the loader the reason."""
     texts: list[str] = []
     cause: BaseException | None = error

@@ -15,7 +15,7 @@ import torch
 
 from moedoctor.trace.nan_report import Finding, NanReport
 from moedoctor.upstream.engine import nan_padding
-from moedoctor.upstream.engine.padding_experiment import VARIABLE, Experiment, renamed
+from moedoctor.upstream.engine.padding_experiment import VARIABLE, Experiment, load_beside, renamed
 from moedoctor.upstream.plugin import nan_trace
 from moedoctor.upstream.plugin.register import FixError
 from tests.interpreted import ROOT
@@ -322,6 +322,21 @@ def test_an_invalid_experiment_is_refused(text: str) -> None:
 def test_there_is_no_experiment_by_default() -> None:
     assert Experiment.from_environment({}) is None
     assert Experiment.from_environment({VARIABLE: '{"poison_padding": false}'}) == Experiment()
+
+
+def test_kernels_that_do_not_load_are_named_with_the_loaders_reason(tmp_path: Path) -> None:
+    """A report of it goes to others: no folder of this machine, neither the user's nor a temporary one."""
+    library = tmp_path / "0.19.1" / "moe_C.so"
+    library.parent.mkdir()
+    library.write_bytes(b"\x7fELF\0_moe_C\0".ljust(4096, b"\0"))
+    with pytest.raises(FixError) as caught:
+        load_beside(library)
+    assert str(caught.value).startswith(
+        "0.19.1/moe_C.so does not load beside vLLM's own kernels: Could not load"
+    )
+    assert "0.19.1/moe_C.so: " in str(caught.value).partition("kernels: ")[2], "what the loader said"
+    assert "/moedoctor-" not in str(caught.value)
+    assert str(tmp_path) not in str(caught.value)
 
 
 def test_the_namespace_is_renamed_only_if_it_occurs_once() -> None:
