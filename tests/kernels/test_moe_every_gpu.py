@@ -82,16 +82,17 @@ def test_measured_tiles(quantization: str) -> None:
     """Those of the table, for the kind of GPU where they were measured."""
     from expert_cases import compiled
 
+    # The fewest pairs of a layer that were measured are those of one token.
     chosen = {
-        (tile, second, key[3])
+        (tile, second, key[3], min(measured))
         for key, measured in _table().items()
         if key[0] == quantization
         for tiles in measured.values()
         for second, tile in enumerate(tiles)
     }
-    for tile, second, gated in chosen:
+    for tile, second, gated, top_k in chosen:
         if isinstance(tile, RowTile):
-            _assemble_rows(90, tile, second=bool(second), gated=gated)
+            _assemble_rows(90, tile, second=bool(second), gated=gated, top_k=top_k)
             continue
         activation = "none" if second else "silu" if gated else "relu2"
         kernel = compiled(
@@ -104,16 +105,16 @@ def test_measured_tiles(quantization: str) -> None:
 def test_nvfp4_rows(capability: int) -> None:
     for gated in (True, False):
         for second, tile in enumerate(row_tiles(8 if gated else 22)):
-            _assemble_rows(capability, tile, second=bool(second), gated=gated)
+            _assemble_rows(capability, tile, second=bool(second), gated=gated, top_k=8 if gated else 22)
 
 
-def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool) -> None:
+def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool, top_k: int) -> None:
     from expert_cases import compile_kernel
 
     from moedoctor.kernels.moe.decode_nvfp4 import nvfp4_down_kernel, nvfp4_up_kernel
 
     common = {
-        "top_k": 8 if gated else 22,
+        "top_k": top_k,
         "num_experts": 128,
         "hidden_size": 2048 if gated else 1024,
         "intermediate_size": 768 if gated else 2688,
@@ -126,7 +127,7 @@ def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool)
     up = ("bf16", "i32", "i32", "fp32", "bf16", "i32", "bf16")
     if second:
         down = (*up[:6], "fp32", "bf16")
-        lanes = {"LANES": min(tile.lanes, 8 if gated else 32), "ahead": tile.ahead}
+        lanes = {"LANES": min(tile.lanes, 1 << (top_k - 1).bit_length()), "ahead": tile.ahead}
         kernel = compile_kernel(nvfp4_down_kernel, capability, down, {**common, **lanes}, warps=tile.warps)
     else:
         own = {
@@ -137,7 +138,8 @@ def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool)
         kernel = compile_kernel(nvfp4_up_kernel, capability, up, {**common, **own}, warps=tile.warps)
     _check(kernel, capability, f"{tile}, {second}")
     ptx = kernel.asm["ptx"]
-    assert ptx.count("bar.sync") <= 4 * int(second), "threads ask each other for weights or values"
+    # Those of the sums at the end; in a step there would be one for each block of weights, and many steps.
+    assert ptx.count("bar.sync") <= 8, "threads ask each other for weights or values"
     if capability >= 90:
         assert ptx.count("griddepcontrol.wait") == int(second)
         assert ptx.count("griddepcontrol.launch_dependents") == int(not second)
