@@ -8,7 +8,6 @@ holds JSON: ``{"poison_padding": true, "topk_softmax": "moe_C.so of another rele
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -96,10 +95,11 @@ def load_beside(path: Path) -> Any:
 
     from moedoctor.upstream.releases.moe_kernels import causes, load_library
 
-    changed = renamed(path.read_bytes())
+    changed, loaded = renamed(path.read_bytes()), str(path)
     try:
         with tempfile.TemporaryDirectory(prefix="moedoctor-") as folder:  # nobody else may write to it
-            copy = Path(folder, "moe.so")
+            copy = Path(folder, "moe.so").resolve()
+            loaded = str(copy)
             copy.write_bytes(changed)
             runtime = path.parent / "libcudart.so.12"
             if runtime.is_file():
@@ -109,7 +109,7 @@ def load_beside(path: Path) -> Any:
             load_library(copy)
     except OSError as error:
         name = f"{path.parent.name}/{path.name}"  # reports go to others, and so would the rest of the path
-        reason = re.sub(r"\S*/moe\.so", name, causes(error))
+        reason = causes(error).replace(loaded, name)
         raise FixError(f"{name} does not load beside vLLM's own kernels: {reason}") from None
     return torch.ops._moe_X
 
