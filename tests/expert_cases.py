@@ -213,7 +213,7 @@ def _random_weights(
 
 
 def assert_small_values_keep_their_bits(dtype: torch.dtype, smaller: float, device: str = "cpu") -> None:
-    """A layer whose values between the products are far below 1 is as right as another: without a bias."""
+    """A layer whose values between the products are far below 1 is as right as another."""
     layer = make_layer(LayerShape(128, 192, 8, 4, "silu"), "nvfp4", device=device)
     problem = make_problem(layer, 1, "none", device=device)
     x = problem.x.to(dtype)  # [1, H]

@@ -13,6 +13,9 @@ from packaging.version import Version
 from moedoctor.diagnose.check.machine import within
 from moedoctor.entries import entries
 from moedoctor.faults.offload.untraceable_offload import FAILING
+from moedoctor.faults.routing.nan_routing import trace_overhead
+from moedoctor.interfaces import Measurement
+from moedoctor.results import Observation
 
 ROOT = Path(__file__).parent.parent.parent
 REPORTS = ROOT / "reports"
@@ -77,6 +80,19 @@ def test_md001_trace() -> None:
         wall, apart, events, events_apart = shares_of_a_step(newer)
         assert f"{words} {wall} ({apart}) and {events} ({events_apart})" in text
         assert f"| {line} | {wall} ({apart}) | {events} ({events_apart}) |" in index
+
+
+def test_the_trace_in_0_21_0_as_its_claims_are_judged_today() -> None:
+    """The report has one claim for both models, so each model is judged here."""
+    _, figures = claim("nan_overhead.json", "MD001", "The NaN trace costs at most 5 % of a decode step")
+    rows = {row["model"]: row for row in figures["rows"]}
+    verdicts = {
+        model: trace_overhead.judge(
+            (), [Measurement("installed", Observation({"rows": [row]}))], {"max_overhead": 0.05}
+        ).verdict.value
+        for model, row in rows.items()
+    }
+    assert verdicts == {"tiny": "untested", "Qwen3-30B-A3B's layers": "confirmed"}
 
 
 def shares_of_a_step(figures: Mapping[str, Any]) -> list[str]:
