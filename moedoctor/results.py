@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -429,11 +430,10 @@ def parse_json(text: str, file: str) -> Any:
 
 
 def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise _RefusedError(f"the key '{shorten(key)}' occurs twice in one object")
-        result[key] = value
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise _RefusedError(f"the key '{shorten(twice)}' occurs twice in one object")
     return result
 
 

@@ -15,15 +15,16 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 _NODES = 10_000
-_MOST_SECONDS = 20
 _MOST_BYTES = 10**9
 _MEASURED = """
-import resource, sys, time
-started = time.monotonic()
+import json, pathlib, resource, sys, time
+started = time.process_time()
 from moedoctor.cli import main
-code = main(sys.argv[1:])
-used = resource.getrusage(resource.RUSAGE_SELF)
-print(used.ru_maxrss * 1024, time.monotonic() - started, file=sys.stderr)
+code = main(sys.argv[2:])
+used, seconds = resource.getrusage(resource.RUSAGE_SELF), time.process_time() - started
+for path in pathlib.Path(sys.argv[1]).iterdir():
+    json.loads(path.read_bytes())
+print(used.ru_maxrss * 1024, seconds, time.process_time() - started - seconds, file=sys.stderr)
 sys.exit(code)
 """
 
@@ -34,11 +35,13 @@ def _report(*arguments: str) -> dict[str, Any]:
     return report
 
 
+# `most_reads`: times what `json` needs to read the reports, which no comparison can save; 11 and 3.5 usually.
 @pytest.mark.parametrize(
-    "arguments", [("check",), ("run", "nan_routing", "--subject", "fixed", "--subject", "faulty")]
+    ("arguments", "most_reads"),
+    [(("check",), 25), (("run", "nan_routing", "--subject", "fixed", "--subject", "faulty"), 7)],
 )
-def test_ten_thousand_nodes_take_seconds_and_little_memory(
-    arguments: tuple[str, ...], tmp_path: Path
+def test_ten_thousand_nodes_take_little_more_than_reading_and_little_memory(
+    arguments: tuple[str, ...], most_reads: int, tmp_path: Path
 ) -> None:
     usual = _report(*arguments)
     usual["environment"].update(vllm="0.33.0", flashinfer="0.7.2.post1", driver="580.95", gpu="NVIDIA H200")
@@ -65,6 +68,7 @@ def test_ten_thousand_nodes_take_seconds_and_little_memory(
         sys.executable,
         "-c",
         _MEASURED,
+        str(folder),
         "fleet",
         arguments[0],
         "--from-reports",
@@ -77,9 +81,9 @@ def test_ten_thousand_nodes_take_seconds_and_little_memory(
         [*command, "--show-hosts"], capture_output=True, text=True, check=False, env=environ
     )
     document = json.loads(done.stdout)
-    used, seconds = map(float, done.stderr.splitlines()[-1].split())
+    used, seconds, reading = map(float, done.stderr.splitlines()[-1].split())
     size = len(json.dumps(usual))
-    print(f"{_NODES} reports of {size} bytes: {seconds:.1f} s, {used / 1e6:.0f} MB")
+    print(f"{_NODES} reports of {size} bytes: {seconds:.1f} s, reading {reading:.1f} s, {used / 1e6:.0f} MB")
     assert sorted(group["nodes"] for group in document["groups"][1:]) == [
         ["node-00017"],
         ["node-00077"],
@@ -88,5 +92,5 @@ def test_ten_thousand_nodes_take_seconds_and_little_memory(
     assert document["individual"] == {"VLLM_PORT": _NODES}
     assert len(document["nodes"]) == _NODES
     assert done.returncode == 1
-    assert seconds < _MOST_SECONDS
+    assert seconds < most_reads * reading
     assert used < _MOST_BYTES
