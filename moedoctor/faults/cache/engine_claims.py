@@ -77,7 +77,8 @@ def _doubt(rows: Sequence[Row], same: Sequence[Row]) -> str | None:
 
 
 def _as_asked(row: Row) -> bool:
-    return bool(row.get("asked") == row["chosen"] and row["engine"] == "device")
+    hits_first = bool(row.get("hits_first")) == ("overlap" in str(row["slots"]))
+    return hits_first and bool(row.get("asked") == row["chosen"] and row["engine"] == "device")
 
 
 @claim("engine_refusals", measure=f"{_ENGINES}:refusals", **_OPTIONS)

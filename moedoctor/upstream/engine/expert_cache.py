@@ -44,21 +44,26 @@ BACKENDS: Mapping[str, tuple[Scheme, str, str]] = {
     "NVFP4 HUMMING": ("nvfp4", "humming", "NVFP4 MARLIN"),
 }
 """Name in reports -> (scheme of the checkpoint, ``moe_backend``, whose prompts)."""
-_SINCE = {"humming": "0.30.0"}
-"""Backend -> the first release whose layers have it and can have a cache."""
+_SINCE = {"humming": "0.30.0", "overlap": "0.28.0"}
+"""Backend or option -> the first release whose layers have it and can have a cache."""
 SLOTS = (None, 2, 6)
 """Slots for 8 experts; None is the control without a cache."""
+_HITS_FIRST = "6:overlap=backend"
+"""Two pairs of one sequence are few enough."""
 PROBES = "moedoctor.upstream.engine.expert_cache_probes:"
 SECONDS = 200.0
 QWEN_CACHES = ("128:packed=0", "32", "16", "64", "8")
 """In the order of their measurement: if time runs out, the last ones are left out."""
 _OLD = "policy=lfru,packed=0,stream=0"
-GAIN_CACHES = (f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "32", "64", "16", "64:overlap=1", "32:overlap=1")
+GAIN_CACHES = (
+    *(f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "32", "64", "16"),
+    *("64:overlap=backend", "32:overlap=backend", "64:overlap=own", "32:overlap=own"),
+)
 """What the plug-in did before, what it does now, and what it could do: what decides comes first."""
 NVFP4_CACHES = ("8", "16")
 _ALL, _LAYERS = 128, 48
 _BATCHES, _STEPS, _ROUNDS, _PROMPT = (1, 8), (24, 8), 2, 256
-_QWEN_SECONDS, _MEASURING_SECONDS, _GAIN_SECONDS = 560.0, 240.0, 400.0
+_QWEN_SECONDS, _MEASURING_SECONDS, _GAIN_SECONDS = 560.0, 240.0, 460.0
 
 
 def cached(slots: int | str | None) -> dict[str, str]:
@@ -70,9 +75,16 @@ def cached(slots: int | str | None) -> dict[str, str]:
 
 
 def trial(
-    backend: str, mode: str, slots: int | None, folder: str, *, planted: bool = False, **arguments: Any
+    backend: str,
+    mode: str,
+    slots: int | str | None,
+    folder: str,
+    *,
+    planted: bool = False,
+    sequences: int = 3,
+    **arguments: Any,
 ) -> Trial:
-    """Return one engine for the checkpoint in `folder`.
+    """Return one engine for the checkpoint in `folder`; `slots` as in `cached`.
 
     `planted`: its last layer computes with wrong experts. If its tokens stay the same, equal tokens of the
     other engines prove nothing.
@@ -87,10 +99,11 @@ def trial(
     if mode == GRAPHS:
         # The default: full graphs for decode, piecewise ones for the rest; 3 sequences fill a graph.
         own["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 3, 4, 8, 16, 32]}
+    engine = f"{backend}, {mode}" + (", one sequence" if sequences == 1 else "")
     held = "no cache" if slots is None else f"{slots} slots"
     request = EngineRequest(
         folder,
-        PROMPTS[prompts],
+        PROMPTS[prompts][:sequences],
         {**own, **arguments},
         cached(slots),
         max_tokens=MAX_TOKENS,
@@ -98,20 +111,21 @@ def trial(
         probe=f"{PROBES}{'caches_with_a_fault' if planted else 'caches'}",
         probe_when="before" if planted else "after",
         seconds=SECONDS,
-        label=f"{backend}, {mode}, {held}{', wrong experts' if planted else ''}",
+        label=f"{engine}, {held}{', wrong experts' if planted else ''}",
     )
     columns = {"backend": backend, "mode": mode, "slots": slots, "planted": planted}
-    return Trial(request, columns, None if slots is None else f"{backend}, {mode}, no cache")
+    return Trial(request, columns, None if slots is None else f"{engine}, no cache")
 
 
 def offered(version: str | None) -> list[str]:
     """Return the names in `BACKENDS` that a release of vLLM offers; None for the newest release."""
-    known = {name: _SINCE.get(backend) for name, (_, backend, _) in BACKENDS.items()}
-    return [
-        name
-        for name, first in known.items()
-        if first is None or version is None or Version(version) >= Version(first)
-    ]
+    return [name for name, (_, backend, _) in BACKENDS.items() if _has(version, backend)]
+
+
+def _has(version: str | None, what: str) -> bool:
+    """Return whether a release has a key of `_SINCE`; None for the newest release."""
+    first = _SINCE.get(what)
+    return first is None or version is None or Version(version) >= Version(first)
 
 
 def _installed() -> str | None:
@@ -125,7 +139,7 @@ def trials(folders: Mapping[Scheme, str], version: str | None = None) -> list[Tr
     """Return all engines of the table, the slower ones first; each backend has one with a planted fault."""
     backends = offered(version)
     folder = {backend: folders[BACKENDS[backend][0]] for backend in backends}
-    most = max(filter(None, SLOTS))
+    most, triton = max(filter(None, SLOTS)), "BF16 TRITON"
     return [
         *(trial(backend, GRAPHS, most, folder[backend], planted=True) for backend in backends),
         *(
@@ -133,6 +147,12 @@ def trials(folders: Mapping[Scheme, str], version: str | None = None) -> list[Tr
             for mode in (GRAPHS, EAGER)
             for backend in backends
             for slots in SLOTS
+        ),
+        *(
+            trial(triton, mode, slots, folder[triton], sequences=1)
+            for mode in (GRAPHS, EAGER)
+            for slots in (None, _HITS_FIRST)
+            if _has(version, "overlap")
         ),
     ]
 
@@ -162,7 +182,7 @@ def row(ran: Ran) -> dict[str, Any]:
         "planted": columns["planted"],
         "outcome": outcome.value,
         "detail": detail,
-        **{key: probe.get(key) for key in ("engine", "layers", "hits", "misses")},
+        **{key: probe.get(key) for key in ("engine", "hits_first", "layers", "hits", "misses")},
         "seconds": ran.result.seconds.get("total"),
     }
 

@@ -51,6 +51,7 @@ def caches(llm: Any) -> dict[str, Any]:
         "layers": len(layers),
         "slots": layers[0].capacity if layers else None,
         "engine": layers[0].engine if layers else None,
+        "hits_first": experts[0].hits_first if experts else None,
         "hits": sum(cache.stats.hits for cache in layers),
         "misses": sum(cache.stats.misses for cache in layers),
         "pinned_bytes": sum(cache.memory.pinned for cache in layers),

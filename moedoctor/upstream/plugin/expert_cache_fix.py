@@ -72,6 +72,9 @@ def apply(version: str) -> str:
         Patch(
             tiles, "_prepare_expert_assignment", _unchanged_assignment, _ASSIGNMENT, few, releases=">=0.28"
         ),
+        Patch(
+            f"{tiles}:TritonExperts", "moe_sum", None, "input output", ("ops.moe_sum(",), releases=">=0.28"
+        ),
         *Steps(real_rows.begin, real_rows.end).patches(),
     ]
     apply_patches(NAME, version, patches)

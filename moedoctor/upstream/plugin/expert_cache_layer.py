@@ -7,10 +7,11 @@ are in these two places. Both get the cache's slots, whose addresses never chang
 
 from __future__ import annotations
 
+import importlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -78,6 +79,8 @@ class HostExperts:
     cache: ExpertCache
     log: IdLog | None = None
     """Made by `keep_ids`."""
+    hits_first: str | None = None
+    """Who computes with resident experts while others are copied: "own", "backend", or None."""
     stream: tuple[LayerStream, int, int] | None = None
     """The stream, this layer's number in it, and from how many tokens on calls pass through it."""
 
@@ -91,9 +94,9 @@ class HostExperts:
         self._packed = options.packed
         """Whether packing was asked for; other types than bfloat16 are left as they are."""
         self._layer, self._device = layer, device
-        self._kernel = layer.quant_method.moe_kernel
-        self._compute = self._kernel.apply
-        self._humming = {self.num_experts: getattr(self._kernel.fused_experts, "humming_configs", {})}
+        self.kernel = layer.quant_method.moe_kernel
+        self._compute = self.kernel.apply
+        self._humming = {self.num_experts: getattr(self.kernel.fused_experts, "humming_configs", {})}
         """Experts that a call of HUMMING's kernel indexes -> its description of the layer."""
         self._parameters = {name: _holders(layer, tensor) for name, tensor in tensors.items()}
         self._rows: torch.Tensor | None = None
@@ -137,18 +140,19 @@ class HostExperts:
                 setattr(self._layer, holder, torch.nn.Parameter(slots, requires_grad=False))
         self._describe(cache.weights)
         to_device(self._layer, self._device)  # other tensors may be in host memory, too
-        if hasattr(self._kernel.impl, "inplace"):  # until 0.21.0
-            self._kernel.impl.inplace = False  # the input of the second group is not the output of the first
+        if hasattr(self.kernel.impl, "inplace"):  # until 0.21.0
+            self.kernel.impl.inplace = False  # the input of the second group is not the output of the first
         if self._rows is not None:
             cache.skip_padding(self._rows)
         self.cache, self.log, self.stream = cache, None, None
-        own = _has_own_kernels(self._layer)
-        self._kernel.apply = _applying(self, self._compute, options.overlap, own)
+        device = cache.engine == "device"
+        self.hits_first = _who_computes_hits_first(self._layer, options.overlap) if device else None
+        self.kernel.apply = _applying(self, self._compute, self.hits_first)
         return cache
 
     def _describe(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Let the kernel's quantization config hold `tensors`, and HUMMING know how many experts."""
-        experts = self._kernel.fused_experts
+        experts = self.kernel.fused_experts
         for name, tensor in tensors.items():
             part, _, field = name.partition(".")
             if field:
@@ -185,7 +189,7 @@ class HostExperts:
 
     def keep_ids(self, calls: int, width: int) -> None:
         """Log the ids of every call from now on, until `give`; graphs must be captured after this."""
-        log, compute = IdLog(calls, width, self._device), self._kernel.apply
+        log, compute = IdLog(calls, width, self._device), self.kernel.apply
 
         def apply(
             hidden_states: torch.Tensor,
@@ -199,7 +203,7 @@ class HostExperts:
             result: torch.Tensor = compute(hidden_states, w1, w2, topk_weights, topk_ids, **given)  # [T, H]
             return result
 
-        self._kernel.apply, self.log = apply, log
+        self.kernel.apply, self.log = apply, log
 
     def draw(self, generator: torch.Generator) -> None:
         """Draw new weights with a deviation of ``gain / sqrt(inputs)``: BF16, FP16, FP32, or dummy NVFP4.
@@ -334,6 +338,16 @@ def _on_the_host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
 
 _FEW_PAIRS = 64
 """With more pairs of a token and an expert, each pair of an expert would read its weights once more."""
+_UNSORTED = 4
+"""TRITON does not sort ids if there are so many times as many experts."""
+_TRITON = "TritonExperts"
+
+
+def _who_computes_hits_first(layer: Any, wish: str | None) -> str | None:
+    """Return `HostExperts.hits_first` of `layer`, if `wish` is `CacheOptions.overlap`."""
+    if wish == "own" and _has_own_kernels(layer):
+        return "own"
+    return "backend" if wish is not None and _adds_up_rows(layer) else None
 
 
 def _has_own_kernels(layer: Any) -> bool:
@@ -341,7 +355,7 @@ def _has_own_kernels(layer: Any) -> bool:
     method, moe = layer.quant_method, layer.moe_config
     return (
         type(method).__name__ == "UnquantizedFusedMoEMethod"
-        and type(method.moe_kernel.fused_experts).__name__ == "TritonExperts"
+        and type(method.moe_kernel.fused_experts).__name__ == _TRITON
         and moe.activation.value in ACTIVATIONS
         and getattr(moe, "swiglu_limit", None) is None
         and getattr(layer, "swiglu_limit", None) is None
@@ -350,7 +364,28 @@ def _has_own_kernels(layer: Any) -> bool:
     )
 
 
-def _hits_first(
+def _adds_up_rows(layer: Any) -> bool:
+    """Return whether the backend computes a row of a pair alone and adds a token's rows up by `moe_sum`.
+
+    TRITON from 0.28.0 on, which takes an id of -1 and writes zeros for it where ids are not sorted. With one
+    scale for all rows of the second input, which depends on which rows there are, bits would change.
+    """
+    experts = layer.quant_method.moe_kernel.fused_experts
+    described = experts.quant_config
+    return (
+        type(experts).__name__ == _TRITON
+        and hasattr(experts, "moe_sum")
+        and hasattr(importlib.import_module(type(experts).__module__), "_prepare_expert_assignment")
+        and (
+            layer.w13_weight.dtype in (torch.bfloat16, torch.float16)
+            or described._a2.scale is not None
+            or described.block_shape is not None
+            or described.per_act_token_quant
+        )
+    )
+
+
+def _hits_first_by_own_kernels(
     cache: ExpertCache, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: str
 ) -> torch.Tensor:
     """Compute the layer with our kernels, with resident experts while the others are copied.
@@ -369,14 +404,53 @@ def _hits_first(
     return total.to(x.dtype)
 
 
-def _applying(experts: HostExperts, compute: Any, overlap: bool, own: bool) -> Any:
-    """Return the kernel's `apply` through the layer's cache; `overlap` as `CacheOptions.overlap`.
+class _JoinedSum:
+    """Takes the place of a backend's sum over a token's experts while a layer is computed in two calls."""
 
-    `own`: what overlaps, few pairs at a time, is computed by our kernels.
+    def __init__(self, add_up: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """`add_up`: the backend's own sum of rows [T, K, H], written to [T, H]."""
+        self._add_up = add_up
+        self._kept: torch.Tensor | None = None
+        self.calls = 0
+        self.first: torch.Tensor | None = None
+        """Bool [T, K]: the pairs of the first call."""
+
+    def __call__(self, rows: torch.Tensor, output: torch.Tensor, *ids_and_map: Any) -> None:
+        """Keep `rows` [T, K, H] of the first call; write the sum of both calls' to `output` [T, H]."""
+        self.calls += 1
+        if self._kept is None:
+            self._kept = rows.clone()  # they are in the backend's workspace, which is used again
+            return
+        assert self.first is not None
+        self._add_up(torch.where(self.first[..., None], self._kept, rows), output)
+
+
+def _hits_first_by_backend(
+    cache: ExpertCache, experts: Any, compute: Any, topk_ids: torch.Tensor, given: dict[str, Any]
+) -> torch.Tensor:
+    """Compute the layer in two calls of the backend's kernel, first with resident experts: [T, H].
+
+    The rows of both calls, one for each pair, are added up at once by the backend's own sum, so the bits are
+    those of one call. `topk_ids` [T, K] must be so few that the backend does not sort them, and fit in the
+    slots.
     """
-    cache = experts.cache
-    overlap = overlap and cache.engine == "device"
-    own = own and overlap
+    joined = _JoinedSum(experts.moe_sum)
+    experts.moe_sum = joined
+    try:
+        for part in cache.groups(topk_ids, overlap=True):
+            if joined.first is None:
+                joined.first = part.slot_ids >= 0
+            result: torch.Tensor = compute(topk_ids=part.slot_ids, **given)  # [T, H]
+    finally:
+        del experts.moe_sum
+    if joined.calls != 2:
+        raise RuntimeError("the backend did not add up its rows by moe_sum: set overlap=0, or overlap=own")
+    return result
+
+
+def _applying(experts: HostExperts, compute: Any, hits_first: str | None) -> Any:
+    """Return the kernel's `apply` through the layer's cache; `hits_first` as in `HostExperts`."""
+    cache, kernel = experts.cache, experts.kernel
     # Ids of other groups are mapped to no expert, like those of other ranks.
     nowhere = torch.arange(cache.num_experts, dtype=torch.int32, device=cache.device)  # [E]
     nowhere[cache.capacity :] = -1
@@ -398,27 +472,31 @@ def _applying(experts: HostExperts, compute: Any, overlap: bool, own: bool) -> A
     ) -> torch.Tensor:
         given.update(hidden_states=hidden_states, topk_weights=topk_weights)
         given["global_num_experts"] = cache.num_experts
+        pairs = topk_ids.numel()
         if experts.streams(len(topk_ids)):
             return through_the_stream(topk_ids, given)
-        if own and topk_ids.numel() <= _FEW_PAIRS and not given.get("apply_router_weight_on_input"):
+        if hits_first == "own" and pairs <= _FEW_PAIRS and not given.get("apply_router_weight_on_input"):
             activation = ACTIVATIONS[given["activation"].value]
-            return _hits_first(cache, hidden_states, topk_weights, topk_ids, activation)
-        given.update(w1=cache.weights["w1"], w2=cache.weights["w2"])
-        many = overlap or cache.may_need_groups(topk_ids)
-        given["expert_map"] = nowhere if many else None
-        total: torch.Tensor | None = None
+            return _hits_first_by_own_kernels(cache, hidden_states, topk_weights, topk_ids, activation)
+        many = cache.may_need_groups(topk_ids)
+        given.update(w1=cache.weights["w1"], w2=cache.weights["w2"], expert_map=nowhere if many else None)
         with _choosing_tiles_for(cache.num_experts):
-            for part in cache.groups(topk_ids, overlap=overlap):
-                slots = part.slot_ids  # [T, K]
-                if many:
-                    slots = torch.where(slots < 0, cache.capacity, slots)
-                result: torch.Tensor = compute(topk_ids=slots, **given)  # [T, H]
-                if not many:
-                    return result
-                # Always a copy: the kernel's output may be a view of its workspace.
-                total = result.to(torch.float32, copy=True) if total is None else total.add_(result)
+            if many:
+                return in_groups(topk_ids, given).to(hidden_states.dtype)
+            if hits_first == "backend" and pairs * _UNSORTED <= cache.num_experts:
+                return _hits_first_by_backend(cache, kernel.fused_experts, compute, topk_ids, given)
+            result: torch.Tensor = compute(topk_ids=cache.acquire(topk_ids).slot_ids, **given)  # [T, H]
+            return result
+
+    def in_groups(topk_ids: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        total: torch.Tensor | None = None
+        for group in cache.groups(topk_ids):
+            slots = torch.where(group.slot_ids < 0, cache.capacity, group.slot_ids)  # [T, K]
+            result = compute(topk_ids=slots, **given)  # [T, H]
+            # Always a copy: the kernel's output may be a view of its workspace.
+            total = result.to(torch.float32, copy=True) if total is None else total.add_(result)
         assert total is not None
-        return total.to(hidden_states.dtype)
+        return total
 
     return apply
 

@@ -13,6 +13,8 @@ VARIABLE = "MOEDOCTOR_EXPERT_CACHE"
 POLICIES = ("aging", "lfru", "lfu", "lru")
 """As `moedoctor.fixes.eviction.ONLINE_POLICIES`, which imports torch."""
 ENGINES = ("auto", "device", "host")
+OVERLAPS = {"0": None, "backend": "backend", "own": "own", "1": "own"}
+"""What may be written -> `CacheOptions.overlap`."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,10 @@ class CacheOptions:
     """Who leaves first."""
     packed: bool = True
     """Keep BF16 experts on the host in some 69 % of their bytes, if memory can be pinned."""
-    overlap: bool = False
-    """Compute with the experts that are there while the others are copied: by moedoctor's kernels if they can
-    compute the layer, else in two calls of the backend's kernel."""
+    overlap: str | None = None
+    """Compute with the experts that are there while the others are copied. ``backend``: in two calls of the
+    backend's kernel, which change no bit, if there are few pairs. ``own``: by moedoctor's kernels if they can
+    compute the layer, else as ``backend``."""
     engine: str = "auto"
     """``device``: lookups and copies are kernels. ``host``: Python, without CUDA graphs. ``auto`` chooses."""
     pin: bool = True
@@ -79,7 +82,7 @@ def _among(values: tuple[str, ...]) -> tuple[str, Callable[[str], Any]]:
 _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "policy": _among(POLICIES),
     "packed": ("0 or 1", _switch),
-    "overlap": ("0 or 1", _switch),
+    "overlap": ("0, backend or own", lambda text: OVERLAPS.get(text, _BAD)),
     "engine": _among(ENGINES),
     "pin": ("0 or 1", _switch),
     "stream": ("a number of tokens", lambda text: int(text) if _is_number(text) else _BAD),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from moedoctor.upstream.plugin.expert_cache_fix import refusal, refused_setting
 from moedoctor.upstream.plugin.expert_cache_layer import (
     EXPERTS,
     _has_own_kernels,
-    _hits_first,
+    _hits_first_by_own_kernels,
     host_experts,
     install,
     per_expert,
@@ -252,7 +253,7 @@ def test_hits_are_computed_by_our_kernels_while_misses_are_copied(capacity: int)
     ids = torch.randint(0, E, (4, TOP_K), generator=draw)  # [T, K]
     x = torch.randn(4, HIDDEN, generator=draw).bfloat16()  # [T, H]
     topk_weights = torch.rand(4, TOP_K, generator=draw)  # [T, K]
-    given = _hits_first(cache, x, topk_weights, ids, "silu")
+    given = _hits_first_by_own_kernels(cache, x, topk_weights, ids, "silu")
     assert given.dtype is torch.bfloat16
     weights = {"w13": plain().w13_weight, "w2": plain().w2_weight, "w2_bias": plain().w2_bias}
     expected = forward(x, MoeWeights.of(weights), topk_weights, ids)
@@ -261,29 +262,22 @@ def test_hits_are_computed_by_our_kernels_while_misses_are_copied(capacity: int)
 
 
 @pytest.mark.parametrize(
-    ("wish", "own", "tokens", "on_input", "ours"),
+    ("hits_first", "tokens", "on_input", "ours"),
     [
-        (True, True, 4, False, True),
-        (False, True, 4, False, False),
-        (True, False, 4, False, False),
-        (True, True, 33, False, False),
-        (True, True, 4, True, False),
+        ("own", 4, False, True),
+        (None, 4, False, False),
+        ("own", 33, False, False),
+        ("own", 4, True, False),
     ],
 )
 def test_few_tokens_of_a_plain_layer_go_to_our_kernels(
-    wish: bool,
-    own: bool,
-    tokens: int,
-    on_input: bool,
-    ours: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    hits_first: str | None, tokens: int, on_input: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = plain()
     install(layer, CacheOptions(E - 1), torch.device("cpu"), captured=False)
     (experts,) = host_experts(torch.nn.ModuleList([layer]))
-    monkeypatch.setattr(type(experts.cache._engine), "name", "device")
-    monkeypatch.setattr(expert_cache_layer, "_hits_first", lambda *given: "ours")
-    apply = expert_cache_layer._applying(experts, lambda **given: given["hidden_states"], wish, own)
+    monkeypatch.setattr(expert_cache_layer, "_hits_first_by_own_kernels", lambda *given: "ours")
+    apply = expert_cache_layer._applying(experts, lambda **given: given["hidden_states"], hits_first)
     ids = torch.zeros(tokens, TOP_K, dtype=torch.int32)  # [T, K]
     result = apply(
         torch.ones(tokens, HIDDEN),
@@ -292,6 +286,142 @@ def test_few_tokens_of_a_plain_layer_go_to_our_kernels(
         apply_router_weight_on_input=on_input,
     )
     assert (result == "ours") if ours else (result is not None and result.shape == (tokens, HIDDEN))
+
+
+class SummingExperts(TritonExperts):
+    """Adds up the rows of a token's experts as vLLM's TRITON does."""
+
+    def moe_sum(self, rows: torch.Tensor, output: torch.Tensor, *ids_and_map: Any) -> None:
+        output.copy_(rows.sum(1))
+
+
+class RowKernel(Kernel):
+    """Computes a row for each pair in a workspace of its own, zeros for -1, and then their sum."""
+
+    def __init__(self, quant_config: QuantConfig) -> None:
+        super().__init__(quant_config)
+        self.fused_experts = SummingExperts(quant_config)
+        self.rows = torch.full((99, TOP_K, HIDDEN), torch.nan, dtype=torch.bfloat16)
+        self.calls: list[list[int]] = []
+
+    def apply(self, hidden_states: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        w1, w2, topk_weights, ids = (named[name] for name in ("w1", "w2", "topk_weights", "topk_ids"))
+        if (mapping := named["expert_map"]) is not None:
+            ids = mapping[ids.long()]  # [T, K]
+        self.calls.append([int(count) for count in (ids >= 0).sum(1)])
+        weights = MoeWeights.of({"w13": w1, "w2": w2, "w2_bias": self.fused_experts.quant_config._w2.bias})
+        rows = self.rows[: len(ids)]  # [T, K, H]
+        for pair in range(TOP_K):
+            part = slice(pair, pair + 1)
+            rows[:, pair] = forward(hidden_states, weights, topk_weights[:, part], ids[:, part])
+        output = torch.empty_like(hidden_states)
+        self.fused_experts.moe_sum(rows, output, ids, mapping)
+        return output
+
+
+def in_rows(capacity: int, hits_first: str | None, seed: int = 0) -> tuple[RowKernel, Any]:
+    """Return a kernel and its `apply` through a cache, which calls any half of a call's pairs hits."""
+    layer = plain()
+    kernel = layer.quant_method.moe_kernel = RowKernel(
+        layer.quant_method.moe_kernel.fused_experts.quant_config
+    )
+    cache = install(layer, CacheOptions(capacity), torch.device("cpu"), captured=False)
+    (experts,) = host_experts(torch.nn.ModuleList([layer]))
+    compute, draw = type(kernel).apply.__get__(kernel), torch.Generator().manual_seed(seed)
+
+    def groups_of(ids: torch.Tensor, *, overlap: bool = False) -> Any:
+        if not overlap:
+            yield from ExpertCache.groups(cache, ids)
+            return
+        slots = cache.acquire(ids).slot_ids  # [T, K]
+        hits = torch.rand(slots.shape, generator=draw) < 0.5  # [T, K]
+        for part in (hits, ~hits):
+            yield SimpleNamespace(slot_ids=torch.where(part, slots, -1))
+
+    cache.groups = groups_of  # type: ignore[method-assign]
+    return kernel, expert_cache_layer._applying(experts, compute, hits_first)
+
+
+def row_call(apply: Any, tokens: int, seed: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=draw).bfloat16()  # [T, H]
+    topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
+    ids = torch.rand(tokens, E, generator=draw).topk(TOP_K).indices.int()  # [T, K]
+    result: torch.Tensor = apply(x, None, None, topk_weights, ids, expert_map=None)
+    return result
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_calls_of_the_backend_give_the_bits_of_one(seed: int) -> None:
+    (whole, plainly), (split, in_parts) = in_rows(5, None), in_rows(5, "backend", seed)
+    for number in range(6):
+        assert torch.equal(row_call(in_parts, 1, number), row_call(plainly, 1, number))
+    assert len(whole.calls) == 6
+    assert [
+        first[0] + second[0] for first, second in zip(split.calls[::2], split.calls[1::2], strict=True)
+    ] == ([TOP_K] * 6)
+    assert "moe_sum" not in vars(split.fused_experts), "the backend's own sum is back"
+
+
+@pytest.mark.parametrize(("capacity", "tokens"), [(5, 2), (TOP_K, 2)])
+def test_calls_that_the_backend_sorts_or_that_need_groups_are_not_split(capacity: int, tokens: int) -> None:
+    kernel, apply = in_rows(capacity, "backend")
+    assert row_call(apply, tokens, 0).shape == (tokens, HIDDEN)
+    assert len(kernel.calls) == (1 if capacity == 5 else 2)
+
+
+def test_a_backend_that_does_not_add_up_its_rows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowKernel, "apply", lambda self, hidden_states, **named: hidden_states)
+    kernel, apply = in_rows(5, "backend")
+    with pytest.raises(RuntimeError, match=r"did not add up its rows by moe_sum: set overlap=0"):
+        row_call(apply, 1, 0)
+    assert "moe_sum" not in vars(kernel.fused_experts)
+
+
+def test_an_error_between_the_two_calls_leaves_the_backends_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowKernel, "apply", lambda self, hidden_states, **named: named["missing"])
+    kernel, apply = in_rows(5, "backend")
+    with pytest.raises(KeyError, match="missing"):
+        row_call(apply, 1, 0)
+    assert "moe_sum" not in vars(kernel.fused_experts)
+
+
+def summing(**described: Any) -> Layer:
+    """A layer whose backend adds up rows, with another description of its inputs."""
+    layer = plain()
+    quant_config = layer.quant_method.moe_kernel.fused_experts.quant_config
+    layer.quant_method.moe_kernel.fused_experts = SummingExperts(quant_config)
+    for name, value in {"block_shape": None, "per_act_token_quant": False, **described}.items():
+        setattr(quant_config, name, value)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("wish", "fp8", "described", "who"),
+    [
+        (None, False, {}, None),
+        ("backend", False, {}, "backend"),
+        ("own", False, {}, "own"),
+        ("own", True, {"block_shape": [128, 128]}, "backend"),
+        ("backend", True, {"per_act_token_quant": True}, "backend"),
+        ("backend", True, {"_a2": Description(scale=torch.ones(1))}, "backend"),
+        ("backend", True, {}, None),
+    ],
+)
+def test_who_computes_hits_first(
+    wish: str | None, fp8: bool, described: dict[str, Any], who: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = summing(**described)
+    monkeypatch.setattr(sys.modules[__name__], "_prepare_expert_assignment", None, raising=False)
+    monkeypatch.setattr(expert_cache_layer, "_TRITON", "SummingExperts")
+    if fp8:
+        layer.w13_weight.data = layer.w13_weight.data.to(torch.float8_e4m3fn)
+    assert expert_cache_layer._who_computes_hits_first(layer, wish) == who
+
+
+def test_a_backend_that_sorts_all_ids_computes_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_cache_layer, "_TRITON", "SummingExperts")
+    assert expert_cache_layer._who_computes_hits_first(summing(), "backend") is None
 
 
 def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
@@ -509,9 +639,11 @@ def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None
 
 def test_the_variable_is_read() -> None:
     assert fix.wanted({}) is None
-    assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(16, policy="aging", packed=True, overlap=False)
-    every = "8: policy=lfru, packed=0,overlap=1,engine=host,pin=0,stream=64,"
-    assert fix.wanted({fix.VARIABLE: every}) == CacheOptions(8, "lfru", False, True, "host", False, 64)
+    assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(16, policy="aging", packed=True, overlap=None)
+    every = "8: policy=lfru, packed=0,overlap=own,engine=host,pin=0,stream=64,"
+    assert fix.wanted({fix.VARIABLE: every}) == CacheOptions(8, "lfru", False, "own", "host", False, 64)
+    assert fix.wanted({fix.VARIABLE: "8:overlap=1"}) == CacheOptions(8, overlap="own")
+    assert fix.wanted({fix.VARIABLE: "8:overlap=0"}) == CacheOptions(8)
 
 
 @pytest.mark.parametrize(
@@ -525,6 +657,7 @@ def test_the_variable_is_read() -> None:
         ("8:policy=best", "has policy='best'; expected aging, lfru, lfu, lru"),
         ("8:packed=yes", "has packed='yes'; expected 0 or 1"),
         ("8:packed", "has packed=''; expected 0 or 1"),
+        ("8:overlap=2", "has overlap='2'; expected 0, backend or own"),
         ("8:slots=4", "has no option called 'slots'; expected policy, packed, overlap, engine, pin, stream"),
         ("8:stream=-1", "has stream='-1'; expected a number of tokens"),
         ("8:packed=1,packed=0", "has the option packed twice"),
