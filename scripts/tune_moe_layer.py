@@ -232,13 +232,13 @@ def row_candidates(shape: LayerShape, second: bool) -> list[RowTile]:
     padded = 2 ** math.ceil(math.log2(shape.top_k))
     lanes = [count for count in (2, 8) if shape.top_k / 4 <= count < padded] + [padded] if second else [1]
     sizes = itertools.product(lanes, (1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 2, 4), (True, False))
+    option = "ahead" if second else "fetches"
     return [
-        RowTile(columns, groups, warps, **({"lanes": count, "ahead": ahead} if second else {}))
-        for count, columns, groups, warps, ahead in sizes
-        if (second or ahead)
-        and 16 * warps <= (count if second else columns) * groups
-        and count * columns * groups * (2 if ahead and (second or shape.gated) else 1) / warps <= 128
-        and not (second and ahead and count * groups / warps > 32)
+        RowTile(columns, groups, warps, **({"lanes": count} if second else {}), **{option: switch})
+        for count, columns, groups, warps, switch in sizes
+        if 16 * warps <= (count if second else columns) * groups
+        and count * columns * groups * (2 if (switch if second else shape.gated) else 1) / warps <= 128
+        and not (second and switch and count * groups / warps > 32)
     ]
 
 

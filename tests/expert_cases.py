@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from moedoctor.bench.moe.own_backends import kernel_weights
 from moedoctor.kernels.moe import launch
+from moedoctor.kernels.moe.decode_nvfp4 import _fetch_part
 from moedoctor.kernels.moe.e4m3 import decode_e4m3
 from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights, nvfp4_weights
 from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
@@ -214,7 +215,7 @@ def _random_weights(
 
 def assert_small_values_keep_their_bits(dtype: torch.dtype, smaller: float, device: str = "cpu") -> None:
     """A layer whose values between the products are far below 1 is as right as another."""
-    layer = make_layer(LayerShape(128, 192, 8, 4, "silu"), "nvfp4", device=device)
+    layer = make_layer(LayerShape(64, 128, 8, 2, "silu"), "nvfp4", device=device)
     problem = make_problem(layer, 1, "none", device=device)
     x = problem.x.to(dtype)  # [1, H]
     tiles = RowTile(4, 1, 4), RowTile(4, 2, 4, lanes=2)
@@ -231,6 +232,30 @@ def assert_small_values_keep_their_bits(dtype: torch.dtype, smaller: float, devi
 
     expected, got = output(1.0), output(smaller)  # a power of two changes no bit but those of the exponent
     assert (got - expected).norm() <= 0.01 * expected.norm(), (dtype, smaller)
+
+
+@triton.jit
+def _fetch_kernel(at: tl.tensor, size: tl.constexpr, parts: tl.constexpr) -> None:
+    _fetch_part(at, size, tl.program_id(0), parts)
+
+
+def assert_parts_fetch_a_whole() -> None:
+    """Programs ask for every line of 128 bytes, for no other byte, and none for much more than its part."""
+    asked: list[torch.Tensor] = []
+
+    def note(assembly: str, constraints: str, arguments: Any, **options: Any) -> None:
+        asked.append(torch.from_numpy(arguments[0].handle.data.copy()))  # [lines]
+
+    tl.inline_asm_elementwise = note
+    for size, parts in ((128, 1), (128, 3), (1024 * 42 * 32, 336), (2048 * 12 * 4, 192), (96 * 128, 7)):
+        asked.clear()
+        memory = torch.empty(size // 4, dtype=torch.int32)
+        _fetch_kernel[(parts,)](memory, size=size, parts=parts)
+        places = torch.cat(asked) - memory.data_ptr()
+        assert len(asked) == parts
+        assert 0 <= int(places.min()) <= int(places.max()) < size
+        assert places.div(128, rounding_mode="floor").unique().tolist() == list(range(size // 128))
+        assert max(map(len, asked)) < 2 * (size / 128 / parts + 1)
 
 
 @triton.jit
@@ -333,6 +358,8 @@ if __name__ == "__main__":
             assert_layer_is_right("bf16", "silu", 20, 96, 48)
         elif kind == "small":
             assert_small_values_keep_their_bits(getattr(torch, values[0]), 2.0 ** float(values[1]))
+        elif kind == "fetch":
+            assert_parts_fetch_a_whole()
         elif kind == "plan":
             assert_plan_is_whole("cpu", int(values[0]), float(values[1]), int(values[2]), 5)
         else:

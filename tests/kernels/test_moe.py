@@ -152,6 +152,10 @@ def test_compiled_layers_of_every_kind() -> None:
         assert_random_layer_is_right(seed, "cuda:0", bounds_of("none"))
 
 
+def test_interpreted_parts_of_a_fetch() -> None:
+    _interpreted("fetch")
+
+
 def test_interpreted_with_more_blocks_than_a_grid_has_rows() -> None:
     _interpreted("rows")
 

@@ -104,8 +104,9 @@ def test_measured_tiles(quantization: str) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_nvfp4_rows(capability: int) -> None:
     for gated in (True, False):
-        for second, tile in enumerate(row_tiles(8 if gated else 22)):
-            _assemble_rows(capability, tile, second=bool(second), gated=gated, top_k=8 if gated else 22)
+        first, second = row_tiles(8 if gated else 22)
+        for tile, is_second in ((first, False), (replace(first, fetches=True), False), (second, True)):
+            _assemble_rows(capability, tile, second=is_second, gated=gated, top_k=8 if gated else 22)
 
 
 def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool, top_k: int) -> None:
@@ -124,9 +125,9 @@ def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool,
         "larger": 2.0**64,
         "early": capability >= 90,
     }
-    up = ("bf16", "i32", "i32", "fp32", "bf16", "i32", "bf16")
+    weights = ("bf16", "i32", "i32", "fp32", "bf16", "i32")
     if second:
-        down = (*up[:6], "fp32", "bf16")
+        down = (*weights, "fp32", "bf16")
         lanes = {"LANES": min(tile.lanes, 1 << (top_k - 1).bit_length()), "ahead": tile.ahead}
         kernel = compile_kernel(nvfp4_down_kernel, capability, down, {**common, **lanes}, warps=tile.warps)
     else:
@@ -134,12 +135,15 @@ def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool,
             "activation": "silu" if gated else "relu2",
             "halves": 2 if gated else 1,
             "LANES": tile.rows_at_once,
+            "fetches": tile.fetches,
         }
+        up = (*weights, "i32", "i32", "bf16")
         kernel = compile_kernel(nvfp4_up_kernel, capability, up, {**common, **own}, warps=tile.warps)
     _check(kernel, capability, f"{tile}, {second}")
     ptx = kernel.asm["ptx"]
     # Those of the sums at the end; in a step there would be one for each block of weights, and many steps.
     assert ptx.count("bar.sync") <= 8, "threads ask each other for weights or values"
+    assert ("prefetch.global.L2" in ptx) is (tile.fetches and not second)
     if capability >= 90:
         assert ptx.count("griddepcontrol.wait") == int(second)
         assert ptx.count("griddepcontrol.launch_dependents") == int(not second)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, add_block
-from moedoctor.kernels.moe.rows import activate, row_and_column
+from moedoctor.kernels.moe.rows import activate, fetch, row_and_column
 
 
 @triton.jit
@@ -96,6 +96,13 @@ def _add_step(sums: tl.tensor, words: tl.tuple, values: tl.tuple) -> tl.tensor:
 
 
 @triton.jit
+def _fetch_part(at: tl.tensor, size: tl.constexpr, part: tl.tensor, parts: tl.constexpr) -> None:
+    """Ask for one of `parts` parts of `size` bytes from the pointer `at` on in the L2 cache."""
+    each: tl.constexpr = (size + parts * 128 - 1) // (parts * 128) * 128
+    fetch(at, tl.minimum(part * each, size - 1), tl.minimum((part + 1) * each, size), each)
+
+
+@triton.jit
 def nvfp4_up_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -103,6 +110,8 @@ def nvfp4_up_kernel(
     scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     ids_ptr: tl.tensor,
+    next_weight_ptr: tl.tensor,
+    next_block_scale_ptr: tl.tensor,
     out_ptr: tl.tensor,
     top_k: tl.constexpr,
     num_experts: tl.constexpr,
@@ -116,12 +125,14 @@ def nvfp4_up_kernel(
     GROUPS: tl.constexpr,
     larger: tl.constexpr,
     early: tl.constexpr,
+    fetches: tl.constexpr,
 ) -> None:
     """Write `out` [T * K, I]: the activated first product of each pair with an expert, times `larger`.
 
     `weight` and `block_scale` are those of `pack_words` for [E, 2I, H], gate above up, or [E, I, H] for
-    ``relu2``; `scale` [E * halves]. LANES: rows of the weight that all threads hold at a time. `early`: the
-    next launch may begin. Programs: T * K * (I / BLOCK_N).
+    ``relu2``; `scale` [E * halves]; `next_weight` and `next_block_scale` are those of the second product.
+    LANES: rows of the weight that all threads hold at a time. `early`: the next launch may begin. `fetches`:
+    its weights are asked for in the L2 cache. Programs: T * K * (I / BLOCK_N).
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
@@ -140,10 +151,26 @@ def nvfp4_up_kernel(
         gate_sums = tl.zeros([BLOCK_N, GROUPS * 2], tl.float32)
         up_sums = tl.zeros([BLOCK_N, GROUPS * 2], tl.float32)
         up_row = row + intermediate_size  # [N]
+        # What the end needs is asked for here, where nothing waits for it.
+        gate_scale = tl.load(scale_ptr + expert * halves) * REMAINING_SCALE
+        up_scale = gate_scale
+        gate_bias = tl.zeros([BLOCK_N], tl.float32)
+        up_bias = gate_bias
+        if has_bias:
+            gate_bias = tl.load(bias_ptr + row, mask=present, other=0.0).to(tl.float32)  # [N]
+        if gated:
+            up_scale = tl.load(scale_ptr + expert * halves + (halves - 1)) * REMAINING_SCALE
+            if has_bias:
+                up_bias = tl.load(bias_ptr + up_row, mask=present, other=0.0).to(tl.float32)  # [N]
         next_gate = _load_words(weight_ptr, block_scale_ptr, row, present, 0, hidden_size, GROUPS)
         next_up = next_gate
         if gated:
             next_up = _load_words(weight_ptr, block_scale_ptr, up_row, present, 0, hidden_size, GROUPS)
+        if fetches:
+            parts: tl.constexpr = (intermediate_size + BLOCK_N - 1) // BLOCK_N
+            words: tl.constexpr = hidden_size * ((intermediate_size + 63) // 64)  # of scales
+            _fetch_part(next_weight_ptr + expert * (words * 8), words * 32, part, parts)
+            _fetch_part(next_block_scale_ptr + expert * words, words * 4, part, parts)
         for first in range(0, groups, GROUPS):
             gate_words, up_words = next_gate, next_up
             # The next step's weights are asked for before this step's are used.
@@ -158,15 +185,8 @@ def nvfp4_up_kernel(
             gate_sums = _add_step(gate_sums, gate_words, x)
             if gated:
                 up_sums = _add_step(up_sums, up_words, x)
-        gate = tl.sum(gate_sums, axis=1)  # [N]
-        up = tl.sum(up_sums, axis=1)  # [N]
-        gate *= tl.load(scale_ptr + expert * halves) * REMAINING_SCALE
-        if gated:
-            up *= tl.load(scale_ptr + expert * halves + (halves - 1)) * REMAINING_SCALE
-        if has_bias:
-            gate += tl.load(bias_ptr + row, mask=present, other=0.0).to(tl.float32)
-            if gated:
-                up += tl.load(bias_ptr + row + intermediate_size, mask=present, other=0.0).to(tl.float32)
+        gate = tl.sum(gate_sums, axis=1) * gate_scale + gate_bias  # [N]
+        up = tl.sum(up_sums, axis=1) * up_scale + up_bias  # [N]
         value = activate(gate, up, activation) * larger  # [N]
         to_ptr = out_ptr + pair.to(tl.int64) * intermediate_size + column  # [N]
         tl.store(to_ptr, value.to(out_ptr.dtype.element_ty), mask=present)
@@ -187,6 +207,15 @@ def _lines(
     held = (expert >= 0) & (expert < num_experts)
     expert = tl.where(held, expert, 0)
     return expert, held, expert * hidden_size + column
+
+
+@triton.jit
+def _factors(
+    scale_ptr: tl.tensor, topk_weights_ptr: tl.tensor, lines: tl.tuple, place: tl.tensor
+) -> tl.tuple:
+    """Return what products of `lines` are multiplied by: the scale of the weight, the weight of the pair."""
+    scale = tl.load(scale_ptr + lines[0], mask=lines[1], other=0.0)
+    return scale, tl.load(topk_weights_ptr + place, mask=lines[1], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -230,17 +259,18 @@ def nvfp4_down_kernel(
     lines = _lines(ids_ptr, token, lane, column, top_k, num_experts, hidden_size)
     present = lines[1] & (column < hidden_size)  # [N * L]
     following = _load_words(weight_ptr, block_scale_ptr, lines[2], present, 0, intermediate_size, GROUPS)
+    factors = _factors(scale_ptr, topk_weights_ptr, lines, token * top_k + lane)  # [N * L] each
+    real = _lines(ids_ptr, token, each, each, top_k, num_experts, hidden_size)[1]  # [L]
     if early:
         tl.extra.cuda.gdc_wait()
     # Values and weights of the next step are asked for before those of this step are used.
-    real = _lines(ids_ptr, token, each, each, top_k, num_experts, hidden_size)[1]  # [L]
     h_row = h_ptr + (token * top_k + each)[:, None] * intermediate_size  # [L, 1]
     next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS)
     total = tl.zeros([BLOCK_N * LANES, GROUPS * 2], tl.float32)
     biases = tl.zeros([BLOCK_N * LANES], tl.float32)
     for turn in tl.static_range(turns):
-        expert, held, row = lines
-        now, place = present, token * top_k + turn * LANES + lane  # [N * L] each
+        row, now = lines[2], present  # [N * L] each
+        scale, share = factors
         sums = tl.zeros([BLOCK_N * LANES, GROUPS * 2], tl.float32)
         if steps > 1:
             for step in range(1, steps):
@@ -263,14 +293,14 @@ def nvfp4_down_kernel(
             following = _load_words(
                 weight_ptr, block_scale_ptr, lines[2], present, 0, intermediate_size, GROUPS
             )
+            factors = _factors(scale_ptr, topk_weights_ptr, lines, token * top_k + after + lane)
             real = _lines(ids_ptr, token, after + each, each, top_k, num_experts, hidden_size)[1]
             h_row += LANES * intermediate_size
             if ahead:
                 next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS)
         sums = _add_step(sums, words, h)
-        scale = tl.load(scale_ptr + expert, mask=held, other=0.0) * (REMAINING_SCALE / larger)
-        share = tl.load(topk_weights_ptr + place, mask=held, other=0.0).to(tl.float32)  # [N * L]
-        total = tl.fma(sums, tl.broadcast_to((scale * share)[:, None], sums.shape), total)
+        factor = scale * (REMAINING_SCALE / larger) * share  # [N * L]
+        total = tl.fma(sums, tl.broadcast_to(factor[:, None], sums.shape), total)
         if has_bias:
             biases += share * tl.load(bias_ptr + row, mask=now, other=0.0).to(tl.float32)
     result = tl.sum(total, axis=1) + biases  # [N * L]

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from moedoctor.kernels.moe.e4m3 import decode_e4m3
 from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, decode_block
-from moedoctor.kernels.moe.rows import activate, row_and_column, rows_of
+from moedoctor.kernels.moe.rows import activate, fetch, row_and_column, rows_of
 
 
 @triton.jit
@@ -312,17 +312,6 @@ def _fp8_step(
     return _finished(total, hopper)
 
 
-@triton.jit
-def _fetch(at: tl.tensor, rows: tl.tensor, row_bytes: tl.constexpr, most_rows: tl.constexpr) -> None:
-    """Ask for `rows` of `row_bytes` from the pointer `at` on in the L2 cache; nothing waits for them."""
-    lines: tl.constexpr = triton.next_power_of_2((most_rows * row_bytes + 127) // 128)
-    offset = tl.minimum(tl.arange(0, lines) * 128, rows * row_bytes - 1)  # [lines], bytes
-    address = at.to(tl.int64) + offset
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 @triton.jit(do_not_specialize=["pairs"])
 def block_product(
     a_ptr: tl.tensor,
@@ -387,11 +376,11 @@ def block_product(
             count = tl.minimum(width - part * BLOCK_N, BLOCK_N)
             if quantization == "nvfp4":
                 groups: tl.constexpr = (depth + 63) // 64
-                _fetch(weight_ptr + first_row * (groups * 8), count, groups * 32, BLOCK_N)
-                _fetch(scale_ptr + first_row * groups, count, groups * 4, BLOCK_N)
+                fetch(weight_ptr + first_row * (groups * 8), 0, count * (groups * 32), BLOCK_N * groups * 32)
+                fetch(scale_ptr + first_row * groups, 0, count * (groups * 4), BLOCK_N * groups * 4)
             else:
                 size: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-                _fetch(weight_ptr + first_row * depth, count, depth * size, BLOCK_N)
+                fetch(weight_ptr + first_row * depth, 0, count * (depth * size), BLOCK_N * depth * size)
         # Also without work: else the sum might end before the first product has.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -22,6 +22,20 @@ def row_and_column(columns: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
+def fetch(at: tl.tensor, first: tl.tensor, end: tl.tensor, most: tl.constexpr) -> None:
+    """Ask for bytes `first` to `end` from the pointer `at` on, at most `most`, in the L2 cache.
+
+    Nothing waits for them.
+    """
+    lines: tl.constexpr = triton.next_power_of_2((most + 127) // 128)
+    offset = tl.minimum(first + tl.arange(0, lines) * 128, end - 1)  # [lines], bytes
+    address = at.to(tl.int64) + offset
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def activate(gate: tl.tensor, up: tl.tensor, activation: tl.constexpr) -> tl.tensor:
     """Return act(gate) * up for ``silu``, ``gelu`` or ``gelu_tanh``; ``relu2`` of `gate`; or `gate`."""
     if activation == "silu":

@@ -54,7 +54,7 @@ PROBES = "moedoctor.upstream.engine.expert_cache_probes:"
 SECONDS = 200.0
 QWEN_CACHES = ("128:packed=0", "32", "16", "64", "8")
 """In the order of their measurement: if time runs out, the last ones are left out."""
-_OLD = "policy=lfru,packed=0,stream=0"
+_OLD = "policy=lfru,packed=0,stream=0,fill=0"
 GAIN_CACHES = (
     *(f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "32", "64", "16"),
     *("64:overlap=backend", "32:overlap=backend", "64:overlap=own", "32:overlap=own"),

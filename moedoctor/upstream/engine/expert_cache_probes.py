@@ -96,7 +96,7 @@ def decode_speeds(
 
     Yields the rows so far after each cache, and again when its first reply has been measured.
 
-    The experts stay in host memory; every layer gets an empty cache with the next options, and the CUDA
+    The experts stay in host memory; every layer gets a new cache with the next options, and the CUDA
     graphs are captured anew. Experts that were packed stay packed, so ``packed=0`` comes first. `steps` are
     the decode steps of a round for each of `batches`. Tokens are drawn at temperature 1 from a fixed seed, so
     that the same logits give the same tokens. Random weights are drawn anew before. A cache that would start
@@ -149,7 +149,7 @@ def decode_speeds(
         rows[-1]["seconds_to_resize"] = round(ready, 2)
         yield rows
         if prompt and options.stream != 0 and options.slots < experts:
-            _resize(worker, options)  # a reply begins with an empty cache
+            _resize(worker, options)  # a reply begins with the cache of an engine that starts
             rows[-len(batches)].update(_first_reply(llm, prompt, steps[0], vocab))
             yield rows
 

@@ -7,11 +7,9 @@ are in these two places. Both get the cache's slots, whose addresses never chang
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -21,18 +19,15 @@ import torch
 
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
 from moedoctor.fixes.layer_stream import BUFFERS, LayerStream
-from moedoctor.fixes.moe.forward import moe_forward, moe_forward_in_parts
 from moedoctor.fixes.offload.pinned import allocate, register
 from moedoctor.results import UnavailableError
+from moedoctor.upstream.plugin import hits_first
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
-from moedoctor.upstream.plugin.moe_layer import ACTIVATIONS
 
 logger = logging.getLogger("vllm.moedoctor")
 
 _PARTS = ("_a1", "_a2", "_w1", "_w2")
 _FIELDS = ("scale", "alpha_or_gscale", "zp", "bias")
-_OWN_NAMES = {"w1": "w13", "w2": "w2", "_w1.bias": "w13_bias", "_w2.bias": "w2_bias"}
-"""Our name of a tensor -> that of `moe_forward`."""
 _ATTRIBUTE = "moedoctor_experts"
 _GAINS = {"w1": 1.0, "w2": 3.0}
 """As in `reference.checkpoints`: the gain of w2 makes up for SiLU and the mean over experts."""
@@ -112,7 +107,7 @@ class HostExperts:
         return int(self._layer.top_k)
 
     def give(self, options: CacheOptions, *, captured: bool) -> ExpertCache:
-        """Replace what the layer computes with by an empty cache.
+        """Replace what the layer computes with by a new cache.
 
         `captured`: the engine captures CUDA graphs, which must then be captured again. Raises
         UnavailableError if it does and memory could not be pinned; then nothing was replaced.
@@ -135,6 +130,8 @@ class HostExperts:
             device=self._device,
             engine="resident" if options.slots >= self.num_experts else engine,
         )
+        if options.fill:
+            cache.seed(torch.arange(min(options.slots, self.num_experts), device=self._device)[None])
         for name, slots in cache.weights.items():
             for holder in self._parameters[name]:
                 setattr(self._layer, holder, torch.nn.Parameter(slots, requires_grad=False))
@@ -146,7 +143,7 @@ class HostExperts:
             cache.skip_padding(self._rows)
         self.cache, self.log, self.stream = cache, None, None
         device = cache.engine == "device"
-        self.hits_first = _who_computes_hits_first(self._layer, options.overlap) if device else None
+        self.hits_first = hits_first.who_computes(self._layer, options.overlap) if device else None
         self.kernel.apply = _applying(self, self._compute, self.hits_first)
         return cache
 
@@ -336,120 +333,8 @@ def _on_the_host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
     return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-_FEW_PAIRS = 64
-"""With more pairs of a token and an expert, each pair of an expert would read its weights once more."""
-_UNSORTED = 4
-"""TRITON does not sort ids if there are so many times as many experts."""
-_TRITON = "TritonExperts"
-
-
-def _who_computes_hits_first(layer: Any, wish: str | None) -> str | None:
-    """Return `HostExperts.hits_first` of `layer`, if `wish` is `CacheOptions.overlap`."""
-    if wish == "own" and _has_own_kernels(layer):
-        return "own"
-    return "backend" if wish is not None and _adds_up_rows(layer) else None
-
-
-def _has_own_kernels(layer: Any) -> bool:
-    """Return whether moedoctor's kernels compute what this layer's backend does: BF16 and FP16 of TRITON."""
-    method, moe = layer.quant_method, layer.moe_config
-    return (
-        type(method).__name__ == "UnquantizedFusedMoEMethod"
-        and type(method.moe_kernel.fused_experts).__name__ == _TRITON
-        and moe.activation.value in ACTIVATIONS
-        and getattr(moe, "swiglu_limit", None) is None
-        and getattr(layer, "swiglu_limit", None) is None
-        and layer.w13_weight.dtype in (torch.bfloat16, torch.float16)
-        and os.environ.get("VLLM_BATCH_INVARIANT", "0") in ("", "0")
-    )
-
-
-def _adds_up_rows(layer: Any) -> bool:
-    """Return whether the backend computes a row of a pair alone and adds a token's rows up by `moe_sum`.
-
-    TRITON from 0.28.0 on, which takes an id of -1 and writes zeros for it where ids are not sorted. With one
-    scale for all rows of the second input, which depends on which rows there are, bits would change.
-    """
-    experts = layer.quant_method.moe_kernel.fused_experts
-    described = experts.quant_config
-    return (
-        type(experts).__name__ == _TRITON
-        and hasattr(experts, "moe_sum")
-        and hasattr(importlib.import_module(type(experts).__module__), "_prepare_expert_assignment")
-        and (
-            layer.w13_weight.dtype in (torch.bfloat16, torch.float16)
-            or described._a2.scale is not None
-            or described.block_shape is not None
-            or described.per_act_token_quant
-        )
-    )
-
-
-def _hits_first_by_own_kernels(
-    cache: ExpertCache, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: str
-) -> torch.Tensor:
-    """Compute the layer with our kernels, with resident experts while the others are copied.
-
-    `x` [T, H], `topk_weights` and `topk_ids` [T, K]. Sums are float32 until the end. Which experts are
-    resident changes no bit, unless the call may need more experts than there are slots.
-    """
-    weights = {ours: cache.weights[name] for name, ours in _OWN_NAMES.items() if name in cache.weights}
-    if not cache.may_need_groups(topk_ids):
-        parts = (part.slot_ids for part in cache.groups(topk_ids, overlap=True))
-        return moe_forward_in_parts(x, weights, parts, topk_weights, activation=activation).to(x.dtype)
-    total: torch.Tensor | None = None
-    for group in cache.groups(topk_ids):  # each takes the slots of the one before
-        total = moe_forward(x, weights, group.slot_ids, topk_weights, activation=activation, out=total)
-    assert total is not None
-    return total.to(x.dtype)
-
-
-class _JoinedSum:
-    """Takes the place of a backend's sum over a token's experts while a layer is computed in two calls."""
-
-    def __init__(self, add_up: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """`add_up`: the backend's own sum of rows [T, K, H], written to [T, H]."""
-        self._add_up = add_up
-        self._kept: torch.Tensor | None = None
-        self.calls = 0
-        self.first: torch.Tensor | None = None
-        """Bool [T, K]: the pairs of the first call."""
-
-    def __call__(self, rows: torch.Tensor, output: torch.Tensor, *ids_and_map: Any) -> None:
-        """Keep `rows` [T, K, H] of the first call; write the sum of both calls' to `output` [T, H]."""
-        self.calls += 1
-        if self._kept is None:
-            self._kept = rows.clone()  # they are in the backend's workspace, which is used again
-            return
-        assert self.first is not None
-        self._add_up(torch.where(self.first[..., None], self._kept, rows), output)
-
-
-def _hits_first_by_backend(
-    cache: ExpertCache, experts: Any, compute: Any, topk_ids: torch.Tensor, given: dict[str, Any]
-) -> torch.Tensor:
-    """Compute the layer in two calls of the backend's kernel, first with resident experts: [T, H].
-
-    The rows of both calls, one for each pair, are added up at once by the backend's own sum, so the bits are
-    those of one call. `topk_ids` [T, K] must be so few that the backend does not sort them, and fit in the
-    slots.
-    """
-    joined = _JoinedSum(experts.moe_sum)
-    experts.moe_sum = joined
-    try:
-        for part in cache.groups(topk_ids, overlap=True):
-            if joined.first is None:
-                joined.first = part.slot_ids >= 0
-            result: torch.Tensor = compute(topk_ids=part.slot_ids, **given)  # [T, H]
-    finally:
-        del experts.moe_sum
-    if joined.calls != 2:
-        raise RuntimeError("the backend did not add up its rows by moe_sum: set overlap=0, or overlap=own")
-    return result
-
-
-def _applying(experts: HostExperts, compute: Any, hits_first: str | None) -> Any:
-    """Return the kernel's `apply` through the layer's cache; `hits_first` as in `HostExperts`."""
+def _applying(experts: HostExperts, compute: Any, who: str | None) -> Any:
+    """Return the kernel's `apply` through the layer's cache; `who` as `HostExperts.hits_first`."""
     cache, kernel = experts.cache, experts.kernel
     # Ids of other groups are mapped to no expert, like those of other ranks.
     nowhere = torch.arange(cache.num_experts, dtype=torch.int32, device=cache.device)  # [E]
@@ -472,19 +357,20 @@ def _applying(experts: HostExperts, compute: Any, hits_first: str | None) -> Any
     ) -> torch.Tensor:
         given.update(hidden_states=hidden_states, topk_weights=topk_weights)
         given["global_num_experts"] = cache.num_experts
-        pairs = topk_ids.numel()
         if experts.streams(len(topk_ids)):
             return through_the_stream(topk_ids, given)
-        if hits_first == "own" and pairs <= _FEW_PAIRS and not given.get("apply_router_weight_on_input"):
-            activation = ACTIVATIONS[given["activation"].value]
-            return _hits_first_by_own_kernels(cache, hidden_states, topk_weights, topk_ids, activation)
+        early = hits_first.takes(who, topk_ids.numel(), cache.num_experts)
+        if early and who == "own" and not given.get("apply_router_weight_on_input"):
+            return hits_first.by_own_kernels(
+                cache, hidden_states, topk_weights, topk_ids, given["activation"].value
+            )
         many = cache.may_need_groups(topk_ids)
         given.update(w1=cache.weights["w1"], w2=cache.weights["w2"], expert_map=nowhere if many else None)
         with _choosing_tiles_for(cache.num_experts):
             if many:
                 return in_groups(topk_ids, given).to(hidden_states.dtype)
-            if hits_first == "backend" and pairs * _UNSORTED <= cache.num_experts:
-                return _hits_first_by_backend(cache, kernel.fused_experts, compute, topk_ids, given)
+            if early and who == "backend":
+                return hits_first.by_backend(cache, kernel.fused_experts, compute, topk_ids, given)
             result: torch.Tensor = compute(topk_ids=cache.acquire(topk_ids).slot_ids, **given)  # [T, H]
             return result
 

@@ -31,6 +31,8 @@ class CacheOptions:
     """Compute with the experts that are there while the others are copied. ``backend``: in two calls of the
     backend's kernel, which change no bit, if there are few pairs. ``own``: by moedoctor's kernels if they can
     compute the layer, else as ``backend``."""
+    fill: bool = True
+    """Begin with an expert in every slot; those that no call asked for leave first."""
     engine: str = "auto"
     """``device``: lookups and copies are kernels. ``host``: Python, without CUDA graphs. ``auto`` chooses."""
     pin: bool = True
@@ -83,6 +85,7 @@ _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "policy": _among(POLICIES),
     "packed": ("0 or 1", _switch),
     "overlap": ("0, backend or own", lambda text: OVERLAPS.get(text, _BAD)),
+    "fill": ("0 or 1", _switch),
     "engine": _among(ENGINES),
     "pin": ("0 or 1", _switch),
     "stream": ("a number of tokens", lambda text: int(text) if _is_number(text) else _BAD),

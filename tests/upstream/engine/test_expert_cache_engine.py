@@ -210,7 +210,7 @@ def test_new_defaults_are_compared_with_the_old_ones_in_one_engine(run: Any) -> 
     run(lambda request: result(probe=speeds(request), seconds={"load": 60.0}))
     rows = {(row["cache"], row["batch"]): row for row in engines.gain({})}
     assert {slots for slots, _ in rows} == set(engines.GAIN_CACHES)
-    assert "times_before" not in rows["16:policy=lfru,packed=0,stream=0", 1]
+    assert "times_before" not in rows["16:policy=lfru,packed=0,stream=0,fill=0", 1]
     assert (rows["64", 8]["times_before"], rows["64", 8]["sequences_as_before"]) == (1.5, 8)
     assert all("tokens" not in row for row in rows.values())
 

@@ -17,12 +17,10 @@ from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.plugin import expert_cache_fix as fix
-from moedoctor.upstream.plugin import expert_cache_layer, expert_cache_options
+from moedoctor.upstream.plugin import expert_cache_layer, expert_cache_options, hits_first
 from moedoctor.upstream.plugin.expert_cache_fix import refusal, refused_setting
 from moedoctor.upstream.plugin.expert_cache_layer import (
     EXPERTS,
-    _has_own_kernels,
-    _hits_first_by_own_kernels,
     host_experts,
     install,
     per_expert,
@@ -183,6 +181,20 @@ def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
     assert EXPERTS.get() is None
 
 
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+def test_a_cache_begins_full_with_experts_that_leave_first(policy: str) -> None:
+    layer = Layer()
+    cache = install(layer, CacheOptions(5, policy), torch.device("cpu"), captured=False)
+    assert cache.resident() == [0, 1, 2, 3, 4]
+    for name, held in cache.weights.items():
+        assert torch.equal(held, host_experts(layer)[0].store.tensors[name][:5])
+    for ids in ([7, 8], [9, 10], [11, 7]):
+        cache.acquire(torch.tensor([ids], dtype=torch.int32))
+    assert set(cache.resident()) == {7, 8, 9, 10, 11}, "no expert that a call asked for has left"
+    (experts,) = host_experts(layer)
+    assert experts.give(CacheOptions(5, fill=False), captured=False).resident() == [-1] * 5
+
+
 def test_slots_are_not_made_in_blocks_that_experts_left(monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
 
@@ -230,12 +242,12 @@ def test_our_kernels_compute_only_what_triton_computes(change: str, value: Any, 
     layer = plain()
     *owners, name = change.split(".")
     setattr(functools.reduce(getattr, owners, layer), name, value)
-    assert _has_own_kernels(layer) is own
+    assert hits_first._has_own_kernels(layer) is own
 
 
 def test_batch_invariance_rules_our_kernels_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert not _has_own_kernels(plain())
+    assert not hits_first._has_own_kernels(plain())
 
 
 @pytest.mark.parametrize("capacity", [8, 3])
@@ -253,7 +265,7 @@ def test_hits_are_computed_by_our_kernels_while_misses_are_copied(capacity: int)
     ids = torch.randint(0, E, (4, TOP_K), generator=draw)  # [T, K]
     x = torch.randn(4, HIDDEN, generator=draw).bfloat16()  # [T, H]
     topk_weights = torch.rand(4, TOP_K, generator=draw)  # [T, K]
-    given = _hits_first_by_own_kernels(cache, x, topk_weights, ids, "silu")
+    given = hits_first.by_own_kernels(cache, x, topk_weights, ids, "silu")
     assert given.dtype is torch.bfloat16
     weights = {"w13": plain().w13_weight, "w2": plain().w2_weight, "w2_bias": plain().w2_bias}
     expected = forward(x, MoeWeights.of(weights), topk_weights, ids)
@@ -262,7 +274,7 @@ def test_hits_are_computed_by_our_kernels_while_misses_are_copied(capacity: int)
 
 
 @pytest.mark.parametrize(
-    ("hits_first", "tokens", "on_input", "ours"),
+    ("who", "tokens", "on_input", "ours"),
     [
         ("own", 4, False, True),
         (None, 4, False, False),
@@ -271,13 +283,13 @@ def test_hits_are_computed_by_our_kernels_while_misses_are_copied(capacity: int)
     ],
 )
 def test_few_tokens_of_a_plain_layer_go_to_our_kernels(
-    hits_first: str | None, tokens: int, on_input: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
+    who: str | None, tokens: int, on_input: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = plain()
     install(layer, CacheOptions(E - 1), torch.device("cpu"), captured=False)
     (experts,) = host_experts(torch.nn.ModuleList([layer]))
-    monkeypatch.setattr(expert_cache_layer, "_hits_first_by_own_kernels", lambda *given: "ours")
-    apply = expert_cache_layer._applying(experts, lambda **given: given["hidden_states"], hits_first)
+    monkeypatch.setattr(hits_first, "by_own_kernels", lambda *given: "ours")
+    apply = expert_cache_layer._applying(experts, lambda **given: given["hidden_states"], who)
     ids = torch.zeros(tokens, TOP_K, dtype=torch.int32)  # [T, K]
     result = apply(
         torch.ones(tokens, HIDDEN),
@@ -319,7 +331,7 @@ class RowKernel(Kernel):
         return output
 
 
-def in_rows(capacity: int, hits_first: str | None, seed: int = 0) -> tuple[RowKernel, Any]:
+def in_rows(capacity: int, who: str | None, seed: int = 0) -> tuple[RowKernel, Any]:
     """Return a kernel and its `apply` through a cache, which calls any half of a call's pairs hits."""
     layer = plain()
     kernel = layer.quant_method.moe_kernel = RowKernel(
@@ -339,7 +351,7 @@ def in_rows(capacity: int, hits_first: str | None, seed: int = 0) -> tuple[RowKe
             yield SimpleNamespace(slot_ids=torch.where(part, slots, -1))
 
     cache.groups = groups_of  # type: ignore[method-assign]
-    return kernel, expert_cache_layer._applying(experts, compute, hits_first)
+    return kernel, expert_cache_layer._applying(experts, compute, who)
 
 
 def row_call(apply: Any, tokens: int, seed: int) -> torch.Tensor:
@@ -413,15 +425,15 @@ def test_who_computes_hits_first(
 ) -> None:
     layer = summing(**described)
     monkeypatch.setattr(sys.modules[__name__], "_prepare_expert_assignment", None, raising=False)
-    monkeypatch.setattr(expert_cache_layer, "_TRITON", "SummingExperts")
+    monkeypatch.setattr(hits_first, "_TRITON", "SummingExperts")
     if fp8:
         layer.w13_weight.data = layer.w13_weight.data.to(torch.float8_e4m3fn)
-    assert expert_cache_layer._who_computes_hits_first(layer, wish) == who
+    assert hits_first.who_computes(layer, wish) == who
 
 
 def test_a_backend_that_sorts_all_ids_computes_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_cache_layer, "_TRITON", "SummingExperts")
-    assert expert_cache_layer._who_computes_hits_first(summing(), "backend") is None
+    monkeypatch.setattr(hits_first, "_TRITON", "SummingExperts")
+    assert hits_first.who_computes(summing(), "backend") is None
 
 
 def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
@@ -572,7 +584,7 @@ def test_padding_of_a_step_loads_nothing() -> None:
     x, topk_weights = torch.randn(4, HIDDEN), torch.rand(4, TOP_K)
 
     def computes() -> int:
-        layers[1].give(CacheOptions(8), captured=False)
+        layers[1].give(CacheOptions(8, fill=False), captured=False)
         out = call(model[1], x, ids, topk_weights)
         assert torch.allclose(out[:3], call(Layer(), x, ids, topk_weights)[:3], atol=1e-5)
         return layers[1].cache.stats.misses
@@ -640,8 +652,9 @@ def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None
 def test_the_variable_is_read() -> None:
     assert fix.wanted({}) is None
     assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(16, policy="aging", packed=True, overlap=None)
-    every = "8: policy=lfru, packed=0,overlap=own,engine=host,pin=0,stream=64,"
-    assert fix.wanted({fix.VARIABLE: every}) == CacheOptions(8, "lfru", False, "own", "host", False, 64)
+    every = "8: policy=lfru, packed=0,overlap=own,fill=0,engine=host,pin=0,stream=64,"
+    expected = CacheOptions(8, "lfru", False, "own", False, "host", False, 64)
+    assert fix.wanted({fix.VARIABLE: every}) == expected
     assert fix.wanted({fix.VARIABLE: "8:overlap=1"}) == CacheOptions(8, overlap="own")
     assert fix.wanted({fix.VARIABLE: "8:overlap=0"}) == CacheOptions(8)
 
@@ -658,7 +671,7 @@ def test_the_variable_is_read() -> None:
         ("8:packed=yes", "has packed='yes'; expected 0 or 1"),
         ("8:packed", "has packed=''; expected 0 or 1"),
         ("8:overlap=2", "has overlap='2'; expected 0, backend or own"),
-        ("8:slots=4", "has no option called 'slots'; expected policy, packed, overlap, engine, pin, stream"),
+        ("8:slots=4", "called 'slots'; expected policy, packed, overlap, fill, engine, pin, stream"),
         ("8:stream=-1", "has stream='-1'; expected a number of tokens"),
         ("8:packed=1,packed=0", "has the option packed twice"),
         ("8:policy=\x1b[31m\n" + "x" * 4000, "expected aging"),
