@@ -54,16 +54,17 @@ PROBES = "moedoctor.upstream.engine.expert_cache_probes:"
 SECONDS = 200.0
 QWEN_CACHES = ("128:packed=0", "32", "16", "64", "8")
 """In the order of their measurement: if time runs out, the last ones are left out."""
-_OLD = "policy=lfru,packed=0,stream=0,fill=0"
+_OLD = "policy=lfru,packed=0,stream=0"
 GAIN_CACHES = (
     *(f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "32", "64", "16"),
-    *("64:overlap=backend", "32:overlap=backend", "64:overlap=own", "32:overlap=own"),
+    *("64:overlap=backend,fill=1", "32:overlap=backend,fill=1", "64:overlap=backend", "64:fill=1"),
+    *("64:overlap=own", "32:overlap=own"),
 )
 """What the plug-in did before, what it does now, and what it could do: what decides comes first."""
 NVFP4_CACHES = ("8", "16")
 _ALL, _LAYERS = 128, 48
 _BATCHES, _STEPS, _ROUNDS, _PROMPT = (1, 8), (24, 8), 2, 256
-_QWEN_SECONDS, _MEASURING_SECONDS, _GAIN_SECONDS = 560.0, 240.0, 460.0
+_QWEN_SECONDS, _MEASURING_SECONDS, _GAIN_SECONDS = 560.0, 240.0, 480.0
 
 
 def cached(slots: int | str | None) -> dict[str, str]:

@@ -359,8 +359,8 @@ def _applying(experts: HostExperts, compute: Any, who: str | None) -> Any:
         given["global_num_experts"] = cache.num_experts
         if experts.streams(len(topk_ids)):
             return through_the_stream(topk_ids, given)
-        early = hits_first.takes(who, topk_ids.numel(), cache.num_experts)
-        if early and who == "own" and not given.get("apply_router_weight_on_input"):
+        split = hits_first.is_split(who, topk_ids.numel(), cache.num_experts)
+        if split and who == "own" and not given.get("apply_router_weight_on_input"):
             return hits_first.by_own_kernels(
                 cache, hidden_states, topk_weights, topk_ids, given["activation"].value
             )
@@ -369,7 +369,7 @@ def _applying(experts: HostExperts, compute: Any, who: str | None) -> Any:
         with _choosing_tiles_for(cache.num_experts):
             if many:
                 return in_groups(topk_ids, given).to(hidden_states.dtype)
-            if early and who == "backend":
+            if split and who == "backend":
                 return hits_first.by_backend(cache, kernel.fused_experts, compute, topk_ids, given)
             result: torch.Tensor = compute(topk_ids=cache.acquire(topk_ids).slot_ids, **given)  # [T, H]
             return result

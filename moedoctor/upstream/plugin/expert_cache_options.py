@@ -31,7 +31,7 @@ class CacheOptions:
     """Compute with the experts that are there while the others are copied. ``backend``: in two calls of the
     backend's kernel, which change no bit, if there are few pairs. ``own``: by moedoctor's kernels if they can
     compute the layer, else as ``backend``."""
-    fill: bool = True
+    fill: bool = False
     """Begin with an expert in every slot; those that no call asked for leave first."""
     engine: str = "auto"
     """``device``: lookups and copies are kernels. ``host``: Python, without CUDA graphs. ``auto`` chooses."""

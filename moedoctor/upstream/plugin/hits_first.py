@@ -1,6 +1,6 @@
-"""A layer of vLLM computed with the experts that its cache holds while others are copied, then with those.
+"""Computes a layer of vLLM with the experts in its cache while others are copied, and then with those.
 
-By moedoctor's kernels, or by the backend's own in two calls.
+moedoctor's kernels do it, or the kernel of vLLM's backend in two calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def who_computes(layer: Any, wish: str | None) -> str | None:
     return "backend" if wish is not None and _adds_up_rows(layer) else None
 
 
-def takes(who: str | None, pairs: int, experts: int) -> bool:
+def is_split(who: str | None, pairs: int, experts: int) -> bool:
     """Return whether a call with so many pairs, of a layer with so many experts, is computed in two parts."""
     return pairs <= _FEW_PAIRS if who == "own" else who is not None and pairs * _UNSORTED <= experts
 
@@ -54,8 +54,8 @@ def _has_own_kernels(layer: Any) -> bool:
 def _adds_up_rows(layer: Any) -> bool:
     """Return whether the backend computes a row of a pair alone and adds a token's rows up by `moe_sum`.
 
-    TRITON from 0.28.0 on, which takes an id of -1 and writes zeros for it where ids are not sorted. With one
-    scale for all rows of the second input, which depends on which rows there are, bits would change.
+    That is TRITON from 0.28.0 on: if it does not sort ids, it writes zeros for an id of -1. It is not TRITON
+    with one scale for all rows of the second input, because that scale depends on the rows of a call.
     """
     experts = layer.quant_method.moe_kernel.fused_experts
     described = experts.quant_config
@@ -81,17 +81,14 @@ def by_own_kernels(
     end. Which experts are resident changes no bit, unless the call may need more experts than there are
     slots.
     """
-    weights = {ours: cache.weights[name] for name, ours in _OWN_NAMES.items() if name in cache.weights}
+    weights = {own: cache.weights[name] for name, own in _OWN_NAMES.items() if name in cache.weights}
+    ours = ACTIVATIONS[activation]
     if not cache.may_need_groups(topk_ids):
         parts = (part.slot_ids for part in cache.groups(topk_ids, overlap=True))
-        return moe_forward_in_parts(x, weights, parts, topk_weights, activation=ACTIVATIONS[activation]).to(
-            x.dtype
-        )
+        return moe_forward_in_parts(x, weights, parts, topk_weights, activation=ours).to(x.dtype)
     total: torch.Tensor | None = None
     for group in cache.groups(topk_ids):  # each takes the slots of the one before
-        total = moe_forward(
-            x, weights, group.slot_ids, topk_weights, activation=ACTIVATIONS[activation], out=total
-        )
+        total = moe_forward(x, weights, group.slot_ids, topk_weights, activation=ours, out=total)
     assert total is not None
     return total.to(x.dtype)
 
@@ -102,7 +99,7 @@ class _JoinedSum:
     def __init__(self, add_up: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """`add_up`: the backend's own sum of rows [T, K, H], written to [T, H]."""
         self._add_up = add_up
-        self._kept: torch.Tensor | None = None
+        self._first_rows: torch.Tensor | None = None
         self.calls = 0
         self.first: torch.Tensor | None = None
         """Bool [T, K]: the pairs of the first call."""
@@ -110,11 +107,11 @@ class _JoinedSum:
     def __call__(self, rows: torch.Tensor, output: torch.Tensor, *ids_and_map: Any) -> None:
         """Keep `rows` [T, K, H] of the first call; write the sum of both calls' to `output` [T, H]."""
         self.calls += 1
-        if self._kept is None:
-            self._kept = rows.clone()  # they are in the backend's workspace, which is used again
+        if self._first_rows is None:
+            self._first_rows = rows.clone()  # they are in the backend's workspace, which is used again
             return
         assert self.first is not None
-        self._add_up(torch.where(self.first[..., None], self._kept, rows), output)
+        self._add_up(torch.where(self.first[..., None], self._first_rows, rows), output)
 
 
 def by_backend(
