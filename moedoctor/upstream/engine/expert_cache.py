@@ -57,8 +57,8 @@ QWEN_CACHES = ("128:packed=0", "32", "16", "64", "8")
 _OLD = "policy=lfru,packed=0,stream=0"
 GAIN_CACHES = (
     *(f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "32", "64", "16"),
-    *("64:overlap=backend,fill=1", "32:overlap=backend,fill=1", "64:overlap=backend", "64:fill=1"),
-    *("64:overlap=own", "32:overlap=own"),
+    *(f"{slots}:overlap=backend,fill=1" for slots in (64, 32, 16)),
+    *("64:overlap=backend", "64:fill=1", "64:overlap=own", "32:overlap=own"),
 )
 """What the plug-in did before, what it does now, and what it could do: what decides comes first."""
 NVFP4_CACHES = ("8", "16")
