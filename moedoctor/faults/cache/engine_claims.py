@@ -69,16 +69,22 @@ def _doubt(rows: Sequence[Row], same: Sequence[Row]) -> str | None:
         return f"no planted fault was seen to change the tokens of {', '.join(blind)}"
     other = next((row for row in same if not _as_asked(row)), None)
     if other is not None:
+        one = ", one sequence" if other.get("sequences") == 1 else ""
+        calls = "" if _split_as_asked(other) else " in one call"
         return (
-            f"{other['backend']}, {other['mode']}, {other['slots']} slots: computed with "
-            f"{other['chosen']} and the cache's engine {other['engine']}"
+            f"{other['backend']}, {other['mode']}, {other['slots']} slots{one}: computed with "
+            f"{other['chosen']}{calls} and the cache's engine {other['engine']}"
         )
     return None
 
 
 def _as_asked(row: Row) -> bool:
-    hits_first = bool(row.get("hits_first")) == ("overlap" in str(row["slots"]))
-    return hits_first and bool(row.get("asked") == row["chosen"] and row["engine"] == "device")
+    return _split_as_asked(row) and row.get("asked") == row["chosen"] and row["engine"] == "device"
+
+
+def _split_as_asked(row: Row) -> bool:
+    """Return whether the engine would compute a step of one sequence in two calls, if this is one."""
+    return row.get("sequences") != 1 or row["hits_first"] == "backend"
 
 
 @claim("engine_refusals", measure=f"{_ENGINES}:refusals", **_OPTIONS)

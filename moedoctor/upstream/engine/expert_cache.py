@@ -48,17 +48,16 @@ _SINCE = {"humming": "0.30.0", "overlap": "0.28.0"}
 """Backend or option -> the first release whose layers have it and can have a cache."""
 SLOTS = (None, 2, 6)
 """Slots for 8 experts; None is the control without a cache."""
-_HITS_FIRST = "6:overlap=backend"
-"""Two pairs of one sequence are few enough."""
+_HITS_FIRST = 6
+"""Slots of the engines of one sequence, whose two pairs are few enough to be computed in two calls."""
 PROBES = "moedoctor.upstream.engine.expert_cache_probes:"
 SECONDS = 200.0
 QWEN_CACHES = ("128:packed=0", "32", "16", "64", "8")
 """In the order of their measurement: if time runs out, the last ones are left out."""
-_OLD = "policy=lfru,packed=0,stream=0"
+_OLD = "policy=lfru,packed=0,stream=0,overlap=0,fill=0"
 GAIN_CACHES = (
-    *(f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "32", "64", "16"),
-    *(f"{slots}:overlap=backend,fill=1" for slots in (64, 32, 16)),
-    *("64:overlap=backend", "64:fill=1", "64:overlap=own", "32:overlap=own"),
+    *(f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "64", "32", "16"),
+    *("64:overlap=own", "32:overlap=own", "64:overlap=0,fill=0", "64:overlap=0"),
 )
 """What the plug-in did before, what it does now, and what it could do: what decides comes first."""
 NVFP4_CACHES = ("8", "16")
@@ -114,7 +113,7 @@ def trial(
         seconds=SECONDS,
         label=f"{engine}, {held}{', wrong experts' if planted else ''}",
     )
-    columns = {"backend": backend, "mode": mode, "slots": slots, "planted": planted}
+    columns = {"backend": backend, "mode": mode, "slots": slots, "planted": planted, "sequences": sequences}
     return Trial(request, columns, None if slots is None else f"{engine}, no cache")
 
 
@@ -181,6 +180,7 @@ def row(ran: Ran) -> dict[str, Any]:
         "mode": columns["mode"],
         "slots": columns["slots"],
         "planted": columns["planted"],
+        "sequences": columns["sequences"],
         "outcome": outcome.value,
         "detail": detail,
         **{key: probe.get(key) for key in ("engine", "hits_first", "layers", "hits", "misses")},

@@ -27,11 +27,11 @@ class CacheOptions:
     """Who leaves first."""
     packed: bool = True
     """Keep BF16 experts on the host in some 69 % of their bytes, if memory can be pinned."""
-    overlap: str | None = None
+    overlap: str | None = "backend"
     """Compute with the experts that are there while the others are copied. ``backend``: in two calls of the
     backend's kernel, which change no bit, if there are few pairs. ``own``: by moedoctor's kernels if they can
     compute the layer, else as ``backend``."""
-    fill: bool = False
+    fill: bool = True
     """Begin with an expert in every slot; those that no call asked for leave first."""
     engine: str = "auto"
     """``device``: lookups and copies are kernels. ``host``: Python, without CUDA graphs. ``auto`` chooses."""

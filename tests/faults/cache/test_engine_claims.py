@@ -77,7 +77,10 @@ def test_an_engine_with_other_tokens_or_without_a_miss_refutes(change: dict[str,
         ([PLANTED, {**CELL, "chosen": "MARLIN"}], "computed with MARLIN and the cache's engine device"),
         ([PLANTED, {**CELL, "chosen": "not logged"}], "computed with not logged"),
         ([PLANTED, {**CELL, "engine": "host"}], "computed with TRITON and the cache's engine host"),
-        ([PLANTED, {**CELL, "slots": "6:overlap=backend"}], "6:overlap=backend slots: computed with TRITON"),
+        (
+            [PLANTED, {**CELL, "sequences": 1, "hits_first": None}],
+            "one sequence: computed with TRITON in one call",
+        ),
     ],
 )
 def test_equal_tokens_count_only_if_a_planted_fault_shows(rows: list[dict[str, Any]], doubt: str) -> None:

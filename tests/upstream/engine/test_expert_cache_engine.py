@@ -58,7 +58,7 @@ def test_every_backend_runs_without_a_cache_and_with_one() -> None:
     trials = engines.trials(FOLDERS)
     labels = [trial.request.label for trial in trials]
     assert len(trials) == len(set(labels)) == 5 * 2 * 3 + 5 + 2 * 2
-    hits_first = [trial for trial in trials if "overlap" in str(trial.columns["slots"])]
+    hits_first = [trial for trial in trials if trial.columns["sequences"] == 1 and trial.control is not None]
     assert [len(trial.request.prompts) for trial in hits_first] == [1, 1]
     assert all("one sequence, no cache" in str(trial.control) for trial in hits_first)
     assert not any("one sequence" in trial.request.label for trial in engines.trials(FOLDERS, "0.27.1"))
@@ -211,7 +211,7 @@ def test_new_defaults_are_compared_with_the_old_ones_in_one_engine(run: Any) -> 
     run(lambda request: result(probe=speeds(request), seconds={"load": 60.0}))
     rows = {(row["cache"], row["batch"]): row for row in engines.gain({})}
     assert {slots for slots, _ in rows} == set(engines.GAIN_CACHES)
-    assert "times_before" not in rows["16:policy=lfru,packed=0,stream=0", 1]
+    assert "times_before" not in rows["16:policy=lfru,packed=0,stream=0,overlap=0,fill=0", 1]
     assert (rows["64", 8]["times_before"], rows["64", 8]["sequences_as_before"]) == (1.5, 8)
     assert all("tokens" not in row for row in rows.values())
 
@@ -244,8 +244,10 @@ def test_what_decides_is_measured_first() -> None:
         (slots, packed) for slots in (16, 32, 64) for packed in (False, True)
     }
     tried = [read_options(text) for text in engines.GAIN_CACHES[6:]]
-    assert all(replace(options, overlap=None, fill=False) == CacheOptions(options.slots) for options in tried)
-    assert all(options.overlap or options.fill for options in tried)
+    assert all(
+        replace(options, overlap="backend", fill=True) == CacheOptions(options.slots) for options in tried
+    )
+    assert all(options != CacheOptions(options.slots) for options in tried)
     every = [read_options(text).packed for text in engines.GAIN_CACHES]
     assert every == sorted(every), "packed experts stay packed"
 

@@ -184,7 +184,7 @@ def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 def test_a_full_cache_begins_with_experts_that_leave_first(policy: str) -> None:
     layer = Layer()
-    cache = install(layer, CacheOptions(5, policy, fill=True), torch.device("cpu"), captured=False)
+    cache = install(layer, CacheOptions(5, policy), torch.device("cpu"), captured=False)
     assert cache.resident() == [0, 1, 2, 3, 4]
     for name, held in cache.weights.items():
         assert torch.equal(held, host_experts(layer)[0].store.tensors[name][:5])
@@ -192,7 +192,7 @@ def test_a_full_cache_begins_with_experts_that_leave_first(policy: str) -> None:
         cache.acquire(torch.tensor([ids], dtype=torch.int32))
     assert set(cache.resident()) == {7, 8, 9, 10, 11}, "no expert that a call asked for has left"
     (experts,) = host_experts(layer)
-    assert experts.give(CacheOptions(5), captured=False).resident() == [-1] * 5
+    assert experts.give(CacheOptions(5, fill=False), captured=False).resident() == [-1] * 5
 
 
 def test_slots_are_not_made_in_blocks_that_experts_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,7 +584,7 @@ def test_padding_of_a_step_loads_nothing() -> None:
     x, topk_weights = torch.randn(4, HIDDEN), torch.rand(4, TOP_K)
 
     def computes() -> int:
-        layers[1].give(CacheOptions(8), captured=False)
+        layers[1].give(CacheOptions(8, fill=False), captured=False)
         out = call(model[1], x, ids, topk_weights)
         assert torch.allclose(out[:3], call(Layer(), x, ids, topk_weights)[:3], atol=1e-5)
         return layers[1].cache.stats.misses
@@ -651,12 +651,14 @@ def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None
 
 def test_the_variable_is_read() -> None:
     assert fix.wanted({}) is None
-    assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(16, policy="aging", packed=True, overlap=None)
-    every = "8: policy=lfru, packed=0,overlap=own,fill=1,engine=host,pin=0,stream=64,"
-    expected = CacheOptions(8, "lfru", False, "own", True, "host", False, 64)
+    assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(
+        16, policy="aging", packed=True, overlap="backend", fill=True
+    )
+    every = "8: policy=lfru, packed=0,overlap=own,fill=0,engine=host,pin=0,stream=64,"
+    expected = CacheOptions(8, "lfru", False, "own", False, "host", False, 64)
     assert fix.wanted({fix.VARIABLE: every}) == expected
     assert fix.wanted({fix.VARIABLE: "8:overlap=1"}) == CacheOptions(8, overlap="own")
-    assert fix.wanted({fix.VARIABLE: "8:overlap=0"}) == CacheOptions(8)
+    assert fix.wanted({fix.VARIABLE: "8:overlap=0"}) == CacheOptions(8, overlap=None)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,11 @@ class Layer(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True)
+def fresh() -> None:
+    """Keep what is imported, in place of the fixture of the other tests: vLLM registers types once a process."""
+
+
+@pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choose tiles and whether ids are sorted as the plug-in does in an engine."""
     triton = importlib.import_module("vllm.model_executor.layers.fused_moe.experts.triton_moe")
