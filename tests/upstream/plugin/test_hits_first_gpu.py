@@ -36,7 +36,7 @@ class Layer(torch.nn.Module):
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    """Keep what is imported, in place of the fixture of the other tests: vLLM registers types once a process."""
+    """Keep what is imported, unlike the other tests: vLLM registers types once a process."""
 
 
 @pytest.fixture(autouse=True)
