@@ -69,10 +69,10 @@ def _doubt(rows: Sequence[Row], same: Sequence[Row]) -> str | None:
         return f"no planted fault was seen to change the tokens of {', '.join(blind)}"
     other = next((row for row in same if not _as_asked(row)), None)
     if other is not None:
-        one = ", one sequence" if other.get("sequences") == 1 else ""
+        sequence = ", one sequence" if other.get("sequences") == 1 else ""
         calls = "" if _split_as_asked(other) else " in one call"
         return (
-            f"{other['backend']}, {other['mode']}, {other['slots']} slots{one}: computed with "
+            f"{other['backend']}, {other['mode']}, {other['slots']} slots{sequence}: computed with "
             f"{other['chosen']}{calls} and the cache's engine {other['engine']}"
         )
     return None
