@@ -227,18 +227,23 @@ def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) 
 def row_candidates(shape: LayerShape, second: bool) -> list[RowTile]:
     """Return tiles with 4 to 32 words of weights a thread in a step, whose rows all threads share evenly.
 
-    With more, or with more than 64 values that are asked for ahead, registers do not suffice.
+    With more, or with more than 64 values that are asked for ahead, registers do not suffice. Programs take
+    all experts of a token, in up to four turns, or those of one turn.
     """
-    padded = 2 ** math.ceil(math.log2(shape.top_k))
-    lanes = [count for count in (2, 8) if shape.top_k / 4 <= count < padded] + [padded] if second else [1]
-    sizes = itertools.product(lanes, (1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 2, 4), (True, False))
-    option = "ahead" if second else "fetches"
+    top_k = shape.top_k
+    padded = 2 ** math.ceil(math.log2(top_k))
+    lanes = [count for count in (2, 8) if top_k / 4 <= count < padded] + [padded] if second else [1]
+    sizes = itertools.product(lanes, (1, 2, 4, 8), (2, 4, 8, 16, 32), (1, 2, 4), (True, False), (False, True))
     return [
-        RowTile(columns, groups, warps, **({"lanes": count} if second else {}), **{option: switch})
-        for count, columns, groups, warps, switch in sizes
-        if 16 * warps <= (count if second else columns) * groups
-        and count * columns * groups * (2 if (switch if second else shape.gated) else 1) / warps <= 128
-        and not (second and switch and count * groups / warps > 32)
+        RowTile(columns, groups, warps, count, ahead, -(-top_k // count) if shared else 1)
+        if second
+        else RowTile(columns, groups, warps)
+        for count, columns, groups, warps, ahead, shared in sizes
+        if 16 * warps <= count * columns * groups
+        and count * columns * groups * (2 if (ahead if second else shape.gated) else 1) / warps <= 128
+        and not (second and ahead and count * groups / warps > 32)
+        and not (shared and (count >= top_k or columns < 2 or groups > 16))
+        and (second or not (ahead or shared))
     ]
 
 

@@ -20,7 +20,6 @@ from triton.compiler import ASTSource
 
 from moedoctor.bench.moe.own_backends import kernel_weights
 from moedoctor.kernels.moe import launch
-from moedoctor.kernels.moe.decode_nvfp4 import _fetch_part
 from moedoctor.kernels.moe.e4m3 import decode_e4m3
 from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights, nvfp4_weights
 from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
@@ -157,7 +156,12 @@ def assert_random_layer_is_right(seed: int, device: str = "cpu", bounds: Bounds 
     if quantization == "nvfp4" and tokens <= 2:
         tiles = tuple(
             RowTile(
-                draw.choice((4, 8)), draw.choice((1, 2, 16)), 4, draw.choice((1, 2, 32)), draw.random() < 0.5
+                draw.choice((4, 8)),
+                draw.choice((1, 2, 16)),
+                4,
+                draw.choice((1, 2, 32)),
+                draw.random() < 0.5,
+                draw.choice((1, 2, 3)),
             )
             for _ in range(2)
         )
@@ -234,28 +238,21 @@ def assert_small_values_keep_their_bits(dtype: torch.dtype, smaller: float, devi
     assert (got - expected).norm() <= 0.01 * expected.norm(), (dtype, smaller)
 
 
-@triton.jit
-def _fetch_kernel(at: tl.tensor, size: tl.constexpr, parts: tl.constexpr) -> None:
-    _fetch_part(at, size, tl.program_id(0), parts)
-
-
-def assert_parts_fetch_a_whole() -> None:
-    """Programs ask for every line of 128 bytes, for no other byte, and none for much more than its part."""
-    asked: list[torch.Tensor] = []
-
-    def note(assembly: str, constraints: str, arguments: Any, **options: Any) -> None:
-        asked.append(torch.from_numpy(arguments[0].handle.data.copy()))  # [lines]
-
-    tl.inline_asm_elementwise = note
-    for size, parts in ((128, 1), (128, 3), (1024 * 42 * 32, 336), (2048 * 12 * 4, 192), (96 * 128, 7)):
-        asked.clear()
-        memory = torch.empty(size // 4, dtype=torch.int32)
-        _fetch_kernel[(parts,)](memory, size=size, parts=parts)
-        places = torch.cat(asked) - memory.data_ptr()
-        assert len(asked) == parts
-        assert 0 <= int(places.min()) <= int(places.max()) < size
-        assert places.div(128, rounding_mode="floor").unique().tolist() == list(range(size // 128))
-        assert max(map(len, asked)) < 2 * (size / 128 / parts + 1)
+def assert_shared_experts_are_right(
+    top_k: int, lanes: int, splits: int, device: str = "cpu", bounds: Bounds = _INTERPRETED
+) -> None:
+    """Programs share the experts of a token; fewer programs of the first launch than columns that end."""
+    layer = make_layer(LayerShape(112, 16, 2 * top_k, top_k, "relu2"), "nvfp4", device=device)
+    problem = make_problem(layer, 2, "none", device=device)
+    problem.topk_ids[0, 1:] = -1
+    expected = expected_output(problem, "none")
+    tiles = RowTile(8, 1, 4), RowTile(4, 1, 4, lanes=lanes, expert_splits=splits)
+    w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
+    output = run_experts(
+        problem.x, w13, w2, problem.topk_weights, problem.topk_ids, activation="relu2", tiles=tiles
+    )
+    agreement = agree(output.cpu(), expected.cpu(), bounds)
+    assert agreement.right, (top_k, lanes, splits, agreement.reason)
 
 
 @triton.jit
@@ -356,10 +353,10 @@ if __name__ == "__main__":
         elif kind == "rows":
             launch._MOST_ROWS = 2
             assert_layer_is_right("bf16", "silu", 20, 96, 48)
+        elif kind == "shared":
+            assert_shared_experts_are_right(*map(int, values))
         elif kind == "small":
             assert_small_values_keep_their_bits(getattr(torch, values[0]), 2.0 ** float(values[1]))
-        elif kind == "fetch":
-            assert_parts_fetch_a_whole()
         elif kind == "plan":
             assert_plan_is_whole("cpu", int(values[0]), float(values[1]), int(values[2]), 5)
         else:

@@ -152,8 +152,17 @@ def test_compiled_layers_of_every_kind() -> None:
         assert_random_layer_is_right(seed, "cuda:0", bounds_of("none"))
 
 
-def test_interpreted_parts_of_a_fetch() -> None:
-    _interpreted("fetch")
+def test_interpreted_programs_that_share_experts() -> None:
+    """Several turns, a turn that is not full, and a program that has fewer experts."""
+    _interpreted("shared,3,1,2", "shared,5,2,3")
+
+
+@pytest.mark.gpu
+def test_compiled_programs_share_experts() -> None:
+    from expert_cases import assert_shared_experts_are_right
+
+    for top_k, lanes, splits in ((3, 1, 2), (22, 8, 3), (22, 4, 6), (6, 4, 2)):
+        assert_shared_experts_are_right(top_k, lanes, splits, "cuda:0", bounds_of("none"))
 
 
 def test_interpreted_with_more_blocks_than_a_grid_has_rows() -> None:
@@ -284,7 +293,11 @@ def test_rows_give_the_same_bits_each_time(activation: str) -> None:
         return x
 
     expected = chain(block_tiles(8, 32, "nvfp4", gated=activation == "silu"))
-    for tiles in ((RowTile(2, 16, 1), RowTile(1, 4, 1)), (RowTile(4, 8, 4), RowTile(2, 32, 8))):
+    for tiles in (
+        (RowTile(2, 16, 1), RowTile(1, 4, 1)),
+        (RowTile(4, 8, 4), RowTile(2, 32, 8)),
+        (RowTile(8, 8, 1), RowTile(4, 8, 4, lanes=1, expert_splits=4)),
+    ):
         chain(tiles)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -105,7 +105,8 @@ def test_measured_tiles(quantization: str) -> None:
 def test_nvfp4_rows(capability: int) -> None:
     for gated in (True, False):
         first, second = row_tiles(8 if gated else 22)
-        for tile, is_second in ((first, False), (replace(first, fetches=True), False), (second, True)):
+        shared = replace(second, lanes=8, expert_splits=3)
+        for tile, is_second in ((first, False), (second, True), (shared, True)):
             _assemble_rows(capability, tile, second=is_second, gated=gated, top_k=8 if gated else 22)
 
 
@@ -127,23 +128,27 @@ def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool,
     }
     weights = ("bf16", "i32", "i32", "fp32", "bf16", "i32")
     if second:
-        down = (*weights, "fp32", "bf16")
-        lanes = {"LANES": min(tile.lanes, 1 << (top_k - 1).bit_length()), "ahead": tile.ahead}
+        down = (*weights, "fp32", "bf16", "fp32", "i32")
+        lanes = {
+            "LANES": min(tile.lanes, 1 << (top_k - 1).bit_length()),
+            "ahead": tile.ahead,
+            "expert_splits": tile.expert_splits,
+        }
         kernel = compile_kernel(nvfp4_down_kernel, capability, down, {**common, **lanes}, warps=tile.warps)
     else:
         own = {
             "activation": "silu" if gated else "relu2",
             "halves": 2 if gated else 1,
             "LANES": tile.rows_at_once,
-            "fetches": tile.fetches,
+            "columns_ended": 512,
         }
-        up = (*weights, "i32", "i32", "bf16")
+        up = (*weights, "bf16", "i32")
         kernel = compile_kernel(nvfp4_up_kernel, capability, up, {**common, **own}, warps=tile.warps)
     _check(kernel, capability, f"{tile}, {second}")
     ptx = kernel.asm["ptx"]
     # Those of the sums at the end; in a step there would be one for each block of weights, and many steps.
-    assert ptx.count("bar.sync") <= 8, "threads ask each other for weights or values"
-    assert ("prefetch.global.L2" in ptx) is (tile.fetches and not second)
+    ends = 3 if second and tile.expert_splits > 1 else 0
+    assert ptx.count("bar.sync") <= 8 + ends, "threads ask each other for weights or values"
     if capability >= 90:
         assert ptx.count("griddepcontrol.wait") == int(second)
         assert ptx.count("griddepcontrol.launch_dependents") == int(not second)

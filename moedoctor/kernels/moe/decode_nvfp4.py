@@ -3,7 +3,8 @@
 Matrix-vector products with sums in float32. Tensor cores would compute with 16 tokens where there is one, and
 a program of theirs waits for one step of the sum after the other. Here a program asks for the weights of a
 step before it uses those of the step before. The second launch adds up a token's experts, so nothing is left
-to a third. A weight takes 5 to 8 instructions.
+to a third. Where a token has many experts several programs share them, and the last to end adds up, always in
+the same order.
 
 Decoded codes are as small as 2**-127, so their products with small values are subnormal numbers, which have
 fewer bits. What a layer computes with comes out of a norm and is near 1; values between the products may be
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 
 from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, add_block
-from moedoctor.kernels.moe.rows import activate, fetch, row_and_column
+from moedoctor.kernels.moe.rows import activate, row_and_column
 
 
 @triton.jit
@@ -96,10 +97,14 @@ def _add_step(sums: tl.tensor, words: tl.tuple, values: tl.tuple) -> tl.tensor:
 
 
 @triton.jit
-def _fetch_part(at: tl.tensor, size: tl.constexpr, part: tl.tensor, parts: tl.constexpr) -> None:
-    """Ask for one of `parts` parts of `size` bytes from the pointer `at` on in the L2 cache."""
-    each: tl.constexpr = (size + parts * 128 - 1) // (parts * 128) * 128
-    fetch(at, tl.minimum(part * each, size - 1), tl.minimum((part + 1) * each, size), each)
+def _zero_share(
+    ended_ptr: tl.tensor, count: tl.constexpr, program: tl.tensor, programs: tl.constexpr
+) -> None:
+    """Write zero to the share of one of `programs` programs of `count` numbers."""
+    each: tl.constexpr = (count + programs - 1) // programs
+    place = tl.arange(0, triton.next_power_of_2(each))
+    index = program * each + place
+    tl.store(ended_ptr + index, tl.zeros_like(index), mask=(place < each) & (index < count))
 
 
 @triton.jit
@@ -110,9 +115,8 @@ def nvfp4_up_kernel(
     scale_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     ids_ptr: tl.tensor,
-    next_weight_ptr: tl.tensor,
-    next_block_scale_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    ended_ptr: tl.tensor,
     top_k: tl.constexpr,
     num_experts: tl.constexpr,
     hidden_size: tl.constexpr,
@@ -125,18 +129,22 @@ def nvfp4_up_kernel(
     GROUPS: tl.constexpr,
     larger: tl.constexpr,
     early: tl.constexpr,
-    fetches: tl.constexpr,
+    columns_ended: tl.constexpr,
 ) -> None:
     """Write `out` [T * K, I]: the activated first product of each pair with an expert, times `larger`.
 
     `weight` and `block_scale` are those of `pack_words` for [E, 2I, H], gate above up, or [E, I, H] for
-    ``relu2``; `scale` [E * halves]; `next_weight` and `next_block_scale` are those of the second product.
-    LANES: rows of the weight that all threads hold at a time. `early`: the next launch may begin. `fetches`:
-    its weights are asked for in the L2 cache. Programs: T * K * (I / BLOCK_N).
+    ``relu2``; `scale` [E * halves]. LANES: rows of the weight that all threads hold at a time. `early`: the
+    next launch may begin, for which zeros are written to int32 `ended_ptr` [T, columns_ended]. Programs:
+    T * K * (I / BLOCK_N).
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()
-    pair, part = row_and_column((intermediate_size + BLOCK_N - 1) // BLOCK_N)
+    parts: tl.constexpr = (intermediate_size + BLOCK_N - 1) // BLOCK_N
+    pair, part = row_and_column(parts)
+    if columns_ended > 0:
+        of_token = ended_ptr + pair // top_k * columns_ended
+        _zero_share(of_token, columns_ended, pair % top_k * parts + part, top_k * parts)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     if (expert >= 0) & (expert < num_experts):
         gated: tl.constexpr = activation != "relu2"
@@ -166,11 +174,6 @@ def nvfp4_up_kernel(
         next_up = next_gate
         if gated:
             next_up = _load_words(weight_ptr, block_scale_ptr, up_row, present, 0, hidden_size, GROUPS)
-        if fetches:
-            parts: tl.constexpr = (intermediate_size + BLOCK_N - 1) // BLOCK_N
-            words: tl.constexpr = hidden_size * ((intermediate_size + 63) // 64)  # of scales
-            _fetch_part(next_weight_ptr + expert * (words * 8), words * 32, part, parts)
-            _fetch_part(next_block_scale_ptr + expert * words, words * 4, part, parts)
         for first in range(0, groups, GROUPS):
             gate_words, up_words = next_gate, next_up
             # The next step's weights are asked for before this step's are used.
@@ -228,6 +231,8 @@ def nvfp4_down_kernel(
     ids_ptr: tl.tensor,
     topk_weights_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    ended_ptr: tl.tensor,
     top_k: tl.constexpr,
     num_experts: tl.constexpr,
     hidden_size: tl.constexpr,
@@ -236,6 +241,7 @@ def nvfp4_down_kernel(
     LANES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
+    expert_splits: tl.constexpr,
     ahead: tl.constexpr,
     larger: tl.constexpr,
     early: tl.constexpr,
@@ -245,17 +251,22 @@ def nvfp4_down_kernel(
     `h` [T * K, I], times `larger`; `weight` and `block_scale` are those of `pack_words` for [E, H, I];
     `scale` [E]; `topk_weights` [T, K]. LANES: the experts of a token that a step takes, a power of two.
     `ahead`: values too are asked for a step ahead. `early`: the launch begins before `h` is there, and asks
-    for weights meanwhile. Programs: T * (H / BLOCK_N).
+    for weights meanwhile. `expert_splits` programs share the experts of a token; they need room for their
+    sums in float32 `partial_ptr` [T, splits, H], and zeros in int32 `ended_ptr` [T, H / BLOCK_N]. Programs:
+    T * (H / BLOCK_N) * splits.
     """
     groups: tl.constexpr = (intermediate_size + 63) // 64
     steps: tl.constexpr = (groups + GROUPS - 1) // GROUPS
-    turns: tl.constexpr = (top_k + LANES - 1) // LANES
-    token_row, part = row_and_column((hidden_size + BLOCK_N - 1) // BLOCK_N)
+    turns: tl.constexpr = (top_k + LANES * expert_splits - 1) // (LANES * expert_splits)
+    parts: tl.constexpr = (hidden_size + BLOCK_N - 1) // BLOCK_N
+    token_row, piece = row_and_column(parts * expert_splits)
+    part, split = piece // expert_splits, piece % expert_splits
     token = token_row.to(tl.int64)
     # One row of the tile for each column of the result and lane; lanes are the faster of the two.
     line = tl.arange(0, BLOCK_N * LANES)  # [N * L]
-    lane, column = line % LANES, part * BLOCK_N + line // LANES  # [N * L] each
-    each = tl.arange(0, LANES)  # [L]
+    start = split * (turns * LANES)
+    lane, column = start + line % LANES, part * BLOCK_N + line // LANES  # [N * L] each
+    each = start + tl.arange(0, LANES)  # [L]
     lines = _lines(ids_ptr, token, lane, column, top_k, num_experts, hidden_size)
     present = lines[1] & (column < hidden_size)  # [N * L]
     following = _load_words(weight_ptr, block_scale_ptr, lines[2], present, 0, intermediate_size, GROUPS)
@@ -307,4 +318,19 @@ def nvfp4_down_kernel(
     result = tl.sum(tl.reshape(result, (BLOCK_N, LANES)), axis=1)  # [N]
     column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
     to_ptr = out_ptr + token * hidden_size + column  # [N]
-    tl.store(to_ptr, result.to(out_ptr.dtype.element_ty), mask=column < hidden_size)
+    inside = column < hidden_size  # [N]
+    if expert_splits == 1:
+        tl.store(to_ptr, result.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        partial_row = partial_ptr + token * (expert_splits * hidden_size) + column  # [N]
+        tl.store(partial_row + split * hidden_size, result, mask=inside)
+        tl.debug_barrier()  # all threads have written before one of them says so
+        before = tl.atomic_add(ended_ptr + token * parts + part, 1, sem="acq_rel", scope="gpu")
+        if before == expert_splits - 1:
+            result = tl.zeros([BLOCK_N], tl.float32)
+            for other in tl.static_range(expert_splits):
+                # Past the L1 cache, which does not see what other programs write.
+                result += tl.load(
+                    partial_row + other * hidden_size, mask=inside, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(to_ptr, result.to(out_ptr.dtype.element_ty), mask=inside)

@@ -303,7 +303,12 @@ def _launch_rows(
     """
     (tokens, hidden_size), top_k, intermediate_size = x.shape, topk_ids.shape[1], h.shape[1]
     first, second = tiles
-    early = _has_dependent_launches(x.device)
+    early, splits = _has_dependent_launches(x.device), second.expert_splits
+    parts = triton.cdiv(hidden_size, second.block_n)
+    partial, ended = out, topk_ids
+    if splits > 1:
+        partial = torch.empty((tokens, splits, hidden_size), dtype=torch.float32, device=x.device)
+        ended = torch.empty((tokens, parts), dtype=torch.int32, device=x.device)  # zeroed by the first launch
     common = {
         "top_k": top_k,
         "num_experts": w13.values.shape[0],
@@ -320,11 +325,10 @@ def _launch_rows(
             w13.scale,
             w13.values if w13.bias is None else w13.bias,
             topk_ids,
-            w2.values,
-            w2.block_scales,
             h,
+            ended,
             activation=activation,
-            fetches=first.fetches and x.device.type == "cuda",
+            columns_ended=parts if splits > 1 else 0,
             halves=w13.halves,
             has_bias=w13.bias is not None,
             LANES=first.rows_at_once,
@@ -333,7 +337,7 @@ def _launch_rows(
             num_warps=first.warps,
             **common,
         )
-        nvfp4_down_kernel[(triton.cdiv(hidden_size, second.block_n) * tokens,)](
+        nvfp4_down_kernel[(parts * splits * tokens,)](
             h,
             w2.values,
             w2.block_scales,
@@ -342,7 +346,10 @@ def _launch_rows(
             topk_ids,
             topk_weights,
             out,
+            partial,
+            ended,
             has_bias=w2.bias is not None,
+            expert_splits=splits,
             LANES=min(second.lanes, triton.next_power_of_2(top_k)),
             ahead=second.ahead,
             BLOCK_N=second.block_n,

@@ -51,9 +51,8 @@ class RowTile:
     """Experts of a token that a step of the second product takes, at most"""
     ahead: bool = True
     """Whether the second product asks for values, too, before it uses those of the step before"""
-    fetches: bool = False
-    """Whether the first product asks for the weights of the second in the L2 cache. The second has too few
-    registers to wait for as many bytes as memory can send."""
+    expert_splits: int = 1
+    """Programs that share the experts of a token in the second product"""
 
     @property
     def rows_at_once(self) -> int:
