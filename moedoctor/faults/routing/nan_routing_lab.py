@@ -17,6 +17,7 @@ from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import differing_rows
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.releases.moe_kernels import MoeKernels
+from moedoctor.upstream.releases.old_argmax import argmax_k_times, winners
 
 CLEAN, ALL_NAN, ONE_NAN, HALF_NAN = "clean", "all_nan", "one_nan", "half_nan"
 POS_INF, NEG_INF, ALL_EQUAL, ALL_NEG_INF = "pos_inf", "neg_inf", "all_equal", "all_neg_inf"
@@ -25,9 +26,6 @@ KINDS = (CLEAN, ALL_NAN, ONE_NAN, HALF_NAN, POS_INF, NEG_INF, ALL_EQUAL, ALL_NEG
 NAN_KINDS = (ALL_NAN, ONE_NAN, HALF_NAN)
 WELL_DEFINED_KINDS = (CLEAN, NEG_INF, ALL_EQUAL)
 """Rows whose softmax is finite: every implementation must agree on them."""
-
-_BLANK = -10000.0
-"""What vLLM's kernel overwrites a winner with before it looks for the next one."""
 
 
 def model(case: Case, parameters: NanRoutingParameters, release: None) -> Observation:
@@ -116,17 +114,17 @@ def make_rows(tokens: int, experts: int, *, dtype: torch.dtype, bias: str, seed:
 
 
 class FaultyRouting:
-    """The argmax of vLLM up to 0.19.1 (csrc/moe/topk_softmax_kernels.cu), one thread's view of it.
+    """The argmax of vLLM up to 0.19.1, as `old_argmax` restates it.
 
     Restated for grouped routing too, as the same argmax over groups and then over their experts. No
     upstream grouped kernel is known to do that. The tier `kernel` shows what the real ones do.
     """
 
     def topk_softmax(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
-        return _argmax_k_times(torch.softmax(logits.float(), dim=-1), top_k, **options)
+        return argmax_k_times(torch.softmax(logits.float(), dim=-1), top_k, **options)
 
     def topk_sigmoid(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
-        return _argmax_k_times(torch.sigmoid(logits.float()), top_k, **options)
+        return argmax_k_times(torch.sigmoid(logits.float()), top_k, **options)
 
     def grouped_topk(
         self,
@@ -143,10 +141,10 @@ class FaultyRouting:
         grouped = choice.unflatten(1, (num_groups, -1))  # [T, G, E/G]
         counted = 1 if bias is None else min(2, grouped.shape[2])
         best = grouped.topk(counted, dim=2).values.sum(2)  # [T, G]
-        groups = _winners(best, topk_groups)  # [T, topk_groups]
+        groups = winners(best, topk_groups)  # [T, topk_groups]
         keep = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)  # [T, G]
         allowed = keep.repeat_interleave(grouped.shape[2], dim=1)  # [T, E]
-        return _argmax_k_times(scores, top_k, renormalize=renormalize, bias=bias, allowed=allowed)
+        return argmax_k_times(scores, top_k, renormalize=renormalize, bias=bias, allowed=allowed)
 
 
 class FixedRouting:
@@ -207,38 +205,3 @@ def _tolerance(parameters: NanRoutingParameters) -> float:
     if parameters.router == "grouped" and parameters.dtype != "float32":
         return torch.finfo(getattr(torch, parameters.dtype)).eps
     return 1e-5
-
-
-def _argmax_k_times(
-    scores: torch.Tensor,
-    top_k: int,
-    *,
-    renormalize: bool,
-    bias: torch.Tensor | None,
-    allowed: torch.Tensor | None = None,
-) -> TopK:
-    choice = scores if bias is None else scores + bias  # [T, E]
-    if allowed is not None:
-        choice = torch.where(allowed, choice, float("-inf"))  # [T, E]
-    ids = _winners(choice, top_k)  # [T, K]
-    weights = scores.gather(1, ids)  # [T, K]
-    if renormalize:
-        total = weights.sum(1, keepdim=True)  # [T, 1]
-        weights = weights / torch.where(total > 0, total, 1.0)
-    return TopK(weights, ids.int())
-
-
-def _winners(choice: torch.Tensor, count: int) -> torch.Tensor:
-    """[T, count]: the winner of ``value > best``, scanned from the first column, `count` times.
-
-    Nothing is greater than NaN. So a scan that starts on NaN ends where it started, and one that starts
-    elsewhere walks past it.
-    """
-    choice = choice.clone()  # [T, E]
-    winners = []
-    for _ in range(count):
-        passable = choice.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))  # [T, E]
-        winner = torch.where(choice[:, 0].isnan(), 0, passable.argmax(1))  # [T]
-        winners.append(winner)
-        choice.scatter_(1, winner[:, None], _BLANK)
-    return torch.stack(winners, dim=1)

@@ -27,6 +27,7 @@ BATCH = 11
 SECONDS = 280.0
 """Time limit of an engine."""
 UNTOUCHED, OWN, OLD = "untouched", "own topk_softmax", "topk_softmax of 0.19.1"
+RESTATED = f"{OLD}, restated"
 POISONED = "1 GPU, TRITON_ATTN, memory held NaN before"
 RANKS = 2
 CONFIGS: Mapping[str, Mapping[str, Any]] = {"DP=2": {}, "DEP=2": {"enable_expert_parallel": True}}
@@ -90,10 +91,15 @@ def end_to_end(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Make padding rows NaN with vLLM's own top-k, and with that of the last release before the fix.
 
     The first row is the engine without NaN; the tokens of the others are compared with its tokens, and the
-    figure is None if it did not run. The third needs the kernels of 0.19.1 and is left out without them.
+    figure is None if it did not run. The third has that top-k as moedoctor restates it; the fourth needs the
+    kernels of 0.19.1 and is left out without them.
     """
     poison = {"poison_padding": True}
-    experiments: dict[str, dict[str, Any] | None] = {UNTOUCHED: None, OWN: poison}
+    experiments: dict[str, dict[str, Any] | None] = {
+        UNTOUCHED: None,
+        OWN: poison,
+        RESTATED: {**poison, "restated_topk": True},
+    }
     old = sources.get("vllm@0.19.1")
     if old is not None:
         experiments[OLD] = {**poison, "topk_softmax": str(shared_object(Path(old)))}

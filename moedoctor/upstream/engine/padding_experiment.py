@@ -1,8 +1,8 @@
-"""The experiment of MD001 in a real engine: padding rows made NaN, and the top-k kernel of another release.
+"""The experiment of MD001 in a real engine: padding rows made NaN, and the top-k of another release.
 
 Only for engines that moedoctor starts itself. Only the trace `nan` reads ``MOEDOCTOR_EXPERIMENT``, which
-holds JSON: ``{"poison_padding": true, "topk_softmax": "moe_C.so of another release"}``, or
-``{"poison_memory": true}``.
+holds JSON: ``{"poison_padding": true, "topk_softmax": "moe_C.so of another release"}``,
+``{"poison_padding": true, "restated_topk": true}``, or ``{"poison_memory": true}``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Experiment:
     """Memory that the process will get holds NaN before the model is made."""
     topk_softmax: str | None = None
     """Shared object of another release, whose `topk_softmax` replaces vLLM's own."""
+    restated_topk: bool = False
+    """The top-k of 0.19.1, restated, replaces `topk_softmax`."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Experiment | None:
@@ -41,7 +43,7 @@ class Experiment:
             experiment = cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise FixError(f"{VARIABLE}: {error}; expected JSON with poison_padding") from None
-        for name in ("poison_padding", "poison_memory"):
+        for name in ("poison_padding", "poison_memory", "restated_topk"):
             value = getattr(experiment, name)
             if not isinstance(value, bool):
                 raise FixError(f"{VARIABLE}: {name} is {value!r}; expected true or false")
@@ -61,14 +63,40 @@ class Experiment:
             changes.append(f"{_leave_nan_behind()} MiB of memory held NaN")
         if self.topk_softmax is not None:
             library = Path(self.topk_softmax)
-            replacement = _other(load_beside(library))
-            takes = "topk_weights gating_output"
-            patch = Patch(
-                "vllm._custom_ops", "topk_softmax", lambda _: replacement, takes, ("topk_softmax(",)
-            )
-            patches.append(patch)
+            patches.append(_in_place_of_topk(_other(load_beside(library))))
             changes.append(f"topk_softmax of {library.parent.name}")
+        elif self.restated_topk:
+            patches.append(_in_place_of_topk(_restated))
+            changes.append("topk_softmax of 0.19.1, restated")
         return patches, "; ".join(changes) or "nothing is put wrong"
+
+
+def _in_place_of_topk(replacement: Any) -> Patch:
+    takes = "topk_weights gating_output"
+    return Patch("vllm._custom_ops", "topk_softmax", lambda _: replacement, takes, ("topk_softmax(",))
+
+
+def _restated(
+    topk_weights: Any,
+    topk_ids: Any,
+    token_expert_indices: Any,
+    gating_output: Any,
+    renormalize: bool = False,
+    e_score_correction_bias: Any = None,
+    is_padding: Any = None,  # newer releases route no padding rows; that of 0.19.1 routes them all
+) -> None:
+    """Write what the kernel of 0.19.1 does: weights and ids [T, K] of `gating_output` [T, E]."""
+    import torch
+
+    from moedoctor.upstream.releases.old_argmax import argmax_k_times
+
+    tokens, top_k = topk_ids.shape
+    scores = torch.softmax(gating_output.float(), dim=-1)  # [T, E]
+    chosen = argmax_k_times(scores, top_k, renormalize=renormalize, bias=e_score_correction_bias)
+    topk_weights.copy_(chosen.weights)
+    topk_ids.copy_(chosen.ids)
+    place = torch.arange(tokens * top_k, device=topk_ids.device)
+    token_expert_indices.copy_(place.view(top_k, tokens).T)  # the kernel counts one choice after another
 
 
 def _leave_nan_behind() -> int:

@@ -46,7 +46,7 @@ class MoeKernels:
         try:
             load_library(library)
         except OSError as error:
-            text = causes(error)
+            text = causes(error).replace(str(library), library.name)  # reports go to others
             missing = _RUNTIME.search(text)
             hint = ""
             if missing:
@@ -209,8 +209,10 @@ def load_library(library: Path) -> None:
         runtimes = cuda_runtimes(library, missing[1]) if missing else []
         if not runtimes:
             raise
-        ctypes.CDLL(str(runtimes[0]), mode=ctypes.RTLD_GLOBAL)
-        torch.ops.load_library(str(library))
+    else:
+        return
+    ctypes.CDLL(str(runtimes[0]), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(str(library))  # what fails now is not that the runtime is missing
 
 
 def causes(error: BaseException) -> str:

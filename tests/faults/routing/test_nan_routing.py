@@ -325,13 +325,33 @@ def test_both_releases_must_behave_as_claimed(
 @pytest.mark.parametrize(
     ("own", "reason"),
     [
-        (OWN, "0.19.1: the kernels of 0.19.1"),
+        (OWN, "0.19.1, restated (its kernels were not given: --vllm-kernels 0.19.1=PATH): it did not run"),
         ({"engine": OWN["engine"], "error": "load: died"}, "load: died"),
     ],
 )
 def test_engines_that_did_not_run_decide_nothing(own: dict[str, Any], reason: str) -> None:
     judgement = by_rows(md001.end_to_end, END_TO_END, UNTOUCHED, own)
     assert judgement.verdict is UNTESTED
+    assert reason in str(judgement.reason)
+
+
+@pytest.mark.parametrize(
+    ("old", "restated", "verdict", "reason"),
+    [
+        ([], {}, CONFIRMED, "0.19.1, restated (its kernels were not given"),
+        ([], {"rows_with_repeated_ids": 0}, REFUTED, "0.19.1, restated"),
+        ([{"error": "load: moe_C.so does not load: undefined symbol"}], {}, CONFIRMED, "undefined symbol"),
+        ([{"error": "process: hang: no answer"}], {}, UNTESTED, "0.19.1: process: hang"),
+        ([OLD], {"rows_with_repeated_ids": 0}, CONFIRMED, "0.19.1: 50 rows"),
+    ],
+)
+def test_the_restated_topk_decides_where_the_kernels_do_not_load(
+    old: list[dict[str, Any]], restated: dict[str, Any], verdict: ClaimVerdict, reason: str
+) -> None:
+    rows = [UNTOUCHED, OWN, {**OLD, "engine": f"{OLD['engine']}, restated", **restated}]
+    rows += [{**row, "engine": OLD["engine"]} for row in old]
+    judgement = by_rows(md001.end_to_end, END_TO_END, *rows)
+    assert judgement.verdict is verdict
     assert reason in str(judgement.reason)
 
 

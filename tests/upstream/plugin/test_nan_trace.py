@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from moedoctor.reference import routing
 from moedoctor.trace.nan_report import Finding, NanReport
 from moedoctor.upstream.engine import nan_padding
 from moedoctor.upstream.engine.padding_experiment import VARIABLE, Experiment, load_beside, renamed
@@ -312,6 +313,7 @@ def test_experts_that_are_added_up_later_are_not_looked_at(model: Model) -> None
         '{"poison_padding": "false"}',
         '{"poison_memory": 1}',
         '{"topk_softmax": 5}',
+        '{"restated_topk": 1}',
     ],
 )
 def test_an_invalid_experiment_is_refused(text: str) -> None:
@@ -322,6 +324,24 @@ def test_an_invalid_experiment_is_refused(text: str) -> None:
 def test_there_is_no_experiment_by_default() -> None:
     assert Experiment.from_environment({}) is None
     assert Experiment.from_environment({VARIABLE: '{"poison_padding": false}'}) == Experiment()
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_the_restated_topk_writes_what_the_kernel_writes(renormalize: bool) -> None:
+    """A row that begins with NaN gets its first expert K times; others get what the reference gives."""
+    (patch,), words = Experiment(restated_topk=True).prepare()
+    assert (patch.owner, words) == ("vllm._custom_ops", "topk_softmax of 0.19.1, restated")
+    logits = torch.randn(6, 8)
+    logits[2] = NAN
+    weights, ids, places = torch.empty(6, 3), torch.empty(6, 3, dtype=torch.int32), torch.empty(6, 3).int()
+    assert patch.wrap is not None
+    patch.wrap(None)(weights, ids, places, logits.bfloat16(), renormalize)
+    right_weights, right_ids = routing.topk_softmax(logits.bfloat16(), 3, renormalize=renormalize, bias=None)
+    real = torch.arange(6) != 2
+    assert torch.equal(ids[real], right_ids[real].int())
+    assert torch.allclose(weights[real], right_weights[real].float())
+    assert ids[2].tolist() == [0, 0, 0]
+    assert places.tolist() == [[row, row + 6, row + 12] for row in range(6)]
 
 
 def test_kernels_that_do_not_load_are_named_with_the_loaders_reason(tmp_path: Path) -> None:

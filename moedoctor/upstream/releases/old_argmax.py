@@ -1,0 +1,52 @@
+"""The top-k of vLLM up to 0.19.1 restated (csrc/moe/topk_softmax_kernels.cu), one thread's view of it.
+
+It gives a row that begins with NaN the same expert K times (MD001).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moedoctor.fixes.routing import TopK
+
+_BLANK = -10000.0
+"""What vLLM's kernel overwrites a winner with before it looks for the next one."""
+
+
+def argmax_k_times(
+    scores: torch.Tensor,
+    top_k: int,
+    *,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+    allowed: torch.Tensor | None = None,
+) -> TopK:
+    """Return weights [T, K] and ids int32 [T, K]: the `winners` of `scores` [T, E] plus `bias` [E].
+
+    Only experts where `allowed` [T, E] is true can win, if it is given.
+    """
+    choice = scores if bias is None else scores + bias  # [T, E]
+    if allowed is not None:
+        choice = torch.where(allowed, choice, float("-inf"))  # [T, E]
+    ids = winners(choice, top_k)  # [T, K]
+    weights = scores.gather(1, ids)  # [T, K]
+    if renormalize:
+        total = weights.sum(1, keepdim=True)  # [T, 1]
+        weights = weights / torch.where(total > 0, total, 1.0)
+    return TopK(weights, ids.int())
+
+
+def winners(choice: torch.Tensor, count: int) -> torch.Tensor:
+    """Return int64 [T, count]: the winner of ``value > best``, scanned from the first column, `count` times.
+
+    Nothing is greater than NaN. So a scan that starts on NaN ends where it started, and one that starts
+    elsewhere walks past it.
+    """
+    choice = choice.clone()  # [T, E]
+    winners = []
+    for _ in range(count):
+        passable = choice.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))  # [T, E]
+        winner = torch.where(choice[:, 0].isnan(), 0, passable.argmax(1))  # [T]
+        winners.append(winner)
+        choice.scatter_(1, winner[:, None], _BLANK)
+    return torch.stack(winners, dim=1)
