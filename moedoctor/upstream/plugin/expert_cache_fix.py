@@ -47,6 +47,8 @@ _LOADER = "vllm.model_executor.model_loader.base_loader:BaseModelLoader"
 _LOADS = ("process_weights_after_loading(model, model_config, target_device)", "return model.eval()")
 _APPLIES = ("self.impl.apply(", "global_num_experts=global_num_experts")
 _ACT_ORDER = ("w13_g_idx", "w2_g_idx", "w13_g_idx_sort_indices", "w2_g_idx_sort_indices")
+_ORDERS = {None: "copies first", "backend": "hits first", "own": "hits first by moedoctor's kernels"}
+"""`HostExperts.hits_first` -> words in the log."""
 
 
 def apply(version: str) -> str:
@@ -204,14 +206,16 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     if torch.cuda.is_available():
         torch._C._host_emptyCache()
     memory = [cache.memory for cache in caches]
+    order = {_ORDERS[layer.hits_first] for layer in host_experts(model)}
     logger.info(
-        "moedoctor: expert_cache: %d of %d MoE layers with %d slots, engine %s, policy %s: %.2f GiB pinned%s"
-        ", %.2f GiB on the GPU and %.2f GiB of layer buffers for prompts, %.2f GiB left to the KV cache",
+        "moedoctor: expert_cache: %d of %d MoE layers with %d slots, engine %s, policy %s%s: %.2f GiB "
+        "pinned%s, %.2f GiB on the GPU and %.2f GiB of layer buffers for prompts, %.2f GiB left to the KV cache",
         len(caches),
         len(layers),
         slots,
         caches[0].engine if caches else "none",
         options.policy,
+        "".join(f", {words}" for words in sorted(order)),
         sum(layer.pinned for layer in memory) / 2**30,
         ", packed" if any(cache.packed for cache in caches) else "",
         sum(layer.device for layer in memory) / 2**30,

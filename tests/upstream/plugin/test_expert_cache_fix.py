@@ -642,6 +642,20 @@ def test_an_optional_cache_is_left_out_of_every_layer(
     assert "left out: expert_cache: MOEDOCTOR_EXPERT_CACHE=5: CUDA graphs need pinned" in caplog.text
 
 
+@pytest.mark.parametrize(("who", "words"), [(None, "copies first"), ("backend", "hits first")])
+def test_the_log_says_what_a_step_computes_first(
+    who: str | None, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give(layer: Any, *given: Any, **options: Any) -> ExpertCache:
+        cache = install(layer, *given, **options)
+        host_experts(torch.nn.ModuleList([layer]))[0].hits_first = who
+        return cache
+
+    monkeypatch.setattr(fix, "install", give)
+    fix._give_caches(torch.nn.ModuleList([Layer()]), CacheOptions(5), Layer, "cpu", False)
+    assert f"engine host, policy aging, {words}: 0.00 GiB pinned" in caplog.text
+
+
 def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.ModuleList([Layer()])
     fix._give_caches(model, CacheOptions(E), Layer, "cpu", False)
