@@ -208,8 +208,9 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     memory = [cache.memory for cache in caches]
     order = {_ORDERS[layer.hits_first] for layer in host_experts(model)}
     logger.info(
-        "moedoctor: expert_cache: %d of %d MoE layers with %d slots, engine %s, policy %s%s: %.2f GiB "
-        "pinned%s, %.2f GiB on the GPU and %.2f GiB of layer buffers for prompts, %.2f GiB left to the KV cache",
+        "moedoctor: expert_cache: %d of %d MoE layers with %d slots, engine %s, policy %s%s: "
+        "%.2f GiB pinned%s, %.2f GiB on the GPU and %.2f GiB of layer buffers for prompts, "
+        "%.2f GiB left to the KV cache",
         len(caches),
         len(layers),
         slots,
