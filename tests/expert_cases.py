@@ -241,7 +241,7 @@ def assert_small_values_keep_their_bits(dtype: torch.dtype, smaller: float, devi
 def assert_shared_experts_are_right(
     top_k: int, lanes: int, splits: int, device: str = "cpu", bounds: Bounds = _INTERPRETED
 ) -> None:
-    """Programs share the experts of a token; fewer programs of the first launch than columns that end."""
+    """Programs share a token's experts. With few of them a program of the first launch zeroes several."""
     layer = make_layer(LayerShape(112, 16, 2 * top_k, top_k, "relu2"), "nvfp4", device=device)
     problem = make_problem(layer, 2, "none", device=device)
     problem.topk_ids[0, 1:] = -1

@@ -295,8 +295,7 @@ padding_holds_nan, padding_holds_nan_dp = (
 def end_to_end(given: ClaimCases) -> ClaimJudgement:
     """Judge whether NaN in padding leaves the release's own routing and tokens alone, and 0.19.1's not.
 
-    Kernels of 0.19.1 do not load beside torch 2.14. Where they were not given or do not load, the top-k of
-    0.19.1 as moedoctor restates it decides.
+    Where its kernels were not given or do not load, as beside torch 2.14, its restated top-k decides.
     """
     rows = {row["engine"]: row for row in given.rows()}
     own = rows.get("own topk_softmax", {})

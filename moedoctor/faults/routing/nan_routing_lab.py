@@ -17,7 +17,7 @@ from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import differing_rows
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.releases.moe_kernels import MoeKernels
-from moedoctor.upstream.releases.old_argmax import argmax_k_times, winners
+from moedoctor.upstream.releases.old_topk import argmax_k_times, topk_softmax, winners
 
 CLEAN, ALL_NAN, ONE_NAN, HALF_NAN = "clean", "all_nan", "one_nan", "half_nan"
 POS_INF, NEG_INF, ALL_EQUAL, ALL_NEG_INF = "pos_inf", "neg_inf", "all_equal", "all_neg_inf"
@@ -114,14 +114,14 @@ def make_rows(tokens: int, experts: int, *, dtype: torch.dtype, bias: str, seed:
 
 
 class FaultyRouting:
-    """The argmax of vLLM up to 0.19.1, as `old_argmax` restates it.
+    """The argmax of vLLM up to 0.19.1, as `old_topk` restates it.
 
     Restated for grouped routing too, as the same argmax over groups and then over their experts. No
     upstream grouped kernel is known to do that. The tier `kernel` shows what the real ones do.
     """
 
     def topk_softmax(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
-        return argmax_k_times(torch.softmax(logits.float(), dim=-1), top_k, **options)
+        return topk_softmax(logits, top_k, **options)
 
     def topk_sigmoid(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
         return argmax_k_times(torch.sigmoid(logits.float()), top_k, **options)

@@ -3,8 +3,8 @@
 Matrix-vector products with sums in float32. Tensor cores would compute with 16 tokens where there is one, and
 a program of theirs waits for one step of the sum after the other. Here a program asks for the weights of a
 step before it uses those of the step before. The second launch adds up a token's experts, so nothing is left
-to a third. Where a token has many experts several programs share them, and the last to end adds up, always in
-the same order.
+to a third. With `expert_splits` several programs share a token's experts, and the last to end adds up, always
+in the same order.
 
 Decoded codes are as small as 2**-127, so their products with small values are subnormal numbers, which have
 fewer bits. What a layer computes with comes out of a norm and is near 1; values between the products may be
@@ -100,7 +100,7 @@ def _add_step(sums: tl.tensor, words: tl.tuple, values: tl.tuple) -> tl.tensor:
 def _zero_share(
     ended_ptr: tl.tensor, count: tl.constexpr, program: tl.tensor, programs: tl.constexpr
 ) -> None:
-    """Write zero to the share of one of `programs` programs of `count` numbers."""
+    """Write zeros to this program's share of `count` numbers, which `programs` programs divide."""
     each: tl.constexpr = (count + programs - 1) // programs
     place = tl.arange(0, triton.next_power_of_2(each))
     index = program * each + place

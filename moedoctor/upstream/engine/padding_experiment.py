@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moedoctor.upstream.plugin.register import FixError, Patch
+from moedoctor.upstream.plugin.routing_fix import routed
 
 VARIABLE = "MOEDOCTOR_EXPERIMENT"
 _NAMESPACE, _OTHER = b"\0_moe_C\0", b"\0_moe_X\0"
@@ -63,40 +65,20 @@ class Experiment:
             changes.append(f"{_leave_nan_behind()} MiB of memory held NaN")
         if self.topk_softmax is not None:
             library = Path(self.topk_softmax)
-            patches.append(_in_place_of_topk(_other(load_beside(library))))
+            replacement = _other(load_beside(library))
+            patches.append(_topk_patch(lambda _: replacement))
             changes.append(f"topk_softmax of {library.parent.name}")
         elif self.restated_topk:
-            patches.append(_in_place_of_topk(_restated))
+            from moedoctor.upstream.releases.old_topk import topk_softmax
+
+            patches.append(_topk_patch(partial(routed, ours=topk_softmax)))
             changes.append("topk_softmax of 0.19.1, restated")
         return patches, "; ".join(changes) or "nothing is put wrong"
 
 
-def _in_place_of_topk(replacement: Any) -> Patch:
+def _topk_patch(wrap: Callable[[Any], Any]) -> Patch:
     takes = "topk_weights gating_output"
-    return Patch("vllm._custom_ops", "topk_softmax", lambda _: replacement, takes, ("topk_softmax(",))
-
-
-def _restated(
-    topk_weights: Any,
-    topk_ids: Any,
-    token_expert_indices: Any,
-    gating_output: Any,
-    renormalize: bool = False,
-    e_score_correction_bias: Any = None,
-    is_padding: Any = None,  # newer releases route no padding rows; that of 0.19.1 routes them all
-) -> None:
-    """Write what the kernel of 0.19.1 does: weights and ids [T, K] of `gating_output` [T, E]."""
-    import torch
-
-    from moedoctor.upstream.releases.old_argmax import argmax_k_times
-
-    tokens, top_k = topk_ids.shape
-    scores = torch.softmax(gating_output.float(), dim=-1)  # [T, E]
-    chosen = argmax_k_times(scores, top_k, renormalize=renormalize, bias=e_score_correction_bias)
-    topk_weights.copy_(chosen.weights)
-    topk_ids.copy_(chosen.ids)
-    place = torch.arange(tokens * top_k, device=topk_ids.device)
-    token_expert_indices.copy_(place.view(top_k, tokens).T)  # the kernel counts one choice after another
+    return Patch("vllm._custom_ops", "topk_softmax", wrap, takes, ("topk_softmax(",))
 
 
 def _leave_nan_behind() -> int:

@@ -21,13 +21,18 @@ def apply(version: str) -> str:
     routing = importlib.import_module("moedoctor.fixes.routing")
     patches = []
     for name in ("topk_softmax", "topk_sigmoid"):
-        wrap = functools.partial(_routed, ours=getattr(routing, name))
+        wrap = functools.partial(routed, ours=getattr(routing, name))
         patches.append(Patch("vllm._custom_ops", name, wrap, _PARAMETERS, (f"torch.ops._moe_C.{name}(",)))
     apply_patches("routing", version, patches)
     return "topk_softmax and topk_sigmoid give distinct experts also for NaN"
 
 
-def _routed(original: Any, *, ours: Any) -> Any:
+def routed(original: Any, *, ours: Any) -> Any:
+    """Return what takes the place of vLLM's top-k: it writes what `ours` returns.
+
+    `ours` takes logits [T, E], K, `renormalize` and `bias` [E], and returns a `TopK`.
+    """
+
     def topk(
         topk_weights: Any,
         topk_ids: Any,
@@ -35,15 +40,16 @@ def _routed(original: Any, *, ours: Any) -> Any:
         gating_output: Any,
         renormalize: bool = False,
         e_score_correction_bias: Any = None,
+        is_padding: Any = None,  # newer releases route no padding rows; here they are routed
     ) -> None:
         import torch
 
         tokens, top_k = topk_ids.shape
-        routed = ours(gating_output, top_k, renormalize=renormalize, bias=e_score_correction_bias)
-        topk_weights.copy_(routed.weights)  # [T, K]
+        chosen = ours(gating_output, top_k, renormalize=renormalize, bias=e_score_correction_bias)
+        topk_weights.copy_(chosen.weights)  # [T, K]
         # Not every device can copy into uint32; the ids have the same bits.
         ids = topk_ids.view(torch.int32) if topk_ids.dtype is torch.uint32 else topk_ids  # [T, K]
-        ids.copy_(routed.ids)
+        ids.copy_(chosen.ids)
         # Place of each pair when sorted by k, then by token, as upstream's kernel fills it.
         place = torch.arange(
             tokens * top_k, device=topk_ids.device, dtype=token_expert_indices.dtype

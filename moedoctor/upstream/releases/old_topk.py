@@ -13,6 +13,12 @@ _BLANK = -10000.0
 """What vLLM's kernel overwrites a winner with before it looks for the next one."""
 
 
+def topk_softmax(logits: torch.Tensor, top_k: int, *, renormalize: bool, bias: torch.Tensor | None) -> TopK:
+    """Return what the kernel writes for `logits` [T, E] and `bias` [E]: weights [T, K], ids int32 [T, K]."""
+    scores = torch.softmax(logits.float(), dim=-1)  # [T, E]
+    return argmax_k_times(scores, top_k, renormalize=renormalize, bias=bias)
+
+
 def argmax_k_times(
     scores: torch.Tensor,
     top_k: int,
@@ -43,10 +49,10 @@ def winners(choice: torch.Tensor, count: int) -> torch.Tensor:
     elsewhere walks past it.
     """
     choice = choice.clone()  # [T, E]
-    winners = []
+    chosen = []
     for _ in range(count):
         passable = choice.nan_to_num(nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))  # [T, E]
         winner = torch.where(choice[:, 0].isnan(), 0, passable.argmax(1))  # [T]
-        winners.append(winner)
+        chosen.append(winner)
         choice.scatter_(1, winner[:, None], _BLANK)
-    return torch.stack(winners, dim=1)
+    return torch.stack(chosen, dim=1)
