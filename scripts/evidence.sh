@@ -211,7 +211,7 @@ make_report() {
         expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 427 s
         expert_cache_published_nemotron) write expert_cache_published_nemotron run scenarios/engine/expert_cache_published_nemotron.yaml ;; # idle, 80 GB of host memory; -, 316 s
         expert_cache_published_gemma) write expert_cache_published_gemma run scenarios/engine/expert_cache_published_gemma.yaml ;; # idle, 80 GB of host memory; -, 176 s
-        nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 120 s, -
+        nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 143 s, 199 s
         moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 211 s, 247 s
         moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # -, -
         backend_fix) write backend_fix run scenarios/engine/backend_fix.yaml ;;                   # -, -
@@ -226,10 +226,10 @@ make_report() {
         kv_scales_missing) checkpoint_engines kv_scales_missing MD012 ;;                          # 340 s, 520 s
         input_scale_missing) write input_scale_missing run MD015 ;;                               # 103 s, 204 s
         offload_own_model) own_model ;;                                                           # 175 s, 240 s
-        expert_cache_qwen) write expert_cache_qwen run scenarios/engine/expert_cache_qwen.yaml ;; # idle; -, 240 s
+        expert_cache_qwen) write expert_cache_qwen run scenarios/engine/expert_cache_qwen.yaml ;; # idle; 279 s, 395 s
         expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;; # 60 s, 89 s
         nan_routing) nan_routing ;;                                                               # idle; 172 s and claims, -
-        nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs, or both ranks on one
+        nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs, or both ranks on one; 150 s, -
         nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 300 s, more than 331 s
         record_overhead) write record_overhead run scenarios/engine/record_overhead.yaml ;;       # idle; -, 143 s
         record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle; -, 319 s
@@ -246,7 +246,7 @@ make_report() {
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, 61 s
         moe_backends_nvfp4) backends_of_all moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 "$decode" ;;     # idle; -, 76 s
         moe_backends_humming) backends_of_all moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 "$decode" ;; # idle; -, 339 s
-        moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$tokens" ;; # idle; -, 44 s for one model
+        moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$tokens" ;; # idle; -, 69 s
         bench_engine) bench_engine ;;                                                             # idle; -, 337 s
         moe_backends) moe_backends ;;                                                             # idle
         offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 27 s and claims, -

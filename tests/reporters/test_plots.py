@@ -63,6 +63,11 @@ def test_every_name_label_and_tick_is_text_in_the_picture() -> None:
     assert "a remark" not in words(svg(CHART, caption=False))
 
 
+def test_ticks_that_are_no_counts_have_three_digits() -> None:
+    line = Series("a line", [0.999982, 21.9915, 16384], [1.0, 2.0, 3.0])
+    assert {"1", "22", "16384"} <= set(words(draw(series=(line,), log_x=True)))
+
+
 def test_lines_differ_in_more_than_colour_and_a_spread_has_bars() -> None:
     plain = replace(CHART, series=tuple(replace(line, low=(), high=(), bound=False) for line in LINES))
     drawn = svg(plain, caption=False)

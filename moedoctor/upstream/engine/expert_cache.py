@@ -44,8 +44,8 @@ BACKENDS: Mapping[str, tuple[Scheme, str, str]] = {
     "NVFP4 HUMMING": ("nvfp4", "humming", "NVFP4 MARLIN"),
 }
 """Name in reports -> (scheme of the checkpoint, ``moe_backend``, whose prompts)."""
-_SINCE = {"humming": "0.30.0", "overlap": "0.28.0"}
-"""Backend or option -> the first release whose layers have it and can have a cache."""
+_SINCE = {"humming": "0.30.0"}
+"""Backend -> the first release whose layers have it and can have a cache; the others have it always."""
 SLOTS = (None, 2, 6)
 """Slots for 8 experts; None is the control without a cache."""
 _HITS_FIRST = 6
@@ -119,13 +119,11 @@ def trial(
 
 def offered(version: str | None) -> list[str]:
     """Return the names in `BACKENDS` that a release of vLLM offers; None for the newest release."""
-    return [name for name, (_, backend, _) in BACKENDS.items() if _has(version, backend)]
-
-
-def _has(version: str | None, what: str) -> bool:
-    """Return whether a release has a key of `_SINCE`; None for the newest release."""
-    first = _SINCE.get(what)
-    return first is None or version is None or Version(version) >= Version(first)
+    return [
+        name
+        for name, (_, backend, _) in BACKENDS.items()
+        if version is None or Version(version) >= Version(_SINCE.get(backend, "0"))
+    ]
 
 
 def _installed() -> str | None:
@@ -152,7 +150,6 @@ def trials(folders: Mapping[Scheme, str], version: str | None = None) -> list[Tr
             trial(triton, mode, slots, folder[triton], sequences=1)
             for mode in (GRAPHS, EAGER)
             for slots in (None, _HITS_FIRST)
-            if _has(version, "overlap")
         ),
     ]
 

@@ -71,12 +71,8 @@ def apply(version: str) -> str:
         Patch(kernel, "apply", None, call, _APPLIES),
         *(Patch(method, "create_weights", creating, "layer num_experts", _CREATES) for method in _METHODS),
         Patch(tiles, "try_get_optimal_moe_config", _unchanged_tiles, "w1_shape w2_shape", shapes),
-        Patch(
-            tiles, "_prepare_expert_assignment", _unchanged_assignment, _ASSIGNMENT, few, releases=">=0.28"
-        ),
-        Patch(
-            f"{tiles}:TritonExperts", "moe_sum", None, "input output", ("ops.moe_sum(",), releases=">=0.28"
-        ),
+        Patch(tiles, "_prepare_expert_assignment", _unchanged_assignment, _ASSIGNMENT, few),
+        Patch(f"{tiles}:TritonExperts", "moe_sum", None, "input output", ("ops.moe_sum(",)),
         *Steps(real_rows.begin, real_rows.end).patches(),
     ]
     apply_patches(NAME, version, patches)

@@ -5,7 +5,6 @@ moedoctor's kernels do it, or the kernel of vLLM's backend in two calls.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -54,21 +53,17 @@ def _has_own_kernels(layer: Any) -> bool:
 def _adds_up_rows(layer: Any) -> bool:
     """Return whether the backend computes a row of a pair alone and adds a token's rows up by `moe_sum`.
 
-    That is TRITON from 0.28.0 on: if it does not sort ids, it writes zeros for an id of -1. It is not TRITON
-    with one scale for all rows of the second input, because that scale depends on the rows of a call.
+    That is TRITON: if it does not sort ids, it writes zeros for an id of -1. The fix checks in vLLM's source
+    when it sorts and how it adds up. It is not TRITON with one scale for all rows of the second input,
+    because that scale depends on the rows of a call.
     """
     experts = layer.quant_method.moe_kernel.fused_experts
     described = experts.quant_config
-    return (
-        type(experts).__name__ == _TRITON
-        and hasattr(experts, "moe_sum")
-        and hasattr(importlib.import_module(type(experts).__module__), "_prepare_expert_assignment")
-        and (
-            layer.w13_weight.dtype in (torch.bfloat16, torch.float16)
-            or described._a2.scale is not None
-            or described.block_shape is not None
-            or described.per_act_token_quant
-        )
+    return type(experts).__name__ == _TRITON and (
+        layer.w13_weight.dtype in (torch.bfloat16, torch.float16)
+        or described._a2.scale is not None
+        or described.block_shape is not None
+        or described.per_act_token_quant
     )
 
 

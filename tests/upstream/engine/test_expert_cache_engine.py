@@ -61,7 +61,6 @@ def test_every_backend_runs_without_a_cache_and_with_one() -> None:
     hits_first = [trial for trial in trials if trial.columns["sequences"] == 1 and trial.control is not None]
     assert [len(trial.request.prompts) for trial in hits_first] == [1, 1]
     assert all("one sequence, no cache" in str(trial.control) for trial in hits_first)
-    assert not any("one sequence" in trial.request.label for trial in engines.trials(FOLDERS, "0.27.1"))
     controls = {trial.control for trial in trials} - {None}
     assert controls == {trial.request.label for trial in trials if trial.columns["slots"] is None}
     planted = [trial.columns["backend"] for trial in trials if trial.columns["planted"]]

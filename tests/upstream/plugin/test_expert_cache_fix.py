@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -424,16 +423,10 @@ def test_who_computes_hits_first(
     wish: str | None, fp8: bool, described: dict[str, Any], who: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = summing(**described)
-    monkeypatch.setattr(sys.modules[__name__], "_prepare_expert_assignment", None, raising=False)
     monkeypatch.setattr(hits_first, "_TRITON", "SummingExperts")
     if fp8:
         layer.w13_weight.data = layer.w13_weight.data.to(torch.float8_e4m3fn)
     assert hits_first.who_computes(layer, wish) == who
-
-
-def test_a_backend_that_sorts_all_ids_computes_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hits_first, "_TRITON", "SummingExperts")
-    assert hits_first.who_computes(summing(), "backend") is None
 
 
 def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
