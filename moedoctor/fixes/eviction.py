@@ -156,13 +156,15 @@ class SlotTable:
         return table
 
     def split(self, experts: Iterable[int]) -> list[list[int]]:
-        """Return distinct `experts` in parts of at most `capacity`, resident ones first, parts ascending.
+        """Return distinct `experts` in parts of at most `capacity`, each ascending.
 
-        Negative ids are left out.
+        Resident ones come first, then those that were used least: who comes last is still there in the next
+        call. Negative ids are left out.
         """
         slot_of = self.slot_of
         needed = {expert for expert in experts if expert >= 0}
-        return _parts(needed, {expert for expert in needed if slot_of[expert] >= 0}, self.capacity)
+        resident = {expert for expert in needed if slot_of[expert] >= 0}
+        return _parts(needed, resident, self.uses, self.capacity)
 
     def plan(self, experts: Sequence[int]) -> list[Load]:
         """Make `experts`, which are distinct and ascending, resident; return what to copy, in their order.
@@ -207,8 +209,8 @@ def simulate(
     """Replay `trace`, the expert ids that each call needs, through an empty cache of `capacity` slots.
 
     Ids may repeat within a call, and -1 means no expert. A call that needs more experts than there are slots
-    runs in groups, resident ones first, and is counted as one call. `policy` is one of `POLICIES`. Raises
-    ValueError for an unknown policy, an id outside 0..num_experts-1, or a capacity below 1.
+    runs in groups as `SlotTable.split` makes them, and is counted as one call. `policy` is one of `POLICIES`.
+    Raises ValueError for an unknown policy, an id outside 0..num_experts-1, or a capacity below 1.
 
     ``belady`` has the fewest misses of all policies that evict only what a call does not need, if every call
     fits; on calls that do not fit it is only a good policy.
@@ -240,7 +242,7 @@ def simulate(
         return len(resident) <= capacity and resident.issuperset(part)
 
     def split(needed: Sequence[int]) -> list[list[int]]:
-        return _parts(needed, resident, capacity)
+        return _parts(needed, resident, uses, capacity)
 
     return _count(optimum or calls, capacity, split, step, holds)
 
@@ -308,9 +310,10 @@ class _Belady:
         return missing, victims
 
 
-def _parts(needed: Iterable[int], resident: set[int], capacity: int) -> list[list[int]]:
-    """Return distinct `needed` in parts of at most `capacity`, resident ones first, each part ascending."""
-    ordered = sorted(needed, key=lambda expert: (expert not in resident, expert))
+def _parts(needed: Iterable[int], resident: set[int], uses: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return distinct `needed` as `SlotTable.split` does; experts used as often by their ids."""
+    missing = sorted((uses[expert], expert) for expert in needed if expert not in resident)
+    ordered = [*sorted(resident.intersection(needed)), *(expert for _, expert in missing)]
     return [sorted(ordered[start : start + capacity]) for start in range(0, len(ordered), capacity)]
 
 

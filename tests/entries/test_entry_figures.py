@@ -443,6 +443,8 @@ def test_expert_cache_page_gain() -> None:
     assert all(together[slots] < rates[slots] for slots in (16, 32, 64))
     limits = {slots: row["bus_bound_tokens_per_second"] for slots, row in eight.items()}
     assert f"that are not in the slots, and the bus allows {listed(limits, '.1f')}" in text
+    of_new_text = {slots: row["rounds"][0] / new[slots]["rounds"][0] for slots, row in eight.items()}
+    assert f"of the two rounds, eight have {listed(of_new_text, '.2f')} times the speed of one" in text
     assert all(row["sequences_as_before"] == 1 for row in new.values()), "the tokens of the old defaults"
     assert {slots: row["sequences_as_before"] for slots, row in eight.items()} == {16: 0, 32: 0, 64: 8}
     assert "From 64 slots all eight have the tokens of the old defaults" in text
@@ -516,6 +518,10 @@ def test_expert_cache_page_engines() -> None:
     assert f"and at {newest[4]} with all experts on the GPU; in 0.21.0 at {before[3]} and {before[4]}" in text
     of_the_bus = alone[64]["tokens_per_second"] / alone[64]["bus_bound_tokens_per_second"]
     assert round(of_the_bus, 1) == 0.7, "two thirds"
+    (eight,) = (row for row in qwen(NEWEST) if row["batch"] == 8 and row["slots"] == 64)
+    allowed = eight["bus_bound_tokens_per_second"]
+    best = allowed * (1 - eight["hit_rate"]) / (1 - eight["optimum_hit_rate"])
+    assert f"{best:.0f} from 64 slots in expert_cache_qwen, where aging's choice allows {allowed:.1f}" in text
     index = document(f"reports/{NEWEST}/README.md")
     assert f"decodes at {enumerated(newest[:4])} tokens/s from 8, 16, 32 and 64 slots" in index
     assert f"with all experts on the GPU ({newest[4]} tokens/s)" in index

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from moedoctor.bench.cache.replay import facts_of, replay_trace
 from moedoctor.entries import reports_folder
+from moedoctor.fixes import eviction
 from moedoctor.trace.format import SHIPPED, shipped_trace
 
 
@@ -45,3 +48,26 @@ def test_policies_agree_without_a_choice_and_else_the_optimum_is_better() -> Non
     rates = {(point.policy, point.capacity): point.hit_rate for point in points}
     assert len({rates[policy, 8] for policy in ("lru", "lfu", "lfru", "aging", "belady")}) == 1
     assert rates["belady", 16] > rates["lru", 16] + 0.05
+
+
+def test_of_calls_that_do_not_fit_fewer_miss_if_the_experts_used_most_come_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rates() -> list[float]:
+        points = replay_trace(shipped_trace(), capacities=[8, 16, 32], policies=["aging"], batch=8)
+        return [point.hit_rate for point in points]
+
+    by_use, parts = rates(), eviction._parts
+    monkeypatch.setattr(
+        eviction,
+        "_parts",
+        lambda needed, resident, uses, capacity: parts(needed, resident, [0] * len(uses), capacity),
+    )
+    by_id = rates()
+    assert all(
+        misses < 0.985 * before for misses, before in zip(missing(by_use), missing(by_id), strict=True)
+    )
+
+
+def missing(rates: list[float]) -> list[float]:
+    return [1 - rate for rate in rates]

@@ -243,8 +243,10 @@ def lookup_kernel(
 def group_kernel(
     ids_ptr: tl.tensor,
     slot_of_ptr: tl.tensor,
+    uses_ptr: tl.tensor,
     group_of_ptr: tl.tensor,
     stamp_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
     rows_ptr: tl.tensor,
     count: tl.tensor,
     width: tl.tensor,
@@ -253,21 +255,23 @@ def group_kernel(
     few: tl.constexpr,
     chunk: tl.constexpr,
     lanes: tl.constexpr,
+    together: tl.constexpr,
 ) -> None:
-    """Split the experts of `ids` [count] into groups of `capacity`, resident ones first; one program.
+    """Split the experts of `ids` [count] into groups of `capacity`; one program.
 
-    `rows` and `width` as `lookup_kernel`.
+    Resident ones come first, then those that were used least: who comes last is still there in the next call.
+    `keys`, `rows` and `width` as `lookup_kernel`.
     """
     expert = tl.arange(0, lanes)  # [lanes]
     real = expert < experts
     limit = _real_ids(rows_ptr, count, width)
     needed = _is_needed(ids_ptr, stamp_ptr, expert, limit, experts, few, chunk)
     resident = tl.load(slot_of_ptr + expert, mask=real, other=-1) >= 0
-    first = (needed & resident).to(tl.int32)
-    second = (needed & (resident == 0)).to(tl.int32)
-    order = tl.where(
-        resident, tl.cumsum(first, axis=0) - 1, tl.sum(first, axis=0) + tl.cumsum(second, axis=0) - 1
-    )
+    hits = (needed & resident).to(tl.int32)
+    uses = tl.load(uses_ptr + expert, mask=real, other=0)  # [lanes]
+    uses = tl.where(needed & (resident == 0), uses, _NEVER)
+    rank = _rank(uses, expert.to(tl.int64), keys_ptr, expert, lanes, together)
+    order = tl.where(resident, tl.cumsum(hits, axis=0) - 1, tl.sum(hits, axis=0) + rank)
     tl.store(group_of_ptr + expert, tl.where(needed, order // capacity, -1), mask=real)
 
 
@@ -276,7 +280,7 @@ MOST_EXPERTS = 1024
 _FEW = 64
 """Up to this many ids are compared with every expert in registers."""
 _TOGETHER = 128
-"""Experts ranked against each other at once."""
+"""Up to this many experts are all ranked against each other at once."""
 
 
 class LookupState(NamedTuple):
@@ -390,20 +394,23 @@ def launch_lookup(
             chunk=chunk,
             lanes=lanes,
             slot_lanes=triton.next_power_of_2(capacity),
-            together=_TOGETHER if lanes <= _TOGETHER else 32,
+            together=_together(lanes),
             num_warps=4 if few and lanes <= _TOGETHER else 8,
         )
 
 
 def launch_groups(state: LookupState, ids: torch.Tensor) -> None:
     """Split the experts of `ids` (contiguous, any shape) into groups that fit, by number in `group_of`."""
+    lanes = triton.next_power_of_2(state.slot_of.numel())
     few, chunk = _chunk(ids.numel())
     with on_device(ids):
         group_kernel[(1,)](
             ids,
             state.slot_of,
+            state.uses,
             state.group_of,
             state.stamp,
+            state.keys,
             state.rows,
             ids.numel(),
             _width(ids),
@@ -411,8 +418,14 @@ def launch_groups(state: LookupState, ids: torch.Tensor) -> None:
             capacity=state.expert_of.numel(),
             few=few,
             chunk=chunk,
-            lanes=triton.next_power_of_2(state.slot_of.numel()),
+            lanes=lanes,
+            together=_together(lanes),
         )
+
+
+def _together(lanes: int) -> int:
+    """Return against how many of so many experts each is ranked at once."""
+    return lanes if lanes <= _TOGETHER else 32
 
 
 def _width(ids: torch.Tensor) -> int:

@@ -191,6 +191,15 @@ def test_more_experts_than_slots_raise_and_change_nothing() -> None:
     assert table.split([5, 1, 7, 0, 1, -1]) == [[0, 1], [5, 7]]
 
 
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+def test_parts_end_with_the_experts_that_were_used_most(policy: str) -> None:
+    """So those are still there in the next call."""
+    table = SlotTable(8, 2, policy)
+    for used in ([5, 6], [5, 7], [5, 7], [1, 2]):
+        table.step(used)
+    assert table.split([7, 1, 6, 5, 3]) == [[1, 3], [6, 7], [5]]
+
+
 def test_forgetting_an_expert_frees_its_slot() -> None:
     table = SlotTable(8, 2, "lfru")
     table.step([3, 4])
