@@ -158,7 +158,7 @@ class SlotTable:
     def split(self, experts: Iterable[int]) -> list[list[int]]:
         """Return distinct `experts` in parts of at most `capacity`, each ascending.
 
-        Resident ones come first, then those that were used least: who comes last is still there in the next
+        Resident experts come first, then the least used ones. So the most used are resident in the next
         call. Negative ids are left out.
         """
         slot_of = self.slot_of
@@ -311,7 +311,7 @@ class _Belady:
 
 
 def _parts(needed: Iterable[int], resident: set[int], uses: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return distinct `needed` as `SlotTable.split` does; experts used as often by their ids."""
+    """Return distinct `needed` as `SlotTable.split` does. Experts with as many uses are in order of ids."""
     missing = sorted((uses[expert], expert) for expert in needed if expert not in resident)
     ordered = [*sorted(resident.intersection(needed)), *(expert for _, expert in missing)]
     return [sorted(ordered[start : start + capacity]) for start in range(0, len(ordered), capacity)]

@@ -162,7 +162,7 @@ class ExpertCache:
     def groups(self, ids: torch.Tensor, *, overlap: bool = False) -> Iterator[CachedExperts]:
         """Make the experts of `ids` [T, K] resident in groups that fit.
 
-        Those already resident come first, then those used least: the others are still there in the next call.
+        Resident experts come first, then the least used ones. So the most used are resident in the next call.
         Each group is valid until the next group is taken; `slot_ids` are -1 outside of it. Compute each and
         add up the results: in float32 the sum differs from that of a single call only by rounding, see
         `moe_forward.group_bound`. A call that fits is one group, or with `overlap` two: the hits, then the

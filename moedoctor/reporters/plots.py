@@ -95,8 +95,8 @@ def svg(chart: Chart, *, caption: bool) -> str:
     return text.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
 
 
-def _shown(value: float) -> str:
-    """Return a number below an axis: counts as they are, others in three digits."""
+def _tick_label(value: float) -> str:
+    """Return the label of a tick: whole numbers as they are, others with three digits."""
     return f"{value:g}" if value == round(value) else f"{value:.3g}"
 
 
@@ -118,7 +118,7 @@ def _fill(axes: Any, chart: Chart) -> None:
         measured = sorted({value for line in chart.series if not line.bound for value in line.x})
         ticks = measured if 1 < len(measured) <= _MOST_TICKS else _ticks(measured)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [_shown(value) for value in ticks])
+        axes.set_xticks(ticks, [_tick_label(value) for value in ticks])
         ends = [value for line in chart.series for value in line.x]
         room = (max(ends) / min(ends)) ** 0.04 if max(ends) > min(ends) else 2.0
         axes.set_xlim(min(ends) / room, max(ends) * room)
@@ -231,7 +231,7 @@ def terminal_chart(chart: Chart, *, width: int = 80, height: int = 22, colour: b
         figure.ruler("y").ticks([math.log10(level) for level in levels], [f"{level:g}" for level in levels])
     ticks = sorted({value for line in series for value in line.x})
     places = [math.log2(value) for value in ticks] if log_x else ticks
-    figure.ruler("x").ticks(places, [_shown(value) for value in ticks])
+    figure.ruler("x").ticks(places, [_tick_label(value) for value in ticks])
     text = str(figure.build().string())
     figure.clear()
     text = text if colour else str(plot.uncolorize(text))

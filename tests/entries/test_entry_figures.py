@@ -521,7 +521,7 @@ def test_expert_cache_page_engines() -> None:
     (eight,) = (row for row in qwen(NEWEST) if row["batch"] == 8 and row["slots"] == 64)
     allowed = eight["bus_bound_tokens_per_second"]
     best = allowed * (1 - eight["hit_rate"]) / (1 - eight["optimum_hit_rate"])
-    assert f"{best:.0f} from 64 slots in expert_cache_qwen, where aging's choice allows {allowed:.1f}" in text
+    assert f"would then allow {best:.0f} tokens per second; with `aging` it allows {allowed:.1f}" in text
     index = document(f"reports/{NEWEST}/README.md")
     assert f"decodes at {enumerated(newest[:4])} tokens/s from 8, 16, 32 and 64 slots" in index
     assert f"with all experts on the GPU ({newest[4]} tokens/s)" in index

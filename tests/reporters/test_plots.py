@@ -63,7 +63,7 @@ def test_every_name_label_and_tick_is_text_in_the_picture() -> None:
     assert "a remark" not in words(svg(CHART, caption=False))
 
 
-def test_ticks_that_are_no_counts_have_three_digits() -> None:
+def test_ticks_that_are_not_whole_have_three_digits() -> None:
     line = Series("a line", [0.999982, 21.9915, 16384], [1.0, 2.0, 3.0])
     assert {"1", "22", "16384"} <= set(words(draw(series=(line,), log_x=True)))
 

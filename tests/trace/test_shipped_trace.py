@@ -50,7 +50,7 @@ def test_policies_agree_without_a_choice_and_else_the_optimum_is_better() -> Non
     assert rates["belady", 16] > rates["lru", 16] + 0.05
 
 
-def test_of_calls_that_do_not_fit_fewer_miss_if_the_experts_used_most_come_last(
+def test_fewer_experts_miss_if_the_most_used_come_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def rates() -> list[float]:

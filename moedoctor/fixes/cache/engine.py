@@ -79,7 +79,7 @@ class Engine(ABC):
 
     @abstractmethod
     def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
-        """Make them resident in groups that fit, in the order of `ExpertCache.groups`, as is `overlap`."""
+        """Make them resident in groups that fit; `ExpertCache.groups` describes their order and `overlap`."""
 
     @abstractmethod
     def prefetch(self, ids: torch.Tensor) -> None:

@@ -259,7 +259,7 @@ def group_kernel(
 ) -> None:
     """Split the experts of `ids` [count] into groups of `capacity`; one program.
 
-    Resident ones come first, then those that were used least: who comes last is still there in the next call.
+    Resident experts come first, then the least used ones. So the most used are resident in the next call.
     `keys`, `rows` and `width` as `lookup_kernel`.
     """
     expert = tl.arange(0, lanes)  # [lanes]
@@ -424,7 +424,7 @@ def launch_groups(state: LookupState, ids: torch.Tensor) -> None:
 
 
 def _together(lanes: int) -> int:
-    """Return against how many of so many experts each is ranked at once."""
+    """Return how many of the experts are compared with each expert at once."""
     return lanes if lanes <= _TOGETHER else 32
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 from moedoctor.fixes.eviction import ONLINE_POLICIES
 from moedoctor.fixes.expert_cache import ExpertCache
@@ -25,7 +26,7 @@ from moedoctor.upstream.plugin.expert_cache_layer import (
     per_expert,
 )
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions
-from moedoctor.upstream.plugin.register import FixError, OptionError
+from moedoctor.upstream.plugin.register import FixError, OptionError, Patch
 
 E, HIDDEN, INTERMEDIATE, TOP_K = 12, 8, 6, 2
 
@@ -704,6 +705,23 @@ def test_without_a_number_of_slots_it_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv(fix.VARIABLE, raising=False)
     with pytest.raises(FixError, match="MOEDOCTOR_EXPERT_CACHE is not set; expected the number"):
         fix.apply("0.21.0")
+
+
+@pytest.mark.parametrize("version", ["0.21.0", "0.27.1", "0.33.0"])
+def test_each_release_is_checked_for_what_computing_hits_first_needs(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patches: list[Patch] = []
+    monkeypatch.setenv(fix.VARIABLE, "2")
+    monkeypatch.setattr(fix, "_layer_type", lambda: Layer)
+    monkeypatch.setattr(fix, "_loaders", tuple)
+    monkeypatch.setattr(fix, "apply_patches", lambda by, version, given: patches.extend(given))
+    fix.apply(version)
+    needed = {patch.name: patch for patch in patches if version in SpecifierSet(patch.releases)}
+    assert needed["_prepare_expert_assignment"].source == (
+        "num_tokens * top_k_num * 4 <= global_num_experts",
+    )
+    assert needed["moe_sum"].source == ("ops.moe_sum(",)
 
 
 def test_ids_are_sorted_as_for_all_experts() -> None:
