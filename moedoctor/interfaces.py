@@ -85,7 +85,8 @@ class ClaimTest:
     judge: Callable[[Sequence[CaseResult], Sequence[Measurement], Mapping[str, float]], ClaimJudgement]
     """(results of all cases, what the units measured, thresholds from the scenario file) -> judgement."""
     measure: Callable[[str, str, Mapping[str, str]], Observation] | None = None
-    """(unit, device, subject name -> path of its kernels) -> figures; None if the cases decide."""
+    """(unit, device, subject name -> path of its kernels) -> figures; None if the cases decide. Claims of a
+    scenario that have the same function and device share what it measured for a unit."""
     units: Callable[[Sequence[str]], Sequence[str]] = lambda subjects: ("",)
     """Names of the subjects that can run -> the units to measure, in order; none means nothing is measured.
     Two releases cannot be loaded into one process, so a comparison of releases is several units."""

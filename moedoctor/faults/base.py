@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,12 +118,32 @@ class ClaimCases:
             figure >= bound if limit.startswith("min_") else figure <= bound for figure in figures
         )
 
+    def decide_times(
+        self, limit: str, ratios: Iterable[tuple[float, float | None]], evidence: Evidence, reason: str
+    ) -> ClaimJudgement:
+        """Judge ratios of times, each by the host's clock and by events on the GPU, None without these.
 
+        Confirmed if all of them keep the threshold `limit`, refuted if one misses it by both. A ratio that
+        only one of the two keeps decides nothing: other work on the host can change the clock's.
+        """
+        kept = [
+            (self.keeps(limit, clock), self.keeps(limit, clock if gpu is None else gpu))
+            for clock, gpu in ratios
+        ]
+        if kept and all(clock and gpu for clock, gpu in kept):
+            return decide(True, evidence, reason)
+        if not kept or any(not clock and not gpu for clock, gpu in kept):
+            return decide(False, evidence, reason)
+        return untested(f"{reason}; the host's clock and the GPU's events do not agree", evidence)
+
+
+@functools.cache
 def in_lab(function: str) -> Callable[[str, str, Mapping[str, str]], Observation]:
     """Return a `measure` for `claim`: a function such as ``moedoctor.bench.cache.groups:our_groups``.
 
     Only the child imports it. It is given those of ``unit``, ``device`` and ``sources`` (subject name -> path
-    of its kernels) that it has parameters for, and returns an Observation, its evidence, or its rows.
+    of its kernels) that it has parameters for, and returns an Observation, its evidence, or its rows. Claims
+    with the same text share what it measured.
     """
     module, _, name = function.partition(":")
 

@@ -113,8 +113,7 @@ def _judge_claims(
         test = tests[claim.key]
         units = [
             Measurement(planned.request.unit, *_outcome(planned, ended))
-            for planned in plan.claims
-            if planned.request.claim == claim.key
+            for planned in plan.claims.get(claim.key, ())
         ]
         result = ClaimResult(claim.text, claim.source, ClaimVerdict.UNTESTED)
         blocked = _blocked(units) if test.measure is not None else None

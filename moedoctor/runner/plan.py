@@ -65,9 +65,15 @@ class Plan:
     scenario: Scenario
     fault: Fault
     cases: Sequence[Planned]
-    claims: Sequence[Planned]
+    claims: Mapping[str, Sequence[Planned]]
+    """The units of each claim; claims with the same measurement share them."""
     problem: Exception | None = None
     """What the failure's own code raised, so that nothing can run."""
+
+    @property
+    def runs(self) -> list[Planned]:
+        """Everything once: the cases, then the units of claims."""
+        return [*self.cases, *dict.fromkeys(unit for units in self.claims.values() for unit in units)]
 
 
 def plan(scenarios: Sequence[Scenario], options: Options, environment: Mapping[str, Any]) -> list[Plan]:
@@ -81,7 +87,7 @@ def plan(scenarios: Sequence[Scenario], options: Options, environment: Mapping[s
         try:
             plans.append(_plan(scenario, options, environment))
         except Exception as error:  # a plug-in's; what a user can get wrong has been checked
-            plans.append(Plan(scenario, catalogue.faults()[scenario.id], [], [], error))
+            plans.append(Plan(scenario, catalogue.faults()[scenario.id], [], {}, error))
     if not options.partial:
         return plans
     if not any(scenario.cases or scenario.problem for scenario in plans):
@@ -147,9 +153,10 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
                     )
                     cases.append(Planned(request, skips[tier], f"{fault.name} {name}", short))
     if options.partial:
-        return Plan(scenario, fault, cases, [])
+        return Plan(scenario, fault, cases, {})
     gpu = next((planned.request.device for planned in cases if planned.request.device != "cpu"), "cuda:0")
-    claims: list[Planned] = []
+    claims: dict[str, list[Planned]] = {}
+    measured: dict[tuple[Any, ...], Planned] = {}
     tests = {test.key: test for test in fault.claims}
     for test in (tests[claim.key] for claim in scenario.claims):
         if test.measure is None:
@@ -160,10 +167,12 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
         units = test.units(runnable)
         if not units:
             units, skip = [""], skip or f"needs {test.needs}"
+        device = gpu if test.needs_gpu else "cpu"
         for unit in units:
-            device = gpu if test.needs_gpu else "cpu"
             request = Request(fault.id, options.sources, timeout, claim=test.key, unit=unit, device=device)
-            claims.append(Planned(request, skip, f"{fault.name} claim {test.key}"))
+            planned = Planned(request, skip, f"{fault.name} claim {test.key}")
+            shared = measured.setdefault((test.measure, unit, device, skip), planned)
+            claims.setdefault(test.key, []).append(shared)
     return Plan(scenario, fault, cases, claims)
 
 

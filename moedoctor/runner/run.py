@@ -28,7 +28,7 @@ def run(
     On Ctrl-C the children are killed and what finished is reported, with `summary.interrupted` set. The exit
     code is left to `moedoctor.gate`.
     """
-    units = [unit for plan in plans for unit in (*plan.cases, *plan.claims) if unit.skip is None]
+    units = [unit for plan in plans for unit in plan.runs if unit.skip is None]
     count = 0
 
     def finished(ended: Finished) -> None:

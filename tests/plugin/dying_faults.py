@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -169,6 +169,10 @@ class DyingParameters(BaseModel):
     absent: bool = False
 
 
+def _three(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    return Observation({"value": 3})
+
+
 class Dying(Fault):
     id = "MD901"
     name = "dying"
@@ -190,8 +194,16 @@ class Dying(Fault):
                 else ClaimVerdict.REFUTED,
                 units[0].outcome.evidence,  # type: ignore[union-attr]
             ),
-            measure=lambda unit, device, sources: Observation({"value": 3}),
+            measure=_three,
             thresholds=("at_least",),
+        ),
+        ClaimTest(
+            "measured_too",
+            judge=lambda cases, units, limits: ClaimJudgement(
+                ClaimVerdict.REFUTED,
+                units[0].outcome.evidence,  # type: ignore[union-attr]
+            ),
+            measure=_three,
         ),
         ClaimTest(
             "needs_gpu",

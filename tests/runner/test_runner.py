@@ -146,6 +146,22 @@ def test_claims_are_measured_against_their_thresholds(
     )
 
 
+def test_claims_share_one_measurement(tmp_path: Path) -> None:
+    text = """claims:
+  - {key: measured, text: three is enough, source: nowhere, thresholds: {at_least: 3}}
+  - {key: measured_too, text: three is too much, source: nowhere}
+"""
+    steps: list[tuple[int, int, str]] = []
+    ended = report(tmp_path, text, progress=lambda done, total, what: steps.append((done, total, what)))
+    first, second = ended.scenarios[0].claims
+    assert (first.verdict, second.verdict) == (ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED)
+    assert first.evidence == second.evidence == {"value": 3}
+    assert steps[-1][:2] == (3, 3), "two cases and one measurement"
+    (scenario,) = plan(load_targets(["MD010"]), Options(), NO_GPU)
+    assert len(scenario.claims) == 5
+    assert len(scenario.runs) == len(scenario.cases) + 1
+
+
 def test_progress_counts_every_job(tmp_path: Path) -> None:
     steps: list[tuple[int, int, str]] = []
     report(tmp_path, "", progress=lambda done, total, what: steps.append((done, total, what)))
@@ -186,5 +202,5 @@ def test_engines_have_a_gpu_of_their_own_and_cheap_cases_share_one() -> None:
     }
     assert {("MD001", Tier.MODEL, 4), ("MD001", Tier.KERNEL, 4), ("MD018", Tier.ENGINE, 1)} <= together
     assert all(count == 1 for _, tier, count in together if tier is Tier.ENGINE)
-    claims = [planned.request for scenario in plans for planned in scenario.claims]
+    claims = [planned.request for scenario in plans for planned in scenario.runs if planned.request.claim]
     assert {claim.together for claim in claims} == {1}, "claims measure times"

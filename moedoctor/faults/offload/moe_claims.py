@@ -135,9 +135,11 @@ def moe_speed(cases: ClaimCases) -> ClaimJudgement:
         return untested(rows[0]["error"] if rows else "no engine was timed", {"rows": rows})
     figure = "; ".join(
         f"{row['quantization']} beside {row['backend']}, batch {row['batch']}: {row['share']:.2f}"
+        + ("" if row["gpu_share"] is None else f" ({row['gpu_share']:.2f} by the GPU's events)")
         for row in timed
     )
     failed = [row for row in rows if row not in timed]
     if failed:
         return untested(f"{figure}; {failed[0]['quantization']}: {failed[0]['error']}", {"rows": rows})
-    return decide(cases.keeps("min_share", (row["share"] for row in timed)), {"rows": rows}, figure)
+    ratios = [(row["share"], row["gpu_share"]) for row in timed]
+    return cases.decide_times("min_share", ratios, {"rows": rows}, figure)

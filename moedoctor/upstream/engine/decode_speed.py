@@ -1,13 +1,20 @@
-"""How fast an engine decodes, looked at inside it: greedy tokens first, then times at each batch size."""
+"""How fast an engine decodes, looked at inside it: by the host's clock and by events on the GPU."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 LOGPROBS = 5
+_STEPS_OF_RUNNERS = (
+    ("vllm.v1.worker.gpu_model_runner", "_model_forward"),
+    ("vllm.v1.worker.gpu.model_runner", "execute_model"),
+)
+"""The V1 and the V2 model runner, of which an engine has one: its module, and the function of a step."""
 
 
 def decode_speed(
@@ -65,3 +72,50 @@ def generate(
     started = time.perf_counter()
     outputs = llm.generate(given, sampling, use_tqdm=False)
     return time.perf_counter() - started, [output.outputs[0] for output in outputs]
+
+
+@contextmanager
+def step_events() -> Iterator[list[tuple[Any, Any]]]:
+    """Time the steps of the vLLM in this process, including what a trace launches.
+
+    The list gets a pair of events for each step: from before and after the model's call, or with the V2 model
+    runner, which has no function for that call, from before its inputs are prepared to after the call. It
+    stays empty without a GPU.
+    """
+    import torch
+
+    pairs: list[tuple[Any, Any]] = []
+    if not torch.cuda.is_available():
+        yield pairs
+        return
+
+    def timed(original: Any) -> Any:
+        @functools.wraps(original)
+        def call(*arguments: Any, **options: Any) -> Any:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            result = original(*arguments, **options)
+            end.record()
+            pairs.append((start, end))
+            return result
+
+        return call
+
+    with ExitStack() as stack:
+        for module, name in _STEPS_OF_RUNNERS:
+            runner = importlib.import_module(module).GPUModelRunner
+            original = getattr(runner, name)
+            stack.callback(setattr, runner, name, original)
+            setattr(runner, name, timed(original))
+        yield pairs
+
+
+def decode_steps(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
+    """Return the milliseconds of each step of a generation but the prefill and the first decode step.
+
+    A generation of two tokens has these two, so a longer one takes so much more. Waits for the GPU.
+    """
+    steps = pairs[2:]
+    if steps:
+        steps[-1][1].synchronize()
+    return [float(start.elapsed_time(end)) for start, end in steps]

@@ -8,8 +8,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from moedoctor.upstream.engine.decode_speed import decode_steps, step_events
 from moedoctor.upstream.engine.probes import model_of
 from moedoctor.upstream.plugin.expert_cache_layer import host_experts, stream_prompts
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions, read_options
@@ -20,6 +22,10 @@ _LOGGED_CALLS = 512
 """Calls of a layer while ids are recorded."""
 _NO_REPETITION = 1e9
 """A repetition penalty that leaves nothing of a positive logit."""
+_ROUNDS = 2
+"""How often a text is drawn: when it is new to the caches, and once more."""
+_APART = 10
+"""Between the seeds of two texts, more than the sequences of a batch."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,11 @@ class _Run:
 
     figures: dict[str, Any]
     tokens: list[list[int]]
-    """The tokens that each sequence drew in the last round."""
+    """The tokens that each sequence of each text drew in the last round."""
     starts: list[list[int]]
     """The resident experts of each layer when it began."""
-    misses: int
-    """Experts that were copied from the host."""
+    misses: tuple[int, ...]
+    """Experts that were copied from the host in each round."""
     lookups: int
     """Distinct experts of a call, over all calls and layers; 0 if nothing is counted."""
     ids: list[list[list[int]]]
@@ -86,7 +92,7 @@ def decode_speeds(
     caches: Sequence[str],
     batches: Sequence[int],
     steps: Sequence[int],
-    rounds: int,
+    texts: Sequence[int],
     vocab: int,
     seconds: float,
     optimum: bool = True,
@@ -97,15 +103,17 @@ def decode_speeds(
     Yields the rows so far after each cache, and again when its first reply has been measured.
 
     The experts stay in host memory; every layer gets a new cache with the next options, and the CUDA
-    graphs are captured anew. Experts that were packed stay packed, so ``packed=0`` comes first. `steps` are
-    the decode steps of a round for each of `batches`. Tokens are drawn at temperature 1 from a fixed seed, so
-    that the same logits give the same tokens. Random weights are drawn anew before. A cache that would start
-    after `seconds` is left out.
+    graphs are captured anew. Experts that were packed stay packed, so ``packed=0`` comes first. `steps` and
+    `texts` are the decode steps of a text and the number of texts for each of `batches`. Tokens are drawn at
+    temperature 1 from a fixed seed, so that the same logits give the same tokens. Random weights are drawn
+    anew before. A cache that would start after `seconds` is left out.
 
-    Each row has the hit rate, and the tokens per second that the bus would allow with the same misses if
-    nothing else took time. With `optimum` it also has the best possible hit rate for the ids of a run that
-    was recorded with the most slots and is not timed. With `prompt`, the first of `batches` also has the
-    speed of the first reply after a prompt of so many tokens, and of the same reply once more.
+    Each row has speeds by the host's clock and by events on the GPU, in two rounds: of texts that are new to
+    the caches, and of the same once more. It also has the hit rate, and the tokens per second that the bus
+    would allow with the same misses if nothing else took time. With `optimum` it also has the best possible
+    hit rate for the ids of a run that was recorded with the most slots and is not timed. With `prompt`, the
+    first of `batches` also has the speed of the first reply after a prompt of so many tokens, and of the same
+    reply once more.
     `control_changes_tokens`: every sequence draws other tokens if the last layer computes with wrong experts,
     and the same ones in every round otherwise.
     """
@@ -119,8 +127,7 @@ def decode_speeds(
     if optimum:
         most = max(chosen, key=lambda options: options.slots)
         _resize(worker, replace(most, packed=False), max(batches))
-        lengths = zip(batches, steps, strict=True)
-        recorded = [_decode(llm, batch, length, rounds, vocab) for batch, length in lengths]
+        recorded = [_decode(llm, *shape, vocab) for shape in zip(batches, steps, texts, strict=True)]
     bandwidth = host_bandwidth()
     for text, options in zip(caches, chosen, strict=True):
         began = time.perf_counter()
@@ -128,9 +135,9 @@ def decode_speeds(
             break
         memory = _resize(worker, options)
         ready = time.perf_counter() - began
-        for batch, length, known in zip(batches, steps, recorded, strict=True):
-            run = _decode(llm, batch, length, rounds, vocab)
-            changed = _control(llm, length, vocab, run.tokens) and bool(run.figures["rounds_agree"])
+        for batch, length, count, known in zip(batches, steps, texts, recorded, strict=True):
+            run = _decode(llm, batch, length, count, vocab)
+            changed = _control(llm, length, vocab, run.tokens[:batch]) and bool(run.figures["rounds_agree"])
             rows.append(
                 {
                     "cache": text,
@@ -139,7 +146,7 @@ def decode_speeds(
                     "packed": host_experts(model)[0].cache.packed,
                     "batch": batch,
                     **run.figures,
-                    **_bus_bound(run, batch * rounds * (length + 4), bandwidth, model),
+                    **_bus_bound(run, batch * count * (length + 4), bandwidth, model),
                     **({} if known is None else _optimum(run, known, options.slots, experts)),
                     "tokens": run.tokens,
                     "control_changes_tokens": changed,
@@ -150,7 +157,7 @@ def decode_speeds(
         yield rows
         if prompt and options.stream != 0 and options.slots < experts:
             _resize(worker, options)  # a reply begins with the cache of an engine that starts
-            rows[-len(batches)].update(_first_reply(llm, prompt, steps[0], vocab))
+            rows[-len(batches)].update(_first_reply(llm, prompt, steps[0], vocab, texts[0]))
             yield rows
 
 
@@ -172,38 +179,57 @@ def host_bandwidth(mebibytes: int = 256) -> float | None:
 
 
 def _bus_bound(run: _Run, tokens: int, bandwidth: float | None, model: Any) -> dict[str, Any]:
-    """Return the host bytes of a token, and the tokens per second if nothing but the bus took time."""
+    """Return the host bytes of a token, and the tokens per second if nothing but the bus took time.
+
+    `tokens`: those of a round.
+    """
     store = host_experts(model)[0].store
     size = store.nbytes / store.num_experts
-    bytes_a_token = run.misses * size / tokens
-    bound = bandwidth / bytes_a_token if bandwidth is not None and bytes_a_token else None
+
+    def bound(misses: float) -> float | None:
+        return round(bandwidth * tokens / (misses * size), 1) if bandwidth is not None and misses else None
+
     return {
-        "host_mib_per_token": round(bytes_a_token / 2**20, 1),
+        "host_mib_per_token": round(statistics.mean(run.misses) * size / tokens / 2**20, 1),
         "bus_gb_per_second": None if bandwidth is None else round(bandwidth / 1e9, 1),
-        "bus_bound_tokens_per_second": None if bound is None else round(bound, 1),
+        "bus_bound_tokens_per_second": bound(statistics.mean(run.misses)),
+        "bus_bound_rounds": [bound(misses) for misses in run.misses],
     }
 
 
-def _first_reply(llm: Any, prompt: int, steps: int, vocab: int) -> dict[str, Any]:
+def _first_reply(llm: Any, prompt: int, steps: int, vocab: int, texts: int) -> dict[str, Any]:
     """Return the decode speed of a reply after a prompt that is new, and of the same once more.
 
-    The prompt's own time is that of two other prompts of the same length.
+    The prompt's own time is that of two other prompts of the same length. A speed is the median of `texts`.
     """
     others = [_generate(llm, 1, 2, vocab, seed=seed, prompt=prompt)[0] for seed in (97, 98, 96)]
     alone = min(others[1:])  # the first may compile
-    first, tokens = _generate(llm, 1, 2 + steps, vocab, seed=95, prompt=prompt)
-    again, repeated = _generate(llm, 1, 2 + steps, vocab, seed=95, prompt=prompt)
+    speeds = _Speeds()
+    agree = True
+    with step_events() as events:
+        for text in range(texts):
+            drawn = []
+            for turn in range(_ROUNDS):
+                events.clear()
+                seed = _APART * (text + 1)
+                whole, tokens = _generate(llm, 1, 2 + steps, vocab, seed=seed, prompt=prompt)
+                speeds.add(turn, 1, steps, whole - alone, events)
+                drawn.append(tokens)
+            agree &= all(tokens == drawn[0] for tokens in drawn)
+    by_clock, by_gpu = speeds.medians()
     return {
         "prompt_tokens": prompt,
         "prompt_seconds": round(alone, 3),
-        "first_reply_tokens_per_second": round(steps / (first - alone), 2),
-        "repeated_reply_tokens_per_second": round(steps / (again - alone), 2),
-        "replies_agree": tokens == repeated,
+        **dict(
+            zip(("first_reply_tokens_per_second", "repeated_reply_tokens_per_second"), by_clock, strict=True)
+        ),
+        "gpu_replies": by_gpu,
+        "replies_agree": agree,
     }
 
 
 def random_routing(
-    llm: Any, *, steps: int, rounds: int, vocab: int, kv_cache: int = 1 << 30
+    llm: Any, *, steps: int, texts: int, vocab: int, kv_cache: int = 1 << 30
 ) -> dict[str, Any]:
     """Probe: decode one sequence whose tokens choose experts at random, and what the engine holds.
 
@@ -228,10 +254,10 @@ def random_routing(
                 parameter.data.normal_(0.0, deviation, generator=draw)
             elif parameter.dim() == 2 and "lm_head" in part:
                 parameter.data.normal_(0.0, 4.0 / math.sqrt(parameter.shape[1]), generator=draw)
-    run = _decode(llm, 1, steps, rounds, vocab, penalty=_NO_REPETITION)
+    run = _decode(llm, 1, steps, texts, vocab, penalty=_NO_REPETITION)
     return {
         **run.figures,
-        **_bus_bound(run, rounds * (steps + 4), host_bandwidth(), model),
+        **_bus_bound(run, texts * (steps + 4), host_bandwidth(), model),
         "layers": len(layers),
         "engine": layers[0].cache.engine,
         "packed": layers[0].cache.packed,
@@ -357,10 +383,36 @@ def _resize(worker: Any, options: CacheOptions, logged: int = 0) -> dict[str, An
     }
 
 
-def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int, penalty: float = 1.0) -> _Run:
+class _Speeds:
+    """Tokens per second of each round, by the host's clock and by events on the GPU.
+
+    The median over texts is not changed by a pause of the host during one of them.
+    """
+
+    def __init__(self) -> None:
+        self._by_clock: list[list[float]] = [[] for _ in range(_ROUNDS)]
+        self._by_gpu: list[list[float]] = [[] for _ in range(_ROUNDS)]
+
+    def add(self, turn: int, batch: int, steps: int, seconds: float, events: Sequence[Any]) -> None:
+        """Add the `steps` decode steps of a text, which took `seconds`, with the events of its reply."""
+        self._by_clock[turn].append(batch * steps / seconds)
+        times = sorted(decode_steps(events))[-steps:]  # a step without tokens takes next to no time
+        if len(times) == steps:
+            self._by_gpu[turn].append(1e3 * batch * steps / sum(times))
+
+    def medians(self) -> tuple[list[float], list[float] | None]:
+        """Return the speeds of the rounds by the clock and by the GPU, None without its events."""
+        by_clock, by_gpu = (
+            [round(statistics.median(rates), 2) for rates in rounds if rates]
+            for rounds in (self._by_clock, self._by_gpu)
+        )
+        return by_clock, by_gpu if len(by_gpu) == _ROUNDS else None
+
+
+def _decode(llm: Any, batch: int, steps: int, texts: int, vocab: int, penalty: float = 1.0) -> _Run:
     """Measure the tokens a second of `batch` sequences after the prefill, the hit rate, and the tokens.
 
-    `penalty`: the repetition penalty.
+    A speed is the mean of the two rounds. `penalty`: the repetition penalty.
     """
     _generate(llm, batch, 4, vocab, seed=99, penalty=penalty)  # warm-up
     layers = host_experts(model_of(llm))
@@ -368,23 +420,34 @@ def _decode(llm: Any, batch: int, steps: int, rounds: int, vocab: int, penalty: 
     for log in logs:
         log.clear()
     starts = [[expert for expert in layer.cache.resident() if expert >= 0] for layer in layers]
-    before = caches(llm)
-    drawn: list[list[list[int]]] = []
-    rates = []
-    for _ in range(rounds):
-        short, _ = _generate(llm, batch, 2, vocab, seed=0, penalty=penalty)
-        whole, tokens = _generate(llm, batch, 2 + steps, vocab, seed=0, penalty=penalty)
-        drawn.append(tokens)
-        rates.append(batch * steps / (whole - short))
-    after = caches(llm)
-    hits, misses = (after[key] - before[key] for key in ("hits", "misses"))
+    drawn: list[list[list[int]]] = [[] for _ in range(_ROUNDS)]
+    counted: list[tuple[int, int]] = []
+    speeds = _Speeds()
+    with step_events() as events:
+        for text in range(texts):
+            for turn in range(_ROUNDS):
+                before = caches(llm)
+                reply = partial(_generate, llm, batch, vocab=vocab, seed=_APART * text, penalty=penalty)
+                short, _ = reply(2)
+                events.clear()
+                whole, tokens = reply(2 + steps)
+                speeds.add(turn, batch, steps, whole - short, events)
+                drawn[turn] += tokens
+                after = caches(llm)
+                counted.append((after["hits"] - before["hits"], after["misses"] - before["misses"]))
+    by_clock, by_gpu = speeds.medians()
+    hits, misses = (sum(counts) for counts in zip(*counted, strict=True))
     figures = {
-        "tokens_per_second": round(statistics.median(rates), 2),
-        "rounds": [round(rate, 2) for rate in rates],
+        "tokens_per_second": round(statistics.mean(by_clock), 2),
+        "gpu_tokens_per_second": by_gpu and round(statistics.mean(by_gpu), 2),
+        "texts": texts,
+        "rounds": by_clock,
+        "gpu_rounds": by_gpu,
         "rounds_agree": all(tokens == drawn[0] for tokens in drawn),
         "hit_rate": hits / (hits + misses) if hits + misses else None,
     }
-    return _Run(figures, drawn[-1], starts, misses, hits + misses, [log.calls() for log in logs])
+    missed = tuple(sum(misses for _, misses in counted[turn::_ROUNDS]) for turn in range(_ROUNDS))
+    return _Run(figures, drawn[-1], starts, missed, hits + misses, [log.calls() for log in logs])
 
 
 def _generate(

@@ -19,7 +19,7 @@ from moedoctor.upstream.engine.experiment import Ran, Trial, run_trials, short_e
 from moedoctor.upstream.engine.expert_cache import PROBES, cached
 
 SLOTS = 8
-_STEPS, _ROUNDS = 24, 2
+_STEPS, _TEXTS = 24, 3
 _SECONDS = 240.0
 
 
@@ -151,7 +151,7 @@ def _request(folder: Path, entry: Published, scheme: str) -> EngineRequest:
         cached(f"{SLOTS}:stream=0"),
         max_tokens=2,
         probe=f"{PROBES}random_routing",
-        probe_options={"steps": _STEPS, "rounds": _ROUNDS, "vocab": document["vocab_size"]},
+        probe_options={"steps": _STEPS, "texts": _TEXTS, "vocab": document["vocab_size"]},
         seconds=_SECONDS,
         label=f"{entry.preset}, {scheme}",
     )

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moedoctor.upstream.engine.decode_speed import decode_steps, step_events
 from moedoctor.upstream.engine.engine import EngineRequest
 from moedoctor.upstream.engine.experiment import (
     Outcome,
@@ -244,27 +245,32 @@ def decode_times(
 ) -> dict[str, Any]:
     """Probe: return the milliseconds of a decode step in each round, for each batch.
 
-    A round has the GPU for itself: engines take turns by a lock in the folder `meet`. They begin when
-    `engines` of them are up, or when `_PATIENCE` is over, so that one that did not start stops no other.
+    They are given by the host's clock and by events on the GPU. A round has the GPU for itself: engines take
+    turns by a lock in the folder `meet`. They begin when `engines` of them are up, or when `_PATIENCE` is
+    over, so that one that did not start stops no other.
     """
     folder = Path(meet)
     times: dict[str, list[float]] = {str(batch): [] for batch in batches}
+    gpu: dict[str, list[float]] = {str(batch): [] for batch in batches}
     for batch in batches:
         _generate_seconds(llm, batch, steps)  # warm-up
     (folder / f"{os.getpid()}.up").touch()
     until = time.monotonic() + _PATIENCE
     while len(list(folder.glob("*.up"))) < engines and time.monotonic() < until:
         time.sleep(0.05)
-    with (folder / "turn").open("w") as turn:
+    with (folder / "turn").open("w") as turn, step_events() as events:
         for _ in range(rounds):
             fcntl.flock(turn, fcntl.LOCK_EX)
             for batch in batches:
                 # A generation of two tokens has the prefill and one decode step; the rest is decode steps.
                 short = _generate_seconds(llm, batch, 2)
+                events.clear()
                 times[str(batch)].append((_generate_seconds(llm, batch, steps + 2) - short) / steps * 1e3)
+                if on_gpu := decode_steps(events):
+                    gpu[str(batch)].append(statistics.median(on_gpu))
             fcntl.flock(turn, fcntl.LOCK_UN)
             time.sleep(0.05)  # let another have the lock
-    return {**computed_by(llm), "step_ms": times}
+    return {**computed_by(llm), "step_ms": times, "gpu_ms": gpu}
 
 
 def _generate_seconds(llm: Any, batch: int, tokens: int) -> float:
@@ -296,6 +302,7 @@ def _speeds(ran: Sequence[Ran]) -> list[dict[str, Any]]:
         for batch in _BATCHES:
             own, other = (sorted(engine.probe["step_ms"][str(batch)]) for engine in (ours, theirs))
             step, step_of_backend = statistics.median(own), statistics.median(other)
+            on_gpu = [engine.probe["gpu_ms"][str(batch)] for engine in (ours, theirs)]
             table.append(
                 {
                     **row,
@@ -305,6 +312,9 @@ def _speeds(ran: Sequence[Ran]) -> list[dict[str, Any]]:
                     "tokens_per_second": batch / step * 1e3,
                     "tokens_per_second_of_backend": batch / step_of_backend * 1e3,
                     "share": step_of_backend / step,
+                    "gpu_share": statistics.median(on_gpu[1]) / statistics.median(on_gpu[0])
+                    if all(on_gpu)
+                    else None,
                     "spread": max(_spread(own), _spread(other)),
                 }
             )

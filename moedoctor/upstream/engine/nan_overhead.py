@@ -23,13 +23,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.results import UnavailableError
+from moedoctor.upstream.engine.decode_speed import decode_steps, step_events
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.engine.experiment import Trial, run_trials, write_shape
 from moedoctor.upstream.engine.nan_padding import BATCH, SECONDS, engine_arguments, prompts, traced
@@ -39,11 +40,6 @@ _NAMES = ("off 1", "on 1", "on 2", "off 2")
 _STEPS, _ROUNDS, _BLOCK = 48, 64, 8
 _LONG = {"steps": 600, "rounds": 16}
 """For a recording that compares calls: at a rate of 0.01 six steps of a round are chosen on average."""
-_STEPS_OF_RUNNERS = (
-    ("vllm.v1.worker.gpu_model_runner", "_model_forward"),
-    ("vllm.v1.worker.gpu.model_runner", "execute_model"),
-)
-"""The V1 and the V2 model runner, of which an engine has one: its module, and the function of a step."""
 _PATIENCE = 200.0
 """Seconds that an engine waits for the others to start, or to finish."""
 
@@ -181,7 +177,8 @@ def decode_times(llm: Any, *, steps: int, rounds: int, meet: str, name: str) -> 
     folder = Path(meet)
     _seconds(llm, steps)  # warm-up
     _wait_for_all(folder, name, "up")
-    wall, gpu = [], []
+    wall: list[float] = []
+    gpu: list[float] = []
     before = record.comparisons()
     with step_events() as events, _one_core() as work:
         for turn, engine in enumerate(turns(rounds)):
@@ -194,13 +191,14 @@ def decode_times(llm: Any, *, steps: int, rounds: int, meet: str, name: str) -> 
                 short = _seconds(llm, 2)
                 events.clear()
                 wall.append((_seconds(llm, steps + 2) - short) / steps * 1e3)
-            gpu.append(median_milliseconds(events[2:]))
+            if times := decode_steps(events):
+                gpu.append(statistics.median(times))
             (folder / f"{turn}.done").touch()
     compared, seconds = (now - then for now, then in zip(record.comparisons(), before, strict=True))
     _wait_for_all(folder, name, "through")
     return {
         "step_ms": wall,
-        "gpu_ms": [time for time in gpu if time is not None],
+        "gpu_ms": gpu,
         "compared": compared,
         "seconds_comparing": seconds,
     }
@@ -258,46 +256,6 @@ def _wait_for(file: Path, failure: str) -> None:
         if time.monotonic() > until:
             raise TimeoutError(f"{failure} within {_PATIENCE:g} s")
         time.sleep(0.002)
-
-
-@contextmanager
-def step_events() -> Iterator[list[tuple[Any, Any]]]:
-    """Time the steps of the vLLM in this process, including what a trace launches.
-
-    The list gets a pair of events for each step: from before and after the model's call, or with the V2 model
-    runner, which has no function for that call, from before its inputs are prepared to after the call.
-    """
-    import torch
-
-    pairs: list[tuple[Any, Any]] = []
-
-    def timed(original: Any) -> Any:
-        @functools.wraps(original)
-        def call(*arguments: Any, **options: Any) -> Any:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            result = original(*arguments, **options)
-            end.record()
-            pairs.append((start, end))
-            return result
-
-        return call
-
-    with ExitStack() as stack:
-        for module, name in _STEPS_OF_RUNNERS:
-            runner = importlib.import_module(module).GPUModelRunner
-            original = getattr(runner, name)
-            stack.callback(setattr, runner, name, original)
-            setattr(runner, name, timed(original))
-        yield pairs
-
-
-def median_milliseconds(pairs: Sequence[tuple[Any, Any]]) -> float | None:
-    """Return the median GPU time of steps; None without a step. Waits for the GPU."""
-    if not pairs:
-        return None
-    pairs[-1][1].synchronize()
-    return statistics.median(float(start.elapsed_time(end)) for start, end in pairs)
 
 
 def _figures(results: Sequence[EngineResult], typical: Typical | None = None) -> dict[str, Any]:

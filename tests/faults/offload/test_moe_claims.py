@@ -22,7 +22,7 @@ PLANTED = {**OURS, "computer": "experts exchanged", "outcome": "other tokens"}
 THEIRS = {**OURS, "computer": "vLLM"}
 GRAPHS = {**OURS, "mode": "CUDA graphs"}
 THEIR_GRAPHS = {**THEIRS, "mode": "CUDA graphs", "logprob_distance": 0.5}
-TIMED = {"quantization": "BF16", "backend": "TRITON", "batch": 1, "share": 0.96}
+TIMED = {"quantization": "BF16", "backend": "TRITON", "batch": 1, "share": 0.96, "gpu_share": None}
 CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, ClaimVerdict.UNTESTED
 
 
@@ -65,6 +65,9 @@ def test_tokens_need_logprobs_of_vllms_own_backend() -> None:
     [
         ([TIMED, {**TIMED, "batch": 8, "share": 1.1}], CONFIRMED, "BF16 beside TRITON, batch 8: 1.10"),
         ([TIMED, {**TIMED, "share": 0.94}], REFUTED, "0.94"),
+        ([TIMED, {**TIMED, "share": 0.94, "gpu_share": 0.94}], REFUTED, "0.94 (0.94 by the GPU's events)"),
+        ([TIMED, {**TIMED, "share": 0.94, "gpu_share": 0.98}], UNTESTED, "clock and the GPU's events do not"),
+        ([TIMED, {**TIMED, "gpu_share": 0.94}], UNTESTED, "clock and the GPU's events do not agree"),
         ([TIMED, {"quantization": "FP8", "error": "no memory"}], UNTESTED, "FP8: no memory"),
         ([{"quantization": "FP8", "error": "no memory"}], UNTESTED, "no memory"),
     ],

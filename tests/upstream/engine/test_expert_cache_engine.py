@@ -184,6 +184,7 @@ def speeds(request: EngineRequest) -> list[dict[str, Any]]:
                     "batch": batch,
                     "tokens": [[slots == 16, 1]] * batch,
                     "tokens_per_second": rate,
+                    "gpu_tokens_per_second": rate * (2 if text == str(slots) else 1),
                 }
             )
     return rows
@@ -212,6 +213,7 @@ def test_new_defaults_are_compared_with_the_old_ones_in_one_engine(run: Any) -> 
     assert {slots for slots, _ in rows} == set(engines.GAIN_CACHES)
     assert "times_before" not in rows["16:policy=lfru,packed=0,stream=0,overlap=0,fill=0", 1]
     assert (rows["64", 8]["times_before"], rows["64", 8]["sequences_as_before"]) == (1.5, 8)
+    assert (rows["64", 8]["gpu_times_before"], rows["64", 8]["sequences"]) == (3.0, 8)
     assert all("tokens" not in row for row in rows.values())
 
 
@@ -369,7 +371,7 @@ def decoded(llm: Llm, slots: list[int], **options: Any) -> list[dict[str, Any]]:
 def decoding(llm: Llm, slots: list[int], **options: Any) -> Iterator[list[dict[str, Any]]]:
     caches = [f"{count}:packed=0" for count in slots]
     return probes.decode_speeds(
-        llm, caches=caches, batches=[1, 2], steps=[12, 6], rounds=2, vocab=VOCAB, seconds=60.0, **options
+        llm, caches=caches, batches=[1, 2], steps=[12, 6], texts=[2, 1], vocab=VOCAB, seconds=60.0, **options
     )
 
 
@@ -399,7 +401,8 @@ def test_one_engine_decodes_with_caches_of_every_size(llm: Llm) -> None:
     assert len(VLLM.cleared) == len(VLLM.unlocked) == llm.worker.model_runner.captured == 5
     for row in rows.values():
         assert row["tokens"] == rows[EXPERTS, row["batch"]]["tokens"]
-        assert len(row["rounds"]) == 2
+        assert (len(row["rounds"]), row["gpu_rounds"]) == (2, None)
+        assert (row["texts"], len(row["tokens"])) == ((2, 2) if row["batch"] == 1 else (1, 2))
         assert row["control_changes_tokens"]
         assert row["rounds_agree"]
     # The best possible hit rate is above every measured one, or not known.
@@ -447,7 +450,7 @@ def test_every_weight_is_drawn_and_no_two_layers_are_alike(llm: Llm) -> None:
 
 
 def decode(ids: list[list[int]], start: list[int], lookups: int, token: int = 7) -> probes._Run:
-    return probes._Run({"hit_rate": 0.1}, [[token]], [start], 0, lookups, [ids])
+    return probes._Run({"hit_rate": 0.1}, [[token]], [start], (0, 0), lookups, [ids])
 
 
 def test_the_optimum_starts_from_what_is_resident() -> None:
@@ -510,7 +513,7 @@ def test_any_model_routes_at_random(llm: Llm, tied: bool) -> None:
         {name: tensor.clone() for name, tensor in layer.store.tensors.items()}
         for layer in host_experts(model)
     ]
-    row = probes.random_routing(llm, steps=6, rounds=2, vocab=VOCAB, kv_cache=0)
+    row = probes.random_routing(llm, steps=6, texts=2, vocab=VOCAB, kv_cache=0)
     assert (row["layers"], row["engine"]) == (LAYERS, "host")
     assert row["distinct_tokens"] == row["drawn_tokens"] == 8
     assert 0 < row["hit_rate"] < 1

@@ -61,7 +61,7 @@ def test_an_engine_without_our_layers_has_no_outcome() -> None:
     assert [row["outcome"] for row in rows] == ["control", "no fix"]
 
 
-def timed(step_ms: Mapping[str, Sequence[float]]) -> list[Ran]:
+def timed(step_ms: Mapping[str, Sequence[float]], gpu: Mapping[str, float] | None = None) -> list[Ran]:
     trials = [
         Trial(
             engines._timed(f"/m/{quantization}", "/meet", computer),
@@ -75,7 +75,8 @@ def timed(step_ms: Mapping[str, Sequence[float]]) -> list[Ran]:
         computer = str(trial.columns["computer"])
         layers = {"layers": 12, "ours": 0 if computer == engines.THEIRS else 12}
         times = {str(batch): list(step_ms[computer]) for batch in engines._BATCHES}
-        results.append(answered(trial, probe={**layers, "step_ms": times}))
+        on_gpu = {batch: [gpu[computer]] * 3 if gpu else [] for batch in times}
+        results.append(answered(trial, probe={**layers, "step_ms": times, "gpu_ms": on_gpu}))
     return pair(trials, results)
 
 
@@ -83,7 +84,9 @@ def test_a_share_is_of_medians() -> None:
     ran = timed({engines.THEIRS: [2.0] * 9 + [9.0], engines.OURS: [1.0] * 9 + [50.0]})
     rows = engines._speeds(ran)
     assert len(rows) == 6
-    assert {row["share"] for row in rows} == {2.0}
+    assert {(row["share"], row["gpu_share"]) for row in rows} == {(2.0, None)}
+    ran = timed({engines.THEIRS: [2.0], engines.OURS: [1.0]}, {engines.THEIRS: 0.9, engines.OURS: 0.6})
+    assert [row["gpu_share"] for row in engines._speeds(ran)] == [pytest.approx(1.5)] * 6
     assert {(row["batch"], row["tokens_per_second"]) for row in rows} == {(1, 1000.0), (8, 8000.0)}
 
 

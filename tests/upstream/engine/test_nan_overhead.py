@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import statistics
-import sys
 import threading
 import time
 import types
@@ -21,8 +20,6 @@ from moedoctor.results import UnavailableError
 from moedoctor.upstream.engine import nan_overhead
 from moedoctor.upstream.engine.engine import EngineResult
 
-STEP_EVENTS, MEDIAN = nan_overhead.step_events, nan_overhead.median_milliseconds
-
 
 def result(name: str, times: list[float]) -> EngineResult:
     probe = {"step_ms": times, "gpu_ms": [], "compared": 4, "seconds_comparing": 0.2}
@@ -32,7 +29,7 @@ def result(name: str, times: list[float]) -> EngineResult:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nan_overhead, "step_events", lambda: contextlib.nullcontext([]))
-    monkeypatch.setattr(nan_overhead, "median_milliseconds", lambda pairs: 1.0)
+    monkeypatch.setattr(nan_overhead, "decode_steps", lambda events: [2.0, 1.0, 1.0])
 
 
 def test_only_one_engine_works_at_a_time_and_all_stay_until_the_end(
@@ -184,44 +181,3 @@ def test_the_best_block_of_each_engine_counts_and_identical_engines_give_the_noi
     figures = nan_overhead._figures(results)
     assert figures["gpu_overhead"] == pytest.approx(0.2)
     assert figures["gpu_noise"] == 0
-
-
-@pytest.mark.parametrize("used", nan_overhead._STEPS_OF_RUNNERS)
-def test_each_step_is_between_events_until_they_are_removed(
-    monkeypatch: pytest.MonkeyPatch, used: tuple[str, str]
-) -> None:
-    clock = [0.0]
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = clock[0]
-
-        def synchronize(self) -> None:
-            pass
-
-        def elapsed_time(self, end: Event) -> float:
-            return end.at - self.at
-
-    def step(self: object, took: float) -> float:
-        clock[0] += took
-        return took
-
-    runners = {
-        module: type("GPUModelRunner", (), {name: step}) for module, name in nan_overhead._STEPS_OF_RUNNERS
-    }
-    for module, runner in runners.items():
-        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(GPUModelRunner=runner))
-    monkeypatch.setattr("torch.cuda.Event", Event)
-    engine, name = runners[used[0]](), used[1]
-    with STEP_EVENTS() as events:
-        assert getattr(engine, name)(9.0) == 9.0
-        events.clear()
-        assert MEDIAN(events) is None
-        for took in (50.0, 2.0, 1.0, 3.0):
-            getattr(engine, name)(took)
-            clock[0] += 100
-        assert MEDIAN(events[1:]) == 2.0
-    assert getattr(runners[used[0]], name) is step
