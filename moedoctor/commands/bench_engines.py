@@ -101,6 +101,7 @@ def measure(plan: engines.Plan) -> EngineBench:
         model=redactor.text(str(plan.model)),
         tokens=plan.tokens,
         max_lead=engines.MAX_LEAD,
+        max_far=engines.MAX_FAR,
         arguments=redactor.record(dict(plan.arguments)),
         rows=redactor.record(tuple(rows)),
         environment=facts,

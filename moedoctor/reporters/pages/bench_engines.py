@@ -22,17 +22,19 @@ class EngineBench:
     tokens: int
     """New tokens for each prompt."""
     max_lead: float
-    """The lead, in logprob, up to which another token is rounding."""
+    """How far logprobs of a step may be from the reference's."""
     arguments: Mapping[str, Any]
     """Arguments of `vllm.LLM` that the user gave."""
     rows: tuple[Mapping[str, Any], ...]
     environment: Mapping[str, Any]
     exit_code: int = 0
+    max_far: float = 0.0
+    """The share of steps that may be farther. Reports without it allow none."""
     origin: Mapping[str, Any] | None = None
     """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
 
 
-_FACTS = ("model", "tokens", "max_lead", "arguments", "rows")
+_FACTS = ("model", "tokens", "max_lead", "max_far", "arguments", "rows")
 
 
 def bench_document(bench: EngineBench) -> dict[str, Any]:
@@ -103,10 +105,10 @@ def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
         *evidence_tables({"engines": bench.rows}, measured=True).values(),
         Bullets(
             [
-                f"Tokens are wrong if the reference prefers its own by more than {bench.max_lead:g} in "
-                "logprob at the first difference. A wrong engine is not timed. Rounding alone can do that if "
-                "it sends a token to other experts, most of all with random weights: `moedoctor run PARITY` "
-                "compares backends with a float32 reference.",
+                f"An engine is wrong if more than {bench.max_far:.0%} of the steps, until answers part, have a "
+                f"logprob that is more than {bench.max_lead:g} from the reference's. A wrong engine is not "
+                "timed. Rounding alone does that to a step if it sends the token to other experts, most of all "
+                "with random weights: `moedoctor run PARITY` compares backends with a float32 reference.",
                 *(
                     ["The reference was started again after the others, and its row has both runs."]
                     if _reference_ran_again(bench.rows)
