@@ -1,11 +1,11 @@
 """Which MoE backend, which fix, on this machine, with this model: real engines, compared and timed.
 
 Each engine is a `vllm.LLM` in a process of its own, one after another. The first that answers is the
-reference: the greedy tokens of the others and their logprobs are compared with its own until the answers part,
-and an engine that is wrong gets no times. Rounding alone changes logprobs little, but for the rare step in
-which it sends a token to another expert. If each engine
-is started once, the reference is started again after the others: the step of a small model is mostly the
-host's time, and other work on the host can change that between two engines.
+reference: the greedy tokens of the others and their logprobs are compared with its own until the answers
+part, and an engine that is wrong gets no times. Rounding alone changes logprobs little, but for the rare step
+in which it sends a token to another expert. If each engine is started once, the reference is started again
+after the others: the step of a small model is mostly the host's time, and other work on the host can change
+that between two engines.
 """
 
 from __future__ import annotations

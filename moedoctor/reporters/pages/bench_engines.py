@@ -105,10 +105,10 @@ def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
         *evidence_tables({"engines": bench.rows}, measured=True).values(),
         Bullets(
             [
-                f"An engine is wrong if more than {bench.max_far:.0%} of the steps, until answers part, have a "
+                f"An engine is wrong if more than {bench.max_far:.0%} of the steps until answers part have a "
                 f"logprob that is more than {bench.max_lead:g} from the reference's. A wrong engine is not "
-                "timed. Rounding alone does that to a step if it sends the token to other experts, most of all "
-                "with random weights: `moedoctor run PARITY` compares backends with a float32 reference.",
+                "timed. Rounding alone does that to a step if it sends the token to other experts, most of "
+                "all with random weights: `moedoctor run PARITY` compares backends with a float32 reference.",
                 *(
                     ["The reference was started again after the others, and its row has both runs."]
                     if _reference_ran_again(bench.rows)
