@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moedoctor.redaction import HIDDEN, Redactor
@@ -287,6 +287,7 @@ def test_a_planted_secret_never_survives(data: st.DataObject, before: list[str],
 @given(st.lists(st.sampled_from(INNOCENT)), st.sampled_from([" ", "\n", ", ", "; "]))
 def test_text_without_secrets_is_unchanged(words: list[str], between: str) -> None:
     text = between.join(words)
+    assume("access token: " not in text)  # two words that are the name of a secret together
     assert Redactor().text(text) == text
 
 

@@ -201,8 +201,8 @@ def test_a_step_of_a_hundred_may_be_far_and_two_may_not() -> None:
         "reference's"
     )
     twice = {key: [*reference[key], *reference[key]] for key in reference}
-    both = {key: [*other[key], *reference[key]] for key in reference}
-    assert compare_tokens([twice], both)["wrong"] is None, "2 of 200"
+    longer = {key: [*other[key], *reference[key]] for key in reference}
+    assert compare_tokens([twice], longer)["wrong"] is None, "2 of 200"
 
 
 def test_equal_tokens_with_far_logprobs_are_wrong() -> None:

@@ -73,7 +73,7 @@ def test_each_release_is_a_unit_of_the_measured_claims() -> None:
     (scenario,) = load_targets(("MD011",))
     options = Options(sources={"flashinfer@0.6.13": "/a", "flashinfer@0.6.6": "/b"})
     claims = plan([scenario], options, GPU)[0].claims
-    units = [claim.request.unit for claim in claims if claim.request.claim == "boundary"]
+    units = [planned.request.unit for planned in claims["boundary"]]
     assert units == ["flashinfer@0.6.6", "flashinfer@0.6.13"]
 
 
