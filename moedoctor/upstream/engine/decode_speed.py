@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -79,15 +79,36 @@ def step_events() -> Iterator[list[tuple[Any, Any]]]:
     """Time the steps of the vLLM in this process, including what a trace launches.
 
     The list gets a pair of events for each step: from before and after the model's call, or with the V2 model
-    runner, which has no function for that call, from before its inputs are prepared to after the call. It
-    stays empty without a GPU.
+    runner, which has no function for that call, from before its inputs are prepared to after the call. So
+    that runner's times hold work of the host. The list stays empty without a GPU.
+    """
+
+    def runners() -> list[tuple[Any, str]]:
+        return [(importlib.import_module(module).GPUModelRunner, name) for module, name in _STEPS_OF_RUNNERS]
+
+    with _events(runners) as pairs:
+        yield pairs
+
+
+@contextmanager
+def graph_events() -> Iterator[list[tuple[Any, Any]]]:
+    """Time the replays of CUDA graphs in this process, from before to after each.
+
+    Of full graphs there is one for each decode step, and hardly any work of the host is between its events.
+    The list stays empty without a GPU.
     """
     import torch
 
-    pairs: list[tuple[Any, Any]] = []
-    if not torch.cuda.is_available():
+    with _events(lambda: [(torch.cuda.CUDAGraph, "replay")]) as pairs:
         yield pairs
-        return
+
+
+@contextmanager
+def _events(methods: Callable[[], Sequence[tuple[Any, str]]]) -> Iterator[list[tuple[Any, Any]]]:
+    """Record an event before and after each call of the methods, classes and names; nothing without a GPU."""
+    import torch
+
+    pairs: list[tuple[Any, Any]] = []
 
     def timed(original: Any) -> Any:
         @functools.wraps(original)
@@ -102,20 +123,24 @@ def step_events() -> Iterator[list[tuple[Any, Any]]]:
         return call
 
     with ExitStack() as stack:
-        for module, name in _STEPS_OF_RUNNERS:
-            runner = importlib.import_module(module).GPUModelRunner
-            original = getattr(runner, name)
-            stack.callback(setattr, runner, name, original)
-            setattr(runner, name, timed(original))
+        for owner, name in methods() if torch.cuda.is_available() else ():
+            original = getattr(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, timed(original))
         yield pairs
 
 
-def decode_steps(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
-    """Return the milliseconds of each step of a generation but the prefill and the first decode step.
+def milliseconds(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
+    """Return the GPU time between the events of each pair. Waits for the GPU."""
+    if pairs:
+        pairs[-1][1].synchronize()
+    return [float(start.elapsed_time(end)) for start, end in pairs]
 
-    A generation of two tokens has these two, so a longer one takes so much more. Waits for the GPU.
+
+def decode_replays(pairs: Sequence[tuple[Any, Any]], steps: int) -> list[float] | None:
+    """Return the milliseconds of the last `steps` replays of a generation of two more tokens.
+
+    It has the prefill, which is a replay if each prompt is one token, and a first decode step before. Returns
+    None if there are more or fewer replays, so that they are not the steps.
     """
-    steps = pairs[2:]
-    if steps:
-        steps[-1][1].synchronize()
-    return [float(start.elapsed_time(end)) for start, end in steps]
+    return milliseconds(pairs[-steps:]) if steps + 1 <= len(pairs) <= steps + 2 else None

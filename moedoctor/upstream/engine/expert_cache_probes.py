@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from moedoctor.upstream.engine.decode_speed import decode_steps, step_events
+from moedoctor.upstream.engine.decode_speed import decode_replays, graph_events
 from moedoctor.upstream.engine.probes import model_of
 from moedoctor.upstream.plugin.expert_cache_layer import host_experts, stream_prompts
 from moedoctor.upstream.plugin.expert_cache_options import CacheOptions, read_options
@@ -206,7 +206,7 @@ def _first_reply(llm: Any, prompt: int, steps: int, vocab: int, texts: int) -> d
     alone = min(others[1:])  # the first may compile
     speeds = _Speeds()
     agree = True
-    with step_events() as events:
+    with graph_events() as events:
         for text in range(texts):
             drawn = []
             for turn in range(_ROUNDS):
@@ -394,10 +394,9 @@ class _Speeds:
         self._by_gpu: list[list[float]] = [[] for _ in range(_ROUNDS)]
 
     def add(self, turn: int, batch: int, steps: int, seconds: float, events: Sequence[Any]) -> None:
-        """Add the `steps` decode steps of a text, which took `seconds`, with the events of its reply."""
+        """Add the `steps` decode steps of a text, which took `seconds`, with the replays of its reply."""
         self._by_clock[turn].append(batch * steps / seconds)
-        times = sorted(decode_steps(events))[-steps:]  # a step without tokens takes next to no time
-        if len(times) == steps:
+        if times := decode_replays(events, steps):
             self._by_gpu[turn].append(1e3 * batch * steps / sum(times))
 
     def medians(self) -> tuple[list[float], list[float] | None]:
@@ -423,7 +422,7 @@ def _decode(llm: Any, batch: int, steps: int, texts: int, vocab: int, penalty: f
     drawn: list[list[list[int]]] = [[] for _ in range(_ROUNDS)]
     counted: list[tuple[int, int]] = []
     speeds = _Speeds()
-    with step_events() as events:
+    with graph_events() as events:
         for text in range(texts):
             for turn in range(_ROUNDS):
                 before = caches(llm)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moedoctor.upstream.engine.decode_speed import decode_steps, step_events
+from moedoctor.upstream.engine.decode_speed import decode_replays, graph_events
 from moedoctor.upstream.engine.engine import EngineRequest
 from moedoctor.upstream.engine.experiment import (
     Outcome,
@@ -258,7 +258,7 @@ def decode_times(
     until = time.monotonic() + _PATIENCE
     while len(list(folder.glob("*.up"))) < engines and time.monotonic() < until:
         time.sleep(0.05)
-    with (folder / "turn").open("w") as turn, step_events() as events:
+    with (folder / "turn").open("w") as turn, graph_events() as events:
         for _ in range(rounds):
             fcntl.flock(turn, fcntl.LOCK_EX)
             for batch in batches:
@@ -266,7 +266,7 @@ def decode_times(
                 short = _generate_seconds(llm, batch, 2)
                 events.clear()
                 times[str(batch)].append((_generate_seconds(llm, batch, steps + 2) - short) / steps * 1e3)
-                if on_gpu := decode_steps(events):
+                if on_gpu := decode_replays(events, steps):
                     gpu[str(batch)].append(statistics.median(on_gpu))
             fcntl.flock(turn, fcntl.LOCK_UN)
             time.sleep(0.05)  # let another have the lock

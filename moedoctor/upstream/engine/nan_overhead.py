@@ -30,7 +30,7 @@ from typing import Any
 
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.results import UnavailableError
-from moedoctor.upstream.engine.decode_speed import decode_steps, step_events
+from moedoctor.upstream.engine.decode_speed import milliseconds, step_events
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.engine.experiment import Trial, run_trials, write_shape
 from moedoctor.upstream.engine.nan_padding import BATCH, SECONDS, engine_arguments, prompts, traced
@@ -191,7 +191,7 @@ def decode_times(llm: Any, *, steps: int, rounds: int, meet: str, name: str) -> 
                 short = _seconds(llm, 2)
                 events.clear()
                 wall.append((_seconds(llm, steps + 2) - short) / steps * 1e3)
-            if times := decode_steps(events):
+            if times := milliseconds(events[2:]):
                 gpu.append(statistics.median(times))
             (folder / f"{turn}.done").touch()
     compared, seconds = (now - then for now, then in zip(record.comparisons(), before, strict=True))

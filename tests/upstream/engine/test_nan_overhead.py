@@ -29,7 +29,7 @@ def result(name: str, times: list[float]) -> EngineResult:
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nan_overhead, "step_events", lambda: contextlib.nullcontext([]))
-    monkeypatch.setattr(nan_overhead, "decode_steps", lambda events: [2.0, 1.0, 1.0])
+    monkeypatch.setattr(nan_overhead, "milliseconds", lambda events: [2.0, 1.0, 1.0])
 
 
 def test_only_one_engine_works_at_a_time_and_all_stay_until_the_end(
