@@ -207,14 +207,14 @@ make_report() {
         offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, 253 s
         expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, 300 s
         expert_cache_padding) write expert_cache_padding run scenarios/engine/expert_cache_padding.yaml ;; # -, 84 s
-        expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 333 s
+        expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 459 s
         expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 427 s
         expert_cache_published_nemotron) write expert_cache_published_nemotron run scenarios/engine/expert_cache_published_nemotron.yaml ;; # idle, 80 GB of host memory; -, 316 s
         expert_cache_published_gemma) write expert_cache_published_gemma run scenarios/engine/expert_cache_published_gemma.yaml ;; # idle, 80 GB of host memory; -, 176 s
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 143 s, 199 s
         moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 211 s, 247 s
-        moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # -, -
-        backend_fix) write backend_fix run scenarios/engine/backend_fix.yaml ;;                   # -, -
+        moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # -, 136 s
+        backend_fix) write backend_fix run scenarios/engine/backend_fix.yaml ;;                   # -, 55 s
         moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle, 60 GB; -, 105 s
         nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
@@ -230,7 +230,7 @@ make_report() {
         expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;; # 60 s, 89 s
         nan_routing) nan_routing ;;                                                               # idle; 172 s and claims, -
         nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs, or both ranks on one; 150 s, -
-        nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 300 s, more than 331 s
+        nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 336 s, 344 s
         record_overhead) write record_overhead run scenarios/engine/record_overhead.yaml ;;       # idle; -, 143 s
         record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle; -, 319 s
         recorded_nan_graphs) recorded nan_graphs ;;                                               # -, 174 s
@@ -249,7 +249,7 @@ make_report() {
         moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$tokens" ;; # idle; -, 69 s
         bench_engine) bench_engine ;;                                                             # idle; -, 337 s
         moe_backends) moe_backends ;;                                                             # idle
-        offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 27 s and claims, -
+        offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 231 s, -
         offload_copies) write offload_copies run MD002 MD020 ;;                                   # idle; 57 s, -
         offload_kernels) write offload_kernels run MD003 MD008 --only tier=kernel ;;              # 10 s, -
         duplicate_ids) flashinfer ;;                                                              # 141 s, -

@@ -169,7 +169,8 @@ def refusal(words: list[str]) -> str | None:
     ],
     ids=lambda file: file.name,
 )
-def test_every_printed_command_is_one(file: Path) -> None:
+def test_every_printed_command_is_one(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # options of a folder make it
     for words in printed_commands(file.read_text(encoding="utf-8")):
         assert refusal(words) is None, words
 
