@@ -311,6 +311,7 @@ class Llm:
         self.worker = types.SimpleNamespace(
             model_runner=Runner(model), vllm_config=None, available_kv_cache_memory_bytes=11
         )
+        self.batches: set[int] = set()
 
     def collective_rpc(self, function: Any, args: tuple[Any, ...] = ()) -> list[Any]:
         return [function(self.worker, *args)]
@@ -320,6 +321,7 @@ class Llm:
 
     @torch.no_grad()
     def generate(self, prompts: Any, sampling: Any, use_tqdm: bool) -> list[Any]:
+        self.batches.add(len(prompts))
         draws = [torch.Generator().manual_seed(options.seed) for options in sampling]
         tokens = [[prompt["prompt_token_ids"][0] % VOCAB] for prompt in prompts]
         for _ in range(sampling[0].max_tokens):
@@ -371,7 +373,7 @@ def decoded(llm: Llm, slots: list[int], **options: Any) -> list[dict[str, Any]]:
 def decoding(llm: Llm, slots: list[int], **options: Any) -> Iterator[list[dict[str, Any]]]:
     caches = [f"{count}:packed=0" for count in slots]
     return probes.decode_speeds(
-        llm, caches=caches, batches=[1, 2], steps=[12, 6], texts=[2, 1], vocab=VOCAB, seconds=60.0, **options
+        llm, caches=caches, batches=[1, 2], steps=[12, 6], texts=[3, 1], vocab=VOCAB, seconds=60.0, **options
     )
 
 
@@ -392,6 +394,7 @@ def test_one_engine_decodes_with_caches_of_every_size(llm: Llm) -> None:
     sizes = [2, 3, 4, EXPERTS]
     rows = {(row["slots"], row["batch"]): row for row in decoded(llm, sizes)}
     assert list(rows) == [(slots, batch) for slots in sizes for batch in (1, 2)]
+    assert llm.batches == {1, 2}, "graphs of other sizes were not captured"
     held, resident = rows[4, 1], rows[EXPERTS, 1]
     assert (held["engine"], resident["engine"]) == ("host", "resident")
     assert 0 < held["hit_rate"] < 1
@@ -402,7 +405,7 @@ def test_one_engine_decodes_with_caches_of_every_size(llm: Llm) -> None:
     for row in rows.values():
         assert row["tokens"] == rows[EXPERTS, row["batch"]]["tokens"]
         assert (len(row["rounds"]), row["gpu_rounds"]) == (2, None)
-        assert (row["texts"], len(row["tokens"])) == ((2, 2) if row["batch"] == 1 else (1, 2))
+        assert (row["texts"], len(row["tokens"])) == ((3, 3) if row["batch"] == 1 else (1, 2))
         assert row["control_changes_tokens"]
         assert row["rounds_agree"]
     # The best possible hit rate is above every measured one, or not known.
