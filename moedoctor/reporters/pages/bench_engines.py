@@ -29,7 +29,7 @@ class EngineBench:
     environment: Mapping[str, Any]
     exit_code: int = 0
     max_far: float = 0.0
-    """The share of steps that may be farther. Reports without it allow none."""
+    """The share of steps that may be farther. In reports without it the first difference decided."""
     origin: Mapping[str, Any] | None = None
     """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
 
@@ -105,10 +105,9 @@ def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
         *evidence_tables({"engines": bench.rows}, measured=True).values(),
         Bullets(
             [
-                f"An engine is wrong if more than {bench.max_far:.0%} of the steps until answers part have a "
-                f"logprob that is more than {bench.max_lead:g} from the reference's. A wrong engine is not "
-                "timed. Rounding alone does that to a step if it sends the token to other experts, most of "
-                "all with random weights: `moedoctor run PARITY` compares backends with a float32 reference.",
+                f"An engine is wrong if {_wrong(bench)}. A wrong engine is not timed. Rounding alone does "
+                "that to a step if it sends the token to other experts, most of all with random weights: "
+                "`moedoctor run PARITY` compares backends with a float32 reference.",
                 *(
                     ["The reference was started again after the others, and its row has both runs."]
                     if _reference_ran_again(bench.rows)
@@ -120,6 +119,17 @@ def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
         ),
     ]
     return [*page, *environment_table(bench.environment)] if full else page
+
+
+def _wrong(bench: EngineBench) -> str:
+    if not bench.max_far:
+        return (
+            f"the reference prefers its own token by more than {bench.max_lead:g} in logprob where they part"
+        )
+    return (
+        f"more than {bench.max_far:.0%} of the steps until answers part have a logprob that is more than "
+        f"{bench.max_lead:g} from the reference's"
+    )
 
 
 def _reference_ran_again(rows: Sequence[Mapping[str, Any]]) -> bool:
