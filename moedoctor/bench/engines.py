@@ -1,11 +1,11 @@
 """Which MoE backend, which fix, on this machine, with this model: real engines, compared and timed.
 
 Each engine is a `vllm.LLM` in a process of its own, one after another. The first that answers is the
-reference: the greedy tokens of the others and their logprobs are compared with its own until the answers
-part, and an engine that is wrong gets no times. Rounding alone changes logprobs little, but for the rare step
-in which it sends a token to another expert. If each engine is started once, the reference is started again
-after the others: the step of a small model is mostly the host's time, and other work on the host can change
-that between two engines.
+reference: the greedy tokens of the others and their logprobs are compared with its own up to the first token
+that differs, and an engine that is wrong gets no times. Rounding changes logprobs little, except in the rare
+step in which it sends a token to another expert. If each engine is started once, the reference is started
+again after the others: the step of a small model is mostly the host's time, and other work on the host can
+change that between two engines.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ BATCHES = (1, 8)
 TOKENS = 64
 REPEATS = 5
 MAX_LEAD = 1.0
-"""How far logprobs of a step may be from the reference's; beyond it the step is far."""
+"""A step is far if a logprob differs from the reference's by more than this."""
 MAX_FAR = 0.01
-"""The share of far steps that rounding explains: where it sends a token to another expert, logprobs jump."""
+"""The largest share of far steps that is rounding: it sends a token to another expert now and then."""
 NO_FIX = "none"
 _SECONDS = 1800.0
 _TEXTS = (
@@ -249,7 +249,7 @@ class _Comparison:
 
     steps: int = 0
     far: int = 0
-    """Steps in which a logprob is more than `MAX_LEAD` from the reference's."""
+    """How many of the steps are far."""
     far_at: str = ""
     """The first of them, in words."""
     parting: str | None = None
@@ -273,7 +273,7 @@ def compare_tokens(references: Sequence[Mapping[str, Any]], other: Mapping[str, 
         for prompt in range(len(other["tokens"]))
     ]
     steps, far = sum(answer.steps for answer in answers), sum(answer.far for answer in answers)
-    share = f"{far} of {steps} steps are far from the reference's"
+    share = f"{far} of {steps} steps differ by more than {MAX_LEAD:g} in logprob"
     wrong = next((answer.broken for answer in answers if answer.broken), None)
     if wrong is None and far > MAX_FAR * steps:
         wrong = f"{next(answer.far_at for answer in answers if answer.far)}; {share}"

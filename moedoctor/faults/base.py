@@ -121,10 +121,10 @@ class ClaimCases:
     def decide_times(
         self, limit: str, ratios: Iterable[tuple[float, float | None]], evidence: Evidence, reason: str
     ) -> ClaimJudgement:
-        """Judge ratios of times, each by the host's clock and by events on the GPU, None without these.
+        """Judge ratios of times. Each is given by the host's clock and by GPU events, None without events.
 
-        Confirmed if all of them keep the threshold `limit`, refuted if one misses it by both. A ratio that
-        only one of the two keeps decides nothing: other work on the host can change the clock's.
+        Confirmed if all of them keep the threshold `limit`, refuted if one misses it by clock and events. If
+        only one of the two keeps it, the claim is untested: other work on the host changes the clock's.
         """
         kept = [
             (self.keeps(limit, clock), self.keeps(limit, clock if gpu is None else gpu))
@@ -134,7 +134,8 @@ class ClaimCases:
             return decide(True, evidence, reason)
         if not kept or any(not clock and not gpu for clock, gpu in kept):
             return decide(False, evidence, reason)
-        return untested(f"{reason}; the host's clock and the GPU's events do not agree", evidence)
+        unclear = "the host's clock and GPU events give different verdicts: measure again on an idle machine"
+        return untested(f"{reason}; {unclear}", evidence)
 
 
 @functools.cache

@@ -192,13 +192,13 @@ def test_a_step_of_a_hundred_may_be_far_and_two_may_not() -> None:
     jumped = compare_tokens([reference], other)
     assert jumped["wrong"] is None
     assert jumped["parting"] == (
-        "prompt 1, token 100: the reference's 99 leads 100 by 1.1; 1 of 100 steps are far from the "
-        "reference's"
+        "prompt 1, token 100: the reference's 99 leads 100 by 1.1; 1 of 100 steps differ by more "
+        "than 1 in logprob"
     )
     other["logprobs"][0][7]["7"] -= 1.5
     assert compare_tokens([reference], other)["wrong"] == (
-        "prompt 1, token 8: the logprob of 7 is 1.5 from the reference's; 2 of 100 steps are far from the "
-        "reference's"
+        "prompt 1, token 8: the logprob of 7 is 1.5 from the reference's; 2 of 100 steps differ by more than "
+        "1 in logprob"
     )
     twice = {key: [*reference[key], *reference[key]] for key in reference}
     longer = {key: [*other[key], *reference[key]] for key in reference}

@@ -80,12 +80,12 @@ def test_the_report_is_stored_and_shown(
     shown = capsys.readouterr().out
     assert "is not among the reference's" in shown
     assert "tokens per second" in shown
-    assert "more than 1% of the steps until answers part have a logprob that is more than 1 from" in shown
+    assert "more than 1% of the steps, up to the first token that differs, have a logprob" in shown
     older = json.loads(stored.read_text())
     del older["bench"]["engines"]["max_far"]
     (tmp_path / "older.json").write_text(json.dumps(older))
     assert cli.main(["show", str(tmp_path / "older.json"), "--format", "markdown"]) == 0
-    assert "prefers its own token by more than 1 in logprob where they part" in capsys.readouterr().out
+    assert "prefers its own token by more than 1 in logprob at the first token" in capsys.readouterr().out
     damaged = json.loads(stored.read_text())
     del damaged["bench"]["engines"]["rows"]
     stored.write_text(json.dumps(damaged))

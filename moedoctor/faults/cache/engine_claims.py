@@ -277,10 +277,10 @@ def engine_gain_reply(cases: ClaimCases) -> ClaimJudgement:
 
 def _gain(row: Row) -> str:
     first, again = row["rounds"]
-    by_gpu = f" ({row['gpu_times_before']:.2f} by the GPU's events)" if "gpu_times_before" in row else ""
+    by_gpu = f" ({row['gpu_times_before']:.2f} by GPU events)" if "gpu_times_before" in row else ""
     return (
         f"{row['slots']} slots: {row['tokens_per_second']:.1f} tokens/s, {row['times_before']:.2f} times the "
-        f"old defaults'{by_gpu}; text that is new {first:.1f}, once more {again:.1f}; the bus allows "
+        f"old defaults'{by_gpu}; new text {first:.1f}, the same again {again:.1f}; the bus allows "
         f"{row['bus_bound_tokens_per_second']}"
     )
 

@@ -135,7 +135,7 @@ def moe_speed(cases: ClaimCases) -> ClaimJudgement:
         return untested(rows[0]["error"] if rows else "no engine was timed", {"rows": rows})
     figure = "; ".join(
         f"{row['quantization']} beside {row['backend']}, batch {row['batch']}: {row['share']:.2f}"
-        + ("" if row["gpu_share"] is None else f" ({row['gpu_share']:.2f} by the GPU's events)")
+        + ("" if row["gpu_share"] is None else f" ({row['gpu_share']:.2f} by GPU events)")
         for row in timed
     )
     failed = [row for row in rows if row not in timed]

@@ -124,11 +124,12 @@ def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
 def _wrong(bench: EngineBench) -> str:
     if not bench.max_far:
         return (
-            f"the reference prefers its own token by more than {bench.max_lead:g} in logprob where they part"
+            f"the reference prefers its own token by more than {bench.max_lead:g} in logprob at the first "
+            "token that differs"
         )
     return (
-        f"more than {bench.max_far:.0%} of the steps until answers part have a logprob that is more than "
-        f"{bench.max_lead:g} from the reference's"
+        f"more than {bench.max_far:.0%} of the steps, up to the first token that differs, have a logprob "
+        f"that differs from the reference's by more than {bench.max_lead:g}"
     )
 
 

@@ -138,9 +138,9 @@ def milliseconds(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
 
 
 def decode_replays(pairs: Sequence[tuple[Any, Any]], steps: int) -> list[float] | None:
-    """Return the milliseconds of the last `steps` replays of a generation of two more tokens.
+    """Return the milliseconds of the last `steps` replays of a generation of `steps` + 2 tokens.
 
-    It has the prefill, which is a replay if each prompt is one token, and a first decode step before. Returns
-    None if there are more or fewer replays, so that they are not the steps.
+    Before them are the first decode step and, if each prompt is one token, the prefill. Returns None if the
+    number of replays does not fit, because then they are not one for each step.
     """
     return milliseconds(pairs[-steps:]) if steps + 1 <= len(pairs) <= steps + 2 else None

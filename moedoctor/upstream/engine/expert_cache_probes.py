@@ -216,13 +216,12 @@ def _first_reply(llm: Any, prompt: int, steps: int, vocab: int, texts: int) -> d
                 speeds.add(turn, 1, steps, whole - alone, events)
                 drawn.append(tokens)
             agree &= all(tokens == drawn[0] for tokens in drawn)
-    by_clock, by_gpu = speeds.medians()
+    (first, again), by_gpu = speeds.medians()
     return {
         "prompt_tokens": prompt,
         "prompt_seconds": round(alone, 3),
-        **dict(
-            zip(("first_reply_tokens_per_second", "repeated_reply_tokens_per_second"), by_clock, strict=True)
-        ),
+        "first_reply_tokens_per_second": first,
+        "repeated_reply_tokens_per_second": again,
         "gpu_replies": by_gpu,
         "replies_agree": agree,
     }
@@ -386,7 +385,7 @@ def _resize(worker: Any, options: CacheOptions, logged: int = 0) -> dict[str, An
 class _Speeds:
     """Tokens per second of each round, by the host's clock and by events on the GPU.
 
-    The median over texts is not changed by a pause of the host during one of them.
+    The speed of a round is the median of its texts, so that one slow text does not decide.
     """
 
     def __init__(self) -> None:

@@ -320,8 +320,8 @@ CUT = {"cut": "process: hang: no answer within 420 s"}
         (
             [{**row, **CUT} for row in gains() if row["slots"] == 32],
             ClaimVerdict.UNTESTED,
-            "32 slots: 30.0 tokens/s, 1.50 times the old defaults' (1.60 by the GPU's events); text that is "
-            "new 25.0, once more 35.0; the bus allows 33.0; the engine was cut",
+            "32 slots: 30.0 tokens/s, 1.50 times the old defaults' (1.60 by GPU events); new text "
+            "25.0, the same again 35.0; the bus allows 33.0; the engine was cut",
         ),
         (
             [{"cache": "32:policy=lfru", "slots": 32, "batch": 1, "tokens_per_second": 20.0, **CUT}],

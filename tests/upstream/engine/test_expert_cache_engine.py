@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import types
@@ -414,6 +415,23 @@ def test_one_engine_decodes_with_caches_of_every_size(llm: Llm) -> None:
     assert all(row["hit_rate"] <= row["optimum_hit_rate"] < 1 for row in known.values())
     assert rows[2, 2]["optimum_note"].endswith("a call that does not fit goes in groups")
     assert resident["optimum_note"].endswith("every expert is resident")
+
+
+def test_speeds_by_the_gpu_are_of_the_replays_of_one_reply(llm: Llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token is a replay of 2 ms; replays of other replies would be too many."""
+    events: list[int] = []
+    generate = llm.generate
+
+    def replayed(prompts: Any, sampling: Any, use_tqdm: bool) -> list[Any]:
+        events.extend([2] * sampling[0].max_tokens)
+        return generate(prompts, sampling, use_tqdm)
+
+    monkeypatch.setattr(llm, "generate", replayed)
+    monkeypatch.setattr(probes, "graph_events", lambda: contextlib.nullcontext(events))
+    monkeypatch.setattr("moedoctor.upstream.engine.decode_speed.milliseconds", list)
+    single, several = decoded(llm, [4], prompt=4, optimum=False)
+    assert (single["gpu_rounds"], several["gpu_rounds"]) == ([500.0, 500.0], [1000.0, 1000.0])
+    assert (single["gpu_tokens_per_second"], single["gpu_replies"]) == (500.0, [500.0, 500.0])
 
 
 def test_planted_wrong_experts_are_restored(llm: Llm) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -130,3 +131,20 @@ def test_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for got in pool.map(probe, ("a", "b")):
             assert {len(times) for times in got["step_ms"].values()} == {5}
             assert all(abs(time - 1.0) < 1e-6 for times in got["step_ms"].values() for time in times)
+
+
+def test_gpu_times_of_a_step_are_those_of_the_long_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[int] = []
+
+    def generate(llm: Any, batch: int, tokens: int) -> float:
+        events.extend([3] * (tokens - 1))
+        return tokens * 1e-3
+
+    monkeypatch.setattr(engines, "_generate_seconds", generate)
+    monkeypatch.setattr(engines, "computed_by", lambda llm: {})
+    monkeypatch.setattr(engines, "graph_events", lambda: contextlib.nullcontext(events))
+    monkeypatch.setattr("moedoctor.upstream.engine.decode_speed.milliseconds", list)
+    got = engines.decode_times(None, batches=(1, 8), steps=4, rounds=2, meet=str(tmp_path), engines=1)
+    assert got["gpu_ms"] == {"1": [3, 3], "8": [3, 3]}
