@@ -215,7 +215,7 @@ make_report() {
         moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 211 s, 247 s
         moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # -, 136 s
         backend_fix) write backend_fix run scenarios/engine/backend_fix.yaml ;;                   # -, 55 s
-        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle, 60 GB; -, 105 s
+        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle; -, -
         nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
         offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, -

@@ -2,8 +2,8 @@
 
 `tokens` uses tiny checkpoints. The control computes its MoE layers by the float32 reference in plain torch;
 beside it are vLLM's own backend and moedoctor's kernels, eager and with CUDA graphs, and one engine with a
-planted fault: the experts of the last layer have changed places. `speed` uses layers of Qwen3-30B-A3B's size
-with random weights; its engines are up at once, and one at a time has the GPU.
+planted fault: the experts of the last layer have changed places. `speed` uses Qwen3-30B-A3B's shape with
+random weights; the engines that it compares are up at once, and one at a time has the GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moedoctor.results import UnavailableError
 from moedoctor.upstream.engine.decode_speed import decode_replays, graph_events
-from moedoctor.upstream.engine.engine import EngineRequest
+from moedoctor.upstream.engine.engine import EngineRequest, need_engine
 from moedoctor.upstream.engine.experiment import (
     Outcome,
     Ran,
@@ -58,7 +59,10 @@ HERE = "moedoctor.upstream.engine.moe_layers"
 """The module of the probes."""
 _SECONDS = 200.0
 _BATCHES, _STEPS, _ROUNDS = (1, 8), 64, 12
-_LAYERS = 12
+_AT_ONCE = (("BF16",), ("FP8", "NVFP4"))
+"""Whose engines are up at the same time: those of BF16 take as much memory as all the others."""
+_BESIDE_WEIGHTS, _FOR_EXPERTS = 4 << 30, 0.85
+"""Bytes of an engine that are no layer's weights, and the share of the rest that experts may take."""
 _SPEED_SECONDS = 240.0
 _PATIENCE = 90.0
 """Seconds that an engine waits for the others to start."""
@@ -189,25 +193,53 @@ def exchange_experts(llm: Any) -> dict[str, int]:
 def speed(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return decode times of engines with and without the fix, for BF16, FP8 and NVFP4 weights.
 
-    Raises UnavailableError if no engine can run.
+    They have as many of the model's layers as fit. With few layers a step is as long as the host's work for
+    it, which all engines share. Raises UnavailableError if no engine can run.
     """
     from moedoctor.reference.checkpoints import quantization_fields
 
+    need_engine()
+    layers = _layers_that_fit()
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-        trials = []
-        for quantization, (scheme, _) in SCHEMES.items():
-            folder = Path(name) / quantization
-            write_shape(folder, num_hidden_layers=_LAYERS, **quantization_fields(scheme, _LAYERS))
-            trials += [
-                Trial(
-                    _timed(str(folder), name, computer), {"quantization": quantization, "computer": computer}
-                )
-                for computer in (THEIRS, OURS)
-            ]
-        return _speeds(run_trials(trials, parallel=len(trials)))
+        ran: list[Ran] = []
+        for wave, quantizations in enumerate(_AT_ONCE):
+            meet = Path(name) / f"wave{wave}"
+            trials = []
+            for quantization in quantizations:
+                folder = meet / quantization
+                fields = quantization_fields(SCHEMES[quantization][0], layers)
+                write_shape(folder, num_hidden_layers=layers, **fields)
+                trials += [
+                    Trial(
+                        _timed(str(folder), str(meet), computer, 2 * len(quantizations)),
+                        {"quantization": quantization, "computer": computer},
+                    )
+                    for computer in (THEIRS, OURS)
+                ]
+            ran += run_trials(trials, parallel=len(trials))
+        return _speeds(ran, layers)
 
 
-def _timed(folder: str, meet: str, computer: str) -> EngineRequest:
+def _layers_that_fit() -> int:
+    """Return how many layers two BF16 engines can have. Raises UnavailableError if not one fits."""
+    import torch
+
+    from moedoctor.models.presets import preset_document
+
+    shape = preset_document("qwen3-30b-a3b")
+    experts = (
+        6 * shape["num_experts"] * shape["moe_intermediate_size"] * shape["hidden_size"]
+    )  # bytes in BF16
+    free, _ = torch.cuda.mem_get_info()
+    layers = int((free - 2 * _BESIDE_WEIGHTS) * _FOR_EXPERTS / (2 * experts))
+    if layers < 1:
+        raise UnavailableError(
+            f"two engines with a layer each do not fit in {free / 1e9:.1f} GB of GPU memory"
+        )
+    return min(layers, int(shape["num_hidden_layers"]))
+
+
+def _timed(folder: str, meet: str, computer: str, engines: int) -> EngineRequest:
     return EngineRequest(
         folder,
         [[17, 4711]],
@@ -218,7 +250,7 @@ def _timed(folder: str, meet: str, computer: str) -> EngineRequest:
                 "cudagraph_mode": "FULL_DECODE_ONLY",
                 "cudagraph_capture_sizes": list(_BATCHES),
             },
-            "gpu_memory_utilization": 0.15,
+            "gpu_memory_utilization": 0.05,  # which must be free when it starts, beside the others
             "kv_cache_memory_bytes": 256 << 20,
             "max_model_len": 512,
             "max_num_batched_tokens": 512,
@@ -233,7 +265,7 @@ def _timed(folder: str, meet: str, computer: str) -> EngineRequest:
             "steps": _STEPS,
             "rounds": _ROUNDS,
             "meet": meet,
-            "engines": 2 * len(SCHEMES),
+            "engines": engines,
         },
         seconds=_SPEED_SECONDS,
         label=f"{Path(folder).name}, {computer}",
@@ -285,12 +317,12 @@ def _generate_seconds(llm: Any, batch: int, tokens: int) -> float:
     return time.perf_counter() - started
 
 
-def _speeds(ran: Sequence[Ran]) -> list[dict[str, Any]]:
+def _speeds(ran: Sequence[Ran], layers: int) -> list[dict[str, Any]]:
     by_columns = {tuple(engine.trial.columns.values()): engine.result for engine in ran}
     table: list[dict[str, Any]] = []
     for quantization in SCHEMES:
         theirs, ours = by_columns[quantization, THEIRS], by_columns[quantization, OURS]
-        row = {"quantization": quantization, "layers": _LAYERS}
+        row = {"quantization": quantization, "layers": layers}
         error = theirs.error or ours.error
         if error is not None:
             table.append({**row, "error": short_error(error)})

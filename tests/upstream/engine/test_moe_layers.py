@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moedoctor.results import Death
+from moedoctor.results import Death, UnavailableError
 from moedoctor.upstream.engine import moe_layers as engines
 from moedoctor.upstream.engine.engine import EngineError, EngineResult, LogFacts
 from moedoctor.upstream.engine.experiment import Ran, Trial, pair
@@ -65,7 +66,7 @@ def test_an_engine_without_our_layers_has_no_outcome() -> None:
 def timed(step_ms: Mapping[str, Sequence[float]], gpu: Mapping[str, float] | None = None) -> list[Ran]:
     trials = [
         Trial(
-            engines._timed(f"/m/{quantization}", "/meet", computer),
+            engines._timed(f"/m/{quantization}", "/meet", computer, 4),
             {"quantization": quantization, "computer": computer},
         )
         for quantization in engines.SCHEMES
@@ -83,11 +84,11 @@ def timed(step_ms: Mapping[str, Sequence[float]], gpu: Mapping[str, float] | Non
 
 def test_a_share_is_of_medians() -> None:
     ran = timed({engines.THEIRS: [2.0] * 9 + [9.0], engines.OURS: [1.0] * 9 + [50.0]})
-    rows = engines._speeds(ran)
+    rows = engines._speeds(ran, 48)
     assert len(rows) == 6
     assert {(row["share"], row["gpu_share"]) for row in rows} == {(2.0, None)}
     ran = timed({engines.THEIRS: [2.0], engines.OURS: [1.0]}, {engines.THEIRS: 0.9, engines.OURS: 0.6})
-    assert [row["gpu_share"] for row in engines._speeds(ran)] == [pytest.approx(1.5)] * 6
+    assert [row["gpu_share"] for row in engines._speeds(ran, 48)] == [pytest.approx(1.5)] * 6
     assert {(row["batch"], row["tokens_per_second"]) for row in rows} == {(1, 1000.0), (8, 8000.0)}
 
 
@@ -96,13 +97,62 @@ def test_an_engine_that_failed_or_lacks_the_fix_is_not_timed() -> None:
     error = EngineError("ValueError", "no memory", "load", Death.EXCEPTION)
     ran[0] = Ran(ran[0].trial, answered(ran[0].trial, error=error))
     ran[3].result.probe["ours"] = 0
-    rows = engines._speeds(ran)
+    rows = engines._speeds(ran, 48)
     assert [row.get("error", "timed") for row in rows] == [
         "ValueError: no memory",
         "an engine was not computed by what it was asked for",
         "timed",
         "timed",
     ]
+
+
+def test_engines_that_are_compared_are_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for those beside it, in a folder of their own, and has the layers that fit."""
+    started = []
+
+    def run(trials: Sequence[Trial], *, parallel: int) -> list[Ran]:
+        options = [trial.request.probe_options or {} for trial in trials]
+        assert {option["engines"] for option in options} == {len(trials)} == {parallel}
+        (meet,) = {option["meet"] for option in options}
+        started.append((meet, [trial.columns["quantization"] for trial in trials]))
+        for trial in trials:
+            config = json.loads(Path(trial.request.model, "config.json").read_text(encoding="utf-8"))
+            assert config["num_hidden_layers"] == 26
+        layers = {"layers": 26, "ours": 26}
+        times = {str(batch): [1.0] for batch in engines._BATCHES}
+        probes = [
+            {
+                **layers,
+                "step_ms": times,
+                "gpu_ms": times,
+                **({"ours": 0} if "vLLM" in trial.request.label else {}),
+            }
+            for trial in trials
+        ]
+        results = [answered(trial, probe=probe) for trial, probe in zip(trials, probes, strict=True)]
+        return pair(trials, results)
+
+    monkeypatch.setattr(engines, "need_engine", lambda: None)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int(84.5e9), int(85e9)))
+    monkeypatch.setattr(engines, "run_trials", run)
+    rows = engines.speed({})
+    assert [(row["quantization"], row["layers"]) for row in rows[::2]] == [
+        (quantization, 26) for quantization in engines.SCHEMES
+    ]
+    assert [names for _, names in started] == [["BF16"] * 2, ["FP8"] * 2 + ["NVFP4"] * 2]
+    assert len({meet for meet, _ in started}) == 2
+
+
+@pytest.mark.parametrize(("free", "layers"), [(149.5e9, 48), (84.5e9, 26), (25e9, 5)])
+def test_layers_that_fit(free: float, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int(free), int(free)))
+    assert engines._layers_that_fit() == layers
+
+
+def test_without_memory_for_a_layer_no_engine_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int(11e9), int(24e9)))
+    with pytest.raises(UnavailableError, match=r"do not fit in 11\.0 GB of GPU memory"):
+        engines._layers_that_fit()
 
 
 def test_engines_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
