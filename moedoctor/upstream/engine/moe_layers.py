@@ -58,7 +58,7 @@ _ENGINES = (
 HERE = "moedoctor.upstream.engine.moe_layers"
 """The module of the probes."""
 _SECONDS = 200.0
-_BATCHES, _STEPS, _ROUNDS = (1, 8), 64, 12
+_BATCHES, _STEPS, _ROUNDS = (1, 8), 64, 8
 _AT_ONCE = (("BF16",), ("FP8", "NVFP4"))
 """Whose engines are up at the same time: those of BF16 take as much memory as all the others."""
 _BESIDE_WEIGHTS, _FOR_EXPERTS = 4 << 30, 0.85
