@@ -5,11 +5,11 @@
 Both products of a layer are timed by themselves with each tile, in CUDA graphs, with other experts from call
 to call, so that weights come from memory. Then the whole layer with the fastest tiles is timed in turn with
 the default ones and with vLLM's backends, and its output is compared with the float32 reference. The file is
-written after each model, so a run that is cut leaves what it measured. For one to four NVFP4 tokens the
-kernels without tensor cores (`RowTile`) are measured too, in the whole layer. Tiles are chosen in
-`moedoctor.kernels.moe.tiles`. Whether launches begin early (`Tile.early`) is decided with the whole layer, in
-turn with the same tiles; with --known only that and `RowTile` are measured, beside the tiles that a call gets
-today.
+written after each model, so a run that is cut leaves what it measured. For one to four NVFP4 tokens and one
+to eight FP8 tokens the kernels without tensor cores (`RowTile`) are measured too, in the whole layer. Tiles
+are chosen in `moedoctor.kernels.moe.tiles`. Whether launches begin early (`Tile.early`) is decided with the
+whole layer, in turn with the same tiles; with --known only that and `RowTile` are measured, beside the tiles
+that a call gets today.
 
 Needs an NVIDIA GPU that nothing else uses, and for the comparison vLLM.
 """
@@ -107,7 +107,7 @@ _FEW["fp8", True] = _FEW["fp8", False] = (
     (128, 128, 8, 3),
     (64, 128, 8, 3),
 )
-_MOST_ROW_TOKENS = 4
+_MOST_ROW_TOKENS = {"nvfp4": 4, "fp8": 8, "bf16": 0}
 """With more tokens `RowTile` are not measured."""
 _SPLITS = {
     "nvfp4": ((64, 256, 4, 3), (128, 256, 4, 3), (64, 128, 4, 4), (128, 128, 4, 4)),
@@ -210,7 +210,7 @@ def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) 
                 Tile(16, *sizes, depth_splits=splits)
                 for sizes, splits in itertools.product(_SPLITS[quantization], (2, 4))
             ]
-        if quantization == "nvfp4" and tokens <= _MOST_ROW_TOKENS:
+        if quantization == "nvfp4" and tokens <= _MOST_ROW_TOKENS[quantization]:
             # A warp or two without shared memory: many programs wait for memory beside each other.
             tiles += [
                 Tile(8, *sizes, 1, depth_splits=splits)
@@ -254,9 +254,9 @@ def zip_all(*lists: Sequence[Any]) -> list[tuple[Any, ...]]:
     ]
 
 
-def compile_rows(shape: LayerShape, tiles: tuple[RowTile, RowTile]) -> str | None:
+def compile_rows(shape: LayerShape, quantization: str, tiles: tuple[RowTile, RowTile]) -> str | None:
     """Launch both kernels without any work, in a process of its own; return the error, or None."""
-    jobs = [Job(shape, "nvfp4", second, Tile(16, 16, 16, 4, 1), 1) for second in (False, True)]
+    jobs = [Job(shape, quantization, second, Tile(16, 16, 16, 4, 1), 1) for second in (False, True)]
     return _compile(shape, 1, [_no_weights(job) for job in jobs], tiles)
 
 
@@ -490,9 +490,9 @@ def tune(
                 futures[key] = pool.submit(compile_job, job)
         print(f"{len(futures)} kernels, {workers} processes", flush=True)
         waiting = [
-            pool.submit(compile_rows, shape, tiles)
+            pool.submit(compile_rows, shape, quantization, tiles)
             for shape in shapes.values()
-            if quantization == "nvfp4" and min(tokens) <= _MOST_ROW_TOKENS
+            if min(tokens) <= _MOST_ROW_TOKENS[quantization]
             for tiles in zip_all(*(row_candidates(shape, second) for second in (False, True)))
         ]
         for error in filter(None, (future.result() for future in waiting)):
@@ -615,7 +615,7 @@ def _tune_model(
     for count in tokens:
         row = {"model": name, "tokens": count, "tiles": [asdict(tile) for tile in best[count]]}
         rows = None
-        if quantization == "nvfp4" and count <= _MOST_ROW_TOKENS:
+        if count <= _MOST_ROW_TOKENS[quantization]:
             timed = bench.time_rows(count)
             rows = timed["tiles"]
             row["row_tiles"] = timed["measured"]

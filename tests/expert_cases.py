@@ -123,19 +123,23 @@ def assert_plan_is_whole(device: str, block_m: int, skipped: float, tokens: int,
     assert planned == used[flat[used].argsort(stable=True)].tolist()
 
 
-def assert_random_layer_is_right(seed: int, device: str = "cpu", bounds: Bounds = _INTERPRETED) -> None:
+def assert_random_layer_is_right(
+    seed: int, device: str = "cpu", bounds: Bounds = _INTERPRETED, *, fp8_rows: bool = False
+) -> None:
     """A layer of random size, format, activation, biases and types of input and ids, against float32.
 
-    The expected weights are dequantized here, from nothing but the description of the format.
+    `fp8_rows`: it is FP8, has few tokens and is computed without tensor cores. The expected weights are
+    dequantized here, from nothing but the description of the format.
     """
     draw = random.Random(seed)
     torch.manual_seed(seed)
     quantization, activation = draw.choice(("none", "fp8", "nvfp4")), draw.choice(reference.ACTIVATIONS)
+    quantization = "fp8" if fp8_rows else quantization
     experts, top_k = draw.randint(1, 9), draw.randint(1, 4)
     unit = 16 if quantization == "nvfp4" else 8
     hidden_size, intermediate_size = (unit * draw.randint(1, 9) for _ in range(2))
     halves = 1 if activation == "relu2" else 2
-    tokens = draw.choice((1, 2, 19))
+    tokens = draw.choice((1, 2) if fp8_rows else (1, 2, 19))
     dtype = draw.choice((torch.bfloat16, torch.float16))
     biased = draw.random() < 0.5
     w13, right_w13 = _random_weights(
@@ -153,7 +157,7 @@ def assert_random_layer_is_right(seed: int, device: str = "cpu", bounds: Bounds 
     into = torch.empty_like(x, device=device) if draw.random() < 0.5 else None
     first, second = block_tiles(tokens * top_k, experts, quantization, gated=halves == 2)
     tiles: Any = first, replace(second, depth_splits=draw.choice((1, 2, 3)))
-    if quantization == "nvfp4" and tokens <= 2:
+    if fp8_rows or (quantization == "nvfp4" and tokens <= 2):
         tiles = tuple(
             RowTile(
                 draw.choice((4, 8)),
@@ -344,8 +348,8 @@ if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN, which no result may read
     for case in sys.argv[1:]:
         kind, *values = case.split(",")
-        if kind == "random":
-            assert_random_layer_is_right(int(values[0]))
+        if kind in ("random", "fp8_rows"):
+            assert_random_layer_is_right(int(values[0]), fp8_rows=kind == "fp8_rows")
         elif kind == "e4m3":
             assert_e4m3_is_exact("cpu", half=False, wide=True)
         elif kind == "decoding":

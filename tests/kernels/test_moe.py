@@ -46,6 +46,11 @@ def test_interpreted_layers_of_every_kind(first: int) -> None:
     _interpreted(*(f"random,{seed}" for seed in range(first, first + 20)))
 
 
+def test_interpreted_fp8_rows() -> None:
+    """A scale for a matrix, a half, a row, a block; masked rows and columns."""
+    _interpreted(*(f"fp8_rows,{seed}" for seed in range(16)))
+
+
 def test_interpreted_decoding() -> None:
     _interpreted("decoding", "e4m3")
 
@@ -150,6 +155,7 @@ def test_compiled_layers_of_every_kind() -> None:
         assert_e4m3_is_exact("cuda:0", half=half, wide=False)
     for seed in range(40):
         assert_random_layer_is_right(seed, "cuda:0", bounds_of("none"))
+        assert_random_layer_is_right(seed, "cuda:0", bounds_of("none"), fp8_rows=True)
 
 
 def test_interpreted_programs_that_share_experts() -> None:
@@ -273,13 +279,14 @@ def test_early_launches_give_the_same_bits(quantization: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["nvfp4", "fp8"])
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
-def test_rows_give_the_same_bits_each_time(activation: str) -> None:
+def test_rows_give_the_same_bits_each_time(activation: str, quantization: str) -> None:
     """The second launch begins before the first has ended, and memory is used again from call to call."""
     from moedoctor.bench.moe.own_backends import kernel_weights
     from moedoctor.kernels.moe.launch import run_experts
 
-    layer = make_layer(LayerShape(1024, 1344, 32, 4, activation), "nvfp4", device="cuda:0")
+    layer = make_layer(LayerShape(1024, 1344, 32, 4, activation), quantization, device="cuda:0")
     w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
     problem = make_problem(layer, 2, "none", device="cuda:0")
 
@@ -292,7 +299,7 @@ def test_rows_give_the_same_bits_each_time(activation: str) -> None:
             x = x / x.abs().amax(dim=1, keepdim=True)
         return x
 
-    expected = chain(block_tiles(8, 32, "nvfp4", gated=activation == "silu"))
+    expected = chain(block_tiles(8, 32, quantization, gated=activation == "silu"))
     for tiles in (
         (RowTile(2, 16, 1), RowTile(1, 4, 1)),
         (RowTile(4, 8, 4), RowTile(2, 32, 8)),

@@ -119,7 +119,7 @@ def test_nvfp4_rows(capability: int) -> None:
 def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool, top_k: int) -> None:
     from expert_cases import compile_kernel
 
-    from moedoctor.kernels.moe.decode_nvfp4 import nvfp4_down_kernel, nvfp4_up_kernel
+    from moedoctor.kernels.moe.decode_rows import down_rows_kernel, up_rows_kernel
 
     common = {
         "top_k": top_k,
@@ -140,7 +140,7 @@ def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool,
             "ahead": tile.ahead,
             "expert_splits": tile.expert_splits,
         }
-        kernel = compile_kernel(nvfp4_down_kernel, capability, down, {**common, **lanes}, warps=tile.warps)
+        kernel = compile_kernel(down_rows_kernel, capability, down, {**common, **lanes}, warps=tile.warps)
     else:
         own = {
             "activation": "silu" if gated else "relu2",
@@ -149,7 +149,7 @@ def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool,
             "columns_ended": 512,
         }
         up = (*weights, "bf16", "i32")
-        kernel = compile_kernel(nvfp4_up_kernel, capability, up, {**common, **own}, warps=tile.warps)
+        kernel = compile_kernel(up_rows_kernel, capability, up, {**common, **own}, warps=tile.warps)
     _check(kernel, capability, f"{tile}, {second}")
     ptx = kernel.asm["ptx"]
     # Those of the sums at the end; in a step there would be one for each block of weights, and many steps.

@@ -54,3 +54,51 @@ def decode_e4m3(codes: tl.tensor, half: tl.constexpr, wide: tl.constexpr) -> tl.
             _TO_BFLOAT16, "=r,h", [codes], dtype=tl.bfloat16, is_pure=True, pack=2
         )
     return values
+
+
+@triton.jit
+def split_words(words: tl.tensor) -> tl.tuple:
+    """Return four [N, W]: each has one of every four neighbours of `words` [N, 4 * W], in their order."""
+    even, odd = tl.split(tl.reshape(words, (words.shape[0], words.shape[1] // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def add_block(total: tl.tensor, low: tl.tensor, high: tl.tensor, values: tl.tensor) -> tl.tensor:
+    """Return float32 `total` [N, W] plus the sum of eight products, of weights divided by 2**8.
+
+    `low` and `high` uint32 [N, W] have the codes of four weights each, `values` float32 [N, 8 * W] what the
+    eight are multiplied by.
+    """
+    eight = tl.reshape(values, (values.shape[0], values.shape[1] // 8, 2, 2, 2))
+    even, odd = tl.split(eight)  # [N, W, 2, 2] each
+    v0_v4, v2_v6 = tl.split(even)  # [N, W, 2] each
+    v1_v5, v3_v7 = tl.split(odd)  # [N, W, 2] each
+    v0, v4 = tl.split(v0_v4)
+    v1, v5 = tl.split(v1_v5)
+    v2, v6 = tl.split(v2_v6)
+    v3, v7 = tl.split(v3_v7)
+    total = _add_word(total, low, v0, v1, v2, v3)
+    return _add_word(total, high, v4, v5, v6, v7)
+
+
+@triton.jit
+def _add_word(
+    total: tl.tensor, word: tl.tensor, v0: tl.tensor, v1: tl.tensor, v2: tl.tensor, v3: tl.tensor
+) -> tl.tensor:
+    """Return `total` plus the four codes of `word` [N, W], lowest byte first, times four [N, W]."""
+    even, odd = word << 8, word  # codes in the high byte of each half
+    even = (even & 0x80008000) | ((even >> 1) & 0x3F803F80)
+    odd = (odd & 0x80008000) | ((odd >> 1) & 0x3F803F80)
+    total = tl.fma(_low_half(even), v0, total)
+    total = tl.fma(_low_half(odd), v1, total)
+    total = tl.fma(_low_half(even >> 16), v2, total)
+    return tl.fma(_low_half(odd >> 16), v3, total)
+
+
+@triton.jit
+def _low_half(word: tl.tensor) -> tl.tensor:
+    """Return float32 [N, W]: the low half of each uint32, read as float16."""
+    return (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -16,7 +16,7 @@ import triton
 
 from moedoctor.kernels.device_guard import on_device
 from moedoctor.kernels.moe.decode import down_kernel, up_kernel
-from moedoctor.kernels.moe.decode_nvfp4 import nvfp4_down_kernel, nvfp4_up_kernel
+from moedoctor.kernels.moe.decode_rows import down_rows_kernel, up_rows_kernel
 from moedoctor.kernels.moe.expert_weights import ExpertWeights
 from moedoctor.kernels.moe.products import block_product, slot_product
 from moedoctor.kernels.moe.rows import plan_kernel, sort_kernel, sum_kernel
@@ -245,9 +245,9 @@ def run_experts(
 
     `x` is bfloat16 or float16, and so is the result, which is written to `out` if given. An id below 0 or
     from E on is skipped. `activation` is ``silu``, ``gelu``, ``gelu_tanh`` (these with the gate in the first
-    half of `w13`'s rows) or ``relu2``. Two `Tile` must have the same block_m; `RowTile` are for NVFP4 alone.
-    Weights are multiplied as `x`'s type, with `RowTile` as float32; sums are float32, and values between
-    the products have `x`'s type.
+    half of `w13`'s rows) or ``relu2``. Two `Tile` must have the same block_m; `RowTile` are for NVFP4 and for
+    FP8 (H and I multiples of 4). Weights are multiplied as `x`'s type, with `RowTile` as float32; sums are
+    float32, and values between the products have `x`'s type.
     """
     hidden_size = x.shape[1]
     num_experts, pairs = w13.values.shape[0], topk_ids.numel()
@@ -297,9 +297,9 @@ def _launch_rows(
     *,
     activation: str,
 ) -> None:
-    """Compute an NVFP4 layer in two launches, `h` [T * K, I] and `out` [T, H]. Others as `run_experts`.
+    """Compute an NVFP4 or FP8 layer in two launches. `h` [T * K, I], `out` [T, H], others as `run_experts`.
 
-    `h` gets values between the products that are larger than they are, see `decode_nvfp4`.
+    `h` gets values between the products that are larger than they are, see `decode_rows`.
     """
     (tokens, hidden_size), top_k, intermediate_size = x.shape, topk_ids.shape[1], h.shape[1]
     first, second = tiles
@@ -314,14 +314,15 @@ def _launch_rows(
         "num_experts": w13.values.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
-        "larger": 2.0**64 if h.dtype is torch.bfloat16 else 1.0,
+        "fp8": w13.quantization == "fp8",
+        "larger": 2.0**64 if h.dtype is torch.bfloat16 and w13.quantization == "nvfp4" else 1.0,
         "early": early,
     }
     with on_device(x):
-        nvfp4_up_kernel[(triton.cdiv(intermediate_size, first.block_n) * tokens * top_k,)](
+        up_rows_kernel[(triton.cdiv(intermediate_size, first.block_n) * tokens * top_k,)](
             x,
-            w13.values,
-            w13.block_scales,
+            _words(w13),
+            w13.scale if w13.block_scales is None else w13.block_scales,
             w13.scale,
             w13.values if w13.bias is None else w13.bias,
             topk_ids,
@@ -329,7 +330,7 @@ def _launch_rows(
             ended,
             activation=activation,
             columns_ended=parts if splits > 1 else 0,
-            halves=w13.halves,
+            scales=w13.scale_layout(hidden_size),
             has_bias=w13.bias is not None,
             LANES=first.rows_at_once,
             BLOCK_N=first.block_n,
@@ -337,10 +338,10 @@ def _launch_rows(
             num_warps=first.warps,
             **common,
         )
-        nvfp4_down_kernel[(parts * splits * tokens,)](
+        down_rows_kernel[(parts * splits * tokens,)](
             h,
-            w2.values,
-            w2.block_scales,
+            _words(w2),
+            w2.scale if w2.block_scales is None else w2.block_scales,
             w2.scale,
             w2.values if w2.bias is None else w2.bias,
             topk_ids,
@@ -348,6 +349,7 @@ def _launch_rows(
             out,
             partial,
             ended,
+            scales=w2.scale_layout(intermediate_size),
             has_bias=w2.bias is not None,
             expert_splits=splits,
             LANES=min(second.lanes, triton.next_power_of_2(top_k)),
@@ -358,6 +360,11 @@ def _launch_rows(
             **common,
             **_dependent(early),
         )
+
+
+def _words(weight: ExpertWeights) -> torch.Tensor:
+    """Return the values as int32, of which FP8 has four in each."""
+    return weight.values.view(torch.int32) if weight.quantization == "fp8" else weight.values
 
 
 def _tiles(

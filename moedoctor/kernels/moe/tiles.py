@@ -40,12 +40,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class RowTile:
-    """What a program of `decode_nvfp4` computes at once."""
+    """What a program of `decode_rows` computes at once."""
 
     block_n: int
     """Columns of the result"""
     groups: int
-    """Groups of 64 weights of a row that a step takes"""
+    """Groups of a row that a step takes: 64 weights of NVFP4, 32 of FP8"""
     warps: int
     lanes: int = 32
     """Experts of a token that a step of the second product takes, at most"""

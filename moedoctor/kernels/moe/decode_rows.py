@@ -1,4 +1,4 @@
-"""An NVFP4 MoE layer for few tokens: each pair reads the weights of its expert once, in two launches.
+"""An NVFP4 or FP8 MoE layer for few tokens: each pair reads the weights of its expert once, in two launches.
 
 Matrix-vector products with sums in float32. Tensor cores would compute with 16 tokens where there is one, and
 a program of theirs waits for one step of the sum after the other. Here a program asks for the weights of a
@@ -6,9 +6,12 @@ step before it uses those of the step before. The second launch adds up a token'
 to a third. With `expert_splits` several programs share a token's experts, and the last to end adds up, always
 in the same order.
 
-Decoded codes are as small as 2**-127, so their products with small values are subnormal numbers, which have
-fewer bits. What a layer computes with comes out of a norm and is near 1; values between the products may be
-far smaller, and are kept `larger` times as large if they are bfloat16, which has room for that.
+A group of a row's weights is 8 words and two halves of 16 bytes, of which a thread has one: 64 NVFP4 weights
+in four blocks, see `nvfp4_words`, or 32 FP8 weights, of which each half has two blocks of 8.
+
+Decoded NVFP4 codes are as small as 2**-127, so their products with small values are subnormal numbers, which
+have fewer bits. What a layer computes with comes out of a norm and is near 1; values between the products may
+be far smaller, and are kept `larger` times as large if they are bfloat16, which has room for that.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moedoctor.kernels.moe import e4m3
 from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, add_block
 from moedoctor.kernels.moe.rows import activate, row_and_column
 
@@ -23,32 +27,37 @@ from moedoctor.kernels.moe.rows import activate, row_and_column
 @triton.jit
 def _load_words(
     weight_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
+    scale_row: tl.tensor,
     rows: tl.tensor,
     present: tl.tensor,
     first: tl.tensor,
     depth: tl.constexpr,
+    columns: tl.constexpr,
     GROUPS: tl.constexpr,
+    fp8: tl.constexpr,
 ) -> tl.tuple:
-    """Return (words uint32 [N, 8 * GROUPS], scales uint32 [N, 2 * GROUPS]) of `rows` from group `first` on.
+    """Return (words uint32 [N, 8 * GROUPS], scales [N, 2 * GROUPS]) of `rows` from group `first` on.
 
-    The scales of a group come twice, so that a thread with half of its words need not ask another thread.
+    `scale_row` [N] points to the first scale of each row. The scales of an NVFP4 group, uint32, come twice,
+    so that a thread with half of its words need not ask another thread. FP8 has a float32 for each half if
+    a scale is for some `columns` only, else zeros [1].
     """
-    groups: tl.constexpr = (depth + 63) // 64
+    width: tl.constexpr = depth // 4 if fp8 else (depth + 63) // 64 * 8
     word = first * 8 + tl.arange(0, GROUPS * 8)  # [W]
-    inside = present[:, None] & (word < groups * 8)[None, :]  # [N, W]
-    words = tl.load(weight_ptr + rows[:, None] * (groups * 8) + word[None, :], mask=inside, other=0)
-    group = first + tl.arange(0, GROUPS * 2) // 2  # [2 * G]
-    inside = present[:, None] & (group < groups)[None, :]  # [N, 2 * G]
-    scales = tl.load(scale_ptr + rows[:, None] * groups + group[None, :], mask=inside, other=0)
-    return words.to(tl.uint32, bitcast=True), scales.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _places(first: tl.tensor, block: tl.constexpr, GROUPS: tl.constexpr) -> tl.tensor:
-    """Return [16 * GROUPS]: where the weights of one block of each group are in a row."""
-    k = tl.arange(0, GROUPS * 16)  # [16 * G]
-    return (first + k // 16) * 64 + block * 16 + k % 16
+    inside = present[:, None] & (word < width)[None, :]  # [N, W]
+    words = tl.load(weight_ptr + rows[:, None] * width + word[None, :], mask=inside, other=0)
+    if not fp8:
+        group = first + tl.arange(0, GROUPS * 2) // 2  # [2 * G]
+        inside = present[:, None] & (group < width // 8)[None, :]  # [N, 2 * G]
+        loaded = tl.load(scale_row[:, None] + group[None, :], mask=inside, other=0)
+        scales = loaded.to(tl.uint32, bitcast=True)
+    elif columns < depth:
+        column = first * 32 + tl.arange(0, GROUPS * 2) * 16  # [2 * G]
+        inside = present[:, None] & (column < depth)[None, :]  # [N, 2 * G]
+        scales = tl.load(scale_row[:, None] + (column // columns)[None, :], mask=inside, other=0.0)
+    else:
+        scales = tl.zeros([1], tl.float32)
+    return words.to(tl.uint32, bitcast=True), scales
 
 
 @triton.jit
@@ -59,40 +68,75 @@ def _load_values(
     block: tl.constexpr,
     depth: tl.constexpr,
     GROUPS: tl.constexpr,
+    fp8: tl.constexpr,
 ) -> tl.tensor:
-    """Return [L, 16 * GROUPS] of the rows [L, 1]: the values for one block of each group from `first` on."""
-    place = _places(first, block, GROUPS)  # [16 * G]
+    """Return [L, 16 * GROUPS] of the rows [L, 1]: the values for one block of each group from `first` on.
+
+    For FP8 it is one block of each half of a group.
+    """
+    k = tl.arange(0, GROUPS * 16)  # [16 * G]
+    if fp8:
+        place = (first * 2 + k // 8) * 16 + block * 8 + k % 8  # [16 * G]
+    else:
+        place = (first + k // 16) * 64 + block * 16 + k % 16  # [16 * G]
     return tl.load(h_row + place[None, :], mask=real[:, None] & (place < depth)[None, :], other=0.0)
 
 
 @triton.jit
 def _load_step(
-    h_row: tl.tensor, real: tl.tensor, first: tl.tensor, depth: tl.constexpr, GROUPS: tl.constexpr
+    h_row: tl.tensor,
+    real: tl.tensor,
+    first: tl.tensor,
+    depth: tl.constexpr,
+    GROUPS: tl.constexpr,
+    fp8: tl.constexpr,
 ) -> tl.tuple:
-    """Return what `_load_values` does for each of the four blocks."""
-    return (
-        _load_values(h_row, real, first, 0, depth, GROUPS),
-        _load_values(h_row, real, first, 1, depth, GROUPS),
-        _load_values(h_row, real, first, 2, depth, GROUPS),
-        _load_values(h_row, real, first, 3, depth, GROUPS),
+    """Return what `_load_values` does for each block, of which NVFP4 has four."""
+    values = (
+        _load_values(h_row, real, first, 0, depth, GROUPS, fp8),
+        _load_values(h_row, real, first, 1, depth, GROUPS, fp8),
     )
+    if not fp8:
+        values = (
+            values[0],
+            values[1],
+            _load_values(h_row, real, first, 2, depth, GROUPS, fp8),
+            _load_values(h_row, real, first, 3, depth, GROUPS, fp8),
+        )
+    return values
 
 
 @triton.jit
-def _add_step(sums: tl.tensor, words: tl.tuple, values: tl.tuple) -> tl.tensor:
-    """Return `sums` [N, 2 * G] plus the products of a step's `words` and `values`, four of [L, 16 * G].
+def _repeat(values: tl.tensor, rows: tl.constexpr) -> tl.tensor:
+    """Return float32 [N, W] of `values` [L, W], again and again.
 
-    Row n of the words is multiplied by row ``n % L`` of the values. L is as many rows as all threads hold at
-    a time, or a multiple of it, so that each has what it needs: else steps would wait for shared memory.
+    L is as many rows as all threads hold at a time, or a multiple of it, so that each has what it needs: else
+    steps would wait for shared memory.
+    """
+    lanes: tl.constexpr = values.shape[0]
+    width: tl.constexpr = values.shape[1]
+    repeated = tl.broadcast_to(values.to(tl.float32)[None, :, :], (rows // lanes, lanes, width))
+    return tl.reshape(repeated, (rows, width))
+
+
+@triton.jit
+def _add_step(
+    sums: tl.tensor, words: tl.tuple, values: tl.tuple, scaled: tl.constexpr, fp8: tl.constexpr
+) -> tl.tensor:
+    """Return `sums` [N, 2 * G] plus the products of a step's `words` and `values`, a [L, 16 * G] a block.
+
+    Row n of the words is multiplied by row ``n % L`` of the values. `scaled`: FP8 words have scales.
     """
     rows: tl.constexpr = sums.shape[0]
-    lanes: tl.constexpr = values[0].shape[0]
-    width: tl.constexpr = values[0].shape[1]
-    for block in tl.static_range(4):
-        part = values[block].to(tl.float32)  # [L, 16 * G]
-        repeated = tl.broadcast_to(part[None, :, :], (rows // lanes, lanes, width))
-        repeated = tl.reshape(repeated, (rows, width))  # [N, 16 * G]
-        sums = add_block(sums, words[0], words[1], block, repeated)
+    if fp8:
+        words_of = e4m3.split_words(words[0])
+        before = tl.zeros_like(sums) if scaled else sums
+        total = e4m3.add_block(before, words_of[0], words_of[1], _repeat(values[0], rows))
+        total = e4m3.add_block(total, words_of[2], words_of[3], _repeat(values[1], rows))
+        sums = tl.fma(total, words[1], sums) if scaled else total
+    else:
+        for block in tl.static_range(4):
+            sums = add_block(sums, words[0], words[1], block, _repeat(values[block], rows))
     return sums
 
 
@@ -108,7 +152,7 @@ def _zero_share(
 
 
 @triton.jit
-def nvfp4_up_kernel(
+def up_rows_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     block_scale_ptr: tl.tensor,
@@ -122,7 +166,8 @@ def nvfp4_up_kernel(
     hidden_size: tl.constexpr,
     intermediate_size: tl.constexpr,
     activation: tl.constexpr,
-    halves: tl.constexpr,
+    fp8: tl.constexpr,
+    scales: tl.constexpr,
     has_bias: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -133,9 +178,10 @@ def nvfp4_up_kernel(
 ) -> None:
     """Write `out` [T * K, I]: the activated first product of each pair with an expert, times `larger`.
 
-    `weight` and `block_scale` are those of `pack_words` for [E, 2I, H], gate above up, or [E, I, H] for
-    ``relu2``; `scale` [E * halves]. LANES: rows of the weight that all threads hold at a time. `early`: the
-    next launch may begin, for which zeros are written to int32 `ended_ptr` [T, columns_ended]. Programs:
+    `weight` int32 and `block_scale` are those of `pack_words` for [E, 2I, H], gate above up, or [E, I, H] for
+    ``relu2``; with `fp8` `weight` holds four codes a word. `scale` and `scales`: see
+    `ExpertWeights.scale_layout`. LANES: rows of the weight that all threads hold at a time. `early`: the next
+    launch may begin, for which zeros are written to int32 `ended_ptr` [T, columns_ended]. Programs:
     T * K * (I / BLOCK_N).
     """
     if early:
@@ -149,7 +195,11 @@ def nvfp4_up_kernel(
     if (expert >= 0) & (expert < num_experts):
         gated: tl.constexpr = activation != "relu2"
         height: tl.constexpr = 2 * intermediate_size if gated else intermediate_size
-        groups: tl.constexpr = (hidden_size + 63) // 64
+        groups: tl.constexpr = (hidden_size + 31) // 32 if fp8 else (hidden_size + 63) // 64
+        halves: tl.constexpr = scales[0]
+        scale_rows: tl.constexpr = scales[1]
+        columns: tl.constexpr = scales[2]
+        scaled: tl.constexpr = fp8 and columns < hidden_size
         column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
         present = column < intermediate_size  # [N]
         row = expert * height + column  # [N]
@@ -160,34 +210,50 @@ def nvfp4_up_kernel(
         up_sums = tl.zeros([BLOCK_N, GROUPS * 2], tl.float32)
         up_row = row + intermediate_size  # [N]
         # What the end needs is asked for here, where nothing waits for it.
-        gate_scale = tl.load(scale_ptr + expert * halves) * REMAINING_SCALE
-        up_scale = gate_scale
+        if fp8:
+            high: tl.constexpr = (height // halves + scale_rows - 1) // scale_rows
+            across: tl.constexpr = (hidden_size + columns - 1) // columns
+            # Rows of a half have scales of their own, also if the half ends inside a block of them.
+            gate_at = scale_ptr + (expert * (halves * high) + column // scale_rows) * across  # [N]
+            up_at = gate_at + high * across  # [N]
+            if halves == 1:
+                up_at = scale_ptr + (expert * high + (column + intermediate_size) // scale_rows) * across
+            gate_scale = tl.full([BLOCK_N], REMAINING_SCALE, tl.float32)
+            up_scale = gate_scale
+            if not scaled:
+                gate_scale *= tl.load(gate_at, mask=present, other=0.0)
+                if gated:
+                    up_scale *= tl.load(up_at, mask=present, other=0.0)
+        else:
+            gate_at, up_at = block_scale_ptr + row * groups, block_scale_ptr + up_row * groups  # [N] each
+            gate_scale = tl.load(scale_ptr + expert * halves) * REMAINING_SCALE
+            up_scale = tl.load(scale_ptr + expert * halves + (halves - 1)) * REMAINING_SCALE
         gate_bias = tl.zeros([BLOCK_N], tl.float32)
         up_bias = gate_bias
         if has_bias:
             gate_bias = tl.load(bias_ptr + row, mask=present, other=0.0).to(tl.float32)  # [N]
-        if gated:
-            up_scale = tl.load(scale_ptr + expert * halves + (halves - 1)) * REMAINING_SCALE
-            if has_bias:
+            if gated:
                 up_bias = tl.load(bias_ptr + up_row, mask=present, other=0.0).to(tl.float32)  # [N]
-        next_gate = _load_words(weight_ptr, block_scale_ptr, row, present, 0, hidden_size, GROUPS)
+        next_gate = _load_words(weight_ptr, gate_at, row, present, 0, hidden_size, columns, GROUPS, fp8)
         next_up = next_gate
         if gated:
-            next_up = _load_words(weight_ptr, block_scale_ptr, up_row, present, 0, hidden_size, GROUPS)
+            next_up = _load_words(weight_ptr, up_at, up_row, present, 0, hidden_size, columns, GROUPS, fp8)
         for first in range(0, groups, GROUPS):
             gate_words, up_words = next_gate, next_up
             # The next step's weights are asked for before this step's are used.
             if groups > GROUPS:
                 after = first + GROUPS
-                next_gate = _load_words(weight_ptr, block_scale_ptr, row, present, after, hidden_size, GROUPS)
+                next_gate = _load_words(
+                    weight_ptr, gate_at, row, present, after, hidden_size, columns, GROUPS, fp8
+                )
                 if gated:
                     next_up = _load_words(
-                        weight_ptr, block_scale_ptr, up_row, present, after, hidden_size, GROUPS
+                        weight_ptr, up_at, up_row, present, after, hidden_size, columns, GROUPS, fp8
                     )
-            x = _load_step(x_row, everywhere, first, hidden_size, GROUPS)
-            gate_sums = _add_step(gate_sums, gate_words, x)
+            x = _load_step(x_row, everywhere, first, hidden_size, GROUPS, fp8)
+            gate_sums = _add_step(gate_sums, gate_words, x, scaled, fp8)
             if gated:
-                up_sums = _add_step(up_sums, up_words, x)
+                up_sums = _add_step(up_sums, up_words, x, scaled, fp8)
         gate = tl.sum(gate_sums, axis=1) * gate_scale + gate_bias  # [N]
         up = tl.sum(up_sums, axis=1) * up_scale + up_bias  # [N]
         value = activate(gate, up, activation) * larger  # [N]
@@ -213,16 +279,48 @@ def _lines(
 
 
 @triton.jit
+def _scale_rows(
+    block_scale_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    lines: tl.tuple,
+    column: tl.tensor,
+    hidden_size: tl.constexpr,
+    intermediate_size: tl.constexpr,
+    scales: tl.constexpr,
+    fp8: tl.constexpr,
+) -> tl.tensor:
+    """Return where the first scale of each line is: the one of `block_scale`, for FP8 the one of `scale`."""
+    if fp8:
+        high: tl.constexpr = (hidden_size + scales[1] - 1) // scales[1]
+        across: tl.constexpr = (intermediate_size + scales[2] - 1) // scales[2]
+        at = scale_ptr + (lines[0] * high + column // scales[1]) * across
+    else:
+        at = block_scale_ptr + lines[2] * ((intermediate_size + 63) // 64)
+    return at
+
+
+@triton.jit
 def _factors(
-    scale_ptr: tl.tensor, topk_weights_ptr: tl.tensor, lines: tl.tuple, place: tl.tensor
+    scale_ptr: tl.tensor,
+    scale_row: tl.tensor,
+    topk_weights_ptr: tl.tensor,
+    lines: tl.tuple,
+    place: tl.tensor,
+    scaled: tl.constexpr,
+    fp8: tl.constexpr,
 ) -> tl.tuple:
     """Return what products of `lines` are multiplied by: the scale of the weight, the weight of the pair."""
-    scale = tl.load(scale_ptr + lines[0], mask=lines[1], other=0.0)
+    if fp8:
+        scale = lines[1].to(tl.float32)
+        if not scaled:
+            scale = tl.load(scale_row, mask=lines[1], other=0.0)
+    else:
+        scale = tl.load(scale_ptr + lines[0], mask=lines[1], other=0.0)
     return scale, tl.load(topk_weights_ptr + place, mask=lines[1], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def nvfp4_down_kernel(
+def down_rows_kernel(
     h_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     block_scale_ptr: tl.tensor,
@@ -237,6 +335,8 @@ def nvfp4_down_kernel(
     num_experts: tl.constexpr,
     hidden_size: tl.constexpr,
     intermediate_size: tl.constexpr,
+    fp8: tl.constexpr,
+    scales: tl.constexpr,
     has_bias: tl.constexpr,
     LANES: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -248,14 +348,16 @@ def nvfp4_down_kernel(
 ) -> None:
     """Write `out` [T, H]: the sum over a token's experts of topk_weight times second product, in float32.
 
-    `h` [T * K, I], times `larger`; `weight` and `block_scale` are those of `pack_words` for [E, H, I];
-    `scale` [E]; `topk_weights` [T, K]. LANES: the experts of a token that a step takes, a power of two.
+    `h` [T * K, I], times `larger`; the weight is [E, H, I], and its arguments as `up_rows_kernel`;
+    `topk_weights` [T, K]. LANES: the experts of a token that a step takes, a power of two.
     `ahead`: values too are asked for a step ahead. `early`: the launch begins before `h` is there, and asks
     for weights meanwhile. `expert_splits` programs share the experts of a token; they need room for their
     sums in float32 `partial_ptr` [T, splits, H], and zeros in int32 `ended_ptr` [T, H / BLOCK_N]. Programs:
     T * (H / BLOCK_N) * splits.
     """
-    groups: tl.constexpr = (intermediate_size + 63) // 64
+    groups: tl.constexpr = (intermediate_size + 31) // 32 if fp8 else (intermediate_size + 63) // 64
+    columns: tl.constexpr = scales[2]
+    scaled: tl.constexpr = fp8 and columns < intermediate_size
     steps: tl.constexpr = (groups + GROUPS - 1) // GROUPS
     turns: tl.constexpr = (top_k + LANES * expert_splits - 1) // (LANES * expert_splits)
     parts: tl.constexpr = (hidden_size + BLOCK_N - 1) // BLOCK_N
@@ -269,47 +371,58 @@ def nvfp4_down_kernel(
     each = start + tl.arange(0, LANES)  # [L]
     lines = _lines(ids_ptr, token, lane, column, top_k, num_experts, hidden_size)
     present = lines[1] & (column < hidden_size)  # [N * L]
-    following = _load_words(weight_ptr, block_scale_ptr, lines[2], present, 0, intermediate_size, GROUPS)
-    factors = _factors(scale_ptr, topk_weights_ptr, lines, token * top_k + lane)  # [N * L] each
+    scale_row = _scale_rows(
+        block_scale_ptr, scale_ptr, lines, column, hidden_size, intermediate_size, scales, fp8
+    )  # [N * L]
+    following = _load_words(
+        weight_ptr, scale_row, lines[2], present, 0, intermediate_size, columns, GROUPS, fp8
+    )
+    factors = _factors(
+        scale_ptr, scale_row, topk_weights_ptr, lines, token * top_k + lane, scaled, fp8
+    )  # [N * L] each
     real = _lines(ids_ptr, token, each, each, top_k, num_experts, hidden_size)[1]  # [L]
     if early:
         tl.extra.cuda.gdc_wait()
     # Values and weights of the next step are asked for before those of this step are used.
     h_row = h_ptr + (token * top_k + each)[:, None] * intermediate_size  # [L, 1]
-    next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS)
+    next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS, fp8)
     total = tl.zeros([BLOCK_N * LANES, GROUPS * 2], tl.float32)
     biases = tl.zeros([BLOCK_N * LANES], tl.float32)
     for turn in tl.static_range(turns):
-        row, now = lines[2], present  # [N * L] each
+        row, now, row_scales = lines[2], present, scale_row  # [N * L] each
         scale, share = factors
         sums = tl.zeros([BLOCK_N * LANES, GROUPS * 2], tl.float32)
         if steps > 1:
             for step in range(1, steps):
                 words, h, first = following, next_h, step * GROUPS
                 following = _load_words(
-                    weight_ptr, block_scale_ptr, row, now, first, intermediate_size, GROUPS
+                    weight_ptr, row_scales, row, now, first, intermediate_size, columns, GROUPS, fp8
                 )
                 if ahead:
-                    next_h = _load_step(h_row, real, first, intermediate_size, GROUPS)
+                    next_h = _load_step(h_row, real, first, intermediate_size, GROUPS, fp8)
                 else:
-                    h = _load_step(h_row, real, first - GROUPS, intermediate_size, GROUPS)
-                sums = _add_step(sums, words, h)
+                    h = _load_step(h_row, real, first - GROUPS, intermediate_size, GROUPS, fp8)
+                sums = _add_step(sums, words, h, scaled, fp8)
         words, h = following, next_h
         if not ahead:
-            h = _load_step(h_row, real, (steps - 1) * GROUPS, intermediate_size, GROUPS)
+            h = _load_step(h_row, real, (steps - 1) * GROUPS, intermediate_size, GROUPS, fp8)
         if turn + 1 < turns:
             after = (turn + 1) * LANES
             lines = _lines(ids_ptr, token, after + lane, column, top_k, num_experts, hidden_size)
             present = lines[1] & (column < hidden_size)
-            following = _load_words(
-                weight_ptr, block_scale_ptr, lines[2], present, 0, intermediate_size, GROUPS
+            scale_row = _scale_rows(
+                block_scale_ptr, scale_ptr, lines, column, hidden_size, intermediate_size, scales, fp8
             )
-            factors = _factors(scale_ptr, topk_weights_ptr, lines, token * top_k + after + lane)
+            following = _load_words(
+                weight_ptr, scale_row, lines[2], present, 0, intermediate_size, columns, GROUPS, fp8
+            )
+            place = token * top_k + after + lane
+            factors = _factors(scale_ptr, scale_row, topk_weights_ptr, lines, place, scaled, fp8)
             real = _lines(ids_ptr, token, after + each, each, top_k, num_experts, hidden_size)[1]
             h_row += LANES * intermediate_size
             if ahead:
-                next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS)
-        sums = _add_step(sums, words, h)
+                next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS, fp8)
+        sums = _add_step(sums, words, h, scaled, fp8)
         factor = scale * (REMAINING_SCALE / larger) * share  # [N * L]
         total = tl.fma(sums, tl.broadcast_to(factor[:, None], sums.shape), total)
         if has_bias:
