@@ -176,17 +176,18 @@ class Job:
 def known(shape: LayerShape, quantization: str, pairs: int) -> tuple[Any, Any]:
     """Return the tiles that a call would get today."""
     kind = "none" if quantization == "bf16" else quantization
-    return measured_tiles(
-        pairs,
-        shape.experts,
-        kind,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        gated=shape.gated,
-    ) or (
-        row_tiles(shape.top_k)
-        if pairs == shape.top_k and kind == "nvfp4" and shape.gated
-        else block_tiles(pairs, shape.experts, kind, gated=shape.gated)
+    rows = row_tiles(pairs // shape.top_k, shape.top_k, shape.experts, kind) if shape.gated else None
+    return (
+        measured_tiles(
+            pairs,
+            shape.experts,
+            kind,
+            hidden_size=shape.hidden,
+            intermediate_size=shape.intermediate,
+            gated=shape.gated,
+        )
+        or rows
+        or block_tiles(pairs, shape.experts, kind, gated=shape.gated)
     )
 
 
@@ -282,7 +283,9 @@ def _no_weights(job: Job) -> ExpertWeights:
     types = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "nvfp4": torch.int32}
     groups = -(-job.depth // 64)
     columns = groups * 8 if job.quantization == "nvfp4" else job.depth
-    values = torch.empty((1, 1, 1), dtype=types[job.quantization], device=_DEVICE).expand(*size, columns)
+    values = torch.empty((1, 1, columns), dtype=types[job.quantization], device=_DEVICE).expand(
+        *size, columns
+    )
     if job.quantization == "bf16":
         return ExpertWeights(values)
     scale = torch.ones(shape.experts, device=_DEVICE)
@@ -372,7 +375,8 @@ class Bench:
         what a launch waits for at its start.
         """
         (x, weights, ids), rows = next(self.inputs(tokens)), []
-        best = row_tiles(self.shape.top_k)
+        best = row_tiles(1, self.shape.top_k, self.shape.experts, self.quantization)
+        assert best is not None
         fastest = math.inf
         for second in (False, True):
             for tile in row_candidates(self.shape, second):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.kernels.moe.tiles import RowTile, Tile, _table, block_tiles, measured_tiles
+from moedoctor.kernels.moe.tiles import RowTile, Tile, _table, block_tiles, measured_tiles, row_tiles
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
 from moedoctor.reference.agreement import bounds_of
@@ -134,6 +134,37 @@ def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert measured_tiles(8, 128, "fp8", **sizes) is None
     finally:
         _table.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "quantization", "rows"),
+    [
+        (1, 8, 128, "nvfp4", True),
+        (2, 8, 128, "nvfp4", False),
+        (1, 8, 8, "fp8", True),
+        (8, 8, 128, "fp8", True),
+        (8, 8, 127, "fp8", False),  # some experts are several pairs', whose weights would be read as often
+        (9, 2, 128, "fp8", False),
+        (1, 8, 128, "none", False),
+    ],
+)
+def test_few_tokens_that_are_computed_row_by_row(
+    tokens: int, top_k: int, experts: int, quantization: str, rows: bool
+) -> None:
+    tiles = row_tiles(tokens, top_k, experts, quantization)
+    assert (tiles is not None) == rows
+    more = row_tiles(tokens, 9, 1000, quantization)
+    assert more is None or more[1].block_n == 1, "registers hold a column's weights of sixteen experts"
+
+
+@pytest.mark.parametrize(("activation", "hidden_size"), [("relu2", 64), ("silu", 62), ("silu", 64)])
+def test_layers_that_are_computed_row_by_row(activation: str, hidden_size: int) -> None:
+    """Those with a gate whose rows are whole words; the others over blocks."""
+    from moedoctor.kernels.moe.launch import _tiles
+
+    gated = activation != "relu2"
+    tiles = _tiles(torch.empty(2, hidden_size), 2, 64, "fp8", 48, gated)
+    assert isinstance(tiles[0], RowTile) == (gated and hidden_size == 64)
 
 
 def test_the_table_of_measured_tiles() -> None:

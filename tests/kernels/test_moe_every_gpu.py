@@ -83,7 +83,7 @@ def test_products_of_a_whole_layer(capability: int, quantization: str) -> None:
         _check(kernel, capability, f"{quantization}, {activation}")
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp8", "nvfp4"])
+@pytest.mark.parametrize("quantization", ["none", "nvfp4"])
 def test_measured_tiles(quantization: str) -> None:
     """Those of the table, for the kind of GPU where they were measured."""
     from expert_cases import compiled
@@ -98,7 +98,7 @@ def test_measured_tiles(quantization: str) -> None:
     }
     for tile, second, gated, top_k in chosen:
         if isinstance(tile, RowTile):
-            _assemble_rows(90, tile, second=bool(second), gated=gated, top_k=top_k)
+            _assemble_rows(90, tile, second=bool(second), gated=gated, top_k=top_k, quantization=quantization)
             continue
         activation = "none" if second else "silu" if gated else "relu2"
         kernel = compiled(
@@ -110,29 +110,67 @@ def test_measured_tiles(quantization: str) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_nvfp4_rows(capability: int) -> None:
     for gated in (True, False):
-        first, second = row_tiles(8 if gated else 22)
+        top_k = 8 if gated else 22
+        first, second = _row_tiles(top_k, "nvfp4")
         shared = replace(second, lanes=8, expert_splits=3)
         for tile, is_second in ((first, False), (second, True), (shared, True)):
-            _assemble_rows(capability, tile, second=is_second, gated=gated, top_k=8 if gated else 22)
+            _assemble_rows(capability, tile, second=is_second, gated=gated, top_k=top_k)
 
 
-def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool, top_k: int) -> None:
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_fp8_rows(capability: int) -> None:
+    """With a scale for each half, or for blocks."""
+    for top_k, blocks in ((8, False), (8, True), (10, False)):
+        for second, tile in enumerate(_row_tiles(top_k, "fp8")):
+            _assemble_rows(
+                capability,
+                tile,
+                second=bool(second),
+                gated=True,
+                top_k=top_k,
+                quantization="fp8",
+                blocks=blocks,
+            )
+
+
+def _row_tiles(top_k: int, quantization: str) -> tuple[RowTile, RowTile]:
+    tiles = row_tiles(1, top_k, 128, quantization)
+    assert tiles is not None
+    return tiles
+
+
+def _assemble_rows(
+    capability: int,
+    tile: RowTile,
+    *,
+    second: bool,
+    gated: bool,
+    top_k: int,
+    quantization: str = "nvfp4",
+    blocks: bool = False,
+) -> None:
     from expert_cases import compile_kernel
 
     from moedoctor.kernels.moe.decode_rows import down_rows_kernel, up_rows_kernel
 
+    hidden_size, intermediate_size = (2048, 768) if gated else (1024, 2688)
+    depth, height = (intermediate_size, hidden_size) if second else (hidden_size, intermediate_size)
+    halves = 2 if gated and not second else 1
     common = {
         "top_k": top_k,
         "num_experts": 128,
-        "hidden_size": 2048 if gated else 1024,
-        "intermediate_size": 768 if gated else 2688,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "fp8": quantization == "fp8",
+        "scales": (halves, 128, 128) if blocks else (halves, height, depth),
         "has_bias": True,
         "BLOCK_N": tile.block_n,
         "GROUPS": tile.groups,
         "larger": 2.0**64,
         "early": capability >= 90,
     }
-    weights = ("bf16", "i32", "i32", "fp32", "bf16", "i32")
+    block_scales = "fp32" if quantization == "fp8" else "i32"
+    weights = ("bf16", "i32", block_scales, "fp32", "bf16", "i32")
     if second:
         down = (*weights, "fp32", "bf16", "fp32", "i32")
         lanes = {
@@ -144,7 +182,6 @@ def _assemble_rows(capability: int, tile: RowTile, *, second: bool, gated: bool,
     else:
         own = {
             "activation": "silu" if gated else "relu2",
-            "halves": 2 if gated else 1,
             "LANES": tile.rows_at_once,
             "columns_ended": 512,
         }

@@ -91,19 +91,18 @@ def _load_step(
     GROUPS: tl.constexpr,
     fp8: tl.constexpr,
 ) -> tl.tuple:
-    """Return what `_load_values` does for each block, of which NVFP4 has four."""
-    values = (
+    """Return what `_load_values` does for each of four blocks. FP8 has two, and the last two are not used."""
+    first_two = (
         _load_values(h_row, real, first, 0, depth, GROUPS, fp8),
         _load_values(h_row, real, first, 1, depth, GROUPS, fp8),
     )
+    last_two = first_two
     if not fp8:
-        values = (
-            values[0],
-            values[1],
+        last_two = (
             _load_values(h_row, real, first, 2, depth, GROUPS, fp8),
             _load_values(h_row, real, first, 3, depth, GROUPS, fp8),
         )
-    return values
+    return first_two + last_two
 
 
 @triton.jit

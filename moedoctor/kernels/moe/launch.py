@@ -382,8 +382,8 @@ def _tiles(
             intermediate_size=intermediate_size,
             gated=gated,
         )
-    if measured is None and tokens == 1 and quantization == "nvfp4" and gated:
-        return row_tiles(top_k)
+    if measured is None and gated and not (hidden_size % 4 or intermediate_size % 4):
+        measured = row_tiles(tokens, top_k, num_experts, quantization)
     return measured or block_tiles(pairs, num_experts, quantization, gated=gated)
 
 

@@ -108,13 +108,20 @@ def _table() -> Mapping[tuple[Any, ...], Mapping[int, Any]]:
     }
 
 
-def row_tiles(top_k: int) -> tuple[RowTile, RowTile]:
-    """Return the tiles of both NVFP4 products for one token of a gated layer.
+def row_tiles(tokens: int, top_k: int, experts: int, quantization: str) -> tuple[RowTile, RowTile] | None:
+    """Return the tiles of both products for few tokens of a gated layer, or None if blocks are faster.
 
-    Up to top-8 they were the fastest for gemma-4-26b-a4b on an H100; more experts were not measured with
-    them. Layers without a gate that were measured have others, which were faster than `block_tiles`.
+    For one NVFP4 token they were the fastest for gemma-4-26b-a4b on an H100, for one to eight FP8 tokens
+    faster than `block_tiles` for qwen3-30b-a3b on an H200. More than eight experts a token were not measured
+    with them. Layers without a gate that were measured have others, which were faster than `block_tiles`.
     """
-    return RowTile(2, 8, 1), RowTile(4 if top_k <= 8 else 1, 4, 2)
+    columns = 4 if top_k <= 8 else 1
+    if quantization == "nvfp4" and tokens == 1:
+        return RowTile(2, 8, 1), RowTile(columns, 4, 2)
+    # Each pair reads the weights of its expert, so most experts must be one pair's.
+    if quantization == "fp8" and (tokens == 1 or (tokens <= 8 and tokens * top_k <= experts // 2)):
+        return RowTile(8, 8, 4), RowTile(columns, 8, 4)
+    return None
 
 
 def block_tiles(pairs: int, experts: int, quantization: str, *, gated: bool) -> tuple[Tile, Tile]:
@@ -126,6 +133,8 @@ def block_tiles(pairs: int, experts: int, quantization: str, *, gated: bool) -> 
     if pairs <= 16:
         tile = Tile(16, 64, 256, 4, 4) if nvfp4 else Tile(16, 64, 128, 4, 3)
         return tile, tile
+    if quantization == "fp8" and pairs <= experts:  # the fastest for qwen3-30b-a3b with 32 and 64 pairs
+        return Tile(16, 64, 256, 4, 2), Tile(16, 64, 128, 4, 3)
     few = pairs <= 64 or rows <= 16
     if nvfp4:
         block_m = 16 if few else 32 if rows <= 32 else 64
