@@ -207,7 +207,7 @@ make_report() {
         offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, 253 s
         expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, 300 s
         expert_cache_padding) write expert_cache_padding run scenarios/engine/expert_cache_padding.yaml ;; # -, 84 s
-        expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 459 s
+        expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 507 s
         expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 427 s
         expert_cache_published_nemotron) write expert_cache_published_nemotron run scenarios/engine/expert_cache_published_nemotron.yaml ;; # idle, 80 GB of host memory; -, 316 s
         expert_cache_published_gemma) write expert_cache_published_gemma run scenarios/engine/expert_cache_published_gemma.yaml ;; # idle, 80 GB of host memory; -, 176 s
@@ -215,7 +215,7 @@ make_report() {
         moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 211 s, 247 s
         moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # -, 136 s
         backend_fix) write backend_fix run scenarios/engine/backend_fix.yaml ;;                   # -, 55 s
-        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle; -, -
+        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle; -, 267 s
         nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
         offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, -
