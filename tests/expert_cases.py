@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from moedoctor.bench.moe.own_backends import kernel_weights
 from moedoctor.kernels.moe import launch
-from moedoctor.kernels.moe.e4m3 import decode_e4m3
+from moedoctor.kernels.moe.e4m3 import add_block, decode_e4m3, split_words
 from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights, nvfp4_weights
 from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
 from moedoctor.kernels.moe.products import block_product
@@ -276,6 +276,30 @@ def assert_e4m3_is_exact(device: str, *, half: bool, wide: bool) -> None:
     assert torch.equal(out[finite], right[finite])
 
 
+@triton.jit
+def _add_blocks_kernel(words_ptr: tl.tensor, values_ptr: tl.tensor, out_ptr: tl.tensor) -> None:
+    words = tl.load(words_ptr + tl.arange(0, 64)[None, :]).to(tl.uint32, bitcast=True)  # [1, 64]
+    values = tl.load(values_ptr + tl.arange(0, 128)[None, :])  # [1, 128]
+    first, second, third, fourth = split_words(words)
+    place = tl.arange(0, 16)[None, :]  # [1, 16]
+    zeros = tl.zeros([1, 16], tl.float32)
+    tl.store(out_ptr + 2 * place, add_block(zeros, first, second, values))
+    tl.store(out_ptr + 2 * place + 1, add_block(zeros, third, fourth, values))
+
+
+def assert_e4m3_words_are_exact(device: str) -> None:
+    """Every code, read as four a word, is multiplied by the value of its own place, and only by it."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    right = codes.view(torch.float8_e4m3fn).float().abs().nan_to_num(480.0).view(32, 8)  # NaN as decode_e4m3
+    for place in range(8):
+        values = torch.zeros(16, 8, device=device)
+        values[:, place] = 256.0  # weights are divided by 2**8
+        out = torch.empty(32, device=device)
+        _add_blocks_kernel[(1,)](codes.view(torch.int32), values, out)
+        expected = right[:, place] * torch.where(codes.view(32, 8)[:, place] > 127, -1.0, 1.0)
+        assert torch.equal(out, expected), place
+
+
 @cache
 def compiled(
     capability: int,
@@ -352,6 +376,7 @@ if __name__ == "__main__":
             assert_random_layer_is_right(int(values[0]), fp8_rows=kind == "fp8_rows")
         elif kind == "e4m3":
             assert_e4m3_is_exact("cpu", half=False, wide=True)
+            assert_e4m3_words_are_exact("cpu")
         elif kind == "decoding":
             assert_decoding_is_exact("cpu", Tile(64, 64, 128, 4, 2))
         elif kind == "rows":

@@ -180,8 +180,13 @@ def test_the_table_of_measured_tiles() -> None:
 
 @pytest.mark.gpu
 def test_compiled_layers_of_every_kind() -> None:
-    from expert_cases import assert_e4m3_is_exact, assert_random_layer_is_right
+    from expert_cases import (
+        assert_e4m3_is_exact,
+        assert_e4m3_words_are_exact,
+        assert_random_layer_is_right,
+    )
 
+    assert_e4m3_words_are_exact("cuda:0")
     for half in (True, False):
         assert_e4m3_is_exact("cuda:0", half=half, wide=False)
     for seed in range(40):
