@@ -5,6 +5,7 @@ Routes are awkward on purpose: pairs without an expert, and one expert several t
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -288,16 +289,16 @@ def _add_blocks_kernel(words_ptr: tl.tensor, values_ptr: tl.tensor, out_ptr: tl.
 
 
 def assert_e4m3_words_are_exact(device: str) -> None:
-    """Every code, read as four a word, is multiplied by the value of its own place, and only by it."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device)
-    right = codes.view(torch.float8_e4m3fn).float().abs().nan_to_num(480.0).view(32, 8)  # NaN as decode_e4m3
-    for place in range(8):
+    """Every code in each place of two words is multiplied by the value of its own place, and only by it."""
+    for shift, place in itertools.product(range(8), range(8)):
+        codes = torch.arange(256, dtype=torch.uint8, device=device) + shift
+        right = codes.view(torch.float8_e4m3fn).float().abs().nan_to_num(480.0)  # NaN as decode_e4m3
+        right = torch.where(codes > 127, -right, right).view(32, 8)
         values = torch.zeros(16, 8, device=device)
         values[:, place] = 256.0  # weights are divided by 2**8
         out = torch.empty(32, device=device)
         _add_blocks_kernel[(1,)](codes.view(torch.int32), values, out)
-        expected = right[:, place] * torch.where(codes.view(32, 8)[:, place] > 127, -1.0, 1.0)
-        assert torch.equal(out, expected), place
+        assert torch.equal(out, right[:, place]), (shift, place)
 
 
 @cache

@@ -300,6 +300,10 @@ def test_decode_speed_of_engines_with_our_kernels() -> None:
     assert f"moe_engines_speed and expert_cache_gain are of {', '.join(commits)}, on a machine" in text
     _, figures = claim("moe_engines_speed.json", "MD008", "Decode with MOEDOCTOR_FIXES=moe", H100)
     assert {row["layers"] for row in figures["rows"]} == {12}
+    steps = [
+        row[key] for row in figures["rows"] if row["batch"] == 1 for key in ("step_ms", "step_ms_of_backend")
+    ]
+    assert f"at batch 1 a step takes {min(steps):.2f} to {max(steps):.2f} ms in all formats" in text
 
 
 def test_md011() -> None:
