@@ -290,6 +290,13 @@ def test_decode_speed_of_engines_with_our_kernels() -> None:
         )
     for beside, cells in shares.items():
         assert f"| {beside} | {' | '.join(cells)} |" in text
+    share = {(row["quantization"], row["batch"]): f"{row['share']:.2f}" for row in figures["rows"]}
+    words = (
+        f"BF16 has {share['BF16', 1]} and {share['BF16', 8]} of TRITON's tokens per second at batch 1 and 8, "
+        f"NVFP4 {share['NVFP4', 1]} and {share['NVFP4', 8]} of HUMMING's, FP8 {share['FP8', 1]} and "
+        f"{share['FP8', 8]} of TRITON's"
+    )
+    assert words in document("CHANGELOG.md")
     missed = [(row["quantization"], row["batch"]) for row in figures["rows"] if row["share"] < 0.95]
     assert missed == [("FP8", 1)]
     assert "The claim asks for 0.95, which FP8 at batch 1 misses, so it is refuted" in text
@@ -473,6 +480,9 @@ def test_expert_cache_page_gain() -> None:
         f"eight sequences together have {listed(shares, '.2f')} times the speed of one: "
         f"{listed(of(eight, 'rounds', 0), '.1f')}, where the bus allows {listed(limits, '.1f')}." in text
     )
+    changes = document("CHANGELOG.md")
+    assert f"together have {listed(shares, '.2f')} times the speed of one from 16, 32 and 64" in changes
+    assert f"decodes {listed(gains, '.2f')} times as fast as with the old defaults from 16" in changes
     again = f"{listed(of(new, 'rounds', 1), '.1f')} beside {listed(of(eight, 'rounds', 1), '.1f')} of eight"
     assert f"whose experts are then there: {again} together" in text
     assert all(row["sequences_as_before"] == row["sequences"] == 3 for row in new.values())
