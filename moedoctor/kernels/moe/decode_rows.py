@@ -97,14 +97,14 @@ def _load_step(
     kind: tl.constexpr,
 ) -> tl.tuple:
     """Return what `_load_values` does for each of four blocks; again the first for those that are not."""
-    one = _load_values(h_row, real, first, 0, depth, GROUPS, kind)
-    two, three, four = one, one, one
+    block_0 = _load_values(h_row, real, first, 0, depth, GROUPS, kind)
+    block_1, block_2, block_3 = block_0, block_0, block_0
     if kind == "nvfp4" or kind == "fp8":
-        two = _load_values(h_row, real, first, 1, depth, GROUPS, kind)
+        block_1 = _load_values(h_row, real, first, 1, depth, GROUPS, kind)
     if kind == "nvfp4":
-        three = _load_values(h_row, real, first, 2, depth, GROUPS, kind)
-        four = _load_values(h_row, real, first, 3, depth, GROUPS, kind)
-    return one, two, three, four
+        block_2 = _load_values(h_row, real, first, 2, depth, GROUPS, kind)
+        block_3 = _load_values(h_row, real, first, 3, depth, GROUPS, kind)
+    return block_0, block_1, block_2, block_3
 
 
 @triton.jit
