@@ -6,9 +6,8 @@ step before it uses those of the step before. The second launch adds up a token'
 to a third. With `expert_splits` several programs share a token's experts, and the last to end adds up, always
 in the same order.
 
-A group of a row's weights is 8 words and two halves of 16 bytes, of which a thread has one: 64 weights of
-``nvfp4`` in four blocks, see `nvfp4_words`; 32 of ``fp8``, of which each half has two blocks of 8; 16 of
-``bfloat16`` or ``float16``, of which each half is a block.
+Eight words of a row are a group, of which a thread has one half, 16 bytes: 64 NVFP4 weights in four blocks,
+see `nvfp4_words`, or 32 FP8 weights, two blocks of 8 in each half. Both are decoded 2**8 times too small.
 
 Decoded NVFP4 codes are as small as 2**-127, so their products with small values are subnormal numbers, which
 have fewer bits. What a layer computes with comes out of a norm and is near 1; values between the products may
@@ -21,7 +20,6 @@ import triton
 import triton.language as tl
 
 from moedoctor.kernels.moe import e4m3
-from moedoctor.kernels.moe.e4m3 import eighths, low_half, split_words
 from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, add_block
 from moedoctor.kernels.moe.rows import activate, row_and_column
 
@@ -36,7 +34,7 @@ def _load_words(
     depth: tl.constexpr,
     columns: tl.constexpr,
     GROUPS: tl.constexpr,
-    kind: tl.constexpr,
+    quantization: tl.constexpr,
 ) -> tl.tuple:
     """Return (words uint32 [N, 8 * GROUPS], scales [N, 2 * GROUPS]) of `rows` from group `first` on.
 
@@ -44,17 +42,16 @@ def _load_words(
     so that a thread with half of its words need not ask another thread. FP8 has a float32 for each half if
     a scale is for some `columns` only. Else they are zeros [1].
     """
-    halved: tl.constexpr = depth // 4 if kind == "fp8" else depth // 2
-    width: tl.constexpr = (depth + 63) // 64 * 8 if kind == "nvfp4" else halved
+    width: tl.constexpr = (depth + 63) // 64 * 8 if quantization == "nvfp4" else depth // 4
     word = first * 8 + tl.arange(0, GROUPS * 8)  # [W]
     inside = present[:, None] & (word < width)[None, :]  # [N, W]
     words = tl.load(weight_ptr + rows[:, None] * width + word[None, :], mask=inside, other=0)
-    if kind == "nvfp4":
+    if quantization == "nvfp4":
         group = first + tl.arange(0, GROUPS * 2) // 2  # [2 * G]
         inside = present[:, None] & (group < width // 8)[None, :]  # [N, 2 * G]
         loaded = tl.load(scale_row[:, None] + group[None, :], mask=inside, other=0)
         scales = loaded.to(tl.uint32, bitcast=True)
-    elif kind == "fp8" and columns < depth:
+    elif columns < depth:
         column = first * 32 + tl.arange(0, GROUPS * 2) * 16  # [2 * G]
         inside = present[:, None] & (column < depth)[None, :]  # [N, 2 * G]
         scales = tl.load(scale_row[:, None] + (column // columns)[None, :], mask=inside, other=0.0)
@@ -71,19 +68,17 @@ def _load_values(
     block: tl.constexpr,
     depth: tl.constexpr,
     GROUPS: tl.constexpr,
-    kind: tl.constexpr,
+    quantization: tl.constexpr,
 ) -> tl.tensor:
     """Return [L, 16 * GROUPS] of the rows [L, 1]: the values for one block of each group from `first` on.
 
-    But for NVFP4 it is one block of each half of a group.
+    For FP8 it is one block of each half of a group.
     """
     k = tl.arange(0, GROUPS * 16)  # [16 * G]
-    if kind == "nvfp4":
+    if quantization == "nvfp4":
         place = (first + k // 16) * 64 + block * 16 + k % 16  # [16 * G]
-    elif kind == "fp8":
-        place = (first * 2 + k // 8) * 16 + block * 8 + k % 8  # [16 * G]
     else:
-        place = first * 16 + k  # [16 * G]
+        place = (first * 2 + k // 8) * 16 + block * 8 + k % 8  # [16 * G]
     return tl.load(h_row + place[None, :], mask=real[:, None] & (place < depth)[None, :], other=0.0)
 
 
@@ -94,16 +89,15 @@ def _load_step(
     first: tl.tensor,
     depth: tl.constexpr,
     GROUPS: tl.constexpr,
-    kind: tl.constexpr,
+    quantization: tl.constexpr,
 ) -> tl.tuple:
-    """Return what `_load_values` does for each of four blocks; again the first for those that are not."""
-    block_0 = _load_values(h_row, real, first, 0, depth, GROUPS, kind)
-    block_1, block_2, block_3 = block_0, block_0, block_0
-    if kind == "nvfp4" or kind == "fp8":
-        block_1 = _load_values(h_row, real, first, 1, depth, GROUPS, kind)
-    if kind == "nvfp4":
-        block_2 = _load_values(h_row, real, first, 2, depth, GROUPS, kind)
-        block_3 = _load_values(h_row, real, first, 3, depth, GROUPS, kind)
+    """Return what `_load_values` does for each of four blocks. FP8 has two: the others are not used."""
+    block_0 = _load_values(h_row, real, first, 0, depth, GROUPS, quantization)
+    block_1 = _load_values(h_row, real, first, 1, depth, GROUPS, quantization)
+    block_2, block_3 = block_0, block_1
+    if quantization == "nvfp4":
+        block_2 = _load_values(h_row, real, first, 2, depth, GROUPS, quantization)
+        block_3 = _load_values(h_row, real, first, 3, depth, GROUPS, quantization)
     return block_0, block_1, block_2, block_3
 
 
@@ -122,41 +116,23 @@ def _repeat(values: tl.tensor, rows: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _add_step(
-    sums: tl.tensor, words: tl.tuple, values: tl.tuple, scaled: tl.constexpr, kind: tl.constexpr
+    sums: tl.tensor, words: tl.tuple, values: tl.tuple, scaled: tl.constexpr, quantization: tl.constexpr
 ) -> tl.tensor:
     """Return `sums` [N, 2 * G] plus the products of a step's `words` and `values`, a [L, 16 * G] a block.
 
     Row n of the words is multiplied by row ``n % L`` of the values. `scaled`: FP8 words have scales.
     """
     rows: tl.constexpr = sums.shape[0]
-    if kind == "nvfp4":
+    if quantization == "nvfp4":
         for block in tl.static_range(4):
             sums = add_block(sums, words[0], words[1], block, _repeat(values[block], rows))
     else:
-        quarters = split_words(words[0])
+        quarters = e4m3.split_words(words[0])
         before = tl.zeros_like(sums) if scaled else sums
-        if kind == "fp8":
-            total = e4m3.add_block(before, quarters[0], quarters[1], _repeat(values[0], rows))
-            total = e4m3.add_block(total, quarters[2], quarters[3], _repeat(values[1], rows))
-        else:
-            total = _add_halves(before, quarters, _repeat(values[0], rows), kind)
+        total = e4m3.add_block(before, quarters[0], quarters[1], _repeat(values[0], rows))
+        total = e4m3.add_block(total, quarters[2], quarters[3], _repeat(values[1], rows))
         sums = tl.fma(total, words[1], sums) if scaled else total
     return sums
-
-
-@triton.jit
-def _add_halves(total: tl.tensor, words: tl.tuple, values: tl.tensor, kind: tl.constexpr) -> tl.tensor:
-    """Return `total` [N, W] plus the sum of eight products: of two weights in each of four words [N, W]."""
-    eight = eighths(values)
-    for word in tl.static_range(4):
-        if kind == "float16":
-            low, high = low_half(words[word]), low_half(words[word] >> 16)
-        else:
-            low = (words[word] << 16).to(tl.float32, bitcast=True)
-            high = (words[word] & 0xFFFF0000).to(tl.float32, bitcast=True)
-        total = tl.fma(low, eight[2 * word], total)
-        total = tl.fma(high, eight[2 * word + 1], total)
-    return total
 
 
 @triton.jit
@@ -185,7 +161,7 @@ def up_rows_kernel(
     hidden_size: tl.constexpr,
     intermediate_size: tl.constexpr,
     activation: tl.constexpr,
-    kind: tl.constexpr,
+    quantization: tl.constexpr,
     scales: tl.constexpr,
     has_bias: tl.constexpr,
     LANES: tl.constexpr,
@@ -198,7 +174,7 @@ def up_rows_kernel(
     """Write `out` [T * K, I]: the activated first product of each pair with an expert, times `larger`.
 
     `weight` int32 and `block_scale` are those of `pack_words` for [E, 2I, H], gate above up, or [E, I, H] for
-    ``relu2``; of other kinds `weight` holds two or four a word. `scale` and `scales`: see
+    ``relu2``; FP8 has four codes a word. `scale` and `scales`: see
     `ExpertWeights.scale_layout`. LANES: rows of the weight that all threads hold at a time. `early`: the next
     launch may begin, for which zeros are written to int32 `ended_ptr` [T, columns_ended]. Programs:
     T * K * (I / BLOCK_N).
@@ -214,12 +190,12 @@ def up_rows_kernel(
     if (expert >= 0) & (expert < num_experts):
         gated: tl.constexpr = activation != "relu2"
         height: tl.constexpr = 2 * intermediate_size if gated else intermediate_size
-        in_group: tl.constexpr = 64 if kind == "nvfp4" else 32 if kind == "fp8" else 16
+        in_group: tl.constexpr = 64 if quantization == "nvfp4" else 32
         groups: tl.constexpr = (hidden_size + in_group - 1) // in_group
         halves: tl.constexpr = scales[0]
         scale_rows: tl.constexpr = scales[1]
         columns: tl.constexpr = scales[2]
-        scaled: tl.constexpr = kind == "fp8" and columns < hidden_size
+        scaled: tl.constexpr = quantization == "fp8" and columns < hidden_size
         column = part * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
         present = column < intermediate_size  # [N]
         row = expert * height + column  # [N]
@@ -230,11 +206,11 @@ def up_rows_kernel(
         up_sums = tl.zeros([BLOCK_N, GROUPS * 2], tl.float32)
         up_row = row + intermediate_size  # [N]
         # What the end needs is asked for here, where nothing waits for it.
-        if kind == "nvfp4":
+        if quantization == "nvfp4":
             gate_at, up_at = block_scale_ptr + row * groups, block_scale_ptr + up_row * groups  # [N] each
             gate_scale = tl.load(scale_ptr + expert * halves) * REMAINING_SCALE
             up_scale = tl.load(scale_ptr + expert * halves + (halves - 1)) * REMAINING_SCALE
-        elif kind == "fp8":
+        else:
             high: tl.constexpr = (height // halves + scale_rows - 1) // scale_rows
             across: tl.constexpr = (hidden_size + columns - 1) // columns
             # Rows of a half have scales of their own, also if the half ends inside a block of them.
@@ -248,35 +224,36 @@ def up_rows_kernel(
                 gate_scale *= tl.load(gate_at, mask=present, other=0.0)
                 if gated:
                     up_scale *= tl.load(up_at, mask=present, other=0.0)
-        else:
-            gate_at, up_at = scale_ptr + column, scale_ptr + column  # not read
-            gate_scale, up_scale = 1.0, 1.0
         gate_bias = tl.zeros([BLOCK_N], tl.float32)
         up_bias = gate_bias
         if has_bias:
             gate_bias = tl.load(bias_ptr + row, mask=present, other=0.0).to(tl.float32)  # [N]
             if gated:
                 up_bias = tl.load(bias_ptr + up_row, mask=present, other=0.0).to(tl.float32)  # [N]
-        next_gate = _load_words(weight_ptr, gate_at, row, present, 0, hidden_size, columns, GROUPS, kind)
+        next_gate = _load_words(
+            weight_ptr, gate_at, row, present, 0, hidden_size, columns, GROUPS, quantization
+        )
         next_up = next_gate
         if gated:
-            next_up = _load_words(weight_ptr, up_at, up_row, present, 0, hidden_size, columns, GROUPS, kind)
+            next_up = _load_words(
+                weight_ptr, up_at, up_row, present, 0, hidden_size, columns, GROUPS, quantization
+            )
         for first in range(0, groups, GROUPS):
             gate_words, up_words = next_gate, next_up
             # The next step's weights are asked for before this step's are used.
             if groups > GROUPS:
                 after = first + GROUPS
                 next_gate = _load_words(
-                    weight_ptr, gate_at, row, present, after, hidden_size, columns, GROUPS, kind
+                    weight_ptr, gate_at, row, present, after, hidden_size, columns, GROUPS, quantization
                 )
                 if gated:
                     next_up = _load_words(
-                        weight_ptr, up_at, up_row, present, after, hidden_size, columns, GROUPS, kind
+                        weight_ptr, up_at, up_row, present, after, hidden_size, columns, GROUPS, quantization
                     )
-            x = _load_step(x_row, everywhere, first, hidden_size, GROUPS, kind)
-            gate_sums = _add_step(gate_sums, gate_words, x, scaled, kind)
+            x = _load_step(x_row, everywhere, first, hidden_size, GROUPS, quantization)
+            gate_sums = _add_step(gate_sums, gate_words, x, scaled, quantization)
             if gated:
-                up_sums = _add_step(up_sums, up_words, x, scaled, kind)
+                up_sums = _add_step(up_sums, up_words, x, scaled, quantization)
         gate = tl.sum(gate_sums, axis=1) * gate_scale + gate_bias  # [N]
         up = tl.sum(up_sums, axis=1) * up_scale + up_bias  # [N]
         value = activate(gate, up, activation) * larger  # [N]
@@ -310,20 +287,15 @@ def _scale_rows(
     hidden_size: tl.constexpr,
     intermediate_size: tl.constexpr,
     scales: tl.constexpr,
-    kind: tl.constexpr,
+    quantization: tl.constexpr,
 ) -> tl.tensor:
-    """Return where the first scale of each line is: the one of `block_scale`, for FP8 the one of `scale`.
-
-    Without scales it is not read.
-    """
-    if kind == "nvfp4":
+    """Return where the first scale of each line is: in `block_scale`, for FP8 in `scale`."""
+    if quantization == "nvfp4":
         at = block_scale_ptr + lines[2] * ((intermediate_size + 63) // 64)
-    elif kind == "fp8":
+    else:
         high: tl.constexpr = (hidden_size + scales[1] - 1) // scales[1]
         across: tl.constexpr = (intermediate_size + scales[2] - 1) // scales[2]
         at = scale_ptr + (lines[0] * high + column // scales[1]) * across
-    else:
-        at = scale_ptr + column
     return at
 
 
@@ -335,12 +307,12 @@ def _factors(
     lines: tl.tuple,
     place: tl.tensor,
     scaled: tl.constexpr,
-    kind: tl.constexpr,
+    quantization: tl.constexpr,
 ) -> tl.tuple:
     """Return what products of `lines` are multiplied by: the scale of the weight, the weight of the pair."""
-    if kind == "nvfp4":
+    if quantization == "nvfp4":
         scale = tl.load(scale_ptr + lines[0], mask=lines[1], other=0.0)
-    elif kind == "fp8" and not scaled:
+    elif not scaled:
         scale = tl.load(scale_row, mask=lines[1], other=0.0)
     else:
         scale = lines[1].to(tl.float32)
@@ -363,7 +335,7 @@ def down_rows_kernel(
     num_experts: tl.constexpr,
     hidden_size: tl.constexpr,
     intermediate_size: tl.constexpr,
-    kind: tl.constexpr,
+    quantization: tl.constexpr,
     scales: tl.constexpr,
     has_bias: tl.constexpr,
     LANES: tl.constexpr,
@@ -383,11 +355,10 @@ def down_rows_kernel(
     sums in float32 `partial_ptr` [T, splits, H], and zeros in int32 `ended_ptr` [T, H / BLOCK_N]. Programs:
     T * (H / BLOCK_N) * splits.
     """
-    in_group: tl.constexpr = 64 if kind == "nvfp4" else 32 if kind == "fp8" else 16
+    in_group: tl.constexpr = 64 if quantization == "nvfp4" else 32
     groups: tl.constexpr = (intermediate_size + in_group - 1) // in_group
-    remaining: tl.constexpr = REMAINING_SCALE if kind == "nvfp4" or kind == "fp8" else 1.0
     columns: tl.constexpr = scales[2]
-    scaled: tl.constexpr = kind == "fp8" and columns < intermediate_size
+    scaled: tl.constexpr = quantization == "fp8" and columns < intermediate_size
     steps: tl.constexpr = (groups + GROUPS - 1) // GROUPS
     turns: tl.constexpr = (top_k + LANES * expert_splits - 1) // (LANES * expert_splits)
     parts: tl.constexpr = (hidden_size + BLOCK_N - 1) // BLOCK_N
@@ -402,20 +373,20 @@ def down_rows_kernel(
     lines = _lines(ids_ptr, token, lane, column, top_k, num_experts, hidden_size)
     present = lines[1] & (column < hidden_size)  # [N * L]
     scale_row = _scale_rows(
-        block_scale_ptr, scale_ptr, lines, column, hidden_size, intermediate_size, scales, kind
+        block_scale_ptr, scale_ptr, lines, column, hidden_size, intermediate_size, scales, quantization
     )  # [N * L]
     following = _load_words(
-        weight_ptr, scale_row, lines[2], present, 0, intermediate_size, columns, GROUPS, kind
+        weight_ptr, scale_row, lines[2], present, 0, intermediate_size, columns, GROUPS, quantization
     )
     factors = _factors(
-        scale_ptr, scale_row, topk_weights_ptr, lines, token * top_k + lane, scaled, kind
+        scale_ptr, scale_row, topk_weights_ptr, lines, token * top_k + lane, scaled, quantization
     )  # [N * L] each
     real = _lines(ids_ptr, token, each, each, top_k, num_experts, hidden_size)[1]  # [L]
     if early:
         tl.extra.cuda.gdc_wait()
     # Values and weights of the next step are asked for before those of this step are used.
     h_row = h_ptr + (token * top_k + each)[:, None] * intermediate_size  # [L, 1]
-    next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS, kind)
+    next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS, quantization)
     total = tl.zeros([BLOCK_N * LANES, GROUPS * 2], tl.float32)
     biases = tl.zeros([BLOCK_N * LANES], tl.float32)
     for turn in tl.static_range(turns):
@@ -426,34 +397,41 @@ def down_rows_kernel(
             for step in range(1, steps):
                 words, h, first = following, next_h, step * GROUPS
                 following = _load_words(
-                    weight_ptr, row_scales, row, now, first, intermediate_size, columns, GROUPS, kind
+                    weight_ptr, row_scales, row, now, first, intermediate_size, columns, GROUPS, quantization
                 )
                 if ahead:
-                    next_h = _load_step(h_row, real, first, intermediate_size, GROUPS, kind)
+                    next_h = _load_step(h_row, real, first, intermediate_size, GROUPS, quantization)
                 else:
-                    h = _load_step(h_row, real, first - GROUPS, intermediate_size, GROUPS, kind)
-                sums = _add_step(sums, words, h, scaled, kind)
+                    h = _load_step(h_row, real, first - GROUPS, intermediate_size, GROUPS, quantization)
+                sums = _add_step(sums, words, h, scaled, quantization)
         words, h = following, next_h
         if not ahead:
-            h = _load_step(h_row, real, (steps - 1) * GROUPS, intermediate_size, GROUPS, kind)
+            h = _load_step(h_row, real, (steps - 1) * GROUPS, intermediate_size, GROUPS, quantization)
         if turn + 1 < turns:
             after = (turn + 1) * LANES
             lines = _lines(ids_ptr, token, after + lane, column, top_k, num_experts, hidden_size)
             present = lines[1] & (column < hidden_size)
             scale_row = _scale_rows(
-                block_scale_ptr, scale_ptr, lines, column, hidden_size, intermediate_size, scales, kind
+                block_scale_ptr,
+                scale_ptr,
+                lines,
+                column,
+                hidden_size,
+                intermediate_size,
+                scales,
+                quantization,
             )
             following = _load_words(
-                weight_ptr, scale_row, lines[2], present, 0, intermediate_size, columns, GROUPS, kind
+                weight_ptr, scale_row, lines[2], present, 0, intermediate_size, columns, GROUPS, quantization
             )
             place = token * top_k + after + lane
-            factors = _factors(scale_ptr, scale_row, topk_weights_ptr, lines, place, scaled, kind)
+            factors = _factors(scale_ptr, scale_row, topk_weights_ptr, lines, place, scaled, quantization)
             real = _lines(ids_ptr, token, after + each, each, top_k, num_experts, hidden_size)[1]
             h_row += LANES * intermediate_size
             if ahead:
-                next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS, kind)
-        sums = _add_step(sums, words, h, scaled, kind)
-        factor = scale * (remaining / larger) * share  # [N * L]
+                next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS, quantization)
+        sums = _add_step(sums, words, h, scaled, quantization)
+        factor = scale * (REMAINING_SCALE / larger) * share  # [N * L]
         total = tl.fma(sums, tl.broadcast_to(factor[:, None], sums.shape), total)
         if has_bias:
             biases += share * tl.load(bias_ptr + row, mask=now, other=0.0).to(tl.float32)

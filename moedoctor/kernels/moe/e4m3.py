@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moedoctor.kernels.moe.nvfp4_words import eighths
+
 _TO_BFLOAT16 = tl.constexpr("""{
     .reg .b32 code, moved, power, zero;
     mov.b32 power, 0x7b807b80;
@@ -78,19 +80,6 @@ def add_block(total: tl.tensor, low: tl.tensor, high: tl.tensor, values: tl.tens
 
 
 @triton.jit
-def eighths(values: tl.tensor) -> tl.tuple:
-    """Return eight [N, W]: each has one of every eight neighbours of `values` [N, 8 * W], in their order."""
-    even, odd = tl.split(tl.reshape(values, (values.shape[0], values.shape[1] // 8, 2, 2, 2)))
-    v0_v4, v2_v6 = tl.split(even)  # [N, W, 2] each
-    v1_v5, v3_v7 = tl.split(odd)  # [N, W, 2] each
-    v0, v4 = tl.split(v0_v4)
-    v1, v5 = tl.split(v1_v5)
-    v2, v6 = tl.split(v2_v6)
-    v3, v7 = tl.split(v3_v7)
-    return v0, v1, v2, v3, v4, v5, v6, v7
-
-
-@triton.jit
 def _add_word(
     total: tl.tensor, word: tl.tensor, v0: tl.tensor, v1: tl.tensor, v2: tl.tensor, v3: tl.tensor
 ) -> tl.tensor:
@@ -98,13 +87,13 @@ def _add_word(
     even, odd = word << 8, word  # codes in the high byte of each half
     even = (even & 0x80008000) | ((even >> 1) & 0x3F803F80)
     odd = (odd & 0x80008000) | ((odd >> 1) & 0x3F803F80)
-    total = tl.fma(low_half(even), v0, total)
-    total = tl.fma(low_half(odd), v1, total)
-    total = tl.fma(low_half(even >> 16), v2, total)
-    return tl.fma(low_half(odd >> 16), v3, total)
+    total = tl.fma(_low_half(even), v0, total)
+    total = tl.fma(_low_half(odd), v1, total)
+    total = tl.fma(_low_half(even >> 16), v2, total)
+    return tl.fma(_low_half(odd >> 16), v3, total)
 
 
 @triton.jit
-def low_half(word: tl.tensor) -> tl.tensor:
+def _low_half(word: tl.tensor) -> tl.tensor:
     """Return float32 [N, W]: the low half of each uint32, read as float16."""
     return (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -245,9 +245,9 @@ def run_experts(
 
     `x` is bfloat16 or float16, and so is the result, which is written to `out` if given. An id below 0 or
     from E on is skipped. `activation` is ``silu``, ``gelu``, ``gelu_tanh`` (these with the gate in the first
-    half of `w13`'s rows) or ``relu2``. Two `Tile` must have the same block_m; `RowTile` need
-    weights in whole words (H and I multiples of 4). Weights are multiplied as `x`'s type, with `RowTile` as
-    float32; sums are float32, and values between the products have `x`'s type.
+    half of `w13`'s rows) or ``relu2``. Two `Tile` must have the same block_m; `RowTile` are for NVFP4 and
+    FP8 (H and I multiples of 4). Weights are multiplied as `x`'s type, with `RowTile` as float32; sums are
+    float32, and values between the products have `x`'s type.
     """
     hidden_size = x.shape[1]
     num_experts, pairs = w13.values.shape[0], topk_ids.numel()
@@ -297,7 +297,7 @@ def _launch_rows(
     *,
     activation: str,
 ) -> None:
-    """Compute a layer in two launches. `h` [T * K, I], `out` [T, H], others as `run_experts`.
+    """Compute an NVFP4 or FP8 layer in two launches. `h` [T * K, I], `out` [T, H], others as `run_experts`.
 
     `h` gets values between the products that are larger than they are, see `decode_rows`.
     """
@@ -314,7 +314,7 @@ def _launch_rows(
         "num_experts": w13.values.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
-        "kind": str(w13.values.dtype)[6:] if w13.quantization == "none" else w13.quantization,
+        "quantization": w13.quantization,
         "larger": 2.0**64 if h.dtype is torch.bfloat16 and w13.quantization == "nvfp4" else 1.0,
         "early": early,
     }
@@ -322,8 +322,8 @@ def _launch_rows(
         up_rows_kernel[(triton.cdiv(intermediate_size, first.block_n) * tokens * top_k,)](
             x,
             _words(w13),
-            w13.values if w13.block_scales is None else w13.block_scales,
-            w13.values if w13.scale is None else w13.scale,
+            w13.scale if w13.block_scales is None else w13.block_scales,
+            w13.scale,
             w13.values if w13.bias is None else w13.bias,
             topk_ids,
             h,
@@ -341,8 +341,8 @@ def _launch_rows(
         down_rows_kernel[(parts * splits * tokens,)](
             h,
             _words(w2),
-            w2.values if w2.block_scales is None else w2.block_scales,
-            w2.values if w2.scale is None else w2.scale,
+            w2.scale if w2.block_scales is None else w2.block_scales,
+            w2.scale,
             w2.values if w2.bias is None else w2.bias,
             topk_ids,
             topk_weights,
@@ -363,7 +363,7 @@ def _launch_rows(
 
 
 def _words(weight: ExpertWeights) -> torch.Tensor:
-    """Return the values as int32, two or four in each; those of NVFP4 are words."""
+    """Return the values as int32: those of NVFP4 as they are, of FP8 four in each."""
     return weight.values.view(torch.int32)
 
 

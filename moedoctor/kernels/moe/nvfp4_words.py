@@ -88,8 +88,8 @@ def add_block(
     scaled, which takes fewer instructions than scaling eight weights.
     """
     rows: tl.constexpr = words.shape[0]
-    codes = _eighths(_halves(_codes(words, block), True))
-    values = _eighths(values)
+    codes = eighths(_halves(_codes(words, block), True))
+    values = eighths(values)
     sums = codes[0] * tl.broadcast_to(values[0], (rows, scales.shape[1]))  # [N, 2 * G]
     for place in tl.static_range(1, 8):
         sums = tl.fma(codes[place], tl.broadcast_to(values[place], (rows, scales.shape[1])), sums)
@@ -98,12 +98,16 @@ def add_block(
 
 
 @triton.jit
-def _eighths(values: tl.tensor) -> tl.tuple:
-    """Return eight [N, W] of `values` [N, 8 * W]: each has one of every eight neighbours, in no order."""
+def eighths(values: tl.tensor) -> tl.tuple:
+    """Return eight [N, W]: each has one of every eight neighbours of `values` [N, 8 * W], in their order."""
     even, odd = tl.split(tl.reshape(values, (values.shape[0], values.shape[1] // 8, 2, 2, 2)))
-    first, second = tl.split(even)
-    third, fourth = tl.split(odd)
-    return tl.split(first) + tl.split(second) + tl.split(third) + tl.split(fourth)
+    v0_v4, v2_v6 = tl.split(even)  # [N, W, 2] each
+    v1_v5, v3_v7 = tl.split(odd)  # [N, W, 2] each
+    v0, v4 = tl.split(v0_v4)
+    v1, v5 = tl.split(v1_v5)
+    v2, v6 = tl.split(v2_v6)
+    v3, v7 = tl.split(v3_v7)
+    return v0, v1, v2, v3, v4, v5, v6, v7
 
 
 @triton.jit

@@ -45,7 +45,7 @@ class RowTile:
     block_n: int
     """Columns of the result"""
     groups: int
-    """Groups of a row that a step takes: 64 weights of NVFP4, 32 of FP8, 16 of others"""
+    """Groups of a row that a step takes: 64 weights of NVFP4, 32 of FP8"""
     warps: int
     lanes: int = 32
     """Experts of a token that a step of the second product takes, at most"""
