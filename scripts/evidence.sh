@@ -245,6 +245,7 @@ make_report() {
         backend_override) write backend_override run MD010 ;;                                     # 143 s, 59 s
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, 61 s
         moe_backends_nvfp4) backends_of_all moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 "$decode" ;;     # idle; -, 76 s
+        moe_backends_fp8) backends_of_all moe_backends_fp8 OURS:fp8,TRITON:fp8,MARLIN:fp8 "$decode" ;; # idle; -, -
         moe_backends_humming) backends_of_all moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 "$decode" ;; # idle; -, 339 s
         moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$tokens" ;; # idle; -, 69 s
         bench_engine) bench_engine ;;                                                             # idle; -, 337 s

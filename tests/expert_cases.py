@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from moedoctor.bench.moe.own_backends import kernel_weights
 from moedoctor.kernels.moe import launch
-from moedoctor.kernels.moe.e4m3 import add_block, decode_e4m3, split_words
+from moedoctor.kernels.moe.e4m3 import add_block, decode_two, split_words
 from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights, nvfp4_weights
 from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
 from moedoctor.kernels.moe.products import block_product
@@ -261,20 +261,25 @@ def assert_shared_experts_are_right(
 
 
 @triton.jit
-def _decode_kernel(codes_ptr: tl.tensor, out_ptr: tl.tensor, half: tl.constexpr, wide: tl.constexpr) -> None:
-    place = tl.arange(0, 256)
-    tl.store(out_ptr + place, decode_e4m3(tl.load(codes_ptr + place), half, wide).to(tl.float32))
+def _decode_kernel(words_ptr: tl.tensor, out_ptr: tl.tensor, half: tl.constexpr, wide: tl.constexpr) -> None:
+    word = tl.arange(0, 64)[None, :]  # [1, 64]
+    words = tl.load(words_ptr + word).to(tl.uint32, bitcast=True)
+    place = tl.arange(0, 128)[None, :] * 2  # [1, 128]
+    tl.store(out_ptr + place, decode_two(words, 0, half, wide).to(tl.float32))
+    tl.store(out_ptr + place + 1, decode_two(words, 1, half, wide).to(tl.float32))
 
 
 def assert_e4m3_is_exact(device: str, *, half: bool, wide: bool) -> None:
-    """Every code but the two of NaN, which loading refuses."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device)
-    out = torch.empty(256, dtype=torch.float32, device=device)
-    _decode_kernel[(1,)](codes, out, half=half, wide=wide)
-    right = codes.view(torch.float8_e4m3fn).float()
-    finite = ~right.isnan()
-    assert int(finite.sum()) == 254
-    assert torch.equal(out[finite], right[finite])
+    """Every code in each place of a word, but the two of NaN, which loading refuses."""
+    for shift in range(4):
+        codes = torch.arange(256, dtype=torch.uint8, device=device) + shift
+        out = torch.empty(256, dtype=torch.float32, device=device)
+        _decode_kernel[(1,)](codes.view(torch.int32), out, half=half, wide=wide)
+        right = codes.view(torch.float8_e4m3fn).float()
+        finite = ~right.isnan()
+        assert int(finite.sum()) == 254
+        assert torch.equal(out[finite], right[finite]), shift
+        assert torch.equal(out.signbit(), codes > 127), shift
 
 
 @triton.jit
@@ -292,7 +297,7 @@ def assert_e4m3_words_are_exact(device: str) -> None:
     """Every code in each place of two words is multiplied by the value of its own place, and only by it."""
     for shift, place in itertools.product(range(8), range(8)):
         codes = torch.arange(256, dtype=torch.uint8, device=device) + shift
-        right = codes.view(torch.float8_e4m3fn).float().abs().nan_to_num(480.0)  # NaN as decode_e4m3
+        right = codes.view(torch.float8_e4m3fn).float().abs().nan_to_num(480.0)  # NaN as decode_two
         right = torch.where(codes > 127, -right, right).view(32, 8)
         values = torch.zeros(16, 8, device=device)
         values[:, place] = 256.0  # weights are divided by 2**8
@@ -317,7 +322,7 @@ def compiled(
     The layer is of 2688 by 1856, with biases. `blocks`: whether FP8 weights have a scale for each 128 x 128.
     """
     kind = "fp16" if float16 else "bf16"
-    values = {"none": kind, "fp8": "u8", "nvfp4": "i32"}[quantization]
+    values = {"none": kind, "fp8": "i32", "nvfp4": "i32"}[quantization]
     types = (kind, values, "i32", "fp32", kind, kind, "i32", "i32", "i32", "=i32")
     depth = 1856 if second else 2688
     constants = {
@@ -377,6 +382,7 @@ if __name__ == "__main__":
             assert_random_layer_is_right(int(values[0]), fp8_rows=kind == "fp8_rows")
         elif kind == "e4m3":
             assert_e4m3_is_exact("cpu", half=False, wide=True)
+            assert_e4m3_is_exact("cpu", half=True, wide=False)
             assert_e4m3_words_are_exact("cpu")
         elif kind == "decoding":
             assert_decoding_is_exact("cpu", Tile(64, 64, 128, 4, 2))

@@ -60,61 +60,6 @@ def test_interpreted_small_values_between_the_products() -> None:
     _interpreted("small,bfloat16,-40", "small,float16,-8")
 
 
-@pytest.mark.parametrize("half", [True, False])
-def test_instructions_that_decode_fp8(half: bool) -> None:
-    """Every pair of codes with another, run here; the interpreter of Triton cannot."""
-    from moedoctor.kernels.moe import e4m3
-
-    source = (e4m3._TO_FLOAT16 if half else e4m3._TO_BFLOAT16).value
-    kind = torch.float16 if half else torch.bfloat16
-    for code in range(256):
-        pair = torch.tensor([code, 255 - code], dtype=torch.uint8)
-        values = torch.tensor([_run_ptx(source, int(pair.view(torch.uint16)), kind)]).to(torch.uint32)
-        right = pair.view(torch.float8_e4m3fn).float()
-        got = values.view(kind).float()
-        finite = ~right.isnan()
-        assert torch.equal(got[finite], right[finite]), code
-        assert torch.equal(got[finite].signbit(), right[finite].signbit()), code
-
-
-def _run_ptx(source: str, code: int, kind: torch.dtype) -> int:
-    """Return what the instructions leave in $0 if $1 holds `code`."""
-    registers = {"$1": code}
-
-    def value(name: str) -> int:
-        return registers[name] if name in registers else int(name, 0)
-
-    def halves(bits: int) -> torch.Tensor:
-        return torch.tensor([bits], dtype=torch.int64).to(torch.uint32).view(kind)
-
-    for line in source.strip("{} \n").split(";"):
-        operation, _, rest = line.strip().partition(" ")
-        if not operation or operation.startswith(".reg"):
-            continue
-        target, *names = (name.strip() for name in rest.split(","))
-        a, *more = (value(name) for name in names)
-        match operation.split(".")[0]:
-            case "mov" | "cvt":
-                result = a
-            case "shr":
-                result = a >> more[0]
-            case "and":
-                result = a & more[0]
-            case "lop3":
-                assert more[2] == 0xEA
-                result = (a & more[0]) | more[1]
-            case "prmt":
-                source_bytes = a.to_bytes(4, "little") + more[0].to_bytes(4, "little")
-                result = int.from_bytes([source_bytes[more[1] >> 4 * i & 7] for i in range(4)], "little")
-            case "fma":
-                sums = halves(a).double() * halves(more[0]).double() + halves(more[1]).double()
-                result = int(sums.to(kind).view(torch.uint32).long())
-            case _:
-                raise AssertionError(operation)
-        registers[target] = result
-    return registers["$0"]
-
-
 def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the nearest number of pairs, of the same layer, if it is near."""
     first, second = Tile(16, 64, 256, 4, 3), Tile(16, 128, 256, 4, 3, depth_splits=2)
@@ -137,34 +82,39 @@ def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "experts", "quantization", "rows"),
+    ("tokens", "top_k", "experts", "quantization", "gated", "rows"),
     [
-        (1, 8, 128, "nvfp4", True),
-        (2, 8, 128, "nvfp4", False),
-        (1, 8, 8, "fp8", True),
-        (8, 8, 128, "fp8", True),
-        (8, 8, 127, "fp8", False),  # some experts are several pairs', whose weights would be read as often
-        (9, 2, 128, "fp8", False),
-        (1, 8, 128, "none", False),
+        (1, 8, 128, "nvfp4", True, True),
+        (1, 8, 128, "nvfp4", False, False),
+        (2, 8, 128, "nvfp4", True, False),
+        (1, 8, 8, "fp8", True, True),
+        (4, 8, 64, "fp8", True, True),
+        (4, 22, 512, "fp8", False, True),
+        (4, 8, 63, "fp8", True, False),  # several pairs share an expert, whose weights would be read as often
+        (5, 2, 128, "fp8", True, False),
+        (1, 8, 128, "none", True, False),
     ],
 )
 def test_few_tokens_that_are_computed_row_by_row(
-    tokens: int, top_k: int, experts: int, quantization: str, rows: bool
+    tokens: int, top_k: int, experts: int, quantization: str, gated: bool, rows: bool
 ) -> None:
-    tiles = row_tiles(tokens, top_k, experts, quantization)
-    assert (tiles is not None) == rows
-    more = row_tiles(tokens, 9, 1000, quantization)
-    assert more is None or more[1].block_n == 1, "registers hold a column's weights of sixteen experts"
-
-
-@pytest.mark.parametrize(("activation", "hidden_size"), [("relu2", 64), ("silu", 62), ("silu", 64)])
-def test_layers_that_are_computed_row_by_row(activation: str, hidden_size: int) -> None:
-    """Those with a gate whose rows are whole words; the others over blocks."""
     from moedoctor.kernels.moe.launch import _tiles
 
-    gated = activation != "relu2"
-    tiles = _tiles(torch.empty(2, hidden_size), 2, 64, "fp8", 48, gated)
-    assert isinstance(tiles[0], RowTile) == (gated and hidden_size == 64)
+    tiles = _tiles(torch.empty(tokens, 64), top_k, experts, quantization, 48, gated)
+    assert isinstance(tiles[0], RowTile) == rows
+    assert (row_tiles(tokens, top_k, experts, quantization, gated=gated) is not None) == rows
+
+
+@pytest.mark.parametrize("quantization", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("top_k", [1, 8, 9, 22])
+def test_registers_hold_what_a_step_of_few_tokens_reads(top_k: int, quantization: str) -> None:
+    """A thread has at most 128 words of weights and values."""
+    tiles = row_tiles(1, top_k, 1000, quantization, gated=True)
+    assert tiles is not None
+    first, second = tiles
+    lanes = min(second.lanes, 1 << (top_k - 1).bit_length())
+    assert 2 * first.block_n * first.groups / first.warps <= 128
+    assert 2 * lanes * second.block_n * second.groups / second.warps <= 128
 
 
 def test_the_table_of_measured_tiles() -> None:
@@ -394,6 +344,8 @@ def test_fp8_scales_of_another_shape_are_refused(
     from moedoctor.kernels.moe.expert_weights import fp8_weights
 
     values = torch.zeros(3, 64, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="values: expected columns in multiples of 4, got 62"):
+        fp8_weights(values[..., :62].contiguous(), torch.ones(3))
     with pytest.raises(ValueError, match=message):
         fp8_weights(values, torch.ones(size), block=block)
     with pytest.raises(ValueError, match=r"scale: expected float32, got torch\.bfloat16"):
@@ -437,6 +389,20 @@ def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
         assert steps.count("commit") >= 4
         assert all(after == "wait" for step, after in pairwise(steps) if step == "commit")
     assert kernel.metadata.shared <= 99 * 1024, "the shared memory of the smallest GPU for one program"
+
+
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+def test_fp8_weights_are_read_as_words_and_stay_with_their_thread(capability: int) -> None:
+    """Compiled without a GPU: what a thread of a tensor core multiplies is in words that it read itself."""
+    from expert_cases import compiled
+
+    tile, _ = block_tiles(512, 128, "fp8", gated=True)
+    kernel = compiled(capability, tile, quantization="fp8", second=False, activation="silu")
+    weights = f"tensor<{tile.block_n}x{tile.block_k // 2}xbf16"  # the weights that are decoded at a time
+    assert weights in kernel.asm["ttgir"]
+    assert not re.search(rf"local_(?:alloc|store) [^\n]*{weights}", kernel.asm["ttgir"])
+    narrow = re.findall(r"ld\.shared\.[bu](?:8|16)\b", kernel.asm["ptx"])
+    assert len(narrow) <= 8, "those of the result, where one exists; a step has 64 pairs of weights a thread"
 
 
 @pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "none"])

@@ -20,6 +20,8 @@ _EXCHANGING = {
     RowTile(4, 4, 4, lanes=8),
     RowTile(8, 4, 4, lanes=8, expert_splits=3),
     RowTile(8, 16, 4, lanes=2),
+    RowTile(8, 4, 2, lanes=8, ahead=False),
+    RowTile(8, 4, 4, lanes=8, ahead=False, expert_splits=3),
 }
 """Measured tiles of second products whose warps get values through shared memory; they were the fastest."""
 _PAIRS = (8, 64, 1000, 3072, 6000, 65_536)
@@ -83,7 +85,7 @@ def test_products_of_a_whole_layer(capability: int, quantization: str) -> None:
         _check(kernel, capability, f"{quantization}, {activation}")
 
 
-@pytest.mark.parametrize("quantization", ["none", "nvfp4"])
+@pytest.mark.parametrize("quantization", ["none", "fp8", "nvfp4"])
 def test_measured_tiles(quantization: str) -> None:
     """Those of the table, for the kind of GPU where they were measured."""
     from expert_cases import compiled
@@ -120,13 +122,13 @@ def test_nvfp4_rows(capability: int) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_fp8_rows(capability: int) -> None:
     """With a scale for each half, or for blocks."""
-    for top_k, blocks in ((8, False), (8, True), (10, False)):
+    for top_k, gated, blocks in ((8, True, False), (8, True, True), (10, True, False), (22, False, False)):
         for second, tile in enumerate(_row_tiles(top_k, "fp8")):
             _assemble_rows(
                 capability,
                 tile,
                 second=bool(second),
-                gated=True,
+                gated=gated,
                 top_k=top_k,
                 quantization="fp8",
                 blocks=blocks,
@@ -134,7 +136,7 @@ def test_fp8_rows(capability: int) -> None:
 
 
 def _row_tiles(top_k: int, quantization: str) -> tuple[RowTile, RowTile]:
-    tiles = row_tiles(1, top_k, 128, quantization)
+    tiles = row_tiles(1, top_k, 128, quantization, gated=True)
     assert tiles is not None
     return tiles
 

@@ -54,11 +54,14 @@ def fp8_weights(
 
     `scale` is float32 [E] or [E, 1] (a scale a matrix), [E, 2] (one for each half), [E, N, 1] (one for each
     row; `block` None), or with a `block` of (n, k) [E, halves * ceil(N / halves / n), ceil(K / k)]. Raises
-    ValueError for another shape or type, and for blocks whose columns are not a multiple of 16.
+    ValueError for another shape or type, for blocks whose columns are not a multiple of 16, and for K that is
+    not a multiple of 4, as kernels read four weights in a word.
     """
     experts, rows, depth = values.shape
     if values.dtype != torch.float8_e4m3fn or not values.is_contiguous():
         raise ValueError(f"values: expected contiguous float8_e4m3fn, got {values.dtype}")
+    if depth % 4:
+        raise ValueError(f"values: expected columns in multiples of 4, got {depth}")
     if scale.dtype != torch.float32:
         raise ValueError(f"scale: expected float32, got {scale.dtype}")
     if scale.dim() == 3 and block is None and scale.shape[1:] == (rows, 1):

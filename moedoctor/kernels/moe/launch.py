@@ -382,9 +382,11 @@ def _tiles(
             intermediate_size=intermediate_size,
             gated=gated,
         )
-    if measured is None and gated and not (hidden_size % 4 or intermediate_size % 4):
-        measured = row_tiles(tokens, top_k, num_experts, quantization)
-    return measured or block_tiles(pairs, num_experts, quantization, gated=gated)
+    return (
+        measured
+        or row_tiles(tokens, top_k, num_experts, quantization, gated=gated)
+        or block_tiles(pairs, num_experts, quantization, gated=gated)
+    )
 
 
 def plan_blocks(
@@ -436,7 +438,7 @@ def launch_block_product(
     order, blocks = plan or (topk_ids, topk_ids)
     width, depth = out.shape[-1], a.shape[1]
     count = len(blocks) if plan else topk_ids.numel()  # without a plan the pairs of one token
-    values = weight.values.view(torch.uint8) if weight.quantization == "fp8" else weight.values
+    values = weight.values if weight.quantization == "none" else _words(weight)
     scales = weight.scale_layout(depth)
     block_k = _step(tile, weight, depth)
     with on_device(a):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.moe.e4m3 import decode_e4m3
+from moedoctor.kernels.moe.e4m3 import decode_two
 from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, decode_block
 from moedoctor.kernels.moe.rows import activate, fetch, row_and_column, rows_of
 
@@ -293,23 +293,30 @@ def _fp8_step(
     wide: tl.constexpr,
     hopper: tl.constexpr,
 ) -> tl.tensor:
-    """As `_plain_step` with E4M3 weights. `scale_at` [N] points to the first scale of each row.
+    """As `_plain_step` with E4M3 weights, four in a word of int32.
 
-    A scale is for `scale_columns` columns of the weight. If those are all, the scale is applied at the end.
+    `scale_at` [N] points to the first scale of each row. A scale is for `scale_columns` columns of the
+    weight. If those are all, the scale is applied at the end.
     """
-    column = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    codes = tl.load(
-        weight_ptr + rows[:, None] * depth + column[None, :],
-        mask=present[:, None] & (column < depth)[None, :],
-        other=0,
-    )  # [N, BLOCK_K]
-    weight = decode_e4m3(codes, values.dtype == tl.float16, wide)  # [N, BLOCK_K]
-    if scale_columns >= depth:
-        total = _block_dot(weight, values, total, wide)
-    else:
+    word = start // 4 + tl.arange(0, BLOCK_K // 4)  # [W]
+    inside = present[:, None] & (word < depth // 4)[None, :]  # [N, W]
+    place = rows[:, None] * (depth // 4) + word[None, :]  # [N, W]
+    words = tl.load(weight_ptr + place, mask=inside, other=0).to(tl.uint32, bitcast=True)  # [N, W]
+    half: tl.constexpr = values.dtype == tl.float16
+    even, odd = decode_two(words, 0, half, wide), decode_two(words, 1, half, wide)  # [N, BLOCK_K / 2] each
+    at_end: tl.constexpr = scale_columns >= depth
+    added = total if at_end else tl.zeros_like(total)  # [N, M]
+    if BLOCK_K >= 32:
+        # The columns of both in their order would mean that threads exchange weights.
+        even_values, odd_values = tl.split(tl.reshape(values, (values.shape[0], BLOCK_K // 2, 2)))
+        added = _block_dot(odd, odd_values, _block_dot(even, even_values, added, wide), wide)
+    else:  # tensor cores take no fewer than 16 columns
+        weight = tl.reshape(tl.join(even, odd), (words.shape[0], BLOCK_K))  # [N, BLOCK_K]
+        added = _block_dot(weight, values, added, wide)
+    if not at_end:
         scale = tl.load(scale_at + start // scale_columns, mask=present, other=0.0)  # [N]
-        total += _block_dot(weight, values, tl.zeros_like(total), wide) * scale[:, None]
-    return _finished(total, hopper)
+        added = total + added * scale[:, None]
+    return _finished(added, hopper)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -380,7 +387,8 @@ def block_product(
                 fetch(scale_ptr + first_row * groups, 0, count * (groups * 4), BLOCK_N * groups * 4)
             else:
                 size: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-                fetch(weight_ptr + first_row * depth, 0, count * (depth * size), BLOCK_N * depth * size)
+                columns: tl.constexpr = depth // 4 if quantization == "fp8" else depth
+                fetch(weight_ptr + first_row * columns, 0, count * (columns * size), BLOCK_N * columns * size)
         # Also without work: else the sum might end before the first product has.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
