@@ -114,13 +114,13 @@ def row_tiles(
     """Return the tiles of both products for few tokens, or None if blocks are faster.
 
     For one NVFP4 token they were the fastest for gemma-4-26b-a4b on an H100; layers without a gate that were
-    measured have others. For one to four FP8 tokens they took at most 1.2 times the time of the fastest for
+    measured have others. For one to eight FP8 tokens they took at most 1.2 times the time of the fastest for
     each of five layers on an H200, and less than `block_tiles`.
     """
     if quantization == "nvfp4" and gated and tokens == 1:
         return RowTile(2, 8, 1), RowTile(4 if top_k <= 8 else 1, 4, 2)
     # Each pair reads the weights of its expert, so most experts must be one pair's.
-    if quantization == "fp8" and (tokens == 1 or (tokens <= 4 and tokens * top_k <= experts // 2)):
+    if quantization == "fp8" and (tokens == 1 or (tokens <= 8 and tokens * top_k <= experts // 2)):
         return RowTile(4, 32, 2), RowTile(2, 8, 4, lanes=8)
     return None
 
