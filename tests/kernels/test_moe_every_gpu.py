@@ -78,6 +78,10 @@ def test_products_of_a_whole_layer(capability: int, quantization: str) -> None:
             capability, tile, quantization="fp8", second=False, activation="silu", blocks=False
         )
         _check(one_scale, capability, "fp8, one scale a matrix")
+        # Of scales for 48 columns a step takes 16, no fewer than tensor cores do.
+        short = replace(tile, block_k=16)
+        kernel = compiled(capability, short, quantization="fp8", second=False, activation="silu")
+        _check(kernel, capability, "fp8, a step of 16 columns")
     for activation, float16 in (("gelu", True), ("gelu_tanh", False), ("relu2", True)):
         kernel = compiled(
             capability, tile, quantization=quantization, second=False, activation=activation, float16=float16
