@@ -215,7 +215,7 @@ make_report() {
         moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 211 s, 247 s
         moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # -, 136 s
         backend_fix) write backend_fix run scenarios/engine/backend_fix.yaml ;;                   # -, 55 s
-        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle; -, 267 s
+        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle; -, 266 s
         nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
         offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, -
@@ -245,7 +245,7 @@ make_report() {
         backend_override) write backend_override run MD010 ;;                                     # 143 s, 59 s
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, 61 s
         moe_backends_nvfp4) backends_of_all moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 "$decode" ;;     # idle; -, 76 s
-        moe_backends_fp8) backends_of_all moe_backends_fp8 OURS:fp8,TRITON:fp8,MARLIN:fp8 "$decode" ;; # idle; -, -
+        moe_backends_fp8) backends_of_all moe_backends_fp8 OURS:fp8,TRITON:fp8,MARLIN:fp8 "$decode" ;; # idle; -, 114 s
         moe_backends_humming) backends_of_all moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 "$decode" ;; # idle; -, 339 s
         moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$tokens" ;; # idle; -, 69 s
         bench_engine) bench_engine ;;                                                             # idle; -, 337 s

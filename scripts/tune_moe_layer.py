@@ -5,9 +5,9 @@
 Both products of a layer are timed by themselves with each tile, in CUDA graphs, with other experts from call
 to call, so that weights come from memory. Then the whole layer with the fastest tiles is timed in turn with
 the default ones and with vLLM's backends, and its output is compared with the float32 reference. The file is
-written after each model, so a run that is cut leaves what it measured. For one to four tokens of NVFP4 and
-FP8 the kernels without tensor cores (`RowTile`) are measured too, in the whole layer. Tiles are chosen in
-`moedoctor.kernels.moe.tiles`. Whether launches begin early (`Tile.early`) is decided with the
+written after each model, so a run that is cut leaves what it measured. For one to four NVFP4 tokens and one
+to eight FP8 tokens the kernels without tensor cores (`RowTile`) are measured too, in the whole layer. Tiles
+are chosen in `moedoctor.kernels.moe.tiles`. Whether launches begin early (`Tile.early`) is decided with the
 whole layer, in turn with the same tiles; with --known only that and `RowTile` are measured, beside the tiles
 that a call gets today.
 
@@ -107,7 +107,7 @@ _FEW["fp8", True] = _FEW["fp8", False] = (
     (128, 128, 8, 3),
     (64, 128, 8, 3),
 )
-_MOST_ROW_TOKENS = {"nvfp4": 4, "fp8": 4, "bf16": 0}
+_MOST_ROW_TOKENS = {"nvfp4": 4, "fp8": 8, "bf16": 0}
 """With more tokens `RowTile` are not measured."""
 _SPLITS = {
     "nvfp4": ((64, 256, 4, 3), (128, 256, 4, 3), (64, 128, 4, 4), (128, 128, 4, 4)),

@@ -88,10 +88,17 @@ def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (1, 8, 128, "nvfp4", False, False),
         (2, 8, 128, "nvfp4", True, False),
         (1, 8, 8, "fp8", True, True),
-        (4, 8, 64, "fp8", True, True),
-        (4, 22, 512, "fp8", False, True),
-        (4, 8, 63, "fp8", True, False),  # several pairs share an expert, whose weights would be read as often
-        (5, 2, 128, "fp8", True, False),
+        (8, 8, 128, "fp8", True, True),
+        (8, 22, 512, "fp8", False, True),
+        (
+            8,
+            8,
+            127,
+            "fp8",
+            True,
+            False,
+        ),  # several pairs share an expert, whose weights would be read as often
+        (9, 2, 128, "fp8", True, False),
         (1, 8, 128, "none", True, False),
     ],
 )
