@@ -390,12 +390,17 @@ def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
     if capability in (90, 120):  # elsewhere the assembler joins multiplications, or the loop is unrolled
         mine = tile.block_n * tile.block_k // (32 * tile.warps)  # weights a thread
         assert len(re.findall(r"mul(?:\.rn)?\.bf16x2", kernel.asm["ptx"])) == mine // 2
-    if capability == 90:  # asynchronous: weights may be overwritten only after a wait
-        order = re.findall(r"wgmma\.(commit|wait)_group|(\bbra)\b", kernel.asm["ptx"])
-        steps = [group or jump for group, jump in order]
-        assert steps.count("commit") >= 4
-        assert all(after == "wait" for step, after in pairwise(steps) if step == "commit")
+    if capability == 90:
+        _assert_weights_are_read_before_others_come(kernel, 4)
     assert kernel.metadata.shared <= 99 * 1024, "the shared memory of the smallest GPU for one program"
+
+
+def _assert_weights_are_read_before_others_come(kernel: Any, products: int) -> None:
+    """Hopper's tensor cores are asynchronous: weights may be overwritten only after a wait."""
+    order = re.findall(r"wgmma\.(commit|wait)_group|(\bbra)\b", kernel.asm["ptx"])
+    steps = [group or jump for group, jump in order]
+    assert steps.count("commit") >= products
+    assert all(after == "wait" for step, after in pairwise(steps) if step == "commit")
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
@@ -410,6 +415,8 @@ def test_fp8_weights_are_read_as_words_and_stay_with_their_thread(capability: in
     assert not re.search(rf"local_(?:alloc|store) [^\n]*{weights}", kernel.asm["ttgir"])
     narrow = re.findall(r"ld\.shared\.[bu](?:8|16)\b", kernel.asm["ptx"])
     assert len(narrow) <= 8, "those of the result, where one exists; a step has 64 pairs of weights a thread"
+    if capability == 90:
+        _assert_weights_are_read_before_others_come(kernel, 4)
 
 
 @pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "none"])
