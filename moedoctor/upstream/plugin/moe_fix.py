@@ -54,7 +54,7 @@ LEAST_CAPABILITY = (8, 0)
 """Older tensor cores have no bfloat16."""
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _LOADER = "vllm.model_executor.model_loader.base_loader:BaseModelLoader"
-_COMPRESSED = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4"
+_COMPRESSED = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,26 @@ FORMATS = (
         'layer.register_parameter(f"w13_{self.weight_scale_name}", w13_weight_scale)',
     ),
     Format(
+        "FP8 of ModelOpt",
+        f"{_QUANTIZATION}.modelopt",
+        "ModelOptFp8MoEMethod",
+        "select_fp8_moe_backend",
+        f"{FUSED}.oracle.fp8:Fp8MoeBackend",
+        "TRITON",
+        take_fp8,
+        'layer.register_parameter("w13_weight_scale", w13_weight_scale)',
+    ),
+    Format(
+        "FP8 of compressed-tensors",
+        f"{_COMPRESSED}_w8a8_fp8",
+        "CompressedTensorsW8A8Fp8MoEMethod",
+        "select_fp8_moe_backend",
+        f"{FUSED}.oracle.fp8:Fp8MoeBackend",
+        "TRITON",
+        take_fp8,
+        'layer.register_parameter("w13_weight_scale", w13_weight_scale)',
+    ),
+    Format(
         "NVFP4",
         f"{_QUANTIZATION}.modelopt",
         "ModelOptNvFp4FusedMoE",
@@ -108,7 +128,7 @@ FORMATS = (
     ),
     Format(
         "NVFP4 of compressed-tensors",
-        _COMPRESSED,
+        f"{_COMPRESSED}_w4a4_nvfp4",
         "CompressedTensorsW4A4Nvfp4MoEMethod",
         "select_nvfp4_moe_backend",
         f"{FUSED}.oracle.nvfp4:NvFp4MoeBackend",
@@ -184,6 +204,8 @@ def _noticing(original: Any) -> Any:
 def refusal(method: Any, moe: Any) -> str | None:
     """Return why a layer with this method and configuration cannot be computed, or None if it can."""
     name = type(method).__name__
+    if "Online" in name:
+        return f"{name} quantizes while it loads; leave --quantization out to compute the weights as they are"
     if name not in [form.method for form in FORMATS]:
         return f"{name} holds its weights in another way than {', '.join(form.method for form in FORMATS)}"
     parallel = moe.moe_parallel_config

@@ -66,7 +66,7 @@ def take_fp8(method: Any, layer: Any, by_reference: bool) -> Compute:
     from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights
     from moedoctor.reference.fp8 import Fp8
 
-    scale_name, forms = method.weight_scale_name, {}
+    scale_name, forms = getattr(method, "weight_scale_name", "weight_scale"), {}
     for name in ("w13", "w2"):
         values, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_{scale_name}")
         if _has_nan(values):
@@ -93,7 +93,7 @@ def take_fp8(method: Any, layer: Any, by_reference: bool) -> Compute:
 
 def _fp8_form(method: Any, make: Any, values: Any, scale: Any, halves: int) -> Any:
     """Return the weights with the first block size that fits: newer releases may refine the checkpoint's."""
-    sizes = (method.weight_block_size, getattr(method, "moe_block_shape", None))
+    sizes = [getattr(method, name, None) for name in ("weight_block_size", "moe_block_shape")]
     reason: Exception | None = None
     for size in dict.fromkeys(None if size is None else tuple(size) for size in sizes):
         try:

@@ -21,6 +21,10 @@ class Mxfp4MoEMethod:
     """Not one that we know."""
 
 
+class Fp8PerTensorOnlineMoEMethod:
+    """Named as vLLM's."""
+
+
 def layer(activation: str = "silu", **changes: Any) -> Any:
     parallel = {"use_ep": False, "enable_eplb": False, "dp_size": 1, "pcp_size": 1}
     moe = {
@@ -78,6 +82,8 @@ def test_an_unknown_method_or_machine_is_refused(machine: Any, monkeypatch: pyte
     assert "Mxfp4MoEMethod holds its weights in another way" in str(
         moe_fix.refusal(Mxfp4MoEMethod(), layer())
     )
+    online = str(moe_fix.refusal(Fp8PerTensorOnlineMoEMethod(), layer()))
+    assert "quantizes while it loads; leave --quantization out" in online
     machine.platform.capability = (7, 5)
     assert "compute capability 7.5; expected 8.0" in str(moe_fix.refusal(Fp8MoEMethod(), layer()))
     machine.platform.capability = (12, 1)

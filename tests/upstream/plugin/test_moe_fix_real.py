@@ -24,6 +24,7 @@ from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.quantization import fp8, modelopt
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_nvfp4 as compressed,
+    compressed_tensors_moe_w8a8_fp8 as compressed_fp8,
 )
 from vllm.v1.worker import workspace
 from moedoctor.models.layer_shape import LayerShape
@@ -64,6 +65,20 @@ class Case:
     def method(self):
         if self.quantization == "bf16":
             return unquantized_fused_moe_method.UnquantizedFusedMoEMethod(self.config)
+        if self.quantization == "fp8 modelopt":
+            own = modelopt.ModelOptFp8Config.__new__(modelopt.ModelOptFp8Config)
+            own.is_checkpoint_fp8_serialized = True
+            return modelopt.ModelOptFp8MoEMethod(own, self.config)
+        if self.quantization.startswith("fp8 compressed"):
+            kind = compressed_fp8.QuantizationStrategy
+            own, given = {
+                "tensor": (kind.TENSOR, kind.TENSOR),
+                "channel": (kind.CHANNEL, kind.TOKEN),
+                "block": (kind.BLOCK, kind.GROUP),
+            }[self.quantization.split()[-1]]
+            weights = types.SimpleNamespace(strategy=own, block_structure=[32, 64], dynamic=False)
+            inputs = types.SimpleNamespace(strategy=given, dynamic=given != kind.TENSOR)
+            return compressed_fp8.CompressedTensorsW8A8Fp8MoEMethod(weights, inputs, self.config)
         if self.quantization.startswith("fp8"):
             block = [32, 64] if self.quantization == "fp8 block" else None
             own = fp8.Fp8Config(
@@ -91,8 +106,10 @@ class Case:
             get("_weight").copy_(values)
             scales = get("_weight_scale_inv" if self.quantization == "fp8 block" else "_weight_scale")
             scales.copy_((torch.rand(scales.shape, generator=self.draw) + 0.5) / depth**0.5)
-            if self.quantization == "fp8 block":
+            if self.quantization.endswith("block"):
                 spread = scales.repeat_interleave(32, 1).repeat_interleave(64, 2)
+            elif self.quantization.endswith("channel"):
+                spread = scales  # [E, rows, 1]
             else:
                 spread = scales.reshape(E, parts).repeat_interleave(rows // parts, 1)[..., None]
             return values.float() * spread
@@ -152,6 +169,11 @@ COMPUTED = [
         ("bf16", "relu2_no_mul"),
         ("fp8 block", "silu"),
         ("fp8 tensor", "gelu"),
+        ("fp8 modelopt", "silu"),
+        ("fp8 modelopt", "relu2_no_mul"),
+        ("fp8 compressed tensor", "gelu"),
+        ("fp8 compressed channel", "silu"),
+        ("fp8 compressed block", "silu"),
         ("nvfp4", "silu"),
         ("nvfp4", "relu2_no_mul"),
         ("compressed nvfp4", "silu"),
@@ -198,7 +220,7 @@ def test_vllms_own_methods_compute_what_was_loaded(answers: tuple[list[dict[str,
         assert (answer["monolithic before loading"], answer["monolithic"]) == (False, False)
         assert (answer["kernel"], answer["reduced"]) == ("MoedoctorExperts", False)
     announced = [line for line in lines if "experts are computed by" in line]
-    assert len(announced) == 8, "four formats, two ways to compute, each once"
+    assert len(announced) == 12, "six formats, two ways to compute, each once"
     assert all("in place of" in line and "look elsewhere" in line for line in announced)
 
 
