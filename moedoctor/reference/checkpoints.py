@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from moedoctor.reference.fp8 import E4M3_MAX
 from moedoctor.reference.nvfp4 import quantize
 
-Scheme = Literal["bf16", "nvfp4", "fp8"]
+Scheme = Literal["bf16", "nvfp4", "fp8", "fp8_modelopt", "fp8_compressed"]
 Tensors = dict[str, torch.Tensor]
 """Name in the checkpoint -> tensor."""
 Change = Callable[[Tensors, dict[str, Any]], None]
@@ -26,6 +26,10 @@ Change = Callable[[Tensors, dict[str, Any]], None]
 
 _HEAD = 64
 _BLOCK = 128
+_LARGEST_INPUT = 8.0
+"""The largest activation that input scales are made for."""
+_IN_BF16 = ("lm_head", "*self_attn*", "*mlp.gate")
+"""Modules that are not quantized, as ModelOpt names them."""
 _SPECIAL = ("<unk>", "<s>", "</s>")
 
 
@@ -45,8 +49,10 @@ def write_qwen3_moe(
     """Write ``config.json`` and ``model.safetensors`` into `folder`, which is created; return the folder.
 
     Only the experts are quantized: `nvfp4` as ModelOpt does (packed weights [N, K/2], scales [N, K/16], two
-    global scales), `fp8` in blocks of 128 × 128 as in Qwen's own FP8 checkpoints. Attention, router and head
-    are BF16. `change` may break what is written. Raises ValueError for sizes that no engine would load.
+    global scales), `fp8` in blocks of 128 × 128 as in Qwen's own FP8 checkpoints, `fp8_modelopt` with a scale
+    a matrix and one for its input, `fp8_compressed` as compressed-tensors does with a scale a row. Attention,
+    router and head are BF16. `change` may break what is written. Raises ValueError for sizes that no engine
+    would load.
     """
     unit = _BLOCK if scheme == "fp8" else _HEAD
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
@@ -139,15 +145,26 @@ def expert_tensors(scheme: Scheme, weights: Mapping[str, torch.Tensor]) -> Tenso
             tensors[f"{name}_proj.weight"] = values
             tensors[f"{name}_proj.weight_scale_inv"] = scale_inverse
         return tensors
+    if scheme != "nvfp4":
+        for name, weight in weights.items():
+            largest = (
+                weight.abs().amax(1, keepdim=True) if scheme == "fp8_compressed" else weight.abs().amax()
+            )
+            scale = largest / E4M3_MAX  # [N, 1], or []
+            tensors[f"{name}_proj.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+            tensors[f"{name}_proj.weight_scale"] = scale
+            if scheme == "fp8_modelopt":
+                tensors[f"{name}_proj.input_scale"] = torch.tensor(_LARGEST_INPUT / E4M3_MAX)
+        return tensors
     # gate and up are one matrix for the kernels, so they share a global scale, as ModelOpt exports them.
-    largest = max(float(weight.abs().amax()) for name, weight in weights.items() if name != "down")
-    shared = torch.tensor(largest) / (E4M3_MAX * 6.0)
+    most = max(float(weight.abs().amax()) for name, weight in weights.items() if name != "down")
+    shared = torch.tensor(most) / (E4M3_MAX * 6.0)
     for name, weight in weights.items():
         quantized = quantize(weight, None if name == "down" else shared)
         tensors[f"{name}_proj.weight"] = quantized.packed
         tensors[f"{name}_proj.weight_scale"] = quantized.block_scales
         tensors[f"{name}_proj.weight_scale_2"] = quantized.global_scale.reshape(())
-        tensors[f"{name}_proj.input_scale"] = torch.tensor(8.0 / (E4M3_MAX * 6.0))
+        tensors[f"{name}_proj.input_scale"] = torch.tensor(_LARGEST_INPUT / (E4M3_MAX * 6.0))
     return tensors
 
 
@@ -169,7 +186,23 @@ def quantization_fields(scheme: Scheme, layers: int) -> dict[str, Any]:
             "quant_method": "modelopt",
             "quant_algo": "NVFP4",
             "group_size": 16,
-            "ignore": ["lm_head", "*self_attn*", "*mlp.gate"],
+            "ignore": [*_IN_BF16],
+        }
+    elif scheme == "fp8_modelopt":
+        quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [*_IN_BF16]}
+    elif scheme == "fp8_compressed":
+        eight = {"num_bits": 8, "type": "float", "symmetric": True}
+        quantization = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {**eight, "strategy": "channel", "dynamic": False},
+                    "input_activations": {**eight, "strategy": "token", "dynamic": True},
+                }
+            },
+            "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"],
         }
     else:
         parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate")

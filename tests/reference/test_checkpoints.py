@@ -20,7 +20,7 @@ def read(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "nvfp4", "fp8"])
+@pytest.mark.parametrize("scheme", ["bf16", "nvfp4", "fp8", "fp8_modelopt", "fp8_compressed"])
 def test_names_shapes_and_types(tmp_path: Path, scheme: Scheme) -> None:
     tensors, config = read(write_qwen3_moe(tmp_path / "made" / "model", scheme=scheme))
     assert config["architectures"] == ["Qwen3MoeForCausalLM"]
@@ -41,13 +41,20 @@ def test_names_shapes_and_types(tmp_path: Path, scheme: Scheme) -> None:
             assert tensors[f"{EXPERT}.down_proj.{name}"].shape == ()
     else:
         assert (weight.dtype, tuple(weight.shape)) == (torch.float8_e4m3fn, shape)
-        assert tensors[f"{EXPERT}.gate_proj.weight_scale_inv"].shape == (shape[0] // 128, shape[1] // 128)
+        name, size = {
+            "fp8": ("weight_scale_inv", (shape[0] // 128, shape[1] // 128)),
+            "fp8_modelopt": ("weight_scale", ()),
+            "fp8_compressed": ("weight_scale", (shape[0], 1)),
+        }[scheme]
+        assert tensors[f"{EXPERT}.gate_proj.{name}"].shape == size
 
 
 def test_quantized_weights_are_those_of_bf16(tmp_path: Path) -> None:
     plain, _ = read(write_qwen3_moe(tmp_path / "a"))
     four, _ = read(write_qwen3_moe(tmp_path / "b", scheme="nvfp4"))
     eight, _ = read(write_qwen3_moe(tmp_path / "c", scheme="fp8"))
+    of_a_matrix, _ = read(write_qwen3_moe(tmp_path / "d", scheme="fp8_modelopt"))
+    of_rows, _ = read(write_qwen3_moe(tmp_path / "e", scheme="fp8_compressed"))
     for name in ("gate_proj", "up_proj", "down_proj"):
         expected = plain[f"{EXPERT}.{name}.weight"].float()
         quantized = Nvfp4(
@@ -56,6 +63,9 @@ def test_quantized_weights_are_those_of_bf16(tmp_path: Path) -> None:
         assert (dequantize(quantized) - expected).norm() < 0.15 * expected.norm()
         scale = eight[f"{EXPERT}.{name}.weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
         assert (eight[f"{EXPERT}.{name}.weight"].float() * scale - expected).norm() < 0.05 * expected.norm()
+        for tensors in (of_a_matrix, of_rows):
+            weight, scale = (tensors[f"{EXPERT}.{name}.{part}"] for part in ("weight", "weight_scale"))
+            assert (weight.float() * scale - expected).norm() < 0.05 * expected.norm()
     assert torch.equal(four[f"{EXPERT}.gate_proj.weight_scale_2"], four[f"{EXPERT}.up_proj.weight_scale_2"])
 
 

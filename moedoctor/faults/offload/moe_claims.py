@@ -12,8 +12,7 @@ _OPTIONS: dict[str, Any] = {"needs_gpu": True, "needs": "an installed vLLM that 
 _PLANTED, _OURS, _THEIRS = "experts exchanged", "moedoctor", "vLLM"
 
 
-@claim("moe_tokens", measure=f"{_ENGINES}:tokens", thresholds=("max_ratio",), **_OPTIONS)
-def moe_tokens(cases: ClaimCases) -> ClaimJudgement:
+def _judge_tokens(cases: ClaimCases) -> ClaimJudgement:
     """Engines with the fix give the tokens of the float32 reference.
 
     Their logprobs may be `max_ratio` times as far from the reference's as those of vLLM's own backend in the
@@ -57,6 +56,11 @@ def moe_tokens(cases: ClaimCases) -> ClaimJudgement:
 
 def _place(row: Mapping[str, Any]) -> tuple[str, str]:
     return str(row["quantization"]), str(row["mode"])
+
+
+_TOKENS: dict[str, Any] = {"thresholds": ("max_ratio",), **_OPTIONS}
+moe_tokens = claim("moe_tokens", measure=f"{_ENGINES}:tokens", **_TOKENS)(_judge_tokens)
+moe_formats = claim("moe_formats", measure=f"{_ENGINES}:tokens_of_formats", **_TOKENS)(_judge_tokens)
 
 
 _FEWEST, _NOTICED = 8, 0.5

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moedoctor.reference.checkpoints import Scheme, write_qwen3_moe
+from moedoctor.upstream.plugin import moe_fix
 from moedoctor.upstream.plugin.extensions import FIXES, Need
 from tests.real_vllm import ask_child
 
@@ -161,6 +164,43 @@ with set_current_vllm_config(VllmConfig()):
             answers.append({"refused": str(stopped)})
 print("\\nANSWER " + json.dumps([active, answers]))
 """
+LOADED = """
+import json, sys, types
+import torch
+from moedoctor.upstream.selection.substitute import install
+install().use((9, 0))
+from vllm import triton_utils
+# Without a GPU vLLM has a stand-in for Triton, in which a configuration is a function.
+triton_utils.triton.Config = lambda *given, **named: types.SimpleNamespace(num_stages=1)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.model_executor.model_loader.utils import initialize_model
+from safetensors.torch import load_file
+
+group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+alone = types.SimpleNamespace(
+    world_size=1, rank=0, rank_in_group=0, device_group=group, is_first_rank=True, is_last_rank=True
+)
+for name in ("_TP", "_PP", "_EP", "_DP", "_PCP", "_DCP", "_EPLB", "_WORLD"):
+    setattr(parallel_state, name, alone)
+folder = sys.argv[1]
+arguments = EngineArgs(model=folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64)
+config = arguments.create_engine_config()
+config.device_config.device = torch.device("cpu")
+with set_current_vllm_config(config):
+    torch.set_default_dtype(torch.bfloat16)
+    model = initialize_model(vllm_config=config)
+loaded = model.load_weights(load_file(folder + "/model.safetensors").items())
+methods = {name: type(module.quant_method).__name__ for name, module in model.named_modules()
+           if getattr(module, "quant_method", None) is not None}
+owned = [name for name, _ in model.named_parameters()]
+print("\\nANSWER " + json.dumps({
+    "experts": sorted({method for name, method in methods.items() if "experts" in name}),
+    "others": sorted({method for name, method in methods.items() if name.endswith(("_proj", "gate"))}),
+    "not loaded": sorted(name for name in owned if ".attn." not in name and name not in loaded),
+}))
+"""
 COMPUTED = [
     {"quantization": quantization, "activation": activation, "computer": computer}
     for computer in ("kernels", "reference")
@@ -231,3 +271,27 @@ def test_what_cannot_be_computed_is_refused(answers: tuple[list[dict[str, Any]],
         assert reason in answer.get("refused", ""), (case, answer)
         stopped = [line for line in lines if line.startswith("moedoctor: vLLM is stopped: moe is refused: ")]
         assert sum(reason in line for line in stopped) == 1, case
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize(
+    ("scheme", "method"),
+    [
+        ("bf16", "UnquantizedFusedMoEMethod"),
+        ("fp8", "Fp8MoEMethod"),
+        ("fp8_modelopt", "ModelOptFp8MoEMethod"),
+        ("fp8_compressed", "CompressedTensorsW8A8Fp8MoEMethod"),
+        ("nvfp4", "ModelOptNvFp4FusedMoE"),
+    ],
+)
+def test_vllm_reads_our_checkpoints_with_a_method_that_is_computed(
+    scheme: Scheme, method: str, tmp_path: Path
+) -> None:
+    release = importlib.metadata.version("vllm").partition("+")[0]
+    if FIXES["moe"].need(release)[0] is not Need.MADE_FOR:
+        pytest.skip(f"moe is not made for vLLM {release}")
+    folder = write_qwen3_moe(tmp_path / "model", scheme=scheme)
+    variables = {"VLLM_CACHE_ROOT": str(tmp_path), "VLLM_CONFIG_ROOT": str(tmp_path)}
+    answer, _ = ask_child(LOADED, str(folder), **variables)
+    assert answer == {"experts": [method], "others": ["UnquantizedLinearMethod"], "not loaded": []}
+    assert method in [form.method for form in moe_fix.FORMATS]
