@@ -50,7 +50,7 @@ stress: setup ## ten minutes of hostile input and injected faults; writes report
 test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .venv-upstream
 	@VLLM='$(VLLM)' TORCH='$(TORCH)' ARGS='$(ARGS)' sh scripts/test_upstream.sh
 
-releases: setup ## run the CPU tiers that run code of vLLM or torch against releases, and write reports/releases anew; by hand
+releases: setup ## run the scenarios of vLLM's and torch's own code on a CPU, release by release, and write reports/releases anew; by hand
 	@RELEASES='$(RELEASES)' sh scripts/releases.sh
 
 lint: setup ## format, lint, types, import contracts, scenario schema, README

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from moedoctor.bench.moe.own_backends import kernel_weights
 from moedoctor.kernels.moe import launch
-from moedoctor.kernels.moe.e4m3 import add_block, decode_two, split_words
+from moedoctor.kernels.moe.e4m3 import add_block, decode_every_other, split_words
 from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights, nvfp4_weights
 from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
 from moedoctor.kernels.moe.products import block_product
@@ -137,8 +137,8 @@ def assert_random_layer_is_right(
     quantization, activation = draw.choice(("none", "fp8", "nvfp4")), draw.choice(reference.ACTIVATIONS)
     quantization = "fp8" if fp8_rows else quantization
     experts, top_k = draw.randint(1, 9), draw.randint(1, 4)
-    unit = 16 if quantization == "nvfp4" else 8
-    hidden_size, intermediate_size = (unit * draw.randint(1, 9) for _ in range(2))
+    unit = {"nvfp4": 16, "fp8": 4}.get(quantization, 8)
+    hidden_size, intermediate_size = (unit * draw.randint(16 // unit, 144 // unit) for _ in range(2))
     halves = 1 if activation == "relu2" else 2
     tokens = draw.choice((1, 2) if fp8_rows else (1, 2, 19))
     dtype = draw.choice((torch.bfloat16, torch.float16))
@@ -265,8 +265,8 @@ def _decode_kernel(words_ptr: tl.tensor, out_ptr: tl.tensor, half: tl.constexpr,
     word = tl.arange(0, 64)[None, :]  # [1, 64]
     words = tl.load(words_ptr + word).to(tl.uint32, bitcast=True)
     place = tl.arange(0, 128)[None, :] * 2  # [1, 128]
-    tl.store(out_ptr + place, decode_two(words, 0, half, wide).to(tl.float32))
-    tl.store(out_ptr + place + 1, decode_two(words, 1, half, wide).to(tl.float32))
+    tl.store(out_ptr + place, decode_every_other(words, 0, half, wide).to(tl.float32))
+    tl.store(out_ptr + place + 1, decode_every_other(words, 1, half, wide).to(tl.float32))
 
 
 def assert_e4m3_is_exact(device: str, *, half: bool, wide: bool) -> None:
@@ -297,7 +297,7 @@ def assert_e4m3_words_are_exact(device: str) -> None:
     """Every code in each place of two words is multiplied by the value of its own place, and only by it."""
     for shift, place in itertools.product(range(8), range(8)):
         codes = torch.arange(256, dtype=torch.uint8, device=device) + shift
-        right = codes.view(torch.float8_e4m3fn).float().abs().nan_to_num(480.0)  # NaN as decode_two
+        right = codes.view(torch.float8_e4m3fn).float().abs().nan_to_num(480.0)  # NaN as decode_every_other
         right = torch.where(codes > 127, -right, right).view(32, 8)
         values = torch.zeros(16, 8, device=device)
         values[:, place] = 256.0  # weights are divided by 2**8

@@ -145,20 +145,19 @@ def expert_tensors(scheme: Scheme, weights: Mapping[str, torch.Tensor]) -> Tenso
             tensors[f"{name}_proj.weight"] = values
             tensors[f"{name}_proj.weight_scale_inv"] = scale_inverse
         return tensors
-    if scheme != "nvfp4":
+    if scheme in ("fp8_modelopt", "fp8_compressed"):
         for name, weight in weights.items():
-            largest = (
-                weight.abs().amax(1, keepdim=True) if scheme == "fp8_compressed" else weight.abs().amax()
-            )
-            scale = largest / E4M3_MAX  # [N, 1], or []
+            # Up's scale is four times as large, so that it shows if gate's is taken for it.
+            most = weight.abs().amax(1, keepdim=True) if scheme == "fp8_compressed" else weight.abs().amax()
+            scale = (most * (4 if name == "up" else 1) / E4M3_MAX).clamp_min(1e-12)  # [N, 1], or []
             tensors[f"{name}_proj.weight"] = (weight / scale).to(torch.float8_e4m3fn)
             tensors[f"{name}_proj.weight_scale"] = scale
             if scheme == "fp8_modelopt":
                 tensors[f"{name}_proj.input_scale"] = torch.tensor(_LARGEST_INPUT / E4M3_MAX)
         return tensors
     # gate and up are one matrix for the kernels, so they share a global scale, as ModelOpt exports them.
-    most = max(float(weight.abs().amax()) for name, weight in weights.items() if name != "down")
-    shared = torch.tensor(most) / (E4M3_MAX * 6.0)
+    largest = max(float(weight.abs().amax()) for name, weight in weights.items() if name != "down")
+    shared = torch.tensor(largest) / (E4M3_MAX * 6.0)
     for name, weight in weights.items():
         quantized = quantize(weight, None if name == "down" else shared)
         tensors[f"{name}_proj.weight"] = quantized.packed

@@ -90,14 +90,8 @@ def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         (1, 8, 8, "fp8", True, True),
         (8, 8, 128, "fp8", True, True),
         (8, 22, 512, "fp8", False, True),
-        (
-            8,
-            8,
-            127,
-            "fp8",
-            True,
-            False,
-        ),  # several pairs share an expert, whose weights would be read as often
+        # Pairs that share an expert would read its weights as often.
+        (8, 8, 127, "fp8", True, False),
         (9, 2, 128, "fp8", True, False),
         (1, 8, 128, "none", True, False),
     ],
@@ -109,7 +103,6 @@ def test_few_tokens_that_are_computed_row_by_row(
 
     tiles = _tiles(torch.empty(tokens, 64), top_k, experts, quantization, 48, gated)
     assert isinstance(tiles[0], RowTile) == rows
-    assert (row_tiles(tokens, top_k, experts, quantization, gated=gated) is not None) == rows
 
 
 @pytest.mark.parametrize("quantization", ["nvfp4", "fp8"])

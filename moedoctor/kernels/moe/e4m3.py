@@ -5,26 +5,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.moe.nvfp4_words import eighths, halves
+from moedoctor.kernels.moe.nvfp4_words import eighths, split_halves
 
 
 @triton.jit
-def decode_two(words: tl.tensor, place: tl.constexpr, half: tl.constexpr, wide: tl.constexpr) -> tl.tensor:
-    """Return [N, 2 * W]: of each of uint32 `words` [N, W] two of its four values, as two dots take them.
+def decode_every_other(
+    words: tl.tensor, first: tl.constexpr, half: tl.constexpr, wide: tl.constexpr
+) -> tl.tensor:
+    """Return [N, 2 * W]: every other value from number `first` on, 0 or 1, of uint32 `words` [N, W].
 
-    The first and the third if `place` is 0, the second and the fourth if it is 1. Exact, as float16 if
-    `half`, else bfloat16; float32 if `wide`. Exponent and mantissa move to the places where the result's type
-    has them, which divides by 2**8 or 2**120 for subnormal numbers too. `wide` is for Triton's interpreter,
-    which cannot multiply bfloat16. The code of NaN gives 480: weights are checked when they are loaded.
+    Exact, as float16 if `half`, else bfloat16; float32 if `wide`. Exponent and mantissa move to where the
+    result's type has them, which divides by 2**8 or 2**120 for subnormal numbers too. `wide` is for Triton's
+    interpreter, which cannot multiply bfloat16. The code of NaN gives 480: weights are checked when they are
+    loaded.
     """
-    codes = words << 8 if place == 0 else words  # in the high byte of each half
+    codes = words << 8 if first == 0 else words  # in the high byte of each half
     if half and not wide:
-        places = (codes & 0x80008000) | ((codes >> 1) & 0x3F803F80)
-        values = halves(places, wide, tl.float16) * 256.0
+        values = split_halves(_as_float16(codes), wide, tl.float16) * 256.0
     else:
-        places = (codes & 0x80008000) | ((codes >> 4) & 0x07F007F0)
-        values = halves(places, wide) * 1.329227995784916e36  # 2**120
+        moved = (codes & 0x80008000) | ((codes >> 4) & 0x07F007F0)
+        values = split_halves(moved, wide) * 1.329227995784916e36  # 2**120
     return values
+
+
+@triton.jit
+def _as_float16(codes: tl.tensor) -> tl.tensor:
+    """Return two values divided by 2**8, as float16 has them, of the codes in the high byte of each half."""
+    return (codes & 0x80008000) | ((codes >> 1) & 0x3F803F80)
 
 
 @triton.jit
@@ -53,9 +60,7 @@ def _add_word(
     total: tl.tensor, word: tl.tensor, v0: tl.tensor, v1: tl.tensor, v2: tl.tensor, v3: tl.tensor
 ) -> tl.tensor:
     """Return `total` plus the four codes of `word` [N, W], lowest byte first, times four [N, W]."""
-    even, odd = word << 8, word  # codes in the high byte of each half
-    even = (even & 0x80008000) | ((even >> 1) & 0x3F803F80)
-    odd = (odd & 0x80008000) | ((odd >> 1) & 0x3F803F80)
+    even, odd = _as_float16(word << 8), _as_float16(word)
     total = tl.fma(_low_half(even), v0, total)
     total = tl.fma(_low_half(odd), v1, total)
     total = tl.fma(_low_half(even >> 16), v2, total)

@@ -17,7 +17,8 @@ class ExpertWeights:
     """One weight of all experts."""
 
     values: torch.Tensor
-    """[E, N, K] in bfloat16, float16 or float8_e4m3fn; for NVFP4 int32 [E, N, 8 * G] of `pack_words`"""
+    """[E, N, K] in bfloat16, float16 or float8_e4m3fn (contiguous, K a multiple of 4); for NVFP4 int32
+    [E, N, 8 * G] of `pack_words`"""
     block_scales: torch.Tensor | None = None
     """int32 [E, N, G] of `pack_words` for NVFP4"""
     scale: torch.Tensor | None = None
@@ -59,7 +60,8 @@ def fp8_weights(
     """
     experts, rows, depth = values.shape
     if values.dtype != torch.float8_e4m3fn or not values.is_contiguous():
-        raise ValueError(f"values: expected contiguous float8_e4m3fn, got {values.dtype}")
+        layout = "" if values.is_contiguous() else " that is not contiguous"
+        raise ValueError(f"values: expected contiguous float8_e4m3fn, got {values.dtype}{layout}")
     if depth % 4:
         raise ValueError(f"values: expected columns in multiples of 4, got {depth}")
     if scale.dtype != torch.float32:

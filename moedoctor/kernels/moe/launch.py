@@ -246,8 +246,8 @@ def run_experts(
     `x` is bfloat16 or float16, and so is the result, which is written to `out` if given. An id below 0 or
     from E on is skipped. `activation` is ``silu``, ``gelu``, ``gelu_tanh`` (these with the gate in the first
     half of `w13`'s rows) or ``relu2``. Two `Tile` must have the same block_m; `RowTile` are for NVFP4 and
-    FP8 (H and I multiples of 4). Weights are multiplied as `x`'s type, with `RowTile` as float32; sums are
-    float32, and values between the products have `x`'s type.
+    FP8. Weights are multiplied as `x`'s type, with `RowTile` as float32; sums are float32, and values between
+    the products have `x`'s type.
     """
     hidden_size = x.shape[1]
     num_experts, pairs = w13.values.shape[0], topk_ids.numel()

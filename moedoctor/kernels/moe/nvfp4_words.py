@@ -72,9 +72,9 @@ def decode_block(words: tl.tensor, scales: tl.tensor, block: tl.constexpr, wide:
     """
     twice = ((scales >> (8 * block)) & 255) * 0x00100010 + 0x70007000  # [N, G], the scale twice
     repeated = tl.broadcast_to(twice[:, :, None], (scales.shape[0], scales.shape[1], 8))
-    scale = halves(tl.reshape(repeated, (words.shape[0], words.shape[1])), wide)
+    scale = split_halves(tl.reshape(repeated, (words.shape[0], words.shape[1])), wide)
     # One instruction for two weights, as they are neighbours.
-    return (halves(_codes(words, block), wide) * scale).to(tl.bfloat16)
+    return (split_halves(_codes(words, block), wide) * scale).to(tl.bfloat16)
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def add_block(
     scaled, which takes fewer instructions than scaling eight weights.
     """
     rows: tl.constexpr = words.shape[0]
-    codes = eighths(halves(_codes(words, block), True))
+    codes = eighths(split_halves(_codes(words, block), True))
     values = eighths(values)
     sums = codes[0] * tl.broadcast_to(values[0], (rows, scales.shape[1]))  # [N, 2 * G]
     for place in tl.static_range(1, 8):
@@ -125,7 +125,7 @@ def _codes(words: tl.tensor, block: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def halves(words: tl.tensor, wide: tl.constexpr, dtype: tl.constexpr = tl.bfloat16) -> tl.tensor:
+def split_halves(words: tl.tensor, wide: tl.constexpr, dtype: tl.constexpr = tl.bfloat16) -> tl.tensor:
     """Return [N, 2 * W]: the halves of uint32 [N, W] read as `dtype`, the low one first.
 
     As float32 if `wide`, which is for bfloat16 alone.

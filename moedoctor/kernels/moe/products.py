@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.moe.e4m3 import decode_two
+from moedoctor.kernels.moe.e4m3 import decode_every_other
 from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, decode_block
 from moedoctor.kernels.moe.rows import activate, fetch, row_and_column, rows_of
 
@@ -303,11 +303,12 @@ def _fp8_step(
     place = rows[:, None] * (depth // 4) + word[None, :]  # [N, W]
     words = tl.load(weight_ptr + place, mask=inside, other=0).to(tl.uint32, bitcast=True)  # [N, W]
     half: tl.constexpr = values.dtype == tl.float16
-    even, odd = decode_two(words, 0, half, wide), decode_two(words, 1, half, wide)  # [N, BLOCK_K / 2] each
+    even = decode_every_other(words, 0, half, wide)  # [N, BLOCK_K / 2]
+    odd = decode_every_other(words, 1, half, wide)  # [N, BLOCK_K / 2]
     at_end: tl.constexpr = scale_columns >= depth
     added = total if at_end else tl.zeros_like(total)  # [N, M]
     if BLOCK_K >= 32:
-        # The columns of both in their order would mean that threads exchange weights.
+        # Two dots: to put the columns back in order, threads would have to exchange weights.
         even_values, odd_values = tl.split(tl.reshape(values, (values.shape[0], BLOCK_K // 2, 2)))
         added = _block_dot(odd, odd_values, _block_dot(even, even_values, added, wide), wide)
     else:  # tensor cores take no fewer than 16 columns

@@ -204,8 +204,8 @@ def _noticing(original: Any) -> Any:
 def refusal(method: Any, moe: Any) -> str | None:
     """Return why a layer with this method and configuration cannot be computed, or None if it can."""
     name = type(method).__name__
-    if "Online" in name:
-        return f"{name} quantizes while it loads; leave --quantization out to compute the weights as they are"
+    if "Online" in name:  # so vLLM names all of them
+        return f"{name} quantizes while it loads; leave --quantization out, so that weights stay as they are"
     if name not in [form.method for form in FORMATS]:
         return f"{name} holds its weights in another way than {', '.join(form.method for form in FORMATS)}"
     parallel = moe.moe_parallel_config
@@ -301,7 +301,8 @@ def _announce(name: str, computer: str) -> None:
     backend = _REPLACED.get(name, "vLLM's backend")
     log(
         "moedoctor: moe: %s experts are computed by %s in place of %s; if the answer is right now, %s was "
-        "wrong; if it is still garbage, look elsewhere: the checkpoint, attention, the KV cache",
+        "wrong, or input scales, which are not read here (moedoctor lint CHECKPOINT); if it is still "
+        "garbage, look elsewhere: the checkpoint, attention, the KV cache",
         name,
         _COMPUTERS[computer],
         backend,

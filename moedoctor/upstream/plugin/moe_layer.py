@@ -93,7 +93,8 @@ def take_fp8(method: Any, layer: Any, by_reference: bool) -> Compute:
 
 def _fp8_form(method: Any, make: Any, values: Any, scale: Any, halves: int) -> Any:
     """Return the weights with the first block size that fits: newer releases may refine the checkpoint's."""
-    sizes = [getattr(method, name, None) for name in ("weight_block_size", "moe_block_shape")]
+    names = ("weight_block_size", "moe_block_shape")
+    sizes = [getattr(method, name) for name in names if hasattr(method, name)] or [None]
     reason: Exception | None = None
     for size in dict.fromkeys(None if size is None else tuple(size) for size in sizes):
         try:
