@@ -23,6 +23,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 tokens=1,8,64,512,4096
 decode=1,2,4,8,16,32,64 # as many as a step has
+prefill=128,256,512,1024,2048,4096
 
 doctor() { "$python" -m moedoctor "$@"; }
 
@@ -248,7 +249,7 @@ make_report() {
         moe_backends_nvfp4) backends_of_all moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 "$decode" ;;     # idle; -, 76 s
         moe_backends_fp8) backends_of_all moe_backends_fp8 OURS:fp8,TRITON:fp8,MARLIN:fp8 "$decode" ;; # idle; -, 114 s
         moe_backends_humming) backends_of_all moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 "$decode" ;; # idle; -, 339 s
-        moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$tokens" ;; # idle; -, 69 s
+        moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$decode,$prefill" ;; # idle; -, -
         bench_engine) bench_engine ;;                                                             # idle; -, 337 s
         moe_backends) moe_backends ;;                                                             # idle
         offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 231 s, -

@@ -57,7 +57,7 @@ QWEN_CACHES = ("128:packed=0", "32", "16", "64", "8")
 _OLD = "policy=lfru,packed=0,stream=0,overlap=0,fill=0"
 GAIN_CACHES = (
     *(f"32:{_OLD}", f"16:{_OLD}", f"64:{_OLD}", "64", "32", "16"),
-    *("64:overlap=own", "32:overlap=own", "64:overlap=0,fill=0", "64:overlap=0"),
+    *("32:overlap=0", "16:overlap=0", "64:overlap=0", "64:overlap=own", "32:overlap=own"),
 )
 """What the plug-in did before, what it does now, and what it could do: what decides comes first."""
 NVFP4_CACHES = ("8", "16")
