@@ -213,8 +213,8 @@ make_report() {
         expert_cache_published_nemotron) write expert_cache_published_nemotron run scenarios/engine/expert_cache_published_nemotron.yaml ;; # idle, 80 GB of host memory; -, 316 s
         expert_cache_published_gemma) write expert_cache_published_gemma run scenarios/engine/expert_cache_published_gemma.yaml ;; # idle, 80 GB of host memory; -, 176 s
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 143 s, 199 s
-        moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 211 s, 247 s
-        moe_formats) write moe_formats run scenarios/engine/moe_formats.yaml ;;                   # -, -
+        moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 154 s, 162 s
+        moe_formats) write moe_formats run scenarios/engine/moe_formats.yaml ;;                   # -, 105 s
         moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # -, 136 s
         backend_fix) write backend_fix run scenarios/engine/backend_fix.yaml ;;                   # -, 55 s
         moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle; -, 266 s

@@ -1073,6 +1073,19 @@ def test_two_gpus_of_a_fleet() -> None:
     )
 
 
+@pytest.mark.parametrize("folder", ["nvidia-h200", NEWEST])
+def test_engines_with_our_kernels_on_an_h200(folder: str) -> None:
+    verdict, figures = claim("moe_engines.json", "MD008", "Engines with MOEDOCTOR_FIXES=moe", folder)
+    rows = [row for row in figures["rows"] if row["computer"] == "moedoctor"]
+    assert verdict == "confirmed"
+    assert [row["outcome"] for row in rows] == ["same tokens"] * 6
+    stored = json.loads((REPORTS / folder / "moe_engines.json").read_text(encoding="utf-8"))
+    text = document(f"reports/{folder}/README.md")
+    assert f"moe_engines is of {stored['origin']['commit'][:7]}" in text
+    if folder == "nvidia-h200":
+        assert "equal in BF16, FP8 and NVFP4, eager and in CUDA graphs" in text
+
+
 def test_engines_with_our_kernels_on_an_h100() -> None:
     verdict, figures = claim("moe_engines.json", "MD008", "Engines with MOEDOCTOR_FIXES=moe", H100)
     rows = [row for row in figures["rows"] if row["computer"] == "moedoctor"]
