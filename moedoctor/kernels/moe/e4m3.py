@@ -50,9 +50,9 @@ def add_block(total: tl.tensor, low: tl.tensor, high: tl.tensor, values: tl.tens
     `low` and `high` uint32 [N, W] have the codes of four weights each, `values` float32 [N, 8 * W] what the
     eight are multiplied by.
     """
-    v = eighths(values)
-    total = _add_word(total, low, v[0], v[1], v[2], v[3])
-    return _add_word(total, high, v[4], v[5], v[6], v[7])
+    v0, v4, v2, v6, v1, v5, v3, v7 = eighths(values)
+    total = _add_word(total, low, v0, v1, v2, v3)
+    return _add_word(total, high, v4, v5, v6, v7)
 
 
 @triton.jit
