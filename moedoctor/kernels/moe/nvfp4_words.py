@@ -91,7 +91,7 @@ def add_block(
     codes = eighths(split_halves(_codes(words, block), True))
     values = eighths(values)
     sums = codes[0] * tl.broadcast_to(values[0], (rows, scales.shape[1]))  # [N, 2 * G]
-    # In the order that `eighths` has: in that of the places ptxas takes fewer registers and loads later.
+    # In the order of `eighths`. In the order of places ptxas takes fewer registers, and loads come later.
     for place in tl.static_range(1, 8):
         sums = tl.fma(codes[place], tl.broadcast_to(values[place], (rows, scales.shape[1])), sums)
     bits = ((scales >> (8 * block)) & 255) * 0x00100000 + 0x70000000  # [N, 2 * G]
