@@ -12,7 +12,8 @@ _OPTIONS: dict[str, Any] = {"needs_gpu": True, "needs": "an installed vLLM that 
 _PLANTED, _OURS, _THEIRS = "experts exchanged", "moedoctor", "vLLM"
 
 
-def _judge_tokens(cases: ClaimCases) -> ClaimJudgement:
+@claim("moe_tokens", measure=f"{_ENGINES}:tokens", thresholds=("max_ratio",), **_OPTIONS)
+def moe_tokens(cases: ClaimCases) -> ClaimJudgement:
     """Engines with the fix give the tokens of the float32 reference.
 
     Their logprobs may be `max_ratio` times as far from the reference's as those of vLLM's own backend in the
@@ -58,63 +59,51 @@ def _place(row: Mapping[str, Any]) -> tuple[str, str]:
     return str(row["quantization"]), str(row["mode"])
 
 
-_TOKENS: dict[str, Any] = {"thresholds": ("max_ratio",), **_OPTIONS}
-moe_tokens = claim("moe_tokens", measure=f"{_ENGINES}:tokens", **_TOKENS)(_judge_tokens)
-moe_formats = claim("moe_formats", measure=f"{_ENGINES}:tokens_of_formats", **_TOKENS)(_judge_tokens)
-
-
 _FEWEST, _NOTICED = 8, 0.5
 """The fewest clear prompts that decide anything, and the share of them that wrong experts may leave equal."""
 
 
-@claim(
-    "moe_activations",
-    measure="moedoctor.upstream.engine.moe_activations:tokens",
-    thresholds=("min_same", "max_ratio"),
-    **_OPTIONS,
-)
-def moe_activations(cases: ClaimCases) -> ClaimJudgement:
-    """Engines with the fix give the tokens of the float32 reference for experts without SiLU.
+def _judge_clear_prompts(cases: ClaimCases) -> ClaimJudgement:
+    """Engines with the fix give the tokens of the float32 reference where it decides clearly.
 
-    Of the prompts that the reference decides clearly, a share of `min_same` must have its tokens. Rounding
-    may still choose another expert for a token, which is why not all need to. Logprobs may be `max_ratio`
-    times as far from the reference's as those of vLLM's own backend. Wrong experts must change the tokens of
-    at least half of the prompts.
+    Of those prompts a share of `min_same` must have its tokens. Rounding may still choose another expert for
+    a token, which is why not all need to. Logprobs may be `max_ratio` times as far from the reference's as
+    those of vLLM's own backend in the same mode. Wrong experts must change the tokens of at least half of the
+    prompts.
     """
     rows = cases.rows()
     ours = [row for row in rows if row["computer"] == _OURS]
     if not ours:
         return untested("no engine ran", {"rows": rows})
-    theirs, planted = (
-        {_format(row): row for row in rows if row["computer"] == computer} for computer in (_THEIRS, _PLANTED)
-    )
+    theirs = {_engine(row): row for row in rows if row["computer"] == _THEIRS}
+    planted = {_checkpoint(row): row for row in rows if row["computer"] == _PLANTED}
     failed = next((row for row in ours if "clear_prompts" not in row), None)
     if failed is not None:
-        reason = f"{_format(failed)}: {failed['detail']}"
+        reason = f"{_engine(failed)}: {failed['detail']}"
         if str(failed["detail"]).startswith("no reference"):
             return untested(reason, {"rows": rows})
         return decide(False, {"rows": rows}, reason)
     few = next((row for row in ours if row["clear_prompts"] < _FEWEST), None)
     if few is not None:
         clear = f"the reference decides {few['clear_prompts']} prompts clearly, fewer than {_FEWEST}"
-        return untested(f"{_format(few)}: {clear}", {"rows": rows})
-    blind = [row for row in ours if "clear_prompts" not in theirs[_format(row)]]
+        return untested(f"{_engine(few)}: {clear}", {"rows": rows})
+    blind = [row for row in ours if "clear_prompts" not in theirs[_engine(row)]]
     if blind:
-        beside = theirs[_format(blind[0])]
-        return untested(f"vLLM's own backend, {_format(blind[0])}: {beside['detail']}", {"rows": rows})
+        beside = theirs[_engine(blind[0])]
+        return untested(f"vLLM's own backend, {_engine(blind[0])}: {beside['detail']}", {"rows": rows})
     figure = "; ".join(
-        f"{_format(row)}: {row['same_prompts']} of {row['clear_prompts']} prompts, vLLM's own "
-        f"{theirs[_format(row)]['same_prompts']}, logprobs differ by {float(row['logprob_distance']):.2g}, "
-        f"vLLM's own {float(theirs[_format(row)]['logprob_distance']):.2g}"
+        f"{_engine(row)}: {row['same_prompts']} of {row['clear_prompts']} prompts, vLLM's own "
+        f"{theirs[_engine(row)]['same_prompts']}, logprobs differ by {float(row['logprob_distance']):.2g}, "
+        f"vLLM's own {float(theirs[_engine(row)]['logprob_distance']):.2g}"
         for row in ours
     )
     holds = all(
         cases.keeps("min_same", row["same_prompts"] / row["clear_prompts"])
         and float(row["logprob_distance"])
-        <= cases.limits["max_ratio"] * float(theirs[_format(row)]["logprob_distance"])
+        <= cases.limits["max_ratio"] * float(theirs[_engine(row)]["logprob_distance"])
         for row in ours
     )
-    unnoticed = [_format(row) for row in ours if not _is_noticed(planted[_format(row)])]
+    unnoticed = [_checkpoint(row) for row in ours if not _is_noticed(planted[_checkpoint(row)])]
     if holds and unnoticed:
         return untested(
             f"{figure}; wrong experts changed too few tokens of {'; '.join(unnoticed)}", {"rows": rows}
@@ -122,8 +111,22 @@ def moe_activations(cases: ClaimCases) -> ClaimJudgement:
     return decide(holds, {"rows": rows}, figure)
 
 
-def _format(row: Mapping[str, Any]) -> str:
-    return f"{row['model']} ({row['activation']}), {row['quantization']}"
+_CLEAR: dict[str, Any] = {"thresholds": ("min_same", "max_ratio"), **_OPTIONS}
+moe_activations = claim(
+    "moe_activations", measure="moedoctor.upstream.engine.moe_activations:tokens", **_CLEAR
+)(_judge_clear_prompts)
+moe_formats = claim("moe_formats", measure="moedoctor.upstream.engine.moe_formats:tokens", **_CLEAR)(
+    _judge_clear_prompts
+)
+
+
+def _checkpoint(row: Mapping[str, Any]) -> str:
+    model = f"{row['model']} ({row['activation']}), " if "model" in row else ""
+    return f"{model}{row['quantization']}"
+
+
+def _engine(row: Mapping[str, Any]) -> str:
+    return f"{_checkpoint(row)}, {row['mode']}"
 
 
 def _is_noticed(row: Mapping[str, Any]) -> bool:

@@ -46,13 +46,8 @@ SCHEMES: Mapping[str, tuple[Scheme, str]] = {
     "NVFP4": ("nvfp4", "NVFP4 MARLIN"),
 }
 """Name in reports -> (scheme of the checkpoint, whose prompts)."""
-FORMATS: Mapping[str, tuple[Scheme, str]] = {
-    "FP8 of ModelOpt": ("fp8_modelopt", "FP8 TRITON"),
-    "FP8 of compressed-tensors": ("fp8_compressed", "FP8 TRITON"),
-}
-"""The same for other ways in which checkpoints hold such weights."""
 REFERENCE_ENGINE, OURS, THEIRS, PLANTED = "float32 reference", "moedoctor", "vLLM", "experts exchanged"
-_ENGINES = (
+ENGINES = (
     (REFERENCE_ENGINE, EAGER),
     (OURS, EAGER),
     (OURS, GRAPHS),
@@ -80,8 +75,10 @@ def fixed(computer: str) -> dict[str, str]:
     return {"MOEDOCTOR_FIXES": NAME, VARIABLE: REFERENCE if computer == REFERENCE_ENGINE else KERNELS}
 
 
-def trial(quantization: str, computer: str, mode: str, folder: str, prompts: str) -> Trial:
-    """Return one engine for the checkpoint in `folder`. `prompts`: a key of `PROMPTS`."""
+def trial(
+    quantization: str, computer: str, mode: str, folder: str, prompts: Sequence[Sequence[int]]
+) -> Trial:
+    """Return one engine for the checkpoint in `folder`. `prompts` are token ids."""
     arguments: dict[str, Any] = {
         "enforce_eager": mode == EAGER,
         "max_model_len": 64,
@@ -94,7 +91,7 @@ def trial(quantization: str, computer: str, mode: str, folder: str, prompts: str
         arguments["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 3, 4, 8, 16, 32]}
     request = EngineRequest(
         folder,
-        PROMPTS[prompts],
+        prompts,
         arguments,
         fixed(computer),
         max_tokens=MAX_TOKENS,
@@ -111,20 +108,11 @@ def trial(quantization: str, computer: str, mode: str, folder: str, prompts: str
 
 def tokens(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return a row for each engine of each quantization. Raises UnavailableError if no engine can run."""
-    return _tokens(SCHEMES)
-
-
-def tokens_of_formats(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """As `tokens`, of `FORMATS`."""
-    return _tokens(FORMATS)
-
-
-def _tokens(schemes: Mapping[str, tuple[Scheme, str]]) -> list[dict[str, Any]]:
-    with checkpoints(*(scheme for scheme, _ in schemes.values())) as folders:
+    with checkpoints(*(scheme for scheme, _ in SCHEMES.values())) as folders:
         trials = [
-            trial(quantization, computer, mode, folders[scheme], prompts)
-            for quantization, (scheme, prompts) in schemes.items()
-            for computer, mode in _ENGINES
+            trial(quantization, computer, mode, folders[scheme], PROMPTS[prompts])
+            for quantization, (scheme, prompts) in SCHEMES.items()
+            for computer, mode in ENGINES
         ]
         return [_row(ran) for ran in run_trials(trials)]
 

@@ -83,6 +83,7 @@ GELU = {
     "activation": "gated GELU",
     "quantization": "BF16",
     "computer": "moedoctor",
+    "mode": "CUDA graphs",
     "outcome": "same tokens",
     "detail": "20 of 20 clear prompts",
     "clear_prompts": 20,
@@ -90,14 +91,14 @@ GELU = {
     "logprob_distance": 0.03,
 }
 THEIR_GELU = {**GELU, "computer": "vLLM", "logprob_distance": 0.02}
-WRONG_GELU = {**GELU, "computer": "experts exchanged", "same_prompts": 10}
+WRONG_GELU = {**GELU, "computer": "experts exchanged", "mode": "eager", "same_prompts": 10}
 NOT_COMPARED = {key: value for key, value in GELU.items() if key not in ("clear_prompts", "same_prompts")}
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "planted", "verdict", "words"),
     [
-        (GELU, THEIR_GELU, WRONG_GELU, CONFIRMED, "Gemma-4 (gated GELU), BF16: 20 of 20 prompts"),
+        (GELU, THEIR_GELU, WRONG_GELU, CONFIRMED, "(gated GELU), BF16, CUDA graphs: 20 of 20 prompts"),
         ({**GELU, "same_prompts": 18}, THEIR_GELU, WRONG_GELU, CONFIRMED, "18 of 20 prompts, vLLM's own 20"),
         ({**GELU, "same_prompts": 17}, THEIR_GELU, WRONG_GELU, REFUTED, "17 of 20 prompts"),
         ({**GELU, "logprob_distance": 0.031}, THEIR_GELU, WRONG_GELU, REFUTED, "differ by 0.031"),
@@ -111,7 +112,7 @@ NOT_COMPARED = {key: value for key, value in GELU.items() if key not in ("clear_
             UNTESTED,
             "no memory",
         ),
-        ({**NOT_COMPARED, "detail": "no layer"}, THEIR_GELU, WRONG_GELU, REFUTED, "BF16: no layer"),
+        ({**NOT_COMPARED, "detail": "no layer"}, THEIR_GELU, WRONG_GELU, REFUTED, "CUDA graphs: no layer"),
         ({**NOT_COMPARED, "detail": "no reference: dead"}, THEIR_GELU, WRONG_GELU, UNTESTED, "dead"),
         ({**GELU, "clear_prompts": 7}, THEIR_GELU, WRONG_GELU, UNTESTED, "7 prompts clearly, fewer than 8"),
         (THEIR_GELU, THEIR_GELU, WRONG_GELU, UNTESTED, "no engine ran"),
@@ -136,4 +137,22 @@ def test_one_failed_format_refutes_what_others_confirm() -> None:
     four[0]["same_prompts"] = 3
     judgement = by_rows(claims.moe_activations, limits, GELU, THEIR_GELU, WRONG_GELU, *four)
     assert judgement.verdict is REFUTED
-    assert "NVFP4: 3 of 20" in judgement.reason
+    assert "NVFP4, CUDA graphs: 3 of 20" in judgement.reason
+
+
+def test_formats_are_compared_with_vllms_own_backend_in_the_same_mode() -> None:
+    def rows(mode: str, ours: float, theirs: float) -> list[dict[str, Any]]:
+        shared = {"quantization": "FP8 of ModelOpt", "mode": mode, "clear_prompts": 20, "detail": ""}
+        return [
+            {**shared, "computer": "moedoctor", "same_prompts": 20, "logprob_distance": ours},
+            {**shared, "computer": "vLLM", "same_prompts": 18, "logprob_distance": theirs},
+        ]
+
+    limits = {"min_same": 0.9, "max_ratio": 1.0}
+    eager, graphs = rows("eager", 0.1, 0.2), rows("CUDA graphs", 0.3, 0.4)
+    wrong = {**eager[0], "computer": "experts exchanged", "same_prompts": 2}
+    judgement = by_rows(claims.moe_formats, limits, *eager, *graphs, wrong)
+    assert judgement.verdict is CONFIRMED
+    assert "FP8 of ModelOpt, CUDA graphs: 20 of 20 prompts, vLLM's own 18" in judgement.reason
+    graphs[0]["logprob_distance"] = 0.41
+    assert by_rows(claims.moe_formats, limits, *eager, *graphs, wrong).verdict is REFUTED

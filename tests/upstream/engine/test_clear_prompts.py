@@ -1,4 +1,4 @@
-"""The engines for experts without SiLU: which are started with which checkpoint, and how rows are made."""
+"""Engines compared on clear prompts: which are started with which checkpoint, and how rows are made."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from typing import Any
 import pytest
 from engine_stub import died
 
-from moedoctor.upstream.engine import moe_activations as engines
+from moedoctor.upstream.engine import clear_prompts, moe_activations, moe_formats
 from moedoctor.upstream.engine.engine import EngineResult, LogFacts
 from moedoctor.upstream.engine.experiment import Ran, Trial, pair
-from moedoctor.upstream.engine.moe_layers import EAGER, GRAPHS, OURS, PLANTED, REFERENCE_ENGINE, THEIRS
+from moedoctor.upstream.engine.moe_layers import (
+    EAGER,
+    ENGINES,
+    GRAPHS,
+    OURS,
+    PLANTED,
+    REFERENCE_ENGINE,
+    THEIRS,
+)
 
 LEAD = {"1": -0.25, "2": -0.75}
 
@@ -53,11 +61,11 @@ def test_every_model_and_format_has_a_reference_a_fault_and_graphs(monkeypatch: 
             [answered(*[(5, LEAD)] * 2 if trial.columns["computer"] == PLANTED else ()) for trial in trials],
         )
 
-    monkeypatch.setattr(engines, "run_trials", run)
-    rows = engines.tokens({})
+    monkeypatch.setattr(moe_activations, "run_trials", run)
+    rows = moe_activations.tokens({})
     assert len(rows) == 16
-    for model in engines.MODELS:
-        for quantization in engines.SCHEMES:
+    for model in moe_activations.MODELS:
+        for quantization in moe_activations.SCHEMES:
             kinds = {
                 (row["computer"], row["mode"], row["outcome"])
                 for row in rows
@@ -81,15 +89,38 @@ def test_every_model_and_format_has_a_reference_a_fault_and_graphs(monkeypatch: 
     assert all({"*shared_experts*", "*latent_proj*"} <= set(ignored) for ignored in quantized)
 
 
+def test_every_format_has_a_reference_a_fault_and_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    schemes = {}
+
+    def run(trials: Sequence[Trial]) -> list[Ran]:
+        for trial in trials:
+            request = trial.request
+            config = json.loads(Path(request.model, "config.json").read_text("utf-8"))
+            schemes[trial.columns["quantization"]] = config["quantization_config"]["quant_method"]
+            assert request.prompts == clear_prompts.prompts()
+            assert (request.max_tokens, request.logprobs) == (clear_prompts.TOKENS, clear_prompts.LOGPROBS)
+            assert clear_prompts.ARGUMENTS.items() <= request.arguments.items()
+            assert request.arguments["enforce_eager"] == (trial.columns["mode"] == EAGER)
+        return pair(trials, [answered() for _ in trials])
+
+    monkeypatch.setattr(moe_formats, "run_trials", run)
+    rows = moe_formats.tokens({})
+    assert schemes == {"FP8 of ModelOpt": "modelopt", "FP8 of compressed-tensors": "compressed-tensors"}
+    for quantization in moe_formats.FORMATS:
+        kinds = [(row["computer"], row["mode"]) for row in rows if row["quantization"] == quantization]
+        assert kinds == list(ENGINES)
+    assert all("clear_prompts" in row for row in rows)
+
+
 def ran(result: EngineResult, control: EngineResult | None, computer: str = OURS) -> dict[str, Any]:
-    trial = engines.trial("Gemma-4", "BF16", computer, GRAPHS, "/m")
-    return engines.row(Ran(trial, result, control))
+    trial = moe_activations.trial("Gemma-4", "BF16", computer, GRAPHS, "/m")
+    return clear_prompts.row(Ran(trial, result, control))
 
 
 def test_only_prompts_that_the_reference_decides_clearly_are_compared() -> None:
     near = {"1": -0.25, "2": -0.74}
     reference = answered((1, LEAD), (1, near), (1, LEAD), (1, {"1": -0.25}), (1, LEAD))
-    assert engines.clear(reference) == [0, 2, 4]
+    assert clear_prompts.clear(reference) == [0, 2, 4]
     other = answered(
         (1, {"1": -0.5, "2": -0.75}),
         (7, near),
@@ -105,7 +136,7 @@ def test_only_prompts_that_the_reference_decides_clearly_are_compared() -> None:
 
 def test_a_prompt_is_clear_only_if_every_step_is() -> None:
     steps = EngineResult("x", tokens=((1, 2),), logprobs=((LEAD, {"2": -0.25, "3": -0.5}),))
-    assert engines.clear(steps) == []
+    assert clear_prompts.clear(steps) == []
 
 
 @pytest.mark.parametrize(
@@ -129,7 +160,7 @@ def test_vllms_own_engine_needs_no_layer_of_ours() -> None:
 
 
 def test_prompts_are_always_the_same_and_fit() -> None:
-    prompts = engines.prompts()
-    assert prompts == engines.prompts()
-    assert len({tuple(prompt) for prompt in prompts}) == len(prompts) == engines._PROMPTS
+    prompts = clear_prompts.prompts()
+    assert prompts == clear_prompts.prompts()
+    assert len({tuple(prompt) for prompt in prompts}) == len(prompts) == clear_prompts.PROMPTS
     assert all(4 <= len(prompt) <= 9 and all(3 <= token < 512 for token in prompt) for prompt in prompts)
