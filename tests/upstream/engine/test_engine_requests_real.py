@@ -13,8 +13,9 @@ import pytest
 from packaging.version import Version
 
 from moedoctor.bench import engines
-from moedoctor.upstream.engine import nan_overhead, nan_padding, offload_table
+from moedoctor.upstream.engine import moe_activations, moe_formats, nan_overhead, nan_padding, offload_table
 from moedoctor.upstream.engine.engine import ARGUMENTS, ENVIRON, EngineRequest, has_backend, read_log
+from moedoctor.upstream.engine.moe_layers import GRAPHS, OURS
 
 pytestmark = pytest.mark.upstream
 
@@ -39,6 +40,8 @@ def requests(folder: Path) -> Iterator[EngineRequest]:
     for trial in nan_padding.rank_trials(str(folder), "DEP=2", nan_padding.CONFIGS["DEP=2"]):
         yield trial.request
     yield nan_overhead._request(nan_overhead._LARGE, folder, "on 1", nan_padding.traced(), {"steps": 48})
+    yield moe_formats.trial("FP8 of ModelOpt", OURS, GRAPHS, str(folder)).request
+    yield moe_activations.trial("Gemma-4", "NVFP4", OURS, GRAPHS, str(folder)).request
     yield engines.request_for(engines.Plan(folder, backends=("marlin",)), "marlin", "offload")
 
 
