@@ -569,7 +569,7 @@ def test_expert_cache_page_engines() -> None:
     assert f"decodes at {newest[3]} tokens per second from 64 slots" in text
     first, again = alone[64]["rounds"]
     assert f"({first:.1f} when a text comes first, {again:.1f} when it comes again)" in text
-    words = f"and at {newest[4]} with all experts on the GPU; in 0.21.0, with one of the three texts, at"
+    words = f"and at {newest[4]} with all experts on the GPU; in 0.21.0, with one text, at"
     assert f"{words} {before[3]} and {before[4]}" in text
     of_the_bus = alone[64]["tokens_per_second"] / alone[64]["bus_bound_tokens_per_second"]
     assert f"The bus takes {100 * of_the_bus:.0f} % of a step from 64 slots" in text
