@@ -2,8 +2,8 @@
 
 Without UVA (WSL, or ``VLLM_WEIGHT_OFFLOADING_DISABLE_UVA=1``) vLLM puts parameters into host memory, and
 every layer's `forward` copies all of its state to the GPU and runs the module with the copies. Dynamo of
-torch 2.11 cannot trace that, tensors in the quantization config stay on the host, and each copy starts only
-when it is needed.
+most torch releases (MD005) cannot trace that, tensors in the quantization config stay on the host, and each
+copy starts only when it is needed.
 
 With this fix vLLM still chooses the parameters and loads the weights. After they are loaded and repacked, the
 offloader takes over. Every parameter, the same object as before, is then on the GPU for good: the large ones
