@@ -133,6 +133,85 @@ def engine_padding(cases: ClaimCases) -> ClaimJudgement:
     return decide(holds, {"rows": rows}, f"experts asked for: {figure}")
 
 
+@claim(
+    "engine_stream",
+    measure="moedoctor.upstream.engine.expert_cache_stream:tokens",
+    **_OPTIONS,
+)
+def engine_stream(cases: ClaimCases) -> ClaimJudgement:
+    """Prompts that pass through the layer buffers give the tokens of the engine without a cache.
+
+    Equal tokens decide only if the buffers were there, if the caches were asked for less than without them,
+    and if a layer that streamed wrong experts gives other tokens.
+    """
+    rows = cases.rows()
+    engines = [row for row in rows if not row["planted"]]
+    if not engines:
+        return untested("no engine ran", {"rows": rows})
+    unknown = next((row for row in rows if str(row["detail"]).startswith("no reference")), None)
+    if unknown is not None:
+        return untested(f"{_where(unknown)}: {unknown['detail']}", {"rows": rows})
+    failed = next((row for row in engines if row["outcome"] == "not compared"), None)
+    if failed is not None:
+        return decide(False, {"rows": rows}, f"{_where(failed)}: {failed['detail']}")
+    same = [row for row in engines if row["outcome"] == "same tokens"]
+    bits = sum(row["logprob_distance"] == 0 for row in engines)
+    clear = [row["clear_prompts"] for row in engines]
+    figure = (
+        f"{len(same)} of {len(engines)} engines give the tokens of the one without a cache in all of "
+        f"{min(clear)} to {max(clear)} prompts, {bits} its logprobs"
+    )
+    if len(same) < cases.limits["min_share"] * len(engines):
+        wrong = next(row for row in engines if row not in same)
+        return decide(False, {"rows": rows}, f"{figure}; {_where(wrong)}: {wrong['detail']}")
+    doubt = _not_streamed(rows, engines)
+    if doubt is not None:
+        return untested(f"{figure}; {doubt}", {"rows": rows})
+    planted = [f"{row['backend']} {row['detail']}" for row in rows if row["planted"]]
+    return decide(True, {"rows": rows}, f"{figure}; with wrong experts streamed {'; '.join(planted)}")
+
+
+_FEWEST_CLEAR, _MOST_SAME = 8, 0.5
+"""The fewest clear prompts that decide, and the share of them that wrong experts may leave equal."""
+
+
+def _not_streamed(rows: Sequence[Row], engines: Sequence[Row]) -> str | None:
+    """Return why equal tokens of `engines` prove nothing about streaming, or None if they do."""
+    lookups = {(_place(row), row["cache"]): row["lookups"] for row in engines}
+    for row in engines:
+        if row["clear_prompts"] < _FEWEST_CLEAR:
+            return f"{_where(row)}: only {row['clear_prompts']} prompts are clear"
+        if (row["chosen"], row["runner_in_use"], row["engine"]) != (row["asked"], row["runner"], "device"):
+            return (
+                f"{_where(row)}: computed with {row['chosen']}, runner {row['runner_in_use']} and the "
+                f"cache's engine {row['engine']}"
+            )
+        if "stream=0" in row["cache"]:
+            if row["stream_bytes"]:
+                return f"{_where(row)}: has layer buffers"
+            continue
+        if not row["stream_bytes"]:
+            return f"{_where(row)}: has no layer buffers"
+        if not row["lookups"] < lookups[_place(row), f"{row['cache']}:stream=0"]:
+            return f"{_where(row)}: the caches were asked for as much as without streaming"
+    noticed = {
+        row["backend"]
+        for row in rows
+        if row["planted"] and "same_prompts" in row
+        if row["same_prompts"] <= _MOST_SAME * row["clear_prompts"]
+    }
+    blind = sorted({row["backend"] for row in engines} - noticed)
+    return f"no wrong experts were noticed by {', '.join(blind)}" if blind else None
+
+
+def _place(row: Row) -> tuple[str, str, str]:
+    return row["backend"], row["runner"], row["mode"]
+
+
+def _where(row: Row) -> str:
+    return f"{', '.join(_place(row))}, {row['cache']}{', wrong experts' if row['planted'] else ''}"
+
+
 @claim("engine_memory", measure=f"{_ENGINES}:memory", **_OPTIONS)
 def engine_memory(cases: ClaimCases) -> ClaimJudgement:
     """vLLM's memory profile finds what the caches say that they save."""
@@ -402,6 +481,7 @@ ENGINE_CLAIMS = (
     engine_tokens,
     engine_refusals,
     engine_padding,
+    engine_stream,
     engine_memory,
     engine_speed,
     engine_gain,

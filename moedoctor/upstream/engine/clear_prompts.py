@@ -39,11 +39,8 @@ def clear(reference: EngineResult) -> list[int]:
 
 
 def row(ran: Ran) -> dict[str, Any]:
-    """Return what became of an engine: of the clear prompts, how many have the reference's tokens.
-
-    ``logprob_distance`` is the median over the clear prompts of the largest difference in a prompt.
-    """
-    result, control = ran.result, ran.control
+    """Return what became of an engine whose MoE layers moedoctor may compute, and how it compares."""
+    result = ran.result
     probe = result.probe or {}
     figures: dict[str, Any] = {
         **ran.trial.columns,
@@ -53,18 +50,27 @@ def row(ran: Ran) -> dict[str, Any]:
         "layers_by_moedoctor": probe.get("ours"),
         "seconds": result.seconds.get("total"),
     }
-    reason = short_error(result.error) if result.error is not None else uncomputed(ran)
+    return {**figures, **compare(ran, uncomputed(ran))}
+
+
+def compare(ran: Ran, reason: str | None = None) -> dict[str, Any]:
+    """Return how many of the reference's clear prompts have its tokens. `reason`: why this is no comparison.
+
+    ``logprob_distance`` is the median over the clear prompts of the largest difference in a prompt.
+    """
+    result, control = ran.result, ran.control
+    if result.error is not None:
+        reason = short_error(result.error)
     if reason is None and control is not None and control.error is not None:
         reason = f"no reference: {short_error(control.error)}"
     if reason is not None:
-        return {**figures, "outcome": "not compared", "detail": reason}
+        return {"outcome": "not compared", "detail": reason}
     reference = result if control is None else control
     compared = clear(reference)
     same = [prompt for prompt in compared if result.tokens[prompt] == reference.tokens[prompt]]
     apart = [logprob_distance(_only(result, prompt), _only(reference, prompt)) for prompt in compared]
     outcome = "same tokens" if len(same) == len(compared) else "other tokens"
     return {
-        **figures,
         "outcome": "control" if control is None else outcome,
         "detail": f"{len(same)} of {len(compared)} clear prompts",
         "clear_prompts": len(compared),

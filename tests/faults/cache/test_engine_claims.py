@@ -158,6 +158,71 @@ def test_padding_asks_for_nothing(label: str, change: dict[str, Any], expected: 
     assert judgement.verdict is expected, judgement.reason
 
 
+def streamed(**changes: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of `engine_stream` if everything is right, but for `changes` by backend and cache."""
+    rows = []
+    for backend, chosen in (("BF16 TRITON", "TRITON"), ("NVFP4 MARLIN", "MARLIN")):
+        for cache, planted in (("6", False), ("6:stream=0", False), ("6", True)):
+            label = f"{chosen} {'planted' if planted else cache}"
+            row = {
+                "backend": backend,
+                "runner": "V2",
+                "mode": "CUDA graphs",
+                "cache": cache,
+                "planted": planted,
+                "asked": chosen,
+                "chosen": chosen,
+                "runner_in_use": "V2",
+                "engine": "device",
+                "stream_bytes": 0 if "stream=0" in cache else 64,
+                "lookups": 90 if "stream=0" in cache else 40,
+                "outcome": "other tokens" if planted else "same tokens",
+                "detail": "x of 12 clear prompts",
+                "clear_prompts": 12,
+                "same_prompts": 6 if planted else 12,
+                "logprob_distance": 0.0,
+            }
+            rows.append({**row, **changes.get(label, {})})
+    return rows
+
+
+NOT_COMPARED = {"outcome": "not compared", "detail": "RuntimeError: died"}
+NO_REFERENCE = {"outcome": "not compared", "detail": "no reference: died"}
+
+
+@pytest.mark.parametrize(
+    ("label", "change", "expected"),
+    [
+        ("", {}, ClaimVerdict.CONFIRMED),
+        ("TRITON 6", {"outcome": "other tokens", "same_prompts": 11}, ClaimVerdict.REFUTED),
+        ("MARLIN 6:stream=0", {"outcome": "other tokens", "same_prompts": 11}, ClaimVerdict.REFUTED),
+        ("MARLIN 6", NOT_COMPARED, ClaimVerdict.REFUTED),
+        ("MARLIN 6", NO_REFERENCE, ClaimVerdict.UNTESTED),
+        ("TRITON 6", {"clear_prompts": 7, "same_prompts": 7}, ClaimVerdict.UNTESTED),
+        ("TRITON 6", {"chosen": "MARLIN"}, ClaimVerdict.UNTESTED),
+        ("TRITON 6", {"runner_in_use": "V1"}, ClaimVerdict.UNTESTED),
+        ("TRITON 6", {"engine": "host"}, ClaimVerdict.UNTESTED),
+        ("TRITON 6", {"stream_bytes": 0}, ClaimVerdict.UNTESTED),
+        ("TRITON 6", {"lookups": 90}, ClaimVerdict.UNTESTED),
+        ("TRITON 6:stream=0", {"stream_bytes": 64}, ClaimVerdict.UNTESTED),
+        ("MARLIN planted", {"same_prompts": 7}, ClaimVerdict.UNTESTED),
+        ("MARLIN planted", {**NOT_COMPARED, "same_prompts": None}, ClaimVerdict.UNTESTED),
+    ],
+)
+def test_streamed_prompts_give_the_same_tokens(
+    label: str, change: dict[str, Any], expected: ClaimVerdict
+) -> None:
+    rows = [
+        {key: value for key, value in row.items() if value is not None} for row in streamed(**{label: change})
+    ]
+    judgement = judged(claims.engine_stream, *rows)
+    assert judgement.verdict is expected, judgement.reason
+
+
+def test_no_streaming_engine_confirms_nothing() -> None:
+    assert verdict(claims.engine_stream) is ClaimVerdict.UNTESTED
+
+
 def test_the_profile_must_find_what_is_saved() -> None:
     little = {**WITH, "kv_cache_bytes": WITHOUT["kv_cache_bytes"] + (9 << 26)}
     nothing = {**WITH, "saved_bytes": 0}

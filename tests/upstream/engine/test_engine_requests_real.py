@@ -13,7 +13,14 @@ import pytest
 from packaging.version import Version
 
 from moedoctor.bench import engines
-from moedoctor.upstream.engine import moe_activations, moe_formats, nan_overhead, nan_padding, offload_table
+from moedoctor.upstream.engine import (
+    expert_cache_stream,
+    moe_activations,
+    moe_formats,
+    nan_overhead,
+    nan_padding,
+    offload_table,
+)
 from moedoctor.upstream.engine.engine import ARGUMENTS, ENVIRON, EngineRequest, has_backend, read_log
 from moedoctor.upstream.engine.moe_layers import GRAPHS, OURS
 
@@ -42,6 +49,8 @@ def requests(folder: Path) -> Iterator[EngineRequest]:
     yield nan_overhead._request(nan_overhead._LARGE, folder, "on 1", nan_padding.traced(), {"steps": 48})
     yield moe_formats.trial("FP8 of ModelOpt", OURS, GRAPHS, str(folder)).request
     yield moe_activations.trial("Gemma-4", "NVFP4", OURS, GRAPHS, str(folder)).request
+    for trial in expert_cache_stream.trials(folders):
+        yield trial.request
     yield engines.request_for(engines.Plan(folder, backends=("marlin",)), "marlin", "offload")
 
 

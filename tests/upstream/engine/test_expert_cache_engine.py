@@ -22,6 +22,7 @@ from moedoctor.upstream.engine import expert_cache as engines
 from moedoctor.upstream.engine import expert_cache_padding as padding
 from moedoctor.upstream.engine import expert_cache_probes as probes
 from moedoctor.upstream.engine import expert_cache_shapes as shapes
+from moedoctor.upstream.engine import expert_cache_stream as streaming
 from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult, LogFacts
 from moedoctor.upstream.engine.experiment import pair
 from moedoctor.upstream.plugin import expert_cache_fix
@@ -153,6 +154,63 @@ def test_an_engine_that_forgets_padding_counts_it(monkeypatch: pytest.MonkeyPatc
     assert padding.counting_padding("engine")() == "engine"
     rows.begin(2, 4)
     assert counted.tolist() == [EVERY_ROW]
+
+
+def test_prompts_stream_beside_an_engine_without_a_cache() -> None:
+    trials = {trial.request.label: trial for trial in streaming.trials(FOLDERS)}
+    assert len(trials) == 4 * 3 + 4 * 3 + 5
+    for trial in trials.values():
+        columns, request = trial.columns, trial.request
+        assert request.environ["VLLM_USE_V2_MODEL_RUNNER"] == {"V1": "0", "V2": "1"}[columns["runner"]]
+        assert request.environ["MOEDOCTOR_EXPERT_CACHE"] == (columns["cache"] or "")
+        assert str(request.probe).endswith("streaming_wrong_experts") == columns["planted"]
+        if trial.control is not None:
+            control = trials[trial.control]
+            assert control.columns["cache"] is None
+            assert (control.request.prompts, control.request.max_tokens) == (
+                request.prompts,
+                request.max_tokens,
+            )
+    places = {
+        (trial.columns["backend"], trial.columns["runner"], trial.columns["mode"])
+        for trial in trials.values()
+    }
+    assert {place for place in places if place[0] == "BF16 TRITON"} == {
+        ("BF16 TRITON", runner, mode) for runner in ("V1", "V2") for mode in (engines.EAGER, engines.GRAPHS)
+    }
+    assert {trial.columns["backend"] for trial in trials.values() if trial.columns["planted"]} == set(
+        engines.BACKENDS
+    )
+    assert {trial.columns["backend"] for trial in streaming.trials(FOLDERS, "0.21.0")} == {
+        name for name in engines.BACKENDS if name != "NVFP4 HUMMING"
+    }
+
+
+def test_a_row_of_a_streaming_engine_says_what_the_caches_were_asked_for(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = {**SEEN, "stream_bytes": 64, "runner_in_use": "V2"}
+    lead = tuple(({"7": -0.1, "9": -1.0},) for _ in range(2))
+    run(lambda request: replace(result(probe=probe), tokens=((7,), (7,)), logprobs=lead))
+    monkeypatch.setattr(streaming.importlib.metadata, "version", lambda name: "0.33.0")
+    monkeypatch.setattr(streaming, "checkpoints", lambda *schemes, layers: contextlib.nullcontext(FOLDERS))
+    rows = streaming.tokens({})
+    assert len(rows) == 2 * 4 + 2 * 4 + 5
+    assert {row["lookups"] for row in rows} == {7}
+    assert {(row["outcome"], row["clear_prompts"], row["logprob_distance"]) for row in rows} == {
+        ("same tokens", 2, 0.0)
+    }
+    run(lambda request: failed("died") if "no cache" not in str(request.label) else result(probe=probe))
+    assert {row["detail"] for row in streaming.tokens({})} == {"RuntimeError: died"}
+
+
+def test_a_fault_in_the_stream_leaves_the_slots_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [types.SimpleNamespace(stream=("stream", number, 8)) for number in range(3)]
+    monkeypatch.setattr(streaming, "model_of", lambda llm: llm)
+    monkeypatch.setattr(streaming, "host_experts", lambda model: layers)
+    monkeypatch.setattr(streaming, "asked_for", lambda llm: llm)
+    assert streaming.streaming_wrong_experts("engine")() == "engine"
+    assert [layer.stream for layer in layers] == [("stream", number, 8) for number in (0, 1, 1)]
 
 
 def test_memory_is_what_the_profile_finds(run: Any) -> None:
