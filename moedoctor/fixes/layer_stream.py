@@ -64,7 +64,8 @@ class LayerStream:
                 self._start(following)
             yield self._buffers[number % BUFFERS]
         finally:
-            if self._copies is not None:
+            # The last layer copies nothing ahead; to wait for copies of an earlier capture would be an error.
+            if self._copies is not None and following is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self._copies)
         self._ahead = following
 

@@ -145,40 +145,48 @@ def engine_stream(cases: ClaimCases) -> ClaimJudgement:
     and if a layer that streamed wrong experts gives other tokens.
     """
     rows = cases.rows()
-    engines = [row for row in rows if not row["planted"]]
-    if not engines:
+    streamed = [row for row in rows if not row["planted"] and "stream=0" not in row["cache"]]
+    if not streamed:
         return untested("no engine ran", {"rows": rows})
     unknown = next((row for row in rows if str(row["detail"]).startswith("no reference")), None)
     if unknown is not None:
         return untested(f"{_where(unknown)}: {unknown['detail']}", {"rows": rows})
-    failed = next((row for row in engines if row["outcome"] == "not compared"), None)
+    failed = next((row for row in streamed if row["outcome"] == "not compared"), None)
     if failed is not None:
         return decide(False, {"rows": rows}, f"{_where(failed)}: {failed['detail']}")
-    same = [row for row in engines if row["outcome"] == "same tokens"]
-    bits = sum(row["logprob_distance"] == 0 for row in engines)
-    clear = [row["clear_prompts"] for row in engines]
+    same = [row for row in streamed if row["outcome"] == "same tokens"]
+    bits = sum(row["logprob_distance"] == 0 for row in streamed)
+    clear = [row["clear_prompts"] for row in streamed]
     figure = (
-        f"{len(same)} of {len(engines)} engines give the tokens of the one without a cache in all of "
+        f"{len(same)} of {len(streamed)} engines give the tokens of the one without a cache in all of "
         f"{min(clear)} to {max(clear)} prompts, {bits} its logprobs"
     )
-    if len(same) < cases.limits["min_share"] * len(engines):
-        wrong = next(row for row in engines if row not in same)
+    if len(same) < cases.limits["min_share"] * len(streamed):
+        wrong = next(row for row in streamed if row not in same)
         return decide(False, {"rows": rows}, f"{figure}; {_where(wrong)}: {wrong['detail']}")
-    doubt = _not_streamed(rows, engines)
+    doubt = _not_streamed(rows, streamed)
     if doubt is not None:
         return untested(f"{figure}; {doubt}", {"rows": rows})
-    planted = [f"{row['backend']} {row['detail']}" for row in rows if row["planted"]]
-    return decide(True, {"rows": rows}, f"{figure}; with wrong experts streamed {'; '.join(planted)}")
+    others = [f"{row['backend']} {row['detail']}" for row in rows if row["planted"]]
+    figure += f"; with wrong experts streamed: {', '.join(others)}"
+    slots = [
+        f"{row['backend']} {row['detail']}"
+        for row in rows
+        if "stream=0" in row["cache"] and row["outcome"] == "other tokens"
+    ]
+    if slots:
+        figure += f"; through the slots alone: {', '.join(slots)}"
+    return decide(True, {"rows": rows}, figure)
 
 
 _FEWEST_CLEAR, _MOST_SAME = 8, 0.5
 """The fewest clear prompts that decide, and the share of them that wrong experts may leave equal."""
 
 
-def _not_streamed(rows: Sequence[Row], engines: Sequence[Row]) -> str | None:
-    """Return why equal tokens of `engines` prove nothing about streaming, or None if they do."""
-    lookups = {(_place(row), row["cache"]): row["lookups"] for row in engines}
-    for row in engines:
+def _not_streamed(rows: Sequence[Row], streamed: Sequence[Row]) -> str | None:
+    """Return why equal tokens of the rows `streamed` prove nothing about streaming, or None if they do."""
+    lookups = {_place(row): row["lookups"] for row in rows if "stream=0" in row["cache"]}
+    for row in streamed:
         if row["clear_prompts"] < _FEWEST_CLEAR:
             return f"{_where(row)}: only {row['clear_prompts']} prompts are clear"
         if (row["chosen"], row["runner_in_use"], row["engine"]) != (row["asked"], row["runner"], "device"):
@@ -186,21 +194,19 @@ def _not_streamed(rows: Sequence[Row], engines: Sequence[Row]) -> str | None:
                 f"{_where(row)}: computed with {row['chosen']}, runner {row['runner_in_use']} and the "
                 f"cache's engine {row['engine']}"
             )
-        if "stream=0" in row["cache"]:
-            if row["stream_bytes"]:
-                return f"{_where(row)}: has layer buffers"
-            continue
         if not row["stream_bytes"]:
             return f"{_where(row)}: has no layer buffers"
-        if not row["lookups"] < lookups[_place(row), f"{row['cache']}:stream=0"]:
-            return f"{_where(row)}: the caches were asked for as much as without streaming"
+        without = lookups.get(_place(row))
+        if without is None or row["lookups"] >= without:
+            asked = f"its caches were asked for {row['lookups']} experts"
+            return f"{_where(row)}: {asked}, without streaming {without}"
     noticed = {
         row["backend"]
         for row in rows
         if row["planted"] and "same_prompts" in row
         if row["same_prompts"] <= _MOST_SAME * row["clear_prompts"]
     }
-    blind = sorted({row["backend"] for row in engines} - noticed)
+    blind = sorted({row["backend"] for row in streamed} - noticed)
     return f"no wrong experts were noticed by {', '.join(blind)}" if blind else None
 
 

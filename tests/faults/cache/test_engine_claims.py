@@ -195,7 +195,7 @@ NO_REFERENCE = {"outcome": "not compared", "detail": "no reference: died"}
     [
         ("", {}, ClaimVerdict.CONFIRMED),
         ("TRITON 6", {"outcome": "other tokens", "same_prompts": 11}, ClaimVerdict.REFUTED),
-        ("MARLIN 6:stream=0", {"outcome": "other tokens", "same_prompts": 11}, ClaimVerdict.REFUTED),
+        ("MARLIN 6:stream=0", {"outcome": "other tokens", "same_prompts": 11}, ClaimVerdict.CONFIRMED),
         ("MARLIN 6", NOT_COMPARED, ClaimVerdict.REFUTED),
         ("MARLIN 6", NO_REFERENCE, ClaimVerdict.UNTESTED),
         ("TRITON 6", {"clear_prompts": 7, "same_prompts": 7}, ClaimVerdict.UNTESTED),
@@ -204,7 +204,12 @@ NO_REFERENCE = {"outcome": "not compared", "detail": "no reference: died"}
         ("TRITON 6", {"engine": "host"}, ClaimVerdict.UNTESTED),
         ("TRITON 6", {"stream_bytes": 0}, ClaimVerdict.UNTESTED),
         ("TRITON 6", {"lookups": 90}, ClaimVerdict.UNTESTED),
-        ("TRITON 6:stream=0", {"stream_bytes": 64}, ClaimVerdict.UNTESTED),
+        ("TRITON 6:stream=0", {"lookups": 40}, ClaimVerdict.UNTESTED),
+        (
+            "TRITON 6:stream=0",
+            {**NOT_COMPARED, "cache": "died:stream=0", "runner": "V1"},
+            ClaimVerdict.UNTESTED,
+        ),
         ("MARLIN planted", {"same_prompts": 7}, ClaimVerdict.UNTESTED),
         ("MARLIN planted", {**NOT_COMPARED, "same_prompts": None}, ClaimVerdict.UNTESTED),
     ],

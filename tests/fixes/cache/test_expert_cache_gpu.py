@@ -9,6 +9,7 @@ import torch
 
 from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
 from moedoctor.fixes.expert_cache import CacheOverflow, ExpertCache
+from moedoctor.fixes.layer_stream import LayerStream
 from moedoctor.fixes.moe.forward import GroupedForward, moe_forward, moe_forward_in_parts
 from moedoctor.reference.moe import MoeWeights
 from moedoctor.reference.moe import forward as reference
@@ -437,3 +438,36 @@ def test_one_expert_or_one_slot(experts: int, capacity: int) -> None:
             call.add(part.weights, part.experts)
         for out in (call.total(), moe_forward(x, every, ids, shares)):
             assert float((out.cpu() - right).norm() / right.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("graphs", [1, 3])
+def test_layers_that_stream_are_captured_together_and_one_by_one(packed: bool, graphs: int) -> None:
+    weights = [{"w2": torch.randn(EXPERTS, HIDDEN, INNER).bfloat16()} for _ in range(3)]
+    caches = [ExpertCache(tensors, CAPACITY, policy="aging", packed=packed) for tensors in weights]
+    stream = LayerStream(caches)
+    ids = torch.randint(0, EXPERTS, (8, 4), dtype=torch.int32, device="cuda")
+    seen = [torch.empty(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+
+    def step(number: int) -> None:
+        with stream.layer(number) as held:
+            seen[number].copy_(held["w2"])
+            caches[number].seed_from(ids, held)
+
+    for number in range(3):
+        step(number)
+    torch.cuda.synchronize()
+    captured = [torch.cuda.CUDAGraph() for _ in range(graphs)]
+    for at, graph in enumerate(captured):
+        with torch.cuda.graph(graph):
+            for number in range(3) if graphs == 1 else [at]:
+                step(number)
+    for _ in range(2):
+        for tensor in seen:
+            tensor.zero_()
+        for graph in captured:
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(got.cpu(), held["w2"]) for got, held in zip(seen, weights, strict=True))
+        for cache in caches:
+            cache.acquire(torch.randint(0, EXPERTS, (2, 4), dtype=torch.int32, device="cuda"))

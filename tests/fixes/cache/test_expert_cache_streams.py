@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moedoctor.fixes.expert_cache import ExpertCache
+from moedoctor.fixes.layer_stream import LayerStream
 from moedoctor.fixes.moe import forward
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
@@ -265,3 +266,22 @@ def test_a_failed_copy_leaves_a_capture_joined(cache: ExpertCache, streams: Stre
     with pytest.raises(torch.OutOfMemoryError):
         cache.prefetch(IDS)
     assert streams.log[-2:] == JOINED
+
+
+def test_a_layer_waits_for_copies_that_it_began_and_the_last_for_none(streams: Streams) -> None:
+    """To wait for copies outside of a capture voids it, and vLLM captures layers one by one."""
+    caches = [ExpertCache({"w": torch.zeros(8, 4)}, 4, engine="device", device="cpu") for _ in range(3)]
+    stream = LayerStream(caches)
+    stream._copies = streams.copies  # type: ignore[assignment]
+    for number in range(3):
+        streams.log.clear()
+        with stream.layer(number):
+            streams.log.append("computes")
+        own = ["copy on main"] if number == 0 else []
+        last = number == 2
+        assert streams.log == [
+            *own,
+            *([] if last else ["copies waits for main", "copy on copies"]),
+            "computes",
+            *([] if last else ["main waits for copies"]),
+        ]
