@@ -208,14 +208,14 @@ make_report() {
         offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, 253 s
         expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, 300 s
         expert_cache_padding) write expert_cache_padding run scenarios/engine/expert_cache_padding.yaml ;; # -, 84 s
-        expert_cache_stream) write expert_cache_stream run scenarios/engine/expert_cache_stream.yaml ;; # -, -
+        expert_cache_stream) write expert_cache_stream run scenarios/engine/expert_cache_stream.yaml ;; # -, 347 s
         expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 529 s
         expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 427 s
         expert_cache_published_nemotron) write expert_cache_published_nemotron run scenarios/engine/expert_cache_published_nemotron.yaml ;; # idle, 80 GB of host memory; -, 316 s
         expert_cache_published_gemma) write expert_cache_published_gemma run scenarios/engine/expert_cache_published_gemma.yaml ;; # idle, 80 GB of host memory; -, 176 s
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 143 s, 199 s
-        moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 154 s, 162 s
-        moe_formats) write moe_formats run scenarios/engine/moe_formats.yaml ;;                   # -, 105 s
+        moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 160 s, 186 s
+        moe_formats) write moe_formats run scenarios/engine/moe_formats.yaml ;;                   # -, 137 s
         moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # -, 136 s
         backend_fix) write backend_fix run scenarios/engine/backend_fix.yaml ;;                   # -, 55 s
         moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle; -, 266 s
@@ -250,7 +250,7 @@ make_report() {
         moe_backends_nvfp4) backends_of_all moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 "$decode" ;;     # idle; -, 79 s
         moe_backends_fp8) backends_of_all moe_backends_fp8 OURS:fp8,TRITON:fp8,MARLIN:fp8 "$decode" ;; # idle; -, 114 s
         moe_backends_humming) backends_of_all moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 "$decode" ;; # idle; -, 339 s
-        moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$decode,$prefill" ;; # idle; -, 88 s
+        moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$decode,$prefill" ;; # idle; -, 87 s
         bench_engine) bench_engine ;;                                                             # idle; -, 337 s
         moe_backends) moe_backends ;;                                                             # idle
         offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 231 s, -

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def test_a_new_report_changes_the_table(script: Any, tmp_path: Path, monkeypatch
     assert known["0.30.0"]["offload"] == {"basis": "source checked"}
     table = script.table(known)
     assert "ran in an engine [1](../reports/a-gpu/new.md)" in table
-    assert "- `routing` is not needed in 0.21.0, 0.27.1, 0.30.0, 0.33.0: 0.20.0 and later" in table
+    assert re.search("- `routing` is not needed in 0.20.0, .*, 0.33.0: 0.20.0 and later", table)
 
 
 def test_a_scenario_says_itself_what_its_engines_start(script: Any) -> None:

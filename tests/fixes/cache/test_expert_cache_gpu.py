@@ -447,11 +447,13 @@ def test_layers_that_stream_are_captured_together_and_one_by_one(packed: bool, g
     caches = [ExpertCache(tensors, CAPACITY, policy="aging", packed=packed) for tensors in weights]
     stream = LayerStream(caches)
     ids = torch.randint(0, EXPERTS, (8, 4), dtype=torch.int32, device="cuda")
-    seen = [torch.empty(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+    computed_with = [
+        torch.empty(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16, device="cuda") for _ in range(3)
+    ]
 
     def step(number: int) -> None:
         with stream.layer(number) as held:
-            seen[number].copy_(held["w2"])
+            computed_with[number].copy_(held["w2"])
             caches[number].seed_from(ids, held)
 
     for number in range(3):
@@ -463,11 +465,13 @@ def test_layers_that_stream_are_captured_together_and_one_by_one(packed: bool, g
             for number in range(3) if graphs == 1 else [at]:
                 step(number)
     for _ in range(2):
-        for tensor in seen:
+        for tensor in computed_with:
             tensor.zero_()
         for graph in captured:
             graph.replay()
         torch.cuda.synchronize()
-        assert all(torch.equal(got.cpu(), held["w2"]) for got, held in zip(seen, weights, strict=True))
+        assert all(
+            torch.equal(got.cpu(), held["w2"]) for got, held in zip(computed_with, weights, strict=True)
+        )
         for cache in caches:
             cache.acquire(torch.randint(0, EXPERTS, (2, 4), dtype=torch.int32, device="cuda"))
