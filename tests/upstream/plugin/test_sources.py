@@ -12,7 +12,7 @@ from real_vllm import ask_child
 
 from moedoctor.upstream.plugin import sources
 from moedoctor.upstream.plugin.extensions import FIXES, TRACES, Extension
-from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches
+from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches, known_releases
 from tests.interpreted import ROOT
 
 STORED = json.loads((ROOT / "reports" / "plugin" / "sources.json").read_text())
@@ -71,13 +71,14 @@ def test_another_topk_takes_what_the_installed_release_passes() -> None:
         assert passed == taken[: len(passed)]
 
 
-def test_the_releases_that_make_test_upstream_asks_are_stored() -> None:
+def test_all_known_releases_are_stored_and_those_that_make_test_upstream_asks_are_among_them() -> None:
     (default,) = (
         line.partition("?=")[2]
         for line in (ROOT / "Makefile").read_text().splitlines()
         if line.startswith("VLLM ?=")
     )
-    assert sorted(default.split()) == sorted(STORED)
+    assert list(STORED) == list(known_releases())
+    assert set(default.split()) <= set(STORED)
     assert all(list(rows) == [*FIXES, *TRACES] for rows in STORED.values())
 
 
