@@ -210,7 +210,7 @@ make_report() {
         expert_cache_padding) write expert_cache_padding run scenarios/engine/expert_cache_padding.yaml ;; # -, 84 s
         expert_cache_stream) write expert_cache_stream run scenarios/engine/expert_cache_stream.yaml ;; # -, 347 s
         expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 529 s
-        expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 427 s
+        expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 499 s
         expert_cache_published_nemotron) write expert_cache_published_nemotron run scenarios/engine/expert_cache_published_nemotron.yaml ;; # idle, 80 GB of host memory; -, 316 s
         expert_cache_published_gemma) write expert_cache_published_gemma run scenarios/engine/expert_cache_published_gemma.yaml ;; # idle, 80 GB of host memory; -, 176 s
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 143 s, 199 s
@@ -221,7 +221,7 @@ make_report() {
         moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle; -, 266 s
         nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
-        offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, -
+        offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, 169 s
         global_scale_mismatch) checkpoint_engines global_scale_mismatch MD014 marlin emulation ;; # 343 s, 300 s
         global_scale_halves) write global_scale_halves run scenarios/engine/global_scale_halves.yaml ;; # -, 95 s
         gate_up_order) checkpoint_engines gate_up_order MD017 ;;                                  # 341 s, -

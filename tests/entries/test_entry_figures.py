@@ -1063,16 +1063,19 @@ def test_nvfp4_beside_bf16_in_an_expert_cache() -> None:
     assert f"decodes {gain} in NVFP4 as in BF16 from 8 and 16 slots: {nvfp4} tokens per second" in guide
     bounds = [" and ".join(rates(scheme, key="bus_bound_tokens_per_second")) for scheme in ("nvfp4", "bf16")]
     assert f"beside {bf16}. The bus allows {bounds[0]} beside {bounds[1]}." in guide
-    eight = rates("nvfp4", 8)
-    assert f"In NVFP4 eight sequences together are faster than one, {' and '.join(eight)} tokens/s" in text
-    assert f"In NVFP4 eight sequences together are faster than one: {' and '.join(eight)}." in guide
-    first, second = rates("bf16", 8)
-    assert f"in BF16 they are from 8 slots ({first}), and not from 16 ({second})" in text
-    assert [
+    together = [" and ".join(rates(scheme, 8)) for scheme in ("nvfp4", "bf16")]
+    assert f"faster than one: {together[0]} tokens/s in NVFP4, {together[1]} in BF16." in text
+    assert f"faster than one: {together[0]} in NVFP4, {together[1]} in BF16." in guide
+    first = [
+        f"{rows['nvfp4', slots, 1]['rounds'][0] / rows['bf16', slots, 1]['rounds'][0]:.2f}"
+        for slots in (8, 16)
+    ]
+    assert f"new to the caches NVFP4 is {' and '.join(first)} times as fast" in text
+    assert all(
         rows[scheme, slots, 8]["tokens_per_second"] > rows[scheme, slots, 1]["tokens_per_second"]
         for scheme in ("nvfp4", "bf16")
         for slots in (8, 16)
-    ] == [True, True, True, False]
+    )
 
 
 def test_the_other_published_model() -> None:
