@@ -249,6 +249,8 @@ _OURS_NEXT: ContextVar[bool] = ContextVar("moedoctor_computes", default=True)
 """The same of the method that was made last: vLLM selects its backend right after that."""
 _REPLACED: dict[str, str] = {}
 """Format -> the backend that vLLM selected."""
+_SELECTED: dict[str, tuple[Any, Any]] = {}
+"""Format -> that backend and its experts, as vLLM holds them; none if vLLM has no backend."""
 
 
 def _stand_in(form: Format) -> Any:
@@ -264,8 +266,10 @@ def _selecting(original: Any, *, form: Format, stand_in: Any) -> Any:
     def select(*arguments: Any, **options: Any) -> Any:
         if not _OURS_NEXT.get():
             return original(*arguments, **options)
+        _SELECTED.pop(form.name, None)
         try:
-            backend = getattr(original(*arguments, **options)[0], "value", "its own")
+            _SELECTED[form.name] = selected = original(*arguments, **options)[:2]
+            backend = getattr(selected[0], "value", "its own")
         except (ValueError, NotImplementedError) as error:
             first = str(error).partition("\n")[0]
             logger.warning("moedoctor: vLLM has no backend for these %s experts: %s", form.name, first)
@@ -289,11 +293,27 @@ def _processing(original: Any, *, form: Format) -> Any:
                 raise UnavailableError("swiglu_limit clamps the activation")
             take_over(self, layer, form.take, by_reference=computer == REFERENCE)
         except UnavailableError as error:
-            # It shows only in loaded weights, and vLLM's own backend was not prepared: no way back.
-            stop_engine(f"vLLM is stopped: {NAME} is refused: {error} (leave {NAME} out of MOEDOCTOR_FIXES)")
+            refuse(NAME, str(error))  # it shows only in loaded weights
+            _leave(self, form, str(error))
+            original(self, layer)
+            return
         _announce(form.name, computer)
 
     return process_weights_after_loading
+
+
+def _leave(method: Any, form: Format, reason: str) -> None:
+    """Give a method back the backend that vLLM selected for it, or stop the engine if vLLM has none."""
+    if form.name not in _SELECTED:
+        stop_engine(
+            f"vLLM is stopped: {NAME} is refused: {reason}; vLLM has no backend for this layer either"
+        )
+    backend, experts = _SELECTED[form.name]
+    given = {id(_stand_in(form)): backend, id(experts_class()): experts}
+    for name, value in list(vars(method).items()):
+        if id(value) in given:
+            setattr(method, name, given[id(value)])
+    method.__dict__[_OURS] = False
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from moedoctor.results import UnavailableError
 from moedoctor.upstream.plugin import moe_fix
 from moedoctor.upstream.plugin.extensions import chosen
 from moedoctor.upstream.plugin.register import OptionError
@@ -125,6 +126,42 @@ def test_an_optional_fix_leaves_a_refused_layer_to_vllm(
     assert select() == (("stand-in", "ours") if ours else ("theirs", "its experts"))
     process(method, types.SimpleNamespace())
     assert done == ["ours" if ours else "theirs"]
+
+
+@pytest.mark.parametrize("selected", [("theirs", "its experts", "more"), None])
+def test_weights_that_are_refused_once_loaded_are_left_to_vllm_if_the_fix_is_optional(
+    monkeypatch: pytest.MonkeyPatch, selected: tuple[str, ...] | None
+) -> None:
+    monkeypatch.setenv("MOEDOCTOR_FIXES", "moe")
+    monkeypatch.setattr(moe_fix, "experts_class", lambda: "ours")
+    monkeypatch.setattr(moe_fix, "_stand_in", lambda form: "stand-in")
+
+    def refused(*given: Any, **options: Any) -> None:
+        raise UnavailableError("w2_weight holds NaN")
+
+    def its_own() -> tuple[str, ...]:
+        if selected is None:
+            raise ValueError("no backend")
+        return selected
+
+    monkeypatch.setattr(moe_fix, "take_over", refused)
+    form = next(form for form in moe_fix.FORMATS if form.method == "Fp8MoEMethod")
+    select = moe_fix._selecting(its_own, form=form, stand_in="stand-in")
+    left: list[Any] = []
+    process = moe_fix._processing(lambda self, layer: left.append(vars(self).copy()), form=form)
+    method = Fp8MoEMethod()
+    moe_fix._checking(lambda self, moe: None)(method, layer())
+    vars(method)["fp8_backend"], vars(method)["experts_cls"] = select()
+    assert vars(method)["experts_cls"] == "ours"
+    with pytest.raises(SystemExit, match=r"moe is refused: w2_weight holds NaN .*MOEDOCTOR_FIXES_OPTIONAL=1"):
+        process(method, types.SimpleNamespace())
+    monkeypatch.setenv("MOEDOCTOR_FIXES_OPTIONAL", "1")
+    if selected is None:
+        with pytest.raises(SystemExit, match="holds NaN; vLLM has no backend for this layer either"):
+            process(method, types.SimpleNamespace())
+        return
+    process(method, types.SimpleNamespace())
+    assert left == [{"_moedoctor_computes": False, "fp8_backend": "theirs", "experts_cls": "its experts"}]
 
 
 def test_a_model_without_a_moe_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
