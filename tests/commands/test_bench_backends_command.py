@@ -32,6 +32,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
          "--backend REFERENCE, --backend OURS"),
         (["--backend", "marlin", "--device", "cuda:0"], "--device cuda:0: needs an NVIDIA GPU"),
         (["--backend", "NONSENSE"], "--backend NONSENSE: expected one of MARLIN, HUMMING"),
+        (["--backend", "deepgemm"], "--backend deepgemm: vLLM 0.33.0 has it for fp8, fp8-block, but"),
         (["--backend", ","], "--backend: expected all or some of"),
         (["--backend", "MARLIN", "--quantization", "bf16"], "--backend MARLIN: has nvfp4, fp8, not bf16"),
         (["--backend", "MARLIN:bf16"], "--backend MARLIN: has nvfp4, fp8, not bf16"),
