@@ -155,7 +155,7 @@ def engine_stream(cases: ClaimCases) -> ClaimJudgement:
     if failed is not None:
         return decide(False, {"rows": rows}, f"{_where(failed)}: {failed['detail']}")
     same = [row for row in streamed if row["outcome"] == "same tokens"]
-    bits = sum(row["logprob_distance"] == 0 for row in streamed)
+    bits = sum(row["same_logprobs"] == row["clear_prompts"] for row in streamed)
     clear = [row["clear_prompts"] for row in streamed]
     figure = (
         f"{len(same)} of {len(streamed)} engines give the tokens of the one without a cache in all of "

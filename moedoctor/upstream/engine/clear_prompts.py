@@ -56,7 +56,8 @@ def row(ran: Ran) -> dict[str, Any]:
 def compare(ran: Ran, reason: str | None = None) -> dict[str, Any]:
     """Return how many of the reference's clear prompts have its tokens. `reason`: why this is no comparison.
 
-    ``logprob_distance`` is the median over the clear prompts of the largest difference in a prompt.
+    ``logprob_distance`` is the median over the clear prompts of the largest difference in a prompt, and
+    ``same_logprobs`` how many prompts have none.
     """
     result, control = ran.result, ran.control
     if result.error is not None:
@@ -76,6 +77,7 @@ def compare(ran: Ran, reason: str | None = None) -> dict[str, Any]:
         "clear_prompts": len(compared),
         "same_prompts": len(same),
         "logprob_distance": statistics.median(apart) if apart else None,
+        "same_logprobs": apart.count(0.0),
     }
 
 

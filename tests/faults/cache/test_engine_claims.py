@@ -180,7 +180,7 @@ def streamed(**changes: dict[str, Any]) -> list[dict[str, Any]]:
                 "detail": "x of 12 clear prompts",
                 "clear_prompts": 12,
                 "same_prompts": 6 if planted else 12,
-                "logprob_distance": 0.0,
+                "same_logprobs": 12,
             }
             rows.append({**row, **changes.get(label, {})})
     return rows

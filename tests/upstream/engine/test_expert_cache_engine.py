@@ -197,8 +197,8 @@ def test_a_row_of_a_streaming_engine_says_what_the_caches_were_asked_for(
     rows = streaming.tokens({})
     assert len(rows) == 2 * 4 + 2 * 4 + 5
     assert {row["lookups"] for row in rows} == {7}
-    assert {(row["outcome"], row["clear_prompts"], row["logprob_distance"]) for row in rows} == {
-        ("same tokens", 2, 0.0)
+    assert {(row["outcome"], row["clear_prompts"], row["same_logprobs"]) for row in rows} == {
+        ("same tokens", 2, 2)
     }
     run(lambda request: failed("died") if "no cache" not in str(request.label) else result(probe=probe))
     assert {row["detail"] for row in streaming.tokens({})} == {"RuntimeError: died"}
