@@ -17,7 +17,7 @@ from moedoctor.upstream.engine import clear_prompts
 from moedoctor.upstream.engine.experiment import Ran, Trial, checkpoints, run_trials
 from moedoctor.upstream.engine.expert_cache import BACKENDS, EAGER, GRAPHS, offered
 from moedoctor.upstream.engine.expert_cache import trial as trial_with_cache
-from moedoctor.upstream.engine.expert_cache_probes import caches, runner_of
+from moedoctor.upstream.engine.expert_cache_padding import asked_for
 from moedoctor.upstream.engine.nan_planted import RUNNERS
 from moedoctor.upstream.engine.probes import model_of
 from moedoctor.upstream.plugin.expert_cache_layer import host_experts
@@ -32,7 +32,7 @@ _SEQUENCES = 4
 _BOTH = "BF16 TRITON"
 """Whose engines run with both model runners, eager and with CUDA graphs; the others have V2 and graphs."""
 _TOKENS = {"NVFP4 HUMMING": 1}
-"""Tokens a prompt. Humming rounds otherwise for fewer experts, so its engines draw the one that streams."""
+"""Tokens a prompt. Through slots Humming's logprobs differ, so its engines draw only the one that streams."""
 
 
 def tokens(sources: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -78,11 +78,6 @@ def trial(
     columns = {"backend": backend, "runner": runner, "mode": mode, "cache": slots, "planted": planted}
     control = f"{backend}, {runner}, {GRAPHS if planted else mode}, no cache"
     return Trial(request, columns, None if slots is None else control)
-
-
-def asked_for(llm: Any) -> dict[str, Any]:
-    """Probe: return what `caches` does, and the model runner that the engine has."""
-    return {**caches(llm), "runner_in_use": runner_of(llm)}
 
 
 def streaming_wrong_experts(llm: Any) -> Callable[[], dict[str, Any]]:
