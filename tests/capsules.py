@@ -9,11 +9,10 @@ import torch
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.diagnose.capsule.planting import noisy
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.fp8 import Fp8
-from moedoctor.reference.moe_layer import Layer, make_layer, make_problem
+from moedoctor.reference.moe_layer import make_layer, make_problem
 from moedoctor.trace.capsule import Capsule, capsule_of
 
-__all__ = ["SCHEMES", "computation", "make_capsule", "noisy", "with_blocks", "with_output"]
+__all__ = ["SCHEMES", "computation", "make_capsule", "noisy", "with_output"]
 
 SCHEMES = (
     ("nvfp4", "none"),
@@ -42,9 +41,7 @@ def make_capsule(
     """
     draw = torch.Generator().manual_seed(seed)
     shape = LayerShape(hidden=256, intermediate=128, experts=8, top_k=3, activation=activation)
-    layer = make_layer(shape, quantization, seed=seed)
-    if activations == "fp8_block":
-        layer = with_blocks(layer)
+    layer = make_layer(shape, "fp8-block" if activations == "fp8_block" else quantization, seed=seed)
     problem = make_problem(layer, tokens, activations, seed=seed)
     if unusual:
         ids = problem.topk_ids.clone()  # [T, K]
@@ -56,18 +53,6 @@ def make_capsule(
         scale = capsule.tensors["w13_scale"][:, None] * ratio  # [E, 2]
         capsule = Capsule(capsule.record, {**capsule.tensors, "w13_scale": scale})
     return with_output(capsule, computation(capsule).contributions().sum(1))
-
-
-def with_blocks(layer: Layer) -> Layer:
-    """Return an FP8 layer with a scale for each 128 x 128 values."""
-    weights = []
-    for weight, halves in ((layer.w13, 2 if layer.shape.gated else 1), (layer.w2, 1)):
-        assert isinstance(weight, Fp8)
-        experts, rows, columns = weight.values.shape
-        draw = torch.Generator().manual_seed(experts)
-        steps = torch.randint(-1, 2, (experts, -(-rows // 128), -(-columns // 128)), generator=draw)
-        weights.append(Fp8(weight.values, weight.scale[:, None, None] * 2.0**steps, (128, 128), halves))
-    return replace(layer, w13=weights[0], w2=weights[1])
 
 
 def computation(capsule: Capsule) -> Computation:

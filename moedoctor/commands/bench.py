@@ -50,7 +50,9 @@ def bench(
     ] = "silu",
     quantization: Annotated[
         list[str] | None,
-        option("NAME", "Quantizations to time: nvfp4, fp8 or bf16. Default: all that a backend has."),
+        option(
+            "NAME", "Quantizations to time: nvfp4, fp8, fp8-block, bf16. Default: all of a backend."
+        ),
     ] = None,
     tokens: Annotated[list[str] | None, option("N[,N...]", "Numbers of tokens in a call, 1 to 8192.")] = None,
     routing: Annotated[
@@ -141,8 +143,9 @@ def bench(
 
     --backend compares every result with the reference first and times only what is right. A time is marked !
     if p20 and p80 differ by more than 20 % of the median: then a difference of 20 % to another says nothing.
-    --backend covers FP8 with one scale for each matrix of an expert, not FP8 in blocks, MXFP4 or DEEPGEMM,
-    nor backends for tokens grouped by expert (with BATCHED in the name) or for several GPUs (with MOE_EP).
+    --backend covers FP8 with one scale for each matrix of an expert (fp8) or for 128 x 128 weights
+    (fp8-block), not MXFP4, nor backends for tokens grouped by expert (with BATCHED in the name) or for
+    several GPUs (with MOE_EP).
     --engine compares vLLM's greedy tokens, then gives tokens per second and the time of the first token.
     --cache gives hit rates over capacity, each beside the Belady bound; a Markdown report with -o gets its
     pictures (SVG) beside it.

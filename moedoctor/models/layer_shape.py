@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
-QUANTIZATIONS = ("nvfp4", "fp8", "bf16")
-"""Formats of the expert weights."""
-BITS = {"nvfp4": 4.5, "fp8": 8.0, "bf16": 16.0}
+QUANTIZATIONS = ("nvfp4", "fp8", "fp8-block", "bf16")
+"""Formats of the expert weights: fp8 has a scale for each matrix, fp8-block one for 128 x 128 weights."""
+BITS = {"nvfp4": 4.5, "fp8": 8.0, "fp8-block": 8.0 + 32 / 128**2, "bf16": 16.0}
 """Bits of a weight with its block scales, without the scale of the whole matrix."""
 
 

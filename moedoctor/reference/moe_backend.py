@@ -21,9 +21,9 @@ class Variant:
     name: str
     """vLLM's own name in capitals, REFERENCE or OURS"""
     quantization: str
-    """``nvfp4``, ``fp8`` or ``bf16``"""
+    """``nvfp4``, ``fp8``, ``fp8-block`` or ``bf16``"""
     activations: str = "none"
-    """How it quantizes activations: ``nvfp4``, ``fp8`` or ``none``"""
+    """How it quantizes activations: ``nvfp4``, ``fp8``, ``fp8_block`` or ``none``"""
 
     @property
     def label(self) -> str:

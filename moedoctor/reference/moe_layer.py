@@ -17,12 +17,15 @@ from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1, fp8, nvfp4
 from moedoctor.reference.moe import MoeWeights, Quantise, Weight, forward
 
-_Maker = Callable[[tuple[int, int, int], torch.Generator, str], Weight]
+_Maker = Callable[[tuple[int, int, int], int, torch.Generator, str], Weight]
+"""(size [E, N, K], 2 for gate and up or 1, random numbers, device) -> a weight"""
 _SCALE_CODES = (0x30, 0x43)
 """E4M3 codes of block scales: 0.5 up to 2.5."""
 _CODE_RMS = 2.93
 """Root mean square of the sixteen E2M1 values."""
 _SCALE_RMS = 1.4
+_FP8_BLOCK = 128
+"""Rows and columns of a weight that share a scale in ``fp8-block``, and values of an activation."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Layer:
 
     shape: LayerShape
     quantization: str
-    """``nvfp4``, ``fp8`` or ``bf16``"""
+    """``nvfp4``, ``fp8``, ``fp8-block`` or ``bf16``"""
     w13: Weight
     """[E, 2I, H], the gate half first; [E, I, H] without a gate"""
     w2: Weight
@@ -57,19 +60,22 @@ class Problem:
 def make_layer(shape: LayerShape, quantization: str, *, seed: int = 0, device: str = "cpu") -> Layer:
     """Return a random layer whose outputs are of the size of its inputs. NVFP4 needs multiples of 16."""
     draw = torch.Generator(device).manual_seed(seed)
-    makers: dict[str, _Maker] = {"nvfp4": _nvfp4, "fp8": _fp8, "bf16": _bf16}
+    makers: dict[str, _Maker] = {"nvfp4": _nvfp4, "fp8": _fp8, "fp8-block": _fp8_block, "bf16": _bf16}
     make = makers[quantization]
-    w13 = make((shape.experts, shape.w13_rows, shape.hidden), draw, device)
-    w2 = make((shape.experts, shape.hidden, shape.intermediate), draw, device)
-    # The largest value must not saturate: 448 * 6 steps in NVFP4, 448 in FP8.
-    scale = {"nvfp4": 2.0**-6, "fp8": 2.0**-2, "bf16": 1.0}[quantization]
+    w13 = make((shape.experts, shape.w13_rows, shape.hidden), 2 if shape.gated else 1, draw, device)
+    w2 = make((shape.experts, shape.hidden, shape.intermediate), 1, draw, device)
+    # The largest value must not saturate: 448 * 6 steps in NVFP4, 448 in FP8. Blocks of FP8 find their scale.
+    scale = {"nvfp4": 2.0**-6, "fp8": 2.0**-2}.get(quantization, 1.0)
     return Layer(shape, quantization, w13, w2, input_scale=scale / 2, intermediate_scale=scale)
 
 
 def make_input(
     layer: Layer, tokens: int, activations: str, *, seed: int = 0, device: str = "cpu"
 ) -> torch.Tensor:
-    """Return bfloat16 [T, H] of unit size, on the grid of `activations` (``nvfp4``, ``fp8`` or ``none``)."""
+    """Return bfloat16 [T, H] of unit size, on the grid of `activations`.
+
+    These are ``nvfp4``, ``fp8``, ``fp8_block`` or ``none``.
+    """
     draw = torch.Generator(device).manual_seed(seed + 1)
     hidden = layer.shape.hidden
     if activations == "nvfp4":
@@ -83,6 +89,12 @@ def make_input(
         )
         return nvfp4.dequantize(stored).bfloat16()
     x = torch.randn(tokens, hidden, generator=draw, device=device)  # [T, H]
+    if activations == "fp8_block":
+        x = (x * 128).clamp(-fp8.E4M3_MAX, fp8.E4M3_MAX)  # [T, H]
+        x[:, ::_FP8_BLOCK] = fp8.E4M3_MAX  # the largest of each group, so that its scale is a power of two
+        halves = torch.randint(7, 9, x[:, ::_FP8_BLOCK].shape, generator=draw, device=device)  # [T, G]
+        scale = (0.5 ** halves.float()).repeat_interleave(_FP8_BLOCK, 1)[:, :hidden]  # [T, H]
+        return (x.to(torch.float8_e4m3fn).float() * scale).bfloat16()
     return (fp8.round_trip(x, layer.input_scale) if activations == "fp8" else x).bfloat16()
 
 
@@ -125,7 +137,7 @@ def quantiser(activations: str, scale: float) -> Quantise | None:
     if activations == "fp8":
         return lambda values: fp8.round_trip(values, scale)
     if activations in ("fp8_token", "fp8_block"):
-        group = None if activations == "fp8_token" else 128
+        group = None if activations == "fp8_token" else _FP8_BLOCK
         return lambda values: fp8.dynamic_round_trip(values, group)
     return None
 
@@ -137,7 +149,7 @@ def _nvfp4_round_trip(values: torch.Tensor, scale: float) -> torch.Tensor:
     return rounded.masked_fill(values.isnan(), math.nan)
 
 
-def _nvfp4(size: tuple[int, int, int], draw: torch.Generator, device: str) -> nvfp4.Nvfp4:
+def _nvfp4(size: tuple[int, int, int], _: int, draw: torch.Generator, device: str) -> nvfp4.Nvfp4:
     experts, rows, columns = size
     packed = torch.randint(
         0, 256, (experts, rows, columns // 2), generator=draw, device=device, dtype=torch.uint8
@@ -154,17 +166,30 @@ def _block_scales(size: tuple[int, ...], draw: torch.Generator, device: str) -> 
     return scales
 
 
-def _fp8(size: tuple[int, int, int], draw: torch.Generator, device: str) -> fp8.Fp8:
-    experts, rows, columns = size
-    values = torch.empty(size, dtype=torch.float8_e4m3fn, device=device)
-    for matrix in values:  # an expert at a time, so that a large layer needs no float32 copy of itself
-        matrix.copy_(torch.randn(rows, columns, generator=draw, device=device) * 32)
-    typical = 2.0 ** round(math.log2(1 / (32 * columns**0.5)))
-    halves = torch.randint(0, 2, (experts,), generator=draw, device=device)  # [E]
+def _fp8(size: tuple[int, int, int], _: int, draw: torch.Generator, device: str) -> fp8.Fp8:
+    values, typical = _e4m3(size, draw, device)
+    halves = torch.randint(0, 2, size[:1], generator=draw, device=device)  # [E]
     return fp8.Fp8(values, typical * 0.5 ** halves.float())
 
 
-def _bf16(size: tuple[int, int, int], draw: torch.Generator, device: str) -> torch.Tensor:
+def _fp8_block(size: tuple[int, int, int], parts: int, draw: torch.Generator, device: str) -> fp8.Fp8:
+    """Return weights whose scales are powers of two. The last row or column of a part may cut a block."""
+    values, typical = _e4m3(size, draw, device)
+    rows, columns = (-(-length // _FP8_BLOCK) for length in (size[1] // parts, size[2]))
+    halves = torch.randint(0, 3, (size[0], parts * rows, columns), generator=draw, device=device)
+    scale = typical * 0.5 ** halves.float()  # [E, rows of blocks, columns of blocks]
+    return fp8.Fp8(values, scale, (_FP8_BLOCK, _FP8_BLOCK), parts)
+
+
+def _e4m3(size: tuple[int, int, int], draw: torch.Generator, device: str) -> tuple[torch.Tensor, float]:
+    """Return random codes float8_e4m3fn of `size`, and the scale with which a product keeps its size."""
+    values = torch.empty(size, dtype=torch.float8_e4m3fn, device=device)
+    for matrix in values:  # an expert at a time, so that a large layer needs no float32 copy of itself
+        matrix.copy_(torch.randn(size[1:], generator=draw, device=device) * 32)
+    return values, 2.0 ** round(math.log2(1 / (32 * size[2] ** 0.5)))
+
+
+def _bf16(size: tuple[int, int, int], _: int, draw: torch.Generator, device: str) -> torch.Tensor:
     weight = torch.empty(size, dtype=torch.bfloat16, device=device)
     for matrix in weight:
         matrix.copy_(torch.randn(size[1:], generator=draw, device=device) / size[2] ** 0.5)

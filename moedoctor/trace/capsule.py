@@ -236,7 +236,7 @@ def capsule_of(problem: Problem, output: torch.Tensor, activations: str, **facts
         "experts": shape.experts,
         "top_k": shape.top_k,
         "activation": shape.activation,
-        "quantization": layer.quantization,
+        "quantization": layer.quantization.removesuffix("-block"),  # `block` says it
         "activations": activations,
         "block": layer.w13.block if isinstance(layer.w13, Fp8) else None,
         "call_tokens": len(problem.x),

@@ -30,7 +30,7 @@ def _interpreted(*cases: str) -> None:
     assert run_check("expert_cases.py", *cases).strip() == "agreed"
 
 
-@pytest.mark.parametrize("quantization", [pytest.param("nvfp4", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.parametrize("quantization", [pytest.param("nvfp4", marks=pytest.mark.slow), "fp8-block", "bf16"])
 def test_interpreted(quantization: str) -> None:
     """Few and many pairs; sizes that are not multiples of the tiles."""
     _interpreted(
@@ -168,7 +168,7 @@ def test_interpreted_plan() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "bf16"])
+@pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "fp8-block", "bf16"])
 def test_compiled(quantization: str, activation: str) -> None:
     from expert_cases import assert_layer_is_right
 

@@ -2,14 +2,15 @@ import pytest
 import torch
 
 from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import activate, expert_weight
-from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem, quantiser
+from moedoctor.reference.moe_layer import expected_output, make_input, make_layer, make_problem, quantiser
 from moedoctor.reference.nvfp4 import Nvfp4
 
 SHAPE = LayerShape(256, 128, 6, 2)
 
 
-@pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "bf16"])
+@pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "fp8-block", "bf16"])
 def test_weights_fit_into_bfloat16(quantization: str) -> None:
     layer = make_layer(SHAPE, quantization)
     for weight, size in ((layer.w13, (256, 256)), (layer.w2, (256, 128))):
@@ -18,7 +19,7 @@ def test_weights_fit_into_bfloat16(quantization: str) -> None:
         assert torch.equal(expert.bfloat16().float(), expert)
 
 
-@pytest.mark.parametrize("activations", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("activations", ["nvfp4", "fp8", "fp8_block"])
 def test_inputs_lie_on_the_grid(activations: str) -> None:
     layer = make_layer(SHAPE, "nvfp4" if activations == "nvfp4" else "fp8")
     problem = make_problem(layer, 9, activations)
@@ -44,6 +45,23 @@ def test_scales_differ_from_block_to_block_and_from_expert_to_expert() -> None:
     assert isinstance(layer.w13, Nvfp4)
     assert len(layer.w13.block_scales[0].float().unique()) > 10
     assert len(layer.w13.global_scale.unique()) == 2
+
+
+def test_fp8_blocks_have_scales_of_their_own_and_gate_and_up_share_none() -> None:
+    layer = make_layer(LayerShape(320, 192, 3, 2), "fp8-block")
+    assert isinstance(layer.w13, Fp8)
+    assert isinstance(layer.w2, Fp8)
+    assert layer.w13.scale.shape == (3, 4, 3)  # gate and up take two rows of blocks each, the last cut
+    assert layer.w2.scale.shape == (3, 3, 2)
+    assert len(layer.w13.scale.unique()) == 3
+    weight, values = expert_weight(layer.w13, 1), layer.w13.values[1].float()
+    assert torch.equal(weight[192:320, 256:], values[192:320, 256:] * layer.w13.scale[1, 2, 2])
+    assert torch.equal(weight[128:192, :128], values[128:192, :128] * layer.w13.scale[1, 1, 0])
+
+
+def test_groups_of_fp8_inputs_have_scales_of_their_own() -> None:
+    x = make_input(make_layer(SHAPE, "bf16"), 9, "fp8_block")
+    assert set(x.float().unflatten(1, (-1, 128)).amax(2).unique().tolist()) == {1.75, 3.5}
 
 
 def test_the_seed_decides() -> None:

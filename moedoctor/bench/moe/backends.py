@@ -28,14 +28,22 @@ UPSTREAM = (
     Variant("FLASHINFER_CUTLASS", "fp8", "fp8"),
     Variant("FLASHINFER_TRTLLM", "fp8", "fp8"),
     Variant("HPC", "fp8", "fp8"),
+    Variant("TRITON", "fp8-block", "fp8_block"),
+    Variant("MARLIN", "fp8-block"),
+    Variant("HUMMING", "fp8-block"),
+    Variant("DEEPGEMM", "fp8-block", "fp8_block"),
+    Variant("FLASHINFER_CUTLASS", "fp8-block", "fp8_block"),
+    Variant("FLASHINFER_TRTLLM", "fp8-block", "fp8_block"),
+    Variant("HPC", "fp8-block", "fp8_block"),
     Variant("TRITON", "bf16"),
     Variant("FLASHINFER_CUTLASS", "bf16"),
     Variant("FLASHINFER_TRTLLM", "bf16"),
 )
 """Backends of vLLM 0.21.0 to 0.33.0 for one GPU, by vLLM's own names. A release that lacks one refuses it.
 
-FP8 here has one scale for each matrix of an expert. FP8 in blocks, MXFP4 and DEEPGEMM are not covered,
-nor backends for tokens grouped by expert (with BATCHED in the name) or for several GPUs (with MOE_EP).
+``fp8`` has one scale for each matrix of an expert, ``fp8-block`` one for 128 x 128 weights and for 128 values
+of an activation. MXFP4 is not covered, nor are backends for tokens grouped by expert (with BATCHED in the
+name) or for several GPUs (with MOE_EP).
 """
 OWN = tuple(Variant(name, quantization) for name in ("OURS", "REFERENCE") for quantization in QUANTIZATIONS)
 ALL = (*UPSTREAM, *OWN)

@@ -210,7 +210,7 @@ def _time_facts(
         if spread is not None:
             facts |= spread.row(name, digits=3)
     seconds = max(times.time.median, 1e-3) * 1e-6  # never 0, which noise can make of a cold time
-    operands = "fp8" if activations == "fp8" else "bf16"
+    operands = "fp8" if activations.startswith("fp8") else "bf16"
     least = roofline.least_seconds(work["bytes"], work["flops"], operands)
     return facts | {
         "tflops": round(work["flops"] / seconds / 1e12, 4),

@@ -40,6 +40,7 @@ def controls() -> tuple[Control, ...]:
         Control("inverted_global_scale", on_weights=_inverted, applies=_scaled),
         Control("swizzled_for_linear", on_weights=_with_scales(swizzled_for_linear), applies=_blocked),
         Control("linear_for_swizzled", on_weights=_with_scales(linear_for_swizzled), applies=_blocked),
+        Control("shifted_block_scales", on_weights=_shifted, applies=_in_blocks),
         Control(
             "mismatched_global_scale",
             on_weights=_mismatched,
@@ -88,6 +89,10 @@ def _blocked(layer: Layer) -> bool:
     return layer.quantization == "nvfp4"
 
 
+def _in_blocks(layer: Layer) -> bool:
+    return isinstance(layer.w13, Fp8) and layer.w13.block is not None
+
+
 def _swapped(layer: Layer) -> Weight:
     return up_first(layer.w13)
 
@@ -98,6 +103,13 @@ def _inverted(layer: Layer) -> Weight:
         return replace(w13, scale=1 / w13.scale)
     assert isinstance(w13, Nvfp4)
     return replace(w13, global_scale=1 / w13.global_scale)
+
+
+def _shifted(layer: Layer) -> Weight:
+    """Give each block of weights the scale of the block before it."""
+    assert isinstance(layer.w13, Fp8)
+    scale = layer.w13.scale  # [E, rows of blocks, columns of blocks]
+    return replace(layer.w13, scale=scale.flatten(1).roll(1, 1).view_as(scale))
 
 
 def swizzled_for_linear(block_scales: torch.Tensor) -> torch.Tensor:

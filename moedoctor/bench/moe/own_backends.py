@@ -72,7 +72,7 @@ def kernel_weights(weight: Weight) -> Any:
     if isinstance(weight, Nvfp4):
         return nvfp4_weights(weight.packed, weight.block_scales, weight.global_scale)
     if isinstance(weight, Fp8):
-        return fp8_weights(weight.values, weight.scale)
+        return fp8_weights(weight.values, weight.scale, block=weight.block, halves=weight.halves)
     return ExpertWeights(weight)
 
 

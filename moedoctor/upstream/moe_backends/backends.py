@@ -34,6 +34,8 @@ JIT_VARIABLE = "MOEDOCTOR_FLASHINFER_JIT"
 EMPTY_SLOTS = "VLLM_MOE_SKIP_PADDING"
 """The setting that makes vLLM mark padding with ids of -1, since 0.25.0."""
 _HUMMING_FP8 = Version("0.33.0")
+_FP8_BLOCK = 128
+"""Rows and columns that share a scale in ``fp8-block``; vLLM loads no weights whose gate ends within one."""
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2": "relu2_no_mul"}
 
 
@@ -101,17 +103,20 @@ def _build_bf16(
 def _build_fp8(
     oracle: Any, backend: Any, layer: Layer, holder: Any, config: Any, kernel_class: Any
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """Build from weights with static scales per tensor."""
+    """Build from weights with static scales per tensor, or with scales of blocks and of groups of tokens."""
     assert isinstance(layer.w13, Fp8)
     assert isinstance(layer.w2, Fp8)
     if backend.name == "HUMMING" and Version(installed_version()) < _HUMMING_FP8:
         raise UnavailableError(
             f"HUMMING takes FP8 experts from the layer in another form before vLLM {_HUMMING_FP8}"
         )
-    device = layer.w13.values.device
-    input_scale = _scale(layer.input_scale, device)
-    intermediate_scale = _scale(layer.intermediate_scale, device)
+    device, block = layer.w13.values.device, layer.w13.block
+    input_scale = None if block else _scale(layer.input_scale, device)
+    intermediate_scale = None if block else _scale(layer.intermediate_scale, device)
     _hold(holder, w13_weight=layer.w13.values, w2_weight=layer.w2.values)
+    if block:
+        holder.weight_block_size = list(block)
+        _hold(holder, w13_weight_scale_inv=layer.w13.scale, w2_weight_scale_inv=layer.w2.scale)
     w13, w2, w13_scale, w2_scale = call(
         oracle.convert_to_fp8_moe_kernel_format,
         fp8_backend=backend,
@@ -131,6 +136,7 @@ def _build_fp8(
         w2_scale=w2_scale,
         a1_scale=input_scale,
         a2_scale=intermediate_scale,
+        block_shape=list(block) if block else None,
     )
     kernel = call(
         oracle.make_fp8_moe_kernel,
@@ -230,6 +236,9 @@ _QUANTIZATIONS = {
     "fp8": _Quantization(
         "oracle.fp8", "Fp8MoeBackend", _build_fp8, ("kFp8StaticTensorSym", "kFp8StaticTensorSym")
     ),
+    "fp8-block": _Quantization(
+        "oracle.fp8", "Fp8MoeBackend", _build_fp8, ("kFp8Static128BlockSym", "kFp8Dynamic128Sym")
+    ),
     "nvfp4": _Quantization(
         "oracle.nvfp4", "NvFp4MoeBackend", _build_nvfp4, ("kNvfp4Static", "kNvfp4Dynamic")
     ),
@@ -246,6 +255,8 @@ class VllmBackend(Backend):
     def unavailable(self, shape: LayerShape, device: str) -> str | None:
         if not device.startswith("cuda") or not torch.cuda.is_available():
             return "needs an NVIDIA GPU that torch can use"
+        if self.variant.quantization == "fp8-block" and shape.intermediate % _FP8_BLOCK:
+            return f"needs an intermediate size of whole blocks of {_FP8_BLOCK}; it is {shape.intermediate}"
         reason = self._unsupported(shape, device)
         if reason is None and self.variant.name.startswith("FLASHINFER") and not os.environ.get(JIT_VARIABLE):
             reason = (
@@ -265,6 +276,8 @@ class VllmBackend(Backend):
     def prepare(self, layer: Layer) -> Prepared:
         device = _device(layer)
         _start(device, fresh=True)
+        if isinstance(layer.w13, Fp8):
+            self._check_scales(layer.w13)
         config = _config(layer.shape, device)
         kernel_class, reason = self._kernel_class(config)
         if kernel_class is None:
@@ -278,6 +291,13 @@ class VllmBackend(Backend):
         if self.variant.name == "HUMMING":
             _set_forward_context()
         return VllmKernel(kernel, w13, w2, layer.shape)
+
+    def _check_scales(self, weight: Fp8) -> None:
+        """Raise UnavailableError for FP8 scales of another kind, such as a capsule may have."""
+        expected = (_FP8_BLOCK, _FP8_BLOCK) if self.variant.quantization == "fp8-block" else None
+        if weight.block != expected:
+            spread = "a matrix" if weight.block is None else f"{weight.block[0]} x {weight.block[1]} weights"
+            raise UnavailableError(f"{self.variant.label} has no kernel for a scale of {spread}")
 
     def _member(self, oracle: Any) -> Any:
         for member in getattr(oracle, self._quantization.backends):

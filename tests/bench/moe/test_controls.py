@@ -4,6 +4,7 @@ import torch
 from moedoctor.bench.moe.controls import controls, wrong_problems
 from moedoctor.fixes.moe.weight_layout import linear_scales, tiled_scales
 from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe_layer import Layer, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
 
@@ -40,9 +41,15 @@ def test_scales_that_fill_no_tile_keep_their_shape_and_hold_no_padding(name: str
 
 def test_every_control_changes_something() -> None:
     """Also if a token uses every expert."""
-    problem = make_problem(make_layer(LayerShape(64, 32, 2, 2), "nvfp4"), 3, "none")
-    wrong = dict(wrong_problems(problem))
+    shape = LayerShape(64, 32, 2, 2)
+    in_blocks = make_problem(make_layer(shape, "fp8-block"), 3, "none")
+    problem = make_problem(make_layer(shape, "nvfp4"), 3, "none")
+    wrong = {**dict(wrong_problems(in_blocks)), **dict(wrong_problems(problem))}
     assert len(wrong) == sum(control.on_output is None for control in controls())
+    right, shifted = in_blocks.layer.w13, wrong["shifted_block_scales"].layer.w13
+    assert isinstance(right, Fp8)
+    assert isinstance(shifted, Fp8)
+    assert not torch.equal(shifted.scale, right.scale)
     assert not torch.equal(wrong["off_by_one_expert"].topk_ids, problem.topk_ids)
     assert not torch.equal(wrong["dropped_expert"].topk_weights, problem.topk_weights)
 
