@@ -206,9 +206,9 @@ make_report() {
         offload_table_compiled) write offload_table_compiled run MD003 --only tier=engine --only engine=compiled ;; # 140 s, 247 s
         offload_table) complete offload_table_eager && complete offload_table_compiled || write offload_table run MD003 ;; # 309 s, -
         offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, 253 s
-        expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, 300 s
+        expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, 395 s
         expert_cache_padding) write expert_cache_padding run scenarios/engine/expert_cache_padding.yaml ;; # -, 84 s
-        expert_cache_stream) write expert_cache_stream run scenarios/engine/expert_cache_stream.yaml ;; # -, 347 s
+        expert_cache_stream) write expert_cache_stream run scenarios/engine/expert_cache_stream.yaml ;; # 180 s, 347 s
         expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 529 s
         expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 499 s
         expert_cache_published_nemotron) write expert_cache_published_nemotron run scenarios/engine/expert_cache_published_nemotron.yaml ;; # idle, 80 GB of host memory; -, 316 s
@@ -216,9 +216,9 @@ make_report() {
         nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 143 s, 199 s
         moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 160 s, 186 s
         moe_formats) write moe_formats run scenarios/engine/moe_formats.yaml ;;                   # -, 137 s
-        moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # -, 136 s
+        moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # transformers 5; 191 s, 136 s
         backend_fix) write backend_fix run scenarios/engine/backend_fix.yaml ;;                   # -, 55 s
-        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle; -, 266 s
+        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle; -, 297 s
         nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
         offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, 169 s
@@ -249,7 +249,7 @@ make_report() {
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, 61 s
         moe_backends_nvfp4) backends_of_all moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 "$decode" ;;     # idle; -, 79 s
         moe_backends_fp8) backends_of_all moe_backends_fp8 OURS:fp8,TRITON:fp8,MARLIN:fp8 "$decode" ;; # idle; -, 114 s
-        moe_backends_fp8_block) backends_of_all moe_backends_fp8_block OURS:fp8-block,TRITON:fp8-block,MARLIN:fp8-block "$decode" ;; # idle; -, -
+        moe_backends_fp8_block) backends_of_all moe_backends_fp8_block OURS:fp8-block,TRITON:fp8-block,MARLIN:fp8-block "$decode" ;; # idle; -, 104 s
         moe_backends_humming) backends_of_all moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 "$decode" ;; # idle; -, 339 s
         moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$decode,$prefill" ;; # idle; -, 87 s
         bench_engine) bench_engine ;;                                                             # idle; -, 337 s

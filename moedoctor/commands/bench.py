@@ -50,9 +50,7 @@ def bench(
     ] = "silu",
     quantization: Annotated[
         list[str] | None,
-        option(
-            "NAME", "Quantizations to time: nvfp4, fp8, fp8-block, bf16. Default: all of a backend."
-        ),
+        option("NAME", "Quantizations to time: nvfp4, fp8, fp8-block, bf16. Default: all of a backend."),
     ] = None,
     tokens: Annotated[list[str] | None, option("N[,N...]", "Numbers of tokens in a call, 1 to 8192.")] = None,
     routing: Annotated[

@@ -204,3 +204,19 @@ def test_bad_input_is_one_line(
     err = capsys.readouterr().err
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_weights_with_scales_of_blocks_go_to_the_backends_for_blocks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "blocks.moecapsule"
+    save(make_capsule("fp8", "fp8_block"), path)
+    arguments = ["replay", str(path), "--backend", "OURS,TRITON", "--device", "cpu", "--format", "json"]
+    assert main(arguments) == 0
+    backends = json.loads(capsys.readouterr().out)["backends"]
+    assert {(found["backend"], found["quantization"]) for found in backends} == {
+        ("OURS", "fp8-block"),
+        ("TRITON", "fp8-block"),
+    }
+    (ours,) = (found for found in backends if found["backend"] == "OURS")
+    assert ours["right"]

@@ -879,6 +879,28 @@ def test_fp8_beside_other_backends_on_an_h200() -> None:
     assert f"ours take {words[0]} time and {words[1]} from 1 to 64 tokens" in changes
 
 
+def test_fp8_in_blocks_beside_other_backends_on_an_h200() -> None:
+    report = f"{NEWEST}/moe_backends_fp8_block.json"
+    text, changes = document(f"reports/{NEWEST}/README.md"), document("CHANGELOG.md")
+    words, slower = [], []
+    for name in ("TRITON", "MARLIN"):
+        beside = ratios(report, name)
+        assert len(beside) == 3
+        for model, shares in beside.items():
+            assert list(shares) == [1, 2, 4, 8, 16, 32, 64]
+            assert f"| {model}, {name} | {' | '.join(f'{share:.2f}' for share in shares.values())} |" in text
+        every = [share for shares in beside.values() for share in shares.values()]
+        words.append(f"{min(every):.2f} to {max(every):.2f} of {name}'s")
+        slower.append((sum(share > 1 for share in every), f"{100 * (max(every) - 1):.1f} %"))
+    assert f"ours take {words[0]} time and {words[1]}" in changes
+    (cells, most), (cell, more) = slower
+    assert (cells, cell) == (6, 1)
+    assert f"slower in six cells of TRITON's, by up to {most}, and in one of MARLIN's, by {more}." in text
+    stored = json.loads((REPORTS / report).read_text("utf-8"))["bench"]["backends"]["rows"]
+    refused = {row["model"] for row in stored if "whole blocks of 128" in row.get("unavailable", "")}
+    assert refused == {"gemma-4-26b-a4b", "nemotron-cascade-2-30b-a3b"}
+
+
 def test_bf16_beside_triton_on_an_h200() -> None:
     text = document(f"reports/{NEWEST}/README.md")
     triton = ratios(f"{NEWEST}/moe_backends_bf16.json", "TRITON")
@@ -893,15 +915,19 @@ def test_bf16_beside_triton_on_an_h200() -> None:
 
 
 def test_streamed_prompts() -> None:
-    verdict, figures = claim("expert_cache_stream.json", "MD007", "Engines whose prompts stream", NEWEST)
-    assert verdict == "confirmed"
-    streamed = [row for row in figures["rows"] if row["cache"] == "6" and not row["planted"]]
-    assert {(row["outcome"], row["logprob_distance"]) for row in streamed} == {("same tokens", 0)}
-    assert f"on an H200 all {len(streamed)} have the same tokens" in document("CHANGELOG.md")
-    graphs = [row["backend"] for row in streamed if (row["runner"], row["mode"]) == ("V2", "CUDA graphs")]
-    assert len(set(graphs)) == len(graphs) == 5
-    more = {(row["runner"], row["mode"]) for row in streamed if row["backend"] == "BF16 TRITON"}
-    assert more == {(runner, mode) for runner in ("V1", "V2") for mode in ("eager", "CUDA graphs")}
+    counts = []
+    for folder, backends in (("nvidia-h200", 4), (NEWEST, 5)):
+        verdict, figures = claim("expert_cache_stream.json", "MD007", "Engines whose prompts stream", folder)
+        assert verdict == "confirmed"
+        streamed = [row for row in figures["rows"] if row["cache"] == "6" and not row["planted"]]
+        assert {(row["outcome"], row["logprob_distance"]) for row in streamed} == {("same tokens", 0)}
+        graphs = [row["backend"] for row in streamed if (row["runner"], row["mode"]) == ("V2", "CUDA graphs")]
+        assert len(set(graphs)) == len(graphs) == backends
+        more = {(row["runner"], row["mode"]) for row in streamed if row["backend"] == "BF16 TRITON"}
+        assert more == {(runner, mode) for runner in ("V1", "V2") for mode in ("eager", "CUDA graphs")}
+        counts.append(len(streamed))
+    words = f"all {counts[1]} have the same tokens, and in those of 0.21.0 all {counts[0]}."
+    assert words in document("CHANGELOG.md")
     (other,) = [row for row in figures["rows"] if row["cache"] != "6" and row["outcome"] != "same tokens"]
     assert other["backend"] == "NVFP4 HUMMING"
     words = f"{other['same_prompts']} of {other['clear_prompts']} prompts that this one decides clearly"

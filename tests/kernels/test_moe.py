@@ -40,6 +40,11 @@ def test_interpreted(quantization: str) -> None:
     )
 
 
+def test_interpreted_blocks() -> None:
+    """Several blocks of scales in a row and in a column, and a gate that ends within one."""
+    _interpreted("fp8-block,silu,2,160,192", "fp8-block,relu2,9,288,160")
+
+
 @pytest.mark.parametrize("first", [0, pytest.param(20, marks=pytest.mark.slow)])
 def test_interpreted_layers_of_every_kind(first: int) -> None:
     """Random formats, scales, biases, activations, sizes, and types of input and ids."""

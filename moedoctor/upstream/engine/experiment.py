@@ -33,6 +33,8 @@ ON_HOST = (
     "Expected all tensors to be on the same device",
 )
 """What MoE backends say about a tensor that is in host memory."""
+_PYDANTIC = "Value error, "
+"""How pydantic begins the line of a message that says what is wrong; its first line only counts errors."""
 
 
 class Outcome(str, enum.Enum):
@@ -134,9 +136,11 @@ def some_ran(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def short_error(error: EngineError) -> str:
     """Return the error in one line, with the line of its message that says most."""
     lines = [line.strip() for line in error.message.splitlines() if line.strip()]
-    known = next((line for line in lines if any(words in line for words in ("OrderedDict", *ON_HOST))), None)
+    telling = ("OrderedDict", *ON_HOST, _PYDANTIC)
+    known = next((line for line in lines if any(words in line for words in telling)), None)
     text = known or (lines[0] if lines else "")
     text = text.removeprefix("Explanation: ").partition(" with argument types")[0]
+    text = text.removeprefix(_PYDANTIC).partition(" [type=")[0]
     return f"{error.kind.rpartition('.')[2]}: {text}"[:240]
 
 

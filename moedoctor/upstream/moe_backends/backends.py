@@ -35,7 +35,9 @@ EMPTY_SLOTS = "VLLM_MOE_SKIP_PADDING"
 """The setting that makes vLLM mark padding with ids of -1, since 0.25.0."""
 _HUMMING_FP8 = Version("0.33.0")
 _FP8_BLOCK = 128
-"""Rows and columns that share a scale in ``fp8-block``; vLLM loads no weights whose gate ends within one."""
+"""Rows and columns that share a scale in ``fp8-block``; vLLM splits or refuses blocks that end a gate."""
+_NOT_INSTALLED = "is not available or outdated"
+"""What vLLM says while it builds a kernel if DeepGEMM is missing, which its selection does not always ask."""
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2": "relu2_no_mul"}
 
 
@@ -285,9 +287,14 @@ class VllmBackend(Backend):
         holder = _layer_module(layer.shape, config)
         with _engine():
             oracle = load(self._quantization.oracle)
-            kernel, w13, w2 = self._quantization.build(
-                oracle, self._member(oracle), layer, holder, config, kernel_class
-            )
+            try:
+                kernel, w13, w2 = self._quantization.build(
+                    oracle, self._member(oracle), layer, holder, config, kernel_class
+                )
+            except RuntimeError as error:
+                if _NOT_INSTALLED not in str(error):
+                    raise
+                raise UnavailableError(f"{self.variant.name}: vLLM says: {error}") from error
         if self.variant.name == "HUMMING":
             _set_forward_context()
         return VllmKernel(kernel, w13, w2, layer.shape)

@@ -113,6 +113,13 @@ NOT_COMPARED = {key: value for key, value in GELU.items() if key not in ("clear_
             "no memory",
         ),
         ({**NOT_COMPARED, "detail": "no layer"}, THEIR_GELU, WRONG_GELU, REFUTED, "CUDA graphs: no layer"),
+        (
+            {**NOT_COMPARED, "detail": "unknown model"},
+            {**NOT_COMPARED, "computer": "vLLM", "detail": "unknown model"},
+            WRONG_GELU,
+            UNTESTED,
+            "unknown model; nor did vLLM's own backend run",
+        ),
         ({**NOT_COMPARED, "detail": "no reference: dead"}, THEIR_GELU, WRONG_GELU, UNTESTED, "dead"),
         ({**GELU, "clear_prompts": 7}, THEIR_GELU, WRONG_GELU, UNTESTED, "7 prompts clearly, fewer than 8"),
         (THEIR_GELU, THEIR_GELU, WRONG_GELU, UNTESTED, "no engine ran"),

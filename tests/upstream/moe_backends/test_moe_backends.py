@@ -36,6 +36,29 @@ def test_without_vllm_a_layer_is_refused_with_the_reason() -> None:
         registry.create(registry.UPSTREAM[0]).prepare(make_layer(SHAPE, "nvfp4"))
 
 
+@pytest.mark.parametrize(
+    ("quantization", "weights", "said"),
+    [
+        ("fp8", "fp8-block", "TRITON fp8 has no kernel for a scale of 128 x 128 weights"),
+        ("fp8-block", "fp8", "TRITON fp8-block has no kernel for a scale of a matrix"),
+    ],
+)
+def test_scales_of_another_kind_are_refused(
+    monkeypatch: pytest.MonkeyPatch, quantization: str, weights: str, said: str
+) -> None:
+    monkeypatch.setattr(backends, "_start", lambda device, fresh: None)
+    with pytest.raises(UnavailableError, match=said):
+        backends.VllmBackend(Variant("TRITON", quantization)).prepare(make_layer(SHAPE, weights))
+
+
+def test_a_gate_that_ends_within_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    reason = backends.VllmBackend(Variant("TRITON", "fp8-block")).unavailable(
+        LayerShape(512, 192, 16, 4), "cuda:0"
+    )
+    assert reason == "needs an intermediate size of whole blocks of 128; it is 192"
+
+
 def test_flashinfer_is_not_left_to_compile_for_half_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = backends.VllmBackend(Variant("FLASHINFER_CUTLASS", "bf16"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
