@@ -24,6 +24,7 @@ _NAMES = Literal[
     "VLLM_CUTLASS",
     "B12X",
     "HPC",
+    "DEEPGEMM",
     "FLASHINFER_B12X",
     "FLASHINFER_TRTLLM",
     "FLASHINFER_CUTEDSL",
@@ -35,7 +36,7 @@ class BackendParityParameters(Parameters):
     """One layer, and the backend that is compared with it."""
 
     backend: _NAMES = Field("MARLIN", description="vLLM's own name of the backend")
-    quantization: Literal["nvfp4", "fp8", "bf16"] = "nvfp4"
+    quantization: Literal["nvfp4", "fp8", "fp8-block", "bf16"] = "nvfp4"
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"
     tokens: int = Field(17, ge=1, le=4096)
     hidden: int = Field(256, ge=128, le=8192, multiple_of=128)
