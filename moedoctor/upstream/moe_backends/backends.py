@@ -303,8 +303,11 @@ class VllmBackend(Backend):
         """Raise UnavailableError for FP8 scales of another kind, such as a capsule may have."""
         expected = (_FP8_BLOCK, _FP8_BLOCK) if self.variant.quantization == "fp8-block" else None
         if weight.block != expected:
-            spread = "a matrix" if weight.block is None else f"{weight.block[0]} x {weight.block[1]} weights"
-            raise UnavailableError(f"{self.variant.label} has no kernel for a scale of {spread}")
+            held = "a matrix" if weight.block is None else f"{weight.block[0]} x {weight.block[1]} weights"
+            asked = "a matrix" if expected is None else f"{expected[0]} x {expected[1]} weights"
+            raise UnavailableError(
+                f"{self.variant.label} is asked with a scale for {asked}; here is one for {held}"
+            )
 
     def _member(self, oracle: Any) -> Any:
         for member in getattr(oracle, self._quantization.backends):
