@@ -934,6 +934,21 @@ def test_streamed_prompts() -> None:
     assert words in document("docs/expert-cache.md")
 
 
+def test_activations_in_engines_of_both_releases() -> None:
+    for folder in ("nvidia-h200", NEWEST):
+        verdict, figures = claim("moe_activations.json", "MD008", "Engines with MOEDOCTOR_FIXES=moe", folder)
+        assert verdict == "confirmed"
+        ours = [row for row in figures["rows"] if row["computer"] == "moedoctor"]
+        assert {(row["model"], row["quantization"], row["mode"]) for row in ours} == {
+            (model, quantization, "CUDA graphs")
+            for model in ("Gemma-4", "Nemotron-H")
+            for quantization in ("BF16", "NVFP4")
+        }
+        if folder == "nvidia-h200":
+            same, clear = (sum(row[f"{name}_prompts"] for row in ours) for name in ("same", "clear"))
+            assert f"the reference's tokens in {same} of {clear} prompts" in document("CHANGELOG.md")
+
+
 def test_fp8_formats_in_engines() -> None:
     verdict, figures = claim("moe_formats.json", "MD008", "Engines with MOEDOCTOR_FIXES=moe", NEWEST)
     assert verdict == "confirmed"
