@@ -411,10 +411,11 @@ class _Call:
         system = gram + torch.diag_embed(ridge.expand_as(own))  # [T, K, K]
         share = torch.linalg.solve(system, along[..., None]).squeeze(-1)  # [T, K]
         size = self.reference.double().square().sum(1, keepdim=True)  # [T, 1]
-        # Noise moves a share by noise / size of the change. A pair that it could turn follows its expert.
+        # Noise moves a share by noise / size of the change. A pair that it could turn follows its expert, as
+        # does a pair of a token with NaN or Inf.
         noise = _NOISE[self.computation.activations.partition("_")[0]]
         speaks = own * change.shape[2] > size * (8 * noise) ** 2  # [T, K]
-        speaks = speaks.gather(1, first)  # [T, K]
+        speaks = speaks.gather(1, first) & self.finite[:, None]  # [T, K]
         happened: torch.Tensor = (share > 0.5).gather(1, first)  # [T, K]
         for expert in self.ids[~speaks].unique().tolist():
             of_expert = self.ids == expert  # [T, K]
