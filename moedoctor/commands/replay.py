@@ -84,7 +84,6 @@ def _variants(names: Sequence[str], record: Mapping[str, Any]) -> Sequence[Any]:
     """Return the backends of these names for the capsule's weights."""
     from moedoctor.bench.moe import backends
 
-    quantization = "fp8" if record["block"] is None else "fp8-block"
-    quantization = quantization if record["quantization"] == "fp8" else record["quantization"]
+    quantization = record["quantization"] if record["block"] is None else "fp8-block"
     found = (variant for name in names for variant in backends.find(name, (quantization,)))
     return tuple(dict.fromkeys(found))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,8 +18,7 @@ from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1, fp8, nvfp4
 from moedoctor.reference.moe import MoeWeights, Quantise, Weight, forward
 
-_Maker = Callable[[tuple[int, int, int], int, torch.Generator, str], Weight]
-"""(size [E, N, K], 2 for gate and up or 1, random numbers, device) -> a weight"""
+_Maker = Callable[[tuple[int, int, int], torch.Generator, str], Weight]
 _SCALE_CODES = (0x30, 0x43)
 """E4M3 codes of block scales: 0.5 up to 2.5."""
 _CODE_RMS = 2.93
@@ -62,9 +62,11 @@ def make_layer(shape: LayerShape, quantization: str, *, seed: int = 0, device: s
     draw = torch.Generator(device).manual_seed(seed)
     makers: dict[str, _Maker] = {"nvfp4": _nvfp4, "fp8": _fp8, "fp8-block": _fp8_block, "bf16": _bf16}
     make = makers[quantization]
-    w13 = make((shape.experts, shape.w13_rows, shape.hidden), 2 if shape.gated else 1, draw, device)
-    w2 = make((shape.experts, shape.hidden, shape.intermediate), 1, draw, device)
-    # The largest value must not saturate: 448 * 6 steps in NVFP4, 448 in FP8. Blocks of FP8 find their scale.
+    make_w13 = partial(_fp8_block, parts=2) if quantization == "fp8-block" and shape.gated else make
+    w13 = make_w13((shape.experts, shape.w13_rows, shape.hidden), draw, device)
+    w2 = make((shape.experts, shape.hidden, shape.intermediate), draw, device)
+    # The largest value must not saturate: 448 * 6 steps in NVFP4, 448 in FP8. In blocks, FP8 activations have
+    # scales of their own.
     scale = {"nvfp4": 2.0**-6, "fp8": 2.0**-2}.get(quantization, 1.0)
     return Layer(shape, quantization, w13, w2, input_scale=scale / 2, intermediate_scale=scale)
 
@@ -149,7 +151,7 @@ def _nvfp4_round_trip(values: torch.Tensor, scale: float) -> torch.Tensor:
     return rounded.masked_fill(values.isnan(), math.nan)
 
 
-def _nvfp4(size: tuple[int, int, int], _: int, draw: torch.Generator, device: str) -> nvfp4.Nvfp4:
+def _nvfp4(size: tuple[int, int, int], draw: torch.Generator, device: str) -> nvfp4.Nvfp4:
     experts, rows, columns = size
     packed = torch.randint(
         0, 256, (experts, rows, columns // 2), generator=draw, device=device, dtype=torch.uint8
@@ -166,14 +168,17 @@ def _block_scales(size: tuple[int, ...], draw: torch.Generator, device: str) -> 
     return scales
 
 
-def _fp8(size: tuple[int, int, int], _: int, draw: torch.Generator, device: str) -> fp8.Fp8:
+def _fp8(size: tuple[int, int, int], draw: torch.Generator, device: str) -> fp8.Fp8:
     values, typical = _e4m3(size, draw, device)
     halves = torch.randint(0, 2, size[:1], generator=draw, device=device)  # [E]
     return fp8.Fp8(values, typical * 0.5 ** halves.float())
 
 
-def _fp8_block(size: tuple[int, int, int], parts: int, draw: torch.Generator, device: str) -> fp8.Fp8:
-    """Return weights whose scales are powers of two. The last row or column of a part may cut a block."""
+def _fp8_block(size: tuple[int, int, int], draw: torch.Generator, device: str, *, parts: int = 1) -> fp8.Fp8:
+    """Return weights whose scales are powers of two.
+
+    No block has rows of two `parts`, such as gate and up. The last block of a part may be cut.
+    """
     values, typical = _e4m3(size, draw, device)
     rows, columns = (-(-length // _FP8_BLOCK) for length in (size[1] // parts, size[2]))
     halves = torch.randint(0, 3, (size[0], parts * rows, columns), generator=draw, device=device)
@@ -189,7 +194,7 @@ def _e4m3(size: tuple[int, int, int], draw: torch.Generator, device: str) -> tup
     return values, 2.0 ** round(math.log2(1 / (32 * size[2] ** 0.5)))
 
 
-def _bf16(size: tuple[int, int, int], _: int, draw: torch.Generator, device: str) -> torch.Tensor:
+def _bf16(size: tuple[int, int, int], draw: torch.Generator, device: str) -> torch.Tensor:
     weight = torch.empty(size, dtype=torch.bfloat16, device=device)
     for matrix in weight:
         matrix.copy_(torch.randn(size[1:], generator=draw, device=device) / size[2] ** 0.5)

@@ -43,7 +43,7 @@ UPSTREAM = (
 
 ``fp8`` has one scale for each matrix of an expert, ``fp8-block`` one for 128 x 128 weights and for 128 values
 of an activation. MXFP4 is not covered, nor are backends for tokens grouped by expert (with BATCHED in the
-name) or for several GPUs (with MOE_EP). Of ``fp8-block`` only TRITON and MARLIN of vLLM's have run here.
+name) or for several GPUs (with MOE_EP). For ``fp8-block``, only vLLM's TRITON and MARLIN have been run.
 """
 OWN = tuple(Variant(name, quantization) for name in ("OURS", "REFERENCE") for quantization in QUANTIZATIONS)
 ALL = (*UPSTREAM, *OWN)

@@ -83,7 +83,7 @@ def _judge_clear_prompts(cases: ClaimCases) -> ClaimJudgement:
         if str(failed["detail"]).startswith("no reference"):
             return untested(reason, {"rows": rows})
         if "clear_prompts" not in theirs[_engine(failed)]:
-            return untested(f"{reason}; nor did vLLM's own backend run", {"rows": rows})
+            return untested(f"{reason}; vLLM's own backend did not run either", {"rows": rows})
         return decide(False, {"rows": rows}, reason)
     few = next((row for row in ours if row["clear_prompts"] < _FEWEST), None)
     if few is not None:

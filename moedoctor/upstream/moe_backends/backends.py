@@ -258,7 +258,7 @@ class VllmBackend(Backend):
         if not device.startswith("cuda") or not torch.cuda.is_available():
             return "needs an NVIDIA GPU that torch can use"
         if self.variant.quantization == "fp8-block" and shape.intermediate % _FP8_BLOCK:
-            return f"needs an intermediate size of whole blocks of {_FP8_BLOCK}; it is {shape.intermediate}"
+            return f"needs an intermediate size that is a multiple of {_FP8_BLOCK}; got {shape.intermediate}"
         reason = self._unsupported(shape, device)
         if reason is None and self.variant.name.startswith("FLASHINFER") and not os.environ.get(JIT_VARIABLE):
             reason = (
@@ -303,10 +303,12 @@ class VllmBackend(Backend):
         """Raise UnavailableError for FP8 scales of another kind, such as a capsule may have."""
         expected = (_FP8_BLOCK, _FP8_BLOCK) if self.variant.quantization == "fp8-block" else None
         if weight.block != expected:
-            held = "a matrix" if weight.block is None else f"{weight.block[0]} x {weight.block[1]} weights"
-            asked = "a matrix" if expected is None else f"{expected[0]} x {expected[1]} weights"
+            needed, given = (
+                "matrix" if block is None else f"{block[0]} x {block[1]} weights"
+                for block in (expected, weight.block)
+            )
             raise UnavailableError(
-                f"{self.variant.label} is asked with a scale for {asked}; here is one for {held}"
+                f"{self.variant.label} needs a scale for each {needed}; this layer has one for each {given}"
             )
 
     def _member(self, oracle: Any) -> Any:

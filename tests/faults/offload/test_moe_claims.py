@@ -118,7 +118,7 @@ NOT_COMPARED = {key: value for key, value in GELU.items() if key not in ("clear_
             {**NOT_COMPARED, "computer": "vLLM", "detail": "unknown model"},
             WRONG_GELU,
             UNTESTED,
-            "unknown model; nor did vLLM's own backend run",
+            "unknown model; vLLM's own backend did not run either",
         ),
         ({**NOT_COMPARED, "detail": "no reference: dead"}, THEIR_GELU, WRONG_GELU, UNTESTED, "dead"),
         ({**GELU, "clear_prompts": 7}, THEIR_GELU, WRONG_GELU, UNTESTED, "7 prompts clearly, fewer than 8"),

@@ -9,7 +9,7 @@ from moedoctor.upstream.engine.experiment import short_error
 UNKNOWN_MODEL = """1 validation error for ModelConfig
   Value error, The checkpoint has model type `gemma4` [type=value_error, input_value=ArgsKwargs((), {'m': 1})]
     For further information visit https://errors.pydantic.dev/2.14/v/value_error"""
-"""In pydantic's form: the first line only counts."""
+"""In pydantic's form: the first line only counts errors."""
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,12 @@ def test_without_vllm_a_layer_is_refused_with_the_reason() -> None:
         (
             "fp8",
             "fp8-block",
-            "TRITON fp8 is asked with a scale for a matrix; here is one for 128 x 128 weights",
+            "TRITON fp8 needs a scale for each matrix; this layer has one for each 128 x 128 weights",
         ),
         (
             "fp8-block",
             "fp8",
-            "TRITON fp8-block is asked with a scale for 128 x 128 weights; here is one for a matrix",
+            "TRITON fp8-block needs a scale for each 128 x 128 weights; this layer has one for each matrix",
         ),
     ],
 )
@@ -64,7 +64,7 @@ def test_a_gate_that_ends_within_a_block_is_refused(monkeypatch: pytest.MonkeyPa
     reason = backends.VllmBackend(Variant("TRITON", "fp8-block")).unavailable(
         LayerShape(512, 192, 16, 4), "cuda:0"
     )
-    assert reason == "needs an intermediate size of whole blocks of 128; it is 192"
+    assert reason == "needs an intermediate size that is a multiple of 128; got 192"
 
 
 def test_flashinfer_is_not_left_to_compile_for_half_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
