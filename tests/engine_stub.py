@@ -61,6 +61,9 @@ class LLM:
         when = os.environ.get("MOEDOCTOR_RECORD_WHEN", "")
         open(os.path.join(os.environ["MOEDOCTOR_RECORD"], when + ".moecapsule"), "w").close()
 
+    def apply_model(self, function):
+        return [function(types.SimpleNamespace(modules=list, named_parameters=list))]
+
     def generate(self, prompts, sampling, use_tqdm=True):
         shift = {"close": 2, "wrong": 7}.get(self.arguments.get("moe_backend"), 1)
         outputs = []
@@ -71,7 +74,7 @@ class LLM:
             time.sleep(0.002 * len(ids))
             if self.finite:
                 steps = [
-                    {i: types.SimpleNamespace(logprob=-0.5), i + 1: types.SimpleNamespace(logprob=-0.75)}
+                    {i: types.SimpleNamespace(logprob=-0.5), i + 1: types.SimpleNamespace(logprob=-1.25)}
                     for i in ids
                 ]
                 output = types.SimpleNamespace(token_ids=ids, text="", logprobs=steps)

@@ -1,49 +1,79 @@
-"""Which MoE backend, which fix, on this machine, with this model: real engines, compared and timed.
+"""Engines of vLLM with other variables and flags, compared and timed on one model.
 
-Each engine is a `vllm.LLM` in a process of its own, one after another. The first that answers is the
-reference: the greedy tokens of the others and their logprobs are compared with its own up to the first token
-that differs, and an engine that is wrong gets no times. Rounding changes logprobs little, except in the rare
-step in which it sends a token to another expert. If each engine is started once, the reference is started
-again after the others: the step of a small model is mostly the host's time, and other work on the host can
-change that between two engines.
+A `Variant` is an engine. The first that answers is the base: the greedy tokens of the others are compared
+with its tokens (`moedoctor.upstream.engine.clear_prompts`), and an engine that is wrong gets no times.
+Engines start one after another, in each round in turn, because a server's model fills the GPU. With
+`Plan.together` all are up at once and take turns, which is faster and tells smaller differences apart.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import random
+import re
+import shlex
 import statistics
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moedoctor.upstream.engine import clear_prompts
+from moedoctor.upstream.engine.clear_prompts import Answers, Comparison
 from moedoctor.upstream.engine.engine import ENVIRON, EngineRequest, EngineResult, run_engine
-from moedoctor.upstream.plugin.extensions import FIXES, Need
+from moedoctor.upstream.plugin.extensions import FIXES, TRACES, Extension, Need, chosen
+from moedoctor.upstream.plugin.register import RECORD
 
 BATCHES = (1, 8)
 TOKENS = 64
 REPEATS = 5
-MAX_LEAD = 1.0
-"""A step is far if a logprob differs from the reference's by more than this."""
-MAX_FAR = 0.01
-"""The largest share of far steps that is rounding: it sends a token to another expert now and then."""
-NO_FIX = "none"
+REFERENCE = "reference"
+"""The engine whose MoE layers are computed in float32, with `Plan.reference`."""
 _SECONDS = 1800.0
-_TEXTS = (
-    "The capital of France is",
-    "A mixture-of-experts layer sends each token to",
-    "def fibonacci(n):",
-    "Water boils at a lower temperature on a mountain because",
-    "Once upon a time, in a village by the sea,",
-    "The three primary colours of light are",
-    "To sort a list of numbers quickly, one can",
-    "In 1969, two astronauts",
-)
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
-_MAX_ID = 32_000
+_OWN_MODEL: Mapping[str, Any] = {
+    "attention_backend": None,
+    "kv_cache_memory_bytes": None,
+    "gpu_memory_utilization": 0.9,
+}
+_TOGETHER: Mapping[str, Any] = {
+    "attention_backend": None,
+    "kv_cache_memory_bytes": 256 << 20,  # so that vLLM profiles no memory, which the others use, too
+    "gpu_memory_utilization": 0.02,
+}
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_NAME = re.compile(r"[\w.+-]{1,60}")
+_LISTS: Mapping[str, Mapping[str, Extension]] = {"MOEDOCTOR_FIXES": FIXES, "MOEDOCTOR_TRACE": TRACES}
+"""Variable -> what it can name."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An engine with variables and flags of its own."""
+
+    name: str
+    environ: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    """Flags of `vllm serve`."""
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Read ``NAME=VAR=VALUE … --flag …``, words as in a shell. Raises ValueError with one line."""
+        name, separator, rest = text.partition("=")
+        if not separator or _NAME.fullmatch(name) is None:
+            raise ValueError(
+                "expected NAME='VARIABLE=VALUE … --flag …', such as base= or fast='--moe-backend marlin'"
+            )
+        words = shlex.split(rest)
+        count = next((place for place, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
+        flags = words[count:]
+        if flags and not flags[0].startswith("--"):
+            raise ValueError(f"{flags[0]!r} is neither VARIABLE=VALUE nor a flag such as --enforce-eager")
+        return cls(name, dict(word.split("=", 1) for word in words[:count]), tuple(flags))
+
+    def __str__(self) -> str:
+        """Return the variables and flags as they are typed."""
+        return shlex.join([*(f"{name}={value}" for name, value in self.environ.items()), *self.flags])
 
 
 @dataclass(frozen=True)
@@ -52,46 +82,96 @@ class Plan:
 
     model: Path
     """A folder with config.json."""
-    backends: Sequence[str] = ("auto",)
-    """Values of ``--moe-backend``."""
-    fixes: Sequence[str] = ()
-    """Values of MOEDOCTOR_FIXES, each in an engine of its own beside the one without a fix."""
+    variants: Sequence[Variant]
+    """The first is the base."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """More arguments of `vllm.LLM`."""
+    """More arguments of `vllm.LLM`, for every engine."""
     rounds: int = 1
     """How often each engine is started, in turn with the others."""
     batches: Sequence[int] = BATCHES
     tokens: int = TOKENS
     repeats: int = REPEATS
-
-    def engines(self) -> list[tuple[str, str]]:
-        """Return (backend, fix) of each engine."""
-        return [(backend, fix) for backend in self.backends for fix in (NO_FIX, *self.fixes)]
-
-
-def prompts_for(model: Path) -> list[list[int] | str]:
-    """Return eight prompts: text if the model has a tokenizer, else random token ids."""
-    if any((model / name).is_file() for name in _TOKENIZERS):
-        return list(_TEXTS)
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    size = int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 512)
-    draw = random.Random(0)
-    return [[draw.randrange(5, min(size, _MAX_ID)) for _ in range(8 + place)] for place in range(len(_TEXTS))]
+    together: bool = False
+    """Start all engines at once; they must fit on the GPU together."""
+    reference: bool = False
+    """Also compare with an engine whose MoE layers are computed in float32."""
+    control: bool = False
+    """Also let each engine answer with wrong experts, which its tokens must show."""
 
 
-def request_for(plan: Plan, backend: str, fix: str) -> EngineRequest:
-    """Return the request of one engine."""
-    prompts = prompts_for(plan.model)
+@dataclass(frozen=True)
+class EngineRow:
+    """An engine: whether it started, whether it is right, and what it holds."""
+
+    variant: str
+    settings: str
+    """Its variables and flags."""
+    moe_backend: str = ""
+    """As vLLM logged it."""
+    experts: str = ""
+    """The classes that compute its MoE layers."""
+    starts: int = 0
+    failed: str | None = None
+    """The line that ended it."""
+    wrong: str | None = None
+    tokens_same: int | None = None
+    tokens_of: int | None = None
+    """Of so many clear prompts, `tokens_same` have the base's tokens."""
+    reference_same: int | None = None
+    reference_of: int | None = None
+    reference_distance: float | None = None
+    """Median of the largest distances of logprobs from the float32 reference, over its clear prompts."""
+    control_same: int | None = None
+    """Of `tokens_of` clear prompts, so many have the base's tokens although all experts are wrong."""
+    gpu_bytes: int | None = None
+    host_bytes: int | None = None
+    kv_cache_tokens: int | None = None
+    freed_to_kv_cache: float | None = None
+    """How much of the GPU memory that its weights take less than the base's went to the KV cache."""
+    load_s: float | None = None
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """The speed of an engine with a number of sequences: medians with the 20th and 80th percentile."""
+
+    variant: str
+    batch: int
+    tokens_per_second: float
+    tokens_per_second_p20: float
+    tokens_per_second_p80: float
+    ratio: float | None
+    """Of the base's tokens per second."""
+    gpu_ratio: float | None
+    """The base's GPU time of a step over this engine's."""
+    gpu_step_ms: float | None
+    gpu_step_ms_p20: float | None
+    gpu_step_ms_p80: float | None
+    first_token_ms: float
+    first_token_ms_p20: float
+    first_token_ms_p80: float
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What all engines did."""
+
+    engines: tuple[EngineRow, ...]
+    speeds: tuple[SpeedRow, ...]
+
+
+def request_for(plan: Plan, variant: Variant, meet: str | None = None) -> EngineRequest:
+    """Return the request of one engine; engines that share the folder `meet` take turns."""
+    prompts = clear_prompts.prompts_for(plan.model)
+    is_reference = variant.name == REFERENCE and plan.reference
     arguments: dict[str, Any] = {
-        "attention_backend": None,
-        "kv_cache_memory_bytes": None,
-        "gpu_memory_utilization": 0.9,
+        **(_TOGETHER if meet else _OWN_MODEL),
         "max_model_len": 512,
         "max_num_batched_tokens": 512,
-        "max_num_seqs": max(plan.batches),
+        "max_num_seqs": max(*plan.batches, 16),
         "enable_prefix_caching": False,
         "skip_tokenizer_init": not isinstance(prompts[0], str),
-        "moe_backend": None if backend == "auto" else backend,
         **plan.arguments,
     }
     return EngineRequest(
@@ -101,18 +181,22 @@ def request_for(plan: Plan, backend: str, fix: str) -> EngineRequest:
         # What the user set for vLLM holds here, too.
         {
             **{name: os.environ[name] for name in ENVIRON if name in os.environ},
-            "MOEDOCTOR_FIXES": "" if fix == NO_FIX else fix.replace("+", ","),
+            "MOEDOCTOR_FIXES": "",
+            **variant.environ,
         },
+        flags=variant.flags,
         max_tokens=1,
-        probe="moedoctor.upstream.engine.decode_speed:decode_speed",
+        probe="moedoctor.upstream.engine.decode_speed:measure_engine",
         probe_options={
             "prompts": prompts,
-            "batches": list(plan.batches),
+            "batches": [] if is_reference else list(plan.batches),
             "tokens": plan.tokens,
             "repeats": plan.repeats,
+            "control": plan.control and not is_reference,
+            **({"meet": meet, "engines": len(_engines(plan))} if meet else {}),
         },
         seconds=_SECONDS,
-        label=f"{backend}, {fix}",
+        label=variant.name,
     )
 
 
@@ -121,209 +205,227 @@ def measure(
     *,
     run: Callable[[EngineRequest], EngineResult] = run_engine,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
-) -> list[dict[str, Any]]:
-    """Run every engine in every round; return a row for each engine and batch size.
+) -> Measured:
+    """Run every engine in every round, and compare them.
 
     `progress` takes how many engines are done, how many there are, and which one runs now.
     """
-    engines = plan.engines()
-    results: dict[tuple[str, str], list[EngineResult]] = {engine: [] for engine in engines}
-
-    def start(key: tuple[str, str], turn: str, more: int = 0) -> EngineResult:
-        done, what = sum(map(len, results.values())), f"engine {key[0]}, fix {key[1]}{turn}"
-        progress(done, len(engines) * plan.rounds + more, what)
-        return run(request_for(plan, *key))
-
+    variants = _engines(plan)
+    results: dict[str, list[EngineResult]] = {variant.name: [] for variant in variants}
+    total = len(variants) * plan.rounds
     for turn in range(plan.rounds):
-        for key in engines if turn % 2 == 0 else engines[::-1]:
-            results[key].append(start(key, f", round {turn + 1}" if plan.rounds > 1 else ""))
-    reference = next((key for key in engines if all(map(_answered, results[key]))), None)
-    lost = None
-    if plan.rounds == 1 and len(engines) > 1 and reference is not None:
-        again = start(reference, ", again", more=1)
-        if _answered(again):
-            results[reference].append(again)
-        else:  # the first run is still right
-            lost = _failure(again)
-    rows = []
-    for key in engines:
-        for batch in plan.batches:
-            expected = [_by_batch(run)[batch] for run in results[reference]] if reference else []
-            row = _row(results[key], key, batch, expected, is_reference=key == reference)
-            if lost is not None and key == reference:
-                row["again"] = f"failed: {lost}"
-            rows.append({**_names(key, results[key], batch), **row})
-    return _with_ratios(rows, reference)
+        ordered = variants if turn % 2 == 0 else variants[::-1]
+        if plan.together:
+            progress(turn * len(variants), total, f"{len(variants)} engines together")
+            answered = _run_together(plan, ordered, run)
+        else:
+            answered = []
+            for variant in ordered:
+                progress(sum(map(len, results.values())) + len(answered), total, f"engine {variant.name}")
+                answered.append(run(request_for(plan, variant)))
+        for variant, result in zip(ordered, answered, strict=True):
+            results[variant.name].append(result)
+    return summarize(plan, results)
 
 
-def _failure(result: EngineResult) -> str:
-    return result.error.line()[:300] if result.error else "the engine gave no figures"
+def _engines(plan: Plan) -> list[Variant]:
+    """Return the engines of a round."""
+    environ = {"MOEDOCTOR_FIXES": "moe", "MOEDOCTOR_MOE": "reference"}
+    reference = Variant(REFERENCE, environ, (*plan.variants[0].flags, "--enforce-eager"))
+    return [*plan.variants, *([reference] if plan.reference else [])]
 
 
-def _answered(result: EngineResult) -> bool:
-    return result.error is None and bool(result.probe)
+def _run_together(
+    plan: Plan, variants: Sequence[Variant], run: Callable[[EngineRequest], EngineResult]
+) -> list[EngineResult]:
+    """Run engines at once, which take turns; one that ends counts as ready, so that no other waits for it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="moedoctor-") as meet,
+        ThreadPoolExecutor(max_workers=len(variants)) as pool,
+    ):
+
+        def start(variant: Variant) -> EngineResult:
+            result = run(request_for(plan, variant, meet))
+            (Path(meet) / f"{variant.name}.ready").touch()
+            return result
+
+        return list(pool.map(start, variants))
 
 
-def _is_active(fix: str, result: EngineResult) -> bool:
-    """Whether the fix was active, or none was asked for, or this release does not need it."""
-    names = () if fix == NO_FIX else fix.split("+")
-    return bool(result.fixes) or all(
-        FIXES[name].need(result.version or "0")[0] is Need.UNNEEDED for name in names
-    )
-
-
-def _by_batch(result: EngineResult) -> dict[int, Mapping[str, Any]]:
-    return {int(row["batch"]): row for row in result.probe or ()}
-
-
-def _names(key: tuple[str, str], results: Sequence[EngineResult], batch: int) -> dict[str, Any]:
-    first = results[0]
-    return {"moe_backend": key[0], "fix": key[1], "chosen": first.log.moe_backend or "", "batch": batch}
-
-
-def _row(
-    results: Sequence[EngineResult],
-    key: tuple[str, str],
-    batch: int,
-    expected: Sequence[Mapping[str, Any]],
-    *,
-    is_reference: bool,
-) -> dict[str, Any]:
-    """Return what one engine did at one batch size; times only if its tokens are right.
-
-    `expected`: what each run of the reference gave, which differs if its kernels add up in no fixed order.
-    """
-    failed = next((result for result in results if not _answered(result)), None)
-    if failed is not None:
-        return {"failed": _failure(failed)}
-    if without := next((result for result in results if not _is_active(key[1], result)), None):
-        return {"failed": "; ".join(without.log.refused)[:300] or "the fix was asked for and is not active"}
-    measured = [_by_batch(result)[batch] for result in results]
-    verdicts = []
-    for place, row in enumerate(measured):
-        # A run of the reference is compared with its other runs.
-        others = [*expected[:place], *expected[place + 1 :]] if is_reference else []
-        verdicts.append(compare_tokens(others or expected, row))
-    wrong = next((verdict for verdict in verdicts if verdict["wrong"]), None)
-    figures: dict[str, Any] = {
-        "starts": len(measured),
-        "tokens_same": min(verdict["same"] for verdict in verdicts),
-        "tokens_of": verdicts[0]["of"],
-        "repeatable": all(row["repeatable"] and row["tokens"] == measured[0]["tokens"] for row in measured),
+def summarize(plan: Plan, results: Mapping[str, Sequence[EngineResult]]) -> Measured:
+    """Compare the results of each engine, one a round, with the base's."""
+    variants = _engines(plan)
+    failures = {
+        variant.name: next(filter(None, (_failure(variant, run) for run in results[variant.name])), None)
+        for variant in variants
     }
-    if wrong is not None:
-        return {**figures, "wrong": wrong["wrong"]}
-    if parting := next((verdict["parting"] for verdict in verdicts if verdict["parting"]), None):
-        figures["rounding"] = parting
-    first = [1e3 * value for row in measured for value in row["first_s"]]
-    rates = [
-        row["decoded"] / (whole - start)
-        for row in measured
-        for start, whole in zip(row["first_s"], row["whole_s"], strict=True)
-        if whole > start
+    candidates = [variant.name for variant in plan.variants if failures[variant.name] is None]
+    base = candidates[0] if candidates else None
+    references = results[REFERENCE] if plan.reference and failures[REFERENCE] is None else ()
+    rows = [
+        _describe(
+            variant, results[variant.name], failures[variant.name], results[base] if base else (), references
+        )
+        for variant in variants
     ]
-    return {
-        **figures,
-        **_spread("first_token_ms", first),
-        **(_spread("tokens_per_second", rates) if rates else {}),
-        "repeats": len(first),
-        "gpu_bytes": results[0].allocated,
+    right = [row.variant for row in rows if not row.failed and not row.wrong and row.variant != REFERENCE]
+    times = {name: _collect_times(results[name]) for name in right}
+    speeds = [
+        _describe_speed(name, batch, times[name][batch], times[base].get(batch) if base in times else None)
+        for name in right
+        for batch in times[name]
+    ]
+    return Measured(tuple(rows), tuple(speeds))
+
+
+def _failure(variant: Variant, result: EngineResult) -> str | None:
+    """Return why an engine gave nothing that could be compared, or None."""
+    if result.error is not None:
+        return result.error.line()[:300]
+    if not result.probe:
+        return "the engine gave no figures"
+    active = [line.partition(" ")[0] for line in (result.fixes or "").split("; ")]
+    asked = {
+        name: known[name]
+        for variable, known in _LISTS.items()
+        for name in chosen(variant.environ.get(variable, ""), known).required
+    }
+    if variant.environ.get(RECORD):
+        asked["record"] = TRACES["record"]
+    for name, extension in asked.items():
+        if name not in active and extension.need(result.version or "0")[0] is not Need.UNNEEDED:
+            return "; ".join(result.log.refused)[:300] or f"{name} was asked for and is not active"
+    if "moe" in active and "MoedoctorExperts" not in result.probe["experts"]:
+        return "no MoE layer of this engine was computed by moedoctor"
+    return None
+
+
+def _describe(
+    variant: Variant,
+    results: Sequence[EngineResult],
+    failed: str | None,
+    bases: Sequence[EngineResult],
+    references: Sequence[EngineResult],
+) -> EngineRow:
+    first = results[0]
+    facts: dict[str, Any] = {
+        "variant": variant.name,
+        "settings": str(variant),
+        "moe_backend": first.log.moe_backend or "",
+        "starts": len(results),
+    }
+    if failed is not None:
+        return EngineRow(**facts, failed=failed)
+    to_base = _compare(results, bases, "answers")
+    facts |= {
+        "experts": ", ".join(f"{name} × {count}" for name, count in first.probe["experts"].items()),
+        "wrong": to_base.problem,
+        **({"tokens_same": to_base.same, "tokens_of": to_base.clear} if to_base.is_compared else {}),
+        "gpu_bytes": first.allocated,
+        "host_bytes": first.host_bytes,
+        "kv_cache_tokens": _kv_cache_tokens(first),
         "load_s": round(statistics.median(result.seconds.get("load", 0.0) for result in results), 1),
     }
+    if bases and first is not bases[0]:
+        facts["freed_to_kv_cache"] = _freed_to_kv_cache(first, bases[0])
+    if references and first is not references[0]:
+        to_reference = _compare(results, references, "answers")
+        facts |= {
+            "reference_same": to_reference.same,
+            "reference_of": to_reference.clear,
+            "reference_distance": to_reference.distance,
+        }
+    if all(result.probe.get("wrong_answers") for result in results):
+        planted = _compare(results, bases, "wrong_answers")
+        facts["control_same"] = planted.same
+        if planted.problem is None and to_base.problem is None:
+            facts["wrong"] = (
+                f"{planted.same} of {planted.clear} clear prompts keep their tokens with wrong experts, "
+                "so equal tokens prove nothing"
+            )
+    return EngineRow(**facts)
 
 
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Return the median with the 20th and 80th percentile."""
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    return {
-        name: statistics.median(ordered),
-        f"{name}_p20": ordered[round(last * 0.2)],
-        f"{name}_p80": ordered[round(last * 0.8)],
-    }
+def _compare(results: Sequence[EngineResult], others: Sequence[EngineResult], key: str) -> Comparison:
+    """Return the worst comparison of the rounds; a run of the base is compared with its other runs."""
+    pairs = [
+        clear_prompts.compare(Answers(**result.probe[key]), Answers(**other.probe["answers"]))
+        for result in results
+        for other in [*(other for other in others if other is not result)] or others
+    ]
+    return min(pairs, key=lambda pair: (pair.problem is None, pair.same))
+
+
+def _kv_cache_tokens(result: EngineResult) -> int | None:
+    text = result.log.kv_cache_tokens
+    return None if text is None else int(text.replace(",", ""))
+
+
+def _freed_to_kv_cache(result: EngineResult, base: EngineResult) -> float | None:
+    """Return the KV cache's gain over what the weights take less than the base's; None if unknown."""
+    gibs = (result.log.kv_cache_gib, base.log.kv_cache_gib)
+    if None in gibs or not result.allocated or not base.allocated or result.allocated >= base.allocated:
+        return None
+    gain = (float(gibs[0] or 0) - float(gibs[1] or 0)) * 2**30
+    return round(gain / (base.allocated - result.allocated), 3)
 
 
 @dataclass(frozen=True)
-class _Comparison:
-    """An answer beside the reference's, up to the step in which they part."""
-
-    steps: int = 0
-    far: int = 0
-    """How many of the steps are far."""
-    far_at: str = ""
-    """The first of them, in words."""
-    parting: str | None = None
-    """Where the answers part, in words."""
-    broken: str | None = None
-    """What no rounding explains."""
+class _Times:
+    rates: list[float]
+    """Tokens per second of each repeat."""
+    first: list[float]
+    """Milliseconds until one token."""
+    steps: list[float]
+    """Milliseconds of a decode step on the GPU."""
 
 
-def compare_tokens(references: Sequence[Mapping[str, Any]], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare the greedy tokens of an engine with those of each run of the reference, for the same prompts.
-
-    Each answer is compared with the run whose answer is nearest. Returns ``same`` and ``of``, numbers of
-    prompts, ``parting``, where the first answer parts from the reference's or None, and ``wrong``, why the
-    difference is more than rounding, or None.
-    """
-    answers = [
-        min(
-            (_compare_answers(reference, other, prompt) for reference in references),
-            key=lambda answer: (answer.broken is not None, answer.far, answer.parting is not None),
+def _collect_times(results: Sequence[EngineResult]) -> dict[int, _Times]:
+    """Return the times of all rounds for each batch size."""
+    rows = [row for result in results for row in result.probe.get("speeds", ())]
+    times = {}
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        own = [row for row in rows if row["batch"] == batch]
+        pairs = [pair for row in own for pair in zip(row["first_s"], row["whole_s"], strict=True)]
+        decoded = own[0]["decoded"]
+        times[batch] = _Times(
+            [decoded / (whole - first) for first, whole in pairs if whole > first],
+            [1e3 * first for first, _ in pairs],
+            [step for row in own for step in row["gpu_step_ms"]],
         )
-        for prompt in range(len(other["tokens"]))
-    ]
-    steps, far = sum(answer.steps for answer in answers), sum(answer.far for answer in answers)
-    share = f"{far} of {steps} steps differ by more than {MAX_LEAD:g} in logprob"
-    wrong = next((answer.broken for answer in answers if answer.broken), None)
-    if wrong is None and far > MAX_FAR * steps:
-        wrong = f"{next(answer.far_at for answer in answers if answer.far)}; {share}"
-    parting = next((answer.parting for answer in answers if answer.parting), None)
-    if far and parting:
-        parting += f"; {share}"
-    return {
-        "same": sum(answer.parting is None and answer.broken is None for answer in answers),
-        "of": len(answers),
-        "parting": None if wrong else parting,
-        "wrong": wrong,
+    return {batch: own for batch, own in times.items() if own.rates}
+
+
+def _describe_speed(name: str, batch: int, times: _Times, base: _Times | None) -> SpeedRow:
+    spread = {
+        f"{key}{end}": value
+        for key, values in (
+            ("tokens_per_second", times.rates),
+            ("gpu_step_ms", times.steps),
+            ("first_token_ms", times.first),
+        )
+        for end, value in zip(("", "_p20", "_p80"), _spread(values), strict=True)
     }
+    by_gpu = base is not None and times.steps and base.steps
+    return SpeedRow(
+        variant=name,
+        batch=batch,
+        ratio=statistics.median(times.rates) / statistics.median(base.rates) if base else None,
+        gpu_ratio=statistics.median(base.steps) / statistics.median(times.steps) if base and by_gpu else None,
+        repeats=len(times.rates),
+        **spread,
+    )
 
 
-def _compare_answers(reference: Mapping[str, Any], other: Mapping[str, Any], prompt: int) -> _Comparison:
-    ids, expected = other["tokens"][prompt], reference["tokens"][prompt]
-    steps = list(zip(ids, expected, other["logprobs"][prompt], reference["logprobs"][prompt], strict=False))
-    if not all(math.isfinite(float(value)) for step in other["logprobs"][prompt] for value in step.values()):
-        return _Comparison(broken=f"prompt {prompt + 1}: a logprob is not finite")
-    far, far_at = 0, ""
-    for place, (token, right, own, theirs) in enumerate(steps):
-        where = f"prompt {prompt + 1}, token {place + 1}"
-        if token == right:
-            gap = abs(float(own[str(token)]) - float(theirs[str(token)]))
-            words = f"{where}: the logprob of {token} is {gap:.2g} from the reference's"
-        elif str(token) in theirs:
-            gap = float(theirs[str(right)]) - float(theirs[str(token)])
-            words = f"{where}: the reference's {right} leads {token} by {gap:.2g}"
-        else:
-            gap = math.inf
-            words = f"{where}: {token} is not among the reference's {len(theirs)} best"
-        if not gap <= MAX_LEAD:
-            far, far_at = far + 1, far_at or words
-        if token != right:
-            return _Comparison(place + 1, far, far_at, words)
-    if len(ids) != len(expected):
-        return _Comparison(broken=f"prompt {prompt + 1}, token {len(steps) + 1}: one answer ends")
-    return _Comparison(len(steps), far, far_at)
+def _spread(values: Sequence[float]) -> tuple[Any, Any, Any]:
+    """Return the median with the 20th and 80th percentile, or None for each."""
+    if not values:
+        return None, None, None
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return statistics.median(ordered), ordered[round(last * 0.2)], ordered[round(last * 0.8)]
 
 
-def _with_ratios(rows: list[dict[str, Any]], reference: tuple[str, str] | None) -> list[dict[str, Any]]:
-    """Add the rate over the reference's at the same batch size."""
-    rates = {
-        row["batch"]: row["tokens_per_second"]
-        for row in rows
-        if (row["moe_backend"], row["fix"]) == reference and "tokens_per_second" in row
-    }
-    return [
-        {**row, "ratio": row["tokens_per_second"] / rates[row["batch"]]}
-        if "tokens_per_second" in row and row["batch"] in rates
-        else row
-        for row in rows
-    ]
+def drop_empty(row: EngineRow | SpeedRow) -> dict[str, Any]:
+    """Return a row for a report, without what was not measured."""
+    return {name: value for name, value in asdict(row).items() if value is not None}

@@ -15,6 +15,7 @@ from moedoctor.commands.options import (
     PageFormat,
     names,
     number,
+    numbers,
     one_of,
     option,
     writable,
@@ -34,7 +35,8 @@ def bench(
         option(
             "NAME|FOLDER",
             "Model whose MoE layer is timed: a preset or a folder with config.json; may be repeated. "
-            "Default: qwen3-30b-a3b. With --engine, the folder of the model that is served.",
+            "Default: qwen3-30b-a3b. With --engine, the folder of the model that is served, or "
+            "random[:KEY=VALUE,...] for random weights.",
         ),
     ] = None,
     hidden: Annotated[
@@ -92,7 +94,12 @@ def bench(
         option("NAME", "Cache policies to replay: lru, lfu, lfru, aging or belady. Default: all."),
     ] = None,
     batch: Annotated[
-        int | None, option("N", "Sequences that share a call. Default: the calls of the trace itself.", min=1)
+        list[str] | None,
+        option(
+            "N[,N...]",
+            "Sequences at once: with --engine several numbers, default 1,8; with --cache one number, "
+            "default the calls of the trace itself.",
+        ),
     ] = None,
     scope: Annotated[
         str,
@@ -102,13 +109,42 @@ def bench(
             one_of("--scope", "moedoctor.bench.cache.replay:SCOPES"),
         ),
     ] = "layer",
-    speed: Annotated[
-        bool, typer.Option("--speed", help="Also measure tokens per second on a GPU, with --cache.")
-    ] = False,
     engine: Annotated[
         bool,
         typer.Option("--engine", help="Start vLLM itself with --model FOLDER and time its decode, on a GPU."),
     ] = False,
+    variant: Annotated[
+        list[str] | None,
+        option(
+            "NAME='VAR=VALUE … --flag …'",
+            "An engine with these variables and flags of vllm serve, with --engine; may be repeated. The "
+            "others are compared with the first.",
+        ),
+    ] = None,
+    reference: Annotated[
+        bool,
+        typer.Option(
+            "--reference", help="Also compare tokens with MoE layers computed in float32, with --engine."
+        ),
+    ] = False,
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control",
+            help="Also give each engine wrong experts, which its tokens must show, with --engine.",
+        ),
+    ] = False,
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together",
+            help="Start all engines at once and let them take turns, with --engine. They must fit on the GPU "
+            "together.",
+        ),
+    ] = False,
+    repeats: Annotated[
+        int, option("N", "How often each engine is timed in a round, with --engine.", min=1, max=200)
+    ] = 5,
     moe_backend: Annotated[
         list[str] | None,
         option("NAME[,...]", "Values of vLLM's --moe-backend to compare, with --engine. Default: auto."),
@@ -127,8 +163,7 @@ def bench(
         int,
         option(
             "N",
-            "How often each engine is started, in turn with the others. "
-            "With 1, the reference is started again at the end.",
+            "How often each engine is started, in turn with the others, with --engine.",
             min=1,
             max=20,
         ),
@@ -144,7 +179,9 @@ def bench(
     --backend covers FP8 with one scale for each matrix of an expert (fp8) or for 128 x 128 weights
     (fp8-block), not MXFP4, nor backends for tokens grouped by expert (with BATCHED in the name) or for
     several GPUs (with MOE_EP).
-    --engine compares vLLM's greedy tokens, then gives tokens per second and the time of the first token.
+    --engine compares greedy tokens of engines that differ in variables and flags, on prompts that the first
+    one decides clearly, then gives tokens per second, the time of the first token, and memory. --moe-backend
+    and --fixes are short forms of --variant.
     --cache gives hit rates over capacity, each beside the Belady bound; a Markdown report with -o gets its
     pictures (SVG) beside it.
     """
@@ -152,12 +189,26 @@ def bench(
     if sum(chosen.values()) > 1:
         given = " and ".join(name for name, is_given in chosen.items() if is_given)
         raise InputError(f"bench: {given} are different benchmarks; expected one of them")
-    if not engine and (moe_backend or fixes or arguments):
-        raise InputError("bench: --moe-backend, --fixes and --arguments belong to --engine; expected it, too")
+    own = {"--variant": variant, "--moe-backend": moe_backend, "--fixes": fixes, "--arguments": arguments}
+    if not engine and (given_names := [name for name, value in own.items() if value]):
+        raise InputError(f"bench: {given_names[0]} belongs to --engine; expected it, too")
+    batches = numbers("--batch", batch, 1024, "1 to 1024, such as 1,8")
     if engine:
         from moedoctor.commands import bench_engines
 
-        plan = bench_engines.make_plan(model or (), moe_backend, fixes, arguments, rounds)
+        plan = bench_engines.make_plan(
+            model or (),
+            variant,
+            moe_backend,
+            fixes,
+            arguments,
+            batches,
+            rounds=rounds,
+            repeats=repeats,
+            reference=reference,
+            control=control,
+            together=together,
+        )
         engines = bench_engines.measure(plan)
         return bench_engines.write_report(engines, format, output, full=full)
     if backend:
@@ -176,8 +227,10 @@ def bench(
         from moedoctor.fixes.eviction import POLICIES
 
         policies = names("--policy", policy, POLICIES) or POLICIES
+        if len(batches) > 1:
+            raise InputError(f"--batch {','.join(map(str, batches))}: expected one number with --cache")
         replayed = bench_cache.measure(
-            trace, capacity, policies=policies, batch=batch, scope=scope, speed=speed
+            trace, capacity, policies=policies, batch=batches[0] if batches else None, scope=scope
         )
         return bench_cache.write_report(replayed, format, output, full=full)
     raise InputError("bench: say what to measure: --backend NAME, --engine or --cache")

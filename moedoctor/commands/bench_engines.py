@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moedoctor import environment
 from moedoctor.bench import engines
+from moedoctor.bench.engines import Variant
 from moedoctor.bench.gpu_state import sampled
+from moedoctor.bench.random_model import PREFIX, RandomModel
 from moedoctor.commands.options import FULL_FORMATS, InputError, deliver, ended, texts
 from moedoctor.environment import no_gpu
 from moedoctor.origin import origin
@@ -33,48 +38,90 @@ _BACKEND = re.compile(r"[a-z0-9_]{1,60}")
 
 def make_plan(
     models: Sequence[str],
+    variants: Sequence[str] | None,
     backends: Sequence[str] | None,
     fixes: Sequence[str] | None,
     arguments: str | None,
-    rounds: int,
+    batches: Sequence[int],
+    **options: Any,
 ) -> engines.Plan:
-    """Return what to measure. Raises InputError."""
+    """Return what to measure; `options` are fields of the plan. Raises InputError."""
     if len(models) != 1:
         raise InputError(f"--engine: {len(models)} models given; expected one: --model FOLDER")
     model = Path(models[0])
-    if not os.path.isfile(model / "config.json"):
-        raise InputError(f"--model {model}: expected a folder with config.json and the weights")
+    if is_random(model):
+        read_random(model)
+    elif not os.path.isfile(model / "config.json"):
+        raise InputError(
+            f"--model {model}: expected a folder with config.json and the weights, or "
+            f"{PREFIX}[:KEY=VALUE,...]"
+        )
+    chosen = [*_read_variants(variants), *_short_forms(backends, fixes, has_base=bool(variants))]
+    names = [variant.name for variant in chosen]
+    twice = next((name for name in names if names.count(name) > 1 or name == engines.REFERENCE), None)
+    if twice is not None:
+        raise InputError(f"--variant {twice}: expected names that differ, and not {engines.REFERENCE!r}")
     return engines.Plan(
         model=model,
-        backends=_backends(backends) or ("auto",),
-        fixes=_fixes(fixes),
-        arguments=_arguments(arguments),
-        rounds=rounds,
+        variants=chosen,
+        arguments=_read_arguments(arguments),
+        batches=tuple(batches) or engines.BATCHES,
+        **options,
     )
 
 
-def _backends(given: Sequence[str] | None) -> tuple[str, ...]:
-    chosen = tuple(dict.fromkeys(name.lower().replace("-", "_") for name in texts(given)))
-    for name in chosen:
+def is_random(model: Path) -> bool:
+    """Return True if the name asks for random weights."""
+    return str(model).partition(":")[0] == PREFIX and not model.exists()
+
+
+def read_random(model: Path) -> RandomModel:
+    """Return what to draw. Raises InputError."""
+    try:
+        return RandomModel.parse(str(model))
+    except ValueError as error:
+        raise InputError(f"--model {error}") from None
+
+
+def _read_variants(given: Sequence[str] | None) -> list[Variant]:
+    variants = []
+    for text in given or ():
+        try:
+            variants.append(Variant.parse(text))
+        except ValueError as error:
+            raise InputError(f"--variant {text[:80]}: {error}") from None
+    return variants
+
+
+def _short_forms(
+    backends: Sequence[str] | None, fixes: Sequence[str] | None, *, has_base: bool
+) -> Iterator[Variant]:
+    """Yield the variants that --moe-backend and --fixes stand for; the first has no fix."""
+    names = list(dict.fromkeys(name.lower().replace("-", "_") for name in texts(backends)))
+    for name in names:
         if _BACKEND.fullmatch(name) is None:
             raise InputError(
                 f"--moe-backend {name}: expected names of vLLM's --moe-backend, such as marlin,triton"
             )
-    return chosen
-
-
-def _fixes(given: Sequence[str] | None) -> tuple[str, ...]:
-    chosen = tuple(dict.fromkeys(texts(given)))
+    chosen = list(dict.fromkeys(texts(fixes)))
     for text in chosen:
         for name in text.split("+"):
             if name not in FIXES:
                 raise InputError(
                     f"--fixes {text}: expected some of {', '.join(FIXES)}; A+B for two in one engine"
                 )
-    return chosen
+    if has_base and not names and not chosen:
+        return
+    for backend in names or ["auto"]:
+        flags = () if backend == "auto" else ("--moe-backend", backend)
+        if not has_base or names:
+            yield Variant(backend, {}, flags)
+        for fix in chosen:
+            name = f"{backend}+{fix}" if names else fix
+            yield Variant(name, {"MOEDOCTOR_FIXES": fix.replace("+", ",")}, flags)
 
 
-def _arguments(given: str | None) -> Mapping[str, Any]:
+def _read_arguments(given: str | None) -> Mapping[str, Any]:
     if given is None:
         return {}
     try:
@@ -94,16 +141,22 @@ def measure(plan: engines.Plan) -> EngineBench:
     reason = no_gpu(facts) or (None if facts.get("vllm") else "vLLM is not installed here")
     if reason is not None:
         raise InputError(f"--engine: {reason}; expected a GPU and an installed vLLM")
-    with sampled(facts) as readings, progress_bar(remaining=True) as bar:
-        rows = engines.measure(plan, progress=bar if sys.stderr.isatty() else _log)
+    with (
+        write_random(plan.model) as model,
+        sampled(facts) as readings,
+        progress_bar(remaining=True) as bar,
+    ):
+        progress = bar if sys.stderr.isatty() else _log
+        measured = engines.measure(replace(plan, model=model), progress=progress)
     redactor = Redactor.of_this_process()
+    rows = [engines.drop_empty(row) for row in measured.engines]
     return EngineBench(
         model=redactor.text(str(plan.model)),
         tokens=plan.tokens,
-        max_lead=engines.MAX_LEAD,
-        max_far=engines.MAX_FAR,
         arguments=redactor.record(dict(plan.arguments)),
-        rows=redactor.record(tuple(rows)),
+        together=plan.together,
+        engines=redactor.record(tuple(rows)),
+        speeds=tuple(engines.drop_empty(row) for row in measured.speeds),
         environment=facts,
         exit_code=1 if any("wrong" in row or "failed" in row for row in rows) else 0,
         origin=origin(
@@ -112,6 +165,20 @@ def measure(plan: engines.Plan) -> EngineBench:
             iterations={"rounds": plan.rounds, "repeats": plan.repeats, "new_tokens": plan.tokens},
         ),
     )
+
+
+@contextlib.contextmanager
+def write_random(model: Path) -> Iterator[Path]:
+    """Yield the model's folder; random weights are written to a temporary one. Raises InputError."""
+    if not is_random(model):
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
+        try:
+            folder = read_random(model).write(Path(name) / PREFIX)
+        except ValueError as error:
+            raise InputError(f"--model {model}: {error}") from None
+        yield folder
 
 
 def write_report(bench: EngineBench, format: str, output: Path | None, *, full: bool = False) -> int:

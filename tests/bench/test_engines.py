@@ -1,19 +1,21 @@
-"""`bench --engine`: engines compared and timed, with a stand-in for vLLM."""
+"""`bench --engine`: variants are read, engines compared and timed, with a stand-in for vLLM."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import engine_stub
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from moedoctor.bench import engines
-from moedoctor.bench.engines import Plan, compare_tokens, measure, prompts_for, request_for
+from moedoctor.bench.engines import REFERENCE, Plan, Variant, measure, request_for
+from moedoctor.upstream.engine.engine import LogFacts
+
+BASE = Variant("base")
 
 
 @pytest.fixture
@@ -26,198 +28,222 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def plan(model: Path, **changes: Any) -> Plan:
-    return replace(Plan(model, tokens=4, repeats=2, batches=(1, 2)), **changes)
+def plan(model: Path, *variants: Variant, **changes: Any) -> Plan:
+    return replace(Plan(model, variants or (BASE,), tokens=4, repeats=2, batches=(1, 2)), **changes)
 
 
-def test_engines_are_compared_and_only_right_ones_are_timed(model: Path) -> None:
-    """`close` takes the reference's second token, 0.25 behind; `wrong` one that is not among its best."""
-    rows = measure(plan(model, backends=("marlin", "close", "wrong")))
-    by_backend = {row["moe_backend"]: row for row in rows if row["batch"] == 2}
-    right, close, wrong = (by_backend[name] for name in ("marlin", "close", "wrong"))
-    assert (right["tokens_same"], right["tokens_of"], right["ratio"]) == (2, 2, 1.0)
-    # The stand-in takes 2 ms a token, prompt after prompt, which is 500. A rate is a difference of two times
-    # and may come out a little higher; with the first tokens counted it would be 667.
-    assert 100 < right["tokens_per_second"] < 600
-    assert right["tokens_per_second_p20"] <= right["tokens_per_second"] <= right["tokens_per_second_p80"]
-    assert right["first_token_ms"] >= 4
-    assert (right["chosen"], right["repeatable"]) == ("MARLIN", True)
-    assert (right["repeats"], close["repeats"]) == (4, 2), "the reference ran before and after the others"
-    assert close["tokens_same"] == 0
-    assert close["rounding"].endswith("by 0.25")
-    assert close["tokens_per_second"] > 0
-    assert "is not among the reference's" in wrong["wrong"]
-    assert not {"tokens_per_second", "first_token_ms", "ratio"} & wrong.keys()
+def answers(shift: int = 0, count: int = 10, lead: float = 1.0) -> dict[str, Any]:
+    """Answers to `count` prompts; the second best token is behind by `lead`."""
+    tokens = [[prompt + shift, prompt + shift + 1] for prompt in range(count)]
+    steps = [[{str(token): -0.1, str(token + 1): -0.1 - lead} for token in ids] for ids in tokens]
+    return {"tokens": tokens, "logprobs": steps}
 
 
-def test_a_fix_that_is_not_active_is_a_failure_and_one_that_is_not_needed_is_none(model: Path) -> None:
-    """The stand-in applies `offload` alone; vLLM 0.21.0 does not need `routing`."""
-    rows = measure(plan(model, fixes=("offload", "backend", "routing"), batches=(1,)))
-    by_fix = {row["fix"]: row for row in rows}
-    assert list(by_fix) == ["none", "offload", "backend", "routing"]
-    assert "tokens_per_second" in by_fix["offload"]
-    assert "tokens_per_second" in by_fix["routing"]
-    assert by_fix["backend"]["failed"] == "the fix was asked for and is not active"
+def result(seconds: float = 1.0, shift: int = 0, lead: float = 1.0, **more: Any) -> Any:
+    """What an engine gives whose decode takes so long; `more` are fields of the probe and of the result."""
+    speed = {"batch": 1, "decoded": 10, "first_s": [0.1, 0.1], "whole_s": [0.1 + seconds] * 2}
+    speed["gpu_step_ms"] = [seconds * 50] * 2
+    probe = {"experts": {"TritonExperts": 2}, "answers": answers(shift, lead=lead), "speeds": [speed]}
+    probe |= more.pop("probe", {})
+    return engine_stub.answered((), probe=probe, **more)
 
 
-def test_an_engine_that_dies_is_a_row_and_the_next_one_is_the_reference(model: Path) -> None:
-    ran: list[str] = []
-
-    def run(request: Any) -> Any:
-        ran.append(request.label)
-        if request.arguments["moe_backend"] == "marlin":
-            return engine_stub.died("no such\nbackend")
-        return engines.run_engine(request)
-
-    steps: list[tuple[int, int, str]] = []
-    rows = measure(
-        plan(model, backends=("marlin", "triton"), rounds=2, batches=(1,)),
-        run=run,
-        progress=lambda *step: steps.append(step),
-    )
-    assert [step[:2] for step in steps] == [(done, 4) for done in range(4)]
-    assert steps[2][2] == "engine triton, fix none, round 2"
-    assert ran == ["marlin, none", "triton, none", "triton, none", "marlin, none"], "in turn, and back"
-    assert rows[0]["failed"] == "load: RuntimeError: no such"
-    assert (rows[1]["ratio"], rows[1]["repeats"]) == (1.0, 4)
-
-
-def test_a_machine_that_changed_shows_in_the_spread_of_the_reference(model: Path) -> None:
-    """Nothing else would tell that the others were slower because of it."""
-    ran: list[str] = []
-
-    def run(request: Any) -> Any:
-        ran.append(request.label)
-        return answer(3.0 if len(ran) > 1 else 1.0, tokens=[1, 2])
-
-    rows = measure(plan(model, backends=("marlin", "triton"), batches=(1,)), run=run)
-    assert ran == ["marlin, none", "triton, none", "marlin, none"]
-    reference, other = rows
-    assert reference["tokens_per_second_p80"] > 2 * reference["tokens_per_second_p20"]
-    assert (reference["starts"], other["starts"]) == (2, 1)
-
-
-def test_an_answer_is_wrong_only_if_it_is_far_from_each_run_of_the_reference() -> None:
-    def rows(*answers: list[int]) -> dict[str, Any]:
-        each = [row(tokens) for tokens in answers]  # of one prompt
-        return {key: [answered[key][0] for answered in each] for key in ("tokens", "logprobs")}
-
-    references = [rows([1, 2], [5, 6]), rows([1, 12], [5, 16])]
-    mixed = compare_tokens(references, rows([1, 2], [5, 16]))
-    assert (mixed["same"], mixed["wrong"], mixed["parting"]) == (2, None, None)
-    assert (
-        compare_tokens(references, rows([1, 13], [5, 6]))["parting"]
-        == "prompt 1, token 2: the reference's 12 leads 13 by 0.5"
-    )
-    assert "prompt 2" in compare_tokens(references, rows([1, 2], [5, 26]))["wrong"]
-
-
-def test_a_reference_that_is_far_from_itself_is_wrong(model: Path) -> None:
-    tokens = iter(([1, 2], [1, 2], [1, 9]))
-    rows = measure(
-        plan(model, backends=("marlin", "triton"), batches=(1,)),
-        run=lambda request: answer(1.0, tokens=next(tokens)),
-    )
-    assert "is not among" in rows[0]["wrong"]
-    assert rows[0]["repeatable"] is False
-    assert (rows[1]["tokens_same"], "wrong" in rows[1]) == (1, False)
-
-
-def test_a_second_run_of_the_reference_that_fails_loses_nothing(model: Path) -> None:
-    answers = iter([answer(1.0, [1, 2]), answer(1.0, [1, 2]), engine_stub.died("out of memory")])
-    steps: list[tuple[int, int, str]] = []
-    rows = measure(
-        plan(model, backends=("marlin", "triton"), batches=(1,)),
-        run=lambda request: next(answers),
-        progress=lambda *step: steps.append(step),
-    )
-    assert [row["ratio"] for row in rows] == [1.0, 1.0]
-    assert (rows[0]["starts"], rows[0]["again"]) == (1, "failed: load: RuntimeError: out of memory")
-    assert "again" not in rows[1]
-    assert [step[:2] for step in steps] == [(0, 2), (1, 2), (2, 3)]
-
-
-def test_prompts_are_text_for_a_tokenizer_and_the_users_variables_hold(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ids = prompts_for(model)
-    assert all(5 <= token < 100 for prompt in ids for token in prompt if not isinstance(prompt, str))
-    assert len({tuple(prompt) for prompt in ids}) == 8
-    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
-    request = request_for(plan(model, arguments={"max_model_len": 64}), "auto", "offload+backend")
-    assert request.environ == {"VLLM_USE_DEEP_GEMM": "1", "MOEDOCTOR_FIXES": "offload,backend"}
-    assert (request.arguments["max_model_len"], request.arguments["moe_backend"]) == (64, None)
-    assert request.arguments["skip_tokenizer_init"] is True
-    (model / "tokenizer.json").write_text("{}")
-    assert all(isinstance(prompt, str) for prompt in prompts_for(model))
-    assert request_for(plan(model), "auto", "none").arguments["skip_tokenizer_init"] is False
-
-
-def answer(seconds: float, tokens: list[int]) -> Any:
-    """What an engine gives that takes so long for all tokens but the first."""
-    times = {"decoded": 1, "first_s": [0.1, 0.1], "whole_s": [0.1 + seconds] * 2, "repeatable": True}
-    return engine_stub.answered((), probe=[{"batch": 1, **row(tokens), **times}])
-
-
-def row(tokens: list[int], lead: float = 0.5) -> dict[str, Any]:
-    steps = [{str(token): -0.1, str(token + 1): -0.1 - lead} for token in tokens]
-    return {"tokens": [tokens], "logprobs": [steps]}
+def run_of(results: Sequence[Any]) -> Any:
+    given = iter(results)
+    return lambda request: next(given)
 
 
 @pytest.mark.parametrize(
-    ("reference", "other", "verdict"),
+    ("text", "variant"),
     [
-        (row([1, 2]), row([1, 2]), ""),
-        (row([1, 2]), row([1, 3]), "rounding"),
-        (row([1, 2], lead=1.5), row([1, 3]), "leads 3 by 1.5"),
-        (row([1, 2]), row([1, 9]), "is not among"),
-        (row([1, 2]), row([1]), "one answer ends"),
-        (row([1, 2]), row([1, 2], lead=float("nan")), "not finite"),
-        (row([1, 2], lead=float("nan")), row([1, 3]), "leads 3 by nan"),
+        ("base=", BASE),
+        ("fast=--moe-backend marlin", Variant("fast", {}, ("--moe-backend", "marlin"))),
+        (
+            "both=A=1 MOEDOCTOR_FIXES='a,b' --compilation-config '{\"mode\": 0}'",
+            Variant("both", {"A": "1", "MOEDOCTOR_FIXES": "a,b"}, ("--compilation-config", '{"mode": 0}')),
+        ),
     ],
 )
-def test_what_is_rounding_and_what_is_wrong(reference: Any, other: Any, verdict: str) -> None:
-    result = compare_tokens([reference], other)
-    assert (result["parting"] is not None) == (verdict == "rounding")
-    assert (result["wrong"] is not None) == (verdict not in ("", "rounding"))
-    assert verdict in ("", "rounding") or verdict in result["wrong"]
+def test_a_variant_is_read_as_a_shell_reads_it(text: str, variant: Variant) -> None:
+    assert Variant.parse(text) == variant
+    assert Variant.parse(f"{variant.name}={variant}") == variant
 
 
-def test_a_step_of_a_hundred_may_be_far_and_two_may_not() -> None:
-    """Rounding sends a token to another expert now and then. The answers part in the last step."""
-    tokens = list(range(100))
-    reference = row(tokens, lead=0.5)
-    reference["logprobs"][0][-1] = {"99": -0.1, "100": -1.2}
-    other = row([*tokens[:-1], 100], lead=0.5)
-    jumped = compare_tokens([reference], other)
-    assert jumped["wrong"] is None
-    assert jumped["parting"] == (
-        "prompt 1, token 100: the reference's 99 leads 100 by 1.1; 1 of 100 steps differ by more "
-        "than 1 in logprob"
+@pytest.mark.parametrize("text", ["base", "=A=1", "a b=", "x=marlin", "x=A=1 marlin", "x='"])
+def test_what_is_no_variant_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\S"):
+        Variant.parse(text)
+
+
+def test_real_processes_are_compared_and_only_right_engines_are_timed(model: Path) -> None:
+    """The stand-in's `wrong` takes another token; its parser is not vLLM's, so backends are arguments."""
+
+    def run(request: Any) -> Any:
+        backend = {"wrong": "wrong"}.get(request.label, "marlin")
+        return engines.run_engine(replace(request, arguments={**request.arguments, "moe_backend": backend}))
+
+    measured = measure(plan(model, BASE, Variant("other"), Variant("wrong")), run=run)
+    base, other, wrong = measured.engines
+    assert base.tokens_of == base.tokens_same == other.tokens_same == 128
+    assert (base.moe_backend, base.starts, base.wrong, base.failed) == ("MARLIN", 1, None, None)
+    assert base.host_bytes is not None
+    assert base.host_bytes > 1 << 20
+    assert wrong.wrong == "0 of 128 clear prompts have the tokens of the first engine that answered"
+    assert [(row.variant, row.batch) for row in measured.speeds] == [
+        (name, batch) for name in ("base", "other") for batch in (1, 2)
+    ]
+    # The stand-in takes 2 ms a token, prompt after prompt, which is 500. A rate is a difference of two times
+    # and may come out a little higher; with the first tokens counted it would be 667.
+    row = measured.speeds[1]
+    assert 100 < row.tokens_per_second < 600
+    assert row.tokens_per_second_p20 <= row.tokens_per_second <= row.tokens_per_second_p80
+    assert row.first_token_ms >= 4
+    assert row.gpu_step_ms is None
+
+
+def test_engines_together_take_turns_and_one_that_does_not_start_stops_no_other(model: Path) -> None:
+    started = []
+
+    def run(request: Any) -> Any:
+        started.append(request.label)
+        if request.label == "broken":
+            return engine_stub.died("no such backend")
+        return engines.run_engine(request)
+
+    chosen = plan(model, BASE, Variant("other"), Variant("broken"), together=True)
+    measured = measure(chosen, run=run)
+    assert sorted(started) == ["base", "broken", "other"]
+    assert {row.variant for row in measured.speeds} == {"base", "other"}
+    request = request_for(chosen, BASE, "folder")
+    assert request.arguments["kv_cache_memory_bytes"] == 256 << 20
+    assert (request.probe_options["meet"], request.probe_options["engines"]) == ("folder", 3)
+    assert request_for(chosen, BASE).arguments["gpu_memory_utilization"] == 0.9
+
+
+def test_ratios_are_the_bases_and_rounds_go_forth_and_back(model: Path) -> None:
+    ran: list[str] = []
+    steps: list[tuple[int, int, str]] = []
+
+    def run(request: Any) -> Any:
+        ran.append(request.label)
+        return result(1.0 if request.label == "base" else 0.5)
+
+    measured = measure(
+        plan(model, BASE, Variant("fast"), rounds=2), run=run, progress=lambda *step: steps.append(step)
     )
-    other["logprobs"][0][7]["7"] -= 1.5
-    assert compare_tokens([reference], other)["wrong"] == (
-        "prompt 1, token 8: the logprob of 7 is 1.5 from the reference's; 2 of 100 steps differ by more than "
-        "1 in logprob"
-    )
-    twice = {key: [*reference[key], *reference[key]] for key in reference}
-    longer = {key: [*other[key], *reference[key]] for key in reference}
-    assert compare_tokens([twice], longer)["wrong"] is None, "2 of 200"
+    assert ran == ["base", "fast", "fast", "base"]
+    assert [step[:2] for step in steps] == [(done, 4) for done in range(4)]
+    base, fast = measured.speeds
+    assert (base.ratio, fast.ratio, fast.gpu_ratio, fast.repeats) == (1.0, 2.0, 2.0, 4)
+    assert fast.gpu_step_ms == 25.0
 
 
-def test_equal_tokens_with_far_logprobs_are_wrong() -> None:
-    other = row([1, 2, 3])
-    for step in other["logprobs"][0]:
-        step.update({token: value - 2 for token, value in step.items()})
-    result = compare_tokens([row([1, 2, 3])], other)
-    assert (result["same"], result["parting"]) == (1, None)
-    assert "3 of 3 steps" in result["wrong"]
+def test_an_engine_that_fails_is_a_row_and_the_next_one_is_the_base(model: Path) -> None:
+    run = run_of([engine_stub.died("no such\nbackend"), result(), result(shift=50)])
+    measured = measure(plan(model, BASE, Variant("second"), Variant("third")), run=run)
+    assert [row.failed for row in measured.engines] == ["load: RuntimeError: no such", None, None]
+    assert [bool(row.wrong) for row in measured.engines] == [False, False, True]
+    assert [(row.variant, row.ratio) for row in measured.speeds] == [("second", 1.0)]
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 7), st.integers(2, 40))
-def test_any_far_token_is_wrong_wherever_it_is(tokens: list[int], at: int, far: int) -> None:
-    other = list(tokens)
-    other[at % len(tokens)] += far
-    result = compare_tokens([row(tokens)], row(other))
-    assert result["wrong"]
-    assert result["same"] == 0
+@pytest.mark.parametrize(
+    ("environ", "more", "failed"),
+    [
+        ({"MOEDOCTOR_FIXES": "offload"}, {"fixes": "offload (copies)"}, None),
+        ({"MOEDOCTOR_FIXES": "offload"}, {"fixes": None}, "offload was asked for and is not active"),
+        ({"MOEDOCTOR_FIXES": "routing"}, {}, None),  # 0.21.0 does not need it
+        ({"MOEDOCTOR_FIXES": "all"}, {}, None),
+        ({"MOEDOCTOR_TRACE": "nan"}, {}, "nan was asked for and is not active"),
+        ({"MOEDOCTOR_RECORD": "x"}, {}, "record was asked for and is not active"),
+        (
+            {"MOEDOCTOR_FIXES": "moe"},
+            {"fixes": "moe (x)"},
+            "no MoE layer of this engine was computed by moedoctor",
+        ),
+        (
+            {"MOEDOCTOR_FIXES": "moe"},
+            {"fixes": "moe (x)", "probe": {"experts": {"MoedoctorExperts": 2}}},
+            None,
+        ),
+        (
+            {"MOEDOCTOR_FIXES": "moe"},
+            {"log": LogFacts(refused=("the fix moe is not applied: x",))},
+            "the fix moe is not applied: x",
+        ),
+    ],
+)
+def test_a_fix_that_is_not_active_is_a_failure(
+    model: Path, environ: dict[str, str], more: dict[str, Any], failed: str | None
+) -> None:
+    measured = measure(plan(model, BASE, Variant("x", environ)), run=run_of([result(), result(**more)]))
+    assert measured.engines[1].failed == failed
+
+
+def test_with_too_few_clear_prompts_nothing_is_compared(model: Path) -> None:
+    run = run_of([result(lead=0.4), result(shift=50, lead=0.4)])
+    measured = measure(plan(model, BASE, Variant("other")), run=run)
+    assert [(row.tokens_of, row.wrong) for row in measured.engines] == [(None, None)] * 2
+    assert len(measured.speeds) == 2
+
+
+def test_a_logprob_that_is_not_finite_is_wrong(model: Path) -> None:
+    run = run_of([result(), result(lead=float("nan"))])
+    measured = measure(plan(model, BASE, Variant("nan")), run=run)
+    assert measured.engines[1].wrong == "a logprob is not finite"
+
+
+@pytest.mark.parametrize(("shift", "wrong"), [(50, False), (0, True)])
+def test_a_planted_fault_that_changes_no_token_is_a_failure_of_the_comparison(
+    model: Path, shift: int, wrong: bool
+) -> None:
+    probe = {"wrong_answers": answers(shift)}
+    measured = measure(plan(model, control=True), run=run_of([result(probe=probe)]))
+    assert measured.engines[0].control_same == (0 if shift else 10)
+    assert ("equal tokens prove nothing" in (measured.engines[0].wrong or "")) == wrong
+    assert bool(measured.speeds) != wrong
+
+
+def test_the_reference_is_an_engine_of_its_own_that_is_not_timed(model: Path) -> None:
+    chosen = plan(model, Variant("base", {}, ("--moe-backend", "triton")), reference=True, control=True)
+    requests = []
+
+    def run(request: Any) -> Any:
+        requests.append(request)
+        if request.label == REFERENCE:
+            return result(
+                lead=1.25, fixes="moe (x)", probe={"experts": {"MoedoctorExperts": 2}, "speeds": []}
+            )
+        return result()
+
+    measured = measure(chosen, run=run)
+    assert requests[1].environ["MOEDOCTOR_MOE"] == "reference"
+    assert list(requests[1].flags) == ["--moe-backend", "triton", "--enforce-eager"]
+    assert requests[1].probe_options["batches"] == []
+    assert (requests[0].probe_options["control"], requests[1].probe_options["control"]) == (True, False)
+    base, reference = measured.engines
+    assert (base.reference_same, base.reference_of, base.reference_distance) == (10, 10, 0.25)
+    assert (reference.variant, reference.reference_of) == (REFERENCE, None)
+    assert [row.variant for row in measured.speeds] == ["base"]
+
+
+def test_memory_that_weights_leave_goes_to_the_kv_cache(model: Path) -> None:
+    def engine(allocated: int, gib: str, tokens: str) -> Any:
+        return result(allocated=allocated << 30, log=LogFacts(kv_cache_gib=gib, kv_cache_tokens=tokens))
+
+    run = run_of([engine(40, "20.0", "1,000"), engine(30, "29.8", "1,490"), engine(41, "19.0", "950")])
+    measured = measure(plan(model, BASE, Variant("cache"), Variant("more")), run=run)
+    assert [row.kv_cache_tokens for row in measured.engines] == [1000, 1490, 950]
+    assert [row.freed_to_kv_cache for row in measured.engines] == [None, 0.98, None]
+
+
+def test_what_the_user_set_for_vllm_holds_in_every_engine(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    variant = Variant("x", {"A": "1", "MOEDOCTOR_FIXES": "offload"}, ("--enforce-eager",))
+    request = request_for(plan(model, arguments={"max_model_len": 64}), variant)
+    assert request.environ == {"VLLM_USE_DEEP_GEMM": "1", "A": "1", "MOEDOCTOR_FIXES": "offload"}
+    assert (request.arguments["max_model_len"], request.flags) == (64, ("--enforce-eager",))
+    assert request.arguments["skip_tokenizer_init"] is True
+    (model / "tokenizer.json").write_text("{}")
+    assert request_for(plan(model), BASE).arguments["skip_tokenizer_init"] is False

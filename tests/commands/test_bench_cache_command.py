@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -142,119 +139,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert len(err.splitlines()) == 1
 
 
-def test_speed_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moedoctor.environment.collect", lambda: {"gpu": None})
-    code, out, err = run(capsys, "--trace", ZIPF, "--speed")
-    assert (code, out) == (2, "")
-    assert "--speed: needs an NVIDIA GPU" in err
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the GPU and its measurement by made-up ones."""
-    rows = [
-        {"engine": "device", "batch": 1, "capacity": 4, "tokens_per_second": 50.0, "step_us": 2e4},
-        {"engine": "pr37190", "batch": 1, "capacity": 4, "tokens_per_second": 20.0, "step_us": 5e4},
-        {"engine": "pr37190", "batch": 1, "capacity": 8, "reason": "a call needs 9 experts"},
-    ]
-    facts = {"gpu": "a GPU", "torch_cuda": "13.0"}
-    monkeypatch.setattr("moedoctor.environment.collect", lambda: facts)
-    monkeypatch.setattr("moedoctor.bench.cache.speed.Host.make", lambda model, device: None)
-    monkeypatch.setattr(
-        "moedoctor.bench.cache.speed.decode",
-        lambda device, *, capacity, **options: [row for row in rows if row["capacity"] == capacity],
-    )
-    misses = [
-        {"engine": "pinned", "miss_gb_s": 50.0},
-        {"engine": "host", "miss_gb_s": 48.0, "of_pinned": 0.96},
-    ]
-    monkeypatch.setattr("moedoctor.bench.cache.speed.miss_bandwidth", lambda *_, **__: misses)
-    group = {"groups": 2, "overhead": 0.05, "overhead_in_turn": 0.03, "us": 300.0, "us_in_turn": 310.0}
-    monkeypatch.setattr("moedoctor.bench.cache.groups.group_cost", lambda *_, **__: {"rows": [group]})
-    replays = [{"policy": "lru", "capacity": 16, "accesses_per_second": 2e6}]
-    monkeypatch.setattr("moedoctor.bench.cache.replay.replay_speed", lambda: replays)
-
-
-@pytest.mark.usefixtures("measured")
-def test_speed_is_in_the_report_and_in_a_picture_of_its_own(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    options = ("--speed", "--capacity", "4,8")
-    cache = document(capsys, *options)["bench"]["cache"]
-    subjects = [row["subject"] for row in cache["speed"]]
-    assert subjects == ["ours: device engine", *["PR 37190, restated"] * 2]
-    lengths = {name: len(rows) for name, rows in cache["measured"].items()}
-    assert lengths == {"misses": 2, "groups": 1, "replays": 1}
-    assert {limit["claim"].split(":")[0]: limit["verdict"] for limit in cache["limits"]} == {
-        "misses, engine host": "confirmed",
-        "2 resident groups, beside each other": "refuted",
-        "2 resident groups, one after another, as in a full cache": "confirmed",
-        "simulate, lru": "confirmed",
-    }
-    assert "a GPU" in cache["speed_note"]
-    report = tmp_path / "cache.md"
-    assert run(capsys, "--trace", ZIPF, "--format", "markdown", "-o", str(report), *options)[0] == 0
-    text = report.read_text(encoding="utf-8")
-    assert "](cache_tokens_per_second.svg)" in text
-    assert "## Limits" in text
-    assert "refuted" in text
-    assert "| PR 37190, restated | 1 | 8 |" in text
-    picture = (tmp_path / "cache_tokens_per_second.svg").read_text(encoding="utf-8")
-    assert "PR 37190, restated" in picture
-    assert "ours: device engine" in picture
-
-
-@pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("during", ["a part", "a capture"])
-def test_an_interrupted_measurement_is_written_as_far_as_it_came(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(10)
-        finally:
-            if during == "a capture":
-                raise RuntimeError("the capture was broken off")
-
-    monkeypatch.setattr("moedoctor.bench.cache.groups.group_cost", interrupted)
-    report = tmp_path / "cache.json"
-    options = ("--trace", ZIPF, "--format", "json", "-o", str(report), "--speed", "--capacity", "4,8")
-    assert run(capsys, *options)[0] == 1
-    found = json.loads(report.read_text(encoding="utf-8"))
-    cache = found["bench"]["cache"]
-    assert len(cache["speed"]) == 3
-    assert len(cache["measured"]["misses"]) == 2
-    assert "replays" not in cache["measured"]
-    assert cache["speed_note"].endswith("NOT MEASURED: groups; whatever comes next: interrupted.")
-    assert found["summary"]["exit_code"] == 1
-    assert main(["show", str(report)]) == 0
-    assert "NOT MEASURED" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("measured")
-def test_a_part_that_fails_leaves_the_others(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("host: a slot differs\nfrom the host's expert")
-
-    monkeypatch.setattr("moedoctor.bench.cache.speed.miss_bandwidth", fails)
-    code, out, err = run(capsys, "--trace", ZIPF, "--format", "json", "--speed", "--capacity", "4")
-    assert code == 1
-    assert "Traceback" in err
-    cache = json.loads(out)["bench"]["cache"]
-    assert cache["measured"]["misses"] == []
-    assert len(cache["measured"]["groups"]) == 1
-    assert cache["speed_note"].endswith("NOT MEASURED: misses (RuntimeError: host: a slot differs).")
-
-
-@pytest.mark.usefixtures("measured")
 @pytest.mark.parametrize("format", ["json", "markdown", "table"])
 def test_a_stored_report_is_shown_as_it_would_have_been_written(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, format: str
 ) -> None:
-    options = ("--trace", ZIPF, "--speed", "--capacity", "4,8", "--batch", "2")
+    options = ("--trace", ZIPF, "--capacity", "4,8", "--batch", "2")
     stored = tmp_path / "cache.json"
     assert run(capsys, *options, "--format", "json", "-o", str(stored))[0] == 0
     written, shown = tmp_path / "a.out", tmp_path / "b.out"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import engine_stub
 import pytest
 
 from moedoctor import cli, environment
+from moedoctor.commands import bench_engines
+from moedoctor.commands.options import InputError
 
 
 @pytest.fixture
@@ -30,7 +33,15 @@ def bench(*arguments: str) -> int:
         (["--engine"], "0 models given; expected one: --model FOLDER"),
         (["--engine", "--model", "qwen3-30b-a3b"], "expected a folder with config.json"),
         (["--engine", "--cache"], "--engine and --cache are different benchmarks"),
-        (["--fixes", "offload"], "belong to --engine"),
+        (["--fixes", "offload"], "--fixes belongs to --engine"),
+        (["--engine", "--model", "random:layers=x"], "layers is 'x', expected a number"),
+        (["--engine", "--model", "MODEL", "--variant", "a"], "--variant a: expected NAME="),
+        (
+            ["--engine", "--model", "MODEL", "--variant", "a=", "--variant", "a="],
+            "expected names that differ",
+        ),
+        (["--engine", "--model", "MODEL", "--batch", "x"], "--batch x: expected 1 to 1024"),
+        (["--cache", "--batch", "1,8"], "expected one number with --cache"),
         (["--engine", "--model", "MODEL", "--moe-backend", "a b"], "expected names of vLLM's --moe-backend"),
         (
             ["--engine", "--model", "MODEL", "--fixes", "nonsense"],
@@ -64,30 +75,68 @@ def test_the_report_is_stored_and_shown(
     facts = {"gpu": "a GPU", "capability": "9.0", "gpus": [], "vllm": "0.21.0", "torch_cuda": "13.0"}
     monkeypatch.setattr(environment, "collect", lambda: facts)
     stored = tmp_path / "report.json"
-    arguments = ["--engine", "--model", str(model), "--moe-backend", "marlin,wrong"]
-    assert bench(*arguments, "--format", "json", "-o", str(stored)) == 1
-    summary = capsys.readouterr().err
-    assert "batch 8: marlin, fix none" in summary
-    assert "2 wrong" in summary
-    rows = json.loads(stored.read_text())["bench"]["engines"]["rows"]
-    assert [(row["moe_backend"], row["batch"], "wrong" in row) for row in rows] == [
-        ("marlin", 1, False),
-        ("marlin", 8, False),
-        ("wrong", 1, True),
-        ("wrong", 8, True),
+    arguments = [
+        "--engine",
+        "--model",
+        str(model),
+        "--variant",
+        "base=",
+        "--variant",
+        "bad=MOEDOCTOR_FIXES=moe",
     ]
+    assert bench(*arguments, "--batch", "1,2", "--format", "json", "-o", str(stored)) == 1
+    summary = capsys.readouterr().err
+    assert "batch 2: base" in summary
+    assert "1 failed" in summary
+    found = json.loads(stored.read_text())["bench"]["engines"]
+    assert [(row["variant"], row.get("failed")) for row in found["engines"]] == [
+        ("base", None),
+        ("bad", "moe was asked for and is not active"),
+    ]
+    assert [(row["variant"], row["batch"]) for row in found["speeds"]] == [("base", 1), ("base", 2)]
     assert cli.main(["show", str(stored), "--format", "markdown"]) == 0
     shown = capsys.readouterr().out
-    assert "is not among the reference's" in shown
-    assert "tokens per second" in shown
-    assert "more than 1% of the steps, up to the first token that differs, have a logprob" in shown
-    older = json.loads(stored.read_text())
-    del older["bench"]["engines"]["max_far"]
-    (tmp_path / "older.json").write_text(json.dumps(older))
-    assert cli.main(["show", str(tmp_path / "older.json"), "--format", "markdown"]) == 0
-    assert "prefers its own token by more than 1 in logprob at the first token" in capsys.readouterr().out
+    assert shown.index("bad: failed: moe was asked for") < shown.index("tokens per second")
     damaged = json.loads(stored.read_text())
-    del damaged["bench"]["engines"]["rows"]
+    del damaged["bench"]["engines"]["engines"]
     stored.write_text(json.dumps(damaged))
     assert cli.main(["show", str(stored)]) == 2
-    assert "rows" in capsys.readouterr().err
+    assert "engines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ([], ["auto"]),
+        (["--moe-backend", "marlin,triton"], ["marlin", "triton"]),
+        (["--fixes", "moe,offload+routing"], ["auto", "moe", "offload+routing"]),
+        (
+            ["--moe-backend", "marlin,triton", "--fixes", "moe"],
+            ["marlin", "marlin+moe", "triton", "triton+moe"],
+        ),
+        (["--variant", "base=", "--fixes", "moe"], ["base", "moe"]),
+        (["--variant", "base="], ["base"]),
+    ],
+)
+def test_backends_and_fixes_are_short_forms_of_variants(
+    model: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], names: list[str]
+) -> None:
+    plans = []
+
+    def measure(plan: Any) -> Any:
+        plans.append(plan)
+        raise InputError("enough")
+
+    monkeypatch.setattr(bench_engines, "measure", measure)
+    assert bench("--engine", "--model", str(model), *options) == 2
+    assert [variant.name for variant in plans[0].variants] == names
+    fixed = [variant for variant in plans[0].variants if variant.name.endswith("moe")]
+    assert all(variant.environ == {"MOEDOCTOR_FIXES": "moe"} for variant in fixed)
+
+
+def test_random_weights_are_written_for_the_engines_and_gone_afterwards() -> None:
+    with bench_engines.write_random(Path("random:layers=1")) as folder:
+        assert (folder / "config.json").is_file()
+    assert not folder.exists()
+    with pytest.raises(InputError, match="hidden: 8"), bench_engines.write_random(Path("random:hidden=8")):
+        pass

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_rows import engine_document, engine_row
+from engine_rows import engine_document, speed_row
 from every_command import CALLS, MORE_CALLS, prepare
 from fleet_answers import write_answers
 
@@ -61,7 +61,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     if not (folder / "fleet").exists():
         write_answers(folder / "fleet")
     names, batches = ("marlin", "triton"), (1, 8)
-    rows = [engine_row(name, "none", batch, 50.0 * batch) for name in names for batch in batches]
+    rows = [speed_row(name, batch, 50.0 * batch) for name in names for batch in batches]
     (folder / "engines.json").write_text(json.dumps(engine_document(rows)))
     calls = {name: ["show", str(ROOT / "reports" / stored)] for name, stored in STORED.items()}
     calls |= {**CALLED, "bench of engines": ["show", "engines.json"]}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import moedoctor
 from moedoctor.bench.cache.replay import ReplayPoint, TraceFacts
 from moedoctor.reporters.chart import Chart, Series
-from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table, evidence_tables
+from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
 from moedoctor.reporters.pages.machine import environment_table
-from moedoctor.reporters.text import UNSTEADY_REMARK, figures, has_unsteady
+from moedoctor.reporters.text import figures
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 
 BOUND = "belady"
@@ -32,16 +32,6 @@ class CacheBench:
     """Sequences side by side; None for the trace's own calls."""
     points: tuple[ReplayPoint, ...]
     environment: Mapping[str, Any]
-    speed: tuple[Mapping[str, Any], ...] = ()
-    """Measured on a GPU: ``subject``, ``capacity``, ``tokens_per_second`` and more; empty if none was."""
-    measured: Mapping[str, tuple[Mapping[str, Any], ...]] = field(default_factory=dict)
-    """What else was measured, by name."""
-    limits: tuple[Mapping[str, Any], ...] = ()
-    """What the cache is meant to reach: ``claim``, ``verdict``, ``measured``, ``limit``."""
-    speed_note: str = ""
-    """On what model and machine the speed was measured, or why it was not."""
-    not_measured: tuple[str, ...] = ()
-    """Parts that failed or were not reached."""
     exit_code: int = 0
     origin: Mapping[str, Any] | None = None
     """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
@@ -78,11 +68,6 @@ def bench_document(bench: CacheBench) -> dict[str, Any]:
                 "batch": bench.batch,
                 "replay_unit": "call",
                 "points": points,
-                "speed": bench.speed,
-                "measured": bench.measured,
-                "limits": bench.limits,
-                "speed_note": bench.speed_note,
-                "not_measured": bench.not_measured,
             }
         },
         "summary": {**{verdict.value: 0 for verdict in ScenarioVerdict}, "exit_code": bench.exit_code},
@@ -130,45 +115,30 @@ def summary_line(bench: CacheBench) -> str:
             policy = max(rates, key=lambda name: rates[name])
             bound = f" of at most {points[BOUND].hit_rate:.1%}" if BOUND in points else ""
             best.append(f"{capacity} slots: {policy} {rates[policy]:.1%}{bound}")
-    if unsteady := _unsteady(bench):
-        best.append(f"{unsteady} rows with a spread that makes figures worthless")
     return "; ".join(best)
 
 
 def reasons(bench: CacheBench) -> list[str]:
-    """Return what would be wrong, and what was not measured."""
-    wrong = [
+    """Return what would be wrong."""
+    return [
         f"{point.policy} with {point.capacity} slots: {point.stats.wrong} calls would compute with an expert "
         "that is not resident"
         for point in bench.points
         if point.stats.wrong
     ]
-    return wrong + [f"not measured: {part}" for part in bench.not_measured]
-
-
-def _unsteady(bench: CacheBench) -> int:
-    """Return how many rows have a figure with a spread that makes it worthless."""
-    return sum(has_unsteady(row) for rows in (bench.speed, *bench.measured.values()) for row in rows)
 
 
 def bench_page(bench: CacheBench, *, full: bool = False) -> list[Block]:
-    """Return the hit rates and what was measured on a GPU, with pictures.
-
-    `full` adds how the trace was made and the environment.
-    """
+    """Return the hit rates with their picture. `full` adds how the trace was made and the environment."""
     page: list[Block] = [
         Heading(f"moedoctor {moedoctor.__version__}: bench --cache", 1),
+        Paragraph(summary_line(bench)),
+        _hit_rates(bench),
         Paragraph(_heading(bench)),
         Paragraph(f"Trace: {bench.trace}"),
-        _hit_rates(bench),
         Bullets(list(_remarks(bench))),
         *(Picture("", chart.title, chart) for chart in charts(bench)),
     ]
-    measured = {"limits": bench.limits, "decode": bench.speed, **bench.measured}
-    for name, table in evidence_tables(measured, measured=True).items():
-        page += [Heading(name.capitalize()), table]
-    if _unsteady(bench):
-        page.append(Paragraph(UNSTEADY_REMARK))
     if full and bench.made:
         page += [Heading("How the trace was made"), Table(("fact", "value"), list(figures(bench.made)))]
     return [*page, *environment_table(bench.environment)] if full else page
@@ -229,12 +199,10 @@ def _remarks(bench: CacheBench) -> Iterator[str]:
         )
     if wrong := sum(point.stats.wrong for point in bench.points):
         yield f"WRONG: {wrong} calls would have computed with an expert that is not resident."
-    if bench.speed_note:
-        yield bench.speed_note
 
 
 def charts(bench: CacheBench) -> list[Chart]:
-    """Return hit rate and, if it was measured, tokens per second over the capacity, each with its optimum."""
+    """Return the hit rate over the capacity, beside the optimum."""
     log_x = len({point.capacity for point in bench.points}) > 1
     rates = [
         Series(
@@ -247,7 +215,7 @@ def charts(bench: CacheBench) -> list[Chart]:
         if (points := sorted(_of_policy(bench, policy), key=lambda point: point.capacity))
     ]
     caption = f"{_heading(bench)}. A call is replayed as a whole, from empty caches."
-    found = [
+    return [
         Chart(
             "hit_rate",
             _rate_message(bench),
@@ -259,8 +227,6 @@ def charts(bench: CacheBench) -> list[Chart]:
             y_label="hit rate (share of the experts of a call)",
         )
     ]
-    timed = [row for row in bench.speed if row.get("tokens_per_second", 0) > 0]
-    return [*found, _speed_chart(bench, timed)] if timed else found
 
 
 def _of_policy(bench: CacheBench, policy: str) -> list[ReplayPoint]:
@@ -275,61 +241,8 @@ def _rate_message(bench: CacheBench) -> str:
         for name, point in points.items():
             if name != BOUND and best > 0 and capacity < bench.facts.num_experts:
                 shares.setdefault(name, []).append(point.hit_rate / best)
-    return _nearest(shares, "hit rate") or "Hit rate over capacity"
-
-
-def _nearest(shares: Mapping[str, Sequence[float]], figure: str) -> str:
-    """Return who comes nearest to the optimum at its worst; empty without anybody."""
     if not shares:
-        return ""
+        return "Hit rate over capacity"
     name = max(shares, key=lambda name: min(shares[name]))
     reach = " to ".join(dict.fromkeys(f"{end(shares[name]):.0%}" for end in (min, max)))
-    return f"{name} reaches {reach} of the optimum's {figure}"
-
-
-def _speed_chart(bench: CacheBench, timed: Sequence[Mapping[str, Any]]) -> Chart:
-    """Return tokens per second over capacity; the optimum loads Belady's misses and does nothing else."""
-    series = [
-        Series.of(
-            str(subject), [row for row in timed if row["subject"] == subject], "capacity", "tokens_per_second"
-        )
-        for subject in dict.fromkeys(row["subject"] for row in timed)
-    ]
-    optimum: dict[int, float] = {}
-    for row in timed:
-        if row.get("bus_us", 0) > 0 and row.get("hit_rate", 1) < 1 and row.get("hit_rate_optimum", 1) < 1:
-            step_us = row["bus_us"] * (1 - row["hit_rate_optimum"]) / (1 - row["hit_rate"])
-            # Subjects load another number of bytes for an expert; nothing beats the one that loads the least.
-            fastest = (bench.batch or 1) * 1e6 / step_us
-            optimum[row["capacity"]] = max(optimum.get(row["capacity"], 0.0), fastest)
-    # The first sentence says what was timed; the rest explains the columns of the table.
-    what = bench.speed_note.partition(". ")[0].removesuffix(".") or _heading(bench)
-    bound: tuple[Series, ...] = ()
-    remark = ""
-    if optimum:
-        remark = (
-            "The optimum does nothing but load what Belady misses, in the fewest bytes and as fast as a "
-            "pinned copy."
-        )
-        bound = (Series("optimum: Belady's loads at bus speed", list(optimum), list(optimum.values()), True),)
-    return Chart(
-        "tokens_per_second",
-        _speed_message(timed, optimum),
-        x_label="slots a layer",
-        y_label="tokens per second",
-        series=(*series, *bound),
-        caption=f"{what}. Medians, bars from p20 to p80. {remark}".rstrip(),
-        log_x=len({row["capacity"] for row in timed}) > 1,
-        log_y=True,
-    )
-
-
-def _speed_message(timed: Sequence[Mapping[str, Any]], optimum: Mapping[int, float]) -> str:
-    """Return which subject that was timed at every capacity with an optimum comes nearest to it."""
-    shares: dict[str, list[float]] = {}
-    for row in timed:
-        if row["capacity"] in optimum:
-            share = row["tokens_per_second"] / optimum[row["capacity"]]
-            shares.setdefault(str(row["subject"]), []).append(share)
-    everywhere = {name: values for name, values in shares.items() if len(values) == len(optimum)}
-    return _nearest(everywhere, "tokens per second") or "Tokens per second over capacity"
+    return f"{name} reaches {reach} of the optimum's hit rate"

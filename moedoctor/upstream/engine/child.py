@@ -6,15 +6,17 @@ was there before, so the last one is enough, also if the process is killed after
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import importlib
+import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moedoctor.processes.ask import answer
 from moedoctor.results import plain
@@ -55,7 +57,8 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[N
     arguments = {key: set(value) if key in _SETS else value for key, value in request["arguments"].items()}
     with _stage(response, "load"):
         yield
-        llm = vllm.LLM(**arguments)
+        llm = vllm.LLM(**{**arguments, **_read_flags(request["flags"])})
+    response["host_bytes"] = _resident_bytes()
     cuda = _cuda()
     response["allocated"] = None if cuda is None else int(cuda.memory_allocated())
     probe: Any = functools.partial(_probe, request, llm) if request["probe"] else None
@@ -79,6 +82,33 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[N
         ]
     if probe is not None:
         yield from _look(response, probe)
+
+
+def _read_flags(flags: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` that flags of `vllm serve` stand for, read by vLLM's own parser.
+
+    Raises ValueError for a flag that this release does not know.
+    """
+    if not flags:
+        return {}
+    parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    importlib.import_module("vllm.engine.arg_utils").EngineArgs.add_cli_args(parser)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS  # only what is given may replace an argument
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"vLLM's parser refuses {shlex.join(flags)}: {message}")
+
+    parser.error = refuse
+    return {name: value for name, value in vars(parser.parse_args(list(flags))).items() if name != "model"}
+
+
+def _resident_bytes() -> int | None:
+    """Return the host memory that this process holds; None if the system does not say."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) << 10
+    return None
 
 
 def _look(response: dict[str, Any], probe: Callable[[], Any]) -> Generator[None, None, Any]:

@@ -1,85 +1,122 @@
-"""Engines compared on those of many random prompts that the float32 reference decides clearly at every step.
+"""Compares the greedy answers of two engines, on prompts that one of them decides clearly at every step.
 
-No prompts need to be chosen by hand, and rounding does not decide a token, unless it chooses another expert.
+Rounding decides between two tokens that are nearly equally likely, so only prompts count whose best token
+leads in the reference. Then an engine that computes right has the same tokens, except in the rare step in
+which rounding sends a token to another expert.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import statistics
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
-
-from moedoctor.upstream.engine.engine import EngineResult
-from moedoctor.upstream.engine.experiment import Ran, logprob_distance, short_error
-from moedoctor.upstream.engine.moe_layers import uncomputed
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 CLEAR = 0.5
-"""The least lead of the best token's logprob in the reference engine, at each step of a compared prompt."""
-PROMPTS, TOKENS, LOGPROBS = 128, 4, 2
-ARGUMENTS: Mapping[str, Any] = {"max_num_seqs": 16, "enable_prefix_caching": False}
-"""What engines that answer `prompts` are started with."""
+"""The least lead of the best token's logprob in the reference, at each step of a prompt that counts."""
+MIN_CLEAR = 8
+"""With fewer clear prompts nothing is compared."""
+MIN_SAME = 0.9
+"""The least share of clear prompts whose tokens are the reference's."""
+TOKENS, LOGPROBS = 4, 2
+"""Tokens of an answer, and how many of the best have their logprob in it."""
+_PROMPTS, _MAX_ID = 128, 32_000
+_TEXTS = (
+    "The capital of France is Paris, and the capital of Italy is",
+    "A mixture-of-experts layer sends each token to a few of its experts, which are",
+    "def fibonacci(n): return n if n < 2 else fibonacci(n - 1) +",
+    "Water boils at a lower temperature on a mountain because the pressure of the air is",
+    "Once upon a time, in a village by the sea, there lived an old man who",
+    "The three primary colors of light are red, green and",
+    "To sort a list of numbers quickly, one can split it at a pivot and sort",
+    "In 1969, two astronauts walked on the surface of the moon, and a third",
+)
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
+
+Prompt = list[int] | str
 
 
-def prompts() -> list[list[int]]:
-    """Return random prompts of 4 to 9 tokens, always the same."""
-    draw = random.Random(0)
-    return [[draw.randrange(3, 512) for _ in range(draw.randint(4, 9))] for _ in range(PROMPTS)]
+@dataclass(frozen=True)
+class Answers:
+    """What an engine answered to the prompts."""
+
+    tokens: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[Mapping[str, float]]]
+    """For each prompt and step: token id -> logprob, of the `LOGPROBS` best."""
 
 
-def clear(reference: EngineResult) -> list[int]:
-    """Return the prompts whose best token leads by `CLEAR` at every step of the reference engine."""
-    decided = []
-    for prompt, steps in enumerate(reference.logprobs or ()):
-        ranked = [sorted(map(float, step.values()), reverse=True) for step in steps]
-        if ranked and all(len(values) > 1 and values[0] - values[1] >= CLEAR for values in ranked):
-            decided.append(prompt)
-    return decided
+@dataclass(frozen=True)
+class Comparison:
+    """Two engines on the prompts that the reference decides clearly."""
+
+    clear: int
+    same: int
+    """How many clear prompts have the reference's tokens."""
+    distance: float | None
+    """Median, over the clear prompts, of the largest difference between the logprobs of a prompt."""
+    problem: str | None = None
+    """Why the answers are wrong, or None."""
+
+    @property
+    def is_compared(self) -> bool:
+        """Return True if there are enough clear prompts to tell."""
+        return self.clear >= MIN_CLEAR
 
 
-def row(ran: Ran) -> dict[str, Any]:
-    """Return what became of an engine whose MoE layers moedoctor may compute, and how it compares."""
-    result = ran.result
-    probe = result.probe or {}
-    figures: dict[str, Any] = {
-        **ran.trial.columns,
-        "backend": result.log.moe_backend or "not logged",
-        "version": result.version,
-        "layers": probe.get("layers"),
-        "layers_by_moedoctor": probe.get("ours"),
-        "seconds": result.seconds.get("total"),
-    }
-    return {**figures, **compare(ran, uncomputed(ran))}
+def prompts_for(model: Path) -> list[Prompt]:
+    """Return the beginnings of texts if the model has a tokenizer, else random token ids of 4 to 9 tokens.
 
-
-def compare(ran: Ran, reason: str | None = None) -> dict[str, Any]:
-    """Return how many of the reference's clear prompts have its tokens. `reason`: why this is no comparison.
-
-    ``logprob_distance`` is the median over the clear prompts of the largest difference in a prompt, and
-    ``same_logprobs`` how many prompts have none.
+    They are always the same for a model.
     """
-    result, control = ran.result, ran.control
-    if result.error is not None:
-        reason = short_error(result.error)
-    if reason is None and control is not None and control.error is not None:
-        reason = f"no reference: {short_error(control.error)}"
-    if reason is not None:
-        return {"outcome": "not compared", "detail": reason}
-    reference = result if control is None else control
-    compared = clear(reference)
-    same = [prompt for prompt in compared if result.tokens[prompt] == reference.tokens[prompt]]
-    apart = [logprob_distance(_only(result, prompt), _only(reference, prompt)) for prompt in compared]
-    outcome = "same tokens" if len(same) == len(compared) else "other tokens"
-    return {
-        "outcome": "control" if control is None else outcome,
-        "detail": f"{len(same)} of {len(compared)} clear prompts",
-        "clear_prompts": len(compared),
-        "same_prompts": len(same),
-        "logprob_distance": statistics.median(apart) if apart else None,
-        "same_logprobs": apart.count(0.0),
-    }
+    if any((model / name).is_file() for name in _TOKENIZERS):
+        words = [text.split() for text in _TEXTS]
+        return [" ".join(text[:length]) for text in words for length in range(3, len(text) + 1)]
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    size = int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 512)
+    draw = random.Random(0)
+    return [
+        [draw.randrange(3, min(size, _MAX_ID)) for _ in range(draw.randint(4, 9))] for _ in range(_PROMPTS)
+    ]
 
 
-def _only(result: EngineResult, prompt: int) -> EngineResult:
-    return replace(result, logprobs=None if result.logprobs is None else (result.logprobs[prompt],))
+def find_clear(answers: Answers) -> list[int]:
+    """Return the prompts whose best token leads by `CLEAR` at every step."""
+    ranked = [
+        [sorted(map(float, step.values()), reverse=True) for step in steps] for steps in answers.logprobs
+    ]
+    return [
+        prompt
+        for prompt, steps in enumerate(ranked)
+        if steps and all(len(values) > 1 and values[0] - values[1] >= CLEAR for values in steps)
+    ]
+
+
+def compare(answers: Answers, reference: Answers) -> Comparison:
+    """Compare the answers on the reference's clear prompts."""
+    clear = find_clear(reference)
+    same = sum(list(answers.tokens[prompt]) == list(reference.tokens[prompt]) for prompt in clear)
+    apart = [_distance(answers.logprobs[prompt], reference.logprobs[prompt]) for prompt in clear]
+    problem = None
+    if any(
+        not math.isfinite(float(value))
+        for steps in answers.logprobs
+        for step in steps
+        for value in step.values()
+    ):
+        problem = "a logprob is not finite"
+    elif len(clear) >= MIN_CLEAR and same < MIN_SAME * len(clear):
+        problem = f"{same} of {len(clear)} clear prompts have the tokens of the first engine that answered"
+    return Comparison(len(clear), same, statistics.median(apart) if apart else None, problem)
+
+
+def _distance(steps: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]]) -> float:
+    """Return the largest difference between logprobs of tokens that both report; inf without any."""
+    distance = 0.0
+    for step, other in zip(steps, others, strict=True):
+        shared = set(step) & set(other)
+        gaps = [abs(float(step[token]) - float(other[token])) for token in shared]
+        distance = max(distance, *gaps) if gaps else math.inf
+    return distance

@@ -1,77 +1,182 @@
-"""How fast an engine decodes, looked at inside it: by the host's clock and by events on the GPU."""
+"""What `bench --engine` measures inside an engine: answers, decode speed by two clocks, experts."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import importlib
+import os
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
-LOGPROBS = 5
+from moedoctor.upstream.engine.clear_prompts import LOGPROBS, TOKENS, Prompt
+from moedoctor.upstream.engine.probes import model_of
+
+PATIENCE = 120.0
+"""Seconds that an engine waits for the others to be ready."""
 _STEPS_OF_RUNNERS = (
     ("vllm.v1.worker.gpu_model_runner", "_model_forward"),
     ("vllm.v1.worker.gpu.model_runner", "execute_model"),
 )
 """The V1 and the V2 model runner, of which an engine has one: its module, and the function of a step."""
+_ROUTERS = ("gate.weight", "router.weight", "router.proj.weight")
+"""How the names of a router's weights end."""
 
 
-def decode_speed(
+def measure_engine(
     llm: Any,
     *,
-    prompts: Sequence[Sequence[int] | str],
+    prompts: Sequence[Prompt],
     batches: Sequence[int],
     tokens: int,
     repeats: int,
-) -> list[dict[str, Any]]:
-    """Probe: return the greedy tokens and the times of each batch size.
+    control: bool = False,
+    meet: str | None = None,
+    engines: int = 1,
+) -> Iterator[dict[str, Any]]:
+    """Probe: yield what has been measured so far.
 
-    A row holds ``tokens`` and ``logprobs`` of the warm-up for each prompt; for each repeat ``first_s`` and
-    ``whole_s``, the seconds until one token and until all; ``decoded``, the number of tokens between; and
-    ``repeatable``, whether every repeat gave the tokens of the warm-up.
+    ``answers`` to the prompts; with `control`, ``wrong_answers`` while each router has the rows of other
+    experts; ``experts``, the classes that compute MoE layers with their number; and ``speeds``, a row for
+    each of `batches`: ``first_s`` and ``whole_s``, the seconds until one token and until `tokens` of them in
+    each of `repeats`, ``decoded``, how many tokens are between the two, and ``gpu_step_ms``, the GPU's time
+    of a decode step.
+
+    Speeds are of text drawn at temperature 1 from fixed seeds: greedy text of some models repeats itself, and
+    then asks for the same experts. Engines that share the folder `meet` take turns, repeat by repeat.
     """
-    rows = []
+    result: dict[str, Any] = {"experts": count_experts(llm)}
+    if prompts:
+        result["answers"] = _answer(llm, prompts)
+        yield result
+        if control:
+            with wrong_routers(llm) as changed:
+                result["routers_changed"] = changed
+                result["wrong_answers"] = _answer(llm, prompts) if changed else None
+            yield result
+    speeds: list[dict[str, Any]] = [
+        {"batch": batch, "decoded": batch * (tokens - 1), "first_s": [], "whole_s": [], "gpu_step_ms": []}
+        for batch in batches
+    ]
     for batch in batches:
-        chosen = [prompts[index % len(prompts)] for index in range(batch)]
-        _, outputs = generate(llm, chosen, tokens, logprobs=LOGPROBS)
-        expected = [list(output.token_ids) for output in outputs]
-        logprobs = [
+        _draw(llm, batch, tokens)  # warm-up
+    with step_events() as steps, graph_events() as replays, _turns(meet, engines) as turn:
+        for _ in range(repeats):
+            with turn():
+                for row in speeds:
+                    first = _draw(llm, row["batch"], 1)
+                    steps.clear()
+                    replays.clear()
+                    row["first_s"].append(first)
+                    row["whole_s"].append(_draw(llm, row["batch"], tokens))
+                    # After the prefill a generation has tokens - 1 decode steps.
+                    by_gpu = decode_replays(replays, tokens - 2) or milliseconds(steps[2:])
+                    if by_gpu:
+                        row["gpu_step_ms"].append(statistics.median(by_gpu))
+    yield {**result, "speeds": speeds}
+
+
+def count_experts(llm: Any) -> dict[str, int]:
+    """Return the classes that compute the MoE layers, with how many layers each computes."""
+    owned: Iterator[Any] = (getattr(module, "quant_method", None) for module in model_of(llm).modules())
+    methods = {id(method): method for method in owned if hasattr(method, "moe_kernel")}
+    kernels = (getattr(method.moe_kernel, "impl", None) for method in methods.values())
+    return dict(Counter(type(getattr(kernel, "fused_experts", None)).__name__ for kernel in kernels))
+
+
+@contextmanager
+def wrong_routers(llm: Any) -> Iterator[int]:
+    """Give each router the rows of other experts for a while; yield how many routers have them.
+
+    Every token then goes to experts that are not its own, whatever computes them. An engine whose answers
+    stay the same would hide wrong experts.
+    """
+    import torch
+
+    routers = [
+        parameter
+        for name, parameter in model_of(llm).named_parameters()
+        if name.endswith(_ROUTERS) and parameter.dim() == 2 and len(parameter) > 1  # [experts, hidden]
+    ]
+
+    def roll(by: int) -> None:
+        with torch.inference_mode():
+            for weight in routers:
+                values = weight.data.view(torch.uint8)  # torch cannot roll 8-bit floats
+                values.copy_(values.roll(by, 0))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    roll(1)
+    try:
+        yield len(routers)
+    finally:
+        roll(-1)
+
+
+def _answer(llm: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return the greedy tokens and the logprobs of the best tokens."""
+    outputs = generate(llm, prompts, temperature=0.0, max_tokens=TOKENS, logprobs=LOGPROBS)
+    return {
+        "tokens": [list(output.token_ids) for output in outputs],
+        "logprobs": [
             [{str(token): float(at.logprob) for token, at in step.items()} for step in output.logprobs]
             for output in outputs
-        ]
-        first, whole, repeatable = [], [], True
-        for _ in range(repeats):
-            first.append(generate(llm, chosen, 1)[0])
-            seconds, outputs = generate(llm, chosen, tokens)
-            whole.append(seconds)
-            repeatable &= [list(output.token_ids) for output in outputs] == expected
-        rows.append(
-            {
-                "batch": batch,
-                "tokens": expected,
-                "logprobs": logprobs,
-                "decoded": sum(len(ids) for ids in expected) - batch,
-                "first_s": first,
-                "whole_s": whole,
-                "repeatable": repeatable,
-            }
-        )
-    return rows
+        ],
+    }
 
 
-def generate(
-    llm: Any, prompts: Sequence[Sequence[int] | str], tokens: int, *, logprobs: int | None = None
-) -> tuple[float, list[Any]]:
-    """Generate greedily; return the seconds and the answer to each prompt."""
-    vllm: Any = importlib.import_module("vllm")
-    sampling = vllm.SamplingParams(
-        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs
-    )
-    given = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
+def _draw(llm: Any, batch: int, tokens: int) -> float:
+    """Return the seconds in which so many sequences get so many tokens each."""
+    # Each sequence has other tokens, so that a batch reaches other experts.
+    prompts: list[Prompt] = [
+        [(37 * (index + 1) + 11 * place) % 400 + 5 for place in range(8)] for index in range(batch)
+    ]
     started = time.perf_counter()
-    outputs = llm.generate(given, sampling, use_tqdm=False)
-    return time.perf_counter() - started, [output.outputs[0] for output in outputs]
+    generate(llm, prompts, temperature=1.0, seed=1, max_tokens=tokens)
+    return time.perf_counter() - started
+
+
+def generate(llm: Any, prompts: Sequence[Prompt], **sampling: Any) -> list[Any]:
+    """Generate without an end and without text; return the output of each prompt."""
+    vllm: Any = importlib.import_module("vllm")
+    parameters = vllm.SamplingParams(ignore_eos=True, detokenize=False, **sampling)
+    given = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return [output.outputs[0] for output in llm.generate(given, parameters, use_tqdm=False)]
+
+
+@contextmanager
+def _turns(meet: str | None, engines: int) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Yield a context in which this engine alone works, of `engines` that share the folder `meet`.
+
+    They begin when all are ready, or when `PATIENCE` is over, so that one that did not start stops no other.
+    """
+    if meet is None:
+        yield contextlib.nullcontext
+        return
+    folder = Path(meet)
+    (folder / f"{os.getpid()}.ready").touch()
+    until = time.monotonic() + PATIENCE
+    while len(list(folder.glob("*.ready"))) < engines and time.monotonic() < until:
+        time.sleep(0.05)
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+            time.sleep(0.05)  # let another have the lock
+
+    with (folder / "turn").open("w") as file:
+        yield turn
 
 
 @contextmanager
@@ -110,7 +215,7 @@ def _events(methods: Callable[[], Sequence[tuple[Any, str]]]) -> Iterator[list[t
 
     pairs: list[tuple[Any, Any]] = []
 
-    def timed(original: Any) -> Any:
+    def time_calls(original: Any) -> Any:
         @functools.wraps(original)
         def call(*arguments: Any, **options: Any) -> Any:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -126,7 +231,7 @@ def _events(methods: Callable[[], Sequence[tuple[Any, str]]]) -> Iterator[list[t
         for owner, name in methods() if torch.cuda.is_available() else ():
             original = getattr(owner, name)
             stack.callback(setattr, owner, name, original)
-            setattr(owner, name, timed(original))
+            setattr(owner, name, time_calls(original))
         yield pairs
 
 

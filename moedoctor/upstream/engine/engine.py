@@ -59,6 +59,8 @@ _LOG = {
     "moe_backend": re.compile(r"Using '?(\w+)'? (?:backend for )?\w+ MoE(?: backend)?"),
     "offloader": re.compile(r"Offloader set to (\w+)"),
     "offloaded": re.compile(r"Total CPU offloaded parameters: ([\d.]+)"),
+    "kv_cache_gib": re.compile(r"Available KV cache memory: ([\d.]+) GiB"),
+    "kv_cache_tokens": re.compile(r"KV cache size: ([\d,]+) tokens"),
     "offloaded_by_us": re.compile(
         r"moedoctor: offload: ([\d.]+ of [\d.]+ MiB on the host(?:, fetched [A-Za-z ]+)?)"
     ),
@@ -90,6 +92,8 @@ class EngineRequest:
     """Arguments of `vllm.LLM` over `ARGUMENTS`; None removes one of those."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """Environment variables over `ENVIRON` and this process's own."""
+    flags: Sequence[str] = ()
+    """Flags of `vllm serve` over `arguments`; the release's own parser reads them."""
     max_tokens: int = 16
     logprobs: int | None = None
     """How many of the best tokens to report with their logprob at each step."""
@@ -140,6 +144,9 @@ class LogFacts:
     offloader: str | None = None
     offloaded: str | None = None
     """GiB, as it is logged."""
+    kv_cache_gib: str | None = None
+    kv_cache_tokens: str | None = None
+    """How much the KV cache holds, such as ``1,048,576``."""
     offloaded_by_us: str | None = None
     """What the fix `offload` moved: ``1.5 of 1.6 MiB on the host, fetched inside the MoE operator``."""
     refused: tuple[str, ...] = ()
@@ -172,6 +179,8 @@ class EngineResult:
     log: LogFacts = field(default_factory=LogFacts)
     allocated: int | None = None
     """Bytes that torch held on the GPU after loading; None without a GPU."""
+    host_bytes: int | None = None
+    """Memory of the engine's process on the host after loading; None if the system does not say."""
     probe: Any = None
     """What the probe returned, or what it had yielded before the engine failed."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -250,6 +259,7 @@ def run_engine(request: EngineRequest) -> EngineResult:
         fixes="; ".join(active) or None,
         log=read_log(ended.log),
         allocated=answer.get("allocated"),
+        host_bytes=answer.get("host_bytes"),
         probe=answer.get("probe"),
         seconds={
             **_loading(ended.log),

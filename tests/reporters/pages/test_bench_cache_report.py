@@ -15,10 +15,6 @@ from moedoctor.reporters.table import to_text
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 TRACE = zipf_trace(ZipfSettings(experts=16, top_k=2, layers=2, rows=40, streams=2))
-SPEED = (
-    {"subject": "ours", "capacity": 4, "tokens_per_second": 50.0},
-    {"subject": "ours", "capacity": 8, "tokens_per_second": 80.0},
-)
 BENCH = CacheBench(
     trace="zipf",
     facts=facts_of(TRACE),
@@ -27,15 +23,11 @@ BENCH = CacheBench(
     batch=None,
     points=tuple(replay_trace(TRACE, capacities=[4, 8])),
     environment={"gpu": None},
-    speed=SPEED,
-    speed_note="Speed: on a made-up GPU.",
 )
 
 
-def test_hit_rate_and_speed_are_drawn_against_the_optimum() -> None:
-    bound = {"bus_us": 1e4, "hit_rate": 0.5, "hit_rate_optimum": 0.75}
-    larger = {**SPEED[0], "subject": "larger experts", **bound, "bus_us": 2e4}
-    rates, speed = charts(replace(BENCH, speed=(*({**row, **bound} for row in SPEED), larger)))
+def test_hit_rate_is_drawn_against_the_optimum() -> None:
+    (rates,) = charts(BENCH)
     assert [line.name for line in rates.series if line.bound] == ["Belady (optimum)"]
     shares = {
         point.policy: min(
@@ -49,18 +41,13 @@ def test_hit_rate_and_speed_are_drawn_against_the_optimum() -> None:
     }
     nearest = max(shares, key=lambda name: shares[name])
     assert rates.title.startswith(f"{nearest} reaches {shares[nearest]:.0%} ")
-    # Half of the misses of 10 ms: the optimum takes 5 ms for a step.
-    ours, _, optimum = speed.series
-    assert (ours.y, list(optimum.y), optimum.bound) == ([50.0, 80.0], [200.0, 200.0], True)
-    assert speed.title == "ours reaches 25% to 40% of the optimum's tokens per second"
-    assert speed.caption.startswith("Speed: on a made-up GPU. Medians")
 
 
 def test_without_an_optimum_no_title_names_it() -> None:
     points = tuple(point for point in BENCH.points if point.policy != "belady")
-    rates, speed = charts(replace(BENCH, points=points))
-    assert (rates.title, speed.title) == ("Hit rate over capacity", "Tokens per second over capacity")
-    assert not [line for chart in (rates, speed) for line in chart.series if line.bound]
+    (rates,) = charts(replace(BENCH, points=points))
+    assert rates.title == "Hit rate over capacity"
+    assert not [line for line in rates.series if line.bound]
 
 
 def test_the_summary_names_the_best_causal_policy_and_the_bound() -> None:

@@ -1,166 +1,78 @@
-"""Engines compared on clear prompts: which are started with which checkpoint, and how rows are made."""
+"""Answers of two engines on the prompts that one of them decides clearly."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
 from pathlib import Path
-from typing import Any
 
 import pytest
-from engine_stub import died
+from hypothesis import given
+from hypothesis import strategies as st
 
-from moedoctor.upstream.engine import clear_prompts, moe_activations, moe_formats
-from moedoctor.upstream.engine.engine import EngineResult, LogFacts
-from moedoctor.upstream.engine.experiment import Ran, Trial, pair
-from moedoctor.upstream.engine.moe_layers import (
-    EAGER,
-    ENGINES,
-    GRAPHS,
-    OURS,
-    PLANTED,
-    REFERENCE_ENGINE,
-    THEIRS,
+from moedoctor.upstream.engine.clear_prompts import (
+    CLEAR,
+    MIN_CLEAR,
+    MIN_SAME,
+    Answers,
+    compare,
+    find_clear,
+    prompts_for,
 )
 
-LEAD = {"1": -0.25, "2": -0.75}
 
-
-def answered(*prompts: tuple[int, dict[str, float]], ours: int = 2, **changes: Any) -> EngineResult:
-    """An engine that answered each prompt with one token and these logprobs, by default two alike."""
-    prompts = prompts or ((1, LEAD), (1, LEAD))
-    return EngineResult(
-        "x",
-        **{
-            "tokens": tuple((token,) for token, _ in prompts),
-            "logprobs": tuple((logprobs,) for _, logprobs in prompts),
-            "probe": {"layers": 2, "ours": ours},
-            "log": LogFacts(moe_backend="TRITON"),
-            **changes,
-        },
-    )
-
-
-def test_every_model_and_format_has_a_reference_a_fault_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = {}
-
-    def run(trials: Sequence[Trial]) -> list[Ran]:
-        for trial in trials:
-            columns, request = trial.columns, trial.request
-            configs[request.model] = json.loads(Path(request.model, "config.json").read_text("utf-8"))
-            fixes = {THEIRS: "", REFERENCE_ENGINE: "reference"}.get(str(columns["computer"]), "kernels")
-            assert request.environ.get("MOEDOCTOR_MOE", "") == fixes
-            assert ("compilation_config" in request.arguments) == (columns["mode"] == GRAPHS)
-            assert (
-                request.arguments["moe_backend"]
-                == {"BF16": "triton", "NVFP4": "marlin"}[columns["quantization"]]
-            )
-            assert str(request.probe).endswith("exchange_experts") == (columns["computer"] == PLANTED)
-        return pair(
-            trials,
-            [answered(*[(5, LEAD)] * 2 if trial.columns["computer"] == PLANTED else ()) for trial in trials],
-        )
-
-    monkeypatch.setattr(moe_activations, "run_trials", run)
-    rows = moe_activations.tokens({})
-    assert len(rows) == 16
-    for model in moe_activations.MODELS:
-        for quantization in moe_activations.SCHEMES:
-            kinds = {
-                (row["computer"], row["mode"], row["outcome"])
-                for row in rows
-                if (row["model"], row["quantization"]) == (model, quantization)
-            }
-            assert kinds == {
-                (REFERENCE_ENGINE, EAGER, "control"),
-                (OURS, GRAPHS, "same tokens"),
-                (THEIRS, GRAPHS, "same tokens"),
-                (PLANTED, EAGER, "other tokens"),
-            }
-    assert len(configs) == 4
-    architectures = {config["architectures"][0] for config in configs.values()}
-    assert architectures == {"Gemma4ForCausalLM", "NemotronHForCausalLM"}
-    quantized = [
-        config["quantization_config"]["ignore"]
-        for config in configs.values()
-        if "quantization_config" in config
+def answers(leads: list[float], shift: int = 0, gap: float = 0.0) -> Answers:
+    """One token for each lead over the second best; `shift` makes other tokens, `gap` other logprobs."""
+    tokens = [[prompt + shift] for prompt in range(len(leads))]
+    steps = [
+        [{str(ids[0]): -0.1 - gap, str(ids[0] + 1000): -0.1 - gap - lead}]
+        for ids, lead in zip(tokens, leads, strict=True)
     ]
-    assert len(quantized) == 2
-    assert all({"*shared_experts*", "*latent_proj*"} <= set(ignored) for ignored in quantized)
+    return Answers(tokens, steps)
 
 
-def test_every_format_has_a_reference_a_fault_and_both_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    schemes = {}
-
-    def run(trials: Sequence[Trial]) -> list[Ran]:
-        for trial in trials:
-            request = trial.request
-            config = json.loads(Path(request.model, "config.json").read_text("utf-8"))
-            schemes[trial.columns["quantization"]] = config["quantization_config"]["quant_method"]
-            assert request.prompts == clear_prompts.prompts()
-            assert (request.max_tokens, request.logprobs) == (clear_prompts.TOKENS, clear_prompts.LOGPROBS)
-            assert clear_prompts.ARGUMENTS.items() <= request.arguments.items()
-            assert request.arguments["enforce_eager"] == (trial.columns["mode"] == EAGER)
-        return pair(trials, [answered() for _ in trials])
-
-    monkeypatch.setattr(moe_formats, "run_trials", run)
-    rows = moe_formats.tokens({})
-    assert schemes == {"FP8 of ModelOpt": "modelopt", "FP8 of compressed-tensors": "compressed-tensors"}
-    for quantization in moe_formats.FORMATS:
-        kinds = [(row["computer"], row["mode"]) for row in rows if row["quantization"] == quantization]
-        assert kinds == list(ENGINES)
-    assert all("clear_prompts" in row for row in rows)
-
-
-def ran(result: EngineResult, control: EngineResult | None, computer: str = OURS) -> dict[str, Any]:
-    trial = moe_activations.trial("Gemma-4", "BF16", computer, GRAPHS, "/m")
-    return clear_prompts.row(Ran(trial, result, control))
-
-
-def test_only_prompts_that_the_reference_decides_clearly_are_compared() -> None:
-    near = {"1": -0.25, "2": -0.74}
-    reference = answered((1, LEAD), (1, near), (1, LEAD), (1, {"1": -0.25}), (1, LEAD))
-    assert clear_prompts.clear(reference) == [0, 2, 4]
-    other = answered(
-        (1, {"1": -0.5, "2": -0.75}),
-        (7, near),
-        (7, LEAD),
-        (1, {"1": -9.0}),
-        (1, {"1": -0.375, "2": -0.75}),
+def test_a_prompt_is_clear_if_its_best_token_leads_at_every_step() -> None:
+    two = Answers(
+        [[1, 2], [1, 2]],
+        [
+            [{"1": -0.1, "3": -0.1 - CLEAR - 1e-6}, {"2": -0.1, "3": -0.9}],
+            [{"1": -0.1, "3": -0.9}, {"2": -0.1, "3": -0.1 - CLEAR / 2}],
+        ],
     )
-    row = ran(other, reference)
-    assert (row["clear_prompts"], row["same_prompts"], row["outcome"]) == (3, 2, "other tokens")
-    assert row["logprob_distance"] == 0.125
-    assert row["detail"] == "2 of 3 clear prompts"
+    assert find_clear(two) == [0]
+    assert find_clear(Answers([[1]], [[{"1": 0.0}]])) == [], "one logprob says nothing about the second token"
 
 
-def test_a_prompt_is_clear_only_if_every_step_is() -> None:
-    steps = EngineResult("x", tokens=((1, 2),), logprobs=((LEAD, {"2": -0.25, "3": -0.5}),))
-    assert clear_prompts.clear(steps) == []
+@given(st.lists(st.floats(0, 2), min_size=1, max_size=40), st.integers(0, 40))
+def test_only_clear_prompts_count_and_one_in_ten_may_differ(leads: list[float], wrong: int) -> None:
+    reference, other = answers(leads), answers(leads)
+    changed = Answers([[-1] if i < wrong else ids for i, ids in enumerate(other.tokens)], other.logprobs)
+    result = compare(changed, reference)
+    clear = find_clear(reference)
+    assert result.clear == len(clear)
+    assert result.same == sum(prompt >= wrong for prompt in clear)
+    assert result.is_compared == (len(clear) >= MIN_CLEAR)
+    assert (result.problem is not None) == (result.is_compared and result.same < MIN_SAME * len(clear))
 
 
-@pytest.mark.parametrize(
-    ("result", "control", "words"),
-    [
-        (died("no memory"), answered(), "RuntimeError: no memory"),
-        (answered(), died("no memory"), "no reference: RuntimeError: no memory"),
-        (answered(ours=0), answered(), "no layer of this engine was computed by moedoctor"),
-    ],
-)
-def test_an_engine_that_proves_nothing_is_not_compared(
-    result: EngineResult, control: EngineResult, words: str
-) -> None:
-    row = ran(result, control)
-    assert (row["outcome"], row["detail"]) == ("not compared", words)
-    assert "clear_prompts" not in row
+def test_the_distance_is_the_median_of_the_clear_prompts() -> None:
+    leads = [1.0] * 8 + [0.1]
+    assert compare(answers(leads, gap=0.25), answers(leads)).distance == pytest.approx(0.25)
+    assert compare(answers(leads, shift=500), answers(leads)).distance == math.inf, "no token in common"
+    assert compare(answers([0.1]), answers([0.1])).distance is None
 
 
-def test_vllms_own_engine_needs_no_layer_of_ours() -> None:
-    assert ran(answered(ours=0), answered(), THEIRS)["outcome"] == "same tokens"
+def test_a_logprob_that_is_not_finite_is_wrong_also_as_text() -> None:
+    broken = Answers([[0]] * 8, [[{"0": "nan", "1": -1.0}]] * 8)  # type: ignore[dict-item]
+    assert compare(broken, answers([1.0] * 8)).problem == "a logprob is not finite"
 
 
-def test_prompts_are_always_the_same_and_fit() -> None:
-    prompts = clear_prompts.prompts()
-    assert prompts == clear_prompts.prompts()
-    assert len({tuple(prompt) for prompt in prompts}) == len(prompts) == clear_prompts.PROMPTS
-    assert all(4 <= len(prompt) <= 9 and all(3 <= token < 512 for token in prompt) for prompt in prompts)
+def test_prompts_are_text_for_a_tokenizer_and_the_same_each_time(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
+    ids = prompts_for(tmp_path)
+    assert ids == prompts_for(tmp_path)
+    assert all(3 <= token < 100 for prompt in ids for token in prompt if isinstance(token, int))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    texts = prompts_for(tmp_path)
+    assert all(isinstance(prompt, str) for prompt in texts)
+    assert len(texts) == len(set(map(str, texts))) > 50

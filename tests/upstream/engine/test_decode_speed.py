@@ -1,7 +1,8 @@
-"""The steps of an engine and replays of its graphs between events on the GPU, and speeds of several texts."""
+"""What is measured inside an engine: answers, planted faults, steps and graphs between events, turns."""
 
 from __future__ import annotations
 
+import fcntl
 import sys
 import types
 from typing import Any, cast
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 from moedoctor.upstream.engine import decode_speed
-from moedoctor.upstream.engine.expert_cache_probes import _Speeds
 
 
 @pytest.mark.parametrize("used", decode_speed._STEPS_OF_RUNNERS)
@@ -104,18 +104,68 @@ def steps(*milliseconds: float) -> list[tuple[Any, Any]]:
     return [(Stamp(0.0), Stamp(took)) for took in milliseconds]
 
 
-def test_a_pause_of_the_host_during_one_text_changes_no_speed() -> None:
-    speeds = _Speeds()
-    for pause in (0.0, 5.0, 0.0):
-        for turn, took in enumerate((20.0, 10.0)):
-            # The prefill, the first step, and two more.
-            speeds.add(turn, 4, 2, 2e-3 * took + pause, steps(90.0, 30.0, took - 1, took + 1))
-    by_clock, by_gpu = speeds.medians()
-    assert by_clock == by_gpu == [pytest.approx(200.0), pytest.approx(400.0)]
+class Model:
+    """Two routers and an expert, with the names that vLLM gives them."""
+
+    def __init__(self) -> None:
+        self.weights = {
+            "layers.0.mlp.gate.weight": torch.arange(6.0).reshape(3, 2),
+            "layers.1.router.proj.weight": torch.arange(6.0).reshape(3, 2).to(torch.float8_e4m3fn),
+            "layers.0.mlp.experts.w13_weight": torch.zeros(3, 2, 2),
+            "layers.0.mlp.gate.bias": torch.zeros(3),
+        }
+
+    def named_parameters(self) -> Any:
+        return self.weights.items()
+
+    def modules(self) -> list[Any]:
+        kernel = types.SimpleNamespace(impl=types.SimpleNamespace(fused_experts=self))
+        method = types.SimpleNamespace(moe_kernel=kernel)
+        layers = [types.SimpleNamespace(quant_method=method)] * 2  # one layer, found twice
+        return [*layers, types.SimpleNamespace(quant_method=types.SimpleNamespace(moe_kernel=kernel))]
 
 
-def test_without_all_replays_there_is_no_speed_of_the_gpu() -> None:
-    speeds = _Speeds()
-    for turn in range(2):
-        speeds.add(turn, 1, 3, 0.3, steps(90.0, 30.0, 10.0))
-    assert speeds.medians() == ([10.0, 10.0], None)
+def test_every_router_gets_the_rows_of_other_experts_and_its_own_back() -> None:
+    model = Model()
+    llm = types.SimpleNamespace(apply_model=lambda function: [function(model)])
+    before = {name: weight.clone() for name, weight in model.weights.items()}
+    with decode_speed.wrong_routers(llm) as changed:
+        assert changed == 2
+        for name, weight in model.weights.items():
+            expected = before[name].float()
+            is_router = weight.dim() == 2
+            assert torch.equal(weight.float(), expected.roll(1, 0) if is_router else expected), name
+    assert all(torch.equal(model.weights[name].float(), before[name].float()) for name in before)
+    assert decode_speed.count_experts(llm) == {"Model": 2}
+
+
+def test_measurements_so_far_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that dies while it is timed has answered already."""
+    asked: list[tuple[int, Any]] = []
+
+    def generate(llm: Any, prompts: Any, **sampling: Any) -> list[Any]:
+        asked.append((len(prompts), sampling["max_tokens"]))
+        if sampling["temperature"] and len(asked) > 3:
+            raise RuntimeError("dead")
+        step = {7: types.SimpleNamespace(logprob=-0.5)}
+        return [types.SimpleNamespace(token_ids=[7], logprobs=[step])] * len(prompts)
+
+    monkeypatch.setattr(decode_speed, "generate", generate)
+    llm = types.SimpleNamespace(apply_model=lambda function: [function(Model())])
+    probe = decode_speed.measure_engine(
+        llm, prompts=[[1], [2]], batches=[1, 3], tokens=4, repeats=1, control=True
+    )
+    assert next(probe)["answers"] == {"tokens": [[7], [7]], "logprobs": [[{"7": -0.5}]] * 2}
+    assert next(probe)["wrong_answers"]["tokens"] == [[7], [7]]
+    with pytest.raises(RuntimeError, match="dead"):
+        next(probe)
+    assert asked == [(2, 4), (2, 4), (1, 4), (3, 4)]
+
+
+def test_engines_work_in_turn(tmp_path: Any) -> None:
+    """The second can only begin while the first does not hold the turn."""
+    with decode_speed._turns(str(tmp_path), 1) as first, decode_speed._turns(str(tmp_path), 1) as second:
+        with first(), (tmp_path / "turn").open("w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with second(), (tmp_path / "turn").open("w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

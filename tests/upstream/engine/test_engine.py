@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from moedoctor.processes.ask import Ended
 from moedoctor.results import Death
-from moedoctor.upstream.engine import engine
+from moedoctor.upstream.engine import child, engine
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, read_log, run_engine, run_engines
 
 PROMPTS = [[1, 2, 3], [7]]
@@ -183,3 +186,26 @@ def test_the_plug_in_in_the_log() -> None:
     )
     assert facts.offloaded_by_us == "1.5 of 1.6 MiB on the host, fetched around each layer"
     assert facts.refused == ("moedoctor: the fix routing is not applied to vLLM 0.21.0: no topk",)
+
+
+def test_flags_are_read_by_vllms_parser_and_replace_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is given counts: a default of the parser must not replace an argument of ours."""
+
+    class EngineArgs:
+        @staticmethod
+        def add_cli_args(parser: argparse.ArgumentParser) -> None:
+            parser.add_argument("--model", default="a model")
+            parser.add_argument("--gpu-memory-utilization", type=float, default=0.92)
+            parser.add_argument("--enforce-eager", action="store_true")
+
+    for name, module in {
+        "vllm.utils.argparse_utils": types.SimpleNamespace(FlexibleArgumentParser=argparse.ArgumentParser),
+        "vllm.engine.arg_utils": types.SimpleNamespace(EngineArgs=EngineArgs),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert child._read_flags([]) == {}
+    assert child._read_flags(["--enforce-eager"]) == {"enforce_eager": True}
+    given = child._read_flags(["--gpu-memory-utilization", "0.92", "--model", "another"])
+    assert given == {"gpu_memory_utilization": 0.92}
+    with pytest.raises(ValueError, match="vLLM's parser refuses --nonsense: "):
+        child._read_flags(["--nonsense"])
