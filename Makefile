@@ -16,13 +16,16 @@ ARGS ?=
 # The vLLM releases that `make test-upstream` installs and asks, with spaces between.
 VLLM ?= 0.17.1 0.19.1 0.21.0 0.27.1 0.30.0 0.33.0
 
+# The reports that `make evidence` makes, of evidence/promises.yaml; empty: none, it judges what is stored.
+NAMES ?=
+
 # The releases that `make releases` runs, such as "torch 2.14.0"; empty: all of scripts/releases.txt.
 RELEASES ?=
 
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup run test lint format schema readme plugintable baseline browser test-upstream releases backendreports slow stress
+.PHONY: docs evidence help setup run test lint format schema readme plugintable baseline browser test-upstream releases backendreports slow stress
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -53,14 +56,14 @@ test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .
 releases: setup ## run the scenarios of vLLM's and torch's own code on a CPU, release by release, and write reports/releases anew; by hand
 	@RELEASES='$(RELEASES)' sh scripts/releases.sh
 
-lint: setup ## format, lint, types, import contracts, scenario schema, README
+lint: setup ## format, lint, types, import contracts, scenario schema, made blocks of the documents
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy --strict moedoctor
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m moedoctor.scenario.file --check scenarios/schema.json
 	@$(BIN)/python -m moedoctor.reporters.schemas --check
-	@$(BIN)/python scripts/check_readme.py
+	@$(BIN)/python scripts/made_blocks.py
 	@$(BIN)/python scripts/draw_design.py --check
 	@$(BIN)/python scripts/plugin_table.py
 
@@ -71,18 +74,22 @@ format: setup ## format the code, and fix what can be fixed by itself
 schema: setup ## write scenarios/schema.json anew from moedoctor/scenario/file.py
 	@$(BIN)/python -m moedoctor.scenario.file scenarios/schema.json
 
-readme: setup ## put the real `moedoctor --help` into README.md, and draw docs/design.svg
-	@$(BIN)/python scripts/check_readme.py --write
+readme: setup ## make the made blocks of all documents anew from code and reports, and draw docs/design.svg
+	@$(BIN)/python scripts/made_blocks.py --write
 	@$(BIN)/python scripts/draw_design.py
 
 docs: setup ## build the documentation in out/site; open out/site/index.html
 	@$(BIN)/python -m mkdocs build --quiet $(ARGS)
 
-plugintable: setup ## write the table of docs/plugin.md and the data of `moedoctor check` from the reports
+plugintable: setup ## write the data of `moedoctor check` and the table of docs/plugin.md from the reports
 	@$(BIN)/python scripts/plugin_table.py --write
+	@$(BIN)/python scripts/made_blocks.py --write
 
 backendreports: setup ## write reports/backends anew from the tables of `moedoctor backends`
 	@$(BIN)/python -m moedoctor.commands.backends reports/backends
+
+evidence: setup ## judge what moedoctor promises by the stored reports; NAMES="..." makes these reports first, on a GPU
+	@$(BIN)/python evidence/promises.py $(NAMES)
 
 baseline: setup ## measure the CPU baseline anew that CI compares with
 	@mkdir -p reports/baselines

@@ -54,10 +54,10 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[N
         yield
         vllm = importlib.import_module("vllm")
     response["version"] = str(vllm.__version__)
-    arguments = {key: set(value) if key in _SETS else value for key, value in request["arguments"].items()}
     with _stage(response, "load"):
         yield
-        llm = vllm.LLM(**{**arguments, **_read_flags(request["flags"])})
+        given = {**request["arguments"], **_read_flags(request["flags"])}
+        llm = vllm.LLM(**{key: set(value) if key in _SETS else value for key, value in given.items()})
     response["host_bytes"] = _resident_bytes()
     cuda = _cuda()
     response["allocated"] = None if cuda is None else int(cuda.memory_allocated())

@@ -1,0 +1,165 @@
+"""Runs the commands of `promises.yaml` where there is a GPU, stores their JSON, and judges each promise.
+
+    make evidence                          every promise beside the stored reports, without running anything
+    make evidence NAMES="moe_speed_bf16"   run these commands here, store their reports, and judge them
+
+A promise is kept, broken, or not run. Exit code 1 if one is broken, 2 for wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "evidence" / "promises.yaml"
+REPORTS = ROOT / "reports"
+_BOUND = re.compile(r"(>=|<=|==|has) (.+)")
+_STEP = re.compile(r"(?P<key>\w+)(?P<selectors>(?:\[\w+=[^\]]*\])*)")
+_SELECTOR = re.compile(r"\[(\w+)=([^\]]*)\]")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A statement about moedoctor that one of its commands measures."""
+
+    report: str
+    command: str
+    words: str
+    value: str
+    """A place such as ``bench.engines.speeds[variant=moe][batch=8].ratio``, or one place over another."""
+    bound: str
+    """``>= 1.2``, ``<= 0.05``, ``== MARLIN`` or ``has a word``."""
+    needs: str = ""
+
+    def judge(self, document: Any) -> tuple[str, Any]:
+        """Return ``kept`` or ``broken`` with the value; a value that is missing keeps nothing."""
+        places = [look_up(document, place) for place in self.value.split(" / ")]
+        if any(place is None for place in places):
+            return "broken", None
+        value = places[0] if len(places) == 1 else float(places[0]) / float(places[1] or "nan")
+        match = _BOUND.fullmatch(self.bound)
+        if match is None:
+            raise ValueError(f"{self.report}: bound is {self.bound!r}, expected {_BOUND.pattern}")
+        kind, limit = match.groups()
+        holds = {
+            ">=": lambda: float(value) >= float(limit),
+            "<=": lambda: float(value) <= float(limit),
+            "==": lambda: str(value) == limit,
+            "has": lambda: limit in str(value),
+        }[kind]()
+        return "kept" if holds else "broken", value
+
+
+def load_promises(file: Path = FILE) -> list[Promise]:
+    """Return the promises in the order of the file. Raises ValueError for a report without them."""
+    document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return [
+        Promise(name, " ".join(report["command"].split()), needs=report.get("needs", ""), **promise)
+        for name, report in document.items()
+        for promise in report["promises"]
+    ]
+
+
+def look_up(document: Any, place: str) -> Any:
+    """Return the value at a place of a JSON document; None if there is none."""
+    for step in re.split(r"\.(?![^\[]*\])", place.strip()):
+        match = _STEP.fullmatch(step)
+        if match is None:
+            raise ValueError(f"{place}: {step!r} is no key with selectors")
+        document = document.get(match["key"]) if isinstance(document, Mapping) else None
+        selectors = _SELECTOR.findall(match["selectors"])
+        if selectors and isinstance(document, Sequence):
+            rows = [row for row in document if all(str(row.get(key)) == text for key, text in selectors)]
+            document = rows[0] if len(rows) == 1 else None
+    return document
+
+
+def judge_folder(folder: Path, promises: Sequence[Promise]) -> Iterator[tuple[Promise, str, Any]]:
+    """Yield each promise with its verdict beside the reports in `folder`, and the value."""
+    for promise in promises:
+        file = folder / f"{promise.report}.json"
+        if not file.is_file():
+            yield promise, "not run", None
+            continue
+        yield promise, *promise.judge(json.loads(file.read_text(encoding="utf-8")))
+
+
+def folder_of_this_machine() -> Path:
+    """Return the folder of reports for this GPU and vLLM. Raises SystemExit without a GPU or vLLM."""
+    from moedoctor.environment import collect
+
+    facts = collect()
+    if not facts.get("gpus") or not facts.get("vllm"):
+        raise SystemExit(
+            "evidence: needs an NVIDIA GPU and an installed vLLM; give --folder to choose another place"
+        )
+    name = re.sub(r"[ -]\d*GB.*", "", str(facts["gpus"][0]["name"]))
+    return REPORTS / f"{re.sub(r'[^A-Za-z0-9]+', '-', name).lower()}-vllm-{facts['vllm']}"
+
+
+def run_command(promise: Promise, folder: Path, limit: float | None) -> None:
+    """Run the command of a promise and store its report; exit code 1 is a result, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{promise.report}.json"
+    words = [
+        sys.executable,
+        "-m",
+        "moedoctor",
+        *shlex.split(promise.command),
+        "--format",
+        "json",
+        "-o",
+        str(file),
+    ]
+    print(f"evidence: {promise.report}", file=sys.stderr)
+    try:
+        code: int | str = subprocess.run(words, timeout=limit, cwd=ROOT, check=False).returncode
+    except subprocess.TimeoutExpired:
+        code = "it took too long"
+    if code not in (0, 1):
+        print(f"evidence: {promise.report}: exit code {code}", file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make evidence", description=__doc__)
+    parser.add_argument("names", nargs="*", help="reports to make; none only judges those that are stored")
+    parser.add_argument(
+        "--folder", type=Path, help="where reports are stored; default: that of this GPU and vLLM"
+    )
+    parser.add_argument("--limit", type=float, help="seconds that a command may take")
+    given = parser.parse_args(arguments)
+    promises = load_promises()
+    known = list(dict.fromkeys(promise.report for promise in promises))
+    for name in given.names:
+        if name not in known:
+            parser.error(f"no report is named {name!r}; expected some of {', '.join(known)}")
+    folders = [given.folder] if given.folder else sorted(REPORTS.glob("nvidia-*"))
+    if given.names:
+        folders = [given.folder or folder_of_this_machine()]
+        for name in given.names:
+            run_command(
+                next(promise for promise in promises if promise.report == name), folders[0], given.limit
+            )
+        promises = [promise for promise in promises if promise.report in given.names]
+    broken = 0
+    for folder in folders:
+        for promise, verdict, value in judge_folder(folder, promises):
+            shown = f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)[:80]
+            print(f"{folder.name}  {verdict:8} {promise.report}: {promise.words}: {shown} ({promise.bound})")
+            broken += verdict == "broken"
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

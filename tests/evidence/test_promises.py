@@ -1,0 +1,108 @@
+"""Promises: each is measured by a command that users have, judged by a value that its JSON holds."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evidence.promises import FILE, Promise, judge_folder, load_promises, look_up, main
+from moedoctor import cli
+from moedoctor.bench.engines import EngineRow, Plan, SpeedRow
+from moedoctor.commands import bench_engines
+from moedoctor.commands.options import InputError
+
+PROMISES = load_promises()
+COMMANDS = dict.fromkeys(promise.command for promise in PROMISES)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[:60])
+def test_each_command_is_one_that_users_have_and_its_values_are_in_its_report(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every variant that a value names is started, every batch is asked for, and every field exists."""
+    plans: list[Plan] = []
+
+    def measure(plan: Plan) -> Any:
+        plans.append(plan)
+        raise InputError("enough")
+
+    monkeypatch.setattr(bench_engines, "measure", measure)
+    assert cli.main(shlex.split(command)) == 2
+    (plan,) = plans
+    fields = {"engines": EngineRow, "speeds": SpeedRow}
+    rows = {
+        "engines": [{"variant": variant.name} for variant in plan.variants],
+        "speeds": [{"variant": v.name, "batch": batch} for v in plan.variants for batch in plan.batches],
+    }
+    named = {
+        kind: [dict.fromkeys(fields[kind].__dataclass_fields__, 1.0) | row for row in rows[kind]]
+        for kind in rows
+    }
+    for promise in PROMISES:
+        if promise.command == command:
+            assert promise.judge({"bench": {"engines": named}})[1] is not None, promise.value
+
+
+DOCUMENT = {"rows": [{"name": "a.b", "n": 1, "x": 2.0}, {"name": "c", "n": 1, "x": 4.0}], "words": "one two"}
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("rows[name=c].x", 4.0),
+        ("rows[name=a.b][n=1].x", 2.0),
+        ("rows[n=1].x", None),  # two rows
+        ("rows[name=d].x", None),
+        ("words", "one two"),
+        ("words.more", None),
+        ("nothing.at.all", None),
+    ],
+)
+def test_a_place_names_one_value_or_none(place: str, value: Any) -> None:
+    assert look_up(DOCUMENT, place) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "verdict"),
+    [
+        ("rows[name=c].x / rows[name=a.b].x", ">= 2.0", "kept"),
+        ("rows[name=c].x / rows[name=a.b].x", ">= 2.1", "broken"),
+        ("rows[name=c].x", "<= 4", "kept"),
+        ("rows[name=c].x", "<= 3.9", "broken"),
+        ("rows[name=c].name", "== c", "kept"),
+        ("rows[name=c].name", "== d", "broken"),
+        ("words", "has two", "kept"),
+        ("words", "has three", "broken"),
+        ("rows[name=d].x", ">= 0", "broken"),
+    ],
+)
+def test_a_bound_is_kept_or_broken(value: str, bound: str, verdict: str) -> None:
+    assert Promise("x", "run", "words", value, bound).judge(DOCUMENT)[0] == verdict
+
+
+def test_a_value_that_is_not_a_number_keeps_no_bound() -> None:
+    document = {"a": 0.0, "b": "nan"}
+    assert Promise("x", "run", "words", "b", ">= 0").judge(document)[0] == "broken"
+    assert Promise("x", "run", "words", "b / b", ">= 0").judge(document)[0] == "broken"
+
+
+def test_what_is_not_stored_was_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    promises = [Promise(name, "run", "words", "a", ">= 1") for name in ("stored", "absent")]
+    (tmp_path / "stored.json").write_text(json.dumps({"a": 2}))
+    assert [verdict for _, verdict, _ in judge_folder(tmp_path, promises)] == ["kept", "not run"]
+    assert main(["--folder", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(PROMISES)
+    assert all("not run" in line for line in lines)
+
+
+def test_a_name_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["nonsense"])
+    assert stopped.value.code == 2
+    assert "no report is named 'nonsense'" in capsys.readouterr().err
+    assert FILE.name == "promises.yaml"
