@@ -1,14 +1,15 @@
 """Tells for each fix and trace of the vLLM plug-in what is known of it in each release, from stored reports.
 
 ``--sources FOLDER`` asks the releases in it, such as .venv-upstream/releases, whether the patches fit their
-source, and stores the answers. ``--write`` makes the data for `moedoctor check` and the table of
-docs/plugin.md. Without arguments both must be what they would be.
+source, and stores the answers. ``--write`` makes the data for `moedoctor check`. Without arguments it must be
+what it would be. scripts/made_blocks.py puts the table into docs/plugin.md.
 
 Exit code: 0 everything is up to date, 1 something is not, 2 a release does not answer.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from check_readme import with_block
 from packaging.version import Version
 
 from moedoctor.upstream.plugin.extensions import FIXES, TRACES, Basis
@@ -28,7 +28,6 @@ REPORTS = ROOT / "reports"
 SOURCES = REPORTS / "plugin" / "sources.json"
 EVIDENCE = ROOT / "moedoctor" / "upstream" / "plugin" / "evidence.json"
 ENGINES = ROOT / "scenarios" / "engine"
-GUIDE = ROOT / "docs" / "plugin.md"
 EXTENSIONS = {**FIXES, **TRACES}
 
 
@@ -78,6 +77,9 @@ def ran_with(report: Mapping[str, Any]) -> set[str]:
         record = report["capsule"]["record"]
         same = record["packages"].get("vllm") == environment["vllm"]
         return {"record"} if same and "MOEDOCTOR_RECORD" in record["environment"] else set()
+    if report["command"] == "bench":
+        engines = (report["bench"].get("engines") or {}).get("engines", ())
+        return _named(" ".join(row["settings"] for row in engines if not (row["failed"] or row["wrong"])))
     if report["command"] != "run":
         return set()
     ran: set[str] = set()
@@ -97,10 +99,14 @@ def ran_with(report: Mapping[str, Any]) -> set[str]:
 def started_by(scenario: str) -> set[str]:
     """Return the extensions that a scenario of ``scenarios/engine/`` names, as ``MOEDOCTOR_TRACE=nan``."""
     file = ENGINES / scenario
-    named = re.findall(
-        r"\bMOEDOCTOR_(?:FIXES|TRACE)=(\w+)", file.read_text("utf-8") if file.is_file() else ""
-    )
-    return EXTENSIONS.keys() & set(named)
+    return _named(file.read_text("utf-8")) if file.is_file() else set()
+
+
+def _named(text: str) -> set[str]:
+    """Return the extensions that variables in `text` name."""
+    values = re.findall(r"\bMOEDOCTOR_(?:FIXES|TRACE)=([\w,]+)", text)
+    named = {name for value in values for name in value.split(",")}
+    return EXTENSIONS.keys() & (named | ({"record"} if "MOEDOCTOR_RECORD=" in text else set()))
 
 
 def _rows(claim: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -116,32 +122,38 @@ def _layers_of_ours(claim: Mapping[str, Any]) -> bool:
 
 
 def table(known: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Return the table, and below it why what is refused or not needed is so."""
+    """Return the table, with a row for releases that are alike, and below it why something is refused."""
     lines = [
         f"| vLLM | {' | '.join(f'`{name}`' for name in EXTENSIONS)} |",
         "|---" * (len(EXTENSIONS) + 1) + "|",
     ]
-    for release, rows in known.items():
-        cells = (_cell(rows.get(name, {})) for name in EXTENSIONS)
-        lines.append(f"| {release} | {' | '.join(cells)} |")
+    cells = {
+        release: " | ".join(_cell(rows.get(name, {})) for name in EXTENSIONS)
+        for release, rows in known.items()
+    }
+    for alike, group in itertools.groupby(cells, cells.__getitem__):
+        lines.append(f"| {_span(list(group))} | {alike} |")
+    lines.append("")
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for release, rows in known.items():
         for name, row in rows.items():
             if row.get("reason"):
                 reasons.setdefault((name, row["basis"], row["reason"]), []).append(release)
-    lines += ["", *(_why(*key, releases) for key, releases in reasons.items())]
+    for (name, basis, reason), releases in reasons.items():
+        alike = itertools.groupby(known, lambda release: release in releases)  # noqa: B023
+        spans = ", ".join(_span(list(group)) for inside, group in alike if inside)
+        lines.append(f"- `{name}` is {basis} in {spans}: {reason}.")
     return "\n".join(lines)
 
 
-def _why(name: str, basis: str, reason: str, releases: list[str]) -> str:
-    return f"- `{name}` is {basis} in {', '.join(releases)}: {reason}."
+def _span(releases: list[str]) -> str:
+    return releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
 
 
 def _cell(row: Mapping[str, Any]) -> str:
-    if not row:
-        return ""
-    links = [f"[{index}](../reports/{report}.md)" for index, report in enumerate(row.get("reports", ()), 1)]
-    return " ".join((row["basis"], *links))
+    """Return the basis, and the first of the reports that it rests on."""
+    links = [f"([report](../reports/{report}.md))" for report in row.get("reports", ())[:1]]
+    return " ".join((row["basis"], *links)) if row else ""
 
 
 def _without_patches(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,21 +172,13 @@ def main(arguments: list[str]) -> int:
     """Carry out the arguments; see the top of the file."""
     if "--sources" in arguments:
         ask(Path(arguments[arguments.index("--sources") + 1]))
-    known = evidence()
-    files = {
-        EVIDENCE: _json(known),
-        GUIDE: with_block(GUIDE.read_text(encoding="utf-8"), "releases", table(known)),
-    }
-    stale = [
-        file for file, text in files.items() if not file.exists() or file.read_text(encoding="utf-8") != text
-    ]
+    data = _json(evidence())
     if "--write" in arguments:
-        for file in stale:
-            file.write_text(files[file], encoding="utf-8")
-        return 0
-    for file in stale:
-        print(f"{file.relative_to(ROOT)} is not up to date: run make plugintable", file=sys.stderr)
-    return 1 if stale else 0
+        EVIDENCE.write_text(data, encoding="utf-8")
+    elif EVIDENCE.read_text(encoding="utf-8") != data:
+        print(f"{EVIDENCE.relative_to(ROOT)} is not up to date: run make plugintable", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

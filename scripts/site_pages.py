@@ -157,9 +157,7 @@ def _made() -> Mapping[str, str]:
 def _entry_page(entry: Entry) -> str:
     runs = entry.name in catalogue.registered_names()
     page = to_markdown(Explained.of_entry(entry, runs=runs).page())
-    stored = {f"reports/{run.report}.md": run.report for each in entry.releases for run in each.runs}
-    held = re.findall(r"`(reports/[\w./-]+\.md)`", page)
-    links = {**stored, **{path: path.removeprefix("reports/").removesuffix(".md") for path in held}}
+    links = {f"reports/{run.report}.md": run.report for each in entry.releases for run in each.runs}
     listed = [f"- [{name}](../{path})" for path, name in links.items() if (ROOT / path).is_file()]
     page = _with_lists(_with_links_to_entries(page, entry.id))
     if listed:

@@ -175,6 +175,45 @@ def test_every_printed_command_is_one(file: Path, tmp_path: Path, monkeypatch: p
         assert refusal(words) is None, words
 
 
+def unknown_targets(text: str) -> set[str]:
+    """Return the targets of `make` that `text` shows as code and the Makefile does not have."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*)\s*:(?!=)", makefile, re.MULTILINE))
+    return set(re.findall(r"(?:`|^)make ([a-z][\w-]*)", text, re.MULTILINE)) - targets
+
+
+def test_every_printed_target_of_make_exists() -> None:
+    for file in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "reports").rglob("README.md")]:
+        assert not unknown_targets(file.read_text(encoding="utf-8")), file
+    assert unknown_targets("`make setup` and `make tests`") == {"tests"}
+    assert unknown_targets("```\nmake tests\n```") == {"tests"}
+
+
+@pytest.mark.parametrize("name", ["expert-cache", "wsl", "plugin", "capsule"])
+def test_a_guide_is_short_and_says_what_helps(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 100
+    assert {"When to use it", "When it fails"} <= set(re.findall(r"^## (.*)", text, re.MULTILINE))
+
+
+def test_figures_of_guides_stand_in_made_blocks() -> None:
+    measured = re.compile(r"\d (?:%|times|tokens/s|tokens per second|GiB|µs|ms)(?!\w)|\d%")
+    for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        if file.name not in ("fleet.md", "ci.md"):  # settings of commands, not results
+            text = re.sub(
+                r"<!-- made: .*?<!-- made:end -->|```.*?```",
+                "",
+                file.read_text(encoding="utf-8"),
+                flags=re.DOTALL,
+            )
+            assert measured.findall(text) == [], file.name
+
+
+def test_the_changelog_of_the_next_version_is_short() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert len(re.split(r"^## ", text, flags=re.MULTILINE)[1].splitlines()) <= 40
+
+
 @pytest.mark.parametrize(
     "text", ["`moedoctor chekc`", "`moedoctor check --smm 12.0`", "```\nmoedoctor lint a b --fixx c\n```\n"]
 )

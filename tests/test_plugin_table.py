@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ def report(**changes: Any) -> dict[str, Any]:
     """A stored report in which an engine ran with the fix `offload`, and engines with the trace `nan`."""
     case = {"tier": "engine", "verdict": "clean", "evidence": {"fixes": "offload (weights are copied)"}}
     claim = {"verdict": "refuted", "evidence": {"rows": [{"error": "load: killed"}, {"steps": 3}]}}
-    scenario = {"file": "scenarios/engine/nan_trace.yaml", "cases": [case], "claims": [claim]}
+    scenario = {"file": "scenarios/engine/nan_padding.yaml", "cases": [case], "claims": [claim]}
     environment = {"vllm": "0.33.0", "gpu": "NVIDIA H200"}
     return {"command": "run", "environment": environment, "scenarios": [{**scenario, **changes}]}
 
@@ -41,7 +40,15 @@ def test_only_engines_that_ran_count(script: Any) -> None:
     ran_with = script.ran_with
     assert ran_with(report()) == {"offload", "nan"}
     assert ran_with({**report(), "environment": {"vllm": "0.33.0", "gpu": None}}) == set()
-    assert ran_with({**report(), "command": "bench"}) == set()
+    row = {
+        "settings": "MOEDOCTOR_FIXES=expert_cache,moe MOEDOCTOR_EXPERT_CACHE=8",
+        "failed": None,
+        "wrong": None,
+    }
+    bench = {**report(), "command": "bench", "bench": {"engines": {"engines": [row]}}}
+    assert ran_with(bench) == {"expert_cache", "moe"}
+    assert ran_with({**bench, "bench": {"engines": {"engines": [{**row, "failed": "stopped"}]}}}) == set()
+    assert ran_with({**bench, "bench": {"backends": {}}}) == set()
     failed = {"verdict": "refuted", "evidence": {"rows": [{"error": "load: killed"}]}}
     untested = {"verdict": "untested", "evidence": {"rows": [{"steps": 3}]}}
     assert ran_with(report(claims=[failed, untested])) == {"offload"}
@@ -64,21 +71,6 @@ def test_layers_that_moe_computed_count_whatever_became_of_engines_beside(script
     assert ran(other, {**ours, "layers_by_moedoctor": 0}, {**ours, "outcome": "other tokens"}) == set()
 
 
-@pytest.mark.parametrize(
-    ("error", "extensions"), [({}, {"backend"}), ({"error": "RuntimeError: no memory"}, set())]
-)
-def test_an_engine_with_the_backend_that_was_asked_for_counts_and_one_that_stopped_does_not(
-    script: Any, error: dict[str, str], extensions: set[str]
-) -> None:
-    rows = [
-        {"asked": "MARLIN", "chosen": "MARLIN", **error},
-        {"asked": "MARLEN", "reason": "unknown", "refused": True, "error": "vLLM is stopped"},
-    ]
-    claim = {"verdict": "refuted" if error else "confirmed", "evidence": {"rows": rows}}
-    stored = report(cases=[], claims=[claim], file="scenarios/engine/backend_fix.yaml")
-    assert script.ran_with(stored) == extensions
-
-
 def test_a_call_that_an_engine_recorded_counts_where_it_was_replayed(script: Any) -> None:
     record = {"packages": {"vllm": "0.33.0"}, "environment": {"MOEDOCTOR_RECORD": "…/calls"}}
     replayed = {**report(), "command": "replay", "capsule": {"record": record}}
@@ -98,18 +90,15 @@ def test_a_new_report_changes_the_table(script: Any, tmp_path: Path, monkeypatch
     assert known["0.33.0"]["offload"] == {"basis": "ran in an engine", "reports": ["a-gpu/new"]}
     assert known["0.30.0"]["offload"] == {"basis": "source checked"}
     table = script.table(known)
-    assert "ran in an engine [1](../reports/a-gpu/new.md)" in table
-    assert re.search("- `routing` is not needed in 0.20.0, .*, 0.33.0: 0.20.0 and later", table)
+    assert "ran in an engine ([report](../reports/a-gpu/new.md))" in table
+    assert "| 0.17.1 to 0.19.1 |" in table, "releases that are alike share a row"
+    assert "- `routing` is not needed in 0.20.0 to 0.33.0: 0.20.0 and later" in table
+    assert "- `expert_cache` is refused in 0.17.1 to 0.20.2, 0.22.0 to 0.27.0: " in table
 
 
 def test_a_scenario_says_itself_what_its_engines_start(script: Any) -> None:
     assert script.started_by("nan_padding_dp.yaml") == {"nan"}
-    caches = [file.name for file in script.ENGINES.glob("expert_cache*.yaml")]
-    assert all(script.started_by(name) == {"expert_cache"} for name in caches), caches
-    for name in ("moe.yaml", "moe_activations.yaml", "moe_formats.yaml"):
-        assert script.started_by(name) == {"moe"}
-    assert script.started_by("backend_fix.yaml") == {"backend"}
-    assert script.started_by("offload_speed.yaml") == script.started_by("") == set()
+    assert script.started_by("own_model.yaml") == script.started_by("") == set()
 
 
 def test_reports_that_the_data_names_are_there() -> None:

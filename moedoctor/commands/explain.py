@@ -16,15 +16,21 @@ def explain(
     entry: Annotated[str, typer.Argument(metavar="ID|NAME", help="A known failure, such as MD001.")],
     format: PageFormat = "table",
     output: Output = None,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Also show the figures behind each claim, and which releases were run."
+        ),
+    ] = False,
     full: Full = False,
 ) -> int:
-    """Explain one known failure in full.
+    """Explain one known failure.
 
-    What happens, who is affected, the fix, links, and every claim with the evidence measured so far.
+    What happens, who is affected, how to see it, the fix, links, and whether each claim about it holds.
     """
     explained = _find(entry)
     deliver(
-        explained.page(),
+        explained.page(brief=format == "table" and not verbose),
         explained.document(),
         format=format,
         output=output,

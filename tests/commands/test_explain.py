@@ -108,6 +108,29 @@ def test_the_terminal_gets_lines_that_fit_and_no_marks() -> None:
         assert "Who is affected" in drawn
 
 
+@pytest.mark.usefixtures("reports_read_once")
+@pytest.mark.parametrize("id", entries())
+def test_an_entry_fits_on_two_screens_without_figures(id: str) -> None:
+    explained = _find(id)
+    brief = to_text(explained.page(brief=True), width=80)
+    assert len(brief.splitlines()) <= 2 * 40
+    for claim in explained.claims:
+        assert " ".join(claim.text.split()) in " ".join(brief.split())
+    if explained.runs:
+        assert f"moedoctor explain {id} -v" in " ".join(brief.split())
+
+
+def test_the_table_has_figures_with_verbose_only(capsys: pytest.CaptureFixture[str]) -> None:
+    explain("MD001", "table")
+    brief = capsys.readouterr().out
+    explain("MD001", "table", verbose=True)
+    assert "nvidia-h200: confirmed:" in capsys.readouterr().out
+    explain("MD001", "markdown")
+    assert "nvidia-h200: confirmed:" in capsys.readouterr().out
+    assert "What happens" in brief
+    assert "nvidia-h200" not in brief
+
+
 def evidence(folder: Path, machine: str, verdict: ClaimVerdict, reason: str | None) -> None:
     claim = ClaimResult(TEXT, SOURCE, verdict, {}, reason)
     (folder / machine).mkdir()

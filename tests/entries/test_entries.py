@@ -13,6 +13,7 @@ from moedoctor.cli import app
 from moedoctor.commands.list import readme_table
 from moedoctor.entries import builtin_folder, entries, find_entry
 from moedoctor.entries.entry import Entry, Rule
+from moedoctor.faults.offload.untraceable_offload import FAILING
 from moedoctor.fixes.backends.release_tables import releases as vllm_releases
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +79,18 @@ def test_texts_fit_a_page_and_name_commands_that_exist(entry: Entry) -> None:
     assert set(re.findall(r"`moedoctor (\w+)", words(entry))) <= known
     # Nothing of the place where the entries were written, and no package host.
     assert not re.search(r"session|helper|/work|pypi\.org|todo|fixme", words(entry), re.IGNORECASE)
+
+
+@ENTRIES
+def test_a_body_is_short_and_leaves_figures_to_the_reports(entry: Entry) -> None:
+    body = "\n".join((entry.mechanism, entry.affected, entry.detection, entry.fix))
+    assert len(body.split()) <= 450
+    assert "reports/" not in body, "`explain` shows the verdicts of stored reports, -v with their figures"
+
+
+def test_the_torch_releases_of_md005_are_those_that_its_module_names() -> None:
+    spans = (f"{affected.first} to {affected.last}" for affected in entries()["MD005"].releases)
+    assert " and ".join(spans) == FAILING
 
 
 @pytest.mark.parametrize(("entry", "rule"), RULES, ids=lambda value: getattr(value, "id", ""))

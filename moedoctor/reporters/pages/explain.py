@@ -120,8 +120,12 @@ class Explained:
         looked_at = "the catalogue of known failures, and the reports that come with moedoctor"
         return Answer([looked_at], [self.summary(), *claims], steps)
 
-    def page(self) -> list[Block]:
-        """Return the page, with a heading for everything that is known."""
+    def page(self, *, brief: bool = False) -> list[Block]:
+        """Return the page, with a heading for everything that is known.
+
+        A brief page fits on two screens: it has the verdict on each claim without figures, and not what the
+        releases rest on.
+        """
         page: list[Block] = [Heading(f"{self.id} {self.name}: {self.title}", 1), self._answer()]
         first = {
             "Affected": self.where,
@@ -136,7 +140,7 @@ class Explained:
         for heading, text in zip(SECTIONS, words, strict=False):
             if text:
                 page += [Heading(heading), Prose(text)]
-        if self.releases:
+        if self.releases and not brief:
             rows = [f"{releases}: {evidence}" for releases, evidence in self.releases]
             page += [Heading("What that rests on"), Bullets(rows)]
         if self.claims:
@@ -145,11 +149,13 @@ class Explained:
             # Several reports of one machine may say the same.
             outcomes = list(dict.fromkeys((outcome.machine, _verdict(outcome)) for outcome in claim.outcomes))
             title = (f"{claim.text} (", Span(claim.source, "source"), ")")
-            page.append(Item(_word(claim), title, outcomes or [("", "not measured yet")]))
+            page.append(Item(_word(claim), title, [] if brief else outcomes or [("", "not measured yet")]))
         if self.links:
             links = [Span(f"{link.url} {link.text}".rstrip(), "source") for link in self.links]
             page += [Heading(SECTIONS[-1]), Bullets(links)]
         run: Sequence[str | Span] = ("Run it: ", Span(f"moedoctor run {self.id}", "code"))
+        if self.runs and brief:
+            run = (*run, ". The figures behind the claims: ", Span(f"moedoctor explain {self.id} -v", "code"))
         return [*page, Paragraph(tuple(run) if self.runs else NOT_YET)]
 
 

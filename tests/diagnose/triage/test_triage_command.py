@@ -67,7 +67,7 @@ def test_no_finding_gives_exit_code_0(healthy: Path, capsys: pytest.CaptureFixtu
 def test_table(report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     triage_command([str(report)], "table", None)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("MD003       certain, line 2: quantisation scales offloaded off the GPU")
+    assert lines[0].startswith("MD003       certain, line 2: quantization scales offloaded off the GPU")
     assert "Looked at: 96 bytes were read; the text names vLLM 0.18.0; no GPU; no MoE backend." in lines
     assert lines[-2:] == ["1 known failure found.", "Next: `moedoctor explain MD003`"]
     triage_command([str(healthy)], "table", None)

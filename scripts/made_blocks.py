@@ -1,0 +1,323 @@
+"""Writes the blocks of the documents that are made from the code and from stored reports, and checks them.
+
+A block begins with ``<!-- made: KIND WORDS -->`` and ends with ``<!-- made:end -->``. `KINDS` says what each
+kind is. With ``--write`` every block becomes what it would be now; without it each must be so already.
+
+Exit code: 0 every block is what it would be, 1 one is not, 2 a block cannot be made.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parent.parent
+_BLOCK = re.compile(r"^(<!-- made: (\w+)([^\n]*?) -->\n)(.*?)^<!-- made:end -->$", re.MULTILINE | re.DOTALL)
+_MARK = re.compile(r"^<!-- made:.*$", re.MULTILINE)
+
+
+class Claim(NamedTuple):
+    """What one stored report says about a statement of somebody else."""
+
+    id: str
+    text: str
+    source: str
+    verdict: str
+    figures: str
+    machine: str
+    report: Path | None
+
+
+def documents() -> Iterator[Path]:
+    """Give the files that may hold blocks."""
+    yield from sorted(ROOT.glob("*.md"))
+    yield from sorted((ROOT / "docs").glob("*.md"))
+    yield from sorted((ROOT / "reports").rglob("README.md"))
+
+
+def with_blocks(document: Path) -> str:
+    """Return the text of a document with every block made anew. Raises ValueError, with the line."""
+    text = document.read_text(encoding="utf-8")
+    place = document.relative_to(ROOT)
+    marks = sum(len(_MARK.findall(block[0])) for block in _BLOCK.finditer(text))
+    if marks != len(_MARK.findall(text)) or marks != 2 * len(_BLOCK.findall(text)):
+        raise ValueError(
+            f"{place}: a block needs <!-- made: KIND --> before it and <!-- made:end --> after it"
+        )
+
+    def make(match: re.Match[str]) -> str:
+        if match[2] not in KINDS:
+            line = text.count("\n", 0, match.start()) + 1
+            raise ValueError(f"{place}:{line}: no kind '{match[2]}' of block; known: {', '.join(KINDS)}")
+        content = KINDS[match[2]](document, match[3].split())
+        return f"{match[1]}{content}\n<!-- made:end -->"
+
+    return _BLOCK.sub(make, text)
+
+
+def help_text() -> str:
+    """Return what ``moedoctor --help`` prints in 100 columns without color."""
+    left_out = {"GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"}
+    keep = {name: value for name, value in os.environ.items() if name not in left_out}
+    width = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    answer = subprocess.run(
+        [str(Path(sys.executable).with_name("moedoctor")), "--help"],
+        capture_output=True,
+        encoding="utf-8",
+        env={**keep, **width, "PYTHONIOENCODING": "utf-8"},
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+    )
+    if answer.returncode:
+        raise ValueError("moedoctor --help fails; run it to see why")
+    lines = "\n".join(line.rstrip() for line in answer.stdout.strip().splitlines())
+    return f"```text\n$ moedoctor --help\n{lines}\n```"
+
+
+def failures() -> str:
+    """Return the catalogue as a table."""
+    from moedoctor.commands.list import readme_table
+
+    return readme_table()
+
+
+def plugin_table() -> str:
+    """Return what is known of each fix and trace in each release of vLLM."""
+    import plugin_table
+
+    return plugin_table.table(plugin_table.evidence())
+
+
+def claims_table(document: Path, ids: Sequence[str]) -> str:
+    """Return a row for each claim about these failures, or about all, and for each verdict on it.
+
+    The figures are those of the newest release, whose report is the first of the row.
+    """
+    rows: dict[tuple[str, ...], list[Claim]] = {}
+    for claim in _claims():
+        if not ids or claim.id in ids:
+            rows.setdefault((claim.id, claim.text, claim.source, claim.verdict), []).append(claim)
+    cells = []
+    for (id, text, source, verdict), alike in rows.items():
+        links = dict.fromkeys(_link(document, claim.machine, claim.report) for claim in alike)
+        cells.append((id, f"{text} ({_issue(source)})", f"**{verdict}**", alike[0].figures, ", ".join(links)))
+    return _table(("failure", "claim", "verdict", "figures", "measured on"), cells)
+
+
+def promises_table(document: Path, names: Sequence[str]) -> str:
+    """Return a row for each promise, or each whose name begins with one of `names`, and for each machine."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "evidence"))
+    from promises import judge_folder, load_promises  # evidence/promises.py
+
+    cells = []
+    for promise in load_promises(ROOT / "evidence" / "promises.yaml"):
+        if names and not promise.report.startswith(tuple(names)):
+            continue
+        about = (f"`{promise.report}`", promise.words, promise.bound)
+        rows = []
+        for folder in sorted((ROOT / "reports").glob("*-vllm-*")):
+            file = folder / f"{promise.report}.json"
+            for _, verdict, value in judge_folder(folder, [promise]) if file.exists() else ():
+                machine = _link(document, _machine(_read(file)), file)
+                rows.append((*about, _number(value), f"**{verdict}**", machine))
+        cells += rows or [(*about, "", "not run", "")]
+    return _table(("name", "promise", "bound", "measured", "verdict", "on"), cells)
+
+
+def kernels_table(document: Path, formats: Sequence[str]) -> str:
+    """Return our time divided by each other backend's for every stored ``bench --backend``.
+
+    A ratio is given where both results were right and both were timed in one run.
+    """
+    parts = []
+    for file, report in _reports():
+        rows = report.get("bench", {}).get("backends", {}).get("rows", ())
+        times = {
+            (row["quantization"], row["model"], row["backend"], row["tokens"]): row["time_us"]
+            for row in rows
+            if row.get("right") and row.get("time_us") and (not formats or row["quantization"] in formats)
+        }
+        tokens = sorted({key[3] for key in times})
+        cells = []
+        for kind, model, backend in sorted({key[:3] for key in times}):
+            shares = [
+                times[kind, model, "OURS", count] / times[kind, model, backend, count]
+                if {(kind, model, "OURS", count), (kind, model, backend, count)} <= times.keys()
+                else None
+                for count in tokens
+            ]
+            if backend != "OURS" and any(shares):
+                ratios = ("" if share is None else f"{share:.2f}" for share in shares)
+                cells.append((f"{model}, {kind} beside {backend}", *ratios))
+        if cells:
+            head = ("our time divided by theirs, tokens:", *map(str, tokens))
+            parts += [f"{_link(document, file.stem, file)}, {_machine(report)}:", _table(head, cells)]
+    return "\n\n".join(parts)
+
+
+def reports_table(document: Path, _: Sequence[str]) -> str:
+    """Return a row for each stored report in the document's folder."""
+    cells = []
+    for file in sorted(document.parent.glob("*.json")):
+        report = _read(file)
+        origin = report.get("origin") or {}
+        command = re.sub(r" (--format json|-o \S+)", "", origin.get("command_line") or "")
+        made = " ".join(
+            part for part in (str(origin.get("date", ""))[:10], str(origin.get("commit", ""))[:7]) if part
+        )
+        made += ", and changes that were not committed" if origin.get("dirty") else ""
+        cells.append(
+            (_link(document, file.stem, file), f"`{command}`" if command else "", made, outcome(report))
+        )
+    return _table(("report", "command", "made", "outcome"), cells)
+
+
+def outcome(report: Mapping[str, Any]) -> str:
+    """Return what came out of a stored report, in a few words."""
+    summary = report.get("summary") or {}
+    reasons = summary.get("reasons") or ()
+    rows = (report.get("bench") or {}).get("backends", {}).get("rows", ())
+    verdicts: dict[str, list[str]] = {}
+    for scenario in report.get("scenarios") or ():
+        verdicts.setdefault(scenario["verdict"], []).append(scenario["id"])
+    claims = Counter(claim.verdict for claim in _claims_of(report) if claim.verdict != "untested")
+    words = [f"{verdict}: {', '.join(ids)}" for verdict, ids in verdicts.items()]
+    words += [f"claims {verdict}: {count}" for verdict, count in claims.items()]
+    words += (
+        [f"{sum(bool(row.get('right')) for row in rows)} of {len(rows)} results are right"] if rows else []
+    )
+    cut = summary.get("interrupted") or any(reason.startswith("interrupted") for reason in reasons)
+    return "; ".join(words or reasons[:1] or ["nothing found"]) + ("; cut before its end" if cut else "")
+
+
+KINDS: Mapping[str, Callable[[Path, Sequence[str]], str]] = {
+    "help": lambda document, words: help_text(),
+    "failures": lambda document, words: failures(),
+    "plugin": lambda document, words: plugin_table(),
+    "claims": claims_table,
+    "promises": promises_table,
+    "kernels": kernels_table,
+    "reports": reports_table,
+}
+
+
+@functools.cache
+def _claims() -> Sequence[Claim]:
+    """Return what the stored reports say about each claim of the scenarios, in the scenarios' order.
+
+    A claim that nobody tested has one row, with the reason of one report that looked at it.
+    """
+    answers: dict[tuple[str, str], list[Claim]] = {}
+    for file, report in _reports():
+        for claim in _claims_of(report):
+            answers.setdefault((claim.id, claim.text), []).append(claim._replace(report=file))
+    claims: list[Claim] = []
+    for scenario in sorted(map(_yaml, (ROOT / "scenarios").rglob("*.yaml")), key=lambda data: data["id"]):
+        for claim in scenario.get("claims") or ():
+            stored = answers.get((scenario["id"], claim["text"]), [])
+            tested = [answer for answer in stored if answer.verdict != "untested"]
+            none = Claim(
+                scenario["id"], claim["text"], claim["source"], "untested", "not measured yet", "", None
+            )
+            claims += tested or stored[:1] or [none]
+    return [claim for claim in claims if claim.source != "moedoctor"]
+
+
+def _claims_of(report: Mapping[str, Any]) -> Iterator[Claim]:
+    """Give what a report says about the claims of others."""
+    for scenario in report.get("scenarios") or ():
+        for claim in scenario["claims"]:
+            if claim["source"] != "moedoctor":
+                words = (claim["text"], claim["source"], claim["verdict"], claim.get("reason") or "")
+                yield Claim(scenario["id"], *words, _machine(report), None)
+
+
+@functools.cache
+def _reports() -> Sequence[tuple[Path, Mapping[str, Any]]]:
+    """Return the stored runs and benchmarks, those on a GPU and of the newest vLLM first."""
+    files = (file for file in sorted((ROOT / "reports").glob("*/*.json")) if file.parent.name != "baselines")
+    stored = [(file, report) for file in files if (report := _read(file)).get("command") in ("run", "bench")]
+
+    def rank(item: tuple[Path, Mapping[str, Any]]) -> tuple[bool, Version]:
+        facts = item[1]["environment"]
+        return facts.get("gpu") is not None, Version(facts.get("vllm") or "0")
+
+    return sorted(stored, key=rank, reverse=True)
+
+
+@functools.cache
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _yaml(file: Path) -> Any:
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
+def _machine(report: Mapping[str, Any]) -> str:
+    """Return ``NVIDIA H200, vLLM 0.33.0``, or the release of torch if there is no vLLM."""
+    facts = report["environment"]
+    release = f"vLLM {facts['vllm']}" if facts.get("vllm") else f"torch {facts['torch']}"
+    return f"{facts.get('gpu') or 'CPU'}, {release}"
+
+
+def _issue(source: str) -> str:
+    """Return the source of a claim, as a link if it is a thread."""
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+)#(\d+)", source)
+    return f"[{source}](https://github.com/{match[1]}/issues/{match[2]})" if match else source
+
+
+def _link(document: Path, text: str, report: Path | None) -> str:
+    """Return `text` as a link to the Markdown of a report, or to its JSON if it has none."""
+    if report is None:
+        return text
+    page = report.with_suffix(".md")
+    return f"[{text}]({os.path.relpath(page if page.exists() else report, document.parent)})"
+
+
+def _number(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of Markdown; a sentence if it has no rows."""
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    if not lines:
+        return "Nothing is stored here yet."
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check; with ``--write`` write what is not up to date."""
+    stale = []
+    for document in documents():
+        try:
+            made = with_blocks(document)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        if made != document.read_text(encoding="utf-8"):
+            stale.append(document)
+            if "--write" in arguments:
+                document.write_text(made, encoding="utf-8")
+    if "--write" in arguments:
+        return 0
+    for document in stale:
+        print(f"{document.relative_to(ROOT)}: a made block is not up to date: make readme", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

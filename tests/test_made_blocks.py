@@ -1,0 +1,178 @@
+"""Blocks that are made from code and reports: a figure that changes in a JSON file makes the check fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+SOURCE = "vllm-project/vllm#39593"
+ENVIRONMENT = {"gpu": "NVIDIA H200", "vllm": "0.33.0", "torch": "2.14.0"}
+PROMISES = """
+speed:
+  command: bench --engine
+  promises:
+    - {words: it is fast, value: "bench.engines.speeds[variant=fast].ratio", bound: ">= 1.2"}
+size:
+  command: bench --engine
+  promises:
+    - {words: it is small, value: bench.size, bound: "<= 2"}
+"""
+
+
+@pytest.fixture
+def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script in an empty repository with one document, one scenario and one promise."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    spec = importlib.util.spec_from_file_location("made_blocks", SCRIPTS / "made_blocks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    for name in ("docs", "scenarios", "evidence", "reports/nvidia-h200-vllm-0.33.0"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "evidence" / "promises.yaml").write_text(PROMISES)
+    claims = [{"text": "it costs 30 %", "source": SOURCE}, {"text": "ours is fast", "source": "moedoctor"}]
+    (tmp_path / "scenarios" / "nan_routing.yaml").write_text(json.dumps({"id": "MD001", "claims": claims}))
+    return module
+
+
+def store(blocks: ModuleType, name: str, **document: Any) -> None:
+    """Store a report, and forget what was read before."""
+    folder = blocks.ROOT / "reports" / "nvidia-h200-vllm-0.33.0"
+    whole = {"command": "run", "environment": ENVIRONMENT, "scenarios": [], **document}
+    (folder / f"{name}.json").write_text(json.dumps(whole))
+    for function in (blocks._read, blocks._reports, blocks._claims):
+        function.cache_clear()
+
+
+def store_claims(blocks: ModuleType, figures: str, verdict: str = "refuted") -> None:
+    texts = {"it costs 30 %": SOURCE, "ours is fast": "moedoctor"}
+    claims = [
+        {"text": text, "source": source, "verdict": verdict, "reason": figures}
+        for text, source in texts.items()
+    ]
+    store(blocks, "nan_routing", scenarios=[{"id": "MD001", "verdict": "proved", "claims": claims}])
+
+
+def write(blocks: ModuleType, kind: str, place: str = "docs/page.md") -> Path:
+    document: Path = blocks.ROOT / place
+    document.write_text(f"before\n<!-- made: {kind} -->\nold\n<!-- made:end -->\nafter\n")
+    return document
+
+
+def test_a_changed_figure_makes_the_check_fail(
+    blocks: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = write(blocks, "claims MD001")
+    store_claims(blocks, "+55 %")
+    assert blocks.main(["--write"]) == 0
+    text = document.read_text()
+    assert text.startswith("before\n<!-- made: claims MD001 -->\n| failure |")
+    assert text.endswith("<!-- made:end -->\nafter\n")
+    link = "[NVIDIA H200, vLLM 0.33.0](../reports/nvidia-h200-vllm-0.33.0/nan_routing.json)"
+    assert f"| **refuted** | +55 % | {link} |" in text
+    assert "ours is fast" not in text, "what we say of ourselves is a promise"
+    assert blocks.main([]) == 0
+    store_claims(blocks, "+56 %")
+    capsys.readouterr()
+    assert blocks.main([]) == 1
+    assert capsys.readouterr().err == "docs/page.md: a made block is not up to date: make readme\n"
+    store_claims(blocks, "+55 %", "confirmed")
+    assert blocks.main([]) == 1
+
+
+def test_a_claim_that_nobody_tested_says_so_and_one_that_is_gone_has_no_row(blocks: ModuleType) -> None:
+    document = write(blocks, "claims")
+    store(blocks, "nan_routing")
+    blocks.main(["--write"])
+    assert "| **untested** | not measured yet |" in document.read_text()
+    store_claims(blocks, "+55 %")
+    (blocks.ROOT / "scenarios" / "nan_routing.yaml").write_text("id: MD001\n")
+    blocks.main(["--write"])
+    assert "30 %" not in document.read_text()
+
+
+def test_a_promise_is_kept_broken_or_not_run(blocks: ModuleType) -> None:
+    document = write(blocks, "promises sp")
+    blocks.main(["--write"])
+    assert "| `speed` | it is fast | >= 1.2 |  | not run |  |" in document.read_text()
+    assert "small" not in document.read_text()
+    for ratio, shown in ((1.234, "1.23 | **kept**"), (1.1, "1.1 | **broken**")):
+        store(blocks, "speed", bench={"engines": {"speeds": [{"variant": "fast", "ratio": ratio}]}})
+        blocks.main(["--write"])
+        assert f"| {shown} | [NVIDIA H200, vLLM 0.33.0]" in document.read_text()
+
+
+def test_kernels_are_divided_where_both_are_right(blocks: ModuleType) -> None:
+    document = write(blocks, "kernels")
+    rows = [
+        {
+            "backend": name,
+            "quantization": "fp8",
+            "model": "m",
+            "tokens": tokens,
+            "right": right,
+            "time_us": time,
+        }
+        for name, tokens, right, time in (
+            ("OURS", 1, True, 5.0),
+            ("MARLIN", 1, True, 10.0),
+            ("OURS", 8, True, 5.0),
+            ("MARLIN", 8, False, None),
+            ("MARLIN", 64, True, 7.0),
+        )
+    ]
+    store(blocks, "moe_backends", command="bench", bench={"backends": {"rows": rows}})
+    blocks.main(["--write"])
+    assert "| m, fp8 beside MARLIN | 0.50 |  |  |" in document.read_text()
+
+
+def test_an_index_has_a_row_for_each_report_of_its_folder(blocks: ModuleType) -> None:
+    document = write(blocks, "reports", "reports/nvidia-h200-vllm-0.33.0/README.md")
+    store_claims(blocks, "+55 %")
+    origin = {
+        "command_line": "moedoctor replay x --format json -o …/y.json",
+        "date": "2026-11-27T1",
+        "dirty": True,
+    }
+    summary = {"reasons": ["the output is wrong", "more"], "interrupted": True}
+    store(blocks, "recorded", command="replay", origin={**origin, "commit": "0123456789"}, summary=summary)
+    blocks.main(["--write"])
+    text = document.read_text()
+    assert "| [nan_routing](nan_routing.json) |  |  | proved: MD001; claims refuted: 1 |" in text
+    made = "2026-11-27 0123456, and changes that were not committed"
+    assert f"| `moedoctor replay x` | {made} | the output is wrong; cut before its end |" in text
+
+
+def test_help_and_catalogue_are_the_real_ones(blocks: ModuleType) -> None:
+    catalogue, commands = write(blocks, "failures"), write(blocks, "help", "README.md")
+    blocks.main(["--write"])
+    assert "| `MD020` | stale_parameter |" in catalogue.read_text()
+    assert "```text\n$ moedoctor --help\nUsage: moedoctor [OPTIONS]" in commands.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- made: claims -->\n", "docs/page.md: a block needs"),
+        ("<!-- made:end -->\n", "docs/page.md: a block needs"),
+        ("<!-- made: claims -->\n<!-- made: claims -->\n<!-- made:end -->\n", "docs/page.md: a block needs"),
+        (
+            "\n<!-- made: clams -->\n<!-- made:end -->\n",
+            "docs/page.md:2: no kind 'clams' of block; known: help",
+        ),
+    ],
+)
+def test_a_block_that_cannot_be_made_is_refused(
+    blocks: ModuleType, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    (blocks.ROOT / "docs" / "page.md").write_text(text)
+    assert blocks.main(["--write"]) == 2
+    assert capsys.readouterr().err.startswith(message)
