@@ -206,36 +206,17 @@ make_report() {
         offload_table_compiled) write offload_table_compiled run MD003 --only tier=engine --only engine=compiled ;; # 140 s, 247 s
         offload_table) complete offload_table_eager && complete offload_table_compiled || write offload_table run MD003 ;; # 309 s, -
         offload_parity) write offload_parity run MD008 ;;                                         # idle; 152 s, 253 s
-        expert_cache) write expert_cache run scenarios/engine/expert_cache.yaml ;;                # idle; 240 s, 395 s
-        expert_cache_padding) write expert_cache_padding run scenarios/engine/expert_cache_padding.yaml ;; # -, 84 s
-        expert_cache_stream) write expert_cache_stream run scenarios/engine/expert_cache_stream.yaml ;; # 180 s, 347 s
-        expert_cache_gain) write expert_cache_gain run scenarios/engine/expert_cache_gain.yaml ;; # idle, 100 GB of host memory; -, 529 s
-        expert_cache_nvfp4) write expert_cache_nvfp4 run scenarios/engine/expert_cache_nvfp4.yaml ;; # idle; -, 499 s
-        expert_cache_published_nemotron) write expert_cache_published_nemotron run scenarios/engine/expert_cache_published_nemotron.yaml ;; # idle, 80 GB of host memory; -, 316 s
-        expert_cache_published_gemma) write expert_cache_published_gemma run scenarios/engine/expert_cache_published_gemma.yaml ;; # idle, 80 GB of host memory; -, 176 s
-        nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml $(kernels 0.19.1) ;; # 143 s, 199 s
-        moe_engines) write moe_engines run scenarios/engine/moe.yaml ;;                           # 160 s, 186 s
-        moe_formats) write moe_formats run scenarios/engine/moe_formats.yaml ;;                   # -, 137 s
-        moe_activations) write moe_activations run scenarios/engine/moe_activations.yaml ;;       # transformers 5; 191 s, 136 s
-        backend_fix) write backend_fix run scenarios/engine/backend_fix.yaml ;;                   # -, 55 s
-        moe_engines_speed) write moe_engines_speed run scenarios/engine/moe_speed.yaml ;;         # idle; -, 297 s
-        nan_trace) write nan_trace run scenarios/engine/nan_trace.yaml ;;                         # -, -
+        nan_padding) write nan_padding run scenarios/engine/nan_padding.yaml ;;                   # 143 s, 199 s
         backend_parity) write backend_parity run PARITY ;;                                        # 405 s, 240 s
         offload_bytes) write offload_bytes run MD009 MD013 ;;                                     # 117 s, 169 s
         global_scale_mismatch) checkpoint_engines global_scale_mismatch MD014 marlin emulation ;; # 343 s, 300 s
-        global_scale_halves) write global_scale_halves run scenarios/engine/global_scale_halves.yaml ;; # -, 95 s
         gate_up_order) checkpoint_engines gate_up_order MD017 ;;                                  # 341 s, -
         scale_layout) checkpoint_engines scale_layout MD018 ;;                                    # 336 s, 600 s
         kv_scales_missing) checkpoint_engines kv_scales_missing MD012 ;;                          # 340 s, 520 s
         input_scale_missing) write input_scale_missing run MD015 ;;                               # 103 s, 204 s
         offload_own_model) own_model ;;                                                           # 175 s, 240 s
-        expert_cache_qwen) write expert_cache_qwen run scenarios/engine/expert_cache_qwen.yaml ;; # idle; 279 s, 395 s
-        expert_cache_memory) write expert_cache_memory run scenarios/engine/expert_cache_memory.yaml ;; # 60 s, 89 s
         nan_routing) nan_routing ;;                                                               # idle; 172 s and claims, -
         nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs, or both ranks on one; 150 s, -
-        nan_overhead) write nan_overhead run scenarios/engine/nan_overhead.yaml ;;                # idle; 336 s, 344 s
-        record_overhead) write record_overhead run scenarios/engine/record_overhead.yaml ;;       # idle; -, 143 s
-        record_overhead_more) write record_overhead_more run scenarios/engine/record_overhead_more.yaml ;; # idle; -, 319 s
         recorded_nan_graphs) recorded nan_graphs ;;                                               # -, 174 s
         recorded_nan_eager) recorded nan_eager ;;                                                 # 76 s, 91 s
         recorded_call_graphs) recorded call_graphs ;;                                             # 118 s, 150 s
@@ -254,13 +235,10 @@ make_report() {
         moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$decode,$prefill" ;; # idle; -, 87 s
         bench_engine) bench_engine ;;                                                             # idle; -, 337 s
         moe_backends) moe_backends ;;                                                             # idle
-        offload_speed) write offload_speed run scenarios/engine/offload_speed.yaml ;;             # idle; 231 s, -
         offload_copies) write offload_copies run MD002 MD020 ;;                                   # idle; 57 s, -
         offload_kernels) write offload_kernels run MD003 MD008 --only tier=kernel ;;              # 10 s, -
         duplicate_ids) flashinfer ;;                                                              # 141 s, -
         expert_cache_faults) write expert_cache_faults run MD006 MD007 MD019 ;;                   # idle; 189 s, -
-        expert_cache_speed) write expert_cache_speed bench --cache --speed --capacity 16,32,64,128 ;; # idle, 140 GB
-        expert_cache_speed_batch8) write expert_cache_speed_batch8 bench --cache --speed --batch 8 --capacity 16,32,64,128 ;; # idle
         fleet_check) fleet fleet_check check ;;                                                   # two GPUs and Ray; -, 69 s
         fleet_parity) fleet fleet_parity run parity ;;                                            # two GPUs and Ray; -, 26 s on one
         fleet_bench) fleet fleet_bench bench --backend OURS:bf16,OURS:nvfp4 --model qwen3-30b-a3b --tokens 1,64 ;; # idle, two GPUs and Ray; -, -

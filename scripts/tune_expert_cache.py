@@ -1,25 +1,20 @@
-"""Print the effect of the expert cache's settings on this GPU: tiles of groups, programs that read the bus.
+"""Print the effect of tiles on the products of a layer in groups on this GPU.
 
-    python scripts/tune_expert_cache.py tiles|bus
+    python scripts/tune_expert_cache.py
 
-Tiles are chosen in `moedoctor.kernels.moe.tiles`, numbers of programs in `moedoctor.kernels.cache.transfer`.
-Needs an NVIDIA GPU and a host that nothing else uses.
+Tiles are chosen in `moedoctor.kernels.moe.tiles`. Needs an NVIDIA GPU and a host that nothing else uses.
 """
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from unittest.mock import patch
 
 import torch
 import triton
 
-from moedoctor.bench.cache.model import Host, Model
-from moedoctor.bench.cache.speed import miss_bandwidth
+from moedoctor.bench.cache.model import Model
 from moedoctor.bench.timing import graph_time
-from moedoctor.kernels.cache.transfer import Transfer
 from moedoctor.kernels.moe.launch import Rows, launch_products
 from moedoctor.kernels.moe.tiles import Tile
 
@@ -58,7 +53,6 @@ _TILES = {
         Tile(128, 128, 64, 8, 3),
     ),
 }
-_PROGRAMS = ((16, 48), (16, 96), (8, 128), (16, 128), (16, 192), (16, 264))
 
 
 def tiles() -> None:
@@ -130,16 +124,5 @@ class _Layer:
         return (self._rows.h if weight == "w13" else self._rows.product).clone()
 
 
-def bus() -> None:
-    """Print GB/s of experts if every access is a miss, by programs that copy and programs that unpack."""
-    model = Model(host_layers=1)
-    host = Host.make(model, "cuda:0")
-    for copying, unpacking in _PROGRAMS:
-        with patch.object(Transfer.launch, "__defaults__", (copying, unpacking)):
-            rows = miss_bandwidth("cuda:0", model=model, host=host, rounds=8)
-        figures = ", ".join(f"{row['engine']} {row['miss_gb_s']:.1f}" for row in rows)
-        print(f"{copying} programs copy, {unpacking} unpack: {figures} GB/s", flush=True)
-
-
 if __name__ == "__main__":
-    {"tiles": tiles, "bus": bus}[sys.argv[1]]()
+    tiles()

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from evidence.promises import load_promises
+from moedoctor.upstream.plugin import extensions
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = sorted((ROOT / "reports").glob("nvidia-*"))
 REPORTS = sorted(file for folder in FOLDERS for file in folder.glob("*.json"))
@@ -88,7 +91,15 @@ def test_the_report_of_a_fleet_has_those_of_its_nodes(file: Path) -> None:
 def test_the_script_can_make_every_report() -> None:
     answer = subprocess.run([str(SCRIPT)], capture_output=True, text=True, check=True, timeout=30)
     makes = {line.split("\t")[0] for line in answer.stdout.splitlines()}
-    assert {_PART.sub("", file.stem) for file in REPORTS} <= makes
+    makes |= {promise.report for promise in load_promises()}
+    # They show which extension ran in an engine, and stay until a report of a promise shows it.
+    named = {
+        report.partition("/")[2]
+        for rows in extensions.evidence().values()
+        for row in rows.values()
+        for report in row.reports
+    }
+    assert {_PART.sub("", file.stem) for file in REPORTS} <= makes | named
 
 
 def test_every_case_of_a_recorded_call_has_its_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,8 @@ def record(
             "steps one layer's call is compared, by a process beside the engine on the CPU, with weights "
             "that are read from the checkpoint; while that goes on, no other call is compared. On an H200 "
             "nan and crash cost 1.2 % each of a decode step of 12 layers of Qwen3-30B-A3B, and mismatch=0.01 "
-            "7.2 % of one of 4 layers, by the wall clock. `moedoctor run "
-            "scenarios/engine/record_overhead.yaml` measures nan, and record_overhead_more.yaml the rest.",
+            "7.2 % of one of 4 layers, by the wall clock. `moedoctor bench --engine` with a --variant that "
+            "sets MOEDOCTOR_RECORD and MOEDOCTOR_RECORD_WHEN measures it on your machine.",
         ),
     ] = "nan",
     output: Annotated[

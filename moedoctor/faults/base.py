@@ -118,29 +118,10 @@ class ClaimCases:
             figure >= bound if limit.startswith("min_") else figure <= bound for figure in figures
         )
 
-    def decide_times(
-        self, limit: str, ratios: Iterable[tuple[float, float | None]], evidence: Evidence, reason: str
-    ) -> ClaimJudgement:
-        """Judge ratios of times. Each is given by the host's clock and by GPU events, None without events.
-
-        Confirmed if all of them keep the threshold `limit`, refuted if one misses it by clock and events. If
-        only one of the two keeps it, the claim is untested: other work on the host changes the clock's.
-        """
-        kept = [
-            (self.keeps(limit, clock), self.keeps(limit, clock if gpu is None else gpu))
-            for clock, gpu in ratios
-        ]
-        if kept and all(clock and gpu for clock, gpu in kept):
-            return decide(True, evidence, reason)
-        if not kept or any(not clock and not gpu for clock, gpu in kept):
-            return decide(False, evidence, reason)
-        unclear = "the host's clock and GPU events give different verdicts: measure again on an idle machine"
-        return untested(f"{reason}; {unclear}", evidence)
-
 
 @functools.cache
 def in_lab(function: str) -> Callable[[str, str, Mapping[str, str]], Observation]:
-    """Return a `measure` for `claim`: a function such as ``moedoctor.bench.cache.groups:our_groups``.
+    """Return a `measure` for `claim`: a function such as ``moedoctor.bench.cache.groups:cold_swap``.
 
     Only the child imports it. It is given those of ``unit``, ``device`` and ``sources`` (subject name -> path
     of its kernels) that it has parameters for, and returns an Observation, its evidence, or its rows. Claims

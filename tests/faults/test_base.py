@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +83,15 @@ def test_every_claim_is_in_a_scenario_and_engines_run_by_name_only() -> None:
         (scenario.id, claim.key) for scenario in (*by_name, *without_a_name) for claim in scenario.claims
     }
     assert listed == {(fault.id, test.key) for fault in catalogue.faults().values() for test in fault.claims}
+
+
+SOURCE = re.compile(r"https://\S+|[\w.-]+/[\w.-]+(#\d+|: .+)")
+"""A link, an issue or pull request, or a named document in somebody's repository."""
+
+
+@pytest.mark.parametrize("file", sorted(builtin_folder().rglob("*.yaml")), ids=lambda file: file.stem)
+def test_a_claim_comes_from_outside(file: Path) -> None:
+    """What moedoctor says of itself is a promise in evidence/promises.yaml."""
+    (scenario,) = load_targets((str(file),))
+    sources = [claim.source for claim in scenario.claims]
+    assert [source for source in sources if not SOURCE.fullmatch(source) or "moedoctor" in source] == []

@@ -29,11 +29,10 @@ STORED = {
     "run": "baselines/cpu.json",
     "release": "releases/vllm-0.17.1.json",
     "bench of backends": "nvidia-h200/moe_backends.json",
-    "bench of a cache": "nvidia-h200/expert_cache_speed.json",
 }
 CALLED = {name: call for name, call in {**CALLS, **MORE_CALLS}.items() if name not in ("run", "bench")}
 REPORTS = (*STORED, *CALLED, "bench of engines", "fleet")
-WITH_PICTURES = ("bench of backends", "bench of a cache", "bench of engines")
+WITH_PICTURES = ("bench of backends", "bench of engines")
 SCHEMES = ("light", "dark")
 WIDTHS = (390, 1440)
 

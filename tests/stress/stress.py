@@ -580,7 +580,7 @@ def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[No
         f"{sys.executable} -m json.tool",
     )
     reports = ROOT / "reports" / "nvidia-h200"
-    stored, bench = reports / "offload_bytes.json", reports / "expert_cache_speed.json"
+    stored, bench = reports / "offload_bytes.json", reports / "moe_backends.json"
     checkpoint = _damaged_checkpoint(folder / "checkpoint")
     scenario = folder / "dying.yaml"
     scenario.write_text(

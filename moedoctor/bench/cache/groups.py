@@ -1,8 +1,8 @@
 """What computing a call in groups of experts adds, and what loading them costs: the claims about vllm#37190.
 
-`group_cost` measures groups of our own layer, `upstream_groups` those of vLLM's, both with every expert
-resident. `cold_swap` loads every expert, and `policy_speed` decodes through the PR's cache. By default a
-layer has the shape of Qwen3-30B-A3B in bfloat16: 128 experts, hidden size 2048, intermediate size 768.
+`upstream_groups` computes vLLM's layer in groups with every expert resident, `cold_swap` loads every expert,
+and `policy_speed` decodes through the PR's cache. By default a layer has the shape of Qwen3-30B-A3B in
+bfloat16: 128 experts, hidden size 2048, intermediate size 768.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moedoctor.bench.cache.model import Model, host_weights, pinned_bandwidth, r
 from moedoctor.bench.timing import Comparison, Spread, compare_rounds, compare_times, elapsed
 from moedoctor.fixes.eviction import CacheStats, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
-from moedoctor.fixes.moe.forward import GroupedForward, group_bound, moe_forward
+from moedoctor.fixes.moe.forward import moe_forward
 from moedoctor.reference.expert_cache import PrCache, PrRule
 from moedoctor.trace.format import shipped_trace
 
@@ -28,7 +28,6 @@ EAGER = "_eager_wall_clock"
 """Ends the names of figures that contain the host's launches, which CUDA-graph replays leave out."""
 _GROUPS = (2, 4, 8)
 _TOKENS = 1024
-_ROUNDING = 1e-5
 _BFLOAT16_UNIT = 2.0**-8
 """What rounding to bfloat16 changes at most. A group's result is rounded once, and so is the sum after it."""
 _EAGER_CALLS, _EAGER_ROUNDS = 10, 9
@@ -54,7 +53,7 @@ class ResidentLayer:
     @classmethod
     def make(cls, device: str, *, tokens: int, model: Model | None = None) -> ResidentLayer:
         """Random weights, routes and activations; the same ones for the same arguments."""
-        model = model or Model(host_layers=1)
+        model = model or Model()
         weights = {name: tensor.to(device) for name, tensor in host_weights(model, device)[0].items()}
         draw = torch.Generator(device).manual_seed(0)
         experts = torch.randperm(model.experts, generator=draw, device=device).int()  # [slots]
@@ -66,40 +65,11 @@ class ResidentLayer:
         return cls(weights, experts, ids, slot_of[ids.long()], topk_weights, x)
 
 
-def group_cost(
-    device: str,
-    *,
-    tokens: int = _TOKENS,
-    groups: Sequence[int] = _GROUPS,
-    model: Model | None = None,
-    eager: bool = False,
-) -> dict[str, Any]:
-    """Compare a call in groups with one call, as CUDA-graph replays in turn.
-
-    Slots hold experts in random order; a group is a run of neighbouring slots. A row for each number of
-    groups: ``overhead`` and ``us`` of groups computed as `GroupedForward.add_resident` does, all resident at
-    the same time; ``overhead_in_turn`` and ``us_in_turn`` of one group after another; and the largest
-    difference from the result of one call. With `eager` the same by wall clock of calls without a graph, in
-    columns that end in `EAGER`. Raises RuntimeError if results differ by more than the order of addition
-    explains.
-    """
-    model = model or Model(host_layers=1)
-    calls = grouped_calls(device, tokens=tokens, groups=groups, model=model)
-    facts = {"tokens": tokens, "bound": group_bound(model.top_k)}
-    return facts | _compare(calls, groups, _ROUNDING, device if eager else None)
-
-
-def our_groups(device: str, *, tokens: int = _TOKENS, model: Model | None = None) -> dict[str, Any]:
-    """`group_cost` for a claim, with the wall clock of eager calls beside CUDA-graph replays."""
-    model = model or Model(host_layers=1)
-    cost = group_cost(device, tokens=tokens, model=model, eager=True)
-    return {"kernel": "our GroupedForward", "experts": model.experts, **cost}
-
-
 def upstream_groups(device: str, *, tokens: int = _TOKENS, model: Model | None = None) -> dict[str, Any]:
-    """Run vLLM's `fused_experts` once a group of experts, all resident; shape and method of `our_groups`.
+    """Compare vLLM's `fused_experts` once a group of experts, all resident, with one call of all.
 
-    A group after another adds its bfloat16 result to the sum. Raises UnavailableError without vLLM,
+    A group after another adds its bfloat16 result to the sum. CUDA-graph replays are timed in turn, and calls
+    without a graph by the wall clock, in columns that end in `EAGER`. Raises UnavailableError without vLLM,
     RuntimeError if the sum of the groups is not the result of one call.
     """
     from moedoctor.upstream.moe_backends.modular_moe import fused_experts
@@ -121,70 +91,27 @@ def upstream_groups(device: str, *, tokens: int = _TOKENS, model: Model | None =
     for count in _GROUPS:
         calls[str(count)] = functools.partial(grouped, _expert_maps(slots, count, device))
     facts = {"kernel": "vLLM's fused_experts", "experts": slots, "tokens": tokens}
-    return facts | _compare(calls, _GROUPS, 2 * max(_GROUPS) * _BFLOAT16_UNIT, device)
+    return facts | _compare(calls, device)
 
 
-def grouped_calls(
-    device: str, *, tokens: int, groups: Sequence[int], model: Model
-) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return our layer in as many groups, by name.
-
-    A name is the number of groups, computed beside each other; with ``in turn`` after it, one after another.
-    """
-    layer = ResidentLayer.make(device, tokens=tokens, model=model)
-    slots = len(layer.experts)
-
-    def in_groups(count: int, *, beside: bool) -> Callable[[], torch.Tensor]:
-        size = slots // count
-        parts = [
-            (
-                {name: tensor[start : start + size] for name, tensor in layer.weights.items()},
-                layer.experts[start : start + size],
-            )
-            for start in range(0, slots, size)
-        ]
-
-        def call() -> torch.Tensor:
-            forward = GroupedForward(layer.x, layer.ids, layer.topk_weights, slots)
-            if beside:
-                forward.add_resident(parts)
-            else:
-                for part, held in parts:
-                    forward.add(part, held)
-            return forward.total()
-
-        return call
-
-    calls = {"1": lambda: moe_forward(layer.x, layer.weights, layer.slot_ids, layer.topk_weights)}
-    for count in groups:
-        calls[str(count)] = in_groups(count, beside=True)
-        calls[f"{count} in turn"] = in_groups(count, beside=False)
-    return calls
-
-
-def _compare(calls: Calls, groups: Sequence[int], limit: float, eager: str | None) -> dict[str, Any]:
-    """Check and time `calls`, on the device `eager` also by the wall clock.
+def _compare(calls: Calls, device: str) -> dict[str, Any]:
+    """Check and time `calls`.
 
     ``overhead`` is a share of one call's time of the same round. ``us_a_further_group`` is what each group
     after the first adds, in microseconds, from the two medians; it does not depend on how long one call is.
     """
-    differences = _checked_differences(calls, limit)
-    methods = {"": compare_times(calls, baseline="1", launches=4)}
-    if eager is not None:
-        methods[EAGER] = _eager_rounds(calls, eager)
+    differences = _checked_differences(calls, 2 * max(_GROUPS) * _BFLOAT16_UNIT)
+    methods = {"": compare_times(calls, baseline="1", launches=4), EAGER: _eager_rounds(calls, device)}
     rows = []
-    for count in groups:
+    for count in _GROUPS:
+        name = str(count)
         row: dict[str, Any] = {"groups": count}
-        names = {"": str(count), "_in_turn": f"{count} in turn"}
-        names = {order: name for order, name in names.items() if name in calls}
         for method, times in methods.items():
-            one_call = times.times["1"].median
-            for order, name in names.items():
-                further = (times.times[name].median - one_call) / max(count - 1, 1)
-                row |= times.ratios[name].row(f"overhead{order}{method}", offset=-1.0)
-                row |= times.times[name].row(f"us{order}{method}")
-                row[f"us_a_further_group{order}{method}"] = further
-        row["largest_difference"] = max(differences[name] for name in names.values())
+            row |= times.ratios[name].row(f"overhead{method}", offset=-1.0)
+            row |= times.times[name].row(f"us{method}")
+            further = (times.times[name].median - times.times["1"].median) / (count - 1)
+            row[f"us_a_further_group{method}"] = further
+        row["largest_difference"] = differences[name]
         rows.append(row)
     one_call_us = {f"one_call_us{method}": times.times["1"].median for method, times in methods.items()}
     return {**one_call_us, "rows": rows}
@@ -228,7 +155,7 @@ def _expert_maps(experts: int, groups: int, device: str) -> list[torch.Tensor]:
 
 def cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:
     """Run 1024 tokens through a layer of 32 experts with 16, 8 and 4 slots, each expert loaded once."""
-    model = Model(experts=32, host_layers=1)
+    model = Model(experts=32)
     host = host_weights(model, device)[0]
     layer = ResidentLayer.make(device, tokens=_TOKENS, model=model)
     total_bytes = sum(tensor.nbytes for tensor in host.values())
@@ -278,7 +205,7 @@ def cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:
 def policy_speed(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str, Any]:
     """Decode at batch 1 over the recorded trace, through the PR's cache under LFRU and under LRU in turn."""
     trace = shipped_trace()
-    model = Model(layers=len(trace.layers), experts=trace.num_experts, top_k=trace.top_k, host_layers=1)
+    model = Model(layers=len(trace.layers), experts=trace.num_experts, top_k=trace.top_k)
     host = host_weights(model, device)[0]
     ids = recorded_ids(model, steps).to(device)  # [steps, layers, 1, K]
     calls = [trace.calls(layer)[:steps] for layer in range(model.layers)]

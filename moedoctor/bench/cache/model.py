@@ -6,15 +6,12 @@ saves host memory and changes no transfer.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 
 from moedoctor.bench.timing import elapsed
-from moedoctor.fixes.expert_cache import ExpertStore
 from moedoctor.trace.format import shipped_trace
-from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 # E = experts, T = tokens, K = top_k
 
@@ -31,73 +28,8 @@ class Model:
     top_k: int = 8
     hidden_size: int = 2048
     intermediate_size: int = 768
-    host_layers: int = 4
-    skew: float = 1.0
-    """Of the Zipf distribution that routes."""
-    drift: float = 0.1
+    host_layers: int = 1
     seed: int = 0
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert's two matrices in bfloat16."""
-        return 2 * 3 * self.hidden_size * self.intermediate_size
-
-
-@dataclass(frozen=True)
-class Host:
-    """What several measurements share: host weights, their stores as they are and packed, the bus."""
-
-    weights: list[dict[str, torch.Tensor]]
-    plain: list[ExpertStore]
-    packed: list[ExpertStore]
-    pinned_gb_s: float | None
-    """Of a plain pinned copy; None without a GPU."""
-
-    @classmethod
-    def make(cls, model: Model, device: str) -> Host:
-        weights = host_weights(model, device)
-        return cls(
-            weights,
-            [ExpertStore(layer) for layer in weights],
-            [ExpertStore(layer, packed=True) for layer in weights],
-            pinned_bandwidth(device) / 1e9 if torch.device(device).type == "cuda" else None,
-        )
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Routes and activations of a number of steps, on the device."""
-
-    ids: torch.Tensor
-    """int32 [steps, layers, T, K]"""
-    topk_weights: torch.Tensor
-    """float32 [T, K]"""
-    x: torch.Tensor
-    """bfloat16 [T, H]"""
-
-    @classmethod
-    def make(cls, model: Model, ids: torch.Tensor, device: str) -> Inputs:
-        """Draw weights and activations for `ids` int32 [steps, layers, T, K]."""
-        batch = ids.shape[2]
-        draw = torch.Generator(device).manual_seed(model.seed)
-        topk_weights = torch.rand(batch, model.top_k, generator=draw, device=device)  # [T, K]
-        x = torch.randn(batch, model.hidden_size, generator=draw, device=device).bfloat16()  # [T, H]
-        return cls(ids.to(device).contiguous(), topk_weights / topk_weights.sum(1, keepdim=True), x)
-
-
-@functools.lru_cache(maxsize=2)  # for the timed steps, and for those that `pr_wrong_steps` counts
-def trace_ids(model: Model, batch: int, steps: int, *, recorded: bool) -> torch.Tensor:
-    """Return int32 [steps, layers, T, K] on the CPU, of `recorded_ids` or of Zipf routes with drift.
-
-    Fewer steps of a Zipf trace are the start of more steps.
-    """
-    if recorded:
-        return recorded_ids(model, steps)
-    rows = steps * batch
-    shape = {"experts": model.experts, "top_k": model.top_k, "layers": model.layers, "rows": rows}
-    settings = ZipfSettings(**shape, streams=batch, skew=model.skew, drift=model.drift, seed=model.seed)
-    ids = torch.tensor(zipf_trace(settings).topk_ids, dtype=torch.int32)
-    return ids.view(steps, batch, model.layers, model.top_k).transpose(1, 2).contiguous()
 
 
 def recorded_ids(model: Model, steps: int) -> torch.Tensor:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from moedoctor.fixes.eviction import ONLINE_POLICIES, POLICIES, CacheStats, SlotTable, replay, simulate
 from moedoctor.trace.format import Call, RoutingTrace
-from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 SCOPES = ("layer", "global")
 """``layer``: every layer has a cache of its own, as in vLLM's PR 37190. ``global``: one for all layers, with
@@ -166,38 +163,3 @@ def _global_point(
     total = replay(steps, table)
     rates = (hits / (needed or 1) for hits, needed in zip(table.hits, table.accesses, strict=True))
     return ReplayPoint(policy, capacity, total, overflowing, tuple(rates))
-
-
-def replay_speed(
-    *,
-    capacities: Sequence[int] = (16, 32, 64),
-    tokens: int = 10_000,
-    rounds: int = 5,
-    clock: Callable[[], float] = time.perf_counter,
-) -> list[dict[str, Any]]:
-    """Expert accesses a second of `simulate`, the median of `rounds`: a row for each policy and capacity.
-
-    One layer of 128 experts, top-8, Zipf routing, on one core. ``hit_rate_optimum`` is Belady's rate over the
-    same calls.
-    """
-    calls = zipf_trace(ZipfSettings(layers=1, rows=tokens, streams=1)).calls(0)
-    rows = []
-    for capacity in capacities:
-        best = simulate(calls, num_experts=128, capacity=capacity, policy="belady").hit_rate
-        for policy in ONLINE_POLICIES:
-            seconds = []
-            for _ in range(rounds):
-                start = clock()
-                stats = simulate(calls, num_experts=128, capacity=capacity, policy=policy)
-                seconds.append(clock() - start)
-            median = sorted(seconds)[rounds // 2]
-            rows.append(
-                {
-                    "policy": policy,
-                    "capacity": capacity,
-                    "accesses_per_second": stats.accesses / median,
-                    "hit_rate": stats.hit_rate,
-                    "hit_rate_optimum": best,
-                }
-            )
-    return rows

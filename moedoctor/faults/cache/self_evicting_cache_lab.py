@@ -17,14 +17,6 @@ from moedoctor.trace.format import RoutingTrace, shipped_trace
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 _HIDDEN, _INTERMEDIATE = 64, 32
-_GRID = tuple(
-    (experts, top_k, times * top_k)
-    for experts in (64, 128, 256)
-    for top_k in (2, 6, 8)
-    for times in (1, 2, 4)
-    if times * top_k < experts
-)
-_CALLS = 1500
 
 
 class TestedCache(NamedTuple):
@@ -162,23 +154,6 @@ def _calls_to_compute(parameters: SelfEvictingCacheParameters, calls: list[list[
 
 
 # --- Measurements for the claims --------------------------------------------------------------------------
-
-
-def wrong_share() -> dict[str, Any]:
-    """Measure the share of calls with a wrong expert, for numbers of experts, top-k and slots."""
-    rows = []
-    for experts, top_k, capacity in _GRID:
-        trace = zipf_trace(ZipfSettings(experts, top_k, layers=1, rows=_CALLS, streams=1, drift=0.0))
-        calls = trace.calls(0)
-        rules: dict[str, CacheTable] = {
-            "pr_share": PrRule(experts, capacity),
-            "clock_by_call_share": PrRule(experts, capacity, clock="call"),
-            "plain_lru_share": PrRule(experts, capacity, policy="lru"),
-            "ours_share": SlotTable(experts, capacity),
-        }
-        shares = {name: replay(calls, rule).wrong / len(calls) for name, rule in rules.items()}
-        rows.append({"experts": experts, "top_k": top_k, "slots": capacity, **shares})
-    return {"calls": _CALLS, "rows": rows}
 
 
 def _traces() -> Iterator[tuple[str, RoutingTrace]]:

@@ -11,7 +11,6 @@ from pydantic import Field, field_validator
 
 from moedoctor.faults.base import Parameters
 from moedoctor.faults.offload import engine_table
-from moedoctor.faults.offload.moe_claims import moe_activations, moe_formats, moe_speed, moe_tokens
 from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 from moedoctor.upstream.engine.probes import first_parting
@@ -71,7 +70,6 @@ class OffloadGarbage(Fault):
         "installed": (Tier.ENGINE,),
     }
     lab = "moedoctor.faults.offload.offload_garbage_lab"
-    claims = (moe_tokens, moe_formats, moe_activations, moe_speed)
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
         return (parameters["mode"] is not None) == (tier is Tier.ENGINE)

@@ -11,7 +11,7 @@ from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, unteste
 from moedoctor.faults.offload import engine_table
 from moedoctor.interfaces import ClaimJudgement, Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
-from moedoctor.upstream.engine.experiment import SAME_LOGPROBS, Outcome
+from moedoctor.upstream.engine.experiment import Outcome
 from moedoctor.upstream.engine.offload_table import CONTROLS, COPIES
 
 _CELL = ("backend", "mode", "experts")
@@ -81,39 +81,6 @@ def marlin_crashes(given: ClaimCases) -> ClaimJudgement:
     return decide(crashed == len(cells), evidence, f"{crashed} of {len(cells)} combinations crash")
 
 
-@claim("same_tokens_with_fix")
-def same_tokens_with_fix(given: ClaimCases) -> ClaimJudgement:
-    """Every cell with offload gives the control's tokens with the fix.
-
-    A compiled cell with other tokens refutes the claim even if it has every bit of the same code with its
-    weights on the GPU. Such cells are also counted separately, because they show that the weights are right.
-    """
-    cells = _offloaded_cells(given, "fixed")
-    if reason := _undecided(cells):
-        return untested(reason)
-    outcomes = [Outcome(row["outcome"]) for row in cells]
-    same, rounded = outcomes.count(Outcome.SAME), outcomes.count(Outcome.ROUNDING)
-    logprobs = sum(row["detail"].partition("; ")[0] == SAME_LOGPROBS for row in cells)
-    evidence = {
-        "cells": len(cells),
-        "same_tokens": same,
-        "same_logprobs": logprobs,
-        "rounding": rounded,
-        "same_bits_in_the_same_compiled_code": sum(
-            row.get("same_bits_in_the_same_code") is True for row in cells
-        ),
-        "others": [
-            {**{name: row[name] for name in _CELL}, "outcome": outcome_in_words(row)}
-            for row, outcome in zip(cells, outcomes, strict=True)
-            if outcome is not Outcome.SAME
-        ],
-    }
-    reason = f"{same} of {len(cells)} cells give the same tokens, {logprobs} the same logprobs"
-    if rounded:
-        reason += f", {rounded} those of the same compiled code with its weights on the GPU"
-    return decide(same == len(cells), evidence, reason)
-
-
 def _offloaded_cells(given: ClaimCases, subject: str) -> list[dict[str, Any]]:
     return [
         row
@@ -150,7 +117,7 @@ class OffloadedScales(Fault):
         "vllm": (Tier.KERNEL,),
     }
     lab = "moedoctor.faults.offload.offloaded_scales_lab"
-    claims = (marlin_refuses, stale_reference, marlin_crashes, same_tokens_with_fix)
+    claims = (marlin_refuses, stale_reference, marlin_crashes)
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
         return (parameters["engine"] is not None) == (tier is Tier.ENGINE)

@@ -137,7 +137,7 @@ def offload_and_run(
         }
     else:
         to_device = memory.upload if memory is not None else None
-        functional_call_offload(list(stack), NAMES, pin=False, to_device=to_device)
+        functional_call_offload(list(stack), NAMES, to_device=to_device)
     first = stack[0]
     assert isinstance(first, QuantisedExperts)
     scales = first.quant_config.scales

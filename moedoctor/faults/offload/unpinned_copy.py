@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, in_lab, untested
+from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, untested
 from moedoctor.interfaces import ClaimJudgement, Fault, Judgement
 from moedoctor.results import (
     Case,
@@ -39,7 +39,7 @@ class UnpinnedCopyParameters(Parameters):
 
 @claim(
     "crash_3",
-    measure=in_lab(f"{LAB}:crash_3"),
+    measure=f"{LAB}:crash_3",
     units=lambda subjects: (PAGEABLE, STALE),
     needs_gpu=True,
     thresholds=("max_wrong",),

@@ -198,7 +198,7 @@ def pageable_weights(device: str) -> dict[str, Any]:
 
     By vLLM's own offloader if it can be imported, else by our restatement; ``whose`` names it.
     """
-    from moedoctor.bench.offload import NAMES, StackShape, make_stack
+    from moedoctor.faults.offload.moe_stack import NAMES, StackShape, make_stack
     from moedoctor.reference.offload_paths import functional_call_offload
     from moedoctor.upstream.releases import offload_peers
 
@@ -210,7 +210,7 @@ def pageable_weights(device: str) -> dict[str, Any]:
     if release:
         offload_peers.copying_offload(list(stack), NAMES, shape.layers * shape.layer_bytes)
     else:
-        functional_call_offload(list(stack), NAMES, pin=False)
+        functional_call_offload(list(stack), NAMES)
     experts = [module for module in stack.modules() if hasattr(module, "w13_weight")]
     on_host = all(module.w13_weight.device.type == "cpu" for module in experts)
     work = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, untested
+from moedoctor.faults.base import Parameters
 from moedoctor.faults.offload import engine_table
-from moedoctor.interfaces import ClaimJudgement, ClaimTest, Fault, Judgement
+from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier, worst
 
 FAILING = "2.10.0 to 2.12.1 and 2.14.0 to 2.15.0"
 """The releases of torch whose Dynamo refuses: both ends of each range have a stored report."""
-LAB = "moedoctor.faults.offload.untraceable_offload_lab"
 
 
 class UntraceableOffloadParameters(Parameters):
@@ -34,82 +33,6 @@ class UntraceableOffloadParameters(Parameters):
     )
 
 
-Rows = Mapping[str, Mapping[str, Any]]
-"""The name of a way to run the stack -> its figures."""
-
-
-def _bandwidth(figures: Evidence, ways: Rows) -> tuple[float, str]:
-    """GB/s of weights over a whole pass, compared with one large pinned copy alone."""
-    ours, alone = ways["ours"]["gb_per_s"], figures["pinned_gb_per_s"]["median"]
-    return ours / alone, f"{ours:.1f} of {alone:.1f} GB/s, {ours / alone:.1%}"
-
-
-def _against_functional_call(figures: Evidence, ways: Rows) -> tuple[float, str]:
-    """The functional_call path from pageable memory over ours from pinned memory, which decides.
-
-    The reason also gives both from pinned memory, and both from pageable memory if that was measured, for
-    machines that cannot pin.
-    """
-    pageable = ways["functional_call"]["over_ours"]["median"]
-    pinned = ways["functional_call_pinned"]["over_ours"]["median"]
-    reason = (
-        f"ours from pinned memory is {pageable:.2f} times as fast as it is from pageable memory,"
-        f" {pinned:.2f} times as fast as it is from pinned memory"
-    )
-    if "ours_unpinned" in ways:
-        ours, theirs = (ways[way]["ms"]["median"] for way in ("ours_unpinned", "functional_call"))
-        reason += f"; both from pageable memory: {theirs / ours:.2f} times as fast"
-    return pageable, reason
-
-
-def _not_slower(figures: Evidence, ways: Rows) -> tuple[float, str]:
-    """The time of vLLM's path over ours."""
-    (way,) = (name for name in figures["whose"] if name != "ours")
-    ratio = ways[way]["over_ours"]
-    spread = f"{ratio['median']:.3f} of our time ({ratio['p20']:.3f}–{ratio['p80']:.3f})"
-    return ratio["median"], f"{way} ({figures['whose'][way]}): {spread}"
-
-
-def _one_token(figures: Evidence, ways: Rows) -> tuple[float, str]:
-    """If few experts are used, the path that reads only those is faster than ours."""
-    ratio, whose = ways["uva"]["over_ours"]["median"], figures["whose"]["uva"]
-    return ratio, f"uva ({whose}): {ratio:.3f} of our time; offload(access='view') does the same"
-
-
-def _resident(figures: Evidence, ways: Rows) -> tuple[float, str]:
-    """The stack after an offload that had nothing to do, over the stack alone."""
-    ratio = ways["ours_budget_0"]["over_ours"]
-    low, median, high = (ratio[name] - 1 for name in ("p20", "median", "p80"))
-    return abs(median), f"{median:+.2%} ({low:+.2%} to {high:+.2%})"
-
-
-def speed_claim(key: str, threshold: str, judge: Callable[[Evidence, Rows], tuple[float, str]]) -> ClaimTest:
-    """Make a claim that a figure keeps `threshold`. `judge` returns the figure and the reason.
-
-    `moedoctor.bench.offload` measures on a GPU, peer and ours in turn. A way with a wrong result is not
-    timed: if it is ours, the claim is refuted, otherwise untested.
-    """
-
-    def judge_right_results(given: ClaimCases) -> ClaimJudgement:
-        (figures,) = given.evidence()
-        wrong = [way for way, right in figures["right"].items() if not right]
-        if wrong:
-            reason = f"wrong result, not timed: {', '.join(wrong)}"
-            ours = any(way.startswith("ours") for way in wrong)
-            return decide(False, figures, reason) if ours else untested(reason, figures)
-        figure, reason = judge(figures, {row["way"]: row for row in figures["rows"]})
-        evidence = {**figures, "share": figure} if key == "bandwidth" else figures
-        return decide(given.keeps(threshold, figure), evidence, reason)
-
-    return claim(
-        key,
-        measure=f"{LAB}:speed",
-        units=lambda subjects: (key,),
-        needs_gpu=True,
-        thresholds=(threshold,),
-    )(judge_right_results)
-
-
 class UntraceableOffload(Fault):
     """A compiled forward gathers its weights by `state_dict()`."""
 
@@ -121,15 +44,7 @@ class UntraceableOffload(Fault):
         "installed": (Tier.LIBRARY,),
         "vllm": (Tier.LIBRARY,),
     }
-    lab = LAB
-    claims = (
-        speed_claim("bandwidth", "min_share", _bandwidth),
-        speed_claim("against_functional_call", "min_speedup", _against_functional_call),
-        speed_claim("against_uva", "min_ratio", _not_slower),
-        speed_claim("against_prefetch", "min_ratio", _not_slower),
-        speed_claim("one_token", "max_ratio", _one_token),
-        speed_claim("resident", "max_share", _resident),
-    )
+    lab = "moedoctor.faults.offload.untraceable_offload_lab"
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
         return (parameters["engine"] is not None) == (tier is Tier.ENGINE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from moedoctor.bench import offload as bench
-from moedoctor.bench.offload import NAMES, StackShape, make_stack
 from moedoctor.faults.offload import engine_table
+from moedoctor.faults.offload.moe_stack import NAMES, StackShape, make_stack
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffloadParameters
 from moedoctor.fixes.offloader import offload
 from moedoctor.reference.offload_paths import functional_call_offload
@@ -47,7 +46,7 @@ def engine(case: Case, parameters: UntraceableOffloadParameters, release: None) 
 
 def faulty(stack: nn.Sequential) -> None:
     """vLLM's path without UVA and without pinned memory."""
-    functional_call_offload(list(stack), NAMES, pin=False)
+    functional_call_offload(list(stack), NAMES)
 
 
 def fixed(stack: nn.Sequential) -> Any:
@@ -179,8 +178,3 @@ def allowance(shape: StackShape, device: str, seed: int, x: torch.Tensor, compil
         "wrong_weights_distance": min(wrong),
         "allowed_distance": 0.0 if compiler == "eager" else min(wrong) / 10,
     }
-
-
-def speed(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-    """The figures for the claim on speed whose key is `unit`."""
-    return Observation(bench.measure(unit, device))

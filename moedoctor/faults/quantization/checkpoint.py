@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import ClaimCases, ClaimJudgement, decide, untested
 from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import Case, CaseVerdict, Evidence, Observation, Scalar, Tier
 
@@ -70,13 +69,3 @@ class CheckpointFault(Fault):
             figure += f", {evidence['nonfinite_logprobs']} not finite"
         wrong = others or evidence["nonfinite_logprobs"] or difference > evidence["allowed_difference"]
         return Judgement(CaseVerdict.REPRODUCED if wrong else CaseVerdict.CLEAN, figure)
-
-
-def judge_claim(fault: CheckpointFault, cases: ClaimCases) -> ClaimJudgement:
-    """Judge a claim that a backend answers a damaged checkpoint as it answers the reference."""
-    (evidence,) = cases.evidence()
-    judgement = fault.judge_engines(evidence)
-    if judgement.verdict is CaseVerdict.ERROR:
-        return untested(f"{judgement.figure}: {judgement.reason}", evidence)
-    figure = f"vLLM {evidence['vllm']}, {evidence['moe_backend']}: {judgement.figure}"
-    return decide(judgement.verdict is CaseVerdict.CLEAN, evidence, figure)

@@ -7,11 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Parameters, claim
-from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend, judge_claim
+from moedoctor.faults.base import Judgement, Parameters
+from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
 from moedoctor.results import CaseVerdict, Evidence, worst
 
-LAB = "moedoctor.faults.quantization.global_scale_mismatch_lab"
 ROUNDING = 1 / 16
 """Largest error that rounding a block scale to E4M3 again can make."""
 
@@ -36,19 +35,12 @@ class GlobalScaleMismatchParameters(Parameters):
             yield f"ratio: must differ from 1 by {least} or more, or rounding hides it, not {self.ratio}"
 
 
-@claim("humming_keeps_both", measure=f"{LAB}:humming", needs_gpu=True)
-def humming_keeps_both(cases: ClaimCases) -> ClaimJudgement:
-    """Engines with HUMMING give the same answers if the halves have their own scales."""
-    return judge_claim(GlobalScaleMismatch(), cases)
-
-
 class GlobalScaleMismatch(CheckpointFault):
     """One global scale for two halves that were quantized with their own."""
 
     id = "MD014"
     parameters = GlobalScaleMismatchParameters
-    lab = LAB
-    claims = (humming_keeps_both,)
+    lab = "moedoctor.faults.quantization.global_scale_mismatch_lab"
 
     def judge_tensors(self, evidence: Evidence) -> Judgement:
         errors = {name: worst(way["worst_token_error"]) for name, way in evidence["ways"].items()}

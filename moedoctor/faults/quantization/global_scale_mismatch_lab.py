@@ -10,7 +10,6 @@ import torch
 
 from moedoctor.faults.quantization.checkpoint_lab import (
     Changes,
-    compare_engines,
     expert_prefixes,
     projection,
     sizes_of,
@@ -109,8 +108,3 @@ def folded_scales(tensors: Tensors, config: dict[str, Any]) -> None:
 
 CHANGES = Changes(shared_scale, own_scales, folded_scales)
 engine = CHANGES.engine
-
-
-def humming() -> Observation:
-    """Measure engines with HUMMING on the damaged checkpoint and on the one that means the same."""
-    return compare_engines(CHANGES, "humming", repaired=False)

@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Parameters, claim
-from moedoctor.faults.quantization.checkpoint import CheckpointFault, judge_claim
+from moedoctor.faults.base import Judgement, Parameters
+from moedoctor.faults.quantization.checkpoint import CheckpointFault
 from moedoctor.results import CaseVerdict, Evidence, worst
 
-LAB = "moedoctor.faults.quantization.input_scale_missing_lab"
 WORSE = 1.5
 """A token is wrong if its error is more than this times the largest error with the whole checkpoint."""
 
@@ -46,19 +45,12 @@ class InputScaleMissingParameters(Parameters):
             yield "taken: the largest scale is a good one here; nothing goes wrong"
 
 
-@claim("marlin_reads_none", measure=f"{LAB}:marlin", needs_gpu=True)
-def marlin_reads_none(cases: ClaimCases) -> ClaimJudgement:
-    """Engines with MARLIN give the same answers if all input scales are zero."""
-    return judge_claim(InputScaleMissing(), cases)
-
-
 class InputScaleMissing(CheckpointFault):
     """The reciprocal of an input scale that is zero or was never loaded."""
 
     id = "MD015"
     parameters = InputScaleMissingParameters
-    lab = LAB
-    claims = (marlin_reads_none,)
+    lab = "moedoctor.faults.quantization.input_scale_missing_lab"
 
     def judge_tensors(self, evidence: Evidence) -> Judgement:
         if evidence["nonfinite_tokens"]:

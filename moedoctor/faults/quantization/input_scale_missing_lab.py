@@ -11,7 +11,6 @@ from torch.nn import functional
 from moedoctor.faults.quantization.checkpoint_lab import (
     Changes,
     Loaded,
-    compare_engines,
     projection,
     sizes_of,
     unchanged,
@@ -158,8 +157,3 @@ def zero_inputs(tensors: Tensors, config: dict[str, Any]) -> None:
 
 CHANGES = Changes(unchanged, zero_inputs, unchanged)
 engine = CHANGES.engine
-
-
-def marlin() -> Observation:
-    """Measure engines with MARLIN on the damaged checkpoint and on a whole one."""
-    return compare_engines(CHANGES, "marlin", repaired=False)

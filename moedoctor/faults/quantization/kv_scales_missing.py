@@ -11,7 +11,6 @@ from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Paramet
 from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
 from moedoctor.results import CaseVerdict, Evidence, worst
 
-LAB = "moedoctor.faults.quantization.kv_scales_missing_lab"
 WORSE, FLOOR = 2.0, 0.01
 """Attention has lost its numbers if its error is more than `FLOOR` and more than `WORSE` times the error with
 computed scales."""
@@ -20,7 +19,6 @@ ENGINE_WORSE, ENGINE_FLOOR = 2.5, 0.1
 more than `ENGINE_WORSE` times the share that moves in the control."""
 BLUNT = 0.35
 """If rounding alone moves so much of the probability, nothing can be decided."""
-E4M3_MAX = 448.0
 
 
 class KvScalesMissingParameters(Parameters):
@@ -32,22 +30,6 @@ class KvScalesMissingParameters(Parameters):
     hidden: int = Field(128, ge=64, le=4096, multiple_of=64)
     seed: int = Field(0, ge=0)
     moe_backend: MoeBackend = None
-
-
-@claim("good_in_range", measure=f"{LAB}:errors_by_size", thresholds=("max_ratio",))
-def good_in_range(cases: ClaimCases) -> ClaimJudgement:
-    """A scale of 1.0 is worse than a computed scale only for keys and values outside of 1 to 448."""
-    (measured,) = cases.evidence()
-    errors = measured["errors"]
-    ratio = cases.limits["max_ratio"]
-    worse = [
-        float(size)
-        for size, error in errors.items()
-        if worst(error["scale_1"]) > ratio * worst(error["computed"])
-    ]
-    inside = [size for size in worse if 1 <= size <= E4M3_MAX]
-    sizes = ", ".join(f"{size:g}" for size in worse) or "none of the sizes tried"
-    return decide(bool(worse) and not inside, {"errors": errors, "worse_at": worse}, f"worse at {sizes}")
 
 
 @claim("triton_garbage", thresholds=("min_ratio",))
@@ -89,8 +71,8 @@ class KvScalesMissing(CheckpointFault):
 
     id = "MD012"
     parameters = KvScalesMissingParameters
-    lab = LAB
-    claims = (good_in_range, triton_garbage)
+    lab = "moedoctor.faults.quantization.kv_scales_missing_lab"
+    claims = (triton_garbage,)
 
     def judge_tensors(self, evidence: Evidence) -> Judgement:
         if evidence["nonfinite_tokens"]:

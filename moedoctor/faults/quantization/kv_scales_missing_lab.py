@@ -28,8 +28,6 @@ from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_b
 
 Scale = Callable[[torch.Tensor], float]
 """Keys or values [T, D] of a calibration run -> the scale of their cache."""
-SIZES = (1e-3, 0.01, 0.1, 1.0, 10.0, 100.0, 448.0, 1000.0, 10_000.0)
-"""Of keys and values that the claim is measured with."""
 ATTENTION, TRITON = "FLASH_ATTN", "TRITON_ATTN"
 """FLASH_ATTN uses the scales in every release; TRITON_ATTN is said not to (vllm#34759)."""
 _SCORE = 3.0
@@ -109,15 +107,6 @@ def _first_head(tensors: Tensors, x: torch.Tensor, name: str) -> torch.Tensor:
 def _mean_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the mean relative error of a token; Inf if a token is not finite."""
     return float(relative_error(output, expected).mean())
-
-
-def errors_by_size() -> dict[str, Any]:
-    """Measure the error with a scale of 1.0, and with computed scales, for keys and values of each size."""
-    errors = {}
-    for size in SIZES:
-        evidence = measure(KvScalesMissingParameters.model_validate({"size": size}), scale_1).evidence
-        errors[f"{size:g}"] = {"scale_1": evidence["error"], "computed": evidence["computed_error"]}
-    return {"errors": errors}
 
 
 # --- Engines ------------------------------------------------------------------------------------------------

@@ -118,24 +118,19 @@ def _table(behaviour: Behaviour) -> Evidence:
 
 
 def _judged(
-    given: ClaimCases,
-    limit: str,
-    values: float | Iterable[float],
-    shown: Behaviour,
-    reason: str,
-    decisive: Behaviour | None = None,
+    given: ClaimCases, limit: str, values: float | Iterable[float], behaviour: Behaviour, reason: str
 ) -> ClaimJudgement:
     """Judge `values` by the threshold `limit`, and name the cases that ended in another error.
 
     Without those errors the counts might be higher. So they leave open a count that is below its limit.
     """
-    errors = {name: counts[ERROR] for name, counts in (decisive or shown).items() if ERROR in counts}
+    errors = {name: counts[ERROR] for name, counts in behaviour.items() if ERROR in counts}
     reason += "".join(f"; {name}: {count} cases ended in another error" for name, count in errors.items())
     holds = given.keeps(limit, values)
     is_below = holds is limit.startswith("max_")
     if errors and is_below:
-        return untested(reason, _table(shown))
-    return decide(holds, _table(shown), reason)
+        return untested(reason, _table(behaviour))
+    return decide(holds, _table(behaviour), reason)
 
 
 @claim("illegal_access", thresholds=("min_releases",))
@@ -166,17 +161,6 @@ def bounds_check(given: ClaimCases) -> ClaimJudgement:
     reason = f"{newest}: " + ", ".join(f"{what} in {count} cases" for what, count in newest_counts.items())
     bad = [counts[ILLEGAL] + counts[OUT_OF_BOUNDS] for counts in behaviour.values()]
     return _judged(given, "max_cases", bad, behaviour, reason)
-
-
-@claim("newest_is_silent", thresholds=("min_cases",))
-def newest_is_silent(given: ClaimCases) -> ClaimJudgement:
-    """Judge the wrong sums without an error in the newest release that ran."""
-    behaviour = _by_release(given)
-    if not behaviour:
-        return untested(_NONE_RAN)
-    newest, counts = list(behaviour.items())[-1]
-    reason = f"{newest}: wrong sums and no error in {counts[SILENT]} of {counts.total()} cases"
-    return _judged(given, "min_cases", counts[SILENT], behaviour, reason, {newest: counts})
 
 
 @claim("whole_runner")
@@ -224,35 +208,6 @@ def maps(given: ClaimCases) -> ClaimJudgement:
     return _measured(given, given.keeps("max_maps", len(different)), three_step, evidence, reason)
 
 
-def _sums_are_right(given: ClaimCases, path: str | None = None) -> ClaimJudgement:
-    """Judge sums that are not right, or not made by `path`. An illegal access counts as one."""
-    rows = given.rows(unit_as="release")
-    wrong = [row for row in rows if row["rows_right"] != row["rows"] or path not in (None, row["path"])]
-    crashes = [unit.outcome for unit in given.measurements if isinstance(unit.outcome, Crash)]
-    illegal = [crash for crash in crashes if crash.death is Death.ILLEGAL_MEMORY_ACCESS]
-    reason = f"all rows right in {len(rows) - len(wrong)} of {len(rows)} calls of {_releases_of(rows)}"
-    right = Counter(row["release"] for row in rows if row["rows_right"] == row["rows"])
-    counts = [
-        {"release": release, "calls": count, "calls_right": right[release]}
-        for release, count in Counter(row["release"] for row in rows).items()
-    ]
-    evidence = {"calls": counts, "wrong": wrong[:_SHOWN]}
-    holds = given.keeps("max_calls", len(wrong) + len(illegal))
-    return _measured(given, holds, rows, evidence, reason)
-
-
-@claim("fused", measure=f"{_LAB}:fused_sums", thresholds=("max_calls",), **_MEASURED)
-def fused(given: ClaimCases) -> ClaimJudgement:
-    """Judge the sums of repeated ids if the fused prologue made the map."""
-    return _sums_are_right(given, path="fused")
-
-
-distinct, sentinels, deduplicated = (
-    claim(key, measure=f"{_LAB}:{key}", thresholds=("max_calls",), **_MEASURED)(_sums_are_right)
-    for key in ("distinct", "sentinels", "deduplicated")
-)
-
-
 @claim("boundary", measure=f"{_LAB}:boundary", thresholds=("experts", "tokens"), **_MEASURED)
 def boundary(given: ClaimCases) -> ClaimJudgement:
     """Judge the largest number of local experts that the fused prologue takes, by tokens."""
@@ -271,23 +226,6 @@ def boundary(given: ClaimCases) -> ClaimJudgement:
     ]
     reason = f"the most local experts, {by_tokens or 'not measured'}"
     return _measured(given, holds, claimed, {"most_local_experts": table}, reason)
-
-
-@claim(
-    "guard_cost",
-    measure=f"{_LAB}:guard_cost",
-    units=lambda subjects: ("ours",),
-    needs_gpu=True,
-    thresholds=("max_us",),
-)
-def guard_cost(given: ClaimCases) -> ClaimJudgement:
-    """Judge the microseconds of our guard in a CUDA graph."""
-    rows = given.rows()
-    reason = "; ".join(
-        f"{row['shape']}: validate {row['validate_us']:.2f} µs, deduplicate {row['deduplicate_us']:.2f} µs"
-        for row in rows
-    )
-    return decide(given.keeps("max_us", (row["validate_us"] for row in rows)), {"rows": rows}, reason)
 
 
 def _measured(
@@ -353,10 +291,7 @@ class DuplicateIds(Fault):
         "flashinfer": (Tier.KERNEL,),
     }
     lab = "moedoctor.faults.routing.duplicate_ids_lab"
-    claims = (
-        *(illegal_access, bounds_check, newest_is_silent, maps, fused, boundary),
-        *(distinct, sentinels, deduplicated, guard_cost, whole_runner),
-    )
+    claims = (illegal_access, bounds_check, maps, boundary, whole_runner)
     installed_package = "flashinfer"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from moedoctor.faults.routing.duplicate_ids import DuplicateIdsParameters
-from moedoctor.fixes.expert_ids import ExpertIdFlags, deduplicate, validate_expert_ids
+from moedoctor.fixes.expert_ids import deduplicate
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.flashinfer.probe import FlashInferProbe, RoutingMaps
 
@@ -357,69 +356,11 @@ def boundary(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[st
     return rows
 
 
-def _sums_of(
-    unit: str,
-    device: str,
-    sources: Mapping[str, str],
-    *,
-    shapes: tuple[tuple[int, int, int], ...],
-    ids: tuple[str, ...],
-    finalizes: tuple[str, ...] = ("normal", "no_filling"),
-    ranks: tuple[int, ...] = (0, 1),
-    guard: bool = False,
-) -> list[dict[str, Any]]:
-    """How many sums are right for each combination, over all contents of the map's memory."""
-    code, rows = _load(unit, device, sources), []
-    keys = ("path", "rows", "rows_right", "rows_with_the_repeat_dropped", "rows_wrong", "rows_out_of_bounds")
-    for shape, kind, memory, finalize, rank in product(shapes, ids, _MEMORIES, finalizes, ranks):
-        parallel = 2 if rank or finalize == "no_filling" else 1
-        point = _point(shape, ranks=parallel, rank=rank, ids=kind, memory=memory, finalize=finalize)
-        evidence = observe(point, code, guard=guard).evidence
-        rows.append({**point.model_dump(exclude={"seed"}), **{key: evidence[key] for key in keys}})
-    return rows
-
-
 def _point(shape: tuple[int, int, int], *, ranks: int, **others: int | str) -> DuplicateIdsParameters:
     """The parameters for a shape (tokens, local experts, top_k)."""
     tokens, experts, top_k = shape
     given = {"tokens": tokens, "experts": experts * ranks, "top_k": top_k, "ranks": ranks, **others}
     return DuplicateIdsParameters.model_validate(given)
-
-
-_MEMORIES = ("garbage", "earlier", "zeros", "minus_one")
-_REPEATED = ("one_expert", "one_repeat")
-fused_sums = partial(
-    _sums_of,
-    shapes=((1, 128, 8), (128, 128, 8), (256, 128, 8), (64, 64, 6)),
-    ids=_REPEATED,
-    finalizes=("normal",),
-    ranks=(0,),
-)
-distinct = partial(_sums_of, shapes=((300, 128, 8), (1, 512, 10), (128, 128, 8)), ids=("distinct",))
-sentinels = partial(
-    _sums_of, shapes=((300, 128, 8), (300, 512, 10), (128, 128, 8)), ids=("sentinel",), ranks=(0,)
-)
-deduplicated = partial(
-    _sums_of, shapes=((300, 128, 8), (1, 512, 10), (256, 512, 8)), ids=_REPEATED, guard=True
-)
-
-
-def guard_cost(device: str) -> list[dict[str, Any]]:
-    """Microseconds of `validate_expert_ids` and `deduplicate` in a CUDA graph, at 128 tokens of 8 experts."""
-    from moedoctor.bench.timing import graph_time
-
-    ids = torch.rand(128, 128, device=device).argsort(1)[:, :8].int()  # [T, K]
-    weights = torch.rand(128, 8, device=device)  # [T, K]
-    flags = ExpertIdFlags(device)
-    times = {
-        "validate": graph_time(lambda: validate_expert_ids(ids, 128, flags=flags)),
-        "deduplicate": graph_time(lambda: deduplicate(ids, weights)),
-    }
-    flags.raise_if_found()
-    row: dict[str, Any] = {"shape": "128 x 8"}
-    for name, time in times.items():
-        row |= {f"{name}_us": time.median, f"{name}_us_p20": time.p20, f"{name}_us_p80": time.p80}
-    return [row]
 
 
 def _load(unit: str, device: str, sources: Mapping[str, str]) -> FlashInferProbe:

@@ -203,45 +203,7 @@ def fp8_clamps_nan(given: ClaimCases) -> ClaimJudgement:
     return decide(given.keeps("min_share", clamped), {"subject": unit, **figures}, reason)
 
 
-def _is_as_fast(given: ClaimCases) -> ClaimJudgement:
-    """Judge our time over the peer's, each shape by its own limit."""
-    ((unit, figures),) = given.measured()
-    rows, evidence = figures["rows"], {"subject": unit, **figures}
-    wrong = [row["shape"] for row in rows if not row["correct"]]
-    if wrong:
-        return decide(False, evidence, f"wrong results at {', '.join(wrong)}")
-    over = [
-        row
-        for row in rows
-        if row["time_ratio"] > given.limits["max_ratio_8192" if row["tokens"] >= 8192 else "max_ratio"]
-    ]
-    ratios = ", ".join(f"{row['shape']} {row['time_ratio']:.2f}" for row in (over or rows))
-    return decide(not over, evidence, f"ours/{unit}: {ratios}")
-
-
-speed, never_slower = (
-    claim(
-        key,
-        measure=f"{_BENCH}:{function}",
-        units=only("vllm@0.21.0"),  # no other release replaces it
-        needs_gpu=True,
-        needs="the kernels of 0.21.0: --vllm-kernels 0.21.0=PATH",
-        thresholds=("max_ratio", "max_ratio_8192"),
-    )(_is_as_fast)
-    for key, function in (("speed", "against_peer"), ("never_slower", "other_routers_against_peer"))
-)
-
-
-@claim("policy_cost", measure=f"{_BENCH}:policy_cost", needs_gpu=True, thresholds=("max_overhead",))
-def policy_cost(given: ClaimCases) -> ClaimJudgement:
-    """Judge each policy's time over that of the same kernel without one."""
-    (figures,) = given.evidence()
-    worst = max(figures["rows"], key=lambda row: float(row["overhead"]))
-    reason = f"{worst['overhead']:+.1%} at most, at {worst['shape']} with {worst['policy']}"
-    return decide(given.keeps("max_overhead", worst["overhead"]), figures, reason)
-
-
-# --- Claims that only a real engine can decide: NaN in padding, what it does, what tracing costs --------
+# --- Claims that only a real engine can decide: NaN in padding ------------------------------------------
 
 
 _ENGINES = "moedoctor.upstream.engine"
@@ -255,11 +217,10 @@ _OPTIONS: dict[str, Any] = {
 def _padding_holds_nan(given: ClaimCases) -> ClaimJudgement:
     """Judge in how many padded steps some padding row held NaN.
 
-    Engines whose memory was made NaN on purpose do not count. One engine with too few steps refutes the
-    claim; all engines must have run to confirm it.
+    One engine with too few steps refutes the claim; all engines must have run to confirm it.
     """
     rows = given.rows()
-    counted = [row for row in rows if "held NaN before" not in row["config"] and "not_run" not in row]
+    counted = [row for row in rows if "not_run" not in row]
     padded = [row for row in counted if row.get("steps_with_padding")]
     if not padded:
         return untested("no engine ran a padded step", {"rows": rows})
@@ -286,148 +247,6 @@ padding_holds_nan, padding_holds_nan_dp = (
 )
 
 
-@claim(
-    "end_to_end",
-    measure=f"{_ENGINES}.nan_padding:end_to_end",
-    thresholds=("min_share", "max_rows", "min_old_rows"),
-    **_OPTIONS,
-)
-def end_to_end(given: ClaimCases) -> ClaimJudgement:
-    """Judge whether NaN in padding leaves the release's own routing and tokens alone, and 0.19.1's not.
-
-    Where its kernels were not given or do not load, as beside torch 2.14, its restated top-k decides.
-    """
-    rows = {row["engine"]: row for row in given.rows()}
-    own = rows.get("own topk_softmax", {})
-    untouched = rows.get("untouched", {"error": "it did not run"})
-    evidence = {"rows": list(rows.values())}
-    if "error" in untouched:
-        return untested(f"no tokens to compare with; the untouched engine: {untouched['error']}", evidence)
-    doubt = _untouched_by_nan(own, "no padding row was made NaN")
-    if doubt is not None:
-        return untested(doubt, evidence)
-    reason = f"own: {_routed(own)}"
-    same = own["prompts_with_the_same_tokens"] / own["prompts"]
-    if not (given.keeps("min_share", same) and given.keeps("max_rows", own["rows_with_repeated_ids"])):
-        return decide(False, evidence, reason)
-    kernels, restated = (rows.get(f"topk_softmax of 0.19.1{end}", {}) for end in ("", ", restated"))
-    missing = "" if kernels else "its kernels were not given: --vllm-kernels 0.19.1=PATH"
-    if "does not load" in str(kernels.get("error")):
-        missing = str(kernels["error"])
-    old, name = (restated, f"0.19.1, restated ({missing})") if missing else (kernels, "0.19.1")
-    doubt = _untouched_by_nan(old, "no padding row was made NaN" if old else "it did not run")
-    if doubt is not None:
-        return untested(f"{reason}; {name}: {doubt}", evidence)
-    holds = given.keeps("min_old_rows", old["rows_with_repeated_ids"])
-    return decide(holds, evidence, f"{reason}; {name}: {_routed(old)}")
-
-
-def _untouched_by_nan(row: Mapping[str, Any], no_nan: str) -> str | None:
-    """Return why NaN cannot have reached the routing of this engine, or None if it can."""
-    if not row.get("nan_in_padding"):
-        return str(row.get("error", no_nan))
-    return None if row.get("routers_watched") else "no router was watched"
-
-
-def _routed(row: Mapping[str, Any]) -> str:
-    return (
-        f"{row['rows_with_repeated_ids']} rows with repeated ids, of them "
-        f"{row['real_rows_with_repeated_ids']} real, "
-        f"{row['prompts_with_the_same_tokens']} of {row['prompts']} prompts keep their tokens"
-    )
-
-
-@claim(
-    "planted_nan",
-    measure=f"{_ENGINES}.nan_planted:planted_table",
-    thresholds=("max_missed", "max_false"),
-    **_OPTIONS,
-)
-def planted_nan(given: ClaimCases) -> ClaimJudgement:
-    """Judge whether the trace found a planted NaN in the first layer's attention in step 2, and no other."""
-    given_rows = given.rows()
-    ran = [row for row in given_rows if "error" not in row and row["runner_in_use"] == row["runner"]]
-    planted = [row for row in ran if row["planted"] != "nothing"]
-    clean = [row for row in ran if row["planted"] == "nothing"]
-    missed = [row for row in planted if (row["first_step"], row["first_point"]) != (2, _FIRST_ATTENTION)]
-    false = [row for row in clean if row["first_step"] or not row["routers_watched"]]
-    elsewhere = [row for row in ran if row["first_token"] != row["planted_token"]]
-    reason = (
-        f"{len(planted) - len(missed)} of {len(planted)} engines with a planted NaN name its place, "
-        f"{len(clean) - len(false)} of {len(clean)} without one report none"
-    )
-    holds = given.keeps("max_missed", len(missed)) and given.keeps("max_false", len(false))
-    absent = [f"{row['runner']}, {row['mode']}: {_why_absent(row)}" for row in given_rows if row not in ran]
-    if elsewhere or (holds and (absent or not planted or not clean)):
-        return untested("; ".join((reason, *absent)), {"rows": given_rows})
-    return decide(holds, {"rows": given_rows}, reason)
-
-
-_FIRST_ATTENTION = "model.layers.0.self_attn.attn"
-
-
-def _why_absent(row: Mapping[str, Any]) -> str:
-    return str(row.get("error") or f"the engine has the model runner {row['runner_in_use']}")
-
-
-def _trace_is_cheap(given: ClaimCases) -> ClaimJudgement:
-    """Judge a decode step with the trace over one without.
-
-    The difference between two identical engines is added to both sides. If there are events around the
-    model, they decide: all that the trace does is between them, while scheduling and sampling vary by more
-    than the trace costs. The wall clock must agree.
-    """
-    rows, limit = given.rows(), given.limits["max_overhead"]
-    if any(0 in row.get("compared", ()) for row in rows):
-        return untested("an engine compared no call with the reference", {"rows": rows})
-    costs = [(*_added(row), row["overhead"], row["noise"]) for row in rows]
-    above = any(max(share - noise, wall - wall_noise) > limit for share, noise, wall, wall_noise in costs)
-    below = all(max(share + noise, wall) <= limit for share, noise, wall, _ in costs)
-    reason = "; ".join(_cost(row) for row in rows)
-    if not above and not below:
-        return untested(f"{reason}; too much to tell", {"rows": rows})
-    return decide(below, {"rows": rows}, reason)
-
-
-trace_overhead, trace_overhead_tiny, record_overhead, record_overhead_crash, record_overhead_mismatch = (
-    claim(key, measure=f"{_ENGINES}.nan_overhead:{function}", thresholds=("max_overhead",), **_OPTIONS)(
-        _trace_is_cheap
-    )
-    for key, function in (
-        ("trace_overhead", "overhead"),
-        ("trace_overhead_tiny", "overhead_tiny"),
-        ("record_overhead", "recording"),
-        ("record_overhead_crash", "recording_crash"),
-        ("record_overhead_mismatch", "recording_mismatch"),
-    )
-)
-
-
-def _added(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Return what the trace adds, and the difference of identical engines, as shares of the whole step."""
-    if "gpu_overhead" not in row:
-        return row["overhead"], row["noise"]
-    of_step = row["gpu_step_ms_off"] / row["step_ms_off"]
-    return row["gpu_overhead"] * of_step, row["gpu_noise"] * of_step
-
-
-def _cost(row: Mapping[str, Any]) -> str:
-    wall = (
-        f"{row['model']}, {row['layers']} layers, batch {row['batch']}: {row['overhead']:+.1%} "
-        f"({row['overhead_p20']:+.1%} to {row['overhead_p80']:+.1%}) of {row['step_ms_off']:.2f} ms, "
-        f"two identical engines differ by {row['noise']:.1%}"
-    )
-    if "compared" in row:
-        return (
-            f"{wall}; means of {row['rounds']} rounds in which {sum(row['compared'])} calls were compared, "
-            f"{row['compare_ms']:.0f} ms each beside the engine"
-        )
-    if "gpu_overhead" not in row:
-        return wall
-    share, noise = _added(row)
-    return f"{wall}, by events around the model {share:+.1%} and {noise:.1%} of that step"
-
-
 _SYMPTOMS = {
     "clean_rows_with_duplicates": "{} of {rows} rows are clean and hold a duplicate id: not because of NaN",
     "rows_with_duplicates": "{} of {rows} rows hold a duplicate id",
@@ -451,19 +270,8 @@ class NanRouting(Fault):
     }
     lab = "moedoctor.faults.routing.nan_routing_lab"
     claims = (
-        *(same_expert, always_distinct, separate_launch, fused_is_free, fp8_clamps_nan, speed, never_slower),
-        *(
-            policy_cost,
-            padding_holds_nan,
-            padding_holds_nan_dp,
-            end_to_end,
-            planted_nan,
-            trace_overhead,
-            trace_overhead_tiny,
-            record_overhead,
-            record_overhead_crash,
-            record_overhead_mismatch,
-        ),
+        *(same_expert, always_distinct, separate_launch, fused_is_free, fp8_clamps_nan),
+        *(padding_holds_nan, padding_holds_nan_dp),
     )
 
     def judge(self, case: Case, observation: Observation) -> Judgement:

@@ -54,7 +54,6 @@ class SentinelIdsParameters(Parameters):
 
 _LAB = "moedoctor.faults.routing.sentinel_ids_lab"
 UPSTREAM = ("TRITON bf16", "TRITON fp8", "MARLIN nvfp4", "MARLIN fp8")
-OURS = ("OURS bf16", "OURS fp8", "OURS nvfp4")
 NO_SENTINEL = "no -1"
 """The kind of ids that is the control of the others."""
 IDS = (NO_SENTINEL, "padding rows of -1", "one slot of -1 a row")
@@ -66,7 +65,14 @@ def units_of(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{path}, {ids}" for path in paths for ids in IDS)
 
 
-def _paths_skip_sentinels(given: ClaimCases) -> ClaimJudgement:
+@claim(
+    "upstream_paths",
+    measure=f"{_LAB}:measure_path",
+    units=lambda subjects: units_of(UPSTREAM),
+    needs_gpu=True,
+    thresholds=("max_rows",),
+)
+def upstream_paths(given: ClaimCases) -> ClaimJudgement:
     """Judge the rows that are wrong if some ids are -1, path by path. A path that died has no right row.
 
     Only a path that is right without any -1 can show something about -1. Others are named, with the reason.
@@ -89,18 +95,6 @@ def _paths_skip_sentinels(given: ClaimCases) -> ClaimJudgement:
     if not wrong and (broken or not tried):
         return untested(reason, {"rows": rows})
     return decide(not wrong, {"rows": rows}, reason)
-
-
-upstream_paths, our_path = (
-    claim(
-        key,
-        measure=f"{_LAB}:measure_path",
-        units=lambda subjects, paths=paths: units_of(paths),
-        needs_gpu=True,
-        thresholds=("max_rows",),
-    )(_paths_skip_sentinels)
-    for key, paths in (("upstream_paths", UPSTREAM), ("our_path", OURS))
-)
 
 
 @claim(
@@ -168,7 +162,7 @@ class SentinelIds(Fault):
     parameters = SentinelIdsParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
     lab = "moedoctor.faults.routing.sentinel_ids_lab"
-    claims = (upstream_paths, alignment, our_path)
+    claims = (upstream_paths, alignment)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         return judge_counts(observation.evidence, _SYMPTOMS, "{rows} of {rows} rows are right")

@@ -16,7 +16,7 @@ import torch
 
 from moedoctor.bench.moe import backends as registry
 from moedoctor.bench.moe.parity import poison
-from moedoctor.faults.routing.sentinel_ids import IDS, UPSTREAM, SentinelIdsParameters
+from moedoctor.faults.routing.sentinel_ids import IDS, SentinelIdsParameters
 from moedoctor.fixes.expert_ids import local_ids, without_sentinels
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
@@ -173,7 +173,7 @@ def measure_path(unit: str, device: str) -> dict[str, Any]:
     out = prepared(problem.x, problem.topk_weights, problem.topk_ids).float()  # [T, H]
     _finish(device, _RUNNING)
     row = _row_figures(problem, out, expected_output(problem, variant.activations))
-    return {"row": row, "vllm": installed_release()} if path in UPSTREAM else {"row": row}
+    return {"row": row, "vllm": installed_release()}
 
 
 def measure_alignment(device: str) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from moedoctor.faults.base import (
     decide,
     untested,
 )
-from moedoctor.faults.selection.backend_claims import backend_engine
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends.release_tables import CAPABILITIES, releases, tables
 from moedoctor.fixes.backends.requests import NVFP4_VARIABLE, governing_variables
@@ -197,7 +196,7 @@ class BackendOverride(Fault):
         "installed": (Tier.LIBRARY,),
     }
     lab = "moedoctor.faults.selection.backend_override_lab"
-    claims = (no_override, no_variable, gemm_selects, gemm_crashes, marlin_by_default, backend_engine)
+    claims = (no_override, no_variable, gemm_selects, gemm_crashes, marlin_by_default)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence

@@ -7,7 +7,6 @@ by side; `Ran.compare` then compares tokens, logprobs and errors with those of t
 from __future__ import annotations
 
 import enum
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moedoctor.models.presets import preset_document
 from moedoctor.results import UnavailableError, worst
 from moedoctor.upstream.engine import engine
 from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 PARALLEL = 16
 """Engines at once: each takes one core while it starts and about 1 GiB of the GPU."""
-SAME_LOGPROBS = "same logprobs"
 ON_HOST = (
     "is not on GPU",  # MARLIN
     "is_cuda() != true",  # HUMMING
@@ -97,7 +94,7 @@ class Ran:
                 at = next(i for i, pair in enumerate(zip(ids, expected, strict=True)) if pair[0] != pair[1])
                 return Outcome.OTHER, f"prompt {prompt + 1}, token {at + 1}: {ids[at]}, not {expected[at]}"
         distance = logprob_distance(result, control)
-        return Outcome.SAME, SAME_LOGPROBS if distance == 0 else f"logprobs differ by up to {distance:.2g}"
+        return Outcome.SAME, "same logprobs" if distance == 0 else f"logprobs differ by up to {distance:.2g}"
 
 
 def run_trials(trials: Sequence[Trial], *, parallel: int = PARALLEL) -> list[Ran]:
@@ -169,24 +166,3 @@ def checkpoints(*schemes: Scheme, **shape: Any) -> Iterator[Mapping[Scheme, str]
             scheme: str(write_qwen3_moe(Path(name) / scheme, scheme=scheme, **shape))
             for scheme in dict.fromkeys(schemes)
         }
-
-
-def write_shape(folder: Path, **changes: Any) -> Path:
-    """Write the configuration of Qwen3-30B-A3B into `folder`, with fields changed and without weights.
-
-    For engines that load random weights (``load_format="dummy"``).
-    """
-    preset = preset_document("qwen3-30b-a3b")
-    document = {
-        **{key: value for key, value in preset.items() if not key.startswith("_")},
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "attention_bias": False,
-        "norm_topk_prob": True,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6,
-        "torch_dtype": "bfloat16",
-        **changes,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    return folder

@@ -1,4 +1,4 @@
-"""Real engines with the NaN trace: how often padding holds NaN, and what that does to real rows.
+"""Real engines with the NaN trace: how often padding holds NaN.
 
 Every engine is a tiny Qwen3-MoE in BF16 with random weights, compiled, with piecewise CUDA graphs. The
 columns are those of vllm-project/vllm#39593.
@@ -11,24 +11,19 @@ trace.
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.engine.engine import EngineRequest
 from moedoctor.upstream.engine.experiment import Ran, Trial, checkpoints, rows, run_trials, some_ran
-from moedoctor.upstream.releases.wheel import shared_object
 
 BATCH = 11
 """Prompts at once: graphs are not captured for this size, so decode steps are padded to 16."""
+TRACED: Mapping[str, str] = {"MOEDOCTOR_TRACE": "nan"}
 SECONDS = 280.0
 """Time limit of an engine."""
-UNTOUCHED, OWN, OLD = "untouched", "own topk_softmax", "topk_softmax of 0.19.1"
-RESTATED = f"{OLD}, restated"
-POISONED = "1 GPU, TRITON_ATTN, memory held NaN before"
 RANKS = 2
 CONFIGS: Mapping[str, Mapping[str, Any]] = {"DP=2": {}, "DEP=2": {"enable_expert_parallel": True}}
 """As vllm-project/vllm#39593 names them -> engine arguments; D is data parallel, EP expert parallel."""
@@ -59,74 +54,21 @@ def engine_arguments() -> dict[str, Any]:
     }
 
 
-def traced(experiment: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return the environment of an engine with the trace, and with an experiment if there is one."""
-    environ = {"MOEDOCTOR_TRACE": "nan"}
-    return environ if experiment is None else {**environ, "MOEDOCTOR_EXPERIMENT": json.dumps(experiment)}
-
-
 def prompts() -> Sequence[list[int]]:
     """Return prompts of 3 to 13 tokens, so that prefill steps are padded, too."""
     return [[(7 * prompt + 13 * place) % 500 + 5 for place in range(3 + prompt)] for prompt in range(BATCH)]
 
 
 def padding_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a row for each configuration. Raises UnavailableError if no engine ran.
-
-    The third engine gets memory that held NaN before, so rows that attention does not write show.
-    """
+    """Return a row for each configuration. Raises UnavailableError if no engine ran."""
     with checkpoints("bf16", **_MODEL) as folders:
-        model = folders["bf16"]
         trials = [
-            _trial("config", model, f"1 GPU, {backend}", traced(), attention_backend=backend)
+            _trial(folders["bf16"], f"1 GPU, {backend}", attention_backend=backend)
             for backend in ("TRITON_ATTN", "FLASH_ATTN")
         ]
-        trials.append(_trial("config", model, POISONED, traced({"poison_memory": True})))
         ran = run_trials(trials)
     table = some_ran(rows(ran, _row))
     return [*table, {"config": "DP=2", "not_run": "scenarios/engine/nan_padding_dp.yaml does"}]
-
-
-def end_to_end(sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Make padding rows NaN with vLLM's own top-k, and with that of the last release before the fix.
-
-    The first row is the engine without NaN; the tokens of the others are compared with its tokens, and the
-    figure is None if it did not run. The third has that top-k as moedoctor restates it; the fourth needs the
-    kernels of 0.19.1 and is left out without them.
-    """
-    poison = {"poison_padding": True}
-    experiments: dict[str, dict[str, Any] | None] = {
-        UNTOUCHED: None,
-        OWN: poison,
-        RESTATED: {**poison, "restated_topk": True},
-    }
-    old = sources.get("vllm@0.19.1")
-    if old is not None:
-        experiments[OLD] = {**poison, "topk_softmax": str(shared_object(Path(old)))}
-    with checkpoints("bf16", **_MODEL) as folders:
-        ran = run_trials(
-            [_trial("engine", folders["bf16"], name, traced(given)) for name, given in experiments.items()]
-        )
-    untouched = ran[0].result
-
-    def columns(engine: Ran) -> dict[str, Any]:
-        tokens, probe = engine.result.tokens, engine.result.probe
-        same = None
-        if untouched.error is None:
-            same = sum(ids == expected for ids, expected in zip(tokens, untouched.tokens, strict=True))
-        return {
-            "prompts": len(tokens),
-            "prompts_with_the_same_tokens": same,
-            **_row(engine),
-            "nan_in_real": probe["nan_in_real"],
-            "routers_watched": probe["routers_watched"],
-            "rows_with_repeated_ids": _repeated(engine),
-            "real_rows_with_repeated_ids": sum(router["repeated"][0] for router in probe["routers"]),
-            "first_in_padding": _place(probe["first_padding"]),
-            "first_in_real": _place(probe["first_real"]),
-        }
-
-    return some_ran(rows(ran, columns))
 
 
 def parallel_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -163,7 +105,7 @@ def rank_trials(
                 prompts()[: _RANK_PROMPTS[rank]],
                 {**engine_arguments(), **_ONE_PROCESS, **arguments},
                 {
-                    **traced(),
+                    **TRACED,
                     "VLLM_DP_RANK": str(rank),
                     "VLLM_DP_RANK_LOCAL": "0" if shared else str(rank),
                     "VLLM_DP_SIZE": str(RANKS),
@@ -246,18 +188,18 @@ def report(llm: Any) -> dict[str, Any]:
     return found.evidence()
 
 
-def _trial(column: str, model: str, label: str, environ: Mapping[str, str], **arguments: Any) -> Trial:
+def _trial(model: str, label: str, **arguments: Any) -> Trial:
     request = EngineRequest(
         model,
         prompts(),
         {**engine_arguments(), **arguments},
-        environ,
+        TRACED,
         max_tokens=_TOKENS,
         probe=_REPORT,
         seconds=SECONDS,
         label=label,
     )
-    return Trial(request, {column: label})
+    return Trial(request, {"config": label})
 
 
 def _row(engine: Ran) -> dict[str, Any]:
@@ -268,7 +210,3 @@ def _row(engine: Ran) -> dict[str, Any]:
 
 def _repeated(engine: Ran) -> int:
     return sum(sum(router["repeated"]) for router in engine.result.probe["routers"])
-
-
-def _place(finding: Mapping[str, Any] | None) -> str:
-    return "" if finding is None else f"{finding['what']} at {finding['point']}, step {finding['step']}"

@@ -8,7 +8,6 @@ are in these two places. Both get the cache's slots, whose addresses never chang
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,51 +28,14 @@ logger = logging.getLogger("vllm.moedoctor")
 _PARTS = ("_a1", "_a2", "_w1", "_w2")
 _FIELDS = ("scale", "alpha_or_gscale", "zp", "bias")
 _ATTRIBUTE = "moedoctor_experts"
-_GAINS = {"w1": 1.0, "w2": 3.0}
-"""As in `reference.checkpoints`: the gain of w2 makes up for SiLU and the mean over experts."""
-_DUMMY_DEVIATION = 1e-3 * math.sqrt(8.5625)
-"""vLLM's dummy NVFP4 weights have a block scale of 1 and a global scale of 0.001; the root of the mean square
-of E2M1's values is 2.93."""
 EXPERTS: ContextVar[int | None] = ContextVar("experts of the layer that computes", default=None)
 """Set while a cached layer computes, so that tiles are chosen as without the cache."""
-
-
-class IdLog:
-    """The ids of a layer's calls, stored on the device by operations that a CUDA graph can hold."""
-
-    def __init__(self, calls: int, width: int, device: torch.device) -> None:
-        """Make room for `calls` calls of at most `width` ids, T * K.
-
-        Later calls overwrite the first; calls with more ids are left out.
-        """
-        self._ids = torch.full((calls, width), -1, dtype=torch.int32, device=device)  # [calls, width]
-        self._count = torch.zeros(1, dtype=torch.int64, device=device)  # [1]
-
-    def note(self, ids: torch.Tensor) -> None:
-        """Store `ids` [T, K]."""
-        calls, width = self._ids.shape
-        if ids.numel() > width:
-            return
-        row = torch.nn.functional.pad(ids.reshape(1, -1).int(), (0, width - ids.numel()), value=-1)
-        self._ids.index_copy_(0, self._count % calls, row)  # the index is on the device, so a replay moves on
-        self._count.add_(1)
-
-    def clear(self) -> None:
-        """Forget all calls."""
-        self._count.zero_()
-
-    def calls(self) -> list[list[int]]:
-        """Return the ids of each call since `clear`, padded with -1; empty if there was no room for all."""
-        count = int(self._count)
-        return self._ids[:count].tolist() if count <= len(self._ids) else []
 
 
 class HostExperts:
     """One layer's experts in host memory, and the cache through which the layer computes with them."""
 
     cache: ExpertCache
-    log: IdLog | None = None
-    """Made by `keep_ids`."""
     hits_first: str | None = None
     """Who computes with resident experts while others are copied: "own", "backend", or None."""
     stream: tuple[LayerStream, int, int] | None = None
@@ -86,8 +48,6 @@ class HostExperts:
         """
         tensors = per_expert(layer)
         self.store = _store(tensors, options)
-        self._packed = options.packed
-        """Whether packing was asked for; other types than bfloat16 are left as they are."""
         self._layer, self._device = layer, device
         self.kernel = layer.quant_method.moe_kernel
         self._compute = self.kernel.apply
@@ -116,8 +76,6 @@ class HostExperts:
             raise UnavailableError(
                 f"CUDA graphs need pinned host memory: {self.store.reason}; use --enforce-eager"
             )
-        if options.packed and not self._packed:
-            self.store, self._packed = _store(self.store.tensors, options), True
         engine = options.engine
         if engine == "auto":
             engine = "device" if self.store.pinned else "host"
@@ -141,7 +99,7 @@ class HostExperts:
             self.kernel.impl.inplace = False  # the input of the second group is not the output of the first
         if self._rows is not None:
             cache.skip_padding(self._rows)
-        self.cache, self.log, self.stream = cache, None, None
+        self.cache, self.stream = cache, None
         device = cache.engine == "device"
         self.hits_first = hits_first.who_computes(self._layer, options.overlap) if device else None
         self.kernel.apply = _applying(self, self._compute, self.hits_first)
@@ -183,59 +141,6 @@ class HostExperts:
         """Let this cache and those that follow skip padding, as `ExpertCache.skip_padding`."""
         self._rows = rows
         self.cache.skip_padding(rows)
-
-    def keep_ids(self, calls: int, width: int) -> None:
-        """Log the ids of every call from now on, until `give`; graphs must be captured after this."""
-        log, compute = IdLog(calls, width, self._device), self.kernel.apply
-
-        def apply(
-            hidden_states: torch.Tensor,
-            w1: torch.Tensor,
-            w2: torch.Tensor,
-            topk_weights: torch.Tensor,
-            topk_ids: torch.Tensor,
-            **given: Any,
-        ) -> torch.Tensor:
-            log.note(topk_ids)
-            result: torch.Tensor = compute(hidden_states, w1, w2, topk_weights, topk_ids, **given)  # [T, H]
-            return result
-
-        self.kernel.apply, self.log = apply, log
-
-    def draw(self, generator: torch.Generator) -> None:
-        """Draw new weights with a deviation of ``gain / sqrt(inputs)``: BF16, FP16, FP32, or dummy NVFP4.
-
-        Only host memory changes: call `give` next, because the slots still hold the old weights. They are
-        drawn on the generator's device, one tensor at a time. Raises RuntimeError if experts are packed.
-        """
-        if self.store.packed:
-            raise RuntimeError("packed experts cannot be drawn anew; start with packed=0")
-        inputs = {"w1": self._layer.hidden_size, "w2": self._layer.intermediate_size_per_partition}
-        for name, gain in _GAINS.items():
-            host, deviation = self.store.tensors[name], gain / math.sqrt(inputs[name])  # host: [E, ...]
-            if host.is_floating_point():
-                drawn = torch.empty(host.shape, dtype=host.dtype, device=generator.device)
-                host.copy_(drawn.normal_(0.0, deviation, generator=generator))
-                continue
-            # Every four bits are a value of E2M1, in whichever order the backend repacked them.
-            bits = host.view(torch.uint8)
-            bits.copy_(
-                torch.randint(
-                    256, bits.shape, dtype=torch.uint8, device=generator.device, generator=generator
-                )
-            )
-            self.store.tensors[f"_{name}.alpha_or_gscale"].mul_(deviation / _DUMMY_DEVIATION)
-
-    def roll(self, by: int) -> None:
-        """Plant a fault: expert e gets the tensors of expert ``e - by``, on the host and in the slots.
-
-        ``roll(-by)`` undoes it. The caller synchronizes before and after.
-        """
-        blocks = [part.blocks for part in self.store.packed.values()]
-        for tensor in (*self.store.tensors.values(), *blocks):
-            rows = tensor.view(self.num_experts, -1).view(torch.uint8)  # [E, bytes]: torch rolls no FP8
-            rows.copy_(rows.to(self._device).roll(by, 0))
-        self.cache.reload()
 
 
 _MOST_STREAMED = 0.25

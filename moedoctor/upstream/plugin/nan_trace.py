@@ -27,11 +27,7 @@ from moedoctor.upstream.plugin.steps import Steps
 class EngineTrace:
     """The trace of one worker process. Its device memory is taken when the first layer is made."""
 
-    def __init__(self, experiment: Any = None) -> None:
-        self.experiment = experiment
-        """A `moedoctor.upstream.engine.padding_experiment.Experiment`, or None."""
-        self.real = 0
-        """Rows of the step that are not padding."""
+    def __init__(self) -> None:
         self.running = False
         self.process: int | None = None
         """The process that made the first layer and owns the record; None before."""
@@ -87,8 +83,6 @@ class EngineTrace:
             result = original(*arguments, **options)
             output = options.get("output")
             if output is not None:
-                if self.experiment is not None and self.running:
-                    self.experiment.poison(output, self.real)
                 self._attention = (name, output)
                 if name not in self._before_experts:
                     state.watch(self.point(name), output.flatten(1))  # [tokens, columns]
@@ -154,7 +148,6 @@ class EngineTrace:
 
     def begin(self, real: int, rows: int) -> None:
         """Begin a step of `rows` rows, of which the first `real` are not padding."""
-        self.real = real
         self.state.begin(real, rows)
         self.running, self._attention = True, None
 
@@ -206,10 +199,7 @@ def apply(version: str) -> str:
     if _active is not None:
         _active.prepare()  # this process may be a fork of the one where the trace was started
         return "is active already"
-    from moedoctor.upstream.engine.padding_experiment import Experiment
-
-    experiment = Experiment.from_environment(os.environ)
-    trace = EngineTrace(experiment)
+    trace = EngineTrace()
     layers = "vllm.model_executor.layers"
     attention, experts = f"{layers}.attention.attention:Attention", f"{layers}.fused_moe"
     moe, router = f"{experts}.runner.moe_runner:MoERunner", f"{experts}.router.base_router:BaseRouter"
@@ -222,14 +212,9 @@ def apply(version: str) -> str:
         Patch(router, "select_experts", trace.around_router, "router_logits", routed),
         *Steps(trace.begin, trace.end).patches(),
     ]
-    active = ["attention (not MLA), router and MoE outputs are watched for NaN; report at exit"]
-    if experiment is not None:
-        more, put_wrong = experiment.prepare()
-        patches += more
-        active.append(put_wrong)
     apply_patches("nan", version, patches)
     _active = ExitReport(trace)
-    return "; ".join(active)
+    return "attention (not MLA), router and MoE outputs are watched for NaN; report at exit"
 
 
 def trace_of_this_process() -> EngineTrace:

@@ -70,12 +70,7 @@ class MoeKernels:
             raise UnavailableError(f"{self.path.name} has no operator {name}")
         return getattr(self.ops, name).default._schema
 
-    def grouped_topk(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
-        """Call vLLM's fused ``grouped_topk``; arguments as for `bound_grouped`."""
-        weights, ids = self.bound_grouped(logits, top_k, **options)()  # [T, K] each
-        return TopK(weights.float(), ids.int())
-
-    def bound_grouped(
+    def grouped_topk(
         self,
         logits: torch.Tensor,
         top_k: int,
@@ -86,8 +81,8 @@ class MoeKernels:
         bias: torch.Tensor | None = None,
         renormalize: bool = False,
         routed_scaling_factor: float = 1.0,
-    ) -> Any:
-        """Return a function that only calls the operator, for timing; it returns weights and ids [T, K].
+    ) -> TopK:
+        """Call vLLM's fused ``grouped_topk``.
 
         Raises UnavailableError without a `bias`, which the operator always adds.
         """
@@ -105,8 +100,8 @@ class MoeKernels:
             "scoring_func": _SCORING[scoring],
         }
         arguments = fill(self.schema("grouped_topk"), values)
-        operator = self.ops.grouped_topk
-        return lambda: operator(**arguments)
+        weights, ids = self.ops.grouped_topk(**arguments)  # [T, K] each
+        return TopK(weights.float(), ids.int())
 
     def _topk(
         self,

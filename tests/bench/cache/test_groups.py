@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 from moedoctor.bench.cache import groups as bench
 from moedoctor.bench.cache.model import Model
 from moedoctor.bench.timing import Comparison, compare_rounds
-from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
+from moedoctor.fixes.moe.forward import moe_forward
 from moedoctor.results import UnavailableError
 
-SMALL = Model(layers=1, experts=16, top_k=2, hidden_size=64, intermediate_size=32, host_layers=1)
+SMALL = Model(layers=1, experts=16, top_k=2, hidden_size=64, intermediate_size=32)
 
 
 @pytest.mark.parametrize("groups", [2, 4, 8])
@@ -56,38 +55,33 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_both_kernels_are_timed_in_the_same_way_on_one_layer(timed: list[str]) -> None:
-    theirs = bench.upstream_groups("cpu", tokens=9, model=SMALL)
+def test_graphs_and_eager_calls_are_timed_and_set_beside_one_call(timed: list[str]) -> None:
+    cost = bench.upstream_groups("cpu", tokens=9, model=SMALL)
     assert timed == ["1", "2", "4", "8"]
-    ours = bench.our_groups("cpu", tokens=9, model=SMALL)
-    assert timed[4:] == ["1", "2", "2 in turn", "4", "4 in turn", "8", "8 in turn"]
-    assert (theirs["experts"], theirs["tokens"]) == (ours["experts"], ours["tokens"]) == (16, 9)
-    for cost in (theirs, ours):
-        assert [row["groups"] for row in cost["rows"]] == [2, 4, 8]
-        assert cost["one_call_us_eager_wall_clock"] > 0
-        for row in cost["rows"]:
-            assert row["us_eager_wall_clock"] > 0
-            eager = row["us_eager_wall_clock"] - cost["one_call_us_eager_wall_clock"]
-            assert row["us_a_further_group_eager_wall_clock"] == pytest.approx(eager / (row["groups"] - 1))
-    assert [row["us"] for row in theirs["rows"]] == [800.0, 1200.0, 1600.0]
-    assert [row["overhead"] for row in theirs["rows"]] == [1.0, 2.0, 3.0]
-    assert [row["us_a_further_group"] for row in theirs["rows"]] == [400.0, 800 / 3, 1200 / 7]
-    assert [row["us_in_turn"] for row in ours["rows"]] == [2100.0, 3500.0, 4900.0]
+    assert (cost["experts"], cost["tokens"]) == (16, 9)
+    assert [row["groups"] for row in cost["rows"]] == [2, 4, 8]
+    assert cost["one_call_us_eager_wall_clock"] > 0
+    for row in cost["rows"]:
+        assert row["us_eager_wall_clock"] > 0
+        eager = row["us_eager_wall_clock"] - cost["one_call_us_eager_wall_clock"]
+        assert row["us_a_further_group_eager_wall_clock"] == pytest.approx(eager / (row["groups"] - 1))
+    assert [row["us"] for row in cost["rows"]] == [800.0, 1200.0, 1600.0]
+    assert [row["overhead"] for row in cost["rows"]] == [1.0, 2.0, 3.0]
+    assert [row["us_a_further_group"] for row in cost["rows"]] == [400.0, 800 / 3, 1200 / 7]
 
 
-def test_without_a_model_both_have_the_shape_of_qwen3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_model_the_layer_has_the_shape_of_qwen3(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, int, int, int]] = []
 
     def made(device: str, *, tokens: int, model: Model | None = None) -> Any:
-        model = model or Model(host_layers=1)
+        model = model or Model()
         shapes.append((tokens, model.experts, model.hidden_size, model.intermediate_size))
         raise LookupError("no layer")
 
     monkeypatch.setattr(bench.ResidentLayer, "make", made)
-    for measure in (bench.upstream_groups, bench.our_groups):
-        with pytest.raises(LookupError, match="no layer"):
-            measure("cpu")
-    assert shapes == [(1024, 128, 2048, 768)] * 2
+    with pytest.raises(LookupError, match="no layer"):
+        bench.upstream_groups("cpu")
+    assert shapes == [(1024, 128, 2048, 768)]
 
 
 def test_groups_of_vllm_are_not_timed_if_they_lose_an_expert(
@@ -104,35 +98,6 @@ def test_groups_of_vllm_are_not_timed_if_they_lose_an_expert(
     assert timed == []
 
 
-@pytest.mark.parametrize("factor", [1.001, float("nan")])
-@pytest.mark.parametrize(("call", "name"), [(0, "2"), (1, "2 in turn")])
-def test_our_groups_are_not_timed_if_they_differ_from_one_call(
-    timed: list[str], monkeypatch: pytest.MonkeyPatch, factor: float, call: int, name: str
-) -> None:
-    made, total = itertools.count(), GroupedForward.total
-    monkeypatch.setattr(
-        GroupedForward, "total", lambda self: total(self) * (factor if next(made) == call else 1)
-    )
-    with pytest.raises(RuntimeError, match=rf"groups \({name}\) differ from one call by"):
-        bench.group_cost("cpu", tokens=9, groups=(2,), model=SMALL)
-    assert timed == []
-
-
-def test_groups_in_turn_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts_beside: list[int] = []
-    beside = GroupedForward.add_resident
-    monkeypatch.setattr(
-        GroupedForward,
-        "add_resident",
-        lambda self, parts: (parts_beside.append(len(parts)), beside(self, parts)),
-    )
-    calls = bench.grouped_calls("cpu", tokens=9, groups=(2,), model=SMALL)
-    calls["2 in turn"]()
-    assert parts_beside == []
-    calls["2"]()
-    assert parts_beside == [2]
-
-
 @pytest.mark.gpu
 def test_a_cold_swap_moves_its_bytes_no_faster_than_the_bus() -> None:
     swap = bench.cold_swap("cuda:0", rounds=3)
@@ -140,13 +105,6 @@ def test_a_cold_swap_moves_its_bytes_no_faster_than_the_bus() -> None:
     for row in swap["rows"]:
         assert 0 < row["transfer_share"] < 1.1
         assert row["gigabytes_per_second"] < 1.1 * swap["pinned_gigabytes_per_second"]
-
-
-@pytest.mark.gpu
-def test_our_groups_give_the_result_of_one_call() -> None:
-    cost = bench.our_groups("cuda:0")
-    assert [row["groups"] for row in cost["rows"]] == [2, 4, 8]
-    assert all(row["largest_difference"] < 1e-5 for row in cost["rows"])
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.bench.cache.replay import SCOPES, default_capacities, facts_of, replay_speed, replay_trace
+from moedoctor.bench.cache.replay import SCOPES, default_capacities, facts_of, replay_trace
 from moedoctor.trace.format import RoutingTrace
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
@@ -105,18 +105,3 @@ def test_capacities_double_up_to_every_expert() -> None:
 def test_a_capacity_below_one_is_refused(capacities: list[int]) -> None:
     with pytest.raises(ValueError, match="capacity"):
         replay_trace(SMALL, capacities=capacities)
-
-
-def test_a_replay_is_timed() -> None:
-    ticks = iter(range(1000))
-    rows = replay_speed(capacities=(16,), tokens=20, rounds=3, clock=lambda: float(next(ticks)))
-    assert {row["accesses_per_second"] for row in rows} == {160.0}
-    assert {row["policy"] for row in rows} == {"lru", "lfu", "lfru", "aging"}
-
-
-def test_every_hit_rate_is_listed_with_its_bound() -> None:
-    rows = replay_speed(capacities=(16, 32), tokens=400, rounds=1)
-    bounds = {row["capacity"]: row["hit_rate_optimum"] for row in rows}
-    assert bounds[16] < bounds[32]
-    for row in rows:
-        assert 0 < row["hit_rate"] < row["hit_rate_optimum"] == bounds[row["capacity"]]

@@ -71,12 +71,12 @@ def test_every_claim_is_measured_for_any_subjects() -> None:
 
 def overheads(*values: float) -> dict[str, Any]:
     """Graph replays measure `values`; the wall clock of eager calls is far off."""
-    orders = {"": 0.0, "_in_turn": 0.2, "_eager_wall_clock": 3.0, "_in_turn_eager_wall_clock": 4.0}
+    clocks = {"": 0.0, "_eager_wall_clock": 3.0}
     rows = [
         {
             "groups": groups,
-            **{f"overhead{end}": value + more for end, more in orders.items()},
-            **{f"us_a_further_group{end}": 100 * groups + 10 * more for end, more in orders.items()},
+            **{f"overhead{end}": value + more for end, more in clocks.items()},
+            **{f"us_a_further_group{end}": 100 * groups + 10 * more for end, more in clocks.items()},
         }
         for groups, value in zip((2, 4, 8), values, strict=True)
     ]
@@ -89,7 +89,6 @@ def transfers(*shares: float) -> dict[str, Any]:
 
 
 LIMITS = {"tolerance": 0.05, "min_share": 0.9}
-LIMITS |= {"max_overhead_2": 0.04, "max_overhead_4": 0.1, "max_overhead_8": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -98,8 +97,6 @@ LIMITS |= {"max_overhead_2": 0.04, "max_overhead_4": 0.1, "max_overhead_8": 0.25
         (claims.group_cost, overheads(0.07, 0.13, 0.36), ClaimVerdict.CONFIRMED),
         (claims.group_cost, overheads(0.07, 0.13, 0.45), ClaimVerdict.REFUTED),
         (claims.group_cost, overheads(0.0, 0.13, 0.36), ClaimVerdict.REFUTED),
-        (claims.our_group_cost, overheads(0.03, 0.09, 0.2), ClaimVerdict.CONFIRMED),
-        (claims.our_group_cost, overheads(0.03, 0.11, 0.2), ClaimVerdict.REFUTED),
         (claims.cold_swap, transfers(0.95, 0.92), ClaimVerdict.CONFIRMED),
         (claims.cold_swap, transfers(0.95, 0.6), ClaimVerdict.REFUTED),
     ],
@@ -119,6 +116,12 @@ def test_graph_replays_decide_and_the_other_times_are_shown() -> None:
     assert "the PR's 390, 325, 325 µs" in judgement.reason
     by_group = [row["pr_us_a_further_group"] for row in judgement.evidence["rows"]]
     assert by_group == pytest.approx([390, 325, 325])
+
+
+def test_the_published_table_is_open_wherever_it_is_asked() -> None:
+    judgement = claims.published_table.judge((), [Measurement("", Observation({}))], {})
+    assert judgement.verdict is ClaimVerdict.UNTESTED
+    assert "RTX PRO 6000; neither is run here" in str(judgement.reason)
 
 
 def test_the_judge_reads_the_columns_that_the_bench_writes() -> None:

@@ -95,20 +95,13 @@ def test_the_shipped_trace_can_be_the_routing() -> None:
 
 
 @pytest.mark.usefixtures("shipped")
-@pytest.mark.parametrize("key", ["wrong_share", "lfru_at_half", "lru_monopoly"])
-def test_claims_are_measured_and_judged(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab, "_GRID", ((16, 4, 4), (16, 4, 8), (64, 4, 16)))
-    monkeypatch.setattr(lab, "_CALLS", 200)
+@pytest.mark.parametrize("key", ["lfru_at_half", "lru_monopoly"])
+def test_claims_are_measured_and_judged(key: str) -> None:
     test = claim_of(FAULT, key)
     assert test.measure is not None
     measurement = Measurement("", test.measure("", "cpu", {}))
     limits = dict.fromkeys(test.thresholds, 0.0)
     assert test.judge([], [measurement], limits).verdict in (ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED)
-
-
-def share(slots: int, wrong: float, ours: float = 0.0) -> dict[str, Any]:
-    rest = {"clock_by_call_share": 0.5, "plain_lru_share": 0.0, "ours_share": ours}
-    return {"experts": 64, "top_k": 8, "slots": slots, "pr_share": wrong, **rest}
 
 
 def rates(lfru_8: float, lru_16: float) -> dict[str, Any]:
@@ -130,16 +123,12 @@ def layers(*gains: float) -> list[dict[str, Any]]:
 ALL_LAYERS = [{"slots": 8, "lru_layer": 0.5, "lru_global": 0.51, "belady_layer": 0.61, "belady_global": 0.72}]
 
 
-LIMITS = {"min_share_tight": 0.5, "max_share_ample": 0.01, "min_gain": 0.05, "min_tilt": 0.05}
+LIMITS = {"min_gain": 0.05, "min_tilt": 0.05}
 
 
 @pytest.mark.parametrize(
     ("key", "rows", "confirmed", "words"),
     [
-        ("wrong_share", [share(8, 0.8), share(32, 0.0)], True, "80% to 80% of calls wrong"),
-        ("wrong_share", [share(8, 0.4), share(32, 0.0)], False, ""),
-        ("wrong_share", [share(8, 0.8), share(32, 0.1)], False, ""),
-        ("wrong_share", [share(8, 0.8, ours=0.1), share(32, 0.0)], False, ""),
         ("lfru_at_half", [rates(0.3, 0.2), rates(0.3, 0.24)], True, ""),
         ("lfru_at_half", [rates(0.3, 0.2), rates(0.3, 0.5)], False, "On 1 of 2 traces not even the optimum"),
         ("lru_monopoly", layers(0.2, 0.0, -0.2), True, "50.0% with a cache a layer, of at most 61.0%"),
@@ -150,7 +139,7 @@ LIMITS = {"min_share_tight": 0.5, "max_share_ample": 0.01, "min_gain": 0.05, "mi
     ],
 )
 def test_the_worst_row_decides(key: str, rows: list[dict[str, Any]], confirmed: bool, words: str) -> None:
-    judgement = by_rows(claim_of(FAULT, key), LIMITS, *rows, calls=1, all_layers=ALL_LAYERS)
+    judgement = by_rows(claim_of(FAULT, key), LIMITS, *rows, all_layers=ALL_LAYERS)
     assert judgement.verdict is (ClaimVerdict.CONFIRMED if confirmed else ClaimVerdict.REFUTED)
     assert words in str(judgement.reason)
 

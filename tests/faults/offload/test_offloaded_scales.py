@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -180,40 +179,6 @@ IDLE = cell("eager", COPIES, "no offload")
 )
 def test_marlin_crashes(results: list[CaseResult], verdict: ClaimVerdict) -> None:
     assert md003.marlin_crashes.judge(results, (), {}).verdict is verdict
-
-
-CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, ClaimVerdict.UNTESTED
-
-
-@pytest.mark.parametrize(
-    ("cells", "verdict", "figure"),
-    [
-        ([SAME], CONFIRMED, "1 of 1 cells .*, 1 the same"),
-        ([cell("compiled", COPIES, "rounding")], REFUTED, "0 of 1 .*, 1 those of the same"),
-        ([cell("eager", UVA, "other tokens")], REFUTED, "0 of 1"),
-        ([cell("eager", COPIES, "no fix"), cell("eager", UVA, "same tokens")], REFUTED, "1 of 2"),
-        ([SAME, IDLE], UNTESTED, ""),
-        ([cell("eager", ON_GPU, "control")], UNTESTED, ""),
-    ],
-)
-def test_same_tokens_with_fix(cells: list[dict[str, Any]], verdict: ClaimVerdict, figure: str) -> None:
-    judgement = md003.same_tokens_with_fix.judge([*FAULTY, table("fixed", *cells)], (), {})
-    assert judgement.verdict is verdict
-    assert re.search(figure, judgement.reason or "")
-    if verdict is not UNTESTED:
-        others = [row for row in cells if row["outcome"] != "same tokens"]
-        assert len(judgement.evidence["others"]) == len(others)
-
-
-def test_cells_that_match_the_same_code_are_counted_whatever_their_outcome() -> None:
-    outcomes = [("rounding", True), *(("same tokens", same) for same in (True, True, False, None))]
-    cells = [
-        cell("compiled", COPIES, outcome, "same logprobs; same tokens", same_bits_in_the_same_code=same)
-        for outcome, same in outcomes
-    ]
-    evidence = md003.same_tokens_with_fix.judge([table("fixed", *cells)], (), {}).evidence
-    assert (evidence["same_bits_in_the_same_compiled_code"], evidence["rounding"]) == (3, 1)
-    assert evidence["same_logprobs"] == 5
 
 
 ZEROS = ("controls_wrong", "crashed", "other_tokens", "rounding", "not_fixed", "not_offloaded", "moved_back")

@@ -19,14 +19,13 @@ from moedoctor.faults.quantization.gate_up_order import GateUpOrder
 from moedoctor.faults.quantization.gate_up_order_lab import CHANGES as MD017
 from moedoctor.faults.quantization.global_scale_mismatch import GlobalScaleMismatch
 from moedoctor.faults.quantization.global_scale_mismatch_lab import CHANGES as MD014
-from moedoctor.faults.quantization.input_scale_missing import InputScaleMissing, marlin_reads_none
+from moedoctor.faults.quantization.input_scale_missing import InputScaleMissing
 from moedoctor.faults.quantization.input_scale_missing_lab import CHANGES as MD015
 from moedoctor.faults.quantization.scale_layout import ScaleLayout
 from moedoctor.faults.quantization.scale_layout_lab import CHANGES as MD018
-from moedoctor.interfaces import Measurement
 from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
 from moedoctor.reference.nvfp4 import Nvfp4, dequantize
-from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Death, Observation, Tier
+from moedoctor.results import Case, CaseVerdict, Death, Observation, Tier
 from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult
 
 STEP = {"1": -0.1, "2": -2.0}
@@ -175,22 +174,3 @@ def test_a_point_with_a_backend_is_only_for_engines(
     assert fault.judge(case, fault.observe(case, None)).verdict is CaseVerdict.REPRODUCED
     fault.observe(fixed, None)
     assert asked == [("emulation", False), ("emulation", True)]
-
-
-@pytest.mark.usefixtures("_unwritten")
-@pytest.mark.parametrize(
-    ("answer", "expected", "reason"),
-    [
-        (results(), ClaimVerdict.CONFIRMED, "vLLM 0.21.0, MARLIN: 0 of 3 prompts with other tokens"),
-        (results(tokens=2), ClaimVerdict.REFUTED, "3 of 3 prompts"),
-        (results(error="no scale"), ClaimVerdict.REFUTED, "vLLM 0.21.0 stops: no scale"),
-        (results(error="x")[1:] * 2, ClaimVerdict.UNTESTED, "the reference engine failed: x"),
-    ],
-)
-def test_engines_decide_whether_marlin_reads_input_scales(
-    answer: tuple[EngineResult, EngineResult], expected: ClaimVerdict, reason: str
-) -> None:
-    observation = Observation({**compare(answer, MD015).evidence, "moe_backend": "MARLIN"})
-    judgement = marlin_reads_none.judge([], [Measurement("", observation)], {})
-    assert judgement.verdict is expected
-    assert reason in str(judgement.reason)

@@ -13,16 +13,8 @@ import pytest
 from packaging.version import Version
 
 from moedoctor.bench import engines
-from moedoctor.upstream.engine import (
-    expert_cache_stream,
-    moe_activations,
-    moe_formats,
-    nan_overhead,
-    nan_padding,
-    offload_table,
-)
+from moedoctor.upstream.engine import nan_padding, offload_table
 from moedoctor.upstream.engine.engine import ARGUMENTS, ENVIRON, EngineRequest, has_backend, read_log
-from moedoctor.upstream.engine.moe_layers import GRAPHS, OURS
 
 pytestmark = pytest.mark.upstream
 
@@ -46,12 +38,8 @@ def requests(folder: Path) -> Iterator[EngineRequest]:
             yield trial.request
     for trial in nan_padding.rank_trials(str(folder), "DEP=2", nan_padding.CONFIGS["DEP=2"]):
         yield trial.request
-    yield nan_overhead._request(nan_overhead._LARGE, folder, "on 1", nan_padding.traced(), {"steps": 48})
-    yield moe_formats.trial("FP8 of ModelOpt", OURS, GRAPHS, str(folder)).request
-    yield moe_activations.trial("Gemma-4", "NVFP4", OURS, GRAPHS, str(folder)).request
-    for trial in expert_cache_stream.trials(folders):
-        yield trial.request
-    yield engines.request_for(engines.Plan(folder, backends=("marlin",)), "marlin", "offload")
+    variant = engines.Variant.parse("offload=MOEDOCTOR_FIXES=offload")
+    yield engines.request_for(engines.Plan(folder, [variant]), variant)
 
 
 def test_every_argument_and_variable_is_one_of_the_release(vllm: Any, tmp_path: Path) -> None:
@@ -91,4 +79,4 @@ def test_the_lines_that_are_read_from_the_log_are_in_the_sources(vllm: Any) -> N
 def test_the_model_of_an_engine_in_this_process_can_be_asked_for(vllm: Any) -> None:
     assert hasattr(vllm.LLM, "apply_model")
     runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
-    assert hasattr(runner, "_model_forward"), "nan_overhead times the steps of the V1 runner"
+    assert hasattr(runner, "_model_forward"), "decode_speed times the steps of the V1 runner"

@@ -17,7 +17,6 @@ from moedoctor.results import ClaimVerdict, Death, Observation, UnavailableError
 from moedoctor.upstream.engine import engine, nan_padding
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.engine.experiment import pair
-from moedoctor.upstream.engine.nan_padding import OLD, OWN, POISONED, UNTOUCHED
 
 SEEN = {
     "steps": 24,
@@ -39,24 +38,19 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
     """Engines run here; `died_labels` of `run` die."""
     calls: list[tuple[int, list[str]]] = []
     monkeypatch.setattr(engine, "need_engine", lambda: None)
-    monkeypatch.setattr(nan_padding, "shared_object", lambda path: path)
     run(monkeypatch, calls)
     return calls
 
 
 def run(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, list[str]]], *dead: str) -> None:
-    """Engines of these labels die; the others run, and the old top-k repeats experts."""
+    """Engines of these labels die; the others run."""
 
     def run_engines(requests: Sequence[EngineRequest], *, parallel: int) -> list[EngineResult]:
         calls.append((parallel, [request.label for request in requests]))
         return [
             replace(DEAD, label=request.label)
             if request.label in dead
-            else EngineResult(
-                request.label,
-                ((1, 2),) * 3,
-                probe={**SEEN, "routers": [{"repeated": [0, 7, 0]}] if request.label == OLD else []},
-            )
+            else EngineResult(request.label, ((1, 2),) * 3, probe=SEEN)
             for request in requests
         ]
 
@@ -68,27 +62,11 @@ def verdict(key: str, rows: list[dict[str, Any]], limits: dict[str, float]) -> C
     return claim.judge((), [Measurement("installed", Observation({"rows": rows}))], limits).verdict
 
 
-@pytest.mark.parametrize("dead", [(), (UNTOUCHED,), (OWN,), (OLD,)])
-def test_an_engine_that_died_decides_nothing_end_to_end(
-    started: list[Any], monkeypatch: pytest.MonkeyPatch, dead: tuple[str, ...]
-) -> None:
-    run(monkeypatch, started, *dead)
-    rows = nan_padding.end_to_end({"vllm@0.19.1": "wheel"})
-    limits = {"min_share": 1.0, "max_rows": 0, "min_old_rows": 1}
-    assert verdict("end_to_end", rows, limits) is (ClaimVerdict.UNTESTED if dead else ClaimVerdict.CONFIRMED)
-    same = {row["engine"]: row.get("prompts_with_the_same_tokens") for row in rows}
-    if UNTOUCHED in dead:
-        assert set(same.values()) == {None}
-    else:
-        assert same[UNTOUCHED] == 3
-
-
 @pytest.mark.parametrize(
     ("dead", "expected"),
     [
         ((), ClaimVerdict.CONFIRMED),
         (("1 GPU, FLASH_ATTN",), ClaimVerdict.UNTESTED),
-        ((POISONED,), ClaimVerdict.CONFIRMED),
     ],
 )
 def test_an_engine_that_died_confirms_nothing_about_padding(
@@ -102,7 +80,7 @@ def test_an_engine_that_died_confirms_nothing_about_padding(
 
 
 def test_if_no_engine_ran_there_is_no_table(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    run(monkeypatch, started, "1 GPU, TRITON_ATTN", "1 GPU, FLASH_ATTN", POISONED)
+    run(monkeypatch, started, "1 GPU, TRITON_ATTN", "1 GPU, FLASH_ATTN")
     with pytest.raises(UnavailableError, match="no engine ran: process: hang: no answer"):
         nan_padding.padding_table({})
 

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.reference import routing
 from moedoctor.trace.nan_report import Finding, NanReport
 from moedoctor.upstream.engine import nan_padding
-from moedoctor.upstream.engine.padding_experiment import VARIABLE, Experiment, load_beside, renamed
 from moedoctor.upstream.plugin import nan_trace
 from moedoctor.upstream.plugin.register import FixError
 from tests.interpreted import ROOT
@@ -30,7 +28,6 @@ NAN = float("nan")
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
     write_stub(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(nan_trace.ExitReport, "prepare", lambda self: None)  # the processes below really end
     monkeypatch.setattr(nan_trace, "_active", None)
 
@@ -152,13 +149,6 @@ def test_rows_of_all_ranks_are_not_taken_for_this_ranks_rows(model: Model) -> No
     result = report()
     assert [point.point for point in result.points] == ["layers.0.attn"]
     assert (result.routers, result.nan_in_padding) == ((), 1)
-
-
-def test_the_experiment_makes_padding_nan_and_only_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, '{"poison_padding": true}')
-    assert "padding rows are made NaN" in nan_trace.apply("0.21.0")
-    out = step(Model(), rows=6)
-    assert out.isnan().any(1).tolist() == [False] * 3 + [True] * 3
 
 
 def test_a_second_request_keeps_the_first_trace(model: Model) -> None:
@@ -302,69 +292,6 @@ def test_experts_that_are_added_up_later_are_not_looked_at(model: Model) -> None
 
     run_step(forward)
     assert [place.point for place in report().points] == ["layers.0.experts.router_logits"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "no json",
-        '{"other": 1}',
-        "[]",
-        '{"poison_padding": "false"}',
-        '{"poison_memory": 1}',
-        '{"topk_softmax": 5}',
-        '{"restated_topk": 1}',
-    ],
-)
-def test_an_invalid_experiment_is_refused(text: str) -> None:
-    with pytest.raises(FixError, match=VARIABLE):
-        Experiment.from_environment({VARIABLE: text})
-
-
-def test_there_is_no_experiment_by_default() -> None:
-    assert Experiment.from_environment({}) is None
-    assert Experiment.from_environment({VARIABLE: '{"poison_padding": false}'}) == Experiment()
-
-
-@pytest.mark.parametrize("renormalize", [True, False])
-def test_the_restated_topk_writes_what_the_kernel_writes(renormalize: bool) -> None:
-    """A row that begins with NaN gets its first expert K times; others get what the reference gives."""
-    (patch,), words = Experiment(restated_topk=True).prepare()
-    assert (patch.owner, words) == ("vllm._custom_ops", "topk_softmax of 0.19.1, restated")
-    logits = torch.randn(6, 8)
-    logits[2] = NAN
-    weights, ids, places = torch.empty(6, 3), torch.empty(6, 3, dtype=torch.int32), torch.empty(6, 3).int()
-    assert patch.wrap is not None
-    patch.wrap(None)(weights, ids, places, logits.bfloat16(), renormalize)
-    right_weights, right_ids = routing.topk_softmax(logits.bfloat16(), 3, renormalize=renormalize, bias=None)
-    real = torch.arange(6) != 2
-    assert torch.equal(ids[real], right_ids[real].int())
-    assert torch.allclose(weights[real], right_weights[real].float())
-    assert ids[2].tolist() == [0, 0, 0]
-    assert places.tolist() == [[row, row + 6, row + 12] for row in range(6)]
-
-
-def test_kernels_that_do_not_load_are_named_with_the_loaders_reason(tmp_path: Path) -> None:
-    """A report of it goes to others: no folder of this machine, neither the user's nor a temporary one."""
-    library = tmp_path / "0.19.1" / "moe_C.so"
-    library.parent.mkdir()
-    library.write_bytes(b"\x7fELF\0_moe_C\0".ljust(4096, b"\0"))
-    with pytest.raises(FixError) as caught:
-        load_beside(library)
-    assert str(caught.value).startswith(
-        "0.19.1/moe_C.so does not load beside vLLM's own kernels: Could not load"
-    )
-    assert "0.19.1/moe_C.so: " in str(caught.value).partition("kernels: ")[2], "what the loader said"
-    assert "/moedoctor-" not in str(caught.value)
-    assert str(tmp_path) not in str(caught.value)
-
-
-def test_the_namespace_is_renamed_only_if_it_occurs_once() -> None:
-    library = b"\x7fELF\0PyInit__moe_C\0topk\0_moe_C\0\0end"
-    assert renamed(library) == b"\x7fELF\0PyInit__moe_C\0topk\0_moe_X\0\0end"
-    for other in (b"nothing", library + library):
-        with pytest.raises(FixError, match="expected it once"):
-            renamed(other)
 
 
 @pytest.mark.slow
