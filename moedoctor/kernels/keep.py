@@ -8,6 +8,7 @@ record; it keeps rows of that step only.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -57,11 +58,10 @@ def keep_kernel(
     kept_ids_ptr: tl.tensor,
     kept_weights_ptr: tl.tensor,
     kept_logits_ptr: tl.tensor,
-    stride_x: tl.tensor,
-    stride_output: tl.tensor,
     layer: tl.tensor,
     room: tl.constexpr,
     hidden: tl.constexpr,
+    output_hidden: tl.constexpr,
     top_k: tl.constexpr,
     experts: tl.constexpr,
     has_ids: tl.constexpr,
@@ -79,9 +79,9 @@ def keep_kernel(
     if (wanted >= 0) & (row < real):
         keeps = (wanted == layer + 1) & (step == wanted_step)
         if wanted == 0:
-            keeps = _is_finite_row(output_ptr + row * stride_output, hidden, BLOCK) == 0
+            keeps = _is_finite_row(output_ptr + row * output_hidden, output_hidden, BLOCK) == 0
             if keeps:
-                keeps = _is_finite_row(x_ptr + row * stride_x, hidden, BLOCK) == 1
+                keeps = _is_finite_row(x_ptr + row * hidden, hidden, BLOCK) == 1
         if keeps:
             owner = tl.atomic_cas(header_ptr + _OWNER, 0, layer + 1)
             if owner == 0:
@@ -91,12 +91,17 @@ def keep_kernel(
             same_step = tl.atomic_add(header_ptr + _OWNED_STEP, 0)
             if (owner == 0) | ((owner == layer + 1) & ((same_step == step) | (same_step == 0))):
                 place = tl.atomic_add(header_ptr + _COUNT, 1)
+                # All other programs of this launch have read what is wanted.
+                if (wanted > 0) & (place == tl.minimum(real, tl.num_programs(0)) - 1):
+                    tl.store(header_ptr + _WANTED_LAYER, -1)
                 if place < room:
                     tl.store(row_ptr + place, row.to(tl.int32))
-                    copy_row(x_ptr + row * stride_x, kept_x_ptr + place * hidden, hidden, BLOCK)
-                    copy_row(
-                        output_ptr + row * stride_output, kept_output_ptr + place * hidden, hidden, BLOCK
+                    copy_row(x_ptr + row * hidden, kept_x_ptr + place * hidden, hidden, BLOCK)
+                    output, kept_output = (
+                        output_ptr + row * output_hidden,
+                        kept_output_ptr + place * output_hidden,
                     )
+                    copy_row(output, kept_output, output_hidden, BLOCK)
                     if has_ids:
                         ids, weights = ids_ptr + row * top_k, weights_ptr + row * top_k
                         copy_row(ids, kept_ids_ptr + place * top_k, top_k, BLOCK_K)
@@ -106,51 +111,55 @@ def keep_kernel(
                         copy_row(logits, kept_logits_ptr + place * experts, experts, BLOCK)
 
 
-@triton.jit(do_not_specialize=["real"])
-def step_kernel(header_ptr: tl.tensor, real: tl.tensor) -> None:
+@triton.jit(do_not_specialize=["real", "layer", "step", "frees"])
+def step_kernel(
+    header_ptr: tl.tensor, real: tl.tensor, layer: tl.tensor, step: tl.tensor, frees: tl.tensor
+) -> None:
     tl.store(header_ptr + _STEP, tl.load(header_ptr + _STEP) + 1)
     tl.store(header_ptr + _REAL, real)
+    tl.store(header_ptr + _WANTED_LAYER, layer)
+    tl.store(header_ptr + _WANTED_STEP, step)
+    if frees != 0:
+        tl.store(header_ptr + _OWNER, 0)
+        tl.store(header_ptr + _OWNED_STEP, 0)
+        tl.store(header_ptr + _COUNT, 0)
 
 
-_keep_rows, _count_step = (QuickLaunch(kernel, triton.__version__) for kernel in (keep_kernel, step_kernel))
+_keep_rows, _begin_step = (QuickLaunch(kernel, triton.__version__) for kernel in (keep_kernel, step_kernel))
 
 
 def launch_keep(kept: KeptRows, layer: int, call: MoeCall) -> None:
-    """Keep rows of a call. Nothing waits for the device."""
+    """Keep rows of a call. Nothing waits for the device. Raises ValueError if it does not fit the memory."""
+    kept.check(call)
     given = call.input
     rows, hidden = given.x.shape
     if rows == 0:
         return
-    room, top_k = kept.ids.shape
-    experts = kept.logits.shape[1]
     has_ids, has_logits = given.ids is not None, given.logits is not None
     parts = (given.x, call.output, given.ids, given.weights, given.logits)
     # What the call has not is not read.
     tensors = tuple(given.x if part is None else part.contiguous() for part in parts)
-    x, output = tensors[:2]  # [T, H]
-    strides = (x.stride(0), output.stride(0))
+    memory = (kept.header, kept.row, kept.x, kept.output, kept.ids, kept.weights, kept.logits)
+    output_hidden, top_k, experts = call.output.shape[1], kept.ids.shape[1], kept.logits.shape[1]
     block = int(min(max(triton.next_power_of_2(hidden), 32), 2048))
-    constants = (room, hidden, top_k, experts, has_ids, has_logits, block, triton.next_power_of_2(top_k))
-    with on_device(x):
+    sizes = (len(kept.row), hidden, output_hidden, top_k, experts)
+    constants = (*sizes, has_ids, has_logits, block, triton.next_power_of_2(top_k))
+    with on_device(given.x):
         _keep_rows(
-            (x.device, *(tensor.dtype for tensor in tensors), *strides, *constants, aligned(*tensors)),
+            (given.x.device, *(tensor.dtype for tensor in tensors), *constants, aligned(*tensors)),
             rows,
             *tensors,
-            kept.header,
-            kept.row,
-            kept.x,
-            kept.output,
-            kept.ids,
-            kept.weights,
-            kept.logits,
-            *strides,
+            *memory,
             layer,
             *constants,
             num_warps=1 if hidden <= 512 else 4,
         )
 
 
-def launch_step(kept: KeptRows, real: int) -> None:
-    """Begin the next step, whose first `real` rows are no padding. The first is step 1."""
-    with on_device(kept.header):
-        _count_step((kept.header.device,), 1, kept.header, real, num_warps=1)
+def launch_step(header: torch.Tensor, real: int, layer: int, step: int, *, frees: bool) -> None:
+    """Begin the next step, whose first `real` rows are no padding. The first is step 1.
+
+    `layer` and `step` are what is wanted from now on, as in the header; `frees` lets it keep another call.
+    """
+    with on_device(header):
+        _begin_step((header.device,), 1, header, real, layer, step, int(frees), num_warps=1)

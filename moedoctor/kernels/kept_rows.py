@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,8 +12,9 @@ STEP, OWNER, OWNED_STEP, COUNT, WANTED_LAYER, WANTED_STEP, ROWS, REAL, HEADER = 
 """Places of the header.
 
 OWNER is the number of a layer plus 1, 0 for none. COUNT counts rows that were to be kept, also beyond the
-room. WANTED_LAYER is the number of a layer plus 1, 0 for rows with NaN or Inf, -1 for nothing. ROWS is the
-number of rows of the call that was kept, REAL how many rows of a call are no padding.
+room. WANTED_LAYER is the number of a layer plus 1, 0 for rows with NaN or Inf, -1 for nothing: also when the
+wanted call is kept, because a draft model's layer runs several times in a step. ROWS is the number of rows of
+the call that was kept, REAL how many rows of a call are no padding.
 """
 
 
@@ -38,6 +41,65 @@ class MoeCall:
     """[T, H]: what came out, of the routed experts only"""
 
 
+class Sizes(NamedTuple):
+    """What the rows of a call need memory for."""
+
+    hidden: int
+    dtype: torch.dtype
+    """Of x, as is `hidden`."""
+    output_hidden: int
+    output_dtype: torch.dtype
+    top_k: int
+    experts: int
+
+
+Part = tuple[str, torch.Tensor | None, torch.Tensor]
+"""The name of a part of a call, its tensor [T, columns] and its memory [..., columns]."""
+
+
+def parts_of(call: MoeInput, memory: KeptRows | SavedCalls) -> tuple[Part, ...]:
+    """Return the parts of what goes into a call."""
+    return (
+        ("x", call.x, memory.x),
+        ("ids", call.ids, memory.ids),
+        ("weights", call.weights, memory.weights),
+        ("logits", call.logits, memory.logits),
+    )
+
+
+def check_parts(rows: int, parts: Iterable[Part]) -> None:
+    """Raise ValueError if a part of a call of `rows` rows does not fit its memory.
+
+    Kernels write whole rows, so a wider one would end outside of the memory. x and the output are kept in
+    their own types.
+    """
+    for name, tensor, memory in parts:
+        if tensor is None:
+            continue
+        dtype = memory.dtype if name in ("x", "output") else tensor.dtype
+        size, expected = list(tensor.shape), [rows, memory.shape[-1]]
+        if (size, tensor.dtype) != (expected, dtype):
+            raise ValueError(
+                f"its {name} is {tensor.dtype} {size}, expected {dtype} {expected} as in its first call"
+            )
+
+
+def make_header(device: torch.device) -> torch.Tensor:
+    """Return the header [HEADER] of a record that keeps nothing yet."""
+    with torch.inference_mode(False):  # tensors made in that mode can be written to in no other
+        header = torch.zeros(HEADER, dtype=torch.int32, device=device)
+        header[WANTED_LAYER] = -1
+    return header
+
+
+def begin_step_on_host(header: torch.Tensor, real: int, layer: int, step: int, *, frees: bool) -> None:
+    """Do what `moedoctor.kernels.keep.launch_step` does, with torch."""
+    header[STEP] += 1
+    header[REAL], header[WANTED_LAYER], header[WANTED_STEP] = real, layer, step
+    if frees:
+        header[OWNER : COUNT + 1] = 0
+
+
 @dataclass(frozen=True)
 class KeptRows:
     """Memory for the rows of one call.
@@ -47,13 +109,13 @@ class KeptRows:
     """
 
     header: torch.Tensor
-    """int32 [HEADER] on the device"""
+    """int32 [HEADER] on the device; layers of different sizes share it, so they keep one call in all"""
     row: torch.Tensor
     """int32 [R]: the row of the call that each kept row was"""
     x: torch.Tensor
     """[R, H]"""
     output: torch.Tensor
-    """[R, H]"""
+    """[R, H'], where backends may pad x or the output alone"""
     ids: torch.Tensor
     """int32 [R, K]"""
     weights: torch.Tensor
@@ -62,39 +124,38 @@ class KeptRows:
     """float32 [R, E]"""
 
     @classmethod
-    def make(
-        cls, rows: int, hidden: int, top_k: int, experts: int, dtype: torch.dtype, device: torch.device
-    ) -> KeptRows:
-        """Return empty memory for `rows` rows, that keeps nothing yet."""
+    def make(cls, rows: int, sizes: Sizes, header: torch.Tensor) -> KeptRows:
+        """Return empty memory for `rows` rows."""
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            if device.type == "cuda":
+            if header.is_cuda:
                 try:
-                    return torch.zeros(size, dtype=dtype, pin_memory=True)
+                    return torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
                 except RuntimeError:  # WSL may not pin
-                    return torch.zeros(size, dtype=dtype, device=device)
+                    return torch.zeros(size, dtype=dtype, device=header.device)
             return torch.zeros(size, dtype=dtype)
 
-        with torch.inference_mode(False):  # tensors made in that mode can be written to in no other
-            kept = cls(
-                header=torch.zeros(HEADER, dtype=torch.int32, device=device),
+        with torch.inference_mode(False):
+            return cls(
+                header=header,
                 row=zeros(rows),
-                x=zeros(rows, hidden, dtype=dtype),
-                output=zeros(rows, hidden, dtype=dtype),
-                ids=zeros(rows, top_k),
-                weights=zeros(rows, top_k, dtype=torch.float32),
-                logits=zeros(rows, experts, dtype=torch.float32),
+                x=zeros(rows, sizes.hidden, dtype=sizes.dtype),
+                output=zeros(rows, sizes.output_hidden, dtype=sizes.output_dtype),
+                ids=zeros(rows, sizes.top_k),
+                weights=zeros(rows, sizes.top_k, dtype=torch.float32),
+                logits=zeros(rows, sizes.experts, dtype=torch.float32),
             )
-            kept.header[WANTED_LAYER] = -1
-        return kept
 
-    def begin_on_host(self, real: int) -> None:
-        """Begin the next step, whose first `real` rows are no padding. Waits for the device."""
-        self.header[STEP] += 1
-        self.header[REAL] = real
+    def check(self, call: MoeCall) -> None:
+        """Raise ValueError if a call does not fit this memory."""
+        check_parts(len(call.input.x), self._parts(call))
+
+    def _parts(self, call: MoeCall) -> tuple[Part, ...]:
+        return ("output", call.output, self.output), *parts_of(call.input, self)
 
     def keep_on_host(self, layer: int, call: MoeCall) -> None:
         """Do what `moedoctor.kernels.keep.launch_keep` does, with torch. Waits for the device."""
+        self.check(call)
         header = self.header.tolist()
         wanted, step = header[WANTED_LAYER], header[STEP]
         x, output = call.input.x, call.output
@@ -110,18 +171,14 @@ class KeptRows:
         if header[OWNER] and header[OWNED_STEP] != step:
             return
         self.header[OWNER], self.header[OWNED_STEP], self.header[ROWS] = layer + 1, step, len(x)
+        if wanted:
+            self.header[WANTED_LAYER] = -1
         first = header[COUNT]
         self.header[COUNT] += len(found)
         found = found[: max(len(self.row) - first, 0)]  # [R'']
         place = slice(first, first + len(found))
         self.row[place] = found.int().to(self.row.device)
-        self.x[place], self.output[place] = x[found].to(self.x.device), output[found].to(self.x.device)
-        given = call.input
-        for kept, tensor in (
-            (self.ids, given.ids),
-            (self.weights, given.weights),
-            (self.logits, given.logits),
-        ):
+        for _, tensor, kept in self._parts(call):
             if tensor is not None:
                 kept[place] = tensor[found].to(kept.device, kept.dtype)
 
@@ -146,13 +203,13 @@ class SavedCalls:
 
     def save_on_host(self, step: int, call: MoeInput) -> None:
         """Do what `moedoctor.kernels.save_call.launch_save` does, with torch. Waits for the device."""
+        self.check(call)
         place, rows = step % len(self.header), min(len(call.x), self.x.shape[1])
-        for saved, tensor in (
-            (self.x, call.x),
-            (self.ids, call.ids),
-            (self.weights, call.weights),
-            (self.logits, call.logits),
-        ):
+        for _, tensor, saved in parts_of(call, self):
             if tensor is not None:
                 saved[place, :rows] = tensor[:rows].to("cpu", saved.dtype)
         self.header[place] = torch.tensor([step, len(call.x)], dtype=torch.int32)
+
+    def check(self, call: MoeInput) -> None:
+        """Raise ValueError if a call does not fit this memory."""
+        check_parts(len(call.x), parts_of(call, self))

@@ -59,7 +59,11 @@ _save_call = QuickLaunch(save_call_kernel, triton.__version__)
 
 
 def launch_save(saved: SavedCalls, step: torch.Tensor, call: MoeInput) -> None:
-    """Save a call, whose step is in `step` int32 [1] on the device of `call`. Nothing waits."""
+    """Save a call, whose step is in `step` int32 [1] on the device of `call`. Nothing waits.
+
+    Raises ValueError if the call does not fit the memory.
+    """
+    saved.check(call)
     places, room, hidden = saved.x.shape
     rows = min(len(call.x), room)
     if rows == 0:
@@ -68,6 +72,7 @@ def launch_save(saved: SavedCalls, step: torch.Tensor, call: MoeInput) -> None:
     given = (call.x, call.ids, call.weights, call.logits)
     # What the call has not is not read.
     tensors = tuple(call.x if tensor is None else tensor.contiguous() for tensor in given)
+    memory = (saved.header, saved.x, saved.ids, saved.weights, saved.logits)
     block = int(min(max(triton.next_power_of_2(hidden), 32), 2048))
     has = (call.ids is not None, call.logits is not None)
     constants = (places, room, hidden, top_k, experts, *has, block, triton.next_power_of_2(top_k))
@@ -77,11 +82,7 @@ def launch_save(saved: SavedCalls, step: torch.Tensor, call: MoeInput) -> None:
             rows,
             *tensors,
             step,
-            saved.header,
-            saved.x,
-            saved.ids,
-            saved.weights,
-            saved.logits,
+            *memory,
             len(call.x),
             *constants,
             num_warps=1 if hidden <= 512 else 4,

@@ -8,13 +8,14 @@ rings and notes: a line of JSON for each layer, with its place in the memory, an
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from moedoctor.kernels.device_guard import interprets
 from moedoctor.kernels.host_address import pin
 from moedoctor.kernels.kept_rows import MoeInput, SavedCalls
 from moedoctor.processes.ask import beside_an_engine, unnamed_file
+from moedoctor.trace.call_keeper import FIRST_IN_GRAPH, is_capturing
 from moedoctor.trace.capsule import Record
+from moedoctor.trace.protect import protect
 
 PLACES = 2
 """Calls of a layer that are saved."""
@@ -86,12 +89,17 @@ class CrashRing:
     folder: Path
     """Where the watcher writes capsules."""
     max_bytes: int
+    warn: Callable[[str], None] = lambda line: None
+    """Takes one line that says what is not recorded, and why."""
     whole: bool = False
     """Whether calls may have more tokens than the first."""
     blocking: bool | None = None
     """Whether memory could not be pinned, so that each call waits for its copies; None before the first."""
+    stopped: bool = False
+    """Whether no more calls are saved."""
     _layers: list[tuple[Record, Path | None]] = field(default_factory=list)
-    _saved: dict[int, SavedCalls] = field(default_factory=dict)
+    _saved: dict[int, SavedCalls | None] = field(default_factory=dict)
+    """Layer -> its ring; None if its calls do not fit."""
     _memory: Any = None
     _notes: Any = None
     _step: torch.Tensor | None = None
@@ -103,23 +111,38 @@ class CrashRing:
         self._layers.append((record, checkpoint))
         return len(self._layers) - 1
 
+    @protect
     def begin(self) -> None:
         """Begin a step."""
         self._steps += 1
         if self._step is not None:
             self._step.add_(1)
 
+    @protect
     def save(self, layer: int, call: MoeInput) -> None:
         """Save what goes into a call, before it begins."""
-        if layer not in self._saved:
-            self._saved[layer] = self._make(layer, call)
-        if not self.blocking:
-            from moedoctor.kernels.save_call import launch_save
+        try:
+            saved = self._saved[layer] if layer in self._saved else self._make(layer, call)
+            if saved is None:
+                return
+            if not self.blocking:
+                from moedoctor.kernels.save_call import launch_save
 
-            assert self._step is not None
-            launch_save(self._saved[layer], self._step, call)
-        elif not (call.x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self._saved[layer].save_on_host(self._steps, call)
+                assert self._step is not None
+                launch_save(saved, self._step, call)
+            elif not is_capturing(call.x):
+                saved.save_on_host(self._steps, call)
+        except ValueError as error:
+            self._saved[layer] = None
+            self.warn(f"{self._layers[layer][0].layer} is no longer watched: {error}")
+
+    def stop(self, reason: str) -> None:
+        """Save no more calls; should the process die later, their capsules say why they are the last."""
+        self.stopped = True
+        self.warn(f"no more calls are watched: {reason}")
+        if self._notes is not None:
+            with contextlib.suppress(OSError):
+                self._note({"stopped": reason})
 
     def finish(self, error: str | None = None) -> None:
         """End the recording: the watcher writes nothing unless there was an `error`."""
@@ -129,12 +152,16 @@ class CrashRing:
     # --- Inside -------------------------------------------------------------------------------------------
 
     def _make(self, layer: int, call: MoeInput) -> SavedCalls:
+        if is_capturing(call.x):
+            raise ValueError(FIRST_IN_GRAPH)
         if self._memory is None:
             self._start(call.x)
         record, checkpoint = self._layers[layer]
-        offset, hidden = os.fstat(self._memory.fileno()).st_size, call.x.shape[1]
+        offset, hidden = os.fstat(self._memory.fileno()).st_size, call.x.shape[-1]
         dtype = str(call.x.dtype).removeprefix("torch.")
-        sizes = (hidden, record.top_k, record.experts, dtype)
+        top_k = record.top_k if call.ids is None else call.ids.shape[-1]
+        experts = record.experts if call.logits is None else call.logits.shape[-1]
+        sizes = (hidden, top_k, experts, dtype)
         most = _MOST_BYTES // Place(0, 1, *sizes).row_bytes()
         # The first call of an engine has the most tokens: vLLM measures memory with it.
         rows = max(1, min(_MOST_ROWS if self.whole else len(call.x), _MOST_ROWS, most))
@@ -152,6 +179,7 @@ class CrashRing:
         self._note(
             {"place": asdict(place), "record": record.model_dump_json(), "checkpoint": checkpoint_name}
         )
+        self._saved[layer] = saved
         return saved
 
     def _start(self, x: torch.Tensor) -> None:

@@ -93,10 +93,13 @@ def write_calls(memory: int, notes: int, limit: int, folder: Path, pid: int) -> 
 
 
 def _read(notes: int) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Return the notes on layers, and the one on the end."""
+    """Return the notes on layers, and the one on the end, whose error is what stopped the recording first."""
     text = os.pread(notes, os.fstat(notes).st_size, 0).decode()
     lines = [json.loads(line) for line in text.splitlines()]
     end = next((line for line in lines if "end" in line), None)
+    stopped = next((line["stopped"] for line in lines if "stopped" in line), None)
+    if stopped is not None and end != {"end": None}:
+        end = {"end": stopped}
     return [line for line in lines if "place" in line], end
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moedoctor.kernels.kept_rows import MoeCall, MoeInput
+from moedoctor.kernels.kept_rows import MoeCall, MoeInput, Sizes
 from moedoctor.reference.moe import activate
 from moedoctor.trace.call_keeper import CallKeeper, WatchedLayer, Wish
 from moedoctor.trace.capsule import MAX_BYTES, Capsule, Record, file_name, save
@@ -99,7 +99,9 @@ class MoeRecorder:
         self.left_out: list[str] = []
         """Why MoE layers are not watched, or a call was lost."""
         wish = Wish.parse(when, max_bytes)
-        self.ring = CrashRing(self.folder, max_bytes, whole=True) if wish.when == "crash" else None
+        self.ring: CrashRing | None = None
+        if wish.when == "crash":
+            self.ring = CrashRing(self.folder, max_bytes, self.left_out.append, whole=True)
         self.keeper = CallKeeper(wish, self._keep, self.left_out.append)
         self._model = model
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
@@ -196,17 +198,15 @@ class MoeRecorder:
             self._hook_stack(layer, experts, router)
 
     def _add(self, layer: WatchedLayer, weight: torch.Tensor) -> int:
-        """Return the number of a layer. Raises TraceError if it cannot share the others' memory."""
+        """Return the number of a layer. Raises TraceError if it is on another device."""
         if weight.device != self._state.device:
             raise TraceError(f"it is on {weight.device}, and the first layer is on {self._state.device}")
         if self.ring is not None:
             return self.ring.add(layer.record, self._checkpoint)
-        sizes = {(each.record.hidden, each.record.top_k, each.record.experts) for each in self.keeper.layers}
-        if sizes - {(layer.record.hidden, layer.record.top_k, layer.record.experts)}:
-            raise TraceError("its sizes are not those of the first layer; record it by itself")
-        number = self.keeper.add(layer)
-        self.keeper.prepare(number, weight.dtype, weight.device)
-        return number
+        hidden, dtype = layer.record.hidden, weight.dtype
+        sizes = Sizes(hidden, dtype, hidden, dtype, layer.record.top_k, layer.record.experts)
+        self.keeper.prepare(weight.device, sizes)
+        return self.keeper.add(layer)
 
     def _hook_stack(self, layer: int, experts: nn.Module, router: nn.Module) -> None:
         """Watch a module of experts that is called with tokens, ids and weights."""
@@ -218,21 +218,29 @@ class MoeRecorder:
             if logits.shape[-1] == total:
                 self._logits[layer] = _flat(logits)  # [T, E]
 
-        def given(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        def given(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
             values = (*arguments, *options.values())
             ids, x = integers(values), _first_tensor(arguments, options)
-            if ids is None:
-                raise TraceError("the experts are called without ids [T, K], so what they got is not known")
             others = (value for value in values if isinstance(value, torch.Tensor) and value is not x)
-            weights = next(value for value in others if value.shape == ids.shape and value is not ids)
-            return _flat(x), _flat(ids), _flat(weights)
+            alike = [value for value in others if ids is not None and value.shape == ids.shape]
+            weights = next((value for value in alike if value is not ids), None)
+            if ids is not None and weights is not None:
+                return _flat(x), _flat(ids), _flat(weights)
+            line = "experts are called without ids and weights [T, K], so what they got is not known"
+            if line not in self.left_out:
+                self.left_out.append(line)
+            return None
 
         def before(module: nn.Module, arguments: Any, options: Any) -> None:
-            _save_input(state, number, layer, *given(arguments, options), self._logits.get(layer))
+            call = given(arguments, options)
+            if call is not None:
+                _save_input(state, number, layer, *call, self._logits.get(layer))
 
         def after(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
-            x, ids, weights = given(arguments, options)
-            _watch_call(state, number, layer, x, _flat(output), ids, weights, self._logits.get(layer))
+            call = given(arguments, options)
+            if call is not None and isinstance(output, torch.Tensor):
+                x, *routed = call
+                _watch_call(state, number, layer, x, _flat(output), *routed, self._logits.get(layer))
 
         self._undo.append(router.register_forward_hook(keep_logits).remove)
         if saves:

@@ -27,6 +27,8 @@ from moedoctor.trace.crash_ring import CrashRing
 folder, model, how = sys.argv[1:]
 ring = CrashRing(Path(folder), 10**6)
 record = dict(hidden=64, intermediate=64, experts=8, top_k=2, activation="silu", quantization="bf16")
+if how == "wide":
+    ring.warn = print
 for layer in range(3):
     name = f"model.layers.{layer}.mlp.experts"
     ring.add(Record.model_validate({**record, "layer": name}), Path(model))
@@ -39,6 +41,10 @@ for step in range(4):
             break
         x = torch.full((4, 64), step * 10.0 + layer, dtype=torch.bfloat16)
         ids = torch.arange(8, dtype=torch.int64).view(4, 2)
+        if how == "wide" and (step, layer) == (2, 0):
+            x = torch.zeros(4, 128, dtype=torch.bfloat16)
+        if how == "stopped" and step == 2:
+            ring.save(layer, None)  # raises inside
         ring.save(layer, MoeInput(x, ids, torch.rand(4, 2), torch.randn(4, 8)))
 if how == "end":
     ring.finish()
@@ -46,6 +52,8 @@ elif how == "error":
     ring.finish("RuntimeError: b_scales is not on GPU")
 elif how == "abort":
     os.abort()
+elif how in ("wide", "stopped"):
+    os._exit(1)
 else:
     os.kill(os.getpid(), getattr(signal, how))
 """
@@ -53,6 +61,11 @@ else:
 
 def capsules_after(tmp_path: Path, how: str, **environ: str) -> dict[str, Capsule]:
     """Return what a process leaves that ends like that, by the name of its file without the process."""
+    return run_child(tmp_path, how, **environ)[0]
+
+
+def run_child(tmp_path: Path, how: str, **environ: str) -> tuple[dict[str, Capsule], str]:
+    """Return the same, and what the process printed."""
     model = write_qwen3_moe(tmp_path / "model", layers=LAYERS, hidden=64, intermediate=64, experts=8, vocab=8)
     folder = tmp_path / "capsules"
     done = subprocess.run(
@@ -65,7 +78,7 @@ def capsules_after(tmp_path: Path, how: str, **environ: str) -> dict[str, Capsul
     )
     assert (done.returncode == 0) == (how in ("end", "error")), done.stderr
     found = sorted(folder.glob(f"*{SUFFIX}"))
-    return {file.name.rpartition("-")[0]: load(file) for file in found}
+    return {file.name.rpartition("-")[0]: load(file) for file in found}, done.stdout
 
 
 @needs_triton
@@ -97,6 +110,23 @@ def test_calls_outlive_other_ends(tmp_path: Path, how: str) -> None:
     assert len(capsules) == 2 * LAYERS
     reason = "RuntimeError: b_scales is not on GPU" if how == "error" else "the process died"
     assert capsules[_name(1, 3)].record.reason == f"the last call before {reason}"
+
+
+@needs_triton
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_a_call_of_another_size_is_refused_and_other_layers_are_saved(tmp_path: Path, interpret: str) -> None:
+    capsules, printed = run_child(tmp_path, "wide", TRITON_INTERPRET=interpret)
+    expected = "model.layers.0.mlp.experts is no longer watched: its x is torch.bfloat16 [4, 128], expected"
+    assert printed.count(expected) == 1
+    assert {_name(*of) for of in ((0, 0), (0, 1), (1, 2), (1, 3), (2, 1), (2, 2))} == set(capsules)
+
+
+def test_what_stopped_the_recording_is_the_reason_of_its_last_calls(tmp_path: Path) -> None:
+    """Else they would be taken for the last calls before the process died."""
+    capsules = capsules_after(tmp_path, "stopped")
+    assert {capsule.record.call for capsule in capsules.values()} == {0, 1}
+    reason = capsules[_name(2, 1)].record.reason
+    assert reason.startswith("the last call before AttributeError: 'NoneType' object has no")
 
 
 def test_a_process_that_ends_well_leaves_nothing(tmp_path: Path) -> None:

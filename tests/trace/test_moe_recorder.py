@@ -224,6 +224,39 @@ def test_what_cannot_be_recorded_is_said(block: Any, problem: str, tmp_path: Pat
     assert [problem in line for line in recorder.left_out] == ([] if "no module" in problem else [True])
 
 
+class Unrouted(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gate(x)
+        return self.experts(x)
+
+
+@pytest.mark.parametrize("when", ["nan", "crash"])
+def test_experts_without_ids_are_left_out_and_the_forward_goes_on(when: str, tmp_path: Path) -> None:
+    block = Unrouted()
+    block.experts.forward = lambda x: x
+    with MoeRecorder(Model(block), tmp_path, when=when) as recorder:
+        for _ in range(2):
+            recorder._model(x_of())
+    assert recorder.left_out == [
+        "experts are called without ids and weights [T, K], so what they got is not known"
+    ]
+
+
+def test_layers_of_different_sizes_are_all_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Block()
+    monkeypatch.setattr(sys.modules[__name__], "E", 12)
+    model = Model(first, Block())
+    for block, experts in zip(model.layers, (8, 12), strict=True):
+        block.experts.forward = lambda x, ids, weights, experts=experts: (
+            x * float("nan" if experts > 8 else 1)
+        )
+    with MoeRecorder(model, tmp_path) as recorder:
+        model(x_of())
+    assert recorder.left_out == []
+    record = load(recorder.files[0]).record
+    assert (record.layer, record.experts) == ("layers.1.experts", 12)
+
+
 _DIES = """
 import os, signal, sys
 from pathlib import Path

@@ -14,10 +14,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moedoctor.trace.protect import line_of, protect
 from moedoctor.upstream.plugin.process_end import ProcessEnd
 from moedoctor.upstream.plugin.record_layers import (
     checkpoint_folder,
@@ -38,16 +39,20 @@ _FUSED = "vllm.model_executor.layers.fused_moe"
 
 
 class EngineRecorder:
-    """Watches the MoE layers of one worker process."""
+    """Watches the MoE layers of one worker process.
+
+    The hooks call vLLM's own function outside of what `protect` guards: an error of ours ends the recording.
+    """
 
     def __init__(self, folder: Path, wish: Any) -> None:
         from moedoctor.trace.call_keeper import CallKeeper
         from moedoctor.trace.crash_ring import CrashRing
 
         self.folder = folder
-        self.ring = CrashRing(folder, wish.max_bytes) if wish.when == "crash" else None
+        self.ring = CrashRing(folder, wish.max_bytes, self._warn) if wish.when == "crash" else None
         """Saves what goes into each call; else `keeper` looks at what comes out."""
-        self.keeper = CallKeeper(wish, self.save, self._lose, self._is_right, background=True)
+        self.keeper = CallKeeper(wish, self.save, self._warn, self._is_right, background=True)
+        self.stop = (self.ring or self.keeper).stop
         self.model: Path | None = None
         """The folder of the checkpoint that is served, if it is one."""
         self._numbers: dict[int, int | None] = {}
@@ -62,17 +67,17 @@ class EngineRecorder:
         self._process: int | None = None
         """The process whose calls are watched."""
 
+    @property
+    def stopped(self) -> bool:
+        """Return whether no more calls are watched."""
+        return (self.ring or self.keeper).stopped
+
     def around_method(self, original: Any) -> Any:
         """Remember the checkpoint when a MoE layer is made, and start what reads it."""
 
         def construct(method: Any, moe: Any, *arguments: Any, **options: Any) -> None:
             original(method, moe, *arguments, **options)
-            config = importlib.import_module("vllm.config").get_current_vllm_config()
-            model = None if config.model_config is None else Path(config.model_config.model)
-            self.model = model if model is not None and os.path.isdir(model) else None
-            if self.model is not None and self.keeper.wish.when == "mismatch":
-                with contextlib.suppress(OSError):  # the first comparison tries again, and says so
-                    self._judge_of(self.model).start()  # it is ready when the weights are loaded
+            self._find_checkpoint()
 
         return construct
 
@@ -80,10 +85,9 @@ class EngineRecorder:
         """Hold what a router gives until its experts have run."""
 
         def select_experts(router: Any, *arguments: Any, **options: Any) -> Any:
-            weights, ids = original(router, *arguments, **options)
-            self._routed = (weights, ids)
+            self._routed = routed = original(router, *arguments, **options)
             self._save_input()
-            return weights, ids
+            return routed
 
         return select_experts
 
@@ -92,28 +96,20 @@ class EngineRecorder:
         parameters = list(inspect.signature(original).parameters)[1:]
 
         def apply_quant_method(runner: Any, *arguments: Any, **options: Any) -> Any:
-            if self.keeper.done:
-                return original(runner, *arguments, **options)
-            given = {**dict(zip(parameters, arguments, strict=False)), **options}
-            x, logits = given["hidden_states"], given["router_logits"]  # [T, H], [T, E]
-            number = self._number(runner, given.get("layer", runner))
-            if number is None:
-                return original(runner, *arguments, **options)
-            self._routed, self._now = None, (number, x, logits)
-            if self.ring is not None:
-                if routes_itself(runner):
-                    self._save_input()
-                with self._errors():
-                    return original(runner, *arguments, **options)
-            if overwrites(runner):
-                x = x.clone()
-            shared, routed = original(runner, *arguments, **options)
-            if hasattr(routed, "shape"):
-                self._watch(number, runner, x, routed, logits)
-            return shared, routed
+            call = self._begin_call(runner, dict(zip(parameters, arguments, strict=False)) | options)
+            try:
+                result = original(runner, *arguments, **options)
+            except Exception as error:
+                if call is not None:
+                    self._error = self._error or line_of(error)
+                raise
+            if call is not None and self.ring is None:
+                self._end_call(runner, call, result)
+            return result
 
         return apply_quant_method
 
+    @protect
     def begin(self, real: int, rows: int) -> None:
         """Begin a step."""
         if self.ring is not None:
@@ -137,10 +133,7 @@ class EngineRecorder:
         if self.ring is not None:
             self.ring.finish(self._error or _device_error())
             return
-        try:
-            self.keeper.collect()
-        except Exception as error:  # after an illegal access the device cannot be read
-            self._lose(_line(error))
+        self.keeper.collect()
         if self._judge is not None:
             self._judge.close()
         compared = self.keeper.compared
@@ -162,7 +155,9 @@ class EngineRecorder:
             self.folder.mkdir(parents=True, exist_ok=True)
             save(capsule, file, lambda line: logger.warning("moedoctor: record: writes %s", line))
         except OSError as error:
-            self._lose(f"call {record.call} of {record.layer} cannot be written: {error}")
+            self._warn(
+                f"there is no capsule: call {record.call} of {record.layer} cannot be written: {error}"
+            )
             return
         logger.warning(
             "moedoctor: record: call %d of %s is in %s: %s", record.call, record.layer, file, record.reason
@@ -179,21 +174,42 @@ class EngineRecorder:
         self._judge = self._judge or CallJudge(checkpoint)
         return self._judge
 
-    def _lose(self, reason: str) -> None:
-        logger.warning("moedoctor: record: there is no capsule: %s", reason)
+    def _warn(self, line: str) -> None:
+        logger.warning("moedoctor: record: %s", line)
+
+    @protect
+    def _find_checkpoint(self) -> None:
+        config = importlib.import_module("vllm.config").get_current_vllm_config()
+        model = None if config.model_config is None else Path(config.model_config.model)
+        self.model = model if model is not None and os.path.isdir(model) else None
+        if self.model is not None and self.keeper.wish.when == "mismatch":
+            with contextlib.suppress(OSError):  # the first comparison tries again, and says so
+                self._judge_of(self.model).start()  # it is ready when the weights are loaded
 
     def _collect_always(self) -> None:
         """Save what was kept also while no step follows, as in a server without requests."""
         while not self.keeper.done:
-            try:
-                self.keeper.collect(wait=False)
-            except Exception as error:
-                self.keeper.done = True
-                self._lose(_line(error))
+            self.keeper.collect(wait=False)
             time.sleep(_PAUSE)
         if self._judge is not None:
             self._judge.close()
 
+    @protect
+    def _begin_call(self, runner: Any, given: Mapping[str, Any]) -> tuple[int, Any, Any] | None:
+        """Return the number, input and logits of a layer that is about to run; None if it is not watched."""
+        self._routed = self._now = None
+        x, logits = given["hidden_states"], given["router_logits"]  # [T, H], [T, E]
+        number = self._number(runner, given.get("layer", runner))
+        if number is None:
+            return None
+        if self.ring is None:
+            return number, x.clone() if overwrites(runner) else x, logits
+        self._now = call = number, x, logits
+        if routes_itself(runner):
+            self._save_input()
+        return call
+
+    @protect
     def _save_input(self) -> None:
         """Save what goes into the layer that runs, if calls are saved."""
         from moedoctor.kernels.kept_rows import MoeInput
@@ -206,23 +222,20 @@ class EngineRecorder:
         waits = self.ring.blocking
         self.ring.save(number, MoeInput(x, ids, weights, logits))
         if self.ring.blocking and not waits and x.is_cuda:
-            logger.warning(
-                "moedoctor: record: host memory cannot be pinned, so each MoE layer waits for its copies, "
+            self._warn(
+                "host memory cannot be pinned, so each MoE layer waits for its copies, "
                 "and calls inside CUDA graphs are not saved: start vLLM with --enforce-eager"
             )
 
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Remember an error of the experts."""
-        try:
-            yield
-        except Exception as error:
-            self._error = self._error or _line(error)
-            raise
-
-    def _watch(self, number: int, runner: Any, x: Any, output: Any, logits: Any) -> None:
+    @protect
+    def _end_call(self, runner: Any, call: tuple[int, Any, Any], result: Any) -> None:
+        """Look at what came out of a layer."""
         from moedoctor.kernels.kept_rows import MoeCall, MoeInput
 
+        number, x, logits = call
+        _, output = result
+        if not hasattr(output, "shape"):
+            return
         if self._routed is not None:
             weights, ids = self._routed
             self.keeper.watch(number, MoeCall(MoeInput(x, ids, weights, logits), output))
@@ -238,15 +251,11 @@ class EngineRecorder:
                     self._numbers[key] = self.keeper.add(layer_of_runner)
                 else:
                     self._numbers[key] = self.ring.add(layer_of_runner.record, self.model)
-            except FixError as error:
-                name = getattr(layer, "layer_name", "experts")
-                logger.warning("moedoctor: record: %s is not watched: %s", name, error)
+            except Exception as error:
+                reason = str(error) if isinstance(error, FixError) else line_of(error)
+                self._warn(f"{getattr(layer, 'layer_name', 'experts')} is not watched: {reason}")
                 self._numbers[key] = None
         return self._numbers[key]
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
 
 
 def _device_error() -> str | None:
@@ -258,7 +267,7 @@ def _device_error() -> str | None:
     try:
         torch.cuda.synchronize()
     except Exception as error:
-        return _line(error)
+        return line_of(error)
     return None
 
 

@@ -280,6 +280,46 @@ def test_an_error_of_the_experts_is_in_the_notes_of_the_watcher(engine: Engine) 
 
 
 @pytest.mark.parametrize(
+    ("when", "broken"),
+    [
+        ("nan", "moedoctor.kernels.kept_rows.KeptRows.keep_on_host"),
+        ("nan", "moedoctor.upstream.plugin.record.overwrites"),
+        ("nan", "moedoctor.kernels.kept_rows.begin_step_on_host"),
+        ("nan", "moedoctor.trace.call_keeper.HeaderCopy.begin"),
+        ("nan", "moedoctor.upstream.plugin.record.threading.Thread"),
+        ("crash", "moedoctor.trace.crash_ring.subprocess.run"),
+        ("crash", "moedoctor.trace.crash_ring.os.ftruncate"),
+        ("crash", "moedoctor.kernels.kept_rows.SavedCalls.save_on_host"),
+    ],
+)
+def test_an_error_of_ours_is_one_line_and_never_ends_a_forward(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, when: str, broken: str
+) -> None:
+    def fail(*given: object, **options: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(broken, fail)
+    model = engine.start(when)
+    for _ in range(3):
+        step(model)
+    assert all(output.isfinite().all() for output in model.outputs)
+    (line,) = [line.message for line in caplog.records if "record" in line.message]
+    assert line == "moedoctor: record: no more calls are watched: OSError: no space left"
+    if engine.recorder().ring is not None:
+        engine.finish()  # so that the watcher writes nothing for this process
+
+
+def test_a_layer_that_is_not_as_expected_is_left_out(
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_layers, "_backend", lambda method: method.missing)
+    step(engine.start("nan"))
+    names = [f"model.layers.{number}.mlp.experts" for number in range(LAYERS)]
+    for name in names:
+        assert f"record: {name} is not watched: AttributeError: " in caplog.text
+
+
+@pytest.mark.parametrize(
     ("config", "activations"),
     [
         ({"quant_dtype": None}, "none"),
