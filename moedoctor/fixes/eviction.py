@@ -20,8 +20,7 @@ loaded.
   LRFU of Lee et al., IEEE Trans. Comput. 50, 2001; halving the counts is how LFU is aged.)
 - ``belady``: the next use, furthest first: the optimum. Only a replay knows it.
 
-Pure Python, no torch. `simulate` is meant to replay a million expert accesses a second on one core;
-``moedoctor bench --cache --speed`` measures it.
+Pure Python, no torch. `simulate` is meant to replay a million expert accesses a second on one core.
 """
 
 from __future__ import annotations
