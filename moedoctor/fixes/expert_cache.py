@@ -255,14 +255,6 @@ class ExpertCache:
         """
         return self._engine.source_of_all(buffers)
 
-    def reload(self) -> None:
-        """Copy the resident experts to their slots again, after the host's tensors were changed.
-
-        The caller synchronizes before and after.
-        """
-        with self._alone():
-            self._engine.reload()
-
     @property
     def stats(self) -> CacheStats:
         """Calls, hits and misses since the start. Reads them off the device, which synchronises."""

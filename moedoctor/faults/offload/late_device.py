@@ -70,19 +70,17 @@ class LateDevice(CopyEngine):
         self._sometimes()
 
     def wait(self, mark: Event) -> None:
+        """Let what is queued happen until `mark` has passed."""
         while not mark.is_set():
             if not (self._step(self._copies) or self._step(self._compute)):
                 raise RuntimeError("the event was never queued")
 
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        source, event = self._as_read(source), Event()
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        source = self._as_read(source)
         self._compute.append(lambda: target.copy_(source))
-        self._compute.append(event.set)
         self._sometimes()
-        return event
 
     def synchronize(self) -> None:
-        """Let everything that was queued happen."""
         while self._step(self._copies) or self._step(self._compute):
             pass
         if self._copies or self._compute:

@@ -89,10 +89,6 @@ class Engine(ABC):
     def adopt(self, table: SlotTable) -> None:
         """Replace state and slots by those of `table`. May synchronise."""
 
-    def reload(self) -> None:
-        """Copy the resident experts to their slots again. May synchronise."""
-        self.adopt(self.table())
-
     def source_of_all(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Return what copies all experts to `buffers`, [E, ...] each."""
         waits = self.device.type != "cuda" or not self.store.pinned
@@ -142,7 +138,8 @@ class ResidentEngine(Engine):
                 "engine 'resident' copies once and does not unpack: give it a store that is not packed"
             )
         self.slots = store.slots(capacity, device)
-        self.reload()
+        for name, slots in self.slots.items():
+            slots[: store.num_experts].copy_(store.tensors[name])
         self.mapping = torch.arange(store.num_experts, dtype=torch.int32, device=device)  # [E]
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
@@ -160,11 +157,6 @@ class ResidentEngine(Engine):
 
     def adopt(self, table: SlotTable) -> None:
         """Do nothing: every expert is resident."""
-
-    def reload(self) -> None:
-        """Load every expert into the slot of its number."""
-        for name, slots in self.slots.items():
-            slots[: self.store.num_experts].copy_(self.store.tensors[name])
 
     def stats(self) -> CacheStats:
         """Return zeros: no call is counted, and every access is a hit."""

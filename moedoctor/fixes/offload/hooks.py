@@ -4,8 +4,9 @@
 even what depends on weights alone. It is declared to write the layer's inputs too: an opaque operator that
 finds the weights by itself, as vLLM's MoE layer does, has no other tie to it. `release` reads the layer's
 outputs, so it comes behind everything that led to them. All write a token, which orders them among each
-other. `eager` is false in compiled code. `copied` is a clone that no compiler removes; compilers see no
-reason to clone weights that a layer returns.
+other. Its value names the pipeline: a token is an input of compiled code, while a number would be a constant,
+and wrong if a compiler's cache gives the code to another module. `eager` is false in compiled code. `copied`
+is a clone that no compiler removes; compilers see no reason to clone weights that a layer returns.
 """
 
 from __future__ import annotations
@@ -32,45 +33,41 @@ Forward = Callable[..., Any]
 Reader = Callable[[nn.Module], tuple[Any, str]]
 """For a layer: the object that has the function that reads the layer's weights, and the function's name."""
 
-# An operator takes tensors and numbers, no objects: a pipeline is named by a number. Entries vanish with it.
+# An operator takes tensors and numbers, no objects: a token names a pipeline. Entries vanish with it.
 _PIPELINES: weakref.WeakValueDictionary[int, Pipeline] = weakref.WeakValueDictionary()
-_KEYS = itertools.count()
+_TOKENS = itertools.count()
 
 
-def _begin(token: torch.Tensor, key: int, eager: bool) -> None:
-    _PIPELINES[key].begin()
+def _begin(token: torch.Tensor, eager: bool) -> None:
+    pipeline = _PIPELINES[int(token)]
+    pipeline.begin()
     if not eager:
-        _PIPELINES[key].go_unwatched("compiled")
+        pipeline.go_unwatched("compiled")
 
 
 def _wait(
-    weights: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-    token: torch.Tensor,
-    key: int,
-    unit: int,
-    eager: bool,
+    weights: list[torch.Tensor], inputs: list[torch.Tensor], token: torch.Tensor, unit: int, eager: bool
 ) -> None:
+    pipeline = _PIPELINES[int(token)]
     if not eager:
-        _PIPELINES[key].compiled.add(unit)
-    _PIPELINES[key].wait(unit, weights)
+        pipeline.compiled.add(unit)
+    pipeline.wait(unit, weights)
 
 
-def _release(outputs: list[torch.Tensor], token: torch.Tensor, key: int, unit: int) -> None:
-    _PIPELINES[key].release(unit)
+def _release(outputs: list[torch.Tensor], token: torch.Tensor, unit: int) -> None:
+    _PIPELINES[int(token)].release(unit)
 
 
-def _finish(outputs: list[torch.Tensor], token: torch.Tensor, key: int) -> None:
-    _PIPELINES[key].finish()
+def _finish(outputs: list[torch.Tensor], token: torch.Tensor) -> None:
+    _PIPELINES[int(token)].finish()
 
 
 _LIBRARY = torch.library.Library("moedoctor_offload", "DEF")
 for _schema, _function in {
-    "begin(Tensor(a!) token, int key, bool eager) -> ()": _begin,
-    "wait(Tensor(a!)[] weights, Tensor(c!)[] inputs, Tensor(b!) token, int key, int unit, bool eager)"
-    " -> ()": _wait,
-    "release(Tensor[] outputs, Tensor(a!) token, int key, int unit) -> ()": _release,
-    "finish(Tensor[] outputs, Tensor(a!) token, int key) -> ()": _finish,
+    "begin(Tensor(a!) token, bool eager) -> ()": _begin,
+    "wait(Tensor(a!)[] weights, Tensor(c!)[] inputs, Tensor(b!) token, int unit, bool eager) -> ()": _wait,
+    "release(Tensor[] outputs, Tensor(a!) token, int unit) -> ()": _release,
+    "finish(Tensor[] outputs, Tensor(a!) token) -> ()": _finish,
     "copied(Tensor weight) -> Tensor": torch.clone,
 }.items():
     _LIBRARY.define(_schema)
@@ -91,9 +88,9 @@ class Hooks:
         reader: Reader | None = None,
     ) -> None:
         self._pipeline = pipeline
-        self._token = torch.zeros(1, dtype=torch.uint8, device=pipeline.buffers[0].device)  # [1]
-        self._key = next(_KEYS)
-        _PIPELINES[self._key] = pipeline
+        # On the CPU, so that no device need be waited for to read it.
+        self._token = torch.tensor([next(_TOKENS)], device="cpu")  # [1]
+        _PIPELINES[int(self._token)] = pipeline
         self._wrapped: list[tuple[nn.Module, Any, str, Forward | None]] = []
         self._handles: list[Any] = []
         self._guards: list[Guard] = []
@@ -152,7 +149,7 @@ class Hooks:
         setattr(module, MARK, pipeline)
 
     def _around_layer(self, forward: Forward, guard: Guard, index: int) -> Forward:
-        token, key = self._token, self._key
+        token = self._token
 
         def on_fetched_weights(*args: Any, **kwargs: Any) -> Any:
             _refuse_gradients((args, kwargs))
@@ -160,9 +157,9 @@ class Hooks:
             eager = not torch.compiler.is_compiling()  # a compiler hands over copies, and ignores guards
             before = guard.check(weights) if eager else None
             inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
-            torch.ops.moedoctor_offload.wait(weights, inputs, token, key, index, eager)
+            torch.ops.moedoctor_offload.wait(weights, inputs, token, index, eager)
             output = _own_memory(forward(*args, **kwargs), weights)
-            torch.ops.moedoctor_offload.release(tensors_in(output), token, key, index)
+            torch.ops.moedoctor_offload.release(tensors_in(output), token, index)
             if before is not None:
                 guard.check_after(weights, before)
             return output
@@ -186,16 +183,16 @@ class Hooks:
         return on_fetched_weights
 
     def _around_pass(self, forward: Forward, watch: Watch) -> Forward:
-        token, key = self._token, self._key
+        token = self._token
 
         def one_pass(*args: Any, **kwargs: Any) -> Any:
             eager = not torch.compiler.is_compiling()
-            torch.ops.moedoctor_offload.begin(token, key, eager)
+            torch.ops.moedoctor_offload.begin(token, eager)
             if not eager or watch.done:
                 output = forward(*args, **kwargs)
             else:
                 output = watch.over(forward, args, kwargs)
-            torch.ops.moedoctor_offload.finish(tensors_in(output), token, key)
+            torch.ops.moedoctor_offload.finish(tensors_in(output), token)
             return output
 
         return one_pass

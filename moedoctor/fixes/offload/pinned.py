@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -46,9 +46,10 @@ class HostBlock:
     release: Release | None = None
 
     def close(self) -> None:
-        """Give up the page lock. No copy from the block may be in flight."""
+        """Give up the page lock. No copy from the block may be in flight, and no thread may be capturing."""
         if self.release is not None:
             self.release()
+            _unlock_waiting()
             self.release, self.pinned = None, False
 
 
@@ -89,7 +90,11 @@ def _take_error() -> None:
 
 
 def allocate(nbytes: int, pin: Pin | None) -> tuple[HostBlock, str | None]:
-    """Return a block of `nbytes`, and why it is not page-locked if `pin` was given and failed."""
+    """Return a block of `nbytes`, and why it is not page-locked if `pin` was given and failed.
+
+    Gives up locks of blocks that were dropped. No thread may be capturing a CUDA graph.
+    """
+    _unlock_waiting()
     whole = -(-nbytes // PAGE) * PAGE
     memory = torch.empty(whole + PAGE, dtype=torch.uint8)  # [whole + PAGE]
     start = -memory.data_ptr() % PAGE
@@ -112,24 +117,27 @@ _WAITING: list[tuple[Release, torch.Tensor]] = []
 
 
 def _unlock(release: Release, memory: torch.Tensor) -> None:
+    """Give up a lock, or leave that to the next `allocate` or `close`. Any thread may collect a block."""
     _WAITING.append((release, memory))
-    _unlock_waiting()
+    if threading.active_count() == 1:  # a capture of another thread does not show in this one
+        _unlock_waiting()
 
 
-def _unlock_waiting(*_: object) -> None:
-    """Give up the locks that nobody needs, or at a later collection if the current stream is captured.
+def _unlock_waiting() -> None:
+    """Give up the locks that nobody needs, unless the current stream is captured.
 
     To give up a lock the host waits for the device, which voids a capture.
     """
-    captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    while _WAITING and not captures:
-        release, memory = _WAITING.pop()
-        release()
-        del memory  # only now
-    if _unlock_waiting in gc.callbacks:
-        gc.callbacks.remove(_unlock_waiting)
-    if _WAITING:
-        gc.callbacks.append(_unlock_waiting)
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return
+    with suppress(IndexError):  # another thread has given up the last one
+        while _WAITING:
+            release, memory = _WAITING.pop()
+            try:
+                release()
+            except BaseException:
+                _WAITING.append((release, memory))  # freed memory must not stay locked
+                raise
 
 
 def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:

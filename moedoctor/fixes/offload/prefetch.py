@@ -43,17 +43,12 @@ class CopyEngine:
     def join(self, mark: Mark) -> None:
         """What is added to the current queue from now on starts after `mark`. The host does not wait."""
 
-    def wait(self, mark: Mark) -> None:
-        """The host waits for `mark`: only then may a source be overwritten."""
+    def synchronize(self) -> None:
+        """Let the host wait for everything that is queued: only then may it overwrite a source."""
 
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Copy in the current queue, which is in order by itself.
-
-        Return the point after it, for a caller that overwrites `source`; None if that has been read, or if a
-        graph reads it.
-        """
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy in the current queue, which is in order by itself."""
         target.copy_(source)
-        return None
 
     def capturing(self) -> bool:
         """Whether the current queue is being recorded into a graph."""
@@ -81,16 +76,13 @@ class CudaEngine(CopyEngine):
     def join(self, mark: Mark) -> None:
         torch.cuda.current_stream(self._device).wait_event(mark)
 
-    def wait(self, mark: Mark) -> None:
-        mark.synchronize()
+    def synchronize(self) -> None:
+        # No event shows that the replay of a graph has read a source.
+        torch.cuda.synchronize(self._device)
 
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> None:
         # From pinned memory the copy is queued; from any other the host must wait, so torch blocks.
-        queued = source.is_pinned()
-        target.copy_(source, non_blocking=queued)
-        if not queued or self.capturing():
-            return None
-        return self._event_on(torch.cuda.current_stream(self._device))
+        target.copy_(source, non_blocking=source.is_pinned())
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -154,8 +146,6 @@ class _Slot:
     holds: int | None = None
     """The unit whose weights are there, or on their way behind `mark`."""
     mark: Mark = None
-    read: Mark = None
-    """Behind the last copy in the current queue. Only the host waits for it: that queue is in order."""
     user: int | None = None
     """The unit that computes with it."""
 
@@ -254,16 +244,13 @@ class Pipeline:
                 self.engine.join(slot.mark)
 
     def settle(self) -> None:
-        """The host waits for every copy, and what the buffers hold is no longer relied on.
+        """Let the host wait for the device, and rely no longer on what the buffers hold.
 
-        Called before weights on the host are overwritten: only an event shows that a copy has read them.
+        Called before weights on the host are overwritten: a queued copy, or a queued replay of a graph that
+        holds copies, has not read them yet.
         """
         self._forget_dead_capture()
-        for slot in self._slots:
-            for mark in (slot.mark, slot.read):
-                if mark is not None:
-                    self.engine.wait(mark)
-            slot.read = None
+        self.engine.synchronize()
         self._forget()
 
     def wait(self, index: int, arguments: Sequence[torch.Tensor]) -> None:
@@ -335,7 +322,7 @@ class Pipeline:
             self.engine.join(slot.mark)
         if self.plain is not None or slot.holds != index:
             slot.holds = None  # until the copy is queued
-            slot.read = self.engine.copy_in_order(slot.buffer[: unit.host.numel()], unit.host)
+            self.engine.copy_in_order(slot.buffer[: unit.host.numel()], unit.host)
         slot.mark, slot.holds = None, index
 
     def _prefetch(self) -> None:

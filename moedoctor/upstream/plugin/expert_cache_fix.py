@@ -19,6 +19,7 @@ from typing import Any
 
 from moedoctor.kernels.cache import EVERY_ROW
 from moedoctor.results import UnavailableError
+from moedoctor.upstream.plugin import weight_reload
 from moedoctor.upstream.plugin.expert_cache_layer import (
     EXPERTS,
     host_experts,
@@ -75,6 +76,7 @@ def apply(version: str) -> str:
         Patch(f"{tiles}:TritonExperts", "moe_sum", None, "input output", ("ops.moe_sum(",)),
         *Steps(real_rows.begin, real_rows.end).patches(),
     ]
+    weight_reload.apply(version)
     apply_patches(NAME, version, patches)
     return f"{options.slots} expert slots a MoE layer, policy {options.policy}"
 
@@ -110,33 +112,34 @@ class RealRows:
     """
 
     def __init__(self) -> None:
-        self._rows: Any = None
+        self._rows: dict[Any, Any] = {}
+        """Device -> int32 [1]."""
         self._padded = False
 
     def on(self, device: Any) -> Any:
         """Return int32 [1] on `device`, always the same."""
         import torch
 
-        if self._rows is None:
-            self._rows = torch.full((1,), EVERY_ROW, dtype=torch.int32, device=device)
-        return self._rows
+        device = torch.device(device)
+        if device not in self._rows:
+            self._rows[device] = torch.full((1,), EVERY_ROW, dtype=torch.int32, device=device)
+        return self._rows[device]
 
     def begin(self, real: int, rows: int) -> None:
         """Begin a step of `rows` rows, of which the first `real` are no padding."""
-        if self._rows is not None and real < rows:
-            self._rows.fill_(real)
+        if real < rows:
+            self._write(real)
             self._padded = True
 
     def end(self, hidden: Any) -> None:
         """End the step: what runs between steps, such as a draft model, has other rows."""
         if self._padded:
-            self._rows.fill_(EVERY_ROW)
+            self._write(EVERY_ROW)
             self._padded = False
 
-    def forget(self) -> None:
-        """Count every row as real from now on."""
-        self.end(None)
-        self._rows = None
+    def _write(self, rows: int) -> None:
+        for tensor in self._rows.values():
+            tensor.fill_(rows)
 
 
 real_rows = RealRows()
@@ -158,6 +161,7 @@ def _caching(original: Any, *, wish: CacheOptions, layer_type: type, rows: RealR
         _give_caches(model, wish, layer_type, device, _captures(vllm_config, model_config))
         for experts in host_experts(model):
             experts.skip_padding(rows.on(experts.cache.device))
+            weight_reload.hold(NAME, experts)
         return model
 
     return load_model

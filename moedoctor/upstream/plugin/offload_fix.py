@@ -10,8 +10,7 @@ offloader takes over. Every parameter, the same object as before, is then on the
 in buffers that are filled ahead of each layer, scales and other small ones by themselves. Nothing is swapped
 in `forward`, so nothing holds a host address. With UVA nothing is changed.
 
-Weights cannot be reloaded into such an engine: vLLM's `reload_weights` and `update_weights` write into the
-`data` of parameters, which is a buffer here, so what they write is lost without an error. Restart the engine.
+Weights cannot be reloaded into such an engine: `weight_reload` refuses it.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from moedoctor.upstream.plugin import weight_reload
 from moedoctor.upstream.plugin.register import FixError, Patch, apply_patches, refuse
 
 logger = logging.getLogger("vllm.moedoctor")
@@ -40,6 +40,7 @@ _WRAPS = ("if not self.uva_offloading", "module.state_dict()", "functional_call(
 _ADDITIONAL = "additional_config=self.additional_config"
 _LOADING = "device_loading_context"
 _UNPINNED = "host memory is not pinned"
+_OFFLOADER = "vllm.model_executor.offloader.base"
 _PENDING = "_moedoctor_layers"
 _HANDLE = "_moedoctor_offload"
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
@@ -53,13 +54,17 @@ def apply(version: str) -> str:
     uva, loading = "vllm.model_executor.offloader.uva:UVAOffloader", "vllm.model_executor.model_loader.utils"
     runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
     rebuild, sizes = "may_reinitialize_input_batch", "self kv_cache_config kernel_block_sizes"
+    loads = ("self.model_runner.load_model(",)
     patches = (
         Patch(uva, "_maybe_offload_to_cpu", _collecting, "self module", _WRAPS),
         Patch(uva, "post_init", finishing, "self"),
+        Patch(_OFFLOADER, "get_offloader", None),
+        Patch(weight_reload.WORKER, "load_model", _finishing_late, "self", loads),
         Patch(arguments, "create_engine_config", _configuring, "self", (_ADDITIONAL,)),
         Patch(runner, rebuild, unasserted, sizes, (_ASSERTS,), "offload_config", releases=_ASSERTING),
         Patch(loading, _LOADING, taking_off, "module target_device", (MARK,), releases=_KEEPING_MARKS),
     )
+    weight_reload.apply(version)
     apply_patches(NAME, version, patches)
     active = ["without UVA weights are copied ahead of each layer, scales stay on the GPU"]
     if version in SpecifierSet(_ASSERTING):
@@ -111,7 +116,10 @@ def _finishing(original: Any, *, offload: Callable[..., Any]) -> Any:
         pending = self.__dict__.pop(_PENDING, [])
         if pending:
             try:
-                setattr(self, _HANDLE, _take_over(pending, offload, pin=bool(self.pin_memory)))
+                handle = _take_over(pending, offload, pin=bool(self.pin_memory))
+                setattr(self, _HANDLE, handle)
+                if handle is not None:
+                    weight_reload.hold(NAME, handle)
             except Exception as error:
                 for layer in pending:
                     layer.module.forward = layer.vllm_forward
@@ -119,6 +127,22 @@ def _finishing(original: Any, *, offload: Callable[..., Any]) -> Any:
         return result
 
     return post_init
+
+
+def _finishing_late(original: Any) -> Any:
+    """Wrap the worker's `load_model`: some model runners do not call `post_init`.
+
+    V1 returns before it with STOCK_TORCH_COMPILE, and V2 has no such call before 0.28.0.
+    """
+
+    def load_model(self: Any, *arguments: Any, **options: Any) -> Any:
+        result = original(self, *arguments, **options)
+        offloader = importlib.import_module(_OFFLOADER).get_offloader()
+        if _PENDING in vars(offloader):
+            offloader.post_init()
+        return result
+
+    return load_model
 
 
 def _take_over(pending: Sequence[_Layer], offload: Callable[..., Any], *, pin: bool) -> Any:

@@ -92,7 +92,7 @@ def test_on_a_gpu_the_fix_is_our_engine_and_our_offloader(direction: str) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["wait", "fork", "join"])
+@pytest.mark.parametrize("name", ["synchronize", "fork", "join"])
 def test_on_a_gpu_a_fault_of_our_own_engine_reproduces_the_failure(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

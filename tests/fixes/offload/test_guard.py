@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from moedoctor.faults.offload.late_device import LateDevice
 from moedoctor.fixes.offload import storage as offload_storage
 from moedoctor.fixes.offload.storage import settle_in
 from tests.fixes.offload.models import WIDTH, offloaded, stack
@@ -86,6 +87,17 @@ def test_loading_weights_is_not_a_write(x: torch.Tensor, assign: bool) -> None:
     assert all(layer.weight is was for layer, was in zip(model, before, strict=True))
     handle.restore()
     assert torch.equal(model(x), other(x))
+
+
+def test_a_replay_that_is_queued_reads_the_weights_from_before_a_load() -> None:
+    """A graph copies from host memory by itself, so no event of the pipeline shows that it has read it."""
+    model, device, read = stack(), LateDevice(), list[torch.Tensor]()
+    before = model[1].weight.clone()
+    handle = offloaded(model, engine=device)
+    device.run(lambda: read.append(handle.host_weight("1.weight").clone()))
+    model.load_state_dict({name: torch.zeros_like(weight) for name, weight in model.state_dict().items()})
+    device.synchronize()
+    assert torch.equal(read[0], before)
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])

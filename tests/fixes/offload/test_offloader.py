@@ -112,6 +112,33 @@ def test_an_offloaded_module_compiles_to_one_graph_with_the_same_bits(compiler: 
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_code_that_was_compiled_for_another_module_computes_with_the_weights_of_this_one(
+    copies: bool,
+) -> None:
+    """As code out of a compiler's cache: it gets as inputs what belongs to the module that calls it."""
+    compiled: list[tuple[Any, tuple[torch.Tensor, ...]]] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        compiled.append((graph, tuple(inputs)))
+        return graph.forward
+
+    models, x = [stack() for _ in range(2)], torch.randn(3, WIDTH)
+    expected = [model(x) for model in models]
+    for model in models:
+        offloaded(model)
+        torch._dynamo.reset()
+        torch.compile(model, fullgraph=True, backend=keep)(x)
+    (first, _), (_, inputs) = compiled
+    # This backend hands over copies of what operators write: of the weights, too.
+    run = torch.compile(first, backend="aot_eager") if copies else first
+    for _ in range(2):
+        assert torch.equal(run(*inputs)[0], expected[1])
+        assert torch.equal(models[0](x), expected[0])
+    torch._dynamo.reset()
+
+
 def test_an_operator_that_looks_up_its_weights_runs_after_their_copy() -> None:
     """As in vLLM's MoE layer, the weight is not an input that the compiler sees."""
     from functorch.compile import make_boxed_func

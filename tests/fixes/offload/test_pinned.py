@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.fixes.offload.pinned import PAGE, PinError, allocate, device_view, register
+from moedoctor.fixes.offload.pinned import _WAITING, PAGE, PinError, allocate, device_view, register
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 100_000])
@@ -32,7 +33,13 @@ def test_a_block_locks_whole_pages_and_has_the_requested_size(nbytes: int) -> No
     assert block.bytes.untyped_storage().data_ptr() == block.bytes.data_ptr()
 
 
-def test_a_block_is_unlocked_once_when_its_last_view_is_freed() -> None:
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever runs the tests, no other thread can be capturing a graph."""
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+
+
+def test_a_block_is_unlocked_once_when_its_last_view_is_freed(alone: None) -> None:
     released: list[str] = []
     block, _ = allocate(10, lambda memory: lambda: released.append("released"))
     view = block.bytes[3:]
@@ -94,12 +101,13 @@ def test_a_driver_error_is_not_raised_again_by_the_next_kernel(
     torch.ones(1, device="cuda")
 
 
-def test_a_block_that_is_dropped_in_a_capture_is_unlocked_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_dropped_in_a_capture_is_unlocked_after_it(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Unlocking waits for the device, which would void the capture."""
     released: list[str] = []
     dropped, _ = allocate(10, lambda memory: lambda: released.append("dropped"))
     closed, _ = allocate(10, lambda memory: lambda: released.append("closed"))
-    callbacks = list(gc.callbacks)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -107,9 +115,32 @@ def test_a_block_that_is_dropped_in_a_capture_is_unlocked_after_it(monkeypatch: 
         closed.close()
         gc.collect()
         assert released == []
-    gc.collect()
+    allocate(10, None)
     assert sorted(released) == ["closed", "dropped"]
-    assert gc.callbacks == callbacks
+
+
+def test_a_block_that_another_thread_drops_waits_for_the_next_allocation() -> None:
+    """That thread does not see whether this one is capturing a graph, which unlocking would void."""
+    released: list[str] = []
+    blocks = [allocate(10, lambda memory: lambda: released.append("released"))[0]]
+    thread = threading.Thread(target=lambda: (blocks.clear(), gc.collect()))
+    thread.start()
+    thread.join()
+    assert (blocks, released) == ([], [])
+    allocate(10, None)
+    assert released == ["released"]
+
+
+def test_memory_whose_lock_cannot_be_given_up_yet_is_not_freed(alone: None) -> None:
+    def refuse() -> None:
+        raise RuntimeError("the device cannot be waited for")
+
+    block, _ = allocate(10, lambda memory: refuse)
+    with pytest.raises(RuntimeError, match="cannot be waited for"):
+        block.close()
+    assert block.pinned
+    assert [release for release, _ in _WAITING] == [refuse]
+    _WAITING.clear()
 
 
 class TwoGpus:

@@ -146,18 +146,9 @@ class GraphDevice(LateDevice):
         mark.recorded = self.recording  # type: ignore[attr-defined]
         return mark
 
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        mark = super().copy_in_order(target, source)
-        mark.recorded = self.recording  # type: ignore[attr-defined]
-        return mark
-
     def join(self, mark: Event) -> None:
         assert mark.recorded == self.recording  # type: ignore[attr-defined]
         super().join(mark)
-
-    def wait(self, mark: Event) -> None:
-        assert not mark.recorded  # type: ignore[attr-defined]
-        super().wait(mark)
 
     def capturing(self) -> bool:
         return bool(self.recording)
@@ -263,9 +254,8 @@ class Breaking(GraphDevice):
     def join(self, mark: Event) -> None:
         self._operate(super().join, mark)
 
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        mark: Event = self._operate(super().copy_in_order, target, source)
-        return mark
+    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._operate(super().copy_in_order, target, source)
 
 
 def broken_pass(device: Breaking, line: Pipeline, *, breaks_in: int, module: bool, compiled: bool) -> bool:

@@ -17,7 +17,7 @@ from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.plugin import expert_cache_fix as fix
-from moedoctor.upstream.plugin import expert_cache_layer, expert_cache_options, hits_first
+from moedoctor.upstream.plugin import expert_cache_layer, expert_cache_options, hits_first, weight_reload
 from moedoctor.upstream.plugin.expert_cache_fix import refusal, refused_setting
 from moedoctor.upstream.plugin.expert_cache_layer import (
     EXPERTS,
@@ -593,6 +593,28 @@ def test_padding_of_a_step_loads_nothing() -> None:
     assert layers[0].cache.stats.calls == 0
 
 
+def test_every_device_reads_the_rows_of_a_step() -> None:
+    rows = fix.RealRows()
+    tensors = [rows.on(device) for device in ("cpu", "meta")]
+    assert [tensor.device.type for tensor in tensors] == ["cpu", "meta"]
+    assert rows.on(torch.device("cpu")) is tensors[0]
+    rows.begin(3, 4)
+    assert int(tensors[0]) == 3
+
+
+@pytest.mark.parametrize(("slots", "held"), [(5, {"expert_cache"}), (E, set())])
+def test_new_weights_are_refused_if_a_layer_has_a_cache(
+    monkeypatch: pytest.MonkeyPatch, slots: int, held: set[str]
+) -> None:
+    holders: dict[Any, str] = {}
+    monkeypatch.setattr(weight_reload, "_HOLDERS", holders)
+    config, model = engine(graphs="NONE"), torch.nn.ModuleList([Layer()])
+    wish = CacheOptions(slots)
+    load = fix._caching(lambda *arguments: model, wish=wish, layer_type=Layer, rows=fix.RealRows())
+    load(None, config, config.model_config)
+    assert set(holders.values()) == held
+
+
 @pytest.mark.parametrize(
     ("config", "captures"),
     [
@@ -715,6 +737,7 @@ def test_each_release_is_checked_for_what_computing_hits_first_needs(
     monkeypatch.setenv(fix.VARIABLE, "2")
     monkeypatch.setattr(fix, "_layer_type", lambda: Layer)
     monkeypatch.setattr(fix, "_loaders", tuple)
+    monkeypatch.setattr(weight_reload, "apply", lambda version: None)
     monkeypatch.setattr(fix, "apply_patches", lambda by, version, given: patches.extend(given))
     fix.apply(version)
     needed = {patch.name: patch for patch in patches if version in SpecifierSet(patch.releases)}

@@ -22,6 +22,13 @@ BASE = """
 class BaseOffloader:
     def post_init(self):
         return
+
+
+instance = BaseOffloader()
+
+
+def get_offloader():
+    return instance
 """
 UVA = """
 from torch.func import functional_call
@@ -81,6 +88,27 @@ class GPUModelRunner:
         {check}
         self.made = kernel_block_sizes
 """
+WORKER = """
+class Worker:
+    def __init__(self, runner):
+        self.model_runner, self.asked = runner, []
+
+    def load_model(self):
+        self.model_runner.load_model()
+
+    def reload_weights(self, *args, **kwargs):
+        self.model_runner.reload_weights(*args, **kwargs)
+{transfer}
+    def update_weights(self, update_info):
+        self.asked.append(update_info)
+
+    def sleep(self, level: int = 1):
+        self.asked.append(level)
+"""
+TRANSFER = """
+    def _check_weight_transfer_engine(self):
+        self.asked.append("transfer")
+"""
 ASSERTION = "assert self.offload_config.uva.cpu_offload_gb == 0, 'refused'"
 LOADING = """
 from contextlib import contextmanager
@@ -107,6 +135,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
         "v1/__init__.py": "",
         "v1/worker/__init__.py": "",
         "v1/worker/gpu_model_runner.py": RUNNER.replace("{check}", ASSERTION if old else "pass"),
+        "v1/worker/gpu_worker.py": WORKER.replace("{transfer}", TRANSFER if version >= "0.21.0" else ""),
         "utils/platform_utils.py": "def is_uva_available():\n    return True\n",
         "config/__init__.py": "class CUDAGraphMode:\n    NONE = 'none'\n",
         "envs.py": "import os\n\n\ndef __getattr__(name):\n    return int(os.environ.get(name, '0'))\n",
@@ -185,6 +214,26 @@ def test_nothing_is_taken_over_if_vllm_copies_nothing(patched: None, budget: int
     offloader.post_init()
     assert not hasattr(offloader, "_moedoctor_offload")
     assert all("forward" not in vars(module) for module in modules)
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_it_takes_over_if_the_runner_leaves_out_post_init(patched: None, calls: bool) -> None:
+    """As the V1 runner does with STOCK_TORCH_COMPILE, and the V2 runner of releases before 0.28.0 always."""
+    base = importlib.import_module("vllm.model_executor.offloader.base")
+    worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
+    modules, x = [], torch.randn(5, 160)
+
+    def load_model() -> None:
+        made, base.instance = wrapped(1 << 20)
+        modules.extend(made)
+        if calls:
+            base.instance.post_init()
+
+    worker(types.SimpleNamespace(load_model=load_model, get_model=lambda: None)).load_model()
+    assert base.instance._moedoctor_offload.report().host_bytes == 3 * 160 * 160 * 4
+    assert all("forward" in vars(module) for module in modules), "each waits for its weights"
+    with torch.no_grad():
+        assert [tuple(module(x).shape) for module in modules] == [(5, 160)] * 3
 
 
 def no_room(*arguments: Any) -> Any:
