@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from evidence.planting import noisy
 from moedoctor.diagnose.capsule.computation import Computation
-from moedoctor.diagnose.capsule.planting import noisy
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import make_layer, make_problem
 from moedoctor.trace.capsule import Capsule, capsule_of

@@ -19,7 +19,7 @@ from moedoctor.upstream.plugin import extensions
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = sorted((ROOT / "reports").glob("nvidia-*"))
 REPORTS = sorted(file for folder in FOLDERS for file in folder.glob("*.json"))
-SCRIPT = ROOT / "scripts" / "evidence.sh"
+SCRIPT = ROOT / "evidence" / "reports.sh"
 _NVML = """
 from types import SimpleNamespace
 
@@ -102,9 +102,8 @@ def test_the_script_can_make_every_report() -> None:
     assert {_PART.sub("", file.stem) for file in REPORTS} <= makes | named
 
 
-def test_every_case_of_a_recorded_call_has_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    cases = importlib.import_module("record_engines").CASES
+def test_every_case_of_a_recorded_call_has_its_report() -> None:
+    cases = importlib.import_module("evidence.record_engines").CASES
     listed = re.findall(r"(?m)^ +recorded_(\w+)\) recorded (\w+) ;;", SCRIPT.read_text())
     assert listed == [(name, name) for name in cases]
 

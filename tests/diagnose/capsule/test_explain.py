@@ -9,11 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.capsule import explain
-from moedoctor.diagnose.capsule.computation import Computation
-from moedoctor.diagnose.capsule.explain import Diagnosis, diagnose
-from moedoctor.diagnose.capsule.mistakes import names, pairs_of
-from moedoctor.diagnose.capsule.planting import (
+from evidence.planting import (
     NO_EFFECT,
     Tally,
     deviations,
@@ -22,6 +18,10 @@ from moedoctor.diagnose.capsule.planting import (
     plant_places,
     plant_weights_and_rows,
 )
+from moedoctor.diagnose.capsule import explain
+from moedoctor.diagnose.capsule.computation import Computation
+from moedoctor.diagnose.capsule.explain import Diagnosis, diagnose
+from moedoctor.diagnose.capsule.mistakes import names, pairs_of
 from tests.capsules import SCHEMES, computation, make_capsule, noisy
 
 _CALLS = [(*scheme, activation) for scheme in SCHEMES for activation in ("silu", "relu2")]
@@ -91,7 +91,7 @@ def test_a_large_call_is_explained_by_a_few_of_its_tokens(monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", _CALLS)
 def test_planted_mistakes_are_named_first_for_twenty_seeds(scheme: tuple[str, str, str]) -> None:
-    """Single mistakes, pairs, single experts, other weights and rows; as scripts/plant_mistakes.py."""
+    """Single mistakes, pairs, single experts, other weights and rows; as evidence/plant_mistakes.py."""
     tally, others = Tally(), Tally()
     for seed in range(20):
         call, label = _call(scheme, seed), "/".join(scheme)

@@ -1,7 +1,7 @@
 """Precision and recall of triage over labelled texts: ``python -m tests.diagnose.triage.scores``.
 
 Half of the texts, by a hash of the name, was held back while the rules were written. The texts are reports of
-ours in the style of people, and logs of real engines that `scripts/provoke_failures.py` provoked to fail.
+ours in the style of people, and logs of real engines that `evidence/provoke_failures.py` provoked to fail.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the reports of one GPU and vLLM release: scripts/evidence.sh NAME...; "all" makes every one, and without a name it
+# Makes the reports of one GPU and vLLM release: evidence/reports.sh NAME...; "all" makes every one, and without a name it
 # lists them with what each needs and how long it took.
 #
 # Needs an NVIDIA GPU, and moedoctor and vLLM in one environment, since vLLM finds the plug-in through moedoctor's entry
@@ -132,7 +132,7 @@ recorded() {
     fi
     ! late "recorded_$1" || return 1
     echo "evidence: recorded_$1" >&2
-    "$python" scripts/record_engines.py "$out" "$1" >&2
+    "$python" evidence/record_engines.py "$out" "$1" >&2
 }
 
 flashinfer() {
@@ -247,7 +247,7 @@ make_report() {
 }
 
 # The names of all reports, or with "notes" also what each needs.
-listed() { sed -n "s/^        \([a-z0-9_]*\)) .*;;\( *# \(.*\)\)\{0,1\}\$/\1${1:+\t\3}/p" scripts/evidence.sh; }
+listed() { sed -n "s/^        \([a-z0-9_]*\)) .*;;\( *# \(.*\)\)\{0,1\}\$/\1${1:+\t\3}/p" evidence/reports.sh; }
 
 if [[ $# -eq 0 ]]; then
     listed notes

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from moedoctor.diagnose.capsule.planting import (  # noqa: E402
+from evidence.planting import (  # noqa: E402
     FIRST,
     NO_EFFECT,
     NOT_NAMED,
@@ -73,7 +73,7 @@ def main() -> None:
             total.merge(part)
     document = {
         "schema_version": 1,
-        "command": "scripts/plant_mistakes.py",
+        "command": "evidence/plant_mistakes.py",
         "origin": origin(),
         "environment": {key: collect()[key] for key in ("torch", "vllm")},
         "seeds": seeds,

@@ -1,6 +1,6 @@
 """Records a call of a real engine that got a fault, and replays it there, on the GPU and on the CPU.
 
-    python scripts/record_engines.py OUT nan_graphs
+    python evidence/record_engines.py OUT nan_graphs
 
 The engine starts and answers, then the fault is planted in layer 1, and the engine answers until a call is
 recorded. `OUT/recorded_CASE.json` is what `moedoctor replay` says of it with backends on the GPU,

@@ -1,6 +1,6 @@
 """Provokes known failures, and failures of other kinds, in real engines, and stores their masked logs.
 
-    python scripts/provoke_failures.py OUT --seconds 180
+    python evidence/provoke_failures.py OUT --seconds 180
 
 Each case is one engine in a process of its own with a time limit. The processes are forked from one that has
 imported vLLM, which takes longer than a tiny engine. `OUT/<release>/<case>.log` is what the engine

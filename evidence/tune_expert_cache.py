@@ -1,6 +1,6 @@
 """Print the effect of tiles on the products of a layer in groups on this GPU.
 
-    python scripts/tune_expert_cache.py
+    python evidence/tune_expert_cache.py
 
 Tiles are chosen in `moedoctor.kernels.moe.tiles`. Needs an NVIDIA GPU and a host that nothing else uses.
 """

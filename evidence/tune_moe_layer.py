@@ -1,6 +1,6 @@
 """Measure tiles of a whole MoE layer on this GPU, and the fastest beside vLLM's own kernels.
 
-    python scripts/tune_moe_layer.py nvfp4 --tokens 1,8,64 --models qwen3-30b-a3b --seconds 280 -o tiles.json
+    python evidence/tune_moe_layer.py nvfp4 --tokens 1,8,64 --models qwen3-30b-a3b --seconds 280 -o tiles.json
 
 Both products of a layer are timed by themselves with each tile, in CUDA graphs, with other experts from call
 to call, so that weights come from memory. Then the whole layer with the fastest tiles is timed in turn with
