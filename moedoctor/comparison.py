@@ -4,10 +4,10 @@ What is a regression (R), an improvement (I) or a note (N):
 
 | what changed | |
 |---|---|
-| scenario's verdict, to the right in `SEVERITY` | R |
+| scenario's verdict, to a higher rank in `VERDICTS` | R |
 | scenario `found` -> `absent` or `skipped`: the failure is not gone, it is no longer looked for | R |
 | scenario to `found`, only through cases of named releases that were reproduced in the baseline too | N |
-| scenario's verdict, to the left: to `proved` or `found` I, to anything else | N |
+| scenario's verdict, to a lower rank: to `proved` or `found` I, to anything else | N |
 | case ran and is now skipped; any case -> error | R |
 | case -> what its subject should show (`faulty`: reproduced, others: clean) I, the opposite | R |
 | named release (``vllm@0.19.1``) reproduced <-> clean: its kernels do not change, so the detection did | R |
@@ -37,6 +37,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from moedoctor.results import (
+    VERDICTS,
     CaseResult,
     CaseVerdict,
     ClaimResult,
@@ -46,16 +47,6 @@ from moedoctor.results import (
     ScenarioVerdict,
     plain,
 )
-
-SEVERITY = (
-    ScenarioVerdict.PROVED,
-    ScenarioVerdict.ABSENT,
-    ScenarioVerdict.SKIPPED,
-    ScenarioVerdict.FOUND,
-    ScenarioVerdict.ERROR,
-    ScenarioVerdict.FAILED,
-)
-"""Scenario verdicts, best to worst."""
 
 _SAME_FOR_VERDICTS = ("gpu", "vllm", "flashinfer")
 _SAME_FOR_METRICS = ("driver", "torch")
@@ -203,7 +194,7 @@ def _judge(before: _Judged, after: _Judged, partial: bool) -> tuple[Outcome, str
 
 def _judge_scenario(before: ScenarioVerdict, after: ScenarioVerdict, partial: bool) -> tuple[Outcome, str]:
     lost = before is ScenarioVerdict.FOUND and after in (ScenarioVerdict.ABSENT, ScenarioVerdict.SKIPPED)
-    worse = SEVERITY.index(after) > SEVERITY.index(before)
+    worse = VERDICTS[after].rank > VERDICTS[before].rank
     if partial and (after is ScenarioVerdict.SKIPPED or not worse):
         return "note", "a partial run, which rests on fewer cases"
     if lost:

@@ -90,8 +90,8 @@ def _skips(report: Report, option: str) -> Iterator[str]:
 
 
 def _reason(scenario: ScenarioResult) -> str:
-    verdict = f"{scenario.id} {scenario.name} is {scenario.verdict.value}"
-    return f"{verdict}: {scenario.reason}" if scenario.reason else verdict
+    why = scenario.reason or f"the verdict is {scenario.verdict.value}"
+    return f"{scenario.id} {scenario.name}: {why}"
 
 
 def _is(scenario: ScenarioResult, verdict: ScenarioVerdict) -> bool:

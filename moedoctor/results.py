@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from moedoctor.text import TextFileError, dotted, escape, escape_json, explain, read_text, shorten
 
@@ -81,6 +81,39 @@ class ClaimVerdict(str, enum.Enum):
     CONFIRMED = "confirmed"
     REFUTED = "refuted"
     UNTESTED = "untested"
+
+
+@dataclass(frozen=True)
+class Look:
+    """How every format shows a verdict, and what it means for one."""
+
+    tone: Literal["good", "bad", "warn", "info", "quiet", "odd"]
+    """How a format sets the word apart."""
+    rank: int = 0
+    """0 is the best verdict of a scenario. The worst come first, and a higher rank is a regression."""
+    wrong: bool = False
+    junit: Literal["", "failure", "error", "skipped"] = ""
+    """The outcome of a testcase; empty if it passes."""
+    sarif: Literal["", "error", "warning", "note"] = ""
+    """The level of an annotation; empty for none. SARIF lists only what is wrong."""
+
+
+VERDICTS: Mapping[str, Look] = MappingProxyType(
+    {
+        ScenarioVerdict.PROVED: Look("good"),
+        ScenarioVerdict.ABSENT: Look("info", 1, sarif="note"),
+        ScenarioVerdict.SKIPPED: Look("quiet", 2, junit="skipped", sarif="warning"),
+        ScenarioVerdict.FOUND: Look("bad", 3, wrong=True, junit="failure", sarif="error"),
+        ScenarioVerdict.ERROR: Look("bad", 4, wrong=True, junit="error", sarif="error"),
+        ScenarioVerdict.FAILED: Look("bad", 5, wrong=True, junit="failure", sarif="error"),
+        CaseVerdict.REPRODUCED: Look("warn"),
+        CaseVerdict.CLEAN: Look("good"),
+        ClaimVerdict.CONFIRMED: Look("good"),
+        ClaimVerdict.REFUTED: Look("odd"),
+        ClaimVerdict.UNTESTED: Look("quiet"),
+    }
+)
+"""The words of all verdicts; a case that is `skipped` or an `error` looks like a scenario."""
 
 
 class Death(str, enum.Enum):

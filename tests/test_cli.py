@@ -221,6 +221,24 @@ def test_baseline_catches_what_got_worse(tmp_path: Path, moedoctor: Run) -> None
     assert (code, out.splitlines()[-1], err) == (0, "Next: nothing changed; keep the baseline", "")
 
 
+def test_a_terminal_that_shows_the_reasons_gets_them_once(
+    tmp_path: Path, moedoctor: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, baseline, other = write(tmp_path), str(tmp_path / "before.json"), str(tmp_path / "out.txt")
+    moedoctor("run", file, "--format", "json", "-o", baseline)
+    write(tmp_path, FAILS)
+    arguments = ("run", file, "--baseline", baseline)
+    _, _, piped = moedoctor(*arguments)
+    assert "exit code 1: worse than the baseline: MD901" in piped
+    assert "exit code 1: MD901 dying: " in piped
+    columns = lambda path: (False, 80 if path is None else None)  # noqa: E731
+    monkeypatch.setattr("moedoctor.reporters.output.terminal", columns)
+    code, out, err = moedoctor(*arguments)
+    assert (code, err) == (1, "")
+    assert "exit code 1: MD901 dying: " in out
+    assert moedoctor(*arguments, "-o", other)[2].endswith(piped)
+
+
 def test_github_format_writes_the_step_summary(
     tmp_path: Path, moedoctor: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

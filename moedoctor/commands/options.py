@@ -7,6 +7,7 @@ import math
 import os
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moedoctor.text import expected_names, one_line, print_message, shorten
+from moedoctor.text import clean, expected_names, one_line, print_message, shorten
 
 if TYPE_CHECKING:
     from moedoctor.reporters.chart import Chart
@@ -28,6 +29,7 @@ CHECK_FORMATS = (*PAGE_FORMATS, "junit", "github", "sarif")
 FULL_FORMATS = ("markdown", "html")
 """The formats of a file that a person reads at leisure: they also get the environment."""
 _MAX_REASONS = 10
+_WORD = re.compile(r"\w{4,}")
 
 
 class InputError(Exception):
@@ -368,7 +370,7 @@ def deliver(
         colour, width = terminal(output)
         text = to_text(mask(page), colour=colour, width=width)
     emit(text, output, summary)
-    print_reasons(code, reasons)
+    print_reasons(code, reasons, text, output)
 
 
 def _for_machines(findings: Findings, format: str) -> str:
@@ -432,8 +434,17 @@ def ended(code: int, reasons: Sequence[str]) -> tuple[int, Sequence[str]]:
     return final, reasons if final == code else ("interrupted before everything was measured", *reasons)
 
 
-def print_reasons(code: int, reasons: Sequence[str]) -> None:
-    """Print why the exit code is not 0, a line for each reason."""
+def print_reasons(code: int, reasons: Sequence[str], report: str, output: Path | None) -> None:
+    """Print why the exit code is not 0, a line for each reason.
+
+    A reason that a report on the terminal holds is not printed a second time: its page may say it in another
+    order, and without the file that the command line names, so that words are compared.
+    """
+    from moedoctor.reporters.output import terminal
+
+    if terminal(output)[1] is not None:
+        shown = set(_WORD.findall(clean(" ".join((report, *sys.argv))).lower()))
+        reasons = [reason for reason in reasons if not shown.issuperset(_WORD.findall(reason.lower()))]
     for reason in reasons[:_MAX_REASONS] if code else ():
         print_message(f"exit code {code}: {shorten(one_line(reason), 400)}")
     if code and len(reasons) > _MAX_REASONS:

@@ -79,7 +79,7 @@ class ScenarioItem(pytest.Item):
     def runtest(self) -> None:
         """Run the scenario. Raises ScenarioFailed, or pytest's skip."""
         from moedoctor import environment
-        from moedoctor.results import ScenarioVerdict
+        from moedoctor.results import VERDICTS, ScenarioVerdict
         from moedoctor.runner.plan import Options, plan
         from moedoctor.runner.pool import ServerError
         from moedoctor.runner.run import run
@@ -96,7 +96,7 @@ class ScenarioItem(pytest.Item):
         if result.verdict is ScenarioVerdict.SKIPPED:
             # The location is that of the scenario, not of this line.
             raise pytest.skip.Exception(result.reason or "every case is skipped", _use_item_location=True)
-        if result.verdict in (ScenarioVerdict.FOUND, ScenarioVerdict.FAILED, ScenarioVerdict.ERROR):
+        if VERDICTS[result.verdict].wrong:
             why = result.reason or result.title
             raise ScenarioFailed(f"{result.id} {result.name} is {result.verdict.value}: {why}")
 

@@ -186,7 +186,7 @@ def run(
         append_step_summary(step_summary(report), os.environ)
     if keep_capsules is not None:
         _name_capsules(report, keep_capsules)
-    print_reasons(code, reasons)
+    print_reasons(code, reasons, text, output)
     return code if problem is None else problem
 
 

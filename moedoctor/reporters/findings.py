@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moedoctor.entries import entries
 from moedoctor.reporters.text import count_of
-from moedoctor.results import Report, ScenarioVerdict
+from moedoctor.results import VERDICTS, Report
 from moedoctor.text import one_line
 
 if TYPE_CHECKING:
@@ -24,11 +24,6 @@ LEVELS: tuple[Level, ...] = ("error", "warning", "note")
 """The worst first."""
 ENVIRONMENT = "environment"
 """The rule, and the place, of what is wrong with a machine and in no entry."""
-_SCENARIO_LEVELS: Mapping[ScenarioVerdict, Level] = {
-    ScenarioVerdict.FOUND: "error",
-    ScenarioVerdict.FAILED: "error",
-    ScenarioVerdict.ERROR: "error",
-}
 _ID = re.compile(r"[A-Z]{2}\d{3}\b")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -88,12 +83,13 @@ def of_run(report: Report) -> Findings:
     """Return the scenarios that are found, failed or broken, and what is worse than the baseline."""
     found = []
     for scenario in report.scenarios:
-        if level := _SCENARIO_LEVELS.get(scenario.verdict):
+        look = VERDICTS[scenario.verdict]
+        if look.wrong and look.sarif:
             why = scenario.reason or f"the scenario is {scenario.verdict.value}"
             message = f"{scenario.verdict.value}: {why}. {_more(scenario.id)}"
             file = relative(scenario.file)
             line, name = scenario.line, (scenario.name,)
-            found.append(Finding(scenario.id, level, scenario.title, message, file, line, key=name))
+            found.append(Finding(scenario.id, look.sarif, scenario.title, message, file, line, key=name))
     places = {scenario.id: relative(scenario.file) for scenario in report.scenarios}
     for text in report.findings:
         match = _ID.match(text)

@@ -8,19 +8,14 @@ from moedoctor.interfaces import Reporter
 from moedoctor.reporters.findings import Findings
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.text import summary_line
-from moedoctor.results import Report, ScenarioResult, ScenarioVerdict
+from moedoctor.results import VERDICTS, Report, ScenarioResult
 from moedoctor.text import one_line
 
 MAX_SUMMARY_BYTES = 1024 * 1024
 """GitHub refuses the whole summary of a step if it is longer than 1 MiB."""
 
-_LEVELS = {
-    ScenarioVerdict.FOUND: "error",
-    ScenarioVerdict.FAILED: "error",
-    ScenarioVerdict.ERROR: "error",
-    ScenarioVerdict.SKIPPED: "warning",
-    ScenarioVerdict.ABSENT: "notice",
-}
+_LEVELS = {"note": "notice"}
+"""The level of a finding or a verdict -> GitHub's, if that has another name."""
 _CUT = "\nCut here: GitHub allows 1 MiB. The JSON report has the rest.\n"
 
 
@@ -49,9 +44,8 @@ def _cut_to_bytes(text: str, limit: int) -> str:
 
 def to_commands(findings: Findings) -> str:
     """Return an annotation for each finding of a command, and the line of counts."""
-    levels = {"note": "notice"}
     lines = [
-        f"::{levels.get(finding.level, finding.level)} file={_property(one_line(finding.file))},"
+        f"::{_LEVELS.get(finding.level, finding.level)} file={_property(one_line(finding.file))},"
         f"line={finding.line or 1},title={_property(one_line(f'{finding.rule}: {finding.title}'))}"
         f"::{_data(one_line(finding.message))}"
         for finding in findings.found
@@ -61,9 +55,8 @@ def to_commands(findings: Findings) -> str:
 
 def _commands(report: Report) -> Iterator[str]:
     for scenario in report.scenarios:
-        level = _LEVELS.get(scenario.verdict)
-        if level:
-            yield _scenario(scenario, level)
+        if level := VERDICTS[scenario.verdict].sarif:
+            yield _scenario(scenario, _LEVELS.get(level, level))
     for finding in report.findings:
         yield f"::error title={_property('moedoctor: worse than the baseline')}::{_data(one_line(finding))}"
 

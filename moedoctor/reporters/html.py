@@ -57,9 +57,12 @@ class HtmlReporter(Reporter):
     name = "html"
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
-        from moedoctor.reporters.pages.run_html import html_page
+        from moedoctor.reporters.pages.machine import environment_table
+        from moedoctor.reporters.pages.run import Detail, answers, run_page
 
-        return to_html(html_page(report))
+        page = [*run_page(report, Detail.EVIDENCE), *environment_table(report.environment)]
+        document = {"environment": report.environment, "origin": report.origin}
+        return to_html(page_with_answer(page, document, answers(report)))
 
 
 def page_with_answer(page: Page, document: Mapping[str, Any], found: Sequence[str]) -> list[Block]:
@@ -162,24 +165,19 @@ class _Ids:
                 text = block.title if isinstance(block, Fold) else block.text
                 name = plain(spans(text)[0]) if spans(text) else ""
                 stem = _NOT_IN_ID.sub("-", name.lower())[:60].strip("-") or "section"
-                number, id = 1, stem
-                while id in used:
+                number, mark = 1, stem
+                while mark in used:
                     number += 1
-                    id = f"{stem}-{number}"
-                used.add(id)
-                self._ids[hash_of(block)] = id
-                self._by_name.setdefault(name, id)
+                    mark = f"{stem}-{number}"
+                used.add(mark)
+                self._ids[id(block)] = mark
+                self._by_name.setdefault(name, mark)
 
     def of(self, block: Heading | Fold) -> str:
-        return self._ids[hash_of(block)]
+        return self._ids[id(block)]
 
     def target(self, name: str) -> str | None:
         return self._by_name.get(one_line(name))
-
-
-def hash_of(block: Block) -> int:
-    """Return the identity of a block within its page."""
-    return id(block)
 
 
 class _Pictures:

@@ -26,17 +26,19 @@ from moedoctor.interfaces import Reporter
 from moedoctor.reporters.findings import Findings
 from moedoctor.reporters.pages.run import crash_notes
 from moedoctor.reporters.text import deciding_figure, figures, short_evidence, short_parameters
-from moedoctor.results import CaseResult, CaseVerdict, Report, ScenarioResult, ScenarioVerdict, to_json
+from moedoctor.results import (
+    VERDICTS,
+    CaseResult,
+    CaseVerdict,
+    Report,
+    ScenarioResult,
+    ScenarioVerdict,
+    to_json,
+)
 from moedoctor.text import COMMAND, clean, one_line
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _PROVEN = (ScenarioVerdict.PROVED, ScenarioVerdict.FOUND)
-_SCENARIO_OUTCOMES = {
-    ScenarioVerdict.FOUND: "failure",
-    ScenarioVerdict.FAILED: "failure",
-    ScenarioVerdict.ERROR: "error",
-    ScenarioVerdict.SKIPPED: "skipped",
-}
 
 
 class JunitReporter(Reporter):
@@ -109,7 +111,7 @@ def _scenario(root: ET.Element, scenario: ScenarioResult, facts: list[tuple[str,
     classname = one_line(f"moedoctor.{scenario.id}.{scenario.name}")
     for case in scenario.cases:
         _case(suite, classname, scenario, case)
-    outcome = _SCENARIO_OUTCOMES.get(scenario.verdict)
+    outcome = VERDICTS[scenario.verdict].junit
     if outcome and suite.find(f"testcase/{outcome}") is None:
         why = scenario.reason or f"the scenario is {scenario.verdict.value}"
         _test(suite, classname, "verdict", outcome=outcome, kind=scenario.verdict.value, message=why)
@@ -150,10 +152,11 @@ def _test(
 def _judge(scenario: ScenarioResult, case: CaseResult) -> tuple[str, str, str]:
     """Return the outcome of a case, its type and its message."""
     figure = deciding_figure(case)
+    outcome = VERDICTS[case.verdict].junit
     if case.verdict is CaseVerdict.SKIPPED:
-        return "skipped", "", figure
+        return outcome, "", figure
     if case.verdict is CaseVerdict.ERROR:
-        return "error", one_line(str(case.evidence.get("death", "error"))), case.reason or figure
+        return outcome, one_line(str(case.evidence.get("death", "error"))), case.reason or figure
     expected = expected_verdict(case.subject)
     behaved = case.subject in ("faulty", "fixed") and scenario.verdict in _PROVEN
     affected = case.affected and scenario.verdict is ScenarioVerdict.FOUND

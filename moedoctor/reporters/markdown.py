@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from moedoctor.interfaces import Reporter
-from moedoctor.reporters.digest import run_digest
+from moedoctor.reporters.digest import fitted
 from moedoctor.reporters.markdown_page import to_markdown
-from moedoctor.reporters.page import Heading, Paragraph
-from moedoctor.reporters.pages.machine import origin_table
-from moedoctor.reporters.pages.run import run_page
-from moedoctor.reporters.text import summary_line
+from moedoctor.reporters.pages.machine import environment_table, origin_table
+from moedoctor.reporters.pages.run import Detail, run_page
 from moedoctor.results import Report
 
 
@@ -22,14 +20,6 @@ class MarkdownReporter(Reporter):
         self._full = full
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
-        if not self._full:
-            return run_digest(report)
-        title = Heading(f"moedoctor {report.version}: {report.command}", 1)
-        return to_markdown(
-            [
-                title,
-                Paragraph((summary_line(report),)),
-                *run_page(report, full=True),
-                *origin_table(report.origin),
-            ]
-        )
+        page = run_page(report, Detail.RECORDS if self._full else Detail.SHORT)
+        page += [*environment_table(report.environment), *origin_table(report.origin)]
+        return to_markdown(page) if self._full else fitted(page)

@@ -101,10 +101,11 @@ def _block(block: Block) -> str:
     if isinstance(block, Step):
         return _text((Span("Next: ", "bold"), *spans(block.text)))
     if isinstance(block, Fold):
+        inside = to_markdown(block.blocks)
+        if block.open:
+            return f"## {_text(block.title)}\n\n{inside}".rstrip()
         # GitHub reads Markdown within HTML only after an empty line.
-        title = f"<summary>{html.escape(plain(block.title))}</summary>"
-        opened = " open" if block.open else ""
-        return f"<details{opened}>{title}\n\n{to_markdown(block.blocks)}\n</details>"
+        return f"<details><summary>{html.escape(plain(block.title))}</summary>\n\n{inside}\n</details>"
     if isinstance(block, Bullets):
         return "\n".join(f"- {_text(item)}" for item in block.items)
     if isinstance(block, Item):

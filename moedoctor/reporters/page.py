@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.text import facts_line, is_unsteady, short_value, time_unit
-from moedoctor.results import Evidence
+from moedoctor.results import VERDICTS, Evidence
 from moedoctor.text import one_line
 
 
@@ -29,12 +29,11 @@ class Span:
 
 
 TONES = {
-    **dict.fromkeys(("proved", "clean", "confirmed"), "good"),
-    **dict.fromkeys(("found", "affected", "failed", "error", "regression", "damage", "missing"), "bad"),
-    **dict.fromkeys(("reproduced", "warning"), "warn"),
-    **dict.fromkeys(("absent", "note", "remark"), "info"),
-    **dict.fromkeys(("skipped", "untested", "not looked at"), "quiet"),
-    "refuted": "odd",
+    **{verdict: look.tone for verdict, look in VERDICTS.items()},
+    **dict.fromkeys(("affected", "regression", "damage", "missing"), "bad"),
+    "warning": "warn",
+    **dict.fromkeys(("note", "remark"), "info"),
+    "not tested": "quiet",
 }
 """Verdict or severity -> how a format sets it apart: good, bad, warn, info, quiet or odd."""
 
@@ -137,7 +136,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Fold:
-    """Blocks under a title that a click shows; a terminal shows them under a heading."""
+    """Blocks under a title that a click shows; a terminal shows them under a heading.
+
+    If it is `open`, it begins unfolded; Markdown shows it under a heading, too.
+    """
 
     title: Text
     blocks: Page
@@ -218,8 +220,8 @@ def beside_answer(page: Page, answered: Answer) -> list[Block]:
     found |= {f"{text}." for text in found}
 
     def repeats(block: Block) -> bool:
-        if isinstance(block, Paragraph):
-            return plain(block.text) in found
+        if isinstance(block, (Paragraph, Bullets)):
+            return {*map(plain, block.items if isinstance(block, Bullets) else [block.text])} <= found
         return isinstance(block, Answer) or (isinstance(block, Prose) and block.in_answer)
 
     return [block for block in page if not repeats(block)]

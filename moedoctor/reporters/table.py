@@ -25,10 +25,10 @@ from moedoctor.reporters.page import (
     Step,
     Table,
     Text,
+    plain,
     spans,
 )
-from moedoctor.reporters.pages.run import run_page
-from moedoctor.reporters.pages.run_summary import closing, short_page
+from moedoctor.reporters.pages.run import Detail, run_page
 from moedoctor.reporters.text import environment_line
 from moedoctor.results import Report
 from moedoctor.text import clean, one_line, without_commands
@@ -48,8 +48,7 @@ MIN_WIDTH = 50
 _PROSE_WIDTH = 110
 _INDENT = 2
 _STEPS = 16
-_BESIDE_LABELS = 38
-"""Columns that a label leaves to a verdict and a figure."""
+_MORE = "add -v for every case and every claim, or `moedoctor explain ID` for one failure"
 _NO_WIDTH = 100_000
 _GAP = 2
 """Columns between two columns of a table."""
@@ -79,25 +78,17 @@ class TableReporter(Reporter):
         self._verbose = verbose
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
-        text = ""
-        for page in self._pages(report):
-            whole = [Paragraph(Span(environment_line(report), "dim")), *page]
-            text = to_text(whole, colour=colour, width=width or DEFAULT_WIDTH)
-            if text.count("\n") <= MOST_LINES:
-                break
-        return text
-
-    def _pages(self, report: Report) -> Iterator[list[Block]]:
-        """Give the page to show; if it is too long, the next shorter one."""
-        if self._verbose:
-            yield [*run_page(report, full=False), *closing(report)]
-            return
-        yield short_page(report, detailed=True)
-        blocks = len(report.scenarios)
-        while blocks:
-            yield short_page(report, detailed=False, blocks=blocks)
-            blocks -= max(1, blocks // _STEPS)
-        yield short_page(report, detailed=False, blocks=0)
+        detail = Detail.CASES if self._verbose else Detail.SHORT
+        items: int | None = None  # every scenario whole; if that is too long, a few lines for each
+        while True:
+            _, *page = run_page(report, detail, items=items)  # without its title, which the last line has
+            page.append(Paragraph(Span(environment_line(report), "dim")))
+            if not self._verbose:
+                page.append(Step(_MORE))
+            text = to_text(page, colour=colour, width=width or DEFAULT_WIDTH)
+            if self._verbose or items == 0 or text.count("\n") <= MOST_LINES:
+                return text
+            items = len(report.scenarios) if items is None else items - max(1, items // _STEPS)
 
 
 def to_text(page: Page, *, colour: bool = False, width: int | None = None) -> str:
@@ -199,16 +190,16 @@ def _item(item: Item) -> Grid:
 
 def _fitting(table: Table, columns: int) -> Iterator[RenderableType]:
     """Draw a table so that no word breaks: as it is, on its side, or each row as a list of its cells."""
-    if table.grouped:
-        yield _grouped(table, columns)
-        return
     if not table.header:
         return
-    cells = list(zip(table.header, *table.rows, strict=True))
-    side = Table(cells[0], cells[1:])
-    for shape in (table, side) if len(table.rows) <= _SIDE_BY_SIDE else (table,):
-        if widths := _widths(shape, columns):
-            yield _table(shape, widths)
+    shapes = [_under_groups(table) if table.grouped else table]
+    if len(table.rows) <= _SIDE_BY_SIDE and not table.grouped:
+        first, *others = zip(table.header, *table.rows, strict=True)
+        shapes.append(Table(first, others))
+    for shape in shapes:
+        indent = _INDENT if shape.grouped else 0
+        if widths := _widths(shape, columns - indent):
+            yield _table(shape, [widths[0] + indent, *widths[1:]])
             return
     for number, row in enumerate(table.rows):
         if number:
@@ -221,6 +212,18 @@ def _fitting(table: Table, columns: int) -> Iterator[RenderableType]:
                 grid.add_row(_plain(f"{_line(name).plain}:"), _line((mark, *spans(cell))))
                 mark = ""
         yield grid
+
+
+def _under_groups(table: Table) -> Table:
+    """Return a table whose groups have a row of their own with the group's name, above their other cells."""
+    rows: list[Sequence[Text]] = []
+    for group, members in itertools.groupby(table.rows, key=lambda row: row[0]):
+        name, inside = Span(plain(group), "bold"), [row[1:] for row in members]
+        if len(inside) == 1 and not plain(inside[0][0]):
+            rows.append((name, *inside[0][1:]))
+        else:
+            rows += [(name, *[""] * (len(table.header) - 2)), *((plain(row[0]), *row[1:]) for row in inside)]
+    return Table(table.header[1:], rows, table.align[1:], grouped=True)
 
 
 def _widths(table: Table, columns: int) -> list[int]:
@@ -274,55 +277,21 @@ def _wrapped(words: Sequence[int], width: int) -> int:
     return count
 
 
-def _empty_grid() -> Grid:
+def _table(table: Table, widths: Sequence[int]) -> Grid:
     from rich import box
     from rich.table import Table as Grid
 
-    return Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-
-
-def _table(table: Table, widths: Sequence[int]) -> Grid:
-    grid = _empty_grid()
+    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     for index, (name, width) in enumerate(zip(table.header, widths, strict=True)):
-        right = table.align[index : index + 1] == "r"
         grid.add_column(
-            _plain(one_line(_line(name).plain)),
-            justify="right" if right else "left",
+            _indented(_line(name)) if table.grouped and not index else _line(name),
+            justify="right" if table.align[index : index + 1] == "r" else "left",
             width=width,
             overflow="fold",
         )
-    for row in table.rows:
-        grid.add_row(*(_line(cell) for cell in row))
-    return grid
-
-
-def _grouped(table: Table, columns: int) -> Grid:
-    from rich.cells import cell_len
-
-    grid = _empty_grid()
-    for index, name in enumerate(table.header[1:]):
-        verdict = name == "verdict"  # a word that never breaks
-        least, indent = len("reproduced") if verdict else 0, ""
-        if not index:
-            # Long figures must not squeeze the labels: those are what a reader looks up.
-            labels = (cell_len(_line(row[1]).plain) for row in table.rows)
-            least = min(max(labels, default=0) + _INDENT, columns - _BESIDE_LABELS)
-            indent = " " * _INDENT
-        grid.add_column(
-            _plain(indent + one_line(name)),
-            justify="right" if table.align[index + 1 : index + 2] == "r" else "left",
-            no_wrap=verdict,
-            min_width=least or None,
-            overflow="fold",
-        )
-    for group, members in itertools.groupby(table.rows, key=lambda row: row[0]):
-        rows = [(label, cells) for _, label, *cells in members]
-        if len(rows) == 1 and not rows[0][0]:
-            grid.add_row(_line(group, "bold"), *(_line(cell) for cell in rows[0][1]))
-            continue
-        grid.add_row(_line(group, "bold"))
-        for label, cells in rows:
-            grid.add_row(_indented(_line(label)), *(_line(cell) for cell in cells))
+    for first, *others in table.rows:
+        inside = table.grouped and not isinstance(first, Span)
+        grid.add_row(_indented(_line(first)) if inside else _line(first), *map(_line, others))
     return grid
 
 

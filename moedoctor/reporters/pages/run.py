@@ -1,129 +1,358 @@
-"""The page of a run: scenarios with their cases, claims and conclusions."""
+"""The page of a run, which every format renders: the answer first, then each failure, the worst first.
+
+A run answers three questions, and they are kept apart: did our restatement show the failure (the control),
+does our fix remove it, and is the installed vLLM or FlashInfer affected, clean, or not tested.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import enum
+import json
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moedoctor.reporters.page import (
     Block,
     Bullets,
+    Fold,
     Heading,
     Item,
+    Page,
     Paragraph,
     Preformatted,
     Span,
+    Step,
     Table,
     evidence_tables,
     without_records,
 )
-from moedoctor.reporters.pages.machine import environment_table
 from moedoctor.reporters.pages.replay import replay_page
-from moedoctor.reporters.text import deciding_figure, figures, short_evidence, short_parameters
-from moedoctor.results import CaseResult, CaseVerdict, ClaimResult, Report, Scalar, ScenarioResult
-from moedoctor.text import clean, one_line
+from moedoctor.reporters.text import (
+    count_of,
+    deciding_figure,
+    figures,
+    short_evidence,
+    short_parameters,
+    summary_line,
+)
+from moedoctor.results import (
+    VERDICTS,
+    CaseResult,
+    CaseVerdict,
+    ClaimResult,
+    ClaimVerdict,
+    Report,
+    Scalar,
+    ScenarioResult,
+    ScenarioVerdict,
+    plain,
+)
+from moedoctor.text import clean, one_line, shorten
+
+AFFECTED, CLEAN, NOT_TESTED = "affected", "clean", "not tested"
+
+_ROLES = {"faulty": "control", "fixed": "our fix"}
+_LISTED = 8
+_REGRESSIONS = 20
+_WHY = 120
+"""Characters of a reason in a line."""
+_NUMBER = re.compile(r"(?<![A-Za-z])[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
+_REGRESSION = "worse than the baseline: "
+"""What begins the gate's reason for a regression, which the page lists by itself."""
+_NO_CASE = "the scenario has no case for it"
 
 
-def run_page(report: Report, *, full: bool) -> list[Block]:
-    """Return the page of `report`.
+class Detail(enum.IntEnum):
+    """How much of each scenario a page has."""
 
-    `full` adds the environment and the records that claims are based on: too much for a terminal.
+    SHORT = 0
+    """Cases that differ in numbers only share a row; claims that were tested."""
+    CASES = 1
+    """Every case and every claim."""
+    RECORDS = 2
+    """The records that claims are based on, too: too much for a terminal."""
+    EVIDENCE = 3
+    """The evidence of each case behind its row, too: only for HTML. Cases with the same evidence share it."""
+
+
+def run_page(report: Report, detail: Detail, *, items: int | None = None) -> list[Block]:
+    """Return the page of `report`. With `items`, so many scenarios have a few lines each, the others none."""
+    scenarios = sorted(report.scenarios, key=_order)
+    page: list[Block] = [
+        Heading(f"moedoctor {report.version}: {report.command}", 1),
+        Bullets(answers(report)),
+        *map(Step, _next_steps(report, scenarios)),
+        *_against_baseline(report, _REGRESSIONS if detail is Detail.SHORT else None),
+        *([_overview(scenarios)] if scenarios else []),
+        *([] if report.capsule is None else replay_page(report.capsule, 2)),
+    ]
+    if items is None:
+        return [*page, *(_scenario(scenario, detail, alone=len(scenarios) == 1) for scenario in scenarios)]
+    page += map(_item, scenarios[:items])
+    if left := len(scenarios[items:]):
+        page.append(Paragraph(Span(f"{count_of(left, 'failure')} more without details here", "dim")))
+    return page
+
+
+def answers(report: Report) -> list[str]:
+    """Return what was found: the counts, the three answers, each named release, and why the run failed."""
+    reasons = [text for text in report.summary.reasons or () if not text.startswith(_REGRESSION)]
+    more = len(reasons) - _LISTED
+    found = [summary_line(report)]
+    if report.scenarios:
+        found += _three_answers(sorted(report.scenarios, key=_order))
+    found += [f"exit code {report.summary.exit_code}: {one_line(text)}" for text in reasons[:_LISTED]]
+    return [*found, *([f"{count_of(more, 'more reason')} for the exit code"] if more > 0 else [])]
+
+
+def _three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
+    """Give what control, fix and the installed release show, then each named release."""
+    controls = [scenario for scenario in scenarios if _ran(scenario, "faulty")]
+    shown = [scenario for scenario in controls if _shows(scenario, "faulty")]
+    yield (
+        f"The control, our restatement of the failure, shows it in {len(shown)} of "
+        f"{count_of(len(controls), 'scenario')}" + _except(controls, shown)
+    )
+    fixes = [scenario for scenario in shown if _ran(scenario, "fixed")]
+    removed = [scenario for scenario in fixes if _is_clean(scenario, "fixed")]
+    yield f"Our fix removes it in {len(removed)} of {len(fixes)}" + _except(fixes, removed)
+    places: dict[str, list[ScenarioResult]] = {AFFECTED: [], CLEAN: [], NOT_TESTED: []}
+    for scenario in scenarios:
+        places[installed_answer(scenario)].append(scenario)
+    affected, unaffected, unseen = places.values()
+    if len(unseen) == len(scenarios):
+        yield f"Your vLLM was not tested{_why(unseen)}"
+    else:
+        left = f"; not tested for {len(unseen)}{_why(unseen)}" if unseen else ""
+        yield f"Your vLLM, with its FlashInfer: {_count('affected by', affected)}, " + (
+            f"{_count('clean of', unaffected)}{left}"
+        )
+    subjects = dict.fromkeys(
+        case.subject for scenario in scenarios for case in scenario.cases if "@" in case.subject
+    )
+    for subject in list(subjects)[:_LISTED]:
+        shows = [scenario for scenario in scenarios if _shows(scenario, subject)]
+        unaffected = [scenario for scenario in scenarios if _is_clean(scenario, subject)]
+        yield f"{subject}: {_count('affected by', shows)}, {_count('clean of', unaffected)}"
+    if len(subjects) > _LISTED:
+        yield f"{len(subjects) - _LISTED} more releases, below"
+
+
+def installed_answer(scenario: ScenarioResult) -> str:
+    """Return whether the installed release is `AFFECTED`, `CLEAN` or `NOT_TESTED`.
+
+    It is clean only if every case that ran is clean: a case that failed to run hides its answer.
     """
-    scenarios = [block for scenario in report.scenarios for block in _scenario(scenario, full=full)]
-    # What matters most comes where a reader looks first: at the top of a file, at the end in a terminal.
-    capsule = [] if report.capsule is None else replay_page(report.capsule, 2)
-    if full:
-        return [*capsule, *notes(report), *environment_table(report.environment), *scenarios]
-    return [*scenarios, *capsule, *notes(report)]
+    verdicts = Counter(case.verdict for case in scenario.cases if case.subject == "installed")
+    if verdicts[CaseVerdict.REPRODUCED]:
+        return AFFECTED
+    return CLEAN if verdicts[CaseVerdict.CLEAN] and not verdicts[CaseVerdict.ERROR] else NOT_TESTED
 
 
-def notes(report: Report, most: int | None = None) -> Iterator[Block]:
+def _order(scenario: ScenarioResult) -> tuple[bool, int, str, str]:
+    """Return what sorts the worst scenarios first."""
+    affected = any(case.affected for case in scenario.cases)
+    return not affected, -VERDICTS[scenario.verdict].rank, scenario.id, scenario.name
+
+
+def _ran(scenario: ScenarioResult, subject: str) -> list[CaseResult]:
+    skipped = CaseVerdict.SKIPPED
+    return [case for case in scenario.cases if case.subject == subject and case.verdict is not skipped]
+
+
+def _shows(scenario: ScenarioResult, subject: str) -> bool:
+    return any(case.verdict is CaseVerdict.REPRODUCED for case in _ran(scenario, subject))
+
+
+def _is_clean(scenario: ScenarioResult, subject: str) -> bool:
+    return {case.verdict for case in _ran(scenario, subject)} == {CaseVerdict.CLEAN}
+
+
+def _except(scenarios: Sequence[ScenarioResult], right: Sequence[ScenarioResult]) -> str:
+    left = [scenario for scenario in scenarios if scenario not in right]
+    return f"; not in {_ids(left)}" if left else ""
+
+
+def _count(words: str, scenarios: Sequence[ScenarioResult]) -> str:
+    return f"{words} {len(scenarios)}" + (f" ({_ids(scenarios)})" if scenarios else "")
+
+
+def _ids(scenarios: Sequence[ScenarioResult]) -> str:
+    ids = list(dict.fromkeys(one_line(scenario.id) for scenario in scenarios))
+    return ", ".join(ids[:_LISTED]) + (f", … {len(ids)} in all" if len(ids) > _LISTED else "")
+
+
+def _why(scenarios: Sequence[ScenarioResult]) -> str:
+    """Return the two most frequent reasons why the installed release was not tested."""
+    reasons = Counter(
+        next(
+            (one_line(case.reason or "") for case in scenario.cases if case.subject == "installed"), _NO_CASE
+        )
+        for scenario in scenarios
+    )
+    common = [f"{shorten(reason or 'no reason', 80)} ({number})" for reason, number in reasons.most_common(2)]
+    more = [count_of(len(reasons) - 2, "other reason")] if len(reasons) > 2 else []
+    return f": {'; '.join((*common, *more))}"
+
+
+def _next_steps(report: Report, scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
+    affected = [scenario for scenario in scenarios if any(case.affected for case in scenario.cases)]
+    if affected:
+        yield f"`moedoctor explain {one_line(affected[0].id)}` says what to do today about the first failure"
+    broken = [
+        scenario
+        for scenario in scenarios
+        if VERDICTS[scenario.verdict].wrong and scenario.verdict is not ScenarioVerdict.FOUND
+    ]
+    if broken:
+        name = one_line(broken[0].id)
+        yield f"`moedoctor run {name} -v` shows the cases of the first scenario that went wrong"
+    if report.findings:
+        yield "`moedoctor compare BASELINE REPORT` compares the two reports figure by figure"
+    if scenarios and all(installed_answer(scenario) == NOT_TESTED for scenario in scenarios):
+        yield "to test your own vLLM, install moedoctor in the Python that has it, and run it on its GPU"
+
+
+def _against_baseline(report: Report, most: int | None) -> Iterator[Block]:
     """Give what is worse than the baseline, at most `most` of it, and whether the run was interrupted."""
     if report.findings:
-        yield Heading("Against the baseline")
+        yield Heading("Worse than the baseline")
         yield from (Item("regression", text) for text in report.findings[:most])
     if left := len(report.findings[most:]) if most is not None else 0:
-        yield Paragraph(f"{left} more; add -v for all")
+        yield Paragraph(f"{left} more in the whole report")
     if report.summary.interrupted:
         yield Paragraph(Span("Interrupted: not every case ran.", "error"))
 
 
-def _scenario(scenario: ScenarioResult, *, full: bool) -> Iterator[Block]:
-    verdict = Span(scenario.verdict.value, scenario.verdict.value)
-    yield Heading((Span(f"{scenario.id} {scenario.name}"), ": " if full else " · ", verdict))
+def _overview(scenarios: Sequence[ScenarioResult]) -> Table:
+    """Return a row for each failure: what control, fix and the installed release show."""
+    rows = []
+    for scenario in scenarios:
+        answer = installed_answer(scenario)
+        wanted = CaseVerdict.REPRODUCED if answer == AFFECTED else CaseVerdict.CLEAN
+        share = "" if answer == NOT_TESTED else f" {_share(scenario, 'installed', wanted)}"
+        # Without the failure in the control, a clean fix proves nothing.
+        proves = _shows(scenario, "faulty") or not _ran(scenario, "fixed")
+        rows.append(
+            (
+                _word(scenario.verdict),
+                Span(f"{scenario.id} {scenario.name}", "section"),
+                _share(scenario, "faulty", CaseVerdict.REPRODUCED),
+                _share(scenario, "fixed", CaseVerdict.CLEAN) if proves else "not shown",
+                Span(answer + share, answer),
+            )
+        )
+    return Table(("verdict", "failure", "control", "our fix", "your vLLM"), rows)
+
+
+def _share(scenario: ScenarioResult, subject: str, wanted: CaseVerdict) -> str:
+    """Return ``3/4``: the cases of a subject that show what is wanted, of those that ran."""
+    ran = _ran(scenario, subject)
+    return f"{sum(case.verdict is wanted for case in ran)}/{len(ran)}" if ran else "not run"
+
+
+def _word(verdict: enum.Enum) -> Span:
+    return Span(verdict.value, verdict.value)
+
+
+def _item(scenario: ScenarioResult) -> Item:
+    """Return the title, and for each subject and verdict the figure of its first case."""
+    claims = Counter(claim.verdict for claim in scenario.claims if _is_tested(claim))
+    tested = ", ".join(f"{number} {verdict.value}" for verdict, number in claims.items())
+    title = f"{scenario.id} {scenario.title}" + (f" · claims: {tested}" if tested else "")
+    groups: dict[tuple[str, CaseVerdict], list[CaseResult]] = {}
+    for case in scenario.cases:
+        if case.verdict is not CaseVerdict.SKIPPED:
+            groups.setdefault((case.subject, case.verdict), []).append(case)
+    lines = []
+    if scenario.reason and scenario.verdict is not ScenarioVerdict.FOUND:
+        lines.append(("why", shorten(one_line(scenario.reason), _WHY)))
+    for (subject, verdict), members in groups.items():
+        cases = f" ({count_of(len(members), 'case')})" if len(members) > 1 else ""
+        lines.append((_ROLES.get(subject, subject), f"{verdict.value}: {deciding_figure(members[0])}{cases}"))
+    return Item(scenario.verdict.value, title, lines)
+
+
+def _scenario(scenario: ScenarioResult, detail: Detail, *, alone: bool) -> Fold:
+    """Return a scenario; it is open if something in it is not as it should be."""
+    refuted = any(claim.verdict is ClaimVerdict.REFUTED for claim in scenario.claims)
+    title = (Span(f"{scenario.id} {scenario.name}"), ": ", _word(scenario.verdict))
+    opened = alone or refuted or VERDICTS[scenario.verdict].wrong
+    return Fold(title, list(_blocks(scenario, detail)), open=opened)
+
+
+def _blocks(scenario: ScenarioResult, detail: Detail) -> Iterator[Block]:
     yield Paragraph(scenario.title)
     if scenario.reason:
-        yield Paragraph((Span("Why: ", "bold"), scenario.reason) if full else scenario.reason)
-    if full:
-        yield Paragraph(f"Scenario file: {scenario.file}, line {scenario.line}")
-    else:
-        yield Paragraph(Span(f"{scenario.file}:{scenario.line}", "dim"))
+        yield Paragraph((Span("Why: ", "bold"), scenario.reason))
     shared = shared_parameters(scenario.cases)
-    if shared:
-        yield Paragraph(Span(f"all cases: {short_parameters(shared)}", "dim"))
+    same = f" · all cases: {short_parameters(shared)}" if shared else ""
+    yield Paragraph(Span(f"{scenario.file}:{scenario.line}{same}", "dim"))
     if scenario.cases:
-        yield _cases(scenario.cases, shared)
-    yield from deaths(scenario.cases)
-    if scenario.claims:
+        yield _cases(scenario.cases, detail, shared)
+    for note in crash_notes(scenario.cases):
+        more = f" (and {note.others} more the same way)" if note.others else ""
+        yield Paragraph((Span("Died: ", "bold"), f"{note.where}{more}: {note.death}: {note.message}"))
+        if note.stderr_tail:
+            yield Preformatted("\n".join(note.stderr_tail))
+    claims = [claim for claim in scenario.claims if detail is not Detail.SHORT or _is_tested(claim)]
+    if claims:
         yield Heading("Claims", 3)
-        for claim in scenario.claims:
-            yield claim_item(claim)
-            if full:
-                yield from evidence_tables(claim.evidence).values()
-    if scenario.conclusions:
+        yield from map(_claim, claims)
+    for claim in claims if detail >= Detail.RECORDS else ():
+        yield from (Fold(claim.text, [table]) for table in evidence_tables(claim.evidence).values())
+    words = [
+        f"{name.replace('_', ' ')}: {text}" for name, text in figures(without_records(scenario.conclusions))
+    ]
+    tables = evidence_tables(scenario.conclusions).values() if detail is not Detail.SHORT else ()
+    if words or tables:
         yield Heading("Conclusions", 3)
-        if lines := conclusion_lines(scenario):
-            yield Bullets(lines)
-        yield from evidence_tables(scenario.conclusions).values()
+        yield from ([Bullets(words)] if words else [])
+        yield from tables
 
 
-def conclusion_lines(scenario: ScenarioResult) -> list[str]:
-    """Return what the cases say together, a line for each conclusion that is not a table."""
-    words = figures(without_records(scenario.conclusions))
-    return [f"{name.replace('_', ' ')}: {text}" for name, text in words]
+def _is_tested(claim: ClaimResult) -> bool:
+    return claim.verdict is not ClaimVerdict.UNTESTED
 
 
-def claim_item(claim: ClaimResult) -> Item:
+def _claim(claim: ClaimResult) -> Item:
     """Return a claim with its verdict, the reason and the figures."""
     title = (claim.text + " (", Span(claim.source, "source"), ")")
     lines = (claim.reason or "", short_evidence(without_records(claim.evidence)))
     return Item(claim.verdict.value, title, [("", line) for line in lines if line])
 
 
-def _cases(cases: Sequence[CaseResult], shared: Mapping[str, Scalar]) -> Table:
-    """Return one row a case; cases that were skipped for the same reason share a row."""
-    groups: dict[str, list[CaseResult]] = {}
-    for case in cases:
-        groups.setdefault(place(case), []).append(case)
-    rows = [
-        (subject, label, Span(verdict.value, verdict.value), figure)
-        for subject, members in groups.items()
-        for label, verdict, figure in _rows(members, shared)
-    ]
-    return Table(("subject", "parameters", "verdict", "figure"), rows, grouped=True)
+def _cases(cases: Sequence[CaseResult], detail: Detail, shared: Mapping[str, Scalar]) -> Table:
+    """Return the table of the cases, by subject, tier and device; cases that are alike share a row."""
+    groups: dict[str, dict[Hashable, list[CaseResult]]] = {}
+    for number, case in enumerate(cases):
+        place = " · ".join((case.subject, case.tier.value, *(() if case.device == "cpu" else (case.device,))))
+        groups.setdefault(place, {}).setdefault(_likeness(case, number, detail), []).append(case)
+    rows, behind = [], []
+    for place, members in ((place, each) for place, alike in groups.items() for each in alike.values()):
+        labels = [
+            short_parameters({key: value for key, value in case.parameters.items() if key not in shared})
+            for case in members
+        ]
+        first, label = members[0], labels[0]
+        if len(members) > 1:
+            such = f", such as {label}" if label and first.verdict is not CaseVerdict.SKIPPED else ""
+            label = f"{len(members)} cases{such}"
+        rows.append((place, label, _word(first.verdict), deciding_figure(first)))
+        behind.append(_evidence(first, labels) if detail is Detail.EVIDENCE else ())
+    return Table(("subject", "parameters", "verdict", "figure"), rows, grouped=True, behind=behind)
 
 
-def place(case: CaseResult) -> str:
-    """Return ``installed · kernel · cuda:0``."""
-    return " · ".join((case.subject, case.tier.value, *(() if case.device == "cpu" else (case.device,))))
-
-
-def _rows(
-    cases: Sequence[CaseResult], shared: Mapping[str, Scalar]
-) -> Iterator[tuple[str, CaseVerdict, str]]:
-    """Give the parameters that vary, the verdict and what decides it."""
-    skips: dict[str, int] = {}
-    for case in cases:
-        if case.verdict is CaseVerdict.SKIPPED:
-            skips[deciding_figure(case)] = skips.get(deciding_figure(case), 0) + 1
-    for case in cases:
-        figure = deciding_figure(case)
-        number = skips.pop(figure, 0) if case.verdict is CaseVerdict.SKIPPED else 1
-        if number == 1:
-            varying = {key: value for key, value in case.parameters.items() if key not in shared}
-            yield short_parameters(varying), case.verdict, figure
-        elif number:
-            yield f"{number} cases", case.verdict, figure
+def _likeness(case: CaseResult, number: int, detail: Detail) -> Hashable:
+    """Return what is equal for cases that share a row; `number` is the place of the case."""
+    if detail is Detail.EVIDENCE:
+        return json.dumps(plain((case.verdict, case.figure, case.reason, case.evidence)), sort_keys=True)
+    figure = deciding_figure(case)
+    if detail is Detail.SHORT:
+        return case.verdict, _NUMBER.sub("#", figure)
+    return figure if case.verdict is CaseVerdict.SKIPPED else number
 
 
 def shared_parameters(cases: Sequence[CaseResult]) -> dict[str, Scalar]:
@@ -135,6 +364,22 @@ def shared_parameters(cases: Sequence[CaseResult]) -> dict[str, Scalar]:
 
     first = cases[0].parameters if cases else {}
     return {key: value for key, value in first.items() if all(has(case, key, value) for case in cases)}
+
+
+def _evidence(case: CaseResult, labels: Sequence[str]) -> Page:
+    """Return what is behind a row; `labels` are the parameters of the cases that share it."""
+    blocks: list[Block] = []
+    if case.reason and case.reason != deciding_figure(case):
+        blocks.append(Paragraph(case.reason))
+    evidence = {name: value for name, value in plain(case.evidence).items() if name != "stderr_tail"}
+    if lines := list(figures(without_records(evidence))):
+        blocks.append(Table(("evidence", "value"), lines))
+    blocks += evidence_tables(evidence).values()
+    if tail := case.evidence.get("stderr_tail"):
+        blocks.append(Preformatted(tail if isinstance(tail, str) else "\n".join(map(str, tail))))
+    if len(labels) > 1 and any(labels):
+        blocks.append(Bullets([label or "no parameters" for label in labels]))
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -169,16 +414,3 @@ def crash_notes(cases: Iterable[CaseResult]) -> tuple[CrashNote, ...]:
 def _where(case: CaseResult) -> str:
     words = (one_line(case.subject), case.tier.value, short_parameters(case.parameters))
     return " ".join(filter(None, words))
-
-
-def deaths(cases: Iterable[CaseResult]) -> Iterator[Block]:
-    """Give how children died, with their last words."""
-    for note in crash_notes(cases):
-        yield from _crash(note)
-
-
-def _crash(note: CrashNote) -> Iterator[Block]:
-    more = f" (and {note.others} more the same way)" if note.others else ""
-    yield Paragraph((Span("Died: ", "bold"), f"{note.where}{more}: {note.death}: {note.message}"))
-    if note.stderr_tail:
-        yield Preformatted("\n".join(note.stderr_tail))

@@ -1,22 +1,197 @@
-"""The page of a run: the table of cases, and crashes."""
+"""The page of a run: the answer first, the worst failure first, each case counted, 120 lines at most."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import re
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_samples import POINTS, case, cases, crashed, report, scenario
+from report_samples import POINTS, case, cases, crashed, report, reports, scenario
 
-from moedoctor.reporters.page import Span, Table
-from moedoctor.reporters.pages.run import crash_notes, run_page, shared_parameters
-from moedoctor.results import CaseResult
+from moedoctor.reporters.page import Fold, Span, Table
+from moedoctor.reporters.pages.run import (
+    AFFECTED,
+    CLEAN,
+    NOT_TESTED,
+    Detail,
+    crash_notes,
+    installed_answer,
+    run_page,
+    shared_parameters,
+)
+from moedoctor.reporters.table import TableReporter
+from moedoctor.reporters.text import environment_line, summary_line
+from moedoctor.results import (
+    VERDICTS,
+    CaseResult,
+    CaseVerdict,
+    ClaimResult,
+    ClaimVerdict,
+    Report,
+    ReportError,
+    ScenarioVerdict,
+    load_report,
+)
+
+ROOT = Path(__file__).parents[3]
+ALL = ROOT / "reports" / "baselines" / "cpu.json"
 
 
-def rows(*members: CaseResult) -> list[tuple[str, str, str, str]]:
+@functools.cache
+def stored() -> tuple[Report, ...]:
+    return tuple(_stored())
+
+
+def _stored() -> Iterator[Report]:
+    for path in sorted((ROOT / "reports").rglob("*.json")):
+        try:
+            stored_report = load_report(path)
+        except ReportError:
+            continue  # a report of another command
+        if stored_report.command == "run":
+            yield stored_report
+
+
+def lines_of(given_report: Report, width: int | None = None) -> list[str]:
+    return TableReporter().render(given_report, width=width).splitlines()
+
+
+def flat(given_report: Report, width: int | None = None) -> str:
+    return " ".join(" ".join(lines_of(given_report, width)).split())
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_no_stored_run_takes_more_lines_than_promised(width: int) -> None:
+    checked = stored()
+    assert len(checked) > 20
+    assert max(len(lines_of(each, width)) for each in checked) <= 120
+
+
+@pytest.mark.parametrize("verdict", CaseVerdict)
+def test_all_failures_fit_whatever_the_installed_release_shows(verdict: CaseVerdict) -> None:
+    whole = load_report(ALL)
+    figure = "the output is off by 12.5 % in 7 of 9 tokens, which is more than rounding explains " * 3
+    changed = [
+        dataclasses.replace(
+            each,
+            cases=tuple(
+                dataclasses.replace(member, verdict=verdict, figure=figure, reason=figure)
+                if member.subject == "installed"
+                else member
+                for member in each.cases
+            ),
+        )
+        for each in whole.scenarios
+    ]
+    lines = lines_of(dataclasses.replace(whole, scenarios=tuple(changed)), 60)
+    assert len(lines) <= 120
+    # A table that keeps its limit by leaving failures out would be no answer.
+    assert all(any(each.id in line for line in lines[:70]) for each in changed)
+
+
+def test_the_whole_run_has_a_line_and_a_block_for_each_failure() -> None:
+    whole = load_report(ALL)
+    text = "\n".join(lines_of(whole))
+    for each in whole.scenarios:
+        assert len(re.findall(rf"^\w+ +{each.id} ", text, re.MULTILINE)) == 2
+    assert "without details" not in text
+
+
+@given(reports)
+def test_the_answer_comes_first_then_the_worst_and_the_machine_last(given_report: Report) -> None:
+    lines = lines_of(given_report, 10_000)
+    assert lines[0] == f"- {summary_line(given_report)}"
+    assert lines[-2:-1] == [environment_line(given_report)]
+    words = [line.split()[0] for line in lines if re.match(rf"({'|'.join(ScenarioVerdict)}) ", line)]
+    ranks = [-VERDICTS[word].rank for word in words[: len(given_report.scenarios)]]
+    if not any(member.affected for each in given_report.scenarios for member in each.cases):
+        assert ranks == sorted(ranks)
+
+
+@given(st.lists(cases, max_size=8))
+def test_the_installed_release_is_clean_only_if_it_was_looked_at(members: list[CaseResult]) -> None:
+    answer = installed_answer(scenario("proved", *members, case("faulty", "clean")))
+    verdicts = {member.verdict.value for member in members if member.subject == "installed"}
+    assert (answer == AFFECTED) == ("reproduced" in verdicts)
+    if answer == CLEAN:
+        assert "clean" in verdicts
+        assert not verdicts & {"error", "reproduced"}
+    assert (answer == NOT_TESTED) == (answer not in (AFFECTED, CLEAN))
+
+
+def test_rows_that_differ_in_numbers_only_share_a_row_of_the_short_page() -> None:
+    figures = ["13 of 128 rows", "7 of 64 rows", "no answer", "1.5e-3 of 2 rows"]
+    members = [
+        case("faulty", "reproduced", point, figure=figure)
+        for point, figure in zip(POINTS, figures, strict=True)
+    ]
+    assert [(label, figure) for _, label, _, figure in rows(*members, detail=Detail.SHORT)] == [
+        ("3 cases, such as top_k=2 scoring=softmax", "13 of 128 rows"),
+        ("top_k=2 scoring=sigmoid", "no answer"),
+    ]
+
+
+def test_the_figure_that_decides_is_never_cut() -> None:
+    figure = "300 of 300 rows hold " + "a very " * 30 + "wrong sum"
+    shows = scenario("found", case("installed", "reproduced", figure=figure))
+    many = report(*[dataclasses.replace(shows, id=f"MD{number:03}") for number in range(1, 30)])
+    for width in (60, 80, 120):
+        assert "more without details" in flat(many, width)
+        assert f"reproduced: {figure}" in flat(many, width)
+
+
+def test_the_three_answers_are_kept_apart() -> None:
+    affected = scenario(
+        "found", case("faulty", "reproduced"), case("fixed", "clean"), case("installed", "reproduced")
+    )
+    clean = scenario(
+        "proved",
+        case("faulty", "reproduced"),
+        case("fixed", "reproduced"),
+        case("installed", "clean"),
+        id="MD002",
+    )
+    absent = scenario("absent", case("faulty", "clean"), case("fixed", "clean"), id="MD005")
+    text = flat(report(absent, clean, affected))
+    assert "our restatement of the failure, shows it in 2 of 3 scenarios; not in MD005" in text
+    assert "Our fix removes it in 1 of 2; not in MD002" in text
+    assert "affected by 1 (MD001), clean of 1 (MD002); not tested for 1: the scenario has no case" in text
+    assert "Your vLLM was not tested: the scenario has no case for it (1)" in flat(report(absent))
+    assert "Next: `moedoctor explain MD001`" in text
+
+
+def test_named_releases_have_their_own_answer() -> None:
+    members = [case(f"vllm@0.{minor}.0", verdict) for minor, verdict in ((19, "reproduced"), (20, "clean"))]
+    text = flat(report(scenario("found", *members)))
+    assert "vllm@0.19.0: affected by 1 (MD001), clean of 0" in text
+    assert "vllm@0.20.0: affected by 0, clean of 1 (MD001)" in text
+
+
+def test_claims_that_were_not_tested_are_left_out_but_not_with_v() -> None:
+    claims = tuple(ClaimResult(f"claim {verdict.value}", "a/b#1", verdict) for verdict in ClaimVerdict)
+    short = report(scenario(claims=claims))
+    assert re.findall(r"claim (\w+) \(", flat(short)) == ["confirmed", "refuted"]
+    assert "claim untested" in TableReporter(verbose=True).render(short)
+
+
+def test_many_regressions_are_counted() -> None:
+    text = flat(report(scenario(), findings=tuple(f"MD001: worse {number}" for number in range(30))))
+    assert "MD001: worse 19" in text
+    assert "MD001: worse 20" not in text
+    assert "10 more in the whole report" in text
+
+
+def rows(*members: CaseResult, detail: Detail = Detail.CASES) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table of cases as text."""
-    page = run_page(report(scenario("proved", *members)), full=False)
-    (table,) = (block for block in page if isinstance(block, Table))
+    *_, fold = run_page(report(scenario("proved", *members)), detail)
+    assert isinstance(fold, Fold)
+    (table,) = (block for block in fold.blocks if isinstance(block, Table))
     return [tuple(cell.text if isinstance(cell, Span) else cell for cell in row) for row in table.rows]  # type: ignore[misc]
 
 
@@ -57,13 +232,14 @@ def test_cases_skipped_for_one_reason_share_a_row() -> None:
     ]
 
 
-@given(st.lists(cases, min_size=1, max_size=8))
-def test_no_case_is_lost(members: list[CaseResult]) -> None:
+@given(st.lists(cases, min_size=1, max_size=8), st.sampled_from(Detail))
+def test_no_case_is_lost(members: list[CaseResult], detail: Detail) -> None:
+    # Labels of our own, because any text could look like a number of cases.
+    named = [dataclasses.replace(each, parameters={"n": n}) for n, each in enumerate(members)]
     shown: Counter[str] = Counter()
-    for _, label, verdict, _ in rows(*members):
-        number, _, word = label.partition(" ")
-        shared = word == "cases" and verdict == "skipped" and number.isdigit()
-        shown[verdict] += int(number) if shared else 1
+    for _, label, verdict, _ in rows(*named, detail=detail):
+        number = re.match(r"(\d+) cases", label)
+        shown[verdict] += int(number[1]) if number else 1
     assert shown == Counter(member.verdict.value for member in members)
 
 
