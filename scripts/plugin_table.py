@@ -21,12 +21,12 @@ from typing import Any
 
 from packaging.version import Version
 
-from moedoctor.upstream.plugin.extensions import FIXES, TRACES, Basis
+from moedoctor.plugin.extensions import FIXES, TRACES, Basis
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "reports"
 SOURCES = REPORTS / "plugin" / "sources.json"
-EVIDENCE = ROOT / "moedoctor" / "upstream" / "plugin" / "evidence.json"
+EVIDENCE = ROOT / "moedoctor" / "plugin" / "evidence.json"
 ENGINES = ROOT / "scenarios" / "engine"
 EXTENSIONS = {**FIXES, **TRACES}
 
@@ -37,7 +37,7 @@ def ask(releases: Path) -> None:
     answers = {}
     for folder in sorted((file.parent for file in releases.glob("*/.complete")), key=_version):
         done = subprocess.run(
-            [str(python), "-m", "moedoctor.upstream.plugin.sources"],
+            [str(python), "-m", "moedoctor.plugin.sources"],
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder.resolve()}"},
             capture_output=True,
             text=True,

@@ -110,10 +110,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def dying_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The known failure of `tests/plugin`, found through its entry point as another project's would be."""
+    """The known failure of `tests/dying_plugin`, found through its entry point like another project's."""
     from moedoctor import catalogue
 
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugin"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "dying_plugin"))
     for registry in (catalogue.faults, catalogue.subjects, catalogue.reporters):
         registry.cache_clear()
     yield

@@ -35,7 +35,7 @@ class LLM:
             with open(os.environ["MOEDOCTOR_STATUS"], "w") as file:
                 file.write('["offload (copies)", "nan (watched)"]')
         if does == "records" and os.environ.get("MOEDOCTOR_RECORD"):
-            from moedoctor.upstream.plugin import process_end, record
+            from moedoctor.plugin import process_end, record
 
             with open(os.environ["MOEDOCTOR_STATUS"], "w") as file:
                 file.write('["record (MoE calls are watched)"]')

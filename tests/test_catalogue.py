@@ -36,7 +36,7 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
     entries = (f"{name} = {name}_plugin:Plugin" for name in BROKEN)
     (info / "entry_points.txt").write_text("\n".join(["[moedoctor.faults]", *entries, ""]))
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "plugin"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "dying_plugin"))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(catalogue, "_LOAD_SECONDS", 3.0)
     for function in CACHED:

@@ -23,7 +23,7 @@ from moedoctor.reporters.output import progress_bar
 pytestmark = pytest.mark.usefixtures("dying_plugin")
 Run = Callable[..., tuple[int, str, str]]
 TESTS = Path(__file__).resolve().parent
-PATHS = (str(TESTS / "plugin"), str(TESTS.parent))
+PATHS = (str(TESTS / "dying_plugin"), str(TESTS.parent))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from evidence.promises import load_promises
-from moedoctor.upstream.plugin import extensions
+from moedoctor.plugin import extensions
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = sorted((ROOT / "reports").glob("nvidia-*"))

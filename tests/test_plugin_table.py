@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moedoctor.upstream.plugin.extensions import evidence
+from moedoctor.plugin.extensions import evidence
 
 ROOT = Path(__file__).resolve().parent.parent
 

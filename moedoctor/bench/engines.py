@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moedoctor.plugin.extensions import FIXES, TRACES, Extension, Need, chosen
+from moedoctor.plugin.register import RECORD
 from moedoctor.upstream.engine import clear_prompts
 from moedoctor.upstream.engine.clear_prompts import Answers, Comparison
 from moedoctor.upstream.engine.engine import ENVIRON, EngineRequest, EngineResult, run_engine
-from moedoctor.upstream.plugin.extensions import FIXES, TRACES, Extension, Need, chosen
-from moedoctor.upstream.plugin.register import RECORD
 
 BATCHES = (1, 8)
 TOKENS = 64

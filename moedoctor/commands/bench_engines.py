@@ -21,6 +21,7 @@ from moedoctor.bench.random_model import PREFIX, RandomModel
 from moedoctor.commands.options import FULL_FORMATS, InputError, deliver, ended, texts
 from moedoctor.environment import no_gpu
 from moedoctor.origin import origin
+from moedoctor.plugin.extensions import FIXES
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.output import progress_bar
 from moedoctor.reporters.pages.bench_engines import (
@@ -31,7 +32,6 @@ from moedoctor.reporters.pages.bench_engines import (
     summary_line,
 )
 from moedoctor.text import print_message
-from moedoctor.upstream.plugin.extensions import FIXES
 
 _BACKEND = re.compile(r"[a-z0-9_]{1,60}")
 

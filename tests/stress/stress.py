@@ -485,7 +485,7 @@ def signals(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
     scenario.write_text(RUN_SCENARIO)
     temporary = folder / "tmp"
     temporary.mkdir()
-    search = os.pathsep.join([str(folder), str(TESTS / "plugin"), str(ROOT)])
+    search = os.pathsep.join([str(folder), str(TESTS / "dying_plugin"), str(ROOT)])
     environ = {**os.environ, "PYTHONPATH": search, "TMPDIR": str(temporary)}
     codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
     while True:
@@ -745,7 +745,7 @@ def run_class(name: str, seed: int, share: float = 1.0) -> Tally:
     trials, number = CLASSES[name]
     tally = Tally()
     started = time.monotonic()
-    path = [*sys.path, str(TESTS / "plugin")]
+    path = [*sys.path, str(TESTS / "dying_plugin")]
     with tempfile.TemporaryDirectory(prefix="stress-") as folder, mock.patch.object(sys, "path", path):
         steps = trials(random.Random(f"{seed} {name}"), Path(folder), tally)
         while tally.tried < number * share:

@@ -8,8 +8,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from moedoctor.diagnose.check.records import Problem
-from moedoctor.upstream.plugin import register as vllm_plugin
-from moedoctor.upstream.plugin.extensions import ALL, FIXES, TRACES, Need, chosen, evidence
+from moedoctor.plugin import register as vllm_plugin
+from moedoctor.plugin.extensions import ALL, FIXES, TRACES, Need, chosen, evidence
 
 VARIABLE, OPTIONAL = vllm_plugin.VARIABLE, vllm_plugin.OPTIONAL
 FILTER = "VLLM_PLUGINS"

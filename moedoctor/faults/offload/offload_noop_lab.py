@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from moedoctor.faults.offload.offload_noop import OffloadNoopParameters
+from moedoctor.plugin.offload_fix import MARK, taking_off
+from moedoctor.plugin.register import installed_version
 from moedoctor.results import Case, Observation, UnavailableError
 from moedoctor.upstream.engine.engine import EngineResult
 from moedoctor.upstream.engine.experiment import checkpoints, run_trials
 from moedoctor.upstream.engine.offload_table import EAGER, UVA, trial
-from moedoctor.upstream.plugin.offload_fix import MARK, taking_off
-from moedoctor.upstream.plugin.register import installed_version
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 EXPERTS, ROWS, COLUMNS = 8, 256, 128

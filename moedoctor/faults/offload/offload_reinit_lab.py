@@ -9,8 +9,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from moedoctor.faults.offload.offload_reinit import OffloadReinitParameters
+from moedoctor.plugin.offload_fix import unasserted
 from moedoctor.results import Case, Observation
-from moedoctor.upstream.plugin.offload_fix import unasserted
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 FILE = "vllm/v1/worker/gpu_model_runner.py"

@@ -18,9 +18,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moedoctor.plugin import record
 from moedoctor.processes.ask import answer
 from moedoctor.results import plain
-from moedoctor.upstream.plugin import record
 
 _SETS = ("cpu_offload_params", "offload_params")
 """Arguments that vLLM wants as sets, which JSON does not have."""

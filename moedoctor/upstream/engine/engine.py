@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moedoctor.plugin.extensions import TRACES, Need
+from moedoctor.plugin.register import RECORD, STATUS_VARIABLE, installed_version, need
 from moedoctor.processes import deaths
 from moedoctor.processes.ask import Ended, run_module
 from moedoctor.redaction import Redactor
 from moedoctor.results import Death, UnavailableError
-from moedoctor.upstream.plugin.extensions import TRACES, Need
-from moedoctor.upstream.plugin.register import RECORD, STATUS_VARIABLE, installed_version, need
 from moedoctor.upstream.releases.wheel import package_folders
 
 CHILD = "moedoctor.upstream.engine.child"

@@ -180,7 +180,7 @@ _REPORT = "moedoctor.upstream.engine.nan_padding:report"
 
 def report(llm: Any) -> dict[str, Any]:
     """Probe: return what the NaN trace of this engine has found."""
-    from moedoctor.upstream.plugin.nan_trace import trace_of_this_process
+    from moedoctor.plugin.nan_trace import trace_of_this_process
 
     found = trace_of_this_process().report()
     if found is None:

@@ -20,13 +20,13 @@ import torch
 from packaging.version import Version
 
 from moedoctor.models.layer_shape import LayerShape
+from moedoctor.plugin.register import installed_version
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe_backend import Backend, Prepared, Variant
 from moedoctor.reference.moe_layer import Layer
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.moe_backends.moe_config import moe_config
-from moedoctor.upstream.plugin.register import installed_version
 from moedoctor.upstream.releases.installed import FUSED_MOE, vllm_module
 from moedoctor.upstream.releases.wheel import package_folders
 

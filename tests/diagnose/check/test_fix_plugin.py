@@ -9,9 +9,9 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from moedoctor.diagnose.check import fix_plugin
-from moedoctor.upstream.plugin.extensions import FIXES, TRACES
+from moedoctor.plugin.extensions import FIXES, TRACES
 
-OURS = EntryPoint("moedoctor", "moedoctor.upstream.plugin.register:register", fix_plugin.GROUP)
+OURS = EntryPoint("moedoctor", "moedoctor.plugin.register:register", fix_plugin.GROUP)
 ANYWAY = {"MOEDOCTOR_FIXES_OPTIONAL": "1"}
 OTHERS = EntryPoint("lora", "somebody.plugin:register", fix_plugin.GROUP)
 

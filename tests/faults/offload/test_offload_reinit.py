@@ -8,8 +8,8 @@ import pytest
 
 from moedoctor.faults.offload.offload_reinit import OffloadReinit, OffloadReinitParameters
 from moedoctor.faults.offload.offload_reinit_lab import FILE, mock_runner, observe, outcome, refuses
+from moedoctor.plugin.offload_fix import unasserted
 from moedoctor.results import Case, CaseResult, CaseVerdict, Tier, UnavailableError
-from moedoctor.upstream.plugin.offload_fix import unasserted
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
 from tests.faults.offload.cases import CONTROL_AND_FIX, run_case
 

@@ -1,0 +1,93 @@
+"""The value of ``MOEDOCTOR_EXPERT_CACHE``: ``32``, or ``32:policy=lfru,packed=0`` with options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moedoctor.plugin.register import OptionError
+from moedoctor.text import show
+
+VARIABLE = "MOEDOCTOR_EXPERT_CACHE"
+POLICIES = ("aging", "lfru", "lfu", "lru")
+"""As `moedoctor.fixes.eviction.ONLINE_POLICIES`, which imports torch."""
+ENGINES = ("auto", "device", "host")
+OVERLAPS = {"0": None, "backend": "backend", "own": "own", "1": "own"}
+"""What may be written -> `CacheOptions.overlap`."""
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """How each MoE layer caches its experts."""
+
+    slots: int
+    """Experts of a layer that the GPU holds."""
+    policy: str = "aging"
+    """Who leaves first."""
+    packed: bool = True
+    """Keep BF16 experts on the host in some 69 % of their bytes, if memory can be pinned."""
+    overlap: str | None = "backend"
+    """Compute with the experts that are there while the others are copied. ``backend``: in two calls of the
+    backend's kernel, which change no bit, if there are few pairs. ``own``: by moedoctor's kernels if they can
+    compute the layer, else as ``backend``."""
+    fill: bool = True
+    """Begin with an expert in every slot; those that no call asked for leave first."""
+    engine: str = "auto"
+    """``device``: lookups and copies are kernels. ``host``: Python, without CUDA graphs. ``auto`` chooses."""
+    pin: bool = True
+    """Lock the host memory. Without it copies wait, and CUDA graphs are refused."""
+    stream: int | None = None
+    """Calls of at least so many tokens pass through two layer buffers instead of the slots; 0 for none. By
+    default those in which each expert is asked for twice on average, if the buffers are at most a quarter of
+    all experts."""
+
+
+def read_options(text: str) -> CacheOptions:
+    """Read the variable's value. Raises OptionError, one line."""
+    slots, _, rest = text.strip().partition(":")
+    if not _is_number(slots) or int(slots) < 1:
+        raise OptionError(f"{VARIABLE} is {show(text)}; expected a number of slots, at least 1")
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        name, _, value = (text.strip() for text in part.partition("="))
+        if name not in _READERS:
+            raise _refused(f"no option called {show(name)}", ", ".join(_READERS))
+        if name in options:
+            raise _refused(f"the option {name} twice", "each option once")
+        expected, read = _READERS[name]
+        options[name] = read(value)
+        if options[name] is _BAD:
+            raise _refused(f"{name}={show(value)}", expected)
+    return CacheOptions(int(slots), **options)
+
+
+def _refused(problem: str, expected: str) -> OptionError:
+    return OptionError(f"{VARIABLE} has {problem}; expected {expected}")
+
+
+_BAD: Any = object()
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 8
+
+
+def _switch(text: str) -> Any:
+    return {"0": False, "1": True}.get(text, _BAD)
+
+
+def _among(values: tuple[str, ...]) -> tuple[str, Callable[[str], Any]]:
+    return ", ".join(values), lambda text: text if text in values else _BAD
+
+
+_READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    "policy": _among(POLICIES),
+    "packed": ("0 or 1", _switch),
+    "overlap": ("0, backend or own", lambda text: OVERLAPS.get(text, _BAD)),
+    "fill": ("0 or 1", _switch),
+    "engine": _among(ENGINES),
+    "pin": ("0 or 1", _switch),
+    "stream": ("a number of tokens", lambda text: int(text) if _is_number(text) else _BAD),
+}
+"""Name of an option -> what is expected, and its reader."""

@@ -1,0 +1,182 @@
+"""What a recording knows of a MoE layer of vLLM: its record, and its weights."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from moedoctor.plugin.register import FixError, installed_version
+
+logger = logging.getLogger("vllm.moedoctor")
+
+_QUANTIZATIONS = {
+    "UnquantizedFusedMoEMethod": "bf16",
+    "Fp8MoEMethod": "fp8",
+    "ModelOptFp8MoEMethod": "fp8",
+    "CompressedTensorsW8A8Fp8MoEMethod": "fp8",
+    "ModelOptNvFp4FusedMoE": "nvfp4",
+    "CompressedTensorsW4A4Nvfp4MoEMethod": "nvfp4",
+}
+"""Class of a MoE method -> quantization of its weights."""
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh", "relu2_no_mul": "relu2"}
+"""vLLM's names -> ours."""
+
+
+def overwrites(runner: Any) -> bool:
+    """Return whether the experts may write their output over their input."""
+    kernel = getattr(runner._quant_method, "moe_kernel", None)
+    return bool(getattr(kernel, "inplace", False) or getattr(getattr(kernel, "impl", None), "inplace", False))
+
+
+def routes_itself(runner: Any) -> bool:
+    """Return whether the backend takes router logits and chooses the experts inside its kernel."""
+    return bool(getattr(runner._quant_method, "is_monolithic", False))
+
+
+def watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None]) -> Any:
+    """Return the `WatchedLayer` of a MoE layer. Raises FixError if it cannot be recorded."""
+    from moedoctor.trace.call_keeper import WatchedLayer
+    from moedoctor.trace.capsule import Record
+
+    method = runner._quant_method
+    config = method.moe
+    quantization = _QUANTIZATIONS.get(type(method).__name__)
+    if quantization is None:
+        raise FixError(f"{type(method).__name__} holds weights in a way that capsules do not know")
+    activation = _ACTIVATIONS.get(str(config.activation.value))
+    if activation is None:
+        raise FixError(f"its activation is {config.activation.value}; expected {', '.join(_ACTIVATIONS)}")
+    parallel = config.moe_parallel_config
+    sizes = {size: int(getattr(parallel, size, 1)) for size in ("tp_size", "dp_size", "ep_size")}
+    if max(sizes.values()) > 1:
+        raise FixError("its experts are spread over several GPUs; a capsule holds whole experts")
+    record = Record.model_validate(
+        {
+            "layer": str(getattr(layer, "layer_name", "experts")),
+            "hidden": _unpadded(config, "hidden_dim"),
+            "intermediate": _unpadded(config, "intermediate_size_per_partition"),
+            "experts": int(config.num_experts),
+            "top_k": int(config.experts_per_token),
+            "activation": activation,
+            "quantization": quantization,
+            "block": _block(method),
+            "activations": _quantized_activations(method),
+            "backend": _backend(method),
+            "kernel": {"monolithic": str(routes_itself(runner))},
+            "parallel": sizes,
+            "packages": {"vllm": installed_version(), **_packages()},
+            "environment": _environment(),
+        }
+    )
+    weights = getattr(runner, "routed_experts", layer)
+    route = functools.partial(_route, runner.router) if routes_itself(runner) else None
+    return WatchedLayer(
+        record,
+        functools.partial(_checkpoint_tensors, find, record),
+        route,
+        functools.partial(_backend_tensors, weights, record.experts),
+    )
+
+
+def _route(router: Any, x: Any, logits: Any) -> tuple[Any, Any]:
+    """Return weights and ids [T, K], as vLLM's own router chooses them."""
+    weights, ids = router.select_experts(hidden_states=x, router_logits=logits)
+    return weights, ids
+
+
+def _unpadded(config: Any, name: str) -> int:
+    """Return a size as the checkpoint has it; some backends pad it."""
+    value = getattr(config, f"{name}_unpadded", None)
+    return int(getattr(config, name) if value is None else value)
+
+
+def _block(method: Any) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale of FP8 weights; None if all of a matrix do."""
+    size = getattr(method, "weight_block_size", None)
+    if size:
+        return int(size[0]), int(size[1])
+    strategy = str(getattr(getattr(method, "weight_quant", None), "strategy", "")).lower()
+    return (1, 0) if "channel" in strategy else None
+
+
+def _quantized_activations(method: Any) -> str:
+    """Return how the backend quantizes activations, as `Record.activations` says it."""
+    kernel = getattr(method, "moe_kernel", None)
+    config = getattr(getattr(kernel, "fused_experts", None), "quant_config", None)
+    kind = str(getattr(config, "quant_dtype", None))
+    if "fp4" in kind:
+        return "nvfp4"
+    if "float8" not in kind:
+        return "none"
+    if getattr(config, "block_shape", None):
+        return "fp8_block"
+    # Without a scale in the checkpoint vLLM takes one of each token, or of all tokens together.
+    return "fp8_token" if getattr(config, "a1_scale", None) is None else "fp8"
+
+
+def _backend(method: Any) -> str:
+    kernel = getattr(method, "moe_kernel", None)
+    return type(getattr(kernel, "fused_experts", method)).__name__
+
+
+def _packages() -> dict[str, str]:
+    import torch
+
+    return {"torch": str(torch.__version__)}
+
+
+def _environment() -> dict[str, str]:
+    """Return vLLM's and our variables, masked and without folders: a capsule is passed on."""
+    from moedoctor.redaction import Redactor, without_folders
+
+    redactor = Redactor.of_this_process()
+    wanted = ("VLLM_", "MOEDOCTOR_", "CUDA_VISIBLE_DEVICES")
+    return {
+        name: without_folders(redactor.setting(name, value))
+        for name, value in sorted(os.environ.items())
+        if name.startswith(wanted)
+    }
+
+
+def checkpoint_folder(folder: Path | None) -> Path:
+    """Return the folder. Raises CapsuleError if there is none."""
+    from moedoctor.trace.capsule import CapsuleError
+
+    if folder is None:
+        raise CapsuleError("the model is no local folder with safetensors files")
+    return folder
+
+
+def _checkpoint_tensors(
+    find: Callable[[], Path | None], record: Any, experts: list[int]
+) -> Mapping[str, Any]:
+    """Return the weights of some experts as the checkpoint has them; none if it cannot be read."""
+    from moedoctor.trace.capsule import CapsuleError
+    from moedoctor.trace.expert_weights import ExpertFiles
+
+    try:
+        files = ExpertFiles(checkpoint_folder(find()))
+        tensors: Mapping[str, Any] = files.capsule_tensors(record.layer, experts, record.quantization)
+    except CapsuleError as error:
+        logger.warning("moedoctor: record: the capsule is made without the checkpoint's weights: %s", error)
+        return {}
+    return tensors
+
+
+def _backend_tensors(layer: Any, total: int, experts: list[int]) -> Mapping[str, Any]:
+    """Return the weights of some of `total` experts as the backend has them; none if the device is dead."""
+    try:
+        return {
+            f"backend.{name}": parameter.detach()[experts].cpu()
+            for name, parameter in layer.named_parameters(recurse=False)
+            if parameter.dim() and len(parameter) == total
+        }
+    except RuntimeError as error:  # an assertion or an illegal access has ended the device
+        logger.warning(
+            "moedoctor: record: the backend's weights cannot be read: %s", str(error).partition("\n")[0]
+        )
+        return {}

@@ -1,0 +1,797 @@
+"""The fix `expert_cache` on fakes of vLLM's layers: replaced parts, results and refusals."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.specifiers import SpecifierSet
+
+from moedoctor.fixes.eviction import ONLINE_POLICIES
+from moedoctor.fixes.expert_cache import ExpertCache
+from moedoctor.plugin import expert_cache_fix as fix
+from moedoctor.plugin import expert_cache_layer, expert_cache_options, hits_first, weight_reload
+from moedoctor.plugin.expert_cache_fix import refusal, refused_setting
+from moedoctor.plugin.expert_cache_layer import (
+    EXPERTS,
+    host_experts,
+    install,
+    per_expert,
+)
+from moedoctor.plugin.expert_cache_options import CacheOptions
+from moedoctor.plugin.register import FixError, OptionError, Patch
+from moedoctor.reference.moe import MoeWeights, forward
+from moedoctor.results import UnavailableError
+
+E, HIDDEN, INTERMEDIATE, TOP_K = 12, 8, 6, 2
+
+
+@pytest.fixture(autouse=True)
+def asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEDOCTOR_FIXES", "expert_cache")
+    monkeypatch.setattr(fix, "_left_out", [])
+
+
+@dataclass
+class Description:
+    scale: Any = None
+    alpha_or_gscale: Any = None
+    zp: Any = None
+    bias: Any = None
+
+
+@dataclass
+class QuantConfig:
+    _a1: Description = field(default_factory=Description)
+    _a2: Description = field(default_factory=Description)
+    _w1: Description = field(default_factory=Description)
+    _w2: Description = field(default_factory=Description)
+
+
+class TritonExperts:
+    def __init__(self, quant_config: QuantConfig) -> None:
+        self.quant_config = quant_config
+
+
+class Kernel:
+    """Computes like vLLM's kernels: maps ids, runs the local experts, writes into a shared workspace."""
+
+    is_monolithic = owns_shared_experts = False
+
+    def __init__(self, quant_config: QuantConfig) -> None:
+        self.fused_experts = TritonExperts(quant_config)
+        self.impl = SimpleNamespace(inplace=True)
+        self.workspace: torch.Tensor | None = None
+        self.tiles: list[int | None] = []
+
+    def apply(
+        self,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: str,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        apply_router_weight_on_input: bool,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.tiles.append(EXPERTS.get())
+        assert int(topk_ids.min()) >= 0, "kernels take no -1"
+        assert int(topk_ids.max()) < global_num_experts == E
+        local = topk_ids if expert_map is None else expert_map[topk_ids.long()].to(topk_ids.dtype)
+        described = self.fused_experts.quant_config
+        weights = {"w13": w1, "w2": w2, "w13_scale": described._w1.scale, "w2_bias": described._w2.bias}
+        result = forward(hidden_states, MoeWeights.of(weights), topk_weights, local)
+        if self.impl.inplace:
+            self.workspace = hidden_states
+        elif self.workspace is None or self.workspace.shape != result.shape:
+            self.workspace = torch.empty_like(hidden_states)
+        return self.workspace.copy_(result)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(*shape, generator=draw), requires_grad=False)
+
+        self.w13_weight, self.w2_weight = (
+            parameter(E, 2 * INTERMEDIATE, HIDDEN),
+            parameter(E, HIDDEN, INTERMEDIATE),
+        )
+        self.w13_weight_scale, self.w2_bias = parameter(E), parameter(E, HIDDEN)
+        described = QuantConfig(
+            _a1=Description(scale=torch.ones(1)),
+            _w1=Description(scale=self.w13_weight_scale),
+            _w2=Description(bias=self.w2_bias),
+        )
+        self.quant_method = SimpleNamespace(moe_kernel=Kernel(described))
+        parallel = SimpleNamespace(use_ep=False, ep_size=1, dp_size=1, pcp_size=1, enable_eplb=False)
+        self.moe_config = SimpleNamespace(is_lora_enabled=False, moe_parallel_config=parallel)
+        self.hidden_size, self.intermediate_size_per_partition = HIDDEN, INTERMEDIATE
+        self.layer_name, self.local_num_experts, self.top_k = "layers.0.experts", E, TOP_K
+
+
+def call(layer: Layer, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """Call the kernel as vLLM's quantized methods do; the unquantized method names all arguments."""
+    result: torch.Tensor = layer.quant_method.moe_kernel.apply(
+        x.clone(),
+        layer.w13_weight,
+        layer.w2_weight,
+        topk_weights,
+        ids,
+        activation="silu",
+        global_num_experts=E,
+        expert_map=None,
+        apply_router_weight_on_input=False,
+        shared_experts_input=None,
+    )
+    return result.clone()
+
+
+def assert_same_outputs(layer: Layer, tokens: int, calls: int) -> None:
+    """Compare random calls with those of a layer without a cache."""
+    plain, draw = Layer(), torch.Generator().manual_seed(tokens)
+    for _ in range(calls):
+        x = torch.randn(tokens, HIDDEN, generator=draw)  # [T, H]
+        topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
+        ids = torch.randint(0, E, (tokens, TOP_K), generator=draw, dtype=torch.int32)  # [T, K]
+        assert torch.allclose(call(layer, x, ids, topk_weights), call(plain, x, ids, topk_weights), atol=1e-5)
+
+
+def test_nothing_keeps_the_experts_on_the_device() -> None:
+    layer = Layer()
+    assert set(per_expert(layer)) == {"w1", "w2", "_w1.scale", "_w2.bias"}
+    cache = install(layer, CacheOptions(5), torch.device("cpu"), captured=False)
+    described = layer.quant_method.moe_kernel.fused_experts.quant_config
+    for tensor, name in (
+        (layer.w13_weight, "w1"),
+        (layer.w2_weight, "w2"),
+        (layer.w13_weight_scale, "_w1.scale"),
+        (described._w1.scale, "_w1.scale"),
+        (layer.w2_bias, "_w2.bias"),
+        (described._w2.bias, "_w2.bias"),
+    ):
+        assert tensor.shape[0] == 5
+        assert tensor.data_ptr() == cache.weights[name].data_ptr()
+    assert described._a1.scale.shape == (1,)
+
+
+def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
+    layer = Layer()
+    install(layer, CacheOptions(5), torch.device("cpu"), captured=False)
+    (experts,) = host_experts(torch.nn.ModuleList([layer]))
+    for slots in (5, 2, 7, E, 3):
+        cache = experts.give(CacheOptions(slots), captured=False)
+        assert layer.w13_weight.shape[0] == slots
+        assert cache.engine == ("resident" if slots == E else "host")
+        for tokens in (1, 2, 9):
+            assert_same_outputs(layer, tokens, calls=5)
+        assert cache.stats.calls == (0 if slots == E else 15)
+    assert set(layer.quant_method.moe_kernel.tiles) == {E}, "tiles as without a cache"
+    assert EXPERTS.get() is None
+
+
+@pytest.mark.parametrize("policy", ONLINE_POLICIES)
+def test_a_full_cache_begins_with_experts_that_leave_first(policy: str) -> None:
+    layer = Layer()
+    cache = install(layer, CacheOptions(5, policy), torch.device("cpu"), captured=False)
+    assert cache.resident() == [0, 1, 2, 3, 4]
+    for name, held in cache.weights.items():
+        assert torch.equal(held, host_experts(layer)[0].store.tensors[name][:5])
+    for ids in ([7, 8], [9, 10], [11, 7]):
+        cache.acquire(torch.tensor([ids], dtype=torch.int32))
+    assert set(cache.resident()) == {7, 8, 9, 10, 11}, "no expert that a call asked for has left"
+    (experts,) = host_experts(layer)
+    assert experts.give(CacheOptions(5, fill=False), captured=False).resident() == [-1] * 5
+
+
+def test_slots_are_not_made_in_blocks_that_experts_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = []
+
+    def make(*given: Any, **options: Any) -> ExpertCache:
+        order.append("slots")
+        return ExpertCache(*given, **options)
+
+    monkeypatch.setattr(expert_cache_layer, "ExpertCache", make)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("released"))
+    for _ in range(2):
+        install(Layer(), CacheOptions(5), torch.device("cpu"), captured=False)
+    assert order == ["released", "slots"] * 2
+
+
+class UnquantizedFusedMoEMethod(SimpleNamespace):
+    """Vllm's method of layers that our kernels can compute."""
+
+
+def plain() -> Layer:
+    """A layer of TRITON without scales, in bfloat16."""
+    layer = Layer()
+    described = QuantConfig(_w2=Description(bias=layer.w2_bias))
+    layer.quant_method = UnquantizedFusedMoEMethod(moe_kernel=Kernel(described))
+    layer.moe_config.activation = SimpleNamespace(value="silu")
+    for name in ("w13_weight", "w2_weight", "w2_bias"):
+        getattr(layer, name).data = getattr(layer, name).data.bfloat16()
+    described._w2.bias = layer.w2_bias
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "own"),
+    [
+        ("top_k", TOP_K, True),
+        ("moe_config.activation.value", "relu2_no_mul", True),
+        ("moe_config.activation.value", "swigluoai", False),
+        ("moe_config.swiglu_limit", 7.0, False),
+        ("swiglu_limit", 7.0, False),
+        ("quant_method", SimpleNamespace(moe_kernel=Kernel(QuantConfig())), False),
+        ("w13_weight", torch.nn.Parameter(torch.zeros(E, 2 * INTERMEDIATE, HIDDEN)), False),
+        ("quant_method.moe_kernel.fused_experts", SimpleNamespace(), False),
+    ],
+)
+def test_our_kernels_compute_only_what_triton_computes(change: str, value: Any, own: bool) -> None:
+    layer = plain()
+    *owners, name = change.split(".")
+    setattr(functools.reduce(getattr, owners, layer), name, value)
+    assert hits_first._has_own_kernels(layer) is own
+
+
+def test_batch_invariance_rules_our_kernels_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert not hits_first._has_own_kernels(plain())
+
+
+@pytest.mark.parametrize("capacity", [8, 3])
+def test_hits_are_computed_by_our_kernels_while_misses_are_copied(capacity: int) -> None:
+    """What is asked of the cache, and the sum, of one group and of several."""
+    layer, asked = plain(), []
+    cache = install(layer, CacheOptions(capacity), torch.device("cpu"), captured=False)
+
+    def groups_of(ids: torch.Tensor, *, overlap: bool = False) -> Any:
+        asked.append(overlap)
+        return ExpertCache.groups(cache, ids)
+
+    cache.groups = groups_of  # type: ignore[method-assign]
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, E, (4, TOP_K), generator=draw)  # [T, K]
+    x = torch.randn(4, HIDDEN, generator=draw).bfloat16()  # [T, H]
+    topk_weights = torch.rand(4, TOP_K, generator=draw)  # [T, K]
+    given = hits_first.by_own_kernels(cache, x, topk_weights, ids, "silu")
+    assert given.dtype is torch.bfloat16
+    weights = {"w13": plain().w13_weight, "w2": plain().w2_weight, "w2_bias": plain().w2_bias}
+    expected = forward(x, MoeWeights.of(weights), topk_weights, ids)
+    assert torch.allclose(given.float(), expected.float(), rtol=1e-2, atol=1e-2)
+    assert asked == [capacity == 8], "hits come first if the call fits"
+
+
+@pytest.mark.parametrize(
+    ("who", "tokens", "on_input", "ours"),
+    [
+        ("own", 4, False, True),
+        (None, 4, False, False),
+        ("own", 33, False, False),
+        ("own", 4, True, False),
+    ],
+)
+def test_few_tokens_of_a_plain_layer_go_to_our_kernels(
+    who: str | None, tokens: int, on_input: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = plain()
+    install(layer, CacheOptions(E - 1), torch.device("cpu"), captured=False)
+    (experts,) = host_experts(torch.nn.ModuleList([layer]))
+    monkeypatch.setattr(hits_first, "by_own_kernels", lambda *given: "ours")
+    apply = expert_cache_layer._applying(experts, lambda **given: given["hidden_states"], who)
+    ids = torch.zeros(tokens, TOP_K, dtype=torch.int32)  # [T, K]
+    result = apply(
+        torch.ones(tokens, HIDDEN),
+        *(layer.w13_weight, layer.w2_weight, torch.ones(tokens, TOP_K), ids),
+        activation=SimpleNamespace(value="silu"),
+        apply_router_weight_on_input=on_input,
+    )
+    assert (result == "ours") if ours else (result is not None and result.shape == (tokens, HIDDEN))
+
+
+class SummingExperts(TritonExperts):
+    """Adds up the rows of a token's experts as vLLM's TRITON does."""
+
+    def moe_sum(self, rows: torch.Tensor, output: torch.Tensor, *ids_and_map: Any) -> None:
+        output.copy_(rows.sum(1))
+
+
+class RowKernel(Kernel):
+    """Computes a row for each pair in a workspace of its own, zeros for -1, and then their sum."""
+
+    def __init__(self, quant_config: QuantConfig) -> None:
+        super().__init__(quant_config)
+        self.fused_experts = SummingExperts(quant_config)
+        self.rows = torch.full((99, TOP_K, HIDDEN), torch.nan, dtype=torch.bfloat16)
+        self.calls: list[list[int]] = []
+
+    def apply(self, hidden_states: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        w1, w2, topk_weights, ids = (named[name] for name in ("w1", "w2", "topk_weights", "topk_ids"))
+        if (mapping := named["expert_map"]) is not None:
+            ids = mapping[ids.long()]  # [T, K]
+        self.calls.append([int(count) for count in (ids >= 0).sum(1)])
+        weights = MoeWeights.of({"w13": w1, "w2": w2, "w2_bias": self.fused_experts.quant_config._w2.bias})
+        rows = self.rows[: len(ids)]  # [T, K, H]
+        for pair in range(TOP_K):
+            part = slice(pair, pair + 1)
+            rows[:, pair] = forward(hidden_states, weights, topk_weights[:, part], ids[:, part])
+        output = torch.empty_like(hidden_states)
+        self.fused_experts.moe_sum(rows, output, ids, mapping)
+        return output
+
+
+def in_rows(capacity: int, who: str | None, seed: int = 0) -> tuple[RowKernel, Any]:
+    """Return a kernel and its `apply` through a cache, which calls any half of a call's pairs hits."""
+    layer = plain()
+    kernel = layer.quant_method.moe_kernel = RowKernel(
+        layer.quant_method.moe_kernel.fused_experts.quant_config
+    )
+    cache = install(layer, CacheOptions(capacity), torch.device("cpu"), captured=False)
+    (experts,) = host_experts(torch.nn.ModuleList([layer]))
+    compute, draw = type(kernel).apply.__get__(kernel), torch.Generator().manual_seed(seed)
+
+    def groups_of(ids: torch.Tensor, *, overlap: bool = False) -> Any:
+        if not overlap:
+            yield from ExpertCache.groups(cache, ids)
+            return
+        slots = cache.acquire(ids).slot_ids  # [T, K]
+        hits = torch.rand(slots.shape, generator=draw) < 0.5  # [T, K]
+        for part in (hits, ~hits):
+            yield SimpleNamespace(slot_ids=torch.where(part, slots, -1))
+
+    cache.groups = groups_of  # type: ignore[method-assign]
+    return kernel, expert_cache_layer._applying(experts, compute, who)
+
+
+def row_call(apply: Any, tokens: int, seed: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HIDDEN, generator=draw).bfloat16()  # [T, H]
+    topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
+    ids = torch.rand(tokens, E, generator=draw).topk(TOP_K).indices.int()  # [T, K]
+    result: torch.Tensor = apply(x, None, None, topk_weights, ids, expert_map=None)
+    return result
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_calls_of_the_backend_give_the_bits_of_one(seed: int) -> None:
+    (whole, plainly), (split, in_parts) = in_rows(5, None), in_rows(5, "backend", seed)
+    for number in range(6):
+        assert torch.equal(row_call(in_parts, 1, number), row_call(plainly, 1, number))
+    assert len(whole.calls) == 6
+    assert [
+        first[0] + second[0] for first, second in zip(split.calls[::2], split.calls[1::2], strict=True)
+    ] == ([TOP_K] * 6)
+    assert "moe_sum" not in vars(split.fused_experts), "the backend's own sum is back"
+
+
+@pytest.mark.parametrize(("capacity", "tokens"), [(5, 2), (TOP_K, 2)])
+def test_calls_that_the_backend_sorts_or_that_need_groups_are_not_split(capacity: int, tokens: int) -> None:
+    kernel, apply = in_rows(capacity, "backend")
+    assert row_call(apply, tokens, 0).shape == (tokens, HIDDEN)
+    assert len(kernel.calls) == (1 if capacity == 5 else 2)
+
+
+def test_a_backend_that_does_not_add_up_its_rows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowKernel, "apply", lambda self, hidden_states, **named: hidden_states)
+    kernel, apply = in_rows(5, "backend")
+    with pytest.raises(RuntimeError, match=r"did not add up its rows by moe_sum: set overlap=0"):
+        row_call(apply, 1, 0)
+    assert "moe_sum" not in vars(kernel.fused_experts)
+
+
+def test_an_error_between_the_two_calls_leaves_the_backends_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowKernel, "apply", lambda self, hidden_states, **named: named["missing"])
+    kernel, apply = in_rows(5, "backend")
+    with pytest.raises(KeyError, match="missing"):
+        row_call(apply, 1, 0)
+    assert "moe_sum" not in vars(kernel.fused_experts)
+
+
+def summing(**described: Any) -> Layer:
+    """A layer whose backend adds up rows, with another description of its inputs."""
+    layer = plain()
+    quant_config = layer.quant_method.moe_kernel.fused_experts.quant_config
+    layer.quant_method.moe_kernel.fused_experts = SummingExperts(quant_config)
+    for name, value in {"block_shape": None, "per_act_token_quant": False, **described}.items():
+        setattr(quant_config, name, value)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("wish", "fp8", "described", "who"),
+    [
+        (None, False, {}, None),
+        ("backend", False, {}, "backend"),
+        ("own", False, {}, "own"),
+        ("own", True, {"block_shape": [128, 128]}, "backend"),
+        ("backend", True, {"per_act_token_quant": True}, "backend"),
+        ("backend", True, {"_a2": Description(scale=torch.ones(1))}, "backend"),
+        ("backend", True, {}, None),
+    ],
+)
+def test_who_computes_hits_first(
+    wish: str | None, fp8: bool, described: dict[str, Any], who: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = summing(**described)
+    monkeypatch.setattr(hits_first, "_TRITON", "SummingExperts")
+    if fp8:
+        layer.w13_weight.data = layer.w13_weight.data.to(torch.float8_e4m3fn)
+    assert hits_first.who_computes(layer, wish) == who
+
+
+def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
+    model = torch.nn.ModuleList(Layer() for _ in range(3))
+    fix._give_caches(model, CacheOptions(5, stream=3), Layer, "cpu", False)
+    plain, draw = Layer(), torch.Generator().manual_seed(0)
+    described = plain.quant_method.moe_kernel.fused_experts.quant_config._w1.scale
+    for tokens in (9, 2, 3):
+        before = [layer.cache.stats.calls for layer in host_experts(model)]
+        for layer in model:
+            x = torch.randn(tokens, HIDDEN, generator=draw)  # [T, H]
+            topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
+            ids = torch.rand(tokens, E, generator=draw).topk(TOP_K).indices.int()  # [T, K]
+            result, expected = (call(module, x, ids, topk_weights) for module in (layer, plain))
+            assert (
+                torch.equal(result, expected) if tokens > 2 else torch.allclose(result, expected, atol=1e-5)
+            )
+            config = layer.quant_method.moe_kernel.fused_experts.quant_config
+            assert len(config._w1.scale) == 5, "the slots are back"
+            (experts,) = host_experts(layer)
+            assert set(ids[-1].tolist()) <= set(experts.cache.resident())
+        calls = [layer.cache.stats.calls for layer in host_experts(model)]
+        assert calls == [count + (tokens < 3) for count in before], "a streamed call is no call of the cache"
+    assert len(described) == E
+
+
+@pytest.mark.parametrize(
+    ("layers", "options", "tokens"),
+    [
+        (8, CacheOptions(5), E),  # 2 * E / K
+        (8, CacheOptions(11), E),
+        (7, CacheOptions(5), None),  # two buffers are more than a quarter
+        (2, CacheOptions(5, stream=1), 3),  # fewer always fit
+        (8, CacheOptions(5, stream=0), None),
+        (8, CacheOptions(E), None),
+    ],
+)
+def test_prompts_stream_from_a_length_on(layers: int, options: CacheOptions, tokens: int | None) -> None:
+    model = torch.nn.ModuleList(Layer() for _ in range(layers))
+    fix._give_caches(model, options, Layer, "cpu", False)
+    firsts = {experts.stream and experts.stream[2] for experts in host_experts(model)}
+    assert firsts == (set() if options.slots == E else {tokens})
+
+
+def test_cuda_graphs_without_pinned_memory_are_refused() -> None:
+    layer = Layer()
+    with pytest.raises(UnavailableError, match="CUDA graphs need pinned host memory"):
+        install(layer, CacheOptions(5), torch.device("cpu"), captured=True)
+    assert layer.w13_weight.shape[0] == E
+
+
+def changed(path: str = "top_k", value: Any = TOP_K) -> Layer:
+    """A layer with another attribute."""
+    layer = Layer()
+    owner, _, name = path.rpartition(".")
+    setattr(operator.attrgetter(owner)(layer) if owner else layer, name, value)
+    return layer
+
+
+class CutlassExperts(TritonExperts):
+    pass
+
+
+KERNEL = "quant_method.moe_kernel"
+ACT_ORDER = f"{KERNEL}.fused_experts.w2_g_idx"
+
+
+@pytest.mark.parametrize(
+    ("layer", "capacity", "reason"),
+    [
+        (changed("moe_config.moe_parallel_config.ep_size", 2), 5, "spread over several GPUs"),
+        (changed("moe_config.moe_parallel_config.use_ep", True), 5, "spread over several GPUs"),
+        (changed("moe_config.moe_parallel_config.pcp_size", 2), 5, "spread over several GPUs"),
+        (changed(), 1, "1 slots hold fewer experts than one token needs"),
+        (changed("moe_config.is_lora_enabled", True), 5, "LoRA"),
+        (changed(ACT_ORDER, torch.zeros(E, 4)), 5, "act-order"),
+        (changed(ACT_ORDER, torch.zeros(E, 0)), 5, None),
+        (changed("moe_config.moe_parallel_config.enable_eplb", True), 5, "load balancing"),
+        (changed(f"{KERNEL}.is_monolithic", True), 5, "routes and computes in one kernel"),
+        (changed(KERNEL, None), 5, "routes and computes in one kernel"),
+        (changed(f"{KERNEL}.owns_shared_experts", True), 5, "shared experts"),
+        (
+            changed(f"{KERNEL}.fused_experts", CutlassExperts(QuantConfig())),
+            5,
+            "computes with CutlassExperts",
+        ),
+        (changed(), 2, None),
+    ],
+)
+def test_unsupported_layers_are_refused_with_the_reason(
+    layer: Layer, capacity: int, reason: str | None
+) -> None:
+    answer = refusal(layer, capacity)
+    assert answer is None if reason is None else reason in str(answer)
+
+
+def test_settings_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    create = fix._on_the_host(lambda self, layer, **given: made.append(layer), slots=1)
+    with pytest.raises(SystemExit, match=r"=1: layers\.0\.experts cannot have .* one token needs"):
+        create(None, layer=Layer(), num_experts=E)
+    assert made == []
+    assert refused_setting(Layer(), TOP_K) is None
+
+
+def engine(cpu: float = 0.0, group: int = 0, graphs: str = "FULL", eager: bool = False) -> SimpleNamespace:
+    """The parts of a `VllmConfig` that are read."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=eager),
+        device_config=SimpleNamespace(device="cpu"),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=graphs)),
+        offload_config=SimpleNamespace(
+            uva=SimpleNamespace(cpu_offload_gb=cpu), prefetch=SimpleNamespace(offload_group_size=group)
+        ),
+    )
+
+
+@pytest.mark.parametrize("config", [engine(cpu=1.0), engine(group=4)])
+def test_offload_and_a_cache_exclude_each_other(config: SimpleNamespace) -> None:
+    with pytest.raises(SystemExit, match="weights are offloaded"):
+        loading(torch.nn.ModuleList([Layer()]))(None, config, config.model_config)
+
+
+def loading(model: torch.nn.Module) -> Any:
+    """`load_model` of a loader that loads `model`."""
+    rows = fix.RealRows()
+    return fix._caching(lambda *arguments: model, wish=CacheOptions(5), layer_type=Layer, rows=rows)
+
+
+def test_a_loaded_model_gets_caches_once() -> None:
+    config = engine(graphs="NONE")
+    model = loading(torch.nn.ModuleList([Layer()]))(None, config, config.model_config)
+    (experts,) = host_experts(model)
+    assert loading(model)(None, config, config.model_config)[0].w13_weight.shape[0] == 5
+    assert host_experts(model) == [experts]
+
+
+def test_padding_of_a_step_loads_nothing() -> None:
+    """What runs before, between and after steps has other rows; all caches read the same number."""
+    config, rows = engine(graphs="NONE"), fix.RealRows()
+    rows.begin(1, 4)  # no model is loaded yet
+    rows.end(None)
+    model = torch.nn.ModuleList([Layer(), Layer()])
+    load = fix._caching(lambda *arguments: model, wish=CacheOptions(6), layer_type=Layer, rows=rows)
+    load(None, config, config.model_config)
+    layers = host_experts(model)
+    ids = torch.arange(8, dtype=torch.int32).view(4, TOP_K)  # [T, K]
+    x, topk_weights = torch.randn(4, HIDDEN), torch.rand(4, TOP_K)
+
+    def computes() -> int:
+        layers[1].give(CacheOptions(8, fill=False), captured=False)
+        out = call(model[1], x, ids, topk_weights)
+        assert torch.allclose(out[:3], call(Layer(), x, ids, topk_weights)[:3], atol=1e-5)
+        return layers[1].cache.stats.misses
+
+    assert computes() == 8
+    rows.begin(3, 4)
+    assert computes() == 6
+    rows.end(None)
+    assert computes() == 8
+    rows.begin(4, 4)
+    assert computes() == 8
+    assert layers[0].cache.stats.calls == 0
+
+
+def test_every_device_reads_the_rows_of_a_step() -> None:
+    rows = fix.RealRows()
+    tensors = [rows.on(device) for device in ("cpu", "meta")]
+    assert [tensor.device.type for tensor in tensors] == ["cpu", "meta"]
+    assert rows.on(torch.device("cpu")) is tensors[0]
+    rows.begin(3, 4)
+    assert int(tensors[0]) == 3
+
+
+@pytest.mark.parametrize(("slots", "held"), [(5, {"expert_cache"}), (E, set())])
+def test_new_weights_are_refused_if_a_layer_has_a_cache(
+    monkeypatch: pytest.MonkeyPatch, slots: int, held: set[str]
+) -> None:
+    holders: dict[Any, str] = {}
+    monkeypatch.setattr(weight_reload, "_HOLDERS", holders)
+    config, model = engine(graphs="NONE"), torch.nn.ModuleList([Layer()])
+    wish = CacheOptions(slots)
+    load = fix._caching(lambda *arguments: model, wish=wish, layer_type=Layer, rows=fix.RealRows())
+    load(None, config, config.model_config)
+    assert set(holders.values()) == held
+
+
+@pytest.mark.parametrize(
+    ("config", "captures"),
+    [
+        (engine(), True),
+        (engine(graphs="PIECEWISE"), True),
+        (engine(graphs="NONE"), False),
+        (engine(eager=True), False),
+    ],
+)
+def test_graphs_are_captured_unless_they_are_off(config: SimpleNamespace, captures: bool) -> None:
+    assert fix._captures(config, config.model_config) is captures
+
+
+def test_only_a_draft_model_needs_no_experts() -> None:
+    config, load = engine(graphs="NONE"), loading(torch.nn.Linear(2, 2))
+    assert isinstance(load(None, config, SimpleNamespace(enforce_eager=True)), torch.nn.Linear)
+    with pytest.raises(SystemExit, match="the model has no MoE layer"):
+        load(None, config, config.model_config)
+
+
+def test_a_model_that_cannot_have_a_cache_does_not_start() -> None:
+    model = torch.nn.ModuleList([Layer(), changed("moe_config.moe_parallel_config.enable_eplb", True)])
+    refused = "MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have an expert cache: expert load"
+    with pytest.raises(SystemExit, match=refused):
+        fix._give_caches(model, CacheOptions(5), Layer, "cpu", False)
+    assert model[0].w13_weight.shape[0] == E, "nothing was changed"
+
+
+def test_an_optional_cache_is_left_out_of_every_layer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MOEDOCTOR_FIXES_OPTIONAL", "1")
+    unsupported = changed("moe_config.moe_parallel_config.enable_eplb", True)
+    for model, captured in (([Layer(), unsupported], False), ([Layer(), Layer()], True)):
+        monkeypatch.setattr(fix, "_left_out", [])
+        layers = torch.nn.ModuleList(model)
+        fix._give_caches(layers, CacheOptions(5), Layer, "cpu", captured)
+        assert [layer.w13_weight.shape[0] for layer in layers] == [E, E]
+        assert not host_experts(layers)
+    assert "left out: expert_cache: MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have" in caplog.text
+    assert "left out: expert_cache: MOEDOCTOR_EXPERT_CACHE=5: CUDA graphs need pinned" in caplog.text
+
+
+@pytest.mark.parametrize(("who", "words"), [(None, "copies first"), ("backend", "hits first")])
+def test_the_log_says_what_a_step_computes_first(
+    who: str | None, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give(layer: Any, *given: Any, **options: Any) -> ExpertCache:
+        cache = install(layer, *given, **options)
+        host_experts(torch.nn.ModuleList([layer]))[0].hits_first = who
+        return cache
+
+    monkeypatch.setattr(fix, "install", give)
+    fix._give_caches(torch.nn.ModuleList([Layer()]), CacheOptions(5), Layer, "cpu", False)
+    assert f"engine host, policy aging, {words}: 0.00 GiB pinned" in caplog.text
+
+
+def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.ModuleList([Layer()])
+    fix._give_caches(model, CacheOptions(E), Layer, "cpu", False)
+    assert model[0].w13_weight.shape[0] == E
+    assert "0 of 1 MoE layers with 12 slots, engine none, policy aging" in caplog.text
+
+
+def test_the_variable_is_read() -> None:
+    assert fix.wanted({}) is None
+    assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(
+        16, policy="aging", packed=True, overlap="backend", fill=True
+    )
+    every = "8: policy=lfru, packed=0,overlap=own,fill=0,engine=host,pin=0,stream=64,"
+    expected = CacheOptions(8, "lfru", False, "own", False, "host", False, 64)
+    assert fix.wanted({fix.VARIABLE: every}) == expected
+    assert fix.wanted({fix.VARIABLE: "8:overlap=1"}) == CacheOptions(8, overlap="own")
+    assert fix.wanted({fix.VARIABLE: "8:overlap=0"}) == CacheOptions(8, overlap=None)
+
+
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        *(
+            (value, "expected a number of slots, at least 1")
+            for value in ("0", "-4", "many", "1.5", ":packed=1")
+        ),
+        ("9" * 5000, "expected a number of slots, at least 1"),
+        ("8:policy=best", "has policy='best'; expected aging, lfru, lfu, lru"),
+        ("8:packed=yes", "has packed='yes'; expected 0 or 1"),
+        ("8:packed", "has packed=''; expected 0 or 1"),
+        ("8:overlap=2", "has overlap='2'; expected 0, backend or own"),
+        ("8:slots=4", "called 'slots'; expected policy, packed, overlap, fill, engine, pin, stream"),
+        ("8:stream=-1", "has stream='-1'; expected a number of tokens"),
+        ("8:packed=1,packed=0", "has the option packed twice"),
+        ("8:policy=\x1b[31m\n" + "x" * 4000, "expected aging"),
+    ],
+)
+def test_a_bad_value_is_one_line(value: str, line: str) -> None:
+    with pytest.raises(OptionError) as refused:
+        fix.wanted({fix.VARIABLE: value})
+    text = str(refused.value)
+    assert line in text
+    assert text.startswith(fix.VARIABLE)
+    assert len(text) < 400
+    assert text.isprintable()
+
+
+def test_policies_are_those_of_the_cache() -> None:
+    assert set(expert_cache_options.POLICIES) == set(ONLINE_POLICIES)
+
+
+def test_without_a_number_of_slots_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(fix.VARIABLE, raising=False)
+    with pytest.raises(FixError, match="MOEDOCTOR_EXPERT_CACHE is not set; expected the number"):
+        fix.apply("0.21.0")
+
+
+@pytest.mark.parametrize("version", ["0.21.0", "0.27.1", "0.33.0"])
+def test_each_release_is_checked_for_what_computing_hits_first_needs(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patches: list[Patch] = []
+    monkeypatch.setenv(fix.VARIABLE, "2")
+    monkeypatch.setattr(fix, "_layer_type", lambda: Layer)
+    monkeypatch.setattr(fix, "_loaders", tuple)
+    monkeypatch.setattr(weight_reload, "apply", lambda version: None)
+    monkeypatch.setattr(fix, "apply_patches", lambda by, version, given: patches.extend(given))
+    fix.apply(version)
+    needed = {patch.name: patch for patch in patches if version in SpecifierSet(patch.releases)}
+    assert needed["_prepare_expert_assignment"].source == (
+        "num_tokens * top_k_num * 4 <= global_num_experts",
+    )
+    assert needed["moe_sum"].source == ("ops.moe_sum(",)
+
+
+def test_ids_are_sorted_as_for_all_experts() -> None:
+    chosen = fix._unchanged_assignment(lambda ids, config, tokens, top_k, experts, mapping: experts)
+    assert chosen("ids", {}, 1, 8, 16, None) == 16
+    token = EXPERTS.set(E)
+    assert chosen("ids", {}, 1, 8, 16, None) == E
+    EXPERTS.reset(token)
+
+
+def test_tiles_are_chosen_for_all_experts() -> None:
+    chosen = fix._unchanged_tiles(lambda w1_shape, w2_shape, top_k: (w1_shape, w2_shape, top_k))
+    assert chosen((4, 6, 8), (4, 8, 3), 2) == ((4, 6, 8), (4, 8, 3), 2)
+    token = EXPERTS.set(E)
+    assert chosen((4, 6, 8), (4, 8, 3), 2) == ((E, 6, 8), (E, 8, 3), 2)
+    EXPERTS.reset(token)
+
+
+@dataclass(frozen=True)
+class HummingConfig:
+    num_experts: int
+
+
+class HummingIndexedExperts(TritonExperts):
+    """Refuses weights of another number of experts than it was told, as HUMMING does."""
+
+    humming_configs = {name: HummingConfig(E) for name in ("w13", "w2")}  # noqa: RUF012
+
+
+def test_humming_is_told_how_many_experts_there_are() -> None:
+    layer, counts = Layer(), []
+    kernel = layer.quant_method.moe_kernel
+    kernel.fused_experts = experts = HummingIndexedExperts(kernel.fused_experts.quant_config)
+    compute = kernel.apply
+
+    def apply(w1: torch.Tensor, **given: Any) -> torch.Tensor:
+        sizes = {config.num_experts for config in experts.humming_configs.values()}
+        assert sizes == {len(w1)}
+        counts.append(len(w1))
+        result: torch.Tensor = compute(w1=w1, **given)
+        return result
+
+    kernel.apply = apply
+    assert refusal(layer, 5) is None
+    fix._give_caches(torch.nn.ModuleList([layer]), CacheOptions(5, stream=9), Layer, "cpu", False)
+    for tokens in (2, 9, 1):
+        assert_same_outputs(layer, tokens, calls=1)
+    assert counts == [5, E, 5]
+    del HummingIndexedExperts.humming_configs, experts.humming_configs
+    assert "before vLLM 0.30.0" in str(refusal(layer, 5))

@@ -1,0 +1,317 @@
+"""The trace `nan` on the CPU, in a stub of the parts of vLLM 0.21.0 that it hooks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moedoctor.plugin import nan_trace
+from moedoctor.plugin.register import FixError
+from moedoctor.trace.nan_report import Finding, NanReport
+from moedoctor.upstream.engine import nan_padding
+from tests.interpreted import ROOT
+from tests.plugin import nan_stub
+from tests.plugin.nan_stub import Model, module, scheduled, step, write_stub
+
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    write_stub(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(nan_trace.ExitReport, "prepare", lambda self: None)  # the processes below really end
+    monkeypatch.setattr(nan_trace, "_active", None)
+
+
+@pytest.fixture
+def model(vllm: None) -> Model:
+    """A model in a process with the trace."""
+    assert "report at exit" in nan_trace.apply("0.21.0")
+    return Model()
+
+
+def attention(name: str) -> Any:
+    return module("model_executor.layers.attention.attention").Attention(name)
+
+
+def run_step(forward: Callable[[torch.Tensor], Any]) -> None:
+    """Run a step of 3 real tokens in a batch of 4 through `forward` instead of the model."""
+    module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(scheduled(3))
+
+
+def report() -> NanReport:
+    made = nan_trace.trace_of_this_process().report()
+    assert made is not None
+    return made
+
+
+def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router(model: Model) -> None:
+    model.leftover = NAN
+    model(torch.zeros(4))  # as in a warm-up: no step runs
+    step(model)
+    model.real = 4
+    step(model)
+    result = report()
+    assert result.row() == {
+        "steps": 2,
+        "steps_with_padding": 1,
+        "nan_in_padding": 1,
+        "nan_share": 1.0,
+        "inf_in_padding": 0,
+        "mean_pad_tokens": 1.0,
+    }
+    assert result.first_padding == Finding("layers.0.attn", "NaN", 1, 1)
+    assert result.first_real is None
+    (router,) = result.routers
+    assert (router.point, router.repeated, router.first_repeated) == (
+        "layers.0.experts.topk_ids",
+        (0, 1, 0),
+        1,
+    )
+    points = [place.point for place in result.points]
+    assert points == ["layers.0.attn", "layers.0.experts.router_logits", "layers.0.experts", "model"]
+    assert nan_padding.report(None)["nan_in_padding"] == 1
+
+
+def test_a_clean_model_shows_nothing(model: Model) -> None:
+    step(model)
+    result = report()
+    assert (result.points, result.routers, result.steps_with_padding) == ((), (), 1)
+
+
+def test_operators_in_a_graph_are_watched_at_the_capture(model: Model) -> None:
+    model(torch.zeros(4))  # the capture
+    run_step(lambda input_ids: torch.zeros(4, 8))  # the replay: no layer runs in Python
+    result = report()
+    assert (result.steps, result.watched, result.looked_at, result.not_reached) == (1, 5, 5, 0)
+    assert "looked at" not in result.text()
+    assert "first in real rows: nothing" in result.text()
+
+
+def test_attention_is_watched_with_the_experts_and_a_step_adds_two_launches(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model(torch.zeros(4))  # the profile run, where it shows that experts follow
+    state, launches = nan_trace.trace_of_this_process().state, []
+    for name in ("begin", "watch", "watch_three", "watch_ids", "watch_last"):
+        monkeypatch.setattr(
+            state, name, lambda *arguments, name=name, **options: launches.append((name, arguments[0]))
+        )
+
+    def replay(input_ids: torch.Tensor) -> torch.Tensor:
+        """As if a graph held the experts: only attention runs in Python."""
+        return model.attention(torch.zeros(3, 8), torch.zeros(4, 8))
+
+    for _ in range(2):
+        run_step(replay)
+    assert [name for name, _ in launches] == ["begin", "watch_last"] * 2
+    launches.clear()
+    step(model)
+    assert [name for name, _ in launches] == ["begin", "watch_ids", "watch_three", "watch_last"]
+    assert [state.names[number] for number in launches[2][1]] == [
+        "layers.0.attn",
+        "layers.0.experts.router_logits",
+        "layers.0.experts",
+    ]
+
+
+def test_an_attention_layer_without_experts_is_watched_at_once(model: Model) -> None:
+    dense = attention("layers.dense.attn")
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        dense(torch.zeros(3, 8), torch.full((4, 8), NAN))
+        return model(input_ids)
+
+    forward(torch.zeros(4))  # the profile run
+    run_step(forward)
+    result = report()
+    assert result.first_padding == Finding("layers.dense.attn", "NaN", 1, 1)
+    assert [point.point for point in result.points] == ["layers.dense.attn"]
+
+
+def test_rows_of_all_ranks_are_not_taken_for_this_ranks_rows(model: Model) -> None:
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        x = model.attention(torch.zeros(3, 8), torch.full((4, 8), NAN))
+        gathered = torch.cat([x, x])  # what another rank sent comes after this rank's rows
+        model.runner._apply_quant_method(model.layer, gathered, gathered, None)
+        return torch.zeros(4, 8)
+
+    run_step(forward)
+    result = report()
+    assert [point.point for point in result.points] == ["layers.0.attn"]
+    assert (result.routers, result.nan_in_padding) == ((), 1)
+
+
+def test_a_second_request_keeps_the_first_trace(model: Model) -> None:
+    trace = nan_trace.trace_of_this_process()
+    assert nan_trace.apply("0.21.0") == "is active already"
+    step(model)
+    assert nan_trace.trace_of_this_process() is trace
+    assert report().steps == 1
+
+
+def test_another_vllm_is_left_unchanged() -> None:
+    runner = module("v1.worker.gpu_model_runner").GPUModelRunner
+    original = runner.execute_model
+    del module("model_executor.layers.fused_moe.runner.moe_runner").MoERunner._apply_quant_method
+    with pytest.raises(FixError, match=r"there is no MoERunner\._apply_quant_method"):
+        nan_trace.apply("0.21.0")
+    assert runner.execute_model is original
+    with pytest.raises(LookupError, match="MOEDOCTOR_TRACE=nan"):
+        nan_trace.trace_of_this_process()
+
+
+def test_a_step_that_raised_is_over(model: Model) -> None:
+    model.leftover = NAN
+
+    def forward(input_ids: torch.Tensor) -> None:
+        model(input_ids)
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        run_step(forward)
+    state = nan_trace.trace_of_this_process().state
+    before = state.report()
+    assert (before.steps, before.nan_in_padding) == (1, 1)
+    model(torch.zeros(4))  # outside a step
+    assert state.report() == before
+
+
+def test_the_report_says_that_no_router_was_watched(model: Model) -> None:
+    layer = attention("layers.0.attn")
+    run_step(lambda input_ids: layer(torch.zeros(3, 8), torch.zeros(4, 8)))
+    assert report().routers_watched == 0
+    assert "no router was watched" in report().text()
+
+
+def test_ids_are_separate_if_no_attention_gave_the_number_of_rows(model: Model) -> None:
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        x = torch.full((6, 8), NAN)  # neither the step's rows nor a multiple of them
+        model.runner._apply_quant_method(model.layer, x, x, None)
+        return torch.zeros(4, 8)
+
+    run_step(forward)
+    result = report()
+    assert [router.repeated for router in result.routers] == [(0, 0, 6)]
+    assert (result.nan_in_real, result.nan_in_padding, result.nan_in_unknown) == (0, 0, 1)
+
+
+def test_the_v2_model_runner_is_traced_in_a_newer_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_stub(tmp_path / "newer", newer=True)
+    monkeypatch.syspath_prepend(str(tmp_path / "newer"))
+    assert "report at exit" in nan_trace.apply("0.33.0")
+    model = Model(leftover=NAN)
+    runner = module("v1.worker.gpu.model_runner").GPUModelRunner(model)
+    runner.execute_model(scheduled(4), dummy_run=True)  # a dummy run is no step
+    assert runner.execute_model(scheduled(0)) == "nothing to do"
+    worker = module("v1.worker.gpu_worker").Worker()
+    worker.compile_or_warm_up_model(lambda: runner.execute_model(scheduled(3)))  # a warm-up is no step
+    runner.execute_model(scheduled(3))
+    result = report()
+    assert (result.steps, result.steps_with_padding, result.nan_in_padding) == (1, 1, 1)
+    assert result.first_padding == Finding("layers.0.attn", "NaN", 1, 1)
+    assert [router.repeated for router in result.routers] == [(0, 1, 0)]
+    points = [place.point for place in result.points]
+    assert points == ["layers.0.attn", "layers.0.experts.router_logits", "layers.0.experts", "model"]
+    runner.model = fail
+    with pytest.raises(ValueError, match="on purpose"):
+        runner.execute_model(scheduled(3))
+    model(torch.zeros(4))  # outside a step
+    assert (report().steps, report().nan_in_padding) == (2, 1)
+
+
+def test_a_report_survives_the_device(model: Model, capfd: pytest.CaptureFixture[str]) -> None:
+    trace = nan_trace.trace_of_this_process()
+    state = trace.state
+    state._copies = [torch.zeros_like(part) for part in state._parts]
+    mirror = state.mirror
+
+    def as_on_a_gpu() -> None:
+        state._device = torch.device("cuda")
+        mirror()
+        state._device = torch.device("cpu")
+
+    state.mirror = as_on_a_gpu
+    model.leftover = NAN
+    step(model)  # copies the record at its end
+    before = report()
+    for part in state._parts:
+        part.zero_()  # what the device holds is lost
+    assert state.last_report() == before
+    assert before.nan_in_padding == 1
+
+    def fails() -> NanReport:
+        raise RuntimeError("CUDA error: device-side assert triggered\nFor debugging")
+
+    trace.report = fails
+    nan_trace.ExitReport(trace).print()
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].endswith("for the device failed: CUDA error: device-side assert triggered")
+    assert any("first in padding: NaN at layers.0.attn, step 1" in line for line in lines)
+
+
+def test_without_pinned_memory_nothing_is_copied(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*arguments: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    state = nan_trace.trace_of_this_process().state
+    state._device = torch.device("cuda")
+    with monkeypatch.context() as without:
+        without.setattr(torch, "zeros_like", no_memory)
+        state.mirror()
+    state.mirror()  # not tried again
+    assert state.last_report() is None
+
+
+def fail(input_ids: torch.Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+def test_experts_that_are_added_up_later_are_not_looked_at(model: Model) -> None:
+    runner = module("model_executor.layers.fused_moe.runner.moe_runner").MoERunner(model.runner.router)
+    finished = types.SimpleNamespace(gemm2_permuted=torch.zeros(8, 8))
+    apply_quant_method = nan_trace.trace_of_this_process().around_moe(
+        lambda self, layer, router_logits: (None, finished)
+    )
+    x = torch.full((4, 8), NAN)
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        apply_quant_method(runner, model.layer, x)
+        return torch.zeros(4, 8)
+
+    run_step(forward)
+    assert [place.point for place in report().points] == ["layers.0.experts.router_logits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "printing"), [("run", 0), ("fork", 1), ("fork again", 1), ("spawn", 1), ("inherit", 0)]
+)
+def test_the_process_that_ran_prints_once(tmp_path: Path, how: str, printing: int) -> None:
+    write_stub(tmp_path)
+    done = subprocess.run(
+        [sys.executable, nan_stub.__file__, str(tmp_path), how],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    started = [line.split()[1] for line in done.stdout.splitlines()]
+    assert len(started) == (1 if how == "run" else 2)
+    assert done.stderr.count("NaN trace of process") == 1, done.stderr
+    assert f"NaN trace of process {started[printing]}\n" in done.stderr
+    assert "first in padding: NaN at layers.0.attn, step 1" in done.stderr
+    assert "repeated ids (0, 1, 0)" in done.stderr

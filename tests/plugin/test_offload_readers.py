@@ -1,0 +1,347 @@
+"""The fix `offload` fetches experts inside vLLM's MoE operator, in stubs shaped like the releases."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+from moedoctor.plugin import offload_fix
+from moedoctor.reference.checkpoints import write_qwen3_moe
+from moedoctor.upstream.engine.probes import pipelines_of, take_off_the_host
+from tests.plugin.test_offload_fix import stub
+from tests.real_vllm import ask_child
+
+MOE = """
+import torch
+from torch import nn
+
+LAYERS = {{}}
+
+
+def get_layer_from_name(layer_name):
+    return LAYERS[layer_name]
+
+
+def _moe_forward(hidden_states, router_logits, layer_name):
+    layer = get_layer_from_name(layer_name)
+    return {call}
+
+
+def _moe_forward_shared(hidden_states, router_logits, layer_name):
+    layer = get_layer_from_name(layer_name)
+    return {call}
+
+
+LIBRARY = torch.library.Library("moedoctor_vllm_{name}", "FRAGMENT")
+LIBRARY.define("moe_forward(Tensor x, Tensor logits, str layer_name) -> Tensor")
+LIBRARY.impl("moe_forward", _moe_forward, "CPU")
+torch.library.register_fake(
+    "moedoctor_vllm_{name}::moe_forward", lambda x, logits, layer_name: torch.empty_like(x), lib=LIBRARY
+)
+
+
+class MoERunner(nn.Module):
+    def __init__(self, name, experts):
+        super().__init__()
+        self.layer_name = name
+        if {owns}:
+            self.routed_experts = experts
+        LAYERS[name] = self if {owns} else experts
+        self._forward_entry = torch.ops.moedoctor_vllm_{name}.moe_forward
+
+    def forward(self, hidden_states, router_logits):
+        return self._forward_entry(hidden_states, router_logits, self.layer_name)
+
+    def {reader}(self, {layer}hidden_states, router_logits):
+        {layer_is}
+        return torch.tanh(hidden_states.float() @ layer.w13_weight.float()).to(hidden_states.dtype)
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The layout of a release's MoE layer."""
+
+    version: str
+    reader: str = "_forward_impl"
+    newer: bool = False
+    """The runner is the layer; the experts are a separate module that is never called."""
+
+    def text(self, name: str) -> str:
+        """The runner's file; `name` keeps its operators apart from those of other tests."""
+        call = f"layer.{self.reader}(" if self.newer else f"layer.runner.{self.reader}(layer, "
+        return MOE.format(
+            name=name,
+            owns=self.newer,
+            reader=self.reader,
+            call=f"{call}hidden_states, router_logits)",
+            layer="" if self.newer else "layer, ",
+            layer_is="layer = self.routed_experts" if self.newer else "pass",
+        )
+
+
+OLDEST, OLDER, NEWER = Shape("0.19.1", "forward_impl"), Shape("0.21.0"), Shape("0.33.0", newer=True)
+_NAMES = (f"moe_{number}" for number in itertools.count())
+WIDTH = 192
+
+
+class RoutedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16) / WIDTH**0.5
+        self.w13_weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, *arguments: Any) -> Any:
+        raise AssertionError("never called")
+
+
+class FusedMoE(RoutedExperts):
+    def __init__(self, runner: Any, name: str) -> None:
+        super().__init__()
+        self.runner = runner(name, self)
+
+    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        return self.runner.forward(hidden_states, router_logits)
+
+
+class Layer(nn.Module):
+    """Like vLLM's decoder layers: returns an update and the residual, which the next layer adds."""
+
+    def __init__(self, runner: Any, number: int, *, newer: bool) -> None:
+        super().__init__()
+        name = f"layers.{number}"
+        self.experts = runner(name, RoutedExperts()) if newer else FusedMoE(runner, name)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = x.float() + residual.float()  # [T, W]
+        scaled = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
+        return self.experts(scaled, scaled), wide.bfloat16()
+
+
+class Model(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        residual = x
+        for layer in self.layers:
+            x, residual = layer(x, residual)
+        return x + residual
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model whose layers vLLM put on the host, and its offloader; `take_over` ends loading."""
+
+    model: Model
+    offloader: Any
+
+    def take_over(self) -> None:
+        self.offloader.post_init()
+
+    @property
+    def layers(self) -> list[Any]:
+        return list(self.model.layers)
+
+    def run(self) -> torch.Tensor:
+        return self.model(X)
+
+    def compiled(self) -> tuple[torch.Tensor, str]:
+        """Return the output when compiled as one graph, and the compiler's code."""
+        torch._dynamo.reset()
+        output, (code,) = run_and_get_code(torch.compile(self.model, fullgraph=True), X)
+        return output, code
+
+
+X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+Maker = Callable[..., Made]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
+    def made(shape: Shape, change: Callable[[Any], None] = lambda layer: None) -> Made:
+        stub(tmp_path, monkeypatch, shape.version)
+        folder = tmp_path / "vllm/model_executor/layers/fused_moe/runner"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "moe_runner.py").write_text(shape.text(next(_NAMES)), encoding="utf-8")
+        offload_fix.apply(shape.version)
+        runner = importlib.import_module("vllm.model_executor.layers.fused_moe.runner.moe_runner").MoERunner
+        offloader = importlib.import_module("vllm.model_executor.offloader.uva").UVAOffloader(1 << 30)
+        torch.manual_seed(0)
+        layers = [Layer(runner, number, newer=shape.newer) for number in range(4)]
+        for layer in layers:
+            change(layer)
+        return Made(Model([offloader._maybe_offload_to_cpu(layer) for layer in layers]), offloader)
+
+    with torch.no_grad():
+        yield made
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(OLDER, marks=pytest.mark.slow), NEWER], ids=lambda shape: shape.version
+)
+def test_experts_are_fetched_inside_the_operator(
+    make: Maker, shape: Shape, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make(shape)
+    eager, (plain, code) = made.run(), made.compiled()
+    made.take_over()
+    report = made.offloader._moedoctor_offload.report()
+    assert report.host_bytes == 4 * 2 * WIDTH * WIDTH
+    assert "fetched inside the MoE operator" in caplog.messages[-1]
+    assert torch.equal(made.run(), eager)
+    output, with_offload = made.compiled()
+    assert torch.equal(output, plain)
+    assert with_offload == code
+    assert "moe_forward" in code
+    assert all("forward" not in vars(module) for module in made.model.modules())
+
+
+@pytest.mark.parametrize("shape", [OLDER, NEWER], ids=lambda shape: shape.version)
+def test_the_operator_reads_weights_from_the_host(make: Maker, shape: Shape) -> None:
+    made = make(shape)
+    expected = made.run()
+    made.take_over()
+    compiled = torch.compile(made.model, fullgraph=True)
+    copied = compiled(X)
+    assert take_off_the_host(made.model) == made.offloader._moedoctor_offload.report().host_bytes
+    assert torch.equal(made.run(), expected)
+    assert torch.equal(compiled(X), copied), "the same compiled code, with weights from elsewhere"
+    for pipeline in pipelines_of(made.model):
+        pipeline.settle()
+        for unit in pipeline.units:
+            unit.host.zero_()
+    assert not torch.equal(made.run(), expected)
+
+
+def another_weight(layer: Any) -> None:
+    layer.attention = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
+
+
+def python_entry(layer: Any) -> None:
+    runner = layer.experts.runner
+    runner._forward_entry = lambda x, logits, name: runner._forward_impl(layer.experts, x, logits)
+
+
+@pytest.mark.parametrize(
+    ("shape", "change"),
+    [(OLDEST, lambda layer: None), (OLDER, another_weight), (OLDER, python_entry)],
+    ids=["another function reads them", "not only experts", "no operator"],
+)
+def test_without_a_known_operator_experts_are_fetched_around_the_layers(
+    make: Maker, shape: Shape, change: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = make(shape, change)
+    expected = made.run()
+    made.take_over()
+    assert "fetched around each layer" in caplog.messages[-1]
+    assert all("forward" in vars(layer) for layer in made.layers)
+    assert torch.equal(made.run(), expected)
+
+
+REAL = """
+import contextlib, json, sys, types
+import torch
+from moedoctor.upstream.selection.substitute import install
+install().use((9, 0))  # so that the MoE operator is taken
+from vllm.engine.arg_utils import EngineArgs
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from moedoctor.plugin import register as vllm_plugin
+
+parallel_state._TP = types.SimpleNamespace(world_size=1, rank_in_group=0)
+config = EngineArgs(
+    model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, moe_backend="triton"
+).create_engine_config()
+from vllm.model_executor.layers.fused_moe import layer as module
+from vllm.model_executor.layers.fused_moe.runner import moe_runner
+from vllm.utils.torch_utils import vllm_lib
+from moedoctor.fixes.offloader import offload
+from moedoctor.plugin.offload_fix import readers
+
+make = getattr(module, "FusedMoEFactory", None) or module.FusedMoE
+with set_current_vllm_config(config):
+    layers = [
+        make(
+            num_experts=8, top_k=2, hidden_size=256, intermediate_size=128, params_dtype=torch.bfloat16,
+            tp_size=1, dp_size=1, pcp_size=1, prefix=f"model.layers.{number}.mlp.experts", renormalize=True,
+        )
+        for number in range(4)
+    ]
+owners = [getattr(layer, "routed_experts", layer) for layer in layers]
+for number, owner in enumerate(owners):
+    for weight in (owner.w13_weight, owner.w2_weight):
+        weight.data.fill_(number + 1)
+
+# The operator's CPU half: vLLM's own function, on layers that it would find in the forward context.
+for name in ("moe_forward", "moe_forward_shared"):
+    vllm_lib.impl(name, getattr(moe_runner, f"_{name}"), "CPU")
+moe_runner.get_layer_from_name = lambda name: next(layer for layer in layers if layer.layer_name == name)
+moe_runner.MoERunner._sequence_parallel_context = lambda self: contextlib.nullcontext()
+for owner in owners:
+    for name in ("ensure_moe_quant_config_init", "_ensure_moe_quant_config_init"):
+        setattr(owner, name, lambda: None)
+
+def compute(self, hidden_states, layer=None, **rest):
+    # Instead of the kernel: a sum to which each layer adds what its weights are filled with.
+    experts = layer if layer is not None else self.routed_experts
+    (first,), (second,) = experts.w13_weight.unique().tolist(), experts.w2_weight.unique().tolist()
+    return None, hidden_states + first + 10 * second
+
+moe_runner.MoERunner._apply_quant_method = compute
+
+def model(x):
+    for layer in layers:
+        x = layer(x, x[:, :8])
+    return x
+
+def run(x, function=model):
+    return function(x).unique().tolist()
+
+with torch.no_grad():
+    x = torch.zeros(3, 256)  # [T, H]
+    plain = run(x)
+    weights = [weight for owner in owners for weight in (owner.w13_weight, owner.w2_weight)]
+    reader_of = readers(layers, weights)
+    handle = offload(
+        torch.nn.ModuleList(layers), 1 << 40, layers=list(reader_of), reader=reader_of.__getitem__,
+        keep_below=0, pin=lambda memory: lambda: None,
+    )
+    eager = [run(x), run(x)]
+    compiled = torch.compile(model, fullgraph=True)
+    outputs = [plain, *eager, run(x, compiled), run(x, compiled)]
+print("ANSWER " + json.dumps({
+    "version": vllm_plugin.installed_version(),
+    "functions": [name for _, name in reader_of.values()],
+    "owners": [owner in reader_of for owner in owners],
+    "host_bytes": handle.report().host_bytes,
+    "outputs": outputs,
+}))
+"""
+
+
+@pytest.mark.upstream
+def test_vllms_own_layers_read_their_weights_inside_the_operator(tmp_path: Path) -> None:
+    """Runs the installed release's own MoE layers, runner and operator in a child process."""
+    if Version(importlib.metadata.version("vllm")) < Version("0.20.0"):
+        pytest.skip("these releases read them in other functions")
+    folder = write_qwen3_moe(tmp_path / "model", scheme="bf16", experts=8, top_k=2)
+    got, _ = ask_child(REAL, str(folder), VLLM_CACHE_ROOT=str(tmp_path), VLLM_CONFIG_ROOT=str(tmp_path))
+    assert got["functions"] == ["_forward_impl"] * 4
+    assert got["owners"] == [True] * 4
+    assert got["host_bytes"] == 4 * 3 * 8 * 256 * 128 * 2
+    assert got["outputs"] == [[11.0 * (1 + 2 + 3 + 4)]] * 5

@@ -1,0 +1,90 @@
+"""Every patch of the plug-in against the Python source of the installed vLLM, and the stored answers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from real_vllm import ask_child
+
+from moedoctor.plugin import sources
+from moedoctor.plugin.extensions import FIXES, TRACES, Extension
+from moedoctor.plugin.register import FixError, Patch, apply_patches, known_releases
+from tests.interpreted import ROOT
+
+STORED = json.loads((ROOT / "reports" / "plugin" / "sources.json").read_text())
+CODE = (
+    "import json; from moedoctor.plugin.sources import check_sources;"
+    "print('\\nANSWER ' + json.dumps(check_sources()))"
+)
+START = "from moedoctor.plugin.register import register; register()"
+
+
+@pytest.mark.upstream
+def test_every_patch_fits_the_installed_release_and_the_stored_answers_say_so() -> None:
+    answer, _ = ask_child(CODE)
+    assert list(answer) == [*FIXES, *TRACES]
+    assert all(row.get("patches") or row.get("reason") for row in answer.values())
+    release = importlib.metadata.version("vllm").partition("+")[0]
+    for row in answer.values():
+        row.pop("patches", None)
+    assert STORED[release] == answer
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("name", [*FIXES, *TRACES])
+def test_what_the_installed_release_refuses_stops_it(name: str) -> None:
+    release = importlib.metadata.version("vllm").partition("+")[0]
+    if STORED[release][name]["basis"] != "refused":
+        pytest.skip(f"vLLM {release} does not refuse {name}")
+    variable = "MOEDOCTOR_FIXES" if name in FIXES else "MOEDOCTOR_TRACE"
+    answer, lines = ask_child(
+        "try:\n    " + START + "\nexcept SystemExit as stopped:\n    print('ANSWER', stopped.code)",
+        **{variable: name, **FIXES.get(name, TRACES.get(name, FIXES["backend"])).example},
+    )
+    assert answer == 1
+    reason = STORED[release][name]["reason"]
+    assert any(f"{name} is not applied to vLLM {release}: {reason}" in line for line in lines)
+
+
+TOPK = """
+import inspect, json
+from vllm import _custom_ops
+from moedoctor.plugin.routing_fix import routed
+parameters = lambda function: list(inspect.signature(function).parameters)
+functions = (_custom_ops.topk_softmax, routed(None, ours=None))
+print("ANSWER " + json.dumps([parameters(function) for function in functions]))
+"""
+
+
+@pytest.mark.upstream
+def test_our_topk_takes_what_the_installed_release_passes() -> None:
+    (passed, taken), _ = ask_child(TOPK)
+    assert passed == taken[: len(passed)]
+
+
+def test_all_known_releases_are_stored_and_those_that_make_test_upstream_asks_are_among_them() -> None:
+    (default,) = (
+        line.partition("?=")[2]
+        for line in (ROOT / "Makefile").read_text().splitlines()
+        if line.startswith("VLLM ?=")
+    )
+    assert list(STORED) == list(known_releases())
+    assert set(default.split()) <= set(STORED)
+    assert all(list(rows) == [*FIXES, *TRACES] for rows in STORED.values())
+
+
+def test_an_extension_that_does_not_fit_its_own_release_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def apply(version: str) -> str:
+        fits = Patch("moedoctor.plugin.sources", "check_sources", None)
+        apply_patches("mine", version, [fits, Patch("no_such_module", "f", None)])
+        return ""
+
+    monkeypatch.setitem(sys.modules, "moedoctor_mine", SimpleNamespace(apply=apply))
+    original = Patch.check
+    with pytest.raises(FixError, match=r"mine was made for vLLM 0\.33\.0, but: there is no no_such_module"):
+        sources._check("mine", Extension("moedoctor_mine"), "0.33.0")
+    assert Patch.check is original
