@@ -62,7 +62,6 @@ lint: setup ## format, lint, types, import contracts, scenario schema, made bloc
 	@$(BIN)/mypy --strict moedoctor
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m moedoctor.scenario.file --check scenarios/schema.json
-	@$(BIN)/python -m moedoctor.reporters.schemas --check
 	@$(BIN)/python scripts/made_blocks.py
 	@$(BIN)/python scripts/draw_design.py --check
 	@$(BIN)/python scripts/plugin_table.py

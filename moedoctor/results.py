@@ -2,7 +2,7 @@
 
 The records are frozen dataclasses without torch, and every format is made from them. `to_json` writes any of
 them, `from_json` reads one back, and `load_report` reads the file that `moedoctor run --format json` wrote.
-The JSON of a `Report` has the keys of `reporters/report.schema.json`, in the order of the fields here.
+The JSON of a `Report` has the fields here; its schema is made from them.
 """
 
 from __future__ import annotations
@@ -404,7 +404,8 @@ def from_json(kind: type[_Record], data: Any, file: str = "report") -> _Record:
         first = error.errors(include_url=False)[0]
     except ValueError as error:
         raise ReportError(file, str(error)) from None
-    where = dotted(first["loc"] if first["type"] == "missing" else _known(first["loc"], data))
+    loc, missing = first["loc"], first["type"] == "missing"
+    where = dotted((*_known(loc[:-1], data), loc[-1]) if missing else _known(loc, data))
     raise ReportError(file, f"{where}: {explain(first)}" if where else explain(first))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import subprocess
 import sys
 import tarfile
@@ -15,6 +16,7 @@ from packaging.requirements import Requirement
 
 import moedoctor
 from moedoctor.entries import builtin_folder, reports_folder
+from moedoctor.reporters.schemas import DOCUMENTS
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "triton", "numpy", "vllm", "flashinfer")
@@ -79,7 +81,9 @@ def test_the_wheel_holds_the_package_its_scenarios_and_nothing_else(wheel: Path)
     assert all(name.startswith(("moedoctor/", info)) for name in names)
 
 
-def test_the_package_of_the_wheel_finds_its_own_scenarios_and_evidence(wheel: Path, tmp_path: Path) -> None:
+def test_the_package_of_the_wheel_finds_its_own_scenarios_evidence_and_schemas(
+    wheel: Path, tmp_path: Path
+) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     package = (tmp_path / "moedoctor").resolve()
@@ -88,6 +92,11 @@ def test_the_package_of_the_wheel_finds_its_own_scenarios_and_evidence(wheel: Pa
         path=tmp_path,
     )
     assert answer.stdout.split() == [str(package / "_scenarios"), str(package / "_reports")], answer.stderr
+    ask = "import moedoctor.cli as cli; cli.main(['schema', sys.argv[1]]); print('torch' in sys.modules)"
+    for name in (*DOCUMENTS, "scenario"):
+        schema, loaded = run_python(ask, name, path=tmp_path).stdout.rsplit("\n", 2)[:2]
+        assert json.loads(schema)["title"], name
+        assert loaded == "False", name
 
 
 def test_a_checkout_reads_its_own_scenarios_and_evidence() -> None:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_samples import HOSTILE, case, full_report, report, reports, scenario
 
-from moedoctor.reporters.json import report_schema
+from moedoctor.reporters.schemas import make_schema
 from moedoctor.results import (
     MAX_REPORT_BYTES,
     CaseResult,
@@ -35,20 +35,21 @@ from moedoctor.results import (
     worst,
 )
 
-VALIDATOR = jsonschema.Draft202012Validator(report_schema())
+SCHEMA = make_schema("run")
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 DOCUMENT = plain(full_report())
 REPORTS = Path(__file__).parent.parent / "reports"
 CASE = ("scenarios", 0, "cases", 1)
 
 
 def test_the_records_have_the_keys_of_the_schema_in_the_documented_order() -> None:
-    schema, first = report_schema(), DOCUMENT["scenarios"][0]
+    kinds, first = SCHEMA["$defs"], DOCUMENT["scenarios"][0]
     for kind, written, described in (
-        (Report, DOCUMENT, schema),
-        (ScenarioResult, first, schema["$defs"]["scenario"]),
-        (CaseResult, first["cases"][0], schema["$defs"]["case"]),
-        (ClaimResult, first["claims"][0], schema["$defs"]["claim"]),
-        (Summary, DOCUMENT["summary"], schema["$defs"]["summary"]),
+        (Report, DOCUMENT, SCHEMA),
+        (ScenarioResult, first, kinds["ScenarioResult"]),
+        (CaseResult, first["cases"][0], kinds["CaseResult"]),
+        (ClaimResult, first["claims"][0], kinds["ClaimResult"]),
+        (Summary, DOCUMENT["summary"], kinds["Summary"]),
     ):
         assert len(written) == len(dataclasses.fields(kind))
         assert set(written) == set(described["properties"])

@@ -32,27 +32,25 @@ def audit(
     from moedoctor.processes.cuda_tools import find_tools
     from moedoctor.redaction import Redactor
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.audit import audit_document, audit_page, summary_line, wrong
+    from moedoctor.reporters.pages.audit import AuditDocument, audit_page, summary_line
 
     capability = sm if sm is not None else environment.collect()["capability"]
     with as_input_error(ValueError, AuditError):
         gpu = parse_capability(capability) if capability else None
         tool = next(reversed(find_tools(["cuobjdump"])), None)
         items = Redactor.of_this_process().record(audit(paths, gpu, tool))
-    found = wrong(items)
-    code, named = int(bool(found)), str(tool) if tool else None
-    page, document = audit_page(items, gpu, named), audit_document(items, gpu, named, code)
-    reasons = [f"MD004: {items[index].path}: {words}" for index, words in found.items()]
-    summary = summary_line(items)
+    document = AuditDocument.of(items, gpu, str(tool) if tool else None)
+    found, summary = document.wrong, summary_line(document)
+    code = int(bool(found))
     deliver(
-        page,
+        audit_page(document),
         document,
         format=format,
         output=output,
         full=full,
         summary=summary,
         code=code,
-        reasons=reasons,
-        findings=lambda: findings.of_audit(items, found, summary),
+        reasons=[f"MD004: {items[index].path}: {words}" for index, words in found.items()],
+        findings=lambda: findings.of_audit(document.items, found, summary),
     )
     return code

@@ -85,22 +85,19 @@ def backends(
     Also judges the VLLM_* and FLASHINFER_* variables and a server's command line for the same release. Exit
     code 1 if a setting does not take effect, no backend is selected, or --backend would not work.
     """
-    from moedoctor import __version__, environment
+    from moedoctor import environment
     from moedoctor.diagnose.settings.flags import parallel_of, served
     from moedoctor.diagnose.settings.scheme import Found, scheme_of
     from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
     from moedoctor.fixes.backends import select
     from moedoctor.fixes.backends.requests import request
     from moedoctor.reporters.pages.backends import (
-        BackendsReport,
-        backends_document,
+        BackendsDocument,
+        EachScheme,
+        OneScheme,
         backends_page,
-        dead_settings,
-        outcome,
         reasons,
-        schemes_document,
-        schemes_line,
-        schemes_page,
+        summary_line,
     )
     from moedoctor.upstream.selection.agreement import disagreements
 
@@ -126,6 +123,7 @@ def backends(
     notes += _understood(activation, line.command, question)
     if found.why:
         notes = (f"{_schemes(found.schemes)}: {found.why}", *notes)
+    report: BackendsDocument
     if len(found.schemes) > 1:
         with as_input_error(ValueError):
             selections = [
@@ -133,61 +131,53 @@ def backends(
             ]
             asked_each = _asked(backend, question, found.schemes) if backend else ()
         findings = check_settings(release, variables, line.command, scheme=None)
-        settings = _redacted(findings, variables, environ)
-        dead = dead_settings(settings)
-        code = int(bool(dead))
-        page = schemes_page(selections, settings, notes, asked_each)
-        document = schemes_document(selections, settings, notes, code, asked_each)
-        deliver(
-            page,
-            document,
-            format=format,
-            output=output,
-            full=full,
-            summary=schemes_line(selections),
-            code=code,
-            reasons=dead,
+        report = EachScheme(
+            release=release,
+            capability=question["capability"],
+            scheme=None,
+            schemes=tuple(selections),
+            request=tuple(asked_each) or None,
+            settings=_redacted(findings, variables, environ),
+            notes=notes,
+            exit_code=0,
         )
-        return code
-    heard: Heard | None = None
-    with as_input_error(ValueError):
-        libraries = libraries_here(release, environ) if here else None
-        selection = select(**question, moe_backend=moe_backend)
-        flashinfer = facts.get("flashinfer") if here else None
-        settings = check_settings(
-            release, variables, line.command, flashinfer=flashinfer, scheme=question["scheme"]
+    else:
+        heard: Heard | None = None
+        with as_input_error(ValueError):
+            libraries = libraries_here(release, environ) if here else None
+            selection = select(**question, moe_backend=moe_backend)
+            flashinfer = facts.get("flashinfer") if here else None
+            settings = check_settings(
+                release, variables, line.command, flashinfer=flashinfer, scheme=question["scheme"]
+            )
+            if here and ask:
+                heard, answers = _ask(selection, moe_backend, variables, settings)
+                libraries = {**(libraries or {}), **heard.libraries} if heard else libraries
+                notes += answers
+            if libraries is not None:
+                selection = select(**question, moe_backend=moe_backend, libraries=libraries)
+            asked = request(backend, **question, libraries=libraries) if backend else None
+        report = OneScheme(
+            **vars(selection),
+            request=asked,
+            settings=_redacted(settings, variables, environ),
+            disagreements=disagreements(selection, heard) if heard else (),
+            notes=(*notes, *_assumptions(selection, here=here)),
+            exit_code=0,
         )
-        if here and ask:
-            heard, answers = _ask(selection, moe_backend, variables, settings)
-            libraries = {**(libraries or {}), **heard.libraries} if heard else libraries
-            notes += answers
-        if libraries is not None:
-            selection = select(**question, moe_backend=moe_backend, libraries=libraries)
-        asked = request(backend, **question, libraries=libraries) if backend else None
-    report = BackendsReport(
-        selection=selection,
-        request=asked,
-        settings=_redacted(settings, variables, environ),
-        disagreements=disagreements(selection, heard) if heard else (),
-        notes=(*notes, *_assumptions(selection, here=here)),
-        exit_code=0,
-        version=__version__,
-    )
     why = reasons(report)
-    code = int(bool(why))
-    report = replace(report, exit_code=code)
-    page, document = backends_page(report), backends_document(report)
+    report = replace(report, exit_code=int(bool(why)))
     deliver(
-        page,
-        document,
+        backends_page(report),
+        report,
         format=format,
         output=output,
         full=full,
-        summary=outcome(selection),
-        code=code,
+        summary=summary_line(report),
+        code=report.exit_code,
         reasons=why,
     )
-    return code
+    return report.exit_code
 
 
 def _asked(backend: str, question: Mapping[str, Any], schemes: Sequence[str]) -> Sequence[str]:

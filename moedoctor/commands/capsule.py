@@ -19,15 +19,15 @@ capsule = typer.Typer(
 @capsule.command()
 def show(file: _File, format: PageFormat = "table", output: Output = None, full: Full = False) -> int:
     """List what a capsule holds: the call, and every tensor with its size."""
-    from moedoctor.reporters.pages.replay import capsule_line, capsule_page
+    from moedoctor.reporters.pages.replay import CapsuleDocument, capsule_line, capsule_page
+    from moedoctor.results import from_json
     from moedoctor.trace.capsule import CapsuleError, facts, load
 
     with as_input_error(CapsuleError):
-        held = facts(load(file))
-    document = {"schema_version": 1, "command": "capsule", "file": file.name, **held}
+        held = from_json(CapsuleDocument, {**facts(load(file)), "file": file.name})
     deliver(
-        capsule_page(held, file.name),
-        document,
+        capsule_page(held),
+        held,
         format=format,
         output=output,
         full=full,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moedoctor.commands.options import (
-    FULL_FORMATS,
     Capability,
     CheckFormat,
     Full,
@@ -47,13 +46,12 @@ def check(
     """
     from moedoctor.diagnose.check.check import check as find
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.check import check_document, check_page, summary_line
+    from moedoctor.reporters.pages.check import check_page, summary_line
 
     result = find(target=_target(python, release, sm, wsl=wsl))
-    page = check_page(result, facts_last=format in FULL_FORMATS)
     deliver(
-        page,
-        check_document(result),
+        check_page(result),
+        result,
         format=format,
         output=output,
         full=full,

@@ -23,14 +23,14 @@ def compare(
     Exit code 1 if something got worse. Reports of different GPUs or releases cannot be compared.
     """
     from moedoctor import comparison
-    from moedoctor.reporters.pages.compare import compare_document, compare_page, summary_line
+    from moedoctor.reporters.pages.compare import CompareDocument, compare_page, summary_line
     from moedoctor.results import ReportError, load_report
 
     with as_input_error(ReportError, ValueError):
         allowed = comparison.Tolerance.parse(tolerance or ())
         changed = comparison.compare(load_report(baseline), load_report(current), allowed)
-    document = compare_document(changed, baseline.name, current.name)
-    code: int = document["summary"]["exit_code"]
+    document = CompareDocument.of(changed, baseline.name, current.name)
+    code = 1 if document.regressions else 0
     deliver(
         compare_page(document),
         document,
@@ -39,6 +39,6 @@ def compare(
         full=full,
         summary=summary_line(document),
         code=code,
-        reasons=[f"worse than the baseline: {text}" for text in document["regressions"]],
+        reasons=[f"worse than the baseline: {text}" for text in document.regressions],
     )
     return code

@@ -31,11 +31,11 @@ def explain(
     explained = _find(entry)
     deliver(
         explained.page(brief=format == "table" and not verbose),
-        explained.document(),
+        explained,
         format=format,
         output=output,
         full=full,
-        summary=explained.summary(),
+        summary=explained.summary_line(),
     )
     return 0
 

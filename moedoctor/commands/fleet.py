@@ -149,7 +149,7 @@ def fleet(
     from moedoctor.fleet import connection
     from moedoctor.fleet.rows import mask
     from moedoctor.processes.streams import leave
-    from moedoctor.reporters.pages.fleet import fleet_document, fleet_findings, fleet_page, summary_line
+    from moedoctor.reporters.pages.fleet import FleetDocument, fleet_findings, fleet_page, summary_line
 
     given = (command, *(arguments or ()))
     _check_arguments(given)
@@ -183,7 +183,7 @@ def fleet(
     )
     deliver(
         fleet_page(result, full=full),
-        fleet_document(result),
+        FleetDocument.of(result),
         format=format,
         output=output,
         summary=summary_line(result),

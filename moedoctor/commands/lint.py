@@ -49,7 +49,7 @@ def lint(
     from moedoctor.diagnose.checkpoint.repair import repairable_checks
     from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.lint import damage, lint_document, lint_page, summary_line
+    from moedoctor.reporters.pages.lint import LintDocument, lint_page, summary_line
     from moedoctor.reporters.text import count_of
 
     if fix is not None:
@@ -58,10 +58,9 @@ def lint(
         result = lint(checkpoint)
     code = 1 if result.damage else 0
     folder = str(result.checkpoint.folder)
-    document = lint_document(result, folder, code, repairable_checks(result))
+    document = LintDocument.of(result, folder, repairable_checks(result))
     reasons = [
-        f"{finding['id']}: {finding['evidence']['what']} ({count_of(finding['evidence']['count'], 'place')})"
-        for finding in damage(document)
+        f"{row.id}: {row.evidence.what} ({count_of(row.evidence.count, 'place')})" for row in document.damage
     ]
     deliver(
         lint_page(document),
@@ -95,7 +94,7 @@ def _check_fix(folder: Path, fix: Path) -> None:
 def _write_repaired(result: Lint, fix: Path) -> None:
     from moedoctor.diagnose.checkpoint.repair import RepairError, repair
     from moedoctor.processes.streams import report_loss
-    from moedoctor.reporters.pages.lint import lint_document, summary_line
+    from moedoctor.reporters.pages.lint import LintDocument, summary_line
     from moedoctor.reporters.text import count_of
 
     if not result.findings:
@@ -114,5 +113,5 @@ def _write_repaired(result: Lint, fix: Path) -> None:
         f"--fix: {fix} is written: {', '.join(repaired.changed)} changed, "
         f"{count_of(repaired.linked, 'file')} linked{left_out}"
     )
-    left = lint_document(repaired.result, str(fix), 0, ())
+    left = LintDocument.of(repaired.result, str(fix), ())
     print_message(f"--fix: lint of {fix}: {summary_line(left)}")

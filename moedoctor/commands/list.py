@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moedoctor.commands.options import Full, Output, PageFormat, as_input_error, deliver
 
-
-@dataclass(frozen=True)
-class Row:
-    """One known failure."""
-
-    id: str
-    name: str
-    scenario: bool
-    """Whether moedoctor can run it."""
-    title: str
-    affects: str = ""
-    """The releases that it strikes."""
-    fixed_in: str = ""
-    """The release that fixes it, or ``no``."""
+if TYPE_CHECKING:
+    from moedoctor.reporters.page import Block
+    from moedoctor.reporters.pages.explain import Row
 
 
 def list_(
@@ -39,22 +27,14 @@ def list_(
 
     Searches titles, messages, releases and what happens.
     """
-    from moedoctor.reporters.page import Block, Paragraph
-    from moedoctor.reporters.pages.explain import list_line, list_page
+    from moedoctor.reporters.page import Paragraph
+    from moedoctor.reporters.pages.explain import Catalogue
 
-    rows = [row for row in list_rows() if _is_about(row, words or ())]
-    catalogue = [asdict(row) for row in rows]
-    page: list[Block] = list_page(catalogue)
-    if not rows:
+    found = Catalogue(tuple(row for row in list_rows() if _is_about(row, words or ())))
+    page: list[Block] = found.page()
+    if not found.catalogue:
         page = [Paragraph(f"no known failure is about {' '.join(words or ())}; `moedoctor list` shows all")]
-    deliver(
-        page,
-        {"command": "list", "catalogue": catalogue},
-        format=format,
-        output=output,
-        full=full,
-        summary=list_line(catalogue),
-    )
+    deliver(page, found, format=format, output=output, full=full, summary=found.summary_line())
     return 0
 
 
@@ -74,6 +54,7 @@ def list_rows() -> list[Row]:
     """Return our failures and those of other projects, in the order of their ids. Loads none of ours."""
     from moedoctor import catalogue
     from moedoctor.entries import entries
+    from moedoctor.reporters.pages.explain import Row
 
     with as_input_error(catalogue.PluginError):
         runs = catalogue.registered_names()
@@ -82,7 +63,7 @@ def list_rows() -> list[Row]:
             for entry in entries().values()
         ]
         others = catalogue.faults_beside({row.name for row in rows})
-    rows += [Row(fault.id, fault.name, True, fault.title) for fault in others]
+    rows += [Row(fault.id, fault.name, True, fault.title, "", "") for fault in others]
     return sorted(rows, key=lambda row: row.id)
 
 

@@ -20,6 +20,7 @@ from moedoctor.text import clean, expected_names, one_line, print_message, short
 if TYPE_CHECKING:
     from moedoctor.reporters.chart import Chart
     from moedoctor.reporters.findings import Findings
+    from moedoctor.reporters.json import Document
     from moedoctor.reporters.page import Block, Page
     from moedoctor.results import Report
 
@@ -298,7 +299,7 @@ def rendered(
 
 def deliver(
     page: Page,
-    document: Mapping[str, Any],
+    record: Document | Mapping[str, Any],
     *,
     format: str,
     output: Path | None = None,
@@ -310,7 +311,7 @@ def deliver(
     findings: Callable[[], Findings] | None = None,
     stored: bool = False,
 ) -> None:
-    """Mask the page, or the document as JSON, render it and write it.
+    """Mask the page, or the record as JSON with head and ending, render it and write it.
 
     `reasons` say why the command ends with `code`: in the document's summary and on stderr. `masked` is for
     a fleet, which masks each answer as it comes, and names hosts where that is wanted. `findings` are what
@@ -318,8 +319,10 @@ def deliver(
     its own summary and origin, and nothing ends with its code.
     """
     from moedoctor.redaction import Redactor
+    from moedoctor.reporters.json import to_document, to_json
     from moedoctor.reporters.output import emit, terminal
 
+    document = to_document(record)
     redact: Callable[[Any], Any] = Redactor.of_this_process().record
     mask: Callable[[Any], Any] = (lambda value: value) if masked else redact
     if stored:
@@ -330,15 +333,10 @@ def deliver(
         if document["origin"] is None:  # a stored report of an older release
             del document["origin"]
     if not stored and (code or "summary" in document):
-        decided = {"exit_code": code} if code else {}
-        document = {
-            **document,
-            "summary": {**document.get("summary", {}), **decided, "reasons": list(reasons)},
-        }
+        ending = {"exit_code": code, "reasons": list(reasons)}
+        document = {**document, "summary": {**document.get("summary", {}), **ending}}
     found = [text for text in (summary, *reasons) if text]
     if format == "json":
-        from moedoctor.reporters.json import to_json
-
         text = to_json(mask(document))
     elif format == "markdown":
         from moedoctor.reporters.digest import digest

@@ -152,7 +152,7 @@ def plan(
     from moedoctor.diagnose.plan.workspace import check_backend
     from moedoctor.models.config_fields import ConfigError
     from moedoctor.models.presets import find_model
-    from moedoctor.reporters.pages.plan import plan_document, plan_page, summary_line
+    from moedoctor.reporters.pages.plan import PlanDocument, plan_page, summary_line
 
     def size(gib: float | None) -> int | None:
         return None if gib is None else round(gib * GIB)
@@ -183,10 +183,11 @@ def plan(
             bandwidth=pcie * 1e9,
         )
         result = plan(request)
+    document = PlanDocument(request, result)
     code = 0 if result.kv.concurrency >= 1 else 1
     deliver(
-        plan_page(request, result),
-        plan_document(request, result, code),
+        plan_page(document),
+        document,
         format=format,
         output=output,
         full=full,

@@ -47,7 +47,7 @@ def replay(
     """
     from moedoctor.diagnose.capsule.replay import ReplayError, replay
     from moedoctor.environment import collect, no_gpu
-    from moedoctor.reporters.pages.replay import answer_of, exit_code, replay_document, replay_page
+    from moedoctor.reporters.pages.replay import ReplayDocument, answer_of, replay_page
 
     names = texts(backend)
     _check_names(names)
@@ -57,8 +57,8 @@ def replay(
         device = "cpu" if not names or no_gpu(facts) else "cuda:0"
     with as_input_error(ReplayError):
         result = replay(capsule, lambda record: _variants(names, record), device, seconds=timeout)
-    document = {**replay_document(result, capsule.name), "environment": facts}
-    code, answer = exit_code(result), answer_of(document)
+    document = ReplayDocument.of(result, capsule.name, facts)
+    code, answer = document.exit_code, answer_of(document)
     deliver(
         replay_page(document, full=format in FULL_FORMATS),
         document,

@@ -8,25 +8,6 @@ import typer
 
 from moedoctor.commands.options import InputError, Output
 
-NAMES = (
-    "run",
-    "check",
-    "triage",
-    "explain",
-    "list",
-    "backends",
-    "lint",
-    "audit",
-    "plan",
-    "bench",
-    "compare",
-    "show",
-    "replay",
-    "capsule",
-    "fleet",
-    "scenario",
-)
-
 
 def schema(
     name: Annotated[
@@ -38,18 +19,19 @@ def schema(
 
     Also of a scenario file, for editors. New keys may be added within a schema_version.
     """
-    from importlib.resources import files
+    import json
 
     from moedoctor.entries import builtin_folder
     from moedoctor.reporters.output import emit
+    from moedoctor.reporters.schemas import DOCUMENTS, make_schema
     from moedoctor.text import expected_names
 
-    if name not in NAMES:
-        raise InputError(f"{name}: no such schema; {expected_names(name, NAMES)}")
+    names = (*DOCUMENTS, "scenario")
+    if name not in names:
+        raise InputError(f"{name}: no such schema; {expected_names(name, names)}")
     if name == "scenario":
         text = (builtin_folder() / "schema.json").read_text(encoding="utf-8")
     else:
-        folder = files("moedoctor.reporters") / "schema_files"
-        text = (folder / f"{name}.json").read_text(encoding="utf-8")
+        text = json.dumps(make_schema(name), indent=2, ensure_ascii=False) + "\n"
     emit(text, output, f"schema of {name}")
     return 0

@@ -25,8 +25,18 @@ from moedoctor.commands.options import (
 from moedoctor.text import expected_names, one_line, shorten
 
 if TYPE_CHECKING:
+    from moedoctor.diagnose.check.records import CheckResult
     from moedoctor.reporters.findings import Findings
     from moedoctor.reporters.page import Block
+    from moedoctor.reporters.pages.audit import AuditDocument
+    from moedoctor.reporters.pages.backends import BackendsDocument
+    from moedoctor.reporters.pages.compare import CompareDocument
+    from moedoctor.reporters.pages.explain import Catalogue, Explained
+    from moedoctor.reporters.pages.fleet import FleetDocument
+    from moedoctor.reporters.pages.lint import LintDocument
+    from moedoctor.reporters.pages.plan import PlanDocument
+    from moedoctor.reporters.pages.replay import CapsuleDocument, ReplayDocument
+    from moedoctor.reporters.pages.triage import TriageDocument
 
     Shown = tuple[list[Block], str, Callable[[], Findings] | None]
     """The page, its summary, and what the formats for machines show."""
@@ -49,7 +59,7 @@ def show(
         document = read_json(report)
         command = document.get("command") if isinstance(document, dict) else None
         if isinstance(command, str) and command in _PAGES:
-            _show_page(report, document, format, output, full=full)
+            _show_page(report, document, _Wanted(format, full, verbose), output)
             return 0
         return _show_run(report, format, output, full=full, verbose=verbose)
 
@@ -72,28 +82,30 @@ def _show_run(path: Path, format: str, output: Path | None, *, full: bool, verbo
     return problem or 0
 
 
-def _show_page(path: Path, document: dict[str, Any], format: str, output: Path | None, *, full: bool) -> None:
+def _show_page(path: Path, document: dict[str, Any], wanted: _Wanted, output: Path | None) -> None:
     """Show the report of a command that gives a page. Raises ReportError and InputError."""
-    from moedoctor.reporters.schemas import DOCUMENTS, Bench
+    from moedoctor.reporters.json import Head
+    from moedoctor.reporters.schemas import document_type
     from moedoctor.results import ReportError, check_version, from_json
 
     command, file = document["command"], str(path)
     check_version(document, file)
-    stored: Mapping[str, Any] = from_json(
-        DOCUMENTS.get(command, Bench), {"schema_version": 1, **document}, file
-    )
+    from_json(Head, {"schema_version": 1, **document}, file)
+    stored: Any = from_json(document_type(command), document, file)
+    if command == "bench":  # each kind of benchmark reads its own part
+        stored = document
     try:
-        page, summary, findings = _PAGES[command](stored, _Wanted(format, full))
+        page, summary, findings = _PAGES[command](stored, wanted)
         formats = PAGE_FORMATS if findings is None else CHECK_FORMATS
-        if format not in formats:
-            raise InputError(f"--format {format}: {expected_names(format, formats)}")
+        if wanted.format not in formats:
+            raise InputError(f"--format {wanted.format}: {expected_names(wanted.format, formats)}")
         deliver(
             page,
             {**document, "origin": document.get("origin")},
-            format=format,
+            format=wanted.format,
             output=output,
             summary=summary,
-            full=full,
+            full=wanted.full,
             findings=findings,
             stored=True,
         )
@@ -112,27 +124,26 @@ class _Wanted(NamedTuple):
 
     format: str
     full: bool
+    verbose: bool
 
 
-def _check(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
+def _check(result: CheckResult, wanted: _Wanted) -> Shown:
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.check import check_page, from_document, summary_line
+    from moedoctor.reporters.pages.check import check_page, summary_line
 
-    result = from_document(document)
     summary = summary_line(result)
-    page = check_page(result, facts_last=wanted.format in FULL_FORMATS)
-    return page, summary, lambda: findings.of_check(result, summary)
+    return check_page(result), summary, lambda: findings.of_check(result, summary)
 
 
-def _triage(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
+def _triage(document: TriageDocument, wanted: _Wanted) -> Shown:
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.triage import count_line, from_document, triage_page
+    from moedoctor.reporters.pages.triage import count_line, triage_page
 
-    results = from_document(document)
+    results = document.results()
     return triage_page(results), count_line(results), lambda: findings.of_triage(results, count_line(results))
 
 
-def _lint(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
+def _lint(document: LintDocument, wanted: _Wanted) -> Shown:
     from moedoctor.reporters import findings
     from moedoctor.reporters.pages.lint import lint_page, summary_line
 
@@ -140,65 +151,58 @@ def _lint(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     return lint_page(document), summary, lambda: findings.of_lint(document, summary)
 
 
-def _audit(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
+def _audit(document: AuditDocument, wanted: _Wanted) -> Shown:
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.audit import audit_page, from_document, summary_line, wrong
+    from moedoctor.reporters.pages.audit import audit_page, summary_line
 
-    items, gpu, tool = from_document(document)
-    summary = summary_line(items)
-    return audit_page(items, gpu, tool), summary, lambda: findings.of_audit(items, wrong(items), summary)
+    items, summary = document.items, summary_line(document)
+    return audit_page(document), summary, lambda: findings.of_audit(items, document.wrong, summary)
 
 
-def _fleet(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
-    from moedoctor.reporters.pages.fleet import fleet_findings, fleet_page, from_document, summary_line
+def _fleet(document: FleetDocument, wanted: _Wanted) -> Shown:
+    from moedoctor.reporters.pages.fleet import fleet_findings, fleet_page, summary_line
 
-    report = from_document(document)
+    report = document.report()
     return fleet_page(report, full=wanted.full), summary_line(report), lambda: fleet_findings(report)
 
 
-def _plan(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
-    from moedoctor.reporters.pages.plan import from_document, plan_page, summary_line
+def _plan(document: PlanDocument, wanted: _Wanted) -> Shown:
+    from moedoctor.reporters.pages.plan import plan_page, summary_line
 
-    request, result = from_document(document)
-    return plan_page(request, result), summary_line(result), None
-
-
-def _backends(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
-    from moedoctor.reporters.pages.backends import shown
-
-    return *shown(document), None
+    return plan_page(document), summary_line(document.plan), None
 
 
-def _compare(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
+def _backends(document: BackendsDocument, wanted: _Wanted) -> Shown:
+    from moedoctor.reporters.pages.backends import backends_page, summary_line
+
+    return backends_page(document), summary_line(document), None
+
+
+def _compare(document: CompareDocument, wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.compare import compare_page, summary_line
 
     return compare_page(document), summary_line(document), None
 
 
-def _replay(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
+def _replay(document: ReplayDocument, wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.replay import answer_of, replay_page
 
     return replay_page(document, full=wanted.format in FULL_FORMATS), answer_of(document), None
 
 
-def _capsule(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
+def _capsule(document: CapsuleDocument, wanted: _Wanted) -> Shown:
     from moedoctor.reporters.pages.replay import capsule_line, capsule_page
 
-    return capsule_page(document, document["file"]), capsule_line(document), None
+    return capsule_page(document), capsule_line(document), None
 
 
-def _explain(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
-    from moedoctor.reporters.pages.explain import Explained
-
-    explained = Explained.of_document(document)
-    return explained.page(), explained.summary(), None
+def _explain(explained: Explained, wanted: _Wanted) -> Shown:
+    page = explained.page(brief=wanted.format == "table" and not wanted.verbose)
+    return page, explained.summary_line(), None
 
 
-def _list(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
-    from moedoctor.reporters.pages.explain import list_line, list_page
-
-    rows = document["catalogue"]
-    return list_page(rows), list_line(rows), None
+def _list(document: Catalogue, wanted: _Wanted) -> Shown:
+    return document.page(), document.summary_line(), None
 
 
 def _bench(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
@@ -213,7 +217,7 @@ def _bench(document: Mapping[str, Any], wanted: _Wanted) -> Shown:
     return kind.bench_page(bench, full=wanted.format in FULL_FORMATS), kind.summary_line(bench), None
 
 
-_PAGES: Mapping[str, Callable[[Mapping[str, Any], _Wanted], Shown]] = {
+_PAGES: Mapping[str, Callable[[Any, _Wanted], Shown]] = {
     "check": _check,
     "triage": _triage,
     "lint": _lint,

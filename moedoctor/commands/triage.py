@@ -52,9 +52,9 @@ def triage(
     """
     from moedoctor.reporters import findings
     from moedoctor.reporters.pages.triage import (
+        TriageDocument,
         count_line,
         findings_in_words,
-        triage_document,
         triage_page,
     )
 
@@ -73,7 +73,7 @@ def triage(
     code = 1 if reasons else 2 if refused else 0
     deliver(
         triage_page(results),
-        triage_document(results),
+        TriageDocument.of(results),
         format=format,
         output=output,
         full=full,

@@ -11,6 +11,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from moedoctor.fleet.facts import Member, is_better_higher
 
@@ -94,8 +95,9 @@ class Outlier:
     number: str
     value: float
     median: float
-    distance: float
-    """In robust standard deviations (1.4826 MAD, at least 1 % of the median); negative below the median."""
+    distance: float | Literal["inf", "-inf"]
+    """In robust standard deviations (1.4826 MAD, at least 1 % of the median); negative below the median.
+    Infinite beside numbers that are all 0, which JSON has as text."""
     worse: bool
     of: int
     """How many nodes the median is of."""
@@ -226,7 +228,9 @@ def outliers(members: Sequence[Member]) -> tuple[Outlier, ...]:
             if abs(distance) > MOST_DISTANCE:
                 worse = (distance < 0) == is_better_higher(number)
                 found.append(Outlier(name, number, value, median, distance, worse, len(measured)))
-    return tuple(sorted(found, key=lambda outlier: (-abs(outlier.distance), outlier.name, outlier.number)))
+    return tuple(
+        sorted(found, key=lambda outlier: (-abs(float(outlier.distance)), outlier.name, outlier.number))
+    )
 
 
 def spreads(members: Sequence[Member]) -> tuple[NumberSpread, ...]:

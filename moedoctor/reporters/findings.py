@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from moedoctor.entries import entries
 from moedoctor.reporters.text import count_of
@@ -16,8 +16,9 @@ from moedoctor.text import one_line
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.check.records import CheckResult
-    from moedoctor.diagnose.cuda.audit import Item
     from moedoctor.diagnose.triage.triage import Triage
+    from moedoctor.reporters.pages.audit import AuditItem
+    from moedoctor.reporters.pages.lint import LintDocument
 
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
@@ -140,30 +141,30 @@ def of_check(result: CheckResult, summary: str) -> Findings:
     return Findings("check", found, passed, skipped, summary, titles)
 
 
-def of_lint(document: Mapping[str, Any], summary: str) -> Findings:
+def of_lint(document: LintDocument, summary: str) -> Findings:
     """Return the damage of a checkpoint, by the document of a lint: each check at the first of its places."""
-    from moedoctor.diagnose.checkpoint.findings import CHECKS
+    from moedoctor.diagnose.checkpoint.findings import CHECKS, Place
 
     found = []
-    for finding in document["findings"]:
-        name, evidence = finding["check"], finding["evidence"]
-        first = evidence["places"][0] if evidence["places"] else {"tensor": "", "shard": "", "value": ""}
-        value = f": {first['tensor']} = {first['value']}" if first["tensor"] else ""
-        places = f"{count_of(evidence['count'], 'place')}{value}"
+    for finding in document.findings:
+        name, evidence = finding.check, finding.evidence
+        first = evidence.places[0] if evidence.places else Place("", "", "")
+        value = f": {first.tensor} = {first.value}" if first.tensor else ""
+        places = f"{count_of(evidence.count, 'place')}{value}"
         found.append(
             Finding(
-                finding["id"],
-                "note" if evidence["remark"] else "error",
-                evidence["what"],
-                f"{evidence['what']} ({places}). {evidence['effect']}. {finding['next_step']}",
-                relative(os.path.join(document["checkpoint"], first["shard"])),
-                finding["line"],
-                finding["confidence"],
+                finding.id,
+                "note" if evidence.remark else "error",
+                evidence.what,
+                f"{evidence.what} ({places}). {evidence.effect}. {finding.next_step}",
+                relative(os.path.join(document.checkpoint, first.shard)),
+                finding.line,
+                finding.confidence,
                 key=(name,),
-                logical=first["tensor"],
+                logical=first.tensor,
             )
         )
-    damaged = {finding["check"] for finding in document["findings"]}
+    damaged = {finding.check for finding in document.findings}
     titles = {name: (check.what, check.effect) for name, check in CHECKS.items()}
     return Findings("lint", found, [name for name in CHECKS if name not in damaged], (), summary, titles)
 
@@ -181,7 +182,7 @@ def of_triage(results: Sequence[tuple[str, Triage]], summary: str) -> Findings:
     return Findings("triage", found, summary=summary)
 
 
-def of_audit(items: Sequence[Item], words: Mapping[int, str], summary: str) -> Findings:
+def of_audit(items: Sequence[AuditItem], words: Mapping[int, str], summary: str) -> Findings:
     """Return the files that a GPU cannot use; `words` says by index what is wrong with each."""
     found = [
         Finding(

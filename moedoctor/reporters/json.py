@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from importlib.resources import files
-from typing import Any
+from typing import Any, ClassVar, Literal, Protocol
+
+from typing_extensions import NotRequired, TypedDict
 
 from moedoctor.interfaces import Reporter
-from moedoctor.results import SCHEMA_VERSION, Report
+from moedoctor.origin import Origin
+from moedoctor.results import SCHEMA_VERSION, Report, plain
 from moedoctor.results import to_json as record_to_json
 
 
@@ -21,13 +22,44 @@ class JsonReporter(Reporter):
         return record_to_json(report)
 
 
+class Document(Protocol):
+    """A frozen dataclass whose fields are what a command writes as JSON, between `Head` and `Ending`.
+
+    It may have a `summary`: a field, a property, or a class attribute. Without one, JSON has a summary only
+    if the exit code is not 0.
+    """
+
+    command: ClassVar[str]
+
+
+class Head(TypedDict):
+    """The keys that begin every JSON output; `command` is the third."""
+
+    schema_version: Literal[1]
+    moedoctor: str
+    """The version that wrote it."""
+    origin: NotRequired[Origin]
+    """Absent in what older releases wrote."""
+
+
+class Ending(TypedDict):
+    """The keys that end every summary."""
+
+    exit_code: int
+    reasons: list[str]
+    """Why the exit code is not 0."""
+
+
+def to_document(record: Document | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a command writes as JSON, without the head and the ending, as plain data."""
+    if isinstance(record, Mapping):
+        return record
+    document = {"command": record.command, **plain(record)}
+    if (summary := getattr(record, "summary", None)) is not None:
+        document["summary"] = plain(summary)
+    return document
+
+
 def to_json(document: Mapping[str, Any]) -> str:
     """Return `document` as strict JSON that begins with the schema's version and ends with a line end."""
     return record_to_json({"schema_version": SCHEMA_VERSION, **document})
-
-
-def report_schema() -> dict[str, Any]:
-    """Return the JSON schema (draft 2020-12) of a report, from `report.schema.json`."""
-    text = files("moedoctor.reporters").joinpath("report.schema.json").read_text(encoding="utf-8")
-    schema: dict[str, Any] = json.loads(text)
-    return schema

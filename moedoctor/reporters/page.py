@@ -220,8 +220,10 @@ def beside_answer(page: Page, answered: Answer) -> list[Block]:
     found |= {f"{text}." for text in found}
 
     def repeats(block: Block) -> bool:
-        if isinstance(block, (Paragraph, Bullets)):
-            return {*map(plain, block.items if isinstance(block, Bullets) else [block.text])} <= found
+        if isinstance(block, Paragraph):
+            return plain(block.text) in found
+        if isinstance(block, Bullets) and block in page[:2]:  # a list in a section stays under its heading
+            return {*map(plain, block.items)} <= found
         return isinstance(block, Answer) or (isinstance(block, Prose) and block.in_answer)
 
     return [block for block in page if not repeats(block)]

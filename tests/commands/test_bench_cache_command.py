@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from moedoctor.cli import main
-from moedoctor.reporters.json import report_schema
+from moedoctor.reporters.schemas import make_schema
 from moedoctor.results import Report, from_json
 from moedoctor.trace.format import save
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
@@ -34,7 +34,7 @@ def document(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 def test_the_json_is_a_report_with_every_policy_at_every_capacity(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys)
-    jsonschema.validate(found, report_schema())
+    jsonschema.validate(found, make_schema("bench"))
     assert from_json(Report, found).command == "bench", "evidence is read back as a report"
     cache = found["bench"]["cache"]
     assert found["command"] == "bench"

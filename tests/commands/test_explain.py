@@ -19,7 +19,7 @@ from moedoctor.commands.options import InputError
 from moedoctor.entries import entries
 from moedoctor.entries.entry import SECTIONS
 from moedoctor.interfaces import Explanation
-from moedoctor.reporters.json import JsonReporter, to_json
+from moedoctor.reporters.json import JsonReporter, to_document, to_json
 from moedoctor.reporters.markdown_page import source_link, to_markdown
 from moedoctor.reporters.pages import explain as page
 from moedoctor.reporters.table import to_text
@@ -40,7 +40,7 @@ _stored_reports = functools.cache(page._reports)
 
 def explain_text(name: str, format: str) -> str:
     explained = _find(name)
-    return to_json(explained.document()) if format == "json" else to_markdown(explained.page())
+    return to_json(to_document(explained)) if format == "json" else to_markdown(explained.page())
 
 
 @pytest.mark.usefixtures("reports_read_once")

@@ -122,7 +122,17 @@ def test_a_damaged_report_is_shown_or_refused_in_one_line(
             "this moedoctor reads schema_version 1",
         ),
         ({"command": "lint", "moedoctor": "1"}, "is missing"),
-        ({"command": "bench", "moedoctor": "1", "environment": {}, "bench": {}, "summary": {}}, "do not fit"),
+        (
+            {
+                "command": "bench",
+                "moedoctor": "1",
+                "environment": {},
+                "bench": {"x": 1},
+                "summary": {},
+                "scenarios": [],
+            },
+            "do not fit",
+        ),
     ],
 )
 def test_what_is_no_report_is_refused(

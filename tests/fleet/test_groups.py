@@ -127,7 +127,7 @@ def test_one_far_number_is_named_and_judged_by_its_unit(
     members = _measured([*values, 100 * factor], number)
     found = {outlier.name: outlier for outlier in outliers(members)}
     odd = found[members[-1].name]
-    assert abs(odd.distance) > MOST_DISTANCE
+    assert abs(float(odd.distance)) > MOST_DISTANCE
     assert odd.worse is ((factor < 1) == number.endswith("per_second"))
     assert outliers(members[::-1]) == outliers(members)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from moedoctor.entries.entry import Entry
 
@@ -62,23 +62,40 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class CheckSummary:
+    """Findings by severity."""
+
+    error: int
+    warning: int
+    problems: int
+    conditional: int
+
+
+@dataclass(frozen=True)
 class CheckResult:
     """The whole answer."""
 
-    environment: Mapping[str, Any]
+    command: ClassVar[str] = "check"
     findings: tuple[Finding, ...] = ()
     """What can strike here by versions, GPU and settings, the worst first."""
     conditional: tuple[Finding, ...] = ()
     """Notes: only the checkpoint, the model or other code decides these."""
     problems: tuple[Problem, ...] = ()
-    version: str = ""
-    """moedoctor's version."""
     target: str = "this Python"
     """The environment that was checked, in words."""
-    described: bool = False
+    described: bool = field(default=False, metadata={"sparse": True})
     """Whether that environment is only described, and nothing of it is on this machine."""
     not_looked_at: tuple[str, ...] = ()
     """What this answer does not cover, and why."""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    version: str = field(default="", metadata={"alias": "moedoctor", "sparse": True})
+    """moedoctor's version."""
+
+    @property
+    def summary(self) -> CheckSummary:
+        """The counts."""
+        error, warning = (sum(each.severity == name for each in self.findings) for name in SEVERITIES[:2])
+        return CheckSummary(error, warning, len(self.problems), len(self.conditional))
 
     @property
     def without_vllm(self) -> str | None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
-from typing import Any
 
 import yaml
 
@@ -71,24 +70,6 @@ class LintFinding:
     def id(self) -> str:
         """The catalogue's id, or the check's own name."""
         return CHECKS[self.check].id or self.check
-
-    def record(self) -> dict[str, Any]:
-        """Return the finding as JSON."""
-        check = CHECKS[self.check]
-        return {
-            "id": self.id,
-            "check": self.check,
-            "line": self.line,
-            "evidence": {
-                "what": check.what,
-                "effect": check.effect,
-                "remark": check.remark,
-                "count": self.count,
-                "places": [vars(place) for place in self.places],
-            },
-            "confidence": check.confidence,
-            "next_step": check.next_step,
-        }
 
 
 @dataclass

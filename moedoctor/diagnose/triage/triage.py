@@ -139,6 +139,8 @@ class Finding:
     """What would make it surer, if it were so."""
     releases: str = ""
     """Whether the release in the text has the failure, and which one fixes it."""
+    file: str | None = field(default=None, metadata={"sparse": True})
+    """The input that shows it, if there are several."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,9 @@ class NearMiss:
     id: str
     line: int
     reason: str
-    """Why it is none."""
+    """Why it is not this failure."""
+    file: str | None = field(default=None, metadata={"sparse": True})
+    """The input, if there are several."""
 
 
 @dataclass(frozen=True)

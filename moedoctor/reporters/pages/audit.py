@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-import moedoctor
 from moedoctor.diagnose.cuda.audit import NO_TOOL, Fate, Item, fate_of
 from moedoctor.diagnose.cuda.device_code import Image
 from moedoctor.fixes.arch import FLASHINFER_LIST, resolve_arch
@@ -18,146 +18,173 @@ _ALWAYS = (Fate.LOADS, Fate.COMPILED, Fate.MISSING)
 """What the summary counts even if there is none."""
 
 
-def audit_page(items: Sequence[Item], gpu: Capability | None, tool: str | None) -> list[blocks.Block]:
+@dataclass(frozen=True)
+class AuditImage:
+    """Device code of one kind and target in one file."""
+
+    kind: str
+    """``sass`` or ``ptx``."""
+    target: str
+    count: int
+    verdict: str | None
+
+    @classmethod
+    def of(cls, image: Image, gpu: Capability | None) -> AuditImage:
+        """Return an image with what the GPU does with it."""
+        return cls(image.kind, str(image.target), image.count, _name(fate_of([image], gpu) if gpu else None))
+
+
+@dataclass(frozen=True)
+class AuditItem:
+    """One file, or the cubins of one folder."""
+
+    path: str
+    source: str
+    module: str | None
+    verdict: str | None
+    """The name of a `Fate`; None without a GPU, without device code, and for a skipped file."""
+    lacks: tuple[str, ...]
+    note: str | None
+    skipped: str | None
+    images: tuple[AuditImage, ...]
+
+    @classmethod
+    def of(cls, item: Item, gpu: Capability | None) -> AuditItem:
+        """Return what the audit found in one file."""
+        images = tuple(AuditImage.of(image, gpu) for image in item.images)
+        verdict = _name(item.fate)
+        return cls(item.path, item.source, item.module, verdict, item.lacks, item.note, item.skipped, images)
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the GPU cannot use the file."""
+        return self.verdict == "missing" or bool(self.lacks)
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """A file that the GPU cannot use."""
+
+    id: str
+    line: None
+    evidence: str
+    confidence: float
+    next_step: str
+
+
+@dataclass(frozen=True)
+class AuditSummary:
+    """Files by what the GPU does with them."""
+
+    loads: int
+    compiled: int
+    missing: int
+    not_needed: int
+    for_some: int
+    lacking: int
+    """Compiled without instructions that they need."""
+    skipped: int
+
+
+@dataclass(frozen=True)
+class AuditDocument:
+    """The device code in files, and what a GPU does with it."""
+
+    command: ClassVar[str] = "audit"
+    capability: str | None
+    tool: str | None
+    items: tuple[AuditItem, ...]
+    findings: tuple[AuditFinding, ...]
+
+    @classmethod
+    def of(cls, items: Sequence[Item], gpu: Capability | None, tool: str | None) -> AuditDocument:
+        """Return the document of an audit."""
+        rows = tuple(AuditItem.of(item, gpu) for item in items)
+        findings = tuple(
+            AuditFinding("MD004", None, f"{row.path}: {verdict(row)}", 1.0, step)
+            for row in rows
+            for step in _next_steps([row], gpu)
+        )
+        return cls(show(gpu) if gpu else None, tool, rows, findings)
+
+    @property
+    def summary(self) -> AuditSummary:
+        """The counts."""
+        verdicts = Counter(item.verdict for item in self.items)
+        lacking = sum(bool(item.lacks) for item in self.items)
+        skipped = sum(bool(item.skipped) for item in self.items)
+        counts = {fate.name.lower(): verdicts[_name(fate)] for fate in Fate}
+        return AuditSummary(**counts, lacking=lacking, skipped=skipped)
+
+    @property
+    def wrong(self) -> dict[int, str]:
+        """What is wrong with each file that the GPU cannot use, by its index."""
+        return {index: verdict(item) for index, item in enumerate(self.items) if item.is_wrong}
+
+
+def audit_page(document: AuditDocument) -> list[blocks.Block]:
     """Return a table of files, the counts, and what to do about each kind of finding."""
+    gpu = parse_capability(document.capability) if document.capability else None
     where = f"on a GPU of {show(gpu)}" if gpu else "no GPU named: give one with --sm, such as 12.0"
-    page: list[blocks.Block] = [
-        blocks.Heading(f"device code, {where} ({tool or 'no cuobjdump: ' + NO_TOOL})", 1)
-    ]
+    tool = document.tool or f"no cuobjdump: {NO_TOOL}"
+    page: list[blocks.Block] = [blocks.Heading(f"device code, {where} ({tool})", 1)]
     rows: list[tuple[blocks.Text, ...]] = []
-    for item in items:
-        module = f" ({item.module})" if item.module else ""
-        name = item.path + module
-        bad = item.fate is Fate.MISSING or item.lacks
-        rows.append((name, *_lists(item, gpu), blocks.Span(verdict(item), "missing" if bad else "")))
+    for item in document.items:
+        name = f"{item.path} ({item.module})" if item.module else item.path
+        word = blocks.Span(verdict(item), "missing" if item.is_wrong else "")
+        rows.append((name, *_lists(item), word))
     if rows:
         page.append(blocks.Table(("file", "runs there" if gpu else "targets", "does not", "verdict"), rows))
     else:
         page.append(blocks.Paragraph("no shared object, cubin, wheel or build file found"))
-    page.append(blocks.Paragraph(summary_line(items)))
-    return [*page, *map(blocks.Step, _next_steps(items, gpu))]
+    page.append(blocks.Paragraph(summary_line(document)))
+    return [*page, *map(blocks.Step, _next_steps(document.items, gpu))]
 
 
-def summary_line(items: Sequence[Item]) -> str:
+def summary_line(document: AuditDocument) -> str:
     """Return how many files load, are compiled, have nothing, lack something or were skipped."""
-    fates = Counter(item.fate for item in items)
-    counts = [f"{fates[fate]} {fate.value}" for fate in Fate]
-    lacking = sum(1 for item in items if item.lacks)
-    skipped = sum(1 for item in items if item.skipped)
-    counts = [count for fate, count in zip(Fate, counts, strict=True) if fates[fate] or fate in _ALWAYS]
-    return " · ".join([*counts, f"{lacking} compiled without what they need", f"{skipped} skipped"])
+    counts = document.summary
+    fates = ((fate, getattr(counts, fate.name.lower())) for fate in Fate)
+    words = [f"{count} {fate.value}" for fate, count in fates if count or fate in _ALWAYS]
+    return " · ".join(
+        [*words, f"{counts.lacking} compiled without what they need", f"{counts.skipped} skipped"]
+    )
 
 
-def audit_document(
-    items: Sequence[Item], gpu: Capability | None, tool: str | None, code: int
-) -> dict[str, Any]:
-    """Return the JSON document."""
-    fates = Counter(item.fate for item in items)
-    return {
-        "moedoctor": moedoctor.__version__,
-        "command": "audit",
-        "capability": show(gpu) if gpu else None,
-        "tool": tool,
-        "items": [_item(item, gpu) for item in items],
-        "findings": [
-            {
-                "id": "MD004",
-                "line": None,
-                "evidence": f"{item.path}: {verdict(item)}",
-                "confidence": 1.0,
-                "next_step": step,
-            }
-            for item in items
-            for step in _next_steps([item], gpu)
-        ],
-        "summary": {
-            **{fate.name.lower(): fates[fate] for fate in Fate},
-            "lacking": sum(1 for item in items if item.lacks),
-            "skipped": sum(1 for item in items if item.skipped),
-            "exit_code": code,
-        },
-    }
+def _name(fate: Fate | None) -> str | None:
+    return fate.name.lower() if fate else None
 
 
-def from_document(document: Mapping[str, Any]) -> tuple[list[Item], Capability | None, str | None]:
-    """Return the items, the GPU and the tool of what `audit_document` wrote. Raises ValueError."""
-    fates = {fate.name.lower(): fate for fate in Fate}
-    items = [
-        Item(
-            path=item["path"],
-            source=item["source"],
-            images=tuple(
-                Image(image["kind"], Target.parse(image["target"]), image["count"])
-                for image in item["images"]
-            ),
-            module=item["module"],
-            fate=None if item["verdict"] is None else fates[item["verdict"]],
-            lacks=tuple(item["lacks"]),
-            note=item["note"],
-            skipped=item["skipped"],
-        )
-        for item in document["items"]
-    ]
-    capability = document["capability"]
-    return items, None if capability is None else parse_capability(capability), document["tool"]
-
-
-def wrong(items: Sequence[Item]) -> dict[int, str]:
-    """Return what is wrong with each file that the GPU cannot use, by its index."""
-    return {
-        index: verdict(item) for index, item in enumerate(items) if item.fate is Fate.MISSING or item.lacks
-    }
-
-
-def _item(item: Item, gpu: Capability | None) -> dict[str, Any]:
-    images = []
-    for image in item.images:
-        fate = fate_of([image], gpu) if gpu else None
-        shown = {"kind": image.kind, "target": str(image.target), "count": image.count}
-        images.append({**shown, "verdict": fate.name.lower() if fate else None})
-    return {
-        "path": item.path,
-        "source": item.source,
-        "module": item.module,
-        "verdict": item.fate.name.lower() if item.fate else None,
-        "lacks": list(item.lacks),
-        "note": item.note,
-        "skipped": item.skipped,
-        "images": images,
-    }
-
-
-def verdict(item: Item) -> str:
+def verdict(item: AuditItem) -> str:
     """Return what the GPU does with a file, in words."""
     if item.skipped:
         return f"skipped: {item.skipped}"
-    if item.fate is None:
+    if item.verdict is None:
         return item.note or "not judged"
-    words = item.fate.value
+    words = Fate[item.verdict.upper()].value
     if item.lacks:
         words += f", but compiled without {', '.join(item.lacks)}"
     return f"{words}; {item.note}" if item.note else words
 
 
-def _lists(item: Item, gpu: Capability | None) -> tuple[str, str]:
+def _lists(item: AuditItem) -> tuple[str, str]:
     """Return (what runs on the GPU, what does not), such as ``SASS 120f ×19, PTX 80``.
 
     Without a GPU, everything is in the first.
     """
     runs: list[str] = []
     rest: list[str] = []
-    for image in sorted(item.images, key=lambda image: (image.kind != "sass", image)):
+    for image in sorted(item.images, key=lambda each: (each.kind != "sass", Target.parse(each.target))):
         count = f" ×{image.count}" if image.count > 1 else ""
-        usable = gpu is None or fate_of([image], gpu) is not Fate.MISSING
-        (runs if usable else rest).append(f"{image.kind.upper()} {image.target}{count}")
+        (rest if image.verdict == "missing" else runs).append(f"{image.kind.upper()} {image.target}{count}")
     return ", ".join(runs) or _NONE, ", ".join(rest) or _NONE
 
 
-def _next_steps(items: Sequence[Item], gpu: Capability | None) -> Iterator[str]:
+def _next_steps(items: Sequence[AuditItem], gpu: Capability | None) -> Iterator[str]:
     """Give what to do about each kind of finding, once."""
     if gpu is None:
         return
-    missing = [item for item in items if item.fate is Fate.MISSING]
+    missing = [item for item in items if item.verdict == "missing"]
     for remedy in dict.fromkeys(_remedy(item, gpu) for item in missing):
         yield f"MD004: what is missing fails with `no kernel image is available`; {remedy}"
     if any(item.lacks for item in items):
@@ -167,7 +194,7 @@ def _next_steps(items: Sequence[Item], gpu: Capability | None) -> Iterator[str]:
         )
 
 
-def _remedy(item: Item, gpu: Capability) -> str:
+def _remedy(item: AuditItem, gpu: Capability) -> str:
     """Return how to get kernels for the GPU into what was audited: a cache, vLLM, or another file."""
     if item.module:
         return f"remove the module's folder and start with {FLASHINFER_LIST} unset, so that it is built again"

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-import moedoctor
 from moedoctor.diagnose.settings.tables import SettingFinding
 from moedoctor.fixes.backends import Selection
 from moedoctor.fixes.backends.requests import Request
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table, Text
-
-_SELECTION = tuple(field.name for field in fields(Selection))
+from moedoctor.reporters.text import count_of
 
 
 @dataclass(frozen=True)
-class BackendsReport:
-    """Everything that `moedoctor backends` answers."""
+class OneScheme(Selection):
+    """What vLLM selects for one scheme, and what else `moedoctor backends` was asked."""
 
-    selection: Selection
+    command: ClassVar[str] = "backends"
     request: Request | None
     """The backend that --backend asked about."""
     settings: tuple[SettingFinding, ...]
@@ -27,38 +25,36 @@ class BackendsReport:
     """Differences between the installed vLLM and the tables."""
     notes: tuple[str, ...]
     exit_code: int
-    version: str = ""
-    """moedoctor's own."""
 
 
-def backends_document(report: BackendsReport) -> dict[str, Any]:
-    """Return the JSON document."""
-    values = asdict(report)
-    head = {"moedoctor": values.pop("version"), "command": "backends"}
-    return {**head, **values.pop("selection"), **values}
+@dataclass(frozen=True)
+class EachScheme:
+    """What vLLM selects for each scheme that the experts may have."""
+
+    command: ClassVar[str] = "backends"
+    release: str
+    capability: str
+    scheme: None
+    schemes: tuple[Selection, ...]
+    request: tuple[str, ...] | None
+    """For each scheme, whether the backend that --backend names would work."""
+    settings: tuple[SettingFinding, ...]
+    notes: tuple[str, ...]
+    exit_code: int
 
 
-def shown(document: Mapping[str, Any]) -> tuple[list[Block], str]:
-    """Return the page and the summary of what `backends_document` or `schemes_document` wrote.
-
-    Its selections, candidates, settings and its request are records.
-    """
-    settings, notes = tuple(document["settings"]), tuple(document["notes"])
-    if schemes := document.get("schemes"):
-        return schemes_page(schemes, settings, notes, document["request"] or ()), schemes_line(schemes)
-    selection = Selection(**{name: document[name] for name in _SELECTION})
-    disagreements = tuple(document.get("disagreements", ()))
-    report = BackendsReport(selection, document["request"], settings, disagreements, notes, 0)
-    return backends_page(report), outcome(selection)
+BackendsDocument = OneScheme | EachScheme
 
 
-def reasons(report: BackendsReport) -> list[str]:
+def reasons(report: BackendsDocument) -> list[str]:
     """Return why the answer is not what was asked for; the exit code is 1 exactly if there is a reason."""
+    if isinstance(report, EachScheme):
+        return dead_settings(report.settings)
     asked = report.request
     return [
         *dead_settings(report.settings),
         *(f"the installed vLLM disagrees with the tables: {text}" for text in report.disagreements),
-        *([outcome(report.selection)] if report.selection.chosen is None else []),
+        *([outcome(report)] if report.chosen is None else []),
         *([f"{asked.backend} would not work: {asked.reason}"] if asked and not asked.works else []),
     ]
 
@@ -68,16 +64,27 @@ def dead_settings(settings: Sequence[SettingFinding]) -> list[str]:
     return [setting_line(finding) for finding in settings if not finding.takes_effect]
 
 
-def backends_page(report: BackendsReport) -> list[Block]:
-    """Return the selection, a row for each candidate, and what was found about settings."""
-    selection = report.selection
-    question = (
-        f"vLLM {selection.release}",
-        f"compute capability {selection.capability}",
-        selection.scheme,
-        selection.parallel,
-        selection.activation,
-    )
+def backends_page(report: BackendsDocument) -> list[Block]:
+    """Return what is selected, a row for each candidate or scheme, and then what was found about settings."""
+    return _each_scheme(report) if isinstance(report, EachScheme) else _one_scheme(report)
+
+
+def summary_line(report: BackendsDocument) -> str:
+    """Return what is selected, for several schemes as ``nvfp4: MARLIN · fp8: none``."""
+    if isinstance(report, EachScheme):
+        return " · ".join(f"{each.scheme}: {each.chosen or 'none'}" for each in report.schemes)
+    return outcome(report)
+
+
+def _one_scheme(report: OneScheme) -> list[Block]:
+    asked, dead = report.request, dead_settings(report.settings)
+    page = [_question(report, report.scheme), Paragraph(Span(outcome(report), "bold"))]
+    if asked:
+        works = "would work" if asked.works else "would not work"
+        how = f"ask for it with {asked.how}" if asked.how else "this release has no flag or variable for it"
+        page.append(Paragraph(f"{asked.backend} {works}: {asked.reason}; {how}"))
+    if dead:
+        page.append(Paragraph(f"{count_of(len(dead), 'setting')} without effect, see below"))
     rows: list[tuple[Text, ...]] = [
         (
             "*" if candidate.chosen else "+" if candidate.supported else "-",
@@ -85,63 +92,56 @@ def backends_page(report: BackendsReport) -> list[Block]:
             Span(f"--moe-backend {candidate.flag}" if candidate.flag else "", "code"),
             candidate.reason,
         )
-        for candidate in selection.candidates
+        for candidate in report.candidates
     ]
-    page: list[Block] = [
-        Heading(" · ".join(question), 1),
-        Paragraph(Span(outcome(selection), "bold")),
+    page += [
         Table(("sign", "backend", "ask for it with", "why"), rows),
         Paragraph("Signs: * is selected, + would work, - would not work."),
-        Paragraph(f"Order: {selection.source}"),
+        Paragraph(f"Order: {report.source}"),
+        *_details(report.settings, report.notes, report.disagreements),
     ]
-    for title, lines in _sections(report):
-        page += [Heading(title, 3), Bullets(lines)]
-    asked = report.request
     if asked and asked.works and asked.how:
         page.append(Step(f"ask for {asked.backend} with {asked.how}"))
     return [*page, *_better_settings(report.settings)]
 
 
-def _better_settings(settings: Sequence[SettingFinding]) -> list[Step]:
-    return [Step(f"use {each.instead} instead of {each.setting}") for each in settings if each.instead]
-
-
-def schemes_page(
-    selections: Sequence[Selection],
-    settings: Sequence[SettingFinding],
-    notes: Sequence[str],
-    asked: Sequence[str] = (),
-) -> list[Block]:
-    """Return what is selected for each scheme that the experts may have.
-
-    `asked` holds for each of them whether the backend that --backend names would work.
-    """
-    first = selections[0]
-    question = (
-        f"vLLM {first.release}",
-        f"compute capability {first.capability}",
-        first.parallel,
-        first.activation,
-    )
-    more = asked or [""] * len(selections)
+def _each_scheme(report: EachScheme) -> list[Block]:
+    asked = report.request or ()
     rows = [
         (each.scheme, each.chosen or "none", _why(each), *((answer,) if asked else ()))
-        for each, answer in zip(selections, more, strict=True)
+        for each, answer in zip(report.schemes, asked or [""] * len(report.schemes), strict=True)
     ]
-    page: list[Block] = [
-        Heading(" · ".join(question), 1),
+    return [
+        _question(report.schemes[0]),
         Paragraph(Span("it depends on how the experts are quantized, which is not known here", "bold")),
+        Paragraph(summary_line(report)),
         Table(("if they are", "vLLM selects", "why", *(("asked about",) if asked else ())), rows),
+        *_details(report.settings, report.notes),
+        *_better_settings(report.settings),
+        Step("say how the experts are quantized: --scheme, or a server's command line after --"),
     ]
-    if settings:
-        page += [Heading("Settings", 3), Bullets([setting_line(finding) for finding in settings])]
-    page += [Heading("Notes", 3), Bullets(list(notes)), *_better_settings(settings)]
-    return [*page, Step("say how the experts are quantized: --scheme, or a server's command line after --")]
 
 
-def schemes_line(selections: Sequence[Selection]) -> str:
-    """Return ``nvfp4: MARLIN · fp8: none``."""
-    return " · ".join(f"{each.scheme}: {each.chosen or 'none'}" for each in selections)
+def _question(selection: Selection, scheme: str = "") -> Block:
+    gpu = f"compute capability {selection.capability}"
+    parts = (f"vLLM {selection.release}", gpu, scheme, selection.parallel, selection.activation)
+    return Heading(" · ".join(filter(None, parts)), 1)
+
+
+def _details(
+    settings: Sequence[SettingFinding], notes: Sequence[str], disagreements: Sequence[str] = ()
+) -> Iterator[Block]:
+    for title, lines in (
+        ("Settings", list(map(setting_line, settings))),
+        ("The installed vLLM disagrees with the tables", disagreements),
+        ("Notes", notes),
+    ):
+        if lines:
+            yield from (Heading(title, 3), Bullets(lines))
+
+
+def _better_settings(settings: Sequence[SettingFinding]) -> list[Step]:
+    return [Step(f"use {each.instead} instead of {each.setting}") for each in settings if each.instead]
 
 
 def _why(selection: Selection) -> str:
@@ -151,49 +151,11 @@ def _why(selection: Selection) -> str:
     return (selection.error or "").partition(": ")[2] or "no backend of this release computes such layers"
 
 
-def schemes_document(
-    selections: Sequence[Selection],
-    settings: Sequence[SettingFinding],
-    notes: Sequence[str],
-    code: int,
-    asked: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Return the JSON document of an answer for several schemes."""
-    return {
-        "moedoctor": moedoctor.__version__,
-        "command": "backends",
-        "release": selections[0].release,
-        "capability": selections[0].capability,
-        "scheme": None,
-        "schemes": [asdict(selection) for selection in selections],
-        "request": list(asked) or None,
-        "settings": [asdict(finding) for finding in settings],
-        "notes": list(notes),
-        "exit_code": code,
-    }
-
-
 def outcome(selection: Selection) -> str:
     """Return the result of a selection in one line."""
     if selection.chosen is None:
         return selection.error or "no backend"
     return f"{selection.chosen} is selected ({selection.decided_by})"
-
-
-def _sections(report: BackendsReport) -> list[tuple[str, Sequence[str]]]:
-    sections: list[tuple[str, Sequence[str]]] = []
-    if report.request is not None:
-        asked = report.request
-        works = "would work" if asked.works else "would not work"
-        how = f"ask for it with {asked.how}" if asked.how else "this release has no flag or variable for it"
-        sections.append(("Asked about", [f"{asked.backend} {works}: {asked.reason}; {how}"]))
-    if report.settings:
-        sections.append(("Settings", [setting_line(finding) for finding in report.settings]))
-    if report.disagreements:
-        sections.append(("The installed vLLM disagrees with the tables", report.disagreements))
-    if report.notes:
-        sections.append(("Notes", report.notes))
-    return sections
 
 
 def setting_line(finding: SettingFinding) -> str:

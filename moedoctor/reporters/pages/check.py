@@ -4,60 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from moedoctor.diagnose.check.records import SEVERITIES, CheckResult
+from moedoctor.diagnose.check.records import CheckResult
 from moedoctor.reporters.page import Block, Bullets, Fold, Heading, Item, Paragraph, Span, Table
 from moedoctor.reporters.text import count_of, figures, short_value
-from moedoctor.results import SCHEMA_VERSION
 
 _DEPENDS = "Whether these strike depends on the checkpoint, the model or your own code:"
 
 
-def check_document(result: CheckResult) -> dict[str, Any]:
-    """Return the JSON document; its findings have ``evidence`` where those of triage have ``excerpt``."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "moedoctor": result.version,
-        "command": "check",
-        "findings": [asdict(finding) for finding in result.findings],
-        "conditional": [asdict(finding) for finding in result.conditional],
-        "problems": [asdict(problem) for problem in result.problems],
-        "target": result.target,
-        "described": result.described,
-        "not_looked_at": list(result.not_looked_at),
-        "environment": dict(result.environment),
-        "summary": {**_counts(result), "exit_code": result.exit_code},
-    }
-
-
-def from_document(document: Mapping[str, Any]) -> CheckResult:
-    """Return the result that `check_document` wrote; its findings and problems are records."""
-    return CheckResult(
-        environment=document["environment"],
-        findings=tuple(document["findings"]),
-        conditional=tuple(document["conditional"]),
-        problems=tuple(document["problems"]),
-        version=document["moedoctor"],
-        target=document["target"],
-        described=document.get("described", False),
-        not_looked_at=tuple(document["not_looked_at"]),
-    )
-
-
-def check_page(result: CheckResult, *, facts_last: bool = False) -> list[Block]:
-    """Return what was found and the facts: last in an issue, first at a terminal, which shows the end."""
+def check_page(result: CheckResult) -> list[Block]:
+    """Return the counts, what was found, what was not looked at, and the facts."""
     rows = list(fact_rows(result.environment))
     if result.described:
         rows = [row for row in rows if row[0] in _DESCRIBED]
-    facts: list[Block] = [Fold("Environment", [Table(("fact", "value"), rows)])]
-    title = Heading(f"moedoctor {result.version}: check of {result.target}", 1)
-    counts = [Paragraph(summary_line(result))]
+    page: list[Block] = [
+        Heading(f"moedoctor {result.version}: check of {result.target}", 1),
+        Paragraph(Span(summary_line(result), "bold")),
+    ]
+    if result.findings:
+        page.append(Paragraph(f"Can strike here: {', '.join(each.id for each in result.findings)}"))
     if result.without_vllm:
-        counts.append(Paragraph(Span(result.without_vllm, "warning")))
-    findings = [*_findings(result), Heading("Not looked at"), Bullets(result.not_looked_at)]
-    return [title, *counts, *findings, *facts] if facts_last else [title, *facts, *findings, *counts]
+        page.append(Paragraph(Span(result.without_vllm, "warning")))
+    page += [*_findings(result), Heading("Not looked at"), Bullets(result.not_looked_at)]
+    return [*page, Fold("Environment", [Table(("fact", "value"), rows)])]
 
 
 def _findings(result: CheckResult) -> Iterator[Block]:
@@ -84,24 +54,17 @@ def _findings(result: CheckResult) -> Iterator[Block]:
 
 def summary_line(result: CheckResult) -> str:
     """Return ``2 errors · 1 warning · 0 problems · 5 not decided here · 0 facts missing``."""
-    counts = _counts(result)
+    counts = result.summary
     missing = len(result.environment.get("collector_errors") or {})
     return " · ".join(
         (
-            count_of(counts["error"], "error"),
-            count_of(counts["warning"], "warning"),
-            count_of(counts["problems"], "problem"),
-            f"{counts['conditional']} not decided here",
+            count_of(counts.error, "error"),
+            count_of(counts.warning, "warning"),
+            count_of(counts.problems, "problem"),
+            f"{counts.conditional} not decided here",
             f"{count_of(missing, 'fact')} missing",
         )
     )
-
-
-def _counts(result: CheckResult) -> dict[str, int]:
-    severities = {
-        name: sum(finding.severity == name for finding in result.findings) for name in SEVERITIES[:2]
-    }
-    return {**severities, "problems": len(result.problems), "conditional": len(result.conditional)}
 
 
 def _evidence(evidence: Mapping[str, Any]) -> str:

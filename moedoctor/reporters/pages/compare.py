@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from moedoctor.comparison import Comparison
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Step
@@ -13,31 +14,40 @@ GROUPS = ("regressions", "improvements", "notes")
 _LISTED = 5
 
 
-def compare_document(changed: Comparison, baseline: str, current: str) -> dict[str, Any]:
-    """Return the JSON document of two reports by their names; the page is made of it."""
-    return {
-        "command": "compare",
-        "baseline": baseline,
-        "current": current,
-        **{name: [str(change) for change in getattr(changed, name)] for name in GROUPS},
-        "next_steps": _next_steps(changed, current),
-        "summary": {"exit_code": 1 if changed.regressions else 0},
-    }
+@dataclass(frozen=True)
+class CompareDocument:
+    """What changed between two reports; each change is a sentence."""
+
+    command: ClassVar[str] = "compare"
+    summary: ClassVar[Mapping[str, Any]] = {}
+    baseline: str
+    """The name of the report that was compared with."""
+    current: str
+    regressions: tuple[str, ...]
+    improvements: tuple[str, ...]
+    notes: tuple[str, ...]
+    next_steps: tuple[str, ...]
+
+    @classmethod
+    def of(cls, changed: Comparison, baseline: str, current: str) -> CompareDocument:
+        """Return the document of two reports by their names."""
+        changes: dict[str, Any] = {name: tuple(map(str, getattr(changed, name))) for name in GROUPS}
+        return cls(baseline, current, **changes, next_steps=tuple(_next_steps(changed, current)))
 
 
-def compare_page(document: Mapping[str, Any]) -> list[Block]:
+def compare_page(document: CompareDocument) -> list[Block]:
     """Return what got worse, what got better, what else changed, and what to do."""
-    page: list[Block] = [Heading(f"{document['current']} compared with {document['baseline']}", 1)]
+    page: list[Block] = [Heading(f"{document.current} compared with {document.baseline}", 1)]
     for name in GROUPS:
-        if document[name]:
-            page += [Heading(name), Bullets(document[name])]
+        if changes := getattr(document, name):
+            page += [Heading(name), Bullets(changes)]
     page.append(Paragraph(summary_line(document)))
-    return [*page, *map(Step, document["next_steps"])]
+    return [*page, *map(Step, document.next_steps)]
 
 
-def summary_line(document: Mapping[str, Any]) -> str:
+def summary_line(document: CompareDocument) -> str:
     """Return ``1 regression, 0 improvements, 2 notes``."""
-    return ", ".join(count_of(len(document[name]), name.removesuffix("s")) for name in GROUPS)
+    return ", ".join(count_of(len(getattr(document, name)), name.removesuffix("s")) for name in GROUPS)
 
 
 def _next_steps(changed: Comparison, current: str) -> Sequence[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from moedoctor.entries import builtin_folder, reports_folder
 from moedoctor.entries.entry import SECTIONS, Entry, Link, record_hint
@@ -53,6 +53,7 @@ class Claim:
 class Explained:
     """One known failure in full. The texts are Markdown."""
 
+    command: ClassVar[str] = "explain"
     id: str
     name: str
     title: str
@@ -93,18 +94,7 @@ class Explained:
         claims = _claims(fault.id, fault.name)
         return cls(fault.id, fault.name, fault.title, True, **words, claims=claims, links=links)
 
-    @classmethod
-    def of_document(cls, document: Mapping[str, Any]) -> Explained:
-        """Return what `document` wrote; its claims and links are records."""
-        words = {field.name: document[field.name] for field in fields(cls)}
-        lists = {name: tuple(words[name]) for name in ("releases", "claims", "links")}
-        return cls(**{**words, **lists})
-
-    def document(self) -> dict[str, Any]:
-        """Return the JSON document."""
-        return {"command": "explain", **asdict(self)}
-
-    def summary(self) -> str:
+    def summary_line(self) -> str:
         """Return who has it and what fixes it."""
         who = f": {self.where}" if self.where else ""
         return f"{self.id}{who}" + (f"; fixed in: {self.fixed}" if self.fixed else "")
@@ -118,7 +108,7 @@ class Explained:
         if call not in self.next:
             steps.append(f"{call} runs it" if self.runs else NOT_YET)
         looked_at = "the catalogue of known failures, and the reports that come with moedoctor"
-        return Answer([looked_at], [self.summary(), *claims], steps)
+        return Answer([looked_at], [self.summary_line(), *claims], steps)
 
     def page(self, *, brief: bool = False) -> list[Block]:
         """Return the page, with a heading for everything that is known.
@@ -159,21 +149,41 @@ class Explained:
         return [*page, Paragraph(tuple(run) if self.runs else NOT_YET)]
 
 
-def list_page(rows: Sequence[Mapping[str, Any]]) -> list[Block]:
-    """Return the catalogue as a table, and how to get more of it. The rows are those of the document."""
-    cells = [(row["id"], row["title"], row["affects"], row["fixed_in"]) for row in rows]
-    details, run = Span("moedoctor explain ID", "code"), Span("moedoctor run ID", "code")
-    more = Step((details, " gives details, ", run, " runs one"))
-    return [Heading("Known failures", 1), Table(("id", "failure", "affects", "fixed in"), cells), more]
+@dataclass(frozen=True)
+class Row:
+    """One known failure in the catalogue."""
+
+    id: str
+    name: str
+    scenario: bool
+    """Whether moedoctor can run it."""
+    title: str
+    affects: str
+    """The releases that it strikes."""
+    fixed_in: str
+    """The release that fixes it, or ``no``."""
 
 
-def list_line(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return ``21 known failures; 19 of them run here; 7 without a release that fixes them``."""
-    runs = sum(bool(row["scenario"]) for row in rows)
-    open_ones = sum(re.match(r"no\b", row["fixed_in"]) is not None for row in rows)
-    return (
-        f"{count_of(len(rows), 'known failure')}; moedoctor runs {runs} of them; no release fixes {open_ones}"
-    )
+@dataclass(frozen=True)
+class Catalogue:
+    """Known failures, all of them or those that some words are about."""
+
+    command: ClassVar[str] = "list"
+    catalogue: tuple[Row, ...]
+
+    def page(self) -> list[Block]:
+        """Return the catalogue as a table, and how to get more of it."""
+        cells = [(row.id, row.title, row.affects, row.fixed_in) for row in self.catalogue]
+        details, run = Span("moedoctor explain ID", "code"), Span("moedoctor run ID", "code")
+        more = Step((details, " gives details, ", run, " runs one"))
+        return [Heading("Known failures", 1), Table(("id", "failure", "affects", "fixed in"), cells), more]
+
+    def summary_line(self) -> str:
+        """Return ``21 known failures; moedoctor runs 19 of them; no release fixes 7``."""
+        runs = sum(row.scenario for row in self.catalogue)
+        unfixed = sum(re.match(r"no\b", row.fixed_in) is not None for row in self.catalogue)
+        count = count_of(len(self.catalogue), "known failure")
+        return f"{count}; moedoctor runs {runs} of them; no release fixes {unfixed}"
 
 
 def _word(claim: Claim) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
 import moedoctor
 from moedoctor.fleet.groups import Difference, Group, Grouping, NumberSpread, Outlier
+from moedoctor.fleet.parity import Judgement
 from moedoctor.fleet.report import FleetReport, in_words
 from moedoctor.fleet.rows import SKIPPED, Place, Row, Status
 from moedoctor.reporters.findings import Finding, Findings
@@ -189,7 +190,7 @@ def _outliers(report: FleetReport, most: _Most) -> Iterator[Block]:
             outlier.number,
             short_value(outlier.value),
             short_value(outlier.median),
-            f"{outlier.distance:+.1f}",
+            f"{float(outlier.distance):+.1f}",
             "worse" if outlier.worse else "better",
         )
         for outlier in report.outliers[: most.outliers]
@@ -270,107 +271,154 @@ def fleet_findings(report: FleetReport) -> Findings:
     return Findings(f"fleet {report.question[0]}", found, passed, skipped, summary_line(report), titles)
 
 
-def fleet_document(report: FleetReport) -> dict[str, Any]:
-    """Return the JSON document; each node's report is named by its file."""
-    numbers = {
-        name: number for number, group in enumerate(report.grouping.groups, 1) for name in group.members
-    }
-    statuses = Counter(row.status.value for _, row in report.rows)
-    return {
-        "command": "fleet",
-        "question": list(report.question),
-        "per": report.noun.lower(),
-        "reports": report.folder,
-        "nodes": [
-            {
-                "name": name,
-                "status": row.status.value,
-                "reason": row.reason,
-                "group": numbers.get(name),
-                "seconds": row.seconds,
-                "start_seconds": row.start_seconds,
-                "file": row.file,
-            }
-            for name, row in report.rows
-        ],
-        "groups": [_group(number, group) for number, group in enumerate(report.grouping.groups, 1)],
-        "individual": dict(report.grouping.individual),
-        "not_read": dict(report.grouping.not_read),
-        "outliers": list(report.outliers),
-        "numbers": list(report.numbers),
-        "bits": report.bits,
-        "findings": [{"id": name, "nodes": count} for name, count in report.findings.items()],
-        "summary": {
-            "statuses": dict(sorted(statuses.items())),
-            "moedoctor_versions": dict(report.versions),
-            "interrupted": report.interrupted,
-            "exit_code": report.exit_code,
-        },
-    }
+@dataclass(frozen=True)
+class Node:
+    """A node, or a GPU of one."""
+
+    name: str
+    status: Status
+    reason: str | None
+    """Why it gave no report that can be compared."""
+    group: int | None
+    seconds: float | None
+    """What the command took there."""
+    start_seconds: float | None = field(default=None, kw_only=True)
+    """What starting a Ray worker took there; 0 if one was there."""
+    file: str | None
+    """The node's own report, in the folder `reports`."""
 
 
-def from_document(document: Mapping[str, Any]) -> FleetReport:
-    """Return the report that `fleet_document` wrote; its differences, numbers and bits are records.
+@dataclass(frozen=True)
+class NodeGroup:
+    """Nodes with the same facts. The first group is the largest."""
 
-    Raises ValueError and KeyError if its parts do not fit together.
-    """
-    groups = tuple(
-        Group(
-            members=tuple(group["nodes"]),
-            kind=group["kind"],
-            facts=group.get("facts", {}),
-            findings=group["findings"],
-            compared_with=None if group["compared_with"] is None else group["compared_with"] - 1,
-            differences=tuple(group["differences"]),
+    group: int
+    kind: str
+    """The models of the GPUs."""
+    nodes: tuple[str, ...]
+    compared_with: int | None
+    differences: tuple[Difference, ...]
+    findings: Mapping[str, str]
+    facts: Mapping[str, str] | None = field(default=None, metadata={"sparse": True})
+    """Of the first group only; each other group has `differences`."""
+
+
+@dataclass(frozen=True)
+class NodesWithFinding:
+    """How many nodes call something wrong."""
+
+    id: str
+    nodes: int
+
+
+@dataclass(frozen=True)
+class FleetSummary:
+    """Nodes by what became of them, and the releases of moedoctor that answered."""
+
+    statuses: Mapping[str, int]
+    moedoctor_versions: Mapping[str, int]
+    interrupted: bool
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class FleetDocument:
+    """The groups of a fleet, and what differs; each node's report is named by its file."""
+
+    command: ClassVar[str] = "fleet"
+    question: tuple[str, ...]
+    per: Literal["node", "gpu"]
+    reports: str | None
+    nodes: tuple[Node, ...]
+    groups: tuple[NodeGroup, ...]
+    individual: Mapping[str, int]
+    not_read: Mapping[str, int]
+    outliers: tuple[Outlier, ...]
+    bits: Judgement | None
+    findings: tuple[NodesWithFinding, ...]
+    summary: FleetSummary
+    numbers: tuple[NumberSpread, ...] = field(default=(), metadata={"sparse": True})
+    """Absent in what older releases wrote."""
+
+    @classmethod
+    def of(cls, report: FleetReport) -> FleetDocument:
+        """Return the document of a report. Groups are counted from 1."""
+        groups = tuple(
+            NodeGroup(
+                number,
+                group.kind,
+                group.members,
+                None if group.compared_with is None else group.compared_with + 1,
+                group.differences,
+                group.findings,
+                group.facts if group.compared_with is None else None,
+            )
+            for number, group in enumerate(report.grouping.groups, 1)
         )
-        for group in document["groups"]
-    )
-    rows = (
-        Row(
-            Place(node["name"], node["name"]),
-            Status(node["status"]),
-            node["reason"],
-            node["seconds"],
-            node.get("start_seconds"),
-            file=node["file"],
+        numbers = {name: group.group for group in groups for name in group.nodes}
+        statuses = Counter(row.status.value for _, row in report.rows)
+        return cls(
+            report.question,
+            "gpu" if report.per_gpu else "node",
+            report.folder,
+            tuple(
+                Node(
+                    name,
+                    row.status,
+                    row.reason,
+                    numbers.get(name),
+                    row.seconds,
+                    row.file,
+                    start_seconds=row.start_seconds,
+                )
+                for name, row in report.rows
+            ),
+            groups,
+            report.grouping.individual,
+            report.grouping.not_read,
+            report.outliers,
+            report.bits,
+            tuple(NodesWithFinding(name, count) for name, count in report.findings.items()),
+            FleetSummary(
+                dict(sorted(statuses.items())), report.versions, report.interrupted, report.exit_code
+            ),
+            report.numbers,
         )
-        for node in document["nodes"]
-    )
-    summary = document["summary"]
-    return FleetReport(
-        question=tuple(document["question"]),
-        rows=tuple((row.place.name, row) for row in rows),
-        grouping=Grouping(groups, document["individual"], document["not_read"]),
-        outliers=tuple(
-            Outlier(**{**outlier, "distance": float(outlier["distance"])}) for outlier in document["outliers"]
-        ),
-        bits=document["bits"],
-        versions=summary["moedoctor_versions"],
-        per_gpu=document["per"] == "gpu",
-        folder=document["reports"],
-        exit_codes=(summary["exit_code"],),
-        interrupted=summary["interrupted"],
-        numbers=tuple(document.get("numbers", ())),
-    )
 
-
-def _group(number: int, group: Group) -> dict[str, Any]:
-    facts = {"facts": dict(group.facts)} if group.compared_with is None else {}
-    return {
-        "group": number,
-        "kind": group.kind,
-        "nodes": list(group.members),
-        "compared_with": None if group.compared_with is None else group.compared_with + 1,
-        "differences": [
-            {
-                "fact": each.fact,
-                "value": each.value,
-                "others": each.others,
-                "only_here": each.only_here,
-                "rule": each.rule,
-            }
-            for each in group.differences
-        ],
-        "findings": dict(group.findings),
-        **facts,
-    }
+    def report(self) -> FleetReport:
+        """Return the report that this is the document of."""
+        groups = tuple(
+            Group(
+                each.nodes,
+                each.kind,
+                each.facts or {},
+                each.findings,
+                None if each.compared_with is None else each.compared_with - 1,
+                each.differences,
+            )
+            for each in self.groups
+        )
+        rows = (
+            Row(
+                Place(node.name, node.name),
+                node.status,
+                node.reason,
+                node.seconds,
+                node.start_seconds,
+                file=node.file,
+            )
+            for node in self.nodes
+        )
+        return FleetReport(
+            self.question,
+            tuple((row.place.name, row) for row in rows),
+            Grouping(groups, self.individual, self.not_read),
+            self.outliers,
+            self.bits,
+            self.summary.moedoctor_versions,
+            self.per == "gpu",
+            self.reports,
+            (self.summary.exit_code,),
+            self.summary.interrupted,
+            self.numbers,
+        )

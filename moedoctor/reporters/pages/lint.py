@@ -2,50 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
 
-import moedoctor
-from moedoctor.diagnose.checkpoint.findings import CHECKS, Lint, LintFinding
+from moedoctor.diagnose.checkpoint.findings import CHECKS, Lint, LintFinding, Place
 from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Step, Table
 from moedoctor.reporters.text import count_of
 from moedoctor.text import escape
 
 
-def lint_document(result: Lint, folder: str, code: int, repairable: Collection[str]) -> dict[str, Any]:
-    """Return the JSON document; the page is made of it.
+@dataclass(frozen=True)
+class Evidence:
+    """What is wrong, what that does, and where."""
 
-    `folder` names the checkpoint; `repairable` are the checks with a repair.
-    """
-    findings = [
-        {**finding.record(), "next_step": _next_step(finding, repairable)} for finding in result.findings
-    ]
-    return {
-        "moedoctor": moedoctor.__version__,
-        "command": "lint",
-        "checkpoint": folder,
-        "quantization": result.scheme,
-        "findings": findings,
-        "summary": {
-            "shards": result.shards,
-            "tensors": result.tensors,
-            "block_scales_seen": round(result.block_scales_seen, 6),
-            "patterns_not_read": list(result.not_read),
-            "exit_code": code,
-        },
-    }
+    what: str
+    effect: str
+    remark: bool
+    """Whether healthy checkpoints have it, too."""
+    count: int
+    places: tuple[Place, ...]
+    """The first ones."""
 
 
-def lint_page(document: Mapping[str, Any]) -> list[Block]:
+@dataclass(frozen=True)
+class Row:
+    """One kind of damage."""
+
+    id: str
+    check: str
+    line: int | None
+    evidence: Evidence
+    confidence: float
+    next_step: str
+
+
+@dataclass(frozen=True)
+class LintSummary:
+    """How much was read."""
+
+    shards: int
+    tensors: int
+    block_scales_seen: float
+    """The share of the block scales that was read, 0 to 1."""
+    patterns_not_read: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LintDocument:
+    """What is wrong with a checkpoint."""
+
+    command: ClassVar[str] = "lint"
+    checkpoint: str
+    quantization: str
+    findings: tuple[Row, ...]
+    summary: LintSummary
+
+    @classmethod
+    def of(cls, result: Lint, folder: str, repairable: Collection[str]) -> LintDocument:
+        """Return the document of a checkpoint in `folder`; `repairable` are the checks with a repair."""
+        seen = round(result.block_scales_seen, 6)
+        summary = LintSummary(result.shards, result.tensors, seen, tuple(result.not_read))
+        return cls(folder, result.scheme, tuple(_row(each, repairable) for each in result.findings), summary)
+
+    @property
+    def damage(self) -> tuple[Row, ...]:
+        """The findings without mere remarks."""
+        return tuple(row for row in self.findings if not row.evidence.remark)
+
+
+def _row(finding: LintFinding, repairable: Collection[str]) -> Row:
+    check = CHECKS[finding.check]
+    evidence = Evidence(check.what, check.effect, check.remark, finding.count, tuple(finding.places))
+    step = check.next_step
+    if finding.check in repairable:  # this checkpoint has what the repair needs
+        step = f"`--fix DIR` writes a repaired copy to a new folder; or {step}"
+    return Row(finding.id, finding.check, finding.line, evidence, check.confidence, step)
+
+
+def lint_page(document: LintDocument) -> list[Block]:
     """Return a line for each kind of damage, the surest first, then their places, and what to do next."""
-    findings = document["findings"]
-    page: list[Block] = [Heading(f"{escape(document['checkpoint'])}: {escape(document['quantization'])}", 1)]
-    if not damage(document):
+    findings = document.findings
+    page: list[Block] = [Heading(f"{escape(document.checkpoint)}: {escape(document.quantization)}", 1)]
+    if not document.damage:
         page.append(Paragraph("nothing wrong was found"))
     page += [_line(finding) for finding in findings]
     for finding in findings:
         page += _finding(finding)
-    if not_read := document["summary"]["patterns_not_read"]:
+    if not_read := document.summary.patterns_not_read:
         patterns = (escape(pattern[:120]) for pattern in not_read)
         page.append(
             Bullets([f"not read: the pattern {name}; excluded modules were not checked" for name in patterns])
@@ -53,55 +97,40 @@ def lint_page(document: Mapping[str, Any]) -> list[Block]:
     page.append(Paragraph(summary_line(document)))
     steps: dict[str, list[str]] = {}
     for finding in findings:
-        steps.setdefault(finding["next_step"], []).append(finding["check"])
+        steps.setdefault(finding.next_step, []).append(finding.check)
     for step, checks in steps.items():
         page.append(Step(f"{step} ({', '.join(checks)})"))
     return page
 
 
-def damage(document: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the findings without mere remarks."""
-    return [finding for finding in document["findings"] if not finding["evidence"]["remark"]]
+def _line(finding: Row) -> Item:
+    evidence = finding.evidence
+    known = "" if finding.id == finding.check else f"{finding.id} "
+    title = f"{known}{evidence.what}: {count_of(evidence.count, 'place')}"
+    return Item("remark" if evidence.remark else "damage", title, [("effect", evidence.effect)])
 
 
-def _next_step(finding: LintFinding, repairable: Collection[str]) -> str:
-    """Return what to do about a finding. The repair is named only if this checkpoint has what it needs."""
-    step = CHECKS[finding.check].next_step
-    return (
-        f"`--fix DIR` writes a repaired copy to a new folder; or {step}"
-        if finding.check in repairable
-        else step
-    )
-
-
-def _line(finding: Mapping[str, Any]) -> Item:
-    evidence = finding["evidence"]
-    known = "" if finding["id"] == finding["check"] else f"{finding['id']} "
-    title = f"{known}{evidence['what']}: {count_of(evidence['count'], 'place')}"
-    return Item("remark" if evidence["remark"] else "damage", title, [("effect", evidence["effect"])])
-
-
-def _finding(finding: Mapping[str, Any]) -> list[Block]:
-    evidence = finding["evidence"]
-    line = "" if finding["line"] is None else f", line {finding['line']}"
+def _finding(finding: Row) -> list[Block]:
+    evidence = finding.evidence
+    line = "" if finding.line is None else f", line {finding.line}"
     # Names of tensors are the checkpoint's: what a terminal would act on is shown as an escape.
-    rows = [[escape(place[key]) for key in ("tensor", "shard", "value")] for place in evidence["places"]]
+    rows = [[*map(escape, (place.tensor, place.shard, place.value))] for place in evidence.places]
     blocks: list[Block] = [
-        Heading((Span(finding["check"], "note" if evidence["remark"] else "error"), line)),
+        Heading((Span(finding.check, "note" if evidence.remark else "error"), line)),
         Table(("tensor", "file", "value"), rows),
     ]
-    if more := evidence["count"] - len(rows):
+    if more := evidence.count - len(rows):
         blocks.append(Paragraph(f"and {count_of(more, 'more place')}"))
     return blocks
 
 
-def summary_line(document: Mapping[str, Any]) -> str:
+def summary_line(document: LintDocument) -> str:
     """Return ``1 kind of damage in 120 tensors of 2 files; 12.5% of the block scales were read``."""
-    wrong, summary = len(damage(document)), document["summary"]
+    wrong, summary = len(document.damage), document.summary
     kinds = f"{wrong} {'kind' if wrong == 1 else 'kinds'} of damage"
-    if remarks := len(document["findings"]) - wrong:
+    if remarks := len(document.findings) - wrong:
         kinds += f" and {count_of(remarks, 'remark')}"
-    share = summary["block_scales_seen"]
+    share = summary.block_scales_seen
     sampled = "" if share >= 1 else f"; {share:.1%} of the block scales were read"
-    files = count_of(summary["shards"], "file")
-    return f"{kinds} in {summary['tensors']:,} tensors of {files}{sampled}"
+    files = count_of(summary.shards, "file")
+    return f"{kinds} in {summary.tensors:,} tensors of {files}{sampled}"

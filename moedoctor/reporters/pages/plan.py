@@ -3,56 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import moedoctor
 from moedoctor.diagnose.plan.plan import GIB, Plan, PlanRequest
-from moedoctor.reporters.page import Block, Bullets, Heading, Item, Step, Table
+from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table
 from moedoctor.reporters.text import count_of
-from moedoctor.results import from_json
 
 
-def plan_document(request: PlanRequest, result: Plan, code: int) -> dict[str, Any]:
-    """Return the JSON document."""
-    return {
-        "moedoctor": moedoctor.__version__,
-        "command": "plan",
-        "inputs": asdict(request),
-        "plan": asdict(result),
-        "summary": {"exit_code": code},
-    }
+@dataclass(frozen=True)
+class PlanDocument:
+    """What was planned, and what came out."""
+
+    command: ClassVar[str] = "plan"
+    summary: ClassVar[Mapping[str, Any]] = {}
+    inputs: PlanRequest
+    plan: Plan
 
 
-def from_document(document: Mapping[str, Any]) -> tuple[PlanRequest, Plan]:
-    """Return what `plan_document` wrote; its plan is a record. Raises ReportError."""
-    return from_json(PlanRequest, document["inputs"], "inputs"), document["plan"]
-
-
-def plan_page(request: PlanRequest, result: Plan) -> list[Block]:
+def plan_page(document: PlanDocument) -> list[Block]:
     """Return a table of what takes how much, and remarks."""
+    request, result = document.inputs, document.plan
     shape = request.shape
     page: list[Block] = [
         Heading(f"plan for {shape.name}: computed from {shape.source}; nothing was measured", 1)
     ]
+    page.append(Paragraph(Span(summary_line(result), "bold")))
     notes = result.notes
-    if result.missing_bytes:  # the first notes say by how much, and what helps
-        page.append(Item("missing", notes[0].partition(": ")[2]))
+    if result.missing_bytes:  # the first notes are the answer, and what helps
+        page.append(Step(notes[1]))
         notes = notes[2:]
     page.append(Table(("what", "how much", "how it is computed"), _rows(request, result), "lrl"))
     page.append(Bullets(notes))
-    if result.missing_bytes:
-        page.append(Step(result.notes[1]))
     return page
 
 
 def summary_line(result: Plan) -> str:
     """Return what fits, or how much memory is missing."""
     if result.missing_bytes:
-        return f"{_gib(result.missing_bytes)} are missing"
+        return result.notes[0]
     weights = f"{_gib(result.on_device_bytes)} of weights on the GPU"
     kv = result.kv
-    return f"{weights}, {kv.tokens_printed_from_0_21:,} KV tokens, {kv.concurrency:.2f} requests at once"
+    fits = "fits" if kv.concurrency >= 1 else "does not fit"
+    return (
+        f"{fits}: {weights}, {kv.tokens_printed_from_0_21:,} KV tokens, {kv.concurrency:.2f} requests at once"
+    )
 
 
 def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:

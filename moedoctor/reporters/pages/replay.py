@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import moedoctor
 from moedoctor.diagnose.capsule.mistakes import BY_NAME
+from moedoctor.diagnose.capsule.replay import BackendReplay, Replay
+from moedoctor.reporters.json import to_document
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table
 from moedoctor.reporters.pages.machine import environment_table
 from moedoctor.reporters.text import count_of
+from moedoctor.results import SCHEMA_VERSION, from_json
 from moedoctor.text import escape, size_of
-
-if TYPE_CHECKING:
-    from moedoctor.diagnose.capsule.replay import Replay
 
 _MOST_PLACES = 8
 """Experts, and tokens, of which the page has a row."""
@@ -26,91 +26,147 @@ _PLACES = {
 }
 
 
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a capsule."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CapsuleFacts:
+    """What a capsule holds, as `moedoctor.trace.capsule.facts` says."""
+
+    record: Mapping[str, Any]
+    bytes: int
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the output of the call was recorded."""
+        return any(tensor.name == "output" for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class CapsuleDocument(CapsuleFacts):
+    """What `moedoctor capsule show` says of a file."""
+
+    command: ClassVar[str] = "capsule"
+    file: str
+
+
+@dataclass(frozen=True)
+class ReplayDocument:
+    """Whether a recorded call is right, what explains it if not, and what backends compute."""
+
+    command: ClassVar[str] = "replay"
+    summary: ClassVar[Mapping[str, Any]] = {}
+    file: str
+    capsule: CapsuleFacts
+    judged: bool
+    right: bool | None
+    recorded: Mapping[str, Any]
+    diagnosis: Mapping[str, Any]
+    backend_tensors: tuple[Mapping[str, Any], ...]
+    backends: tuple[BackendReplay, ...]
+    environment: Mapping[str, Any] | None = field(default=None, metadata={"sparse": True})
+    """The machine that replayed; None in reports of older releases."""
+
+    @classmethod
+    def of(cls, result: Replay, file: str, environment: Mapping[str, Any] | None = None) -> ReplayDocument:
+        """Return the document of a replayed file."""
+        return cls(
+            file,
+            from_json(CapsuleFacts, result.facts),
+            result.judged,
+            result.right,
+            result.recorded,
+            result.diagnosis,
+            tuple(result.backend_tensors),
+            tuple(result.backends),
+            environment,
+        )
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the recorded output is wrong, else 0."""
+        return 1 if self.right is False else 0
+
+
 def replay_document(result: Replay, file: str) -> dict[str, Any]:
-    """Return the JSON document; the pages are made of it."""
-    return {
-        "schema_version": 1,
-        "moedoctor": moedoctor.__version__,
-        "command": "replay",
-        "file": file,
-        "capsule": result.facts,
-        "judged": result.judged,
-        "right": result.right,
-        "recorded": result.recorded,
-        "diagnosis": result.diagnosis,
-        "backend_tensors": list(result.backend_tensors),
-        "backends": [asdict(backend) for backend in result.backends],
-        "summary": {"exit_code": exit_code(result)},
-    }
+    """Return a replay as part of the report of a run."""
+    document = ReplayDocument.of(result, file)
+    head = {"schema_version": SCHEMA_VERSION, "moedoctor": moedoctor.__version__}
+    return {**head, **to_document(document), "summary": {"exit_code": document.exit_code}}
 
 
-def exit_code(result: Replay) -> int:
-    """Return 1 if the recorded output is wrong, else 0."""
-    return 1 if result.right is False else 0
+def replay_page(
+    replayed: ReplayDocument | Mapping[str, Any], level: int = 1, *, full: bool = False
+) -> list[Block]:
+    """Return the answer first, then what explains it, then the backends. `full` adds the machine.
 
-
-def replay_page(document: Mapping[str, Any], level: int = 1, *, full: bool = False) -> list[Block]:
-    """Return the answer first, then what explains it, then the backends. `full` adds the machine."""
-    record, backends = document["capsule"]["record"], document["backends"]
-    page: list[Block] = [Heading(f"{escape(document['file'])}: {escape(record['layer'])}", level)]
+    The report of a run holds the replay as plain data.
+    """
+    document = from_json(ReplayDocument, replayed) if isinstance(replayed, Mapping) else replayed
+    record, backends = document.capsule.record, document.backends
+    page: list[Block] = [Heading(f"{escape(document.file)}: {escape(record['layer'])}", level)]
     page.append(Paragraph((Span(*_verdict(document)), f" {answer_of(document)}")))
-    page += _explanations(document["diagnosis"], level + 1)
-    page += _backend_tensors(document["backend_tensors"], level + 1)
+    page += _explanations(document.diagnosis, level + 1)
+    page += _backend_tensors(document.backend_tensors, level + 1)
     if backends:
         rows = [_row(backend) for backend in backends]
         page += [
             Heading("On this machine", level + 1),
             Table(("backend", "reference", "cosine", "norm ratio", "recorded output", "note"), rows),
         ]
-    page += [Heading("The call", level + 1), Bullets(_call(record, document["capsule"]))]
-    if full and document.get("environment"):
-        page += environment_table(document["environment"])
+    page += [Heading("The call", level + 1), Bullets(_call(record, document.capsule))]
+    if full and document.environment:
+        page += environment_table(document.environment)
     return [*page, *map(Step, _next_steps(document))]
 
 
-def _next_steps(document: Mapping[str, Any]) -> list[str]:
+def _next_steps(document: ReplayDocument) -> list[str]:
     """Return what to do about a wrong output, or about one that cannot be judged."""
-    if document["judged"] and document["right"]:
+    if document.judged and document.right:
         return []
-    mistakes = (document["diagnosis"].get("explanation") or {}).get("mistakes", ())
+    mistakes = (document.diagnosis.get("explanation") or {}).get("mistakes", ())
     known = [BY_NAME[name].entry for name in mistakes if name in BY_NAME and BY_NAME[name].entry]
     steps = [f"`moedoctor explain {entry}` says what to do" for entry in dict.fromkeys(known)]
-    facts = document["capsule"]
-    if facts["record"]["weights"] == "none":
+    facts = document.capsule
+    if facts.record["weights"] == "none":
         return steps
-    if not document["backends"]:
-        steps.append(f"`moedoctor replay {document['file']} --backend all` runs backends on the same inputs")
-    elif not _has_output(facts) and all(row["right"] is not False for row in document["backends"]):
+    if not document.backends:
+        steps.append(f"`moedoctor replay {document.file} --backend all` runs backends on the same inputs")
+    elif not facts.has_output and all(row.right is not False for row in document.backends):
         steps.append("`moedoctor triage LOG` reads the log of the process that died")
-    copy = f"`moedoctor capsule copy {document['file']} FILE --without-weights` makes a copy to share"
+    copy = f"`moedoctor capsule copy {document.file} FILE --without-weights` makes a copy to share"
     return [*steps, copy]
 
 
-def _has_output(facts: Mapping[str, Any]) -> bool:
-    return any(tensor["name"] == "output" for tensor in facts["tensors"])
-
-
-def _verdict(document: Mapping[str, Any]) -> tuple[str, str]:
-    if not document["judged"]:
+def _verdict(document: ReplayDocument) -> tuple[str, str]:
+    if not document.judged:
         return "not judged:", "note"
-    return ("right:", "clean") if document["right"] else ("wrong:", "error")
+    return ("right:", "clean") if document.right else ("wrong:", "error")
 
 
-def answer_of(document: Mapping[str, Any]) -> str:
+def answer_of(document: ReplayDocument) -> str:
     """Return in one sentence what the recorded output is."""
-    recorded = document["recorded"]
-    if not document["judged"]:
-        facts = document["capsule"]
-        reason, weights = facts["record"]["reason"] or "the process died", facts["record"]["weights"]
-        if _has_output(facts):
+    recorded = document.recorded
+    if not document.judged:
+        facts = document.capsule
+        reason, weights = facts.record["reason"] or "the process died", facts.record["weights"]
+        if facts.has_output:
             return f"the capsule's weights are {weights}, so its output cannot be compared with the reference"
         if weights == "none":
             return f"the capsule has inputs only, no output and no weights ({reason})"
-        here = _on_this_machine(document["backends"]) or "run backends on it with --backend all"
+        here = _on_this_machine(document.backends) or "run backends on it with --backend all"
         return f"the call has no output to judge ({reason}); {here}"
-    if document["right"]:
+    if document.right:
         return f"the recorded output agrees with the float32 reference (cosine {recorded['cosine']:.5f})"
-    explanation = document["diagnosis"].get("explanation")
+    explanation = document.diagnosis.get("explanation")
     reason = recorded["reason"]
     if explanation is None:
         shared = recorded.get("nonfinite_experts", ())
@@ -119,10 +175,10 @@ def answer_of(document: Mapping[str, Any]) -> str:
             reason,
             f"all of them, and no finite token, use {experts}" if shared else "",
             "none of the known mistakes explains it",
-            _on_this_machine(document["backends"]),
+            _on_this_machine(document.backends),
         )
         return "; ".join(filter(None, parts))
-    runner_up = document["diagnosis"].get("runner_up")
+    runner_up = document.diagnosis.get("runner_up")
     beside = "" if runner_up is None else f", next best {runner_up['cosine']:.5f}"
     equal = "Its finite tokens equal" if recorded.get("nonfinite_tokens") else "The output equals"
     return (
@@ -131,13 +187,13 @@ def answer_of(document: Mapping[str, Any]) -> str:
     )
 
 
-def _on_this_machine(backends: Sequence[Mapping[str, Any]]) -> str:
+def _on_this_machine(backends: Sequence[BackendReplay]) -> str:
     """Return what the backends computed here, such as "on this machine OURS is right; MARLIN did not run"."""
     kinds = {
-        "right": [row["backend"] for row in backends if row["right"]],
-        "wrong": [row["backend"] for row in backends if row["right"] is False],
-        "broken off": [row["backend"] for row in backends if row["failed"]],
-        "not available": [row["backend"] for row in backends if row["unavailable"]],
+        "right": [row.backend for row in backends if row.right],
+        "wrong": [row.backend for row in backends if row.right is False],
+        "broken off": [row.backend for row in backends if row.failed],
+        "not available": [row.backend for row in backends if row.unavailable],
     }
     parts = [
         f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {word}"
@@ -242,17 +298,17 @@ def _backend_tensors(tensors: Sequence[Mapping[str, Any]], level: int) -> list[B
     return [Heading("What the backend got", level), Table(head, rows)]
 
 
-def _row(backend: Mapping[str, Any]) -> list[str]:
-    name = f"{backend['backend']} {backend['quantization']}"
-    if backend["right"] is None:
-        return [name, "not run", "", "", "", escape(backend["unavailable"] or backend["failed"] or "")]
-    found = backend["against_reference"] or {}
+def _row(backend: BackendReplay) -> list[str]:
+    name = f"{backend.backend} {backend.quantization}"
+    if backend.right is None:
+        return [name, "not run", "", "", "", escape(backend.unavailable or backend.failed or "")]
+    found = backend.against_reference or {}
     cosine, ratio = found.get("cosine"), found.get("norm_ratio")
-    repeats = {None: "", True: "the same", False: "another"}[backend["repeats"]]
-    note = "" if backend["deterministic"] else "three calls gave different bits"
+    repeats = {None: "", True: "the same", False: "another"}[backend.repeats]
+    note = "" if backend.deterministic else "three calls gave different bits"
     return [
         name,
-        "right" if backend["right"] else f"wrong: {escape(str(found.get('reason')))}",
+        "right" if backend.right else f"wrong: {escape(str(found.get('reason')))}",
         "" if cosine is None else f"{cosine:.5f}",
         "" if ratio is None else f"{ratio:.4f}",
         repeats,
@@ -260,39 +316,39 @@ def _row(backend: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def capsule_page(facts: Mapping[str, Any], file: str) -> list[Block]:
+def capsule_page(facts: CapsuleDocument) -> list[Block]:
     """Return what a capsule holds."""
+    file = facts.file
     rows = [
-        [tensor["name"], tensor["type"], str(tensor["shape"]), f"{tensor['bytes']:,}"]
-        for tensor in facts["tensors"]
+        [tensor.name, tensor.type, str(list(tensor.shape)), f"{tensor.bytes:,}"] for tensor in facts.tensors
     ]
-    judged = _has_output(facts) and facts["record"]["weights"] == "recorded"
+    judged = facts.has_output and facts.record["weights"] == "recorded"
     steps = [Step(f"`moedoctor replay {escape(file)}` judges the recorded output")] if judged else []
-    if not _has_output(facts) and facts["record"]["weights"] != "none":
+    if not facts.has_output and facts.record["weights"] != "none":
         steps = [Step(f"`moedoctor replay {escape(file)} --backend all` runs backends on the inputs")]
     return [
-        Heading(f"{escape(file)}: {escape(facts['record']['layer'])}", 1),
-        Bullets(_call(facts["record"], facts)),
+        Heading(f"{escape(file)}: {escape(facts.record['layer'])}", 1),
+        Bullets(_call(facts.record, facts)),
         Table(("tensor", "type", "shape", "bytes"), [list(map(escape, row)) for row in rows], "lllr"),
         *steps,
     ]
 
 
-def capsule_line(facts: Mapping[str, Any]) -> str:
+def capsule_line(facts: CapsuleFacts) -> str:
     """Return the layer and what was recorded of it, in one line."""
-    return f"{count_of(len(facts['tensors']), 'tensor')}: {'; '.join(_call(facts['record'], facts)[:3])}"
+    return f"{count_of(len(facts.tensors), 'tensor')}: {'; '.join(_call(facts.record, facts)[:3])}"
 
 
-def _call(record: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    tokens = next(tensor["shape"][0] for tensor in facts["tensors"] if tensor["name"] == "x")
-    held = next(tensor["shape"][0] for tensor in facts["tensors"] if tensor["name"] == "expert_ids")
+def _call(record: Mapping[str, Any], facts: CapsuleFacts) -> list[str]:
+    tokens = next(tensor.shape[0] for tensor in facts.tensors if tensor.name == "x")
+    held = next(tensor.shape[0] for tensor in facts.tensors if tensor.name == "expert_ids")
     of = f" of {record['call_tokens']}" if record["call_tokens"] else ""
     lines = [
         f"{record['experts']} experts, top {record['top_k']}, hidden {record['hidden']}, intermediate "
         f"{record['intermediate']}, {record['activation']}",
         f"weights {record['quantization']} ({record['weights']}, {count_of(held, 'expert')}), activations "
         f"{record['activations']}, backend {record['backend']}",
-        f"call {record['call']}, {count_of(tokens, 'token')}{of}, {size_of(facts['bytes'])}",
+        f"call {record['call']}, {count_of(tokens, 'token')}{of}, {size_of(facts.bytes)}",
     ]
     if record["reason"]:
         lines.append(f"kept because: {record['reason']}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from moedoctor.diagnose.triage.triage import Finding, Grade, NearMiss, Triage
 from moedoctor.entries import entries
@@ -18,60 +19,74 @@ PASTE = (
 _MISSING = 3
 
 
-def triage_document(results: Sequence[tuple[str, Triage]]) -> dict[str, Any]:
-    """Return the JSON: the findings of all inputs, best first; with several inputs each names its file."""
-    several = len(results) > 1
+@dataclass(frozen=True)
+class LookedAt:
+    """What was read of one input."""
 
-    def rows(kind: str) -> list[dict[str, Any]]:
-        found = [(name, finding) for name, result in results for finding in getattr(result, kind)]
-        if kind != "near_misses":
-            found.sort(key=lambda pair: -pair[1].confidence)
-        return [{**_plain(finding), **({"file": name} if several else {})} for name, finding in found]
-
-    looked_at = [
-        {
-            "file": name,
-            "bytes": result.bytes_read,
-            "releases": result.releases,
-            "gpus": list(result.gpus),
-            "moe_backends": list(result.backends),
-        }
-        for name, result in results
-    ]
-    return {
-        "command": "triage",
-        "findings": rows("findings"),
-        "possible": rows("possible"),
-        "near_misses": rows("near_misses"),
-        "looked_at": looked_at,
-    }
+    file: str | None = field(default=None, kw_only=True, metadata={"sparse": True})
+    """Its name; None in reports of older releases."""
+    bytes: int
+    releases: str
+    gpus: tuple[str, ...]
+    moe_backends: tuple[str, ...]
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in vars(finding).items()}
+@dataclass(frozen=True)
+class TriageDocument:
+    """The findings of all inputs, best first."""
 
+    command: ClassVar[str] = "triage"
+    findings: tuple[Finding, ...]
+    possible: tuple[Finding, ...]
+    near_misses: tuple[NearMiss, ...]
+    looked_at: tuple[LookedAt, ...]
 
-def from_document(document: Mapping[str, Any]) -> list[tuple[str, Triage]]:
-    """Return the results that `triage_document` wrote, by file; its findings are records."""
-    several = len(document["looked_at"]) > 1
+    @classmethod
+    def of(cls, results: Sequence[tuple[str, Triage]]) -> TriageDocument:
+        """Return the document of inputs by name; with several inputs each finding names its file."""
+        named = [(name, _named(result, name) if len(results) > 1 else result) for name, result in results]
 
-    def rows(key: str, file: str | None) -> tuple[Any, ...]:
-        return tuple(row for row in document[key] if not several or row.file == file)
+        def best_first(kind: str) -> tuple[Finding, ...]:
+            found = [finding for _, result in named for finding in getattr(result, kind)]
+            return tuple(sorted(found, key=lambda finding: -finding.confidence))
 
-    results = []
-    for each in document["looked_at"]:
-        name = each.get("file")
-        triage = Triage(
-            findings=rows("findings", name),
-            releases=each["releases"],
-            possible=rows("possible", name),
-            near_misses=rows("near_misses", name),
-            gpus=tuple(each["gpus"]),
-            backends=tuple(each["moe_backends"]),
-            bytes_read=each["bytes"],
+        misses = tuple(miss for _, result in named for miss in result.near_misses)
+        looked_at = tuple(
+            LookedAt(each.bytes_read, each.releases, each.gpus, each.backends, file=name)
+            for name, each in named
         )
-        results.append((name or "the text", triage))
-    return results
+        return cls(best_first("findings"), best_first("possible"), misses, looked_at)
+
+    def results(self) -> list[tuple[str, Triage]]:
+        """Return what `of` was made of."""
+        several = len(self.looked_at) > 1
+
+        def of_file(rows: Sequence[Any], file: str | None) -> tuple[Any, ...]:
+            return tuple(row for row in rows if not several or row.file == file)
+
+        return [
+            (
+                each.file or "the text",
+                Triage(
+                    of_file(self.findings, each.file),
+                    each.releases,
+                    of_file(self.possible, each.file),
+                    of_file(self.near_misses, each.file),
+                    each.gpus,
+                    each.moe_backends,
+                    each.bytes,
+                ),
+            )
+            for each in self.looked_at
+        ]
+
+
+def _named(result: Triage, file: str) -> Triage:
+    rows: dict[str, Any] = {
+        kind: tuple(replace(each, file=file) for each in getattr(result, kind))
+        for kind in ("findings", "possible", "near_misses")
+    }
+    return replace(result, **rows)
 
 
 def triage_page(results: Sequence[tuple[str, Triage]]) -> list[Block]:

@@ -11,9 +11,9 @@ from machine_fakes import probes, sources
 from moedoctor import environment
 from moedoctor.diagnose.check.check import Probes, check
 from moedoctor.environment import Sources
-from moedoctor.reporters.json import to_json
+from moedoctor.reporters.json import to_document, to_json
 from moedoctor.reporters.markdown_page import to_markdown
-from moedoctor.reporters.pages.check import check_document, check_page
+from moedoctor.reporters.pages.check import check_page
 from moedoctor.reporters.table import to_text
 from moedoctor.upstream.releases.collectors import Collected
 
@@ -35,7 +35,7 @@ def broken(*arguments: Any) -> Any:
 
 def texts(result: Any) -> tuple[str, ...]:
     page = check_page(result)
-    return to_json(check_document(result)), to_text(page), to_markdown(page)
+    return to_json(to_document(result)), to_text(page), to_markdown(page)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -56,7 +56,7 @@ def test_a_source_that_fails(name: str) -> None:
 def test_a_probe_that_fails(name: str) -> None:
     result = check(machine(), probes(**{name: broken}))
     assert {"MD001", "MD003", "MD009"} <= {finding.id for finding in result.findings}
-    data = check_document(result)
+    data = to_document(result)
     shown = json.dumps(data["environment"])
     assert "OSError: no entry to ~" in shown, name
     for text in texts(result):

@@ -28,6 +28,7 @@ from moedoctor.diagnose.checkpoint.checks import scales as scale_checks
 from moedoctor.diagnose.checkpoint.findings import CHECKS, Lint
 from moedoctor.diagnose.checkpoint.json_fix import corrected
 from moedoctor.diagnose.checkpoint.lint import lint
+from moedoctor.reporters.pages.lint import LintDocument
 
 E = "model.layers.1.mlp.experts.2"
 UP, GATE, DOWN = f"{E}.up_proj", f"{E}.gate_proj", f"{E}.down_proj"
@@ -634,7 +635,7 @@ def test_sizes_for_some_tp_only_are_a_remark_and_come_last(tmp_path: Path) -> No
     result, _ = checked(made, tmp_path)
     assert [finding.check for finding in result.findings] == ["kv_scales_missing", "does_not_tile"]
     assert [finding.check for finding in result.damage] == ["kv_scales_missing"]
-    assert [finding.record()["evidence"]["remark"] for finding in result.findings] == [False, True]
+    assert [row.evidence.remark for row in LintDocument.of(result, "m", ()).findings] == [False, True]
     assert result.findings[1].places[0].value == "112 columns in units of 16: not for TP 2, 4, 8 (fits: 1)"
 
 
