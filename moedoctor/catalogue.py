@@ -37,7 +37,7 @@ class PluginError(Exception):
 def faults() -> Mapping[str, Fault]:
     """Return the known failures by catalogue id, in the order of the ids."""
     loaded: dict[str, Fault] = {}
-    for entry, fault in _loaded(FAULTS):
+    for entry, fault in _load_group(FAULTS):
         if fault.id in loaded:
             raise PluginError(
                 f"{FAULTS}: {entry.value} takes the id {fault.id}, which {loaded[fault.id].name} has"
@@ -49,18 +49,18 @@ def faults() -> Mapping[str, Fault]:
 @functools.cache
 def subjects() -> Mapping[str, SubjectProvider]:
     """Return the providers of subjects by their kind."""
-    providers = [provider for _, provider in _loaded(SUBJECTS)]
+    providers = [provider for _, provider in _load_group(SUBJECTS)]
     return {provider.kind: provider for provider in sorted(providers, key=lambda provider: provider.rank)}
 
 
 @functools.cache
 def reporters() -> Mapping[str, Reporter]:
     """Return the reporters by the name of their format."""
-    return {entry.name: reporter for entry, reporter in _loaded(REPORTERS)}
+    return {entry.name: reporter for entry, reporter in _load_group(REPORTERS)}
 
 
 def is_ours(plugin: Fault | Reporter) -> bool:
-    """Whether moedoctor itself, not another project, answers for this plug-in."""
+    """Return True if moedoctor itself, not another project, answers for this plug-in."""
     return type(plugin).__module__.partition(".")[0] == "moedoctor"
 
 
@@ -72,17 +72,17 @@ def left_out() -> frozenset[str]:
     if LEAVE_OUT in os.environ:
         return frozenset(os.environ[LEAVE_OUT].split(","))
     others = [entry for group in _KINDS for entry in _entries(group) if not _is_our_entry(entry)]
-    return _refused(tuple((entry.group, entry.name) for entry in others)) if others else frozenset()
+    return _try_loading(tuple((entry.group, entry.name) for entry in others)) if others else frozenset()
 
 
-def registered_names() -> frozenset[str]:
+def list_registered_names() -> frozenset[str]:
     """Return the names under which known failures are registered, ours and others'; loads none of them."""
     return frozenset(entry.name for entry in _entries(FAULTS))
 
 
 def faults_beside(names: Collection[str]) -> tuple[Fault, ...]:
     """Return the known failures that are registered under other names than `names`; loads only these."""
-    others = [fault for _, fault in _loaded(FAULTS, beside=names)]
+    others = [fault for _, fault in _load_group(FAULTS, beside=names)]
     return tuple(sorted(others, key=lambda fault: fault.id))
 
 
@@ -116,7 +116,7 @@ def _is_our_entry(entry: EntryPoint) -> bool:
     return entry.value.startswith("moedoctor.")  # `entry.module` raises for a malformed value
 
 
-def _loaded(group: str, beside: Collection[str] = ()) -> Iterator[tuple[EntryPoint, Any]]:
+def _load_group(group: str, beside: Collection[str] = ()) -> Iterator[tuple[EntryPoint, Any]]:
     """Load the plug-ins of a group, apart from those that are left out or have a name in `beside`."""
     for entry in _entries(group):
         if entry.name not in beside and (_is_our_entry(entry) or f"{group}:{entry.name}" not in left_out()):
@@ -139,7 +139,7 @@ def _load(entry: EntryPoint) -> Any:
 
 
 @functools.cache
-def _refused(others: tuple[tuple[str, str], ...]) -> frozenset[str]:
+def _try_loading(others: tuple[tuple[str, str], ...]) -> frozenset[str]:
     """Load entry points in children; return those that failed, and name each on stderr."""
     waiting, refused = list(others), {}
     while waiting:
@@ -157,7 +157,7 @@ def _refused(others: tuple[tuple[str, str], ...]) -> frozenset[str]:
     return frozenset(refused)
 
 
-def _problems(request: Mapping[str, Any]) -> Iterator[str | None]:
+def _report_problems(request: Mapping[str, Any]) -> Iterator[str | None]:
     """In a child: load each entry point and say why it cannot be used, or None."""
     sys.path[:] = request["path"]
     for group, name in request["entries"]:
@@ -172,4 +172,4 @@ def _problems(request: Mapping[str, Any]) -> Iterator[str | None]:
 
 
 if __name__ == "__main__":
-    answer(_problems)
+    answer(_report_problems)

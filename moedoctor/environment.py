@@ -41,7 +41,7 @@ def _package_folder(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the facts come from. Tests replace any of them; each may raise anything."""
+    """The sources of the facts. Tests replace any of them; each may raise anything."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     read_text: Callable[[str], str] = lambda path: Path(path).read_text(encoding="utf-8", errors="replace")
@@ -73,7 +73,7 @@ def collect(sources: Sources | None = None) -> dict[str, Any]:
             errors[name] = _describe(error, sources)
             return None
 
-    facts = attempt("gpus", _gpu_facts) or _NO_GPU_FACTS
+    facts = attempt("gpus", _ask_nvml) or _NO_GPU_FACTS
     return {
         **facts,
         **{name: attempt(name, read) for name, read in COLLECTORS.items()},
@@ -92,7 +92,7 @@ def _describe(error: Exception, sources: Sources) -> str:
         return type(error).__name__
 
 
-def _version(sources: Sources, *names: str) -> str | None:
+def _find_version(sources: Sources, *names: str) -> str | None:
     """Return the version of the first of these distributions that is installed."""
     for name in names:
         try:
@@ -102,14 +102,14 @@ def _version(sources: Sources, *names: str) -> str | None:
     return None
 
 
-def _torch_cuda(sources: Sources) -> str | None:
+def _read_torch_cuda(sources: Sources) -> str | None:
     """Return the CUDA release that the installed torch was built for; None for a build without CUDA."""
     folder = sources.package_folder("torch")
     if folder is not None:
         text = sources.read_text(str(folder / "version.py"))
         match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE)
         return match[1] if match else None
-    match = re.search(r"\+cu(\d+)(\d)\b", _version(sources, "torch") or "")
+    match = re.search(r"\+cu(\d+)(\d)\b", _find_version(sources, "torch") or "")
     return f"{match[1]}.{match[2]}" if match else None
 
 
@@ -138,33 +138,33 @@ def _memory_bytes(sources: Sources) -> int | None:
 
 
 def _container(sources: Sources) -> bool | None:
-    """Whether this process runs in a container; None if the system does not show it."""
+    """Return True if this process runs in a container; None if the system does not show it."""
     if sources.exists("/.dockerenv") or sources.exists("/run/.containerenv"):
         return True
     cgroup = _read(sources, "/proc/1/cgroup")
     return bool(re.search(r"docker|kubepods|containerd|libpod|lxc", cgroup)) if cgroup else None
 
 
-def shown_variables() -> dict[str, str]:
+def mask_variables() -> dict[str, str]:
     """Return the variables of this process that reports show, masked."""
-    return _shown_environment(Sources())
+    return _mask_environment(Sources())
 
 
-def _shown_environment(sources: Sources) -> dict[str, str]:
+def _mask_environment(sources: Sources) -> dict[str, str]:
     redactor = Redactor.of(sources.environ, sources.host())
     names = sorted(name for name in sources.environ if name.startswith(SHOWN_VARIABLES))
     return {redactor.text(name): redactor.setting(name, sources.environ[name]) for name in names}
 
 
 COLLECTORS: dict[str, Callable[[Sources], Any]] = {
-    "cuda_visible_devices": lambda sources: _shown_environment(sources).get("CUDA_VISIBLE_DEVICES"),
-    "torch": lambda sources: _version(sources, "torch"),
-    "torch_cuda": _torch_cuda,
-    "triton": lambda sources: _version(sources, "triton", "pytorch-triton"),
-    "vllm": lambda sources: _version(sources, "vllm"),
-    "flashinfer": lambda sources: _version(sources, "flashinfer-python"),
-    "flashinfer_cubin": lambda sources: _version(sources, "flashinfer-cubin"),
-    "flashinfer_jit_cache": lambda sources: _version(sources, "flashinfer-jit-cache"),
+    "cuda_visible_devices": lambda sources: _mask_environment(sources).get("CUDA_VISIBLE_DEVICES"),
+    "torch": lambda sources: _find_version(sources, "torch"),
+    "torch_cuda": _read_torch_cuda,
+    "triton": lambda sources: _find_version(sources, "triton", "pytorch-triton"),
+    "vllm": lambda sources: _find_version(sources, "vllm"),
+    "flashinfer": lambda sources: _find_version(sources, "flashinfer-python"),
+    "flashinfer_cubin": lambda sources: _find_version(sources, "flashinfer-cubin"),
+    "flashinfer_jit_cache": lambda sources: _find_version(sources, "flashinfer-jit-cache"),
     "python": lambda sources: platform.python_version(),
     "platform": lambda sources: (
         _find(sources, "/etc/os-release", r'^PRETTY_NAME="?([^"\n]+)') or platform.system()
@@ -177,15 +177,15 @@ COLLECTORS: dict[str, Callable[[Sources], Any]] = {
     "wsl": lambda sources: "microsoft" in _read(sources, "/proc/version").lower(),
     "container": _container,
     "locked_memory_limit_bytes": lambda sources: sources.locked_memory_limit(),
-    "env": _shown_environment,
+    "env": _mask_environment,
 }
-"""Fact -> how it is read. The facts about GPUs come together, from `_gpu_facts`."""
+"""Fact -> how it is read. The facts about GPUs come together, from `_ask_nvml`."""
 
 _NVML_SECONDS = 20.0
 _NO_GPU_FACTS: Mapping[str, Any] = dict.fromkeys(("gpu", "capability", "gpus", "driver", "cuda_driver"))
 
 
-def _gpu_facts(sources: Sources) -> Mapping[str, Any]:
+def _ask_nvml(sources: Sources) -> Mapping[str, Any]:
     """Ask NVML for all GPUs, in PCI order, which is CUDA's order unless the GPUs of a machine differ.
 
     A GPU has a name, a compute capability such as ``9.0``, its memory in bytes (None also if it shares that
@@ -223,7 +223,7 @@ def _gpu_facts(sources: Sources) -> Mapping[str, Any]:
     try:
         handles = [call("nvmlDeviceGetHandleByIndex", index) for index in range(nvml.nvmlDeviceGetCount())]
         uuids = [call("nvmlDeviceGetUUID", handle) or "" for handle in handles]
-        visible = _visible(sources.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
+        visible = _select_visible(sources.environ.get("CUDA_VISIBLE_DEVICES"), uuids)
         gpus: list[dict[str, Any]] = []
         for index, handle in enumerate(handles):
             capability = call("nvmlDeviceGetCudaComputeCapability", handle)
@@ -250,16 +250,16 @@ def _gpu_facts(sources: Sources) -> Mapping[str, Any]:
 
 
 def _answer_gpu_facts(visible_devices: str | None) -> Mapping[str, Any]:
-    """In a child: what `_gpu_facts` returns, or its error."""
+    """Return the facts of `_ask_nvml`, or its error; runs in a child."""
     environ = {} if visible_devices is None else {"CUDA_VISIBLE_DEVICES": visible_devices}
     sources = Sources(environ=environ, nvml=lambda: importlib.import_module("pynvml"))
     try:
-        return _gpu_facts(sources)
+        return _ask_nvml(sources)
     except Exception as error:
         return {"error": _describe(error, Sources())}
 
 
-def _visible(setting: str | None, uuids: Sequence[str]) -> set[int]:
+def _select_visible(setting: str | None, uuids: Sequence[str]) -> set[int]:
     """Return the GPUs that ``CUDA_VISIBLE_DEVICES`` selects; as in CUDA, an unknown entry ends the list.
 
     A MIG device is a part of a GPU that NVML lists under another UUID, so with MIG every GPU is visible here.

@@ -43,7 +43,7 @@ class Explanation:
     """Releases, GPUs and settings."""
     detection: str
     fix: str
-    """What the fix is and where it landed."""
+    """The fix, and where it landed."""
     links: tuple[str, ...] = ()
 
 
@@ -78,7 +78,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class ClaimTest:
-    """How a statement is tested. Each unit runs in a child of its own; `judge` runs in the parent."""
+    """The test of a statement. Each unit runs in a child of its own; `judge` runs in the parent."""
 
     key: str
     """The name that a scenario's `claims` entry uses."""
@@ -92,7 +92,7 @@ class ClaimTest:
     Two releases cannot be loaded into one process, so a comparison of releases is several units."""
     needs_gpu: bool = False
     needs: str = "a subject that it is about"
-    """What is missing if there are no units, for the reason that is then reported."""
+    """The thing that is missing if there are no units, for the reason that is then reported."""
     thresholds: tuple[str, ...] = ()
     """The threshold names that `judge` reads; the scenario file must give exactly these."""
 
@@ -136,8 +136,8 @@ class Fault(ABC):
     """
     claims: tuple[ClaimTest, ...] = ()
     together: int = 1
-    """How many of its cases may use one GPU at a time, engines aside. More than 1 is for cases that measure
-    no time and need little memory."""
+    """The number of its cases that may use one GPU at a time, engines aside. More than 1 is for cases that
+    measure no time and need little memory."""
     installed_package: str = "vllm"
     """The package that the subject `installed` is about, by its key in the environment."""
 
@@ -171,7 +171,7 @@ class Fault(ABC):
         """Return what the figures mean. Pure."""
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        """Whether a point of the matrix is run at this tier; by default every point is run at every tier."""
+        """Return True if a point of the matrix is run at this tier; by default every point is."""
         return True
 
     def judge_crash(self, case: Case, crash: Crash) -> Judgement:
@@ -204,7 +204,7 @@ class SubjectProvider(ABC):
     """Order in reports; the control comes first."""
 
     def owns(self, name: str) -> bool:
-        """Whether a subject of this name is of this kind."""
+        """Return True if a subject of this name is of this kind."""
         return name == self.kind
 
     def unavailable(
@@ -222,7 +222,7 @@ class Reporter(ABC):
     """One format. Made without arguments; imports no torch and nothing heavy at module level."""
 
     name: str
-    """What `--format` calls it."""
+    """The name for `--format`."""
 
     @abstractmethod
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:

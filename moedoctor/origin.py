@@ -1,4 +1,4 @@
-"""Where a report comes from, so that it can be cited and made again: when, by which code, with which command.
+"""The origin of a report, so that it can be cited and made again: time, code and command line.
 
 Paths of this machine are left out: of an absolute path only its last part is kept, behind ``…/``.
 """
@@ -45,7 +45,7 @@ class Spread(TypedDict):
 
 
 class GpuReadings(TypedDict):
-    """What NVML said about one GPU while it worked. A key is absent if the driver does not report it."""
+    """NVML's readings of one GPU while it worked. A key is absent if the driver does not report it."""
 
     index: int
     """NVML's number of the GPU."""
@@ -72,7 +72,7 @@ class GpuState(TypedDict):
 
 
 class Origin(TypedDict):
-    """Where a report comes from."""
+    """The origin of a report."""
 
     date: str
     """When the report was made, in UTC: ``2026-11-23T04:05:06Z``."""
@@ -81,13 +81,13 @@ class Origin(TypedDict):
     commit: str | None
     """The commit of moedoctor if it runs from a checkout."""
     dirty: bool | None
-    """Whether that checkout has changes that are not committed."""
+    """True if that checkout has changes that are not committed."""
     command_line: str | None
-    """What was called, without secrets and folders of the machine; None if Python code called it."""
+    """The call, without secrets and folders of the machine; None if Python code called it."""
     again: list[str]
     """Lines of a shell that make the report again."""
     iterations: NotRequired[dict[str, Any]]
-    """How often what was measured."""
+    """The number of repeats of each measurement."""
     gpu_state: NotRequired[GpuState]
 
 
@@ -97,7 +97,7 @@ def origin(
     gpu_state: GpuState | None = None,
     iterations: Mapping[str, Any] | None = None,
 ) -> Origin:
-    """Return where a report that is made now comes from.
+    """Return the origin of a report that is made now.
 
     `variables` are those of the environment that the report shows; the ones that change an answer are part of
     the lines that make the report again.
@@ -111,7 +111,7 @@ def origin(
         "commit": commit,
         "dirty": dirty,
         "command_line": line,
-        "again": _again(line, commit, dirty, variables or {}),
+        "again": _repeat_commands(line, commit, dirty, variables or {}),
     }
     if iterations is not None:
         made["iterations"] = dict(iterations)
@@ -148,7 +148,7 @@ def checkout(folder: Path | None = None) -> tuple[str | None, bool | None]:
     return commit, any(not line.startswith("#") for line in lines)
 
 
-def _again(
+def _repeat_commands(
     line: str | None, commit: str | None, dirty: bool | None, variables: Mapping[str, str]
 ) -> list[str]:
     if line is None:

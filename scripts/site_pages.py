@@ -155,7 +155,7 @@ def _made() -> Mapping[str, str]:
 
 
 def _entry_page(entry: Entry) -> str:
-    runs = entry.name in catalogue.registered_names()
+    runs = entry.name in catalogue.list_registered_names()
     page = to_markdown(Explained.of_entry(entry, runs=runs).page())
     links = {f"reports/{run.report}.md": run.report for each in entry.releases for run in each.runs}
     listed = [f"- [{name}](../{path})" for path, name in links.items() if (ROOT / path).is_file()]

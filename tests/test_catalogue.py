@@ -23,7 +23,7 @@ BROKEN = {
 DISTRIBUTION = "Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n"
 
 
-CACHED = (catalogue.faults, catalogue.subjects, catalogue.reporters, catalogue._refused)
+CACHED = (catalogue.faults, catalogue.subjects, catalogue.reporters, catalogue._try_loading)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import torch
 from moedoctor.bench.timing import Call, compare_times
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.releases.moe_kernels import MoeKernels
-from moedoctor.upstream.releases.wheel import KernelError, installed_library
+from moedoctor.upstream.releases.wheel import KernelError, find_installed_library
 
 TOKENS = (1, 128, 1024, 8192)
 EXPERTS, TOP_K = 128, 8
@@ -120,13 +120,13 @@ def fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any
 def _peer(kernels: MoeKernels, batch: Batch) -> list[Call]:
     function, outputs = f"topk_{batch.router}", (batch.weights, batch.ids)
     return [
-        kernels.bound(function, *outputs, logits, bias=batch.bias, renormalize=False)
+        kernels.bind(function, *outputs, logits, bias=batch.bias, renormalize=False)
         for logits in batch.logits
     ]
 
 
 def _path(unit: str, sources: Mapping[str, str]) -> Path:
-    return installed_library() if unit == "installed" else Path(sources[unit])
+    return find_installed_library() if unit == "installed" else Path(sources[unit])
 
 
 def _load(unit: str, sources: Mapping[str, str]) -> MoeKernels:

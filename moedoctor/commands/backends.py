@@ -86,7 +86,7 @@ def backends(
     code 1 if a setting does not take effect, no backend is selected, or --backend would not work.
     """
     from moedoctor import environment
-    from moedoctor.diagnose.settings.flags import parallel_of, served
+    from moedoctor.diagnose.settings.flags import parallel_of, split_command
     from moedoctor.diagnose.settings.scheme import Found, scheme_of
     from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
     from moedoctor.fixes.backends import select
@@ -105,7 +105,7 @@ def backends(
     facts = environment.collect()
     release, notes = _release(release, facts.get("vllm"))
     here = _without_local(facts.get("vllm") or "") == release
-    line = served(command or ())
+    line = split_command(command or ())
     line_ep, line_dp = parallel_of(line.command, release)
     # Variables of the command line replace those of the environment.
     variables = {**_upstream_variables(environ), **line.settings}

@@ -50,7 +50,7 @@ def _find(text: str) -> Explained:
     entry = find_entry(text)
     with as_input_error(catalogue.PluginError):
         if entry is not None:
-            return Explained.of_entry(entry, runs=entry.name in catalogue.registered_names())
+            return Explained.of_entry(entry, runs=entry.name in catalogue.list_registered_names())
         others = catalogue.faults_beside({known.name for known in entries().values()})
     key = text.strip().lower().replace("-", "_")
     for fault in others:

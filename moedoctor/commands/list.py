@@ -57,7 +57,7 @@ def list_rows() -> list[Row]:
     from moedoctor.reporters.pages.explain import Row
 
     with as_input_error(catalogue.PluginError):
-        runs = catalogue.registered_names()
+        runs = catalogue.list_registered_names()
         rows = [
             Row(entry.id, entry.name, entry.name in runs, entry.title, entry.where, entry.fixed)
             for entry in entries().values()

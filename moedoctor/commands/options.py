@@ -388,7 +388,7 @@ def document_head(document: Mapping[str, Any]) -> dict[str, Any]:
 
     head = {"schema_version": SCHEMA_VERSION, "moedoctor": __version__, "command": document["command"]}
     stored = "origin" in document
-    return {**head, "origin": None if stored else origin(variables=environment.shown_variables())}
+    return {**head, "origin": None if stored else origin(variables=environment.mask_variables())}
 
 
 def with_files(page: Page, report: Path | None) -> list[Block]:

@@ -66,7 +66,7 @@ def shape_of(values: Mapping[str, Any], name: str, source: str) -> ModelShape:
     config = Fields(text_config(values), source)
     kinds = layer_kinds(config)
     hidden = config.integer("hidden_size")
-    experts = _experts(config, kinds, hidden)
+    experts = _read_experts(config, kinds, hidden)
     return ModelShape(
         name=name,
         source=outer.text("_source", default=source),
@@ -74,8 +74,8 @@ def shape_of(values: Mapping[str, Any], name: str, source: str) -> ModelShape:
         vocab_size=config.integer("vocab_size"),
         tied_embeddings=config.flag("tie_word_embeddings", default=outer.flag("tie_word_embeddings")),
         num_layers=len(kinds),
-        attention=_attention(config, kinds, hidden),
-        recurrent=_recurrent(config, kinds, hidden),
+        attention=_read_attention(config, kinds, hidden),
+        recurrent=_read_recurrent(config, kinds, hidden),
         experts=experts,
         dense_parameters=_dense_parameters(config, kinds, hidden, experts.count),
         max_context=config.optional("max_position_embeddings"),
@@ -90,13 +90,13 @@ def layer_kinds(config: Fields) -> Sequence[str]:
     name = "hybrid_override_pattern"
     if name in config:
         pattern = config.text(name, default="")
-        kinds = _named_kinds(config, name, pattern, _PATTERN)
+        kinds = _translate_kinds(config, name, pattern, _PATTERN)
         if "moe" not in kinds:
             raise config.error(name, pattern, "at least one E, a layer of experts")
         return kinds
     for name in ("layer_types", "layers_block_type"):
         if name in config:
-            return _named_kinds(config, name, config.texts(name), _NAMES)
+            return _translate_kinds(config, name, config.texts(name), _NAMES)
     other = next((name for name in _OTHER_PATTERNS if name in config), None)
     if other is not None:
         raise config.error(other, config.values[other], "layer_types beside it, a name for every layer")
@@ -120,7 +120,9 @@ def dense_layers(config: Fields, kinds: Sequence[str]) -> Sequence[int]:
     return [i for i in range(len(kinds)) if i < first or i % every or i in only or (i + 1) % step]
 
 
-def _named_kinds(config: Fields, name: str, listed: Sequence[str], known: Mapping[str, str]) -> Sequence[str]:
+def _translate_kinds(
+    config: Fields, name: str, listed: Sequence[str], known: Mapping[str, str]
+) -> Sequence[str]:
     unknown = next((kind for kind in listed if kind not in known), None)
     if unknown is not None:
         raise ConfigError(f"{config.where}: {name} holds {short(unknown)}, expected {', '.join(known)}")
@@ -133,7 +135,7 @@ def _named_kinds(config: Fields, name: str, listed: Sequence[str], known: Mappin
     return [known[kind] for kind in listed]
 
 
-def _experts(config: Fields, kinds: Sequence[str], hidden: int) -> ExpertLayers:
+def _read_experts(config: Fields, kinds: Sequence[str], hidden: int) -> ExpertLayers:
     number = config.integer("num_experts", "n_routed_experts", "num_local_experts")
     count = _count_expert_layers(config, kinds)
     latent = config.integer("moe_latent_size", default=0, least=0)
@@ -179,7 +181,7 @@ def _dense_parameters(config: Fields, kinds: Sequence[str], hidden: int, moe_lay
     return dense * 3 * hidden * config.integer("intermediate_size", default=0, least=0) if dense else 0
 
 
-def _attention(
+def _read_attention(
     config: Fields, kinds: Sequence[str], hidden: int
 ) -> tuple[AttentionLayers | LatentAttentionLayers, ...]:
     """Return the attention layers, one entry a size."""
@@ -188,7 +190,7 @@ def _attention(
         return ()
     heads = config.integer("num_attention_heads")
     if "kv_lora_rank" in config:
-        return (_latent(config, kinds, heads),)
+        return (_read_latent(config, kinds, heads),)
     kv_heads = config.integer("num_key_value_heads", default=heads)
     head_dim = config.integer("head_dim", "attention_head_dim", default=hidden // heads)
     gate = config.flag("attn_output_gate")
@@ -210,7 +212,7 @@ def _attention(
     return tuple(layers)
 
 
-def _latent(config: Fields, kinds: Sequence[str], heads: int) -> LatentAttentionLayers:
+def _read_latent(config: Fields, kinds: Sequence[str], heads: int) -> LatentAttentionLayers:
     model_type = config.text("model_type", default=_LATENT[0])
     if model_type not in _LATENT:
         raise config.error(
@@ -236,7 +238,7 @@ def _latent(config: Fields, kinds: Sequence[str], heads: int) -> LatentAttention
     )
 
 
-def _recurrent(config: Fields, kinds: Sequence[str], hidden: int) -> RecurrentLayers | None:
+def _read_recurrent(config: Fields, kinds: Sequence[str], hidden: int) -> RecurrentLayers | None:
     """Return the recurrent layers of a hybrid model, sized as in vLLM's mamba_utils.py.
 
     In Mamba 2 the convolution sees x, B and C of the last tokens, and the state is [heads, head_dim, state].

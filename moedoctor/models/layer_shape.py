@@ -33,7 +33,7 @@ class LayerShape:
 
     @property
     def gated(self) -> bool:
-        """Whether w13 holds gate and up halves (SiLU, GELU); ReLU² has no gate."""
+        """True if w13 holds gate and up halves (SiLU, GELU); ReLU² has no gate."""
         return self.activation != "relu2"
 
     @property

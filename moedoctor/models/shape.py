@@ -19,9 +19,9 @@ class AttentionLayers:
     sliding_window: int | None = None
     """Tokens that a layer looks back; None for the whole context."""
     output_gate: bool = False
-    """Whether the query projection also makes a gate of the output's size."""
+    """True if the query projection also makes a gate of the output's size."""
     shared_kv: bool = False
-    """Whether the values are the keys: one projection, but the cache keeps both."""
+    """True if the values are the keys: one projection, but the cache keeps both."""
 
     def kv_elements(self) -> int:
         """Return the elements that one layer keeps of one token: keys and values."""
@@ -129,17 +129,17 @@ class ModelShape:
         if gpus == 1:
             return self
 
-        def divided(size: int, what: str) -> int:
+        def divide(size: int, what: str) -> int:
             if size % gpus:
                 raise ValueError(f"{self.name} has {what} of {size}, which {gpus} GPUs do not divide")
             return size // gpus
 
         attention: list[AttentionLayers | LatentAttentionLayers] = []
         for layers in self.attention:
-            part = replace(layers, num_heads=divided(layers.num_heads, "a number of heads"))
+            part = replace(layers, num_heads=divide(layers.num_heads, "a number of heads"))
             if isinstance(part, AttentionLayers):
                 if gpus % part.num_kv_heads:
-                    divided(part.num_kv_heads, "a number of KV heads")
+                    divide(part.num_kv_heads, "a number of KV heads")
                 part = replace(part, num_kv_heads=max(1, part.num_kv_heads // gpus))
             attention.append(part)
         recurrent = self.recurrent and replace(
@@ -151,7 +151,7 @@ class ModelShape:
         layer = self.experts.layer
         experts = replace(
             self.experts,
-            layer=replace(layer, intermediate=divided(layer.intermediate, "an intermediate size")),
+            layer=replace(layer, intermediate=divide(layer.intermediate, "an intermediate size")),
             shared_intermediate_size=-(-self.experts.shared_intermediate_size // gpus),
         )
         return replace(

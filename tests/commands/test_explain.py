@@ -70,7 +70,7 @@ def test_every_entry_is_explained_in_full(id: str) -> None:
 
 
 def test_an_entry_without_a_scenario_says_that_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "registered_names", lambda: frozenset({"nan_routing"}))
+    monkeypatch.setattr(catalogue, "list_registered_names", lambda: frozenset({"nan_routing"}))
     assert explain_text("MD002", "markdown").endswith(f"\n{page.NOT_YET}\n")
     assert "Run it:" not in explain_text("MD002", "markdown")
     assert explain_text("MD001", "markdown").endswith("\nRun it: `moedoctor run MD001`\n")

@@ -24,7 +24,7 @@ def test_every_entry_is_listed_with_whether_it_runs(capsys: pytest.CaptureFixtur
     assert listed["schema_version"] == 1
     rows = listed["catalogue"]
     assert [row["id"] for row in rows][:20] == list(entries())
-    registered = catalogue.registered_names()
+    registered = catalogue.list_registered_names()
     for row in rows[:20]:
         assert row["scenario"] is (row["name"] in registered)
         assert row["title"] == entries()[row["id"]].title

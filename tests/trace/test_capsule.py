@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from moedoctor.diagnose.capsule.replay import judged, replay
+from moedoctor.diagnose.capsule.replay import judge, replay
 from moedoctor.reference.agreement import agree, bounds_of
 from moedoctor.reporters.pages.replay import ReplayDocument, answer_of
 from moedoctor.trace.capsule import (
@@ -309,7 +309,7 @@ def test_any_record_and_any_tensors_are_a_call_or_one_line(
 def test_any_capsule_is_judged(change: _Change, scheme: tuple[str, str], tmp_path: Path) -> None:
     capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
     if capsule is not None:
-        json.dumps(judged(capsule))
+        json.dumps(judge(capsule))
 
 
 def test_a_zero_input_scale_is_judged() -> None:
@@ -317,7 +317,7 @@ def test_a_zero_input_scale_is_judged() -> None:
     whole = make_capsule("nvfp4", "nvfp4")
     output = torch.full_like(whole.tensors["output"], float("nan"))  # [T, H]
     capsule = Capsule(whole.record, {**whole.tensors, "input_scale": torch.tensor(0.0), "output": output})
-    answer = judged(capsule)
+    answer = judge(capsule)
     assert (answer["judged"], answer["right"]) == (True, False)
     assert answer["recorded"]["nonfinite_tokens"] == 8
 

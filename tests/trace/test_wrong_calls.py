@@ -10,7 +10,7 @@ import torch
 
 from moedoctor.bench.moe.own_backends import Reference
 from moedoctor.bench.moe.parity import check_parity
-from moedoctor.diagnose.capsule.replay import judged
+from moedoctor.diagnose.capsule.replay import judge
 from moedoctor.fixes.moe.weight_layout import up_first
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_backend import Computed, Prepared
@@ -47,7 +47,7 @@ def _problem(quantization: str) -> Problem:
 def test_a_wrong_backend_leaves_a_capsule_that_names_its_mistake(quantization: str, folder: Path) -> None:
     assert not check_parity(Swapping(quantization), _problem(quantization), weights=False).right
     (name,) = wrong_calls.kept_files()
-    found = judged(load(folder / name))
+    found = judge(load(folder / name))
     assert found["right"] is False
     assert found["diagnosis"]["explanation"]["mistakes"] == ["gate_up_swapped"]
     assert found["facts"]["record"]["backend"] == f"REFERENCE {quantization}"

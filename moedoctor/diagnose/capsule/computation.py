@@ -38,7 +38,7 @@ class Computation:
     problem: Problem
     """The layer holds E experts; an id is the place of an expert among them, or -1."""
     activations: str = "none"
-    """How the backend quantizes activations: ``nvfp4``, ``fp8`` or ``none``."""
+    """The format in which the backend quantizes activations: ``nvfp4``, ``fp8`` or ``none``."""
     half_scales: torch.Tensor | None = None
     """float32 [E, 2]: factors of the gate and up rows of w13 beside its global scale; None if they are 1."""
     neighbours: torch.Tensor | None = None
@@ -49,7 +49,7 @@ class Computation:
     _outs: dict[_Out, torch.Tensor] = field(default_factory=dict)
 
     def applies(self, mistake: Mistake) -> bool:
-        """Return whether this call can show the mistake at all."""
+        """Return True if this call can show the mistake at all."""
         layer, name = self.problem.layer, mistake.name
         ids = self.problem.topk_ids
         scaled, blocked = layer.quantization != "bf16", layer.quantization == "nvfp4"
@@ -62,8 +62,8 @@ class Computation:
             "w1_scale_for_w3": self._halves_differ,
             "linear_for_swizzled": lambda: blocked,
             "swizzled_for_linear": lambda: blocked,
-            "group_size_doubled": lambda: blocked or _columns_of_blocks(layer.w13) > 1,
-            "block_scales_transposed": lambda: _columns_of_blocks(layer.w13) > 1,
+            "group_size_doubled": lambda: blocked or _count_block_columns(layer.w13) > 1,
+            "block_scales_transposed": lambda: _count_block_columns(layer.w13) > 1,
             "nibbles_swapped": lambda: blocked,
             "activations_not_quantized": lambda: self.activations != "none",
             "activation_scale_twice": lambda: self.activations in ("fp8", "nvfp4"),
@@ -71,19 +71,19 @@ class Computation:
             "activation_is_silu": lambda: layer.shape.activation != "silu",
             "activation_is_gelu_tanh": lambda: layer.shape.activation != "gelu_tanh",
             "expert_off_by_one": lambda: layer.shape.experts > 1,
-            "duplicate_summed_once": lambda: bool(repeated(ids).any()),
+            "duplicate_summed_once": lambda: bool(find_repeats(ids).any()),
             "sentinel_as_last_expert": lambda: self.last is not None and bool((ids < 0).any()),
         }
         return conditions.get(name, lambda: True)()
 
     def contributions(self, deviation: Deviation = ()) -> torch.Tensor:
         """Return float32 [T, K, H]: what each expert adds to its token's output."""
-        ids, weights = self._routed(deviation)  # [T, K] each
+        ids, weights = self._route(deviation)  # [T, K] each
         return self._out(deviation, ids) * weights[..., None]
 
     def prepare(self, deviations: Iterable[Deviation]) -> None:
         """Compute the experts' outputs for these deviations together, which is faster than one by one."""
-        self._compute([(deviation, self._routed(deviation)[0]) for deviation in deviations])
+        self._compute([(deviation, self._route(deviation)[0]) for deviation in deviations])
 
     def forget(self) -> None:
         """Free the experts' outputs that were computed until now."""
@@ -105,8 +105,8 @@ class Computation:
 
         Nothing of it is kept.
         """
-        (up,) = self._products([self._entering(RIGHT)], "w13", RIGHT, ids)  # [T, K, N]
-        (out,) = self._products([self._middle(up)], "w2", RIGHT, ids)  # [T, K, H]
+        (up,) = self._multiply([self._prepare_input(RIGHT)], "w13", RIGHT, ids)  # [T, K, N]
+        (out,) = self._multiply([self._activate_and_quantize(up)], "w2", RIGHT, ids)  # [T, K, H]
         return out * self.problem.topk_weights.float()[..., None]
 
     def with_values(self, step: str, values: Sequence[float], pairs: torch.Tensor) -> list[torch.Tensor]:
@@ -119,13 +119,13 @@ class Computation:
         if step == "w2":
             right = self.with_ids(ids)  # [T, K, H]
             return [right * factor for factor in values]
-        (up,) = self._products([self._entering(RIGHT)], "w13", RIGHT, ids)  # [T, K, N]
+        (up,) = self._multiply([self._prepare_input(RIGHT)], "w13", RIGHT, ids)  # [T, K, N]
         if step == "w13":
-            middles = [self._middle(up * factor) for factor in values]  # [T, K, I] each
+            middles = [self._activate_and_quantize(up * factor) for factor in values]  # [T, K, I] each
         else:
-            middles = [self._middle(up, "activation_clamped", limit=limit) for limit in values]
+            middles = [self._activate_and_quantize(up, "activation_clamped", limit=limit) for limit in values]
         weights = self.problem.topk_weights.float()[..., None]  # [T, K, 1]
-        return [out * weights for out in self._products(middles, "w2", RIGHT, ids)]
+        return [out * weights for out in self._multiply(middles, "w2", RIGHT, ids)]
 
     def _halves_differ(self) -> bool:
         w13, halves = self.problem.layer.w13, self.half_scales
@@ -136,7 +136,7 @@ class Computation:
 
     # --- The steps ----------------------------------------------------------------------------------------
 
-    def _routed(self, deviation: Deviation) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route(self, deviation: Deviation) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the ids and weights [T, K] that a sum with this mistake uses."""
         option = dict(deviation).get("sum", RIGHT)
         ids, weights = self.problem.topk_ids, self.problem.topk_weights.float()  # [T, K] each
@@ -148,7 +148,7 @@ class Computation:
             moved = following.to(ids)[ids.long().clamp(min=0)]  # [T, K]
             return torch.where(ids < 0, ids, torch.where(moved < 0, ids, moved)), weights
         if option == "duplicate_summed_once":
-            return ids, weights.masked_fill(repeated(ids), 0.0)
+            return ids, weights.masked_fill(find_repeats(ids), 0.0)
         if option == "sentinel_as_last_expert":
             return torch.where(ids < 0, -1 if self.last is None else self.last, ids), weights
         if option == "weights_not_applied":
@@ -178,25 +178,27 @@ class Computation:
             if out.up not in self._ups:
                 ups.setdefault((out.up.w13, out.up.ids), {})[out.up.entering] = None
         for (option, route), entering in ups.items():
-            products = self._products(map(self._entering, entering), "w13", option, routes[route])
+            products = self._multiply(map(self._prepare_input, entering), "w13", option, routes[route])
             self._ups |= {_Up(each, option, route): up for each, up in zip(entering, products, strict=True)}
         for (option, route), wanted in outs.items():
-            middles = [self._middle(self._ups[out.up], out.activation, out.middle) for out in wanted]
-            self._outs |= zip(wanted, self._products(middles, "w2", option, routes[route]), strict=True)
+            middles = [
+                self._activate_and_quantize(self._ups[out.up], out.activation, out.middle) for out in wanted
+            ]
+            self._outs |= zip(wanted, self._multiply(middles, "w2", option, routes[route]), strict=True)
 
-    def _entering(self, option: str) -> torch.Tensor:
+    def _prepare_input(self, option: str) -> torch.Tensor:
         """Return float32 [T, K, H]: the input of each pair."""
-        x = self._quantized(self.problem.x.float(), option, self.problem.layer.input_scale)  # [T, H]
+        x = self._quantize(self.problem.x.float(), option, self.problem.layer.input_scale)  # [T, H]
         return x[:, None].expand(-1, self.problem.topk_ids.shape[1], -1)
 
-    def _middle(
+    def _activate_and_quantize(
         self, up: torch.Tensor, activation: str = RIGHT, middle: str = RIGHT, limit: float = _LIMIT
     ) -> torch.Tensor:
         """Return float32 [T, K, I] of the first product [T, K, N]: activated, and quantized again."""
-        activated = self._activated(up, activation, limit)  # [T, K, I]
-        return self._quantized(activated, middle, self.problem.layer.intermediate_scale)
+        activated = self._activate(up, activation, limit)  # [T, K, I]
+        return self._quantize(activated, middle, self.problem.layer.intermediate_scale)
 
-    def _products(
+    def _multiply(
         self, inputs: Iterable[torch.Tensor], name: str, option: str, ids: torch.Tensor
     ) -> list[torch.Tensor]:
         """Return float32 [T, K, N] of each of the inputs [T, K, M], by the weight of its pair's expert."""
@@ -207,17 +209,17 @@ class Computation:
         results = [each.new_zeros((*each.shape[:2], columns)) for each in inputs]
         for expert in ids[ids >= 0].unique().tolist():
             matrix = expert_weight(
-                _changed(_of_expert(weight, expert), option, layer.shape.gated), 0
+                _change(_of_expert(weight, expert), option, layer.shape.gated), 0
             )  # [N, M]
             if name == "w13" and self.half_scales is not None:
-                matrix = matrix * self._row_factors(expert, option)[:, None]
+                matrix = matrix * self._expand_row_factors(expert, option)[:, None]
             here = ids == expert  # [T, K]
             rows = torch.cat([each[here] for each in inputs]) @ matrix.T  # [B * n, N]
             for result, part in zip(results, rows.split(int(here.sum())), strict=True):
                 result[here] = part
         return results
 
-    def _row_factors(self, expert: int, option: str) -> torch.Tensor:
+    def _expand_row_factors(self, expert: int, option: str) -> torch.Tensor:
         """Return float32 [2I]: the factor of each row of w13."""
         assert self.half_scales is not None
         gate, up = self.half_scales[expert]
@@ -229,7 +231,7 @@ class Computation:
             gate, up = up, gate  # the rows take their scales with them
         return torch.stack((gate, up)).repeat_interleave(self.problem.layer.shape.intermediate)
 
-    def _activated(self, up: torch.Tensor, option: str, limit: float) -> torch.Tensor:
+    def _activate(self, up: torch.Tensor, option: str, limit: float) -> torch.Tensor:
         right = self.problem.layer.shape.activation
         if self.activations != "none":
             up = up.bfloat16().float()  # such backends activate in bfloat16
@@ -246,7 +248,7 @@ class Computation:
             return activate(limited, right)
         return activate(up, right)
 
-    def _quantized(self, values: torch.Tensor, option: str, scale: float) -> torch.Tensor:
+    def _quantize(self, values: torch.Tensor, option: str, scale: float) -> torch.Tensor:
         quantise = quantiser(self.activations, scale)
         if quantise is None or option == "activations_not_quantized":
             return values
@@ -260,7 +262,7 @@ class Computation:
 
 
 class _Up(NamedTuple):
-    """What a first product depends on."""
+    """The inputs of a first product."""
 
     entering: str
     """Options of the steps, ``input`` and ``w13``."""
@@ -270,7 +272,7 @@ class _Up(NamedTuple):
 
 
 class _Out(NamedTuple):
-    """What a second product depends on: the options of all steps but the sum, and the experts."""
+    """The inputs of a second product: the options of all steps but the sum, and the experts."""
 
     up: _Up
     activation: str
@@ -298,20 +300,20 @@ def _of_expert(weight: Weight, expert: int) -> Weight:
     return weight[here]
 
 
-def _changed(weight: Weight, option: str, gated: bool) -> Weight:
+def _change(weight: Weight, option: str, gated: bool) -> Weight:
     """Return the weight that a kernel with this mistake computes with."""
     if option == "gate_up_swapped":
         return up_first(weight)
     if option == "gate_up_interleaved":
-        return _rows(weight, lambda rows: torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1))
+        return _move_rows(weight, lambda rows: torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1))
     if option == "halves_transposed":
         return _columns_exchanged(weight)
     if option == "global_scale_inverted":
-        return _scaled(weight, lambda scale: 1 / scale)
+        return _scale(weight, lambda scale: 1 / scale)
     if option == "global_scale_missing":
-        return _scaled(weight, torch.ones_like)
+        return _scale(weight, torch.ones_like)
     if isinstance(weight, Fp8) and weight.block is not None:
-        return replace(weight, scale=_block_scales(weight.scale, option))
+        return replace(weight, scale=_change_block_scales(weight.scale, option))
     if isinstance(weight, Nvfp4):
         if option == "linear_for_swizzled":
             return replace(weight, block_scales=linear_for_swizzled(weight.block_scales))
@@ -326,7 +328,7 @@ def _changed(weight: Weight, option: str, gated: bool) -> Weight:
     return weight
 
 
-def _block_scales(scale: torch.Tensor, option: str) -> torch.Tensor:
+def _change_block_scales(scale: torch.Tensor, option: str) -> torch.Tensor:
     """Return the scales [E, R, C] of FP8 blocks as a kernel with this mistake has them, the gate's first."""
     gate, up = scale.chunk(2, dim=1) if scale.shape[1] > 1 else (scale, scale)  # [E, R / 2, C] each
     if option == "w1_w3_scales_exchanged":
@@ -340,7 +342,7 @@ def _block_scales(scale: torch.Tensor, option: str) -> torch.Tensor:
     return scale
 
 
-def _rows(weight: Weight, move: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
+def _move_rows(weight: Weight, move: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
     """Move the rows of a weight, values and block scales together."""
     if isinstance(weight, Nvfp4):
         scales = move(weight.block_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
@@ -353,14 +355,14 @@ def _rows(weight: Weight, move: Callable[[torch.Tensor], torch.Tensor]) -> Weigh
 def _columns_exchanged(weight: Weight) -> Weight:
     """Exchange the halves of the columns; a half must be whole blocks."""
 
-    def exchanged(tensor: torch.Tensor) -> torch.Tensor:
+    def exchange(tensor: torch.Tensor) -> torch.Tensor:
         half = tensor.shape[2] // 2
         return torch.cat((tensor[..., half:], tensor[..., :half]), dim=2)
 
-    return _rows(weight, exchanged)
+    return _move_rows(weight, exchange)
 
 
-def _scaled(weight: Weight, change: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
+def _scale(weight: Weight, change: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
     if isinstance(weight, Nvfp4):
         return replace(weight, global_scale=change(weight.global_scale))
     if isinstance(weight, Fp8):
@@ -368,12 +370,12 @@ def _scaled(weight: Weight, change: Callable[[torch.Tensor], torch.Tensor]) -> W
     return weight
 
 
-def _columns_of_blocks(weight: Weight) -> int:
+def _count_block_columns(weight: Weight) -> int:
     """Return how many blocks of FP8 values are beside each other; 0 if the weight has no blocks."""
     return int(weight.scale.shape[2]) if isinstance(weight, Fp8) and weight.block is not None else 0
 
 
-def repeated(ids: torch.Tensor) -> torch.Tensor:
+def find_repeats(ids: torch.Tensor) -> torch.Tensor:
     """Return bool [T, K]: whether the id was already among the token's ids before it."""
     same = ids[:, :, None] == ids[:, None, :]  # [T, K, K]
     before = torch.ones_like(same[0]).tril(-1)  # [K, K]

@@ -13,7 +13,7 @@ from itertools import combinations
 
 import torch
 
-from moedoctor.diagnose.capsule.computation import Computation, repeated
+from moedoctor.diagnose.capsule.computation import Computation, find_repeats
 from moedoctor.diagnose.capsule.mistakes import (
     MISTAKES,
     Deviation,
@@ -36,7 +36,7 @@ _FAR = 0.25
 _OCTAVES, _FINEST = 8, 2.0**-12
 """Powers of two by which a scale or limit is looked for, and how finely."""
 _NOISE = {"none": 2.0**-9, "fp8": 2.0**-5, "nvfp4": 2.0**-5}
-"""How far a sound backend moves an element, relative to its token's RMS; codes that flip move it further."""
+"""A sound backend's largest error of an element, relative to its token's RMS; flipped codes exceed it."""
 _APART = 3.0
 """Predictions that are nearer to each other than this many times the noise are not told apart."""
 
@@ -54,11 +54,11 @@ class Explanation:
     cosine: float
     """Of output and prediction, over the finite tokens."""
     holds: bool
-    """Whether the prediction agrees with the output within the bounds of a sound backend."""
+    """True if the prediction agrees with the output within the bounds of a sound backend."""
     experts: tuple[int, ...] | None = None
-    """Where it happens, if in some of the experts only: their places in the layer."""
+    """The experts' places in the layer, if the mistake happens in some of the experts only."""
     tokens: tuple[int, ...] | None = None
-    """Where it happens, if in some of the tokens only."""
+    """The tokens, if the mistake happens in some of the tokens only."""
     taken: int | None = None
     """``expert_replaced``: the place of the expert that was computed instead."""
     factor: float | None = None
@@ -70,8 +70,8 @@ class Explanation:
     prediction: torch.Tensor = field(repr=False, compare=False, default_factory=lambda: torch.empty(0))
     """float32 [T, H]"""
 
-    def says_the_same(self, other: Explanation) -> bool:
-        """Return whether both name the same mistakes in the same places."""
+    def agrees_with(self, other: Explanation) -> bool:
+        """Return True if both name the same mistakes in the same places."""
         return self._answer() == other._answer()
 
     def _answer(self) -> object:
@@ -86,12 +86,12 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a recorded output is."""
+    """The finding about a recorded output."""
 
     agreement: Agreement
     """Output and reference."""
     best: Explanation | None = None
-    """What explains the output; None if it is right, or if no known mistake does."""
+    """The explanation of the output; None if it is right, or if no known mistake does."""
     equals: tuple[Explanation, ...] = ()
     """Other explanations that this call cannot tell apart from the best."""
     runner_up: Explanation | None = None
@@ -101,7 +101,7 @@ class Diagnosis:
 
     @property
     def sound(self) -> bool:
-        """Return whether the output is right."""
+        """Return True if the output is right."""
         return self.agreement.right
 
 
@@ -127,10 +127,10 @@ def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
         for deviation in deviations_of(mistake)
     ]
     searches: Sequence[Callable[[], list[Explanation]]] = (
-        lambda: [*call.rows(), *call.tried(deviations)],
+        lambda: [*call.rows(), *call.try_out(deviations)],
         call.values,
         call.experts,
-        lambda: call.tried(list(pairs_of(deviations))),
+        lambda: call.try_out(list(pairs_of(deviations))),
         call.unknown_experts,
     )
     found: list[Explanation] = []
@@ -138,7 +138,7 @@ def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
         found += search()
         if any(explanation.holds for explanation in found):
             break
-    return call.ranked(agreement, found)
+    return call.rank(agreement, found)
 
 
 class _Call:
@@ -155,17 +155,17 @@ class _Call:
         self.size = float(self.difference[finite].double().norm())
         self.compared = 0
 
-    def tried(self, deviations: Sequence[Deviation]) -> list[Explanation]:
+    def try_out(self, deviations: Sequence[Deviation]) -> list[Explanation]:
         """Return how well each of the deviations explains the output, of a large call the likeliest only."""
         if self._is_large():
-            few = self._part(self._telling_tokens())
-            likely = few._explained(deviations, free=True)
+            few = self._select(self._choose_tokens())
+            likely = few._explain_all(deviations, free=True)
             likely.sort(key=lambda explanation: (not explanation.holds, explanation.residual))
             self.compared += few.compared
             deviations = [explanation.deviation for explanation in likely[:_MOST_LIKELY]]
-        return self._explained(deviations, free=self._is_large())
+        return self._explain_all(deviations, free=self._is_large())
 
-    def _explained(self, deviations: Sequence[Deviation], *, free: bool) -> list[Explanation]:
+    def _explain_all(self, deviations: Sequence[Deviation], *, free: bool) -> list[Explanation]:
         """Return how well each explains the output; with `free`, what was computed for it is not kept."""
         found = []
         # Those with the same w2 stay together, so that each weight is dequantized once.
@@ -173,31 +173,31 @@ class _Call:
         for first in range(0, len(ordered), _MOST_TOGETHER):
             together = ordered[first : first + _MOST_TOGETHER]
             self.computation.prepare(together)
-            found += [each for deviation in together if (each := self.explained(deviation)) is not None]
+            found += [each for deviation in together if (each := self.explain(deviation)) is not None]
             if free:
                 self.computation.forget()
         return found
 
-    def explained(self, deviation: Deviation) -> Explanation | None:
+    def explain(self, deviation: Deviation) -> Explanation | None:
         """Return how well the deviation explains the output; None if it changes nothing here."""
         wrong = self.computation.contributions(deviation).nan_to_num()  # [T, K, H]
         change = wrong - self.right  # [T, K, H]
         if self._is_noise(wrong.sum(1)) and self._is_noise_in_pairs(change):
             return None
-        whole = self._explanation(names(deviation), deviation, wrong.sum(1))
+        whole = self._make_explanation(names(deviation), deviation, wrong.sum(1))
         if whole.holds:
             return whole
-        mask = self._mask(change)  # [T, K]
+        mask = self._locate(change)  # [T, K]
         if bool(mask.all()) or not bool(mask.any()):
             return whole
         mixed = torch.where(mask[..., None], wrong, self.right).sum(1)  # [T, H]
         experts, tokens = self._places(mask)
-        part = self._explanation(names(deviation), deviation, mixed, experts, tokens)
+        part = self._make_explanation(names(deviation), deviation, mixed, experts, tokens)
         return part if part.holds else whole
 
     def rows(self) -> list[Explanation]:
         """Explain wrong rows by rows that nobody wrote: zeros, or another token's row."""
-        wrong = self._wrong_tokens()
+        wrong = self._find_wrong_tokens()
         prediction = self.reference.clone()  # [T, H]
         for token in wrong:
             row = self.output[token]  # [H]
@@ -207,39 +207,35 @@ class _Call:
                 prediction[token] = row
         if not wrong or len(wrong) == len(self.output):
             return []
-        return [self._explanation(("row_unwritten",), (), prediction, None, tuple(wrong))]
+        return [self._make_explanation(("row_unwritten",), (), prediction, None, tuple(wrong))]
 
     def values(self) -> list[Explanation]:
         """Explain the output by a wrong global scale or limit of the activation, in one expert or in all."""
-        suspects, used = self._suspects(), self.ids[self.ids >= 0].unique().tolist()
-        causes: list[tuple[int, ...]] = [(expert,) for expert in self._causes(suspects)]
-        found = [self._with_best_value("activation", experts) for experts in (*causes, tuple(used))]
+        suspects, used = self._find_suspects(), self.ids[self.ids >= 0].unique().tolist()
+        causes: list[tuple[int, ...]] = [(expert,) for expert in self._find_causes(suspects)]
+        found = [self._fit_value("activation", experts) for experts in (*causes, tuple(used))]
         if self.computation.problem.layer.quantization != "bf16":
             together = [tuple(suspects)] if len(suspects) > 1 else []
             found += [
-                self._with_best_value(step, experts)
-                for experts in (*causes, *together)
-                for step in ("w13", "w2")
+                self._fit_value(step, experts) for experts in (*causes, *together) for step in ("w13", "w2")
             ]
         return found
 
-    def _with_best_value(self, step: str, experts: tuple[int, ...]) -> Explanation:
-        few = self._part(self._telling_tokens(experts)) if self._is_large() else self
+    def _fit_value(self, step: str, experts: tuple[int, ...]) -> Explanation:
+        few = self._select(self._choose_tokens(experts)) if self._is_large() else self
         best, width = 0.0, float(_OCTAVES)
         while width > _FINEST:  # ever narrower around the best
             octaves = [best + width * place / _OCTAVES for place in range(-_OCTAVES, _OCTAVES + 1)]
-            predictions = few._with_values(step, experts, octaves)  # [T, H] each
+            predictions = few._predict(step, experts, octaves)  # [T, H] each
             errors = [float((few.output - each)[few.finite].double().norm()) for each in predictions]
             best, width = octaves[errors.index(min(errors))], width / _OCTAVES
-        (prediction,) = self._with_values(step, experts, [best])
+        (prediction,) = self._predict(step, experts, [best])
         everywhere = len(experts) == len(self.ids[self.ids >= 0].unique())
         places = None if everywhere else experts
         name = "activation_clamped" if step == "activation" else "global_scale_wrong"
-        return self._explanation((name,), ((step, name),), prediction, places, factor=2.0**best)
+        return self._make_explanation((name,), ((step, name),), prediction, places, factor=2.0**best)
 
-    def _with_values(
-        self, step: str, experts: tuple[int, ...], octaves: Sequence[float]
-    ) -> list[torch.Tensor]:
+    def _predict(self, step: str, experts: tuple[int, ...], octaves: Sequence[float]) -> list[torch.Tensor]:
         """Return the output [T, H] for each value of a scale or limit."""
         pairs = torch.isin(self.ids, torch.tensor(experts, device=self.ids.device))  # [T, K]
         rest = torch.where(pairs[..., None], 0.0, self.right).sum(1)  # [T, H]
@@ -249,7 +245,7 @@ class _Call:
     def experts(self) -> list[Explanation]:
         """Explain the output by an expert that was computed with the weights of another that is held."""
         found = []
-        for expert in self._causes(self._suspects()):
+        for expert in self._find_causes(self._find_suspects()):
             here = self.ids == expert  # [T, K]
             for other in range(self.computation.problem.layer.shape.experts):
                 if other == expert:
@@ -257,7 +253,7 @@ class _Call:
                 taken = self.computation.with_ids(torch.where(here, other, -1))  # [T, K, H]
                 prediction = torch.where(here[..., None], taken, self.right).sum(1)  # [T, H]
                 found.append(
-                    self._explanation(("expert_replaced",), (), prediction, (expert,), None, taken=other)
+                    self._make_explanation(("expert_replaced",), (), prediction, (expert,), None, taken=other)
                 )
         return found
 
@@ -266,8 +262,8 @@ class _Call:
 
         Just the tokens that use them are wrong. Experts that only appear together cannot be told apart.
         """
-        wrong = set(self._wrong_tokens())
-        tokens_of = {expert: self._tokens_of(expert) for expert in self._suspects()}
+        wrong = set(self._find_wrong_tokens())
+        tokens_of = {expert: self._find_tokens(expert) for expert in self._find_suspects()}
         if not wrong or len(wrong) == len(self.output):
             return []
         for size in range(1, _MOST_UNKNOWN + 1):
@@ -279,10 +275,12 @@ class _Call:
             if found:
                 rows = torch.tensor(sorted(wrong), device=self.output.device)
                 prediction = self.reference.index_copy(0, rows, self.output[rows])  # [T, H]
-                return [self._explanation(("expert_unknown",), (), prediction, experts) for experts in found]
+                return [
+                    self._make_explanation(("expert_unknown",), (), prediction, experts) for experts in found
+                ]
         return []
 
-    def ranked(self, agreement: Agreement, found: Sequence[Explanation]) -> Diagnosis:
+    def rank(self, agreement: Agreement, found: Sequence[Explanation]) -> Diagnosis:
         """Return the diagnosis: the best explanation, what equals it, and the next."""
         # A mistake that happens everywhere explains with fewer words than one that happens in some places.
         simple = [
@@ -293,22 +291,22 @@ class _Call:
             return Diagnosis(agreement)
         first = found[order[0]]
         if not first.holds:
-            return Diagnosis(agreement, None, (), self._with_shares(first), self.compared)
+            return Diagnosis(agreement, None, (), self._add_shares(first), self.compared)
         near = [i for i in order if found[i].holds and self._equal(first, found[i])]
         chosen = min(near, key=lambda i: (simple[i], found[i].residual))
         best = found[chosen]
         equals = tuple(
-            found[i] for i in near if simple[i] == simple[chosen] and not found[i].says_the_same(best)
+            found[i] for i in near if simple[i] == simple[chosen] and not found[i].agrees_with(best)
         )
         rest = [found[i] for i in order if i not in near]
-        runner_up = self._with_shares(rest[0]) if rest else None
-        return Diagnosis(agreement, self._with_shares(best), equals, runner_up, self.compared)
+        runner_up = self._add_shares(rest[0]) if rest else None
+        return Diagnosis(agreement, self._add_shares(best), equals, runner_up, self.compared)
 
     # --- Helpers ------------------------------------------------------------------------------------------
 
-    def _with_shares(self, found: Explanation) -> Explanation:
+    def _add_shares(self, found: Explanation) -> Explanation:
         """Return it with what it explains of each wrong token, and of the wrong tokens of each expert."""
-        wrong = self._wrong_tokens()
+        wrong = self._find_wrong_tokens()
         left = (self.output - found.prediction).double().square().sum(1)  # [T]
         whole = self.difference.double().square().sum(1)  # [T]
 
@@ -317,7 +315,7 @@ class _Call:
             return max(0.0, 1.0 - float(left[rows].sum() / whole[rows].sum()))
 
         used = [int(expert) for expert in self.ids[self.ids >= 0].unique()]
-        tokens_of = {expert: sorted(self._tokens_of(expert) & set(wrong)) for expert in used}
+        tokens_of = {expert: sorted(self._find_tokens(expert) & set(wrong)) for expert in used}
         return replace(
             found,
             token_shares={token: share([token]) for token in wrong},
@@ -325,17 +323,17 @@ class _Call:
         )
 
     def _is_large(self) -> bool:
-        """Return whether most mistakes are tried on a few tokens only."""
+        """Return True if most mistakes are tried on a few tokens only."""
         shape = self.computation.problem.layer.shape
         weights = shape.experts * shape.hidden * (shape.w13_rows + shape.intermediate)
         return weights > _MOST_WEIGHTS or self.right.numel() > _MOST_VALUES
 
-    def _part(self, tokens: Sequence[int]) -> _Call:
+    def _select(self, tokens: Sequence[int]) -> _Call:
         """Return the call of some of its tokens."""
         rows = list(tokens)
         return _Call(self.computation.part(rows), self.output[rows], self.right[rows], self.finite[rows])
 
-    def _telling_tokens(self, experts: Sequence[int] = ()) -> list[int]:
+    def _choose_tokens(self, experts: Sequence[int] = ()) -> list[int]:
         """Return the token that is furthest off, and those in which few mistakes can be seen.
 
         These are duplicate ids and ids of -1. With `experts`, it is one that uses them.
@@ -346,13 +344,13 @@ class _Call:
             errors[~torch.isin(self.ids, torch.tensor(experts)).any(1)] = -1.0
         kinds = (
             torch.ones(len(self.ids), dtype=torch.bool),
-            repeated(self.ids).any(1),
+            find_repeats(self.ids).any(1),
             (self.ids < 0).any(1),
         )
         found = [int(torch.where(kind, errors, -2.0).argmax()) for kind in kinds if bool(kind.any())]
         return sorted(set(found))
 
-    def _explanation(
+    def _make_explanation(
         self,
         mistakes: tuple[str, ...],
         deviation: Deviation,
@@ -381,22 +379,22 @@ class _Call:
         )
 
     def _is_noise(self, prediction: torch.Tensor) -> bool:
-        """Return whether a sound backend could give `prediction` [T, H] too."""
+        """Return True if a sound backend could give `prediction` [T, H] too."""
         return self._agrees(prediction, self.reference)
 
     def _agrees(self, output: torch.Tensor, prediction: torch.Tensor) -> bool:
-        """Return whether `output` [T, H] is within the bounds; the first line saves most of the time."""
+        """Return True if `output` [T, H] is within the bounds; the first line saves most of the time."""
         if not float((output - prediction).norm()) <= _FAR * float(prediction.norm()):
             return False
         return agree(output, prediction, self.bounds).right
 
     def _is_noise_in_pairs(self, change: torch.Tensor) -> bool:
-        """Return whether no single pair changes its token's output beyond the noise."""
+        """Return True if no single pair changes its token's output beyond the noise."""
         return all(
             self._is_noise(self.reference + change[:, lane]) for lane in range(change.shape[1])
         )  # changes of two pairs may cancel
 
-    def _mask(self, change: torch.Tensor) -> torch.Tensor:
+    def _locate(self, change: torch.Tensor) -> torch.Tensor:
         """Return bool [T, K]: the pairs in which the change [T, K, H] happened.
 
         An expert that a token has twice is one pair here: its changes are parallel, so shares of them mean
@@ -433,7 +431,7 @@ class _Call:
         tokens = mask.any(1).nonzero().flatten().tolist()
         return None, tuple(tokens)
 
-    def _wrong_tokens(self) -> list[int]:
+    def _find_wrong_tokens(self) -> list[int]:
         """Return the finite tokens that differ from the reference beyond the noise."""
         rows = zip(self.output, self.reference, self.finite.tolist(), strict=True)
         return [
@@ -442,25 +440,25 @@ class _Call:
             if finite and not agree(got[None], want[None], self.bounds).right
         ]
 
-    def _suspects(self) -> list[int]:
+    def _find_suspects(self) -> list[int]:
         """Return the experts whose every token is wrong, and that can be seen."""
-        wrong = set(self._wrong_tokens())
+        wrong = set(self._find_wrong_tokens())
         found = []
         for expert in self.ids[self.ids >= 0].unique().tolist():
-            if self._tokens_of(expert) <= wrong:
+            if self._find_tokens(expert) <= wrong:
                 found.append(int(expert))
         return found
 
-    def _causes(self, suspects: Sequence[int]) -> list[int]:
+    def _find_causes(self, suspects: Sequence[int]) -> list[int]:
         """Return the suspects each of which uses every wrong token, so that it could be the only cause."""
-        wrong = set(self._wrong_tokens())
-        return [expert for expert in suspects if self._tokens_of(expert) == wrong]
+        wrong = set(self._find_wrong_tokens())
+        return [expert for expert in suspects if self._find_tokens(expert) == wrong]
 
-    def _tokens_of(self, expert: int) -> set[int]:
+    def _find_tokens(self, expert: int) -> set[int]:
         """Return the finite tokens that use the expert."""
         return set(((self.ids == expert).any(1) & self.finite).nonzero().flatten().tolist())
 
     def _equal(self, first: Explanation, other: Explanation) -> bool:
-        """Return whether both predict the same within `_APART` times the noise."""
+        """Return True if both predict the same within `_APART` times the noise."""
         apart = float((first.prediction - other.prediction)[self.finite].double().norm())
         return apart <= _APART * first.residual * self.size

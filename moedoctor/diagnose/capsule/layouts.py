@@ -1,8 +1,9 @@
-"""What the backend got, beside what the checkpoint has: in which layout, and which experts differ.
+"""Compares the backend's tensors with the checkpoint's: their layout, and which experts differ.
 
 A capsule may hold tensors as the backend got them (``backend.NAME``). Each is compared, an expert at a time,
-with the checkpoint's tensors of the same matrix in the layouts of `_forms`. What fits none of them may still
-hold the same codes in another order, as Marlin's weights do. An expert that differs from the others is named.
+with the checkpoint's tensors of the same matrix in the layouts of `_yield_forms`. A tensor in none may
+still hold the same codes in another order, as Marlin's weights do. An expert that differs from the others is
+named.
 """
 
 from __future__ import annotations
@@ -54,13 +55,13 @@ class BackendTensor:
 def backend_tensors(capsule: Capsule) -> list[BackendTensor]:
     """Return what each tensor of the backend holds, in the order of their names."""
     return [
-        _compared(capsule, name)
+        _compare(capsule, name)
         for name in sorted(capsule.tensors)
         if name.startswith(OF_BACKEND) and "w13" in capsule.tensors
     ]
 
 
-def _compared(capsule: Capsule, name: str) -> BackendTensor:
+def _compare(capsule: Capsule, name: str) -> BackendTensor:
     own = capsule.tensors[name]  # [U, ...]
     short = name.removeprefix(OF_BACKEND)
     matrix = "w13" if "w13" in short or "w1_" in short else "w2" if "w2" in short else ""
@@ -69,7 +70,7 @@ def _compared(capsule: Capsule, name: str) -> BackendTensor:
         stored = capsule.tensors.get(candidate)
         if stored is None or not matrix:
             continue
-        forms = _forms_of(own, stored, gated=matrix == "w13" and capsule.record.shape.gated)
+        forms = _find_forms(own, stored, gated=matrix == "w13" and capsule.record.shape.gated)
         fit = sum(_RANK.get(form, _RANK[_FACTOR]) for form in forms)
         if best is None or fit > best[0]:
             best = fit, candidate, forms
@@ -79,7 +80,9 @@ def _compared(capsule: Capsule, name: str) -> BackendTensor:
     common = Counter(forms).most_common(1)[0][0]
     ids = capsule.expert_ids
     odd = tuple(
-        OddExpert(ids[place], _beside(form, common), _like(own, capsule.tensors[of], place, common, ids))
+        OddExpert(
+            ids[place], _beside(form, common), _find_expert(own, capsule.tensors[of], place, common, ids)
+        )
         for place, form in enumerate(forms)
         if form != common
     )
@@ -97,22 +100,22 @@ _RANK = {
     RENAMED: 1,
     OTHER: 0,
 }
-"""How much a form says; a tensor is taken for what its experts' forms say most about."""
+"""The weight of each form; a tensor is taken for the matrix with the most weight over its experts."""
 
 
-def _forms_of(own: torch.Tensor, stored: torch.Tensor, *, gated: bool) -> list[str]:
+def _find_forms(own: torch.Tensor, stored: torch.Tensor, *, gated: bool) -> list[str]:
     """Return the form of each expert of `own` [U, ...], of the checkpoint's `stored` [U, ...]."""
     if stored.dtype == torch.float32 and own.is_floating_point() and own[0].numel() <= stored[0].numel():
-        return [_factor(part, other) for part, other in zip(own, stored, strict=True)]
-    exact = dict(_forms(stored, gated=gated))
+        return [_find_factor(part, other) for part, other in zip(own, stored, strict=True)]
+    exact = dict(_yield_forms(stored, gated=gated))
     return [
-        next((form for form, tensor in exact.items() if _same(part, tensor[place])), None)
-        or _order(_bytes(part), _bytes(stored[place]))
+        next((form for form, tensor in exact.items() if _equal(part, tensor[place])), None)
+        or _compare_codes(_bytes(part), _bytes(stored[place]))
         for place, part in enumerate(own)
     ]
 
 
-def _forms(stored: torch.Tensor, *, gated: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _yield_forms(stored: torch.Tensor, *, gated: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (form, `stored` in it)."""
     yield AS_STORED, stored
     raw = stored.view(torch.uint8) if stored.element_size() == 1 else stored
@@ -126,7 +129,7 @@ def _forms(stored: torch.Tensor, *, gated: bool) -> Iterator[tuple[str, torch.Te
             yield f"{TILED}, {EXCHANGED}", tiled_scales(exchanged)
 
 
-def _same(own: torch.Tensor, stored: torch.Tensor) -> bool:
+def _equal(own: torch.Tensor, stored: torch.Tensor) -> bool:
     return own.nbytes == stored.nbytes and torch.equal(_bytes(own), _bytes(stored))
 
 
@@ -135,24 +138,24 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _order(own: torch.Tensor, stored: torch.Tensor) -> str:
-    """Return whether bytes [B] hold the same codes as others [B'], in whatever order."""
+def _compare_codes(own: torch.Tensor, stored: torch.Tensor) -> str:
+    """Return in which way bytes [B] hold the same codes as others [B'], in whatever order."""
     counts, wanted = own.bincount(minlength=256), stored.bincount(minlength=256)  # [256] each
     if torch.equal(counts, wanted):
         return REORDERED
-    if torch.equal(_nibbles(counts), _nibbles(wanted)):
+    if torch.equal(_count_nibbles(counts), _count_nibbles(wanted)):
         return REPACKED
     several = int((wanted > 0).sum()) >= _LEAST_CODES and len(own) == len(stored)
     return RENAMED if several and torch.equal(counts.sort().values, wanted.sort().values) else OTHER
 
 
-def _nibbles(counts: torch.Tensor) -> torch.Tensor:
+def _count_nibbles(counts: torch.Tensor) -> torch.Tensor:
     """Return [16]: how often each half of a byte occurs, of the counts of bytes [256]."""
     square = counts.view(16, 16)  # high half, low half
     return square.sum(0) + square.sum(1)
 
 
-def _factor(own: torch.Tensor, stored: torch.Tensor) -> str:
+def _find_factor(own: torch.Tensor, stored: torch.Tensor) -> str:
     """Return by which factor float scales differ from the checkpoint's; `OTHER` if by no single one."""
     got, want = own.double().flatten(), stored.double().flatten()
     wanted = want if got.numel() == want.numel() else want.amax().expand_as(got)
@@ -174,16 +177,18 @@ def _beside(form: str, common: str) -> str:
     return f"{float(form.split()[1]) / float(common.split()[1]):.4g} times the others'"
 
 
-def _like(own: torch.Tensor, stored: torch.Tensor, place: int, common: str, ids: Sequence[int]) -> int | None:
+def _find_expert(
+    own: torch.Tensor, stored: torch.Tensor, place: int, common: str, ids: Sequence[int]
+) -> int | None:
     """Return the expert whose values `place` holds, in the common form; None if none of the capsule."""
     if stored[0].numel() < _LEAST_CODES:
         return None  # a scale may be equal by chance
-    exact = dict(_forms(stored, gated=stored.dim() == 3))
+    exact = dict(_yield_forms(stored, gated=stored.dim() == 3))
     for other in range(len(ids)):
         if other == place:
             continue
         form = exact.get(common)
-        fits = _same(own[place], form[other]) if form is not None else False
-        if fits or (form is None and _order(_bytes(own[place]), _bytes(stored[other])) == common):
+        fits = _equal(own[place], form[other]) if form is not None else False
+        if fits or (form is None and _compare_codes(_bytes(own[place]), _bytes(stored[other])) == common):
             return ids[other]
     return None

@@ -23,7 +23,7 @@ class Mistake:
     steps: tuple[str, ...]
     """The steps that go wrong; in one of them, or in all at once."""
     words: str
-    """What a kernel with it does, to follow "the output is that of …"."""
+    """The behavior of a kernel with it, to follow "the output is that of …"."""
     entry: str | None = None
     """The known failure that it belongs to."""
 
@@ -72,7 +72,7 @@ def deviations_of(mistake: Mistake) -> Iterator[Deviation]:
         yield tuple((step, mistake.name) for step in mistake.steps)
 
 
-def joined(first: Deviation, second: Deviation) -> Deviation | None:
+def join(first: Deviation, second: Deviation) -> Deviation | None:
     """Return both at once, or None if they are about the same step."""
     steps = dict(first) | dict(second)
     if len(steps) < len(first) + len(second):
@@ -88,6 +88,6 @@ def names(deviation: Deviation) -> tuple[str, ...]:
 def pairs_of(deviations: Sequence[Deviation]) -> Iterator[Deviation]:
     """Yield each two of the deviations at once, where they are about different steps and mistakes."""
     for first, second in combinations(deviations, 2):
-        combined = joined(first, second)
+        combined = join(first, second)
         if combined is not None and not set(names(first)) & set(names(second)):
             yield combined

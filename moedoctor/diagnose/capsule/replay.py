@@ -39,31 +39,31 @@ class BackendReplay:
     quantization: str
     activations: str
     right: bool | None = None
-    """Whether its output agrees with the reference; None if it did not run."""
+    """True if its output agrees with the reference; None if it did not run."""
     against_reference: Mapping[str, Any] | None = None
     against_recorded: Mapping[str, Any] | None = None
     repeats: bool | None = None
-    """Whether its output agrees with the recorded one."""
+    """True if its output agrees with the recorded output."""
     deterministic: bool | None = None
-    """Whether three calls gave the same bits."""
+    """True if three calls gave the same bits."""
     unavailable: str | None = None
     failed: str | None = None
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a capsule is."""
+    """The finding about a capsule."""
 
     facts: Mapping[str, Any]
     """See `moedoctor.trace.capsule.facts`."""
     judged: bool
-    """Whether the recorded output could be compared with the reference."""
+    """True if the recorded output could be compared with the reference."""
     right: bool | None
     recorded: Mapping[str, Any]
-    """How the recorded output agrees with the reference; empty if it was not judged."""
+    """The agreement of the recorded output with the reference; empty if it was not judged."""
     diagnosis: Mapping[str, Any]
     backend_tensors: Sequence[Mapping[str, Any]] = ()
-    """What the backend got, see `moedoctor.diagnose.capsule.layouts.BackendTensor`."""
+    """The backend's tensors, see `moedoctor.diagnose.capsule.layouts.BackendTensor`."""
     backends: Sequence[BackendReplay] = ()
 
 
@@ -108,13 +108,13 @@ def _carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         capsule = load(Path(request["path"]))
         if "variant" not in request:
-            return judged(capsule)
-        return _computed(capsule, Variant(**request["variant"]), request["device"])
+            return judge(capsule)
+        return _run_backend(capsule, Variant(**request["variant"]), request["device"])
     except CapsuleError as error:
         return {_CAPSULE_ERROR: str(error).removeprefix(f"{request['path']}: ")}
 
 
-def judged(capsule: Capsule) -> dict[str, Any]:
+def judge(capsule: Capsule) -> dict[str, Any]:
     """Return what `Replay` says without backends, as plain data. Raises CapsuleError if it lacks weights."""
     from moedoctor.diagnose.capsule.explain import diagnose
     from moedoctor.diagnose.capsule.layouts import backend_tensors
@@ -144,12 +144,12 @@ def judged(capsule: Capsule) -> dict[str, Any]:
         **base,
         "judged": True,
         "right": agreement.right,
-        "recorded": {**agreement.evidence(), **_nonfinite_experts(capsule, output, expected)},
+        "recorded": {**agreement.evidence(), **_find_nonfinite_experts(capsule, output, expected)},
         "diagnosis": diagnosis,
     }
 
 
-def _nonfinite_experts(
+def _find_nonfinite_experts(
     capsule: Capsule, output: torch.Tensor, expected: torch.Tensor
 ) -> dict[str, list[int]]:
     """Return the experts that every token with a NaN or Inf of its own uses, and no finite token.
@@ -216,7 +216,7 @@ def diagnosis_record(
     }
 
 
-def _computed(capsule: Capsule, variant: Variant, device: str) -> dict[str, Any]:
+def _run_backend(capsule: Capsule, variant: Variant, device: str) -> dict[str, Any]:
     import torch
 
     from moedoctor.bench.moe import backends

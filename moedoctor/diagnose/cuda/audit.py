@@ -21,13 +21,13 @@ from moedoctor.diagnose.cuda.device_code import (
     list_images,
 )
 from moedoctor.diagnose.cuda.instructions import lacking, needed
-from moedoctor.diagnose.cuda.jit_cache import build_images, cached_module
+from moedoctor.diagnose.cuda.jit_cache import build_images, find_cached_module
 from moedoctor.diagnose.cuda.library_use import library_use
 from moedoctor.fixes.arch.targets import Capability, ptx_compiles, sass_loads
 from moedoctor.processes.cuda_tools import Tool
 from moedoctor.processes.guardian import temporary_folder
 from moedoctor.text import TextFileError, open_file, read_bytes, read_text, walk
-from moedoctor.upstream.releases.wheel import KernelError, opened
+from moedoctor.upstream.releases.wheel import KernelError, open_wheel
 
 NO_TOOL = "needs cuobjdump: install triton or the CUDA toolkit"
 
@@ -46,7 +46,7 @@ class AuditError(Exception):
 
 
 class Fate(str, enum.Enum):
-    """What a GPU does with device code."""
+    """The result of giving device code to a GPU."""
 
     LOADS = "loads"
     """Machine code that the GPU runs."""
@@ -99,7 +99,7 @@ def audit(paths: Sequence[Path], capability: Capability | None, tool: Tool | Non
     items: list[Item] = []
     for path in paths:
         try:
-            items += (_folder if os.path.isdir(path) else _named)(path, tool)
+            items += (_read_folder if os.path.isdir(path) else _read_named)(path, tool)
         except TextFileError as error:
             raise AuditError(f"{path}: {error.message}") from error
         except KernelError as error:
@@ -107,14 +107,14 @@ def audit(paths: Sequence[Path], capability: Capability | None, tool: Tool | Non
         except OSError as error:
             reason = (error.strerror or type(error).__name__).lower()
             raise AuditError(f"{path}: cannot be read ({reason})") from error
-    return tuple(_judged(item, capability) for item in items)
+    return tuple(_judge(item, capability) for item in items)
 
 
-def _judged(item: Item, capability: Capability | None) -> Item:
+def _judge(item: Item, capability: Capability | None) -> Item:
     """Return `item` with its place in FlashInfer's cache and what a GPU does with it."""
     if item.skipped is not None:
         return item
-    cached = cached_module(Path(item.path.partition(".whl!")[0]))
+    cached = find_cached_module(Path(item.path.partition(".whl!")[0]))
     fate = fate_of(item.images, capability) if capability else None
     note = item.note or (None if item.images else "no device code")
     if fate is Fate.MISSING and capability:
@@ -132,38 +132,38 @@ def _judged(item: Item, capability: Capability | None) -> Item:
     return replace(item, module=module, fate=fate, lacks=lacks, note=note)
 
 
-def _named(path: Path, tool: Tool | None) -> Iterable[Item]:
+def _read_named(path: Path, tool: Tool | None) -> Iterable[Item]:
     """Read a file that the user named."""
     with open_file(path, expected=_EXPECTED) as file:
         magic = file.read(4)
     if path.suffix == ".ninja":
-        return [_build_file(path)]
+        return [_read_build_file(path)]
     if path.suffix == ".whl":
-        return _wheel(path, tool)
+        return _read_wheel(path, tool)
     if magic != _ELF:
         raise AuditError(f"{path}: holds no device code (no ELF header); expected {_EXPECTED}")
-    return [_binary(path, tool, str(path))]
+    return [_read_binary(path, tool, str(path))]
 
 
-def _folder(folder: Path, tool: Tool | None) -> Iterator[Item]:
+def _read_folder(folder: Path, tool: Tool | None) -> Iterator[Item]:
     """Read the files under `folder`. Links to folders are not followed."""
     for parent, names in walk(folder):
         paths = [parent / name for name in names]
         if cubins := [path for path in paths if path.suffix == ".cubin"]:
-            yield _cubins(parent, cubins)
+            yield _read_cubins(parent, cubins)
         for path in paths:
             if path.name == "build.ninja":
-                yield _build_file(path)
+                yield _read_build_file(path)
             elif _is_library(path.name):
-                yield _binary(path, tool, str(path))
+                yield _read_binary(path, tool, str(path))
             elif path.suffix == ".whl":
                 try:
-                    yield from _wheel(path, tool)
+                    yield from _read_wheel(path, tool)
                 except KernelError as error:
                     yield Item(str(path), "shared object", skipped=str(error).removeprefix(f"{path}: "))
 
 
-def _cubins(folder: Path, paths: Sequence[Path]) -> Item:
+def _read_cubins(folder: Path, paths: Sequence[Path]) -> Item:
     """Read the cubins of one folder; those that cannot be read are left out and counted."""
     unreadable: list[str] = []
 
@@ -182,7 +182,7 @@ def _cubins(folder: Path, paths: Sequence[Path]) -> Item:
     return replace(item, note=f"left out {len(unreadable)} of {len(paths)}: {unreadable[0]}")
 
 
-def _build_file(path: Path) -> Item:
+def _read_build_file(path: Path) -> Item:
     item = Item(str(path), "build file")
     try:
         images, unreadable = build_images(read_text(path, _MAX_NINJA_BYTES, "a build file"))
@@ -192,7 +192,7 @@ def _build_file(path: Path) -> Item:
     return replace(item, images=images, note=note)
 
 
-def _binary(path: Path, tool: Tool | None, shown: str) -> Item:
+def _read_binary(path: Path, tool: Tool | None, shown: str) -> Item:
     """Read a shared object, object file or cubin, which is called `shown`."""
     item = Item(shown, "shared object")
     try:
@@ -211,14 +211,14 @@ def _binary(path: Path, tool: Tool | None, shown: str) -> Item:
         return replace(item, skipped=f"cannot be read ({(error.strerror or '?').lower()})")
 
 
-def _wheel(path: Path, tool: Tool | None) -> Iterator[Item]:
+def _read_wheel(path: Path, tool: Tool | None) -> Iterator[Item]:
     """Read each shared object of a wheel, and all its cubins together. Their paths come after a ``!``.
 
     Raises KernelError for a file that is not a wheel.
     """
     left = _MAX_WHEEL_BYTES
     cubins: list[zipfile.ZipInfo] = []
-    with opened(path) as wheel:
+    with open_wheel(path) as wheel:
         for member in wheel.infolist():
             is_cubin = member.filename.endswith(".cubin")
             if not is_cubin and not _is_library(member.filename.rpartition("/")[2]):
@@ -230,27 +230,27 @@ def _wheel(path: Path, tool: Tool | None) -> Iterator[Item]:
             elif is_cubin:
                 cubins.append(member)
             else:
-                yield _member(wheel, member, f"{path}!{member.filename}", tool)
+                yield _read_member(wheel, member, f"{path}!{member.filename}", tool)
         if cubins:
-            images = cubin_images(b"".join(_blocks(wheel, member)) for member in cubins)
+            images = cubin_images(b"".join(_read_blocks(wheel, member)) for member in cubins)
             yield Item(f"{path}!*.cubin", "cubins", images)
 
 
-def _member(wheel: zipfile.ZipFile, member: zipfile.ZipInfo, shown: str, tool: Tool | None) -> Item:
+def _read_member(wheel: zipfile.ZipFile, member: zipfile.ZipInfo, shown: str, tool: Tool | None) -> Item:
     if tool is None:
         return Item(shown, "shared object", skipped=NO_TOOL)
     with temporary_folder() as folder:
         # The name inside the wheel never becomes a path.
         copy = Path(folder, "member.so")
         with copy.open("wb") as file:
-            for block in _blocks(wheel, member):
+            for block in _read_blocks(wheel, member):
                 if file.tell() == 0 and not block.startswith(_ELF):
                     return Item(shown, "shared object", skipped="holds no device code (no ELF header)")
                 file.write(block)
-        return _binary(copy, tool, shown)
+        return _read_binary(copy, tool, shown)
 
 
-def _blocks(wheel: zipfile.ZipFile, member: zipfile.ZipInfo) -> Iterator[bytes]:
+def _read_blocks(wheel: zipfile.ZipFile, member: zipfile.ZipInfo) -> Iterator[bytes]:
     with wheel.open(member) as packed:
         while block := packed.read(1 << 20):
             yield block

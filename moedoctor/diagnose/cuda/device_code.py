@@ -60,21 +60,21 @@ def list_images(path: Path, tool: Tool) -> tuple[Image, ...]:
         if target.suffix or target.major < 10:
             counts[kind, target] += count
         else:
-            counts.update((kind, exact) for exact in _exact(path, kind, target, count, tool))
-    return _images(counts)
+            counts.update((kind, exact) for exact in _find_exact_targets(path, kind, target, count, tool))
+    return _count_images(counts)
 
 
 def cubin_images(blobs: Iterator[bytes]) -> tuple[Image, ...]:
     """Return the targets of cubins given as bytes. Other files are left out."""
     targets = filter(None, map(cubin_target, blobs))
-    return _images(Counter(("sass", target) for target in targets))
+    return _count_images(Counter(("sass", target) for target in targets))
 
 
-def _images(counts: Counter[tuple[str, Target]]) -> tuple[Image, ...]:
+def _count_images(counts: Counter[tuple[str, Target]]) -> tuple[Image, ...]:
     return tuple(sorted(Image(kind, target, count) for (kind, target), count in counts.items()))
 
 
-def _exact(path: Path, kind: str, target: Target, count: int, tool: Tool) -> Sequence[Target]:
+def _find_exact_targets(path: Path, kind: str, target: Target, count: int, tool: Tool) -> Sequence[Target]:
     """Return the exact targets of the pieces that cuobjdump calls `target`; `target` if unknown."""
     option, ending = ("-xelf", "*.cubin") if kind == "sass" else ("-xptx", "*.ptx")
     with temporary_folder() as folder:
@@ -127,15 +127,15 @@ def cubin_target(blob: bytes) -> Target | None:
     major, minor = divmod(number, 10)
     if not major:
         return None
-    named = (Target.parse(name.decode()) for name in _COMMAND_LINE.findall(_note(blob)))
+    named = (Target.parse(name.decode()) for name in _COMMAND_LINE.findall(_find_note(blob)))
     exact = next((target for target in named if target.capability == (major, minor)), None)
     return exact or Target(major, minor, "a" if accelerated else "")
 
 
-def _note(blob: bytes) -> bytes:
+def _find_note(blob: bytes) -> bytes:
     """Return the section with the command lines of the tools; empty if it is missing or cut off."""
     names: bytes | None = None
-    sections = list(_sections(blob))
+    sections = list(_read_sections(blob))
     index = _HEADER.unpack_from(blob)[18]
     if index < len(sections):
         _, offset, size = sections[index]
@@ -146,7 +146,7 @@ def _note(blob: bytes) -> bytes:
     return b""
 
 
-def _sections(blob: bytes) -> Iterator[tuple[int, int, int]]:
+def _read_sections(blob: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield (offset of the name, offset, size) of each section."""
     header = _HEADER.unpack_from(blob)
     start, size, count = header[11], header[16], header[17]

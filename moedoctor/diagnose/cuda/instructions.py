@@ -43,7 +43,7 @@ class Instruction:
     majors: frozenset[int]
     """Major versions whose targets take it."""
     suffixed: bool
-    """Whether only targets with a suffix take it."""
+    """True if only targets with a suffix take it."""
     since: CudaVersion
     """The first CUDA release that knows it."""
 
@@ -105,7 +105,7 @@ class Attempt:
 
     @property
     def knows_target(self) -> bool:
-        """Whether the compiler got as far as the instruction."""
+        """True if the compiler got as far as the instruction."""
         return _UNKNOWN_TARGET.search(self.line) is None
 
 
@@ -119,7 +119,7 @@ def needed(capability: Capability) -> tuple[Instruction, ...]:
 
 
 def takes(target: Target, instruction: Instruction, cuda: CudaVersion) -> bool:
-    """Return whether the compiler of this CUDA release accepts `instruction` for `target`, by the table."""
+    """Return True if the compiler of this CUDA release accepts `instruction` for `target`, by the table."""
     if not toolkit_knows(target, cuda) or cuda < instruction.since:
         return False
     return target.major in instruction.majors and bool(target.suffix or not instruction.suffixed)
@@ -150,7 +150,7 @@ def attempt(compiler: Tool, target: Target, instruction: Instruction | None) -> 
 
     Each version of a compiler is asked once a process. A compiler that does not answer refuses.
     """
-    return _attempt(_compiled(compiler, target, instruction.ptx if instruction else ""))
+    return _attempt(_compile(compiler, target, instruction.ptx if instruction else ""))
 
 
 def attempts(compiler: Tool, target: Target, instructions: Sequence[Instruction]) -> dict[str, Attempt]:
@@ -159,7 +159,7 @@ def attempts(compiler: Tool, target: Target, instructions: Sequence[Instruction]
     All are compiled together, since the compiler names the line of each refusal. They are compiled one by one
     if its output cannot be read that way.
     """
-    outcome = _compiled(compiler, target, "\n".join(instruction.ptx for instruction in instructions))
+    outcome = _compile(compiler, target, "\n".join(instruction.ptx for instruction in instructions))
     names = [instruction.name for instruction in instructions]
     if outcome.code == 0 or _UNKNOWN_TARGET.search(outcome.first_line):
         return dict.fromkeys(names, _attempt(outcome))
@@ -181,7 +181,7 @@ def _attempt(outcome: Outcome) -> Attempt:
 
 
 @functools.lru_cache(maxsize=4096)
-def _compiled(compiler: Tool, target: Target, statements: str) -> Outcome:
+def _compile(compiler: Tool, target: Target, statements: str) -> Outcome:
     source = _SOURCE.format(version=ptx_version(compiler.cuda), target=target, statements=statements)
     options = [f"-arch=sm_{target}", "probe.ptx", "-o", "probe.cubin"]
     with temporary_folder() as folder:

@@ -35,11 +35,11 @@ class CachedModule:
 
     @property
     def needs_suffix(self) -> bool:
-        """Whether the module holds tensor-core kernels, which need architecture-specific instructions."""
+        """True if the module holds tensor-core kernels, which need architecture-specific instructions."""
         return _NEEDS_SUFFIX.search(self.module) is not None
 
 
-def cached_module(path: Path) -> CachedModule | None:
+def find_cached_module(path: Path) -> CachedModule | None:
     """Return the module that `path` belongs to, or None for a path outside a FlashInfer cache."""
     parts = path.parts
     if "cached_ops" not in parts:
@@ -77,7 +77,7 @@ def _targets(folder: str) -> tuple[Target, ...]:
 
 @dataclass(frozen=True)
 class JitFolder:
-    """What was compiled by one release for one set of targets."""
+    """The modules that one release compiled for one set of targets."""
 
     release: str
     targets: tuple[str, ...]
@@ -93,7 +93,7 @@ class JitCache:
     """The cache of this user."""
 
     path: str
-    """Where FlashInfer looks; not redacted."""
+    """The folder in which FlashInfer looks; not redacted."""
     folders: tuple[JitFolder, ...]
 
 
@@ -103,7 +103,7 @@ def read_jit_cache(environ: Mapping[str, str]) -> JitCache:
     root = Path(base) / ".cache" / "flashinfer"
     libraries = islice(root.glob("*/*/cached_ops/*/*.so"), MAX_MODULES) if root.is_dir() else ()
     groups: dict[tuple[str, tuple[str, ...]], list[CachedModule]] = {}
-    for module in filter(None, map(cached_module, libraries)):
+    for module in filter(None, map(find_cached_module, libraries)):
         groups.setdefault((module.release, tuple(map(str, module.targets))), []).append(module)
     folders = []
     for (release, targets), modules in sorted(groups.items()):

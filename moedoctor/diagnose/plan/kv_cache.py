@@ -1,4 +1,4 @@
-"""How many tokens fit into the memory that is left for the KV cache, counted as vLLM counts them.
+"""Counts the tokens that fit into the memory that is left for the KV cache, as vLLM counts them.
 
 vLLM keeps one pool of blocks for all layers. It puts layers into groups of equal size; every group takes
 blocks of the same size in bytes, and a request takes blocks from every group. So a hybrid model pays for its
@@ -76,7 +76,7 @@ def kv_cache(
     `kv_bytes` is the size of one element of the cache. Raises PlanError if the model's layers cannot share
     blocks.
     """
-    kinds = _same_page(_kinds(shape, kv_bytes, block_size))
+    kinds = _unify_pages(_list_kinds(shape, kv_bytes, block_size))
     if not kinds:
         raise PlanError(
             f"{shape.name}: no attention and no recurrent layers, so there is no KV cache to plan"
@@ -106,7 +106,7 @@ def kv_cache(
     )
 
 
-def _kinds(shape: ModelShape, kv_bytes: int, block_size: int) -> list[Layers]:
+def _list_kinds(shape: ModelShape, kv_bytes: int, block_size: int) -> list[Layers]:
     """Return the kinds of layers with their page sizes. A hybrid's attention block grows to hold a state."""
     recurrent = shape.recurrent
     state = recurrent.bytes_per_request(MODEL_BYTES) if recurrent else 0
@@ -123,7 +123,7 @@ def _kinds(shape: ModelShape, kv_bytes: int, block_size: int) -> list[Layers]:
     return kinds
 
 
-def _same_page(kinds: Sequence[Layers]) -> list[Layers]:
+def _unify_pages(kinds: Sequence[Layers]) -> list[Layers]:
     """Give all layers the largest page; layers with a smaller one get blocks of more tokens."""
     largest = max((kind.page_bytes for kind in kinds), default=0)
     unified = []

@@ -25,7 +25,7 @@ _MOST = 1.5
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan for. Sizes in bytes, tokens in numbers."""
+    """The model and machine to plan for. Sizes in bytes, tokens in numbers."""
 
     shape: ModelShape
     scheme: str
@@ -100,7 +100,7 @@ def plan(request: PlanRequest) -> Plan:
     planned = _plan(request)
     if not planned.missing_bytes:
         return planned
-    return replace(planned, notes=(*_what_helps(request, planned), *planned.notes))
+    return replace(planned, notes=(*_suggest(request, planned), *planned.notes))
 
 
 def _plan(request: PlanRequest) -> Plan:
@@ -124,13 +124,13 @@ def _plan(request: PlanRequest) -> Plan:
         notes.append(f"scheme: {request.scheme}, {request.scheme_source}")
     embeddings = round(shape.embedding_parameters() * SCHEMES[request.other_scheme])
     request = replace(request, shape=shape)
-    traffic = _traffic(request, expert_bytes, max(0, other_bytes - embeddings))
+    traffic = _count_traffic(request, expert_bytes, max(0, other_bytes - embeddings))
     on_device = expert_bytes + other_bytes - traffic.host_bytes + traffic.device_bytes
     space = workspace(request.backend, request.scheme, shape.experts.layer, request.batched_tokens)
     if request.workspace_bytes is not None:
         space = Workspace(request.workspace_bytes, "given")
     budget = round(request.gpu_bytes * request.utilization) if request.gpu_bytes is not None else None
-    left = _left(request, budget, on_device, space, notes)
+    left = _count_left(request, budget, on_device, space, notes)
     available = max(0, left)
     kv = kv_cache(
         shape,
@@ -171,7 +171,7 @@ def _check_size(request: PlanRequest, size: int, expert_bytes: int) -> None:
         )
 
 
-def _what_helps(request: PlanRequest, planned: Plan) -> Iterator[str]:
+def _suggest(request: PlanRequest, planned: Plan) -> Iterator[str]:
     """Say by how much the model does not fit, and which settings make it and one request fit."""
     missing = planned.missing_bytes / GIB
     gpu = "the GPU" if request.tensor_parallel == 1 else "each GPU"
@@ -179,7 +179,7 @@ def _what_helps(request: PlanRequest, planned: Plan) -> Iterator[str]:
     kv = planned.kv
     offload = request.offload_bytes + planned.missing_bytes + kv.blocks_per_request * kv.block_bytes
     tries: dict[str, dict[str, Any]] = {
-        f"--offload {_rounded_up(offload):g}": {"offload_bytes": round(_rounded_up(offload) * GIB)},
+        f"--offload {_round_up(offload):g}": {"offload_bytes": round(_round_up(offload) * GIB)},
         f"--expert-cache {request.shape.experts.layer.top_k}": {
             "cache_slots": request.shape.experts.layer.top_k,
             "offload_bytes": 0,
@@ -198,7 +198,7 @@ def _what_helps(request: PlanRequest, planned: Plan) -> Iterator[str]:
     )
 
 
-def _rounded_up(size: int) -> float:
+def _round_up(size: int) -> float:
     return math.ceil(size / GIB * 100) / 100
 
 
@@ -209,7 +209,7 @@ def _fits(request: PlanRequest) -> bool:
         return False
 
 
-def _left(
+def _count_left(
     request: PlanRequest, budget: int | None, on_device: int, space: Workspace, notes: list[str]
 ) -> int:
     """Return the bytes that are left for the KV cache, below 0 if weights and workspace do not fit."""
@@ -224,7 +224,7 @@ def _left(
     return budget - on_device - (space.bytes or 0)
 
 
-def _traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) -> Traffic:
+def _count_traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) -> Traffic:
     """Return the traffic of the request's offload or expert cache. Raises PlanError for impossible values.
 
     The bound is for one request that decodes one token a step, with perfectly hidden copies and free compute.
@@ -240,7 +240,7 @@ def _traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) -> Traff
         return Traffic(host_bytes, device_bytes, moved, request.bandwidth / moved if moved else None, how)
 
     if request.cache_slots is not None:
-        rate, how = _hit_rate(request, request.cache_slots)
+        rate, how = _find_hit_rate(request, request.cache_slots)
         cached = round(experts.count * request.cache_slots * expert)
         return moving(expert_bytes, cached, active * (1 - rate), how)
     if request.hit_rate is not None:
@@ -264,7 +264,7 @@ def _traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) -> Traff
     return moving(offloaded, 0, share * (active + layer_bytes), how)
 
 
-def _hit_rate(request: PlanRequest, slots: int) -> tuple[float, str]:
+def _find_hit_rate(request: PlanRequest, slots: int) -> tuple[float, str]:
     layer = request.shape.experts.layer
     if request.offload_bytes:
         raise PlanError("--offload and --expert-cache exclude each other; give one of them")

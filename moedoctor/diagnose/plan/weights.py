@@ -40,14 +40,14 @@ def checkpoint_bytes(folder: Path) -> int | None:
                 f"{folder}: {len(missing)} of {len(files)} shards are missing, the first is "
                 f"{missing[0][:120]!a}; give a complete folder, or its config.json to compute the size"
             )
-        return None if missing else _total(files)
+        return None if missing else _add_sizes(files)
     if (folder / "model.safetensors").is_file():
-        return _total([folder / "model.safetensors"])
+        return _add_sizes([folder / "model.safetensors"])
     try:
         names = names_in(folder, "*.safetensors")
     except TextFileError as error:
         raise PlanError(f"{folder}: {error.message}") from error
-    return _total(file for file in map(folder.joinpath, names) if file.is_file())
+    return _add_sizes(file for file in map(folder.joinpath, names) if file.is_file())
 
 
 def expert_scheme(config: Path) -> tuple[str, str]:
@@ -82,13 +82,13 @@ def _expert_schemes(value: Mapping[str, Any], path: Path) -> set[str]:
     if method in _METHODS:
         return {_METHODS[method]}
     if method and not method.startswith("modelopt"):
-        raise _unknown(path, f"quant_method {method!a}")
+        raise _refuse(path, f"quant_method {method!a}")
     inner = value.get("quantization")
     value = inner if isinstance(inner, dict) else value
     if value.get("quant_algo") != "MIXED_PRECISION":
-        return {_of_algo(value.get("quant_algo"), path)}
+        return {_read_algo(value.get("quant_algo"), path)}
     layers = read_layers(value.get("quantized_layers"))
-    return {_of_algo(rule.name, path) for name, rule in layers.items() if _EXPERTS.search(name)} or {"bf16"}
+    return {_read_algo(rule.name, path) for name, rule in layers.items() if _EXPERTS.search(name)} or {"bf16"}
 
 
 def _expert_groups(groups: Sequence[Rule]) -> Sequence[Rule]:
@@ -99,11 +99,11 @@ def _expert_groups(groups: Sequence[Rule]) -> Sequence[Rule]:
 
 def _of_group(rule: Rule, path: Path) -> str:
     if rule.scheme not in ("nvfp4", "fp8"):
-        raise _unknown(path, "config_groups with weights that are not floats of 4 or 8 bits")
+        raise _refuse(path, "config_groups with weights that are not floats of 4 or 8 bits")
     return "mxfp4" if rule.scheme == "nvfp4" and rule.group_size == _MXFP4_GROUP else rule.scheme
 
 
-def _of_algo(algo: Any, path: Path) -> str:
+def _read_algo(algo: Any, path: Path) -> str:
     """Return the scheme of ModelOpt's `quant_algo`; without one only the cache is quantised."""
     if not algo:
         return "bf16"
@@ -111,10 +111,10 @@ def _of_algo(algo: Any, path: Path) -> str:
     for part in ("MXFP4", "NVFP4", "FP8"):
         if part in str(algo).upper():
             return part.lower()
-    raise _unknown(path, f"quant_algo {algo!a}")
+    raise _refuse(path, f"quant_algo {algo!a}")
 
 
-def _unknown(path: Path, what: str) -> PlanError:
+def _refuse(path: Path, what: str) -> PlanError:
     return PlanError(f"{path}: {what[:120]} is no scheme that plan counts; give --scheme with the nearest")
 
 
@@ -126,9 +126,9 @@ def _read(folder: Path, name: str) -> JsonFile | None:
 
 
 def _is_plain(name: Any) -> bool:
-    """Return whether it is the name of a file in the folder itself."""
+    """Return True if it is the name of a file in the folder itself."""
     return isinstance(name, str) and Path(name).name == name and "\0" not in name
 
 
-def _total(files: Iterable[Path]) -> int | None:
+def _add_sizes(files: Iterable[Path]) -> int | None:
     return sum(file.stat().st_size for file in files) or None

@@ -63,7 +63,7 @@ def workspace(backend: str, scheme: str, layer: LayerShape, batched_tokens: int)
     Raises PlanError for an unknown backend.
     """
     name = check_backend(backend)
-    reason = _unknown(name, scheme, layer)
+    reason = _explain_unknown(name, scheme, layer)
     if reason is not None:
         return Workspace(None, f"{reason} give --workspace")
     rows = batched_tokens * layer.top_k
@@ -76,13 +76,13 @@ def workspace(backend: str, scheme: str, layer: LayerShape, batched_tokens: int)
     parts = {
         f"workspaces [{rows}, {narrow}] and [{rows}, {wide}]": rows * (narrow + wide) * MODEL_BYTES,
         "output": batched_tokens * layer.hidden * MODEL_BYTES,
-        **_beside(name, scheme, layer, batched_tokens),
+        **_count_extra_bytes(name, scheme, layer, batched_tokens),
     }
     shown = ", ".join(f"{what} {size / (1 << 20):.1f} MiB" for what, size in parts.items())
     return Workspace(sum(parts.values()), shown)
 
 
-def _unknown(name: str, scheme: str, layer: LayerShape) -> str | None:
+def _explain_unknown(name: str, scheme: str, layer: LayerShape) -> str | None:
     """Return why the workspace cannot be computed, or None if it can."""
     if scheme not in SCHEMES_OF[name]:
         return f"{name} has {', '.join(SCHEMES_OF[name])}, not {scheme}: name another --backend, or"
@@ -95,11 +95,11 @@ def _unknown(name: str, scheme: str, layer: LayerShape) -> str | None:
     return None
 
 
-def _beside(name: str, scheme: str, layer: LayerShape, tokens: int) -> dict[str, int]:
+def _count_extra_bytes(name: str, scheme: str, layer: LayerShape, tokens: int) -> dict[str, int]:
     """Return the bytes that are allocated beside the workspaces and the output, by purpose."""
     rows = tokens * layer.top_k
     if name == "MARLIN":
-        return {f"float32 sums on {_SMS} multiprocessors": _marlin_sums(layer, rows)}
+        return {f"float32 sums on {_SMS} multiprocessors": _count_marlin_sums(layer, rows)}
     if name == "TRITON" and scheme == "fp8":
         return {"FP8 activations": tokens * layer.hidden + rows * layer.intermediate}
     if name == "VLLM_CUTLASS":  # its FP8 intermediates are in the workspaces
@@ -112,7 +112,7 @@ def _beside(name: str, scheme: str, layer: LayerShape, tokens: int) -> dict[str,
     return {}
 
 
-def _marlin_sums(layer: LayerShape, rows: int) -> int:
+def _count_marlin_sums(layer: LayerShape, rows: int) -> int:
     """Return the bytes of ``c_tmp``, in which Marlin's thread blocks add up their parts in float32."""
     block = next(
         (size for size in _MARLIN_BLOCKS if rows / layer.experts / size < 0.9), _MARLIN_BLOCKS[-1]

@@ -55,7 +55,7 @@ class GivenFlag:
         return self.written if self.value is None else f"{self.written} {self.value}"
 
 
-def served(words: Sequence[str]) -> Served:
+def split_command(words: Sequence[str]) -> Served:
     """Split a command line at the program. Without the word vLLM, all of it is vLLM's."""
     start = next((place for place, word in enumerate(words) if _PROGRAM.fullmatch(word)), 0)
     matches = [_SETTING.fullmatch(word) for word in words[:start]]
@@ -65,7 +65,7 @@ def served(words: Sequence[str]) -> Served:
 def parallel_of(command: Sequence[str], release: str) -> tuple[bool, bool]:
     """Return (expert parallelism, data parallelism) of a command line."""
     long = [f"--data-parallel-size{word[3:]}" if _DATA_PARALLEL.fullmatch(word) else word for word in command]
-    flags = given_flags(long, release)
+    flags = read_flags(long, release)
     expert = [flag for flag in flags if flag.name == "--enable-expert-parallel"]
     sizes = [flag.value or "" for flag in flags if flag.name == "--data-parallel-size"]
     return bool(expert and _is_on(expert[-1])), bool(sizes) and sizes[-1] not in ("", "1")
@@ -75,7 +75,7 @@ def _is_on(flag: GivenFlag) -> bool:
     return not flag.written.startswith(("--no", "--disable")) and (flag.value or "").lower() != "false"
 
 
-def given_flags(command: Sequence[str], release: str) -> tuple[GivenFlag, ...]:
+def read_flags(command: Sequence[str], release: str) -> tuple[GivenFlag, ...]:
     """Return the long flags of a command line as vLLM's parser reads them.
 
     ``_`` is read as ``-``, and any unique beginning is enough.
@@ -108,17 +108,17 @@ def _meant(name: str, known: Mapping[str, Setting]) -> str | None:
 
 def moe_backend_of(command: Sequence[str], release: str) -> str:
     """Return the MoE backend of a command line, ``auto`` if it names none."""
-    return _moe_backend(given_flags(command, release))
+    return _choose_moe_backend(read_flags(command, release))
 
 
-def _moe_backend(flags: Sequence[GivenFlag]) -> str:
+def _choose_moe_backend(flags: Sequence[GivenFlag]) -> str:
     values = [flag.value or "" for flag in flags if flag.name == MOE_BACKEND]
-    configured = _configured(flags)
-    chosen = _normal(values[-1]) if values else backends.AUTO
-    return chosen if chosen != backends.AUTO or configured is None else _normal(configured)
+    configured = _read_kernel_config(flags)
+    chosen = _normalize(values[-1]) if values else backends.AUTO
+    return chosen if chosen != backends.AUTO or configured is None else _normalize(configured)
 
 
-def _configured(flags: Sequence[GivenFlag]) -> str | None:
+def _read_kernel_config(flags: Sequence[GivenFlag]) -> str | None:
     """Return the moe_backend of --kernel-config, as JSON or by its dotted key."""
     value = None
     for flag in flags:
@@ -136,40 +136,40 @@ def _configured(flags: Sequence[GivenFlag]) -> str | None:
     return value
 
 
-def _normal(value: str) -> str:
+def _normalize(value: str) -> str:
     return value.strip().lower().replace("-", "_")
 
 
-def flag_findings(flags: Sequence[GivenFlag], release: str, scheme: str | None) -> Iterator[SettingFinding]:
+def check_flags(flags: Sequence[GivenFlag], release: str, scheme: str | None) -> Iterator[SettingFinding]:
     """Yield what is wrong with the flags of a command line."""
     known = vllm_flags().at(release)
     for flag in flags:
         if flag.name is None:
-            yield _unknown(flag, known, release)
+            yield _report_unknown(flag, known, release)
         elif flag.key and "-" in flag.key and flag.name == KERNEL_CONFIG:
             better = f"{flag.written.partition('.')[0]}.{flag.key.replace('-', '_')}={flag.value}"
             message = "keys after the dot are field names: written with _, not -"
             yield SettingFinding(str(flag), "invalid", message, better, known[flag.name].source, stops=True)
         elif flag.name != MOE_BACKEND and known[flag.name].choices:
-            yield from _choice(flag, known[flag.name], release)
+            yield from _check_choice(flag, known[flag.name], release)
     given = [flag for flag in flags if flag.name == MOE_BACKEND]
     for overruled in given[:-1]:
         message = f"given more than once: the last one, {given[-1].value}, counts"
         yield SettingFinding(str(overruled), "shadowed", message, None, known[MOE_BACKEND].source)
     for last in given[-1:]:
-        yield from _choice(last, known[MOE_BACKEND], release)
-    configured, backend = _configured(flags), _moe_backend(flags)
-    if given and configured is not None and backend != _normal(configured):
+        yield from _check_choice(last, known[MOE_BACKEND], release)
+    configured, backend = _read_kernel_config(flags), _choose_moe_backend(flags)
+    if given and configured is not None and backend != _normalize(configured):
         message = f"{MOE_BACKEND} {given[-1].value} comes before it"
         setting = f"{KERNEL_CONFIG} moe_backend={configured}"
         yield SettingFinding(setting, "shadowed", message, None, known[KERNEL_CONFIG].source)
     if given:
-        backend = _normal(given[-1].value or "")
+        backend = _normalize(given[-1].value or "")
     if scheme is not None and backend != backends.AUTO:
-        yield from _for_scheme(backend, scheme, release)
+        yield from _check_scheme(backend, scheme, release)
 
 
-def _for_scheme(value: str, scheme: str, release: str) -> Iterator[SettingFinding]:
+def _check_scheme(value: str, scheme: str, release: str) -> Iterator[SettingFinding]:
     """Yield a finding for a backend that is valid, but not for layers of this scheme."""
     flags = backend_tables.tables(scheme, release).flags
     if value not in backend_tables.releases()[release].moe_backends:
@@ -189,7 +189,7 @@ def _for_scheme(value: str, scheme: str, release: str) -> Iterator[SettingFindin
         yield SettingFinding(shown, "ignored", message, variable, flag.source)
 
 
-def _unknown(flag: GivenFlag, known: Mapping[str, Setting], release: str) -> SettingFinding:
+def _report_unknown(flag: GivenFlag, known: Mapping[str, Setting], release: str) -> SettingFinding:
     name = flag.written.partition(".")[0].replace("_", "-")
     if absence := vllm_flags().absence(name, release):
         problem, other, source = absence
@@ -202,13 +202,13 @@ def _unknown(flag: GivenFlag, known: Mapping[str, Setting], release: str) -> Set
     return SettingFinding(str(flag), "misspelt" if close else "unknown", message, better, "", stops=True)
 
 
-def _choice(flag: GivenFlag, setting: Setting, release: str) -> Iterator[SettingFinding]:
+def _check_choice(flag: GivenFlag, setting: Setting, release: str) -> Iterator[SettingFinding]:
     value = flag.value or ""
     # --moe-backend and --linear-backend are read in any case and with - for _; --all2all-backend is not.
-    if (value if flag.name == "--all2all-backend" else _normal(value)) in setting.choices:
+    if (value if flag.name == "--all2all-backend" else _normalize(value)) in setting.choices:
         return
     close = closest(value, setting.choices, most=1)
     message = f"vLLM {release} takes {', '.join(setting.choices)}, and stops"
-    problem = "wrong_case" if _normal(value) in setting.choices else "invalid"
+    problem = "wrong_case" if _normalize(value) in setting.choices else "invalid"
     better = f"{setting.name} {close[0]}" if close else None
     yield SettingFinding(str(flag), problem, message, better, setting.source, stops=True)

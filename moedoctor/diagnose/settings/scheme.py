@@ -1,4 +1,4 @@
-"""How the experts of a served model are quantized, as far as a command line or a checkpoint says."""
+"""Finds how the experts of a served model are quantized, from a command line or a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from moedoctor.diagnose.checkpoint.checkpoint import read_json
 from moedoctor.diagnose.checkpoint.quantization import from_config, quantization_config
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
-from moedoctor.diagnose.settings.flags import given_flags
+from moedoctor.diagnose.settings.flags import read_flags
 from moedoctor.fixes.backends.release_tables import SCHEMES
 from moedoctor.text import shorten
 
@@ -25,19 +25,19 @@ _BY_METHOD: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Found:
-    """What is known of the weights."""
+    """The possible schemes of the weights."""
 
     schemes: tuple[str, ...]
     """One scheme; or all that it may be, if nothing says which."""
     why: str
-    """What says so, or why nothing does."""
+    """The source of the scheme, or the reason why it is not known."""
 
 
 def scheme_of(command: Sequence[str], release: str) -> Found:
     """Return the scheme of the experts of the model that a command line serves."""
     if not command:
         return Found(SCHEMES, "no model is named: give --scheme, or a server's command line after --")
-    given = [flag.value for flag in given_flags(command, release) if flag.name == "--quantization"]
+    given = [flag.value for flag in read_flags(command, release) if flag.name == "--quantization"]
     given += [after for word, after in itertools.pairwise(command) if word == "-q"]
     method = (given[-1] or "").lower() if given else None
     if method is not None and method in _BY_METHOD:
@@ -52,12 +52,12 @@ def scheme_of(command: Sequence[str], release: str) -> Found:
             f"{shorten(model)} is no folder with a config.json here, so how its weights are quantized is not "
             "known: name it with --scheme, or give the folder",
         )
-    return _of_config(config, method)
+    return _read_config(config, method)
 
 
 def _model(command: Sequence[str], release: str) -> str | None:
     """Return the model: the value of --model, or the word after ``serve``."""
-    given = [flag.value for flag in given_flags(command, release) if flag.name == "--model"]
+    given = [flag.value for flag in read_flags(command, release) if flag.name == "--model"]
     if given and given[-1]:
         return given[-1]
     place = next((place for place, word in enumerate(command) if word == "serve"), None)
@@ -65,7 +65,7 @@ def _model(command: Sequence[str], release: str) -> str | None:
     return after if after is not None and not after.startswith("-") else None
 
 
-def _of_config(path: Path, method: str | None) -> Found:
+def _read_config(path: Path, method: str | None) -> Found:
     try:
         file = read_json(path.parent, path.name)
     except CheckpointError as error:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from packaging.version import Version
 
-from moedoctor.diagnose.settings.flags import flag_findings, given_flags, moe_backend_of
+from moedoctor.diagnose.settings.flags import check_flags, moe_backend_of, read_flags
 from moedoctor.diagnose.settings.tables import (
     Setting,
     SettingFinding,
@@ -56,13 +56,13 @@ def check_settings(
     findings: list[SettingFinding] = []
     for name in sorted(environ):
         if name.upper().startswith("VLLM_"):
-            findings += _variable(name, environ[name], variables, release)
+            findings += _check_variable(name, environ[name], variables, release)
     findings += check_flashinfer(flashinfer or backend_tables.releases()[release].flashinfer or "", environ)
-    findings += flag_findings(given_flags(command, release), release, scheme)
+    findings += check_flags(read_flags(command, release), release, scheme)
     without_effect = {finding.setting.partition("=")[0] for finding in findings if not finding.takes_effect}
     findings += [
         finding
-        for finding in _undecisive(release, environ, scheme, moe_backend_of(command, release))
+        for finding in _find_undecisive(release, environ, scheme, moe_backend_of(command, release))
         if finding.setting.partition("=")[0] not in without_effect
     ]
     return tuple(sorted(findings, key=lambda finding: finding.takes_effect))
@@ -78,26 +78,28 @@ def check_flashinfer(version: str, environ: Mapping[str, str]) -> tuple[SettingF
     if release is None:
         return ()
     names = sorted(name for name in environ if name.upper().startswith("FLASHINFER_"))
-    return tuple(finding for name in names for finding in _variable(name, environ[name], known, release))
+    return tuple(
+        finding for name in names for finding in _check_variable(name, environ[name], known, release)
+    )
 
 
-def _variable(name: str, value: str, known: Settings, release: str) -> Iterator[SettingFinding]:
+def _check_variable(name: str, value: str, known: Settings, release: str) -> Iterator[SettingFinding]:
     here = known.at(release)
     product = "vLLM" if known is vllm_variables() else "FlashInfer"
     if name in here:
-        yield from _value(here[name], value, product, release)
+        yield from _check_value(here[name], value, product, release)
         return
     compiled = name in replacements()["compiled"]["names"]
     if compiled or (product == "vLLM" and _KUBERNETES.fullmatch(name)):
         return
     if name != name.upper() and name.upper() not in here and name not in known.rows:
         return  # a variable of another program
-    yield _absent(name, value, known, release, product)
+    yield _report_absent(name, value, known, release, product)
 
 
-def _absent(name: str, value: str, known: Settings, release: str, product: str) -> SettingFinding:
+def _report_absent(name: str, value: str, known: Settings, release: str, product: str) -> SettingFinding:
     """Return the finding for a variable that this release does not read."""
-    here, setting, better = known.at(release), f"{name}={value}", _replacement(name, value, release)
+    here, setting, better = known.at(release), f"{name}={value}", _find_replacement(name, value, release)
     if absence := known.absence(name, release):
         problem, other, source = absence
         if problem == "not_yet":
@@ -119,7 +121,7 @@ def _absent(name: str, value: str, known: Settings, release: str, product: str) 
     return SettingFinding(setting, "unknown", message, None, "")
 
 
-def _replacement(name: str, value: str, release: str) -> str | None:
+def _find_replacement(name: str, value: str, release: str) -> str | None:
     """Return what does in `release` what the variable did, or was meant to do, or None."""
     table, word = replacements(), value.strip().lower().replace("-", "_")
     for group in (table["wishes"], table["linear"]):
@@ -129,9 +131,9 @@ def _replacement(name: str, value: str, release: str) -> str | None:
     return row.get(value) or row.get("off" if word in ("0", "false", "") else "on")
 
 
-def _value(setting: Setting, value: str, product: str, release: str) -> Iterator[SettingFinding]:
+def _check_value(setting: Setting, value: str, product: str, release: str) -> Iterator[SettingFinding]:
     """Yield what is wrong with the value of a known variable, or with relying on the variable."""
-    wrong = _invalid(setting, value)
+    wrong = _find_error(setting, value)
     shown = f"{setting.name}={value}"
     if wrong is not None:
         problem, message, better = wrong
@@ -141,16 +143,16 @@ def _value(setting: Setting, value: str, product: str, release: str) -> Iterator
         return
     if setting.deprecated:
         message = f"still works in {product} {release}, which warns that it will be removed"
-        better = _replacement(setting.name, value, release)
+        better = _find_replacement(setting.name, value, release)
         yield SettingFinding(shown, "deprecated", message, better, setting.source, True)
     note = replacements()["other_layers"].get(setting.name)
     if note is not None:
         yield SettingFinding(shown, "other_layers", note, None, setting.source, True)
 
 
-def _invalid(setting: Setting, value: str) -> tuple[str, str, str | None] | None:
+def _find_error(setting: Setting, value: str) -> tuple[str, str, str | None] | None:
     """Return (problem, message, a value that works), or None for a valid value."""
-    if setting.kind in ("switch", "number") and not _is(int, value):
+    if setting.kind in ("switch", "number") and not _parses_as(int, value):
         if setting.name == "VLLM_PORT" and "://" in value:
             message = "set by Kubernetes for a service named vllm, not by you; rename the service"
             return "invalid", message, None
@@ -158,13 +160,13 @@ def _invalid(setting: Setting, value: str) -> tuple[str, str, str | None] | None
             return "invalid", f"expected a whole number; {_STOPS}", None
         word = {"true": "1", "yes": "1", "on": "1"}.get(value.lower(), "0" if value.lower() in _OFF else None)
         return "invalid", f"expected 0 or 1; {_STOPS}", word
-    if setting.kind == "decimal" and not _is(float, value):
+    if setting.kind == "decimal" and not _parses_as(float, value):
         return "invalid", f"expected a number; {_STOPS}", None
     if setting.kind == "choice":
-        return _choice(setting, value)
+        return _check_choice(setting, value)
     if setting.kind == "choices":
         parts = (part.strip() for part in value.split(",") if part.strip())
-        return next((wrong for wrong in (_choice(setting, part) for part in parts) if wrong), None)
+        return next((wrong for wrong in (_check_choice(setting, part) for part in parts) if wrong), None)
     if setting.kind == "words" and setting.on and not _means_on(setting, value) and value.lower() not in _OFF:
         listed = " or ".join(dict.fromkeys(word.lower() for word in setting.on))
         message = f"is treated as off, and vLLM prints no warning; on is {listed}"
@@ -179,7 +181,7 @@ def _means_on(setting: Setting, value: str) -> bool:
     )
 
 
-def _choice(setting: Setting, value: str) -> tuple[str, str, str | None] | None:
+def _check_choice(setting: Setting, value: str) -> tuple[str, str, str | None] | None:
     if value in setting.choices:
         return None
     same = next((choice for choice in setting.choices if choice.lower() == value.lower()), None)
@@ -191,7 +193,7 @@ def _choice(setting: Setting, value: str) -> tuple[str, str, str | None] | None:
     return "invalid", message, close[0] if close else None
 
 
-def _undecisive(
+def _find_undecisive(
     release: str, environ: Mapping[str, str], scheme: str | None, moe_backend: str
 ) -> Iterator[SettingFinding]:
     """Yield valid variables that do not decide the MoE backend, because other settings come before them."""
@@ -217,7 +219,7 @@ def _undecisive(
 
 
 def _flag_decides(moe_backend: str, scheme: str, release: str) -> bool:
-    """Return whether the flag decides for this scheme; some releases ignore it for some schemes."""
+    """Return True if the flag decides for this scheme; some releases ignore it for some schemes."""
     flag = backend_tables.tables(scheme, release).flags.get(moe_backend)
     return (
         moe_backend in backend_tables.releases()[release].moe_backends
@@ -226,7 +228,7 @@ def _flag_decides(moe_backend: str, scheme: str, release: str) -> bool:
     )
 
 
-def _is(kind: type[int] | type[float], value: str) -> bool:
+def _parses_as(kind: type[int] | type[float], value: str) -> bool:
     try:
         kind(value)
     except ValueError:

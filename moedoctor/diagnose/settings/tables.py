@@ -34,7 +34,7 @@ class SettingFinding:
     """File and line behind the message; empty for unknown settings."""
     takes_effect: bool = False
     stops: bool = False
-    """Whether vLLM itself stops with an error."""
+    """True if vLLM itself stops with an error."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from moedoctor.faults.base import Parameters
 from moedoctor.faults.offload import engine_table
 from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
-from moedoctor.upstream.engine.probes import first_parting
+from moedoctor.upstream.engine.probes import find_first_difference
 
 DECIDED = 0.5
 """Lead of a token's logprob from which rounding in the layers does not explain another token."""
@@ -200,7 +200,7 @@ def backends_without_offload(results: Sequence[CaseResult]) -> Evidence:
         other = first.setdefault((given["model"], given["mode"], given["prompt"]), case)
         if other is case:
             continue
-        parting = first_parting(
+        parting = find_first_difference(
             {"outputs": other.evidence["control_layers"]}, {"outputs": evidence["control_layers"]}
         )
         rows.append(

@@ -26,9 +26,9 @@ from moedoctor.fixes.offload.pinned import array_interface, device_view
 from moedoctor.processes.ask import called_in
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
-from moedoctor.upstream.engine.experiment import Ran, Trial, run_trials, short_error
+from moedoctor.upstream.engine.experiment import Ran, Trial, run_trials, shorten_error
 from moedoctor.upstream.engine.offload_table import BACKENDS, EAGER, ON_GPU, SEEN_IN, UNPINNED, UVA
-from moedoctor.upstream.engine.probes import first_parting
+from moedoctor.upstream.engine.probes import find_first_difference
 
 _SECONDS = 1500.0
 _LOGPROBS = 5
@@ -189,16 +189,16 @@ def compare(ran: Ran, parameters: OffloadGarbageParameters) -> Mapping[str, Any]
         "host_bytes": probe.get("host_bytes"),
         "expected": parameters.expected,
         "control_text": control.texts[0] if control.error is None else None,
-        "control_error": None if control.error is None else short_error(control.error),
+        "control_error": None if control.error is None else shorten_error(control.error),
         "offload_text": other.texts[0] if other.error is None else None,
-        "offload_error": None if other.error is None else short_error(other.error),
+        "offload_error": None if other.error is None else shorten_error(other.error),
         "not_looked_into": other.error is not None and other.error.stage == "probe",
         "same_tokens": ran_both and control.tokens == other.tokens,
         "tokens_alike": equal,
         "lead": None if equal is None else _lead(control, other, equal),
         "control_layers": [row for row in (control.probe or {}).get("outputs", ()) if row["call"] == 1],
         "seconds": {"control": control.seconds.get("total"), "offload": other.seconds.get("total")},
-        **first_parting(control.probe, other.probe, equal),
+        **find_first_difference(control.probe, other.probe, equal),
     }
 
 

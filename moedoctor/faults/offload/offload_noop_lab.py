@@ -73,7 +73,7 @@ def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Obse
             uva.request,
             arguments={**uva.request.arguments, "cpu_offload_params": list(REPACKED)},
             environ={**uva.request.environ, **environ},
-            probe="moedoctor.upstream.engine.probes:where_weights_live",
+            probe="moedoctor.upstream.engine.probes:locate_weights",
         )
         (ran,) = run_trials([replace(uva, request=request, control=None)])
     return Observation(engine_evidence(ran.result, environ))

@@ -208,7 +208,7 @@ def pageable_weights(device: str) -> dict[str, Any]:
     expected = stack(x)  # [T, H]
     release = offload_peers.version()
     if release:
-        offload_peers.copying_offload(list(stack), NAMES, shape.layers * shape.layer_bytes)
+        offload_peers.offload_by_copies(list(stack), NAMES, shape.layers * shape.layer_bytes)
     else:
         functional_call_offload(list(stack), NAMES)
     experts = [module for module in stack.modules() if hasattr(module, "w13_weight")]

@@ -17,7 +17,7 @@ from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import differing_rows
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.releases.moe_kernels import MoeKernels
-from moedoctor.upstream.releases.old_topk import argmax_k_times, topk_softmax, winners
+from moedoctor.upstream.releases.old_topk import repeat_argmax, topk_softmax, winners
 
 CLEAN, ALL_NAN, ONE_NAN, HALF_NAN = "clean", "all_nan", "one_nan", "half_nan"
 POS_INF, NEG_INF, ALL_EQUAL, ALL_NEG_INF = "pos_inf", "neg_inf", "all_equal", "all_neg_inf"
@@ -124,7 +124,7 @@ class FaultyRouting:
         return topk_softmax(logits, top_k, **options)
 
     def topk_sigmoid(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
-        return argmax_k_times(torch.sigmoid(logits.float()), top_k, **options)
+        return repeat_argmax(torch.sigmoid(logits.float()), top_k, **options)
 
     def grouped_topk(
         self,
@@ -144,7 +144,7 @@ class FaultyRouting:
         groups = winners(best, topk_groups)  # [T, topk_groups]
         keep = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)  # [T, G]
         allowed = keep.repeat_interleave(grouped.shape[2], dim=1)  # [T, E]
-        return argmax_k_times(scores, top_k, renormalize=renormalize, bias=bias, allowed=allowed)
+        return repeat_argmax(scores, top_k, renormalize=renormalize, bias=bias, allowed=allowed)
 
 
 class FixedRouting:

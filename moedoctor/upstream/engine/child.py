@@ -1,4 +1,4 @@
-"""What runs inside an engine's process: starts vLLM as the request says, and answers what it did.
+"""Runs inside an engine's process: starts vLLM as the request says, and answers what it did.
 
 It answers when each stage begins, and for each value of a probe that is a generator. An answer holds all that
 was there before, so the last one is enough, also if the process is killed after it.
@@ -172,7 +172,7 @@ def describe(error: BaseException) -> dict[str, Any]:
     ) is not None:
         first = cause
     frames = [
-        f"{_short(frame.filename)}:{frame.lineno} {frame.name}: {frame.line or ''}".rstrip(": ")
+        f"{_shorten(frame.filename)}:{frame.lineno} {frame.name}: {frame.line or ''}".rstrip(": ")
         for frame in traceback.extract_tb(first.__traceback__)[-_FRAMES:]
     ]
     message = str(error)[:_MESSAGE]
@@ -185,7 +185,7 @@ def _class_name(error: BaseException) -> str:
     return f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
 
 
-def _short(file: str) -> str:
+def _shorten(file: str) -> str:
     """The path of a source file from its package on."""
     parts = Path(file).parts
     for marker in ("site-packages", "dist-packages", "site"):

@@ -41,7 +41,7 @@ Prompt = list[int] | str
 
 @dataclass(frozen=True)
 class Answers:
-    """What an engine answered to the prompts."""
+    """The answers of an engine to the prompts."""
 
     tokens: Sequence[Sequence[int]]
     logprobs: Sequence[Sequence[Mapping[str, float]]]
@@ -54,7 +54,7 @@ class Comparison:
 
     clear: int
     same: int
-    """How many clear prompts have the reference's tokens."""
+    """The number of clear prompts with the reference's tokens."""
     distance: float | None
     """Median, over the clear prompts, of the largest difference between the logprobs of a prompt."""
     problem: str | None = None

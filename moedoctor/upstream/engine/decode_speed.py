@@ -1,4 +1,4 @@
-"""What `bench --engine` measures inside an engine: answers, decode speed by two clocks, experts."""
+"""Measures inside an engine for `bench --engine`: answers, decode speed by two clocks, experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEPS_OF_RUNNERS = (
 )
 """The V1 and the V2 model runner, of which an engine has one: its module, and the function of a step."""
 _ROUTERS = ("gate.weight", "router.weight", "router.proj.weight")
-"""How the names of a router's weights end."""
+"""The endings of the names of a router's weights."""
 
 
 def measure_engine(
@@ -56,7 +56,7 @@ def measure_engine(
         result["answers"] = _answer(llm, prompts)
         yield result
         if control:
-            with wrong_routers(llm) as changed:
+            with exchange_routers(llm) as changed:
                 result["routers_changed"] = changed
                 result["wrong_answers"] = _answer(llm, prompts) if changed else None
             yield result
@@ -66,7 +66,7 @@ def measure_engine(
     ]
     for batch in batches:
         _draw(llm, batch, tokens)  # warm-up
-    with step_events() as steps, graph_events() as replays, _turns(meet, engines) as turn:
+    with step_events() as steps, graph_events() as replays, _take_turns(meet, engines) as turn:
         for _ in range(repeats):
             with turn():
                 for row in speeds:
@@ -76,7 +76,7 @@ def measure_engine(
                     row["first_s"].append(first)
                     row["whole_s"].append(_draw(llm, row["batch"], tokens))
                     # After the prefill a generation has tokens - 1 decode steps.
-                    by_gpu = decode_replays(replays, tokens - 2) or milliseconds(steps[2:])
+                    by_gpu = decode_replays(replays, tokens - 2) or measure_milliseconds(steps[2:])
                     if by_gpu:
                         row["gpu_step_ms"].append(statistics.median(by_gpu))
     yield {**result, "speeds": speeds}
@@ -91,7 +91,7 @@ def count_experts(llm: Any) -> dict[str, int]:
 
 
 @contextmanager
-def wrong_routers(llm: Any) -> Iterator[int]:
+def exchange_routers(llm: Any) -> Iterator[int]:
     """Give each router the rows of other experts for a while; yield how many routers have them.
 
     Every token then goes to experts that are not its own, whatever computes them. An engine whose answers
@@ -152,7 +152,9 @@ def generate(llm: Any, prompts: Sequence[Prompt], **sampling: Any) -> list[Any]:
 
 
 @contextmanager
-def _turns(meet: str | None, engines: int) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+def _take_turns(
+    meet: str | None, engines: int
+) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
     """Yield a context in which this engine alone works, of `engines` that share the folder `meet`.
 
     They begin when all are ready, or when `PATIENCE` is over, so that one that did not start stops no other.
@@ -191,7 +193,7 @@ def step_events() -> Iterator[list[tuple[Any, Any]]]:
     def runners() -> list[tuple[Any, str]]:
         return [(importlib.import_module(module).GPUModelRunner, name) for module, name in _STEPS_OF_RUNNERS]
 
-    with _events(runners) as pairs:
+    with _record_events(runners) as pairs:
         yield pairs
 
 
@@ -204,12 +206,12 @@ def graph_events() -> Iterator[list[tuple[Any, Any]]]:
     """
     import torch
 
-    with _events(lambda: [(torch.cuda.CUDAGraph, "replay")]) as pairs:
+    with _record_events(lambda: [(torch.cuda.CUDAGraph, "replay")]) as pairs:
         yield pairs
 
 
 @contextmanager
-def _events(methods: Callable[[], Sequence[tuple[Any, str]]]) -> Iterator[list[tuple[Any, Any]]]:
+def _record_events(methods: Callable[[], Sequence[tuple[Any, str]]]) -> Iterator[list[tuple[Any, Any]]]:
     """Record an event before and after each call of the methods, classes and names; nothing without a GPU."""
     import torch
 
@@ -235,7 +237,7 @@ def _events(methods: Callable[[], Sequence[tuple[Any, str]]]) -> Iterator[list[t
         yield pairs
 
 
-def milliseconds(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
+def measure_milliseconds(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
     """Return the GPU time between the events of each pair. Waits for the GPU."""
     if pairs:
         pairs[-1][1].synchronize()
@@ -248,4 +250,4 @@ def decode_replays(pairs: Sequence[tuple[Any, Any]], steps: int) -> list[float] 
     Before them are the first decode step and, if each prompt is one token, the prefill. Returns None if the
     number of replays does not fit, because then they are not one for each step.
     """
-    return milliseconds(pairs[-steps:]) if steps + 1 <= len(pairs) <= steps + 2 else None
+    return measure_milliseconds(pairs[-steps:]) if steps + 1 <= len(pairs) <= steps + 2 else None

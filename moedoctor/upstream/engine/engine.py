@@ -96,7 +96,7 @@ class EngineRequest:
     """Flags of `vllm serve` over `arguments`; the release's own parser reads them."""
     max_tokens: int = 16
     logprobs: int | None = None
-    """How many of the best tokens to report with their logprob at each step."""
+    """The number of best tokens to report with their logprob at each step."""
     probe: str | None = None
     """``moedoctor.some.module:function``, called as ``function(llm, **probe_options)``; returns JSON
     evidence. A generator yields its evidence so far, and the last is kept. A probe that is called before
@@ -119,7 +119,7 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class EngineError:
-    """How an engine failed."""
+    """The failure of an engine."""
 
     kind: str
     """The exception's class with its module, or the way in which the process died."""
@@ -146,11 +146,11 @@ class LogFacts:
     """GiB, as it is logged."""
     kv_cache_gib: str | None = None
     kv_cache_tokens: str | None = None
-    """How much the KV cache holds, such as ``1,048,576``."""
+    """The tokens that the KV cache holds, such as ``1,048,576``."""
     offloaded_by_us: str | None = None
-    """What the fix `offload` moved: ``1.5 of 1.6 MiB on the host, fetched inside the MoE operator``."""
+    """The result of the fix `offload`: ``1.5 of 1.6 MiB on the host, fetched inside the MoE operator``."""
     refused: tuple[str, ...] = ()
-    """What the plug-in refused, and why."""
+    """The plug-in's refusals, each with its reason."""
 
 
 def read_log(text: str) -> LogFacts:
@@ -162,7 +162,7 @@ def read_log(text: str) -> LogFacts:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """What one engine did."""
+    """The answers of one engine, or its failure."""
 
     label: str
     tokens: tuple[tuple[int, ...], ...] = ()
@@ -182,7 +182,7 @@ class EngineResult:
     host_bytes: int | None = None
     """Memory of the engine's process on the host after loading; None if the system does not say."""
     probe: Any = None
-    """What the probe returned, or what it had yielded before the engine failed."""
+    """The probe's result, or the last value that it yielded before the engine failed."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Of each stage that ended: ``import``, ``load``, ``generate`` and ``probe``; of the parts of ``load``
     that vLLM logged: ``weights``, ``compile`` and ``capture``; and ``total``."""
@@ -199,7 +199,7 @@ def need_engine() -> None:
 
 
 def has_backend(scheme: str, moe_backend: str) -> bool:
-    """Whether the installed vLLM has the backend for a checkpoint of this scheme. Reads a source file.
+    """Return True if the installed vLLM has the backend for a checkpoint of this scheme. Reads a source file.
 
     Only HUMMING is asked for: releases up to 0.21.0 have it, but not for NVFP4.
     """
@@ -239,7 +239,7 @@ def run_engine(request: EngineRequest) -> EngineResult:
         fixes = Path(name) / "fixes.json"
         ended = run_module(
             CHILD,
-            _document(request),
+            _write_request(request),
             seconds=request.seconds,
             environ={STATUS_VARIABLE: str(fixes), **ENVIRON, **recorder, **request.environ},
             caches=_OWN_CACHES,
@@ -254,7 +254,7 @@ def run_engine(request: EngineRequest) -> EngineResult:
         tokens=tuple(tuple(ids) for ids in answer.get("tokens", ())),
         texts=tuple(answer.get("texts", ())),
         logprobs=None if logprobs is None else tuple(tuple(steps) for steps in logprobs),
-        error=_error(answer, ended),
+        error=_read_error(answer, ended),
         version=answer.get("version"),
         fixes="; ".join(active) or None,
         log=read_log(ended.log),
@@ -262,14 +262,14 @@ def run_engine(request: EngineRequest) -> EngineResult:
         host_bytes=answer.get("host_bytes"),
         probe=answer.get("probe"),
         seconds={
-            **_loading(ended.log),
+            **_read_loading(ended.log),
             **answer.get("seconds", {}),
             "total": round(ended.seconds, 2),
         },
     )
 
 
-def _document(request: EngineRequest) -> dict[str, Any]:
+def _write_request(request: EngineRequest) -> dict[str, Any]:
     merged = {**ARGUMENTS, **request.arguments}
     by_ids = all(not isinstance(prompt, str) for prompt in request.prompts)
     arguments = {
@@ -280,11 +280,11 @@ def _document(request: EngineRequest) -> dict[str, Any]:
     return {**asdict(request), "arguments": arguments}
 
 
-def _error(answer: Mapping[str, Any], ended: Ended) -> EngineError | None:
+def _read_error(answer: Mapping[str, Any], ended: Ended) -> EngineError | None:
     redact = Redactor.of_this_process().text
 
     def hide(text: str) -> str:
-        return _PATH.sub(_from_the_package_on, redact(text))
+        return _PATH.sub(_cut_folder, redact(text))
 
     error = answer.get("error")
     if error is not None:
@@ -294,7 +294,7 @@ def _error(answer: Mapping[str, Any], ended: Ended) -> EngineError | None:
         return EngineError(str(error["kind"]), message, str(error["stage"]), death, frames)
     if ended.code is None:
         crash = deaths.hang(ended.limit, ended.log)
-        message = ": ".join(filter(None, (crash.message, _stages(answer, ended))))
+        message = ": ".join(filter(None, (crash.message, _describe_stages(answer, ended))))
     elif not answer.get("finished"):
         crash = deaths.from_exit(ended.code, ended.log)
         message = crash.message
@@ -303,18 +303,18 @@ def _error(answer: Mapping[str, Any], ended: Ended) -> EngineError | None:
     return EngineError(crash.death.value, hide(message), "process", crash.death)
 
 
-def _from_the_package_on(path: re.Match[str]) -> str:
+def _cut_folder(path: re.Match[str]) -> str:
     """Return a path without the folder that its package is installed in."""
     folder = _INSTALLED_IN.match(path[0])
     return path[0][folder.end() if folder else 0 :]
 
 
-def _stages(answer: Mapping[str, Any], ended: Ended) -> str | None:
+def _describe_stages(answer: Mapping[str, Any], ended: Ended) -> str | None:
     """Return what a killed engine had done: ``import took 9 s; load had run for 231 s (weights 200 s)``."""
     if "stage" not in answer:
         return None
     took: Mapping[str, float] = answer["seconds"]
-    parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in _loading(ended.log).items())
+    parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in _read_loading(ended.log).items())
     inside = {"load": f" ({parts})"} if parts else {}
     done = ", ".join(
         f"{name} {'' if index else 'took '}{seconds:.0f} s{inside.get(name, '')}"
@@ -329,7 +329,7 @@ def _stages(answer: Mapping[str, Any], ended: Ended) -> str | None:
     return f"{done}; {running}" if done else running
 
 
-def _loading(log: str) -> dict[str, float]:
+def _read_loading(log: str) -> dict[str, float]:
     """Return the seconds of the parts of ``load`` that vLLM logged. The first line of each counts."""
     lines = {name: pattern.search(log) for name, pattern in _LOADING.items()}
     return {name: float(line[1]) for name, line in lines.items() if line}

@@ -29,13 +29,13 @@ ON_HOST = (
     "cannot be accessed from Triton",
     "Expected all tensors to be on the same device",
 )
-"""What MoE backends say about a tensor that is in host memory."""
+"""Messages of MoE backends about a tensor that is in host memory."""
 _PYDANTIC = "Value error, "
-"""How pydantic begins the line of a message that says what is wrong; its first line only counts errors."""
+"""The beginning of pydantic's line that says what is wrong; its first line only counts errors."""
 
 
 class Outcome(str, enum.Enum):
-    """What became of an engine, as reports show it."""
+    """The end of an engine's run, as reports show it."""
 
     CONTROL = "control"
     NO_CONTROL = "no control"
@@ -57,7 +57,7 @@ class Outcome(str, enum.Enum):
 
     @property
     def crashed(self) -> bool:
-        """Whether the engine stopped with an error."""
+        """True if the engine stopped with an error."""
         return self in (Outcome.CRASH, Outcome.CRASH_1, Outcome.CRASH_2, Outcome.CRASH_3)
 
 
@@ -67,7 +67,7 @@ class Trial:
 
     request: EngineRequest
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """What names the engine in a row of the report."""
+    """The columns that name the engine in a row of the report."""
     control: str | None = None
     """The label of the engine that it is compared with."""
 
@@ -84,11 +84,11 @@ class Ran:
         """Return what became of the engine beside its control, and the detail."""
         result, control = self.result, self.control
         if result.error is not None:
-            return Outcome.CRASH, short_error(result.error)
+            return Outcome.CRASH, shorten_error(result.error)
         if control is None:
             return Outcome.CONTROL, " ".join(str(token) for token in result.tokens[0][:6])
         if control.error is not None:
-            return Outcome.NO_CONTROL, short_error(control.error)
+            return Outcome.NO_CONTROL, shorten_error(control.error)
         for prompt, (ids, expected) in enumerate(zip(result.tokens, control.tokens, strict=True)):
             if ids != expected:
                 at = next(i for i, pair in enumerate(zip(ids, expected, strict=True)) if pair[0] != pair[1])
@@ -123,14 +123,14 @@ def rows(ran: Sequence[Ran], columns: Callable[[Ran], Mapping[str, Any]]) -> lis
     ]
 
 
-def some_ran(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def require_a_run(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the rows. Raises UnavailableError if every one is an error."""
     if all("error" in row for row in table):
         raise UnavailableError(f"no engine ran: {table[0]['error']}")
     return table
 
 
-def short_error(error: EngineError) -> str:
+def shorten_error(error: EngineError) -> str:
     """Return the error in one line, with the line of its message that says most."""
     lines = [line.strip() for line in error.message.splitlines() if line.strip()]
     telling = ("OrderedDict", *ON_HOST, _PYDANTIC)

@@ -17,7 +17,7 @@ from typing import Any
 
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.engine.engine import EngineRequest
-from moedoctor.upstream.engine.experiment import Ran, Trial, checkpoints, rows, run_trials, some_ran
+from moedoctor.upstream.engine.experiment import Ran, Trial, checkpoints, require_a_run, rows, run_trials
 
 BATCH = 11
 """Prompts at once: graphs are not captured for this size, so decode steps are padded to 16."""
@@ -63,11 +63,11 @@ def padding_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return a row for each configuration. Raises UnavailableError if no engine ran."""
     with checkpoints("bf16", **_MODEL) as folders:
         trials = [
-            _trial(folders["bf16"], f"1 GPU, {backend}", attention_backend=backend)
+            _make_trial(folders["bf16"], f"1 GPU, {backend}", attention_backend=backend)
             for backend in ("TRITON_ATTN", "FLASH_ATTN")
         ]
         ran = run_trials(trials)
-    table = some_ran(rows(ran, _row))
+    table = require_a_run(rows(ran, _make_row))
     return [*table, {"config": "DP=2", "not_run": "scenarios/engine/nan_padding_dp.yaml does"}]
 
 
@@ -86,7 +86,7 @@ def parallel_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
             config = f"{name} on one GPU" if shared else name
             ran = run_trials(rank_trials(folders["bf16"], config, arguments, shared=shared), parallel=RANKS)
             table += rank_rows(config, ran)
-    return some_ran(table)
+    return require_a_run(table)
 
 
 def rank_trials(
@@ -149,7 +149,7 @@ def rank_rows(config: str, ran: Sequence[Ran]) -> list[dict[str, Any]]:
     def columns(engine: Ran) -> dict[str, Any]:
         probe, first = engine.result.probe, engine.result.probe["first_padding"]
         return {
-            **_row(engine),
+            **_make_row(engine),
             "nan_in_real": probe["nan_in_real"],
             "routers_watched": probe["routers_watched"],
             "rows_with_repeated_ids": _repeated(engine),
@@ -188,7 +188,7 @@ def report(llm: Any) -> dict[str, Any]:
     return found.evidence()
 
 
-def _trial(model: str, label: str, **arguments: Any) -> Trial:
+def _make_trial(model: str, label: str, **arguments: Any) -> Trial:
     request = EngineRequest(
         model,
         prompts(),
@@ -202,7 +202,7 @@ def _trial(model: str, label: str, **arguments: Any) -> Trial:
     return Trial(request, {"config": label})
 
 
-def _row(engine: Ran) -> dict[str, Any]:
+def _make_row(engine: Ran) -> dict[str, Any]:
     from moedoctor.trace.nan_report import row_of
 
     return row_of(engine.result.probe)

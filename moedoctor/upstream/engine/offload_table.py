@@ -24,7 +24,7 @@ from moedoctor.upstream.engine.experiment import (
     checkpoints,
     logprob_distance,
     run_trials,
-    short_error,
+    shorten_error,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ LOGPROBS = 5
 EAGER, COMPILED = "eager", "compiled"
 UNPINNED = {"VLLM_WEIGHT_OFFLOADING_DISABLE_UVA": "1", "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY": "1"}
 """The branch that vLLM takes on WSL."""
-SEEN_IN = "moedoctor.upstream.engine.probes:layers_and_places"
+SEEN_IN = "moedoctor.upstream.engine.probes:record_layers_and_places"
 OFFLOADER = "UVAOffloader"
 """The offloader of `--cpu-offload-gb` in vLLM's log, with UVA and without."""
 
@@ -147,7 +147,7 @@ def evidence(ran: Sequence[Ran]) -> dict[str, Any]:
     controls_wrong = 0
     for engine in ran:
         columns, result = engine.trial.columns, engine.result
-        outcome, detail, same_code = _outcome(engine, second.get(columns["backend"]))
+        outcome, detail, same_code = _judge(engine, second.get(columns["backend"]))
         if columns["experts"] in CONTROLS:
             controls_wrong += outcome is not Outcome.CONTROL
         else:
@@ -160,8 +160,8 @@ def evidence(ran: Sequence[Ran]) -> dict[str, Any]:
                 "experts": columns["experts"],
                 "offloaded": result.log.offloaded_by_us,
                 "offloader": result.log.offloader,
-                "host_bytes": _probed(result, "host_bytes"),
-                "parameter_bytes": _probed(result, "parameter_bytes"),
+                "host_bytes": _read_probe(result, "host_bytes"),
+                "parameter_bytes": _read_probe(result, "parameter_bytes"),
                 "same_bits_in_the_same_code": same_code,
                 "outcome": outcome.value,
                 "detail": detail,
@@ -169,7 +169,7 @@ def evidence(ran: Sequence[Ran]) -> dict[str, Any]:
             }
         )
         if result.error is not None:
-            errors.append(_error(engine))
+            errors.append(_describe_error(engine))
     figures: dict[str, Any] = {
         "vllm": next((engine.result.version for engine in ran if engine.result.version), None),
         "fixes": next((engine.result.fixes for engine in ran if engine.result.fixes), None),
@@ -188,7 +188,7 @@ def evidence(ran: Sequence[Ran]) -> dict[str, Any]:
     return {**figures, "errors": errors} if errors else figures
 
 
-def _outcome(engine: Ran, second: EngineResult | None) -> tuple[Outcome, str, bool | None]:
+def _judge(engine: Ran, second: EngineResult | None) -> tuple[Outcome, str, bool | None]:
     """Return outcome and detail of an engine, and whether it has the bits of its `second` control."""
     place, result = engine.trial.columns["experts"], engine.result
     outcome, detail = engine.compare()
@@ -208,11 +208,11 @@ def _outcome(engine: Ran, second: EngineResult | None) -> tuple[Outcome, str, bo
         same = result.tokens == second.tokens and logprob_distance(result, second) == 0
         detail = f"{detail}; {'same' if same else 'other'} tokens and logprobs {SAME_GRAPH}"
         return (Outcome.ROUNDING if same and outcome is Outcome.OTHER else outcome), detail, same
-    return (_crash(result) if result.error is not None else outcome), detail, None
+    return (_classify_crash(result) if result.error is not None else outcome), detail, None
 
 
-def _crash(result: EngineResult) -> Outcome:
-    """Return which of vllm#37883's crashes it is."""
+def _classify_crash(result: EngineResult) -> Outcome:
+    """Return which of vllm#37883's crashes the error is."""
     error = result.error
     assert error is not None
     if "OrderedDict" in error.message and "setattr" in error.message:
@@ -229,31 +229,31 @@ def not_offloaded(result: EngineResult) -> str | None:
     """
     if result.error is not None:
         unseen = result.error.stage == "probe"
-        return f"what it offloaded was not seen: {short_error(result.error)}" if unseen else None
+        return f"what it offloaded was not seen: {shorten_error(result.error)}" if unseen else None
     if result.log.offloader != OFFLOADER:
         return f"its offloader in the log is {result.log.offloader or 'missing'}, expected {OFFLOADER}"
-    if not _probed(result, "host_bytes"):
+    if not _read_probe(result, "host_bytes"):
         return "no byte of the weights is on the host"
     return None
 
 
 def _moved_back(result: EngineResult) -> str | None:
     """Return how little is on the host if it is less than half of the weights that were asked for."""
-    on_host, asked = (_probed(result, name) or 0 for name in ("host_bytes", "parameter_bytes"))
+    on_host, asked = (_read_probe(result, name) or 0 for name in ("host_bytes", "parameter_bytes"))
     return f"{on_host} of {asked} bytes are on the host (MD013)" if 2 * on_host < asked else None
 
 
-def _probed(result: EngineResult, name: str) -> int | None:
+def _read_probe(result: EngineResult, name: str) -> int | None:
     value = (result.probe or {}).get(name)
     return None if value is None else int(value)
 
 
 def _served_from_gpu(result: EngineResult) -> bool:
-    """Whether the engine generated with weights that the probe had taken off the host."""
+    """Return True if the engine generated with weights that the probe had taken off the host."""
     return bool(result.fixes and result.probe and result.probe["bytes"])
 
 
-def _error(engine: Ran) -> dict[str, Any]:
+def _describe_error(engine: Ran) -> dict[str, Any]:
     error = engine.result.error
     assert error is not None
     frames = [line.strip() for line in error.message.splitlines() if "offloader/" in line]

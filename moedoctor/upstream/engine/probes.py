@@ -1,4 +1,4 @@
-"""What is looked at inside an engine: where its weights really are, and what its layers put out."""
+"""Probes inside an engine: where its weights really are, and what its layers put out."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _DIRECTIONS, _ROWS = 8, 16
 """A digest holds at most `_ROWS` projections onto `_DIRECTIONS` directions, each of one token or several."""
 
 
-def where_weights_live(llm: Any, names: str = "") -> dict[str, Any]:
+def locate_weights(llm: Any, names: str = "") -> dict[str, Any]:
     """Return the bytes of the model's parameters by the memory that they are in, according to the CUDA
     driver.
 
     A CUDA tensor of torch may be a view of host memory. Only parameters whose name contains `names` count.
     Returns ``{"bytes": {place: bytes}, "parameters": [{"name", "bytes", "place"}]}``.
     """
-    return weights_by_place(model_of(llm), names)
+    return sum_weights_by_place(model_of(llm), names)
 
 
-def weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
-    """`where_weights_live` for the parameters of a torch module."""
+def sum_weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
+    """`locate_weights` for the parameters of a torch module."""
     places: dict[str, int] = {}
     parameters = []
     for name, parameter in model.named_parameters():
@@ -42,7 +42,7 @@ def weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
     return {"bytes": places, "parameters": parameters}
 
 
-def layers_and_places(llm: Any, names: str = "", calls: int = 0) -> Callable[[], dict[str, Any]]:
+def record_layers_and_places(llm: Any, names: str = "", calls: int = 0) -> Callable[[], dict[str, Any]]:
     """Probe before generating: `layer_outputs` of the first `calls` calls, and `bytes_on_host` at the end."""
     outputs = layer_outputs(llm, calls) if calls else dict
     return lambda: {**outputs(), **bytes_on_host(model_of(llm), names)}
@@ -53,7 +53,7 @@ def bytes_on_host(model: Any, names: str = "") -> dict[str, int]:
 
     Bytes are on the host if they are mapped, on the CPU, or in the blocks that the fix `offload` copies from.
     """
-    places = weights_by_place(model, names)["bytes"]
+    places = sum_weights_by_place(model, names)["bytes"]
     stored = sum(
         region.nbytes
         for pipeline in pipelines_of(model)
@@ -141,11 +141,11 @@ def _digest(output: Any) -> Mapping[str, Any]:
         "digest": digest,
         "norm": float(state.norm()),
         "finite": bool(state.isfinite().all()),
-        "projection": [[float(f"{value:.6g}") for value in row] for row in _projected(state).tolist()],
+        "projection": [[float(f"{value:.6g}") for value in row] for row in _project(state).tolist()],
     }
 
 
-def _projected(state: Any) -> Any:
+def _project(state: Any) -> Any:
     """Float32 [min(tokens, 16), 8] for the float32 `state` [tokens, hidden], always with the same numbers."""
     import torch
 
@@ -202,7 +202,7 @@ ROUNDING = 0.02
 """Relative difference of a layer's output, in its worst token, up to which it is rounding."""
 
 
-def first_parting(control: Any, other: Any, equal_tokens: int | None = None) -> dict[str, Any]:
+def find_first_difference(control: Any, other: Any, equal_tokens: int | None = None) -> dict[str, Any]:
     """Return where the layers' outputs of two runs differ: first in a bit, and first by more than rounding.
 
     `control` and `other`: evidence of `layer_outputs`. `equal_tokens`: how many tokens both generated before

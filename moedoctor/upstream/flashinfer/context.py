@@ -1,4 +1,4 @@
-"""What the installed FlashInfer itself would compile for, asked without a GPU.
+"""Asks the installed FlashInfer, without a GPU, for which targets it would compile.
 
 FlashInfer chooses its targets in `CompilationContext` (0.5.0 to 0.7.2.post1), from
 FLASHINFER_CUDA_ARCH_LIST or from the GPUs that torch reports. Here it runs with our values for that variable,
@@ -56,7 +56,7 @@ class FlashInferContext:
         return cls(release, flashinfer.compilation_context.CompilationContext, flashinfer.jit.cpp_ext)
 
     def resolve(self, capability: Capability, cuda: CudaVersion, arch_list: str | None) -> ArchReading:
-        """The targets of the MoE module for one GPU of `capability` and CUDA release `cuda`, or the error.
+        """Return the MoE module's targets for one GPU of `capability` and CUDA release `cuda`, or the error.
 
         `arch_list` is the value of FLASHINFER_CUDA_ARCH_LIST, None if it is not set.
         """

@@ -16,7 +16,7 @@ import torch
 
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.flashinfer.probe_build import arch_of, build, plan_build
-from moedoctor.upstream.flashinfer.source import FlashInferSource, installed_source, named_source
+from moedoctor.upstream.flashinfer.source import FlashInferSource, find_installed_source, find_source
 from moedoctor.upstream.releases.wheel import KernelError
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -24,12 +24,12 @@ _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 @dataclass(frozen=True)
 class RoutingMaps:
-    """What the release's routing-map builders wrote. Rows are pairs in the order k * tokens + t."""
+    """The output of the release's routing-map builders. Rows are pairs in the order k * tokens + t."""
 
     fused: bool
-    """Whether the fused prologue took the call; else the three-step sort did."""
+    """True if the fused prologue took the call; else the three-step sort did."""
     permuted_of_row: torch.Tensor
-    """int32 [K * T]: where the row is among the rows sorted by expert."""
+    """int32 [K * T]: the place of the row among the rows sorted by expert."""
     row_of_permuted: torch.Tensor
     """int32 [K * T], the inverse, as far as it was written."""
     first_offset: torch.Tensor
@@ -45,26 +45,26 @@ class FlashInferProbe:
     library: ctypes.CDLL
 
     @classmethod
-    def _loaded(cls, find: Callable[[], FlashInferSource], device: str) -> FlashInferProbe:
+    def _load(cls, find: Callable[[], FlashInferSource], device: str) -> FlashInferProbe:
         """Find the sources, build unless they were built before, and load. Raises UnavailableError."""
         release = ""
         try:
             source = find()
             release = f"FlashInfer {source.release}: "
             path = build(plan_build(source, arch_of(torch.cuda.get_device_capability(device))))
-            return cls(source.release, path, _functions(str(path)))
+            return cls(source.release, path, _load_library(str(path)))
         except (KernelError, OSError) as error:
             raise UnavailableError(f"{release}{error}") from error
 
     @classmethod
     def named(cls, release: str, path: Path, device: str) -> FlashInferProbe:
-        """The probe of `release` from its wheel or folder at `path`; raises UnavailableError."""
-        return cls._loaded(lambda: named_source(release, path), device)
+        """Return the probe of `release` from its wheel or folder at `path`; raises UnavailableError."""
+        return cls._load(lambda: find_source(release, path), device)
 
     @classmethod
     def installed(cls, device: str) -> FlashInferProbe:
-        """The probe of the installed FlashInfer; raises UnavailableError."""
-        return cls._loaded(installed_source, device)
+        """Return the probe of the installed FlashInfer; raises UnavailableError."""
+        return cls._load(find_installed_source, device)
 
     device: str = "cuda"
     """The device of the tensors that its functions take."""
@@ -72,7 +72,7 @@ class FlashInferProbe:
     def build_maps(
         self, ids: torch.Tensor, experts: int, *, start: int = 0, memory: RoutingMaps | int = 0
     ) -> RoutingMaps:
-        """The maps for `ids` int32 [T, K] and the local experts `start` to `start + experts - 1`.
+        """Return the maps for `ids` int32 [T, K] and the local experts `start` to `start + experts - 1`.
 
         As the runner does: the fused prologue first, and the three-step sort if it declines. `memory` is what
         the maps' memory holds before: a value for all entries, or the maps of an earlier call, which are
@@ -140,7 +140,7 @@ def _empty_maps(ids: torch.Tensor, experts: int, value: int) -> RoutingMaps:
 
 
 @functools.cache
-def _functions(path: str) -> ctypes.CDLL:
+def _load_library(path: str) -> ctypes.CDLL:
     library = ctypes.CDLL(path)
     library.moedoctor_probe_error.restype = ctypes.c_char_p
     library.moedoctor_probe_tokens_per_block.argtypes = [_LONG, _LONG]

@@ -24,7 +24,7 @@ from importlib import resources
 from pathlib import Path
 
 from moedoctor.processes.cuda_tools import Tool, find_tools, run_tool
-from moedoctor.upstream.flashinfer.source import FlashInferSource, named_source
+from moedoctor.upstream.flashinfer.source import FlashInferSource, find_source
 from moedoctor.upstream.releases.wheel import KernelError, cache_folder, package_folders
 
 _SECONDS = 900.0
@@ -37,7 +37,7 @@ _OPTIONS = (
     "-Xcompiler=-fPIC",
     "-Xfatbin=-compress-all",
 )
-"""Those of FlashInfer's own build."""
+"""The options of FlashInfer's own build."""
 _CAUSES = ("undefined reference|cannot find -l", r"(?i)\b(error|fatal)( #[\w-]+)?\s*:")
 """Patterns of the line that explains why a build failed, the most specific first.
 
@@ -65,19 +65,19 @@ class BuildPlan:
 
 
 def probe_text() -> str:
-    """The source of the probe, which ships with the package."""
+    """Return the source of the probe, which ships with the package."""
     file = resources.files("moedoctor.upstream.flashinfer") / "probe_data" / "probe.cu"
     return file.read_text(encoding="utf-8")
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """The target for a GPU of `capability`: with the suffix ``a`` from 9.0 on, as FlashInfer's own build."""
+    """Return the target for `capability`: with the suffix ``a`` from 9.0 on, as FlashInfer's own build."""
     major, minor = capability
     return f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
 
 
 def plan_build(source: FlashInferSource, arch: str) -> BuildPlan:
-    """What will be built; raises KernelError without nvcc."""
+    """Plan the build; raises KernelError without nvcc."""
     tools = [tool for tool in find_tools(["nvcc"]) if tool.cuda >= (12, 8)]
     if not tools:
         raise KernelError("no nvcc of CUDA 12.8 or later: set CUDA_HOME, or install nvidia-cuda-nvcc")
@@ -85,7 +85,7 @@ def plan_build(source: FlashInferSource, arch: str) -> BuildPlan:
 
 
 def build(plan: BuildPlan) -> Path:
-    """The compiled probe, built unless it is kept already. Raises KernelError with nvcc's first error."""
+    """Return the compiled probe; build it if it is not kept. Raises KernelError with nvcc's first error."""
     target = plan.target
     if target.is_file():
         return target
@@ -150,14 +150,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--arch", default="90a", help="the target as nvcc names it (default: %(default)s)")
     given = parser.parse_args(arguments)
 
-    def built(source: tuple[str, Path]) -> str | KernelError:
+    def build_release(source: tuple[str, Path]) -> str | KernelError:
         try:
-            return str(build(plan_build(named_source(*source), given.arch)))
+            return str(build(plan_build(find_source(*source), given.arch)))
         except KernelError as error:
             return error
 
     with ThreadPoolExecutor(len(given.releases)) as pool:
-        results = list(pool.map(built, given.releases))
+        results = list(pool.map(build_release, given.releases))
     for result in results:
         print(result, file=sys.stderr if isinstance(result, KernelError) else sys.stdout)
     return 2 if any(isinstance(result, KernelError) for result in results) else 0

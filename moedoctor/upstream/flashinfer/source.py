@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from moedoctor.text import TextFileError, read_text
-from moedoctor.upstream.releases.wheel import KernelError, opened, package_folders, unpacked
+from moedoctor.upstream.releases.wheel import KernelError, open_wheel, package_folders, unpack
 
 KERNELS = PurePosixPath("csrc/fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh")
 """The header with the routing maps and finalize, under the package's data folder."""
@@ -40,7 +40,7 @@ _SOURCES = (
     _CUTLASS_KERNELS / "moe_gemm/moe_gemm_tma_warp_specialized_input.cu",
     *(_NV / f"cpp/common/{name}.cpp" for name in ("logger", "stringUtils", "tllmException", "envUtils")),
 )
-"""What the header's functions need to link, besides themselves."""
+"""Sources that the header's functions need to link."""
 _NEEDED = re.compile(
     r"flashinfer/(data/(csrc|include|cutlass|spdlog|cccl)/|jit/).*[^/]|[^/]+\.dist-info/METADATA"
 )
@@ -84,21 +84,21 @@ class FlashInferSource:
         jit = self.package / "jit"
         flags = ["-DNDEBUG"]
         flags += [f"-DFLASHINFER_ENABLE_{name}" for name in ("F16", "BF16", "FP8_E4M3", "FP8_E5M2")]
-        flags += _listed(jit / "core.py", "common_nvcc_flags")
-        flags += _listed(jit / "core.py", "sm90a_nvcc_flags")
-        flags += _listed(jit / "fused_moe.py", "nvcc_flags", "gen_cutlass_fused_moe_sm90_module")
+        flags += _read_list(jit / "core.py", "common_nvcc_flags")
+        flags += _read_list(jit / "core.py", "sm90a_nvcc_flags")
+        flags += _read_list(jit / "fused_moe.py", "nvcc_flags", "gen_cutlass_fused_moe_sm90_module")
         return list(dict.fromkeys(flags))
 
 
-def named_source(release: str, path: Path) -> FlashInferSource:
-    """The sources of `release` in `path`: a wheel, a folder that holds ``flashinfer``, or that folder.
+def find_source(release: str, path: Path) -> FlashInferSource:
+    """Return the sources of `release` in `path`: a wheel, a folder that holds ``flashinfer``, or that folder.
 
     Raises KernelError if they are not there, or of another release.
     """
     # Not Path.is_file, which raises for a name that is too long.
     if path.suffix == ".whl" and os.path.isfile(path):
         check_source(release, path)
-        path = unpacked(path, "flashinfer", _NEEDED, _MAX_BYTES)
+        path = unpack(path, "flashinfer", _NEEDED, _MAX_BYTES)
     for package in (path / "flashinfer", path):
         if os.path.isfile(package / "data" / KERNELS):
             _check_release(release, package, (folder.name for folder in package.parent.glob("*.dist-info")))
@@ -112,17 +112,17 @@ def named_source(release: str, path: Path) -> FlashInferSource:
 def check_source(release: str, path: Path) -> None:
     """Raise KernelError if `path` cannot hold the sources of `release`. Unpacks nothing."""
     if path.suffix != ".whl" or not os.path.isfile(path):
-        named_source(release, path)
+        find_source(release, path)
         return
-    with opened(path) as wheel:
+    with open_wheel(path) as wheel:
         names = wheel.namelist()
     if f"flashinfer/data/{KERNELS}" not in names:
         raise KernelError(f"{path}: no flashinfer/data/{KERNELS} in it; expected flashinfer-python's wheel")
     _check_release(release, path, (PurePosixPath(name).parts[0] for name in names))
 
 
-def installed_source() -> FlashInferSource:
-    """The sources of the installed FlashInfer, which is not imported; raises KernelError."""
+def find_installed_source() -> FlashInferSource:
+    """Return the sources of the installed FlashInfer, which is not imported; raises KernelError."""
     try:
         release = importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
@@ -140,8 +140,8 @@ def _check_release(release: str, path: Path, names: Iterable[str]) -> None:
         raise KernelError(f"{path}: is release {releases.pop()}, not {release}")
 
 
-def _listed(file: Path, name: str, function: str | None = None) -> list[str]:
-    """The ``-D`` texts in the list that is assigned to `name`, in `function` or at the top of `file`.
+def _read_list(file: Path, name: str, function: str | None = None) -> list[str]:
+    """Return the ``-D`` texts in the list that is assigned to `name`, in `function` or at the top of `file`.
 
     A flag that depends on the CUDA release is taken: all known ones are for releases that are long out.
     """

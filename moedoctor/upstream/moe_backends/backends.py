@@ -37,7 +37,7 @@ _HUMMING_FP8 = Version("0.33.0")
 _FP8_BLOCK = 128
 """Rows and columns that share a scale in ``fp8-block``; vLLM splits or refuses blocks that end a gate."""
 _NOT_INSTALLED = "is not available or outdated"
-"""What vLLM says while it builds a kernel if DeepGEMM is missing, which its selection does not always ask."""
+"""vLLM's message while it builds a kernel without DeepGEMM; its selection does not always ask for it."""
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2": "relu2_no_mul"}
 
 
@@ -113,8 +113,8 @@ def _build_fp8(
             f"HUMMING takes FP8 experts from the layer in another form before vLLM {_HUMMING_FP8}"
         )
     device, block = layer.w13.values.device, layer.w13.block
-    input_scale = None if block else _scale(layer.input_scale, device)
-    intermediate_scale = None if block else _scale(layer.intermediate_scale, device)
+    input_scale = None if block else _make_scale(layer.input_scale, device)
+    intermediate_scale = None if block else _make_scale(layer.intermediate_scale, device)
     _hold(holder, w13_weight=layer.w13.values, w2_weight=layer.w2.values)
     if block:
         holder.weight_block_size = list(block)
@@ -170,8 +170,8 @@ def _build_nvfp4(
         w2_weight=layer.w2.packed.clone(),
         w2_weight_scale=layer.w2.block_scales.clone(),
         w2_weight_scale_2=layer.w2.global_scale.clone(),
-        w13_input_scale=_scale(layer.input_scale, device, experts),
-        w2_input_scale=_scale(layer.intermediate_scale, device, experts),
+        w13_input_scale=_make_scale(layer.input_scale, device, experts),
+        w2_input_scale=_make_scale(layer.intermediate_scale, device, experts),
     )
     w13, w13_scale, w13_scale_2, a13_scale, w2, w2_scale, w2_scale_2, a2_scale = call(
         oracle.convert_to_nvfp4_moe_kernel_format,
@@ -222,7 +222,7 @@ def _build_nvfp4(
 
 @dataclasses.dataclass(frozen=True)
 class _Quantization:
-    """How vLLM selects and builds the backends for one quantization of the weights."""
+    """The way in which vLLM selects and builds the backends for one quantization of the weights."""
 
     oracle: str
     """The module below `FUSED_MOE` that selects."""
@@ -280,16 +280,16 @@ class VllmBackend(Backend):
         _start(device, fresh=True)
         if isinstance(layer.w13, Fp8):
             self._check_scales(layer.w13)
-        config = _config(layer.shape, device)
-        kernel_class, reason = self._kernel_class(config)
+        config = _make_config(layer.shape, device)
+        kernel_class, reason = self._find_kernel_class(config)
         if kernel_class is None:
             raise UnavailableError(f"{self.variant.name}: {reason}")
-        holder = _layer_module(layer.shape, config)
+        holder = _make_layer(layer.shape, config)
         with _engine():
             oracle = load(self._quantization.oracle)
             try:
                 kernel, w13, w2 = self._quantization.build(
-                    oracle, self._member(oracle), layer, holder, config, kernel_class
+                    oracle, self._find_member(oracle), layer, holder, config, kernel_class
                 )
             except RuntimeError as error:
                 if _NOT_INSTALLED not in str(error):
@@ -311,7 +311,7 @@ class VllmBackend(Backend):
                 f"{self.variant.label} needs a scale for each {needed}; this layer has one for each {given}"
             )
 
-    def _member(self, oracle: Any) -> Any:
+    def _find_member(self, oracle: Any) -> Any:
         for member in getattr(oracle, self._quantization.backends):
             if member.name == self.variant.name:
                 return member
@@ -322,15 +322,15 @@ class VllmBackend(Backend):
     def _unsupported(self, shape: LayerShape, device: str) -> str | None:
         try:
             _start(device)
-            kernel_class, reason = self._kernel_class(_config(shape, device))
+            kernel_class, reason = self._find_kernel_class(_make_config(shape, device))
         except UnavailableError as error:
             return str(error)
         return None if kernel_class is not None else reason
 
-    def _kernel_class(self, config: Any) -> tuple[Any, str | None]:
+    def _find_kernel_class(self, config: Any) -> tuple[Any, str | None]:
         """Return vLLM's class for this backend, or None with the reason."""
         oracle = load(self._quantization.oracle)
-        member = self._member(oracle)
+        member = self._find_member(oracle)
         if not hasattr(oracle, "backend_to_kernel_cls"):
             raise UnavailableError(
                 f"this vLLM, older than 0.21.0, asks no kernels for {self.variant.quantization}"
@@ -350,11 +350,11 @@ class VllmBackend(Backend):
         return None, f"vLLM says: {reason}" if reason else "vLLM has only a kernel that does its own routing"
 
 
-def _config(shape: LayerShape, device: str) -> Any:
+def _make_config(shape: LayerShape, device: str) -> Any:
     return moe_config(shape, _ACTIVATIONS[shape.activation], device=device)
 
 
-def _scale(value: float, device: str | torch.device, experts: int | None = None) -> torch.Tensor:
+def _make_scale(value: float, device: str | torch.device, experts: int | None = None) -> torch.Tensor:
     """Return a scale as vLLM holds it: float32, [] or [experts]."""
     return torch.full(() if experts is None else (experts,), value, dtype=torch.float32, device=device)
 
@@ -386,9 +386,9 @@ def _hold(holder: Any, **tensors: torch.Tensor | None) -> None:
         setattr(holder, name, parameter)
 
 
-def _layer_module(shape: LayerShape, config: Any) -> Any:
+def _make_layer(shape: LayerShape, config: Any) -> Any:
     """Return the attributes of vLLM's layer that the conversion of weights reads."""
-    holder = _layer_class()()
+    holder = _make_layer_class()()
     holder.num_experts = holder.local_num_experts = holder.global_num_experts = shape.experts
     holder.hidden_size = shape.hidden
     holder.intermediate_size_per_partition = shape.intermediate
@@ -399,7 +399,7 @@ def _layer_module(shape: LayerShape, config: Any) -> Any:
     return holder
 
 
-def _layer_class() -> Any:
+def _make_layer_class() -> Any:
     """Return a class of layers without weights; from 0.27 on vLLM asks whether it is a `RoutedExperts`."""
     if importlib.util.find_spec(f"{FUSED_MOE}.routed_experts") is None:
         return torch.nn.Module

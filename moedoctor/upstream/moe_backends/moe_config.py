@@ -41,17 +41,17 @@ def moe_config(shape: LayerShape, activation: str, *, ep: bool = False, dp: bool
         "activation": importlib.import_module(f"{layers}.activation").MoEActivation(activation),
         "device": "cuda",
         "routing_method": config.RoutingMethodType.Renormalize,
-        "moe_parallel_config": _filled(config.FusedMoEParallelConfig, parallel),
+        "moe_parallel_config": _fill(config.FusedMoEParallelConfig, parallel),
         "in_dtype": torch.bfloat16,
         "is_act_and_mul": not activation.endswith("_no_mul"),
         **more,
     }
     if "intermediate_size" in {field.name for field in dataclasses.fields(config.FusedMoEConfig)}:
         del values["intermediate_size_per_partition"]  # newer releases compute it
-    return _filled(config.FusedMoEConfig, values)
+    return _fill(config.FusedMoEConfig, values)
 
 
-def _filled(kind: Any, values: Mapping[str, Any]) -> Any:
+def _fill(kind: Any, values: Mapping[str, Any]) -> Any:
     """Make a `kind` of the `values` that it has fields for; other fields without a default get 0."""
     fields = [field for field in dataclasses.fields(kind) if field.init]
     needed = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]

@@ -33,7 +33,7 @@ _DISTORTED = ("JIT cache", "Cubin store (local)")
 
 @dataclass(frozen=True)
 class Collected:
-    """What one collector reports, or why it reports nothing."""
+    """The report of one collector, or the reason why there is none."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -41,15 +41,15 @@ class Collected:
 
 def collect_vllm(seconds: float = SECONDS) -> Collected:
     """Return what ``vllm collect-env`` reports."""
-    return _collected("vllm", seconds)
+    return _collect("vllm", seconds)
 
 
 def collect_flashinfer(seconds: float = SECONDS) -> Collected:
     """Return what ``flashinfer collect-env`` reports; releases before 0.6.16 have no such command."""
-    return _collected("flashinfer", seconds)
+    return _collect("flashinfer", seconds)
 
 
-def _collected(package: str, seconds: float) -> Collected:
+def _collect(package: str, seconds: float) -> Collected:
     redactor = Redactor.of_this_process()
     try:
         facts = ask("moedoctor.upstream.releases.collectors", package, seconds=seconds, caches=CACHES)
@@ -57,14 +57,14 @@ def _collected(package: str, seconds: float) -> Collected:
         return Collected(error=redactor.text(str(error)))
     if "error" in facts:
         return Collected(error=redactor.text(str(facts["error"])))
-    return Collected(_shortened(redactor.record(facts)))
+    return Collected(_shorten(redactor.record(facts)))
 
 
-def _shortened(value: Any) -> Any:
+def _shorten(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _shortened(item) for key, item in value.items()}
+        return {key: _shorten(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_shortened(item) for item in value]
+        return [_shorten(item) for item in value]
     return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
@@ -78,7 +78,7 @@ def _vllm() -> Mapping[str, Any]:
     }
 
 
-def _flashinfer() -> Mapping[str, Any]:
+def _report_flashinfer() -> Mapping[str, Any]:
     folders = package_folders("flashinfer")
     if not folders:
         return {"error": "there is no module flashinfer, only its metadata"}
@@ -100,7 +100,7 @@ def _flashinfer() -> Mapping[str, Any]:
     }
 
 
-_COLLECTORS: Mapping[str, Callable[[], Mapping[str, Any]]] = {"vllm": _vllm, "flashinfer": _flashinfer}
+_COLLECTORS: Mapping[str, Callable[[], Mapping[str, Any]]] = {"vllm": _vllm, "flashinfer": _report_flashinfer}
 
 if __name__ == "__main__":
     answer(lambda package: _COLLECTORS[package]())

@@ -22,8 +22,8 @@ from moedoctor.upstream.releases.wheel import (
     KernelError,
     core_libraries,
     cuda_runtimes,
-    installed_library,
-    shared_object,
+    find_installed_library,
+    find_shared_object,
 )
 
 _RUNTIME = re.compile(r"libcudart\.so\.(\d+)")
@@ -42,7 +42,7 @@ class MoeKernels:
     @classmethod
     def load(cls, path: Path) -> MoeKernels:
         """Load the kernels of a wheel or a shared object into this process. Raises KernelError."""
-        library = shared_object(path)
+        library = find_shared_object(path)
         try:
             load_library(library)
         except OSError as error:
@@ -60,7 +60,7 @@ class MoeKernels:
     def installed(cls) -> MoeKernels:
         """Load the kernels of the installed vLLM, which is not imported. Raises UnavailableError."""
         try:
-            return cls.load(installed_library())
+            return cls.load(find_installed_library())
         except KernelError as error:
             raise UnavailableError(str(error)) from error
 
@@ -116,13 +116,13 @@ class MoeKernels:
         tokens = logits.shape[0]
         weights = torch.full((tokens, top_k), -7.0, dtype=torch.float32, device=logits.device)  # [T, K]
         ids = torch.full((tokens, top_k), -7, dtype=torch.int32, device=logits.device)  # [T, K]
-        self.bound(name, weights, ids, logits, renormalize=renormalize, bias=bias)()
+        self.bind(name, weights, ids, logits, renormalize=renormalize, bias=bias)()
         return TopK(weights, ids)
 
     topk_softmax = functools.partialmethod(_topk, "topk_softmax")
     topk_sigmoid = functools.partialmethod(_topk, "topk_sigmoid")
 
-    def bound(
+    def bind(
         self,
         name: str,
         weights: torch.Tensor,

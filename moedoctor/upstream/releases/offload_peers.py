@@ -18,7 +18,7 @@ def version() -> str | None:
     return str(vllm.__version__)
 
 
-def copying_offload(layers: Sequence[nn.Module], names: Sequence[str], nbytes: int) -> Any:
+def offload_by_copies(layers: Sequence[nn.Module], names: Sequence[str], nbytes: int) -> Any:
     """Offload by `UVAOffloader` as on WSL: no UVA, no pinned memory, copies in each forward."""
     from vllm.model_executor.offloader.uva import UVAOffloader
 

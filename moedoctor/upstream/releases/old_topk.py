@@ -10,16 +10,16 @@ import torch
 from moedoctor.fixes.routing import TopK
 
 _BLANK = -10000.0
-"""What vLLM's kernel overwrites a winner with before it looks for the next one."""
+"""The value with which vLLM's kernel overwrites a winner before it looks for the next winner."""
 
 
 def topk_softmax(logits: torch.Tensor, top_k: int, *, renormalize: bool, bias: torch.Tensor | None) -> TopK:
     """Return what the kernel writes for `logits` [T, E] and `bias` [E]: weights [T, K], ids int32 [T, K]."""
     scores = torch.softmax(logits.float(), dim=-1)  # [T, E]
-    return argmax_k_times(scores, top_k, renormalize=renormalize, bias=bias)
+    return repeat_argmax(scores, top_k, renormalize=renormalize, bias=bias)
 
 
-def argmax_k_times(
+def repeat_argmax(
     scores: torch.Tensor,
     top_k: int,
     *,

@@ -15,7 +15,7 @@ from typing import Any
 
 from moedoctor.results import UnavailableError
 from moedoctor.text import TextFileError, read_bytes
-from moedoctor.upstream.releases.wheel import KernelError, opened, package_folders
+from moedoctor.upstream.releases.wheel import KernelError, open_wheel, package_folders
 
 _MAX_BYTES = 8 << 20
 
@@ -45,7 +45,7 @@ class ReleaseSource:
             if os.path.isdir(self.path):
                 data = read_bytes(self.path / member, _MAX_BYTES)
             else:
-                with opened(self.path) as wheel:
+                with open_wheel(self.path) as wheel:
                     if wheel.getinfo(member).file_size > _MAX_BYTES:
                         raise SourceError(f"{self.path.name}: {member} is larger than {_MAX_BYTES} bytes")
                     data = wheel.read(member)
@@ -63,10 +63,8 @@ class ReleaseSource:
         scope: list[ast.stmt] = ast.parse(self.text(member)).body
         *owners, last = name.split(".")
         for owner in owners:
-            scope = _named(
-                scope, ast.ClassDef, owner, f"{self.path.name}: {member} has no class {owner}"
-            ).body
-        function = _named(scope, ast.FunctionDef, last, f"{self.path.name}: {member} has no function {name}")
+            scope = _find(scope, ast.ClassDef, owner, f"{self.path.name}: {member} has no class {owner}").body
+        function = _find(scope, ast.FunctionDef, last, f"{self.path.name}: {member} has no function {name}")
         future = ast.parse("from __future__ import annotations").body
         module = ast.Module(body=[*future, function], type_ignores=[])
         space = dict(names)
@@ -74,7 +72,7 @@ class ReleaseSource:
         return space[last]
 
 
-def _named(scope: list[ast.stmt], kind: Any, name: str, message: str) -> Any:
+def _find(scope: list[ast.stmt], kind: Any, name: str, message: str) -> Any:
     for node in scope:
         if isinstance(node, kind) and node.name == name:
             return node

@@ -24,7 +24,7 @@ _CORE = re.compile(r"vllm/_C(_stable_libtorch)?\.abi3\.so")
 _MAX_BYTES = 4 << 30
 _MAX_READ = 32 << 20
 _DAMAGED = (zipfile.BadZipFile, OSError, RuntimeError, EOFError, ValueError, zlib.error, struct.error)
-"""What `zipfile` raises for a damaged file, or for one with a password or an unknown compression."""
+"""Exceptions of `zipfile` for a damaged file, or for one with a password or an unknown compression."""
 
 
 class KernelError(Exception):
@@ -43,7 +43,7 @@ def cache_folder(kind: str) -> Path:
     return Path(root) / "moedoctor" / kind
 
 
-def shared_object(path: Path) -> Path:
+def find_shared_object(path: Path) -> Path:
     """Return the shared object with the MoE kernels of `path`, a wheel or a shared object.
 
     A wheel's shared object is unpacked once into the cache folder. Raises KernelError for anything else.
@@ -51,7 +51,7 @@ def shared_object(path: Path) -> Path:
     check_kernels(path)
     if path.suffix != ".whl":
         return path
-    return next(file for file in unpacked(path, "kernels", _LIBRARY).glob("vllm/*.so"))
+    return next(file for file in unpack(path, "kernels", _LIBRARY).glob("vllm/*.so"))
 
 
 def check_kernels(path: Path) -> None:
@@ -63,7 +63,7 @@ def check_kernels(path: Path) -> None:
     except TextFileError as error:
         raise KernelError(f"{path}: {error.message}") from error
     if path.suffix == ".whl":
-        with opened(path) as wheel:
+        with open_wheel(path) as wheel:
             if not any(_LIBRARY.fullmatch(name) for name in wheel.namelist()):
                 raise KernelError(f"{path}: no vllm/_moe_C*.abi3.so in it; expected a CUDA wheel of vLLM")
     elif magic != b"\x7fELF":
@@ -72,12 +72,12 @@ def check_kernels(path: Path) -> None:
 
 def core_libraries(path: Path) -> list[Path]:
     """Return vLLM's core kernels that go with `path`: from the same wheel, or beside the .so file."""
-    folder = unpacked(path, "kernels", _CORE) / "vllm" if path.suffix == ".whl" else path.parent
+    folder = unpack(path, "kernels", _CORE) / "vllm" if path.suffix == ".whl" else path.parent
     return [file for name in _CORE_NAMES if (file := folder / name).is_file()]
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[zipfile.ZipFile]:
+def open_wheel(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open a wheel. Raises KernelError if it cannot be read, also later on."""
     try:
         file = _Bounded(open_file(path, expected="a wheel").detach())
@@ -99,7 +99,7 @@ class _Bounded(io.BufferedReader):
         return data
 
 
-def unpacked(path: Path, kind: str, wanted: re.Pattern[str], max_bytes: int = _MAX_BYTES) -> Path:
+def unpack(path: Path, kind: str, wanted: re.Pattern[str], max_bytes: int = _MAX_BYTES) -> Path:
     """Return a folder of the cache with the files of a wheel whose whole names match `wanted`.
 
     They are unpacked once, under a name that depends on the wheel's size and time. Raises KernelError.
@@ -110,7 +110,7 @@ def unpacked(path: Path, kind: str, wanted: re.Pattern[str], max_bytes: int = _M
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with opened(path) as wheel, tempfile.TemporaryDirectory(dir=target.parent) as name:
+    with open_wheel(path) as wheel, tempfile.TemporaryDirectory(dir=target.parent) as name:
         members = [member for member in wheel.infolist() if wanted.fullmatch(member.filename)]
         members = [member for member in members if ".." not in Path(member.filename).parts]
         if sum(member.file_size for member in members) > max_bytes:
@@ -126,7 +126,7 @@ def unpacked(path: Path, kind: str, wanted: re.Pattern[str], max_bytes: int = _M
     return target
 
 
-def installed_library() -> Path:
+def find_installed_library() -> Path:
     """Return the shared object with the MoE kernels of the installed vLLM, which is not imported."""
     for folder in package_folders("vllm"):
         for file in sorted(folder.glob("_moe_C*.so")):

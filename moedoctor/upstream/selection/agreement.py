@@ -21,14 +21,14 @@ class AgreementError(Exception):
 
 @dataclass(frozen=True)
 class Heard:
-    """What the installed vLLM answers for one layer on one GPU."""
+    """The installed vLLM's answer for one layer on one GPU."""
 
     chosen: str | None
     error: str | None
     supported: Mapping[str, bool]
     """Backend -> whether any of its kernels takes the layer, in the order in which vLLM asks."""
     notes: tuple[str, ...] = ()
-    """What was left out or answered in upstream's place."""
+    """Parts that were left out or answered in upstream's place."""
     libraries: Mapping[str, bool] = field(default_factory=dict)
     """Optional library -> whether vLLM finds it here."""
 
@@ -60,7 +60,7 @@ def ask_all(
 
 
 def disagreements(selection: Selection, heard: Heard) -> tuple[str, ...]:
-    """Where the two differ, one line a difference; empty if they agree."""
+    """Return the differences between the two, one line each; empty if they agree."""
     lines = []
     if selection.chosen != heard.chosen:
         lines.append(f"selected: {heard.chosen or heard.error}; the tables say {selection.chosen or 'none'}")
@@ -86,7 +86,7 @@ def _question(selection: Selection, moe_backend: str) -> dict[str, Any]:
 
 
 def _respond(questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """In the child: the answers of its vLLM, or why there are none."""
+    """Return the answers of the child's vLLM, or why there are none."""
     try:
         oracle = Oracle()
         libraries = oracle.substitute.libraries()

@@ -23,7 +23,7 @@ from moedoctor.upstream.selection.substitute import SubstituteError
 
 @dataclass(frozen=True)
 class Started:
-    """What came of starting with a setting."""
+    """The result of starting with a setting."""
 
     selected: str | None
     refused: str = ""
@@ -31,7 +31,7 @@ class Started:
     warned: bool = False
     """A message names the setting, but not what to set instead."""
     advice: str = ""
-    """What a message says to set instead."""
+    """The setting that a message names instead."""
 
 
 class InstalledSelection:
@@ -42,7 +42,7 @@ class InstalledSelection:
 
     @classmethod
     def of_this_environment(cls, release: str) -> InstalledSelection:
-        """The vLLM of this environment. Raises UnavailableError if it is not `release` or cannot be asked."""
+        """Return the installed vLLM. Raises UnavailableError if it is not `release` or cannot be asked."""
         installed = installed_release()
         if installed != release:
             raise UnavailableError(f"this point is about vLLM {release}, and {installed} is installed")
@@ -56,14 +56,14 @@ class InstalledSelection:
         major, _, minor = capability.partition(".")
         with mock.patch.dict(os.environ, environ):
             asked = self._oracle.ask((int(major), int(minor)), layer)
-            warnings = _warnings()
+            warnings = _collect_warnings()
         warned = any(name in line for name in environ for line in warnings)
         return Started(asked.chosen, asked.error or "", warned)
 
     def overrides(self, capability: tuple[int, int], activation: str) -> dict[str, Any]:
-        """What flags and variables do to the selection for NVFP4 layers, on a GPU of this capability."""
+        """Return the effect of flags and variables on the selection for NVFP4 layers at this capability."""
 
-        def chosen(moe_backend: str = backends.AUTO, activation: str = activation, **environ: str) -> str:
+        def choose(moe_backend: str = backends.AUTO, activation: str = activation, **environ: str) -> str:
             with mock.patch.dict(os.environ, environ):
                 layer = Layer("nvfp4", activation, moe_backend=moe_backend)
                 asked = self._oracle.ask(capability, layer)
@@ -75,30 +75,30 @@ class InstalledSelection:
         return {
             "vllm": installed_release(),
             "flashinfer_usable": bool(libraries.get("flashinfer")),
-            "automatic": chosen(),
+            "automatic": choose(),
             # Layers with a gate, which all releases' VLLM_CUTLASS takes.
-            "with_flag_marlin": chosen("marlin", "silu"),
-            "with_flag_cutlass": chosen("cutlass", "silu"),
+            "with_flag_marlin": choose("marlin", "silu"),
+            "with_flag_cutlass": choose("cutlass", "silu"),
             "variable_declared": NVFP4_VARIABLE in declared,
-            "with_variable_MARLIN": chosen(**{NVFP4_VARIABLE: "MARLIN"}),
-            "with_variable_VLLM_CUTLASS": chosen(**{NVFP4_VARIABLE: "VLLM_CUTLASS"}),
+            "with_variable_MARLIN": choose(**{NVFP4_VARIABLE: "MARLIN"}),
+            "with_variable_VLLM_CUTLASS": choose(**{NVFP4_VARIABLE: "VLLM_CUTLASS"}),
             "gemm_declared": gemm in declared,
-            "with_gemm_variable": chosen(**{gemm: "marlin"}),
-            "gemm_capitals": _refusal(declared, gemm, "MARLIN"),
-            "gemm_small": _refusal(declared, gemm, "marlin"),
+            "with_gemm_variable": choose(**{gemm: "marlin"}),
+            "gemm_capitals": _find_refusal(declared, gemm, "MARLIN"),
+            "gemm_small": _find_refusal(declared, gemm, "marlin"),
         }
 
 
 def installed_release() -> str:
-    """The release of the vLLM of this environment. Raises UnavailableError if there is none."""
+    """Return the release of the vLLM of this environment. Raises UnavailableError if there is none."""
     try:
         return importlib.metadata.version("vllm").partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         raise UnavailableError("vllm is not installed here") from None
 
 
-def _refusal(declared: Mapping[str, Any], name: str, value: str) -> str:
-    """How reading a variable with this value fails; empty if it does not, or if nothing reads it."""
+def _find_refusal(declared: Mapping[str, Any], name: str, value: str) -> str:
+    """Return the error of reading a variable with this value; empty without one, or if nothing reads it."""
     if name not in declared:
         return ""
     with mock.patch.dict(os.environ, {name: value}):
@@ -109,8 +109,8 @@ def _refusal(declared: Mapping[str, Any], name: str, value: str) -> str:
     return ""
 
 
-def _warnings() -> list[str]:
-    """The warnings that vLLM prints about the environment when it configures an engine."""
+def _collect_warnings() -> list[str]:
+    """Return the warnings that vLLM prints about the environment when it configures an engine."""
     lines: list[str] = []
 
     class Keep(logging.Handler):

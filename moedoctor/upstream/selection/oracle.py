@@ -42,7 +42,7 @@ _SHAPE = LayerShape(hidden=4096, intermediate=2048, experts=128, top_k=8)
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What vLLM answered about one kernel class."""
+    """vLLM's answer about one kernel class."""
 
     backend: str
     """Upstream's name, as its log prints it."""
@@ -60,7 +60,7 @@ class Asked:
     """In the order in which vLLM asks; a backend with two kernels comes twice."""
     chosen: str | None
     error: str | None = None
-    """What vLLM raises if nothing fits."""
+    """vLLM's error if nothing fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Oracle:
         self.keys = importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils")
 
     def activations(self) -> tuple[str, ...]:
-        """The activations that this release knows."""
+        """Return the activations that this release knows."""
         return tuple(activation.value for activation in self.activation)
 
     def ask(self, capability: tuple[int, int], layer: Layer) -> Asked:
@@ -97,7 +97,7 @@ class Oracle:
         return self.ask_again(layer)
 
     def ask_again(self, layer: Layer) -> Asked:
-        """The same on the capability that is substituted already. Keeps vLLM's cached answers."""
+        """Run the selection on the capability that is substituted already. Keeps vLLM's cached answers."""
         name = f"{ORACLES}.{_MODULES.get(layer.scheme, 'fp8')}"
         if importlib.util.find_spec(name) is None:
             return self._without_oracle(layer)
@@ -105,14 +105,14 @@ class Oracle:
         if not hasattr(module, "backend_to_kernel_cls"):
             return self._without_kernels(module, layer)
         answers: list[Answer] = []
-        with _listening(module, answers, to_the_end=True):
-            self._selected(module, layer)
+        with _listen(module, answers, to_the_end=True):
+            self._select(module, layer)
         heard = tuple(answers)
-        with _listening(module, [], to_the_end=False):
-            chosen, error = self._selected(module, layer)
+        with _listen(module, [], to_the_end=False):
+            chosen, error = self._select(module, layer)
         return Asked(heard, chosen, error)
 
-    def _selected(self, module: Any, layer: Layer) -> tuple[str | None, str | None]:
+    def _select(self, module: Any, layer: Layer) -> tuple[str | None, str | None]:
         names = _KEYS.get(layer.scheme, ())
         keys = (None if name is None else getattr(self.keys, name) for name in names)
         select = next(vars(module)[name] for name in _SELECT if name in vars(module))
@@ -148,7 +148,7 @@ class Oracle:
 
 
 @contextlib.contextmanager
-def _listening(module: Any, answers: list[Answer], *, to_the_end: bool) -> Iterator[None]:
+def _listen(module: Any, answers: list[Answer], *, to_the_end: bool) -> Iterator[None]:
     """Record what each kernel class answers. `to_the_end` makes vLLM go on past the first that fits."""
     original: Callable[[Any], Any] = module.backend_to_kernel_cls
 
@@ -188,7 +188,7 @@ class _Listener:
 
 
 def _engine_config() -> Any:
-    """What selection reads from the engine's configuration: the model's type and quantisation settings."""
+    """Return what selection reads of the engine's configuration: the model's type and quantization."""
     text = types.SimpleNamespace(model_type=None)
     model = types.SimpleNamespace(quantization_config=None, hf_text_config=text, hf_config=text)
     parallel = types.SimpleNamespace(enable_dbo=False, enable_eplb=False)

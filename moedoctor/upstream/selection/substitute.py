@@ -51,21 +51,21 @@ class Substitute:
     def __init__(self, platform: Any, notes: tuple[str, ...]) -> None:
         self._platform = platform
         self.notes = notes
-        """What was left out or answered in upstream's place."""
+        """Parts that were left out or answered in upstream's place."""
 
     def use(self, capability: tuple[int, int]) -> None:
-        """From now on the GPU has this compute capability."""
+        """Give the GPU this compute capability from now on."""
         type(self._platform).substituted = capability
         self.forget()
 
     def pretend(self, libraries: Mapping[str, bool]) -> None:
-        """From now on these optional libraries (of `LIBRARIES`) are found, or are not."""
+        """Let vLLM find these optional libraries (of `LIBRARIES`), or not, from now on."""
         for name in _LOOKED_FOR_IN:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         for library, there in libraries.items():
             answer = _found(library) if there else (None if library == "b12x" else False)
-            for module in _modules():
+            for module in _list_modules():
                 for name, value in list(vars(module).items()):
                     if name.startswith(_LOOKS_FOR[library]) and callable(value):
                         setattr(module, name, lambda *arguments, _answer=answer, **options: _answer)
@@ -84,7 +84,7 @@ class Substitute:
 
     def forget(self) -> None:
         """Make vLLM forget what it remembers for the life of a process."""
-        for module in _modules():
+        for module in _list_modules():
             for value in list(vars(module).values()):
                 clear = getattr(value, "cache_clear", None) if isinstance(value, _CACHED) else None
                 if clear is not None and getattr(value, "__module__", "").startswith("vllm."):
@@ -105,10 +105,10 @@ def install(libraries: Mapping[str, bool] | None = None) -> Substitute:
         # so an object that is there already is kept, and only its class changes.
         platform = getattr(platforms, "_current_platform", None)
         if platform is None:
-            platform = platforms._current_platform = _platform_class(interface.Platform, interface)()
-        platform.__class__ = _platform_class(interface.Platform, interface)
+            platform = platforms._current_platform = _make_platform_class(interface.Platform, interface)()
+        platform.__class__ = _make_platform_class(interface.Platform, interface)
         cuda = importlib.import_module("vllm.platforms.cuda")
-        platform.__class__ = _platform_class(cuda.CudaPlatformBase, interface)
+        platform.__class__ = _make_platform_class(cuda.CudaPlatformBase, interface)
         substitute = Substitute(platform, notes)
         substitute.pretend(libraries or {})
         return substitute
@@ -116,7 +116,7 @@ def install(libraries: Mapping[str, bool] | None = None) -> Substitute:
         raise SubstituteError(f"vllm cannot be imported here: {type(error).__name__}: {error}") from error
 
 
-def _platform_class(base: Any, interface: Any) -> Any:
+def _make_platform_class(base: Any, interface: Any) -> Any:
     class SubstitutePlatform(base):  # type: ignore[misc]
         substituted = (9, 0)
         _enum = interface.PlatformEnum.CUDA
@@ -170,13 +170,13 @@ def _stand_in_for_extensions() -> tuple[str, ...]:
     return (*notes, f"answered in their place: {', '.join(answered)}") if answered else notes
 
 
-def _modules() -> list[types.ModuleType]:
-    """The modules of vLLM that are imported already."""
+def _list_modules() -> list[types.ModuleType]:
+    """Return the modules of vLLM that are imported already."""
     return [module for name, module in sys.modules.items() if name.startswith("vllm.")]
 
 
 def _loads(name: str, folder: Path) -> bool:
-    """Whether the compiled module is on disk and loads here."""
+    """Return True if the compiled module is on disk and loads here."""
     parts = name.split(".")
     if not any(folder.joinpath(*parts[:-1]).glob(f"{parts[-1]}.*")):
         return False

@@ -20,7 +20,7 @@ from moedoctor.commands.options import PAGE_FORMATS, InputError
 from moedoctor.diagnose.cuda.audit import NO_TOOL, AuditError, Fate, audit, fate_of
 from moedoctor.diagnose.cuda.device_code import Image, cubin_target, list_images
 from moedoctor.diagnose.cuda.instructions import attempt, find_compilers
-from moedoctor.diagnose.cuda.jit_cache import build_images, cached_module
+from moedoctor.diagnose.cuda.jit_cache import build_images, find_cached_module
 from moedoctor.fixes.arch.targets import Target
 from moedoctor.processes.cuda_tools import Tool, find_tools
 
@@ -272,7 +272,7 @@ def test_build_files() -> None:
 
 def test_places_in_the_cache() -> None:
     base = Path("/home/x/.cache/flashinfer")
-    module = cached_module(base / "0.6.6" / "90a_120f" / "cached_ops" / "fused_moe_120" / "build.ninja")
+    module = find_cached_module(base / "0.6.6" / "90a_120f" / "cached_ops" / "fused_moe_120" / "build.ninja")
     assert module is not None
     assert (module.release, [str(t) for t in module.targets], module.module) == (
         "0.6.6",
@@ -280,11 +280,11 @@ def test_places_in_the_cache() -> None:
         "fused_moe_120",
     )
     assert module.needs_suffix
-    bare = cached_module(base / "0.6.7" / "cached_ops" / "sampling" / "sampling.so")
+    bare = find_cached_module(base / "0.6.7" / "cached_ops" / "sampling" / "sampling.so")
     assert bare is not None
     assert (bare.release, bare.targets, bare.needs_suffix) == ("0.6.7", (), False)
-    assert cached_module(Path("/lib/x.so")) is None
-    assert cached_module(Path("cached_ops/x")) is None
+    assert find_cached_module(Path("/lib/x.so")) is None
+    assert find_cached_module(Path("cached_ops/x")) is None
 
 
 def test_kernels_built_without_their_suffix(tmp_path: Path) -> None:

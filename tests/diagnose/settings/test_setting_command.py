@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.settings.flags import given_flags, parallel_of, served
+from moedoctor.diagnose.settings.flags import read_flags, parallel_of, split_command
 
 IMAGE = "vllm/vllm-openai:v0.21.0"
 
@@ -26,7 +26,7 @@ IMAGE = "vllm/vllm-openai:v0.21.0"
 def test_the_launcher_and_its_variables_are_separated(
     line: str, settings: dict[str, str], command: str | None
 ) -> None:
-    found = served(line.split())
+    found = split_command(line.split())
     assert settings.items() <= found.settings.items()
     assert "HF_TOKEN" not in found.settings
     if command is None:
@@ -40,7 +40,7 @@ def test_the_launcher_and_its_variables_are_separated(
     st.lists(st.sampled_from(["vllm", "serve", "-e", "VLLM_A=1", "FLASHINFER_B=", "--ep", "x=y", IMAGE, ""]))
 )
 def test_nothing_is_lost_or_made_up(words: list[str]) -> None:
-    found = served(words)
+    found = split_command(words)
     before = words[: len(words) - len(found.command)]
     assert [*before, *found.command] == words
     assert set(found.settings) <= {word.removeprefix("-e").partition("=")[0] for word in before}
@@ -76,9 +76,9 @@ def test_how_it_is_split(flags: str, split: tuple[bool, bool]) -> None:
     ],
 )
 def test_what_a_flag_is_taken_for(written: str, meant: str | None) -> None:
-    (flag,) = given_flags([written], "0.33.0")
+    (flag,) = read_flags([written], "0.33.0")
     assert flag.name == meant
 
 
 def test_a_call_for_help_is_no_flag() -> None:
-    assert given_flags(["vllm", "serve", "--help=KernelConfig", "--help"], "0.33.0") == ()
+    assert read_flags(["vllm", "serve", "--help=KernelConfig", "--help"], "0.33.0") == ()

@@ -34,7 +34,7 @@ from moedoctor.scenario.targets import load_targets
 from moedoctor.upstream.engine import engine as engine_module
 from moedoctor.upstream.engine import offload_table
 from moedoctor.upstream.engine.engine import EngineResult, LogFacts
-from moedoctor.upstream.engine.engine import _document as document_of
+from moedoctor.upstream.engine.engine import _write_request as document_of
 from moedoctor.upstream.engine.experiment import Ran
 from tests.faults.offload.cases import CONTROL_AND_FIX, run_case
 
@@ -117,7 +117,7 @@ def test_the_engines_of_the_users_model(tmp_path: Path, monkeypatch: pytest.Monk
     assert compiled.probe_options == {"calls": 0}
     for eager in (control, request):
         assert eager.environ["MOEDOCTOR_FIXES"] == "offload"
-        assert str(eager.probe) == str(compiled.probe) == "moedoctor.upstream.engine.probes:layers_and_places"
+        assert str(eager.probe) == str(compiled.probe) == "moedoctor.upstream.engine.probes:record_layers_and_places"
         assert eager.probe_options["calls"] > mine.max_tokens
         assert (eager.probe_when, eager.logprobs) == ("before", 5)
     for offload in (False, True):

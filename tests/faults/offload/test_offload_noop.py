@@ -150,7 +150,7 @@ def test_an_engine_is_judged_by_the_place_of_its_weights(
         assert request.environ["VLLM_USE_V2_MODEL_RUNNER"] == runner
         assert request.arguments["cpu_offload_params"] == ["w13_weight", "w2_weight"]
         assert (request.probe_when, request.probe_options) == ("before", {"names": "experts"})
-        assert request.probe == "moedoctor.upstream.engine.probes:where_weights_live"
+        assert request.probe == "moedoctor.upstream.engine.probes:locate_weights"
         return engine(place)
 
     monkeypatch.setattr(engine_module, "need_engine", lambda: None)

@@ -182,7 +182,7 @@ def test_without_flashinfer_the_tier_kernel_is_skipped_with_a_reason(monkeypatch
     def missing() -> Any:
         raise KernelError("flashinfer is not installed here")
 
-    monkeypatch.setattr(flashinfer_probe, "installed_source", missing)
+    monkeypatch.setattr(flashinfer_probe, "find_installed_source", missing)
     with pytest.raises(UnavailableError, match="flashinfer is not installed here"):
         FAULT.observe(case(FAULT, "fixed", Tier.KERNEL, "cuda:0"), None)
 

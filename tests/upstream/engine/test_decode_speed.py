@@ -37,11 +37,11 @@ def test_each_step_is_between_events_until_they_are_removed(
     with decode_speed.step_events() as events:
         assert getattr(engine, name)(9.0) == 9.0
         events.clear()
-        assert decode_speed.milliseconds(events) == []
+        assert decode_speed.measure_milliseconds(events) == []
         for took in (50.0, 2.0, 1.0, 3.0):
             getattr(engine, name)(took)
             clock[0] += 100
-        assert decode_speed.milliseconds(events[1:]) == [2.0, 1.0, 3.0]
+        assert decode_speed.measure_milliseconds(events[1:]) == [2.0, 1.0, 3.0]
     assert getattr(runners[used[0]], name) is step
 
 
@@ -57,7 +57,7 @@ def test_each_replay_of_a_graph_is_between_events(monkeypatch: pytest.MonkeyPatc
     with decode_speed.graph_events() as events:
         torch.cuda.CUDAGraph.replay(cast(torch.cuda.CUDAGraph, None))
         clock[0] += 100
-        assert decode_speed.milliseconds(events) == [7.0]
+        assert decode_speed.measure_milliseconds(events) == [7.0]
     assert torch.cuda.CUDAGraph.replay is replay
 
 
@@ -129,7 +129,7 @@ def test_every_router_gets_the_rows_of_other_experts_and_its_own_back() -> None:
     model = Model()
     llm = types.SimpleNamespace(apply_model=lambda function: [function(model)])
     before = {name: weight.clone() for name, weight in model.weights.items()}
-    with decode_speed.wrong_routers(llm) as changed:
+    with decode_speed.exchange_routers(llm) as changed:
         assert changed == 2
         for name, weight in model.weights.items():
             expected = before[name].float()
@@ -164,7 +164,7 @@ def test_measurements_so_far_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_engines_work_in_turn(tmp_path: Any) -> None:
     """The second can only begin while the first does not hold the turn."""
-    with decode_speed._turns(str(tmp_path), 1) as first, decode_speed._turns(str(tmp_path), 1) as second:
+    with decode_speed._take_turns(str(tmp_path), 1) as first, decode_speed._take_turns(str(tmp_path), 1) as second:
         with first(), (tmp_path / "turn").open("w") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with second(), (tmp_path / "turn").open("w") as file, pytest.raises(BlockingIOError):

@@ -50,7 +50,7 @@ def test_a_message_does_not_hold_the_folder_that_vllm_is_installed_in() -> None:
     ended = Ended((), 0, "", 1.0, 2.0)
     message = 'File "/tmp/a/site-packages/vllm/model.py", line 3\n/opt/x/humming/csrc/launcher.h:3, error'
     answer = {"error": {"kind": "E", "message": message, "stage": "load"}}
-    error = engine._error(answer, ended)
+    error = engine._read_error(answer, ended)
     assert error is not None
     assert error.message == 'File "vllm/model.py", line 3\nhumming/csrc/launcher.h:3, error'
 
@@ -59,7 +59,7 @@ def test_a_message_does_not_hold_the_folder_that_vllm_is_installed_in() -> None:
 def test_hiding_folders_takes_time_in_proportion_to_the_message(piece: str) -> None:
     message = piece * (1_000_000 // len(piece))
     started = time.process_time()
-    engine._PATH.sub(engine._from_the_package_on, message)
+    engine._PATH.sub(engine._cut_folder, message)
     assert time.process_time() - started < 1.0
 
 

@@ -13,16 +13,16 @@ from torch import nn
 from moedoctor.upstream.engine.probes import (
     bytes_on_host,
     decoder_layers,
-    first_parting,
+    find_first_difference,
     kv_cache_scales,
     layer_outputs,
-    layers_and_places,
+    record_layers_and_places,
     memory_of,
     model_of,
     serve_from_gpu,
     take_off_the_host,
-    weights_by_place,
-    where_weights_live,
+    sum_weights_by_place,
+    locate_weights,
 )
 
 
@@ -98,18 +98,18 @@ def calls(*norms: float, later: tuple[float, ...] = (), pieces: int = 1) -> dict
 
 
 def test_the_first_layer_that_differs() -> None:
-    found = first_parting(calls(1.0, 2.0, 3.0), calls(1.0, 2.001, 9.0))
+    found = find_first_difference(calls(1.0, 2.0, 3.0), calls(1.0, 2.001, 9.0))
     assert (found["first_bit"], found["first_layer"], found["layers_compared"]) == ("layers.1", "layers.2", 3)
-    assert first_parting(calls(1.0), calls(1.0)) == {
+    assert find_first_difference(calls(1.0), calls(1.0)) == {
         "layers_compared": 1,
         "calls_compared": 1,
         "until_parting": False,
         "first_bit": None,
         "first_layer": None,
     }
-    broken = first_parting(calls(1.0, 2.0), calls(1.0, math.nan))
+    broken = find_first_difference(calls(1.0, 2.0), calls(1.0, math.nan))
     assert (broken["first_layer"], broken["relative_difference"]) == ("layers.1", "not finite")
-    assert first_parting(None, calls(1.0))["layers_compared"] == 0
+    assert find_first_difference(None, calls(1.0))["layers_compared"] == 0
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_calls_are_compared_until_the_tokens_differ_and_no_further(
     later: tuple[float, ...], pieces: int, equal_tokens: int, expected: Any
 ) -> None:
     control = calls(1.0, later=(2.0, 3.0, 4.0), pieces=pieces)
-    found = first_parting(control, calls(1.0, later=later, pieces=pieces), equal_tokens)
+    found = find_first_difference(control, calls(1.0, later=later, pieces=pieces), equal_tokens)
     assert (found["first_layer"], found["calls_compared"], found["until_parting"]) == expected
 
 
@@ -153,18 +153,18 @@ def test_layers_that_differ_are_noticed_whatever_their_size(change: Any, tokens:
         return after()
 
     state = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(3))
-    assert first_parting(recorded(state), recorded(change(state)))["first_layer"] == "layers.0"
-    rounded = first_parting(recorded(state), recorded(state.bfloat16().float()))
+    assert find_first_difference(recorded(state), recorded(change(state)))["first_layer"] == "layers.0"
+    rounded = find_first_difference(recorded(state), recorded(state.bfloat16().float()))
     assert (rounded["first_bit"], rounded["first_layer"]) == ("layers.0", None)
     assert sum(len(row) for row in recorded(state)["outputs"][0]["projection"]) <= 128
 
 
 def test_bytes_by_place() -> None:
     model = Model((1.0, 2.0))
-    found = where_weights_live(Engine(model))
+    found = locate_weights(Engine(model))
     assert found["bytes"] == {"cpu": 32}
     assert found["parameters"][1] == {"name": "layers.1.weight", "bytes": 16, "place": "cpu"}
-    assert weights_by_place(model, "layers.0")["bytes"] == {"cpu": 16}
+    assert sum_weights_by_place(model, "layers.0")["bytes"] == {"cpu": 16}
 
 
 def test_bytes_on_the_host_are_counted_in_every_place() -> None:
@@ -181,7 +181,7 @@ def test_bytes_on_the_host_are_counted_in_every_place() -> None:
 
 def test_one_probe_records_layers_and_bytes() -> None:
     engine = Engine(Model((1.0, 2.0)))
-    after, bytes_alone = layers_and_places(engine, calls=2), layers_and_places(engine, "layers.1")
+    after, bytes_alone = record_layers_and_places(engine, calls=2), record_layers_and_places(engine, "layers.1")
     for _ in range(3):
         engine.model(torch.arange(8.0).reshape(2, 4))
     found = after()

@@ -4,7 +4,7 @@ import pytest
 
 from moedoctor.results import Death
 from moedoctor.upstream.engine.engine import EngineError
-from moedoctor.upstream.engine.experiment import short_error
+from moedoctor.upstream.engine.experiment import shorten_error
 
 UNKNOWN_MODEL = """1 validation error for ModelConfig
   Value error, The checkpoint has model type `gemma4` [type=value_error, input_value=ArgsKwargs((), {'m': 1})]
@@ -22,4 +22,4 @@ UNKNOWN_MODEL = """1 validation error for ModelConfig
 )
 def test_an_error_is_told_by_the_line_that_says_what_is_wrong(message: str, line: str) -> None:
     error = EngineError("pydantic_core.ValidationError", message, "load", Death.EXCEPTION)
-    assert short_error(error) == line
+    assert shorten_error(error) == line

@@ -68,7 +68,7 @@ def test_every_engine_but_the_control_is_asked_for_its_bytes_and_no_graph_pads_a
     """The fix uses no CUDA graphs; with padding the control would compute other batches."""
     for place in (*PLACES, WEIGHTS):
         engine = request(backend, "compiled", place)
-        probe = None if place == ON_GPU else "moedoctor.upstream.engine.probes:layers_and_places"
+        probe = None if place == ON_GPU else "moedoctor.upstream.engine.probes:record_layers_and_places"
         assert (engine.probe, engine.probe_options.get("names")) == (probe, probe and "experts")
         sizes = engine.arguments["compilation_config"]["cudagraph_capture_sizes"]
         assert set(range(1, len(table.PROMPTS[backend]) + 1)) <= set(sizes)

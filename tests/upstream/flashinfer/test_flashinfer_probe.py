@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from moedoctor.processes.cuda_tools import Tool, find_tools
-from moedoctor.upstream.flashinfer.probe import _functions
+from moedoctor.upstream.flashinfer.probe import _load_library
 from moedoctor.upstream.flashinfer.probe_build import arch_of, build, main, plan_build, probe_text
-from moedoctor.upstream.flashinfer.source import _SOURCES, KERNELS, FlashInferSource, named_source
+from moedoctor.upstream.flashinfer.source import _SOURCES, KERNELS, FlashInferSource, find_source
 from moedoctor.upstream.releases.wheel import KernelError
 
 HEADER = """
@@ -80,7 +80,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FlashInferSource:
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    return named_source("0.6.6", tmp_path)
+    return find_source("0.6.6", tmp_path)
 
 
 @needs_nvcc
@@ -91,7 +91,7 @@ def test_the_probe_compiles_is_kept_and_calls_what_the_header_has(source: FlashI
     before = path.stat().st_mtime_ns
     assert build(plan).stat().st_mtime_ns == before
     assert [file.name for file in path.parent.iterdir()] == ["probe.so"]
-    library = _functions(str(path))
+    library = _load_library(str(path))
     assert library.moedoctor_probe_tokens_per_block(300, 1) == 307  # from a source that is only linked
     maps: list[int | None] = [None] * 4
     assert library.moedoctor_probe_fused(*maps, 256, 8, 2, 16, None) == 1

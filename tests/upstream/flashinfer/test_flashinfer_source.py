@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor.upstream.flashinfer.source import KERNELS, check_source, named_source
+from moedoctor.upstream.flashinfer.source import KERNELS, check_source, find_source
 from moedoctor.upstream.releases.wheel import KernelError
 
 CORE = 'common_nvcc_flags = ["-DCOMMON"]\nsm90a_nvcc_flags = ["-gencode=x", "-DSM90"] + common_nvcc_flags\n'
@@ -54,14 +54,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_folder_and_the_package_in_it_are_the_same(tmp_path: Path) -> None:
     root = folder(tmp_path)
-    source = named_source("0.6.6", root)
-    assert source == named_source("0.6.6", root / "flashinfer")
+    source = find_source("0.6.6", root)
+    assert source == find_source("0.6.6", root / "flashinfer")
     assert source.kernels.read_text() == "// kernels\n"
     assert source.includes == [root / "flashinfer/data/include", root / "flashinfer/data/csrc"]
 
 
 def test_the_release_s_own_flags_are_read_and_rare_ones_left(tmp_path: Path) -> None:
-    defines = named_source("0.6.6", folder(tmp_path)).defines()
+    defines = find_source("0.6.6", folder(tmp_path)).defines()
     assert [flag for flag in defines if "FLASHINFER" not in flag] == [
         "-DNDEBUG",
         "-DCOMMON",
@@ -74,27 +74,27 @@ def test_the_release_s_own_flags_are_read_and_rare_ones_left(tmp_path: Path) -> 
 def test_flags_that_cannot_be_found_are_an_error(tmp_path: Path) -> None:
     root = folder(tmp_path, **{"flashinfer/jit/fused_moe.py": "def other():\n    pass\n"})
     with pytest.raises(KernelError, match="no list nvcc_flags"):
-        named_source("0.6.6", root).defines()
+        find_source("0.6.6", root).defines()
 
 
 def test_a_wheel_is_unpacked_once_and_only_what_is_needed(tmp_path: Path, cache: Path) -> None:
     path = wheel(tmp_path, **{"flashinfer/data/include/../../../../escaped.h": "no"})
-    source = named_source("0.6.6", path)
+    source = find_source("0.6.6", path)
     assert source.kernels.is_file()
     assert not (source.package / "__init__.py").exists()
     assert not list(tmp_path.rglob("escaped.h"))
-    assert named_source("0.6.6", path) == source
+    assert find_source("0.6.6", path) == source
     assert len(list((cache / "moedoctor" / "flashinfer").iterdir())) == 1
 
 
-@pytest.mark.parametrize("check", [named_source, check_source])
+@pytest.mark.parametrize("check", [find_source, check_source])
 def test_another_release_is_refused(tmp_path: Path, check: object) -> None:
     for path in (wheel(tmp_path), folder(tmp_path / "there")):
         with pytest.raises(KernelError, match=r"is release 0\.6\.6, not 0\.6\.7"):
             check("0.6.7", path)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("check", [named_source, check_source])
+@pytest.mark.parametrize("check", [find_source, check_source])
 def test_other_folders_are_refused_in_one_line(tmp_path: Path, check: object) -> None:
     broken = tmp_path / "broken.whl"
     broken.write_bytes(b"no zip")

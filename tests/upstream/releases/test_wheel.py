@@ -30,27 +30,27 @@ def make_wheel(path: Path, member: str = "vllm/_moe_C.abi3.so", data: bytes = EL
 def test_a_wheel_is_unpacked_once_into_the_cache(tmp_path: Path, cache: Path, name: str) -> None:
     file = make_wheel(tmp_path / "vllm-0.19.1-cp38-abi3-linux.whl", f"vllm/{name}")
     wheel.check_kernels(file)
-    library = wheel.shared_object(file)
+    library = wheel.find_shared_object(file)
     assert library.read_bytes() == ELF
     assert library.is_relative_to(cache)
     assert library.name == name
     library.write_bytes(b"kept")
-    assert wheel.shared_object(file).read_bytes() == b"kept"
+    assert wheel.find_shared_object(file).read_bytes() == b"kept"
     assert [file.name for file in library.parent.iterdir()] == [name], "no half-written file is left"
 
 
 def test_another_wheel_of_the_same_name_is_not_mistaken_for_it(tmp_path: Path) -> None:
     file = make_wheel(tmp_path / "vllm.whl")
-    first = wheel.shared_object(file)
+    first = wheel.find_shared_object(file)
     make_wheel(file, data=ELF + b"other")
-    assert wheel.shared_object(file) != first
+    assert wheel.find_shared_object(file) != first
 
 
 def test_a_shared_object_is_taken_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "moe_C.so"
     file.write_bytes(ELF)
     wheel.check_kernels(file)
-    assert wheel.shared_object(file) == file
+    assert wheel.find_shared_object(file) == file
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_what_cannot_hold_kernels_is_refused(
     file = tmp_path / name
     if content is not None:
         file.write_bytes(content)
-    for check in (wheel.check_kernels, wheel.shared_object):
+    for check in (wheel.check_kernels, wheel.find_shared_object):
         with pytest.raises(KernelError, match=message) as caught:
             check(file)
         assert str(file) in str(caught.value)

@@ -6,7 +6,7 @@ import importlib.metadata
 
 import pytest
 
-from moedoctor.diagnose.settings.flags import given_flags
+from moedoctor.diagnose.settings.flags import read_flags
 from moedoctor.diagnose.settings.tables import vllm_flags, vllm_variables
 from tests.real_vllm import ask_child
 
@@ -43,7 +43,7 @@ def test_every_flag_of_the_real_parser_is_known(answer: tuple[str, dict[str, lis
     known = vllm_flags().at(release)
     derived = ("--no-", "--disable-", "--enable-", "--help")  # switches come with their opposites
     assert {name for name in flags if name not in known and not name.startswith(derived)} == set()
-    assert all(row.name for row in given_flags([name for name in flags if name != "--help"], release))
+    assert all(row.name for row in read_flags([name for name in flags if name != "--help"], release))
     assert len(flags) > 200
 
 
