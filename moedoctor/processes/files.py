@@ -2,6 +2,11 @@
 
 A symlink is followed to its target. ``/dev/stdout`` and ``/dev/fd/N`` are streams. Every error is an
 OutputError.
+
+In a folder such as ``/tmp``, another user may have put a link or a file under the name that is written to.
+The kernel's ``protected_symlinks`` and ``protected_regular`` refuse such names, but may be off, and see no
+link that we follow by ourselves. So the same rule is applied here, and to everything on the way to a file:
+what another user put into a shared folder is not used, unless that user owns the folder.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import signal
 import stat
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moedoctor.processes import interrupts
@@ -22,6 +28,7 @@ from moedoctor.text import shorten
 
 _MOST_LINKS = 40
 _TRIED_BYTES = 4096
+_FOLDER = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)
 
 
 class OutputError(OSError):
@@ -30,118 +37,213 @@ class OutputError(OSError):
 
 def check_writable(path: Path) -> None:
     """Raise OutputError now if `write` would fail later, so that no run is lost."""
-    with _errors(path):
-        target, descriptor = _target(path)
-        if descriptor is not None:
-            _check_open(descriptor)
+    with _find(path) as place:
+        if place.stream is not None:
+            _check_open(place.stream)
             return
-        old = _existing(target)
-        try:
-            os.stat(os.path.dirname(target) or ".")
-        except (FileNotFoundError, NotADirectoryError):
-            raise OutputError("its folder does not exist; create it first") from None
-        with _temporary(target, old) as (file, _):
+        with _temporary(place, private=True) as (file, _):
             _write_all(file, bytes(_TRIED_BYTES))  # a full disk still takes an empty file
 
 
-def write(path: Path, data: str | bytes) -> None:
+def write(path: Path, data: str | bytes, *, private: bool = False) -> None:
     """Write `data` to a file beside `path` and rename it: a reader never sees half a report.
 
-    Half of a surrogate pair has no bytes in UTF-8. It is written as JSON writes it: ``\\ud800``.
+    A `private` file is readable for this user only: what a user computed belongs there, masked text does not
+    need it. Half of a surrogate pair has no bytes in UTF-8. It is written as JSON writes it: ``\\ud800``.
     Raises OutputError if `path` cannot be written to.
     """
-    with _errors(path):
-        target, descriptor = _target(path)
-        if descriptor is not None:
-            _write_stream(descriptor, data)
+    with _find(path) as place:
+        if place.stream is not None:
+            _write_stream(place.stream, data)
             return
-        with _temporary(target, _existing(target)) as (file, name):
+        with _temporary(place, private=private) as (file, name):
             _write_all(file, _encoded(data))
-            os.replace(name, target)
+            os.replace(name, place.name, src_dir_fd=place.folder, dst_dir_fd=place.folder)
 
 
 def append(path: Path, text: str) -> None:
     """Add `text` to the end of the file `path`. Raises OutputError."""
-    with _errors(path):
-        target, descriptor = _target(path)
-        if descriptor is not None:
-            _write_stream(descriptor, text)
+    with _find(path) as place:
+        if place.stream is not None:
+            _write_stream(place.stream, text)
             return
-        _existing(target)
-        file = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        _write_all(file, _encoded(text))
+        place.existing()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        with os.fdopen(os.open(place.name, flags, 0o666, dir_fd=place.folder), "wb") as file:
+            opened = os.fstat(file.fileno())
+            replace(place, info=opened).existing()  # again: another process may have put it there just now
+            if opened.st_nlink > 1:  # its other name may be anywhere
+                raise OutputError("is a hard link; expected a file with one name")
+            file.write(_encoded(text))
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder `path` and those above it, if they are missing, for this user only.
+
+    Raises OutputError.
+    """
+    with _find(path, make_folders=True):
+        pass
 
 
 def stream_of(path: Path) -> int | None:
     """Return the descriptor of the stream that `path` names, or None if it names a file."""
-    with _errors(path):
-        return _target(path)[1]
+    with _find(path) as place:
+        return place.stream
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A name in a folder, or a stream of this process."""
+
+    folder: int
+    """An open descriptor, which stays the same folder if another process moves it."""
+    name: str
+    info: os.stat_result | None
+    """What has the name, which is not a symlink; None if nothing has it."""
+    owners: tuple[int, ...] | None
+    """The users whose files may be replaced; None for all."""
+    stream: int | None = None
+
+    def existing(self) -> os.stat_result | None:
+        """Return the facts about the file, or None if there is none yet. Raises OutputError."""
+        if self.info is None:
+            return None
+        if stat.S_ISDIR(self.info.st_mode):
+            raise OutputError("is a folder; expected the name of a file")
+        if not stat.S_ISREG(self.info.st_mode):
+            raise OutputError("is a device, pipe or socket; expected the name of a file, or /dev/stdout")
+        _check_owner("file", self.name, self.info, self.owners)
+        return self.info
 
 
 @contextlib.contextmanager
-def _errors(path: Path) -> Iterator[None]:
+def _find(path: Path, *, make_folders: bool = False) -> Iterator[_Place]:
+    """Give the place that `path` leads to. Whatever fails, also inside, is an OutputError with the path."""
     shown = shorten(os.fspath(path), 200)
     try:
-        yield
+        with _walk(os.fspath(path), make_folders) as place:
+            yield place
     except OutputError as error:
         raise OutputError(f"{shown}: {error}") from None
     except (OSError, ValueError) as error:
         raise OutputError(f"{shown}: cannot be written: {reason(error)}") from error
 
 
-def _target(path: Path) -> tuple[str, int | None]:
-    """Return the file that `path` leads to, and the descriptor if it is a stream of this process."""
-    name, descriptors = os.fspath(path), ("/dev/fd", f"/proc/{os.getpid()}/fd")
-    for _ in range(_MOST_LINKS):
-        folder, last = os.path.split(name)
-        number = int(last) if last.isdecimal() and len(last) < 9 else None
-        if number is not None and os.path.realpath(folder or ".") in descriptors:
-            return name, number
-        if not os.path.islink(name):
-            return name, None
-        name = os.path.join(folder, os.readlink(name))
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-
-
-def _existing(target: str) -> os.stat_result | None:
-    """Return the facts about the file `target`, or None if there is none yet."""
+@contextlib.contextmanager
+def _walk(path: str, make_folders: bool) -> Iterator[_Place]:
+    """Follow `path` name by name. Each folder is opened, so that no other can take its place."""
+    us, links, rest = os.geteuid(), 0, _names(path)
+    if make_folders:
+        rest.insert(0, ".")
+    of_others = False  # inside of what another user put into a shared folder
+    folder = os.open("/" if path.startswith("/") else ".", _FOLDER)
     try:
-        info = os.lstat(target)
-    except (FileNotFoundError, NotADirectoryError):
+        while True:
+            name = rest.pop()
+            info, holder = _facts(name, folder), os.fstat(folder)
+            shared = holder.st_mode & stat.S_ISVTX and holder.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            owners = (us,) if of_others else (us, holder.st_uid) if shared else None
+            if not rest and name.isdecimal() and len(name) < 9 and _holds_streams(holder):
+                yield _Place(folder, name, info, owners, int(name))
+                return
+            link = info if info is not None and stat.S_ISLNK(info.st_mode) else None
+            in_proc = link is not None and bool(rest) and _is_in_proc(link)  # the kernel follows it
+            if link is not None and not in_proc:
+                _check_owner("link", name, link, owners)
+                links += 1
+                if links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                target = os.readlink(name, dir_fd=folder)
+                rest += _names(target)
+                if target.startswith("/"):
+                    _enter("/", folder)
+                    of_others = False
+            elif not rest:
+                yield _Place(folder, name, info, owners)
+                return
+            else:
+                if info is None and make_folders:
+                    with contextlib.suppress(FileExistsError):  # another process made it just now
+                        os.mkdir(name, 0o700, dir_fd=folder)
+                _enter(name, folder, 0 if in_proc else os.O_NOFOLLOW)
+                if shared and os.fstat(folder).st_uid not in (us, holder.st_uid):
+                    of_others = True
+    finally:
+        os.close(folder)
+
+
+def _names(path: str) -> list[str]:
+    """Return the names on a path, the last one first; at least one."""
+    return [name for name in reversed(path.split("/")) if name not in ("", ".")] or ["."]
+
+
+def _facts(name: str, folder: int) -> os.stat_result | None:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
         return None
-    if stat.S_ISDIR(info.st_mode):
-        raise OutputError("is a folder; expected the name of a file")
-    if not stat.S_ISREG(info.st_mode):
-        raise OutputError("is a device, pipe or socket; expected the name of a file, or /dev/stdout")
-    return info
+
+
+def _enter(name: str, folder: int, flags: int = 0) -> None:
+    """Let the descriptor `folder` be the folder `name` in it."""
+    try:
+        opened = os.open(name, _FOLDER | flags, dir_fd=folder)
+    except (FileNotFoundError, NotADirectoryError):
+        raise OutputError("its folder does not exist; create it first") from None
+    os.dup2(opened, folder, inheritable=False)
+    os.close(opened)
+
+
+def _check_owner(kind: str, name: str, info: os.stat_result, owners: tuple[int, ...] | None) -> None:
+    """Raise OutputError if another user may have put the file or link there as a trap."""
+    if owners is not None and info.st_uid not in owners:
+        raise OutputError(
+            f"the {kind} {shorten(name, 80)} belongs to user {info.st_uid}, in a folder that users share; "
+            "choose another name"
+        )
+
+
+def _holds_streams(folder: os.stat_result) -> bool:
+    """Return True for the folder of this process's descriptors."""
+    for name in ("/dev/fd", "/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(folder, os.stat(name)):
+                return True
+    return False
+
+
+def _is_in_proc(link: os.stat_result) -> bool:
+    """Return True for a link such as /proc/PID/root: the folder it names may be one of another root."""
+    with contextlib.suppress(OSError):
+        return link.st_dev == os.stat("/proc/self").st_dev
+    return False
 
 
 @contextlib.contextmanager
-def _temporary(target: str, old: os.stat_result | None) -> Iterator[tuple[int, str]]:
-    """Give a new file beside `target` with the owner and permissions of the `old` one, else as umask says.
+def _temporary(place: _Place, *, private: bool) -> Iterator[tuple[int, str]]:
+    """Give a new file beside the one at `place`, with its owner and permissions, else as umask says.
 
     It is gone afterwards, also if a signal ends this process.
     """
-    name = os.path.join(os.path.dirname(target), f".moedoctor.{os.urandom(8).hex()}")
-    blocked = None
-    if hasattr(signal, "pthread_sigmask"):
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    interrupts.half_written.add(name)
+    old = place.existing()
+    name = f".moedoctor.{os.urandom(8).hex()}"
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    interrupts.half_written.add((name, place.folder))
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        file = os.open(name, flags, 0o666 if old is None else 0o600)
-        if old is not None:
-            with contextlib.suppress(OSError, AttributeError):  # only root may give a file away
-                os.chown(name, old.st_uid, old.st_gid)
+        mode = 0o666 if old is None and not private else 0o600
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=place.folder)
+        if old is not None and not private:
+            with contextlib.suppress(OSError):  # only root may give a file away
+                os.fchown(file, old.st_uid, old.st_gid)
             with contextlib.suppress(OSError):  # a file system without permissions
-                os.chmod(name, stat.S_IMODE(old.st_mode) & 0o777)
+                os.fchmod(file, stat.S_IMODE(old.st_mode) & 0o777)
         yield file, name
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(name)
-        interrupts.half_written.discard(name)
-        if blocked is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            os.unlink(name, dir_fd=place.folder)
+        interrupts.half_written.discard((name, place.folder))
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -22,8 +22,8 @@ _PATIENCE_SECONDS = 10.0
 _noted: tuple[int, float] | None = None
 """The first signal inside `held`, and when it came."""
 _wake: int | None = None
-half_written: set[str] = set()
-"""Files that do not outlive a signal that ends the process."""
+half_written: set[tuple[str, int]] = set()
+"""Files that do not outlive a signal that ends the process: the name, and the descriptor of its folder."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -148,9 +148,9 @@ def _note(number: int, frame: object) -> None:
 
 def _end(number: int, frame: object) -> None:
     cursor = "\x1b[?25h" if sys.stderr is not None and sys.stderr.isatty() else ""  # a progress bar hides it
-    for name in half_written:
+    for name, folder in half_written:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            os.unlink(name, dir_fd=folder)
     with contextlib.suppress(OSError):
         os.write(2, f"{cursor}moedoctor: interrupted\n".encode())
     os._exit(128 + (_noted[0] if _noted else number))

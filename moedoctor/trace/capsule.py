@@ -26,6 +26,7 @@ begin one. Reading checks every name, type and shape against the record before a
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -293,12 +294,8 @@ def fitted(capsule: Capsule, limit: int) -> Capsule:
             f"one token and its experts need {least.size / 1e6:.1f} MB, more than the {limit / 1e6:.1f} MB "
             "that a capsule may have; allow more with --max-size"
         )
-    low, high = 1, len(tokens)
-    while low < high:  # the size grows with every token
-        middle = (low + high + 1) // 2
-        trial = kept(capsule, tokens[:middle])
-        low, high = (middle, high) if trial.size <= limit else (low, middle - 1)
-    return kept(capsule, tokens[:low])
+    counts = range(1, len(tokens) + 1)  # the size grows with every token
+    return kept(capsule, tokens[: bisect_right(counts, limit, key=lambda n: kept(capsule, tokens[:n]).size)])
 
 
 def failing_tokens(capsule: Capsule) -> list[int]:
@@ -364,7 +361,7 @@ def file_name(record: Record, process: int) -> str:
 
 
 def save(capsule: Capsule, path: Path, say: Callable[[str], None] = print_message) -> None:
-    """Write a capsule, whole or not at all; `say` gets one line with its size first.
+    """Write a capsule, whole or not at all, for this user only; `say` gets one line with its size first.
 
     Raises OutputError, an OSError.
     """
@@ -373,7 +370,7 @@ def save(capsule: Capsule, path: Path, say: Callable[[str], None] = print_messag
     tokens, experts = len(capsule.tensors["x"]), len(capsule.expert_ids)
     held = f"{tokens} tokens, {experts} experts, weights {capsule.record.weights}"
     say(f"{path}: {size_of(len(data))}, {held}")
-    write(path, data)
+    write(path, data, private=True)
 
 
 def to_bytes(capsule: Capsule) -> bytes:

@@ -137,7 +137,7 @@ class RoutingTrace:
 
 
 def save(trace: RoutingTrace, path: Path) -> None:
-    """Write `trace` to `path`, whole or not at all. Needs torch; raises OSError."""
+    """Write `trace` to `path`, whole or not at all, for this user only. Needs torch; raises OSError."""
     import torch
     from safetensors.torch import save as to_bytes
 
@@ -159,7 +159,7 @@ def save(trace: RoutingTrace, path: Path) -> None:
         "model": trace.model,
         "made": json.dumps(dict(trace.made), sort_keys=True),
     }
-    write(path, to_bytes(tensors, metadata))
+    write(path, to_bytes(tensors, metadata), private=True)
 
 
 def load(path: Path) -> RoutingTrace:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,12 +28,13 @@ import torch
 from torch import nn
 
 from moedoctor.kernels.kept_rows import MoeCall, MoeInput, Sizes
+from moedoctor.processes.files import make_folder
 from moedoctor.reference.moe import activate
 from moedoctor.trace.call_keeper import CallKeeper, WatchedLayer, Wish
 from moedoctor.trace.capsule import MAX_BYTES, Capsule, Record, file_name, save
 from moedoctor.trace.crash_ring import CrashRing
 from moedoctor.trace.format import TraceError
-from moedoctor.trace.recorder import BEYOND_LOGITS, ROUTERS, WIDTHS, first_number, integers
+from moedoctor.trace.recorder import ROUTERS, WIDTHS, find_beyond_logits, first_number, integers
 
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), (None, "up_proj", "down_proj"))
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
@@ -106,9 +108,7 @@ class MoeRecorder:
         self._model = model
         self._checkpoint = None if checkpoint is None else Path(checkpoint)
         self._number = next(_numbers)
-        self._undo: list[Callable[[], object]] = []
-        self._experts: dict[int, int] = {}
-        """Layer -> its number of experts."""
+        self._undo = ExitStack()
         self._logits: dict[int, torch.Tensor] = {}
         """Layer -> what its router gave last."""
         self._state = torch.zeros(1, dtype=torch.int32)
@@ -117,40 +117,36 @@ class MoeRecorder:
         """Start watching. Raises TraceError if the model has no MoE layer that can be recorded."""
         parameter = next(self._model.parameters(), self._state)
         self._state = torch.zeros(1, dtype=torch.int32, device=parameter.device)
-        for name, block in self._model.named_modules():
-            try:
-                self._watch(name, block)
-            except TraceError as error:
-                self.left_out.append(f"{name or 'model'}: {error}")
-        if not self._undo:
-            raise TraceError(
-                "; ".join(self.left_out) or "the model has no module with experts beside a router"
-            )
         number, state = self._number, self._state
-        _recorders[number] = self
-
-        def before(module: nn.Module, arguments: Any) -> None:
-            _watch_step(state, number, True)
-
-        def after(module: nn.Module, arguments: Any, output: Any) -> None:
-            _watch_step(state, number, False)
-
-        self._undo += [
-            self._model.register_forward_pre_hook(before).remove,
-            self._model.register_forward_hook(after).remove,
-        ]
+        with self._undo:  # an error leaves no hooks
+            self._undo.callback(self._logits.clear)
+            self._undo.callback(_recorders.pop, number, None)
+            _recorders[number] = self
+            watched = False
+            for name, block in self._model.named_modules():
+                try:
+                    watched |= self._watch(name, block)
+                except TraceError as error:
+                    self.left_out.append(f"{name or 'model'}: {error}")
+            if not watched:
+                raise TraceError(
+                    "; ".join(self.left_out) or "the model has no module with experts beside a router"
+                )
+            begin = self._model.register_forward_pre_hook(lambda *_: _watch_step(state, number, True))
+            self._undo.callback(begin.remove)
+            end = self._model.register_forward_hook(lambda *_: _watch_step(state, number, False))
+            self._undo.callback(end.remove)
+            self._undo = self._undo.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         if self.ring is not None:
             self.ring.finish(None if error is None else f"{type(error).__name__}: {error}"[:300])
         else:
             self.keeper.collect()
-        _recorders.pop(self._number, None)
 
     def step(self, *, begins: bool) -> None:
         """Begin or end a forward pass."""
@@ -167,20 +163,20 @@ class MoeRecorder:
     def _keep(self, capsule: Capsule) -> None:
         file = self.folder / file_name(capsule.record, os.getpid())
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             save(capsule, file)
         except OSError as error:
             self.left_out.append(f"{file} cannot be written: {error}")
         else:
             self.files.append(file)
 
-    def _watch(self, name: str, block: nn.Module) -> None:
-        """Hook `block` if it is a MoE layer. Raises TraceError if it is one that cannot be recorded."""
+    def _watch(self, name: str, block: nn.Module) -> bool:
+        """Hook `block` and return True if it is a MoE layer. Raises TraceError if it cannot be recorded."""
         children = dict(block.named_children())
         experts = children.get("experts")
         router = next((children[key] for key in ROUTERS if key in children), None)
         if experts is None or router is None:
-            return
+            return False
         separate = isinstance(experts, nn.ModuleList)
         weights = _listed(experts) if isinstance(experts, nn.ModuleList) else _stacked(experts)
         if separate and (shared := next((key for key in _SHARED if key in children), None)):
@@ -191,11 +187,11 @@ class MoeRecorder:
             raise TraceError(f"cannot tell how many experts a token gets; expected {' or '.join(WIDTHS)}")
         record = weights.record(f"{name}.experts" if name else "experts", width)
         layer = self._add(WatchedLayer(record, weights.of), weights.down[0])
-        self._experts[layer] = record.experts
         if separate:
             self._hook_list(layer, block, router, width)
         else:
-            self._hook_stack(layer, experts, router)
+            self._hook_stack(layer, experts, router, record.experts)
+        return True
 
     def _add(self, layer: WatchedLayer, weight: torch.Tensor) -> int:
         """Return the number of a layer. Raises TraceError if it is on another device."""
@@ -208,10 +204,9 @@ class MoeRecorder:
         self.keeper.prepare(weight.device, sizes)
         return self.keeper.add(layer)
 
-    def _hook_stack(self, layer: int, experts: nn.Module, router: nn.Module) -> None:
+    def _hook_stack(self, layer: int, experts: nn.Module, router: nn.Module, total: int) -> None:
         """Watch a module of experts that is called with tokens, ids and weights."""
         number, state, saves = self._number, self._state, self.ring is not None
-        total = self._experts[layer]
 
         def keep_logits(module: nn.Module, arguments: Any, output: Any) -> None:
             logits = output[0] if isinstance(output, tuple) else output
@@ -242,18 +237,16 @@ class MoeRecorder:
                 x, *routed = call
                 _watch_call(state, number, layer, x, _flat(output), *routed, self._logits.get(layer))
 
-        self._undo.append(router.register_forward_hook(keep_logits).remove)
+        self._undo.callback(router.register_forward_hook(keep_logits).remove)
         if saves:
-            self._undo.append(experts.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self._undo.callback(experts.register_forward_pre_hook(before, with_kwargs=True).remove)
         else:
-            self._undo.append(experts.register_forward_hook(after, with_kwargs=True).remove)
+            self._undo.callback(experts.register_forward_hook(after, with_kwargs=True).remove)
 
     def _hook_list(self, layer: int, block: nn.Module, router: nn.Module, width: int) -> None:
         """Watch a block that routes to a list of experts by itself: top-k of the softmax of logits."""
-        holders = [(key, module) for key in BEYOND_LOGITS for module in (router, block)]
-        beyond = next((key for key, module in holders if getattr(module, key, None) is not None), None)
-        if beyond or first_number((router, block), ("n_group", "num_expert_group")) > 1:
-            raise TraceError(f"its choice depends on more than logits ({beyond or 'groups of experts'})")
+        if beyond := find_beyond_logits(router, block):
+            raise TraceError(f"its choice depends on more than logits ({beyond})")
         number, state, saves = self._number, self._state, self.ring is not None
         sums_to_one = bool(getattr(block, "norm_topk_prob", True))
 
@@ -278,9 +271,9 @@ class MoeRecorder:
             result = output[0] if isinstance(output, tuple) else output
             _watch_call(state, number, layer, x, _flat(result), ids, weights, logits)
 
-        self._undo.append(router.register_forward_hook(keep_logits).remove)
+        self._undo.callback(router.register_forward_hook(keep_logits).remove)
         if not saves:
-            self._undo.append(block.register_forward_hook(after, with_kwargs=True).remove)
+            self._undo.callback(block.register_forward_hook(after, with_kwargs=True).remove)
 
 
 class _Rows:

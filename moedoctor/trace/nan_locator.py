@@ -68,19 +68,21 @@ class NanLocator:
 
     def __enter__(self) -> NanLocator:
         if self._model is not None and not self._hooks:
-            self._hooks.append(self._model.register_forward_pre_hook(self._before, prepend=True))
-            for point, module in self._points:
-                self._hooks.append(module.register_forward_hook(self._watcher(point, module)))
-            self._hooks.append(self._model.register_forward_hook(self._after))
+            try:
+                self._hooks.append(self._model.register_forward_pre_hook(self._before, prepend=True))
+                for point, module in self._points:
+                    self._hooks.append(module.register_forward_hook(self._watcher(point, module)))
+                self._hooks.append(self._model.register_forward_hook(self._after))
+            except BaseException:
+                self._remove_hooks()
+                raise
         return self
 
     def __exit__(self, *error: object) -> None:
         try:
             self._state.end()
         finally:  # a device that failed must not leave the model with hooks
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
+            self._remove_hooks()
 
     def begin_step(
         self, real_rows: int | None = None, rows: int | None = None, *, padding: torch.Tensor | None = None
@@ -120,6 +122,10 @@ class NanLocator:
     def report(self) -> NanReport:
         """Return what was found so far; waits for the device."""
         return self._state.report()
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _before(self, module: Any, inputs: Any) -> None:
         if not self._manual:

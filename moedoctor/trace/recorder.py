@@ -18,6 +18,7 @@ Hooks do not run inside CUDA graphs and compiled regions: run the model eagerly.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -30,7 +31,7 @@ from moedoctor.trace.format import RoutingTrace, TraceError
 ROUTERS = ("gate", "router", "gating")
 _SIZES = ("global_num_experts", "num_experts", "n_routed_experts", "num_local_experts")
 WIDTHS = ("top_k", "num_experts_per_tok", "topk", "num_selected_experts")
-BEYOND_LOGITS = ("e_score_correction_bias", "expert_bias", "moe_statics")
+_BEYOND_LOGITS = ("e_score_correction_bias", "expert_bias", "moe_statics")
 """What adds to the scores before the choice."""
 
 
@@ -56,27 +57,28 @@ class RoutingRecorder:
         self._model = model
         self._name = name or type(model).__name__
         self._layers: list[_Layer] = []
-        self._undo: list[Callable[[], object]] = []
-        self._problem: str | None = None
         self._routers: list[Any] = []
+        self._undo = ExitStack()
+        self._problem: str | None = None
 
     def __enter__(self) -> RoutingRecorder:
         """Start recording. Raises TraceError if the model has no known MoE layer."""
-        for name, block in self._model.named_modules():
-            self._watch(name, block)
-        if not self._layers:
-            self.__exit__(None, None, None)
-            raise TraceError(
-                f"{self._name} has no MoE layer that is known: expected modules with `experts` beside a "
-                f"{' or '.join(ROUTERS)}, or vLLM's routers"
-            )
+        self._layers, self._routers = [], []
+        with self._undo:  # an error leaves no hooks
+            for name, block in self._model.named_modules():
+                self._watch(name, block)
+            if not self._layers:
+                raise TraceError(
+                    f"{self._name} has no MoE layer that is known: expected modules with `experts` beside a "
+                    f"{' or '.join(ROUTERS)}, or vLLM's routers"
+                )
+            self._undo = self._undo.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def trace(self, made: Mapping[str, Any] | None = None) -> RoutingTrace:
         """Return what was recorded. A call is a forward pass; its rows are all its tokens, padding included.
@@ -123,8 +125,8 @@ class RoutingRecorder:
             self._routers.append(block.router)
             layer = self._add(name, block)
             keep = self._keeper(layer, "router's capture function")
+            self._undo.callback(capture, None)
             capture(keep)
-            self._undo.append(lambda: capture(None))
             return
         children = dict(block.named_children())
         experts = children.get("experts")
@@ -148,8 +150,8 @@ class RoutingRecorder:
                 by_logits(self._from_logits(layer, outputs, router, block))
 
         if not isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
-            self._undo.append(experts.register_forward_pre_hook(before, with_kwargs=True).remove)
-        self._undo.append(router.register_forward_hook(after).remove)
+            self._undo.callback(experts.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.callback(router.register_forward_hook(after).remove)
 
     def _add(self, name: str, *modules: nn.Module) -> _Layer:
         layer = _Layer(name or "model", first_number(modules, _SIZES) or _weight_rows(modules[1:]))
@@ -180,14 +182,9 @@ class RoutingRecorder:
             (out for out in outputs if isinstance(out, torch.Tensor) and out.shape[-1] == layer.num_experts),
             None,
         )
-        width = first_number((router, block), WIDTHS)
-        holders = [(name, module) for name in BEYOND_LOGITS for module in (router, block)]
-        beyond = next((name for name, module in holders if getattr(module, name, None) is not None), None)
-        groups = first_number((router, block), ("n_group", "num_expert_group"))
-        if logits is None or not width or beyond or groups > 1:
-            why = beyond or (
-                "groups of experts" if groups > 1 else "unknown top-k" if logits is not None else "no logits"
-            )
+        width, beyond = first_number((router, block), WIDTHS), find_beyond_logits(router, block)
+        if logits is None or not width or beyond:
+            why = beyond or ("no logits" if logits is None else "unknown top-k")
             self._problem = f"{layer.name}: the chosen experts cannot be told from its router ({why})"
             return None
         return logits.topk(width, dim=-1).indices  # [..., K]
@@ -203,6 +200,13 @@ def integers(values: tuple[Any, ...]) -> torch.Tensor | None:
     """The expert ids [..., K] among `values`."""
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     return next((x for x in tensors if x.dim() >= 2 and x.dtype in (torch.int32, torch.int64)), None)
+
+
+def find_beyond_logits(*modules: nn.Module) -> str | None:
+    """Return what decides the choice of experts beside the logits, or None."""
+    found = (name for name in _BEYOND_LOGITS for x in modules if getattr(x, name, None) is not None)
+    groups = first_number(modules, ("n_group", "num_expert_group"))
+    return next(found, "groups of experts" if groups > 1 else None)
 
 
 def first_number(modules: tuple[nn.Module, ...], names: tuple[str, ...]) -> int:

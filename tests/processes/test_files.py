@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -14,13 +15,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.processes import files
-from moedoctor.processes.files import OutputError, append, check_writable, write
+from moedoctor.processes.files import OutputError, append, check_writable, make_folder, write
 
 
 def make_socket(path: Path) -> None:
@@ -109,7 +111,7 @@ def test_names_that_cannot_exist_are_found_before_the_run(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("call", ["open", "chmod", "fdopen", "replace"])
+@pytest.mark.parametrize("call", ["open", "fchmod", "fdopen", "replace"])
 def test_an_error_leaves_the_old_file_and_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -121,7 +123,7 @@ def test_an_error_leaves_the_old_file_and_nothing_beside_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, call, fail)
-        if call == "chmod":  # the mode is kept if it can be
+        if call == "fchmod":  # the mode is kept if it can be
             write(target, "old")
         else:
             with pytest.raises(OutputError, match=r"report: cannot be written: No space left on device"):
@@ -139,6 +141,226 @@ def test_a_stream_gets_all_also_if_it_does_not_block(tmp_path: Path) -> None:
         assert received.result(30) == 300_000
     with pytest.raises(OutputError, match="Bad file descriptor"):
         check_writable(Path(f"/dev/fd/{write_end}"))
+
+
+STRANGER = 4321
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+
+
+def give(path: Path, owner: int = STRANGER) -> Path:
+    os.chown(path, owner, owner, follow_symlinks=False)
+    return path
+
+
+def make_folders(top: Path, mode: int, owner: int = 0) -> tuple[Path, Path]:
+    """Return a folder with `mode`, and one with a file that nobody may write to through it."""
+    shared, victim = top / "shared", top / "victim"
+    shared.mkdir()
+    shared.chmod(mode)
+    victim.mkdir()
+    (victim / "file").write_text("old")
+    return give(shared, owner), victim
+
+
+def link_to_file(shared: Path, victim: Path) -> Path:
+    (shared / "name").symlink_to(victim / "file")
+    return give(shared / "name")
+
+
+def link_to_nothing(shared: Path, victim: Path) -> Path:
+    (shared / "name").symlink_to("../victim/new")
+    return give(shared / "name")
+
+
+def link_to_folder(shared: Path, victim: Path) -> Path:
+    (shared / "name").symlink_to(victim)
+    return give(shared / "name") / "file"
+
+
+def link_behind_our_link(shared: Path, victim: Path) -> Path:
+    link_to_folder(shared, victim)
+    (victim.parent / "ours").symlink_to("shared/name/file")
+    return victim.parent / "ours"
+
+
+def link_in_their_folder(shared: Path, victim: Path) -> Path:
+    (shared / "theirs" / "deep").mkdir(parents=True)
+    give(shared / "theirs" / "deep")
+    (shared / "theirs" / "deep" / "name").symlink_to(victim / "file")
+    give(shared / "theirs")
+    return give(shared / "theirs" / "deep" / "name")
+
+
+def file_of_theirs(shared: Path, victim: Path) -> Path:
+    (shared / "name").write_text("theirs")
+    return give(shared / "name")
+
+
+USES = {
+    "check": check_writable,
+    "write": lambda path: write(path, "new"),
+    "private": lambda path: write(path, "new", private=True),
+    "append": lambda path: append(path, "new"),
+    "folder": lambda path: make_folder(path / "made" / "deep"),
+}
+TRAPS = [
+    link_to_file,
+    link_to_nothing,
+    link_to_folder,
+    link_behind_our_link,
+    link_in_their_folder,
+    file_of_theirs,
+]
+
+
+def tree(top: Path) -> dict[str, tuple[int, int, str]]:
+    """Return owner, mode and content of everything in a folder."""
+    found = {}
+    for path in top.rglob("*"):
+        info = path.lstat()
+        content = os.readlink(path) if path.is_symlink() else path.read_text() if path.is_file() else ""
+        found[str(path)] = (info.st_uid, info.st_mode, content)
+    return found
+
+
+@needs_root
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize("mode", [0o1777, 0o1770])
+def test_what_another_user_put_into_a_shared_folder_is_refused(
+    tmp_path: Path, mode: int, trap: Callable[[Path, Path], Path], use: str
+) -> None:
+    shared, victim = make_folders(tmp_path, mode)
+    path = trap(shared, victim)
+    before = tree(tmp_path)
+    expected = (
+        "its folder does not exist" if (trap, use) == (file_of_theirs, "folder") else f"user {STRANGER}"
+    )
+    with pytest.raises(OutputError, match=expected) as caught:
+        USES[use](path)
+    assert "\n" not in str(caught.value)
+    assert tree(tmp_path) == before
+
+
+@needs_root
+@pytest.mark.parametrize("use", ["write", "append"])
+@pytest.mark.parametrize("link", ["of ours", "of the owner of the folder", "in a folder that is not shared"])
+def test_links_that_the_kernel_would_follow_are_followed(tmp_path: Path, link: str, use: str) -> None:
+    mode, owner = (0o1777, 0) if link == "of ours" else (0o1777, STRANGER) if "owner" in link else (0o777, 0)
+    shared, victim = make_folders(tmp_path, mode, owner)
+    path = link_to_folder(shared, victim)
+    if link == "of ours":
+        give(shared / "name", 0)
+    USES[use](path)
+    assert (victim / "file").read_text() == ("new" if use == "write" else "oldnew")
+
+
+def test_a_file_of_ours_in_a_shared_folder_is_replaced(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    for text in ("one", "two"):
+        write(shared / "report", text)
+    append(shared / "report", "three")
+    assert [file.read_text() for file in shared.iterdir()] == ["twothree"]
+
+
+def test_a_hard_link_reaches_no_other_file(tmp_path: Path) -> None:
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    victim.write_text("old")
+    os.link(victim, link)
+    with pytest.raises(OutputError, match="is a hard link"):
+        append(link, "new")
+    write(link, "new")
+    assert (victim.read_text(), link.read_text()) == ("old", "new")
+
+
+@needs_root
+def test_nothing_is_added_to_a_file_that_another_user_makes_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, victim = make_folders(tmp_path, 0o1777)
+    real = os.open
+
+    def make_first(name: str, *arguments: Any, **options: Any) -> int:
+        if name == "name":
+            file_of_theirs(shared, victim)
+        return real(name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "open", make_first)
+        with pytest.raises(OutputError, match=f"user {STRANGER}"):
+            append(shared / "name", "new")
+    assert (shared / "name").read_text() == "theirs"
+
+
+@pytest.mark.parametrize(("call", "argument"), [("open", "out"), ("open", ".moedoctor."), ("replace", "")])
+def test_a_folder_that_is_exchanged_in_between_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, argument: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "victim").mkdir()
+    real = getattr(os, call)
+
+    def exchange_first(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.startswith(argument):
+            (tmp_path / "out").rename(tmp_path / "moved")
+            (tmp_path / "out").symlink_to("victim")
+        return real(name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, call, exchange_first)
+        with pytest.raises(OutputError) if argument == "out" else contextlib.nullcontext():
+            write(tmp_path / "out" / "report", "new")
+    assert os.listdir(tmp_path / "victim") == []
+    written = [file.read_text() for file in (tmp_path / "moved").iterdir()]
+    assert written == ([] if argument == "out" else ["new"])
+
+
+def test_private_files_and_folders_are_for_one_user(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    before = os.umask(0)
+    try:
+        make_folder(folder)
+        make_folder(folder)
+        (folder / "old").touch(0o666)
+        for name in ("old", "new"):
+            write(folder / name, "x", private=True)
+            assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder.parent)] == [0o700, 0o700]
+    with pytest.raises(OutputError, match="its folder does not exist"):
+        make_folder(folder / "old" / "c")
+
+
+@needs_root
+def test_a_private_file_takes_no_owner_over(tmp_path: Path) -> None:
+    give(tmp_path)
+    for private in (False, True):
+        (tmp_path / "file").write_text("theirs")
+        give(tmp_path / "file")
+        write(tmp_path / "file", "new", private=private)
+        assert (tmp_path / "file").stat().st_uid == (0 if private else STRANGER)
+
+
+@needs_root
+def test_the_root_of_another_process_is_reached(tmp_path: Path) -> None:
+    """A container's /tmp is not ours, though /proc/PID/root is a link to / for both."""
+    mount = 'mount -t tmpfs none "$0" && echo ready && read line; cat "$0/report"'
+    with subprocess.Popen(
+        ["unshare", "-m", "sh", "-c", mount, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as other:
+        assert other.stdout is not None
+        if other.stdout.readline() != "ready\n":
+            pytest.skip("nothing can be mounted here")
+        write(Path(f"/proc/{other.pid}/root{tmp_path}/report"), "new")
+        assert other.communicate("\n")[0] == "new"
+    assert os.listdir(tmp_path) == []
 
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

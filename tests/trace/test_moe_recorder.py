@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from moedoctor.diagnose.capsule.replay import replay
-from moedoctor.trace import MoeRecorder
+from moedoctor.trace import MoeRecorder, moe_recorder
 from moedoctor.trace.capsule import SUFFIX, load
 from moedoctor.trace.format import TraceError
 from tests.interpreted import ROOT
@@ -193,6 +194,47 @@ def test_hooks_are_gone_afterwards(tmp_path: Path) -> None:
         pass
     model(x_of())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_at_the_start_leaves_no_hooks(tmp_path: Path) -> None:
+    model = model_of("stacked")
+    for module, method in (
+        (model.layers[1].gate, "register_forward_hook"),
+        (model, "register_forward_pre_hook"),
+        (model, "register_forward_hook"),
+    ):
+        setattr(module, method, None)
+        with pytest.raises(TypeError):
+            MoeRecorder(model, tmp_path).__enter__()
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+        assert not moe_recorder._recorders
+        delattr(module, method)
+
+
+def test_nothing_is_left_if_the_end_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("the device is lost")
+
+    model = model_of("stacked")
+    recorder = MoeRecorder(model, tmp_path)
+    monkeypatch.setattr(recorder.keeper, "collect", fails)
+    with pytest.raises(RuntimeError, match="the device is lost"), recorder:
+        model(x_of())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    assert (moe_recorder._recorders, recorder._logits) == ({}, {})
+
+
+def test_capsules_are_for_one_user(tmp_path: Path) -> None:
+    model = model_of("stacked")
+    before = os.umask(0)
+    try:
+        with MoeRecorder(model, tmp_path / "a" / "b", when="first") as recorder:
+            model(x_of())
+    finally:
+        os.umask(before)
+    (file,) = recorder.files
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent, file.parent.parent)]
+    assert modes == [0o600, 0o700, 0o700]
 
 
 class Shared(OldBlock):

@@ -164,6 +164,20 @@ def test_hooks_are_removed_if_the_end_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert hooks(model) == 0
 
 
+def test_an_error_at_the_start_leaves_no_hooks() -> None:
+    model = Layers()
+    last = list(model.modules())[-1]
+    last.register_forward_hook = None
+    locator = NanLocator(model)
+    with pytest.raises(TypeError):
+        locator.__enter__()
+    assert hooks(model) == 0
+    del last.register_forward_hook
+    with locator:
+        assert hooks(model) == 5
+    assert hooks(model) == 0
+
+
 def test_a_locator_from_inference_mode_works_outside() -> None:
     model, mask = Layers(), torch.tensor([0, 0, 1])
     with torch.inference_mode():

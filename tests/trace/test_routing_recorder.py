@@ -154,6 +154,35 @@ def test_hooks_are_removed_after_the_context_and_after_an_error_in_it() -> None:
     assert not model[0].experts._forward_pre_hooks
 
 
+class Unknown(nn.Module):
+    """Does not say how many experts it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Identity(), nn.Identity()
+
+
+class Unhookable(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate.register_forward_hook = None
+
+
+def test_an_error_at_the_start_leaves_no_hooks_and_no_layers() -> None:
+    model = nn.Sequential(VllmBlock(), Block(), Unknown())
+    recorder = RoutingRecorder(model)
+    for problem in (Unknown(), Unhookable()):
+        model[2] = problem
+        with pytest.raises((TraceError, TypeError)):
+            recorder.__enter__()
+        assert model[0].experts.router.capture is None
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    model[2] = Block()
+    with recorder:
+        model(torch.randn(3, H))
+    assert recorder.trace().layers == ("0.experts", "1", "2")
+
+
 def test_a_model_without_experts_is_refused() -> None:
     with pytest.raises(TraceError, match="no MoE layer"), RoutingRecorder(nn.Linear(H, H)):
         pass

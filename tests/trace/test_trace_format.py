@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +158,15 @@ def test_a_folder_and_a_missing_file_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(TraceError, match="no such file"):
         load(tmp_path / "missing")
+
+
+def test_a_trace_is_for_one_user(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        save(make(), tmp_path / "trace")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "trace").stat().st_mode) == 0o600
 
 
 def test_a_failed_save_leaves_no_file(tmp_path: Path) -> None:
