@@ -48,8 +48,6 @@ _LOADER = "vllm.model_executor.model_loader.base_loader:BaseModelLoader"
 _LOADS = ("process_weights_after_loading(model, model_config, target_device)", "return model.eval()")
 _APPLIES = ("self.impl.apply(", "global_num_experts=global_num_experts")
 _ACT_ORDER = ("w13_g_idx", "w2_g_idx", "w13_g_idx_sort_indices", "w2_g_idx_sort_indices")
-_ORDERS = {None: "copies first", "backend": "hits first", "own": "hits first by moedoctor's kernels"}
-"""`HostExperts.hits_first` -> words in the log."""
 
 
 def apply(version: str) -> str:
@@ -206,7 +204,7 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     if torch.cuda.is_available():
         torch._C._host_emptyCache()
     memory = [cache.memory for cache in caches]
-    order = {_ORDERS[layer.hits_first] for layer in host_experts(model)}
+    order = {"hits first" if layer.hits_first else "copies first" for layer in host_experts(model)}
     logger.info(
         "moedoctor: expert_cache: %d of %d MoE layers with %d slots, engine %s, policy %s%s: "
         "%.2f GiB pinned%s, %.2f GiB on the GPU and %.2f GiB of layer buffers for prompts, "

@@ -36,8 +36,8 @@ class HostExperts:
     """One layer's experts in host memory, and the cache through which the layer computes with them."""
 
     cache: ExpertCache
-    hits_first: str | None = None
-    """Who computes with resident experts while others are copied: "own", "backend", or None."""
+    hits_first = False
+    """Short calls compute with resident experts while others are copied."""
     stream: tuple[LayerStream, int, int] | None = None
     """The stream, this layer's number in it, and from how many tokens on calls pass through it."""
 
@@ -100,9 +100,8 @@ class HostExperts:
         if self._rows is not None:
             cache.skip_padding(self._rows)
         self.cache, self.stream = cache, None
-        device = cache.engine == "device"
-        self.hits_first = hits_first.who_computes(self._layer, options.overlap) if device else None
-        self.kernel.apply = _applying(self, self._compute, self.hits_first)
+        self.hits_first = options.overlap and cache.engine == "device" and hits_first.can_split(self._layer)
+        self.kernel.apply = _apply_through(self, self._compute, self.hits_first)
         return cache
 
     def _describe(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -238,8 +237,8 @@ def _on_the_host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
     return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _applying(experts: HostExperts, compute: Any, who: str | None) -> Any:
-    """Return the kernel's `apply` through the layer's cache; `who` as `HostExperts.hits_first`."""
+def _apply_through(experts: HostExperts, compute: Any, splits: bool) -> Any:
+    """Return the kernel's `apply` through the layer's cache; `splits` as `HostExperts.hits_first`."""
     cache, kernel = experts.cache, experts.kernel
     # Ids of other groups are mapped to no expert, like those of other ranks.
     nowhere = torch.arange(cache.num_experts, dtype=torch.int32, device=cache.device)  # [E]
@@ -264,18 +263,13 @@ def _applying(experts: HostExperts, compute: Any, who: str | None) -> Any:
         given["global_num_experts"] = cache.num_experts
         if experts.streams(len(topk_ids)):
             return through_the_stream(topk_ids, given)
-        split = hits_first.is_split(who, topk_ids.numel(), cache.num_experts)
-        if split and who == "own" and not given.get("apply_router_weight_on_input"):
-            return hits_first.by_own_kernels(
-                cache, hidden_states, topk_weights, topk_ids, given["activation"].value
-            )
         many = cache.may_need_groups(topk_ids)
         given.update(w1=cache.weights["w1"], w2=cache.weights["w2"], expert_map=nowhere if many else None)
         with _choosing_tiles_for(cache.num_experts):
             if many:
                 return in_groups(topk_ids, given).to(hidden_states.dtype)
-            if split and who == "backend":
-                return hits_first.by_backend(cache, kernel.fused_experts, compute, topk_ids, given)
+            if splits and topk_ids.numel() * hits_first.UNSORTED <= cache.num_experts:
+                return hits_first.compute_in_two(cache, kernel.fused_experts, compute, topk_ids, given)
             result: torch.Tensor = compute(topk_ids=cache.acquire(topk_ids).slot_ids, **given)  # [T, H]
             return result
 

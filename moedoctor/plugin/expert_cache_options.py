@@ -13,8 +13,6 @@ VARIABLE = "MOEDOCTOR_EXPERT_CACHE"
 POLICIES = ("aging", "lfru", "lfu", "lru")
 """As `moedoctor.fixes.eviction.ONLINE_POLICIES`, which imports torch."""
 ENGINES = ("auto", "device", "host")
-OVERLAPS = {"0": None, "backend": "backend", "own": "own", "1": "own"}
-"""What may be written -> `CacheOptions.overlap`."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,12 @@ class CacheOptions:
     slots: int
     """Experts of a layer that the GPU holds."""
     policy: str = "aging"
-    """Who leaves first."""
+    """The order in which experts leave."""
     packed: bool = True
     """Keep BF16 experts on the host in some 69 % of their bytes, if memory can be pinned."""
-    overlap: str | None = "backend"
-    """Compute with the experts that are there while the others are copied. ``backend``: in two calls of the
-    backend's kernel, which change no bit, if there are few pairs. ``own``: by moedoctor's kernels if they can
-    compute the layer, else as ``backend``."""
+    overlap: bool = True
+    """Compute with the experts that are there while the others are copied, in two calls of the backend's
+    kernel, which change no bit, if there are few pairs."""
     fill: bool = True
     """Begin with an expert in every slot; those that no call asked for leave first."""
     engine: str = "auto"
@@ -84,7 +81,8 @@ def _among(values: tuple[str, ...]) -> tuple[str, Callable[[str], Any]]:
 _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     "policy": _among(POLICIES),
     "packed": ("0 or 1", _switch),
-    "overlap": ("0, backend or own", lambda text: OVERLAPS.get(text, _BAD)),
+    # ``backend`` is what 1 was called before.
+    "overlap": ("0 or 1", lambda text: _switch("1" if text == "backend" else text)),
     "fill": ("0 or 1", _switch),
     "engine": _among(ENGINES),
     "pin": ("0 or 1", _switch),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -225,81 +224,6 @@ def plain() -> Layer:
     return layer
 
 
-@pytest.mark.parametrize(
-    ("change", "value", "own"),
-    [
-        ("top_k", TOP_K, True),
-        ("moe_config.activation.value", "relu2_no_mul", True),
-        ("moe_config.activation.value", "swigluoai", False),
-        ("moe_config.swiglu_limit", 7.0, False),
-        ("swiglu_limit", 7.0, False),
-        ("quant_method", SimpleNamespace(moe_kernel=Kernel(QuantConfig())), False),
-        ("w13_weight", torch.nn.Parameter(torch.zeros(E, 2 * INTERMEDIATE, HIDDEN)), False),
-        ("quant_method.moe_kernel.fused_experts", SimpleNamespace(), False),
-    ],
-)
-def test_our_kernels_compute_only_what_triton_computes(change: str, value: Any, own: bool) -> None:
-    layer = plain()
-    *owners, name = change.split(".")
-    setattr(functools.reduce(getattr, owners, layer), name, value)
-    assert hits_first._has_own_kernels(layer) is own
-
-
-def test_batch_invariance_rules_our_kernels_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert not hits_first._has_own_kernels(plain())
-
-
-@pytest.mark.parametrize("capacity", [8, 3])
-def test_hits_are_computed_by_our_kernels_while_misses_are_copied(capacity: int) -> None:
-    """What is asked of the cache, and the sum, of one group and of several."""
-    layer, asked = plain(), []
-    cache = install(layer, CacheOptions(capacity), torch.device("cpu"), captured=False)
-
-    def groups_of(ids: torch.Tensor, *, overlap: bool = False) -> Any:
-        asked.append(overlap)
-        return ExpertCache.groups(cache, ids)
-
-    cache.groups = groups_of  # type: ignore[method-assign]
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, E, (4, TOP_K), generator=draw)  # [T, K]
-    x = torch.randn(4, HIDDEN, generator=draw).bfloat16()  # [T, H]
-    topk_weights = torch.rand(4, TOP_K, generator=draw)  # [T, K]
-    given = hits_first.by_own_kernels(cache, x, topk_weights, ids, "silu")
-    assert given.dtype is torch.bfloat16
-    weights = {"w13": plain().w13_weight, "w2": plain().w2_weight, "w2_bias": plain().w2_bias}
-    expected = forward(x, MoeWeights.of(weights), topk_weights, ids)
-    assert torch.allclose(given.float(), expected.float(), rtol=1e-2, atol=1e-2)
-    assert asked == [capacity == 8], "hits come first if the call fits"
-
-
-@pytest.mark.parametrize(
-    ("who", "tokens", "on_input", "ours"),
-    [
-        ("own", 4, False, True),
-        (None, 4, False, False),
-        ("own", 33, False, False),
-        ("own", 4, True, False),
-    ],
-)
-def test_few_tokens_of_a_plain_layer_go_to_our_kernels(
-    who: str | None, tokens: int, on_input: bool, ours: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = plain()
-    install(layer, CacheOptions(E - 1), torch.device("cpu"), captured=False)
-    (experts,) = host_experts(torch.nn.ModuleList([layer]))
-    monkeypatch.setattr(hits_first, "by_own_kernels", lambda *given: "ours")
-    apply = expert_cache_layer._applying(experts, lambda **given: given["hidden_states"], who)
-    ids = torch.zeros(tokens, TOP_K, dtype=torch.int32)  # [T, K]
-    result = apply(
-        torch.ones(tokens, HIDDEN),
-        *(layer.w13_weight, layer.w2_weight, torch.ones(tokens, TOP_K), ids),
-        activation=SimpleNamespace(value="silu"),
-        apply_router_weight_on_input=on_input,
-    )
-    assert (result == "ours") if ours else (result is not None and result.shape == (tokens, HIDDEN))
-
-
 class SummingExperts(TritonExperts):
     """Adds up the rows of a token's experts as vLLM's TRITON does."""
 
@@ -331,7 +255,7 @@ class RowKernel(Kernel):
         return output
 
 
-def in_rows(capacity: int, who: str | None, seed: int = 0) -> tuple[RowKernel, Any]:
+def in_rows(capacity: int, splits: bool, seed: int = 0) -> tuple[RowKernel, Any]:
     """Return a kernel and its `apply` through a cache, which calls any half of a call's pairs hits."""
     layer = plain()
     kernel = layer.quant_method.moe_kernel = RowKernel(
@@ -351,7 +275,7 @@ def in_rows(capacity: int, who: str | None, seed: int = 0) -> tuple[RowKernel, A
             yield SimpleNamespace(slot_ids=torch.where(part, slots, -1))
 
     cache.groups = groups_of  # type: ignore[method-assign]
-    return kernel, expert_cache_layer._applying(experts, compute, who)
+    return kernel, expert_cache_layer._apply_through(experts, compute, splits)
 
 
 def row_call(apply: Any, tokens: int, seed: int) -> torch.Tensor:
@@ -365,7 +289,7 @@ def row_call(apply: Any, tokens: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_two_calls_of_the_backend_give_the_bits_of_one(seed: int) -> None:
-    (whole, plainly), (split, in_parts) = in_rows(5, None), in_rows(5, "backend", seed)
+    (whole, plainly), (split, in_parts) = in_rows(5, False), in_rows(5, True, seed)
     for number in range(6):
         assert torch.equal(row_call(in_parts, 1, number), row_call(plainly, 1, number))
     assert len(whole.calls) == 6
@@ -377,14 +301,14 @@ def test_two_calls_of_the_backend_give_the_bits_of_one(seed: int) -> None:
 
 @pytest.mark.parametrize(("capacity", "tokens"), [(5, 2), (TOP_K, 2)])
 def test_calls_that_the_backend_sorts_or_that_need_groups_are_not_split(capacity: int, tokens: int) -> None:
-    kernel, apply = in_rows(capacity, "backend")
+    kernel, apply = in_rows(capacity, True)
     assert row_call(apply, tokens, 0).shape == (tokens, HIDDEN)
     assert len(kernel.calls) == (1 if capacity == 5 else 2)
 
 
 def test_a_backend_that_does_not_add_up_its_rows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowKernel, "apply", lambda self, hidden_states, **named: hidden_states)
-    kernel, apply = in_rows(5, "backend")
+    kernel, apply = in_rows(5, True)
     with pytest.raises(RuntimeError, match=r"did not add up its rows by moe_sum: set overlap=0"):
         row_call(apply, 1, 0)
     assert "moe_sum" not in vars(kernel.fused_experts)
@@ -392,7 +316,7 @@ def test_a_backend_that_does_not_add_up_its_rows_is_an_error(monkeypatch: pytest
 
 def test_an_error_between_the_two_calls_leaves_the_backends_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowKernel, "apply", lambda self, hidden_states, **named: named["missing"])
-    kernel, apply = in_rows(5, "backend")
+    kernel, apply = in_rows(5, True)
     with pytest.raises(KeyError, match="missing"):
         row_call(apply, 1, 0)
     assert "moe_sum" not in vars(kernel.fused_experts)
@@ -409,25 +333,24 @@ def summing(**described: Any) -> Layer:
 
 
 @pytest.mark.parametrize(
-    ("wish", "fp8", "described", "who"),
+    ("fp8", "described", "splits"),
     [
-        (None, False, {}, None),
-        ("backend", False, {}, "backend"),
-        ("own", False, {}, "own"),
-        ("own", True, {"block_shape": [128, 128]}, "backend"),
-        ("backend", True, {"per_act_token_quant": True}, "backend"),
-        ("backend", True, {"_a2": Description(scale=torch.ones(1))}, "backend"),
-        ("backend", True, {}, None),
+        (False, {}, True),
+        (True, {"block_shape": [128, 128]}, True),
+        (True, {"per_act_token_quant": True}, True),
+        (True, {"_a2": Description(scale=torch.ones(1))}, True),
+        (True, {}, False),
     ],
 )
-def test_who_computes_hits_first(
-    wish: str | None, fp8: bool, described: dict[str, Any], who: str | None, monkeypatch: pytest.MonkeyPatch
+def test_only_a_backend_whose_rows_are_independent_is_split(
+    fp8: bool, described: dict[str, Any], splits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = summing(**described)
+    assert not hits_first.can_split(layer), "SummingExperts is not TRITON"
     monkeypatch.setattr(hits_first, "_TRITON", "SummingExperts")
     if fp8:
         layer.w13_weight.data = layer.w13_weight.data.to(torch.float8_e4m3fn)
-    assert hits_first.who_computes(layer, wish) == who
+    assert hits_first.can_split(layer) is splits
 
 
 def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
@@ -658,13 +581,13 @@ def test_an_optional_cache_is_left_out_of_every_layer(
     assert "left out: expert_cache: MOEDOCTOR_EXPERT_CACHE=5: CUDA graphs need pinned" in caplog.text
 
 
-@pytest.mark.parametrize(("who", "words"), [(None, "copies first"), ("backend", "hits first")])
+@pytest.mark.parametrize(("splits", "words"), [(False, "copies first"), (True, "hits first")])
 def test_the_log_says_what_a_step_computes_first(
-    who: str | None, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    splits: bool, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def give(layer: Any, *given: Any, **options: Any) -> ExpertCache:
         cache = install(layer, *given, **options)
-        host_experts(torch.nn.ModuleList([layer]))[0].hits_first = who
+        host_experts(torch.nn.ModuleList([layer]))[0].hits_first = splits
         return cache
 
     monkeypatch.setattr(fix, "install", give)
@@ -682,13 +605,13 @@ def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None
 def test_the_variable_is_read() -> None:
     assert fix.wanted({}) is None
     assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(
-        16, policy="aging", packed=True, overlap="backend", fill=True
+        16, policy="aging", packed=True, overlap=True, fill=True
     )
-    every = "8: policy=lfru, packed=0,overlap=own,fill=0,engine=host,pin=0,stream=64,"
-    expected = CacheOptions(8, "lfru", False, "own", False, "host", False, 64)
+    every = "8: policy=lfru, packed=0,overlap=0,fill=0,engine=host,pin=0,stream=64,"
+    expected = CacheOptions(8, "lfru", False, False, False, "host", False, 64)
     assert fix.wanted({fix.VARIABLE: every}) == expected
-    assert fix.wanted({fix.VARIABLE: "8:overlap=1"}) == CacheOptions(8, overlap="own")
-    assert fix.wanted({fix.VARIABLE: "8:overlap=0"}) == CacheOptions(8, overlap=None)
+    for default in ("1", "backend"):
+        assert fix.wanted({fix.VARIABLE: f"8:overlap={default}"}) == CacheOptions(8)
 
 
 @pytest.mark.parametrize(
@@ -702,7 +625,7 @@ def test_the_variable_is_read() -> None:
         ("8:policy=best", "has policy='best'; expected aging, lfru, lfu, lru"),
         ("8:packed=yes", "has packed='yes'; expected 0 or 1"),
         ("8:packed", "has packed=''; expected 0 or 1"),
-        ("8:overlap=2", "has overlap='2'; expected 0, backend or own"),
+        ("8:overlap=own", "has overlap='own'; expected 0 or 1"),
         ("8:slots=4", "called 'slots'; expected policy, packed, overlap, fill, engine, pin, stream"),
         ("8:stream=-1", "has stream='-1'; expected a number of tokens"),
         ("8:packed=1,packed=0", "has the option packed twice"),

@@ -90,11 +90,11 @@ def test_two_calls_have_the_bits_of_a_layer_without_a_cache(
     expected = [compute(prepared, layer, call) for call in calls]
 
     split = []
-    by_backend = hits_first.by_backend
-    monkeypatch.setattr(hits_first, "by_backend", lambda *given: (split.append(1), by_backend(*given))[1])
-    install(layer, CacheOptions(SLOTS, overlap="backend"), torch.device(DEVICE), captured=True)
+    in_two = hits_first.compute_in_two
+    monkeypatch.setattr(hits_first, "compute_in_two", lambda *given: (split.append(1), in_two(*given))[1])
+    install(layer, CacheOptions(SLOTS), torch.device(DEVICE), captured=True)
     (experts,) = host_experts(torch.nn.ModuleList([layer]))
-    assert experts.hits_first == "backend"
+    assert experts.hits_first
     for call, right in zip(calls, expected, strict=True):
         assert torch.equal(compute(prepared, layer, call), right)
     assert len(split) == len(calls)

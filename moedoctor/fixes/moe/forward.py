@@ -11,7 +11,7 @@ read for it, and the host does not wait to see it. On a CPU it raises ValueError
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -184,30 +184,6 @@ class GroupedForward:
 
         rows = self._sorted(weights["w2"].shape[2])
         launch_products(rows, weights, experts.contiguous(), activation=self._activation)
-
-    def add_resident(self, groups: Sequence[tuple[Mapping[str, torch.Tensor], torch.Tensor]]) -> None:
-        """`add` each of several groups that are resident at the same time.
-
-        `groups` holds the arguments of `add`, each with weights of its own. Those of `ExpertCache.groups` are
-        not: they come one after another into the same slots. On a GPU two streams take the groups in turn, so
-        that one fills the multiprocessors that the end of another leaves idle. The current stream goes on
-        after all of them. Raises ValueError as `add` does, after which there is no total.
-        """
-        if not self._tiles or not self._x.is_cuda or len(groups) < 2:
-            for weights, experts in groups:
-                self.add(weights, experts)
-            return
-        _check_weights(groups[0][0], self._x.shape[1], self._activation)
-        self._sorted(groups[0][0]["w2"].shape[2])
-        current = torch.cuda.current_stream(self._x.device)
-        beside = torch.cuda.Stream(self._x.device)
-        beside.wait_stream(current)
-        try:
-            for index, (weights, experts) in enumerate(groups):
-                with torch.cuda.stream(beside if index % 2 else current):
-                    self.add(weights, experts)
-        finally:
-            current.wait_stream(beside)
 
     def total(self) -> torch.Tensor:
         """Return float32 [T, H]: the sum over all groups; zeros if there was no group."""
