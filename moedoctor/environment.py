@@ -127,11 +127,6 @@ def _read(sources: Sources, path: str) -> str:
         return ""
 
 
-def _cpu_count(sources: Sources) -> int | None:
-    """Return the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-
-
 def _memory_bytes(sources: Sources) -> int | None:
     kilobytes = _find(sources, "/proc/meminfo", r"^MemTotal:\s*(\d+) kB")
     return int(kilobytes) * 1024 if kilobytes else None
@@ -172,7 +167,8 @@ COLLECTORS: dict[str, Callable[[Sources], Any]] = {
     "kernel": lambda sources: platform.release(),
     "machine": lambda sources: platform.machine(),
     "cpu": lambda sources: _find(sources, "/proc/cpuinfo", r"^model name\s*:\s*(.+)$"),
-    "cpu_count": _cpu_count,
+    # The processors that this process may use.
+    "cpu_count": lambda sources: len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
     "memory_bytes": _memory_bytes,
     "wsl": lambda sources: "microsoft" in _read(sources, "/proc/version").lower(),
     "container": _container,

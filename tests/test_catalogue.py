@@ -16,13 +16,11 @@ BROKEN = {
     "exits": ("import sys; sys.exit(0)", "SystemExit: 0"),
     "leaves": ("import os; os._exit(0)", "loading it ended its process: exit status 0"),
     "dies": ("import os; os.abort()", "loading it ended its process: killed by SIGABRT"),
-    "hangs": ("import time; time.sleep(600)", "loading it ended its process: no answer within 3 s"),
+    "hangs": ("import time; time.sleep(600)", "loading it ended its process: no answer within 2 s"),
     "malformed value": ("", "does not load"),
     "other": ("class Plugin: pass", "is not a moedoctor.interfaces.Fault"),
 }
 DISTRIBUTION = "Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n"
-
-
 CACHED = (catalogue.faults, catalogue.subjects, catalogue.reporters, catalogue._try_loading)
 
 
@@ -33,12 +31,12 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (tmp_path / f"{name}_plugin.py").write_text(text)
     info = tmp_path / "broken-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "METADATA").write_text(DISTRIBUTION)
     entries = (f"{name} = {name}_plugin:Plugin" for name in BROKEN)
     (info / "entry_points.txt").write_text("\n".join(["[moedoctor.faults]", *entries, ""]))
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "dying_plugin"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(catalogue, "_LOAD_SECONDS", 3.0)
+    monkeypatch.setattr(catalogue, "_LOAD_SECONDS", 2.0)
     for function in CACHED:
         function.cache_clear()
     yield info

@@ -41,6 +41,8 @@ _OTHER_PATTERNS = (
 """Other fields that say which layers see less than the whole context; they are not read here."""
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe")
 """Models that vLLM 0.21.0 runs with MLA and whose cache holds only the latents."""
+_ACTIVATIONS = {"relu2": "relu2", "gelu": "gelu_tanh"}
+"""Beginning of an activation's name in configs -> ours."""
 _STATE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -140,6 +142,8 @@ def _read_experts(config: Fields, kinds: Sequence[str], hidden: int) -> ExpertLa
     count = _count_expert_layers(config, kinds)
     latent = config.integer("moe_latent_size", default=0, least=0)
     activation = config.text("mlp_hidden_act", "hidden_act", "hidden_activation", default="silu")
+    # An unknown one is taken for SiLU: only its gate matters.
+    ours = next((name for start, name in _ACTIVATIONS.items() if activation.startswith(start)), "silu")
     intermediate = config.integer("moe_intermediate_size", "intermediate_size")
     shared = config.integer(
         "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=0, least=0
@@ -147,7 +151,7 @@ def _read_experts(config: Fields, kinds: Sequence[str], hidden: int) -> ExpertLa
     shared = shared or intermediate * config.integer("n_shared_experts", default=0, least=0)
     top_k = config.integer("num_experts_per_tok", "top_k_experts")
     try:
-        layer = LayerShape(latent or hidden, intermediate, number, top_k, _activation(activation))
+        layer = LayerShape(latent or hidden, intermediate, number, top_k, ours)
     except ValueError as error:
         raise ConfigError(f"{config.where}: {error}") from None
     return ExpertLayers(count, layer, 2 * hidden * latent, shared)
@@ -163,13 +167,6 @@ def _count_expert_layers(config: Fields, kinds: Sequence[str]) -> int:
             f"{config.where}: {given} leaves none of {len(kinds)} layers with experts, expected at least one"
         )
     return count
-
-
-def _activation(name: str) -> str:
-    """Return our name of an activation. An unknown one is taken for SiLU: only its gate matters."""
-    if name.startswith("relu2"):
-        return "relu2"
-    return "gelu_tanh" if name.startswith("gelu") else "silu"
 
 
 def _dense_parameters(config: Fields, kinds: Sequence[str], hidden: int, moe_layers: int) -> int:

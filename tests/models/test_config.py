@@ -125,19 +125,13 @@ def test_a_nested_text_config_and_dense_layers_are_read():
     [
         (TINY, {"hidden_size": None}, "hidden_size is missing"),
         (TINY, {"num_experts": None}, "num_experts or n_routed_experts"),
-        (TINY, {"num_experts_per_tok": "2"}, "is '2', expected a whole number"),
         (TINY, {"num_experts_per_tok": 9}, "top_k: 9 is more than experts 8"),
-        (TINY, {"moe_intermediate_size": 0}, "moe_intermediate_size is 0, expected a whole number"),
         (TINY, {"num_hidden_layers": True}, "num_hidden_layers is True"),
         (TINY, {"hybrid_override_pattern": "MEX"}, "holds 'X'"),
         (TINY, {"text_config": [1]}, "text_config is no object"),
         (TINY, {"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a whole number, at least 1"),
         (TINY, {"num_hidden_layers": 10**13}, "num_hidden_layers is 10000000000000, expected .* 1 to 10000"),
-        (TINY, {"num_attention_heads": 0}, "num_attention_heads is 0"),
-        (TINY, {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
-        (TINY, {"head_dim": 0}, "head_dim is 0"),
         (TINY, {"head_dim": None, "num_attention_heads": 65}, "head_dim or attention_head_dim is 0"),
-        (TINY, {"max_position_embeddings": -1}, "max_position_embeddings is -1"),
         (TINY, {"layer_types": []}, "layer_types is .., expected a list"),
         (TINY, {"layer_types": ["full_attention"] * 2}, "has 2 layers and num_hidden_layers is 3"),
         (TINY, {"layer_types": ["full_attention", "chunked_attention", "moe"]}, "holds 'chunked_attention'"),
@@ -150,7 +144,6 @@ def test_a_nested_text_config_and_dense_layers_are_read():
         (TINY, {"decoder_sparse_step": 5}, "decoder_sparse_step 5 leaves none"),
         (TINY, {"attention_chunk_size": 8192}, "is 8192, expected layer_types beside it"),
         (TINY, {"interleave_moe_layer_step": 2}, "is 2, expected 1: experts in every layer"),
-        (TINY, {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', expected true or false"),
         (DEEPSEEK_V3, {"model_type": "minicpm3"}, "model_type is 'minicpm3', expected deepseek_v2"),
         (DEEPSEEK_V3, {"index_topk": 2048}, "index_topk is 2048, expected latent attention alone"),
         (DEEPSEEK_V3, {"linear_attn_config": {}}, "linear_attn_config is {}"),
@@ -210,7 +203,8 @@ def test_queries_need_not_be_compressed():
 
 @pytest.mark.parametrize(("config", "key"), KNOWN)
 def test_a_wrong_type_is_named_with_what_was_expected(config: str, key: str) -> None:
-    for wrong in (1.5, "4", [None], {"a": 1}):
+    size = isinstance(CONFIGS[config].get(key), int) and not isinstance(CONFIGS[config][key], bool)
+    for wrong in (1.5, "4", [None], {"a": 1}, *((-1, True) if size else ())):
         if (key in TEXT_CONFIGS and isinstance(wrong, dict)) or (wrong == "4" and key in NAMED):
             continue
         with pytest.raises(ConfigError) as error:

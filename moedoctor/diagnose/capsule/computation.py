@@ -79,7 +79,10 @@ class Computation:
     def contributions(self, deviation: Deviation = ()) -> torch.Tensor:
         """Return float32 [T, K, H]: what each expert adds to its token's output."""
         ids, weights = self._route(deviation)  # [T, K] each
-        return self._out(deviation, ids) * weights[..., None]
+        key = _Out.of(deviation, ids)
+        if key not in self._outs:
+            self._compute([(deviation, ids)])
+        return self._outs[key] * weights[..., None]
 
     def prepare(self, deviations: Iterable[Deviation]) -> None:
         """Compute the experts' outputs for these deviations together, which is faster than one by one."""
@@ -157,13 +160,6 @@ class Computation:
             return ids, weights.square()
         return ids, weights
 
-    def _out(self, deviation: Deviation, ids: torch.Tensor) -> torch.Tensor:
-        """Return float32 [T, K, H]: the experts' outputs before they are weighted; zeros for an id of -1."""
-        key = _Out.of(deviation, ids)
-        if key not in self._outs:
-            self._compute([(deviation, ids)])
-        return self._outs[key]
-
     def _compute(self, calls: Iterable[tuple[Deviation, torch.Tensor]]) -> None:
         """Compute the experts' outputs for each deviation and its ids [T, K]."""
         routes: dict[bytes, torch.Tensor] = {}
@@ -223,12 +219,10 @@ class Computation:
         """Return float32 [2I]: the factor of each row of w13."""
         assert self.half_scales is not None
         gate, up = self.half_scales[expert]
-        if option == "w1_w3_scales_exchanged":
-            gate, up = up, gate
+        if option in ("w1_w3_scales_exchanged", "gate_up_swapped"):
+            gate, up = up, gate  # swapped rows take their scales with them
         if option == "w1_scale_for_w3":
             up = gate
-        if option == "gate_up_swapped":
-            gate, up = up, gate  # the rows take their scales with them
         return torch.stack((gate, up)).repeat_interleave(self.problem.layer.shape.intermediate)
 
     def _activate(self, up: torch.Tensor, option: str, limit: float) -> torch.Tensor:
@@ -283,11 +277,8 @@ class _Out(NamedTuple):
     def of(cls, deviation: Deviation, ids: torch.Tensor) -> _Out:
         wrong = dict(deviation)
         options = (wrong.get(step, RIGHT) for step in ("activation", "middle", "w2"))
-        return cls(_Up(wrong.get("input", RIGHT), wrong.get("w13", RIGHT), _bytes(ids)), *options)
-
-
-def _bytes(ids: torch.Tensor) -> bytes:
-    return bytes(ids.int().numpy(force=True).tobytes())
+        experts = bytes(ids.int().numpy(force=True).tobytes())
+        return cls(_Up(wrong.get("input", RIGHT), wrong.get("w13", RIGHT), experts), *options)
 
 
 def _of_expert(weight: Weight, expert: int) -> Weight:
@@ -307,7 +298,8 @@ def _change(weight: Weight, option: str, gated: bool) -> Weight:
     if option == "gate_up_interleaved":
         return _move_rows(weight, lambda rows: torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1))
     if option == "halves_transposed":
-        return _columns_exchanged(weight)
+        # A half must be whole blocks.
+        return _move_rows(weight, lambda rows: rows.roll(-(rows.shape[2] // 2), dims=2))
     if option == "global_scale_inverted":
         return _scale(weight, lambda scale: 1 / scale)
     if option == "global_scale_missing":
@@ -343,23 +335,13 @@ def _change_block_scales(scale: torch.Tensor, option: str) -> torch.Tensor:
 
 
 def _move_rows(weight: Weight, move: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
-    """Move the rows of a weight, values and block scales together."""
+    """Move rows or columns of a weight, values and block scales together."""
     if isinstance(weight, Nvfp4):
         scales = move(weight.block_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
         return replace(weight, packed=move(weight.packed), block_scales=scales)
     if isinstance(weight, Fp8):
         return replace(weight, values=move(weight.values.view(torch.uint8)).view(weight.values.dtype))
     return move(weight)
-
-
-def _columns_exchanged(weight: Weight) -> Weight:
-    """Exchange the halves of the columns; a half must be whole blocks."""
-
-    def exchange(tensor: torch.Tensor) -> torch.Tensor:
-        half = tensor.shape[2] // 2
-        return torch.cat((tensor[..., half:], tensor[..., :half]), dim=2)
-
-    return _move_rows(weight, exchange)
 
 
 def _scale(weight: Weight, change: Callable[[torch.Tensor], torch.Tensor]) -> Weight:

@@ -182,7 +182,9 @@ class _Call:
         """Return how well the deviation explains the output; None if it changes nothing here."""
         wrong = self.computation.contributions(deviation).nan_to_num()  # [T, K, H]
         change = wrong - self.right  # [T, K, H]
-        if self._is_noise(wrong.sum(1)) and self._is_noise_in_pairs(change):
+        # Changes of two pairs may cancel, so each pair must be noise by itself.
+        lanes = (self.reference + change[:, lane] for lane in range(change.shape[1]))
+        if self._is_noise(wrong.sum(1)) and all(map(self._is_noise, lanes)):
             return None
         whole = self._make_explanation(names(deviation), deviation, wrong.sum(1))
         if whole.holds:
@@ -388,12 +390,6 @@ class _Call:
             return False
         return agree(output, prediction, self.bounds).right
 
-    def _is_noise_in_pairs(self, change: torch.Tensor) -> bool:
-        """Return True if no single pair changes its token's output beyond the noise."""
-        return all(
-            self._is_noise(self.reference + change[:, lane]) for lane in range(change.shape[1])
-        )  # changes of two pairs may cancel
-
     def _locate(self, change: torch.Tensor) -> torch.Tensor:
         """Return bool [T, K]: the pairs in which the change [T, K, H] happened.
 
@@ -443,11 +439,8 @@ class _Call:
     def _find_suspects(self) -> list[int]:
         """Return the experts whose every token is wrong, and that can be seen."""
         wrong = set(self._find_wrong_tokens())
-        found = []
-        for expert in self.ids[self.ids >= 0].unique().tolist():
-            if self._find_tokens(expert) <= wrong:
-                found.append(int(expert))
-        return found
+        used = self.ids[self.ids >= 0].unique().tolist()
+        return [int(expert) for expert in used if self._find_tokens(expert) <= wrong]
 
     def _find_causes(self, suspects: Sequence[int]) -> list[int]:
         """Return the suspects each of which uses every wrong token, so that it could be the only cause."""

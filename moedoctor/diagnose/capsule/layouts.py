@@ -81,7 +81,7 @@ def _compare(capsule: Capsule, name: str) -> BackendTensor:
     ids = capsule.expert_ids
     odd = tuple(
         OddExpert(
-            ids[place], _beside(form, common), _find_expert(own, capsule.tensors[of], place, common, ids)
+            ids[place], _relate(form, common), _find_expert(own, capsule.tensors[of], place, common, ids)
         )
         for place, form in enumerate(forms)
         if form != common
@@ -170,7 +170,7 @@ def _find_factor(own: torch.Tensor, stored: torch.Tensor) -> str:
     return AS_STORED if abs(factor - 1) < 1e-6 else _FACTOR.format(factor)
 
 
-def _beside(form: str, common: str) -> str:
+def _relate(form: str, common: str) -> str:
     """Return the form of an expert whose factor differs from that of the others by that difference."""
     if not (form.startswith("times ") and common.startswith("times ")):
         return form

@@ -34,6 +34,12 @@ class CachedModule:
     module: str
 
     @property
+    def lacks_suffix(self) -> bool:
+        """True if it needs a suffix and is compiled for a target of 9.0 or later without it."""
+        plain = any(target.capability >= SUFFIX_SINCE and not target.suffix for target in self.targets)
+        return plain and self.needs_suffix
+
+    @property
     def needs_suffix(self) -> bool:
         """True if the module holds tensor-core kernels, which need architecture-specific instructions."""
         return _NEEDS_SUFFIX.search(self.module) is not None
@@ -47,7 +53,10 @@ def find_cached_module(path: Path) -> CachedModule | None:
     place = len(parts) - 1 - parts[::-1].index("cached_ops")
     if place < 2 or len(parts) <= place + 1:
         return None
-    targets = _targets(parts[place - 1])
+    try:
+        targets = tuple(map(Target.parse, parts[place - 1].split("_")))
+    except ValueError:
+        targets = ()
     release = parts[place - 2] if targets else parts[place - 1]
     return CachedModule(release, targets, parts[place + 1])
 
@@ -66,13 +75,6 @@ def build_images(text: str) -> tuple[tuple[Image, ...], tuple[str, ...]]:
             if name in codes.split(","):
                 images.add(Image("ptx" if name.startswith("compute_") else "sass", target))
     return tuple(sorted(images)), tuple(unreadable)
-
-
-def _targets(folder: str) -> tuple[Target, ...]:
-    try:
-        return tuple(Target.parse(name) for name in folder.split("_"))
-    except ValueError:
-        return ()
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,6 @@ def read_jit_cache(environ: Mapping[str, str]) -> JitCache:
         groups.setdefault((module.release, tuple(map(str, module.targets))), []).append(module)
     folders = []
     for (release, targets), modules in sorted(groups.items()):
-        lacking = {module.module for module in modules if _lacks_suffix(module)}
+        lacking = {module.module for module in modules if module.lacks_suffix}
         folders.append(JitFolder(release, targets, len(modules), tuple(sorted(lacking))))
     return JitCache(str(root), tuple(folders))
-
-
-def _lacks_suffix(module: CachedModule) -> bool:
-    plain = any(target.capability >= SUFFIX_SINCE and not target.suffix for target in module.targets)
-    return plain and module.needs_suffix

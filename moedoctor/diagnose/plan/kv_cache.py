@@ -81,7 +81,8 @@ def kv_cache(
         raise PlanError(
             f"{shape.name}: no attention and no recurrent layers, so there is no KV cache to plan"
         )
-    per_group = _group_size([kind.count for kind in kinds])
+    fewest, most = min(kind.count for kind in kinds), max(kind.count for kind in kinds)
+    per_group = most if most < fewest * _PADDING_LIMIT else fewest
     groups = [(kind, _ceil(kind.count, per_group)) for kind in kinds]
     count = sum(number for _, number in groups)
     block_bytes = kinds[0].page_bytes * per_group
@@ -136,11 +137,6 @@ def _unify_pages(kinds: Sequence[Layers]) -> list[Layers]:
         ratio = largest // kind.page_bytes
         unified.append(replace(kind, page_bytes=largest, block_tokens=kind.block_tokens * ratio))
     return unified
-
-
-def _group_size(counts: Sequence[int]) -> int:
-    fewest, most = min(counts), max(counts)
-    return most if most < fewest * _PADDING_LIMIT else fewest
 
 
 def _blocks_of(layers: Layers, context: int, batched_tokens: int) -> int:

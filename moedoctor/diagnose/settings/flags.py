@@ -68,11 +68,10 @@ def parallel_of(command: Sequence[str], release: str) -> tuple[bool, bool]:
     flags = read_flags(long, release)
     expert = [flag for flag in flags if flag.name == "--enable-expert-parallel"]
     sizes = [flag.value or "" for flag in flags if flag.name == "--data-parallel-size"]
-    return bool(expert and _is_on(expert[-1])), bool(sizes) and sizes[-1] not in ("", "1")
-
-
-def _is_on(flag: GivenFlag) -> bool:
-    return not flag.written.startswith(("--no", "--disable")) and (flag.value or "").lower() != "false"
+    is_expert_parallel = bool(expert) and not (
+        expert[-1].written.startswith(("--no", "--disable")) or (expert[-1].value or "").lower() == "false"
+    )
+    return is_expert_parallel, bool(sizes) and sizes[-1] not in ("", "1")
 
 
 def read_flags(command: Sequence[str], release: str) -> tuple[GivenFlag, ...]:

@@ -167,18 +167,15 @@ def _find_error(setting: Setting, value: str) -> tuple[str, str, str | None] | N
     if setting.kind == "choices":
         parts = (part.strip() for part in value.split(",") if part.strip())
         return next((wrong for wrong in (_check_choice(setting, part) for part in parts) if wrong), None)
-    if setting.kind == "words" and setting.on and not _means_on(setting, value) and value.lower() not in _OFF:
-        listed = " or ".join(dict.fromkeys(word.lower() for word in setting.on))
+    if setting.kind == "words" and setting.on and value.lower() not in _OFF:
+        words = [word.lower() for word in setting.on]
+        any_case = {"true", "True"} <= set(setting.on)
+        if value in setting.on or (any_case and value.strip().lower() in words):
+            return None
+        listed = " or ".join(dict.fromkeys(words))
         message = f"is treated as off, and vLLM prints no warning; on is {listed}"
         return "silently_off", message, setting.on[0]
     return None
-
-
-def _means_on(setting: Setting, value: str) -> bool:
-    any_case = {"true", "True"} <= set(setting.on)
-    return value in setting.on or (
-        any_case and value.strip().lower() in {word.lower() for word in setting.on}
-    )
 
 
 def _check_choice(setting: Setting, value: str) -> tuple[str, str, str | None] | None:

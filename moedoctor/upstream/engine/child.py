@@ -59,7 +59,9 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[N
         given = {**request["arguments"], **_read_flags(request["flags"])}
         llm = vllm.LLM(**{key: set(value) if key in _SETS else value for key, value in given.items()})
     response["host_bytes"] = _resident_bytes()
-    cuda = _cuda()
+    torch = sys.modules.get("torch")
+    in_use = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
+    cuda = torch.cuda if torch is not None and in_use else None
     response["allocated"] = None if cuda is None else int(cuda.memory_allocated())
     probe: Any = functools.partial(_probe, request, llm) if request["probe"] else None
     if probe is not None and request["probe_when"] == "before":
@@ -155,13 +157,6 @@ def _probe(request: Mapping[str, Any], llm: Any) -> Any:
     if not module.startswith("moedoctor."):
         raise ValueError(f"probe: got module {module}, expected a module of moedoctor")
     return getattr(importlib.import_module(module), name)(llm, **request["probe_options"])
-
-
-def _cuda() -> Any:
-    """torch.cuda if this process uses a GPU, else None."""
-    torch = sys.modules.get("torch")
-    in_use = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
-    return torch.cuda if torch is not None and in_use else None
 
 
 def describe(error: BaseException) -> dict[str, Any]:

@@ -15,12 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moedoctor.results import worst
+
 CLEAR = 0.5
 """The least lead of the best token's logprob in the reference, at each step of a prompt that counts."""
 MIN_CLEAR = 8
 """With fewer clear prompts nothing is compared."""
-MIN_SAME = 0.9
-"""The least share of clear prompts whose tokens are the reference's."""
+MIN_SAME = 0.8
+"""The least share of clear prompts whose tokens are the reference's. Of random weights with 128 experts a
+layer, rounding alone changed the tokens of one clear prompt in seven; wrong experts change nearly all."""
 TOKENS, LOGPROBS = 4, 2
 """Tokens of an answer, and how many of the best have their logprob in it."""
 _PROMPTS, _MAX_ID = 128, 32_000
@@ -98,7 +101,7 @@ def compare(answers: Answers, reference: Answers) -> Comparison:
     """Compare the answers on the reference's clear prompts."""
     clear = find_clear(reference)
     same = sum(list(answers.tokens[prompt]) == list(reference.tokens[prompt]) for prompt in clear)
-    apart = [_distance(answers.logprobs[prompt], reference.logprobs[prompt]) for prompt in clear]
+    apart = [measure_distance(answers.logprobs[prompt], reference.logprobs[prompt]) for prompt in clear]
     problem = None
     if any(
         not math.isfinite(float(value))
@@ -112,11 +115,12 @@ def compare(answers: Answers, reference: Answers) -> Comparison:
     return Comparison(len(clear), same, statistics.median(apart) if apart else None, problem)
 
 
-def _distance(steps: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]]) -> float:
+def measure_distance(steps: Sequence[Mapping[str, float]], others: Sequence[Mapping[str, float]]) -> float:
     """Return the largest difference between logprobs of tokens that both report; inf without any."""
     distance = 0.0
     for step, other in zip(steps, others, strict=True):
-        shared = set(step) & set(other)
-        gaps = [abs(float(step[token]) - float(other[token])) for token in shared]
-        distance = max(distance, *gaps) if gaps else math.inf
+        pairs = [(float(step[token]), float(other[token])) for token in set(step) & set(other)]
+        if not pairs:
+            return math.inf
+        distance = worst(distance, *(abs(left - right) for left, right in pairs if left != right))
     return distance

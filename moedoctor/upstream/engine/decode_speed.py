@@ -45,8 +45,8 @@ def measure_engine(
     ``answers`` to the prompts; with `control`, ``wrong_answers`` while each router has the rows of other
     experts; ``experts``, the classes that compute MoE layers with their number; and ``speeds``, a row for
     each of `batches`: ``first_s`` and ``whole_s``, the seconds until one token and until `tokens` of them in
-    each of `repeats`, ``decoded``, how many tokens are between the two, and ``gpu_step_ms``, the GPU's time
-    of a decode step.
+    each of `repeats`, ``decoded``, how many tokens are between the two, ``gpu_step_ms``, the GPU's time of a
+    decode step, and ``gpu_clock``, what its events are around: ``graphs`` or ``steps``.
 
     Speeds are of text drawn at temperature 1 from fixed seeds: greedy text of some models repeats itself, and
     then asks for the same experts. Engines that share the folder `meet` take turns, repeat by repeat.
@@ -61,7 +61,14 @@ def measure_engine(
                 result["wrong_answers"] = _answer(llm, prompts) if changed else None
             yield result
     speeds: list[dict[str, Any]] = [
-        {"batch": batch, "decoded": batch * (tokens - 1), "first_s": [], "whole_s": [], "gpu_step_ms": []}
+        {
+            "batch": batch,
+            "decoded": batch * (tokens - 1),
+            "first_s": [],
+            "whole_s": [],
+            "gpu_step_ms": [],
+            "gpu_clock": [],
+        }
         for batch in batches
     ]
     for batch in batches:
@@ -76,9 +83,10 @@ def measure_engine(
                     row["first_s"].append(first)
                     row["whole_s"].append(_draw(llm, row["batch"], tokens))
                     # After the prefill a generation has tokens - 1 decode steps.
-                    by_gpu = decode_replays(replays, tokens - 2) or measure_milliseconds(steps[2:])
-                    if by_gpu:
+                    by_graph = decode_replays(replays, tokens - 2)
+                    if by_gpu := by_graph or measure_milliseconds(steps[2:]):
                         row["gpu_step_ms"].append(statistics.median(by_gpu))
+                        row["gpu_clock"].append("graphs" if by_graph else "steps")
     yield {**result, "speeds": speeds}
 
 

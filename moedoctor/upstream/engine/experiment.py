@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moedoctor.results import UnavailableError, worst
+from moedoctor.results import UnavailableError
 from moedoctor.upstream.engine import engine
+from moedoctor.upstream.engine.clear_prompts import measure_distance
 from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult
 
 if TYPE_CHECKING:
@@ -145,15 +146,8 @@ def logprob_distance(result: EngineResult, control: EngineResult) -> float:
     """Return the largest difference between logprobs of tokens that both report; inf without any."""
     if result.logprobs is None or control.logprobs is None:
         return float("inf")
-    distance = 0.0
-    for prompt, expected in zip(result.logprobs, control.logprobs, strict=True):
-        for step, other in zip(prompt, expected, strict=True):
-            shared = set(step) & set(other)
-            if not shared:
-                return float("inf")
-            pairs = [(float(step[token]), float(other[token])) for token in shared]
-            distance = worst(distance, *(abs(left - right) for left, right in pairs if left != right))
-    return distance
+    prompts = zip(result.logprobs, control.logprobs, strict=True)
+    return max((measure_distance(steps, others) for steps, others in prompts), default=0.0)
 
 
 @contextmanager

@@ -152,7 +152,7 @@ def rank_rows(config: str, ran: Sequence[Ran]) -> list[dict[str, Any]]:
             **_make_row(engine),
             "nan_in_real": probe["nan_in_real"],
             "routers_watched": probe["routers_watched"],
-            "rows_with_repeated_ids": _repeated(engine),
+            "rows_with_repeated_ids": sum(sum(router["repeated"]) for router in probe["routers"]),
             "first_in_padding": "" if first is None else f"{first['what']} at {first['point']}",
         }
 
@@ -206,7 +206,3 @@ def _make_row(engine: Ran) -> dict[str, Any]:
     from moedoctor.trace.nan_report import row_of
 
     return row_of(engine.result.probe)
-
-
-def _repeated(engine: Ran) -> int:
-    return sum(sum(router["repeated"]) for router in engine.result.probe["routers"])

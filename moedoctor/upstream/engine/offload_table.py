@@ -200,8 +200,9 @@ def _judge(engine: Ran, second: EngineResult | None) -> tuple[Outcome, str, bool
         return Outcome.NO_FIX, "the fix was asked for and is not active", None
     if place not in CONTROLS and (reason := not_offloaded(result)) is not None:
         return Outcome.NO_OFFLOAD, reason, None
-    if place not in CONTROLS and outcome is Outcome.SAME and (reason := _moved_back(result)) is not None:
-        return Outcome.MOVED_BACK, reason, None
+    on_host, asked_bytes = (_read_probe(result, name) or 0 for name in ("host_bytes", "parameter_bytes"))
+    if place not in CONTROLS and outcome is Outcome.SAME and 2 * on_host < asked_bytes:
+        return Outcome.MOVED_BACK, f"{on_host} of {asked_bytes} bytes are on the host (MD013)", None
     if place == COPIES and answered and second is not None:
         if second.error is not None or not _served_from_gpu(second):
             return outcome, detail, None
@@ -235,12 +236,6 @@ def not_offloaded(result: EngineResult) -> str | None:
     if not _read_probe(result, "host_bytes"):
         return "no byte of the weights is on the host"
     return None
-
-
-def _moved_back(result: EngineResult) -> str | None:
-    """Return how little is on the host if it is less than half of the weights that were asked for."""
-    on_host, asked = (_read_probe(result, name) or 0 for name in ("host_bytes", "parameter_bytes"))
-    return f"{on_host} of {asked} bytes are on the host (MD013)" if 2 * on_host < asked else None
 
 
 def _read_probe(result: EngineResult, name: str) -> int | None:

@@ -96,7 +96,7 @@ def build(plan: BuildPlan) -> Path:
         probe.write_text(probe_text(), encoding="utf-8")
         sources = [probe, *plan.source.sources]
         with ThreadPoolExecutor(len(sources)) as pool:
-            objects = list(pool.map(lambda file: _compiled(plan, file, folder), sources))
+            objects = list(pool.map(lambda file: _compile(plan, file, folder), sources))
         made = folder / "probe.so"
         # Undefined symbols must show here and not when it is loaded.
         link = ["-shared", *_gencode(plan.arch), *map(str, objects), "-Xlinker", "--no-undefined"]
@@ -109,10 +109,15 @@ def build(plan: BuildPlan) -> Path:
     return target
 
 
-def _compiled(plan: BuildPlan, source: Path, folder: Path) -> Path:
+def _compile(plan: BuildPlan, source: Path, folder: Path) -> Path:
     made = folder / f"{source.stem}.o"
     includes = [f"-I{path}" for path in plan.source.includes]
-    includes += [argument for path in _cuda_libraries() for argument in ("-isystem", str(path))]
+    # cuBLAS and cuRAND are in pip's packages, for a toolkit that comes without them.
+    for library in (
+        folder for root in package_folders("nvidia") for folder in sorted(root.glob("*/include"))
+    ):
+        if any((library / name).is_file() for name in ("cublasLt.h", "curand.h")):
+            includes += ["-isystem", str(library)]
     arguments = [*_OPTIONS, *_gencode(plan.arch), *plan.defines, *includes]
     _nvcc(plan, [*arguments, "-c", str(source), "-o", str(made)])
     return made
@@ -120,13 +125,6 @@ def _compiled(plan: BuildPlan, source: Path, folder: Path) -> Path:
 
 def _gencode(arch: str) -> list[str]:
     return [f"-gencode=arch=compute_{arch},code=sm_{arch}"]
-
-
-def _cuda_libraries() -> list[Path]:
-    """Headers of cuBLAS and cuRAND in pip's packages, for a toolkit that comes without them."""
-    folders = [folder for root in package_folders("nvidia") for folder in sorted(root.glob("*/include"))]
-    headers = ("cublasLt.h", "curand.h")
-    return [folder for folder in folders if any((folder / name).is_file() for name in headers)]
 
 
 def _nvcc(plan: BuildPlan, arguments: Sequence[str]) -> None:

@@ -100,10 +100,19 @@ class Oracle:
         """Run the selection on the capability that is substituted already. Keeps vLLM's cached answers."""
         name = f"{ORACLES}.{_MODULES.get(layer.scheme, 'fp8')}"
         if importlib.util.find_spec(name) is None:
-            return self._without_oracle(layer)
+            # MXFP4 up to 0.18.1: chosen by a chain of conditions that do not include --moe-backend.
+            module = importlib.import_module("vllm.model_executor.layers.quantization.mxfp4")
+            backend = module.get_mxfp4_backend(with_lora_support=False)
+            return Asked((Answer(backend.name, "", True, None),), backend.name)
         module = importlib.import_module(name)
         if not hasattr(module, "backend_to_kernel_cls"):
-            return self._without_kernels(module, layer)
+            # Unquantized layers up to 0.19.1: one backend is computed, and no other is asked.
+            select = module.select_unquantized_moe_backend
+            try:
+                backend = select(self._layer_config(layer), layer.ep, layer.dp)
+            except ValueError as refusal:
+                return Asked((), None, " ".join(str(refusal).split()))
+            return Asked((Answer(backend.value, "", True, None),), backend.value)
         answers: list[Answer] = []
         with _listen(module, answers, to_the_end=True):
             self._select(module, layer)
@@ -121,20 +130,6 @@ class Oracle:
         except (ValueError, NotImplementedError, ImportError) as error:
             return None, " ".join(str(error).split())
         return str(backend.value), None
-
-    def _without_kernels(self, module: Any, layer: Layer) -> Asked:
-        """Unquantized layers up to 0.19.1: one backend is computed, and no other is asked."""
-        try:
-            backend = module.select_unquantized_moe_backend(self._layer_config(layer), layer.ep, layer.dp)
-        except ValueError as error:
-            return Asked((), None, " ".join(str(error).split()))
-        return Asked((Answer(backend.value, "", True, None),), backend.value)
-
-    def _without_oracle(self, layer: Layer) -> Asked:
-        """MXFP4 up to 0.18.1: chosen by a chain of conditions that do not include --moe-backend."""
-        module = importlib.import_module("vllm.model_executor.layers.quantization.mxfp4")
-        backend = module.get_mxfp4_backend(with_lora_support=False)
-        return Asked((Answer(backend.name, "", True, None),), backend.name)
 
     def _layer_config(self, layer: Layer) -> Any:
         more: dict[str, Any] = {

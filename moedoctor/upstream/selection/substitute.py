@@ -64,7 +64,10 @@ class Substitute:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         for library, there in libraries.items():
-            answer = _found(library) if there else (None if library == "b12x" else False)
+            answer: Any = there
+            if library == "b12x":  # its function returns a module or None
+                has = types.SimpleNamespace(is_supported=lambda *arguments, **options: True)
+                answer = has if there else None
             for module in _list_modules():
                 for name, value in list(vars(module).items()):
                     if name.startswith(_LOOKS_FOR[library]) and callable(value):
@@ -191,12 +194,6 @@ def _answers_yes(look: Callable[[], Any]) -> bool:
         answer = look()
         return answer is not None and answer is not False
     return False
-
-
-def _found(library: str) -> Any:
-    if library == "b12x":
-        return types.SimpleNamespace(is_supported=lambda *arguments, **options: True)
-    return True
 
 
 _CACHED = (type(functools.lru_cache(lambda: None)),)

@@ -62,7 +62,7 @@ def test_planted_mistakes_are_named_first() -> None:
 @given(
     lost=st.sets(st.integers(0, 7), min_size=1), wrong=st.booleans(), value=st.sampled_from(["nan", "inf"])
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_tokens_with_nan_are_explained_by_no_mistake_that_leaves_them_finite(
     lost: set[int], wrong: bool, value: str
 ) -> None:

@@ -164,7 +164,10 @@ def test_measurements_so_far_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_engines_work_in_turn(tmp_path: Any) -> None:
     """The second can only begin while the first does not hold the turn."""
-    with decode_speed._take_turns(str(tmp_path), 1) as first, decode_speed._take_turns(str(tmp_path), 1) as second:
+    with (
+        decode_speed._take_turns(str(tmp_path), 1) as first,
+        decode_speed._take_turns(str(tmp_path), 1) as second,
+    ):
         with first(), (tmp_path / "turn").open("w") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with second(), (tmp_path / "turn").open("w") as file, pytest.raises(BlockingIOError):

@@ -16,13 +16,13 @@ from moedoctor.upstream.engine.probes import (
     find_first_difference,
     kv_cache_scales,
     layer_outputs,
-    record_layers_and_places,
+    locate_weights,
     memory_of,
     model_of,
+    record_layers_and_places,
     serve_from_gpu,
-    take_off_the_host,
     sum_weights_by_place,
-    locate_weights,
+    take_off_the_host,
 )
 
 
@@ -181,7 +181,10 @@ def test_bytes_on_the_host_are_counted_in_every_place() -> None:
 
 def test_one_probe_records_layers_and_bytes() -> None:
     engine = Engine(Model((1.0, 2.0)))
-    after, bytes_alone = record_layers_and_places(engine, calls=2), record_layers_and_places(engine, "layers.1")
+    after, bytes_alone = (
+        record_layers_and_places(engine, calls=2),
+        record_layers_and_places(engine, "layers.1"),
+    )
     for _ in range(3):
         engine.model(torch.arange(8.0).reshape(2, 4))
     found = after()

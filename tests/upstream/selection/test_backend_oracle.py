@@ -47,26 +47,28 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("capability", "chosen", "supported"),
-    [
-        ("10.0", "FLASHINFER_TRTLLM", {"FLASHINFER_TRTLLM": True, "VLLM_CUTLASS": True, "MARLIN": True}),
-        ("12.0", "VLLM_CUTLASS", {"FLASHINFER_TRTLLM": False, "VLLM_CUTLASS": True, "MARLIN": True}),
-        ("8.0", "MARLIN", {"FLASHINFER_TRTLLM": False, "VLLM_CUTLASS": False, "MARLIN": True}),
-    ],
-)
-def test_the_capability_is_substituted_and_every_backend_answers(
-    stub: Path, capability: str, chosen: str, supported: dict[str, bool]
-) -> None:
-    heard = ask_installed(select(capability, "nvfp4", release="0.21.0"))
-    assert (heard.chosen, heard.error, heard.supported) == (chosen, None, supported)
-    assert any("do not load here" in note for note in heard.notes)
+def test_one_process_answers_for_any_capability_activation_and_scheme(stub: Path) -> None:
+    named = ("FLASHINFER_TRTLLM", "VLLM_CUTLASS", "MARLIN")
+    expected = {"10.0": (True, True, True), "12.0": (False, True, True), "8.0": (False, False, True)}
+    *answers, nothing, ungated, unquantized = ask_all(
+        [
+            *(select(capability, "nvfp4", release="0.21.0") for capability in (*expected, "7.5")),
+            select("12.0", "nvfp4", release="0.21.0", activation="relu2_no_mul"),
+            select("12.0", "bf16", release="0.19.1"),
+        ]
+    )
+    for heard, supported in zip(answers, expected.values(), strict=True):
+        assert heard.supported == dict(zip(named, supported, strict=True))
+        assert (heard.chosen, heard.error) == (named[supported.index(True)], None)
+        assert any("do not load here" in note for note in heard.notes)
+    assert nothing.chosen is None
+    assert nothing.error == "No NvFp4 MoE backend supports the deployment configuration."
+    assert ungated.chosen == "MARLIN"
+    assert (unquantized.chosen, unquantized.supported) == ("TRITON", {}), "it selects without kernels"
 
 
 @pytest.mark.usefixtures("light_torch")
-def test_the_activation_and_the_flag_are_passed_on(stub: Path) -> None:
-    ungated = select("12.0", "nvfp4", release="0.21.0", activation="relu2_no_mul")
-    assert ask_installed(ungated).chosen == "MARLIN"
+def test_the_flag_is_passed_on(stub: Path) -> None:
     plain = select("12.0", "nvfp4", release="0.21.0")
     assert ask_installed(plain, moe_backend="marlin").chosen == "MARLIN"
     refused = ask_installed(plain, moe_backend="triton")
@@ -74,6 +76,7 @@ def test_the_activation_and_the_flag_are_passed_on(stub: Path) -> None:
     assert "is not supported for NvFP4" in (refused.error or "")
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_the_answer_lists_the_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = "def has_deep_gemm():\n    return True\n\ndef has_humming():\n    raise OSError('broken')\n"
     monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, import_utils=there)}:{ROOT}")
@@ -93,19 +96,6 @@ def test_a_backend_that_cannot_be_imported_is_skipped(
     works, stops = ask_all([select(capability, "nvfp4", release="0.21.0") for capability in ("12.0", "8.0")])
     assert (works.chosen, works.supported["MARLIN"]) == ("VLLM_CUTLASS", False)
     assert (stops.chosen, stops.error) == (None, "No module named 'no_such_library'")
-
-
-@pytest.mark.usefixtures("light_torch")
-def test_nothing_fits(stub: Path) -> None:
-    heard = ask_installed(select("7.5", "nvfp4", release="0.21.0"))
-    assert heard.chosen is None
-    assert heard.error == "No NvFp4 MoE backend supports the deployment configuration."
-
-
-@pytest.mark.usefixtures("light_torch")
-def test_releases_that_select_without_kernels(stub: Path) -> None:
-    heard = ask_installed(select("12.0", "bf16", release="0.19.1"))
-    assert (heard.chosen, heard.supported) == ("TRITON", {})
 
 
 def test_disagreements_are_named() -> None:
