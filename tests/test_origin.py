@@ -1,4 +1,4 @@
-"""Where a report comes from: date, commit, command line, and the lines that make it again."""
+"""The origin of a report: date, commit, command line, and the lines that make it again."""
 
 from __future__ import annotations
 

@@ -57,13 +57,13 @@ class Recorder(Mapping[str, Any]):
         return len(self.values)
 
 
-def asked(values: Mapping[str, Any]) -> list[str]:
+def list_asked(values: Mapping[str, Any]) -> list[str]:
     recorder = Recorder(values)
     shape_of(recorder, "any", "here")
     return list(recorder.asked)
 
 
-KNOWN = [(config, key) for config, values in CONFIGS.items() for key in asked(values)]
+KNOWN = [(config, key) for config, values in CONFIGS.items() for key in list_asked(values)]
 NAMED = ("hidden_act", "hidden_activation", "mlp_hidden_act", "_source")
 """Fields that take any text."""
 JSON = st.recursive(

@@ -20,7 +20,7 @@ from moedoctor.diagnose.cuda.device_code import (
     cubin_target,
     list_images,
 )
-from moedoctor.diagnose.cuda.instructions import lacking, needed
+from moedoctor.diagnose.cuda.instructions import list_lacking, list_needed
 from moedoctor.diagnose.cuda.jit_cache import build_images, find_cached_module
 from moedoctor.diagnose.cuda.library_use import library_use
 from moedoctor.fixes.arch.targets import Capability, ptx_compiles, sass_loads
@@ -127,7 +127,7 @@ def _judge(item: Item, capability: Capability | None) -> Item:
     if cached and cached.needs_suffix and capability and fate is Fate.LOADS:
         targets = [image.target for image in item.images if image.kind == "sass"]
         usable = [target for target in targets if sass_loads(target, capability)]
-        lacks = min((lacking(target, needed(capability), _NEWEST) for target in usable), key=len)
+        lacks = min((list_lacking(target, list_needed(capability), _NEWEST) for target in usable), key=len)
     module = f"FlashInfer {cached.release} {cached.module}" if cached else None
     return replace(item, module=module, fate=fate, lacks=lacks, note=note)
 

@@ -113,7 +113,7 @@ Acceptance = Mapping[str, Mapping[str, Attempt]]
 """Target -> instruction -> attempt."""
 
 
-def needed(capability: Capability) -> tuple[Instruction, ...]:
+def list_needed(capability: Capability) -> tuple[Instruction, ...]:
     """Return what the grouped GEMMs of MoE layers use on GPUs of this capability: nothing before 9.0."""
     return tuple(instruction for instruction in INSTRUCTIONS if capability[0] in instruction.majors)
 
@@ -125,7 +125,7 @@ def takes(target: Target, instruction: Instruction, cuda: CudaVersion) -> bool:
     return target.major in instruction.majors and bool(target.suffix or not instruction.suffixed)
 
 
-def lacking(target: Target, instructions: Sequence[Instruction], cuda: CudaVersion) -> tuple[str, ...]:
+def list_lacking(target: Target, instructions: Sequence[Instruction], cuda: CudaVersion) -> tuple[str, ...]:
     """Return the names of the `instructions` that `target` does not take."""
     return tuple(instruction.name for instruction in instructions if not takes(target, instruction, cuda))
 

@@ -18,7 +18,7 @@ from moedoctor.diagnose.cuda.instructions import (
     attempts,
     compiler_for,
     find_compilers,
-    needed,
+    list_needed,
     summarise,
     takes,
 )
@@ -117,7 +117,7 @@ def _check(name: str, gpu: Capability, compiler: _Compiler) -> dict[str, Any]:
     if unknown is not None:
         return {"target": name, "known": False, "loads": False, "lacks": [], "said": unknown}
     loads = sass_loads(target, gpu)
-    refused = compiler.refusals(target, needed(gpu)) if loads else {}
+    refused = compiler.refusals(target, list_needed(gpu)) if loads else {}
     refusal = next(iter(refused.values()), None)
     return {"target": name, "known": True, "loads": loads, "lacks": list(refused), "said": refusal}
 
@@ -129,7 +129,7 @@ def _would_do(gpu: Capability, compiler: _Compiler) -> list[Target]:
         for target in toolkit_targets(compiler.cuda)
         if sass_loads(target, gpu)
         and not compiler.unknown(target)
-        and not compiler.refusals(target, needed(gpu))
+        and not compiler.refusals(target, list_needed(gpu))
     ]
 
 
@@ -149,7 +149,7 @@ def _compilers() -> Sequence[Tool]:
 
 def measure_acceptance() -> dict[str, Any]:
     """Every deciding instruction for 120, 120a, 120f, 121a and 90a, in each compiler at hand."""
-    names = [instruction.name for instruction in needed(_GPU)]
+    names = [instruction.name for instruction in list_needed(_GPU)]
     refused, tables = {}, {}
     for compiler in _compilers():
         table = acceptance(compiler)

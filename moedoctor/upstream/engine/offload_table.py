@@ -198,7 +198,7 @@ def _judge(engine: Ran, second: EngineResult | None) -> tuple[Outcome, str, bool
     asked = engine.trial.request.environ["MOEDOCTOR_FIXES"]
     if answered and asked and place in (COPIES, WEIGHTS) and result.fixes is None:
         return Outcome.NO_FIX, "the fix was asked for and is not active", None
-    if place not in CONTROLS and (reason := not_offloaded(result)) is not None:
+    if place not in CONTROLS and (reason := explain_no_offload(result)) is not None:
         return Outcome.NO_OFFLOAD, reason, None
     on_host, asked_bytes = (_read_probe(result, name) or 0 for name in ("host_bytes", "parameter_bytes"))
     if place not in CONTROLS and outcome is Outcome.SAME and 2 * on_host < asked_bytes:
@@ -223,7 +223,7 @@ def _classify_crash(result: EngineResult) -> Outcome:
     return Outcome.CRASH_3 if error.death is Death.ILLEGAL_MEMORY_ACCESS else Outcome.CRASH
 
 
-def not_offloaded(result: EngineResult) -> str | None:
+def explain_no_offload(result: EngineResult) -> str | None:
     """Return why an engine that should offload shows nothing of it; None if it did, or died.
 
     The figure in the log does not decide it: that is in GiB, and 0.0 for a small model.

@@ -259,7 +259,7 @@ class VllmBackend(Backend):
             return "needs an NVIDIA GPU that torch can use"
         if self.variant.quantization == "fp8-block" and shape.intermediate % _FP8_BLOCK:
             return f"needs an intermediate size that is a multiple of {_FP8_BLOCK}; got {shape.intermediate}"
-        reason = self._unsupported(shape, device)
+        reason = self._explain_unsupported(shape, device)
         if reason is None and self.variant.name.startswith("FLASHINFER") and not os.environ.get(JIT_VARIABLE):
             reason = (
                 "FlashInfer would first compile its kernels, which can take over half an hour; "
@@ -319,7 +319,7 @@ class VllmBackend(Backend):
             f"this vLLM has no backend {self.variant.name} for {self.variant.quantization}"
         )
 
-    def _unsupported(self, shape: LayerShape, device: str) -> str | None:
+    def _explain_unsupported(self, shape: LayerShape, device: str) -> str | None:
         try:
             _start(device)
             kernel_class, reason = self._find_kernel_class(_make_config(shape, device))

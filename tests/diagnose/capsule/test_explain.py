@@ -37,8 +37,8 @@ def _call(scheme: tuple[str, str, str], seed: int) -> Computation:
     return computation(capsule)
 
 
-def _named(diagnosis: Diagnosis) -> list[set[str]]:
-    """What it names first, and what it says it cannot tell apart from that."""
+def _list_names(diagnosis: Diagnosis) -> list[set[str]]:
+    """Return the mistakes that it names first, and those that it cannot tell apart from them."""
     best = [] if diagnosis.best is None else [diagnosis.best]
     return [set(found.mistakes) for found in (*best, *diagnosis.equals)]
 
@@ -73,7 +73,7 @@ def test_tokens_with_nan_are_explained_by_no_mistake_that_leaves_them_finite(
     diagnosis = diagnose(call, output)
     assert not diagnosis.agreement.right
     explained = [{"gate_up_swapped"}] if wrong and len(lost) < len(output) else []
-    assert _named(diagnosis) == explained
+    assert _list_names(diagnosis) == explained
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str], seed
         if is_noise(call, mixed, right.sum(1)) or is_noise(call, mixed, wrong.sum(1)):
             continue
         found = diagnose(call, noisy(mixed))
-        assert set(names(deviation)) in _named(found), (deviation, found)
+        assert set(names(deviation)) in _list_names(found), (deviation, found)
         assert found.best is not None
         assert found.best.experts == (expert,), (deviation, found)
 
@@ -156,7 +156,7 @@ def test_two_mistakes_at_once_are_named_unless_one_of_them_explains_it(scheme: t
         wrong = call.contributions(deviation).sum(1)  # [T, H]
         if is_noise(call, wrong, right):
             continue
-        named = _named(diagnose(call, noisy(wrong)))
+        named = _list_names(diagnose(call, noisy(wrong)))
         planted = set(names(deviation))
         single = [each for each in deviations(call) if is_noise(call, call.contributions(each).sum(1), wrong)]
         assert planted in named or (single and set(names(single[0])) in named), (deviation, named)

@@ -15,8 +15,8 @@ from moedoctor.diagnose.cuda.instructions import (
     attempts,
     compiler_for,
     find_compilers,
-    lacking,
-    needed,
+    list_lacking,
+    list_needed,
     ptx_version,
     summarise,
     takes,
@@ -188,15 +188,15 @@ def test_a_tool_gets_no_shell_and_no_input(tmp_path: Path) -> None:
 
 
 def test_what_gpus_need() -> None:
-    assert {instruction.name for instruction in needed((12, 0))} >= {
+    assert {instruction.name for instruction in list_needed((12, 0))} >= {
         "mma_mxf4nvf4",
         "cvt_e2m1x2",
         "setmaxnreg",
     }
-    assert needed((8, 9)) == ()
-    assert "wgmma" in lacking(Target(9, 0), needed((9, 0)), (13, 0))
-    assert lacking(Target(9, 0, "a"), needed((9, 0)), (13, 0)) == ()
-    assert lacking(Target(12, 0, "f"), needed((12, 0)), (13, 0)) == ()
+    assert list_needed((8, 9)) == ()
+    assert "wgmma" in list_lacking(Target(9, 0), list_needed((9, 0)), (13, 0))
+    assert list_lacking(Target(9, 0, "a"), list_needed((9, 0)), (13, 0)) == ()
+    assert list_lacking(Target(12, 0, "f"), list_needed((12, 0)), (13, 0)) == ()
     assert ptx_version((12, 7)) == "8.5"
     assert ptx_version((13, 9)) == "9.0"
     assert ptx_version((11, 0)) == "8.0"

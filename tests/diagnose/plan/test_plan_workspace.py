@@ -24,13 +24,13 @@ MEASURED = [row for bench in STORED for row in bench["rows"] if "workspace_bytes
 QWEN = preset("qwen3-30b-a3b").experts.layer
 
 
-def planned(quantization: str) -> str:
+def drop_block(quantization: str) -> str:
     """Return the scheme in a plan, which has one for FP8 of any kind."""
     return quantization.removesuffix("-block")
 
 
 def test_every_backend_that_is_computed_was_measured():
-    ran = {(row["backend"], planned(row["quantization"])) for row in MEASURED}
+    ran = {(row["backend"], drop_block(row["quantization"])) for row in MEASURED}
     computed = {
         (name, scheme)
         for name, schemes in SCHEMES_OF.items()
@@ -46,7 +46,7 @@ def test_the_computed_workspaces_are_close_to_the_measured_ones():
     """Within 1.25 MiB or 1/500: small index lists and the rounding of the allocator are not computed."""
     for row in MEASURED:
         sizes = {name: value for name, value in LAYERS[row["model"]].items() if name != "source"}
-        scheme = planned(row["quantization"])
+        scheme = drop_block(row["quantization"])
         found = workspace(row["backend"], scheme, LayerShape(**sizes), row["tokens"])
         bound = max(1.25 * MIB, row["workspace_bytes"] / 500)
         assert found.bytes == pytest.approx(row["workspace_bytes"], abs=bound, rel=0), row
@@ -55,7 +55,7 @@ def test_the_computed_workspaces_are_close_to_the_measured_ones():
 def test_the_names_are_those_that_bench_knows():
     assert set(SCHEMES_OF) == set(registry.names()) - {"REFERENCE"}
     for name, schemes in SCHEMES_OF.items():
-        known = {planned(item.quantization) for item in registry.find(name)}
+        known = {drop_block(item.quantization) for item in registry.find(name)}
         assert set(schemes) - {"mxfp4"} == known
 
 

@@ -1,4 +1,4 @@
-"""How a server's command line is split: variables, the launcher, and vLLM's own arguments."""
+"""A server's command line is split: variables, the launcher, and vLLM's own arguments."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ H200 = ("NVIDIA H200", "9.0")
 VLLM_033 = {"vllm": "0.33.0", "torch": "2.14.0+cu130", "flashinfer-python": "0.7.2.post1"}
 
 
-def checked(packages: dict[str, str], **environ: str) -> CheckResult:
+def run_check(packages: dict[str, str], **environ: str) -> CheckResult:
     return check(sources(packages, gpu=H200, environ=environ), probes())
 
 
@@ -23,7 +23,7 @@ def backend_finding(result: CheckResult) -> Finding | None:
 
 
 def test_a_misspelt_backend_variable_that_no_rule_names() -> None:
-    found = backend_finding(checked(VLLM_033, VLLM_MOE_USE_DEEPGEMM="1", FLASHINFER_CUDA_ARCHLIST="12.0f"))
+    found = backend_finding(run_check(VLLM_033, VLLM_MOE_USE_DEEPGEMM="1", FLASHINFER_CUDA_ARCHLIST="12.0f"))
     assert found is not None
     assert (found.severity, found.confidence) == ("warning", 0.9)
     assert found.evidence["settings"] == {"VLLM_MOE_USE_DEEPGEMM": "1", "FLASHINFER_CUDA_ARCHLIST": "12.0f"}
@@ -32,7 +32,7 @@ def test_a_misspelt_backend_variable_that_no_rule_names() -> None:
 
 
 def test_a_value_that_stops_the_engine_is_an_error() -> None:
-    found = backend_finding(checked({"vllm": "0.18.0"}, VLLM_NVFP4_GEMM_BACKEND="MARLIN"))
+    found = backend_finding(run_check({"vllm": "0.18.0"}, VLLM_NVFP4_GEMM_BACKEND="MARLIN"))
     assert found is not None
     assert found.severity == "error"
     assert "case sensitive" in found.why
@@ -40,18 +40,18 @@ def test_a_value_that_stops_the_engine_is_an_error() -> None:
 
 
 def test_a_setting_that_a_rule_names_is_reported_once() -> None:
-    found = backend_finding(checked(VLLM_033, VLLM_NVFP4_MOE_BACKEND="MARLIN"))
+    found = backend_finding(run_check(VLLM_033, VLLM_NVFP4_MOE_BACKEND="MARLIN"))
     assert found is not None
     assert found.why == "no vLLM release knows this variable"
     assert "settings" not in found.evidence
-    finding = backend_finding(checked(VLLM_033, VLLM_NVFP4_MOE_BACKEND="MARLIN", VLLM_MXFP4_USE_MARLIN="1"))
+    finding = backend_finding(run_check(VLLM_033, VLLM_NVFP4_MOE_BACKEND="MARLIN", VLLM_MXFP4_USE_MARLIN="1"))
     assert finding is not None
     assert finding.evidence["variables"] == {"VLLM_MXFP4_USE_MARLIN": "1"}
     assert finding.evidence["settings"] == {"VLLM_NVFP4_MOE_BACKEND": "MARLIN"}
 
 
 def test_other_settings_are_problems_and_secrets_stay() -> None:
-    result = checked(VLLM_033, VLLM_LOGING_LEVEL="DEBUG", VLLM_APIKEY_TOKEN="s3cret")
+    result = run_check(VLLM_033, VLLM_LOGING_LEVEL="DEBUG", VLLM_APIKEY_TOKEN="s3cret")
     assert backend_finding(result) is None
     problems = {problem.what: problem for problem in result.problems}
     misspelt = problems["VLLM_LOGING_LEVEL: misspelt"]
@@ -76,7 +76,7 @@ def test_other_settings_are_problems_and_secrets_stay() -> None:
     ],
 )
 def test_which_releases_are_judged(packages: dict[str, str], environ: dict[str, Any], struck: bool) -> None:
-    found = backend_finding(checked(packages, **environ))
+    found = backend_finding(run_check(packages, **environ))
     assert (found is not None) is struck
     if found is not None:
         assert found.confidence == (0.5 if "dev" in packages.get("vllm", "") else 0.9)

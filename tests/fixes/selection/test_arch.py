@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from moedoctor.diagnose.cuda.instructions import needed, takes
+from moedoctor.diagnose.cuda.instructions import list_needed, takes
 from moedoctor.fixes.arch import (
     FLASHINFER_LIST,
     TORCH_LIST,
@@ -95,7 +95,8 @@ def test_a_target_compiles_loads_and_has_the_instructions_or_there_is_none(
 ) -> None:
     def does(target: Target) -> bool:
         usable = toolkit_knows(target, cuda) and sass_loads(target, capability)
-        return usable and all(takes(target, each, cuda) for each in needed(capability) if each.since <= cuda)
+        known = (each for each in list_needed(capability) if each.since <= cuda)
+        return usable and all(takes(target, each, cuda) for each in known)
 
     try:
         target = Target.parse(resolve_arch(capability, cuda).target)

@@ -1,4 +1,4 @@
-"""What is measured inside an engine: answers, planted faults, steps and graphs between events, turns."""
+"""Measurements inside an engine: answers, planted faults, steps and graphs between events, turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_each_step_is_between_events_until_they_are_removed(
     monkeypatch: pytest.MonkeyPatch, used: tuple[str, str]
 ) -> None:
     clock = [0.0]
-    monkeypatch.setattr("torch.cuda.Event", clocked(clock))
+    monkeypatch.setattr("torch.cuda.Event", make_clocked(clock))
 
     def step(self: object, took: float) -> float:
         clock[0] += took
@@ -51,7 +51,7 @@ def test_each_replay_of_a_graph_is_between_events(monkeypatch: pytest.MonkeyPatc
     def replay(self: torch.cuda.CUDAGraph) -> None:
         clock[0] += 7
 
-    monkeypatch.setattr("torch.cuda.Event", clocked(clock))
+    monkeypatch.setattr("torch.cuda.Event", make_clocked(clock))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
     with decode_speed.graph_events() as events:
@@ -68,7 +68,7 @@ def test_as_many_replays_as_steps_are_the_steps(replays: int, known: bool) -> No
     assert found == ([replays - 2, replays - 1] if known else None)
 
 
-def clocked(clock: list[float]) -> type:
+def make_clocked(clock: list[float]) -> type:
     """Events that note the time of `clock`."""
 
     class Event:

@@ -82,7 +82,7 @@ def test_ways_of_failing(model: str, kind: str, stage: str, death: Death) -> Non
         assert error.line() == "load: RuntimeError: b_scales is not on GPU"
 
 
-def measured(then: str) -> EngineResult:
+def measure(then: str) -> EngineResult:
     """Run an engine whose probe yields two rows and then does something."""
     options = {"then": then}
     return run_engine(
@@ -110,7 +110,7 @@ TWO_ROWS = [{"row": 1}, {"row": 2}]
 def test_an_engine_that_fails_in_its_probe_keeps_what_it_measured(
     then: str, kind: str, stage: str, message: str
 ) -> None:
-    result = measured(then)
+    result = measure(then)
     assert result.error is not None
     assert (result.error.kind, result.error.stage) == (kind, stage)
     assert re.fullmatch(message, result.error.message)
@@ -119,7 +119,7 @@ def test_an_engine_that_fails_in_its_probe_keeps_what_it_measured(
 
 
 def test_the_last_value_of_a_probe_counts() -> None:
-    result = measured("")
+    result = measure("")
     assert (result.error, result.probe) == (None, TWO_ROWS)
     assert set(result.seconds) == {"import", "load", "generate", "probe", "total"}
 

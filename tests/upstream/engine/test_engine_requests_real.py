@@ -1,4 +1,4 @@
-"""What our engines ask of the real vLLM: arguments, variables, backends, and lines of its log."""
+"""Our engines' requests to the real vLLM: arguments, variables, backends, and lines of its log."""
 
 from __future__ import annotations
 

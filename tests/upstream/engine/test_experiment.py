@@ -1,4 +1,4 @@
-"""What rows of reports say about engines that stopped."""
+"""Rows of reports about engines that stopped."""
 
 import pytest
 

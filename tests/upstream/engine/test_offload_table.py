@@ -104,16 +104,16 @@ def test_outcomes(result: EngineResult, outcome: str, detail: str) -> None:
     assert judge(figures).verdict is (CaseVerdict.CLEAN if clean else CaseVerdict.REPRODUCED)
 
 
-def fixed(tokens: Sequence[int] = (1, 2, 3), logprob: float = -0.5, **options: Any) -> EngineResult:
+def with_fix(tokens: Sequence[int] = (1, 2, 3), logprob: float = -0.5, **options: Any) -> EngineResult:
     return answered(tokens, logprob=logprob, fixes="offload (…)", **options)
 
 
-def served(tokens: Sequence[int] = (1, 2, 3), logprob: float = -0.5, nbytes: int = 8) -> EngineResult:
+def from_gpu(tokens: Sequence[int] = (1, 2, 3), logprob: float = -0.5, nbytes: int = 8) -> EngineResult:
     """The second control: the code of the copies, with its weights on the GPU."""
-    return fixed(tokens, logprob, probe={"bytes": nbytes})
+    return with_fix(tokens, logprob, probe={"bytes": nbytes})
 
 
-def compiled(
+def make_table(
     copied: EngineResult, second: EngineResult, mapped: EngineResult | None = None
 ) -> dict[str, Any]:
     """The engines of one backend with the fix: control, UVA, copies, second control."""
@@ -124,29 +124,39 @@ def compiled(
 @pytest.mark.parametrize(
     ("copied", "second", "outcome", "verdict"),
     [
-        (fixed(), served(), "same tokens", CaseVerdict.CLEAN),
-        (fixed(), served((1, 9, 3)), "same tokens", CaseVerdict.CLEAN),
-        (fixed((1, 9, 3)), served((1, 9, 3)), "rounding", CaseVerdict.CLEAN),
-        (fixed((1, 9, 3)), served((1, 9, 3), logprob=-0.4), "other tokens", CaseVerdict.REPRODUCED),
-        (fixed((1, 9, 3)), served(), "other tokens", CaseVerdict.REPRODUCED),
-        (fixed((1, 9, 3)), served((1, 9, 3), nbytes=0), "other tokens", CaseVerdict.ERROR),
-        (fixed((1, 9, 3)), answered((1, 9, 3), probe={"bytes": 8}), "other tokens", CaseVerdict.ERROR),
-        (fixed((1, 9, 3)), died("x"), "other tokens", CaseVerdict.ERROR),
-        (died("x"), served(), "crash", CaseVerdict.REPRODUCED),
-        (answered(), served(), "no fix", CaseVerdict.ERROR),
+        (with_fix(), from_gpu(), "same tokens", CaseVerdict.CLEAN),
+        (with_fix(), from_gpu((1, 9, 3)), "same tokens", CaseVerdict.CLEAN),
+        (with_fix((1, 9, 3)), from_gpu((1, 9, 3)), "rounding", CaseVerdict.CLEAN),
+        (
+            with_fix((1, 9, 3)),
+            from_gpu((1, 9, 3), logprob=-0.4),
+            "other tokens",
+            CaseVerdict.REPRODUCED,
+        ),
+        (with_fix((1, 9, 3)), from_gpu(), "other tokens", CaseVerdict.REPRODUCED),
+        (with_fix((1, 9, 3)), from_gpu((1, 9, 3), nbytes=0), "other tokens", CaseVerdict.ERROR),
+        (
+            with_fix((1, 9, 3)),
+            answered((1, 9, 3), probe={"bytes": 8}),
+            "other tokens",
+            CaseVerdict.ERROR,
+        ),
+        (with_fix((1, 9, 3)), died("x"), "other tokens", CaseVerdict.ERROR),
+        (died("x"), from_gpu(), "crash", CaseVerdict.REPRODUCED),
+        (answered(), from_gpu(), "no fix", CaseVerdict.ERROR),
     ],
 )
 def test_other_tokens_are_rounding_only_if_the_same_code_gives_the_same_bits(
     copied: EngineResult, second: EngineResult, outcome: str, verdict: CaseVerdict
 ) -> None:
-    figures = compiled(copied, second)
+    figures = make_table(copied, second)
     assert figures["table"][2]["outcome"] == outcome
     assert figures["cells"] == 2
     assert judge(figures).verdict is verdict
 
 
 def test_the_table_compares_with_both_controls() -> None:
-    figures = compiled(fixed((1, 9, 3)), served((1, 9, 3)))
+    figures = make_table(with_fix((1, 9, 3)), from_gpu((1, 9, 3)))
     copied, second = figures["table"][2:]
     assert copied["detail"] == f"prompt 1, token 2: 9, not 2; same tokens and logprobs {SAME_GRAPH}"
     assert (second["outcome"], second["detail"][:15]) == ("control", "prompt 1, token")
@@ -154,15 +164,15 @@ def test_the_table_compares_with_both_controls() -> None:
         "1 of 2 cells give the tokens of the run without offload, 1 those of the same"
     )
     assert copied["same_bits_in_the_same_code"] is True
-    row = compiled(fixed(logprob=-0.25), served())["table"][2]
+    row = make_table(with_fix(logprob=-0.25), from_gpu())["table"][2]
     assert row["same_bits_in_the_same_code"] is False
     assert row["detail"] == f"logprobs differ by up to 0.25; other tokens and logprobs {SAME_GRAPH}"
 
 
 def test_eager_engines_and_uva_are_never_excused() -> None:
-    eager = evidence([answered(), fixed((1, 9, 3))], places=(ON_GPU, COPIES), fixes="offload")
+    eager = evidence([answered(), with_fix((1, 9, 3))], places=(ON_GPU, COPIES), fixes="offload")
     assert eager["table"][1]["outcome"] == "other tokens"
-    mapped = compiled(fixed(), served((1, 9, 3)), fixed((1, 9, 3)))
+    mapped = make_table(with_fix(), from_gpu((1, 9, 3)), with_fix((1, 9, 3)))
     assert mapped["table"][1]["outcome"] == "other tokens"
 
 

@@ -70,7 +70,7 @@ def test_a_gate_that_ends_within_a_block_is_refused(monkeypatch: pytest.MonkeyPa
 def test_flashinfer_is_not_left_to_compile_for_half_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = backends.VllmBackend(Variant("FLASHINFER_CUTLASS", "bf16"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(backend, "_unsupported", lambda shape, device: None)
+    monkeypatch.setattr(backend, "_explain_unsupported", lambda shape, device: None)
     monkeypatch.delenv(backends.JIT_VARIABLE, raising=False)
     assert backends.JIT_VARIABLE in (backend.unavailable(SHAPE, "cuda:0") or "")
     monkeypatch.setenv(backends.JIT_VARIABLE, "1")
@@ -80,7 +80,7 @@ def test_flashinfer_is_not_left_to_compile_for_half_an_hour(monkeypatch: pytest.
 _NEEDS_A_GPU = re.compile(
     r"not compiled with CUDA|'_OpNamespace' '_C' object has no attribute|'NoneType' and 'int'"
 )
-"""What a conversion of weights says without a GPU, after vLLM's functions took their arguments."""
+"""Errors of a conversion of weights without a GPU, after vLLM's functions took their arguments."""
 
 
 @pytest.mark.upstream
