@@ -37,7 +37,7 @@ from moedoctor.fixes.cache.policies import Change
 ONLINE_POLICIES = tuple(_RESIDENTS)
 """Policies that know only the past: what a running cache takes."""
 POLICIES = (*ONLINE_POLICIES, "belady")
-"""What `simulate` takes."""
+"""The policies that `simulate` takes."""
 
 
 class CacheOverflow(RuntimeError):  # noqa: N818  the name in the design
@@ -56,7 +56,7 @@ class CacheOverflow(RuntimeError):  # noqa: N818  the name in the design
 
 @dataclass(frozen=True)
 class CacheStats:
-    """What a cache did over a number of calls."""
+    """The counts of a cache over a number of calls."""
 
     calls: int
     hits: int

@@ -56,7 +56,7 @@ class CacheBusy(RuntimeError):  # noqa: N818  beside CacheOverflow
 
 @dataclass(frozen=True)
 class CacheMemory:
-    """What one cache holds, in bytes."""
+    """The bytes that one cache holds."""
 
     pinned: int
     """Locked host memory; no profiler of GPU memory shows it. For tensors that came pinned it is their own
@@ -66,7 +66,7 @@ class CacheMemory:
     device: int
     """Slots, mapping and state: what a KV-cache planner must subtract from the GPU's memory."""
     uncached: int
-    """What all experts would need on the device without a cache."""
+    """The bytes that all experts would need on the device without a cache."""
 
     @property
     def saved(self) -> int:
@@ -183,7 +183,7 @@ class ExpertCache:
             yield part
 
     def may_need_groups(self, ids: torch.Tensor) -> bool:
-        """Return whether a call of the shape of `ids` may need more experts than there are slots."""
+        """Return True if a call of the shape of `ids` may need more experts than there are slots."""
         return min(ids.numel(), self.num_experts) > self.capacity
 
     def skip_padding(self, rows: torch.Tensor) -> None:
@@ -262,7 +262,7 @@ class ExpertCache:
 
     @property
     def packed(self) -> bool:
-        """Whether host tensors are packed."""
+        """Return True if host tensors are packed."""
         return bool(self._store.packed)
 
     @property
@@ -272,7 +272,7 @@ class ExpertCache:
 
     @property
     def memory(self) -> CacheMemory:
-        """What this cache holds."""
+        """The memory that this cache holds."""
         total = self._store.nbytes
         slots = sum(tensor.nbytes for tensor in self._engine.slots.values())
         pinned = total if self._store.pinned else 0

@@ -27,7 +27,7 @@ from torch import nn
 from moedoctor.fixes.offload import storage
 from moedoctor.fixes.offload.hooks import MARK, Hooks, Reader
 from moedoctor.fixes.offload.pinned import Pin, PinError, device_view, register
-from moedoctor.fixes.offload.plan import held_tensors, is_number, make_plan
+from moedoctor.fixes.offload.plan import find_held_tensors, is_number, make_plan
 from moedoctor.fixes.offload.prefetch import CopyEngine, CudaEngine, Pipeline
 from moedoctor.fixes.offload.report import OffloadReport, write_report
 from moedoctor.fixes.offload.storage import StoredLayer, settle_in
@@ -181,7 +181,7 @@ def offload(
         originals = storage.watch(stored, target)
         hooks, pipeline = None, None
         moves = any(tensor.device != target for tensor in [*module.parameters(), *module.buffers()])
-        held = held_tensors(module) if moves else []  # before pipelines hang on it
+        held = find_held_tensors(module) if moves else []  # before pipelines hang on it
         before = storage.empty(stored, target)
         try:
             if access == "view":
@@ -252,7 +252,7 @@ def _usable(device: torch.device | str) -> torch.device:
 
 
 def _pipeline(stored: Sequence[StoredLayer], device: torch.device, engine: CopyEngine | None) -> Pipeline:
-    buffers = storage.buffers_for(stored, device)
+    buffers = storage.make_buffers(stored, device)
     units = [layer.unit(index % len(buffers)) for index, layer in enumerate(stored)]
     for layer, unit in zip(stored, units, strict=True):
         layer.point(buffers[unit.slot])

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moedoctor.fixes.backends import select
-from moedoctor.fixes.backends.requests import NVFP4_VARIABLE, Wanted, wanted_backend
+from moedoctor.fixes.backends.requests import NVFP4_VARIABLE, Wanted, read_wanted_backend
 from moedoctor.plugin.register import Patch, apply_patches, refuse
 
 logger = logging.getLogger("vllm.moedoctor")
@@ -27,7 +27,7 @@ NAME = "backend"
 ORACLES = "vllm.model_executor.layers.fused_moe.oracle."
 """Prefix of the modules that select backends."""
 _EXPECTED = ('if self.moe_backend != "auto":', "kernel_config.moe_backend = self.moe_backend")
-"""How a release passes --moe-backend to the engine; this fix sets the same field."""
+"""The field through which a release passes --moe-backend to the engine; this fix sets the same field."""
 _FP4_METHODS = ("modelopt_fp4", "petit_nvfp4", "nvfp4_per_token")
 _OWN_COMMUNICATION = "flashinfer_moe_ep"
 """Backends that the engine must know of before its parallel settings are made."""
@@ -41,7 +41,7 @@ def apply(version: str) -> str:
     """
     arguments, configuring = (
         "vllm.engine.arg_utils:EngineArgs",
-        functools.partial(_honouring, version=version),
+        functools.partial(_wrap_create_engine_config, version=version),
     )
     patches = (
         Patch(arguments, "create_engine_config", configuring, "self usage_context headless", _EXPECTED),
@@ -52,7 +52,7 @@ def apply(version: str) -> str:
     for module in selecting:
         if hasattr(module, "logger") and not isinstance(module.logger, LouderLogger):
             module.logger = LouderLogger(module.logger)
-    wanted = wanted_backend(os.environ, version)
+    wanted = read_wanted_backend(os.environ, version)
     if wanted is None:
         return f"reasons of the selection are logged; {NVFP4_VARIABLE} is not set"
     if wanted.flag is None:
@@ -60,13 +60,13 @@ def apply(version: str) -> str:
     return f"{os.environ[NVFP4_VARIABLE]} for NVFP4 MoE, reasons of the selection are logged"
 
 
-def _honouring(original: Any, *, version: str) -> Any:
+def _wrap_create_engine_config(original: Any, *, version: str) -> Any:
     """Wrap `create_engine_config`: honour the variable in what it returns."""
 
     def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
         config = original(self, *arguments, **options)
         try:
-            honoured = _honour(config, wanted_backend(os.environ, version))
+            honoured = _honour(config, read_wanted_backend(os.environ, version))
         except Exception as error:
             refuse(NAME, f"{NVFP4_VARIABLE} could not be honoured: {type(error).__name__}: {error}")
             return config
@@ -127,7 +127,7 @@ def reasons(config: Any, version: str) -> Iterator[str]:
 
 
 def is_nvfp4(model_config: Any) -> bool:
-    """Return whether the model is NVFP4, by the names of ModelOpt, compressed-tensors or vLLM."""
+    """Return True if the model is NVFP4, by the names of ModelOpt, compressed-tensors or vLLM."""
     if model_config is None:
         return False
     if str(getattr(model_config, "quantization", None)) in _FP4_METHODS:

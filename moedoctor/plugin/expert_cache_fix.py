@@ -21,7 +21,7 @@ from moedoctor.kernels.cache import EVERY_ROW
 from moedoctor.plugin import weight_reload
 from moedoctor.plugin.expert_cache_layer import (
     EXPERTS,
-    host_experts,
+    find_host_experts,
     install,
     stream_prompts,
     to_device,
@@ -55,10 +55,10 @@ def apply(version: str) -> str:
 
     Raises FixError also if the variable is not set, and OptionError if its value is wrong.
     """
-    options = wanted(os.environ)
+    options = read_wish(os.environ)
     if options is None:
         raise FixError(f"{VARIABLE} is not set; expected the number of expert slots of a layer")
-    caching = functools.partial(_caching, wish=options, layer_type=_layer_type(), rows=real_rows)
+    caching = functools.partial(_wrap_load_model, wish=options, layer_type=_layer_type(), rows=real_rows)
     creating, load = functools.partial(_on_the_host, slots=options.slots), "self vllm_config model_config"
     kernel = f"{_FUSED}.modular_kernel:FusedMoEKernel"
     call = "hidden_states w1 w2 topk_weights topk_ids expert_map"
@@ -69,8 +69,8 @@ def apply(version: str) -> str:
         *(Patch(loader, "load_model", caching, load) for loader in _loaders()),
         Patch(kernel, "apply", None, call, _APPLIES),
         *(Patch(method, "create_weights", creating, "layer num_experts", _CREATES) for method in _METHODS),
-        Patch(tiles, "try_get_optimal_moe_config", _unchanged_tiles, "w1_shape w2_shape", shapes),
-        Patch(tiles, "_prepare_expert_assignment", _unchanged_assignment, _ASSIGNMENT, few),
+        Patch(tiles, "try_get_optimal_moe_config", _keep_tiles, "w1_shape w2_shape", shapes),
+        Patch(tiles, "_prepare_expert_assignment", _keep_assignment, _ASSIGNMENT, few),
         Patch(f"{tiles}:TritonExperts", "moe_sum", None, "input output", ("ops.moe_sum(",)),
         *Steps(real_rows.begin, real_rows.end).patches(),
     ]
@@ -96,14 +96,14 @@ def _loaders() -> Sequence[str]:
     return tuple(name for name in names if name != _LOADER)
 
 
-def wanted(environ: Mapping[str, str]) -> CacheOptions | None:
+def read_wish(environ: Mapping[str, str]) -> CacheOptions | None:
     """Return what the variable asks for, or None if it is not set. Raises OptionError."""
     text = environ.get(VARIABLE, "").strip()
     return read_options(text) if text else None
 
 
 class RealRows:
-    """How many rows of a step are no padding, where the caches of this process read it.
+    """The number of rows of a step that are no padding, in memory that the caches of this process read.
 
     A CUDA graph computes as many rows as it was captured for. What the router chooses for padding would be
     loaded like anything else.
@@ -144,11 +144,11 @@ real_rows = RealRows()
 """Of this process."""
 
 
-def _caching(original: Any, *, wish: CacheOptions, layer_type: type, rows: RealRows) -> Any:
+def _wrap_load_model(original: Any, *, wish: CacheOptions, layer_type: type, rows: RealRows) -> Any:
     """Wrap `load_model`: after it every MoE layer has its cache."""
 
     def load_model(self: Any, vllm_config: Any, model_config: Any, *arguments: Any, **options: Any) -> Any:
-        reason = refused_engine(vllm_config)
+        reason = check_engine(vllm_config)
         if reason is not None:
             _leave_out(wish.slots, reason)
         model = original(self, vllm_config, model_config, *arguments, **options)
@@ -156,8 +156,8 @@ def _caching(original: Any, *, wish: CacheOptions, layer_type: type, rows: RealR
         if is_draft and not any(isinstance(module, layer_type) for module in model.modules()):
             return model
         device = vllm_config.device_config.device
-        _give_caches(model, wish, layer_type, device, _captures(vllm_config, model_config))
-        for experts in host_experts(model):
+        _give_caches(model, wish, layer_type, device, _is_captured(vllm_config, model_config))
+        for experts in find_host_experts(model):
             experts.skip_padding(rows.on(experts.cache.device))
             weight_reload.hold(NAME, experts)
         return model
@@ -165,8 +165,8 @@ def _caching(original: Any, *, wish: CacheOptions, layer_type: type, rows: RealR
     return load_model
 
 
-def _captures(vllm_config: Any, model_config: Any) -> bool:
-    """Return whether the engine captures CUDA graphs."""
+def _is_captured(vllm_config: Any, model_config: Any) -> bool:
+    """Return True if the engine captures CUDA graphs."""
     mode = vllm_config.compilation_config.cudagraph_mode
     return not model_config.enforce_eager and getattr(mode, "name", "") != "NONE"
 
@@ -175,7 +175,7 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     import torch
 
     slots = options.slots
-    if host_experts(model):
+    if find_host_experts(model):
         return  # a loader that calls another loader has done it
     layers: list[tuple[str, Any]] = [
         (name, module) for name, module in model.named_modules() if isinstance(module, layer_type)
@@ -198,13 +198,13 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     if _left_out:
         return
     torch.cuda.empty_cache()
-    stream = stream_prompts(host_experts(model), options)
+    stream = stream_prompts(find_host_experts(model), options)
     buffers = 0 if stream is None else stream.nbytes
     # vLLM kept the experts in pinned memory of torch's own, which torch would keep for later.
     if torch.cuda.is_available():
         torch._C._host_emptyCache()
     memory = [cache.memory for cache in caches]
-    order = {"hits first" if layer.hits_first else "copies first" for layer in host_experts(model)}
+    order = {"hits first" if layer.hits_first else "copies first" for layer in find_host_experts(model)}
     logger.info(
         "moedoctor: expert_cache: %d of %d MoE layers with %d slots, engine %s, policy %s%s: "
         "%.2f GiB pinned%s, %.2f GiB on the GPU and %.2f GiB of layer buffers for prompts, "
@@ -234,7 +234,7 @@ def _on_the_host(original: Any, *, slots: int) -> Any:
     def create_weights(self: Any, layer: Any, *arguments: Any, **options: Any) -> Any:
         import torch
 
-        reason = refused_setting(layer, slots)
+        reason = check_setting(layer, slots)
         if reason is not None:
             _leave_out(slots, f"{layer.layer_name} cannot have an expert cache: {reason}")
         config = importlib.import_module("vllm.config").get_current_vllm_config()
@@ -246,7 +246,7 @@ def _on_the_host(original: Any, *, slots: int) -> Any:
     return create_weights
 
 
-def _unchanged_tiles(original: Any) -> Any:
+def _keep_tiles(original: Any) -> Any:
     """Choose tiles as for all experts: other tiles would round differently, and tokens could change."""
 
     def try_get_optimal_moe_config(w1_shape: Any, w2_shape: Any, *arguments: Any, **options: Any) -> Any:
@@ -261,7 +261,7 @@ def _unchanged_tiles(original: Any) -> Any:
 _ASSIGNMENT = "topk_ids num_tokens top_k_num global_num_experts expert_map"
 
 
-def _unchanged_assignment(original: Any) -> Any:
+def _keep_assignment(original: Any) -> Any:
     """Choose how ids are sorted as for all experts: newer releases go by the number of slots.
 
     With few slots they would sort the ids of a single token in a kernel of its own, which takes time.
@@ -295,7 +295,7 @@ def _leave_out(slots: int, reason: str) -> None:
     _left_out.append(reason)
 
 
-def refused_engine(vllm_config: Any) -> str | None:
+def check_engine(vllm_config: Any) -> str | None:
     """Return why an engine of this configuration cannot have caches."""
     offload = vllm_config.offload_config
     if offload.uva.cpu_offload_gb or offload.prefetch.offload_group_size:
@@ -303,7 +303,7 @@ def refused_engine(vllm_config: Any) -> str | None:
     return None
 
 
-def refused_setting(layer: Any, capacity: int) -> str | None:
+def check_setting(layer: Any, capacity: int) -> str | None:
     """Return why a layer with these settings cannot have `capacity` slots, before weights are loaded."""
     parallel = layer.moe_config.moe_parallel_config
     if parallel.use_ep or parallel.ep_size > 1 or parallel.dp_size > 1 or parallel.pcp_size > 1:
@@ -323,7 +323,7 @@ def refused_setting(layer: Any, capacity: int) -> str | None:
 _EXPECTED = "expected --moe-backend triton, marlin or humming"
 
 
-def refused_kernel(layer: Any) -> str | None:
+def check_kernel(layer: Any) -> str | None:
     """Return why the kernel of a loaded layer cannot have a cache."""
     kernel = getattr(layer.quant_method, "moe_kernel", None)
     method = type(layer.quant_method).__name__
@@ -340,13 +340,13 @@ def refused_kernel(layer: Any) -> str | None:
     indices = (getattr(experts, name, None) for name in _ACT_ORDER)
     if any(tensor is not None and tensor.numel() for tensor in indices):
         return f"{method} reorders activations by expert (act-order); expected a checkpoint without"
-    if _scales_inputs_by_expert(layer, experts):
+    if _has_input_scales_by_expert(layer, experts):
         return f"{method} scales the inputs of HUMMING by expert; expected one scale, or --moe-backend marlin"
     return None
 
 
-def _scales_inputs_by_expert(layer: Any, experts: Any) -> bool:
-    """Return whether HUMMING quantizes inputs with scales that it indexes by expert."""
+def _has_input_scales_by_expert(layer: Any, experts: Any) -> bool:
+    """Return True if HUMMING quantizes inputs with scales that it indexes by expert."""
     for part in ("w1", "w2"):
         scale = getattr(experts.quant_config, f"{part}_input_scale", None)
         if scale is not None and scale.numel() > 1 and scale.shape[0] == layer.local_num_experts:
@@ -356,4 +356,4 @@ def _scales_inputs_by_expert(layer: Any, experts: Any) -> bool:
 
 def refusal(layer: Any, capacity: int) -> str | None:
     """Return why a loaded layer cannot have a cache of `capacity` slots."""
-    return refused_setting(layer, capacity) or refused_kernel(layer)
+    return check_setting(layer, capacity) or check_kernel(layer)

@@ -46,14 +46,14 @@ class HostExperts:
 
         The layer keeps its own until `give` replaces them.
         """
-        tensors = per_expert(layer)
-        self.store = _store(tensors, options)
+        tensors = find_expert_tensors(layer)
+        self.store = _make_store(tensors, options)
         self._layer, self._device = layer, device
         self.kernel = layer.quant_method.moe_kernel
         self._compute = self.kernel.apply
         self._humming = {self.num_experts: getattr(self.kernel.fused_experts, "humming_configs", {})}
         """Experts that a call of HUMMING's kernel indexes -> its description of the layer."""
-        self._parameters = {name: _holders(layer, tensor) for name, tensor in tensors.items()}
+        self._parameters = {name: _find_holders(layer, tensor) for name, tensor in tensors.items()}
         self._rows: torch.Tensor | None = None
 
     @property
@@ -133,7 +133,7 @@ class HostExperts:
                 self._describe(self.cache.weights)
 
     def streams(self, tokens: int) -> bool:
-        """Return whether a call of so many tokens passes through the stream."""
+        """Return True if a call of so many tokens passes through the stream."""
         return self.stream is not None and tokens >= self.stream[2]
 
     def skip_padding(self, rows: torch.Tensor) -> None:
@@ -169,7 +169,7 @@ def stream_prompts(layers: Sequence[HostExperts], options: CacheOptions) -> Laye
     return stream
 
 
-def host_experts(model: Any) -> list[HostExperts]:
+def find_host_experts(model: Any) -> list[HostExperts]:
     """Return the experts of all layers of `model` that have a cache, in order."""
     attributes = (getattr(module, _ATTRIBUTE, None) for module in model.modules())
     return [experts for experts in attributes if experts is not None]
@@ -192,18 +192,18 @@ def to_device(layer: Any, device: torch.device) -> None:
         parameter.data = parameter.data.to(device)
 
 
-def per_expert(layer: Any) -> dict[str, torch.Tensor]:
+def find_expert_tensors(layer: Any) -> dict[str, torch.Tensor]:
     """Return every tensor that the layer's kernel indexes by expert, [E, ...] each, by a name of our own."""
     experts, kernel = layer.local_num_experts, layer.quant_method.moe_kernel
     tensors = {"w1": layer.w13_weight.data, "w2": layer.w2_weight.data}
-    for part, field, tensor in _described(kernel.fused_experts.quant_config):
+    for part, field, tensor in _find_described(kernel.fused_experts.quant_config):
         # A single element is a scale of activations, for all experts.
         if tensor.dim() and tensor.shape[0] == experts and not (experts == 1 and part.startswith("_a")):
             tensors[f"{part}.{field}"] = tensor.data
     return tensors
 
 
-def _described(quant_config: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _find_described(quant_config: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     for part in _PARTS:
         for field in _FIELDS:
             tensor = getattr(getattr(quant_config, part), field)
@@ -211,7 +211,7 @@ def _described(quant_config: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
                 yield part, field, tensor
 
 
-def _holders(layer: Any, tensor: torch.Tensor) -> list[str]:
+def _find_holders(layer: Any, tensor: torch.Tensor) -> list[str]:
     """Return the layer's parameters that hold `tensor`: nothing may keep the experts on the device."""
     return [
         name
@@ -220,7 +220,7 @@ def _holders(layer: Any, tensor: torch.Tensor) -> list[str]:
     ]
 
 
-def _store(tensors: Mapping[str, torch.Tensor], options: CacheOptions) -> ExpertStore:
+def _make_store(tensors: Mapping[str, torch.Tensor], options: CacheOptions) -> ExpertStore:
     """Return `tensors` in host memory, [E, ...] each; packed only if that memory is pinned."""
     pin = options.pin and torch.cuda.is_available()
     packable = any(tensor.dtype is torch.bfloat16 for tensor in tensors.values())
@@ -245,7 +245,7 @@ def _apply_through(experts: HostExperts, compute: Any, splits: bool) -> Any:
     nowhere[cache.capacity :] = -1
 
     def through_the_stream(topk_ids: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-        with experts.all_experts() as weights, _choosing_tiles_for(cache.num_experts):
+        with experts.all_experts() as weights, _choose_tiles_for(cache.num_experts):
             given.update(w1=weights["w1"], w2=weights["w2"], expert_map=None)
             result: torch.Tensor = compute(topk_ids=topk_ids, **given)  # [T, H]
             cache.seed_from(topk_ids, weights)
@@ -265,7 +265,7 @@ def _apply_through(experts: HostExperts, compute: Any, splits: bool) -> Any:
             return through_the_stream(topk_ids, given)
         many = cache.may_need_groups(topk_ids)
         given.update(w1=cache.weights["w1"], w2=cache.weights["w2"], expert_map=nowhere if many else None)
-        with _choosing_tiles_for(cache.num_experts):
+        with _choose_tiles_for(cache.num_experts):
             if many:
                 return in_groups(topk_ids, given).to(hidden_states.dtype)
             if splits and topk_ids.numel() * hits_first.UNSORTED <= cache.num_experts:
@@ -287,7 +287,7 @@ def _apply_through(experts: HostExperts, compute: Any, splits: bool) -> Any:
 
 
 @contextmanager
-def _choosing_tiles_for(experts: int) -> Iterator[None]:
+def _choose_tiles_for(experts: int) -> Iterator[None]:
     token = EXPERTS.set(experts)
     try:
         yield

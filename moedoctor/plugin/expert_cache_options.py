@@ -17,7 +17,7 @@ ENGINES = ("auto", "device", "host")
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How each MoE layer caches its experts."""
+    """The options of each MoE layer's cache."""
 
     slots: int
     """Experts of a layer that the GPU holds."""

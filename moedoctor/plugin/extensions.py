@@ -20,7 +20,7 @@ ALL = "all"
 
 
 class Need(Enum):
-    """What a release has to do with an extension."""
+    """The need of a release for an extension."""
 
     MADE_FOR = "made for"
     UNNEEDED = "not needed"
@@ -41,7 +41,7 @@ class Extension:
     """The releases that do not need it."""
     reason_unneeded: str = ""
     by_name_only: bool = False
-    """Whether ``all`` leaves it out."""
+    """True if ``all`` leaves it out."""
     example: Mapping[str, str] = field(default_factory=dict)
     """Variables that it needs besides its name."""
 
@@ -93,10 +93,10 @@ TRACES: Mapping[str, Extension] = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a variable asks for."""
+    """The extensions that a variable asks for."""
 
     names: tuple[str, ...]
-    """What is to be applied, in order."""
+    """The extensions to apply, in order."""
     required: frozenset[str]
     """Those of them that were asked for by name; the others may be left out."""
     unknown: tuple[str, ...]
@@ -112,7 +112,7 @@ def chosen(value: str, table: Mapping[str, Extension] = FIXES) -> Chosen:
 
 
 class Basis(Enum):
-    """What is known of an extension in a release."""
+    """The evidence for an extension in a release."""
 
     RAN = "ran in an engine"
     READ = "source checked"

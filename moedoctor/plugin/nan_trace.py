@@ -130,7 +130,7 @@ class EngineTrace:
             self.state.watch(point, tensor)
 
     def _is_own(self, x: Any) -> bool:
-        """Return whether `x` has this rank's rows; of all ranks' rows it is not known which are padding."""
+        """Return True if `x` has this rank's rows; of all ranks' rows it is not known which are padding."""
         return x is not None and self._rows in (None, int(x.shape[0]))
 
     def around_router(self, original: Any) -> Any:

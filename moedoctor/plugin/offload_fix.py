@@ -50,19 +50,22 @@ _ENTRY, _READER = "_forward_entry", "_forward_impl"
 def apply(version: str) -> str:
     """Apply the fix; see `moedoctor.plugin.register`."""
     offload = importlib.import_module("moedoctor.fixes.offloader").offload
-    finishing, arguments = functools.partial(_finishing, offload=offload), "vllm.engine.arg_utils:EngineArgs"
+    finishing, arguments = (
+        functools.partial(_wrap_post_init, offload=offload),
+        "vllm.engine.arg_utils:EngineArgs",
+    )
     uva, loading = "vllm.model_executor.offloader.uva:UVAOffloader", "vllm.model_executor.model_loader.utils"
     runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
     rebuild, sizes = "may_reinitialize_input_batch", "self kv_cache_config kernel_block_sizes"
     loads = ("self.model_runner.load_model(",)
     patches = (
-        Patch(uva, "_maybe_offload_to_cpu", _collecting, "self module", _WRAPS),
+        Patch(uva, "_maybe_offload_to_cpu", _collect_modules, "self module", _WRAPS),
         Patch(uva, "post_init", finishing, "self"),
         Patch(_OFFLOADER, "get_offloader", None),
-        Patch(weight_reload.WORKER, "load_model", _finishing_late, "self", loads),
-        Patch(arguments, "create_engine_config", _configuring, "self", (_ADDITIONAL,)),
-        Patch(runner, rebuild, unasserted, sizes, (_ASSERTS,), "offload_config", releases=_ASSERTING),
-        Patch(loading, _LOADING, taking_off, "module target_device", (MARK,), releases=_KEEPING_MARKS),
+        Patch(weight_reload.WORKER, "load_model", _wrap_worker_load_model, "self", loads),
+        Patch(arguments, "create_engine_config", _wrap_create_engine_config, "self", (_ADDITIONAL,)),
+        Patch(runner, rebuild, skip_assertion, sizes, (_ASSERTS,), "offload_config", releases=_ASSERTING),
+        Patch(loading, _LOADING, remove_marks, "module target_device", (MARK,), releases=_KEEPING_MARKS),
     )
     weight_reload.apply(version)
     apply_patches(NAME, version, patches)
@@ -85,7 +88,7 @@ class _Layer:
     """vLLM's own `forward` around it, which is off for the time being."""
 
 
-def _collecting(original: Any) -> Any:
+def _collect_modules(original: Any) -> Any:
     """Wrap `_maybe_offload_to_cpu`: leave the module's own `forward` in place and remember the module.
 
     With UVA it does not touch `forward`, so nothing is remembered.
@@ -108,7 +111,7 @@ def _collecting(original: Any) -> Any:
     return _maybe_offload_to_cpu
 
 
-def _finishing(original: Any, *, offload: Callable[..., Any]) -> Any:
+def _wrap_post_init(original: Any, *, offload: Callable[..., Any]) -> Any:
     """Wrap `post_init`, which vLLM calls after weights are loaded and repacked: our offloader takes over."""
 
     def post_init(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -129,7 +132,7 @@ def _finishing(original: Any, *, offload: Callable[..., Any]) -> Any:
     return post_init
 
 
-def _finishing_late(original: Any) -> Any:
+def _wrap_worker_load_model(original: Any) -> Any:
     """Wrap the worker's `load_model`: some model runners do not call `post_init`.
 
     V1 returns before it with STOCK_TORCH_COMPILE, and V2 has no such call before 0.28.0.
@@ -192,7 +195,7 @@ def _take_over(pending: Sequence[_Layer], offload: Callable[..., Any], *, pin: b
     return handle
 
 
-def _configuring(original: Any) -> Any:
+def _wrap_create_engine_config(original: Any) -> Any:
     """Wrap `create_engine_config` for engines that offload without UVA.
 
     They get no CUDA graphs, because a graph cannot hold copies from memory that is not pinned. Compiled code
@@ -200,7 +203,7 @@ def _configuring(original: Any) -> Any:
     """
 
     def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
-        if offloads_without_uva(self):
+        if is_offloaded_without_uva(self):
             self.additional_config = {**(self.additional_config or {}), "moedoctor": NAME}
             config = importlib.import_module("vllm.config")
             modes = getattr(config, "CUDAGraphMode", None)
@@ -212,8 +215,8 @@ def _configuring(original: Any) -> Any:
     return create_engine_config
 
 
-def offloads_without_uva(arguments: Any) -> bool:
-    """Return whether the engine of these `EngineArgs` offloads by copies in every forward."""
+def is_offloaded_without_uva(arguments: Any) -> bool:
+    """Return True if the engine of these `EngineArgs` offloads by copies in every forward."""
     if getattr(arguments, "offload_backend", "auto") not in ("auto", "uva"):
         return False
     if not arguments.cpu_offload_gb or getattr(arguments, "offload_group_size", 0) > 0:
@@ -226,7 +229,7 @@ def offloads_without_uva(arguments: Any) -> bool:
 # --- The assertion of releases before 0.20.0 against offload with other block sizes -----------------------
 
 
-def unasserted(original: Any) -> Any:
+def skip_assertion(original: Any) -> Any:
     """Wrap `may_reinitialize_input_batch`, so that offload looks switched off: it only asserts that."""
 
     def may_reinitialize_input_batch(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -252,7 +255,7 @@ class _NoOffload:
 # weights are not offloaded again.
 
 
-def taking_off(original: Any) -> Any:
+def remove_marks(original: Any) -> Any:
     """Wrap `device_loading_context`: take the mark off parameters whose memory was exchanged."""
 
     @contextlib.contextmanager
@@ -304,7 +307,7 @@ def readers(layers: Sequence[Any], offloaded: Sequence[Any]) -> Mapping[Any, tup
 
 
 def _has_reader() -> bool:
-    """Return whether the MoE operator of the installed vLLM calls `_READER`."""
+    """Return True if the MoE operator of the installed vLLM calls `_READER`."""
     operator, logits = "hidden_states layer_name", "hidden_states router_logits"
     calls, runner = (f".{_READER}(",), f"{_RUNNER}:MoERunner"
     try:
@@ -318,7 +321,7 @@ def _has_reader() -> bool:
 
 
 def _is_operator(function: Any) -> bool:
-    """Return whether it is an operator of torch's; on a CPU it is the Python function of that name."""
+    """Return True if it is an operator of torch's; on a CPU it is the Python function of that name."""
     import torch
 
     return isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))

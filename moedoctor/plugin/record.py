@@ -20,10 +20,10 @@ from typing import Any
 
 from moedoctor.plugin.process_end import ProcessEnd
 from moedoctor.plugin.record_layers import (
-    checkpoint_folder,
+    check_folder,
+    is_routed_by_kernel,
+    make_watched_layer,
     overwrites,
-    routes_itself,
-    watched_layer,
 )
 from moedoctor.plugin.register import FixError, OptionError, Patch, apply_patches
 from moedoctor.plugin.steps import Steps
@@ -69,7 +69,7 @@ class EngineRecorder:
 
     @property
     def stopped(self) -> bool:
-        """Return whether no more calls are watched."""
+        """Return True if no more calls are watched."""
         return (self.ring or self.keeper).stopped
 
     def around_method(self, original: Any) -> Any:
@@ -147,12 +147,13 @@ class EngineRecorder:
 
     def save(self, capsule: Any) -> None:
         """Write the capsule."""
+        from moedoctor.processes.files import make_folder
         from moedoctor.trace.capsule import file_name, save
 
         record = capsule.record
         file = self.folder / file_name(record, os.getpid())
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             save(capsule, file, lambda line: logger.warning("moedoctor: record: writes %s", line))
         except OSError as error:
             self._warn(
@@ -166,7 +167,7 @@ class EngineRecorder:
     # --- Inside -------------------------------------------------------------------------------------------
 
     def _is_right(self, capsule: Any) -> bool:
-        return bool(self._judge_of(checkpoint_folder(self.model)).is_right(capsule))
+        return bool(self._judge_of(check_folder(self.model)).is_right(capsule))
 
     def _judge_of(self, checkpoint: Path) -> Any:
         from moedoctor.trace.call_judge import CallJudge
@@ -205,7 +206,7 @@ class EngineRecorder:
         if self.ring is None:
             return number, x.clone() if overwrites(runner) else x, logits
         self._now = call = number, x, logits
-        if routes_itself(runner):
+        if is_routed_by_kernel(runner):
             self._save_input()
         return call
 
@@ -239,14 +240,14 @@ class EngineRecorder:
         if self._routed is not None:
             weights, ids = self._routed
             self.keeper.watch(number, MoeCall(MoeInput(x, ids, weights, logits), output))
-        elif routes_itself(runner):
+        elif is_routed_by_kernel(runner):
             self.keeper.watch(number, MoeCall(MoeInput(x, logits=logits), output))
 
     def _number(self, runner: Any, layer: Any) -> int | None:
         key = id(runner)
         if key not in self._numbers:
             try:
-                layer_of_runner = watched_layer(runner, layer, lambda: self.model)
+                layer_of_runner = make_watched_layer(runner, layer, lambda: self.model)
                 if self.ring is None:
                     self._numbers[key] = self.keeper.add(layer_of_runner)
                 else:
@@ -272,7 +273,7 @@ def _device_error() -> str | None:
 
 
 _active: tuple[EngineRecorder, ProcessEnd] | None = None
-"""What records in this process, and what saves the rest when it ends."""
+"""The recorder of this process, and the function that saves the rest when it ends."""
 
 
 def comparisons() -> tuple[int, float]:

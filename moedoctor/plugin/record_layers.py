@@ -1,4 +1,4 @@
-"""What a recording knows of a MoE layer of vLLM: its record, and its weights."""
+"""Reads the record and the weights of a MoE layer of vLLM, for a recording."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_tanh", "relu2_no_mul": "relu2
 
 
 def overwrites(runner: Any) -> bool:
-    """Return whether the experts may write their output over their input."""
+    """Return True if the experts may write their output over their input."""
     kernel = getattr(runner._quant_method, "moe_kernel", None)
     return bool(getattr(kernel, "inplace", False) or getattr(getattr(kernel, "impl", None), "inplace", False))
 
 
-def routes_itself(runner: Any) -> bool:
-    """Return whether the backend takes router logits and chooses the experts inside its kernel."""
+def is_routed_by_kernel(runner: Any) -> bool:
+    """Return True if the backend takes router logits and chooses the experts inside its kernel."""
     return bool(getattr(runner._quant_method, "is_monolithic", False))
 
 
-def watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None]) -> Any:
+def make_watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None]) -> Any:
     """Return the `WatchedLayer` of a MoE layer. Raises FixError if it cannot be recorded."""
     from moedoctor.trace.call_keeper import WatchedLayer
     from moedoctor.trace.capsule import Record
@@ -57,23 +57,23 @@ def watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None]) -> A
     record = Record.model_validate(
         {
             "layer": str(getattr(layer, "layer_name", "experts")),
-            "hidden": _unpadded(config, "hidden_dim"),
-            "intermediate": _unpadded(config, "intermediate_size_per_partition"),
+            "hidden": _read_unpadded(config, "hidden_dim"),
+            "intermediate": _read_unpadded(config, "intermediate_size_per_partition"),
             "experts": int(config.num_experts),
             "top_k": int(config.experts_per_token),
             "activation": activation,
             "quantization": quantization,
             "block": _block(method),
-            "activations": _quantized_activations(method),
+            "activations": _name_activations(method),
             "backend": _backend(method),
-            "kernel": {"monolithic": str(routes_itself(runner))},
+            "kernel": {"monolithic": str(is_routed_by_kernel(runner))},
             "parallel": sizes,
             "packages": {"vllm": installed_version(), **_packages()},
             "environment": _environment(),
         }
     )
     weights = getattr(runner, "routed_experts", layer)
-    route = functools.partial(_route, runner.router) if routes_itself(runner) else None
+    route = functools.partial(_route, runner.router) if is_routed_by_kernel(runner) else None
     return WatchedLayer(
         record,
         functools.partial(_checkpoint_tensors, find, record),
@@ -88,9 +88,9 @@ def _route(router: Any, x: Any, logits: Any) -> tuple[Any, Any]:
     return weights, ids
 
 
-def _unpadded(config: Any, name: str) -> int:
+def _read_unpadded(config: Any, name: str) -> int:
     """Return a size as the checkpoint has it; some backends pad it."""
-    value = getattr(config, f"{name}_unpadded", None)
+    value = getattr(config, f"{name}_read_unpadded", None)
     return int(getattr(config, name) if value is None else value)
 
 
@@ -103,7 +103,7 @@ def _block(method: Any) -> tuple[int, int] | None:
     return (1, 0) if "channel" in strategy else None
 
 
-def _quantized_activations(method: Any) -> str:
+def _name_activations(method: Any) -> str:
     """Return how the backend quantizes activations, as `Record.activations` says it."""
     kernel = getattr(method, "moe_kernel", None)
     config = getattr(getattr(kernel, "fused_experts", None), "quant_config", None)
@@ -142,7 +142,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def checkpoint_folder(folder: Path | None) -> Path:
+def check_folder(folder: Path | None) -> Path:
     """Return the folder. Raises CapsuleError if there is none."""
     from moedoctor.trace.capsule import CapsuleError
 
@@ -159,7 +159,7 @@ def _checkpoint_tensors(
     from moedoctor.trace.expert_weights import ExpertFiles
 
     try:
-        files = ExpertFiles(checkpoint_folder(find()))
+        files = ExpertFiles(check_folder(find()))
         tensors: Mapping[str, Any] = files.capsule_tensors(record.layer, experts, record.quantization)
     except CapsuleError as error:
         logger.warning("moedoctor: record: the capsule is made without the checkpoint's weights: %s", error)

@@ -105,7 +105,7 @@ def _register(process: int, values: tuple[str, ...]) -> None:
             problems.append(f"{variable} names no {kind} called {name}; expected {known}")
         for name in asked.names:
             try:
-                active += _applied(kind, name, table[name])
+                active += _apply_extension(kind, name, table[name])
             except FixError as error:
                 if name in asked.required or isinstance(error, OptionError):
                     problems.append(str(error))
@@ -160,20 +160,20 @@ def installed_version() -> str:
     return version.partition("+")[0]
 
 
-def known_releases() -> Sequence[str]:
+def list_known_releases() -> Sequence[str]:
     """Return the vLLM releases that the fixes know, oldest first."""
     return tuple(backend_tables.releases())
 
 
 def need(extension: Extension, version: str) -> tuple[Need, str]:
     """Return whether the extension is made for a release, and the reason if it is not."""
-    known = known_releases()
+    known = list_known_releases()
     if version not in known:
         return Need.REFUSED, f"it is none of the releases that the fixes know ({known[0]} to {known[-1]})"
     return extension.need(version)
 
 
-def _applied(kind: str, name: str, extension: Extension) -> Sequence[str]:
+def _apply_extension(kind: str, name: str, extension: Extension) -> Sequence[str]:
     """Apply an extension and return a line that says what is active. Raises FixError."""
     version = "of unknown release"
     try:

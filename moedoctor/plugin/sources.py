@@ -1,4 +1,4 @@
-"""Whether each fix and trace fits the Python source of the installed vLLM.
+"""Checks that each fix and trace fits the Python source of the installed vLLM.
 
 ``python -m moedoctor.plugin.sources`` prints it. Every extension is applied to the real release in
 this process, which needs no GPU and starts no engine. That checks each of its patches: the function, its

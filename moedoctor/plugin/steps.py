@@ -1,4 +1,4 @@
-"""Where the steps of vLLM's model runners begin and end, for what watches an engine.
+"""The begin and end of steps of vLLM's model runners, for fixes and traces that watch an engine.
 
 vLLM's dummy runs, which warm up and capture graphs, do not call `_model_forward` of its V1 model runner, nor
 `prepare_inputs` of V2. So a step here is one that computes tokens of requests.

@@ -17,7 +17,7 @@ from moedoctor.plugin.register import Patch, apply_patches
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
 """The worker of both model runners."""
 _HOLDERS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""What holds weights in host memory -> the fix."""
+"""The object that holds weights in host memory -> the fix."""
 
 
 def hold(fix: str, owner: Any) -> None:
@@ -28,14 +28,14 @@ def hold(fix: str, owner: Any) -> None:
 def apply(version: str) -> None:
     """Wrap what gives a worker new weights; nothing changes until a fix calls `hold`. Raises FixError."""
     loads, reloads = ("self.model_runner.load_model(",), ("self.model_runner.reload_weights(",)
-    transfer = partial(_refusing, "a weight transfer")
+    transfer = partial(_refuse, "a weight transfer")
     patches = (
-        Patch(WORKER, "load_model", _guarding_the_model, "self", loads),
-        Patch(WORKER, "reload_weights", partial(_refusing, "reload_weights"), "self", reloads),
-        Patch(WORKER, "update_weights", partial(_refusing, "update_weights"), "update_info"),
+        Patch(WORKER, "load_model", _guard_the_model, "self", loads),
+        Patch(WORKER, "reload_weights", partial(_refuse, "reload_weights"), "self", reloads),
+        Patch(WORKER, "update_weights", partial(_refuse, "update_weights"), "update_info"),
         # All steps of an update call it before they do anything.
         Patch(WORKER, "_check_weight_transfer_engine", transfer, "self", releases=">=0.21.0"),
-        Patch(WORKER, "sleep", _refusing_to_discard, "self level"),
+        Patch(WORKER, "sleep", _refuse_to_discard, "self level"),
     )
     apply_patches("weight_reload", version, patches)
 
@@ -49,7 +49,7 @@ def _check(asked: str) -> None:
         )
 
 
-def _refusing(asked: str, original: Any) -> Any:
+def _refuse(asked: str, original: Any) -> Any:
     """Wrap a function that writes new weights."""
 
     def refusing(*arguments: Any, **options: Any) -> Any:
@@ -59,20 +59,20 @@ def _refusing(asked: str, original: Any) -> Any:
     return refusing
 
 
-def _guarding_the_model(original: Any) -> Any:
+def _guard_the_model(original: Any) -> Any:
     """Wrap `load_model`: extensions of the worker give new weights to the model itself."""
 
     def load_model(self: Any, *arguments: Any, **options: Any) -> Any:
         result = original(self, *arguments, **options)
         model = self.model_runner.get_model()
         if hasattr(model, "load_weights"):
-            model.load_weights = _refusing("the model's load_weights", model.load_weights)
+            model.load_weights = _refuse("the model's load_weights", model.load_weights)
         return result
 
     return load_model
 
 
-def _refusing_to_discard(original: Any) -> Any:
+def _refuse_to_discard(original: Any) -> Any:
     """Wrap `sleep`."""
 
     def sleep(self: Any, level: int = 1, *arguments: Any, **options: Any) -> Any:

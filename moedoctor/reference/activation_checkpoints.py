@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moedoctor.reference.checkpoints import Scheme, Tensors, expert_tensors
+from moedoctor.reference.checkpoints import Scheme, Tensors, make_expert_tensors
 
 Draw = Callable[..., torch.Tensor]
 """``draw(rows, columns, gain)``: BF16 [rows, columns] with a deviation of ``gain / sqrt(columns)``."""
@@ -112,7 +112,7 @@ def write_gemma4(folder: Path, config: Mapping[str, Any], scheme: Scheme = "bf16
                 "up": draw(width, hidden).float(),
                 "down": draw(hidden, width).float(),
             }
-            for name, tensor in expert_tensors(scheme, weights).items():
+            for name, tensor in make_expert_tensors(scheme, weights).items():
                 tensors[f"{prefix}.experts.{expert}.{name}"] = tensor
     tensors |= {"model.norm.weight": ones, "lm_head.weight": draw(config["vocab_size"], hidden, 4.0)}
     return _write(folder, config, tensors)
@@ -170,7 +170,7 @@ def _moe(config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: torch
     }
     for expert in range(experts):
         weights = {"up": draw(width, latent).float(), "down": draw(latent, width).float()}
-        for name, tensor in expert_tensors(scheme, weights).items():
+        for name, tensor in make_expert_tensors(scheme, weights).items():
             tensors[f"experts.{expert}.{name}"] = tensor
     return tensors
 

@@ -1,4 +1,4 @@
-"""How far a result is from the reference: relative errors, and whether outputs and routings agree.
+"""The distance of a result from the reference: relative errors, and whether outputs and routings agree.
 
 An average over a batch hides one wrong token, and an absolute tolerance passes an output of zeros. So `agree`
 checks each token by itself, first of all whether it is finite, and names the worst one.
@@ -21,7 +21,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far a right result may be from the reference; errors are relative to the token's RMS."""
+    """The largest distance of a right result from the reference; errors are relative to the token's RMS."""
 
     cosine: float
     """Least cosine of a token's output and the expected one."""
@@ -82,7 +82,7 @@ class Agreement:
 
     @property
     def right(self) -> bool:
-        """Whether every token passes every check."""
+        """Return True if every token passes every check."""
         return self.reason is None
 
     def evidence(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _reason(worst: Agreement, bounds: Bounds) -> str | None:
     return None
 
 
-def differing_rows(
+def find_differing_rows(
     logits: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,

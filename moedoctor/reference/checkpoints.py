@@ -91,7 +91,7 @@ def write_qwen3_moe(
             # The larger gain of down makes up for SiLU and the weighted mean over experts.
             gate, up = random(intermediate, hidden), random(intermediate, hidden)  # [I, H] each
             down = random(hidden, intermediate, 3.0)  # [H, I]
-            for name, tensor in expert_tensors(scheme, {"gate": gate, "up": up, "down": down}).items():
+            for name, tensor in make_expert_tensors(scheme, {"gate": gate, "up": up, "down": down}).items():
                 tensors[f"{prefix}.mlp.experts.{expert}.{name}"] = tensor
     config: dict[str, Any] = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -121,7 +121,7 @@ def write_qwen3_moe(
         "torch_dtype": "bfloat16",
         "use_cache": True,
         "vocab_size": vocab,
-        **quantization_fields(scheme, layers),
+        **make_quantization_fields(scheme, layers),
     }
     if change is not None:
         change(tensors, config)
@@ -131,7 +131,7 @@ def write_qwen3_moe(
     return folder
 
 
-def expert_tensors(scheme: Scheme, weights: Mapping[str, torch.Tensor]) -> Tensors:
+def make_expert_tensors(scheme: Scheme, weights: Mapping[str, torch.Tensor]) -> Tensors:
     """Return one expert's tensors by the end of their names.
 
     `weights`: ``gate`` if the activation has one, ``up`` [I, H], ``down`` [H, I].
@@ -176,7 +176,7 @@ def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return quantized, scales.reshape(rows, columns).contiguous()
 
 
-def quantization_fields(scheme: Scheme, layers: int) -> dict[str, Any]:
+def make_quantization_fields(scheme: Scheme, layers: int) -> dict[str, Any]:
     """Return the fields of config.json that say how the experts are quantized."""
     if scheme == "bf16":
         return {}

@@ -22,7 +22,7 @@ from moedoctor.reference.moe import MoeWeights, forward
 POLICIES = ("lfru", "lru")
 """`lfru` is the PR's policy; `lru` was its first version."""
 CLOCKS = ("access", "call")
-"""What age counts: the PR counts single accesses, a fork of it counts calls."""
+"""The unit of age: the PR counts single accesses, a fork of it counts calls."""
 
 
 class PrRule:
@@ -138,7 +138,7 @@ class Problem:
 
 
 class Difference(NamedTuple):
-    """How two outputs [T, H] differ."""
+    """The difference between two outputs [T, H]."""
 
     rows: torch.Tensor
     """bool [T]: rows that differ by more than the tolerance."""

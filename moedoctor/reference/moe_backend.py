@@ -23,7 +23,7 @@ class Variant:
     quantization: str
     """``nvfp4``, ``fp8``, ``fp8-block`` or ``bf16``"""
     activations: str = "none"
-    """How it quantizes activations: ``nvfp4``, ``fp8``, ``fp8_block`` or ``none``"""
+    """The format of its activations: ``nvfp4``, ``fp8``, ``fp8_block`` or ``none``"""
 
     @property
     def label(self) -> str:
@@ -65,7 +65,7 @@ class Backend(ABC):
 
     variant: Variant
     capturable: bool = True
-    """Whether a call can be captured into a CUDA graph."""
+    """True if a call can be captured into a CUDA graph."""
 
     @abstractmethod
     def unavailable(self, shape: LayerShape, device: str) -> str | None:

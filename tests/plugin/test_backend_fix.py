@@ -13,7 +13,7 @@ import pytest
 from vllm_stub import write
 
 from moedoctor.plugin import backend_fix
-from moedoctor.plugin.register import known_releases, register
+from moedoctor.plugin.register import list_known_releases, register
 
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle.nvfp4"
 Stub = Callable[..., Any]
@@ -40,7 +40,7 @@ def moe_backend(arguments: Any) -> str:
     return backend
 
 
-@pytest.mark.parametrize("version", known_releases())
+@pytest.mark.parametrize("version", list_known_releases())
 def test_the_variable_is_honoured_in_every_release(
     stub: Stub, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:

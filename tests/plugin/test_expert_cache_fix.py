@@ -15,12 +15,12 @@ from moedoctor.fixes.eviction import ONLINE_POLICIES
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.plugin import expert_cache_fix as fix
 from moedoctor.plugin import expert_cache_layer, expert_cache_options, hits_first, weight_reload
-from moedoctor.plugin.expert_cache_fix import refusal, refused_setting
+from moedoctor.plugin.expert_cache_fix import check_setting, refusal
 from moedoctor.plugin.expert_cache_layer import (
     EXPERTS,
-    host_experts,
+    find_expert_tensors,
+    find_host_experts,
     install,
-    per_expert,
 )
 from moedoctor.plugin.expert_cache_options import CacheOptions
 from moedoctor.plugin.register import FixError, OptionError, Patch
@@ -149,7 +149,7 @@ def assert_same_outputs(layer: Layer, tokens: int, calls: int) -> None:
 
 def test_nothing_keeps_the_experts_on_the_device() -> None:
     layer = Layer()
-    assert set(per_expert(layer)) == {"w1", "w2", "_w1.scale", "_w2.bias"}
+    assert set(find_expert_tensors(layer)) == {"w1", "w2", "_w1.scale", "_w2.bias"}
     cache = install(layer, CacheOptions(5), torch.device("cpu"), captured=False)
     described = layer.quant_method.moe_kernel.fused_experts.quant_config
     for tensor, name in (
@@ -168,7 +168,7 @@ def test_nothing_keeps_the_experts_on_the_device() -> None:
 def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
     layer = Layer()
     install(layer, CacheOptions(5), torch.device("cpu"), captured=False)
-    (experts,) = host_experts(torch.nn.ModuleList([layer]))
+    (experts,) = find_host_experts(torch.nn.ModuleList([layer]))
     for slots in (5, 2, 7, E, 3):
         cache = experts.give(CacheOptions(slots), captured=False)
         assert layer.w13_weight.shape[0] == slots
@@ -186,11 +186,11 @@ def test_a_full_cache_begins_with_experts_that_leave_first(policy: str) -> None:
     cache = install(layer, CacheOptions(5, policy), torch.device("cpu"), captured=False)
     assert cache.resident() == [0, 1, 2, 3, 4]
     for name, held in cache.weights.items():
-        assert torch.equal(held, host_experts(layer)[0].store.tensors[name][:5])
+        assert torch.equal(held, find_host_experts(layer)[0].store.tensors[name][:5])
     for ids in ([7, 8], [9, 10], [11, 7]):
         cache.acquire(torch.tensor([ids], dtype=torch.int32))
     assert set(cache.resident()) == {7, 8, 9, 10, 11}, "no expert that a call asked for has left"
-    (experts,) = host_experts(layer)
+    (experts,) = find_host_experts(layer)
     assert experts.give(CacheOptions(5, fill=False), captured=False).resident() == [-1] * 5
 
 
@@ -262,7 +262,7 @@ def in_rows(capacity: int, splits: bool, seed: int = 0) -> tuple[RowKernel, Any]
         layer.quant_method.moe_kernel.fused_experts.quant_config
     )
     cache = install(layer, CacheOptions(capacity), torch.device("cpu"), captured=False)
-    (experts,) = host_experts(torch.nn.ModuleList([layer]))
+    (experts,) = find_host_experts(torch.nn.ModuleList([layer]))
     compute, draw = type(kernel).apply.__get__(kernel), torch.Generator().manual_seed(seed)
 
     def groups_of(ids: torch.Tensor, *, overlap: bool = False) -> Any:
@@ -359,7 +359,7 @@ def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
     plain, draw = Layer(), torch.Generator().manual_seed(0)
     described = plain.quant_method.moe_kernel.fused_experts.quant_config._w1.scale
     for tokens in (9, 2, 3):
-        before = [layer.cache.stats.calls for layer in host_experts(model)]
+        before = [layer.cache.stats.calls for layer in find_host_experts(model)]
         for layer in model:
             x = torch.randn(tokens, HIDDEN, generator=draw)  # [T, H]
             topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
@@ -370,9 +370,9 @@ def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
             )
             config = layer.quant_method.moe_kernel.fused_experts.quant_config
             assert len(config._w1.scale) == 5, "the slots are back"
-            (experts,) = host_experts(layer)
+            (experts,) = find_host_experts(layer)
             assert set(ids[-1].tolist()) <= set(experts.cache.resident())
-        calls = [layer.cache.stats.calls for layer in host_experts(model)]
+        calls = [layer.cache.stats.calls for layer in find_host_experts(model)]
         assert calls == [count + (tokens < 3) for count in before], "a streamed call is no call of the cache"
     assert len(described) == E
 
@@ -391,7 +391,7 @@ def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
 def test_prompts_stream_from_a_length_on(layers: int, options: CacheOptions, tokens: int | None) -> None:
     model = torch.nn.ModuleList(Layer() for _ in range(layers))
     fix._give_caches(model, options, Layer, "cpu", False)
-    firsts = {experts.stream and experts.stream[2] for experts in host_experts(model)}
+    firsts = {experts.stream and experts.stream[2] for experts in find_host_experts(model)}
     assert firsts == (set() if options.slots == E else {tokens})
 
 
@@ -453,7 +453,7 @@ def test_settings_are_refused_before_anything_is_loaded(monkeypatch: pytest.Monk
     with pytest.raises(SystemExit, match=r"=1: layers\.0\.experts cannot have .* one token needs"):
         create(None, layer=Layer(), num_experts=E)
     assert made == []
-    assert refused_setting(Layer(), TOP_K) is None
+    assert check_setting(Layer(), TOP_K) is None
 
 
 def engine(cpu: float = 0.0, group: int = 0, graphs: str = "FULL", eager: bool = False) -> SimpleNamespace:
@@ -477,15 +477,15 @@ def test_offload_and_a_cache_exclude_each_other(config: SimpleNamespace) -> None
 def loading(model: torch.nn.Module) -> Any:
     """`load_model` of a loader that loads `model`."""
     rows = fix.RealRows()
-    return fix._caching(lambda *arguments: model, wish=CacheOptions(5), layer_type=Layer, rows=rows)
+    return fix._wrap_load_model(lambda *arguments: model, wish=CacheOptions(5), layer_type=Layer, rows=rows)
 
 
 def test_a_loaded_model_gets_caches_once() -> None:
     config = engine(graphs="NONE")
     model = loading(torch.nn.ModuleList([Layer()]))(None, config, config.model_config)
-    (experts,) = host_experts(model)
+    (experts,) = find_host_experts(model)
     assert loading(model)(None, config, config.model_config)[0].w13_weight.shape[0] == 5
-    assert host_experts(model) == [experts]
+    assert find_host_experts(model) == [experts]
 
 
 def test_padding_of_a_step_loads_nothing() -> None:
@@ -494,9 +494,9 @@ def test_padding_of_a_step_loads_nothing() -> None:
     rows.begin(1, 4)  # no model is loaded yet
     rows.end(None)
     model = torch.nn.ModuleList([Layer(), Layer()])
-    load = fix._caching(lambda *arguments: model, wish=CacheOptions(6), layer_type=Layer, rows=rows)
+    load = fix._wrap_load_model(lambda *arguments: model, wish=CacheOptions(6), layer_type=Layer, rows=rows)
     load(None, config, config.model_config)
-    layers = host_experts(model)
+    layers = find_host_experts(model)
     ids = torch.arange(8, dtype=torch.int32).view(4, TOP_K)  # [T, K]
     x, topk_weights = torch.randn(4, HIDDEN), torch.rand(4, TOP_K)
 
@@ -533,7 +533,7 @@ def test_new_weights_are_refused_if_a_layer_has_a_cache(
     monkeypatch.setattr(weight_reload, "_HOLDERS", holders)
     config, model = engine(graphs="NONE"), torch.nn.ModuleList([Layer()])
     wish = CacheOptions(slots)
-    load = fix._caching(lambda *arguments: model, wish=wish, layer_type=Layer, rows=fix.RealRows())
+    load = fix._wrap_load_model(lambda *arguments: model, wish=wish, layer_type=Layer, rows=fix.RealRows())
     load(None, config, config.model_config)
     assert set(holders.values()) == held
 
@@ -548,7 +548,7 @@ def test_new_weights_are_refused_if_a_layer_has_a_cache(
     ],
 )
 def test_graphs_are_captured_unless_they_are_off(config: SimpleNamespace, captures: bool) -> None:
-    assert fix._captures(config, config.model_config) is captures
+    assert fix._is_captured(config, config.model_config) is captures
 
 
 def test_only_a_draft_model_needs_no_experts() -> None:
@@ -576,7 +576,7 @@ def test_an_optional_cache_is_left_out_of_every_layer(
         layers = torch.nn.ModuleList(model)
         fix._give_caches(layers, CacheOptions(5), Layer, "cpu", captured)
         assert [layer.w13_weight.shape[0] for layer in layers] == [E, E]
-        assert not host_experts(layers)
+        assert not find_host_experts(layers)
     assert "left out: expert_cache: MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have" in caplog.text
     assert "left out: expert_cache: MOEDOCTOR_EXPERT_CACHE=5: CUDA graphs need pinned" in caplog.text
 
@@ -587,7 +587,7 @@ def test_the_log_says_what_a_step_computes_first(
 ) -> None:
     def give(layer: Any, *given: Any, **options: Any) -> ExpertCache:
         cache = install(layer, *given, **options)
-        host_experts(torch.nn.ModuleList([layer]))[0].hits_first = splits
+        find_host_experts(torch.nn.ModuleList([layer]))[0].hits_first = splits
         return cache
 
     monkeypatch.setattr(fix, "install", give)
@@ -603,15 +603,15 @@ def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_the_variable_is_read() -> None:
-    assert fix.wanted({}) is None
-    assert fix.wanted({fix.VARIABLE: " 16 "}) == CacheOptions(
+    assert fix.read_wish({}) is None
+    assert fix.read_wish({fix.VARIABLE: " 16 "}) == CacheOptions(
         16, policy="aging", packed=True, overlap=True, fill=True
     )
     every = "8: policy=lfru, packed=0,overlap=0,fill=0,engine=host,pin=0,stream=64,"
     expected = CacheOptions(8, "lfru", False, False, False, "host", False, 64)
-    assert fix.wanted({fix.VARIABLE: every}) == expected
+    assert fix.read_wish({fix.VARIABLE: every}) == expected
     for default in ("1", "backend"):
-        assert fix.wanted({fix.VARIABLE: f"8:overlap={default}"}) == CacheOptions(8)
+        assert fix.read_wish({fix.VARIABLE: f"8:overlap={default}"}) == CacheOptions(8)
 
 
 @pytest.mark.parametrize(
@@ -634,7 +634,7 @@ def test_the_variable_is_read() -> None:
 )
 def test_a_bad_value_is_one_line(value: str, line: str) -> None:
     with pytest.raises(OptionError) as refused:
-        fix.wanted({fix.VARIABLE: value})
+        fix.read_wish({fix.VARIABLE: value})
     text = str(refused.value)
     assert line in text
     assert text.startswith(fix.VARIABLE)
@@ -671,7 +671,7 @@ def test_each_release_is_checked_for_what_computing_hits_first_needs(
 
 
 def test_ids_are_sorted_as_for_all_experts() -> None:
-    chosen = fix._unchanged_assignment(lambda ids, config, tokens, top_k, experts, mapping: experts)
+    chosen = fix._keep_assignment(lambda ids, config, tokens, top_k, experts, mapping: experts)
     assert chosen("ids", {}, 1, 8, 16, None) == 16
     token = EXPERTS.set(E)
     assert chosen("ids", {}, 1, 8, 16, None) == E
@@ -679,7 +679,7 @@ def test_ids_are_sorted_as_for_all_experts() -> None:
 
 
 def test_tiles_are_chosen_for_all_experts() -> None:
-    chosen = fix._unchanged_tiles(lambda w1_shape, w2_shape, top_k: (w1_shape, w2_shape, top_k))
+    chosen = fix._keep_tiles(lambda w1_shape, w2_shape, top_k: (w1_shape, w2_shape, top_k))
     assert chosen((4, 6, 8), (4, 8, 3), 2) == ((4, 6, 8), (4, 8, 3), 2)
     token = EXPERTS.set(E)
     assert chosen((4, 6, 8), (4, 8, 3), 2) == ((E, 6, 8), (E, 8, 3), 2)

@@ -146,7 +146,7 @@ with set_current_vllm_config(config):
         answer["refused"] = str(error)
     else:
         layer = model["experts"]
-        made = ours.host_experts(model)
+        made = ours.find_host_experts(model)
         answer["caches"] = len(made)
         pairs = list(zip([run(layer, *inputs) for inputs in calls], plain["outputs"]))
         answer["same bits"] = [bool((a == b).all()) for a, b in pairs]

@@ -11,7 +11,7 @@ import torch
 
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.plugin import expert_cache_fix, hits_first
-from moedoctor.plugin.expert_cache_layer import host_experts, install
+from moedoctor.plugin.expert_cache_layer import find_host_experts, install
 from moedoctor.plugin.expert_cache_options import CacheOptions
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.reference.moe_layer import make_layer
@@ -46,8 +46,8 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(triton, "_prepare_expert_assignment"):
         pytest.skip("this vLLM sorts all ids")
     for name, wrap in (
-        ("try_get_optimal_moe_config", expert_cache_fix._unchanged_tiles),
-        ("_prepare_expert_assignment", expert_cache_fix._unchanged_assignment),
+        ("try_get_optimal_moe_config", expert_cache_fix._keep_tiles),
+        ("_prepare_expert_assignment", expert_cache_fix._keep_assignment),
     ):
         monkeypatch.setattr(triton, name, wrap(getattr(triton, name)))
 
@@ -93,7 +93,7 @@ def test_two_calls_have_the_bits_of_a_layer_without_a_cache(
     in_two = hits_first.compute_in_two
     monkeypatch.setattr(hits_first, "compute_in_two", lambda *given: (split.append(1), in_two(*given))[1])
     install(layer, CacheOptions(SLOTS), torch.device(DEVICE), captured=True)
-    (experts,) = host_experts(torch.nn.ModuleList([layer]))
+    (experts,) = find_host_experts(torch.nn.ModuleList([layer]))
     assert experts.hits_first
     for call, right in zip(calls, expected, strict=True):
         assert torch.equal(compute(prepared, layer, call), right)

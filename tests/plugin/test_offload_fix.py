@@ -252,7 +252,7 @@ def test_if_ours_cannot_take_over_vllm_offloads_as_before(
     plain = [module(x) for module in modules]
     if "meta" in reason:
         modules[1].register_buffer("mask", torch.empty(4, device="meta"))
-    for name in ("buffers_for", "_bring_back"):  # neither for buffers nor for what did not fit anyway
+    for name in ("make_buffers", "_bring_back"):  # neither for buffers nor for what did not fit anyway
         monkeypatch.setattr(offload_storage, name, no_room)
     offloader.post_init()
     assert all("forward" in vars(module) for module in modules)

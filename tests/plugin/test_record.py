@@ -334,7 +334,7 @@ def test_how_activations_are_quantized_is_what_the_kernel_says(
 ) -> None:
     experts = SimpleNamespace(quant_config=SimpleNamespace(**config))
     method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=experts))
-    assert record_layers._quantized_activations(method) == activations
+    assert record_layers._name_activations(method) == activations
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from real_vllm import ask_child
 
 from moedoctor.plugin import sources
 from moedoctor.plugin.extensions import FIXES, TRACES, Extension
-from moedoctor.plugin.register import FixError, Patch, apply_patches, known_releases
+from moedoctor.plugin.register import FixError, Patch, apply_patches, list_known_releases
 from tests.interpreted import ROOT
 
 STORED = json.loads((ROOT / "reports" / "plugin" / "sources.json").read_text())
@@ -72,7 +72,7 @@ def test_all_known_releases_are_stored_and_those_that_make_test_upstream_asks_ar
         for line in (ROOT / "Makefile").read_text().splitlines()
         if line.startswith("VLLM ?=")
     )
-    assert list(STORED) == list(known_releases())
+    assert list(STORED) == list(list_known_releases())
     assert set(default.split()) <= set(STORED)
     assert all(list(rows) == [*FIXES, *TRACES] for rows in STORED.values())
 

@@ -109,7 +109,7 @@ def _why_not(
         return f"{VARIABLE} is set, but {FILTER} does not name {plugin}"
     if release is None:
         return f"{VARIABLE} is set, but vLLM is not installed here"
-    releases = vllm_plugin.known_releases()
+    releases = vllm_plugin.list_known_releases()
     if release not in releases:
         span = f"{releases[0]} to {releases[-1]}"
         return f"{VARIABLE} is set, but vLLM {release} is none of the releases that the fixes know ({span})"

@@ -149,10 +149,12 @@ def fitted_step(step: str, facts: Facts) -> str:
     if _BACKENDS not in step:
         return step
     from moedoctor.fixes.backends.release_tables import CAPABILITIES
-    from moedoctor.fixes.backends.release_tables import releases as known_releases
+    from moedoctor.fixes.backends.release_tables import releases as list_known_releases
 
     capabilities = [gpu[3:] for gpu in facts.gpus if gpu.startswith("SM ") and gpu[3:] in CAPABILITIES]
-    releases = [text for text in map(_show, sorted(facts.vllm, reverse=True)) if text in known_releases()]
+    releases = [
+        text for text in map(_show, sorted(facts.vllm, reverse=True)) if text in list_known_releases()
+    ]
     options = "".join(
         f" --{name} {values[0]}" for name, values in (("sm", capabilities), ("release", releases)) if values
     )

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from moedoctor.faults.offload.offload_noop import OffloadNoopParameters
-from moedoctor.plugin.offload_fix import MARK, taking_off
+from moedoctor.plugin.offload_fix import MARK, remove_marks
 from moedoctor.plugin.register import installed_version
 from moedoctor.results import Case, Observation, UnavailableError
 from moedoctor.upstream.engine.engine import EngineResult
@@ -151,7 +151,7 @@ def places(replace: Replace, make_context: MakeContext, *, fixed: bool = False) 
             setattr(parameter, MARK, True)
             layer.register_parameter(name, parameter)
         context = make_context(view)
-        with (taking_off(context) if fixed else context)(layer, torch.device("cuda")):
+        with (remove_marks(context) if fixed else context)(layer, torch.device("cuda")):
             for name, (shape, dtype) in REPACKED.items():
                 replace(layer, name, torch.empty(shape, dtype=dtype, device="cuda"))
         on_host = {tensor.untyped_storage()._cdata for tensor in views}

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from moedoctor.faults.offload.offload_reinit import OffloadReinitParameters
-from moedoctor.plugin.offload_fix import unasserted
+from moedoctor.plugin.offload_fix import skip_assertion
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
@@ -29,13 +29,13 @@ Rebuild = Callable[[Any, Any, list[int]], None]
 
 def model(case: Case, parameters: OffloadReinitParameters, release: None) -> Observation:
     """The failing algorithm; for `fixed` inside the plug-in's wrapper."""
-    return observe(parameters, unasserted(refuses) if case.subject == "fixed" else refuses)
+    return observe(parameters, skip_assertion(refuses) if case.subject == "fixed" else refuses)
 
 
 def library(case: Case, parameters: OffloadReinitParameters, release: ReleaseSource | None) -> Observation:
     """The release's own function, also inside the plug-in's wrapper. Raises SourceError, UnavailableError."""
     rebuild = upstream(release or ReleaseSource.installed())
-    patched = outcome(unasserted(rebuild), LAYOUTS[parameters.layout], parameters.offload_gb)
+    patched = outcome(skip_assertion(rebuild), LAYOUTS[parameters.layout], parameters.offload_gb)
     return Observation({**observe(parameters, rebuild).evidence, "with_offload_and_plug_in": patched})
 
 

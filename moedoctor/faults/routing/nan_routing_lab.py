@@ -14,7 +14,7 @@ from moedoctor.faults.routing.nan_routing import NanRoutingParameters
 from moedoctor.fixes import routing as fixes
 from moedoctor.fixes.routing import TopK
 from moedoctor.reference import routing as reference
-from moedoctor.reference.agreement import differing_rows
+from moedoctor.reference.agreement import find_differing_rows
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.releases.moe_kernels import MoeKernels
 from moedoctor.upstream.releases.old_topk import repeat_argmax, topk_softmax, winners
@@ -170,7 +170,7 @@ def _masks(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> dict[s
     ids = routed.ids.long()  # [T, K]
     ordered = ids.sort(dim=1).values  # [T, K]
     expected = _route(parameters, reference, Rows(rows.logits.float(), rows.kinds, rows.bias))
-    differing = differing_rows(
+    differing = find_differing_rows(
         rows.logits,
         ids,
         routed.weights,

@@ -72,7 +72,7 @@ def our_start(
     """Start as with our plug-in: `VLLM_NVFP4_MOE_BACKEND` is honoured and every dead setting answered."""
     release, scheme = parameters.release, parameters.scheme
     moe_backend = moe_backend_of(command, release)
-    wanted = requests.wanted_backend(environ, release) if scheme == "nvfp4" else None
+    wanted = requests.read_wanted_backend(environ, release) if scheme == "nvfp4" else None
     if moe_backend == backends.AUTO and wanted is not None and wanted.flag is not None:
         moe_backend = wanted.flag
     selection = _select(parameters, environ, moe_backend)

@@ -1,4 +1,4 @@
-"""What each FlashInfer release builds for, from the GPU or from FLASHINFER_CUDA_ARCH_LIST.
+"""The targets that each FlashInfer release builds for, from the GPU or from FLASHINFER_CUDA_ARCH_LIST.
 
 Restated from the releases' own code; `data.yaml` has the rules and names the wheels.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from moedoctor.fixes.arch.targets import Capability, CudaVersion, arch_data, parse_cuda, show
+from moedoctor.fixes.arch.targets import Capability, CudaVersion, load_arch_data, parse_cuda, show
 
 _FIXED_MOE_TARGETS: dict[Capability, str] = {(8, 9): "89", (9, 0): "90a"}
 
@@ -62,13 +62,13 @@ class Generation:
 @functools.cache
 def generations() -> tuple[Generation, ...]:
     """Every generation, oldest first."""
-    return tuple(Generation(**row) for row in arch_data()["flashinfer"])
+    return tuple(Generation(**row) for row in load_arch_data()["flashinfer"])
 
 
 @functools.cache
 def releases() -> tuple[str, ...]:
     """Every release on the package index that the rules cover, oldest first."""
-    return tuple(arch_data()["flashinfer_releases"].split())
+    return tuple(load_arch_data()["flashinfer_releases"].split())
 
 
 def generation(release: str) -> Generation:
@@ -83,7 +83,7 @@ def generation(release: str) -> Generation:
 def flashinfer_targets(
     release: str, *, capability: Capability, cuda: CudaVersion, arch_list: str | None = None
 ) -> ArchReading:
-    """What FlashInfer `release` builds for on a machine with one GPU of `capability` and CUDA release `cuda`.
+    """Return what FlashInfer `release` builds for on a machine with one GPU of `capability` and CUDA `cuda`.
 
     `arch_list` is the value of FLASHINFER_CUDA_ARCH_LIST, None if it is not set. If it is set, the GPU plays
     no part, and a value that cannot be read ends ``import flashinfer``.
@@ -94,7 +94,7 @@ def flashinfer_targets(
 def moe_targets(
     release: str, *, capability: Capability, cuda: CudaVersion, arch_list: str | None = None
 ) -> ArchReading:
-    """What FlashInfer `release` builds its CUTLASS MoE module for; arguments as for `flashinfer_targets`.
+    """Return what FlashInfer `release` builds its CUTLASS MoE module for; see `flashinfer_targets`.
 
     The module for a GPU takes only the targets of some major versions. For 9.0 it takes ``90a`` and for
     8.9 ``89``, in every release and whatever the list says.

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from moedoctor.fixes.arch.flashinfer import flashinfer_targets, generations
-from moedoctor.fixes.arch.resolve import ArchDecision, resolve_arch, supported_cuda
+from moedoctor.fixes.arch.resolve import ArchDecision, check_cuda, resolve_arch
 from moedoctor.fixes.arch.targets import (
     OLDEST_CUDA,
     Capability,
     CudaVersion,
     Target,
-    arch_data,
     first_cuda,
+    load_arch_data,
     parse_capability,
     parse_cuda,
     sass_loads,
@@ -44,7 +44,7 @@ class ListProblem:
 
 @dataclass(frozen=True)
 class ListReading:
-    """What one reader of the variable makes of the text."""
+    """The targets that one reader of the variable makes of the text."""
 
     reader: str
     """``FlashInfer 0.5.0 to 0.6.6`` or ``torch 2.13``."""
@@ -73,14 +73,14 @@ def split_arch_list(text: str) -> list[str]:
 def explain_arch_list(
     text: str, *, variable: str | None = None, cuda: tuple[int, ...] | str = (13, 0)
 ) -> ArchListExplanation:
-    """What is wrong with `text` as the value of `variable`, and what each release builds with it.
+    """Return what is wrong with `text` as the value of `variable`, and what each release builds with it.
 
     `variable` is FLASHINFER_CUDA_ARCH_LIST, TORCH_CUDA_ARCH_LIST or None for both; `cuda` is the toolkit
     that will compile. Raises ValueError for another variable and for CUDA outside of 12.0 to 13.x.
     """
     if variable is not None and variable not in VARIABLES:
         raise ValueError(f"variable: {variable!r} is unknown; expected {' or '.join(VARIABLES)}")
-    toolkit = supported_cuda(parse_cuda(cuda))
+    toolkit = check_cuda(parse_cuda(cuda))
     problems: list[ListProblem] = []
     readings: list[ListReading] = []
     suggestions: dict[str, str] = {}
@@ -103,7 +103,7 @@ def resolve_arch_list(
     runs on the GPU, the target that does is added. None and an empty list mean the GPU alone. Raises
     ValueError for an entry that is not a target, and if nothing can be built for the GPU.
     """
-    gpu, toolkit = parse_capability(capability), supported_cuda(parse_cuda(cuda))
+    gpu, toolkit = parse_capability(capability), check_cuda(parse_cuda(cuda))
     own = resolve_arch(gpu, toolkit)
     decisions = _decisions(text or "", toolkit)
     if not any(sass_loads(Target.parse(decision.target), gpu) for decision in decisions):
@@ -138,7 +138,7 @@ def _torch(text: str) -> ListReading:
     if not text or text == "native":
         return ListReading(_TORCH, (), note="builds for the GPUs of this machine, and PTX for the newest")
     named = text.replace(" ", ";")
-    for name, meaning in arch_data()["torch"]["names"].items():
+    for name, meaning in load_arch_data()["torch"]["names"].items():
         named = named.replace(name, meaning)
     targets: set[str] = set()
     for entry in named.split(";"):
@@ -152,7 +152,7 @@ def _torch(text: str) -> ListReading:
 def _torch_takes(entry: str) -> bool:
     if _DOTTED.fullmatch(entry) is None:
         return False
-    target, table = Target.parse(entry), arch_data()["torch"]
+    target, table = Target.parse(entry), load_arch_data()["torch"]
     known = table["suffixed"] if target.suffix else [*table["suffixed"], *table["plain"]]
     return show(target.capability) in known and target.suffix != "f"
 
@@ -178,7 +178,7 @@ def _problems(variable: str, text: str, cuda: CudaVersion) -> Iterator[tuple[str
 
 def _entry_problems(entry: str, flashinfer: bool, cuda: CudaVersion) -> Iterator[str]:
     bare = entry.removesuffix("+PTX")
-    if not flashinfer and bare in ("native", *arch_data()["torch"]["names"]):
+    if not flashinfer and bare in ("native", *load_arch_data()["torch"]["names"]):
         return
     try:
         target = Target.parse(bare)

@@ -12,8 +12,8 @@ from moedoctor.fixes.arch.targets import (
     CudaVersion,
     Target,
     capabilities,
+    find_last_cuda,
     first_cuda,
-    last_cuda,
     parse_capability,
     parse_cuda,
     show,
@@ -49,7 +49,7 @@ def resolve_arch(capability: Capability | str, cuda: tuple[int, ...] | str) -> A
     `capability` is a pair or text, 7.5 to 12.1; `cuda` a pair or text, 12.0 to 13.x. Raises ValueError
     if that capability is unknown, or if that CUDA release cannot build for it.
     """
-    gpu, toolkit = parse_capability(capability), supported_cuda(parse_cuda(cuda))
+    gpu, toolkit = parse_capability(capability), check_cuda(parse_cuda(cuda))
     if gpu not in capabilities():
         known = ", ".join(map(show, capabilities()))
         raise ValueError(f"capability: {show(gpu)} is unknown here; expected one of {known}")
@@ -62,7 +62,7 @@ def resolve_arch(capability: Capability | str, cuda: tuple[int, ...] | str) -> A
     return ArchDecision(str(target), _reason(target, toolkit))
 
 
-def supported_cuda(cuda: CudaVersion) -> CudaVersion:
+def check_cuda(cuda: CudaVersion) -> CudaVersion:
     """`cuda` itself; raises ValueError if it is outside of 12.0 to 13.x."""
     if cuda < OLDEST_CUDA:
         raise ValueError(f"cuda: {show(cuda)} is too old; expected {_COVERED}")
@@ -78,7 +78,7 @@ def _suffix(gpu: Capability, cuda: CudaVersion) -> str:
 
 
 def _cannot_build(target: Target, cuda: CudaVersion) -> str:
-    gpu, first, last = show(target.capability), first_cuda(target), last_cuda(target)
+    gpu, first, last = show(target.capability), first_cuda(target), find_last_cuda(target)
     if last is not None and cuda > last:
         gone = f"sm_{target} went after CUDA {show(last)}, and Thor is 11.0 since"
         return f"cuda: {show(cuda)} cannot build for a GPU of {gpu}: {gone}"

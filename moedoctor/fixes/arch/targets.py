@@ -93,7 +93,7 @@ def show(version: tuple[int, int]) -> str:
 
 
 @functools.cache
-def arch_data() -> Mapping[str, Any]:
+def load_arch_data() -> Mapping[str, Any]:
     """The contents of ``data.yaml``."""
     import yaml
 
@@ -108,7 +108,7 @@ def _toolkits() -> Mapping[Capability, tuple[CudaVersion, CudaVersion | None]]:
     """Capability -> first and last CUDA release that compiles for it."""
     return {
         parse_capability(capability): (parse_cuda(span[0]), parse_cuda(span[1]) if len(span) > 1 else None)
-        for capability, span in arch_data()["toolkits"].items()
+        for capability, span in load_arch_data()["toolkits"].items()
     }
 
 
@@ -127,14 +127,14 @@ def first_cuda(target: Target) -> CudaVersion | None:
     return max(first, FAMILY_TARGETS_SINCE) if family(target.capability) else None
 
 
-def last_cuda(target: Target) -> CudaVersion | None:
+def find_last_cuda(target: Target) -> CudaVersion | None:
     """The last CUDA release that compiles for `target`; None if the newest still does."""
     return _toolkits()[target.capability][1] if target.capability in _toolkits() else None
 
 
 def toolkit_knows(target: Target, cuda: CudaVersion) -> bool:
-    """Whether the compiler of this CUDA release takes `target` at all."""
-    first, last = first_cuda(target), last_cuda(target)
+    """Return True if the compiler of this CUDA release takes `target` at all."""
+    first, last = first_cuda(target), find_last_cuda(target)
     return first is not None and first <= cuda and (last is None or cuda <= last)
 
 
@@ -147,12 +147,12 @@ def toolkit_targets(cuda: CudaVersion) -> tuple[Target, ...]:
 @functools.cache
 def family(capability: Capability) -> frozenset[Capability]:
     """The capabilities that share family-specific (``f``) code with this one; empty before 10.0."""
-    families = (frozenset(map(parse_capability, names)) for names in arch_data()["families"])
+    families = (frozenset(map(parse_capability, names)) for names in load_arch_data()["families"])
     return next((members for members in families if capability in members), frozenset())
 
 
 def sass_loads(target: Target, capability: Capability) -> bool:
-    """Whether a GPU of this capability runs machine code compiled for `target`.
+    """Return True if a GPU of this capability runs machine code compiled for `target`.
 
     Plain code runs on the same major version from its own minor version on (NVIDIA promises it for
     desktop and server GPUs, not between them and Jetson), ``a`` code on its own capability alone, and
@@ -166,7 +166,7 @@ def sass_loads(target: Target, capability: Capability) -> bool:
 
 
 def ptx_compiles(target: Target, capability: Capability) -> bool:
-    """Whether the driver can compile PTX for `target` on a GPU of this capability.
+    """Return True if the driver can compile PTX for `target` on a GPU of this capability.
 
     Plain PTX goes forward to every later GPU; ``a`` and ``f`` PTX reach no further than their machine code.
     """

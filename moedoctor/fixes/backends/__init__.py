@@ -44,7 +44,7 @@ class Candidate:
     flag: str | None
     """The value of --moe-backend that asks for it; None if this release has none."""
     automatic: bool
-    """Whether vLLM tries it without being asked."""
+    """True if vLLM tries it without being asked."""
     kernels: tuple[str, ...]
     """Its kernel classes that fit."""
     source: str
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Selection:
-    """What one release does with one layer on one GPU."""
+    """The selection of one release for one layer on one GPU."""
 
     release: str
     capability: str
@@ -69,7 +69,7 @@ class Selection:
     error: str | None
     """Why vLLM does not start if nothing is chosen."""
     source: str
-    """Where the order comes from."""
+    """The source of the order."""
 
 
 def select(
@@ -84,7 +84,7 @@ def select(
     environ: Mapping[str, str] | None = None,
     libraries: Mapping[str, bool] | None = None,
 ) -> Selection:
-    """What vLLM `release` selects for an MoE layer of this scheme on a GPU of this capability ("12.0").
+    """Return what vLLM `release` selects for a layer of this scheme on a GPU of this capability ("12.0").
 
     `moe_backend` is the value of --moe-backend, `environ` the variables that are set. `libraries` says which
     optional libraries are there; those not named are as the release itself brings them. Raises ValueError
@@ -142,7 +142,7 @@ def select(
     )
 
 
-def shown_variables(rule: Rule, environ: Mapping[str, str]) -> str:
+def show_variables(rule: Rule, environ: Mapping[str, str]) -> str:
     """The variables of a rule as they are set, for messages."""
     return " ".join(f"{name}={environ[name]}" for name in rule.when if name in environ)
 
@@ -179,7 +179,7 @@ def _order(table: Tables, point: Point, environ: Mapping[str, str]) -> _Order:
         rule = next((rule for rule in override.rules if applies(rule, point, environ)), None)
         if rule is None:
             continue
-        shown = shown_variables(rule, environ)
+        shown = show_variables(rule, environ)
         if rule.effect == "allow":
             allowed.update(rule.backends)
             decided = shown
@@ -200,7 +200,7 @@ def _order(table: Tables, point: Point, environ: Mapping[str, str]) -> _Order:
 
 
 def applies(rule: Rule, point: Point, environ: Mapping[str, str]) -> bool:
-    """Whether the variables are set as the rule needs them, on the GPU of `point`."""
+    """Return True if the variables are set as the rule needs them, on the GPU of `point`."""
 
     def fits(value: str | None, expected: bool | str | None) -> bool:
         if isinstance(expected, bool):
@@ -212,7 +212,7 @@ def applies(rule: Rule, point: Point, environ: Mapping[str, str]) -> bool:
 
 
 def is_on(value: str) -> bool:
-    """Whether a switch is on, as vLLM reads it: a number other than 0, or true."""
+    """Return True if a switch is on, as vLLM reads it: a number other than 0, or true."""
     text = value.strip().lower()
     return text in _TRUE or (text.lstrip("+-").isdigit() and int(text) != 0)
 
@@ -275,7 +275,7 @@ def _reasons(
 
 
 _ELSEWHERE = {"AITER": "ROCm", "ROCM": "ROCm", "CK": "ROCm", "XPU": "Intel GPUs", "CPU": "CPUs"}
-"""What the names of backends for other platforms begin with."""
+"""The first words of names of backends for other platforms."""
 _SETTINGS = {
     "tp": "tensor parallelism alone",
     "ep": "expert parallelism",
@@ -290,7 +290,9 @@ def _outside(value: str, values: Values) -> bool:
 
 def _wrong_device(kernel: Kernel, capability: str) -> str:
     if kernel.devices:
-        return f"has no kernel for compute capability {capability}, only for {spoken(kernel.devices)}"
+        return (
+            f"has no kernel for compute capability {capability}, only for {name_capabilities(kernel.devices)}"
+        )
     name = kernel.backend.upper()
     platform = next((platform for mark, platform in _ELSEWHERE.items() if name.startswith(mark)), None)
     return f"for {platform} only" if platform else "has no kernel for any NVIDIA GPU here"
@@ -299,10 +301,10 @@ def _wrong_device(kernel: Kernel, capability: str) -> str:
 def _wrong_scheme(kernel: Kernel, scheme: str) -> str:
     if not kernel.scheme_devices:
         return f"does not take {scheme}"
-    return f"takes {scheme} on {spoken(kernel.scheme_devices)} only"
+    return f"takes {scheme} on {name_capabilities(kernel.scheme_devices)} only"
 
 
-def spoken(capabilities: frozenset[str]) -> str:
+def name_capabilities(capabilities: frozenset[str]) -> str:
     """Capabilities in words: ``10.0 to 10.7``, ``9.0 and 12.0``, ``7.5 and newer``."""
     known = [capability for capability in CAPABILITIES if capability in capabilities]
     if len(known) > 2 and known == list(CAPABILITIES[-len(known) :]):

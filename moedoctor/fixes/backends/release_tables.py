@@ -57,7 +57,7 @@ class Box(_Row):
     activations: Values = None
 
     def contains(self, point: Point) -> bool:
-        """Whether the point is inside."""
+        """Return True if the point is inside."""
         sides = (self.capabilities, self.parallel, self.activations)
         return all(side is None or value in side for side, value in zip(sides, point, strict=True))
 
@@ -70,21 +70,21 @@ class Order(Box):
 
 
 class Refusal(Box):
-    """What a kernel refuses beyond its columns."""
+    """The layers that a kernel refuses beyond its columns."""
 
     reason: str
     """In words, or ``format`` for the batched activation format."""
 
 
 class Flag(_Row):
-    """What a value of --moe-backend leads to."""
+    """The kernels that a value of --moe-backend leads to."""
 
     value: str = Field(alias="flag")
     backends: tuple[str, ...] = ()
     ignored: bool = False
     """vLLM selects as if it had not been given."""
     refused: str | None = None
-    """What vLLM answers if it refuses the value on every GPU."""
+    """The answer of vLLM if it refuses the value on every GPU."""
     batched: bool = False
     """The value also brings the batched activation format."""
     source: str
@@ -101,7 +101,7 @@ class Kernel(_Row):
     """The capabilities on which it takes the scheme, a part of `devices`; by default all of them."""
     activations: Values
     ungated: bool
-    """Whether it takes layers without a gate, such as Nemotron's (activations that end in ``_no_mul``)."""
+    """True if it takes layers without a gate, such as Nemotron's (activations that end in ``_no_mul``)."""
     parallel: Values
     then: tuple[Refusal, ...] = ()
     needs: tuple[str, ...] = ()
@@ -117,7 +117,7 @@ class Kernel(_Row):
 
 
 class Release(_Row):
-    """What a release requires and brings."""
+    """The packages that a release requires and brings."""
 
     name: str
     torch: str
@@ -131,11 +131,11 @@ class Release(_Row):
     """Optional libraries that come with it or that it requires."""
     activations: tuple[str, ...]
     moe_backends: tuple[str, ...]
-    """What --moe-backend takes."""
+    """The values that --moe-backend takes."""
 
 
 class Rule(_Row):
-    """What a combination of variables does to the automatic order."""
+    """The effect of a combination of variables on the automatic order."""
 
     when: Mapping[str, bool | str | None]
     effect: str

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from moedoctor.fixes.backends import AUTO, Candidate, Selection, applies, is_on, select, shown_variables
+from moedoctor.fixes.backends import AUTO, Candidate, Selection, applies, is_on, select, show_variables
 from moedoctor.fixes.backends.release_tables import CAPABILITIES, Rule, releases, tables
 
 NVFP4_VARIABLE = "VLLM_NVFP4_MOE_BACKEND"
@@ -15,7 +15,7 @@ NVFP4_VARIABLE = "VLLM_NVFP4_MOE_BACKEND"
 
 @dataclass(frozen=True)
 class Request:
-    """Whether a backend that somebody wants would work, and how to ask for it."""
+    """Says if a backend that a user wants would work, and how to ask for it."""
 
     backend: str
     works: bool
@@ -36,7 +36,7 @@ def request(
     environ: Mapping[str, str] | None = None,
     libraries: Mapping[str, bool] | None = None,
 ) -> Request:
-    """Whether a backend works, and how to ask for it.
+    """Say if a backend works, and how to ask for it.
 
     `backend` is upstream's name or a value of --moe-backend, in any case; the other arguments are those of
     `select`. Raises ValueError for a backend that the release does not have for the scheme.
@@ -80,7 +80,7 @@ def request(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `NVFP4_VARIABLE` asks for in a release."""
+    """Return what `NVFP4_VARIABLE` asks for in a release."""
 
     flag: str | None
     """The value of --moe-backend that does it; None if there is none."""
@@ -88,8 +88,8 @@ class Wanted:
     """Why it cannot be honoured, and what could be written instead."""
 
 
-def wanted_backend(environ: Mapping[str, str], release: str) -> Wanted | None:
-    """What `NVFP4_VARIABLE` asks for, in upstream's names or flags and in any case.
+def read_wanted_backend(environ: Mapping[str, str], release: str) -> Wanted | None:
+    """Return what `NVFP4_VARIABLE` asks for, in upstream's names or flags and in any case.
 
     None if it is not set, empty or auto. Raises KeyError for a release that the tables do not know.
     """
@@ -128,14 +128,14 @@ def shadowed_variables(scheme: str, release: str, environ: Mapping[str, str]) ->
                 else:
                     reasons.setdefault(name, _shadow(name, override.rules, rule, environ))
             if rule is not None and rule.effect in ("only", "force") and not ended:
-                ended = shown_variables(rule, environ)
+                ended = show_variables(rule, environ)
     return {name: reason for name, reason in reasons.items() if name not in decisive and reason}
 
 
 def _shadow(name: str, rules: tuple[Rule, ...], applied: Rule | None, environ: Mapping[str, str]) -> str:
     """Why `name` decides nothing although `applied` of these rules applies; empty if that is not known."""
     if any(len(rule.when) == 1 and is_on(environ[name]) is rule.when.get(name) for rule in rules):
-        return shown_variables(applied, environ) + " comes before it" if applied else ""
+        return show_variables(applied, environ) + " comes before it" if applied else ""
     others = {other for rule in rules if name in rule.when for other in rule.when} - {name}
     unset = " or ".join(sorted(f"{other}=1" for other in others))
     return f"it is only looked at with {unset}" if unset else ""

@@ -55,7 +55,7 @@ class DeviceEngine(Engine):
         self._prefetched: torch.cuda.Event | None = None
         """Set while copies are under way that the current stream has not waited for."""
         self._captured = False
-        """Whether `_prefetched` was recorded in a capture; nothing outside of it can wait for it."""
+        """True if `_prefetched` was recorded in a capture; nothing outside of it can wait for it."""
         self._torn = False
         """True from before a lookup until its copies are queued; also if the reset after an error failed."""
         self._moves = 0
@@ -75,7 +75,7 @@ class DeviceEngine(Engine):
         self._state = self._state._replace(rows=rows)
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
-        return self._run(self._joined(ids), None)
+        return self._run(self._join_prefetch(ids), None)
 
     def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
         count = -(-self._most(ids) // self.capacity)
@@ -98,7 +98,7 @@ class DeviceEngine(Engine):
 
     def _early_and_late(self, ids: torch.Tensor) -> Iterator[CachedExperts]:
         """Give the hits while the misses are copied on a stream of their own; then the misses."""
-        ids = self._joined(ids)
+        ids = self._join_prefetch(ids)
         early, late = torch.empty_like(ids), torch.empty_like(ids)  # [T, K] each
         with self._whole():
             launch_lookup(self._state, ids, early, late=late)
@@ -133,7 +133,7 @@ class DeviceEngine(Engine):
             self._prefetched.record()
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        ids = self._joined(ids)
+        ids = self._join_prefetch(ids)
         with self._whole():
             launch_lookup(self._state, ids, torch.empty_like(ids), counted=False)
             self._copy_beside()
@@ -222,12 +222,12 @@ class DeviceEngine(Engine):
         return self._state.nbytes + sum(table.nbytes for table in self._transfer.tables)
 
     def _most(self, ids: torch.Tensor) -> int:
-        """How many experts `ids` can name at most, by its shape."""
+        """Return how many experts `ids` can name at most, by its shape."""
         if ids.device != self.device:
             raise ValueError(f"ids are on {ids.device}, the cache is on {self.device}: move them with .to()")
         return min(ids.numel(), self.store.num_experts)
 
-    def _joined(self, ids: torch.Tensor) -> torch.Tensor:
+    def _join_prefetch(self, ids: torch.Tensor) -> torch.Tensor:
         """Return `ids`, contiguous, after the copies of a prefetch; raises CacheOverflow by their shape."""
         most = self._most(ids)
         if most > self.capacity:
@@ -308,7 +308,7 @@ class DeviceEngine(Engine):
         self._torn = False
 
     def _captures(self) -> bool:
-        """Whether the current stream records a CUDA graph."""
+        """Return True if the current stream records a CUDA graph."""
         with on_device(self.mapping):
             return self._copies is not None and torch.cuda.is_current_stream_capturing()
 

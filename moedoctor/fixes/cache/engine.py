@@ -1,4 +1,4 @@
-"""What an engine of the expert cache does: it owns slots, mapping and state, and moves the bytes."""
+"""The interface of an engine of the expert cache: it owns slots, mapping and state, and moves the bytes."""
 
 from __future__ import annotations
 

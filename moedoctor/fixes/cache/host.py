@@ -53,13 +53,13 @@ class HostEngine(Engine):
         self.mapping = self._lookup[:-1]  # [E]
         self._calls = self._hits = self._misses = self._prefetched = 0
         self._pending = False
-        """Whether prefetches are under way that no call has waited for."""
+        """True if prefetches are under way that no call has waited for."""
         self._torn = False
         """True while the table may name experts that are not there, or the mapping differs from it."""
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
         ids = self._without_padding(ids)
-        needed = self._needed(ids)
+        needed = self._find_needed(ids)
         self._check_fits(needed)
         self._calls += 1
         self._make_resident(needed)
@@ -67,7 +67,7 @@ class HostEngine(Engine):
 
     def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
         ids = self._without_padding(ids)
-        needed = self._needed(ids)
+        needed = self._find_needed(ids)
         self._calls += 1
         if len(needed) <= self.capacity:
             self._make_resident(needed)
@@ -87,7 +87,7 @@ class HostEngine(Engine):
             yield CachedExperts(self.slots, self._slots_of(ids, lookup), experts)
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        needed = self._needed(ids)
+        needed = self._find_needed(ids)
         self._check_fits(needed)
         self._prefetched += self._load(needed)
 
@@ -119,7 +119,7 @@ class HostEngine(Engine):
         real = torch.arange(len(ids), device=ids.device) < self.rows.to(ids.device)  # [T]
         return torch.where(real[:, None], ids, ids[:1])
 
-    def _needed(self, ids: torch.Tensor) -> list[int]:
+    def _find_needed(self, ids: torch.Tensor) -> list[int]:
         """The distinct experts, ascending."""
         self._refuse_capture()
         self._mend()

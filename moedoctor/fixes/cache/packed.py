@@ -51,7 +51,7 @@ class PackedExperts:
 
 @dataclass(frozen=True)
 class _Codes:
-    """What `pack` writes for blocks; all int32 or bool."""
+    """The parts that `pack` writes for blocks; all int32 or bool."""
 
     exponent: torch.Tensor
     """[blocks, SIZE]"""

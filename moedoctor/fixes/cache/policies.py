@@ -1,4 +1,4 @@
-"""Who leaves first: each policy keeps the resident experts in the order that it picks victims from.
+"""Policies of eviction: each keeps the resident experts in the order that it picks victims from.
 
 `moedoctor.fixes.eviction` describes the policies. The code here is written for speed: `simulate` spends most
 of its time in `step`.

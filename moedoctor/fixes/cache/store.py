@@ -53,7 +53,7 @@ class ExpertStore:
         self.tensors, self.packed, self.pinned, self.reason = tensors, packed, True, None
 
     def is_readable(self, device: torch.device) -> bool:
-        """Return whether kernels on `device` can read the pinned tensors in place."""
+        """Return True if kernels on `device` can read the pinned tensors in place."""
         try:
             for tensor in (*self.tensors.values(), *(part.blocks for part in self.packed.values())):
                 device_address(tensor, device)

@@ -236,7 +236,7 @@ def group_bound(top_k: int) -> float:
 
 
 def _on_host(x: torch.Tensor) -> bool:
-    """Return whether torch computes with `x` on the CPU, and no kernel of ours."""
+    """Return True if torch computes with `x` on the CPU, and no kernel of ours."""
     return x.device.type == "cpu" and not interprets()
 
 

@@ -88,7 +88,9 @@ def _attribute(owner: nn.Module, parameter: nn.Parameter) -> str:
 class StateHooks:
     """`state_dict` and `load_state_dict` of one module, which mean the weights on the host."""
 
-    def __init__(self, owner: nn.Module, layer: StoredLayer, pipeline: Pipeline, guard: Guard) -> None:
+    def __init__(
+        self, owner: nn.Module, layer: StoredLayer, pipeline: Pipeline, guard: Guard, handles: list[Any]
+    ) -> None:
         self._pipeline = pipeline
         self._guard = guard
         self._stored: dict[str, tuple[nn.Parameter, torch.Tensor]] = {}
@@ -98,11 +100,12 @@ class StateHooks:
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
                 if parameter is weight.parameter:
                     self._stored[name] = weight.parameter, region.of(layer.block.bytes)
-        self.handles: list[Any] = [
-            owner._register_state_dict_hook(self._save),
-            owner._register_load_state_dict_pre_hook(self._load),
-            owner.register_load_state_dict_post_hook(self._loaded),
-        ]
+        for register, hook in (
+            (owner._register_state_dict_hook, self._save),
+            (owner._register_load_state_dict_pre_hook, self._load),
+            (owner.register_load_state_dict_post_hook, self._loaded),
+        ):
+            handles.append(register(hook))  # at once: if the next fails, this one is removed
 
     def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         self._guard.check(self._guard.weights())
@@ -156,7 +159,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _reads(func):
-            for tensor in tensors_in((args, kwargs or {})):
+            for tensor in find_tensors((args, kwargs or {})):
                 name = self._names.get(memory_of(tensor))
                 if name is not None:
                     raise RuntimeError(
@@ -184,7 +187,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _reads(func: Any) -> bool:
-    """Whether the operator uses values: a view does not, nor does one that takes type and shape alone."""
+    """Return True if the operator uses values: a view does not, nor does `empty_like`."""
     name = func._schema.name.partition("::")[2]
     if name.startswith("new_") or name.endswith("_like"):
         return False
@@ -192,14 +195,14 @@ def _reads(func: Any) -> bool:
     return not any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def find_tensors(value: Any) -> list[torch.Tensor]:
     """Return the tensors in any nesting of tuples, lists and mappings."""
     if isinstance(value, torch.Tensor):
         return [value]
     parts: Any = value.values() if isinstance(value, Mapping) else ()
     if isinstance(value, (tuple, list)):
         parts = value
-    return [tensor for part in parts for tensor in tensors_in(part)]
+    return [tensor for part in parts for tensor in find_tensors(part)]
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:

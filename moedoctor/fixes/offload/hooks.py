@@ -1,4 +1,4 @@
-"""What an offload puts around a module's functions: operators that a compiler traces and keeps in order.
+"""The wrappers of an offloaded module's functions: operators that a compiler traces and keeps in order.
 
 `wait` is declared to write the layer's parameters, so nothing that reads them can move in front of it, not
 even what depends on weights alone. It is declared to write the layer's inputs too: an opaque operator that
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from moedoctor.fixes.offload.guard import Guard, StateHooks, Watch, memory_of, tensors_in, unwatched
+from moedoctor.fixes.offload.guard import Guard, StateHooks, Watch, find_tensors, memory_of, unwatched
 from moedoctor.fixes.offload.plan import runs
 from moedoctor.fixes.offload.prefetch import Pipeline
 from moedoctor.fixes.offload.storage import StoredLayer
@@ -105,7 +105,7 @@ class Hooks:
                 self._guards.append(guard)
                 self._wrap(layer.module, owner, name, around(functions[index], guard, index), index)
                 for inner in dict.fromkeys(owner for weight, _ in layer.items for owner in weight.owners):
-                    self._handles += StateHooks(inner, layer, pipeline, guard).handles
+                    StateHooks(inner, layer, pipeline, guard, self._handles)
             # Nothing would tie `begin` to readers, which a compiler does not see: such passes have no bounds.
             if reader is None and runs(root) and not any(root is layer.module for layer in layers):
                 one_pass = self._around_pass(root.forward, Watch(root, layers, pipeline))
@@ -156,10 +156,10 @@ class Hooks:
             weights = guard.weights()
             eager = not torch.compiler.is_compiling()  # a compiler hands over copies, and ignores guards
             before = guard.check(weights) if eager else None
-            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+            inputs = [tensor for tensor in find_tensors((args, kwargs)) if tensor.is_floating_point()]
             torch.ops.moedoctor_offload.wait(weights, inputs, token, index, eager)
             output = _own_memory(forward(*args, **kwargs), weights)
-            torch.ops.moedoctor_offload.release(tensors_in(output), token, index)
+            torch.ops.moedoctor_offload.release(find_tensors(output), token, index)
             if before is not None:
                 guard.check_after(weights, before)
             return output
@@ -192,7 +192,7 @@ class Hooks:
                 output = forward(*args, **kwargs)
             else:
                 output = watch.over(forward, args, kwargs)
-            torch.ops.moedoctor_offload.finish(tensors_in(output), token)
+            torch.ops.moedoctor_offload.finish(find_tensors(output), token)
             return output
 
         return one_pass
@@ -200,7 +200,7 @@ class Hooks:
 
 def _refuse_gradients(arguments: Any) -> None:
     """Raise RuntimeError: a backward pass would find another layer's weights in the buffer."""
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(arguments)):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in find_tensors(arguments)):
         raise RuntimeError("an offloaded module runs forward only: call it under torch.no_grad()")
 
 
@@ -209,14 +209,14 @@ def _own_memory(output: Any, weights: Sequence[torch.Tensor]) -> Any:
 
     Raises RuntimeError if such a tensor is inside an object that cannot be taken apart.
     """
-    if not any(_lies_in(tensor, weights) for tensor in tensors_in(output)):
+    if not any(_lies_in(tensor, weights) for tensor in find_tensors(output)):
         return output
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         return torch.ops.moedoctor_offload.copied(tensor) if _lies_in(tensor, weights) else tensor
 
     own = _pytree.tree_map_only(torch.Tensor, copied, output)
-    if any(_lies_in(tensor, weights) for tensor in tensors_in(own)):
+    if any(_lies_in(tensor, weights) for tensor in find_tensors(own)):
         raise RuntimeError(
             f"an offloaded layer returns its own weights in a {type(output).__name__}, where they cannot be"
             " exchanged for copies; return copies of them"

@@ -1,4 +1,4 @@
-"""What is to be offloaded: layers, the parameters of each that may go, and which of them fit the budget.
+"""Chooses what to offload: layers, the parameters of each that may go, and which of them fit the budget.
 
 `make_plan` looks at a module and changes nothing. `RULES` lists why a parameter stays on the device.
 """
@@ -66,7 +66,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Plan:
-    """What goes and what stays."""
+    """The parameters that go, and the parameters that stay."""
 
     weights: Sequence[Weight]
     """All parameters of the module."""
@@ -92,7 +92,7 @@ def make_plan(
     every_name = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for pattern in patterns:
         if not matches(every_name, pattern):
-            near = ", ".join(closest_parts(pattern, every_name))
+            near = ", ".join(find_closest_parts(pattern, every_name))
             raise ValueError(
                 f"patterns: no parameter has {pattern!r} as a part of its name; the closest are: {near}"
             )
@@ -184,7 +184,7 @@ def _memory_reasons(
         if _is_plain(buffer) and buffer.numel()
     }
     parameters = {id(weight.parameter) for weight in weights}
-    for tensor in held_tensors(module):
+    for tensor in find_held_tensors(module):
         if id(tensor) not in parameters and _is_plain(tensor):
             taken[storage_key(tensor)] = "its memory is held under another tensor by an object of the module"
     layers_of: dict[int, tuple[int, ...]] = {}
@@ -229,16 +229,16 @@ def stays(name: str, tensor: torch.Tensor, siblings: Sequence[torch.Tensor], kee
 
 
 def is_metadata_name(name: str) -> bool:
-    """Whether the last dotted part of `name` is what quantisation metadata is called."""
+    """Return True if the last dotted part of `name` is what quantisation metadata is called."""
     return _METADATA.search(name.rpartition(".")[2].lower()) is not None
 
 
 def matches(names: Sequence[str], pattern: str) -> bool:
-    """Whether `pattern` is whole dotted parts of one of `names`: ``experts`` of ``mlp.experts.w2_weight``."""
+    """Return True if `pattern` is whole dotted parts of a name: ``experts`` of ``mlp.experts.w2_weight``."""
     return any(f".{pattern}." in f".{name}." for name in names)
 
 
-def closest_parts(pattern: str, names: Sequence[str]) -> list[str]:
+def find_closest_parts(pattern: str, names: Sequence[str]) -> list[str]:
     """Return up to three things that `pattern` may mean: parts of names, or else the shortest names."""
     parts = {part: None for name in names for part in [*name.split("."), name] if not part.isdigit()}
     return list(closest(pattern, parts)) or sorted(names, key=len)[:3]
@@ -261,7 +261,7 @@ def spread(count: int) -> list[int]:
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is a finite number that a float holds."""
+    """Return True if `value` is a finite number that a float holds."""
     with suppress(OverflowError):
         return isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
     return False
@@ -285,7 +285,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def runs(module: nn.Module) -> bool:
-    """Whether `module` has a `forward` that can be wrapped: lists have none, scripted modules a fixed one."""
+    """Return True if `forward` can be wrapped: lists have none, scripted modules a fixed one."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
@@ -364,7 +364,7 @@ def _within(units: Sequence[Named]) -> set[int]:
     return {id(child) for _, unit in units for child in unit.modules()}
 
 
-def held_tensors(module: nn.Module) -> list[torch.Tensor]:
+def find_held_tensors(module: nn.Module) -> list[torch.Tensor]:
     """Return tensors that plain objects of `module` hold, such as a quantisation config with its scales.
 
     Attributes of modules, other than parameters and buffers, are followed through attributes, closures,

@@ -41,7 +41,7 @@ class CopyEngine:
         return True
 
     def join(self, mark: Mark) -> None:
-        """What is added to the current queue from now on starts after `mark`. The host does not wait."""
+        """Make what is added to the current queue from now on start after `mark`. The host does not wait."""
 
     def synchronize(self) -> None:
         """Let the host wait for everything that is queued: only then may it overwrite a source."""
@@ -51,7 +51,7 @@ class CopyEngine:
         target.copy_(source)
 
     def capturing(self) -> bool:
-        """Whether the current queue is being recorded into a graph."""
+        """Return True if the current queue is being recorded into a graph."""
         return False
 
 
@@ -162,7 +162,7 @@ class Pipeline:
     compiled: set[int] = field(default_factory=set)
     """Units that compiled code has started: it counts writes to their parameters that it does not do."""
     watched: bool = False
-    """Whether a pass was watched for reads of weights outside of their layers."""
+    """True if a pass was watched for reads of weights outside of their layers."""
     unwatched: str | None = None
     """The warning for a user whose first pass could not be watched."""
     _slots: list[_Slot] = field(init=False)
@@ -237,7 +237,7 @@ class Pipeline:
         raise RuntimeError("an offloaded module cannot be copied or pickled: call restore() first")
 
     def join(self) -> None:
-        """What is queued from now on starts behind every copy that is in flight."""
+        """Make what is queued from now on start behind every copy that is in flight."""
         self._forget_dead_capture()
         for slot in self._slots:
             if slot.mark is not None:

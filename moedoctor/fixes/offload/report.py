@@ -1,4 +1,4 @@
-"""What an offload did, tensor by tensor."""
+"""The report of an offload, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moedoctor.fixes.offload.storage import Originals, StoredLayer
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a parameter lives after `moedoctor.fixes.offloader.offload`."""
+    """The place of a parameter after `moedoctor.fixes.offloader.offload`."""
 
     name: str
     """As `module.named_parameters()` names it; a tied parameter has a row for each of its names."""
@@ -22,9 +22,9 @@ class Placement:
     lives: str
     """``host`` or ``device``."""
     pinned: bool
-    """Whether that host memory is page-locked."""
+    """True if that host memory is page-locked."""
     access: str
-    """How a kernel reads it: ``copy`` (through a device buffer), ``view`` (over the bus) or ``resident``."""
+    """Its way to a kernel: ``copy`` (through a device buffer), ``view`` (over the bus) or ``resident``."""
     reason: str
     """Why it is where it is."""
 
@@ -47,11 +47,11 @@ class OffloadReport:
     buffer_bytes: int
     """The fixed device buffers that the weights are copied into."""
     notes: tuple[str, ...] = ()
-    """What did not go as asked: no pinned memory, memory held by others, a budget that is not used up."""
+    """Not as asked: no pinned memory, memory held by others, a budget that is not used up."""
 
     @property
     def net_bytes(self) -> int:
-        """What the device gained."""
+        """The bytes that the device gained."""
         return self.freed_bytes - self.buffer_bytes
 
     def __str__(self) -> str:

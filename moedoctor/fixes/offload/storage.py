@@ -130,7 +130,7 @@ def bring_back(layers: Sequence[StoredLayer], device: torch.device) -> list[Befo
     ]
 
 
-def buffers_for(layers: Sequence[StoredLayer], device: torch.device) -> list[torch.Tensor]:
+def make_buffers(layers: Sequence[StoredLayer], device: torch.device) -> list[torch.Tensor]:
     """Two buffers, each as large as the largest layer that uses it; one if there are two layers."""
     count = 1 if len(layers) == 2 else 2
     sizes = [max(layer.block.bytes.numel() for layer in layers[slot::count]) for slot in range(count)]

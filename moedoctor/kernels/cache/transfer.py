@@ -109,7 +109,7 @@ class Transfer:
 
     @property
     def tables(self) -> list[torch.Tensor]:
-        """What `launch` reads on the device, apart from the list of copies."""
+        """The memory that `launch` reads on the device, apart from the list of copies."""
         return [table for table in (self._wide, self._narrow, self._blocks) if table is not None]
 
     def launch(

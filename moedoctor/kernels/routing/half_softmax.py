@@ -34,7 +34,7 @@ def _logit_of(order: tl.tensor, half: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _any(flags: tl.tensor) -> tl.tensor:
-    """Return whether any of `flags` [lanes, rows] is set."""
+    """Return True if any of `flags` [lanes, rows] is set."""
     return tl.max(tl.max(flags.to(tl.int32), axis=0), axis=0) != 0
 
 

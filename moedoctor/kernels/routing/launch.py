@@ -14,14 +14,14 @@ from moedoctor.kernels.routing.topk import topk_kernel
 _WARP = 32
 _VECTOR_BYTES = 16
 _MOST_EXPERTS = 512
-"""What the half-precision kernel holds in registers."""
+"""The most that the half-precision kernel holds in registers."""
 _LONGEST_PICK = 16
 """The largest `top_k` that it unrolls."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel's programs cover the logits."""
+    """The tiles of logits of a kernel's programs."""
 
     rows: int
     """Tokens a program."""
@@ -112,7 +112,7 @@ def launch_topk(
 def is_half_softmax(
     logits: torch.Tensor, top_k: int, scoring: str, bias: torch.Tensor | None, num_groups: int, scale: float
 ) -> bool:
-    """Return whether `half_softmax_kernel` takes this call."""
+    """Return True if `half_softmax_kernel` takes this call."""
     return (
         scoring == "softmax"
         and bias is None

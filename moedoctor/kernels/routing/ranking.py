@@ -47,7 +47,7 @@ def value_of(code: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def sanitised(x: tl.tensor) -> tl.tensor:
+def sanitise(x: tl.tensor) -> tl.tensor:
     """Replace NaN and -Inf by the lowest finite float32, +Inf by the highest."""
     return tl.where(x == x, tl.minimum(tl.maximum(x, LOWEST), HIGHEST), LOWEST)
 
@@ -59,7 +59,7 @@ def _greater_or_nan(left: tl.tensor, right: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def holds_non_finite(x: tl.tensor) -> tl.tensor:
-    """Return whether `x` [lanes, rows, width] holds NaN or Inf: one instruction an element, one a warp."""
+    """Return True if `x` [lanes, rows, width] holds NaN or Inf: one instruction an element, one a warp."""
     peak = tl.reduce(tl.abs(x), 2, _greater_or_nan)  # [lanes, rows]; NaN if the lane holds one
     # As integers: NaN is above Inf, Inf above every number, and lanes are reduced in one step.
     return tl.max(tl.max(peak.to(tl.int32, bitcast=True), axis=0), axis=0) >= INFINITY_BITS

@@ -8,7 +8,7 @@ import pytest
 
 from moedoctor.faults.offload.offload_reinit import OffloadReinit, OffloadReinitParameters
 from moedoctor.faults.offload.offload_reinit_lab import FILE, mock_runner, observe, outcome, refuses
-from moedoctor.plugin.offload_fix import unasserted
+from moedoctor.plugin.offload_fix import skip_assertion
 from moedoctor.results import Case, CaseResult, CaseVerdict, Tier, UnavailableError
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
 from tests.faults.offload.cases import CONTROL_AND_FIX, run_case
@@ -53,14 +53,14 @@ def test_a_function_that_never_rebuilds_is_not_clean() -> None:
 
 
 def test_the_plug_in_restores_the_configuration() -> None:
-    assert outcome(unasserted(refuses), (32,), 4.0) == "rebuilt"
+    assert outcome(skip_assertion(refuses), (32,), 4.0) == "rebuilt"
     runner = mock_runner(4.0)
 
     def failing(self: object) -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        unasserted(failing)(runner)
+        skip_assertion(failing)(runner)
     assert runner.offload_config.uva.cpu_offload_gb == 4.0
 
 

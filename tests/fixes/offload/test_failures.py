@@ -27,7 +27,7 @@ def assert_untouched(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "moedoctor.fixes.offload.storage.buffers_for",
+        "moedoctor.fixes.offload.storage.make_buffers",
         "moedoctor.fixes.offloader.Hooks",
         "moedoctor.fixes.offloader.settle_in",
     ],
@@ -52,7 +52,7 @@ def test_weights_that_cannot_return_to_the_device_stay_on_the_host_and_are_named
 ) -> None:
     model = stack()
     expected = model(x)
-    monkeypatch.setattr(offload_storage, "buffers_for", out_of_memory)
+    monkeypatch.setattr(offload_storage, "make_buffers", out_of_memory)
     monkeypatch.setattr(offload_storage, "_bring_back", out_of_memory)
     with pytest.warns(RuntimeWarning) as caught, pytest.raises(torch.OutOfMemoryError):
         offloaded(model)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.fixes.offload.plan import closest_parts, is_metadata_name, matches, spread, stays
+from moedoctor.fixes.offload.plan import find_closest_parts, is_metadata_name, matches, spread, stays
 
 METADATA = """experts.w13_weight_scale w2_weight_scale_2 w13_input_scale weight_scale_inv
     w13_blockscale_swizzled w1_global_scale qzeros weight_zero_point w2_zp g_idx w13_g_idx
@@ -64,8 +64,8 @@ def test_a_pattern_matches_whole_parts_of_a_name() -> None:
 
 def test_the_closest_names_are_parts_of_names_or_whole_names() -> None:
     names = ["model.layers.0.mlp.experts.w13_weight", "model.embed.weight"]
-    assert closest_parts("expert", names)[0] == "experts"
-    assert closest_parts("zzz", names) == ["model.embed.weight", "model.layers.0.mlp.experts.w13_weight"]
+    assert find_closest_parts("expert", names)[0] == "experts"
+    assert find_closest_parts("zzz", names) == ["model.embed.weight", "model.layers.0.mlp.experts.w13_weight"]
 
 
 @given(count=st.integers(0, 200))

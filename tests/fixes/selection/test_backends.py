@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.fixes.backends import Candidate, select, spoken
+from moedoctor.fixes.backends import Candidate, name_capabilities, select
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.fixes.backends.release_tables import CAPABILITIES, SCHEMES, releases, tables
 from moedoctor.fixes.backends.requests import (
     NVFP4_VARIABLE,
     governing_variables,
+    read_wanted_backend,
     request,
     shadowed_variables,
-    wanted_backend,
     way_to_ask,
 )
 
@@ -329,7 +329,7 @@ def test_flags_that_a_release_does_not_take() -> None:
     ],
 )
 def test_what_the_variable_of_38971_asks_for(value: str, flag: str | None) -> None:
-    asked = wanted_backend({NVFP4_VARIABLE: value}, "0.21.0")
+    asked = read_wanted_backend({NVFP4_VARIABLE: value}, "0.21.0")
     assert asked is not None
     assert asked.flag == flag
     problem = "0.21.0 has no such NVFP4 MoE backend; it has cutlass"
@@ -337,7 +337,9 @@ def test_what_the_variable_of_38971_asks_for(value: str, flag: str | None) -> No
 
 
 def test_without_the_variable_of_38971_nothing_is_asked_for() -> None:
-    assert wanted_backend({}, "0.21.0") is wanted_backend({NVFP4_VARIABLE: "auto"}, "0.21.0") is None
+    assert (
+        read_wanted_backend({}, "0.21.0") is read_wanted_backend({NVFP4_VARIABLE: "auto"}, "0.21.0") is None
+    )
 
 
 def test_variables_with_an_effect() -> None:
@@ -384,4 +386,4 @@ def test_the_tables_fit_together(scheme: str, release: str) -> None:
     ],
 )
 def test_capabilities_in_words(capabilities: str, words: str) -> None:
-    assert spoken(frozenset(capabilities.split())) == words
+    assert name_capabilities(frozenset(capabilities.split())) == words
