@@ -26,6 +26,8 @@ FILE = ROOT / "evidence" / "promises.yaml"
 REPORTS = ROOT / "reports"
 _BOUND = re.compile(r"(>=|<=|==|has) (.+)")
 _STEP = re.compile(r"(?P<key>\w+)(?P<selectors>(?:\[\w+=[^\]]*\])*)")
+_PATH = re.compile(r"(?:…|/\w+)/")
+"""The beginning of a path, which reports mask."""
 _SELECTOR = re.compile(r"\[(\w+)=([^\]]*)\]")
 
 
@@ -43,7 +45,13 @@ class Promise:
     needs: str = ""
 
     def judge(self, document: Any) -> tuple[str, Any]:
-        """Return ``kept`` or ``broken`` with the value; a value that is missing keeps nothing."""
+        """Return ``kept`` or ``broken`` with the value; a value that is missing keeps nothing.
+
+        A report of another command is ``not run``: it says nothing about this one.
+        """
+        line = (document.get("origin") or {}).get("command_line") or ""
+        if not set(split_command(self.command)) <= set(split_command(line)):
+            return "not run", None
         places = [look_up(document, place) for place in self.value.split(" / ")]
         if any(place is None for place in places):
             return "broken", None
@@ -69,6 +77,11 @@ def load_promises(file: Path = FILE) -> list[Promise]:
         for name, report in document.items()
         for promise in report["promises"]
     ]
+
+
+def split_command(line: str) -> list[str]:
+    """Return the words of a command without the beginnings of paths."""
+    return [_PATH.sub("/", word) for word in shlex.split(line)]
 
 
 def look_up(document: Any, place: str) -> Any:

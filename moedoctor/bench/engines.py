@@ -124,6 +124,7 @@ class EngineRow:
     control_same: int | None = None
     """Of `tokens_of` clear prompts, so many have the base's tokens although all experts are wrong."""
     gpu_bytes: int | None = None
+    """After loading, without the KV cache if its size is logged."""
     host_bytes: int | None = None
     kv_cache_tokens: int | None = None
     freed_to_kv_cache: float | None = None
@@ -143,7 +144,9 @@ class SpeedRow:
     ratio: float | None
     """Of the base's tokens per second."""
     gpu_ratio: float | None
-    """The base's GPU time of a step over this engine's."""
+    """The base's GPU time of a step over this engine's, if both are between the same events."""
+    gpu_clock: str | None
+    """What these events are around: ``graphs`` or ``steps``."""
     gpu_step_ms: float | None
     gpu_step_ms_p20: float | None
     gpu_step_ms_p80: float | None
@@ -321,7 +324,7 @@ def _describe(
         "experts": ", ".join(f"{name} × {count}" for name, count in first.probe["experts"].items()),
         "wrong": to_base.problem,
         **({"tokens_same": to_base.same, "tokens_of": to_base.clear} if to_base.is_compared else {}),
-        "gpu_bytes": first.allocated,
+        "gpu_bytes": _held_bytes(first),
         "host_bytes": first.host_bytes,
         "kv_cache_tokens": _kv_cache_tokens(first),
         "load_s": round(statistics.median(result.seconds.get("load", 0.0) for result in results), 1),
@@ -361,13 +364,20 @@ def _kv_cache_tokens(result: EngineResult) -> int | None:
     return None if text is None else int(text.replace(",", ""))
 
 
+def _kv_cache_bytes(result: EngineResult) -> float:
+    return float(result.log.kv_cache_gib or 0) * 2**30
+
+
+def _held_bytes(result: EngineResult) -> int | None:
+    return None if result.allocated is None else int(max(0, result.allocated - _kv_cache_bytes(result)))
+
+
 def _freed_to_kv_cache(result: EngineResult, base: EngineResult) -> float | None:
-    """Return the KV cache's gain over what the weights take less than the base's; None if unknown."""
-    gibs = (result.log.kv_cache_gib, base.log.kv_cache_gib)
-    if None in gibs or not result.allocated or not base.allocated or result.allocated >= base.allocated:
+    """Return the KV cache's gain over what the rest takes less than the base's; None if unknown."""
+    own, others = _held_bytes(result), _held_bytes(base)
+    if own is None or others is None or own >= others or not _kv_cache_bytes(base):
         return None
-    gain = (float(gibs[0] or 0) - float(gibs[1] or 0)) * 2**30
-    return round(gain / (base.allocated - result.allocated), 3)
+    return round((_kv_cache_bytes(result) - _kv_cache_bytes(base)) / (others - own), 3)
 
 
 @dataclass(frozen=True)
@@ -378,6 +388,8 @@ class _Times:
     """Milliseconds until one token."""
     steps: list[float]
     """Milliseconds of a decode step on the GPU."""
+    clock: str | None
+    """What the events of all steps are around; None if not all are around the same."""
 
 
 def _collect_times(results: Sequence[EngineResult]) -> dict[int, _Times]:
@@ -388,10 +400,12 @@ def _collect_times(results: Sequence[EngineResult]) -> dict[int, _Times]:
         own = [row for row in rows if row["batch"] == batch]
         pairs = [pair for row in own for pair in zip(row["first_s"], row["whole_s"], strict=True)]
         decoded = own[0]["decoded"]
+        clocks = {clock for row in own for clock in row["gpu_clock"]}
         times[batch] = _Times(
             [decoded / (whole - first) for first, whole in pairs if whole > first],
             [1e3 * first for first, _ in pairs],
             [step for row in own for step in row["gpu_step_ms"]],
+            clocks.pop() if len(clocks) == 1 else None,
         )
     return {batch: own for batch, own in times.items() if own.rates}
 
@@ -406,12 +420,13 @@ def _describe_speed(name: str, batch: int, times: _Times, base: _Times | None) -
         )
         for end, value in zip(("", "_p20", "_p80"), _spread(values), strict=True)
     }
-    by_gpu = base is not None and times.steps and base.steps
+    by_gpu = base is not None and times.clock is not None and times.clock == base.clock
     return SpeedRow(
         variant=name,
         batch=batch,
         ratio=statistics.median(times.rates) / statistics.median(base.rates) if base else None,
         gpu_ratio=statistics.median(base.steps) / statistics.median(times.steps) if base and by_gpu else None,
+        gpu_clock=times.clock,
         repeats=len(times.rates),
         **spread,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moedoctor import environment
 from moedoctor.bench.cache.replay import default_capacities, facts_of, replay_trace
+from moedoctor.bench.cache.shipped import SHIPPED, shipped_trace
 from moedoctor.commands.options import FULL_FORMATS, as_input_error, deliver, ended, numbers
 from moedoctor.origin import origin
 from moedoctor.redaction import Redactor
@@ -22,7 +23,7 @@ from moedoctor.reporters.pages.bench_cache import (
 )
 from moedoctor.reporters.plots import PlotError, terminal_chart
 from moedoctor.text import print_message
-from moedoctor.trace.format import SHIPPED, RoutingTrace, TraceError, load, shipped_trace
+from moedoctor.trace.format import RoutingTrace, TraceError, load
 from moedoctor.trace.synthetic import PREFIX, ZipfSettings, zipf_trace
 
 _MAX_CAPACITY = 65_535

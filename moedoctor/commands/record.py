@@ -57,14 +57,14 @@ def record(
     Sets MOEDOCTOR_RECORD, MOEDOCTOR_RECORD_WHEN and MOEDOCTOR_RECORD_SIZE for the command, which moedoctor's
     plug-in reads in every process of vLLM 0.21.0 and later. The exit code is the command's.
     """
-    from moedoctor.processes.files import OutputError
+    from moedoctor.processes.files import OutputError, make_folder
     from moedoctor.trace.call_keeper import Wish
 
     with as_input_error(ValueError):
         Wish.parse(when)
-    with as_input_error(OutputError, OSError):
-        output.mkdir(parents=True, exist_ok=True)
-    folder = output.resolve()
+    with as_input_error(OutputError):
+        make_folder(output)
+    folder = Path(os.path.abspath(output))  # a link must not be followed before it is checked
     before = set(folder.iterdir())
     environ = {
         **os.environ,

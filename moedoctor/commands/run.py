@@ -148,7 +148,7 @@ def run(
             sources={**_vllm_sources(vllm_kernels or ()), **_flashinfer_sources(flashinfer or ())},
             timeout=timeout,
             device=device,
-            capsules=None if keep_capsules is None else str(keep_capsules.resolve()),
+            capsules=None if keep_capsules is None else os.path.abspath(keep_capsules),
         )
         scenarios = load_targets(targets or ())
         facts = environment.collect()

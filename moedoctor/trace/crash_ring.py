@@ -26,6 +26,7 @@ from moedoctor.kernels.device_guard import interprets
 from moedoctor.kernels.host_address import pin
 from moedoctor.kernels.kept_rows import MoeInput, SavedCalls
 from moedoctor.processes.ask import beside_an_engine, unnamed_file
+from moedoctor.processes.files import make_folder
 from moedoctor.trace.call_keeper import FIRST_IN_GRAPH, is_capturing
 from moedoctor.trace.capsule import Record
 from moedoctor.trace.protect import protect
@@ -189,7 +190,7 @@ class CrashRing:
         self.blocking = not (on_gpu or interprets())
         with torch.inference_mode(False):
             self._step = torch.full((1,), self._steps, dtype=torch.int32, device=x.device)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         files = (self._memory.fileno(), self._notes.fileno())
         request = [*(str(file) for file in files), str(os.getpid()), str(self.max_bytes), str(self.folder)]
         command = [sys.executable, "-m", _WATCHER, *request]

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moedoctor.entries import reports_folder
 from moedoctor.processes.files import write
 from moedoctor.text import TextFileError, read_bytes
 
@@ -242,12 +241,3 @@ def _json(metadata: Mapping[str, str], name: str, kind: type) -> Any:
     if not isinstance(value, kind):
         raise TraceError(f"{name} is no JSON {'list' if kind is list else 'object'}")
     return value
-
-
-SHIPPED = Path("traces", "small_moe_decode.safetensors")
-"""In the folder of the evidence."""
-
-
-def shipped_trace() -> RoutingTrace:
-    """Decode of a small MoE language model on held-out text. Raises TraceError."""
-    return load(reports_folder() / SHIPPED)

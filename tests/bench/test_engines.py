@@ -42,7 +42,7 @@ def answers(shift: int = 0, count: int = 10, lead: float = 1.0) -> dict[str, Any
 def result(seconds: float = 1.0, shift: int = 0, lead: float = 1.0, **more: Any) -> Any:
     """What an engine gives whose decode takes so long; `more` are fields of the probe and of the result."""
     speed = {"batch": 1, "decoded": 10, "first_s": [0.1, 0.1], "whole_s": [0.1 + seconds] * 2}
-    speed["gpu_step_ms"] = [seconds * 50] * 2
+    speed |= {"gpu_step_ms": [seconds * 50] * 2, "gpu_clock": ["graphs"] * 2}
     probe = {"experts": {"TritonExperts": 2}, "answers": answers(shift, lead=lead), "speeds": [speed]}
     probe |= more.pop("probe", {})
     return engine_stub.answered((), probe=probe, **more)
@@ -230,10 +230,12 @@ def test_memory_that_weights_leave_goes_to_the_kv_cache(model: Path) -> None:
     def engine(allocated: int, gib: str, tokens: str) -> Any:
         return result(allocated=allocated << 30, log=LogFacts(kv_cache_gib=gib, kv_cache_tokens=tokens))
 
-    run = run_of([engine(40, "20.0", "1,000"), engine(30, "29.8", "1,490"), engine(41, "19.0", "950")])
+    # What torch holds includes the KV cache: 40, 30 and 41 GiB beside it.
+    run = run_of([engine(60, "20.0", "1,000"), engine(60, "29.8", "1,490"), engine(60, "19.0", "950")])
     measured = measure(plan(model, BASE, Variant("cache"), Variant("more")), run=run)
     assert [row.kv_cache_tokens for row in measured.engines] == [1000, 1490, 950]
-    assert [row.freed_to_kv_cache for row in measured.engines] == [None, 0.98, None]
+    assert [row.freed_to_kv_cache for row in measured.engines] == [None, 1.0, None]
+    assert measured.engines[0].gpu_bytes == 40 << 30
 
 
 def test_what_the_user_set_for_vllm_holds_in_every_engine(
@@ -247,3 +249,16 @@ def test_what_the_user_set_for_vllm_holds_in_every_engine(
     assert request.arguments["skip_tokenizer_init"] is True
     (model / "tokenizer.json").write_text("{}")
     assert request_for(plan(model), BASE).arguments["skip_tokenizer_init"] is False
+
+
+def test_times_between_other_events_are_not_compared(model: Path) -> None:
+    other = result(0.5)
+    other.probe["speeds"][0]["gpu_clock"] = ["steps"] * 2
+    mixed = result(0.5)
+    mixed.probe["speeds"][0]["gpu_clock"] = ["steps", "graphs"]
+    measured = measure(plan(model, BASE, Variant("a"), Variant("b")), run=run_of([result(), other, mixed]))
+    assert [(row.ratio, row.gpu_ratio, row.gpu_clock) for row in measured.speeds] == [
+        (1.0, 1.0, "graphs"),
+        (2.0, None, "steps"),
+        (2.0, None, None),
+    ]

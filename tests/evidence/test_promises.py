@@ -44,10 +44,15 @@ def test_each_command_is_one_that_users_have_and_its_values_are_in_its_report(
     }
     for promise in PROMISES:
         if promise.command == command:
-            assert promise.judge({"bench": {"engines": named}})[1] is not None, promise.value
+            document = {"origin": {"command_line": f"moedoctor {command}"}, "bench": {"engines": named}}
+            assert promise.judge(document)[1] is not None, promise.value
 
 
-DOCUMENT = {"rows": [{"name": "a.b", "n": 1, "x": 2.0}, {"name": "c", "n": 1, "x": 4.0}], "words": "one two"}
+DOCUMENT = {
+    "origin": {"command_line": "moedoctor run …/x"},
+    "rows": [{"name": "a.b", "n": 1, "x": 2.0}, {"name": "c", "n": 1, "x": 4.0}],
+    "words": "one two",
+}
 
 
 @pytest.mark.parametrize(
@@ -81,19 +86,21 @@ def test_a_place_names_one_value_or_none(place: str, value: Any) -> None:
     ],
 )
 def test_a_bound_is_kept_or_broken(value: str, bound: str, verdict: str) -> None:
-    assert Promise("x", "run", "words", value, bound).judge(DOCUMENT)[0] == verdict
+    assert Promise("x", "run /tmp/x", "words", value, bound).judge(DOCUMENT)[0] == verdict
 
 
 def test_a_value_that_is_not_a_number_keeps_no_bound() -> None:
-    document = {"a": 0.0, "b": "nan"}
+    document = {**DOCUMENT, "a": 0.0, "b": "nan"}
     assert Promise("x", "run", "words", "b", ">= 0").judge(document)[0] == "broken"
     assert Promise("x", "run", "words", "b / b", ">= 0").judge(document)[0] == "broken"
 
 
 def test_what_is_not_stored_was_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     promises = [Promise(name, "run", "words", "a", ">= 1") for name in ("stored", "absent")]
-    (tmp_path / "stored.json").write_text(json.dumps({"a": 2}))
-    assert [verdict for _, verdict, _ in judge_folder(tmp_path, promises)] == ["kept", "not run"]
+    promises.append(Promise("stored", "run --other", "words", "a", ">= 1"))
+    (tmp_path / "stored.json").write_text(json.dumps({**DOCUMENT, "a": 2}))
+    verdicts = [verdict for _, verdict, _ in judge_folder(tmp_path, promises)]
+    assert verdicts == ["kept", "not run", "not run"], "a report of another command says nothing"
     assert main(["--folder", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(PROMISES)

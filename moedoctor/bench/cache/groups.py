@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from moedoctor.bench.cache.model import Model, host_weights, pinned_bandwidth, recorded_ids
+from moedoctor.bench.cache.shipped import shipped_trace
 from moedoctor.bench.timing import Comparison, Spread, compare_rounds, compare_times, elapsed
 from moedoctor.fixes.eviction import CacheStats, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import moe_forward
 from moedoctor.reference.expert_cache import PrCache, PrRule
-from moedoctor.trace.format import shipped_trace
 
 Calls = Mapping[str, Callable[[], torch.Tensor]]
 """Ways to compute one layer, [T, H], by name; ``1`` computes it in one call."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moedoctor.bench.cache.shipped import shipped_trace
 from moedoctor.bench.timing import elapsed
-from moedoctor.trace.format import shipped_trace
 
 # E = experts, T = tokens, K = top_k
 

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moedoctor.bench.cache.shipped import shipped_trace
 from moedoctor.faults.cache.self_evicting_cache import SelfEvictingCacheParameters
 from moedoctor.fixes.eviction import CacheTable, SlotTable, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.reference.expert_cache import PrCache, Problem, PrRule, differ
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.results import Case, Observation
-from moedoctor.trace.format import RoutingTrace, shipped_trace
+from moedoctor.trace.format import RoutingTrace
 from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
 
 _HIDDEN, _INTERMEDIATE = 64, 32

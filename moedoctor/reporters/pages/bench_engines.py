@@ -114,7 +114,7 @@ def _remarks(bench: EngineBench) -> Iterator[str]:
     )
     yield (
         "tokens same: prompts with the first engine's greedy tokens, of those that it decides clearly. An "
-        "engine with fewer than nine in ten is wrong and is not timed."
+        "engine with fewer than eight in ten is wrong and is not timed."
     )
     if any("tokens_of" not in row and "failed" not in row for row in bench.engines):
         yield "Tokens were not compared: the first engine decides too few prompts clearly."
