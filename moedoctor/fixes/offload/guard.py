@@ -100,11 +100,12 @@ class StateHooks:
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
                 if parameter is weight.parameter:
                     self._stored[name] = weight.parameter, region.of(layer.block.bytes)
-        for register, hook in (
+        hooks: tuple[tuple[Any, Any], ...] = (
             (owner._register_state_dict_hook, self._save),
             (owner._register_load_state_dict_pre_hook, self._load),
             (owner.register_load_state_dict_post_hook, self._loaded),
-        ):
+        )
+        for register, hook in hooks:
             handles.append(register(hook))  # at once: if the next fails, this one is removed
 
     def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
