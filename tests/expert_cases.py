@@ -8,23 +8,18 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from moedoctor.bench.moe.own_backends import kernel_weights
 from moedoctor.kernels.moe import launch
-from moedoctor.kernels.moe.e4m3 import add_block, decode_every_other, split_words
+from moedoctor.kernels.moe.e4m3 import add_block, decode_bytes, decode_every_other, split_words
 from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights, nvfp4_weights
 from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
-from moedoctor.kernels.moe.products import block_product
 from moedoctor.kernels.moe.tiles import RowTile, Tile, block_tiles
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
@@ -283,6 +278,22 @@ def assert_e4m3_is_exact(device: str, *, half: bool, wide: bool) -> None:
 
 
 @triton.jit
+def _decode_bytes_kernel(codes_ptr: tl.tensor, out_ptr: tl.tensor) -> None:
+    place = tl.arange(0, 256)  # [256]
+    tl.store(out_ptr + place, decode_bytes(tl.load(codes_ptr + place)).to(tl.float32))
+
+
+def assert_e4m3_bytes_are_exact(device: str) -> None:
+    """Every code, the two of NaN too, which the weights of an expert cache may hold."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    out = torch.empty(256, dtype=torch.float32, device=device)
+    _decode_bytes_kernel[(1,)](codes, out)
+    right = codes.view(torch.float8_e4m3fn).float()
+    assert torch.equal(out.view(torch.int32)[~right.isnan()], right.view(torch.int32)[~right.isnan()])
+    assert torch.equal(out.isnan(), right.isnan())
+
+
+@triton.jit
 def _add_blocks_kernel(words_ptr: tl.tensor, values_ptr: tl.tensor, out_ptr: tl.tensor) -> None:
     words = tl.load(words_ptr + tl.arange(0, 64)[None, :]).to(tl.uint32, bitcast=True)  # [1, 64]
     values = tl.load(values_ptr + tl.arange(0, 128)[None, :])  # [1, 128]
@@ -306,74 +317,6 @@ def assert_e4m3_words_are_exact(device: str) -> None:
         assert torch.equal(out, right[:, place]), (shift, place)
 
 
-@cache
-def compiled(
-    capability: int,
-    tile: Tile,
-    *,
-    quantization: str,
-    second: bool,
-    activation: str,
-    float16: bool = False,
-    blocks: bool = True,
-) -> Any:
-    """Compile the product as `run_experts` launches it with a plan, for a GPU that need not be there.
-
-    The layer is of 2688 by 1856, with biases. `blocks`: whether FP8 weights have a scale for each 128 x 128.
-    """
-    kind = "fp16" if float16 else "bf16"
-    values = {"none": kind, "fp8": "i32", "nvfp4": "i32"}[quantization]
-    types = (kind, values, "i32", "fp32", kind, kind, "i32", "i32", "i32", "=i32")
-    depth = 1856 if second else 2688
-    constants = {
-        "width": 2688 if second else 1856,
-        "depth": depth,
-        "num_experts": 128,
-        "top_k": 6,
-        "activation": activation,
-        "quantization": quantization,
-        "scales": (1, 128, 128) if quantization == "fp8" and blocks else (1, 1, depth),
-        "has_bias": True,
-        "planned": True,
-        "second": second,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "wide": False,
-        "hopper": capability == 90,
-        "depth_splits": tile.depth_splits,
-        "early": tile.early,
-    }
-    return compile_kernel(block_product, capability, types, constants, warps=tile.warps, stages=tile.stages)
-
-
-def compile_kernel(
-    kernel: Any,
-    capability: int,
-    types: Sequence[str],
-    constants: Mapping[str, Any],
-    *,
-    warps: int = 4,
-    stages: int = 3,
-) -> Any:
-    """Compile `kernel` by Triton, and assemble it by the ptxas that Triton brings.
-
-    `types` are those of its first arguments: ``bf16`` is a pointer to bfloat16, ``=i32`` an int32.
-    """
-    signature = {
-        name: kind[1:] if kind[0] == "=" else f"*{kind}"
-        for name, kind in zip(kernel.arg_names, types, strict=False)
-    }
-    source = ASTSource(
-        fn=kernel,
-        signature=signature | dict.fromkeys(constants, "constexpr"),
-        constexprs=dict(constants),
-        attrs={(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types) if kind[0] != "="},
-    )
-    options = {"num_warps": warps, "num_stages": stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-
-
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN, which no result may read
     for case in sys.argv[1:]:
@@ -384,6 +327,7 @@ if __name__ == "__main__":
             assert_e4m3_is_exact("cpu", half=False, wide=True)
             assert_e4m3_is_exact("cpu", half=True, wide=False)
             assert_e4m3_words_are_exact("cpu")
+            assert_e4m3_bytes_are_exact("cpu")
         elif kind == "decoding":
             assert_decoding_is_exact("cpu", Tile(64, 64, 128, 4, 2))
         elif kind == "rows":

@@ -236,11 +236,22 @@ def _refused_machine() -> str | None:
     if capability < LEAST_CAPABILITY:
         least = ".".join(map(str, LEAST_CAPABILITY))
         return f"the GPU has compute capability {'.'.join(map(str, capability))}; expected {least} or later"
-    if wanted(os.environ) == REFERENCE:
-        config = importlib.import_module("vllm.config").get_current_vllm_config()
-        if config.model_config is not None and not config.model_config.enforce_eager:
-            return f"{VARIABLE}={REFERENCE} needs --enforce-eager"
+    config = importlib.import_module("vllm.config").get_current_vllm_config()
+    if config.load_config.load_format == "ipc_cache":
+        return _REPACKED
+    eager = config.model_config is None or config.model_config.enforce_eager
+    if wanted(os.environ) == REFERENCE and not eager:
+        return f"{VARIABLE}={REFERENCE} needs --enforce-eager"
     return None
+
+
+_REPACKED = "weights come from a weight cache, and a backend repacked them; expected --load-format auto"
+
+
+def _are_repacked() -> bool:
+    """Return whether vLLM loads weights that were processed in another process, since 0.33.0."""
+    ask = getattr(importlib.import_module("vllm.model_executor.utils"), "is_weights_pre_processed", None)
+    return ask is not None and bool(ask())
 
 
 _OURS = "_moedoctor_computes"
@@ -291,6 +302,8 @@ def _processing(original: Any, *, form: Format) -> Any:
         try:
             if getattr(layer, "swiglu_limit", None) is not None:
                 raise UnavailableError("swiglu_limit clamps the activation")
+            if _are_repacked():  # of a draft model, whose load format `refusal` does not see
+                raise UnavailableError(_REPACKED)
             take_over(self, layer, form.take, by_reference=computer == REFERENCE)
         except UnavailableError as error:
             refuse(NAME, str(error))  # it shows only in loaded weights

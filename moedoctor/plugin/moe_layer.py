@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from moedoctor.plugin.register import stop_engine
 from moedoctor.results import UnavailableError
 
 FUSED = "vllm.model_executor.layers.fused_moe"
@@ -226,6 +227,14 @@ def _shapes(self: Any, tokens: int, rows: int, width: int, *arguments: Any, **op
     return (0,), (0,), (tokens, width)
 
 
+def _refuse_hook(self: Any, hook: Any) -> None:
+    """Raise SystemExit: the hook adds up the experts of a token, which our kernels have done by then."""
+    stop_engine(
+        "vLLM is stopped: moe is refused: this model adds up a token's experts itself (post_gemm2_hook); "
+        "leave moe out"
+    )
+
+
 @functools.cache
 def experts_class() -> Any:
     """Return our subclass of vLLM's experts. An instance has ``compute``, a `Compute`."""
@@ -237,6 +246,7 @@ def experts_class() -> Any:
         (kernel.FusedMoEExpertsModular,),
         {
             "activation_format": staticmethod(lambda: kernel.FusedMoEActivationFormat.Standard),
+            "post_gemm2_hook": property(lambda self: None, _refuse_hook),
             "expects_unquantized_inputs": property(lambda self: True),
             "_supports_current_device": yes,
             "_supports_no_act_and_mul": yes,

@@ -46,14 +46,11 @@ def test_stamps_are_durations_and_gaps() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_waiting_kernel_stamps_outside_of_its_loop() -> None:
     """Compiled without a GPU: the end time is read after the wait and before any store."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from moedoctor.kernels.stamped_wait import stamped_wait
+    from tests.compiled_kernels import compile_launches
 
-    source = ASTSource(stamped_wait, {"stamps": "*i64", "cycles": "i32"})
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
-    order = re.findall(r"%(globaltimer|clock64)|(\$L__BB\S+:)|(st)\.global", ptx)
+    with compile_launches(90) as kernels:
+        stamped_wait[(1,)](torch.empty(2, dtype=torch.int64), 1000, num_warps=1)
+    order = re.findall(r"%(globaltimer|clock64)|(\$L__BB\S+:)|(st)\.global", kernels[0].asm["ptx"])
     names = [clock or ("label" if label else store) for clock, label, store in order]
     assert names == ["globaltimer", "clock64", "label", "clock64", "label", "globaltimer", "st", "st"]

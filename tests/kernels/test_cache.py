@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
+
+from moedoctor.fixes.cache.packed import LANES, SIZE
+from moedoctor.kernels.cache import lookup, transfer
+from tests.compiled_kernels import CAPABILITIES, compile_launches
 from tests.interpreted import run_check
-from tests.kernels.test_moe_every_gpu import CAPABILITIES
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
-)
 
 
 @pytest.mark.parametrize(
@@ -30,33 +30,24 @@ def test_interpreted(checks: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("capability", "experts", "ids"),
-    [*((capability, 128, 64) for capability in CAPABILITIES), (90, 512, 64), (90, 128, 4096)],
-)
-def test_bookkeeping_compiled(capability: int, experts: int, ids: int) -> None:
-    from expert_cases import compile_kernel
-
-    from moedoctor.kernels.cache import lookup
-
-    few, chunk = lookup._chunk(ids)
-    shape = {
-        "experts": experts,
-        "capacity": 32,
-        "few": few,
-        "chunk": chunk,
-        "lanes": experts,
-        "together": lookup._together(experts),
-    }
-    types = {"uses": "i64", "last": "i64", "loaded": "i64", "clock": "i64", "counts": "i64"}
-    types |= {"stamp": "i64", "keys": "i64", "count": "=i32", "width": "=i32", "group": "=i32"}
-    grouped = {"policy": "aging", "grouped": True, "splits": False, "counted": True, "slot_lanes": 32}
-    for kernel, constants in (
-        (lookup.group_kernel, shape),
-        (lookup.lookup_kernel, shape | grouped),
-        (lookup.lookup_kernel, shape | grouped | {"grouped": False, "splits": True}),
-    ):
-        names = [name.removesuffix("_ptr") for name in kernel.arg_names if name not in constants]
-        kinds = [types.get(name, "i32") for name in names]
-        done = compile_kernel(kernel, capability, kinds, constants, warps=4 if few else 8)
-        assert done.asm["cubin"][:4] == b"\x7fELF"
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bookkeeping of few and many experts and ids, and the copies."""
+    monkeypatch.setattr(transfer, "device_address", lambda memory, device: 0)
+    with compile_launches(capability) as kernels:
+        device = torch.device("cuda")
+        for experts, count in ((128, 64), (512, 64), (128, 4096)):
+            state = lookup.LookupState.empty(experts, 32, "lfru" if experts > 128 else "aging", device)
+            ids = torch.empty(count // 8, 8, dtype=torch.int32)
+            lookup.launch_groups(state, ids)
+            lookup.launch_lookup(state, ids, torch.empty_like(ids), group=0)
+            lookup.launch_lookup(state, ids, torch.empty_like(ids), late=torch.empty_like(ids))
+        host = {"whole": torch.empty(128, 4096), "odd": torch.empty(128, 3, dtype=torch.uint8)}
+        packed = {"packed": (torch.empty(128, 1, 12_000, dtype=torch.uint8), SIZE, 256, 128)}
+        slots = {
+            name: torch.empty(32, *tensor.shape[1:], dtype=tensor.dtype) for name, tensor in host.items()
+        }
+        slots["packed"] = torch.empty(32, SIZE, dtype=torch.bfloat16)
+        transfer.Transfer(host, packed, slots, (SIZE, LANES)).launch(state.copies)
+    names = {kernel.metadata.name for kernel in kernels}
+    assert names == {"group_kernel", "lookup_kernel", "transfer_kernel", "unpack_kernel"}

@@ -134,14 +134,36 @@ def test_the_table_of_measured_tiles() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 90, 1000])
+def test_fp8_slots_are_the_same_on_gpus_without_fp8(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from moedoctor.fixes.moe.forward import moe_forward
+    from moedoctor.kernels.moe import launch
+
+    slots, hidden, top_k = 16, 256, 4
+    shapes = {"w13": (slots, 2 * 128, hidden), "w2": (slots, hidden, 128)}
+    weights = {
+        name: torch.randn(shape, device="cuda").to(torch.float8_e4m3fn) for name, shape in shapes.items()
+    }
+    weights |= {f"{name}_scale": torch.rand(slots, device="cuda") for name in shapes}
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)  # [T, H]
+    ids = torch.randint(-1, slots, (tokens, top_k), device="cuda", dtype=torch.int32)  # [T, K]
+    topk_weights = torch.rand(tokens, top_k, device="cuda")  # [T, K]
+    right = moe_forward(x, weights, ids, topk_weights)
+    monkeypatch.setattr(launch, "_capability", lambda device: (8, 0))
+    assert torch.equal(moe_forward(x, weights, ids, topk_weights), right)
+
+
+@pytest.mark.gpu
 def test_compiled_layers_of_every_kind() -> None:
     from expert_cases import (
+        assert_e4m3_bytes_are_exact,
         assert_e4m3_is_exact,
         assert_e4m3_words_are_exact,
         assert_random_layer_is_right,
     )
 
     assert_e4m3_words_are_exact("cuda:0")
+    assert_e4m3_bytes_are_exact("cuda:0")
     for half in (True, False):
         assert_e4m3_is_exact("cuda:0", half=half, wide=False)
     for seed in range(40):
@@ -378,10 +400,8 @@ def test_a_step_has_one_fp8_scale_and_is_no_shorter_than_needed(
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
     """Compiled without a GPU: decoded weights are not stored in shared memory."""
-    from expert_cases import compiled
-
     tile, _ = block_tiles(3072, 128, "nvfp4", gated=False)
-    kernel = compiled(capability, tile, quantization="nvfp4", second=False, activation="relu2")
+    kernel = _compile_first_product(capability, "nvfp4", tile, "relu2")
     part = f"tensor<{tile.block_n}x{tile.block_k // 4}xbf16"  # the weights that are decoded at a time
     assert part in kernel.asm["ttgir"]
     assert not re.search(rf"local_(?:alloc|store) [^\n]*{part}", kernel.asm["ttgir"])
@@ -391,6 +411,18 @@ def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
     if capability == 90:
         _assert_weights_are_read_before_others_come(kernel, 4)
     assert kernel.metadata.shared <= 99 * 1024, "the shared memory of the smallest GPU for one program"
+
+
+def _compile_first_product(capability: int, quantization: str, tile: Tile, activation: str) -> Any:
+    from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks
+    from tests.compiled_kernels import compile_launches, make_empty_layer
+
+    with compile_launches(capability) as kernels:
+        sizes = 128, 2688, 1856, 6
+        x, w13, _, _, ids = make_empty_layer(quantization, 512, activation=activation, sizes=sizes)
+        plan, out = plan_blocks(ids, 128, tile.block_m), x.new_empty(ids.numel(), 1856)
+        launch_block_product(x, w13, out, ids, plan, tile, activation=activation, second=False)
+    return kernels[-1]
 
 
 def _assert_weights_are_read_before_others_come(kernel: Any, products: int) -> None:
@@ -404,10 +436,8 @@ def _assert_weights_are_read_before_others_come(kernel: Any, products: int) -> N
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_fp8_weights_are_read_as_words_and_stay_with_their_thread(capability: int) -> None:
     """Compiled without a GPU: what a thread of a tensor core multiplies is in words that it read itself."""
-    from expert_cases import compiled
-
     tile, _ = block_tiles(512, 128, "fp8", gated=True)
-    kernel = compiled(capability, tile, quantization="fp8", second=False, activation="silu")
+    kernel = _compile_first_product(capability, "fp8 128x128", tile, "silu")
     weights = f"tensor<{tile.block_n}x{tile.block_k // 2}xbf16"  # the weights that are decoded at a time
     assert weights in kernel.asm["ttgir"]
     assert not re.search(rf"local_(?:alloc|store) [^\n]*{weights}", kernel.asm["ttgir"])

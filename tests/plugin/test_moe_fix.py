@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moedoctor.plugin import moe_fix
+from moedoctor.plugin import moe_fix, moe_layer
 from moedoctor.plugin.extensions import chosen
 from moedoctor.plugin.register import OptionError
 from moedoctor.results import UnavailableError
@@ -43,8 +43,13 @@ def layer(activation: str = "silu", **changes: Any) -> Any:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     platform = types.SimpleNamespace(is_cuda=lambda: True, capability=(9, 0))
     platform.get_device_capability = lambda: platform.capability
-    config = types.SimpleNamespace(model_config=types.SimpleNamespace(enforce_eager=False))
+    config = types.SimpleNamespace(
+        model_config=types.SimpleNamespace(enforce_eager=False),
+        load_config=types.SimpleNamespace(load_format="auto"),
+    )
+    repacked = {"is_weights_pre_processed": lambda: False}
     for name, content in (
+        ("vllm.model_executor.utils", repacked),
         ("vllm.platforms", {"current_platform": platform}),
         ("vllm.config", {"get_current_vllm_config": lambda: config}),
     ):
@@ -53,7 +58,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     monkeypatch.delenv("MOEDOCTOR_MOE", raising=False)
-    return types.SimpleNamespace(platform=platform, model=config.model_config)
+    return types.SimpleNamespace(platform=platform, model=config.model_config, load=config.load_config)
 
 
 @pytest.mark.parametrize("activation", moe_fix.ACTIVATIONS)
@@ -96,6 +101,16 @@ def test_an_unknown_method_or_machine_is_refused(machine: Any, monkeypatch: pyte
     assert "NVIDIA" in str(moe_fix.refusal(Fp8MoEMethod(), layer()))
 
 
+def test_weights_of_a_weight_cache_are_refused(machine: Any) -> None:
+    """Releases before 0.33.0 have none."""
+    assert not moe_fix._are_repacked()
+    del sys.modules["vllm.model_executor.utils"].is_weights_pre_processed
+    assert not moe_fix._are_repacked()
+    machine.load.load_format = "ipc_cache"
+    reason = str(moe_fix.refusal(Fp8MoEMethod(), layer()))
+    assert "a backend repacked them; expected --load-format auto" in reason
+
+
 def test_the_reference_needs_an_eager_engine(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEDOCTOR_MOE", "reference")
     assert "needs --enforce-eager" in str(moe_fix.refusal(Fp8MoEMethod(), layer()))
@@ -128,10 +143,12 @@ def test_an_optional_fix_leaves_a_refused_layer_to_vllm(
     assert done == ["ours" if ours else "theirs"]
 
 
+@pytest.mark.parametrize("reason", ["w2_weight holds NaN", "a backend repacked them"])
 @pytest.mark.parametrize("selected", [("theirs", "its experts", "more"), None])
 def test_weights_that_are_refused_once_loaded_are_left_to_vllm_if_the_fix_is_optional(
-    monkeypatch: pytest.MonkeyPatch, selected: tuple[str, ...] | None
+    monkeypatch: pytest.MonkeyPatch, selected: tuple[str, ...] | None, reason: str
 ) -> None:
+    """A draft model's weights may come from a weight cache when those of the model do not."""
     monkeypatch.setenv("MOEDOCTOR_FIXES", "moe")
     monkeypatch.setattr(moe_fix, "experts_class", lambda: "ours")
     monkeypatch.setattr(moe_fix, "_stand_in", lambda form: "stand-in")
@@ -144,7 +161,12 @@ def test_weights_that_are_refused_once_loaded_are_left_to_vllm_if_the_fix_is_opt
             raise ValueError("no backend")
         return selected
 
-    monkeypatch.setattr(moe_fix, "take_over", refused)
+    if "NaN" in reason:
+        monkeypatch.setattr(moe_fix, "take_over", refused)
+    else:
+        monkeypatch.setattr(
+            sys.modules["vllm.model_executor.utils"], "is_weights_pre_processed", lambda: True
+        )
     form = next(form for form in moe_fix.FORMATS if form.method == "Fp8MoEMethod")
     select = moe_fix._selecting(its_own, form=form, stand_in="stand-in")
     left: list[Any] = []
@@ -153,15 +175,30 @@ def test_weights_that_are_refused_once_loaded_are_left_to_vllm_if_the_fix_is_opt
     moe_fix._checking(lambda self, moe: None)(method, layer())
     vars(method)["fp8_backend"], vars(method)["experts_cls"] = select()
     assert vars(method)["experts_cls"] == "ours"
-    with pytest.raises(SystemExit, match=r"moe is refused: w2_weight holds NaN .*MOEDOCTOR_FIXES_OPTIONAL=1"):
+    with pytest.raises(SystemExit, match=rf"moe is refused: .*{reason}.* .*MOEDOCTOR_FIXES_OPTIONAL=1"):
         process(method, types.SimpleNamespace())
     monkeypatch.setenv("MOEDOCTOR_FIXES_OPTIONAL", "1")
     if selected is None:
-        with pytest.raises(SystemExit, match="holds NaN; vLLM has no backend for this layer either"):
+        with pytest.raises(SystemExit, match=f"{reason}.*; vLLM has no backend for this layer either"):
             process(method, types.SimpleNamespace())
         return
     process(method, types.SimpleNamespace())
     assert left == [{"_moedoctor_computes": False, "fp8_backend": "theirs", "experts_cls": "its experts"}]
+
+
+def test_a_model_that_adds_up_experts_itself_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {
+        "modular_kernel": {"FusedMoEExpertsModular": object, "FusedMoEActivationFormat": None},
+        "topk_weight_and_reduce": {},
+    }
+    for name, content in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, f"{moe_layer.FUSED}.{name}", module)
+    experts = moe_layer.experts_class.__wrapped__()()
+    assert experts.post_gemm2_hook is None
+    with pytest.raises(SystemExit, match=r"moe is refused: .* \(post_gemm2_hook\); leave moe out"):
+        experts.post_gemm2_hook = print
 
 
 def test_a_model_without_a_moe_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

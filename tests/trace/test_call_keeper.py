@@ -223,28 +223,3 @@ def test_a_wish_is_read(text: str, wish: Wish) -> None:
 def test_a_wish_that_cannot_be_read_is_one_line(text: str) -> None:
     with pytest.raises(ValueError, match="expected nan, first, crash, call=LAYER:N or mismatch=RATE"):
         Wish.parse(text)
-
-
-@needs_triton
-@pytest.mark.parametrize("capability", [80, 90, 120])
-def test_the_kernel_compiles(capability: int) -> None:
-    """Compiled without a GPU, because the interpreter takes what the compiler refuses."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from moedoctor.kernels.keep import keep_kernel, step_kernel
-
-    constants = {"room": 64, "hidden": 2048, "output_hidden": 2048, "top_k": 8, "BLOCK": 2048, "BLOCK_K": 8}
-    types = {
-        **dict.fromkeys(("x_ptr", "output_ptr", "kept_x_ptr", "kept_output_ptr"), "*bf16"),
-        **dict.fromkeys(("ids_ptr", "header_ptr", "row_ptr", "kept_ids_ptr"), "*i32"),
-        **dict.fromkeys(("weights_ptr", "kept_weights_ptr"), "*fp32"),
-        "layer": "i32",
-    }
-    signature = {name: types.get(name, "constexpr") for name in keep_kernel.arg_names}
-    source = ASTSource(keep_kernel, signature, constants)
-    kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-    assert "atom" in kernel.asm["ptx"]
-    numbers = {name: "*i32" if name == "header_ptr" else "i32" for name in step_kernel.arg_names}
-    triton.compile(ASTSource(step_kernel, numbers, {}), target=GPUTarget("cuda", capability, 32))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moedoctor.kernels.moe.e4m3 import decode_bytes
 from moedoctor.kernels.moe.rows import activate, row_and_column
 
 
@@ -50,10 +51,10 @@ def up_kernel(
             inside = start + k < hidden_size  # [K]
             mask = present[:, None] & inside[None, :]  # [N, K]
             x = tl.load(token_at + start, mask=inside, other=0.0).to(tl.float32)[None, :]
-            gate_sums += tl.load(weight_at + start, mask=mask, other=0.0).to(tl.float32) * x
+            gate_sums += decode_bytes(tl.load(weight_at + start, mask=mask, other=0.0)).to(tl.float32) * x
             if gated:
                 up_at = weight_at + start + intermediate_size * hidden_size
-                up_sums += tl.load(up_at, mask=mask, other=0.0).to(tl.float32) * x
+                up_sums += decode_bytes(tl.load(up_at, mask=mask, other=0.0)).to(tl.float32) * x
         gate = tl.sum(gate_sums, axis=1)  # [N]
         up = tl.sum(up_sums, axis=1)  # [N]
         if has_scale:
@@ -112,7 +113,7 @@ def down_kernel(
         inside = start + k < intermediate_size  # [K]
         h = tl.load(h_at + start, mask=held[:, None] & inside[None, :], other=0.0)  # [L, K]
         weight = tl.load(weight_at + start, mask=real[:, :, None] & inside[None, None, :], other=0.0)
-        sums += weight.to(tl.float32) * h[:, None, :]
+        sums += decode_bytes(weight).to(tl.float32) * h[:, None, :]
     product = tl.sum(sums, axis=2)  # [L, N]
     if has_scale:
         product *= tl.load(scale_ptr + slot, mask=held, other=0.0)[:, None]

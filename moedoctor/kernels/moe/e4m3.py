@@ -1,4 +1,7 @@
-"""Decodes FP8 weights (E4M3) by integer operations, so that it works on GPUs without instructions for FP8."""
+"""Decodes FP8 weights (E4M3) by integer operations, so that it works on GPUs without instructions for FP8.
+
+For those, before 8.9, Triton compiles no kernel with a pointer to FP8, even if nothing is read there.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,17 @@ def decode_every_other(
 def _as_float16(codes: tl.tensor) -> tl.tensor:
     """Return two values divided by 2**8, as float16 has them, of the codes in the high byte of each half."""
     return (codes & 0x80008000) | ((codes >> 1) & 0x3F803F80)
+
+
+@triton.jit
+def decode_bytes(weight: tl.tensor) -> tl.tensor:
+    """Return `weight`, or if it is of uint8 what these codes mean, exactly, as float16."""
+    if weight.dtype == tl.uint8:
+        codes = weight.to(tl.uint16)
+        halves = ((codes & 0x80) << 8) | ((codes & 0x7F) << 7)  # divided by 2**8
+        halves |= ((codes & 0x7F) == 0x7F).to(tl.uint16) << 14  # NaN stays NaN
+        weight = halves.to(tl.float16, bitcast=True) * 256.0
+    return weight
 
 
 @triton.jit

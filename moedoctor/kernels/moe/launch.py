@@ -72,7 +72,7 @@ def launch_up(
     with on_device(x):
         up_kernel[(triton.cdiv(intermediate_size, block_n) * tokens * top_k,)](
             x,
-            weights["w13"],
+            _readable(weights["w13"]),
             weights.get("w13_scale", x),
             weights.get("w13_bias", x),
             slot_ids,
@@ -105,7 +105,7 @@ def launch_down(
     with on_device(h):
         down_kernel[(triton.cdiv(hidden_size, block_n) * tokens,)](
             h,
-            weights["w2"],
+            _readable(weights["w2"]),
             weights.get("w2_scale", h),
             weights.get("w2_bias", h),
             slot_ids,
@@ -194,7 +194,7 @@ def launch_products(
         if name not in products:
             continue
         a, out = (rows.x, rows.h) if name == "w13" else (rows.h, rows.product)
-        width, weight = out.shape[1], weights[name]
+        width, weight = out.shape[1], _readable(weights[name])
         with on_device(a):
             slot_product[(triton.cdiv(width, tile.block_n) * tile.splits * weight.shape[0],)](
                 a,
@@ -324,7 +324,7 @@ def _launch_rows(
             _words(w13),
             w13.scale if w13.block_scales is None else w13.block_scales,
             w13.scale,
-            w13.values if w13.bias is None else w13.bias,
+            w13.scale if w13.bias is None else w13.bias,
             topk_ids,
             h,
             ended,
@@ -343,7 +343,7 @@ def _launch_rows(
             _words(w2),
             w2.scale if w2.block_scales is None else w2.block_scales,
             w2.scale,
-            w2.values if w2.bias is None else w2.bias,
+            w2.scale if w2.bias is None else w2.bias,
             topk_ids,
             topk_weights,
             out,
@@ -365,6 +365,13 @@ def _launch_rows(
 def _words(weight: ExpertWeights) -> torch.Tensor:
     """Return the values as int32: those of NVFP4 as they are, of FP8 four in each."""
     return weight.values.view(torch.int32)
+
+
+def _readable(weight: torch.Tensor) -> torch.Tensor:
+    """Return FP8 weights as bytes if Triton has no FP8 for their device; kernels over slots decode them."""
+    if weight.dtype is torch.float8_e4m3fn and _capability(weight.device) < (8, 9):
+        return weight.view(torch.uint8)
+    return weight
 
 
 def _tiles(
@@ -538,11 +545,15 @@ def _block(width: int, most: int) -> int:
     return int(min(max(triton.next_power_of_2(width), 16), most))
 
 
-@cache
 def _has_dependent_launches(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return _capability(device) >= (9, 0)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return _capability(device)[0] == 9
 
 
 @cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, (0, 0) for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

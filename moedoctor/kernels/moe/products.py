@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.moe.e4m3 import decode_every_other
+from moedoctor.kernels.moe.e4m3 import decode_bytes, decode_every_other
 from moedoctor.kernels.moe.nvfp4_words import REMAINING_SCALE, decode_block
 from moedoctor.kernels.moe.rows import activate, fetch, row_and_column, rows_of
 
@@ -25,6 +25,7 @@ from moedoctor.kernels.moe.rows import activate, fetch, row_and_column, rows_of
 @triton.jit
 def _slot_dot(a: tl.tensor, weight: tl.tensor, total: tl.tensor, wide: tl.constexpr) -> tl.tensor:
     """Return total [M, N] + a [M, K] @ weight.T [K, N]; `wide` if bfloat16 cannot be multiplied."""
+    weight = decode_bytes(weight)
     if wide:
         total += tl.dot(a.to(tl.float32), tl.trans(weight.to(tl.float32)), input_precision="ieee")
     else:

@@ -67,7 +67,9 @@ def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
     row as a call without them does.
     """
     rows = pairs / experts
-    if rows <= 16 or size > 2:  # float32 has no tensor cores, and all of a tile is in registers
+    if size > 2:  # float32 has no tensor cores, and all of a tile is in registers
+        return Tile(16, 32, 128, 4, 2), Tile(16, 64, 128, 4, 2)  # the stages that fit in every GPU
+    if rows <= 16:
         return Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4)
     if rows <= 32:
         return Tile(32, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3)

@@ -1,0 +1,83 @@
+"""The smaller kernels, compiled for GPUs that need not be here: the interpreter takes more than compilers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
+
+from moedoctor.kernels.expert_ids import launch_check, launch_deduplicate
+from moedoctor.kernels.keep import launch_keep, launch_step
+from moedoctor.kernels.kept_rows import HEADER, KeptRows, MoeCall, MoeInput, SavedCalls, Sizes
+from moedoctor.kernels.routing.launch import launch_topk
+from moedoctor.kernels.save_call import launch_save
+from moedoctor.kernels.watch import launch_begin, launch_end, launch_watch, launch_watch_three
+from tests.compiled_kernels import CAPABILITIES, compile_launches
+
+oldest, *others = CAPABILITIES
+pytestmark = pytest.mark.parametrize(
+    "capability", [oldest, *(pytest.param(capability, marks=pytest.mark.slow) for capability in others)]
+)
+
+
+def _empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype)
+
+
+def test_routing(capability: int) -> None:
+    with compile_launches(capability) as kernels:
+        weights, ids = _empty(64, 8, dtype=torch.float32), _empty(64, 8)
+        for dtype, options in (
+            (torch.bfloat16, {"scoring": "softmax"}),
+            (torch.float16, {"scoring": "softmax", "renormalize": True, "nan_policy": "finite"}),
+            (torch.float32, {"scoring": "softmax"}),
+            (torch.bfloat16, {"scoring": "sigmoid", "num_groups": 8, "topk_groups": 4}),
+            (torch.float32, {"scoring": "sigmoid", "bias": _empty(256, dtype=torch.float32)}),
+        ):
+            launch_topk(_empty(64, 256, dtype=dtype), weights, ids, **options)
+    assert {kernel.metadata.name for kernel in kernels} == {"half_softmax_kernel", "topk_kernel"}
+
+
+def test_expert_ids(capability: int) -> None:
+    with compile_launches(capability) as kernels:
+        for dtype in (torch.int32, torch.int64):
+            ids = _empty(64, 8, dtype=dtype)
+            launch_check(ids, 128, _empty(2, 3))
+            launch_check(ids, 128, _empty(2, 2, 3), _empty(1), _empty(2))
+            for kind, spare in itertools.product((torch.bfloat16, torch.float32), (False, True)):
+                out = _empty(64, 8), _empty(64, 8, dtype=torch.float32)
+                launch_deduplicate(ids, _empty(64, 8, dtype=kind), *out, use_spare=spare)
+    assert {kernel.metadata.name for kernel in kernels} == {"check_ids_kernel", "deduplicate_kernel"}
+
+
+def test_the_nan_trace(capability: int) -> None:
+    with compile_launches(capability) as kernels:
+        header, found = _empty(32), _empty(3, 6, 5)
+        launch_begin(header, 3, 8)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x = _empty(8, 2048, dtype=dtype)
+            launch_watch(x, header, found, 0, None)
+            launch_watch(x, header, found, 0, _empty(8, dtype=torch.int8), ends=True)
+        launch_watch_three([x, x, _empty(8, 128, dtype=torch.bfloat16)], header, found, [0, 1, 2])
+        launch_end(header)
+    assert len({kernel.metadata.name for kernel in kernels}) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("routes_itself", [False, True])
+def test_recordings(capability: int, dtype: torch.dtype, routes_itself: bool) -> None:
+    """A backend that routes by itself gives no ids and no weights; others may give no logits."""
+    with compile_launches(capability) as kernels:
+        x, ids, weights = _empty(8, 2048, dtype=dtype), _empty(8, 8), _empty(8, 8, dtype=torch.float32)
+        logits = _empty(8, 128, dtype=dtype)
+        given = MoeInput(x, logits=logits) if routes_itself else MoeInput(x, ids, weights)
+        sizes = Sizes(2048, dtype, 2048, dtype, 8, 128)
+        kept = KeptRows.make(64, sizes, _empty(HEADER))
+        launch_step(kept.header, 3, -1, 0, frees=True)
+        launch_keep(kept, 0, MoeCall(given, x))
+        ring = [memory.unsqueeze(0) for memory in (kept.x, kept.ids, kept.weights, kept.logits)]
+        launch_save(SavedCalls(_empty(1, 2), *ring), _empty(1), given)
+    assert len({kernel.metadata.name for kernel in kernels}) == 3
