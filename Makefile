@@ -61,6 +61,7 @@ lint: setup ## format, lint, types, import contracts, scenario schema, made bloc
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy --strict moedoctor
 	@$(BIN)/lint-imports
+	@$(BIN)/python scripts/check_size.py
 	@$(BIN)/python -m moedoctor.scenario.file --check scenarios/schema.json
 	@$(BIN)/python scripts/made_blocks.py
 	@$(BIN)/python scripts/draw_design.py --check

@@ -79,7 +79,9 @@ def ran_with(report: Mapping[str, Any]) -> set[str]:
         return {"record"} if same and "MOEDOCTOR_RECORD" in record["environment"] else set()
     if report["command"] == "bench":
         engines = (report["bench"].get("engines") or {}).get("engines", ())
-        return _named(" ".join(row["settings"] for row in engines if not (row.get("failed") or row.get("wrong"))))
+        return _named(
+            " ".join(row["settings"] for row in engines if not (row.get("failed") or row.get("wrong")))
+        )
     if report["command"] != "run":
         return set()
     ran: set[str] = set()

@@ -55,7 +55,8 @@ def test_the_index_lists_every_report_and_no_other(folder: Path) -> None:
 @pytest.mark.parametrize("file", REPORTS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_a_report_has_its_markdown_and_names_no_folder_of_the_machine(file: Path) -> None:
     assert file.with_suffix(".md").exists()
-    assert not _HOME.search(file.read_text())
+    text = file.read_text().replace("/tmp/capsules", "")  # a promise's command names this folder
+    assert not _HOME.search(text)
 
 
 @pytest.mark.parametrize("file", REPORTS, ids=lambda file: f"{file.parent.name}/{file.stem}")

@@ -13,6 +13,7 @@ import pytest
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 SOURCE = "vllm-project/vllm#39593"
 ENVIRONMENT = {"gpu": "NVIDIA H200", "vllm": "0.33.0", "torch": "2.14.0"}
+MADE = {"command_line": "moedoctor bench --engine"}
 PROMISES = """
 speed:
   command: bench --engine
@@ -105,7 +106,9 @@ def test_a_promise_is_kept_broken_or_not_run(blocks: ModuleType) -> None:
     assert "| `speed` | it is fast | >= 1.2 |  | not run |  |" in document.read_text()
     assert "small" not in document.read_text()
     for ratio, shown in ((1.234, "1.23 | **kept**"), (1.1, "1.1 | **broken**")):
-        store(blocks, "speed", bench={"engines": {"speeds": [{"variant": "fast", "ratio": ratio}]}})
+        store(
+            blocks, "speed", origin=MADE, bench={"engines": {"speeds": [{"variant": "fast", "ratio": ratio}]}}
+        )
         blocks.main(["--write"])
         assert f"| {shown} | [NVIDIA H200, vLLM 0.33.0]" in document.read_text()
 

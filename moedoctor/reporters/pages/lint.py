@@ -61,8 +61,8 @@ class LintDocument:
     @classmethod
     def of(cls, result: Lint, folder: str, repairable: Collection[str]) -> LintDocument:
         """Return the document of a checkpoint in `folder`; `repairable` are the checks with a repair."""
-        seen = round(result.block_scales_seen, 6)
-        summary = LintSummary(result.shards, result.tensors, seen, tuple(result.not_read))
+        share = round(result.block_scales_seen, 6)
+        summary = LintSummary(result.shards, result.tensors, share, tuple(result.not_read))
         return cls(folder, result.scheme, tuple(_row(each, repairable) for each in result.findings), summary)
 
     @property

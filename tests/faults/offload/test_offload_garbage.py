@@ -117,7 +117,11 @@ def test_the_engines_of_the_users_model(tmp_path: Path, monkeypatch: pytest.Monk
     assert compiled.probe_options == {"calls": 0}
     for eager in (control, request):
         assert eager.environ["MOEDOCTOR_FIXES"] == "offload"
-        assert str(eager.probe) == str(compiled.probe) == "moedoctor.upstream.engine.probes:record_layers_and_places"
+        assert (
+            str(eager.probe)
+            == str(compiled.probe)
+            == "moedoctor.upstream.engine.probes:record_layers_and_places"
+        )
         assert eager.probe_options["calls"] > mine.max_tokens
         assert (eager.probe_when, eager.logprobs) == ("before", 5)
     for offload in (False, True):
