@@ -54,6 +54,7 @@ LEAST_CAPABILITY = (8, 0)
 """Older tensor cores have no bfloat16."""
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _LOADER = "vllm.model_executor.model_loader.base_loader:BaseModelLoader"
+_MODEL_UTILS, _ASK_REPACKED = "vllm.model_executor.utils", "is_weights_pre_processed"
 _COMPRESSED = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 
 
@@ -151,6 +152,7 @@ def apply(version: str) -> str:
     patches = [
         Patch(f"{FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", _checking, "moe"),
         Patch(_LOADER, "load_model", _noticing, "self vllm_config model_config"),
+        Patch(_MODEL_UTILS, _ASK_REPACKED, None, releases=">=0.33.0"),
     ]
     for form in FORMATS:
         owner = f"{form.module}:{form.method}"
@@ -249,8 +251,8 @@ _REPACKED = "weights come from a weight cache, and a backend repacked them; expe
 
 
 def _are_repacked() -> bool:
-    """Return whether vLLM loads weights that were processed in another process, since 0.33.0."""
-    ask = getattr(importlib.import_module("vllm.model_executor.utils"), "is_weights_pre_processed", None)
+    """Return whether vLLM loads weights that were processed in another process, which it can since 0.33.0."""
+    ask = getattr(importlib.import_module(_MODEL_UTILS), _ASK_REPACKED, None)
     return ask is not None and bool(ask())
 
 

