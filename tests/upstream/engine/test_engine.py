@@ -86,7 +86,7 @@ def measure(then: str) -> EngineResult:
     """Run an engine whose probe yields two rows and then does something."""
     options = {"then": then}
     return run_engine(
-        EngineRequest("ok", PROMPTS, probe=engine_stub.MEASURE, probe_options=options, seconds=4)
+        EngineRequest("ok", PROMPTS, probe=engine_stub.MEASURE, probe_options=options, seconds=8)
     )
 
 
@@ -100,7 +100,7 @@ TWO_ROWS = [{"row": 1}, {"row": 2}]
             "sleep",
             "hang",
             "process",
-            r"no answer within 4 s: import took \d s, load \d s, generate \d s; "
+            r"no answer within 8 s: import took \d s, load \d s, generate \d s; "
             r"probe had run for [1-4] s and had 2 rows",
         ),
         ("raise", "RuntimeError", "probe", "no memory is left"),
