@@ -52,7 +52,10 @@ def _check_rows(kernel: Any, capability: int, tile: Any, *, second: bool) -> Non
     # Those of the sums at the end; in a step there would be one for each block of weights, and many steps.
     ends = 3 if second and tile and tile.expert_splits > 1 else 0
     exchanging = ptx.count("bar.sync") > 8 + ends
-    assert exchanging == (second and tile in _EXCHANGING), "threads ask each other for weights or values"
+    if (
+        tile or not second
+    ):  # tiles that `run_experts` chooses may be measured ones, which are compiled by name
+        assert exchanging == (second and tile in _EXCHANGING), "threads ask each other for weights or values"
     if capability >= 90:
         assert ptx.count("griddepcontrol.wait") == int(second)
         assert ptx.count("griddepcontrol.launch_dependents") == int(not second)

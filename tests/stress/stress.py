@@ -586,7 +586,7 @@ def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[No
     scenario.write_text(
         "id: MD901\nname: dying\ntitle: t\ntiers: [model]\nparameters: {symptom_fixed: true}\n"
     )
-    run = f"PYTHONPATH={os.pathsep.join([str(TESTS / 'plugin'), str(ROOT)])} {me} run {scenario}"
+    run = f"PYTHONPATH={os.pathsep.join([str(TESTS / 'dying_plugin'), str(ROOT)])} {me} run {scenario}"
     linked, zero, below = folder / "linked", _device(folder, "zero", 5), folder / "many" / "sub"
     linked.symlink_to(fifo)
     below.mkdir(parents=True)
