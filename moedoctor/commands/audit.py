@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import Capability, Full, Output, TextFormat, as_input_error, deliver
+from moedoctor.commands.options import Capability, Full, Output, TextFormat, as_input_error
+from moedoctor.commands.pages import deliver_document
 
 
 def audit(
@@ -31,8 +32,7 @@ def audit(
     from moedoctor.fixes.arch.targets import parse_capability
     from moedoctor.processes.cuda_tools import find_tools
     from moedoctor.redaction import Redactor
-    from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.audit import AuditDocument, audit_page, summary_line
+    from moedoctor.reporters.pages.audit import AuditDocument
 
     capability = sm if sm is not None else environment.collect()["capability"]
     with as_input_error(ValueError, AuditError):
@@ -40,17 +40,5 @@ def audit(
         tool = next(reversed(find_tools(["cuobjdump"])), None)
         items = Redactor.of_this_process().record(audit(paths, gpu, tool))
     document = AuditDocument.of(items, gpu, str(tool) if tool else None)
-    found, summary = document.wrong, summary_line(document)
-    code = int(bool(found))
-    deliver(
-        audit_page(document),
-        document,
-        format=format,
-        output=output,
-        full=full,
-        summary=summary,
-        code=code,
-        reasons=[f"MD004: {items[index].path}: {words}" for index, words in found.items()],
-        findings=lambda: findings.of_audit(document.items, found, summary),
-    )
-    return code
+    reasons = [f"MD004: {document.items[index].path}: {words}" for index, words in document.wrong.items()]
+    return deliver_document(document, format, output, full=full, code=int(bool(reasons)), reasons=reasons)

@@ -21,12 +21,12 @@ from moedoctor.commands.options import (
     Output,
     PageFormat,
     as_input_error,
-    deliver,
     known_capability,
     known_release,
     one_of,
     option,
 )
+from moedoctor.commands.pages import deliver_document
 from moedoctor.text import print_message
 
 if TYPE_CHECKING:
@@ -95,9 +95,7 @@ def backends(
         BackendsDocument,
         EachScheme,
         OneScheme,
-        backends_page,
         reasons,
-        summary_line,
     )
     from moedoctor.upstream.selection.agreement import disagreements
 
@@ -167,17 +165,7 @@ def backends(
         )
     why = reasons(report)
     report = replace(report, exit_code=int(bool(why)))
-    deliver(
-        backends_page(report),
-        report,
-        format=format,
-        output=output,
-        full=full,
-        summary=summary_line(report),
-        code=report.exit_code,
-        reasons=why,
-    )
-    return report.exit_code
+    return deliver_document(report, format, output, full=full, code=report.exit_code, reasons=why)
 
 
 def _asked(backend: str, question: Mapping[str, Any], schemes: Sequence[str]) -> Sequence[str]:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import Full, InputError, Output, PageFormat, as_input_error, deliver, option
+from moedoctor.commands.options import Full, InputError, Output, PageFormat, as_input_error, option
+from moedoctor.commands.pages import deliver_document
 
 _File = Annotated[Path, typer.Argument(metavar="CAPSULE", help="A file that a recording made.")]
 
@@ -19,21 +20,13 @@ capsule = typer.Typer(
 @capsule.command()
 def show(file: _File, format: PageFormat = "table", output: Output = None, full: Full = False) -> int:
     """List what a capsule holds: the call, and every tensor with its size."""
-    from moedoctor.reporters.pages.replay import CapsuleDocument, capsule_line, capsule_page
+    from moedoctor.reporters.pages.replay import CapsuleDocument
     from moedoctor.results import from_json
     from moedoctor.trace.capsule import CapsuleError, facts, load
 
     with as_input_error(CapsuleError):
         held = from_json(CapsuleDocument, {**facts(load(file)), "file": file.name})
-    deliver(
-        capsule_page(held),
-        held,
-        format=format,
-        output=output,
-        full=full,
-        summary=capsule_line(held),
-    )
-    return 0
+    return deliver_document(held, format, output, full=full)
 
 
 @capsule.command()

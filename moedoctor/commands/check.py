@@ -14,11 +14,11 @@ from moedoctor.commands.options import (
     InputError,
     Output,
     as_input_error,
-    deliver,
     known_capability,
     known_release,
     option,
 )
+from moedoctor.commands.pages import deliver_document
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.check.target import Target
@@ -45,22 +45,9 @@ def check(
     changes nothing. Exit code 1 if something was found, 2 if nothing was found but vLLM is not there.
     """
     from moedoctor.diagnose.check.check import check as find
-    from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.check import check_page, summary_line
 
     result = find(target=_target(python, release, sm, wsl=wsl))
-    deliver(
-        check_page(result),
-        result,
-        format=format,
-        output=output,
-        full=full,
-        summary=summary_line(result),
-        code=result.exit_code,
-        reasons=result.reasons,
-        findings=lambda: findings.of_check(result, summary_line(result)),
-    )
-    return result.exit_code
+    return deliver_document(result, format, output, full=full, code=result.exit_code, reasons=result.reasons)
 
 
 def _target(python: Path | None, release: str | None, sm: str | None, *, wsl: bool) -> Target:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import Full, Output, PageFormat, Tolerance, as_input_error, deliver
+from moedoctor.commands.options import Full, Output, PageFormat, Tolerance, as_input_error
+from moedoctor.commands.pages import deliver_document
 
 
 def compare(
@@ -23,22 +24,12 @@ def compare(
     Exit code 1 if something got worse. Reports of different GPUs or releases cannot be compared.
     """
     from moedoctor import comparison
-    from moedoctor.reporters.pages.compare import CompareDocument, compare_page, summary_line
+    from moedoctor.reporters.pages.compare import CompareDocument
     from moedoctor.results import ReportError, load_report
 
     with as_input_error(ReportError, ValueError):
         allowed = comparison.Tolerance.parse(tolerance or ())
         changed = comparison.compare(load_report(baseline), load_report(current), allowed)
     document = CompareDocument.of(changed, baseline.name, current.name)
-    code = 1 if document.regressions else 0
-    deliver(
-        compare_page(document),
-        document,
-        format=format,
-        output=output,
-        full=full,
-        summary=summary_line(document),
-        code=code,
-        reasons=[f"worse than the baseline: {text}" for text in document.regressions],
-    )
-    return code
+    reasons = [f"worse than the baseline: {text}" for text in document.regressions]
+    return deliver_document(document, format, output, full=full, code=int(bool(reasons)), reasons=reasons)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moedoctor.commands.options import Full, InputError, Output, PageFormat, as_input_error, deliver
+from moedoctor.commands.options import Full, InputError, Output, PageFormat, as_input_error
+from moedoctor.commands.pages import deliver_document
 
 if TYPE_CHECKING:
     from moedoctor.reporters.pages.explain import Explained
@@ -28,16 +29,7 @@ def explain(
 
     What happens, who is affected, how to see it, the fix, links, and whether each claim about it holds.
     """
-    explained = _find(entry)
-    deliver(
-        explained.page(brief=format == "table" and not verbose),
-        explained,
-        format=format,
-        output=output,
-        full=full,
-        summary=explained.summary_line(),
-    )
-    return 0
+    return deliver_document(_find(entry), format, output, full=full, verbose=verbose)
 
 
 def _find(text: str) -> Explained:

@@ -14,10 +14,10 @@ from moedoctor.commands.options import (
     InputError,
     Output,
     as_input_error,
-    deliver,
     option,
     writable,
 )
+from moedoctor.commands.pages import deliver_document
 from moedoctor.text import print_message
 
 if TYPE_CHECKING:
@@ -48,8 +48,7 @@ def lint(
     from moedoctor.diagnose.checkpoint.lint import lint
     from moedoctor.diagnose.checkpoint.repair import repairable_checks
     from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
-    from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.lint import LintDocument, lint_page, summary_line
+    from moedoctor.reporters.pages.lint import LintDocument
     from moedoctor.reporters.text import count_of
 
     if fix is not None:
@@ -62,17 +61,7 @@ def lint(
     reasons = [
         f"{row.id}: {row.evidence.what} ({count_of(row.evidence.count, 'place')})" for row in document.damage
     ]
-    deliver(
-        lint_page(document),
-        document,
-        format=format,
-        output=output,
-        full=full,
-        summary=summary_line(document),
-        code=code,
-        reasons=reasons,
-        findings=lambda: findings.of_lint(document, summary_line(document)),
-    )
+    deliver_document(document, format, output, full=full, code=code, reasons=reasons)
     if fix is not None:
         _write_repaired(result, fix)
     return code

@@ -11,11 +11,11 @@ from moedoctor.commands.options import (
     Output,
     PageFormat,
     as_input_error,
-    deliver,
     number,
     one_of,
     option,
 )
+from moedoctor.commands.pages import deliver_document
 
 _SCHEMES = "moedoctor.diagnose.plan.plan:SCHEMES"
 
@@ -152,7 +152,7 @@ def plan(
     from moedoctor.diagnose.plan.workspace import check_backend
     from moedoctor.models.config_fields import ConfigError
     from moedoctor.models.presets import find_model
-    from moedoctor.reporters.pages.plan import PlanDocument, plan_page, summary_line
+    from moedoctor.reporters.pages.plan import PlanDocument
 
     def size(gib: float | None) -> int | None:
         return None if gib is None else round(gib * GIB)
@@ -183,19 +183,15 @@ def plan(
             bandwidth=pcie * 1e9,
         )
         result = plan(request)
-    document = PlanDocument(request, result)
-    code = 0 if result.kv.concurrency >= 1 else 1
-    deliver(
-        plan_page(document),
-        document,
-        format=format,
-        output=output,
+    reason = result.notes[0] if result.missing_bytes else "not one request of the context fits"
+    return deliver_document(
+        PlanDocument(request, result),
+        format,
+        output,
         full=full,
-        summary=summary_line(result),
-        code=code,
-        reasons=[result.notes[0] if result.missing_bytes else "not one request of the context fits"],
+        code=0 if result.kv.concurrency >= 1 else 1,
+        reasons=[reason],
     )
-    return code
 
 
 def _scheme_of(model: Path) -> tuple[str, str | None]:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from moedoctor.commands.options import (
-    FULL_FORMATS,
     Device,
     Full,
     InputError,
@@ -17,11 +16,11 @@ from moedoctor.commands.options import (
     PageFormat,
     as_input_error,
     check_gpu,
-    deliver,
     number,
     option,
     texts,
 )
+from moedoctor.commands.pages import deliver_document
 
 
 def replay(
@@ -47,7 +46,7 @@ def replay(
     """
     from moedoctor.diagnose.capsule.replay import ReplayError, replay
     from moedoctor.environment import collect, no_gpu
-    from moedoctor.reporters.pages.replay import ReplayDocument, answer_of, replay_page
+    from moedoctor.reporters.pages.replay import ReplayDocument, answer_of
 
     names = texts(backend)
     _check_names(names)
@@ -58,18 +57,9 @@ def replay(
     with as_input_error(ReplayError):
         result = replay(capsule, lambda record: _variants(names, record), device, seconds=timeout)
     document = ReplayDocument.of(result, capsule.name, facts)
-    code, answer = document.exit_code, answer_of(document)
-    deliver(
-        replay_page(document, full=format in FULL_FORMATS),
-        document,
-        format=format,
-        output=output,
-        summary=answer,
-        code=code,
-        reasons=[answer],
-        full=full,
+    return deliver_document(
+        document, format, output, full=full, code=document.exit_code, reasons=[answer_of(document)]
     )
-    return code
 
 
 def _check_names(names: Sequence[str]) -> None:

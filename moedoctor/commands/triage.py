@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from moedoctor.commands.options import Full, InputError, Output, TextFormat, deliver
+from moedoctor.commands.options import Full, InputError, Output, TextFormat
+from moedoctor.commands.pages import deliver_document
 from moedoctor.text import TextFileError, open_file
 
 if TYPE_CHECKING:
@@ -50,13 +51,7 @@ def triage(
     that does not decide gives a list of possible failures and what to paste next. Exit code 1 if a failure
     is certain or likely.
     """
-    from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.triage import (
-        TriageDocument,
-        count_line,
-        findings_in_words,
-        triage_page,
-    )
+    from moedoctor.reporters.pages.triage import TriageDocument, findings_in_words
 
     results: list[tuple[str, Triage]] = []
     refused: list[InputError] = []
@@ -70,19 +65,14 @@ def triage(
     if not results:
         raise InputError("; ".join(map(str, refused)))
     reasons = findings_in_words(results)
-    code = 1 if reasons else 2 if refused else 0
-    deliver(
-        triage_page(results),
+    return deliver_document(
         TriageDocument.of(results),
-        format=format,
-        output=output,
+        format,
+        output,
         full=full,
-        summary=count_line(results),
-        code=code,
+        code=1 if reasons else 2 if refused else 0,
         reasons=[*reasons, *map(str, refused)],
-        findings=lambda: findings.of_triage(results, count_line(results)),
     )
-    return code
 
 
 def _triage(file: str, output: Path | None) -> Triage:

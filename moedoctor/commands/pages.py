@@ -1,0 +1,169 @@
+"""The page of each command's JSON document, for the command that makes the document and for `show`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from moedoctor.commands.options import FULL_FORMATS, deliver
+
+if TYPE_CHECKING:
+    from moedoctor.diagnose.check.records import CheckResult
+    from moedoctor.reporters.findings import Findings
+    from moedoctor.reporters.json import Document
+    from moedoctor.reporters.page import Block
+    from moedoctor.reporters.pages.audit import AuditDocument
+    from moedoctor.reporters.pages.backends import BackendsDocument
+    from moedoctor.reporters.pages.compare import CompareDocument
+    from moedoctor.reporters.pages.explain import Catalogue, Explained
+    from moedoctor.reporters.pages.fleet import FleetDocument
+    from moedoctor.reporters.pages.lint import LintDocument
+    from moedoctor.reporters.pages.plan import PlanDocument
+    from moedoctor.reporters.pages.replay import CapsuleDocument, ReplayDocument
+    from moedoctor.reporters.pages.triage import TriageDocument
+
+    Shown = tuple[list[Block], str, Callable[[], Findings] | None]
+    """The page, its summary, and what the formats for machines show."""
+
+
+class Wanted(NamedTuple):
+    """The options that a page depends on."""
+
+    format: str
+    full: bool = False
+    verbose: bool = False
+
+
+def deliver_document(
+    document: Document,
+    format: str,
+    output: Path | None,
+    *,
+    full: bool,
+    verbose: bool = False,
+    code: int = 0,
+    reasons: Sequence[str] = (),
+) -> int:
+    """Write a command's document in a format, print why it ends with `code`, and return `code`."""
+    page, summary, findings = PAGES[document.command](document, Wanted(format, full, verbose))
+    deliver(
+        page,
+        document,
+        format=format,
+        output=output,
+        summary=summary,
+        code=code,
+        reasons=reasons,
+        full=full,
+        findings=findings,
+    )
+    return code
+
+
+def _show_check(result: CheckResult, wanted: Wanted) -> Shown:
+    from moedoctor.reporters import findings
+    from moedoctor.reporters.pages.check import check_page, summary_line
+
+    summary = summary_line(result)
+    return check_page(result), summary, lambda: findings.of_check(result, summary)
+
+
+def _show_triage(document: TriageDocument, wanted: Wanted) -> Shown:
+    from moedoctor.reporters import findings
+    from moedoctor.reporters.pages.triage import count_line, triage_page
+
+    results = document.results()
+    return triage_page(results), count_line(results), lambda: findings.of_triage(results, count_line(results))
+
+
+def _show_lint(document: LintDocument, wanted: Wanted) -> Shown:
+    from moedoctor.reporters import findings
+    from moedoctor.reporters.pages.lint import lint_page, summary_line
+
+    summary = summary_line(document)
+    return lint_page(document), summary, lambda: findings.of_lint(document, summary)
+
+
+def _show_audit(document: AuditDocument, wanted: Wanted) -> Shown:
+    from moedoctor.reporters import findings
+    from moedoctor.reporters.pages.audit import audit_page, summary_line
+
+    items, summary = document.items, summary_line(document)
+    return audit_page(document), summary, lambda: findings.of_audit(items, document.wrong, summary)
+
+
+def _show_fleet(document: FleetDocument, wanted: Wanted) -> Shown:
+    from moedoctor.reporters.pages.fleet import fleet_findings, fleet_page, summary_line
+
+    report = document.report()
+    return fleet_page(report, full=wanted.full), summary_line(report), lambda: fleet_findings(report)
+
+
+def _show_plan(document: PlanDocument, wanted: Wanted) -> Shown:
+    from moedoctor.reporters.pages.plan import plan_page, summary_line
+
+    return plan_page(document), summary_line(document.plan), None
+
+
+def _show_backends(document: BackendsDocument, wanted: Wanted) -> Shown:
+    from moedoctor.reporters.pages.backends import backends_page, summary_line
+
+    return backends_page(document), summary_line(document), None
+
+
+def _show_compare(document: CompareDocument, wanted: Wanted) -> Shown:
+    from moedoctor.reporters.pages.compare import compare_page, summary_line
+
+    return compare_page(document), summary_line(document), None
+
+
+def _show_replay(document: ReplayDocument, wanted: Wanted) -> Shown:
+    from moedoctor.reporters.pages.replay import answer_of, replay_page
+
+    return replay_page(document, full=wanted.format in FULL_FORMATS), answer_of(document), None
+
+
+def _show_capsule(document: CapsuleDocument, wanted: Wanted) -> Shown:
+    from moedoctor.reporters.pages.replay import capsule_line, capsule_page
+
+    return capsule_page(document), capsule_line(document), None
+
+
+def _show_explained(explained: Explained, wanted: Wanted) -> Shown:
+    page = explained.page(brief=wanted.format == "table" and not wanted.verbose)
+    return page, explained.summary_line(), None
+
+
+def _show_catalogue(document: Catalogue, wanted: Wanted) -> Shown:
+    return document.page(), document.summary_line(), None
+
+
+def _show_bench(document: Mapping[str, Any], wanted: Wanted) -> Shown:
+    from moedoctor.reporters.pages import bench_backends, bench_cache, bench_engines
+
+    kinds: Mapping[str, Any] = {"backends": bench_backends, "cache": bench_cache, "engines": bench_engines}
+    name = next((name for name in kinds if name in document["bench"]), None)
+    if name is None:
+        raise ValueError("bench is none of backends, cache and engines")
+    kind = kinds[name]
+    bench = kind.from_dict(document)
+    return kind.bench_page(bench, full=wanted.format in FULL_FORMATS), kind.summary_line(bench), None
+
+
+PAGES: Mapping[str, Callable[[Any, Wanted], Shown]] = {
+    "check": _show_check,
+    "triage": _show_triage,
+    "lint": _show_lint,
+    "audit": _show_audit,
+    "fleet": _show_fleet,
+    "plan": _show_plan,
+    "backends": _show_backends,
+    "compare": _show_compare,
+    "replay": _show_replay,
+    "capsule": _show_capsule,
+    "explain": _show_explained,
+    "list": _show_catalogue,
+    "bench": _show_bench,
+}
+"""Command -> what shows its document; a report of `run` is rendered as a whole."""
