@@ -41,10 +41,10 @@ from moedoctor.kernels.moe.tiles import (
     TABLE,
     RowTile,
     Tile,
-    block_tiles,
-    measured_tiles,
+    choose_block_tiles,
+    choose_row_tiles,
+    find_measured_tiles,
     read_tile,
-    row_tiles,
 )
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.models.presets import find_model, names
@@ -176,9 +176,9 @@ class Job:
 def known(shape: LayerShape, quantization: str, pairs: int) -> tuple[Any, Any]:
     """Return the tiles that a call would get today."""
     kind = "none" if quantization == "bf16" else quantization
-    rows = row_tiles(pairs // shape.top_k, shape.top_k, shape.experts, kind, gated=shape.gated)
+    rows = choose_row_tiles(pairs // shape.top_k, shape.top_k, shape.experts, kind, gated=shape.gated)
     return (
-        measured_tiles(
+        find_measured_tiles(
             pairs,
             shape.experts,
             kind,
@@ -187,7 +187,7 @@ def known(shape: LayerShape, quantization: str, pairs: int) -> tuple[Any, Any]:
             gated=shape.gated,
         )
         or rows
-        or block_tiles(pairs, shape.experts, kind, gated=shape.gated)
+        or choose_block_tiles(pairs, shape.experts, kind, gated=shape.gated)
     )
 
 
@@ -195,14 +195,18 @@ def known_blocks(shape: LayerShape, quantization: str, pairs: int) -> tuple[Tile
     """Return the tiles of a call today, or those of the rule if a call gets `RowTile`."""
     tiles = known(shape, quantization, pairs)
     kind = "none" if quantization == "bf16" else quantization
-    return tiles if isinstance(tiles[0], Tile) else block_tiles(pairs, shape.experts, kind, gated=shape.gated)
+    return (
+        tiles
+        if isinstance(tiles[0], Tile)
+        else choose_block_tiles(pairs, shape.experts, kind, gated=shape.gated)
+    )
 
 
 def candidates(shape: LayerShape, quantization: str, second: bool, tokens: int) -> list[Tile]:
     """Return the tiles to measure, the default first."""
     pairs = tokens * shape.top_k
     kind = "none" if quantization == "bf16" else quantization
-    tiles = [block_tiles(pairs, shape.experts, kind, gated=shape.gated)[second]]
+    tiles = [choose_block_tiles(pairs, shape.experts, kind, gated=shape.gated)[second]]
     gated = shape.gated and not second
     if tokens <= 64:
         tiles += [Tile(16, *sizes) for sizes in _FEW[quantization, gated]]
@@ -375,7 +379,7 @@ class Bench:
         what a launch waits for at its start.
         """
         (x, weights, ids), rows = next(self.inputs(tokens)), []
-        best = row_tiles(1, self.shape.top_k, self.shape.experts, self.quantization, gated=True)
+        best = choose_row_tiles(1, self.shape.top_k, self.shape.experts, self.quantization, gated=True)
         assert best is not None
         fastest = math.inf
         for second in (False, True):

@@ -28,7 +28,7 @@ from typing import Any
 from backend_tables import merge
 from packaging.version import Version
 
-from moedoctor.fixes.backends.release_tables import releases
+from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.processes import files
 
 OUT = Path(__file__).resolve().parent.parent / "moedoctor" / "diagnose" / "settings" / "data"
@@ -43,8 +43,10 @@ def main() -> None:
     parser.add_argument("--flashinfer", type=Path, required=True)
     options = parser.parse_args()
     vllm, flashinfer = folders(options.vllm), folders(options.flashinfer)
-    pins = dict.fromkeys(release.flashinfer for release in releases().values())
-    assert [list(vllm), list(flashinfer)] == [list(releases()), list(pins)], "not the releases of the tables"
+    pins = dict.fromkeys(release.flashinfer for release in load_releases().values())
+    assert [list(vllm), list(flashinfer)] == [list(load_releases()), list(pins)], (
+        "not the releases of the tables"
+    )
     OUT.mkdir(exist_ok=True)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")

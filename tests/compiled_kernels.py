@@ -18,8 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights
-from moedoctor.kernels.moe.launch import _capability
+from moedoctor.kernels.moe.expert_weights import ExpertWeights, make_fp8_weights
+from moedoctor.kernels.moe.launch import _read_capability
 
 CAPABILITIES = (80, 86, 89, 90, 100, 120, 121)
 """Of the GPUs that fixes are for. Older ones are refused, because their tensor cores have no bfloat16."""
@@ -49,7 +49,7 @@ def compile_launches(capability: int) -> Iterator[list[Any]]:
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", capability, 32),
     )
-    _capability.cache_clear()
+    _read_capability.cache_clear()
     try:
         with (
             patch.object(driver, "_active", gpu),
@@ -63,7 +63,7 @@ def compile_launches(capability: int) -> Iterator[list[Any]]:
         ):
             yield done
     finally:
-        _capability.cache_clear()
+        _read_capability.cache_clear()
 
 
 def _take_rows(x: torch.Tensor, rows: int | slice) -> torch.Tensor:
@@ -113,7 +113,7 @@ def _make_weights(
     values, kind = torch.empty(shape, dtype=torch.float8_e4m3fn), quantization.partition(" ")[2]
     if kind in ("", "rows"):
         scale = torch.empty((experts, rows, 1) if kind else (experts, halves))
-        return fp8_weights(values, scale, bias=bias)
+        return make_fp8_weights(values, scale, bias=bias)
     tall, wide = map(int, kind.split("x"))
     scale = torch.empty(experts, halves * -(-rows // halves // tall), -(-depth // wide))
-    return fp8_weights(values, scale, block=(tall, wide), halves=halves, bias=bias)
+    return make_fp8_weights(values, scale, block=(tall, wide), halves=halves, bias=bias)

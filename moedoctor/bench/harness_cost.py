@@ -31,13 +31,13 @@ def measure_harness_cost(device: str) -> Mapping[str, Any]:
     """
     from triton.testing import do_bench
 
-    from moedoctor.kernels.device_guard import on_device
+    from moedoctor.kernels.device_guard import make_current
     from moedoctor.kernels.stamped_wait import stamped_wait
 
     stamps = torch.zeros(_LAUNCHES, 2, dtype=torch.int64, device=device)  # [L, 2] nanoseconds
 
     def wait(stamp: torch.Tensor, cycles: int) -> None:
-        with on_device(stamp):
+        with make_current(stamp):
             stamped_wait[(1,)](stamp, cycles, num_warps=1)
 
     def waits(cycles: int) -> list[partial[None]]:

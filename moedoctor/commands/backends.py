@@ -228,14 +228,14 @@ def _ask(
 
 def _assumptions(selection: Selection, *, here: bool) -> tuple[str, ...]:
     """Return notes on what is assumed about a release that is not installed here."""
-    from moedoctor.fixes.backends.release_tables import releases
+    from moedoctor.fixes.backends.release_tables import load_releases
 
     if here:
         return ()
     notes = ["optional libraries are taken to be there as this release requires or brings them"]
     if (
         "flashinfer" in (selection.chosen or "").lower()
-        and not releases()[selection.release].flashinfer_cubin
+        and not load_releases()[selection.release].flashinfer_cubin
     ):
         notes.append(
             f"vLLM {selection.release} does not require flashinfer-cubin: if that and nvcc are both missing, "
@@ -270,9 +270,9 @@ def _release(asked_for: str | None, installed: str | None) -> tuple[str, tuple[s
     """Return a release of the tables, and why it is this one. Raises InputError for an unknown one."""
     from packaging.version import InvalidVersion, Version
 
-    from moedoctor.fixes.backends.release_tables import releases
+    from moedoctor.fixes.backends.release_tables import load_releases
 
-    known = list(releases())
+    known = list(load_releases())
     if asked_for is not None:
         return known_release(asked_for), ()
     if installed is None:

@@ -26,7 +26,7 @@ from moedoctor.commands.options import (
     texts,
 )
 from moedoctor.environment import no_gpu
-from moedoctor.fixes.backends.release_tables import SCHEMES, releases, tables
+from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases, load_tables
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
@@ -68,7 +68,7 @@ def find_variants(given: Sequence[str], quantization: Sequence[str] | None) -> l
             has = ", ".join(variant.quantization for variant in registry.find(name))
             raise InputError(f"--backend {name}: has {has}, not {', '.join(asked_for)}")
         if not matching and (schemes := _untimed(name)):
-            has = f"vLLM {list(releases())[-1]} has it for {', '.join(schemes)}"
+            has = f"vLLM {list(load_releases())[-1]} has it for {', '.join(schemes)}"
             instead = "moedoctor bench --engine --model DIR --moe-backend NAME"
             raise InputError(f"--backend {name}: {has}, but it is timed in engines only: {instead}")
         if not matching:
@@ -81,9 +81,11 @@ def find_variants(given: Sequence[str], quantization: Sequence[str] | None) -> l
 
 def _untimed(name: str) -> list[str]:
     """Return the schemes for which the newest vLLM has a backend of this name, in any case."""
-    newest, key = list(releases())[-1], name.strip().upper().replace("-", "_")
+    newest, key = list(load_releases())[-1], name.strip().upper().replace("-", "_")
     return [
-        scheme for scheme in SCHEMES if any(key in order.backends for order in tables(scheme, newest).orders)
+        scheme
+        for scheme in SCHEMES
+        if any(key in order.backends for order in load_tables(scheme, newest).orders)
     ]
 
 

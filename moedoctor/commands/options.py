@@ -209,10 +209,10 @@ Capability = Annotated[
 
 def known_release(text: str) -> str:
     """Return a vLLM release of the tables, without a leading v. Raises InputError for another one."""
-    from moedoctor.fixes.backends.release_tables import releases
+    from moedoctor.fixes.backends.release_tables import load_releases
 
-    if text.removeprefix("v") not in releases():
-        raise InputError(f"--release {text}: the tables know {', '.join(releases())}")
+    if text.removeprefix("v") not in load_releases():
+        raise InputError(f"--release {text}: the tables know {', '.join(load_releases())}")
     return text.removeprefix("v")
 
 

@@ -137,11 +137,11 @@ class SlotTable:
     @property
     def last(self) -> list[int]:
         """[E]: the call of each resident expert's last use, 0 for others."""
-        ages = self._residents.ages()
+        ages = self._residents.list_ages()
         return [ages.get(expert, 0) for expert in range(len(self.slot_of))]
 
     @classmethod
-    def restored(
+    def restore(
         cls, capacity: int, policy: str, slot_of: list[int], uses: list[int], last: list[int], clock: int
     ) -> SlotTable:
         """Return the table that is in this state; the lists are by expert."""
@@ -163,7 +163,7 @@ class SlotTable:
         slot_of = self.slot_of
         needed = {expert for expert in experts if expert >= 0}
         resident = {expert for expert in needed if slot_of[expert] >= 0}
-        return _parts(needed, resident, self.uses, self.capacity)
+        return _split_into_parts(needed, resident, self.uses, self.capacity)
 
     def plan(self, experts: Sequence[int]) -> list[Load]:
         """Make `experts`, which are distinct and ascending, resident; return what to copy, in their order.
@@ -217,7 +217,7 @@ def simulate(
     if policy not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
     _check_sizes(num_experts, capacity)
-    calls = _checked(trace, num_experts)
+    calls = _check_trace(trace, num_experts)
     optimum = _Belady(calls, num_experts) if policy == "belady" else None
     residents = optimum or _RESIDENTS[policy](num_experts)
     uses = [0] * num_experts
@@ -241,7 +241,7 @@ def simulate(
         return len(resident) <= capacity and resident.issuperset(part)
 
     def split(needed: Sequence[int]) -> list[list[int]]:
-        return _parts(needed, resident, uses, capacity)
+        return _split_into_parts(needed, resident, uses, capacity)
 
     return _count(optimum or calls, capacity, split, step, holds)
 
@@ -253,7 +253,7 @@ def replay(trace: Sequence[Sequence[int]], table: CacheTable) -> CacheStats:
     def holds(part: Sequence[int]) -> bool:
         return all(slot_of[expert] >= 0 and expert_of[slot_of[expert]] == expert for expert in part)
 
-    return _count(_checked(trace, len(slot_of)), table.capacity, table.split, table.step, holds)
+    return _count(_check_trace(trace, len(slot_of)), table.capacity, table.split, table.step, holds)
 
 
 def _count(
@@ -309,7 +309,9 @@ class _Belady:
         return missing, victims
 
 
-def _parts(needed: Iterable[int], resident: set[int], uses: Sequence[int], capacity: int) -> list[list[int]]:
+def _split_into_parts(
+    needed: Iterable[int], resident: set[int], uses: Sequence[int], capacity: int
+) -> list[list[int]]:
     """Return distinct `needed` as `SlotTable.split` does. Experts with as many uses are in order of ids."""
     missing = sorted((uses[expert], expert) for expert in needed if expert not in resident)
     ordered = [*sorted(resident.intersection(needed)), *(expert for _, expert in missing)]
@@ -321,7 +323,7 @@ def _check_sizes(num_experts: int, capacity: int) -> None:
         raise ValueError(f"num_experts and capacity must be at least 1, got {num_experts} and {capacity}")
 
 
-def _checked(trace: Sequence[Sequence[int]], num_experts: int) -> list[Sequence[int]]:
+def _check_trace(trace: Sequence[Sequence[int]], num_experts: int) -> list[Sequence[int]]:
     """Return each call's distinct ids, ascending."""
     rows = trace.tolist() if hasattr(trace, "tolist") else trace  # an array's own integers are slow
     calls: list[Sequence[int]] = [  # most traces are sorted already, and checking that is faster than sorting

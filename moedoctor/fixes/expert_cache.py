@@ -30,10 +30,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moedoctor.fixes.cache.engine import CachedExperts, Engine, ResidentEngine, table_after
+from moedoctor.fixes.cache.engine import CachedExperts, Engine, ResidentEngine, predict_table
 from moedoctor.fixes.cache.store import ExpertStore, count_experts
 from moedoctor.fixes.eviction import ONLINE_POLICIES, CacheOverflow, CacheStats
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import make_current
 
 __all__ = [
     "ENGINES",
@@ -107,12 +107,12 @@ class ExpertCache:
             raise ValueError(f"policy must be one of {', '.join(ONLINE_POLICIES)}, got {policy!r}")
         if engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {engine!r}")
-        self.device = _device(device)
+        self.device = _resolve_device(device)
         if isinstance(weights, ExpertStore):
             self._store = weights
         else:
             packed = packed and engine != "resident" and capacity < count_experts(weights)
-            with on_device(self.device):
+            with make_current(self.device):
                 self._store = ExpertStore(weights, pin=pin and self.device.type == "cuda", packed=packed)
         self.capacity, self.policy = capacity, policy
         self.num_experts = self._store.num_experts
@@ -124,8 +124,8 @@ class ExpertCache:
             engine = "device" if pinned and triton and self._store.is_readable(self.device) else "host"
         if engine == "device" and not triton:
             raise RuntimeError("engine 'device' needs Triton, which is not installed: use engine='host'")
-        with on_device(self.device):
-            self._engine = _engine_class(engine)(self._store, capacity, policy, self.device)
+        with make_current(self.device):
+            self._engine = _choose_engine(engine)(self._store, capacity, policy, self.device)
         self._inside: dict[str, threading.Thread] = {}
 
     @property
@@ -156,7 +156,7 @@ class ExpertCache:
         is not resident, and the next call loads it. ``device`` then forgets all experts.
         """
         _check_ids(ids)
-        with self._alone():
+        with self._exclude_threads():
             return self._engine.acquire(ids)
 
     def groups(self, ids: torch.Tensor, *, overlap: bool = False) -> Iterator[CachedExperts]:
@@ -176,7 +176,7 @@ class ExpertCache:
         _check_ids(ids)
         parts = self._engine.groups(ids, overlap)
         while True:
-            with self._alone():
+            with self._exclude_threads():
                 part = next(parts, None)
             if part is None:
                 return
@@ -204,7 +204,7 @@ class ExpertCache:
         prefetched expert is counted as used once. It counts no call, hit or miss. Errors as `acquire`.
         """
         _check_ids(ids)
-        with self._alone():
+        with self._exclude_threads():
             self._engine.prefetch(ids)
 
     def seed(self, ids: torch.Tensor) -> None:
@@ -217,8 +217,8 @@ class ExpertCache:
         _check_ids(ids)
         if ids.dim() not in (2, 3):
             raise ValueError(f"ids must be [T, K] or [calls, T, K], got {tuple(ids.shape)}")
-        with self._alone():
-            self._engine.adopt(table_after(ids.flatten(1), self.num_experts, self.capacity, self.policy))
+        with self._exclude_threads():
+            self._engine.adopt(predict_table(ids.flatten(1), self.num_experts, self.capacity, self.policy))
 
     def seed_from(self, ids: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
         """Start from what a prompt routed, whose experts are all on the device: no byte crosses the bus.
@@ -229,8 +229,8 @@ class ExpertCache:
         is ignored; ``host`` reads the ids, raises ValueError for such an id and copies from the host.
         """
         _check_ids(ids)
-        with self._alone():
-            self._engine.seed_from(followed(ids, self._engine.rows), weights)
+        with self._exclude_threads():
+            self._engine.seed_from(choose_followed(ids, self._engine.rows), weights)
 
     @property
     def layout(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
@@ -240,25 +240,25 @@ class ExpertCache:
             for name, (shape, dtype) in self._store.shapes.items()
         }
 
-    def room_for_all(self) -> dict[str, torch.Tensor]:
+    def allocate_all(self) -> dict[str, torch.Tensor]:
         """Return room for all experts on the device, [E, ...] each, not initialised."""
         return {
             name: torch.empty(shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in self.layout.items()
         }
 
-    def source_of_all(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    def make_copier(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Return what copies all experts to `buffers`, [E, ...] each, on the stream that is current then.
 
         With the engine ``device`` experts in slots do not cross the bus, nothing synchronises, and the copies
         can be captured in a CUDA graph. No other call of this cache may run meanwhile.
         """
-        return self._engine.source_of_all(buffers)
+        return self._engine.make_copier(buffers)
 
     @property
     def stats(self) -> CacheStats:
         """Calls, hits and misses since the start. Reads them off the device, which synchronises."""
-        return self._engine.stats()
+        return self._engine.read_stats()
 
     @property
     def packed(self) -> bool:
@@ -281,10 +281,10 @@ class ExpertCache:
 
     def resident(self) -> list[int]:
         """The expert in each slot, -1 for a free one. Reads the state, which may synchronise."""
-        return list(self._engine.table().expert_of)
+        return list(self._engine.read_table().expert_of)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclude_threads(self) -> Iterator[None]:
         own = threading.current_thread()
         inside = self._inside.setdefault("thread", own)
         if inside is not own and inside.is_alive():
@@ -299,7 +299,7 @@ class ExpertCache:
             self._inside.clear()
 
 
-def followed(ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+def choose_followed(ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
     """Return the rows of `ids` [T, K] that `ExpertCache.seed_from` follows: at most ``2 * FOLLOWED - 1``.
 
     Only of the first `rows`, as in `ExpertCache.skip_padding`; then some may come twice.
@@ -311,7 +311,7 @@ def followed(ids: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tenso
     return ids[place * rows.to(ids.device).clamp(1, count) // count]
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def _resolve_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
@@ -320,7 +320,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     return chosen
 
 
-def _engine_class(name: str) -> type[Engine]:
+def _choose_engine(name: str) -> type[Engine]:
     if name == "resident":
         return ResidentEngine
     if name == "host":

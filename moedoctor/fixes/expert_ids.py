@@ -44,11 +44,11 @@ class ExpertIdFlags:
         self.tensor = torch.zeros(2, 3, dtype=torch.int32, device=device)
         """int32 [2, 3]: real rows, then padding; repeated, out of range, sentinel."""
 
-    def real(self) -> ExpertIdCounts:
+    def count_real(self) -> ExpertIdCounts:
         """Return the counts of real rows; waits for the device."""
         return ExpertIdCounts(*self.tensor[0].tolist())
 
-    def padding(self) -> ExpertIdCounts:
+    def count_padding(self) -> ExpertIdCounts:
         """Return the counts of padding rows; waits for the device."""
         return ExpertIdCounts(*self.tensor[1].tolist())
 
@@ -142,7 +142,7 @@ def deduplicate(ids: torch.Tensor, weights: torch.Tensor, *, num_experts: int | 
 
 
 @torch.no_grad()
-def local_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
+def find_local_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
     """Return the local id of each expert, int32 [T, K]: -1 if this rank has none, or if the id is no expert.
 
     `expert_map` int [E] holds the local id of each expert, or -1. Indexing it with the ids themselves gives
@@ -158,7 +158,7 @@ def local_ids(ids: torch.Tensor, expert_map: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def without_sentinels(
+def replace_sentinels(
     ids: torch.Tensor, weights: torch.Tensor, *, spare: int = 0, num_experts: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids int32 [T, K] that a kernel may index with, and weights [T, K].

@@ -33,9 +33,9 @@ class LayerStream:
             if (cache.layout, cache.device) != (first.layout, first.device):
                 raise ValueError(f"layer {number} has experts of other shapes, type or device than layer 0")
         self.device = first.device
-        self._buffers = [first.room_for_all() for _ in range(BUFFERS)]
+        self._buffers = [first.allocate_all() for _ in range(BUFFERS)]
         self._sources = [
-            cache.source_of_all(self._buffers[number % BUFFERS]) for number, cache in enumerate(caches)
+            cache.make_copier(self._buffers[number % BUFFERS]) for number, cache in enumerate(caches)
         ]
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         if self._copies is not None:
@@ -50,7 +50,7 @@ class LayerStream:
         return sum(tensor.nbytes for buffers in self._buffers for tensor in buffers.values())
 
     @contextmanager
-    def layer(self, number: int) -> Iterator[Mapping[str, torch.Tensor]]:
+    def fetch(self, number: int) -> Iterator[Mapping[str, torch.Tensor]]:
         """Give the tensors [E, ...] of layer `number` to compute with, and copy those of the next meanwhile.
 
         Layers are called in order; any other order gives the right tensors too, but waits for them.

@@ -26,7 +26,7 @@ from torch import nn
 
 from moedoctor.fixes.offload import storage
 from moedoctor.fixes.offload.hooks import MARK, Hooks, Reader
-from moedoctor.fixes.offload.pinned import Pin, PinError, device_view, register
+from moedoctor.fixes.offload.pinned import Pin, PinError, register, view_on_device
 from moedoctor.fixes.offload.plan import find_held_tensors, is_number, make_plan
 from moedoctor.fixes.offload.prefetch import CopyEngine, CudaEngine, Pipeline
 from moedoctor.fixes.offload.report import OffloadReport, write_report
@@ -54,7 +54,7 @@ class Offload:
         note = self._pipeline.unwatched if self._pipeline is not None else None
         return self._report if note is None else replace(self._report, notes=(*self._report.notes, note))
 
-    def host_weight(self, name: str) -> torch.Tensor:
+    def get_host_weight(self, name: str) -> torch.Tensor:
         """Return the offloaded parameter `name` in host memory: not a copy, so do not write to it.
 
         Raises KeyError for a parameter that is not offloaded.
@@ -62,10 +62,10 @@ class Offload:
         for layer in self._layers:
             for weight, region in layer.items:
                 if name in weight.names:
-                    return region.of(layer.block.bytes)
+                    return region.view(layer.block.bytes)
         raise KeyError(f"{name} is not offloaded")
 
-    def device_tensors(self) -> list[torch.Tensor]:
+    def list_device_tensors(self) -> list[torch.Tensor]:
         """Return every tensor in device memory: what stayed, and the buffers."""
         stored = {id(weight.parameter) for layer in self._layers for weight, _ in layer.items}
         stayed = [parameter for parameter in self._module.parameters() if id(parameter) not in stored]
@@ -91,7 +91,7 @@ class Offload:
             self._pipeline.settle()
         with torch.inference_mode(False), torch.no_grad():
             fresh = storage.bring_back(self._layers, self._device)
-            changed = self._hooks.changed() if self._hooks is not None else []
+            changed = self._hooks.list_changed() if self._hooks is not None else []
             if self._hooks is not None:
                 self._hooks.remove()
             for parameter, data in fresh:
@@ -123,7 +123,7 @@ def offload(
     """Move up to `budget_bytes` of `module`'s weights to host memory; its outputs stay the same bit for bit.
 
     A buffer holds a layer's weights only while the layer's `forward` runs. Only that forward, `state_dict`
-    and `host_weight` may read them: no parent (`layers` can name it as the layer), other layer or hook.
+    and `get_host_weight` may read them: no parent (`layers` can name it as the layer), other layer or hook.
     The first eager pass of a module with a `forward` is watched, and a read between layers raises
     RuntimeError. Compiled code, a ModuleList and what runs inside layers are not watched; after a compiled
     first pass a warning and the report's notes say so. A layer that returns its weights returns a copy.
@@ -182,13 +182,13 @@ def offload(
         hooks, pipeline = None, None
         moves = any(tensor.device != target for tensor in [*module.parameters(), *module.buffers()])
         held = find_held_tensors(module) if moves else []  # before pipelines hang on it
-        before = storage.empty(stored, target)
+        before = storage.free(stored, target)
         try:
             if access == "view":
                 for layer in stored:
-                    layer.point(device_view(layer.block.bytes, target))
+                    layer.point(view_on_device(layer.block.bytes, target))
             elif stored:
-                pipeline = _pipeline(stored, target, engine)
+                pipeline = _make_pipeline(stored, target, engine)
                 hooks = Hooks(module, stored, pipeline, reader)
             settle_in(module, target, held, before)
         except BaseException:
@@ -226,7 +226,7 @@ def _check(module: nn.Module, budget: int, device: torch.device | str | None, ac
                 f"module: {name or type(child).__name__} is offloaded already; call restore() first"
             )
     devices = {tensor.device: name for name, tensor in tensors}
-    target = _usable(device) if device is not None else next(iter(devices))
+    target = _resolve_device(device) if device is not None else next(iter(devices))
     allowed = {target} | ({torch.device("cpu")} if device is not None else set())
     for other, name in devices.items():
         if other not in allowed:
@@ -239,7 +239,7 @@ def _check(module: nn.Module, budget: int, device: torch.device | str | None, ac
     return target
 
 
-def _usable(device: torch.device | str) -> torch.device:
+def _resolve_device(device: torch.device | str) -> torch.device:
     """Return `device` as tensors on it name it. Raises ValueError if no data can be on it."""
     try:
         usable = torch.empty(0, device=device).device
@@ -251,9 +251,11 @@ def _usable(device: torch.device | str) -> torch.device:
     return torch.device("cpu") if usable.type == "cpu" else usable
 
 
-def _pipeline(stored: Sequence[StoredLayer], device: torch.device, engine: CopyEngine | None) -> Pipeline:
+def _make_pipeline(
+    stored: Sequence[StoredLayer], device: torch.device, engine: CopyEngine | None
+) -> Pipeline:
     buffers = storage.make_buffers(stored, device)
-    units = [layer.unit(index % len(buffers)) for index, layer in enumerate(stored)]
+    units = [layer.make_unit(index % len(buffers)) for index, layer in enumerate(stored)]
     for layer, unit in zip(stored, units, strict=True):
         layer.point(buffers[unit.slot])
     if engine is None:

@@ -32,20 +32,20 @@ import torch
 from moedoctor.fixes.expert_ids import (
     check_int,
     deduplicate,
-    local_ids,
+    find_local_ids,
+    replace_sentinels,
     validate_expert_ids,
-    without_sentinels,
 )
 
 __all__ = [
     "TopK",
     "deduplicate",
+    "find_local_ids",
     "grouped_topk",
-    "local_ids",
+    "replace_sentinels",
     "topk_sigmoid",
     "topk_softmax",
     "validate_expert_ids",
-    "without_sentinels",
 ]
 
 
@@ -80,7 +80,7 @@ def topk_softmax(
     `bias` [E] is added for the choice only; `nan_policy` is ``"zero"`` or ``"finite"`` (see the module).
     Raises TypeError or ValueError that names the argument, what was given and what was expected.
     """
-    return _topk(logits, top_k, "softmax", bias, renormalize, nan_policy)
+    return _route(logits, top_k, "softmax", bias, renormalize, nan_policy)
 
 
 def topk_sigmoid(
@@ -92,7 +92,7 @@ def topk_sigmoid(
     nan_policy: str = "zero",
 ) -> TopK:
     """Route `logits` [T, E] by sigmoid scores; arguments and errors as in `topk_softmax`."""
-    return _topk(logits, top_k, "sigmoid", bias, renormalize, nan_policy)
+    return _route(logits, top_k, "sigmoid", bias, renormalize, nan_policy)
 
 
 def grouped_topk(
@@ -121,11 +121,11 @@ def grouped_topk(
     form (0.21.0) leaves ties to `torch.topk`, divides by the bare sum and does not handle NaN.
     """
     grouping = (num_groups, topk_groups, routed_scaling_factor)
-    return _topk(logits, top_k, scoring, bias, renormalize, nan_policy, *grouping)
+    return _route(logits, top_k, scoring, bias, renormalize, nan_policy, *grouping)
 
 
 @torch.no_grad()
-def _topk(
+def _route(
     logits: torch.Tensor,
     top_k: int,
     scoring: str,
@@ -164,14 +164,14 @@ def _topk(
         return TopK(weights, ids)
     # torch's CPU activations give other last bits if elements are not side by side.
     x = logits.float().contiguous()  # [T, E]
-    clean = _sanitise(x) if nan_policy == "finite" else x  # [T, E]
+    clean = _sanitize(x) if nan_policy == "finite" else x  # [T, E]
     score = torch.softmax(clean, dim=-1) if scoring == "softmax" else torch.sigmoid(clean)  # [T, E]
     if nan_policy == "zero":
         score.nan_to_num_(nan=0.0)  # neither activation gives an Inf
-    code = _choice_code(x, clean, score, bias, nan_policy)  # [T, E]
+    code = _encode_choices(x, clean, score, bias, nan_policy)  # [T, E]
     if num_groups > 1:
         code = _keep_best_groups(code, num_groups, topk_groups, sum_of_two=bias is not None)
-    ids = _highest(code, top_k)  # [T, K]
+    ids = _find_highest(code, top_k)  # [T, K]
     weights = score.gather(1, ids)  # [T, K]
     if renormalize:
         total = weights.sum(dim=-1, keepdim=True)  # [T, 1]
@@ -179,13 +179,13 @@ def _topk(
     return TopK(weights * scale if scale != 1.0 else weights, ids.to(torch.int32))
 
 
-def _sanitise(x: torch.Tensor) -> torch.Tensor:
+def _sanitize(x: torch.Tensor) -> torch.Tensor:
     """Replace NaN and -Inf by the lowest finite float32, +Inf by the highest."""
     limits = torch.finfo(torch.float32)
     return torch.where(x.isnan(), limits.min, x.clamp(limits.min, limits.max))
 
 
-def _choice_code(
+def _encode_choices(
     x: torch.Tensor, clean: torch.Tensor, score: torch.Tensor, bias: torch.Tensor | None, nan_policy: str
 ) -> torch.Tensor:
     """Return int64 codes [T, E] that order the experts of each row, the best highest."""
@@ -196,7 +196,7 @@ def _choice_code(
         choice = torch.where(dirty, clean, score)
     else:
         choice = score
-    code = _code_of(choice)
+    code = _encode(choice)
     if bias is not None:
         code = torch.where(choice.isfinite(), code, _NOT_FINITE)
     code = code.long()
@@ -205,14 +205,14 @@ def _choice_code(
     return code
 
 
-def _code_of(x: torch.Tensor) -> torch.Tensor:
+def _encode(x: torch.Tensor) -> torch.Tensor:
     """Return int32 that sorts as the float32 `x` does."""
     bits = (x + 0.0).view(torch.int32)  # adding 0.0 makes -0.0 tie with 0.0
     return (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
 
 
-def _value_of(code: torch.Tensor) -> torch.Tensor:
-    """Invert `_code_of`."""
+def _decode(code: torch.Tensor) -> torch.Tensor:
+    """Invert `_encode`."""
     bits = code.to(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
@@ -223,15 +223,15 @@ def _keep_best_groups(code: torch.Tensor, groups: int, count: int, *, sum_of_two
     rank = grouped.amax(dim=-1)  # [T, G]
     if sum_of_two:
         best = grouped.topk(min(2, grouped.shape[2]), dim=-1).values  # [T, G, 2 or 1]
-        total = torch.where(best > _NOT_FINITE, _value_of(best), 0.0).sum(dim=-1)  # [T, G]
+        total = torch.where(best > _NOT_FINITE, _decode(best), 0.0).sum(dim=-1)  # [T, G]
         # A sum can overflow to -inf: still better than a group without a finite choice.
-        code_of_total = _code_of(total).clamp(min=_NOT_FINITE + 1).long()
+        code_of_total = _encode(total).clamp(min=_NOT_FINITE + 1).long()
         rank = torch.where(rank > _NOT_FINITE, code_of_total, _NOT_FINITE)
-    chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(1, _highest(rank, count), True)  # [T, G]
+    chosen = torch.zeros_like(rank, dtype=torch.bool).scatter(1, _find_highest(rank, count), True)  # [T, G]
     return torch.where(chosen.unsqueeze(-1), grouped, _ABSENT).flatten(1)
 
 
-def _highest(code: torch.Tensor, count: int) -> torch.Tensor:
+def _find_highest(code: torch.Tensor, count: int) -> torch.Tensor:
     """Return the columns [T, count] of the highest codes, the highest first, ties to the lower column."""
     last = code.shape[1] - 1
     inverted = torch.arange(last, -1, -1, device=code.device)  # [columns]

@@ -11,7 +11,7 @@ import torch
 _NOTHING_TO_CHANGE = nullcontext()
 
 
-def on_device(where: torch.Tensor | torch.device) -> AbstractContextManager[Any]:
+def make_current(where: torch.Tensor | torch.device) -> AbstractContextManager[Any]:
     """Make the GPU of a tensor, or a GPU itself, current inside a `with` block.
 
     Triton and the CUDA runtime work on the current GPU, whatever GPU their arguments are on. Nothing happens

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import make_current
 
 _COMPARISONS = 2048
 """Comparisons of two lanes a program; each lane is compared with every other of its row."""
@@ -144,7 +144,7 @@ def launch_check(
     if tokens == 0:
         return
     lanes, rows, warps = _shape(tokens, top_k)
-    with on_device(ids):
+    with make_current(ids):
         check_ids_kernel[(triton.cdiv(tokens, rows),)](
             ids,
             counts,
@@ -176,7 +176,7 @@ def launch_deduplicate(
     if tokens == 0:
         return
     lanes, rows, warps = _shape(tokens, top_k)
-    with on_device(ids):
+    with make_current(ids):
         deduplicate_kernel[(triton.cdiv(tokens, rows),)](
             ids,
             weights,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import make_current
 
 _MAPPED = 2
 """cudaHostRegisterMapped"""
@@ -18,7 +18,7 @@ class PinError(RuntimeError):
     """Memory could not be page-locked, or a GPU cannot read it."""
 
 
-def device_address(memory: torch.Tensor, device: torch.device) -> int:
+def find_device_address(memory: torch.Tensor, device: torch.device) -> int:
     """Return the address at which kernels on `device` read the pinned host tensor `memory`.
 
     On Linux it is the host's address. On WSL and Windows it is another one for memory of `cudaHostRegister`
@@ -29,8 +29,8 @@ def device_address(memory: torch.Tensor, device: torch.device) -> int:
     if device.type != "cuda" or not memory.nbytes:
         return memory.data_ptr()
     address = ctypes.c_void_p()
-    runtime = _runtime()
-    with on_device(device):
+    runtime = _load_runtime()
+    with make_current(device):
         host = ctypes.c_void_p(memory.data_ptr())
         code = runtime.cudaHostGetDevicePointer(ctypes.byref(address), host, ctypes.c_uint(0))
         if code:
@@ -53,19 +53,19 @@ def pin(memory: torch.Tensor, size: int, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     try:
-        runtime = _runtime()
-        with on_device(device):
+        runtime = _load_runtime()
+        with make_current(device):
             start = ctypes.c_void_p(memory.data_ptr())
             if runtime.cudaHostRegister(start, ctypes.c_size_t(size), ctypes.c_uint(_MAPPED)):
                 runtime.cudaGetLastError()
                 return False
-        return device_address(memory, device) == memory.data_ptr()
+        return find_device_address(memory, device) == memory.data_ptr()
     except PinError:
         return False
 
 
 @cache
-def _runtime() -> Any:
+def _load_runtime() -> Any:
     """Return the CUDA runtime library that torch has loaded. Raises PinError if there is none."""
     major = (torch.version.cuda or "").split(".")[0]
     names = (f"libcudart.so.{major}", f"libcudart.so.{major}.0", f"cudart64_{major}.dll", "libcudart.so")

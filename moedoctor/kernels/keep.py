@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import make_current
 from moedoctor.kernels.kept_rows import KeptRows, MoeCall
-from moedoctor.kernels.watch import QuickLaunch, aligned
+from moedoctor.kernels.watch import QuickLaunch, check_alignment
 
 # Places of the header, as in `moedoctor.kernels.kept_rows`.
 _STEP, _OWNER, _OWNED_STEP, _COUNT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -144,9 +144,9 @@ def launch_keep(kept: KeptRows, layer: int, call: MoeCall) -> None:
     block = int(min(max(triton.next_power_of_2(hidden), 32), 2048))
     sizes = (len(kept.row), hidden, output_hidden, top_k, experts)
     constants = (*sizes, has_ids, has_logits, block, triton.next_power_of_2(top_k))
-    with on_device(given.x):
+    with make_current(given.x):
         _keep_rows(
-            (given.x.device, *(tensor.dtype for tensor in tensors), *constants, aligned(*tensors)),
+            (given.x.device, *(tensor.dtype for tensor in tensors), *constants, check_alignment(*tensors)),
             rows,
             *tensors,
             *memory,
@@ -161,5 +161,5 @@ def launch_step(header: torch.Tensor, real: int, layer: int, step: int, *, frees
 
     `layer` and `step` are what is wanted from now on, as in the header; `frees` lets it keep another call.
     """
-    with on_device(header):
+    with make_current(header):
         _begin_step((header.device,), 1, header, real, layer, step, int(frees), num_warps=1)

@@ -57,7 +57,7 @@ Part = tuple[str, torch.Tensor | None, torch.Tensor]
 """The name of a part of a call, its tensor [T, columns] and its memory [..., columns]."""
 
 
-def parts_of(call: MoeInput, memory: KeptRows | SavedCalls) -> tuple[Part, ...]:
+def list_parts(call: MoeInput, memory: KeptRows | SavedCalls) -> tuple[Part, ...]:
     """Return the parts of what goes into a call."""
     return (
         ("x", call.x, memory.x),
@@ -127,7 +127,7 @@ class KeptRows:
     def make(cls, rows: int, sizes: Sizes, header: torch.Tensor) -> KeptRows:
         """Return empty memory for `rows` rows."""
 
-        def zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        def make_zeros(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             if header.is_cuda:
                 try:
                     return torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
@@ -138,20 +138,20 @@ class KeptRows:
         with torch.inference_mode(False):
             return cls(
                 header=header,
-                row=zeros(rows),
-                x=zeros(rows, sizes.hidden, dtype=sizes.dtype),
-                output=zeros(rows, sizes.output_hidden, dtype=sizes.output_dtype),
-                ids=zeros(rows, sizes.top_k),
-                weights=zeros(rows, sizes.top_k, dtype=torch.float32),
-                logits=zeros(rows, sizes.experts, dtype=torch.float32),
+                row=make_zeros(rows),
+                x=make_zeros(rows, sizes.hidden, dtype=sizes.dtype),
+                output=make_zeros(rows, sizes.output_hidden, dtype=sizes.output_dtype),
+                ids=make_zeros(rows, sizes.top_k),
+                weights=make_zeros(rows, sizes.top_k, dtype=torch.float32),
+                logits=make_zeros(rows, sizes.experts, dtype=torch.float32),
             )
 
     def check(self, call: MoeCall) -> None:
         """Raise ValueError if a call does not fit this memory."""
-        check_parts(len(call.input.x), self._parts(call))
+        check_parts(len(call.input.x), self._list_parts(call))
 
-    def _parts(self, call: MoeCall) -> tuple[Part, ...]:
-        return ("output", call.output, self.output), *parts_of(call.input, self)
+    def _list_parts(self, call: MoeCall) -> tuple[Part, ...]:
+        return ("output", call.output, self.output), *list_parts(call.input, self)
 
     def keep_on_host(self, layer: int, call: MoeCall) -> None:
         """Do what `moedoctor.kernels.keep.launch_keep` does, with torch. Waits for the device."""
@@ -178,7 +178,7 @@ class KeptRows:
         found = found[: max(len(self.row) - first, 0)]  # [R'']
         place = slice(first, first + len(found))
         self.row[place] = found.int().to(self.row.device)
-        for _, tensor, kept in self._parts(call):
+        for _, tensor, kept in self._list_parts(call):
             if tensor is not None:
                 kept[place] = tensor[found].to(kept.device, kept.dtype)
 
@@ -205,11 +205,11 @@ class SavedCalls:
         """Do what `moedoctor.kernels.save_call.launch_save` does, with torch. Waits for the device."""
         self.check(call)
         place, rows = step % len(self.header), min(len(call.x), self.x.shape[1])
-        for _, tensor, saved in parts_of(call, self):
+        for _, tensor, saved in list_parts(call, self):
             if tensor is not None:
                 saved[place, :rows] = tensor[:rows].to("cpu", saved.dtype)
         self.header[place] = torch.tensor([step, len(call.x)], dtype=torch.int32)
 
     def check(self, call: MoeInput) -> None:
         """Raise ValueError if a call does not fit this memory."""
-        check_parts(len(call.x), parts_of(call, self))
+        check_parts(len(call.x), list_parts(call, self))

@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import make_current
 from moedoctor.kernels.keep import copy_row
 from moedoctor.kernels.kept_rows import MoeInput, SavedCalls
-from moedoctor.kernels.watch import QuickLaunch, aligned
+from moedoctor.kernels.watch import QuickLaunch, check_alignment
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -76,9 +76,9 @@ def launch_save(saved: SavedCalls, step: torch.Tensor, call: MoeInput) -> None:
     block = int(min(max(triton.next_power_of_2(hidden), 32), 2048))
     has = (call.ids is not None, call.logits is not None)
     constants = (places, room, hidden, top_k, experts, *has, block, triton.next_power_of_2(top_k))
-    with on_device(call.x):
+    with make_current(call.x):
         _save_call(
-            (call.x.device, *(tensor.dtype for tensor in tensors), *constants, aligned(*tensors)),
+            (call.x.device, *(tensor.dtype for tensor in tensors), *constants, check_alignment(*tensors)),
             rows,
             *tensors,
             step,

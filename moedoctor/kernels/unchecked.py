@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import make_current
 
 _BLOCK = 1024
 
@@ -29,7 +29,7 @@ def read_address(address: int, count: int, device: str) -> torch.Tensor:
         raise ValueError(f"count must be a positive multiple of {_BLOCK}, got {count}")
     out = torch.empty(count, device=device)  # [count]
     pointer = torch.tensor([address], dtype=torch.int64, device=device)  # [1]
-    with on_device(out):
+    with make_current(out):
         _read[(count // _BLOCK,)](pointer, out, count=_BLOCK)
     return out
 
@@ -49,6 +49,6 @@ def read_tensor(source: torch.Tensor, device: str) -> torch.Tensor:
     if count < _BLOCK or count % _BLOCK:
         raise ValueError(f"count must be a positive multiple of {_BLOCK}, got {count}")
     out = torch.empty(count, device=device)  # [count]
-    with on_device(out):
+    with make_current(out):
         _copy[(count // _BLOCK,)](source, out, count=_BLOCK)
     return out

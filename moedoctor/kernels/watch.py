@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from packaging.version import Version
 
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import make_current
 
 # Places of `header`, as in `moedoctor.trace.nan_state`, which is also used without Triton.
 _STEP, _ACTIVE, _REAL, _PADDED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -63,7 +63,7 @@ class QuickLaunch:
             self._compiled[key] = compiled
 
 
-def aligned(*tensors: torch.Tensor) -> tuple[bool, ...]:
+def check_alignment(*tensors: torch.Tensor) -> tuple[bool, ...]:
     """Return for each tensor whether it begins at a multiple of 16 bytes, for a key."""
     return tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
@@ -280,14 +280,14 @@ def launch_watch(
     rows, columns = x.shape
     if rows == 0 or columns == 0:
         return
-    block = _block(columns)
+    block = _choose_block(columns)
     elements = 0 if padding is None else padding.numel()
     mask = header if padding is None else padding
     row, column = x.stride()
     kind = (columns, padding is not None, ends, block)
-    with on_device(x):
+    with make_current(x):
         _watch_rows(
-            (x.device, x.dtype, row, column, *kind, aligned(x, header, found, mask)),
+            (x.device, x.dtype, row, column, *kind, check_alignment(x, header, found, mask)),
             rows,
             x,
             header,
@@ -315,10 +315,10 @@ def launch_watch_three(
     columns = [tensor.shape[1] for tensor in tensors]
     strides = [tensor.stride(0) for tensor in tensors]
     types = [tensor.dtype for tensor in tensors]
-    blocks = [_block(width) for width in columns]
-    with on_device(a):
+    blocks = [_choose_block(width) for width in columns]
+    with make_current(a):
         _watch_three(
-            (a.device, *types, *strides, *columns, aligned(a, b, c, header, found)),
+            (a.device, *types, *strides, *columns, check_alignment(a, b, c, header, found)),
             a.shape[0],
             a,
             b,
@@ -333,17 +333,17 @@ def launch_watch_three(
         )
 
 
-def _block(columns: int) -> int:
+def _choose_block(columns: int) -> int:
     return int(min(max(triton.next_power_of_2(columns), 32), 2048))
 
 
 def launch_begin(header: torch.Tensor, real: int, padded: int) -> None:
     """Begin a step with `real` rows of `padded`."""
-    with on_device(header):
-        _begin_step((header.device, aligned(header)), 1, header, real, padded, num_warps=1)
+    with make_current(header):
+        _begin_step((header.device, check_alignment(header)), 1, header, real, padded, num_warps=1)
 
 
 def launch_end(header: torch.Tensor) -> None:
     """End the step and add its results to the totals."""
-    with on_device(header):
-        _end_step((header.device, aligned(header)), 1, header, num_warps=1)
+    with make_current(header):
+        _end_step((header.device, check_alignment(header)), 1, header, num_warps=1)

@@ -125,7 +125,7 @@ class HostExperts:
         """Give all experts [E, ...] out of the stream; the quantization config holds them meanwhile."""
         assert self.stream is not None
         stream, number, _ = self.stream
-        with stream.layer(number) as tensors:
+        with stream.fetch(number) as tensors:
             self._describe(tensors)
             try:
                 yield tensors

@@ -64,7 +64,7 @@ def take_fp8(method: Any, layer: Any, by_reference: bool) -> Compute:
 
     Raises UnavailableError for NaN weights and for scales of an unknown form.
     """
-    from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights
+    from moedoctor.kernels.moe.expert_weights import ExpertWeights, make_fp8_weights
     from moedoctor.reference.fp8 import Fp8
 
     scale_name, forms = getattr(method, "weight_scale_name", "weight_scale"), {}
@@ -75,7 +75,9 @@ def take_fp8(method: Any, layer: Any, by_reference: bool) -> Compute:
         if scale.dtype.itemsize != 4:
             replace(layer, f"{name}_{scale_name}", scale.float())
         halves = 2 if name == "w13" and method.moe.is_act_and_mul else 1
-        forms[name] = _fp8_form(method, fp8_weights, values, getattr(layer, f"{name}_{scale_name}"), halves)
+        forms[name] = _fp8_form(
+            method, make_fp8_weights, values, getattr(layer, f"{name}_{scale_name}"), halves
+        )
 
     def weights() -> Any:
         for name in ("w13", "w2"):

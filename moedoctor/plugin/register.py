@@ -162,7 +162,7 @@ def installed_version() -> str:
 
 def list_known_releases() -> Sequence[str]:
     """Return the vLLM releases that the fixes know, oldest first."""
-    return tuple(backend_tables.releases())
+    return tuple(backend_tables.load_releases())
 
 
 def need(extension: Extension, version: str) -> tuple[Need, str]:

@@ -167,7 +167,7 @@ class Capsule:
     def with_one_scale(self) -> Capsule:
         """Return the capsule with one scale of w13 an expert, as kernels want it: `w2` takes the ratio.
 
-        Exact, because the layer is linear in the up half; see `moedoctor.fixes.moe.checkpoint_scales.folded`.
+        Exact, because the layer is linear in the up half; see `moedoctor.fixes.moe.checkpoint_scales.fold`.
         """
         halves = self.half_scales()
         if halves is None:

@@ -14,7 +14,7 @@ from moedoctor.commands.list import readme_table
 from moedoctor.entries import builtin_folder, entries, find_entry
 from moedoctor.entries.entry import Entry, Rule
 from moedoctor.faults.offload.untraceable_offload import FAILING
-from moedoctor.fixes.backends.release_tables import releases as vllm_releases
+from moedoctor.fixes.backends.release_tables import load_releases as vllm_releases
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"vllm", "flashinfer-python", "torch", "vllm-gguf-plugin"}

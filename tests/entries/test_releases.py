@@ -9,9 +9,9 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from moedoctor.diagnose.settings.tables import releases
 from moedoctor.entries import entries, reports_folder
 from moedoctor.entries.entry import Affected, Entry, Run, parse_entry
+from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.results import load_report
 from moedoctor.text import TextFileError
 
@@ -82,7 +82,7 @@ def test_check_finds_a_failure_in_all_of_its_releases_and_no_others(entry: Entry
     if not ranges:
         return
     rules = [SpecifierSet(rule.when.packages.get("vllm", "")) for rule in entry.affects]
-    for release in map(Version, releases()):
+    for release in map(Version, load_releases()):
         struck = any(Version(part.first) <= release <= Version(part.last) for part in ranges)
         assert any(release in rule for rule in rules) is struck, release
 

@@ -98,7 +98,7 @@ class Engines(RuleBasedStateMachine):
         for cache in getattr(self, "caches", ()):
             assert cache.resident() == self.table.expert_of, cache.engine
             assert cache.mapping.tolist() == self.table.slot_of, cache.engine
-            assert cache._engine.table().clock == self.table.clock, cache.engine
+            assert cache._engine.read_table().clock == self.table.clock, cache.engine
             stats = cache.stats
             assert (stats.calls, stats.misses) == (self.calls, self.misses), cache.engine
             for slot, expert in enumerate(self.table.expert_of):
@@ -198,14 +198,14 @@ def mapped() -> None:
         mirrors = {tensor.data_ptr(): tensor.clone() for tensor in held}
         for tensor in held:
             tensor.zero_()
-        original = transfer.device_address
-        transfer.device_address = lambda memory, device, mirrors=mirrors: mirrors[
+        original = transfer.find_device_address
+        transfer.find_device_address = lambda memory, device, mirrors=mirrors: mirrors[
             memory.data_ptr()
         ].data_ptr()
         try:
             cache = ExpertCache(store, 4, engine="device", device="cpu")
         finally:
-            transfer.device_address = original
+            transfer.find_device_address = original
         ids = torch.tensor([[1, 5, 0]])
         assert_holds(ids, cache.acquire(ids), right)
 
@@ -298,7 +298,7 @@ def wrong_ids() -> None:
             # The last two slots are of experts that there are not: not of this call, and of none.
             spare = {name: torch.cat([tensor, tensor[:2]]) for name, tensor in weights.items()}
             call.add(spare, torch.tensor([0, 1, 2, 3, experts, 1 << 30], dtype=torch.int32))
-            total = call.total()
+            total = call.sum()
             assert bool(total.isfinite().all())
             assert torch.allclose(total, outs[1] - 1, atol=1e-4), (tokens, id_type)
     cache = ExpertCache(WEIGHTS, 8, engine="device", device="cpu")
@@ -327,7 +327,7 @@ def grouped() -> None:
                 call = GroupedForward(x, ids, topk_weights, experts)
                 for part in cache.groups(ids):
                     call.add(part.weights, part.experts)
-                total = call.total()
+                total = call.sum()
                 assert torch.equal(total, whole) or (tokens < 10 and torch.allclose(total, whole, rtol=1e-5))
 
 
@@ -344,7 +344,7 @@ def overlapping() -> None:
             call = GroupedForward(x, ids, topk_weights, 9)
             for part in cache.groups(ids, overlap=True):
                 call.add(part.weights, part.experts)
-            total, whole = call.total(), moe_forward(x, weights, ids, topk_weights)
+            total, whole = call.sum(), moe_forward(x, weights, ids, topk_weights)
             assert torch.equal(total, whole) or (tokens < 10 and torch.allclose(total, whole, rtol=1e-5))
             if tokens < 10:
                 parts = (part.slot_ids for part in cache.groups(ids, overlap=True))
@@ -377,7 +377,7 @@ def one_expert_or_slot() -> None:
             for part in cache.groups(ids, overlap=True):
                 call.add(part.weights, part.experts)
             right = reference(x, MoeWeights.of(weights), topk_weights, ids)  # [T, H]
-            assert torch.allclose(call.total(), right, rtol=1e-2, atol=1e-2)
+            assert torch.allclose(call.sum(), right, rtol=1e-2, atol=1e-2)
             assert torch.allclose(moe_forward(x, weights, ids, topk_weights), right, rtol=1e-2, atol=1e-2)
 
 

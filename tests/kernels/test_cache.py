@@ -33,11 +33,11 @@ def test_interpreted(checks: str) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bookkeeping of few and many experts and ids, and the copies."""
-    monkeypatch.setattr(transfer, "device_address", lambda memory, device: 0)
+    monkeypatch.setattr(transfer, "find_device_address", lambda memory, device: 0)
     with compile_launches(capability) as kernels:
         device = torch.device("cuda")
         for experts, count in ((128, 64), (512, 64), (128, 4096)):
-            state = lookup.LookupState.empty(experts, 32, "lfru" if experts > 128 else "aging", device)
+            state = lookup.LookupState.make(experts, 32, "lfru" if experts > 128 else "aging", device)
             ids = torch.empty(count // 8, 8, dtype=torch.int32)
             lookup.launch_groups(state, ids)
             lookup.launch_lookup(state, ids, torch.empty_like(ids), group=0)

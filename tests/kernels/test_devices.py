@@ -11,11 +11,11 @@ import torch
 
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
-from moedoctor.fixes.offload.pinned import allocate, device_view, register
+from moedoctor.fixes.offload.pinned import allocate, register, view_on_device
 from moedoctor.fixes.offloader import offload
 from moedoctor.fixes.routing import deduplicate, topk_softmax, validate_expert_ids
-from moedoctor.kernels.device_guard import on_device
-from moedoctor.kernels.host_address import device_address
+from moedoctor.kernels.device_guard import make_current
+from moedoctor.kernels.host_address import find_device_address
 from moedoctor.reference import expert_ids as reference_ids
 from moedoctor.reference.moe import MoeWeights
 from moedoctor.reference.moe import forward as reference
@@ -68,7 +68,7 @@ def test_more_tokens_than_a_grid_has_rows(launcher: str) -> None:
     elif launcher == "groups":
         call = GroupedForward(x, ids, shares, EXPERTS)
         call.add(weights, torch.arange(EXPERTS, dtype=torch.int32, device="cuda"))
-        out = call.total()
+        out = call.sum()
     else:
         w13, w2 = ExpertWeights(weights["w13"]), ExpertWeights(weights["w2"])
         out = run_experts(x, w13, w2, shares, ids, activation="silu")
@@ -94,7 +94,7 @@ def test_ids_out_of_range_are_ignored_and_nothing_is_read_for_them(tokens: int, 
     call = GroupedForward(x, ids, shares, EXPERTS)
     spare = {name: torch.cat([weight, weight[:1]]) for name, weight in weights.items()}
     call.add(spare, torch.tensor([0, 1, 2, 3, 1 << 30], dtype=torch.int32, device="cuda"))
-    _assert_close(call.total(), right)
+    _assert_close(call.sum(), right)
     if id_type is torch.int32:
         w13, w2 = ExpertWeights(weights["w13"]), ExpertWeights(weights["w2"])
         _assert_close(run_experts(x, w13, w2, shares, ids, activation="silu"), right)
@@ -106,9 +106,9 @@ def test_the_address_of_a_part_of_a_pinned_block_is_the_block_s_and_an_offset() 
     for block in (allocate(1 << 20, register)[0].bytes, torch.empty(1 << 20, dtype=torch.uint8).pin_memory()):
         block.copy_(torch.randint(0, 256, (1 << 20,), dtype=torch.uint8))
         part = block[4100:8200]
-        assert device_address(part, gpu) == device_address(block, gpu) + 4100
-        view = device_view(part, gpu)
-        assert view.data_ptr() == device_address(part, gpu)
+        assert find_device_address(part, gpu) == find_device_address(block, gpu) + 4100
+        view = view_on_device(part, gpu)
+        assert view.data_ptr() == find_device_address(part, gpu)
         assert torch.equal(view.cpu(), part)
 
 
@@ -122,9 +122,9 @@ def test_the_guard_costs_less_than_that_of_torch_if_the_gpu_is_current() -> None
 
         return min(timeit.repeat(enter, number=10_000, repeat=5)) * 1e5
 
-    ours, torch_s = nanoseconds(on_device), nanoseconds(torch.cuda.device_of)
+    ours, torch_s = nanoseconds(make_current), nanoseconds(torch.cuda.device_of)
     print(f"{ours:.0f} ns, torch's {torch_s:.0f} ns")
-    assert isinstance(on_device(x), nullcontext)
+    assert isinstance(make_current(x), nullcontext)
     assert ours < torch_s
 
 
@@ -177,7 +177,7 @@ def _forward(device: str) -> None:
         _assert_close(moe_forward(x, weights, ids, shares), right)
         call = GroupedForward(x, ids, shares, EXPERTS)
         call.add(weights, torch.arange(EXPERTS, dtype=torch.int32, device=device))
-        _assert_close(call.total(), right)
+        _assert_close(call.sum(), right)
         w13, w2 = ExpertWeights(weights["w13"]), ExpertWeights(weights["w2"])
         _assert_close(run_experts(x, w13, w2, shares, ids, activation="silu"), right)
 
@@ -228,7 +228,7 @@ def _pin(device: str) -> None:
     assert failure is None
     block.bytes.fill_(7)
     before = torch.cuda.memory_allocated(gpu)
-    view = device_view(block.bytes, gpu)
+    view = view_on_device(block.bytes, gpu)
     assert view.device == gpu
     assert bool((view == 7).all())
     assert torch.cuda.memory_allocated(gpu) - before < 1 << 19, "the view is a copy"

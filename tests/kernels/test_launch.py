@@ -29,7 +29,7 @@ def test_half_softmax_shapes_hold_every_expert_and_pick(
     tokens: int, experts: int, data: st.DataObject
 ) -> None:
     top_k = data.draw(st.integers(1, min(experts, 16)))
-    shape = launch.half_softmax_shape(tokens, experts)
+    shape = launch.choose_half_softmax_shape(tokens, experts)
     _assert_covers(shape, experts, top_k)
     assert shape.width <= 8, "one vector load a lane"
 
@@ -45,7 +45,7 @@ def test_topk_shapes_give_each_group_its_own_lanes(
 ) -> None:
     experts = groups * size
     top_k = data.draw(st.integers(1, experts))
-    shape = launch.topk_shape(data.draw(st.integers(0, 200_000)), experts, top_k, groups, element_size)
+    shape = launch.choose_topk_shape(data.draw(st.integers(0, 200_000)), experts, top_k, groups, element_size)
     padded = 1 << (groups - 1).bit_length()
     _assert_covers(shape, experts, top_k)
     assert shape.lanes % padded == 0
@@ -82,9 +82,9 @@ def _quick_launches(trees: dict[Path, ast.Module]) -> set[str]:
 def _launches(
     node: ast.AST, kernels: set[str], quick: set[str], *, guarded: bool = False
 ) -> Iterator[tuple[int, ast.expr, bool]]:
-    """The line and the grid of each ``kernel[grid]``, and whether it is in a `with on_device(...)` block."""
+    """The line and grid of each ``kernel[grid]``, and whether it is in a `with make_current(...)` block."""
     if isinstance(node, ast.With):
-        guarded = guarded or any("on_device(" in ast.unparse(item.context_expr) for item in node.items)
+        guarded = guarded or any("make_current(" in ast.unparse(item.context_expr) for item in node.items)
     if isinstance(node, ast.Subscript) and ast.unparse(node.value) in kernels:
         yield node.lineno, node.slice, guarded
     if isinstance(node, ast.Call) and ast.unparse(node.func) in quick:
@@ -100,7 +100,7 @@ def test_every_launch_is_on_the_gpu_of_its_tensors_and_no_grid_overflows() -> No
     launched: list[str] = []
     for path, tree in trees.items():
         for line, grid, guarded in _launches(tree, kernels, quick):
-            assert guarded, f"{path}:{line}: not in `with on_device(...)`"
+            assert guarded, f"{path}:{line}: not in `with make_current(...)`"
             assert isinstance(grid, ast.Tuple), f"{path}:{line}: a grid is written where it is launched"
             others = [ast.unparse(length) for length in grid.elts[1:]]
             few = ("_MOST_ROWS", "tile.depth_splits")  # the second is at most 8

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.kernels.moe.tiles import RowTile, Tile, _table, block_tiles, measured_tiles, row_tiles
+from moedoctor.kernels.moe.tiles import (
+    RowTile,
+    Tile,
+    _load_table,
+    choose_block_tiles,
+    choose_row_tiles,
+    find_measured_tiles,
+)
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
 from moedoctor.reference.agreement import bounds_of
@@ -26,43 +33,35 @@ pytestmark = needs_triton
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
-def _interpreted(*cases: str) -> None:
-    assert run_check("expert_cases.py", *cases).strip() == "agreed"
+# Each process takes seconds to start, so each holds many cases; a failure names its case.
+INTERPRETED = {
+    # Few and many pairs; sizes that are not multiples of the tiles; more blocks than a grid has rows.
+    "bf16": "bf16,silu,1,96,32 bf16,relu2,3,96,64 bf16,gelu_tanh,20,96,48 rows",
+    # Several blocks of scales in a row and in a column, and a gate that ends within one.
+    "fp8": "fp8-block,gelu_tanh,20,96,48 fp8-block,silu,2,160,192 fp8-block,relu2,9,288,160",
+    # Small and large blocks, pairs without an expert, more pairs than the kernel reads at once.
+    "plan": "decoding e4m3 plan,1,0.3,40 plan,16,0.0,40 plan,16,0.5,2 plan,64,1.0,40 plan,64,0.3,1500",
+    # Random formats, scales, biases, activations, sizes, and types of input and ids.
+    "layers": " ".join(f"random,{seed}" for seed in range(8)),
+    # A scale for a matrix, a half, a row, a block; masked rows and columns; programs that share a token's
+    # experts, in several turns, one of them not full. bfloat16 holds values near 1e-13 as well as those near
+    # 1; they meet codes that are close to 2**-126.
+    "rows": "fp8_rows,3 fp8_rows,11 fp8_rows,12 fp8_rows,13 fp8_rows,14 shared,5,2,3 small,bfloat16,-40",
+}
+SLOW = {
+    "nvfp4": "nvfp4,silu,1,96,32 nvfp4,relu2,3,96,64 nvfp4,gelu_tanh,20,96,48 shared,3,1,2 small,float16,-8",
+    "more layers": " ".join(f"random,{seed}" for seed in range(8, 40)),
+    "more rows": " ".join(f"fp8_rows,{seed}" for seed in range(16)),
+}
 
 
-@pytest.mark.parametrize("quantization", [pytest.param("nvfp4", marks=pytest.mark.slow), "fp8-block", "bf16"])
-def test_interpreted(quantization: str) -> None:
-    """Few and many pairs; sizes that are not multiples of the tiles."""
-    _interpreted(
-        f"{quantization},silu,1,96,32",
-        f"{quantization},relu2,3,96,64",
-        f"{quantization},gelu_tanh,20,96,48",
-    )
-
-
-def test_interpreted_blocks() -> None:
-    """Several blocks of scales in a row and in a column, and a gate that ends within one."""
-    _interpreted("fp8-block,silu,2,160,192", "fp8-block,relu2,9,288,160")
-
-
-@pytest.mark.parametrize("first", [0, pytest.param(20, marks=pytest.mark.slow)])
-def test_interpreted_layers_of_every_kind(first: int) -> None:
-    """Random formats, scales, biases, activations, sizes, and types of input and ids."""
-    _interpreted(*(f"random,{seed}" for seed in range(first, first + 20)))
-
-
-def test_interpreted_fp8_rows() -> None:
-    """A scale for a matrix, a half, a row, a block; masked rows and columns."""
-    _interpreted(*(f"fp8_rows,{seed}" for seed in range(16)))
-
-
-def test_interpreted_decoding() -> None:
-    _interpreted("decoding", "e4m3")
-
-
-def test_interpreted_small_values_between_the_products() -> None:
-    """bfloat16 holds values near 1e-13 as well as those near 1; they meet codes that are close to 2**-126."""
-    _interpreted("small,bfloat16,-40", "small,float16,-8")
+@pytest.mark.parametrize(
+    "cases",
+    [*INTERPRETED.values(), *(pytest.param(cases, marks=pytest.mark.slow) for cases in SLOW.values())],
+    ids=[*INTERPRETED, *SLOW],
+)
+def test_interpreted(cases: str) -> None:
+    assert run_check("expert_cases.py", *cases.split()).strip() == "agreed"
 
 
 def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,15 +74,15 @@ def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     table = tmp_path / "tiles.json"
     table.write_text(json.dumps({"layers": [{"layer": ["nvfp4", 2048, 768, True, 128], "tiles": rows}]}))
     monkeypatch.setattr("moedoctor.kernels.moe.tiles.TABLE", table)
-    _table.cache_clear()
+    _load_table.cache_clear()
     try:
         sizes = {"hidden_size": 2048, "intermediate_size": 768, "gated": True}
-        found = [measured_tiles(pairs, 128, "nvfp4", **sizes) for pairs in (3, 4, 16, 32, 128, 129)]
+        found = [find_measured_tiles(pairs, 128, "nvfp4", **sizes) for pairs in (3, 4, 16, 32, 128, 129)]
         assert found == [None, (first, second), (first, second), (second, first), (second, first), None]
-        assert measured_tiles(8, 64, "nvfp4", **sizes) is None
-        assert measured_tiles(8, 128, "fp8", **sizes) is None
+        assert find_measured_tiles(8, 64, "nvfp4", **sizes) is None
+        assert find_measured_tiles(8, 128, "fp8", **sizes) is None
     finally:
-        _table.cache_clear()
+        _load_table.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -104,9 +103,9 @@ def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_few_tokens_that_are_computed_row_by_row(
     tokens: int, top_k: int, experts: int, quantization: str, gated: bool, rows: bool
 ) -> None:
-    from moedoctor.kernels.moe.launch import _tiles
+    from moedoctor.kernels.moe.launch import _choose_tiles
 
-    tiles = _tiles(torch.empty(tokens, 64), top_k, experts, quantization, 48, gated)
+    tiles = _choose_tiles(torch.empty(tokens, 64), top_k, experts, quantization, 48, gated)
     assert isinstance(tiles[0], RowTile) == rows
 
 
@@ -114,7 +113,7 @@ def test_few_tokens_that_are_computed_row_by_row(
 @pytest.mark.parametrize("top_k", [1, 8, 9, 22])
 def test_registers_hold_what_a_step_of_few_tokens_reads(top_k: int, quantization: str) -> None:
     """A thread has at most 128 words of weights and values."""
-    tiles = row_tiles(1, top_k, 1000, quantization, gated=True)
+    tiles = choose_row_tiles(1, top_k, 1000, quantization, gated=True)
     assert tiles is not None
     first, second = tiles
     lanes = min(second.lanes, 1 << (top_k - 1).bit_length())
@@ -124,7 +123,7 @@ def test_registers_hold_what_a_step_of_few_tokens_reads(top_k: int, quantization
 
 def test_the_table_of_measured_tiles() -> None:
     """Each row has tiles that one plan fits, and only second products share their depth."""
-    for measured in _table().values():
+    for measured in _load_table().values():
         for pairs, (first, second) in measured.items():
             assert pairs > 0
             assert type(first) is type(second)
@@ -149,7 +148,7 @@ def test_fp8_slots_are_the_same_on_gpus_without_fp8(tokens: int, monkeypatch: py
     ids = torch.randint(-1, slots, (tokens, top_k), device="cuda", dtype=torch.int32)  # [T, K]
     topk_weights = torch.rand(tokens, top_k, device="cuda")  # [T, K]
     right = moe_forward(x, weights, ids, topk_weights)
-    monkeypatch.setattr(launch, "_capability", lambda device: (8, 0))
+    monkeypatch.setattr(launch, "_read_capability", lambda device: (8, 0))
     decoded = moe_forward(x, weights, ids, topk_weights)
     assert (decoded - right).norm() <= 1e-4 * right.norm()  # sums may be in another order
 
@@ -172,26 +171,12 @@ def test_compiled_layers_of_every_kind() -> None:
         assert_random_layer_is_right(seed, "cuda:0", bounds_of("none"), fp8_rows=True)
 
 
-def test_interpreted_programs_that_share_experts() -> None:
-    """Several turns, a turn that is not full, and a program that has fewer experts."""
-    _interpreted("shared,3,1,2", "shared,5,2,3")
-
-
 @pytest.mark.gpu
 def test_compiled_programs_share_experts() -> None:
     from expert_cases import assert_shared_experts_are_right
 
     for top_k, lanes, splits in ((3, 1, 2), (22, 8, 3), (22, 4, 6), (6, 4, 2)):
         assert_shared_experts_are_right(top_k, lanes, splits, "cuda:0", bounds_of("none"))
-
-
-def test_interpreted_with_more_blocks_than_a_grid_has_rows() -> None:
-    _interpreted("rows")
-
-
-def test_interpreted_plan() -> None:
-    """Small and large blocks, pairs without an expert, more pairs than the kernel reads at once."""
-    _interpreted("plan,1,0.3,40", "plan,16,0.0,40", "plan,16,0.5,2", "plan,64,1.0,40", "plan,64,0.3,1500")
 
 
 @pytest.mark.gpu
@@ -266,7 +251,7 @@ def test_early_launches_give_the_same_bits(quantization: str) -> None:
         problem = make_problem(layer, tokens, "none", device="cuda:0")
         problem.topk_ids[:, 1] = -1
         kind = "none" if quantization == "bf16" else quantization
-        first, second = block_tiles(tokens * shape.top_k, shape.experts, kind, gated=True)
+        first, second = choose_block_tiles(tokens * shape.top_k, shape.experts, kind, gated=True)
         results = []
         for early in (False, True):
 
@@ -313,7 +298,7 @@ def test_rows_give_the_same_bits_each_time(activation: str, quantization: str) -
             x = x / x.abs().amax(dim=1, keepdim=True)
         return x
 
-    expected = chain(block_tiles(8, 32, quantization, gated=activation == "silu"))
+    expected = chain(choose_block_tiles(8, 32, quantization, gated=activation == "silu"))
     for tiles in (
         (RowTile(2, 16, 1), RowTile(1, 4, 1)),
         (RowTile(4, 8, 4), RowTile(2, 32, 8)),
@@ -369,17 +354,17 @@ def test_packed_words_hold_the_checkpoint_values() -> None:
 def test_fp8_scales_of_another_shape_are_refused(
     size: tuple[int, ...], block: tuple[int, int] | None, message: str
 ) -> None:
-    from moedoctor.kernels.moe.expert_weights import fp8_weights
+    from moedoctor.kernels.moe.expert_weights import make_fp8_weights
 
     values = torch.zeros(3, 64, 64).to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="values: expected columns in multiples of 4, got 62"):
-        fp8_weights(values[..., :62].contiguous(), torch.ones(3))
+        make_fp8_weights(values[..., :62].contiguous(), torch.ones(3))
     with pytest.raises(ValueError, match=message):
-        fp8_weights(values, torch.ones(size), block=block)
+        make_fp8_weights(values, torch.ones(size), block=block)
     with pytest.raises(ValueError, match=r"scale: expected float32, got torch\.bfloat16"):
-        fp8_weights(values, torch.ones(3).bfloat16())
+        make_fp8_weights(values, torch.ones(3).bfloat16())
     with pytest.raises(ValueError, match="values: expected contiguous float8_e4m3fn"):
-        fp8_weights(values.float(), torch.ones(3))
+        make_fp8_weights(values.float(), torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -389,19 +374,19 @@ def test_a_step_has_one_fp8_scale_and_is_no_shorter_than_needed(
     block: tuple[int, int] | None, depth: int, step: int
 ) -> None:
     """Tensor cores take no fewer than 16 columns, which the interpreter does not check."""
-    from moedoctor.kernels.moe.expert_weights import fp8_weights
+    from moedoctor.kernels.moe.expert_weights import make_fp8_weights
     from moedoctor.kernels.moe.launch import _step
 
     across = 1 if block is None else -(-depth // block[1])
     scale = torch.ones(2) if block is None else torch.ones(2, 1, across)
-    weight = fp8_weights(torch.zeros(2, 16, depth).to(torch.float8_e4m3fn), scale, block=block)
+    weight = make_fp8_weights(torch.zeros(2, 16, depth).to(torch.float8_e4m3fn), scale, block=block)
     assert _step(Tile(16, 64, 128, 4, 3), weight, depth) == step
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
     """Compiled without a GPU: decoded weights are not stored in shared memory."""
-    tile, _ = block_tiles(3072, 128, "nvfp4", gated=False)
+    tile, _ = choose_block_tiles(3072, 128, "nvfp4", gated=False)
     kernel = _compile_first_product(capability, "nvfp4", tile, "relu2")
     part = f"tensor<{tile.block_n}x{tile.block_k // 4}xbf16"  # the weights that are decoded at a time
     assert part in kernel.asm["ttgir"]
@@ -437,7 +422,7 @@ def _assert_weights_are_read_before_others_come(kernel: Any, products: int) -> N
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_fp8_weights_are_read_as_words_and_stay_with_their_thread(capability: int) -> None:
     """Compiled without a GPU: what a thread of a tensor core multiplies is in words that it read itself."""
-    tile, _ = block_tiles(512, 128, "fp8", gated=True)
+    tile, _ = choose_block_tiles(512, 128, "fp8", gated=True)
     kernel = _compile_first_product(capability, "fp8 128x128", tile, "silu")
     weights = f"tensor<{tile.block_n}x{tile.block_k // 2}xbf16"  # the weights that are decoded at a time
     assert weights in kernel.asm["ttgir"]
@@ -451,5 +436,5 @@ def test_fp8_weights_are_read_as_words_and_stay_with_their_thread(capability: in
 @pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "none"])
 @pytest.mark.parametrize("pairs", [1, 64, 65, 500, 4000, 65_536])
 def test_both_products_divide_tokens_alike(pairs: int, quantization: str) -> None:
-    first, second = block_tiles(pairs, 128, quantization, gated=True)
+    first, second = choose_block_tiles(pairs, 128, quantization, gated=True)
     assert first.block_m == second.block_m

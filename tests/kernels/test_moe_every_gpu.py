@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
 from moedoctor.kernels.moe.launch import run_experts
-from moedoctor.kernels.moe.tiles import RowTile, Tile, _table, block_tiles, row_tiles
+from moedoctor.kernels.moe.tiles import RowTile, Tile, _load_table, choose_block_tiles, choose_row_tiles
 from tests.compiled_kernels import CAPABILITIES, compile_launches, make_empty_layer
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ def test_other_scales(capability: int, quantization: str) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("quantization", ["none", "fp8 128x128", "nvfp4"])
 def test_tiles_that_are_measured_on_some_gpu(capability: int, quantization: str) -> None:
-    first, second = block_tiles(3072, 128, quantization.split()[0], gated=True)
+    first, second = choose_block_tiles(3072, 128, quantization.split()[0], gated=True)
     tiles = replace(first, early=True), replace(second, early=True, depth_splits=2)
     products = _compile(capability, quantization, 384, tiles)[1:3]
     if capability >= 90:
@@ -98,7 +98,7 @@ def test_tiles_that_are_measured_on_some_gpu(capability: int, quantization: str)
 @pytest.mark.parametrize("quantization", ["none", "fp8", "nvfp4"])
 def test_measured_tiles(quantization: str) -> None:
     """Those of the table, for the kind of GPU where they were measured."""
-    for (measured, hidden_size, intermediate_size, gated, experts), rows in _table().items():
+    for (measured, hidden_size, intermediate_size, gated, experts), rows in _load_table().items():
         if measured != quantization:
             continue
         top_k = min(rows) if quantization != "none" else 8 if gated else 6  # the fewest are one token's
@@ -111,7 +111,7 @@ def test_measured_tiles(quantization: str) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("quantization", ["fp8", "nvfp4"])
 def test_rows_of_layers_without_a_gate_or_in_several_programs(capability: int, quantization: str) -> None:
-    tiles = row_tiles(1, 22, 512, quantization, gated=True)
+    tiles = choose_row_tiles(1, 22, 512, quantization, gated=True)
     assert tiles is not None
     shared = tiles[0], replace(tiles[1], lanes=8, expert_splits=3)
     sizes = 512, 1024, 2688, 22
@@ -153,7 +153,7 @@ def test_slots_of_an_expert_cache(capability: int, weight: str, dtype: torch.dty
             else:
                 groups = GroupedForward(x, ids, shares, 128)
                 groups.add(weights, torch.empty(slots, dtype=torch.int32))
-                groups.total()
+                groups.sum()
         moe_forward(x, weights, ids, shares)
     names = {kernel.metadata.name for kernel in kernels}
     assert names == {"up_kernel", "down_kernel", "sort_kernel", "slot_product", "sum_kernel"}

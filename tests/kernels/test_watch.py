@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
-from moedoctor.kernels.watch import QuickLaunch, aligned
+from moedoctor.kernels.watch import QuickLaunch, check_alignment
 
 
 def launched(forms: list[Any], version: str, keys: str) -> tuple[list[Any], list[Any]]:
@@ -48,7 +48,7 @@ def test_triton_is_asked_each_time(form: Any, version: str) -> None:
 
 def test_the_alignment_of_a_tensor_is_part_of_a_key() -> None:
     x = torch.zeros(64, dtype=torch.bfloat16)
-    assert aligned(x, x[1:], x[8:]) == (True, False, True)
+    assert check_alignment(x, x[1:], x[8:]) == (True, False, True)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedoctor.fixes.moe.weight_layout import tiled_scales
+from moedoctor.fixes.moe.weight_layout import tile_scales
 from moedoctor.reference import e2m1, fp8
 from moedoctor.reference.nvfp4 import Nvfp4, dequantize, quantize, round_trip
 
@@ -153,7 +153,7 @@ def test_the_same_as_vllm() -> None:
     if "swizzle" in inspect.signature(read).parameters:
         theirs = read(q.block_scales, q.global_scale, torch.float32, 16, swizzle=False)
     else:  # up to 0.19.1 block scales are in tiles
-        theirs = read(tiled_scales(q.block_scales), 1 / q.global_scale, torch.float32, device, 16)
+        theirs = read(tile_scales(q.block_scales), 1 / q.global_scale, torch.float32, device, 16)
     assert torch.allclose(dequantize(q), theirs, rtol=1e-6, atol=0)
     codes, scales = utils.ref_nvfp4_quant(w, 1 / q.global_scale, 16)
     assert torch.equal(scales, q.block_scales.float())

@@ -11,7 +11,7 @@ import torch
 from moedoctor.bench.moe.own_backends import Reference
 from moedoctor.bench.moe.parity import check_parity
 from moedoctor.diagnose.capsule.replay import judge
-from moedoctor.fixes.moe.weight_layout import up_first
+from moedoctor.fixes.moe.weight_layout import put_up_first
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_backend import Computed, Prepared
 from moedoctor.reference.moe_layer import Layer, Problem, expected_output, make_layer, make_problem
@@ -23,7 +23,7 @@ class Swapping(Reference):
     """A backend that reads the up half of w13 first."""
 
     def prepare(self, layer: Layer) -> Prepared:
-        swapped = Layer(layer.shape, layer.quantization, up_first(layer.w13), layer.w2)
+        swapped = Layer(layer.shape, layer.quantization, put_up_first(layer.w13), layer.w2)
 
         def compute(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             return expected_output(Problem(swapped, x, weights, ids), "none").bfloat16()

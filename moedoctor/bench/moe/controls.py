@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moedoctor.fixes.moe.weight_layout import linear_scales, padded_shape, tiled_scales, up_first
+from moedoctor.fixes.moe.weight_layout import flatten_scales, pad_shape, put_up_first, tile_scales
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import Weight
 from moedoctor.reference.moe_layer import Layer, Problem, expected_output
@@ -94,7 +94,7 @@ def _in_blocks(layer: Layer) -> bool:
 
 
 def _swapped(layer: Layer) -> Weight:
-    return up_first(layer.w13)
+    return put_up_first(layer.w13)
 
 
 def _inverted(layer: Layer) -> Weight:
@@ -118,8 +118,8 @@ def swizzled_for_linear(block_scales: torch.Tensor) -> torch.Tensor:
     What does not fit into the rows is cut off.
     """
     rows, columns = block_scales.shape[-2:]
-    tiles = tiled_scales(block_scales).view(torch.uint8).flatten(-2)  # [E, M' * S']
-    if padded_shape(rows, columns) != (rows, columns):
+    tiles = tile_scales(block_scales).view(torch.uint8).flatten(-2)  # [E, M' * S']
+    if pad_shape(rows, columns) != (rows, columns):
         tiles = torch.where(tiles == 0, tiles.amax(), tiles)  # padding would show at once
     linear: torch.Tensor = tiles[:, : rows * columns].unflatten(-1, (rows, columns)).contiguous()  # [E, M, S]
     return linear.view(block_scales.dtype)
@@ -133,11 +133,11 @@ def linear_for_swizzled(block_scales: torch.Tensor) -> torch.Tensor:
     other's inverse, and this is the same fault as `swizzled_for_linear`.
     """
     rows, columns = block_scales.shape[-2:]
-    tall, wide = padded_shape(rows, columns)
+    tall, wide = pad_shape(rows, columns)
     linear = block_scales.view(torch.uint8).flatten(-2)  # [E, M * S]
     behind = linear.amax().expand(len(linear), tall * wide - rows * columns)  # [E, M' * S' - M * S]
     tiles = torch.cat((linear, behind), 1).unflatten(-1, (tall, wide))  # [E, M', S']
-    return linear_scales(tiles, rows, columns).view(block_scales.dtype)
+    return flatten_scales(tiles, rows, columns).view(block_scales.dtype)
 
 
 def _with_scales(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Layer], Weight]:

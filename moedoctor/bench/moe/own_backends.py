@@ -67,12 +67,12 @@ class Ours(Backend):
 
 def kernel_weights(weight: Weight) -> Any:
     """Return the `ExpertWeights` of a weight. Needs Triton."""
-    from moedoctor.kernels.moe.expert_weights import ExpertWeights, fp8_weights, nvfp4_weights
+    from moedoctor.kernels.moe.expert_weights import ExpertWeights, make_fp8_weights, make_nvfp4_weights
 
     if isinstance(weight, Nvfp4):
-        return nvfp4_weights(weight.packed, weight.block_scales, weight.global_scale)
+        return make_nvfp4_weights(weight.packed, weight.block_scales, weight.global_scale)
     if isinstance(weight, Fp8):
-        return fp8_weights(weight.values, weight.scale, block=weight.block, halves=weight.halves)
+        return make_fp8_weights(weight.values, weight.scale, block=weight.block, halves=weight.halves)
     return ExpertWeights(weight)
 
 

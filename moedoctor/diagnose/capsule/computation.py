@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from moedoctor.bench.moe.controls import linear_for_swizzled, swizzled_for_linear
 from moedoctor.diagnose.capsule.mistakes import RIGHT, Deviation, Mistake
-from moedoctor.fixes.moe.weight_layout import up_first
+from moedoctor.fixes.moe.weight_layout import put_up_first
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import Weight, activate, expert_weight
 from moedoctor.reference.moe_layer import Problem, quantiser
@@ -294,7 +294,7 @@ def _of_expert(weight: Weight, expert: int) -> Weight:
 def _change(weight: Weight, option: str, gated: bool) -> Weight:
     """Return the weight that a kernel with this mistake computes with."""
     if option == "gate_up_swapped":
-        return up_first(weight)
+        return put_up_first(weight)
     if option == "gate_up_interleaved":
         return _move_rows(weight, lambda rows: torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1))
     if option == "halves_transposed":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moedoctor.fixes.moe.weight_layout import tiled_scales
+from moedoctor.fixes.moe.weight_layout import tile_scales
 from moedoctor.trace.capsule import OF_BACKEND, Capsule
 
 AS_STORED = "as the checkpoint has it"
@@ -124,9 +124,9 @@ def _yield_forms(stored: torch.Tensor, *, gated: bool) -> Iterator[tuple[str, to
         exchanged = torch.cat(raw.chunk(2, dim=1)[::-1], dim=1)  # [U, 2I, ...]
         yield EXCHANGED, exchanged
     if stored.dtype == torch.float8_e4m3fn and stored.dim() == 3:
-        yield TILED, tiled_scales(raw)
+        yield TILED, tile_scales(raw)
         if exchanged is not None:
-            yield f"{TILED}, {EXCHANGED}", tiled_scales(exchanged)
+            yield f"{TILED}, {EXCHANGED}", tile_scales(exchanged)
 
 
 def _equal(own: torch.Tensor, stored: torch.Tensor) -> bool:

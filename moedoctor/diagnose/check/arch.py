@@ -13,8 +13,8 @@ from moedoctor.diagnose.check.records import Finding
 from moedoctor.diagnose.cuda.jit_cache import SUFFIX_SINCE
 from moedoctor.entries.entry import Entry
 from moedoctor.fixes.arch import FLASHINFER_LIST, resolve_arch_list
-from moedoctor.fixes.arch.flashinfer import ArchReading, flashinfer_targets
-from moedoctor.fixes.arch.targets import Target, parse_capability, parse_cuda, sass_loads
+from moedoctor.fixes.arch.flashinfer import ArchReading, predict_targets
+from moedoctor.fixes.arch.targets import Target, loads_sass, parse_capability, parse_cuda
 
 _NEEDS = "FlashInfer's fused MoE (FLASHINFER_CUTLASS)"
 
@@ -44,7 +44,7 @@ def _build(entry: Entry, machine: Machine, release: str, capability: str) -> Ite
     setting = machine.variables.get(FLASHINFER_LIST)
     try:
         gpu, cuda = parse_capability(capability), parse_cuda(machine.cuda or "")
-        reading = flashinfer_targets(release, capability=gpu, cuda=cuda, arch_list=setting)
+        reading = predict_targets(release, capability=gpu, cuda=cuda, arch_list=setting)
     except ValueError:
         return  # a GPU, toolkit or release that the tables do not know
     why = _why_wrong(reading, gpu, setting)
@@ -71,7 +71,7 @@ def _why_wrong(reading: ArchReading, gpu: tuple[int, int], setting: str | None) 
         if setting is not None:
             return f"FlashInfer cannot read {FLASHINFER_LIST}, which ends its import"
         return "FlashInfer finds no architecture to build for"
-    loading = [target for target in map(Target.parse, reading.targets) if sass_loads(target, gpu)]
+    loading = [target for target in map(Target.parse, reading.targets) if loads_sass(target, gpu)]
     built = ", ".join(reading.targets)
     if not loading:
         return f"FlashInfer builds for {built} by {source}, and that does not run on this GPU"

@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 from moedoctor.diagnose.check.machine import Machine, within
 from moedoctor.diagnose.check.pinning import Pinning
 from moedoctor.diagnose.check.records import Problem
-from moedoctor.fixes.backends.release_tables import releases
+from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.processes.cuda_tools import Tool
 
 SKIP_VERSION_CHECK = "FLASHINFER_DISABLE_VERSION_CHECK"
@@ -59,7 +59,7 @@ def _vllm_fits(machine: Machine) -> Iterator[Fit]:
 
 def _required_by(vllm: str, machine: Machine) -> dict[str, str]:
     """Return distribution -> the release that this vLLM requires."""
-    pins = releases().get(_public(vllm))
+    pins = load_releases().get(_public(vllm))
     if pins is not None:
         cubin = {"flashinfer-cubin": pins.flashinfer_cubin} if pins.flashinfer_cubin else {}
         return {"torch": pins.torch, "flashinfer-python": pins.flashinfer, **cubin}
@@ -108,7 +108,7 @@ def _built_with(vllm: str) -> str | None:
         return None
     if local is not None:
         return f"{local[1]}.{local[2]}"
-    pins = releases().get(_public(vllm))
+    pins = load_releases().get(_public(vllm))
     return pins.cuda if pins else None
 
 

@@ -19,7 +19,7 @@ from moedoctor.diagnose.check.pinning import not_tried
 from moedoctor.diagnose.check.probes import Probes
 from moedoctor.diagnose.cuda.jit_cache import JitCache
 from moedoctor.environment import Sources
-from moedoctor.fixes.backends.release_tables import releases
+from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.processes.cuda_tools import run_tool
 from moedoctor.text import shorten
 
@@ -119,7 +119,7 @@ def _ask(path: Path) -> Mapping[str, Any]:
 
 def released(release: str) -> Target:
     """Return vLLM `release` with the packages that it requires, on Linux. Raises KeyError if unknown."""
-    pins = releases()[release]
+    pins = load_releases()[release]
     packages = {"vllm": release, "torch": pins.torch, "flashinfer-python": pins.flashinfer}
     if pins.flashinfer_cubin:
         packages["flashinfer-cubin"] = pins.flashinfer_cubin

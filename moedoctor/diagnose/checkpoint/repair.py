@@ -177,10 +177,10 @@ def _folded(
     reader: Reader, gate: Module, up: Module, down: Module, changed: Mapping[str, bytes]
 ) -> Iterator[tuple[str, bytes]]:
     """Move the ratio of the scales into the down projection: exact, and only single scales change."""
-    from moedoctor.fixes.moe.checkpoint_scales import folded
+    from moedoctor.fixes.moe.checkpoint_scales import fold
 
     halves = [_nvfp4(reader, module, blocks=False) for module in (gate, up, down)]
-    w13, w2 = folded(*halves)
+    w13, w2 = fold(*halves)
     ratio = float(w2.global_scale[0]) / float(halves[2].global_scale[0])
     yield _global(up, float(w13.global_scale[0]))
     yield _global(down, float(w2.global_scale[0]))
@@ -194,10 +194,10 @@ def _rescaled(reader: Reader, gate: Module, up: Module) -> Iterator[tuple[str, b
     """Give both halves the larger global scale; the block scales of the other one are rounded again."""
     import torch
 
-    from moedoctor.fixes.moe.checkpoint_scales import rescaled
+    from moedoctor.fixes.moe.checkpoint_scales import rescale
 
     halves = [_nvfp4(reader, module, blocks=True) for module in (gate, up)]
-    w13 = rescaled(*halves)
+    w13 = rescale(*halves)
     common = float(w13.global_scale[0])
     rows = halves[0].block_scales.shape[1]
     blocks = w13.block_scales.view(torch.uint8)[0]  # [2I, H/16]
@@ -211,7 +211,7 @@ def _input_scales(result: Lint, reader: Reader) -> Iterator[tuple[str, bytes]]:
     """Give a good input scale to experts without one: the largest of their layer and projection."""
     import torch
 
-    from moedoctor.fixes.moe.checkpoint_scales import usable_input_scales
+    from moedoctor.fixes.moe.checkpoint_scales import repair_input_scales
 
     for modules in _input_groups(result).values():
         parts = [(module, str(_single(module, INPUT_SCALES))) for module in modules]
@@ -220,7 +220,7 @@ def _input_scales(result: Lint, reader: Reader) -> Iterator[tuple[str, bytes]]:
         )
         inverse = parts[0][1] == "input_global_scale"
         scales = stored.reciprocal() if inverse else stored  # [E]
-        usable = usable_input_scales(scales, torch.zeros(1, 1))
+        usable = repair_input_scales(scales, torch.zeros(1, 1))
         if not bool((usable == scales).any()):
             continue  # no expert of the layer has a scale to take
         for (module, part), old, new in zip(parts, scales.tolist(), usable.tolist(), strict=True):

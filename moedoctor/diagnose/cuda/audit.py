@@ -23,7 +23,7 @@ from moedoctor.diagnose.cuda.device_code import (
 from moedoctor.diagnose.cuda.instructions import list_lacking, list_needed
 from moedoctor.diagnose.cuda.jit_cache import build_images, find_cached_module
 from moedoctor.diagnose.cuda.library_use import library_use
-from moedoctor.fixes.arch.targets import Capability, ptx_compiles, sass_loads
+from moedoctor.fixes.arch.targets import Capability, compiles_ptx, loads_sass
 from moedoctor.processes.cuda_tools import Tool
 from moedoctor.processes.guardian import temporary_folder
 from moedoctor.text import TextFileError, open_file, read_bytes, read_text, walk
@@ -83,9 +83,9 @@ def fate_of(images: Sequence[Image], capability: Capability) -> Fate | None:
     """Return the best that a GPU of `capability` can do with `images`, or None without images."""
     if not images:
         return None
-    if any(image.kind == "sass" and sass_loads(image.target, capability) for image in images):
+    if any(image.kind == "sass" and loads_sass(image.target, capability) for image in images):
         return Fate.LOADS
-    if any(image.kind == "ptx" and ptx_compiles(image.target, capability) for image in images):
+    if any(image.kind == "ptx" and compiles_ptx(image.target, capability) for image in images):
         return Fate.COMPILED
     return Fate.MISSING
 
@@ -126,7 +126,7 @@ def _judge(item: Item, capability: Capability | None) -> Item:
     lacks: tuple[str, ...] = ()
     if cached and cached.needs_suffix and capability and fate is Fate.LOADS:
         targets = [image.target for image in item.images if image.kind == "sass"]
-        usable = [target for target in targets if sass_loads(target, capability)]
+        usable = [target for target in targets if loads_sass(target, capability)]
         lacks = min((list_lacking(target, list_needed(capability), _NEWEST) for target in usable), key=len)
     module = f"FlashInfer {cached.release} {cached.module}" if cached else None
     return replace(item, module=module, fate=fate, lacks=lacks, note=note)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moedoctor.fixes.arch.targets import Capability, CudaVersion, Target, toolkit_knows
+from moedoctor.fixes.arch.targets import Capability, CudaVersion, Target, is_known_target
 from moedoctor.processes.cuda_tools import Outcome, Tool, find_tools, run_tool
 from moedoctor.processes.guardian import temporary_folder
 
@@ -120,7 +120,7 @@ def list_needed(capability: Capability) -> tuple[Instruction, ...]:
 
 def takes(target: Target, instruction: Instruction, cuda: CudaVersion) -> bool:
     """Return True if the compiler of this CUDA release accepts `instruction` for `target`, by the table."""
-    if not toolkit_knows(target, cuda) or cuda < instruction.since:
+    if not is_known_target(target, cuda) or cuda < instruction.since:
         return False
     return target.major in instruction.majors and bool(target.suffix or not instruction.suffixed)
 

@@ -170,8 +170,8 @@ def check_flags(flags: Sequence[GivenFlag], release: str, scheme: str | None) ->
 
 def _check_scheme(value: str, scheme: str, release: str) -> Iterator[SettingFinding]:
     """Yield a finding for a backend that is valid, but not for layers of this scheme."""
-    flags = backend_tables.tables(scheme, release).flags
-    if value not in backend_tables.releases()[release].moe_backends:
+    flags = backend_tables.load_tables(scheme, release).flags
+    if value not in backend_tables.load_releases()[release].moe_backends:
         return
     flag, shown = flags.get(value), f"{MOE_BACKEND} {value}"
     if flag is None:
@@ -183,7 +183,7 @@ def _check_scheme(value: str, scheme: str, release: str) -> Iterator[SettingFind
         yield SettingFinding(shown, "invalid", message, None, flag.source, stops=True)
     elif flag.ignored:
         message = f"vLLM {release} ignores it for {scheme} layers and prints no warning"
-        way = backend_requests.way_to_ask(value, scheme, release)
+        way = backend_requests.find_way_to_ask(value, scheme, release)
         variable = way if way and not way.startswith("--") else None
         yield SettingFinding(shown, "ignored", message, variable, flag.source)
 

@@ -57,7 +57,9 @@ def check_settings(
     for name in sorted(environ):
         if name.upper().startswith("VLLM_"):
             findings += _check_variable(name, environ[name], variables, release)
-    findings += check_flashinfer(flashinfer or backend_tables.releases()[release].flashinfer or "", environ)
+    findings += check_flashinfer(
+        flashinfer or backend_tables.load_releases()[release].flashinfer or "", environ
+    )
     findings += check_flags(read_flags(command, release), release, scheme)
     without_effect = {finding.setting.partition("=")[0] for finding in findings if not finding.takes_effect}
     findings += [
@@ -195,7 +197,7 @@ def _find_undecisive(
 ) -> Iterator[SettingFinding]:
     """Yield valid variables that do not decide the MoE backend, because other settings come before them."""
     schemes = [scheme] if scheme else list(backends.SCHEMES)
-    governing = {name: backend_requests.governing_variables(name, release) for name in backends.SCHEMES}
+    governing = {name: backend_requests.find_governing_variables(name, release) for name in backends.SCHEMES}
     for name in sorted(environ):
         governed = [key for key in backends.SCHEMES if name in governing[key]]
         mine = [key for key in schemes if key in governed]
@@ -207,7 +209,7 @@ def _find_undecisive(
             yield SettingFinding(setting, "other_layers", message, None, governing[governed[0]][name], True)
             continue
         source = governing[mine[0]][name]
-        shadowed = [backend_requests.shadowed_variables(key, release, environ) for key in mine]
+        shadowed = [backend_requests.find_shadowed_variables(key, release, environ) for key in mine]
         if all(_flag_decides(moe_backend, key, release) for key in mine):
             message = f"does not decide the MoE backend: --moe-backend {moe_backend} comes before it"
             yield SettingFinding(setting, "shadowed", message, None, source)
@@ -217,9 +219,9 @@ def _find_undecisive(
 
 def _flag_decides(moe_backend: str, scheme: str, release: str) -> bool:
     """Return True if the flag decides for this scheme; some releases ignore it for some schemes."""
-    flag = backend_tables.tables(scheme, release).flags.get(moe_backend)
+    flag = backend_tables.load_tables(scheme, release).flags.get(moe_backend)
     return (
-        moe_backend in backend_tables.releases()[release].moe_backends
+        moe_backend in backend_tables.load_releases()[release].moe_backends
         and moe_backend != backends.AUTO
         and not (flag is not None and flag.ignored)
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from moedoctor.fixes.backends.release_tables import releases
+from moedoctor.fixes.backends.release_tables import load_releases
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,20 @@ class Settings:
 @functools.cache
 def vllm_variables() -> Settings:
     """Return the ``VLLM_*`` variables."""
-    return _load("vllm_variables.json", tuple(releases()))
+    return _load("vllm_variables.json", tuple(load_releases()))
 
 
 @functools.cache
 def flashinfer_variables() -> Settings:
     """Return the ``FLASHINFER_*`` variables, for the releases of flashinfer-python that vLLM's require."""
-    pins = dict.fromkeys(release.flashinfer for release in releases().values())
+    pins = dict.fromkeys(release.flashinfer for release in load_releases().values())
     return _load("flashinfer_variables.json", tuple(pins))
 
 
 @functools.cache
 def vllm_flags() -> Settings:
     """Return the flags of `vllm serve`."""
-    return _load("vllm_flags.json", tuple(releases()))
+    return _load("vllm_flags.json", tuple(load_releases()))
 
 
 @functools.cache

@@ -149,7 +149,7 @@ def fitted_step(step: str, facts: Facts) -> str:
     if _BACKENDS not in step:
         return step
     from moedoctor.fixes.backends.release_tables import CAPABILITIES
-    from moedoctor.fixes.backends.release_tables import releases as list_known_releases
+    from moedoctor.fixes.backends.release_tables import load_releases as list_known_releases
 
     capabilities = [gpu[3:] for gpu in facts.gpus if gpu.startswith("SM ") and gpu[3:] in CAPABILITIES]
     releases = [

@@ -22,7 +22,7 @@ import torch
 from moedoctor.faults.base import need_gpu
 from moedoctor.faults.offload import engine_table
 from moedoctor.faults.offload.offload_garbage import OffloadGarbageParameters
-from moedoctor.fixes.offload.pinned import array_interface, device_view
+from moedoctor.fixes.offload.pinned import describe_bytes, view_on_device
 from moedoctor.processes.ask import called_in
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
@@ -50,10 +50,10 @@ def kernel(case: Case, parameters: OffloadGarbageParameters, release: None) -> O
 
     def view(block: torch.Tensor) -> torch.Tensor:
         if case.subject == "fixed":
-            return device_view(block, torch.device(case.device))
+            return view_on_device(block, torch.device(case.device))
         # An address that does not keep its memory: a view with a deleter that does nothing.
         alias = types.SimpleNamespace(
-            __cuda_array_interface__=array_interface(block.data_ptr(), block.numel())
+            __cuda_array_interface__=describe_bytes(block.data_ptr(), block.numel())
         )
         return torch.as_tensor(alias, device=case.device)
 

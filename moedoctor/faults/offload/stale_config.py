@@ -126,7 +126,7 @@ def offload_and_run(
     if subject == "fixed":
         handle = offload(stack, 1 << 40, keep_below=0)
         if memory is not None:
-            for tensor in handle.device_tensors():
+            for tensor in handle.list_device_tensors():
                 memory.admit(tensor)
         report = handle.report()
         on_device = [item for item in report.placements if item.lives == "device"]

@@ -178,7 +178,7 @@ def stored_stale(weights: Sequence[torch.Tensor], pinned: bool) -> bool:
     module = nn.Sequential(*(_Layer(weight[None]) for weight in weights))
     nbytes = sum(weight.numel() for weight in weights)
     handle = offload(module, nbytes, layers=list(module), pin=pinned, keep_below=0)
-    stale = any(bool((handle.host_weight(f"{i}.weight") != _NEW).any()) for i in range(len(weights)))
+    stale = any(bool((handle.get_host_weight(f"{i}.weight") != _NEW).any()) for i in range(len(weights)))
     handle.restore()
     return stale
 

@@ -18,7 +18,7 @@ from moedoctor.faults.quantization.checkpoint_lab import (
     unchanged,
 )
 from moedoctor.faults.quantization.gate_up_order import GateUpOrderParameters
-from moedoctor.fixes.moe.weight_layout import up_first
+from moedoctor.fixes.moe.weight_layout import put_up_first
 from moedoctor.reference.checkpoints import Tensors
 from moedoctor.reference.moe import Weight, expert_weight
 from moedoctor.reference.nvfp4 import Nvfp4
@@ -32,7 +32,7 @@ def forgetful(w13: Weight, *, mistake: str) -> Weight:
     """Leave out the exchange, or exchange only the values or only their scales."""
     if mistake == "not_swapped" or not isinstance(w13, Nvfp4):
         return w13
-    swapped = up_first(w13)
+    swapped = put_up_first(w13)
     assert isinstance(swapped, Nvfp4)
     if mistake == "only_values":
         return replace(swapped, block_scales=w13.block_scales)
@@ -42,7 +42,7 @@ def forgetful(w13: Weight, *, mistake: str) -> Weight:
 def model(case: Case, parameters: GateUpOrderParameters, release: object) -> Observation:
     """Run the kernel with the loader that forgets, or with ours."""
     control = functools.partial(forgetful, mistake=parameters.mistake)
-    return measure(parameters, case.device, control if case.subject == "faulty" else up_first)
+    return measure(parameters, case.device, control if case.subject == "faulty" else put_up_first)
 
 
 def library(case: Case, parameters: GateUpOrderParameters, release: object) -> Observation:
@@ -103,7 +103,7 @@ def restored_halves(tensors: Tensors, config: dict[str, Any]) -> None:
             torch.cat(scales).view(torch.float8_e4m3fn),  # [2I, H/16]
             tensors[f"{names[0]}.weight_scale_2"],
         )
-        restored = up_first(fused)
+        restored = put_up_first(fused)
         assert isinstance(restored, Nvfp4)
         halves = zip(restored.packed.chunk(2), restored.block_scales.view(torch.uint8).chunk(2), strict=True)
         for name, (packed, half) in zip(names, halves, strict=True):

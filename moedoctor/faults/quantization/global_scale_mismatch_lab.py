@@ -16,7 +16,7 @@ from moedoctor.faults.quantization.checkpoint_lab import (
     write_and_load,
 )
 from moedoctor.faults.quantization.global_scale_mismatch import GlobalScaleMismatchParameters
-from moedoctor.fixes.moe.checkpoint_scales import folded, rescaled
+from moedoctor.fixes.moe import checkpoint_scales
 from moedoctor.reference.agreement import relative_error
 from moedoctor.reference.checkpoints import Tensors
 from moedoctor.reference.moe import MoeWeights, forward
@@ -41,12 +41,12 @@ def one_scale(gate: Nvfp4, up: Nvfp4, down: Nvfp4, *, merged: str) -> tuple[Nvfp
 
 def rescale(gate: Nvfp4, up: Nvfp4, down: Nvfp4) -> tuple[Nvfp4, Nvfp4]:
     """Repair by block scales."""
-    return rescaled(gate, up), down
+    return checkpoint_scales.rescale(gate, up), down
 
 
 def model(case: Case, parameters: GlobalScaleMismatchParameters, release: object) -> Observation:
     """Compare the layer's output through each loader with the checkpoint's own values in float32."""
-    loaders: dict[str, Loader] = {"rescaled": rescale, "folded": folded}
+    loaders: dict[str, Loader] = {"rescaled": rescale, "folded": checkpoint_scales.fold}
     if case.subject == "faulty":
         loaders = {parameters.merged: functools.partial(one_scale, merged=parameters.merged)}
 

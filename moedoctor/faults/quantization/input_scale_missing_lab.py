@@ -17,7 +17,7 @@ from moedoctor.faults.quantization.checkpoint_lab import (
     write_and_load,
 )
 from moedoctor.faults.quantization.input_scale_missing import InputScaleMissingParameters
-from moedoctor.fixes.moe.checkpoint_scales import usable_input_scales
+from moedoctor.fixes.moe.checkpoint_scales import repair_input_scales
 from moedoctor.reference import e2m1
 from moedoctor.reference.agreement import relative_error
 from moedoctor.reference.checkpoints import Tensors
@@ -38,7 +38,7 @@ def unchecked(scales: torch.Tensor, memory: torch.Tensor, x: torch.Tensor) -> to
 
 def checked(scales: torch.Tensor, memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Load the checkpoint's scales into memory filled with NaN, and make every scale usable."""
-    return usable_input_scales(scales, x)
+    return repair_input_scales(scales, x)
 
 
 def model(case: Case, parameters: InputScaleMissingParameters, release: object) -> Observation:

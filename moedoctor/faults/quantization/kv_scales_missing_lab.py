@@ -19,7 +19,7 @@ import torch
 
 from moedoctor.faults.quantization.checkpoint_lab import Run, write_and_load, written
 from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissingParameters
-from moedoctor.fixes.moe.checkpoint_scales import kv_scale
+from moedoctor.fixes.moe.checkpoint_scales import compute_kv_scale
 from moedoctor.reference.agreement import relative_error
 from moedoctor.reference.checkpoints import Change, Tensors
 from moedoctor.reference.fp8 import E4M3_MAX, round_trip
@@ -47,7 +47,7 @@ def scale_1(values: torch.Tensor) -> float:
 
 def model(case: Case, parameters: KvScalesMissingParameters, release: object) -> Observation:
     """Compute attention with a scale of 1.0, or with the scales that we compute."""
-    return measure(parameters, scale_1 if case.subject == "faulty" else kv_scale)
+    return measure(parameters, scale_1 if case.subject == "faulty" else compute_kv_scale)
 
 
 def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Observation:
@@ -73,7 +73,7 @@ def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Observation:
     k_scale, v_scale = scale(keys), scale(values)
     output = attention(query, round_trip(keys, k_scale), round_trip(values, v_scale))  # [T, D]
     computed = attention(
-        query, round_trip(keys, kv_scale(keys)), round_trip(values, kv_scale(values))
+        query, round_trip(keys, compute_kv_scale(keys)), round_trip(values, compute_kv_scale(values))
     )  # [T, D]
     steps = torch.stack((keys / k_scale, values / v_scale)).abs()  # [2, T, D]
     return Observation(
@@ -149,7 +149,7 @@ def kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
     keys = keys.unflatten(1, (-1, 2, head // 2))  # [V, heads, 2, D/2]
     keys = keys * keys.square().mean((2, 3), keepdim=True).rsqrt()  # [V, heads, 2, D/2]
     # Positions rotate pairs of a key's elements, which does not change the length of the pair.
-    _ship(tensors, kv_scale(keys.norm(dim=2)), kv_scale(values))
+    _ship(tensors, compute_kv_scale(keys.norm(dim=2)), compute_kv_scale(values))
 
 
 def engine(case: Case, parameters: KvScalesMissingParameters, release: object) -> Observation:

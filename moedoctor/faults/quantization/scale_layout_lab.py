@@ -13,9 +13,9 @@ from moedoctor.faults.quantization.scale_layout import ScaleLayoutParameters
 from moedoctor.fixes.moe.weight_layout import (
     TILE_COLUMNS,
     TILE_ROWS,
-    linear_scales,
-    padded_shape,
-    tiled_scales,
+    flatten_scales,
+    pad_shape,
+    tile_scales,
 )
 from moedoctor.reference.checkpoints import Tensors
 from moedoctor.reference.moe_layer import expected_output
@@ -43,7 +43,7 @@ class TiledKernel:
         memory = self.load(block_scales).view(torch.uint8).reshape(len(block_scales), -1)  # [E, M' * S']
         read = memory[:, places(rows, columns, memory.device)].view(block_scales.dtype)  # [E, M, S]
         # The padding of a row's last tile belongs to blocks of zeros: 0 * scale, and 0 * NaN is NaN.
-        _, padded_columns = padded_shape(rows, columns)
+        _, padded_columns = pad_shape(rows, columns)
         tiles = memory[:, places(rows, padded_columns, memory.device)].view(block_scales.dtype)  # [E, M, S']
         poisoned = tiles[:, :, columns:].float().isnan().any(2, keepdim=True)  # [E, M, 1]
         return torch.where(poisoned, float("nan"), read.float()).to(block_scales.dtype)
@@ -65,8 +65,8 @@ def places(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 def linear_kernel_given_tiles(block_scales: torch.Tensor) -> torch.Tensor:
     """Read tiles row by row."""
     rows, columns = block_scales.shape[-2:]
-    _, padded_columns = padded_shape(rows, columns)
-    tiles = tiled_scales(block_scales).view(torch.uint8)
+    _, padded_columns = pad_shape(rows, columns)
+    tiles = tile_scales(block_scales).view(torch.uint8)
     tiles = tiles.reshape(len(block_scales), -1, padded_columns)  # [E, M', S']
     return tiles[:, :rows, :columns].contiguous().view(block_scales.dtype)
 
@@ -74,7 +74,7 @@ def linear_kernel_given_tiles(block_scales: torch.Tensor) -> torch.Tensor:
 def _padded_only(block_scales: torch.Tensor) -> torch.Tensor:
     """Store row by row, in an array of the size that the kernel expects."""
     rows, columns = block_scales.shape[-2:]
-    shape = (len(block_scales), *padded_shape(rows, columns))
+    shape = (len(block_scales), *pad_shape(rows, columns))
     padded = torch.zeros(shape, dtype=torch.uint8, device=block_scales.device)  # [E, M', S']
     padded[:, :rows, :columns] = block_scales.view(torch.uint8)
     return padded
@@ -83,7 +83,7 @@ def _padded_only(block_scales: torch.Tensor) -> torch.Tensor:
 def _stale_padding(block_scales: torch.Tensor) -> torch.Tensor:
     """Store in tiles, but write only the real scales: the rest is what the memory held."""
     rows, columns = block_scales.shape[-2:]
-    padded_rows, padded_columns = padded_shape(rows, columns)
+    padded_rows, padded_columns = pad_shape(rows, columns)
     memory = torch.full(
         (len(block_scales), padded_rows * padded_columns), _NAN, dtype=torch.uint8, device=block_scales.device
     )  # [E, M' * S']
@@ -101,7 +101,7 @@ CONTROLS: dict[str, Kernel] = {
 
 def model(case: Case, parameters: ScaleLayoutParameters, release: object) -> Observation:
     """Compute with the loader that does not fit, or with ours."""
-    fix = TiledKernel(tiled_scales)
+    fix = TiledKernel(tile_scales)
     return measure(parameters, case.device, CONTROLS[parameters.mistake] if case.subject == "faulty" else fix)
 
 
@@ -129,7 +129,7 @@ def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Obs
         {
             "mistake": parameters.mistake,
             "scales": list(scales),
-            "scales_in_tiles": list(padded_shape(*scales)),
+            "scales_in_tiles": list(pad_shape(*scales)),
             **agreement(output, problem),
         }
     )
@@ -151,7 +151,7 @@ def linear(tensors: Tensors, config: dict[str, Any]) -> None:
     tiled(tensors, config)
     for name, tensor in tensors.items():
         if name.endswith(".weight_scale"):
-            tensors[name] = linear_scales(tensor, *tensor.shape)
+            tensors[name] = flatten_scales(tensor, *tensor.shape)
 
 
 CHANGES = Changes(unchanged, tiled, linear)

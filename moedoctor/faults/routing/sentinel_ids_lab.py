@@ -17,7 +17,7 @@ import torch
 from moedoctor.bench.moe import backends as registry
 from moedoctor.bench.moe.parity import poison
 from moedoctor.faults.routing.sentinel_ids import IDS, SentinelIdsParameters
-from moedoctor.fixes.expert_ids import local_ids, without_sentinels
+from moedoctor.fixes.expert_ids import find_local_ids, replace_sentinels
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
 from moedoctor.results import Case, Observation, UnavailableError
@@ -94,7 +94,7 @@ def _by_local_id(batch: Batch, local: torch.Tensor) -> Used:
 
 
 def _fixed_gather(batch: Batch) -> Used:
-    ids, weights = without_sentinels(batch.ids, batch.weights)  # [T, K] each
+    ids, weights = replace_sentinels(batch.ids, batch.weights)  # [T, K] each
     sums = _weighted(batch._replace(ids=ids, weights=weights), ids.long())  # [T]
     return Used(torch.where(weights > 0, ids.long(), -1), sums)
 
@@ -112,7 +112,7 @@ FAULTY: dict[str, Callable[[Batch], Used]] = {
     "row_map": partial(_by_row, unwritten=0),
 }
 FIXED: dict[str, Callable[[Batch], Used]] = {
-    "expert_map": lambda batch: _by_local_id(batch, local_ids(batch.ids, batch.expert_map).long()),
+    "expert_map": lambda batch: _by_local_id(batch, find_local_ids(batch.ids, batch.expert_map).long()),
     "gather": _fixed_gather,
     "row_map": partial(_by_row, unwritten=-1),
 }

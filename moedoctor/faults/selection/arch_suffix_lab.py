@@ -24,16 +24,16 @@ from moedoctor.diagnose.cuda.instructions import (
 )
 from moedoctor.faults.selection.arch_suffix import ArchSuffixParameters
 from moedoctor.fixes.arch import resolve_arch_list
-from moedoctor.fixes.arch.flashinfer import ArchReading, moe_targets, releases
+from moedoctor.fixes.arch.flashinfer import ArchReading, list_releases, predict_moe_targets
 from moedoctor.fixes.arch.targets import (
     Capability,
     CudaVersion,
     Target,
+    is_known_target,
+    list_targets,
+    loads_sass,
     parse_capability,
     parse_cuda,
-    sass_loads,
-    toolkit_knows,
-    toolkit_targets,
 )
 from moedoctor.processes.cuda_tools import Tool
 from moedoctor.results import Case, Observation, UnavailableError
@@ -57,7 +57,7 @@ def library(case: Case, parameters: ArchSuffixParameters, release: None) -> Obse
 
 
 def faulty(capability: Capability, cuda: CudaVersion, arch_list: str | None) -> ArchReading:
-    return moe_targets(FAULTY_RELEASE, capability=capability, cuda=cuda, arch_list=arch_list)
+    return predict_moe_targets(FAULTY_RELEASE, capability=capability, cuda=cuda, arch_list=arch_list)
 
 
 def fixed(capability: Capability, cuda: CudaVersion, arch_list: str | None) -> ArchReading:
@@ -96,7 +96,7 @@ class _Compiler:
         if self.tool is not None:
             result = attempt(self.tool, target, None)
             return None if result.accepted else result.line
-        return None if toolkit_knows(target, self.cuda) else f"sm_{target} is unknown"
+        return None if is_known_target(target, self.cuda) else f"sm_{target} is unknown"
 
     def refusals(self, target: Target, instructions: Sequence[Instruction]) -> dict[str, str]:
         """Return the instructions that do not compile for `target`, each with what the compiler prints."""
@@ -116,7 +116,7 @@ def _check(name: str, gpu: Capability, compiler: _Compiler) -> dict[str, Any]:
         unknown = str(error)
     if unknown is not None:
         return {"target": name, "known": False, "loads": False, "lacks": [], "said": unknown}
-    loads = sass_loads(target, gpu)
+    loads = loads_sass(target, gpu)
     refused = compiler.refusals(target, list_needed(gpu)) if loads else {}
     refusal = next(iter(refused.values()), None)
     return {"target": name, "known": True, "loads": loads, "lacks": list(refused), "said": refusal}
@@ -126,8 +126,8 @@ def _would_do(gpu: Capability, compiler: _Compiler) -> list[Target]:
     """The targets of this toolkit that load on the GPU and take everything that its MoE kernels use."""
     return [
         target
-        for target in toolkit_targets(compiler.cuda)
-        if sass_loads(target, gpu)
+        for target in list_targets(compiler.cuda)
+        if loads_sass(target, gpu)
         and not compiler.unknown(target)
         and not compiler.refusals(target, list_needed(gpu))
     ]
@@ -179,9 +179,9 @@ def measure_workaround() -> dict[str, Any]:
     if not accepting:
         raise UnavailableError("needs a compiler that knows sm_120f (CUDA 12.9 or later)")
     readings: dict[str, list[str]] = {}
-    for release in releases():
+    for release in list_releases():
         without, with_list = (
-            moe_targets(release, capability=_GPU, cuda=(13, 0), arch_list=arch_list).targets
+            predict_moe_targets(release, capability=_GPU, cuda=(13, 0), arch_list=arch_list).targets
             for arch_list in (None, _WORKAROUND)
         )
         readings.setdefault(f"{' '.join(without)} -> {' '.join(with_list)}", []).append(release)

@@ -24,8 +24,8 @@ from moedoctor.faults.base import (
     untested,
 )
 from moedoctor.fixes import backends
-from moedoctor.fixes.backends.release_tables import CAPABILITIES, releases, tables
-from moedoctor.fixes.backends.requests import NVFP4_VARIABLE, governing_variables
+from moedoctor.fixes.backends.release_tables import CAPABILITIES, load_releases, load_tables
+from moedoctor.fixes.backends.requests import NVFP4_VARIABLE, find_governing_variables
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
 
@@ -42,7 +42,7 @@ class BackendOverrideParameters(Parameters):
     activation: str = "silu"
 
     def problems(self) -> Iterator[str]:
-        known = releases()
+        known = load_releases()
         if self.release not in known:
             oldest, *_, newest = known
             yield f"release: must be a release of the tables, {oldest} to {newest}, not '{self.release}'"
@@ -53,7 +53,7 @@ class BackendOverrideParameters(Parameters):
         activations = known[self.release].activations
         if self.activation not in activations:
             yield (f"activation: vLLM {self.release} knows {', '.join(activations)}, not '{self.activation}'")
-        names = {kernel.backend for kernel in tables(self.scheme, self.release).kernels}
+        names = {kernel.backend for kernel in load_tables(self.scheme, self.release).kernels}
         if self.wants not in names:
             listed = ", ".join(sorted(names))
             yield f"wants: vLLM {self.release} has {listed} for {self.scheme}, not '{self.wants}'"
@@ -96,11 +96,11 @@ def _claim(
 def _marlin_by_flag() -> str:
     ways = [
         release
-        for release in releases()
+        for release in load_releases()
         if backends.select(SM120, "nvfp4", release=release, activation=NEMOTRON, moe_backend="marlin").chosen
         == "MARLIN"
     ]
-    return f"--moe-backend marlin selects MARLIN in {len(ways)} of {len(releases())} releases"
+    return f"--moe-backend marlin selects MARLIN in {len(ways)} of {len(load_releases())} releases"
 
 
 @_claim("no_override", _marlin_by_flag, "with_flag")
@@ -128,7 +128,7 @@ def no_variable(answers: Evidence) -> tuple[bool | None, str]:
 
 def _releases_with_a_say() -> str:
     known = vllm_variables().releases
-    deciding = [release for release in known if GEMM_VARIABLE in governing_variables("nvfp4", release)]
+    deciding = [release for release in known if GEMM_VARIABLE in find_governing_variables("nvfp4", release)]
     return f"it decides MoE layers in {len(deciding)} of {len(known)} releases"
 
 

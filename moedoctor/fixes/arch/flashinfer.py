@@ -44,7 +44,7 @@ class Generation:
         """``0.5.0 to 0.6.6``."""
         return f"{self.first} to {self.last}"
 
-    def suffixed(self, capability: Capability, cuda: CudaVersion) -> str:
+    def add_suffix(self, capability: Capability, cuda: CudaVersion) -> str:
         """Return the target for a capability, such as ``120f``; raises _RefusedError."""
         major, minor = capability
         own = f"{major}{minor}{'a' if major >= 9 else ''}"
@@ -60,27 +60,27 @@ class Generation:
 
 
 @functools.cache
-def generations() -> tuple[Generation, ...]:
+def list_generations() -> tuple[Generation, ...]:
     """Every generation, oldest first."""
     return tuple(Generation(**row) for row in load_arch_data()["flashinfer"])
 
 
 @functools.cache
-def releases() -> tuple[str, ...]:
+def list_releases() -> tuple[str, ...]:
     """Every release on the package index that the rules cover, oldest first."""
     return tuple(load_arch_data()["flashinfer_releases"].split())
 
 
-def generation(release: str) -> Generation:
+def find_generation(release: str) -> Generation:
     """The rules of `release`; for a newer one those of the newest. Raises ValueError for an older one."""
-    fitting = [rules for rules in generations() if Version(release) >= Version(rules.first)]
+    fitting = [rules for rules in list_generations() if Version(release) >= Version(rules.first)]
     if not fitting:
-        known = f"{generations()[0].first} to {generations()[-1].last}"
+        known = f"{list_generations()[0].first} to {list_generations()[-1].last}"
         raise ValueError(f"release: FlashInfer {release} is older than what is known here; expected {known}")
     return fitting[-1]
 
 
-def flashinfer_targets(
+def predict_targets(
     release: str, *, capability: Capability, cuda: CudaVersion, arch_list: str | None = None
 ) -> ArchReading:
     """Return what FlashInfer `release` builds for on a machine with one GPU of `capability` and CUDA `cuda`.
@@ -91,20 +91,20 @@ def flashinfer_targets(
     return _answer(release, capability, cuda, arch_list, None)
 
 
-def moe_targets(
+def predict_moe_targets(
     release: str, *, capability: Capability, cuda: CudaVersion, arch_list: str | None = None
 ) -> ArchReading:
-    """Return what FlashInfer `release` builds its CUTLASS MoE module for; see `flashinfer_targets`.
+    """Return what FlashInfer `release` builds its CUTLASS MoE module for; see `predict_targets`.
 
     The module for a GPU takes only the targets of some major versions. For 9.0 it takes ``90a`` and for
     8.9 ``89``, in every release and whatever the list says.
     """
     if capability in _FIXED_MOE_TARGETS:
         return ArchReading((_FIXED_MOE_TARGETS[capability],))
-    return _answer(release, capability, cuda, arch_list, moe_majors(capability))
+    return _answer(release, capability, cuda, arch_list, list_moe_majors(capability))
 
 
-def moe_majors(capability: Capability) -> tuple[int, ...]:
+def list_moe_majors(capability: Capability) -> tuple[int, ...]:
     """The major versions that the MoE module for this GPU takes (``flashinfer/jit/fused_moe.py``)."""
     return (10, 11) if capability in ((10, 0), (11, 0)) else (capability[0],)
 
@@ -112,12 +112,12 @@ def moe_majors(capability: Capability) -> tuple[int, ...]:
 def _answer(
     release: str, gpu: Capability, cuda: CudaVersion, arch_list: str | None, majors: tuple[int, ...] | None
 ) -> ArchReading:
-    rules = generation(release)
+    rules = find_generation(release)
     try:
         if arch_list is None:
-            targets = {(gpu[0], rules.suffixed(gpu, cuda))}
+            targets = {(gpu[0], rules.add_suffix(gpu, cuda))}
         else:
-            targets = {_entry(entry, rules, cuda) for entry in arch_list.split(" ")}
+            targets = {_read_entry(entry, rules, cuda) for entry in arch_list.split(" ")}
         taken = sorted(target for target in targets if majors is None or target[0] in majors)
         if not taken:
             raise _RefusedError(f"RuntimeError: no target of the major versions {majors}")
@@ -126,7 +126,7 @@ def _answer(
     return ArchReading(tuple(name for _, name in taken))
 
 
-def _entry(entry: str, rules: Generation, cuda: CudaVersion) -> tuple[int, str]:
+def _read_entry(entry: str, rules: Generation, cuda: CudaVersion) -> tuple[int, str]:
     """(major, target) of one entry of the list, which must be MAJOR.MINOR with anything behind it."""
     parts = entry.split(".")
     if len(parts) != 2:
@@ -137,6 +137,6 @@ def _entry(entry: str, rules: Generation, cuda: CudaVersion) -> tuple[int, str]:
         major = int(parts[0])
         if not rules.suffixes_bare_entries or parts[1][-1].isalpha():
             return major, f"{major}{parts[1]}"
-        return major, rules.suffixed((major, int(parts[1])), cuda)
+        return major, rules.add_suffix((major, int(parts[1])), cuda)
     except (ValueError, IndexError) as error:
         raise _RefusedError(f"{type(error).__name__}: {entry!r} is not MAJOR.MINOR") from error

@@ -6,20 +6,20 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from moedoctor.fixes.arch.flashinfer import flashinfer_targets, generations
+from moedoctor.fixes.arch.flashinfer import list_generations, predict_targets
 from moedoctor.fixes.arch.resolve import ArchDecision, check_cuda, resolve_arch
 from moedoctor.fixes.arch.targets import (
     OLDEST_CUDA,
     Capability,
     CudaVersion,
     Target,
-    first_cuda,
+    find_first_cuda,
+    is_known_target,
     load_arch_data,
+    loads_sass,
     parse_capability,
     parse_cuda,
-    sass_loads,
     show,
-    toolkit_knows,
 )
 
 FLASHINFER_LIST = "FLASHINFER_CUDA_ARCH_LIST"
@@ -85,9 +85,11 @@ def explain_arch_list(
     readings: list[ListReading] = []
     suggestions: dict[str, str] = {}
     for name in VARIABLES if variable is None else (variable,):
-        problems += [ListProblem(name, entry, message) for entry, message in _problems(name, text, toolkit)]
-        readings += _flashinfer(text, toolkit) if name == FLASHINFER_LIST else [_torch(text)]
-        suggestion = _suggestion(name, text, toolkit)
+        problems += [
+            ListProblem(name, entry, message) for entry, message in _find_problems(name, text, toolkit)
+        ]
+        readings += _read_as_flashinfer(text, toolkit) if name == FLASHINFER_LIST else [_read_as_torch(text)]
+        suggestion = _suggest(name, text, toolkit)
         if suggestion:
             suggestions[name] = suggestion
     return ArchListExplanation(text, tuple(problems), tuple(readings), suggestions)
@@ -105,19 +107,19 @@ def resolve_arch_list(
     """
     gpu, toolkit = parse_capability(capability), check_cuda(parse_cuda(cuda))
     own = resolve_arch(gpu, toolkit)
-    decisions = _decisions(text or "", toolkit)
-    if not any(sass_loads(Target.parse(decision.target), gpu) for decision in decisions):
+    decisions = _decide(text or "", toolkit)
+    if not any(loads_sass(Target.parse(decision.target), gpu) for decision in decisions):
         why = f"nothing in {text!r} runs on a GPU of {show(gpu)}; " if decisions else ""
         decisions.append(ArchDecision(own.target, why + own.reason))
     return tuple(decisions)
 
 
-def _decisions(text: str, cuda: CudaVersion) -> list[ArchDecision]:
+def _decide(text: str, cuda: CudaVersion) -> list[ArchDecision]:
     """The target of each entry, without repeats."""
     decisions: dict[str, ArchDecision] = {}
     for entry in split_arch_list(text):
         target = Target.parse(entry.removesuffix("+PTX"))
-        if target.suffix and toolkit_knows(target, cuda):
+        if target.suffix and is_known_target(target, cuda):
             decision = ArchDecision(str(target), f"{entry} names its suffix, which CUDA {show(cuda)} knows")
         else:
             decision = resolve_arch(target.capability, cuda)
@@ -125,15 +127,15 @@ def _decisions(text: str, cuda: CudaVersion) -> list[ArchDecision]:
     return list(decisions.values())
 
 
-def _flashinfer(text: str, cuda: CudaVersion) -> list[ListReading]:
+def _read_as_flashinfer(text: str, cuda: CudaVersion) -> list[ListReading]:
     readings = []
-    for rules in generations():
-        reading = flashinfer_targets(rules.first, capability=(0, 0), cuda=cuda, arch_list=text)
+    for rules in list_generations():
+        reading = predict_targets(rules.first, capability=(0, 0), cuda=cuda, arch_list=text)
         readings.append(ListReading(f"FlashInfer {rules.name}", reading.targets, reading.error))
     return readings
 
 
-def _torch(text: str) -> ListReading:
+def _read_as_torch(text: str) -> ListReading:
     """torch.utils.cpp_extension: entries separated by spaces or semicolons, each known by name."""
     if not text or text == "native":
         return ListReading(_TORCH, (), note="builds for the GPUs of this machine, and PTX for the newest")
@@ -142,14 +144,14 @@ def _torch(text: str) -> ListReading:
         named = named.replace(name, meaning)
     targets: set[str] = set()
     for entry in named.split(";"):
-        if not _torch_takes(entry.removesuffix("+PTX")):
+        if not _is_known_to_torch(entry.removesuffix("+PTX")):
             return ListReading(_TORCH, (), f"ValueError: unknown entry {entry!r}")
         number = entry.removesuffix("+PTX").replace(".", "")
         targets |= {number, f"compute_{number}"} if entry.endswith("+PTX") else {number}
     return ListReading(_TORCH, tuple(sorted(targets, key=lambda name: (Target.parse(name), name))))
 
 
-def _torch_takes(entry: str) -> bool:
+def _is_known_to_torch(entry: str) -> bool:
     if _DOTTED.fullmatch(entry) is None:
         return False
     target, table = Target.parse(entry), load_arch_data()["torch"]
@@ -157,7 +159,7 @@ def _torch_takes(entry: str) -> bool:
     return show(target.capability) in known and target.suffix != "f"
 
 
-def _problems(variable: str, text: str, cuda: CudaVersion) -> Iterator[tuple[str, str]]:
+def _find_problems(variable: str, text: str, cuda: CudaVersion) -> Iterator[tuple[str, str]]:
     """(entry, message) for the separators, then for each entry."""
     flashinfer = variable == FLASHINFER_LIST
     entries = split_arch_list(text)
@@ -173,10 +175,10 @@ def _problems(variable: str, text: str, cuda: CudaVersion) -> Iterator[tuple[str
         where = "before the first entry" if blank.start() == 0 else "after the last entry or between two"
         yield text, f"a stray separator {where} makes an empty entry, which cannot be read"
     for entry in entries:
-        yield from ((entry, message) for message in _entry_problems(entry, flashinfer, cuda))
+        yield from ((entry, message) for message in _find_entry_problems(entry, flashinfer, cuda))
 
 
-def _entry_problems(entry: str, flashinfer: bool, cuda: CudaVersion) -> Iterator[str]:
+def _find_entry_problems(entry: str, flashinfer: bool, cuda: CudaVersion) -> Iterator[str]:
     bare = entry.removesuffix("+PTX")
     if not flashinfer and bare in ("native", *load_arch_data()["torch"]["names"]):
         return
@@ -185,14 +187,14 @@ def _entry_problems(entry: str, flashinfer: bool, cuda: CudaVersion) -> Iterator
     except ValueError:
         yield f"is not a target; expected one such as {'12.0f' if flashinfer else '12.0a'}"
         return
-    right = _replacement(target, flashinfer, cuda)
+    right = _name_replacement(target, flashinfer, cuda)
     if entry != bare and flashinfer:
         yield "FlashInfer does not know +PTX and passes it to nvcc as part of the target"
     if _DOTTED.fullmatch(bare) is None:
         yield f"is not MAJOR.MINOR; expected {target.dotted}"
-    if first_cuda(target) is None:
+    if find_first_cuda(target) is None:
         yield f"no CUDA release from {show(OLDEST_CUDA)} on compiles for sm_{target}"
-    elif not toolkit_knows(target, cuda):
+    elif not is_known_target(target, cuda):
         yield f"CUDA {show(cuda)} does not know sm_{target}; expected {right}"
     elif not flashinfer and target.suffix == "f":
         yield f"torch 2.13 takes no family targets; expected {right}"
@@ -201,25 +203,25 @@ def _entry_problems(entry: str, flashinfer: bool, cuda: CudaVersion) -> Iterator
         yield f"has no suffix: {'FlashInfer up to 0.6.6' if flashinfer else 'torch'} builds {plain}"
 
 
-def _replacement(target: Target, flashinfer: bool, cuda: CudaVersion) -> str:
+def _name_replacement(target: Target, flashinfer: bool, cuda: CudaVersion) -> str:
     try:
         decided = Target.parse(resolve_arch(target.capability, cuda).target)
     except ValueError as error:
         return f"another toolkit ({error})"
-    return decided.dotted if flashinfer else _for_torch(decided).dotted
+    return decided.dotted if flashinfer else _convert_for_torch(decided).dotted
 
 
-def _for_torch(target: Target) -> Target:
+def _convert_for_torch(target: Target) -> Target:
     """torch has no name for family targets; the architecture's own takes the same instructions."""
     return Target(*target.capability, "a") if target.suffix == "f" else target
 
 
-def _suggestion(variable: str, text: str, cuda: CudaVersion) -> str | None:
+def _suggest(variable: str, text: str, cuda: CudaVersion) -> str | None:
     try:
-        targets = [Target.parse(decision.target) for decision in _decisions(text, cuda)]
+        targets = [Target.parse(decision.target) for decision in _decide(text, cuda)]
     except ValueError:
         return None
     if variable == FLASHINFER_LIST:
         return " ".join(target.dotted for target in targets)
-    entries = [_for_torch(target).dotted for target in targets]
-    return ";".join(dict.fromkeys(entries)) if all(map(_torch_takes, entries)) else None
+    entries = [_convert_for_torch(target).dotted for target in targets]
+    return ";".join(dict.fromkeys(entries)) if all(map(_is_known_to_torch, entries)) else None

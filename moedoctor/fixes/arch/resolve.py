@@ -11,13 +11,13 @@ from moedoctor.fixes.arch.targets import (
     Capability,
     CudaVersion,
     Target,
-    capabilities,
+    find_first_cuda,
     find_last_cuda,
-    first_cuda,
+    is_known_target,
+    list_capabilities,
     parse_capability,
     parse_cuda,
     show,
-    toolkit_knows,
 )
 
 _COVERED = f"{show(OLDEST_CUDA)} to {NEWEST_CUDA_MAJOR}.x"
@@ -50,16 +50,16 @@ def resolve_arch(capability: Capability | str, cuda: tuple[int, ...] | str) -> A
     if that capability is unknown, or if that CUDA release cannot build for it.
     """
     gpu, toolkit = parse_capability(capability), check_cuda(parse_cuda(cuda))
-    if gpu not in capabilities():
-        known = ", ".join(map(show, capabilities()))
+    if gpu not in list_capabilities():
+        known = ", ".join(map(show, list_capabilities()))
         raise ValueError(f"capability: {show(gpu)} is unknown here; expected one of {known}")
     if gpu == (10, 7) and FAMILY_TARGETS_SINCE <= toolkit < (13, 5):
         why = f"CUDA {show(toolkit)} does not know 10.7 yet, which runs code of the 10.0 family"
         return ArchDecision("100f", why)
-    target = Target(*gpu, _suffix(gpu, toolkit))
-    if not toolkit_knows(target, toolkit):
-        raise ValueError(_cannot_build(target, toolkit))
-    return ArchDecision(str(target), _reason(target, toolkit))
+    target = Target(*gpu, _choose_suffix(gpu, toolkit))
+    if not is_known_target(target, toolkit):
+        raise ValueError(_explain_refusal(target, toolkit))
+    return ArchDecision(str(target), _explain(target, toolkit))
 
 
 def check_cuda(cuda: CudaVersion) -> CudaVersion:
@@ -71,14 +71,14 @@ def check_cuda(cuda: CudaVersion) -> CudaVersion:
     return cuda
 
 
-def _suffix(gpu: Capability, cuda: CudaVersion) -> str:
+def _choose_suffix(gpu: Capability, cuda: CudaVersion) -> str:
     if gpu < (9, 0):
         return ""
     return "f" if gpu == (12, 0) and cuda >= FAMILY_TARGETS_SINCE else "a"
 
 
-def _cannot_build(target: Target, cuda: CudaVersion) -> str:
-    gpu, first, last = show(target.capability), first_cuda(target), find_last_cuda(target)
+def _explain_refusal(target: Target, cuda: CudaVersion) -> str:
+    gpu, first, last = show(target.capability), find_first_cuda(target), find_last_cuda(target)
     if last is not None and cuda > last:
         gone = f"sm_{target} went after CUDA {show(last)}, and Thor is 11.0 since"
         return f"cuda: {show(cuda)} cannot build for a GPU of {gpu}: {gone}"
@@ -88,7 +88,7 @@ def _cannot_build(target: Target, cuda: CudaVersion) -> str:
     return f"cuda: {show(cuda)} is too old for a GPU of {gpu}: {needed}"
 
 
-def _reason(target: Target, cuda: CudaVersion) -> str:
+def _explain(target: Target, cuda: CudaVersion) -> str:
     alone = f"the binary loads on {show(target.capability)} alone"
     if target.major < 9:
         return f"GPUs before 9.0 have no architecture-specific instructions, so {target} needs no suffix"

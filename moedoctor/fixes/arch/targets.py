@@ -60,7 +60,7 @@ class Target:
 
 def parse_capability(value: Capability | str) -> Capability:
     """(12, 0) from itself or from ``"12.0"``; raises ValueError for anything of another form."""
-    pair = _pair(value, _CAPABILITY)
+    pair = _parse_pair(value, _CAPABILITY)
     if pair is None or (not isinstance(value, str) and len(value) != 2):
         expected = "expected a pair such as (12, 0) or text such as '12.0'"
         raise ValueError(f"capability: {value!r} is not a compute capability; {expected}")
@@ -69,14 +69,14 @@ def parse_capability(value: Capability | str) -> Capability:
 
 def parse_cuda(value: tuple[int, ...] | str) -> CudaVersion:
     """(13, 0) from ``(13, 0)``, ``(13, 0, 88)``, ``"13.0"``, ``"13.0.88"``; raises ValueError for others."""
-    pair = _pair(value, _CUDA)
+    pair = _parse_pair(value, _CUDA)
     if pair is None:
         expected = "expected a pair such as (13, 0) or text such as '13.0'"
         raise ValueError(f"cuda: {value!r} is not a release; {expected}")
     return pair
 
 
-def _pair(value: object, pattern: re.Pattern[str]) -> tuple[int, int] | None:
+def _parse_pair(value: object, pattern: re.Pattern[str]) -> tuple[int, int] | None:
     """The first two numbers of a text of this form, or of a tuple of whole numbers."""
     if isinstance(value, str):
         match = pattern.fullmatch(value.strip())
@@ -104,7 +104,7 @@ def load_arch_data() -> Mapping[str, Any]:
 
 
 @functools.cache
-def _toolkits() -> Mapping[Capability, tuple[CudaVersion, CudaVersion | None]]:
+def _load_toolkits() -> Mapping[Capability, tuple[CudaVersion, CudaVersion | None]]:
     """Capability -> first and last CUDA release that compiles for it."""
     return {
         parse_capability(capability): (parse_cuda(span[0]), parse_cuda(span[1]) if len(span) > 1 else None)
@@ -112,46 +112,46 @@ def _toolkits() -> Mapping[Capability, tuple[CudaVersion, CudaVersion | None]]:
     }
 
 
-def capabilities() -> tuple[Capability, ...]:
+def list_capabilities() -> tuple[Capability, ...]:
     """Every capability from 7.5 on that a known toolkit compiles for."""
-    return tuple(sorted(capability for capability in _toolkits() if capability >= (7, 5)))
+    return tuple(sorted(capability for capability in _load_toolkits() if capability >= (7, 5)))
 
 
-def first_cuda(target: Target) -> CudaVersion | None:
+def find_first_cuda(target: Target) -> CudaVersion | None:
     """The first CUDA release, from 12.0 on, that compiles for `target`; None if there is none."""
-    if target.capability not in _toolkits() or (target.suffix and target.major < 9):
+    if target.capability not in _load_toolkits() or (target.suffix and target.major < 9):
         return None
-    first = _toolkits()[target.capability][0]
+    first = _load_toolkits()[target.capability][0]
     if target.suffix != "f":
         return first
-    return max(first, FAMILY_TARGETS_SINCE) if family(target.capability) else None
+    return max(first, FAMILY_TARGETS_SINCE) if find_family(target.capability) else None
 
 
 def find_last_cuda(target: Target) -> CudaVersion | None:
     """The last CUDA release that compiles for `target`; None if the newest still does."""
-    return _toolkits()[target.capability][1] if target.capability in _toolkits() else None
+    return _load_toolkits()[target.capability][1] if target.capability in _load_toolkits() else None
 
 
-def toolkit_knows(target: Target, cuda: CudaVersion) -> bool:
+def is_known_target(target: Target, cuda: CudaVersion) -> bool:
     """Return True if the compiler of this CUDA release takes `target` at all."""
-    first, last = first_cuda(target), find_last_cuda(target)
+    first, last = find_first_cuda(target), find_last_cuda(target)
     return first is not None and first <= cuda and (last is None or cuda <= last)
 
 
-def toolkit_targets(cuda: CudaVersion) -> tuple[Target, ...]:
+def list_targets(cuda: CudaVersion) -> tuple[Target, ...]:
     """Every target that this CUDA release compiles for."""
-    targets = (Target(*capability, suffix) for capability in _toolkits() for suffix in ("", "a", "f"))
-    return tuple(sorted(target for target in targets if toolkit_knows(target, cuda)))
+    targets = (Target(*capability, suffix) for capability in _load_toolkits() for suffix in ("", "a", "f"))
+    return tuple(sorted(target for target in targets if is_known_target(target, cuda)))
 
 
 @functools.cache
-def family(capability: Capability) -> frozenset[Capability]:
+def find_family(capability: Capability) -> frozenset[Capability]:
     """The capabilities that share family-specific (``f``) code with this one; empty before 10.0."""
     families = (frozenset(map(parse_capability, names)) for names in load_arch_data()["families"])
     return next((members for members in families if capability in members), frozenset())
 
 
-def sass_loads(target: Target, capability: Capability) -> bool:
+def loads_sass(target: Target, capability: Capability) -> bool:
     """Return True if a GPU of this capability runs machine code compiled for `target`.
 
     Plain code runs on the same major version from its own minor version on (NVIDIA promises it for
@@ -161,13 +161,13 @@ def sass_loads(target: Target, capability: Capability) -> bool:
     if target.suffix == "a":
         return target.capability == capability
     if target.suffix == "f":
-        return capability in family(target.capability) and capability >= target.capability
+        return capability in find_family(target.capability) and capability >= target.capability
     return target.major == capability[0] and target.minor <= capability[1]
 
 
-def ptx_compiles(target: Target, capability: Capability) -> bool:
+def compiles_ptx(target: Target, capability: Capability) -> bool:
     """Return True if the driver can compile PTX for `target` on a GPU of this capability.
 
     Plain PTX goes forward to every later GPU; ``a`` and ``f`` PTX reach no further than their machine code.
     """
-    return capability >= target.capability if not target.suffix else sass_loads(target, capability)
+    return capability >= target.capability if not target.suffix else loads_sass(target, capability)

@@ -20,8 +20,8 @@ from moedoctor.fixes.backends.release_tables import (
     Rule,
     Tables,
     Values,
-    releases,
-    tables,
+    load_releases,
+    load_tables,
 )
 
 __all__ = ["AUTO", "CAPABILITIES", "SCHEMES", "Candidate", "Selection", "applies", "is_on", "select"]
@@ -93,8 +93,8 @@ def select(
     _check(capability, scheme, release, activation)
     parallel = ("dp+ep" if ep else "dp") if dp else ("ep" if ep else "tp")
     point: Point = (capability, parallel, activation)
-    table = tables(scheme, release)
-    there = {**dict.fromkeys(releases()[release].provides, True), **(libraries or {})}
+    table = load_tables(scheme, release)
+    there = {**dict.fromkeys(load_releases()[release].provides, True), **(libraries or {})}
     order = _order(table, point, environ or {})
     full = table.order(point).backends
     value = moe_backend.lower().replace("-", "_")
@@ -105,9 +105,9 @@ def select(
     names = dict.fromkeys((*order.backends, *(kernel.backend for kernel in table.kernels)))
     automatic = {*order.backends, *full}
     candidates = {
-        name: _candidate(table, name, point, scheme, there, allowed, name in automatic) for name in names
+        name: _judge_backend(table, name, point, scheme, there, allowed, name in automatic) for name in names
     }
-    refusal = None if value == AUTO else _refusal(table, flag, value, scheme, release)
+    refusal = None if value == AUTO else _explain_refusal(table, flag, value, scheme, release)
     tried, left_out, decided, forced = list(order.backends), order.removed, order.decided_by, order.forced
     if value != AUTO and flag is not None and flag.ignored and not refusal:
         tried, left_out, decided, forced = [name for name in names if name in full], {}, "automatic", False
@@ -122,7 +122,7 @@ def select(
     if tried and forced:
         error = f"{tried[0]} was asked for and {candidates[tried[0]].reason}"
 
-    def explained(candidate: Candidate) -> Candidate:
+    def explain(candidate: Candidate) -> Candidate:
         name = candidate.backend
         if name == winner:
             return replace(candidate, chosen=True, reason=f"chosen ({decided})")
@@ -134,7 +134,7 @@ def select(
 
     return Selection(
         *(release, capability, scheme, parallel, activation),
-        candidates=tuple(map(explained, candidates.values())),
+        candidates=tuple(map(explain, candidates.values())),
         chosen=winner,
         decided_by=decided,
         error=None if winner else f"vLLM {release} does not start: {error}",
@@ -147,10 +147,10 @@ def show_variables(rule: Rule, environ: Mapping[str, str]) -> str:
     return " ".join(f"{name}={environ[name]}" for name in rule.when if name in environ)
 
 
-def _refusal(table: Tables, flag: Flag | None, value: str, scheme: str, release: str) -> str | None:
+def _explain_refusal(table: Tables, flag: Flag | None, value: str, scheme: str, release: str) -> str | None:
     """Why vLLM does not take --moe-backend `value`; None if it does."""
-    if value not in releases()[release].moe_backends:
-        return f"--moe-backend {value} is not one of {', '.join(releases()[release].moe_backends)}"
+    if value not in load_releases()[release].moe_backends:
+        return f"--moe-backend {value} is not one of {', '.join(load_releases()[release].moe_backends)}"
     if flag is not None and not flag.refused:
         return None
     known = ", ".join(flag.value for flag in table.flags.values() if flag.backends)
@@ -217,7 +217,7 @@ def is_on(value: str) -> bool:
     return text in _TRUE or (text.lstrip("+-").isdigit() and int(text) != 0)
 
 
-def _candidate(
+def _judge_backend(
     table: Tables,
     backend: str,
     point: Point,
@@ -227,7 +227,7 @@ def _candidate(
     automatic: bool,
 ) -> Candidate:
     verdicts = [
-        (kernel, *_verdict(kernel, point, scheme, there, allowed))
+        (kernel, *_judge_kernel(kernel, point, scheme, there, allowed))
         for kernel in table.kernels
         if kernel.backend == backend
     ]
@@ -238,30 +238,30 @@ def _candidate(
     return Candidate(backend, bool(fits), False, reason, flag, automatic, fits, kernel.source)
 
 
-def _verdict(
+def _judge_kernel(
     kernel: Kernel, point: Point, scheme: str, there: Mapping[str, bool], allowed: frozenset[str]
 ) -> tuple[int, str]:
     """(how many questions the kernel passed, why it does not fit; empty if it does)."""
     passed = 0
-    for passed, reason in enumerate(_reasons(kernel, point, scheme, there, allowed)):
+    for passed, reason in enumerate(_ask_kernel(kernel, point, scheme, there, allowed)):
         if reason:
             return passed, reason
     return passed, ""
 
 
-def _reasons(
+def _ask_kernel(
     kernel: Kernel, point: Point, scheme: str, there: Mapping[str, bool], allowed: frozenset[str]
 ) -> Iterator[str]:
     """Give for each of vLLM's questions, in its order, why the kernel does not fit; empty if it does."""
     capability, parallel, activation = point
-    yield _wrong_device(kernel, capability) if _outside(capability, kernel.devices) else ""
+    yield _explain_device(kernel, capability) if _is_outside(capability, kernel.devices) else ""
     ungated = activation.endswith("_no_mul")
     yield f"takes no layers without a gate ({activation})" if ungated and not kernel.ungated else ""
     computed = ", ".join(sorted(kernel.activations or ()))
-    wrong = _outside(activation, kernel.activations)
+    wrong = _is_outside(activation, kernel.activations)
     yield f"does not compute {activation}, only {computed}" if wrong else ""
-    yield _wrong_scheme(kernel, scheme) if _outside(capability, kernel.scheme_devices) else ""
-    yield f"does not work with {_SETTINGS[parallel]}" if _outside(parallel, kernel.parallel) else ""
+    yield _explain_scheme(kernel, scheme) if _is_outside(capability, kernel.scheme_devices) else ""
+    yield f"does not work with {_SETTINGS[parallel]}" if _is_outside(parallel, kernel.parallel) else ""
     refused = [refusal.reason for refusal in kernel.then if refusal.contains(point)]
     if "format" in refused and _BATCHED not in allowed:
         yield f"needs {_BATCHED}, which comes with --all2all-backend deepep_low_latency"
@@ -284,11 +284,11 @@ _SETTINGS = {
 }
 
 
-def _outside(value: str, values: Values) -> bool:
+def _is_outside(value: str, values: Values) -> bool:
     return values is not None and value not in values
 
 
-def _wrong_device(kernel: Kernel, capability: str) -> str:
+def _explain_device(kernel: Kernel, capability: str) -> str:
     if kernel.devices:
         return (
             f"has no kernel for compute capability {capability}, only for {name_capabilities(kernel.devices)}"
@@ -298,7 +298,7 @@ def _wrong_device(kernel: Kernel, capability: str) -> str:
     return f"for {platform} only" if platform else "has no kernel for any NVIDIA GPU here"
 
 
-def _wrong_scheme(kernel: Kernel, scheme: str) -> str:
+def _explain_scheme(kernel: Kernel, scheme: str) -> str:
     if not kernel.scheme_devices:
         return f"does not take {scheme}"
     return f"takes {scheme} on {name_capabilities(kernel.scheme_devices)} only"
@@ -323,9 +323,9 @@ def _check(capability: str, scheme: str, release: str, activation: str) -> None:
         raise ValueError(f"scheme {scheme}: expected one of {', '.join(SCHEMES)}")
     if capability not in CAPABILITIES:
         raise ValueError(f"capability {capability}: expected one of {', '.join(CAPABILITIES)}")
-    if release not in releases():
-        known = list(releases())
+    if release not in load_releases():
+        known = list(load_releases())
         raise ValueError(f"release {release}: the tables know {known[0]} to {known[-1]}: {', '.join(known)}")
-    activations = releases()[release].activations
+    activations = load_releases()[release].activations
     if activation not in activations:
         raise ValueError(f"activation {activation}: vLLM {release} knows {', '.join(activations)}")

@@ -27,7 +27,7 @@ Point = tuple[str, str, str]
 """(capability, parallel, activation)."""
 
 
-def _values(text: str) -> frozenset[str] | None:
+def _read_values(text: str) -> frozenset[str] | None:
     """Read ``*``, or values with spaces between; a run of capabilities is written ``9.0-10.7``."""
     if text == "*":
         return None
@@ -39,7 +39,7 @@ def _values(text: str) -> frozenset[str] | None:
     return frozenset(values)
 
 
-Values = Annotated[frozenset[str] | None, BeforeValidator(_values)]
+Values = Annotated[frozenset[str] | None, BeforeValidator(_read_values)]
 """Values of one side of the grid; None for all of them."""
 
 
@@ -166,9 +166,9 @@ class Tables:
 
 
 @functools.cache
-def releases() -> Mapping[str, Release]:
+def load_releases() -> Mapping[str, Release]:
     """The vLLM releases that moedoctor knows, oldest first."""
-    rows = _data("releases.json")["releases"]
+    rows = _load_data("releases.json")["releases"]
     return {name: Release(name=name, **row) for name, row in rows.items()}
 
 
@@ -176,31 +176,31 @@ _AnyRow = TypeVar("_AnyRow", bound=_Row)
 
 
 @functools.cache
-def tables(scheme: str, release: str) -> Tables:
+def load_tables(scheme: str, release: str) -> Tables:
     """The tables of a scheme as they are for a release. Raises KeyError for one that is not known."""
-    written, known = _data("handwritten.yaml"), list(releases())
-    number = known.index(releases()[release].name)
+    written, known = _load_data("handwritten.yaml"), list(load_releases())
+    number = known.index(load_releases()[release].name)
     overrides = [row for row in written["overrides"] if scheme in row["schemes"]]
-    sources = (written.get(scheme, {}), _data(f"{scheme}.json"), {"overrides": overrides})
+    sources = (written.get(scheme, {}), _load_data(f"{scheme}.json"), {"overrides": overrides})
 
     def covers(span: str) -> bool:
         first, _, last = span.partition("-")
         return known.index(first) <= number <= known.index(last or first)
 
-    def rows(kind: type[_AnyRow], name: str) -> tuple[_AnyRow, ...]:
+    def read_rows(kind: type[_AnyRow], name: str) -> tuple[_AnyRow, ...]:
         given = itertools.chain.from_iterable(source.get(name, ()) for source in sources)
         return tuple(kind.model_validate(row) for row in given if covers(str(row["releases"])))
 
     return Tables(
-        orders=rows(Order, "orders"),
-        flags={flag.value: flag for flag in rows(Flag, "flags")},
-        kernels=rows(Kernel, "kernels"),
-        overrides=rows(Override, "overrides"),
+        orders=read_rows(Order, "orders"),
+        flags={flag.value: flag for flag in read_rows(Flag, "flags")},
+        kernels=read_rows(Kernel, "kernels"),
+        overrides=read_rows(Override, "overrides"),
     )
 
 
 @functools.cache
-def _data(name: str) -> Any:
+def _load_data(name: str) -> Any:
     text = (files("moedoctor.fixes.backends") / "data" / name).read_text(encoding="utf-8")
     if name.endswith(".json"):
         return json.loads(text)

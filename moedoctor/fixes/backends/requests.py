@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moedoctor.fixes.backends import AUTO, Candidate, Selection, applies, is_on, select, show_variables
-from moedoctor.fixes.backends.release_tables import CAPABILITIES, Rule, releases, tables
+from moedoctor.fixes.backends.release_tables import CAPABILITIES, Rule, load_releases, load_tables
 
 NVFP4_VARIABLE = "VLLM_NVFP4_MOE_BACKEND"
 """vllm-project/vllm#38971 asked for it and no release has it; moedoctor's plug-in honours it."""
@@ -46,21 +46,21 @@ def request(
         select, capability, scheme, release=release, ep=ep, dp=dp, activation=activation, libraries=libraries
     )
     candidates = ask(environ=environ).candidates
-    table, wanted = tables(scheme, release), _normal(backend)
+    table, wanted = load_tables(scheme, release), _normalize(backend)
     flag = table.flags.get(wanted.lower())
     if flag is not None and flag.refused:
         return Request(backend, False, f"--moe-backend {flag.value} is refused: {flag.refused}", None)
     named = flag.backends if flag else ()
-    names = set(map(_normal, named or (wanted,)))
-    matching = [candidate for candidate in candidates if _normal(candidate.backend) in names]
+    names = set(map(_normalize, named or (wanted,)))
+    matching = [candidate for candidate in candidates if _normalize(candidate.backend) in names]
     if not matching:
-        known = ", ".join(_normal(candidate.backend) for candidate in candidates)
+        known = ", ".join(_normalize(candidate.backend) for candidate in candidates)
         raise ValueError(f"{backend}: not a MoE backend of vLLM {release} for {scheme}; it has {known}")
     best = next((candidate for candidate in matching if candidate.supported), matching[0])
     if best.flag is not None:
         value = flag.value if flag and named else best.flag
-        taken = _taken(ask(moe_backend=value))
-        reason = _runs_with(taken) if taken else best.reason
+        taken = _find_chosen(ask(moe_backend=value))
+        reason = _show_kernels(taken) if taken else best.reason
         return Request((taken or best).backend, taken is not None, reason, f"--moe-backend {value}")
     if best.chosen:
         return Request(best.backend, True, "chosen by itself, and there is no flag to ask for it", None)
@@ -70,10 +70,10 @@ def request(
             for name, value in rule.when.items()
             if value is not None
         }
-        taken = _taken(ask(environ=variables))
+        taken = _find_chosen(ask(environ=variables))
         if taken is not None and taken.backend == best.backend:
             how = " ".join(f"{name}={value}" for name, value in variables.items())
-            return Request(best.backend, True, _runs_with(taken), how)
+            return Request(best.backend, True, _show_kernels(taken), how)
     reason = f"vLLM {release} has no flag or variable for it" if best.supported else best.reason
     return Request(best.backend, False, reason, None)
 
@@ -96,29 +96,29 @@ def read_wanted_backend(environ: Mapping[str, str], release: str) -> Wanted | No
     value = environ.get(NVFP4_VARIABLE, "").strip()
     if not value or value.lower() == AUTO:
         return None
-    flags = [flag for flag in tables("nvfp4", release).flags.values() if flag.backends]
+    flags = [flag for flag in load_tables("nvfp4", release).flags.values() if flag.backends]
     for flag in flags:
-        if _normal(value) in map(_normal, (flag.value, *flag.backends)):
+        if _normalize(value) in map(_normalize, (flag.value, *flag.backends)):
             return Wanted(flag.value, None)
     known = ", ".join(sorted(flag.value for flag in flags))
     problem = f"{NVFP4_VARIABLE}={value}: vLLM {release} has no such NVFP4 MoE backend; it has {known}"
     return Wanted(None, problem)
 
 
-def governing_variables(scheme: str, release: str) -> Mapping[str, str]:
+def find_governing_variables(scheme: str, release: str) -> Mapping[str, str]:
     """The variables that have a say in the MoE backend of a scheme -> where the release reads them."""
-    overrides = reversed(tables(scheme, release).overrides)  # the first that reads a variable counts
+    overrides = reversed(load_tables(scheme, release).overrides)  # the first that reads a variable counts
     return {name: override.source for override in overrides for rule in override.rules for name in rule.when}
 
 
-def shadowed_variables(scheme: str, release: str, environ: Mapping[str, str]) -> Mapping[str, str]:
+def find_shadowed_variables(scheme: str, release: str, environ: Mapping[str, str]) -> Mapping[str, str]:
     """Variables of `environ` that have a say in a scheme but decide nothing, on any GPU -> why not."""
     reasons: dict[str, str] = {}
     decisive: set[str] = set()
     for capability in CAPABILITIES:
-        point = (capability, "tp", releases()[release].activations[0])
+        point = (capability, "tp", load_releases()[release].activations[0])
         ended = ""
-        for override in tables(scheme, release).overrides:
+        for override in load_tables(scheme, release).overrides:
             rule = next((rule for rule in override.rules if applies(rule, point, environ)), None)
             for name in {name for rule in override.rules for name in rule.when if name in environ}:
                 if ended:
@@ -126,13 +126,15 @@ def shadowed_variables(scheme: str, release: str, environ: Mapping[str, str]) ->
                 elif rule is not None and name in rule.when:
                     decisive.add(name)
                 else:
-                    reasons.setdefault(name, _shadow(name, override.rules, rule, environ))
+                    reasons.setdefault(name, _explain_shadow(name, override.rules, rule, environ))
             if rule is not None and rule.effect in ("only", "force") and not ended:
                 ended = show_variables(rule, environ)
     return {name: reason for name, reason in reasons.items() if name not in decisive and reason}
 
 
-def _shadow(name: str, rules: tuple[Rule, ...], applied: Rule | None, environ: Mapping[str, str]) -> str:
+def _explain_shadow(
+    name: str, rules: tuple[Rule, ...], applied: Rule | None, environ: Mapping[str, str]
+) -> str:
     """Why `name` decides nothing although `applied` of these rules applies; empty if that is not known."""
     if any(len(rule.when) == 1 and is_on(environ[name]) is rule.when.get(name) for rule in rules):
         return show_variables(applied, environ) + " comes before it" if applied else ""
@@ -141,7 +143,7 @@ def _shadow(name: str, rules: tuple[Rule, ...], applied: Rule | None, environ: M
     return f"it is only looked at with {unset}" if unset else ""
 
 
-def way_to_ask(flag: str, scheme: str, release: str) -> str | None:
+def find_way_to_ask(flag: str, scheme: str, release: str) -> str | None:
     """Another way to get what --moe-backend `flag` would ask for, in a release that ignores it there."""
     try:
         ways = [request(flag, gpu, scheme, release=release).how for gpu in ("9.0", "10.0", "12.0")]
@@ -150,13 +152,13 @@ def way_to_ask(flag: str, scheme: str, release: str) -> str | None:
     return next(filter(None, ways), None)
 
 
-def _taken(selection: Selection) -> Candidate | None:
+def _find_chosen(selection: Selection) -> Candidate | None:
     return next((candidate for candidate in selection.candidates if candidate.chosen), None)
 
 
-def _runs_with(candidate: Candidate) -> str:
+def _show_kernels(candidate: Candidate) -> str:
     return f"runs with {', '.join(candidate.kernels)}"
 
 
-def _normal(backend: str) -> str:
+def _normalize(backend: str) -> str:
     return backend.strip().upper().replace("-", "_").replace(" ", "_")

@@ -18,7 +18,7 @@ from moedoctor.kernels.cache.lookup import (
     launch_lookup,
 )
 from moedoctor.kernels.cache.transfer import Transfer
-from moedoctor.kernels.device_guard import interprets, on_device
+from moedoctor.kernels.device_guard import interprets, make_current
 
 
 class DeviceEngine(Engine):
@@ -43,8 +43,8 @@ class DeviceEngine(Engine):
             raise ValueError(
                 f"engine 'device' takes {MOST_EXPERTS} experts at most, got {store.num_experts}: use 'host'"
             )
-        self.slots = store.slots(capacity, device)
-        self._state = LookupState.empty(store.num_experts, capacity, policy, device)
+        self.slots = store.make_slots(capacity, device)
+        self._state = LookupState.make(store.num_experts, capacity, policy, device)
         self._transfer = self._transfer_to(self.slots)
         self.mapping = self._state.slot_of
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -78,9 +78,9 @@ class DeviceEngine(Engine):
         return self._run(self._join_prefetch(ids), None)
 
     def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
-        count = -(-self._most(ids) // self.capacity)
+        count = -(-self._count_at_most(ids) // self.capacity)
         if count <= 1:
-            yield from self._early_and_late(ids) if overlap else (self.acquire(ids),)
+            yield from self._give_hits_then_misses(ids) if overlap else (self.acquire(ids),)
             return
         self._join()
         ids = ids.contiguous()  # [T, K]
@@ -96,11 +96,11 @@ class DeviceEngine(Engine):
             self._join()  # a prefetch between two groups
             yield self._run(ids, group)
 
-    def _early_and_late(self, ids: torch.Tensor) -> Iterator[CachedExperts]:
+    def _give_hits_then_misses(self, ids: torch.Tensor) -> Iterator[CachedExperts]:
         """Give the hits while the misses are copied on a stream of their own; then the misses."""
         ids = self._join_prefetch(ids)
         early, late = torch.empty_like(ids), torch.empty_like(ids)  # [T, K] each
-        with self._whole():
+        with self._keep_whole():
             launch_lookup(self._state, ids, early, late=late)
             self._copy_beside()
         mine = self._moves
@@ -134,7 +134,7 @@ class DeviceEngine(Engine):
 
     def prefetch(self, ids: torch.Tensor) -> None:
         ids = self._join_prefetch(ids)
-        with self._whole():
+        with self._keep_whole():
             launch_lookup(self._state, ids, torch.empty_like(ids), counted=False)
             self._copy_beside()
 
@@ -146,7 +146,7 @@ class DeviceEngine(Engine):
         copies[0] = len(held)
         for number, (expert, slot) in enumerate(held):
             copies[1 + number], copies[1 + self.capacity + number] = expert, slot
-        with self._whole():
+        with self._keep_whole():
             for tensor, values in (
                 (state.slot_of, table.slot_of),
                 (state.expert_of, table.expert_of),
@@ -159,11 +159,11 @@ class DeviceEngine(Engine):
                 tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
             self._transfer.launch(state.copies)
 
-    def source_of_all(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    def make_copier(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         experts = self.store.num_experts
         transfer = self._transfer_to(buffers)
         copies = torch.zeros(1 + 2 * experts, dtype=torch.int32, device=self.device)
-        rows = [(_rows(self.slots[name]), _rows(buffer)) for name, buffer in buffers.items()]
+        rows = [(_view_rows(self.slots[name]), _view_rows(buffer)) for name, buffer in buffers.items()]
 
         def copy() -> None:
             self._join()
@@ -181,7 +181,7 @@ class DeviceEngine(Engine):
     def seed_from(self, ids: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
         self._join()
         state = self._state
-        with self._whole():
+        with self._keep_whole():
             counts = state.counts.clone()
             for tensor in (state.slot_of, state.expert_of):
                 tensor.fill_(-1)
@@ -189,7 +189,7 @@ class DeviceEngine(Engine):
                 tensor.zero_()
             ids = ids.contiguous()  # [calls, K]
             slot_ids = torch.empty_like(ids[:1])  # [1, K]
-            groups = -(-self._most(ids[:1]) // self.capacity)
+            groups = -(-self._count_at_most(ids[:1]) // self.capacity)
             self._partings += groups > 1
             for row in ids.unbind(0):
                 if groups > 1:
@@ -199,16 +199,16 @@ class DeviceEngine(Engine):
             state.counts.copy_(counts)
             held = state.expert_of.clamp(min=0)  # [capacity]; a free slot gets any expert
             for name, slots in self.slots.items():
-                torch.index_select(_rows(weights[name]), 0, held, out=_rows(slots))
+                torch.index_select(_view_rows(weights[name]), 0, held, out=_view_rows(slots))
 
-    def stats(self) -> CacheStats:
+    def read_stats(self) -> CacheStats:
         calls, hits, misses, prefetched = self._state.counts.tolist()
         return CacheStats(calls, hits, misses, prefetched=prefetched)
 
-    def table(self) -> SlotTable:
+    def read_table(self) -> SlotTable:
         self._mend()
         state = self._state
-        return SlotTable.restored(
+        return SlotTable.restore(
             self.capacity,
             self.policy,
             state.slot_of.tolist(),
@@ -221,7 +221,7 @@ class DeviceEngine(Engine):
     def state_bytes(self) -> int:
         return self._state.nbytes + sum(table.nbytes for table in self._transfer.tables)
 
-    def _most(self, ids: torch.Tensor) -> int:
+    def _count_at_most(self, ids: torch.Tensor) -> int:
         """Return how many experts `ids` can name at most, by its shape."""
         if ids.device != self.device:
             raise ValueError(f"ids are on {ids.device}, the cache is on {self.device}: move them with .to()")
@@ -229,7 +229,7 @@ class DeviceEngine(Engine):
 
     def _join_prefetch(self, ids: torch.Tensor) -> torch.Tensor:
         """Return `ids`, contiguous, after the copies of a prefetch; raises CacheOverflow by their shape."""
-        most = self._most(ids)
+        most = self._count_at_most(ids)
         if most > self.capacity:
             raise CacheOverflow(most, self.capacity, at_most=True)
         self._join()
@@ -238,7 +238,7 @@ class DeviceEngine(Engine):
     def _run(self, ids: torch.Tensor, group: int | None) -> CachedExperts:
         slot_ids = torch.empty_like(ids)  # [T, K]
         if ids.numel():
-            with self._whole():
+            with self._keep_whole():
                 launch_lookup(self._state, ids, slot_ids, group=group)
                 self._transfer.launch(self._state.copies)
         return CachedExperts(self.slots, slot_ids, None if group is None else self._state.group_experts)
@@ -266,7 +266,7 @@ class DeviceEngine(Engine):
         current.wait_stream(self._copies)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _keep_whole(self) -> Iterator[None]:
         """Around a lookup and its copies: if the copies are not queued, nothing is resident after it.
 
         The lookup writes who is resident before a byte has arrived. Which copies were queued before an error,
@@ -309,11 +309,11 @@ class DeviceEngine(Engine):
 
     def _captures(self) -> bool:
         """Return True if the current stream records a CUDA graph."""
-        with on_device(self.mapping):
+        with make_current(self.mapping):
             return self._copies is not None and torch.cuda.is_current_stream_capturing()
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def _view_rows(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor [N, ...] as [N, words], because not every type can be indexed."""
     rows = tensor.view(len(tensor), tensor[0].numel())
     aligned = tensor[0].nbytes % 8 == 0 and tensor.data_ptr() % 8 == 0

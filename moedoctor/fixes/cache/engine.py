@@ -41,7 +41,7 @@ def check_bounds(low: int, high: int, num_experts: int, name: str = "ids") -> No
         raise ValueError(f"{name}: expert {high} of {num_experts}")
 
 
-def table_after(ids: torch.Tensor, num_experts: int, capacity: int, policy: str) -> SlotTable:
+def predict_table(ids: torch.Tensor, num_experts: int, capacity: int, policy: str) -> SlotTable:
     """Return the state that calls for each row of `ids` [calls, N] leave. Reads the ids.
 
     A call that does not fit goes in groups. Raises ValueError for an id out of range.
@@ -89,7 +89,7 @@ class Engine(ABC):
     def adopt(self, table: SlotTable) -> None:
         """Replace state and slots by those of `table`. May synchronise."""
 
-    def source_of_all(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    def make_copier(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Return what copies all experts to `buffers`, [E, ...] each."""
         waits = self.device.type != "cuda" or not self.store.pinned
 
@@ -101,14 +101,14 @@ class Engine(ABC):
 
     def seed_from(self, ids: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
         """As `ExpertCache.seed_from`; `ids` [calls, K] are those to follow. May synchronise."""
-        self.adopt(table_after(ids, self.store.num_experts, self.capacity, self.policy))
+        self.adopt(predict_table(ids, self.store.num_experts, self.capacity, self.policy))
 
     @abstractmethod
-    def stats(self) -> CacheStats:
+    def read_stats(self) -> CacheStats:
         """Return the counts since the start. May synchronise."""
 
     @abstractmethod
-    def table(self) -> SlotTable:
+    def read_table(self) -> SlotTable:
         """Return the state as a table of its own. May synchronise."""
 
     @property
@@ -137,7 +137,7 @@ class ResidentEngine(Engine):
             raise ValueError(
                 "engine 'resident' copies once and does not unpack: give it a store that is not packed"
             )
-        self.slots = store.slots(capacity, device)
+        self.slots = store.make_slots(capacity, device)
         for name, slots in self.slots.items():
             slots[: store.num_experts].copy_(store.tensors[name])
         self.mapping = torch.arange(store.num_experts, dtype=torch.int32, device=device)  # [E]
@@ -158,11 +158,11 @@ class ResidentEngine(Engine):
     def adopt(self, table: SlotTable) -> None:
         """Do nothing: every expert is resident."""
 
-    def stats(self) -> CacheStats:
+    def read_stats(self) -> CacheStats:
         """Return zeros: no call is counted, and every access is a hit."""
         return CacheStats(0, 0, 0)
 
-    def table(self) -> SlotTable:
+    def read_table(self) -> SlotTable:
         table = SlotTable(self.store.num_experts, self.capacity, self.policy)
         table.plan(range(self.store.num_experts))
         return table

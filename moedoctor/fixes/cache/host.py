@@ -28,7 +28,7 @@ class HostEngine(Engine):
             on_device = device.type == "cuda" and store.pinned and find_spec("triton") is not None
             remedy = "use engine='device'" if on_device else "leave out packed"
             raise ValueError(f"engine 'host' copies whole tensors and cannot unpack: {remedy}")
-        self.slots = store.slots(capacity, device)
+        self.slots = store.make_slots(capacity, device)
         # Views made once: making them for each copy would take longer than queueing the copy.
         self._from_to = [
             (store.tensors[name].unbind(0), slots.unbind(0)) for name, slots in self.slots.items()
@@ -58,20 +58,20 @@ class HostEngine(Engine):
         """True while the table may name experts that are not there, or the mapping differs from it."""
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
-        ids = self._without_padding(ids)
+        ids = self._replace_padding(ids)
         needed = self._find_needed(ids)
         self._check_fits(needed)
         self._calls += 1
         self._make_resident(needed)
-        return CachedExperts(self.slots, self._slots_of(ids, self._lookup))
+        return CachedExperts(self.slots, self._look_up(ids, self._lookup))
 
     def groups(self, ids: torch.Tensor, overlap: bool) -> Iterator[CachedExperts]:
-        ids = self._without_padding(ids)
+        ids = self._replace_padding(ids)
         needed = self._find_needed(ids)
         self._calls += 1
         if len(needed) <= self.capacity:
             self._make_resident(needed)
-            yield CachedExperts(self.slots, self._slots_of(ids, self._lookup))
+            yield CachedExperts(self.slots, self._look_up(ids, self._lookup))
             return
         for part in self._table.split(needed):
             self._make_resident(part)
@@ -84,7 +84,7 @@ class HostEngine(Engine):
             self._group_staging.copy_(torch.tensor(by_expert + by_slot, dtype=torch.int32))
             self._upload(self._group_lookup, self._group_staging)
             lookup, experts = self._group_lookup.split([len(by_expert), self.capacity])
-            yield CachedExperts(self.slots, self._slots_of(ids, lookup), experts)
+            yield CachedExperts(self.slots, self._look_up(ids, lookup), experts)
 
     def prefetch(self, ids: torch.Tensor) -> None:
         needed = self._find_needed(ids)
@@ -95,16 +95,16 @@ class HostEngine(Engine):
         self._refuse_capture()
         if self._asynchronous:
             torch.cuda.synchronize(self.device)
-        with self._whole():
+        with self._keep_whole():
             self._table = table
             self._carry_out(
                 [Load(expert, slot) for slot, expert in enumerate(table.expert_of) if expert >= 0]
             )
 
-    def stats(self) -> CacheStats:
+    def read_stats(self) -> CacheStats:
         return CacheStats(self._calls, self._hits, self._misses, prefetched=self._prefetched)
 
-    def table(self) -> SlotTable:
+    def read_table(self) -> SlotTable:
         self._mend()
         return self._table
 
@@ -112,7 +112,7 @@ class HostEngine(Engine):
     def state_bytes(self) -> int:
         return self._lookup.nbytes + self._group_lookup.nbytes
 
-    def _without_padding(self, ids: torch.Tensor) -> torch.Tensor:
+    def _replace_padding(self, ids: torch.Tensor) -> torch.Tensor:
         """Return `ids` [T, K] with the first row in place of those that are padding."""
         if self.rows is None or not ids.numel():
             return ids
@@ -148,14 +148,14 @@ class HostEngine(Engine):
 
     def _load(self, needed: list[int]) -> int:
         """Load those of `needed` that are not resident, and return their number."""
-        with self._whole():
+        with self._keep_whole():
             loads = self._table.plan(needed)
             if loads:
                 self._carry_out(loads)
         return len(loads)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _keep_whole(self) -> Iterator[None]:
         """Around a plan and its copies. If Ctrl-C comes in between, all experts are forgotten."""
         self._torn = True
         try:
@@ -207,5 +207,5 @@ class HostEngine(Engine):
         if self._asynchronous:
             self._staged.record(torch.cuda.current_stream(self.device))
 
-    def _slots_of(self, ids: torch.Tensor, lookup: torch.Tensor) -> torch.Tensor:
+    def _look_up(self, ids: torch.Tensor, lookup: torch.Tensor) -> torch.Tensor:
         return lookup[ids.to(self.device)].to(ids.dtype)  # [T, K]

@@ -40,7 +40,7 @@ class PackedExperts:
     """One tensor [E, ...] of bfloat16, packed."""
 
     blocks: torch.Tensor
-    """uint8 [E, blocks, `block_bytes`] on the host"""
+    """uint8 [E, blocks, `count_block_bytes`] on the host"""
     elements: int
     """Of one expert."""
     tail: int
@@ -67,7 +67,7 @@ class _Codes:
     """[blocks, SIZE]: whether it has none"""
 
 
-def block_bytes(tail: int) -> int:
+def count_block_bytes(tail: int) -> int:
     """Signs and mantissas, two bit planes, and the tail."""
     return SIZE + 2 * SIZE // LANES + 4 * tail
 
@@ -80,28 +80,28 @@ def pack(tensor: torch.Tensor, *, device: torch.device) -> PackedExperts | None:
     """
     experts, elements = tensor.shape[0], tensor[0].numel()
     count = -(-elements // SIZE)
-    if tensor.dtype is not torch.bfloat16 or elements % 16 or count * block_bytes(1) >= 2 * elements:
+    if tensor.dtype is not torch.bfloat16 or elements % 16 or count * count_block_bytes(1) >= 2 * elements:
         return None
     step = max(_TOGETHER // (count * SIZE), 1)
     words = tensor.contiguous().view(experts, elements).view(torch.int16)  # [E, elements]
     parts = [words[start : start + step] for start in range(0, experts, step)]
     escapes = rare = 0
     for part in parts:
-        codes = _codes(_blocks(part, count, device))
+        codes = _choose_codes(_split_blocks(part, count, device))
         escapes = max(escapes, int(codes.escaped.sum(1).max()))
         rare = max(rare, int(codes.rare.sum(1).max()))
     listed = 1 + 3 * -(-escapes // 32)
     tail = -(-4 * (listed + rare) // _LINE) * _LINE // 4
-    if rare > _MOST_RARE or count * block_bytes(tail) >= 2 * elements:
+    if rare > _MOST_RARE or count * count_block_bytes(tail) >= 2 * elements:
         return None
-    packed = torch.empty((experts, count, block_bytes(tail)), dtype=torch.uint8)
+    packed = torch.empty((experts, count, count_block_bytes(tail)), dtype=torch.uint8)
     for number, part in enumerate(parts):
-        some = _pack_blocks(_blocks(part, count, device), tail, listed)
+        some = _pack_blocks(_split_blocks(part, count, device), tail, listed)
         packed[number * step : number * step + len(part)] = some.view(len(part), count, -1)
     return PackedExperts(packed, elements, tail, listed)
 
 
-def _blocks(words: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
+def _split_blocks(words: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
     """int16 [experts, elements] -> int32 [experts * count, SIZE] on `device`."""
     missing = count * SIZE - words.shape[1]
     some = words.to(device)
@@ -110,7 +110,7 @@ def _blocks(words: torch.Tensor, count: int, device: torch.device) -> torch.Tens
     return padded.reshape(-1, SIZE).int() & 0xFFFF
 
 
-def _codes(words: torch.Tensor) -> _Codes:
+def _choose_codes(words: torch.Tensor) -> _Codes:
     """Choose the codes of each block, int32 [blocks, SIZE]."""
     exponent = (words >> 7) & 0xFF  # [blocks, SIZE]
     histogram = torch.zeros((len(exponent), 256), dtype=torch.int32, device=exponent.device)
@@ -128,8 +128,8 @@ def _codes(words: torch.Tensor) -> _Codes:
 
 
 def _pack_blocks(words: torch.Tensor, tail: int, listed: int) -> torch.Tensor:
-    """int32 [blocks, SIZE] -> uint8 [blocks, block_bytes(tail)]."""
-    codes = _codes(words)
+    """int32 [blocks, SIZE] -> uint8 [blocks, count_block_bytes(tail)]."""
+    codes = _choose_codes(words)
     count, device = len(words), words.device
     above = codes.above[:, None]  # [blocks, 1]
     two = torch.where(codes.escaped, _COMMON, torch.where(codes.rare, 0, codes.below_top - above))

@@ -58,7 +58,7 @@ class Lru:
         """Add a resident. Residents are added by ascending last use, then by id."""
         self._last[expert] = last
 
-    def ages(self) -> Mapping[int, int]:
+    def list_ages(self) -> Mapping[int, int]:
         """Return the call of each resident's last use."""
         return self._last
 
@@ -155,7 +155,7 @@ class Lfu:
         else:
             self._once.append(expert)
 
-    def ages(self) -> Mapping[int, int]:
+    def list_ages(self) -> Mapping[int, int]:
         return {expert: last for expert, last in enumerate(self._last) if last >= 0}
 
 
@@ -181,7 +181,7 @@ class Lfru(Lfu):
         if len(victims) < count:
             others = self._often
         else:
-            others = self._below(beyond - last[victims[-1]], uses, beyond)
+            others = self._find_below(beyond - last[victims[-1]], uses, beyond)
             if not others:
                 del once[:count]
                 return victims
@@ -202,7 +202,7 @@ class Lfru(Lfu):
                 once.remove(expert)
         return victims
 
-    def _below(self, age: int, uses: Sequence[int], beyond: int) -> list[tuple[int, ...]]:
+    def _find_below(self, age: int, uses: Sequence[int], beyond: int) -> list[tuple[int, ...]]:
         """Return those in `_often` whose score is below ``1 / age`` now."""
         if age < self._age or self._looked > 4 * len(self._often):
             self._choose_age(max(2, age * 3 // 4), uses)

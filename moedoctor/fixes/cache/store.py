@@ -9,7 +9,7 @@ import torch
 
 from moedoctor.fixes.cache.packed import PackedExperts, pack
 from moedoctor.fixes.offload.pinned import PinError, allocate, register
-from moedoctor.kernels.host_address import device_address
+from moedoctor.kernels.host_address import find_device_address
 
 
 class ExpertStore:
@@ -30,7 +30,7 @@ class ExpertStore:
         """Name -> shape and dtype of one expert's tensor."""
         self.uncached_bytes = sum(tensor.nbytes for tensor in weights.values())
         """Bytes of all experts as the device would hold them."""
-        self.packed = _packed(weights) if packed else {}
+        self.packed = _pack_tensors(weights) if packed else {}
         self.tensors = {
             name: tensor.detach().contiguous() for name, tensor in weights.items() if name not in self.packed
         }  # [E, ...] each
@@ -45,8 +45,10 @@ class ExpertStore:
             self.reason = "there is no GPU to pin memory for"
             return
         try:
-            tensors = {name: _pinned(tensor) for name, tensor in self.tensors.items()}
-            packed = {name: replace(part, blocks=_pinned(part.blocks)) for name, part in self.packed.items()}
+            tensors = {name: _pin_tensor(tensor) for name, tensor in self.tensors.items()}
+            packed = {
+                name: replace(part, blocks=_pin_tensor(part.blocks)) for name, part in self.packed.items()
+            }
         except PinError as error:  # the driver refuses, or the limit on locked memory is reached
             self.reason = str(error)
             return
@@ -56,7 +58,7 @@ class ExpertStore:
         """Return True if kernels on `device` can read the pinned tensors in place."""
         try:
             for tensor in (*self.tensors.values(), *(part.blocks for part in self.packed.values())):
-                device_address(tensor, device)
+                find_device_address(tensor, device)
         except PinError:
             return False
         return True
@@ -67,7 +69,7 @@ class ExpertStore:
         packed = sum(part.blocks.nbytes for part in self.packed.values())
         return packed + sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def slots(self, capacity: int, device: torch.device) -> dict[str, torch.Tensor]:
+    def make_slots(self, capacity: int, device: torch.device) -> dict[str, torch.Tensor]:
         """Room for `capacity` experts on `device`: [capacity, ...] for each tensor, zeroed."""
         return {
             name: torch.zeros((capacity, *shape), dtype=dtype, device=device)
@@ -97,7 +99,7 @@ def count_experts(weights: Mapping[str, torch.Tensor]) -> int:
     return next(iter(sizes.values()))
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+def _pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` if it is pinned, else a copy that keeps its block for as long as a view of it lives.
 
     Page-locked in its own size: torch's pinned memory is rounded up to a power of two. Raises PinError.
@@ -110,7 +112,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _packed(weights: Mapping[str, torch.Tensor]) -> dict[str, PackedExperts]:
+def _pack_tensors(weights: Mapping[str, torch.Tensor]) -> dict[str, PackedExperts]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     packed = {name: pack(tensor, device=device) for name, tensor in weights.items()}
     return {name: part for name, part in packed.items() if part is not None}

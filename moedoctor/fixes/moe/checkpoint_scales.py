@@ -13,7 +13,7 @@ from moedoctor.reference.nvfp4 import Nvfp4
 _SMALLEST = 2.0**-126
 
 
-def rescaled(gate: Nvfp4, up: Nvfp4) -> Nvfp4:
+def rescale(gate: Nvfp4, up: Nvfp4) -> Nvfp4:
     """Return ``w13`` [E, 2I, H] of both halves [E, I, H] with a common global scale, the larger of the two.
 
     The block scales of the other half are multiplied by the ratio and rounded to E4M3 again, which moves them
@@ -32,7 +32,7 @@ def rescaled(gate: Nvfp4, up: Nvfp4) -> Nvfp4:
     )
 
 
-def folded(gate: Nvfp4, up: Nvfp4, down: Nvfp4) -> tuple[Nvfp4, Nvfp4]:
+def fold(gate: Nvfp4, up: Nvfp4, down: Nvfp4) -> tuple[Nvfp4, Nvfp4]:
     """Return ``w13`` [E, 2I, H] with the gate's global scale, and ``w2`` [E, H, I] with the ratio in its own.
 
     Exact if the layer is linear in the up half, as act(gate) * up is: ``w2`` gives back the factor that
@@ -47,7 +47,7 @@ def folded(gate: Nvfp4, up: Nvfp4, down: Nvfp4) -> tuple[Nvfp4, Nvfp4]:
     return w13, replace(down, global_scale=(down.global_scale.double() * ratio).float())
 
 
-def usable_input_scales(scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def repair_input_scales(scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return input scales [E] that are finite and positive for each expert.
 
     `scales` float32 [E] may hold NaN, zero, a negative or a subnormal number, if calibration never reached
@@ -63,7 +63,7 @@ def usable_input_scales(scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(good, scales, substitute)
 
 
-def kv_scale(values: torch.Tensor) -> float:
+def compute_kv_scale(values: torch.Tensor) -> float:
     """Return the scale at which the largest of `values` (keys or values of a calibration run) is 448."""
     return max(float(values.abs().amax()) / E4M3_MAX, _SMALLEST)
 

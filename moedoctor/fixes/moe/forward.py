@@ -49,7 +49,7 @@ def moe_forward(
     ValueError that names the argument.
     """
     _check(x, weights, slot_ids, topk_weights, activation, out)
-    if _on_host(x):
+    if _is_on_host(x):
         check_range(slot_ids, weights["w2"].shape[0], "slot_ids")
         layer = reference.MoeWeights.of(weights, activation)
         total = reference.forward(x, layer, topk_weights, slot_ids)
@@ -98,8 +98,8 @@ def moe_forward_in_parts(
         for part in parts:
             _check(x, weights, part, topk_weights, activation, None)
             slot_ids = part if slot_ids is None else torch.maximum(slot_ids, part)  # [T, K]
-            if part.numel() and not _on_host(x):
-                h = _first_products(x, weights, part, h, activation)
+            if part.numel() and not _is_on_host(x):
+                h = _compute_first_products(x, weights, part, h, activation)
     finally:
         # An error's traceback keeps a generator alive, but its copies must be joined before a capture ends.
         if isinstance(parts, Generator):
@@ -115,7 +115,7 @@ def moe_forward_in_parts(
     return out
 
 
-def _first_products(
+def _compute_first_products(
     x: torch.Tensor,
     weights: Mapping[str, torch.Tensor],
     slot_ids: torch.Tensor,
@@ -131,7 +131,7 @@ def _first_products(
 
 
 class GroupedForward:
-    """One call of a layer whose experts come in groups: `add` each group, then take the `total`.
+    """One call of a layer whose experts come in groups: `add` each group, then take the `sum`.
 
     A call of `moe_forward` a group sorts the pairs and adds to the output once a group. Here each group
     writes the products of its own experts, and the sum over a token's experts is taken at the end, in the
@@ -151,7 +151,7 @@ class GroupedForward:
 
         Raises ValueError for an id out of range on a CPU; on a GPU its pair is skipped.
         """
-        if _on_host(ids):
+        if _is_on_host(ids):
             check_range(ids, num_experts)
         self._x, self._ids, self._topk_weights = x.contiguous(), ids.contiguous(), topk_weights.contiguous()
         self._num_experts, self._activation = num_experts, activation
@@ -172,20 +172,20 @@ class GroupedForward:
             raise ValueError("experts is None: the call is one group of a cache, which moe_forward computes")
         if experts.shape != (slots,) or experts.dtype != torch.int32:
             raise ValueError(f"experts must be int32 [{slots}], got {experts.dtype} {tuple(experts.shape)}")
-        if _on_host(experts):
+        if _is_on_host(experts):
             check_range(experts, self._num_experts, "experts")
         if not self._tiles:
-            slot_ids = self._slot_ids(experts)  # [T, K]
+            slot_ids = self._find_slots(experts)  # [T, K]
             self._out = moe_forward(
                 self._x, weights, slot_ids, self._topk_weights, activation=self._activation, out=self._out
             )
             return
         from moedoctor.kernels.moe.launch import launch_products
 
-        rows = self._sorted(weights["w2"].shape[2])
+        rows = self._sort_rows(weights["w2"].shape[2])
         launch_products(rows, weights, experts.contiguous(), activation=self._activation)
 
-    def total(self) -> torch.Tensor:
+    def sum(self) -> torch.Tensor:
         """Return float32 [T, H]: the sum over all groups; zeros if there was no group."""
         if self._rows is None:
             return torch.zeros_like(self._x, dtype=torch.float32) if self._out is None else self._out
@@ -195,7 +195,7 @@ class GroupedForward:
         launch_sum(self._rows, self._topk_weights, out, adds=False)
         return out
 
-    def _sorted(self, intermediate_size: int) -> Rows:
+    def _sort_rows(self, intermediate_size: int) -> Rows:
         from moedoctor.kernels.moe.launch import Rows
 
         if self._rows is None:
@@ -207,7 +207,7 @@ class GroupedForward:
             )
         return self._rows
 
-    def _slot_ids(self, experts: torch.Tensor) -> torch.Tensor:
+    def _find_slots(self, experts: torch.Tensor) -> torch.Tensor:
         """Return [T, K]: the slot of each id's expert, -1 if it is in no slot. Never waits for the device.
 
         Ids and experts out of range get the place of -1: as an index they would end the process's use of the
@@ -235,7 +235,7 @@ def group_bound(top_k: int) -> float:
     return 2 * steps / (1 - steps)
 
 
-def _on_host(x: torch.Tensor) -> bool:
+def _is_on_host(x: torch.Tensor) -> bool:
     """Return True if torch computes with `x` on the CPU, and no kernel of ours."""
     return x.device.type == "cpu" and not interprets()
 

@@ -23,7 +23,7 @@ TILE_ROWS, TILE_COLUMNS = 128, 4
 _GROUP = 32
 
 
-def up_first(w13: Weight) -> Weight:
+def put_up_first(w13: Weight) -> Weight:
     """Return `w13` [..., 2I, H] of a checkpoint (gate half first) with the up half first.
 
     FlashInfer reads it that way. Values and block scales are exchanged together. It is its own inverse.
@@ -37,7 +37,7 @@ def up_first(w13: Weight) -> Weight:
     return _swap_halves(w13)
 
 
-def tiled_scales(block_scales: torch.Tensor) -> torch.Tensor:
+def tile_scales(block_scales: torch.Tensor) -> torch.Tensor:
     """Return block scales [..., M, S] of a checkpoint in tiles of 128x4, as NVFP4 tensor cores read them.
 
     The result is [..., M', S'] with whole tiles, one after another along the columns. In a tile, row r and
@@ -47,7 +47,7 @@ def tiled_scales(block_scales: torch.Tensor) -> torch.Tensor:
     """
     rows, columns = block_scales.shape[-2:]
     raw = block_scales.contiguous().view(torch.uint8)  # [..., M, S]
-    padded = raw.new_zeros((*raw.shape[:-2], *padded_shape(rows, columns)))  # [..., M', S']
+    padded = raw.new_zeros((*raw.shape[:-2], *pad_shape(rows, columns)))  # [..., M', S']
     padded[..., :rows, :columns] = raw
     tiles = padded.unflatten(-1, (-1, TILE_COLUMNS)).unflatten(-3, (-1, TILE_ROWS // _GROUP, _GROUP))
     # [..., row tile, group, row in group, column tile, column] -> what changes fastest comes last
@@ -56,12 +56,12 @@ def tiled_scales(block_scales: torch.Tensor) -> torch.Tensor:
     return tiled
 
 
-def linear_scales(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return block scales [..., rows, columns] row by row: the inverse of `tiled_scales`.
+def flatten_scales(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return block scales [..., rows, columns] row by row: the inverse of `tile_scales`.
 
     Raises ValueError if `tiles` does not have the padded shape of [rows, columns].
     """
-    tall, wide = padded_shape(rows, columns)
+    tall, wide = pad_shape(rows, columns)
     if tuple(tiles.shape[-2:]) != (tall, wide):
         raise ValueError(f"tiles: expected [..., {tall}, {wide}], got {list(tiles.shape)}")
     raw = tiles.contiguous().view(torch.uint8)  # [..., M', S']
@@ -71,7 +71,7 @@ def linear_scales(tiles: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return moved.reshape(raw.shape)[..., :rows, :columns].contiguous().view(tiles.dtype)
 
 
-def padded_shape(rows: int, columns: int) -> tuple[int, int]:
+def pad_shape(rows: int, columns: int) -> tuple[int, int]:
     """Return (rows, columns) of the tiled array: whole tiles."""
     return -(-rows // TILE_ROWS) * TILE_ROWS, -(-columns // TILE_COLUMNS) * TILE_COLUMNS
 

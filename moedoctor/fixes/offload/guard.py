@@ -26,7 +26,8 @@ class Guard:
 
     def __init__(self, layer: StoredLayer, pipeline: Pipeline, index: int) -> None:
         self._places = [
-            (weight.owners[-1], _attribute(weight.owners[-1], weight.parameter)) for weight, _ in layer.items
+            (weight.owners[-1], _find_attribute(weight.owners[-1], weight.parameter))
+            for weight, _ in layer.items
         ]
         self._pipeline = pipeline
         self._index = index
@@ -36,7 +37,7 @@ class Guard:
         self._addresses = [base + region.offset for _, region in layer.items]
         self._versions: list[int | None] = [parameter._version for parameter in self._parameters]
 
-    def weights(self) -> list[torch.Tensor]:
+    def read_weights(self) -> list[torch.Tensor]:
         """Return what the module has now in the places of the parameters."""
         return [getattr(owner, name) for owner, name in self._places]
 
@@ -45,7 +46,7 @@ class Guard:
 
         Raises RuntimeError, naming the parameter, if one was written or replaced.
         """
-        for name, what in self._changes(weights):
+        for name, what in self._find_changes(weights):
             raise RuntimeError(f"{name} is offloaded and {what}, which is not kept: {_INSTEAD}")
         return [weight._version for weight in weights]
 
@@ -58,17 +59,17 @@ class Guard:
                     " leave it out of patterns="
                 )
 
-    def changed(self) -> list[str]:
+    def list_changed(self) -> list[str]:
         """Return the names of the parameters that `check` would raise for."""
-        return [name for name, _ in self._changes(self.weights())]
+        return [name for name, _ in self._find_changes(self.read_weights())]
 
-    def loaded(self, parameter: nn.Parameter) -> None:
+    def note_load(self, parameter: nn.Parameter) -> None:
         """The weights on the host are new, and `load_state_dict` is about to write `parameter` too."""
         for place, own in enumerate(self._parameters):
             if own is parameter:
                 self._versions[place] = None
 
-    def _changes(self, weights: Sequence[torch.Tensor]) -> Iterator[tuple[str, str]]:
+    def _find_changes(self, weights: Sequence[torch.Tensor]) -> Iterator[tuple[str, str]]:
         counted = self._index not in self._pipeline.compiled
         for place, weight in enumerate(weights):
             if weight is not self._parameters[place]:
@@ -81,7 +82,7 @@ class Guard:
                 yield self._names[place], "was written in place"
 
 
-def _attribute(owner: nn.Module, parameter: nn.Parameter) -> str:
+def _find_attribute(owner: nn.Module, parameter: nn.Parameter) -> str:
     return next(name for name, own in owner.named_parameters(recurse=False) if own is parameter)
 
 
@@ -99,17 +100,17 @@ class StateHooks:
         for weight, region in layer.items:
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
                 if parameter is weight.parameter:
-                    self._stored[name] = weight.parameter, region.of(layer.block.bytes)
+                    self._stored[name] = weight.parameter, region.view(layer.block.bytes)
         hooks: tuple[tuple[Any, Any], ...] = (
             (owner._register_state_dict_hook, self._save),
             (owner._register_load_state_dict_pre_hook, self._load),
-            (owner.register_load_state_dict_post_hook, self._loaded),
+            (owner.register_load_state_dict_post_hook, self._put_back),
         )
         for register, hook in hooks:
             handles.append(register(hook))  # at once: if the next fails, this one is removed
 
     def _save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self._guard.check(self._guard.weights())
+        self._guard.check(self._guard.read_weights())
         for name, (_, host) in self._stored.items():
             if prefix + name in state:
                 state[prefix + name] = host
@@ -120,10 +121,10 @@ class StateHooks:
             if isinstance(new, torch.Tensor) and new.shape == host.shape:
                 self._pipeline.settle()
                 host.copy_(new)
-                self._guard.loaded(parameter)
+                self._guard.note_load(parameter)
                 self._new.add(name)
 
-    def _loaded(self, module: nn.Module, incompatible: Any) -> None:
+    def _put_back(self, module: nn.Module, incompatible: Any) -> None:
         """Put the parameter that reads the buffer back: assign=True puts another in its place."""
         for name in self._new:
             module._parameters[name] = self._stored[name][0]
@@ -144,14 +145,14 @@ class Watch(TorchDispatchMode):
         self._names: dict[int | None, str] = {}
         self.done = False
 
-    def over(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what `forward` returns. Raises RuntimeError if it reads offloaded weights between layers."""
         # Compiled parts would be run eagerly under a mode, and round otherwise.
         if any(_is_compiled(module) for module in self._root.modules()):
             output = forward(*args, **kwargs)
             self._pipeline.go_unwatched("in parts compiled")
         else:
-            self._names = {memory_of(weight.parameter): weight.names[0] for weight in self._weights}
+            self._names = {identify_memory(weight.parameter): weight.names[0] for weight in self._weights}
             with self:
                 output = forward(*args, **kwargs)
             self._pipeline.watched = True
@@ -161,7 +162,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _reads(func):
             for tensor in find_tensors((args, kwargs or {})):
-                name = self._names.get(memory_of(tensor))
+                name = self._names.get(identify_memory(tensor))
                 if name is not None:
                     raise RuntimeError(
                         f"{name} is offloaded, and {func} uses it outside of its layer's forward, where other"
@@ -171,7 +172,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def unwatched(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_unwatched(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a layer's function, which may read its weights."""
     watch = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
     if not isinstance(watch, Watch):
@@ -206,7 +207,7 @@ def find_tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in find_tensors(part)]
 
 
-def memory_of(tensor: torch.Tensor) -> int | None:
+def identify_memory(tensor: torch.Tensor) -> int | None:
     """The same number for tensors that lie in the same memory; None for kinds without plain memory."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None

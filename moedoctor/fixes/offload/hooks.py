@@ -21,7 +21,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from moedoctor.fixes.offload.guard import Guard, StateHooks, Watch, find_tensors, memory_of, unwatched
+from moedoctor.fixes.offload.guard import (
+    Guard,
+    StateHooks,
+    Watch,
+    call_unwatched,
+    find_tensors,
+    identify_memory,
+)
 from moedoctor.fixes.offload.plan import runs
 from moedoctor.fixes.offload.prefetch import Pipeline
 from moedoctor.fixes.offload.storage import StoredLayer
@@ -98,7 +105,7 @@ class Hooks:
             reader(layer.module) if reader is not None else (layer.module, "forward") for layer in layers
         ]
         functions = [getattr(owner, name) for owner, name in owners]  # before anything is changed
-        around = self._around_layer if reader is None else self._around_reader
+        around = self._wrap_layer if reader is None else self._wrap_reader
         try:
             for index, (layer, (owner, name)) in enumerate(zip(layers, owners, strict=True)):
                 guard = Guard(layer, pipeline, index)
@@ -108,15 +115,15 @@ class Hooks:
                     StateHooks(inner, layer, pipeline, guard, self._handles)
             # Nothing would tie `begin` to readers, which a compiler does not see: such passes have no bounds.
             if reader is None and runs(root) and not any(root is layer.module for layer in layers):
-                one_pass = self._around_pass(root.forward, Watch(root, layers, pipeline))
-                self._wrap(root, root, "forward", one_pass, None)
+                run_pass = self._wrap_pass(root.forward, Watch(root, layers, pipeline))
+                self._wrap(root, root, "forward", run_pass, None)
         except BaseException:
             self.remove()
             raise
 
-    def changed(self) -> list[str]:
+    def list_changed(self) -> list[str]:
         """Return the names of the parameters that somebody wrote or replaced, which a pass would refuse."""
-        return [name for guard in self._guards for name in guard.changed()]
+        return [name for guard in self._guards for name in guard.list_changed()]
 
     def remove(self) -> None:
         """Make everything as it was, also after a beginning that failed."""
@@ -134,7 +141,7 @@ class Hooks:
         pipeline = self._pipeline
 
         @functools.wraps(getattr(owner, name))
-        def offloaded(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
             try:
@@ -144,16 +151,16 @@ class Hooks:
                 raise
 
         before = vars(owner).get(name)
-        setattr(owner, name, offloaded)
+        setattr(owner, name, call)
         self._wrapped.append((module, owner, name, before))
         setattr(module, MARK, pipeline)
 
-    def _around_layer(self, forward: Forward, guard: Guard, index: int) -> Forward:
+    def _wrap_layer(self, forward: Forward, guard: Guard, index: int) -> Forward:
         token = self._token
 
-        def on_fetched_weights(*args: Any, **kwargs: Any) -> Any:
+        def call_on_weights(*args: Any, **kwargs: Any) -> Any:
             _refuse_gradients((args, kwargs))
-            weights = guard.weights()
+            weights = guard.read_weights()
             eager = not torch.compiler.is_compiling()  # a compiler hands over copies, and ignores guards
             before = guard.check(weights) if eager else None
             inputs = [tensor for tensor in find_tensors((args, kwargs)) if tensor.is_floating_point()]
@@ -164,15 +171,15 @@ class Hooks:
                 guard.check_after(weights, before)
             return output
 
-        return lambda *args, **kwargs: unwatched(on_fetched_weights, args, kwargs)
+        return lambda *args, **kwargs: call_unwatched(call_on_weights, args, kwargs)
 
-    def _around_reader(self, function: Forward, guard: Guard, index: int) -> Forward:
+    def _wrap_reader(self, function: Forward, guard: Guard, index: int) -> Forward:
         """`function` on the layer's own weights. It runs inside an operator, which no compiler traces."""
         pipeline = self._pipeline
 
-        def on_fetched_weights(*args: Any, **kwargs: Any) -> Any:
+        def call_on_weights(*args: Any, **kwargs: Any) -> Any:
             _refuse_gradients((args, kwargs))
-            weights = guard.weights()
+            weights = guard.read_weights()
             before = guard.check(weights)
             pipeline.wait(index, weights)
             output = function(*args, **kwargs)
@@ -180,22 +187,20 @@ class Hooks:
             guard.check_after(weights, before)
             return output
 
-        return on_fetched_weights
+        return call_on_weights
 
-    def _around_pass(self, forward: Forward, watch: Watch) -> Forward:
+    def _wrap_pass(self, forward: Forward, watch: Watch) -> Forward:
         token = self._token
 
-        def one_pass(*args: Any, **kwargs: Any) -> Any:
+        def run_pass(*args: Any, **kwargs: Any) -> Any:
             eager = not torch.compiler.is_compiling()
             torch.ops.moedoctor_offload.begin(token, eager)
-            if not eager or watch.done:
-                output = forward(*args, **kwargs)
-            else:
-                output = watch.over(forward, args, kwargs)
+            watched = eager and not watch.done
+            output = watch.run(forward, args, kwargs) if watched else forward(*args, **kwargs)
             torch.ops.moedoctor_offload.finish(find_tensors(output), token)
             return output
 
-        return one_pass
+        return run_pass
 
 
 def _refuse_gradients(arguments: Any) -> None:
@@ -209,14 +214,14 @@ def _own_memory(output: Any, weights: Sequence[torch.Tensor]) -> Any:
 
     Raises RuntimeError if such a tensor is inside an object that cannot be taken apart.
     """
-    if not any(_lies_in(tensor, weights) for tensor in find_tensors(output)):
+    if not any(_is_in(tensor, weights) for tensor in find_tensors(output)):
         return output
 
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.ops.moedoctor_offload.copied(tensor) if _lies_in(tensor, weights) else tensor
+    def copy_own(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.ops.moedoctor_offload.copied(tensor) if _is_in(tensor, weights) else tensor
 
-    own = _pytree.tree_map_only(torch.Tensor, copied, output)
-    if any(_lies_in(tensor, weights) for tensor in find_tensors(own)):
+    own = _pytree.tree_map_only(torch.Tensor, copy_own, output)
+    if any(_is_in(tensor, weights) for tensor in find_tensors(own)):
         raise RuntimeError(
             f"an offloaded layer returns its own weights in a {type(output).__name__}, where they cannot be"
             " exchanged for copies; return copies of them"
@@ -224,8 +229,8 @@ def _own_memory(output: Any, weights: Sequence[torch.Tensor]) -> Any:
     return own
 
 
-def _lies_in(tensor: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+def _is_in(tensor: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     if torch.compiler.is_compiling():  # storages cannot be traced, bases can
         return any(tensor is weight or tensor._base is weight for weight in weights)
-    memory = memory_of(tensor)
-    return memory is not None and any(memory_of(weight) == memory for weight in weights)
+    memory = identify_memory(tensor)
+    return memory is not None and any(identify_memory(weight) == memory for weight in weights)

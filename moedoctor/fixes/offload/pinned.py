@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from moedoctor.kernels.device_guard import on_device
-from moedoctor.kernels.host_address import PinError, device_address
+from moedoctor.kernels.device_guard import make_current
+from moedoctor.kernels.host_address import PinError, find_device_address
 
 __all__ = [
     "PAGE",
@@ -22,9 +22,9 @@ __all__ = [
     "PinError",
     "Release",
     "allocate",
-    "array_interface",
-    "device_view",
+    "describe_bytes",
     "register",
+    "view_on_device",
 ]
 
 PAGE = 4096
@@ -64,7 +64,7 @@ def register(memory: torch.Tensor, device: torch.device | None = None) -> Releas
     runtime = torch.cuda.cudart()
     address = memory.data_ptr()
     gpu = torch.device("cuda", torch.cuda.current_device()) if device is None else device
-    with on_device(gpu):
+    with make_current(gpu):
         code = int(runtime.cudaHostRegister(address, memory.numel(), _MAPPED_AND_PORTABLE))
         if code:
             _take_error()
@@ -77,7 +77,7 @@ def register(memory: torch.Tensor, device: torch.device | None = None) -> Releas
             in_use = torch._C._cuda_hasPrimaryContext(index)  # type: ignore[attr-defined]
             if in_use:  # any of them may read
                 torch.cuda.synchronize(index)
-        with on_device(gpu):
+        with make_current(gpu):
             runtime.cudaHostUnregister(address)
 
     return release
@@ -140,10 +140,10 @@ def _unlock_waiting() -> None:
                 raise
 
 
-def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+def view_on_device(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return uint8 [n] on `device` over the pinned host bytes `memory`: kernels read over the bus.
 
-    Nothing is copied. The address is the one that `device_address` gives, which on WSL is not the host's.
+    Nothing is copied. The address is the one that `find_device_address` gives, on WSL not the host's.
     Raises PinError if the memory is not pinned, was pinned for another GPU, or cannot be read by `device`.
 
     The view keeps `memory` alive. That is the difference to a view with a deleter that does nothing, whose
@@ -151,8 +151,8 @@ def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     """
     if not memory.is_pinned():
         raise PinError("a device view needs pinned memory, and this is not pinned")
-    address = device_address(memory, device)
-    with on_device(device):
+    address = find_device_address(memory, device)
+    with make_current(device):
         # torch copies, and says nothing, if the driver names another GPU for this address.
         probe = torch.as_tensor(_Mapped(address, 1, memory), device=device)  # [1]
         if probe.data_ptr() != address:
@@ -168,9 +168,9 @@ class _Mapped:
 
     def __init__(self, address: int, count: int, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.__cuda_array_interface__ = array_interface(address, count)
+        self.__cuda_array_interface__ = describe_bytes(address, count)
 
 
-def array_interface(address: int, count: int) -> dict[str, Any]:
+def describe_bytes(address: int, count: int) -> dict[str, Any]:
     """Describe `count` bytes at a device address, so that torch makes a device tensor over them."""
     return {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3}

@@ -97,14 +97,14 @@ def make_plan(
                 f"patterns: no parameter has {pattern!r} as a part of its name; the closest are: {near}"
             )
     units = find_layers(module) if layers is None else check_layers(module, layers, by_forward=by_forward)
-    weights = _weights(module, units)
-    barred = _barred(module, units, by_forward=by_forward)
+    weights = _list_weights(module, units)
+    barred = _find_barred(module, units, by_forward=by_forward)
     reasons: dict[Weight, str] = {}
     for weight in weights:
-        reason = _own_reason(weight, patterns, keep_below) or barred.get(id(weight.parameter))
+        reason = _find_own_reason(weight, patterns, keep_below) or barred.get(id(weight.parameter))
         if reason is not None:
             reasons[weight] = reason
-    reasons |= _memory_reasons(module, weights, reasons)
+    reasons |= _find_memory_reasons(module, weights, reasons)
     chosen: list[list[Weight]] = [[] for _ in units]
     left = budget
     for index in spread(len(units)):
@@ -112,9 +112,9 @@ def make_plan(
         groups: dict[int, list[Weight]] = {}
         for weight in weights:
             if weight.layers == (index,) and weight not in reasons:
-                groups.setdefault(storage_key(weight.parameter), []).append(weight)
+                groups.setdefault(identify_storage(weight.parameter), []).append(weight)
         for group in groups.values():
-            needed = sum(span(weight.parameter) for weight in group)
+            needed = sum(measure_span(weight.parameter) for weight in group)
             if needed <= left:
                 left -= needed
                 chosen[index] += group
@@ -126,7 +126,7 @@ def make_plan(
     return Plan(weights, used, reasons)
 
 
-def _weights(module: nn.Module, units: Sequence[Named]) -> list[Weight]:
+def _list_weights(module: nn.Module, units: Sequence[Named]) -> list[Weight]:
     """All parameters of `module`, each once."""
     names: dict[nn.Parameter, list[str]] = {}  # parameters are hashed by identity
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -145,12 +145,12 @@ def _weights(module: nn.Module, units: Sequence[Named]) -> list[Weight]:
     ]
 
 
-def _barred(module: nn.Module, units: Sequence[Named], *, by_forward: bool) -> dict[int, str]:
+def _find_barred(module: nn.Module, units: Sequence[Named], *, by_forward: bool) -> dict[int, str]:
     """id of each parameter that may be read or written outside of its layer's `forward` -> why it stays."""
     barred: dict[int, str] = {}
     if by_forward:
-        inside = _within(units)
-        for owner, reader in _readers(module):
+        inside = _list_inside(units)
+        for owner, reader in _find_readers(module):
             if reader is None or id(reader[1]) not in inside:
                 why = "a module outside of its layer owns it too"
                 barred.update((id(parameter), why) for parameter in owner.parameters(recurse=False))
@@ -164,47 +164,51 @@ def _barred(module: nn.Module, units: Sequence[Named], *, by_forward: bool) -> d
     return barred
 
 
-def _own_reason(weight: Weight, patterns: Sequence[str], keep_below: int) -> str | None:
+def _find_own_reason(weight: Weight, patterns: Sequence[str], keep_below: int) -> str | None:
     """Why the parameter must stay whatever else holds its memory."""
     if patterns and not any(matches(weight.names, pattern) for pattern in patterns):
         return "no pattern names it"
     if len(weight.layers) != 1:
         return "shared between layers" if weight.layers else "outside of the layers"
     siblings = list(weight.owners[-1].parameters(recurse=False))
-    return stays(weight.names[0], weight.parameter, siblings, keep_below)
+    return find_rule(weight.names[0], weight.parameter, siblings, keep_below)
 
 
-def _memory_reasons(
+def _find_memory_reasons(
     module: nn.Module, weights: Sequence[Weight], reasons: Mapping[Weight, str]
 ) -> dict[Weight, str]:
     """Why each further parameter must stay: whole storages go or stay."""
     taken = {
-        storage_key(buffer): f"its memory is that of the buffer {name}"
+        identify_storage(buffer): f"its memory is that of the buffer {name}"
         for name, buffer in module.named_buffers()
         if _is_plain(buffer) and buffer.numel()
     }
     parameters = {id(weight.parameter) for weight in weights}
     for tensor in find_held_tensors(module):
         if id(tensor) not in parameters and _is_plain(tensor):
-            taken[storage_key(tensor)] = "its memory is held under another tensor by an object of the module"
+            taken[identify_storage(tensor)] = (
+                "its memory is held under another tensor by an object of the module"
+            )
     layers_of: dict[int, tuple[int, ...]] = {}
     for weight in weights:
         if not _is_plain(weight.parameter):
             continue
-        key = storage_key(weight.parameter)
+        key = identify_storage(weight.parameter)
         if weight in reasons:
             taken.setdefault(key, f"its memory is that of {weight.names[0]}, which stays")
         elif layers_of.setdefault(key, weight.layers) != weight.layers:
             taken.setdefault(key, "its memory is shared between layers")
     free = [weight for weight in weights if weight not in reasons]
     return {
-        weight: taken[storage_key(weight.parameter)]
+        weight: taken[identify_storage(weight.parameter)]
         for weight in free
-        if storage_key(weight.parameter) in taken
+        if identify_storage(weight.parameter) in taken
     }
 
 
-def stays(name: str, tensor: torch.Tensor, siblings: Sequence[torch.Tensor], keep_below: int) -> str | None:
+def find_rule(
+    name: str, tensor: torch.Tensor, siblings: Sequence[torch.Tensor], keep_below: int
+) -> str | None:
     """Return the rule by which the parameter `tensor` stays on the device, or None if it may go.
 
     `siblings`: all parameters of the module that owns it, itself among them.
@@ -267,7 +271,7 @@ def is_number(value: object) -> bool:
     return False
 
 
-def span(tensor: torch.Tensor) -> int:
+def measure_span(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last element of a strided tensor, gaps included."""
     if not tensor.numel():
         return 0
@@ -275,7 +279,7 @@ def span(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def storage_key(tensor: torch.Tensor) -> int:
+def identify_storage(tensor: torch.Tensor) -> int:
     """The same number for tensors that lie in the same memory."""
     return int(tensor.untyped_storage()._cdata)
 
@@ -296,12 +300,12 @@ def find_layers(module: nn.Module) -> list[Named]:
 
     A parent that owns parameters may read those of its children too, so it is one layer with them.
     """
-    elements = _elements("", module)
+    elements = _list_elements("", module)
     if len(elements) < _FEW:
         elements = []
-    roots, inside = {id(element) for _, element in elements}, _within(elements)
+    roots, inside = {id(element) for _, element in elements}, _list_inside(elements)
     owners: dict[int, Named] = {}  # modules that read parameters that no module below them is known to read
-    for child, reader in _readers(module):
+    for child, reader in _find_readers(module):
         owns = isinstance(child, _WHOLES) or next(child.parameters(recurse=False), None) is not None
         if not owns or reader is None or id(reader[1]) in inside:
             continue
@@ -337,7 +341,7 @@ def check_layers(module: nn.Module, given: Sequence[nn.Module], *, by_forward: b
     return units
 
 
-def _readers(module: nn.Module) -> Iterator[tuple[nn.Module, Named | None]]:
+def _find_readers(module: nn.Module) -> Iterator[tuple[nn.Module, Named | None]]:
     """Each module with the nearest module, itself or above it, whose `forward` can be wrapped."""
     readers: dict[str, Named | None] = {}
     for name, child in module.named_modules(remove_duplicate=False):
@@ -346,7 +350,7 @@ def _readers(module: nn.Module) -> Iterator[tuple[nn.Module, Named | None]]:
         yield child, readers[name]
 
 
-def _elements(name: str, module: nn.Module) -> list[Named]:
+def _list_elements(name: str, module: nn.Module) -> list[Named]:
     """The elements of the outermost containers that hold parameters, each once."""
     elements: dict[int, Named] = {}
     if isinstance(module, _WHOLES):
@@ -354,13 +358,13 @@ def _elements(name: str, module: nn.Module) -> list[Named]:
     for key, child in module.named_children():
         full = f"{name}.{key}" if name else key
         if not (isinstance(module, _CONTAINERS) and runs(child)):
-            elements.update((id(element), (at, element)) for at, element in _elements(full, child))
+            elements.update((id(element), (at, element)) for at, element in _list_elements(full, child))
         elif next(child.parameters(), None) is not None:
             elements[id(child)] = (full, child)
     return list(elements.values())
 
 
-def _within(units: Sequence[Named]) -> set[int]:
+def _list_inside(units: Sequence[Named]) -> set[int]:
     return {id(child) for _, unit in units for child in unit.modules()}
 
 
@@ -386,11 +390,11 @@ def find_held_tensors(module: nn.Module) -> list[torch.Tensor]:
             if len(visited) >= _OBJECTS:
                 break
             visited.add(id(value))
-            queue.extend((inner, depth - 1) for inner in _inside(value))
+            queue.extend((inner, depth - 1) for inner in _list_held(value))
     return list(tensors.values())
 
 
-def _inside(value: Any) -> list[Any]:
+def _list_held(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset)):

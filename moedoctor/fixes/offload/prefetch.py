@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import make_current
 
 Mark = Any
 """A point in the queue of copies."""
@@ -50,7 +50,7 @@ class CopyEngine:
         """Copy in the current queue, which is in order by itself."""
         target.copy_(source)
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         """Return True if the current queue is being recorded into a graph."""
         return False
 
@@ -63,7 +63,7 @@ class CudaEngine(CopyEngine):
         self._stream = torch.cuda.Stream(device)
 
     def fork(self) -> None:
-        self._stream.wait_event(self._event_on(torch.cuda.current_stream(self._device)))
+        self._stream.wait_event(self._record_event(torch.cuda.current_stream(self._device)))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
@@ -71,7 +71,7 @@ class CudaEngine(CopyEngine):
         target.record_stream(self._stream)  # a dropped buffer is not given out again under its copy
 
     def mark(self) -> Mark:
-        return self._event_on(self._stream)
+        return self._record_event(self._stream)
 
     def join(self, mark: Mark) -> None:
         torch.cuda.current_stream(self._device).wait_event(mark)
@@ -84,10 +84,10 @@ class CudaEngine(CopyEngine):
         # From pinned memory the copy is queued; from any other the host must wait, so torch blocks.
         target.copy_(source, non_blocking=source.is_pinned())
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def _event_on(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def _record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(stream)
         return event
@@ -103,17 +103,17 @@ class Region:
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the parameter as it lies in `memory`, a uint8 tensor [n]; it has a storage of its own.
 
         If two layers' parameters were in one storage, a compiler would take writing one for writing the other
         and copy both.
         """
-        with on_device(memory):  # torch exports memory of the current GPU only
-            own = from_dlpack(self.bytes_of(memory))  # [n]
+        with make_current(memory):  # torch exports memory of the current GPU only
+            own = from_dlpack(self.view_bytes(memory))  # [n]
         return view_at(own, 0, self.dtype, self.size, self.stride)
 
-    def bytes_of(self, memory: torch.Tensor) -> torch.Tensor:
+    def view_bytes(self, memory: torch.Tensor) -> torch.Tensor:
         """Return uint8 [nbytes] of `memory`."""
         return memory[self.offset : self.offset + self.nbytes]
 
@@ -192,7 +192,7 @@ class Pipeline:
         for slot in self._slots:
             slot.user = None
         self._started.clear()
-        capturing = self.engine.capturing()
+        capturing = self.engine.is_capturing()
         self._in_whole_capture = capturing
         self._captured |= capturing
         if self._captured:
@@ -272,7 +272,7 @@ class Pipeline:
             for argument, region in zip(arguments, unit.regions, strict=True)
             if argument.data_ptr() != base + region.offset
         ]
-        capturing = self.engine.capturing()
+        capturing = self.engine.is_capturing()
         if copies:
             self._go_plain("the compiler hands over copies of the weights", capturing)
         elif capturing and not self._in_whole_capture:
@@ -282,7 +282,7 @@ class Pipeline:
         self._fetch(index, unit, slot)
         slot.user = index
         for argument, region in copies:
-            argument.copy_(region.of(slot.buffer))
+            argument.copy_(region.view(slot.buffer))
         if self._last is not None:
             self._after[self._last] = index
         self._last = index
@@ -374,7 +374,7 @@ class Pipeline:
                 for slot in self._slots:
                     slot.mark = mark
         else:
-            if self.engine.capturing():
+            if self.engine.is_capturing():
                 # A capture must end with every stream joined. `fork` makes the stream of copies a part of it.
                 with suppress(RuntimeError):  # a void capture records nothing more
                     self.engine.fork()
@@ -384,7 +384,7 @@ class Pipeline:
 
     def _forget_dead_capture(self) -> None:
         """Forget a capture that ended in the middle of a pass: its events cannot be waited for."""
-        if self._in_whole_capture and not self.engine.capturing():
+        if self._in_whole_capture and not self.engine.is_capturing():
             self._in_whole_capture = False
             self._forget()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moedoctor.fixes.offload.plan import RULES, Plan, span
+from moedoctor.fixes.offload.plan import RULES, Plan, measure_span
 from moedoctor.fixes.offload.storage import Originals, StoredLayer
 
 
@@ -88,7 +88,7 @@ def write_report(
     for weight in plan.weights:
         layer = layer_of.get(weight)
         for name in weight.names:
-            size = span(weight.parameter) if name == weight.names[0] else 0
+            size = measure_span(weight.parameter) if name == weight.names[0] else 0
             if layer is None:
                 rows.append(Placement(name, size, "device", False, "resident", plan.reasons[weight]))
             else:
@@ -105,10 +105,10 @@ def write_report(
         held_bytes=sum(size for storage, size in originals if not storage.expired()),
         buffer_bytes=sum(buffer.numel() for buffer in buffers),
     )
-    return replace(report, notes=tuple(_notes(report, len(stored), access, failure)))
+    return replace(report, notes=tuple(_write_notes(report, len(stored), access, failure)))
 
 
-def _notes(report: OffloadReport, layers: int, access: str, failure: str | None) -> list[str]:
+def _write_notes(report: OffloadReport, layers: int, access: str, failure: str | None) -> list[str]:
     notes = [failure] if failure is not None else []
     if not layers:
         notes.append("nothing was offloaded: see the reasons")

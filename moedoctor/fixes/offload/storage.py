@@ -11,7 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moedoctor.fixes.offload.pinned import HostBlock, Pin, allocate
-from moedoctor.fixes.offload.plan import Plan, Weight, span, storage_key
+from moedoctor.fixes.offload.plan import Plan, Weight, identify_storage, measure_span
 from moedoctor.fixes.offload.prefetch import Region, Unit, view_at
 
 Before = tuple[torch.Tensor, torch.Tensor]
@@ -33,7 +33,7 @@ class StoredLayer:
     items: tuple[tuple[Weight, Region], ...]
     block: HostBlock
 
-    def unit(self, slot: int) -> Unit:
+    def make_unit(self, slot: int) -> Unit:
         """Return what the pipeline needs to know of it."""
         regions = tuple(region for _, region in self.items)
         return Unit(self.name, self.block.bytes, self.block.pinned, slot, regions)
@@ -41,7 +41,7 @@ class StoredLayer:
     def point(self, memory: torch.Tensor) -> None:
         """Make its parameters views of `memory`, uint8 [n] laid out like its block."""
         for weight, region in self.items:
-            weight.parameter.data = region.of(memory)
+            weight.parameter.data = region.view(memory)
 
 
 def store(plan: Plan, pin: Pin | None) -> tuple[list[StoredLayer], str | None]:
@@ -51,15 +51,17 @@ def store(plan: Plan, pin: Pin | None) -> tuple[list[StoredLayer], str | None]:
         items, offset = [], 0
         for weight in chosen:
             tensor = weight.parameter
-            region = Region(offset, span(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+            region = Region(
+                offset, measure_span(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
+            )
             items.append((weight, region))
             offset += -(-region.nbytes // _ALIGNMENT) * _ALIGNMENT
         # After one refusal the next is as likely, and pinning what little is left would help nobody.
         block, why = allocate(offset, pin if failure is None else None)
         failure = failure or why
         for weight, region in items:
-            region.bytes_of(block.bytes).copy_(
-                _bytes(weight.parameter, _first(weight.parameter), region.nbytes)
+            region.view_bytes(block.bytes).copy_(
+                _view_bytes(weight.parameter, _find_first_byte(weight.parameter), region.nbytes)
             )
         layers.append(StoredLayer(name, module, tuple(items), block))
     return layers, failure
@@ -68,7 +70,7 @@ def store(plan: Plan, pin: Pin | None) -> tuple[list[StoredLayer], str | None]:
 def watch(layers: Sequence[StoredLayer], device: torch.device) -> Originals:
     """Return the device memory that the stored parameters lie in."""
     storages = {
-        storage_key(weight.parameter): weight.parameter.untyped_storage()
+        identify_storage(weight.parameter): weight.parameter.untyped_storage()
         for layer in layers
         for weight, _ in layer.items
         if weight.parameter.device == device
@@ -76,7 +78,7 @@ def watch(layers: Sequence[StoredLayer], device: torch.device) -> Originals:
     return [(StorageWeakRef(storage), storage.nbytes()) for storage in storages.values()]
 
 
-def empty(layers: Sequence[StoredLayer], device: torch.device) -> list[Before]:
+def free(layers: Sequence[StoredLayer], device: torch.device) -> list[Before]:
     """Let go of the parameters' memory on `device`. Return the data of those that lie elsewhere.
 
     Letting go of that too would make no room on the device, and it is needed again if the rest fails.
@@ -91,7 +93,7 @@ def empty(layers: Sequence[StoredLayer], device: torch.device) -> list[Before]:
 
 
 def undo(layers: Sequence[StoredLayer], device: torch.device, before: Sequence[Before]) -> None:
-    """After a failure: put the parameters where they were before `empty`, with their values.
+    """After a failure: put the parameters where they were before `free`, with their values.
 
     If `device` has no room any more for what lay on it, it stays on the host, and one warning names it.
     """
@@ -104,7 +106,7 @@ def undo(layers: Sequence[StoredLayer], device: torch.device, before: Sequence[B
             try:
                 weight.parameter.data = _bring_back(region, layer.block.bytes, device)
             except RuntimeError:  # torch's error for no memory is one
-                weight.parameter.data = region.of(layer.block.bytes)
+                weight.parameter.data = region.view(layer.block.bytes)
                 homeless.append(weight.names[0])
     for tensor, data in before:
         tensor.data = data
@@ -139,7 +141,7 @@ def make_buffers(layers: Sequence[StoredLayer], device: torch.device) -> list[to
 
 def _bring_back(region: Region, memory: torch.Tensor, device: torch.device) -> torch.Tensor:
     fresh = torch.empty(region.nbytes, dtype=torch.uint8, device=device)  # [nbytes]
-    fresh.copy_(region.bytes_of(memory))
+    fresh.copy_(region.view_bytes(memory))
     return view_at(fresh, 0, region.dtype, region.size, region.stride)
 
 
@@ -158,22 +160,24 @@ def settle_in(
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in own.values():
         if _is_movable(tensor):
-            groups.setdefault(storage_key(tensor), []).append(tensor)
+            groups.setdefault(identify_storage(tensor), []).append(tensor)
         else:
             before.append((tensor, tensor.data))
             tensor.data = tensor.data.to(device)
     for tensor in held:
         if id(tensor) not in own and tensor.device != device and _is_movable(tensor):
-            groups.get(storage_key(tensor), []).append(tensor)
+            groups.get(identify_storage(tensor), []).append(tensor)
     for group in groups.values():
-        for start, end, tensors in _pieces(group):
+        for start, end, tensors in _split_pieces(group):
             if any(id(tensor) in own for tensor in tensors):
                 memory = torch.empty(end - start, dtype=torch.uint8, device=device)  # [end - start]
-                memory.copy_(_bytes(tensors[0], start, end - start))
+                memory.copy_(_view_bytes(tensors[0], start, end - start))
                 for tensor in tensors:
                     before.append((tensor, tensor.data))
                     size, stride = tuple(tensor.size()), tuple(tensor.stride())
-                    tensor.data = view_at(memory, _first(tensor) - start, tensor.dtype, size, stride)
+                    tensor.data = view_at(
+                        memory, _find_first_byte(tensor) - start, tensor.dtype, size, stride
+                    )
 
 
 def _is_movable(tensor: torch.Tensor) -> bool:
@@ -182,14 +186,14 @@ def _is_movable(tensor: torch.Tensor) -> bool:
     return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
 
 
-def _pieces(group: Sequence[torch.Tensor]) -> list[tuple[int, int, list[torch.Tensor]]]:
+def _split_pieces(group: Sequence[torch.Tensor]) -> list[tuple[int, int, list[torch.Tensor]]]:
     """(first byte in the storage, byte after the last, tensors) of each part of one storage.
 
     Tensors whose bytes overlap are in one piece.
     """
     pieces: list[tuple[int, int, list[torch.Tensor]]] = []
-    for tensor in sorted(group, key=_first):
-        first, end = _first(tensor), _first(tensor) + span(tensor)
+    for tensor in sorted(group, key=_find_first_byte):
+        first, end = _find_first_byte(tensor), _find_first_byte(tensor) + measure_span(tensor)
         if pieces and first < pieces[-1][1]:
             start, last, tensors = pieces.pop()
             pieces.append((start, max(last, end), [*tensors, tensor]))
@@ -198,12 +202,12 @@ def _pieces(group: Sequence[torch.Tensor]) -> list[tuple[int, int, list[torch.Te
     return pieces
 
 
-def _first(tensor: torch.Tensor) -> int:
+def _find_first_byte(tensor: torch.Tensor) -> int:
     """The tensor's first byte in its storage."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _bytes(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+def _view_bytes(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
     """uint8 [count] from byte `first` of the tensor's storage on, gaps included."""
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return raw.set_(tensor.untyped_storage(), first, (count,), (1,))

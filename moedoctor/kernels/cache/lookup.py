@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from moedoctor.kernels.cache import EVERY_ROW, HALVED_EVERY
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import make_current
 from moedoctor.kernels.expert_ids import as_int32
 
 _NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)
@@ -319,28 +319,28 @@ class LookupState(NamedTuple):
     policy: str
 
     @classmethod
-    def empty(cls, num_experts: int, capacity: int, policy: str, device: torch.device) -> LookupState:
-        def none(size: int) -> torch.Tensor:
+    def make(cls, num_experts: int, capacity: int, policy: str, device: torch.device) -> LookupState:
+        def fill(size: int) -> torch.Tensor:
             return torch.full((size,), -1, dtype=torch.int32, device=device)
 
-        def zeros(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        def make_zeros(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
         return cls(
-            slot_of=none(num_experts),
-            expert_of=none(capacity),
-            uses=zeros(num_experts),
-            last=zeros(num_experts),
-            loaded=zeros(num_experts),
-            clock=zeros(1),
-            counts=zeros(4),
-            group_of=none(num_experts),
-            group_experts=none(capacity),
-            late_experts=none(capacity),
-            copies=zeros(1 + 2 * capacity, torch.int32),
-            stamp=zeros(num_experts + 1),
-            scratch=zeros(capacity, torch.int32),
-            keys=zeros(2 * triton.next_power_of_2(num_experts)),
+            slot_of=fill(num_experts),
+            expert_of=fill(capacity),
+            uses=make_zeros(num_experts),
+            last=make_zeros(num_experts),
+            loaded=make_zeros(num_experts),
+            clock=make_zeros(1),
+            counts=make_zeros(4),
+            group_of=fill(num_experts),
+            group_experts=fill(capacity),
+            late_experts=fill(capacity),
+            copies=make_zeros(1 + 2 * capacity, torch.int32),
+            stamp=make_zeros(num_experts + 1),
+            scratch=make_zeros(capacity, torch.int32),
+            keys=make_zeros(2 * triton.next_power_of_2(num_experts)),
             rows=torch.full((1,), EVERY_ROW, dtype=torch.int32, device=device),
             policy=policy,
         )
@@ -374,15 +374,15 @@ def launch_lookup(
     """
     experts, capacity = state.slot_of.numel(), state.expert_of.numel()
     lanes = triton.next_power_of_2(experts)
-    few, chunk = _chunk(ids.numel())
-    with on_device(ids):
+    few, chunk = _choose_chunk(ids.numel())
+    with make_current(ids):
         lookup_kernel[(1,)](
             ids,
             slot_ids,
             slot_ids if late is None else late,
             *state.tensors,
             ids.numel(),
-            _width(ids),
+            _measure_width(ids),
             group or 0,
             experts=experts,
             capacity=capacity,
@@ -394,7 +394,7 @@ def launch_lookup(
             chunk=chunk,
             lanes=lanes,
             slot_lanes=triton.next_power_of_2(capacity),
-            together=_together(lanes),
+            together=_count_together(lanes),
             num_warps=4 if few and lanes <= _TOGETHER else 8,
         )
 
@@ -402,8 +402,8 @@ def launch_lookup(
 def launch_groups(state: LookupState, ids: torch.Tensor) -> None:
     """Split the experts of `ids` (contiguous, any shape) into groups that fit, by number in `group_of`."""
     lanes = triton.next_power_of_2(state.slot_of.numel())
-    few, chunk = _chunk(ids.numel())
-    with on_device(ids):
+    few, chunk = _choose_chunk(ids.numel())
+    with make_current(ids):
         group_kernel[(1,)](
             ids,
             state.slot_of,
@@ -413,26 +413,26 @@ def launch_groups(state: LookupState, ids: torch.Tensor) -> None:
             state.keys,
             state.rows,
             ids.numel(),
-            _width(ids),
+            _measure_width(ids),
             experts=state.slot_of.numel(),
             capacity=state.expert_of.numel(),
             few=few,
             chunk=chunk,
             lanes=lanes,
-            together=_together(lanes),
+            together=_count_together(lanes),
         )
 
 
-def _together(lanes: int) -> int:
+def _count_together(lanes: int) -> int:
     """Return how many of the experts are compared with each expert at once."""
     return lanes if lanes <= _TOGETHER else 32
 
 
-def _width(ids: torch.Tensor) -> int:
+def _measure_width(ids: torch.Tensor) -> int:
     """Return the length of a row, at least 1."""
     return max(ids.shape[-1], 1) if ids.dim() else 1
 
 
-def _chunk(count: int) -> tuple[bool, int]:
+def _choose_chunk(count: int) -> tuple[bool, int]:
     """(whether the ids are few, how many are read at once)"""
     return (True, max(triton.next_power_of_2(count), 2)) if count <= _FEW else (False, 1024)

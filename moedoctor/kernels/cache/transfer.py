@@ -1,6 +1,6 @@
 """Copies experts from pinned host memory to their slots, by a list on the device.
 
-A kernel reads pinned memory in place, at the address that `device_address` gives. Every program reads a
+A kernel reads pinned memory in place, at the address that `find_device_address` gives. Every program reads a
 tile of 32 KiB at once; a few of them keep the bus busy, and they need no copy engine and no host.
 """
 
@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moedoctor.kernels.device_guard import on_device
-from moedoctor.kernels.host_address import device_address
+from moedoctor.kernels.device_guard import make_current
+from moedoctor.kernels.host_address import find_device_address
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -90,7 +90,7 @@ class Transfer:
         narrow: list[Sequence[int]] = []
         for name, source in host.items():
             target = slots[name]
-            stride, address = source[0].nbytes, device_address(source, device)
+            stride, address = source[0].nbytes, find_device_address(source, device)
             aligned = all(value % 16 == 0 for value in (address, target.data_ptr(), stride))
             step = 8 * _WIDE_TILE if aligned else _NARROW_TILE
             for start in range(0, stride, step):
@@ -99,13 +99,15 @@ class Transfer:
                 (wide if aligned else narrow).append(entry)
         blocks: list[Sequence[int]] = []
         for name, (source, elements, tail, listed) in packed.items():
-            target, address = slots[name], device_address(source, device)
+            target, address = slots[name], find_device_address(source, device)
             for number in range(source.shape[1]):
                 start = number * self._size
                 from_to = (address + number * source.shape[2], target.data_ptr() + 2 * start)
                 inside = min(elements - start, self._size)
                 blocks.append((*from_to, source[0].nbytes, target[0].nbytes, inside, tail, listed))
-        self._wide, self._narrow, self._blocks = (_table(rows, device) for rows in (wide, narrow, blocks))
+        self._wide, self._narrow, self._blocks = (
+            _make_table(rows, device) for rows in (wide, narrow, blocks)
+        )
 
     @property
     def tables(self) -> list[torch.Tensor]:
@@ -117,7 +119,7 @@ class Transfer:
     ) -> None:
         """Carry out `copies` int32 [1 + 2 * capacity] on the current stream."""
         capacity = copies.numel() // 2
-        with on_device(copies):
+        with make_current(copies):
             for table, wide in ((self._wide, True), (self._narrow, False)):
                 if table is not None:
                     transfer_kernel[(programs,)](
@@ -143,7 +145,7 @@ class Transfer:
                 )
 
 
-def _table(rows: list[Sequence[int]], device: torch.device) -> torch.Tensor | None:
+def _make_table(rows: list[Sequence[int]], device: torch.device) -> torch.Tensor | None:
     return torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
 
 

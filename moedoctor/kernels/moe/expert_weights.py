@@ -43,7 +43,7 @@ class ExpertWeights:
         return self.halves, rows, min(columns, depth)
 
 
-def fp8_weights(
+def make_fp8_weights(
     values: torch.Tensor,
     scale: torch.Tensor,
     *,
@@ -83,7 +83,7 @@ def fp8_weights(
     return ExpertWeights(values, None, scale.contiguous(), bias, block, halves)
 
 
-def nvfp4_weights(
+def make_nvfp4_weights(
     packed: torch.Tensor,
     block_scales: torch.Tensor,
     global_scale: torch.Tensor,

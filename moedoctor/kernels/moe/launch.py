@@ -14,7 +14,7 @@ from functools import cache
 import torch
 import triton
 
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import make_current
 from moedoctor.kernels.moe.decode import down_kernel, up_kernel
 from moedoctor.kernels.moe.decode_rows import down_rows_kernel, up_rows_kernel
 from moedoctor.kernels.moe.expert_weights import ExpertWeights
@@ -23,10 +23,10 @@ from moedoctor.kernels.moe.rows import plan_kernel, sort_kernel, sum_kernel
 from moedoctor.kernels.moe.tiles import (
     RowTile,
     Tile,
-    block_tiles,
-    measured_tiles,
-    row_tiles,
-    slot_tiles,
+    choose_block_tiles,
+    choose_row_tiles,
+    choose_slot_tiles,
+    find_measured_tiles,
 )
 
 _SORTED_AT_ONCE = 2048
@@ -67,12 +67,12 @@ def launch_up(
 ) -> None:
     """Write the activated first product of each pair that has a slot to `h`; the other rows stay."""
     (tokens, hidden_size), top_k, intermediate_size = x.shape, slot_ids.shape[1], h.shape[1]
-    block_k = _block(hidden_size, 512)
+    block_k = _choose_block(hidden_size, 512)
     block_n = max(4096 // block_k, 1)
-    with on_device(x):
+    with make_current(x):
         up_kernel[(triton.cdiv(intermediate_size, block_n) * tokens * top_k,)](
             x,
-            _readable(weights["w13"]),
+            _make_readable(weights["w13"]),
             weights.get("w13_scale", x),
             weights.get("w13_bias", x),
             slot_ids,
@@ -100,12 +100,12 @@ def launch_down(
 ) -> None:
     """Write to `out`, or add to it, the sum over a token's experts of topk_weight times second product."""
     (tokens, hidden_size), top_k, intermediate_size = out.shape, slot_ids.shape[1], h.shape[1]
-    lanes, block_k = triton.next_power_of_2(top_k), _block(intermediate_size, 256)
+    lanes, block_k = triton.next_power_of_2(top_k), _choose_block(intermediate_size, 256)
     block_n = max(4096 // (block_k * lanes), 1)
-    with on_device(h):
+    with make_current(h):
         down_kernel[(triton.cdiv(hidden_size, block_n) * tokens,)](
             h,
-            _readable(weights["w2"]),
+            _make_readable(weights["w2"]),
             weights.get("w2_scale", h),
             weights.get("w2_bias", h),
             slot_ids,
@@ -168,7 +168,7 @@ class Rows:
         pairs = _count_pairs(ids)
         order, row = torch.empty((2, pairs), dtype=torch.int32, device=x.device)  # [T * K] each
         ends = torch.empty(num_experts, dtype=torch.int32, device=x.device)  # [E]
-        with on_device(x):
+        with make_current(x):
             sort_kernel[(num_experts,)](ids, order, row, ends, pairs, CHUNK=_SORTED_AT_ONCE, num_warps=8)
         h, product = x.new_empty((pairs, intermediate_size)), x.new_empty((pairs, x.shape[1]))
         return cls(x, ids, order, row, ends, h, product)
@@ -189,13 +189,13 @@ def launch_products(
     experts. The first product is written to `rows.h`, the second to `rows.product`. `products` selects one of
     them.
     """
-    tiles = tiles or slot_tiles(rows.ids.numel(), len(rows.ends), rows.x.element_size())
+    tiles = tiles or choose_slot_tiles(rows.ids.numel(), len(rows.ends), rows.x.element_size())
     for name, tile in zip(("w13", "w2"), tiles, strict=True):
         if name not in products:
             continue
         a, out = (rows.x, rows.h) if name == "w13" else (rows.h, rows.product)
-        width, weight = out.shape[1], _readable(weights[name])
-        with on_device(a):
+        width, weight = out.shape[1], _make_readable(weights[name])
+        with make_current(a):
             slot_product[(triton.cdiv(width, tile.block_n) * tile.splits * weight.shape[0],)](
                 a,
                 weight,
@@ -253,7 +253,9 @@ def run_experts(
     num_experts, pairs = w13.values.shape[0], topk_ids.numel()
     gated = activation != "relu2"
     intermediate_size = w13.values.shape[1] // 2 if gated else w13.values.shape[1]
-    tiles = tiles or _tiles(x, topk_ids.shape[1], num_experts, w13.quantization, intermediate_size, gated)
+    tiles = tiles or _choose_tiles(
+        x, topk_ids.shape[1], num_experts, w13.quantization, intermediate_size, gated
+    )
     h = x.new_empty((pairs, intermediate_size))  # [T * K, I]
     output = torch.empty_like(x) if out is None else out  # [T, H]
     first, second = tiles
@@ -318,10 +320,10 @@ def _launch_rows(
         "larger": 2.0**64 if h.dtype is torch.bfloat16 and w13.quantization == "nvfp4" else 1.0,
         "early": early,
     }
-    with on_device(x):
+    with make_current(x):
         up_rows_kernel[(triton.cdiv(intermediate_size, first.block_n) * tokens * top_k,)](
             x,
-            _words(w13),
+            _view_words(w13),
             w13.scale if w13.block_scales is None else w13.block_scales,
             w13.scale,
             w13.scale if w13.bias is None else w13.bias,
@@ -340,7 +342,7 @@ def _launch_rows(
         )
         down_rows_kernel[(parts * splits * tokens,)](
             h,
-            _words(w2),
+            _view_words(w2),
             w2.scale if w2.block_scales is None else w2.block_scales,
             w2.scale,
             w2.scale if w2.bias is None else w2.bias,
@@ -358,30 +360,30 @@ def _launch_rows(
             GROUPS=second.groups,
             num_warps=second.warps,
             **common,
-            **_dependent(early),
+            **_allow_early(early),
         )
 
 
-def _words(weight: ExpertWeights) -> torch.Tensor:
+def _view_words(weight: ExpertWeights) -> torch.Tensor:
     """Return the values as int32: those of NVFP4 as they are, of FP8 four in each."""
     return weight.values.view(torch.int32)
 
 
-def _readable(weight: torch.Tensor) -> torch.Tensor:
+def _make_readable(weight: torch.Tensor) -> torch.Tensor:
     """Return FP8 weights as bytes if Triton has no FP8 for their device; kernels over slots decode them."""
-    if weight.dtype is torch.float8_e4m3fn and _capability(weight.device) < (8, 9):
+    if weight.dtype is torch.float8_e4m3fn and _read_capability(weight.device) < (8, 9):
         return weight.view(torch.uint8)
     return weight
 
 
-def _tiles(
+def _choose_tiles(
     x: torch.Tensor, top_k: int, num_experts: int, quantization: str, intermediate_size: int, gated: bool
 ) -> tuple[Tile, Tile] | tuple[RowTile, RowTile]:
     """Return measured tiles on the kind of GPU where they were measured, else those of a rule."""
     tokens, hidden_size = x.shape
     pairs, measured = tokens * top_k, None
     if pairs and _is_hopper(x.device):
-        measured = measured_tiles(
+        measured = find_measured_tiles(
             pairs,
             num_experts,
             quantization,
@@ -391,8 +393,8 @@ def _tiles(
         )
     return (
         measured
-        or row_tiles(tokens, top_k, num_experts, quantization, gated=gated)
-        or block_tiles(pairs, num_experts, quantization, gated=gated)
+        or choose_row_tiles(tokens, top_k, num_experts, quantization, gated=gated)
+        or choose_block_tiles(pairs, num_experts, quantization, gated=gated)
     )
 
 
@@ -410,7 +412,7 @@ def plan_blocks(
     blocks = min(pairs, blocks)
     order = torch.empty(pairs, dtype=torch.int32, device=topk_ids.device)  # [P]
     plan = torch.empty((blocks, 3), dtype=torch.int32, device=topk_ids.device)  # [B, 3]
-    with on_device(topk_ids):
+    with make_current(topk_ids):
         plan_kernel[(num_experts,)](
             topk_ids.contiguous(),
             order,
@@ -445,10 +447,10 @@ def launch_block_product(
     order, blocks = plan or (topk_ids, topk_ids)
     width, depth = out.shape[-1], a.shape[1]
     count = len(blocks) if plan else topk_ids.numel()  # without a plan the pairs of one token
-    values = weight.values if weight.quantization == "none" else _words(weight)
+    values = weight.values if weight.quantization == "none" else _view_words(weight)
     scales = weight.scale_layout(depth)
     block_k = _step(tile, weight, depth)
-    with on_device(a):
+    with make_current(a):
         for start in range(0, count, _MOST_ROWS):
             block_product[
                 triton.cdiv(width, tile.block_n), min(count - start, _MOST_ROWS), tile.depth_splits
@@ -482,7 +484,7 @@ def launch_block_product(
                 early=tile.early,
                 num_warps=tile.warps,
                 num_stages=tile.stages,
-                **_dependent(tile.early and (second or plan is not None)),
+                **_allow_early(tile.early and (second or plan is not None)),
             )
 
 
@@ -506,8 +508,8 @@ def _sum(
     early: bool = False,
 ) -> None:
     tokens, width = out.shape
-    block_n = _block(width, 1024)
-    with on_device(out):
+    block_n = _choose_block(width, 1024)
+    with make_current(out):
         sum_kernel[(triton.cdiv(width, block_n) * tokens,)](
             product,
             ids,
@@ -522,11 +524,11 @@ def _sum(
             adds=adds,
             BLOCK_N=block_n,
             early=early,
-            **_dependent(early),
+            **_allow_early(early),
         )
 
 
-def _dependent(early: bool) -> dict[str, bool]:
+def _allow_early(early: bool) -> dict[str, bool]:
     """Return Triton's option for a launch that may begin before the one before it has ended."""
     return {"launch_pdl": True} if early else {}
 
@@ -541,19 +543,19 @@ def _count_pairs(ids: torch.Tensor) -> int:
     return pairs
 
 
-def _block(width: int, most: int) -> int:
+def _choose_block(width: int, most: int) -> int:
     return int(min(max(triton.next_power_of_2(width), 16), most))
 
 
 def _has_dependent_launches(device: torch.device) -> bool:
-    return _capability(device) >= (9, 0)
+    return _read_capability(device) >= (9, 0)
 
 
 def _is_hopper(device: torch.device) -> bool:
-    return _capability(device)[0] == 9
+    return _read_capability(device)[0] == 9
 
 
 @cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def _read_capability(device: torch.device) -> tuple[int, int]:
     """Return the compute capability of a GPU, (0, 0) for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -60,7 +60,7 @@ class RowTile:
         return max(1, min(self.block_n, 16 * self.warps // self.groups))
 
 
-def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
+def choose_slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
     """Return the tiles of both products over slots, by the mean rows of an expert.
 
     `size`: bytes of an element of `x`. The number of slots does not matter: a call in groups computes each
@@ -80,14 +80,14 @@ def slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
     )
 
 
-def measured_tiles(
+def find_measured_tiles(
     pairs: int, experts: int, quantization: str, *, hidden_size: int, intermediate_size: int, gated: bool
 ) -> tuple[Tile, Tile] | tuple[RowTile, RowTile] | None:
     """Return the tiles that were the fastest for a layer of these sizes, or None if it was not measured.
 
     Those of the nearest number of pairs, if it is within a factor of two.
     """
-    measured = _table().get((quantization, hidden_size, intermediate_size, gated, experts), {})
+    measured = _load_table().get((quantization, hidden_size, intermediate_size, gated, experts), {})
     nearest = min(measured, key=lambda number: abs(math.log(number / pairs)), default=0)
     return measured[nearest] if pairs / 2 <= nearest <= pairs * 2 else None
 
@@ -98,7 +98,7 @@ def read_tile(fields: Mapping[str, Any]) -> Tile | RowTile:
 
 
 @cache
-def _table() -> Mapping[tuple[Any, ...], Mapping[int, Any]]:
+def _load_table() -> Mapping[tuple[Any, ...], Mapping[int, Any]]:
     """Return (quantization, hidden size, intermediate size, gated, experts) -> pairs -> tiles."""
     if not TABLE.exists():
         return {}
@@ -110,7 +110,7 @@ def _table() -> Mapping[tuple[Any, ...], Mapping[int, Any]]:
     }
 
 
-def row_tiles(
+def choose_row_tiles(
     tokens: int, top_k: int, experts: int, quantization: str, *, gated: bool
 ) -> tuple[RowTile, RowTile] | None:
     """Return the tiles of both products for few tokens, or None if blocks are faster.
@@ -127,7 +127,7 @@ def row_tiles(
     return None
 
 
-def block_tiles(pairs: int, experts: int, quantization: str, *, gated: bool) -> tuple[Tile, Tile]:
+def choose_block_tiles(pairs: int, experts: int, quantization: str, *, gated: bool) -> tuple[Tile, Tile]:
     """Return the tiles of both products over blocks. A gated first product computes two halves at once.
 
     `quantization` is ``none``, ``fp8`` or ``nvfp4``.

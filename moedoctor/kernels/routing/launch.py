@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from moedoctor.kernels.device_guard import on_device
+from moedoctor.kernels.device_guard import make_current
 from moedoctor.kernels.routing.half_softmax import half_softmax_kernel
 from moedoctor.kernels.routing.topk import topk_kernel
 
@@ -58,9 +58,9 @@ def launch_topk(
     if tokens == 0:
         return
     policy = nan_policy or "none"
-    with on_device(logits):
+    with make_current(logits):
         if is_half_softmax(logits, top_k, scoring, bias, num_groups, routed_scaling_factor):
-            shape = shape or half_softmax_shape(tokens, experts)
+            shape = shape or choose_half_softmax_shape(tokens, experts)
             half_softmax_kernel[(triton.cdiv(tokens, shape.rows),)](
                 logits,
                 weights,
@@ -80,7 +80,7 @@ def launch_topk(
             )
             return
         groups = num_groups if num_groups > 1 else 0
-        shape = shape or topk_shape(tokens, experts, top_k, num_groups, logits.element_size(), policy)
+        shape = shape or choose_topk_shape(tokens, experts, top_k, num_groups, logits.element_size(), policy)
         topk_kernel[(triton.cdiv(tokens, shape.rows),)](
             logits,
             logits if bias is None else bias,
@@ -124,7 +124,7 @@ def is_half_softmax(
     )
 
 
-def half_softmax_shape(tokens: int, experts: int) -> Shape:
+def choose_half_softmax_shape(tokens: int, experts: int) -> Shape:
     """Return the shape of `half_softmax_kernel`, from measurements on an H200.
 
     Few tokens: a program of one warp each. More: fewer programs with more rows, as starting a program takes
@@ -141,7 +141,7 @@ def half_softmax_shape(tokens: int, experts: int) -> Shape:
     return Shape(rows=16, lanes=lanes, width=width, warps=4, registers=72)
 
 
-def topk_shape(
+def choose_topk_shape(
     tokens: int, experts: int, top_k: int, num_groups: int, element_size: int, policy: str = "zero"
 ) -> Shape:
     """Return the shape of `topk_kernel`: each padded group starts on a lane of its own.

@@ -47,7 +47,7 @@ def value_of(code: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def sanitise(x: tl.tensor) -> tl.tensor:
+def sanitize(x: tl.tensor) -> tl.tensor:
     """Replace NaN and -Inf by the lowest finite float32, +Inf by the highest."""
     return tl.where(x == x, tl.minimum(tl.maximum(x, LOWEST), HIGHEST), LOWEST)
 

@@ -10,7 +10,7 @@ from moedoctor.kernels.routing.ranking import (
     choice_code,
     drop,
     holds_non_finite,
-    sanitise,
+    sanitize,
     score_of,
     softmax_terms,
 )
@@ -63,7 +63,7 @@ def route_rows(
     """
     clean = x
     if policy == "finite":
-        clean = tl.where(present, sanitise(x), float("-inf"))
+        clean = tl.where(present, sanitize(x), float("-inf"))
     if scoring == "softmax":
         top, reciprocal = softmax_terms(clean)  # [rows]
     else:
@@ -78,7 +78,7 @@ def route_rows(
     # Reading the chosen logits again is cheaper than carrying a second value through every pick.
     chosen = tl.load(row_ptr[None, :] + ids.to(tl.int64) * stride_expert).to(tl.float32)  # [lanes, rows]
     if policy == "finite":
-        chosen = sanitise(chosen)
+        chosen = sanitize(chosen)
     return score_of(chosen, top[None, :], reciprocal[None, :], scoring, policy), ids, highest
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import moedoctor
 from moedoctor.fixes.backends import Selection, select
-from moedoctor.fixes.backends.release_tables import SCHEMES, releases
+from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases
 from moedoctor.processes.files import write
 from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.page import Heading, Paragraph, Span, Table, Text
@@ -111,7 +111,7 @@ def _lines(capability: str, scheme: str, activation: str) -> Iterator[Line]:
     for parallel, (ep, dp) in PARALLEL.items():
         selections = [
             select(capability, scheme, release=release, ep=ep, dp=dp, activation=activation)
-            for release in releases()
+            for release in load_releases()
         ]
         runs[parallel] = [tuple(group) for _, group in itertools.groupby(selections, key=_answer)]
         key = tuple((_span(run), _answer(run[0])) for run in runs[parallel])

@@ -18,7 +18,7 @@ from unittest import mock
 
 from packaging.version import Version
 
-from moedoctor.fixes.arch.flashinfer import ArchReading, moe_majors
+from moedoctor.fixes.arch.flashinfer import ArchReading, list_moe_majors
 from moedoctor.fixes.arch.targets import Capability, CudaVersion, show
 from moedoctor.results import UnavailableError
 
@@ -73,7 +73,7 @@ class FlashInferContext:
             ):
                 changes.enter_context(mock.patch.object(owner, name, function))
             try:
-                majors = list(moe_majors(capability))
+                majors = list(list_moe_majors(capability))
                 flags = self.context().get_nvcc_flags_list(supported_major_versions=majors)
             except Exception as error:
                 return ArchReading((), f"{type(error).__name__}: {error}")

@@ -57,10 +57,10 @@ def test_fewer_experts_miss_if_the_most_used_come_last(
         points = replay_trace(shipped_trace(), capacities=[8, 16, 32], policies=["aging"], batch=8)
         return [point.hit_rate for point in points]
 
-    by_use, parts = rates(), eviction._parts
+    by_use, parts = rates(), eviction._split_into_parts
     monkeypatch.setattr(
         eviction,
-        "_parts",
+        "_split_into_parts",
         lambda needed, resident, uses, capacity: parts(needed, resident, [0] * len(uses), capacity),
     )
     by_id = rates()

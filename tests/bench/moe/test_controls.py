@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from moedoctor.bench.moe.controls import controls, wrong_problems
-from moedoctor.fixes.moe.weight_layout import linear_scales, tiled_scales
+from moedoctor.fixes.moe.weight_layout import flatten_scales, tile_scales
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe_layer import Layer, make_layer, make_problem
@@ -24,10 +24,10 @@ def planted(name: str, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_each_layout_goes_to_the_kernel_that_reads_the_other() -> None:
     linear, given = planted("swizzled_for_linear", WHOLE_TILES)
-    assert torch.equal(given, tiled_scales(linear)), "a linear reader sees the bytes of the tiles"
+    assert torch.equal(given, tile_scales(linear)), "a linear reader sees the bytes of the tiles"
     linear, given = planted("linear_for_swizzled", WHOLE_TILES)
-    assert torch.equal(tiled_scales(given), linear), "what a backend swizzles becomes the bytes of the rows"
-    assert torch.equal(given, linear_scales(linear, 256, 32))
+    assert torch.equal(tile_scales(given), linear), "what a backend swizzles becomes the bytes of the rows"
+    assert torch.equal(given, flatten_scales(linear, 256, 32))
     assert not torch.equal(given, planted("swizzled_for_linear", WHOLE_TILES)[1])
 
 

@@ -7,7 +7,7 @@ from moedoctor.bench.moe import parity
 from moedoctor.bench.moe.controls import controls
 from moedoctor.bench.moe.own_backends import Ours, Reference
 from moedoctor.bench.moe.parity import check_parity, unusual_ids
-from moedoctor.fixes.moe.weight_layout import up_first
+from moedoctor.fixes.moe.weight_layout import put_up_first
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_backend import Prepared
 from moedoctor.reference.moe_layer import Layer, make_layer, make_problem
@@ -120,7 +120,7 @@ def test_a_too_lax_harness_reports_what_it_missed(monkeypatch: pytest.MonkeyPatc
 
 class Swaps(FakeBackend):
     def prepare(self, layer: Layer) -> Prepared:
-        return super().prepare(replace(layer, w13=up_first(layer.w13)))
+        return super().prepare(replace(layer, w13=put_up_first(layer.w13)))
 
 
 @pytest.mark.parametrize(

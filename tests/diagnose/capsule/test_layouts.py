@@ -16,15 +16,15 @@ from moedoctor.diagnose.capsule.layouts import (
     TILED,
     backend_tensors,
 )
-from moedoctor.fixes.moe.weight_layout import tiled_scales, up_first
+from moedoctor.fixes.moe.weight_layout import put_up_first, tile_scales
 from moedoctor.trace.capsule import Capsule
 from tests.capsules import make_capsule
 
 _FORMS = {
     AS_STORED: ("w13", lambda tensor: tensor),
-    EXCHANGED: ("w13", up_first),
-    TILED: ("w13_block_scales", tiled_scales),
-    f"{TILED}, {EXCHANGED}": ("w13_block_scales", lambda tensor: tiled_scales(up_first(tensor))),
+    EXCHANGED: ("w13", put_up_first),
+    TILED: ("w13_block_scales", tile_scales),
+    f"{TILED}, {EXCHANGED}": ("w13_block_scales", lambda tensor: tile_scales(put_up_first(tensor))),
     REORDERED: ("w2", lambda tensor: tensor.flatten(1).flip(1)),
     REPACKED: ("w2", lambda tensor: (tensor >> 4 | tensor << 4).flatten(1).view(torch.int32)),
 }
@@ -53,7 +53,7 @@ def test_layouts_and_an_expert_in_the_place_of_another(form: str, place: int, st
 
 def test_linear_scales_beside_tiled_ones_are_named() -> None:
     capsule = make_capsule("nvfp4")
-    tiled = tiled_scales(capsule.tensors["w13_block_scales"]).view(torch.uint8).clone()  # [U, 256, 16]
+    tiled = tile_scales(capsule.tensors["w13_block_scales"]).view(torch.uint8).clone()  # [U, 256, 16]
     tiled[5] = capsule.tensors["w13_block_scales"][5].view(torch.uint8)
     (found,) = backend_tensors(_with(capsule, "w13_weight_scale", tiled.view(torch.float8_e4m3fn)))
     assert found.form == TILED

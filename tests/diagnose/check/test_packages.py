@@ -11,7 +11,7 @@ import pytest
 from packaging.version import Version
 
 from moedoctor.diagnose.check.packages import Fit, package_fits
-from moedoctor.fixes.backends.release_tables import releases
+from moedoctor.fixes.backends.release_tables import load_releases
 
 
 def machine(packages: Mapping[str, str], requires: tuple[str, ...] = (), **facts: str | None) -> Any:
@@ -31,9 +31,9 @@ def fits(
     return {f"{fit.package} by {fit.by.split()[0]}": (fit.expected, fit.ok) for fit in pairs}
 
 
-@pytest.mark.parametrize("release", releases())
+@pytest.mark.parametrize("release", load_releases())
 def test_what_a_release_pins_fits_it(release: str) -> None:
-    pins = releases()[release]
+    pins = load_releases()[release]
     packages = {"vllm": release, "torch": f"{pins.torch}+cu130", "flashinfer-python": pins.flashinfer}
     if pins.flashinfer_cubin:
         packages["flashinfer-cubin"] = pins.flashinfer_cubin
@@ -41,11 +41,11 @@ def test_what_a_release_pins_fits_it(release: str) -> None:
 
 
 def test_the_table_grows_with_the_releases() -> None:
-    assert len(releases()) == 24
-    order = sorted(releases(), key=Version)
-    assert list(releases()) == order
+    assert len(load_releases()) == 24
+    order = sorted(load_releases(), key=Version)
+    assert list(load_releases()) == order
     for name in ("torch", "flashinfer", "cuda"):
-        values = [Version(getattr(releases()[release], name)) for release in order]
+        values = [Version(getattr(load_releases()[release], name)) for release in order]
         assert values == sorted(values), name
 
 
@@ -123,5 +123,5 @@ def test_text_that_is_no_version_is_compared_as_it_is() -> None:
 def test_the_table_says_what_the_installed_vllm_says() -> None:
     release = Version(importlib.metadata.version("vllm")).public
     lines = importlib.metadata.requires("vllm") or []
-    assert f"torch=={releases()[release].torch}" in lines
-    assert f"flashinfer-python=={releases()[release].flashinfer}" in lines
+    assert f"torch=={load_releases()[release].torch}" in lines
+    assert f"flashinfer-python=={load_releases()[release].flashinfer}" in lines

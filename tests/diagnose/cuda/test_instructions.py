@@ -21,14 +21,14 @@ from moedoctor.diagnose.cuda.instructions import (
     summarise,
     takes,
 )
-from moedoctor.fixes.arch.targets import Target, sass_loads, toolkit_knows, toolkit_targets
+from moedoctor.fixes.arch.targets import Target, is_known_target, list_targets, loads_sass
 from moedoctor.processes import cuda_tools
 from moedoctor.processes.cuda_tools import Tool, find_tools, run_tool
 
 COMPILERS = find_compilers()
 needs_compiler = pytest.mark.skipif(not COMPILERS, reason="needs ptxas: pip install triton, or CUDA on PATH")
 EVERY_TARGET = sorted(
-    {target for cuda in ((12, 8), (12, 9), (13, 4)) for target in toolkit_targets(cuda) if target.major > 6}
+    {target for cuda in ((12, 8), (12, 9), (13, 4)) for target in list_targets(cuda) if target.major > 6}
 )
 NOWHERE = {"PATH": "/nonexistent"}
 
@@ -44,7 +44,7 @@ def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("compiler", COMPILERS, ids=str)
 def test_every_compiler_accepts_what_the_table_says(compiler: Tool) -> None:
     known = [str(target) for target in EVERY_TARGET if attempt(compiler, target, None).accepted]
-    assert known == [str(target) for target in EVERY_TARGET if toolkit_knows(target, compiler.cuda)]
+    assert known == [str(target) for target in EVERY_TARGET if is_known_target(target, compiler.cuda)]
     for target in ("89", "90", "90a", "100a", "100f", "110a", "120", "120a", "120f", "121a"):
         parsed = Target.parse(target)
         taken = [name for name, result in attempts(compiler, parsed, INSTRUCTIONS).items() if result.accepted]
@@ -75,16 +75,16 @@ def test_the_compiler_is_quoted() -> None:
 
 @needs_compiler
 def test_families_are_those_of_the_compiler(tmp_path: Path) -> None:
-    """PTX of a family target compiles for exactly those GPUs that `sass_loads` names."""
+    """PTX of a family target compiles for exactly those GPUs that `loads_sass` names."""
     newest = COMPILERS[-1]
     if newest.cuda < (12, 9):
         pytest.skip(f"{newest} knows no family targets")
-    plain = [target for target in toolkit_targets(newest.cuda) if not target.suffix and target.major >= 10]
-    for source in (target for target in toolkit_targets(newest.cuda) if target.suffix):
+    plain = [target for target in list_targets(newest.cuda) if not target.suffix and target.major >= 10]
+    for source in (target for target in list_targets(newest.cuda) if target.suffix):
         reached = [gpu.capability for gpu in plain if _goes_to(newest, source, gpu, tmp_path)]
         # ptxas refuses ``a`` PTX for the plain target of the same GPU, but the driver accepts it.
         mine = source.capability if source.suffix == "a" else None
-        loads = [gpu.capability for gpu in plain if sass_loads(source, gpu.capability)]
+        loads = [gpu.capability for gpu in plain if loads_sass(source, gpu.capability)]
         assert reached == [gpu for gpu in loads if gpu != mine], str(source)
 
 

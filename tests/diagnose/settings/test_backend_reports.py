@@ -9,7 +9,7 @@ import pytest
 
 from moedoctor.commands import backends as command
 from moedoctor.fixes.backends import select
-from moedoctor.fixes.backends.release_tables import releases
+from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.reporters.pages.backend_pages import FAMILIES, write_reports
 
 KEPT = Path(__file__).resolve().parents[3] / "reports" / "backends"
@@ -54,7 +54,7 @@ def test_every_release_and_setting_is_in_the_json_once_and_right(capability: str
         ]
     layers = {key[:2] for key in keys}
     assert ("nvfp4", "relu2_no_mul") in layers
-    assert len(keys) == len(layers) * len(PARALLEL) * len(releases())
+    assert len(keys) == len(layers) * len(PARALLEL) * len(load_releases())
 
 
 def test_the_markdown_is_one_table_a_family(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from moedoctor.diagnose.settings.tables import (
     vllm_flags,
     vllm_variables,
 )
-from moedoctor.fixes.backends.release_tables import SCHEMES, releases
+from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases
 
 RELEASES = vllm_variables().releases
 
@@ -250,7 +250,9 @@ def test_the_installed_flashinfer_is_preferred_to_the_pinned_one() -> None:
 
 
 def test_every_pinned_flashinfer_is_in_its_table() -> None:
-    assert {release.flashinfer for release in releases().values()} <= set(flashinfer_variables().releases)
+    assert {release.flashinfer for release in load_releases().values()} <= set(
+        flashinfer_variables().releases
+    )
 
 
 def test_an_unknown_release_is_refused() -> None:

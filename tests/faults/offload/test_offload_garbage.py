@@ -26,7 +26,7 @@ from moedoctor.faults.offload.offload_garbage_lab import (
     fit_together,
     own_model_trial,
 )
-from moedoctor.fixes.backends.release_tables import releases as vllm_releases
+from moedoctor.fixes.backends.release_tables import load_releases as vllm_releases
 from moedoctor.interfaces import Judgement
 from moedoctor.results import CaseResult, CaseVerdict, Tier
 from moedoctor.runner.plan import Options, plan

@@ -142,12 +142,12 @@ def test_a_layout_is_damaged_in_every_expert_and_wholly_repaired(
 
 
 def test_a_repair_that_forgets_the_scales_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    whole = gate_up_order_lab.up_first
+    whole = gate_up_order_lab.put_up_first
 
     def careless(w13: Nvfp4) -> Nvfp4:
         return replace(whole(w13), block_scales=w13.block_scales)
 
-    monkeypatch.setattr(gate_up_order_lab, "up_first", careless)
+    monkeypatch.setattr(gate_up_order_lab, "put_up_first", careless)
     right, repaired = written(tmp_path, MD017.reference, MD017.repaired)
     name = "model.layers.0.mlp.experts.0.gate_proj.weight_scale"
     assert not torch.equal(right[name].float(), repaired[name].float())

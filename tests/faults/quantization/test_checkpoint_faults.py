@@ -18,7 +18,7 @@ from moedoctor.faults.quantization.input_scale_missing_lab import quantized
 from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissing
 from moedoctor.faults.quantization.scale_layout import ScaleLayout, ScaleLayoutParameters
 from moedoctor.faults.quantization.scale_layout_lab import TiledKernel, places
-from moedoctor.fixes.moe.weight_layout import tiled_scales, up_first
+from moedoctor.fixes.moe.weight_layout import put_up_first, tile_scales
 from moedoctor.interfaces import Fault
 from moedoctor.reference import fp8
 from moedoctor.reference.nvfp4 import round_trip
@@ -148,7 +148,7 @@ def test_nan_in_the_padding_reaches_every_token() -> None:
 
 def test_a_fix_that_forgets_the_scales_is_noticed() -> None:
     def careless(w13: Any) -> Any:
-        return replace(up_first(w13), block_scales=w13.block_scales)
+        return replace(put_up_first(w13), block_scales=w13.block_scales)
 
     evidence = gate_up_order_lab.measure(GateUpOrderParameters(), "cpu", careless).evidence
     assert ORDER.judge_tensors(evidence).verdict is CaseVerdict.REPRODUCED
@@ -156,7 +156,7 @@ def test_a_fix_that_forgets_the_scales_is_noticed() -> None:
 
 def test_a_fix_that_exchanges_two_tiles_is_noticed() -> None:
     def careless(scales: torch.Tensor) -> torch.Tensor:
-        return tiled_scales(scales.view(torch.uint8).roll(128, 1).view(scales.dtype))
+        return tile_scales(scales.view(torch.uint8).roll(128, 1).view(scales.dtype))
 
     evidence = scale_layout_lab.measure(ScaleLayoutParameters(), "cpu", TiledKernel(careless)).evidence
     assert LAYOUT.judge_tensors(evidence).verdict is CaseVerdict.REPRODUCED
@@ -165,7 +165,7 @@ def test_a_fix_that_exchanges_two_tiles_is_noticed() -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(256, 8), (192, 10), (3, 1)])
 def test_the_kernel_reads_where_the_swizzle_writes(rows: int, columns: int) -> None:
     scales = torch.randint(0, 127, (2, rows, columns), dtype=torch.uint8)
-    memory = tiled_scales(scales).flatten(1)
+    memory = tile_scales(scales).flatten(1)
     assert torch.equal(memory[:, places(rows, columns, scales.device)], scales)
 
 

@@ -17,7 +17,7 @@ from moedoctor.faults.routing import sentinel_ids as md016
 from moedoctor.faults.routing import sentinel_ids_lab as lab
 from moedoctor.faults.routing.sentinel_ids import SentinelIds, SentinelIdsParameters
 from moedoctor.faults.routing.sentinel_ids_lab import FAULTY, make_batch, observe
-from moedoctor.fixes.expert_ids import local_ids
+from moedoctor.fixes.expert_ids import find_local_ids
 from moedoctor.interfaces import Measurement
 from moedoctor.results import CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip
 from moedoctor.upstream.releases.installed import installed_release
@@ -67,7 +67,7 @@ def test_empty_slots_of_weight_zero_are_noticed_too() -> None:
 def test_local_ids_by_hand() -> None:
     expert_map = torch.tensor([-1, -1, 0, 1])
     ids = torch.tensor([[3, 0], [-1, 2], [4, -7]], dtype=torch.int32)
-    assert local_ids(ids, expert_map).tolist() == [[1, -1], [-1, 0], [-1, -1]]
+    assert find_local_ids(ids, expert_map).tolist() == [[1, -1], [-1, 0], [-1, -1]]
 
 
 NONE, PADDING, DROPPED = md016.IDS

@@ -13,7 +13,7 @@ from fault_cases import case, claim_of, run
 from vllm_stub import write
 
 from moedoctor.faults.selection.backend_override import BackendOverride
-from moedoctor.fixes.backends.release_tables import releases
+from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.interfaces import Measurement
 from moedoctor.results import CaseResult, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
 from moedoctor.scenario import file as scenario
@@ -23,7 +23,7 @@ FILE = Path(__file__).resolve().parents[3] / "scenarios" / "backend_override.yam
 SEED = {"setting": "VLLM_NVFP4_MOE_BACKEND=MARLIN", "wants": "MARLIN", "activation": "relu2_no_mul"}
 
 
-@pytest.mark.parametrize("release", releases())
+@pytest.mark.parametrize("release", load_releases())
 def test_in_every_release_the_variable_is_lost_and_the_fix_honours_it(release: str) -> None:
     judged, evidence = run(FAULT, "faulty", **SEED, release=release)
     assert judged.verdict is CaseVerdict.REPRODUCED

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from moedoctor.fixes.cache import device
-from moedoctor.fixes.cache.engine import table_after
+from moedoctor.fixes.cache.engine import predict_table
 from moedoctor.fixes.eviction import ONLINE_POLICIES
-from moedoctor.fixes.expert_cache import ExpertCache, followed
+from moedoctor.fixes.expert_cache import ExpertCache, choose_followed
 from moedoctor.fixes.layer_stream import LayerStream
 from moedoctor.kernels.cache.transfer import Transfer
 from tests.fixes.cache.checks import assert_consistent, assert_holds
@@ -112,7 +112,7 @@ def policies() -> None:
             cache.acquire(IDS)
         for _ in range(12):
             ids = torch.randint(0, EXPERTS, (1, 3), generator=draw)  # [T, K]
-            table = cache._engine.table()
+            table = cache._engine.read_table()
             table.step(sorted(set(ids.flatten().tolist())))
             assert_holds(ids, cache.acquire(ids), WEIGHTS)
             assert cache.resident() == table.expert_of
@@ -168,8 +168,8 @@ def seeded() -> None:
         ):  # the last goes in groups
             ids = torch.randint(-1, EXPERTS, (tokens, top_k), generator=draw, dtype=torch.int32)  # [T, K]
             cache.seed_from(ids, WEIGHTS)
-            expected = table_after(followed(ids), EXPERTS, SLOTS, policy)
-            got = cache._engine.table()
+            expected = predict_table(choose_followed(ids), EXPERTS, SLOTS, policy)
+            got = cache._engine.read_table()
             assert (got.expert_of, got.uses, got.clock) == (expected.expert_of, expected.uses, expected.clock)
             assert_consistent(cache, WEIGHTS)
             assert cache.stats == before
@@ -194,7 +194,7 @@ def streamed() -> None:
         assert all(cache.packed is packed for cache in caches)
         stream = LayerStream(caches)
         for number in (0, 1, 2, 0, 2, 2, 1):
-            with stream.layer(number) as weights:
+            with stream.fetch(number) as weights:
                 for name, tensor in layers[number].items():
                     assert torch.equal(weights[name].view(torch.uint8), tensor.view(torch.uint8)), name
                 caches[number].seed_from(torch.tensor([[number, 5], [7, 11]]), weights)

@@ -218,7 +218,7 @@ def test_a_restored_table_makes_the_same_decisions(
     table = SlotTable(EXPERTS, capacity, policy)
     for index, call in enumerate(trace):
         if index == len(trace) // 2:
-            table = SlotTable.restored(capacity, policy, table.slot_of, table.uses, table.last, table.clock)
+            table = SlotTable.restore(capacity, policy, table.slot_of, table.uses, table.last, table.clock)
         table.step(sorted(set(call)))
     whole = SlotTable(EXPERTS, capacity, policy)
     replay(trace, whole)

@@ -16,7 +16,7 @@ from hypothesis import given
 
 from moedoctor.fixes.cache.host import HostEngine
 from moedoctor.fixes.eviction import ONLINE_POLICIES, Load, SlotTable, replay, simulate
-from moedoctor.fixes.expert_cache import CacheBusy, CachedExperts, CacheOverflow, ExpertCache, followed
+from moedoctor.fixes.expert_cache import CacheBusy, CachedExperts, CacheOverflow, ExpertCache, choose_followed
 from moedoctor.reference.expert_cache import PrRule
 from tests.fixes.cache.checks import EXPERTS, WEIGHTS, assert_consistent, assert_holds
 from tests.interpreted import needs_triton, run_check
@@ -122,13 +122,13 @@ def test_groups_run_resident_experts_first() -> None:
 @pytest.mark.parametrize(("tokens", "real"), [(5, 2), (200, 120), (200, 1), (96, 1 << 30)])
 def test_a_prompts_padding_is_not_followed(tokens: int, real: int) -> None:
     ids = torch.arange(tokens)[:, None]  # [T, 1]
-    place = followed(ids, torch.tensor([real], dtype=torch.int32))[:, 0].tolist()
-    assert len(place) == len(followed(ids))
+    place = choose_followed(ids, torch.tensor([real], dtype=torch.int32))[:, 0].tolist()
+    assert len(place) == len(choose_followed(ids))
     assert place == sorted(place)
     assert place[-1] == min(real, tokens) - 1, "the last token decides most"
     assert place[0] <= max(min(real, tokens) // 20, 1)
     if real >= tokens:
-        assert torch.equal(followed(ids, torch.tensor([real])), followed(ids))
+        assert torch.equal(choose_followed(ids, torch.tensor([real])), choose_followed(ids))
 
 
 @pytest.mark.parametrize(

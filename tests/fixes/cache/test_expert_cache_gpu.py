@@ -207,7 +207,7 @@ def test_groups_give_the_bits_of_one_call(engine: str) -> None:
         call = GroupedForward(x, ids, shares, EXPERTS)
         for part in cache.groups(ids):
             call.add(part.weights, part.experts)
-        assert torch.equal(call.total(), moe_forward(x, every, ids, shares))
+        assert torch.equal(call.sum(), moe_forward(x, every, ids, shares))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -280,7 +280,7 @@ def test_hits_and_misses_as_two_groups_give_what_one_call_gives(tokens: int) -> 
         call = GroupedForward(x, ids, shares, EXPERTS)
         for part in cache.groups(ids, overlap=True):
             call.add(part.weights, part.experts)
-        total = call.total()
+        total = call.sum()
         assert torch.equal(total, whole) or (
             tokens < 10 and torch.allclose(total, whole, rtol=1e-4, atol=1e-5)
         )
@@ -370,7 +370,7 @@ def test_one_expert_or_one_slot(experts: int, capacity: int) -> None:
         for part in cache.groups(ids, overlap=True):
             assert_holds(ids, part, weights)
             call.add(part.weights, part.experts)
-        for out in (call.total(), moe_forward(x, every, ids, shares)):
+        for out in (call.sum(), moe_forward(x, every, ids, shares)):
             assert float((out.cpu() - right).norm() / right.norm()) < 1e-2
 
 
@@ -386,7 +386,7 @@ def test_layers_that_stream_are_captured_together_and_one_by_one(packed: bool, g
     ]
 
     def step(number: int) -> None:
-        with stream.layer(number) as held:
+        with stream.fetch(number) as held:
             computed_with[number].copy_(held["w2"])
             caches[number].seed_from(ids, held)
 

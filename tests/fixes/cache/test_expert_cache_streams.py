@@ -244,8 +244,8 @@ def test_an_error_in_the_products_of_the_hits_leaves_a_capture_joined(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(forward, "_check", lambda *_: None)
-    monkeypatch.setattr(forward, "_on_host", lambda _: False)
-    monkeypatch.setattr(forward, "_first_products", no_room)
+    monkeypatch.setattr(forward, "_is_on_host", lambda _: False)
+    monkeypatch.setattr(forward, "_compute_first_products", no_room)
     streams.captures = True
     parts = (part.slot_ids for part in cache.groups(IDS, overlap=True))
     with pytest.raises(torch.OutOfMemoryError):
@@ -254,7 +254,7 @@ def test_an_error_in_the_products_of_the_hits_leaves_a_capture_joined(
 
 
 def test_a_stream_of_layers_waits_for_a_prefetch(cache: ExpertCache, streams: Streams) -> None:
-    source = cache.source_of_all(cache.room_for_all())
+    source = cache.make_copier(cache.allocate_all())
     cache.prefetch(IDS)
     streams.log.clear()
     source()
@@ -275,7 +275,7 @@ def test_a_layer_waits_for_copies_that_it_began_and_the_last_for_none(streams: S
     stream._copies = streams.copies  # type: ignore[assignment]
     for number in range(3):
         streams.log.clear()
-        with stream.layer(number):
+        with stream.fetch(number):
             streams.log.append("computes")
         own = ["copy on main"] if number == 0 else []
         last = number == 2

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedoctor.fixes.cache.engine import table_after
+from moedoctor.fixes.cache.engine import predict_table
 from moedoctor.fixes.eviction import ONLINE_POLICIES
-from moedoctor.fixes.expert_cache import FOLLOWED, ExpertCache, followed
+from moedoctor.fixes.expert_cache import FOLLOWED, ExpertCache, choose_followed
 from moedoctor.fixes.layer_stream import LayerStream
 from tests.fixes.cache.checks import assert_consistent
 
@@ -39,7 +39,7 @@ def test_every_order_of_layers_and_calls_gives_the_right_experts(
     held = caches(4, policy)
     stream = LayerStream(held)
     for number, between in order:
-        with stream.layer(number) as weights:
+        with stream.fetch(number) as weights:
             assert all(torch.equal(weights[name], tensor) for name, tensor in layer(number).items())
         for row in between:  # decode steps between two prompts
             held[number].acquire(torch.tensor([row]))
@@ -62,8 +62,8 @@ def test_a_prompt_leaves_the_state_of_calls_for_its_tokens(
         cache.acquire(torch.tensor([row]))
     stats, table = cache.stats, torch.tensor(prompt)
     cache.seed_from(table, layer(0))
-    rows = followed(table)
-    expected = table_after(rows, E, SLOTS, policy)
+    rows = choose_followed(table)
+    expected = predict_table(rows, E, SLOTS, policy)
     assert cache.resident() == expected.expert_of
     assert cache.stats == stats, "a prompt is no call of the cache"
     assert_consistent(cache, layer(0))
@@ -87,17 +87,17 @@ def test_layers_that_differ_have_no_stream() -> None:
 
 def test_an_error_in_a_layer_leaves_the_stream_usable() -> None:
     stream = LayerStream(caches(3))
-    with pytest.raises(KeyError), stream.layer(0):
+    with pytest.raises(KeyError), stream.fetch(0):
         raise KeyError
     for number in (1, 2, 0):
-        with stream.layer(number) as weights:
+        with stream.fetch(number) as weights:
             assert torch.equal(weights["w1"], layer(number)["w1"])
 
 
 def test_the_last_token_and_others_at_equal_distances_are_followed() -> None:
     for tokens in (1, 47, 95, 96, 100, 1024):
-        rows = followed(torch.arange(tokens)[:, None]).flatten()
+        rows = choose_followed(torch.arange(tokens)[:, None]).flatten()
         assert int(rows[-1]) == tokens - 1
         assert len(set(rows.diff().tolist())) <= 1
         assert min(tokens, FOLLOWED) <= len(rows) < 2 * FOLLOWED
-    assert followed(torch.zeros(0, 2)).shape == (0, 2)
+    assert choose_followed(torch.zeros(0, 2)).shape == (0, 2)

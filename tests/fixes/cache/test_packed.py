@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedoctor.fixes.cache.packed import LANES, SIZE, PackedExperts, block_bytes, pack
+from moedoctor.fixes.cache.packed import LANES, SIZE, PackedExperts, count_block_bytes, pack
 
 COLUMNS = SIZE // LANES
 
@@ -66,7 +66,7 @@ def test_every_weight_comes_out_as_it_went_in(
     if packed is None:  # too many exponents without a code, or a padded block that costs more than it saves
         assert spread > 11 or far > 0 or elements == SIZE + 16
         return
-    assert packed.blocks.shape[2] == block_bytes(packed.tail)
+    assert packed.blocks.shape[2] == count_block_bytes(packed.tail)
     assert packed.blocks.nbytes < weights.nbytes
     for expert, blocks in zip(weights.view(torch.int16).int() & 0xFFFF, packed.blocks, strict=True):
         read = torch.cat([unpacked(block, packed) for block in blocks])[:elements]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedoctor.fixes.moe.checkpoint_scales import folded, kv_scale, rescaled, usable_input_scales
+from moedoctor.fixes.moe.checkpoint_scales import compute_kv_scale, fold, repair_input_scales, rescale
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.reference.nvfp4 import Nvfp4, dequantize, quantize
 
@@ -22,7 +22,7 @@ def stack(seed: int, rows: int, columns: int, gains: list[float]) -> Nvfp4:
 @given(st.floats(0.01, 100), st.integers(0, 1000))
 def test_rescaled_is_within_one_rounding_of_e4m3(ratio: float, seed: int) -> None:
     gate, up = stack(seed, 16, 64, [1.0, 1.0]), stack(seed + 1, 16, 64, [ratio, 1.0])
-    w13 = rescaled(gate, up)
+    w13 = rescale(gate, up)
     own = torch.cat((dequantize(gate), dequantize(up)), 1)  # [2, 32, 64]
     assert torch.equal(w13.packed, torch.cat((gate.packed, up.packed), 1))
     assert torch.equal(w13.global_scale, torch.maximum(gate.global_scale, up.global_scale))
@@ -35,7 +35,7 @@ def test_rescaled_is_within_one_rounding_of_e4m3(ratio: float, seed: int) -> Non
 def test_rescaled_is_exact_for_powers_of_two(ratio: float) -> None:
     gate = stack(0, 16, 64, [1.0])
     up = Nvfp4(gate.packed, gate.block_scales, gate.global_scale * ratio)
-    w13 = rescaled(gate, up)
+    w13 = rescale(gate, up)
     assert torch.equal(dequantize(w13), torch.cat((dequantize(gate), dequantize(up)), 1))
 
 
@@ -51,7 +51,7 @@ def test_folded_gives_the_same_layer(ratio: float, activation: str) -> None:
     ids, shares = torch.arange(6)[:, None] % 2, torch.ones(6, 1)  # [6, 1]
     own = torch.cat((dequantize(gate), dequantize(up)), 1)  # [2, 64, 64]
     expected = forward(x, MoeWeights(own, dequantize(down), activation), shares, ids)
-    w13, w2 = folded(gate, up, down)
+    w13, w2 = fold(gate, up, down)
     got = forward(x, MoeWeights(w13, w2, activation), shares, ids)
     assert torch.equal(w13.global_scale, gate.global_scale)
     assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
@@ -62,14 +62,14 @@ def test_an_invalid_global_scale_is_refused(scale: float) -> None:
     good = stack(0, 16, 64, [1.0])
     bad = Nvfp4(good.packed, good.block_scales, torch.tensor([scale]))
     with pytest.raises(ValueError, match=r"up\.global_scale"):
-        rescaled(good, bad)
+        rescale(good, bad)
     with pytest.raises(ValueError, match=r"gate\.global_scale"):
-        folded(bad, good, good)
+        fold(bad, good, good)
 
 
 def test_halves_of_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="the gate's shape"):
-        rescaled(stack(0, 16, 64, [1.0]), stack(0, 32, 64, [1.0]))
+        rescale(stack(0, 16, 64, [1.0]), stack(0, 32, 64, [1.0]))
 
 
 NAN, INF = float("nan"), float("inf")
@@ -77,21 +77,21 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.mark.parametrize("bad", [NAN, 0.0, -1e-3, 1e-40, INF])
 def test_a_bad_input_scale_becomes_the_largest_good_one(bad: float) -> None:
-    got = usable_input_scales(torch.tensor([bad, 0.5, 0.25]), torch.ones(1, 16))
+    got = repair_input_scales(torch.tensor([bad, 0.5, 0.25]), torch.ones(1, 16))
     assert got.tolist() == [0.5, 0.5, 0.25]
 
 
 def test_without_a_good_input_scale_the_activations_decide() -> None:
     x = torch.tensor([[1.0, -2688.0]])
-    assert usable_input_scales(torch.tensor([NAN, 0.0]), x).tolist() == [1.0, 1.0]
-    assert bool((usable_input_scales(torch.tensor([NAN]), torch.zeros(1, 16)) > 0).all())
+    assert repair_input_scales(torch.tensor([NAN, 0.0]), x).tolist() == [1.0, 1.0]
+    assert bool((repair_input_scales(torch.tensor([NAN]), torch.zeros(1, 16)) > 0).all())
 
 
 def test_good_input_scales_stay() -> None:
     scales = torch.tensor([1e-3, 2.0, 2.0**-126])
-    assert torch.equal(usable_input_scales(scales, torch.ones(1, 16)), scales)
+    assert torch.equal(repair_input_scales(scales, torch.ones(1, 16)), scales)
 
 
 def test_a_kv_scale_takes_the_largest_to_448() -> None:
-    assert kv_scale(torch.tensor([1.0, -896.0])) == 2.0
-    assert kv_scale(torch.zeros(3)) > 0
+    assert compute_kv_scale(torch.tensor([1.0, -896.0])) == 2.0
+    assert compute_kv_scale(torch.zeros(3)) > 0

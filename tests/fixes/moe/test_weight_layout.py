@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from moedoctor.fixes.moe.weight_layout import linear_scales, padded_shape, tiled_scales, up_first
+from moedoctor.fixes.moe.weight_layout import flatten_scales, pad_shape, put_up_first, tile_scales
 from moedoctor.reference.nvfp4 import dequantize, quantize
 
 
@@ -14,27 +14,27 @@ def test_values_and_scales_are_exchanged_together() -> None:
     w13 = torch.randn(3, 64, 32)
     w13[:, 32:] *= 100  # other scales in the other half
     q = quantize(w13)
-    assert torch.equal(dequantize(up_first(q)), up_first(dequantize(q)))
-    assert torch.equal(dequantize(up_first(up_first(q))), dequantize(q))
+    assert torch.equal(dequantize(put_up_first(q)), put_up_first(dequantize(q)))
+    assert torch.equal(dequantize(put_up_first(put_up_first(q))), dequantize(q))
 
 
 def test_an_up_first_kernel_needs_the_halves_exchanged() -> None:
     w13, x = torch.randn(64, 32), torch.randn(5, 32)
     gate, up = (x @ w13.T).chunk(2, dim=-1)
-    first, second = (x @ up_first(w13).T).chunk(2, dim=-1)  # a kernel that takes the first half as up
+    first, second = (x @ put_up_first(w13).T).chunk(2, dim=-1)  # a kernel that takes the first half as up
     assert torch.allclose(functional.silu(second) * first, functional.silu(gate) * up)
 
 
 def test_odd_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="even"):
-        up_first(torch.zeros(3, 4))
+        put_up_first(torch.zeros(3, 4))
 
 
 def test_every_byte_of_two_by_two_tiles_is_at_the_place_of_the_formula() -> None:
     rows, columns = 256, 8
     number = torch.arange(rows * columns, dtype=torch.int32)
     low, high = (number % 256).to(torch.uint8), (number // 256).to(torch.uint8)  # 2048 places in two bytes
-    tiles = [tiled_scales(part.view(rows, columns)).flatten().to(torch.int32) for part in (low, high)]
+    tiles = [tile_scales(part.view(rows, columns)).flatten().to(torch.int32) for part in (low, high)]
     element = tiles[0] + 256 * tiles[1]  # [2048]: which linear element each place holds
     for row in range(rows):
         for column in range(columns):
@@ -48,17 +48,17 @@ def test_every_byte_of_two_by_two_tiles_is_at_the_place_of_the_formula() -> None
 def test_round_trip_and_zero_padding(rows: int, columns: int, experts: int) -> None:
     shape = (experts, rows, columns) if experts else (rows, columns)
     scales = torch.randint(1, 127, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    tiles = tiled_scales(scales)
+    tiles = tile_scales(scales)
     assert tiles.dtype == scales.dtype
-    assert tuple(tiles.shape[-2:]) == padded_shape(rows, columns)
-    back = linear_scales(tiles, rows, columns)
+    assert tuple(tiles.shape[-2:]) == pad_shape(rows, columns)
+    back = flatten_scales(tiles, rows, columns)
     assert torch.equal(back.view(torch.uint8), scales.view(torch.uint8))
     assert int(tiles.view(torch.uint8).count_nonzero()) == scales.numel()
 
 
 def test_a_wrong_shape_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected \[..., 256, 4\]"):
-        linear_scales(torch.zeros(128, 4, dtype=torch.uint8), 129, 4)
+        flatten_scales(torch.zeros(128, 4, dtype=torch.uint8), 129, 4)
 
 
 @pytest.mark.gpu  # vLLM's moves to a GPU by itself
@@ -67,4 +67,4 @@ def test_the_same_as_vllm() -> None:
     utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.nvfp4_utils")
     scales = torch.randint(0, 127, (2, 200, 12), dtype=torch.uint8).view(torch.float8_e4m3fn)
     theirs = utils.swizzle_blockscale(scales.to("cuda")).cpu()
-    assert torch.equal(theirs.view(torch.uint8).flatten(), tiled_scales(scales).view(torch.uint8).flatten())
+    assert torch.equal(theirs.view(torch.uint8).flatten(), tile_scales(scales).view(torch.uint8).flatten())

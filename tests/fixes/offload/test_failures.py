@@ -69,7 +69,7 @@ def test_undo_puts_back_the_host_tensors_of_a_loader(x: torch.Tensor) -> None:
     expected, before = model(x), [parameter.data_ptr() for parameter in model.parameters()]
     elsewhere = torch.device("cpu", 0)  # torch treats it as a different device from "cpu"
     stored, _ = offload_storage.store(make_plan(model, 1 << 40, (), None, 0), None)
-    kept = offload_storage.empty(stored, elsewhere)
+    kept = offload_storage.free(stored, elsewhere)
     assert [layer.weight.numel() for layer in model] == [0] * 4
     offload_storage.undo(stored, elsewhere, kept)
     assert [parameter.data_ptr() for parameter in model.parameters()] == before

@@ -94,7 +94,7 @@ def test_a_replay_that_is_queued_reads_the_weights_from_before_a_load() -> None:
     model, device, read = stack(), LateDevice(), list[torch.Tensor]()
     before = model[1].weight.clone()
     handle = offloaded(model, engine=device)
-    device.run(lambda: read.append(handle.host_weight("1.weight").clone()))
+    device.run(lambda: read.append(handle.get_host_weight("1.weight").clone()))
     model.load_state_dict({name: torch.zeros_like(weight) for name, weight in model.state_dict().items()})
     device.synchronize()
     assert torch.equal(read[0], before)

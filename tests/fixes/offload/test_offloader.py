@@ -399,7 +399,7 @@ def test_the_buffers_are_freed_with_the_module() -> None:
     model = Model(4)
     handle = offloaded(model)
     model(IDS)
-    buffer = weakref.ref(handle.device_tensors()[-1])
+    buffer = weakref.ref(handle.list_device_tensors()[-1])
     del model, handle
     gc.collect()
     assert buffer() is None

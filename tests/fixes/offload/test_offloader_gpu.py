@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from moedoctor.fixes.offload.pinned import _WAITING, allocate, device_view, register
+from moedoctor.fixes.offload.pinned import _WAITING, allocate, register, view_on_device
 from moedoctor.fixes.offloader import offload
 from tests.interpreted import ROOT
 
@@ -151,7 +151,7 @@ def test_a_device_view_keeps_its_memory() -> None:
     block, failure = allocate(1 << 20, register)
     assert failure is None
     block.bytes.fill_(7)
-    view = device_view(block.bytes, torch.device("cuda", torch.cuda.current_device()))
+    view = view_on_device(block.bytes, torch.device("cuda", torch.cuda.current_device()))
     del block
     gc.collect()
     assert bool((view == 7).all())

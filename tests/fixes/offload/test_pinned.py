@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from moedoctor.fixes.offload.pinned import _WAITING, PAGE, PinError, allocate, device_view, register
+from moedoctor.fixes.offload.pinned import _WAITING, PAGE, PinError, allocate, register, view_on_device
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 100_000])
@@ -71,7 +71,7 @@ def test_a_block_that_cannot_be_pinned_is_still_usable(error: Exception) -> None
 def test_a_device_view_of_pageable_memory_is_refused() -> None:
     block, _ = allocate(10, None)
     with pytest.raises(PinError, match="needs pinned memory"):
-        device_view(block.bytes, torch.device("cuda", 0))
+        view_on_device(block.bytes, torch.device("cuda", 0))
 
 
 def test_a_driver_error_is_not_raised_again_by_the_next_kernel(
@@ -155,7 +155,7 @@ class TwoGpus:
         monkeypatch.setattr(torch.cuda, "device", self.device)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda index: self._call(f"synchronize {index}"))
         monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 1, raising=False)
-        monkeypatch.setattr("moedoctor.kernels.host_address._runtime", lambda: self)
+        monkeypatch.setattr("moedoctor.kernels.host_address._load_runtime", lambda: self)
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
 
     @contextmanager
@@ -209,13 +209,13 @@ def test_a_device_view_asks_for_the_address_and_never_copies(monkeypatch: pytest
         return SimpleNamespace(data_ptr=lambda: 0 if copies else address)
 
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
-    device_view(block.bytes, GPU_1)
+    view_on_device(block.bytes, GPU_1)
     assert gpus.calls == [("address", 1)]
     assert mapped == [(1 << 40, 1), (1 << 40, 10)]
     mapped.clear()
     monkeypatch.setattr(torch, "as_tensor", partial(as_tensor, copies=True))
     with pytest.raises(PinError, match="a view on cuda:1 needs memory that was pinned while cuda:1 was"):
-        device_view(block.bytes, GPU_1)
+        view_on_device(block.bytes, GPU_1)
     assert mapped == [(1 << 40, 1)], "one byte was copied to find out, not all of them"
 
 
@@ -223,5 +223,5 @@ def test_a_refused_address_says_what_to_do_on_wsl(monkeypatch: pytest.MonkeyPatc
     gpus = TwoGpus(monkeypatch, refuses=801)
     block, _ = allocate(10, None)
     with pytest.raises(PinError, match=r"cuda:1 cannot read 10 bytes .* error 801.* WSL .*use access='copy'"):
-        device_view(block.bytes, GPU_1)
+        view_on_device(block.bytes, GPU_1)
     assert gpus.calls == [("address", 1), ("error taken", 1)], "torch's next launch must not raise it"

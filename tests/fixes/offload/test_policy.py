@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.fixes.offload.plan import find_closest_parts, is_metadata_name, matches, spread, stays
+from moedoctor.fixes.offload.plan import find_closest_parts, find_rule, is_metadata_name, matches, spread
 
 METADATA = """experts.w13_weight_scale w2_weight_scale_2 w13_input_scale weight_scale_inv
     w13_blockscale_swizzled w1_global_scale qzeros weight_zero_point w2_zp g_idx w13_g_idx
@@ -20,7 +20,7 @@ def test_names_of_metadata() -> None:
 
 
 def rule(name: str, tensor: torch.Tensor, *others: torch.Tensor, keep_below: int = 0) -> str | None:
-    return stays(name, tensor, [tensor, *others], keep_below)
+    return find_rule(name, tensor, [tensor, *others], keep_below)
 
 
 def test_metadata_needs_the_name_and_the_size() -> None:

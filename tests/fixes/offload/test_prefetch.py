@@ -150,7 +150,7 @@ class GraphDevice(LateDevice):
         assert mark.recorded == self.recording  # type: ignore[attr-defined]
         super().join(mark)
 
-    def capturing(self) -> bool:
+    def is_capturing(self) -> bool:
         return bool(self.recording)
 
 

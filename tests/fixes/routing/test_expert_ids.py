@@ -14,8 +14,8 @@ from moedoctor.fixes.expert_ids import (
     ExpertIdCounts,
     ExpertIdFlags,
     InvalidExpertIdsError,
-    local_ids,
-    without_sentinels,
+    find_local_ids,
+    replace_sentinels,
 )
 from moedoctor.fixes.routing import deduplicate, validate_expert_ids
 
@@ -43,24 +43,24 @@ def counted(rows: list[list[int]]) -> ExpertIdCounts:
 @given(id_rows())
 def test_every_row_is_counted_once_under_each_kind(ids: torch.Tensor) -> None:
     flags = validate_expert_ids(ids, EXPERTS)
-    assert flags.real() == counted(ids.tolist())
-    assert flags.padding() == ExpertIdCounts()
+    assert flags.count_real() == counted(ids.tolist())
+    assert flags.count_padding() == ExpertIdCounts()
 
 
 @given(id_rows(), st.integers(0, 6))
 def test_rows_beyond_the_real_rows_are_padding(ids: torch.Tensor, real: int) -> None:
     flags = validate_expert_ids(ids, EXPERTS, real_rows=torch.tensor([real], dtype=torch.int32))
-    assert flags.real() == counted(ids.tolist()[:real])
-    assert flags.padding() == counted(ids.tolist()[real:])
+    assert flags.count_real() == counted(ids.tolist()[:real])
+    assert flags.count_padding() == counted(ids.tolist()[real:])
 
 
 def test_flags_of_the_caller_add_up_until_they_are_reset() -> None:
     flags = ExpertIdFlags("cpu")
     for _ in range(2):
         assert validate_expert_ids(torch.tensor([[1, 1], [0, 2]]), EXPERTS, flags=flags) is flags
-    assert flags.real() == ExpertIdCounts(repeated=2)
+    assert flags.count_real() == ExpertIdCounts(repeated=2)
     flags.reset()
-    assert flags.real() == ExpertIdCounts()
+    assert flags.count_real() == ExpertIdCounts()
 
 
 def test_counts_can_be_raised() -> None:
@@ -73,7 +73,9 @@ def test_counts_can_be_raised() -> None:
 
 
 def test_ids_beyond_32_bits_are_out_of_range_and_not_wrapped() -> None:
-    assert validate_expert_ids(torch.tensor([[(1 << 32) + 1, 1]]), EXPERTS).real() == ExpertIdCounts(0, 1, 0)
+    assert validate_expert_ids(torch.tensor([[(1 << 32) + 1, 1]]), EXPERTS).count_real() == ExpertIdCounts(
+        0, 1, 0
+    )
 
 
 @given(id_rows(highest=EXPERTS - 1), st.booleans(), st.data())
@@ -117,10 +119,10 @@ def test_an_id_beyond_int32_does_not_become_another_expert() -> None:
 
 def test_no_id_becomes_another_expert_if_pairs_are_sent_to_a_spare_one() -> None:
     ids, weights = torch.tensor([[(1 << 32) + 1, 1, -1]]), torch.tensor([[0.25, 0.5, 0.75]])
-    usable, left = without_sentinels(ids, weights, spare=2)
+    usable, left = replace_sentinels(ids, weights, spare=2)
     assert usable.tolist() == [[2, 1, 2]]
     assert left.tolist() == [[0.0, 0.5, 0.0]]
-    usable, left = without_sentinels(torch.tensor([[3, 4, -1]]), weights, num_experts=4)
+    usable, left = replace_sentinels(torch.tensor([[3, 4, -1]]), weights, num_experts=4)
     assert usable.tolist() == [[3, 0, 0]]
     assert left.tolist() == [[0.25, 0.0, 0.0]]
 
@@ -154,16 +156,16 @@ IDS, SHARES = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
         (deduplicate, (IDS, SHARES.int()), {}, "floating"),
         (deduplicate, (IDS, torch.ones(1, 3)), {}, r"\[1, 2\]"),
         (deduplicate, (IDS, SHARES), {"num_experts": 1}, "at least top_k 2"),
-        (without_sentinels, (IDS, SHARES), {"spare": -5}, "spare must be an expert"),
-        (without_sentinels, (IDS, SHARES), {"spare": 1 << 31}, "spare must be an expert"),
-        (without_sentinels, (IDS, SHARES), {"spare": 8, "num_experts": 8}, "0 or more and below 8, got 8"),
-        (without_sentinels, (IDS, SHARES), {"num_experts": 0}, "num_experts must be at least 1"),
-        (without_sentinels, (IDS, SHARES), {"spare": True}, "spare must be an int"),
-        (without_sentinels, (IDS, torch.ones(1)), {}, r"\[1, 2\]"),
-        (without_sentinels, (IDS, [[1.0, 1.0]]), {}, "floating"),
-        (local_ids, (IDS, [0, 1]), {}, "expert_map must be"),
-        (local_ids, (IDS, torch.zeros(0, dtype=torch.int32)), {}, "expert_map must be"),
-        (local_ids, (IDS, torch.zeros(2, 2)), {}, "expert_map must be"),
+        (replace_sentinels, (IDS, SHARES), {"spare": -5}, "spare must be an expert"),
+        (replace_sentinels, (IDS, SHARES), {"spare": 1 << 31}, "spare must be an expert"),
+        (replace_sentinels, (IDS, SHARES), {"spare": 8, "num_experts": 8}, "0 or more and below 8, got 8"),
+        (replace_sentinels, (IDS, SHARES), {"num_experts": 0}, "num_experts must be at least 1"),
+        (replace_sentinels, (IDS, SHARES), {"spare": True}, "spare must be an int"),
+        (replace_sentinels, (IDS, torch.ones(1)), {}, r"\[1, 2\]"),
+        (replace_sentinels, (IDS, [[1.0, 1.0]]), {}, "floating"),
+        (find_local_ids, (IDS, [0, 1]), {}, "expert_map must be"),
+        (find_local_ids, (IDS, torch.zeros(0, dtype=torch.int32)), {}, "expert_map must be"),
+        (find_local_ids, (IDS, torch.zeros(2, 2)), {}, "expert_map must be"),
     ],
 )
 def test_wrong_arguments_are_refused(function: Any, arguments: Any, options: Any, error: str) -> None:

@@ -19,22 +19,22 @@ from moedoctor.fixes.arch import (
     resolve_arch_list,
 )
 from moedoctor.fixes.arch.flashinfer import (
-    flashinfer_targets,
-    generation,
-    generations,
-    moe_targets,
-    releases,
+    find_generation,
+    list_generations,
+    list_releases,
+    predict_moe_targets,
+    predict_targets,
 )
 from moedoctor.fixes.arch.targets import (
     Target,
-    capabilities,
-    first_cuda,
+    compiles_ptx,
+    find_first_cuda,
+    is_known_target,
+    list_capabilities,
+    list_targets,
+    loads_sass,
     parse_capability,
     parse_cuda,
-    ptx_compiles,
-    sass_loads,
-    toolkit_knows,
-    toolkit_targets,
 )
 
 CUDAS = [(12, minor) for minor in range(10)] + [(13, minor) for minor in range(6)]
@@ -89,12 +89,12 @@ def test_refused_gpus_and_toolkits(capability: object, cuda: object, words: list
     assert [word for word in words if word not in str(refused.value)] == []
 
 
-@given(capability=st.sampled_from(capabilities()), cuda=st.sampled_from(CUDAS))
+@given(capability=st.sampled_from(list_capabilities()), cuda=st.sampled_from(CUDAS))
 def test_a_target_compiles_loads_and_has_the_instructions_or_there_is_none(
     capability: tuple[int, int], cuda: tuple[int, int]
 ) -> None:
     def does(target: Target) -> bool:
-        usable = toolkit_knows(target, cuda) and sass_loads(target, capability)
+        usable = is_known_target(target, cuda) and loads_sass(target, capability)
         known = (each for each in list_needed(capability) if each.since <= cuda)
         return usable and all(takes(target, each, cuda) for each in known)
 
@@ -102,7 +102,7 @@ def test_a_target_compiles_loads_and_has_the_instructions_or_there_is_none(
         target = Target.parse(resolve_arch(capability, cuda).target)
     except ValueError:
         # Code without suffix for an older GPU of the same major version may remain, before 9.0 alone.
-        others = [each for each in toolkit_targets(cuda) if does(each) and each.capability == capability]
+        others = [each for each in list_targets(cuda) if does(each) and each.capability == capability]
         assert others == []
     else:
         assert does(target)
@@ -138,8 +138,8 @@ def test_targets_have_one_name() -> None:
 )
 def test_where_machine_code_runs(target: str, runs: str, does_not: str) -> None:
     code = Target.parse(target)
-    assert [gpu for gpu in runs.split() if not sass_loads(code, parse_capability(gpu))] == []
-    assert [gpu for gpu in does_not.split() if sass_loads(code, parse_capability(gpu))] == []
+    assert [gpu for gpu in runs.split() if not loads_sass(code, parse_capability(gpu))] == []
+    assert [gpu for gpu in does_not.split() if loads_sass(code, parse_capability(gpu))] == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_where_machine_code_runs(target: str, runs: str, does_not: str) -> None:
     ],
 )
 def test_where_ptx_compiles(target: str, gpu: str, compiles: bool) -> None:
-    assert ptx_compiles(Target.parse(target), parse_capability(gpu)) is compiles
+    assert compiles_ptx(Target.parse(target), parse_capability(gpu)) is compiles
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_where_ptx_compiles(target: str, gpu: str, compiles: bool) -> None:
 )
 def test_which_toolkits_know_a_target(target: str, first: tuple | None, last: tuple | None) -> None:
     code = Target.parse(target)
-    assert first_cuda(code) == first
-    known = [cuda for cuda in CUDAS if toolkit_knows(code, cuda)]
+    assert find_first_cuda(code) == first
+    known = [cuda for cuda in CUDAS if is_known_target(code, cuda)]
     assert (known[0], known[-1]) == (first, last or CUDAS[-1]) if first else not known
 
 
@@ -203,7 +203,7 @@ OLD, FIRST_F, OWN_121, AGAIN_128 = "0.6.6", "0.6.7", "0.6.13", "0.7.2.post1"
         *((release, (12, 0), "12.0a", (13, 0), "120a") for release in (OLD, FIRST_F, OWN_121, AGAIN_128)),
         *(
             (release, (12, 0), text, (13, 0), None)
-            for release in releases()
+            for release in list_releases()
             for text in ("12.0,12.1", "12.0 ", "120f", "")
         ),
     ],
@@ -215,31 +215,31 @@ def test_the_targets_of_each_release(
     cuda: tuple[int, int],
     target: str | None,
 ) -> None:
-    reading = flashinfer_targets(release, capability=capability, cuda=cuda, arch_list=arch_list)
+    reading = predict_targets(release, capability=capability, cuda=cuda, arch_list=arch_list)
     assert reading.targets == (() if target is None else (target,))
     assert (reading.error is None) == (target is not None)
 
 
 def test_every_release_belongs_to_one_generation() -> None:
-    assert [generation(rules.first) for rules in generations()] == list(generations())
-    assert [generation(rules.last) for rules in generations()] == list(generations())
-    assert generation("0.6.18") is generations()[2]
-    assert generation("0.9.0") is generations()[3]
-    assert {rules.first for rules in generations()} | {rules.last for rules in generations()} <= set(
-        releases()
-    )
+    assert [find_generation(rules.first) for rules in list_generations()] == list(list_generations())
+    assert [find_generation(rules.last) for rules in list_generations()] == list(list_generations())
+    assert find_generation("0.6.18") is list_generations()[2]
+    assert find_generation("0.9.0") is list_generations()[3]
+    assert {rules.first for rules in list_generations()} | {
+        rules.last for rules in list_generations()
+    } <= set(list_releases())
     with pytest.raises(ValueError, match=r"older than .* 0\.5\.0 to 0\.7\.2\.post1"):
-        generation("0.4.1")
+        find_generation("0.4.1")
 
 
 def test_the_moe_module_takes_the_targets_of_its_own_majors() -> None:
     def moe(capability: tuple[int, int], text: str) -> tuple[str, ...]:
-        return moe_targets("0.6.6", capability=capability, cuda=(13, 0), arch_list=text).targets
+        return predict_moe_targets("0.6.6", capability=capability, cuda=(13, 0), arch_list=text).targets
 
     assert moe((12, 0), "9.0a 10.0a 12.0f 12.1a") == ("120f", "121a")
     assert moe((10, 0), "9.0a 10.0a 11.0a 12.0f") == ("100a", "110a")
     assert moe((9, 0), "9.0") == ("90a",)  # its flags are fixed, whatever the list says
-    absent = moe_targets("0.6.6", capability=(12, 0), cuda=(13, 0), arch_list="9.0")
+    absent = predict_moe_targets("0.6.6", capability=(12, 0), cuda=(13, 0), arch_list="9.0")
     assert "no target" in str(absent.error)
 
 
@@ -271,7 +271,7 @@ def test_what_is_wrong_with_a_flashinfer_list(text: str, suggestion: str | None,
     assert [word for word in expected if word not in messages] == []
     assert bool(explained.problems) == bool(expected)
     assert [each.reader for each in explained.readings] == [
-        f"FlashInfer {each.name}" for each in generations()
+        f"FlashInfer {each.name}" for each in list_generations()
     ]
 
 

@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 
 from moedoctor.fixes.backends import Candidate, name_capabilities, select
 from moedoctor.fixes.backends import release_tables as backend_tables
-from moedoctor.fixes.backends.release_tables import CAPABILITIES, SCHEMES, releases, tables
+from moedoctor.fixes.backends.release_tables import CAPABILITIES, SCHEMES, load_releases, load_tables
 from moedoctor.fixes.backends.requests import (
     NVFP4_VARIABLE,
-    governing_variables,
+    find_governing_variables,
+    find_shadowed_variables,
+    find_way_to_ask,
     read_wanted_backend,
     request,
-    shadowed_variables,
-    way_to_ask,
 )
 
-RELEASES = tuple(releases())
+RELEASES = tuple(load_releases())
 DATA = Path(backend_tables.__file__).parent / "data"
 
 points = st.fixed_dictionaries(
@@ -249,8 +249,8 @@ def test_the_way_to_ask_is_one_that_the_release_has(
 
 
 def test_a_flag_that_is_ignored_has_another_way() -> None:
-    assert way_to_ask("marlin", "mxfp4", "0.18.0") == "VLLM_MXFP4_USE_MARLIN=1"
-    assert way_to_ask("banana", "mxfp4", "0.18.0") is None
+    assert find_way_to_ask("marlin", "mxfp4", "0.18.0") == "VLLM_MXFP4_USE_MARLIN=1"
+    assert find_way_to_ask("banana", "mxfp4", "0.18.0") is None
 
 
 @given(points, st.sampled_from(RELEASES), st.data())
@@ -273,7 +273,7 @@ def test_request_matches_select(point: dict, release: str, data: st.DataObject) 
 
 @given(points, st.sampled_from(RELEASES), st.data())
 def test_every_point_has_a_complete_answer(point: dict, release: str, data: st.DataObject) -> None:
-    activation = data.draw(st.sampled_from(releases()[release].activations))
+    activation = data.draw(st.sampled_from(load_releases()[release].activations))
     selection = select(**point, release=release, activation=activation)
     names = [each.backend for each in selection.candidates]
     assert len(names) == len(set(names))
@@ -343,16 +343,16 @@ def test_without_the_variable_of_38971_nothing_is_asked_for() -> None:
 
 
 def test_variables_with_an_effect() -> None:
-    assert set(governing_variables("nvfp4", "0.18.0")) == {FP4, BACKEND, FORCE}
-    assert set(governing_variables("nvfp4", "0.24.0")) == {FORCE}
-    assert set(governing_variables("nvfp4", "0.29.0")) == set()
-    assert set(governing_variables("fp8", "0.33.0")) == {"VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"}
-    assert shadowed_variables("nvfp4", "0.18.0", {FP4: "1", FORCE: "1"}) == {
+    assert set(find_governing_variables("nvfp4", "0.18.0")) == {FP4, BACKEND, FORCE}
+    assert set(find_governing_variables("nvfp4", "0.24.0")) == {FORCE}
+    assert set(find_governing_variables("nvfp4", "0.29.0")) == set()
+    assert set(find_governing_variables("fp8", "0.33.0")) == {"VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"}
+    assert find_shadowed_variables("nvfp4", "0.18.0", {FP4: "1", FORCE: "1"}) == {
         FORCE: f"{FP4}=1 comes before it"
     }
-    assert shadowed_variables("nvfp4", "0.18.0", {FP4: "0", FORCE: "1"}) == {}
-    assert FP4 in shadowed_variables("nvfp4", "0.18.0", {BACKEND: "throughput"})[BACKEND]
-    assert shadowed_variables("nvfp4", "0.18.0", {FP4: "1", BACKEND: "latency"}) == {}
+    assert find_shadowed_variables("nvfp4", "0.18.0", {FP4: "0", FORCE: "1"}) == {}
+    assert FP4 in find_shadowed_variables("nvfp4", "0.18.0", {BACKEND: "throughput"})[BACKEND]
+    assert find_shadowed_variables("nvfp4", "0.18.0", {FP4: "1", BACKEND: "latency"}) == {}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -366,13 +366,13 @@ def test_every_generated_row_has_a_source(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_tables_fit_together(scheme: str, release: str) -> None:
-    table = tables(scheme, release)
+    table = load_tables(scheme, release)
     have = {row.backend for row in table.kernels}
     assert {row for order in table.orders for row in order.backends} <= have
     assert {row for flag in table.flags.values() for row in flag.backends} <= have
-    assert set(table.flags) <= set(releases()[release].moe_backends)
+    assert set(table.flags) <= set(load_releases()[release].moe_backends)
     assert all(row.source for row in (*table.orders, *table.overrides, *table.kernels))
-    for point in product(CAPABILITIES, backend_tables.PARALLEL, releases()[release].activations):
+    for point in product(CAPABILITIES, backend_tables.PARALLEL, load_releases()[release].activations):
         assert len({row.backends for row in table.orders if row.contains(point)}) == 1
 
 

@@ -203,13 +203,13 @@ def test_a_model_without_layers_and_several_workers() -> None:
 
 @pytest.mark.gpu
 def test_the_driver_distinguishes_mapped_memory_from_the_gpus_own() -> None:
-    from moedoctor.fixes.offload.pinned import device_view
+    from moedoctor.fixes.offload.pinned import view_on_device
 
     own = torch.ones(1024, dtype=torch.uint8, device="cuda")
     host = torch.ones(1 << 16, dtype=torch.uint8).pin_memory()
     assert memory_of(own) == "device"
     assert memory_of(host) == "cpu"
-    assert memory_of(device_view(host, torch.device("cuda:0"))) == "host"
+    assert memory_of(view_on_device(host, torch.device("cuda:0"))) == "host"
 
 
 def test_weights_are_served_from_the_device_and_no_longer_from_the_host() -> None:
@@ -224,7 +224,7 @@ def test_weights_are_served_from_the_device_and_no_longer_from_the_host() -> Non
         served = serve_from_gpu(Engine(model))
         assert served["bytes"] >= handle.report().host_bytes > 0
         assert all(torch.equal(model(x), expected) for _ in range(2))
-    assert bool(handle.host_weight("0.weight").isnan().all()), "what was on the host could still be read"
+    assert bool(handle.get_host_weight("0.weight").isnan().all()), "what was on the host could still be read"
     assert take_off_the_host(nn.Linear(2, 2)) == 0
 
 

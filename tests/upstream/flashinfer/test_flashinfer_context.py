@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from moedoctor.fixes.arch.flashinfer import flashinfer_targets, moe_majors, moe_targets
+from moedoctor.fixes.arch.flashinfer import list_moe_majors, predict_moe_targets, predict_targets
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.flashinfer.context import FlashInferContext
 
@@ -154,7 +154,7 @@ def test_the_installed_release_answers_as_restated() -> None:
     context = FlashInferContext.installed()
     for gpu, cuda, text in itertools.product(MOE_GPUS, CUDAS, LISTS):
         real = context.resolve(gpu, cuda, text)
-        restated = moe_targets(context.release, capability=gpu, cuda=cuda, arch_list=text)
+        restated = predict_moe_targets(context.release, capability=gpu, cuda=cuda, arch_list=text)
         targets = real.targets
         if Version(context.release) < Version("0.6.6"):  # a set there, in any order
             targets = tuple(sorted(targets, key=restated.targets.index))
@@ -214,8 +214,8 @@ def test_every_wheel_answers_as_restated(wheel: Path, monkeypatch: pytest.Monkey
         return tuple(taken) or None  # an empty set ends the build with an error
 
     for gpu, cuda["is"], text in itertools.product(ALL_GPUS, CUDAS, LISTS):
-        restated = flashinfer_targets(release, capability=gpu, cuda=cuda["is"], arch_list=text)
+        restated = predict_targets(release, capability=gpu, cuda=cuda["is"], arch_list=text)
         assert real(gpu, text, None) == (restated.targets or None), (gpu, cuda, text)
         if gpu in MOE_GPUS:
-            restated = moe_targets(release, capability=gpu, cuda=cuda["is"], arch_list=text)
-            assert real(gpu, text, moe_majors(gpu)) == (restated.targets or None), (gpu, cuda, text)
+            restated = predict_moe_targets(release, capability=gpu, cuda=cuda["is"], arch_list=text)
+            assert real(gpu, text, list_moe_majors(gpu)) == (restated.targets or None), (gpu, cuda, text)

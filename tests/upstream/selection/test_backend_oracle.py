@@ -14,7 +14,7 @@ import pytest
 from vllm_stub import FILES, write
 
 from moedoctor.fixes.backends import select
-from moedoctor.fixes.backends.release_tables import SCHEMES, releases
+from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases
 from moedoctor.reporters.pages.backend_pages import FAMILIES
 from moedoctor.upstream.selection.agreement import (
     AgreementError,
@@ -173,7 +173,7 @@ def test_the_installed_vllm_agrees_with_the_tables() -> None:
     FlashInfer's CUTEDSL kernels want the CUTLASS DSL besides, which `make test-upstream` leaves out.
     """
     release = importlib.metadata.version("vllm").partition("+")[0]
-    if release not in releases():
+    if release not in load_releases():
         pytest.skip(f"vllm {release} is not in the tables")
     points = [
         select(capability, scheme, release=release, ep=ep, dp=dp, activation=activation)
