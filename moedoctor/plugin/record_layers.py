@@ -90,7 +90,7 @@ def _route(router: Any, x: Any, logits: Any) -> tuple[Any, Any]:
 
 def _read_unpadded(config: Any, name: str) -> int:
     """Return a size as the checkpoint has it; some backends pad it."""
-    value = getattr(config, f"{name}_read_unpadded", None)
+    value = getattr(config, f"{name}_unpadded", None)
     return int(getattr(config, name) if value is None else value)
 
 
