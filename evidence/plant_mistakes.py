@@ -116,7 +116,7 @@ def measure(job: tuple[tuple[str, str, str], int]) -> tuple[Tally, Tally, Tally,
     plant_strange(single, call, seed)
     plant_places(places, scheme, call, every, seed)
     foreign = make_capsule(quantization, activations, activation=activation, seed=seed + 1000)
-    plant_weights_and_rows(others, scheme, call, foreign.problem().layer, seed)
+    plant_weights_and_rows(others, scheme, call, foreign.to_problem().layer, seed)
     return single, pairs, places, others
 
 

@@ -18,7 +18,7 @@ import torch
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.diagnose.capsule.explain import Explanation, diagnose
 from moedoctor.diagnose.capsule.mistakes import MISTAKES, Deviation, deviations_of, names
-from moedoctor.reference.agreement import agree, bounds_of
+from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.reference.moe_layer import Layer
 
 FIRST, NOT_TOLD_APART, NOT_NAMED, WRONG, NO_EFFECT = (
@@ -285,4 +285,4 @@ def _is_place(call: Computation, deviation: Deviation, best: Explanation, expert
 
 def is_noise(call: Computation, output: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether a sound backend could give either [T, H] for the other."""
-    return agree(output, other, bounds_of(call.activations)).right
+    return agree(output, other, choose_bounds(call.activations)).right

@@ -49,8 +49,8 @@ from moedoctor.kernels.moe.tiles import (
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.models.presets import find_model, names
 from moedoctor.processes.files import write
-from moedoctor.reference.agreement import agree, bounds_of
-from moedoctor.reference.moe_layer import Layer, Problem, expected_output, make_input, make_layer
+from moedoctor.reference.agreement import agree, choose_bounds
+from moedoctor.reference.moe_layer import Layer, Problem, compute_expected, make_input, make_layer
 from moedoctor.results import UnavailableError
 
 _DEVICE = "cuda:0"
@@ -432,11 +432,11 @@ class Bench:
                 lambda x=x, weights=weights, ids=ids, prepared=prepared: prepared(x, weights, ids)
                 for x, weights, ids in sets
             ]
-        expected = expected_output(Problem(self.layer, *sets[0]), "none")  # [T, H]
+        expected = compute_expected(Problem(self.layer, *sets[0]), "none")  # [T, H]
         row["wrong"] = {
             name: reason
             for name, rotation in calls.items()
-            if (reason := agree(rotation[0](), expected, bounds_of("none")).reason) is not None
+            if (reason := agree(rotation[0](), expected, choose_bounds("none")).reason) is not None
         }
         launches = len(sets) * (4 if tokens <= 4 else 2 if tokens <= 64 else 1)
         times = compare_times(calls, baseline="tuned", launches=launches, replays=15)

@@ -10,7 +10,7 @@ from evidence.planting import noisy
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import make_layer, make_problem
-from moedoctor.trace.capsule import Capsule, capsule_of
+from moedoctor.trace.capsule import Capsule, make_whole_capsule
 
 __all__ = ["SCHEMES", "computation", "make_capsule", "noisy", "with_output"]
 
@@ -47,7 +47,7 @@ def make_capsule(
         ids = problem.topk_ids.clone()  # [T, K]
         ids[0, 1], ids[1, 2] = ids[0, 0], -1
         problem = replace(problem, topk_ids=ids, x=(problem.x * 8).to(problem.x.dtype))
-    capsule = capsule_of(problem, problem.x, activations, layer="model.layers.0.mlp.experts")
+    capsule = make_whole_capsule(problem, problem.x, activations, layer="model.layers.0.mlp.experts")
     if halves and quantization != "bf16" and shape.gated and capsule.record.block is None:
         ratio = 2.0 ** torch.randint(-1, 2, (shape.experts, 2), generator=draw).float()  # [E, 2]
         scale = capsule.tensors["w13_scale"][:, None] * ratio  # [E, 2]

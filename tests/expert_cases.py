@@ -25,7 +25,7 @@ from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
 from moedoctor.reference import moe as reference
 from moedoctor.reference.agreement import Bounds, agree
-from moedoctor.reference.moe_layer import expected_output, make_layer, make_problem
+from moedoctor.reference.moe_layer import compute_expected, make_layer, make_problem
 
 # Three times the interpreter truncates to bfloat16 and the GPU rounds, so norms come out 0.8 % low.
 _INTERPRETED = Bounds(cosine=0.9998, norm=0.02, element=0.03, matched=0.99, worst=0.1)
@@ -54,7 +54,7 @@ def assert_layer_is_right(
     if tokens > 2:
         problem.topk_ids[1] = -1
         problem.topk_ids[2] = 7
-    expected = expected_output(problem, "none")
+    expected = compute_expected(problem, "none")
     problem.topk_ids[0, 1] = 8
     if tokens > 2:
         problem.topk_ids[1, 1:] = torch.tensor([-2, 9, 1 << 30])
@@ -249,7 +249,7 @@ def assert_shared_experts_are_right(
     layer = make_layer(LayerShape(48, 16, 2 * top_k, top_k, "relu2"), "nvfp4", device=device)
     problem = make_problem(layer, 2, "none", device=device)
     problem.topk_ids[0, 1:] = -1
-    expected = expected_output(problem, "none")
+    expected = compute_expected(problem, "none")
     tiles = RowTile(8, 1, 4), RowTile(4, 1, 4, lanes=lanes, expert_splits=splits)
     w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
     output = run_experts(

@@ -111,7 +111,7 @@ def check_watch_three(device: str) -> None:
     nan, inf = float("nan"), float("inf")
     ours, theirs = nan_state.NanState("cpu", 4), nan_state.NanState("cpu", 4)
     for name in "abcd":
-        theirs.point(name)
+        theirs.add_point(name)
     header, found = ours.header.to(device), ours.found.to(device)
     for step, spoil in enumerate(((), (2,), (1, 2), (0, 3))):
         draw = torch.Generator().manual_seed(step)

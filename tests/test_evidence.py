@@ -96,7 +96,7 @@ def test_the_script_can_make_every_report() -> None:
     # They show which extension ran in an engine, and stay until a report of a promise shows it.
     named = {
         report.partition("/")[2]
-        for rows in extensions.evidence().values()
+        for rows in extensions.load_evidence().values()
         for row in rows.values()
         for report in row.reports
     }

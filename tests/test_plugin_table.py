@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moedoctor.plugin.extensions import evidence
+from moedoctor.plugin.extensions import load_evidence
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -102,7 +102,7 @@ def test_a_scenario_says_itself_what_its_engines_start(script: Any) -> None:
 
 
 def test_reports_that_the_data_names_are_there() -> None:
-    for rows in evidence().values():
+    for rows in load_evidence().values():
         for row in rows.values():
             assert all((ROOT / "reports" / f"{name}.json").exists() for name in row.reports)
             assert all((ROOT / "reports" / f"{name}.md").exists() for name in row.reports)

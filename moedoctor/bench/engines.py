@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moedoctor.plugin.extensions import FIXES, TRACES, Extension, Need, chosen
+from moedoctor.plugin.extensions import FIXES, TRACES, Extension, Need, read_choice
 from moedoctor.plugin.register import RECORD
 from moedoctor.upstream.engine import clear_prompts
 from moedoctor.upstream.engine.clear_prompts import Answers, Comparison
@@ -291,7 +291,7 @@ def _failure(variant: Variant, result: EngineResult) -> str | None:
     asked = {
         name: known[name]
         for variable, known in _LISTS.items()
-        for name in chosen(variant.environ.get(variable, ""), known).required
+        for name in read_choice(variant.environ.get(variable, ""), known).required
     }
     if variant.environ.get(RECORD):
         asked["record"] = TRACES["record"]

@@ -24,7 +24,7 @@ from moedoctor.reporters.pages.bench_cache import (
 from moedoctor.reporters.plots import PlotError, terminal_chart
 from moedoctor.text import print_message
 from moedoctor.trace.format import RoutingTrace, TraceError, load
-from moedoctor.trace.synthetic import PREFIX, ZipfSettings, zipf_trace
+from moedoctor.trace.synthetic import PREFIX, ZipfSettings, draw_zipf_trace
 
 _MAX_CAPACITY = 65_535
 
@@ -72,7 +72,7 @@ def _trace(given: str | None) -> tuple[str, RoutingTrace]:
     if given is None:
         return f"the one that ships with moedoctor, {SHIPPED.as_posix()}", shipped_trace()
     if given == PREFIX or given.startswith(f"{PREFIX}:"):
-        return given, zipf_trace(ZipfSettings.parse(given))
+        return given, draw_zipf_trace(ZipfSettings.parse(given))
     return given, load(Path(given))
 
 

@@ -22,10 +22,10 @@ def show(file: _File, format: PageFormat = "table", output: Output = None, full:
     """List what a capsule holds: the call, and every tensor with its size."""
     from moedoctor.reporters.pages.replay import CapsuleDocument
     from moedoctor.results import from_json
-    from moedoctor.trace.capsule import CapsuleError, facts, load
+    from moedoctor.trace.capsule import CapsuleError, describe, load
 
     with as_input_error(CapsuleError):
-        held = from_json(CapsuleDocument, {**facts(load(file)), "file": file.name})
+        held = from_json(CapsuleDocument, {**describe(load(file)), "file": file.name})
     return deliver_document(held, format, output, full=full)
 
 
@@ -56,10 +56,10 @@ def copy(
     with as_input_error(capsules.CapsuleError, OutputError):
         made = capsules.load(file)
         if without_weights:
-            made = capsules.without_weights(made)
+            made = capsules.drop_weights(made)
         if synthetic_weights:
-            made = capsules.with_synthetic_weights(made)
+            made = capsules.draw_synthetic_weights(made)
         if max_size is not None:
-            made = capsules.fitted(made, int(max_size * 1e6))
+            made = capsules.fit(made, int(max_size * 1e6))
         capsules.save(made, target)
     return 0

@@ -217,7 +217,7 @@ def _measure(case: str, layer: Any, tokens: int, device: str, runs: int) -> dict
     import torch
 
     from moedoctor.fixes.moe.forward import moe_forward
-    from moedoctor.reference.moe_layer import expected_output, make_problem
+    from moedoctor.reference.moe_layer import compute_expected, make_problem
 
     problem = make_problem(layer, tokens, "none")
     inputs = (problem.x, problem.topk_weights, problem.topk_ids, problem.layer.w13, problem.layer.w2)
@@ -230,7 +230,7 @@ def _measure(case: str, layer: Any, tokens: int, device: str, runs: int) -> dict
         )
         outputs.append(_sum(out))
         times.append(seconds)
-    expected = expected_output(problem, "none")
+    expected = compute_expected(problem, "none")
     result = out.cpu()
     error = float((result - expected).norm() / expected.norm())
     return {

@@ -45,7 +45,7 @@ def apply(version: str) -> str:
     )
     patches = (
         Patch(arguments, "create_engine_config", configuring, "self usage_context headless", _EXPECTED),
-        Patch("vllm.logger", "init_logger", _louder, "name", ("getLogger(name)",)),
+        Patch("vllm.logger", "init_logger", _wrap_init_logger, "name", ("getLogger(name)",)),
     )
     apply_patches(NAME, version, patches)
     selecting: list[Any] = [module for name, module in sys.modules.items() if name.startswith(ORACLES)]
@@ -66,21 +66,21 @@ def _wrap_create_engine_config(original: Any, *, version: str) -> Any:
     def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
         config = original(self, *arguments, **options)
         try:
-            honoured = _honour(config, read_wanted_backend(os.environ, version))
+            honoured = _apply_variable(config, read_wanted_backend(os.environ, version))
         except Exception as error:
             refuse(NAME, f"{NVFP4_VARIABLE} could not be honoured: {type(error).__name__}: {error}")
             return config
         if honoured:
             # vLLM looks at no other backend now, so it has no reasons to log; the tables have.
             with contextlib.suppress(Exception):
-                for line in reasons(config, version):
+                for line in explain_selection(config, version):
                     logger.info("moedoctor: %s", line)
         return config
 
     return create_engine_config
 
 
-def _honour(config: Any, wanted: Wanted | None) -> bool:
+def _apply_variable(config: Any, wanted: Wanted | None) -> bool:
     """Change the configuration if the variable applies; return whether it was changed.
 
     Raises SystemExit if the variable applies and cannot be honoured, unless the fix is optional.
@@ -106,7 +106,7 @@ def _honour(config: Any, wanted: Wanted | None) -> bool:
     return False
 
 
-def reasons(config: Any, version: str) -> Iterator[str]:
+def explain_selection(config: Any, version: str) -> Iterator[str]:
     """Yield what vLLM would have selected for this engine by itself, then each backend with its reason."""
     platform = importlib.import_module("vllm.platforms").current_platform
     major, minor = platform.get_device_capability()[:2]
@@ -138,7 +138,7 @@ def is_nvfp4(model_config: Any) -> bool:
     return "nvfp4" in repr(described).lower()
 
 
-def _louder(original: Any) -> Any:
+def _wrap_init_logger(original: Any) -> Any:
     """Wrap `init_logger`: louder for the modules that select backends, which models import when built."""
 
     def init_logger(name: str) -> Any:

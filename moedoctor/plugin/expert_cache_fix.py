@@ -58,28 +58,28 @@ def apply(version: str) -> str:
     options = read_wish(os.environ)
     if options is None:
         raise FixError(f"{VARIABLE} is not set; expected the number of expert slots of a layer")
-    caching = functools.partial(_wrap_load_model, wish=options, layer_type=_layer_type(), rows=real_rows)
-    creating, load = functools.partial(_on_the_host, slots=options.slots), "self vllm_config model_config"
+    caching = functools.partial(_wrap_load_model, wish=options, layer_type=_find_layer_type(), rows=real_rows)
+    creating, load = functools.partial(_create_on_host, slots=options.slots), "self vllm_config model_config"
     kernel = f"{_FUSED}.modular_kernel:FusedMoEKernel"
     call = "hidden_states w1 w2 topk_weights topk_ids expert_map"
     tiles, shapes = f"{_FUSED}.experts.triton_moe", ("E, _, N = w2_shape",)
     few = ("num_tokens * top_k_num * 4 <= global_num_experts",)
     patches = [
         Patch(_LOADER, "load_model", caching, load, _LOADS),
-        *(Patch(loader, "load_model", caching, load) for loader in _loaders()),
+        *(Patch(loader, "load_model", caching, load) for loader in _list_loaders()),
         Patch(kernel, "apply", None, call, _APPLIES),
         *(Patch(method, "create_weights", creating, "layer num_experts", _CREATES) for method in _METHODS),
         Patch(tiles, "try_get_optimal_moe_config", _keep_tiles, "w1_shape w2_shape", shapes),
         Patch(tiles, "_prepare_expert_assignment", _keep_assignment, _ASSIGNMENT, few),
         Patch(f"{tiles}:TritonExperts", "moe_sum", None, "input output", ("ops.moe_sum(",)),
-        *Steps(real_rows.begin, real_rows.end).patches(),
+        *Steps(real_rows.begin, real_rows.end).list_patches(),
     ]
     weight_reload.apply(version)
     apply_patches(NAME, version, patches)
     return f"{options.slots} expert slots a MoE layer, policy {options.policy}"
 
 
-def _layer_type() -> type:
+def _find_layer_type() -> type:
     """Return the module that holds a layer's experts: from 0.22.0 on it is not the layer itself."""
     try:
         experts = importlib.import_module(f"{_FUSED}.routed_experts")
@@ -88,7 +88,7 @@ def _layer_type() -> type:
     return experts.RoutedExperts  # type: ignore[no-any-return]
 
 
-def _loaders() -> Sequence[str]:
+def _list_loaders() -> Sequence[str]:
     """Return vLLM's other loaders with a `load_model` of their own."""
     known = importlib.import_module("vllm.model_executor.model_loader")._LOAD_FORMAT_TO_MODEL_LOADER
     own = (loader for loader in known.values() if "load_model" in vars(loader))
@@ -114,7 +114,7 @@ class RealRows:
         """Device -> int32 [1]."""
         self._padded = False
 
-    def on(self, device: Any) -> Any:
+    def get_rows(self, device: Any) -> Any:
         """Return int32 [1] on `device`, always the same."""
         import torch
 
@@ -158,7 +158,7 @@ def _wrap_load_model(original: Any, *, wish: CacheOptions, layer_type: type, row
         device = vllm_config.device_config.device
         _give_caches(model, wish, layer_type, device, _is_captured(vllm_config, model_config))
         for experts in find_host_experts(model):
-            experts.skip_padding(rows.on(experts.cache.device))
+            experts.skip_padding(rows.get_rows(experts.cache.device))
             weight_reload.hold(NAME, experts)
         return model
 
@@ -183,7 +183,7 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     if not layers:
         _leave_out(slots, "the model has no MoE layer; expected one, or unset the variable")
     for name, layer in layers:
-        reason = refusal(layer, slots)
+        reason = check_layer(layer, slots)
         if reason is not None:
             _leave_out(slots, f"{name} cannot have an expert cache: {reason}")
     device, caches = torch.device(device), []
@@ -223,7 +223,7 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     )
 
 
-def _on_the_host(original: Any, *, slots: int) -> Any:
+def _create_on_host(original: Any, *, slots: int) -> Any:
     """Wrap `create_weights` of a MoE method: in host memory, because experts need not fit on the GPU.
 
     vLLM takes each layer's parameters to the GPU and back to repack them. Weights that are made up rather
@@ -354,6 +354,6 @@ def _has_input_scales_by_expert(layer: Any, experts: Any) -> bool:
     return False
 
 
-def refusal(layer: Any, capacity: int) -> str | None:
+def check_layer(layer: Any, capacity: int) -> str | None:
     """Return why a loaded layer cannot have a cache of `capacity` slots."""
     return check_setting(layer, capacity) or check_kernel(layer)

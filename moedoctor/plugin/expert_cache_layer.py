@@ -121,7 +121,7 @@ class HostExperts:
             experts.humming_configs = self._humming[count]
 
     @contextmanager
-    def all_experts(self) -> Iterator[Mapping[str, torch.Tensor]]:
+    def stream_all(self) -> Iterator[Mapping[str, torch.Tensor]]:
         """Give all experts [E, ...] out of the stream; the quantization config holds them meanwhile."""
         assert self.stream is not None
         stream, number, _ = self.stream
@@ -178,7 +178,7 @@ def find_host_experts(model: Any) -> list[HostExperts]:
 def install(layer: Any, options: CacheOptions, device: torch.device, *, captured: bool) -> ExpertCache:
     """Move the layer's experts to host memory and put slots in their place.
 
-    Raises UnavailableError as `HostExperts.give`. The caller must check `expert_cache_fix.refusal` before.
+    Raises UnavailableError as `HostExperts.give`. The caller must call `expert_cache_fix.check_layer` first.
     """
     experts = HostExperts(layer, device, options)
     cache = experts.give(options, captured=captured)
@@ -228,10 +228,10 @@ def _make_store(tensors: Mapping[str, torch.Tensor], options: CacheOptions) -> E
         store = ExpertStore({name: tensor.cpu() for name, tensor in tensors.items()}, packed=True)
         if store.pinned:
             return store
-    return ExpertStore({name: _on_the_host(tensor, pin) for name, tensor in tensors.items()}, pin=pin)
+    return ExpertStore({name: _copy_to_host(tensor, pin) for name, tensor in tensors.items()}, pin=pin)
 
 
-def _on_the_host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
+def _copy_to_host(tensor: torch.Tensor, pin: bool) -> torch.Tensor:
     """Return a copy of exactly its size: torch rounds pinned memory up to a power of two."""
     block, _ = allocate(tensor.nbytes, register if pin else None)
     return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -244,8 +244,8 @@ def _apply_through(experts: HostExperts, compute: Any, splits: bool) -> Any:
     nowhere = torch.arange(cache.num_experts, dtype=torch.int32, device=cache.device)  # [E]
     nowhere[cache.capacity :] = -1
 
-    def through_the_stream(topk_ids: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-        with experts.all_experts() as weights, _choose_tiles_for(cache.num_experts):
+    def compute_through_stream(topk_ids: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        with experts.stream_all() as weights, _choose_tiles_for(cache.num_experts):
             given.update(w1=weights["w1"], w2=weights["w2"], expert_map=None)
             result: torch.Tensor = compute(topk_ids=topk_ids, **given)  # [T, H]
             cache.seed_from(topk_ids, weights)
@@ -262,18 +262,18 @@ def _apply_through(experts: HostExperts, compute: Any, splits: bool) -> Any:
         given.update(hidden_states=hidden_states, topk_weights=topk_weights)
         given["global_num_experts"] = cache.num_experts
         if experts.streams(len(topk_ids)):
-            return through_the_stream(topk_ids, given)
+            return compute_through_stream(topk_ids, given)
         many = cache.may_need_groups(topk_ids)
         given.update(w1=cache.weights["w1"], w2=cache.weights["w2"], expert_map=nowhere if many else None)
         with _choose_tiles_for(cache.num_experts):
             if many:
-                return in_groups(topk_ids, given).to(hidden_states.dtype)
+                return compute_in_groups(topk_ids, given).to(hidden_states.dtype)
             if splits and topk_ids.numel() * hits_first.UNSORTED <= cache.num_experts:
                 return hits_first.compute_in_two(cache, kernel.fused_experts, compute, topk_ids, given)
             result: torch.Tensor = compute(topk_ids=cache.acquire(topk_ids).slot_ids, **given)  # [T, H]
             return result
 
-    def in_groups(topk_ids: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    def compute_in_groups(topk_ids: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
         total: torch.Tensor | None = None
         for group in cache.groups(topk_ids):
             slots = torch.where(group.slot_ids < 0, cache.capacity, group.slot_ids)  # [T, K]

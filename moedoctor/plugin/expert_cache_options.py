@@ -49,17 +49,17 @@ def read_options(text: str) -> CacheOptions:
     for part in filter(None, rest.split(",")):
         name, _, value = (text.strip() for text in part.partition("="))
         if name not in _READERS:
-            raise _refused(f"no option called {show(name)}", ", ".join(_READERS))
+            raise _make_error(f"no option called {show(name)}", ", ".join(_READERS))
         if name in options:
-            raise _refused(f"the option {name} twice", "each option once")
+            raise _make_error(f"the option {name} twice", "each option once")
         expected, read = _READERS[name]
         options[name] = read(value)
         if options[name] is _BAD:
-            raise _refused(f"{name}={show(value)}", expected)
+            raise _make_error(f"{name}={show(value)}", expected)
     return CacheOptions(int(slots), **options)
 
 
-def _refused(problem: str, expected: str) -> OptionError:
+def _make_error(problem: str, expected: str) -> OptionError:
     return OptionError(f"{VARIABLE} has {problem}; expected {expected}")
 
 
@@ -74,17 +74,17 @@ def _switch(text: str) -> Any:
     return {"0": False, "1": True}.get(text, _BAD)
 
 
-def _among(values: tuple[str, ...]) -> tuple[str, Callable[[str], Any]]:
+def _make_choice(values: tuple[str, ...]) -> tuple[str, Callable[[str], Any]]:
     return ", ".join(values), lambda text: text if text in values else _BAD
 
 
 _READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "policy": _among(POLICIES),
+    "policy": _make_choice(POLICIES),
     "packed": ("0 or 1", _switch),
     # ``backend`` is what 1 was called before.
     "overlap": ("0 or 1", lambda text: _switch("1" if text == "backend" else text)),
     "fill": ("0 or 1", _switch),
-    "engine": _among(ENGINES),
+    "engine": _make_choice(ENGINES),
     "pin": ("0 or 1", _switch),
     "stream": ("a number of tokens", lambda text: int(text) if _is_number(text) else _BAD),
 }

@@ -102,7 +102,7 @@ class Chosen:
     unknown: tuple[str, ...]
 
 
-def chosen(value: str, table: Mapping[str, Extension] = FIXES) -> Chosen:
+def read_choice(value: str, table: Mapping[str, Extension] = FIXES) -> Chosen:
     """Read a variable's `value`: names of `table` with commas between, or ``all``."""
     asked = list(dict.fromkeys(part.strip().lower() for part in value.split(",") if part.strip()))
     known = tuple(name for name in asked if name in table)
@@ -133,7 +133,7 @@ class Known:
 
 
 @functools.cache
-def evidence() -> Mapping[str, Mapping[str, Known]]:
+def load_evidence() -> Mapping[str, Mapping[str, Known]]:
     """Return what is known: release -> name of an extension. `scripts/plugin_table.py` makes the data."""
     text = files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
     return {

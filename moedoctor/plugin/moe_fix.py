@@ -27,7 +27,7 @@ from moedoctor.plugin.moe_layer import (
     FUSED,
     MODELOPT,
     Take,
-    experts_class,
+    make_experts_class,
     take_fp8,
     take_nvfp4,
     take_over,
@@ -148,16 +148,16 @@ _PARALLEL = (
 
 def apply(version: str) -> str:
     """Apply the fix; see `moedoctor.plugin.register`. Raises OptionError for a bad variable."""
-    computer = wanted(os.environ)
+    computer = read_computer(os.environ)
     patches = [
-        Patch(f"{FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", _checking, "moe"),
-        Patch(_LOADER, "load_model", _noticing, "self vllm_config model_config"),
+        Patch(f"{FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", _wrap_constructor, "moe"),
+        Patch(_LOADER, "load_model", _wrap_load_model, "self vllm_config model_config"),
         Patch(_MODEL_UTILS, _ASK_REPACKED, None, releases=">=0.33.0"),
     ]
     for form in FORMATS:
         owner = f"{form.module}:{form.method}"
-        processing = functools.partial(_processing, form=form)
-        selecting = functools.partial(_selecting, form=form, stand_in=_stand_in(form))
+        processing = functools.partial(_wrap_process_weights, form=form)
+        selecting = functools.partial(_wrap_select, form=form, stand_in=_find_stand_in(form))
         call = (".moe_kernel.apply(",)
         patches += [
             Patch(form.module, form.select, selecting),
@@ -169,7 +169,7 @@ def apply(version: str) -> str:
     return f"MoE layers by {_COMPUTERS[computer]}"
 
 
-def wanted(environ: Mapping[str, str]) -> str:
+def read_computer(environ: Mapping[str, str]) -> str:
     """Return what computes the layers, `KERNELS` or `REFERENCE`. Raises OptionError."""
     value = environ.get(VARIABLE, "").strip().lower() or KERNELS
     if value not in _COMPUTERS:
@@ -177,11 +177,11 @@ def wanted(environ: Mapping[str, str]) -> str:
     return value
 
 
-def _checking(original: Any) -> Any:
+def _wrap_constructor(original: Any) -> Any:
     """Wrap the constructor of all MoE methods: refuse what cannot be computed before weights are loaded."""
 
     def construct(self: Any, moe: Any, *arguments: Any, **options: Any) -> None:
-        reason = refusal(self, moe)
+        reason = check_method(self, moe)
         if reason is not None:
             refuse(NAME, reason)
         self.__dict__[_OURS] = reason is None
@@ -191,7 +191,7 @@ def _checking(original: Any) -> Any:
     return construct
 
 
-def _noticing(original: Any) -> Any:
+def _wrap_load_model(original: Any) -> Any:
     """Wrap `load_model`: a model without a MoE layer is refused, because the fix would do nothing."""
 
     def load_model(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -203,7 +203,7 @@ def _noticing(original: Any) -> Any:
     return load_model
 
 
-def refusal(method: Any, moe: Any) -> str | None:
+def check_method(method: Any, moe: Any) -> str | None:
     """Return why a layer with this method and configuration cannot be computed, or None if it can."""
     name = type(method).__name__
     if "Online" in name:  # so vLLM names all of them
@@ -227,10 +227,10 @@ def refusal(method: Any, moe: Any) -> str | None:
         return "swiglu_limit clamps the activation"
     if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
         return "VLLM_BATCH_INVARIANT is set, and our tiles depend on the batch"
-    return _refused_machine()
+    return _check_machine()
 
 
-def _refused_machine() -> str | None:
+def _check_machine() -> str | None:
     platform = importlib.import_module("vllm.platforms").current_platform
     if not platform.is_cuda():
         return "the kernels are for NVIDIA GPUs"
@@ -242,7 +242,7 @@ def _refused_machine() -> str | None:
     if config.load_config.load_format == "ipc_cache":
         return _REPACKED
     eager = config.model_config is None or config.model_config.enforce_eager
-    if wanted(os.environ) == REFERENCE and not eager:
+    if read_computer(os.environ) == REFERENCE and not eager:
         return f"{VARIABLE}={REFERENCE} needs --enforce-eager"
     return None
 
@@ -266,14 +266,14 @@ _SELECTED: dict[str, tuple[Any, Any]] = {}
 """Format -> that backend and its experts, as vLLM holds them; none if vLLM has no backend."""
 
 
-def _stand_in(form: Format) -> Any:
+def _find_stand_in(form: Format) -> Any:
     try:
         return pkgutil.resolve_name(form.backends)[form.stand_in]
     except (ImportError, AttributeError, KeyError):
         raise FixError(f"there is no {form.stand_in} in {form.backends}") from None
 
 
-def _selecting(original: Any, *, form: Format, stand_in: Any) -> Any:
+def _wrap_select(original: Any, *, form: Format, stand_in: Any) -> Any:
     """Wrap the selection of a backend: note which it is, and return our experts."""
 
     def select(*arguments: Any, **options: Any) -> Any:
@@ -288,23 +288,23 @@ def _selecting(original: Any, *, form: Format, stand_in: Any) -> Any:
             logger.warning("moedoctor: vLLM has no backend for these %s experts: %s", form.name, first)
             backend = "no backend"
         _REPLACED[form.name] = str(backend)
-        return stand_in, experts_class()
+        return stand_in, make_experts_class()
 
     return select
 
 
-def _processing(original: Any, *, form: Format) -> Any:
+def _wrap_process_weights(original: Any, *, form: Format) -> Any:
     """Wrap `process_weights_after_loading`: keep vLLM's own from repacking the weights."""
 
     def process_weights_after_loading(self: Any, layer: Any) -> None:
         if not getattr(self, _OURS) or type(self).__name__ != form.method:
             original(self, layer)
             return
-        computer = wanted(os.environ)
+        computer = read_computer(os.environ)
         try:
             if getattr(layer, "swiglu_limit", None) is not None:
                 raise UnavailableError("swiglu_limit clamps the activation")
-            if _are_repacked():  # of a draft model, whose load format `refusal` does not see
+            if _are_repacked():  # of a draft model, whose load format `check_method` does not see
                 raise UnavailableError(_REPACKED)
             take_over(self, layer, form.take, by_reference=computer == REFERENCE)
         except UnavailableError as error:
@@ -324,7 +324,7 @@ def _leave(method: Any, form: Format, reason: str) -> None:
             f"vLLM is stopped: {NAME} is refused: {reason}; vLLM has no backend for this layer either"
         )
     backend, experts = _SELECTED[form.name]
-    given = {id(_stand_in(form)): backend, id(experts_class()): experts}
+    given = {id(_find_stand_in(form)): backend, id(make_experts_class()): experts}
     for name, value in list(vars(method).items()):
         if id(value) in given:
             setattr(method, name, given[id(value)])

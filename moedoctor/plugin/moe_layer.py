@@ -1,9 +1,8 @@
 """The experts of one MoE layer of vLLM, computed by moedoctor's kernels instead of a backend's.
 
-`take_over` stands in for a method's `process_weights_after_loading`: it gets the weights and scales as they
-were loaded, before a backend has repacked them, and gives the method a kernel of vLLM's own kind whose
-experts are `experts_class`. Weights are read from the layer at each call, because an offloader may exchange
-them.
+`take_over` replaces a method's `process_weights_after_loading`: it gets the weights and scales as they were
+loaded, before a backend has repacked them, and gives the method a kernel of vLLM's own kind whose experts are
+of our class. Weights are read from the layer at each call, because an offloader may exchange them.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ def take_plain(method: Any, layer: Any, by_reference: bool) -> Compute:
 
     def weights() -> Any:
         return (
-            ExpertWeights(layer.w13_weight, bias=_bias(layer, "w13")),
-            ExpertWeights(layer.w2_weight, bias=_bias(layer, "w2")),
+            ExpertWeights(layer.w13_weight, bias=_get_bias(layer, "w13")),
+            ExpertWeights(layer.w2_weight, bias=_get_bias(layer, "w2")),
         )
 
     def references() -> Any:
@@ -75,7 +74,7 @@ def take_fp8(method: Any, layer: Any, by_reference: bool) -> Compute:
         if scale.dtype.itemsize != 4:
             replace(layer, f"{name}_{scale_name}", scale.float())
         halves = 2 if name == "w13" and method.moe.is_act_and_mul else 1
-        forms[name] = _fp8_form(
+        forms[name] = _find_fp8_form(
             method, make_fp8_weights, values, getattr(layer, f"{name}_{scale_name}"), halves
         )
 
@@ -83,7 +82,7 @@ def take_fp8(method: Any, layer: Any, by_reference: bool) -> Compute:
         for name in ("w13", "w2"):
             values, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_{scale_name}")
             form = forms[name]
-            yield ExpertWeights(values, None, scale, _bias(layer, name), form.block, form.halves)
+            yield ExpertWeights(values, None, scale, _get_bias(layer, name), form.block, form.halves)
 
     def references() -> Any:
         for name in ("w13", "w2"):
@@ -94,7 +93,7 @@ def take_fp8(method: Any, layer: Any, by_reference: bool) -> Compute:
     return _by_reference(layer, references) if by_reference else _by_kernels(weights)
 
 
-def _fp8_form(method: Any, make: Any, values: Any, scale: Any, halves: int) -> Any:
+def _find_fp8_form(method: Any, make: Any, values: Any, scale: Any, halves: int) -> Any:
     """Return the weights with the first block size that fits: newer releases may refine the checkpoint's."""
     names = ("weight_block_size", "moe_block_shape")
     sizes = [getattr(method, name) for name in names if hasattr(method, name)] or [None]
@@ -138,7 +137,7 @@ def take_nvfp4(names: Nvfp4Names, method: Any, layer: Any, by_reference: bool) -
     def weights() -> Any:
         for name, words, scales, scale in parts():
             halves = scale.numel() // words.shape[0]
-            yield ExpertWeights(words, scales, scale, _bias(layer, name), halves=halves)
+            yield ExpertWeights(words, scales, scale, _get_bias(layer, name), halves=halves)
 
     def references() -> Any:
         return (Nvfp4(packed, scales, scale) for _, packed, scales, scale in parts())
@@ -161,13 +160,13 @@ def _by_reference(layer: Any, weights: Callable[[], Any]) -> Compute:
 
     def compute(out: Any, x: Any, topk_weights: Any, topk_ids: Any, activation: str) -> None:
         w13, w2 = weights()
-        held = MoeWeights(w13, w2, activation, _bias(layer, "w13"), _bias(layer, "w2"))
+        held = MoeWeights(w13, w2, activation, _get_bias(layer, "w13"), _get_bias(layer, "w2"))
         out.copy_(forward(x, held, topk_weights, topk_ids))
 
     return compute
 
 
-def _bias(layer: Any, name: str) -> Any:
+def _get_bias(layer: Any, name: str) -> Any:
     return getattr(layer, f"{name}_bias", None)
 
 
@@ -191,7 +190,7 @@ def take_over(method: Any, layer: Any, take: Take, *, by_reference: bool) -> Non
     """Give `method` a kernel of ours that computes `layer`. Raises UnavailableError with the reason."""
     modules = {name: importlib.import_module(f"{FUSED}.{name}") for name in ("modular_kernel", "config")}
     quantization = modules["config"].FusedMoEQuantConfig.make()
-    experts = experts_class()(method.moe, quantization)
+    experts = make_experts_class()(method.moe, quantization)
     experts.compute = take(method, layer, by_reference)
     finalize = importlib.import_module(f"{FUSED}.prepare_finalize.no_dp_ep")
     method.moe_quant_config = quantization
@@ -224,7 +223,9 @@ def _apply(
     )
 
 
-def _shapes(self: Any, tokens: int, rows: int, width: int, *arguments: Any, **options: Any) -> Any:
+def _get_workspace_shapes(
+    self: Any, tokens: int, rows: int, width: int, *arguments: Any, **options: Any
+) -> Any:
     """Return vLLM's shapes of two workspaces, of which we need none, and of the output."""
     return (0,), (0,), (tokens, width)
 
@@ -238,7 +239,7 @@ def _refuse_hook(self: Any, hook: Any) -> None:
 
 
 @functools.cache
-def experts_class() -> Any:
+def make_experts_class() -> Any:
     """Return our subclass of vLLM's experts. An instance has ``compute``, a `Compute`."""
     kernel = importlib.import_module(f"{FUSED}.modular_kernel")
     reduce = importlib.import_module(f"{FUSED}.topk_weight_and_reduce")
@@ -256,7 +257,7 @@ def experts_class() -> Any:
             "_supports_activation": staticmethod(lambda activation: activation.value in ACTIVATIONS),
             "_supports_parallel_config": yes,
             "supports_expert_map": lambda self: False,
-            "workspace_shapes": _shapes,
+            "workspace_shapes": _get_workspace_shapes,
             "finalize_weight_and_reduce_impl": lambda self: reduce.TopKWeightAndReduceNoOP(),
             "apply": _apply,
         },

@@ -53,10 +53,10 @@ class EngineTrace:
             self._state, self.process = NanState(device), os.getpid()
         return self._state
 
-    def point(self, name: str) -> int:
+    def find_point(self, name: str) -> int:
         """Return the number of the point with this name, which gets one at its first use."""
         if name not in self._points:
-            self._points[name] = self.state.point(name)
+            self._points[name] = self.state.add_point(name)
         return self._points[name]
 
     def report(self) -> NanReport | None:
@@ -69,7 +69,7 @@ class EngineTrace:
 
     # --- The wrappers of vLLM's functions -----------------------------------------------------------------
 
-    def around_attention(self, layer: Any) -> None:
+    def wrap_attention(self, layer: Any) -> None:
         """Hold what the layer's implementation writes until the experts that follow check it.
 
         Piecewise graphs leave attention out, so a launch here would cost the host its time at each step. The
@@ -85,12 +85,12 @@ class EngineTrace:
             if output is not None:
                 self._attention = (name, output)
                 if name not in self._before_experts:
-                    state.watch(self.point(name), output.flatten(1))  # [tokens, columns]
+                    state.watch(self.find_point(name), output.flatten(1))  # [tokens, columns]
             return result
 
         layer.impl.forward = forward
 
-    def around_moe(self, original: Any) -> Any:
+    def wrap_moe(self, original: Any) -> Any:
         """Watch the attention's output, the logits and the experts' sum after a MoE layer has run."""
 
         parameters = list(inspect.signature(original).parameters)[1:]
@@ -121,7 +121,7 @@ class EngineTrace:
                 outputs.append((f"{self._router}.router_logits", logits))
             if routed is not None:
                 outputs.append((self._router, routed))
-        points = [self.point(name) for name, _ in outputs]
+        points = [self.find_point(name) for name, _ in outputs]
         tensors = [tensor for _, tensor in outputs]  # [tokens, columns] each
         if len(outputs) == 3:
             self.state.watch_three(points, tensors)
@@ -133,13 +133,13 @@ class EngineTrace:
         """Return True if `x` has this rank's rows; of all ranks' rows it is not known which are padding."""
         return x is not None and self._rows in (None, int(x.shape[0]))
 
-    def around_router(self, original: Any) -> Any:
+    def wrap_router(self, original: Any) -> Any:
         """Check the ids that a router gives."""
 
         def select_experts(router: Any, *arguments: Any, **options: Any) -> Any:
             weights, ids = original(router, *arguments, **options)
             if self._is_own(ids):
-                point = self.point(f"{self._router}.topk_ids")
+                point = self.find_point(f"{self._router}.topk_ids")
                 own = self._rows is not None
                 self.state.watch_ids(point, ids, int(router.global_num_experts), own=own)
             return weights, ids
@@ -157,7 +157,7 @@ class EngineTrace:
             return
         self.running = False
         if hasattr(hidden, "is_floating_point"):
-            self.state.watch_last(self.point("model"), hidden)
+            self.state.watch_last(self.find_point("model"), hidden)
         else:
             self.state.end()
         self.state.mirror()  # what follows, such as the sampler, may end the CUDA context
@@ -185,7 +185,7 @@ class ExitReport(ProcessEnd):
                 return
             print_message(f"the NaN trace ends with the last finished step, for the device failed: {reason}")
         if report is not None:
-            lines = (f"moedoctor: NaN trace of process {process}", *report.text().splitlines())
+            lines = (f"moedoctor: NaN trace of process {process}", *report.to_text().splitlines())
             print("\n".join(without_commands(escape(line)) for line in lines), file=sys.stderr, flush=True)
 
 
@@ -203,14 +203,15 @@ def apply(version: str) -> str:
     layers = "vllm.model_executor.layers"
     attention, experts = f"{layers}.attention.attention:Attention", f"{layers}.fused_moe"
     moe, router = f"{experts}.runner.moe_runner:MoERunner", f"{experts}.router.base_router:BaseRouter"
-    made, routed = functools.partial(_after, then=trace.around_attention), ("return topk_weights, topk_ids",)
+    made, routed = (
+        functools.partial(_call_after, then=trace.wrap_attention),
+        ("return topk_weights, topk_ids",),
+    )
     patches = [
         Patch(attention, "__init__", made, source=("self.impl = ", "self.layer_name = ")),
-        Patch(
-            moe, "_apply_quant_method", trace.around_moe, "router_logits", ("self.router.select_experts(",)
-        ),
-        Patch(router, "select_experts", trace.around_router, "router_logits", routed),
-        *Steps(trace.begin, trace.end).patches(),
+        Patch(moe, "_apply_quant_method", trace.wrap_moe, "router_logits", ("self.router.select_experts(",)),
+        Patch(router, "select_experts", trace.wrap_router, "router_logits", routed),
+        *Steps(trace.begin, trace.end).list_patches(),
     ]
     apply_patches("nan", version, patches)
     _active = ExitReport(trace)
@@ -224,9 +225,9 @@ def trace_of_this_process() -> EngineTrace:
     return _active.trace
 
 
-def _after(original: Any, then: Any) -> Any:
-    def made(owner: Any, *arguments: Any, **options: Any) -> None:
+def _call_after(original: Any, then: Any) -> Any:
+    def construct(owner: Any, *arguments: Any, **options: Any) -> None:
         original(owner, *arguments, **options)
         then(owner)
 
-    return made
+    return construct

@@ -160,7 +160,7 @@ def _take_over(pending: Sequence[_Layer], offload: Callable[..., Any], *, pin: b
     size = sum(parameter.numel() * parameter.element_size() for parameter in on_host.values())
     if not size:
         return None
-    reader_of = readers(layers, list(on_host.values()))
+    reader_of = find_readers(layers, list(on_host.values()))
     # A buffer in a block that repacking left would keep torch from releasing the rest of that block.
     torch.cuda.empty_cache()
     with warnings.catch_warnings():
@@ -285,7 +285,7 @@ def remove_marks(original: Any) -> Any:
 # the compiler from recomputing the residual where it is used, without rounding it to bfloat16 in between.
 
 
-def readers(layers: Sequence[Any], offloaded: Sequence[Any]) -> Mapping[Any, tuple[Any, str]]:
+def find_readers(layers: Sequence[Any], offloaded: Sequence[Any]) -> Mapping[Any, tuple[Any, str]]:
     """Return which function reads the parameters `offloaded` of `layers`, for the modules that own them.
 
     Empty if one of them is not an expert's weight, if the MoE operator is left out, and in releases before

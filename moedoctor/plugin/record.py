@@ -27,7 +27,7 @@ from moedoctor.plugin.record_layers import (
 )
 from moedoctor.plugin.register import FixError, OptionError, Patch, apply_patches
 from moedoctor.plugin.steps import Steps
-from moedoctor.trace.protect import line_of, protect
+from moedoctor.trace.protect import format_error, protect
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -72,7 +72,7 @@ class EngineRecorder:
         """Return True if no more calls are watched."""
         return (self.ring or self.keeper).stopped
 
-    def around_method(self, original: Any) -> Any:
+    def wrap_method(self, original: Any) -> Any:
         """Remember the checkpoint when a MoE layer is made, and start what reads it."""
 
         def construct(method: Any, moe: Any, *arguments: Any, **options: Any) -> None:
@@ -81,7 +81,7 @@ class EngineRecorder:
 
         return construct
 
-    def around_router(self, original: Any) -> Any:
+    def wrap_router(self, original: Any) -> Any:
         """Hold what a router gives until its experts have run."""
 
         def select_experts(router: Any, *arguments: Any, **options: Any) -> Any:
@@ -91,7 +91,7 @@ class EngineRecorder:
 
         return select_experts
 
-    def around_moe(self, original: Any) -> Any:
+    def wrap_moe(self, original: Any) -> Any:
         """Watch the call of a MoE layer."""
         parameters = list(inspect.signature(original).parameters)[1:]
 
@@ -101,7 +101,7 @@ class EngineRecorder:
                 result = original(runner, *arguments, **options)
             except Exception as error:
                 if call is not None:
-                    self._error = self._error or line_of(error)
+                    self._error = self._error or format_error(error)
                 raise
             if call is not None and self.ring is None:
                 self._end_call(runner, call, result)
@@ -131,7 +131,7 @@ class EngineRecorder:
         if self._process != os.getpid():
             return
         if self.ring is not None:
-            self.ring.finish(self._error or _device_error())
+            self.ring.finish(self._error or _find_device_error())
             return
         self.keeper.collect()
         if self._judge is not None:
@@ -148,10 +148,10 @@ class EngineRecorder:
     def save(self, capsule: Any) -> None:
         """Write the capsule."""
         from moedoctor.processes.files import make_folder
-        from moedoctor.trace.capsule import file_name, save
+        from moedoctor.trace.capsule import name_file, save
 
         record = capsule.record
-        file = self.folder / file_name(record, os.getpid())
+        file = self.folder / name_file(record, os.getpid())
         try:
             make_folder(self.folder)
             save(capsule, file, lambda line: logger.warning("moedoctor: record: writes %s", line))
@@ -253,13 +253,13 @@ class EngineRecorder:
                 else:
                     self._numbers[key] = self.ring.add(layer_of_runner.record, self.model)
             except Exception as error:
-                reason = str(error) if isinstance(error, FixError) else line_of(error)
+                reason = str(error) if isinstance(error, FixError) else format_error(error)
                 self._warn(f"{getattr(layer, 'layer_name', 'experts')} is not watched: {reason}")
                 self._numbers[key] = None
         return self._numbers[key]
 
 
-def _device_error() -> str | None:
+def _find_device_error() -> str | None:
     """Return what is wrong with the device after an illegal access or an assertion; None if it works."""
     import torch
 
@@ -268,7 +268,7 @@ def _device_error() -> str | None:
     try:
         torch.cuda.synchronize()
     except Exception as error:
-        return line_of(error)
+        return format_error(error)
     return None
 
 
@@ -298,7 +298,7 @@ def apply(version: str) -> str:
 
     text = os.environ.get(WHEN, "").strip() or "nan"
     try:
-        wish = Wish.parse(text, _max_bytes(os.environ))
+        wish = Wish.parse(text, _read_max_bytes(os.environ))
     except ValueError as error:
         raise OptionError(f"{WHEN} is {error}") from None
     if _active is not None:
@@ -308,25 +308,23 @@ def apply(version: str) -> str:
     moe, router = f"{_FUSED}.runner.moe_runner:MoERunner", f"{_FUSED}.router.base_router:BaseRouter"
     calls = ("self.router.select_experts(",)
     patches = [
-        Patch(
-            f"{_FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", recorder.around_method, "moe"
-        ),
-        Patch(moe, "_apply_quant_method", recorder.around_moe, "hidden_states router_logits", calls),
+        Patch(f"{_FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", recorder.wrap_method, "moe"),
+        Patch(moe, "_apply_quant_method", recorder.wrap_moe, "hidden_states router_logits", calls),
         Patch(
             router,
             "select_experts",
-            recorder.around_router,
+            recorder.wrap_router,
             "router_logits",
             ("return topk_weights, topk_ids",),
         ),
-        *Steps(recorder.begin, recorder.end).patches(),
+        *Steps(recorder.begin, recorder.end).list_patches(),
     ]
     apply_patches("record", version, patches)
     _active = recorder, ProcessEnd(recorder.finish)
     return f"MoE calls are watched ({text}); what is kept goes to {folder}"
 
 
-def _max_bytes(environ: Mapping[str, str]) -> int:
+def _read_max_bytes(environ: Mapping[str, str]) -> int:
     """Return the largest size of a capsule. Raises OptionError."""
     from moedoctor.trace.capsule import MAX_BYTES
 

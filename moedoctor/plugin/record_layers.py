@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from moedoctor.plugin.register import FixError, installed_version
+from moedoctor.plugin.register import FixError, read_vllm_version
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -63,22 +63,22 @@ def make_watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None])
             "top_k": int(config.experts_per_token),
             "activation": activation,
             "quantization": quantization,
-            "block": _block(method),
+            "block": _read_block(method),
             "activations": _name_activations(method),
-            "backend": _backend(method),
+            "backend": _name_backend(method),
             "kernel": {"monolithic": str(is_routed_by_kernel(runner))},
             "parallel": sizes,
-            "packages": {"vllm": installed_version(), **_packages()},
-            "environment": _environment(),
+            "packages": {"vllm": read_vllm_version(), **_read_packages()},
+            "environment": _read_environment(),
         }
     )
     weights = getattr(runner, "routed_experts", layer)
     route = functools.partial(_route, runner.router) if is_routed_by_kernel(runner) else None
     return WatchedLayer(
         record,
-        functools.partial(_checkpoint_tensors, find, record),
+        functools.partial(_read_checkpoint_tensors, find, record),
         route,
-        functools.partial(_backend_tensors, weights, record.experts),
+        functools.partial(_read_backend_tensors, weights, record.experts),
     )
 
 
@@ -94,7 +94,7 @@ def _read_unpadded(config: Any, name: str) -> int:
     return int(getattr(config, name) if value is None else value)
 
 
-def _block(method: Any) -> tuple[int, int] | None:
+def _read_block(method: Any) -> tuple[int, int] | None:
     """Return the rows and columns that share a scale of FP8 weights; None if all of a matrix do."""
     size = getattr(method, "weight_block_size", None)
     if size:
@@ -118,18 +118,18 @@ def _name_activations(method: Any) -> str:
     return "fp8_token" if getattr(config, "a1_scale", None) is None else "fp8"
 
 
-def _backend(method: Any) -> str:
+def _name_backend(method: Any) -> str:
     kernel = getattr(method, "moe_kernel", None)
     return type(getattr(kernel, "fused_experts", method)).__name__
 
 
-def _packages() -> dict[str, str]:
+def _read_packages() -> dict[str, str]:
     import torch
 
     return {"torch": str(torch.__version__)}
 
 
-def _environment() -> dict[str, str]:
+def _read_environment() -> dict[str, str]:
     """Return vLLM's and our variables, masked and without folders: a capsule is passed on."""
     from moedoctor.redaction import Redactor, without_folders
 
@@ -151,7 +151,7 @@ def check_folder(folder: Path | None) -> Path:
     return folder
 
 
-def _checkpoint_tensors(
+def _read_checkpoint_tensors(
     find: Callable[[], Path | None], record: Any, experts: list[int]
 ) -> Mapping[str, Any]:
     """Return the weights of some experts as the checkpoint has them; none if it cannot be read."""
@@ -160,14 +160,14 @@ def _checkpoint_tensors(
 
     try:
         files = ExpertFiles(check_folder(find()))
-        tensors: Mapping[str, Any] = files.capsule_tensors(record.layer, experts, record.quantization)
+        tensors: Mapping[str, Any] = files.read_tensors(record.layer, experts, record.quantization)
     except CapsuleError as error:
         logger.warning("moedoctor: record: the capsule is made without the checkpoint's weights: %s", error)
         return {}
     return tensors
 
 
-def _backend_tensors(layer: Any, total: int, experts: list[int]) -> Mapping[str, Any]:
+def _read_backend_tensors(layer: Any, total: int, experts: list[int]) -> Mapping[str, Any]:
     """Return the weights of some of `total` experts as the backend has them; none if the device is dead."""
     try:
         return {

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from packaging.specifiers import SpecifierSet
 
 from moedoctor.fixes.backends import release_tables as backend_tables
-from moedoctor.plugin.extensions import ALL, FIXES, TRACES, Extension, Need, chosen
+from moedoctor.plugin.extensions import ALL, FIXES, TRACES, Extension, Need, read_choice
 from moedoctor.text import message_line, print_message
 
 VARIABLE = "MOEDOCTOR_FIXES"
@@ -99,7 +99,7 @@ def _register(process: int, values: tuple[str, ...]) -> None:
     active: list[str] = []
     problems: list[str] = []
     for value, (variable, kind, table) in zip(values, TABLES, strict=True):
-        asked = chosen(value, table)
+        asked = read_choice(value, table)
         for name in asked.unknown:
             known = ", ".join((*table, ALL))
             problems.append(f"{variable} names no {kind} called {name}; expected {known}")
@@ -116,7 +116,7 @@ def _register(process: int, values: tuple[str, ...]) -> None:
     for problem in problems:
         logger.warning("moedoctor: %s", problem)
     if active:
-        log("moedoctor: active in vLLM %s: %s", installed_version(), "; ".join(active))
+        log("moedoctor: active in vLLM %s: %s", read_vllm_version(), "; ".join(active))
         if status := os.environ.get(STATUS_VARIABLE):
             Path(status).write_text(json.dumps(active), encoding="utf-8")
 
@@ -127,13 +127,13 @@ def refuse(name: str, reason: str) -> None:
     If the fix is optional, log the reason once and return: the caller then leaves vLLM as it is. Raises
     SystemExit.
     """
-    if name in chosen(os.environ.get(VARIABLE, "")).required and not _is_optional():
+    if name in read_choice(os.environ.get(VARIABLE, "")).required and not _is_optional():
         stop_engine(f"vLLM is stopped: {name} is refused: {reason} ({_HINT})")
-    _log_left_out(name, reason)
+    _warn_left_out(name, reason)
 
 
 @functools.cache
-def _log_left_out(name: str, reason: str) -> None:  # every layer of a model has the same reason
+def _warn_left_out(name: str, reason: str) -> None:  # every layer of a model has the same reason
     logger.warning("moedoctor: left out: %s: %s", name, reason)
 
 
@@ -151,7 +151,7 @@ def log(message: str, *values: object) -> None:
     logger.log(logging.INFO if shown else logging.WARNING, message, *values)
 
 
-def installed_version() -> str:
+def read_vllm_version() -> str:
     """Return the release of this process's vLLM, without a local part such as ``+cu130``."""
     try:
         version = importlib.metadata.version("vllm")
@@ -177,7 +177,7 @@ def _apply_extension(kind: str, name: str, extension: Extension) -> Sequence[str
     """Apply an extension and return a line that says what is active. Raises FixError."""
     version = "of unknown release"
     try:
-        version = installed_version()
+        version = read_vllm_version()
         state, reason = need(extension, version)
         if state is Need.UNNEEDED:
             log("moedoctor: vLLM %s does not need the %s %s: %s", version, kind, name, reason)
@@ -211,7 +211,7 @@ class Patch:
 
     def check(self) -> None:
         """Raise FixError if vLLM's own function is not as expected; `inspect` looks under patches."""
-        owner = self._owner()
+        owner = self._resolve_owner()
         where = f"{getattr(owner, '__name__', owner)}.{self.name}"
         function = getattr(owner, self.name, None)
         if function is None:
@@ -232,7 +232,7 @@ class Patch:
 
     def apply(self, by: str) -> None:
         """Replace the function, unless the fix `by` did so before."""
-        owner = self._owner()
+        owner = self._resolve_owner()
         original = layer = getattr(owner, self.name)
         while layer is not None:
             if getattr(layer, _BY, None) == by:
@@ -243,7 +243,7 @@ class Patch:
             setattr(replacement, _BY, by)
             setattr(owner, self.name, replacement)
 
-    def _owner(self) -> Any:
+    def _resolve_owner(self) -> Any:
         try:
             return pkgutil.resolve_name(self.owner)
         except (ImportError, AttributeError) as error:

@@ -21,19 +21,19 @@ def apply(version: str) -> str:
     routing = importlib.import_module("moedoctor.fixes.routing")
     patches = []
     for name in ("topk_softmax", "topk_sigmoid"):
-        wrap = functools.partial(routed, ours=getattr(routing, name))
+        wrap = functools.partial(wrap_topk, ours=getattr(routing, name))
         patches.append(Patch("vllm._custom_ops", name, wrap, _PARAMETERS, (f"torch.ops._moe_C.{name}(",)))
     apply_patches("routing", version, patches)
     return "topk_softmax and topk_sigmoid give distinct experts also for NaN"
 
 
-def routed(original: Any, *, ours: Any) -> Any:
+def wrap_topk(original: Any, *, ours: Any) -> Any:
     """Return what takes the place of vLLM's top-k: it writes what `ours` returns.
 
     `ours` takes logits [T, E], K, `renormalize` and `bias` [E], and returns a `TopK`.
     """
 
-    def topk(
+    def route(
         topk_weights: Any,
         topk_ids: Any,
         token_expert_indices: Any,
@@ -56,4 +56,4 @@ def routed(original: Any, *, ours: Any) -> Any:
         )  # [T * K]
         token_expert_indices.copy_(place.view(top_k, tokens).t())
 
-    return topk
+    return route

@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from moedoctor.plugin.extensions import FIXES, TRACES, Extension, Need
-from moedoctor.plugin.register import FixError, Patch, installed_version, need
+from moedoctor.plugin.register import FixError, Patch, need, read_vllm_version
 
 
 def check_sources() -> dict[str, dict[str, Any]]:
@@ -21,7 +21,7 @@ def check_sources() -> dict[str, dict[str, Any]]:
 
     An extension that was made for this release must fit, else FixError says what does not.
     """
-    version = installed_version()
+    version = read_vllm_version()
     return {name: _check(name, extension, version) for name, extension in {**FIXES, **TRACES}.items()}
 
 

@@ -30,16 +30,16 @@ class Steps:
     _running: bool = False
     _warming_up: bool = False
 
-    def patches(self) -> Sequence[Patch]:
+    def list_patches(self) -> Sequence[Patch]:
         """Return what is to be wrapped."""
         padded = ("num_tokens_after_padding=num_tokens_after_padding",)
         keeps = ("self.prepare_inputs(", "self.execute_model_state = ExecuteModelState(")
         return (
-            Patch(_WORKER, "compile_or_warm_up_model", self._around_warm_up, "self"),
-            Patch(_RUNNER, "execute_model", self._around_step, "scheduler_output", ("self._model_forward(",)),
-            Patch(_RUNNER, "_model_forward", self._around_forward, "input_ids positions", ("self.model(",)),
-            Patch(_RUNNER_V2, "prepare_inputs", self._around_inputs, "scheduler_output batch_desc", padded),
-            Patch(_RUNNER_V2, "execute_model", self._around_v2_step, "scheduler_output dummy_run", keeps),
+            Patch(_WORKER, "compile_or_warm_up_model", self._wrap_warm_up, "self"),
+            Patch(_RUNNER, "execute_model", self._wrap_step, "scheduler_output", ("self._model_forward(",)),
+            Patch(_RUNNER, "_model_forward", self._wrap_forward, "input_ids positions", ("self.model(",)),
+            Patch(_RUNNER_V2, "prepare_inputs", self._wrap_inputs, "scheduler_output batch_desc", padded),
+            Patch(_RUNNER_V2, "execute_model", self._wrap_v2_step, "scheduler_output dummy_run", keeps),
         )
 
     def _begin(self, real: int, rows: int) -> None:
@@ -54,7 +54,7 @@ class Steps:
         self._running = False
         self.end(hidden)
 
-    def _around_warm_up(self, original: Any) -> Any:
+    def _wrap_warm_up(self, original: Any) -> Any:
         """Call nothing meanwhile: the V2 model runner warms up with steps that look like any other."""
 
         def compile_or_warm_up_model(worker: Any, *arguments: Any, **options: Any) -> Any:
@@ -66,7 +66,7 @@ class Steps:
 
         return compile_or_warm_up_model
 
-    def _around_step(self, original: Any) -> Any:
+    def _wrap_step(self, original: Any) -> Any:
         """Remember how many tokens of the step are real."""
 
         def execute_model(runner: Any, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
@@ -75,11 +75,11 @@ class Steps:
 
         return execute_model
 
-    def _around_forward(self, original: Any) -> Any:
+    def _wrap_forward(self, original: Any) -> Any:
         """Run one step."""
 
-        def model_forward(runner: Any, *arguments: Any, **options: Any) -> Any:
-            self._begin(self._real, _rows(arguments, options))
+        def forward(runner: Any, *arguments: Any, **options: Any) -> Any:
+            self._begin(self._real, _count_rows(arguments, options))
             output = hidden = None
             try:
                 output = original(runner, *arguments, **options)
@@ -88,9 +88,9 @@ class Steps:
                 self._end(hidden)
             return output
 
-        return model_forward
+        return forward
 
-    def _around_inputs(self, original: Any) -> Any:
+    def _wrap_inputs(self, original: Any) -> Any:
         """Begin a step of the V2 model runner when its batch is known."""
 
         def prepare_inputs(runner: Any, *arguments: Any, **options: Any) -> Any:
@@ -100,7 +100,7 @@ class Steps:
 
         return prepare_inputs
 
-    def _around_v2_step(self, original: Any) -> Any:
+    def _wrap_v2_step(self, original: Any) -> Any:
         """End a step of the V2 model runner, which keeps the model's output for its sampler."""
 
         def execute_model(runner: Any, *arguments: Any, **options: Any) -> Any:
@@ -116,7 +116,7 @@ class Steps:
         return execute_model
 
 
-def _rows(arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
+def _count_rows(arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
     """Return the number of rows of the padded batch."""
     given = dict(
         zip(("input_ids", "positions", "intermediate_tensors", "inputs_embeds"), arguments, strict=False)

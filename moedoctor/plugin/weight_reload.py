@@ -52,11 +52,11 @@ def _check(asked: str) -> None:
 def _refuse(asked: str, original: Any) -> Any:
     """Wrap a function that writes new weights."""
 
-    def refusing(*arguments: Any, **options: Any) -> Any:
+    def refuse(*arguments: Any, **options: Any) -> Any:
         _check(asked)
         return original(*arguments, **options)
 
-    return refusing
+    return refuse
 
 
 def _guard_the_model(original: Any) -> Any:

@@ -67,7 +67,7 @@ NEMOTRON: Mapping[str, Any] = {
 
 def write_gemma4(folder: Path, config: Mapping[str, Any], scheme: Scheme = "bf16", seed: int = 0) -> Path:
     """Write a checkpoint of Gemma-4's text model with this config.json; return the folder."""
-    draw, generator = _drawing(seed)
+    draw, generator = _make_draw(seed)
     hidden, experts, width = (
         config[name] for name in ("hidden_size", "num_experts", "moe_intermediate_size")
     )
@@ -123,9 +123,9 @@ def write_nemotron_h(folder: Path, config: Mapping[str, Any], scheme: Scheme = "
 
     Raises ValueError for a layer in the pattern that is neither Mamba (M), MoE (E) nor attention (*).
     """
-    draw, generator = _drawing(seed)
+    draw, generator = _make_draw(seed)
     hidden = config["hidden_size"]
-    layers = {"M": _mamba, "E": _moe, "*": _attention}
+    layers = {"M": _draw_mamba, "E": _draw_moe, "*": _draw_attention}
     tensors: Tensors = {"backbone.embeddings.weight": draw(config["vocab_size"], hidden, math.sqrt(hidden))}
     for layer, kind in enumerate(config["hybrid_override_pattern"]):
         if kind not in layers:
@@ -139,7 +139,7 @@ def write_nemotron_h(folder: Path, config: Mapping[str, Any], scheme: Scheme = "
     return _write(folder, config, tensors)
 
 
-def _mamba(config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: torch.Generator) -> Tensors:
+def _draw_mamba(config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: torch.Generator) -> Tensors:
     heads, hidden = config["mamba_num_heads"], config["hidden_size"]
     inner = heads * config["mamba_head_dim"]
     channels = inner + 2 * config["n_groups"] * config["ssm_state_size"]
@@ -155,7 +155,7 @@ def _mamba(config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: tor
     }
 
 
-def _moe(config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: torch.Generator) -> Tensors:
+def _draw_moe(config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: torch.Generator) -> Tensors:
     hidden, latent, width = (
         config[name] for name in ("hidden_size", "moe_latent_size", "moe_intermediate_size")
     )
@@ -175,7 +175,9 @@ def _moe(config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: torch
     return tensors
 
 
-def _attention(config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: torch.Generator) -> Tensors:
+def _draw_attention(
+    config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: torch.Generator
+) -> Tensors:
     heads, kv_heads, head = (
         config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -186,7 +188,7 @@ def _attention(config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator:
     return {**tensors, "o_proj.weight": draw(config["hidden_size"], heads * head)}
 
 
-def _drawing(seed: int) -> tuple[Draw, torch.Generator]:
+def _make_draw(seed: int) -> tuple[Draw, torch.Generator]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:

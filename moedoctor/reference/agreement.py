@@ -43,7 +43,7 @@ BOUNDS = {
 """Quantization of activations -> how far a right output may be from the reference."""
 
 
-def bounds_of(activations: str) -> Bounds:
+def choose_bounds(activations: str) -> Bounds:
     """Return the bounds of a backend that quantizes activations like that (``none``, ``fp8…``, ``nvfp4``).
 
     Inputs are snapped to the grid, so two differences remain: intermediates are rounded to bfloat16 (2**-9 of
@@ -85,7 +85,7 @@ class Agreement:
         """Return True if every token passes every check."""
         return self.reason is None
 
-    def evidence(self) -> dict[str, Any]:
+    def to_evidence(self) -> dict[str, Any]:
         """Return the figures as plain data."""
         return asdict(self)
 
@@ -139,10 +139,10 @@ def agree(actual: torch.Tensor, expected: torch.Tensor, bounds: Bounds) -> Agree
         got=float(got[token, element]),
         expected=float(want[token, element]),
     )
-    return replace(agreement, reason=_reason(agreement, bounds))
+    return replace(agreement, reason=_explain(agreement, bounds))
 
 
-def _reason(worst: Agreement, bounds: Bounds) -> str | None:
+def _explain(worst: Agreement, bounds: Bounds) -> str | None:
     assert worst.cosine is not None
     assert worst.norm_ratio is not None
     assert worst.matched is not None

@@ -62,7 +62,7 @@ def write_qwen3_moe(
         raise ValueError(f"top_k: {top_k}, expected 1 to experts {experts}")
     generator = torch.Generator().manual_seed(seed)
 
-    def random(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+    def draw(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
         drawn = torch.randn(rows, columns, generator=generator)  # [rows, columns]
         return drawn.mul(gain / math.sqrt(columns))  # [rows, columns]
 
@@ -71,7 +71,7 @@ def write_qwen3_moe(
     tensors: Tensors = {
         "model.embed_tokens.weight": torch.randn(vocab, hidden, generator=generator).bfloat16(),
         "model.norm.weight": ones.clone(),
-        "lm_head.weight": random(vocab, hidden, 4.0).bfloat16(),
+        "lm_head.weight": draw(vocab, hidden, 4.0).bfloat16(),
     }
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
@@ -81,16 +81,16 @@ def write_qwen3_moe(
             ("v_proj", kv_heads * _HEAD, hidden),
             ("o_proj", hidden, heads * _HEAD),
         ):
-            tensors[f"{prefix}.self_attn.{name}.weight"] = random(rows, columns).bfloat16()
+            tensors[f"{prefix}.self_attn.{name}.weight"] = draw(rows, columns).bfloat16()
         for name in ("q_norm", "k_norm"):
             tensors[f"{prefix}.self_attn.{name}.weight"] = torch.ones(_HEAD, dtype=torch.bfloat16)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{prefix}.{name}.weight"] = ones.clone()
-        tensors[f"{prefix}.mlp.gate.weight"] = random(experts, hidden).bfloat16()
+        tensors[f"{prefix}.mlp.gate.weight"] = draw(experts, hidden).bfloat16()
         for expert in range(experts):
             # The larger gain of down makes up for SiLU and the weighted mean over experts.
-            gate, up = random(intermediate, hidden), random(intermediate, hidden)  # [I, H] each
-            down = random(hidden, intermediate, 3.0)  # [H, I]
+            gate, up = draw(intermediate, hidden), draw(intermediate, hidden)  # [I, H] each
+            down = draw(hidden, intermediate, 3.0)  # [H, I]
             for name, tensor in make_expert_tensors(scheme, {"gate": gate, "up": up, "down": down}).items():
                 tensors[f"{prefix}.mlp.experts.{expert}.{name}"] = tensor
     config: dict[str, Any] = {
@@ -141,7 +141,7 @@ def make_expert_tensors(scheme: Scheme, weights: Mapping[str, torch.Tensor]) -> 
     tensors: Tensors = {}
     if scheme == "fp8":
         for name, weight in weights.items():
-            values, scale_inverse = _fp8_blocks(weight)
+            values, scale_inverse = _quantize_blocks(weight)
             tensors[f"{name}_proj.weight"] = values
             tensors[f"{name}_proj.weight_scale_inv"] = scale_inverse
         return tensors
@@ -167,7 +167,7 @@ def make_expert_tensors(scheme: Scheme, weights: Mapping[str, torch.Tensor]) -> 
     return tensors
 
 
-def _fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `weight` as E4M3 [N, K], and its scales, float32 [N/128, K/128]."""
     rows, columns = weight.shape[0] // _BLOCK, weight.shape[1] // _BLOCK
     blocks = weight.reshape(rows, _BLOCK, columns, _BLOCK)  # [N/128, 128, K/128, 128]

@@ -62,7 +62,7 @@ class PrRule:
             if expert in self._resident:
                 self._frequency[expert] += 1
             else:
-                slot = self._free.pop() if self._free else self._resident.pop(self._victim())
+                slot = self._free.pop() if self._free else self._resident.pop(self._choose_victim())
                 self._resident[expert] = slot
                 self.slot_of[expert], self.expert_of[slot] = slot, expert
                 self._frequency[expert] = 1
@@ -71,7 +71,7 @@ class PrRule:
             self._last[expert] = self._clock
         return len(self.loads)
 
-    def _victim(self) -> int:
+    def _choose_victim(self) -> int:
         if self._policy == "lru":
             return min(self._resident, key=self._last.__getitem__)
         frequency, last, now = self._frequency, self._last, self._clock
@@ -126,15 +126,17 @@ class Problem:
         w2 = torch.randn(experts, hidden_size, intermediate_size, generator=draw)  # [E, H, I]
         return cls({"w13": w13, "w2": w2 / intermediate_size**0.5}, device)
 
-    def tokens(self, count: int, seed: int) -> torch.Tensor:
+    def draw_tokens(self, count: int, seed: int) -> torch.Tensor:
         """Draw hidden states, float32 [count, H] on the device."""
         draw = torch.Generator().manual_seed(seed)
         return torch.randn(count, self.weights["w13"].shape[2], generator=draw).to(self.device)  # [T, H]
 
-    def expected(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    def compute_expected(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+    ) -> torch.Tensor:
         """Return the output with every expert at hand, float32 [T, H]."""
         here = {name: tensor.to(self.device) for name, tensor in self.weights.items()}
-        return forward(x, MoeWeights.of(here), topk_weights, topk_ids)
+        return forward(x, MoeWeights.from_tensors(here), topk_weights, topk_ids)
 
 
 class Difference(NamedTuple):

@@ -14,7 +14,7 @@ def count_rows(
     padding: rows from `real_rows` int32 [1] on.
     """
     known = (ids >= 0) & (ids < num_experts)  # [T, K]
-    repeated = (_same(ids, known) & _earlier(ids)).flatten(1).any(1)  # [T]
+    repeated = (_find_same(ids, known) & _find_earlier(ids)).flatten(1).any(1)  # [T]
     outside = ((ids != -1) & ~known).any(1)  # [T]
     flags = torch.stack([repeated, outside, (ids == -1).any(1)])  # [3, T]
     padding = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)  # [T]
@@ -32,9 +32,9 @@ def deduplicate(
     """
     limits = torch.iinfo(torch.int32)
     ids = torch.where((ids >= limits.min) & (ids <= limits.max), ids, -1)  # [T, K]
-    same = _same(ids, ids >= 0)  # [T, K, K]
+    same = _find_same(ids, ids >= 0)  # [T, K, K]
     same |= torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)
-    again = (same & _earlier(ids)).any(2)  # [T, K]
+    again = (same & _find_earlier(ids)).any(2)  # [T, K]
     total = torch.where(same, weights.float().unsqueeze(1), 0.0).sum(2)  # [T, K]
     spare = torch.full_like(ids, -1)  # [T, K]
     if use_spare:
@@ -47,12 +47,12 @@ def deduplicate(
     return torch.where(again, spare, ids).int(), torch.where(again, 0.0, total)
 
 
-def _same(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+def _find_same(ids: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
     """Return bool [T, K, K]: whether two lanes hold the same known expert."""
     return (ids.unsqueeze(2) == ids.unsqueeze(1)) & known.unsqueeze(2)
 
 
-def _earlier(ids: torch.Tensor) -> torch.Tensor:
+def _find_earlier(ids: torch.Tensor) -> torch.Tensor:
     """Return bool [K, K]: whether the second lane comes before the first."""
     lane = torch.arange(ids.shape[1], device=ids.device)  # [K]
     return lane[None, :] < lane[:, None]

@@ -38,7 +38,7 @@ def round_trip(x: torch.Tensor, scale: float) -> torch.Tensor:
     return steps.to(torch.float8_e4m3fn).float() * scale
 
 
-def dynamic_round_trip(x: torch.Tensor, group: int | None) -> torch.Tensor:
+def round_trip_in_groups(x: torch.Tensor, group: int | None) -> torch.Tensor:
     """Return `x` [T, N] as a backend reads it that gives each row, or each `group` values, a scale.
 
     The scale is the largest value over 448, as in vLLM's ``per_token_group_quant_fp8``. The last group may

@@ -17,7 +17,7 @@ from moedoctor.reference.nvfp4 import Nvfp4, dequantize
 
 Weight = torch.Tensor | Nvfp4 | Fp8
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
-Quantise = Callable[[torch.Tensor], torch.Tensor]
+Quantize = Callable[[torch.Tensor], torch.Tensor]
 """Activations [T, K] -> the float32 values that a backend computes with."""
 
 
@@ -37,7 +37,7 @@ class MoeWeights:
     """[E, H]"""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], activation: str = "silu") -> MoeWeights:
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], activation: str = "silu") -> MoeWeights:
         """Read ``w13`` and ``w2``, and ``w13_scale`` [E], ``w2_scale``, ``w13_bias``, ``w2_bias`` if any."""
         w13, w2 = (
             Fp8(tensors[name], tensors[f"{name}_scale"]) if f"{name}_scale" in tensors else tensors[name]
@@ -52,32 +52,32 @@ def forward(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
-    quantise_input: Quantise | None = None,
-    quantise_intermediate: Quantise | None = None,
+    quantize_input: Quantize | None = None,
+    quantize_intermediate: Quantize | None = None,
 ) -> torch.Tensor:
     """Return float32 [T, H] for `x` [T, H], `topk_weights` [T, K] and `topk_ids` [T, K].
 
-    An id of -1 is skipped; an id that a token has twice is added twice. `quantise_input` and
-    `quantise_intermediate` change the input [T, H] and the activated values [n, I], as a backend with
+    An id of -1 is skipped; an id that a token has twice is added twice. `quantize_input` and
+    `quantize_intermediate` change the input [T, H] and the activated values [n, I], as a backend with
     quantized activations does. Such backends activate in bfloat16, and then so does this function: otherwise
     a value near the edge between two codes would often get the other code. Raises ValueError for an id
     outside -1..E-1 and for an unknown activation.
     """
     if weights.activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected {', '.join(ACTIVATIONS)}, got {weights.activation!r}")
-    experts = _num_experts(weights.w13)
+    experts = _count_experts(weights.w13)
     if bool(((topk_ids < -1) | (topk_ids >= experts)).any()):
         raise ValueError(f"topk_ids: expected -1 to {experts - 1}")
-    routed_input = x.float() if quantise_input is None else quantise_input(x.float())  # [T, H]
+    routed_input = x.float() if quantize_input is None else quantize_input(x.float())  # [T, H]
     total = torch.zeros_like(x, dtype=torch.float32)  # [T, H]
     for expert in topk_ids[topk_ids >= 0].unique().tolist():
         token, lane = (topk_ids == expert).nonzero(as_tuple=True)  # [n] each
-        up = _linear(routed_input[token], weights.w13, weights.w13_bias, expert)  # [n, 2I] or [n, I]
-        if quantise_intermediate is None:
+        up = _multiply(routed_input[token], weights.w13, weights.w13_bias, expert)  # [n, 2I] or [n, I]
+        if quantize_intermediate is None:
             middle = activate(up, weights.activation)  # [n, I]
         else:
-            middle = quantise_intermediate(activate(up.bfloat16(), weights.activation).float())  # [n, I]
-        out = _linear(middle, weights.w2, weights.w2_bias, expert)  # [n, H]
+            middle = quantize_intermediate(activate(up.bfloat16(), weights.activation).float())  # [n, I]
+        out = _multiply(middle, weights.w2, weights.w2_bias, expert)  # [n, H]
         total.index_add_(0, token, out * topk_weights[token, lane].float()[:, None])
     return total
 
@@ -92,7 +92,7 @@ def activate(up: torch.Tensor, activation: str) -> torch.Tensor:
     return functional.silu(gate) * value
 
 
-def expert_weight(weight: Weight, expert: int) -> torch.Tensor:
+def dequantize_expert(weight: Weight, expert: int) -> torch.Tensor:
     """Return float32 [N, K]: the weight of one expert, dequantized."""
     if isinstance(weight, Nvfp4):
         packed, scale = weight.packed[expert], weight.global_scale[expert].reshape(-1)  # [1] or [2]
@@ -103,13 +103,13 @@ def expert_weight(weight: Weight, expert: int) -> torch.Tensor:
     return weight[expert].float()
 
 
-def _linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+def _multiply(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
     """Return float32 [n, N] of `x` [n, K] and the expert's weight [N, K] and bias [N]."""
-    product = x @ expert_weight(weight, expert).T  # [n, N]
+    product = x @ dequantize_expert(weight, expert).T  # [n, N]
     return product if bias is None else product + bias[expert].float()
 
 
-def _num_experts(weight: Weight) -> int:
+def _count_experts(weight: Weight) -> int:
     if isinstance(weight, Nvfp4):
         return int(weight.packed.shape[0])
     return int((weight.values if isinstance(weight, Fp8) else weight).shape[0])

@@ -44,7 +44,7 @@ class Prepared(ABC):
         `x` is bfloat16 [T, H], `topk_weights` float32 [T, K], `topk_ids` int32 [T, K].
         """
 
-    def workspaces(self) -> Sequence[torch.Tensor]:
+    def list_workspaces(self) -> Sequence[torch.Tensor]:
         """Return the buffers that outlive a call; a harness overwrites them before the next."""
         return ()
 
@@ -71,7 +71,7 @@ class Backend(ABC):
     def unavailable(self, shape: LayerShape, device: str) -> str | None:
         """Return why it cannot compute layers of this shape on `device`, in one line, or None if it can."""
 
-    def refuses_empty_slots(self) -> str | None:
+    def check_empty_slots(self) -> str | None:
         """Return why it does not take ids of -1, or None if it skips them."""
         return None
 

@@ -16,7 +16,7 @@ import torch
 
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1, fp8, nvfp4
-from moedoctor.reference.moe import MoeWeights, Quantise, Weight, forward
+from moedoctor.reference.moe import MoeWeights, Quantize, Weight, forward
 
 _Maker = Callable[[tuple[int, int, int], torch.Generator, str], Weight]
 _SCALE_CODES = (0x30, 0x43)
@@ -60,9 +60,14 @@ class Problem:
 def make_layer(shape: LayerShape, quantization: str, *, seed: int = 0, device: str = "cpu") -> Layer:
     """Return a random layer whose outputs are of the size of its inputs. NVFP4 needs multiples of 16."""
     draw = torch.Generator(device).manual_seed(seed)
-    makers: dict[str, _Maker] = {"nvfp4": _nvfp4, "fp8": _fp8, "fp8-block": _fp8_block, "bf16": _bf16}
+    makers: dict[str, _Maker] = {
+        "nvfp4": _draw_nvfp4,
+        "fp8": _draw_fp8,
+        "fp8-block": _draw_fp8_block,
+        "bf16": _draw_bf16,
+    }
     make = makers[quantization]
-    make_w13 = partial(_fp8_block, parts=2) if quantization == "fp8-block" and shape.gated else make
+    make_w13 = partial(_draw_fp8_block, parts=2) if quantization == "fp8-block" and shape.gated else make
     w13 = make_w13((shape.experts, shape.w13_rows, shape.hidden), draw, device)
     w2 = make((shape.experts, shape.hidden, shape.intermediate), draw, device)
     # The largest value must not saturate: 448 * 6 steps in NVFP4, 448 in FP8. In blocks, FP8 activations have
@@ -83,7 +88,7 @@ def make_input(
     if activations == "nvfp4":
         codes = torch.randint(0, 16, (tokens, hidden), generator=draw, device=device, dtype=torch.uint8)
         codes[:, :: nvfp4.BLOCK] |= 7  # a block's largest code is 6, so its scale comes back as it was
-        scales = _block_scales((tokens, hidden // nvfp4.BLOCK), draw, device).float() * 16  # 8 .. 40
+        scales = _draw_block_scales((tokens, hidden // nvfp4.BLOCK), draw, device).float() * 16  # 8 .. 40
         stored = nvfp4.Nvfp4(
             e2m1.pack(codes),
             scales.to(torch.float8_e4m3fn),
@@ -114,7 +119,7 @@ def make_problem(
     return Problem(layer, x, torch.softmax(chosen, dim=1), ids.int())
 
 
-def expected_output(problem: Problem, activations: str) -> torch.Tensor:
+def compute_expected(problem: Problem, activations: str) -> torch.Tensor:
     """Return float32 [T, H], as a backend that quantizes its activations like that computes it."""
     layer = problem.layer
     return forward(
@@ -122,12 +127,12 @@ def expected_output(problem: Problem, activations: str) -> torch.Tensor:
         MoeWeights(layer.w13, layer.w2, layer.shape.activation),
         problem.topk_weights,
         problem.topk_ids,
-        quantise_input=quantiser(activations, layer.input_scale),
-        quantise_intermediate=quantiser(activations, layer.intermediate_scale),
+        quantize_input=make_quantizer(activations, layer.input_scale),
+        quantize_intermediate=make_quantizer(activations, layer.intermediate_scale),
     )
 
 
-def quantiser(activations: str, scale: float) -> Quantise | None:
+def make_quantizer(activations: str, scale: float) -> Quantize | None:
     """Return a round trip through NVFP4 or FP8, or None for activations that stay.
 
     NaN stays NaN, and with an NVFP4 scale that is not positive all values become NaN.
@@ -135,58 +140,60 @@ def quantiser(activations: str, scale: float) -> Quantise | None:
     values.
     """
     if activations == "nvfp4":
-        return lambda values: _nvfp4_round_trip(values, scale)
+        return lambda values: _round_trip_nvfp4(values, scale)
     if activations == "fp8":
         return lambda values: fp8.round_trip(values, scale)
     if activations in ("fp8_token", "fp8_block"):
         group = None if activations == "fp8_token" else _FP8_BLOCK
-        return lambda values: fp8.dynamic_round_trip(values, group)
+        return lambda values: fp8.round_trip_in_groups(values, group)
     return None
 
 
-def _nvfp4_round_trip(values: torch.Tensor, scale: float) -> torch.Tensor:
+def _round_trip_nvfp4(values: torch.Tensor, scale: float) -> torch.Tensor:
     if not 0 < scale < math.inf:
         return torch.full_like(values, math.nan)
     rounded = nvfp4.round_trip(values.nan_to_num(), scale)  # Inf saturates
     return rounded.masked_fill(values.isnan(), math.nan)
 
 
-def _nvfp4(size: tuple[int, int, int], draw: torch.Generator, device: str) -> nvfp4.Nvfp4:
+def _draw_nvfp4(size: tuple[int, int, int], draw: torch.Generator, device: str) -> nvfp4.Nvfp4:
     experts, rows, columns = size
     packed = torch.randint(
         0, 256, (experts, rows, columns // 2), generator=draw, device=device, dtype=torch.uint8
     )
-    scales = _block_scales((experts, rows, columns // nvfp4.BLOCK), draw, device)
+    scales = _draw_block_scales((experts, rows, columns // nvfp4.BLOCK), draw, device)
     typical = 2.0 ** round(math.log2(1 / (_CODE_RMS * _SCALE_RMS * columns**0.5)))
     halves = torch.randint(0, 2, (experts,), generator=draw, device=device)  # [E]
     return nvfp4.Nvfp4(packed, scales, typical * 0.5 ** halves.float())
 
 
-def _block_scales(size: tuple[int, ...], draw: torch.Generator, device: str) -> torch.Tensor:
+def _draw_block_scales(size: tuple[int, ...], draw: torch.Generator, device: str) -> torch.Tensor:
     codes = torch.randint(*_SCALE_CODES, size, generator=draw, device=device, dtype=torch.uint8)
     scales: torch.Tensor = codes.view(torch.float8_e4m3fn)
     return scales
 
 
-def _fp8(size: tuple[int, int, int], draw: torch.Generator, device: str) -> fp8.Fp8:
-    values, typical = _e4m3(size, draw, device)
+def _draw_fp8(size: tuple[int, int, int], draw: torch.Generator, device: str) -> fp8.Fp8:
+    values, typical = _draw_e4m3(size, draw, device)
     halves = torch.randint(0, 2, size[:1], generator=draw, device=device)  # [E]
     return fp8.Fp8(values, typical * 0.5 ** halves.float())
 
 
-def _fp8_block(size: tuple[int, int, int], draw: torch.Generator, device: str, *, parts: int = 1) -> fp8.Fp8:
+def _draw_fp8_block(
+    size: tuple[int, int, int], draw: torch.Generator, device: str, *, parts: int = 1
+) -> fp8.Fp8:
     """Return weights whose scales are powers of two.
 
     No block has rows of two `parts`, such as gate and up. The last block of a part may be cut.
     """
-    values, typical = _e4m3(size, draw, device)
+    values, typical = _draw_e4m3(size, draw, device)
     rows, columns = (-(-length // _FP8_BLOCK) for length in (size[1] // parts, size[2]))
     halves = torch.randint(0, 3, (size[0], parts * rows, columns), generator=draw, device=device)
     scale = typical * 0.5 ** halves.float()  # [E, rows of blocks, columns of blocks]
     return fp8.Fp8(values, scale, (_FP8_BLOCK, _FP8_BLOCK), parts)
 
 
-def _e4m3(size: tuple[int, int, int], draw: torch.Generator, device: str) -> tuple[torch.Tensor, float]:
+def _draw_e4m3(size: tuple[int, int, int], draw: torch.Generator, device: str) -> tuple[torch.Tensor, float]:
     """Return random codes float8_e4m3fn of `size`, and the scale with which a product keeps its size."""
     values = torch.empty(size, dtype=torch.float8_e4m3fn, device=device)
     for matrix in values:  # an expert at a time, so that a large layer needs no float32 copy of itself
@@ -194,7 +201,7 @@ def _e4m3(size: tuple[int, int, int], draw: torch.Generator, device: str) -> tup
     return values, 2.0 ** round(math.log2(1 / (32 * size[2] ** 0.5)))
 
 
-def _bf16(size: tuple[int, int, int], draw: torch.Generator, device: str) -> torch.Tensor:
+def _draw_bf16(size: tuple[int, int, int], draw: torch.Generator, device: str) -> torch.Tensor:
     weight = torch.empty(size, dtype=torch.bfloat16, device=device)
     for matrix in weight:
         matrix.copy_(torch.randn(size[1:], generator=draw, device=device) / size[2] ** 0.5)

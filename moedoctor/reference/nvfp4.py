@@ -45,7 +45,7 @@ def quantize(w: torch.Tensor, global_scale: torch.Tensor | float | None = None) 
     if not bool(w.isfinite().all()):
         raise ValueError("w: expected finite values")
     blocks = w.double().unflatten(-1, (-1, BLOCK))  # [..., N, K/16, 16]
-    scale = _global_scale(w, global_scale)  # [...]
+    scale = _check_global_scale(w, global_scale)  # [...]
     amax = blocks.abs().amax(-1)  # [..., N, K/16]
     block_scales = (amax / e2m1.MAX / scale.double()[..., None, None]).clamp(max=E4M3_MAX)  # [..., N, K/16]
     stored = block_scales.float().to(torch.float8_e4m3fn)  # [..., N, K/16]
@@ -70,7 +70,7 @@ def round_trip(x: torch.Tensor, global_scale: torch.Tensor | float) -> torch.Ten
     return dequantize(quantize(x, global_scale))
 
 
-def _global_scale(w: torch.Tensor, given: torch.Tensor | float | None) -> torch.Tensor:
+def _check_global_scale(w: torch.Tensor, given: torch.Tensor | float | None) -> torch.Tensor:
     if given is None:
         amax = w.abs().amax((-2, -1)).float()  # [...]
         # A subnormal scale loses digits or becomes zero, and the block scales are divided by it.

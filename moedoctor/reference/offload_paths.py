@@ -15,7 +15,7 @@ from torch.func import functional_call
 ToDevice = Callable[[torch.Tensor], torch.Tensor]
 
 
-def functional_call_offload(
+def offload_by_functional_call(
     layers: Sequence[nn.Module], names: Sequence[str], *, to_device: ToDevice | None = None
 ) -> None:
     """Offload without UVA or pinned memory: each forward copies the whole state and runs with the copies.
@@ -30,18 +30,18 @@ def functional_call_offload(
         device = next(iter(named.values())).device
         for name in names:
             named[name].data = named[name].data.to("cpu", copy=True)
-        layer.forward = _functional(layer, device, to_device)
+        layer.forward = _wrap_forward(layer, device, to_device)
 
 
-def _functional(layer: nn.Module, device: torch.device, to_device: ToDevice | None) -> Callable[..., Any]:
+def _wrap_forward(layer: nn.Module, device: torch.device, to_device: ToDevice | None) -> Callable[..., Any]:
     original = layer.forward
 
-    def copied(value: torch.Tensor) -> torch.Tensor:
+    def copy(value: torch.Tensor) -> torch.Tensor:
         return value.to(device, non_blocking=True) if to_device is None else to_device(value)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         layer.forward = original
-        state = {key: copied(value) for key, value in layer.state_dict().items()}
+        state = {key: copy(value) for key, value in layer.state_dict().items()}
         output = functional_call(layer, state, args=args, kwargs=kwargs, tie_weights=False)
         layer.forward = forward
         return output

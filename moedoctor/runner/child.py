@@ -120,7 +120,7 @@ def _observed(fault: Fault, request: Request, implementation: Any) -> Observatio
         _record_in_engines(fault.id, folder / name)
     observation = fault.observe(case, implementation)
     recorded = sorted(_capsules(folder / name) - older)
-    kept = [*wrong_calls.kept_files(), *(f"{name}/{file}" for file, _ in recorded)]
+    kept = [*wrong_calls.list_kept_files(), *(f"{name}/{file}" for file, _ in recorded)]
     return replace(observation, evidence={**observation.evidence, "capsules": kept}) if kept else observation
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from moedoctor.processes.ask import beside_an_engine
-from moedoctor.reference.agreement import agree, bounds_of
-from moedoctor.trace.capsule import Capsule, CapsuleError, from_bytes, to_bytes, with_weights
+from moedoctor.reference.agreement import agree, choose_bounds
+from moedoctor.trace.capsule import Capsule, CapsuleError, add_weights, from_bytes, to_bytes
 from moedoctor.trace.expert_weights import ExpertFiles
 
 _MODULE = "moedoctor.trace.call_judge"
@@ -36,8 +36,8 @@ def is_right(capsule: Capsule) -> bool:
     """
     if capsule.record.weights == "none":
         raise CapsuleError("the checkpoint's weights cannot be read, so nothing can be compared")
-    bounds = bounds_of(capsule.record.activations)
-    return agree(capsule.tensors["output"].float(), capsule.expected_output(), bounds).right
+    bounds = choose_bounds(capsule.record.activations)
+    return agree(capsule.tensors["output"].float(), capsule.compute_expected(), bounds).right
 
 
 class CallJudge:
@@ -116,17 +116,15 @@ def main(checkpoint: str) -> None:
         answer: dict[str, bool | str | None] = {"right": None, "error": None}
         try:
             files = files or ExpertFiles(Path(checkpoint))
-            answer["right"] = _judged(from_bytes(data), files)
+            answer["right"] = _judge(from_bytes(data), files)
         except CapsuleError as error:
             answer["error"] = str(error)
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def _judged(capsule: Capsule, files: ExpertFiles) -> bool:
+def _judge(capsule: Capsule, files: ExpertFiles) -> bool:
     layer, quantization = capsule.record.layer, capsule.record.quantization
-    return is_right(
-        with_weights(capsule, lambda experts: files.capsule_tensors(layer, experts, quantization))
-    )
+    return is_right(add_weights(capsule, lambda experts: files.read_tensors(layer, experts, quantization)))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from moedoctor.kernels import kept_rows as places
 from moedoctor.kernels.device_guard import interprets
 from moedoctor.kernels.kept_rows import KeptRows, MoeCall, Sizes
 from moedoctor.trace.call_judge import is_right
-from moedoctor.trace.capsule import MAX_BYTES, Capsule, CapsuleError, Record, fitted, with_weights
-from moedoctor.trace.protect import line_of, protect
+from moedoctor.trace.capsule import MAX_BYTES, Capsule, CapsuleError, Record, add_weights, fit
+from moedoctor.trace.protect import format_error, protect
 
 When = Literal["nan", "call", "first", "mismatch", "crash"]
 ROWS = 64
@@ -263,11 +263,11 @@ class CallKeeper:
             if self.done or self._free:
                 return
             try:
-                header = self._newest(wait=wait)
+                header = self._read_newest(wait=wait)
                 if header and header[places.OWNER] and header[places.OWNED_STEP] >= self._since:
                     self._save(header)
             except Exception as error:
-                self._give_up(str(error) if isinstance(error, CapsuleError) else line_of(error))
+                self._give_up(str(error) if isinstance(error, CapsuleError) else format_error(error))
 
     # --- Inside -------------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class CallKeeper:
         self._rows[layer] = self._memory[sizes]
         return self._rows[layer]
 
-    def _newest(self, *, wait: bool) -> list[int] | None:
+    def _read_newest(self, *, wait: bool) -> list[int] | None:
         """Return the header of the newest copy that has arrived since the last time; None if none has."""
         headers = []
         with self._copies:
@@ -303,13 +303,13 @@ class CallKeeper:
         if self.wish.when == "first" and watched:
             return 1 + min(watched), 1
         if self.wish.when == "call":
-            self._target = self._named() if self._target is None else self._target
+            self._target = self._find_named() if self._target is None else self._target
             return 1 + self._target, self.wish.call
         if self.wish.when == "mismatch" and watched and random.random() < self.wish.rate:
             return 1 + random.choice(watched), self._steps
         return -1, 0
 
-    def _named(self) -> int:
+    def _find_named(self) -> int:
         """Return the number of the wanted layer; -2 if there is none, which ends the recording."""
         names = [layer.record.layer for layer in self.layers]
         wanted = self.wish.layer or ""
@@ -328,24 +328,24 @@ class CallKeeper:
         started = time.perf_counter()
         number = header[places.OWNER] - 1
         layer = self.layers[number]
-        capsule = self._made(layer, self._rows[number], header)
+        capsule = self._read_capsule(layer, self._rows[number], header)
         if self.wish.when == "mismatch" and self._is_right(layer, capsule):
             self.compared += 1
             self.seconds += time.perf_counter() - started
             self._free = True
             return
         self.done = self.stopped = True
-        capsule = with_weights(capsule, layer.weights)
+        capsule = add_weights(capsule, layer.weights)
         own = {} if layer.own is None else layer.own(list(capsule.expert_ids))
         capsule = Capsule(capsule.record, {**capsule.tensors, **own})
-        self.keep(fitted(capsule, self.wish.max_bytes))
+        self.keep(fit(capsule, self.wish.max_bytes))
 
     def _is_right(self, layer: WatchedLayer, capsule: Capsule) -> bool:
         if self.judge is not None:
             return self.judge(capsule)
-        return is_right(with_weights(capsule, layer.weights))
+        return is_right(add_weights(capsule, layer.weights))
 
-    def _made(self, layer: WatchedLayer, rows: KeptRows, header: list[int]) -> Capsule:
+    def _read_capsule(self, layer: WatchedLayer, rows: KeptRows, header: list[int]) -> Capsule:
         count = min(header[places.COUNT], len(rows.row))
         record, order = layer.record, rows.row[:count].argsort()  # [R'], programs come in any order
         part = {name: tensor[:count][order] for name, tensor in vars(rows).items() if name != "header"}

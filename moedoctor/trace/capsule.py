@@ -37,10 +37,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.processes.files import check_writable, write
-from moedoctor.reference.agreement import agree, bounds_of, relative_error
+from moedoctor.reference.agreement import agree, choose_bounds, relative_error
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import Weight
-from moedoctor.reference.moe_layer import Layer, Problem, expected_output
+from moedoctor.reference.moe_layer import Layer, Problem, compute_expected
 from moedoctor.reference.nvfp4 import BLOCK, Nvfp4
 from moedoctor.text import TextFileError, open_file, print_message, shorten, size_of
 
@@ -127,7 +127,7 @@ class Capsule:
     @property
     def size(self) -> int:
         """Return the most bytes that its file can have: the tensors, and a header with a line for each."""
-        header = len(json.dumps(_metadata(self), ensure_ascii=False).encode())
+        header = len(json.dumps(_make_metadata(self), ensure_ascii=False).encode())
         return header + sum(tensor.nbytes + _MOST_LINE_BYTES for tensor in self.tensors.values())
 
     @property
@@ -140,7 +140,7 @@ class Capsule:
         """Return the capsule with its tensors on `device`."""
         return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
-    def problem(self) -> Problem:
+    def to_problem(self) -> Problem:
         """Return the call with the experts that are held; an id becomes the place of its expert.
 
         Raises CapsuleError if it holds no weights, not those of every expert that the call uses, or no scale
@@ -157,19 +157,19 @@ class Capsule:
         missing = ids[moved == -2].unique().tolist()
         if missing:
             raise CapsuleError(f"it lacks the weights of the experts {missing[:8]}, which the call uses")
-        return Problem(self._layer(), self.tensors["x"], self.tensors["topk_weights"], moved.int())
+        return Problem(self._make_layer(), self.tensors["x"], self.tensors["topk_weights"], moved.int())
 
-    def half_scales(self) -> torch.Tensor | None:
+    def compare_half_scales(self) -> torch.Tensor | None:
         """Return float32 [U, 2]: the scales of gate and up relative to the gate's; None if w13 has one."""
         scale = self.tensors.get("w13_scale")
         return None if scale is None or scale.dim() != 2 else scale / scale[:, :1]
 
-    def with_one_scale(self) -> Capsule:
+    def fold_half_scales(self) -> Capsule:
         """Return the capsule with one scale of w13 an expert, as kernels want it: `w2` takes the ratio.
 
         Exact, because the layer is linear in the up half; see `moedoctor.fixes.moe.checkpoint_scales.fold`.
         """
-        halves = self.half_scales()
+        halves = self.compare_half_scales()
         if halves is None:
             return self
         tensors = dict(self.tensors)
@@ -177,11 +177,11 @@ class Capsule:
         tensors["w2_scale"] = tensors["w2_scale"] * halves[:, 1]
         return replace(self, tensors=tensors)
 
-    def expected_output(self) -> torch.Tensor:
+    def compute_expected(self) -> torch.Tensor:
         """Return float32 [T, H], what the reference computes. Raises CapsuleError if it lacks weights."""
-        return expected_output(self.with_one_scale().problem(), self.record.activations)
+        return compute_expected(self.fold_half_scales().to_problem(), self.record.activations)
 
-    def _layer(self) -> Layer:
+    def _make_layer(self) -> Layer:
         def scale(name: str) -> float:
             value = self.tensors.get(name)
             if value is None and self.record.activations in _SCALED:
@@ -192,13 +192,13 @@ class Capsule:
         return Layer(
             shape,
             self.record.quantization,
-            self._weight("w13"),
-            self._weight("w2"),
+            self._make_weight("w13"),
+            self._make_weight("w2"),
             input_scale=scale("input_scale"),
             intermediate_scale=scale("intermediate_scale"),
         )
 
-    def _weight(self, name: str) -> Weight:
+    def _make_weight(self, name: str) -> Weight:
         values = self.tensors[name]
         if self.record.quantization == "bf16":
             return values
@@ -213,7 +213,7 @@ class Capsule:
         return Nvfp4(values, self.tensors[f"{name}_block_scales"], scale)
 
 
-def capsule_of(problem: Problem, output: torch.Tensor, activations: str, **facts: Any) -> Capsule:
+def make_whole_capsule(problem: Problem, output: torch.Tensor, activations: str, **facts: Any) -> Capsule:
     """Return the capsule of a call that is known whole, with `output` [T, H]; `facts` are fields of `Record`.
 
     `activations` says how the backend quantizes them, as `Record.activations`.
@@ -225,8 +225,8 @@ def capsule_of(problem: Problem, output: torch.Tensor, activations: str, **facts
         "topk_ids": problem.topk_ids.int(),
         "topk_weights": problem.topk_weights.float(),
         "expert_ids": torch.arange(shape.experts, dtype=torch.int32),
-        **_weight_tensors("w13", layer.w13),
-        **_weight_tensors("w2", layer.w2),
+        **_name_weight_tensors("w13", layer.w13),
+        **_name_weight_tensors("w2", layer.w2),
     }
     if activations in _SCALED:
         tensors["input_scale"] = torch.tensor(layer.input_scale)
@@ -246,7 +246,7 @@ def capsule_of(problem: Problem, output: torch.Tensor, activations: str, **facts
     return Capsule(record, {name: tensor.detach().cpu() for name, tensor in tensors.items()})
 
 
-def _weight_tensors(name: str, weight: Weight) -> dict[str, torch.Tensor]:
+def _name_weight_tensors(name: str, weight: Weight) -> dict[str, torch.Tensor]:
     if isinstance(weight, Nvfp4):
         scales, scale = weight.block_scales, weight.global_scale
         return {name: weight.packed, f"{name}_block_scales": scales, f"{name}_scale": scale}
@@ -255,7 +255,7 @@ def _weight_tensors(name: str, weight: Weight) -> dict[str, torch.Tensor]:
     return {name: weight}
 
 
-def kept(capsule: Capsule, tokens: Sequence[int]) -> Capsule:
+def keep_tokens(capsule: Capsule, tokens: Sequence[int]) -> Capsule:
     """Return the capsule of some of its tokens, with the experts that they use, `top_k` at least.
 
     With an id of -1, the layer's last expert is kept too, because a kernel may take the one for the other.
@@ -270,7 +270,7 @@ def kept(capsule: Capsule, tokens: Sequence[int]) -> Capsule:
         used |= tensors["expert_ids"] == capsule.record.experts - 1
     spare = (~used).nonzero().flatten()[: max(0, capsule.record.top_k - int(used.sum()))]
     used[spare] = True  # a layer has at least as many experts as a token uses
-    for name in (*_weight_names(capsule), *_backend_names(capsule)):
+    for name in (*_list_weight_names(capsule), *_list_backend_names(capsule)):
         tensors[name] = tensors[name][used]
     tensors["expert_ids"] = tensors["expert_ids"][used]
     before = capsule.record.tokens or range(len(capsule.tensors["x"]))
@@ -278,7 +278,7 @@ def kept(capsule: Capsule, tokens: Sequence[int]) -> Capsule:
     return Capsule(record, tensors)
 
 
-def fitted(capsule: Capsule, limit: int) -> Capsule:
+def fit(capsule: Capsule, limit: int) -> Capsule:
     """Return the capsule within `limit` bytes: whole, or else with the fewest tokens that show the failure.
 
     That is one token, because each token is judged by itself. If no token shows a failure, it has as many as
@@ -286,19 +286,21 @@ def fitted(capsule: Capsule, limit: int) -> Capsule:
     """
     if capsule.size <= limit:
         return capsule
-    failing = failing_tokens(capsule)
+    failing = find_failing_tokens(capsule)
     tokens = failing[:1] or range(len(capsule.tensors["x"]))
-    least = kept(capsule, tokens[:1])
+    least = keep_tokens(capsule, tokens[:1])
     if least.size > limit:
         raise CapsuleError(
             f"one token and its experts need {least.size / 1e6:.1f} MB, more than the {limit / 1e6:.1f} MB "
             "that a capsule may have; allow more with --max-size"
         )
     counts = range(1, len(tokens) + 1)  # the size grows with every token
-    return kept(capsule, tokens[: bisect_right(counts, limit, key=lambda n: kept(capsule, tokens[:n]).size)])
+    return keep_tokens(
+        capsule, tokens[: bisect_right(counts, limit, key=lambda n: keep_tokens(capsule, tokens[:n]).size)]
+    )
 
 
-def failing_tokens(capsule: Capsule) -> list[int]:
+def find_failing_tokens(capsule: Capsule) -> list[int]:
     """Return the tokens each of which shows the failure by itself, the one that is furthest off first.
 
     These are outputs with NaN or Inf of a finite input, or else those past the bounds of the reference; none
@@ -313,10 +315,10 @@ def failing_tokens(capsule: Capsule) -> list[int]:
     if capsule.record.weights != "recorded":
         return []
     try:
-        expected = capsule.expected_output()  # [T, H]
+        expected = capsule.compute_expected()  # [T, H]
     except CapsuleError:  # it cannot be judged
         return []
-    bounds, errors = bounds_of(capsule.record.activations), relative_error(output, expected)  # [T]
+    bounds, errors = choose_bounds(capsule.record.activations), relative_error(output, expected)  # [T]
     order = [int(token) for token in errors.argsort(descending=True)]
     return [
         token
@@ -325,21 +327,21 @@ def failing_tokens(capsule: Capsule) -> list[int]:
     ]
 
 
-def with_weights(capsule: Capsule, weights: Callable[[list[int]], Mapping[str, torch.Tensor]]) -> Capsule:
+def add_weights(capsule: Capsule, weights: Callable[[list[int]], Mapping[str, torch.Tensor]]) -> Capsule:
     """Return the capsule with the tensors that `weights` returns for its experts."""
     tensors = weights(list(capsule.expert_ids))
     known = "recorded" if "w13" in tensors else "none"
     return Capsule(capsule.record.model_copy(update={"weights": known}), {**capsule.tensors, **tensors})
 
 
-def without_weights(capsule: Capsule) -> Capsule:
+def drop_weights(capsule: Capsule) -> Capsule:
     """Return the capsule without anything that is part of the model."""
-    names = {*_weight_names(capsule), *_backend_names(capsule)}
+    names = {*_list_weight_names(capsule), *_list_backend_names(capsule)}
     tensors = {name: tensor for name, tensor in capsule.tensors.items() if name not in names}
     return Capsule(capsule.record.model_copy(update={"weights": "none"}), tensors)
 
 
-def with_synthetic_weights(capsule: Capsule, seed: int = 37) -> Capsule:
+def draw_synthetic_weights(capsule: Capsule, seed: int = 37) -> Capsule:
     """Return the capsule with random codes in place of the weights; scales and shapes stay."""
     draw = torch.Generator().manual_seed(seed)
     tensors = dict(capsule.tensors)
@@ -354,7 +356,7 @@ def with_synthetic_weights(capsule: Capsule, seed: int = 37) -> Capsule:
     return Capsule(capsule.record.model_copy(update={"weights": "synthetic"}), tensors)
 
 
-def file_name(record: Record, process: int) -> str:
+def name_file(record: Record, process: int) -> str:
     """Return the name of the file for a call that the process recorded."""
     layer = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in record.layer)
     return f"{layer[-120:].lstrip('.')}-call{record.call}-{process}{SUFFIX}"
@@ -378,7 +380,7 @@ def to_bytes(capsule: Capsule) -> bytes:
     from safetensors.torch import save as serialized
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in capsule.tensors.items()}
-    return serialized(tensors, _metadata(capsule))
+    return serialized(tensors, _make_metadata(capsule))
 
 
 def from_bytes(data: bytes) -> Capsule:
@@ -386,10 +388,10 @@ def from_bytes(data: bytes) -> Capsule:
     from safetensors.torch import load as tensors_of
 
     length = int.from_bytes(data[:8], "little")
-    return Capsule(_record(json.loads(data[8 : 8 + length])["__metadata__"]), tensors_of(data))
+    return Capsule(_read_record(json.loads(data[8 : 8 + length])["__metadata__"]), tensors_of(data))
 
 
-def _metadata(capsule: Capsule) -> dict[str, str]:
+def _make_metadata(capsule: Capsule) -> dict[str, str]:
     return {"format": FORMAT, "version": VERSION, "record": capsule.record.model_dump_json()}
 
 
@@ -409,7 +411,7 @@ def load(path: Path) -> Capsule:
                     f"is no safetensors file: its header has {header} bytes, more than {_MOST_HEADER_BYTES}"
                 )
         with safetensors.safe_open(path, framework="pt") as source:
-            record = _record(source.metadata() or {})
+            record = _read_record(source.metadata() or {})
             names = list(source.keys())
             _check_names(record, names)
             shapes = {name: source.get_slice(name) for name in names}
@@ -429,16 +431,16 @@ def load(path: Path) -> Capsule:
     return capsule
 
 
-def _weight_names(capsule: Capsule) -> list[str]:
+def _list_weight_names(capsule: Capsule) -> list[str]:
     names = (f"{weight}{part}" for weight in ("w13", "w2") for part in ("", "_scale", "_block_scales"))
     return [name for name in names if name in capsule.tensors]
 
 
-def _backend_names(capsule: Capsule) -> list[str]:
+def _list_backend_names(capsule: Capsule) -> list[str]:
     return [name for name in capsule.tensors if name.startswith(OF_BACKEND)]
 
 
-def _record(metadata: Mapping[str, str]) -> Record:
+def _read_record(metadata: Mapping[str, str]) -> Record:
     if metadata.get("format") != FORMAT:
         raise CapsuleError(f"is a safetensors file without the format {FORMAT}, expected a capsule")
     if metadata.get("version") != VERSION:
@@ -504,8 +506,8 @@ def _check_shapes(record: Record, found: Mapping[str, tuple[str, tuple[int, ...]
         "expert_ids": (("I32",), [(count,)]),
         "w13": (codes, [(count, rows, hidden // packed)]),
         "w2": (codes, [(count, hidden, size // packed)]),
-        "w13_scale": (("F32",), _scale_shapes(record, "w13", count)),
-        "w2_scale": (("F32",), _scale_shapes(record, "w2", count)),
+        "w13_scale": (("F32",), _list_scale_shapes(record, "w13", count)),
+        "w2_scale": (("F32",), _list_scale_shapes(record, "w2", count)),
         "w13_block_scales": (("F8_E4M3",), [(count, rows, hidden // BLOCK)]),
         "w2_block_scales": (("F8_E4M3",), [(count, hidden, size // BLOCK)]),
         "input_scale": (("F32",), [()]),
@@ -532,7 +534,7 @@ def _check_shapes(record: Record, found: Mapping[str, tuple[str, tuple[int, ...]
         raise CapsuleError(f"names {len(record.tokens)} tokens and holds {tokens}")
 
 
-def _scale_shapes(record: Record, name: str, count: int) -> list[tuple[int, ...]]:
+def _list_scale_shapes(record: Record, name: str, count: int) -> list[tuple[int, ...]]:
     """Return the shapes that the scales of `count` matrices may have."""
     gated = name == "w13" and record.shape.gated
     if record.block is None:
@@ -554,7 +556,7 @@ def _check_values(capsule: Capsule) -> None:
         raise CapsuleError(f"holds {len(held)} experts, expected at least top_k {capsule.record.top_k}")
 
 
-def facts(capsule: Capsule) -> dict[str, Any]:
+def describe(capsule: Capsule) -> dict[str, Any]:
     """Return what it holds as plain data: the record, and name -> type, shape and bytes of each tensor."""
     return {
         "record": json.loads(capsule.record.model_dump_json()),

@@ -51,7 +51,7 @@ class Place:
     dtype: str
     """Of x, such as ``bfloat16``."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    def list_tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Return name, type and shape of each tensor of `SavedCalls`, in their order in the memory."""
         ring = (PLACES, self.rows)
         yield "header", torch.int32, (PLACES, 2)
@@ -60,26 +60,28 @@ class Place:
         yield "weights", torch.float32, (*ring, self.top_k)
         yield "logits", torch.float32, (*ring, self.experts)
 
-    def row_bytes(self) -> int:
+    def count_row_bytes(self) -> int:
         """Return the bytes of a token."""
         return sum(
             torch.Size(shape[2:]).numel() * dtype.itemsize
-            for name, dtype, shape in self.tensors()
+            for name, dtype, shape in self.list_tensors()
             if name != "header"
         )
 
-    def size(self) -> int:
+    def count_bytes(self) -> int:
         """Return its bytes, whole pages."""
-        size = sum(_aligned(torch.Size(shape).numel() * dtype.itemsize) for _, dtype, shape in self.tensors())
+        size = sum(
+            _align(torch.Size(shape).numel() * dtype.itemsize) for _, dtype, shape in self.list_tensors()
+        )
         return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def view(self, memory: mmap.mmap) -> SavedCalls:
         """Return the tensors in `memory`, which begins at the offset."""
         views, start = {}, 0
-        for name, dtype, shape in self.tensors():
+        for name, dtype, shape in self.list_tensors():
             count = torch.Size(shape).numel()
             views[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
-            start += _aligned(count * dtype.itemsize)
+            start += _align(count * dtype.itemsize)
         return SavedCalls(**views)
 
 
@@ -163,19 +165,19 @@ class CrashRing:
         top_k = record.top_k if call.ids is None else call.ids.shape[-1]
         experts = record.experts if call.logits is None else call.logits.shape[-1]
         sizes = (hidden, top_k, experts, dtype)
-        most = _MOST_BYTES // Place(0, 1, *sizes).row_bytes()
+        most = _MOST_BYTES // Place(0, 1, *sizes).count_row_bytes()
         # The first call of an engine has the most tokens: vLLM measures memory with it.
         rows = max(1, min(_MOST_ROWS if self.whole else len(call.x), _MOST_ROWS, most))
         place = Place(offset, rows, *sizes)
-        os.ftruncate(self._memory.fileno(), offset + place.size())
-        memory = mmap.mmap(self._memory.fileno(), place.size(), offset=offset)
+        os.ftruncate(self._memory.fileno(), offset + place.count_bytes())
+        memory = mmap.mmap(self._memory.fileno(), place.count_bytes(), offset=offset)
         self._alive.append(memory)
         with torch.inference_mode(False):
             saved = place.view(memory)
             saved.ids.fill_(-1)
             saved.header.fill_(-1)
         if not self.blocking:
-            self.blocking = not pin(saved.header, place.size(), call.x.device)
+            self.blocking = not pin(saved.header, place.count_bytes(), call.x.device)
         checkpoint_name = None if checkpoint is None else str(checkpoint)
         self._note(
             {"place": asdict(place), "record": record.model_dump_json(), "checkpoint": checkpoint_name}
@@ -200,5 +202,5 @@ class CrashRing:
         os.write(self._notes.fileno(), (json.dumps(note) + "\n").encode())
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // 64) * 64

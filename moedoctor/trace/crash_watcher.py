@@ -65,14 +65,14 @@ def write_calls(memory: int, notes: int, limit: int, folder: Path, pid: int) -> 
     if not layers or end == {"end": None}:
         return
     from moedoctor.text import print_message, size_of
-    from moedoctor.trace.capsule import CapsuleError, file_name, save
+    from moedoctor.trace.capsule import CapsuleError, name_file, save
 
     error = (end or {}).get("end") or _DIED
     capsules, room = [], limit
-    for rank, call in enumerate(_calls(memory, layers)):
+    for rank, call in enumerate(_list_calls(memory, layers)):
         reason = f"{'the last call' if rank == 0 else 'a call'} before {error}"
         try:
-            capsule = _capsule(memory, layers[call.layer], call, reason, limit, weights=rank == 0)
+            capsule = _read_capsule(memory, layers[call.layer], call, reason, limit, weights=rank == 0)
         except CapsuleError as problem:
             print_message(f"record: a call is lost: {problem}")
             continue
@@ -85,7 +85,7 @@ def write_calls(memory: int, notes: int, limit: int, folder: Path, pid: int) -> 
     written = 0
     for capsule in capsules:
         try:
-            save(capsule, folder / file_name(capsule.record, pid), lambda line: None)
+            save(capsule, folder / name_file(capsule.record, pid), lambda line: None)
             written += 1
         except OSError as problem:
             print_message(f"record: a call is lost: {problem}")
@@ -110,10 +110,10 @@ def _place(layer: dict[str, Any]) -> Place:
 
 
 def _view(memory: int, place: Place) -> Any:
-    return place.view(mmap.mmap(memory, place.size(), offset=place.offset))
+    return place.view(mmap.mmap(memory, place.count_bytes(), offset=place.offset))
 
 
-def _calls(memory: int, layers: list[dict[str, Any]]) -> list[_Call]:
+def _list_calls(memory: int, layers: list[dict[str, Any]]) -> list[_Call]:
     """Return the saved calls, the last one first."""
     calls = [
         _Call(int(step), number, ring)
@@ -124,14 +124,14 @@ def _calls(memory: int, layers: list[dict[str, Any]]) -> list[_Call]:
     return sorted(calls, key=lambda call: (call.step, call.layer), reverse=True)
 
 
-def _capsule(
+def _read_capsule(
     memory: int, layer: dict[str, Any], call: _Call, reason: str, limit: int, *, weights: bool
 ) -> Capsule:
     """Return the capsule of a call."""
     import torch
 
     from moedoctor.trace.call_keeper import make_capsule
-    from moedoctor.trace.capsule import CapsuleError, Record, fitted, with_weights, without_weights
+    from moedoctor.trace.capsule import CapsuleError, Record, add_weights, drop_weights, fit
     from moedoctor.trace.expert_weights import ExpertFiles
 
     record = Record.model_validate_json(layer["record"])
@@ -139,15 +139,15 @@ def _capsule(
     count = int(saved.header[call.ring, 1])
     rows = min(count, saved.x.shape[1])
 
-    def part(tensor: torch.Tensor) -> torch.Tensor:
+    def copy_rows(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[call.ring, :rows].clone()
 
-    def of_checkpoint(experts: list[int]) -> dict[str, torch.Tensor]:
+    def read_weights(experts: list[int]) -> dict[str, torch.Tensor]:
         if not weights or layer["checkpoint"] is None:
             return {}
         try:
             files = ExpertFiles(Path(layer["checkpoint"]))
-            return files.capsule_tensors(record.layer, experts, record.quantization)
+            return files.read_tensors(record.layer, experts, record.quantization)
         except CapsuleError as error:
             from moedoctor.text import print_message
 
@@ -155,11 +155,11 @@ def _capsule(
             return {}
 
     tensors = {
-        "x": part(saved.x)[:, : record.hidden].contiguous(),
-        "topk_ids": part(saved.ids),
-        "topk_weights": part(saved.weights),
+        "x": copy_rows(saved.x)[:, : record.hidden].contiguous(),
+        "topk_ids": copy_rows(saved.ids),
+        "topk_weights": copy_rows(saved.weights),
     }
-    logits = part(saved.logits)
+    logits = copy_rows(saved.logits)
     if bool(logits.any()):
         tensors["router_logits"] = logits
     more = {
@@ -168,11 +168,11 @@ def _capsule(
         "tokens": tuple(range(rows)),
         "call_tokens": count,
     }
-    capsule = with_weights(make_capsule(record, tensors, more), of_checkpoint)
+    capsule = add_weights(make_capsule(record, tensors, more), read_weights)
     try:
-        return fitted(capsule, limit)
+        return fit(capsule, limit)
     except CapsuleError:  # one token's experts are too large
-        return fitted(without_weights(capsule), limit)
+        return fit(drop_weights(capsule), limit)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,11 @@ class ExpertFiles:
     def __init__(self, folder: Path) -> None:
         """Raises CapsuleError if the folder has no safetensors files."""
         self._folder = folder
-        self._files = _files(folder)
+        self._files = _list_files(folder)
         self._open: dict[str, Any] = {}
         """File -> what reads it: to open one takes longer than to read an expert."""
 
-    def capsule_tensors(
-        self, layer: str, experts: Sequence[int], quantization: str
-    ) -> dict[str, torch.Tensor]:
+    def read_tensors(self, layer: str, experts: Sequence[int], quantization: str) -> dict[str, torch.Tensor]:
         """Return ``w13``, ``w2`` and their scales for these experts of a layer, and the input scales.
 
         `layer` is the name of the module with the experts, ``model.layers.3.mlp.experts``. Raises
@@ -53,18 +51,18 @@ class ExpertFiles:
         for target, projections in (("w13", first), ("w2", second)):
             each = [
                 [
-                    self._projection(f"{layer}.{expert}.{projection}", quantization)
+                    self._read_projection(f"{layer}.{expert}.{projection}", quantization)
                     for projection in projections
                 ]
                 for expert in experts
             ]
-            tensors |= _stacked(target, each)
+            tensors |= _stack(target, each)
         for target, projections in (("input_scale", first), ("intermediate_scale", second)):
             scales = [
                 scale
                 for expert in experts
                 for projection in projections
-                if (scale := self._input_scale(f"{layer}.{expert}.{projection}")) is not None
+                if (scale := self._read_input_scale(f"{layer}.{expert}.{projection}")) is not None
             ]
             if scales:
                 tensors[target] = torch.stack(scales).max()  # []
@@ -77,34 +75,34 @@ class ExpertFiles:
             if name is not None
         )
 
-    def _projection(self, name: str, quantization: str) -> dict[str, torch.Tensor]:
+    def _read_projection(self, name: str, quantization: str) -> dict[str, torch.Tensor]:
         """Return the tensors of one linear layer: ``""`` the values, ``_block_scales`` and ``_scale``."""
         packed = f"{name}.weight_packed"
-        values = self._tensor(packed if packed in self._files else f"{name}.weight")  # [N, K]
+        values = self._read_tensor(packed if packed in self._files else f"{name}.weight")  # [N, K]
         if quantization == "bf16":
             return {"": values}
         if quantization == "fp8":
             found = next((part for part in _FP8 if f"{name}.{part}" in self._files), _FP8[0])
-            scale = self._tensor(f"{name}.{found}", "a scale").float()
+            scale = self._read_tensor(f"{name}.{found}", "a scale").float()
             if scale.numel() > 1 and scale.dim() != 2:
                 raise CapsuleError(f"{name}.{found} is {list(scale.shape)}, expected one scale or [R, C]")
             return {"": values, "_scale": scale if scale.numel() > 1 else scale.reshape(())}
         found = next((part for part in _GLOBAL if f"{name}.{part}" in self._files), _GLOBAL[0])
-        scale = self._tensor(f"{name}.{found}").float().reshape(())  # []
+        scale = self._read_tensor(f"{name}.{found}").float().reshape(())  # []
         return {
             "": values,
-            "_block_scales": self._tensor(f"{name}.weight_scale"),
+            "_block_scales": self._read_tensor(f"{name}.weight_scale"),
             "_scale": 1 / scale if found == _GLOBAL[1] else scale,
         }
 
-    def _input_scale(self, name: str) -> torch.Tensor | None:
+    def _read_input_scale(self, name: str) -> torch.Tensor | None:
         found = next((part for part in _INPUT if f"{name}.{part}" in self._files), None)
         if found is None:
             return None
-        scale = self._tensor(f"{name}.{found}").float().reshape(-1)[0]  # []
+        scale = self._read_tensor(f"{name}.{found}").float().reshape(-1)[0]  # []
         return 1 / scale if found == _INPUT[1] else scale
 
-    def _tensor(self, name: str, what: str = "a tensor") -> torch.Tensor:
+    def _read_tensor(self, name: str, what: str = "a tensor") -> torch.Tensor:
         from safetensors import SafetensorError, safe_open
 
         file = self._files.get(name)
@@ -119,7 +117,7 @@ class ExpertFiles:
         return tensor
 
 
-def _stacked(target: str, experts: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+def _stack(target: str, experts: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
     """Return a weight of a capsule, of a dictionary for each projection of each expert."""
     tensors: dict[str, torch.Tensor] = {}
     for part in experts[0][0]:
@@ -134,22 +132,22 @@ def _stacked(target: str, experts: Sequence[Sequence[Mapping[str, torch.Tensor]]
             tensors[f"{target}{part}"] = scales[:, 0].contiguous() if alike else scales
             continue
         rows = [
-            torch.cat([_bytes(projection[part]) for projection in each]) for each in experts
+            torch.cat([_view_bytes(projection[part]) for projection in each]) for each in experts
         ]  # [N, K] each
         tensors[f"{target}{part}"] = torch.stack(rows).view(experts[0][0][part].dtype)
     return tensors
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return 8-bit floats as bytes, because torch cannot join them."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
-def _files(folder: Path) -> dict[str, str]:
+def _list_files(folder: Path) -> dict[str, str]:
     """Return name -> file of every tensor."""
     index = folder / _INDEX
     if not index.exists():
-        return _names_in(folder, sorted(path.name for path in folder.glob("*.safetensors")))
+        return _read_names(folder, sorted(path.name for path in folder.glob("*.safetensors")))
     try:
         known: Any = json.loads(read_text(index, _MOST_INDEX_BYTES, "an index of safetensors files"))
         files = known["weight_map"]
@@ -162,7 +160,7 @@ def _files(folder: Path) -> dict[str, str]:
     return names
 
 
-def _names_in(folder: Path, files: Sequence[str]) -> dict[str, str]:
+def _read_names(folder: Path, files: Sequence[str]) -> dict[str, str]:
     from safetensors import SafetensorError, safe_open
 
     if not files:

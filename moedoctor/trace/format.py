@@ -86,7 +86,7 @@ class RoutingTrace:
         """Tokens."""
         return sum(self.call_rows)
 
-    def calls(self, layer: int, batch: int | None = None) -> list[Call]:
+    def list_calls(self, layer: int, batch: int | None = None) -> list[Call]:
         """Return the calls of one layer; with `batch`, of that many sequences computed side by side.
 
         Sequences are taken `batch` at a time, in their order; a group lasts as long as its longest.
@@ -95,27 +95,27 @@ class RoutingTrace:
         ids, stride, width = self.topk_ids, len(self.layers) * self.top_k, self.top_k
         start = layer * width
         calls = []
-        for rows in self.batches(batch):
+        for rows in self.split_batches(batch):
             experts = {
                 expert for row in rows for expert in ids[row * stride + start : row * stride + start + width]
             }
             calls.append(tuple(sorted(experts - {NO_EXPERT})))
         return calls
 
-    def steps(self, batch: int | None = None) -> list[Call]:
+    def list_steps(self, batch: int | None = None) -> list[Call]:
         """Return the calls of all layers in the order in which a model makes them, with distinct expert ids.
 
         The id of expert e in layer l is ``l * num_experts + e``: what one cache for all layers sees.
         """
-        by_layer = [self.calls(layer, batch) for layer in range(len(self.layers))]
+        by_layer = [self.list_calls(layer, batch) for layer in range(len(self.layers))]
         return [
             tuple(layer * self.num_experts + expert for expert in call)
             for step in zip(*by_layer, strict=True)
             for layer, call in enumerate(step)
         ]
 
-    def batches(self, batch: int | None = None) -> list[Sequence[int]]:
-        """Return the rows of each call, as `calls` takes them."""
+    def split_batches(self, batch: int | None = None) -> list[Sequence[int]]:
+        """Return the rows of each call, as `list_calls` takes them."""
         if batch is None:
             ends = list(itertools.accumulate(self.call_rows))
             return [range(end - count, end) for end, count in zip(ends, self.call_rows, strict=True)]
@@ -166,22 +166,22 @@ def load(path: Path) -> RoutingTrace:
     try:
         data = _read(path)
         metadata, tensors = _parse(data)
-        ids, shape = _integers(tensors, "topk_ids", ("U8", "U16"), 3)
+        ids, shape = _read_integers(tensors, "topk_ids", ("U8", "U16"), 3)
         none = 255 if tensors["topk_ids"]["dtype"] == "U8" else 65_535
-        layers = _json(metadata, "layers", list)
+        layers = _read_json(metadata, "layers", list)
         if shape[1] != len(layers) or not all(isinstance(name, str) for name in layers):
             raise TraceError(f"layers must name the {shape[1]} layers of topk_ids")
         return RoutingTrace(
             topk_ids=array("i", [NO_EXPERT if expert == none else expert for expert in ids]),
-            num_experts=_number(metadata, "num_experts"),
+            num_experts=_read_number(metadata, "num_experts"),
             top_k=shape[2],
             layers=tuple(layers),
-            call_rows=tuple(_integers(tensors, "call_rows", ("I32",), 1)[0]),
-            stream_rows=tuple(_integers(tensors, "stream_rows", ("I32",), 1)[0])
+            call_rows=tuple(_read_integers(tensors, "call_rows", ("I32",), 1)[0]),
+            stream_rows=tuple(_read_integers(tensors, "stream_rows", ("I32",), 1)[0])
             if "stream_rows" in tensors
             else (),
             model=metadata.get("model", "unknown"),
-            made=_json(metadata, "made", dict),
+            made=_read_json(metadata, "made", dict),
         )
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
@@ -212,7 +212,7 @@ def _parse(data: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     return metadata, tensors
 
 
-def _integers(
+def _read_integers(
     tensors: Mapping[str, Any], name: str, dtypes: Sequence[str], dimensions: int
 ) -> tuple[array[int], list[int]]:
     """(values, shape) of one tensor."""
@@ -226,14 +226,14 @@ def _integers(
     return values, list(tensor["shape"])
 
 
-def _number(metadata: Mapping[str, str], name: str) -> int:
+def _read_number(metadata: Mapping[str, str], name: str) -> int:
     text = metadata.get(name, "")
     if not (text.isascii() and text.isdigit() and len(text) < 9):
         raise TraceError(f"{name} is '{text[:40]}', expected a number")
     return int(text)
 
 
-def _json(metadata: Mapping[str, str], name: str, kind: type) -> Any:
+def _read_json(metadata: Mapping[str, str], name: str, kind: type) -> Any:
     try:
         value = json.loads(metadata.get(name, ""))
     except (ValueError, RecursionError):

@@ -31,10 +31,10 @@ from moedoctor.kernels.kept_rows import MoeCall, MoeInput, Sizes
 from moedoctor.processes.files import make_folder
 from moedoctor.reference.moe import activate
 from moedoctor.trace.call_keeper import CallKeeper, WatchedLayer, Wish
-from moedoctor.trace.capsule import MAX_BYTES, Capsule, Record, file_name, save
+from moedoctor.trace.capsule import MAX_BYTES, Capsule, Record, name_file, save
 from moedoctor.trace.crash_ring import CrashRing
 from moedoctor.trace.format import TraceError
-from moedoctor.trace.recorder import ROUTERS, WIDTHS, find_beyond_logits, first_number, integers
+from moedoctor.trace.recorder import ROUTERS, WIDTHS, find_beyond_logits, find_ids, find_number
 
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), (None, "up_proj", "down_proj"))
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
@@ -161,7 +161,7 @@ class MoeRecorder:
     # --- Inside -------------------------------------------------------------------------------------------
 
     def _keep(self, capsule: Capsule) -> None:
-        file = self.folder / file_name(capsule.record, os.getpid())
+        file = self.folder / name_file(capsule.record, os.getpid())
         try:
             make_folder(self.folder)
             save(capsule, file)
@@ -178,15 +178,15 @@ class MoeRecorder:
         if experts is None or router is None:
             return False
         separate = isinstance(experts, nn.ModuleList)
-        weights = _listed(experts) if isinstance(experts, nn.ModuleList) else _stacked(experts)
+        weights = _read_list(experts) if isinstance(experts, nn.ModuleList) else _read_stack(experts)
         if separate and (shared := next((key for key in _SHARED if key in children), None)):
             raise TraceError(f"its output holds that of {shared}, and a capsule holds routed experts only")
         modules = (router, block) if separate else (router, experts, block)
-        width = first_number(modules, WIDTHS)
+        width = find_number(modules, WIDTHS)
         if not width:
             raise TraceError(f"cannot tell how many experts a token gets; expected {' or '.join(WIDTHS)}")
         record = weights.record(f"{name}.experts" if name else "experts", width)
-        layer = self._add(WatchedLayer(record, weights.of), weights.down[0])
+        layer = self._add(WatchedLayer(record, weights.select), weights.down[0])
         if separate:
             self._hook_list(layer, block, router, width)
         else:
@@ -211,37 +211,37 @@ class MoeRecorder:
         def keep_logits(module: nn.Module, arguments: Any, output: Any) -> None:
             logits = output[0] if isinstance(output, tuple) else output
             if logits.shape[-1] == total:
-                self._logits[layer] = _flat(logits)  # [T, E]
+                self._logits[layer] = _flatten(logits)  # [T, E]
 
-        def given(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
+        def read_call(arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
             values = (*arguments, *options.values())
-            ids, x = integers(values), _first_tensor(arguments, options)
+            ids, x = find_ids(values), _find_first_tensor(arguments, options)
             others = (value for value in values if isinstance(value, torch.Tensor) and value is not x)
             alike = [value for value in others if ids is not None and value.shape == ids.shape]
             weights = next((value for value in alike if value is not ids), None)
             if ids is not None and weights is not None:
-                return _flat(x), _flat(ids), _flat(weights)
+                return _flatten(x), _flatten(ids), _flatten(weights)
             line = "experts are called without ids and weights [T, K], so what they got is not known"
             if line not in self.left_out:
                 self.left_out.append(line)
             return None
 
-        def before(module: nn.Module, arguments: Any, options: Any) -> None:
-            call = given(arguments, options)
+        def save_input(module: nn.Module, arguments: Any, options: Any) -> None:
+            call = read_call(arguments, options)
             if call is not None:
                 _save_input(state, number, layer, *call, self._logits.get(layer))
 
-        def after(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
-            call = given(arguments, options)
+        def watch_call(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
+            call = read_call(arguments, options)
             if call is not None and isinstance(output, torch.Tensor):
                 x, *routed = call
-                _watch_call(state, number, layer, x, _flat(output), *routed, self._logits.get(layer))
+                _watch_call(state, number, layer, x, _flatten(output), *routed, self._logits.get(layer))
 
         self._undo.callback(router.register_forward_hook(keep_logits).remove)
         if saves:
-            self._undo.callback(experts.register_forward_pre_hook(before, with_kwargs=True).remove)
+            self._undo.callback(experts.register_forward_pre_hook(save_input, with_kwargs=True).remove)
         else:
-            self._undo.callback(experts.register_forward_hook(after, with_kwargs=True).remove)
+            self._undo.callback(experts.register_forward_hook(watch_call, with_kwargs=True).remove)
 
     def _hook_list(self, layer: int, block: nn.Module, router: nn.Module, width: int) -> None:
         """Watch a block that routes to a list of experts by itself: top-k of the softmax of logits."""
@@ -250,30 +250,30 @@ class MoeRecorder:
         number, state, saves = self._number, self._state, self.ring is not None
         sums_to_one = bool(getattr(block, "norm_topk_prob", True))
 
-        def routed(x: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def route(x: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             weights, ids = logits.float().softmax(-1).topk(width, dim=-1)  # [T, K] each
             if sums_to_one:
                 weights = weights / weights.sum(-1, keepdim=True)
             return weights.to(x.dtype), ids
 
         def keep_logits(module: nn.Module, arguments: Any, output: Any) -> None:
-            logits = _flat(output[0] if isinstance(output, tuple) else output)  # [T, E]
+            logits = _flatten(output[0] if isinstance(output, tuple) else output)  # [T, E]
             self._logits[layer] = logits
             if saves:
-                x = _flat(arguments[0])  # [T, H]
-                weights, ids = routed(x, logits)
+                x = _flatten(arguments[0])  # [T, H]
+                weights, ids = route(x, logits)
                 _save_input(state, number, layer, x, ids, weights, logits)
 
-        def after(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
-            x = _flat(_first_tensor(arguments, options))  # [T, H]
+        def watch_call(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
+            x = _flatten(_find_first_tensor(arguments, options))  # [T, H]
             logits = self._logits[layer]
-            weights, ids = routed(x, logits)
+            weights, ids = route(x, logits)
             result = output[0] if isinstance(output, tuple) else output
-            _watch_call(state, number, layer, x, _flat(result), ids, weights, logits)
+            _watch_call(state, number, layer, x, _flatten(result), ids, weights, logits)
 
         self._undo.callback(router.register_forward_hook(keep_logits).remove)
         if not saves:
-            self._undo.callback(block.register_forward_hook(after, with_kwargs=True).remove)
+            self._undo.callback(block.register_forward_hook(watch_call, with_kwargs=True).remove)
 
 
 class _Rows:
@@ -322,22 +322,22 @@ class _Weights:
             intermediate=size,
             experts=len(self.down),
             top_k=top_k,
-            activation=_activation(self.act, self.gated),
+            activation=_name_activation(self.act, self.gated),
             quantization="bf16",
             backend="torch",
             packages={"torch": str(torch.__version__)},
         )
 
-    def of(self, experts: list[int]) -> Mapping[str, torch.Tensor]:
+    def select(self, experts: list[int]) -> Mapping[str, torch.Tensor]:
         """Return the capsule's tensors of these experts."""
 
-        def chosen(matrices: _Matrices) -> torch.Tensor:
+        def stack(matrices: _Matrices) -> torch.Tensor:
             return torch.stack([matrices[expert].detach().cpu() for expert in experts])
 
-        return {"w13": chosen(self.up), "w2": chosen(self.down)}
+        return {"w13": stack(self.up), "w2": stack(self.down)}
 
 
-def _stacked(experts: nn.Module) -> _Weights:
+def _read_stack(experts: nn.Module) -> _Weights:
     """Return the weights of experts in one module."""
     parameters = dict(experts.named_parameters(recurse=False))
     up, down = parameters.get("gate_up_proj", parameters.get("up_proj")), parameters.get("down_proj")
@@ -348,7 +348,7 @@ def _stacked(experts: nn.Module) -> _Weights:
     return _Weights(up, down, "gate_up_proj" in parameters, getattr(experts, "act_fn", None))
 
 
-def _listed(experts: nn.ModuleList) -> _Weights:
+def _read_list(experts: nn.ModuleList) -> _Weights:
     """Return the weights of a list of experts."""
     first = dict(experts[0].named_children())
     names = next((names for names in _PROJECTIONS if all(name in first for name in names if name)), None)
@@ -363,7 +363,7 @@ def _listed(experts: nn.ModuleList) -> _Weights:
     return _Weights(rows, _Rows(experts, [str(down)]), gate is not None, act)
 
 
-def _activation(act: Any, gated: bool) -> Any:
+def _name_activation(act: Any, gated: bool) -> Any:
     """Return the name of an activation, by what it does. Raises TraceError if capsules do not know it."""
     x = torch.linspace(-3, 3, 25)  # [25]
     if callable(act):
@@ -375,11 +375,11 @@ def _activation(act: Any, gated: bool) -> Any:
     raise TraceError(f"its activation {type(act).__name__} is not SiLU or GELU (tanh) with a gate, or ReLU²")
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flatten(tensor: torch.Tensor) -> torch.Tensor:
     """Return [T, *] of [..., *]."""
     return tensor.detach().flatten(0, -2)
 
 
-def _first_tensor(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> torch.Tensor:
+def _find_first_tensor(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> torch.Tensor:
     values = (*arguments, *options.values())
     return next(x for x in values if isinstance(x, torch.Tensor) and x.is_floating_point())

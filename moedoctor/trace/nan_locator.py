@@ -2,7 +2,7 @@
 
     with NanLocator(model) as locator:
         model(ids)
-    print(locator.report().text())
+    print(locator.report().to_text())
 
 On a CUDA device with Triton every watched output is one small kernel that counts there; the host learns the
 counts when it asks for the report. Without Triton, and on the CPU, torch looks at each output and the host
@@ -44,8 +44,8 @@ class NanLocator:
     ) -> None:
         """Watch the modules of `model` that `wanted` picks, by default all that can be called.
 
-        Without a model, or for tensors that are not outputs of a module, take points with `point` and call
-        `watch`. `device` is by default that of the model's first parameter. Raises ValueError if there is
+        Without a model, or for tensors that are not outputs of a module, call `add_point` and `watch`.
+        `device` is by default that of the model's first parameter. Raises ValueError if there is
         neither, or if there are more modules than `capacity`.
         """
         if device is None:
@@ -61,7 +61,7 @@ class NanLocator:
         modules = dict(model.named_modules()) if model is not None else {}
         whole = type(model).__name__ if "model" in modules else "model"
         self._points = [
-            (self._state.point(name or whole), module)
+            (self._state.add_point(name or whole), module)
             for name, module in modules.items()
             if _has_forward(module) and chosen(name, module)
         ]
@@ -69,10 +69,10 @@ class NanLocator:
     def __enter__(self) -> NanLocator:
         if self._model is not None and not self._hooks:
             try:
-                self._hooks.append(self._model.register_forward_pre_hook(self._before, prepend=True))
+                self._hooks.append(self._model.register_forward_pre_hook(self._begin, prepend=True))
                 for point, module in self._points:
-                    self._hooks.append(module.register_forward_hook(self._watcher(point, module)))
-                self._hooks.append(self._model.register_forward_hook(self._after))
+                    self._hooks.append(module.register_forward_hook(self._make_hook(point, module)))
+                self._hooks.append(self._model.register_forward_hook(self._end))
             except BaseException:
                 self._remove_hooks()
                 raise
@@ -107,12 +107,12 @@ class NanLocator:
         """End the step."""
         self._state.end()
 
-    def point(self, name: str) -> int:
+    def add_point(self, name: str) -> int:
         """Return a new point, for `watch` and `watch_ids`."""
-        return self._state.point(name)
+        return self._state.add_point(name)
 
     def watch(self, point: int, x: torch.Tensor) -> None:
-        """Record what `x` [..., columns] holds at `point`; of [rows] or [] each element is a row."""
+        """Record what `x` [..., columns] holds at `add_point`; of [rows] or [] each element is a row."""
         self._state.watch(point, x)
 
     def watch_ids(self, point: int, ids: torch.Tensor, num_experts: int) -> None:
@@ -127,25 +127,25 @@ class NanLocator:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _before(self, module: Any, inputs: Any) -> None:
+    def _begin(self, module: Any, inputs: Any) -> None:
         if not self._manual:
             if torch.compiler.is_compiling():
                 torch.ops.moedoctor.begin_step(self._state.header, ALL_REAL, ALL_REAL)
             else:
                 self._state.begin(ALL_REAL, ALL_REAL)
 
-    def _after(self, module: Any, inputs: Any, output: Any) -> None:
+    def _end(self, module: Any, inputs: Any, output: Any) -> None:
         if not self._manual:
             if torch.compiler.is_compiling():
                 torch.ops.moedoctor.end_step(self._state.header)
             else:
                 self._state.end()
 
-    def _watcher(self, point: int, module: torch.nn.Module) -> Callable[[Any, Any, Any], None]:
+    def _make_hook(self, point: int, module: torch.nn.Module) -> Callable[[Any, Any, Any], None]:
         state = self._state
 
         def hook(_: Any, inputs: Any, output: Any) -> None:
-            tensors = _tensors(output)
+            tensors = _list_tensors(output)
             floating = [tensor for tensor in tensors if tensor.is_floating_point()]
             for tensor in floating:
                 state.watch(point, tensor)
@@ -153,14 +153,14 @@ class NanLocator:
                 state.looked.add(point)  # nothing in it can be NaN
             for ids in tensors:
                 if ids.dtype in (torch.int32, torch.int64) and ids.dim() == 2:
-                    experts = _experts_of(module)
+                    experts = _count_experts(module)
                     if experts and _are_experts(ids, experts, floating):
                         state.watch_ids(point, ids, experts)
 
         return hook
 
 
-def _tensors(output: Any) -> list[torch.Tensor]:
+def _list_tensors(output: Any) -> list[torch.Tensor]:
     """The tensors of a module's output, in their order."""
     if isinstance(output, torch.Tensor):
         return [output]
@@ -171,7 +171,7 @@ def _tensors(output: Any) -> list[torch.Tensor]:
         parts = output
     elif dataclasses.is_dataclass(output):
         parts = [getattr(output, field.name) for field in dataclasses.fields(output)]
-    return [tensor for part in parts for tensor in _tensors(part)]
+    return [tensor for part in parts for tensor in _list_tensors(part)]
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
@@ -190,7 +190,7 @@ def _are_experts(ids: torch.Tensor, num_experts: int, floating: list[torch.Tenso
     return any(tuple(tensor.shape) in shapes for tensor in floating if not tensor.is_nested)
 
 
-def _experts_of(module: torch.nn.Module) -> int:
+def _count_experts(module: torch.nn.Module) -> int:
     """How many experts a router chooses from; 0 if the module does not say."""
     count = getattr(module, "num_experts", None)
     if isinstance(count, int):

@@ -83,18 +83,18 @@ class NanReport:
         """Padding rows of a step that has any, on average."""
         return self.pad_tokens / self.steps_with_padding if self.steps_with_padding else 0.0
 
-    def row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """The line of the table that vllm-project/vllm#39593 prints."""
-        return row_of(self.evidence())
+        return make_row(self.to_evidence())
 
-    def evidence(self) -> dict[str, Any]:
+    def to_evidence(self) -> dict[str, Any]:
         """Everything as plain data."""
         values = asdict(self) | {"mean_pad_tokens": round(self.mean_pad_tokens, 2)}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
-    def text(self) -> str:
+    def to_text(self) -> str:
         """A few lines for a terminal or a log."""
-        row = self.row()
+        row = self.to_row()
         lines = [
             "Steps with padding   NaN in padding    Inf in padding   Mean pad tokens",
             f"{row['steps_with_padding']:>18}   {row['nan_in_padding']:>6} ({row['nan_share']:.1%})"
@@ -104,15 +104,15 @@ class NanReport:
         if self.looked_at and self.steps:
             which = " that were looked at" if self.not_reached or self.passed_over else ""
             lines += [
-                _first(f"real rows{which}", self.first_real),
-                _first(f"padding{which}", self.first_padding),
+                _describe_first(f"real rows{which}", self.first_real),
+                _describe_first(f"padding{which}", self.first_padding),
             ]
         elif self.steps:
             lines.append("nothing was looked at, so nothing is known of NaN and Inf")
         if self.first_unknown is not None:
             lines.append(
                 f"rows that may be either: NaN in {self.nan_in_unknown} steps, Inf in {self.inf_in_unknown}; "
-                + _first("them", self.first_unknown)
+                + _describe_first("them", self.first_unknown)
             )
         if not self.steps:
             lines.append("no step was traced, so nothing was looked at")
@@ -137,14 +137,14 @@ class NanReport:
         return "\n".join(lines)
 
 
-def _first(rows: str, finding: Finding | None) -> str:
+def _describe_first(rows: str, finding: Finding | None) -> str:
     if finding is None:
         return f"first in {rows}: nothing"
     return f"first in {rows}: {finding.what} at {finding.point}, step {finding.step}"
 
 
-def row_of(evidence: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `NanReport.row` of a report that is plain data."""
+def make_row(evidence: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `NanReport.to_row` of a report that is plain data."""
     padded, nan = evidence["steps_with_padding"], evidence["nan_in_padding"]
     return {
         "steps": evidence["steps"],

@@ -97,7 +97,7 @@ class NanState:
         self._masks: dict[int, torch.Tensor] = {}
         """Elements, a power of two -> memory for masks. CUDA graphs read it, so it keeps its address."""
 
-    def point(self, name: str) -> int:
+    def add_point(self, name: str) -> int:
         """Return the number of a new point. Raises ValueError if there is no room for it."""
         if len(self.names) >= self.found.shape[0]:
             raise ValueError(f"a trace of {self.found.shape[0]} points is full; give a larger capacity")
@@ -129,7 +129,7 @@ class NanState:
         end_step(self.header)
 
     def watch(self, point: int, x: torch.Tensor) -> None:
-        """Look at `x` of a floating type; `row_dimensions` describes its rows.
+        """Look at `x` of a floating type; `find_row_dimensions` describes its rows.
 
         A tensor without elements is not read, nor one of a type that holds two numbers in a byte.
         """
@@ -140,10 +140,10 @@ class NanState:
         if not x.numel() or x.dtype is torch.float4_e2m1fn_x2:
             return
         padding, mask = self.padding, None if self.padding is None else self.padding.shape
-        dimensions = row_dimensions(x.shape, mask)
-        group = 0 if mask is None else rows_each(dimensions, mask)
+        dimensions = find_row_dimensions(x.shape, mask)
+        group = 0 if mask is None else count_rows_each(dimensions, mask)
         if not group:  # in a step with a mask such rows are neither real nor padding
-            padding, group = None, group_of(dimensions)
+            padding, group = None, count_group_rows(dimensions)
         rows = x.detach().reshape(math.prod(dimensions), -1)  # [rows, columns]
         if rows.element_size() == 1:
             rows = rows.to(torch.float32)  # on the CPU, torch cannot look for Inf in such types
@@ -246,16 +246,16 @@ class NanState:
             steps_with_padding=header[PADDED_STEPS],
             pad_tokens=header[PAD_TOKENS],
             **dict(zip(kinds, header[STEPS_WITH : STEPS_WITH + KINDS], strict=True)),
-            first_real=self._first(found, 0),
-            first_padding=self._first(found, PADDING),
-            first_unknown=self._first(found, UNKNOWN),
+            first_real=self._find_first(found, 0),
+            first_padding=self._find_first(found, PADDING),
+            first_unknown=self._find_first(found, UNKNOWN),
             points=tuple(
-                _point_counts(name, kinds)
+                _count_point(name, kinds)
                 for name, kinds in zip(self.names, found, strict=True)
                 if any(kind[ROWS] for kind in kinds)
             ),
             routers=tuple(
-                _router_counts(name, known, other)
+                _count_router(name, known, other)
                 for name, known, other in zip(self.names, ids, others, strict=True)
                 if any(map(any, (*known[0], *other[0])))
             ),
@@ -266,7 +266,7 @@ class NanState:
             not_reached=number - len(self.looked.points | self.passed_over.points),
         )
 
-    def _first(self, found: list[list[list[int]]], offset: int) -> Finding | None:
+    def _find_first(self, found: list[list[list[int]]], offset: int) -> Finding | None:
         sightings = [
             (kinds[kind][FIRST_SEQUENCE], index, kind)
             for index, kinds in enumerate(found)
@@ -286,19 +286,19 @@ class NanState:
         return Finding(self.names[index], "NaN" if kind % 2 == 0 else "Inf", step, order)
 
 
-def _point_counts(name: str, kinds: list[list[int]]) -> PointCounts:
+def _count_point(name: str, kinds: list[list[int]]) -> PointCounts:
     fields = ((field, kinds[which::2]) for field in (ROWS, STEPS_FOUND) for which in (0, 1))
     return PointCounts(name, *(tuple(kind[field] for kind in alike) for field, alike in fields))
 
 
-def _router_counts(name: str, counts: list[list[list[int]]], others: list[list[list[int]]]) -> RouterCounts:
+def _count_router(name: str, counts: list[list[list[int]]], others: list[list[list[int]]]) -> RouterCounts:
     rows, steps = ([*known, other[0]] for known, other in zip(counts, others, strict=True))
     firsts = [step[0] for step in steps if step[0]]
     repeated, outside, sentinel = zip(*rows, strict=True)
     return RouterCounts(name, repeated, outside, sentinel, min(firsts, default=0))
 
 
-def row_dimensions(shape: Sequence[int], mask: Sequence[int] | None = None) -> Sequence[int]:
+def find_row_dimensions(shape: Sequence[int], mask: Sequence[int] | None = None) -> Sequence[int]:
     """Return the dimensions of `shape` that make its rows: all but the last.
 
     Every element is a row of its own if there are fewer than two dimensions, or if a mask of two or more
@@ -309,12 +309,13 @@ def row_dimensions(shape: Sequence[int], mask: Sequence[int] | None = None) -> S
     return tuple(shape[:-1])
 
 
-def rows_each(rows: Sequence[int], mask: Sequence[int]) -> int:
+def count_rows_each(rows: Sequence[int], mask: Sequence[int]) -> int:
     """Return how many consecutive rows belong to each element of a mask; 0 if that is unknown.
 
-    `rows` are the dimensions that `row_dimensions` gives, batch first as the mask's. They must begin with the
-    mask's own dimensions, or with one of as many elements: [B, T, heads] and [B * T, heads] do for a mask
-    [B, T]. [B, heads, T] does not, and neither does a shape that could be that because it has as many heads.
+    `rows` are the dimensions that `find_row_dimensions` returns, batch first as the mask's. They must begin
+    with the mask's own dimensions, or with one of as many elements: [B, T, heads] and [B * T, heads] do for a
+    mask [B, T]. [B, heads, T] does not, and neither does a shape that could be that because it has as many
+    heads.
     """
     count, total = math.prod(mask), math.prod(rows)
     if not count or total % count:
@@ -331,7 +332,7 @@ def rows_each(rows: Sequence[int], mask: Sequence[int]) -> int:
     return total // count if cut and not inner.intersection(rows[cut:]) else 0
 
 
-def group_of(rows: Sequence[int]) -> int:
+def count_group_rows(rows: Sequence[int]) -> int:
     """Return how many consecutive rows may belong to one row of a step, if only the device knows its rows.
 
     As many rows as the step has are always right. 0 means any number: the rows have one dimension.
@@ -363,7 +364,7 @@ def watch_rows(
         return
     if not int(header[ACTIVE]):
         return
-    offsets = _offsets(rows.shape[0], header, padding, group)  # [rows]
+    offsets = _find_offsets(rows.shape[0], header, padding, group)  # [rows]
     for which, bad in enumerate((rows.isnan().any(1), rows.isinf().any(1))):  # [rows] each
         for offset in (0, PADDING, UNKNOWN):
             count = int((bad & (offsets == offset)).sum())
@@ -371,7 +372,7 @@ def watch_rows(
                 _record(header, found[point, which + offset], which + offset, count)
 
 
-def _offsets(rows: int, header: torch.Tensor, padding: torch.Tensor | None, group: int) -> torch.Tensor:
+def _find_offsets(rows: int, header: torch.Tensor, padding: torch.Tensor | None, group: int) -> torch.Tensor:
     """int64 [rows]: 0 for a real row, PADDING, or UNKNOWN."""
     number = torch.arange(rows, device=header.device)  # [rows]
     real, padded, masked = int(header[REAL]), int(header[PADDED]), int(header[MASKED])

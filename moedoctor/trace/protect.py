@@ -24,12 +24,12 @@ def protect(method: Callable[_P, _R]) -> Callable[_P, _R | None]:
         try:
             return method(*arguments, **options)
         except Exception as error:
-            recorder.stop(line_of(error))
+            recorder.stop(format_error(error))
             return None
 
     return run
 
 
-def line_of(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return an error in one line."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"

@@ -44,7 +44,7 @@ class _Layer:
     records: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """Source -> ids int32 [T, K] of each call."""
 
-    def chosen(self) -> tuple[str, list[torch.Tensor]]:
+    def choose_source(self) -> tuple[str, list[torch.Tensor]]:
         """Return the best source that gave any calls, and its calls."""
         return next((record for record in self.records.items() if record[1]), ("", []))
 
@@ -87,7 +87,7 @@ class RoutingRecorder:
         """
         if self._problem:
             raise TraceError(self._problem)
-        sources, by_layer = zip(*(layer.chosen() for layer in self._layers), strict=True)
+        sources, by_layer = zip(*(layer.choose_source() for layer in self._layers), strict=True)
         rows = [len(call) for call in by_layer[0]]
         if not rows:
             raise TraceError("no forward pass was recorded; expected one inside the context, run eagerly")
@@ -118,43 +118,43 @@ class RoutingRecorder:
 
     def _watch(self, name: str, block: nn.Module) -> None:
         """Hook `block` if it is a MoE layer."""
-        capture = _capture(block)
+        capture = _find_capture(block)
         if capture is not None:
             if block.router in self._routers:
                 return  # vLLM's layer and its runner share one
             self._routers.append(block.router)
             layer = self._add(name, block)
-            keep = self._keeper(layer, "router's capture function")
+            keep = self._make_keeper(layer, "router's capture function")
             self._undo.callback(capture, None)
             capture(keep)
             return
         children = dict(block.named_children())
         experts = children.get("experts")
         router = next((children[key] for key in ROUTERS if key in children), None)
-        if experts is None or router is None or _capture(experts) is not None:
+        if experts is None or router is None or _find_capture(experts) is not None:
             return
         layer = self._add(name, experts, router, block)
-        by_experts = self._keeper(layer, "ids that the experts are called with")
-        by_router = self._keeper(layer, "ids that the router gives")
-        by_logits = self._keeper(layer, "top-k of the router's logits")
+        by_experts = self._make_keeper(layer, "ids that the experts are called with")
+        by_router = self._make_keeper(layer, "ids that the router gives")
+        by_logits = self._make_keeper(layer, "top-k of the router's logits")
 
-        def before(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            by_experts(integers((*arguments, *options.values())))
+        def keep_given(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            by_experts(find_ids((*arguments, *options.values())))
 
-        def after(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        def keep_routed(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
-            ids = integers(outputs)
+            ids = find_ids(outputs)
             if ids is not None:
                 by_router(ids)
             elif not layer.records["ids that the experts are called with"]:
-                by_logits(self._from_logits(layer, outputs, router, block))
+                by_logits(self._choose_by_logits(layer, outputs, router, block))
 
         if not isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
-            self._undo.callback(experts.register_forward_pre_hook(before, with_kwargs=True).remove)
-        self._undo.callback(router.register_forward_hook(after).remove)
+            self._undo.callback(experts.register_forward_pre_hook(keep_given, with_kwargs=True).remove)
+        self._undo.callback(router.register_forward_hook(keep_routed).remove)
 
     def _add(self, name: str, *modules: nn.Module) -> _Layer:
-        layer = _Layer(name or "model", first_number(modules, _SIZES) or _weight_rows(modules[1:]))
+        layer = _Layer(name or "model", find_number(modules, _SIZES) or _count_weight_rows(modules[1:]))
         if not layer.num_experts:
             raise TraceError(
                 f"{layer.name}: cannot tell how many experts it has; expected {' or '.join(_SIZES)}"
@@ -162,7 +162,7 @@ class RoutingRecorder:
         self._layers.append(layer)
         return layer
 
-    def _keeper(self, layer: _Layer, source: str) -> Callable[[torch.Tensor | None], None]:
+    def _make_keeper(self, layer: _Layer, source: str) -> Callable[[torch.Tensor | None], None]:
         calls = layer.records.setdefault(source, [])
 
         def keep(ids: torch.Tensor | None) -> None:
@@ -175,14 +175,14 @@ class RoutingRecorder:
 
         return keep
 
-    def _from_logits(
+    def _choose_by_logits(
         self, layer: _Layer, outputs: tuple[Any, ...], router: nn.Module, block: nn.Module
     ) -> torch.Tensor | None:
         logits = next(
             (out for out in outputs if isinstance(out, torch.Tensor) and out.shape[-1] == layer.num_experts),
             None,
         )
-        width, beyond = first_number((router, block), WIDTHS), find_beyond_logits(router, block)
+        width, beyond = find_number((router, block), WIDTHS), find_beyond_logits(router, block)
         if logits is None or not width or beyond:
             why = beyond or ("no logits" if logits is None else "unknown top-k")
             self._problem = f"{layer.name}: the chosen experts cannot be told from its router ({why})"
@@ -190,13 +190,13 @@ class RoutingRecorder:
         return logits.topk(width, dim=-1).indices  # [..., K]
 
 
-def _capture(module: nn.Module) -> Callable[[Any], None] | None:
+def _find_capture(module: nn.Module) -> Callable[[Any], None] | None:
     """vLLM's capture function of the router of `module`, or None."""
     capture = getattr(getattr(module, "router", None), "set_capture_fn", None)
     return capture if callable(capture) else None
 
 
-def integers(values: tuple[Any, ...]) -> torch.Tensor | None:
+def find_ids(values: tuple[Any, ...]) -> torch.Tensor | None:
     """The expert ids [..., K] among `values`."""
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     return next((x for x in tensors if x.dim() >= 2 and x.dtype in (torch.int32, torch.int64)), None)
@@ -205,18 +205,18 @@ def integers(values: tuple[Any, ...]) -> torch.Tensor | None:
 def find_beyond_logits(*modules: nn.Module) -> str | None:
     """Return what decides the choice of experts beside the logits, or None."""
     found = (name for name in _BEYOND_LOGITS for x in modules if getattr(x, name, None) is not None)
-    groups = first_number(modules, ("n_group", "num_expert_group"))
+    groups = find_number(modules, ("n_group", "num_expert_group"))
     return next(found, "groups of experts" if groups > 1 else None)
 
 
-def first_number(modules: tuple[nn.Module, ...], names: tuple[str, ...]) -> int:
+def find_number(modules: tuple[nn.Module, ...], names: tuple[str, ...]) -> int:
     """The first positive whole number under one of `names`, in a module or its configuration; else 0."""
     holders = [holder for module in modules for holder in (module, getattr(module, "config", None))]
     values = (getattr(holder, name, None) for holder in holders for name in names)
     return next((value for value in values if type(value) is int and value > 0), 0)
 
 
-def _weight_rows(modules: tuple[nn.Module, ...]) -> int:
+def _count_weight_rows(modules: tuple[nn.Module, ...]) -> int:
     """Rows of a router's weight, which are the experts."""
     for module in modules:
         weight = getattr(module, "weight", None)

@@ -64,7 +64,7 @@ class ZipfSettings:
         return cls(**given)  # type: ignore[arg-type]
 
 
-def zipf_trace(settings: ZipfSettings) -> RoutingTrace:
+def draw_zipf_trace(settings: ZipfSettings) -> RoutingTrace:
     """The trace of `settings`: the same settings give the same trace on every machine."""
     random_ = random.Random(settings.seed)
     weights = [-settings.skew * math.log(rank + 1) for rank in range(settings.experts)]
@@ -72,7 +72,7 @@ def zipf_trace(settings: ZipfSettings) -> RoutingTrace:
     ids = array("i")
     for _ in range(settings.rows):
         for order in by_rank:
-            for _ in range(_swaps(random_, settings.drift)):
+            for _ in range(_count_swaps(random_, settings.drift)):
                 a, b = random_.randrange(settings.experts), random_.randrange(settings.experts)
                 order[a], order[b] = order[b], order[a]
             ids.extend(_draw(random_, weights, order, settings.top_k))
@@ -89,7 +89,7 @@ def zipf_trace(settings: ZipfSettings) -> RoutingTrace:
     )
 
 
-def _swaps(random_: random.Random, drift: float) -> int:
+def _count_swaps(random_: random.Random, drift: float) -> int:
     """Return how many ranks are swapped now: `drift` of them on average."""
     whole = int(drift)
     return whole + (random_.random() < drift - whole)

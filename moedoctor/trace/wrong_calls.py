@@ -12,7 +12,7 @@ import torch
 
 from moedoctor.reference.agreement import Agreement
 from moedoctor.reference.moe_layer import Problem
-from moedoctor.trace.capsule import MAX_BYTES, SUFFIX, CapsuleError, capsule_of, fitted, save
+from moedoctor.trace.capsule import MAX_BYTES, SUFFIX, CapsuleError, fit, make_whole_capsule, save
 
 _folder: Path | None = None
 _name = _case = ""
@@ -29,7 +29,7 @@ def keep_in(folder: Path, name: str, case: str) -> None:
     _kept.clear()
 
 
-def kept_files() -> list[str]:
+def list_kept_files() -> list[str]:
     """Return what was kept since `keep_in`: names of files, or why a call could not be kept."""
     return list(_kept)
 
@@ -46,10 +46,10 @@ def keep_if_wrong(
     name = f"{_name}{f'-{len(_kept) + 1}' if _kept else ''}{SUFFIX}"
     reason = f"{agreement.wrong_tokens} of {agreement.tokens} tokens are wrong: {agreement.reason}"
     try:
-        capsule = capsule_of(
+        capsule = make_whole_capsule(
             problem, output, activations, layer=f"{_name}: {_case}"[:900], backend=backend, reason=reason
         )
-        save(fitted(capsule, MAX_BYTES), _folder / name)
+        save(fit(capsule, MAX_BYTES), _folder / name)
     except (CapsuleError, OSError) as error:
         name = f"not kept: {error}"
     _kept.append(name)

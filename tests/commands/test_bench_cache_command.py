@@ -14,7 +14,7 @@ from moedoctor.cli import main
 from moedoctor.reporters.schemas import make_schema
 from moedoctor.results import Report, from_json
 from moedoctor.trace.format import save
-from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
+from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
 
 ZIPF = "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4"
 
@@ -98,7 +98,7 @@ def test_without_matplotlib_the_report_comes_without_pictures(
 def test_a_trace_file_is_replayed_and_its_text_cannot_format(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    trace = zipf_trace(ZipfSettings.parse(ZIPF))
+    trace = draw_zipf_trace(ZipfSettings.parse(ZIPF))
     path = tmp_path / "t.safetensors"
     save(type(trace)(**{**vars(trace), "model": "<b>\x1b[31mmodel</b>"}), path)
     code, out, _ = run(capsys, "--trace", str(path), "--format", "markdown")

@@ -17,7 +17,7 @@ from moedoctor.commands.bench_backends import find_routing
 from moedoctor.commands.options import InputError
 from moedoctor.diagnose.capsule import replay as capsule_replay
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.trace.capsule import load, save, without_weights
+from moedoctor.trace.capsule import drop_weights, load, save
 from tests.capsules import computation, make_capsule, noisy, with_output
 
 
@@ -144,7 +144,7 @@ def test_a_call_without_output_says_what_the_backends_computed(
 
 def test_inputs_alone_are_said_to_be_inputs(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of all calls that the ring leaves, only the last one has weights."""
-    capsule = without_weights(load(wrong))
+    capsule = drop_weights(load(wrong))
     inputs = {name: tensor for name, tensor in capsule.tensors.items() if name != "output"}
     save(replace(capsule, tensors=inputs), Path("before.moecapsule"))
     assert "kB" in capsys.readouterr().err

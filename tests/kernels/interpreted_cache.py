@@ -243,7 +243,7 @@ def forward() -> None:
         ids[: tokens // 4] = 0  # more rows than a tile has
         ids[tokens // 4 : 2 * tokens // 3] = 1  # more than a tall one has
         topk_weights = torch.rand(tokens, 3, generator=draw)  # [T, K]
-        right = reference(x, MoeWeights.of(weights, activation), topk_weights, ids)  # [T, H]
+        right = reference(x, MoeWeights.from_tensors(weights, activation), topk_weights, ids)  # [T, H]
         tolerance = 1e-5 if tokens < 10 else 1e-2  # bfloat16 intermediates
         for out in (None, torch.ones(tokens, hidden)) if tokens < 10 else (torch.ones(tokens, hidden),):
             before = 0.0 if out is None else 1.0
@@ -376,7 +376,7 @@ def one_expert_or_slot() -> None:
             call = GroupedForward(x, ids, topk_weights, experts)
             for part in cache.groups(ids, overlap=True):
                 call.add(part.weights, part.experts)
-            right = reference(x, MoeWeights.of(weights), topk_weights, ids)  # [T, H]
+            right = reference(x, MoeWeights.from_tensors(weights), topk_weights, ids)  # [T, H]
             assert torch.allclose(call.sum(), right, rtol=1e-2, atol=1e-2)
             assert torch.allclose(moe_forward(x, weights, ids, topk_weights), right, rtol=1e-2, atol=1e-2)
 

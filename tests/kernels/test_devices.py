@@ -51,7 +51,7 @@ def _assert_close(mine: torch.Tensor, right: torch.Tensor) -> None:
 def _right(
     x: torch.Tensor, weights: dict[str, torch.Tensor], ids: torch.Tensor, shares: torch.Tensor
 ) -> torch.Tensor:
-    host = MoeWeights.of({name: weight.cpu() for name, weight in weights.items()})
+    host = MoeWeights.from_tensors({name: weight.cpu() for name, weight in weights.items()})
     return reference(x.cpu(), host, shares.cpu(), ids.cpu()).to(x.device)  # [T, H]
 
 

@@ -25,7 +25,7 @@ from moedoctor.kernels.moe.tiles import (
 )
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
-from moedoctor.reference.agreement import bounds_of
+from moedoctor.reference.agreement import choose_bounds
 from moedoctor.reference.moe_layer import make_layer, make_problem
 from tests.interpreted import needs_triton, run_check
 
@@ -167,8 +167,8 @@ def test_compiled_layers_of_every_kind() -> None:
     for half in (True, False):
         assert_e4m3_is_exact("cuda:0", half=half, wide=False)
     for seed in range(40):
-        assert_random_layer_is_right(seed, "cuda:0", bounds_of("none"))
-        assert_random_layer_is_right(seed, "cuda:0", bounds_of("none"), fp8_rows=True)
+        assert_random_layer_is_right(seed, "cuda:0", choose_bounds("none"))
+        assert_random_layer_is_right(seed, "cuda:0", choose_bounds("none"), fp8_rows=True)
 
 
 @pytest.mark.gpu
@@ -176,7 +176,7 @@ def test_compiled_programs_share_experts() -> None:
     from expert_cases import assert_shared_experts_are_right
 
     for top_k, lanes, splits in ((3, 1, 2), (22, 8, 3), (22, 4, 6), (6, 4, 2)):
-        assert_shared_experts_are_right(top_k, lanes, splits, "cuda:0", bounds_of("none"))
+        assert_shared_experts_are_right(top_k, lanes, splits, "cuda:0", choose_bounds("none"))
 
 
 @pytest.mark.gpu
@@ -186,7 +186,7 @@ def test_compiled(quantization: str, activation: str) -> None:
     from expert_cases import assert_layer_is_right
 
     for sizes in ((1, 512, 256), (16, 160, 96), (17, 512, 256), (300, 704, 352)):
-        assert_layer_is_right(quantization, activation, *sizes, device="cuda:0", bounds=bounds_of("none"))
+        assert_layer_is_right(quantization, activation, *sizes, device="cuda:0", bounds=choose_bounds("none"))
 
 
 @pytest.mark.gpu

@@ -64,7 +64,7 @@ def test_every_kind_of_tensor_gets_a_fitting_kernel() -> None:
         itertools.product((1, 16, 33, 2048), (torch.bfloat16, torch.float32, torch.float64), (0, 1), (1, 2))
     )
     state = NanState("cuda")
-    points = [state.point(str(kind)) for kind in kinds]
+    points = [state.add_point(str(kind)) for kind in kinds]
     for _ in range(2):
         state.begin(4, 6)
         for point, (columns, dtype, offset, step) in zip(points, kinds, strict=True):

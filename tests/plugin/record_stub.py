@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.moe_layer import Layer, Problem, expected_output
+from moedoctor.reference.moe_layer import Layer, Problem, compute_expected
 from moedoctor.trace.expert_weights import ExpertFiles
 from tests.plugin import nan_stub
 from tests.plugin.nan_stub import FILES, RUNNER, module, scheduled
@@ -76,7 +76,7 @@ class Model:
         self.layers = []
         for number in range(LAYERS):
             name = f"model.layers.{number}.mlp.experts"
-            tensors = files.capsule_tensors(name, list(range(EXPERTS)), "bf16")
+            tensors = files.read_tensors(name, list(range(EXPERTS)), "bf16")
             shape = LayerShape(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, "silu")
             layer = Layer(shape, "bf16", tensors["w13"], tensors["w2"])
             router = module(f"{fused}.router.base_router").BaseRouter(route)
@@ -91,7 +91,7 @@ class Model:
 
     def _experts(self, number: int, layer: Layer) -> Callable[..., torch.Tensor]:
         def experts(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            output = expected_output(Problem(layer, x, weights, ids), "none").bfloat16()  # [T, H]
+            output = compute_expected(Problem(layer, x, weights, ids), "none").bfloat16()  # [T, H]
             self.outputs[number] = self.spoil.get(number, lambda output: output)(output)
             return self.outputs[number]
 

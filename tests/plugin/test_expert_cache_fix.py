@@ -15,7 +15,7 @@ from moedoctor.fixes.eviction import ONLINE_POLICIES
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.plugin import expert_cache_fix as fix
 from moedoctor.plugin import expert_cache_layer, expert_cache_options, hits_first, weight_reload
-from moedoctor.plugin.expert_cache_fix import check_setting, refusal
+from moedoctor.plugin.expert_cache_fix import check_layer, check_setting
 from moedoctor.plugin.expert_cache_layer import (
     EXPERTS,
     find_expert_tensors,
@@ -87,7 +87,7 @@ class Kernel:
         local = topk_ids if expert_map is None else expert_map[topk_ids.long()].to(topk_ids.dtype)
         described = self.fused_experts.quant_config
         weights = {"w13": w1, "w2": w2, "w13_scale": described._w1.scale, "w2_bias": described._w2.bias}
-        result = forward(hidden_states, MoeWeights.of(weights), topk_weights, local)
+        result = forward(hidden_states, MoeWeights.from_tensors(weights), topk_weights, local)
         if self.impl.inplace:
             self.workspace = hidden_states
         elif self.workspace is None or self.workspace.shape != result.shape:
@@ -245,7 +245,9 @@ class RowKernel(Kernel):
         if (mapping := named["expert_map"]) is not None:
             ids = mapping[ids.long()]  # [T, K]
         self.calls.append([int(count) for count in (ids >= 0).sum(1)])
-        weights = MoeWeights.of({"w13": w1, "w2": w2, "w2_bias": self.fused_experts.quant_config._w2.bias})
+        weights = MoeWeights.from_tensors(
+            {"w13": w1, "w2": w2, "w2_bias": self.fused_experts.quant_config._w2.bias}
+        )
         rows = self.rows[: len(ids)]  # [T, K, H]
         for pair in range(TOP_K):
             part = slice(pair, pair + 1)
@@ -443,13 +445,13 @@ ACT_ORDER = f"{KERNEL}.fused_experts.w2_g_idx"
 def test_unsupported_layers_are_refused_with_the_reason(
     layer: Layer, capacity: int, reason: str | None
 ) -> None:
-    answer = refusal(layer, capacity)
+    answer = check_layer(layer, capacity)
     assert answer is None if reason is None else reason in str(answer)
 
 
 def test_settings_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    create = fix._on_the_host(lambda self, layer, **given: made.append(layer), slots=1)
+    create = fix._create_on_host(lambda self, layer, **given: made.append(layer), slots=1)
     with pytest.raises(SystemExit, match=r"=1: layers\.0\.experts cannot have .* one token needs"):
         create(None, layer=Layer(), num_experts=E)
     assert made == []
@@ -518,9 +520,9 @@ def test_padding_of_a_step_loads_nothing() -> None:
 
 def test_every_device_reads_the_rows_of_a_step() -> None:
     rows = fix.RealRows()
-    tensors = [rows.on(device) for device in ("cpu", "meta")]
+    tensors = [rows.get_rows(device) for device in ("cpu", "meta")]
     assert [tensor.device.type for tensor in tensors] == ["cpu", "meta"]
-    assert rows.on(torch.device("cpu")) is tensors[0]
+    assert rows.get_rows(torch.device("cpu")) is tensors[0]
     rows.begin(3, 4)
     assert int(tensors[0]) == 3
 
@@ -658,8 +660,8 @@ def test_each_release_is_checked_for_what_computing_hits_first_needs(
 ) -> None:
     patches: list[Patch] = []
     monkeypatch.setenv(fix.VARIABLE, "2")
-    monkeypatch.setattr(fix, "_layer_type", lambda: Layer)
-    monkeypatch.setattr(fix, "_loaders", tuple)
+    monkeypatch.setattr(fix, "_find_layer_type", lambda: Layer)
+    monkeypatch.setattr(fix, "_list_loaders", tuple)
     monkeypatch.setattr(weight_reload, "apply", lambda version: None)
     monkeypatch.setattr(fix, "apply_patches", lambda by, version, given: patches.extend(given))
     fix.apply(version)
@@ -711,10 +713,10 @@ def test_humming_is_told_how_many_experts_there_are() -> None:
         return result
 
     kernel.apply = apply
-    assert refusal(layer, 5) is None
+    assert check_layer(layer, 5) is None
     fix._give_caches(torch.nn.ModuleList([layer]), CacheOptions(5, stream=9), Layer, "cpu", False)
     for tokens in (2, 9, 1):
         assert_same_outputs(layer, tokens, calls=1)
     assert counts == [5, E, 5]
     del HummingIndexedExperts.humming_configs, experts.humming_configs
-    assert "before vLLM 0.30.0" in str(refusal(layer, 5))
+    assert "before vLLM 0.30.0" in str(check_layer(layer, 5))

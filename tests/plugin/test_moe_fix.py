@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moedoctor.plugin import moe_fix, moe_layer
-from moedoctor.plugin.extensions import chosen
+from moedoctor.plugin.extensions import read_choice
 from moedoctor.plugin.register import OptionError
 from moedoctor.results import UnavailableError
 
@@ -63,7 +63,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("activation", moe_fix.ACTIVATIONS)
 def test_a_layer_that_can_be_computed_is_not_refused(activation: str) -> None:
-    assert moe_fix.refusal(Fp8MoEMethod(), layer(activation)) is None
+    assert moe_fix.check_method(Fp8MoEMethod(), layer(activation)) is None
 
 
 @pytest.mark.parametrize(
@@ -81,24 +81,24 @@ def test_a_layer_that_can_be_computed_is_not_refused(activation: str) -> None:
     ],
 )
 def test_a_layer_that_cannot_be_computed_is_refused(changes: dict[str, Any], reason: str) -> None:
-    assert reason in str(moe_fix.refusal(Fp8MoEMethod(), layer(**changes)))
+    assert reason in str(moe_fix.check_method(Fp8MoEMethod(), layer(**changes)))
 
 
 def test_an_unknown_method_or_machine_is_refused(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Mxfp4MoEMethod holds its weights in another way" in str(
-        moe_fix.refusal(Mxfp4MoEMethod(), layer())
+        moe_fix.check_method(Mxfp4MoEMethod(), layer())
     )
-    online = str(moe_fix.refusal(Fp8PerTensorOnlineMoEMethod(), layer()))
+    online = str(moe_fix.check_method(Fp8PerTensorOnlineMoEMethod(), layer()))
     assert "quantizes while it loads; leave --quantization out" in online
     machine.platform.capability = (7, 5)
-    assert "compute capability 7.5; expected 8.0" in str(moe_fix.refusal(Fp8MoEMethod(), layer()))
+    assert "compute capability 7.5; expected 8.0" in str(moe_fix.check_method(Fp8MoEMethod(), layer()))
     machine.platform.capability = (12, 1)
-    assert moe_fix.refusal(Fp8MoEMethod(), layer()) is None
+    assert moe_fix.check_method(Fp8MoEMethod(), layer()) is None
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert "VLLM_BATCH_INVARIANT" in str(moe_fix.refusal(Fp8MoEMethod(), layer()))
+    assert "VLLM_BATCH_INVARIANT" in str(moe_fix.check_method(Fp8MoEMethod(), layer()))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     machine.platform.is_cuda = lambda: False
-    assert "NVIDIA" in str(moe_fix.refusal(Fp8MoEMethod(), layer()))
+    assert "NVIDIA" in str(moe_fix.check_method(Fp8MoEMethod(), layer()))
 
 
 def test_weights_of_a_weight_cache_are_refused(machine: Any) -> None:
@@ -107,15 +107,15 @@ def test_weights_of_a_weight_cache_are_refused(machine: Any) -> None:
     del sys.modules["vllm.model_executor.utils"].is_weights_pre_processed
     assert not moe_fix._are_repacked()
     machine.load.load_format = "ipc_cache"
-    reason = str(moe_fix.refusal(Fp8MoEMethod(), layer()))
+    reason = str(moe_fix.check_method(Fp8MoEMethod(), layer()))
     assert "a backend repacked them; expected --load-format auto" in reason
 
 
 def test_the_reference_needs_an_eager_engine(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEDOCTOR_MOE", "reference")
-    assert "needs --enforce-eager" in str(moe_fix.refusal(Fp8MoEMethod(), layer()))
+    assert "needs --enforce-eager" in str(moe_fix.check_method(Fp8MoEMethod(), layer()))
     machine.model.enforce_eager = True
-    assert moe_fix.refusal(Fp8MoEMethod(), layer()) is None
+    assert moe_fix.check_method(Fp8MoEMethod(), layer()) is None
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
@@ -126,12 +126,12 @@ def test_an_optional_fix_leaves_a_refused_layer_to_vllm(
     monkeypatch.setenv("MOEDOCTOR_FIXES", "moe")
     machine.platform.capability = capability
     ours, done = capability >= moe_fix.LEAST_CAPABILITY, []
-    monkeypatch.setattr(moe_fix, "experts_class", lambda: "ours")
+    monkeypatch.setattr(moe_fix, "make_experts_class", lambda: "ours")
     monkeypatch.setattr(moe_fix, "take_over", lambda *given, **options: done.append("ours"))
     form = next(form for form in moe_fix.FORMATS if form.method == "Fp8MoEMethod")
-    select = moe_fix._selecting(lambda: ("theirs", "its experts"), form=form, stand_in="stand-in")
-    process = moe_fix._processing(lambda self, layer: done.append("theirs"), form=form)
-    construct = moe_fix._checking(lambda self, moe: None)
+    select = moe_fix._wrap_select(lambda: ("theirs", "its experts"), form=form, stand_in="stand-in")
+    process = moe_fix._wrap_process_weights(lambda self, layer: done.append("theirs"), form=form)
+    construct = moe_fix._wrap_constructor(lambda self, moe: None)
     method = Fp8MoEMethod()
     if not ours:
         with pytest.raises(SystemExit, match=r"moe is refused: .* 7\.5; .*MOEDOCTOR_FIXES_OPTIONAL=1"):
@@ -150,8 +150,8 @@ def test_weights_that_are_refused_once_loaded_are_left_to_vllm_if_the_fix_is_opt
 ) -> None:
     """A draft model's weights may come from a weight cache when those of the model do not."""
     monkeypatch.setenv("MOEDOCTOR_FIXES", "moe")
-    monkeypatch.setattr(moe_fix, "experts_class", lambda: "ours")
-    monkeypatch.setattr(moe_fix, "_stand_in", lambda form: "stand-in")
+    monkeypatch.setattr(moe_fix, "make_experts_class", lambda: "ours")
+    monkeypatch.setattr(moe_fix, "_find_stand_in", lambda form: "stand-in")
 
     def refused(*given: Any, **options: Any) -> None:
         raise UnavailableError("w2_weight holds NaN")
@@ -168,11 +168,11 @@ def test_weights_that_are_refused_once_loaded_are_left_to_vllm_if_the_fix_is_opt
             sys.modules["vllm.model_executor.utils"], "is_weights_pre_processed", lambda: True
         )
     form = next(form for form in moe_fix.FORMATS if form.method == "Fp8MoEMethod")
-    select = moe_fix._selecting(its_own, form=form, stand_in="stand-in")
+    select = moe_fix._wrap_select(its_own, form=form, stand_in="stand-in")
     left: list[Any] = []
-    process = moe_fix._processing(lambda self, layer: left.append(vars(self).copy()), form=form)
+    process = moe_fix._wrap_process_weights(lambda self, layer: left.append(vars(self).copy()), form=form)
     method = Fp8MoEMethod()
-    moe_fix._checking(lambda self, moe: None)(method, layer())
+    moe_fix._wrap_constructor(lambda self, moe: None)(method, layer())
     vars(method)["fp8_backend"], vars(method)["experts_cls"] = select()
     assert vars(method)["experts_cls"] == "ours"
     with pytest.raises(SystemExit, match=rf"moe is refused: .*{reason}.* .*MOEDOCTOR_FIXES_OPTIONAL=1"):
@@ -195,14 +195,14 @@ def test_a_model_that_adds_up_experts_itself_stops(monkeypatch: pytest.MonkeyPat
         module = types.ModuleType(name)
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, f"{moe_layer.FUSED}.{name}", module)
-    experts = moe_layer.experts_class.__wrapped__()()
+    experts = moe_layer.make_experts_class.__wrapped__()()
     assert experts.post_gemm2_hook is None
     with pytest.raises(SystemExit, match=r"moe is refused: .* \(post_gemm2_hook\); leave moe out"):
         experts.post_gemm2_hook = print
 
 
 def test_a_model_without_a_moe_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_model = moe_fix._noticing(lambda self, vllm_config, model_config: "model")
+    load_model = moe_fix._wrap_load_model(lambda self, vllm_config, model_config: "model")
     moe_fix._announce.cache_clear()
     monkeypatch.setenv("MOEDOCTOR_FIXES", "moe")
     with pytest.raises(SystemExit, match="moe is refused: the model has no MoE layer"):
@@ -216,12 +216,12 @@ def test_a_model_without_a_moe_layer_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_variable() -> None:
-    assert moe_fix.wanted({}) == moe_fix.wanted({"MOEDOCTOR_MOE": " Kernels "}) == "kernels"
+    assert moe_fix.read_computer({}) == moe_fix.read_computer({"MOEDOCTOR_MOE": " Kernels "}) == "kernels"
     with pytest.raises(OptionError, match="MOEDOCTOR_MOE is 'fast'; expected kernels or reference"):
-        moe_fix.wanted({"MOEDOCTOR_MOE": "fast"})
+        moe_fix.read_computer({"MOEDOCTOR_MOE": "fast"})
 
 
 def test_all_leaves_it_out_unless_it_is_named() -> None:
-    assert "moe" not in chosen("all").names
-    assert "moe" in chosen("all,moe").names
-    assert chosen("moe").required == {"moe"}
+    assert "moe" not in read_choice("all").names
+    assert "moe" in read_choice("all,moe").names
+    assert read_choice("moe").required == {"moe"}

@@ -61,7 +61,7 @@ def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router(model: M
     model.real = 4
     step(model)
     result = report()
-    assert result.row() == {
+    assert result.to_row() == {
         "steps": 2,
         "steps_with_padding": 1,
         "nan_in_padding": 1,
@@ -93,8 +93,8 @@ def test_operators_in_a_graph_are_watched_at_the_capture(model: Model) -> None:
     run_step(lambda input_ids: torch.zeros(4, 8))  # the replay: no layer runs in Python
     result = report()
     assert (result.steps, result.watched, result.looked_at, result.not_reached) == (1, 5, 5, 0)
-    assert "looked at" not in result.text()
-    assert "first in real rows: nothing" in result.text()
+    assert "looked at" not in result.to_text()
+    assert "first in real rows: nothing" in result.to_text()
 
 
 def test_attention_is_watched_with_the_experts_and_a_step_adds_two_launches(
@@ -190,7 +190,7 @@ def test_the_report_says_that_no_router_was_watched(model: Model) -> None:
     layer = attention("layers.0.attn")
     run_step(lambda input_ids: layer(torch.zeros(3, 8), torch.zeros(4, 8)))
     assert report().routers_watched == 0
-    assert "no router was watched" in report().text()
+    assert "no router was watched" in report().to_text()
 
 
 def test_ids_are_separate_if_no_attention_gave_the_number_of_rows(model: Model) -> None:
@@ -281,7 +281,7 @@ def fail(input_ids: torch.Tensor) -> None:
 def test_experts_that_are_added_up_later_are_not_looked_at(model: Model) -> None:
     runner = module("model_executor.layers.fused_moe.runner.moe_runner").MoERunner(model.runner.router)
     finished = types.SimpleNamespace(gemm2_permuted=torch.zeros(8, 8))
-    apply_quant_method = nan_trace.trace_of_this_process().around_moe(
+    apply_quant_method = nan_trace.trace_of_this_process().wrap_moe(
         lambda self, layer, router_logits: (None, finished)
     )
     x = torch.full((4, 8), NAN)

@@ -346,7 +346,7 @@ with torch.no_grad():
     compiled = torch.compile(nn.Sequential(*layers), fullgraph=True, backend="eager")(x)
     same = same and torch.equal(compiled, nn.Sequential(*layers)(x))
 handle = getattr(offloader, "_moedoctor_offload", None)
-print("ANSWER " + json.dumps([vllm_plugin.installed_version(), same, handle and handle.report().host_bytes]))
+print("ANSWER " + json.dumps([vllm_plugin.read_vllm_version(), same, handle and handle.report().host_bytes]))
 """
 
 

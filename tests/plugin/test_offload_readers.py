@@ -271,7 +271,7 @@ from vllm.model_executor.layers.fused_moe import layer as module
 from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.utils.torch_utils import vllm_lib
 from moedoctor.fixes.offloader import offload
-from moedoctor.plugin.offload_fix import readers
+from moedoctor.plugin.offload_fix import find_readers
 
 make = getattr(module, "FusedMoEFactory", None) or module.FusedMoE
 with set_current_vllm_config(config):
@@ -316,7 +316,7 @@ with torch.no_grad():
     x = torch.zeros(3, 256)  # [T, H]
     plain = run(x)
     weights = [weight for owner in owners for weight in (owner.w13_weight, owner.w2_weight)]
-    reader_of = readers(layers, weights)
+    reader_of = find_readers(layers, weights)
     handle = offload(
         torch.nn.ModuleList(layers), 1 << 40, layers=list(reader_of), reader=reader_of.__getitem__,
         keep_below=0, pin=lambda memory: lambda: None,
@@ -325,7 +325,7 @@ with torch.no_grad():
     compiled = torch.compile(model, fullgraph=True)
     outputs = [plain, *eager, run(x, compiled), run(x, compiled)]
 print("ANSWER " + json.dumps({
-    "version": vllm_plugin.installed_version(),
+    "version": vllm_plugin.read_vllm_version(),
     "functions": [name for _, name in reader_of.values()],
     "owners": [owner in reader_of for owner in owners],
     "host_bytes": handle.report().host_bytes,

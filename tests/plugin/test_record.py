@@ -150,9 +150,9 @@ def test_a_backend_that_routes_by_itself_gets_the_ids_of_vllms_router(engine: En
 def test_only_a_call_past_the_bound_is_kept(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, original = [], record_layers._backend_tensors
+    asked, original = [], record_layers._read_backend_tensors
     monkeypatch.setattr(
-        record_layers, "_backend_tensors", lambda *given: (asked.append(1), original(*given))[1]
+        record_layers, "_read_backend_tensors", lambda *given: (asked.append(1), original(*given))[1]
     )
     model = engine.start("mismatch=1")
     recorder = engine.recorder()
@@ -312,7 +312,7 @@ def test_an_error_of_ours_is_one_line_and_never_ends_a_forward(
 def test_a_layer_that_is_not_as_expected_is_left_out(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_layers, "_backend", lambda method: method.missing)
+    monkeypatch.setattr(record_layers, "_name_backend", lambda method: method.missing)
     step(engine.start("nan"))
     names = [f"model.layers.{number}.mlp.experts" for number in range(LAYERS)]
     for name in names:
@@ -347,7 +347,7 @@ def test_how_activations_are_quantized_is_what_the_kernel_says(
     ],
 )
 def test_blocks_of_scales_are_what_the_method_says(method: dict[str, object], block: object) -> None:
-    assert record_layers._block(SimpleNamespace(**method)) == block
+    assert record_layers._read_block(SimpleNamespace(**method)) == block
 
 
 REAL = """

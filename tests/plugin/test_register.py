@@ -217,7 +217,7 @@ def test_a_release_that_cannot_be_read_stops_the_engine(
         raise RuntimeError("no metadata")
 
     fixes(MOEDOCTOR_FIXES="good")
-    monkeypatch.setattr(register, "installed_version", broken)
+    monkeypatch.setattr(register, "read_vllm_version", broken)
     with pytest.raises(SystemExit, match="RuntimeError: no metadata"):
         register.register()
 

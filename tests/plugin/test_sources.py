@@ -53,9 +53,9 @@ def test_what_the_installed_release_refuses_stops_it(name: str) -> None:
 TOPK = """
 import inspect, json
 from vllm import _custom_ops
-from moedoctor.plugin.routing_fix import routed
+from moedoctor.plugin.routing_fix import wrap_topk
 parameters = lambda function: list(inspect.signature(function).parameters)
-functions = (_custom_ops.topk_softmax, routed(None, ours=None))
+functions = (_custom_ops.topk_softmax, wrap_topk(None, ours=None))
 print("ANSWER " + json.dumps([parameters(function) for function in functions]))
 """
 

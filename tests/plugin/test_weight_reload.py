@@ -106,7 +106,7 @@ import json
 from unittest.mock import MagicMock
 from moedoctor.plugin import register, weight_reload
 
-weight_reload.apply(register.installed_version())
+weight_reload.apply(register.read_vllm_version())
 from vllm.v1.worker.gpu_worker import Worker
 
 class Holder:

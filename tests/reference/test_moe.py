@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moedoctor.reference.fp8 import Fp8
-from moedoctor.reference.moe import MoeWeights, activate, expert_weight, forward
+from moedoctor.reference.moe import MoeWeights, activate, dequantize_expert, forward
 from moedoctor.reference.nvfp4 import quantize, round_trip
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 6, 32, 48, 7, 3
@@ -60,7 +60,7 @@ def test_against_a_loop_over_tokens(activation: str, scaled: bool) -> None:
             hidden = wide[name][expert] @ hidden * scale + bias
             hidden = activated(hidden, activation) if name == "w13" else hidden
         expected[token] += topk_weights[token, lane] * hidden
-    got = forward(x, MoeWeights.of(weights, activation), topk_weights, ids)
+    got = forward(x, MoeWeights.from_tensors(weights, activation), topk_weights, ids)
     assert got.dtype is torch.float32
     assert not bool(got[3].count_nonzero())
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
@@ -80,7 +80,7 @@ def test_an_id_out_of_range_and_an_unknown_activation_are_refused(
     x, topk_weights, ids = inputs()
     ids[0, 0] = bad
     with pytest.raises(ValueError, match=message):
-        forward(x, MoeWeights.of(tensors(), activation), topk_weights, ids)
+        forward(x, MoeWeights.from_tensors(tensors(), activation), topk_weights, ids)
 
 
 def test_quantized_weights_compute_with_their_dequantized_values() -> None:
@@ -88,17 +88,17 @@ def test_quantized_weights_compute_with_their_dequantized_values() -> None:
     scale = torch.rand(EXPERTS) + 0.5
     for quantise in (quantize, lambda weight: Fp8(weight.to(torch.float8_e4m3fn), scale)):
         w13, w2 = quantise(weights["w13"]), quantise(weights["w2"])
-        plain = [torch.stack([expert_weight(weight, e) for e in range(EXPERTS)]) for weight in (w13, w2)]
+        plain = [torch.stack([dequantize_expert(weight, e) for e in range(EXPERTS)]) for weight in (w13, w2)]
         plain = forward(x, MoeWeights(*plain), topk_weights, ids)
         assert torch.equal(forward(x, MoeWeights(w13, w2), topk_weights, ids), plain)
 
 
 def test_quantized_activations() -> None:
-    weights, (x, topk_weights, _) = MoeWeights.of(tensors()), inputs()
+    weights, (x, topk_weights, _) = MoeWeights.from_tensors(tensors()), inputs()
     ids = torch.full((TOKENS, 1), 2)
     intermediates: list[torch.Tensor] = []
 
-    def quantise_intermediate(values: torch.Tensor) -> torch.Tensor:
+    def quantize_intermediate(values: torch.Tensor) -> torch.Tensor:
         intermediates.append(values)
         return round_trip(values, 0.01)
 
@@ -107,8 +107,8 @@ def test_quantized_activations() -> None:
         weights,
         topk_weights[:, :1],
         ids,
-        quantise_input=lambda values: round_trip(values, 0.02),
-        quantise_intermediate=quantise_intermediate,
+        quantize_input=lambda values: round_trip(values, 0.02),
+        quantize_intermediate=quantize_intermediate,
     )
     middle = activate((round_trip(x, 0.02) @ weights.w13[2].T).bfloat16(), "silu").float()
     assert torch.equal(intermediates[0], middle)

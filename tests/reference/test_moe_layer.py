@@ -3,8 +3,14 @@ import torch
 
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.fp8 import Fp8
-from moedoctor.reference.moe import activate, expert_weight
-from moedoctor.reference.moe_layer import expected_output, make_input, make_layer, make_problem, quantiser
+from moedoctor.reference.moe import activate, dequantize_expert
+from moedoctor.reference.moe_layer import (
+    compute_expected,
+    make_input,
+    make_layer,
+    make_problem,
+    make_quantizer,
+)
 from moedoctor.reference.nvfp4 import Nvfp4
 
 SHAPE = LayerShape(256, 128, 6, 2)
@@ -14,7 +20,7 @@ SHAPE = LayerShape(256, 128, 6, 2)
 def test_weights_fit_into_bfloat16(quantization: str) -> None:
     layer = make_layer(SHAPE, quantization)
     for weight, size in ((layer.w13, (256, 256)), (layer.w2, (256, 128))):
-        expert = expert_weight(weight, 3)
+        expert = dequantize_expert(weight, 3)
         assert expert.shape == size
         assert torch.equal(expert.bfloat16().float(), expert)
 
@@ -23,7 +29,7 @@ def test_weights_fit_into_bfloat16(quantization: str) -> None:
 def test_inputs_lie_on_the_grid(activations: str) -> None:
     layer = make_layer(SHAPE, "nvfp4" if activations == "nvfp4" else "fp8")
     problem = make_problem(layer, 9, activations)
-    quantise = quantiser(activations, layer.input_scale)
+    quantise = make_quantizer(activations, layer.input_scale)
     assert quantise is not None
     assert torch.equal(quantise(problem.x.float()), problem.x.float())
     assert 0.3 < float(problem.x.float().std()) < 2
@@ -35,7 +41,7 @@ def test_intermediates_do_not_saturate(activation: str, quantization: str, activ
     shape = LayerShape(2048, 256, 4, 2, activation)
     layer = make_layer(shape, quantization)
     problem = make_problem(layer, 64, activations)
-    middle = activate(problem.x.float() @ expert_weight(layer.w13, 0).T, activation)
+    middle = activate(problem.x.float() @ dequantize_expert(layer.w13, 0).T, activation)
     largest = {"nvfp4": 448 * 6, "fp8": 448}[activations] * layer.intermediate_scale
     assert float(middle.abs().max()) < largest
 
@@ -54,7 +60,7 @@ def test_fp8_blocks_have_scales_of_their_own_and_gate_and_up_share_none() -> Non
     assert layer.w13.scale.shape == (3, 4, 3)  # gate and up take two rows of blocks each, the last cut
     assert layer.w2.scale.shape == (3, 3, 2)
     assert len(layer.w13.scale.unique()) == 3
-    weight, values = expert_weight(layer.w13, 1), layer.w13.values[1].float()
+    weight, values = dequantize_expert(layer.w13, 1), layer.w13.values[1].float()
     assert torch.equal(weight[192:320, 256:], values[192:320, 256:] * layer.w13.scale[1, 2, 2])
     assert torch.equal(weight[128:192, :128], values[128:192, :128] * layer.w13.scale[1, 1, 0])
 
@@ -66,7 +72,7 @@ def test_groups_of_fp8_inputs_have_scales_of_their_own() -> None:
 
 def test_the_seed_decides() -> None:
     def output(seed: int) -> torch.Tensor:
-        return expected_output(
+        return compute_expected(
             make_problem(make_layer(SHAPE, "nvfp4", seed=seed), 3, "none", seed=seed), "none"
         )
 

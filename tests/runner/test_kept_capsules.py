@@ -22,7 +22,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(engine_stub.write(tmp_path / "site")))
     monkeypatch.delenv("MOEDOCTOR_RECORD", raising=False)
     monkeypatch.setattr(engine, "_recorder", {})
-    monkeypatch.setattr(engine, "installed_version", lambda: "0.21.0")
+    monkeypatch.setattr(engine, "read_vllm_version", lambda: "0.21.0")
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_other_engines_do_not_record(observe: Any, tmp_path: Path, case: str, op
 def test_a_release_that_cannot_record_runs_without(
     observe: Any, monkeypatch: pytest.MonkeyPatch, release: str
 ) -> None:
-    monkeypatch.setattr(engine, "installed_version", lambda: release)
+    monkeypatch.setattr(engine, "read_vllm_version", lambda: release)
     assert observe("MD014") == {"fixes": None}
 
 

@@ -171,7 +171,7 @@ def check_a_wanted_call() -> None:
     assert capsule.record.layer == "model.layers.1.mlp.experts"
     assert (capsule.record.call, capsule.record.tokens, capsule.record.call_tokens) == (2, (0, 1, 2, 3, 4), 5)
     assert torch.equal(capsule.tensors["output"], source.tensors["output"])
-    assert capsule.problem().layer.shape.experts == len(capsule.expert_ids)
+    assert capsule.to_problem().layer.shape.experts == len(capsule.expert_ids)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.trace.call_judge import CallJudge
 from moedoctor.trace.call_keeper import make_capsule
-from moedoctor.trace.capsule import Capsule, CapsuleError, Record, from_bytes, to_bytes, with_weights
+from moedoctor.trace.capsule import Capsule, CapsuleError, Record, add_weights, from_bytes, to_bytes
 from moedoctor.trace.expert_weights import ExpertFiles
 
 LAYER = "model.layers.1.mlp.experts"
@@ -56,8 +56,8 @@ def call(checkpoint: Path) -> Capsule:
     }
     bare = make_capsule(record, tensors, {"call": 1})
     files = ExpertFiles(checkpoint)
-    whole = with_weights(bare, lambda experts: files.capsule_tensors(LAYER, experts, "nvfp4"))
-    return replace(bare, tensors={**bare.tensors, "output": whole.expected_output().bfloat16()})
+    whole = add_weights(bare, lambda experts: files.read_tensors(LAYER, experts, "nvfp4"))
+    return replace(bare, tensors={**bare.tensors, "output": whole.compute_expected().bfloat16()})
 
 
 def test_right_and_wrong_calls_are_told_apart(judge: CallJudge, call: Capsule) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from moedoctor.diagnose.capsule.replay import judge, replay
-from moedoctor.reference.agreement import agree, bounds_of
+from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.reporters.pages.replay import ReplayDocument, answer_of
 from moedoctor.trace.capsule import (
     FORMAT,
@@ -25,14 +25,14 @@ from moedoctor.trace.capsule import (
     Capsule,
     CapsuleError,
     Record,
-    facts,
-    failing_tokens,
-    fitted,
-    kept,
+    describe,
+    draw_synthetic_weights,
+    drop_weights,
+    find_failing_tokens,
+    fit,
+    keep_tokens,
     load,
     save,
-    with_synthetic_weights,
-    without_weights,
 )
 from tests.capsules import SCHEMES, computation, make_capsule
 
@@ -73,7 +73,7 @@ def test_a_capsule_comes_back_as_it_was(scheme: tuple[str, str], activation: str
 @settings(max_examples=25, deadline=None)
 def test_some_tokens_compute_what_they_computed_among_all(tokens: list[int], scheme: tuple[str, str]) -> None:
     capsule = make_capsule(*scheme, halves=True, unusual=True, seed=3)
-    part = kept(capsule, tokens)
+    part = keep_tokens(capsule, tokens)
     whole = computation(capsule).contributions()[tokens]  # [T', K, H]
     torch.testing.assert_close(computation(part).contributions(), whole, rtol=1e-3, atol=1e-3)
     ids = set(part.tensors["topk_ids"].unique().tolist())
@@ -89,22 +89,22 @@ def test_a_capsule_keeps_to_its_size(limit: int, wrong: set[int]) -> None:
     """Whole, or the token that is furthest off, or of a right call as many as fit."""
     capsule = _with_wrong(make_capsule(), sorted(wrong))
     furthest = max(wrong, default=0)
-    needed = kept(capsule, [furthest]).size
+    needed = keep_tokens(capsule, [furthest]).size
     if needed > limit:
         with pytest.raises(CapsuleError, match=f"need {needed / 1e6:.1f} MB"):
-            fitted(capsule, limit)
+            fit(capsule, limit)
         return
-    part = fitted(capsule, limit)
+    part = fit(capsule, limit)
     assert part.size <= limit
     tokens = list(part.record.tokens) or list(range(8))
     if capsule.size <= limit:
         assert tokens == list(range(8))
     elif wrong:
         assert tokens == [furthest]
-        assert failing_tokens(part) == [0]
+        assert find_failing_tokens(part) == [0]
     else:
         assert tokens == list(range(len(tokens)))
-        assert kept(capsule, range(len(tokens) + 1)).size > limit
+        assert keep_tokens(capsule, range(len(tokens) + 1)).size > limit
 
 
 def _with_wrong(capsule: Capsule, tokens: list[int]) -> Capsule:
@@ -120,22 +120,24 @@ def _with_wrong(capsule: Capsule, tokens: list[int]) -> Capsule:
 def test_a_nan_of_a_finite_input_shows_the_failure(token: int, other: int) -> None:
     capsule = _with_wrong(make_capsule(), [(token + 1) % 8])
     capsule.tensors["output"][token] = float("nan")
-    assert failing_tokens(capsule) == [token]
+    assert find_failing_tokens(capsule) == [token]
     capsule.tensors["x"][other, 3] = float("inf")
-    assert failing_tokens(capsule)[:1] == ([token] if other != token else failing_tokens(capsule)[:1])
+    assert find_failing_tokens(capsule)[:1] == (
+        [token] if other != token else find_failing_tokens(capsule)[:1]
+    )
 
 
 def test_a_backend_that_takes_one_of_two_global_scales_is_past_the_bound() -> None:
     """MD014: the reference has both, or `mismatch` would compare the mistake with itself."""
     capsule = make_capsule("nvfp4", halves=True)
-    assert agree(capsule.tensors["output"].float(), capsule.expected_output(), bounds_of("none")).right
-    assert failing_tokens(capsule) == []
+    assert agree(capsule.tensors["output"].float(), capsule.compute_expected(), choose_bounds("none")).right
+    assert find_failing_tokens(capsule) == []
     scale = capsule.tensors["w13_scale"]  # [U, 2]
     merged = Capsule(
         capsule.record, {**capsule.tensors, "w13_scale": scale.amax(1, keepdim=True).expand_as(scale)}
     )
-    wrong = Capsule(capsule.record, {**capsule.tensors, "output": merged.expected_output().bfloat16()})
-    assert failing_tokens(wrong)
+    wrong = Capsule(capsule.record, {**capsule.tensors, "output": merged.compute_expected().bfloat16()})
+    assert find_failing_tokens(wrong)
 
 
 def test_the_size_is_said_before_it_is_written(tmp_path: Path) -> None:
@@ -156,7 +158,7 @@ def test_backend_tensors_follow_their_experts() -> None:
     capsule = make_capsule()
     own = torch.arange(8 * 3).view(8, 3)  # [U, 3]
     capsule = Capsule(capsule.record, {**capsule.tensors, "backend.w13": own})
-    part = kept(capsule, [0])
+    part = keep_tokens(capsule, [0])
     assert torch.equal(part.tensors["backend.w13"], own[list(part.expert_ids)])
 
 
@@ -164,7 +166,7 @@ def test_what_is_shared_holds_no_weights() -> None:
     capsule = make_capsule("nvfp4")
     backend = {"backend.w13": capsule.tensors["w13"].clone()}
     capsule = Capsule(capsule.record, {**capsule.tensors, **backend})
-    bare, synthetic = without_weights(capsule), with_synthetic_weights(capsule)
+    bare, synthetic = drop_weights(capsule), draw_synthetic_weights(capsule)
     assert set(bare.tensors) == {"x", "output", "topk_ids", "topk_weights", "expert_ids"}
     assert synthetic.record.weights == "synthetic"
     assert "backend.w13" not in synthetic.tensors
@@ -176,7 +178,7 @@ def test_what_is_shared_holds_no_weights() -> None:
             synthetic.tensors[scales].view(torch.uint8), capsule.tensors[scales].view(torch.uint8)
         )
     with pytest.raises(CapsuleError, match="holds no weights"):
-        bare.problem()
+        bare.to_problem()
 
 
 @pytest.mark.parametrize(
@@ -214,18 +216,18 @@ def test_a_wrong_capsule_is_one_line(change: dict[str, Any], message: str, tmp_p
 
 
 def test_ids_without_weights_are_refused(tmp_path: Path) -> None:
-    capsule = kept(make_capsule(), [0])
+    capsule = keep_tokens(make_capsule(), [0])
     ids = (capsule.tensors["topk_ids"] + 1) % 8
     moved = Capsule(capsule.record, {**capsule.tensors, "topk_ids": ids})
     with pytest.raises(CapsuleError, match="lacks the weights of the experts"):
-        moved.problem()
+        moved.to_problem()
 
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_bytes_are_a_capsule_or_one_error(data: Any, tmp_path: Path) -> None:
     path = tmp_path / "damaged.moecapsule"
-    save(kept(make_capsule(), [0]), path)
+    save(keep_tokens(make_capsule(), [0]), path)
     raw = bytearray(path.read_bytes())
     if data.draw(st.booleans()):
         raw = raw[: data.draw(st.integers(0, len(raw)))]
@@ -269,7 +271,7 @@ _CHANGES = st.builds(
 
 def _changed(change: _Change, scheme: tuple[str, str], path: Path) -> Capsule | None:
     """Write such a capsule and load it; None if that is an error of one line."""
-    capsule = kept(make_capsule(*scheme), [0, 1])
+    capsule = keep_tokens(make_capsule(*scheme), [0, 1])
     tensors = {name: tensor.clone() for name, tensor in capsule.tensors.items()}
     for name in (name for name in change.types if name in tensors):
         tensors[name] = tensors[name].float().to(change.types[name])
@@ -280,7 +282,7 @@ def _changed(change: _Change, scheme: tuple[str, str], path: Path) -> Capsule | 
     save_file(tensors, path, _metadata(capsule, **change.fields))
     try:
         made = load(path)
-        made.problem()
+        made.to_problem()
     except CapsuleError as error:
         message = str(error)
         assert "\n" not in message
@@ -298,9 +300,9 @@ def test_any_record_and_any_tensors_are_a_call_or_one_line(
     capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
     if capsule is not None:
         expected = computation(capsule).contributions().sum(1)
-        agree(capsule.tensors["output"].float(), expected, bounds_of(capsule.record.activations))
-        failing_tokens(capsule)
-        json.dumps(facts(capsule))
+        agree(capsule.tensors["output"].float(), expected, choose_bounds(capsule.record.activations))
+        find_failing_tokens(capsule)
+        json.dumps(describe(capsule))
 
 
 @pytest.mark.slow

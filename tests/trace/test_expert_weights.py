@@ -20,7 +20,7 @@ LAYER = "model.layers.1.mlp.experts"
 def test_bf16_experts_are_gate_then_up(tmp_path: Path) -> None:
     folder = write_qwen3_moe(tmp_path, scheme="bf16")
     stored = load_file(folder / "model.safetensors")
-    tensors = ExpertFiles(folder).capsule_tensors(LAYER, [2, 5], "bf16")
+    tensors = ExpertFiles(folder).read_tensors(LAYER, [2, 5], "bf16")
     for place, expert in enumerate((2, 5)):
         gate, up, down = (stored[f"{LAYER}.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
         assert torch.equal(tensors["w13"][place], torch.cat((gate, up)))
@@ -36,20 +36,20 @@ def _unequal_scales(tensors: dict[str, torch.Tensor], config: dict[str, Any]) ->
 def test_nvfp4_experts_keep_both_scales_if_they_differ(tmp_path: Path) -> None:
     folder = write_qwen3_moe(tmp_path, scheme="nvfp4", change=_unequal_scales)
     stored = load_file(folder / "model.safetensors")
-    tensors = ExpertFiles(folder).capsule_tensors(LAYER, [5], "nvfp4")
+    tensors = ExpertFiles(folder).read_tensors(LAYER, [5], "nvfp4")
     gate = stored[f"{LAYER}.5.gate_proj.weight_scale_2"]
     assert tensors["w13_scale"].tolist() == [[gate.item(), 2 * gate.item()]]
     assert tensors["w2_scale"].shape == (1,)
     assert tensors["w13_block_scales"].dtype == torch.float8_e4m3fn
     assert tensors["input_scale"].item() == stored[f"{LAYER}.5.gate_proj.input_scale"].item()
-    alike = ExpertFiles(folder).capsule_tensors(LAYER, [0, 1], "nvfp4")
+    alike = ExpertFiles(folder).read_tensors(LAYER, [0, 1], "nvfp4")
     assert alike["w13_scale"].shape == (2,)
 
 
 def test_fp8_blocks_of_gate_and_up_follow_each_other(tmp_path: Path) -> None:
     folder = write_qwen3_moe(tmp_path, scheme="fp8", hidden=256, intermediate=128)
     stored = load_file(folder / "model.safetensors")
-    tensors = ExpertFiles(folder).capsule_tensors(LAYER, [5], "fp8")
+    tensors = ExpertFiles(folder).read_tensors(LAYER, [5], "fp8")
     gate, up, down = (stored[f"{LAYER}.5.{name}_proj.weight_scale_inv"] for name in ("gate", "up", "down"))
     assert torch.equal(tensors["w13_scale"][0], torch.cat((gate, up)))
     assert torch.equal(tensors["w2_scale"][0], down)
@@ -69,15 +69,15 @@ def test_a_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         safetensors, "safe_open", lambda *path, **how: (opened.append(path), original(*path, **how))[1]
     )
-    files.capsule_tensors(LAYER, [0, 2, 5], "nvfp4")
-    files.capsule_tensors(LAYER, [1], "nvfp4")
+    files.read_tensors(LAYER, [0, 2, 5], "nvfp4")
+    files.read_tensors(LAYER, [1], "nvfp4")
     assert len(opened) == 1
 
 
 def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:
     files = ExpertFiles(write_qwen3_moe(tmp_path / "model", scheme="bf16"))
     with pytest.raises(CapsuleError, match=r"model has no weights of model\.layers\.9\.mlp\.experts\.0"):
-        files.capsule_tensors("model.layers.9.mlp.experts", [0], "bf16")
+        files.read_tensors("model.layers.9.mlp.experts", [0], "bf16")
     with pytest.raises(CapsuleError, match="has no safetensors files"):
         ExpertFiles(tmp_path)
 

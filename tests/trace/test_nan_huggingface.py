@@ -92,7 +92,7 @@ def test_a_compiled_model_is_not_reported_as_clean(model: torch.nn.Module) -> No
             compiled(ids)
     report = locator.report()
     assert report.not_reached == report.watched - report.looked_at > 0
-    assert f"{report.not_reached} of {report.watched} modules were never looked at" in report.text()
+    assert f"{report.not_reached} of {report.watched} modules were never looked at" in report.to_text()
 
 
 def test_token_ids_are_not_taken_for_expert_ids(model: torch.nn.Module) -> None:

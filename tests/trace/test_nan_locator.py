@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moedoctor.trace import NanLocator
-from moedoctor.trace.nan_report import Finding, row_of
+from moedoctor.trace.nan_report import Finding, make_row
 from moedoctor.trace.nan_state import NanState
 
 NAN, INF = float("nan"), float("inf")
@@ -79,10 +79,10 @@ def test_real_rows_and_padding_are_separate() -> None:
         Finding("spoil", "NaN", 2, 1),
     )
     assert (report.inf_in_real, report.inf_in_padding) == (1, 1)
-    row = report.row()
+    row = report.to_row()
     assert row["steps_with_padding"] == 3
-    assert row == row_of(report.evidence())
-    assert "first in padding: NaN at spoil, step 2" in report.text()
+    assert row == make_row(report.to_evidence())
+    assert "first in padding: NaN at spoil, step 2" in report.to_text()
 
 
 def test_only_calls_inside_a_step_and_the_context_are_recorded() -> None:
@@ -150,7 +150,7 @@ def test_what_cannot_be_watched_is_refused() -> None:
 
 def test_points_without_a_model() -> None:
     locator = NanLocator(device="cpu")
-    point = locator.point("embedding")
+    point = locator.add_point("embedding")
     locator.begin_step(1, 2)
     locator.watch(point, torch.tensor([[1.0], [-INF]]))
     locator.end_step()
@@ -162,7 +162,7 @@ def test_within_one_launch_the_first_point_is_reported(together: tuple[int, ...]
     """Rows of a launch run in any order, so points may be recorded in any order."""
     state = NanState("cpu", 4)
     for name in ("attention", "experts", "model"):
-        state.point(name)
+        state.add_point(name)
     state._together.update(dict.fromkeys(together, 0))
     bad = torch.full((1, 2), NAN)
     state.begin(1, 1)

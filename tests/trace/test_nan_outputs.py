@@ -13,7 +13,7 @@ import torch
 
 from moedoctor.trace import NanLocator
 from moedoctor.trace.nan_report import Finding, NanReport
-from moedoctor.trace.nan_state import NanState, group_of, row_dimensions, rows_each
+from moedoctor.trace.nan_state import NanState, count_group_rows, count_rows_each, find_row_dimensions
 from tests.interpreted import run_check
 
 NAN, INF = float("nan"), float("inf")
@@ -71,7 +71,7 @@ def test_rows_are_padding_if_their_token_is(layout: str, place: tuple[int, int],
     assert kinds == tuple(finding if index == which else None for index in range(3))
     assert steps == tuple(int(index == which) for index in range(3))
     assert (report.steps_with_padding, report.pad_tokens) == (1, 2)
-    assert ("rows that may be either: NaN in 1 steps" in report.text()) is not known
+    assert ("rows that may be either: NaN in 1 steps" in report.to_text()) is not known
 
 
 @pytest.mark.parametrize(("row", "is_padding"), [(3, True), (2, False)])
@@ -114,17 +114,17 @@ def test_without_padding_all_rows_are_real(begin: dict[str, Any]) -> None:
     ],
 )
 def test_rows_per_element_of_the_mask(rows: Any, mask: Any, each: int) -> None:
-    assert rows_each(rows, mask) == each
+    assert count_rows_each(rows, mask) == each
 
 
 def test_row_dimensions_and_groups_of_outputs() -> None:
-    assert row_dimensions((2, 5, 8)) == (2, 5)
-    assert row_dimensions((7,)) == (7,)
-    assert row_dimensions(()) == (1,)
-    assert row_dimensions((2, 5), (2, 5)) == (2, 5)
-    assert row_dimensions((2, 5), (2,)) == (2,)
+    assert find_row_dimensions((2, 5, 8)) == (2, 5)
+    assert find_row_dimensions((7,)) == (7,)
+    assert find_row_dimensions(()) == (1,)
+    assert find_row_dimensions((2, 5), (2, 5)) == (2, 5)
+    assert find_row_dimensions((2, 5), (2,)) == (2,)
     groups = {(9,): 0, (1, 9): 0, (9, 3): 3, (3, 3): 1, (2, 9, 3): 3, (1, 9, 3): 3, (2, 3, 3): 1}
-    assert {shape: group_of(shape) for shape in groups} == groups
+    assert {shape: count_group_rows(shape) for shape in groups} == groups
 
 
 @dataclasses.dataclass
@@ -197,14 +197,14 @@ def test_ids_are_padding_if_their_row_is(begin: dict[str, Any], repeated: tuple[
 
 
 def test_the_report_says_what_is_not_known() -> None:
-    text = traced(lambda x: x, torch.ones(3, 4)).text()
+    text = traced(lambda x: x, torch.ones(3, 4)).to_text()
     assert text.endswith("no router was watched, so nothing is known of expert ids")
     locator = NanLocator(device="cpu")
-    assert "no step was traced" in locator.report().text()
+    assert "no step was traced" in locator.report().to_text()
     locator.begin_step()
-    locator.watch_ids(locator.point("router"), torch.tensor([[0, 1]]), 4)
+    locator.watch_ids(locator.add_point("router"), torch.tensor([[0, 1]]), 4)
     locator.end_step()
-    assert locator.report().text().endswith("none of 1 routers gave repeated ids, ids out of range or -1")
+    assert locator.report().to_text().endswith("none of 1 routers gave repeated ids, ids out of range or -1")
 
 
 def test_a_step_that_raised_is_counted_with_its_findings() -> None:

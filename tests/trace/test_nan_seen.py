@@ -56,27 +56,27 @@ def test_a_compiled_model_is_not_reported_as_clean() -> None:
         compiled(torch.full((3, 4), NAN))
     report = locator.report()
     assert (report.watched, report.looked_at, report.not_reached) == (3, 1, 2)
-    assert f"2 of 3 {NEVER}" in report.text()
-    assert "first in real rows that were looked at: nothing" in report.text()
+    assert f"2 of 3 {NEVER}" in report.to_text()
+    assert "first in real rows that were looked at: nothing" in report.to_text()
     with NanLocator(model) as locator:
         model(torch.full((3, 4), NAN))
     report = locator.report()
     assert report.first_real == Finding("layers.0", "NaN", 1, 1)
     assert (report.watched, report.looked_at, report.not_reached) == (3, 3, 0)
-    assert "first in real rows: NaN at layers.0" in report.text()
-    assert "never looked at" not in report.text()
+    assert "first in real rows: NaN at layers.0" in report.to_text()
+    assert "never looked at" not in report.to_text()
 
 
 def test_without_checked_outputs_the_report_names_no_first_module() -> None:
     model = Layers()
     with NanLocator(model, wanted=lambda name, module: False) as locator:
         model(torch.ones(3, 4))
-    text = locator.report().text()
+    text = locator.report().to_text()
     assert "nothing was looked at" in text
     assert "first in" not in text
     with NanLocator(model) as locator:
         model.layers[0](torch.ones(3, 4))  # no call of the model, so no step
-    assert "first in" not in locator.report().text()
+    assert "first in" not in locator.report().to_text()
 
 
 def test_compiled_code_marks_its_points_and_compiles_once_per_locator() -> None:
@@ -118,7 +118,7 @@ def test_unreadable_outputs_are_skipped_and_counted(kind: str) -> None:
     report = locator.report()
     assert report.first_real == Finding("layer", "NaN", 1, 1)
     assert (report.looked_at, report.passed_over, report.not_reached) == (1, 1, 0)
-    assert "1 output on other devices or layouts was not looked at" in report.text()
+    assert "1 output on other devices or layouts was not looked at" in report.to_text()
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*")
@@ -126,7 +126,7 @@ def test_unreadable_outputs_are_skipped_and_counted(kind: str) -> None:
 def test_every_check_skips_unreadable_outputs(kind: str) -> None:
     state = NanState("cpu", 8)
     for name in "abcdefg":
-        state.point(name)
+        state.add_point(name)
     bad = torch.full((3, 4), NAN)
     other = ELSEWHERE[kind](bad)
     state.begin(3, 3)
@@ -139,7 +139,7 @@ def test_every_check_skips_unreadable_outputs(kind: str) -> None:
     assert [point.point for point in report.points] == ["c"]
     assert (report.steps, report.looked_at, report.passed_over, report.not_reached) == (1, 1, 5, 1)
     assert report.routers_watched == 0
-    assert "5 outputs on other devices or layouts were not looked at" in report.text()
+    assert "5 outputs on other devices or layouts were not looked at" in report.to_text()
 
 
 def test_a_module_that_gives_no_tensor_is_reached_and_one_that_is_not_called_is_not() -> None:
@@ -147,7 +147,7 @@ def test_a_module_that_gives_no_tensor_is_reached_and_one_that_is_not_called_is_
     model.unused = torch.nn.Linear(4, 4)
     with NanLocator(model) as locator:
         model(torch.ones(3, 4))
-    assert f"1 of 3 {NEVER}" in locator.report().text()
+    assert f"1 of 3 {NEVER}" in locator.report().to_text()
 
 
 def test_hooks_are_removed_if_the_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,23 +57,23 @@ def test_missing_experts_are_kept_and_small_ids_take_one_byte(
     save(RoutingTrace([-1, experts - 1] * 1000, experts, 2, ("a",), (1,) * 1000), path)
     again = load(path)
     assert list(again.topk_ids[:2]) == [-1, experts - 1]
-    assert again.calls(0)[0] == (experts - 1,)
+    assert again.list_calls(0)[0] == (experts - 1,)
     assert path.stat().st_size < 2000 * bytes_an_id + 4000 + 600
 
 
 def test_calls_are_the_distinct_experts_of_all_rows_of_a_forward_pass() -> None:
     trace = RoutingTrace([3, 1, 0, 0, 1, 2, 7, 6], 8, 2, ("a",), (3, 1))
-    assert trace.calls(0) == [(0, 1, 2, 3), (6, 7)]
+    assert trace.list_calls(0) == [(0, 1, 2, 3), (6, 7)]
     trace = RoutingTrace([0, 1, 2, 3, 4, 5, 6, 7], 8, 2, ("a", "b"), (1, 1))
-    assert [trace.calls(0), trace.calls(1)] == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
-    assert trace.steps() == [(0, 1), (10, 11), (4, 5), (14, 15)]
+    assert [trace.list_calls(0), trace.list_calls(1)] == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
+    assert trace.list_steps() == [(0, 1), (10, 11), (4, 5), (14, 15)]
 
 
 def test_a_batch_takes_one_token_of_each_sequence() -> None:
     trace = RoutingTrace(list(range(12)), 12, 2, ("a",), (1,) * 6, (3, 1, 2))
-    assert trace.batches(2) == [[0, 3], [1], [2], [4], [5]]
-    assert trace.calls(0, 2)[0] == (0, 1, 6, 7)
-    assert trace.calls(0, 1) == trace.calls(0)
+    assert trace.split_batches(2) == [[0, 3], [1], [2], [4], [5]]
+    assert trace.list_calls(0, 2)[0] == (0, 1, 6, 7)
+    assert trace.list_calls(0, 1) == trace.list_calls(0)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_batch_that_cannot_be_replayed_is_refused(
     streams: tuple[int, ...], batch: int, message: str
 ) -> None:
     with pytest.raises(TraceError, match=message):
-        RoutingTrace([0, 1] * 4, 8, 2, ("a",), (1,) * 4, streams).calls(0, batch)
+        RoutingTrace([0, 1] * 4, 8, 2, ("a",), (1,) * 4, streams).list_calls(0, batch)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -208,7 +208,7 @@ def policy_speed(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str,
     model = Model(layers=len(trace.layers), experts=trace.num_experts, top_k=trace.top_k)
     host = host_weights(model, device)[0]
     ids = recorded_ids(model, steps).to(device)  # [steps, layers, 1, K]
-    calls = [trace.calls(layer)[:steps] for layer in range(model.layers)]
+    calls = [trace.list_calls(layer)[:steps] for layer in range(model.layers)]
     x = torch.randn(1, model.hidden_size, device=device, dtype=torch.bfloat16)  # [1, H]
     topk_weights = torch.full((1, model.top_k), 1 / model.top_k, device=device)  # [1, K]
 

@@ -56,7 +56,7 @@ class ReplayPoint:
 
 def facts_of(trace: RoutingTrace, batch: int | None = None) -> TraceFacts:
     """Read the facts off `trace` at `batch`, before a cache is chosen. Raises TraceError."""
-    by_layer = [trace.calls(layer, batch) for layer in range(len(trace.layers))]
+    by_layer = [trace.list_calls(layer, batch) for layer in range(len(trace.layers))]
     needed = sum(len(call) for calls in by_layer for call in calls)
     again = sum(
         len(set(now).intersection(before)) for calls in by_layer for before, now in itertools.pairwise(calls)
@@ -94,8 +94,8 @@ def replay_trace(
     """
     if not capacities or min(capacities) < 1:
         raise ValueError("capacity must be at least 1")
-    by_layer = [trace.calls(layer, batch) for layer in range(len(trace.layers))]
-    steps = [] if scope == "layer" else trace.steps(batch)
+    by_layer = [trace.list_calls(layer, batch) for layer in range(len(trace.layers))]
+    steps = [] if scope == "layer" else trace.list_steps(batch)
     pairs, points = list(itertools.product(policies, capacities)), list[ReplayPoint]()
     for policy, capacity in pairs:
         progress(len(points), len(pairs), f"{policy} with {capacity} slots")

@@ -17,9 +17,9 @@ from moedoctor.bench.moe.task import LayerTask, Routing
 from moedoctor.bench.roofline import Roofline
 from moedoctor.bench.timing import LayerTimes, time_layer
 from moedoctor.models.layer_shape import BITS, LayerShape
-from moedoctor.reference.agreement import agree, bounds_of
+from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.reference.moe_backend import Backend, Prepared
-from moedoctor.reference.moe_layer import Problem, expected_output, make_input, make_layer, make_problem
+from moedoctor.reference.moe_layer import Problem, compute_expected, make_input, make_layer, make_problem
 from moedoctor.results import UnavailableError
 
 _FEW_EXPERTS, _FEW_TOP_K, _FEW_TOKENS = 8, 2, 17
@@ -116,7 +116,7 @@ def _row(
 ) -> dict[str, Any]:
     started = time.perf_counter()
     device, activations = str(problem.x.device), backend.variant.activations
-    expected = expected_output(problem, activations)  # [T, H]
+    expected = compute_expected(problem, activations)  # [T, H]
     parity = check_parity(backend, problem, prepared, weights=False, expected=expected)
     work = _work(problem, prepared.bits or BITS[backend.variant.quantization])
     row: dict[str, Any] = {**_parity_facts(parity, few), **work}
@@ -140,7 +140,7 @@ def _row(
 def _check_timed(expected: torch.Tensor, activations: str, how: str, output: object) -> None:
     """Raise _WrongWhenTimedError if `output` is not `expected` [T, H]."""
     assert isinstance(output, torch.Tensor)
-    agreement = agree(output, expected, bounds_of(activations))
+    agreement = agree(output, expected, choose_bounds(activations))
     if agreement.reason is not None:
         wrong = f"{agreement.wrong_tokens} of {agreement.tokens} tokens: {agreement.reason}"
         raise _WrongWhenTimedError(f"once it was timed ({how}): {wrong}")
@@ -192,7 +192,7 @@ def _memory(prepared: Prepared, call: Callable[[], object], device: str) -> dict
     """Return bytes at the peak of one call beyond weights and input, buffers that outlive a call included."""
     if not device.startswith("cuda"):
         return {}
-    buffers = sum(buffer.nbytes for buffer in prepared.workspaces())
+    buffers = sum(buffer.nbytes for buffer in prepared.list_workspaces())
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

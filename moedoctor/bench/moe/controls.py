@@ -14,7 +14,7 @@ import torch
 from moedoctor.fixes.moe.weight_layout import flatten_scales, pad_shape, put_up_first, tile_scales
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import Weight
-from moedoctor.reference.moe_layer import Layer, Problem, expected_output
+from moedoctor.reference.moe_layer import Layer, Problem, compute_expected
 from moedoctor.reference.nvfp4 import Nvfp4
 
 
@@ -171,7 +171,7 @@ def _strongest(problem: Problem, token: int) -> int:
         topk_weights=problem.topk_weights[token].unsqueeze(1),  # [K, 1]
         topk_ids=problem.topk_ids[token].unsqueeze(1),  # [K, 1]
     )
-    return int(expected_output(alone, "none").norm(dim=1).argmax())
+    return int(compute_expected(alone, "none").norm(dim=1).argmax())
 
 
 def _dropped(problem: Problem) -> Problem:

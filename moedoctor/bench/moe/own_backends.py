@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional
 
 from moedoctor.reference.fp8 import Fp8
-from moedoctor.reference.moe import Weight, expert_weight
+from moedoctor.reference.moe import Weight, dequantize_expert
 from moedoctor.reference.moe_backend import Backend, Computed, Prepared, Variant
-from moedoctor.reference.moe_layer import Layer, Problem, expected_output, quantiser
+from moedoctor.reference.moe_layer import Layer, Problem, compute_expected, make_quantizer
 from moedoctor.reference.nvfp4 import Nvfp4
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Reference(Backend):
     def prepare(self, layer: Layer) -> Prepared:
         def compute(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
             problem = Problem(layer, x, topk_weights, topk_ids)
-            return expected_output(problem, self.variant.activations).bfloat16()
+            return compute_expected(problem, self.variant.activations).bfloat16()
 
         return Computed(compute)
 
@@ -100,7 +100,9 @@ class Grouped(Prepared):
     def of(cls, layer: Layer, activations: str) -> Grouped:
         """Dequantize every expert; exact for weights on the grid of `moedoctor.reference.moe_layer`."""
         w13, w2 = (
-            torch.stack([expert_weight(weight, expert).T.bfloat16() for expert in range(layer.shape.experts)])
+            torch.stack(
+                [dequantize_expert(weight, expert).T.bfloat16() for expert in range(layer.shape.experts)]
+            )
             for weight in (layer.w13, layer.w2)
         )
         return cls(w13, w2, layer.shape.activation, activations, layer.input_scale, layer.intermediate_scale)
@@ -120,7 +122,7 @@ class Grouped(Prepared):
         return total.index_add_(0, tokens, weighted).bfloat16()
 
     def _rounded(self, values: torch.Tensor, scale: float) -> torch.Tensor:
-        quantise = quantiser(self.activations, scale)
+        quantise = make_quantizer(self.activations, scale)
         return values if quantise is None else quantise(values.float()).bfloat16()
 
     def _activated(self, up: torch.Tensor) -> torch.Tensor:

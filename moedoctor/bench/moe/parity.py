@@ -9,9 +9,9 @@ import torch
 
 from moedoctor.bench.moe.controls import wrong_outputs, wrong_problems
 from moedoctor.bench.moe.own_backends import Reference
-from moedoctor.reference.agreement import Agreement, agree, bounds_of
+from moedoctor.reference.agreement import Agreement, agree, choose_bounds
 from moedoctor.reference.moe_backend import Backend, Prepared
-from moedoctor.reference.moe_layer import Problem, expected_output
+from moedoctor.reference.moe_layer import Problem, compute_expected
 from moedoctor.trace.wrong_calls import keep_if_wrong
 
 IDS = ("distinct", "duplicates", "empty", "fewer")
@@ -43,7 +43,7 @@ class ParityResult:
     def evidence(self) -> dict[str, Any]:
         """Return the figures as plain data."""
         return {
-            **self.agreement.evidence(),
+            **self.agreement.to_evidence(),
             "deterministic": self.deterministic,
             "calls": self.calls,
             "controls": dict(self.controls),
@@ -68,8 +68,8 @@ def check_parity(
     Otherwise a backend that swaps gate and up would look like a comparison that does not notice the swap.
     """
     activations = backend.variant.activations
-    bounds = bounds_of(activations)
-    expected = expected_output(problem, activations) if expected is None else expected  # [T, H]
+    bounds = choose_bounds(activations)
+    expected = compute_expected(problem, activations) if expected is None else expected  # [T, H]
     prepared = backend.prepare(problem.layer) if prepared is None else prepared
     outputs = [call(prepared, problem) for _ in range(_CALLS)]  # [T, H] each
     agreements = [agree(output, expected, bounds) for output in outputs]
@@ -101,7 +101,7 @@ def call(prepared: Prepared, problem: Problem) -> torch.Tensor:
 
 def poison(prepared: Prepared, like: torch.Tensor) -> None:
     """Fill the backend's workspaces with NaN, and leave NaN in the memory that the allocator returns next."""
-    for buffer in prepared.workspaces():
+    for buffer in prepared.list_workspaces():
         buffer.view(torch.uint8).fill_(_POISON)
     sizes = [like.numel() * like.element_size() * factor for factor in (1, 1, 2, 4, 8, 16)]
     for block in [torch.empty(size, dtype=torch.uint8, device=like.device) for size in sizes]:

@@ -17,8 +17,8 @@ from moedoctor.bench.moe.controls import linear_for_swizzled, swizzled_for_linea
 from moedoctor.diagnose.capsule.mistakes import RIGHT, Deviation, Mistake
 from moedoctor.fixes.moe.weight_layout import put_up_first
 from moedoctor.reference.fp8 import Fp8
-from moedoctor.reference.moe import Weight, activate, expert_weight
-from moedoctor.reference.moe_layer import Problem, quantiser
+from moedoctor.reference.moe import Weight, activate, dequantize_expert
+from moedoctor.reference.moe_layer import Problem, make_quantizer
 from moedoctor.reference.nvfp4 import Nvfp4
 
 _LIMIT = 7.0
@@ -204,7 +204,7 @@ class Computation:
         )
         results = [each.new_zeros((*each.shape[:2], columns)) for each in inputs]
         for expert in ids[ids >= 0].unique().tolist():
-            matrix = expert_weight(
+            matrix = dequantize_expert(
                 _change(_of_expert(weight, expert), option, layer.shape.gated), 0
             )  # [N, M]
             if name == "w13" and self.half_scales is not None:
@@ -243,7 +243,7 @@ class Computation:
         return activate(up, right)
 
     def _quantize(self, values: torch.Tensor, option: str, scale: float) -> torch.Tensor:
-        quantise = quantiser(self.activations, scale)
+        quantise = make_quantizer(self.activations, scale)
         if quantise is None or option == "activations_not_quantized":
             return values
         rounded: torch.Tensor = quantise(values.flatten(0, -2).bfloat16().float()).unflatten(

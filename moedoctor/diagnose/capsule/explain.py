@@ -21,7 +21,7 @@ from moedoctor.diagnose.capsule.mistakes import (
     names,
     pairs_of,
 )
-from moedoctor.reference.agreement import Agreement, agree, bounds_of, relative_error
+from moedoctor.reference.agreement import Agreement, agree, choose_bounds, relative_error
 
 _MOST_UNKNOWN = 3
 """Experts that are looked for at most if none of them is itself."""
@@ -111,7 +111,7 @@ def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
     Tokens with NaN or Inf, in the output or the reference, are left out. If the others are right, there is
     nothing to explain: a mistake that changes none of them would explain them all.
     """
-    bounds = bounds_of(computation.activations)
+    bounds = choose_bounds(computation.activations)
     right = computation.contributions()  # [T, K, H]
     agreement = agree(output.float(), right.sum(1), bounds)
     finite = output.isfinite().all(1) & right.sum(1).isfinite().all(1)  # [T]
@@ -150,7 +150,7 @@ class _Call:
         self.computation, self.output, self.right, self.finite = computation, output, right, finite
         self.ids = computation.problem.topk_ids  # [T, K]
         self.reference = right.sum(1)  # [T, H]
-        self.bounds = bounds_of(computation.activations)
+        self.bounds = choose_bounds(computation.activations)
         self.difference = output - self.reference  # [T, H]
         self.size = float(self.difference[finite].double().norm())
         self.compared = 0

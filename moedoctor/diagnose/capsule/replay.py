@@ -55,7 +55,7 @@ class Replay:
     """The finding about a capsule."""
 
     facts: Mapping[str, Any]
-    """See `moedoctor.trace.capsule.facts`."""
+    """See `moedoctor.trace.capsule.describe`."""
     judged: bool
     """True if the recorded output could be compared with the reference."""
     right: bool | None
@@ -118,11 +118,11 @@ def judge(capsule: Capsule) -> dict[str, Any]:
     """Return what `Replay` says without backends, as plain data. Raises CapsuleError if it lacks weights."""
     from moedoctor.diagnose.capsule.explain import diagnose
     from moedoctor.diagnose.capsule.layouts import backend_tensors
-    from moedoctor.reference.agreement import agree, bounds_of, relative_error
-    from moedoctor.trace.capsule import facts
+    from moedoctor.reference.agreement import agree, choose_bounds, relative_error
+    from moedoctor.trace.capsule import describe
 
     held = backend_tensors(capsule) if capsule.record.weights == "recorded" else []
-    base = {"facts": facts(capsule), "judged": False, "right": None, "recorded": {}, "diagnosis": {}}
+    base = {"facts": describe(capsule), "judged": False, "right": None, "recorded": {}, "diagnosis": {}}
     base["backend_tensors"] = [asdict(tensor) for tensor in held]
     if capsule.record.weights != "recorded" or "output" not in capsule.tensors:
         return base
@@ -130,7 +130,7 @@ def judge(capsule: Capsule) -> dict[str, Any]:
     call = computation_of(capsule)
     expected = call.contributions().sum(1)  # [T, H]
     output = capsule.tensors["output"].float()  # [T, H]
-    agreement = agree(output, expected, bounds_of(record.activations))
+    agreement = agree(output, expected, choose_bounds(record.activations))
     diagnosis: dict[str, Any] = {}
     if not agreement.right:
         most = max(2, _MOST_VALUES // (record.top_k * max(record.hidden, record.shape.w13_rows)))
@@ -144,7 +144,7 @@ def judge(capsule: Capsule) -> dict[str, Any]:
         **base,
         "judged": True,
         "right": agreement.right,
-        "recorded": {**agreement.evidence(), **_find_nonfinite_experts(capsule, output, expected)},
+        "recorded": {**agreement.to_evidence(), **_find_nonfinite_experts(capsule, output, expected)},
         "diagnosis": diagnosis,
     }
 
@@ -174,9 +174,9 @@ def computation_of(capsule: Capsule) -> Computation:
     place = {expert: index for index, expert in enumerate(held)}
     following = torch.tensor([place.get((expert + 1) % experts, -1) for expert in held])  # [U]
     return Computation(
-        capsule.problem(),
+        capsule.to_problem(),
         capsule.record.activations,
-        half_scales=capsule.half_scales(),
+        half_scales=capsule.compare_half_scales(),
         neighbours=following,
         last=place.get(experts - 1),
     )
@@ -220,35 +220,35 @@ def _run_backend(capsule: Capsule, variant: Variant, device: str) -> dict[str, A
     import torch
 
     from moedoctor.bench.moe import backends
-    from moedoctor.reference.agreement import agree, bounds_of
-    from moedoctor.reference.moe_layer import expected_output
+    from moedoctor.reference.agreement import agree, choose_bounds
+    from moedoctor.reference.moe_layer import compute_expected
     from moedoctor.results import UnavailableError
 
-    capsule = capsule.with_one_scale()
-    problem = capsule.problem()
+    capsule = capsule.fold_half_scales()
+    problem = capsule.to_problem()
     try:
         backend = backends.create(variant)
         reason = backend.unavailable(problem.layer.shape, device)
         if reason is None and bool((problem.topk_ids < 0).any()):
-            reason = backend.refuses_empty_slots()
+            reason = backend.check_empty_slots()
         if reason is not None:
             return {"unavailable": reason}
-        moved = capsule.to(device).problem()
+        moved = capsule.to(device).to_problem()
         prepared, x = backend.prepare(moved.layer), moved.x.bfloat16()  # [T, H]
         outputs = [prepared(x, moved.topk_weights, moved.topk_ids).float().cpu() for _ in range(3)]
     except UnavailableError as error:
         return {"unavailable": str(error)}
-    bounds = bounds_of(variant.activations)
+    bounds = choose_bounds(variant.activations)
     output = outputs[0]  # [T, H]
-    reference = agree(output, expected_output(problem, variant.activations), bounds)
+    reference = agree(output, compute_expected(problem, variant.activations), bounds)
     recorded = None
     kept = capsule.tensors.get("output")
     if capsule.record.weights == "recorded" and kept is not None and bool(kept.isfinite().all()):
         recorded = agree(output, kept.float(), bounds)
     return {
         "right": reference.right,
-        "against_reference": reference.evidence(),
-        "against_recorded": None if recorded is None else recorded.evidence(),
+        "against_reference": reference.to_evidence(),
+        "against_recorded": None if recorded is None else recorded.to_evidence(),
         "repeats": None if recorded is None else recorded.right,
         "deterministic": all(torch.equal(output, other) for other in outputs[1:]),
     }

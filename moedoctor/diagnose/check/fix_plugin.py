@@ -9,7 +9,7 @@ from typing import Any
 
 from moedoctor.diagnose.check.records import Problem
 from moedoctor.plugin import register as vllm_plugin
-from moedoctor.plugin.extensions import ALL, FIXES, TRACES, Need, chosen, evidence
+from moedoctor.plugin.extensions import ALL, FIXES, TRACES, Need, load_evidence, read_choice
 
 VARIABLE, OPTIONAL = vllm_plugin.VARIABLE, vllm_plugin.OPTIONAL
 FILTER = "VLLM_PLUGINS"
@@ -31,7 +31,7 @@ def state(
     if registered is None:
         registered = [(point.name, point.value) for point in entry_points(group=GROUP)]
     plugin = next((name for name, value in registered if value.startswith("moedoctor.")), None)
-    asked = chosen(setting or "")
+    asked = read_choice(setting or "")
     reason = _why_not(setting, asked.names, plugin, environ.get(FILTER), release)
     refused = (
         [] if release is None or not _is_loaded(plugin, environ.get(FILTER)) else _refused(environ, release)
@@ -53,7 +53,7 @@ def state(
 
 def known(release: str) -> dict[str, dict[str, Any]]:
     """Return for each fix and trace ``{"basis", "reports", "reason"}`` in a release of vLLM."""
-    stored = evidence().get(release, {})
+    stored = load_evidence().get(release, {})
     rows = {}
     for name, extension in {**FIXES, **TRACES}.items():
         need, reason = vllm_plugin.need(extension, release)
@@ -86,7 +86,7 @@ def _refused(environ: Mapping[str, str], release: str) -> list[str]:
     """Return what was asked for by name and would stop this release, as far as is known before it starts."""
     problems = []
     for variable, kind, table in vllm_plugin.TABLES:
-        asked = chosen(environ.get(variable, ""), table)
+        asked = read_choice(environ.get(variable, ""), table)
         names = ", ".join((*table, ALL))
         problems += [f"{variable} names no {kind} called {name}; expected {names}" for name in asked.unknown]
         for name in asked.names:

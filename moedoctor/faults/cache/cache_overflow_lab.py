@@ -39,7 +39,7 @@ def truncating(problem: Problem, capacity: int) -> Layer:
 
     def prefill(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Prefill:
         slot_ids = cache.acquire(topk_ids)  # [T, K]
-        output = forward(x, MoeWeights.of(cache.slots), topk_weights, slot_ids)  # [T, H]
+        output = forward(x, MoeWeights.from_tensors(cache.slots), topk_weights, slot_ids)  # [T, H]
         return Prefill(output, None, dropped=len(cache.rule.dropped))
 
     return prefill
@@ -85,9 +85,9 @@ def measure(
         topk_weights = topk_weights / topk_weights.sum(1, keepdim=True)  # [T, K]
         topk_ids = topk_ids.int()  # [T, K]
         needed = needed or len(topk_ids.unique())
-        x = problem.tokens(parameters.tokens, seed=index)  # [T, H]
+        x = problem.draw_tokens(parameters.tokens, seed=index)  # [T, H]
         result = layer(x, topk_weights, topk_ids)
-        difference = differ(result.output, problem.expected(x, topk_weights, topk_ids))
+        difference = differ(result.output, problem.compute_expected(x, topk_weights, topk_ids))
         wrong += int(difference.rows.sum())
         worst, groups = max(worst, difference.worst), max(groups, result.groups)
         dropped += result.dropped

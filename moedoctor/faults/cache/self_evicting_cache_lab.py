@@ -15,7 +15,7 @@ from moedoctor.reference.expert_cache import PrCache, Problem, PrRule, differ
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.results import Case, Observation
 from moedoctor.trace.format import RoutingTrace
-from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
+from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
 
 _HIDDEN, _INTERMEDIATE = 64, 32
 
@@ -72,7 +72,7 @@ def measure(
     experts, capacity = parameters.experts, parameters.capacity
     if (trace.num_experts, trace.top_k) != (experts, parameters.top_k):
         raise ValueError(f"the trace has {trace.num_experts} experts and top-{trace.top_k}")
-    calls = trace.calls(0, parameters.tokens)[: parameters.calls]
+    calls = trace.list_calls(0, parameters.tokens)[: parameters.calls]
     if max(map(len, calls)) > capacity:
         raise ValueError("a call needs more experts than there are slots; that is MD007")
     problem = Problem.make(experts, _HIDDEN, _INTERMEDIATE, device, parameters.seed)
@@ -98,7 +98,7 @@ def _routing(parameters: SelfEvictingCacheParameters) -> RoutingTrace:
     """Return the recorded trace, or one that is drawn for the parameters."""
     if parameters.routing == "trace":
         return shipped_trace()
-    return zipf_trace(
+    return draw_zipf_trace(
         ZipfSettings(
             experts=parameters.experts,
             top_k=parameters.top_k,
@@ -117,7 +117,7 @@ def _compute(
     """Move real weights in all calls, and compare the output of some with the layer without a cache."""
     width = len(trace.layers) * trace.top_k
     ids = torch.tensor(list(trace.topk_ids), dtype=torch.int32).view(-1, width)[:, : trace.top_k]  # [rows, K]
-    batches = [ids[list(rows)] for rows in trace.batches(parameters.tokens)[: parameters.calls]]
+    batches = [ids[list(rows)] for rows in trace.split_batches(parameters.tokens)[: parameters.calls]]
     computed = _calls_to_compute(parameters, [batch.unique().tolist() for batch in batches])
     wrong_outputs, worst = 0, 0.0
     for call, batch in enumerate(batches):
@@ -125,10 +125,10 @@ def _compute(
         slots, slot_ids = cache.acquire(topk_ids)
         if call not in computed:
             continue
-        x = problem.tokens(len(topk_ids), seed=call)  # [T, H]
+        x = problem.draw_tokens(len(topk_ids), seed=call)  # [T, H]
         topk_weights = torch.full(slot_ids.shape, 1.0 / trace.top_k, device=problem.device)  # [T, K]
-        output = forward(x, MoeWeights.of(slots), topk_weights, slot_ids)  # [T, H]
-        difference = differ(output, problem.expected(x, topk_weights, topk_ids))
+        output = forward(x, MoeWeights.from_tensors(slots), topk_weights, slot_ids)  # [T, H]
+        difference = differ(output, problem.compute_expected(x, topk_weights, topk_ids))
         wrong_outputs += bool(difference.rows.any())
         worst = max(worst, difference.worst)
     return {
@@ -162,7 +162,7 @@ def _traces() -> Iterator[tuple[str, RoutingTrace]]:
     yield "recorded, 128 experts top-8", shipped_trace()
     for skew in (1.0, 1.5):
         settings = ZipfSettings(experts=128, top_k=6, layers=2, rows=1500, streams=1, skew=skew, drift=0.1)
-        yield f"Zipf {skew:g}, 128 experts top-6", zipf_trace(settings)
+        yield f"Zipf {skew:g}, 128 experts top-6", draw_zipf_trace(settings)
 
 
 def lfru_at_half() -> list[dict[str, Any]]:
@@ -180,7 +180,8 @@ def lfru_at_half() -> list[dict[str, Any]]:
             for point in replay_trace(trace, capacities=(8, 16), policies=("lru", "lfru", "belady"))
         }
         counts = [
-            replay(trace.calls(layer), PrRule(trace.num_experts, 8)) for layer in range(len(trace.layers))
+            replay(trace.list_calls(layer), PrRule(trace.num_experts, 8))
+            for layer in range(len(trace.layers))
         ]
         rows.append(
             {

@@ -74,7 +74,7 @@ def shared_workspace(call: Call) -> Summed:
 
     def kernel(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         output = x if call.alias == "input" else workspace  # [T, H]
-        return output.copy_(forward(x, MoeWeights.of(weights), call.topk_weights, part))
+        return output.copy_(forward(x, MoeWeights.from_tensors(weights), call.topk_weights, part))
 
     return add_up(kernel, call.parts, call.x.clone(), call.alias)
 
@@ -133,8 +133,8 @@ def measure(
     logits = torch.randn(parameters.tokens, parameters.experts, generator=draw)  # [T, E]
     topk_weights, topk_ids = (part.to(device) for part in logits.softmax(1).topk(parameters.top_k))
     topk_ids = topk_ids.int()  # [T, K]
-    x = problem.tokens(parameters.tokens, seed=parameters.seed)  # [T, H]
-    expected = problem.expected(x, topk_weights, topk_ids)  # [T, H]
+    x = problem.draw_tokens(parameters.tokens, seed=parameters.seed)  # [T, H]
+    expected = problem.compute_expected(x, topk_weights, topk_ids)  # [T, H]
     call = Call(problem, x.clone(), topk_weights, topk_ids, parameters.groups, parameters.alias)
     summed = run(call)
     difference = differ(summed.output, expected, tolerance)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from moedoctor.faults.offload.offload_noop import OffloadNoopParameters
 from moedoctor.plugin.offload_fix import MARK, remove_marks
-from moedoctor.plugin.register import installed_version
+from moedoctor.plugin.register import read_vllm_version
 from moedoctor.results import Case, Observation, UnavailableError
 from moedoctor.upstream.engine.engine import EngineResult
 from moedoctor.upstream.engine.experiment import checkpoints, run_trials
@@ -66,7 +66,7 @@ def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Obse
     `fixed` with the plug-in's fix. Raises UnavailableError if this release cannot have the failure, and
     RuntimeError.
     """
-    environ = engine_variables(parameters.cause, case.subject == "fixed", Version(installed_version()))
+    environ = engine_variables(parameters.cause, case.subject == "fixed", Version(read_vllm_version()))
     with checkpoints("nvfp4") as folders:
         uva = trial("NVFP4 MARLIN", EAGER, UVA, folders["nvfp4"])
         request = replace(

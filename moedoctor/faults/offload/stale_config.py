@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moedoctor.fixes.offloader import offload
-from moedoctor.reference.offload_paths import functional_call_offload
+from moedoctor.reference.offload_paths import offload_by_functional_call
 from moedoctor.results import Observation
 
 NAMES = ("w13_weight", "w13_weight_scale")
@@ -137,7 +137,7 @@ def offload_and_run(
         }
     else:
         to_device = memory.upload if memory is not None else None
-        functional_call_offload(list(stack), NAMES, to_device=to_device)
+        offload_by_functional_call(list(stack), NAMES, to_device=to_device)
     first = stack[0]
     assert isinstance(first, QuantisedExperts)
     scales = first.quant_config.scales

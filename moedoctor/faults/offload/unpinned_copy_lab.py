@@ -199,7 +199,7 @@ def pageable_weights(device: str) -> dict[str, Any]:
     By vLLM's own offloader if it can be imported, else by our restatement; ``whose`` names it.
     """
     from moedoctor.faults.offload.moe_stack import NAMES, StackShape, make_stack
-    from moedoctor.reference.offload_paths import functional_call_offload
+    from moedoctor.reference.offload_paths import offload_by_functional_call
     from moedoctor.upstream.releases import offload_peers
 
     shape = StackShape(layers=4, experts=16, hidden=1024, intermediate=512, top_k=4)
@@ -210,7 +210,7 @@ def pageable_weights(device: str) -> dict[str, Any]:
     if release:
         offload_peers.offload_by_copies(list(stack), NAMES, shape.layers * shape.layer_bytes)
     else:
-        functional_call_offload(list(stack), NAMES)
+        offload_by_functional_call(list(stack), NAMES)
     experts = [module for module in stack.modules() if hasattr(module, "w13_weight")]
     on_host = all(module.w13_weight.device.type == "cpu" for module in experts)
     work = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)

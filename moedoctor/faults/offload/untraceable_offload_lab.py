@@ -16,7 +16,7 @@ from moedoctor.faults.offload import engine_table
 from moedoctor.faults.offload.moe_stack import NAMES, StackShape, make_stack
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffloadParameters
 from moedoctor.fixes.offloader import offload
-from moedoctor.reference.offload_paths import functional_call_offload
+from moedoctor.reference.offload_paths import offload_by_functional_call
 from moedoctor.results import Case, Observation, UnavailableError
 from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU
 from moedoctor.upstream.releases.release_source import ReleaseSource
@@ -46,7 +46,7 @@ def engine(case: Case, parameters: UntraceableOffloadParameters, release: None) 
 
 def faulty(stack: nn.Sequential) -> None:
     """vLLM's path without UVA and without pinned memory."""
-    functional_call_offload(list(stack), NAMES)
+    offload_by_functional_call(list(stack), NAMES)
 
 
 def fixed(stack: nn.Sequential) -> Any:

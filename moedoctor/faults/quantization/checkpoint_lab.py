@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.agreement import agree, bounds_of
+from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
-from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
+from moedoctor.reference.moe_layer import Problem, compute_expected, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import Case, Evidence, Observation
 from moedoctor.trace.wrong_calls import keep_if_wrong
@@ -97,9 +97,9 @@ def routed_layer(parameters: Any, quantization: str, device: str) -> Problem:
 
 def agreement(output: torch.Tensor, problem: Problem) -> Evidence:
     """Compare `output` [T, H] with what the layer should give."""
-    result = agree(output, expected_output(problem, "none"), bounds_of("none"))
+    result = agree(output, compute_expected(problem, "none"), choose_bounds("none"))
     keep_if_wrong(problem, output, result, "none", "one kernel of the case")
-    return result.evidence()
+    return result.to_evidence()
 
 
 def projection(tensors: Tensors, name: str, experts: int) -> Nvfp4:

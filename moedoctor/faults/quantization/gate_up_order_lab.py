@@ -20,7 +20,7 @@ from moedoctor.faults.quantization.checkpoint_lab import (
 from moedoctor.faults.quantization.gate_up_order import GateUpOrderParameters
 from moedoctor.fixes.moe.weight_layout import put_up_first
 from moedoctor.reference.checkpoints import Tensors
-from moedoctor.reference.moe import Weight, expert_weight
+from moedoctor.reference.moe import Weight, dequantize_expert
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import Case, Observation
 
@@ -75,12 +75,12 @@ def up_first_kernel(
     for token in range(len(x)):
         for choice in range(topk_ids.shape[1]):
             expert = int(topk_ids[token, choice])
-            up, gate = (expert_weight(w13, expert) @ x[token].float()).chunk(2)  # [I] each
+            up, gate = (dequantize_expert(w13, expert) @ x[token].float()).chunk(2)  # [I] each
             if activation == "silu":
                 gate = functional.silu(gate)  # [I]
             else:
                 gate = functional.gelu(gate, approximate="tanh")  # [I]
-            total[token] += topk_weights[token, choice] * (expert_weight(w2, expert) @ (gate * up))
+            total[token] += topk_weights[token, choice] * (dequantize_expert(w2, expert) @ (gate * up))
     return total
 
 

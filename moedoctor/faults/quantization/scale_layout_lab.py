@@ -18,7 +18,7 @@ from moedoctor.fixes.moe.weight_layout import (
     tile_scales,
 )
 from moedoctor.reference.checkpoints import Tensors
-from moedoctor.reference.moe_layer import expected_output
+from moedoctor.reference.moe_layer import compute_expected
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import Case, Observation
 
@@ -123,7 +123,7 @@ def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Obs
         w13=replace(w13, block_scales=read(w13.block_scales)),
         w2=replace(w2, block_scales=read(w2.block_scales)),
     )
-    output = expected_output(replace(problem, layer=tested), "none")  # [T, H]
+    output = compute_expected(replace(problem, layer=tested), "none")  # [T, H]
     scales = w13.block_scales.shape[1:]
     return Observation(
         {

@@ -19,7 +19,7 @@ from moedoctor.bench.moe.parity import poison
 from moedoctor.faults.routing.sentinel_ids import IDS, SentinelIdsParameters
 from moedoctor.fixes.expert_ids import find_local_ids, replace_sentinels
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.moe_layer import Problem, expected_output, make_layer, make_problem
+from moedoctor.reference.moe_layer import Problem, compute_expected, make_layer, make_problem
 from moedoctor.results import Case, Observation, UnavailableError
 from moedoctor.upstream.releases.installed import align_block_size, installed_release
 
@@ -172,7 +172,7 @@ def measure_path(unit: str, device: str) -> dict[str, Any]:
     poison(prepared, problem.x)
     out = prepared(problem.x, problem.topk_weights, problem.topk_ids).float()  # [T, H]
     _finish(device, _RUNNING)
-    row = _row_figures(problem, out, expected_output(problem, variant.activations))
+    row = _row_figures(problem, out, compute_expected(problem, variant.activations))
     return {"row": row, "vllm": installed_release()}
 
 

@@ -10,7 +10,7 @@ from moedoctor.bench.moe.own_backends import Ours, Reference
 from moedoctor.bench.moe.parity import check_parity, unusual_ids
 from moedoctor.faults.selection.backend_parity import BackendParityParameters
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.agreement import bounds_of
+from moedoctor.reference.agreement import choose_bounds
 from moedoctor.reference.moe_layer import make_layer, make_problem
 from moedoctor.results import Case, Observation, UnavailableError
 
@@ -33,7 +33,7 @@ def kernel(case: Case, parameters: BackendParityParameters, release: None) -> Ob
 
 def observe(parameters: BackendParityParameters, device: str, backend: Any) -> Observation:
     """Compare `backend` with the reference. Raises UnavailableError if it refuses ids of -1."""
-    reason = backend.refuses_empty_slots() if parameters.ids in ("empty", "fewer") else None
+    reason = backend.check_empty_slots() if parameters.ids in ("empty", "fewer") else None
     if reason is not None:
         raise UnavailableError(reason)
     variant = backend.variant
@@ -45,7 +45,7 @@ def observe(parameters: BackendParityParameters, device: str, backend: Any) -> O
         {
             "computed_by": variant.label,
             "activations_quantised": variant.activations,
-            "bounds": asdict(bounds_of(variant.activations)),
+            "bounds": asdict(choose_bounds(variant.activations)),
             **result.evidence(),
         }
     )

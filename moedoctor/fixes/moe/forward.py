@@ -51,7 +51,7 @@ def moe_forward(
     _check(x, weights, slot_ids, topk_weights, activation, out)
     if _is_on_host(x):
         check_range(slot_ids, weights["w2"].shape[0], "slot_ids")
-        layer = reference.MoeWeights.of(weights, activation)
+        layer = reference.MoeWeights.from_tensors(weights, activation)
         total = reference.forward(x, layer, topk_weights, slot_ids)
         return total if out is None else out.add_(total)
     from moedoctor.kernels.moe.launch import launch_decode, launch_many

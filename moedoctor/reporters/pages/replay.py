@@ -38,7 +38,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class CapsuleFacts:
-    """What a capsule holds, as `moedoctor.trace.capsule.facts` says."""
+    """What a capsule holds, as `moedoctor.trace.capsule.describe` says."""
 
     record: Mapping[str, Any]
     bytes: int

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.plugin.extensions import TRACES, Need
-from moedoctor.plugin.register import RECORD, STATUS_VARIABLE, installed_version, need
+from moedoctor.plugin.register import RECORD, STATUS_VARIABLE, need, read_vllm_version
 from moedoctor.processes import deaths
 from moedoctor.processes.ask import Ended, run_module
 from moedoctor.redaction import Redactor
@@ -222,7 +222,7 @@ def record_calls(folder: Path, when: str) -> None:
     `when` says which call, as MOEDOCTOR_RECORD_WHEN does. A request that sets `RECORD` itself keeps its own.
     """
     global _recorder
-    able = need(TRACES["record"], installed_version())[0] is Need.MADE_FOR
+    able = need(TRACES["record"], read_vllm_version())[0] is Need.MADE_FOR
     _recorder = {RECORD: str(folder), "MOEDOCTOR_RECORD_WHEN": when} if able else {}
 
 

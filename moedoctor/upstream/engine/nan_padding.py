@@ -185,7 +185,7 @@ def report(llm: Any) -> dict[str, Any]:
     found = trace_of_this_process().report()
     if found is None:
         raise LookupError("the NaN trace saw no model")
-    return found.evidence()
+    return found.to_evidence()
 
 
 def _make_trial(model: str, label: str, **arguments: Any) -> Trial:
@@ -203,6 +203,6 @@ def _make_trial(model: str, label: str, **arguments: Any) -> Trial:
 
 
 def _make_row(engine: Ran) -> dict[str, Any]:
-    from moedoctor.trace.nan_report import row_of
+    from moedoctor.trace.nan_report import make_row
 
-    return row_of(engine.result.probe)
+    return make_row(engine.result.probe)

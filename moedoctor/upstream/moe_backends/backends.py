@@ -20,7 +20,7 @@ import torch
 from packaging.version import Version
 
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.plugin.register import installed_version
+from moedoctor.plugin.register import read_vllm_version
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe_backend import Backend, Prepared, Variant
 from moedoctor.reference.moe_layer import Layer
@@ -69,7 +69,7 @@ class VllmKernel(Prepared):
         )
         return output
 
-    def workspaces(self) -> Sequence[torch.Tensor]:
+    def list_workspaces(self) -> Sequence[torch.Tensor]:
         manager = importlib.import_module("vllm.v1.worker.workspace").current_workspace_manager()
         return [workspace for workspace in manager._current_workspaces if workspace is not None]
 
@@ -108,7 +108,7 @@ def _build_fp8(
     """Build from weights with static scales per tensor, or with scales of blocks and of groups of tokens."""
     assert isinstance(layer.w13, Fp8)
     assert isinstance(layer.w2, Fp8)
-    if backend.name == "HUMMING" and Version(installed_version()) < _HUMMING_FP8:
+    if backend.name == "HUMMING" and Version(read_vllm_version()) < _HUMMING_FP8:
         raise UnavailableError(
             f"HUMMING takes FP8 experts from the layer in another form before vLLM {_HUMMING_FP8}"
         )
@@ -267,7 +267,7 @@ class VllmBackend(Backend):
             )
         return reason
 
-    def refuses_empty_slots(self) -> str | None:
+    def check_empty_slots(self) -> str | None:
         """vLLM gives ids of -1 since it has `EMPTY_SLOTS`; before, its kernels use them as an index."""
         if hasattr(importlib.import_module("vllm.envs"), EMPTY_SLOTS):
             return None

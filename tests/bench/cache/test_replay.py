@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moedoctor.bench.cache.replay import SCOPES, default_capacities, facts_of, replay_trace
 from moedoctor.trace.format import RoutingTrace
-from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
+from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
 
 # One layer, top-2 of 4: {0,1} {0,2} {1,2} {0,1}.
 SMALL = RoutingTrace([0, 1, 0, 2, 1, 2, 0, 1], 4, 2, ("a",), (1, 1, 1, 1), (2, 2))
@@ -71,7 +71,7 @@ def test_sequences_in_a_batch_share_their_experts() -> None:
 def test_no_policy_beats_the_bound_or_is_wrong(
     seed: int, capacity: int, scope: str, batch: int | None
 ) -> None:
-    trace = zipf_trace(ZipfSettings(experts=12, top_k=2, layers=2, rows=60, streams=3, seed=seed))
+    trace = draw_zipf_trace(ZipfSettings(experts=12, top_k=2, layers=2, rows=60, streams=3, seed=seed))
     points = replay_trace(trace, capacities=[capacity], batch=batch, scope=scope)
     bound = next(point for point in points if point.policy == "belady")
     for point in points:
@@ -83,7 +83,7 @@ def test_no_policy_beats_the_bound_or_is_wrong(
 
 @given(seed=st.integers(0, 1000), policy=st.sampled_from(["lru", "lfu", "lfru"]))
 def test_the_hits_of_all_layers_add_up(seed: int, policy: str) -> None:
-    trace = zipf_trace(ZipfSettings(experts=12, top_k=2, layers=3, rows=50, streams=1, seed=seed))
+    trace = draw_zipf_trace(ZipfSettings(experts=12, top_k=2, layers=3, rows=50, streams=1, seed=seed))
     (point,) = replay_trace(trace, capacities=[4], policies=[policy], scope="global")
     assert sum(rate * 100 for rate in point.hit_rate_by_layer) == pytest.approx(point.stats.hits)
 
@@ -97,7 +97,7 @@ def test_one_cache_for_all_layers_gives_slots_to_the_layer_that_needs_them() -> 
 
 
 def test_capacities_double_up_to_every_expert() -> None:
-    trace = zipf_trace(ZipfSettings(experts=60, top_k=4, rows=4, streams=1, layers=1))
+    trace = draw_zipf_trace(ZipfSettings(experts=60, top_k=4, rows=4, streams=1, layers=1))
     assert default_capacities(trace) == [4, 8, 16, 32, 60]
 
 

@@ -15,7 +15,7 @@ def test_it_is_below_a_megabyte_and_has_the_shape_of_a_large_model() -> None:
     trace = shipped_trace()
     assert (trace.num_experts, trace.top_k, len(trace.layers)) == (128, 8, 8)
     assert trace.stream_rows == (256,) * 16
-    assert all(len(call) == 8 for layer in range(8) for call in trace.calls(layer))
+    assert all(len(call) == 8 for layer in range(8) for call in trace.list_calls(layer))
 
 
 def test_its_readme_describes_how_it_was_made() -> None:

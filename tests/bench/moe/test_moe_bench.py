@@ -101,9 +101,9 @@ def test_a_backend_that_is_wrong_only_with_few_experts_is_wrong(rows_of: Any) ->
 def test_a_backend_is_not_blamed_if_the_comparison_misses_a_fault(
     rows_of: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    first = LAX if where == "weights of few experts" else parity.bounds_of("none")
+    first = LAX if where == "weights of few experts" else parity.choose_bounds("none")
     calls = iter([first, *[LAX] * 9])
-    monkeypatch.setattr(parity, "bounds_of", lambda activations: next(calls))
+    monkeypatch.setattr(parity, "choose_bounds", lambda activations: next(calls))
     for row in rows_of(WRONG_FOR_5):
         assert row["right"] is False
         assert row["wrong"] is None, "not the backend's"

@@ -83,7 +83,7 @@ def test_the_workspace_holds_nan_before_each_call() -> None:
             workspace.zero_()
             return self.right(*inputs)
 
-        def workspaces(self) -> list[torch.Tensor]:
+        def list_workspaces(self) -> list[torch.Tensor]:
             return [workspace]
 
     backend = FakeBackend()
@@ -111,7 +111,7 @@ def test_a_last_bit_that_changes_is_right_but_not_deterministic() -> None:
 
 
 def test_a_too_lax_harness_reports_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "bounds_of", lambda activations: LAX)
+    monkeypatch.setattr(parity, "choose_bounds", lambda activations: LAX)
     result = check_parity(Reference("nvfp4"), problem("nvfp4", "none"))
     assert set(result.missed) == applicable("nvfp4", "silu") - {"nan_row"}
     assert not result.right

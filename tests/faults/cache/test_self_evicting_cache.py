@@ -16,7 +16,7 @@ from moedoctor.interfaces import Measurement
 from moedoctor.reference.expert_cache import Problem
 from moedoctor.results import CaseVerdict, ClaimVerdict
 from moedoctor.trace.format import save
-from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
+from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
 
 torch.set_num_threads(1)
 
@@ -81,7 +81,7 @@ def test_calls_that_need_more_experts_than_slots_are_refused() -> None:
 def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small trace instead of the shipped trace."""
     (tmp_path / "traces").mkdir()
-    trace = zipf_trace(ZipfSettings(experts=32, top_k=4, layers=3, rows=90, streams=3))
+    trace = draw_zipf_trace(ZipfSettings(experts=32, top_k=4, layers=3, rows=90, streams=3))
     save(trace, tmp_path / "traces" / "small_moe_decode.safetensors")
     monkeypatch.setattr("moedoctor.bench.cache.shipped.reports_folder", lambda: tmp_path)
 

@@ -30,13 +30,16 @@ def test_the_control_is_wrong_and_the_fix_is_not(alias: str, groups: int) -> Non
 def call(alias: str, groups: int) -> Call:
     problem = Problem.make(8, 16, 8, "cpu", 0)
     topk_ids = torch.tensor([[0, 5], [3, 7]], dtype=torch.int32)
-    return Call(problem, problem.tokens(2, 0), torch.full((2, 2), 0.5), topk_ids, groups, alias)
+    return Call(problem, problem.draw_tokens(2, 0), torch.full((2, 2), 0.5), topk_ids, groups, alias)
 
 
 def outputs(task: Call, x: torch.Tensor | None = None) -> list[torch.Tensor]:
     """The right output of each group, [T, H] each."""
     x = task.x if x is None else x
-    return [forward(x, MoeWeights.of(task.problem.weights), task.topk_weights, part) for part in task.parts]
+    return [
+        forward(x, MoeWeights.from_tensors(task.problem.weights), task.topk_weights, part)
+        for part in task.parts
+    ]
 
 
 def test_a_running_sum_in_the_workspace_counts_the_last_group_twice() -> None:

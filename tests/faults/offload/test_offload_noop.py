@@ -155,7 +155,7 @@ def test_an_engine_is_judged_by_the_place_of_its_weights(
 
     monkeypatch.setattr(engine_module, "need_engine", lambda: None)
     monkeypatch.setattr(engine_module, "run_engine", run_engine)
-    monkeypatch.setattr(offload_noop_lab, "installed_version", lambda: release)
+    monkeypatch.setattr(offload_noop_lab, "read_vllm_version", lambda: release)
     case = run_case(OffloadNoop(), subject, Tier.ENGINE, cause=cause)
     assert (case.evidence["asked_bytes"], case.verdict) == (64, expected)
 

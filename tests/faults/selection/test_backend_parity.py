@@ -69,7 +69,7 @@ def test_control_and_fix(parameters: dict[str, str]) -> None:
 def test_a_harness_that_is_too_lax_or_too_strict_fails(
     bounds: Bounds, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parity, "bounds_of", lambda activations: bounds)
+    monkeypatch.setattr(parity, "choose_bounds", lambda activations: bounds)
     verdict, figure = judged("faulty")
     assert verdict is CaseVerdict.CLEAN
     assert words in figure
@@ -151,7 +151,7 @@ def test_a_backend_that_is_wrong_only_with_unusual_ids_is_noticed(ids: str) -> N
 
 def test_a_backend_without_support_for_empty_slots_gets_none() -> None:
     class Refuses(Reference):
-        def refuses_empty_slots(self) -> str | None:
+        def check_empty_slots(self) -> str | None:
             return "no -1"
 
     parameters = BackendParityParameters.model_validate(dict(case("installed", ids="empty").parameters))

@@ -87,7 +87,7 @@ def test_a_graph_of_the_device_engine_follows_the_ids() -> None:
     for _ in range(20):
         ids.copy_(torch.randint(0, EXPERTS, (4, 4), dtype=torch.int32))
         graph.replay()
-        right = reference(x.cpu(), MoeWeights.of(weights), shares.cpu(), ids.cpu())
+        right = reference(x.cpu(), MoeWeights.from_tensors(weights), shares.cpu(), ids.cpu())
         assert torch.allclose(out.cpu(), right, rtol=2e-3, atol=2e-3)
 
 
@@ -160,7 +160,7 @@ def test_forward_against_the_reference(tokens: int, dtype: torch.dtype) -> None:
     ids[tokens // 2 :, 0] = 3  # more rows than one tile has, and more than a tall one
     shares = torch.rand(tokens, 4)
     out = moe_forward(x.cuda(), device, ids.cuda(), shares.cuda())
-    right = reference(x, MoeWeights.of(weights), shares, ids)
+    right = reference(x, MoeWeights.from_tensors(weights), shares, ids)
     assert float((out.cpu() - right).norm() / right.norm()) < 1e-2
 
 
@@ -189,7 +189,7 @@ def test_hits_are_computed_while_misses_are_copied(packed: bool) -> None:
     for _ in range(30):
         ids.copy_(torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32))
         graph.replay()
-        right = reference(x.cpu(), MoeWeights.of(weights), shares.cpu(), ids.cpu())
+        right = reference(x.cpu(), MoeWeights.from_tensors(weights), shares.cpu(), ids.cpu())
         assert torch.allclose(out.cpu(), right, rtol=1e-3, atol=1e-4)
         assert_holds(ids, cache.acquire(ids), weights)
 
@@ -364,7 +364,7 @@ def test_one_expert_or_one_slot(experts: int, capacity: int) -> None:
         x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
         ids = torch.randint(-1, experts, (tokens, 4), dtype=torch.int32, device="cuda")
         shares = torch.rand(tokens, 4, device="cuda")
-        right = reference(x.cpu(), MoeWeights.of(weights), shares.cpu(), ids.cpu())
+        right = reference(x.cpu(), MoeWeights.from_tensors(weights), shares.cpu(), ids.cpu())
         cache = ExpertCache(weights, capacity, engine="device")
         call = GroupedForward(x, ids, shares, experts)
         for part in cache.groups(ids, overlap=True):

@@ -43,11 +43,13 @@ def test_groups_are_within_the_bound_of_one_call(seed: int, tokens: int, top_k: 
     x = torch.randn(tokens, HIDDEN, generator=draw)
     ids = torch.stack([torch.randperm(EXPERTS, generator=draw)[:top_k] for _ in range(tokens)])
     shares = torch.rand(tokens, top_k, generator=draw)
-    whole = reference(x, MoeWeights.of(WEIGHTS), shares, ids)
+    whole = reference(x, MoeWeights.from_tensors(WEIGHTS), shares, ids)
     cache = ExpertCache(WEIGHTS, capacity, engine="host", device="cpu")
     parts = _grouped(cache, x, ids, shares)
     each = [
-        reference(x, MoeWeights.of(WEIGHTS), shares, torch.where(torch.arange(top_k) == lane, ids, -1)).abs()
+        reference(
+            x, MoeWeights.from_tensors(WEIGHTS), shares, torch.where(torch.arange(top_k) == lane, ids, -1)
+        ).abs()
         for lane in range(top_k)
     ]
     # On a CPU a product depends on the number of rows; the bound is only about the sum.

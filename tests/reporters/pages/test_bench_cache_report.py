@@ -12,9 +12,9 @@ from moedoctor.reporters.pages.bench_cache import (
     summary_line,
 )
 from moedoctor.reporters.table import to_text
-from moedoctor.trace.synthetic import ZipfSettings, zipf_trace
+from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
 
-TRACE = zipf_trace(ZipfSettings(experts=16, top_k=2, layers=2, rows=40, streams=2))
+TRACE = draw_zipf_trace(ZipfSettings(experts=16, top_k=2, layers=2, rows=40, streams=2))
 BENCH = CacheBench(
     trace="zipf",
     facts=facts_of(TRACE),

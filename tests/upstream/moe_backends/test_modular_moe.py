@@ -25,7 +25,7 @@ class Implementation:
     def apply(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(x)
         fused_out = self._workspace[: x.numel()].view_as(x)
-        fused_out.copy_(forward(x.float(), MoeWeights.of(self._weights), weights, ids))
+        fused_out.copy_(forward(x.float(), MoeWeights.from_tensors(self._weights), weights, ids))
         return self._finalize(output, fused_out, x)
 
     def _finalize(self, output: torch.Tensor, fused_out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
