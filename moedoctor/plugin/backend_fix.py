@@ -39,10 +39,8 @@ def apply(version: str) -> str:
     A name that the release does not have, or that only the flag can ask for, stops an engine of an NVFP4
     model that asks for no backend by the flag.
     """
-    arguments, configuring = (
-        "vllm.engine.arg_utils:EngineArgs",
-        functools.partial(_wrap_create_engine_config, version=version),
-    )
+    arguments = "vllm.engine.arg_utils:EngineArgs"
+    configuring = functools.partial(_wrap_create_engine_config, version=version)
     patches = (
         Patch(arguments, "create_engine_config", configuring, "self usage_context headless", _EXPECTED),
         Patch("vllm.logger", "init_logger", _wrap_init_logger, "name", ("getLogger(name)",)),

@@ -7,6 +7,7 @@ are in these two places. Both get the cache's slots, whose addresses never chang
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -196,19 +197,13 @@ def find_expert_tensors(layer: Any) -> dict[str, torch.Tensor]:
     """Return every tensor that the layer's kernel indexes by expert, [E, ...] each, by a name of our own."""
     experts, kernel = layer.local_num_experts, layer.quant_method.moe_kernel
     tensors = {"w1": layer.w13_weight.data, "w2": layer.w2_weight.data}
-    for part, field, tensor in _find_described(kernel.fused_experts.quant_config):
-        # A single element is a scale of activations, for all experts.
-        if tensor.dim() and tensor.shape[0] == experts and not (experts == 1 and part.startswith("_a")):
+    for part, field in itertools.product(_PARTS, _FIELDS):
+        tensor = getattr(getattr(kernel.fused_experts.quant_config, part), field)
+        if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (experts,):
+            continue
+        if experts > 1 or not part.startswith("_a"):  # one element is a scale of activations, for all experts
             tensors[f"{part}.{field}"] = tensor.data
     return tensors
-
-
-def _find_described(quant_config: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
-    for part in _PARTS:
-        for field in _FIELDS:
-            tensor = getattr(getattr(quant_config, part), field)
-            if isinstance(tensor, torch.Tensor):
-                yield part, field, tensor
 
 
 def _find_holders(layer: Any, tensor: torch.Tensor) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,20 @@ class CacheOptions:
     all experts."""
 
 
+_SWITCH = {"0": False, "1": True}
+_OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "policy": (", ".join(POLICIES), {name: name for name in POLICIES}),
+    "packed": ("0 or 1", _SWITCH),
+    # ``backend`` is what 1 was called before.
+    "overlap": ("0 or 1", {**_SWITCH, "backend": True}),
+    "fill": ("0 or 1", _SWITCH),
+    "engine": (", ".join(ENGINES), {name: name for name in ENGINES}),
+    "pin": ("0 or 1", _SWITCH),
+    "stream": ("a number of tokens", {}),
+}
+"""Name of an option -> what is expected, and text -> value."""
+
+
 def read_options(text: str) -> CacheOptions:
     """Read the variable's value. Raises OptionError, one line."""
     slots, _, rest = text.strip().partition(":")
@@ -48,14 +62,16 @@ def read_options(text: str) -> CacheOptions:
     options: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         name, _, value = (text.strip() for text in part.partition("="))
-        if name not in _READERS:
-            raise _make_error(f"no option called {show(name)}", ", ".join(_READERS))
+        if name not in _OPTIONS:
+            raise _make_error(f"no option called {show(name)}", ", ".join(_OPTIONS))
         if name in options:
             raise _make_error(f"the option {name} twice", "each option once")
-        expected, read = _READERS[name]
-        options[name] = read(value)
-        if options[name] is _BAD:
+        expected, values = _OPTIONS[name]
+        if name == "stream" and _is_number(value):
+            values = {value: int(value)}
+        if value not in values:
             raise _make_error(f"{name}={show(value)}", expected)
+        options[name] = values[value]
     return CacheOptions(int(slots), **options)
 
 
@@ -63,29 +79,5 @@ def _make_error(problem: str, expected: str) -> OptionError:
     return OptionError(f"{VARIABLE} has {problem}; expected {expected}")
 
 
-_BAD: Any = object()
-
-
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 8
-
-
-def _switch(text: str) -> Any:
-    return {"0": False, "1": True}.get(text, _BAD)
-
-
-def _make_choice(values: tuple[str, ...]) -> tuple[str, Callable[[str], Any]]:
-    return ", ".join(values), lambda text: text if text in values else _BAD
-
-
-_READERS: Mapping[str, tuple[str, Callable[[str], Any]]] = {
-    "policy": _make_choice(POLICIES),
-    "packed": ("0 or 1", _switch),
-    # ``backend`` is what 1 was called before.
-    "overlap": ("0 or 1", lambda text: _switch("1" if text == "backend" else text)),
-    "fill": ("0 or 1", _switch),
-    "engine": _make_choice(ENGINES),
-    "pin": ("0 or 1", _switch),
-    "stream": ("a number of tokens", lambda text: int(text) if _is_number(text) else _BAD),
-}
-"""Name of an option -> what is expected, and its reader."""

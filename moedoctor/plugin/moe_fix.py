@@ -58,82 +58,67 @@ _MODEL_UTILS, _ASK_REPACKED = "vllm.model_executor.utils", "is_weights_pre_proce
 _COMPRESSED = f"{_QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe"
 
 
+_KINDS = {
+    "unquantized": ("UnquantizedMoeBackend", "TRITON"),
+    "fp8": ("Fp8MoeBackend", "TRITON"),
+    "nvfp4": ("NvFp4MoeBackend", "EMULATION"),
+}
+"""vLLM's name of a kind of weights -> its enumeration of backends, and the backend that vLLM believes to use:
+one that does not pad the weights' sizes."""
+
+
 @dataclass(frozen=True)
 class Format:
     """One way in which vLLM holds expert weights."""
 
     name: str
+    kind: str
     module: str
-    """The module of the method, which selects a backend by `select`."""
+    """The module of the method, which selects a backend by ``select_{kind}_moe_backend``."""
     method: str
-    select: str
-    backends: str
-    """The enumeration of backends."""
-    stand_in: str
-    """The backend that vLLM believes to use: one that does not pad the weights' sizes."""
     take: Take
-    holds: str
+    holds: str = 'layer.register_parameter("w13_weight_scale", w13_weight_scale)'
     """A line of the method's `create_weights`."""
 
 
 FORMATS = (
     Format(
         "unquantized",
+        "unquantized",
         f"{FUSED}.unquantized_fused_moe_method",
         "UnquantizedFusedMoEMethod",
-        "select_unquantized_moe_backend",
-        f"{FUSED}.oracle.unquantized:UnquantizedMoeBackend",
-        "TRITON",
         take_plain,
         'layer.register_parameter("w13_weight", w13_weight)',
     ),
     Format(
         "FP8",
+        "fp8",
         f"{_QUANTIZATION}.fp8",
         "Fp8MoEMethod",
-        "select_fp8_moe_backend",
-        f"{FUSED}.oracle.fp8:Fp8MoeBackend",
-        "TRITON",
         take_fp8,
         'layer.register_parameter(f"w13_{self.weight_scale_name}", w13_weight_scale)',
     ),
-    Format(
-        "FP8 of ModelOpt",
-        f"{_QUANTIZATION}.modelopt",
-        "ModelOptFp8MoEMethod",
-        "select_fp8_moe_backend",
-        f"{FUSED}.oracle.fp8:Fp8MoeBackend",
-        "TRITON",
-        take_fp8,
-        'layer.register_parameter("w13_weight_scale", w13_weight_scale)',
-    ),
+    Format("FP8 of ModelOpt", "fp8", f"{_QUANTIZATION}.modelopt", "ModelOptFp8MoEMethod", take_fp8),
     Format(
         "FP8 of compressed-tensors",
+        "fp8",
         f"{_COMPRESSED}_w8a8_fp8",
         "CompressedTensorsW8A8Fp8MoEMethod",
-        "select_fp8_moe_backend",
-        f"{FUSED}.oracle.fp8:Fp8MoeBackend",
-        "TRITON",
         take_fp8,
-        'layer.register_parameter("w13_weight_scale", w13_weight_scale)',
     ),
     Format(
         "NVFP4",
+        "nvfp4",
         f"{_QUANTIZATION}.modelopt",
         "ModelOptNvFp4FusedMoE",
-        "select_nvfp4_moe_backend",
-        f"{FUSED}.oracle.nvfp4:NvFp4MoeBackend",
-        "EMULATION",
         functools.partial(take_nvfp4, MODELOPT),
         'layer.register_parameter("w13_weight_scale_2", w13_weight_scale_2)',
     ),
     Format(
         "NVFP4 of compressed-tensors",
+        "nvfp4",
         f"{_COMPRESSED}_w4a4_nvfp4",
         "CompressedTensorsW4A4Nvfp4MoEMethod",
-        "select_nvfp4_moe_backend",
-        f"{FUSED}.oracle.nvfp4:NvFp4MoeBackend",
-        "EMULATION",
         functools.partial(take_nvfp4, COMPRESSED_TENSORS),
         'layer.register_parameter("w13_weight_global_scale", w13_weight_scale_2)',
     ),
@@ -160,7 +145,7 @@ def apply(version: str) -> str:
         selecting = functools.partial(_wrap_select, form=form, stand_in=_find_stand_in(form))
         call = (".moe_kernel.apply(",)
         patches += [
-            Patch(form.module, form.select, selecting),
+            Patch(form.module, f"select_{form.kind}_moe_backend", selecting),
             Patch(owner, "create_weights", None, "layer num_experts", (form.holds,)),
             Patch(owner, "process_weights_after_loading", processing, "layer"),
             Patch(owner, "forward_native" if form.name == "unquantized" else "apply", None, "layer x", call),
@@ -251,7 +236,7 @@ _REPACKED = "weights come from a weight cache, and a backend repacked them; expe
 
 
 def _are_repacked() -> bool:
-    """Return whether vLLM loads weights that were processed in another process, which it can since 0.33.0."""
+    """Return True if vLLM loads weights that another process processed, which it can since 0.33.0."""
     ask = getattr(importlib.import_module(_MODEL_UTILS), _ASK_REPACKED, None)
     return ask is not None and bool(ask())
 
@@ -267,10 +252,12 @@ _SELECTED: dict[str, tuple[Any, Any]] = {}
 
 
 def _find_stand_in(form: Format) -> Any:
+    enumeration, stand_in = _KINDS[form.kind]
+    backends = f"{FUSED}.oracle.{form.kind}:{enumeration}"
     try:
-        return pkgutil.resolve_name(form.backends)[form.stand_in]
+        return pkgutil.resolve_name(backends)[stand_in]
     except (ImportError, AttributeError, KeyError):
-        raise FixError(f"there is no {form.stand_in} in {form.backends}") from None
+        raise FixError(f"there is no {stand_in} in {backends}") from None
 
 
 def _wrap_select(original: Any, *, form: Format, stand_in: Any) -> Any:

@@ -24,8 +24,10 @@ _NAN = 0x7F
 
 Compute = Callable[..., None]
 """``(out, x, topk_weights, topk_ids, activation)``, as `run_experts` takes them."""
-Take = Callable[[Any, Any, bool], Compute]
-"""(method, layer, whether to compute by the reference) -> what computes the layer."""
+Read = Callable[[str], Any]
+"""``w13`` or ``w2`` -> the weights as kernels or the reference take them."""
+Take = Callable[[Any, Any, bool], Read]
+"""(method, layer, True to compute by the reference) -> how its weights are read at each call."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +44,19 @@ MODELOPT = Nvfp4Names("weight", "weight_scale_2")
 COMPRESSED_TENSORS = Nvfp4Names("weight_packed", "weight_global_scale", reciprocal=True)
 
 
-def take_plain(method: Any, layer: Any, by_reference: bool) -> Compute:
-    """Compute a layer of bfloat16 or float16 weights."""
+def take_plain(method: Any, layer: Any, by_reference: bool) -> Read:
+    """Take a layer of bfloat16 or float16 weights."""
     from moedoctor.kernels.moe.expert_weights import ExpertWeights
 
-    def weights() -> Any:
-        return (
-            ExpertWeights(layer.w13_weight, bias=_get_bias(layer, "w13")),
-            ExpertWeights(layer.w2_weight, bias=_get_bias(layer, "w2")),
-        )
+    def read(name: str) -> Any:
+        values = getattr(layer, f"{name}_weight")
+        return values if by_reference else ExpertWeights(values, bias=_get_bias(layer, name))
 
-    def references() -> Any:
-        return layer.w13_weight, layer.w2_weight
-
-    return _by_reference(layer, references) if by_reference else _by_kernels(weights)
+    return read
 
 
-def take_fp8(method: Any, layer: Any, by_reference: bool) -> Compute:
-    """Compute a layer of FP8 weights, with activations as they are: W8A16.
+def take_fp8(method: Any, layer: Any, by_reference: bool) -> Read:
+    """Take a layer of FP8 weights, with activations as they are: W8A16.
 
     Raises UnavailableError for NaN weights and for scales of an unknown form.
     """
@@ -74,23 +71,20 @@ def take_fp8(method: Any, layer: Any, by_reference: bool) -> Compute:
         if scale.dtype.itemsize != 4:
             replace(layer, f"{name}_{scale_name}", scale.float())
         halves = 2 if name == "w13" and method.moe.is_act_and_mul else 1
-        forms[name] = _find_fp8_form(
-            method, make_fp8_weights, values, getattr(layer, f"{name}_{scale_name}"), halves
+        scale = getattr(layer, f"{name}_{scale_name}")
+        forms[name] = _find_fp8_form(method, make_fp8_weights, values, scale, halves)
+
+    def read(name: str) -> Any:
+        values, scale, form = (
+            getattr(layer, f"{name}_weight"),
+            getattr(layer, f"{name}_{scale_name}"),
+            forms[name],
         )
+        if by_reference:
+            return Fp8(values, scale, form.block, form.halves)
+        return ExpertWeights(values, None, scale, _get_bias(layer, name), form.block, form.halves)
 
-    def weights() -> Any:
-        for name in ("w13", "w2"):
-            values, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_{scale_name}")
-            form = forms[name]
-            yield ExpertWeights(values, None, scale, _get_bias(layer, name), form.block, form.halves)
-
-    def references() -> Any:
-        for name in ("w13", "w2"):
-            form = forms[name]
-            values, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_{scale_name}")
-            yield Fp8(values, scale, form.block, form.halves)
-
-    return _by_reference(layer, references) if by_reference else _by_kernels(weights)
+    return read
 
 
 def _find_fp8_form(method: Any, make: Any, values: Any, scale: Any, halves: int) -> Any:
@@ -106,8 +100,8 @@ def _find_fp8_form(method: Any, make: Any, values: Any, scale: Any, halves: int)
     raise UnavailableError(f"FP8 weights or scales of an unknown form: {reason}")
 
 
-def take_nvfp4(names: Nvfp4Names, method: Any, layer: Any, by_reference: bool) -> Compute:
-    """Compute a layer of NVFP4 weights, with activations as they are: W4A16."""
+def take_nvfp4(names: Nvfp4Names, method: Any, layer: Any, by_reference: bool) -> Read:
+    """Take a layer of NVFP4 weights, with activations as they are: W4A16."""
     import torch
 
     from moedoctor.kernels.moe.expert_weights import ExpertWeights
@@ -127,43 +121,33 @@ def take_nvfp4(names: Nvfp4Names, method: Any, layer: Any, by_reference: bool) -
             replace(layer, f"{name}_weight_scale", scales)
     torch.cuda.empty_cache()
 
-    def parts() -> Any:
-        for name in ("w13", "w2"):
-            yield (
-                name,
-                *(getattr(layer, f"{name}_{part}") for part in ("weight", "weight_scale", "weight_scale_2")),
-            )
+    def read(name: str) -> Any:
+        parts = ("weight", "weight_scale", "weight_scale_2")
+        codes, scales, scale = (getattr(layer, f"{name}_{part}") for part in parts)
+        if by_reference:
+            return Nvfp4(codes, scales, scale)
+        halves = scale.numel() // codes.shape[0]
+        return ExpertWeights(codes, scales, scale, _get_bias(layer, name), halves=halves)
 
-    def weights() -> Any:
-        for name, words, scales, scale in parts():
-            halves = scale.numel() // words.shape[0]
-            yield ExpertWeights(words, scales, scale, _get_bias(layer, name), halves=halves)
-
-    def references() -> Any:
-        return (Nvfp4(packed, scales, scale) for _, packed, scales, scale in parts())
-
-    return _by_reference(layer, references) if by_reference else _by_kernels(weights)
+    return read
 
 
-def _by_kernels(weights: Callable[[], Any]) -> Compute:
+def _make_compute(layer: Any, read: Read, by_reference: bool) -> Compute:
+    if by_reference:  # without Triton
+        from moedoctor.reference.moe import MoeWeights, forward
+
+        def compute(out: Any, x: Any, topk_weights: Any, topk_ids: Any, activation: str) -> None:
+            biases = _get_bias(layer, "w13"), _get_bias(layer, "w2")
+            held = MoeWeights(read("w13"), read("w2"), activation, *biases)
+            out.copy_(forward(x, held, topk_weights, topk_ids))
+
+        return compute
     from moedoctor.kernels.moe.launch import run_experts
 
-    def compute(out: Any, x: Any, topk_weights: Any, topk_ids: Any, activation: str) -> None:
-        w13, w2 = weights()
-        run_experts(x, w13, w2, topk_weights, topk_ids, activation=activation, out=out)
+    def launch(out: Any, x: Any, topk_weights: Any, topk_ids: Any, activation: str) -> None:
+        run_experts(x, read("w13"), read("w2"), topk_weights, topk_ids, activation=activation, out=out)
 
-    return compute
-
-
-def _by_reference(layer: Any, weights: Callable[[], Any]) -> Compute:
-    from moedoctor.reference.moe import MoeWeights, forward
-
-    def compute(out: Any, x: Any, topk_weights: Any, topk_ids: Any, activation: str) -> None:
-        w13, w2 = weights()
-        held = MoeWeights(w13, w2, activation, _get_bias(layer, "w13"), _get_bias(layer, "w2"))
-        out.copy_(forward(x, held, topk_weights, topk_ids))
-
-    return compute
+    return launch
 
 
 def _get_bias(layer: Any, name: str) -> Any:
@@ -191,7 +175,7 @@ def take_over(method: Any, layer: Any, take: Take, *, by_reference: bool) -> Non
     modules = {name: importlib.import_module(f"{FUSED}.{name}") for name in ("modular_kernel", "config")}
     quantization = modules["config"].FusedMoEQuantConfig.make()
     experts = make_experts_class()(method.moe, quantization)
-    experts.compute = take(method, layer, by_reference)
+    experts.compute = _make_compute(layer, take(method, layer, by_reference), by_reference)
     finalize = importlib.import_module(f"{FUSED}.prepare_finalize.no_dp_ep")
     method.moe_quant_config = quantization
     method.moe_kernel = modules["modular_kernel"].FusedMoEKernel(

@@ -50,10 +50,8 @@ _ENTRY, _READER = "_forward_entry", "_forward_impl"
 def apply(version: str) -> str:
     """Apply the fix; see `moedoctor.plugin.register`."""
     offload = importlib.import_module("moedoctor.fixes.offloader").offload
-    finishing, arguments = (
-        functools.partial(_wrap_post_init, offload=offload),
-        "vllm.engine.arg_utils:EngineArgs",
-    )
+    finishing = functools.partial(_wrap_post_init, offload=offload)
+    arguments = "vllm.engine.arg_utils:EngineArgs"
     uva, loading = "vllm.model_executor.offloader.uva:UVAOffloader", "vllm.model_executor.model_loader.utils"
     runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
     rebuild, sizes = "may_reinitialize_input_batch", "self kv_cache_config kernel_block_sizes"
@@ -164,9 +162,7 @@ def _take_over(pending: Sequence[_Layer], offload: Callable[..., Any], *, pin: b
     # A buffer in a block that repacking left would keep torch from releasing the rest of that block.
     torch.cuda.empty_cache()
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", _UNPINNED, RuntimeWarning
-        )  # it is also a note, and notes are logged
+        warnings.filterwarnings("ignore", _UNPINNED, RuntimeWarning)  # it is a note too, which is logged
         handle = offload(
             modules,
             size,

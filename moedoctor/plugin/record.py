@@ -156,9 +156,8 @@ class EngineRecorder:
             make_folder(self.folder)
             save(capsule, file, lambda line: logger.warning("moedoctor: record: writes %s", line))
         except OSError as error:
-            self._warn(
-                f"there is no capsule: call {record.call} of {record.layer} cannot be written: {error}"
-            )
+            call = f"call {record.call} of {record.layer}"
+            self._warn(f"there is no capsule: {call} cannot be written: {error}")
             return
         logger.warning(
             "moedoctor: record: call %d of %s is in %s: %s", record.call, record.layer, file, record.reason
@@ -276,12 +275,6 @@ _active: tuple[EngineRecorder, ProcessEnd] | None = None
 """The recorder of this process, and the function that saves the rest when it ends."""
 
 
-def comparisons() -> tuple[int, float]:
-    """Return how many compared calls were right in this process, and the seconds of these comparisons."""
-    keeper = None if _active is None else _active[0].keeper
-    return (0, 0.0) if keeper is None else (keeper.compared, keeper.seconds)
-
-
 def finish() -> None:
     """Save what the last step kept, in a process that ends without `atexit`."""
     if _active is not None:
@@ -306,17 +299,11 @@ def apply(version: str) -> str:
         return "is active already"
     recorder = EngineRecorder(Path(folder), wish)
     moe, router = f"{_FUSED}.runner.moe_runner:MoERunner", f"{_FUSED}.router.base_router:BaseRouter"
-    calls = ("self.router.select_experts(",)
+    calls, routed = ("self.router.select_experts(",), ("return topk_weights, topk_ids",)
     patches = [
         Patch(f"{_FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", recorder.wrap_method, "moe"),
         Patch(moe, "_apply_quant_method", recorder.wrap_moe, "hidden_states router_logits", calls),
-        Patch(
-            router,
-            "select_experts",
-            recorder.wrap_router,
-            "router_logits",
-            ("return topk_weights, topk_ids",),
-        ),
+        Patch(router, "select_experts", recorder.wrap_router, "router_logits", routed),
         *Steps(recorder.begin, recorder.end).list_patches(),
     ]
     apply_patches("record", version, patches)

@@ -39,11 +39,13 @@ def is_routed_by_kernel(runner: Any) -> bool:
 
 def make_watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None]) -> Any:
     """Return the `WatchedLayer` of a MoE layer. Raises FixError if it cannot be recorded."""
+    import torch
+
     from moedoctor.trace.call_keeper import WatchedLayer
     from moedoctor.trace.capsule import Record
 
     method = runner._quant_method
-    config = method.moe
+    config, experts = method.moe, getattr(getattr(method, "moe_kernel", None), "fused_experts", method)
     quantization = _QUANTIZATIONS.get(type(method).__name__)
     if quantization is None:
         raise FixError(f"{type(method).__name__} holds weights in a way that capsules do not know")
@@ -65,10 +67,10 @@ def make_watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None])
             "quantization": quantization,
             "block": _read_block(method),
             "activations": _name_activations(method),
-            "backend": _name_backend(method),
+            "backend": type(experts).__name__,
             "kernel": {"monolithic": str(is_routed_by_kernel(runner))},
             "parallel": sizes,
-            "packages": {"vllm": read_vllm_version(), **_read_packages()},
+            "packages": {"vllm": read_vllm_version(), "torch": str(torch.__version__)},
             "environment": _read_environment(),
         }
     )
@@ -116,17 +118,6 @@ def _name_activations(method: Any) -> str:
         return "fp8_block"
     # Without a scale in the checkpoint vLLM takes one of each token, or of all tokens together.
     return "fp8_token" if getattr(config, "a1_scale", None) is None else "fp8"
-
-
-def _name_backend(method: Any) -> str:
-    kernel = getattr(method, "moe_kernel", None)
-    return type(getattr(kernel, "fused_experts", method)).__name__
-
-
-def _read_packages() -> dict[str, str]:
-    import torch
-
-    return {"torch": str(torch.__version__)}
 
 
 def _read_environment() -> dict[str, str]:

@@ -7,17 +7,16 @@ tokens change as soon as one layer is wrong. Only experts are quantized.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from moedoctor.reference.checkpoints import Scheme, Tensors, make_expert_tensors
+from moedoctor.reference.checkpoints import Scheme, Tensors, make_expert_tensors, write_checkpoint
 
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 Draw = Callable[..., torch.Tensor]
 """``draw(rows, columns, gain)``: BF16 [rows, columns] with a deviation of ``gain / sqrt(columns)``."""
 
@@ -71,9 +70,7 @@ def write_gemma4(folder: Path, config: Mapping[str, Any], scheme: Scheme = "bf16
     hidden, experts, width = (
         config[name] for name in ("hidden_size", "num_experts", "moe_intermediate_size")
     )
-    heads, kv_heads, head = (
-        config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
+    heads, kv_heads, head = (config[name] for name in _HEADS)
     ones = torch.ones(hidden, dtype=torch.bfloat16)  # [H]
     # The model multiplies its embedding by sqrt(hidden).
     tensors: Tensors = {"model.embed_tokens.weight": draw(config["vocab_size"], hidden)}
@@ -107,15 +104,12 @@ def write_gemma4(folder: Path, config: Mapping[str, Any], scheme: Scheme = "bf16
         tensors[f"{prefix}.router.per_expert_scale"] = spread.bfloat16()
         tensors[f"{prefix}.router.proj.weight"] = draw(experts, hidden)
         for expert in range(experts):
-            weights = {
-                "gate": draw(width, hidden).float(),
-                "up": draw(width, hidden).float(),
-                "down": draw(hidden, width).float(),
-            }
+            sizes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+            weights = {name: draw(*size).float() for name, size in sizes.items()}
             for name, tensor in make_expert_tensors(scheme, weights).items():
                 tensors[f"{prefix}.experts.{expert}.{name}"] = tensor
     tensors |= {"model.norm.weight": ones, "lm_head.weight": draw(config["vocab_size"], hidden, 4.0)}
-    return _write(folder, config, tensors)
+    return write_checkpoint(folder, config, tensors)
 
 
 def write_nemotron_h(folder: Path, config: Mapping[str, Any], scheme: Scheme = "bf16", seed: int = 0) -> Path:
@@ -136,7 +130,7 @@ def write_nemotron_h(folder: Path, config: Mapping[str, Any], scheme: Scheme = "
             tensors[f"{prefix}.mixer.{name}"] = tensor
     tensors["backbone.norm_f.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     tensors["lm_head.weight"] = draw(config["vocab_size"], hidden, 4.0)
-    return _write(folder, config, tensors)
+    return write_checkpoint(folder, config, tensors)
 
 
 def _draw_mamba(config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: torch.Generator) -> Tensors:
@@ -178,9 +172,7 @@ def _draw_moe(config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: 
 def _draw_attention(
     config: Mapping[str, Any], scheme: Scheme, draw: Draw, generator: torch.Generator
 ) -> Tensors:
-    heads, kv_heads, head = (
-        config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
+    heads, kv_heads, head = (config[name] for name in _HEADS)
     counts = {"q": heads, "k": kv_heads, "v": kv_heads}
     tensors = {
         f"{name}_proj.weight": draw(count * head, config["hidden_size"]) for name, count in counts.items()
@@ -196,11 +188,3 @@ def _make_draw(seed: int) -> tuple[Draw, torch.Generator]:
         return drawn.mul(gain / math.sqrt(columns)).bfloat16()  # [rows, columns]
 
     return draw, generator
-
-
-def _write(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder

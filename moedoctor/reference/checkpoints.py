@@ -125,9 +125,15 @@ def write_qwen3_moe(
     }
     if change is not None:
         change(tensors, config)
+    return write_checkpoint(folder, config, tensors)
+
+
+def write_checkpoint(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> Path:
+    """Write ``config.json`` and ``model.safetensors`` into `folder`, which is created; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    held = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -141,9 +147,8 @@ def make_expert_tensors(scheme: Scheme, weights: Mapping[str, torch.Tensor]) -> 
     tensors: Tensors = {}
     if scheme == "fp8":
         for name, weight in weights.items():
-            values, scale_inverse = _quantize_blocks(weight)
-            tensors[f"{name}_proj.weight"] = values
-            tensors[f"{name}_proj.weight_scale_inv"] = scale_inverse
+            weight_and_scale = f"{name}_proj.weight", f"{name}_proj.weight_scale_inv"
+            tensors |= dict(zip(weight_and_scale, _quantize_blocks(weight), strict=True))
         return tensors
     if scheme in ("fp8_modelopt", "fp8_compressed"):
         for name, weight in weights.items():
@@ -180,15 +185,10 @@ def make_quantization_fields(scheme: Scheme, layers: int) -> dict[str, Any]:
     """Return the fields of config.json that say how the experts are quantized."""
     if scheme == "bf16":
         return {}
-    if scheme == "nvfp4":
-        quantization: dict[str, Any] = {
-            "quant_method": "modelopt",
-            "quant_algo": "NVFP4",
-            "group_size": 16,
-            "ignore": [*_IN_BF16],
-        }
-    elif scheme == "fp8_modelopt":
-        quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [*_IN_BF16]}
+    quantization: dict[str, Any]
+    if scheme in ("nvfp4", "fp8_modelopt"):
+        algorithm = {"quant_algo": "NVFP4", "group_size": 16} if scheme == "nvfp4" else {"quant_algo": "FP8"}
+        quantization = {"quant_method": "modelopt", **algorithm, "ignore": [*_IN_BF16]}
     elif scheme == "fp8_compressed":
         eight = {"num_bits": 8, "type": "float", "symmetric": True}
         quantization = {

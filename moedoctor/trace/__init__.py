@@ -14,7 +14,7 @@ _MODULES = {"MoeRecorder": "moe_recorder", "NanLocator": "nan_locator"}
 
 
 def __getattr__(name: str) -> Any:
-    """These need torch, the trace file's format does not."""
+    """Import the recorders when they are asked for: they need torch, the trace file's format does not."""
     if name in _MODULES:
         return getattr(import_module(f"moedoctor.trace.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__} has no attribute {name}")

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -116,15 +117,12 @@ def main(checkpoint: str) -> None:
         answer: dict[str, bool | str | None] = {"right": None, "error": None}
         try:
             files = files or ExpertFiles(Path(checkpoint))
-            answer["right"] = _judge(from_bytes(data), files)
+            capsule = from_bytes(data)
+            read = partial(files.read_tensors, capsule.record.layer, quantization=capsule.record.quantization)
+            answer["right"] = is_right(add_weights(capsule, read))
         except CapsuleError as error:
             answer["error"] = str(error)
         print(json.dumps(answer), file=answers, flush=True)
-
-
-def _judge(capsule: Capsule, files: ExpertFiles) -> bool:
-    layer, quantization = capsule.record.layer, capsule.record.quantization
-    return is_right(add_weights(capsule, lambda experts: files.read_tensors(layer, experts, quantization)))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class WatchedLayer:
 
 @dataclass(frozen=True)
 class Wish:
-    """Which call is to be kept."""
+    """The call that is to be kept."""
 
     when: When = "nan"
     layer: str | None = None
@@ -102,7 +102,7 @@ FIRST_IN_GRAPH = (
 
 
 def is_capturing(x: torch.Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, during which no memory can be pinned."""
+    """Return True while a CUDA graph is captured: then no memory can be pinned."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -122,7 +122,7 @@ class HeaderCopy:
             self._arrived.record()
 
     def has_arrived(self, *, wait: bool) -> bool:
-        """Return whether the header is here; `wait` for it if asked to."""
+        """Return True if the header is here; `wait` for it if asked to."""
         if self._arrived is None:
             return True
         try:
@@ -329,7 +329,8 @@ class CallKeeper:
         number = header[places.OWNER] - 1
         layer = self.layers[number]
         capsule = self._read_capsule(layer, self._rows[number], header)
-        if self.wish.when == "mismatch" and self._is_right(layer, capsule):
+        judge = self.judge or (lambda capsule: is_right(add_weights(capsule, layer.weights)))
+        if self.wish.when == "mismatch" and judge(capsule):
             self.compared += 1
             self.seconds += time.perf_counter() - started
             self._free = True
@@ -339,11 +340,6 @@ class CallKeeper:
         own = {} if layer.own is None else layer.own(list(capsule.expert_ids))
         capsule = Capsule(capsule.record, {**capsule.tensors, **own})
         self.keep(fit(capsule, self.wish.max_bytes))
-
-    def _is_right(self, layer: WatchedLayer, capsule: Capsule) -> bool:
-        if self.judge is not None:
-            return self.judge(capsule)
-        return is_right(add_weights(capsule, layer.weights))
 
     def _read_capsule(self, layer: WatchedLayer, rows: KeptRows, header: list[int]) -> Capsule:
         count = min(header[places.COUNT], len(rows.row))

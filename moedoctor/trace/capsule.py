@@ -72,7 +72,7 @@ class CapsuleError(Exception):
 
 
 class Record(BaseModel):
-    """What a capsule says about its call, beside the tensors."""
+    """The facts about a call that a capsule holds beside the tensors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -270,7 +270,7 @@ def keep_tokens(capsule: Capsule, tokens: Sequence[int]) -> Capsule:
         used |= tensors["expert_ids"] == capsule.record.experts - 1
     spare = (~used).nonzero().flatten()[: max(0, capsule.record.top_k - int(used.sum()))]
     used[spare] = True  # a layer has at least as many experts as a token uses
-    for name in (*_list_weight_names(capsule), *_list_backend_names(capsule)):
+    for name in _list_model_names(capsule):
         tensors[name] = tensors[name][used]
     tensors["expert_ids"] = tensors["expert_ids"][used]
     before = capsule.record.tokens or range(len(capsule.tensors["x"]))
@@ -336,7 +336,7 @@ def add_weights(capsule: Capsule, weights: Callable[[list[int]], Mapping[str, to
 
 def drop_weights(capsule: Capsule) -> Capsule:
     """Return the capsule without anything that is part of the model."""
-    names = {*_list_weight_names(capsule), *_list_backend_names(capsule)}
+    names = _list_model_names(capsule)
     tensors = {name: tensor for name, tensor in capsule.tensors.items() if name not in names}
     return Capsule(capsule.record.model_copy(update={"weights": "none"}), tensors)
 
@@ -431,13 +431,10 @@ def load(path: Path) -> Capsule:
     return capsule
 
 
-def _list_weight_names(capsule: Capsule) -> list[str]:
-    names = (f"{weight}{part}" for weight in ("w13", "w2") for part in ("", "_scale", "_block_scales"))
-    return [name for name in names if name in capsule.tensors]
-
-
-def _list_backend_names(capsule: Capsule) -> list[str]:
-    return [name for name in capsule.tensors if name.startswith(OF_BACKEND)]
+def _list_model_names(capsule: Capsule) -> list[str]:
+    """Return the names of the tensors [U, ...] that are part of the model."""
+    weights = {f"{weight}{part}" for weight in ("w13", "w2") for part in ("", "_scale", "_block_scales")}
+    return [name for name in capsule.tensors if name in weights or name.startswith(OF_BACKEND)]
 
 
 def _read_record(metadata: Mapping[str, str]) -> Record:

@@ -41,7 +41,7 @@ _WATCHER = "moedoctor.trace.crash_watcher"
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ring of a layer is in the shared memory, and the sizes of its tensors."""
+    """The place of a layer's ring in the shared memory, and the sizes of its tensors."""
 
     offset: int
     rows: int
@@ -62,11 +62,8 @@ class Place:
 
     def count_row_bytes(self) -> int:
         """Return the bytes of a token."""
-        return sum(
-            torch.Size(shape[2:]).numel() * dtype.itemsize
-            for name, dtype, shape in self.list_tensors()
-            if name != "header"
-        )
+        x: torch.dtype = getattr(torch, self.dtype)
+        return self.hidden * x.itemsize + 8 * self.top_k + 4 * self.experts
 
     def count_bytes(self) -> int:
         """Return its bytes, whole pages."""

@@ -15,20 +15,18 @@ import mmap
 import os
 import select
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from moedoctor.kernels.kept_rows import SavedCalls
     from moedoctor.trace.capsule import Capsule
-    from moedoctor.trace.crash_ring import Place
 
 _DIED = "the process died"
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One saved call."""
+class _Call(NamedTuple):
+    """One saved call; a later one is larger."""
 
     step: int
     layer: int
@@ -103,13 +101,10 @@ def _read(notes: int) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     return [line for line in lines if "place" in line], end
 
 
-def _place(layer: dict[str, Any]) -> Place:
+def _view(memory: int, layer: dict[str, Any]) -> SavedCalls:
     from moedoctor.trace.crash_ring import Place
 
-    return Place(**layer["place"])
-
-
-def _view(memory: int, place: Place) -> Any:
+    place = Place(**layer["place"])
     return place.view(mmap.mmap(memory, place.count_bytes(), offset=place.offset))
 
 
@@ -118,10 +113,10 @@ def _list_calls(memory: int, layers: list[dict[str, Any]]) -> list[_Call]:
     calls = [
         _Call(int(step), number, ring)
         for number, layer in enumerate(layers)
-        for ring, (step, _) in enumerate(_view(memory, _place(layer)).header.tolist())
+        for ring, (step, _) in enumerate(_view(memory, layer).header.tolist())
         if step >= 0
     ]
-    return sorted(calls, key=lambda call: (call.step, call.layer), reverse=True)
+    return sorted(calls, reverse=True)
 
 
 def _read_capsule(
@@ -135,7 +130,7 @@ def _read_capsule(
     from moedoctor.trace.expert_weights import ExpertFiles
 
     record = Record.model_validate_json(layer["record"])
-    saved = _view(memory, _place(layer))
+    saved = _view(memory, layer)
     count = int(saved.header[call.ring, 1])
     rows = min(count, saved.x.shape[1])
 

@@ -48,46 +48,38 @@ class ExpertFiles:
         gate, up, down = names
         first, second = [name for name in (gate, up) if name is not None], [down or ""]
         tensors: dict[str, torch.Tensor] = {}
-        for target, projections in (("w13", first), ("w2", second)):
-            each = [
-                [
-                    self._read_projection(f"{layer}.{expert}.{projection}", quantization)
-                    for projection in projections
-                ]
-                for expert in experts
-            ]
-            tensors |= _stack(target, each)
-        for target, projections in (("input_scale", first), ("intermediate_scale", second)):
-            scales = [
-                scale
-                for expert in experts
-                for projection in projections
-                if (scale := self._read_input_scale(f"{layer}.{expert}.{projection}")) is not None
-            ]
+        for target, scale, projections in (
+            ("w13", "input_scale", first),
+            ("w2", "intermediate_scale", second),
+        ):
+            modules = [[f"{layer}.{expert}.{name}" for name in projections] for expert in experts]
+            tensors |= _stack(target, [[self._read(name, quantization) for name in each] for each in modules])
+            found = [self._read_input_scale(name) for each in modules for name in each]
+            scales = [value for value in found if value is not None]
             if scales:
-                tensors[target] = torch.stack(scales).max()  # []
+                tensors[scale] = torch.stack(scales).max()  # []
         return tensors
 
     def _has(self, layer: str, expert: int, names: tuple[str | None, ...]) -> bool:
-        return all(
-            any(f"{layer}.{expert}.{name}.{part}" in self._files for part in ("weight", "weight_packed"))
-            for name in names
-            if name is not None
-        )
+        modules = (f"{layer}.{expert}.{name}" for name in names if name is not None)
+        return all(self._find(module, ("weight", "weight_packed")) for module in modules)
 
-    def _read_projection(self, name: str, quantization: str) -> dict[str, torch.Tensor]:
+    def _find(self, module: str, parts: tuple[str, ...]) -> str | None:
+        return next((part for part in parts if f"{module}.{part}" in self._files), None)
+
+    def _read(self, name: str, quantization: str) -> dict[str, torch.Tensor]:
         """Return the tensors of one linear layer: ``""`` the values, ``_block_scales`` and ``_scale``."""
         packed = f"{name}.weight_packed"
         values = self._read_tensor(packed if packed in self._files else f"{name}.weight")  # [N, K]
         if quantization == "bf16":
             return {"": values}
         if quantization == "fp8":
-            found = next((part for part in _FP8 if f"{name}.{part}" in self._files), _FP8[0])
+            found = self._find(name, _FP8) or _FP8[0]
             scale = self._read_tensor(f"{name}.{found}", "a scale").float()
             if scale.numel() > 1 and scale.dim() != 2:
                 raise CapsuleError(f"{name}.{found} is {list(scale.shape)}, expected one scale or [R, C]")
             return {"": values, "_scale": scale if scale.numel() > 1 else scale.reshape(())}
-        found = next((part for part in _GLOBAL if f"{name}.{part}" in self._files), _GLOBAL[0])
+        found = self._find(name, _GLOBAL) or _GLOBAL[0]
         scale = self._read_tensor(f"{name}.{found}").float().reshape(())  # []
         return {
             "": values,
@@ -96,7 +88,7 @@ class ExpertFiles:
         }
 
     def _read_input_scale(self, name: str) -> torch.Tensor | None:
-        found = next((part for part in _INPUT if f"{name}.{part}" in self._files), None)
+        found = self._find(name, _INPUT)
         if found is None:
             return None
         scale = self._read_tensor(f"{name}.{found}").float().reshape(-1)[0]  # []

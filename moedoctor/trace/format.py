@@ -46,7 +46,7 @@ class TraceError(Exception):
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """What the routers of a model chose. Raises TraceError for parts that do not fit together."""
+    """The experts that a model's routers chose. Raises TraceError for parts that do not fit together."""
 
     topk_ids: Sequence[int]
     """[rows * layers * top_k], row by row; -1 for no expert."""
@@ -164,8 +164,7 @@ def save(trace: RoutingTrace, path: Path) -> None:
 def load(path: Path) -> RoutingTrace:
     """Load the trace in a file. Raises TraceError, and nothing else, for whatever is wrong with it."""
     try:
-        data = _read(path)
-        metadata, tensors = _parse(data)
+        metadata, tensors = _parse(read_bytes(path, MAX_BYTES, "a routing trace (.safetensors)"))
         ids, shape = _read_integers(tensors, "topk_ids", ("U8", "U16"), 3)
         none = 255 if tensors["topk_ids"]["dtype"] == "U8" else 65_535
         layers = _read_json(metadata, "layers", list)
@@ -183,19 +182,14 @@ def load(path: Path) -> RoutingTrace:
             model=metadata.get("model", "unknown"),
             made=_read_json(metadata, "made", dict),
         )
+    except TextFileError as error:
+        raise TraceError(f"{path}: {error.message}") from None
     except TraceError as error:
         raise TraceError(f"{path}: {error}") from None
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return read_bytes(path, MAX_BYTES, "a routing trace (.safetensors)")
-    except TextFileError as error:
-        raise TraceError(error.message) from None
-
-
 def _parse(data: bytes) -> tuple[dict[str, str], dict[str, Any]]:
-    """(metadata, tensors by name) of a safetensors file."""
+    """Return (metadata, tensors by name) of a safetensors file."""
     import safetensors
 
     try:
@@ -215,7 +209,7 @@ def _parse(data: bytes) -> tuple[dict[str, str], dict[str, Any]]:
 def _read_integers(
     tensors: Mapping[str, Any], name: str, dtypes: Sequence[str], dimensions: int
 ) -> tuple[array[int], list[int]]:
-    """(values, shape) of one tensor."""
+    """Return (values, shape) of one tensor."""
     tensor = tensors.get(name)
     if tensor is None or tensor["dtype"] not in dtypes or len(tensor["shape"]) != dimensions:
         raise TraceError(f"{name} must be there, of type {' or '.join(dtypes)} and {dimensions} dimensions")

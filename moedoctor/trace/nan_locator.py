@@ -161,7 +161,7 @@ class NanLocator:
 
 
 def _list_tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors of a module's output, in their order."""
+    """Return the tensors of a module's output, in their order."""
     if isinstance(output, torch.Tensor):
         return [output]
     parts: Any = ()
@@ -175,12 +175,12 @@ def _list_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
-    """Whether the module can be called, unlike a list of modules."""
+    """Return True if the module can be called, unlike a list of modules."""
     return type(module).forward is not torch.nn.Module.forward or "forward" in vars(module)
 
 
 def _are_experts(ids: torch.Tensor, num_experts: int, floating: list[torch.Tensor]) -> bool:
-    """Whether integers [T, K] come with their weights [T, K] or logits [T, num_experts], as a router's do.
+    """Return True if integers [T, K] come with weights [T, K] or logits [T, num_experts], as a router's do.
 
     A whole model may have a number of experts too, and return ids of tokens.
     """
@@ -191,7 +191,7 @@ def _are_experts(ids: torch.Tensor, num_experts: int, floating: list[torch.Tenso
 
 
 def _count_experts(module: torch.nn.Module) -> int:
-    """How many experts a router chooses from; 0 if the module does not say."""
+    """Return the number of experts that a router chooses from; 0 if the module does not say."""
     count = getattr(module, "num_experts", None)
     if isinstance(count, int):
         return count

@@ -1,4 +1,4 @@
-"""What a NaN trace found, as frozen records and as text. Imports no torch."""
+"""The findings of a NaN trace, as frozen records and as text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ class NanReport:
         return self.pad_tokens / self.steps_with_padding if self.steps_with_padding else 0.0
 
     def to_row(self) -> dict[str, Any]:
-        """The line of the table that vllm-project/vllm#39593 prints."""
+        """Return the line of the table that vllm-project/vllm#39593 prints."""
         return make_row(self.to_evidence())
 
     def to_evidence(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """Return everything as plain data."""
         values = asdict(self) | {"mean_pad_tokens": round(self.mean_pad_tokens, 2)}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
     def to_text(self) -> str:
-        """A few lines for a terminal or a log."""
+        """Return a few lines for a terminal or a log."""
         row = self.to_row()
         lines = [
             "Steps with padding   NaN in padding    Inf in padding   Mean pad tokens",

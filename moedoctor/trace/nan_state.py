@@ -57,7 +57,7 @@ class PointSet:
         self._adders.append(add)
 
     def add(self, point: int) -> None:
-        """Something happened at the point with this number."""
+        """Add the point with this number."""
         if self._key:  # always true; the compiler guards on what is asked
             self._adders[point]()
 
@@ -201,7 +201,7 @@ class NanState:
         look(ids, self.header, self.ids, self.other_ids, padding, num_experts, point)
 
     def _is_elsewhere(self, x: torch.Tensor) -> bool:
-        """Whether a kernel of the record's device cannot read the rows of `x`."""
+        """Return True if a kernel of the record's device cannot read the rows of `x`."""
         return x.device != self._device or x.layout is not torch.strided or x.is_nested
 
     def mirror(self) -> None:
@@ -373,7 +373,7 @@ def watch_rows(
 
 
 def _find_offsets(rows: int, header: torch.Tensor, padding: torch.Tensor | None, group: int) -> torch.Tensor:
-    """int64 [rows]: 0 for a real row, PADDING, or UNKNOWN."""
+    """Return int64 [rows]: 0 for a real row, PADDING, or UNKNOWN."""
     number = torch.arange(rows, device=header.device)  # [rows]
     real, padded, masked = int(header[REAL]), int(header[PADDED]), int(header[MASKED])
     if padding is not None and masked == padding.numel():
@@ -437,7 +437,7 @@ def _check_ids(
     real_rows: torch.Tensor | None,
     step: torch.Tensor,
 ) -> None:
-    """`step` int32 [2]: the number of the step, and 0 if none runs."""
+    """Add to `counts` as `watch_ids` does; `step` int32 [2]: the number of the step, and 0 if none runs."""
     if has_kernel(ids):
         from moedoctor.kernels.expert_ids import launch_check
 
@@ -480,7 +480,7 @@ def end_step(header: torch.Tensor) -> None:
 
 
 def has_kernel(x: torch.Tensor) -> bool:
-    """Whether there are kernels for the device of `x`."""
+    """Return True if there are kernels for the device of `x`."""
     return x.is_cuda and _has_triton()
 
 

@@ -191,13 +191,13 @@ class RoutingRecorder:
 
 
 def _find_capture(module: nn.Module) -> Callable[[Any], None] | None:
-    """vLLM's capture function of the router of `module`, or None."""
+    """Return vLLM's capture function of the router of `module`, or None."""
     capture = getattr(getattr(module, "router", None), "set_capture_fn", None)
     return capture if callable(capture) else None
 
 
 def find_ids(values: tuple[Any, ...]) -> torch.Tensor | None:
-    """The expert ids [..., K] among `values`."""
+    """Return the expert ids [..., K] among `values`."""
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     return next((x for x in tensors if x.dim() >= 2 and x.dtype in (torch.int32, torch.int64)), None)
 
@@ -210,14 +210,14 @@ def find_beyond_logits(*modules: nn.Module) -> str | None:
 
 
 def find_number(modules: tuple[nn.Module, ...], names: tuple[str, ...]) -> int:
-    """The first positive whole number under one of `names`, in a module or its configuration; else 0."""
+    """Return the first positive integer under one of `names`, in a module or its configuration; else 0."""
     holders = [holder for module in modules for holder in (module, getattr(module, "config", None))]
     values = (getattr(holder, name, None) for holder in holders for name in names)
     return next((value for value in values if type(value) is int and value > 0), 0)
 
 
 def _count_weight_rows(modules: tuple[nn.Module, ...]) -> int:
-    """Rows of a router's weight, which are the experts."""
+    """Return the rows of a router's weight, which are the experts."""
     for module in modules:
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor) and weight.dim() == 2:

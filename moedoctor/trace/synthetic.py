@@ -21,7 +21,7 @@ _KINDS = {"skew": float, "drift": float}
 
 @dataclass(frozen=True)
 class ZipfSettings:
-    """What is drawn. As text: ``zipf:experts=128,top_k=8,skew=1,drift=0.1,seed=0``, each part optional."""
+    """Settings. As text: ``zipf:experts=128,top_k=8,skew=1,drift=0.1,seed=0``, each part optional."""
 
     experts: int = 128
     top_k: int = 8
@@ -65,14 +65,15 @@ class ZipfSettings:
 
 
 def draw_zipf_trace(settings: ZipfSettings) -> RoutingTrace:
-    """The trace of `settings`: the same settings give the same trace on every machine."""
+    """Return the trace of `settings`: the same settings give the same trace on every machine."""
     random_ = random.Random(settings.seed)
     weights = [-settings.skew * math.log(rank + 1) for rank in range(settings.experts)]
     by_rank = [random_.sample(range(settings.experts), settings.experts) for _ in range(settings.layers)]
-    ids = array("i")
+    ids, whole = array("i"), int(settings.drift)
     for _ in range(settings.rows):
         for order in by_rank:
-            for _ in range(_count_swaps(random_, settings.drift)):
+            # `drift` swaps on average
+            for _ in range(whole + (random_.random() < settings.drift - whole)):
                 a, b = random_.randrange(settings.experts), random_.randrange(settings.experts)
                 order[a], order[b] = order[b], order[a]
             ids.extend(_draw(random_, weights, order, settings.top_k))
@@ -89,14 +90,8 @@ def draw_zipf_trace(settings: ZipfSettings) -> RoutingTrace:
     )
 
 
-def _count_swaps(random_: random.Random, drift: float) -> int:
-    """Return how many ranks are swapped now: `drift` of them on average."""
-    whole = int(drift)
-    return whole + (random_.random() < drift - whole)
-
-
 def _draw(random_: random.Random, weights: list[float], order: list[int], count: int) -> list[int]:
-    """`count` distinct experts: those of the greatest log weight plus Gumbel noise."""
+    """Return `count` distinct experts: those of the greatest log weight plus Gumbel noise."""
     noisy = [weight - math.log(-math.log(random_.random() or 1e-300)) for weight in weights]
     ranks = sorted(range(len(weights)), key=noisy.__getitem__, reverse=True)[:count]
     return [order[rank] for rank in ranks]

@@ -109,7 +109,8 @@ class Model:
 
 def _config() -> types.SimpleNamespace:
     return types.SimpleNamespace(
-        hidden_dim=HIDDEN,
+        hidden_dim=HIDDEN + 64,  # as some backends pad it
+        hidden_dim_unpadded=HIDDEN,
         intermediate_size_per_partition=INTERMEDIATE,
         num_experts=EXPERTS,
         experts_per_token=TOP_K,

@@ -312,7 +312,7 @@ def test_an_error_of_ours_is_one_line_and_never_ends_a_forward(
 def test_a_layer_that_is_not_as_expected_is_left_out(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(record_layers, "_name_backend", lambda method: method.missing)
+    monkeypatch.setattr(record_layers, "_read_block", lambda method: method.missing)
     step(engine.start("nan"))
     names = [f"model.layers.{number}.mlp.experts" for number in range(LAYERS)]
     for name in names:
