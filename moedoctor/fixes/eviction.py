@@ -1,4 +1,4 @@
-"""Which expert leaves a full cache: `lru`, `lfu`, `lfru`, `aging`, and `belady`, which knows the future.
+"""The expert that leaves a full cache: `lru`, `lfu`, `lfru`, `aging`, and `belady`, which knows the future.
 
 One rule keeps a cache right under every policy: a call is one event. Its hits are taken first, then its
 misses get the free slots and the slots of experts that this call does not need. Walking through a call's

@@ -267,7 +267,7 @@ class ExpertCache:
 
     @property
     def pin_failure(self) -> str | None:
-        """Why the host tensors are not pinned; None if they are."""
+        """The reason that the host tensors are not pinned; None if they are."""
         return self._store.reason
 
     @property

@@ -186,7 +186,7 @@ def offload(
         try:
             if access == "view":
                 for layer in stored:
-                    layer.point(view_on_device(layer.block.bytes, target))
+                    layer.bind(view_on_device(layer.block.bytes, target))
             elif stored:
                 pipeline = _make_pipeline(stored, target, engine)
                 hooks = Hooks(module, stored, pipeline, reader)
@@ -257,7 +257,7 @@ def _make_pipeline(
     buffers = storage.make_buffers(stored, device)
     units = [layer.make_unit(index % len(buffers)) for index, layer in enumerate(stored)]
     for layer, unit in zip(stored, units, strict=True):
-        layer.point(buffers[unit.slot])
+        layer.bind(buffers[unit.slot])
     if engine is None:
         engine = CudaEngine(device) if device.type == "cuda" else CopyEngine()
     return Pipeline(units, buffers, engine)

@@ -164,7 +164,7 @@ def _route(
         return TopK(weights, ids)
     # torch's CPU activations give other last bits if elements are not side by side.
     x = logits.float().contiguous()  # [T, E]
-    clean = _sanitize(x) if nan_policy == "finite" else x  # [T, E]
+    clean = _clean(x) if nan_policy == "finite" else x  # [T, E]
     score = torch.softmax(clean, dim=-1) if scoring == "softmax" else torch.sigmoid(clean)  # [T, E]
     if nan_policy == "zero":
         score.nan_to_num_(nan=0.0)  # neither activation gives an Inf
@@ -179,7 +179,7 @@ def _route(
     return TopK(weights * scale if scale != 1.0 else weights, ids.to(torch.int32))
 
 
-def _sanitize(x: torch.Tensor) -> torch.Tensor:
+def _clean(x: torch.Tensor) -> torch.Tensor:
     """Replace NaN and -Inf by the lowest finite float32, +Inf by the highest."""
     limits = torch.finfo(torch.float32)
     return torch.where(x.isnan(), limits.min, x.clamp(limits.min, limits.max))

@@ -1,4 +1,4 @@
-"""Where kernels run: on the GPU of a tensor, or in Triton's interpreter. Imports no Triton."""
+"""The place where kernels run: on the GPU of a tensor, or in Triton's interpreter. Imports no Triton."""
 
 from __future__ import annotations
 

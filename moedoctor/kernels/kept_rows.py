@@ -20,7 +20,7 @@ the call that was kept, REAL how many rows of a call are no padding.
 
 @dataclass(frozen=True)
 class MoeInput:
-    """What goes into a call of a MoE layer, on its device."""
+    """The inputs of a call of a MoE layer, on its device."""
 
     x: torch.Tensor
     """[T, H]"""
@@ -42,7 +42,7 @@ class MoeCall:
 
 
 class Sizes(NamedTuple):
-    """What the rows of a call need memory for."""
+    """The sizes and types of the rows of a call, which decide their memory."""
 
     hidden: int
     dtype: torch.dtype

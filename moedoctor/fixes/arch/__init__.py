@@ -1,4 +1,4 @@
-"""Which CUDA target to compile MoE kernels for: the answer to MD004, for FlashInfer's and torch's settings.
+"""The CUDA target to compile MoE kernels for: the answer to MD004, for FlashInfer's and torch's settings.
 
     >>> resolve_arch((12, 0), (13, 0)).target
     '120f'

@@ -1,4 +1,4 @@
-"""Which MoE backend a vLLM release selects for a GPU, and why it does not select each other one.
+"""The MoE backend that a vLLM release selects for a GPU, and the reason against each other one.
 
 Pure Python from the tables of `release_tables`: no GPU, no vLLM, no torch. The model is taken to
 have 128 experts of 4096 x 2048 with renormalised top-8 softmax routing, no LoRA and no load balancing of
@@ -40,7 +40,7 @@ class Candidate:
     supported: bool
     chosen: bool
     reason: str
-    """Why it is chosen or why not, in words."""
+    """The reason that it is or is not chosen, in words."""
     flag: str | None
     """The value of --moe-backend that asks for it; None if this release has none."""
     automatic: bool
@@ -67,7 +67,7 @@ class Selection:
     decided_by: str
     """``automatic``, ``--moe-backend marlin``, or the variable that decided."""
     error: str | None
-    """Why vLLM does not start if nothing is chosen."""
+    """The reason that vLLM does not start, if nothing is chosen."""
     source: str
     """The source of the order."""
 
@@ -148,7 +148,7 @@ def show_variables(rule: Rule, environ: Mapping[str, str]) -> str:
 
 
 def _explain_refusal(table: Tables, flag: Flag | None, value: str, scheme: str, release: str) -> str | None:
-    """Why vLLM does not take --moe-backend `value`; None if it does."""
+    """Return the reason that vLLM does not take --moe-backend `value`; None if it does."""
     if value not in load_releases()[release].moe_backends:
         return f"--moe-backend {value} is not one of {', '.join(load_releases()[release].moe_backends)}"
     if flag is not None and not flag.refused:
@@ -241,7 +241,7 @@ def _judge_backend(
 def _judge_kernel(
     kernel: Kernel, point: Point, scheme: str, there: Mapping[str, bool], allowed: frozenset[str]
 ) -> tuple[int, str]:
-    """(how many questions the kernel passed, why it does not fit; empty if it does)."""
+    """Return how many questions the kernel passed, and why it does not fit; empty if it does."""
     passed = 0
     for passed, reason in enumerate(_ask_kernel(kernel, point, scheme, there, allowed)):
         if reason:

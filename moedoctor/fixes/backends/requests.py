@@ -85,7 +85,7 @@ class Wanted:
     flag: str | None
     """The value of --moe-backend that does it; None if there is none."""
     problem: str | None
-    """Why it cannot be honoured, and what could be written instead."""
+    """The reason that it cannot be honored, and what could be written instead."""
 
 
 def read_wanted_backend(environ: Mapping[str, str], release: str) -> Wanted | None:
@@ -135,7 +135,7 @@ def find_shadowed_variables(scheme: str, release: str, environ: Mapping[str, str
 def _explain_shadow(
     name: str, rules: tuple[Rule, ...], applied: Rule | None, environ: Mapping[str, str]
 ) -> str:
-    """Why `name` decides nothing although `applied` of these rules applies; empty if that is not known."""
+    """Return why `name` decides nothing though `applied` of these rules applies; empty if not known."""
     if any(len(rule.when) == 1 and is_on(environ[name]) is rule.when.get(name) for rule in rules):
         return show_variables(applied, environ) + " comes before it" if applied else ""
     others = {other for rule in rules if name in rule.when for other in rule.when} - {name}

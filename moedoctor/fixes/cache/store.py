@@ -36,7 +36,7 @@ class ExpertStore:
         }  # [E, ...] each
         self.pinned = False
         self.reason: str | None = "pinning was not asked for"
-        """Why the tensors are not pinned; None if they are."""
+        """The reason that the tensors are not pinned; None if they are."""
         if pin:
             self._pin()
 

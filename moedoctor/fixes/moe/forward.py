@@ -11,7 +11,7 @@ read for it, and the host does not wait to see it. On a CPU it raises ValueError
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,61 +73,6 @@ def moe_forward(
     elif not adds:
         out.zero_()
     return out
-
-
-def moe_forward_in_parts(
-    x: torch.Tensor,
-    weights: Mapping[str, torch.Tensor],
-    parts: Iterable[torch.Tensor],
-    topk_weights: torch.Tensor,
-    *,
-    activation: str = "silu",
-) -> torch.Tensor:
-    """Return float32 [T, H]: what `moe_forward` gives for slots that become ready one part after another.
-
-    `parts`: slot ids [T, K], -1 for pairs of another part. Each part's first products are computed when it
-    comes; all second products at the end, in one sum. So the result does not depend on which expert was in
-    which part: on a GPU it has the bits of `moe_forward`, if that has few enough pairs to compute each by
-    itself. All slots must stay as they are until then, as those of ``ExpertCache.groups(ids, overlap=True)``
-    do if the ids are no more than the slots: else a group takes the slots of the one before. Other arguments
-    and errors as `moe_forward`; ValueError also if there is no part. A generator is closed in any case.
-    """
-    slot_ids: torch.Tensor | None = None
-    h: torch.Tensor | None = None
-    try:
-        for part in parts:
-            _check(x, weights, part, topk_weights, activation, None)
-            slot_ids = part if slot_ids is None else torch.maximum(slot_ids, part)  # [T, K]
-            if part.numel() and not _is_on_host(x):
-                h = _compute_first_products(x, weights, part, h, activation)
-    finally:
-        # An error's traceback keeps a generator alive, but its copies must be joined before a capture ends.
-        if isinstance(parts, Generator):
-            parts.close()
-    if slot_ids is None:
-        raise ValueError("parts is empty: expected at least one part, which may name no slot")
-    if h is None:
-        return moe_forward(x, weights, slot_ids, topk_weights, activation=activation)
-    from moedoctor.kernels.moe.launch import launch_down
-
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)  # [T, H]
-    launch_down(h, weights, slot_ids.contiguous(), topk_weights.contiguous(), out, adds=False)
-    return out
-
-
-def _compute_first_products(
-    x: torch.Tensor,
-    weights: Mapping[str, torch.Tensor],
-    slot_ids: torch.Tensor,
-    h: torch.Tensor | None,
-    activation: str,
-) -> torch.Tensor:
-    """Write the rows of `h` [T * K, I] that belong to pairs with a slot; return it, made if it is None."""
-    from moedoctor.kernels.moe.launch import allocate_values, launch_up
-
-    h = allocate_values(x, weights, slot_ids.shape[1]) if h is None else h
-    launch_up(x.contiguous(), weights, slot_ids.contiguous(), h, activation=activation)
-    return h
 
 
 class GroupedForward:

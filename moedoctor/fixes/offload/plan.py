@@ -73,7 +73,7 @@ class Plan:
     layers: Sequence[tuple[Named, Sequence[Weight]]]
     """The layers that have something to offload, in running order, each with the parameters that go."""
     reasons: Mapping[Weight, str]
-    """Why a parameter stays."""
+    """The reason that a parameter stays."""
 
 
 def make_plan(
@@ -165,7 +165,7 @@ def _find_barred(module: nn.Module, units: Sequence[Named], *, by_forward: bool)
 
 
 def _find_own_reason(weight: Weight, patterns: Sequence[str], keep_below: int) -> str | None:
-    """Why the parameter must stay whatever else holds its memory."""
+    """Return the reason that the parameter must stay, whatever else holds its memory."""
     if patterns and not any(matches(weight.names, pattern) for pattern in patterns):
         return "no pattern names it"
     if len(weight.layers) != 1:
@@ -177,7 +177,7 @@ def _find_own_reason(weight: Weight, patterns: Sequence[str], keep_below: int) -
 def _find_memory_reasons(
     module: nn.Module, weights: Sequence[Weight], reasons: Mapping[Weight, str]
 ) -> dict[Weight, str]:
-    """Why each further parameter must stay: whole storages go or stay."""
+    """Return the reason that each further parameter must stay: whole storages go or stay."""
     taken = {
         identify_storage(buffer): f"its memory is that of the buffer {name}"
         for name, buffer in module.named_buffers()

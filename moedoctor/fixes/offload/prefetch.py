@@ -1,4 +1,4 @@
-"""Which layer's weights are in which device buffer, and when the next ones may be copied there.
+"""The device buffers: whose weights are in which, and when the next ones may be copied there.
 
 Each layer has one buffer for good; layers take turns in running order. A copy into a buffer starts when the
 layer that used it has been released, behind everything that was queued until then; a layer starts behind its
@@ -158,7 +158,7 @@ class Pipeline:
     buffers: Sequence[torch.Tensor]
     engine: CopyEngine
     plain: str | None = None
-    """Why nothing is prefetched, and every layer's weights are copied when it starts; else None."""
+    """The reason that nothing is prefetched but copied when its layer starts; else None."""
     compiled: set[int] = field(default_factory=set)
     """Units that compiled code has started: it counts writes to their parameters that it does not do."""
     watched: bool = False
@@ -185,7 +185,7 @@ class Pipeline:
 
     def begin(self) -> None:
         """A pass over the whole module starts."""
-        self._claim()
+        self._acquire()
         if self._in_pass:  # the pass before failed in compiled code, which does not call `abandon`
             self._drop()
         self._in_pass = True
@@ -255,7 +255,7 @@ class Pipeline:
 
     def wait(self, index: int, arguments: Sequence[torch.Tensor]) -> None:
         """Unit `index` starts: `arguments`, its parameters, hold its weights for whatever is queued next."""
-        self._claim()
+        self._acquire()
         self._forget_dead_capture()
         unit = self.units[index]
         slot = self._slots[unit.slot]
@@ -296,7 +296,7 @@ class Pipeline:
         if not self._in_pass:
             self._yield()
 
-    def _claim(self) -> None:
+    def _acquire(self) -> None:
         """Raise RuntimeError while another thread has a pass open: the two would share the buffers."""
         own = threading.current_thread()
         with self._lock:

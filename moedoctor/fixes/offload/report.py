@@ -26,7 +26,7 @@ class Placement:
     access: str
     """Its way to a kernel: ``copy`` (through a device buffer), ``view`` (over the bus) or ``resident``."""
     reason: str
-    """Why it is where it is."""
+    """The reason that it is there."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class StoredLayer:
         regions = tuple(region for _, region in self.items)
         return Unit(self.name, self.block.bytes, self.block.pinned, slot, regions)
 
-    def point(self, memory: torch.Tensor) -> None:
+    def bind(self, memory: torch.Tensor) -> None:
         """Make its parameters views of `memory`, uint8 [n] laid out like its block."""
         for weight, region in self.items:
             weight.parameter.data = region.view(memory)

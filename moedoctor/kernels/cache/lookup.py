@@ -434,5 +434,5 @@ def _measure_width(ids: torch.Tensor) -> int:
 
 
 def _choose_chunk(count: int) -> tuple[bool, int]:
-    """(whether the ids are few, how many are read at once)"""
+    """Return whether the ids are few, and how many are read at once."""
     return (True, max(triton.next_power_of_2(count), 2)) if count <= _FEW else (False, 1024)

@@ -47,63 +47,31 @@ def launch_decode(
     adds: bool,
 ) -> None:
     """Compute each pair by itself, in two launches. Arguments as `moe_forward`."""
-    h = allocate_values(x, weights, slot_ids.shape[1])
-    launch_up(x, weights, slot_ids, h, activation=activation)
-    launch_down(h, weights, slot_ids, topk_weights, out, adds=adds)
-
-
-def allocate_values(x: torch.Tensor, weights: Mapping[str, torch.Tensor], top_k: int) -> torch.Tensor:
-    """Return room for the values between both products of each pair, float32 [T * K, I]."""
-    return torch.empty((len(x) * top_k, weights["w2"].shape[2]), dtype=torch.float32, device=x.device)
-
-
-def launch_up(
-    x: torch.Tensor,
-    weights: Mapping[str, torch.Tensor],
-    slot_ids: torch.Tensor,
-    h: torch.Tensor,
-    *,
-    activation: str,
-) -> None:
-    """Write the activated first product of each pair that has a slot to `h`; the other rows stay."""
-    (tokens, hidden_size), top_k, intermediate_size = x.shape, slot_ids.shape[1], h.shape[1]
-    block_k = _choose_block(hidden_size, 512)
-    block_n = max(4096 // block_k, 1)
+    (tokens, hidden_size), top_k, slots = x.shape, slot_ids.shape[1], weights["w2"].shape[0]
+    intermediate_size = weights["w2"].shape[2]
+    lanes = triton.next_power_of_2(top_k)
+    up_k, down_k = _choose_block(hidden_size, 512), _choose_block(intermediate_size, 256)
+    up_n, down_n = max(4096 // up_k, 1), max(4096 // (down_k * lanes), 1)
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    h = torch.empty((tokens * top_k, intermediate_size), dtype=torch.float32, device=x.device)  # [T * K, I]
     with make_current(x):
-        up_kernel[(triton.cdiv(intermediate_size, block_n) * tokens * top_k,)](
+        up_kernel[(triton.cdiv(intermediate_size, up_n) * tokens * top_k,)](
             x,
             _make_readable(weights["w13"]),
             weights.get("w13_scale", x),
             weights.get("w13_bias", x),
             slot_ids,
             h,
-            weights["w13"].shape[0],
+            slots,
             top_k,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
             activation=activation,
             has_scale="w13_scale" in weights,
             has_bias="w13_bias" in weights,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
+            BLOCK_N=up_n,
+            BLOCK_K=up_k,
+            **sizes,
         )
-
-
-def launch_down(
-    h: torch.Tensor,
-    weights: Mapping[str, torch.Tensor],
-    slot_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    adds: bool,
-) -> None:
-    """Write to `out`, or add to it, the sum over a token's experts of topk_weight times second product."""
-    (tokens, hidden_size), top_k, intermediate_size = out.shape, slot_ids.shape[1], h.shape[1]
-    lanes, block_k = triton.next_power_of_2(top_k), _choose_block(intermediate_size, 256)
-    block_n = max(4096 // (block_k * lanes), 1)
-    with make_current(h):
-        down_kernel[(triton.cdiv(hidden_size, block_n) * tokens,)](
+        down_kernel[(triton.cdiv(hidden_size, down_n) * tokens,)](
             h,
             _make_readable(weights["w2"]),
             weights.get("w2_scale", h),
@@ -111,16 +79,15 @@ def launch_down(
             slot_ids,
             topk_weights,
             out,
-            weights["w2"].shape[0],
+            slots,
             top_k=top_k,
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
             has_scale="w2_scale" in weights,
             has_bias="w2_bias" in weights,
             adds=adds,
             LANES=lanes,
-            BLOCK_N=block_n,
-            BLOCK_K=block_k,
+            BLOCK_N=down_n,
+            BLOCK_K=down_k,
+            **sizes,
         )
 
 

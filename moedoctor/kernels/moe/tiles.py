@@ -1,4 +1,4 @@
-"""How the matrix products of a MoE layer are divided into tiles, as measured on Hopper GPUs."""
+"""The tiles of the matrix products of a MoE layer, as measured on Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class RowTile:
-    """What a program of `decode_rows` computes at once."""
+    """The tile of one product of `decode_rows`: what a program computes at once."""
 
     block_n: int
     """Columns of the result"""
@@ -50,7 +50,7 @@ class RowTile:
     lanes: int = 32
     """Experts of a token that a step of the second product takes, at most"""
     ahead: bool = True
-    """Whether the second product asks for values, too, before it uses those of the step before"""
+    """The second product asks for values, too, before it uses those of the step before"""
     expert_splits: int = 1
     """Programs that share the experts of a token in the second product"""
 

@@ -12,7 +12,6 @@ import torch
 
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.layer_stream import LayerStream
-from moedoctor.fixes.moe import forward
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
@@ -234,23 +233,6 @@ def test_a_loop_over_groups_that_breaks_off_leaves_a_capture_joined(
     cache.acquire(IDS)
     assert streams.log == ACQUIRED
     del held
-
-
-def test_an_error_in_the_products_of_the_hits_leaves_a_capture_joined(
-    cache: ExpertCache, streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(*_: object) -> None:
-        streams.log.clear()
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(forward, "_check", lambda *_: None)
-    monkeypatch.setattr(forward, "_is_on_host", lambda _: False)
-    monkeypatch.setattr(forward, "_compute_first_products", no_room)
-    streams.captures = True
-    parts = (part.slot_ids for part in cache.groups(IDS, overlap=True))
-    with pytest.raises(torch.OutOfMemoryError):
-        forward.moe_forward_in_parts(torch.zeros(1, 4), {}, parts, torch.zeros(1, 2))
-    assert streams.log == JOINED  # though `parts` is still held
 
 
 def test_a_stream_of_layers_waits_for_a_prefetch(cache: ExpertCache, streams: Streams) -> None:
