@@ -1,4 +1,7 @@
-"""Checks the expert ids of a batch, or makes them distinct, in one launch each and without the host."""
+"""Checks the expert ids of a batch, or makes them distinct, in one launch each and without the host.
+
+Shapes: T tokens, K top_k, R rows (tokens of a program), L lanes (K padded to a power of two).
+"""
 
 from __future__ import annotations
 

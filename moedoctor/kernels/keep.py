@@ -4,6 +4,9 @@ One launch a layer, after its experts have run, also inside CUDA graphs. What is
 Its header decides: a layer and a step that are wanted, or else the first rows whose output holds NaN or Inf
 while their input does not. Kernels of a stream run in order, so the first layer to keep a row owns the
 record; it keeps rows of that step only.
+
+Shapes: T rows of a call, one a program, R rows that there is room for, H hidden size, H' output's, K top_k,
+E experts, BLOCK and BLOCK_K columns that are read at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Saves what goes into a MoE call to host memory that outlives the process: one launch a layer.
 
 The kernel writes to pinned host memory in place, also inside CUDA graphs, and is through before the experts
-begin. So the call whose experts end the CUDA context is there.
+begin. So the call whose experts end the CUDA context is there. Shapes as in `moedoctor.kernels.keep`.
 """
 
 from __future__ import annotations

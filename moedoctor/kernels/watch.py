@@ -2,6 +2,8 @@
 
 The record of a trace is two int32 tensors. ``header`` [HEADER] holds the step, ``found`` [points, KINDS,
 FIELDS] the rows at each point. A launch while no step is active, such as a warm-up, leaves no trace.
+
+Shapes: a program has one of rows, and BLOCK of its columns at once; padding has an element for group rows.
 """
 
 from __future__ import annotations

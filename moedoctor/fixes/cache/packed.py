@@ -8,6 +8,11 @@ The exponents of a weight matrix differ little. A block holds 8192 neighbouring 
                      three words for each 32 codes of 3, in order: one of the eight exponents around the three
                      a word for each weight with no code: its position and exponent
 
+Example: the common exponents are 118 to 120, and the eight around them 113 to 117 and 121 to 123 (top = 123,
+above = 3). A weight of exponent 119 has the code 1. One of 122 has the code 3, and if it is the 33rd of the
+block with that code, the lowest bit of each of the second three words: they make 1, its distance from top.
+One of 97 has the code 0 and a word in the list, which wins.
+
 All bits come out as they went in. `moedoctor.kernels.cache.transfer` unpacks them on their way to the slot.
 Of a normal distribution a quarter of the weights has a code of 3, and two in a thousand have none. That
 exponents of trained weights hold few bits is the observation of DFloat11, arXiv 2504.11651, which stores them

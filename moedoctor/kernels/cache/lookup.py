@@ -3,6 +3,9 @@
 It decides as `moedoctor.fixes.eviction.SlotTable` does: one call is one event. Experts are lanes; a program
 has them all, so that ranks and prefix sums need no second launch. Loops whose length is known only at run
 time are `while` loops: Triton's interpreter takes no tensor as a range.
+
+Shapes: E experts, lanes (E padded to a power of two, an expert each), slot_lanes (the same for the capacity),
+count ids of a call in rows of width (top_k), chunk ids that are read at once.
 """
 
 from __future__ import annotations

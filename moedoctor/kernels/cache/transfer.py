@@ -2,6 +2,9 @@
 
 A kernel reads pinned memory in place, at the address that `find_device_address` gives. Every program reads a
 tile of 32 KiB at once; a few of them keep the bus busy, and they need no copy engine and no host.
+
+Shapes: E experts, chunks (pieces that an expert is copied in), tile (elements of a chunk). Of packed blocks:
+size elements in columns bytes of lanes elements each, tail words at the end, rare weights in its list.
 """
 
 from __future__ import annotations

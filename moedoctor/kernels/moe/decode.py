@@ -1,6 +1,9 @@
 """A MoE layer for few tokens: each pair reads the weights of its expert once, in place.
 
 Matrix-vector products, bound by memory: no sorting, no padding to tiles, no intermediate in low precision.
+
+Shapes: T tokens, K top_k, H hidden size, I intermediate size. In a program: N rows and K columns of a weight
+that a step takes (BLOCK_N, BLOCK_K), L lanes (top_k padded to a power of two).
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ see `nvfp4_words`, or 32 FP8 weights, two blocks of 8 in each half. Both are dec
 Decoded NVFP4 codes are as small as 2**-127, so their products with small values are subnormal numbers, which
 have fewer bits. What a layer computes with comes out of a norm and is near 1; values between the products may
 be far smaller, and are kept `larger` times as large if they are bfloat16, which has room for that.
+
+Shapes: T tokens, K top_k, E experts, H hidden size, I intermediate size. In a program: N columns of the
+result (BLOCK_N), G groups of a step (GROUPS), W = 8 * G words, L lanes (rows of values, an expert each).
 """
 
 from __future__ import annotations

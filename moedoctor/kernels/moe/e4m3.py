@@ -1,6 +1,8 @@
 """Decodes FP8 weights (E4M3) by integer operations, so that it works on GPUs without instructions for FP8.
 
 For those, before 8.9, Triton compiles no kernel with a pointer to FP8, even if nothing is read there.
+
+Shapes: N rows of a weight, W words of four codes or groups of eight in a row.
 """
 
 from __future__ import annotations

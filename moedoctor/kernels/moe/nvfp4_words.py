@@ -15,6 +15,8 @@ a shift and an addition decode it: that gives the scale times 2**118. The sign o
 codes; the codes of a zero scale are made zero.
 
 A code times a scale has 6 significant bits, so it is exact in bfloat16.
+
+Shapes: E experts, N rows and K columns of a weight, G = ceil(K / 64) groups of a row, W = 8 * G words.
 """
 
 from __future__ import annotations
@@ -32,6 +34,10 @@ def pack_words(packed: torch.Tensor, block_scales: torch.Tensor) -> tuple[torch.
 
     `packed` is uint8 [E, N, K / 2] with the first of two codes in the low nibble, `block_scales` is E4M3
     [E, N, K / 16]. The last group is filled up with zeros.
+
+    Example: in a row of 96 weights (G = 2), weight 70 is number 6 of block 0 in group 1. So its code is in
+    the low half of word 8 + 3 = 11, in bits 15 (sign) and 8 to 6, and its scale is the lowest byte of word 1
+    of the scales.
     """
     experts, height, blocks = block_scales.shape
     groups = (blocks + 3) // 4

@@ -10,6 +10,10 @@ There are two kernels, because two uses need different inner loops:
   the blocks of `plan_kernel`, or over single pairs. It computes transposed, ``out.T = weight @ a.T``: tensor
   cores take their left operand from registers, so a decoded weight goes there as it is, and tokens, which may
   be few, are the narrow side.
+
+Shapes: T tokens, K top_k, depth and width (columns of an input and of its result: H hidden size and I
+intermediate size, or the reverse). In a tile: M tokens, N columns of the result and K of the depth (BLOCK_M,
+BLOCK_N, BLOCK_K), W words of a weight, G groups of 64 NVFP4 weights.
 """
 
 from __future__ import annotations

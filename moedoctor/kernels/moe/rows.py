@@ -3,6 +3,9 @@
 A pair is one token with one of its experts; pair p belongs to token p // top_k. An id below 0, or from the
 number of experts or slots on, is no expert: no kernel reads a weight, a scale or a row for it, and its pair
 adds nothing.
+
+Shapes: T tokens, K top_k, E experts, pairs = T * K, CHUNK ids that are read at once. A row is a place in the
+order by expert.
 """
 
 from __future__ import annotations
@@ -107,7 +110,11 @@ def sort_kernel(
     """Sort the pairs by expert: a stable counting sort of `ids` [pairs], one program an expert.
 
     Writes `order` [pairs], the pairs by expert; `row` [pairs], the row of each pair; `ends` int32 [E], the
-    end of each expert's rows. Pairs whose id is not an expert are left out.
+    end of each expert's rows. Pairs whose id is not an expert are left out: their places in `row`, and the
+    last ones of `order`, are not written.
+
+    Example: three experts, ids [[2, 0], [-1, 2], [0, 2]], so pairs 0 to 5 have 2, 0, -1, 2, 0, 2. Then
+    order = [1, 4, 0, 3, 5, ?], row = [2, 0, ?, 3, 1, 4] and ends = [2, 2, 5].
     """
     expert = tl.program_id(0)
     first, number = _count_pairs(ids_ptr, pairs, expert, CHUNK)
@@ -155,6 +162,10 @@ def plan_kernel(
     rows). Every expert has a piece of the plan that is long enough whatever the others have, so that programs
     need not wait for each other: a block for each of its rows (`by_row`), or the full blocks that its rows
     can end and one more. `early`: see `Tile.early`.
+
+    Example, the ids of `sort_kernel`'s with BLOCK_M = 2: `plan_blocks` makes 6 // 2 + 3 = 6 blocks. Experts
+    0, 1, 2 have rows 0-1, none and 2-4. Their pieces are blocks 0-1, 2 and 3-5, because an expert's first
+    block is its first row // 2 + its number. So plan is [0, 0, 2], -1, -1, [2, 2, 2], [2, 4, 1], -1.
     """
     if early:
         tl.extra.cuda.gdc_launch_dependents()

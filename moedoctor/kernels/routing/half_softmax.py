@@ -3,6 +3,7 @@
 A 16-bit logit and the expert's id fit one int32 key, so a comparator of the sorting network is two
 instructions and a pick is one warp-wide integer maximum. Logits order experts as their scores do, except
 if two different logits have one score; such rows are detected afterwards and routed again by score.
+Shapes as in `ranking`.
 """
 
 from __future__ import annotations

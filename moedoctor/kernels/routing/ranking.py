@@ -2,6 +2,8 @@
 
 Tiles are [lanes, rows, width]: element (lane, row, i) is column ``lane * width + i`` of a row. Lanes come
 first because the compiler then gives each row to the lanes of one warp.
+
+Shapes: rows (tokens of a program), lanes * width (experts, padded), top_k; picked results are [lanes, rows].
 """
 
 from __future__ import annotations

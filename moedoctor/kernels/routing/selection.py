@@ -1,4 +1,4 @@
-"""Choosing from coded tiles: the best experts of a row, and the best groups."""
+"""Choosing from coded tiles: the best experts of a row, and the best groups. Shapes as in `ranking`."""
 
 from __future__ import annotations
 

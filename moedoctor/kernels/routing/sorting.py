@@ -1,7 +1,7 @@
 """Sorting networks over the elements of a lane, as elementwise minima and maxima.
 
 A lane's elements are a tuple of tensors of one shape, so every comparator is one `maximum` and one
-`minimum` on registers: no shuffles, no shared memory.
+`minimum` on registers: no shuffles, no shared memory. Shapes: rows, lanes of a row, width elements of a lane.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Top-k routing of any kind: softmax or sigmoid, with or without bias, groups and a NaN policy."""
+"""Top-k routing of any kind: softmax or sigmoid, with or without bias, groups and a NaN policy.
+
+Shapes as in `ranking`.
+"""
 
 from __future__ import annotations
 
