@@ -36,7 +36,7 @@ from evidence.planting import (  # noqa: E402
     plant_weights_and_rows,
 )
 from moedoctor.environment import collect  # noqa: E402
-from moedoctor.origin import origin  # noqa: E402
+from moedoctor.origin import record_origin  # noqa: E402
 from moedoctor.processes.files import write  # noqa: E402
 from moedoctor.reporters.markdown_page import to_markdown  # noqa: E402
 from moedoctor.reporters.page import Block, Heading, Paragraph, Table  # noqa: E402
@@ -74,7 +74,7 @@ def main() -> None:
     document = {
         "schema_version": 1,
         "command": "evidence/plant_mistakes.py",
-        "origin": origin(),
+        "origin": record_origin(),
         "environment": {key: collect()[key] for key in ("torch", "vllm")},
         "seeds": seeds,
         "layers": ["/".join(scheme) for scheme in schemes],

@@ -158,7 +158,7 @@ def store(engine: Engine, code: int, out: Path) -> str:
     from moedoctor.processes import files
     from moedoctor.redaction import Redactor
 
-    case, hide = CASES[engine.name], Redactor.of_this_process().text
+    case, hide = CASES[engine.name], Redactor.from_this_process().mask
     lines = [hide(line) for line in engine.text().splitlines()]
     if len(lines) > MOST_LINES:
         lines = [*lines[: MOST_LINES // 2], "...", *lines[-MOST_LINES // 2 :]]

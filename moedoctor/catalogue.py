@@ -14,8 +14,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from moedoctor.interfaces import Fault, Reporter, SubjectProvider
-from moedoctor.processes.ask import absolute, answer, run_module
-from moedoctor.processes.deaths import first_line
+from moedoctor.processes.ask import answer, make_absolute, run_module
+from moedoctor.processes.deaths import find_first_line
 from moedoctor.text import print_message
 
 FAULTS = "moedoctor.faults"
@@ -143,7 +143,7 @@ def _try_loading(others: tuple[tuple[str, str], ...]) -> frozenset[str]:
     """Load entry points in children; return those that failed, and name each on stderr."""
     waiting, refused = list(others), {}
     while waiting:
-        request = {"path": absolute(sys.path), "entries": waiting}
+        request = {"path": make_absolute(sys.path), "entries": waiting}
         ended = run_module("moedoctor.catalogue", request, seconds=_LOAD_SECONDS)
         for (group, name), problem in zip(waiting, ended.answers, strict=False):
             if problem is not None:
@@ -166,9 +166,9 @@ def _report_problems(request: Mapping[str, Any]) -> Iterator[str | None]:
             _load(entry)
             yield None
         except PluginError as error:
-            yield first_line(str(error))
+            yield find_first_line(str(error))
         except BaseException as error:  # such as sys.exit()
-            yield first_line(f"{entry.value} does not load: {type(error).__name__}: {error}")
+            yield find_first_line(f"{entry.value} does not load: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

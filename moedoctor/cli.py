@@ -30,7 +30,7 @@ from moedoctor.commands.triage import triage
 from moedoctor.origin import ARGUMENTS
 from moedoctor.processes import interrupts
 from moedoctor.processes.streams import run_with_streams
-from moedoctor.text import clean, missing_torch, print_message, print_traceback, without_commands
+from moedoctor.text import clean, escape_commands, explain_missing_torch, print_message, print_traceback
 
 EPILOG = (
     "Exit codes: 0 nothing found, 1 something found, 2 wrong usage or bad input, 3 an error in moedoctor."
@@ -55,7 +55,7 @@ def _print_version(asked: bool) -> None:
 
 
 @app.callback()
-def root(
+def start(
     version: Annotated[
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
@@ -110,37 +110,37 @@ def _run(arguments: list[str] | None) -> int:
         print_message("interrupted")
         return interrupts.exit_code()
     except Exception as error:
-        return _usage_error(error, sys.argv[1:] if arguments is None else arguments)
+        return _print_usage_error(error, sys.argv[1:] if arguments is None else arguments)
     finally:
         ARGUMENTS.reset(called)
 
 
-def _usage_error(error: Exception, arguments: list[str]) -> int:
+def _print_usage_error(error: Exception, arguments: list[str]) -> int:
     """Print an error of the parser in one line; anything else is an error in moedoctor."""
     show = getattr(error, "format_message", None)
     if show is not None:
         message = show()
         if message.startswith("Usage:"):
-            print(without_commands(clean(message)), file=sys.stderr)  # called without a command
+            print(escape_commands(clean(message)), file=sys.stderr)  # called without a command
             return 2
         context = getattr(error, "ctx", None)
         hint = f"; see `{context.command_path} --help`" if context else ""
         print_message(f"{' '.join(message.split()).rstrip('.')}{hint}", arguments)
         return 2
-    if needed := missing_torch(error):
+    if needed := explain_missing_torch(error):
         print_message(needed)
         return 2
-    if isinstance(error, FileNotFoundError) and (problem := _missing_place(error)):
+    if isinstance(error, FileNotFoundError) and (problem := _explain_missing_folder(error)):
         print_message(problem)
         return 2
     from moedoctor.redaction import Redactor
 
-    print_traceback(Redactor.of_this_process().text)
+    print_traceback(Redactor.from_this_process().mask)
     print_message("this is an error in moedoctor; please report it with the lines above")
     return 3
 
 
-def _missing_place(error: FileNotFoundError) -> str | None:
+def _explain_missing_folder(error: FileNotFoundError) -> str | None:
     """Return which folder this process lacks to work in, or None if `error` has another cause."""
     if "temporary directory" in str(error):  # Python's own text
         return "no usable folder for temporary files; set TMPDIR to one that can be written to"

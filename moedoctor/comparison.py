@@ -45,7 +45,7 @@ from moedoctor.results import (
     Report,
     ScenarioResult,
     ScenarioVerdict,
-    plain,
+    to_plain,
 )
 
 _SAME_FOR_VERDICTS = ("gpu", "vllm", "flashinfer")
@@ -108,17 +108,17 @@ def compare(baseline: Report, current: Report, tolerance: Tolerance, *, partial:
     check_comparable(*facts)
     names = _SAME_FOR_METRICS if baseline.environment.get("gpu") else (*_SAME_FOR_METRICS, "cpu")
     changes: list[Change] = []
-    if differing := _differing(*facts, names):
+    if differing := _name_differing(*facts, names):
         changes.append(Change("note", "environment", None, None, f"metrics not compared: {differing}"))
     limits = None if differing else tolerance
-    for _, before, after in _pairs(baseline.scenarios, current.scenarios, _scenario_key):
+    for _, before, after in _pair(baseline.scenarios, current.scenarios, _name_scenario):
         id = before.id if before else after.id if after else ""
         places: list[tuple[str, str, _Judged | None, _Judged | None]] = [("scenario", "", before, after)]
         if before and after:
-            places += [("case", *pair) for pair in _pairs(before.cases, after.cases, case_key)]
-            places += [("claim", *pair) for pair in _pairs(before.claims, after.claims, _claim_key)]
+            places += [("case", *pair) for pair in _pair(before.cases, after.cases, name_case)]
+            places += [("claim", *pair) for pair in _pair(before.claims, after.claims, _name_claim)]
         for kind, key, old, new in places:
-            found = _changes(kind, old, new, limits, partial)
+            found = _compare(kind, old, new, limits, partial)
             changes += (replace(change, scenario=id, case=key) for change in found)
     kinds: tuple[Outcome, ...] = ("regression", "improvement", "note")
     return Comparison(*(tuple(change for change in changes if change.outcome == kind) for kind in kinds))
@@ -129,30 +129,30 @@ def check_comparable(baseline: Mapping[str, Any], current: Mapping[str, Any]) ->
 
     `compare` does so itself; this is for checking before the current run.
     """
-    if differing := _differing(baseline, current, _SAME_FOR_VERDICTS):
+    if differing := _name_differing(baseline, current, _SAME_FOR_VERDICTS):
         raise Incomparable(f"this and the baseline cannot be compared: {differing}")
 
 
-def held_by(baseline: Report, current: Report) -> tuple[ScenarioResult, ...]:
+def list_held(baseline: Report, current: Report) -> tuple[ScenarioResult, ...]:
     """Return the scenarios whose failures are all of named releases and all in the baseline already."""
-    pairs = _pairs(baseline.scenarios, current.scenarios, _scenario_key)
+    pairs = _pair(baseline.scenarios, current.scenarios, _name_scenario)
     return tuple(after for _, before, after in pairs if before and after and _is_held(before, after))
 
 
 def _is_held(before: ScenarioResult, after: ScenarioResult) -> bool:
-    known = {case_key(case) for case in before.cases if case.verdict is CaseVerdict.REPRODUCED}
+    known = {name_case(case) for case in before.cases if case.verdict is CaseVerdict.REPRODUCED}
     affected = [case for case in after.cases if case.affected]
-    return bool(affected) and all("@" in case.subject and case_key(case) in known for case in affected)
+    return bool(affected) and all("@" in case.subject and name_case(case) in known for case in affected)
 
 
-def expected_verdict(subject: str) -> CaseVerdict | None:
+def expect_verdict(subject: str) -> CaseVerdict | None:
     """Return what a subject should show; None for a named release, which may show either."""
     if "@" in subject:
         return None
     return CaseVerdict.REPRODUCED if subject == "faulty" else CaseVerdict.CLEAN
 
 
-def _changes(
+def _compare(
     kind: str, before: _Judged | None, after: _Judged | None, limits: Tolerance | None, partial: bool
 ) -> Iterator[Change]:
     """Give what changed in one scenario, case or claim, without its parts."""
@@ -170,7 +170,7 @@ def _changes(
             yield Change(outcome, "verdict", before.verdict.value, after.verdict.value, reason)
         if limits is None:
             return
-        old, new = (metrics(_evidence(judged)) for judged in (before, after))
+        old, new = (list_metrics(_select_evidence(judged)) for judged in (before, after))
         for name in dict.fromkeys((*old, *new)):
             if name not in old or name not in new:
                 reason = "measured in only one of the two reports"
@@ -212,7 +212,7 @@ def _judge_case(subject: str, before: CaseVerdict, after: CaseVerdict) -> tuple[
     if after is CaseVerdict.SKIPPED:
         ran = before in _RAN
         return ("regression", "the case does not run any more") if ran else ("note", "still no result")
-    expected = expected_verdict(subject)
+    expected = expect_verdict(subject)
     if expected is None:
         if before in _RAN:
             return "regression", "a named release does not change, so what detects the failure did"
@@ -222,15 +222,15 @@ def _judge_case(subject: str, before: CaseVerdict, after: CaseVerdict) -> tuple[
     return "regression", f"{subject} should be {expected.value}"
 
 
-def _evidence(judged: _Judged) -> Mapping[str, Any]:
-    # Through `plain`, so that a report in memory and one read from a file give the same metrics.
-    evidence: Mapping[str, Any] = plain(
+def _select_evidence(judged: _Judged) -> Mapping[str, Any]:
+    # Through `to_plain`, so that a report in memory and one read from a file give the same metrics.
+    evidence: Mapping[str, Any] = to_plain(
         judged.conclusions if isinstance(judged, ScenarioResult) else judged.evidence
     )
     return evidence
 
 
-def _differing(baseline: Mapping[str, Any], current: Mapping[str, Any], names: Iterable[str]) -> str:
+def _name_differing(baseline: Mapping[str, Any], current: Mapping[str, Any], names: Iterable[str]) -> str:
     return ", ".join(
         f"{name} differs (baseline {_show(baseline.get(name))}, current {_show(current.get(name))})"
         for name in names
@@ -238,16 +238,16 @@ def _differing(baseline: Mapping[str, Any], current: Mapping[str, Any], names: I
     )
 
 
-def _pairs(
+def _pair(
     before: Iterable[_T], after: Iterable[_T], key: Callable[[_T], str]
 ) -> Iterator[tuple[str, _T | None, _T | None]]:
     """Yield what has the same key in both, in the baseline's order; then what is new."""
-    old, new = _numbered(before, key), _numbered(after, key)
+    old, new = _number(before, key), _number(after, key)
     for place in dict.fromkeys((*old, *new)):
         yield place[0], old.get(place), new.get(place)
 
 
-def _numbered(items: Iterable[_T], key: Callable[[_T], str]) -> Mapping[tuple[str, int], _T]:
+def _number(items: Iterable[_T], key: Callable[[_T], str]) -> Mapping[tuple[str, int], _T]:
     """Number the items of the same key: two scenario files may be about the same failure."""
     counts: Counter[str] = Counter()
     result: dict[tuple[str, int], _T] = {}
@@ -258,19 +258,19 @@ def _numbered(items: Iterable[_T], key: Callable[[_T], str]) -> Mapping[tuple[st
     return result
 
 
-def case_key(case: CaseResult) -> str:
+def name_case(case: CaseResult) -> str:
     """Return the case in words, the same in every run and on each of several GPUs."""
     device = case.device.partition(":")[0]
-    parameters = (f"{key}={json.dumps(plain(case.parameters[key]))}" for key in sorted(case.parameters))
+    parameters = (f"{key}={json.dumps(to_plain(case.parameters[key]))}" for key in sorted(case.parameters))
     return " ".join((f"{case.subject}/{case.tier.value}/{device}", *parameters))
 
 
-def _scenario_key(scenario: ScenarioResult) -> str:
+def _name_scenario(scenario: ScenarioResult) -> str:
     # The folder differs between machines and installations, and understands both kinds of slash here.
     return f"{scenario.id} {PureWindowsPath(scenario.file).name}"
 
 
-def _claim_key(claim: ClaimResult) -> str:
+def _name_claim(claim: ClaimResult) -> str:
     return f"claim: {claim.text} ({claim.source})"
 
 
@@ -299,12 +299,12 @@ def group_of(name: str) -> str | None:
     return next((group for group, ends in GROUPS.items() if last.endswith(ends)), None)
 
 
-def metrics(evidence: Mapping[str, Any]) -> dict[str, float | str]:
+def list_metrics(evidence: Mapping[str, Any]) -> dict[str, float | str]:
     """Return the metrics in `evidence` by dotted name, e.g. ``rows[0].kernel_us``.
 
     A figure that was not finite is the text ``nan``, ``inf`` or ``-inf``, as in JSON.
     """
-    return {name: value for name, value in _leaves(evidence, "") if group_of(name) and _is_figure(value)}
+    return {name: value for name, value in _list_leaves(evidence, "") if group_of(name) and _is_figure(value)}
 
 
 @dataclass(frozen=True)
@@ -372,13 +372,13 @@ def _parse_part(part: str) -> tuple[str, float]:
     return key, percent / 100
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _list_leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+            yield from _list_leaves(item, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}[{index}]")
+            yield from _list_leaves(item, f"{name}[{index}]")
     else:
         yield name, value
 

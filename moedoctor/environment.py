@@ -25,14 +25,14 @@ SHOWN_VARIABLES = ("VLLM_", "FLASHINFER_", "CUDA_", "MOEDOCTOR_", "NCCL_", "TORC
 """Environment variables whose names begin so are reported, with secrets, names and home folders hidden."""
 
 
-def _locked_memory_limit() -> int | str:
+def _read_locked_memory_limit() -> int | str:
     import resource  # POSIX only
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return "unlimited" if soft == resource.RLIM_INFINITY else soft
 
 
-def _package_folder(name: str) -> Path | None:
+def _find_package_folder(name: str) -> Path | None:
     """The folder of an installed package, without importing it."""
     spec = importlib.util.find_spec(name)
     places = list(spec.submodule_search_locations or ()) if spec else []
@@ -47,10 +47,10 @@ class Sources:
     read_text: Callable[[str], str] = lambda path: Path(path).read_text(encoding="utf-8", errors="replace")
     exists: Callable[[str], bool] = os.path.exists
     package_version: Callable[[str], str] = importlib.metadata.version
-    package_folder: Callable[[str], Path | None] = _package_folder
+    package_folder: Callable[[str], Path | None] = _find_package_folder
     nvml: Callable[[], Any] | None = None
     """Gives NVML's Python module; None: a child process asks it, which a broken driver may end."""
-    locked_memory_limit: Callable[[], int | str] = _locked_memory_limit
+    locked_memory_limit: Callable[[], int | str] = _read_locked_memory_limit
     host: Callable[[], str] = platform.node
 
 
@@ -66,17 +66,17 @@ def collect(sources: Sources | None = None) -> dict[str, Any]:
     sources = sources or Sources()
     errors: dict[str, str] = {}
 
-    def attempt(name: str, read: Callable[[Sources], Any]) -> Any:
+    def try_to_read(name: str, read: Callable[[Sources], Any]) -> Any:
         try:
             return read(sources)
         except Exception as error:
             errors[name] = _describe(error, sources)
             return None
 
-    facts = attempt("gpus", _ask_nvml) or _NO_GPU_FACTS
+    facts = try_to_read("gpus", _ask_nvml) or _NO_GPU_FACTS
     return {
         **facts,
-        **{name: attempt(name, read) for name, read in COLLECTORS.items()},
+        **{name: try_to_read(name, read) for name, read in COLLECTORS.items()},
         "collector_errors": errors,
     }
 
@@ -87,7 +87,9 @@ def _describe(error: Exception, sources: Sources) -> str:
         message = " ".join(str(error).split())
         if isinstance(error, ChildError):
             return message
-        return Redactor.of(sources.environ, sources.host()).text(f"{type(error).__name__}: {message}")
+        return Redactor.from_environment(sources.environ, sources.host()).mask(
+            f"{type(error).__name__}: {message}"
+        )
     except Exception:
         return type(error).__name__
 
@@ -127,12 +129,12 @@ def _read(sources: Sources, path: str) -> str:
         return ""
 
 
-def _memory_bytes(sources: Sources) -> int | None:
+def _read_memory_bytes(sources: Sources) -> int | None:
     kilobytes = _find(sources, "/proc/meminfo", r"^MemTotal:\s*(\d+) kB")
     return int(kilobytes) * 1024 if kilobytes else None
 
 
-def _container(sources: Sources) -> bool | None:
+def _detect_container(sources: Sources) -> bool | None:
     """Return True if this process runs in a container; None if the system does not show it."""
     if sources.exists("/.dockerenv") or sources.exists("/run/.containerenv"):
         return True
@@ -146,9 +148,9 @@ def mask_variables() -> dict[str, str]:
 
 
 def _mask_environment(sources: Sources) -> dict[str, str]:
-    redactor = Redactor.of(sources.environ, sources.host())
+    redactor = Redactor.from_environment(sources.environ, sources.host())
     names = sorted(name for name in sources.environ if name.startswith(SHOWN_VARIABLES))
-    return {redactor.text(name): redactor.setting(name, sources.environ[name]) for name in names}
+    return {redactor.mask(name): redactor.mask_setting(name, sources.environ[name]) for name in names}
 
 
 COLLECTORS: dict[str, Callable[[Sources], Any]] = {
@@ -169,9 +171,9 @@ COLLECTORS: dict[str, Callable[[Sources], Any]] = {
     "cpu": lambda sources: _find(sources, "/proc/cpuinfo", r"^model name\s*:\s*(.+)$"),
     # The processors that this process may use.
     "cpu_count": lambda sources: len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
-    "memory_bytes": _memory_bytes,
+    "memory_bytes": _read_memory_bytes,
     "wsl": lambda sources: "microsoft" in _read(sources, "/proc/version").lower(),
-    "container": _container,
+    "container": _detect_container,
     "locked_memory_limit_bytes": lambda sources: sources.locked_memory_limit(),
     "env": _mask_environment,
 }
@@ -276,7 +278,7 @@ def _select_visible(setting: str | None, uuids: Sequence[str]) -> set[int]:
     return selected
 
 
-def no_gpu(environment: Mapping[str, Any]) -> str | None:
+def explain_missing_gpu(environment: Mapping[str, Any]) -> str | None:
     """Return why no GPU can be used here; None if a GPU can be."""
     if not environment.get("gpu"):
         return "needs an NVIDIA GPU, none is visible"

@@ -56,31 +56,33 @@ def decide(
     errors = [scenario for scenario in report.scenarios if scenario.verdict is ScenarioVerdict.ERROR]
     ours = [scenario for scenario in errors if scenario.id not in others and not _is_the_machines(scenario)]
     found = [*(f"worse than the baseline: {finding}" for finding in report.findings)]
-    found += _failures(report, comparison.held_by(baseline, report) if baseline else ())
-    found += [_reason(scenario) for scenario in errors if scenario not in ours]
+    found += _list_failures(report, comparison.list_held(baseline, report) if baseline else ())
+    found += [_give_reason(scenario) for scenario in errors if scenario not in ours]
     if strict or fail_on == "warning":
-        found += _skips(report, "--strict" if strict else "--fail-on warning")
+        found += _list_skips(report, "--strict" if strict else "--fail-on warning")
     if fail_on == "warning":
-        found += [_reason(scenario) for scenario in report.scenarios if _is(scenario, ScenarioVerdict.ABSENT)]
+        found += [
+            _give_reason(scenario) for scenario in report.scenarios if _is(scenario, ScenarioVerdict.ABSENT)
+        ]
     if fail_on == "never":
         found = []
-    reasons = (*found, *map(_reason, ours))
+    reasons = (*found, *map(_give_reason, ours))
     return Decision(1 if found else 3 if ours else 0, reasons)
 
 
-def _failures(report: Report, held: Collection[ScenarioResult]) -> Iterator[str]:
+def _list_failures(report: Report, held: Collection[ScenarioResult]) -> Iterator[str]:
     """Give a reason for each scenario in which something fails that is not held by the baseline."""
     for scenario in report.scenarios:
         affected = [case for case in scenario.cases if case.affected]
         known = scenario in held
         if _is(scenario, ScenarioVerdict.FAILED) or (_is(scenario, ScenarioVerdict.FOUND) and not known):
-            yield _reason(scenario)
+            yield _give_reason(scenario)
         elif affected and not known:
             subjects = ", ".join(dict.fromkeys(case.subject for case in affected))
             yield f"{scenario.id} {scenario.name}: {subjects} shows the failure: {affected[0].figure}"
 
 
-def _skips(report: Report, option: str) -> Iterator[str]:
+def _list_skips(report: Report, option: str) -> Iterator[str]:
     for scenario in report.scenarios:
         skipped = [case for case in scenario.cases if case.verdict is CaseVerdict.SKIPPED]
         if skipped or _is(scenario, ScenarioVerdict.SKIPPED):
@@ -89,7 +91,7 @@ def _skips(report: Report, option: str) -> Iterator[str]:
             yield f"{option}: {scenario.id} {scenario.name}: {what}" + (f": {why}" if why else "")
 
 
-def _reason(scenario: ScenarioResult) -> str:
+def _give_reason(scenario: ScenarioResult) -> str:
     why = scenario.reason or f"the verdict is {scenario.verdict.value}"
     return f"{scenario.id} {scenario.name}: {why}"
 

@@ -19,7 +19,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from moedoctor import __version__
 from moedoctor.processes.cuda_tools import run_tool
-from moedoctor.redaction import HIDDEN, Redactor, without_folders
+from moedoctor.redaction import HIDDEN, Redactor, strip_folders
 
 ARGUMENTS: ContextVar[tuple[str, ...] | None] = ContextVar("arguments", default=None)
 """The arguments of this call of the command line; None outside it."""
@@ -91,7 +91,7 @@ class Origin(TypedDict):
     gpu_state: NotRequired[GpuState]
 
 
-def origin(
+def record_origin(
     *,
     variables: Mapping[str, str] | None = None,
     gpu_state: GpuState | None = None,
@@ -102,9 +102,9 @@ def origin(
     `variables` are those of the environment that the report shows; the ones that change an answer are part of
     the lines that make the report again.
     """
-    commit, dirty = checkout()
+    commit, dirty = describe_checkout()
     arguments = ARGUMENTS.get()
-    line = None if arguments is None else command_line(arguments)
+    line = None if arguments is None else write_command_line(arguments)
     made: Origin = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "version": __version__,
@@ -120,12 +120,12 @@ def origin(
     return made
 
 
-def command_line(arguments: Sequence[str]) -> str:
+def write_command_line(arguments: Sequence[str]) -> str:
     """Return the call as a line for a shell, without secrets and without folders of this machine."""
-    return without_folders(Redactor.of_this_process().text(shlex.join(["moedoctor", *arguments])))
+    return strip_folders(Redactor.from_this_process().mask(shlex.join(["moedoctor", *arguments])))
 
 
-def checkout(folder: Path | None = None) -> tuple[str | None, bool | None]:
+def describe_checkout(folder: Path | None = None) -> tuple[str | None, bool | None]:
     """Return (commit, whether it was changed) of the checkout that moedoctor runs from; (None, None) if none.
 
     Git writes nothing, and runs no program that the checkout's settings name.

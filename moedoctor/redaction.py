@@ -159,18 +159,18 @@ class Redactor:
     host: str = ""
 
     @classmethod
-    def of(cls, environ: Mapping[str, str], host: str) -> Redactor:
+    def from_environment(cls, environ: Mapping[str, str], host: str) -> Redactor:
         """Return the redactor for a process with this environment on the machine called `host`."""
         home = environ.get("HOME", "") or environ.get("USERPROFILE", "")
         user = environ.get("USER", "") or environ.get("LOGNAME", "") or environ.get("USERNAME", "")
         return cls(home=home.rstrip("/\\"), user=user or os.path.basename(home), host=host)
 
     @classmethod
-    def of_this_process(cls) -> Redactor:
+    def from_this_process(cls) -> Redactor:
         """Return the redactor for this process."""
-        return cls.of(os.environ, platform.node())
+        return cls.from_environment(os.environ, platform.node())
 
-    def text(self, text: str) -> str:
+    def mask(self, text: str) -> str:
         """Return `text` without home folders, names of users and machines, addresses and secrets.
 
         Public URLs, versions and moedoctor's own files, named from its package on, stay readable.
@@ -180,9 +180,9 @@ class Redactor:
         text = _OWN_FILE.sub("", text)
         if len(self.home) > 1:
             text = re.sub(re.escape(self.home) + r"(?![\w.-])", "~", text)
-        text = _replaced(_NAMED, _mask_named, text)
+        text = _replace(_NAMED, _mask_named, text)
         text = _OF_USER.sub(rf"\g<name>{HIDDEN}", text) if "=" in text else text
-        text = _replaced(_SHAPED, _mask_shaped, text)
+        text = _replace(_SHAPED, _mask_shaped, text)
         for word in (self.user, self.host, self.host.partition(".")[0]):
             if _identifies(word):
                 text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(word)}(?![A-Za-z0-9])", HIDDEN, text)
@@ -193,38 +193,38 @@ class Redactor:
 
         A text is read together with its key, so that a password or a version is known by its name.
         """
-        return cast(_Value, self._masked(value, ""))
+        return cast(_Value, self._mask(value, ""))
 
-    def _masked(self, value: Any, key: str) -> Any:
+    def _mask(self, value: Any, key: str) -> Any:
         if isinstance(value, enum.Enum):
             return value
         if isinstance(value, str):
             start = f"{key}: " if key else ""
-            shown = self.text(start + value)
-            return shown[len(start) :] if shown.startswith(start) else self.text(value)
+            shown = self.mask(start + value)
+            return shown[len(start) :] if shown.startswith(start) else self.mask(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             members = {member.name: getattr(value, member.name) for member in dataclasses.fields(value)}
-            changed = {name: self._masked(member, "") for name, member in members.items()}
+            changed = {name: self._mask(member, "") for name, member in members.items()}
             return dataclasses.replace(value, **changed)
         if isinstance(value, Mapping):
-            return {self._key(name): self._masked(item, str(name)) for name, item in value.items()}
+            return {self._mask_key(name): self._mask(item, str(name)) for name, item in value.items()}
         if isinstance(value, (list, tuple)):
-            items = [self._masked(item, key) for item in value]
+            items = [self._mask(item, key) for item in value]
             return items if isinstance(value, list) else tuple(items)
         return value
 
-    def _key(self, key: Any) -> Any:
-        return key if not isinstance(key, str) or _PLAIN_KEY.fullmatch(key) else self.text(key)
+    def _mask_key(self, key: Any) -> Any:
+        return key if not isinstance(key, str) or _PLAIN_KEY.fullmatch(key) else self.mask(key)
 
-    def setting(self, name: str, value: str) -> str:
+    def mask_setting(self, name: str, value: str) -> str:
         """Return the value of the variable `name` as a report may show it, at most 300 characters."""
         if value and _SETTING_NAME.search(name):
             return HIDDEN
-        shown = self.text(value)
+        shown = self.mask(value)
         return shown if len(shown) <= _MAX_LENGTH else shown[:_MAX_LENGTH] + "…"
 
 
-def without_folders(text: str) -> str:
+def strip_folders(text: str) -> str:
     """Return `text` with the last part alone of each absolute path, behind ``…/``."""
     return _FOLDER.sub("…/", text)
 
@@ -234,7 +234,7 @@ def _identifies(word: str) -> bool:
     return len(word) > 2 and not word.isdigit() and word.lower() not in _NOBODY
 
 
-def _replaced(pattern: re.Pattern[str], mask: Callable[[re.Match[str], str], str], text: str) -> str:
+def _replace(pattern: re.Pattern[str], mask: Callable[[re.Match[str], str], str], text: str) -> str:
     """Return `text` with the matches of a pattern in lower case replaced by what `mask` makes of them."""
     lowered = text.lower() if text.isascii() else text.translate(_LOWER)
     pieces, end = [], 0
@@ -264,7 +264,7 @@ def _mask_shaped(match: re.Match[str], text: str) -> str:
         rest = match["rest"] and text[slice(*match.span("rest"))]
         quoted = text[match.end() : match.end() + 1] in ("'", '"')
         is_name = not rest or quoted or all(word[0].isupper() for word in rest.split())
-        return folder if is_name else folder + _replaced(_SHAPED, _mask_shaped, rest)
+        return folder if is_name else folder + _replace(_SHAPED, _mask_shaped, rest)
     if kind == "root":
         return "~"
     if kind == "uuid":

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from moedoctor.text import TextFileError, dotted, escape, escape_json, explain, read_text, shorten
+from moedoctor.text import TextFileError, escape, escape_json, explain, join_path, read_text, shorten
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -305,10 +305,10 @@ class ReportError(ValueError):
         super().__init__(escape(f"{place}: {message}"))
 
 
-def worst(*scores: float | str) -> float:
+def find_worst(*scores: float | str) -> float:
     """Return the largest of errors or distances, 0 without any; a NaN is the worst that can be: Inf.
 
-    Python's `max` keeps or loses a NaN by its place. Takes the text that `plain` makes of such numbers.
+    Python's `max` keeps or loses a NaN by its place. Takes the text that `to_plain` makes of such numbers.
     """
     numbers = [float(score) for score in scores]
     return max((math.inf if math.isnan(number) else number for number in numbers), default=0.0)
@@ -319,20 +319,20 @@ def to_json(record: Any, indent: int | None = 2) -> str:
 
     What a terminal might act on is escaped: the text can be printed, and its data is exact.
     """
-    document = json.dumps(plain(record), indent=indent, ensure_ascii=False, allow_nan=False)
+    document = json.dumps(to_plain(record), indent=indent, ensure_ascii=False, allow_nan=False)
     return escape_json(document) + "\n"
 
 
-def plain(value: Any, path: _Path = ()) -> Any:
+def to_plain(value: Any, path: _Path = ()) -> Any:
     """Return `value` in the types of JSON: records as objects, tuples as arrays, enums as their values.
 
     A float that is not finite becomes the text ``nan``, ``inf`` or ``-inf``, and stays text when it is read
     back. Raises ValueError, with the path, for a value that JSON cannot hold (a tensor, a set).
     """
     if len(path) > _MAX_DEPTH:
-        raise ValueError(f"{dotted(path[:8])}: nested more than {_MAX_DEPTH} levels deep")
+        raise ValueError(f"{join_path(path[:8])}: nested more than {_MAX_DEPTH} levels deep")
     if isinstance(value, enum.Enum):
-        return plain(value.value, path)
+        return to_plain(value.value, path)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -349,25 +349,25 @@ def plain(value: Any, path: _Path = ()) -> Any:
             for metadata, name, item in members
             if item is not None or not metadata.get("sparse")
         }
-        return {key: plain(item, (*path, key)) for key, item in named.items()}
+        return {key: to_plain(item, (*path, key)) for key, item in named.items()}
     if isinstance(value, Mapping):
-        result = {_key(key, path): plain(item, (*path, str(key))) for key, item in value.items()}
+        result = {_check_key(key, path): to_plain(item, (*path, str(key))) for key, item in value.items()}
         if len(result) != len(value):
-            raise ValueError(f"{dotted(path)}: two of its keys are the same text")
+            raise ValueError(f"{join_path(path)}: two of its keys are the same text")
         return result
     if isinstance(value, (list, tuple)):
-        return [plain(item, (*path, index)) for index, item in enumerate(value)]
+        return [to_plain(item, (*path, index)) for index, item in enumerate(value)]
     raise ValueError(
-        f"{dotted(path)}: a {type(value).__name__} cannot be written to JSON, "
+        f"{join_path(path)}: a {type(value).__name__} cannot be written to JSON, "
         "only numbers, text, lists, mappings and records of these"
     )
 
 
-def _key(key: Any, path: _Path) -> str:
+def _check_key(key: Any, path: _Path) -> str:
     key = key.value if isinstance(key, enum.Enum) else key
     if isinstance(key, bool) or not isinstance(key, (str, int)):
-        raise ValueError(f"{dotted(path)}: the key {key!r} is a {type(key).__name__}, expected text")
-    return str(plain(str(key)))
+        raise ValueError(f"{join_path(path)}: the key {key!r} is a {type(key).__name__}, expected text")
+    return str(to_plain(str(key)))
 
 
 def load_report(path: Path | str) -> Report:
@@ -398,25 +398,27 @@ def from_json(kind: type[_Record], data: Any, file: str = "report") -> _Record:
 
     try:
         # Through JSON, because pydantic's strict mode takes enums and tuples from text only there.
-        record: _Record = _adapter(cast(Any, kind)).validate_json(json.dumps(plain(data)), strict=True)
+        record: _Record = _build_adapter(cast(Any, kind)).validate_json(
+            json.dumps(to_plain(data)), strict=True
+        )
         return record
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     except ValueError as error:
         raise ReportError(file, str(error)) from None
     loc, missing = first["loc"], first["type"] == "missing"
-    where = dotted((*_known(loc[:-1], data), loc[-1]) if missing else _known(loc, data))
+    where = join_path((*_keep_known(loc[:-1], data), loc[-1]) if missing else _keep_known(loc, data))
     raise ReportError(file, f"{where}: {explain(first)}" if where else explain(first))
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _build_adapter(kind: Any) -> TypeAdapter[Any]:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
 
 
-def _known(path: _Path, data: Any) -> _Path:
+def _keep_known(path: _Path, data: Any) -> _Path:
     """Return the part of `path` that is in `data`; pydantic adds the name of a type for a union."""
     for length, step in enumerate(path):
         try:
@@ -449,9 +451,9 @@ def parse_json(text: str, file: str) -> Any:
     try:
         return json.loads(
             text,
-            object_pairs_hook=_unique_pairs,
-            parse_constant=_finite_float,
-            parse_float=_finite_float,
+            object_pairs_hook=_require_unique,
+            parse_constant=_parse_finite,
+            parse_float=_parse_finite,
         )
     except json.JSONDecodeError as error:
         raise ReportError(file, f"not JSON: {error.msg}", error.lineno) from None
@@ -463,7 +465,7 @@ def parse_json(text: str, file: str) -> Any:
         raise ReportError(file, "a number of too many digits") from None
 
 
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _require_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -471,7 +473,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _finite_float(token: str) -> float:
+def _parse_finite(token: str) -> float:
     value = float(token)
     if not math.isfinite(value):
         hint = 'moedoctor writes "nan", "inf" and "-inf" as text'

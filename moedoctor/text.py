@@ -1,9 +1,9 @@
 """Files and YAML that a stranger may have written, and how such text is shown.
 
 `open_file`, `read_text` and `read_bytes` are the one way to open input, `walk` to list it. `read_yaml` reads
-one YAML document with the line of every value. `explain`, `dotted`, `show` and `nearest` say what is wrong
-with a value and what was expected. `print_message` is the way to stderr; pages and reports use `clean`,
-`one_line`, `escape_json` and `without_commands`.
+one YAML document with the line of every value. `explain`, `join_path`, `show` and `suggest_nearest` say what
+is wrong with a value and what was expected. `print_message` is the way to stderr; pages and reports use
+`clean`, `join_lines`, `escape_json` and `escape_commands`.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def read_text(path: Path, limit: int, expected: str = "a text file") -> str:
     return _decode(read_bytes(path, limit, expected))
 
 
-def size_of(count: int) -> str:
+def format_size(count: int) -> str:
     """Return a number of bytes in MB (10^6), or in kB if it is less than a tenth of one."""
     return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count / 1e3:.1f} kB"
 
 
 def read_bytes(path: Path, limit: int, expected: str = "a text file") -> bytes:
     """Return the bytes of a regular file of at most `limit` bytes. Raises `TextFileError` for another."""
-    with open_file(path, limit, expected) as file, _named_errors(expected):
+    with open_file(path, limit, expected) as file, _name_errors(expected):
         data = file.read(limit + 1)
     if len(data) > limit:  # it grew, or is one of the system's, which have no size
         raise TextFileError(1, f"is too large, expected at most {limit // 1024} KiB")
@@ -80,7 +80,7 @@ def open_file(path: Path, limit: int | None = None, expected: str = "a text file
     flags = (
         os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
     )
-    with _named_errors(expected):
+    with _name_errors(expected):
         # Before the open, which can act on a device; after it again, in case the file was swapped.
         _require_small(os.stat(path), limit, expected)
         file = _File(os.open(path, flags))
@@ -103,7 +103,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
         parent, level = waiting.pop()
         names: list[str] = []
         folders: list[str] = []
-        errors = _named_errors("a folder") if parent is folder else contextlib.suppress(OSError)
+        errors = _name_errors("a folder") if parent is folder else contextlib.suppress(OSError)
         with errors, os.scandir(parent) as entries:
             for entry in entries:
                 left -= 1
@@ -116,7 +116,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
         waiting += [(parent / name, level + 1) for name in sorted(folders, reverse=True)]
 
 
-def names_in(folder: Path, pattern: str) -> list[str]:
+def list_names(folder: Path, pattern: str) -> list[str]:
     """Return the sorted names in `folder` of what matches `pattern` and is not a folder, as `walk`."""
     return fnmatch.filter(next(walk(folder))[1], pattern)
 
@@ -141,7 +141,7 @@ class _File(io.FileIO):
 
 
 @contextlib.contextmanager
-def _named_errors(expected: str) -> Iterator[None]:
+def _name_errors(expected: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -220,7 +220,7 @@ def clean(text: str) -> str:
     return _INVISIBLE.sub("", text).expandtabs(4)
 
 
-def one_line(text: str) -> str:
+def join_lines(text: str) -> str:
     """Return `text` cleaned, on one line."""
     return " ".join(clean(text).split())
 
@@ -235,7 +235,7 @@ def escape_json(document: str) -> str:
     return _NOT_IN_JSON.sub(lambda match: json.dumps(match[0])[1:-1].replace("#", r"\u0023"), document)
 
 
-def without_commands(text: str) -> str:
+def escape_commands(text: str) -> str:
     """Return `text` without commands for a CI server: ``::`` at the start of a line, ``##[`` anywhere.
 
     A backslash takes the place of the first character, so that each line keeps its width.
@@ -244,11 +244,11 @@ def without_commands(text: str) -> str:
 
 
 def print_message(text: str, inputs: Iterable[str] = ()) -> None:
-    """Print ``moedoctor: text`` on stderr as `message_line` returns it."""
-    print(message_line(f"moedoctor: {text}", inputs), file=sys.stderr)
+    """Print ``moedoctor: text`` on stderr as `format_message` returns it."""
+    print(format_message(f"moedoctor: {text}", inputs), file=sys.stderr)
 
 
-def message_line(text: str, inputs: Iterable[str] = ()) -> str:
+def format_message(text: str, inputs: Iterable[str] = ()) -> str:
     """Return `text` as one line for stderr or a log: escaped, with at most 200 characters of an input.
 
     `inputs` are what a user gave, such as the arguments of the command line.
@@ -265,24 +265,24 @@ def message_line(text: str, inputs: Iterable[str] = ()) -> str:
     line = re.sub(long_word, lambda word: shorten(word[0], _MOST_ECHOED), escape(text))
     if len(line) > _LONGEST_MESSAGE:
         line = f"{line[:_MOST_ECHOED]} … ({len(line)} characters) … {line[-2 * _MOST_ECHOED :]}"
-    return without_commands(line)
+    return escape_commands(line)
 
 
-def missing_package(package: str, extra: str) -> str:
+def explain_missing_package(package: str, extra: str) -> str:
     """Return what to do without an optional package, which an extra of moedoctor brings."""
     return (
         f"this needs {package}, which this Python lacks: pip install {package}, or install moedoctor[{extra}]"
     )
 
 
-def missing_torch(error: BaseException | str) -> str | None:
+def explain_missing_torch(error: BaseException | str) -> str | None:
     """Return what to do if an exception, or its last line, says that torch or Triton is not installed.
 
     Only a package that is not there is meant: if an installed one cannot be imported, that is a finding.
     """
     text = str(error) if isinstance(error, ModuleNotFoundError | str) else ""
     match = re.search(r"No module named '(torch|triton)'", text)
-    return missing_package(match[1], "torch") if match else None
+    return explain_missing_package(match[1], "torch") if match else None
 
 
 def print_traceback(mask: Callable[[str], str]) -> None:
@@ -290,7 +290,7 @@ def print_traceback(mask: Callable[[str], str]) -> None:
     import traceback
 
     lines = traceback.format_exc().splitlines()
-    print(*(without_commands(shorten(escape(mask(line)), 1000)) for line in lines), sep="\n", file=sys.stderr)
+    print(*(escape_commands(shorten(escape(mask(line)), 1000)) for line in lines), sep="\n", file=sys.stderr)
 
 
 def shorten(text: str, limit: int = _LIMIT) -> str:
@@ -310,44 +310,46 @@ def show(value: object) -> str:
     return f"'{shown}'" if isinstance(value, str) else shown
 
 
-def dotted(path: Iterable[str | int]) -> str:
+def join_path(path: Iterable[str | int]) -> str:
     """Return keys and list indices as ``claims[0].key``."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{escape(shorten(step))}" for step in path)
     return "".join(steps).removeprefix(".")
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def suggest_nearest(name: str, valid: Iterable[str]) -> str:
     """Return ``did you mean X?`` if a valid name is close to `name`, else the valid names."""
     names = list(valid)
-    if close := closest(name, names):
-        return did_you_mean(close)
+    if close := find_closest(name, names):
+        return suggest_names(close)
     listed = ", ".join(names[:_LISTED]) or "nothing here"
     return f"expected {'one of ' if len(names) > 1 else ''}{listed}{' …' if len(names) > _LISTED else ''}"
 
 
-def did_you_mean(names: Sequence[str]) -> str:
+def suggest_names(names: Sequence[str]) -> str:
     """Return ``did you mean X or Y?``, or no text without names."""
     return f"did you mean {' or '.join(names)}?" if names else ""
 
 
-def expected_names(name: str, valid: Iterable[str]) -> str:
+def suggest_expected(name: str, valid: Iterable[str]) -> str:
     """Return what is close to `name`, if anything is, and all the valid names."""
     names = list(valid)
-    hint = did_you_mean(closest(name, names))
+    hint = suggest_names(find_closest(name, names))
     return f"{hint} {'E' if hint else 'e'}xpected one of {', '.join(names)}".lstrip()
 
 
-def closest(name: str, valid: Iterable[str], most: int = 3, *, misspelt: bool = False) -> tuple[str, ...]:
+def find_closest(
+    name: str, valid: Iterable[str], most: int = 3, *, misspelt: bool = False
+) -> tuple[str, ...]:
     """Return up to `most` valid names that `name` may mean, the likeliest first; none if nothing is close.
 
     Numbers carry meaning: MD01 is MD001 and never MD019, and fp9 is not fp8. Words count more than letters:
     ``cutlass`` names VLLM_CUTLASS and FLASHINFER_CUTLASS. Only the likeliest kind of match is returned. With
     `misspelt`, only names that differ by slips of the finger are.
     """
-    wanted = _words(name[:_LIMIT])
+    wanted = _split_words(name[:_LIMIT])
     ranks: dict[str, tuple[int, int]] = {}
     for known in valid:
-        rank = _rank(wanted, _words(known))
+        rank = _rank(wanted, _split_words(known))
         if rank is not None and (rank[0] < _BY_WORDS or not misspelt):
             ranks[known] = rank
     best = min((kind for kind, _ in ranks.values()), default=0)
@@ -355,7 +357,7 @@ def closest(name: str, valid: Iterable[str], most: int = 3, *, misspelt: bool = 
     return tuple(sorted(near, key=lambda known: ranks[known][1])[:most])
 
 
-def _words(name: str) -> tuple[str, ...]:
+def _split_words(name: str) -> tuple[str, ...]:
     """Return the words and numbers of a name: ``md``, ``1`` for MD001."""
     return tuple(part.lstrip("0") or "0" for part in re.findall(r"[^\W\d_]+|\d+", name.lower()))
 
@@ -369,7 +371,7 @@ def _rank(wanted: Sequence[str], known: Sequence[str]) -> tuple[int, int] | None
     whole, other = ("".join(word for word in words if not word.isdigit()) for words in (wanted, known))
     if not whole:
         return _BY_WORDS, len(known)
-    distance = _edits(whole, other)
+    distance = _count_edits(whole, other)
     if numbers == others and 2 * distance <= len(whole) and distance <= 1 + len(whole) // 10:
         return (0 if distance < 2 else 1), distance
     least = 1 if numbers else 2  # fp4 means nvfp4, and fp alone means nothing
@@ -386,7 +388,7 @@ def _has_word(known: Sequence[str], word: str, slips: int) -> bool:
     """Return whether a word of `known` begins or ends with `word`, or is it up to `slips`."""
     long = len(word) > 4
     return any(
-        part.startswith(word) or part.endswith(word) or (long and _edits(word, part) <= slips)
+        part.startswith(word) or part.endswith(word) or (long and _count_edits(word, part) <= slips)
         for part in known
     )
 
@@ -397,7 +399,7 @@ def _is_abbreviation(short: str, long: str) -> bool:
     return short[0] == long[:1] and 2 * len(short) <= len(long) and all(letter in letters for letter in short)
 
 
-def _edits(left: str, right: str) -> int:
+def _count_edits(left: str, right: str) -> int:
     """Return how many letters must be added, left out, changed or swapped with the next one."""
     if abs(len(left) - len(right)) > _FAR or max(len(left), len(right)) > _LIMIT:
         return _FAR
@@ -420,7 +422,7 @@ def explain(error: ErrorDetails, valid: Iterable[str] = ()) -> str:
     if kind == "missing":
         return "is missing, expected a value"
     if kind == "extra_forbidden":
-        return f"unknown key, {nearest(str(error['loc'][-1]), valid)}"
+        return f"unknown key, {suggest_nearest(str(error['loc'][-1]), valid)}"
     if kind == "value_error":
         return str(error.get("ctx", {}).get("error", message))
     expected = _EXPECTED.get(kind) or re.sub(r"^\w+ should (.*?)( after validation.*)?$", r"must \1", message)
@@ -479,13 +481,13 @@ class YamlSource:
     lines: Mapping[YamlPath, int]
     """Path -> line, counted from 1: a scalar's own line; the line of its key for a list or mapping."""
 
-    def known(self, path: YamlPath) -> YamlPath:
+    def keep_known(self, path: YamlPath) -> YamlPath:
         """Return the longest part of `path`, from the root, that the file has."""
         return next((path[:end] for end in range(len(path), 0, -1) if path[:end] in self.lines), ())
 
-    def line(self, path: YamlPath) -> int:
+    def find_line(self, path: YamlPath) -> int:
         """Return the line of the value at `path`, or of the nearest value that holds it."""
-        return self.lines.get(self.known(path), 1)
+        return self.lines.get(self.keep_known(path), 1)
 
 
 def read_yaml(path: Path) -> YamlSource:
@@ -503,7 +505,7 @@ def parse_yaml(text: str) -> YamlSource:
         root = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise TextFileError(mark.line + 1 if mark else 1, _syntax(error)) from None
+        raise TextFileError(mark.line + 1 if mark else 1, _explain_syntax(error)) from None
     except (ValueError, OverflowError):
         # The scanner's own chr() and int(): an escape beyond Unicode, a %YAML version of thousands of digits.
         problem = "a number out of range in an escape or directive, expected a Unicode code point"
@@ -511,7 +513,7 @@ def parse_yaml(text: str) -> YamlSource:
     if root is None:
         raise TextFileError(1, "is empty, expected a YAML mapping")
     lines: dict[YamlPath, int] = {}
-    return YamlSource(_data(root, (), lines), lines)
+    return YamlSource(_read_node(root, (), lines), lines)
 
 
 def validate(
@@ -538,14 +540,14 @@ def validate(
     def rank(error: ErrorDetails) -> tuple[bool, int, int]:
         # A misspelt key is also a missing one, a bad item leaves its list too short: the cause comes first.
         follows = error["type"] == "missing" or (error["type"] == "too_short" and bool(error["input"]))
-        return follows, source.line(error["loc"]), -len(error["loc"])
+        return follows, source.find_line(error["loc"]), -len(error["loc"])
 
     first = min(errors, key=rank)
     around = [str(step) for step in first["loc"][:-1] if isinstance(step, str)]
     beside = next((inner[key] for key in reversed(around) if inner and key in inner), model)
-    path = first["loc"] if first["type"] == "missing" else source.known(first["loc"])
+    path = first["loc"] if first["type"] == "missing" else source.keep_known(first["loc"])
     message = explain(first, beside.model_fields)
-    raise TextFileError(source.line(path), f"{dotted(path)}: {message}" if path else message)
+    raise TextFileError(source.find_line(path), f"{join_path(path)}: {message}" if path else message)
 
 
 def parse_scalar(text: str, *, quoted: bool = False) -> YamlScalar:
@@ -571,7 +573,7 @@ def parse_scalar(text: str, *, quoted: bool = False) -> YamlScalar:
     return float(text)
 
 
-def _syntax(error: yaml.MarkedYAMLError) -> str:
+def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
     context = f" {error.context}" if error.context else ""
     expected = _HINTS.get(error.problem or "", "expected keys, values and lists indented with spaces")
     return f"not valid YAML{shorten(context, 120)}: {shorten(error.problem or '', 120)}; {expected}"
@@ -603,41 +605,41 @@ class _PlainLoader(yaml.SafeLoader):
         return node
 
 
-def _data(node: yaml.Node, path: YamlPath, lines: dict[YamlPath, int]) -> object:
+def _read_node(node: yaml.Node, path: YamlPath, lines: dict[YamlPath, int]) -> object:
     """Return the data of a node and write its lines into `lines`."""
     lines[path] = node.start_mark.line + 1
     if isinstance(node, yaml.ScalarNode):
-        return _scalar(node)
+        return _read_scalar(node)
     if isinstance(node, yaml.SequenceNode):
-        return [_data(item, (*path, index), lines) for index, item in enumerate(node.value)]
+        return [_read_node(item, (*path, index), lines) for index, item in enumerate(node.value)]
     result: dict[str, object] = {}
     key_lines: dict[str, int] = {}
     for key_node, value in node.value:
-        key, line = _key(key_node), key_node.start_mark.line + 1
+        key, line = _read_key(key_node), key_node.start_mark.line + 1
         if key in result:
             first = key_lines[key]
             raise TextFileError(line, f"duplicate key {show(key)}, first on line {first}; expected it once")
         key_lines[key] = line
         child = (*path, key)
-        result[key] = _data(value, child, lines)
+        result[key] = _read_node(value, child, lines)
         if not isinstance(value, yaml.ScalarNode):
             lines[child] = line
     return result
 
 
-def _key(node: yaml.Node) -> str:
+def _read_key(node: yaml.Node) -> str:
     line = node.start_mark.line + 1
     if not isinstance(node, yaml.ScalarNode):
         raise TextFileError(line, "a list or mapping as a key, expected text")
     if node.value == "<<" and node.style is None:
         raise TextFileError(line, "merge key '<<' is not supported, expected the values written out")
-    key = _scalar(node)
+    key = _read_scalar(node)
     if not isinstance(key, str):
         raise TextFileError(line, f"the key {show(key)} is not text, expected a name (quote it)")
     return key
 
 
-def _scalar(node: yaml.ScalarNode) -> YamlScalar:
+def _read_scalar(node: yaml.ScalarNode) -> YamlScalar:
     try:
         return parse_scalar(node.value, quoted=node.style is not None)
     except ValueError as error:

@@ -156,7 +156,7 @@ def _made() -> Mapping[str, str]:
 
 def _entry_page(entry: Entry) -> str:
     runs = entry.name in catalogue.list_registered_names()
-    page = to_markdown(Explained.of_entry(entry, runs=runs).page())
+    page = to_markdown(Explained.from_entry(entry, runs=runs).make_page())
     links = {f"reports/{run.report}.md": run.report for each in entry.releases for run in each.runs}
     listed = [f"- [{name}](../{path})" for path, name in links.items() if (ROOT / path).is_file()]
     page = _with_lists(_with_links_to_entries(page, entry.id))

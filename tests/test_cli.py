@@ -18,7 +18,7 @@ import typer
 from hostile import TEXTS, echoes_too_much, problem
 
 from moedoctor.cli import app, main
-from moedoctor.reporters.output import progress_bar
+from moedoctor.reporters.output import show_progress
 
 pytestmark = pytest.mark.usefixtures("dying_plugin")
 Run = Callable[..., tuple[int, str, str]]
@@ -166,7 +166,7 @@ def test_a_scenario_whose_name_is_markup_does_not_break_the_progress_bar(
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr", terminal)
-    with progress_bar() as progress:
+    with show_progress() as progress:
         progress(0, 1, "[/] [red]x[/red] \x1b]0;title\x07\n::error")
     assert "]0;" not in terminal.getvalue()
 
@@ -232,7 +232,7 @@ def test_a_terminal_that_shows_the_reasons_gets_them_once(
     assert "exit code 1: worse than the baseline: MD901" in piped
     assert "exit code 1: MD901 dying: " in piped
     columns = lambda path: (False, 80 if path is None else None)  # noqa: E731
-    monkeypatch.setattr("moedoctor.reporters.output.terminal", columns)
+    monkeypatch.setattr("moedoctor.reporters.output.inspect_terminal", columns)
     code, out, err = moedoctor(*arguments)
     assert (code, err) == (1, "")
     assert "exit code 1: MD901 dying: " in out

@@ -17,14 +17,14 @@ from moedoctor.comparison import (
     Comparison,
     Incomparable,
     Tolerance,
-    case_key,
     check_comparable,
     compare,
-    expected_verdict,
+    expect_verdict,
     group_of,
-    held_by,
     judge_metric,
-    metrics,
+    list_held,
+    list_metrics,
+    name_case,
 )
 from moedoctor.results import (
     VERDICTS,
@@ -64,7 +64,7 @@ def test_any_worse_scenario_verdict_is_a_regression(record: Report, data: st.Dat
     two = data.draw(st.lists(st.sampled_from(V), min_size=2, max_size=2, unique=True))
     before, after = sorted(two, key=lambda verdict: VERDICTS[verdict].rank)
     baseline, current = (_with_verdict(record, index, verdict) for verdict in (before, after))
-    held = current.scenarios[index] in held_by(baseline, current)
+    held = current.scenarios[index] in list_held(baseline, current)
     if after is V.FOUND and held:
         assert compare(baseline, current, Tolerance()).regressions == ()
         return
@@ -130,12 +130,12 @@ def test_any_case_that_no_longer_ran_or_fails_is_a_regression(record: Report, da
     places = [(i, j) for i, s in enumerate(record.scenarios) for j in range(len(s.cases))]
     i, j = data.draw(st.sampled_from(places))
     old = record.scenarios[i].cases[j]
-    expected = expected_verdict(old.subject) or C.REPRODUCED
+    expected = expect_verdict(old.subject) or C.REPRODUCED
     after = data.draw(st.sampled_from([verdict for verdict in C if verdict is not expected]))
     baseline, current = (_with_case(record, i, j, verdict) for verdict in (expected, after))
     regressions = compare(baseline, current, Tolerance()).regressions
     assert [(change.case, change.baseline, change.current) for change in regressions] == [
-        (case_key(old), expected.value, after.value)
+        (name_case(old), expected.value, after.value)
     ]
 
 
@@ -184,7 +184,7 @@ def test_cases_are_found_again_in_another_order_on_another_gpu_and_from_another_
     after = scenario("proved", *reversed(moved), file="C:\\moedoctor\\_scenarios\\nan_routing.yaml")
     assert _compare(before, after) == Comparison()
     assert (
-        len({case_key(item) for item in [*cases, case("installed", "clean", device="cpu")]})
+        len({name_case(item) for item in [*cases, case("installed", "clean", device="cpu")]})
         == len(POINTS) + 1
     )
 
@@ -327,7 +327,7 @@ def test_metrics_are_found_inside_mappings_and_lists() -> None:
         "missing_us": None,
     }
     found = {"kernel_us": 3, "rows[0].kernel_us": 2.5, "rows[1].kernel_us": "nan", "ours.vllm_ratio": 0.6}
-    assert metrics(evidence) == found
+    assert list_metrics(evidence) == found
 
 
 @given(st.sampled_from(LOWER + HIGHER), positive, st.floats(0.06, 3), st.booleans())

@@ -28,16 +28,16 @@ from moedoctor.results import (
     ScenarioResult,
     Summary,
     Tier,
+    find_worst,
     from_json,
     load_report,
-    plain,
     to_json,
-    worst,
+    to_plain,
 )
 
 SCHEMA = make_schema("run")
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
-DOCUMENT = plain(full_report())
+DOCUMENT = to_plain(full_report())
 REPORTS = Path(__file__).parent.parent / "reports"
 CASE = ("scenarios", 0, "cases", 1)
 
@@ -86,7 +86,7 @@ STORED = [
 @pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)
 def test_stored_reports_are_read_and_written_again_as_they_are(file: Path) -> None:
     stored = json.loads(file.read_text(encoding="utf-8"))
-    read = plain(load_report(file))
+    read = to_plain(load_report(file))
     assert {key: read[key] for key in stored if key in read and key != "summary"} == {
         key: value for key, value in stored.items() if key in read and key != "summary"
     }
@@ -99,14 +99,14 @@ def test_figures_that_are_not_finite_become_text() -> None:
     written = data["scenarios"][0]["cases"][0]
     assert written["evidence"] == {"a": "nan", "b": ["inf", ["-inf", 1.5]], "c": {"d": "nan"}}
     assert written["parameters"] == {"x": "inf"}
-    assert plain(from_json(Report, data)) == data
+    assert to_plain(from_json(Report, data)) == data
 
 
 def test_enums_whole_number_keys_and_broken_text_are_written() -> None:
     class Colour(enum.IntEnum):
         RED = 3
 
-    written = plain({8: Colour.RED, "tier": Tier.KERNEL, "text": HOSTILE})
+    written = to_plain({8: Colour.RED, "tier": Tier.KERNEL, "text": HOSTILE})
     assert (written["8"], written["tier"]) == (3, "kernel")
     to_json(written).encode("utf-8")
 
@@ -267,6 +267,12 @@ def test_no_bytes_give_anything_but_a_report_error(
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "nan", "inf"])
 def test_the_worst_of_scores_is_one_that_is_not_finite_wherever_it_is(bad: float | str) -> None:
-    assert worst(0.5, bad, 2.0) == worst(bad, 0.5) == worst(0.5, bad) == worst(bad) == math.inf
-    assert worst(0.5, 2.0, "1.5") == 2.0
-    assert worst() == 0.0
+    assert (
+        find_worst(0.5, bad, 2.0)
+        == find_worst(bad, 0.5)
+        == find_worst(0.5, bad)
+        == find_worst(bad)
+        == math.inf
+    )
+    assert find_worst(0.5, 2.0, "1.5") == 2.0
+    assert find_worst() == 0.0

@@ -24,14 +24,14 @@ from moedoctor.text import (
     _File,
     check_printable,
     clean,
-    closest,
-    dotted,
     escape,
+    escape_commands,
     escape_json,
-    message_line,
-    names_in,
-    nearest,
-    one_line,
+    find_closest,
+    format_message,
+    join_lines,
+    join_path,
+    list_names,
     parse_scalar,
     parse_yaml,
     read_bytes,
@@ -39,8 +39,8 @@ from moedoctor.text import (
     read_yaml,
     shorten,
     show,
+    suggest_nearest,
     walk,
-    without_commands,
 )
 
 LIMIT = 4096
@@ -142,7 +142,7 @@ def test_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a" / "loop").symlink_to("loop")
     listed = [(str(folder.relative_to(tmp_path)), names) for folder, names in walk(tmp_path)]
     assert listed == [(".", ["top"]), ("a", ["link", "loop", "pipe"]), ("b", ["1", "2"]), ("b/deep", ["3"])]
-    assert names_in(tmp_path / "a", "*o*") == ["loop"]
+    assert list_names(tmp_path / "a", "*o*") == ["loop"]
     with pytest.raises(TextFileError, match="cannot be read \\(not a directory\\), expected a folder"):
         list(walk(tmp_path / "top"))
     monkeypatch.setattr("moedoctor.text.MAX_LEVELS", 2)
@@ -218,18 +218,18 @@ def test_show(value: object, shown: str) -> None:
 
 
 def test_dotted() -> None:
-    assert dotted(()) == ""
-    assert dotted(("claims", 0, "thresholds", "a\nb")) == r"claims[0].thresholds.a\nb"
-    assert dotted((0, "a")) == "[0].a"
+    assert join_path(()) == ""
+    assert join_path(("claims", 0, "thresholds", "a\nb")) == r"claims[0].thresholds.a\nb"
+    assert join_path((0, "a")) == "[0].a"
 
 
 def test_nearest() -> None:
-    assert nearest("topk", ["tokens", "top_k"]) == "did you mean top_k?"
-    assert nearest("TOP_K", ["tokens", "top_k"]) == "did you mean top_k?"
-    assert nearest("zzz", ["a", "b"]) == "expected one of a, b"
-    assert nearest("zzz", ["a"]) == "expected a"
-    assert nearest("zzz", []) == "expected nothing here"
-    many = nearest("zzz", [f"name{index}" for index in range(50)])
+    assert suggest_nearest("topk", ["tokens", "top_k"]) == "did you mean top_k?"
+    assert suggest_nearest("TOP_K", ["tokens", "top_k"]) == "did you mean top_k?"
+    assert suggest_nearest("zzz", ["a", "b"]) == "expected one of a, b"
+    assert suggest_nearest("zzz", ["a"]) == "expected a"
+    assert suggest_nearest("zzz", []) == "expected nothing here"
+    many = suggest_nearest("zzz", [f"name{index}" for index in range(50)])
     assert many.endswith("name11 …")
 
 
@@ -353,12 +353,12 @@ def test_data_of_a_good_file() -> None:
 )
 def test_line_of_a_path(path: tuple[str | int, ...], line: int) -> None:
     source = parse_yaml(GOOD)
-    assert source.line(path) == source.line(source.known(path)) == line
+    assert source.find_line(path) == source.find_line(source.keep_known(path)) == line
 
 
 def test_a_value_below_its_key_has_the_line_of_the_value_and_crlf_counts_once() -> None:
-    assert parse_yaml("key:\n\n  value").line(("key",)) == 3
-    assert parse_yaml("a: 1\r\nb: 2\r\n").line(("b",)) == 2
+    assert parse_yaml("key:\n\n  value").find_line(("key",)) == 3
+    assert parse_yaml("a: 1\r\nb: 2\r\n").find_line(("b",)) == 2
 
 
 BAD_TEXT = [
@@ -454,12 +454,12 @@ hostile_texts = st.lists(st.sampled_from(TEXTS) | st.text(max_size=20)).map("".j
 
 @given(hostile_texts)
 def test_no_text_makes_a_terminal_or_a_ci_server_act(text: str) -> None:
-    assert not problem(without_commands(clean(text)))
-    assert not problem(without_commands(one_line(text)))
-    assert not problem(without_commands(escape(text)))
+    assert not problem(escape_commands(clean(text)))
+    assert not problem(escape_commands(join_lines(text)))
+    assert not problem(escape_commands(escape(text)))
     assert (clean(clean(text)), escape(escape(text))) == (clean(text), escape(text))
-    assert not {"\n"} & {*one_line(text), *escape(text)}
-    assert len(without_commands(text)) == len(text)
+    assert not {"\n"} & {*join_lines(text), *escape(text)}
+    assert len(escape_commands(text)) == len(text)
 
 
 @given(hostile_texts, st.sampled_from((None, 2)))
@@ -475,7 +475,7 @@ def test_escaped_json_has_the_same_data(text: str, indent: int | None) -> None:
 @example("\x1b" * 199, "9" * 201, False)
 def test_a_message_is_one_short_line_whatever_it_echoes(first: str, second: str, known: bool) -> None:
     inputs = (first, second) if known else ()
-    line = message_line(f"--option {first}: expected {second}, such as a, b", inputs)
+    line = format_message(f"--option {first}: expected {second}, such as a, b", inputs)
     assert not problem(line)
     assert len(line) <= 1000
     assert line.startswith("--option ")
@@ -486,8 +486,8 @@ def test_a_message_is_one_short_line_whatever_it_echoes(first: str, second: str,
 def test_a_message_of_ours_stays_as_it_is() -> None:
     path = "/home/somebody/a folder/é中.yaml"
     message = f"{path}:3: a::b is unknown, expected one of {', '.join(['twelve_letters'] * 40)}"
-    assert message_line(message, [path]) == message
-    assert message_line("::x ##[y] ##vso[z]\n::w") == "\\:x \\#[y] \\#vso[z]\\n::w"
+    assert format_message(message, [path]) == message
+    assert format_message("::x ##[y] ##vso[z]\n::w") == "\\:x \\#[y] \\#vso[z]\\n::w"
 
 
 def test_the_characters_that_must_not_be_printed() -> None:
@@ -521,7 +521,7 @@ POLICIES = ["lru", "lfu", "lfru", "aging", "belady"]
     ],
 )  # fmt: skip
 def test_suggestions_are_close_in_meaning(name: str, valid: list[str], expected: str) -> None:
-    assert " ".join(closest(name, valid)) == expected
+    assert " ".join(find_closest(name, valid)) == expected
 
 
 _NAMES = st.sampled_from([*IDS, *BACKENDS, *PRESETS, *FORMATS, *POLICIES])
@@ -542,7 +542,7 @@ def test_a_slip_of_the_finger_finds_the_name(name: str, data: st.DataObject) -> 
             ]
         )
     )
-    assert name in closest(slip, [*IDS, *BACKENDS, *PRESETS, *FORMATS, *POLICIES], most=30)
+    assert name in find_closest(slip, [*IDS, *BACKENDS, *PRESETS, *FORMATS, *POLICIES], most=30)
 
 
 @given(st.text(max_size=80), st.lists(st.text(max_size=20), max_size=8))
@@ -550,6 +550,6 @@ def test_a_suggestion_is_a_valid_name_and_keeps_every_number(name: str, valid: l
     def numbers(text: str) -> set[int]:
         return {int(digits) for digits in re.findall(r"\d+", text)}
 
-    for known in closest(name, valid):
+    for known in find_closest(name, valid):
         assert known in valid
         assert numbers(name[:60].lower()) <= numbers(known.lower())

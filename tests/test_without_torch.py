@@ -14,12 +14,12 @@ import pytest
 from typer.main import get_command
 
 from moedoctor.cli import app, main
-from moedoctor.text import missing_torch
+from moedoctor.text import explain_missing_torch
 from tests.capsules import make_capsule
 from tests.checkpoints_of_tests import f32, modelopt
 
 ROOT = Path(__file__).resolve().parent.parent
-NEEDS_TORCH = missing_torch("No module named 'torch'") or "?"
+NEEDS_TORCH = explain_missing_torch("No module named 'torch'") or "?"
 BASELINE = str(ROOT / "reports" / "baselines" / "cpu.json")
 
 # Command -> its arguments and exit code. `check` finds no vLLM in this Python: 2, with a report on stdout.
@@ -154,8 +154,8 @@ def test_a_repair_that_needs_torch_leaves_the_findings_and_no_folder(
 
 
 def test_a_torch_that_is_there_and_broken_is_another_matter() -> None:
-    assert missing_torch(ImportError("libcudart.so.13: cannot open shared object file")) is None
-    assert missing_torch(ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")) is None
+    assert explain_missing_torch(ImportError("libcudart.so.13: cannot open shared object file")) is None
+    assert explain_missing_torch(ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")) is None
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moedoctor.origin import GpuReadings, GpuState, Spread
-from moedoctor.processes.ask import Child, answer, answers_in, unnamed_file
+from moedoctor.processes.ask import Child, answer, open_unnamed_file, read_answers
 
 INTERVAL_SECONDS = 0.25
 _CHILD = "moedoctor.bench.gpu_state"
@@ -58,7 +58,7 @@ def sampled(facts: Mapping[str, Any], device: str = "auto") -> Iterator[Sampling
         yield Sampling("the measurement used no GPU" if device == "cpu" else "no NVIDIA GPU is visible")
         return
     sampling = Sampling()
-    with unnamed_file() as asked, unnamed_file() as readings:
+    with open_unnamed_file() as asked, open_unnamed_file() as readings:
         asked.write(json.dumps({"indices": indices[:_MOST_GPUS], "interval": INTERVAL_SECONDS}).encode())
         with Child(_CHILD, (asked.fileno(), readings.fileno()), log=1 << 16) as child:
             until = time.monotonic() + _START_SECONDS
@@ -68,7 +68,7 @@ def sampled(facts: Mapping[str, Any], device: str = "auto") -> Iterator[Sampling
                 yield sampling
             finally:
                 child.end()
-                sampling.state = summarise(list(answers_in(readings)))
+                sampling.state = summarise(list(read_answers(readings)))
 
 
 def _visible(facts: Mapping[str, Any]) -> list[int]:

@@ -38,7 +38,7 @@ def audit(
     with as_input_error(ValueError, AuditError):
         gpu = parse_capability(capability) if capability else None
         tool = next(reversed(find_tools(["cuobjdump"])), None)
-        items = Redactor.of_this_process().record(audit(paths, gpu, tool))
-    document = AuditDocument.of(items, gpu, str(tool) if tool else None)
+        items = Redactor.from_this_process().record(audit(paths, gpu, tool))
+    document = AuditDocument.from_items(items, gpu, str(tool) if tool else None)
     reasons = [f"MD004: {document.items[index].path}: {words}" for index, words in document.wrong.items()]
     return deliver_document(document, format, output, full=full, code=int(bool(reasons)), reasons=reasons)

@@ -95,7 +95,7 @@ def backends(
         BackendsDocument,
         EachScheme,
         OneScheme,
-        reasons,
+        list_reasons,
     )
     from moedoctor.upstream.selection.agreement import disagreements
 
@@ -163,7 +163,7 @@ def backends(
             notes=(*notes, *_assumptions(selection, here=here)),
             exit_code=0,
         )
-    why = reasons(report)
+    why = list_reasons(report)
     report = replace(report, exit_code=int(bool(why)))
     return deliver_document(report, format, output, full=full, code=report.exit_code, reasons=why)
 
@@ -250,15 +250,15 @@ def _redacted(
     """Return the findings without secrets, user names and home folders, so that they fit into an issue."""
     from moedoctor.redaction import Redactor
 
-    redactor = Redactor.of(environ, platform.node())
+    redactor = Redactor.from_environment(environ, platform.node())
     masked = []
     for finding in findings:
         mark = " " if finding.setting.startswith("-") else "="
         name, given, value = finding.setting.partition(mark)
-        shown = redactor.setting(name.strip("-").replace("-", "_"), value) if given else value
+        shown = redactor.mask_setting(name.strip("-").replace("-", "_"), value) if given else value
         instead = finding.instead.replace(value, shown) if finding.instead and value else finding.instead
-        setting = f"{redactor.text(name)}{given}{shown}"
-        message = redactor.text(finding.message)
+        setting = f"{redactor.mask(name)}{given}{shown}"
+        message = redactor.mask(finding.message)
         masked.append(replace(finding, setting=setting, message=message, instead=instead))
     return tuple(masked)
 

@@ -25,15 +25,15 @@ from moedoctor.commands.options import (
     numbers,
     texts,
 )
-from moedoctor.environment import no_gpu
+from moedoctor.environment import explain_missing_gpu
 from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases, load_tables
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
-from moedoctor.origin import origin
+from moedoctor.origin import record_origin
 from moedoctor.redaction import Redactor
 from moedoctor.reference.moe_backend import Variant
-from moedoctor.reporters.output import progress_bar
+from moedoctor.reporters.output import show_progress
 from moedoctor.reporters.pages.bench_backends import (
     BackendBench,
     bench_document,
@@ -42,7 +42,7 @@ from moedoctor.reporters.pages.bench_backends import (
     reasons,
     summary_line,
 )
-from moedoctor.text import expected_names, print_message
+from moedoctor.text import print_message, suggest_expected
 from moedoctor.trace.format import TraceError, load
 
 DEFAULT_MODEL = "qwen3-30b-a3b"
@@ -72,7 +72,7 @@ def find_variants(given: Sequence[str], quantization: Sequence[str] | None) -> l
             instead = "moedoctor bench --engine --model DIR --moe-backend NAME"
             raise InputError(f"--backend {name}: {has}, but it is timed in engines only: {instead}")
         if not matching:
-            raise InputError(f"--backend {name}: {expected_names(name, [*registry.names(), 'all'])}")
+            raise InputError(f"--backend {name}: {suggest_expected(name, [*registry.names(), 'all'])}")
         variants |= dict.fromkeys(matching)
     if not variants:
         raise InputError(f"--backend: expected all or some of {', '.join(registry.names())}")
@@ -193,7 +193,7 @@ def measure(
     counts = numbers("--tokens", tokens, _MAX_TOKENS, f"1 to {_MAX_TOKENS}, such as 1,64,4096")
     facts = environment.collect()
     if device == "auto":
-        device = "cpu" if no_gpu(facts) else "cuda:0"
+        device = "cpu" if explain_missing_gpu(facts) else "cuda:0"
     check_gpu(device, facts)
     _check_runnable(variants, named, device, facts)
     counts = counts or (_CPU_TOKENS if device == "cpu" else _GPU_TOKENS)
@@ -208,7 +208,7 @@ def measure(
         roofline, harness = measure_machine(device)
     if not sys.stderr.isatty():  # a log gets one line, a terminal a bar
         _log(f"measuring {', '.join(dict.fromkeys(task.variant.label for task in tasks))}")
-    with sampled(facts, device) as readings, progress_bar(remaining=True) as progress:
+    with sampled(facts, device) as readings, show_progress(remaining=True) as progress:
         rows = measure_tasks(tasks, device, roofline, seconds=timeout, progress=progress)
     if all("unavailable" in row for row in rows):
         away = sorted({str(row["unavailable"]) for row in rows})
@@ -217,12 +217,12 @@ def measure(
         layers={name: {**asdict(shape), "source": source} for name, (shape, source) in layers.items()},
         routing=routing_name,
         device=str(facts.get("gpu") or "GPU") if device.startswith("cuda") else "CPU",
-        rows=Redactor.of_this_process().record(tuple(rows)),
+        rows=Redactor.from_this_process().record(tuple(rows)),
         roofline=roofline,
         harness=harness,
         environment=facts,
         exit_code=1 if any(row.get("wrong") or "failed" in row for row in rows) else 0,
-        origin=origin(
+        origin=record_origin(
             variables=facts.get("env"), gpu_state=readings.state, iterations={"rounds": _rounds(rows)}
         ),
     )
@@ -242,7 +242,7 @@ def _check_runnable(
         return
     reason = None
     if device == "cpu":
-        reason = no_gpu(facts) or "needs a GPU, and --device cpu was given"
+        reason = explain_missing_gpu(facts) or "needs a GPU, and --device cpu was given"
     elif not facts.get("vllm"):
         reason = "vLLM is not installed here"
     if reason is not None:

@@ -10,9 +10,9 @@ from moedoctor import environment
 from moedoctor.bench.cache.replay import default_capacities, facts_of, replay_trace
 from moedoctor.bench.cache.shipped import SHIPPED, shipped_trace
 from moedoctor.commands.options import FULL_FORMATS, as_input_error, deliver, ended, numbers
-from moedoctor.origin import origin
+from moedoctor.origin import record_origin
 from moedoctor.redaction import Redactor
-from moedoctor.reporters.output import progress_bar, terminal
+from moedoctor.reporters.output import inspect_terminal, show_progress
 from moedoctor.reporters.pages.bench_cache import (
     CacheBench,
     bench_document,
@@ -21,7 +21,7 @@ from moedoctor.reporters.pages.bench_cache import (
     reasons,
     summary_line,
 )
-from moedoctor.reporters.plots import PlotError, terminal_chart
+from moedoctor.reporters.plots import PlotError, draw_terminal_chart
 from moedoctor.text import print_message
 from moedoctor.trace.format import RoutingTrace, TraceError, load
 from moedoctor.trace.synthetic import PREFIX, ZipfSettings, draw_zipf_trace
@@ -49,21 +49,21 @@ def measure(
         )
         facts = facts_of(trace, batch)
     machine = environment.collect()
-    with progress_bar(remaining=True) as progress:
+    with show_progress(remaining=True) as progress:
         points = replay_trace(
             trace, capacities=capacities, policies=policies, batch=batch, scope=scope, progress=progress
         )
-    redactor = Redactor.of_this_process()
+    redactor = Redactor.from_this_process()
     return CacheBench(
-        trace=redactor.text(name),
-        facts=replace(facts, model=redactor.text(facts.model)),
+        trace=redactor.mask(name),
+        facts=replace(facts, model=redactor.mask(facts.model)),
         made=redactor.record(trace.made),
         scope=scope,
         batch=batch,
         points=tuple(points),
         environment=machine,
         exit_code=1 if any(point.stats.wrong for point in points) else 0,
-        origin=origin(variables=machine.get("env"), iterations={"calls_replayed": facts.calls}),
+        origin=record_origin(variables=machine.get("env"), iterations={"calls_replayed": facts.calls}),
     )
 
 
@@ -93,11 +93,11 @@ def write_report(bench: CacheBench, format: str, output: Path | None, *, full: b
         reasons=why,
         full=full,
     )
-    colour, width = terminal(output)
+    colour, width = inspect_terminal(output)
     if format == "table" and colour and width is not None:
         try:
             for chart in charts(bench):
-                print(f"\n{terminal_chart(chart, width=min(width, 100))}", end="")
+                print(f"\n{draw_terminal_chart(chart, width=min(width, 100))}", end="")
         except PlotError as error:
             print_message(f"no chart: {error}")
     return code

@@ -19,11 +19,11 @@ from moedoctor.bench.engines import Variant
 from moedoctor.bench.gpu_state import sampled
 from moedoctor.bench.random_model import PREFIX, RandomModel
 from moedoctor.commands.options import FULL_FORMATS, InputError, deliver, ended, texts
-from moedoctor.environment import no_gpu
-from moedoctor.origin import origin
+from moedoctor.environment import explain_missing_gpu
+from moedoctor.origin import record_origin
 from moedoctor.plugin.extensions import FIXES
 from moedoctor.redaction import Redactor
-from moedoctor.reporters.output import progress_bar
+from moedoctor.reporters.output import show_progress
 from moedoctor.reporters.pages.bench_engines import (
     EngineBench,
     bench_document,
@@ -138,20 +138,20 @@ def _read_arguments(given: str | None) -> Mapping[str, Any]:
 def measure(plan: engines.Plan) -> EngineBench:
     """Run and time the engines. Raises InputError if none can run here."""
     facts = environment.collect()
-    reason = no_gpu(facts) or (None if facts.get("vllm") else "vLLM is not installed here")
+    reason = explain_missing_gpu(facts) or (None if facts.get("vllm") else "vLLM is not installed here")
     if reason is not None:
         raise InputError(f"--engine: {reason}; expected a GPU and an installed vLLM")
     with (
         write_random(plan.model) as model,
         sampled(facts) as readings,
-        progress_bar(remaining=True) as bar,
+        show_progress(remaining=True) as bar,
     ):
         progress = bar if sys.stderr.isatty() else _log
         measured = engines.measure(replace(plan, model=model), progress=progress)
-    redactor = Redactor.of_this_process()
+    redactor = Redactor.from_this_process()
     rows = [engines.drop_empty(row) for row in measured.engines]
     return EngineBench(
-        model=redactor.text(str(plan.model)),
+        model=redactor.mask(str(plan.model)),
         tokens=plan.tokens,
         arguments=redactor.record(dict(plan.arguments)),
         together=plan.together,
@@ -159,7 +159,7 @@ def measure(plan: engines.Plan) -> EngineBench:
         speeds=tuple(engines.drop_empty(row) for row in measured.speeds),
         environment=facts,
         exit_code=1 if any("wrong" in row or "failed" in row for row in rows) else 0,
-        origin=origin(
+        origin=record_origin(
             variables=facts.get("env"),
             gpu_state=readings.state,
             iterations={"rounds": plan.rounds, "repeats": plan.repeats, "new_tokens": plan.tokens},

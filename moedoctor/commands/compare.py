@@ -30,6 +30,6 @@ def compare(
     with as_input_error(ReportError, ValueError):
         allowed = comparison.Tolerance.parse(tolerance or ())
         changed = comparison.compare(load_report(baseline), load_report(current), allowed)
-    document = CompareDocument.of(changed, baseline.name, current.name)
+    document = CompareDocument.from_changes(changed, baseline.name, current.name)
     reasons = [f"worse than the baseline: {text}" for text in document.regressions]
     return deliver_document(document, format, output, full=full, code=int(bool(reasons)), reasons=reasons)

@@ -37,17 +37,19 @@ def _find(text: str) -> Explained:
     from moedoctor import catalogue
     from moedoctor.entries import entries, find_entry
     from moedoctor.reporters.pages.explain import Explained
-    from moedoctor.text import nearest
+    from moedoctor.text import suggest_nearest
 
     entry = find_entry(text)
     with as_input_error(catalogue.PluginError):
         if entry is not None:
-            return Explained.of_entry(entry, runs=entry.name in catalogue.list_registered_names())
+            return Explained.from_entry(entry, runs=entry.name in catalogue.list_registered_names())
         others = catalogue.faults_beside({known.name for known in entries().values()})
     key = text.strip().lower().replace("-", "_")
     for fault in others:
         if key in (fault.id.lower(), fault.name):
-            return Explained.of_fault(fault)
+            return Explained.from_fault(fault)
     valid = [name for known in entries().values() for name in (known.id, known.name)]
     valid += [name for fault in others for name in (fault.id, fault.name)]
-    raise InputError(f"{text}: no such entry; {nearest(text, valid)} `moedoctor list` shows all of them")
+    raise InputError(
+        f"{text}: no such entry; {suggest_nearest(text, valid)} `moedoctor list` shows all of them"
+    )

@@ -149,7 +149,7 @@ def fleet(
     from moedoctor.fleet import connection
     from moedoctor.fleet.rows import mask
     from moedoctor.processes.streams import leave
-    from moedoctor.reporters.pages.fleet import FleetDocument, fleet_findings, fleet_page, summary_line
+    from moedoctor.reporters.pages.fleet import FleetDocument, find_in_fleet, make_fleet_page, summarize
 
     given = (command, *(arguments or ()))
     _check_arguments(given)
@@ -179,19 +179,19 @@ def fleet(
         tuple(str(mask(word, "")) for word in given),
         per_gpu=per_gpu,
         folder=None if folder is None else str(mask(_seen_from(output, folder), "")),
-        interrupted=interrupts.requested() is not None,
+        interrupted=interrupts.get_signal() is not None,
     )
     deliver(
-        fleet_page(result, full=full),
-        FleetDocument.of(result),
+        make_fleet_page(result, full=full),
+        FleetDocument.from_report(result),
         format=format,
         output=output,
-        summary=summary_line(result),
+        summary=summarize(result),
         code=result.exit_code,
         reasons=result.closing,
         masked=True,
         full=full,
-        findings=lambda: fleet_findings(result),
+        findings=lambda: find_in_fleet(result),
     )
     code = interrupts.exit_code(otherwise=result.exit_code)
     return leave(code) if connection.is_lost else code
@@ -295,7 +295,7 @@ def _ask(
     from moedoctor.fleet.store import Store, StoreError
     from moedoctor.processes.files import OutputError
     from moedoctor.processes.streams import report_loss
-    from moedoctor.reporters.output import progress_bar
+    from moedoctor.reporters.output import show_progress
 
     about = {"question": [*given, "per", "gpu" if question.per_gpu else "node"]}
     with as_input_error(ClusterError, StoreError):
@@ -313,7 +313,7 @@ def _ask(
             waiting = [node for node in nodes if node.id not in done]
             print_message(f"asking {len(waiting)} of {len(nodes)} nodes; their reports go to {folder}")
             answered: set[str] = set()
-            with interrupts.held(), progress_bar() as progress:
+            with interrupts.hold_signals(), show_progress() as progress:
 
                 def take(row: Row) -> None:
                     try:

@@ -57,7 +57,7 @@ def lint(
         result = lint(checkpoint)
     code = 1 if result.damage else 0
     folder = str(result.checkpoint.folder)
-    document = LintDocument.of(result, folder, repairable_checks(result))
+    document = LintDocument.from_result(result, folder, repairable_checks(result))
     reasons = [
         f"{row.id}: {row.evidence.what} ({count_of(row.evidence.count, 'place')})" for row in document.damage
     ]
@@ -83,7 +83,7 @@ def _check_fix(folder: Path, fix: Path) -> None:
 def _write_repaired(result: Lint, fix: Path) -> None:
     from moedoctor.diagnose.checkpoint.repair import RepairError, repair
     from moedoctor.processes.streams import report_loss
-    from moedoctor.reporters.pages.lint import LintDocument, summary_line
+    from moedoctor.reporters.pages.lint import LintDocument, summarize
     from moedoctor.reporters.text import count_of
 
     if not result.findings:
@@ -102,5 +102,5 @@ def _write_repaired(result: Lint, fix: Path) -> None:
         f"--fix: {fix} is written: {', '.join(repaired.changed)} changed, "
         f"{count_of(repaired.linked, 'file')} linked{left_out}"
     )
-    left = LintDocument.of(repaired.result, str(fix), ())
-    print_message(f"--fix: lint of {fix}: {summary_line(left)}")
+    left = LintDocument.from_result(repaired.result, str(fix), ())
+    print_message(f"--fix: lint of {fix}: {summarize(left)}")

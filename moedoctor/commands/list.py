@@ -31,10 +31,10 @@ def list_(
     from moedoctor.reporters.pages.explain import Catalogue
 
     found = Catalogue(tuple(row for row in list_rows() if _is_about(row, words or ())))
-    page: list[Block] = found.page()
+    page: list[Block] = found.make_page()
     if not found.catalogue:
         page = [Paragraph(f"no known failure is about {' '.join(words or ())}; `moedoctor list` shows all")]
-    deliver(page, found, format=format, output=output, full=full, summary=found.summary_line())
+    deliver(page, found, format=format, output=output, full=full, summary=found.summarize())
     return 0
 
 

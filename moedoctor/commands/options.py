@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moedoctor.text import clean, expected_names, one_line, print_message, shorten
+from moedoctor.text import clean, join_lines, print_message, shorten, suggest_expected
 
 if TYPE_CHECKING:
     from moedoctor.reporters.chart import Chart
@@ -67,7 +67,7 @@ def one_of(name: str, known: Sequence[str] | str) -> Callable[[str], str]:
         for valid_value in valid:
             if value.lower() == valid_value.lower():
                 return valid_value
-        raise InputError(f"{name} {value}: {expected_names(value, valid)}")
+        raise InputError(f"{name} {value}: {suggest_expected(value, valid)}")
 
     return parse
 
@@ -227,7 +227,7 @@ def known_capability(text: str) -> str:
     except ValueError:
         capability = ""
     if capability not in CAPABILITIES:
-        raise InputError(f"--sm {text}: {expected_names(text, CAPABILITIES)}")
+        raise InputError(f"--sm {text}: {suggest_expected(text, CAPABILITIES)}")
     return capability
 
 
@@ -241,7 +241,7 @@ def names(option_name: str, given: Sequence[str] | None, known: Sequence[str]) -
     given_names = tuple(dict.fromkeys(name.lower() for name in texts(given)))
     for name in given_names:
         if name not in known:
-            raise InputError(f"{option_name} {name}: {expected_names(name, known)}")
+            raise InputError(f"{option_name} {name}: {suggest_expected(name, known)}")
     return given_names
 
 
@@ -259,9 +259,9 @@ def check_gpu(device: str, facts: Mapping[str, Any]) -> None:
     """Raise InputError if `device` is a GPU that this machine does not have."""
     if not device.startswith("cuda"):
         return
-    from moedoctor.environment import no_gpu
+    from moedoctor.environment import explain_missing_gpu
 
-    reason = no_gpu(facts)
+    reason = explain_missing_gpu(facts)
     if reason is None and int(device.partition(":")[2]) >= len(facts.get("gpus") or ()):
         reason = "there is no such GPU"
     if reason is not None:
@@ -277,9 +277,9 @@ def rendered(
     `full` Markdown has them, too.
     """
     from moedoctor import catalogue
-    from moedoctor.processes.deaths import first_line
+    from moedoctor.processes.deaths import find_first_line
     from moedoctor.reporters.markdown import MarkdownReporter
-    from moedoctor.reporters.output import terminal
+    from moedoctor.reporters.output import inspect_terminal
     from moedoctor.reporters.table import TableReporter
     from moedoctor.results import to_json
 
@@ -288,11 +288,11 @@ def rendered(
         reporter = TableReporter(verbose=True)
     if full and isinstance(reporter, MarkdownReporter):
         reporter = MarkdownReporter(full=True)
-    colour, width = terminal(output)
+    colour, width = inspect_terminal(output)
     try:
         return reporter.render(report, colour=colour, width=width), None
     except Exception as error:
-        problem = first_line(f"{type(error).__name__}: {error}")
+        problem = find_first_line(f"{type(error).__name__}: {error}")
         print_message(f"--format {format} failed, this is JSON instead: {problem}")
         return to_json(report), 3 if catalogue.is_ours(reporter) else 2
 
@@ -320,10 +320,10 @@ def deliver(
     """
     from moedoctor.redaction import Redactor
     from moedoctor.reporters.json import to_document, to_json
-    from moedoctor.reporters.output import emit, terminal
+    from moedoctor.reporters.output import emit, inspect_terminal
 
     document = to_document(record)
-    redact: Callable[[Any], Any] = Redactor.of_this_process().record
+    redact: Callable[[Any], Any] = Redactor.from_this_process().record
     mask: Callable[[Any], Any] = (lambda value: value) if masked else redact
     if stored:
         reasons = document.get("summary", {}).get("reasons", ())
@@ -339,33 +339,35 @@ def deliver(
     if format == "json":
         text = to_json(mask(document))
     elif format == "markdown":
-        from moedoctor.reporters.digest import digest
+        from moedoctor.reporters.digest import make_digest
         from moedoctor.reporters.markdown_page import to_markdown
         from moedoctor.reporters.page import report_answer
-        from moedoctor.reporters.pages.machine import origin_table
+        from moedoctor.reporters.pages.machine import make_origin_table
 
-        blocks = [*mask(with_files(page, output)), *origin_table(document.get("origin"))]
-        text = to_markdown(blocks) if full else digest(blocks, mask(report_answer(page, document, found)))
+        blocks = [*mask(with_files(page, output)), *make_origin_table(document.get("origin"))]
+        text = (
+            to_markdown(blocks) if full else make_digest(blocks, mask(report_answer(page, document, found)))
+        )
     elif format == "html":
-        from moedoctor.reporters.html import page_with_answer, to_html
-        from moedoctor.reporters.pages.machine import origin_table
+        from moedoctor.reporters.html import put_answer_first, to_html
+        from moedoctor.reporters.pages.machine import make_origin_table
 
         # As in Markdown, the commit is no secret: a mask that sees only the text would take it for a token.
-        made = origin_table(document.get("origin"))
-        text = to_html([*mask(page_with_answer(page, {**document, "origin": None}, found)), *made])
+        made = make_origin_table(document.get("origin"))
+        text = to_html([*mask(put_answer_first(page, {**document, "origin": None}, found)), *made])
     elif findings is not None and format in CHECK_FORMATS[len(PAGE_FORMATS) :]:
         text = _for_machines(mask(findings()), format)
         if format == "github":
-            from moedoctor.reporters.digest import digest
+            from moedoctor.reporters.digest import make_digest
             from moedoctor.reporters.output import append_step_summary
             from moedoctor.reporters.page import report_answer
 
             answered = report_answer(page, document, found)
-            append_step_summary(digest(mask(page), mask(answered)), os.environ)
+            append_step_summary(make_digest(mask(page), mask(answered)), os.environ)
     else:
         from moedoctor.reporters.table import to_text
 
-        colour, width = terminal(output)
+        colour, width = inspect_terminal(output)
         text = to_text(mask(page), colour=colour, width=width)
     emit(text, output, summary)
     print_reasons(code, reasons, text, output)
@@ -383,12 +385,12 @@ def _for_machines(findings: Findings, format: str) -> str:
 def document_head(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return what begins every JSON output. `document` names its command; it may have its own origin."""
     from moedoctor import __version__, environment
-    from moedoctor.origin import origin
+    from moedoctor.origin import record_origin
     from moedoctor.results import SCHEMA_VERSION
 
     head = {"schema_version": SCHEMA_VERSION, "moedoctor": __version__, "command": document["command"]}
     stored = "origin" in document
-    return {**head, "origin": None if stored else origin(variables=environment.mask_variables())}
+    return {**head, "origin": None if stored else record_origin(variables=environment.mask_variables())}
 
 
 def with_files(page: Page, report: Path | None) -> list[Block]:
@@ -438,13 +440,13 @@ def print_reasons(code: int, reasons: Sequence[str], report: str, output: Path |
     A reason that a report on the terminal holds is not printed a second time: its page may say it in another
     order, and without the file that the command line names, so that words are compared.
     """
-    from moedoctor.reporters.output import terminal
+    from moedoctor.reporters.output import inspect_terminal
 
-    if terminal(output)[1] is not None:
+    if inspect_terminal(output)[1] is not None:
         shown = set(_WORD.findall(clean(" ".join((report, *sys.argv))).lower()))
         reasons = [reason for reason in reasons if not shown.issuperset(_WORD.findall(reason.lower()))]
     for reason in reasons[:_MAX_REASONS] if code else ():
-        print_message(f"exit code {code}: {shorten(one_line(reason), 400)}")
+        print_message(f"exit code {code}: {shorten(join_lines(reason), 400)}")
     if code and len(reasons) > _MAX_REASONS:
         more = len(reasons) - _MAX_REASONS
         print_message(f"exit code {code}: {more} more reasons; --format json lists all in summary.reasons")

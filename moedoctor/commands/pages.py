@@ -63,59 +63,60 @@ def deliver_document(
 
 def _show_check(result: CheckResult, wanted: Wanted) -> Shown:
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.check import check_page, summary_line
+    from moedoctor.reporters.pages.check import make_check_page, summarize
 
-    summary = summary_line(result)
-    return check_page(result), summary, lambda: findings.of_check(result, summary)
+    summary = summarize(result)
+    return make_check_page(result), summary, lambda: findings.find_in_check(result, summary)
 
 
 def _show_triage(document: TriageDocument, wanted: Wanted) -> Shown:
     from moedoctor.reporters import findings
     from moedoctor.reporters.pages.triage import count_line, triage_page
 
-    results = document.results()
-    return triage_page(results), count_line(results), lambda: findings.of_triage(results, count_line(results))
+    results = document.to_results()
+    summary = count_line(results)
+    return triage_page(results), summary, lambda: findings.find_in_triage(results, summary)
 
 
 def _show_lint(document: LintDocument, wanted: Wanted) -> Shown:
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.lint import lint_page, summary_line
+    from moedoctor.reporters.pages.lint import make_lint_page, summarize
 
-    summary = summary_line(document)
-    return lint_page(document), summary, lambda: findings.of_lint(document, summary)
+    summary = summarize(document)
+    return make_lint_page(document), summary, lambda: findings.find_in_lint(document, summary)
 
 
 def _show_audit(document: AuditDocument, wanted: Wanted) -> Shown:
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.audit import audit_page, summary_line
+    from moedoctor.reporters.pages.audit import audit_page, summarize
 
-    items, summary = document.items, summary_line(document)
-    return audit_page(document), summary, lambda: findings.of_audit(items, document.wrong, summary)
+    items, summary = document.items, summarize(document)
+    return audit_page(document), summary, lambda: findings.find_in_audit(items, document.wrong, summary)
 
 
 def _show_fleet(document: FleetDocument, wanted: Wanted) -> Shown:
-    from moedoctor.reporters.pages.fleet import fleet_findings, fleet_page, summary_line
+    from moedoctor.reporters.pages.fleet import find_in_fleet, make_fleet_page, summarize
 
     report = document.report()
-    return fleet_page(report, full=wanted.full), summary_line(report), lambda: fleet_findings(report)
+    return make_fleet_page(report, full=wanted.full), summarize(report), lambda: find_in_fleet(report)
 
 
 def _show_plan(document: PlanDocument, wanted: Wanted) -> Shown:
-    from moedoctor.reporters.pages.plan import plan_page, summary_line
+    from moedoctor.reporters.pages.plan import make_plan_page, summarize
 
-    return plan_page(document), summary_line(document.plan), None
+    return make_plan_page(document), summarize(document.plan), None
 
 
 def _show_backends(document: BackendsDocument, wanted: Wanted) -> Shown:
-    from moedoctor.reporters.pages.backends import backends_page, summary_line
+    from moedoctor.reporters.pages.backends import make_backends_page, summarize
 
-    return backends_page(document), summary_line(document), None
+    return make_backends_page(document), summarize(document), None
 
 
 def _show_compare(document: CompareDocument, wanted: Wanted) -> Shown:
-    from moedoctor.reporters.pages.compare import compare_page, summary_line
+    from moedoctor.reporters.pages.compare import make_compare_page, summarize
 
-    return compare_page(document), summary_line(document), None
+    return make_compare_page(document), summarize(document), None
 
 
 def _show_replay(document: ReplayDocument, wanted: Wanted) -> Shown:
@@ -125,18 +126,18 @@ def _show_replay(document: ReplayDocument, wanted: Wanted) -> Shown:
 
 
 def _show_capsule(document: CapsuleDocument, wanted: Wanted) -> Shown:
-    from moedoctor.reporters.pages.replay import capsule_line, capsule_page
+    from moedoctor.reporters.pages.replay import describe_capsule, make_capsule_page
 
-    return capsule_page(document), capsule_line(document), None
+    return make_capsule_page(document), describe_capsule(document), None
 
 
 def _show_explained(explained: Explained, wanted: Wanted) -> Shown:
-    page = explained.page(brief=wanted.format == "table" and not wanted.verbose)
-    return page, explained.summary_line(), None
+    page = explained.make_page(brief=wanted.format == "table" and not wanted.verbose)
+    return page, explained.summarize(), None
 
 
 def _show_catalogue(document: Catalogue, wanted: Wanted) -> Shown:
-    return document.page(), document.summary_line(), None
+    return document.make_page(), document.summarize(), None
 
 
 def _show_bench(document: Mapping[str, Any], wanted: Wanted) -> Shown:

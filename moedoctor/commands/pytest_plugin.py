@@ -113,11 +113,11 @@ class ScenarioItem(pytest.Item):
 
 def sections(result: ScenarioResult) -> Iterator[tuple[str, str]]:
     """Give (title, text) of each case and of each claim that was tested, with its evidence as JSON."""
-    from moedoctor.reporters.text import deciding_figure, short_parameters
+    from moedoctor.reporters.text import explain_case, format_parameters
     from moedoctor.results import to_json
 
     for case in result.cases:
-        words = f"moedoctor {case.subject} {case.tier.value} {short_parameters(case.parameters)}".rstrip()
-        yield words, f"{case.verdict.value}: {deciding_figure(case)}\n{to_json(case.evidence)}"
+        words = f"moedoctor {case.subject} {case.tier.value} {format_parameters(case.parameters)}".rstrip()
+        yield words, f"{case.verdict.value}: {explain_case(case)}\n{to_json(case.evidence)}"
     for claim in result.claims:
         yield f"moedoctor claim {claim.verdict.value}", f"{claim.text}\n{to_json(claim.evidence)}"

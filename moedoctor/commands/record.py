@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from moedoctor.commands.options import InputError, as_input_error, number, option
-from moedoctor.text import print_message, size_of
+from moedoctor.text import format_size, print_message
 
 _PATIENCE = 120.0
 """Seconds for what is still being written when the command has ended."""
@@ -124,7 +124,7 @@ def _say(capsules: list[Path], folder: Path) -> None:
     # What holds weights can be judged.
     capsules.sort(key=lambda file: file.stat().st_size, reverse=True)
     for file in capsules[:_MOST_LINES]:
-        print_message(f"record: {file} ({size_of(file.stat().st_size)})")
+        print_message(f"record: {file} ({format_size(file.stat().st_size)})")
     if len(capsules) > _MOST_LINES:
         print_message(f"record: and {len(capsules) - _MOST_LINES} more")
     print_message(f"record: judge it with `moedoctor replay {capsules[0]}`")

@@ -45,7 +45,7 @@ def replay(
     backends on the same inputs. Exit code 1 if the recorded output is wrong.
     """
     from moedoctor.diagnose.capsule.replay import ReplayError, replay
-    from moedoctor.environment import collect, no_gpu
+    from moedoctor.environment import collect, explain_missing_gpu
     from moedoctor.reporters.pages.replay import ReplayDocument, answer_of
 
     names = texts(backend)
@@ -53,10 +53,10 @@ def replay(
     facts = collect()
     check_gpu(device, facts)
     if device == "auto":
-        device = "cpu" if not names or no_gpu(facts) else "cuda:0"
+        device = "cpu" if not names or explain_missing_gpu(facts) else "cuda:0"
     with as_input_error(ReplayError):
         result = replay(capsule, lambda record: _variants(names, record), device, seconds=timeout)
-    document = ReplayDocument.of(result, capsule.name, facts)
+    document = ReplayDocument.from_result(result, capsule.name, facts)
     return deliver_document(
         document, format, output, full=full, code=document.exit_code, reasons=[answer_of(document)]
     )

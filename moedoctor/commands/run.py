@@ -126,11 +126,11 @@ def run(
     """
     from moedoctor import catalogue, comparison, environment, gate
     from moedoctor.bench.gpu_state import sampled
-    from moedoctor.origin import origin
+    from moedoctor.origin import record_origin
     from moedoctor.processes import interrupts
     from moedoctor.reporters.github import step_summary
-    from moedoctor.reporters.output import append_step_summary, emit, progress_bar
-    from moedoctor.reporters.text import summary_line
+    from moedoctor.reporters.output import append_step_summary, emit, show_progress
+    from moedoctor.reporters.text import summarize
     from moedoctor.results import CaseVerdict, ReportError, load_report
     from moedoctor.runner.plan import Options, plan
     from moedoctor.runner.pool import ServerError
@@ -157,13 +157,13 @@ def run(
             comparison.check_comparable(before.environment, facts)
     described = None if capsule is None else _described(capsule)
     parallel = min(jobs or os.cpu_count() or 1, _MAX_JOBS)
-    with as_input_error(ServerError), sampled(facts, device) as readings, progress_bar() as progress:
+    with as_input_error(ServerError), sampled(facts, device) as readings, show_progress() as progress:
         report = run(plans, facts, parallel=parallel, progress=progress)
     cases = [case for scenario in report.scenarios for case in scenario.cases]
     ran = sum(case.verdict is not CaseVerdict.SKIPPED for case in cases)
     report = replace(
         report,
-        origin=origin(
+        origin=record_origin(
             variables=facts.get("env"),
             gpu_state=readings.state,
             iterations={"cases_run": ran, "runs_of_a_case": 1, "at_once_on_the_cpu": parallel},
@@ -181,7 +181,7 @@ def run(
         code, reasons = interrupts.exit_code(), ("interrupted before every case had run", *reasons)
     report = replace(report, summary=replace(report.summary, exit_code=code, reasons=reasons))
     text, problem = rendered(report, format, output, verbose=verbose, full=full)
-    emit(text, output, summary_line(report))
+    emit(text, output, summarize(report))
     if format == "github":
         append_step_summary(step_summary(report), os.environ)
     if keep_capsules is not None:

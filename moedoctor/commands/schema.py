@@ -24,11 +24,11 @@ def schema(
     from moedoctor.entries import builtin_folder
     from moedoctor.reporters.output import emit
     from moedoctor.reporters.schemas import DOCUMENTS, make_schema
-    from moedoctor.text import expected_names
+    from moedoctor.text import suggest_expected
 
     names = (*DOCUMENTS, "scenario")
     if name not in names:
-        raise InputError(f"{name}: no such schema; {expected_names(name, names)}")
+        raise InputError(f"{name}: no such schema; {suggest_expected(name, names)}")
     if name == "scenario":
         text = (builtin_folder() / "schema.json").read_text(encoding="utf-8")
     else:

@@ -21,7 +21,7 @@ from moedoctor.commands.options import (
     rendered,
 )
 from moedoctor.commands.pages import PAGES, Wanted
-from moedoctor.text import expected_names, one_line, shorten
+from moedoctor.text import join_lines, shorten, suggest_expected
 
 
 def show(
@@ -52,13 +52,13 @@ def _render_run(path: Path, format: str, output: Path | None, *, full: bool, ver
     from moedoctor.redaction import Redactor
     from moedoctor.reporters.github import step_summary
     from moedoctor.reporters.output import append_step_summary, emit
-    from moedoctor.reporters.text import summary_line
+    from moedoctor.reporters.text import summarize
     from moedoctor.results import load_report
 
-    stored = Redactor.of_this_process().record(load_report(path))
+    stored = Redactor.from_this_process().record(load_report(path))
     with as_input_error(catalogue.PluginError):
         text, problem = rendered(stored, format, output, verbose=verbose, full=full)
-        emit(text, output, summary_line(stored))
+        emit(text, output, summarize(stored))
     if format == "github":
         append_step_summary(step_summary(stored), os.environ)
     return problem or 0
@@ -67,20 +67,20 @@ def _render_run(path: Path, format: str, output: Path | None, *, full: bool, ver
 def _deliver_page(path: Path, document: dict[str, Any], wanted: Wanted, output: Path | None) -> None:
     """Show the report of a command that gives a page. Raises ReportError and InputError."""
     from moedoctor.reporters.json import Head
-    from moedoctor.reporters.schemas import document_type
+    from moedoctor.reporters.schemas import import_document_type
     from moedoctor.results import ReportError, check_version, from_json
 
     command, file = document["command"], str(path)
     check_version(document, file)
     from_json(Head, {"schema_version": 1, **document}, file)
-    stored: Any = from_json(document_type(command), document, file)
+    stored: Any = from_json(import_document_type(command), document, file)
     if command == "bench":  # each kind of benchmark reads its own part
         stored = document
     try:
         page, summary, findings = PAGES[command](stored, wanted)
         formats = PAGE_FORMATS if findings is None else CHECK_FORMATS
         if wanted.format not in formats:
-            raise InputError(f"--format {wanted.format}: {expected_names(wanted.format, formats)}")
+            raise InputError(f"--format {wanted.format}: {suggest_expected(wanted.format, formats)}")
         deliver(
             page,
             {**document, "origin": document.get("origin")},
@@ -95,7 +95,7 @@ def _deliver_page(path: Path, document: dict[str, Any], wanted: Wanted, output: 
         raise
     except (LookupError, StopIteration, TypeError, ValueError, AttributeError) as error:
         # Each value has the type that it needs, but names what is not there.
-        why = shorten(one_line(f"{type(error).__name__}: {error}"))
+        why = shorten(join_lines(f"{type(error).__name__}: {error}"))
         raise ReportError(
             file, f"the parts of this report of `{command}` do not fit together: {why}"
         ) from None

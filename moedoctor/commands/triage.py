@@ -51,7 +51,7 @@ def triage(
     that does not decide gives a list of possible failures and what to paste next. Exit code 1 if a failure
     is certain or likely.
     """
-    from moedoctor.reporters.pages.triage import TriageDocument, findings_in_words
+    from moedoctor.reporters.pages.triage import TriageDocument, describe_findings
 
     results: list[tuple[str, Triage]] = []
     refused: list[InputError] = []
@@ -64,9 +64,9 @@ def triage(
             refused.append(error)
     if not results:
         raise InputError("; ".join(map(str, refused)))
-    reasons = findings_in_words(results)
+    reasons = describe_findings(results)
     return deliver_document(
-        TriageDocument.of(results),
+        TriageDocument.from_results(results),
         format,
         output,
         full=full,
@@ -125,7 +125,7 @@ def _read(stream: BinaryIO, name: str) -> Triage:
             start = _peek(unpacked)
             bounded = _Bounded(unpacked, name, start)
         _check_text(start, name)
-        return triage(bounded, Redactor.of_this_process())
+        return triage(bounded, Redactor.from_this_process())
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise InputError(
             f"{name}: is damaged or ends early, expected a whole .gz file; read what is left with `zcat`"

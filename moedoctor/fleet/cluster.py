@@ -17,7 +17,7 @@ from moedoctor.fleet.connection import ClusterError, Head
 from moedoctor.fleet.rows import Place, Row, Status, failed, last_line, line_of, read_answer
 from moedoctor.processes import interrupts
 from moedoctor.results import ReportError, parse_json
-from moedoctor.text import expected_names, one_line, shorten
+from moedoctor.text import join_lines, shorten, suggest_expected
 
 _GRACE_SECONDS = 15.0
 """The time that a node has beyond its limit to send its answer."""
@@ -91,7 +91,7 @@ def select(nodes: Sequence[Node], patterns: Sequence[str]) -> list[Node]:
     for pattern in patterns:
         matching = [node.id for node in nodes if _matches(node, pattern)]
         if not matching:
-            known = expected_names(pattern, [node.host for node in nodes])
+            known = suggest_expected(pattern, [node.host for node in nodes])
             raise ClusterError(f"--nodes {pattern}: {known}")
         chosen.update(matching)
     return [node for node in nodes if node.id in chosen]
@@ -134,14 +134,15 @@ def ask_nodes(
 
     `on_words` gets what a node is doing, for a progress bar.
 
-    Returns early after a signal inside `interrupts.held`: what still runs is cancelled and gets its row.
+    Returns early after a signal inside `interrupts.hold_signals`: what still runs is cancelled and gets
+    its row.
     """
     asker = _Asker(ray, question, on_row, on_words)
     for node in nodes:
         asker.submit(node)
     head = Head.of(ray)
     try:
-        while asker.tasks and not interrupts.requested() and not head.is_lost():
+        while asker.tasks and not interrupts.get_signal() and not head.is_lost():
             asker.step()
     finally:
         if head.answers():
@@ -235,7 +236,7 @@ class _Asker:
         with contextlib.suppress(ReportError, TypeError):
             first = parse_json(text[:10_000], "answer")
             if isinstance(first, dict):
-                task.python = shorten(one_line(str(first.get("python"))), 30)
+                task.python = shorten(join_lines(str(first.get("python"))), 30)
                 age = first.get("worker_seconds")
                 if isinstance(age, float):  # a worker that is older than the question did not start for it
                     task.start_seconds = age if 0 <= age <= waited else 0.0

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moedoctor.fleet import probe
-from moedoctor.processes.guardian import temporary_folder
-from moedoctor.text import one_line, shorten
+from moedoctor.processes.guardian import make_temporary_folder
+from moedoctor.text import join_lines, shorten
 
 _CONNECT_SECONDS = 5.0
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -45,7 +45,7 @@ def connected(address: str) -> Iterator[Any]:
         if address == "local":
             # A new token, not one that Ray would leave in the home folder.
             stack.enter_context(_variable("RAY_AUTH_TOKEN", secrets.token_hex(32)))
-            folder = stack.enter_context(temporary_folder())
+            folder = stack.enter_context(make_temporary_folder())
             options.update(include_dashboard=False, _temp_dir=folder)
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # where Ray says that a node died
         _start(ray, address, options)
@@ -82,7 +82,7 @@ def _no_cluster(address: str, reason: str) -> ClusterError:
             f"--address {address}: the cluster does not take this token, or wants one; set RAY_AUTH_TOKEN to "
             "that of the cluster, or RAY_AUTH_MODE=token for the one in ~/.ray/auth_token"
         )
-    shown = shorten(one_line(reason), 200)
+    shown = shorten(join_lines(reason), 200)
     return ClusterError(
         f"--address {address}: {shown}; expected the head of a Ray cluster, as `ray start --head` names it"
     )
@@ -151,7 +151,9 @@ def _check_listening(address: str) -> None:
     """Raise ClusterError at once if nothing listens there."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not (port.isascii() and port.isdigit() and int(port) < 65536):
-        raise ClusterError(f"--address {shorten(one_line(address), 100)}: expected auto, local or HOST:PORT")
+        raise ClusterError(
+            f"--address {shorten(join_lines(address), 100)}: expected auto, local or HOST:PORT"
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, UnicodeError) as error:

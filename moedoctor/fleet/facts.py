@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moedoctor.fleet.rows import Row, mask
-from moedoctor.text import one_line, shorten
+from moedoctor.text import join_lines, shorten
 
 NO_GPU = "no GPU"
 _LONG = 200
@@ -228,4 +228,4 @@ def _short(value: Any) -> str:
 
 @functools.lru_cache(maxsize=65_536)
 def _short_text(text: str) -> str:
-    return shorten(one_line(text), _LONG)
+    return shorten(join_lines(text), _LONG)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moedoctor.text import one_line, shorten
+from moedoctor.text import join_lines, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ def _cases(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     if not isinstance(rows, list):
         return {}
     return {
-        shorten(one_line(str(row["case"])), _LONG): row
+        shorten(join_lines(str(row["case"])), _LONG): row
         for row in rows
         if isinstance(row, Mapping) and "case" in row
     }
@@ -160,7 +160,7 @@ def answer(runs: int = RUNS) -> dict[str, Any]:
         from moedoctor import environment
     with _step("asking for the facts of this machine", seconds):
         facts = environment.collect()
-    device = "cuda" if environment.no_gpu(facts) is None and torch.cuda.is_available() else "cpu"
+    device = "cuda" if environment.explain_missing_gpu(facts) is None and torch.cuda.is_available() else "cpu"
     kept = (
         "gpu",
         "capability",

@@ -12,7 +12,7 @@ import moedoctor
 from moedoctor.fleet.node import MOST_BYTES
 from moedoctor.redaction import Redactor
 from moedoctor.results import SCHEMA_VERSION, ReportError, parse_json
-from moedoctor.text import one_line, shorten
+from moedoctor.text import join_lines, shorten
 
 _LONG = 300
 LATE, LONG = "late", "long"
@@ -50,8 +50,8 @@ class Place:
     @property
     def name(self) -> str:
         """``node-17``, or ``node-17 GPU 3``."""
-        host = shorten(one_line(self.host), 100) or "unnamed"
-        return host if self.gpu is None else f"{host} GPU {shorten(one_line(self.gpu), 50)}"
+        host = shorten(join_lines(self.host), 100) or "unnamed"
+        return host if self.gpu is None else f"{host} GPU {shorten(join_lines(self.gpu), 50)}"
 
 
 @dataclass(frozen=True)
@@ -163,12 +163,12 @@ def _masked(value: Any, key: str, host: str) -> Any:
 
 @functools.lru_cache(maxsize=65_536)
 def _mask_value(key: str, value: str) -> str:
-    return str(_redactor().record({key: value}).popitem()[1]) if key else _redactor().text(value)
+    return str(_redactor().record({key: value}).popitem()[1]) if key else _redactor().mask(value)
 
 
 @functools.cache
 def _redactor() -> Redactor:
-    return Redactor.of_this_process()
+    return Redactor.from_this_process()
 
 
 def _common(host: str) -> bool:
@@ -197,12 +197,12 @@ def _object(text: Any) -> dict[str, Any]:
 
 
 def _word(value: Any) -> str:
-    return shorten(one_line(str(value)), _LONG)
+    return shorten(join_lines(str(value)), _LONG)
 
 
 def line_of(text: str, host: str) -> str:
     """Return what a node wrote, masked, on one short line."""
-    return str(mask(shorten(one_line(text), _LONG), host))
+    return str(mask(shorten(join_lines(text), _LONG), host))
 
 
 def _seconds(value: Any) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any
 from moedoctor.models.config import read_config, shape_of
 from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.shape import ModelShape
-from moedoctor.text import expected_names, shorten
+from moedoctor.text import shorten, suggest_expected
 
 
 def names() -> Sequence[str]:
@@ -31,7 +31,7 @@ def preset_document(name: str) -> dict[str, Any]:
     if name.lower() not in names():
         raise ConfigError(
             f"--model {shorten(name, 200)}: no such preset or folder; "
-            f"{expected_names(name, names())}, or a folder with a config.json"
+            f"{suggest_expected(name, names())}, or a folder with a config.json"
         )
     file = resources.files("moedoctor.models") / "presets" / f"{name.lower()}.json"
     document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ from typing import Any
 from moedoctor.plugin.process_end import ProcessEnd
 from moedoctor.plugin.register import Patch, apply_patches
 from moedoctor.plugin.steps import Steps
-from moedoctor.text import escape, print_message, without_commands
+from moedoctor.text import escape, escape_commands, print_message
 from moedoctor.trace.nan_report import NanReport
 
 
@@ -186,7 +186,7 @@ class ExitReport(ProcessEnd):
             print_message(f"the NaN trace ends with the last finished step, for the device failed: {reason}")
         if report is not None:
             lines = (f"moedoctor: NaN trace of process {process}", *report.to_text().splitlines())
-            print("\n".join(without_commands(escape(line)) for line in lines), file=sys.stderr, flush=True)
+            print("\n".join(escape_commands(escape(line)) for line in lines), file=sys.stderr, flush=True)
 
 
 _active: ExitReport | None = None

@@ -122,12 +122,12 @@ def _name_activations(method: Any) -> str:
 
 def _read_environment() -> dict[str, str]:
     """Return vLLM's and our variables, masked and without folders: a capsule is passed on."""
-    from moedoctor.redaction import Redactor, without_folders
+    from moedoctor.redaction import Redactor, strip_folders
 
-    redactor = Redactor.of_this_process()
+    redactor = Redactor.from_this_process()
     wanted = ("VLLM_", "MOEDOCTOR_", "CUDA_VISIBLE_DEVICES")
     return {
-        name: without_folders(redactor.setting(name, value))
+        name: strip_folders(redactor.mask_setting(name, value))
         for name, value in sorted(os.environ.items())
         if name.startswith(wanted)
     }

@@ -33,7 +33,7 @@ from packaging.specifiers import SpecifierSet
 
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.plugin.extensions import ALL, FIXES, TRACES, Extension, Need, read_choice
-from moedoctor.text import message_line, print_message
+from moedoctor.text import format_message, print_message
 
 VARIABLE = "MOEDOCTOR_FIXES"
 OPTIONAL = "MOEDOCTOR_FIXES_OPTIONAL"
@@ -50,7 +50,7 @@ _HINT = f"set {OPTIONAL}=1 to start vLLM without it"
 
 def _make_printable(record: logging.LogRecord) -> bool:
     """Escape a message: it may hold the value of a variable or a name from a checkpoint."""
-    record.msg, record.args = message_line(record.getMessage()), None
+    record.msg, record.args = format_message(record.getMessage()), None
     return True
 
 

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from typing import IO, Any, NoReturn
 
 from moedoctor.processes import interrupts
-from moedoctor.processes.deaths import first_line, signal_name
+from moedoctor.processes.deaths import find_first_line, name_signal
 from moedoctor.processes.guardian import NO_FOLDER
-from moedoctor.results import plain
-from moedoctor.text import missing_torch
+from moedoctor.results import to_plain
+from moedoctor.text import explain_missing_torch
 
 CACHES = (
     "XDG_CACHE_HOME",
@@ -81,12 +81,12 @@ class Ended:
         if self.code == 0:
             return None
         lines = self.log.strip().splitlines()
-        last_words = first_line(lines[-1]) if lines else "it printed nothing"
+        last_words = find_first_line(lines[-1]) if lines else "it printed nothing"
         if self.code == NO_FOLDER:
             return last_words
-        if self.code > 0 and (missing := missing_torch(last_words)):
+        if self.code > 0 and (missing := explain_missing_torch(last_words)):
             return missing
-        ended = f"killed by {signal_name(-self.code)}" if self.code < 0 else f"exit status {self.code}"
+        ended = f"killed by {name_signal(-self.code)}" if self.code < 0 else f"exit status {self.code}"
         return f"{ended}: {last_words}"
 
 
@@ -117,23 +117,25 @@ def run_module(
     `environ` is set over this process's own variables. The variables in `caches` name the child's own folder,
     which is removed. The child's working directory is that folder. `watch` gets each answer as it comes, at
     most ten times a second. Raises Interrupted, with the child ended,
-    for a signal inside `interrupts.held`.
+    for a signal inside `interrupts.hold_signals`.
     """
     started, seen_bytes = time.monotonic(), 0
-    with unnamed_file() as asked, unnamed_file() as answers:
-        asked.write(json.dumps(plain(request)).encode())
+    with open_unnamed_file() as asked, open_unnamed_file() as answers:
+        asked.write(json.dumps(to_plain(request)).encode())
         files = (asked.fileno(), answers.fileno())
         variables = {**_QUIET, **(environ or {})}
         with Child(module, files, environ=variables, caches=caches, log=_MAX_LOG_BYTES) as child:
             while child.wait(seconds - (time.monotonic() - started)):
                 if watch is not None:
                     seen_bytes = _watch(answers, seen_bytes, watch)
-                if interrupts.requested():
+                if interrupts.get_signal():
                     break
             code = child.process.poll()
         took = time.monotonic() - started
-        number = None if code is not None else interrupts.requested()
-        ended = Ended(tuple(answers_in(answers)), code, child.log.text(), took, seconds, number is not None)
+        number = None if code is not None else interrupts.get_signal()
+        ended = Ended(
+            tuple(read_answers(answers)), code, child.log.decode(), took, seconds, number is not None
+        )
     if number is not None:
         raise interrupts.Interrupted(number, ended)
     return ended
@@ -153,7 +155,7 @@ def answer(respond: Callable[[Any], Any]) -> NoReturn:
     with os.fdopen(answered, "w", encoding="utf-8") as out:
         values = respond(request)
         for value in values if isinstance(values, Iterator) else (values,):
-            out.write(json.dumps(plain(value)) + "\n")
+            out.write(json.dumps(to_plain(value)) + "\n")
             out.flush()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -188,7 +190,7 @@ class Tail:
                 self._held -= len(self._chunks.popleft())
                 self._cut = True
 
-    def text(self) -> str:
+    def decode(self) -> str:
         """Return what is kept, without the rest of a line or word whose start is lost; bytes are escaped.
 
         Masking would not recognise the rest of a secret.
@@ -224,7 +226,12 @@ class Child:
                 stdout=write,
                 stderr=subprocess.STDOUT,
                 cwd=os.path.abspath(os.sep),  # ours may be gone
-                env={**os.environ, "PYTHONPATH": search_path(), CALLED_IN: called_in(), **(environ or {})},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": search_path(),
+                    CALLED_IN: find_working_folder(),
+                    **(environ or {}),
+                },
                 start_new_session=True,
                 pass_fds=descriptors,
             )
@@ -269,14 +276,14 @@ class Child:
         self.end()
 
 
-def unnamed_file() -> IO[bytes]:
+def open_unnamed_file() -> IO[bytes]:
     """Return an empty file that no folder lists and no other process can take away."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("moedoctor"), "w+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
 
 
-def absolute(paths: Iterable[str]) -> list[str]:
+def make_absolute(paths: Iterable[str]) -> list[str]:
     """Return the paths as they are found from another working directory."""
     try:
         here = os.getcwd()
@@ -285,19 +292,19 @@ def absolute(paths: Iterable[str]) -> list[str]:
     return [os.path.join(here, path) for path in paths]
 
 
-def called_in() -> str:
+def find_working_folder() -> str:
     """Return the folder in which moedoctor was called; its children have folders of their own."""
-    return os.environ.get(CALLED_IN) or os.path.normpath(*absolute(["."]))
+    return os.environ.get(CALLED_IN) or os.path.normpath(*make_absolute(["."]))
 
 
 def search_path() -> str:
     """The child's PYTHONPATH: it finds this moedoctor also if that is not an installed package."""
     ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join([*absolute(filter(None, given)), ours])
+    return os.pathsep.join([*make_absolute(filter(None, given)), ours])
 
 
-def beside_an_engine() -> dict[str, str]:
+def make_helper_environment() -> dict[str, str]:
     """The environment of a process that helps an engine: it sees no GPU, and records nothing itself."""
     return {
         **os.environ,
@@ -318,7 +325,7 @@ def _watch(file: IO[bytes], start: int, watch: Callable[[Any], None]) -> int:
     return start + len(lines)
 
 
-def answers_in(file: IO[bytes]) -> Iterator[Any]:
+def read_answers(file: IO[bytes]) -> Iterator[Any]:
     """Give what a child wrote, up to where it died while it wrote."""
     file.seek(0)
     for line in file.read(_MAX_ANSWER_BYTES).splitlines():

@@ -55,7 +55,7 @@ class Outcome:
 def find_tools(names: Sequence[str], environ: Mapping[str, str] | None = None) -> tuple[Tool, ...]:
     """Return the tools of these names, one of each version, the oldest first."""
     tools: dict[str, Tool] = {}
-    for path in _candidates(names, os.environ if environ is None else environ):
+    for path in _list_candidates(names, os.environ if environ is None else environ):
         tool = _identify(str(path)) if os.access(path, os.X_OK) and path.is_file() else None
         if tool is not None:
             tools.setdefault(tool.version, tool)
@@ -84,7 +84,7 @@ def run_tool(
     return Outcome(done.returncode, stdout, stderr)
 
 
-def _candidates(names: Sequence[str], environ: Mapping[str, str]) -> Iterator[Path]:
+def _list_candidates(names: Sequence[str], environ: Mapping[str, str]) -> Iterator[Path]:
     folders = [Path(environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     for name in names:
         for folder in folders:
@@ -92,11 +92,11 @@ def _candidates(names: Sequence[str], environ: Mapping[str, str]) -> Iterator[Pa
         on_path = shutil.which(name, path=environ.get("PATH", ""))
         # The tool on PATH is nearly always that of the usual place, and each question costs time.
         yield Path(on_path) if on_path else Path("/usr/local/cuda/bin") / name
-        for folder in _triton_folders():
+        for folder in _find_triton_folders():
             yield from sorted(folder.glob(f"{name}*"))
 
 
-def _triton_folders() -> list[Path]:
+def _find_triton_folders() -> list[Path]:
     """Return the folders with the tools of Triton's package, without importing it."""
     try:
         spec = importlib.util.find_spec("triton")

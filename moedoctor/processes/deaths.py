@@ -46,9 +46,9 @@ def from_exception(error: BaseException) -> Crash:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"a disk is full, perhaps that of temporary files ({tempfile.gettempdir()}): {text}"
-        return Crash(Death.DISK_FULL, first_line(text))
+        return Crash(Death.DISK_FULL, find_first_line(text))
     death = Death.OUT_OF_MEMORY if isinstance(error, MemoryError) else classify(text) or Death.EXCEPTION
-    return Crash(death, first_line(text))
+    return Crash(death, find_first_line(text))
 
 
 def from_exit(exit_code: int, stderr: str) -> Crash:
@@ -60,17 +60,17 @@ def from_exit(exit_code: int, stderr: str) -> Crash:
     reported = classify(stderr)
     if reported is not None:
         line = next((line for line in reversed(stderr.splitlines()) if classify(line) is reported), "")
-        return Crash(reported, first_line(line) or reported.value, tail)
+        return Crash(reported, find_first_line(line) or reported.value, tail)
     if exit_code == NO_ANSWER:
         return Crash(Death.SILENT, "the case closed the file that its answer goes to", tail)
     if exit_code < 0:
-        name = signal_name(-exit_code)
+        name = name_signal(-exit_code)
         hint = " (the kernel kills so when memory runs out)" if name == "SIGKILL" else ""
         return Crash(Death.SIGNAL, f"killed by {name}{hint}", tail)
     return Crash(Death.SILENT, f"ended with exit status {exit_code} and no answer", tail)
 
 
-def signal_name(number: int) -> str:
+def name_signal(number: int) -> str:
     """Return ``SIGSEGV``, or ``signal 63`` for a number without a name."""
     try:
         return signal.Signals(number).name
@@ -83,17 +83,17 @@ def hang(seconds: float, stderr: str) -> Crash:
     return Crash(Death.HANG, f"no answer within {seconds:g} s", last_lines(stderr))
 
 
-def first_line(text: str) -> str:
+def find_first_line(text: str) -> str:
     """Return the first line of `text` that is not blank, masked and shortened."""
-    return _shown(next((line.strip() for line in text.splitlines() if line.strip()), ""))
+    return _mask(next((line.strip() for line in text.splitlines() if line.strip()), ""))
 
 
 def last_lines(text: str) -> tuple[str, ...]:
     """Return the last lines of `text` that are not blank, at most TAIL_LINES, masked and shortened."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
-    return tuple(map(_shown, lines[-TAIL_LINES:]))
+    return tuple(map(_mask, lines[-TAIL_LINES:]))
 
 
-def _shown(line: str) -> str:
-    line = Redactor.of_this_process().text(line)  # before the cut, which could halve a secret
+def _mask(line: str) -> str:
+    line = Redactor.from_this_process().mask(line)  # before the cut, which could halve a secret
     return line if len(line) <= 300 else line[:299] + "…"

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moedoctor.processes import interrupts
-from moedoctor.processes.streams import Unfailing, is_reader_gone, reason
+from moedoctor.processes.streams import Unfailing, explain_error, is_reader_gone
 from moedoctor.text import shorten
 
 _MOST_LINKS = 40
@@ -41,7 +41,7 @@ def check_writable(path: Path) -> None:
         if place.stream is not None:
             _check_open(place.stream)
             return
-        with _temporary(place, private=True) as (file, _):
+        with _make_temporary(place, private=True) as (file, _):
             _write_all(file, bytes(_TRIED_BYTES))  # a full disk still takes an empty file
 
 
@@ -56,8 +56,8 @@ def write(path: Path, data: str | bytes, *, private: bool = False) -> None:
         if place.stream is not None:
             _write_stream(place.stream, data)
             return
-        with _temporary(place, private=private) as (file, name):
-            _write_all(file, _encoded(data))
+        with _make_temporary(place, private=private) as (file, name):
+            _write_all(file, _encode(data))
             os.replace(name, place.name, src_dir_fd=place.folder, dst_dir_fd=place.folder)
 
 
@@ -67,14 +67,16 @@ def append(path: Path, text: str) -> None:
         if place.stream is not None:
             _write_stream(place.stream, text)
             return
-        place.existing()
+        place.find_existing()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         with os.fdopen(os.open(place.name, flags, 0o666, dir_fd=place.folder), "wb") as file:
             opened = os.fstat(file.fileno())
-            replace(place, info=opened).existing()  # again: another process may have put it there just now
+            replace(
+                place, info=opened
+            ).find_existing()  # again: another process may have put it there just now
             if opened.st_nlink > 1:  # its other name may be anywhere
                 raise OutputError("is a hard link; expected a file with one name")
-            file.write(_encoded(text))
+            file.write(_encode(text))
 
 
 def make_folder(path: Path) -> None:
@@ -105,7 +107,7 @@ class _Place:
     """The users whose files may be replaced; None for all."""
     stream: int | None = None
 
-    def existing(self) -> os.stat_result | None:
+    def find_existing(self) -> os.stat_result | None:
         """Return the facts about the file, or None if there is none yet. Raises OutputError."""
         if self.info is None:
             return None
@@ -127,13 +129,13 @@ def _find(path: Path, *, make_folders: bool = False) -> Iterator[_Place]:
     except OutputError as error:
         raise OutputError(f"{shown}: {error}") from None
     except (OSError, ValueError) as error:
-        raise OutputError(f"{shown}: cannot be written: {reason(error)}") from error
+        raise OutputError(f"{shown}: cannot be written: {explain_error(error)}") from error
 
 
 @contextlib.contextmanager
 def _walk(path: str, make_folders: bool) -> Iterator[_Place]:
     """Follow `path` name by name. Each folder is opened, so that no other can take its place."""
-    us, links, rest = os.geteuid(), 0, _names(path)
+    us, links, rest = os.geteuid(), 0, _split_names(path)
     if make_folders:
         rest.insert(0, ".")
     of_others = False  # inside of what another user put into a shared folder
@@ -141,7 +143,7 @@ def _walk(path: str, make_folders: bool) -> Iterator[_Place]:
     try:
         while True:
             name = rest.pop()
-            info, holder = _facts(name, folder), os.fstat(folder)
+            info, holder = _inspect(name, folder), os.fstat(folder)
             shared = holder.st_mode & stat.S_ISVTX and holder.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             owners = (us,) if of_others else (us, holder.st_uid) if shared else None
             if not rest and name.isdecimal() and len(name) < 9 and _holds_streams(holder):
@@ -155,7 +157,7 @@ def _walk(path: str, make_folders: bool) -> Iterator[_Place]:
                 if links > _MOST_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
                 target = os.readlink(name, dir_fd=folder)
-                rest += _names(target)
+                rest += _split_names(target)
                 if target.startswith("/"):
                     _enter("/", folder)
                     of_others = False
@@ -173,12 +175,12 @@ def _walk(path: str, make_folders: bool) -> Iterator[_Place]:
         os.close(folder)
 
 
-def _names(path: str) -> list[str]:
+def _split_names(path: str) -> list[str]:
     """Return the names on a path, the last one first; at least one."""
     return [name for name in reversed(path.split("/")) if name not in ("", ".")] or ["."]
 
 
-def _facts(name: str, folder: int) -> os.stat_result | None:
+def _inspect(name: str, folder: int) -> os.stat_result | None:
     try:
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -221,12 +223,12 @@ def _is_in_proc(link: os.stat_result) -> bool:
 
 
 @contextlib.contextmanager
-def _temporary(place: _Place, *, private: bool) -> Iterator[tuple[int, str]]:
+def _make_temporary(place: _Place, *, private: bool) -> Iterator[tuple[int, str]]:
     """Give a new file beside the one at `place`, with its owner and permissions, else as umask says.
 
     It is gone afterwards, also if a signal ends this process.
     """
-    old = place.existing()
+    old = place.find_existing()
     name = f".moedoctor.{os.urandom(8).hex()}"
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     interrupts.half_written.add((name, place.folder))
@@ -267,10 +269,10 @@ def _write_stream(descriptor: int, data: str | bytes) -> None:
     with os.fdopen(os.dup(descriptor), "wb", buffering=0) as file:
         raw = Unfailing(file)
         with io.BufferedWriter(raw) as stream:
-            stream.write(_encoded(data))
+            stream.write(_encode(data))
     if raw.error is not None and not is_reader_gone(raw.error):
         raise raw.error
 
 
-def _encoded(data: str | bytes) -> bytes:
+def _encode(data: str | bytes) -> bytes:
     return data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data

@@ -35,12 +35,12 @@ _END_SECONDS = 5.0
 
 def adopt_orphans() -> None:
     """Become the parent of every process below this one whose own parent ends. Linux only."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with(parent: int) -> None:
     """End this process when its parent ends, which has the id `parent`. Linux only."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _call_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)  # it ended before the call
 
@@ -49,7 +49,7 @@ def end_tree(pid: int) -> None:
     """Kill a process, everything below it, and its group, if it leads one."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    for process in (*_below(pid), pid):
+    for process in (*_list_below(pid), pid):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
 
@@ -58,7 +58,7 @@ def end_children(spare: Collection[int] = ()) -> None:
     """Kill and reap everything below this process, except the children in `spare` and what is below them."""
     deadline = time.monotonic() + _END_SECONDS
     while time.monotonic() < deadline:
-        children = [pid for pid in _children().get(os.getpid(), ()) if pid not in spare]
+        children = [pid for pid in _list_children().get(os.getpid(), ()) if pid not in spare]
         if not children:
             return
         for pid in children:
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def temporary_folder() -> Iterator[str]:
+def make_temporary_folder() -> Iterator[str]:
     """Give a folder that is gone afterwards, also if this process is killed."""
     with tempfile.TemporaryDirectory(dir=_own_folder(), ignore_cleanup_errors=True) as folder:
         yield folder
@@ -195,12 +195,12 @@ def _close_others(used: Collection[int]) -> None:
                 os.close(int(name))
 
 
-def _prctl(option: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-def _children() -> dict[int, list[int]]:
+def _list_children() -> dict[int, list[int]]:
     """Return parent -> its children, for every process that this one may see; empty without /proc."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
@@ -211,8 +211,8 @@ def _children() -> dict[int, list[int]]:
     return children
 
 
-def _below(pid: int) -> list[int]:
-    children, found = _children(), [pid]
+def _list_below(pid: int) -> list[int]:
+    children, found = _list_children(), [pid]
     for process in found:
         found += children.get(process, ())
     return found[1:]

@@ -1,8 +1,9 @@
 """What Ctrl-C, SIGTERM and SIGHUP do: end moedoctor with one line, after the report of what finished.
 
 `install` makes them end the process at once. That is right while nothing is lost by it, and it can print no
-traceback, because no exception is raised. Inside `held` they are only noted: what runs there looks at
-`requested`, or waits with `wait`, ends by itself and reports. Inside `raised` the first raises Interrupted.
+traceback, because no exception is raised. Inside `hold_signals` they are only noted: what runs there looks at
+`get_signal`, or waits with `wait`, ends by itself and reports. Inside `raise_signals` the first raises
+Interrupted.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from typing import Any
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _PATIENCE_SECONDS = 10.0
-"""A signal so long after the first ends the process at once, also inside `held`."""
+"""A signal so long after the first ends the process at once, also inside `hold_signals`."""
 
 _noted: tuple[int, float] | None = None
-"""The first signal inside `held`, and when it came."""
+"""The first signal inside `hold_signals`, and when it came."""
 _wake: int | None = None
 half_written: set[tuple[str, int]] = set()
 """Files that do not outlive a signal that ends the process: the name, and the descriptor of its folder."""
@@ -53,14 +54,14 @@ def exit_code(otherwise: int = 130) -> int:
 
 
 @contextlib.contextmanager
-def raised() -> Iterator[None]:
+def raise_signals() -> Iterator[None]:
     """Raise Interrupted in the main thread for the first signal, and note the others."""
-    with _handled(_raise):
+    with _handle_within(_raise):
         yield
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
+def hold_signals() -> Iterator[None]:
     """Note signals instead of acting on them. Outside the main thread it does nothing."""
     global _wake
     if _wake is not None:  # already held further out
@@ -72,7 +73,7 @@ def held() -> Iterator[None]:
     try:
         previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         _wake = read
-        with _handled(_note):
+        with _handle_within(_note):
             yield
     finally:
         if _wake is not None:
@@ -92,7 +93,7 @@ def _handle(handler: Any) -> dict[int, Any]:
 
 
 @contextlib.contextmanager
-def _handled(handler: Any) -> Iterator[None]:
+def _handle_within(handler: Any) -> Iterator[None]:
     global _noted
     previous = _handle(handler)
     try:
@@ -105,13 +106,13 @@ def _handled(handler: Any) -> Iterator[None]:
             signal.signal(number, _note if _noted and before is _end else before)
 
 
-def requested() -> int | None:
-    """Return the number of the signal that came inside `held`, or None."""
+def get_signal() -> int | None:
+    """Return the number of the signal that came inside `hold_signals`, or None."""
     return _noted[0] if _noted else None
 
 
 def check() -> None:
-    """Raise Interrupted if a signal came inside `held`."""
+    """Raise Interrupted if a signal came inside `hold_signals`."""
     if _noted:
         raise Interrupted(_noted[0])
 
@@ -119,7 +120,7 @@ def check() -> None:
 def wait(objects: Sequence[Any], seconds: float) -> list[Any]:
     """Return those of `objects` (connections, descriptors) that can be read, after at most `seconds`.
 
-    A signal inside `held` ends the wait.
+    A signal inside `hold_signals` ends the wait.
     """
     from multiprocessing.connection import wait
 

@@ -70,13 +70,13 @@ def run_with_streams(command: Callable[[], int]) -> int:
     _lost = False
     _occupy_closed()
     before = sys.stdout, sys.stderr
-    stdout, sys.stdout = _unfailing(sys.stdout)
-    _, sys.stderr = _unfailing(sys.stderr)
+    stdout, sys.stdout = _make_unfailing(sys.stdout)
+    _, sys.stderr = _make_unfailing(sys.stderr)
     try:
         code = command()
         _flush(sys.stdout)
         if stdout is not None and stdout.error is not None and not is_reader_gone(stdout.error):
-            report_loss(f"stdout cannot be written ({reason(stdout.error)}); send it to another place")
+            report_loss(f"stdout cannot be written ({explain_error(stdout.error)}); send it to another place")
         return interrupts.exit_code(otherwise=3) if _lost else code
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -103,12 +103,12 @@ def is_reader_gone(error: OSError) -> bool:
     return isinstance(error, ConnectionError)
 
 
-def reason(error: Exception) -> str:
+def explain_error(error: Exception) -> str:
     """Return the system's words for `error`."""
     return getattr(error, "strerror", None) or str(error)
 
 
-def _unfailing(stream: Any) -> tuple[Unfailing | None, Any]:
+def _make_unfailing(stream: Any) -> tuple[Unfailing | None, Any]:
     """Return a stream that writes to the same place and never raises; one in memory is left as it is."""
     buffer = getattr(stream, "buffer", None)
     if stream is not None and buffer is None:
@@ -139,7 +139,7 @@ def _occupy_closed() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest that is free
 
 
-def _without(error: UnicodeError) -> tuple[str, int]:
+def _replace_unencodable(error: UnicodeError) -> tuple[str, int]:
     """Replace characters that an encoding lacks: with plain ones, and in JSON with its own escapes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
@@ -151,4 +151,4 @@ def _without(error: UnicodeError) -> tuple[str, int]:
     return "".join(chr(code) if code < 128 else f"\\u{code:04x}" for code in codes), error.end
 
 
-codecs.register_error("moedoctor", _without)
+codecs.register_error("moedoctor", _replace_unencodable)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moedoctor.text import one_line
+from moedoctor.text import join_lines
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Series:
     high: Sequence[float] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", one_line(self.name))
+        object.__setattr__(self, "name", join_lines(self.name))
         lengths = {len(values) for values in (self.x, self.y, self.low, self.high) if len(values)}
         if len(lengths) != 1 or bool(self.low) != bool(self.high):
             raise ValueError(f"{self.name}: x, y, low and high must have the same length, and at least 1")
@@ -32,7 +32,9 @@ class Series:
             raise ValueError(f"{self.name}: every value must be finite; leave out what was not measured")
 
     @classmethod
-    def of(cls, name: str, rows: Sequence[Mapping[str, Any]], x: str, y: str, unit: float = 1.0) -> Series:
+    def from_records(
+        cls, name: str, rows: Sequence[Mapping[str, Any]], x: str, y: str, unit: float = 1.0
+    ) -> Series:
         """Return the keys `x` and `y` of records; the spread is ``_p20`` to ``_p80`` of `y`, if all have it.
 
         `y` is divided by `unit`.
@@ -69,7 +71,7 @@ class Chart:
             raise ValueError("series must hold at least one line")
 
 
-def spans_of(values: Sequence[float], chosen: Sequence[float], noun: str) -> str:
+def describe_spans(values: Sequence[float], chosen: Sequence[float], noun: str) -> str:
     """Return where `chosen` lie among the sorted `values`: ``from 1 to 64 tokens and at 4096 tokens``.
 
     Only values that follow each other make a range.

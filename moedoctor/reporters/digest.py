@@ -1,6 +1,6 @@
 """The digest of a page: what fits into an issue. The answer comes first, and equal rows are counted.
 
-`digest` shortens the page of any command; the page of a run needs only `fitted`. GitHub takes 65,536
+`make_digest` shortens the page of any command; the page of a run needs only `fit`. GitHub takes 65,536
 characters.
 """
 
@@ -27,12 +27,12 @@ from moedoctor.reporters.page import (
     Span,
     Table,
     Text,
-    beside_answer,
-    plain,
-    spans,
+    omit_answer,
+    split_spans,
+    strip_styles,
 )
 from moedoctor.reporters.text import count_of
-from moedoctor.text import one_line, shorten
+from moedoctor.text import join_lines, shorten
 
 MOST_CHARACTERS = 60_000
 _ABSTRACT_LINE = 300
@@ -43,12 +43,12 @@ _CELL = 300
 _LINE = 600
 
 
-def digest(page: Page, answered: Answer) -> str:
+def make_digest(page: Page, answered: Answer) -> str:
     """Return the page of a command as Markdown of at most `MOST_CHARACTERS`.
 
     The abstract is what the page says for itself, or else `answered` in three lines.
     """
-    blocks = [_collapsed(block) for block in beside_answer(page, answered)]
+    blocks = [_collapse(block) for block in omit_answer(page, answered)]
     titles = 1 if blocks and isinstance(blocks[0], Heading) and blocks[0].level == 1 else 0
     own: list[Block] = [block for block in page if isinstance(block, Prose) and block.in_answer]
     lines = (
@@ -56,15 +56,15 @@ def digest(page: Page, answered: Answer) -> str:
         ("Found", answered.found or ["nothing"]),
         ("To do", answered.to_do or [NOTHING_TO_DO]),
     )
-    abstract = own or [Bullets([_line(name, texts) for name, texts in lines])]
-    return fitted([*blocks[:titles], *abstract, *blocks[titles:]])
+    abstract = own or [Bullets([_write_line(name, texts) for name, texts in lines])]
+    return fit([*blocks[:titles], *abstract, *blocks[titles:]])
 
 
-def _line(name: str, texts: Sequence[Text]) -> Text:
-    return Span(f"{name}: ", "bold"), shorten("; ".join(map(plain, texts)), _ABSTRACT_LINE)
+def _write_line(name: str, texts: Sequence[Text]) -> Text:
+    return Span(f"{name}: ", "bold"), shorten("; ".join(map(strip_styles, texts)), _ABSTRACT_LINE)
 
 
-def fitted(page: Page, most: int = MOST_CHARACTERS) -> str:
+def fit(page: Page, most: int = MOST_CHARACTERS) -> str:
     """Return the page as Markdown of at most `most` characters; what does not fit is left out and counted.
 
     What is folded comes last: it gives way to what is not, and of the folded blocks the last ones, the
@@ -77,7 +77,7 @@ def fitted(page: Page, most: int = MOST_CHARACTERS) -> str:
     folded = [index for index, block in enumerate(page) if isinstance(block, Fold)]
     room, chosen = most - _NOTE, {}
     for index in [*open_blocks, *folded[-2:], *folded[:-2]]:
-        for block in _shorter(page[index]):
+        for block in _shorten(page[index]):
             size = len(to_markdown([block])) + 2
             if size <= room:
                 chosen[index] = block
@@ -88,7 +88,7 @@ def fitted(page: Page, most: int = MOST_CHARACTERS) -> str:
     return to_markdown([*(chosen[index] for index in sorted(chosen)), note])
 
 
-def _shorter(block: Block) -> Iterator[Block]:
+def _shorten(block: Block) -> Iterator[Block]:
     """Give the block, then shorter versions of it."""
     yield block
     if isinstance(block, Table):
@@ -106,7 +106,7 @@ def _shorter(block: Block) -> Iterator[Block]:
             blocks = blocks[: len(blocks) // 2]
             yield replace(block, blocks=[*blocks, Paragraph("… the rest is left out")])
         for first in blocks:
-            yield from (replace(block, blocks=[shorter]) for shorter in _shorter(first))
+            yield from (replace(block, blocks=[shorter]) for shorter in _shorten(first))
     elif isinstance(block, Preformatted):
         yield Preformatted(block.text[: _LINE * 4] + "\n…")
     elif isinstance(block, Bullets):
@@ -124,20 +124,20 @@ def _shorter(block: Block) -> Iterator[Block]:
     elif isinstance(block, (Heading, Paragraph)):
         yield replace(block, text=_cut(block.text))
     elif isinstance(block, Prose):
-        yield Paragraph(shorten(one_line(block.markdown), _LINE))
+        yield Paragraph(shorten(join_lines(block.markdown), _LINE))
 
 
 def _cut(text: Any) -> Any:
     """Return a text of at most `_CELL` characters, without its styles if it has to be cut."""
-    words = plain(text)
+    words = strip_styles(text)
     return text if len(words) <= _CELL else shorten(words, _CELL)
 
 
-def _collapsed(block: Block) -> Block:
+def _collapse(block: Block) -> Block:
     """Return a table with each row once, and how often it is there."""
     if not isinstance(block, Table) or block.grouped:
         return block
-    keys = [tuple(tuple(spans(cell)) for cell in row) for row in block.rows]
+    keys = [tuple(tuple(split_spans(cell)) for cell in row) for row in block.rows]
     counts = Counter(keys)
     if len(counts) == len(keys):
         return block

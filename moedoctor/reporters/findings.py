@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from moedoctor.entries import entries
 from moedoctor.reporters.text import count_of
 from moedoctor.results import VERDICTS, Report
-from moedoctor.text import one_line
+from moedoctor.text import join_lines
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.check.records import CheckResult
@@ -65,7 +65,7 @@ class Findings:
     """Rule -> (title, what it does), for rules that are in no entry."""
 
 
-def relative(path: str | os.PathLike[str]) -> str:
+def make_relative(path: str | os.PathLike[str]) -> str:
     """Return a path as a report may name it: below the working directory, else only its last part."""
     text = os.fspath(path)
     here = os.path.normpath(text)
@@ -80,18 +80,18 @@ def relative(path: str | os.PathLike[str]) -> str:
     return "/".join(parts)
 
 
-def of_run(report: Report) -> Findings:
+def find_in_run(report: Report) -> Findings:
     """Return the scenarios that are found, failed or broken, and what is worse than the baseline."""
     found = []
     for scenario in report.scenarios:
         look = VERDICTS[scenario.verdict]
         if look.wrong and look.sarif:
             why = scenario.reason or f"the scenario is {scenario.verdict.value}"
-            message = f"{scenario.verdict.value}: {why}. {_more(scenario.id)}"
-            file = relative(scenario.file)
+            message = f"{scenario.verdict.value}: {why}. {_link_entry(scenario.id)}"
+            file = make_relative(scenario.file)
             line, name = scenario.line, (scenario.name,)
             found.append(Finding(scenario.id, look.sarif, scenario.title, message, file, line, key=name))
-    places = {scenario.id: relative(scenario.file) for scenario in report.scenarios}
+    places = {scenario.id: make_relative(scenario.file) for scenario in report.scenarios}
     for text in report.findings:
         match = _ID.match(text)
         rule = match[0] if match else "baseline"
@@ -105,12 +105,12 @@ def of_run(report: Report) -> Findings:
     return Findings("run", found, titles=titles)
 
 
-def of_check(result: CheckResult, summary: str) -> Findings:
+def find_in_check(result: CheckResult, summary: str) -> Findings:
     """Return the failures that can strike an environment, and its problems."""
     found = [
         Finding(
             finding.id,
-            _level(finding.severity),
+            _choose_level(finding.severity),
             finding.title,
             f"{finding.why}. {finding.next_step}",
             f"scenarios/{finding.name}.yaml",
@@ -122,7 +122,7 @@ def of_check(result: CheckResult, summary: str) -> Findings:
     found += [
         Finding(
             ENVIRONMENT,
-            _level(problem.severity),
+            _choose_level(problem.severity),
             problem.what,
             f"{problem.what}: {problem.why}. {problem.next_step}",
             ENVIRONMENT,
@@ -141,7 +141,7 @@ def of_check(result: CheckResult, summary: str) -> Findings:
     return Findings("check", found, passed, skipped, summary, titles)
 
 
-def of_lint(document: LintDocument, summary: str) -> Findings:
+def find_in_lint(document: LintDocument, summary: str) -> Findings:
     """Return the damage of a checkpoint, by the document of a lint: each check at the first of its places."""
     from moedoctor.diagnose.checkpoint.findings import CHECKS, Place
 
@@ -157,7 +157,7 @@ def of_lint(document: LintDocument, summary: str) -> Findings:
                 "note" if evidence.remark else "error",
                 evidence.what,
                 f"{evidence.what} ({places}). {evidence.effect}. {finding.next_step}",
-                relative(os.path.join(document.checkpoint, first.shard)),
+                make_relative(os.path.join(document.checkpoint, first.shard)),
                 finding.line,
                 finding.confidence,
                 key=(name,),
@@ -169,28 +169,28 @@ def of_lint(document: LintDocument, summary: str) -> Findings:
     return Findings("lint", found, [name for name in CHECKS if name not in damaged], (), summary, titles)
 
 
-def of_triage(results: Sequence[tuple[str, Triage]], summary: str) -> Findings:
+def find_in_triage(results: Sequence[tuple[str, Triage]], summary: str) -> Findings:
     """Return the known failures that texts show; what is only possible is a note."""
     found = []
     for name, result in results:
         for kind, level in (("findings", "error"), ("possible", "note")):
             for finding in getattr(result, kind):
                 message = f"{finding.excerpt}. {finding.next_step}"
-                place, line, sure = relative(name), finding.line, finding.confidence
+                place, line, sure = make_relative(name), finding.line, finding.confidence
                 title = entries()[finding.id].title
-                found.append(Finding(finding.id, _level(level), title, message, place, line, sure))
+                found.append(Finding(finding.id, _choose_level(level), title, message, place, line, sure))
     return Findings("triage", found, summary=summary)
 
 
-def of_audit(items: Sequence[AuditItem], words: Mapping[int, str], summary: str) -> Findings:
+def find_in_audit(items: Sequence[AuditItem], words: Mapping[int, str], summary: str) -> Findings:
     """Return the files that a GPU cannot use; `words` says by index what is wrong with each."""
     found = [
         Finding(
             "MD004",
             "error",
             entries()["MD004"].title,
-            f"{relative(items[index].path)}: {text}",
-            relative(items[index].path),
+            f"{make_relative(items[index].path)}: {text}",
+            make_relative(items[index].path),
             key=(items[index].module or "",),
         )
         for index, text in words.items()
@@ -198,7 +198,7 @@ def of_audit(items: Sequence[AuditItem], words: Mapping[int, str], summary: str)
     return Findings("audit", found, summary=summary)
 
 
-def _level(severity: str) -> Level:
+def _choose_level(severity: str) -> Level:
     return next((level for level in LEVELS if level == severity), "note")
 
 
@@ -206,11 +206,11 @@ def _name(id: str) -> str:
     return f"{id} {entries()[id].name}"
 
 
-def _more(id: str) -> str:
+def _link_entry(id: str) -> str:
     return f"`moedoctor explain {id}` says what to do" if id in entries() else ""
 
 
-def short(text: str, most: int) -> str:
+def shorten_line(text: str, most: int) -> str:
     """Return `text` on one line of 1 to `most` characters."""
-    line = one_line(text) or "no text"
+    line = join_lines(text) or "no text"
     return line if len(line) <= most else f"{line[: most - 1]}…"

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from moedoctor.interfaces import Reporter
 from moedoctor.reporters.findings import Findings
 from moedoctor.reporters.markdown import MarkdownReporter
-from moedoctor.reporters.text import summary_line
+from moedoctor.reporters.text import summarize
 from moedoctor.results import VERDICTS, Report, ScenarioResult
-from moedoctor.text import one_line
+from moedoctor.text import join_lines
 
 MAX_SUMMARY_BYTES = 1024 * 1024
 """GitHub refuses the whole summary of a step if it is longer than 1 MiB."""
@@ -25,7 +25,7 @@ class GithubReporter(Reporter):
     name = "github"
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
-        return "\n".join((*_commands(report), summary_line(report))) + "\n"
+        return "\n".join((*_write_commands(report), summarize(report))) + "\n"
 
 
 def step_summary(report: Report) -> str:
@@ -45,32 +45,33 @@ def _cut_to_bytes(text: str, limit: int) -> str:
 def to_commands(findings: Findings) -> str:
     """Return an annotation for each finding of a command, and the line of counts."""
     lines = [
-        f"::{_LEVELS.get(finding.level, finding.level)} file={_property(one_line(finding.file))},"
-        f"line={finding.line or 1},title={_property(one_line(f'{finding.rule}: {finding.title}'))}"
-        f"::{_data(one_line(finding.message))}"
+        f"::{_LEVELS.get(finding.level, finding.level)} file={_escape_property(join_lines(finding.file))},"
+        f"line={finding.line or 1},title={_escape_property(join_lines(f'{finding.rule}: {finding.title}'))}"
+        f"::{_escape_data(join_lines(finding.message))}"
         for finding in findings.found
     ]
-    return "\n".join((*lines, one_line(findings.summary))) + "\n"
+    return "\n".join((*lines, join_lines(findings.summary))) + "\n"
 
 
-def _commands(report: Report) -> Iterator[str]:
+def _write_commands(report: Report) -> Iterator[str]:
     for scenario in report.scenarios:
         if level := VERDICTS[scenario.verdict].sarif:
-            yield _scenario(scenario, _LEVELS.get(level, level))
+            yield _write_scenario(scenario, _LEVELS.get(level, level))
     for finding in report.findings:
-        yield f"::error title={_property('moedoctor: worse than the baseline')}::{_data(one_line(finding))}"
+        title = _escape_property("moedoctor: worse than the baseline")
+        yield f"::error title={title}::{_escape_data(join_lines(finding))}"
 
 
-def _scenario(scenario: ScenarioResult, level: str) -> str:
-    title = _property(one_line(f"{scenario.id} {scenario.name}: {scenario.verdict.value}"))
-    message = "\n".join(one_line(part) for part in (scenario.title, scenario.reason or "") if part)
-    file = _property(one_line(scenario.file))
-    return f"::{level} file={file},line={scenario.line},title={title}::{_data(message)}"
+def _write_scenario(scenario: ScenarioResult, level: str) -> str:
+    title = _escape_property(join_lines(f"{scenario.id} {scenario.name}: {scenario.verdict.value}"))
+    message = "\n".join(join_lines(part) for part in (scenario.title, scenario.reason or "") if part)
+    file = _escape_property(join_lines(scenario.file))
+    return f"::{level} file={file},line={scenario.line},title={title}::{_escape_data(message)}"
 
 
-def _data(text: str) -> str:
+def _escape_data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+def _escape_property(text: str) -> str:
+    return _escape_data(text).replace(":", "%3A").replace(",", "%2C")

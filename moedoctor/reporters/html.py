@@ -25,16 +25,16 @@ from moedoctor.reporters.page import (
     Paragraph,
     Picture,
     Step,
-    beside_answer,
-    blocks_of,
+    find_title,
     is_source,
-    plain,
+    omit_answer,
     report_answer,
-    spans,
-    title_of,
+    split_spans,
+    strip_styles,
+    walk_blocks,
 )
 from moedoctor.results import Report
-from moedoctor.text import COMMAND, clean, one_line
+from moedoctor.text import COMMAND, clean, join_lines
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -57,50 +57,52 @@ class HtmlReporter(Reporter):
     name = "html"
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
-        from moedoctor.reporters.pages.machine import environment_table
-        from moedoctor.reporters.pages.run import Detail, answers, run_page
+        from moedoctor.reporters.pages.machine import make_environment_table
+        from moedoctor.reporters.pages.run import Detail, list_answers, run_page
 
-        page = [*run_page(report, Detail.EVIDENCE), *environment_table(report.environment)]
+        page = [*run_page(report, Detail.EVIDENCE), *make_environment_table(report.environment)]
         document = {"environment": report.environment, "origin": report.origin}
-        return to_html(page_with_answer(page, document, answers(report)))
+        return to_html(put_answer_first(page, document, list_answers(report)))
 
 
-def page_with_answer(page: Page, document: Mapping[str, Any], found: Sequence[str]) -> list[Block]:
+def put_answer_first(page: Page, document: Mapping[str, Any], found: Sequence[str]) -> list[Block]:
     """Return `page` with its title and its answer first, and last how the report was made.
 
     `document` is the report as JSON, and `found` are the lines that sum it up. What the answer says is not
     repeated in a paragraph.
     """
-    from moedoctor.reporters.pages.machine import origin_table
+    from moedoctor.reporters.pages.machine import make_origin_table
 
-    title, answered = title_of(page, document), report_answer(page, document, found)
+    title, answered = find_title(page, document), report_answer(page, document, found)
     rest = [
         block
-        for block in beside_answer(page, answered)
+        for block in omit_answer(page, answered)
         if block is not title
         and not isinstance(block, Step)
         and not (isinstance(block, Paragraph) and is_source(block))
     ]
-    return [Heading(title.text, 1), answered, *rest, *origin_table(document.get("origin"))]
+    return [Heading(title.text, 1), answered, *rest, *make_origin_table(document.get("origin"))]
 
 
 def to_html(page: Page) -> str:
     """Return the page as an HTML document that ends with a line end."""
     from markupsafe import Markup
 
-    environment = _environment()
-    title = next((plain(block.text) for block in blocks_of(page) if isinstance(block, Heading)), "moedoctor")
+    environment = _load_templates()
+    title = next(
+        (strip_styles(block.text) for block in walk_blocks(page) if isinstance(block, Heading)), "moedoctor"
+    )
     ids = _Ids(page)
-    script = _source(environment, "page.js")
+    script = _read_source(environment, "page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     document = environment.get_template("page.html").render(
         title=title,
-        sections=list(_sections(page)),
+        sections=list(_split_sections(page)),
         ids=ids,
         first_answer=next((block for block in page if isinstance(block, Answer)), None),
         picture=_Pictures(),
         script=Markup(script),  # our own file: the policy names its hash
-        style=Markup(_source(environment, "page.css")),
+        style=Markup(_read_source(environment, "page.css")),
         digest=digest,
     )
     # A CI server that reads the page in a log must not see a command; a browser shows the same text.
@@ -109,7 +111,7 @@ def to_html(page: Page) -> str:
 
 
 @functools.cache
-def _environment() -> Environment:
+def _load_templates() -> Environment:
     """Return the templates, which escape everything that is not Markup."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -120,19 +122,28 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"one_line": one_line, "clean": clean, "spans": spans, "plain": plain}
-    environment.filters |= {"kind": lambda block: type(block).__name__, "pieces": _pieces, "prose": _prose}
-    environment.filters |= {"coded": _coded}
+    environment.filters |= {
+        "one_line": join_lines,
+        "clean": clean,
+        "spans": split_spans,
+        "plain": strip_styles,
+    }
+    environment.filters |= {
+        "kind": lambda block: type(block).__name__,
+        "pieces": _split_links,
+        "prose": _render_prose,
+    }
+    environment.filters |= {"coded": _split_code}
     environment.globals |= {"tones": TONES, "nothing_to_do": NOTHING_TO_DO}
     return environment
 
 
-def _source(environment: Environment, name: str) -> str:
+def _read_source(environment: Environment, name: str) -> str:
     assert environment.loader is not None
     return environment.loader.get_source(environment, name)[0]
 
 
-def _sections(page: Page) -> Iterator[tuple[Heading | Fold | None, Page]]:
+def _split_sections(page: Page) -> Iterator[tuple[Heading | Fold | None, Page]]:
     """Give the blocks of the page by section: a heading of level 2 or a fold starts one.
 
     The first one has no heading; a title of level 1 is part of it.
@@ -160,10 +171,10 @@ class _Ids:
         self._ids: dict[int, str] = {}
         self._by_name: dict[str, str] = {}
         used: set[str] = {"answer"}
-        for block in blocks_of(page):
+        for block in walk_blocks(page):
             if isinstance(block, (Heading, Fold)):
                 text = block.title if isinstance(block, Fold) else block.text
-                name = plain(spans(text)[0]) if spans(text) else ""
+                name = strip_styles(split_spans(text)[0]) if split_spans(text) else ""
                 stem = _NOT_IN_ID.sub("-", name.lower())[:60].strip("-") or "section"
                 number, mark = 1, stem
                 while mark in used:
@@ -173,11 +184,11 @@ class _Ids:
                 self._ids[id(block)] = mark
                 self._by_name.setdefault(name, mark)
 
-    def of(self, block: Heading | Fold) -> str:
+    def find_id(self, block: Heading | Fold) -> str:
         return self._ids[id(block)]
 
-    def target(self, name: str) -> str | None:
-        return self._by_name.get(one_line(name))
+    def find_target(self, name: str) -> str | None:
+        return self._by_name.get(join_lines(name))
 
 
 class _Pictures:
@@ -190,7 +201,7 @@ class _Pictures:
         """Return ``svg`` as markup, or ``problem`` in words, with the texts of the picture."""
         from markupsafe import Markup
 
-        from moedoctor.reporters.plots import PlotError, svg
+        from moedoctor.reporters.plots import PlotError, draw_svg
 
         chart = picture.chart
         if chart is None:
@@ -201,14 +212,14 @@ class _Pictures:
             # matplotlib escapes every text of the chart.
             return {
                 **shown,
-                "svg": Markup(_inline(svg(chart, caption=False), self._number, chart.title)),
+                "svg": Markup(_inline_svg(draw_svg(chart, caption=False), self._number, chart.title)),
                 "problem": "",
             }
         except PlotError as error:
             return {**shown, "svg": None, "problem": str(error)}
 
 
-def _inline(drawn: str, number: int, title: str) -> str:
+def _inline_svg(drawn: str, number: int, title: str) -> str:
     """Return the SVG as a part of a page, with the page's colours and ids that no other picture has."""
     from markupsafe import escape
 
@@ -216,8 +227,8 @@ def _inline(drawn: str, number: int, title: str) -> str:
 
     _, mark, text = drawn.partition("<svg")
     tag, end, text = text.partition(">")
-    text = _without(_without(text, "<metadata>", "</metadata>"), "<style", "</style>")
-    label = f' role="img" focusable="false" aria-label="{escape(one_line(title))}"'
+    text = _remove_between(_remove_between(text, "<metadata>", "</metadata>"), "<style", "</style>")
+    label = f' role="img" focusable="false" aria-label="{escape(join_lines(title))}"'
     text = _NAMESPACES.sub("", f"{mark}{label}{_SIZE.sub('', tag)}{end}{text}").rstrip()
     for index, colour in enumerate(COLOURS):
         text = text.replace(colour, f"var(--line-{index + 1})")
@@ -227,7 +238,7 @@ def _inline(drawn: str, number: int, title: str) -> str:
     return _ID.sub(rf"\1picture-{number}-\2", text)
 
 
-def _without(text: str, start: str, end: str) -> str:
+def _remove_between(text: str, start: str, end: str) -> str:
     """Return `text` without what is between `start` and `end`, these too."""
     parts: list[str] = []
     while True:
@@ -238,12 +249,12 @@ def _without(text: str, start: str, end: str) -> str:
             return "".join(parts)
 
 
-def _pieces(text: str) -> list[tuple[str, str]]:
+def _split_links(text: str) -> list[tuple[str, str]]:
     """Return (text, address): the parts of a text, with the address of ``owner/repository#1`` on GitHub.
 
     What begins with ``https://`` is its own address.
     """
-    line, parts, end = one_line(text), [], 0
+    line, parts, end = join_lines(text), [], 0
     for match in _REFERENCE.finditer(line):
         address = match[0] if match[1] is None else f"https://github.com/{match[1]}/issues/{match[2]}"
         parts += [(line[end : match.start()], ""), (match[0], address)]
@@ -251,12 +262,12 @@ def _pieces(text: str) -> list[tuple[str, str]]:
     return [*parts, (line[end:], "")]
 
 
-def _coded(text: str) -> list[tuple[str, bool]]:
+def _split_code(text: str) -> list[tuple[str, bool]]:
     """Return (text, whether it is code) for a step: what is between two ` is code."""
-    return [(part, index % 2 == 1) for index, part in enumerate(_CODE.split(one_line(text))) if part]
+    return [(part, index % 2 == 1) for index, part in enumerate(_CODE.split(join_lines(text))) if part]
 
 
-def _prose(markdown: str) -> Markup:
+def _render_prose(markdown: str) -> Markup:
     """Return Markdown of the catalogue as HTML; HTML within it stays text."""
     from markdown_it import MarkdownIt
     from markupsafe import Markup

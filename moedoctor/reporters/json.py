@@ -9,7 +9,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from moedoctor.interfaces import Reporter
 from moedoctor.origin import Origin
-from moedoctor.results import SCHEMA_VERSION, Report, plain
+from moedoctor.results import SCHEMA_VERSION, Report, to_plain
 from moedoctor.results import to_json as record_to_json
 
 
@@ -54,9 +54,9 @@ def to_document(record: Document | Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a command writes as JSON, without the head and the ending, as plain data."""
     if isinstance(record, Mapping):
         return record
-    document = {"command": record.command, **plain(record)}
+    document = {"command": record.command, **to_plain(record)}
     if (summary := getattr(record, "summary", None)) is not None:
-        document["summary"] = plain(summary)
+        document["summary"] = to_plain(summary)
     return document
 
 

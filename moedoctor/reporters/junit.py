@@ -21,11 +21,11 @@ import re
 from collections.abc import Iterator
 from xml.etree import ElementTree as ET
 
-from moedoctor.comparison import expected_verdict
+from moedoctor.comparison import expect_verdict
 from moedoctor.interfaces import Reporter
 from moedoctor.reporters.findings import Findings
 from moedoctor.reporters.pages.run import crash_notes
-from moedoctor.reporters.text import deciding_figure, figures, short_evidence, short_parameters
+from moedoctor.reporters.text import explain_case, format_evidence, format_parameters, list_figures
 from moedoctor.results import (
     VERDICTS,
     CaseResult,
@@ -35,7 +35,7 @@ from moedoctor.results import (
     ScenarioVerdict,
     to_json,
 )
-from moedoctor.text import COMMAND, clean, one_line
+from moedoctor.text import COMMAND, clean, join_lines
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _PROVEN = (ScenarioVerdict.PROVED, ScenarioVerdict.FOUND)
@@ -48,9 +48,9 @@ class JunitReporter(Reporter):
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
         root = ET.Element("testsuites", name="moedoctor")
-        facts = [(f"environment.{name}", text) for name, text in figures(report.environment)]
+        facts = [(f"environment.{name}", text) for name, text in list_figures(report.environment)]
         for scenario in report.scenarios:
-            suite = _scenario(root, scenario, facts)
+            suite = _add_scenario(root, scenario, facts)
             _count(suite, sum(case.seconds for case in scenario.cases))
         if report.findings:
             suite = ET.SubElement(root, "testsuite", name="baseline")
@@ -60,7 +60,7 @@ class JunitReporter(Reporter):
                     suite, "moedoctor.baseline", name, outcome="failure", kind="regression", message=finding
                 )
             _count(suite)
-        return _document(root)
+        return _write_document(root)
 
 
 def to_junit(findings: Findings) -> str:
@@ -69,14 +69,14 @@ def to_junit(findings: Findings) -> str:
     A note does not fail.
     """
     root = ET.Element("testsuites", name="moedoctor")
-    suite = ET.SubElement(root, "testsuite", name=_xml(f"moedoctor {findings.command}"))
+    suite = ET.SubElement(root, "testsuite", name=_escape_xml(f"moedoctor {findings.command}"))
     classname = f"moedoctor.{findings.command}"
     for finding in findings.found:
         place = f"{finding.file}:{finding.line}" if finding.line else finding.file
-        name = one_line(f"{finding.rule} {finding.title}")
+        name = join_lines(f"{finding.rule} {finding.title}")
         if finding.level == "note":
             _test(suite, classname, name)
-            ET.SubElement(suite[-1], "system-out").text = _xml(one_line(finding.message))
+            ET.SubElement(suite[-1], "system-out").text = _escape_xml(join_lines(finding.message))
         else:
             message, kind = f"{place}: {finding.message}", finding.level
             _test(suite, classname, name, outcome="failure", kind=kind, message=message)
@@ -85,13 +85,13 @@ def to_junit(findings: Findings) -> str:
     for name, why in findings.skipped:
         _test(suite, classname, name, outcome="skipped", message=why)
     _count(suite)
-    return _document(root)
+    return _write_document(root)
 
 
-def _document(root: ET.Element) -> str:
+def _write_document(root: ET.Element) -> str:
     _count(root, sum(float(suite.get("time", "0")) for suite in root))
     ET.indent(root)
-    text = COMMAND.sub(_reference, ET.tostring(root, encoding="unicode"))
+    text = COMMAND.sub(_escape_match, ET.tostring(root, encoding="unicode"))
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
@@ -100,17 +100,19 @@ def _count(element: ET.Element, seconds: float = 0.0) -> None:
     tags = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
     for attribute, tag in tags.items():
         element.set(attribute, str(sum(1 for _ in element.iter(tag))))
-    element.set("time", _seconds(seconds))
+    element.set("time", _format_seconds(seconds))
 
 
-def _scenario(root: ET.Element, scenario: ScenarioResult, facts: list[tuple[str, str]]) -> ET.Element:
-    suite = ET.SubElement(root, "testsuite", name=_xml(one_line(f"{scenario.id} {scenario.name}")))
+def _add_scenario(root: ET.Element, scenario: ScenarioResult, facts: list[tuple[str, str]]) -> ET.Element:
+    suite = ET.SubElement(root, "testsuite", name=_escape_xml(join_lines(f"{scenario.id} {scenario.name}")))
     properties = ET.SubElement(suite, "properties")
-    for key, value in (*facts, *_properties(scenario)):
-        ET.SubElement(properties, "property", name=_xml(one_line(key)), value=_xml(one_line(value)))
-    classname = one_line(f"moedoctor.{scenario.id}.{scenario.name}")
+    for key, value in (*facts, *_list_properties(scenario)):
+        ET.SubElement(
+            properties, "property", name=_escape_xml(join_lines(key)), value=_escape_xml(join_lines(value))
+        )
+    classname = join_lines(f"moedoctor.{scenario.id}.{scenario.name}")
     for case in scenario.cases:
-        _case(suite, classname, scenario, case)
+        _add_case(suite, classname, scenario, case)
     outcome = VERDICTS[scenario.verdict].junit
     if outcome and suite.find(f"testcase/{outcome}") is None:
         why = scenario.reason or f"the scenario is {scenario.verdict.value}"
@@ -118,15 +120,15 @@ def _scenario(root: ET.Element, scenario: ScenarioResult, facts: list[tuple[str,
     return suite
 
 
-def _case(suite: ET.Element, classname: str, scenario: ScenarioResult, case: CaseResult) -> None:
+def _add_case(suite: ET.Element, classname: str, scenario: ScenarioResult, case: CaseResult) -> None:
     outcome, kind, message = _judge(scenario, case)
     subject = f"{case.subject}/{case.tier.value}" + ("" if case.device == "cpu" else f"/{case.device}")
-    name = one_line(f"{subject} {short_parameters(case.parameters)}")
+    name = join_lines(f"{subject} {format_parameters(case.parameters)}")
     last_words = "\n".join(line for note in crash_notes([case]) for line in (note.message, *note.stderr_tail))
     _test(suite, classname, name, case.seconds, outcome, kind, message, last_words)
     if outcome != "skipped":
-        output = f"{case.verdict.value}: {deciding_figure(case)}\n{to_json(case.evidence, indent=None)}"
-        ET.SubElement(suite[-1], "system-out").text = _xml(output.rstrip())
+        output = f"{case.verdict.value}: {explain_case(case)}\n{to_json(case.evidence, indent=None)}"
+        ET.SubElement(suite[-1], "system-out").text = _escape_xml(output.rstrip())
 
 
 def _test(
@@ -140,24 +142,24 @@ def _test(
     details: str = "",
 ) -> None:
     """Add a testcase. `outcome` is ``failure``, ``error``, ``skipped``, or empty if it passes."""
-    test = ET.SubElement(suite, "testcase", classname=_xml(classname), name=_xml(name))
-    test.set("time", _seconds(seconds))
+    test = ET.SubElement(suite, "testcase", classname=_escape_xml(classname), name=_escape_xml(name))
+    test.set("time", _format_seconds(seconds))
     if outcome:
-        result = ET.SubElement(test, outcome, message=_xml(one_line(message)))
+        result = ET.SubElement(test, outcome, message=_escape_xml(join_lines(message)))
         if kind and outcome != "skipped":
-            result.set("type", _xml(kind))
-        result.text = _xml(clean(details)) or None
+            result.set("type", _escape_xml(kind))
+        result.text = _escape_xml(clean(details)) or None
 
 
 def _judge(scenario: ScenarioResult, case: CaseResult) -> tuple[str, str, str]:
     """Return the outcome of a case, its type and its message."""
-    figure = deciding_figure(case)
+    figure = explain_case(case)
     outcome = VERDICTS[case.verdict].junit
     if case.verdict is CaseVerdict.SKIPPED:
         return outcome, "", figure
     if case.verdict is CaseVerdict.ERROR:
-        return outcome, one_line(str(case.evidence.get("death", "error"))), case.reason or figure
-    expected = expected_verdict(case.subject)
+        return outcome, join_lines(str(case.evidence.get("death", "error"))), case.reason or figure
+    expected = expect_verdict(case.subject)
     behaved = case.subject in ("faulty", "fixed") and scenario.verdict in _PROVEN
     affected = case.affected and scenario.verdict is ScenarioVerdict.FOUND
     if behaved or (expected in (None, case.verdict) and not affected):
@@ -167,25 +169,25 @@ def _judge(scenario: ScenarioResult, case: CaseResult) -> tuple[str, str, str]:
     return "failure", case.verdict.value, f"{case.subject} is {case.verdict.value}: {figure}"
 
 
-def _properties(scenario: ScenarioResult) -> Iterator[tuple[str, str]]:
+def _list_properties(scenario: ScenarioResult) -> Iterator[tuple[str, str]]:
     yield "verdict", scenario.verdict.value
     if scenario.reason:
         yield "reason", scenario.reason
     yield "file", f"{scenario.file}:{scenario.line}"
     for claim in scenario.claims:
-        parts = (claim.verdict.value, claim.reason or "", short_evidence(claim.evidence))
+        parts = (claim.verdict.value, claim.reason or "", format_evidence(claim.evidence))
         yield f"claim: {claim.text} ({claim.source})", "; ".join(part for part in parts if part)
-    for name, text in figures(scenario.conclusions):
+    for name, text in list_figures(scenario.conclusions):
         yield f"conclusion.{name}", text
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value:.3f}"
 
 
-def _reference(match: re.Match[str]) -> str:
+def _escape_match(match: re.Match[str]) -> str:
     return f"{match[0][:-1]}&#{ord(match[0][-1])};"
 
 
-def _xml(text: str) -> str:
+def _escape_xml(text: str) -> str:
     return _NOT_XML.sub("", text)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from moedoctor.interfaces import Reporter
-from moedoctor.reporters.digest import fitted
+from moedoctor.reporters.digest import fit
 from moedoctor.reporters.markdown_page import to_markdown
-from moedoctor.reporters.pages.machine import environment_table, origin_table
+from moedoctor.reporters.pages.machine import make_environment_table, make_origin_table
 from moedoctor.reporters.pages.run import Detail, run_page
 from moedoctor.results import Report
 
@@ -21,5 +21,5 @@ class MarkdownReporter(Reporter):
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
         page = run_page(report, Detail.RECORDS if self._full else Detail.SHORT)
-        page += [*environment_table(report.environment), *origin_table(report.origin)]
-        return to_markdown(page) if self._full else fitted(page)
+        page += [*make_environment_table(report.environment), *make_origin_table(report.origin)]
+        return to_markdown(page) if self._full else fit(page)

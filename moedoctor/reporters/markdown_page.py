@@ -23,10 +23,10 @@ from moedoctor.reporters.page import (
     Step,
     Table,
     Text,
-    plain,
-    spans,
+    split_spans,
+    strip_styles,
 )
-from moedoctor.text import clean, one_line, without_commands
+from moedoctor.text import clean, escape_commands, join_lines
 
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<=\s)#|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
 _BLOCK_START = re.compile(r"^(\d*)(?=[#+-]|[.)](?:\s|$)|::)")
@@ -44,74 +44,74 @@ def to_markdown(page: Page) -> str:
             # The items of one list follow each other without an empty line.
             together = isinstance(block, Item) and isinstance(shown[index - 1], Item)
             parts.append("\n" if together else "\n\n")
-        parts.append(_block(block))
-    return without_commands("".join(parts)) + "\n"
+        parts.append(_write_block(block))
+    return escape_commands("".join(parts)) + "\n"
 
 
 def escape(text: str) -> str:
     """Return `text` on one line, safe in a cell, a heading or a list item."""
-    return _BLOCK_START.sub(r"\1\\", _inline(one_line(text)))
+    return _BLOCK_START.sub(r"\1\\", _write_inline(join_lines(text)))
 
 
-def source_link(source: str) -> str:
+def link_source(source: str) -> str:
     """Return `source` with each ``owner/repository#1`` as a link; GitHub redirects to pull requests."""
-    text, parts, end = one_line(source), [], 0
+    text, parts, end = join_lines(source), [], 0
     for match in _REFERENCE.finditer(text):
-        link = f"[{_inline(match[0])}](https://github.com/{match[1]}/issues/{match[2]})"
-        parts += [_inline(text[end : match.start()]), link]
+        link = f"[{_write_inline(match[0])}](https://github.com/{match[1]}/issues/{match[2]})"
+        parts += [_write_inline(text[end : match.start()]), link]
         end = match.end()
-    return "".join((*parts, _inline(text[end:])))
+    return "".join((*parts, _write_inline(text[end:])))
 
 
-def _inline(text: str) -> str:
+def _write_inline(text: str) -> str:
     escaped = _SPECIAL.sub(r"\\\g<0>", text)
     escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     # An @ that begins a word would notify the person of that name.
     return _MENTION.sub("@<!-- -->", escaped)
 
 
-def _text(text: Text) -> str:
+def _write_text(text: Text) -> str:
     """Return inline Markdown."""
     line = ""
-    for span in spans(text):
-        line += _span(span.text, span.style, first=not line.strip())
+    for span in split_spans(text):
+        line += _write_span(span.text, span.style, first=not line.strip())
     return line
 
 
-def _span(text: str, style: str, *, first: bool) -> str:
+def _write_span(text: str, style: str, *, first: bool) -> str:
     """Only what comes first on a line can start a block, so only that needs the full escape."""
-    line = one_line(text)
+    line = join_lines(text)
     # The spaces around a span keep it apart from its neighbours; one_line removed them.
     left = " " if line and not first and text[:1].isspace() else ""
     right = " " if text[-1:].isspace() and not (first and not line) else ""
     # A cell of a table ends at | even inside code.
     if style == "code" and line and "|" not in line and "`" not in line:
         return f"{left}`{line}`{right}"
-    escaped = source_link(line) if style == "source" else _inline(line)
+    escaped = link_source(line) if style == "source" else _write_inline(line)
     if first:
         escaped = _BLOCK_START.sub(r"\1\\", escaped)
     return f"{left}**{escaped}**{right}" if style == "bold" and escaped else f"{left}{escaped}{right}"
 
 
-def _block(block: Block) -> str:
+def _write_block(block: Block) -> str:
     if isinstance(block, Heading):
-        return f"{'#' * block.level} {_text(block.text)}"
+        return f"{'#' * block.level} {_write_text(block.text)}"
     if isinstance(block, Paragraph):
-        return _text(block.text)
+        return _write_text(block.text)
     if isinstance(block, Step):
-        return _text((Span("Next: ", "bold"), *spans(block.text)))
+        return _write_text((Span("Next: ", "bold"), *split_spans(block.text)))
     if isinstance(block, Fold):
         inside = to_markdown(block.blocks)
         if block.open:
-            return f"## {_text(block.title)}\n\n{inside}".rstrip()
+            return f"## {_write_text(block.title)}\n\n{inside}".rstrip()
         # GitHub reads Markdown within HTML only after an empty line.
-        return f"<details><summary>{html.escape(plain(block.title))}</summary>\n\n{inside}\n</details>"
+        return f"<details><summary>{html.escape(strip_styles(block.title))}</summary>\n\n{inside}\n</details>"
     if isinstance(block, Bullets):
-        return "\n".join(f"- {_text(item)}" for item in block.items)
+        return "\n".join(f"- {_write_text(item)}" for item in block.items)
     if isinstance(block, Item):
-        return _item(block)
+        return _write_item(block)
     if isinstance(block, Table):
-        return _table(block)
+        return _write_table(block)
     if isinstance(block, Preformatted):
         text = clean(block.text)
         fence = "`" * max(3, 1 + max((len(run) for run in _TICKS.findall(text)), default=0))
@@ -127,18 +127,18 @@ def _is_unwritten(block: Block) -> bool:
     return isinstance(block, Picture) and not block.file
 
 
-def _item(item: Item) -> str:
-    lines = [f"- **{escape(item.word)}** {_text(item.title)}"]
-    lines += [f"  - {escape(label) + ': ' if label else ''}{_text(text)}" for label, text in item.lines]
+def _write_item(item: Item) -> str:
+    lines = [f"- **{escape(item.word)}** {_write_text(item.title)}"]
+    lines += [f"  - {escape(label) + ': ' if label else ''}{_write_text(text)}" for label, text in item.lines]
     return "\n".join(lines)
 
 
-def _table(table: Table) -> str:
+def _write_table(table: Table) -> str:
     marks = ["---:" if mark == "r" else "---" for mark in table.align.ljust(len(table.header), "l")]
     rows = [[escape(name) for name in table.header], marks]
-    rows += [[_text(cell) for cell in row] for row in table.rows]
-    return "\n".join(_row(row) for row in rows)
+    rows += [[_write_text(cell) for cell in row] for row in table.rows]
+    return "\n".join(_write_row(row) for row in rows)
 
 
-def _row(cells: Sequence[str]) -> str:
+def _write_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"

@@ -12,14 +12,14 @@ from pathlib import Path
 from moedoctor.processes import files
 from moedoctor.processes.files import OutputError
 from moedoctor.processes.streams import report_loss
-from moedoctor.text import one_line, print_message, shorten
+from moedoctor.text import join_lines, print_message, shorten
 
 Progress = Callable[[int, int, str], None]
 """Takes how many jobs are done, how many there are, and what runs now."""
 _DAY = 86_400
 
 
-def terminal(path: Path | None) -> tuple[bool, int | None]:
+def inspect_terminal(path: Path | None) -> tuple[bool, int | None]:
     """Return (colour, columns) of what shows the report; (False, None) for a file or a pipe."""
     if path is not None or not sys.stdout.isatty():
         return False, None
@@ -52,7 +52,7 @@ def append_step_summary(markdown: str, environ: Mapping[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(*, remaining: bool = False) -> Iterator[Progress]:
+def show_progress(*, remaining: bool = False) -> Iterator[Progress]:
     """Give a function that shows how many jobs are done; it shows nothing if stderr is not a terminal.
 
     With `remaining`, the bar also says how long the rest will take, if it takes as long as what was done.
@@ -81,6 +81,6 @@ def progress_bar(*, remaining: bool = False) -> Iterator[Progress]:
         task = bar.add_task("starting", total=None)
 
         def show(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total or 1, description=shorten(one_line(what)))
+            bar.update(task, completed=done, total=total or 1, description=shorten(join_lines(what)))
 
         yield show

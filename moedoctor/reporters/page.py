@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from moedoctor.reporters.chart import Chart
-from moedoctor.reporters.text import facts_line, is_unsteady, short_value, time_unit
+from moedoctor.reporters.text import format_facts, format_value, is_unsteady, time_unit
 from moedoctor.results import VERDICTS, Evidence
-from moedoctor.text import one_line
+from moedoctor.text import join_lines
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ TONES = {
 Text = str | Span | tuple[str | Span, ...]
 
 
-def spans(text: Text) -> tuple[Span, ...]:
+def split_spans(text: Text) -> tuple[Span, ...]:
     """Return `text` as spans."""
     parts = text if isinstance(text, tuple) else (text,)
     return tuple(part if isinstance(part, Span) else Span(part) for part in parts)
 
 
-def plain(text: Text) -> str:
+def strip_styles(text: Text) -> str:
     """Return `text` without styles, on one line."""
-    return one_line("".join(span.text for span in spans(text)))
+    return join_lines("".join(span.text for span in split_spans(text)))
 
 
 @dataclass(frozen=True)
@@ -161,21 +161,21 @@ Block = Heading | Paragraph | Bullets | Item | Table | Preformatted | Picture | 
 Page: TypeAlias = "Sequence[Block]"
 
 
-def blocks_of(page: Page) -> Iterator[Block]:
+def walk_blocks(page: Page) -> Iterator[Block]:
     """Give every block of a page in order, also those in folds and behind the rows of tables."""
     for block in page:
         yield block
         if isinstance(block, Fold):
-            yield from blocks_of(block.blocks)
+            yield from walk_blocks(block.blocks)
         elif isinstance(block, Table):
             for blocks in block.behind:
-                yield from blocks_of(blocks)
+                yield from walk_blocks(blocks)
 
 
 def answer(page: Page, looked_at: Sequence[Text], found: Sequence[Text]) -> Answer:
     """Return the answer of a page; what to do comes from its steps, each once."""
     steps: list[Text] = []
-    for block in blocks_of(page):
+    for block in walk_blocks(page):
         if isinstance(block, Step):
             steps.append(block.text)
         elif isinstance(block, Item):
@@ -199,31 +199,31 @@ def report_answer(page: Page, document: Mapping[str, Any], found: Sequence[str])
     sources, under = [], ""
     for block in page:
         if isinstance(block, Heading) and block.level > 1:
-            under = f"{plain(block.text)}: "
+            under = f"{strip_styles(block.text)}: "
         elif isinstance(block, Paragraph) and is_source(block):
-            sources.append(under + plain(block.text).removeprefix(_LOOKED_AT))
+            sources.append(under + strip_styles(block.text).removeprefix(_LOOKED_AT))
     messages = [
         message
-        for block in blocks_of(page)
+        for block in walk_blocks(page)
         if isinstance(block, Picture) and block.chart is not None and block.chart.headline
         for message in (block.chart.title, *block.chart.also)
     ]
-    facts = facts_line(document.get("environment") or {})
-    looked_at: list[Text] = [title_of(page, document).text]
+    facts = format_facts(document.get("environment") or {})
+    looked_at: list[Text] = [find_title(page, document).text]
     looked_at += [*sources, *([facts] if facts else [])]
     return answer(page, looked_at, list(dict.fromkeys([*found, *messages])))
 
 
-def beside_answer(page: Page, answered: Answer) -> list[Block]:
+def omit_answer(page: Page, answered: Answer) -> list[Block]:
     """Return the blocks of a page without those that only repeat its answer."""
-    found = {plain(text) for text in answered.found}
+    found = {strip_styles(text) for text in answered.found}
     found |= {f"{text}." for text in found}
 
     def repeats(block: Block) -> bool:
         if isinstance(block, Paragraph):
-            return plain(block.text) in found
+            return strip_styles(block.text) in found
         if isinstance(block, Bullets) and block in page[:2]:  # a list in a section stays under its heading
-            return {*map(plain, block.items)} <= found
+            return {*map(strip_styles, block.items)} <= found
         return isinstance(block, Answer) or (isinstance(block, Prose) and block.in_answer)
 
     return [block for block in page if not repeats(block)]
@@ -231,10 +231,10 @@ def beside_answer(page: Page, answered: Answer) -> list[Block]:
 
 def is_source(block: Paragraph) -> bool:
     """Return whether a paragraph says what was read."""
-    return plain(block.text).startswith(_LOOKED_AT)
+    return strip_styles(block.text).startswith(_LOOKED_AT)
 
 
-def title_of(page: Page, document: Mapping[str, Any]) -> Heading:
+def find_title(page: Page, document: Mapping[str, Any]) -> Heading:
     """Return the heading that names the whole page, or one that names the command."""
     first = [block for block in page if isinstance(block, Heading) and block.level == 1]
     second = [block for block in page if isinstance(block, Heading) and block.level == 2]
@@ -243,7 +243,7 @@ def title_of(page: Page, document: Mapping[str, Any]) -> Heading:
     return Heading(f"moedoctor {document.get('moedoctor', '')}: {document.get('command', 'report')}", 1)
 
 
-def evidence_tables(evidence: Evidence, *, measured: bool = False) -> dict[str, Table]:
+def make_evidence_tables(evidence: Evidence, *, measured: bool = False) -> dict[str, Table]:
     """Return the lists of records in `evidence` as tables, by name.
 
     A median with its percentiles ``_p20`` and ``_p80`` becomes ``1.49 (1.48 to 1.51)``. With `measured`,
@@ -251,19 +251,21 @@ def evidence_tables(evidence: Evidence, *, measured: bool = False) -> dict[str, 
     it worthless.
     """
     return {
-        str(name): _records_table(value, measured) for name, value in evidence.items() if is_records(value)
+        str(name): _make_records_table(value, measured)
+        for name, value in evidence.items()
+        if is_records(value)
     }
 
 
-def _records_table(records: Sequence[Mapping[str, Any]], measured: bool) -> Table:
+def _make_records_table(records: Sequence[Mapping[str, Any]], measured: bool) -> Table:
     keys = list(dict.fromkeys(str(key) for record in records for key in record))
     ends = ("_p20", "_p80")
     shown = [key for key in keys if not any(key.endswith(end) and key[: -len(end)] in keys for end in ends)]
 
-    def cell(record: Mapping[str, Any], key: str) -> str:
+    def write_cell(record: Mapping[str, Any], key: str) -> str:
         if key not in record:
             return ""
-        written = units[key].text if key in units else short_value
+        written = units[key].format if key in units else format_value
         median = written(record[key])
         low, high = (record.get(f"{key}{end}") for end in ends)
         if low is None or high is None:
@@ -271,8 +273,8 @@ def _records_table(records: Sequence[Mapping[str, Any]], measured: bool) -> Tabl
         mark = " !" if measured and is_unsteady(record[key], low, high) else ""
         return f"{median} ({written(low)} to {written(high)}){mark}"
 
-    units = {key: unit for key in shown if measured and (unit := _unit_of(key, records))}
-    rows = [[cell(record, key) for key in shown] for record in records]
+    units = {key: unit for key in shown if measured and (unit := _find_unit(key, records))}
+    rows = [[write_cell(record, key) for key in shown] for record in records]
     header = [units[key].title if key in units else key.replace("_", " ") for key in shown]
     return Table(header, rows)
 
@@ -286,10 +288,10 @@ class _Unit(NamedTuple):
     """What one of the unit is in the unit of the records."""
     decimals: int
 
-    def text(self, value: Any) -> str:
+    def format(self, value: Any) -> str:
         """Return a number in this unit, and anything else as it is."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return short_value(value)
+            return format_value(value)
         return f"{value / self.size:.{self.decimals}f}"
 
 
@@ -302,7 +304,7 @@ _BYTES: tuple[tuple[str, float, int], ...] = (
 )
 
 
-def _unit_of(key: str, records: Sequence[Mapping[str, Any]]) -> _Unit | None:
+def _find_unit(key: str, records: Sequence[Mapping[str, Any]]) -> _Unit | None:
     """Return the unit of a column of times or bytes; None for other columns, and rates such as GB/s."""
     numbers = [value for record in records if isinstance(value := record.get(key), (int, float))]
     if not numbers:
@@ -319,7 +321,7 @@ def _unit_of(key: str, records: Sequence[Mapping[str, Any]]) -> _Unit | None:
     return _Unit(title, size / _MICROSECONDS[end], decimals)
 
 
-def without_records(evidence: Evidence) -> dict[str, Any]:
+def omit_records(evidence: Evidence) -> dict[str, Any]:
     """Return the rest of `evidence`, for a line of text."""
     return {name: value for name, value in evidence.items() if not is_records(value)}
 

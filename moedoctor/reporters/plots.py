@@ -16,7 +16,7 @@ from typing import Any
 
 from moedoctor.processes.files import write
 from moedoctor.reporters.chart import Chart, Series
-from moedoctor.text import missing_package, one_line
+from moedoctor.text import explain_missing_package, join_lines
 
 COLOURS = ("#0060a0", "#b34700", "#007a55", "#9c3f7c", "#1b7893", "#8a6100", "#5b4b9a", "#6b5a2b")
 """Distinct for people with any kind of colour vision, and dark enough for text on white."""
@@ -44,10 +44,10 @@ def draw(chart: Chart, path: Path) -> None:
     Raises PlotError without matplotlib, ValueError for 0 or less on a logarithmic axis, OutputError if the
     file cannot be written.
     """
-    write(path, svg(chart, caption=True))
+    write(path, draw_svg(chart, caption=True))
 
 
-def svg(chart: Chart, *, caption: bool) -> str:
+def draw_svg(chart: Chart, *, caption: bool) -> str:
     """Return the chart as an SVG file with real text; the same chart gives the same text.
 
     With its caption it can be shown alone, on white; without it, it is for a page. Every line has a colour, a
@@ -58,7 +58,7 @@ def svg(chart: Chart, *, caption: bool) -> str:
     matplotlib.use("svg")
     style = {
         # The ids in two pictures of one page must differ.
-        "svg.hashsalt": one_line(f"moedoctor {chart.name} {chart.title}"),
+        "svg.hashsalt": join_lines(f"moedoctor {chart.name} {chart.title}"),
         "svg.fonttype": "none",
         # DejaVu comes with matplotlib, so all machines measure the same letters; Verdana is as wide.
         "font.family": "DejaVu Sans",
@@ -71,8 +71,8 @@ def svg(chart: Chart, *, caption: bool) -> str:
         "axes.spines.right": False,
     }
     names = ["\n".join(textwrap.wrap(line.name, _LABEL)) for line in chart.series]
-    title = textwrap.wrap(one_line(chart.title), _TITLE)
-    note = textwrap.wrap(one_line(chart.caption), _NOTE) if caption else []
+    title = textwrap.wrap(join_lines(chart.title), _TITLE)
+    note = textwrap.wrap(join_lines(chart.caption), _NOTE) if caption else []
     height = _PLOT + _TOP * len(title) + 0.12 + _BOTTOM + _LINE * len(note)
     with matplotlib.rc_context(style):
         figure = import_library("matplotlib.figure").Figure(figsize=(_WIDTH, height))
@@ -82,7 +82,7 @@ def svg(chart: Chart, *, caption: bool) -> str:
         axes = figure.add_axes((_LEFT / _WIDTH, bottom / height, right / _WIDTH, _PLOT / height))
         _fill(axes, chart)
         axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())  # from here on nothing moves
-        _label(axes, chart.series, names)
+        _label_lines(axes, chart.series, names)
         top = 1 - 0.06 / height
         figure.text(0.12 / _WIDTH, top, "\n".join(title), fontsize=12, fontweight="bold", va="top")
         if note:
@@ -102,7 +102,7 @@ def _tick_label(value: float) -> str:
 
 def _fill(axes: Any, chart: Chart) -> None:
     """Draw the lines, their spread and the axes."""
-    for line, look in zip(chart.series, _looks(chart.series), strict=True):
+    for line, look in zip(chart.series, _choose_looks(chart.series), strict=True):
         if line.low:
             below = [value - low for value, low in zip(line.y, line.low, strict=True)]
             above = [high - value for value, high in zip(line.y, line.high, strict=True)]
@@ -110,20 +110,20 @@ def _fill(axes: Any, chart: Chart) -> None:
             axes.errorbar(line.x, line.y, spread, fmt="none", ecolor=look["color"], capsize=2.5, linewidth=1)
         axes.plot(line.x, line.y, linewidth=1.6, markersize=5, **look)
     scale = {True: " (log scale)", False: ""}
-    axes.set_xlabel(one_line(chart.x_label) + scale[chart.log_x])
-    axes.set_ylabel(one_line(chart.y_label) + scale[chart.log_y])
+    axes.set_xlabel(join_lines(chart.x_label) + scale[chart.log_x])
+    axes.set_ylabel(join_lines(chart.y_label) + scale[chart.log_y])
     axes.set_axisbelow(True)
     axes.grid(color=GRID, linewidth=0.8)
     if chart.log_x:
         measured = sorted({value for line in chart.series if not line.bound for value in line.x})
-        ticks = measured if 1 < len(measured) <= _MOST_TICKS else _ticks(measured)
+        ticks = measured if 1 < len(measured) <= _MOST_TICKS else _place_ticks(measured)
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [_tick_label(value) for value in ticks])
         ends = [value for line in chart.series for value in line.x]
         room = (max(ends) / min(ends)) ** 0.04 if max(ends) > min(ends) else 2.0
         axes.set_xlim(min(ends) / room, max(ends) * room)
     if chart.log_y:
-        ticks = log_ticks(chart.series)
+        ticks = place_log_ticks(chart.series)
         axes.set_yscale("log")
         axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
     if len(places := {value for line in chart.series for value in line.x}) == 1:
@@ -138,7 +138,7 @@ def _fill(axes: Any, chart: Chart) -> None:
         axes.set_ylim(bottom=0)
 
 
-def _label(axes: Any, series: Sequence[Series], names: Sequence[str]) -> None:
+def _label_lines(axes: Any, series: Sequence[Series], names: Sequence[str]) -> None:
     """Write the name of each line at its end, moved up or down where names would meet."""
     points = 72 / axes.figure.dpi
     box = axes.get_window_extent()
@@ -150,7 +150,7 @@ def _label(axes: Any, series: Sequence[Series], names: Sequence[str]) -> None:
     ends.sort()
     heights = [(names[index].count("\n") + 1) * _NAME_POINTS + 2 for _, _, index in ends]
     places = _spread([y for y, _, _ in ends], heights, box.y0 * points, box.y1 * points)
-    looks = _looks(series)
+    looks = _choose_looks(series)
     for (y, x, index), place in zip(ends, places, strict=True):
         side = box.x1 * points + 8
         if side - x > 12 or abs(place - y) > 3:
@@ -183,7 +183,7 @@ def _spread(wanted: Sequence[float], heights: Sequence[float], low: float, high:
     return [start + offset for start, offset in zip(starts, offsets, strict=True)]
 
 
-def _looks(series: Sequence[Series]) -> list[dict[str, Any]]:
+def _choose_looks(series: Sequence[Series]) -> list[dict[str, Any]]:
     """Return colour, marker and dashes of each line; a bound is grey and has no markers."""
     looks: list[dict[str, Any]] = []
     free = bounds = 0
@@ -200,7 +200,7 @@ def _looks(series: Sequence[Series]) -> list[dict[str, Any]]:
     return looks
 
 
-def terminal_chart(chart: Chart, *, width: int = 80, height: int = 22, colour: bool = True) -> str:
+def draw_terminal_chart(chart: Chart, *, width: int = 80, height: int = 22, colour: bool = True) -> str:
     """Return the chart as text of `width` columns, with the names of its lines below.
 
     Raises PlotError without plotext, ValueError for 0 or less on a logarithmic axis.
@@ -210,15 +210,15 @@ def terminal_chart(chart: Chart, *, width: int = 80, height: int = 22, colour: b
     figure = getattr(plot, "figure", None)
     if figure is None:
         raise PlotError("plotext is older than 6: pip install -U plotext")
-    levels = log_ticks(series) if log_y else []
+    levels = place_log_ticks(series) if log_y else []
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(width, height)
-    figure.title(one_line(chart.title))
-    figure.label(one_line(chart.x_label), "x")
-    figure.label(one_line(chart.y_label), "y")
+    figure.title(join_lines(chart.title))
+    figure.label(join_lines(chart.x_label), "x")
+    figure.label(join_lines(chart.y_label), "y")
     names = []
-    for index, (line, look) in enumerate(zip(series, _looks(series), strict=True)):
+    for index, (line, look) in enumerate(zip(series, _choose_looks(series), strict=True)):
         x = [math.log2(value) for value in line.x] if log_x else list(line.x)
         y = [math.log10(value) for value in line.y] if log_y else list(line.y)
         shade: tuple[int, ...] = tuple(bytes.fromhex(look["color"][1:]))
@@ -235,7 +235,7 @@ def terminal_chart(chart: Chart, *, width: int = 80, height: int = 22, colour: b
     text = str(figure.build().string())
     figure.clear()
     text = text if colour else str(plot.uncolorize(text))
-    return text.rstrip("\n") + "\n" + _legend(names, width)
+    return text.rstrip("\n") + "\n" + _write_legend(names, width)
 
 
 def import_library(name: str) -> Any:
@@ -244,18 +244,18 @@ def import_library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise PlotError(missing_package(package, "plots")) from None
+        raise PlotError(explain_missing_package(package, "plots")) from None
 
 
-def log_ticks(series: Sequence[Series]) -> list[float]:
+def place_log_ticks(series: Sequence[Series]) -> list[float]:
     """Return ticks around all values: 1, 2 and 5 times each power of ten, or powers of ten if those are many.
 
     Raises ValueError for 0 and below.
     """
-    return _ticks([value for line in series for value in (*line.y, *line.low, *line.high)])
+    return _place_ticks([value for line in series for value in (*line.y, *line.low, *line.high)])
 
 
-def _ticks(values: Sequence[float]) -> list[float]:
+def _place_ticks(values: Sequence[float]) -> list[float]:
     if min(values) <= 0:
         raise ValueError("a logarithmic axis has no place for 0 and below")
     powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)
@@ -266,7 +266,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
     return ticks if len(ticks) <= _MOST_TICKS else [10.0**power for power in powers]
 
 
-def _legend(names: Sequence[tuple[str, str, int]], width: int) -> str:
+def _write_legend(names: Sequence[tuple[str, str, int]], width: int) -> str:
     """Return (key, name, columns of both) of each line, in as few lines of `width` columns as possible."""
     lines: list[str] = []
     used = 0

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from moedoctor import __version__
 from moedoctor.entries import entries
 from moedoctor.interfaces import Reporter
-from moedoctor.reporters.findings import LEVELS, Finding, Findings, of_run, short
+from moedoctor.reporters.findings import LEVELS, Finding, Findings, find_in_run, shorten_line
 from moedoctor.results import Report, to_json
 
 MOST_RESULTS = 5_000
@@ -36,19 +36,19 @@ class SarifReporter(Reporter):
     name = "sarif"
 
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
-        return to_sarif(of_run(report))
+        return to_sarif(find_in_run(report))
 
 
 def to_sarif(findings: Findings) -> str:
     """Return the findings of one command as a SARIF log with one run of at most `MOST_BYTES`."""
     ordered = sorted(findings.found, key=lambda finding: LEVELS.index(finding.level))
     most = MOST_RESULTS
-    while len((text := _log(findings, ordered, most)).encode("utf-8", "replace")) > MOST_BYTES:
+    while len((text := _write_log(findings, ordered, most)).encode("utf-8", "replace")) > MOST_BYTES:
         most //= 2
     return text
 
 
-def _log(findings: Findings, ordered: Sequence[Finding], most: int) -> str:
+def _write_log(findings: Findings, ordered: Sequence[Finding], most: int) -> str:
     shown = ordered[:most]
     firsts = {finding.rule: finding for finding in reversed(shown)}
     rules = {rule: index for index, rule in enumerate(dict.fromkeys(finding.rule for finding in shown))}
@@ -60,58 +60,58 @@ def _log(findings: Findings, ordered: Sequence[Finding], most: int) -> str:
                 "name": "moedoctor",
                 "version": __version__,
                 "semanticVersion": __version__,
-                "rules": [_rule(firsts[rule], findings) for rule in rules],
+                "rules": [_make_rule(firsts[rule], findings) for rule in rules],
             }
         },
         "automationDetails": {"id": f"moedoctor/{findings.command}/"},
         "columnKind": "unicodeCodePoints",
         "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": notes}],
-        "results": list(_results(shown, rules)),
+        "results": list(_make_results(shown, rules)),
     }
     return to_json({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]})
 
 
-def _rule(worst: Finding, findings: Findings) -> dict[str, Any]:
+def _make_rule(worst: Finding, findings: Findings) -> dict[str, Any]:
     """Return the rule of a finding, the worst of its rule."""
     id = worst.rule
     entry = entries().get(id)
     title, effect = findings.titles.get(id, (worst.title, ""))
     rule: dict[str, Any] = {
         "id": id,
-        "name": entry.name if entry else short(id, 255),
-        "shortDescription": {"text": short(entry.title if entry else title, MOST_TEXT)},
-        "fullDescription": {"text": short(entry.mechanism if entry else effect or title, MOST_TEXT)},
+        "name": entry.name if entry else shorten_line(id, 255),
+        "shortDescription": {"text": shorten_line(entry.title if entry else title, MOST_TEXT)},
+        "fullDescription": {"text": shorten_line(entry.mechanism if entry else effect or title, MOST_TEXT)},
         "defaultConfiguration": {"level": worst.level},
     }
     if entry:
         sections = {"What happens": entry.mechanism, "Who is affected": entry.affected, "Fix": entry.fix}
         body = "\n\n".join(f"## {heading}\n\n{text}" for heading, text in sections.items())
         rule["help"] = {
-            "text": short(f"{entry.next} Fix: {entry.fix}", MOST_HELP),
+            "text": shorten_line(f"{entry.next} Fix: {entry.fix}", MOST_HELP),
             "markdown": f"{entry.next}\n\n{body}"[:MOST_HELP],
         }
         if entry.links:
             rule["helpUri"] = entry.links[0].url
     else:
-        rule["help"] = {"text": short(effect or title, MOST_HELP)}
+        rule["help"] = {"text": shorten_line(effect or title, MOST_HELP)}
     rule["properties"] = {
         "tags": ["mixture-of-experts", findings.command],
-        "precision": _precision(worst.confidence),
+        "precision": _choose_precision(worst.confidence),
         "problem.severity": _PROBLEM[worst.level],
     }
     return rule
 
 
-def _precision(confidence: float | None) -> str:
+def _choose_precision(confidence: float | None) -> str:
     if confidence is None or confidence >= 0.9:
         return "very-high"
     return "high" if confidence >= 0.7 else "medium" if confidence >= 0.4 else "low"
 
 
-def _results(shown: Sequence[Finding], rules: Mapping[str, int]) -> Any:
+def _make_results(shown: Sequence[Finding], rules: Mapping[str, int]) -> Any:
     counts: Counter[str] = Counter()
     for finding in shown:
-        mark = fingerprint(finding)
+        mark = hash_finding(finding)
         counts[mark] += 1
         place: dict[str, Any] = {
             "physicalLocation": {
@@ -120,12 +120,12 @@ def _results(shown: Sequence[Finding], rules: Mapping[str, int]) -> Any:
             }
         }
         if finding.logical:
-            place["logicalLocations"] = [{"fullyQualifiedName": short(finding.logical, MOST_TEXT)}]
+            place["logicalLocations"] = [{"fullyQualifiedName": shorten_line(finding.logical, MOST_TEXT)}]
         yield {
             "ruleId": finding.rule,
             "ruleIndex": rules[finding.rule],
             "level": finding.level,
-            "message": {"text": short(finding.message, MOST_TEXT)},
+            "message": {"text": shorten_line(finding.message, MOST_TEXT)},
             "locations": [place],
             # GitHub compares primaryLocationLineHash; the number tells equal findings of one file apart.
             "partialFingerprints": {
@@ -135,7 +135,7 @@ def _results(shown: Sequence[Finding], rules: Mapping[str, int]) -> Any:
         }
 
 
-def fingerprint(finding: Finding) -> str:
+def hash_finding(finding: Finding) -> str:
     """Return what stays the same between runs and if lines move: a hash of rule, file and key."""
     identity = json.dumps([finding.rule, finding.file, *finding.key])
     return hashlib.sha256(identity.encode("utf-8", "replace")).hexdigest()

@@ -42,7 +42,7 @@ class BenchReport(Report):
     bench: Mapping[str, Any] = field(metadata={"min_length": 1, "max_length": 1})
 
 
-def document_type(command: str) -> Any:
+def import_document_type(command: str) -> Any:
     """Return the type of what `command` writes. Only the module of that type is imported."""
     module, _, name = DOCUMENTS[command].partition(":")
     return getattr(importlib.import_module(module), name)
@@ -50,14 +50,14 @@ def document_type(command: str) -> Any:
 
 def make_schema(command: str) -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of what `command` writes."""
-    kind, head = document_type(command), _schema(Head)
-    made = _union([_schema(part) for part in get_args(kind) or (kind,)])
+    kind, head = import_document_type(command), _make_schema(Head)
+    made = _merge_schemas([_make_schema(part) for part in get_args(kind) or (kind,)])
     definitions = {**head["$defs"], **made.get("$defs", {})}
     if kind in (Report, BenchReport):
         name: dict[str, Any] = {"type": "string"}
     else:
         name = {"const": command, "type": "string"}
-        made["properties"]["summary"] = _summary(kind, made, definitions)
+        made["properties"]["summary"] = _make_summary(kind, made, definitions)
     first = {**head["properties"], "command": name}
     required = [*head["required"], "command", *made["required"]]
     if getattr(kind, "summary", None) is not None:
@@ -74,7 +74,7 @@ def make_schema(command: str) -> dict[str, Any]:
     }
 
 
-def _schema(kind: Any) -> dict[str, Any]:
+def _make_schema(kind: Any) -> dict[str, Any]:
     from pydantic import TypeAdapter
     from pydantic.json_schema import GenerateJsonSchema
 
@@ -100,7 +100,7 @@ def _is_sparse(field: Field[Any]) -> bool:
     return bool(field.metadata.get("sparse"))
 
 
-def _union(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge_schemas(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the schema of objects that are of one of these; a key is required if all require it."""
     values: dict[str, list[Any]] = {}
     for schema in schemas:
@@ -114,13 +114,13 @@ def _union(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _summary(kind: Any, made: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
+def _make_summary(kind: Any, made: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of the document's summary with the keys of `Ending`."""
-    ending = _schema(Ending)
+    ending = _make_schema(Ending)
     if "summary" in made["properties"]:
         own = definitions[made["properties"]["summary"]["$ref"].rpartition("/")[2]]
     elif isinstance(summary := getattr(kind, "summary", None), property):
-        own = _schema(get_type_hints(summary.fget)["return"])
+        own = _make_schema(get_type_hints(summary.fget)["return"])
     else:
         return {"type": "object", "properties": ending["properties"]}
     return {

@@ -25,13 +25,13 @@ from moedoctor.reporters.page import (
     Step,
     Table,
     Text,
-    plain,
-    spans,
+    split_spans,
+    strip_styles,
 )
 from moedoctor.reporters.pages.run import Detail, run_page
-from moedoctor.reporters.text import environment_line
+from moedoctor.reporters.text import format_environment
 from moedoctor.results import Report
-from moedoctor.text import clean, one_line, without_commands
+from moedoctor.text import clean, escape_commands, join_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -82,7 +82,7 @@ class TableReporter(Reporter):
         items: int | None = None  # every scenario whole; if that is too long, a few lines for each
         while True:
             _, *page = run_page(report, detail, items=items)  # without its title, which the last line has
-            page.append(Paragraph(Span(environment_line(report), "dim")))
+            page.append(Paragraph(Span(format_environment(report), "dim")))
             if not self._verbose:
                 page.append(Step(_MORE))
             text = to_text(page, colour=colour, width=width or DEFAULT_WIDTH)
@@ -111,23 +111,23 @@ def to_text(page: Page, *, colour: bool = False, width: int | None = None) -> st
         highlight=False,
     )
     before: Block | None = None
-    for block in _flat(page):
+    for block in _flatten(page):
         if before is not None and not _close(before, block):
             console.print()
         if isinstance(block, Prose):
-            console.print(_prose(block.markdown, drawn=width is not None))
-        for part in _block(block, console.width):
+            console.print(_draw_prose(block.markdown, drawn=width is not None))
+        for part in _draw_block(block, console.width):
             console.print(part)
         before = block
-    return without_commands("\n".join(line.rstrip() for line in out.getvalue().split("\n")))
+    return escape_commands("\n".join(line.rstrip() for line in out.getvalue().split("\n")))
 
 
-def _flat(page: Page) -> Iterator[Block]:
+def _flatten(page: Page) -> Iterator[Block]:
     """Give the blocks that a terminal shows: no pictures, no answer at the top, and folds as sections."""
     for block in page:
         if isinstance(block, Fold):
             yield Heading(block.title)
-            yield from _flat(block.blocks)
+            yield from _flatten(block.blocks)
         elif not isinstance(block, (Picture, Answer)):
             yield block
 
@@ -141,24 +141,24 @@ def _close(before: Block, block: Block) -> bool:
     return isinstance(block, Item) and isinstance(before, Item)
 
 
-def _block(block: Block, columns: int) -> Iterator[RenderableType]:
+def _draw_block(block: Block, columns: int) -> Iterator[RenderableType]:
     if isinstance(block, Heading):
-        yield _line(block.text, "bold")
+        yield _make_line(block.text, "bold")
     elif isinstance(block, Paragraph):
-        yield _line(block.text)
+        yield _make_line(block.text)
     elif isinstance(block, Step):
-        yield _line((Span("Next: ", "bold"), *spans(block.text)))
+        yield _make_line((Span("Next: ", "bold"), *split_spans(block.text)))
     elif isinstance(block, Bullets):
-        yield _bullets(block)
+        yield _draw_bullets(block)
     elif isinstance(block, Item):
-        yield _item(block)
+        yield _draw_item(block)
     elif isinstance(block, Table):
-        yield from _fitting(block, columns)
+        yield from _fit_table(block, columns)
     elif isinstance(block, Preformatted):
-        yield _indented(_plain(clean(block.text)))
+        yield _indent(_make_plain_line(clean(block.text)))
 
 
-def _grid(gap: int, width: int | None = None) -> Grid:
+def _make_grid(gap: int, width: int | None = None) -> Grid:
     """Return two columns without lines: labels that never break, and text."""
     from rich.table import Table as Grid
 
@@ -168,65 +168,70 @@ def _grid(gap: int, width: int | None = None) -> Grid:
     return grid
 
 
-def _bullets(bullets: Bullets) -> Grid:
-    grid = _grid(1)
+def _draw_bullets(bullets: Bullets) -> Grid:
+    grid = _make_grid(1)
     for item in bullets.items:
-        grid.add_row("-", _line(item))
+        grid.add_row("-", _make_line(item))
     return grid
 
 
-def _item(item: Item) -> Grid:
-    grid, labels = _grid(2, max(len("reproduced"), len(one_line(item.word)))), _grid(1)
-    grid.add_row(_line(Span(item.word, item.word)), _line(item.title))
+def _draw_item(item: Item) -> Grid:
+    grid, labels = _make_grid(2, max(len("reproduced"), len(join_lines(item.word)))), _make_grid(1)
+    grid.add_row(_make_line(Span(item.word, item.word)), _make_line(item.title))
     for label, text in item.lines:
         if label:
-            labels.add_row(_line(f"{label}:"), _line(text))
+            labels.add_row(_make_line(f"{label}:"), _make_line(text))
         else:
-            grid.add_row("", _line(text))
+            grid.add_row("", _make_line(text))
     if labels.row_count:
         grid.add_row("", labels)
     return grid
 
 
-def _fitting(table: Table, columns: int) -> Iterator[RenderableType]:
+def _fit_table(table: Table, columns: int) -> Iterator[RenderableType]:
     """Draw a table so that no word breaks: as it is, on its side, or each row as a list of its cells."""
     if not table.header:
         return
-    shapes = [_under_groups(table) if table.grouped else table]
+    shapes = [_put_under_groups(table) if table.grouped else table]
     if len(table.rows) <= _SIDE_BY_SIDE and not table.grouped:
         first, *others = zip(table.header, *table.rows, strict=True)
         shapes.append(Table(first, others))
     for shape in shapes:
         indent = _INDENT if shape.grouped else 0
-        if widths := _widths(shape, columns - indent):
-            yield _table(shape, [widths[0] + indent, *widths[1:]])
+        if widths := _choose_widths(shape, columns - indent):
+            yield _draw_table(shape, [widths[0] + indent, *widths[1:]])
             return
     for number, row in enumerate(table.rows):
         if number:
             yield ""
-        grid, mark = _grid(1), ""
+        grid, mark = _make_grid(1), ""
         for name, cell in zip(table.header, row, strict=True):
-            if not _line(name).plain:
-                mark = f"{_line(cell).plain} "
-            elif _line(cell).plain:
-                grid.add_row(_plain(f"{_line(name).plain}:"), _line((mark, *spans(cell))))
+            if not _make_line(name).plain:
+                mark = f"{_make_line(cell).plain} "
+            elif _make_line(cell).plain:
+                grid.add_row(
+                    _make_plain_line(f"{_make_line(name).plain}:"), _make_line((mark, *split_spans(cell)))
+                )
                 mark = ""
         yield grid
 
 
-def _under_groups(table: Table) -> Table:
+def _put_under_groups(table: Table) -> Table:
     """Return a table whose groups have a row of their own with the group's name, above their other cells."""
     rows: list[Sequence[Text]] = []
     for group, members in itertools.groupby(table.rows, key=lambda row: row[0]):
-        name, inside = Span(plain(group), "bold"), [row[1:] for row in members]
-        if len(inside) == 1 and not plain(inside[0][0]):
+        name, inside = Span(strip_styles(group), "bold"), [row[1:] for row in members]
+        if len(inside) == 1 and not strip_styles(inside[0][0]):
             rows.append((name, *inside[0][1:]))
         else:
-            rows += [(name, *[""] * (len(table.header) - 2)), *((plain(row[0]), *row[1:]) for row in inside)]
+            rows += [
+                (name, *[""] * (len(table.header) - 2)),
+                *((strip_styles(row[0]), *row[1:]) for row in inside),
+            ]
     return Table(table.header[1:], rows, table.align[1:], grouped=True)
 
 
-def _widths(table: Table, columns: int) -> list[int]:
+def _choose_widths(table: Table, columns: int) -> list[int]:
     """Return the width of each column in which no word breaks; nothing if there is not enough room.
 
     A verdict is one word. What is left goes where it saves most lines.
@@ -235,7 +240,7 @@ def _widths(table: Table, columns: int) -> list[int]:
 
     least, most, words = [], [], []
     for name, *cells in zip(table.header, *table.rows, strict=True):
-        texts = [_line(text).plain for text in (name, *cells)]
+        texts = [_make_line(text).plain for text in (name, *cells)]
         split = [[text] if texts[0] == "verdict" else text.split() for text in texts]
         words.append([[cell_len(word) for word in each] for each in split])
         least.append(min(max((length for each in words[-1] for length in each), default=0), _LONGEST_WORD))
@@ -244,16 +249,16 @@ def _widths(table: Table, columns: int) -> list[int]:
     if spare < 0 or sum(most) <= sum(least) + spare:
         return [] if spare < 0 else most
 
-    def lines(index: int, width: int) -> list[int]:
-        return [_wrapped(each, width) for each in words[index][:_LOOKED_AT]]
+    def count_lines(index: int, width: int) -> list[int]:
+        return [_count_lines(each, width) for each in words[index][:_LOOKED_AT]]
 
-    heights = [lines(index, width) for index, width in enumerate(least)]
+    heights = [count_lines(index, width) for index, width in enumerate(least)]
     while spare > 0:
         tall = sum(map(max, zip(*heights, strict=True)))
         best = (0.0, 0, 0)
         for index, width in enumerate(least):
             for more in range(1, min(spare, most[index] - width) + 1):
-                changed = [*heights[:index], lines(index, width + more), *heights[index + 1 :]]
+                changed = [*heights[:index], count_lines(index, width + more), *heights[index + 1 :]]
                 saved = tall - sum(map(max, zip(*changed, strict=True)))
                 best = max(best, (saved / more, -more, index))
         _, less, index = best
@@ -262,11 +267,11 @@ def _widths(table: Table, columns: int) -> list[int]:
             less = -min(spare, most[index] - least[index])
         least[index] -= less
         spare += less
-        heights[index] = lines(index, least[index])
+        heights[index] = count_lines(index, least[index])
     return least
 
 
-def _wrapped(words: Sequence[int], width: int) -> int:
+def _count_lines(words: Sequence[int], width: int) -> int:
     """Return the lines that words of these lengths take."""
     count, used = 1, 0
     for length in words:
@@ -277,53 +282,53 @@ def _wrapped(words: Sequence[int], width: int) -> int:
     return count
 
 
-def _table(table: Table, widths: Sequence[int]) -> Grid:
+def _draw_table(table: Table, widths: Sequence[int]) -> Grid:
     from rich import box
     from rich.table import Table as Grid
 
     grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     for index, (name, width) in enumerate(zip(table.header, widths, strict=True)):
         grid.add_column(
-            _indented(_line(name)) if table.grouped and not index else _line(name),
+            _indent(_make_line(name)) if table.grouped and not index else _make_line(name),
             justify="right" if table.align[index : index + 1] == "r" else "left",
             width=width,
             overflow="fold",
         )
     for first, *others in table.rows:
         inside = table.grouped and not isinstance(first, Span)
-        grid.add_row(_indented(_line(first)) if inside else _line(first), *map(_line, others))
+        grid.add_row(_indent(_make_line(first)) if inside else _make_line(first), *map(_make_line, others))
     return grid
 
 
-def _prose(markdown: str, *, drawn: bool) -> RenderableType:
+def _draw_prose(markdown: str, *, drawn: bool) -> RenderableType:
     """Draw Markdown for a terminal; a file or a pipe gets it as it is written."""
     from rich.constrain import Constrain
     from rich.markdown import Markdown
 
     text = clean(markdown).strip()
-    return Constrain(Markdown(text, hyperlinks=False), _PROSE_WIDTH) if drawn else _plain(text)
+    return Constrain(Markdown(text, hyperlinks=False), _PROSE_WIDTH) if drawn else _make_plain_line(text)
 
 
-def _indented(text: Line) -> RenderableType:
+def _indent(text: Line) -> RenderableType:
     """Indent `text` with the lines that it wraps into."""
     from rich.padding import Padding
 
     return Padding(text, (0, 0, 0, _INDENT), expand=False)
 
 
-def _line(text: Text, style: str = "") -> Line:
+def _make_line(text: Text, style: str = "") -> Line:
     """Return cleaned text on one line, which rich takes as it is."""
     from rich.text import Text as Line
 
     line = Line(style=style, overflow="fold")
-    for span in spans(text):
+    for span in split_spans(text):
         left = " " if span.text[:1].isspace() and len(line) else ""
         right = " " if span.text[-1:].isspace() and span.text.strip() else ""
-        line.append(f"{left}{one_line(span.text)}{right}", _STYLES.get(span.style, ""))
+        line.append(f"{left}{join_lines(span.text)}{right}", _STYLES.get(span.style, ""))
     return line
 
 
-def _plain(text: str) -> Line:
+def _make_plain_line(text: str) -> Line:
     from rich.text import Text as Line
 
     return Line(text, overflow="fold")

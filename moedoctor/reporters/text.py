@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from moedoctor.results import CaseResult, CaseVerdict, Evidence, Report, Scalar, ScenarioVerdict
-from moedoctor.text import one_line, shorten
+from moedoctor.text import join_lines, shorten
 
 _FACTS = ("gpu", "driver", "torch", "vllm", "flashinfer", "python")
 _LISTED = 6
@@ -21,66 +21,66 @@ UNSTEADY_REMARK = (
 _UNITS = (("s", 1e6, 3), ("ms", 1e3, 3), ("µs", 1.0, 1), ("ns", 1e-3, 0))
 
 
-def short_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value from evidence on one line: numbers with four digits, long text and long lists cut."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, float):
-        return _short_float(value)
+        return _format_float(value)
     if isinstance(value, (list, tuple)):
-        shown = ", ".join(short_value(element) for element in value[:_LISTED])
+        shown = ", ".join(format_value(element) for element in value[:_LISTED])
         return f"[{shown}, … {len(value)} in all]" if len(value) > _LISTED else f"[{shown}]"
     if isinstance(value, Mapping):
-        pairs = (f"{one_line(str(key))}: {short_value(inner)}" for key, inner in value.items())
+        pairs = (f"{join_lines(str(key))}: {format_value(inner)}" for key, inner in value.items())
         return "{" + ", ".join(pairs) + "}"
-    return shorten(one_line(str(value)), _LONG)
+    return shorten(join_lines(str(value)), _LONG)
 
 
-def short_parameters(parameters: Mapping[str, Scalar]) -> str:
+def format_parameters(parameters: Mapping[str, Scalar]) -> str:
     """Return ``tokens=128 top_k=8``, without the parameters that are null."""
     given = ((key, value) for key, value in parameters.items() if value is not None)
-    return " ".join(f"{one_line(key)}={short_value(value)}" for key, value in given)
+    return " ".join(f"{join_lines(key)}={format_value(value)}" for key, value in given)
 
 
-def figures(evidence: Evidence) -> Iterator[tuple[str, str]]:
+def list_figures(evidence: Evidence) -> Iterator[tuple[str, str]]:
     """Give the evidence as (name, short text). Nested mappings get dotted names; empty ones are left out."""
     for key, value in evidence.items():
-        name = one_line(str(key))
+        name = join_lines(str(key))
         if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", text) for inner, text in figures(value))
+            yield from ((f"{name}.{inner}", text) for inner, text in list_figures(value))
         else:
-            yield name, short_value(value)
+            yield name, format_value(value)
 
 
-def short_evidence(evidence: Evidence) -> str:
+def format_evidence(evidence: Evidence) -> str:
     """Return ``kernel_us = 3.43, clamped_us = 3.43``."""
-    return ", ".join(f"{name} = {text}" for name, text in figures(evidence))
+    return ", ".join(f"{name} = {text}" for name, text in list_figures(evidence))
 
 
-def deciding_figure(case: CaseResult) -> str:
+def explain_case(case: CaseResult) -> str:
     """Return what decides a case's verdict: its figure, or why it was skipped or went wrong."""
-    figure, reason = one_line(case.figure), one_line(case.reason or "")
+    figure, reason = join_lines(case.figure), join_lines(case.reason or "")
     if case.verdict is CaseVerdict.SKIPPED:
         return reason or figure
     if figure and "death" in case.evidence:
         return figure  # the message is shown with the child's last words
     if figure and reason and reason != figure:
         return f"{figure}: {reason}"
-    return figure or reason or short_evidence({k: v for k, v in case.evidence.items() if k != "stderr_tail"})
+    return figure or reason or format_evidence({k: v for k, v in case.evidence.items() if k != "stderr_tail"})
 
 
-def environment_line(report: Report) -> str:
+def format_environment(report: Report) -> str:
     """Return ``moedoctor 0.1.0 run · gpu none · torch 2.13.0 · …``: the facts that verdicts depend on."""
-    facts = facts_line(report.environment)
-    return " · ".join(filter(None, (one_line(f"moedoctor {report.version} {report.command}"), facts)))
+    facts = format_facts(report.environment)
+    return " · ".join(filter(None, (join_lines(f"moedoctor {report.version} {report.command}"), facts)))
 
 
-def facts_line(environment: Mapping[str, Any]) -> str:
+def format_facts(environment: Mapping[str, Any]) -> str:
     """Return ``gpu none · torch 2.13.0 · …``: the facts that verdicts depend on, if they are known."""
-    return " · ".join(f"{name} {short_value(environment[name])}" for name in _FACTS if name in environment)
+    return " · ".join(f"{name} {format_value(environment[name])}" for name in _FACTS if name in environment)
 
 
-def summary_line(report: Report) -> str:
+def summarize(report: Report) -> str:
     """Return ``1 proved · 0 found · … — cases: 24 reproduced, …``, counted from the scenarios."""
     verdicts = Counter(scenario.verdict for scenario in report.scenarios)
     cases = Counter(case.verdict for scenario in report.scenarios for case in scenario.cases)
@@ -123,7 +123,7 @@ def count_of(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _short_float(value: float) -> str:
+def _format_float(value: float) -> str:
     if 1000 <= abs(value) < 1e15:
         return f"{value:.1f}".removesuffix(".0")
     return f"{value:.4g}"

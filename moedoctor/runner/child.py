@@ -23,7 +23,7 @@ from moedoctor import catalogue
 from moedoctor.entries import entries
 from moedoctor.interfaces import Fault
 from moedoctor.processes import deaths, guardian, interrupts
-from moedoctor.results import Case, Crash, Death, Observation, Tier, UnavailableError, plain
+from moedoctor.results import Case, Crash, Death, Observation, Tier, UnavailableError, to_plain
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ def main(request: Request, answer: IO[bytes], stderr: int, without: Mapping[str,
     _detach(stderr)
     try:
         observation = _perform(request)
-        reply: dict[str, Any] = {"evidence": plain(observation.evidence)}
+        reply: dict[str, Any] = {"evidence": to_plain(observation.evidence)}
     except UnavailableError as error:
-        reply = {"skip": deaths.first_line(str(error))}
+        reply = {"skip": deaths.find_first_line(str(error))}
     except BaseException as error:
         traceback.print_exc()
         missing = str(getattr(error, "name", "")).partition(".")[0] if isinstance(error, ImportError) else ""
         crash = deaths.from_exception(error)
         if missing in without:
-            message = deaths.first_line(f"{missing} cannot be imported: {without[missing]}")
+            message = deaths.find_first_line(f"{missing} cannot be imported: {without[missing]}")
             crash = Crash(Death.BROKEN_LIBRARY, message)
         reply = {"death": crash.death.value, "message": crash.message}
     status = 0
@@ -91,7 +91,7 @@ def _perform(request: Request) -> Observation:
     if request.case is not None:
         provider = catalogue.subjects()[catalogue.subject_kind(request.case.subject) or ""]
         implementation = provider.implementation(fault, request.case, request.sources)
-        observation = _observed(fault, request, implementation)
+        observation = _observe(fault, request, implementation)
     else:
         test = next(test for test in fault.claims if test.key == request.claim)
         assert test.measure is not None
@@ -102,7 +102,7 @@ def _perform(request: Request) -> Observation:
     return observation
 
 
-def _observed(fault: Fault, request: Request, implementation: Any) -> Observation:
+def _observe(fault: Fault, request: Request, implementation: Any) -> Observation:
     """Measure a case; the names of the capsules that it left become part of the evidence."""
     assert request.case is not None
     if request.capsules is None:
@@ -110,16 +110,16 @@ def _observed(fault: Fault, request: Request, implementation: Any) -> Observatio
     from moedoctor.trace import wrong_calls
 
     case = request.case
-    parameters = json.dumps(plain(case.parameters), sort_keys=True)
+    parameters = json.dumps(to_plain(case.parameters), sort_keys=True)
     digest = hashlib.sha256(parameters.encode()).hexdigest()[:8]
     name = f"{fault.name}-{case.subject}-{case.tier.value}-{digest}"
     folder = Path(request.capsules)
     wrong_calls.keep_in(folder, name, fault.describe(case.parameters))
-    older = _capsules(folder / name)
+    older = _list_capsules(folder / name)
     if case.tier is Tier.ENGINE:
         _record_in_engines(fault.id, folder / name)
     observation = fault.observe(case, implementation)
-    recorded = sorted(_capsules(folder / name) - older)
+    recorded = sorted(_list_capsules(folder / name) - older)
     kept = [*wrong_calls.list_kept_files(), *(f"{name}/{file}" for file, _ in recorded)]
     return replace(observation, evidence={**observation.evidence, "capsules": kept}) if kept else observation
 
@@ -134,7 +134,7 @@ def _record_in_engines(fault: str, folder: Path) -> None:
         record_calls(folder, "nan" if entry.record == "nan" else "mismatch=1")
 
 
-def _capsules(folder: Path) -> set[tuple[str, int]]:
+def _list_capsules(folder: Path) -> set[tuple[str, int]]:
     """Return the name of each capsule in the folder, and when it was written."""
     from moedoctor.trace.capsule import SUFFIX
 

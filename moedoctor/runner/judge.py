@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from moedoctor.interfaces import Fault, Measurement
-from moedoctor.processes.deaths import first_line
+from moedoctor.processes.deaths import find_first_line
 from moedoctor.results import (
     CaseResult,
     CaseVerdict,
@@ -44,7 +44,7 @@ def judge(plan: Plan, ended: Mapping[Planned, Finished]) -> ScenarioResult:
         verdict, reason = decide(fault, cases, scenario.expect)
         conclusions = fault.conclude(cases)
     except Exception as error:
-        verdict, reason = ScenarioVerdict.ERROR, _raised("verdict", error)
+        verdict, reason = ScenarioVerdict.ERROR, _describe_exception("verdict", error)
     cut_short = any(planned.skip is None and planned not in ended for planned in plan.cases)
     if cut_short and verdict in (ScenarioVerdict.PROVED, ScenarioVerdict.ABSENT):
         verdict, reason = ScenarioVerdict.SKIPPED, "interrupted before every case had run"
@@ -62,7 +62,7 @@ def judge(plan: Plan, ended: Mapping[Planned, Finished]) -> ScenarioResult:
     )
 
 
-def _outcome(planned: Planned, ended: Mapping[Planned, Finished]) -> tuple[Outcome, float]:
+def _read_outcome(planned: Planned, ended: Mapping[Planned, Finished]) -> tuple[Outcome, float]:
     """Return what a case or a unit of a claim came back with, and its seconds."""
     if planned.skip:
         return Skip(planned.skip), 0.0
@@ -74,7 +74,7 @@ def _outcome(planned: Planned, ended: Mapping[Planned, Finished]) -> tuple[Outco
 
 def _judge_case(fault: Fault, planned: Planned, ended: Mapping[Planned, Finished]) -> CaseResult:
     case = planned.case
-    outcome, seconds = _outcome(planned, ended)
+    outcome, seconds = _read_outcome(planned, ended)
     result = CaseResult(
         case.subject,
         case.tier,
@@ -92,7 +92,9 @@ def _judge_case(fault: Fault, planned: Planned, ended: Mapping[Planned, Finished
         else:
             judgement = fault.judge(case, outcome)
     except Exception as error:
-        return replace(result, verdict=CaseVerdict.ERROR, evidence=evidence, reason=_raised("judge", error))
+        return replace(
+            result, verdict=CaseVerdict.ERROR, evidence=evidence, reason=_describe_exception("judge", error)
+        )
     hung = isinstance(outcome, Crash) and outcome.death is Death.HANG
     if hung and planned.short and judgement.verdict is CaseVerdict.ERROR:
         return replace(result, reason=f"no answer within --timeout {planned.request.timeout:g} s")
@@ -101,8 +103,8 @@ def _judge_case(fault: Fault, planned: Planned, ended: Mapping[Planned, Finished
     )
 
 
-def _raised(what: str, error: Exception) -> str:
-    return f"the {what} of this failure raised {first_line(f'{type(error).__name__}: {error}')}"
+def _describe_exception(what: str, error: Exception) -> str:
+    return f"the {what} of this failure raised {find_first_line(f'{type(error).__name__}: {error}')}"
 
 
 def _judge_claims(
@@ -112,24 +114,24 @@ def _judge_claims(
     for claim in plan.scenario.claims:
         test = tests[claim.key]
         units = [
-            Measurement(planned.request.unit, *_outcome(planned, ended))
+            Measurement(planned.request.unit, *_read_outcome(planned, ended))
             for planned in plan.claims.get(claim.key, ())
         ]
         result = ClaimResult(claim.text, claim.source, ClaimVerdict.UNTESTED)
-        blocked = _blocked(units) if test.measure is not None else None
+        blocked = _explain_blocked(units) if test.measure is not None else None
         if blocked is not None:
             yield replace(result, reason=blocked[0], evidence=blocked[1])
             continue
         try:
             judgement = test.judge(cases, units, claim.thresholds)
         except Exception as error:
-            yield replace(result, reason=_raised("judge", error))
+            yield replace(result, reason=_describe_exception("judge", error))
             continue
         evidence = dict(judgement.evidence)
         yield replace(result, verdict=judgement.verdict, evidence=evidence, reason=judgement.reason)
 
 
-def _blocked(units: Sequence[Measurement]) -> tuple[str, dict[str, Any]] | None:
+def _explain_blocked(units: Sequence[Measurement]) -> tuple[str, dict[str, Any]] | None:
     """Why nothing was measured for a claim, with a crash as evidence; None if something was."""
     if not units:
         return "not measured in this run", {}
@@ -171,10 +173,10 @@ def decide(
     if errors:
         first = errors[0]
         return ScenarioVerdict.ERROR, f"{first.subject}, {fault.describe(first.parameters)}: {first.reason}"
-    unproved = absent or _unproved(results, ran)
+    unproved = absent or _explain_unproved(results, ran)
     affected = [case for case in ran if replace(case, expected=expect.get(case.subject)).affected]
     if affected:
-        return ScenarioVerdict.FOUND, _shown(affected) + (
+        return ScenarioVerdict.FOUND, _name_affected(affected) + (
             f"; not proved here: {unproved}" if unproved else ""
         )
     if unproved is not None:
@@ -182,17 +184,17 @@ def decide(
     return ScenarioVerdict.PROVED, None
 
 
-def _unproved(results: Sequence[CaseResult], ran: Sequence[CaseResult]) -> str | None:
+def _explain_unproved(results: Sequence[CaseResult], ran: Sequence[CaseResult]) -> str | None:
     """Return why the control and the fix prove nothing together; None if they do."""
     missing = [name for name in (CONTROL, FIX) if not any(case.subject == name for case in ran)]
     if missing:
         reasons = (case.reason for case in results if case.subject == missing[0] and case.reason)
         return next(reasons, f"nothing is proved without {' and '.join(missing)}, which did not run")
-    unpaired = _points(ran, CONTROL) ^ _points(ran, FIX)
+    unpaired = _list_points(ran, CONTROL) ^ _list_points(ran, FIX)
     return f"{len(unpaired)} points ran with only one of {CONTROL} and {FIX}" if unpaired else None
 
 
-def _shown(affected: Sequence[CaseResult]) -> str:
+def _name_affected(affected: Sequence[CaseResult]) -> str:
     """Return which releases show the failure: ``vllm@0.19.1 shows it in 35 cases: 13 of 128 rows``."""
     first: dict[str, CaseResult] = {}
     for case in affected:
@@ -205,7 +207,7 @@ def _shown(affected: Sequence[CaseResult]) -> str:
     )
 
 
-def summarise(scenarios: Sequence[ScenarioResult], *, interrupted: bool = False) -> Summary:
+def summarize(scenarios: Sequence[ScenarioResult], *, interrupted: bool = False) -> Summary:
     """Count scenarios and cases by verdict; the exit code is the gate's to fill in."""
     verdicts = Counter(scenario.verdict for scenario in scenarios)
     cases = Counter(case.verdict for scenario in scenarios for case in scenario.cases)
@@ -217,5 +219,5 @@ def summarise(scenarios: Sequence[ScenarioResult], *, interrupted: bool = False)
     )
 
 
-def _points(results: Sequence[CaseResult], subject: str) -> set[tuple[object, ...]]:
+def _list_points(results: Sequence[CaseResult], subject: str) -> set[tuple[object, ...]]:
     return {(case.tier, *sorted(case.parameters.items())) for case in results if case.subject == subject}

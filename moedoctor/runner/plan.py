@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moedoctor import catalogue
-from moedoctor.environment import no_gpu
+from moedoctor.environment import explain_missing_gpu
 from moedoctor.interfaces import Fault
 from moedoctor.results import Case, Scalar, Tier
 from moedoctor.runner.child import Request
 from moedoctor.scenario.file import Scenario
-from moedoctor.text import closest, did_you_mean, expected_names, shorten
+from moedoctor.text import find_closest, shorten, suggest_expected, suggest_names
 
 _SUBJECTS = ("faulty", "fixed", "installed", "vllm@X.Y.Z", "flashinfer@X.Y.Z")
 
@@ -81,7 +81,7 @@ def plan(scenarios: Sequence[Scenario], options: Options, environment: Mapping[s
 
     Raises ValueError for a subject, id or GPU that does not exist, and if no case is left.
     """
-    options = _checked(options, environment)
+    options = _check(options, environment)
     plans = []
     for scenario in scenarios:
         try:
@@ -97,21 +97,21 @@ def plan(scenarios: Sequence[Scenario], options: Options, environment: Mapping[s
     return [scenario for scenario in plans if scenario.cases or scenario.problem]
 
 
-def _checked(options: Options, environment: Mapping[str, Any]) -> Options:
+def _check(options: Options, environment: Mapping[str, Any]) -> Options:
     """Return the options with catalogue ids in place of what was given for them."""
     only = []
     for name in options.subjects:
         if catalogue.subject_kind(name) is None:
-            raise ValueError(f"--subject {shorten(name)}: {expected_names(name, _SUBJECTS)}")
+            raise ValueError(f"--subject {shorten(name)}: {suggest_expected(name, _SUBJECTS)}")
     for key, value in options.only:
         fault = catalogue.find_fault(value) if key == "id" else None
         if key == "id" and fault is None:
-            hint = did_you_mean(closest(value, catalogue.faults()))
+            hint = suggest_names(find_closest(value, catalogue.faults()))
             expected = "expected KEY=VALUE, such as experts=128, or a catalogue id"
             raise ValueError(f"--only {value}: {hint}{' ' if hint else ''}{expected}")
         only.append((key, fault.id if fault else value))
     if options.device.startswith("cuda"):
-        reason = no_gpu(environment)
+        reason = explain_missing_gpu(environment)
         if reason is None and int(options.device.partition(":")[2]) >= len(environment.get("gpus") or ()):
             reason = "there is no such GPU"
         if reason is not None:
@@ -125,10 +125,10 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
     short = timeout < scenario.timeout
     device = options.device
     if device == "auto":
-        device = "cpu" if no_gpu(environment) else "cuda:0"
+        device = "cpu" if explain_missing_gpu(environment) else "cuda:0"
     cases: list[Planned] = []
     runnable: list[str] = []
-    for name in _subjects(scenario, fault, options):
+    for name in _choose_subjects(scenario, fault, options):
         kind = catalogue.subject_kind(name) or ""
         provider = catalogue.subjects()[kind]
         tiers = fault.tiers.get(kind, ())
@@ -139,8 +139,8 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
             runnable.append(name)
         for tier in (tier for tier in tiers if tier in scenario.tiers):
             for point in scenario.points:
-                case = Case(scenario.id, name, tier, point, _device(tier, device))
-                if fault.has_point(tier, point) and _selected(case, fault, options):
+                case = Case(scenario.id, name, tier, point, _choose_device(tier, device))
+                if fault.has_point(tier, point) and _is_selected(case, fault, options):
                     together = 1 if tier is Tier.ENGINE else fault.together
                     request = Request(
                         fault.id,
@@ -161,7 +161,7 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
     for test in (tests[claim.key] for claim in scenario.claims):
         if test.measure is None:
             continue
-        skip = no_gpu(environment) if test.needs_gpu else None
+        skip = explain_missing_gpu(environment) if test.needs_gpu else None
         if options.device == "cpu" and test.needs_gpu:
             skip = "needs a GPU, and --device cpu was given"
         units = test.units(runnable)
@@ -176,7 +176,7 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
     return Plan(scenario, fault, cases, claims)
 
 
-def _subjects(scenario: Scenario, fault: Fault, options: Options) -> Sequence[str]:
+def _choose_subjects(scenario: Scenario, fault: Fault, options: Options) -> Sequence[str]:
     named = [name for name in options.sources if catalogue.subject_kind(name) in fault.tiers]
     every = dict.fromkeys([*scenario.subjects, *sorted(named, key=_release)])
     return [name for name in every if not options.subjects or name in options.subjects]
@@ -191,14 +191,14 @@ def _release(name: str) -> Any:
         return Version("0")
 
 
-def _device(tier: Tier, device: str) -> str:
+def _choose_device(tier: Tier, device: str) -> str:
     """Where a tier runs: real kernels and engines always on a GPU, library code never."""
     if tier is Tier.MODEL:
         return device
     return "cpu" if tier is Tier.LIBRARY else (device if device.startswith("cuda") else "cuda:0")
 
 
-def _selected(case: Case, fault: Fault, options: Options) -> bool:
+def _is_selected(case: Case, fault: Fault, options: Options) -> bool:
     """Whether the case has, for each key of ``--only``, one of the values given for it."""
     facts: dict[str, Scalar] = {
         **case.parameters,

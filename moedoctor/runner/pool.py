@@ -22,10 +22,10 @@ from typing import Any
 
 from moedoctor import catalogue
 from moedoctor.processes import deaths, interrupts
-from moedoctor.processes.ask import CALLED_IN, Child, absolute, called_in
-from moedoctor.results import Crash, Death, Observation, Outcome, Skip, plain
+from moedoctor.processes.ask import CALLED_IN, Child, find_working_folder, make_absolute
+from moedoctor.results import Crash, Death, Observation, Outcome, Skip, to_plain
 from moedoctor.runner.child import Request
-from moedoctor.text import missing_torch
+from moedoctor.text import explain_missing_torch
 
 _GRACE_SECONDS = 10.0
 """The time that the fork server has to end a job, and what that started; it needs milliseconds."""
@@ -75,16 +75,16 @@ def run_requests(
     installed.
     """
     run = _Run(requests, parallel, on_finished)
-    with interrupts.held():
+    with interrupts.hold_signals():
         try:
             while run.waiting or run.running:
                 run.step()
         except interrupts.Interrupted as stop:
-            raise RunInterruptedError(run.in_order(), stop.number) from None
+            raise RunInterruptedError(run.list_finished(), stop.number) from None
         finally:
             if run.running:
                 _stop_server()
-    return run.in_order()
+    return run.list_finished()
 
 
 class _Run:
@@ -100,41 +100,43 @@ class _Run:
         self.alone: set[int] = set()
         """Jobs that ran when the fork server died. One of them may have killed it: each runs again, alone."""
 
-    def in_order(self) -> list[Finished]:
+    def list_finished(self) -> list[Finished]:
         return [self.finished[index] for index in sorted(self.finished)]
 
     def step(self) -> None:
         """Start what can start, then wait until a job ends, a time limit passes or a signal comes."""
         interrupts.check()
-        server = _running_server()
+        server = _ensure_server()
         try:
-            for index in _startable(self.waiting, self.running, self.requests, self.parallel, self.alone):
-                server.send(start=index, **_question(self.requests[index]))
+            for index in _choose_startable(
+                self.waiting, self.running, self.requests, self.parallel, self.alone
+            ):
+                server.send(start=index, **_make_question(self.requests[index]))
                 now = time.monotonic()
                 self.running[index] = _Running(now, now + self.requests[index].timeout)
                 self.waiting.remove(index)
             patience = min(job.deadline for job in self.running.values()) - time.monotonic()
             message = server.receive(patience)
         except (EOFError, OSError):
-            self.server_died()
+            self.restart_server()
             return
         if message is not None:
             index = message["ended"]
-            self.finish(index, _outcome(message, self.requests[index], self.running[index].killed))
+            self.finish(index, _read_outcome(message, self.requests[index], self.running[index].killed))
         for index, job in list(self.running.items()):
             if job.deadline <= time.monotonic():
-                self.out_of_time(server, index, job)
+                self.end_late(server, index, job)
 
-    def out_of_time(self, server: _Server, index: int, job: _Running) -> None:
+    def end_late(self, server: _Server, index: int, job: _Running) -> None:
         if job.killed:  # and the server did not report its end
             self.finish(index, deaths.hang(self.requests[index].timeout, ""))
-            self.server_died()
+            self.restart_server()
             return
         job.killed, job.deadline = True, time.monotonic() + _GRACE_SECONDS
         with contextlib.suppress(OSError):  # a dead server is noticed by the next step
             server.send(kill=index)
 
-    def server_died(self) -> None:
+    def restart_server(self) -> None:
         _stop_server()
         if len(self.running) == 1:
             crash = Crash(Death.SIGNAL, "the case ended the process that runs the cases")
@@ -145,7 +147,7 @@ class _Run:
 
     def finish(self, index: int, outcome: Outcome) -> None:
         if isinstance(outcome, Crash) and outcome.death is Death.BROKEN_LIBRARY:
-            needed = missing_torch(outcome.message)
+            needed = explain_missing_torch(outcome.message)
             if needed:
                 raise ServerError(f"{self.requests[index].fault}: {needed}")
         done = Finished(index, outcome, time.monotonic() - self.running.pop(index).started)
@@ -153,7 +155,7 @@ class _Run:
         self.on_finished(done)
 
 
-def _startable(
+def _choose_startable(
     waiting: Sequence[int],
     running: Collection[int],
     requests: Sequence[Request],
@@ -183,13 +185,13 @@ def _startable(
     return startable
 
 
-def _question(request: Request) -> dict[str, Any]:
+def _make_question(request: Request) -> dict[str, Any]:
     left_out = ",".join(sorted(catalogue.left_out()))
-    environ = {**os.environ, CALLED_IN: called_in(), catalogue.LEAVE_OUT: left_out}
-    return {"request": plain(request), "environ": environ, "path": absolute(sys.path)}
+    environ = {**os.environ, CALLED_IN: find_working_folder(), catalogue.LEAVE_OUT: left_out}
+    return {"request": to_plain(request), "environ": environ, "path": make_absolute(sys.path)}
 
 
-def _outcome(message: Mapping[str, Any], request: Request, killed: bool) -> Outcome:
+def _read_outcome(message: Mapping[str, Any], request: Request, killed: bool) -> Outcome:
     if "failed" in message:
         return Crash(Death.SILENT, message["failed"])
     text, stderr, status = message["answer"], message["stderr"], message["status"]
@@ -227,17 +229,17 @@ class _Server:
             pipes = [] if log.ended else [log.pipe]
             ready = interrupts.wait([self.link, *pipes], deadline - time.monotonic())
             log.read()
-            if not ready and (interrupts.requested() or time.monotonic() >= deadline):
+            if not ready and (interrupts.get_signal() or time.monotonic() >= deadline):
                 return None
         message: dict[str, Any] = json.loads(self.link.recv_bytes())
         return message
 
-    def problem(self) -> str:
+    def describe_end(self) -> str:
         """Return how it ended, in one line; called after it closed the link."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.process.wait(2.0)
         self.stop()
-        return deaths.from_exit(self.child.process.returncode, self.child.log.text()).message
+        return deaths.from_exit(self.child.process.returncode, self.child.log.decode()).message
 
     def stop(self) -> None:
         """End it and everything below it."""
@@ -249,7 +251,7 @@ class _Server:
 _server: _Server | None = None
 
 
-def _running_server() -> _Server:
+def _ensure_server() -> _Server:
     """Return the fork server, started if there is none. What cannot be imported is left out of it."""
     global _server
     if _server is not None:
@@ -274,12 +276,12 @@ def _running_server() -> _Server:
                     _server = server
                     return server
         except (EOFError, OSError):
-            why = f"its import ended the process: {server.problem()}"
+            why = f"its import ended the process: {server.describe_end()}"
         finally:
             if _server is None:
                 server.stop()
         if not loading or loading in without:
-            raise ServerError(f"no child process can be started: {server.problem()}")
+            raise ServerError(f"no child process can be started: {server.describe_end()}")
         without[loading] = why
 
 

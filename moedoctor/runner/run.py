@@ -8,7 +8,7 @@ from typing import Any
 import moedoctor
 from moedoctor.redaction import Redactor
 from moedoctor.results import Report
-from moedoctor.runner.judge import judge, summarise
+from moedoctor.runner.judge import judge, summarize
 from moedoctor.runner.plan import Plan
 from moedoctor.runner.pool import Finished, RunInterruptedError, run_requests
 
@@ -31,7 +31,7 @@ def run(
     units = [unit for plan in plans for unit in plan.runs if unit.skip is None]
     count = 0
 
-    def finished(ended: Finished) -> None:
+    def note_finished(ended: Finished) -> None:
         nonlocal count
         count += 1
         progress(count, len(units), units[ended.index].label)
@@ -40,11 +40,11 @@ def run(
     interrupted = False
     try:
         requests = [unit.request for unit in units]
-        ended = run_requests(requests, parallel=parallel, on_finished=finished) if requests else []
+        ended = run_requests(requests, parallel=parallel, on_finished=note_finished) if requests else []
     except RunInterruptedError as stop:
         ended, interrupted = list(stop.finished), True
     by_unit = {units[done.index]: done for done in ended}
     results = tuple(judge(plan, by_unit) for plan in plans)
-    results = Redactor.of_this_process().record(results)
-    summary = summarise(results, interrupted=interrupted)
+    results = Redactor.from_this_process().record(results)
+    summary = summarize(results, interrupted=interrupted)
     return Report("run", environment, results, summary, version=moedoctor.__version__)

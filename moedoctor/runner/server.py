@@ -22,8 +22,8 @@ from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
-from moedoctor.processes.ask import Tail, unnamed_file
-from moedoctor.processes.deaths import TAIL_BYTES, first_line
+from moedoctor.processes.ask import Tail, open_unnamed_file
+from moedoctor.processes.deaths import TAIL_BYTES, find_first_line
 from moedoctor.processes.guardian import adopt_orphans, end_children, end_tree, end_with, work_in
 from moedoctor.results import from_json
 from moedoctor.runner import child
@@ -50,13 +50,13 @@ class _Server:
     def load(self, without: dict[str, str]) -> None:
         """Import what the jobs need. A module of `without` is not tried again: its import fails at once."""
         self.without = dict(without)
-        for name in ("torch", *sorted(_our_plugins())):
+        for name in ("torch", *sorted(_list_our_plugins())):
             self.send(loading=name)
             if name not in self.without:
                 try:
                     importlib.import_module(name)
                 except BaseException as error:
-                    self.without[name] = first_line(f"{type(error).__name__}: {error}")
+                    self.without[name] = find_first_line(f"{type(error).__name__}: {error}")
                     self.send(failed=self.without[name])
             if name in self.without:
                 for known in [known for known in sys.modules if known.partition(".")[0] == name]:
@@ -99,7 +99,7 @@ class _Server:
             request = from_json(child.Request, asked["request"])
             folder = f"{tempfile.gettempdir()}-{index}"  # the guardian removes it too
             os.mkdir(folder, 0o700)
-            answer = unnamed_file()
+            answer = open_unnamed_file()
             read, write = os.pipe()
             server, pid = os.getpid(), os.fork()
         except OSError as error:
@@ -144,14 +144,14 @@ class _Server:
             answer = job.answer.read(MAX_ANSWER_BYTES).decode("utf-8", "replace")
             job.answer.close()
             shutil.rmtree(job.folder, ignore_errors=True)
-            self.send(ended=job.index, status=status, answer=answer, stderr=job.stderr.text())
+            self.send(ended=job.index, status=status, answer=answer, stderr=job.stderr.decode())
 
     def send(self, **message: Any) -> None:
         """Tell the pool."""
         self.link.send_bytes(json.dumps(message).encode())
 
 
-def _our_plugins() -> set[str]:
+def _list_our_plugins() -> set[str]:
     """Return the modules of moedoctor's own failures and subjects, so that no child has to import them."""
     groups = ("moedoctor.faults", "moedoctor.subjects")
     modules = {entry.module for group in groups for entry in entry_points(group=group)}

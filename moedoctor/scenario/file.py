@@ -32,13 +32,13 @@ from moedoctor.results import CaseVerdict, Scalar, Tier
 from moedoctor.text import (
     TextFileError,
     YamlPath,
-    dotted,
     escape,
     explain,
-    nearest,
+    join_path,
     read_yaml,
     shorten,
     show,
+    suggest_nearest,
     validate,
 )
 
@@ -48,7 +48,7 @@ SubjectKind = Callable[[str], str | None]
 MAX_POINTS = 2000
 
 
-def _one_line(text: str) -> str:
+def _require_one_line(text: str) -> str:
     text = text.strip()
     if not text:
         raise PydanticCustomError("blank", "must not be empty")
@@ -57,17 +57,17 @@ def _one_line(text: str) -> str:
     return text
 
 
-def _scalar(value: object) -> Scalar:
+def _check_scalar(value: object) -> Scalar:
     if value is None or isinstance(value, (str, int, float)):
         return value
     raise PydanticCustomError("scalar_type", "must be text, a number, true, false or null")
 
 
-def _as_list(value: object) -> object:
+def _wrap_in_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
-def _without_default(schema: dict[str, Any]) -> None:
+def _drop_default(schema: dict[str, Any]) -> None:
     # The default stands for what only the fault or its entry knows, so an editor must not offer it.
     schema.pop("default")
     if schema["type"] == "array":
@@ -75,12 +75,14 @@ def _without_default(schema: dict[str, Any]) -> None:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=100)]
-Line = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_one_line)]
+Line = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(_require_one_line)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-_Scalar = Annotated[Scalar, PlainValidator(_scalar, json_schema_input_type=Scalar)]
+_Scalar = Annotated[Scalar, PlainValidator(_check_scalar, json_schema_input_type=Scalar)]
 _Scalars = Annotated[list[Scalar], Field(min_length=1)]
 Values = Annotated[
-    list[_Scalar], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Scalar | _Scalars)
+    list[_Scalar],
+    Field(min_length=1),
+    BeforeValidator(_wrap_in_list, json_schema_input_type=Scalar | _Scalars),
 ]
 """One value, or the values of a dimension of the matrix; always a list after it is read."""
 
@@ -107,12 +109,12 @@ class ScenarioDocument(_Strict):
     name: Name = Field(
         default="",
         description="Catalogue name of the same failure, e.g. nan_routing; may be left out.",
-        json_schema_extra=_without_default,
+        json_schema_extra=_drop_default,
     )
     title: Line = Field(
         default="",
         description="What the scenario shows, in one line; left out, the title of the known failure.",
-        json_schema_extra=_without_default,
+        json_schema_extra=_drop_default,
     )
     subjects: Annotated[tuple[Name, ...], Field(min_length=1, max_length=100)] = Field(
         default=("faulty", "fixed", "installed"),
@@ -122,7 +124,7 @@ class ScenarioDocument(_Strict):
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = Field(
         default=(),
         description="How real the runs are; left out, all tiers that the fault has.",
-        json_schema_extra=_without_default,
+        json_schema_extra=_drop_default,
     )
     timeout: Finite = Field(default=60.0, gt=0, le=3600.0, description="Time limit of one case, in seconds.")
     parameters: dict[Name, Values] = Field(
@@ -141,7 +143,7 @@ class ScenarioDocument(_Strict):
     )
 
 
-def schema() -> dict[str, Any]:
+def make_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a scenario file, for editors."""
     uri = "https://json-schema.org/draft/2020-12/schema"
     return {"$schema": uri, **ScenarioDocument.model_json_schema(mode="validation")}
@@ -191,7 +193,7 @@ def load(
     except TextFileError as error:
         raise ScenarioError(file, error.line, error.message) from None
     try:
-        fault = _fault(document, faults)
+        fault = _find_fault(document, faults)
         _check_subjects(document, fault, subject_kind)
         _check_claims(document, fault)
         return Scenario(
@@ -199,29 +201,31 @@ def load(
             name=fault.name,
             title=document.title or fault.title,
             file=file,
-            line=source.line(()),
+            line=source.find_line(()),
             subjects=document.subjects,
-            tiers=_tiers(document, fault),
+            tiers=_read_tiers(document, fault),
             timeout=document.timeout,
             expect={subject: CaseVerdict(verdict) for subject, verdict in document.expect.items()},
             claims=document.claims,
             points=expand(document, fault.parameters),
         )
     except _InvalidValueError as error:
-        raise ScenarioError(file, source.line(error.path), str(error)) from None
+        raise ScenarioError(file, source.find_line(error.path), str(error)) from None
 
 
 class _InvalidValueError(Exception):
     def __init__(self, path: YamlPath, message: str, *, name: YamlPath | None = None) -> None:
         """`path` is the place of the value; `name` is what to call it if that differs."""
-        super().__init__(f"{dotted(name or path)}: {message}")
+        super().__init__(f"{join_path(name or path)}: {message}")
         self.path = path
 
 
-def _fault(document: ScenarioDocument, faults: Mapping[str, Fault]) -> Fault:
+def _find_fault(document: ScenarioDocument, faults: Mapping[str, Fault]) -> Fault:
     fault = faults.get(document.id)
     if fault is None:
-        raise _InvalidValueError(("id",), f"unknown id {show(document.id)}, {nearest(document.id, faults)}")
+        raise _InvalidValueError(
+            ("id",), f"unknown id {show(document.id)}, {suggest_nearest(document.id, faults)}"
+        )
     if document.name not in ("", fault.name):
         raise _InvalidValueError(("name",), f"{show(document.name)} is not {fault.id}, expected {fault.name}")
     return fault
@@ -243,10 +247,10 @@ def _check_subjects(document: ScenarioDocument, fault: Fault, subject_kind: Subj
         if subject_kind(name) is None:
             kinds = (kind for kind in fault.tiers if kind not in ("vllm", "flashinfer"))
             known = dict.fromkeys(("faulty", "fixed", "installed", "vllm@X.Y.Z", "flashinfer@X.Y.Z", *kinds))
-            raise _InvalidValueError(path, f"unknown subject {show(name)}, {nearest(name, known)}")
+            raise _InvalidValueError(path, f"unknown subject {show(name)}, {suggest_nearest(name, known)}")
 
 
-def _tiers(document: ScenarioDocument, fault: Fault) -> tuple[Tier, ...]:
+def _read_tiers(document: ScenarioDocument, fault: Fault) -> tuple[Tier, ...]:
     _check_distinct([tier.value for tier in document.tiers], "tiers")
     has = {tier for tiers in fault.tiers.values() for tier in tiers}
     all_tiers = tuple(tier for tier in Tier if tier in has)
@@ -263,13 +267,13 @@ def _check_claims(document: ScenarioDocument, fault: Fault) -> None:
     for index, claim in enumerate(document.claims):
         path: YamlPath = ("claims", index)
         if claim.key not in tests:
-            message = f"unknown claim {show(claim.key)}, {nearest(claim.key, tests)}"
+            message = f"unknown claim {show(claim.key)}, {suggest_nearest(claim.key, tests)}"
             raise _InvalidValueError((*path, "key"), message)
         names = tests[claim.key].thresholds
         for name in (*claim.thresholds, *names):
             place = (*path, "thresholds", name)
             if name not in names:
-                raise _InvalidValueError(place, f"unknown threshold, {nearest(name, names)}")
+                raise _InvalidValueError(place, f"unknown threshold, {suggest_nearest(name, names)}")
             if name not in claim.thresholds:
                 raise _InvalidValueError(place, "is missing, expected a number")
     _check_distinct([claim.key for claim in document.claims], "claims", "key")
@@ -285,7 +289,10 @@ def expand(document: ScenarioDocument, model: type[BaseModel]) -> tuple[Mapping[
     Points are in the order of the file, and each is there once. Raises `_InvalidValueError`.
     """
     blocks = [
-        {**_dimensions(document.parameters, ("parameters",)), **_dimensions(block, ("matrix", index))}
+        {
+            **_read_dimensions(document.parameters, ("parameters",)),
+            **_read_dimensions(block, ("matrix", index)),
+        }
         for index, block in enumerate(document.matrix)
     ]
     has_matrix = "matrix" in document.model_fields_set
@@ -294,12 +301,12 @@ def expand(document: ScenarioDocument, model: type[BaseModel]) -> tuple[Mapping[
     for index, block in enumerate(blocks):
         where: YamlPath = ("matrix", index) if has_matrix else ("parameters",)
         for values in itertools.product(*block.values()):
-            point = _point(dict(zip(block, values, strict=True)), where, model)
+            point = _make_point(dict(zip(block, values, strict=True)), where, model)
             points.setdefault(json.dumps(point), point)
     return tuple(points.values())
 
 
-def _dimensions(block: Mapping[str, Sequence[Scalar]], path: YamlPath) -> dict[str, list[_Value]]:
+def _read_dimensions(block: Mapping[str, Sequence[Scalar]], path: YamlPath) -> dict[str, list[_Value]]:
     return {
         name: [((*path, name, index), value) for index, value in enumerate(values)]
         for name, values in block.items()
@@ -314,7 +321,9 @@ def _check_size(blocks: Sequence[Mapping[str, Sequence[_Value]]], path: YamlPath
         raise _InvalidValueError(path, f"expands to {count} points, expected at most {MAX_POINTS}")
 
 
-def _point(values: Mapping[str, _Value], block: YamlPath, model: type[BaseModel]) -> Mapping[str, Scalar]:
+def _make_point(
+    values: Mapping[str, _Value], block: YamlPath, model: type[BaseModel]
+) -> Mapping[str, Scalar]:
     given = json.dumps({name: value for name, (_, value) in values.items()})
     try:
         return model.model_validate_json(given, strict=True).model_dump(mode="json")
@@ -340,7 +349,7 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python -m moedoctor.scenario.file [--check] FILE", file=sys.stderr)
         return 2
     (file,) = files
-    text = json.dumps(schema(), indent=2) + "\n"
+    text = json.dumps(make_schema(), indent=2) + "\n"
     if "--check" not in arguments:
         from moedoctor.processes.files import write
 

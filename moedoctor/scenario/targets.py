@@ -9,7 +9,7 @@ from pathlib import Path
 from moedoctor import catalogue
 from moedoctor.entries import builtin_folder
 from moedoctor.scenario.file import Scenario, load
-from moedoctor.text import TextFileError, closest, did_you_mean, names_in, shorten
+from moedoctor.text import TextFileError, find_closest, list_names, shorten, suggest_names
 
 _SUFFIXES = (".yaml", ".yml")
 _MAX_FILES = 1000
@@ -26,7 +26,7 @@ def load_targets(targets: Sequence[str]) -> list[Scenario]:
     """
     scenarios: dict[str, Scenario] = {}
     for target in targets or [str(builtin_folder())]:
-        for path in _files(target):
+        for path in _find_files(target):
             try:
                 real = os.path.realpath(path)  # Path.resolve raises for a loop of links
             except ValueError:
@@ -43,19 +43,19 @@ def load_scenario(path: Path) -> Scenario:
     return load(path, faults=catalogue.faults(), subject_kind=catalogue.subject_kind, shown=shown)
 
 
-def builtin_file(name: str) -> Path:
+def find_builtin_file(name: str) -> Path:
     """Return the path of the built-in scenario of the known failure called `name`."""
     return builtin_folder() / f"{name}.yaml"
 
 
-def _files(target: str) -> Iterable[Path]:
+def _find_files(target: str) -> Iterable[Path]:
     path = Path(target)
     fault = catalogue.find_fault(target)
     if fault is not None and not os.path.isfile(path):
-        return [builtin_file(fault.name)]
+        return [find_builtin_file(fault.name)]
     if os.path.isdir(path):  # Path.is_dir raises for impossible names
         try:
-            files = [path / name for name in names_in(path, "*") if name.endswith(_SUFFIXES)]
+            files = [path / name for name in list_names(path, "*") if name.endswith(_SUFFIXES)]
         except TextFileError as error:
             raise TargetError(f"{target}: {error.message}") from error
         if not files:
@@ -68,7 +68,7 @@ def _files(target: str) -> Iterable[Path]:
     if path.suffix in _SUFFIXES or len(path.parts) > 1 or os.path.exists(path):
         return [path]
     known = [*catalogue.faults(), *(fault.name for fault in catalogue.faults().values())]
-    hint = did_you_mean(closest(target, known))
+    hint = suggest_names(find_closest(target, known))
     raise TargetError(
         f"{shorten(target, 200)}: no such scenario file, folder, id or name; {hint}{' ' if hint else ''}"
         "`moedoctor list` shows what there is"

@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from moedoctor.environment import no_gpu
+from moedoctor.environment import explain_missing_gpu
 from moedoctor.interfaces import Fault, Sources, SubjectProvider
 from moedoctor.results import Tier, UnavailableError
 
-__all__ = ["ReleaseSubject", "Sources", "SubjectProvider", "UnavailableError", "no_gpu"]
+__all__ = ["ReleaseSubject", "Sources", "SubjectProvider", "UnavailableError", "explain_missing_gpu"]
 
 
 class ReleaseSubject(SubjectProvider):
@@ -25,4 +25,4 @@ class ReleaseSubject(SubjectProvider):
     ) -> str | None:
         if name not in sources:
             return self.missing.format(release=name.partition("@")[2])
-        return no_gpu(environment)
+        return explain_missing_gpu(environment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moedoctor.environment import no_gpu
+from moedoctor.environment import explain_missing_gpu
 from moedoctor.interfaces import Fault, Sources, SubjectProvider
 from moedoctor.results import Case, Tier
 
@@ -21,7 +21,7 @@ class InstalledSubject(SubjectProvider):
     ) -> str | None:
         if not environment.get(fault.installed_package):
             return f"{fault.installed_package} is not installed here"
-        return no_gpu(environment) if tier in (Tier.KERNEL, Tier.ENGINE) else None
+        return explain_missing_gpu(environment) if tier in (Tier.KERNEL, Tier.ENGINE) else None
 
     def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
         return fault.installed(case)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moedoctor.environment import no_gpu
+from moedoctor.environment import explain_missing_gpu
 from moedoctor.interfaces import Fault, Sources, SubjectProvider
 from moedoctor.results import Case, Tier
 
@@ -18,7 +18,7 @@ class _Ours(SubjectProvider):
     ) -> str | None:
         if tier is Tier.ENGINE and not environment.get("vllm"):
             return "needs a real engine, and vllm is not installed here"
-        return no_gpu(environment) if tier in (Tier.KERNEL, Tier.ENGINE) else None
+        return explain_missing_gpu(environment) if tier in (Tier.KERNEL, Tier.ENGINE) else None
 
 
 class FaultySubject(_Ours):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from moedoctor.processes.ask import beside_an_engine
+from moedoctor.processes.ask import make_helper_environment
 from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.trace.capsule import Capsule, CapsuleError, add_weights, from_bytes, to_bytes
 from moedoctor.trace.expert_weights import ExpertFiles
@@ -59,7 +59,7 @@ class CallJudge:
             [sys.executable, "-m", _MODULE, str(self._checkpoint)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=beside_an_engine(),
+            env=make_helper_environment(),
             start_new_session=True,
         )
 

@@ -42,7 +42,7 @@ from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import Weight
 from moedoctor.reference.moe_layer import Layer, Problem, compute_expected
 from moedoctor.reference.nvfp4 import BLOCK, Nvfp4
-from moedoctor.text import TextFileError, open_file, print_message, shorten, size_of
+from moedoctor.text import TextFileError, format_size, open_file, print_message, shorten
 
 FORMAT = "moedoctor-capsule"
 VERSION = "1"
@@ -371,7 +371,7 @@ def save(capsule: Capsule, path: Path, say: Callable[[str], None] = print_messag
     data = to_bytes(capsule)
     tokens, experts = len(capsule.tensors["x"]), len(capsule.expert_ids)
     held = f"{tokens} tokens, {experts} experts, weights {capsule.record.weights}"
-    say(f"{path}: {size_of(len(data))}, {held}")
+    say(f"{path}: {format_size(len(data))}, {held}")
     write(path, data, private=True)
 
 

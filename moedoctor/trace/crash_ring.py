@@ -25,7 +25,7 @@ import torch
 from moedoctor.kernels.device_guard import interprets
 from moedoctor.kernels.host_address import pin
 from moedoctor.kernels.kept_rows import MoeInput, SavedCalls
-from moedoctor.processes.ask import beside_an_engine, unnamed_file
+from moedoctor.processes.ask import make_helper_environment, open_unnamed_file
 from moedoctor.processes.files import make_folder
 from moedoctor.trace.call_keeper import FIRST_IN_GRAPH, is_capturing
 from moedoctor.trace.capsule import Record
@@ -184,7 +184,7 @@ class CrashRing:
 
     def _start(self, x: torch.Tensor) -> None:
         """Make the memory and start the watcher."""
-        self._memory, self._notes = unnamed_file(), unnamed_file()
+        self._memory, self._notes = open_unnamed_file(), open_unnamed_file()
         on_gpu = x.is_cuda and importlib.util.find_spec("triton") is not None
         self.blocking = not (on_gpu or interprets())
         with torch.inference_mode(False):
@@ -193,7 +193,7 @@ class CrashRing:
         files = (self._memory.fileno(), self._notes.fileno())
         request = [*(str(file) for file in files), str(os.getpid()), str(self.max_bytes), str(self.folder)]
         command = [sys.executable, "-m", _WATCHER, *request]
-        subprocess.run(command, pass_fds=files, env=beside_an_engine(), check=True, timeout=60)
+        subprocess.run(command, pass_fds=files, env=make_helper_environment(), check=True, timeout=60)
 
     def _note(self, note: dict[str, Any]) -> None:
         os.write(self._notes.fileno(), (json.dumps(note) + "\n").encode())

@@ -62,7 +62,7 @@ def write_calls(memory: int, notes: int, limit: int, folder: Path, pid: int) -> 
     layers, end = _read(notes)
     if not layers or end == {"end": None}:
         return
-    from moedoctor.text import print_message, size_of
+    from moedoctor.text import format_size, print_message
     from moedoctor.trace.capsule import CapsuleError, name_file, save
 
     error = (end or {}).get("end") or _DIED
@@ -79,7 +79,7 @@ def write_calls(memory: int, notes: int, limit: int, folder: Path, pid: int) -> 
             break
         capsules.append(capsule)
     total = sum(capsule.size for capsule in capsules)
-    print_message(f"record: writes {len(capsules)} calls, {size_of(total)}, to {folder}")
+    print_message(f"record: writes {len(capsules)} calls, {format_size(total)}, to {folder}")
     written = 0
     for capsule in capsules:
         try:

@@ -20,7 +20,7 @@ from moedoctor.entries import entries
 from moedoctor.entries.entry import SECTIONS
 from moedoctor.interfaces import Explanation
 from moedoctor.reporters.json import JsonReporter, to_document, to_json
-from moedoctor.reporters.markdown_page import source_link, to_markdown
+from moedoctor.reporters.markdown_page import link_source, to_markdown
 from moedoctor.reporters.pages import explain as page
 from moedoctor.reporters.table import to_text
 from moedoctor.results import ClaimResult, ClaimVerdict
@@ -32,15 +32,15 @@ TEXT = "On NaN the top-k kernel picks the same expert index K times"
 @pytest.fixture
 def reports_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read the stored reports once for all entries: this takes most of the time of an explanation."""
-    monkeypatch.setattr(page, "_reports", _stored_reports)
+    monkeypatch.setattr(page, "_load_reports", _stored_reports)
 
 
-_stored_reports = functools.cache(page._reports)
+_stored_reports = functools.cache(page._load_reports)
 
 
 def explain_text(name: str, format: str) -> str:
     explained = _find(name)
-    return to_json(to_document(explained)) if format == "json" else to_markdown(explained.page())
+    return to_json(to_document(explained)) if format == "json" else to_markdown(explained.make_page())
 
 
 @pytest.mark.usefixtures("reports_read_once")
@@ -100,7 +100,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, message: str) ->
 def test_the_terminal_gets_lines_that_fit_and_no_marks() -> None:
     for number, id in enumerate(entries()):
         width = (60, 100)[number % 2]
-        coloured = to_text(_find(id).page(), colour=True, width=width)
+        coloured = to_text(_find(id).make_page(), colour=True, width=width)
         drawn = re.sub(r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b]*\x1b\\", "", coloured)
         assert max(map(len, drawn.splitlines())) <= width
         assert "## " not in drawn
@@ -112,7 +112,7 @@ def test_the_terminal_gets_lines_that_fit_and_no_marks() -> None:
 @pytest.mark.parametrize("id", entries())
 def test_an_entry_fits_on_two_screens_without_figures(id: str) -> None:
     explained = _find(id)
-    brief = to_text(explained.page(brief=True), width=80)
+    brief = to_text(explained.make_page(brief=True), width=80)
     assert len(brief.splitlines()) <= 2 * 40
     for claim in explained.claims:
         assert " ".join(claim.text.split()) in " ".join(brief.split())
@@ -144,7 +144,7 @@ def test_claims_show_the_figures_of_each_machine(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(page, "reports_folder", lambda: tmp_path)
     text = explain_text("MD001", "markdown")
     assert (
-        f"- **confirmed** {TEXT} ({source_link(SOURCE)})\n"
+        f"- **confirmed** {TEXT} ({link_source(SOURCE)})\n"
         "  - a-cpu: untested\n  - nvidia-h200: confirmed: 100 % of the rows\n"
     ) in text
     assert "never shown" not in text

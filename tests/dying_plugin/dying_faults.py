@@ -27,7 +27,7 @@ from moedoctor.interfaces import (
     Sources,
     SubjectProvider,
 )
-from moedoctor.processes.ask import called_in
+from moedoctor.processes.ask import find_working_folder
 from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
 
 
@@ -230,7 +230,7 @@ class Dying(Fault):
             {
                 "symptom": bool(case.parameters.get(f"symptom_{implementation}")),
                 "pid": os.getpid(),
-                "called_in": called_in(),
+                "called_in": find_working_folder(),
             }
         )
 

@@ -18,7 +18,7 @@ from moedoctor.fleet.report import report
 from moedoctor.fleet.rows import Place, Status, failed, read_answer
 from moedoctor.fleet.store import Store, StoreError, read_folder
 from moedoctor.reporters.junit import to_junit
-from moedoctor.reporters.pages.fleet import fleet_findings
+from moedoctor.reporters.pages.fleet import find_in_fleet
 
 _PLACE = Place("id-1", "gpu-node-17.example")
 _REPORT = {
@@ -184,7 +184,7 @@ def test_junit_has_a_failure_for_each_reason_and_a_test_for_each_sound_node() ->
     ]
     rows.append(replace(rows[2], place=Place("id-3", "host-3"), status=Status.HUNG, report=None))
     result = report(("check",), rows, show_hosts=False)
-    suite = ElementTree.fromstring(to_junit(fleet_findings(result)))[0]
+    suite = ElementTree.fromstring(to_junit(find_in_fleet(result)))[0]
     failed = [case.attrib["name"] for case in suite if case.find("failure") is not None]
     passed = [case.attrib["name"] for case in suite if len(case) == 0]
     assert failed == [f"fleet-check {reason}" for reason in result.reasons]

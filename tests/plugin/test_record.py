@@ -21,7 +21,7 @@ from moedoctor.plugin import record, record_layers
 from moedoctor.plugin.extensions import TRACES, Need
 from moedoctor.plugin.record import EngineRecorder
 from moedoctor.plugin.register import OptionError
-from moedoctor.processes.ask import unnamed_file
+from moedoctor.processes.ask import open_unnamed_file
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.trace.capsule import SUFFIX, Capsule, load
 from tests.interpreted import ROOT
@@ -273,7 +273,7 @@ def test_an_error_of_the_experts_is_in_the_notes_of_the_watcher(engine: Engine) 
     with pytest.raises(RuntimeError, match="b_scales"):
         step(model)
     recorder = engine.recorder()
-    recorder.ring._notes = unnamed_file()  # so that the watcher writes nothing for this process
+    recorder.ring._notes = open_unnamed_file()  # so that the watcher writes nothing for this process
     engine.finish()
     recorder.ring._notes.seek(0)
     assert recorder.ring._notes.read() == b'{"end": "RuntimeError: b_scales is not on GPU"}\n'

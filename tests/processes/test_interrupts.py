@@ -44,9 +44,9 @@ def test_a_signal_ends_the_program_with_one_line(number: signal.Signals, code: i
 def test_signals_are_only_noted_until_the_report_is_written(number: signal.Signals, code: int) -> None:
     process = start(
         "interrupts.install()\n"
-        "with interrupts.held():\n"
+        "with interrupts.hold_signals():\n"
         "    print('ready', flush=True)\n"
-        "    while not interrupts.requested(): interrupts.wait([], 60)\n"
+        "    while not interrupts.get_signal(): interrupts.wait([], 60)\n"
         "print('held', flush=True)\n"
         "time.sleep(0.5)\n"
         "print('report', flush=True)\n"
@@ -72,15 +72,15 @@ def test_what_was_ignored_stays_ignored() -> None:
 
 def test_a_caller_of_the_library_keeps_its_own_handlers() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(interrupts.Interrupted), interrupts.raised():
+    with pytest.raises(interrupts.Interrupted), interrupts.raise_signals():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) is before
-    assert interrupts.requested() is None
-    with interrupts.held():
+    assert interrupts.get_signal() is None
+    with interrupts.hold_signals():
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.requested() == signal.SIGINT
+        assert interrupts.get_signal() == signal.SIGINT
         assert interrupts.wait([], 60) == []
-    assert interrupts.requested() is None
+    assert interrupts.get_signal() is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT, signal.SIGTERM])
@@ -89,7 +89,7 @@ def test_a_temporary_folder_is_removed_however_the_process_ends(
 ) -> None:
     process = start(
         "interrupts.install()\n"
-        "with guardian.temporary_folder() as folder:\n"
+        "with guardian.make_temporary_folder() as folder:\n"
         "    open(os.path.join(folder, 'file'), 'w').close()\n"
         "    print('ready', flush=True)\n"
         "    time.sleep(60)",

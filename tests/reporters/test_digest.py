@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from report_samples import HOSTILE, ORIGIN, full_report, reports
 
 from moedoctor.cli import main
-from moedoctor.reporters.digest import MOST_CHARACTERS, digest, fitted
+from moedoctor.reporters.digest import MOST_CHARACTERS, fit, make_digest
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.markdown_page import escape
 from moedoctor.reporters.page import (
@@ -26,7 +26,7 @@ from moedoctor.reporters.page import (
     Prose,
     Table,
 )
-from moedoctor.reporters.pages.run import answers
+from moedoctor.reporters.pages.run import list_answers
 from moedoctor.results import ReportError, load_report
 
 REPORTS = sorted((Path(__file__).parents[2] / "reports").glob("*/*.json"))
@@ -56,7 +56,7 @@ _blocks = st.recursive(
 @settings(max_examples=30)
 @given(st.lists(_blocks, max_size=12), st.sampled_from((2_000, MOST_CHARACTERS)))
 def test_any_page_fits_and_folds_what_it_opens(page: list[Any], most: int) -> None:
-    text = fitted(page, most)
+    text = fit(page, most)
     assert len(text) <= most
 
 
@@ -88,7 +88,7 @@ def test_every_stored_report_of_a_run_fits(file: Path) -> None:
 def test_a_run_begins_with_the_answer_and_folds_what_is_as_expected() -> None:
     whole = full_report()
     text = MarkdownReporter().render(whole)
-    assert text.split("\n\n")[1].splitlines() == [f"- {escape(line)}" for line in answers(whole)]
+    assert text.split("\n\n")[1].splitlines() == [f"- {escape(line)}" for line in list_answers(whole)]
     folded = "".join(re.findall(r"<details>.*?</details>", text, re.DOTALL))
     for differing in ("MD001 nan_routing: error", "a launch costs 30 %", "last words"):
         assert differing in text
@@ -101,7 +101,7 @@ def test_equal_rows_are_counted_and_the_environment_is_folded() -> None:
     rows = [("a", "1"), ("b", "2"), ("a", "1"), ("a", "1")]
     facts = Table(("fact", "value"), [("gpu", "none")])
     page = [Heading("title", 1), Table(("x", "y"), rows), Fold("Environment", [facts]), Heading("After")]
-    text = digest(page, Answer(["title", "a GPU"], ["one thing", "because"], ["do `it`"]))
+    text = make_digest(page, Answer(["title", "a GPU"], ["one thing", "because"], ["do `it`"]))
     lines = ("- **Looked at:** title; a GPU", "- **Found:** one thing; because", "- **To do:** do \\`it\\`")
     assert text.startswith("\n".join(("# title", "", *lines, "", "")))
     assert "| a | 1 | 3 |" in text
@@ -115,7 +115,7 @@ def test_what_is_left_out_is_counted_and_the_environment_stays() -> None:
         *(Fold(f"part {number}", [Preformatted("x" * 900)]) for number in range(100)),
         Fold("Environment", [Paragraph("the machine")]),
     ]
-    text = fitted(page, 5_000)
+    text = fit(page, 5_000)
     assert "the machine" in text
     shown = len(re.findall("part", text)) - 1  # the note has the word too
     assert f"{101 - shown - 1} parts cut or left out: --full has everything." in text

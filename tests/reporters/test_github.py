@@ -11,7 +11,7 @@ from report_samples import HOSTILE, full_report, report, reports, scenario
 
 from moedoctor.reporters.github import MAX_SUMMARY_BYTES, GithubReporter, step_summary
 from moedoctor.reporters.markdown import MarkdownReporter
-from moedoctor.reporters.text import summary_line
+from moedoctor.reporters.text import summarize
 from moedoctor.results import Report, ScenarioVerdict
 
 COMMAND = re.compile(r"::(error|warning|notice) ([^:]*)::(.*)")
@@ -20,7 +20,7 @@ COMMAND = re.compile(r"::(error|warning|notice) ([^:]*)::(.*)")
 def _commands(report: Report) -> list[tuple[str, dict[str, str], str]]:
     """Return the commands as GitHub's runner reads them: level, properties and message, unescaped."""
     *lines, last = GithubReporter().render(report).splitlines()
-    assert last == summary_line(report)
+    assert last == summarize(report)
     commands = []
     for line in lines:
         match = COMMAND.fullmatch(line)
@@ -52,7 +52,7 @@ def test_each_verdict_has_its_level(verdict: str, level: str) -> None:
 
 
 def test_a_proved_scenario_has_no_annotation() -> None:
-    assert GithubReporter().render(report(scenario())) == summary_line(report(scenario())) + "\n"
+    assert GithubReporter().render(report(scenario())) == summarize(report(scenario())) + "\n"
 
 
 def test_the_text_of_a_command() -> None:

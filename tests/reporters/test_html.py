@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from report_samples import case, report, scenario
 
 from moedoctor.reporters.chart import Chart, Series
-from moedoctor.reporters.html import HtmlReporter, page_with_answer, to_html
+from moedoctor.reporters.html import HtmlReporter, put_answer_first, to_html
 from moedoctor.reporters.page import (
     Answer,
     Block,
@@ -35,7 +35,7 @@ from moedoctor.reporters.page import (
     Table,
 )
 from moedoctor.results import load_report
-from moedoctor.text import clean, one_line
+from moedoctor.text import clean, join_lines
 
 REPORTS = Path(__file__).parents[2] / "reports"
 MAX_BYTES = 2_000_000
@@ -82,7 +82,7 @@ def shown(page: str) -> str:
 
 def unmarked(text: str) -> str:
     """Return a line of text without the backticks that become code on a page, and without spaces."""
-    return "".join(one_line(text).replace("`", "").split())
+    return "".join(join_lines(text).replace("`", "").split())
 
 
 def check(page: str) -> ET.Element:
@@ -141,8 +141,8 @@ def test_texts_of_a_run_stay_text(title: str, key: str) -> None:
     text = HtmlReporter().render(replace(whole, findings=(title,)))
     check(text)
     found = shown(text)
-    assert one_line(title) in found
-    assert one_line(key) in found
+    assert join_lines(title) in found
+    assert join_lines(key) in found
 
 
 def test_the_policy_names_the_hash_of_the_only_script() -> None:
@@ -168,7 +168,7 @@ def test_the_answer_comes_first_and_has_every_step_once() -> None:
         Item("error", "MD001", [("why", "NaN"), ("next", "do `this`")]),
         Fold("more", [Step("do that"), Item("error", "MD002", [("next", "do `this`")])]),
     ]
-    whole = page_with_answer(page, {"environment": {"gpu": "H200"}, "origin": {"date": "today"}}, ["1 error"])
+    whole = put_answer_first(page, {"environment": {"gpu": "H200"}, "origin": {"date": "today"}}, ["1 error"])
     head, answer, *rest = whole
     assert head == page[0]
     assert answer == Answer(["check of a machine", "gpu H200"], ["1 error"], ["do `this`", "do that"])
@@ -242,9 +242,9 @@ def test_the_largest_stored_run_fits_and_is_made_in_seconds() -> None:
     check(text)
     found = shown(text)
     for each in stored.scenarios:
-        assert one_line(each.title) in found
-        assert all(one_line(claim.text) in found for claim in each.claims)
-        assert all(one_line(shown_case.figure) in found for shown_case in each.cases)
+        assert join_lines(each.title) in found
+        assert all(join_lines(claim.text) in found for claim in each.claims)
+        assert all(join_lines(shown_case.figure) in found for shown_case in each.cases)
 
 
 @pytest.mark.slow

@@ -10,11 +10,11 @@ from markdown_it import MarkdownIt
 from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, scenario
 
 from moedoctor.reporters.markdown import MarkdownReporter
-from moedoctor.reporters.markdown_page import escape, source_link, to_markdown
+from moedoctor.reporters.markdown_page import escape, link_source, to_markdown
 from moedoctor.reporters.page import Picture
-from moedoctor.reporters.text import summary_line
+from moedoctor.reporters.text import summarize
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
-from moedoctor.text import one_line
+from moedoctor.text import join_lines
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 
@@ -65,7 +65,7 @@ def _tables(markdown: str) -> list[list[str]]:
 @example("* a")
 @example("~~a~~ <b>a</b> &amp; &#42;")
 def test_escaped_text_is_shown_as_it_is(text: str) -> None:
-    plain = one_line(text)
+    plain = join_lines(text)
     for frame in ("{}", "- {}", "# {}", "| a | b |\n| --- | --- |\n| {} | x |"):
         if plain:
             shown = _shown(frame.format(escape(text)))
@@ -88,13 +88,13 @@ def test_a_picture_whose_name_holds_markup_stays_one_picture() -> None:
 
 
 def test_sources_become_links() -> None:
-    assert source_link("vllm-project/vllm#39593") == (
+    assert link_source("vllm-project/vllm#39593") == (
         "[vllm-project/vllm#39593](https://github.com/vllm-project/vllm/issues/39593)"
     )
-    assert source_link("a/b#1, c/d#2 and *x*") == (
+    assert link_source("a/b#1, c/d#2 and *x*") == (
         "[a/b#1](https://github.com/a/b/issues/1), [c/d#2](https://github.com/c/d/issues/2) and \\*x\\*"
     )
-    assert source_link("a blog](javascript:x)") == "a blog\\](javascript:x)"
+    assert link_source("a blog](javascript:x)") == "a blog\\](javascript:x)"
 
 
 def test_the_whole_report() -> None:
@@ -116,7 +116,7 @@ def test_the_whole_report() -> None:
     ]
     for folded in ("MD005 untraceable_offload: absent", "Environment"):
         assert f"<details><summary>{folded}</summary>" in text
-    assert any(summary_line(whole) in block for block in shown)
+    assert any(summarize(whole) in block for block in shown)
     assert "Interrupted: not every case ran." in shown
     assert any(block.endswith("MD001 faulty: verdict reproduced -> clean") for block in shown)
     assert "first fixed release: 0.20.0" in shown
@@ -166,7 +166,7 @@ def test_nothing_in_a_report_is_markup() -> None:
     }
     assert kinds <= {"text", "text_special", "strong_open", "strong_close", "html_inline"}
     assert html == {"<!-- -->"}
-    assert one_line(HOSTILE) in _shown(text)
+    assert join_lines(HOSTILE) in _shown(text)
     assert len(_tables(text)[1]) == 3 * 4
 
 

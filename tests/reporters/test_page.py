@@ -23,13 +23,13 @@ from moedoctor.reporters.page import (
     Prose,
     Span,
     Table,
-    evidence_tables,
     is_records,
-    without_records,
+    make_evidence_tables,
+    omit_records,
 )
 from moedoctor.reporters.table import MIN_WIDTH, to_text
 from moedoctor.reporters.text import has_unsteady
-from moedoctor.text import one_line
+from moedoctor.text import join_lines
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 STYLES = ("", "bold", "dim", "code", "source", "error")
@@ -178,7 +178,7 @@ alone    3
 def test_nothing_in_a_page_is_markup_at_a_terminal() -> None:
     item = Item("error", HOSTILE, [("[b]", "[/b]")])
     text = to_text((Heading(HOSTILE), Paragraph("[red]x[/] :smile:"), item))
-    assert text.count(one_line(HOSTILE)) == 2
+    assert text.count(join_lines(HOSTILE)) == 2
     assert "[red]x[/] :smile:" in text
     assert "[b]: [/b]" in text
 
@@ -190,10 +190,10 @@ RECORDS = [
 
 
 def test_records_become_a_table_with_the_median_beside_its_percentiles() -> None:
-    (table,) = evidence_tables({"rows": RECORDS, "top_k": 8}).values()
+    (table,) = make_evidence_tables({"rows": RECORDS, "top_k": 8}).values()
     assert table.header == ["shape", "ours us", "correct"]
     assert table.rows == [["128x128", "1.457 (1.45 to 1.46)", "true"], ["8192x128", "", "false"]]
-    assert evidence_tables({"rows": [{"ours_us_p20": 1.0}]})["rows"].header == ["ours us p20"]
+    assert make_evidence_tables({"rows": [{"ours_us_p20": 1.0}]})["rows"].header == ["ours us p20"]
 
 
 def test_measured_records_have_units_for_people_and_a_mark_for_a_worthless_spread() -> None:
@@ -207,7 +207,7 @@ def test_measured_records_have_units_for_people_and_a_mark_for_a_worthless_sprea
         },
         {"step_us": 4000.0, "step_us_p20": 1000.0, "step_us_p80": 9000.0, "miss_gb_s": 51.5, "correct": True},
     ]
-    table = evidence_tables({"rows": rows}, measured=True)["rows"]
+    table = make_evidence_tables({"rows": rows}, measured=True)["rows"]
     assert table.header == ["step (ms)", "load (ms)", "gpu (GiB)", "miss gb s", "correct"]
     assert table.rows == [
         ["2.500 (2.400 to 2.450)", "250.000", "3.00", "", ""],
@@ -217,6 +217,6 @@ def test_measured_records_have_units_for_people_and_a_mark_for_a_worthless_sprea
 
 
 def test_other_evidence_stays_for_a_line_of_text() -> None:
-    assert without_records({"rows": RECORDS, "top_k": 8}) == {"top_k": 8}
+    assert omit_records({"rows": RECORDS, "top_k": 8}) == {"top_k": 8}
     for value in ([], [1], {"a": {}}, "text", [{"a": 1}, 2]):
         assert not is_records(value)

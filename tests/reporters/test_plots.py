@@ -15,10 +15,17 @@ from hostile import problem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.reporters.chart import Chart, Series, spans_of
-from moedoctor.reporters.plots import PlotError, _legend, _spread, log_ticks, svg, terminal_chart
+from moedoctor.reporters.chart import Chart, Series, describe_spans
+from moedoctor.reporters.plots import (
+    PlotError,
+    _spread,
+    _write_legend,
+    draw_svg,
+    draw_terminal_chart,
+    place_log_ticks,
+)
 from moedoctor.reporters.plots import draw as draw_file
-from moedoctor.text import one_line
+from moedoctor.text import join_lines
 
 LINES = (
     Series("lru", [8, 16, 32], [0.2, 0.4, 0.7]),
@@ -30,7 +37,7 @@ CHART = Chart("rate", "lfru is best", x_label="slots", y_label="rate", series=LI
 
 def draw(**more: object) -> str:
     pytest.importorskip("matplotlib")
-    return svg(replace(CHART, **more), caption=True)  # type: ignore[arg-type]
+    return draw_svg(replace(CHART, **more), caption=True)  # type: ignore[arg-type]
 
 
 def words(drawn: str) -> list[str]:
@@ -60,7 +67,7 @@ def test_every_name_label_and_tick_is_text_in_the_picture() -> None:
     shown = words(draw(log_x=True))
     assert {"lru", "lfru", "optimum", "lfru is best", "slots (log scale)", "rate", "a remark"} <= set(shown)
     assert {"8", "16", "32"} <= set(shown)
-    assert "a remark" not in words(svg(CHART, caption=False))
+    assert "a remark" not in words(draw_svg(CHART, caption=False))
 
 
 def test_ticks_that_are_not_whole_have_three_digits() -> None:
@@ -70,7 +77,7 @@ def test_ticks_that_are_not_whole_have_three_digits() -> None:
 
 def test_lines_differ_in_more_than_colour_and_a_spread_has_bars() -> None:
     plain = replace(CHART, series=tuple(replace(line, low=(), high=(), bound=False) for line in LINES))
-    drawn = svg(plain, caption=False)
+    drawn = draw_svg(plain, caption=False)
     assert len(styles(drawn, "stroke")) == 3
     assert len(styles(drawn, "stroke-dasharray")) == 2  # the first line is solid
     markers = {path.get("d") for path in elements(drawn, "path") if path.get("id", "").startswith("m")}
@@ -81,7 +88,7 @@ def test_lines_differ_in_more_than_colour_and_a_spread_has_bars() -> None:
 def test_bounds_differ_in_their_dashes() -> None:
     pytest.importorskip("matplotlib")
     bounds = [Series(f"limit {name}", [8, 16], [name, name], bound=True) for name in (1, 2, 3, 4)]
-    drawn = svg(replace(CHART, series=(LINES[0], *bounds)), caption=False)
+    drawn = draw_svg(replace(CHART, series=(LINES[0], *bounds)), caption=False)
     assert len(styles(drawn, "stroke-dasharray")) == 4
     assert len(styles(drawn, "stroke")) == 2
 
@@ -121,7 +128,7 @@ def test_a_single_capacity_is_drawn_with_its_bound_and_its_tick() -> None:
     ],
 )
 def test_only_values_that_follow_each_other_make_a_range(chosen: list[int], text: str) -> None:
-    assert spans_of([1, 8, 64], chosen, "tokens") == text
+    assert describe_spans([1, 8, 64], chosen, "tokens") == text
 
 
 @pytest.mark.parametrize(
@@ -152,7 +159,7 @@ def test_values_that_cannot_be_drawn_are_refused(values: dict[str, list[float]])
 )
 def test_a_logarithmic_axis_has_ticks_around_its_lines(values: list[float], ticks: list[float]) -> None:
     line = Series("a line", list(range(1, len(values) + 1)), values)
-    assert log_ticks([line]) == pytest.approx(ticks)
+    assert place_log_ticks([line]) == pytest.approx(ticks)
     shown = words(draw(series=(line,), log_y=True))
     inside = [tick for tick in ticks if min(values) / 1.4 <= tick <= max(values) * 1.4]
     assert inside
@@ -173,15 +180,15 @@ def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "plotext", None)
     with pytest.raises(PlotError, match=r"needs matplotlib, .*: pip install matplotlib"):
-        svg(CHART, caption=True)
+        draw_svg(CHART, caption=True)
     with pytest.raises(PlotError, match="needs plotext"):
-        terminal_chart(CHART)
+        draw_terminal_chart(CHART)
 
 
 @pytest.mark.parametrize("colour", [True, False])
 def test_the_terminal_chart_names_its_lines_and_fits(colour: bool) -> None:
     pytest.importorskip("plotext")
-    text = terminal_chart(replace(CHART, log_x=True), width=70, colour=colour)
+    text = draw_terminal_chart(replace(CHART, log_x=True), width=70, colour=colour)
     for word in ("lfru is best", "lru", "lfru", "optimum", "slots", "32"):
         assert word in text
     if not colour:
@@ -195,7 +202,7 @@ def test_the_terminal_chart_names_its_lines_and_fits(colour: bool) -> None:
 
 @given(st.lists(st.text("abc ", min_size=1, max_size=30), min_size=1, max_size=8))
 def test_names_below_a_terminal_chart_fit(names: list[str]) -> None:
-    lines = _legend([("x", name, len(name) + 1) for name in names], 40).splitlines()
+    lines = _write_legend([("x", name, len(name) + 1) for name in names], 40).splitlines()
     assert max(map(len, lines)) <= 40
     assert "".join(lines) == "".join(f"  x {name}" for name in names)
 
@@ -214,7 +221,7 @@ def test_long_texts_are_wrapped_and_the_picture_grows() -> None:
 def test_the_terminal_chart_has_a_logarithmic_axis() -> None:
     pytest.importorskip("plotext")
     line = Series("a line", [1, 2, 4], [20.0, 90.0, 800.0])
-    text = terminal_chart(replace(CHART, series=(line,), log_y=True), width=70, colour=False)
+    text = draw_terminal_chart(replace(CHART, series=(line,), log_y=True), width=70, colour=False)
     ticks = [line.split("┤")[0].strip() for line in text.splitlines() if "┤" in line]
     assert ticks == ["1000", "500", "200", "100", "50", "20"]
 
@@ -226,8 +233,8 @@ def test_names_from_a_report_are_plain_text(text: str) -> None:
     """They may hold what a terminal acts on, and what matplotlib would read as mathematics."""
     pytest.importorskip("plotext")
     hostile = replace(CHART, title=text, caption=text, series=(Series(text, [1, 2], [1, 2]),))
-    drawn = svg(hostile, caption=True)
+    drawn = draw_svg(hostile, caption=True)
     assert not problem(drawn)
     assert not elements(drawn, "script")
-    assert words(drawn).count(one_line(text)) == 3
-    assert not problem(terminal_chart(hostile, colour=False))
+    assert words(drawn).count(join_lines(text)) == 3
+    assert not problem(draw_terminal_chart(hostile, colour=False))

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from report_samples import HOSTILE, case, full_report, report, reports, scenario
 
 from moedoctor.cli import main
-from moedoctor.reporters.findings import Finding, Findings, of_run, relative
-from moedoctor.reporters.sarif import MOST_BYTES, MOST_RESULTS, SarifReporter, fingerprint, to_sarif
+from moedoctor.reporters.findings import Finding, Findings, find_in_run, make_relative
+from moedoctor.reporters.sarif import MOST_BYTES, MOST_RESULTS, SarifReporter, hash_finding, to_sarif
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "schemas" / "sarif-2.1.0.json").read_text(encoding="utf-8"))
 STANDARD = jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.FormatChecker())
@@ -238,7 +238,7 @@ def test_long_names_and_texts_are_cut() -> None:
 
 @given(st.text(max_size=60), st.text(max_size=3_000))
 def test_any_text_is_valid_and_within_the_limits(file: str, text: str) -> None:
-    finding = Finding("environment", "warning", text or "t", text or "m", relative(file), logical=text)
+    finding = Finding("environment", "warning", text or "t", text or "m", make_relative(file), logical=text)
     run_of(to_sarif(Findings("check", [finding, finding])))
 
 
@@ -246,7 +246,7 @@ def test_any_text_is_valid_and_within_the_limits(file: str, text: str) -> None:
     "path", ["/srv/secret/models/a.yaml", "../../secret/a.yaml", "/srv/secret/../x/a.yaml"]
 )
 def test_no_folder_of_the_machine_is_named(path: str) -> None:
-    assert relative(path) == "a.yaml"
+    assert make_relative(path) == "a.yaml"
     hidden = replace(full_report().scenarios[0], file=path)
     assert "secret" not in SarifReporter().render(report(hidden))
 
@@ -260,9 +260,9 @@ def test_hostile_text_stays_data() -> None:
 
 def test_the_fingerprint_is_that_of_the_release_before() -> None:
     """Whoever changes this opens every alert of every user again."""
-    finding = of_run(full_report()).found[0]
-    assert fingerprint(finding) == fingerprint(replace(finding, line=99, message="other", title="other"))
+    finding = find_in_run(full_report()).found[0]
+    assert hash_finding(finding) == hash_finding(replace(finding, line=99, message="other", title="other"))
     assert (
-        fingerprint(Finding("MD001", "error", "", "", "scenarios/a.yaml", key=("a",)))[:16]
+        hash_finding(Finding("MD001", "error", "", "", "scenarios/a.yaml", key=("a",)))[:16]
         == "a1b371e02c889bf2"
     )

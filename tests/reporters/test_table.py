@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 from moedoctor.reporters.page import Table
 from moedoctor.reporters.table import MIN_WIDTH, TableReporter, to_text
-from moedoctor.reporters.text import summary_line
+from moedoctor.reporters.text import summarize
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
 
 WIDTHS = (60, 80, 120, 200)
@@ -40,7 +40,7 @@ def test_lines_fit_and_verdicts_stay_whole(width: int) -> None:
 @given(reports, st.integers(1, 220), st.booleans())
 def test_any_report_fits_any_width(report: Report, width: int, verbose: bool) -> None:
     text = TableReporter(verbose=verbose).render(report, width=width)
-    assert "".join(summary_line(report).split()) in re.sub(r"\s", "", text)
+    assert "".join(summarize(report).split()) in re.sub(r"\s", "", text)
     assert max(map(cell_len, text.split("\n"))) <= max(width, MIN_WIDTH)
 
 

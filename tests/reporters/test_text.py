@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from report_samples import ENVIRONMENT, HOSTILE, case, crashed, full_report, report
 
 from moedoctor.reporters.text import (
-    deciding_figure,
-    environment_line,
-    figures,
-    short_evidence,
-    short_parameters,
-    short_value,
-    summary_line,
+    explain_case,
+    format_environment,
+    format_evidence,
+    format_parameters,
+    format_value,
+    list_figures,
+    summarize,
 )
-from moedoctor.text import clean, one_line
+from moedoctor.text import clean, join_lines
 
 
 @given(st.text(alphabet=st.characters() | st.sampled_from("\x1b[]m\x07\x9b\r\n\t;0\udc80\u202e\u2028")))
@@ -25,7 +25,7 @@ def test_cleaned_text_has_lines_and_printable_characters_only(text: str) -> None
     assert clean(cleaned) == cleaned
     assert not any(character < " " and character != "\n" for character in cleaned)
     assert not any(character in "\x7f\x9b\x85\u2028\u202e\udc80" for character in cleaned)
-    assert "\n" not in one_line(text)
+    assert "\n" not in join_lines(text)
 
 
 def test_cleaning_keeps_the_text() -> None:
@@ -34,7 +34,7 @@ def test_cleaning_keeps_the_text() -> None:
     assert clean(linked) == "link and more"
     assert clean("\x1b]0;never ended, and\nwhat follows") == "0;never ended, and\nwhat follows"
     assert clean("naïve Ω 漢字 µs") == "naïve Ω 漢字 µs"
-    assert one_line(HOSTILE).startswith("[red]no markup[/] | `code` <b>&bold</b> red :smile:")
+    assert join_lines(HOSTILE).startswith("[red]no markup[/] | `code` <b>&bold</b> red :smile:")
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_cleaning_keeps_the_text() -> None:
     ],
 )
 def test_values_are_shortened(value: object, text: str) -> None:
-    assert short_value(value) == text
+    assert format_value(value) == text
 
 
 def test_parameters_and_figures_as_text() -> None:
     parameters = {"tokens": 128, "bias": False, "scoring": "softmax"}
-    assert short_parameters(parameters) == "tokens=128 bias=false scoring=softmax"
-    assert list(figures({"a": {"b": 1, "c": {}}, "d": "x"})) == [("a.b", "1"), ("d", "x")]
-    assert short_evidence({"kernel_us": 3.43125, "rows": 13}) == "kernel_us = 3.431, rows = 13"
+    assert format_parameters(parameters) == "tokens=128 bias=false scoring=softmax"
+    assert list(list_figures({"a": {"b": 1, "c": {}}, "d": "x"})) == [("a.b", "1"), ("d", "x")]
+    assert format_evidence({"kernel_us": 3.43125, "rows": 13}) == "kernel_us = 3.431, rows = 13"
 
 
 def test_the_figure_that_decides() -> None:
@@ -74,24 +74,24 @@ def test_the_figure_that_decides() -> None:
         ("error", {"figure": "", "reason": "boom"}, "boom"),
         ("clean", {"figure": "", "evidence": {"rows": 1}}, "rows = 1"),
     ):
-        assert deciding_figure(case("faulty", verdict, **fields)) == expected
-    assert deciding_figure(crashed("installed")) == "illegal memory access"
+        assert explain_case(case("faulty", verdict, **fields)) == expected
+    assert explain_case(crashed("installed")) == "illegal memory access"
 
 
 def test_the_line_of_counts() -> None:
-    assert summary_line(report()) == (
+    assert summarize(report()) == (
         "0 proved · 0 found · 0 absent · 0 failed · 0 skipped · 0 error — "
         "cases: 0 reproduced, 0 clean, 0 skipped"
     )
-    assert summary_line(full_report()) == (
+    assert summarize(full_report()) == (
         "0 proved · 0 found · 1 absent · 0 failed · 0 skipped · 1 error — "
         "cases: 8 reproduced, 6 clean, 4 skipped, 1 error"
     )
 
 
 def test_the_line_of_facts() -> None:
-    assert environment_line(report(environment={**ENVIRONMENT, "python": "3.11.4"})) == (
+    assert format_environment(report(environment={**ENVIRONMENT, "python": "3.11.4"})) == (
         "moedoctor 0.1.0 run · gpu NVIDIA H200 · driver 580.159 · torch 2.11.0 · vllm 0.21.0 · "
         "flashinfer none · python 3.11.4"
     )
-    assert environment_line(report(environment={})) == "moedoctor 0.1.0 run"
+    assert format_environment(report(environment={})) == "moedoctor 0.1.0 run"

@@ -6,7 +6,7 @@ import pytest
 
 from moedoctor.faults.routing.nan_routing import NanRouting
 from moedoctor.results import CaseResult, CaseVerdict, ScenarioResult, ScenarioVerdict, Tier
-from moedoctor.runner.judge import decide, summarise
+from moedoctor.runner.judge import decide, summarize
 
 R, C, S, E = CaseVerdict.REPRODUCED, CaseVerdict.CLEAN, CaseVerdict.SKIPPED, CaseVerdict.ERROR
 EXPECT = {"faulty": R, "fixed": C, "vllm@0.19.1": R}
@@ -51,6 +51,6 @@ def test_verdict_of_a_scenario(verdicts: dict[str, CaseVerdict], expected: Scena
 def test_summary_counts_scenarios_and_cases() -> None:
     results = (case("faulty", R), case("fixed", C), case("installed", S))
     scenario = ScenarioResult("MD001", "n", "t", ScenarioVerdict.PROVED, "f", results)
-    summary = summarise([scenario, scenario], interrupted=True)
+    summary = summarize([scenario, scenario], interrupted=True)
     assert (summary.proved, summary.failed, summary.interrupted) == (2, 0, True)
     assert summary.cases == {"reproduced": 2, "clean": 2, "skipped": 2, "error": 0}

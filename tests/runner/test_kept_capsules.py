@@ -42,7 +42,7 @@ def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         parameters = tested.parameters().model_dump()
         case = Case(fault, "fixed", tier, parameters)
         folder = str(tmp_path / "kept") if keep else None
-        return child._observed(tested, Request(fault, {}, 60.0, case=case, capsules=folder), None).evidence
+        return child._observe(tested, Request(fault, {}, 60.0, case=case, capsules=folder), None).evidence
 
     return run
 

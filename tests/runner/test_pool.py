@@ -189,7 +189,7 @@ def test_cpu_jobs_run_side_by_side() -> None:
 
 def test_gpu_jobs_run_one_at_a_time_per_device() -> None:
     jobs = [job("answers", device=device) for device in ("cuda:0", "cuda:0", "cuda:1", "cpu", "cpu")]
-    assert pool._startable([0, 1, 2, 3, 4], [], jobs, parallel=1) == [0, 2, 3]
+    assert pool._choose_startable([0, 1, 2, 3, 4], [], jobs, parallel=1) == [0, 2, 3]
 
 
 @given(
@@ -201,9 +201,9 @@ def test_gpu_jobs_share_a_gpu_as_far_as_each_allows(
     given_jobs: list[tuple[str, int]], already: int, parallel: int
 ) -> None:
     jobs = [replace(job("answers", device=device), together=together) for device, together in given_jobs]
-    running = pool._startable(range(len(jobs)), [], jobs, parallel)[:already]
+    running = pool._choose_startable(range(len(jobs)), [], jobs, parallel)[:already]
     waiting = [index for index in range(len(jobs)) if index not in running]
-    busy = [*running, *pool._startable(waiting, running, jobs, parallel)]
+    busy = [*running, *pool._choose_startable(waiting, running, jobs, parallel)]
     for device in {job.device for job in jobs}:
         here = [jobs[index].together for index in busy if jobs[index].device == device]
         assert here, "a free GPU is used"
@@ -254,7 +254,7 @@ def _below(pid: int) -> set[int]:
     """Return every process below `pid` that still runs after a while."""
     deadline = time.monotonic() + 5
     while (
-        running := set(guardian._below(pid)) - _zombies() - _OTHERS
+        running := set(guardian._list_below(pid)) - _zombies() - _OTHERS
     ) > _servers() and time.monotonic() < deadline:
         time.sleep(0.02)
     return running
@@ -266,7 +266,7 @@ _OTHERS: set[int] = set()
 
 @pytest.fixture(autouse=True, scope="module")
 def _others() -> None:
-    _OTHERS.update(set(guardian._below(os.getpid())) - _servers())
+    _OTHERS.update(set(guardian._list_below(os.getpid())) - _servers())
 
 
 def _servers() -> set[int]:
@@ -274,7 +274,7 @@ def _servers() -> set[int]:
     if pool._server is None:
         return set()
     guard = pool._server.child.process.pid
-    return {guard, *guardian._children().get(guard, ())}
+    return {guard, *guardian._list_children().get(guard, ())}
 
 
 def _zombies() -> set[int]:

@@ -16,7 +16,7 @@ from scenario_fakes import BASE, CLAIM, FAULTS, FULL, HEAD, load_text, subject_k
 
 from moedoctor.results import CaseVerdict, Scalar, Tier
 from moedoctor.scenario import file as module
-from moedoctor.scenario.file import MAX_POINTS, ScenarioDocument, ScenarioError, load, schema
+from moedoctor.scenario.file import MAX_POINTS, ScenarioDocument, ScenarioError, load, make_schema
 from moedoctor.text import MAX_YAML_BYTES, escape
 from tests.machine_speed import slowness
 
@@ -352,12 +352,12 @@ def test_the_worst_files_are_refused_within_a_second_and_200_mb(tmp_path: Path) 
 
 
 def test_the_schema_is_closed_and_describes_every_key() -> None:
-    jsonschema.Draft202012Validator.check_schema(schema())
-    assert schema()["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    for part in (schema(), schema()["$defs"]["ClaimDocument"]):
+    jsonschema.Draft202012Validator.check_schema(make_schema())
+    assert make_schema()["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    for part in (make_schema(), make_schema()["$defs"]["ClaimDocument"]):
         assert part["additionalProperties"] is False
         assert all(value.get("description") for value in part["properties"].values())
-    assert set(schema()["properties"]) == set(ScenarioDocument.model_fields)
+    assert set(make_schema()["properties"]) == set(ScenarioDocument.model_fields)
 
 
 def test_editors_accept_what_the_loader_accepts(tmp_path: Path) -> None:
@@ -366,20 +366,20 @@ def test_editors_accept_what_the_loader_accepts(tmp_path: Path) -> None:
         BASE,
         BASE + "tiers: [model]\ntimeout: 0.5\nmatrix: [{scale: [1, 0.5], note: [x, null]}]\n",
     ):
-        jsonschema.validate(yaml.safe_load(text), schema())
+        jsonschema.validate(yaml.safe_load(text), make_schema())
         load_text(tmp_path, text)
 
 
 @pytest.mark.parametrize("text", [pytest.param(row[0], id=row[2]) for row in BAD_SHAPE])
 def test_editors_refuse_what_the_loader_refuses(text: str) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(yaml.safe_load(text), schema())
+        jsonschema.validate(yaml.safe_load(text), make_schema())
 
 
 @pytest.mark.parametrize("key", ["subjects", "tiers"])
 def test_editors_refuse_what_is_there_twice(key: str) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(yaml.safe_load(BASE + f"{key}: [model, model]\n"), schema())
+        jsonschema.validate(yaml.safe_load(BASE + f"{key}: [model, model]\n"), make_schema())
 
 
 def test_the_schema_in_the_repository_is_up_to_date() -> None:
@@ -393,6 +393,6 @@ def test_schema_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert module.main(["--check", str(file)]) == 1
         assert f"run: python -m moedoctor.scenario.file {file}" in capsys.readouterr().err
         assert module.main([str(file)]) == 0
-        assert json.loads(file.read_text()) == schema()
+        assert json.loads(file.read_text()) == make_schema()
         assert module.main(["--check", str(file)]) == 0
     assert module.main([]) == module.main(["a", "b"]) == 2

@@ -346,6 +346,6 @@ def test_a_call_without_output_is_not_judged_and_says_why(tmp_path: Path) -> Non
     save(Capsule(record, tensors), tmp_path / "call.moecapsule")
     result = replay(tmp_path / "call.moecapsule", lambda facts: (), "cpu", seconds=60)
     assert (result.judged, result.right) == (False, None)
-    assert answer_of(ReplayDocument.of(result, "call.moecapsule")).startswith(
+    assert answer_of(ReplayDocument.from_result(result, "call.moecapsule")).startswith(
         "the call has no output to judge (the last call before the process died)"
     )

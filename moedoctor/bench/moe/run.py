@@ -64,7 +64,7 @@ def measure_tasks(
                 break
             watch = _watcher(rest, packages, total, progress)
             request = {"device": device, "roofline": roofline, "tasks": [asdict(task) for task in rest]}
-            with interrupts.held():
+            with interrupts.hold_signals():
                 try:
                     child = run_module(_CHILD, request, seconds=left, watch=watch)
                 except interrupts.Interrupted as stop:

@@ -25,7 +25,7 @@ from moedoctor.diagnose.check.target import Target
 from moedoctor.diagnose.cuda.jit_cache import JitCache
 from moedoctor.entries import entries
 from moedoctor.entries.entry import Entry
-from moedoctor.environment import Sources, no_gpu
+from moedoctor.environment import Sources, explain_missing_gpu
 from moedoctor.redaction import Redactor
 
 _WITHOUT_GPU = 0.5
@@ -107,14 +107,14 @@ def check(
 
 def _redactor(sources: Sources) -> Redactor:
     try:
-        return Redactor.of(sources.environ, sources.host())
+        return Redactor.from_environment(sources.environ, sources.host())
     except Exception:
-        return Redactor.of(sources.environ, "")
+        return Redactor.from_environment(sources.environ, "")
 
 
 def _ask_children(machine: Machine, probes: Probes, attempt: _Attempts) -> tuple[Pinning, dict[str, Any]]:
     """Try pinning and run upstream's collectors; return (pinning, report or error by package)."""
-    without = no_gpu(machine.facts)
+    without = explain_missing_gpu(machine.facts)
     questions: dict[str, Callable[[], Any]] = {} if without else {"pinning": probes.pinning}
     questions |= {
         name: ask

@@ -91,7 +91,7 @@ class Machine:
 
     def setting(self, name: str) -> str:
         """Return the value of a variable that is set, fit to be shown."""
-        return self.redactor.setting(name, self.variables[name])
+        return self.redactor.mask_setting(name, self.variables[name])
 
     def has_file(self, path: str) -> bool:
         """Return whether an installed package has this file, ``vllm/envs.py``. Imports nothing."""

@@ -37,7 +37,7 @@ def not_tried(reason: str) -> Pinning:
 
 def try_pinning(seconds: float = SECONDS) -> Pinning:
     """Pin 64 MiB in a child process, for `seconds` at most."""
-    redact = Redactor.of_this_process().text
+    redact = Redactor.from_this_process().mask
     try:
         facts = ask("moedoctor.diagnose.check.pinning", seconds=seconds, caches=CACHES)
     except ChildError as error:

@@ -17,7 +17,7 @@ from moedoctor.diagnose.checkpoint.safetensors_header import (
     TruncatedError,
     read_header,
 )
-from moedoctor.text import TextFileError, names_in, read_text, shorten
+from moedoctor.text import TextFileError, list_names, read_text, shorten
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -140,7 +140,7 @@ def _is_absent(path: Path) -> bool:
 
 def _names(folder: Path, pattern: str) -> list[str]:
     try:
-        return names_in(folder, pattern)
+        return list_names(folder, pattern)
     except TextFileError as error:
         raise CheckpointError(f"{folder}: {error.message}") from error
 

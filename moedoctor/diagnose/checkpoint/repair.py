@@ -100,7 +100,7 @@ def repair(result: Lint, folder: Path) -> Repaired:
     room = sum((source / shard).stat().st_size for shard in shards)
     if (free := shutil.disk_usage(folder.parent).free) < room + _CHUNK:
         raise RepairError(f"needs {room} bytes in {folder.parent}, and {free} bytes are free")
-    with interrupts.raised():
+    with interrupts.raise_signals():
         beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name[:60]}.moedoctor-"))
         try:
             linked, left_out = _copy(source, beside, repairs, shards)

@@ -25,7 +25,7 @@ from moedoctor.diagnose.cuda.jit_cache import build_images, find_cached_module
 from moedoctor.diagnose.cuda.library_use import library_use
 from moedoctor.fixes.arch.targets import Capability, compiles_ptx, loads_sass
 from moedoctor.processes.cuda_tools import Tool
-from moedoctor.processes.guardian import temporary_folder
+from moedoctor.processes.guardian import make_temporary_folder
 from moedoctor.text import TextFileError, open_file, read_bytes, read_text, walk
 from moedoctor.upstream.releases.wheel import KernelError, open_wheel
 
@@ -239,7 +239,7 @@ def _read_wheel(path: Path, tool: Tool | None) -> Iterator[Item]:
 def _read_member(wheel: zipfile.ZipFile, member: zipfile.ZipInfo, shown: str, tool: Tool | None) -> Item:
     if tool is None:
         return Item(shown, "shared object", skipped=NO_TOOL)
-    with temporary_folder() as folder:
+    with make_temporary_folder() as folder:
         # The name inside the wheel never becomes a path.
         copy = Path(folder, "member.so")
         with copy.open("wb") as file:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from moedoctor.fixes.arch.targets import Target
 from moedoctor.processes.cuda_tools import Tool, run_tool
-from moedoctor.processes.guardian import temporary_folder
-from moedoctor.text import TextFileError, names_in, open_file, read_bytes
+from moedoctor.processes.guardian import make_temporary_folder
+from moedoctor.text import TextFileError, list_names, open_file, read_bytes
 
 _LIST_SECONDS = 120.0
 _LISTED = re.compile(r"^Fatbin (elf|ptx) code:\n=+\narch = (sm_[1-9]\d{1,2}[af]?)$", re.MULTILINE)
@@ -77,10 +77,10 @@ def _count_images(counts: Counter[tuple[str, Target]]) -> tuple[Image, ...]:
 def _find_exact_targets(path: Path, kind: str, target: Target, count: int, tool: Tool) -> Sequence[Target]:
     """Return the exact targets of the pieces that cuobjdump calls `target`; `target` if unknown."""
     option, ending = ("-xelf", "*.cubin") if kind == "sass" else ("-xptx", "*.ptx")
-    with temporary_folder() as folder:
+    with make_temporary_folder() as folder:
         try:
             _ask(tool, [option, f"sm_{target}", str(path.resolve())], folder)
-            targets = [_target_of(Path(folder, name), kind) for name in names_in(Path(folder), ending)]
+            targets = [_target_of(Path(folder, name), kind) for name in list_names(Path(folder), ending)]
         except (DeviceCodeError, TextFileError):
             return [target] * count
     exact = [other for other in targets if other is not None and other.capability == target.capability]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moedoctor.fixes.arch.targets import Capability, CudaVersion, Target, is_known_target
 from moedoctor.processes.cuda_tools import Outcome, Tool, find_tools, run_tool
-from moedoctor.processes.guardian import temporary_folder
+from moedoctor.processes.guardian import make_temporary_folder
 
 PTX_OF_CUDA: dict[CudaVersion, str] = {
     (12, 0): "8.0",
@@ -184,7 +184,7 @@ def _attempt(outcome: Outcome) -> Attempt:
 def _compile(compiler: Tool, target: Target, statements: str) -> Outcome:
     source = _SOURCE.format(version=ptx_version(compiler.cuda), target=target, statements=statements)
     options = [f"-arch=sm_{target}", "probe.ptx", "-o", "probe.cubin"]
-    with temporary_folder() as folder:
+    with make_temporary_folder() as folder:
         Path(folder, "probe.ptx").write_text(source, encoding="ascii")
         if compiler.name == "nvcc":
             options = ["-cubin", *options]

@@ -11,7 +11,7 @@ from moedoctor.diagnose.checkpoint.checkpoint import INDEX, JsonFile, read_json
 from moedoctor.diagnose.checkpoint.quantization import Rule, quantization_config, read_groups, read_layers
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
 from moedoctor.diagnose.plan.kv_cache import PlanError
-from moedoctor.text import TextFileError, names_in
+from moedoctor.text import TextFileError, list_names
 
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 """Routed experts in a module's name; ``shared_experts`` and ``shared_expert`` are others."""
@@ -44,7 +44,7 @@ def checkpoint_bytes(folder: Path) -> int | None:
     if (folder / "model.safetensors").is_file():
         return _add_sizes([folder / "model.safetensors"])
     try:
-        names = names_in(folder, "*.safetensors")
+        names = list_names(folder, "*.safetensors")
     except TextFileError as error:
         raise PlanError(f"{folder}: {error.message}") from error
     return _add_sizes(file for file in map(folder.joinpath, names) if file.is_file())

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from moedoctor.diagnose.plan.kv_cache import MODEL_BYTES, PlanError
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.text import expected_names, shorten
+from moedoctor.text import shorten, suggest_expected
 
 SCHEMES_OF = {
     "MARLIN": ("nvfp4", "mxfp4", "fp8"),
@@ -53,7 +53,7 @@ def check_backend(name: str) -> str:
     """Return vLLM's spelling of a backend, given in any case and with ``-`` for ``_``. Raises PlanError."""
     spelled = name.strip().upper().replace("-", "_")
     if spelled not in SCHEMES_OF:
-        raise PlanError(f"--backend {shorten(name)!r}: {expected_names(name, SCHEMES_OF)}")
+        raise PlanError(f"--backend {shorten(name)!r}: {suggest_expected(name, SCHEMES_OF)}")
     return spelled
 
 

@@ -11,7 +11,7 @@ from moedoctor.diagnose.settings.tables import Setting, SettingFinding, vllm_fla
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.fixes.backends import requests as backend_requests
-from moedoctor.text import closest
+from moedoctor.text import find_closest
 
 MOE_BACKEND = "--moe-backend"
 KERNEL_CONFIG = "--kernel-config"
@@ -195,7 +195,7 @@ def _report_unknown(flag: GivenFlag, known: Mapping[str, Setting], release: str)
         verb = "came" if problem == "not_yet" else "went"
         message = f"vLLM {release} does not have it and stops: it {verb} with {other}"
         return SettingFinding(str(flag), problem, message, None, source, stops=True)
-    close = closest(name, known, most=1, misspelt=True)
+    close = find_closest(name, known, most=1, misspelt=True)
     better = (f"{close[0]} {flag.value}" if flag.value is not None else close[0]) if close else None
     message = f"vLLM {release} does not know it and stops"
     return SettingFinding(str(flag), "misspelt" if close else "unknown", message, better, "", stops=True)
@@ -206,7 +206,7 @@ def _check_choice(flag: GivenFlag, setting: Setting, release: str) -> Iterator[S
     # --moe-backend and --linear-backend are read in any case and with - for _; --all2all-backend is not.
     if (value if flag.name == "--all2all-backend" else _normalize(value)) in setting.choices:
         return
-    close = closest(value, setting.choices, most=1)
+    close = find_closest(value, setting.choices, most=1)
     message = f"vLLM {release} takes {', '.join(setting.choices)}, and stops"
     problem = "wrong_case" if _normalize(value) in setting.choices else "invalid"
     better = f"{setting.name} {close[0]}" if close else None

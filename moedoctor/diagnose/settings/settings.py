@@ -23,7 +23,7 @@ from moedoctor.diagnose.settings.tables import (
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.fixes.backends import requests as backend_requests
-from moedoctor.text import closest
+from moedoctor.text import find_closest
 
 __all__ = ["SettingFinding", "check_flashinfer", "check_settings", "moe_backend_of"]
 
@@ -115,7 +115,7 @@ def _report_absent(name: str, value: str, known: Settings, release: str, product
         return SettingFinding(setting, "wrong_case", message, f"{right}={value}", here[right].source)
     if better is not None:
         return SettingFinding(setting, "unknown", f"no release of {product} reads it", better, "")
-    close = closest(name, here, most=1, misspelt=True)
+    close = find_closest(name, here, most=1, misspelt=True)
     if close:
         message = f"{product} {release} does not know it; {close[0]} is near"
         return SettingFinding(setting, "misspelt", message, f"{close[0]}={value}", here[close[0]].source)
@@ -187,7 +187,7 @@ def _check_choice(setting: Setting, value: str) -> tuple[str, str, str | None] |
     if same is not None:
         message = f"the choices are case sensitive; {_STOPS}"
         return ("wrong_case", message, same) if setting.case_sensitive else None
-    close = closest(value, setting.choices, most=1)
+    close = find_closest(value, setting.choices, most=1)
     message = f"expected one of {', '.join(setting.choices)}; {_STOPS}"
     return "invalid", message, close[0] if close else None
 

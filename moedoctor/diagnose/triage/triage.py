@@ -235,7 +235,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         possible=tuple(finding for finding in ordered if finding.grade is Grade.POSSIBLE),
         near_misses=tuple(miss for id, miss in reader.misses.items() if id not in best)[:_NEAR_MISSES],
         gpus=tuple(facts.gpus),
-        backends=tuple(map(redactor.text, facts.backends)),
+        backends=tuple(map(redactor.mask, facts.backends)),
         bytes_read=passages.bytes_read,
     )
 
@@ -390,8 +390,8 @@ def _says(name: str) -> str:
 def _masked(excerpt: _Excerpt, redactor: Redactor) -> str:
     """Return the text around a place, masked before it is cut: half a secret is not recognised."""
     text, start, end = excerpt
-    at = len(redactor.text(text[:start])) if start else 0
-    return escape(_around(redactor.text(text), at, at + end - start))
+    at = len(redactor.mask(text[:start])) if start else 0
+    return escape(_around(redactor.mask(text), at, at + end - start))
 
 
 def _any_near(lines: Mapping[str, list[int]], names: tuple[str, ...], line: int, within: int) -> bool:

@@ -17,7 +17,7 @@ from moedoctor.faults.base import (
     decide,
     untested,
 )
-from moedoctor.results import Case, CaseVerdict, Observation, Tier, worst
+from moedoctor.results import Case, CaseVerdict, Observation, Tier, find_worst
 
 _BENCH = "moedoctor.bench.cache.groups"
 PR_OVERHEAD = {2: 0.06, 4: 0.15, 8: 0.35}
@@ -118,7 +118,9 @@ class CacheOverflowFault(Fault):
         rows, wrong = evidence["rows"], evidence["wrong_rows"]
         needs = f"{evidence['needed']} experts for {case.parameters['capacity']} slots"
         if wrong:
-            figure = f"{needs}: {wrong} of {rows} tokens wrong, by up to {worst(evidence['worst_error']):.0%}"
+            figure = (
+                f"{needs}: {wrong} of {rows} tokens wrong, by up to {find_worst(evidence['worst_error']):.0%}"
+            )
             return Judgement(CaseVerdict.REPRODUCED, figure)
         if not evidence["refused"]:
             return Judgement(CaseVerdict.REPRODUCED, f"{needs}, and no error")

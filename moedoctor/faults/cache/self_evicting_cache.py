@@ -16,7 +16,7 @@ from moedoctor.faults.base import (
     claim,
     decide,
 )
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier, worst
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier, find_worst
 
 LAB = "moedoctor.faults.cache.self_evicting_cache_lab"
 
@@ -125,9 +125,8 @@ class SelfEvictingCache(Fault):
         if wrong or outputs:
             figure = f"{wrong / calls:.1%} of {calls} calls hold a wrong expert"
             if outputs:
-                figure += (
-                    f"; {outputs} of {computed} outputs wrong, by up to {worst(evidence['worst_error']):.0%}"
-                )
+                error = find_worst(evidence["worst_error"])
+                figure += f"; {outputs} of {computed} outputs wrong, by up to {error:.0%}"
             return Judgement(CaseVerdict.REPRODUCED, figure)
         rates = f"hit rate {evidence['hit_rate']:.1%} of at most {evidence['belady_hit_rate']:.1%}"
         return Judgement(CaseVerdict.CLEAN, f"0 of {calls} calls, 0 of {computed} outputs wrong; {rates}")

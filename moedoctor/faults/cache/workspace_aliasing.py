@@ -17,7 +17,7 @@ from moedoctor.faults.base import (
     decide,
     only,
 )
-from moedoctor.results import Case, CaseVerdict, Observation, Tier, worst
+from moedoctor.results import Case, CaseVerdict, Observation, Tier, find_worst
 
 LAB = "moedoctor.faults.cache.workspace_aliasing_lab"
 RESULTS = {"what apply returns": False, "the result before apply copies it": True}
@@ -83,9 +83,8 @@ class WorkspaceAliasing(Fault):
         rows, wrong, groups = evidence["rows"], evidence["wrong_rows"], case.parameters["groups"]
         if not wrong:
             return Judgement(CaseVerdict.CLEAN, f"{groups} groups: 0 of {rows} tokens wrong")
-        figure = (
-            f"{groups} groups: {wrong} of {rows} tokens wrong, by up to {worst(evidence['worst_error']):.0%}"
-        )
+        error = find_worst(evidence["worst_error"])
+        figure = f"{groups} groups: {wrong} of {rows} tokens wrong, by up to {error:.0%}"
         if evidence["same_memory"]:
             figure += f"; {evidence['same_memory']} of {groups} results at the first one's address"
         return Judgement(CaseVerdict.REPRODUCED, figure)

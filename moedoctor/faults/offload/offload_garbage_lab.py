@@ -23,7 +23,7 @@ from moedoctor.faults.base import need_gpu
 from moedoctor.faults.offload import engine_table
 from moedoctor.faults.offload.offload_garbage import OffloadGarbageParameters
 from moedoctor.fixes.offload.pinned import describe_bytes, view_on_device
-from moedoctor.processes.ask import called_in
+from moedoctor.processes.ask import find_working_folder
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.engine.experiment import Ran, Trial, run_trials, shorten_error
@@ -152,7 +152,7 @@ def own_model_trial(parameters: OffloadGarbageParameters, *, offload: bool) -> T
         "HF_HUB_OFFLINE": "0" if parameters.online else "1",
         **(UNPINNED if parameters.access == "copies" else {}),
     }
-    folder = Path(called_in(), parameters.model)
+    folder = Path(find_working_folder(), parameters.model)
     request = EngineRequest(
         # Cases and engines run in folders of their own.
         str(folder.resolve()) if folder.is_dir() else parameters.model,

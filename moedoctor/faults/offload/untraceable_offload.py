@@ -11,7 +11,7 @@ from pydantic import Field
 from moedoctor.faults.base import Parameters
 from moedoctor.faults.offload import engine_table
 from moedoctor.interfaces import Fault, Judgement
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier, worst
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier, find_worst
 
 FAILING = "2.10.0 to 2.12.1 and 2.14.0 to 2.15.0"
 """The releases of torch whose Dynamo refuses: both ends of each range have a stored report."""
@@ -58,7 +58,7 @@ class UntraceableOffload(Fault):
             return Judgement(CaseVerdict.REPRODUCED, f"{torch}: {evidence['telling_line']}")
         if evidence["same_bits"]:
             return Judgement(CaseVerdict.CLEAN, f"{torch}: one graph, the same bits")
-        distance, wrong = worst(evidence["distance"]), worst(evidence["wrong_weights_distance"])
+        distance, wrong = find_worst(evidence["distance"]), find_worst(evidence["wrong_weights_distance"])
         norms = (
             f"the norm of the difference is {distance:.1g}, with one layer's weights wrong it is {wrong:.1g}"
         )

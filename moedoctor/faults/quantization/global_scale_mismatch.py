@@ -9,7 +9,7 @@ from pydantic import Field
 
 from moedoctor.faults.base import Judgement, Parameters
 from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
-from moedoctor.results import CaseVerdict, Evidence, worst
+from moedoctor.results import CaseVerdict, Evidence, find_worst
 
 ROUNDING = 1 / 16
 """Largest error that rounding a block scale to E4M3 again can make."""
@@ -43,9 +43,9 @@ class GlobalScaleMismatch(CheckpointFault):
     lab = "moedoctor.faults.quantization.global_scale_mismatch_lab"
 
     def judge_tensors(self, evidence: Evidence) -> Judgement:
-        errors = {name: worst(way["worst_token_error"]) for name, way in evidence["ways"].items()}
+        errors = {name: find_worst(way["worst_token_error"]) for name, way in evidence["ways"].items()}
         figure = ", ".join(f"{name}: output off by {error:.1%}" for name, error in errors.items())
-        wrong = worst(*errors.values()) > ROUNDING
+        wrong = find_worst(*errors.values()) > ROUNDING
         return Judgement(CaseVerdict.REPRODUCED if wrong else CaseVerdict.CLEAN, figure)
 
     def describe(self, parameters: Any) -> str:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from moedoctor.faults.base import Judgement, Parameters
 from moedoctor.faults.quantization.checkpoint import CheckpointFault
-from moedoctor.results import CaseVerdict, Evidence, worst
+from moedoctor.results import CaseVerdict, Evidence, find_worst
 
 WORSE = 1.5
 """A token is wrong if its error is more than this times the largest error with the whole checkpoint."""
@@ -56,7 +56,7 @@ class InputScaleMissing(CheckpointFault):
         if evidence["nonfinite_tokens"]:
             figure = f"{evidence['nonfinite_tokens']} of {evidence['tokens']} tokens are NaN or Inf"
             return Judgement(CaseVerdict.REPRODUCED, figure)
-        error, healthy = worst(evidence["error"]), worst(evidence["healthy_error"])
+        error, healthy = find_worst(evidence["error"]), find_worst(evidence["healthy_error"])
         if not math.isfinite(healthy):
             return Judgement(CaseVerdict.ERROR, "nothing to judge", "not finite with good scales either")
         figure = f"worst token off by {error:.0%}, {healthy:.0%} with good scales"

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from moedoctor.faults.base import ClaimCases, ClaimJudgement, Judgement, Parameters, claim, decide, untested
 from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
-from moedoctor.results import CaseVerdict, Evidence, worst
+from moedoctor.results import CaseVerdict, Evidence, find_worst
 
 WORSE, FLOOR = 2.0, 0.01
 """Attention has lost its numbers if its error is more than `FLOOR` and more than `WORSE` times the error with
@@ -77,7 +77,7 @@ class KvScalesMissing(CheckpointFault):
     def judge_tensors(self, evidence: Evidence) -> Judgement:
         if evidence["nonfinite_tokens"]:
             return Judgement(CaseVerdict.REPRODUCED, f"{evidence['nonfinite_tokens']} tokens are NaN or Inf")
-        error, computed = worst(evidence["error"]), worst(evidence["computed_error"])
+        error, computed = find_worst(evidence["error"]), find_worst(evidence["computed_error"])
         if not math.isfinite(computed):
             return Judgement(CaseVerdict.ERROR, "nothing to judge", "not finite with computed scales either")
         figure = (

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moedoctor.text import closest
+from moedoctor.text import find_closest
 
 _METADATA = re.compile(
     r"scale|zero|g_idx|sort_indices|absmax|(?:^|_)(?:zp|perm|permutation|alpha|global)s?(?=_|\d|$)"
@@ -245,7 +245,7 @@ def matches(names: Sequence[str], pattern: str) -> bool:
 def find_closest_parts(pattern: str, names: Sequence[str]) -> list[str]:
     """Return up to three things that `pattern` may mean: parts of names, or else the shortest names."""
     parts = {part: None for name in names for part in [*name.split("."), name] if not part.isdigit()}
-    return list(closest(pattern, parts)) or sorted(names, key=len)[:3]
+    return list(find_closest(pattern, parts)) or sorted(names, key=len)[:3]
 
 
 def spread(count: int) -> list[int]:

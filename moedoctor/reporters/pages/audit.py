@@ -29,7 +29,7 @@ class AuditImage:
     verdict: str | None
 
     @classmethod
-    def of(cls, image: Image, gpu: Capability | None) -> AuditImage:
+    def from_image(cls, image: Image, gpu: Capability | None) -> AuditImage:
         """Return an image with what the GPU does with it."""
         return cls(image.kind, str(image.target), image.count, _name(fate_of([image], gpu) if gpu else None))
 
@@ -49,9 +49,9 @@ class AuditItem:
     images: tuple[AuditImage, ...]
 
     @classmethod
-    def of(cls, item: Item, gpu: Capability | None) -> AuditItem:
+    def from_item(cls, item: Item, gpu: Capability | None) -> AuditItem:
         """Return what the audit found in one file."""
-        images = tuple(AuditImage.of(image, gpu) for image in item.images)
+        images = tuple(AuditImage.from_image(image, gpu) for image in item.images)
         verdict = _name(item.fate)
         return cls(item.path, item.source, item.module, verdict, item.lacks, item.note, item.skipped, images)
 
@@ -97,13 +97,13 @@ class AuditDocument:
     findings: tuple[AuditFinding, ...]
 
     @classmethod
-    def of(cls, items: Sequence[Item], gpu: Capability | None, tool: str | None) -> AuditDocument:
+    def from_items(cls, items: Sequence[Item], gpu: Capability | None, tool: str | None) -> AuditDocument:
         """Return the document of an audit."""
-        rows = tuple(AuditItem.of(item, gpu) for item in items)
+        rows = tuple(AuditItem.from_item(item, gpu) for item in items)
         findings = tuple(
-            AuditFinding("MD004", None, f"{row.path}: {verdict(row)}", 1.0, step)
+            AuditFinding("MD004", None, f"{row.path}: {describe_verdict(row)}", 1.0, step)
             for row in rows
-            for step in _next_steps([row], gpu)
+            for step in _suggest_steps([row], gpu)
         )
         return cls(show(gpu) if gpu else None, tool, rows, findings)
 
@@ -119,7 +119,7 @@ class AuditDocument:
     @property
     def wrong(self) -> dict[int, str]:
         """What is wrong with each file that the GPU cannot use, by its index."""
-        return {index: verdict(item) for index, item in enumerate(self.items) if item.is_wrong}
+        return {index: describe_verdict(item) for index, item in enumerate(self.items) if item.is_wrong}
 
 
 def audit_page(document: AuditDocument) -> list[blocks.Block]:
@@ -131,17 +131,17 @@ def audit_page(document: AuditDocument) -> list[blocks.Block]:
     rows: list[tuple[blocks.Text, ...]] = []
     for item in document.items:
         name = f"{item.path} ({item.module})" if item.module else item.path
-        word = blocks.Span(verdict(item), "missing" if item.is_wrong else "")
-        rows.append((name, *_lists(item), word))
+        word = blocks.Span(describe_verdict(item), "missing" if item.is_wrong else "")
+        rows.append((name, *_list_kernels(item), word))
     if rows:
         page.append(blocks.Table(("file", "runs there" if gpu else "targets", "does not", "verdict"), rows))
     else:
         page.append(blocks.Paragraph("no shared object, cubin, wheel or build file found"))
-    page.append(blocks.Paragraph(summary_line(document)))
-    return [*page, *map(blocks.Step, _next_steps(document.items, gpu))]
+    page.append(blocks.Paragraph(summarize(document)))
+    return [*page, *map(blocks.Step, _suggest_steps(document.items, gpu))]
 
 
-def summary_line(document: AuditDocument) -> str:
+def summarize(document: AuditDocument) -> str:
     """Return how many files load, are compiled, have nothing, lack something or were skipped."""
     counts = document.summary
     fates = ((fate, getattr(counts, fate.name.lower())) for fate in Fate)
@@ -155,7 +155,7 @@ def _name(fate: Fate | None) -> str | None:
     return fate.name.lower() if fate else None
 
 
-def verdict(item: AuditItem) -> str:
+def describe_verdict(item: AuditItem) -> str:
     """Return what the GPU does with a file, in words."""
     if item.skipped:
         return f"skipped: {item.skipped}"
@@ -167,7 +167,7 @@ def verdict(item: AuditItem) -> str:
     return f"{words}; {item.note}" if item.note else words
 
 
-def _lists(item: AuditItem) -> tuple[str, str]:
+def _list_kernels(item: AuditItem) -> tuple[str, str]:
     """Return (what runs on the GPU, what does not), such as ``SASS 120f ×19, PTX 80``.
 
     Without a GPU, everything is in the first.
@@ -180,12 +180,12 @@ def _lists(item: AuditItem) -> tuple[str, str]:
     return ", ".join(runs) or _NONE, ", ".join(rest) or _NONE
 
 
-def _next_steps(items: Sequence[AuditItem], gpu: Capability | None) -> Iterator[str]:
+def _suggest_steps(items: Sequence[AuditItem], gpu: Capability | None) -> Iterator[str]:
     """Give what to do about each kind of finding, once."""
     if gpu is None:
         return
     missing = [item for item in items if item.verdict == "missing"]
-    for remedy in dict.fromkeys(_remedy(item, gpu) for item in missing):
+    for remedy in dict.fromkeys(_suggest_remedy(item, gpu) for item in missing):
         yield f"MD004: what is missing fails with `no kernel image is available`; {remedy}"
     if any(item.lacks for item in items):
         yield (
@@ -194,7 +194,7 @@ def _next_steps(items: Sequence[AuditItem], gpu: Capability | None) -> Iterator[
         )
 
 
-def _remedy(item: AuditItem, gpu: Capability) -> str:
+def _suggest_remedy(item: AuditItem, gpu: Capability) -> str:
     """Return how to get kernels for the GPU into what was audited: a cache, vLLM, or another file."""
     if item.module:
         return f"remove the module's folder and start with {FLASHINFER_LIST} unset, so that it is built again"
@@ -209,10 +209,10 @@ def _remedy(item: AuditItem, gpu: Capability) -> str:
         return f"install the FlashInfer package for a CUDA release that knows {show(gpu)}"
     if item.source == "cubins":
         return f"get the cubins for {show(gpu)} from where these come from"
-    return f"build it again with -gencode=arch=compute_{_digits(gpu)},code=sm_{_digits(gpu)}"
+    return f"build it again with -gencode=arch=compute_{_format_digits(gpu)},code=sm_{_format_digits(gpu)}"
 
 
-def _digits(gpu: Capability) -> str:
+def _format_digits(gpu: Capability) -> str:
     return f"{gpu[0]}{gpu[1]}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moedoctor.reporters.chart import Chart, Series, spans_of
+from moedoctor.reporters.chart import Chart, Series, describe_spans
 from moedoctor.reporters.text import time_unit
 
 Row = Mapping[str, Any]
@@ -14,7 +14,7 @@ _NO_RIVALS = ("OURS", "REFERENCE", "EMULATION")
 """Backends that ours is not compared with: a reference and a stand-in are slow by design."""
 
 
-def layer_charts(
+def make_layer_charts(
     layer: str, rows: Sequence[Row], roofline: Mapping[str, Any], *, name: str, caption: str
 ) -> list[Chart]:
     """Return the charts of one layer; none if nothing was timed.
@@ -26,21 +26,21 @@ def layer_charts(
     # Noise can make 0 of a very short call, and 0 has no place on a logarithmic axis.
     for row in sorted(rows, key=lambda row: int(row.get("tokens", 0))):
         if row.get("time_us_p20", 0) > 0:
-            lines.setdefault(label(row), []).append(row)
+            lines.setdefault(make_label(row), []).append(row)
     if not lines:
         return []
     unit, size, _ = time_unit(float(row["time_us"]) for each in lines.values() for row in each)
     log_x = len({row["tokens"] for each in lines.values() for row in each}) > 1
     what = f"One MoE layer of {layer}: {caption}."
     spread = "Median of a call, bars from p20 to p80."
-    title, *also = messages(layer, rows)
+    title, *also = write_messages(layer, rows)
     latency = Chart(
         name,
         title,
         also=tuple(also),
         y_label=f"time of a call ({unit})",
         series=(
-            *(Series.of(key, each, "tokens", "time_us", size) for key, each in lines.items()),
+            *(Series.from_records(key, each, "tokens", "time_us", size) for key, each in lines.items()),
             *_limit(lines, size),
         ),
         caption=f"{what} {spread} The limit is what the measured bandwidth and arithmetic allow.",
@@ -57,10 +57,13 @@ def layer_charts(
         latency,
         Chart(
             f"{name}_bandwidth",
-            f"{label(best)} reaches {share:.0%} of the measured bandwidth at {best['tokens']} tokens",
+            f"{make_label(best)} reaches {share:.0%} of the measured bandwidth at {best['tokens']} tokens",
             y_label="GB/s of experts, input and output",
             series=(
-                *(Series.of(key, each, "tokens", "gigabytes_per_second") for key, each in lines.items()),
+                *(
+                    Series.from_records(key, each, "tokens", "gigabytes_per_second")
+                    for key, each in lines.items()
+                ),
                 Series(f"limit, {bandwidth:.4g} GB/s", ends, [bandwidth] * len(ends), bound=True),
             ),
             caption=f"{what} Bytes of the chosen experts, the input and the output over the median time.",
@@ -70,43 +73,43 @@ def layer_charts(
             headline=False,
         ),
     ]
-    return [*charts, *_roofline(lines, roofline, name=f"{name}_roofline", what=what)]
+    return [*charts, *_make_roofline(lines, roofline, name=f"{name}_roofline", what=what)]
 
 
-def label(row: Row) -> str:
+def make_label(row: Row) -> str:
     """Return the backend with its quantization."""
     return f"{row['backend']} {row['quantization']}"
 
 
-def messages(layer: str, rows: Sequence[Row]) -> list[str]:
+def write_messages(layer: str, rows: Sequence[Row]) -> list[str]:
     """Return what the times of a layer say: where ours is faster, else which backend is fastest.
 
     The first message is about the first quantization, each other one about another. A time is shorter if its
     p80 is below the p20 of the other.
     """
     timed = [row for row in rows if row.get("time_us_p20", 0) > 0]
-    parts = [part for part in (_duel(kind, timed) for kind in _kinds(timed)) if part]
+    parts = [part for part in (_compare_ours(kind, timed) for kind in _list_kinds(timed)) if part]
     if parts:
         return [f"{layer}: {part}" for part in parts]
     fastest = {}
     for tokens in {row["tokens"] for row in timed}:
         ordered = sorted((row for row in timed if row["tokens"] == tokens), key=lambda row: row["time_us"])
         if len(ordered) == 1 or ordered[0]["time_us_p80"] < ordered[1]["time_us_p20"]:
-            fastest[tokens] = label(ordered[0])
+            fastest[tokens] = make_label(ordered[0])
     names = set(fastest.values())
     counts = sorted({row["tokens"] for row in timed})
-    if len(names) == 1 and len({label(row) for row in timed}) > 1:
-        return [f"{layer}: {names.pop()} is fastest {spans_of(counts, list(fastest), 'tokens')}"]
+    if len(names) == 1 and len({make_label(row) for row in timed}) > 1:
+        return [f"{layer}: {names.pop()} is fastest {describe_spans(counts, list(fastest), 'tokens')}"]
     return [f"{layer}: time of a call over the number of tokens"]
 
 
-def _kinds(rows: Sequence[Row]) -> list[str]:
+def _list_kinds(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(row["quantization"] for row in rows if row["backend"] == "OURS"))
 
 
-def _duel(quantization: str, rows: Sequence[Row]) -> str:
+def _compare_ours(quantization: str, rows: Sequence[Row]) -> str:
     """Return where ours is faster than all others of a quantization, and where not; empty without another."""
-    own = {row["tokens"]: row for row in rows if label(row) == f"OURS {quantization}"}
+    own = {row["tokens"]: row for row in rows if make_label(row) == f"OURS {quantization}"}
     rivals = [row for row in rows if row["quantization"] == quantization and row["backend"] not in _NO_RIVALS]
     counts = sorted(own.keys() & {row["tokens"] for row in rivals})
     if not counts:
@@ -121,8 +124,8 @@ def _duel(quantization: str, rows: Sequence[Row]) -> str:
         elif any(row["time_us_p80"] < own[tokens]["time_us_p20"] for row in beside):
             losses.append(tokens)
     winner = others if len(names) == 1 else "another backend"
-    parts = [f"OURS beats {others} {spans_of(counts, wins, 'tokens')}"] if wins else []
-    parts += [f"{winner} beats OURS {spans_of(counts, losses, 'tokens')}"] if losses else []
+    parts = [f"OURS beats {others} {describe_spans(counts, wins, 'tokens')}"] if wins else []
+    parts += [f"{winner} beats OURS {describe_spans(counts, losses, 'tokens')}"] if losses else []
     if parts:
         return f"{', '.join(parts)} ({quantization})"
     return f"OURS is as fast as {others} within the spread ({quantization})"
@@ -142,7 +145,7 @@ def _limit(lines: Mapping[str, Sequence[Row]], size: float) -> list[Series]:
     ]
 
 
-def _roofline(
+def _make_roofline(
     lines: Mapping[str, Sequence[Row]], roofline: Mapping[str, Any], *, name: str, what: str
 ) -> list[Chart]:
     """Return the roofline plot, if the report holds the operations and bytes of each call."""
@@ -170,8 +173,8 @@ def _roofline(
     return [
         Chart(
             name,
-            f"{label(best)} comes nearest to its limit: {best['roofline_share']:.0%} at {best['tokens']} "
-            "tokens",
+            f"{make_label(best)} comes nearest to its limit: {best['roofline_share']:.0%} "
+            f"at {best['tokens']} tokens",
             x_label="operations for each byte moved (FLOP/byte)",
             y_label="arithmetic (TFLOP/s)",
             series=(

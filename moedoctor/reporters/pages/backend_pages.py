@@ -61,9 +61,11 @@ def write_reports(folder: Path) -> list[Path]:
     (folder / "json").mkdir(parents=True, exist_ok=True)
     texts = {folder / "README.md": _index()}
     for capability, name in FAMILIES.items():
-        lines = [line for scheme, activation in LAYERS for line in _lines(capability, scheme, activation)]
-        texts[folder / f"{_stem(capability)}.md"] = report_markdown(capability, name, lines)
-        texts[folder / "json" / f"{_stem(capability)}.json"] = report_json(capability, name, lines)
+        lines = [
+            line for scheme, activation in LAYERS for line in _make_lines(capability, scheme, activation)
+        ]
+        texts[folder / f"{_name_file(capability)}.md"] = report_markdown(capability, name, lines)
+        texts[folder / "json" / f"{_name_file(capability)}.json"] = report_json(capability, name, lines)
     for file, text in texts.items():
         write(file, text)
     return list(texts)
@@ -78,7 +80,7 @@ def report_json(capability: str, name: str, lines: Sequence[Line]) -> str:
         "capability": capability,
         "gpu": name,
     }
-    rows = ",\n  ".join(json.dumps(_document(line), ensure_ascii=False) for line in lines)
+    rows = ",\n  ".join(json.dumps(_make_document(line), ensure_ascii=False) for line in lines)
     return json.dumps(head, ensure_ascii=False)[:-1] + f', "selections": [\n  {rows}\n]}}\n'
 
 
@@ -86,8 +88,10 @@ def report_markdown(capability: str, name: str, lines: Sequence[Line]) -> str:
     """Return one table, a row for each layer, parallel setting and run of releases."""
     rows: list[Sequence[Text]] = []
     # Lines that differ in what the table does not show share a row.
-    for (layer, parallel, *rest), group in itertools.groupby(lines, key=_cells):
-        rows.append((layer, parallel, _span(tuple(s for line in group for s in line.selections)), *rest))
+    for (layer, parallel, *rest), group in itertools.groupby(lines, key=_write_cells):
+        rows.append(
+            (layer, parallel, _write_span(tuple(s for line in group for s in line.selections)), *rest)
+        )
     return to_markdown(
         (
             Heading(f"MoE backends on compute capability {capability}: {name}", 1),
@@ -104,7 +108,7 @@ def report_markdown(capability: str, name: str, lines: Sequence[Line]) -> str:
     )
 
 
-def _lines(capability: str, scheme: str, activation: str) -> Iterator[Line]:
+def _make_lines(capability: str, scheme: str, activation: str) -> Iterator[Line]:
     """Give the runs of releases; parallel settings with the same runs share their lines."""
     alike: dict[Any, list[str]] = {}
     runs: dict[str, list[tuple[Selection, ...]]] = {}
@@ -114,7 +118,7 @@ def _lines(capability: str, scheme: str, activation: str) -> Iterator[Line]:
             for release in load_releases()
         ]
         runs[parallel] = [tuple(group) for _, group in itertools.groupby(selections, key=_answer)]
-        key = tuple((_span(run), _answer(run[0])) for run in runs[parallel])
+        key = tuple((_write_span(run), _answer(run[0])) for run in runs[parallel])
         alike.setdefault(key, []).append(parallel)
     for parallels in alike.values():
         yield from (Line(tuple(parallels), run) for run in runs[parallels[0]])
@@ -127,12 +131,12 @@ def _answer(selection: Selection) -> tuple[Any, ...]:
     return selection.chosen, tuple(candidates)
 
 
-def _span(selections: Sequence[Selection]) -> str:
+def _write_span(selections: Sequence[Selection]) -> str:
     first, last = selections[0].release, selections[-1].release
     return first if first == last else f"{first} to {last}"
 
 
-def _cells(line: Line) -> list[Text]:
+def _write_cells(line: Line) -> list[Text]:
     """Return the cells of a row, but for the releases."""
     candidates = line.first.candidates
     chosen = next((candidate for candidate in candidates if candidate.chosen), None)
@@ -150,7 +154,7 @@ def _cells(line: Line) -> list[Text]:
     return [layer, ", ".join(line.parallel), selected, ", ".join(others) or "none", reasons or "none"]
 
 
-def _document(line: Line) -> dict[str, Any]:
+def _make_document(line: Line) -> dict[str, Any]:
     first, fields = line.first, ("backend", "flag", "supported", "reason")
     return {
         "scheme": first.scheme,
@@ -175,10 +179,10 @@ def _index() -> str:
         "|---|---|---|",
     ]
     for capability, name in FAMILIES.items():
-        stem = _stem(capability)
+        stem = _name_file(capability)
         lines.append(f"| {capability} | {name} | [Markdown]({stem}.md), [JSON](json/{stem}.json) |")
     return "\n".join(lines) + "\n"
 
 
-def _stem(capability: str) -> str:
+def _name_file(capability: str) -> str:
     return f"sm{capability.replace('.', '')}"

@@ -46,39 +46,39 @@ class EachScheme:
 BackendsDocument = OneScheme | EachScheme
 
 
-def reasons(report: BackendsDocument) -> list[str]:
+def list_reasons(report: BackendsDocument) -> list[str]:
     """Return why the answer is not what was asked for; the exit code is 1 exactly if there is a reason."""
     if isinstance(report, EachScheme):
-        return dead_settings(report.settings)
+        return list_dead_settings(report.settings)
     asked = report.request
     return [
-        *dead_settings(report.settings),
+        *list_dead_settings(report.settings),
         *(f"the installed vLLM disagrees with the tables: {text}" for text in report.disagreements),
-        *([outcome(report)] if report.chosen is None else []),
+        *([describe_outcome(report)] if report.chosen is None else []),
         *([f"{asked.backend} would not work: {asked.reason}"] if asked and not asked.works else []),
     ]
 
 
-def dead_settings(settings: Sequence[SettingFinding]) -> list[str]:
+def list_dead_settings(settings: Sequence[SettingFinding]) -> list[str]:
     """Return a line for each setting that does not take effect."""
-    return [setting_line(finding) for finding in settings if not finding.takes_effect]
+    return [describe_setting(finding) for finding in settings if not finding.takes_effect]
 
 
-def backends_page(report: BackendsDocument) -> list[Block]:
+def make_backends_page(report: BackendsDocument) -> list[Block]:
     """Return what is selected, a row for each candidate or scheme, and then what was found about settings."""
-    return _each_scheme(report) if isinstance(report, EachScheme) else _one_scheme(report)
+    return _show_each_scheme(report) if isinstance(report, EachScheme) else _show_one_scheme(report)
 
 
-def summary_line(report: BackendsDocument) -> str:
+def summarize(report: BackendsDocument) -> str:
     """Return what is selected, for several schemes as ``nvfp4: MARLIN · fp8: none``."""
     if isinstance(report, EachScheme):
         return " · ".join(f"{each.scheme}: {each.chosen or 'none'}" for each in report.schemes)
-    return outcome(report)
+    return describe_outcome(report)
 
 
-def _one_scheme(report: OneScheme) -> list[Block]:
-    asked, dead = report.request, dead_settings(report.settings)
-    page = [_question(report, report.scheme), Paragraph(Span(outcome(report), "bold"))]
+def _show_one_scheme(report: OneScheme) -> list[Block]:
+    asked, dead = report.request, list_dead_settings(report.settings)
+    page = [_show_question(report, report.scheme), Paragraph(Span(describe_outcome(report), "bold"))]
     if asked:
         works = "would work" if asked.works else "would not work"
         how = f"ask for it with {asked.how}" if asked.how else "this release has no flag or variable for it"
@@ -98,41 +98,41 @@ def _one_scheme(report: OneScheme) -> list[Block]:
         Table(("sign", "backend", "ask for it with", "why"), rows),
         Paragraph("Signs: * is selected, + would work, - would not work."),
         Paragraph(f"Order: {report.source}"),
-        *_details(report.settings, report.notes, report.disagreements),
+        *_show_details(report.settings, report.notes, report.disagreements),
     ]
     if asked and asked.works and asked.how:
         page.append(Step(f"ask for {asked.backend} with {asked.how}"))
-    return [*page, *_better_settings(report.settings)]
+    return [*page, *_suggest_settings(report.settings)]
 
 
-def _each_scheme(report: EachScheme) -> list[Block]:
+def _show_each_scheme(report: EachScheme) -> list[Block]:
     asked = report.request or ()
     rows = [
-        (each.scheme, each.chosen or "none", _why(each), *((answer,) if asked else ()))
+        (each.scheme, each.chosen or "none", _explain_scheme(each), *((answer,) if asked else ()))
         for each, answer in zip(report.schemes, asked or [""] * len(report.schemes), strict=True)
     ]
     return [
-        _question(report.schemes[0]),
+        _show_question(report.schemes[0]),
         Paragraph(Span("it depends on how the experts are quantized, which is not known here", "bold")),
-        Paragraph(summary_line(report)),
+        Paragraph(summarize(report)),
         Table(("if they are", "vLLM selects", "why", *(("asked about",) if asked else ())), rows),
-        *_details(report.settings, report.notes),
-        *_better_settings(report.settings),
+        *_show_details(report.settings, report.notes),
+        *_suggest_settings(report.settings),
         Step("say how the experts are quantized: --scheme, or a server's command line after --"),
     ]
 
 
-def _question(selection: Selection, scheme: str = "") -> Block:
+def _show_question(selection: Selection, scheme: str = "") -> Block:
     gpu = f"compute capability {selection.capability}"
     parts = (f"vLLM {selection.release}", gpu, scheme, selection.parallel, selection.activation)
     return Heading(" · ".join(filter(None, parts)), 1)
 
 
-def _details(
+def _show_details(
     settings: Sequence[SettingFinding], notes: Sequence[str], disagreements: Sequence[str] = ()
 ) -> Iterator[Block]:
     for title, lines in (
-        ("Settings", list(map(setting_line, settings))),
+        ("Settings", list(map(describe_setting, settings))),
         ("The installed vLLM disagrees with the tables", disagreements),
         ("Notes", notes),
     ):
@@ -140,25 +140,25 @@ def _details(
             yield from (Heading(title, 3), Bullets(lines))
 
 
-def _better_settings(settings: Sequence[SettingFinding]) -> list[Step]:
+def _suggest_settings(settings: Sequence[SettingFinding]) -> list[Step]:
     return [Step(f"use {each.instead} instead of {each.setting}") for each in settings if each.instead]
 
 
-def _why(selection: Selection) -> str:
+def _explain_scheme(selection: Selection) -> str:
     """Return why, for a scheme that the experts may not have: nothing is said of a server that stops."""
     if selection.chosen is not None:
         return selection.decided_by
     return (selection.error or "").partition(": ")[2] or "no backend of this release computes such layers"
 
 
-def outcome(selection: Selection) -> str:
+def describe_outcome(selection: Selection) -> str:
     """Return the result of a selection in one line."""
     if selection.chosen is None:
         return selection.error or "no backend"
     return f"{selection.chosen} is selected ({selection.decided_by})"
 
 
-def setting_line(finding: SettingFinding) -> str:
+def describe_setting(finding: SettingFinding) -> str:
     """Return one finding in one line."""
     kind = finding.problem.replace("_", " ")
     better = f"; use {finding.instead}" if finding.instead else ""

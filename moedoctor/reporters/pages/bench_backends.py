@@ -13,8 +13,8 @@ from typing_extensions import Required, TypedDict
 import moedoctor
 from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
-from moedoctor.reporters.pages.backend_charts import label, layer_charts
-from moedoctor.reporters.pages.machine import environment_table
+from moedoctor.reporters.pages.backend_charts import make_label, make_layer_charts
+from moedoctor.reporters.pages.machine import make_environment_table
 from moedoctor.reporters.text import UNSTEADY_REMARK, is_unsteady, time_unit
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 from moedoctor.text import show
@@ -120,14 +120,14 @@ def bench_page(bench: BackendBench, *, full: bool = False) -> list[Block]:
         if rest := list(dict.fromkeys(_not_timed(row) for row in own if "time_us" not in row)):
             page.append(Bullets(rest))
     page.append(Bullets(list(_remarks(bench))))
-    return [*page, *environment_table(bench.environment)] if full else page
+    return [*page, *make_environment_table(bench.environment)] if full else page
 
 
 def charts(bench: BackendBench, layer: str) -> list[Chart]:
     """Return the charts of one layer: latency first; none if nothing was timed."""
     caption = f"{_sizes(bench.layers[layer])}; {bench.routing} routing; {bench.device}"
     rows = [row for row in bench.rows if row["model"] == layer and "time_us" in row]
-    return layer_charts(layer, rows, bench.roofline, name=slug(layer), caption=caption)
+    return make_layer_charts(layer, rows, bench.roofline, name=slug(layer), caption=caption)
 
 
 def slug(name: str) -> str:
@@ -199,7 +199,7 @@ def _is_untrusted(row: Mapping[str, Any]) -> bool:
 
 
 def _not_timed(row: Mapping[str, Any]) -> str:
-    where = f"{label(row)}, {row['tokens']} tokens" if "tokens" in row else label(row)
+    where = f"{make_label(row)}, {row['tokens']} tokens" if "tokens" in row else make_label(row)
     if "unavailable" in row:
         return f"{where}: not available: {row['unavailable']}"
     if _is_untrusted(row):

@@ -10,8 +10,8 @@ import moedoctor
 from moedoctor.bench.cache.replay import ReplayPoint, TraceFacts
 from moedoctor.reporters.chart import Chart, Series
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
-from moedoctor.reporters.pages.machine import environment_table
-from moedoctor.reporters.text import figures
+from moedoctor.reporters.pages.machine import make_environment_table
+from moedoctor.reporters.text import list_figures
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 
 BOUND = "belady"
@@ -140,8 +140,8 @@ def bench_page(bench: CacheBench, *, full: bool = False) -> list[Block]:
         *(Picture("", chart.title, chart) for chart in charts(bench)),
     ]
     if full and bench.made:
-        page += [Heading("How the trace was made"), Table(("fact", "value"), list(figures(bench.made)))]
-    return [*page, *environment_table(bench.environment)] if full else page
+        page += [Heading("How the trace was made"), Table(("fact", "value"), list(list_figures(bench.made)))]
+    return [*page, *make_environment_table(bench.environment)] if full else page
 
 
 def _by_capacity(bench: CacheBench) -> dict[int, dict[str, ReplayPoint]]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import moedoctor
 from moedoctor.reporters.chart import Chart, Series
-from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, evidence_tables
-from moedoctor.reporters.pages.machine import environment_table
+from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, make_evidence_tables
+from moedoctor.reporters.pages.machine import make_environment_table
 from moedoctor.reporters.text import UNSTEADY_REMARK, has_unsteady
 from moedoctor.results import ReportError, ScenarioVerdict, from_json
 
@@ -99,11 +99,11 @@ def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
         Paragraph(summary_line(bench)),
         Bullets(reasons(bench)),
         *(Picture("", chart.title, chart) for chart in charts(bench)),
-        *evidence_tables({"engines": bench.engines}, measured=True).values(),
-        *evidence_tables({"speeds": bench.speeds}, measured=True).values(),
+        *make_evidence_tables({"engines": bench.engines}, measured=True).values(),
+        *make_evidence_tables({"speeds": bench.speeds}, measured=True).values(),
         Bullets(list(_remarks(bench))),
     ]
-    return [*page, *environment_table(bench.environment)] if full else page
+    return [*page, *make_environment_table(bench.environment)] if full else page
 
 
 def _remarks(bench: EngineBench) -> Iterator[str]:
@@ -140,7 +140,9 @@ def charts(bench: EngineBench) -> list[Chart]:
             _message(bench.speeds),
             x_label="batch (sequences)",
             y_label="tokens per second",
-            series=tuple(Series.of(name, rows, "batch", "tokens_per_second") for name, rows in lines.items()),
+            series=tuple(
+                Series.from_records(name, rows, "batch", "tokens_per_second") for name, rows in lines.items()
+            ),
             caption=f"{bench.model}: {bench.tokens} new tokens for each sequence. Medians, bars from p20 to "
             "p80.",
             log_x=len({row["batch"] for row in bench.speeds}) > 1,

@@ -8,29 +8,29 @@ from typing import Any
 
 from moedoctor.diagnose.check.records import CheckResult
 from moedoctor.reporters.page import Block, Bullets, Fold, Heading, Item, Paragraph, Span, Table
-from moedoctor.reporters.text import count_of, figures, short_value
+from moedoctor.reporters.text import count_of, format_value, list_figures
 
 _DEPENDS = "Whether these strike depends on the checkpoint, the model or your own code:"
 
 
-def check_page(result: CheckResult) -> list[Block]:
+def make_check_page(result: CheckResult) -> list[Block]:
     """Return the counts, what was found, what was not looked at, and the facts."""
-    rows = list(fact_rows(result.environment))
+    rows = list(list_facts(result.environment))
     if result.described:
         rows = [row for row in rows if row[0] in _DESCRIBED]
     page: list[Block] = [
         Heading(f"moedoctor {result.version}: check of {result.target}", 1),
-        Paragraph(Span(summary_line(result), "bold")),
+        Paragraph(Span(summarize(result), "bold")),
     ]
     if result.findings:
         page.append(Paragraph(f"Can strike here: {', '.join(each.id for each in result.findings)}"))
     if result.without_vllm:
         page.append(Paragraph(Span(result.without_vllm, "warning")))
-    page += [*_findings(result), Heading("Not looked at"), Bullets(result.not_looked_at)]
+    page += [*_show_findings(result), Heading("Not looked at"), Bullets(result.not_looked_at)]
     return [*page, Fold("Environment", [Table(("fact", "value"), rows)])]
 
 
-def _findings(result: CheckResult) -> Iterator[Block]:
+def _show_findings(result: CheckResult) -> Iterator[Block]:
     if result.problems:
         yield Heading("What does not work together")
     for problem in result.problems:
@@ -41,7 +41,7 @@ def _findings(result: CheckResult) -> Iterator[Block]:
         yield Heading("Known failures that can strike here")
     for finding in result.findings:
         needs = [("needs", finding.needs)] if finding.needs else []
-        evidence = ("seen", _evidence(finding.evidence))
+        evidence = ("seen", _format_evidence(finding.evidence))
         lines = [("why", finding.why), *needs, evidence, ("next", finding.next_step)]
         yield Item(finding.severity, f"{finding.id} {finding.name}: {finding.title}", lines)
     if result.conditional:
@@ -52,7 +52,7 @@ def _findings(result: CheckResult) -> Iterator[Block]:
         yield Paragraph(("Details: ", Span("moedoctor explain ID", "code")))
 
 
-def summary_line(result: CheckResult) -> str:
+def summarize(result: CheckResult) -> str:
     """Return ``2 errors · 1 warning · 0 problems · 5 not decided here · 0 facts missing``."""
     counts = result.summary
     missing = len(result.environment.get("collector_errors") or {})
@@ -67,9 +67,9 @@ def summary_line(result: CheckResult) -> str:
     )
 
 
-def _evidence(evidence: Mapping[str, Any]) -> str:
+def _format_evidence(evidence: Mapping[str, Any]) -> str:
     """Return ``vllm 0.18.0, wsl true``."""
-    return ", ".join(f"{name.removeprefix('variables.')} {text}" for name, text in figures(evidence))
+    return ", ".join(f"{name.removeprefix('variables.')} {text}" for name, text in list_figures(evidence))
 
 
 # The facts in the few words that a person reads; JSON has all of them.
@@ -101,9 +101,9 @@ _DESCRIBED = (
 """The facts that an environment has which is only described."""
 
 
-def fact_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def list_facts(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Give (name, words) of each fact, in the order of the report."""
-    yield "GPU", _gpus(facts.get("gpus"))
+    yield "GPU", _describe_gpus(facts.get("gpus"))
     driver, cuda = facts.get("driver"), facts.get("cuda_driver")
     yield "driver", f"{driver} (CUDA {cuda})" if driver and cuda else str(driver or "none")
     built = "torch without CUDA" if facts.get("torch") else "no torch"
@@ -113,27 +113,27 @@ def fact_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         built = "what torch is built for is not known"
     compiler = f"nvcc {facts['nvcc']}" if facts.get("nvcc") else "no nvcc"
     yield "CUDA toolkit", f"{compiler}, {built}"
-    yield "system", _system(facts)
-    yield "pinned memory", _pinned(facts.get("pinned_memory"))
+    yield "system", _describe_system(facts)
+    yield "pinned memory", _describe_pinning(facts.get("pinned_memory"))
     yield "locked memory", _limit(facts.get("locked_memory_limit_bytes"))
     for key, name in _PACKAGES.items():
         if key in ("torch", "vllm", "flashinfer") or facts.get(key):
-            yield name, _package(key, facts)
+            yield name, _describe_package(key, facts)
     if facts.get("vllm"):
         yield "CPU offload", _offload(facts.get("vllm_offload"))
     if facts.get("flashinfer"):
-        yield "JIT cache", _jit(facts.get("flashinfer_jit_folders"))
-    yield "moedoctor fixes", _fixes(facts.get("moedoctor_fixes"))
+        yield "JIT cache", _describe_jit_cache(facts.get("flashinfer_jit_folders"))
+    yield "moedoctor fixes", _describe_fixes(facts.get("moedoctor_fixes"))
     if known := (facts.get("moedoctor_fixes") or {}).get("known"):
-        yield "fixes for this vLLM", "; ".join(_known(name, row) for name, row in known.items())
-    yield "variables", _variables(facts.get("env"))
+        yield "fixes for this vLLM", "; ".join(_describe_fix(name, row) for name, row in known.items())
+    yield "variables", _describe_variables(facts.get("env"))
     for package, answer in (facts.get("collectors") or {}).items():
-        yield f"{package} says", _collected(package, answer)
+        yield f"{package} says", _describe_collected(package, answer)
     for name, error in (facts.get("collector_errors") or {}).items():
         yield f"no {name}", str(error)
 
 
-def _gpus(gpus: Sequence[Mapping[str, Any]] | None) -> str:
+def _describe_gpus(gpus: Sequence[Mapping[str, Any]] | None) -> str:
     if gpus is None:
         return _UNKNOWN
     visible = [gpu for gpu in gpus if gpu.get("visible")]
@@ -148,14 +148,14 @@ def _gpus(gpus: Sequence[Mapping[str, Any]] | None) -> str:
     return "; ".join(text if count == 1 else f"{count} × {text}" for text, count in names.items())
 
 
-def _system(facts: Mapping[str, Any]) -> str:
+def _describe_system(facts: Mapping[str, Any]) -> str:
     parts = [str(facts.get("platform") or _UNKNOWN), f"kernel {facts.get('kernel')}"]
     parts.append(f"Python {facts.get('python')}")
     places = {"wsl": "WSL", "container": "in a container"}
     return ", ".join((*parts, *(words for name, words in places.items() if facts.get(name))))
 
 
-def _pinned(pinning: Mapping[str, Any] | None) -> str:
+def _describe_pinning(pinning: Mapping[str, Any] | None) -> str:
     if pinning is None:
         return _UNKNOWN
     word = {True: "works", False: "FAILS", None: "not tried"}[pinning["works"]]
@@ -168,7 +168,7 @@ def _limit(limit: Any) -> str:
     return str(limit or _UNKNOWN)
 
 
-def _package(key: str, facts: Mapping[str, Any]) -> str:
+def _describe_package(key: str, facts: Mapping[str, Any]) -> str:
     version, name = facts.get(key), _PACKAGES[key]
     if not version:
         return _UNKNOWN if key in (facts.get("collector_errors") or {}) else "not installed"
@@ -190,7 +190,7 @@ def _offload(path: Mapping[str, Any] | None) -> str:
     return f"{ways[uva['value']]}, {pinned}: {'; '.join(reasons)}"
 
 
-def _jit(cache: Mapping[str, Any] | None) -> str:
+def _describe_jit_cache(cache: Mapping[str, Any] | None) -> str:
     if cache is None:
         return _UNKNOWN
     folders = [
@@ -200,34 +200,34 @@ def _jit(cache: Mapping[str, Any] | None) -> str:
     return f"{cache['path']}: {', '.join(folders) or 'empty'}"
 
 
-def _fixes(state: Mapping[str, Any] | None) -> str:
+def _describe_fixes(state: Mapping[str, Any] | None) -> str:
     if state is None:
         return _UNKNOWN
     return f"{'active' if state['active'] else 'not active'}: {state['reason']}"
 
 
-def _known(name: str, row: Mapping[str, Any]) -> str:
+def _describe_fix(name: str, row: Mapping[str, Any]) -> str:
     return f"{name} {row['basis']}" + (f" ({row['reason']})" if row["basis"] == "refused" else "")
 
 
-def _variables(variables: Mapping[str, str] | None) -> str:
+def _describe_variables(variables: Mapping[str, str] | None) -> str:
     if variables is None:
         return _UNKNOWN
     shown = " ".join(f"{name}={value}" for name, value in variables.items())
     return shown or "none of VLLM_*, FLASHINFER_*, CUDA_*"
 
 
-def _collected(package: str, answer: Mapping[str, Any]) -> str:
+def _describe_collected(package: str, answer: Mapping[str, Any]) -> str:
     if "error" in answer:
         return f"nothing: {answer['error']}"
-    flat = dict(_flat(answer))
-    shown = [f"{name}: {short_value(flat[name])}" for name in _COLLECTORS.get(package, ()) if name in flat]
+    flat = dict(_flatten(answer))
+    shown = [f"{name}: {format_value(flat[name])}" for name in _COLLECTORS.get(package, ()) if name in flat]
     return "; ".join(shown) or f"{len(flat)} facts, see --format json"
 
 
-def _flat(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flatten(facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in facts.items():
         if isinstance(value, Mapping):
-            yield from _flat(value)
+            yield from _flatten(value)
         else:
             yield str(name), value

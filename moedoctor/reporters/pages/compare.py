@@ -29,28 +29,28 @@ class CompareDocument:
     next_steps: tuple[str, ...]
 
     @classmethod
-    def of(cls, changed: Comparison, baseline: str, current: str) -> CompareDocument:
+    def from_changes(cls, changed: Comparison, baseline: str, current: str) -> CompareDocument:
         """Return the document of two reports by their names."""
         changes: dict[str, Any] = {name: tuple(map(str, getattr(changed, name))) for name in GROUPS}
-        return cls(baseline, current, **changes, next_steps=tuple(_next_steps(changed, current)))
+        return cls(baseline, current, **changes, next_steps=tuple(_suggest_steps(changed, current)))
 
 
-def compare_page(document: CompareDocument) -> list[Block]:
+def make_compare_page(document: CompareDocument) -> list[Block]:
     """Return what got worse, what got better, what else changed, and what to do."""
     page: list[Block] = [Heading(f"{document.current} compared with {document.baseline}", 1)]
     for name in GROUPS:
         if changes := getattr(document, name):
             page += [Heading(name), Bullets(changes)]
-    page.append(Paragraph(summary_line(document)))
+    page.append(Paragraph(summarize(document)))
     return [*page, *map(Step, document.next_steps)]
 
 
-def summary_line(document: CompareDocument) -> str:
+def summarize(document: CompareDocument) -> str:
     """Return ``1 regression, 0 improvements, 2 notes``."""
     return ", ".join(count_of(len(getattr(document, name)), name.removesuffix("s")) for name in GROUPS)
 
 
-def _next_steps(changed: Comparison, current: str) -> Sequence[str]:
+def _suggest_steps(changed: Comparison, current: str) -> Sequence[str]:
     ids = list(dict.fromkeys(change.scenario for change in changed.regressions if change.scenario))
     if not changed.regressions:
         if changed.improvements or changed.notes:

@@ -77,40 +77,40 @@ class Explained:
     links: tuple[Link, ...] = ()
 
     @classmethod
-    def of_entry(cls, entry: Entry, *, runs: bool) -> Explained:
+    def from_entry(cls, entry: Entry, *, runs: bool) -> Explained:
         """Explain a failure of our catalogue."""
         names = ("where", "next", "fixed", "mechanism", "affected", "detection", "fix")
         words = {name: getattr(entry, name) for name in names}
         words["record"] = record_hint(entry)
         words["releases"] = tuple((each.range, each.evidence) for each in entry.releases)
-        claims = _claims(entry.id, entry.name) if runs else ()
+        claims = _read_claims(entry.id, entry.name) if runs else ()
         return cls(entry.id, entry.name, entry.title, runs, **words, claims=claims, links=entry.links)
 
     @classmethod
-    def of_fault(cls, fault: Fault) -> Explained:
+    def from_fault(cls, fault: Fault) -> Explained:
         """Explain a known failure of another project, as far as it explains itself."""
         words = asdict(fault.explanation) if fault.explanation else {}
         links = tuple(Link(url, "") for url in words.pop("links", ()))
-        claims = _claims(fault.id, fault.name)
+        claims = _read_claims(fault.id, fault.name)
         return cls(fault.id, fault.name, fault.title, True, **words, claims=claims, links=links)
 
-    def summary_line(self) -> str:
+    def summarize(self) -> str:
         """Return who has it and what fixes it."""
         who = f": {self.where}" if self.where else ""
         return f"{self.id}{who}" + (f"; fixed in: {self.fixed}" if self.fixed else "")
 
     def _answer(self) -> Answer:
         """Return who has it, what came out of the claims about it, and what to do today."""
-        words = [f"{count} {verdict}" for verdict, count in Counter(map(_word, self.claims)).items()]
+        words = [f"{count} {verdict}" for verdict, count in Counter(map(_find_verdict, self.claims)).items()]
         claims = [f"{count_of(len(self.claims), 'claim')}: {', '.join(words)}"] if words else []
         call = f"`moedoctor run {self.id}`"
         steps = [text for text in (self.next, self.record) if text]
         if call not in self.next:
             steps.append(f"{call} runs it" if self.runs else NOT_YET)
         looked_at = "the catalogue of known failures, and the reports that come with moedoctor"
-        return Answer([looked_at], [self.summary_line(), *claims], steps)
+        return Answer([looked_at], [self.summarize(), *claims], steps)
 
-    def page(self, *, brief: bool = False) -> list[Block]:
+    def make_page(self, *, brief: bool = False) -> list[Block]:
         """Return the page, with a heading for everything that is known.
 
         A brief page fits on two screens: it has the verdict on each claim without figures, and not what the
@@ -137,9 +137,13 @@ class Explained:
             page.append(Heading("Claims, and what came out"))
         for claim in self.claims:
             # Several reports of one machine may say the same.
-            outcomes = list(dict.fromkeys((outcome.machine, _verdict(outcome)) for outcome in claim.outcomes))
+            outcomes = list(
+                dict.fromkeys((outcome.machine, _show_verdict(outcome)) for outcome in claim.outcomes)
+            )
             title = (f"{claim.text} (", Span(claim.source, "source"), ")")
-            page.append(Item(_word(claim), title, [] if brief else outcomes or [("", "not measured yet")]))
+            page.append(
+                Item(_find_verdict(claim), title, [] if brief else outcomes or [("", "not measured yet")])
+            )
         if self.links:
             links = [Span(f"{link.url} {link.text}".rstrip(), "source") for link in self.links]
             page += [Heading(SECTIONS[-1]), Bullets(links)]
@@ -171,14 +175,14 @@ class Catalogue:
     command: ClassVar[str] = "list"
     catalogue: tuple[Row, ...]
 
-    def page(self) -> list[Block]:
+    def make_page(self) -> list[Block]:
         """Return the catalogue as a table, and how to get more of it."""
         cells = [(row.id, row.title, row.affects, row.fixed_in) for row in self.catalogue]
         details, run = Span("moedoctor explain ID", "code"), Span("moedoctor run ID", "code")
         more = Step((details, " gives details, ", run, " runs one"))
         return [Heading("Known failures", 1), Table(("id", "failure", "affects", "fixed in"), cells), more]
 
-    def summary_line(self) -> str:
+    def summarize(self) -> str:
         """Return ``21 known failures; moedoctor runs 19 of them; no release fixes 7``."""
         runs = sum(row.scenario for row in self.catalogue)
         unfixed = sum(re.match(r"no\b", row.fixed_in) is not None for row in self.catalogue)
@@ -186,17 +190,17 @@ class Catalogue:
         return f"{count}; moedoctor runs {runs} of them; no release fixes {unfixed}"
 
 
-def _word(claim: Claim) -> str:
+def _find_verdict(claim: Claim) -> str:
     """Return the first verdict on a claim that a machine tested."""
     verdicts = [outcome.verdict for outcome in claim.outcomes]
     return next((verdict for verdict in verdicts if verdict != "untested"), "untested")
 
 
-def _verdict(outcome: Outcome) -> str:
+def _show_verdict(outcome: Outcome) -> str:
     return f"{outcome.verdict}: {outcome.reason}" if outcome.reason else outcome.verdict
 
 
-def _claims(id: str, name: str) -> tuple[Claim, ...]:
+def _read_claims(id: str, name: str) -> tuple[Claim, ...]:
     """Return the claims of the built-in scenario. Another project's scenario may be elsewhere."""
     try:
         data = read_yaml(builtin_folder() / f"{name}.yaml").data
@@ -205,14 +209,14 @@ def _claims(id: str, name: str) -> tuple[Claim, ...]:
     claims = data.get("claims") if isinstance(data, dict) else None
     if not claims:
         return ()
-    reports = _reports()
+    reports = _load_reports()
     return tuple(
-        Claim(claim["text"], claim["source"], tuple(_outcomes(id, claim["text"], reports)))
+        Claim(claim["text"], claim["source"], tuple(_list_outcomes(id, claim["text"], reports)))
         for claim in claims
     )
 
 
-def _outcomes(id: str, text: str, reports: Sequence[tuple[str, Report]]) -> Iterator[Outcome]:
+def _list_outcomes(id: str, text: str, reports: Sequence[tuple[str, Report]]) -> Iterator[Outcome]:
     for machine, report in reports:
         for scenario in report.scenarios:
             for claim in scenario.claims:
@@ -220,7 +224,7 @@ def _outcomes(id: str, text: str, reports: Sequence[tuple[str, Report]]) -> Iter
                     yield Outcome(machine, claim.verdict.value, claim.reason)
 
 
-def _reports() -> Sequence[tuple[str, Report]]:
+def _load_reports() -> Sequence[tuple[str, Report]]:
     """Return (machine, report) of each run that is evidence of ours, without the baselines of CI.
 
     Reports of other commands have no claims.

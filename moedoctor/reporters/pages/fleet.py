@@ -15,7 +15,7 @@ from moedoctor.fleet.report import FleetReport, in_words
 from moedoctor.fleet.rows import SKIPPED, Place, Row, Status
 from moedoctor.reporters.findings import Finding, Findings
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Table
-from moedoctor.reporters.text import count_of, short_value
+from moedoctor.reporters.text import count_of, format_value
 
 _FIRST = ("finding ", "verdict ", "claim ", "driver", "vLLM", "FlashInfer", "torch")
 """The facts that a reader wants first; after them those that a rule calls wrong, and then the others."""
@@ -37,31 +37,31 @@ class _Most:
 _ALL = _Most(*(1 << 30,) * 5)
 
 
-def fleet_page(report: FleetReport, *, full: bool = False) -> list[Block]:
+def make_fleet_page(report: FleetReport, *, full: bool = False) -> list[Block]:
     """Return the differences first, and the largest group once. A page that is not `full` cuts long lists."""
     most = _ALL if full else _Most()
     asked = " ".join(report.question)
     page: list[Block] = [
         Heading(f"moedoctor {moedoctor.__version__}: fleet {asked}", 1),
-        Paragraph(summary_line(report)),
+        Paragraph(summarize(report)),
     ]
     for blocks in (
-        _groups(report, most),
-        _unanswered(report, most),
-        _bits(report),
-        _outliers(report, most),
-        _numbers(report, most),
-        _not_compared(report),
+        _show_groups(report, most),
+        _show_unanswered(report, most),
+        _show_bits(report),
+        _show_outliers(report, most),
+        _show_numbers(report, most),
+        _show_not_compared(report),
     ):
         page.extend(blocks)
-    page.extend(_largest(report, most))
+    page.extend(_show_largest(report, most))
     if report.folder is not None:
         page.append(Paragraph(f"Every {report.noun}'s report: {report.folder}"))
-    page.extend(_steps(report, most))
+    page.extend(_suggest_steps(report, most))
     return page
 
 
-def _steps(report: FleetReport, most: _Most) -> Iterator[Block]:
+def _suggest_steps(report: FleetReport, most: _Most) -> Iterator[Block]:
     """Give what to do next, a line for each kind of trouble."""
     for name in list(report.findings)[:3]:
         if _ENTRY.fullmatch(name):
@@ -70,18 +70,20 @@ def _steps(report: FleetReport, most: _Most) -> Iterator[Block]:
     if report.question[0] == "check" and groups:
         members = [name for group in groups for name in group.members]
         problems = [name for group in groups for name in group.findings if not _ENTRY.fullmatch(name)]
-        what = _names(list(dict.fromkeys(problems)), replace(most, names=2))
-        named = _names(members, replace(most, names=3))
+        what = _list_names(list(dict.fromkeys(problems)), replace(most, names=2))
+        named = _list_names(members, replace(most, names=3))
         yield Step(("run ", Span("moedoctor check", "code"), f" on {named} for what to do about {what}"))
     for group in report.grouping.groups[1:4]:
         facts = [each.fact for each in group.wrong if not each.fact.startswith("finding ")]
         if facts:
             shown = ", ".join(facts[:3]) + (f" and {len(facts) - 3} more" if len(facts) > 3 else "")
-            yield Step(f"give {_names(group.members, replace(most, names=3))} what the others have: {shown}")
+            yield Step(
+                f"give {_list_names(group.members, replace(most, names=3))} what the others have: {shown}"
+            )
     odd = [each.name for each in report.bits.oddities] if report.bits is not None else []
     slow = [outlier.name for outlier in report.outliers if outlier.worse]
     if names := list(dict.fromkeys([*odd, *slow])):
-        named = _names(names, replace(most, names=3))
+        named = _list_names(names, replace(most, names=3))
         yield Step(
             f"ask {named} once more; what stays odd in the second answer is the hardware or its driver"
         )
@@ -90,7 +92,7 @@ def _steps(report: FleetReport, most: _Most) -> Iterator[Block]:
         yield Step(("run ", Span(command, "code"), " to ask only those that gave no report"))
 
 
-def summary_line(report: FleetReport) -> str:
+def summarize(report: FleetReport) -> str:
     """Return ``64 nodes · 62 answered · 2 groups · 1 finding · 0 outliers · 2 without an answer``."""
     answered = len(report.rows) - len(report.unanswered)
     parts = [
@@ -105,7 +107,7 @@ def summary_line(report: FleetReport) -> str:
     return " · ".join([*parts, f"{len(report.unanswered)} without an answer"])
 
 
-def _groups(report: FleetReport, most: _Most) -> Iterator[Block]:
+def _show_groups(report: FleetReport, most: _Most) -> Iterator[Block]:
     groups = report.grouping.groups
     if len(groups) < 2:
         answered = len(groups[0].members) if groups else 0
@@ -117,13 +119,12 @@ def _groups(report: FleetReport, most: _Most) -> Iterator[Block]:
     total = sum(len(group.members) for group in groups)
     yield Heading("What differs")
     for number, group in enumerate(groups[1 : most.groups + 1], 2):
-        differences = _ordered(group.differences)
+        differences = _order(group.differences)
         shown = "; ".join(in_words(difference) for difference in differences[: most.differences])
         if len(differences) > most.differences:
             shown += f"; and {len(differences) - most.differences} more, which --full or --format json lists"
-        title = (
-            f"{len(group.members)} of {count_of(total, report.noun)}: {shown}: {_names(group.members, most)}"
-        )
+        names = _list_names(group.members, most)
+        title = f"{len(group.members)} of {count_of(total, report.noun)}: {shown}: {names}"
         lines = [
             ("wrong", rule) for rule in dict.fromkeys(str(difference.rule) for difference in group.wrong)
         ]
@@ -135,7 +136,7 @@ def _groups(report: FleetReport, most: _Most) -> Iterator[Block]:
         yield Paragraph(f"{len(groups) - most.groups - 1} more groups; --full or --format json lists all.")
 
 
-def _ordered(differences: Sequence[Difference]) -> list[Difference]:
+def _order(differences: Sequence[Difference]) -> list[Difference]:
     def rank(difference: Difference) -> tuple[int, bool, str]:
         first = [index for index, start in enumerate(_FIRST) if difference.fact.startswith(start)]
         return (first[0] if first else len(_FIRST), difference.rule is None, difference.fact)
@@ -143,7 +144,7 @@ def _ordered(differences: Sequence[Difference]) -> list[Difference]:
     return sorted(differences, key=rank)
 
 
-def _unanswered(report: FleetReport, most: _Most) -> Iterator[Block]:
+def _show_unanswered(report: FleetReport, most: _Most) -> Iterator[Block]:
     """Give the nodes without an answer, with the same reason in one row."""
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, row in report.unanswered:
@@ -151,7 +152,7 @@ def _unanswered(report: FleetReport, most: _Most) -> Iterator[Block]:
     if reasons:
         yield Heading("Without an answer")
         rows = [
-            (status, f"{len(names)}: {_names(names, most)}", reason)
+            (status, f"{len(names)}: {_list_names(names, most)}", reason)
             for (status, reason), names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))
         ]
         shown = rows[: most.groups]
@@ -160,7 +161,7 @@ def _unanswered(report: FleetReport, most: _Most) -> Iterator[Block]:
             yield Paragraph(f"{len(rows) - len(shown)} more reasons; --full or --format json lists all.")
 
 
-def _bits(report: FleetReport) -> Iterator[Block]:
+def _show_bits(report: FleetReport) -> Iterator[Block]:
     if report.bits is None:
         return
     yield Heading("Bits")
@@ -180,7 +181,7 @@ def _bits(report: FleetReport) -> Iterator[Block]:
         )
 
 
-def _outliers(report: FleetReport, most: _Most) -> Iterator[Block]:
+def _show_outliers(report: FleetReport, most: _Most) -> Iterator[Block]:
     if not report.outliers:
         return
     yield Heading("Numbers far from the others'")
@@ -188,8 +189,8 @@ def _outliers(report: FleetReport, most: _Most) -> Iterator[Block]:
         (
             outlier.name,
             outlier.number,
-            short_value(outlier.value),
-            short_value(outlier.median),
+            format_value(outlier.value),
+            format_value(outlier.median),
             f"{float(outlier.distance):+.1f}",
             "worse" if outlier.worse else "better",
         )
@@ -202,7 +203,7 @@ def _outliers(report: FleetReport, most: _Most) -> Iterator[Block]:
         yield Paragraph(f"{len(report.outliers) - most.outliers} more; --full or --format json lists all.")
 
 
-def _numbers(report: FleetReport, most: _Most) -> Iterator[Block]:
+def _show_numbers(report: FleetReport, most: _Most) -> Iterator[Block]:
     kinds: dict[str, list[NumberSpread]] = defaultdict(list)
     for spread in report.numbers:
         kinds[spread.kind].append(spread)
@@ -210,7 +211,7 @@ def _numbers(report: FleetReport, most: _Most) -> Iterator[Block]:
     for kind, spreads in kinds.items():
         yield Heading(f"Numbers of {kind}")
         rows = [
-            (each.number, str(each.of), *map(short_value, (each.median, each.mad, each.least, each.largest)))
+            (each.number, str(each.of), *map(format_value, (each.median, each.mad, each.least, each.largest)))
             for each in spreads
         ]
         yield Table(header, rows[: most.numbers], align="lrrrrr")
@@ -222,7 +223,7 @@ def _numbers(report: FleetReport, most: _Most) -> Iterator[Block]:
         )
 
 
-def _not_compared(report: FleetReport) -> Iterator[Block]:
+def _show_not_compared(report: FleetReport) -> Iterator[Block]:
     individual, not_read = report.grouping.individual, report.grouping.not_read
     if individual or not_read:
         yield Heading("Not compared")
@@ -235,12 +236,12 @@ def _not_compared(report: FleetReport) -> Iterator[Block]:
         yield Table(("fact", "why"), rows)
 
 
-def _largest(report: FleetReport, most: _Most) -> Iterator[Block]:
+def _show_largest(report: FleetReport, most: _Most) -> Iterator[Block]:
     if not report.grouping.groups:
         return
     largest = report.grouping.groups[0]
     yield Heading(f"The largest group: {count_of(len(largest.members), report.noun)}, {largest.kind}")
-    yield Paragraph(_names(largest.members, most))
+    yield Paragraph(_list_names(largest.members, most))
     for name, title in largest.findings.items():
         yield Item("error", f"{name}: {title}")
     rows = [
@@ -251,12 +252,12 @@ def _largest(report: FleetReport, most: _Most) -> Iterator[Block]:
     yield Table(("fact", "value"), rows)
 
 
-def _names(names: Sequence[str], most: _Most) -> str:
+def _list_names(names: Sequence[str], most: _Most) -> str:
     shown = ", ".join(names[: most.names])
     return f"{shown} and {len(names) - most.names} more" if len(names) > most.names else shown
 
 
-def fleet_findings(report: FleetReport) -> Findings:
+def find_in_fleet(report: FleetReport) -> Findings:
     """Return each reason of the exit code as a finding; groups without one passed, nodes may be skipped."""
     rule = f"fleet-{report.question[0]}"
     found = [Finding(rule, "error", reason, reason, "fleet", key=(reason,)) for reason in report.closing]
@@ -268,7 +269,7 @@ def fleet_findings(report: FleetReport) -> Findings:
         if row.status in SKIPPED
     ]
     titles = {rule: ("what is wrong in a fleet", "A node has a finding, or differs in a way that is wrong.")}
-    return Findings(f"fleet {report.question[0]}", found, passed, skipped, summary_line(report), titles)
+    return Findings(f"fleet {report.question[0]}", found, passed, skipped, summarize(report), titles)
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ class FleetDocument:
     """Absent in what older releases wrote."""
 
     @classmethod
-    def of(cls, report: FleetReport) -> FleetDocument:
+    def from_report(cls, report: FleetReport) -> FleetDocument:
         """Return the document of a report. Groups are counted from 1."""
         groups = tuple(
             NodeGroup(

@@ -59,11 +59,13 @@ class LintDocument:
     summary: LintSummary
 
     @classmethod
-    def of(cls, result: Lint, folder: str, repairable: Collection[str]) -> LintDocument:
+    def from_result(cls, result: Lint, folder: str, repairable: Collection[str]) -> LintDocument:
         """Return the document of a checkpoint in `folder`; `repairable` are the checks with a repair."""
         share = round(result.block_scales_seen, 6)
         summary = LintSummary(result.shards, result.tensors, share, tuple(result.not_read))
-        return cls(folder, result.scheme, tuple(_row(each, repairable) for each in result.findings), summary)
+        return cls(
+            folder, result.scheme, tuple(_make_row(each, repairable) for each in result.findings), summary
+        )
 
     @property
     def damage(self) -> tuple[Row, ...]:
@@ -71,7 +73,7 @@ class LintDocument:
         return tuple(row for row in self.findings if not row.evidence.remark)
 
 
-def _row(finding: LintFinding, repairable: Collection[str]) -> Row:
+def _make_row(finding: LintFinding, repairable: Collection[str]) -> Row:
     check = CHECKS[finding.check]
     evidence = Evidence(check.what, check.effect, check.remark, finding.count, tuple(finding.places))
     step = check.next_step
@@ -80,21 +82,21 @@ def _row(finding: LintFinding, repairable: Collection[str]) -> Row:
     return Row(finding.id, finding.check, finding.line, evidence, check.confidence, step)
 
 
-def lint_page(document: LintDocument) -> list[Block]:
+def make_lint_page(document: LintDocument) -> list[Block]:
     """Return a line for each kind of damage, the surest first, then their places, and what to do next."""
     findings = document.findings
     page: list[Block] = [Heading(f"{escape(document.checkpoint)}: {escape(document.quantization)}", 1)]
     if not document.damage:
         page.append(Paragraph("nothing wrong was found"))
-    page += [_line(finding) for finding in findings]
+    page += [_make_item(finding) for finding in findings]
     for finding in findings:
-        page += _finding(finding)
+        page += _show_finding(finding)
     if not_read := document.summary.patterns_not_read:
         patterns = (escape(pattern[:120]) for pattern in not_read)
         page.append(
             Bullets([f"not read: the pattern {name}; excluded modules were not checked" for name in patterns])
         )
-    page.append(Paragraph(summary_line(document)))
+    page.append(Paragraph(summarize(document)))
     steps: dict[str, list[str]] = {}
     for finding in findings:
         steps.setdefault(finding.next_step, []).append(finding.check)
@@ -103,14 +105,14 @@ def lint_page(document: LintDocument) -> list[Block]:
     return page
 
 
-def _line(finding: Row) -> Item:
+def _make_item(finding: Row) -> Item:
     evidence = finding.evidence
     known = "" if finding.id == finding.check else f"{finding.id} "
     title = f"{known}{evidence.what}: {count_of(evidence.count, 'place')}"
     return Item("remark" if evidence.remark else "damage", title, [("effect", evidence.effect)])
 
 
-def _finding(finding: Row) -> list[Block]:
+def _show_finding(finding: Row) -> list[Block]:
     evidence = finding.evidence
     line = "" if finding.line is None else f", line {finding.line}"
     # Names of tensors are the checkpoint's: what a terminal would act on is shown as an escape.
@@ -124,7 +126,7 @@ def _finding(finding: Row) -> list[Block]:
     return blocks
 
 
-def summary_line(document: LintDocument) -> str:
+def summarize(document: LintDocument) -> str:
     """Return ``1 kind of damage in 120 tensors of 2 files; 12.5% of the block scales were read``."""
     wrong, summary = len(document.damage), document.summary
     kinds = f"{wrong} {'kind' if wrong == 1 else 'kinds'} of damage"

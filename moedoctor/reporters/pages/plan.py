@@ -21,28 +21,28 @@ class PlanDocument:
     plan: Plan
 
 
-def plan_page(document: PlanDocument) -> list[Block]:
+def make_plan_page(document: PlanDocument) -> list[Block]:
     """Return a table of what takes how much, and remarks."""
     request, result = document.inputs, document.plan
     shape = request.shape
     page: list[Block] = [
         Heading(f"plan for {shape.name}: computed from {shape.source}; nothing was measured", 1)
     ]
-    page.append(Paragraph(Span(summary_line(result), "bold")))
+    page.append(Paragraph(Span(summarize(result), "bold")))
     notes = result.notes
     if result.missing_bytes:  # the first notes are the answer, and what helps
         page.append(Step(notes[1]))
         notes = notes[2:]
-    page.append(Table(("what", "how much", "how it is computed"), _rows(request, result), "lrl"))
+    page.append(Table(("what", "how much", "how it is computed"), _list_rows(request, result), "lrl"))
     page.append(Bullets(notes))
     return page
 
 
-def summary_line(result: Plan) -> str:
+def summarize(result: Plan) -> str:
     """Return what fits, or how much memory is missing."""
     if result.missing_bytes:
         return result.notes[0]
-    weights = f"{_gib(result.on_device_bytes)} of weights on the GPU"
+    weights = f"{_format_gib(result.on_device_bytes)} of weights on the GPU"
     kv = result.kv
     fits = "fits" if kv.concurrency >= 1 else "does not fit"
     return (
@@ -50,39 +50,55 @@ def summary_line(result: Plan) -> str:
     )
 
 
-def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
+def _list_rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
     kv, traffic, experts = result.kv, result.traffic, request.shape.experts
     rest = f" in {request.other_scheme}"
     if request.checkpoint_bytes is not None:
         rest = ": the checkpoint's rest"
     held = f"{experts.count} layers × {experts.layer.experts} experts in {request.scheme}"
     rows = [
-        ("expert weights", _gib(result.expert_bytes), held),
-        ("other weights", _gib(result.other_bytes), f"attention, shared experts, embeddings{rest}"),
+        ("expert weights", _format_gib(result.expert_bytes), held),
+        ("other weights", _format_gib(result.other_bytes), f"attention, shared experts, embeddings{rest}"),
     ]
     if result.on_host_bytes:
         rows.append(
-            ("weights on the host", _gib(result.on_host_bytes), "pinned memory that the host must have")
+            (
+                "weights on the host",
+                _format_gib(result.on_host_bytes),
+                "pinned memory that the host must have",
+            )
         )
     if request.tensor_parallel > 1:
         held += f", 1/{request.tensor_parallel} of each"
-        rows[0] = ("expert weights", _gib(result.expert_bytes), held)
+        rows[0] = ("expert weights", _format_gib(result.expert_bytes), held)
         rows.insert(0, ("GPUs", f"{request.tensor_parallel}", "every size is of each GPU"))
     space, groups = result.workspace, count_of(kv.groups, "group")
     rows += [
-        ("weights on the GPU", _gib(result.on_device_bytes), "with the slots of an expert cache, if any"),
-        (f"workspace of {request.backend}", _gib(space.bytes), space.how),
+        (
+            "weights on the GPU",
+            _format_gib(result.on_device_bytes),
+            "with the slots of an expert cache, if any",
+        ),
+        (f"workspace of {request.backend}", _format_gib(space.bytes), space.how),
     ]
     if result.budget_bytes is not None:
         rows.append(
-            ("GPU budget", _gib(result.budget_bytes), f"memory × utilization {request.utilization:g}")
+            ("GPU budget", _format_gib(result.budget_bytes), f"memory × utilization {request.utilization:g}")
         )
     if result.missing_bytes:
         rows.append(
-            ("missing", _gib(result.missing_bytes), "what weights and workspace take beyond the budget")
+            (
+                "missing",
+                _format_gib(result.missing_bytes),
+                "what weights and workspace take beyond the budget",
+            )
         )
     rows += [
-        ("KV memory", _gib(result.available_kv_bytes), f"{kv.blocks:,} blocks of {kv.block_bytes:,} bytes"),
+        (
+            "KV memory",
+            _format_gib(result.available_kv_bytes),
+            f"{kv.blocks:,} blocks of {kv.block_bytes:,} bytes",
+        ),
         ("KV block", f"{kv.block_size:,} tokens", f"{groups} of {kv.layers_per_group} layers"),
         ("KV of one token", f"{kv.bytes_per_token:,} bytes", f"attention layers only, {request.kv_type}"),
     ]
@@ -101,5 +117,5 @@ def _rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _gib(size: int | None) -> str:
+def _format_gib(size: int | None) -> str:
     return "not known" if size is None else f"{size / GIB:.2f} GiB"

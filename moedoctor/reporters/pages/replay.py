@@ -11,10 +11,10 @@ from moedoctor.diagnose.capsule.mistakes import BY_NAME
 from moedoctor.diagnose.capsule.replay import BackendReplay, Replay
 from moedoctor.reporters.json import to_document
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table
-from moedoctor.reporters.pages.machine import environment_table
+from moedoctor.reporters.pages.machine import make_environment_table
 from moedoctor.reporters.text import count_of
 from moedoctor.results import SCHEMA_VERSION, from_json
-from moedoctor.text import escape, size_of
+from moedoctor.text import escape, format_size
 
 _MOST_PLACES = 8
 """Experts, and tokens, of which the page has a row."""
@@ -76,7 +76,9 @@ class ReplayDocument:
     """The machine that replayed; None in reports of older releases."""
 
     @classmethod
-    def of(cls, result: Replay, file: str, environment: Mapping[str, Any] | None = None) -> ReplayDocument:
+    def from_result(
+        cls, result: Replay, file: str, environment: Mapping[str, Any] | None = None
+    ) -> ReplayDocument:
         """Return the document of a replayed file."""
         return cls(
             file,
@@ -98,7 +100,7 @@ class ReplayDocument:
 
 def replay_document(result: Replay, file: str) -> dict[str, Any]:
     """Return a replay as part of the report of a run."""
-    document = ReplayDocument.of(result, file)
+    document = ReplayDocument.from_result(result, file)
     head = {"schema_version": SCHEMA_VERSION, "moedoctor": moedoctor.__version__}
     return {**head, **to_document(document), "summary": {"exit_code": document.exit_code}}
 
@@ -113,22 +115,22 @@ def replay_page(
     document = from_json(ReplayDocument, replayed) if isinstance(replayed, Mapping) else replayed
     record, backends = document.capsule.record, document.backends
     page: list[Block] = [Heading(f"{escape(document.file)}: {escape(record['layer'])}", level)]
-    page.append(Paragraph((Span(*_verdict(document)), f" {answer_of(document)}")))
-    page += _explanations(document.diagnosis, level + 1)
-    page += _backend_tensors(document.backend_tensors, level + 1)
+    page.append(Paragraph((Span(*_describe_verdict(document)), f" {answer_of(document)}")))
+    page += _show_explanations(document.diagnosis, level + 1)
+    page += _show_backend_tensors(document.backend_tensors, level + 1)
     if backends:
-        rows = [_row(backend) for backend in backends]
+        rows = [_make_row(backend) for backend in backends]
         page += [
             Heading("On this machine", level + 1),
             Table(("backend", "reference", "cosine", "norm ratio", "recorded output", "note"), rows),
         ]
     page += [Heading("The call", level + 1), Bullets(_call(record, document.capsule))]
     if full and document.environment:
-        page += environment_table(document.environment)
-    return [*page, *map(Step, _next_steps(document))]
+        page += make_environment_table(document.environment)
+    return [*page, *map(Step, _suggest_steps(document))]
 
 
-def _next_steps(document: ReplayDocument) -> list[str]:
+def _suggest_steps(document: ReplayDocument) -> list[str]:
     """Return what to do about a wrong output, or about one that cannot be judged."""
     if document.judged and document.right:
         return []
@@ -146,7 +148,7 @@ def _next_steps(document: ReplayDocument) -> list[str]:
     return [*steps, copy]
 
 
-def _verdict(document: ReplayDocument) -> tuple[str, str]:
+def _describe_verdict(document: ReplayDocument) -> tuple[str, str]:
     if not document.judged:
         return "not judged:", "note"
     return ("right:", "clean") if document.right else ("wrong:", "error")
@@ -162,7 +164,7 @@ def answer_of(document: ReplayDocument) -> str:
             return f"the capsule's weights are {weights}, so its output cannot be compared with the reference"
         if weights == "none":
             return f"the capsule has inputs only, no output and no weights ({reason})"
-        here = _on_this_machine(document.backends) or "run backends on it with --backend all"
+        here = _describe_backends(document.backends) or "run backends on it with --backend all"
         return f"the call has no output to judge ({reason}); {here}"
     if document.right:
         return f"the recorded output agrees with the float32 reference (cosine {recorded['cosine']:.5f})"
@@ -175,19 +177,19 @@ def answer_of(document: ReplayDocument) -> str:
             reason,
             f"all of them, and no finite token, use {experts}" if shared else "",
             "none of the known mistakes explains it",
-            _on_this_machine(document.backends),
+            _describe_backends(document.backends),
         )
         return "; ".join(filter(None, parts))
     runner_up = document.diagnosis.get("runner_up")
     beside = "" if runner_up is None else f", next best {runner_up['cosine']:.5f}"
     equal = "Its finite tokens equal" if recorded.get("nonfinite_tokens") else "The output equals"
     return (
-        f"{reason}. {equal} the reference with {explained(explanation)} "
+        f"{reason}. {equal} the reference with {describe_explanation(explanation)} "
         f"(cosine {explanation['cosine']:.5f}{beside})"
     )
 
 
-def _on_this_machine(backends: Sequence[BackendReplay]) -> str:
+def _describe_backends(backends: Sequence[BackendReplay]) -> str:
     """Return what the backends computed here, such as "on this machine OURS is right; MARLIN did not run"."""
     kinds = {
         "right": [row.backend for row in backends if row.right],
@@ -203,7 +205,7 @@ def _on_this_machine(backends: Sequence[BackendReplay]) -> str:
     return f"on this machine {'; '.join(parts)}" if parts else ""
 
 
-def explained(explanation: Mapping[str, Any]) -> str:
+def describe_explanation(explanation: Mapping[str, Any]) -> str:
     """Return the mistakes and their places in words, with their entries."""
     parts = []
     for name in explanation["mistakes"]:
@@ -221,21 +223,21 @@ def explained(explanation: Mapping[str, Any]) -> str:
         else:
             text = f"the global scale of {step} {factor} times as large"
     if explanation["experts"]:
-        text += f", {_listed('expert', explanation['experts'])}"
+        text += f", {_list_values('expert', explanation['experts'])}"
     if explanation["tokens"]:
-        text += f", {_listed('token', explanation['tokens'])}"
+        text += f", {_list_values('token', explanation['tokens'])}"
     if explanation["taken"] is not None:
         text += f", those of expert {explanation['taken']}"
     return text
 
 
-def _listed(noun: str, values: Sequence[int]) -> str:
+def _list_values(noun: str, values: Sequence[int]) -> str:
     shown = ", ".join(map(str, values[:8]))
     more = f" and {len(values) - 8} more" if len(values) > 8 else ""
     return f"{noun if len(values) == 1 else f'{noun}s'} {shown}{more}"
 
 
-def _explanations(diagnosis: Mapping[str, Any], level: int) -> list[Block]:
+def _show_explanations(diagnosis: Mapping[str, Any], level: int) -> list[Block]:
     if not diagnosis:
         return []
     rows = []
@@ -246,7 +248,7 @@ def _explanations(diagnosis: Mapping[str, Any], level: int) -> list[Block]:
         *((("next best", runner_up),) if runner_up else ()),
     ):
         share = f"{found['share_explained']:.2%}"
-        rows.append([word, explained(found), f"{found['cosine']:.5f}", share])
+        rows.append([word, describe_explanation(found), f"{found['cosine']:.5f}", share])
     if not rows:
         return []
     count = diagnosis["explanations_compared"]
@@ -254,11 +256,13 @@ def _explanations(diagnosis: Mapping[str, Any], level: int) -> list[Block]:
         Heading("What explains it", level),
         Table(("answer", "the reference with", "cosine", "of the error"), rows),
         Paragraph(f"{count_of(count, 'explanation')} compared"),
-        *_shares(best, runner_up, level),
+        *_show_shares(best, runner_up, level),
     ]
 
 
-def _shares(best: Mapping[str, Any] | None, runner_up: Mapping[str, Any] | None, level: int) -> list[Block]:
+def _show_shares(
+    best: Mapping[str, Any] | None, runner_up: Mapping[str, Any] | None, level: int
+) -> list[Block]:
     """Return what the first two explain of the wrong tokens: by expert, and token by token."""
     rows, hidden = [], 0
     for noun in ("expert", "token"):
@@ -282,7 +286,7 @@ def _shares(best: Mapping[str, Any] | None, runner_up: Mapping[str, Any] | None,
     return [Heading("How much of each expert and token", level), Table(head, rows, "lrr"), *more]
 
 
-def _backend_tensors(tensors: Sequence[Mapping[str, Any]], level: int) -> list[Block]:
+def _show_backend_tensors(tensors: Sequence[Mapping[str, Any]], level: int) -> list[Block]:
     """Return what the backend got, and the experts in which that is not the checkpoint's."""
     if not tensors:
         return []
@@ -298,7 +302,7 @@ def _backend_tensors(tensors: Sequence[Mapping[str, Any]], level: int) -> list[B
     return [Heading("What the backend got", level), Table(head, rows)]
 
 
-def _row(backend: BackendReplay) -> list[str]:
+def _make_row(backend: BackendReplay) -> list[str]:
     name = f"{backend.backend} {backend.quantization}"
     if backend.right is None:
         return [name, "not run", "", "", "", escape(backend.unavailable or backend.failed or "")]
@@ -316,7 +320,7 @@ def _row(backend: BackendReplay) -> list[str]:
     ]
 
 
-def capsule_page(facts: CapsuleDocument) -> list[Block]:
+def make_capsule_page(facts: CapsuleDocument) -> list[Block]:
     """Return what a capsule holds."""
     file = facts.file
     rows = [
@@ -334,7 +338,7 @@ def capsule_page(facts: CapsuleDocument) -> list[Block]:
     ]
 
 
-def capsule_line(facts: CapsuleFacts) -> str:
+def describe_capsule(facts: CapsuleFacts) -> str:
     """Return the layer and what was recorded of it, in one line."""
     return f"{count_of(len(facts.tensors), 'tensor')}: {'; '.join(_call(facts.record, facts)[:3])}"
 
@@ -348,7 +352,7 @@ def _call(record: Mapping[str, Any], facts: CapsuleFacts) -> list[str]:
         f"{record['intermediate']}, {record['activation']}",
         f"weights {record['quantization']} ({record['weights']}, {count_of(held, 'expert')}), activations "
         f"{record['activations']}, backend {record['backend']}",
-        f"call {record['call']}, {count_of(tokens, 'token')}{of}, {size_of(facts.bytes)}",
+        f"call {record['call']}, {count_of(tokens, 'token')}{of}, {format_size(facts.bytes)}",
     ]
     if record["reason"]:
         lines.append(f"kept because: {record['reason']}")

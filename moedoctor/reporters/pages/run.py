@@ -25,17 +25,17 @@ from moedoctor.reporters.page import (
     Span,
     Step,
     Table,
-    evidence_tables,
-    without_records,
+    make_evidence_tables,
+    omit_records,
 )
 from moedoctor.reporters.pages.replay import replay_page
 from moedoctor.reporters.text import (
     count_of,
-    deciding_figure,
-    figures,
-    short_evidence,
-    short_parameters,
-    summary_line,
+    explain_case,
+    format_evidence,
+    format_parameters,
+    list_figures,
+    summarize,
 )
 from moedoctor.results import (
     VERDICTS,
@@ -47,9 +47,9 @@ from moedoctor.results import (
     Scalar,
     ScenarioResult,
     ScenarioVerdict,
-    plain,
+    to_plain,
 )
-from moedoctor.text import clean, one_line, shorten
+from moedoctor.text import clean, join_lines, shorten
 
 AFFECTED, CLEAN, NOT_TESTED = "affected", "clean", "not tested"
 
@@ -82,50 +82,53 @@ def run_page(report: Report, detail: Detail, *, items: int | None = None) -> lis
     scenarios = sorted(report.scenarios, key=_order)
     page: list[Block] = [
         Heading(f"moedoctor {report.version}: {report.command}", 1),
-        Bullets(answers(report)),
-        *map(Step, _next_steps(report, scenarios)),
-        *_against_baseline(report, _REGRESSIONS if detail is Detail.SHORT else None),
-        *([_overview(scenarios)] if scenarios else []),
+        Bullets(list_answers(report)),
+        *map(Step, _suggest_steps(report, scenarios)),
+        *_show_regressions(report, _REGRESSIONS if detail is Detail.SHORT else None),
+        *([_show_overview(scenarios)] if scenarios else []),
         *([] if report.capsule is None else replay_page(report.capsule, 2)),
     ]
     if items is None:
-        return [*page, *(_scenario(scenario, detail, alone=len(scenarios) == 1) for scenario in scenarios)]
-    page += map(_item, scenarios[:items])
+        return [
+            *page,
+            *(_show_scenario(scenario, detail, alone=len(scenarios) == 1) for scenario in scenarios),
+        ]
+    page += map(_make_item, scenarios[:items])
     if left := len(scenarios[items:]):
         page.append(Paragraph(Span(f"{count_of(left, 'failure')} more without details here", "dim")))
     return page
 
 
-def answers(report: Report) -> list[str]:
+def list_answers(report: Report) -> list[str]:
     """Return what was found: the counts, the three answers, each named release, and why the run failed."""
     reasons = [text for text in report.summary.reasons or () if not text.startswith(_REGRESSION)]
     more = len(reasons) - _LISTED
-    found = [summary_line(report)]
+    found = [summarize(report)]
     if report.scenarios:
-        found += _three_answers(sorted(report.scenarios, key=_order))
-    found += [f"exit code {report.summary.exit_code}: {one_line(text)}" for text in reasons[:_LISTED]]
+        found += _give_three_answers(sorted(report.scenarios, key=_order))
+    found += [f"exit code {report.summary.exit_code}: {join_lines(text)}" for text in reasons[:_LISTED]]
     return [*found, *([f"{count_of(more, 'more reason')} for the exit code"] if more > 0 else [])]
 
 
-def _three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
+def _give_three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
     """Give what control, fix and the installed release show, then each named release."""
-    controls = [scenario for scenario in scenarios if _ran(scenario, "faulty")]
+    controls = [scenario for scenario in scenarios if _list_run_cases(scenario, "faulty")]
     shown = [scenario for scenario in controls if _shows(scenario, "faulty")]
     yield (
         f"The control, our restatement of the failure, shows it in {len(shown)} of "
-        f"{count_of(len(controls), 'scenario')}" + _except(controls, shown)
+        f"{count_of(len(controls), 'scenario')}" + _name_exceptions(controls, shown)
     )
-    fixes = [scenario for scenario in shown if _ran(scenario, "fixed")]
+    fixes = [scenario for scenario in shown if _list_run_cases(scenario, "fixed")]
     removed = [scenario for scenario in fixes if _is_clean(scenario, "fixed")]
-    yield f"Our fix removes it in {len(removed)} of {len(fixes)}" + _except(fixes, removed)
+    yield f"Our fix removes it in {len(removed)} of {len(fixes)}" + _name_exceptions(fixes, removed)
     places: dict[str, list[ScenarioResult]] = {AFFECTED: [], CLEAN: [], NOT_TESTED: []}
     for scenario in scenarios:
-        places[installed_answer(scenario)].append(scenario)
+        places[find_installed_answer(scenario)].append(scenario)
     affected, unaffected, unseen = places.values()
     if len(unseen) == len(scenarios):
-        yield f"Your vLLM was not tested{_why(unseen)}"
+        yield f"Your vLLM was not tested{_explain_untested(unseen)}"
     else:
-        left = f"; not tested for {len(unseen)}{_why(unseen)}" if unseen else ""
+        left = f"; not tested for {len(unseen)}{_explain_untested(unseen)}" if unseen else ""
         yield f"Your vLLM, with its FlashInfer: {_count('affected by', affected)}, " + (
             f"{_count('clean of', unaffected)}{left}"
         )
@@ -140,7 +143,7 @@ def _three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
         yield f"{len(subjects) - _LISTED} more releases, below"
 
 
-def installed_answer(scenario: ScenarioResult) -> str:
+def find_installed_answer(scenario: ScenarioResult) -> str:
     """Return whether the installed release is `AFFECTED`, `CLEAN` or `NOT_TESTED`.
 
     It is clean only if every case that ran is clean: a case that failed to run hides its answer.
@@ -157,38 +160,39 @@ def _order(scenario: ScenarioResult) -> tuple[bool, int, str, str]:
     return not affected, -VERDICTS[scenario.verdict].rank, scenario.id, scenario.name
 
 
-def _ran(scenario: ScenarioResult, subject: str) -> list[CaseResult]:
+def _list_run_cases(scenario: ScenarioResult, subject: str) -> list[CaseResult]:
     skipped = CaseVerdict.SKIPPED
     return [case for case in scenario.cases if case.subject == subject and case.verdict is not skipped]
 
 
 def _shows(scenario: ScenarioResult, subject: str) -> bool:
-    return any(case.verdict is CaseVerdict.REPRODUCED for case in _ran(scenario, subject))
+    return any(case.verdict is CaseVerdict.REPRODUCED for case in _list_run_cases(scenario, subject))
 
 
 def _is_clean(scenario: ScenarioResult, subject: str) -> bool:
-    return {case.verdict for case in _ran(scenario, subject)} == {CaseVerdict.CLEAN}
+    return {case.verdict for case in _list_run_cases(scenario, subject)} == {CaseVerdict.CLEAN}
 
 
-def _except(scenarios: Sequence[ScenarioResult], right: Sequence[ScenarioResult]) -> str:
+def _name_exceptions(scenarios: Sequence[ScenarioResult], right: Sequence[ScenarioResult]) -> str:
     left = [scenario for scenario in scenarios if scenario not in right]
-    return f"; not in {_ids(left)}" if left else ""
+    return f"; not in {_join_ids(left)}" if left else ""
 
 
 def _count(words: str, scenarios: Sequence[ScenarioResult]) -> str:
-    return f"{words} {len(scenarios)}" + (f" ({_ids(scenarios)})" if scenarios else "")
+    return f"{words} {len(scenarios)}" + (f" ({_join_ids(scenarios)})" if scenarios else "")
 
 
-def _ids(scenarios: Sequence[ScenarioResult]) -> str:
-    ids = list(dict.fromkeys(one_line(scenario.id) for scenario in scenarios))
+def _join_ids(scenarios: Sequence[ScenarioResult]) -> str:
+    ids = list(dict.fromkeys(join_lines(scenario.id) for scenario in scenarios))
     return ", ".join(ids[:_LISTED]) + (f", … {len(ids)} in all" if len(ids) > _LISTED else "")
 
 
-def _why(scenarios: Sequence[ScenarioResult]) -> str:
+def _explain_untested(scenarios: Sequence[ScenarioResult]) -> str:
     """Return the two most frequent reasons why the installed release was not tested."""
     reasons = Counter(
         next(
-            (one_line(case.reason or "") for case in scenario.cases if case.subject == "installed"), _NO_CASE
+            (join_lines(case.reason or "") for case in scenario.cases if case.subject == "installed"),
+            _NO_CASE,
         )
         for scenario in scenarios
     )
@@ -197,25 +201,26 @@ def _why(scenarios: Sequence[ScenarioResult]) -> str:
     return f": {'; '.join((*common, *more))}"
 
 
-def _next_steps(report: Report, scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
+def _suggest_steps(report: Report, scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
     affected = [scenario for scenario in scenarios if any(case.affected for case in scenario.cases)]
     if affected:
-        yield f"`moedoctor explain {one_line(affected[0].id)}` says what to do today about the first failure"
+        id = join_lines(affected[0].id)
+        yield f"`moedoctor explain {id}` says what to do today about the first failure"
     broken = [
         scenario
         for scenario in scenarios
         if VERDICTS[scenario.verdict].wrong and scenario.verdict is not ScenarioVerdict.FOUND
     ]
     if broken:
-        name = one_line(broken[0].id)
+        name = join_lines(broken[0].id)
         yield f"`moedoctor run {name} -v` shows the cases of the first scenario that went wrong"
     if report.findings:
         yield "`moedoctor compare BASELINE REPORT` compares the two reports figure by figure"
-    if scenarios and all(installed_answer(scenario) == NOT_TESTED for scenario in scenarios):
+    if scenarios and all(find_installed_answer(scenario) == NOT_TESTED for scenario in scenarios):
         yield "to test your own vLLM, install moedoctor in the Python that has it, and run it on its GPU"
 
 
-def _against_baseline(report: Report, most: int | None) -> Iterator[Block]:
+def _show_regressions(report: Report, most: int | None) -> Iterator[Block]:
     """Give what is worse than the baseline, at most `most` of it, and whether the run was interrupted."""
     if report.findings:
         yield Heading("Worse than the baseline")
@@ -226,18 +231,18 @@ def _against_baseline(report: Report, most: int | None) -> Iterator[Block]:
         yield Paragraph(Span("Interrupted: not every case ran.", "error"))
 
 
-def _overview(scenarios: Sequence[ScenarioResult]) -> Table:
+def _show_overview(scenarios: Sequence[ScenarioResult]) -> Table:
     """Return a row for each failure: what control, fix and the installed release show."""
     rows = []
     for scenario in scenarios:
-        answer = installed_answer(scenario)
+        answer = find_installed_answer(scenario)
         wanted = CaseVerdict.REPRODUCED if answer == AFFECTED else CaseVerdict.CLEAN
         share = "" if answer == NOT_TESTED else f" {_share(scenario, 'installed', wanted)}"
         # Without the failure in the control, a clean fix proves nothing.
-        proves = _shows(scenario, "faulty") or not _ran(scenario, "fixed")
+        proves = _shows(scenario, "faulty") or not _list_run_cases(scenario, "fixed")
         rows.append(
             (
-                _word(scenario.verdict),
+                _show_verdict(scenario.verdict),
                 Span(f"{scenario.id} {scenario.name}", "section"),
                 _share(scenario, "faulty", CaseVerdict.REPRODUCED),
                 _share(scenario, "fixed", CaseVerdict.CLEAN) if proves else "not shown",
@@ -249,15 +254,15 @@ def _overview(scenarios: Sequence[ScenarioResult]) -> Table:
 
 def _share(scenario: ScenarioResult, subject: str, wanted: CaseVerdict) -> str:
     """Return ``3/4``: the cases of a subject that show what is wanted, of those that ran."""
-    ran = _ran(scenario, subject)
+    ran = _list_run_cases(scenario, subject)
     return f"{sum(case.verdict is wanted for case in ran)}/{len(ran)}" if ran else "not run"
 
 
-def _word(verdict: enum.Enum) -> Span:
+def _show_verdict(verdict: enum.Enum) -> Span:
     return Span(verdict.value, verdict.value)
 
 
-def _item(scenario: ScenarioResult) -> Item:
+def _make_item(scenario: ScenarioResult) -> Item:
     """Return the title, and for each subject and verdict the figure of its first case."""
     claims = Counter(claim.verdict for claim in scenario.claims if _is_tested(claim))
     tested = ", ".join(f"{number} {verdict.value}" for verdict, number in claims.items())
@@ -268,30 +273,30 @@ def _item(scenario: ScenarioResult) -> Item:
             groups.setdefault((case.subject, case.verdict), []).append(case)
     lines = []
     if scenario.reason and scenario.verdict is not ScenarioVerdict.FOUND:
-        lines.append(("why", shorten(one_line(scenario.reason), _WHY)))
+        lines.append(("why", shorten(join_lines(scenario.reason), _WHY)))
     for (subject, verdict), members in groups.items():
         cases = f" ({count_of(len(members), 'case')})" if len(members) > 1 else ""
-        lines.append((_ROLES.get(subject, subject), f"{verdict.value}: {deciding_figure(members[0])}{cases}"))
+        lines.append((_ROLES.get(subject, subject), f"{verdict.value}: {explain_case(members[0])}{cases}"))
     return Item(scenario.verdict.value, title, lines)
 
 
-def _scenario(scenario: ScenarioResult, detail: Detail, *, alone: bool) -> Fold:
+def _show_scenario(scenario: ScenarioResult, detail: Detail, *, alone: bool) -> Fold:
     """Return a scenario; it is open if something in it is not as it should be."""
     refuted = any(claim.verdict is ClaimVerdict.REFUTED for claim in scenario.claims)
-    title = (Span(f"{scenario.id} {scenario.name}"), ": ", _word(scenario.verdict))
+    title = (Span(f"{scenario.id} {scenario.name}"), ": ", _show_verdict(scenario.verdict))
     opened = alone or refuted or VERDICTS[scenario.verdict].wrong
-    return Fold(title, list(_blocks(scenario, detail)), open=opened)
+    return Fold(title, list(_make_blocks(scenario, detail)), open=opened)
 
 
-def _blocks(scenario: ScenarioResult, detail: Detail) -> Iterator[Block]:
+def _make_blocks(scenario: ScenarioResult, detail: Detail) -> Iterator[Block]:
     yield Paragraph(scenario.title)
     if scenario.reason:
         yield Paragraph((Span("Why: ", "bold"), scenario.reason))
-    shared = shared_parameters(scenario.cases)
-    same = f" · all cases: {short_parameters(shared)}" if shared else ""
+    shared = find_shared_parameters(scenario.cases)
+    same = f" · all cases: {format_parameters(shared)}" if shared else ""
     yield Paragraph(Span(f"{scenario.file}:{scenario.line}{same}", "dim"))
     if scenario.cases:
-        yield _cases(scenario.cases, detail, shared)
+        yield _show_cases(scenario.cases, detail, shared)
     for note in crash_notes(scenario.cases):
         more = f" (and {note.others} more the same way)" if note.others else ""
         yield Paragraph((Span("Died: ", "bold"), f"{note.where}{more}: {note.death}: {note.message}"))
@@ -300,13 +305,13 @@ def _blocks(scenario: ScenarioResult, detail: Detail) -> Iterator[Block]:
     claims = [claim for claim in scenario.claims if detail is not Detail.SHORT or _is_tested(claim)]
     if claims:
         yield Heading("Claims", 3)
-        yield from map(_claim, claims)
+        yield from map(_show_claim, claims)
     for claim in claims if detail >= Detail.RECORDS else ():
-        yield from (Fold(claim.text, [table]) for table in evidence_tables(claim.evidence).values())
+        yield from (Fold(claim.text, [table]) for table in make_evidence_tables(claim.evidence).values())
     words = [
-        f"{name.replace('_', ' ')}: {text}" for name, text in figures(without_records(scenario.conclusions))
+        f"{name.replace('_', ' ')}: {text}" for name, text in list_figures(omit_records(scenario.conclusions))
     ]
-    tables = evidence_tables(scenario.conclusions).values() if detail is not Detail.SHORT else ()
+    tables = make_evidence_tables(scenario.conclusions).values() if detail is not Detail.SHORT else ()
     if words or tables:
         yield Heading("Conclusions", 3)
         yield from ([Bullets(words)] if words else [])
@@ -317,45 +322,45 @@ def _is_tested(claim: ClaimResult) -> bool:
     return claim.verdict is not ClaimVerdict.UNTESTED
 
 
-def _claim(claim: ClaimResult) -> Item:
+def _show_claim(claim: ClaimResult) -> Item:
     """Return a claim with its verdict, the reason and the figures."""
     title = (claim.text + " (", Span(claim.source, "source"), ")")
-    lines = (claim.reason or "", short_evidence(without_records(claim.evidence)))
+    lines = (claim.reason or "", format_evidence(omit_records(claim.evidence)))
     return Item(claim.verdict.value, title, [("", line) for line in lines if line])
 
 
-def _cases(cases: Sequence[CaseResult], detail: Detail, shared: Mapping[str, Scalar]) -> Table:
+def _show_cases(cases: Sequence[CaseResult], detail: Detail, shared: Mapping[str, Scalar]) -> Table:
     """Return the table of the cases, by subject, tier and device; cases that are alike share a row."""
     groups: dict[str, dict[Hashable, list[CaseResult]]] = {}
     for number, case in enumerate(cases):
         place = " · ".join((case.subject, case.tier.value, *(() if case.device == "cpu" else (case.device,))))
-        groups.setdefault(place, {}).setdefault(_likeness(case, number, detail), []).append(case)
+        groups.setdefault(place, {}).setdefault(_find_likeness(case, number, detail), []).append(case)
     rows, behind = [], []
     for place, members in ((place, each) for place, alike in groups.items() for each in alike.values()):
         labels = [
-            short_parameters({key: value for key, value in case.parameters.items() if key not in shared})
+            format_parameters({key: value for key, value in case.parameters.items() if key not in shared})
             for case in members
         ]
         first, label = members[0], labels[0]
         if len(members) > 1:
             such = f", such as {label}" if label and first.verdict is not CaseVerdict.SKIPPED else ""
             label = f"{len(members)} cases{such}"
-        rows.append((place, label, _word(first.verdict), deciding_figure(first)))
-        behind.append(_evidence(first, labels) if detail is Detail.EVIDENCE else ())
+        rows.append((place, label, _show_verdict(first.verdict), explain_case(first)))
+        behind.append(_show_evidence(first, labels) if detail is Detail.EVIDENCE else ())
     return Table(("subject", "parameters", "verdict", "figure"), rows, grouped=True, behind=behind)
 
 
-def _likeness(case: CaseResult, number: int, detail: Detail) -> Hashable:
+def _find_likeness(case: CaseResult, number: int, detail: Detail) -> Hashable:
     """Return what is equal for cases that share a row; `number` is the place of the case."""
     if detail is Detail.EVIDENCE:
-        return json.dumps(plain((case.verdict, case.figure, case.reason, case.evidence)), sort_keys=True)
-    figure = deciding_figure(case)
+        return json.dumps(to_plain((case.verdict, case.figure, case.reason, case.evidence)), sort_keys=True)
+    figure = explain_case(case)
     if detail is Detail.SHORT:
         return case.verdict, _NUMBER.sub("#", figure)
     return figure if case.verdict is CaseVerdict.SKIPPED else number
 
 
-def shared_parameters(cases: Sequence[CaseResult]) -> dict[str, Scalar]:
+def find_shared_parameters(cases: Sequence[CaseResult]) -> dict[str, Scalar]:
     """Return the parameters that have the same value in every case."""
 
     def has(case: CaseResult, key: str, value: Scalar) -> bool:
@@ -366,15 +371,15 @@ def shared_parameters(cases: Sequence[CaseResult]) -> dict[str, Scalar]:
     return {key: value for key, value in first.items() if all(has(case, key, value) for case in cases)}
 
 
-def _evidence(case: CaseResult, labels: Sequence[str]) -> Page:
+def _show_evidence(case: CaseResult, labels: Sequence[str]) -> Page:
     """Return what is behind a row; `labels` are the parameters of the cases that share it."""
     blocks: list[Block] = []
-    if case.reason and case.reason != deciding_figure(case):
+    if case.reason and case.reason != explain_case(case):
         blocks.append(Paragraph(case.reason))
-    evidence = {name: value for name, value in plain(case.evidence).items() if name != "stderr_tail"}
-    if lines := list(figures(without_records(evidence))):
+    evidence = {name: value for name, value in to_plain(case.evidence).items() if name != "stderr_tail"}
+    if lines := list(list_figures(omit_records(evidence))):
         blocks.append(Table(("evidence", "value"), lines))
-    blocks += evidence_tables(evidence).values()
+    blocks += make_evidence_tables(evidence).values()
     if tail := case.evidence.get("stderr_tail"):
         blocks.append(Preformatted(tail if isinstance(tail, str) else "\n".join(map(str, tail))))
     if len(labels) > 1 and any(labels):
@@ -402,15 +407,15 @@ def crash_notes(cases: Iterable[CaseResult]) -> tuple[CrashNote, ...]:
             tail = case.evidence.get("stderr_tail") or ()
             lines = [tail] if isinstance(tail, str) else [str(line) for line in tail]
             cleaned = tuple(part for line in lines for part in clean(line).split("\n"))
-            death = one_line(str(case.evidence["death"])).replace("_", " ")
-            message = one_line(str(case.evidence.get("message", "")))
+            death = join_lines(str(case.evidence["death"])).replace("_", " ")
+            message = join_lines(str(case.evidence.get("message", "")))
             deaths.setdefault((death, message, cleaned), []).append(case)
     return tuple(
-        CrashNote(_where(members[0]), len(members) - 1, death, message, tail)
+        CrashNote(_name_place(members[0]), len(members) - 1, death, message, tail)
         for (death, message, tail), members in deaths.items()
     )
 
 
-def _where(case: CaseResult) -> str:
-    words = (one_line(case.subject), case.tier.value, short_parameters(case.parameters))
+def _name_place(case: CaseResult) -> str:
+    words = (join_lines(case.subject), case.tier.value, format_parameters(case.parameters))
     return " ".join(filter(None, words))

@@ -42,11 +42,11 @@ class TriageDocument:
     looked_at: tuple[LookedAt, ...]
 
     @classmethod
-    def of(cls, results: Sequence[tuple[str, Triage]]) -> TriageDocument:
+    def from_results(cls, results: Sequence[tuple[str, Triage]]) -> TriageDocument:
         """Return the document of inputs by name; with several inputs each finding names its file."""
-        named = [(name, _named(result, name) if len(results) > 1 else result) for name, result in results]
+        named = [(name, _name_file(result, name) if len(results) > 1 else result) for name, result in results]
 
-        def best_first(kind: str) -> tuple[Finding, ...]:
+        def order_findings(kind: str) -> tuple[Finding, ...]:
             found = [finding for _, result in named for finding in getattr(result, kind)]
             return tuple(sorted(found, key=lambda finding: -finding.confidence))
 
@@ -55,23 +55,23 @@ class TriageDocument:
             LookedAt(each.bytes_read, each.releases, each.gpus, each.backends, file=name)
             for name, each in named
         )
-        return cls(best_first("findings"), best_first("possible"), misses, looked_at)
+        return cls(order_findings("findings"), order_findings("possible"), misses, looked_at)
 
-    def results(self) -> list[tuple[str, Triage]]:
-        """Return what `of` was made of."""
+    def to_results(self) -> list[tuple[str, Triage]]:
+        """Return what `from_results` was made of."""
         several = len(self.looked_at) > 1
 
-        def of_file(rows: Sequence[Any], file: str | None) -> tuple[Any, ...]:
+        def select_rows(rows: Sequence[Any], file: str | None) -> tuple[Any, ...]:
             return tuple(row for row in rows if not several or row.file == file)
 
         return [
             (
                 each.file or "the text",
                 Triage(
-                    of_file(self.findings, each.file),
+                    select_rows(self.findings, each.file),
                     each.releases,
-                    of_file(self.possible, each.file),
-                    of_file(self.near_misses, each.file),
+                    select_rows(self.possible, each.file),
+                    select_rows(self.near_misses, each.file),
                     each.gpus,
                     each.moe_backends,
                     each.bytes,
@@ -81,7 +81,7 @@ class TriageDocument:
         ]
 
 
-def _named(result: Triage, file: str) -> Triage:
+def _name_file(result: Triage, file: str) -> Triage:
     rows: dict[str, Any] = {
         kind: tuple(replace(each, file=file) for each in getattr(result, kind))
         for kind in ("findings", "possible", "near_misses")
@@ -95,26 +95,26 @@ def triage_page(results: Sequence[tuple[str, Triage]]) -> list[Block]:
     for name, result in results:
         if len(results) > 1:
             page.append(Heading(name))
-        page += _page(result)
+        page += _make_page(result)
     page.append(Paragraph(f"{count_line(results)}."))
-    if best := _best(results):
+    if best := _find_best(results):
         page.append(Step(_explain(best.id)))
     return page
 
 
-def _page(result: Triage) -> list[Block]:
-    page: list[Block] = [_item(finding) for finding in result.findings]
+def _make_page(result: Triage) -> list[Block]:
+    page: list[Block] = [_make_item(finding) for finding in result.findings]
     if not result.findings:
-        page.append(Paragraph(_nothing(result)))
-    page += [_possible(finding) for finding in result.possible]
-    page += [_near_miss(miss) for miss in result.near_misses if not result.findings]
-    page.append(Paragraph(_looked_at(result)))
+        page.append(Paragraph(_explain_nothing(result)))
+    page += [_show_possible(finding) for finding in result.possible]
+    page += [_show_near_miss(miss) for miss in result.near_misses if not result.findings]
+    page.append(Paragraph(_describe_looked_at(result)))
     if not any(finding.grade is Grade.CERTAIN for finding in result.findings):
         page.append(Step(PASTE))
     return page
 
 
-def _item(finding: Finding) -> Item:
+def _make_item(finding: Finding) -> Item:
     entry = entries()[finding.id]
     lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
     lines.append(
@@ -128,7 +128,7 @@ def _item(finding: Finding) -> Item:
     return Item(finding.id, title, lines, "error" if finding.grade is Grade.CERTAIN else "warning")
 
 
-def _possible(finding: Finding) -> Item:
+def _show_possible(finding: Finding) -> Item:
     """Return a failure that the text does not decide, and what would decide it."""
     title = f"possible, line {finding.line}: {entries()[finding.id].title}"
     lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
@@ -137,7 +137,7 @@ def _possible(finding: Finding) -> Item:
     return Item(finding.id, title, [*lines, ("more", _explain(finding.id))])
 
 
-def _near_miss(miss: NearMiss) -> Item:
+def _show_near_miss(miss: NearMiss) -> Item:
     return Item(miss.id, f"not it, line {miss.line}: {entries()[miss.id].title}", [("", miss.reason)])
 
 
@@ -145,7 +145,7 @@ def _explain(id: str) -> str:
     return f"`moedoctor explain {id}`"
 
 
-def _nothing(result: Triage) -> str:
+def _explain_nothing(result: Triage) -> str:
     if result.possible:
         return "Nothing in this text decides. It may be one of these:"
     return (
@@ -154,7 +154,7 @@ def _nothing(result: Triage) -> str:
     )
 
 
-def _looked_at(result: Triage) -> str:
+def _describe_looked_at(result: Triage) -> str:
     parts = [f"{count_of(result.bytes_read, 'byte')} were read"]
     parts.append(f"the text names {result.releases}" if result.releases else "the text names no release")
     parts.append(f"GPU: {', '.join(result.gpus[:4])}" if result.gpus else "no GPU")
@@ -162,7 +162,7 @@ def _looked_at(result: Triage) -> str:
     return f"Looked at: {'; '.join(parts)}."
 
 
-def _best(results: Sequence[tuple[str, Triage]]) -> Finding | None:
+def _find_best(results: Sequence[tuple[str, Triage]]) -> Finding | None:
     return max(
         (finding for _, result in results for finding in result.findings),
         key=lambda finding: finding.confidence,
@@ -170,7 +170,7 @@ def _best(results: Sequence[tuple[str, Triage]]) -> Finding | None:
     )
 
 
-def findings_in_words(results: Sequence[tuple[str, Triage]]) -> list[str]:
+def describe_findings(results: Sequence[tuple[str, Triage]]) -> list[str]:
     """Return a line for each certain or likely failure: what it is, how sure, and where."""
     return [
         f"{name}, line {finding.line}: {finding.id} is {finding.grade.value}: {entries()[finding.id].title}"

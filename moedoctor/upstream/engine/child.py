@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from moedoctor.plugin import record
 from moedoctor.processes.ask import answer
-from moedoctor.results import plain
+from moedoctor.results import to_plain
 
 _SETS = ("cpu_offload_params", "offload_params")
 """Arguments that vLLM wants as sets, which JSON does not have."""
@@ -121,7 +121,7 @@ def _look(response: dict[str, Any], probe: Callable[[], Any]) -> Generator[None,
         if callable(value):
             return value
         for so_far in value if isinstance(value, Iterator) else (value,):
-            response["probe"] = plain(so_far)
+            response["probe"] = to_plain(so_far)
             yield
     return None
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moedoctor.results import worst
+from moedoctor.results import find_worst
 
 CLEAR = 0.5
 """The least lead of the best token's logprob in the reference, at each step of a prompt that counts."""
@@ -122,5 +122,5 @@ def measure_distance(steps: Sequence[Mapping[str, float]], others: Sequence[Mapp
         pairs = [(float(step[token]), float(other[token])) for token in set(step) & set(other)]
         if not pairs:
             return math.inf
-        distance = worst(distance, *(abs(left - right) for left, right in pairs if left != right))
+        distance = find_worst(distance, *(abs(left - right) for left, right in pairs if left != right))
     return distance

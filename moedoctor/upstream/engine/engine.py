@@ -281,7 +281,7 @@ def _write_request(request: EngineRequest) -> dict[str, Any]:
 
 
 def _read_error(answer: Mapping[str, Any], ended: Ended) -> EngineError | None:
-    redact = Redactor.of_this_process().text
+    redact = Redactor.from_this_process().mask
 
     def hide(text: str) -> str:
         return _PATH.sub(_cut_folder, redact(text))

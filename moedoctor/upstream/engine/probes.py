@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from moedoctor.results import worst
+from moedoctor.results import find_worst
 
 _MEMORY_TYPE = 2
 """CU_POINTER_ATTRIBUTE_MEMORY_TYPE"""
@@ -245,4 +245,4 @@ def relative_error(values: Sequence[float], reference: Sequence[float]) -> float
     """Return ‖values - reference‖ / ‖reference‖; NaN counts as infinite."""
     difference = sum((a - b) ** 2 for a, b in zip(values, reference, strict=True)) ** 0.5
     length = sum(b * b for b in reference) ** 0.5
-    return worst(difference / length if length else difference)
+    return find_worst(difference / length if length else difference)

@@ -50,13 +50,13 @@ def collect_flashinfer(seconds: float = SECONDS) -> Collected:
 
 
 def _collect(package: str, seconds: float) -> Collected:
-    redactor = Redactor.of_this_process()
+    redactor = Redactor.from_this_process()
     try:
         facts = ask("moedoctor.upstream.releases.collectors", package, seconds=seconds, caches=CACHES)
     except ChildError as error:
-        return Collected(error=redactor.text(str(error)))
+        return Collected(error=redactor.mask(str(error)))
     if "error" in facts:
-        return Collected(error=redactor.text(str(facts["error"])))
+        return Collected(error=redactor.mask(str(facts["error"])))
     return Collected(_shorten(redactor.record(facts)))
 
 

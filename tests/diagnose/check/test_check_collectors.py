@@ -13,7 +13,7 @@ from moedoctor.diagnose.check.check import Probes, check
 from moedoctor.environment import Sources
 from moedoctor.reporters.json import to_document, to_json
 from moedoctor.reporters.markdown_page import to_markdown
-from moedoctor.reporters.pages.check import check_page
+from moedoctor.reporters.pages.check import make_check_page
 from moedoctor.reporters.table import to_text
 from moedoctor.upstream.releases.collectors import Collected
 
@@ -34,7 +34,7 @@ def broken(*arguments: Any) -> Any:
 
 
 def texts(result: Any) -> tuple[str, ...]:
-    page = check_page(result)
+    page = make_check_page(result)
     return to_json(to_document(result)), to_text(page), to_markdown(page)
 
 
@@ -96,8 +96,8 @@ def test_a_collector_that_says_why_it_cannot_is_a_fact() -> None:
     silent = Collected(error="no answer within 30 s")
     result = check(machine(), probes(vllm=lambda: silent))
     assert result.environment["collectors"]["vllm"] == {"error": "no answer within 30 s"}
-    assert "vllm says" in to_text(check_page(result))
-    assert "nothing: no answer within 30 s" in to_text(check_page(result))
+    assert "vllm says" in to_text(make_check_page(result))
+    assert "nothing: no answer within 30 s" in to_text(make_check_page(result))
     assert result.environment["collectors"]["flashinfer"]["FlashInfer"]
 
 

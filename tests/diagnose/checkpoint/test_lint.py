@@ -635,7 +635,10 @@ def test_sizes_for_some_tp_only_are_a_remark_and_come_last(tmp_path: Path) -> No
     result, _ = checked(made, tmp_path)
     assert [finding.check for finding in result.findings] == ["kv_scales_missing", "does_not_tile"]
     assert [finding.check for finding in result.damage] == ["kv_scales_missing"]
-    assert [row.evidence.remark for row in LintDocument.of(result, "m", ()).findings] == [False, True]
+    assert [row.evidence.remark for row in LintDocument.from_result(result, "m", ()).findings] == [
+        False,
+        True,
+    ]
     assert result.findings[1].places[0].value == "112 columns in units of 16: not for TP 2, 4, 8 (fits: 1)"
 
 

@@ -36,7 +36,9 @@ NOWHERE = {"PATH": "/nonexistent"}
 @pytest.fixture
 def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the only folder that is searched for tools."""
-    monkeypatch.setattr(cuda_tools, "_candidates", lambda names, environ: [tmp_path / name for name in names])
+    monkeypatch.setattr(
+        cuda_tools, "_list_candidates", lambda names, environ: [tmp_path / name for name in names]
+    )
     return tmp_path
 
 
@@ -116,7 +118,7 @@ def test_one_compiler_for_each_release(tmp_path: Path, monkeypatch: pytest.Monke
     paths = [
         fake_tool(tmp_path / str(place), "ptxas", cuda) for place, cuda in enumerate(("13.0", "12.9", "12.9"))
     ]
-    monkeypatch.setattr(cuda_tools, "_candidates", lambda names, environ: paths)
+    monkeypatch.setattr(cuda_tools, "_list_candidates", lambda names, environ: paths)
     compilers = find_compilers()
     assert [(str(compiler), compiler.path) for compiler in compilers] == [
         ("ptxas 12.9.93", str(paths[1])),

@@ -14,7 +14,7 @@ from moedoctor.faults.offload.offload_noop import OffloadNoop
 from moedoctor.faults.offload.offload_noop_lab import engine_evidence, places, remembering
 from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier, UnavailableError
 from moedoctor.runner.plan import Options, plan
-from moedoctor.scenario.targets import builtin_file, load_scenario
+from moedoctor.scenario.targets import find_builtin_file, load_scenario
 from moedoctor.upstream.engine import engine as engine_module
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.releases.release_source import ReleaseSource
@@ -94,7 +94,7 @@ def test_weights_that_are_left_alone_are_not_copied_again() -> None:
 
 
 def test_the_plan_holds_each_point_at_its_own_tiers() -> None:
-    scenario = load_scenario(builtin_file("offload_noop"))
+    scenario = load_scenario(find_builtin_file("offload_noop"))
     options = Options(sources={"vllm@0.33.0": "vllm.whl", "vllm@0.32.0": "moe_C.so"})
     planned = plan([scenario], options, {})[0].cases
     points = {(item.case.subject, item.case.tier.value, item.case.parameters["cause"]) for item in planned}

@@ -7,7 +7,7 @@ import pytest
 from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.json import to_json
 from moedoctor.reporters.markdown_page import to_markdown
-from moedoctor.reporters.pages.backend_charts import messages
+from moedoctor.reporters.pages.backend_charts import write_messages
 from moedoctor.reporters.pages.bench_backends import (
     BackendBench,
     bench_document,
@@ -181,12 +181,12 @@ def test_the_title_says_what_the_times_say_beyond_their_spread(
     times: dict[str, tuple[float, ...]], text: str
 ) -> None:
     rows = [row for backend, values in times.items() for row in timed(backend, *values)]
-    assert messages("m", rows) == [f"m: {text}"]
+    assert write_messages("m", rows) == [f"m: {text}"]
 
 
 def test_a_title_compares_only_backends_of_the_same_quantization() -> None:
     rows = timed("OURS", 1, 1, 1) + timed("A", 2, 2, 2, quantization="fp8")
-    assert messages("m", rows) == ["m: OURS nvfp4 is fastest from 1 to 64 tokens"]
+    assert write_messages("m", rows) == ["m: OURS nvfp4 is fastest from 1 to 64 tokens"]
 
 
 def test_a_time_of_zero_is_left_out_of_the_pictures() -> None:
@@ -268,7 +268,7 @@ def test_a_spread_that_makes_a_time_worthless_is_flagged() -> None:
 def test_the_title_is_one_message_and_the_answer_has_the_others() -> None:
     rows = timed("OURS", 1, 1, 1) + timed("MARLIN", 2, 2, 2)
     rows += timed("OURS", 3, 3, 3, quantization="bf16") + timed("TRITON", 2, 2, 2, quantization="bf16")
-    assert messages("m", rows) == [
+    assert write_messages("m", rows) == [
         "m: OURS beats MARLIN from 1 to 64 tokens (nvfp4)",
         "m: TRITON beats OURS from 1 to 64 tokens (bf16)",
     ]

@@ -9,7 +9,7 @@ import pytest
 from engine_rows import engine_document, speed_row
 
 from moedoctor.reporters.pages.bench_engines import charts, from_dict
-from moedoctor.reporters.plots import svg
+from moedoctor.reporters.plots import draw_svg
 
 
 def message(*rows: dict[str, Any]) -> str:
@@ -41,7 +41,7 @@ def test_each_engine_is_a_line_with_bars_and_wrong_ones_are_not_drawn() -> None:
     (chart,) = charts(from_dict(engine_document(rows, wrong)))
     assert [line.name for line in chart.series] == ["marlin", "triton"]
     assert [(list(line.x), list(line.low)) for line in chart.series] == [([1, 8], [49.0, 392.0])] * 2
-    words = re.findall(r">([^<>]+)</text>", svg(chart, caption=True))
+    words = re.findall(r">([^<>]+)</text>", draw_svg(chart, caption=True))
     assert {"marlin", "triton", "batch (sequences) (log scale)", "1", "8"} <= set(words)
 
 

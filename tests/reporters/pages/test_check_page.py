@@ -13,7 +13,7 @@ from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.records import CheckResult, Finding, Problem
 from moedoctor.reporters.json import to_document
 from moedoctor.reporters.markdown_page import to_markdown
-from moedoctor.reporters.pages.check import check_page, fact_rows, summary_line
+from moedoctor.reporters.pages.check import list_facts, make_check_page, summarize
 from moedoctor.reporters.table import to_text
 
 PACKAGES = {"vllm": "0.18.0", "torch": "2.13.0+cu129", "flashinfer-python": "0.6.6"}
@@ -61,19 +61,21 @@ def test_json_has_the_documented_shape(result: CheckResult) -> None:
 
 
 def test_the_page_begins_with_the_counts_and_ends_with_the_facts(result: CheckResult) -> None:
-    lines = to_text(check_page(result), width=100).splitlines()
-    assert lines[1] == summary_line(result)
+    lines = to_text(make_check_page(result), width=100).splitlines()
+    assert lines[1] == summarize(result)
     assert all(any(f"{each.id} {each.name}" in line for line in lines) for each in result.findings)
     assert lines.index("Environment") > lines.index("Not looked at")
 
 
 def test_a_finding_shows_its_reason_evidence_and_next_step() -> None:
-    text = to_text(check_page(CheckResult(environment={}, findings=(finding(),))))
+    text = to_text(make_check_page(CheckResult(environment={}, findings=(finding(),))))
     for line in ("why:   why it is so", "needs: a flag", "next:  do this"):
         assert f"            {line}\n" in text
     assert "seen:  vllm 0.18.0, VLLM_X 1, builds_for [120]\n" in text
     assert "error       MD001 nan_routing: a title\n" in text
-    assert "needs" not in to_text(check_page(CheckResult(environment={}, findings=(finding(needs=None),))))
+    assert "needs" not in to_text(
+        make_check_page(CheckResult(environment={}, findings=(finding(needs=None),)))
+    )
 
 
 def test_text_from_the_machine_is_escaped() -> None:
@@ -87,27 +89,27 @@ def test_text_from_the_machine_is_escaped() -> None:
         problems=(problem,),
         version="0.1.0",
     )
-    text = to_markdown(check_page(result))
+    text = to_markdown(make_check_page(result))
     for markup in ("\x1b", "<img", " @someone", "**bold**", " `code`"):
         assert markup not in text
     assert sum(line.startswith("- MD014") for line in text.splitlines()) == 1
-    assert "\x1b" not in to_text(check_page(result))
+    assert "\x1b" not in to_text(make_check_page(result))
 
 
 def test_a_page_without_findings_is_short() -> None:
     clean = check(
         sources({"vllm": "0.33.0", "torch": "2.14.0", "flashinfer-python": "0.7.2.post1"}), probes()
     )
-    text = to_text(check_page(clean))
+    text = to_text(make_check_page(clean))
     assert "Known failures" not in text
     assert text.splitlines()[1].startswith("0 errors · 0 warnings · 0 problems")
 
 
 def test_without_vllm_the_page_says_so_below_the_counts() -> None:
     bare = check(sources({"torch": "2.13.0"}), probes())
-    lines = to_text(check_page(bare)).splitlines()
+    lines = to_text(make_check_page(bare)).splitlines()
     assert lines[1:3] == [
-        summary_line(bare),
+        summarize(bare),
         "vLLM was not found in this Python: nothing about it was checked; install moedoctor beside it, "
         "or say `--python PATH`",
     ]
@@ -122,7 +124,7 @@ def test_the_first_line_counts() -> None:
         problems=(Problem("p", "error", "w", {}, "n"), Problem("q", "error", "w", {}, "n")),
     )
     counts = "1 error · 2 warnings · 2 problems · 1 not decided here · 1 fact missing"
-    assert summary_line(result) == counts
+    assert summarize(result) == counts
     assert result.exit_code == 1
 
 
@@ -167,4 +169,4 @@ def test_the_first_line_counts() -> None:
     ],
 )
 def test_facts_in_words(facts: dict[str, Any], name: str, text: str) -> None:
-    assert dict(fact_rows(facts))[name] == text
+    assert dict(list_facts(facts))[name] == text

@@ -21,12 +21,12 @@ from moedoctor.reporters.pages.run import (
     NOT_TESTED,
     Detail,
     crash_notes,
-    installed_answer,
+    find_installed_answer,
+    find_shared_parameters,
     run_page,
-    shared_parameters,
 )
 from moedoctor.reporters.table import TableReporter
-from moedoctor.reporters.text import environment_line, summary_line
+from moedoctor.reporters.text import format_environment, summarize
 from moedoctor.results import (
     VERDICTS,
     CaseResult,
@@ -83,8 +83,8 @@ def test_the_whole_run_has_a_line_and_a_block_for_each_failure() -> None:
 @given(reports)
 def test_the_answer_comes_first_then_the_worst_and_the_machine_last(given_report: Report) -> None:
     lines = lines_of(given_report, 10_000)
-    assert lines[0] == f"- {summary_line(given_report)}"
-    assert lines[-2:-1] == [environment_line(given_report)]
+    assert lines[0] == f"- {summarize(given_report)}"
+    assert lines[-2:-1] == [format_environment(given_report)]
     words = [line.split()[0] for line in lines if re.match(rf"({'|'.join(ScenarioVerdict)}) ", line)]
     ranks = [-VERDICTS[word].rank for word in words[: len(given_report.scenarios)]]
     if not any(member.affected for each in given_report.scenarios for member in each.cases):
@@ -93,7 +93,7 @@ def test_the_answer_comes_first_then_the_worst_and_the_machine_last(given_report
 
 @given(st.lists(cases, max_size=8))
 def test_the_installed_release_is_clean_only_if_it_was_looked_at(members: list[CaseResult]) -> None:
-    answer = installed_answer(scenario("proved", *members, case("faulty", "clean")))
+    answer = find_installed_answer(scenario("proved", *members, case("faulty", "clean")))
     verdicts = {member.verdict.value for member in members if member.subject == "installed"}
     assert (answer == AFFECTED) == ("reproduced" in verdicts)
     if answer == CLEAN:
@@ -177,10 +177,10 @@ def rows(*members: CaseResult, detail: Detail = Detail.CASES) -> list[tuple[str,
 
 
 def test_shared_parameters_are_those_of_every_case() -> None:
-    assert shared_parameters([case("faulty", "clean", point) for point in POINTS]) == {"tokens": 128}
-    assert shared_parameters([]) == {}
+    assert find_shared_parameters([case("faulty", "clean", point) for point in POINTS]) == {"tokens": 128}
+    assert find_shared_parameters([]) == {}
     mixed = [case("faulty", "clean", {"a": 1, "b": 1, "c": 1}), case("fixed", "clean", {"a": True, "b": 1})]
-    assert shared_parameters(mixed) == {"b": 1}
+    assert find_shared_parameters(mixed) == {"b": 1}
 
 
 def test_cases_are_grouped_by_subject_tier_and_device_in_their_order() -> None:
