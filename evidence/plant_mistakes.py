@@ -100,7 +100,7 @@ def measure(job: tuple[tuple[str, str, str], int]) -> tuple[Tally, Tally, Tally,
     """Plant one mistake, two at once, one in one expert only, and wrong weights, rows and values."""
     import torch
 
-    from moedoctor.diagnose.capsule.mistakes import pairs_of
+    from moedoctor.diagnose.capsule.mistakes import list_pairs
     from tests.capsules import computation, make_capsule
 
     torch.set_num_threads(1)
@@ -112,7 +112,7 @@ def measure(job: tuple[tuple[str, str, str], int]) -> tuple[Tally, Tally, Tally,
     every, draw = deviations(call), random.Random(seed)
     single, pairs, places, others = Tally(), Tally(), Tally(), Tally()
     plant(single, scheme, call, every, seed)
-    plant(pairs, scheme, call, draw.sample(list(pairs_of(every)), _PAIRS), seed)
+    plant(pairs, scheme, call, draw.sample(list(list_pairs(every)), _PAIRS), seed)
     plant_strange(single, call, seed)
     plant_places(places, scheme, call, every, seed)
     foreign = make_capsule(quantization, activations, activation=activation, seed=seed + 1000)

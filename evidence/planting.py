@@ -17,7 +17,7 @@ import torch
 
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.diagnose.capsule.explain import Explanation, diagnose
-from moedoctor.diagnose.capsule.mistakes import MISTAKES, Deviation, deviations_of, names
+from moedoctor.diagnose.capsule.mistakes import MISTAKES, Deviation, list_deviations, name_mistakes
 from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.reference.moe_layer import Layer
 
@@ -119,18 +119,18 @@ def noisy(output: torch.Tensor, seed: int = 0) -> torch.Tensor:
 
 def deviations(call: Computation) -> list[Deviation]:
     """Return the ways in which the known mistakes can happen in this call."""
-    return [each for mistake in MISTAKES if call.applies(mistake) for each in deviations_of(mistake)]
+    return [each for mistake in MISTAKES if call.applies(mistake) for each in list_deviations(mistake)]
 
 
 def plant(tally: Tally, scheme: str, call: Computation, planted: Iterable[Deviation], seed: int) -> None:
     """Plant each of the deviations in the whole call, and count what the explanation makes of it."""
-    right = call.contributions().sum(1)  # [T, H]
+    right = call.compute_contributions().sum(1)  # [T, H]
     tally.sound += 1
     tally.sound_named += not diagnose(call, noisy(right, seed)).sound
-    every = {each: call.contributions(each).sum(1) for each in deviations(call)}
+    every = {each: call.compute_contributions(each).sum(1) for each in deviations(call)}
     for deviation in planted:
-        output = call.contributions(deviation).sum(1)  # [T, H]
-        alike = [names(each) for each, other in every.items() if is_noise(call, output, other)]
+        output = call.compute_contributions(deviation).sum(1)  # [T, H]
+        alike = [name_mistakes(each) for each, other in every.items() if is_noise(call, output, other)]
         _count(tally, scheme, call, deviation, output, alike, None, seed)
 
 
@@ -138,15 +138,15 @@ def plant_places(
     tally: Tally, scheme: str, call: Computation, planted: Iterable[Deviation], seed: int
 ) -> None:
     """Plant each of the deviations in one expert only; the expert must be named, too."""
-    ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
+    ids, right = call.problem.topk_ids, call.compute_contributions()  # [T, K], [T, K, H]
     used, draw = ids[ids >= 0].unique().tolist(), random.Random(seed)
-    changes = {each: call.contributions(each) for each in deviations(call)}
+    changes = {each: call.compute_contributions(each) for each in deviations(call)}
     for deviation in planted:
         expert = draw.choice(used)
         here = (ids == expert)[..., None]  # [T, K, 1]
         output = torch.where(here, changes[deviation], right).sum(1)  # [T, H]
         alike = [
-            names(each)
+            name_mistakes(each)
             for each, change in changes.items()
             if is_noise(call, output, torch.where(here, change, right).sum(1))
             or is_noise(call, output, change.sum(1))
@@ -156,7 +156,7 @@ def plant_places(
 
 def plant_strange(tally: Tally, call: Computation, seed: int) -> None:
     """Give an output that is wrong in a way that is no known mistake: it must be left without a name."""
-    right, draw = call.contributions().sum(1), torch.Generator().manual_seed(seed)  # [T, H]
+    right, draw = call.compute_contributions().sum(1), torch.Generator().manual_seed(seed)  # [T, H]
     noise = torch.randn(right.shape, generator=draw) * right.norm(dim=1, keepdim=True) / right.shape[1] ** 0.5
     ways = (noise, right + 0.3 * noise, right.roll(1, dims=1), right.abs(), right.cumsum(1))  # [T, H] each
     tally.strange += 1
@@ -169,7 +169,7 @@ def plant_weights_and_rows(tally: Tally, scheme: str, call: Computation, foreign
     `foreign` is another layer of the same shape. The expert and the token must be named, too.
     """
     draw, problem = random.Random(f"{scheme} {seed}"), call.problem
-    ids, right = problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
+    ids, right = problem.topk_ids, call.compute_contributions()  # [T, K], [T, K, H]
     expert = draw.choice(ids[ids >= 0].unique().tolist())
     other = draw.choice([each for each in range(problem.layer.shape.experts) if each != expert])
     token, source = draw.sample(range(len(ids)), 2)
@@ -180,15 +180,19 @@ def plant_weights_and_rows(tally: Tally, scheme: str, call: Computation, foreign
     outputs = {
         "row_unwritten (zeros)": (zeros, ("row_unwritten",), None),
         "row_unwritten (another token's)": (stale, ("row_unwritten",), None),
-        "expert_replaced": (call.with_ids(torch.where(here, other, ids)).sum(1), ("expert_replaced",), other),
-        "expert_unknown": (_mixed(here, strange.contributions(), right), ("expert_unknown",), None),
+        "expert_replaced": (
+            call.compute_with_ids(torch.where(here, other, ids)).sum(1),
+            ("expert_replaced",),
+            other,
+        ),
+        "expert_unknown": (_mixed(here, strange.compute_contributions(), right), ("expert_unknown",), None),
     }
     limit = draw.choice((0.5, 1.0, 3.0, 10.0))
-    (clamped,) = call.with_values("activation", [limit], ids >= 0)  # [T, K, H]
+    (clamped,) = call.compute_with_values("activation", [limit], ids >= 0)  # [T, K, H]
     outputs["activation_clamped at another limit"] = (clamped.sum(1), ("activation_clamped",), None)
     if problem.layer.quantization != "bf16":
         for step, factor in (("w13", draw.choice((0.25, 0.5, 3.0, 4.0))), ("w2", draw.choice((0.5, 3.0)))):
-            wrong = _mixed(here, call.with_values(step, [factor], here)[0], right)  # [T, H]
+            wrong = _mixed(here, call.compute_with_values(step, [factor], here)[0], right)  # [T, H]
             outputs[f"global_scale_wrong in {step}"] = (wrong, ("global_scale_wrong",), None)
     total = right.sum(1)  # [T, H]
     for label, (output, mistakes, taken) in outputs.items():
@@ -246,8 +250,8 @@ def _count(
     seed: int,
 ) -> None:
     """Count what the explanation makes of `output` [T, H]. The mistake is in `expert`, or in all of them."""
-    label, planted = " + ".join(names(deviation)), set(names(deviation))
-    if is_noise(call, output, call.contributions().sum(1)):
+    label, planted = " + ".join(name_mistakes(deviation)), set(name_mistakes(deviation))
+    if is_noise(call, output, call.compute_contributions().sum(1)):
         tally.add(scheme, label, NO_EFFECT)
         return
     diagnosis = diagnose(call, noisy(output, seed))
@@ -270,7 +274,11 @@ def _is_place(call: Computation, deviation: Deviation, best: Explanation, expert
     """Return whether it names the place, but for experts in which the mistake changes nothing."""
     if expert is None or best.experts == (expert,):
         return True
-    ids, right, wrong = call.problem.topk_ids, call.contributions(), call.contributions(deviation)
+    ids, right, wrong = (
+        call.problem.topk_ids,
+        call.compute_contributions(),
+        call.compute_contributions(deviation),
+    )
     named = ids[ids >= 0].unique().tolist() if best.experts is None else best.experts
     if best.tokens is not None:
         named = ids[list(best.tokens)].unique().tolist()

@@ -20,7 +20,7 @@ from typer.main import get_command
 
 from moedoctor import catalogue
 from moedoctor.cli import EPILOG, app
-from moedoctor.diagnose.triage.signatures import Clue, clues, signatures
+from moedoctor.diagnose.triage.signatures import Clue, load_clues, load_signatures
 from moedoctor.entries import entries
 from moedoctor.entries.entry import Entry
 from moedoctor.reporters.markdown_page import to_markdown
@@ -235,8 +235,8 @@ def _messages(entry: Entry) -> Sequence[str]:
 def _signs(*, silent: bool) -> Mapping[str, Sequence[str]]:
     """Return sign in words -> entries, the surest first; `silent` chooses the failures without a crash."""
     sure: dict[str, dict[str, float]] = {}
-    for signature in signatures():
-        for clue in (clues()[name] for name in signature.shows):
+    for signature in load_signatures():
+        for clue in (load_clues()[name] for name in signature.shows):
             if clue.says and signature.silent == silent and signature.confidence >= _LEAST_SURE:
                 ids = sure.setdefault(clue.says, {})
                 ids[signature.id] = max(ids.get(signature.id, 0), signature.confidence)
@@ -255,7 +255,7 @@ def _is_message(text: str) -> bool:
 
 def _signals(entry: Entry) -> Iterator[str]:
     """Give the rows of the signatures of an entry, the surest first, each sign once."""
-    own = [signature for signature in signatures() if signature.id == entry.id]
+    own = [signature for signature in load_signatures() if signature.id == entry.id]
     given: set[tuple[str, str]] = set()
     for signature in sorted(own, key=lambda signature: -signature.confidence):
         needed = "; ".join(_says(group) for group in (*signature.near, *signature.anywhere))
@@ -263,12 +263,12 @@ def _signals(entry: Entry) -> Iterator[str]:
             if signature.confidence >= _LEAST_SURE and (name, needed) not in given:
                 given.add((name, needed))
                 sure = f"{signature.confidence:.0%}"
-                yield _row(_plain(_says([name])), _phrases(clues()[name]), _plain(needed), sure)
+                yield _row(_plain(_says([name])), _phrases(load_clues()[name]), _plain(needed), sure)
 
 
 def _says(names: Sequence[str]) -> str:
     """Return what a text says that has any of these clues."""
-    return " or ".join(clues()[name].says or name.replace("_", " ") for name in names)
+    return " or ".join(load_clues()[name].says or name.replace("_", " ") for name in names)
 
 
 def _phrases(clue: Clue) -> str:

@@ -52,14 +52,14 @@ def make_capsule(
         ratio = 2.0 ** torch.randint(-1, 2, (shape.experts, 2), generator=draw).float()  # [E, 2]
         scale = capsule.tensors["w13_scale"][:, None] * ratio  # [E, 2]
         capsule = Capsule(capsule.record, {**capsule.tensors, "w13_scale": scale})
-    return with_output(capsule, computation(capsule).contributions().sum(1))
+    return with_output(capsule, computation(capsule).compute_contributions().sum(1))
 
 
 def computation(capsule: Capsule) -> Computation:
     """Return how the capsule's call is computed."""
-    from moedoctor.diagnose.capsule.replay import computation_of
+    from moedoctor.diagnose.capsule.replay import make_computation
 
-    return computation_of(capsule)
+    return make_computation(capsule)
 
 
 def with_output(capsule: Capsule, output: torch.Tensor) -> Capsule:

@@ -62,7 +62,7 @@ def prepare(folder: Path) -> None:
     worse["scenarios"][0]["verdict"] = "failed"
     (folder / "new.json").write_text(json.dumps(worse))
     capsule = make_capsule()
-    swapped = noisy(computation(capsule).contributions((("w13", "gate_up_swapped"),)).sum(1))
+    swapped = noisy(computation(capsule).compute_contributions((("w13", "gate_up_swapped"),)).sum(1))
     capsules.save(with_output(capsule, swapped), folder / "a.capsule")
     write_answers(folder / "fleet")
     (folder / "cache" / "empty").mkdir(parents=True)

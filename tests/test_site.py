@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from moedoctor.cli import app
-from moedoctor.diagnose.triage.signatures import signatures
+from moedoctor.diagnose.triage.signatures import load_signatures
 from moedoctor.entries import entries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,7 +120,7 @@ def test_there_is_a_page_for_each_entry_with_its_words_claims_and_links(site: Pa
 
 def test_symptoms_commands_and_functions_have_their_places(site: Path, pages: dict[Path, Read]) -> None:
     symptoms = html.unescape((site / "symptoms.html").read_text(encoding="utf-8"))
-    assert all(f"entries/{id}.html" in symptoms for id in {signature.id for signature in signatures()})
+    assert all(f"entries/{id}.html" in symptoms for id in {signature.id for signature in load_signatures()})
     messages, _, signs = symptoms.partition(">Wrong answers without an error<")
     (row,) = re.findall(
         r"<tr>(?:(?!</tr>).)*RuntimeError: b_scales is not on GPU.*?</tr>", messages, re.DOTALL

@@ -86,9 +86,9 @@ def backends(
     code 1 if a setting does not take effect, no backend is selected, or --backend would not work.
     """
     from moedoctor import environment
-    from moedoctor.diagnose.settings.flags import parallel_of, split_command
-    from moedoctor.diagnose.settings.scheme import Found, scheme_of
-    from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
+    from moedoctor.diagnose.settings.flags import read_parallelism, split_command
+    from moedoctor.diagnose.settings.scheme import Found, find_scheme
+    from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
     from moedoctor.fixes.backends import select
     from moedoctor.fixes.backends.requests import request
     from moedoctor.reporters.pages.backends import (
@@ -104,10 +104,10 @@ def backends(
     release, notes = _release(release, facts.get("vllm"))
     here = _without_local(facts.get("vllm") or "") == release
     line = split_command(command or ())
-    line_ep, line_dp = parallel_of(line.command, release)
+    line_ep, line_dp = read_parallelism(line.command, release)
     # Variables of the command line replace those of the environment.
     variables = {**_upstream_variables(environ), **line.settings}
-    found = Found((scheme,), "") if scheme else scheme_of(line.command, release)
+    found = Found((scheme,), "") if scheme else find_scheme(line.command, release)
     question: dict[str, Any] = {
         "capability": _capability(sm, facts),
         "scheme": found.schemes[0],
@@ -117,7 +117,7 @@ def backends(
         "activation": _ALIASES.get(activation, activation),
         "environ": variables,
     }
-    moe_backend = moe_backend_of(line.command, release)
+    moe_backend = find_moe_backend(line.command, release)
     notes += _understood(activation, line.command, question)
     if found.why:
         notes = (f"{_schemes(found.schemes)}: {found.why}", *notes)

@@ -55,18 +55,18 @@ def _target(python: Path | None, release: str | None, sm: str | None, *, wsl: bo
     from moedoctor.diagnose.check.target import (
         Target,
         TargetError,
-        another_python,
-        on_wsl,
-        released,
-        with_gpu,
+        add_gpu,
+        ask_python,
+        describe_release,
+        put_on_wsl,
     )
 
     if python is not None and release is not None:
         raise InputError("--python and --release: expected one of the two")
     with as_input_error(TargetError):
-        target = another_python(python) if python is not None else Target()
+        target = ask_python(python) if python is not None else Target()
     if release is not None:
-        target = released(known_release(release))
+        target = describe_release(known_release(release))
     if sm is not None:
-        target = with_gpu(target, known_capability(sm))
-    return on_wsl(target) if wsl else target
+        target = add_gpu(target, known_capability(sm))
+    return put_on_wsl(target) if wsl else target

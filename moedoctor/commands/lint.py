@@ -46,7 +46,7 @@ def lint(
     something is wrong.
     """
     from moedoctor.diagnose.checkpoint.lint import lint
-    from moedoctor.diagnose.checkpoint.repair import repairable_checks
+    from moedoctor.diagnose.checkpoint.repair import list_repairable_checks
     from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
     from moedoctor.reporters.pages.lint import LintDocument
     from moedoctor.reporters.text import count_of
@@ -57,7 +57,7 @@ def lint(
         result = lint(checkpoint)
     code = 1 if result.damage else 0
     folder = str(result.checkpoint.folder)
-    document = LintDocument.from_result(result, folder, repairable_checks(result))
+    document = LintDocument.from_result(result, folder, list_repairable_checks(result))
     reasons = [
         f"{row.id}: {row.evidence.what} ({count_of(row.evidence.count, 'place')})" for row in document.damage
     ]

@@ -148,7 +148,7 @@ def plan(
     """
     from moedoctor.diagnose.plan.kv_cache import PlanError
     from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
-    from moedoctor.diagnose.plan.weights import checkpoint_bytes
+    from moedoctor.diagnose.plan.weights import count_checkpoint_bytes
     from moedoctor.diagnose.plan.workspace import check_backend
     from moedoctor.models.config_fields import ConfigError
     from moedoctor.models.presets import find_model
@@ -165,7 +165,7 @@ def plan(
             scheme=expert_scheme,
             scheme_source=source,
             other_scheme=other_scheme,
-            checkpoint_bytes=checkpoint_bytes(Path(model)) if os.path.isdir(model) else None,
+            checkpoint_bytes=count_checkpoint_bytes(Path(model)) if os.path.isdir(model) else None,
             tensor_parallel=tensor_parallel_size,
             gpu_bytes=size(gpu_memory),
             utilization=utilization,
@@ -196,10 +196,10 @@ def plan(
 
 def _scheme_of(model: Path) -> tuple[str, str | None]:
     """Return (quantization of the experts, the file that declares it)."""
-    from moedoctor.diagnose.plan.weights import expert_scheme
+    from moedoctor.diagnose.plan.weights import find_expert_scheme
 
     if os.path.isdir(model):
-        return expert_scheme(model / "config.json")
+        return find_expert_scheme(model / "config.json")
     if model.name == "config.json":
-        return expert_scheme(model)
+        return find_expert_scheme(model)
     return "nvfp4", "the default of a preset"

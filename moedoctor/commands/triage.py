@@ -151,11 +151,11 @@ def _check_text(start: bytes, name: str) -> None:
     packed = next((what for mark, what in _PACKED.items() if start.startswith(mark)), None)
     if packed:
         raise InputError(f"{name}: is {packed}, expected a text or a .gz file; unpack it first")
-    from moedoctor.diagnose.triage.log_text import encoding_of
+    from moedoctor.diagnose.triage.log_text import find_encoding
 
     # UTF-16 and UTF-32 are texts with many zeros.
     control = len(start.translate(None, _TEXT_BYTES)) / len(start)
-    if encoding_of(start) is None and control > _MOST_CONTROL:
+    if find_encoding(start) is None and control > _MOST_CONTROL:
         raise InputError(
             f"{name}: is binary, expected a log or report; give the text that the server printed"
         )

@@ -46,7 +46,7 @@ def asked_once() -> Iterator[None]:
 def swapped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A capsule whose gate and up halves were swapped, made once."""
     capsule = make_capsule("nvfp4")
-    output = noisy(computation(capsule).contributions((("w13", "gate_up_swapped"),)).sum(1))
+    output = noisy(computation(capsule).compute_contributions((("w13", "gate_up_swapped"),)).sum(1))
     path = tmp_path_factory.mktemp("capsule") / "wrong.moecapsule"
     save(with_output(capsule, output), path)
     return path

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.plan.kv_cache import PlanError, kv_cache
+from moedoctor.diagnose.plan.kv_cache import PlanError, fit_kv_cache
 from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
 from moedoctor.models.config import read_config, shape_of
 from moedoctor.models.config_fields import TEXT_CONFIGS, ConfigError
@@ -181,7 +181,7 @@ def test_a_folder_is_read_and_an_unknown_name_lists_the_presets(tmp_path):
 def test_one_latent_a_token_and_layer_whatever_the_heads(kv_bytes, expected):
     """(512 + 64) x 61 layers x bytes of an element."""
     shape = shape_of(DEEPSEEK_V3, "deepseek-v3", "here")
-    kv = kv_cache(shape, available_bytes=expected * 16 * 100, context=1600, kv_bytes=kv_bytes)
+    kv = fit_kv_cache(shape, available_bytes=expected * 16 * 100, context=1600, kv_bytes=kv_bytes)
     assert kv.bytes_per_token == expected
     assert (kv.blocks, kv.tokens_printed_to_0_20, kv.concurrency) == (100, 1600, 1.0)
 

@@ -74,8 +74,8 @@ def test_a_capsule_comes_back_as_it_was(scheme: tuple[str, str], activation: str
 def test_some_tokens_compute_what_they_computed_among_all(tokens: list[int], scheme: tuple[str, str]) -> None:
     capsule = make_capsule(*scheme, halves=True, unusual=True, seed=3)
     part = keep_tokens(capsule, tokens)
-    whole = computation(capsule).contributions()[tokens]  # [T', K, H]
-    torch.testing.assert_close(computation(part).contributions(), whole, rtol=1e-3, atol=1e-3)
+    whole = computation(capsule).compute_contributions()[tokens]  # [T', K, H]
+    torch.testing.assert_close(computation(part).compute_contributions(), whole, rtol=1e-3, atol=1e-3)
     ids = set(part.tensors["topk_ids"].unique().tolist())
     used = {7 if expert == -1 else expert for expert in ids}  # -1 may be taken for the last expert
     assert used <= set(part.expert_ids)
@@ -299,7 +299,7 @@ def test_any_record_and_any_tensors_are_a_call_or_one_line(
     """Whatever fields, types, shapes and values are; what is computed is what `replay` begins with."""
     capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
     if capsule is not None:
-        expected = computation(capsule).contributions().sum(1)
+        expected = computation(capsule).compute_contributions().sum(1)
         agree(capsule.tensors["output"].float(), expected, choose_bounds(capsule.record.activations))
         find_failing_tokens(capsule)
         json.dumps(describe(capsule))

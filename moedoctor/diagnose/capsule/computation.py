@@ -58,8 +58,8 @@ class Computation:
             "gate_up_interleaved": lambda: layer.shape.gated,
             "global_scale_inverted": lambda: scaled,
             "global_scale_missing": lambda: scaled,
-            "w1_w3_scales_exchanged": self._halves_differ,
-            "w1_scale_for_w3": self._halves_differ,
+            "w1_w3_scales_exchanged": self._has_different_halves,
+            "w1_scale_for_w3": self._has_different_halves,
             "linear_for_swizzled": lambda: blocked,
             "swizzled_for_linear": lambda: blocked,
             "group_size_doubled": lambda: blocked or _count_block_columns(layer.w13) > 1,
@@ -76,10 +76,10 @@ class Computation:
         }
         return conditions.get(name, lambda: True)()
 
-    def contributions(self, deviation: Deviation = ()) -> torch.Tensor:
+    def compute_contributions(self, deviation: Deviation = ()) -> torch.Tensor:
         """Return float32 [T, K, H]: what each expert adds to its token's output."""
         ids, weights = self._route(deviation)  # [T, K] each
-        key = _Out.of(deviation, ids)
+        key = _Out.from_deviation(deviation, ids)
         if key not in self._outs:
             self._compute([(deviation, ids)])
         return self._outs[key] * weights[..., None]
@@ -92,7 +92,7 @@ class Computation:
         """Free the experts' outputs that were computed until now."""
         self._outs.clear()
 
-    def part(self, tokens: Sequence[int]) -> Computation:
+    def select_tokens(self, tokens: Sequence[int]) -> Computation:
         """Return the call of some of its tokens."""
         rows, problem = torch.tensor(list(tokens)), self.problem
         chosen = replace(
@@ -103,7 +103,7 @@ class Computation:
         )
         return replace(self, problem=chosen, _ups={}, _outs={})
 
-    def with_ids(self, ids: torch.Tensor) -> torch.Tensor:
+    def compute_with_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Return float32 [T, K, H]: the right computation with other experts [T, K]; zeros for an id of -1.
 
         Nothing of it is kept.
@@ -112,7 +112,9 @@ class Computation:
         (out,) = self._multiply([self._activate_and_quantize(up)], "w2", RIGHT, ids)  # [T, K, H]
         return out * self.problem.topk_weights.float()[..., None]
 
-    def with_values(self, step: str, values: Sequence[float], pairs: torch.Tensor) -> list[torch.Tensor]:
+    def compute_with_values(
+        self, step: str, values: Sequence[float], pairs: torch.Tensor
+    ) -> list[torch.Tensor]:
         """Return float32 [T, K, H] for each value: what `pairs` [T, K] add if a step has this value.
 
         ``w13`` and ``w2``: their scale is that many times as large. ``activation``: it is clamped there.
@@ -120,7 +122,7 @@ class Computation:
         """
         ids = torch.where(pairs, self.problem.topk_ids, -1)  # [T, K]
         if step == "w2":
-            right = self.with_ids(ids)  # [T, K, H]
+            right = self.compute_with_ids(ids)  # [T, K, H]
             return [right * factor for factor in values]
         (up,) = self._multiply([self._prepare_input(RIGHT)], "w13", RIGHT, ids)  # [T, K, N]
         if step == "w13":
@@ -130,7 +132,7 @@ class Computation:
         weights = self.problem.topk_weights.float()[..., None]  # [T, K, 1]
         return [out * weights for out in self._multiply(middles, "w2", RIGHT, ids)]
 
-    def _halves_differ(self) -> bool:
+    def _has_different_halves(self) -> bool:
         w13, halves = self.problem.layer.w13, self.half_scales
         if isinstance(w13, Fp8) and w13.halves == 2:
             gate, up = w13.scale.chunk(2, dim=1)  # [E, R / 2, C] each
@@ -166,7 +168,7 @@ class Computation:
         ups: dict[tuple[str, bytes], dict[str, None]] = {}
         outs: dict[tuple[str, bytes], dict[_Out, None]] = {}
         for deviation, ids in calls:
-            out = _Out.of(deviation, ids)
+            out = _Out.from_deviation(deviation, ids)
             if out in self._outs:
                 continue
             routes[out.up.ids] = ids
@@ -205,7 +207,7 @@ class Computation:
         results = [each.new_zeros((*each.shape[:2], columns)) for each in inputs]
         for expert in ids[ids >= 0].unique().tolist():
             matrix = dequantize_expert(
-                _change(_of_expert(weight, expert), option, layer.shape.gated), 0
+                _change(_select_expert(weight, expert), option, layer.shape.gated), 0
             )  # [N, M]
             if name == "w13" and self.half_scales is not None:
                 matrix = matrix * self._expand_row_factors(expert, option)[:, None]
@@ -274,14 +276,14 @@ class _Out(NamedTuple):
     w2: str
 
     @classmethod
-    def of(cls, deviation: Deviation, ids: torch.Tensor) -> _Out:
+    def from_deviation(cls, deviation: Deviation, ids: torch.Tensor) -> _Out:
         wrong = dict(deviation)
         options = (wrong.get(step, RIGHT) for step in ("activation", "middle", "w2"))
         experts = bytes(ids.int().numpy(force=True).tobytes())
         return cls(_Up(wrong.get("input", RIGHT), wrong.get("w13", RIGHT), experts), *options)
 
 
-def _of_expert(weight: Weight, expert: int) -> Weight:
+def _select_expert(weight: Weight, expert: int) -> Weight:
     """Return a stack of one: the weight of this expert."""
     here = slice(expert, expert + 1)
     if isinstance(weight, Nvfp4):
@@ -358,7 +360,7 @@ def _count_block_columns(weight: Weight) -> int:
 
 
 def find_repeats(ids: torch.Tensor) -> torch.Tensor:
-    """Return bool [T, K]: whether the id was already among the token's ids before it."""
+    """Return bool [T, K]: True if the id was already among the token's ids before it."""
     same = ids[:, :, None] == ids[:, None, :]  # [T, K, K]
     before = torch.ones_like(same[0]).tril(-1)  # [K, K]
     return (same & before).any(2) & (ids >= 0)  # [T, K]

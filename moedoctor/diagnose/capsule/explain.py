@@ -1,4 +1,4 @@
-"""Which known mistake explains a wrong output of a MoE layer, and in which experts and tokens.
+"""Finds the known mistake that explains a wrong output of a MoE layer, and its experts and tokens.
 
 An output is a sum over pairs of token and expert. So it is found for each pair by itself whether the mistake
 happened there: the least-squares share of the mistake in what the output differs by, rounded to 0 or 1. A
@@ -17,9 +17,9 @@ from moedoctor.diagnose.capsule.computation import Computation, find_repeats
 from moedoctor.diagnose.capsule.mistakes import (
     MISTAKES,
     Deviation,
-    deviations_of,
-    names,
-    pairs_of,
+    list_deviations,
+    list_pairs,
+    name_mistakes,
 )
 from moedoctor.reference.agreement import Agreement, agree, choose_bounds, relative_error
 
@@ -112,7 +112,7 @@ def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
     nothing to explain: a mistake that changes none of them would explain them all.
     """
     bounds = choose_bounds(computation.activations)
-    right = computation.contributions()  # [T, K, H]
+    right = computation.compute_contributions()  # [T, K, H]
     agreement = agree(output.float(), right.sum(1), bounds)
     finite = output.isfinite().all(1) & right.sum(1).isfinite().all(1)  # [T]
     if agreement.right or not bool(finite.any()):
@@ -124,14 +124,14 @@ def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
         deviation
         for mistake in MISTAKES
         if computation.applies(mistake)
-        for deviation in deviations_of(mistake)
+        for deviation in list_deviations(mistake)
     ]
     searches: Sequence[Callable[[], list[Explanation]]] = (
-        lambda: [*call.rows(), *call.try_out(deviations)],
-        call.values,
-        call.experts,
-        lambda: call.try_out(list(pairs_of(deviations))),
-        call.unknown_experts,
+        lambda: [*call.explain_by_rows(), *call.try_out(deviations)],
+        call.explain_by_values,
+        call.explain_by_experts,
+        lambda: call.try_out(list(list_pairs(deviations))),
+        call.explain_by_unknown_experts,
     )
     found: list[Explanation] = []
     for search in searches:
@@ -180,24 +180,24 @@ class _Call:
 
     def explain(self, deviation: Deviation) -> Explanation | None:
         """Return how well the deviation explains the output; None if it changes nothing here."""
-        wrong = self.computation.contributions(deviation).nan_to_num()  # [T, K, H]
+        wrong = self.computation.compute_contributions(deviation).nan_to_num()  # [T, K, H]
         change = wrong - self.right  # [T, K, H]
         # Changes of two pairs may cancel, so each pair must be noise by itself.
         lanes = (self.reference + change[:, lane] for lane in range(change.shape[1]))
         if self._is_noise(wrong.sum(1)) and all(map(self._is_noise, lanes)):
             return None
-        whole = self._make_explanation(names(deviation), deviation, wrong.sum(1))
+        whole = self._make_explanation(name_mistakes(deviation), deviation, wrong.sum(1))
         if whole.holds:
             return whole
         mask = self._locate(change)  # [T, K]
         if bool(mask.all()) or not bool(mask.any()):
             return whole
         mixed = torch.where(mask[..., None], wrong, self.right).sum(1)  # [T, H]
-        experts, tokens = self._places(mask)
-        part = self._make_explanation(names(deviation), deviation, mixed, experts, tokens)
+        experts, tokens = self._list_places(mask)
+        part = self._make_explanation(name_mistakes(deviation), deviation, mixed, experts, tokens)
         return part if part.holds else whole
 
-    def rows(self) -> list[Explanation]:
+    def explain_by_rows(self) -> list[Explanation]:
         """Explain wrong rows by rows that nobody wrote: zeros, or another token's row."""
         wrong = self._find_wrong_tokens()
         prediction = self.reference.clone()  # [T, H]
@@ -211,7 +211,7 @@ class _Call:
             return []
         return [self._make_explanation(("row_unwritten",), (), prediction, None, tuple(wrong))]
 
-    def values(self) -> list[Explanation]:
+    def explain_by_values(self) -> list[Explanation]:
         """Explain the output by a wrong global scale or limit of the activation, in one expert or in all."""
         suspects, used = self._find_suspects(), self.ids[self.ids >= 0].unique().tolist()
         causes: list[tuple[int, ...]] = [(expert,) for expert in self._find_causes(suspects)]
@@ -242,9 +242,9 @@ class _Call:
         pairs = torch.isin(self.ids, torch.tensor(experts, device=self.ids.device))  # [T, K]
         rest = torch.where(pairs[..., None], 0.0, self.right).sum(1)  # [T, H]
         values = [2.0**each for each in octaves]
-        return [rest + each.sum(1) for each in self.computation.with_values(step, values, pairs)]
+        return [rest + each.sum(1) for each in self.computation.compute_with_values(step, values, pairs)]
 
-    def experts(self) -> list[Explanation]:
+    def explain_by_experts(self) -> list[Explanation]:
         """Explain the output by an expert that was computed with the weights of another that is held."""
         found = []
         for expert in self._find_causes(self._find_suspects()):
@@ -252,14 +252,14 @@ class _Call:
             for other in range(self.computation.problem.layer.shape.experts):
                 if other == expert:
                     continue
-                taken = self.computation.with_ids(torch.where(here, other, -1))  # [T, K, H]
+                taken = self.computation.compute_with_ids(torch.where(here, other, -1))  # [T, K, H]
                 prediction = torch.where(here[..., None], taken, self.right).sum(1)  # [T, H]
                 found.append(
                     self._make_explanation(("expert_replaced",), (), prediction, (expert,), None, taken=other)
                 )
         return found
 
-    def unknown_experts(self) -> list[Explanation]:
+    def explain_by_unknown_experts(self) -> list[Explanation]:
         """Explain the output by as few experts as possible that are not themselves.
 
         Just the tokens that use them are wrong. Experts that only appear together cannot be told apart.
@@ -294,7 +294,7 @@ class _Call:
         first = found[order[0]]
         if not first.holds:
             return Diagnosis(agreement, None, (), self._add_shares(first), self.compared)
-        near = [i for i in order if found[i].holds and self._equal(first, found[i])]
+        near = [i for i in order if found[i].holds and self._predicts_same(first, found[i])]
         chosen = min(near, key=lambda i: (simple[i], found[i].residual))
         best = found[chosen]
         equals = tuple(
@@ -333,7 +333,9 @@ class _Call:
     def _select(self, tokens: Sequence[int]) -> _Call:
         """Return the call of some of its tokens."""
         rows = list(tokens)
-        return _Call(self.computation.part(rows), self.output[rows], self.right[rows], self.finite[rows])
+        return _Call(
+            self.computation.select_tokens(rows), self.output[rows], self.right[rows], self.finite[rows]
+        )
 
     def _choose_tokens(self, experts: Sequence[int] = ()) -> list[int]:
         """Return the token that is furthest off, and those in which few mistakes can be seen.
@@ -418,7 +420,7 @@ class _Call:
             happened[of_expert & ~speaks] = bool(votes.double().mean() > 0.5) if votes.numel() else False
         return happened
 
-    def _places(self, mask: torch.Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    def _list_places(self, mask: torch.Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """Return the experts, or else the tokens, that `mask` [T, K] is made of."""
         chosen = [int(expert) for expert in self.ids[mask].unique().tolist()]
         by_expert = torch.isin(self.ids, torch.tensor(chosen, device=self.ids.device, dtype=self.ids.dtype))
@@ -451,7 +453,7 @@ class _Call:
         """Return the finite tokens that use the expert."""
         return set(((self.ids == expert).any(1) & self.finite).nonzero().flatten().tolist())
 
-    def _equal(self, first: Explanation, other: Explanation) -> bool:
+    def _predicts_same(self, first: Explanation, other: Explanation) -> bool:
         """Return True if both predict the same within `_APART` times the noise."""
         apart = float((first.prediction - other.prediction)[self.finite].double().norm())
         return apart <= _APART * first.residual * self.size

@@ -52,7 +52,7 @@ class BackendTensor:
     odd: tuple[OddExpert, ...] = ()
 
 
-def backend_tensors(capsule: Capsule) -> list[BackendTensor]:
+def compare_backend_tensors(capsule: Capsule) -> list[BackendTensor]:
     """Return what each tensor of the backend holds, in the order of their names."""
     return [
         _compare(capsule, name)
@@ -109,8 +109,8 @@ def _find_forms(own: torch.Tensor, stored: torch.Tensor, *, gated: bool) -> list
         return [_find_factor(part, other) for part, other in zip(own, stored, strict=True)]
     exact = dict(_yield_forms(stored, gated=gated))
     return [
-        next((form for form, tensor in exact.items() if _equal(part, tensor[place])), None)
-        or _compare_codes(_bytes(part), _bytes(stored[place]))
+        next((form for form, tensor in exact.items() if _has_same_bytes(part, tensor[place])), None)
+        or _compare_codes(_view_bytes(part), _view_bytes(stored[place]))
         for place, part in enumerate(own)
     ]
 
@@ -129,11 +129,11 @@ def _yield_forms(stored: torch.Tensor, *, gated: bool) -> Iterator[tuple[str, to
             yield f"{TILED}, {EXCHANGED}", tile_scales(exchanged)
 
 
-def _equal(own: torch.Tensor, stored: torch.Tensor) -> bool:
-    return own.nbytes == stored.nbytes and torch.equal(_bytes(own), _bytes(stored))
+def _has_same_bytes(own: torch.Tensor, stored: torch.Tensor) -> bool:
+    return own.nbytes == stored.nbytes and torch.equal(_view_bytes(own), _view_bytes(stored))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return uint8 [B]."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
@@ -156,7 +156,7 @@ def _count_nibbles(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _find_factor(own: torch.Tensor, stored: torch.Tensor) -> str:
-    """Return by which factor float scales differ from the checkpoint's; `OTHER` if by no single one."""
+    """Return the factor by which float scales differ from the checkpoint's; `OTHER` if by no single one."""
     got, want = own.double().flatten(), stored.double().flatten()
     wanted = want if got.numel() == want.numel() else want.amax().expand_as(got)
     ratios = got / wanted
@@ -188,7 +188,9 @@ def _find_expert(
         if other == place:
             continue
         form = exact.get(common)
-        fits = _equal(own[place], form[other]) if form is not None else False
-        if fits or (form is None and _compare_codes(_bytes(own[place]), _bytes(stored[other])) == common):
+        fits = _has_same_bytes(own[place], form[other]) if form is not None else False
+        if fits or (
+            form is None and _compare_codes(_view_bytes(own[place]), _view_bytes(stored[other])) == common
+        ):
             return ids[other]
     return None

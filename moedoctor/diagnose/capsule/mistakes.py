@@ -64,7 +64,7 @@ Deviation = tuple[tuple[str, str], ...]
 """(step, option) of each step that goes wrong, in the order of `STEPS`; empty for the right computation."""
 
 
-def deviations_of(mistake: Mistake) -> Iterator[Deviation]:
+def list_deviations(mistake: Mistake) -> Iterator[Deviation]:
     """Yield the ways in which it can happen: in each of its steps alone, then in all of them."""
     for step in mistake.steps:
         yield ((step, mistake.name),)
@@ -80,14 +80,14 @@ def join(first: Deviation, second: Deviation) -> Deviation | None:
     return tuple((step, steps[step]) for step in STEPS if step in steps)
 
 
-def names(deviation: Deviation) -> tuple[str, ...]:
+def name_mistakes(deviation: Deviation) -> tuple[str, ...]:
     """Return the mistakes in it, each once."""
     return tuple(dict.fromkeys(option for _, option in deviation))
 
 
-def pairs_of(deviations: Sequence[Deviation]) -> Iterator[Deviation]:
+def list_pairs(deviations: Sequence[Deviation]) -> Iterator[Deviation]:
     """Yield each two of the deviations at once, where they are about different steps and mistakes."""
     for first, second in combinations(deviations, 2):
         combined = join(first, second)
-        if combined is not None and not set(names(first)) & set(names(second)):
+        if combined is not None and not set(name_mistakes(first)) & set(name_mistakes(second)):
             yield combined

@@ -117,18 +117,18 @@ def _carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
 def judge(capsule: Capsule) -> dict[str, Any]:
     """Return what `Replay` says without backends, as plain data. Raises CapsuleError if it lacks weights."""
     from moedoctor.diagnose.capsule.explain import diagnose
-    from moedoctor.diagnose.capsule.layouts import backend_tensors
+    from moedoctor.diagnose.capsule.layouts import compare_backend_tensors
     from moedoctor.reference.agreement import agree, choose_bounds, relative_error
     from moedoctor.trace.capsule import describe
 
-    held = backend_tensors(capsule) if capsule.record.weights == "recorded" else []
+    held = compare_backend_tensors(capsule) if capsule.record.weights == "recorded" else []
     base = {"facts": describe(capsule), "judged": False, "right": None, "recorded": {}, "diagnosis": {}}
     base["backend_tensors"] = [asdict(tensor) for tensor in held]
     if capsule.record.weights != "recorded" or "output" not in capsule.tensors:
         return base
     record = capsule.record
-    call = computation_of(capsule)
-    expected = call.contributions().sum(1)  # [T, H]
+    call = make_computation(capsule)
+    expected = call.compute_contributions().sum(1)  # [T, H]
     output = capsule.tensors["output"].float()  # [T, H]
     agreement = agree(output, expected, choose_bounds(record.activations))
     diagnosis: dict[str, Any] = {}
@@ -138,8 +138,8 @@ def judge(capsule: Capsule) -> dict[str, Any]:
         order = [int(token) for token in errors.argsort(descending=True)]  # not finite: last
         # The tokens that are furthest off, and as many of the best: a mistake may be in some experts only.
         tokens = sorted(order if len(order) <= most else {*order[: most // 2], *order[-(most // 2) :]})
-        found = diagnose(call.part(tokens), output[tokens])
-        diagnosis = diagnosis_record(found, capsule.expert_ids, tokens)
+        found = diagnose(call.select_tokens(tokens), output[tokens])
+        diagnosis = record_diagnosis(found, capsule.expert_ids, tokens)
     return {
         **base,
         "judged": True,
@@ -164,7 +164,7 @@ def _find_nonfinite_experts(
     return {"nonfinite_experts": sorted(found)} if found else {}
 
 
-def computation_of(capsule: Capsule) -> Computation:
+def make_computation(capsule: Capsule) -> Computation:
     """Return the `Computation` of a capsule. Raises CapsuleError if it lacks weights."""
     import torch
 
@@ -182,12 +182,12 @@ def computation_of(capsule: Capsule) -> Computation:
     )
 
 
-def diagnosis_record(
+def record_diagnosis(
     diagnosis: Diagnosis, expert_ids: Sequence[int], tokens: Sequence[int]
 ) -> dict[str, Any]:
     """Return a diagnosis of `tokens` as plain data, with the ids of the layer's experts."""
 
-    def explanation(found: Explanation) -> dict[str, Any]:
+    def record_explanation(found: Explanation) -> dict[str, Any]:
         experts = None if found.experts is None else [expert_ids[place] for place in found.experts]
         return {
             "mistakes": list(found.mistakes),
@@ -209,9 +209,9 @@ def diagnosis_record(
         }
 
     return {
-        "explanation": None if diagnosis.best is None else explanation(diagnosis.best),
-        "not_told_apart": [explanation(found) for found in diagnosis.equals],
-        "runner_up": None if diagnosis.runner_up is None else explanation(diagnosis.runner_up),
+        "explanation": None if diagnosis.best is None else record_explanation(diagnosis.best),
+        "not_told_apart": [record_explanation(found) for found in diagnosis.equals],
+        "runner_up": None if diagnosis.runner_up is None else record_explanation(diagnosis.runner_up),
         "explanations_compared": diagnosis.compared,
     }
 

@@ -19,9 +19,9 @@ from moedoctor.fixes.arch.targets import Target, loads_sass, parse_capability, p
 _NEEDS = "FlashInfer's fused MoE (FLASHINFER_CUTLASS)"
 
 
-def arch_findings(entry: Entry, machine: Machine) -> Iterator[Finding]:
+def find_arch_failures(entry: Entry, machine: Machine) -> Iterator[Finding]:
     """Yield a finding for each GPU that FlashInfer builds wrongly for, and one for wrong folders."""
-    release = machine.version("flashinfer-python")
+    release = machine.find_version("flashinfer-python")
     if release is None:
         return
     for capability in machine.capabilities:
@@ -37,7 +37,7 @@ def arch_findings(entry: Entry, machine: Machine) -> Iterator[Finding]:
             f"remove these folders of the cache, and look at {FLASHINFER_LIST} where FlashInfer is started"
         )
         evidence = {"flashinfer": release, "jit_cache": wrong}
-        yield Finding.of(entry, "warning", 0.6, why, evidence, remedy, needs=_NEEDS)
+        yield Finding.from_entry(entry, "warning", 0.6, why, evidence, remedy, needs=_NEEDS)
 
 
 def _build(entry: Entry, machine: Machine, release: str, capability: str) -> Iterator[Finding]:
@@ -47,7 +47,7 @@ def _build(entry: Entry, machine: Machine, release: str, capability: str) -> Ite
         reading = predict_targets(release, capability=gpu, cuda=cuda, arch_list=setting)
     except ValueError:
         return  # a GPU, toolkit or release that the tables do not know
-    why = _why_wrong(reading, gpu, setting)
+    why = _explain_wrong(reading, gpu, setting)
     if why is None:
         return
     evidence: dict[str, Any] = {
@@ -57,14 +57,14 @@ def _build(entry: Entry, machine: Machine, release: str, capability: str) -> Ite
         "builds_for": list(reading.targets),
     }
     if setting is not None:
-        evidence["variables"] = {FLASHINFER_LIST: machine.setting(FLASHINFER_LIST)}
+        evidence["variables"] = {FLASHINFER_LIST: machine.show_setting(FLASHINFER_LIST)}
     if reading.error:
         evidence["error"] = reading.error
-    remedy = _remedy(setting, capability, machine.cuda)
-    yield Finding.of(entry, "error", 0.9, why, evidence, remedy, needs=_NEEDS)
+    remedy = _suggest_remedy(setting, capability, machine.cuda)
+    yield Finding.from_entry(entry, "error", 0.9, why, evidence, remedy, needs=_NEEDS)
 
 
-def _why_wrong(reading: ArchReading, gpu: tuple[int, int], setting: str | None) -> str | None:
+def _explain_wrong(reading: ArchReading, gpu: tuple[int, int], setting: str | None) -> str | None:
     """Return why a build does not serve `gpu`, or None if it does."""
     source = "the GPU" if setting is None else FLASHINFER_LIST
     if reading.error:
@@ -82,7 +82,7 @@ def _why_wrong(reading: ArchReading, gpu: tuple[int, int], setting: str | None) 
     return None
 
 
-def _remedy(setting: str | None, capability: str, cuda: str | None) -> str:
+def _suggest_remedy(setting: str | None, capability: str, cuda: str | None) -> str:
     try:
         decisions = resolve_arch_list(setting, capability, cuda or "")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Which known failures can strike this machine: collect facts, then match each entry's rules with them.
+"""Finds the known failures that can strike this machine: collects facts, and matches each entry's rules.
 
 Every collector may fail. Its error is then a fact, under `collector_errors`, and rules that need the missing
 fact do not fit. What takes seconds (trying to pin memory, upstream's own collectors) runs in child processes,
@@ -14,13 +14,13 @@ from typing import Any
 
 from moedoctor import __version__, environment
 from moedoctor.diagnose.check import fix_plugin
-from moedoctor.diagnose.check.arch import arch_findings
-from moedoctor.diagnose.check.machine import Machine, fits, offload_path
-from moedoctor.diagnose.check.packages import find_problems, package_fits
-from moedoctor.diagnose.check.pinning import Pinning, not_tried
+from moedoctor.diagnose.check.arch import find_arch_failures
+from moedoctor.diagnose.check.machine import Machine, match_condition, offload_path
+from moedoctor.diagnose.check.packages import compare_packages, find_problems
+from moedoctor.diagnose.check.pinning import Pinning, make_untried
 from moedoctor.diagnose.check.probes import Probes
-from moedoctor.diagnose.check.records import SEVERITIES, CheckResult, Finding, not_looked_at
-from moedoctor.diagnose.check.settings import setting_findings, setting_problems
+from moedoctor.diagnose.check.records import SEVERITIES, CheckResult, Finding, list_not_looked_at
+from moedoctor.diagnose.check.settings import find_setting_failures, find_setting_problems
 from moedoctor.diagnose.check.target import Target
 from moedoctor.diagnose.cuda.jit_cache import JitCache
 from moedoctor.entries import entries
@@ -56,7 +56,7 @@ def check(
     target = target or Target(sources=sources or Sources(), probes=probes or Probes())
     sources, probes = target.sources, target.probes
     environ, facts = sources.environ, environment.collect(sources) | dict(target.facts)
-    redactor = _redactor(sources)
+    redactor = _make_redactor(sources)
     errors = dict(facts.get("collector_errors") or {})
     attempt = _Attempts({name: error for name, error in errors.items() if name not in target.facts})
     nvcc = attempt("nvcc", lambda: probes.nvcc(environ))
@@ -73,8 +73,8 @@ def check(
         metadata_requires=probes.requires,
     )
     pinning, reports = _ask_children(machine, probes, attempt)
-    packages = attempt("packages", lambda: package_fits(machine)) or ()
-    findings = _findings(machine, attempt)
+    packages = attempt("packages", lambda: compare_packages(machine)) or ()
+    findings = _find_failures(machine, attempt)
     plugin = attempt("moedoctor_fixes", lambda: probes.fix_plugin(environ, facts.get("vllm")))
     folders = asdict(cache) if cache else None
     result = CheckResult(
@@ -94,18 +94,18 @@ def check(
         conditional=tuple(finding for finding in findings if finding.severity == "note"),
         problems=(
             *find_problems(machine, packages, pinning, nvcc, attempt.errors, tools=not target.described),
-            *(attempt("settings", lambda: tuple(setting_problems(machine))) or ()),
-            *fix_plugin.plugin_problems(plugin),
+            *(attempt("settings", lambda: tuple(find_setting_problems(machine))) or ()),
+            *fix_plugin.find_plugin_problems(plugin),
         ),
         version=__version__,
         target=target.name,
         described=target.described,
     )
-    result = replace(result, not_looked_at=(*not_looked_at(result), *target.not_looked_at))
+    result = replace(result, not_looked_at=(*list_not_looked_at(result), *target.not_looked_at))
     return redactor.record(result)
 
 
-def _redactor(sources: Sources) -> Redactor:
+def _make_redactor(sources: Sources) -> Redactor:
     try:
         return Redactor.from_environment(sources.environ, sources.host())
     except Exception:
@@ -123,7 +123,9 @@ def _ask_children(machine: Machine, probes: Probes, attempt: _Attempts) -> tuple
     }
     with ThreadPoolExecutor(max_workers=3) as pool:
         answers = dict(zip(questions, pool.map(attempt, questions, questions.values()), strict=True))
-    pinning = answers.pop("pinning", None) or not_tried(without or attempt.errors.get("pinning", "no answer"))
+    pinning = answers.pop("pinning", None) or make_untried(
+        without or attempt.errors.get("pinning", "no answer")
+    )
     reports: dict[str, Any] = {}
     for name, answer in answers.items():
         error = attempt.errors.get(name) if answer is None else answer.error
@@ -132,44 +134,46 @@ def _ask_children(machine: Machine, probes: Probes, attempt: _Attempts) -> tuple
 
 
 OBSERVERS: Mapping[str, Callable[[Entry, Machine], Iterable[Finding]]] = {
-    "MD004": arch_findings,
-    "MD010": setting_findings,
+    "MD004": find_arch_failures,
+    "MD010": find_setting_failures,
 }
 """Entry -> code that finds what rules cannot express. Findings of both are merged."""
 
 
-def _findings(machine: Machine, attempt: _Attempts) -> list[Finding]:
+def _find_failures(machine: Machine, attempt: _Attempts) -> list[Finding]:
     """Return one finding an entry, the worst first."""
     merged = []
     for entry in entries().values():
-        findings = [*_by_rules(entry, machine), *_observed(entry, machine, attempt)]
+        findings = [*_apply_rules(entry, machine), *_observe(entry, machine, attempt)]
         if findings:
-            merged.append(_merged(findings))
+            merged.append(_merge(findings))
     return sorted(merged, key=_rank)
 
 
-def _observed(entry: Entry, machine: Machine, attempt: _Attempts) -> Iterable[Finding]:
+def _observe(entry: Entry, machine: Machine, attempt: _Attempts) -> Iterable[Finding]:
     observer = OBSERVERS.get(entry.id)
     if observer is None:
         return ()
     return attempt(f"observations for {entry.id}", lambda: tuple(observer(entry, machine))) or ()
 
 
-def _by_rules(entry: Entry, machine: Machine) -> Iterator[Finding]:
+def _apply_rules(entry: Entry, machine: Machine) -> Iterator[Finding]:
     """Yield the finding of the first rule of `entry` that fits."""
     for rule in entry.affects:
-        evidence = fits(rule.when, machine)
+        evidence = match_condition(rule.when, machine)
         if evidence is None:
             continue
         confidence = rule.confidence
         if not machine.capabilities and not rule.when.any_set:  # a setting has no effect, GPU or not
             evidence = {**evidence, "gpu": "none here; it strikes where this environment runs on one"}
             confidence = round(confidence * _WITHOUT_GPU, 2)
-        yield Finding.of(entry, rule.severity, confidence, rule.why, evidence, rule.next, needs=rule.needs)
+        yield Finding.from_entry(
+            entry, rule.severity, confidence, rule.why, evidence, rule.next, needs=rule.needs
+        )
         return
 
 
-def _merged(findings: Sequence[Finding]) -> Finding:
+def _merge(findings: Sequence[Finding]) -> Finding:
     """Return the worst finding of an entry, with the reasons and the evidence of the others added."""
     first, *others = sorted(findings, key=_rank)
     why = "; ".join(dict.fromkeys(finding.why for finding in findings))

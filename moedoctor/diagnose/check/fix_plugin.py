@@ -1,4 +1,4 @@
-"""Whether moedoctor's fixes would be applied to vLLM here: variables, plug-in, vLLM's filter and release."""
+"""Says if moedoctor's fixes would be applied to vLLM here: variables, plug-in, vLLM's filter and release."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def state(
         registered = [(point.name, point.value) for point in entry_points(group=GROUP)]
     plugin = next((name for name, value in registered if value.startswith("moedoctor.")), None)
     asked = read_choice(setting or "")
-    reason = _why_not(setting, asked.names, plugin, environ.get(FILTER), release)
+    reason = _explain_inactive(setting, asked.names, plugin, environ.get(FILTER), release)
     refused = (
-        [] if release is None or not _is_loaded(plugin, environ.get(FILTER)) else _refused(environ, release)
+        []
+        if release is None or not _is_loaded(plugin, environ.get(FILTER))
+        else _list_refused(environ, release)
     )
     stops = "; ".join(refused) if refused and environ.get(OPTIONAL, "").strip() != "1" else None
     active = f"{VARIABLE} names {', '.join(asked.names)}, and vLLM loads the plug-in {plugin}"
@@ -47,11 +49,11 @@ def state(
         "active": reason is None,
         "reason": reason or "; left out: ".join((active, *refused)),
         "stops": stops,
-        "known": {} if release is None else known(release),
+        "known": {} if release is None else describe_extensions(release),
     }
 
 
-def known(release: str) -> dict[str, dict[str, Any]]:
+def describe_extensions(release: str) -> dict[str, dict[str, Any]]:
     """Return for each fix and trace ``{"basis", "reports", "reason"}`` in a release of vLLM."""
     stored = load_evidence().get(release, {})
     rows = {}
@@ -66,7 +68,7 @@ def known(release: str) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def plugin_problems(plugin: Mapping[str, Any] | None) -> Iterator[Problem]:
+def find_plugin_problems(plugin: Mapping[str, Any] | None) -> Iterator[Problem]:
     """Give the problem of a setting that keeps vLLM from starting."""
     if plugin is not None and plugin["stops"]:
         yield Problem(
@@ -82,7 +84,7 @@ def _is_loaded(plugin: str | None, allowed: str | None) -> bool:
     return plugin is not None and (allowed is None or plugin in allowed.split(","))
 
 
-def _refused(environ: Mapping[str, str], release: str) -> list[str]:
+def _list_refused(environ: Mapping[str, str], release: str) -> list[str]:
     """Return what was asked for by name and would stop this release, as far as is known before it starts."""
     problems = []
     for variable, kind, table in vllm_plugin.TABLES:
@@ -96,7 +98,7 @@ def _refused(environ: Mapping[str, str], release: str) -> list[str]:
     return problems
 
 
-def _why_not(
+def _explain_inactive(
     setting: str | None, fixes: Sequence[str], plugin: str | None, allowed: str | None, release: str | None
 ) -> str | None:
     if not setting or not setting.strip():

@@ -45,12 +45,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class OffloadPath:
-    """What vLLM's offloader does with the weights that it keeps on the host."""
+    """The treatment of the weights that vLLM's offloader keeps on the host."""
 
     uva: Answer
-    """Whether it maps them into the GPU's address space; otherwise it copies them in every forward."""
+    """Yes if it maps them into the GPU's address space; otherwise it copies them in every forward."""
     pins: Answer
-    """Whether it keeps them in pinned memory."""
+    """Yes if it keeps them in pinned memory."""
 
 
 @dataclass(frozen=True)
@@ -80,34 +80,34 @@ class Machine:
         gpus = [gpu for gpu in self.facts.get("gpus") or () if gpu.get("visible")]
         return tuple(dict.fromkeys(str(gpu["capability"]) for gpu in gpus if gpu.get("capability")))
 
-    def version(self, distribution: str) -> str | None:
+    def find_version(self, distribution: str) -> str | None:
         """Return the version of an installed distribution, or None if it is absent or unknown."""
         if distribution in _FACTS:
             version = self.facts.get(_FACTS[distribution])
             return version if isinstance(version, str) and version else None
         if distribution not in self.versions:
-            self.versions[distribution] = _quietly(lambda: self.sources.package_version(distribution))
+            self.versions[distribution] = _try(lambda: self.sources.package_version(distribution))
         return self.versions[distribution]
 
-    def setting(self, name: str) -> str:
+    def show_setting(self, name: str) -> str:
         """Return the value of a variable that is set, fit to be shown."""
         return self.redactor.mask_setting(name, self.variables[name])
 
     def has_file(self, path: str) -> bool:
-        """Return whether an installed package has this file, ``vllm/envs.py``. Imports nothing."""
+        """Return True if an installed package has this file, ``vllm/envs.py``. Imports nothing."""
         package, _, rest = path.partition("/")
-        folder = _quietly(lambda: self.sources.package_folder(package))
-        return folder is not None and bool(_quietly(lambda: self.sources.exists(str(folder / rest))))
+        folder = _try(lambda: self.sources.package_folder(package))
+        return folder is not None and bool(_try(lambda: self.sources.exists(str(folder / rest))))
 
-    def requires(self, distribution: str) -> Iterable[str]:
+    def list_requirements(self, distribution: str) -> Iterable[str]:
         """Return the requirements in the metadata of an installed distribution."""
-        return _quietly(lambda: self.metadata_requires(distribution)) or ()
+        return _try(lambda: self.metadata_requires(distribution)) or ()
 
 
-def fits(condition: Condition, machine: Machine) -> dict[str, Any] | None:
+def match_condition(condition: Condition, machine: Machine) -> dict[str, Any] | None:
     """Return the facts that make all of `condition` hold on `machine`, or None if a part does not hold."""
     facts = {}
-    for holds, name, fact in _parts(condition, machine):
+    for holds, name, fact in _match_parts(condition, machine):
         if not holds:
             return None
         facts[name] = fact
@@ -119,30 +119,30 @@ def fits(condition: Condition, machine: Machine) -> dict[str, Any] | None:
     present = [name for name in condition.any_set if name in variables]
     if condition.any_set and not present:
         return None
-    shown = {**condition.variables, **{name: machine.setting(name) for name in present}}
+    shown = {**condition.variables, **{name: machine.show_setting(name) for name in present}}
     return {**facts, "variables": shown} if shown else facts
 
 
-def within(range_: str, version: str | None) -> bool:
-    """Return whether `version` is in the range. Development builds count; an unreadable version does not."""
+def is_within(range_: str, version: str | None) -> bool:
+    """Return True if `version` is in the range. Development builds count; an unreadable version does not."""
     try:
         return version is not None and SpecifierSet(range_).contains(Version(version), prereleases=True)
     except InvalidVersion:
         return False
 
 
-def _parts(condition: Condition, machine: Machine) -> Iterator[tuple[bool, str, Any]]:
+def _match_parts(condition: Condition, machine: Machine) -> Iterator[tuple[bool, str, Any]]:
     """Yield (whether a part of `condition` holds, its name, the fact behind it)."""
     for name, range_ in condition.packages.items():
-        version = machine.version(name)
-        yield within(range_, version), name, version
+        version = machine.find_version(name)
+        yield is_within(range_, version), name, version
     if condition.file is not None:
         yield machine.has_file(condition.file), "file", condition.file
     if condition.capability is not None:
-        meant = [gpu for gpu in machine.capabilities if within(condition.capability, gpu)]
+        meant = [gpu for gpu in machine.capabilities if is_within(condition.capability, gpu)]
         yield bool(meant), "capability", ", ".join(meant)
     if condition.cuda is not None:
-        yield within(condition.cuda, machine.cuda), "cuda", machine.cuda
+        yield is_within(condition.cuda, machine.cuda), "cuda", machine.cuda
     if condition.wsl is not None:
         yield machine.facts.get("wsl") is condition.wsl, "wsl", condition.wsl
     for name, required in (("uva", condition.uva), ("pins", condition.pins)):
@@ -162,17 +162,19 @@ def offload_path(
     if vllm is None:
         unknown = Answer(None, "vLLM is not installed")
         return OffloadPath(unknown, unknown)
-    platform = _platform_pins(vllm, wsl, kernel, variables)
-    return OffloadPath(_unless(platform, DISABLE_UVA, variables), _unless(platform, DISABLE_PIN, variables))
+    platform = _judge_platform(vllm, wsl, kernel, variables)
+    return OffloadPath(
+        _apply_switch(platform, DISABLE_UVA, variables), _apply_switch(platform, DISABLE_PIN, variables)
+    )
 
 
-def _unless(platform: Answer, switch: str, variables: Mapping[str, str]) -> Answer:
+def _apply_switch(platform: Answer, switch: str, variables: Mapping[str, str]) -> Answer:
     if _is_on(variables.get(switch)):
         return Answer(False, f"{switch}={variables[switch]} is set")
     return platform
 
 
-def _platform_pins(vllm: str, wsl: bool | None, kernel: str | None, variables: Mapping[str, str]) -> Answer:
+def _judge_platform(vllm: str, wsl: bool | None, kernel: str | None, variables: Mapping[str, str]) -> Answer:
     if wsl is None:
         return Answer(None, "whether this is WSL is not known")
     if not wsl:
@@ -191,14 +193,14 @@ def _platform_pins(vllm: str, wsl: bool | None, kernel: str | None, variables: M
 
 
 def _is_on(value: str | None) -> bool:
-    """Return whether vLLM reads a switch as on. A value that is not a number stops vLLM itself."""
+    """Return True if vLLM reads a switch as on. A value that is not a number stops vLLM itself."""
     try:
         return bool(int(value or "0"))
     except ValueError:
         return False
 
 
-def _quietly(ask: Callable[[], Any]) -> Any:
+def _try(ask: Callable[[], Any]) -> Any:
     try:
         return ask()
     except Exception:

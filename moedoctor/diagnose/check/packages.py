@@ -1,4 +1,4 @@
-"""What is wrong here and not in the catalogue: packages that do not go together, tools that fail.
+"""Problems that are not in the catalogue: packages that do not go together, tools that fail.
 
 The pins of vLLM 0.17.1 to 0.33.0 are known. For other releases the metadata of the installed vLLM is read.
 pip installs what is pinned, so a difference is a choice or an accident: it is reported, not forbidden.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from moedoctor.diagnose.check.machine import Machine, within
+from moedoctor.diagnose.check.machine import Machine, is_within
 from moedoctor.diagnose.check.pinning import Pinning
 from moedoctor.diagnose.check.records import Problem
 from moedoctor.fixes.backends.release_tables import load_releases
@@ -41,30 +41,30 @@ _NAMES = ("torch", "flashinfer-python", "flashinfer-cubin")
 _LOCAL_CUDA = re.compile(r"cu(\d+)(\d)")
 
 
-def package_fits(machine: Machine) -> tuple[Fit, ...]:
+def compare_packages(machine: Machine) -> tuple[Fit, ...]:
     """Return every pair of packages that can be compared, fitting or not."""
-    return (*_vllm_fits(machine), *_kernel_package_fits(machine), *_cuda_fits(machine))
+    return (*_compare_with_vllm(machine), *_compare_kernel_packages(machine), *_compare_cuda(machine))
 
 
-def _vllm_fits(machine: Machine) -> Iterator[Fit]:
-    vllm = machine.version("vllm")
+def _compare_with_vllm(machine: Machine) -> Iterator[Fit]:
+    vllm = machine.find_version("vllm")
     if vllm is None:
         return
-    for name, expected in _required_by(vllm, machine).items():
-        installed = machine.version(name)
+    for name, expected in _list_required(vllm, machine).items():
+        installed = machine.find_version(name)
         if installed is not None or name != "flashinfer-cubin":
-            ok = installed is not None and _public(installed) == _public(expected)
+            ok = installed is not None and _strip_local(installed) == _strip_local(expected)
             yield Fit(name, installed or "not installed", expected, f"vllm {vllm}", ok)
 
 
-def _required_by(vllm: str, machine: Machine) -> dict[str, str]:
+def _list_required(vllm: str, machine: Machine) -> dict[str, str]:
     """Return distribution -> the release that this vLLM requires."""
-    pins = load_releases().get(_public(vllm))
+    pins = load_releases().get(_strip_local(vllm))
     if pins is not None:
         cubin = {"flashinfer-cubin": pins.flashinfer_cubin} if pins.flashinfer_cubin else {}
         return {"torch": pins.torch, "flashinfer-python": pins.flashinfer, **cubin}
     required = {}
-    for line in machine.requires("vllm"):
+    for line in machine.list_requirements("vllm"):
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
@@ -75,32 +75,34 @@ def _required_by(vllm: str, machine: Machine) -> dict[str, str]:
     return required
 
 
-def _kernel_package_fits(machine: Machine) -> Iterator[Fit]:
-    flashinfer = machine.version("flashinfer-python")
+def _compare_kernel_packages(machine: Machine) -> Iterator[Fit]:
+    flashinfer = machine.find_version("flashinfer-python")
     if flashinfer is None:
         return
     for name in _KERNELS:
-        installed = machine.version(name)
+        installed = machine.find_version(name)
         if installed is not None:
             # FlashInfer's own rule: kernels of its release, at most with a suffix for CUDA.
-            ok = _public(installed) == _public(flashinfer)
+            ok = _strip_local(installed) == _strip_local(flashinfer)
             yield Fit(name, installed, flashinfer, f"flashinfer-python {flashinfer}", ok)
 
 
-def _cuda_fits(machine: Machine) -> Iterator[Fit]:
-    vllm, torch = machine.version("vllm"), machine.version("torch")
+def _compare_cuda(machine: Machine) -> Iterator[Fit]:
+    vllm, torch = machine.find_version("vllm"), machine.find_version("torch")
     torch_cuda, driver_cuda = machine.facts.get("torch_cuda"), machine.facts.get("cuda_driver")
-    built = _built_with(vllm) if vllm else None
+    built = _find_built_cuda(vllm) if vllm else None
     if built and torch_cuda:
         # A library of another major release has another file name; within one, the newer runtime serves both.
-        ok = _major(built) == _major(torch_cuda)
-        yield Fit("torch's CUDA", torch_cuda, f"{_major(built)}.x", f"vllm {vllm}", ok)
+        ok = _cut_to_major(built) == _cut_to_major(torch_cuda)
+        yield Fit("torch's CUDA", torch_cuda, f"{_cut_to_major(built)}.x", f"vllm {vllm}", ok)
     if torch_cuda and driver_cuda:
-        ok = int(_major(driver_cuda)) >= int(_major(torch_cuda))
-        yield Fit("the driver's CUDA", driver_cuda, f"{_major(torch_cuda)}.0 or later", f"torch {torch}", ok)
+        ok = int(_cut_to_major(driver_cuda)) >= int(_cut_to_major(torch_cuda))
+        yield Fit(
+            "the driver's CUDA", driver_cuda, f"{_cut_to_major(torch_cuda)}.0 or later", f"torch {torch}", ok
+        )
 
 
-def _built_with(vllm: str) -> str | None:
+def _find_built_cuda(vllm: str) -> str | None:
     """Return the CUDA release of a vLLM build: its local version, ``0.18.0+cu130``, else the index's."""
     try:
         local = _LOCAL_CUDA.fullmatch(Version(vllm).local or "")
@@ -108,15 +110,15 @@ def _built_with(vllm: str) -> str | None:
         return None
     if local is not None:
         return f"{local[1]}.{local[2]}"
-    pins = load_releases().get(_public(vllm))
+    pins = load_releases().get(_strip_local(vllm))
     return pins.cuda if pins else None
 
 
-def _major(release: str) -> str:
+def _cut_to_major(release: str) -> str:
     return release.partition(".")[0]
 
 
-def _public(version: str) -> str:
+def _strip_local(version: str) -> str:
     """Return a version without its local part: ``2.13.0`` for ``2.13.0+cpu``."""
     try:
         return Version(version).public
@@ -134,18 +136,18 @@ def find_problems(
     tools: bool = True,
 ) -> list[Problem]:
     """Return the problems, worst first; `tools`: also those with the driver, pinned memory and compilers."""
-    problems = [_misfit(fit, machine) for fit in package_pairs if not fit.ok]
+    problems = [_explain_misfit(fit, machine) for fit in package_pairs if not fit.ok]
     if tools:
-        problems += _tools(machine, pinning, nvcc, errors)
+        problems += _check_tools(machine, pinning, nvcc, errors)
     return sorted(problems, key=lambda problem: problem.severity)
 
 
-def _misfit(fit: Fit, machine: Machine) -> Problem:
+def _explain_misfit(fit: Fit, machine: Machine) -> Problem:
     severity, why = "warning", f"{fit.by} requires {fit.expected} and was tested with nothing else"
     next_step = f"pip install '{fit.package}=={fit.expected}'"
     if fit.package in _KERNELS and fit.by.startswith("flashinfer"):
         why = "kernels of another FlashInfer release are ignored, or used unchecked"
-        refuses = within(_REFUSES, machine.version("flashinfer-python"))
+        refuses = is_within(_REFUSES, machine.find_version("flashinfer-python"))
         if refuses and not machine.variables.get(SKIP_VERSION_CHECK):
             severity, why = "error", "`import flashinfer` refuses kernels of another release"
     elif fit.package == "torch's CUDA":
@@ -159,7 +161,7 @@ def _misfit(fit: Fit, machine: Machine) -> Problem:
     return Problem(f"{fit.package} {fit.installed} with {fit.by}", severity, why, evidence, next_step)
 
 
-def _tools(
+def _check_tools(
     machine: Machine, pinning: Pinning, nvcc: Tool | None, errors: Mapping[str, str]
 ) -> Iterator[Problem]:
     if "gpus" in errors:
@@ -178,8 +180,8 @@ def _tools(
             {"error": pinning.reason},
             "look at the limits of this container and at the driver; on WSL update the kernel (wsl --update)",
         )
-    flashinfer = machine.version("flashinfer-python")
-    ready = any(machine.version(name) for name in _KERNELS)
+    flashinfer = machine.find_version("flashinfer-python")
+    ready = any(machine.find_version(name) for name in _KERNELS)
     if flashinfer and machine.capabilities and nvcc is None and not ready and "nvcc" not in errors:
         yield Problem(
             "FlashInfer cannot compile",

@@ -30,7 +30,7 @@ class Pinning:
     """Why it was not tried, what went wrong, or how much was pinned how fast."""
 
 
-def not_tried(reason: str) -> Pinning:
+def make_untried(reason: str) -> Pinning:
     """Return the result for a machine on which nothing can be pinned for a GPU."""
     return Pinning(tried=False, works=None, reason=reason)
 
@@ -43,7 +43,7 @@ def try_pinning(seconds: float = SECONDS) -> Pinning:
     except ChildError as error:
         return Pinning(tried=True, works=False, reason=redact(str(error)))
     if facts.get("cuda") is False:
-        return not_tried("torch sees no GPU")
+        return make_untried("torch sees no GPU")
     if facts.get("pinned"):
         took = f"in {float(facts['seconds']) * 1e3:.0f} ms"
         return Pinning(tried=True, works=True, reason=f"{BYTES >> 20} MiB pinned {took}")

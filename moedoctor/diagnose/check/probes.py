@@ -1,4 +1,4 @@
-"""What `moedoctor check` asks beside `moedoctor.environment`."""
+"""The questions that `moedoctor check` asks beside `moedoctor.environment`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moedoctor.processes.cuda_tools import Tool, find_tools
 from moedoctor.upstream.releases.collectors import Collected, collect_flashinfer, collect_vllm
 
 
-def _nvcc(environ: Mapping[str, str]) -> Tool | None:
+def _find_nvcc(environ: Mapping[str, str]) -> Tool | None:
     """Return the nvcc that FlashInfer would call: the newest on this machine."""
     return max(find_tools(("nvcc",), environ), key=lambda tool: tool.cuda, default=None)
 
@@ -27,7 +27,7 @@ class Probes:
     vllm: Callable[[], Collected] | None = collect_vllm
     """None: not asked, as the package would be imported."""
     flashinfer: Callable[[], Collected] | None = collect_flashinfer
-    nvcc: Callable[[Mapping[str, str]], Tool | None] = _nvcc
+    nvcc: Callable[[Mapping[str, str]], Tool | None] = _find_nvcc
     jit_cache: Callable[[Mapping[str, str]], JitCache] = read_jit_cache
     fix_plugin: Callable[[Mapping[str, str], str | None], Mapping[str, Any]] = fix_plugin.state
     requires: Callable[[str], Iterable[str] | None] = importlib.metadata.requires

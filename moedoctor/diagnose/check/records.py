@@ -33,7 +33,7 @@ class Finding:
     """Always None; triage's findings have a line."""
 
     @classmethod
-    def of(
+    def from_entry(
         cls,
         entry: Entry,
         severity: str,
@@ -84,9 +84,9 @@ class CheckResult:
     target: str = "this Python"
     """The environment that was checked, in words."""
     described: bool = field(default=False, metadata={"sparse": True})
-    """Whether that environment is only described, and nothing of it is on this machine."""
+    """True if that environment is only described, and nothing of it is on this machine."""
     not_looked_at: tuple[str, ...] = ()
-    """What this answer does not cover, and why."""
+    """The parts that this answer does not cover, each with the reason."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     version: str = field(default="", metadata={"alias": "moedoctor", "sparse": True})
     """moedoctor's version."""
@@ -115,13 +115,13 @@ class CheckResult:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the exit code is not 0."""
+        """The reasons for an exit code that is not 0."""
         found = [f"{finding.id} {finding.name}: {finding.why}" for finding in self.findings]
         found += [f"{problem.what}: {problem.why}" for problem in self.problems]
         return tuple([*found, self.without_vllm] if self.without_vllm else found)
 
 
-def not_looked_at(result: CheckResult) -> tuple[str, ...]:
+def list_not_looked_at(result: CheckResult) -> tuple[str, ...]:
     """Return what the facts of a result do not cover, each with the reason."""
     facts, notes = result.environment, []
     if not facts.get("vllm"):

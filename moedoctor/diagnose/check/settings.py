@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from moedoctor.diagnose.check.machine import Machine, fits
+from moedoctor.diagnose.check.machine import Machine, match_condition
 from moedoctor.diagnose.check.records import Finding, Problem
 from moedoctor.diagnose.settings.settings import check_flashinfer, check_settings
-from moedoctor.diagnose.settings.tables import SettingFinding, vllm_variables
+from moedoctor.diagnose.settings.tables import SettingFinding, load_vllm_variables
 from moedoctor.entries.entry import Entry
 
 _BACKEND = re.compile(r"FLASHINFER|MOE|BACKEND|MARLIN|GEMM|FP[48]|CUTLASS|TRTLLM|CUTEDSL|B12X", re.IGNORECASE)
@@ -20,45 +20,47 @@ _BETWEEN = 0.5
 """The confidence for a vLLM that is not in the tables: the release before it is used."""
 
 
-def setting_findings(entry: Entry, machine: Machine) -> Iterator[Finding]:
+def find_setting_failures(entry: Entry, machine: Machine) -> Iterator[Finding]:
     """Yield one finding for all variables about backends without effect that no rule of the entry names."""
-    named = next((rule.when.any_set for rule in entry.affects if fits(rule.when, machine)), [])
-    dead = [finding for finding in _dead(machine) if _is_backend(finding) and _name(finding) not in named]
+    named = next((rule.when.any_set for rule in entry.affects if match_condition(rule.when, machine)), [])
+    dead = [
+        finding for finding in _find_dead(machine) if _is_backend(finding) and _name(finding) not in named
+    ]
     if not dead:
         return
-    packages = {name: machine.version(name) for name in ("vllm", "flashinfer-python")}
-    settings = {_name(finding): machine.setting(_name(finding)) for finding in dead}
-    yield Finding.of(
+    packages = {name: machine.find_version(name) for name in ("vllm", "flashinfer-python")}
+    settings = {_name(finding): machine.show_setting(_name(finding)) for finding in dead}
+    yield Finding.from_entry(
         entry,
         severity="error" if any(finding.stops for finding in dead) else "warning",
         confidence=_CONFIDENCE if _is_known(machine) else _BETWEEN,
         why="; ".join(f"{_name(finding)}: {finding.message}" for finding in dead),
         evidence={**{name: version for name, version in packages.items() if version}, "settings": settings},
-        next_step="; ".join(map(_remedy, dead)),
+        next_step="; ".join(map(_suggest_remedy, dead)),
     )
 
 
-def setting_problems(machine: Machine) -> Iterator[Problem]:
+def find_setting_problems(machine: Machine) -> Iterator[Problem]:
     """Yield the other variables that have no effect, or stop the engine."""
-    for finding in _dead(machine):
+    for finding in _find_dead(machine):
         if not _is_backend(finding):
             name = _name(finding)
             yield Problem(
                 what=f"{name}: {finding.problem.replace('_', ' ')}",
                 severity="error" if finding.stops else "warning",
                 why=finding.message,
-                evidence={"variables": {name: machine.setting(name)}},
-                next_step=_remedy(finding),
+                evidence={"variables": {name: machine.show_setting(name)}},
+                next_step=_suggest_remedy(finding),
             )
 
 
-def _dead(machine: Machine) -> tuple[SettingFinding, ...]:
-    vllm, flashinfer = machine.version("vllm"), machine.version("flashinfer-python")
-    release = vllm_variables().at_or_before(vllm or "")
+def _find_dead(machine: Machine) -> tuple[SettingFinding, ...]:
+    vllm, flashinfer = machine.find_version("vllm"), machine.find_version("flashinfer-python")
+    release = load_vllm_variables().find_release(vllm or "")
     if release is None and vllm is not None:  # older than the tables
         findings = check_flashinfer(flashinfer or "", machine.variables)
     else:
-        newest = vllm_variables().releases[-1]
+        newest = load_vllm_variables().releases[-1]
         findings = check_settings(release or newest, machine.variables, flashinfer=flashinfer)
     asked = {"VLLM": vllm, "FLASHINFER": vllm or flashinfer}
     return tuple(
@@ -74,11 +76,11 @@ def _is_backend(finding: SettingFinding) -> bool:
 
 
 def _is_known(machine: Machine) -> bool:
-    version = machine.version("vllm")
-    return version is None or version.partition("+")[0] in vllm_variables().releases
+    version = machine.find_version("vllm")
+    return version is None or version.partition("+")[0] in load_vllm_variables().releases
 
 
-def _remedy(finding: SettingFinding) -> str:
+def _suggest_remedy(finding: SettingFinding) -> str:
     name = _name(finding)
     return f"in place of {name} use {finding.instead}" if finding.instead else f"unset {name}"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.diagnose.check import fix_plugin
-from moedoctor.diagnose.check.pinning import not_tried
+from moedoctor.diagnose.check.pinning import make_untried
 from moedoctor.diagnose.check.probes import Probes
 from moedoctor.diagnose.cuda.jit_cache import JitCache
 from moedoctor.environment import Sources
@@ -50,7 +50,7 @@ answer = {"python": sys.version.split()[0], "packages": packages, "requires": re
           "plugins": plugins, "folders": folders}
 print("\\nANSWER " + json.dumps(answer))
 """
-"""What the other Python runs, 3.8 or newer: metadata alone."""
+"""The program that the other Python runs, 3.8 or newer: it reads metadata alone."""
 
 
 class TargetError(Exception):
@@ -59,7 +59,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """What is checked, and with which means."""
+    """The environment to check, and the means for it."""
 
     name: str = THIS
     """In words, for messages: ``this Python``, a path, or ``vLLM 0.33.0 as it is released``."""
@@ -68,12 +68,12 @@ class Target:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts that are given and not collected."""
     described: bool = False
-    """Whether nothing of it is on this machine."""
+    """True if nothing of it is on this machine."""
     not_looked_at: tuple[str, ...] = ()
-    """What cannot be looked at from here, and why."""
+    """The parts that cannot be looked at from here, each with the reason."""
 
 
-def another_python(path: Path) -> Target:
+def ask_python(path: Path) -> Target:
     """Return the environment of the interpreter at `path`. Raises TargetError."""
     if not os.path.isfile(path) or not os.access(path, os.X_OK):
         raise TargetError(
@@ -81,15 +81,15 @@ def another_python(path: Path) -> Target:
         )
     # A relative name without a slash would be searched for on PATH.
     answer = _ask(Path(os.path.abspath(path)))
-    packages = {_normal(name): str(version) for name, version in answer["packages"].items()}
-    requires = {_normal(name): tuple(map(str, lines)) for name, lines in answer["requires"].items()}
+    packages = {_normalize(name): str(look_up) for name, look_up in answer["packages"].items()}
+    requires = {_normalize(name): tuple(map(str, lines)) for name, lines in answer["requires"].items()}
     plugins = tuple((str(name), str(value)) for name, value in answer["plugins"])
     folders = {name: Path(str(folder)) for name, folder in answer["folders"].items()}
     asked_for = f"{path} was only asked for its metadata"
     return Target(
         str(path),
-        replace(Sources(), package_version=_lookup(packages), package_folder=folders.get),
-        _quiet(Probes(), f"{asked_for}: torch is not imported there", requires, plugins),
+        replace(Sources(), package_version=_make_lookup(packages), package_folder=folders.get),
+        _limit_probes(Probes(), f"{asked_for}: torch is not imported there", requires, plugins),
         {"python": str(answer["python"])},
         not_looked_at=(f"vLLM's and FlashInfer's own reports: {asked_for}",),
     )
@@ -117,7 +117,7 @@ def _ask(path: Path) -> Mapping[str, Any]:
     raise TargetError(f"--python {path}: its answer is not a list of packages")
 
 
-def released(release: str) -> Target:
+def describe_release(release: str) -> Target:
     """Return vLLM `release` with the packages that it requires, on Linux. Raises KeyError if unknown."""
     pins = load_releases()[release]
     packages = {"vllm": release, "torch": pins.torch, "flashinfer-python": pins.flashinfer}
@@ -127,9 +127,9 @@ def released(release: str) -> Target:
     nothing: dict[str, Any] = dict.fromkeys(("gpu", "capability", "driver", "cuda_driver", "kernel"))
     return Target(
         f"vLLM {release} as it is released",
-        replace(Sources(), package_version=_lookup(packages), package_folder=lambda name: None),
+        replace(Sources(), package_version=_make_lookup(packages), package_folder=lambda name: None),
         replace(
-            _quiet(Probes(), only, {}, plugins=None),
+            _limit_probes(Probes(), only, {}, plugins=None),
             nvcc=lambda environ: None,
             jit_cache=lambda environ: JitCache("", ()),
         ),
@@ -139,16 +139,16 @@ def released(release: str) -> Target:
     )
 
 
-def with_gpu(target: Target, capability: str) -> Target:
+def add_gpu(target: Target, capability: str) -> Target:
     """Return the environment with one GPU of this compute capability in place of this machine's GPUs."""
     name = f"a GPU of {capability}"
     gpu = {"name": name, "capability": capability, "memory_bytes": None, "visible": True}
     facts = {**target.facts, "gpu": name, "capability": capability, "gpus": [gpu]}
-    probes = replace(target.probes, pinning=lambda: not_tried(f"{name} is only described"))
+    probes = replace(target.probes, pinning=lambda: make_untried(f"{name} is only described"))
     return replace(target, facts=facts, probes=probes, name=f"{target.name}, on {name}")
 
 
-def on_wsl(target: Target) -> Target:
+def put_on_wsl(target: Target) -> Target:
     """Return the environment on WSL 2."""
     facts = {**target.facts, "wsl": True, "kernel": "6.6 (assumed)"}
     note = "the WSL kernel: 4.19.121 or newer is assumed"
@@ -157,7 +157,7 @@ def on_wsl(target: Target) -> Target:
     )
 
 
-def _quiet(
+def _limit_probes(
     probes: Probes,
     why: str,
     requires: Mapping[str, Iterable[str]],
@@ -169,23 +169,23 @@ def _quiet(
     """
     return replace(
         probes,
-        pinning=lambda: not_tried(why),
+        pinning=lambda: make_untried(why),
         vllm=None,
         flashinfer=None,
-        requires=lambda name: requires.get(_normal(name)),
+        requires=lambda name: requires.get(_normalize(name)),
         fix_plugin=lambda environ, vllm: fix_plugin.state(environ, vllm, plugins),
     )
 
 
-def _lookup(packages: Mapping[str, str]) -> Any:
-    def version(name: str) -> str:
-        if _normal(name) not in packages:
+def _make_lookup(packages: Mapping[str, str]) -> Any:
+    def look_up(name: str) -> str:
+        if _normalize(name) not in packages:
             raise PackageNotFoundError(name)
-        return packages[_normal(name)]
+        return packages[_normalize(name)]
 
-    return version
+    return look_up
 
 
-def _normal(name: str) -> str:
+def _normalize(name: str) -> str:
     """Return the name of a distribution as PEP 503 compares it."""
     return re.sub(r"[-_.]+", "-", str(name)).lower()

@@ -39,7 +39,7 @@ class JsonFile:
     repeated: tuple[str, ...] = ()
     """Keys that an object has twice; the last one counts."""
 
-    def line_of(self, key: str) -> int | None:
+    def find_line(self, key: str) -> int | None:
         """Return the first line, from 1, with `key` as a key, or None."""
         match = re.search(rf'"{re.escape(key)}"\s*:', self.text)
         return None if match is None else self.text.count("\n", 0, match.start()) + 1
@@ -80,7 +80,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         try:
             return read_json(folder, name)
         except TruncatedError as error:
-            truncated[name] = _without_name(error)
+            truncated[name] = _cut_name(error)
             return JsonFile(name, "", {}) if name == "config.json" else None
 
     config = read_whole("config.json")
@@ -88,11 +88,11 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"{folder}: has no config.json, expected a checkpoint folder")
     index = read_whole(INDEX)
     hf_quant = read_whole("hf_quant_config.json")
-    weight_map = {} if index is None else _weight_map(index)
+    weight_map = {} if index is None else _read_weight_map(index)
     if INDEX in truncated:
-        shards = _names(folder, "model-*.safetensors")
+        shards = _list_names(folder, "model-*.safetensors")
     else:
-        shards = sorted(set(weight_map.values())) if weight_map else _shards_without_index(folder)
+        shards = sorted(set(weight_map.values())) if weight_map else _find_shards(folder)
     missing = {shard for shard in shards if _is_absent(folder / shard)}
     tensors: dict[str, TensorInfo] = {}
     duplicates: dict[str, tuple[str, ...]] = {}
@@ -102,26 +102,26 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         try:
             header = read_header(folder / shard)
         except TruncatedError as error:
-            truncated[shard] = _without_name(error)
+            truncated[shard] = _cut_name(error)
             continue
         for name, info in header.items():
             if name in tensors:
                 duplicates[name] = (*duplicates.get(name, (tensors[name].shard,)), shard)
             else:
                 tensors[name] = info
-    unlisted = set(_names(folder, "model-*.safetensors")) - set(shards)
+    unlisted = set(_list_names(folder, "model-*.safetensors")) - set(shards)
     others = (tuple(sorted(unlisted)), tuple(sorted(missing)), truncated)
     return Checkpoint(folder, config, hf_quant, index, weight_map, tensors, duplicates, *others)
 
 
-def _without_name(error: TruncatedError) -> str:
+def _cut_name(error: TruncatedError) -> str:
     return str(error).partition(": ")[2]
 
 
-def _shards_without_index(folder: Path) -> list[str]:
+def _find_shards(folder: Path) -> list[str]:
     if not _is_absent(folder / SINGLE):
         return [SINGLE]
-    shards = _names(folder, "*.safetensors")
+    shards = _list_names(folder, "*.safetensors")
     if not shards:
         raise CheckpointError(f"{folder}: has no safetensors file, expected {SINGLE} or shards with {INDEX}")
     if len(shards) > 1:
@@ -130,7 +130,7 @@ def _shards_without_index(folder: Path) -> list[str]:
 
 
 def _is_absent(path: Path) -> bool:
-    """Whether there is no such file. A loop of links is there: reading it says what is wrong."""
+    """Return True if there is no such file. A loop of links is there: reading it says what is wrong."""
     try:
         os.stat(path)
     except OSError as error:
@@ -138,14 +138,14 @@ def _is_absent(path: Path) -> bool:
     return False
 
 
-def _names(folder: Path, pattern: str) -> list[str]:
+def _list_names(folder: Path, pattern: str) -> list[str]:
     try:
         return list_names(folder, pattern)
     except TextFileError as error:
         raise CheckpointError(f"{folder}: {error.message}") from error
 
 
-def _weight_map(index: JsonFile) -> dict[str, str]:
+def _read_weight_map(index: JsonFile) -> dict[str, str]:
     shards = index.value.get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(f"{index.name}: has no weight_map, expected an object of tensors and files")

@@ -25,14 +25,14 @@ class Check:
     """The id of a known failure in the catalogue."""
     what: str
     effect: str
-    """What the damage does to the answers of the model."""
+    """The effect of the damage on the answers of the model."""
     confidence: float
     next_step: str
     remark: bool = False
-    """Whether healthy checkpoints have it too: it is reported, but does not cause exit code 1."""
+    """True if healthy checkpoints have it too: it is reported, but does not cause exit code 1."""
 
 
-def _checks() -> Mapping[str, Check]:
+def _load_checks() -> Mapping[str, Check]:
     text = (files("moedoctor.diagnose.checkpoint") / "checks.yaml").read_text(encoding="utf-8")
     table = yaml.safe_load(text)
     steps = table["next_steps"]
@@ -42,7 +42,7 @@ def _checks() -> Mapping[str, Check]:
     }
 
 
-CHECKS: Mapping[str, Check] = _checks()
+CHECKS: Mapping[str, Check] = _load_checks()
 """The checks by name."""
 
 
@@ -90,7 +90,7 @@ class Lint:
         """
         CHECKS[check]
         if check not in self._findings:  # a search for every place would take too long
-            self._findings[check] = LintFinding(check, file.line_of(key) if file else None)
+            self._findings[check] = LintFinding(check, file.find_line(key) if file else None)
         finding = self._findings[check]
         finding.count += 1
         if len(finding.places) < SHOWN:
@@ -156,6 +156,6 @@ class Lint:
             patterns += declared.rules.not_read
         return tuple(dict.fromkeys(patterns))
 
-    def rule(self, module: Module) -> Rule | None:
+    def find_rule(self, module: Module) -> Rule | None:
         """Return the rule of the first file for `module`, if there is one."""
-        return self.declared[0].rules.of(module.name) if self.declared else None
+        return self.declared[0].rules.find(module.name) if self.declared else None

@@ -11,7 +11,7 @@ from typing import Any
 from moedoctor.diagnose.checkpoint.checkpoint import INDEX, Checkpoint
 from moedoctor.diagnose.checkpoint.findings import Lint
 from moedoctor.diagnose.checkpoint.modules import BLOCK, Module
-from moedoctor.diagnose.checkpoint.quantization import Declared, from_config, quantization_config
+from moedoctor.diagnose.checkpoint.quantization import Declared, find_quantization_config, from_config
 
 _ALGOS = {"nvfp4": "NVFP4", "fp8": "FP8"}
 _KV_KEYS = ("kv_cache_quant_algo", "kv_cache_scheme")
@@ -27,7 +27,7 @@ CHECKS_OF_FILES = frozenset(
 """The checks with findings that a JSON file may correct."""
 
 
-def corrected(result: Lint, checks: Collection[str]) -> dict[str, str]:
+def correct(result: Lint, checks: Collection[str]) -> dict[str, str]:
     """Return file name -> new text for the JSON files that the findings of `checks` can be corrected in.
 
     The tensors stay as they are: a missing scale is not invented, but the setting that needs it is removed.
@@ -41,11 +41,11 @@ def corrected(result: Lint, checks: Collection[str]) -> dict[str, str]:
         if not declared.judged:
             continue
         value = copy.deepcopy(declared.file.value)
-        settings = _quantization(value)
+        settings = _find_settings(value)
         if "kv_scales_missing" in checks:
             settings |= {key: None for key in _KV_KEYS if settings.get(key) is not None}
         if checks & {"excluded_quantised", "unquantised_not_excluded"} and not result.not_read:
-            settings[declared.exclude_key] = _excluded(result.modules, declared)
+            settings[declared.exclude_key] = _correct_excluded(result.modules, declared)
         if checks & {"quant_algo_tensors", "quant_algo_unknown", "quant_algo_missing"}:
             _set_algo(settings, declared, result.modules)
         if "group_size_tensors" in checks:
@@ -62,7 +62,7 @@ def corrected(result: Lint, checks: Collection[str]) -> dict[str, str]:
 
 def _agree(hf_quant: dict[str, Any], config: dict[str, Any], declared: Declared | None) -> None:
     """Change the settings of hf_quant_config.json to those of config.json, which are `declared` there."""
-    ours, theirs = _quantization(config), _quantization(hf_quant)
+    ours, theirs = _find_settings(config), _find_settings(hf_quant)
     if isinstance(ours.get("quant_algo"), str):
         theirs["quant_algo"] = ours["quant_algo"]
     excluded = ours.get("ignore", ours.get("exclude_modules"))
@@ -75,23 +75,23 @@ def _agree(hf_quant: dict[str, Any], config: dict[str, Any], declared: Declared 
         theirs["group_size"] = declared.group_size
 
 
-def _quantization(value: dict[str, Any]) -> dict[str, Any]:
+def _find_settings(value: dict[str, Any]) -> dict[str, Any]:
     """Return the object of a file that describes the quantisation, to be changed in place."""
-    outer = quantization_config(value)
+    outer = find_quantization_config(value)
     settings: dict[str, Any] = outer if isinstance(outer, dict) else value
     inner = settings.get("quantization")
     return inner if isinstance(inner, dict) else settings
 
 
-def _excluded(modules: Mapping[str, Module], declared: Declared) -> list[str]:
+def _correct_excluded(modules: Mapping[str, Module], declared: Declared) -> list[str]:
     """Return the list of excluded modules without quantised ones and with those that it lacks."""
     quantised = [module.name for module in modules.values() if module.kind not in (None, "none")]
     right = [
         pattern
         for pattern in declared.excluded
-        if not any(map(declared.patterns([pattern]).match, quantised))
+        if not any(map(declared.make_patterns([pattern]).match, quantised))
     ]
-    patterns = declared.patterns(right)
+    patterns = declared.make_patterns(right)
     lacking = sorted(
         module.name
         for module in modules.values()
@@ -106,19 +106,19 @@ def _set_algo(settings: dict[str, Any], declared: Declared, modules: Mapping[str
         return
     kinds = {module.kind for module in modules.values()} - {None, "none"}
     if declared.rules.layers is not None:
-        settings["quantized_layers"] = _layers(declared, modules, settings.get("quantized_layers"))
+        settings["quantized_layers"] = _correct_layers(declared, modules, settings.get("quantized_layers"))
     elif declared.scheme != "mixed" and len(kinds) == 1 and (kind := str(kinds.pop())) in _ALGOS:
         settings["quant_algo"] = _ALGOS[kind]
 
 
-def _layers(declared: Declared, modules: Mapping[str, Module], old: Any) -> dict[str, Any]:
+def _correct_layers(declared: Declared, modules: Mapping[str, Module], old: Any) -> dict[str, Any]:
     """Return the right entries of `quantized_layers` and those that it lacks, by the tensors.
 
     An entry that names no module of this checkpoint stays: it may be another name of one.
     """
     lacking: dict[str, Any] = {}
     for module in modules.values():
-        rule = declared.rules.of(module.name)
+        rule = declared.rules.find(module.name)
         if module.kind in _ALGOS and (rule is None or rule.scheme != module.kind):
             lacking[module.name] = {"quant_algo": _ALGOS[module.kind]}
     bare = {module.name for module in modules.values() if module.kind == "none"}

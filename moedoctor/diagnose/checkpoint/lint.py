@@ -1,4 +1,4 @@
-"""What is wrong with the quantisation of a checkpoint, by its headers, its JSON files and its scales."""
+"""Finds damage in the quantization of a checkpoint, by its headers, its JSON files and its scales."""
 
 from __future__ import annotations
 

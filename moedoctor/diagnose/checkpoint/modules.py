@@ -58,12 +58,12 @@ class Module:
 
     @property
     def fused_experts(self) -> bool:
-        """Whether all experts of a layer are in this one tensor."""
+        """True if all experts of a layer are in this one tensor."""
         return self.name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
     @property
     def is_projection(self) -> bool:
-        """Whether its name is that of a linear layer that is usually quantised: no router, no head."""
+        """True if its name belongs to a linear layer that is usually quantized: no router, no head."""
         return _PROJECTION.fullmatch(self.name.rpartition(".")[2]) is not None
 
     @property
@@ -82,7 +82,7 @@ class Module:
             return None
         return self.weight.elements * (2 if self.weight.dtype == "U8" else 1) / scales.elements
 
-    def tensor(self, part: str) -> str:
+    def name_tensor(self, part: str) -> str:
         """Return the name of one of its tensors in the file."""
         if not self.fused_experts:
             return f"{self.name}.{part}"
@@ -102,11 +102,11 @@ def group(checkpoint: Checkpoint) -> dict[str, Module]:
         weight = parts.get("weight_packed") or parts.get("weight")
         match = _EXPERT.fullmatch(name)
         expert = ExpertName(match["layer"], int(match["expert"]), match["projection"]) if match else None
-        modules[name] = Module(name, parts, _kind(parts), weight, expert)
+        modules[name] = Module(name, parts, _find_kind(parts), weight, expert)
     return modules
 
 
-def _kind(parts: Parts) -> str | None:
+def _find_kind(parts: Parts) -> str | None:
     packed, weight = parts.get("weight_packed"), parts.get("weight")
     if packed is not None:
         return "nvfp4" if packed.dtype == "U8" else "int"
@@ -121,7 +121,7 @@ def _kind(parts: Parts) -> str | None:
     return "int" if weight.dtype in ("I8", "I32") else "none"
 
 
-def whole_number(config: Mapping[str, Any], *keys: str) -> int | None:
+def find_whole_number(config: Mapping[str, Any], *keys: str) -> int | None:
     """Return the first positive whole number among `keys`, or None."""
     values = (config.get(key) for key in keys)
     return next((value for value in values if type(value) is int and 0 < value < 1 << 32), None)

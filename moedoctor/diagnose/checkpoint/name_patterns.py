@@ -32,7 +32,7 @@ class Patterns:
             if special and (len(pattern) > _MOST_CHARACTERS or len(wildcards) >= _MOST_WILDCARDS):
                 self.not_read.append(pattern)
             elif pattern.startswith("re:"):
-                translated = _wildcards(pattern[3:])
+                translated = _translate(pattern[3:])
                 if translated is None:
                     self.not_read.append(pattern)
                 else:
@@ -45,23 +45,23 @@ class Patterns:
         self._compiled = [re.compile(translate(wildcard)) for wildcard in dict.fromkeys(wildcards)]
 
     def match(self, module: str) -> bool:
-        """Return whether a pattern names `module` or a module that contains it."""
+        """Return True if a pattern names `module` or a module that contains it."""
         if module in self._exact:
             return True
         if self._substrings:
             if any(name in module for name in self._plain):
                 return True
-        elif any(parent in self._exact for parent in _parents(module)):
+        elif any(parent in self._exact for parent in _list_parents(module)):
             return True
         return any(pattern.match(module) for pattern in self._compiled)
 
 
-def _parents(module: str) -> list[str]:
+def _list_parents(module: str) -> list[str]:
     parts = module.split(".")
     return [".".join(parts[:size]) for size in range(1, len(parts))]
 
 
-def _wildcards(expression: str) -> list[str] | None:
+def _translate(expression: str) -> list[str] | None:
     """Translate a simple regular expression to wildcard patterns; return None for others."""
     choices: list[list[str]] = []
     at, open_end, count = 0, True, 1

@@ -60,14 +60,14 @@ _FUSED = {
 
 @dataclass(frozen=True)
 class Rule:
-    """How some modules are quantised."""
+    """The quantization of some modules."""
 
     name: str | None
     """ModelOpt's `quant_algo` in upper case, if there is one."""
     scheme: str | None
     """``nvfp4``, ``fp8``, ``int``, ``mixed``; None if it is not known."""
     static_inputs: bool
-    """Whether each of these modules needs an input scale."""
+    """True if each of these modules needs an input scale."""
     group_size: int | None
     """The declared number of weights that share a block scale."""
     block: tuple[int, int] | None = None
@@ -90,7 +90,7 @@ class Rules:
     _known: dict[str, Rule | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._bare = {_bare(name): rule for name, rule in (self.layers or {}).items()}
+        self._bare = {_strip_prefixes(name): rule for name, rule in (self.layers or {}).items()}
         # Experts in one tensor may be listed one by one.
         self._experts = {
             name.partition(".experts.")[0] + ".experts": rule
@@ -110,15 +110,15 @@ class Rules:
             if not rule.targets or len(group) < len(rule.targets)
         ]
 
-    def of(self, module: str) -> Rule | None:
+    def find(self, module: str) -> Rule | None:
         """Return the rule of a module: None if it is not quantised, UNCLEAR if the files do not decide."""
         if module not in self._known:
-            self._known[module] = self._find(module)
+            self._known[module] = self._search(module)
         return self._known[module]
 
-    def _find(self, module: str) -> Rule | None:
+    def _search(self, module: str) -> Rule | None:
         if self.layers is not None:
-            parts = _bare(module).split(".")
+            parts = _strip_prefixes(module).split(".")
             names = [".".join(parts[:size]) for size in range(len(parts), 0, -1)]
             if parts[-1] in _FUSED:
                 names.insert(1, ".".join((*parts[:-1], _FUSED[parts[-1]])))
@@ -136,7 +136,7 @@ class Rules:
         return self._classes[0] if self._classes else None
 
 
-def _bare(name: str) -> str:
+def _strip_prefixes(name: str) -> str:
     while name.startswith(_OUTER):
         name = name.partition(".")[2]
     return name
@@ -167,20 +167,20 @@ class Declared:
 
     @property
     def judged(self) -> bool:
-        """Whether the layout is one of those that are checked in full."""
+        """True if the layout is checked in full."""
         return self.method in _JUDGED
 
     @property
     def excluded_patterns(self) -> Patterns:
         """The list of excluded modules. vLLM takes a plain name in ModelOpt's list as a substring."""
-        return self.patterns(self.excluded)
+        return self.make_patterns(self.excluded)
 
-    def patterns(self, names: Sequence[str]) -> Patterns:
+    def make_patterns(self, names: Sequence[str]) -> Patterns:
         """Return `names` as patterns of excluded modules."""
         return Patterns(names, substrings=self.method != "compressed-tensors")
 
 
-def quantization_config(config: Mapping[str, Any]) -> Any:
+def find_quantization_config(config: Mapping[str, Any]) -> Any:
     """Return the value of ``quantization_config`` in config.json, at its top or in the language model's part.
 
     An object is preferred; None if there is neither.
@@ -192,17 +192,17 @@ def quantization_config(config: Mapping[str, Any]) -> Any:
 
 def from_config(file: JsonFile) -> Declared | None:
     """Return what config.json declares, or None."""
-    value = quantization_config(file.value)
+    value = find_quantization_config(file.value)
     if not isinstance(value, dict):
         return None
     method = value.get("quant_method")
     method = method.lower() if isinstance(method, str) else None
     if "config_groups" in value and method in (None, "compressed-tensors"):
-        return _compressed_tensors(file, value, method)
+        return _read_compressed_tensors(file, value, method)
     if method == "fp8":
-        return _block_fp8(file, value)
+        return _read_block_fp8(file, value)
     inner = value.get("quantization")
-    return _modelopt(file, inner if isinstance(inner, dict) else value, method)
+    return _read_modelopt(file, inner if isinstance(inner, dict) else value, method)
 
 
 def from_hf_quant(file: JsonFile | None) -> Declared | None:
@@ -210,18 +210,18 @@ def from_hf_quant(file: JsonFile | None) -> Declared | None:
     if file is None:
         return None
     value = file.value.get("quantization")
-    return _modelopt(file, value if isinstance(value, dict) else {}, "modelopt")
+    return _read_modelopt(file, value if isinstance(value, dict) else {}, "modelopt")
 
 
-def _modelopt(file: JsonFile, value: Mapping[str, Any], method: str | None) -> Declared:
-    algo = _upper(value.get("quant_algo"))
+def _read_modelopt(file: JsonFile, value: Mapping[str, Any], method: str | None) -> Declared:
+    algo = _read_upper(value.get("quant_algo"))
     key = "exclude_modules" if "exclude_modules" in value else "ignore"
     kv = value.get("kv_cache_quant_algo")
     groups = read_groups(value)
     size = value.get("group_size")
     if size is None and groups:
         size = groups[0].group_size
-    size = _integer(size)
+    size = _read_integer(size)
     rule = Rule(algo, ALGOS.get(algo) if algo else None, algo in _STATIC_INPUTS, size)
     rules = Rules(None, (rule,))
     if rule.scheme == "mixed":
@@ -233,44 +233,48 @@ def _modelopt(file: JsonFile, value: Mapping[str, Any], method: str | None) -> D
         method,
         algo,
         rules,
-        kv.upper() if isinstance(kv, str) and kv.lower() not in ("", "none", "auto") else _kv_scheme(value),
+        kv.upper()
+        if isinstance(kv, str) and kv.lower() not in ("", "none", "auto")
+        else _read_kv_scheme(value),
         size,
-        _strings(value.get(key)),
+        _read_strings(value.get(key)),
         key,
     )
 
 
-def _compressed_tensors(file: JsonFile, value: Mapping[str, Any], method: str | None) -> Declared:
+def _read_compressed_tensors(file: JsonFile, value: Mapping[str, Any], method: str | None) -> Declared:
     groups, algo = read_groups(value), value.get("format")
     return Declared(
         file,
         method,
         algo if isinstance(algo, str) else None,
         Rules(None, groups),
-        _kv_scheme(value),
+        _read_kv_scheme(value),
         groups[0].group_size if groups else None,
-        _strings(value.get("ignore")),
+        _read_strings(value.get("ignore")),
         "ignore",
     )
 
 
-def _block_fp8(file: JsonFile, value: Mapping[str, Any]) -> Declared:
+def _read_block_fp8(file: JsonFile, value: Mapping[str, Any]) -> Declared:
     key = "modules_to_not_convert" if "modules_to_not_convert" in value else "ignored_layers"
     static = value.get("activation_scheme") == "static"
-    rule = Rule("fp8", "fp8", static, None, _block(value.get("weight_block_size")))
+    rule = Rule("fp8", "fp8", static, None, _read_block(value.get("weight_block_size")))
     rules = Rules(None, (rule,))
-    return Declared(file, "fp8", "fp8", rules, _kv_scheme(value), None, _strings(value.get(key)), key)
+    return Declared(
+        file, "fp8", "fp8", rules, _read_kv_scheme(value), None, _read_strings(value.get(key)), key
+    )
 
 
 def read_layers(layers: Any) -> dict[str, Rule]:
     """Return the rules of ModelOpt's `quantized_layers`, by module."""
     rules: dict[str, Rule] = {}
-    for module in _strings(list(layers), _MOST_LISTED) if isinstance(layers, dict) else ():
+    for module in _read_strings(list(layers), _MOST_LISTED) if isinstance(layers, dict) else ():
         entry = layers[module] if isinstance(layers[module], dict) else {}
-        algo = _upper(entry.get("quant_algo"))
+        algo = _read_upper(entry.get("quant_algo"))
         scheme = ALGOS.get(algo) if algo else None
         scheme = None if scheme == "mixed" else scheme
-        rules[module] = Rule(algo, scheme, algo in _STATIC_INPUTS, _integer(entry.get("group_size")))
+        rules[module] = Rule(algo, scheme, algo in _STATIC_INPUTS, _read_integer(entry.get("group_size")))
     return rules
 
 
@@ -282,10 +286,10 @@ def read_groups(value: Mapping[str, Any]) -> tuple[Rule, ...]:
     all_groups = [group if isinstance(group, dict) else {} for group in groups.values()]
     # A group without weights is about activations alone, of attention for example.
     weighted = [group for group in all_groups if group.get("weights")] or all_groups
-    return tuple(_group(group) for group in weighted[:_MOST_GROUPS])
+    return tuple(_read_group(group) for group in weighted[:_MOST_GROUPS])
 
 
-def _group(group: Mapping[str, Any]) -> Rule:
+def _read_group(group: Mapping[str, Any]) -> Rule:
     weights, inputs = (
         value if isinstance(value := group.get(key), dict) else {} for key in ("weights", "input_activations")
     )
@@ -296,32 +300,32 @@ def _group(group: Mapping[str, Any]) -> Rule:
     elif kind == "float" and type(bits) is int:
         scheme = {4: "nvfp4", 8: "fp8"}.get(bits)
     static = inputs.get("num_bits") == 4 if scheme == "nvfp4" else inputs.get("dynamic") is False
-    block, size = _block(weights.get("block_structure")), _integer(weights.get("group_size"))
-    return Rule(None, scheme, static, size, block, _strings(group.get("targets"), _MOST_LISTED))
+    block, size = _read_block(weights.get("block_structure")), _read_integer(weights.get("group_size"))
+    return Rule(None, scheme, static, size, block, _read_strings(group.get("targets"), _MOST_LISTED))
 
 
-def _block(value: Any) -> tuple[int, int] | None:
+def _read_block(value: Any) -> tuple[int, int] | None:
     if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
         return None
     return value[0], value[1]
 
 
-def _kv_scheme(value: Mapping[str, Any]) -> str | None:
+def _read_kv_scheme(value: Mapping[str, Any]) -> str | None:
     kv = value.get("kv_cache_scheme")
     if not isinstance(kv, dict) or kv.get("dynamic") is True:
         return None
     return "FP8" if kv.get("num_bits") == 8 and kv.get("type") == "float" else None
 
 
-def _integer(value: Any) -> int | None:
+def _read_integer(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _upper(value: Any) -> str | None:
+def _read_upper(value: Any) -> str | None:
     return value.upper() if isinstance(value, str) and value else None
 
 
-def _strings(value: Any, limit: int = 20_000) -> tuple[str, ...]:
+def _read_strings(value: Any, limit: int = 20_000) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return ()
     return tuple(item for item in value if isinstance(item, str) and len(item) <= 500)[:limit]

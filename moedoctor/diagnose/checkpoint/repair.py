@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moedoctor.diagnose.checkpoint.findings import Lint
-from moedoctor.diagnose.checkpoint.json_fix import CHECKS_OF_FILES, corrected
+from moedoctor.diagnose.checkpoint.json_fix import CHECKS_OF_FILES, correct
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.diagnose.checkpoint.modules import GLOBAL_SCALES, INPUT_SCALES, PAIRS, Module
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, TensorInfo
@@ -47,7 +47,7 @@ class RepairError(CheckpointError):
 
 @dataclass
 class Repairs:
-    """What can be repaired in a checkpoint."""
+    """The repairs of a checkpoint."""
 
     json_files: Mapping[str, str] = field(default_factory=dict)
     """Name -> corrected text."""
@@ -74,12 +74,12 @@ class Repaired:
     """Folders and special files, which were not copied."""
 
 
-def repairable_checks(result: Lint) -> frozenset[str]:
+def list_repairable_checks(result: Lint) -> frozenset[str]:
     """Return the checks among the findings that `--fix` has a repair for, without reading tensors."""
     if result.checkpoint.truncated or result.checkpoint.missing_shards:
         return frozenset()
     checks = {finding.check for finding in result.findings}
-    by_files = {check for check in checks & CHECKS_OF_FILES if corrected(result, {check})}
+    by_files = {check for check in checks & CHECKS_OF_FILES if correct(result, {check})}
     return frozenset(by_files | {check for check in checks & SCALE_CHECKS if _has_repair(result, check)})
 
 
@@ -105,8 +105,8 @@ def repair(result: Lint, folder: Path) -> Repaired:
         try:
             linked, left_out = _copy(source, beside, repairs, shards)
             _patch(result, beside, repairs)
-            checked = _checked(result, beside, repairs)
-            os.chmod(beside, 0o777 & ~_umask())
+            checked = _check(result, beside, repairs)
+            os.chmod(beside, 0o777 & ~_read_umask())
             os.rename(beside, folder)  # raises if a folder with files came meanwhile
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -115,106 +115,111 @@ def repair(result: Lint, folder: Path) -> Repaired:
 
 def find_repairs(result: Lint) -> Repairs:
     """Return the new bytes of tensors and files. Reads the scales that are wrong, and no weights."""
-    checks = repairable_checks(result)
-    json_files = corrected(result, checks & CHECKS_OF_FILES)
+    checks = list_repairable_checks(result)
+    json_files = correct(result, checks & CHECKS_OF_FILES)
     tensors: dict[str, bytes] = {}
     if checks & SCALE_CHECKS:
         with Reader(result.checkpoint.folder) as reader:
             if "input_scale_zero" in checks:
-                tensors.update(_input_scales(result, reader))
-            for gate, up in _pairs(result):
-                tensors.update(_halves(result, reader, gate, up, tensors))
+                tensors.update(_repair_input_scales(result, reader))
+            for gate, up in _list_pairs(result):
+                tensors.update(_repair_halves(result, reader, gate, up, tensors))
     return Repairs(json_files, tensors, checks)
 
 
 def _has_repair(result: Lint, check: str) -> bool:
     if check == "input_scale_zero":
-        return any(len(modules) > 1 for modules in _input_groups(result).values())
+        return any(len(modules) > 1 for modules in _group_input_scales(result).values())
     experts = check == "global_scale_mismatch"
-    return any((gate.expert is not None) is experts for gate, _ in _pairs(result))
+    return any((gate.expert is not None) is experts for gate, _ in _list_pairs(result))
 
 
-def _pairs(result: Lint) -> Iterator[tuple[Module, Module]]:
+def _list_pairs(result: Lint) -> Iterator[tuple[Module, Module]]:
     """Give gate and up of each expert, or of a layer, that both have one global scale of their own."""
     for name, gate in result.modules.items():
         head, _, projection = name.rpartition(".")
         up = result.modules.get(f"{head}.{PAIRS.get(projection, '')}")
-        if up is not None and gate.kind == up.kind == "nvfp4" and _single(gate) and _single(up):
+        if up is not None and gate.kind == up.kind == "nvfp4" and _find_single(gate) and _find_single(up):
             yield gate, up
 
 
-def _single(module: Module, parts: Sequence[str] = GLOBAL_SCALES) -> str | None:
+def _find_single(module: Module, parts: Sequence[str] = GLOBAL_SCALES) -> str | None:
     """Return the part of a module that is its one scale as F32, or None."""
     named = (part for part in parts if part in module.parts)
     part = next(named, None)
     return part if part and module.parts[part].elements == 1 and module.parts[part].dtype == "F32" else None
 
 
-def _halves(
+def _repair_halves(
     result: Lint, reader: Reader, gate: Module, up: Module, changed: Mapping[str, bytes]
 ) -> Iterator[tuple[str, bytes]]:
     """Give new bytes that make the global scales of gate and up the same, if they differ."""
-    factors = [_factor(reader, half) for half in (gate, up)]
+    factors = [_read_factor(reader, half) for half in (gate, up)]
     if factors[0] == factors[1] or not all(0 < factor < float("inf") for factor in factors):
         return
     head, _, projection = gate.name.rpartition(".")
     down = result.modules.get(f"{head}.{_DOWN[projection]}")
     ratio = factors[1] / factors[0]
-    if down is not None and _single(down) and _is_linear(result) and 1 / _MOST_RATIO <= ratio <= _MOST_RATIO:
-        yield from _folded(reader, gate, up, down, changed)
+    if (
+        down is not None
+        and _find_single(down)
+        and _is_linear(result)
+        and 1 / _MOST_RATIO <= ratio <= _MOST_RATIO
+    ):
+        yield from _fold_scales(reader, gate, up, down, changed)
     else:
-        yield from _rescaled(reader, gate, up)
+        yield from _rescale_halves(reader, gate, up)
 
 
 def _is_linear(result: Lint) -> bool:
-    """Return whether the layers are linear in their up half: then a factor can move into the down half."""
+    """Return True if the layers are linear in their up half: then a factor can move into the down half."""
     config = text_config(result.checkpoint.config.value)
     activation = next((config[key] for key in ("hidden_act", "hidden_activation") if key in config), None)
     return activation in _LINEAR and not any("limit" in key or "clamp" in key for key in config)
 
 
-def _folded(
+def _fold_scales(
     reader: Reader, gate: Module, up: Module, down: Module, changed: Mapping[str, bytes]
 ) -> Iterator[tuple[str, bytes]]:
     """Move the ratio of the scales into the down projection: exact, and only single scales change."""
     from moedoctor.fixes.moe.checkpoint_scales import fold
 
-    halves = [_nvfp4(reader, module, blocks=False) for module in (gate, up, down)]
+    halves = [_read_nvfp4(reader, module, blocks=False) for module in (gate, up, down)]
     w13, w2 = fold(*halves)
     ratio = float(w2.global_scale[0]) / float(halves[2].global_scale[0])
-    yield _global(up, float(w13.global_scale[0]))
-    yield _global(down, float(w2.global_scale[0]))
-    if part := _single(down, INPUT_SCALES):
-        name = down.tensor(part)
+    yield _encode_global(up, float(w13.global_scale[0]))
+    yield _encode_global(down, float(w2.global_scale[0]))
+    if part := _find_single(down, INPUT_SCALES):
+        name = down.name_tensor(part)
         (value,) = struct.unpack("<f", changed.get(name) or reader.read(down.parts[part]))
         yield name, struct.pack("<f", value * ratio if part == "input_global_scale" else value / ratio)
 
 
-def _rescaled(reader: Reader, gate: Module, up: Module) -> Iterator[tuple[str, bytes]]:
+def _rescale_halves(reader: Reader, gate: Module, up: Module) -> Iterator[tuple[str, bytes]]:
     """Give both halves the larger global scale; the block scales of the other one are rounded again."""
     import torch
 
     from moedoctor.fixes.moe.checkpoint_scales import rescale
 
-    halves = [_nvfp4(reader, module, blocks=True) for module in (gate, up)]
+    halves = [_read_nvfp4(reader, module, blocks=True) for module in (gate, up)]
     w13 = rescale(*halves)
     common = float(w13.global_scale[0])
     rows = halves[0].block_scales.shape[1]
     blocks = w13.block_scales.view(torch.uint8)[0]  # [2I, H/16]
     for module, half, part in zip((gate, up), halves, (blocks[:rows], blocks[rows:]), strict=True):
         if float(half.global_scale[0]) != common:
-            yield _global(module, common)
-            yield module.tensor("weight_scale"), part.contiguous().numpy().tobytes()
+            yield _encode_global(module, common)
+            yield module.name_tensor("weight_scale"), part.contiguous().numpy().tobytes()
 
 
-def _input_scales(result: Lint, reader: Reader) -> Iterator[tuple[str, bytes]]:
+def _repair_input_scales(result: Lint, reader: Reader) -> Iterator[tuple[str, bytes]]:
     """Give a good input scale to experts without one: the largest of their layer and projection."""
     import torch
 
     from moedoctor.fixes.moe.checkpoint_scales import repair_input_scales
 
-    for modules in _input_groups(result).values():
-        parts = [(module, str(_single(module, INPUT_SCALES))) for module in modules]
+    for modules in _group_input_scales(result).values():
+        parts = [(module, str(_find_single(module, INPUT_SCALES))) for module in modules]
         stored = torch.tensor(
             [struct.unpack("<f", reader.read(module.parts[part]))[0] for module, part in parts]
         )
@@ -225,34 +230,36 @@ def _input_scales(result: Lint, reader: Reader) -> Iterator[tuple[str, bytes]]:
             continue  # no expert of the layer has a scale to take
         for (module, part), old, new in zip(parts, scales.tolist(), usable.tolist(), strict=True):
             if old != new:
-                yield module.tensor(part), struct.pack("<f", 1 / new if inverse else new)
+                yield module.name_tensor(part), struct.pack("<f", 1 / new if inverse else new)
 
 
-def _input_groups(result: Lint) -> Mapping[tuple[str, str, str], Sequence[Module]]:
+def _group_input_scales(result: Lint) -> Mapping[tuple[str, str, str], Sequence[Module]]:
     """Return the experts of each layer with one input scale each, by layer, projection and part."""
     groups: dict[tuple[str, str, str], list[Module]] = {}
     for module in result.modules.values():
-        part = _single(module, INPUT_SCALES)
+        part = _find_single(module, INPUT_SCALES)
         if module.expert is not None and part is not None:
             groups.setdefault((module.expert.layer, module.expert.projection, part), []).append(module)
     return groups
 
 
-def _factor(reader: Reader, module: Module) -> float:
+def _read_factor(reader: Reader, module: Module) -> float:
     """Return the factor of a module's weights; compressed-tensors stores its reciprocal."""
-    part = str(_single(module))
+    part = str(_find_single(module))
     (value,) = struct.unpack("<f", reader.read(module.parts[part]))
     if part == "weight_global_scale":
         return 1 / value if value else float("inf")
     return float(value)
 
 
-def _global(module: Module, factor: float) -> tuple[str, bytes]:
-    part = str(_single(module))
-    return module.tensor(part), struct.pack("<f", 1 / factor if part == "weight_global_scale" else factor)
+def _encode_global(module: Module, factor: float) -> tuple[str, bytes]:
+    part = str(_find_single(module))
+    return module.name_tensor(part), struct.pack(
+        "<f", 1 / factor if part == "weight_global_scale" else factor
+    )
 
 
-def _nvfp4(reader: Reader, module: Module, *, blocks: bool) -> Nvfp4:
+def _read_nvfp4(reader: Reader, module: Module, *, blocks: bool) -> Nvfp4:
     """Return the scales of a module as one expert, without its packed weights, which no repair reads."""
     import torch
 
@@ -264,7 +271,7 @@ def _nvfp4(reader: Reader, module: Module, *, blocks: bool) -> Nvfp4:
     scales = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     block_scales = scales.view(torch.float8_e4m3fn).reshape(shape)  # [1, N, K/16]
     packed = torch.empty((1, info.shape[0], 0), dtype=torch.uint8)  # [1, N, 0]
-    return Nvfp4(packed, block_scales, torch.tensor([_factor(reader, module)], dtype=torch.float32))
+    return Nvfp4(packed, block_scales, torch.tensor([_read_factor(reader, module)], dtype=torch.float32))
 
 
 def _copy(source: Path, folder: Path, repairs: Repairs, shards: set[str]) -> tuple[int, int]:
@@ -309,7 +316,7 @@ def _patch(result: Lint, folder: Path, repairs: Repairs) -> None:
             file.write(data)
 
 
-def _checked(result: Lint, folder: Path, repairs: Repairs) -> Lint:
+def _check(result: Lint, folder: Path, repairs: Repairs) -> Lint:
     """Return the lint of the repaired folder. Raises RepairError if anything is worse or nothing better."""
     checked = lint(folder)
     before, after = ({each.check: each.count for each in state.findings} for state in (result, checked))
@@ -321,7 +328,7 @@ def _checked(result: Lint, folder: Path, repairs: Repairs) -> Lint:
     return checked
 
 
-def _umask() -> int:
+def _read_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -96,10 +96,12 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             f"{shard}: cannot be read ({error.strerror}), expected a safetensors file"
         ) from error
     base, room = 8 + length, total - 8 - length
-    entries = {name: entry for name, entry in _entries(shard, raw).items() if name != "__metadata__"}
+    entries = {name: entry for name, entry in _read_entries(shard, raw).items() if name != "__metadata__"}
     # The tensors of a whole file end with it, so a file that ends earlier was cut.
     end = max((_end(entry) for entry in entries.values()), default=0)
-    tensors = {name: _tensor(shard, name, entry, base, max(room, end)) for name, entry in entries.items()}
+    tensors = {
+        name: _read_tensor(shard, name, entry, base, max(room, end)) for name, entry in entries.items()
+    }
     if end > room:
         _check_places(shard, tensors, base, end)
         raise TruncatedError(f"{shard}: has {total} bytes, expected {base + end}")
@@ -110,25 +112,25 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def _end(entry: Any) -> int:
     """Return where the data of an entry ends, or 0 for an entry without places."""
     place = entry.get("data_offsets") if isinstance(entry, dict) else None
-    return place[-1] if _naturals(place) and len(place) == 2 else 0
+    return place[-1] if _are_naturals(place) and len(place) == 2 else 0
 
 
-def _entries(shard: str, raw: bytes) -> dict[str, Any]:
+def _read_entries(shard: str, raw: bytes) -> dict[str, Any]:
     """Return the header as an object with unique names that are text."""
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
             [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-            raise CheckpointError(f"{shard}: its header names {_short(name)} twice, expected unique names")
+            raise CheckpointError(f"{shard}: its header names {_shorten(name)} twice, expected unique names")
         return made
 
     if sum(map(raw.count, (b"[", b"{", b","))) > _MOST_VALUES:
         raise CheckpointError(f"{shard}: its header holds more than {_MOST_VALUES} values, expected fewer")
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=check_unique)
     except (ValueError, RecursionError) as error:
-        raise _not_json(shard, str(error)) from error
+        raise _make_error(shard, str(error)) from error
     if not isinstance(header, dict):
         raise CheckpointError(
             f"{shard}: its header is a {type(header).__name__}, expected an object of tensors"
@@ -139,35 +141,35 @@ def _entries(shard: str, raw: bytes) -> dict[str, Any]:
     try:
         "".join((*header, *metadata, *metadata.values())).encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair is not text
-        raise _not_json(shard, str(error)) from error
+        raise _make_error(shard, str(error)) from error
     return header
 
 
-def _not_json(shard: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"{shard}: its header is no JSON of safetensors ({_short(reason)})")
+def _make_error(shard: str, reason: str) -> CheckpointError:
+    return CheckpointError(f"{shard}: its header is no JSON of safetensors ({_shorten(reason)})")
 
 
-def _tensor(shard: str, name: str, entry: Any, base: int, room: int) -> TensorInfo:
-    def wrong(what: str) -> CheckpointError:
-        return CheckpointError(f"{shard}: tensor {_short(name)}: {what}")
+def _read_tensor(shard: str, name: str, entry: Any, base: int, room: int) -> TensorInfo:
+    def make_error(what: str) -> CheckpointError:
+        return CheckpointError(f"{shard}: tensor {_shorten(name)}: {what}")
 
     if not isinstance(entry, dict):
-        raise wrong("is no object, expected dtype, shape and data_offsets")
+        raise make_error("is no object, expected dtype, shape and data_offsets")
     dtype, shape, place = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise wrong(f"unknown dtype {_short(str(dtype))}, expected one of safetensors' own")
-    if not _naturals(shape) or len(shape) > _DIMENSIONS:
-        raise wrong(f"shape {_short(str(shape))}, expected up to {_DIMENSIONS} whole numbers from 0")
-    if not _naturals(place) or len(place) != 2:
-        raise wrong(f"data_offsets {_short(str(place))}, expected two whole numbers from 0")
+        raise make_error(f"unknown dtype {_shorten(str(dtype))}, expected one of safetensors' own")
+    if not _are_naturals(shape) or len(shape) > _DIMENSIONS:
+        raise make_error(f"shape {_shorten(str(shape))}, expected up to {_DIMENSIONS} whole numbers from 0")
+    if not _are_naturals(place) or len(place) != 2:
+        raise make_error(f"data_offsets {_shorten(str(place))}, expected two whole numbers from 0")
     start, end = place
     if start > end or end > room:
-        raise wrong(f"data_offsets {start} to {end}, expected a range within the {room} bytes of data")
+        raise make_error(f"data_offsets {start} to {end}, expected a range within the {room} bytes of data")
     bits = math.prod(shape) * BITS[dtype]
     if bits % 8:
-        raise wrong(f"{bits} bits for {dtype} {list(shape)}, expected whole bytes")
+        raise make_error(f"{bits} bits for {dtype} {list(shape)}, expected whole bytes")
     if bits // 8 != end - start:
-        raise wrong(f"{end - start} bytes for {dtype} {list(shape)}, expected {bits // 8}")
+        raise make_error(f"{end - start} bytes for {dtype} {list(shape)}, expected {bits // 8}")
     return TensorInfo(shard, dtype, tuple(shape), base + start, end - start)
 
 
@@ -177,25 +179,25 @@ def _check_places(shard: str, tensors: Mapping[str, TensorInfo], base: int, room
     for start, size, name in sorted((info.start, info.size, name) for name, info in tensors.items()):
         if start < at:
             raise CheckpointError(
-                f"{shard}: tensors {_short(last)} and {_short(name)} overlap, expected a place for each"
+                f"{shard}: tensors {_shorten(last)} and {_shorten(name)} overlap, expected a place for each"
             )
         if start > at:
             raise CheckpointError(
-                f"{shard}: {start - at} bytes before tensor {_short(name)} are no tensor's, expected none: "
+                f"{shard}: {start - at} bytes before tensor {_shorten(name)} are no tensor's, expected none: "
                 "damaged, or its offsets are wrong"
             )
         at, last = start + size, name
     if at < base + room:
-        after = f"after its last tensor {_short(last)}" if tensors else "and no tensor"
+        after = f"after its last tensor {_shorten(last)}" if tensors else "and no tensor"
         raise CheckpointError(
             f"{shard}: has {base + room - at} bytes {after}, expected none: damaged or written twice"
         )
 
 
-def _naturals(value: Any) -> TypeGuard[list[int]]:
+def _are_naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < _LARGEST for item in value)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     shown = "".join(letter if letter.isprintable() else "?" for letter in text[:120])
     return f"{shown}…" if len(text) > 120 else shown

@@ -66,18 +66,18 @@ class Reader:
 
     def read(self, info: TensorInfo) -> bytes:
         """Return the bytes of a tensor of scales."""
-        return self._bytes(info, 0, info.size)
+        return self._read_part(info, 0, info.size)
 
-    def floats(self, info: TensorInfo) -> tuple[float, ...]:
+    def read_floats(self, info: TensorInfo) -> tuple[float, ...]:
         """Return the values of a small tensor of F32, F64, F16, BF16 or F8_E4M3."""
-        return _decode(info.dtype, self._bytes(info, 0, info.size))
+        return _decode(info.dtype, self._read_part(info, 0, info.size))
 
-    def block_scales(self, info: TensorInfo, whole: bool) -> BlockScaleCounts:
+    def count_block_scales(self, info: TensorInfo, whole: bool) -> BlockScaleCounts:
         """Count the E4M3 values of `info`, or of three samples of it if not `whole`."""
-        places = _places(info, whole)
+        places = _list_places(info, whole)
         read = nan = zero = negative = subnormal = largest = 0
         for offset, size in places:
-            data = self._bytes(info, offset, size)
+            data = self._read_part(info, offset, size)
             odd = data.translate(None, _NORMAL)  # few, so that counting them costs little
             read += size
             nan += _count(odd, _NAN)
@@ -89,7 +89,7 @@ class Reader:
             largest = max(above, default=largest)
         return BlockScaleCounts(read, nan, zero, negative, subnormal, E4M3[largest])
 
-    def zero_blocks(self, scales: TensorInfo, weight: TensorInfo, whole: bool) -> int:
+    def count_zero_blocks(self, scales: TensorInfo, weight: TensorInfo, whole: bool) -> int:
         """Return how many blocks have a scale of 0 and NVFP4 codes that are not 0, up to 64: lost weights.
 
         At most 8 MB of weights of a tensor and 256 MB of all are read, from windows with such scales all over
@@ -102,8 +102,8 @@ class Reader:
         ):
             return 0
         windows: list[tuple[int, int]] = []
-        for offset, size in _places(scales, whole):
-            data = self._bytes(scales, offset, size)
+        for offset, size in _list_places(scales, whole):
+            data = self._read_part(scales, offset, size)
             for at in range(0, size, _WINDOW):
                 window = data[at : at + _WINDOW]
                 if len(window.translate(None, _ZERO)) < len(window):
@@ -114,11 +114,11 @@ class Reader:
             if lost >= _ZEROS or self._windows_left == 0:
                 break
             self._windows_left -= 1
-            mask = self._bytes(scales, at, size).translate(_MASK)
-            lost += _lost(mask, self._bytes(weight, at * _BLOCK_BYTES, size * _BLOCK_BYTES))
+            mask = self._read_part(scales, at, size).translate(_MASK)
+            lost += _count_lost(mask, self._read_part(weight, at * _BLOCK_BYTES, size * _BLOCK_BYTES))
         return min(lost, _ZEROS)
 
-    def _bytes(self, info: TensorInfo, offset: int, size: int) -> bytes:
+    def _read_part(self, info: TensorInfo, offset: int, size: int) -> bytes:
         try:
             if self._file is None or self._name != info.shard:
                 if self._file is not None:
@@ -135,7 +135,7 @@ class Reader:
         return data
 
 
-def _places(info: TensorInfo, whole: bool) -> list[tuple[int, int]]:
+def _list_places(info: TensorInfo, whole: bool) -> list[tuple[int, int]]:
     """Return offset and size of the parts of a tensor that are read: all of it, or three samples."""
     if whole or info.size <= _SAMPLES * _SAMPLE:
         return [(at, min(_CHUNK, info.size - at)) for at in range(0, info.size, _CHUNK)]
@@ -143,7 +143,7 @@ def _places(info: TensorInfo, whole: bool) -> list[tuple[int, int]]:
     return [(part * step, _SAMPLE) for part in range(_SAMPLES)]
 
 
-def _lost(mask: bytes, codes: bytes) -> int:
+def _count_lost(mask: bytes, codes: bytes) -> int:
     """Return how many of the blocks in `mask` hold a code that is not 0."""
     wide = bytearray(len(codes))
     for at in range(_BLOCK_BYTES):
@@ -161,7 +161,7 @@ def _count(data: bytes, codes: bytes) -> int:
     return len(data) - len(data.translate(None, codes))
 
 
-def _e4m3(code: int) -> float:
+def _decode_e4m3(code: int) -> float:
     sign = -1.0 if code & 0x80 else 1.0
     exponent, mantissa = code >> 3 & 0xF, code & 0x7
     if code & 0x7F == 0x7F:
@@ -171,7 +171,7 @@ def _e4m3(code: int) -> float:
     return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
 
 
-E4M3 = tuple(_e4m3(code) for code in range(256))
+E4M3 = tuple(_decode_e4m3(code) for code in range(256))
 """Code of float8_e4m3fn -> value."""
 
 

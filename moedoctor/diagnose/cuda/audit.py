@@ -16,13 +16,13 @@ from pathlib import Path
 from moedoctor.diagnose.cuda.device_code import (
     DeviceCodeError,
     Image,
-    cubin_images,
-    cubin_target,
     list_images,
+    read_cubin_target,
+    read_cubins,
 )
 from moedoctor.diagnose.cuda.instructions import list_lacking, list_needed
 from moedoctor.diagnose.cuda.jit_cache import build_images, find_cached_module
-from moedoctor.diagnose.cuda.library_use import library_use
+from moedoctor.diagnose.cuda.library_use import find_library_use
 from moedoctor.fixes.arch.targets import Capability, compiles_ptx, loads_sass
 from moedoctor.processes.cuda_tools import Tool
 from moedoctor.processes.guardian import make_temporary_folder
@@ -76,10 +76,10 @@ class Item:
     """Instructions that the kernels need and that the loading code was compiled without."""
     note: str | None = None
     skipped: str | None = None
-    """Why the file could not be read."""
+    """The reason why the file could not be read."""
 
 
-def fate_of(images: Sequence[Image], capability: Capability) -> Fate | None:
+def judge_images(images: Sequence[Image], capability: Capability) -> Fate | None:
     """Return the best that a GPU of `capability` can do with `images`, or None without images."""
     if not images:
         return None
@@ -115,10 +115,10 @@ def _judge(item: Item, capability: Capability | None) -> Item:
     if item.skipped is not None:
         return item
     cached = find_cached_module(Path(item.path.partition(".whl!")[0]))
-    fate = fate_of(item.images, capability) if capability else None
+    fate = judge_images(item.images, capability) if capability else None
     note = item.note or (None if item.images else "no device code")
     if fate is Fate.MISSING and capability:
-        use = library_use(item.path, cached.module if cached else None)
+        use = find_library_use(item.path, cached.module if cached else None)
         if use is not None and not use.uses(capability):
             fate, note = Fate.NOT_NEEDED, f"used on {use.gpus} only"
         elif use is not None and use.needed_by:
@@ -167,14 +167,14 @@ def _read_cubins(folder: Path, paths: Sequence[Path]) -> Item:
     """Read the cubins of one folder; those that cannot be read are left out and counted."""
     unreadable: list[str] = []
 
-    def blobs() -> Iterator[bytes]:
+    def read_blobs() -> Iterator[bytes]:
         for path in paths:
             try:
                 yield read_bytes(path, _MAX_CUBIN_BYTES, "a cubin")
             except TextFileError as error:
                 unreadable.append(f"{path.name} {error.message}")
 
-    item = Item(str(folder), "cubins", cubin_images(blobs()))
+    item = Item(str(folder), "cubins", read_cubins(read_blobs()))
     if not unreadable:
         return item
     if len(unreadable) == len(paths):
@@ -197,9 +197,9 @@ def _read_binary(path: Path, tool: Tool | None, shown: str) -> Item:
     item = Item(shown, "shared object")
     try:
         with open_file(path, _MAX_LIBRARY_BYTES, _EXPECTED) as file:
-            is_cubin = cubin_target(file.read(1 << 12)) is not None
+            is_cubin = read_cubin_target(file.read(1 << 12)) is not None
         if is_cubin:
-            return Item(shown, "cubins", cubin_images(iter([read_bytes(path, _MAX_CUBIN_BYTES, "a cubin")])))
+            return Item(shown, "cubins", read_cubins(iter([read_bytes(path, _MAX_CUBIN_BYTES, "a cubin")])))
         if tool is None:
             return replace(item, skipped=NO_TOOL)
         return replace(item, images=list_images(path, tool))
@@ -232,7 +232,7 @@ def _read_wheel(path: Path, tool: Tool | None) -> Iterator[Item]:
             else:
                 yield _read_member(wheel, member, f"{path}!{member.filename}", tool)
         if cubins:
-            images = cubin_images(b"".join(_read_blocks(wheel, member)) for member in cubins)
+            images = read_cubins(b"".join(_read_blocks(wheel, member)) for member in cubins)
             yield Item(f"{path}!*.cubin", "cubins", images)
 
 

@@ -64,9 +64,9 @@ def list_images(path: Path, tool: Tool) -> tuple[Image, ...]:
     return _count_images(counts)
 
 
-def cubin_images(blobs: Iterator[bytes]) -> tuple[Image, ...]:
+def read_cubins(blobs: Iterator[bytes]) -> tuple[Image, ...]:
     """Return the targets of cubins given as bytes. Other files are left out."""
-    targets = filter(None, map(cubin_target, blobs))
+    targets = filter(None, map(read_cubin_target, blobs))
     return _count_images(Counter(("sass", target) for target in targets))
 
 
@@ -80,7 +80,7 @@ def _find_exact_targets(path: Path, kind: str, target: Target, count: int, tool:
     with make_temporary_folder() as folder:
         try:
             _ask(tool, [option, f"sm_{target}", str(path.resolve())], folder)
-            targets = [_target_of(Path(folder, name), kind) for name in list_names(Path(folder), ending)]
+            targets = [_read_target(Path(folder, name), kind) for name in list_names(Path(folder), ending)]
         except (DeviceCodeError, TextFileError):
             return [target] * count
     exact = [other for other in targets if other is not None and other.capability == target.capability]
@@ -89,9 +89,9 @@ def _find_exact_targets(path: Path, kind: str, target: Target, count: int, tool:
     return plain if len(plain) == count else (exact if len(exact) == count else [target] * count)
 
 
-def _target_of(file: Path, kind: str) -> Target | None:
+def _read_target(file: Path, kind: str) -> Target | None:
     if kind == "sass":
-        return cubin_target(read_bytes(file, _MAX_CUBIN_BYTES, "a cubin"))
+        return read_cubin_target(read_bytes(file, _MAX_CUBIN_BYTES, "a cubin"))
     with open_file(file, expected="a PTX file") as text:
         match = _PTX_TARGET.search(text.read(_PTX_HEAD_BYTES))
     return Target.parse(match[1].decode()) if match else None
@@ -110,7 +110,7 @@ def _ask(tool: Tool, arguments: Sequence[str], folder: str | None) -> str | None
     raise DeviceCodeError(outcome.first_line or f"{tool} ended with status {outcome.code}")
 
 
-def cubin_target(blob: bytes) -> Target | None:
+def read_cubin_target(blob: bytes) -> Target | None:
     """Return the target of the cubin `blob`, or None for anything else.
 
     The number is in the flags of the ELF header. Their layout changed with ABI version 8 (10.0 and later, and

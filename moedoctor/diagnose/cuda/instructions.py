@@ -1,7 +1,7 @@
 """The PTX instructions that decide which suffix a MoE kernel's target needs, and which compilers take them.
 
 `takes` answers from a table that was made with ptxas 12.0.76, 12.6.85, 12.8.93, 12.9.86, 13.0.88 and 13.5.37.
-`attempts` tries the compilers of this machine: ptxas, or nvcc with the same PTX if there is only nvcc.
+`try_instructions` tries the compilers of this machine: ptxas, or nvcc with the same PTX without ptxas.
 Nothing is run on a GPU.
 """
 
@@ -130,7 +130,7 @@ def list_lacking(target: Target, instructions: Sequence[Instruction], cuda: Cuda
     return tuple(instruction.name for instruction in instructions if not takes(target, instruction, cuda))
 
 
-def ptx_version(cuda: CudaVersion) -> str:
+def find_ptx_version(cuda: CudaVersion) -> str:
     """Return the PTX version for the compiler of this CUDA release."""
     return PTX_OF_CUDA[max(release for release in PTX_OF_CUDA if release <= max(cuda, (12, 0)))]
 
@@ -140,21 +140,23 @@ def find_compilers(environ: Mapping[str, str] | None = None) -> tuple[Tool, ...]
     return find_tools(["ptxas"], environ) or find_tools(["nvcc"], environ)
 
 
-def compiler_for(cuda: tuple[int, int], compilers: Sequence[Tool]) -> Tool | None:
+def find_compiler(cuda: tuple[int, int], compilers: Sequence[Tool]) -> Tool | None:
     """Return the compiler of this CUDA release, if it is among them."""
     return next((compiler for compiler in compilers if compiler.cuda == cuda), None)
 
 
-def attempt(compiler: Tool, target: Target, instruction: Instruction | None) -> Attempt:
+def try_instruction(compiler: Tool, target: Target, instruction: Instruction | None) -> Attempt:
     """Compile `instruction` for `target`; with None an empty kernel, which shows whether the target is known.
 
     Each version of a compiler is asked once a process. A compiler that does not answer refuses.
     """
-    return _attempt(_compile(compiler, target, instruction.ptx if instruction else ""))
+    return _read_attempt(_compile(compiler, target, instruction.ptx if instruction else ""))
 
 
-def attempts(compiler: Tool, target: Target, instructions: Sequence[Instruction]) -> dict[str, Attempt]:
-    """Return `attempt` for each of `instructions`, by name.
+def try_instructions(
+    compiler: Tool, target: Target, instructions: Sequence[Instruction]
+) -> dict[str, Attempt]:
+    """Return `try_instruction` for each of `instructions`, by name.
 
     All are compiled together, since the compiler names the line of each refusal. They are compiled one by one
     if its output cannot be read that way.
@@ -162,7 +164,7 @@ def attempts(compiler: Tool, target: Target, instructions: Sequence[Instruction]
     outcome = _compile(compiler, target, "\n".join(instruction.ptx for instruction in instructions))
     names = [instruction.name for instruction in instructions]
     if outcome.code == 0 or _UNKNOWN_TARGET.search(outcome.first_line):
-        return dict.fromkeys(names, _attempt(outcome))
+        return dict.fromkeys(names, _read_attempt(outcome))
     refusals: dict[int, str] = {}
     for line in outcome.stderr.splitlines():
         match = _REFUSAL.search(line)
@@ -173,16 +175,16 @@ def attempts(compiler: Tool, target: Target, instructions: Sequence[Instruction]
     if complete and refusals and set(refusals) <= set(range(len(names))):
         lines = [refusals.get(place, "") for place in range(len(names))]
         return {name: Attempt(not line, line) for name, line in zip(names, lines, strict=True)}
-    return {instruction.name: attempt(compiler, target, instruction) for instruction in instructions}
+    return {instruction.name: try_instruction(compiler, target, instruction) for instruction in instructions}
 
 
-def _attempt(outcome: Outcome) -> Attempt:
+def _read_attempt(outcome: Outcome) -> Attempt:
     return Attempt(outcome.code == 0, "" if outcome.code == 0 else outcome.first_line)
 
 
 @functools.lru_cache(maxsize=4096)
 def _compile(compiler: Tool, target: Target, statements: str) -> Outcome:
-    source = _SOURCE.format(version=ptx_version(compiler.cuda), target=target, statements=statements)
+    source = _SOURCE.format(version=find_ptx_version(compiler.cuda), target=target, statements=statements)
     options = [f"-arch=sm_{target}", "probe.ptx", "-o", "probe.cubin"]
     with make_temporary_folder() as folder:
         Path(folder, "probe.ptx").write_text(source, encoding="ascii")
@@ -194,14 +196,14 @@ def _compile(compiler: Tool, target: Target, statements: str) -> Outcome:
             return Outcome(None, "", f"{compiler.name} does not start: {error.strerror}")
 
 
-def acceptance(
+def try_targets(
     compiler: Tool, targets: Sequence[str] = TARGETS, instructions: Sequence[Instruction] = INSTRUCTIONS
 ) -> Acceptance:
     """Try every instruction for every target."""
-    return {target: attempts(compiler, Target.parse(target), instructions) for target in targets}
+    return {target: try_instructions(compiler, Target.parse(target), instructions) for target in targets}
 
 
-def summarise(table: Acceptance) -> dict[str, str]:
+def summarize(table: Acceptance) -> dict[str, str]:
     """Return target -> the instructions that it takes, or why the compiler does not know it."""
     words = {}
     for target, row in table.items():

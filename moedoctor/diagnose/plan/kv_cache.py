@@ -62,7 +62,7 @@ class KvCache:
     """Requests of the whole context that fit at once."""
 
 
-def kv_cache(
+def fit_kv_cache(
     shape: ModelShape,
     *,
     available_bytes: int,
@@ -83,11 +83,11 @@ def kv_cache(
         )
     fewest, most = min(kind.count for kind in kinds), max(kind.count for kind in kinds)
     per_group = most if most < fewest * _PADDING_LIMIT else fewest
-    groups = [(kind, _ceil(kind.count, per_group)) for kind in kinds]
+    groups = [(kind, _divide_up(kind.count, per_group)) for kind in kinds]
     count = sum(number for _, number in groups)
     block_bytes = kinds[0].page_bytes * per_group
     blocks = max(0, available_bytes // block_bytes)
-    taken = sum(number * _blocks_of(kind, context, batched_tokens) for kind, number in groups)
+    taken = sum(number * _count_blocks(kind, context, batched_tokens) for kind, number in groups)
     tokens = min((kind.block_tokens for kind in kinds if kind.block_tokens), default=0)
     concurrency = blocks / taken
     return KvCache(
@@ -113,7 +113,7 @@ def _list_kinds(shape: ModelShape, kv_bytes: int, block_size: int) -> list[Layer
     state = recurrent.bytes_per_request(MODEL_BYTES) if recurrent else 0
     if state and shape.attention:
         per_token = max(layers.kv_elements() for layers in shape.attention) * kv_bytes
-        block_size = max(block_size, ALIGNMENT * _ceil(state, ALIGNMENT * per_token))
+        block_size = max(block_size, ALIGNMENT * _divide_up(state, ALIGNMENT * per_token))
     kinds = [
         Layers(layers.count, layers.kv_elements() * kv_bytes * block_size, block_size, layers.sliding_window)
         for layers in shape.attention
@@ -139,15 +139,15 @@ def _unify_pages(kinds: Sequence[Layers]) -> list[Layers]:
     return unified
 
 
-def _blocks_of(layers: Layers, context: int, batched_tokens: int) -> int:
+def _count_blocks(layers: Layers, context: int, batched_tokens: int) -> int:
     """Return the blocks that a request of `context` tokens takes of one group of these layers."""
     if not layers.block_tokens:
         return 1
     if layers.window is None:
-        return _ceil(context, layers.block_tokens)
+        return _divide_up(context, layers.block_tokens)
     # The window need not begin at the start of a block: one more.
-    return _ceil(min(layers.window - 1 + batched_tokens, context), layers.block_tokens) + 1
+    return _divide_up(min(layers.window - 1 + batched_tokens, context), layers.block_tokens) + 1
 
 
-def _ceil(dividend: int, divisor: int) -> int:
+def _divide_up(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)

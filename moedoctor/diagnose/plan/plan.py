@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moedoctor.diagnose.plan.kv_cache import KvCache, PlanError, kv_cache
-from moedoctor.diagnose.plan.workspace import Workspace, workspace
+from moedoctor.diagnose.plan.kv_cache import KvCache, PlanError, fit_kv_cache
+from moedoctor.diagnose.plan.workspace import Workspace, compute_workspace
 from moedoctor.models.shape import ModelShape
 
 GIB = 1 << 30
@@ -126,13 +126,13 @@ def _plan(request: PlanRequest) -> Plan:
     request = replace(request, shape=shape)
     traffic = _count_traffic(request, expert_bytes, max(0, other_bytes - embeddings))
     on_device = expert_bytes + other_bytes - traffic.host_bytes + traffic.device_bytes
-    space = workspace(request.backend, request.scheme, shape.experts.layer, request.batched_tokens)
+    space = compute_workspace(request.backend, request.scheme, shape.experts.layer, request.batched_tokens)
     if request.workspace_bytes is not None:
         space = Workspace(request.workspace_bytes, "given")
     budget = round(request.gpu_bytes * request.utilization) if request.gpu_bytes is not None else None
     left = _count_left(request, budget, on_device, space, notes)
     available = max(0, left)
-    kv = kv_cache(
+    kv = fit_kv_cache(
         shape,
         available_bytes=available,
         context=request.context,
@@ -236,13 +236,13 @@ def _count_traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) ->
     expert = expert_bytes / (experts.count * experts.layer.experts)
     active = experts.count * experts.layer.top_k * expert
 
-    def moving(host_bytes: int, device_bytes: int, moved: float, how: str) -> Traffic:
+    def move(host_bytes: int, device_bytes: int, moved: float, how: str) -> Traffic:
         return Traffic(host_bytes, device_bytes, moved, request.bandwidth / moved if moved else None, how)
 
     if request.cache_slots is not None:
         rate, how = _find_hit_rate(request, request.cache_slots)
         cached = round(experts.count * request.cache_slots * expert)
-        return moving(expert_bytes, cached, active * (1 - rate), how)
+        return move(expert_bytes, cached, active * (1 - rate), how)
     if request.hit_rate is not None:
         raise PlanError(
             f"--hit-rate {request.hit_rate:g}: is of an expert cache; give --expert-cache SLOTS as well"
@@ -254,14 +254,14 @@ def _count_traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) ->
             "and lm_head are not offloaded"
         )
     if not offloaded:
-        return moving(0, 0, 0.0, "nothing is offloaded")
+        return move(0, 0, 0.0, "nothing is offloaded")
     if request.offload_mode == "copy":
         how = "every offloaded byte is copied in every step (no UVA, or --offload-backend prefetch)"
-        return moving(offloaded, 0, float(offloaded), how)
+        return move(offloaded, 0, float(offloaded), how)
     # Offloaded layer by layer, so experts and the rest are offloaded in the proportion that they have.
     share = offloaded / (expert_bytes + layer_bytes)
     how = "UVA: kernels read what a token needs, the active experts and all the rest of an offloaded layer"
-    return moving(offloaded, 0, share * (active + layer_bytes), how)
+    return move(offloaded, 0, share * (active + layer_bytes), how)
 
 
 def _find_hit_rate(request: PlanRequest, slots: int) -> tuple[float, str]:

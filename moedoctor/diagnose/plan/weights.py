@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.diagnose.checkpoint.checkpoint import INDEX, JsonFile, read_json
-from moedoctor.diagnose.checkpoint.quantization import Rule, quantization_config, read_groups, read_layers
+from moedoctor.diagnose.checkpoint.quantization import (
+    Rule,
+    find_quantization_config,
+    read_groups,
+    read_layers,
+)
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
 from moedoctor.diagnose.plan.kv_cache import PlanError
 from moedoctor.text import TextFileError, list_names
@@ -21,7 +26,7 @@ _METHODS = {"fp8": "fp8", "fbgemm_fp8": "fp8", "mxfp4": "mxfp4", "gpt_oss_mxfp4"
 _MXFP4_GROUP = 32
 
 
-def checkpoint_bytes(folder: Path) -> int | None:
+def count_checkpoint_bytes(folder: Path) -> int | None:
     """Return the bytes of the safetensors files of the model, or None without any.
 
     These are the shards that the index names, else ``model.safetensors``, else all: a folder may hold the
@@ -50,14 +55,14 @@ def checkpoint_bytes(folder: Path) -> int | None:
     return _add_sizes(file for file in map(folder.joinpath, names) if file.is_file())
 
 
-def expert_scheme(config: Path) -> tuple[str, str]:
+def find_expert_scheme(config: Path) -> tuple[str, str]:
     """Return (scheme of the routed experts, the file that names it) for a ``config.json``.
 
     ModelOpt's file beside it is read too. A model without a quantisation has ``bf16``. Raises PlanError for
     a quantisation that plan does not know.
     """
     file = _read(config.parent, config.name)
-    value = quantization_config(file.value) if file is not None else None
+    value = find_quantization_config(file.value) if file is not None else None
     path, source = config, f"by {config.name}"
     if value is None:
         path, source = config.parent / "hf_quant_config.json", "by ModelOpt's file beside config.json"
@@ -67,18 +72,18 @@ def expert_scheme(config: Path) -> tuple[str, str]:
         return "bf16", f"{config.name} names no quantisation"
     if not isinstance(value, dict):
         raise PlanError(f"{path}: its quantisation is no object; give --scheme")
-    schemes = _expert_schemes(value, path)
+    schemes = _list_expert_schemes(value, path)
     if len(schemes) != 1:
         shown = " and ".join(sorted(schemes)) or "nothing"
         raise PlanError(f"{path}: stores experts in {shown}; give the --scheme to plan with")
     return schemes.pop(), source
 
 
-def _expert_schemes(value: Mapping[str, Any], path: Path) -> set[str]:
+def _list_expert_schemes(value: Mapping[str, Any], path: Path) -> set[str]:
     method = str(value.get("quant_method") or "").lower()
     grouped = method in ("", "compressed-tensors") or method.startswith("modelopt")
     if grouped and isinstance(value.get("config_groups"), dict) and not value.get("quant_algo"):
-        return {_of_group(rule, path) for rule in _expert_groups(read_groups(value))}
+        return {_read_group(rule, path) for rule in _select_expert_groups(read_groups(value))}
     if method in _METHODS:
         return {_METHODS[method]}
     if method and not method.startswith("modelopt"):
@@ -91,13 +96,13 @@ def _expert_schemes(value: Mapping[str, Any], path: Path) -> set[str]:
     return {_read_algo(rule.name, path) for name, rule in layers.items() if _EXPERTS.search(name)} or {"bf16"}
 
 
-def _expert_groups(groups: Sequence[Rule]) -> Sequence[Rule]:
+def _select_expert_groups(groups: Sequence[Rule]) -> Sequence[Rule]:
     """Return the groups that name the experts, else the groups of every ``Linear``, else all."""
     named = [rule for rule in groups if any(map(_IN_TARGET.search, rule.targets))]
     return named or [rule for rule in groups if "Linear" in rule.targets] or groups
 
 
-def _of_group(rule: Rule, path: Path) -> str:
+def _read_group(rule: Rule, path: Path) -> str:
     if rule.scheme not in ("nvfp4", "fp8"):
         raise _refuse(path, "config_groups with weights that are not floats of 4 or 8 bits")
     return "mxfp4" if rule.scheme == "nvfp4" and rule.group_size == _MXFP4_GROUP else rule.scheme

@@ -57,7 +57,7 @@ def check_backend(name: str) -> str:
     return spelled
 
 
-def workspace(backend: str, scheme: str, layer: LayerShape, batched_tokens: int) -> Workspace:
+def compute_workspace(backend: str, scheme: str, layer: LayerShape, batched_tokens: int) -> Workspace:
     """Return the workspace of a call with `batched_tokens` tokens and experts stored in `scheme`.
 
     Raises PlanError for an unknown backend.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moedoctor.diagnose.settings.tables import Setting, SettingFinding, vllm_flags
+from moedoctor.diagnose.settings.tables import Setting, SettingFinding, load_vllm_flags
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.fixes.backends import requests as backend_requests
@@ -62,7 +62,7 @@ def split_command(words: Sequence[str]) -> Served:
     return Served({match[1]: match[2] for match in matches if match}, tuple(words[start:]))
 
 
-def parallel_of(command: Sequence[str], release: str) -> tuple[bool, bool]:
+def read_parallelism(command: Sequence[str], release: str) -> tuple[bool, bool]:
     """Return (expert parallelism, data parallelism) of a command line."""
     long = [f"--data-parallel-size{word[3:]}" if _DATA_PARALLEL.fullmatch(word) else word for word in command]
     flags = read_flags(long, release)
@@ -79,7 +79,7 @@ def read_flags(command: Sequence[str], release: str) -> tuple[GivenFlag, ...]:
 
     ``_`` is read as ``-``, and any unique beginning is enough.
     """
-    known = vllm_flags().at(release)
+    known = load_vllm_flags().list_at(release)
     flags = []
     words = list(command)
     for place, word in enumerate(words):
@@ -91,11 +91,13 @@ def read_flags(command: Sequence[str], release: str) -> tuple[GivenFlag, ...]:
         following = words[place + 1] if place + 1 < len(words) else "--"
         given = value if equals else None if following.startswith("--") else following
         name, dot, key = written.partition(".")
-        flags.append(GivenFlag(written, _meant(name.replace("_", "-"), known), given, key if dot else ""))
+        flags.append(
+            GivenFlag(written, _resolve_name(name.replace("_", "-"), known), given, key if dot else "")
+        )
     return tuple(flags)
 
 
-def _meant(name: str, known: Mapping[str, Setting]) -> str | None:
+def _resolve_name(name: str, known: Mapping[str, Setting]) -> str | None:
     if name in known:
         return name
     for opposite, switch in _OPPOSITES:
@@ -105,7 +107,7 @@ def _meant(name: str, known: Mapping[str, Setting]) -> str | None:
     return beginnings[0] if len(beginnings) == 1 else None
 
 
-def moe_backend_of(command: Sequence[str], release: str) -> str:
+def find_moe_backend(command: Sequence[str], release: str) -> str:
     """Return the MoE backend of a command line, ``auto`` if it names none."""
     return _choose_moe_backend(read_flags(command, release))
 
@@ -141,7 +143,7 @@ def _normalize(value: str) -> str:
 
 def check_flags(flags: Sequence[GivenFlag], release: str, scheme: str | None) -> Iterator[SettingFinding]:
     """Yield what is wrong with the flags of a command line."""
-    known = vllm_flags().at(release)
+    known = load_vllm_flags().list_at(release)
     for flag in flags:
         if flag.name is None:
             yield _report_unknown(flag, known, release)
@@ -190,7 +192,7 @@ def _check_scheme(value: str, scheme: str, release: str) -> Iterator[SettingFind
 
 def _report_unknown(flag: GivenFlag, known: Mapping[str, Setting], release: str) -> SettingFinding:
     name = flag.written.partition(".")[0].replace("_", "-")
-    if absence := vllm_flags().absence(name, release):
+    if absence := load_vllm_flags().explain_absence(name, release):
         problem, other, source = absence
         verb = "came" if problem == "not_yet" else "went"
         message = f"vLLM {release} does not have it and stops: it {verb} with {other}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moedoctor.diagnose.checkpoint.checkpoint import read_json
-from moedoctor.diagnose.checkpoint.quantization import from_config, quantization_config
+from moedoctor.diagnose.checkpoint.quantization import find_quantization_config, from_config
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
 from moedoctor.diagnose.settings.flags import read_flags
 from moedoctor.fixes.backends.release_tables import SCHEMES
@@ -33,7 +33,7 @@ class Found:
     """The source of the scheme, or the reason why it is not known."""
 
 
-def scheme_of(command: Sequence[str], release: str) -> Found:
+def find_scheme(command: Sequence[str], release: str) -> Found:
     """Return the scheme of the experts of the model that a command line serves."""
     if not command:
         return Found(SCHEMES, "no model is named: give --scheme, or a server's command line after --")
@@ -42,7 +42,7 @@ def scheme_of(command: Sequence[str], release: str) -> Found:
     method = (given[-1] or "").lower() if given else None
     if method is not None and method in _BY_METHOD:
         return Found((_BY_METHOD[method],), f"--quantization {method}")
-    model = _model(command, release)
+    model = _find_model(command, release)
     if model is None:
         return Found(SCHEMES, "the command line names no model: name its scheme with --scheme")
     config = Path(model, "config.json")
@@ -55,7 +55,7 @@ def scheme_of(command: Sequence[str], release: str) -> Found:
     return _read_config(config, method)
 
 
-def _model(command: Sequence[str], release: str) -> str | None:
+def _find_model(command: Sequence[str], release: str) -> str | None:
     """Return the model: the value of --model, or the word after ``serve``."""
     given = [flag.value for flag in read_flags(command, release) if flag.name == "--model"]
     if given and given[-1]:
@@ -72,7 +72,7 @@ def _read_config(path: Path, method: str | None) -> Found:
         return Found(SCHEMES, f"{error}: name the scheme with --scheme")
     if file is None:
         return Found(SCHEMES, f"{path} is not there: name the scheme with --scheme")
-    value = quantization_config(file.value)
+    value = find_quantization_config(file.value)
     if value is None:
         if method == "fp8":
             return Found(("fp8",), "--quantization fp8 of a checkpoint that is not quantized")

@@ -11,21 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from packaging.version import Version
 
-from moedoctor.diagnose.settings.flags import check_flags, moe_backend_of, read_flags
+from moedoctor.diagnose.settings.flags import check_flags, find_moe_backend, read_flags
 from moedoctor.diagnose.settings.tables import (
     Setting,
     SettingFinding,
     Settings,
-    flashinfer_variables,
-    replacements,
-    vllm_variables,
+    load_flashinfer_variables,
+    load_replacements,
+    load_vllm_variables,
 )
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.fixes.backends import requests as backend_requests
 from moedoctor.text import find_closest
 
-__all__ = ["SettingFinding", "check_flashinfer", "check_settings", "moe_backend_of"]
+__all__ = ["SettingFinding", "check_flashinfer", "check_settings", "find_moe_backend"]
 
 _KUBERNETES = re.compile(r"VLLM(_\w+)?_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
 """Variables that Kubernetes sets in every pod for a service whose name begins with vllm."""
@@ -48,7 +48,7 @@ def check_settings(
     requires). With a `scheme` of `moedoctor.fixes.backends`, settings that decide nothing for it are found
     too. Settings without effect come first. Raises ValueError for a release that the tables do not know.
     """
-    variables = vllm_variables()
+    variables = load_vllm_variables()
     if release not in variables.releases:
         raise ValueError(
             f"release {release}: the tables know {variables.releases[0]} to {variables.releases[-1]}"
@@ -64,7 +64,7 @@ def check_settings(
     without_effect = {finding.setting.partition("=")[0] for finding in findings if not finding.takes_effect}
     findings += [
         finding
-        for finding in _find_undecisive(release, environ, scheme, moe_backend_of(command, release))
+        for finding in _find_undecisive(release, environ, scheme, find_moe_backend(command, release))
         if finding.setting.partition("=")[0] not in without_effect
     ]
     return tuple(sorted(findings, key=lambda finding: finding.takes_effect))
@@ -75,8 +75,8 @@ def check_flashinfer(version: str, environ: Mapping[str, str]) -> tuple[SettingF
 
     Return nothing for a version that is older than the tables.
     """
-    known = flashinfer_variables()
-    release = known.at_or_before(version)
+    known = load_flashinfer_variables()
+    release = known.find_release(version)
     if release is None:
         return ()
     names = sorted(name for name in environ if name.upper().startswith("FLASHINFER_"))
@@ -86,12 +86,12 @@ def check_flashinfer(version: str, environ: Mapping[str, str]) -> tuple[SettingF
 
 
 def _check_variable(name: str, value: str, known: Settings, release: str) -> Iterator[SettingFinding]:
-    here = known.at(release)
-    product = "vLLM" if known is vllm_variables() else "FlashInfer"
+    here = known.list_at(release)
+    product = "vLLM" if known is load_vllm_variables() else "FlashInfer"
     if name in here:
         yield from _check_value(here[name], value, product, release)
         return
-    compiled = name in replacements()["compiled"]["names"]
+    compiled = name in load_replacements()["compiled"]["names"]
     if compiled or (product == "vLLM" and _KUBERNETES.fullmatch(name)):
         return
     if name != name.upper() and name.upper() not in here and name not in known.rows:
@@ -101,8 +101,8 @@ def _check_variable(name: str, value: str, known: Settings, release: str) -> Ite
 
 def _report_absent(name: str, value: str, known: Settings, release: str, product: str) -> SettingFinding:
     """Return the finding for a variable that this release does not read."""
-    here, setting, better = known.at(release), f"{name}={value}", _find_replacement(name, value, release)
-    if absence := known.absence(name, release):
+    here, setting, better = known.list_at(release), f"{name}={value}", _find_replacement(name, value, release)
+    if absence := known.explain_absence(name, release):
         problem, other, source = absence
         if problem == "not_yet":
             message = f"{product} {release} does not have it yet: it came with {other}"
@@ -125,7 +125,7 @@ def _report_absent(name: str, value: str, known: Settings, release: str, product
 
 def _find_replacement(name: str, value: str, release: str) -> str | None:
     """Return what does in `release` what the variable did, or was meant to do, or None."""
-    table, word = replacements(), value.strip().lower().replace("-", "_")
+    table, word = load_replacements(), value.strip().lower().replace("-", "_")
     for group in (table["wishes"], table["linear"]):
         if name in group["names"] and Version(release) >= Version(group.get("since", "0")):
             return f"{group['flag']} {group.get('spelling', {}).get(word, word)}"
@@ -147,7 +147,7 @@ def _check_value(setting: Setting, value: str, product: str, release: str) -> It
         message = f"still works in {product} {release}, which warns that it will be removed"
         better = _find_replacement(setting.name, value, release)
         yield SettingFinding(shown, "deprecated", message, better, setting.source, True)
-    note = replacements()["other_layers"].get(setting.name)
+    note = load_replacements()["other_layers"].get(setting.name)
     if note is not None:
         yield SettingFinding(shown, "other_layers", note, None, setting.source, True)
 
@@ -210,14 +210,14 @@ def _find_undecisive(
             continue
         source = governing[mine[0]][name]
         shadowed = [backend_requests.find_shadowed_variables(key, release, environ) for key in mine]
-        if all(_flag_decides(moe_backend, key, release) for key in mine):
+        if all(_is_decided_by_flag(moe_backend, key, release) for key in mine):
             message = f"does not decide the MoE backend: --moe-backend {moe_backend} comes before it"
             yield SettingFinding(setting, "shadowed", message, None, source)
         elif all(name in variables for variables in shadowed):
             yield SettingFinding(setting, "shadowed", f"has no effect: {shadowed[0][name]}", None, source)
 
 
-def _flag_decides(moe_backend: str, scheme: str, release: str) -> bool:
+def _is_decided_by_flag(moe_backend: str, scheme: str, release: str) -> bool:
     """Return True if the flag decides for this scheme; some releases ignore it for some schemes."""
     flag = backend_tables.load_tables(scheme, release).flags.get(moe_backend)
     return (

@@ -67,7 +67,7 @@ class Settings:
     rows: Mapping[str, tuple[Setting, ...]]
     """Name -> its spans, oldest first."""
 
-    def at(self, release: str) -> Mapping[str, Setting]:
+    def list_at(self, release: str) -> Mapping[str, Setting]:
         """Return the settings of this release by name."""
         place = self.releases.index(release)
         return {
@@ -77,7 +77,7 @@ class Settings:
             if self.releases.index(span.first) <= place <= self.releases.index(span.last)
         }
 
-    def absence(self, name: str, release: str) -> tuple[str, str, str] | None:
+    def explain_absence(self, name: str, release: str) -> tuple[str, str, str] | None:
         """Return (``not_yet`` or ``removed``, the release with which it came or went, its source).
 
         Return None for a setting that no release has. The setting must not be in `release`.
@@ -90,7 +90,7 @@ class Settings:
         last = min(place(spans[-1].last) + 1, len(self.releases) - 1)
         return "removed", self.releases[last], spans[-1].source
 
-    def at_or_before(self, version: str) -> str | None:
+    def find_release(self, version: str) -> str | None:
         """Return the newest release of the table that is not newer than `version`.
 
         Return None for an older version and for text that is not a version.
@@ -104,26 +104,26 @@ class Settings:
 
 
 @functools.cache
-def vllm_variables() -> Settings:
+def load_vllm_variables() -> Settings:
     """Return the ``VLLM_*`` variables."""
     return _load("vllm_variables.json", tuple(load_releases()))
 
 
 @functools.cache
-def flashinfer_variables() -> Settings:
+def load_flashinfer_variables() -> Settings:
     """Return the ``FLASHINFER_*`` variables, for the releases of flashinfer-python that vLLM's require."""
     pins = dict.fromkeys(release.flashinfer for release in load_releases().values())
     return _load("flashinfer_variables.json", tuple(pins))
 
 
 @functools.cache
-def vllm_flags() -> Settings:
+def load_vllm_flags() -> Settings:
     """Return the flags of `vllm serve`."""
     return _load("vllm_flags.json", tuple(load_releases()))
 
 
 @functools.cache
-def replacements() -> Mapping[str, Any]:
+def load_replacements() -> Mapping[str, Any]:
     """Return what to set instead of settings that are gone or never existed, and notes on some variables."""
     table: Mapping[str, Any] = _read("replacements.json")
     return table
@@ -132,7 +132,7 @@ def replacements() -> Mapping[str, Any]:
 def _load(name: str, releases: tuple[str, ...]) -> Settings:
     rows: dict[str, list[Setting]] = {}
     for row in _read(name)["rows"]:
-        rows.setdefault(row["name"], []).append(_setting(row))
+        rows.setdefault(row["name"], []).append(_read_setting(row))
     return Settings(releases, {setting: tuple(spans) for setting, spans in rows.items()})
 
 
@@ -141,7 +141,7 @@ def _read(name: str) -> Any:
     return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
-def _setting(row: Mapping[str, Any]) -> Setting:
+def _read_setting(row: Mapping[str, Any]) -> Setting:
     first, _, last = row["releases"].partition("-")
     return Setting(
         name=row["name"],

@@ -1,4 +1,4 @@
-"""What a text says about its machine: releases, GPUs, MoE backends. Releases rule failures in or out."""
+"""Facts in a text about its machine: releases, GPUs, MoE backends. Releases rule failures in or out."""
 
 from __future__ import annotations
 
@@ -86,30 +86,30 @@ class Facts:
             self.gpus[f"SM {match[2] or f'{match[1][:-1]}.{match[1][-1]}'}"] = None
 
     def allows(self, signature: Signature) -> bool:
-        """Return whether the releases named leave a signature possible. Unknown releases do."""
+        """Return True if the releases named leave a signature possible. Unknown releases do."""
         if signature.needs_version and not self.vllm:
             return False
-        if signature.since and self.vllm and max(self.vllm) < _boundary(signature.since):
+        if signature.since and self.vllm and max(self.vllm) < _read_boundary(signature.since):
             return False
-        if signature.fixed and self.vllm and min(self.vllm) >= _boundary(signature.fixed):
+        if signature.fixed and self.vllm and min(self.vllm) >= _read_boundary(signature.fixed):
             return False
         fixed = signature.flashinfer_fixed
-        return not (fixed and self.flashinfer and min(self.flashinfer) >= _boundary(fixed))
+        return not (fixed and self.flashinfer and min(self.flashinfer) >= _read_boundary(fixed))
 
-    def rules_out(self, signature: Signature) -> str:
+    def explain_exclusion(self, signature: Signature) -> str:
         """Return why the releases named leave no room for a signature, or an empty string."""
         if self.allows(signature):
             return ""
         if signature.needs_version and not self.vllm:
             return "the text names no release of vLLM"
-        if signature.since and self.vllm and max(self.vllm) < _boundary(signature.since):
+        if signature.since and self.vllm and max(self.vllm) < _read_boundary(signature.since):
             return f"the text names vLLM {_show(max(self.vllm))}, and the failure came with {signature.since}"
         fixed = signature.fixed if signature.fixed and self.vllm else None
-        if fixed and min(self.vllm) >= _boundary(fixed):
+        if fixed and min(self.vllm) >= _read_boundary(fixed):
             return f"the text names vLLM {_show(min(self.vllm))}, and {fixed} fixed the failure"
         return f"the text names FlashInfer {_show(min(self.flashinfer))}, and the failure is older"
 
-    def summary(self) -> str:
+    def summarize(self) -> str:
         """Return the releases in a few words, or an empty string without any."""
         return " · ".join(
             f"{product} {', '.join(_show(release) for release in sorted(releases)[:4])}"
@@ -119,7 +119,7 @@ class Facts:
 
 
 def release_words(entry: Entry, facts: Facts) -> str:
-    """Return whether the releases in the text have a failure, and which one fixes it."""
+    """Return in words if the releases in the text have a failure, and which release fixes it."""
     if entry.fixed == "no":
         sentences = ["no release has a fix"]
     else:
@@ -130,11 +130,11 @@ def release_words(entry: Entry, facts: Facts) -> str:
             continue
         release = max(named)
         shown = f"{PACKAGES[package]} {_show(release)}"
-        fits = [part for part in ranges if _boundary(part.first) <= release <= _boundary(part.last)]
+        fits = [part for part in ranges if _read_boundary(part.first) <= release <= _read_boundary(part.last)]
         if fits:
             sentences.insert(0, f"{shown} has it ({fits[0].range})")
-        elif release > max(_boundary(part.last) for part in ranges):
-            fixed = [part.fixed for part in ranges if part.fixed and _boundary(part.fixed) <= release]
+        elif release > max(_read_boundary(part.last) for part in ranges):
+            fixed = [part.fixed for part in ranges if part.fixed and _read_boundary(part.fixed) <= release]
             words = f"has the fix of {fixed[-1]}" if fixed else "is newer than what was looked at"
             sentences.insert(0, f"{shown} {words}")
         elif package == "vllm" and release < _OLDEST:
@@ -144,7 +144,7 @@ def release_words(entry: Entry, facts: Facts) -> str:
     return "; ".join(sentences)
 
 
-def fitted_step(step: str, facts: Facts) -> str:
+def fit_step(step: str, facts: Facts) -> str:
     """Return a next step whose `moedoctor backends` asks for the release and the GPU that the text names."""
     if _BACKENDS not in step:
         return step
@@ -174,7 +174,7 @@ def parse(text: str) -> Release | None:
     return major, minor, patch, -1 if early else 0
 
 
-def _boundary(text: str) -> Release:
+def _read_boundary(text: str) -> Release:
     release = parse(text)
     if release is None:
         raise ValueError(f"{text} is not a release")

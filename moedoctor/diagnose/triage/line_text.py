@@ -56,9 +56,9 @@ def clean(line: bytes) -> str:
 
 def split_prefix(line: bytes) -> tuple[str, str]:
     """Return the prefixes of a line, in lower case, and its words as `clean` returns them."""
-    text = _decoded(line).replace("\r", " ").strip()
+    text = _decode(line).replace("\r", " ").strip()
     if text[:1] == "{" and '"' in text:
-        text = _from_json(text)
+        text = _read_json_message(text)
     if "\x1b" in text or "[" in text:
         text = re.sub(_ANSI, "", text)
     if "<" in text:
@@ -84,7 +84,7 @@ def split_prefix(line: bytes) -> tuple[str, str]:
     return prefixes, " ".join(text.split())
 
 
-def _decoded(line: bytes) -> str:
+def _decode(line: bytes) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError:
@@ -92,7 +92,7 @@ def _decoded(line: bytes) -> str:
         return line.decode("cp1252", "replace")
 
 
-def _from_json(text: str) -> str:
+def _read_json_message(text: str) -> str:
     """Return the message of a log line written as JSON, as docker and structured loggers do."""
     try:
         entry = json.loads(text)

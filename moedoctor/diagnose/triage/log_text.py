@@ -65,15 +65,15 @@ class Passage:
     text: str
     """Three lines, lower case, one space between them."""
     start: int
-    """Where the middle line starts in `text`."""
+    """The place where the middle line starts in `text`."""
     end: int
-    """Where the middle line ends in `text`."""
+    """The place where the middle line ends in `text`."""
     glued: str | None = None
     """Three lines, lower case, nothing between them, if a terminal seems to have broken a word."""
     joints: tuple[int, int] = (0, 0)
-    """Where in `glued` a line ends and the next one starts."""
+    """The places in `glued` where a line ends and the next one starts."""
     of_vllm: bool = False
-    """Whether a logger of vLLM wrote the middle line, as its prefix shows."""
+    """True if a logger of vLLM wrote the middle line, as its prefix shows."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Passages:
 
     def __post_init__(self) -> None:
         self._lines = Lines(self.stream)
-        self._accounts = accounts(self.anchors, self.rare_anchors)
+        self._accounts = open_accounts(self.anchors, self.rare_anchors)
 
     @property
     def bytes_read(self) -> int:
@@ -116,33 +116,33 @@ class Passages:
             window += lines
             numbers += line_numbers
             pieces |= {shift + piece for piece in line_pieces}
-            yield from self._passages(window, numbers, pieces)
+            yield from self._yield_passages(window, numbers, pieces)
             done = len(window) - 2
             window, numbers = window[done:], numbers[done:]
             pieces = {piece - done for piece in pieces if piece >= done}
-        yield from self._passages([*window, b""], [*numbers, 0], pieces)
+        yield from self._yield_passages([*window, b""], [*numbers, 0], pieces)
 
-    def _passages(self, window: list[bytes], numbers: list[int], pieces: set[int]) -> Iterator[Passage]:
+    def _yield_passages(self, window: list[bytes], numbers: list[int], pieces: set[int]) -> Iterator[Passage]:
         cleaned: dict[int, str] = {}
         prefixes: dict[int, str] = {}
-        for index, account in self._candidates(window, pieces):
+        for index, account in self._choose_lines(window, pieces):
             self._charged = account
             alone = index in pieces
             for near in (index,) if alone else (index - 1, index, index + 1):
                 if near not in cleaned:
                     prefixes[near], cleaned[near] = split_prefix(window[near])
             if alone:
-                passage = _passage("", cleaned[index], "", numbers[index], False)
+                passage = _make_passage("", cleaned[index], "", numbers[index], False)
             else:
                 before, after = ("" if near in pieces else cleaned[near] for near in (index - 1, index + 1))
                 longest = max(map(len, window[index - 1 : index + 1]))
                 wrapped = longest >= _TERMINAL and (account is not None or self._fresh_bytes <= THOROUGH)
-                passage = _passage(before, cleaned[index], after, numbers[index], wrapped)
+                passage = _make_passage(before, cleaned[index], after, numbers[index], wrapped)
             if account is not None:
                 account.spend(_BASE * (1 + len(passage.text) // _LONG))
             yield replace(passage, of_vllm=True) if OF_VLLM.search(prefixes[index]) else passage
 
-    def _candidates(self, window: list[bytes], pieces: set[int]) -> Iterator[tuple[int, Account | None]]:
+    def _choose_lines(self, window: list[bytes], pieces: set[int]) -> Iterator[tuple[int, Account | None]]:
         """Yield (position of a line to look at, account to charge), in order."""
         index, last = 1, len(window) - 1
         fresh: dict[int, bool] = {}
@@ -154,38 +154,38 @@ class Passages:
                     yield index, None
             index += 1
         if index < last:
-            yield from self._later(window, fresh, index)
+            yield from self._choose_later(window, fresh, index)
 
-    def _later(
+    def _choose_later(
         self, window: list[bytes], fresh: dict[int, bool], first: int
     ) -> Iterator[tuple[int, Account | None]]:
         """Yield the lines from `first` on that are near an anchor with a filled account, in order."""
-        searched = [account for account in self._accounts if account.awake(self.bytes_read)]
+        searched = [account for account in self._accounts if account.is_awake(self.bytes_read)]
         if not searched:
             return
         text = b"\n".join(window).lower()
         hits: dict[int, list[Account]] = {}
         for account in searched:
-            for hit in lines_holding(text, account):
+            for hit in find_lines(text, account):
                 hits.setdefault(hit, []).append(account)
         done = first - 1
         for hit in sorted(hits):
             if not 0 < hit < len(window) - 1:
                 continue
-            paying = next((account for account in hits[hit] if account.awake(self.bytes_read)), None)
-            if paying is None or not self._fresh(window, fresh, hit):
+            paying = next((account for account in hits[hit] if account.is_awake(self.bytes_read)), None)
+            if paying is None or not self._has_new_shape(window, fresh, hit):
                 continue
-            for index in self._around(window, fresh, hit, done):
+            for index in self._list_around(window, fresh, hit, done):
                 done = index
                 yield index, paying
 
-    def _around(self, window: list[bytes], fresh: dict[int, bool], hit: int, done: int) -> list[int]:
+    def _list_around(self, window: list[bytes], fresh: dict[int, bool], hit: int, done: int) -> list[int]:
         """Return `hit` and the nearest lines of new shapes around it that come after `done`, in order."""
         near: list[int] = []
         for index in range(hit - 1, max(done, hit - _FAR), -1):
             if len(near) == AROUND:
                 break
-            if self._fresh(window, fresh, index):
+            if self._has_new_shape(window, fresh, index):
                 near.append(index)
         near.reverse()
         near.append(hit)
@@ -193,13 +193,13 @@ class Passages:
         for index in range(hit + 1, min(len(window) - 1, hit + _FAR)):
             if count == AROUND:
                 break
-            if self._fresh(window, fresh, index):
+            if self._has_new_shape(window, fresh, index):
                 count += 1
                 near.append(index)
         return [index for index in near if index > done]
 
-    def _fresh(self, window: list[bytes], fresh: dict[int, bool], index: int) -> bool:
-        """Return whether the shape of a line is new; each line of a window is counted once."""
+    def _has_new_shape(self, window: list[bytes], fresh: dict[int, bool], index: int) -> bool:
+        """Return True if the shape of a line is new; each line of a window is counted once."""
         if index not in fresh:
             fresh[index] = self._is_fresh(window[index])
         return fresh[index]
@@ -218,7 +218,7 @@ class Passages:
         return any(account.anchor in lowered for account in self._accounts)
 
 
-def _passage(before: str, shown: str, after: str, number: int, wrapped: bool) -> Passage:
+def _make_passage(before: str, shown: str, after: str, number: int, wrapped: bool) -> Passage:
     head, middle, tail = before[-_NEIGHBOUR:].lower(), shown.lower(), after[:_NEIGHBOUR].lower()
     start = len(head) + 1 if head else 0
     text = f"{head} {middle}" if head else middle
@@ -230,13 +230,13 @@ def _passage(before: str, shown: str, after: str, number: int, wrapped: bool) ->
 
 
 def _may_break(first: str, second: str) -> bool:
-    """Return whether a terminal may have broken a word between these two lines."""
+    """Return True if a terminal may have broken a word between these two lines."""
     return len(first) >= _TERMINAL // 2 and bool(second)
 
 
 @dataclass
 class Account:
-    """How many patterns may be tried on lines with one word: some at first, more with the bytes read.
+    """The number of patterns to try on lines with one word: some at first, more with the bytes read.
 
     An empty account sleeps until a quarter of the first sum is there again. So a log that says "expert" in
     every line is not searched for it block by block, and other failures in the log are still found.
@@ -248,8 +248,8 @@ class Account:
     spent: float = 0.0
     asleep: bool = False
 
-    def awake(self, bytes_read: int) -> bool:
-        """Return whether to search for the word after so many bytes."""
+    def is_awake(self, bytes_read: int) -> bool:
+        """Return True if to search for the word after so many bytes."""
         left = self.first + bytes_read / self.bytes_each - self.spent
         if left <= 0:
             self.asleep = True
@@ -262,7 +262,7 @@ class Account:
         self.spent += patterns
 
 
-def accounts(anchors: Sequence[bytes], rare: Sequence[bytes]) -> tuple[Account, ...]:
+def open_accounts(anchors: Sequence[bytes], rare: Sequence[bytes]) -> tuple[Account, ...]:
     """Return an account for each word, those of the rare anchors first."""
     return (
         *(Account(anchor, FIRST_RARE, _BYTES_EACH_RARE) for anchor in rare),
@@ -270,7 +270,7 @@ def accounts(anchors: Sequence[bytes], rare: Sequence[bytes]) -> tuple[Account, 
     )
 
 
-def lines_holding(text: bytes, account: Account) -> list[int]:
+def find_lines(text: bytes, account: Account) -> list[int]:
     """Return the positions of the lines of `text`, from 0, that hold the word of `account`, in order."""
     anchor, positions = account.anchor, list[int]()
     position, start, at = 0, 0, text.find(account.anchor)
@@ -297,7 +297,7 @@ class Lines:
     def __iter__(self) -> Iterator[tuple[list[bytes], list[int], set[int]]]:
         """Yield (lines, their numbers from 1, positions of the pieces among them)."""
         number, rest = 1, b""
-        for block in self._blocks():
+        for block in self._read_blocks():
             lines = (rest + block).split(b"\n")
             rest = lines.pop()
             cut = len(rest) > _LONGEST
@@ -305,22 +305,22 @@ class Lines:
                 lines.append(rest)
                 rest = b""
             if lines:
-                yield _in_pieces(lines, number)
+                yield _cut(lines, number)
                 number += len(lines) - cut  # what follows a cut is still the same line
         if rest:
-            yield _in_pieces([rest], number)
+            yield _cut([rest], number)
 
-    def _blocks(self) -> Iterator[bytes]:
+    def _read_blocks(self) -> Iterator[bytes]:
         """Yield the stream as UTF-8, or unchanged if it is another superset of ASCII."""
         decoder: codecs.IncrementalDecoder | None = None
         while block := self.stream.read(BLOCK):
-            if not self.bytes_read and (encoding := encoding_of(block)):
+            if not self.bytes_read and (encoding := find_encoding(block)):
                 decoder = codecs.getincrementaldecoder(encoding)("replace")
             self.bytes_read += len(block)
             yield block if decoder is None else decoder.decode(block).encode("utf-8", "replace")
 
 
-def _in_pieces(lines: list[bytes], first: int) -> tuple[list[bytes], list[int], set[int]]:
+def _cut(lines: list[bytes], first: int) -> tuple[list[bytes], list[int], set[int]]:
     """Cut long lines into pieces. `first` is the number of the first line."""
     if max(map(len, lines)) <= PIECE:
         return lines, list(range(first, first + len(lines))), set()
@@ -339,7 +339,7 @@ def _in_pieces(lines: list[bytes], first: int) -> tuple[list[bytes], list[int], 
     return shorter, numbers, pieces
 
 
-def encoding_of(start: bytes) -> str | None:
+def find_encoding(start: bytes) -> str | None:
     """Return the encoding to translate from: by byte order mark, or by the zeros of UTF-16 without one."""
     for mark, encoding in _MARKS:
         if start.startswith(mark):

@@ -33,9 +33,9 @@ class Clue:
     pattern: str
     """A regular expression; its repetitions are bounded, so that a search takes linear time."""
     cased: bool = False
-    """Whether the pattern is tried on the text as written, not on the text in lower case."""
+    """True if the pattern is tried on the text as written, not on the text in lower case."""
     says: str = ""
-    """What a text with this clue says, as the end of a sentence: "weights are on the host"."""
+    """The statement of a text with this clue, as the end of a sentence: "weights are on the host"."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Evidence:
     names: tuple[str, ...]
     """Any of these clues."""
     factor: float
-    """How many times more often they are in a text about the failure than in one about another; it
+    """The factor by which they are more frequent in a text about the failure than in one about another; it
     multiplies the odds of the signature."""
 
 
@@ -57,9 +57,9 @@ class Signature:
     shows: tuple[str, ...]
     """Any of these clues; its line is reported."""
     confidence: float
-    """How often a text with this signature is about the failure, with no further evidence: an estimate."""
+    """The share of texts with this signature about the failure, without more evidence: an estimate."""
     evidence: tuple[Evidence, ...] = ()
-    """What raises or lowers the confidence if it is anywhere in the text."""
+    """Clues that raise or lower the confidence from anywhere in the text."""
     near: tuple[tuple[str, ...], ...] = ()
     """One clue of each group must be within `within` lines of the line shown."""
     within: int = WITHIN
@@ -74,11 +74,11 @@ class Signature:
     fixed: str | None = None
     """The first vLLM release without the failure."""
     needs_version: bool = False
-    """Whether the text must name a vLLM release."""
+    """True if the text must name a vLLM release."""
     flashinfer_fixed: str | None = None
     """The first FlashInfer release without the failure."""
     silent: bool = False
-    """Whether the failure is wrong numbers without a crash: a text about a crash only is hardly about it."""
+    """True if the failure is wrong numbers without a crash: a text about a crash only is hardly about it."""
 
 
 _WORD = r"[a-z0-9]+"
@@ -90,26 +90,26 @@ _REMEMBERED = 50_000
 
 
 @cache
-def clues() -> Mapping[str, Clue]:
+def load_clues() -> Mapping[str, Clue]:
     """Return all clues by name. Raises ValueError for a name that is used twice."""
     by_name: dict[str, Clue] = {}
-    for family in _families():
+    for family in _load_families():
         for name, row in family["clues"].items():
             if name in by_name:
                 raise ValueError(f"the clue {name} is defined twice")
-            by_name[name] = _clue(name, row, family.get("fragments", {}))
+            by_name[name] = _read_clue(name, row, family.get("fragments", {}))
     return by_name
 
 
 @cache
-def signatures() -> tuple[Signature, ...]:
+def load_signatures() -> tuple[Signature, ...]:
     """Return all signatures, in the order of the ids."""
-    rows = [row for family in _families() for row in family.get("signatures", ())]
-    return tuple(sorted(map(_signature, rows), key=lambda signature: signature.id))
+    rows = [row for family in _load_families() for row in family.get("signatures", ())]
+    return tuple(sorted(map(_read_signature, rows), key=lambda signature: signature.id))
 
 
 @cache
-def _families() -> Sequence[Mapping[str, Any]]:
+def _load_families() -> Sequence[Mapping[str, Any]]:
     # The C loader takes a tenth of the time; PyYAML without libyaml does not have it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     folder = files("moedoctor.diagnose.triage") / "signatures_data"
@@ -117,9 +117,9 @@ def _families() -> Sequence[Mapping[str, Any]]:
     return [yaml.load((folder / name).read_text(encoding="utf-8"), loader) for name in names]
 
 
-def _clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) -> Clue:
+def _read_clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) -> Clue:
     """Return a clue: one pattern, or two patterns in either order at most `gap` characters apart."""
-    texts = {key: _joined(row[key], fragments) for key in ("pattern", "beside", "or") if key in row}
+    texts = {key: _join(row[key], fragments) for key in ("pattern", "beside", "or") if key in row}
     pattern = texts["pattern"]
     if "beside" in texts:
         beside, gap = texts["beside"], f".{{0,{row['gap']}}}?"
@@ -128,16 +128,16 @@ def _clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) -> Cl
     return Clue(name, needles, pattern + texts.get("or", ""), row.get("cased", False), row.get("says", ""))
 
 
-def _signature(row: Mapping[str, Any]) -> Signature:
+def _read_signature(row: Mapping[str, Any]) -> Signature:
     """Return a signature; `evidence` is written as ``{clue|clue: factor}``."""
     evidence = tuple(
         Evidence(tuple(names.split("|")), float(factor)) for names, factor in row.get("evidence", {}).items()
     )
-    rest = {key: _frozen(value) for key, value in row.items() if key != "evidence"}
+    rest = {key: _freeze(value) for key, value in row.items() if key != "evidence"}
     return Signature(**rest, evidence=evidence)
 
 
-def _joined(text: str | Sequence[str], fragments: Mapping[str, Any]) -> str:
+def _join(text: str | Sequence[str], fragments: Mapping[str, Any]) -> str:
     """Join the lines of a text and put fragments in place of their names in double braces."""
     joined = "".join(text)
     for name, fragment in reversed(list(fragments.items())):
@@ -145,18 +145,18 @@ def _joined(text: str | Sequence[str], fragments: Mapping[str, Any]) -> str:
     return joined
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _freeze(value: Any) -> Any:
+    return tuple(map(_freeze, value)) if isinstance(value, list) else value
 
 
-def clues_in(text: str) -> list[Clue]:
+def find_clues(text: str) -> list[Clue]:
     """Return the clues that have a needle in `text`, which is in lower case."""
-    table = _table()
+    table = _make_table()
     names: set[str] = set()
     for word in set(re.findall(_WORD, text)):
         needles = table.remembered.get(word)
         if needles is None:
-            needles = table.needles_of(word)
+            needles = table.find_needles(word)
         for needle in needles:
             if needle in text:
                 names |= table.clues[needle]
@@ -187,7 +187,7 @@ class _Table:
         self.sizes = sorted(set(map(len, self.keys)))
         self.remembered: dict[str, tuple[str, ...]] = {}
 
-    def needles_of(self, word: str) -> tuple[str, ...]:
+    def find_needles(self, word: str) -> tuple[str, ...]:
         """Return the needles that start in `word`: at its start, in a long word anywhere."""
         long = _COMPOUND <= len(word) <= _LONGEST
         places = range(len(word)) if long else range(1)
@@ -204,5 +204,5 @@ class _Table:
 
 
 @cache
-def _table() -> _Table:
-    return _Table(clues())
+def _make_table() -> _Table:
+    return _Table(load_clues())

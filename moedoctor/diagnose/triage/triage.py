@@ -1,4 +1,4 @@
-"""Which known failures a log, traceback or report shows, and how sure that is.
+"""Finds the known failures that a log, traceback or report shows, and how sure that is.
 
 The text is read once, as a stream. In the lines worth a look, clues are noted with their line numbers, and
 releases are collected. At the end the signatures decide what the clues mean together: the clue that shows a
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.facts_in_text import Facts, fitted_step, release_words
+from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, release_words
 from moedoctor.diagnose.triage.log_text import Passage, Passages
-from moedoctor.diagnose.triage.signatures import Clue, Signature, clues, clues_in, signatures
+from moedoctor.diagnose.triage.signatures import Clue, Signature, find_clues, load_clues, load_signatures
 from moedoctor.entries import entries
 from moedoctor.redaction import Redactor
 from moedoctor.text import escape
@@ -111,7 +111,7 @@ _Excerpt = tuple[str, int, int]
 
 
 class Grade(str, enum.Enum):
-    """How sure a finding is."""
+    """The certainty of a finding."""
 
     CERTAIN = "certain"
     """The text itself proves it."""
@@ -134,11 +134,11 @@ class Finding:
     next_step: str
     grade: Grade
     why: tuple[str, ...] = ()
-    """What else in the text speaks for it, and after "but" what speaks against it."""
+    """Reasons in the text that speak for it, and after "but" what speaks against it."""
     missing: tuple[str, ...] = ()
-    """What would make it surer, if it were so."""
+    """Facts that would make it surer."""
     releases: str = ""
-    """Whether the release in the text has the failure, and which one fixes it."""
+    """If the release in the text has the failure, and which release fixes it."""
     file: str | None = field(default=None, metadata={"sparse": True})
     """The input that shows it, if there are several."""
 
@@ -150,14 +150,14 @@ class NearMiss:
     id: str
     line: int
     reason: str
-    """Why it is not this failure."""
+    """The reason why it is not this failure."""
     file: str | None = field(default=None, metadata={"sparse": True})
     """The input, if there are several."""
 
 
 @dataclass(frozen=True)
 class Triage:
-    """What a text shows: the findings, best first, and what they rest on."""
+    """The findings about a text, best first, and the facts that they rest on."""
 
     findings: tuple[Finding, ...]
     """Certain and likely ones."""
@@ -191,14 +191,14 @@ class _Notes:
         if len(self.excerpts) < _EXCERPTS:
             self.excerpts[line] = excerpt
 
-    def lines(self) -> list[int]:
+    def list_lines(self) -> list[int]:
         return sorted((*self.first, *self.last))
 
 
 def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     """Return the known failures in `stream`, whatever it holds. The caller bounds its size."""
     facts, notes = Facts(), dict[str, _Notes]()
-    once = clues().keys() - _placed()
+    once = load_clues().keys() - _list_placed()
     settled: set[str] = set()
     passages = Passages(
         stream, [word.encode() for word in _ANCHORS], [word.encode() for word in _RARE_ANCHORS]
@@ -212,7 +212,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             settled.add("vllm_log")
             notes.setdefault("vllm_log", _Notes()).add(passage.line, (passage.shown, 0, 0))
         words = passage.text if passage.glued is None else f"{passage.text} {passage.glued}"
-        open_clues = [clue for clue in clues_in(words) if clue.name not in settled]
+        open_clues = [clue for clue in find_clues(words) if clue.name not in settled]
         passages.charge(len(open_clues) * (1 + len(passage.text) // _LONG))
         for clue in open_clues:
             if place := _place(passage, clue):
@@ -220,18 +220,18 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
                 note.add(*place)
                 if clue.name in once or note.count >= _ENOUGH:
                     settled.add(clue.name)
-    lines = {name: note.lines() for name, note in notes.items()}
+    lines = {name: note.list_lines() for name, note in notes.items()}
     redactor = redactor or Redactor()
     reader = _Reader(lines, notes, facts, redactor)
     best: dict[str, Finding] = {}
-    for signature in signatures():
-        finding = reader.finding(signature)
+    for signature in load_signatures():
+        finding = reader.find(signature)
         if finding:
-            best[signature.id] = _better(best.get(signature.id), finding)
+            best[signature.id] = _choose_surer(best.get(signature.id), finding)
     ordered = sorted(best.values(), key=lambda finding: (-finding.confidence, finding.id))
     return Triage(
         findings=tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE),
-        releases=facts.summary(),
+        releases=facts.summarize(),
         possible=tuple(finding for finding in ordered if finding.grade is Grade.POSSIBLE),
         near_misses=tuple(miss for id, miss in reader.misses.items() if id not in best)[:_NEAR_MISSES],
         gpus=tuple(facts.gpus),
@@ -241,32 +241,32 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
 
 
 @cache
-def _placed() -> frozenset[str]:
+def _list_placed() -> frozenset[str]:
     """Return the clues whose lines matter. Of the others it is enough to know that the text has them."""
     return frozenset(
         name
-        for signature in signatures()
+        for signature in load_signatures()
         for group in (signature.shows, signature.unless_near, *signature.near)
         for name in group
     )
 
 
-def _better(known: Finding | None, new: Finding) -> Finding:
+def _choose_surer(known: Finding | None, new: Finding) -> Finding:
     """Return the surer of two findings of one failure, a little surer since there are two."""
     if known is None:
         return new
     surer = known if known.confidence >= new.confidence else new
     if surer.grade is Grade.POSSIBLE:
         return surer
-    confidence = _sure(surer.confidence + _AGREEMENT)
-    return replace(surer, confidence=confidence, grade=_grade(confidence))
+    confidence = _limit(surer.confidence + _AGREEMENT)
+    return replace(surer, confidence=confidence, grade=_judge(confidence))
 
 
-def _sure(confidence: float) -> float:
+def _limit(confidence: float) -> float:
     return round(min(confidence, _SUREST), 2)
 
 
-def _grade(confidence: float) -> Grade:
+def _judge(confidence: float) -> Grade:
     if confidence >= _CERTAIN:
         return Grade.CERTAIN
     return Grade.LIKELY if confidence > _LIKELY else Grade.POSSIBLE
@@ -304,13 +304,13 @@ class _Reader:
     misses: dict[str, NearMiss] = field(default_factory=dict)
     """The first near miss of each failure."""
 
-    def finding(self, signature: Signature) -> Finding | None:
+    def find(self, signature: Signature) -> Finding | None:
         """Return what `signature` finds, or None. Notes a near miss."""
-        place = self._shown(signature)
+        place = self._find_clue(signature)
         if place is None:
             return None
         name, line = place
-        reason = self.facts.rules_out(signature) or self._lacks(signature)
+        reason = self.facts.explain_exclusion(signature) or self._explain_misfit(signature)
         if reason:
             self.misses.setdefault(signature.id, NearMiss(signature.id, line, reason))
             return None
@@ -321,36 +321,36 @@ class _Reader:
         return Finding(
             id=signature.id,
             line=line,
-            excerpt=_masked(
-                self.notes[name].excerpts.get(line, (name.replace("_", " "), 0, 0)), self.redactor
-            ),
+            excerpt=_mask(self.notes[name].excerpts.get(line, (name.replace("_", " "), 0, 0)), self.redactor),
             confidence=confidence,
-            next_step=fitted_step(entry.next, self.facts),
-            grade=_grade(confidence),
+            next_step=fit_step(entry.next, self.facts),
+            grade=_judge(confidence),
             why=why,
             missing=missing,
             releases=release_words(entry, self.facts),
         )
 
-    def _needed(self, signature: Signature) -> list[str]:
+    def _list_support(self, signature: Signature) -> list[str]:
         """Return what the text says of the clues that a signature asks for beside the one it shows."""
         groups = (*signature.near, *signature.anywhere)
         present = (next((name for name in group if name in self.lines), None) for group in groups)
-        return [clues()[name].says for name in present if name and clues()[name].says]
+        return [load_clues()[name].says for name in present if name and load_clues()[name].says]
 
-    def _shown(self, signature: Signature) -> tuple[str, int] | None:
+    def _find_clue(self, signature: Signature) -> tuple[str, int] | None:
         """Return the clue that shows a failure, and the first of its lines with the clues it needs nearby."""
         for name in signature.shows:
             for line in self.lines.get(name, ()):
-                near = all(_any_near(self.lines, group, line, signature.within) for group in signature.near)
-                if near and not _any_near(self.lines, signature.unless_near, line, signature.within):
+                near = all(
+                    _is_any_near(self.lines, group, line, signature.within) for group in signature.near
+                )
+                if near and not _is_any_near(self.lines, signature.unless_near, line, signature.within):
                     return name, line
         return None
 
-    def _lacks(self, signature: Signature) -> str:
+    def _explain_misfit(self, signature: Signature) -> str:
         """Return why the rest of the text does not fit a signature, or an empty string."""
         against = [name for name in signature.unless if name in self.lines]
-        return f"the text says that {_says(against[0])}" if against else ""
+        return f"the text says that {_describe(against[0])}" if against else ""
 
     def _weigh(self, signature: Signature, line: int) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
         """Return the confidence with all evidence, what speaks for and against it, and what is missing."""
@@ -359,18 +359,18 @@ class _Reader:
         )
         confidence = min(confidence, _SUREST)
         odds = confidence / (1 - confidence)
-        why = self._needed(signature)
+        why = self._list_support(signature)
         against: list[str] = []
         missing: list[str] = []
         for evidence in sorted(signature.evidence, key=lambda evidence: -evidence.factor):
             name = next((name for name in evidence.names if name in self.lines), None)
             if name is not None:
                 odds *= evidence.factor
-                (why if evidence.factor > 1 else against).append(_says(name))
+                (why if evidence.factor > 1 else against).append(_describe(name))
             elif evidence.factor > 1:
-                missing.append(_says(evidence.names[0]))
+                missing.append(_describe(evidence.names[0]))
         lacking = [group for group in signature.anywhere if not any(name in self.lines for name in group)]
-        missing = [*(_says(group[0]) for group in lacking), *missing]
+        missing = [*(_describe(group[0]) for group in lacking), *missing]
         odds *= _LACKING ** len(lacking)
         if signature.silent and "crash" in self.lines and "wrong" not in self.lines:
             odds *= _CRASH_ONLY
@@ -380,21 +380,21 @@ class _Reader:
             against.append("the text is about another engine")
         reasons = (*dict.fromkeys(why), *(f"but {reason}" for reason in against))
         weighed = min(odds / (1 + odds), _LIKELY) if lacking else odds / (1 + odds)
-        return _sure(weighed), reasons, tuple(missing)
+        return _limit(weighed), reasons, tuple(missing)
 
 
-def _says(name: str) -> str:
-    return clues()[name].says or f"it is about {name.replace('_', ' ')}"
+def _describe(name: str) -> str:
+    return load_clues()[name].says or f"it is about {name.replace('_', ' ')}"
 
 
-def _masked(excerpt: _Excerpt, redactor: Redactor) -> str:
+def _mask(excerpt: _Excerpt, redactor: Redactor) -> str:
     """Return the text around a place, masked before it is cut: half a secret is not recognised."""
     text, start, end = excerpt
     at = len(redactor.mask(text[:start])) if start else 0
-    return escape(_around(redactor.mask(text), at, at + end - start))
+    return escape(_cut_around(redactor.mask(text), at, at + end - start))
 
 
-def _any_near(lines: Mapping[str, list[int]], names: tuple[str, ...], line: int, within: int) -> bool:
+def _is_any_near(lines: Mapping[str, list[int]], names: tuple[str, ...], line: int, within: int) -> bool:
     for name in names:
         clue_lines = lines.get(name)
         if clue_lines:
@@ -404,7 +404,7 @@ def _any_near(lines: Mapping[str, list[int]], names: tuple[str, ...], line: int,
     return False
 
 
-def _around(text: str, start: int, end: int) -> str:
+def _cut_around(text: str, start: int, end: int) -> str:
     """Return about 160 characters of `text` that hold the range from `start` to `end`."""
     if len(text) <= _EXCERPT:
         return text

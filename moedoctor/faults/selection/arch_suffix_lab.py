@@ -13,14 +13,14 @@ from typing import Any
 
 from moedoctor.diagnose.cuda.instructions import (
     Instruction,
-    acceptance,
-    attempt,
-    attempts,
-    compiler_for,
+    find_compiler,
     find_compilers,
     list_needed,
-    summarise,
+    summarize,
     takes,
+    try_instruction,
+    try_instructions,
+    try_targets,
 )
 from moedoctor.faults.selection.arch_suffix import ArchSuffixParameters
 from moedoctor.fixes.arch import resolve_arch_list
@@ -71,7 +71,7 @@ def fixed(capability: Capability, cuda: CudaVersion, arch_list: str | None) -> A
 def observe(parameters: ArchSuffixParameters, resolve: Resolver) -> Observation:
     """Ask `resolve` for its targets and try each of them."""
     gpu, cuda = parse_capability(parameters.capability), parse_cuda(parameters.cuda)
-    compiler = _Compiler(cuda, compiler_for(cuda, find_compilers()))
+    compiler = _Compiler(cuda, find_compiler(cuda, find_compilers()))
     reading = resolve(gpu, cuda, parameters.arch_list)
     return Observation(
         {
@@ -94,14 +94,14 @@ class _Compiler:
     def unknown(self, target: Target) -> str | None:
         """Return what the compiler prints if it does not know `target`, else None."""
         if self.tool is not None:
-            result = attempt(self.tool, target, None)
+            result = try_instruction(self.tool, target, None)
             return None if result.accepted else result.line
         return None if is_known_target(target, self.cuda) else f"sm_{target} is unknown"
 
     def refusals(self, target: Target, instructions: Sequence[Instruction]) -> dict[str, str]:
         """Return the instructions that do not compile for `target`, each with what the compiler prints."""
         if self.tool is not None:
-            results = attempts(self.tool, target, instructions)
+            results = try_instructions(self.tool, target, instructions)
             return {name: result.line for name, result in results.items() if not result.accepted}
         refused = [each.name for each in instructions if not takes(target, each, self.cuda)]
         return {name: f"{name} does not compile for sm_{target}" for name in refused}
@@ -152,8 +152,8 @@ def measure_acceptance() -> dict[str, Any]:
     names = [instruction.name for instruction in list_needed(_GPU)]
     refused, tables = {}, {}
     for compiler in _compilers():
-        table = acceptance(compiler)
-        tables[str(compiler)] = summarise(table)
+        table = try_targets(compiler)
+        tables[str(compiler)] = summarize(table)
         refused[str(compiler)] = {
             target: [name for name in names if not table[target][name].accepted]
             for target in ("120", "120a", "120f")
@@ -166,7 +166,7 @@ def measure_family_target() -> list[dict[str, Any]]:
     """Whether each compiler at hand compiles an empty kernel for 120f."""
     rows = []
     for compiler in _compilers():
-        result = attempt(compiler, Target(12, 0, "f"), None)
+        result = try_instruction(compiler, Target(12, 0, "f"), None)
         tool = {"compiler": str(compiler), "cuda": list(compiler.cuda)}
         rows.append({**tool, "accepted": result.accepted, "said": result.line})
     return rows

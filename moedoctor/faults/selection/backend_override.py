@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moedoctor.diagnose.settings.tables import vllm_variables
+from moedoctor.diagnose.settings.tables import load_vllm_variables
 from moedoctor.faults.base import (
     ClaimCases,
     ClaimJudgement,
@@ -112,8 +112,8 @@ def no_override(answers: Evidence) -> tuple[bool | None, str]:
 
 
 def _readers() -> str:
-    known = vllm_variables()
-    readers = [release for release in known.releases if NVFP4_VARIABLE in known.at(release)]
+    known = load_vllm_variables()
+    readers = [release for release in known.releases if NVFP4_VARIABLE in known.list_at(release)]
     return f"{len(readers)} of {len(known.releases)} releases read it"
 
 
@@ -127,7 +127,7 @@ def no_variable(answers: Evidence) -> tuple[bool | None, str]:
 
 
 def _releases_with_a_say() -> str:
-    known = vllm_variables().releases
+    known = load_vllm_variables().releases
     deciding = [release for release in known if GEMM_VARIABLE in find_governing_variables("nvfp4", release)]
     return f"it decides MoE layers in {len(deciding)} of {len(known)} releases"
 
@@ -140,11 +140,11 @@ def gemm_selects(answers: Evidence) -> tuple[bool | None, str]:
 
 
 def _refusals_of_capitals() -> str:
-    known = vllm_variables()
+    known = load_vllm_variables()
     rows = {
-        release: known.at(release)[GEMM_VARIABLE]
+        release: known.list_at(release)[GEMM_VARIABLE]
         for release in known.releases
-        if GEMM_VARIABLE in known.at(release)
+        if GEMM_VARIABLE in known.list_at(release)
     }
     refusing = [row for row in rows.values() if "MARLIN" not in row.choices and row.case_sensitive]
     small = [row for row in rows.values() if "marlin" in row.choices]

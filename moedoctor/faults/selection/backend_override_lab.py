@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
-from moedoctor.diagnose.settings.tables import vllm_variables
+from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
+from moedoctor.diagnose.settings.tables import load_vllm_variables
 from moedoctor.faults.selection.backend_override import NEMOTRON, BackendOverrideParameters
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends import requests
@@ -32,7 +32,7 @@ def library(case: Case, parameters: BackendOverrideParameters, release: None) ->
     def start(
         parameters: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
     ) -> Started:
-        moe_backend = moe_backend_of(command, parameters.release)
+        moe_backend = find_moe_backend(command, parameters.release)
         layer = Layer(parameters.scheme, parameters.activation, moe_backend=moe_backend)
         return installed.start(parameters.capability, layer, environ)
 
@@ -57,10 +57,12 @@ def upstream_start(
 ) -> Started:
     """Start as vLLM does: it passes over unknown settings, with one warning for ``VLLM_*`` names."""
     release = parameters.release
-    selection = _select(parameters, environ, moe_backend_of(command, release))
+    selection = _select(parameters, environ, find_moe_backend(command, release))
     stopping = [finding.message for finding in check_settings(release, environ, command) if finding.stops]
     # vllm/envs.py, validate_environ: names that begin with VLLM_ in capitals and are not declared there.
-    declared = {name for name, row in vllm_variables().at(release).items() if row.kind != "elsewhere"}
+    declared = {
+        name for name, row in load_vllm_variables().list_at(release).items() if row.kind != "elsewhere"
+    }
     unknown = [name for name in environ if name.startswith("VLLM_") and name not in declared]
     refused = stopping[0] if stopping else (selection.error or "")
     return Started(selection.chosen, refused, warned=bool(unknown))
@@ -71,7 +73,7 @@ def our_start(
 ) -> Started:
     """Start as with our plug-in: `VLLM_NVFP4_MOE_BACKEND` is honoured and every dead setting answered."""
     release, scheme = parameters.release, parameters.scheme
-    moe_backend = moe_backend_of(command, release)
+    moe_backend = find_moe_backend(command, release)
     wanted = requests.read_wanted_backend(environ, release) if scheme == "nvfp4" else None
     if moe_backend == backends.AUTO and wanted is not None and wanted.flag is not None:
         moe_backend = wanted.flag

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moedoctor.diagnose.cuda.audit import NO_TOOL, Fate, Item, fate_of
+from moedoctor.diagnose.cuda.audit import NO_TOOL, Fate, Item, judge_images
 from moedoctor.diagnose.cuda.device_code import Image
 from moedoctor.fixes.arch import FLASHINFER_LIST, resolve_arch
 from moedoctor.fixes.arch.targets import Capability, Target, parse_capability, show
@@ -31,7 +31,9 @@ class AuditImage:
     @classmethod
     def from_image(cls, image: Image, gpu: Capability | None) -> AuditImage:
         """Return an image with what the GPU does with it."""
-        return cls(image.kind, str(image.target), image.count, _name(fate_of([image], gpu) if gpu else None))
+        return cls(
+            image.kind, str(image.target), image.count, _name(judge_images([image], gpu) if gpu else None)
+        )
 
 
 @dataclass(frozen=True)

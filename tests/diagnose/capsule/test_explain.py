@@ -21,7 +21,7 @@ from evidence.planting import (
 from moedoctor.diagnose.capsule import explain
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.diagnose.capsule.explain import Diagnosis, diagnose
-from moedoctor.diagnose.capsule.mistakes import names, pairs_of
+from moedoctor.diagnose.capsule.mistakes import list_pairs, name_mistakes
 from tests.capsules import SCHEMES, computation, make_capsule, noisy
 
 _CALLS = [(*scheme, activation) for scheme in SCHEMES for activation in ("silu", "relu2")]
@@ -68,7 +68,7 @@ def test_tokens_with_nan_are_explained_by_no_mistake_that_leaves_them_finite(
 ) -> None:
     call = computation(make_capsule("nvfp4"))
     deviation = (("w13", "gate_up_swapped"),) if wrong else ()
-    output = noisy(call.contributions(deviation).sum(1))  # [T, H]
+    output = noisy(call.compute_contributions(deviation).sum(1))  # [T, H]
     output[sorted(lost), 3] = float(value)
     diagnosis = diagnose(call, output)
     assert not diagnosis.agreement.right
@@ -83,7 +83,7 @@ def test_a_large_call_is_explained_by_a_few_of_its_tokens(monkeypatch: pytest.Mo
     tally, seed = Tally(), 2
     call = _call(_CALLS[2], seed)
     every, draw = deviations(call), random.Random(seed)
-    plant(tally, "", call, [*every, *draw.sample(list(pairs_of(every)), 4)], seed)
+    plant(tally, "", call, [*every, *draw.sample(list(list_pairs(every)), 4)], seed)
     plant_places(tally, "", call, draw.sample(every, 12), seed)
     _judge(tally)
 
@@ -97,7 +97,7 @@ def test_planted_mistakes_are_named_first_for_twenty_seeds(scheme: tuple[str, st
         call, label = _call(scheme, seed), "/".join(scheme)
         every = deviations(call)
         plant(tally, label, call, every, seed)
-        plant(tally, label, call, random.Random(seed).sample(list(pairs_of(every)), 2), seed)
+        plant(tally, label, call, random.Random(seed).sample(list(list_pairs(every)), 2), seed)
         plant_places(tally, label, call, random.Random(seed).sample(every, 4), seed)
         plant_weights_and_rows(others, label, call, _call(scheme, seed + 100).problem.layer, seed)
     _judge(tally)
@@ -107,9 +107,9 @@ def test_planted_mistakes_are_named_first_for_twenty_seeds(scheme: tuple[str, st
 @pytest.mark.parametrize("step", ["w13", "w2"])
 def test_a_wrong_global_scale_is_named_with_its_factor(step: str) -> None:
     call = _call(("nvfp4", "none", "silu"), 10)
-    ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
+    ids, right = call.problem.topk_ids, call.compute_contributions()  # [T, K], [T, K, H]
     expert = int(ids[0, 0])
-    (wrong,) = call.with_values(step, [3.0], ids == expert)  # [T, K, H]
+    (wrong,) = call.compute_with_values(step, [3.0], ids == expert)  # [T, K, H]
     found = diagnose(call, noisy(torch.where((ids == expert)[..., None], wrong, right).sum(1))).best
     assert found is not None
     assert (found.mistakes, found.experts) == (("global_scale_wrong",), (expert,))
@@ -120,7 +120,7 @@ def test_a_wrong_global_scale_is_named_with_its_factor(step: str) -> None:
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 def test_the_limit_of_a_clamped_activation_is_named(activation: str) -> None:
     call = _call(("bf16", "none", activation), 11)
-    (wrong,) = call.with_values("activation", [3.3], call.problem.topk_ids >= 0)  # [T, K, H]
+    (wrong,) = call.compute_with_values("activation", [3.3], call.problem.topk_ids >= 0)  # [T, K, H]
     found = diagnose(call, noisy(wrong.sum(1))).best
     assert found is not None
     assert (found.mistakes, found.experts) == (("activation_clamped",), None)
@@ -132,17 +132,17 @@ def test_the_limit_of_a_clamped_activation_is_named(activation: str) -> None:
 def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str], seed: int) -> None:
     """With seed 5 a token has an expert twice, and values are large."""
     call = _call(scheme, seed)
-    ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
+    ids, right = call.problem.topk_ids, call.compute_contributions()  # [T, K], [T, K, H]
     chance = random.Random(seed)
     for deviation in deviations(call):
         expert = chance.choice(ids.unique().tolist())
-        wrong = call.contributions(deviation)  # [T, K, H]
+        wrong = call.compute_contributions(deviation)  # [T, K, H]
         mixed = torch.where((ids == expert)[..., None], wrong, right).sum(1)  # [T, H]
         # A mistake that only this expert can show is one of the whole layer.
         if is_noise(call, mixed, right.sum(1)) or is_noise(call, mixed, wrong.sum(1)):
             continue
         found = diagnose(call, noisy(mixed))
-        assert set(names(deviation)) in _list_names(found), (deviation, found)
+        assert set(name_mistakes(deviation)) in _list_names(found), (deviation, found)
         assert found.best is not None
         assert found.best.experts == (expert,), (deviation, found)
 
@@ -150,25 +150,29 @@ def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str], seed
 @pytest.mark.parametrize("scheme", _CALLS[::5])
 def test_two_mistakes_at_once_are_named_unless_one_of_them_explains_it(scheme: tuple[str, str, str]) -> None:
     call = _call(scheme, 6)
-    right = call.contributions().sum(1)  # [T, H]
-    pairs = list(pairs_of(deviations(call)))
+    right = call.compute_contributions().sum(1)  # [T, H]
+    pairs = list(list_pairs(deviations(call)))
     for deviation in random.Random(6).sample(pairs, 4):
-        wrong = call.contributions(deviation).sum(1)  # [T, H]
+        wrong = call.compute_contributions(deviation).sum(1)  # [T, H]
         if is_noise(call, wrong, right):
             continue
         named = _list_names(diagnose(call, noisy(wrong)))
-        planted = set(names(deviation))
-        single = [each for each in deviations(call) if is_noise(call, call.contributions(each).sum(1), wrong)]
-        assert planted in named or (single and set(names(single[0])) in named), (deviation, named)
+        planted = set(name_mistakes(deviation))
+        single = [
+            each
+            for each in deviations(call)
+            if is_noise(call, call.compute_contributions(each).sum(1), wrong)
+        ]
+        assert planted in named or (single and set(name_mistakes(single[0])) in named), (deviation, named)
 
 
 @pytest.mark.parametrize("scheme", _QUICK)
 def test_an_expert_with_other_weights_is_named(scheme: tuple[str, str, str]) -> None:
     call, foreign = _call(scheme, 8), _call(scheme, 9)
-    ids, right = call.problem.topk_ids, call.contributions()  # [T, K], [T, K, H]
+    ids, right = call.problem.topk_ids, call.compute_contributions()  # [T, K], [T, K, H]
     expert = int(ids[0, 0])
     other = (expert + 3) % call.problem.layer.shape.experts
-    moved = call.with_ids(torch.where(ids == expert, other, ids)).sum(1)  # [T, H]
+    moved = call.compute_with_ids(torch.where(ids == expert, other, ids)).sum(1)  # [T, H]
     found = diagnose(call, noisy(moved)).best
     assert found is not None
     assert (found.mistakes, found.experts, found.taken) == (("expert_replaced",), (expert,), other)
@@ -176,7 +180,7 @@ def test_an_expert_with_other_weights_is_named(scheme: tuple[str, str, str]) -> 
     foreign.problem = call.problem.__class__(
         foreign.problem.layer, call.problem.x, call.problem.topk_weights, ids
     )
-    mixed = torch.where((ids == expert)[..., None], foreign.contributions(), right).sum(1)  # [T, H]
+    mixed = torch.where((ids == expert)[..., None], foreign.compute_contributions(), right).sum(1)  # [T, H]
     unknown = diagnose(call, noisy(mixed))
     assert unknown.best is not None
     assert unknown.best.mistakes == ("expert_unknown",)
@@ -186,7 +190,7 @@ def test_an_expert_with_other_weights_is_named(scheme: tuple[str, str, str]) -> 
 def test_a_row_that_nobody_wrote_is_named() -> None:
     call = _call(("nvfp4", "none", "silu"), 2)
     for value in (torch.zeros(256), None):
-        output = noisy(call.contributions().sum(1))  # [T, H]
+        output = noisy(call.compute_contributions().sum(1))  # [T, H]
         output[3] = output[5] if value is None else value
         found = diagnose(call, output).best
         assert found is not None
@@ -196,7 +200,7 @@ def test_a_row_that_nobody_wrote_is_named() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_what_no_known_mistake_explains_is_not_named(seed: int) -> None:
     call = _call(_CALLS[seed], seed)
-    right = call.contributions().sum(1)  # [T, H]
+    right = call.compute_contributions().sum(1)  # [T, H]
     draw = torch.Generator().manual_seed(seed)
     output = torch.randn(right.shape, generator=draw) * right.norm() / right.numel() ** 0.5  # [T, H]
     found = diagnose(call, output.bfloat16())
@@ -207,7 +211,7 @@ def test_what_no_known_mistake_explains_is_not_named(seed: int) -> None:
 
 def test_tokens_that_are_not_finite_are_counted_and_left_out() -> None:
     call = _call(("fp8", "none", "silu"), 2)
-    output = noisy(call.contributions((("w13", "gate_up_swapped"),)).sum(1))  # [T, H]
+    output = noisy(call.compute_contributions((("w13", "gate_up_swapped"),)).sum(1))  # [T, H]
     output[2, 7] = float("nan")
     found = diagnose(call, output)
     assert found.agreement.first_nonfinite_token == 2

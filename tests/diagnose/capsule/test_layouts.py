@@ -14,7 +14,7 @@ from moedoctor.diagnose.capsule.layouts import (
     REORDERED,
     REPACKED,
     TILED,
-    backend_tensors,
+    compare_backend_tensors,
 )
 from moedoctor.fixes.moe.weight_layout import put_up_first, tile_scales
 from moedoctor.trace.capsule import Capsule
@@ -40,13 +40,15 @@ def test_layouts_and_an_expert_in_the_place_of_another(form: str, place: int, st
     capsule = make_capsule("nvfp4")
     source, change = _FORMS[form]
     tensor = change(capsule.tensors[source])  # [U, ...]
-    (right,) = backend_tensors(_with(capsule, f"{source[:3].rstrip('_')}_x", tensor))
+    (right,) = compare_backend_tensors(_with(capsule, f"{source[:3].rstrip('_')}_x", tensor))
     assert (right.of, right.form, right.odd) == (source, form, ())
     other = (place + step) % 8
     moved = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     moved = moved.clone()
     moved[place] = moved[other]
-    (wrong,) = backend_tensors(_with(capsule, f"{source[:3].rstrip('_')}_x", moved.view(tensor.dtype)))
+    (wrong,) = compare_backend_tensors(
+        _with(capsule, f"{source[:3].rstrip('_')}_x", moved.view(tensor.dtype))
+    )
     assert (wrong.of, wrong.form) == (source, form)
     assert [(odd.expert, odd.form, odd.like) for odd in wrong.odd] == [(place, OTHER, other)]
 
@@ -55,7 +57,7 @@ def test_linear_scales_beside_tiled_ones_are_named() -> None:
     capsule = make_capsule("nvfp4")
     tiled = tile_scales(capsule.tensors["w13_block_scales"]).view(torch.uint8).clone()  # [U, 256, 16]
     tiled[5] = capsule.tensors["w13_block_scales"][5].view(torch.uint8)
-    (found,) = backend_tensors(_with(capsule, "w13_weight_scale", tiled.view(torch.float8_e4m3fn)))
+    (found,) = compare_backend_tensors(_with(capsule, "w13_weight_scale", tiled.view(torch.float8_e4m3fn)))
     assert found.form == TILED
     assert [(odd.expert, odd.form) for odd in found.odd] == [(5, AS_STORED)]
 
@@ -65,7 +67,7 @@ def test_a_scale_that_differs_from_the_others_is_named(common: float) -> None:
     capsule = make_capsule("nvfp4")
     scale = capsule.tensors["w13_scale"] * common  # [U]
     scale[3] *= 4
-    (found,) = backend_tensors(_with(capsule, "w13_weight_scale_2", scale))
+    (found,) = compare_backend_tensors(_with(capsule, "w13_weight_scale_2", scale))
     (odd,) = found.odd
     assert found.of == "w13_scale"
     assert odd.expert == 3
@@ -73,5 +75,5 @@ def test_a_scale_that_differs_from_the_others_is_named(common: float) -> None:
 
 
 def test_what_is_none_of_the_checkpoint_is_said_to_be_so() -> None:
-    (found,) = backend_tensors(_with(make_capsule("bf16"), "w13_map", torch.arange(8)))
+    (found,) = compare_backend_tensors(_with(make_capsule("bf16"), "w13_map", torch.arange(8)))
     assert (found.of, found.form, found.odd) == (None, OTHER, ())

@@ -85,20 +85,24 @@ def test_a_fix_that_the_release_refuses_is_a_problem_if_it_stops_vllm(
     monkeypatch.setattr(fix_plugin, "entry_points", lambda group: (OURS,))
     state = fix_plugin.state(environ, "0.19.1")
     assert (state["stops"] is not None) is stops
-    problems = list(fix_plugin.plugin_problems(state))
+    problems = list(fix_plugin.find_plugin_problems(state))
     assert [problem.severity for problem in problems] == (["error"] if stops else [])
     assert all("is not applied to vLLM 0.19.1: " in problem.why for problem in problems)
 
 
 def test_every_fix_and_trace_is_told_for_a_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = fix_plugin.known("0.21.0")
+    known = fix_plugin.describe_extensions("0.21.0")
     assert list(known) == [*FIXES, *TRACES]
     assert known["offload"]["basis"] == "ran in an engine"
     assert "nvidia-h200/offload_table" in known["offload"]["reports"]
     assert known["routing"]["basis"] == "not needed"
-    assert fix_plugin.known("0.17.1")["offload"] == {"basis": "source checked", "reports": [], "reason": ""}
+    assert fix_plugin.describe_extensions("0.17.1")["offload"] == {
+        "basis": "source checked",
+        "reports": [],
+        "reason": "",
+    }
     monkeypatch.setattr(fix_plugin, "evidence", dict)
-    untried = fix_plugin.known("0.18.1")
+    untried = fix_plugin.describe_extensions("0.18.1")
     assert (untried["offload"]["basis"], untried["nan"]["basis"]) == ("not tried", "refused")
     assert untried["nan"]["reason"]
 

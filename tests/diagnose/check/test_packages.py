@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from moedoctor.diagnose.check.packages import Fit, package_fits
+from moedoctor.diagnose.check.packages import Fit, compare_packages
 from moedoctor.fixes.backends.release_tables import load_releases
 
 
 def machine(packages: Mapping[str, str], requires: tuple[str, ...] = (), **facts: str | None) -> Any:
-    return SimpleNamespace(version=packages.get, requires=lambda name: requires, facts=facts)
+    return SimpleNamespace(find_version=packages.get, list_requirements=lambda name: requires, facts=facts)
 
 
 def fits(
@@ -26,7 +26,7 @@ def fits(
     driver_cuda: str | None = None,
 ) -> dict[str, tuple[str, bool]]:
     """Return (expected release, whether it fits) by package."""
-    pairs = package_fits(machine(packages, requires, torch_cuda=torch_cuda, cuda_driver=driver_cuda))
+    pairs = compare_packages(machine(packages, requires, torch_cuda=torch_cuda, cuda_driver=driver_cuda))
     assert len({(fit.package, fit.by) for fit in pairs}) == len(pairs)
     return {f"{fit.package} by {fit.by.split()[0]}": (fit.expected, fit.ok) for fit in pairs}
 
@@ -55,7 +55,7 @@ def test_what_differs_does_not_fit() -> None:
 
 
 def test_what_is_missing_does_not_fit_but_the_cubins_may_be_missing() -> None:
-    found = package_fits(machine({"vllm": "0.19.0"}))
+    found = compare_packages(machine({"vllm": "0.19.0"}))
     assert found == (
         Fit("torch", "not installed", "2.10.0", "vllm 0.19.0", ok=False),
         Fit("flashinfer-python", "not installed", "0.6.6", "vllm 0.19.0", ok=False),

@@ -26,7 +26,7 @@ from moedoctor.diagnose.checkpoint import values as checkpoint_values
 from moedoctor.diagnose.checkpoint.checkpoint import read_checkpoint
 from moedoctor.diagnose.checkpoint.checks import scales as scale_checks
 from moedoctor.diagnose.checkpoint.findings import CHECKS, Lint
-from moedoctor.diagnose.checkpoint.json_fix import corrected
+from moedoctor.diagnose.checkpoint.json_fix import correct
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.reporters.pages.lint import LintDocument
 
@@ -623,7 +623,7 @@ def test_corrected_files_are_clean(base: Base, change: Change, tmp_path: Path) -
     folder = made.write(tmp_path)
     result = lint(folder)
     assert result.findings
-    for name, text in corrected(result, CHECKS).items():
+    for name, text in correct(result, CHECKS).items():
         (folder / name).write_text(text)
     assert lint(folder).findings == ()
 
@@ -662,7 +662,7 @@ def test_block_scales_are_counted_in_parts_as_at_once(
     folder = made.write(tmp_path)
     info = read_checkpoint(folder).tensors[f"{UP}.weight_scale"]
     with checkpoint_values.Reader(folder) as reader:
-        counts = reader.block_scales(info, whole=True)
+        counts = reader.count_block_scales(info, whole=True)
     values = [checkpoint_values.E4M3[code] for code in data]
     assert counts == checkpoint_values.BlockScaleCounts(
         read=512,

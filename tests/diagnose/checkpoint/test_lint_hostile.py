@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from moedoctor.diagnose.checkpoint import safetensors_header
 from moedoctor.diagnose.checkpoint.findings import CHECKS
-from moedoctor.diagnose.checkpoint.json_fix import corrected
+from moedoctor.diagnose.checkpoint.json_fix import correct
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.diagnose.checkpoint.name_patterns import Patterns
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, read_header
@@ -380,7 +380,7 @@ def test_no_value_of_a_config_raises_anything_else(
     (clean / "config.json").write_text(json.dumps(made.config))
     (clean / "hf_quant_config.json").write_text(json.dumps(made.hf_quant))
     with contextlib.suppress(CheckpointError):
-        for name, text in corrected(lint(clean), CHECKS).items():
+        for name, text in correct(lint(clean), CHECKS).items():
             write(tmp_path / name, text)
             json.loads((tmp_path / name).read_text(encoding="utf-8"))
 

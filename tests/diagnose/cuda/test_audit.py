@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from moedoctor import environment
 from moedoctor.commands.audit import audit as audit_command
 from moedoctor.commands.options import PAGE_FORMATS, InputError
-from moedoctor.diagnose.cuda.audit import NO_TOOL, AuditError, Fate, audit, fate_of
-from moedoctor.diagnose.cuda.device_code import Image, cubin_target, list_images
-from moedoctor.diagnose.cuda.instructions import attempt, find_compilers
+from moedoctor.diagnose.cuda.audit import NO_TOOL, AuditError, Fate, audit, judge_images
+from moedoctor.diagnose.cuda.device_code import Image, list_images, read_cubin_target
+from moedoctor.diagnose.cuda.instructions import find_compilers, try_instruction
 from moedoctor.diagnose.cuda.jit_cache import build_images, find_cached_module
 from moedoctor.fixes.arch.targets import Target
 from moedoctor.processes.cuda_tools import Tool, find_tools
@@ -67,25 +67,29 @@ def cache(folder: Path, release: str, targets: str, module: str, *codes: str) ->
     ],
 )
 def test_what_a_gpu_can_run(images: list[str], gpu: tuple[int, int], fate: Fate | None) -> None:
-    assert fate_of([image(text) for text in images], gpu) is fate
+    assert judge_images([image(text) for text in images], gpu) is fate
 
 
 def test_the_target_of_a_cubin_is_read() -> None:
-    assert str(cubin_target(fake_cubin(120))) == "120"
-    assert str(cubin_target(fake_cubin(120, flags=0x600780A))) == "120a"  # as CUDA 12.9 writes it
-    assert str(cubin_target(fake_cubin(90, abi=7))) == "90"
-    assert str(cubin_target(fake_cubin(90, abi=7, flags=0x5A0D5A))) == "90a"
+    assert str(read_cubin_target(fake_cubin(120))) == "120"
+    assert str(read_cubin_target(fake_cubin(120, flags=0x600780A))) == "120a"  # as CUDA 12.9 writes it
+    assert str(read_cubin_target(fake_cubin(90, abi=7))) == "90"
+    assert str(read_cubin_target(fake_cubin(90, abi=7, flags=0x5A0D5A))) == "90a"
     for name in ("120a", "120f", "120"):  # as CUDA 13 does: the suffix in the note alone
-        assert str(cubin_target(fake_cubin(120, command_line=f"ptxas\0-arch sm_{name} -m 64 \0"))) == name
-    assert str(cubin_target(fake_cubin(120, command_line="-arch sm_90a -m 64"))) == "120"
-    assert str(cubin_target(fake_cubin(120, command_line="nvlink\0-arch=sm_121f -arch=sm_120f "))) == "120f"
-    assert cubin_target(b"") is None
-    assert cubin_target(b"\x7fELF" + bytes(60)) is None
-    assert cubin_target(fake_cubin(120)[:40]) is None
-    assert cubin_target(fake_cubin(5)) is None
+        assert (
+            str(read_cubin_target(fake_cubin(120, command_line=f"ptxas\0-arch sm_{name} -m 64 \0"))) == name
+        )
+    assert str(read_cubin_target(fake_cubin(120, command_line="-arch sm_90a -m 64"))) == "120"
+    assert (
+        str(read_cubin_target(fake_cubin(120, command_line="nvlink\0-arch=sm_121f -arch=sm_120f "))) == "120f"
+    )
+    assert read_cubin_target(b"") is None
+    assert read_cubin_target(b"\x7fELF" + bytes(60)) is None
+    assert read_cubin_target(fake_cubin(120)[:40]) is None
+    assert read_cubin_target(fake_cubin(5)) is None
     other = bytearray(fake_cubin(120))
     other[18] = 62  # an x86 program
-    assert cubin_target(bytes(other)) is None
+    assert read_cubin_target(bytes(other)) is None
 
 
 @settings(max_examples=300)
@@ -95,7 +99,7 @@ def test_a_damaged_cubin_never_raises(cut: int, edits: dict[int, int]) -> None:
     for place, value in edits.items():
         if place < len(blob):
             blob[place] = value
-    target = cubin_target(bytes(blob))
+    target = read_cubin_target(bytes(blob))
     assert target is None or target.major > 0
 
 
@@ -105,7 +109,7 @@ def test_cubins_of_real_compilers(compiler: Tool, tmp_path: Path) -> None:
     tried = 0
     for name in ("75", "90", "90a", "100", "100a", "100f", "120", "120a", "120f", "121a", "121f"):
         target = Target.parse(name)
-        if not attempt(compiler, target, None).accepted:
+        if not try_instruction(compiler, target, None).accepted:
             continue
         version = {(12, 8): "8.7", (12, 9): "8.8"}.get(compiler.cuda, "9.0")
         text = f".version {version}\n.target sm_{name}\n.address_size 64\n.visible .entry k() {{ ret; }}\n"
@@ -113,7 +117,7 @@ def test_cubins_of_real_compilers(compiler: Tool, tmp_path: Path) -> None:
         subprocess.run(
             [compiler.path, f"-arch=sm_{name}", "k.ptx", "-o", f"{name}.cubin"], cwd=tmp_path, check=True
         )
-        assert cubin_target((tmp_path / f"{name}.cubin").read_bytes()) == target
+        assert read_cubin_target((tmp_path / f"{name}.cubin").read_bytes()) == target
         tried += 1
     assert tried >= 4
     (item,) = audit([tmp_path], GPU, None)

@@ -12,7 +12,7 @@ from real_vllm import ask_child
 
 from moedoctor.commands.audit import audit as audit_command
 from moedoctor.diagnose.cuda.audit import Fate, audit
-from moedoctor.diagnose.cuda.library_use import VLLM, library_use
+from moedoctor.diagnose.cuda.library_use import VLLM, find_library_use
 from moedoctor.fixes.arch.targets import parse_capability
 from moedoctor.fixes.backends import CAPABILITIES
 from moedoctor.processes.cuda_tools import Tool
@@ -101,11 +101,13 @@ def test_modules_of_flashinfer_for_other_gpus() -> None:
     for gpu, module in (("12.1", "120"), ("11.0", "100"), ("10.3", "103"), ("9.0", "90"), ("8.9", "89")):
         names = [f"fused_moe_{number}" for number in ("120", "103", "100", "90", "89")]
         used = [
-            name for name in names if (use := library_use("x.so", name)) and use.uses(parse_capability(gpu))
+            name
+            for name in names
+            if (use := find_library_use("x.so", name)) and use.uses(parse_capability(gpu))
         ]
         assert used == [f"fused_moe_{module}"]
-    assert library_use("x.so", "fused_moe_90_h20_prebuilt_d") is library_use("fused_moe_90.so")
-    assert library_use("sampling.so", "sampling") is None
+    assert find_library_use("x.so", "fused_moe_90_h20_prebuilt_d") is find_library_use("fused_moe_90.so")
+    assert find_library_use("sampling.so", "sampling") is None
 
 
 _ASK = """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.plan.kv_cache import PlanError, kv_cache
+from moedoctor.diagnose.plan.kv_cache import PlanError, fit_kv_cache
 from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
 from moedoctor.models.config import shape_of
 from moedoctor.models.presets import names, preset
@@ -18,7 +18,7 @@ QWEN = preset("qwen3-30b-a3b")
 @pytest.mark.parametrize(("gib", "tokens", "concurrency"), [(16.79, 732_160, 14.27), (18.37, 798_720, 15.62)])
 def test_the_two_rows_of_the_issue(gib, tokens, concurrency):
     """The log rounds the KV memory to two digits, so it cannot show whether there is a 529th block."""
-    kv = kv_cache(SUPER, available_bytes=round(gib * GIB), context=262_144, kv_bytes=1)
+    kv = fit_kv_cache(SUPER, available_bytes=round(gib * GIB), context=262_144, kv_bytes=1)
     assert kv.tokens_printed_to_0_20 == tokens
     assert kv.concurrency == pytest.approx(concurrency, rel=0.003)
     assert (kv.block_size, kv.groups, kv.layers_per_group) == (8320, 6, 8)
@@ -26,7 +26,7 @@ def test_the_two_rows_of_the_issue(gib, tokens, concurrency):
 
 def test_a_model_of_attention_alone():
     """48 layers of 4 heads of 128, BF16: 2 x 4 x 128 x 2 x 48 = 98,304 bytes a token, one group."""
-    kv = kv_cache(QWEN, available_bytes=98_304 * 16 * 1000 + 5, context=4096, kv_bytes=2)
+    kv = fit_kv_cache(QWEN, available_bytes=98_304 * 16 * 1000 + 5, context=4096, kv_bytes=2)
     assert (kv.groups, kv.blocks, kv.bytes_per_token) == (1, 1000, 98_304)
     assert kv.tokens_printed_to_0_20 == 16_000
     assert kv.concurrency == 1000 / 256
@@ -35,7 +35,7 @@ def test_a_model_of_attention_alone():
 
 def test_a_sliding_window_limits_the_cache_of_a_request():
     """Gemma: 25 sliding layers of 8 x 256 and 5 full ones of 2 x 512, whose pages hold twice the tokens."""
-    kv = kv_cache(
+    kv = fit_kv_cache(
         preset("gemma-4-26b-a4b"), available_bytes=10 * GIB, context=65_536, kv_bytes=2, batched_tokens=2048
     )
     assert (kv.groups, kv.layers_per_group) == (6, 5)
@@ -48,7 +48,7 @@ def test_pages_that_cannot_be_unified_are_refused():
     shape = preset("gemma-4-26b-a4b")
     odd = dataclasses.replace(shape.attention[0], num_kv_heads=3)
     with pytest.raises(PlanError, match="do not divide"):
-        kv_cache(
+        fit_kv_cache(
             dataclasses.replace(shape, attention=(odd, shape.attention[1])),
             available_bytes=GIB,
             context=1024,
@@ -59,8 +59,8 @@ def test_pages_that_cannot_be_unified_are_refused():
 @given(name=st.sampled_from(names()), gib=st.integers(1, 64), more=st.integers(0, 64))
 def test_more_memory_never_holds_less_and_the_pool_never_overflows(name, gib, more):
     shape = preset(name)
-    less = kv_cache(shape, available_bytes=gib * GIB, context=32_768, kv_bytes=2)
-    greater = kv_cache(shape, available_bytes=(gib + more) * GIB, context=32_768, kv_bytes=2)
+    less = fit_kv_cache(shape, available_bytes=gib * GIB, context=32_768, kv_bytes=2)
+    greater = fit_kv_cache(shape, available_bytes=(gib + more) * GIB, context=32_768, kv_bytes=2)
     assert greater.tokens_printed_to_0_20 >= less.tokens_printed_to_0_20
     assert greater.concurrency >= less.concurrency
     assert less.blocks * less.block_bytes <= gib * GIB < (less.blocks + 1) * less.block_bytes
@@ -164,7 +164,7 @@ def test_what_cannot_be_planned_says_what_to_give_instead(change, message):
 def test_a_model_without_any_cache_is_refused():
     shape = dataclasses.replace(QWEN, attention=())
     with pytest.raises(PlanError, match="no KV cache to plan"):
-        kv_cache(shape, available_bytes=GIB, context=1, kv_bytes=2)
+        fit_kv_cache(shape, available_bytes=GIB, context=1, kv_bytes=2)
 
 
 def test_a_hybrid_pays_for_its_state_in_whole_blocks():
@@ -177,7 +177,7 @@ def test_a_hybrid_pays_for_its_state_in_whole_blocks():
     shape = shape_of(values, "tiny", "here")
     state = 2 * 8 * 16 * 4 + (16 + 2 * 16) * 3 * 2  # float32 state, BF16 convolution
     assert shape.recurrent.bytes_per_request(2) == state
-    kv = kv_cache(shape, available_bytes=10**6, context=64, kv_bytes=2)
+    kv = fit_kv_cache(shape, available_bytes=10**6, context=64, kv_bytes=2)
     assert kv.block_size == 16  # 16 x 128 bytes hold the state of 1,312
     assert kv.block_bytes == 16 * 128
     assert kv.blocks_per_request == 64 // 16 + 1

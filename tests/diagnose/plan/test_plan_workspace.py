@@ -7,7 +7,7 @@ import pytest
 
 from moedoctor.bench.moe import backends as registry
 from moedoctor.diagnose.plan.kv_cache import PlanError
-from moedoctor.diagnose.plan.workspace import SCHEMES_OF, workspace
+from moedoctor.diagnose.plan.workspace import SCHEMES_OF, compute_workspace
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.models.presets import preset
 
@@ -35,7 +35,7 @@ def test_every_backend_that_is_computed_was_measured():
         (name, scheme)
         for name, schemes in SCHEMES_OF.items()
         for scheme in schemes
-        if workspace(name, scheme, QWEN, 1).bytes is not None
+        if compute_workspace(name, scheme, QWEN, 1).bytes is not None
     }
     assert computed - ran == {("MARLIN", "mxfp4")}  # the same code as for nvfp4
     assert ran <= computed
@@ -47,7 +47,7 @@ def test_the_computed_workspaces_are_close_to_the_measured_ones():
     for row in MEASURED:
         sizes = {name: value for name, value in LAYERS[row["model"]].items() if name != "source"}
         scheme = drop_block(row["quantization"])
-        found = workspace(row["backend"], scheme, LayerShape(**sizes), row["tokens"])
+        found = compute_workspace(row["backend"], scheme, LayerShape(**sizes), row["tokens"])
         bound = max(1.25 * MIB, row["workspace_bytes"] / 500)
         assert found.bytes == pytest.approx(row["workspace_bytes"], abs=bound, rel=0), row
 
@@ -62,7 +62,7 @@ def test_the_names_are_those_that_bench_knows():
 @pytest.mark.parametrize("name", ["NONSENSE", "", "REFERENCE"])
 def test_an_unknown_backend_is_refused_with_the_known_ones(name):
     with pytest.raises(PlanError, match=rf"--backend '{name}': expected one of MARLIN, EMULATION"):
-        workspace(name, "nvfp4", QWEN, 1)
+        compute_workspace(name, "nvfp4", QWEN, 1)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(name):
     ],
 )
 def test_an_unknown_workspace_has_a_reason_and_no_size(name, scheme, message):
-    found = workspace(name, scheme, QWEN, 4096)
+    found = compute_workspace(name, scheme, QWEN, 4096)
     assert found.bytes is None
     assert message in found.how
     assert found.how.endswith("give --workspace")
@@ -84,4 +84,4 @@ def test_an_unknown_workspace_has_a_reason_and_no_size(name, scheme, message):
 
 def test_vllms_cutlass_has_no_relu2():
     layer = preset("nemotron-3-super-120b").experts.layer
-    assert "has no relu2" in workspace("VLLM_CUTLASS", "fp8", layer, 1).how
+    assert "has no relu2" in compute_workspace("VLLM_CUTLASS", "fp8", layer, 1).how

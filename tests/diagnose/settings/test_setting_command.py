@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.settings.flags import parallel_of, read_flags, split_command
+from moedoctor.diagnose.settings.flags import read_flags, read_parallelism, split_command
 
 IMAGE = "vllm/vllm-openai:v0.21.0"
 
@@ -62,7 +62,7 @@ def test_nothing_is_lost_or_made_up(words: list[str]) -> None:
     ],
 )
 def test_how_it_is_split(flags: str, split: tuple[bool, bool]) -> None:
-    assert parallel_of(["vllm", "serve", "m", *flags.split()], "0.21.0") == split
+    assert read_parallelism(["vllm", "serve", "m", *flags.split()], "0.21.0") == split
 
 
 @pytest.mark.parametrize(

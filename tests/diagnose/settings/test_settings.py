@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.settings.settings import check_settings, moe_backend_of
+from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
 from moedoctor.diagnose.settings.tables import (
     SettingFinding,
-    flashinfer_variables,
-    vllm_flags,
-    vllm_variables,
+    load_flashinfer_variables,
+    load_vllm_flags,
+    load_vllm_variables,
 )
 from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases
 
-RELEASES = vllm_variables().releases
+RELEASES = load_vllm_variables().releases
 
 
 def span(first: str, last: str) -> set[str]:
@@ -87,7 +87,7 @@ def test_each_variable_is_known_in_exactly_the_releases_that_read_it(name: str) 
 
 def test_defaults_that_changed() -> None:
     for release, default in (("0.26.0", "0.26.0"), ("0.27.0", "0.33.0")):
-        assert vllm_variables().at(release)["VLLM_MOE_SKIP_PADDING"].last == default
+        assert load_vllm_variables().list_at(release)["VLLM_MOE_SKIP_PADDING"].last == default
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_flags_that_do_not_take_effect(release: str, command: str, problem: str,
 def test_command_lines_are_read_as_vllm_reads_them(command: str, moe_backend: str) -> None:
     """The parsers of vLLM 0.17.1, 0.24.0 and 0.33.0 gave these results without an error."""
     for release in ("0.17.1", "0.24.0", "0.33.0"):
-        assert moe_backend_of(command.split(), release) == moe_backend
+        assert find_moe_backend(command.split(), release) == moe_backend
         problems = [finding.problem for finding in check_settings(release, {}, command.split())]
         assert problems == (["shadowed"] if moe_backend == "cutlass" else [])
 
@@ -251,7 +251,7 @@ def test_the_installed_flashinfer_is_preferred_to_the_pinned_one() -> None:
 
 def test_every_pinned_flashinfer_is_in_its_table() -> None:
     assert {release.flashinfer for release in load_releases().values()} <= set(
-        flashinfer_variables().releases
+        load_flashinfer_variables().releases
     )
 
 
@@ -261,7 +261,7 @@ def test_an_unknown_release_is_refused() -> None:
 
 
 def test_every_row_has_its_source() -> None:
-    for settings in (vllm_variables(), vllm_flags(), flashinfer_variables()):
+    for settings in (load_vllm_variables(), load_vllm_flags(), load_flashinfer_variables()):
         for spans in settings.rows.values():
             assert all(re.match(r"(vllm|flashinfer)/\S+", span.source) for span in spans)
             for before, after in itertools.pairwise(spans):
@@ -272,13 +272,13 @@ def test_every_row_has_its_source() -> None:
     st.sampled_from(RELEASES),
     st.dictionaries(
         st.one_of(
-            st.sampled_from(sorted(vllm_variables().rows)),
+            st.sampled_from(sorted(load_vllm_variables().rows)),
             st.from_regex(r"(VLLM|FLASHINFER)_\w*", fullmatch=True),
         ),
         st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=20),
         max_size=4,
     ),
-    st.lists(st.one_of(st.sampled_from(sorted(vllm_flags().rows)), st.text(max_size=12)), max_size=5),
+    st.lists(st.one_of(st.sampled_from(sorted(load_vllm_flags().rows)), st.text(max_size=12)), max_size=5),
     st.sampled_from([None, *SCHEMES]),
 )
 def test_any_settings_are_checked_without_an_exception(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moedoctor.diagnose.triage.facts_in_text import Facts, fitted_step, parse, release_words
+from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, parse, release_words
 from moedoctor.diagnose.triage.signatures import Signature
 from moedoctor.entries import entries
 
@@ -82,8 +82,8 @@ def test_releases_rule_a_signature_in_or_out(
 
 
 def test_the_summary_names_both() -> None:
-    assert about("vllm 0.18.2rc1", "flashinfer 0.6.6").summary() == "vLLM 0.18.2-dev · FlashInfer 0.6.6"
-    assert about().summary() == ""
+    assert about("vllm 0.18.2rc1", "flashinfer 0.6.6").summarize() == "vLLM 0.18.2-dev · FlashInfer 0.6.6"
+    assert about().summarize() == ""
 
 
 @pytest.mark.parametrize(
@@ -101,11 +101,11 @@ def test_a_capability_with_a_dot_is_read_whole(line: str, gpus: list[str]) -> No
 
 def test_the_command_of_a_next_step_asks_for_what_the_text_names() -> None:
     facts = Facts()
-    assert fitted_step("run `moedoctor backends` there", facts) == "run `moedoctor backends` there"
+    assert fit_step("run `moedoctor backends` there", facts) == "run `moedoctor backends` there"
     facts.read("vllm 0.33.0 on sm_120, before that vllm 0.15.0")
-    step = fitted_step("run `moedoctor backends` there", facts)
+    step = fit_step("run `moedoctor backends` there", facts)
     assert step == "run `moedoctor backends --sm 12.0 --release 0.33.0` there"
-    assert fitted_step("upgrade", facts) == "upgrade"
+    assert fit_step("upgrade", facts) == "upgrade"
 
 
 def test_a_release_before_the_oldest_is_not_called_unaffected() -> None:

@@ -108,19 +108,19 @@ def test_a_word_of_every_line_does_not_hide_what_another_word_shows(monkeypatch:
 
 def test_an_account_wakes_with_the_bytes_read() -> None:
     account = log_text.Account(b"moe", first=100, bytes_each=1_000)
-    assert account.awake(0)
+    assert account.is_awake(0)
     account.spend(100)
-    assert not account.awake(0)
-    assert not account.awake(24_000)
-    assert account.awake(26_000)
+    assert not account.is_awake(0)
+    assert not account.is_awake(24_000)
+    assert account.is_awake(26_000)
     account.spend(20)
-    assert account.awake(26_000), "what is left is spent before it sleeps again"
+    assert account.is_awake(26_000), "what is left is spent before it sleeps again"
 
 
 def test_which_lines_hold_a_word() -> None:
     account = log_text.Account(b"moe", first=100, bytes_each=1_000)
-    assert log_text.lines_holding(b"moe moe\nx\n\nsome moe\nmo\ne", account) == [0, 3]
-    assert log_text.lines_holding(b"", account) == []
+    assert log_text.find_lines(b"moe moe\nx\n\nsome moe\nmo\ne", account) == [0, 3]
+    assert log_text.find_lines(b"", account) == []
 
 
 def test_a_long_line_is_looked_at_in_pieces_and_keeps_its_number() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.triage.signatures import Clue, clues, clues_in, signatures
+from moedoctor.diagnose.triage.signatures import Clue, find_clues, load_clues, load_signatures
 from moedoctor.diagnose.triage.triage import triage
 from moedoctor.entries import entries
 from tests.diagnose.triage.threads_of_tests import Thread, threads
@@ -39,36 +39,40 @@ def test_each_failure_has_texts_about_it_and_lookalikes() -> None:
 
 
 def test_each_failure_has_a_signature_a_name_and_a_next_step() -> None:
-    ids = {signature.id for signature in signatures()}
+    ids = {signature.id for signature in load_signatures()}
     assert ids == set(entries()) == {f"MD{number:03d}" for number in range(1, 21)}
 
 
 def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:
-    groups = [(*signature.shows, *signature.unless, *signature.unless_near) for signature in signatures()]
-    groups += [group for signature in signatures() for group in (*signature.near, *signature.anywhere)]
-    groups += [evidence.names for signature in signatures() for evidence in signature.evidence]
+    groups = [
+        (*signature.shows, *signature.unless, *signature.unless_near) for signature in load_signatures()
+    ]
+    groups += [group for signature in load_signatures() for group in (*signature.near, *signature.anywhere)]
+    groups += [evidence.names for signature in load_signatures() for evidence in signature.evidence]
     named = {name for group in groups for name in group}
-    assert named - clues().keys() == set()
-    assert clues().keys() - named - {"foreign", "vllm"} == set()
+    assert named - load_clues().keys() == set()
+    assert load_clues().keys() - named - {"foreign", "vllm"} == set()
 
 
 def test_confidences_are_shares_and_evidence_moves_them() -> None:
-    assert all(0.05 < signature.confidence < 1 for signature in signatures())
-    factors = [evidence.factor for signature in signatures() for evidence in signature.evidence]
+    assert all(0.05 < signature.confidence < 1 for signature in load_signatures())
+    factors = [evidence.factor for signature in load_signatures() for evidence in signature.evidence]
     assert all(factor > 0 and factor != 1 for factor in factors)
 
 
 def test_what_a_piece_of_evidence_says_is_a_clause() -> None:
-    names = {name for signature in signatures() for evidence in signature.evidence for name in evidence.names}
-    assert {name for name in names if not clues()[name].says} == set()
+    names = {
+        name for signature in load_signatures() for evidence in signature.evidence for name in evidence.names
+    }
+    assert {name for name in names if not load_clues()[name].says} == set()
 
 
 def test_repetitions_in_patterns_are_bounded() -> None:
     unbounded = re.compile(r"(?<!\\)(?:[*+]|\{\d+,\})(?![^\[]*\])")
-    assert {clue.name: clue.pattern for clue in clues().values() if unbounded.search(clue.pattern)} == {}
+    assert {clue.name: clue.pattern for clue in load_clues().values() if unbounded.search(clue.pattern)} == {}
 
 
-@pytest.mark.parametrize("clue", clues().values(), ids=lambda clue: clue.name)
+@pytest.mark.parametrize("clue", load_clues().values(), ids=lambda clue: clue.name)
 def test_needles_start_with_the_text_of_a_clue(clue: Clue) -> None:
     """In every line of the labelled texts, the index of words finds each clue that matches."""
     if clue.cased:
@@ -77,12 +81,12 @@ def test_needles_start_with_the_text_of_a_clue(clue: Clue) -> None:
     for thread in THREADS:
         for line in thread.text.lower().splitlines():
             if pattern.search(line):
-                assert clue in clues_in(line), line
+                assert clue in find_clues(line), line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "clue", [clue for clue in clues().values() if not clue.cased], ids=lambda clue: clue.name
+    "clue", [clue for clue in load_clues().values() if not clue.cased], ids=lambda clue: clue.name
 )
 def test_the_alternatives_of_a_pattern_have_needles(clue: Clue) -> None:
     """Of texts made from a pattern nearly all have a needle. Some join words that no text joins."""
@@ -98,7 +102,7 @@ def test_the_alternatives_of_a_pattern_have_needles(clue: Clue) -> None:
     @given(st.from_regex(_GAP.sub(" ", clue.pattern), fullmatch=True, alphabet=_WRITTEN))
     def read(text: str) -> None:
         if re.search(clue.pattern, text):
-            held.append((text, clue in clues_in(text)))
+            held.append((text, clue in find_clues(text)))
 
     read()
     without = [text for text, has_needle in held if not has_needle]

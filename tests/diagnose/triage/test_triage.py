@@ -360,7 +360,7 @@ def test_no_more_is_kept_of_a_clue_than_needed() -> None:
     notes = triage_module._Notes()
     for line in range(10_000):
         notes.add(line, "x")
-    assert len(notes.lines()) == 2_500
+    assert len(notes.list_lines()) == 2_500
     assert len(notes.excerpts) == 40
 
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import pytest
 
 from moedoctor.diagnose.settings.flags import read_flags
-from moedoctor.diagnose.settings.tables import vllm_flags, vllm_variables
+from moedoctor.diagnose.settings.tables import load_vllm_flags, load_vllm_variables
 from tests.real_vllm import ask_child
 
 CODE = """
@@ -31,7 +31,7 @@ print("ANSWER " + json.dumps([flags, list(importlib.import_module("vllm.envs").e
 def answer() -> tuple[str, dict[str, list[str]], list[str]]:
     """Return (release, flags with their choices, variables) of the installed vLLM."""
     release = importlib.metadata.version("vllm").partition("+")[0]
-    if release not in vllm_flags().releases:
+    if release not in load_vllm_flags().releases:
         pytest.skip(f"vllm {release} is not in the tables")
     (flags, variables), _ = ask_child(CODE)
     return release, flags, variables
@@ -40,7 +40,7 @@ def answer() -> tuple[str, dict[str, list[str]], list[str]]:
 @pytest.mark.upstream
 def test_every_flag_of_the_real_parser_is_known(answer: tuple[str, dict[str, list[str]], list[str]]) -> None:
     release, flags, _ = answer
-    known = vllm_flags().at(release)
+    known = load_vllm_flags().list_at(release)
     derived = ("--no-", "--disable-", "--enable-", "--help")  # switches come with their opposites
     assert {name for name in flags if name not in known and not name.startswith(derived)} == set()
     assert all(row.name for row in read_flags([name for name in flags if name != "--help"], release))
@@ -52,7 +52,7 @@ def test_the_choices_are_those_of_the_real_parser(
     answer: tuple[str, dict[str, list[str]], list[str]],
 ) -> None:
     release, flags, _ = answer
-    known = vllm_flags().at(release)
+    known = load_vllm_flags().list_at(release)
     for name in ("--moe-backend", "--all2all-backend", "--linear-backend"):
         if flags.get(name):
             assert set(flags[name]) <= set(known[name].choices), name
@@ -64,5 +64,7 @@ def test_the_variables_are_those_that_it_declares(
     answer: tuple[str, dict[str, list[str]], list[str]],
 ) -> None:
     release, _, variables = answer
-    declared = {name for name, row in vllm_variables().at(release).items() if row.kind != "elsewhere"}
+    declared = {
+        name for name, row in load_vllm_variables().list_at(release).items() if row.kind != "elsewhere"
+    }
     assert declared == set(variables)

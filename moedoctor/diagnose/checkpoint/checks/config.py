@@ -19,12 +19,12 @@ def check_algo(checked: Lint) -> None:
     for declared in checked.declared:
         file, scheme = declared.file, declared.scheme
         if declared.method is None or declared.method not in METHODS:
-            key = "quant_method" if file.line_of("quant_method") else "quant_algo"
+            key = "quant_method" if file.find_line("quant_method") else "quant_algo"
             checked.add("quant_algo_unknown", "quant_method", file.name, declared.method, file, key)
         elif declared.method.startswith("modelopt") and (declared.algo is None or declared.algo not in ALGOS):
             check = "quant_algo_missing" if declared.algo is None else "quant_algo_unknown"
             checked.add(check, "quant_algo", file.name, declared.algo, file, "quant_algo")
-        elif _unknown_groups(declared):
+        elif _has_unknown_groups(declared):
             key = "config_groups"
             checked.add("quant_algo_unknown", key, file.name, declared.algo, file, key)
         elif not declared.judged:
@@ -36,8 +36,8 @@ def check_algo(checked: Lint) -> None:
             _check_layers(checked, declared)
 
 
-def _unknown_groups(declared: Declared) -> bool:
-    """Return whether `config_groups` decides how modules are quantised and has no known scheme."""
+def _has_unknown_groups(declared: Declared) -> bool:
+    """Return True if `config_groups` decides how modules are quantised and has no known scheme."""
     if declared.method != "compressed-tensors" and (
         declared.scheme != "mixed" or declared.rules.layers is not None
     ):
@@ -68,15 +68,15 @@ def _check_layers(checked: Lint, declared: Declared) -> None:
             if listed is not None and listed.scheme in _COMPARED:
                 wrong = f"not quantised, declared {listed.name}"
         else:
-            module_rule = declared.rules.of(module.name)
+            module_rule = declared.rules.find(module.name)
             # Excluded modules that are quantised have their own check.
             if module_rule is not None or not excluded.match(module.name):
-                wrong = _difference(module.kind, module_rule, layers is not None)
+                wrong = _describe_difference(module.kind, module_rule, layers is not None)
         if wrong is not None:
             checked.add("quant_algo_tensors", module.name, module.stored.shard, wrong, file, key)
 
 
-def _difference(kind: str, rule: Rule | None, listed: bool) -> str | None:
+def _describe_difference(kind: str, rule: Rule | None, listed: bool) -> str | None:
     """Return how a quantised module differs from its rule, or None if it does not."""
     if rule is None:
         return f"{kind}, not in quantized_layers" if listed else f"{kind}, a target of no group"
@@ -96,7 +96,7 @@ def check_group_size(checked: Lint) -> None:
         block = module.block
         if block is None:
             continue
-        rules = ((declared.file, declared.rules.of(module.name)) for declared in judged)
+        rules = ((declared.file, declared.rules.find(module.name)) for declared in judged)
         sizes = ((file, rule.group_size) for file, rule in rules if rule is not None and rule.group_size)
         file, size = next(sizes, (None, BLOCK))
         # A damaged tensor of scales does not make a right declaration wrong.
@@ -128,7 +128,7 @@ def check_agreement(checked: Lint) -> None:
     if ours is not None and theirs is not None:
         for module in sorted(ours.keys() | theirs.keys()):
             if ours.get(module) != theirs.get(module):
-                disagree(module, _shown(ours.get(module)), _shown(theirs.get(module)), "quantized_layers")
+                disagree(module, _show(ours.get(module)), _show(theirs.get(module)), "quantized_layers")
     excluded = frozenset(config.excluded)
     for name in sorted(excluded ^ frozenset(hf_quant.excluded)):
         only = config if name in excluded else hf_quant
@@ -136,7 +136,7 @@ def check_agreement(checked: Lint) -> None:
         checked.add("config_disagrees", name, only.file.name, value, only.file, only.exclude_key)
 
 
-def _shown(rule: Rule | None) -> str:
+def _show(rule: Rule | None) -> str:
     if rule is None:
         return "not listed"
     return f"{rule.name}{'' if rule.group_size is None else f' in groups of {rule.group_size}'}"
@@ -163,7 +163,7 @@ def check_excluded(checked: Lint) -> None:
             and not excluded
             and module.is_projection
             and len(weight.shape) == 2
-            and declared.rules.of(name) not in (None, UNCLEAR)
+            and declared.rules.find(name) not in (None, UNCLEAR)
         ):
             checked.add("unquantised_not_excluded", name, weight.shard, weight.dtype, file, key)
 
@@ -183,7 +183,7 @@ def check_kv(checked: Lint) -> None:
             # k_scale may be at k_proj, at the attention module or at an `attn` below it.
             for owner in (name, head):
                 scaled.setdefault(owner, set()).add(part)
-    key = "kv_cache_quant_algo" if declared.file.line_of("kv_cache_quant_algo") else "kv_cache_scheme"
+    key = "kv_cache_quant_algo" if declared.file.find_line("kv_cache_quant_algo") else "kv_cache_scheme"
     for head, shard in sorted(attention.items()):
         scales = scaled.get(head, set())
         if "kv_scale" not in scales and not scales >= {"k_scale", "v_scale"}:

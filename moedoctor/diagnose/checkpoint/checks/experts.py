@@ -9,7 +9,7 @@ from typing import Any
 
 from moedoctor.diagnose.checkpoint.checkpoint import INDEX, Checkpoint
 from moedoctor.diagnose.checkpoint.findings import Lint
-from moedoctor.diagnose.checkpoint.modules import whole_number
+from moedoctor.diagnose.checkpoint.modules import find_whole_number
 from moedoctor.models.config import dense_layers, layer_kinds
 from moedoctor.models.config_fields import ConfigError, Fields, text_config
 
@@ -58,7 +58,7 @@ def check_experts(checked: Lint) -> None:
     config = text_config(checked.checkpoint.config.value)
     layers: dict[str, Experts] = {}
     shards: dict[str, str] = {}
-    expected = whole_number(config, *_EXPERT_NUMBERS)
+    expected = find_whole_number(config, *_EXPERT_NUMBERS)
     for module in checked.modules.values():
         name, weight = module.expert, module.weight
         if name is not None:
@@ -71,7 +71,7 @@ def check_experts(checked: Lint) -> None:
                 check = "expert_extra" if count > expected else "expert_missing"
                 value = f"{count} experts, {expected} in config.json"
                 checked.add(check, module.name, weight.shard, value)
-    projections = _expected_projections(layers, config)
+    projections = _list_expected_projections(layers, config)
     for layer, experts in layers.items():
         shard = shards[layer]
         count = expected or max(experts) + 1
@@ -101,7 +101,9 @@ def _check_mixed(checked: Lint, layer: str, experts: Experts, shard: str) -> Non
                 checked.add("experts_mixed", f"{layer}.{expert}.{projection}", shard, value)
 
 
-def _expected_projections(layers: Mapping[str, Experts], config: Mapping[str, Any]) -> dict[str, set[str]]:
+def _list_expected_projections(
+    layers: Mapping[str, Experts], config: Mapping[str, Any]
+) -> dict[str, set[str]]:
     """Return the projections that each expert of a layer must have, by layer.
 
     These are all that any expert of the same stack of layers has, and up and down, and gate if the activation
@@ -116,12 +118,12 @@ def _expected_projections(layers: Mapping[str, Experts], config: Mapping[str, An
         for gate, up, down in _FAMILIES:
             # Another family, or gate and up in one tensor, do not need these three.
             if names and names <= {gate, up, down}:
-                names |= {down} if _ungated(config) and len(names - {down}) == 1 else {gate, up, down}
+                names |= {down} if _may_lack_gate(config) and len(names - {down}) == 1 else {gate, up, down}
     return {layer: stacks[_DIGITS.sub("#", layer)] for layer in layers}
 
 
-def _ungated(config: Mapping[str, Any]) -> bool:
-    """Return whether experts may have no gate: a squared ReLU is applied to up alone."""
+def _may_lack_gate(config: Mapping[str, Any]) -> bool:
+    """Return True if experts may have no gate: a squared ReLU is applied to up alone."""
     activation = next((config[key] for key in _ACTIVATIONS if isinstance(config.get(key), str)), "")
     return activation.startswith("relu") or str(config.get("model_type")).startswith("nemotron")
 
@@ -129,20 +131,20 @@ def _ungated(config: Mapping[str, Any]) -> bool:
 def _check_expert_layers(checked: Lint, config: Mapping[str, Any]) -> None:
     """Find layers without any tensor, and layers without the experts that they must have."""
     checkpoint = checked.checkpoint
-    stacks = _stacks(checkpoint)
+    stacks = _group_layers(checkpoint)
     head = max(stacks, key=lambda head: sum(_EXPERTS in parts for parts in stacks[head].values()), default="")
     stack = stacks.get(head, {})
     with_experts = [parts for parts in stack.values() if _EXPERTS in parts]
     if not with_experts:
         return
-    numbers = [number for key in _LAYER_NUMBERS if (number := whole_number(config, key)) is not None]
+    numbers = [number for key in _LAYER_NUMBERS if (number := find_whole_number(config, key)) is not None]
     # Layers after these are for the prediction of several tokens; exporters keep them or leave them out.
     count = min(_MOST_LAYERS, min(numbers, default=max(stack) + 1))
     if min(stack) >= count:  # a draft model: only those layers
         return
     source = INDEX if checkpoint.index is not None else next(iter(checkpoint.tensors.values())).shard
     alike = set[str]().union(*with_experts)
-    dense = _dense(config)
+    dense = _find_dense_layers(config)
     for layer in range(count):
         name, parts = f"{head}.{layer}", stack.get(layer)
         if parts is None:
@@ -158,7 +160,7 @@ def _check_expert_layers(checked: Lint, config: Mapping[str, Any]) -> None:
             checked.add("expert_missing", name, source, "neither experts nor a dense layer in their place")
 
 
-def _stacks(checkpoint: Checkpoint) -> dict[str, dict[int, set[str]]]:
+def _group_layers(checkpoint: Checkpoint) -> dict[str, dict[int, set[str]]]:
     """Return name of a stack of layers -> layer -> its modules; all experts are one module.
 
     Names of the index count too: a missing shard has its own finding.
@@ -173,15 +175,15 @@ def _stacks(checkpoint: Checkpoint) -> dict[str, dict[int, set[str]]]:
 
 
 def _routes(checkpoint: Checkpoint, config: Mapping[str, Any], layer: str, module: str) -> bool:
-    """Return whether a module is the router of experts: its weight has a row for each of them."""
+    """Return True if a module is the router of experts: its weight has a row for each of them."""
     names = module.split(".")
     if "router" not in names and (names[-1] != "gate" or "attn" in module):
         return False
     info = checkpoint.tensors.get(f"{layer}.{module}.weight")
-    return info is not None and info.shape[:1] == (whole_number(config, *_EXPERT_NUMBERS),)
+    return info is not None and info.shape[:1] == (find_whole_number(config, *_EXPERT_NUMBERS),)
 
 
-def _dense(config: Mapping[str, Any]) -> frozenset[int] | None:
+def _find_dense_layers(config: Mapping[str, Any]) -> frozenset[int] | None:
     """Return the layers with a dense MLP by config.json, or None if that is not clear."""
     fields = Fields(config, "config.json")
     if "block_configs" in fields:  # each layer has its own parts

@@ -43,19 +43,19 @@ Singles = dict[str, dict[str, _Scale]]
 
 def check_values(checked: Lint) -> None:
     """Read the scales. Find those that are zero, NaN, negative, subnormal, or that differ too much."""
-    scales = sorted(_scales(checked.modules), key=lambda item: (item[2].shard, item[2].start))
+    scales = sorted(_list_scales(checked.modules), key=lambda item: (item[2].shard, item[2].start))
     total = sum(info.size for _, _, info in scales if info.dtype == "F8_E4M3")
     whole, total_read = total <= FULL_BYTES, 0
     singles: Singles = {}
     weights: list[_Scale] = []
     with Reader(checked.checkpoint.folder) as reader:
         for module, part, info in scales:
-            name = module.tensor(part)
+            name = module.name_tensor(part)
             if info.dtype == "F8_E4M3":
                 most, read = _check_block_scales(checked, reader, name, module, info, whole)
                 total_read += read
             elif info.dtype in _READABLE and 0 < info.elements <= _MOST_VALUES:
-                values = reader.floats(info)
+                values = reader.read_floats(info)
                 _check_floats(checked, name, part, info, values)
                 most = max(values)
                 if len(values) == 1:
@@ -70,7 +70,7 @@ def check_values(checked: Lint) -> None:
     _check_spread(checked, singles, weights)
 
 
-def _scales(modules: Mapping[str, Module]) -> Iterator[tuple[Module, str, TensorInfo]]:
+def _list_scales(modules: Mapping[str, Module]) -> Iterator[tuple[Module, str, TensorInfo]]:
     for module in modules.values():
         for part, info in module.parts.items():
             if part.endswith(("scale", "scale_2", "scale_inv")):
@@ -81,13 +81,13 @@ def _check_block_scales(
     checked: Lint, reader: Reader, name: str, module: Module, info: TensorInfo, whole: bool
 ) -> tuple[float, int]:
     """Check one tensor of block scales. Return its largest scale and how many were read."""
-    counts = reader.block_scales(info, whole)
+    counts = reader.count_block_scales(info, whole)
     if counts.nan:
         checked.add("scale_nan", name, info.shard, f"{counts.nan} of {counts.read} are NaN")
     if counts.negative:
         checked.add("scale_negative", name, info.shard, f"{counts.negative} of {counts.read} are negative")
     if counts.zero and module.weight is not None:
-        lost = reader.zero_blocks(info, module.weight, whole)
+        lost = reader.count_zero_blocks(info, module.weight, whole)
         if lost:
             value = f"{counts.zero} of {counts.read} are 0, {lost} or more of them over weights that are not"
             checked.add("scale_zero", name, info.shard, value)
@@ -127,11 +127,11 @@ def check_input_scales(checked: Lint) -> None:
     for module in checked.modules.values():
         if module.kind not in ("nvfp4", "fp8") or any(part in module.parts for part in INPUT_SCALES):
             continue
-        rules = filter(None, (declared.rules.of(module.name) for declared in checked.declared))
+        rules = filter(None, (declared.rules.find(module.name) for declared in checked.declared))
         if any(rule.static_inputs and rule.scheme == module.kind for rule in rules):
             part = "input_global_scale" if "weight_packed" in module.parts else "input_scale"
             shard = module.stored.shard
-            checked.add("input_scale_missing", module.tensor(part), shard, "not in the checkpoint")
+            checked.add("input_scale_missing", module.name_tensor(part), shard, "not in the checkpoint")
 
 
 def _check_pairs(checked: Lint, singles: Singles) -> None:
@@ -172,7 +172,7 @@ def _check_spread(checked: Lint, singles: Singles, weights: Sequence[_Scale]) ->
                 groups.setdefault((expert.layer, expert.projection), []).append(scale)
         limit = _INPUT_SPREAD if part in INPUT_SCALES else _SPREAD
         for (layer, _), group in groups.items():
-            least, most = min(group, key=_size), max(group, key=_size)
+            least, most = min(group, key=_rank), max(group, key=_rank)
             if most.value > limit * least.value:
                 shown = f"{least.value:g}, and {most.value:g} in {most.module.name}"
                 checked.add("scale_spread", f"{least.module.name}.{part}", least.shard, shown)
@@ -180,21 +180,21 @@ def _check_spread(checked: Lint, singles: Singles, weights: Sequence[_Scale]) ->
                     reported.add(layer)
     layers: dict[str, list[_Scale]] = {}
     for scale in weights:
-        expert, largest = scale.module.expert, _largest_weight(scale, singles)
+        expert, largest = scale.module.expert, _bound_weight(scale, singles)
         if expert is not None and largest is not None and expert.layer not in reported:
             layers.setdefault(expert.layer, []).append(replace(scale, value=largest))
     for scales in layers.values():
-        least, most = min(scales, key=_size), max(scales, key=_size)
+        least, most = min(scales, key=_rank), max(scales, key=_rank)
         if most.value > _SPREAD * least.value:
             shown = f"largest weight by its scales {least.value:g}, and {most.value:g} in {most.tensor}"
             checked.add("scale_spread", least.tensor, least.shard, shown)
 
 
-def _size(scale: _Scale) -> tuple[float, str]:
+def _rank(scale: _Scale) -> tuple[float, str]:
     return scale.value, scale.tensor
 
 
-def _largest_weight(scale: _Scale, singles: Singles) -> float | None:
+def _bound_weight(scale: _Scale, singles: Singles) -> float | None:
     """Return the largest weight that a module's scales allow.
 
     None if another check reports them: they are zero, NaN, negative or subnormal.
@@ -203,12 +203,12 @@ def _largest_weight(scale: _Scale, singles: Singles) -> float | None:
     if kind not in _LARGEST_CODE or (kind == "nvfp4" and scale.value < SMALLEST_NORMAL):
         return None
     if kind == "nvfp4":
-        global_scale = _global_scale(scale.module.name, singles)
+        global_scale = _find_global_scale(scale.module.name, singles)
     weight = _LARGEST_CODE[kind] * scale.value * global_scale
     return weight if min(scale.value, global_scale) >= SMALLEST_NORMAL_F32 and weight < math.inf else None
 
 
-def _global_scale(module: str, singles: Singles) -> float:
+def _find_global_scale(module: str, singles: Singles) -> float:
     """Return the factor of a module's block scales, or NaN if there is none."""
     if scale := singles.get("weight_scale_2", {}).get(module):
         return scale.value

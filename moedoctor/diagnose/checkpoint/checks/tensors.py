@@ -12,7 +12,7 @@ from moedoctor.diagnose.checkpoint.modules import (
     PAIRS,
     SCALES,
     Module,
-    whole_number,
+    find_whole_number,
 )
 from moedoctor.diagnose.checkpoint.quantization import Rule
 from moedoctor.diagnose.checkpoint.safetensors_header import TensorInfo
@@ -30,17 +30,17 @@ def check_parts(checked: Lint) -> None:
         if module.kind is None:
             for part in sorted(SCALES & module.parts.keys()):
                 shard = module.parts[part].shard
-                checked.add("weight_missing", module.tensor(part), shard, "no weight beside it")
+                checked.add("weight_missing", module.name_tensor(part), shard, "no weight beside it")
         elif module.weight is None:
             continue
-        elif module.kind == "nvfp4" and not _packed_integers(module, checked.rule(module)):
+        elif module.kind == "nvfp4" and not _holds_integers(module, checked.find_rule(module)):
             _check_nvfp4(checked, module, module.weight)
         elif module.kind == "fp8":
             _check_fp8(checked, module, module.weight)
 
 
-def _packed_integers(module: Module, rule: Rule | None) -> bool:
-    """Return whether the bytes of a weight are integers: ModelOpt's AWQ has two in a byte as well."""
+def _holds_integers(module: Module, rule: Rule | None) -> bool:
+    """Return True if the bytes of a weight are integers: ModelOpt's AWQ has two in a byte as well."""
     scales = module.parts.get("weight_scale")
     return rule is not None and rule.scheme == "int" and (scales is None or scales.dtype != "F8_E4M3")
 
@@ -49,9 +49,9 @@ def _check_nvfp4(checked: Lint, module: Module, weight: TensorInfo) -> None:
     global_scale = "weight_global_scale" if "weight_packed" in module.parts else "weight_scale_2"
     for part in ("weight_scale", global_scale):
         if part not in module.parts:
-            checked.add("scale_missing", module.tensor(part), weight.shard, "not in the checkpoint")
+            checked.add("scale_missing", module.name_tensor(part), weight.shard, "not in the checkpoint")
     for part in ("weight_scale", *GLOBAL_SCALES, *INPUT_SCALES):
-        info, name = module.parts.get(part), module.tensor(part)
+        info, name = module.parts.get(part), module.name_tensor(part)
         if info is None:
             continue
         dtype = "F8_E4M3" if part == "weight_scale" else "F32"
@@ -65,21 +65,21 @@ def _check_nvfp4(checked: Lint, module: Module, weight: TensorInfo) -> None:
         # A byte of U8 holds two weights; the shape of an F4 tensor counts weights.
         per_element = 2 if weight.dtype == "U8" else 1
         expected = (*weight.shape[:-1], weight.shape[-1] * per_element // BLOCK) if weight.shape else ()
-        if info.shape not in (expected, _transposed(weight.shape, per_element)):
+        if info.shape not in (expected, _transpose_scales(weight.shape, per_element)):
             value = f"{list(info.shape)}, expected {list(expected)}"
             checked.add("shape_mismatch", name, info.shard, value)
 
 
-def _transposed(shape: tuple[int, ...], per_element: int) -> tuple[int, ...] | None:
+def _transpose_scales(shape: tuple[int, ...], per_element: int) -> tuple[int, ...] | None:
     """Return the shape of the scales of experts that are stored as [experts, K, N], as in Llama 4."""
     return (shape[0], shape[1] * per_element // BLOCK, shape[2]) if len(shape) == 3 else None
 
 
 def _check_fp8(checked: Lint, module: Module, weight: TensorInfo) -> None:
-    parts, rule = module.parts, checked.rule(module)
+    parts, rule = module.parts, checked.find_rule(module)
     inverse = parts.get("weight_scale_inv")
     scales = inverse or parts.get("weight_scale") or parts.get("scale_inv") or parts.get("scale")
-    name = module.tensor("weight_scale")
+    name = module.name_tensor("weight_scale")
     if scales is None:
         checked.add("scale_missing", name, weight.shard, "not in the checkpoint")
         return
@@ -92,7 +92,7 @@ def _check_fp8(checked: Lint, module: Module, weight: TensorInfo) -> None:
         expected = [-(-size // unit) for size, unit in zip(weight.shape, block or (1, 1), strict=True)]
         if block is not None and list(inverse.shape) != expected:
             value = f"{list(inverse.shape)}, expected {expected}"
-            checked.add("shape_mismatch", module.tensor("weight_scale_inv"), inverse.shard, value)
+            checked.add("shape_mismatch", module.name_tensor("weight_scale_inv"), inverse.shard, value)
     # MXFP8 has a scale for each 32 values.
     elif scales.elements not in (1, weight.shape[0]) and scales.dtype not in ("F8_E8M0", "U8"):
         value = f"{list(scales.shape)}, expected one value or one for each of {weight.shape[0]} rows"
@@ -104,7 +104,7 @@ def check_shapes(checked: Lint) -> None:
 
     Only TP sizes that the attention heads allow are tried.
     """
-    heads = whole_number(text_config(checked.checkpoint.config.value), "num_attention_heads")
+    heads = find_whole_number(text_config(checked.checkpoint.config.value), "num_attention_heads")
     tp_sizes = [tp for tp in TP_SIZES if (heads % tp == 0 if heads else tp in _USUAL)]
     checked_shapes: set[tuple[str, str, tuple[int, int]]] = set()
     for module in checked.modules.values():
@@ -121,18 +121,20 @@ def check_shapes(checked: Lint) -> None:
         if kind == "nvfp4" and shape[1] % BLOCK:
             value = f"{shape[1]} columns are no multiple of {BLOCK}"
             checked.add("block_incomplete", module.name, weight.shard, value)
-        elif wrong := _does_not_tile(projection, shape, _units(kind, checked.rule(module)), tp_sizes):
+        elif wrong := _find_untiled(
+            projection, shape, _find_units(kind, checked.find_rule(module)), tp_sizes
+        ):
             checked.add("does_not_tile", module.name, weight.shard, wrong)
 
 
-def _units(kind: str, rule: Rule | None) -> tuple[int, int]:
+def _find_units(kind: str, rule: Rule | None) -> tuple[int, int]:
     """Return the rows and columns that must stay together, since they share a scale."""
     if kind == "nvfp4":
         return 1, BLOCK
     return rule.block if kind == "fp8" and rule is not None and rule.block is not None else (1, 1)
 
 
-def _does_not_tile(
+def _find_untiled(
     projection: str, shape: tuple[int, int], units: tuple[int, int], tp_sizes: Sequence[int]
 ) -> str | None:
     """Return for which TP sizes a weight cannot be cut, or None.
