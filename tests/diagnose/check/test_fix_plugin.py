@@ -101,7 +101,7 @@ def test_every_fix_and_trace_is_told_for_a_release(monkeypatch: pytest.MonkeyPat
         "reports": [],
         "reason": "",
     }
-    monkeypatch.setattr(fix_plugin, "evidence", dict)
+    monkeypatch.setattr(fix_plugin, "load_evidence", dict)
     untried = fix_plugin.describe_extensions("0.18.1")
     assert (untried["offload"]["basis"], untried["nan"]["basis"]) == ("not tried", "refused")
     assert untried["nan"]["reason"]
