@@ -20,8 +20,7 @@ from tests.interpreted import run_check
     [
         pytest.param("stateful many_ids packed packed_exponents mapped early", marks=pytest.mark.slow),
         pytest.param("forward grouped overlapping", marks=pytest.mark.slow),
-        "wrong_ids",
-        "padding",
+        "wrong_ids padding",
         pytest.param("one_expert_or_slot", marks=pytest.mark.slow),
     ],
 )

@@ -22,8 +22,8 @@ WATCH = ("watch", "watch three")
 
 @pytest.mark.parametrize(
     "names",
-    [pytest.param(IDS, marks=pytest.mark.slow), DEDUPLICATE, WATCH],
-    ids=["ids", "deduplicate", "watch"],
+    [pytest.param(IDS, marks=pytest.mark.slow), (*DEDUPLICATE, *WATCH)],
+    ids=["ids", "deduplicate and watch"],
 )
 def test_interpreted(names: tuple[str, ...]) -> None:
     run_check("id_and_watch_calls.py", *names)

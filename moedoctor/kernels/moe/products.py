@@ -43,25 +43,22 @@ def _slot_tile(
     end: tl.tensor,
     slot: tl.tensor,
     column: tl.tensor,
-    a_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    order_ptr: tl.tensor,
-    out_ptr: tl.tensor,
+    pointers: tl.tuple,
     top_k: tl.tensor,
     width: tl.constexpr,
     depth: tl.constexpr,
-    activation: tl.constexpr,
-    second: tl.constexpr,
-    has_scale: tl.constexpr,
-    has_bias: tl.constexpr,
+    kind: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     wide: tl.constexpr,
 ) -> None:
     """Compute BLOCK_M rows from `row` on, if before `end`, and the columns `column` [N] of `slot_product`."""
+    a_ptr, weight_ptr, scale_ptr, bias_ptr, order_ptr, out_ptr = pointers
+    activation: tl.constexpr = kind[0]
+    second: tl.constexpr = kind[1]
+    has_scale: tl.constexpr = kind[2]
+    has_bias: tl.constexpr = kind[3]
     gated: tl.constexpr = activation != "relu2" and activation != "none"
     height: tl.constexpr = 2 * width if gated else width
     present = (column < width) | (width % BLOCK_N == 0)  # [N]
@@ -137,54 +134,16 @@ def slot_product(
     row, end = rows_of(slot, experts_ptr, ends_ptr, num_experts, mapped)
     row += part % splits * TALL_M
     column = part // splits * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    pointers = (a_ptr, weight_ptr, scale_ptr, bias_ptr, order_ptr, out_ptr)
+    kind: tl.constexpr = (activation, second, has_scale, has_bias)
     while row < end:
         if TALL_M > BLOCK_M and end - row > BLOCK_M:
             _slot_tile(
-                row,
-                end,
-                slot,
-                column,
-                a_ptr,
-                weight_ptr,
-                scale_ptr,
-                bias_ptr,
-                order_ptr,
-                out_ptr,
-                top_k,
-                width,
-                depth,
-                activation,
-                second,
-                has_scale,
-                has_bias,
-                TALL_M,
-                BLOCK_N,
-                BLOCK_K,
-                wide,
+                row, end, slot, column, pointers, top_k, width, depth, kind, TALL_M, BLOCK_N, BLOCK_K, wide
             )
         else:
             _slot_tile(
-                row,
-                end,
-                slot,
-                column,
-                a_ptr,
-                weight_ptr,
-                scale_ptr,
-                bias_ptr,
-                order_ptr,
-                out_ptr,
-                top_k,
-                width,
-                depth,
-                activation,
-                second,
-                has_scale,
-                has_bias,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                wide,
+                row, end, slot, column, pointers, top_k, width, depth, kind, BLOCK_M, BLOCK_N, BLOCK_K, wide
             )
         row += TALL_M * splits
 
@@ -287,10 +246,7 @@ def _plain_step(
 def _fp8_step(
     total: tl.tensor,
     values: tl.tensor,
-    weight_ptr: tl.tensor,
-    scale_at: tl.tensor,
-    rows: tl.tensor,
-    present: tl.tensor,
+    weight: tl.tuple,
     start: tl.tensor,
     depth: tl.constexpr,
     scale_columns: tl.constexpr,
@@ -300,9 +256,10 @@ def _fp8_step(
 ) -> tl.tensor:
     """As `_plain_step` with E4M3 weights, four in a word of int32.
 
-    `scale_at` [N] points to the first scale of each row. A scale is for `scale_columns` columns of the
-    weight. If those are all, the scale is applied at the end.
+    `weight`: its pointer, rows [N], which are present [N], and `scale_at` [N], pointers to the first scale of
+    each row. A scale is for `scale_columns` columns of the weight. If those are all, it comes last.
     """
+    weight_ptr, rows, present, scale_at = weight
     word = start // 4 + tl.arange(0, BLOCK_K // 4)  # [W]
     inside = present[:, None] & (word < depth // 4)[None, :]  # [N, W]
     place = rows[:, None] * (depth // 4) + word[None, :]  # [N, W]
@@ -317,8 +274,8 @@ def _fp8_step(
         even_values, odd_values = tl.split(tl.reshape(values, (values.shape[0], BLOCK_K // 2, 2)))
         added = _block_dot(odd, odd_values, _block_dot(even, even_values, added, wide), wide)
     else:  # tensor cores take no fewer than 16 columns
-        weight = tl.reshape(tl.join(even, odd), (words.shape[0], BLOCK_K))  # [N, BLOCK_K]
-        added = _block_dot(weight, values, added, wide)
+        joined = tl.reshape(tl.join(even, odd), (words.shape[0], BLOCK_K))  # [N, BLOCK_K]
+        added = _block_dot(joined, values, added, wide)
     if not at_end:
         scale = tl.load(scale_at + start // scale_columns, mask=present, other=0.0)  # [N]
         added = total + added * scale[:, None]
@@ -444,35 +401,11 @@ def block_product(
             k = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
             values = tl.load(a_row + k[None, :], mask=inside[:, None] & (k < depth)[None, :], other=0.0)
             if quantization == "fp8":
-                total = _fp8_step(
-                    total,
-                    values,
-                    weight_ptr,
-                    scale_at,
-                    weight_row,
-                    present,
-                    start,
-                    depth,
-                    scale_columns,
-                    BLOCK_K,
-                    wide,
-                    hopper,
-                )
+                weight = (weight_ptr, weight_row, present, scale_at)
+                total = _fp8_step(total, values, weight, start, depth, scale_columns, BLOCK_K, wide, hopper)
                 if gated:
-                    up = _fp8_step(
-                        up,
-                        values,
-                        weight_ptr,
-                        up_at,
-                        up_row,
-                        present,
-                        start,
-                        depth,
-                        scale_columns,
-                        BLOCK_K,
-                        wide,
-                        hopper,
-                    )
+                    weight = (weight_ptr, up_row, present, up_at)
+                    up = _fp8_step(up, values, weight, start, depth, scale_columns, BLOCK_K, wide, hopper)
             else:
                 total = _plain_step(
                     total, values, weight_ptr, weight_row, present, start, depth, BLOCK_K, wide
