@@ -43,7 +43,7 @@ PARTS = ("x", "output", "ids", "weights", "logits")
 
 
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 7))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def check_rows_with_nan(seed: int, layers: int, rows: int) -> None:
     """The first layer with NaN that its input has not owns the record, and only rows that are no padding."""
     chance = random.Random(seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -78,16 +77,28 @@ def test_what_cannot_be_compared_has_a_reason_and_the_process_goes_on(
     assert judge.is_right(call) is True
 
 
-def test_a_folder_without_weights_has_a_reason(tmp_path: Path, call: Capsule) -> None:
-    judge = CallJudge(tmp_path)
-    with pytest.raises(CapsuleError, match="has no safetensors files"):
-        judge.is_right(call)
-    judge.close()
-    judge.close()
+def test_the_process_gives_way_and_is_in_a_session_of_its_own(judge: CallJudge, call: Capsule) -> None:
+    judge.is_right(call)
+    child = judge._child
+    assert child is not None
+    assert os.getpriority(os.PRIO_PROCESS, child.pid) >= min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
+    assert os.getsid(child.pid) == child.pid != os.getsid(0)
 
 
-def test_a_process_that_died_is_said_and_none_is_left(checkpoint: Path, call: Capsule) -> None:
-    judge = CallJudge(checkpoint)
+def test_a_process_that_hangs_or_dies_is_said_and_the_next_call_starts_another(
+    judge: CallJudge, call: Capsule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that hangs does not even read a long call, because the pipe holds little."""
+    assert judge.is_right(call)
+    child = judge._child
+    assert child is not None
+    child.send_signal(signal.SIGSTOP)
+    long = {name: tensor[:1].expand(600, -1) for name, tensor in call.tensors.items() if tensor.dim() == 2}
+    monkeypatch.setattr(judge, "_seconds", 0.2)
+    with pytest.raises(CapsuleError, match=r"gave no answer within 0\.2 s"):
+        judge.is_right(replace(call, tensors={**call.tensors, **long}))
+    monkeypatch.undo()
+    assert child.returncode == -signal.SIGKILL
     assert judge.is_right(call)
     child = judge._child
     assert child is not None
@@ -95,39 +106,19 @@ def test_a_process_that_died_is_said_and_none_is_left(checkpoint: Path, call: Ca
     with pytest.raises(CapsuleError, match="the process that compares calls ended with -9"):
         judge.is_right(call)
     assert judge._child is None
-    assert judge.is_right(call), "the next call starts another one"
-    child = judge._child
-    assert child is not None
-    assert child.stdin is not None
-    child.stdin.close()  # what the end of an engine does
-    until = time.monotonic() + 20
-    while child.poll() is None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert child.poll() == 0
     judge.close()
 
 
-@pytest.mark.parametrize("tokens", [3, 600])
-def test_a_process_that_hangs_is_given_up_and_ended(checkpoint: Path, call: Capsule, tokens: int) -> None:
-    """Also if it does not even read the call, because the pipe holds little."""
+def test_the_process_ends_with_its_input(checkpoint: Path) -> None:
+    """As at the end of an engine."""
     judge = CallJudge(checkpoint)
-    assert judge.is_right(call)
+    judge.start()
     child = judge._child
     assert child is not None
-    judge._seconds = 0.2
-    child.send_signal(signal.SIGSTOP)
-    long = {name: tensor[:1].expand(tokens, -1) for name, tensor in call.tensors.items() if tensor.dim() == 2}
-    with pytest.raises(CapsuleError, match=r"compares calls gave no answer within 0\.2 s"):
-        judge.is_right(replace(call, tensors={**call.tensors, **long}))
-    assert child.returncode == -signal.SIGKILL
-
-
-def test_the_process_gives_way_and_is_in_a_session_of_its_own(judge: CallJudge, call: Capsule) -> None:
-    judge.is_right(call)
-    child = judge._child
-    assert child is not None
-    assert os.getpriority(os.PRIO_PROCESS, child.pid) >= min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
-    assert os.getsid(child.pid) == child.pid != os.getsid(0)
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait(60) == 0
+    judge.close()
 
 
 def test_a_capsule_is_the_same_after_its_bytes(call: Capsule) -> None:

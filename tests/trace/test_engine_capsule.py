@@ -10,22 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor.diagnose.capsule.replay import replay
+from moedoctor.diagnose.capsule.replay import judge
 from moedoctor.trace.capsule import load
 
 FILE = Path(__file__).parent / "engine_wrong_scale.moecapsule"
 
 
 def test_the_wrong_call_is_found_and_the_expert_is_named() -> None:
-    result = replay(FILE, lambda facts: (), "cpu", seconds=120)
-    assert (result.judged, result.right) == (True, False)
-    assert (result.recorded["wrong_tokens"], result.recorded["cosine_token"]) == (1, 2)
+    result = judge(load(FILE))
+    recorded, diagnosis = result["recorded"], result["diagnosis"]
+    assert (result["judged"], result["right"]) == (True, False)
+    assert (recorded["wrong_tokens"], recorded["cosine_token"]) == (1, 2)
     # Only this token has expert 3, beside expert 7, so that either may be the wrong one.
-    found = (result.diagnosis["explanation"], *result.diagnosis["not_told_apart"])
+    found = (diagnosis["explanation"], *diagnosis["not_told_apart"])
     assert [3] in [explanation["experts"] for explanation in found]
     assert all(explanation["experts"] in ([3], [7]) for explanation in found)
     assert found[0]["cosine"] > 0.9999
-    assert result.diagnosis["runner_up"]["cosine"] < 0.99
+    assert diagnosis["runner_up"]["cosine"] < 0.99
 
 
 def test_what_the_backend_got_shows_the_planted_scale() -> None:
