@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import moedoctor
-from moedoctor.fleet.rows import Place, Row, Status, failed, to_document
+from moedoctor.fleet.rows import Place, Row, Status, make_failed_row, to_document
 from moedoctor.results import to_json
 
 
@@ -45,8 +45,8 @@ def write_answers(folder: Path) -> None:
         Row(Place(f"id-{index // 2}", "", str(index % 2)), Status.ANSWERED, seconds=1.5, report=report)
         for index, report in enumerate(reports)
     ]
-    rows.append(failed(Place("id-6", ""), Status.CANCELLED, "interrupted before it answered"))
-    rows.append(failed(Place("id-7", ""), Status.HUNG, "no answer within 300 s"))
+    rows.append(make_failed_row(Place("id-6", ""), Status.CANCELLED, "interrupted before it answered"))
+    rows.append(make_failed_row(Place("id-7", ""), Status.HUNG, "no answer within 300 s"))
     folder.mkdir(parents=True)
     for index, row in enumerate(rows):
         (folder / f"gpu-{index}.json").write_text(to_json(to_document(row)))

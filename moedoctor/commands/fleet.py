@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -32,8 +33,10 @@ from moedoctor.processes import interrupts
 from moedoctor.text import print_message
 
 if TYPE_CHECKING:
-    from moedoctor.fleet.cluster import Question
+    from moedoctor.fleet.cluster import Node, Question
     from moedoctor.fleet.report import Collector
+    from moedoctor.fleet.rows import Row
+    from moedoctor.fleet.store import Store
 
 _COMMANDS = {"check": check, "run": run, "bench": bench, "audit": audit, "lint": lint}
 _SECONDS = {"run": 3600.0, "bench": 3600.0}
@@ -147,7 +150,11 @@ def fleet(
     Exit code 1 if a node has a finding, gave no answer, or differs in a way that a rule calls wrong.
     """
     from moedoctor.fleet import connection
+    from moedoctor.fleet.cluster import Question, list_nodes, select
+    from moedoctor.fleet.connection import ClusterError
+    from moedoctor.fleet.report import Collector
     from moedoctor.fleet.rows import mask
+    from moedoctor.fleet.store import Store, StoreError
     from moedoctor.processes.streams import leave
     from moedoctor.reporters.pages.fleet import FleetDocument, find_in_fleet, make_fleet_page, summarize
 
@@ -157,28 +164,34 @@ def fleet(
     shown = show_hosts or (output is None and sys.stdout.isatty())
     if sum(folder is not None for folder in (reports, resume, from_reports)) > 1:
         raise InputError("--reports, --resume and --from-reports: expected one of the three")
-    collected, folder = _collector(shown), from_reports
+    collected = Collector(show_hosts=shown)
+    folder = from_reports or resume or reports or _name_new_folder(command)
     if from_reports is not None:
         _take_folder(from_reports, collected)
     else:
-        question = _question(
-            given, per_gpu=per_gpu, idle_only=idle_only, seconds=node_timeout, wait=wait, wheel=runtime_env
+        parity = given == PARITY
+        question = Question(
+            module="moedoctor.fleet.parity" if parity else "moedoctor",
+            arguments=() if parity else (*given, "--format", "json"),
+            seconds=node_timeout or _SECONDS.get(command, _OTHER_SECONDS),
+            per_gpu=per_gpu,
+            idle_only=command in _USES_GPU if idle_only is None else idle_only,
+            wait_seconds=wait,
+            checksums=command in ("check", "run") and not parity,
+            wheel=None if runtime_env is None else _read_wheel(runtime_env),
         )
-        folder = resume or reports or _new_folder(command)
-        _ask(
-            address,
-            texts(nodes),
-            question,
-            given,
-            folder,
-            collected,
-            resume=resume is not None,
-            show_hosts=show_hosts,
-        )
+        about = {"question": [*given, "per", "gpu" if per_gpu else "node"]}
+        opened = partial(Store.create if resume is None else Store.resume, folder, about)
+        with as_input_error(ClusterError, StoreError):
+            # A folder to go on with is checked first; a new one is made when the cluster has answered.
+            store = None if resume is None else opened(show_hosts=show_hosts)
+            with connection.connect(address) as ray:
+                chosen = select(list_nodes(ray), texts(nodes))
+                _ask(ray, chosen, question, store or opened(show_hosts=show_hosts), collected)
     result = collected.report(
         tuple(str(mask(word, "")) for word in given),
         per_gpu=per_gpu,
-        folder=None if folder is None else str(mask(_seen_from(output, folder), "")),
+        folder=str(mask(_relate_folder(folder, output), "")),
         interrupted=interrupts.get_signal() is not None,
     )
     deliver(
@@ -197,17 +210,11 @@ def fleet(
     return leave(code) if connection.is_lost else code
 
 
-def _seen_from(output: Path | None, folder: Path) -> str:
+def _relate_folder(folder: Path, output: Path | None) -> str:
     """Return the folder of the reports relative to a report beside it, so that they can be moved together."""
     if output is None or not folder.resolve().is_relative_to(beside := output.resolve().parent):
         return str(folder)
     return str(folder.resolve().relative_to(beside))
-
-
-def _collector(show_hosts: bool) -> Collector:
-    from moedoctor.fleet.report import Collector
-
-    return Collector(show_hosts=show_hosts)
 
 
 def _check_arguments(given: Sequence[str]) -> None:
@@ -223,43 +230,22 @@ def _check_arguments(given: Sequence[str]) -> None:
     typer.main.get_command(parser).make_context(f"moedoctor fleet {command}", arguments)
 
 
-def _question(
-    given: Sequence[str],
-    *,
-    per_gpu: bool,
-    idle_only: bool | None,
-    seconds: float | None,
-    wait: float,
-    wheel: Path | None,
-) -> Question:
-    from moedoctor.fleet.cluster import Question
+def _read_wheel(wheel: Path) -> bytes:
+    """Return the content of a wheel of moedoctor. Raises InputError for another file."""
+    import zipfile
+
     from moedoctor.text import TextFileError, read_bytes
 
-    command = given[0]
-    parity = tuple(given) == PARITY
-    content = None
-    if wheel is not None:
-        import zipfile
-
-        try:
-            content = read_bytes(wheel, 256 << 20, "a wheel of moedoctor")
-        except TextFileError as error:
-            raise InputError(f"--runtime-env {wheel}: {error.message}") from None
-        if not zipfile.is_zipfile(wheel) or "moedoctor/__init__.py" not in zipfile.ZipFile(wheel).namelist():
-            raise InputError(f"--runtime-env {wheel}: expected a wheel of moedoctor (`pip wheel --no-deps`)")
-    return Question(
-        module="moedoctor.fleet.parity" if parity else "moedoctor",
-        arguments=() if parity else (*given, "--format", "json"),
-        seconds=seconds or _SECONDS.get(command, _OTHER_SECONDS),
-        per_gpu=per_gpu,
-        idle_only=command in _USES_GPU if idle_only is None else idle_only,
-        wait_seconds=wait,
-        checksums=command in ("check", "run") and not parity,
-        wheel=content,
-    )
+    try:
+        content = read_bytes(wheel, 256 << 20, "a wheel of moedoctor")
+    except TextFileError as error:
+        raise InputError(f"--runtime-env {wheel}: {error.message}") from None
+    if not zipfile.is_zipfile(wheel) or "moedoctor/__init__.py" not in zipfile.ZipFile(wheel).namelist():
+        raise InputError(f"--runtime-env {wheel}: expected a wheel of moedoctor (`pip wheel --no-deps`)")
+    return content
 
 
-def _new_folder(command: str) -> Path:
+def _name_new_folder(command: str) -> Path:
     from moedoctor.upstream.releases.wheel import cache_folder
 
     return cache_folder("fleet") / f"{time.strftime('%Y%m%d-%H%M%S')}-{command}-{os.getpid()}"
@@ -277,55 +263,34 @@ def _take_folder(folder: Path, collected: Collector) -> None:
         raise InputError(f"--from-reports {folder}: holds no JSON file; expected one a node")
 
 
-def _ask(
-    address: str,
-    patterns: Sequence[str],
-    question: Question,
-    given: Sequence[str],
-    folder: Path,
-    collected: Collector,
-    *,
-    resume: bool,
-    show_hosts: bool,
-) -> None:
-    """Ask the nodes, and write and collect each answer as it comes. Raises InputError."""
-    from moedoctor.fleet.cluster import ask_nodes, list_nodes, select
-    from moedoctor.fleet.connection import ClusterError, connected
-    from moedoctor.fleet.rows import Row
-    from moedoctor.fleet.store import Store, StoreError
+def _ask(ray: Any, nodes: Sequence[Node], question: Question, store: Store, collected: Collector) -> None:
+    """Ask the nodes that have no answer in `store`, and write and collect each answer as it comes."""
+    from moedoctor.fleet.cluster import ask_nodes
     from moedoctor.processes.files import OutputError
     from moedoctor.processes.streams import report_loss
     from moedoctor.reporters.output import show_progress
 
-    about = {"question": [*given, "per", "gpu" if question.per_gpu else "node"]}
-    with as_input_error(ClusterError, StoreError):
-        if resume:
-            store = Store.resume(folder, about, show_hosts=show_hosts)
-        with connected(address) as ray:
-            nodes = select(list_nodes(ray), patterns)
-            if not resume:
-                store = Store.create(folder, about, show_hosts=show_hosts)
-            hosts = {node.id: node.host for node in nodes}
-            kept = [row for row in store.rows(hosts) if row.place.node in hosts] if resume else []
-            for row in kept:
-                collected.add(row)
-            done = {row.place.node for row in kept}
-            waiting = [node for node in nodes if node.id not in done]
-            print_message(f"asking {len(waiting)} of {len(nodes)} nodes; their reports go to {folder}")
-            answered: set[str] = set()
-            with interrupts.hold_signals(), show_progress() as progress:
+    hosts = {node.id: node.host for node in nodes}
+    kept = [row for row in store.read_rows(hosts) if row.place.node in hosts]
+    for row in kept:
+        collected.add(row)
+    done = {row.place.node for row in kept}
+    waiting = [node for node in nodes if node.id not in done]
+    print_message(f"asking {len(waiting)} of {len(nodes)} nodes; their reports go to {store.folder}")
+    answered: set[str] = set()
+    with interrupts.hold_signals(), show_progress() as progress:
 
-                def take(row: Row) -> None:
-                    try:
-                        row = store.write(row)
-                    except OutputError as error:
-                        report_loss(f"the report of {row.place.name} is not kept: {error}")
-                    collected.add(row)
-                    answered.add(row.place.node)
-                    progress(len(answered), len(waiting), f"{row.place.name}: {row.status.value}")
+        def take(row: Row) -> None:
+            try:
+                row = store.write(row)
+            except OutputError as error:
+                report_loss(f"the report of {row.place.name} is not kept: {error}")
+            collected.add(row)
+            answered.add(row.place.node)
+            progress(len(answered), len(waiting), f"{row.place.name}: {row.status.value}")
 
-                def show(words: str) -> None:
-                    progress(len(answered), len(waiting), words)
+        def show(words: str) -> None:
+            progress(len(answered), len(waiting), words)
 
-                show("waiting for the first node")
-                ask_nodes(ray, waiting, question, take, show)
+        show("waiting for the first node")
+        ask_nodes(ray, waiting, question, take, show)

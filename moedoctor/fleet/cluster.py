@@ -8,13 +8,22 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moedoctor.fleet import node as node_module
 from moedoctor.fleet.connection import ClusterError, Head
-from moedoctor.fleet.rows import Place, Row, Status, failed, last_line, line_of, read_answer
+from moedoctor.fleet.rows import (
+    Place,
+    Row,
+    Status,
+    make_failed_row,
+    mask_line,
+    quote_last_line,
+    read_answer,
+)
 from moedoctor.processes import interrupts
 from moedoctor.results import ReportError, parse_json
 from moedoctor.text import join_lines, shorten, suggest_expected
@@ -38,7 +47,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Question:
-    """What each node is asked."""
+    """The command that each node runs, and its limits."""
 
     module: str
     arguments: tuple[str, ...]
@@ -66,18 +75,16 @@ def list_nodes(ray: Any) -> list[Node]:
         for row in ray.nodes()
         if row.get("Alive")
     ]
-    return _with_distinct_names(sorted(nodes, key=lambda node: (node.host, node.id)))
-
-
-def _with_distinct_names(nodes: Sequence[Node]) -> list[Node]:
-    """Return the nodes with a number behind a name that several have, as on one machine."""
-    hosts = [node.host for node in nodes]
-    counted: dict[str, int] = {}
-    named = []
+    nodes.sort(key=lambda node: (node.host, node.id))
+    nodes_of: dict[str, list[Node]] = defaultdict(list)
     for node in nodes:
-        counted[node.host] = number = counted.get(node.host, 0) + 1
-        named.append(replace(node, host=f"{node.host}#{number}") if hosts.count(node.host) > 1 else node)
-    return named
+        nodes_of[node.host].append(node)
+    # On one machine several nodes have its name: each gets a number behind it.
+    return [
+        node if len(same) == 1 else replace(node, host=f"{node.host}#{number}")
+        for same in nodes_of.values()
+        for number, node in enumerate(same, 1)
+    ]
 
 
 def select(nodes: Sequence[Node], patterns: Sequence[str]) -> list[Node]:
@@ -89,11 +96,11 @@ def select(nodes: Sequence[Node], patterns: Sequence[str]) -> list[Node]:
         return list(nodes)
     chosen: set[str] = set()
     for pattern in patterns:
-        matching = [node.id for node in nodes if _matches(node, pattern)]
+        matching = {node.id for node in nodes if _matches(node, pattern)}
         if not matching:
             known = suggest_expected(pattern, [node.host for node in nodes])
             raise ClusterError(f"--nodes {pattern}: {known}")
-        chosen.update(matching)
+        chosen |= matching
     return [node for node in nodes if node.id in chosen]
 
 
@@ -122,6 +129,16 @@ class _Task:
     doing: str = ""
     """What its command wrote last."""
 
+    @property
+    def place(self) -> Place:
+        """The whole node."""
+        return Place(self.node.id, self.node.host)
+
+    @property
+    def last_line(self) -> str:
+        """The end of a message about a task that was ended."""
+        return quote_last_line(self.doing, self.node.host)
+
 
 def ask_nodes(
     ray: Any,
@@ -140,7 +157,7 @@ def ask_nodes(
     asker = _Asker(ray, question, on_row, on_words)
     for node in nodes:
         asker.submit(node)
-    head = Head.of(ray)
+    head = Head.find(ray)
     try:
         while asker.tasks and not interrupts.get_signal() and not head.is_lost():
             asker.step()
@@ -170,15 +187,9 @@ class _Asker:
 
         question = self._question
         gpus_asked = node.gpus if question.per_gpu else 0
-        request = {
-            "module": question.module,
-            "arguments": list(question.arguments),
-            "seconds": question.seconds,
-            "gpus": gpus_asked,
-            "reserved": question.idle_only and node.gpus > 0,
-            "checksums": question.checksums,
-        }
-        cpus, gpus = _resources(question, node)
+        reserved = question.idle_only and node.gpus > 0
+        request = {**vars(question), "wheel": None, "gpus": gpus_asked, "reserved": reserved}
+        cpus, gpus = _count_resources(question, node)
         task = self._remote.options(
             num_cpus=cpus,
             num_gpus=gpus,
@@ -210,24 +221,27 @@ class _Asker:
             return
         except Exception as error:
             self.tasks.pop(task.stream, None)
-            self._fail(task, _status(self._ray, error), _reason(error))
+            cancelled = isinstance(error, self._ray.exceptions.TaskCancelledError)
+            # Only the first line of Ray's words: the others are advice and addresses.
+            first = next(
+                (line.strip() for line in str(error).splitlines() if line.strip()), "no reason given"
+            )
+            status = Status.CANCELLED if cancelled else Status.DIED
+            self._fail(task, status, f"{type(error).__name__}: {first}")
             return
         if not task.started:
             self._start(task, text)
             return
         if isinstance(text, str) and text.startswith('{"doing"') and len(text) < _MOST_WORDS:
-            self._note_words(task, text)
+            with contextlib.suppress(ReportError):
+                task.doing = mask_line(str(parse_json(text, "answer").get("doing")), task.node.host)
+                self._on_words(f"{task.node.host}: {task.doing or 'computes'}")
             return
         task.answers += 1
-        row = replace(read_answer(_place(task), text, python=task.python), start_seconds=task.start_seconds)
+        row = replace(read_answer(task.place, text, python=task.python), start_seconds=task.start_seconds)
         if row.status in (Status.MISSING, Status.OTHER_VERSION) and self._send_wheel(task):
             return
         self._on_row(row)
-
-    def _note_words(self, task: _Task, text: str) -> None:
-        with contextlib.suppress(ReportError):
-            task.doing = line_of(str(parse_json(text, "answer").get("doing")), task.node.host)
-            self._on_words(f"{task.node.host}: {task.doing or 'computes'}")
 
     def _start(self, task: _Task, text: Any) -> None:
         """Read the first message of a node: that it started, and whether moedoctor is there."""
@@ -242,9 +256,8 @@ class _Asker:
                     task.start_seconds = age if 0 <= age <= waited else 0.0
                 if first.get("missing") is True:
                     if not self._send_wheel(task):
-                        self._fail(
-                            task, Status.MISSING, "moedoctor is not installed there; --runtime-env sends it"
-                        )
+                        reason = "moedoctor is not installed there; --runtime-env sends it"
+                        self._fail(task, Status.MISSING, reason)
                     task.answers += task.expected
 
     def _send_wheel(self, task: _Task) -> bool:
@@ -260,32 +273,29 @@ class _Asker:
         if not task.started and waited > self._question.wait_seconds:
             self._end(task)
             status = Status.BUSY if self._question.idle_only else Status.HUNG
-            self._fail(task, status, self._waited_for(task, waited))
+            self._fail(task, status, self._explain_wait(task, waited))
         elif task.started and waited > self._question.seconds + _GRACE_SECONDS:
             self._end(task)
-            self._fail(task, Status.HUNG, f"no answer within {waited:.0f} s{_words(task)}")
+            self._fail(task, Status.HUNG, f"no answer within {waited:.0f} s{task.last_line}")
 
-    def _waited_for(self, task: _Task, waited: float) -> str:
+    def _explain_wait(self, task: _Task, waited: float) -> str:
         """Return what a task that did not start was waiting for, and what Ray says it has."""
-        cpus, gpus = _resources(self._question, task.node)
+        cpus, gpus = _count_resources(self._question, task.node)
         if not cpus and not gpus:
             return f"it did not start the task within {waited:.0f} s; nothing but a Ray worker was asked for"
         asked = f"{gpus} {'GPU' if gpus == 1 else 'GPUs'} and {cpus} CPU" if gpus else f"{cpus} CPU"
         has = ""
         with contextlib.suppress(Exception):
             total, free = self._ray.cluster_resources(), self._ray.available_resources()
-            figures = [
-                f"{free.get(kind, 0):g} of {total[kind]:g} {kind}s"
-                for kind in ("GPU", "CPU")
-                if kind in total
-            ]
+            kinds = [kind for kind in ("GPU", "CPU") if kind in total]
+            figures = [f"{free.get(kind, 0):g} of {total[kind]:g} {kind}s" for kind in kinds]
             has = f"; free in the cluster: {', '.join(figures)}"
         return f"waited {waited:.0f} s for {asked}{has}"
 
     def _fail(self, task: _Task, status: Status, reason: str) -> None:
         """Give the row of a task that failed; one that gave all its answers has its rows."""
         if task.answers < task.expected:
-            self._on_row(failed(_place(task), status, reason))
+            self._on_row(make_failed_row(task.place, status, reason))
 
     def _end(self, task: _Task) -> None:
         """Forget a task and let Ray end it: kindly, so that it ends its child and removes its folder."""
@@ -304,8 +314,8 @@ class _Asker:
         """End what still runs, give each a row, and wait for a moment until it has ended."""
         for task in list(self.tasks.values()):
             spent = time.monotonic() - task.since
-            started = f"interrupted {spent:.0f} s after it started{_words(task)}"
-            not_started = f"interrupted before it started; {self._waited_for(task, spent)}"
+            started = f"interrupted {spent:.0f} s after it started{task.last_line}"
+            not_started = f"interrupted before it started; {self._explain_wait(task, spent)}"
             self._end(task)
             self._fail(task, Status.CANCELLED, started if task.started else not_started)
         deadline = time.monotonic() + _CANCEL_SECONDS
@@ -323,25 +333,6 @@ class _Asker:
                 self._ray.cancel(stream, force=True)
 
 
-def _resources(question: Question, node: Node) -> tuple[int, int]:
+def _count_resources(question: Question, node: Node) -> tuple[int, int]:
     """Return the CPUs and GPUs that Ray is asked for."""
     return (1, node.gpus) if question.idle_only else (0, 0)
-
-
-def _words(task: _Task) -> str:
-    return last_line(task.doing, task.node.host)
-
-
-def _place(task: _Task) -> Place:
-    return Place(task.node.id, task.node.host)
-
-
-def _status(ray: Any, error: Exception) -> Status:
-    cancelled = isinstance(error, ray.exceptions.TaskCancelledError)
-    return Status.CANCELLED if cancelled else Status.DIED
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of Ray's words; the others are advice and addresses."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"

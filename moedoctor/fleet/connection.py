@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ class ClusterError(Exception):
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[Any]:
+def connect(address: str) -> Iterator[Any]:
     """Give the module `ray`, connected to the cluster at `address`: ``auto``, ``HOST:PORT`` or ``local``.
 
     ``local`` starts Ray on this machine and ends it. Raises ClusterError.
@@ -44,12 +44,18 @@ def connected(address: str) -> Iterator[Any]:
         options: dict[str, Any] = {"address": address}
         if address == "local":
             # A new token, not one that Ray would leave in the home folder.
-            stack.enter_context(_variable("RAY_AUTH_TOKEN", secrets.token_hex(32)))
+            if "RAY_AUTH_TOKEN" not in os.environ:
+                os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+                stack.callback(os.environ.pop, "RAY_AUTH_TOKEN", None)
             folder = stack.enter_context(make_temporary_folder())
             options.update(include_dashboard=False, _temp_dir=folder)
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))  # where Ray says that a node died
-        _start(ray, address, options)
-        stack.callback(_leave, ray, Head.of(ray))
+        with contextlib.redirect_stderr(io.StringIO()):  # its banners
+            try:
+                ray.init(**options, log_to_driver=False, logging_level="CRITICAL", configure_logging=True)
+            except Exception as error:
+                raise _explain_refusal(address, str(error)) from None
+        stack.callback(_leave, ray, Head.find(ray))
         yield ray
 
 
@@ -65,13 +71,13 @@ def _import_ray(address: str) -> Any:
     except ImportError as error:
         missing = "Ray is not installed" if error.name == "ray" else f"Ray cannot be imported ({error})"
         raise ClusterError(f"{missing}; run `pip install 'ray>=2.40'` beside moedoctor") from None
-    reason = None if address == "local" else probe.problem(ray, address)
+    reason = None if address == "local" else probe.find_problem(ray, address)
     if reason is not None:
-        raise _no_cluster(address, reason)
+        raise _explain_refusal(address, reason)
     return ray
 
 
-def _no_cluster(address: str, reason: str) -> ClusterError:
+def _explain_refusal(address: str, reason: str) -> ClusterError:
     if address == "auto" and "Could not find any running Ray instance" in reason:
         return ClusterError(
             "--address auto: no Ray cluster runs on this machine; run this on a node of the cluster, "
@@ -86,14 +92,6 @@ def _no_cluster(address: str, reason: str) -> ClusterError:
     return ClusterError(
         f"--address {address}: {shown}; expected the head of a Ray cluster, as `ray start --head` names it"
     )
-
-
-def _start(ray: Any, address: str, options: Mapping[str, Any]) -> None:
-    with contextlib.redirect_stderr(io.StringIO()):  # its banners
-        try:
-            ray.init(**options, log_to_driver=False, logging_level="CRITICAL", configure_logging=True)
-        except Exception as error:
-            raise _no_cluster(address, str(error)) from None
 
 
 def _leave(ray: Any, head: Head) -> None:
@@ -115,7 +113,7 @@ class Head:
     answered: float
 
     @classmethod
-    def of(cls, ray: Any) -> Head:
+    def find(cls, ray: Any) -> Head:
         """Return the head of the cluster that `ray` is connected to."""
         host, _, port = str(getattr(ray.get_runtime_context(), "gcs_address", "")).rpartition(":")
         return cls((host.strip("[]"), int(port)) if port.isdigit() else None, time.monotonic())
@@ -136,17 +134,6 @@ class Head:
         return quiet > _HEAD_SECONDS and not self.answers() and quiet > _HEAD_LOST_SECONDS
 
 
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-
-
 def _check_listening(address: str) -> None:
     """Raise ClusterError at once if nothing listens there."""
     host, _, port = address.rpartition(":")
@@ -157,7 +144,6 @@ def _check_listening(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, UnicodeError) as error:
-        reason = (
-            "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
-        )
-        raise _no_cluster(address, reason) from None
+        reason = getattr(error, "strerror", None) or str(error)
+        reason = "no answer" if isinstance(error, TimeoutError) else reason
+        raise _explain_refusal(address, reason) from None

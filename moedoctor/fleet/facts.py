@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from moedoctor.fleet.rows import Row, mask
@@ -29,7 +30,6 @@ NOT_COMPARED = frozenset(
 """What the environment of a report says twice, at length, or as a number that differs between equal nodes."""
 
 _NAMES = {
-    "driver": "driver",
     "cuda_driver": "CUDA of the driver",
     "torch_cuda": "CUDA of torch",
     "vllm": "vLLM",
@@ -37,7 +37,6 @@ _NAMES = {
     "flashinfer_cubin": "flashinfer-cubin",
     "flashinfer_jit_cache": "flashinfer-jit-cache",
     "pinned_memory.works": "pinned memory",
-    "nvcc": "nvcc",
     "python": "Python",
     "platform": "system",
     "cpu_count": "CPUs",
@@ -68,29 +67,35 @@ class Member:
     """Id of a finding, or words -> its title."""
 
 
-def member(row: Row, name: str) -> Member:
+def make_member(row: Row, name: str) -> Member:
     """Return what the report of `row` says. Raises nothing: what has another shape is left out."""
     report = row.report or {}
     environment = report.get("environment")
     environment = environment if isinstance(environment, Mapping) else {}
-    counts = _gpus(environment, row.place.gpu)
-    kind = ", ".join(sorted(counts)) or NO_GPU
-    facts = dict(_cut(_environment(environment)))
+    counts = _count_gpus(environment, row.place.gpu)
+    facts = dict(islice(_list_environment(environment), _MOST))
     if row.place.gpu is None:
         shown = ", ".join(f"{count} × {name}" for name, count in sorted(counts.items()))
         facts["GPU"] = shown or NO_GPU
     if row.python is not None and "Python" not in facts:
         facts["Python"] = row.python
     facts.update((f"kernels {name}", text) for name, text in row.checksums.items())
-    findings = dict(_cut(_findings(report)))
-    facts.update(_cut(_verdicts(report)))
+    findings = dict(islice(_list_findings(report), _MOST))
+    facts.update(islice(_list_verdicts(report), _MOST))
     facts.update((f"finding {key}", "strikes") for key in findings)
     # Here and not in the whole report, which is many times as long; nodes say mostly the same things.
     host = row.place.host
-    kept = {_masked(key, host): _masked(_short(value), host) for key, value in facts.items()}
-    numbers = {_masked(key, host): value for key, value in _cut(_numbers(report))}
-    findings = {_masked(key, host): _masked(title, host) for key, title in findings.items()}
-    return Member(name, _masked(kind, host), kept, numbers, findings)
+    numbers: list[tuple[str, float]] = []
+    for key, value in report.items():
+        if key not in ("environment", "summary", "origin"):
+            _collect_numbers({key: value}, (), numbers)
+    return Member(
+        name,
+        _mask(", ".join(sorted(counts)) or NO_GPU, host),
+        {_mask(key, host): _mask(_shorten(value), host) for key, value in facts.items()},
+        {_mask(key, host): value for key, value in numbers[:_MOST]},
+        {_mask(key, host): _mask(title, host) for key, title in findings.items()},
+    )
 
 
 def is_better_higher(number: str) -> bool:
@@ -98,108 +103,95 @@ def is_better_higher(number: str) -> bool:
     return _HIGHER_IS_BETTER.search(number.partition(" ")[0]) is not None
 
 
-def _masked(text: str, host: str) -> str:
+def _mask(text: str, host: str) -> str:
     return sys.intern(str(mask(text, host)))
 
 
-def _cut(pairs: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for count, pair in enumerate(pairs):
-        if count == _MOST:
-            return
-        yield pair
-
-
-def _gpus(environment: Mapping[str, Any], gpu: str | None) -> Counter[str]:
+def _count_gpus(environment: Mapping[str, Any], gpu: str | None) -> Counter[str]:
     """Return how many GPUs of each model a report is about."""
     if gpu is not None and environment.get("gpu"):
-        return Counter([_short(environment["gpu"])])
+        return Counter([_shorten(environment["gpu"])])
     listed = environment.get("gpus")
-    return Counter(_short(row.get("name")) for row in _records(listed) if row.get("visible", True))
+    return Counter(_shorten(row.get("name")) for row in _select_records(listed) if row.get("visible", True))
 
 
-def _environment(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_environment(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in environment.items():
         if key in NOT_COMPARED or key == "gpus":
             continue
-        for name, text in _flat(str(key), value):
+        for name, text in _flatten(str(key), value):
             if name != "env.CUDA_VISIBLE_DEVICES":  # one GPU or another is no difference
                 yield _NAMES.get(name, name.removeprefix("env.")), text
 
 
-def _flat(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+def _flatten(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Give the texts in JSON data with dotted names; a list is one sorted text."""
     if isinstance(value, Mapping) and depth < 8:
         for key, inner in value.items():
             if key not in ("reason", "path", "seconds"):
-                yield from _flat(f"{name}.{_short(key)}", inner, depth + 1)
+                yield from _flatten(f"{name}.{_shorten(key)}", inner, depth + 1)
     elif isinstance(value, list):
-        yield name, _short(", ".join(sorted(_list_entry(inner) for inner in value))) or "none"
+        yield name, _shorten(", ".join(sorted(map(_flatten_entry, value)))) or "none"
     else:
-        yield name, {None: "none", True: "yes", False: "no"}.get(value) or _short(value)
+        yield name, {None: "none", True: "yes", False: "no"}.get(value) or _shorten(value)
 
 
-def _list_entry(value: Any) -> str:
+def _flatten_entry(value: Any) -> str:
     if isinstance(value, Mapping):
-        return " ".join(text for _, text in sorted(_flat("", value)))
-    return _short(value)
+        return " ".join(text for _, text in sorted(_flatten("", value)))
+    return _shorten(value)
 
 
-def _findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_findings(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Give (id, title) of what a report calls wrong."""
-    for row in _records(report.get("findings")):
-        yield _short(row.get("id") or row.get("check")), _short(row.get("title") or row.get("evidence"))
-    for row in _records(report.get("problems")):
-        yield _short(row.get("what")), _short(row.get("why"))
-    for row in _records(report.get("scenarios")):
+    for row in _select_records(report.get("findings")):
+        yield _shorten(row.get("id") or row.get("check")), _shorten(row.get("title") or row.get("evidence"))
+    for row in _select_records(report.get("problems")):
+        yield _shorten(row.get("what")), _shorten(row.get("why"))
+    for row in _select_records(report.get("scenarios")):
         if row.get("verdict") in _BAD_SCENARIOS:
-            yield _short(row.get("id")), f"{_short(row.get('title'))}: {row['verdict']}"
+            yield _shorten(row.get("id")), f"{_shorten(row.get('title'))}: {row['verdict']}"
 
 
-def _verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_verdicts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Give the verdicts of scenarios, of their cases by subject and tier, of claims and of files."""
-    for row in _records(report.get("scenarios")):
-        name = _short(row.get("id"))
-        yield f"verdict {name}", _short(row.get("verdict"))
+    for row in _select_records(report.get("scenarios")):
+        name = _shorten(row.get("id"))
+        yield f"verdict {name}", _shorten(row.get("verdict"))
         cases: dict[str, Counter[str]] = {}
-        for case in _records(row.get("cases")):
-            tier = f"{_short(case.get('subject'))}/{_short(case.get('tier'))}"
-            cases.setdefault(tier, Counter())[_short(case.get("verdict"))] += 1
+        for case in _select_records(row.get("cases")):
+            tier = f"{_shorten(case.get('subject'))}/{_shorten(case.get('tier'))}"
+            cases.setdefault(tier, Counter())[_shorten(case.get("verdict"))] += 1
         for tier, counts in cases.items():
             words = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
             yield f"cases {name} {tier}", words
-        for claim in _records(row.get("claims")):
-            yield f"claim {name}: {_short(claim.get('text'))}", _short(claim.get("verdict"))
-    for row in _records(report.get("items")):
-        yield f"device code {_short(row.get('path'))}", _short(row.get("verdict"))
+        for claim in _select_records(row.get("claims")):
+            yield f"claim {name}: {_shorten(claim.get('text'))}", _shorten(claim.get("verdict"))
+    for row in _select_records(report.get("items")):
+        yield f"device code {_shorten(row.get('path'))}", _shorten(row.get("verdict"))
 
 
-def _numbers(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Give every number whose name ends in a unit, with the texts that say what it is of."""
-    measured: list[tuple[str, float]] = []
-    for key, value in report.items():
-        if key not in ("environment", "summary", "origin"):
-            _collect({key: value}, (), measured)
-    return iter(measured)
-
-
-def _collect(
+def _collect_numbers(
     record: dict[str, Any], inside: tuple[dict[str, Any], ...], measured: list[tuple[str, float]]
 ) -> None:
-    """Add the numbers of a record and of those in it. Most of a report is walked here, so it is kept fast."""
+    """Add every number of a record whose name ends in a unit, with the texts that say what it is of.
+
+    Most of a report is walked here, so it is kept fast.
+    """
     if len(inside) > _MOST_LEVELS or len(measured) > _MOST:
         return
     trail = (*inside, record)
     for key, value in record.items():
         kind = type(value)
         if kind is dict:
-            _collect(value, trail, measured)
+            _collect_numbers(value, trail, measured)
         elif kind is list:
             for inner in value:
                 if type(inner) is dict:
-                    _collect(inner, trail, measured)
+                    _collect_numbers(inner, trail, measured)
         elif (kind is float or kind is int) and -_LARGEST < value < _LARGEST and _is_measured(key):
-            labels = (label for outer in trail for label in _labels(outer))
-            measured.append((" ".join((_short(key), *labels)), float(value)))
+            labels = (label for outer in trail for label in _list_labels(outer))
+            measured.append((" ".join((_shorten(key), *labels)), float(value)))
 
 
 @functools.lru_cache(maxsize=65_536)
@@ -207,25 +199,25 @@ def _is_measured(name: str) -> bool:
     return name not in _NOT_MEASURED and _UNIT.search(name) is not None
 
 
-def _labels(record: Mapping[str, Any]) -> Iterator[str]:
+def _list_labels(record: Mapping[str, Any]) -> Iterator[str]:
     """Give the texts that tell a record from others beside it."""
     for key in _LABELS:
         value = record.get(key)
         if isinstance(value, (str, int)):
-            yield _short(value if isinstance(value, str) else f"{key}={value}")
+            yield _shorten(value if isinstance(value, str) else f"{key}={value}")
     parameters = record.get("parameters")
     if isinstance(parameters, Mapping):
-        yield from (f"{_short(key)}={_short(inner)}" for key, inner in sorted(parameters.items()))
+        yield from (f"{_shorten(key)}={_shorten(inner)}" for key, inner in sorted(parameters.items()))
 
 
-def _records(value: Any) -> Sequence[Mapping[str, Any]]:
+def _select_records(value: Any) -> Sequence[Mapping[str, Any]]:
     return [row for row in value if isinstance(row, Mapping)] if isinstance(value, list) else ()
 
 
-def _short(value: Any) -> str:
-    return _short_text(str(value))
+def _shorten(value: Any) -> str:
+    return _shorten_text(str(value))
 
 
 @functools.lru_cache(maxsize=65_536)
-def _short_text(text: str) -> str:
+def _shorten_text(text: str) -> str:
     return shorten(join_lines(text), _LONG)

@@ -1,6 +1,6 @@
 """Groups of nodes with the same facts, what differs between them, and numbers far from the others'.
 
-`group`, `outliers` and `spreads` are pure, and the order in which nodes come changes nothing.
+`group`, `find_outliers` and `summarize_numbers` are pure, and the order in which nodes come changes nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -126,27 +126,27 @@ def group(members: Sequence[Member]) -> Grouping:
     """
     values: dict[str, Counter[str]] = defaultdict(Counter)
     for member in members:
-        values_of = member.facts
-        for fact, value in values_of.items():
+        for fact, value in member.facts.items():
             values[fact][value] += 1
     for counts in values.values():
         if missing := len(members) - counts.total():
             counts[ABSENT] += missing
     not_read = {fact: counts[NOT_READ] for fact, counts in values.items() if counts[NOT_READ]}
+    # Most nodes have a value of their own, as of a variable with the node's address.
     individual = {
-        fact: len(counts) for fact, counts in values.items() if _is_individual(len(counts), len(members))
-    }
-    compared = sorted(
-        fact
+        fact: len(counts)
         for fact, counts in values.items()
-        if len(counts) > 1 and fact not in not_read and fact not in individual
-    )
+        if len(members) >= _LEAST_INDIVIDUAL and 2 * len(counts) > len(members)
+    }
+    shared = [fact for fact in values if fact not in not_read and fact not in individual]
+    compared = sorted(fact for fact in shared if len(values[fact]) > 1)
     rooms: dict[tuple[str, ...], list[Member]] = defaultdict(list)
     for member in members:
-        own = (member.facts.get(fact, ABSENT) for fact in compared)
-        room = (member.kind, *own)
+        room = (member.kind, *(member.facts.get(fact, ABSENT) for fact in compared))
         rooms[room].append(member)
-    ordered = sorted(rooms.items(), key=lambda room: (-len(room[1]), _unusual(compared, room[0]), room[0]))
+    ordered = sorted(
+        rooms.items(), key=lambda room: (-len(room[1]), _count_unusual(compared, room[0]), room[0])
+    )
     largest_of: dict[str, int] = {}
     for number, (key, _) in enumerate(ordered):
         largest_of.setdefault(key[0], number)
@@ -154,32 +154,27 @@ def group(members: Sequence[Member]) -> Grouping:
     for number, (key, inside) in enumerate(ordered):
         equal = largest_of[key[0]]
         other = None if number == 0 else equal if equal != number else 0
-        differences = (
-            ()
-            if other is None
-            else tuple(_differences(compared, key, ordered[other][0], values, len(inside)))
-        )
-        first = min(inside, key=lambda member: member.name)
-        shared = {
-            fact: first.facts.get(fact, ABSENT)
-            for fact in values
-            if fact not in individual and fact not in not_read
-        }
-        names = tuple(sorted(member.name for member in inside))
-        groups.append(
-            Group(
-                names,
-                key[0],
-                dict(sorted(shared.items())),
-                dict(sorted(first.findings.items())),
-                other,
-                differences,
+        others = key if other is None else ordered[other][0]
+        differences = tuple(
+            Difference(
+                fact,
+                own,
+                theirs,
+                only_here=values[fact][own] == len(inside),
+                rule=find_rule(fact) if key[0] == others[0] else None,
             )
+            for fact, own, theirs in zip(compared, key[1:], others[1:], strict=True)
+            if own != theirs
         )
+        names = tuple(sorted(member.name for member in inside))
+        first = min(inside, key=lambda member: member.name)
+        facts = {fact: first.facts.get(fact, ABSENT) for fact in sorted(shared)}
+        findings = dict(sorted(first.findings.items()))
+        groups.append(Group(names, key[0], facts, findings, other, differences))
     return Grouping(tuple(groups), dict(sorted(individual.items())), dict(sorted(not_read.items())))
 
 
-def _unusual(facts: Sequence[str], values: tuple[str, ...]) -> int:
+def _count_unusual(facts: Sequence[str], values: tuple[str, ...]) -> int:
     """Return how many variables are set and entries strike. Of groups of one size, fewer is usual."""
     return sum(
         value != ABSENT and bool(_SET_OR_STRIKES.fullmatch(fact))
@@ -187,40 +182,21 @@ def _unusual(facts: Sequence[str], values: tuple[str, ...]) -> int:
     )
 
 
-def _is_individual(values: int, members: int) -> bool:
-    """Return whether most nodes have a value of their own, as of a variable with the node's address."""
-    return members >= _LEAST_INDIVIDUAL and 2 * values > members
-
-
-def _differences(
-    facts: Sequence[str],
-    own: tuple[str, ...],
-    others: tuple[str, ...],
-    values: Mapping[str, Counter[str]],
-    size: int,
-) -> Iterator[Difference]:
-    equal_gpus = own[0] == others[0]
-    for fact, value, other in zip(facts, own[1:], others[1:], strict=True):
-        if value != other:
-            rule = rule_of(fact) if equal_gpus else None
-            yield Difference(fact, value, other, values[fact][value] == size, rule)
-
-
-def rule_of(fact: str) -> str | None:
+def find_rule(fact: str) -> str | None:
     """Return why a difference of this fact between equal nodes is wrong; None if it may be."""
     return next((why for pattern, why in RULES if re.fullmatch(pattern, fact)), None)
 
 
-def outliers(members: Sequence[Member]) -> tuple[Outlier, ...]:
+def find_outliers(members: Sequence[Member]) -> tuple[Outlier, ...]:
     """Return the numbers that are far from the median of nodes with the same GPUs, the farthest first.
 
     Fewer than four numbers have no outlier: the median of three cannot say which of them is odd.
     """
     found = []
-    for (_, number), measured in _measured(members).items():
+    for (_, number), measured in _gather_numbers(members).items():
         if len(measured) < _LEAST_FOR_STATISTICS:
             continue
-        median, spread = _median_and_mad(measured.values())
+        median, spread = _compute_median_and_mad(measured.values())
         sigma = max(_MAD_TO_SIGMA * spread, _LEAST_SIGMA * abs(median))
         for name, value in measured.items():
             far = value - median
@@ -228,21 +204,22 @@ def outliers(members: Sequence[Member]) -> tuple[Outlier, ...]:
             if abs(distance) > MOST_DISTANCE:
                 worse = (distance < 0) == is_better_higher(number)
                 found.append(Outlier(name, number, value, median, distance, worse, len(measured)))
-    return tuple(
-        sorted(found, key=lambda outlier: (-abs(float(outlier.distance)), outlier.name, outlier.number))
-    )
+    found.sort(key=lambda outlier: (-abs(float(outlier.distance)), outlier.name, outlier.number))
+    return tuple(found)
 
 
-def spreads(members: Sequence[Member]) -> tuple[NumberSpread, ...]:
+def summarize_numbers(members: Sequence[Member]) -> tuple[NumberSpread, ...]:
     """Return every number of nodes with the same GPUs, by GPU and then in the order of the nodes' reports."""
-    measured = _measured(sorted(members, key=lambda member: member.name))
-    return tuple(
-        NumberSpread(kind, number, len(of), *_median_and_mad(of.values()), min(of.values()), max(of.values()))
-        for (kind, number), of in sorted(measured.items(), key=lambda item: item[0][0])
-    )
+    measured = _gather_numbers(sorted(members, key=lambda member: member.name))
+    spreads = []
+    for (kind, number), of in sorted(measured.items(), key=lambda item: item[0][0]):
+        values = of.values()
+        median, mad = _compute_median_and_mad(values)
+        spreads.append(NumberSpread(kind, number, len(of), median, mad, min(values), max(values)))
+    return tuple(spreads)
 
 
-def _measured(members: Sequence[Member]) -> Mapping[tuple[str, str], Mapping[str, float]]:
+def _gather_numbers(members: Sequence[Member]) -> Mapping[tuple[str, str], Mapping[str, float]]:
     """Return (GPUs, number) -> node -> value."""
     numbers: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
     for member in members:
@@ -251,6 +228,6 @@ def _measured(members: Sequence[Member]) -> Mapping[tuple[str, str], Mapping[str
     return numbers
 
 
-def _median_and_mad(values: Collection[float]) -> tuple[float, float]:
+def _compute_median_and_mad(values: Collection[float]) -> tuple[float, float]:
     median = statistics.median(values)
     return median, statistics.median(abs(value - median) for value in values)

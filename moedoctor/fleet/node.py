@@ -69,20 +69,18 @@ def answer(request: Mapping[str, Any], wheel: bytes | None = None) -> Iterator[s
     folder = tempfile.mkdtemp(prefix="moedoctor-")
     children: list[_Child] = []
     try:
-        environ = _environment(request["reserved"])
+        environ = _restore_environment(request["reserved"])
         if wheel is not None:
             zipfile.ZipFile(io.BytesIO(wheel)).extractall(os.path.join(folder, "wheel"))
-            _put_first(environ, os.path.join(folder, "wheel"))
-        started = {
-            "host": platform.node(),
-            "python": platform.python_version(),
-            "worker_seconds": _age(),
-        }
-        if wheel is None and not _is_there():
+            paths = os.path.join(folder, "wheel"), environ["PYTHONPATH"]
+            environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        age = _measure_age()
+        started = {"host": platform.node(), "python": platform.python_version(), "worker_seconds": age}
+        if wheel is None and _find_package("moedoctor") is None:
             yield json.dumps({**started, "missing": True})
             return
         yield json.dumps(started)
-        for gpu in _gpus(environ, request["gpus"]):
+        for gpu in _choose_gpus(environ, request["gpus"]):
             children.append(_Child(request, environ, gpu, tempfile.mkdtemp(dir=folder)))
         sums = _Checksums() if request["checksums"] else None  # a thread: after the forks
         waiting, doing, next_words = list(children), "", 0.0
@@ -95,15 +93,15 @@ def answer(request: Mapping[str, Any], wheel: bytes | None = None) -> Iterator[s
                     yield json.dumps({"doing": doing})
             for child in [child for child in waiting if child.is_over()]:
                 waiting.remove(child)
-                found = {} if sums is None else {"checksums": sums.result()}
-                yield json.dumps({**child.result(), **found})
+                found = {} if sums is None else {"checksums": sums.finish()}
+                yield json.dumps({**child.make_answer(), **found})
     finally:
         for child in children:
             child.end()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _age() -> float | None:
+def _measure_age() -> float | None:
     """Return how long ago this process was started, or None on a system without /proc."""
     try:
         with open("/proc/self/stat", "rb") as file:
@@ -113,23 +111,20 @@ def _age() -> float | None:
         return None
 
 
-def _is_there() -> bool:
-    try:
-        return importlib.util.find_spec("moedoctor") is not None
-    except (ImportError, ValueError):
-        return False
+def _find_package(name: str) -> Any:
+    """Return the spec of a package, or None."""
+    with contextlib.suppress(ImportError, ValueError):
+        return importlib.util.find_spec(name)
+    return None
 
 
-def _environment(reserved: bool) -> dict[str, str]:
+def _restore_environment(reserved: bool) -> dict[str, str]:
     """Return this process's variables, with the node's own values of those that Ray changes."""
     environ = dict(os.environ)
     own: dict[str, str] = {}
     with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/environ", "rb") as file:
-        own = dict(
-            entry.split("=", 1)
-            for entry in file.read().decode("utf-8", "replace").split("\0")
-            if "=" in entry
-        )
+        entries = file.read().decode("utf-8", "replace").split("\0")
+        own = dict(entry.split("=", 1) for entry in entries if "=" in entry)
     for name in _OF_RAY:
         if reserved and name == "CUDA_VISIBLE_DEVICES":
             continue
@@ -142,11 +137,7 @@ def _environment(reserved: bool) -> dict[str, str]:
     return environ
 
 
-def _put_first(environ: dict[str, str], path: str) -> None:
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (path, environ["PYTHONPATH"])))
-
-
-def _gpus(environ: Mapping[str, str], count: int) -> Sequence[str | None]:
+def _choose_gpus(environ: Mapping[str, str], count: int) -> Sequence[str | None]:
     """Return a value of CUDA_VISIBLE_DEVICES for each answer; None leaves it as it is."""
     if not count:
         return (None,)
@@ -193,12 +184,12 @@ class _Child:
 
     def last_line(self) -> str:
         """Return the last line that it wrote to stderr, or an empty text."""
-        lines = _content(self._files[1], _LINE_BYTES).split("\n")
+        lines = _read_end(self._files[1], _LINE_BYTES).split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
-    def result(self) -> dict[str, Any]:
+    def make_answer(self) -> dict[str, Any]:
         """Return what it wrote, at most `MOST_BYTES`, and how it ended."""
-        report, log = map(_content, self._files, (MOST_BYTES, _LOG_BYTES))
+        report, log = map(_read_end, self._files, (MOST_BYTES, _LOG_BYTES))
         return {
             "gpu": self.gpu,
             "problem": self._problem,
@@ -220,7 +211,7 @@ class _Child:
         self._process.wait()
 
 
-def _content(file: IO[bytes], last: int) -> str:
+def _read_end(file: IO[bytes], last: int) -> str:
     """Return the end of a file that a child may still write to: its place in the file is not moved."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), last, max(0, size - last)).decode("utf-8", "replace")
@@ -235,7 +226,7 @@ class _Checksums:
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
-    def result(self) -> dict[str, str]:
+    def finish(self) -> dict[str, str]:
         """Return name -> checksum, or why there is none."""
         self._thread.join(_CHECKSUM_SECONDS)
         self._stop.set()
@@ -243,7 +234,7 @@ class _Checksums:
         return dict(self._found)
 
     def _read(self) -> None:
-        for name, root, files in self._places():
+        for name, root, files in self._list_places():
             sums = {}
             for file in files:
                 sums[os.path.relpath(file, root)] = value = self._sum(file)
@@ -256,19 +247,17 @@ class _Checksums:
             whole = hashlib.sha256(json.dumps(sorted(sums.items())).encode()).hexdigest()[:16]
             self._found[f"{name} ({len(files)} files)"] = "not read in time" if late else whole
 
-    def _places(self) -> Iterator[tuple[str, str, list[str]]]:
+    def _list_places(self) -> Iterator[tuple[str, str, list[str]]]:
         """Give (name, folder, files): packages with kernels, and FlashInfer's compiled and loaded ones."""
         for package, pattern in _KERNELS.items():
-            spec = None
-            with contextlib.suppress(ImportError, ValueError):
-                spec = importlib.util.find_spec(package)
+            spec = _find_package(package)
             for folder in spec.submodule_search_locations or () if spec else ():
-                yield package, folder, _files(folder, pattern)
+                yield package, folder, _list_files(folder, pattern)
         base = os.environ.get("FLASHINFER_WORKSPACE_BASE") or os.path.expanduser("~")
         folder = os.path.join(base, ".cache", "flashinfer")
-        yield "JIT cache", folder, _files(folder, "**/*.so")
+        yield "JIT cache", folder, _list_files(folder, "**/*.so")
         loaded = os.environ.get("FLASHINFER_CUBIN_DIR") or os.path.join(folder, "cubins")
-        yield "cubin cache", loaded, _files(loaded, "**/*.cubin")
+        yield "cubin cache", loaded, _list_files(loaded, "**/*.cubin")
 
     def _sum(self, file: str) -> str:
         digest = hashlib.sha256()
@@ -283,6 +272,6 @@ class _Checksums:
         return digest.hexdigest()[:16]
 
 
-def _files(folder: str, pattern: str) -> list[str]:
+def _list_files(folder: str, pattern: str) -> list[str]:
     found = glob.glob(os.path.join(glob.escape(folder), pattern), recursive=True)
     return sorted(file for file in found if os.path.isfile(file))[:_MOST_FILES]

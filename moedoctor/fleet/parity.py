@@ -14,6 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from moedoctor.text import join_lines, shorten
@@ -31,6 +32,19 @@ _COPY_BYTES_ON_CPU = 8 << 20
 _MOST_ERROR = 0.02
 """Relative error of bfloat16 products with a bfloat16 intermediate; a wrong expert gives about 1."""
 _LONG = 100
+_KEPT = (
+    "gpu",
+    "capability",
+    "gpus",
+    "driver",
+    "cuda_driver",
+    "torch",
+    "torch_cuda",
+    "triton",
+    "cpu",
+    "machine",
+)
+"""The facts of the environment that a report has."""
 _EQUALS = ("gpu", "capability", "torch", "triton", "torch_cuda", "moedoctor")
 _EQUALS_ON_CPU = ("cpu", "machine", "torch", "moedoctor")
 """What must be the same before bits can be compared."""
@@ -49,7 +63,7 @@ class Oddity:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the bits of a fleet say."""
+    """The odd GPUs of a fleet."""
 
     oddities: tuple[Oddity, ...]
     undecided: tuple[str, ...]
@@ -65,34 +79,28 @@ def judge(answers: Mapping[str, Mapping[str, Any]]) -> Judgement:
     compared: dict[str, int] = {}
     equals: dict[tuple[str, ...], dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for name, report in sorted(answers.items()):
-        equals[_equal_key(report)][name] = report
+        environment = report.get("environment")
+        facts = dict(environment) if isinstance(environment, Mapping) else {}
+        facts["moedoctor"] = report.get("moedoctor")
+        compared_by = _EQUALS if facts.get("gpu") else _EQUALS_ON_CPU
+        equals[tuple(str(facts.get(fact)) for fact in compared_by)][name] = report
     for key, reports in sorted(equals.items()):
-        compared[" ".join(key[:1])] = max(compared.get(key[0], 0), len(reports))
-        for case in sorted({case for report in reports.values() for case in _cases(report)}):
-            bits = {name: _cases(report)[case] for name, report in reports.items() if case in _cases(report)}
-            _judge_case(case, bits, oddities, undecided)
+        compared[key[0]] = max(compared.get(key[0], 0), len(reports))
+        cases: dict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+        for name, report in reports.items():
+            for case, row in _read_cases(report):
+                cases[case][name] = row
+        for case, rows in sorted(cases.items()):
+            _judge_case(case, rows, oddities, undecided)
     return Judgement(tuple(oddities), tuple(dict.fromkeys(undecided)), compared)
 
 
-def _equal_key(report: Mapping[str, Any]) -> tuple[str, ...]:
-    environment = report.get("environment")
-    facts = {
-        **(environment if isinstance(environment, Mapping) else {}),
-        "moedoctor": report.get("moedoctor"),
-    }
-    names = _EQUALS if facts.get("gpu") else _EQUALS_ON_CPU
-    return tuple(str(facts.get(name)) for name in names)
-
-
-def _cases(report: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+def _read_cases(report: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Give (name, row) of each case that has the right shape."""
     rows = report.get("cases")
-    if not isinstance(rows, list):
-        return {}
-    return {
-        shorten(join_lines(str(row["case"])), _LONG): row
-        for row in rows
-        if isinstance(row, Mapping) and "case" in row
-    }
+    for row in rows if isinstance(rows, list) else ():
+        if isinstance(row, Mapping) and "case" in row:
+            yield shorten(join_lines(str(row["case"])), _LONG), row
 
 
 def _judge_case(
@@ -100,7 +108,7 @@ def _judge_case(
 ) -> None:
     """Judge one case on GPUs that are equal."""
     inputs = Counter(str(row.get("input_sha256")) for row in rows.values())
-    usual, _ = _most_common(inputs)
+    usual, _ = _find_most_common(inputs)
     bits: dict[str, tuple[str, ...]] = {}
     for name, row in rows.items():
         sums = row.get("output_sha256")
@@ -120,12 +128,12 @@ def _judge_case(
         )
         return
     for name in sorted(unsteady):
-        runs, odd = len(bits[name]), len(bits[name]) - _most_common(Counter(bits[name]))[1]
+        runs, odd = len(bits[name]), len(bits[name]) - _find_most_common(Counter(bits[name]))[1]
         what = f"differs from itself: {odd} of {runs} runs gave other bits"
         oddities.append(Oddity(name, case, what, len(bits)))
     steady = {name: sums[0] for name, sums in bits.items() if name not in unsteady}
     counts = Counter(steady.values())
-    usual, most = _most_common(counts)
+    usual, most = _find_most_common(counts)
     majority = 2 * most > len(steady)
     for name, value in sorted(steady.items()):
         error = rows[name].get("relative_error")
@@ -137,15 +145,14 @@ def _judge_case(
             others = [rows[other].get("relative_error") for other in steady if other != name]
             least = min((each for each in others if isinstance(each, (int, float))), default=None)
             beside = f", the best of the others {least:.2g}" if far and least is not None else ""
-            what = (
-                f"{len(counts)} different results on {len(steady)} equal GPUs, and no majority{far}{beside}"
-            )
+            differ = f"{len(counts)} different results on {len(steady)} equal GPUs"
+            what = f"{differ}, and no majority{far}{beside}"
             oddities.append(Oddity(name, case, what, len(bits)))
         elif isinstance(error, (int, float)) and not error <= _MOST_ERROR:
             oddities.append(Oddity(name, case, f"wrong: relative error {error:.2g}", len(bits)))
 
 
-def _most_common(counts: Counter[str]) -> tuple[str, int]:
+def _find_most_common(counts: Counter[str]) -> tuple[str, int]:
     """Return the most frequent value, the lower one of two, and how often it occurs."""
     return min(counts.items(), key=lambda item: (-item[1], item[0]), default=("", 0))
 
@@ -158,36 +165,27 @@ def answer(runs: int = RUNS) -> dict[str, Any]:
 
         import moedoctor
         from moedoctor import environment
+        from moedoctor.models.layer_shape import LayerShape
+        from moedoctor.reference.moe_layer import make_layer
     with _step("asking for the facts of this machine", seconds):
         facts = environment.collect()
     device = "cuda" if environment.explain_missing_gpu(facts) is None and torch.cuda.is_available() else "cpu"
-    kept = (
-        "gpu",
-        "capability",
-        "gpus",
-        "driver",
-        "cuda_driver",
-        "torch",
-        "torch_cuda",
-        "triton",
-        "cpu",
-        "machine",
-    )
     with _step(f"starting {device}", seconds):
         torch.zeros(1, device=device)
     with _step("drawing the weights", seconds):
-        layer = _layer(device)
+        shape = LayerShape(**(_SHAPE if device == "cuda" else _SHAPE_ON_CPU))
+        layer = make_layer(shape, "bf16")
     cases = []
     for case, tokens in CASES.items():
         with _step(f"computing {case} {runs} times", seconds):
             cases.append(_measure(case, layer, tokens, device, runs))
     with _step(f"copying {runs} times", seconds):
-        cases.append(_memory(device, runs))
+        cases.append(_copy_pattern(device, runs))
     return {
         "schema_version": 1,
         "moedoctor": moedoctor.__version__,
         "command": "fleet parity",
-        "environment": {name: facts.get(name) for name in kept},
+        "environment": {name: facts.get(name) for name in _KEPT},
         "device": device,
         "runs": runs,
         "cases": cases,
@@ -205,13 +203,6 @@ def _step(name: str, seconds: dict[str, float]) -> Iterator[None]:
     seconds[name] = time.perf_counter() - started
 
 
-def _layer(device: str) -> Any:
-    from moedoctor.models.layer_shape import LayerShape
-    from moedoctor.reference.moe_layer import make_layer
-
-    return make_layer(LayerShape(**(_SHAPE if device == "cuda" else _SHAPE_ON_CPU)), "bf16")
-
-
 def _measure(case: str, layer: Any, tokens: int, device: str, runs: int) -> dict[str, Any]:
     """Compute one layer several times; inputs come from the CPU, so that all GPUs have the same bits."""
     import torch
@@ -224,19 +215,16 @@ def _measure(case: str, layer: Any, tokens: int, device: str, runs: int) -> dict
     x, weights, ids, w13, w2 = (tensor.to(device) for tensor in inputs)  # type: ignore[union-attr]
     outputs, times = [], []
     for _ in range(runs):
-        out = torch.full_like(x, torch.nan, dtype=torch.float32).zero_()  # [T, H]
-        seconds = _timed(
-            lambda out=out: moe_forward(x, {"w13": w13, "w2": w2}, ids, weights, out=out), device
-        )
-        outputs.append(_sum(out))
-        times.append(seconds)
+        out = torch.zeros_like(x, dtype=torch.float32)  # [T, H]
+        compute = partial(moe_forward, x, {"w13": w13, "w2": w2}, ids, weights, out=out)
+        times.append(_time(compute, device))
+        outputs.append(_hash_bytes(out))
     expected = compute_expected(problem, "none")
-    result = out.cpu()
-    error = float((result - expected).norm() / expected.norm())
+    error = float((out.cpu() - expected).norm() / expected.norm())
     return {
         "case": case,
         "tokens": tokens,
-        "input_sha256": _sum(*inputs),
+        "input_sha256": _hash_bytes(*inputs),
         "output_sha256": outputs,
         "relative_error": error,
         "control_noticed": _notices_a_bit(out, outputs[-1]),
@@ -244,7 +232,7 @@ def _measure(case: str, layer: Any, tokens: int, device: str, runs: int) -> dict
     }
 
 
-def _memory(device: str, runs: int) -> dict[str, Any]:
+def _copy_pattern(device: str, runs: int) -> dict[str, Any]:
     """Copy a pattern to the GPU, within it and back; its bits must come back, and the copies are timed."""
     import torch
 
@@ -256,21 +244,21 @@ def _memory(device: str, runs: int) -> dict[str, Any]:
     for _ in range(runs):
         there.zero_()
         copy.zero_()
-        there_times.append(_timed(lambda: there.copy_(pattern), device))
-        times.append(_timed(lambda: copy.copy_(there), device))
-        sums.append(_sum(copy))
+        there_times.append(_time(lambda: there.copy_(pattern), device))
+        times.append(_time(lambda: copy.copy_(there), device))
+        sums.append(_hash_bytes(copy))
     return {
         "case": "memory",
-        "input_sha256": _sum(pattern),
+        "input_sha256": _hash_bytes(pattern),
         "output_sha256": sums,
-        "relative_error": 0.0 if set(sums) == {_sum(pattern)} else 1.0,
+        "relative_error": 0.0 if set(sums) == {_hash_bytes(pattern)} else 1.0,
         "control_noticed": _notices_a_bit(copy, sums[-1]),
         "copy_to_device_gb_per_second": size / 1e9 / min(there_times),
         "copy_on_device_gb_per_second": 2 * size / 1e9 / min(times),
     }
 
 
-def _timed(call: Any, device: str) -> float:
+def _time(call: Any, device: str) -> float:
     """Return the seconds of a call, by events on a GPU: the host's own time is not in them."""
     import torch
 
@@ -286,7 +274,7 @@ def _timed(call: Any, device: str) -> float:
     return float(first.elapsed_time(last)) / 1e3
 
 
-def _sum(*tensors: Any) -> str:
+def _hash_bytes(*tensors: Any) -> str:
     """Return the SHA-256 of the tensors' bytes."""
     import ctypes
     import hashlib
@@ -304,7 +292,7 @@ def _notices_a_bit(output: torch.Tensor, right: str) -> bool:
 
     changed = output.detach().cpu().contiguous().clone()
     changed.view(torch.uint8).flatten()[0] ^= 1
-    return _sum(output) == right and _sum(changed) != right
+    return _hash_bytes(output) == right and _hash_bytes(changed) != right
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Whether a Ray cluster answers at an address, asked in a process of its own.
+"""A question to an address, asked in a process of its own: does a Ray cluster answer there?
 
 Where nothing or something else answers, Ray tries for a minute, writes lines of its own to stderr and ends
 the process. A fork bears that: it costs milliseconds, and Ray has no threads before it connects.
@@ -18,14 +18,14 @@ _MOST_BYTES = 4096
 _FINE = "a Ray cluster"
 
 
-def problem(ray: Any, address: str, seconds: float = _SECONDS) -> str | None:
+def find_problem(ray: Any, address: str, seconds: float = _SECONDS) -> str | None:
     """Return why no driver on this machine can work with the cluster at `address`, or None.
 
     `address` is ``auto`` or ``HOST:PORT``. Without `os.fork`, Ray's own words must do.
     """
     if not hasattr(os, "fork"):
         return None
-    answer = _in_a_fork(lambda: _ask(ray, address, seconds), seconds)
+    answer = _call_in_fork(lambda: _ask(ray, address, seconds), seconds)
     if answer is None:
         return f"Ray had no answer within {seconds:.0f} s; nothing, or something else, listens there"
     if not answer:
@@ -63,7 +63,7 @@ def _take_the_token(address: str) -> None:
         setup.ensure_token_if_auth_enabled({}, create_token_if_missing=False)
 
 
-def _in_a_fork(call: Callable[[], str], seconds: float) -> str | None:
+def _call_in_fork(call: Callable[[], str], seconds: float) -> str | None:
     """Return what `call` gives in a fork; "" if it ended without, None if it did not end in time."""
     read, write = os.pipe()
     child = os.fork()

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from moedoctor.fleet import parity
-from moedoctor.fleet.facts import NO_GPU, Member, member
-from moedoctor.fleet.groups import Difference, Grouping, NumberSpread, Outlier, group, outliers, spreads
+from moedoctor.fleet.facts import NO_GPU, Member, make_member
+from moedoctor.fleet.groups import (
+    Difference,
+    Grouping,
+    NumberSpread,
+    Outlier,
+    find_outliers,
+    group,
+    summarize_numbers,
+)
 from moedoctor.fleet.rows import SKIPPED, Place, Row, Status
 
 
@@ -47,12 +56,12 @@ class FleetReport:
 
     @property
     def noun(self) -> str:
-        """What is counted."""
+        """The thing that is counted."""
         return "GPU" if self.per_gpu else "node"
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the exit code is 1."""
+        """The reasons for the exit code 1."""
         total = sum(len(one_group.members) for one_group in self.grouping.groups)
         reasons = [f"{name} on {count} of {total} {self.noun}s" for name, count in self.findings.items()]
         for one_group in self.grouping.groups:
@@ -60,7 +69,7 @@ class FleetReport:
                 if not difference.fact.startswith("finding "):
                     names = ", ".join(one_group.members[:3])
                     more = f" and {len(one_group.members) - 3} more" if len(one_group.members) > 3 else ""
-                    reasons.append(f"{names}{more}: {in_words(difference)}: {difference.rule}")
+                    reasons.append(f"{names}{more}: {describe(difference)}: {difference.rule}")
         kinds = {name: each.kind for each in self.grouping.groups for name in each.members}
         for outlier in self.outliers:
             if outlier.worse and kinds[outlier.name] != NO_GPU:
@@ -94,78 +103,62 @@ class FleetReport:
         return (f"every {self.noun} answered with exit code 2: nothing could be checked there",)
 
 
-def report(
-    question: Sequence[str],
-    rows: Sequence[Row],
-    *,
-    show_hosts: bool,
-    per_gpu: bool = False,
-    folder: str | None = None,
-    interrupted: bool = False,
-) -> FleetReport:
-    """Return what the rows say together; the order in which they came changes nothing."""
-    collected = Collector(show_hosts=show_hosts)
-    for row in rows:
-        collected.add(row)
-    return collected.report(question, per_gpu=per_gpu, folder=folder, interrupted=interrupted)
-
-
 class Collector:
     """Takes rows one by one and keeps what is compared: ten thousand reports are too much to hold."""
 
     def __init__(self, *, show_hosts: bool) -> None:
         self._show_hosts = show_hosts
-        self._rows: list[tuple[Row, Member | None, Mapping[str, object]]] = []
+        self._rows: list[tuple[Row, Member | None, Mapping[str, Any]]] = []
+        """(row without its report, its facts, the report of its bits)"""
+        self._versions: Counter[str] = Counter()
+        self._exit_codes: list[int] = []
 
     def add(self, row: Row) -> None:
         """Take a row; its report is read and let go."""
-        answered = row.status is Status.ANSWERED
-        bits = dict(row.report or {}) if (row.report or {}).get("command") == "fleet parity" else {}
-        code = {"code": row.exit_code, "version": (row.report or {}).get("moedoctor"), "bits": bits}
-        self._rows.append(
-            (replace(row, report=None, checksums={}), member(row, "") if answered else None, code)
-        )
+        report = row.report or {}
+        if (version := report.get("moedoctor")) is not None:
+            self._versions[str(version)] += 1
+        member, bits = None, report if report.get("command") == "fleet parity" else {}
+        if row.status is Status.ANSWERED:
+            member = make_member(row, "")
+            self._exit_codes.append(row.exit_code)
+        self._rows.append((replace(row, report=None, checksums={}), member, bits))
 
     def report(
-        self, question: Sequence[str], *, per_gpu: bool, folder: str | None, interrupted: bool
+        self,
+        question: Sequence[str],
+        *,
+        per_gpu: bool = False,
+        folder: str | None = None,
+        interrupted: bool = False,
     ) -> FleetReport:
-        """Compare what was taken."""
+        """Compare what was taken; the order in which it came changes nothing."""
         ordered = sorted(self._rows, key=lambda taken: self._order(taken[0].place))
-        names = _names([row for row, _, _ in ordered], show_hosts=self._show_hosts)
-        members = [
-            replace(found, name=name) for name, (_, found, _) in zip(names, ordered, strict=True) if found
-        ]
-        bits = {
-            name: kept["bits"]
-            for name, (_, found, kept) in zip(names, ordered, strict=True)
-            if found and kept["bits"]
-        }
-        versions = Counter(str(kept["version"]) for _, _, kept in ordered if kept["version"] is not None)
+        names = _name_rows([row for row, _, _ in ordered], show_hosts=self._show_hosts)
+        named = [(name, *taken) for name, taken in zip(names, ordered, strict=True)]
+        members = [replace(member, name=name) for name, _, member, _ in named if member]
+        bits = {name: bits for name, _, member, bits in named if member and bits}
         return FleetReport(
             tuple(question),
-            tuple((name, row) for name, (row, _, _) in zip(names, ordered, strict=True)),
+            tuple((name, row) for name, row, _, _ in named),
             group(members),
-            outliers(members),
-            parity.judge(bits) if bits else None,  # type: ignore[arg-type]
-            dict(sorted(versions.items())),
+            find_outliers(members),
+            parity.judge(bits) if bits else None,
+            dict(sorted(self._versions.items())),
             per_gpu,
             folder,
-            tuple(int(str(kept["code"])) for _, found, kept in ordered if found),
+            tuple(sorted(self._exit_codes)),
             interrupted,
-            spreads(members),
+            summarize_numbers(members),
         )
 
     def _order(self, place: Place) -> tuple[str, str, str]:
         """Return what sorts the rows. Files do not hold hosts, and give the numbers that the nodes gave."""
-        hidden = ("", _node(place), str(place.gpu))
+        hidden = ("", place.node or place.host, str(place.gpu))
         return (place.host, str(place.gpu), place.node) if self._show_hosts else hidden
 
 
-def _node(place: Place) -> str:
-    return place.node or place.host
-
-
-def _names(rows: Sequence[Row], *, show_hosts: bool) -> list[str]:
+def _name_rows(rows: Sequence[Row], *, show_hosts: bool) -> list[str]:
     """Return a name for each row: its host, or a number of the node. Equal names get a number behind them."""
     numbers: dict[str, int] = {}
     names: list[str] = []
@@ -173,7 +166,7 @@ def _names(rows: Sequence[Row], *, show_hosts: bool) -> list[str]:
         if show_hosts:
             names.append(row.place.name)
             continue
-        number = numbers.setdefault(_node(row.place), len(numbers) + 1)
+        number = numbers.setdefault(row.place.node or row.place.host, len(numbers) + 1)
         names.append(replace(row.place, host=f"node-{number:04d}").name)
     counts, used = Counter(names), Counter[str]()
     for index, name in enumerate(names):
@@ -183,7 +176,7 @@ def _names(rows: Sequence[Row], *, show_hosts: bool) -> list[str]:
     return names
 
 
-def in_words(difference: Difference) -> str:
+def describe(difference: Difference) -> str:
     """Return ``FlashInfer 0.6.6 (others 0.7.2.post1)`` or ``MD011 strikes there only``."""
     subject, _, name = difference.fact.partition(" ")
     if subject == "finding" and name:

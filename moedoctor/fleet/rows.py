@@ -15,11 +15,12 @@ from moedoctor.results import SCHEMA_VERSION, ReportError, parse_json
 from moedoctor.text import join_lines, shorten
 
 _LONG = 300
-LATE, LONG = "late", "long"
+_COMMON_HOSTS = frozenset(["localhost", "node", "host", "cpu", "gpu", "vllm", "ray", "head"])
+"""Names that say nothing about a machine, and are words of our own."""
 
 
 class Status(str, enum.Enum):
-    """What became of a question to a node."""
+    """The fate of a question to a node."""
 
     ANSWERED = "answered"
     REFUSED = "refused"
@@ -82,59 +83,61 @@ class Row:
 def read_answer(place: Place, text: str, *, python: str | None = None) -> Row:
     """Return the row of what `moedoctor.fleet.node.answer` gave. Never raises: the text may be anything."""
     try:
-        data = _object(text)
+        data = _parse_object(text)
         gpu = data.get("gpu")
-        place = place if gpu is None else replace(place, gpu=_word(gpu))
-        row = Row(place, Status.ANSWERED, seconds=_seconds(data.get("seconds")), python=python)
-        return _judged(row, data)
+        place = place if gpu is None else replace(place, gpu=_shorten(gpu))
+        row = Row(place, Status.ANSWERED, seconds=_read_seconds(data.get("seconds")), python=python)
+        return _judge(row, data)
     except (ReportError, TypeError, ValueError, RecursionError) as error:
-        return Row(place, Status.UNREADABLE, line_of(str(error), place.host), python=python)
+        return Row(place, Status.UNREADABLE, mask_line(str(error), place.host), python=python)
 
 
-def _judged(row: Row, data: Mapping[str, Any]) -> Row:
-    problem, code = data.get("problem"), data.get("code")
+def _judge(row: Row, data: Mapping[str, Any]) -> Row:
+    problem, code, log = data.get("problem"), data.get("code"), str(data.get("log") or "")
     host = row.place.host
-    if problem == LATE:
+    if problem == "late":
         limit = f" within {row.seconds:.0f} s" if row.seconds is not None else ""
-        reason = f"moedoctor gave no answer{limit}{last_line(str(data.get('log') or ''), host)}"
+        reason = f"moedoctor gave no answer{limit}{quote_last_line(log, host)}"
         return replace(row, status=Status.HUNG, reason=reason)
-    if problem == LONG:
+    if problem == "long":
         return replace(row, status=Status.UNREADABLE, reason=f"its report is over {MOST_BYTES >> 20} MiB")
-    report, log = data.get("report"), str(data.get("log") or "")
-    if not report:
-        lines = log.strip().splitlines()
-        words = line_of(lines[-1], host) if lines else "it printed nothing"
-        if "No module named moedoctor" in words or "No module named 'moedoctor'" in words:
-            return replace(row, status=Status.MISSING, reason="moedoctor is not installed there")
-        status = Status.REFUSED if code in (2, 3) else Status.DIED
-        return replace(row, status=status, reason=f"{_ended(code)}: {words}")
-    return with_report(row, _object(report), data.get("checksums"))
+    if report := data.get("report"):
+        return add_report(row, _parse_object(report), data.get("checksums"))
+    lines = log.strip().splitlines()
+    words = mask_line(lines[-1], host) if lines else "it printed nothing"
+    if "No module named moedoctor" in words or "No module named 'moedoctor'" in words:
+        return replace(row, status=Status.MISSING, reason="moedoctor is not installed there")
+    ending = f"exit status {code}" if isinstance(code, int) else "ended"
+    if isinstance(code, int) and code < 0:
+        ending = f"killed by signal {-code}"
+    status = Status.REFUSED if code in (2, 3) else Status.DIED
+    return replace(row, status=status, reason=f"{ending}: {words}")
 
 
-def with_report(row: Row, report: Mapping[str, Any], checksums: Any = None, *, masked: bool = True) -> Row:
+def add_report(row: Row, report: Mapping[str, Any], checksums: Any = None, *, masked: bool = True) -> Row:
     """Return `row` with a report that is checked, and masked for its file. Raises ReportError for another."""
     if report.get("schema_version") != SCHEMA_VERSION or report.get("schema_version") is True:
         raise ReportError("report", f"expected schema_version {SCHEMA_VERSION}")
-    shown_report = mask(report, row.place.host) if masked else report
-    sums = checksums if isinstance(checksums, Mapping) else {}
-    shown = {_word(name): _word(value) for name, value in list(sums.items())[:1000]}
-    row = replace(row, report=shown_report, checksums=mask(shown, row.place.host))
+    host = row.place.host
+    sums = list(checksums.items())[:1000] if isinstance(checksums, Mapping) else ()
+    shown = mask({_shorten(name): _shorten(value) for name, value in sums}, host)
+    row = replace(row, report=mask(report, host) if masked else report, checksums=shown)
     version = report.get("moedoctor")
     if version is not None and version != moedoctor.__version__:
-        words = f"moedoctor {line_of(str(version), row.place.host)}, here it is {moedoctor.__version__}"
+        words = f"moedoctor {mask_line(str(version), host)}, here it is {moedoctor.__version__}"
         return replace(row, status=Status.OTHER_VERSION, reason=words)
     return row
 
 
-def last_line(log: str, host: str) -> str:
+def quote_last_line(log: str, host: str) -> str:
     """Return ``; its last line: …`` for what a command wrote until it was ended, or an empty text."""
     lines = log.strip().splitlines()
-    return f"; its last line: {line_of(lines[-1], host)}" if lines else ""
+    return f"; its last line: {mask_line(lines[-1], host)}" if lines else ""
 
 
-def failed(place: Place, status: Status, reason: str) -> Row:
+def make_failed_row(place: Place, status: Status, reason: str) -> Row:
     """Return the row of a node without an answer; the reason is masked."""
-    return Row(place, status, line_of(reason, place.host))
+    return Row(place, status, mask_line(reason, place.host))
 
 
 def mask(value: Any, host: str) -> Any:
@@ -142,50 +145,34 @@ def mask(value: Any, host: str) -> Any:
 
     Nodes say mostly the same things, so what a text becomes is remembered.
     """
-    return _masked(value, "", host if 2 < len(host) <= 255 else "")
+    is_name = 2 < len(host) <= 255 and not host.isdigit() and host.lower() not in _COMMON_HOSTS
+    return _mask(value, "", host if is_name else "")
 
 
-def _masked(value: Any, key: str, host: str) -> Any:
+def _mask(value: Any, key: str, host: str) -> Any:
     if isinstance(value, str):
-        shown = (
-            _mask_value(key[:100], value)
-            if len(value) <= _LONG
-            else _mask_value.__wrapped__(key[:100], value)
-        )
-        # A host may be called as one of our words is, so what is shorter than its name is not searched.
-        return shown.replace(host, "***") if host and host in shown and not _common(host) else shown
+        mask_text = _mask_text if len(value) <= _LONG else _mask_text.__wrapped__
+        shown = mask_text(key[:100], value)
+        return shown.replace(host, "***") if host else shown
     if isinstance(value, Mapping):
-        return {_masked(str(name), "", host): _masked(item, str(name), host) for name, item in value.items()}
+        return {_mask(str(name), "", host): _mask(item, str(name), host) for name, item in value.items()}
     if isinstance(value, list):
-        return [_masked(item, key, host) for item in value]
+        return [_mask(item, key, host) for item in value]
     return value
 
 
 @functools.lru_cache(maxsize=65_536)
-def _mask_value(key: str, value: str) -> str:
-    return str(_redactor().record({key: value}).popitem()[1]) if key else _redactor().mask(value)
+def _mask_text(key: str, text: str) -> str:
+    redactor = _make_redactor()
+    return str(redactor.record({key: text}).popitem()[1]) if key else redactor.mask(text)
 
 
 @functools.cache
-def _redactor() -> Redactor:
+def _make_redactor() -> Redactor:
     return Redactor.from_this_process()
 
 
-def _common(host: str) -> bool:
-    """Return whether a name says nothing about a machine."""
-    return host.isdigit() or host.lower() in (
-        "localhost",
-        "node",
-        "host",
-        "cpu",
-        "gpu",
-        "vllm",
-        "ray",
-        "head",
-    )
-
-
-def _object(text: Any) -> dict[str, Any]:
+def _parse_object(text: Any) -> dict[str, Any]:
     if not isinstance(text, str):
         raise ReportError("answer", "expected text")
     if len(text) > 3 * MOST_BYTES:
@@ -196,23 +183,17 @@ def _object(text: Any) -> dict[str, Any]:
     return data
 
 
-def _word(value: Any) -> str:
+def _shorten(value: Any) -> str:
     return shorten(join_lines(str(value)), _LONG)
 
 
-def line_of(text: str, host: str) -> str:
+def mask_line(text: str, host: str) -> str:
     """Return what a node wrote, masked, on one short line."""
     return str(mask(shorten(join_lines(text), _LONG), host))
 
 
-def _seconds(value: Any) -> float | None:
+def _read_seconds(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else None
-
-
-def _ended(code: Any) -> str:
-    if isinstance(code, int) and code < 0:
-        return f"killed by signal {-code}"
-    return f"exit status {code}" if isinstance(code, int) else "ended"
 
 
 def to_document(row: Row) -> dict[str, Any]:
@@ -236,21 +217,24 @@ def from_document(data: Mapping[str, Any], host: str, file: str) -> Row:
     """Return the row in a stored file, or of a plain report of moedoctor. Raises ReportError."""
     if data.get("command") != "fleet answer":
         place = Place(host, host)
-        return replace(with_report(Row(place, Status.ANSWERED), data, masked=False), file=file)
-    gpu = data.get("gpu")
-    place = Place(_word(data.get("node")), host, None if gpu is None else _word(gpu))
+        return replace(add_report(Row(place, Status.ANSWERED), data, masked=False), file=file)
+    gpu, reason, python = data.get("gpu"), data.get("reason"), data.get("python")
     try:
         status = Status(data.get("status"))
     except ValueError:
         raise ReportError(file, "status: expected one that moedoctor writes") from None
-    reason, python = data.get("reason"), data.get("python")
-    row = Row(place, status, None if reason is None else line_of(str(reason), host), file=file)
-    row = replace(row, python=None if python is None else _word(python))
-    times = _seconds(data.get("seconds")), _seconds(data.get("start_seconds"))
-    row = replace(row, seconds=times[0], start_seconds=times[1])
+    row = Row(
+        Place(_shorten(data.get("node")), host, None if gpu is None else _shorten(gpu)),
+        status,
+        None if reason is None else mask_line(str(reason), host),
+        _read_seconds(data.get("seconds")),
+        _read_seconds(data.get("start_seconds")),
+        None if python is None else _shorten(python),
+        file=file,
+    )
     report = data.get("report")
     if isinstance(report, Mapping):
-        kept = with_report(row, report, data.get("checksums"), masked=False)
+        kept = add_report(row, report, data.get("checksums"), masked=False)
         return kept if status is Status.ANSWERED else replace(kept, status=status, reason=row.reason)
     if status is Status.ANSWERED:
         raise ReportError(file, "report: expected a JSON object")

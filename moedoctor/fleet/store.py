@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.fleet.node import MOST_BYTES
-from moedoctor.fleet.rows import Place, Row, Status, failed, from_document, to_document
+from moedoctor.fleet.rows import Place, Row, Status, from_document, make_failed_row, to_document
 from moedoctor.processes import files
 from moedoctor.results import SCHEMA_VERSION, ReportError, read_json, to_json
 
@@ -59,14 +59,14 @@ class Store:
 
     def write(self, row: Row) -> Row:
         """Write the row and return it with its file. Raises OutputError if the disk is full."""
-        name = _file_name(row.place)
+        name = _name_file(row.place)
         document = to_document(row)
         if self.show_hosts:
             document["host"] = row.place.host
         files.write(self.folder / name, to_json(document))
         return replace(row, file=name)
 
-    def rows(self, hosts: Mapping[str, str]) -> list[Row]:
+    def read_rows(self, hosts: Mapping[str, str]) -> list[Row]:
         """Return the rows of nodes that answered; `hosts` is node -> name, of the nodes that Ray lists.
 
         Every other node is asked again, also if only one of its GPUs gave no answer: what is stored of why
@@ -80,7 +80,7 @@ class Store:
             silent = [row for row in rows if row.status is not Status.ANSWERED]
             kept += [] if silent else rows
             for row in silent:
-                if row.file == _file_name(row.place):  # a file that is ours
+                if row.file == _name_file(row.place):  # a file that is ours
                     (self.folder / row.file).unlink(missing_ok=True)
         return kept
 
@@ -108,10 +108,10 @@ def read_folder(folder: Path, hosts: Mapping[str, str] | None = None) -> Iterato
             yield from_document(data, str(host), name)
         except (ReportError, RecursionError) as error:
             reason = str(error).removeprefix(f"{folder}{os.sep}")
-            yield replace(failed(Place(stem, stem), Status.UNREADABLE, reason), file=name)
+            yield replace(make_failed_row(Place(stem, stem), Status.UNREADABLE, reason), file=name)
 
 
-def _file_name(place: Place) -> str:
+def _name_file(place: Place) -> str:
     """Return a file name from ids that may hold anything."""
     key = json.dumps([place.node, place.gpu])
     return f"node-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

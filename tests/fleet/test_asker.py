@@ -35,7 +35,7 @@ class _Stream:
 
 
 def _rows(monkeypatch: pytest.MonkeyPatch, stream: _Stream, *, gpus: int) -> list[Row]:
-    monkeypatch.setattr("moedoctor.fleet.cluster.Head.of", lambda ray: SimpleNamespace(
+    monkeypatch.setattr("moedoctor.fleet.cluster.Head.find", lambda ray: SimpleNamespace(
         is_lost=lambda: False, answers=lambda: True))  # fmt: skip
     strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: node)
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.fleet.facts import Member
-from moedoctor.fleet.groups import MOST_DISTANCE, NumberSpread, group, outliers, rule_of, spreads
+from moedoctor.fleet.groups import (
+    MOST_DISTANCE,
+    NumberSpread,
+    find_outliers,
+    find_rule,
+    group,
+    summarize_numbers,
+)
 
 _FACTS = st.dictionaries(
     st.sampled_from(["driver", "vLLM", "FlashInfer", "VLLM_USE_V1", "kernel", "finding MD011"]),
@@ -109,7 +116,7 @@ def test_a_rule_judges_equal_gpus_only() -> None:
     ("fact", "wrong"), [("vLLM", True), ("VLLM_MOE", True), ("kernel", False), ("claim MD001: a text", True)]
 )
 def test_what_a_rule_calls_wrong(fact: str, wrong: bool) -> None:
-    assert (rule_of(fact) is not None) is wrong
+    assert (find_rule(fact) is not None) is wrong
 
 
 def _measured(values: list[float], number: str = "copy_gb_per_second") -> list[Member]:
@@ -125,26 +132,26 @@ def test_one_far_number_is_named_and_judged_by_its_unit(
     values: list[float], factor: float, number: str
 ) -> None:
     members = _measured([*values, 100 * factor], number)
-    found = {outlier.name: outlier for outlier in outliers(members)}
+    found = {outlier.name: outlier for outlier in find_outliers(members)}
     odd = found[members[-1].name]
     assert abs(float(odd.distance)) > MOST_DISTANCE
     assert odd.worse is ((factor < 1) == number.endswith("per_second"))
-    assert outliers(members[::-1]) == outliers(members)
+    assert find_outliers(members[::-1]) == find_outliers(members)
 
 
 @given(values=st.lists(st.floats(99, 101), min_size=1, max_size=30))
 def test_noise_of_one_percent_has_no_outlier(values: list[float]) -> None:
-    assert outliers(_measured(values)) == ()
+    assert find_outliers(_measured(values)) == ()
 
 
 def test_three_numbers_have_no_outlier_and_gpus_of_two_models_are_not_compared() -> None:
-    assert outliers(_measured([100, 100, 1])) == ()
+    assert find_outliers(_measured([100, 100, 1])) == ()
     slow = [Member(f"old-{n}", "A100", {}, {"copy_gb_per_second": 40.0}) for n in range(2)]
-    assert outliers([*_measured([100, 100, 101, 100]), *slow]) == ()
+    assert find_outliers([*_measured([100, 100, 101, 100]), *slow]) == ()
 
 
 def test_a_number_beside_zeros_is_an_outlier() -> None:
-    assert [outlier.name for outlier in outliers(_measured([0, 0, 0, 0, 7], "lost_us"))] == ["gpu-04"]
+    assert [outlier.name for outlier in find_outliers(_measured([0, 0, 0, 0, 7], "lost_us"))] == ["gpu-04"]
 
 
 def test_numbers_of_two_models_are_spread_apart_in_the_order_of_the_reports() -> None:
@@ -153,9 +160,9 @@ def test_numbers_of_two_models_are_spread_apart_in_the_order_of_the_reports() ->
         for n, time in enumerate((10.0, 13.0, 11.0))
     ]
     members = [Member("old", "A100", {}, {"time_us tokens=64": 30.0}), *first]
-    assert spreads(members) == (
+    assert summarize_numbers(members) == (
         NumberSpread("A100", "time_us tokens=64", 1, 30.0, 0.0, 30.0, 30.0),
         NumberSpread("H100", "time_us tokens=64", 3, 11.0, 1.0, 10.0, 13.0),
         NumberSpread("H100", "copy_gb_per_second", 3, 2000.0, 0.0, 2000.0, 2000.0),
     )
-    assert spreads(members[::-1]) == spreads(members)
+    assert summarize_numbers(members[::-1]) == summarize_numbers(members)

@@ -21,7 +21,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file of a module `command_of_tests`, which the child finds."""
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     # The variables of Ray's worker come from its parent; a test has none that it may change.
-    monkeypatch.setattr(node, "_environment", lambda reserved: dict(os.environ))
+    monkeypatch.setattr(node, "_restore_environment", lambda reserved: dict(os.environ))
     return tmp_path / "command_of_tests.py"
 
 
@@ -71,7 +71,7 @@ def test_reading_what_a_child_writes_does_not_move_its_place(tmp_path: Path) -> 
     with open(tmp_path / "log", "w+b") as file:
         os.write(file.fileno(), b"0123456789")
         os.lseek(file.fileno(), 4, os.SEEK_SET)
-        assert node._content(file, 3) == "789"
+        assert node._read_end(file, 3) == "789"
         assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moedoctor
-from moedoctor.fleet.facts import member
-from moedoctor.fleet.report import report
-from moedoctor.fleet.rows import Place, Status, failed, read_answer
+from moedoctor.fleet.facts import make_member
+from moedoctor.fleet.report import Collector, FleetReport
+from moedoctor.fleet.rows import Place, Row, Status, make_failed_row, read_answer
 from moedoctor.fleet.store import Store, StoreError, read_folder
 from moedoctor.reporters.junit import to_junit
 from moedoctor.reporters.pages.fleet import find_in_fleet
@@ -41,9 +42,16 @@ def _answer(report: Any = _REPORT, **more: Any) -> str:
     )
 
 
+def _compare(rows: Iterable[Row]) -> FleetReport:
+    collected = Collector(show_hosts=False)
+    for row in rows:
+        collected.add(row)
+    return collected.report(("check",))
+
+
 def test_a_report_becomes_facts_and_findings_without_the_host() -> None:
     row = read_answer(_PLACE, _answer(checksums={"vllm _C.so": "ab"}), python="3.12.1")
-    found = member(row, "node")
+    found = make_member(row, "node")
     assert (row.status, row.exit_code, row.seconds) == (Status.ANSWERED, 1, 1.5)
     assert "node-17" not in json.dumps(row.report)
     assert found.kind == "H200"
@@ -97,13 +105,13 @@ def test_a_hostile_report_never_raises(report: dict[str, Any], sums: Any) -> Non
         _PLACE, _answer({**report, "schema_version": 1, "moedoctor": moedoctor.__version__}, checksums=sums)
     )
     assert row.status is Status.ANSWERED
-    member(row, "node")
+    make_member(row, "node")
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400), 1.7e308])
 def test_a_number_that_nothing_measures_is_left_out(number: float) -> None:
     answer = _answer({**_REPORT, "layers": [{"layer_us": number, "case": "decode", "copy_us": 2}]})
-    assert member(read_answer(_PLACE, answer), "node").numbers == {"copy_us decode": 2.0}
+    assert make_member(read_answer(_PLACE, answer), "node").numbers == {"copy_us decode": 2.0}
 
 
 def test_the_folder_keeps_answers_without_hosts_and_resumes_the_same_question(tmp_path: Path) -> None:
@@ -111,7 +119,7 @@ def test_the_folder_keeps_answers_without_hosts_and_resumes_the_same_question(tm
     store = Store.create(tmp_path / "reports", question)
     kept = store.write(read_answer(_PLACE, _answer(), python="3.12.1"))
     assert "gpu-node" not in (tmp_path / "reports" / str(kept.file)).read_text()
-    (again,) = Store.resume(tmp_path / "reports", question).rows({"id-1": "gpu-node-17.example"})
+    (again,) = Store.resume(tmp_path / "reports", question).read_rows({"id-1": "gpu-node-17.example"})
     assert (again.place, again.report, again.python) == (_PLACE, kept.report, "3.12.1")
     with pytest.raises(StoreError, match="`fleet check`"):
         Store.resume(tmp_path / "reports", {"question": ["run"]})
@@ -125,9 +133,9 @@ def test_a_node_with_a_silent_gpu_is_asked_again_as_a_whole(tmp_path: Path) -> N
     for place in (Place("half", "a", "0"), Place("whole", "b", "0"), Place("whole", "b", "1")):
         store.write(replace(read_answer(place, _answer()), place=place))
     for node, status in (("half", Status.CANCELLED), ("dead", Status.DIED), ("full", Status.BUSY)):
-        store.write(failed(Place(node, node), status, "gave no answer"))
+        store.write(make_failed_row(Place(node, node), status, "gave no answer"))
     (tmp_path / "reports" / "node-notes.json").write_text("{")
-    rows = Store.resume(tmp_path / "reports", question).rows({})
+    rows = Store.resume(tmp_path / "reports", question).read_rows({})
     assert sorted((row.place.node, row.place.gpu) for row in rows) == [("whole", "0"), ("whole", "1")]
     left = [(row.place.node, row.status) for row in read_folder(tmp_path / "reports")]
     assert sorted(left) == [
@@ -156,18 +164,18 @@ def test_nodes_have_the_same_numbers_in_the_report_of_their_files(tmp_path: Path
     store = Store.create(tmp_path / "reports", {"question": ["check"]})
     places = [Place("id-2", "host-a", "0"), Place("id-2", "host-a", "1"), Place("id-1", "host-b", "0")]
     asked = [store.write(read_answer(place, _answer(), python="3.12.1")) for place in places]
-    names = {row.file: name for name, row in report(("check",), asked, show_hosts=False).rows}
-    stored = report(("check",), list(read_folder(store.folder)), show_hosts=False)
+    names = {row.file: name for name, row in _compare(asked).rows}
+    stored = _compare(read_folder(store.folder))
     assert {row.file: name for name, row in stored.rows} == names
     assert sorted(names.values()) == ["node-0001 GPU 0", "node-0002 GPU 0", "node-0002 GPU 1"]
 
 
 def test_a_fleet_without_an_answer_is_not_called_sound() -> None:
-    busy = failed(_PLACE, Status.BUSY, "waited 60 s for 2 GPUs")
+    busy = make_failed_row(_PLACE, Status.BUSY, "waited 60 s for 2 GPUs")
     sound = read_answer(_PLACE, _answer({**_REPORT, "findings": []}))
-    assert report(("check",), [busy], show_hosts=False).exit_code == 2
-    assert "no node answered" in report(("check",), [busy], show_hosts=False).closing[0]
-    assert report(("check",), [busy, sound], show_hosts=False).exit_code == 0
+    assert _compare([busy]).exit_code == 2
+    assert "no node answered" in _compare([busy]).closing[0]
+    assert _compare([busy, sound]).exit_code == 0
 
 
 def test_a_late_command_says_what_it_did_last() -> None:
@@ -183,7 +191,7 @@ def test_junit_has_a_failure_for_each_reason_and_a_test_for_each_sound_node() ->
         for number, (content, code) in enumerate([(_REPORT, 1), (sound, 0), (sound, 0)])
     ]
     rows.append(replace(rows[2], place=Place("id-3", "host-3"), status=Status.HUNG, report=None))
-    result = report(("check",), rows, show_hosts=False)
+    result = _compare(rows)
     suite = ElementTree.fromstring(to_junit(find_in_fleet(result)))[0]
     failed = [case.attrib["name"] for case in suite if case.find("failure") is not None]
     passed = [case.attrib["name"] for case in suite if len(case) == 0]

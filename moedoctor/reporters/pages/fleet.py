@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import moedoctor
 from moedoctor.fleet.groups import Difference, Group, Grouping, NumberSpread, Outlier
 from moedoctor.fleet.parity import Judgement
-from moedoctor.fleet.report import FleetReport, in_words
+from moedoctor.fleet.report import FleetReport, describe
 from moedoctor.fleet.rows import SKIPPED, Place, Row, Status
 from moedoctor.reporters.findings import Finding, Findings
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Table
@@ -120,7 +120,7 @@ def _show_groups(report: FleetReport, most: _Most) -> Iterator[Block]:
     yield Heading("What differs")
     for number, group in enumerate(groups[1 : most.groups + 1], 2):
         differences = _order(group.differences)
-        shown = "; ".join(in_words(difference) for difference in differences[: most.differences])
+        shown = "; ".join(describe(difference) for difference in differences[: most.differences])
         if len(differences) > most.differences:
             shown += f"; and {len(differences) - most.differences} more, which --full or --format json lists"
         names = _list_names(group.members, most)

@@ -12,7 +12,7 @@ from fleet_answers import parity_report, write_answers
 from hostile import TEXTS, echoes_too_much, problem
 
 from moedoctor.cli import main
-from moedoctor.fleet.rows import Place, Row, Status, failed, to_document
+from moedoctor.fleet.rows import Place, Row, Status, make_failed_row, to_document
 from moedoctor.results import to_json
 
 FORMATS = ("table", "markdown", "html", "json", "junit", "github", "sarif")
@@ -36,8 +36,8 @@ def _write_fleet(folder: Path, texts: Sequence[str]) -> None:
             Row(Place(text, text, text), Status.ANSWERED, report=report, checksums={text: text}),
             Row(Place(f"again {text}", text), Status.ANSWERED, report=report, checksums={text: text}),
             Row(Place("model", text), Status.ANSWERED, report=parity_report(gpu=text)),
-            failed(Place("died", text), Status.DIED, text),
-            failed(Place("cancelled", text), Status.CANCELLED, text),
+            make_failed_row(Place("died", text), Status.DIED, text),
+            make_failed_row(Place("cancelled", text), Status.CANCELLED, text),
         ]
         for index, row in enumerate(rows):
             document = {**to_document(row), "host": text or "empty"}
