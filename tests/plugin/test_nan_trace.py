@@ -82,16 +82,11 @@ def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router(model: M
     assert nan_padding.report(None)["nan_in_padding"] == 1
 
 
-def test_a_clean_model_shows_nothing(model: Model) -> None:
-    step(model)
-    result = report()
-    assert (result.points, result.routers, result.steps_with_padding) == ((), (), 1)
-
-
 def test_operators_in_a_graph_are_watched_at_the_capture(model: Model) -> None:
     model(torch.zeros(4))  # the capture
     run_step(lambda input_ids: torch.zeros(4, 8))  # the replay: no layer runs in Python
     result = report()
+    assert (result.points, result.routers, result.steps_with_padding) == ((), (), 1)
     assert (result.steps, result.watched, result.looked_at, result.not_reached) == (1, 5, 5, 0)
     assert "looked at" not in result.to_text()
     assert "first in real rows: nothing" in result.to_text()
@@ -184,13 +179,6 @@ def test_a_step_that_raised_is_over(model: Model) -> None:
     assert (before.steps, before.nan_in_padding) == (1, 1)
     model(torch.zeros(4))  # outside a step
     assert state.report() == before
-
-
-def test_the_report_says_that_no_router_was_watched(model: Model) -> None:
-    layer = attention("layers.0.attn")
-    run_step(lambda input_ids: layer(torch.zeros(3, 8), torch.zeros(4, 8)))
-    assert report().routers_watched == 0
-    assert "no router was watched" in report().to_text()
 
 
 def test_ids_are_separate_if_no_attention_gave_the_number_of_rows(model: Model) -> None:

@@ -323,35 +323,27 @@ def test_a_layer_that_is_not_as_expected_is_left_out(
         assert f"record: {name} is not watched: AttributeError: " in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("config", "activations"),
-    [
-        ({"quant_dtype": None}, "none"),
-        ({"quant_dtype": "nvfp4"}, "nvfp4"),
-        ({"quant_dtype": torch.float8_e4m3fn, "block_shape": [128, 128], "a1_scale": None}, "fp8_block"),
-        ({"quant_dtype": torch.float8_e4m3fn, "block_shape": None, "a1_scale": None}, "fp8_token"),
-        ({"quant_dtype": torch.float8_e4m3fn, "block_shape": None, "a1_scale": torch.ones(())}, "fp8"),
-    ],
-)
-def test_how_activations_are_quantized_is_what_the_kernel_says(
-    config: dict[str, object], activations: str
-) -> None:
-    experts = SimpleNamespace(quant_config=SimpleNamespace(**config))
-    method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=experts))
-    assert record_layers._name_activations(method) == activations
-
-
-@pytest.mark.parametrize(
-    ("method", "block"),
-    [
-        ({"weight_block_size": [128, 64]}, (128, 64)),
-        ({"weight_block_size": None}, None),
-        ({"weight_quant": SimpleNamespace(strategy="channel")}, (1, 0)),
-        ({"weight_quant": SimpleNamespace(strategy="tensor")}, None),
-    ],
-)
-def test_blocks_of_scales_are_what_the_method_says(method: dict[str, object], block: object) -> None:
-    assert record_layers._read_block(SimpleNamespace(**method)) == block
+def test_quantization_is_what_method_and_kernel_say() -> None:
+    e4m3, given = torch.float8_e4m3fn, torch.ones(())
+    for (kind, block, scale), activations in {
+        (None, None, None): "none",
+        ("nvfp4", None, None): "nvfp4",
+        (e4m3, (128, 128), None): "fp8_block",
+        (e4m3, None, None): "fp8_token",
+        (e4m3, None, given): "fp8",
+    }.items():
+        config = SimpleNamespace(quant_dtype=kind, block_shape=block, a1_scale=scale)
+        experts = SimpleNamespace(quant_config=config)
+        method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=experts))
+        assert record_layers._name_activations(method) == activations
+    for size, strategy, block in (
+        ([128, 64], None, (128, 64)),
+        (None, None, None),
+        (None, "channel", (1, 0)),
+        (None, "tensor", None),
+    ):
+        method = SimpleNamespace(weight_block_size=size, weight_quant=SimpleNamespace(strategy=strategy))
+        assert record_layers._read_block(method) == block
 
 
 REAL = """

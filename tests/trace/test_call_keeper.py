@@ -203,23 +203,12 @@ def test_the_call_that_was_asked_for_is_kept() -> None:
     assert run_check(Path(__file__).parent / "interpreted_keep.py").strip() == "agreed"
 
 
-@pytest.mark.parametrize(
-    ("text", "wish"),
-    [
-        ("nan", Wish("nan")),
-        ("first", Wish("first")),
-        ("crash", Wish("crash")),
-        ("call=model.layers.3.mlp.experts:17", Wish("call", "model.layers.3.mlp.experts", 17)),
-        ("mismatch=0.01", Wish("mismatch", rate=0.01)),
-    ],
-)
-def test_a_wish_is_read(text: str, wish: Wish) -> None:
-    assert Wish.parse(text) == wish
-
-
-@pytest.mark.parametrize(
-    "text", ["nan=1", "call=3", "call=:3", "call=a:0", "mismatch=2", "mismatch=x", "all"]
-)
-def test_a_wish_that_cannot_be_read_is_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match="expected nan, first, crash, call=LAYER:N or mismatch=RATE"):
-        Wish.parse(text)
+def test_a_wish_is_read_or_is_one_line() -> None:
+    for text in ("nan", "first", "crash"):
+        assert Wish.parse(text) == Wish(text)  # type: ignore[arg-type]
+    called = Wish("call", "model.layers.3.mlp.experts", 17)
+    assert Wish.parse("call=model.layers.3.mlp.experts:17") == called
+    assert Wish.parse("mismatch=0.01") == Wish("mismatch", rate=0.01)
+    for text in ("nan=1", "call=3", "call=:3", "call=a:0", "mismatch=2", "mismatch=x", "all"):
+        with pytest.raises(ValueError, match="expected nan, first, crash, call=LAYER:N or mismatch=RATE"):
+            Wish.parse(text)

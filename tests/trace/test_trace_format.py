@@ -76,15 +76,14 @@ def test_a_batch_takes_one_token_of_each_sequence() -> None:
     assert trace.list_calls(0, 1) == trace.list_calls(0)
 
 
-@pytest.mark.parametrize(
-    ("streams", "batch", "message"),
-    [((3, 1), 0, "at least 1"), ((3, 1), -1, "at least 1"), ((), 2, "stream_rows")],
-)
-def test_a_batch_that_cannot_be_replayed_is_refused(
-    streams: tuple[int, ...], batch: int, message: str
-) -> None:
-    with pytest.raises(TraceError, match=message):
-        RoutingTrace([0, 1] * 4, 8, 2, ("a",), (1,) * 4, streams).list_calls(0, batch)
+def test_a_batch_that_cannot_be_replayed_is_refused() -> None:
+    for streams, batch, message in (
+        ((3, 1), 0, "at least 1"),
+        ((3, 1), -1, "at least 1"),
+        ((), 2, "stream_"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            RoutingTrace([0, 1] * 4, 8, 2, ("a",), (1,) * 4, streams).list_calls(0, batch)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -145,15 +144,12 @@ def test_a_file_that_is_not_a_trace_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a trace", b"\xff" * 100, json.dumps({"a": 1}).encode()])
-def test_bytes_that_are_not_safetensors_are_refused(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(TraceError, match="is no safetensors file"):
-        load(path)
-
-
-def test_a_folder_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+    for content in (b"", b"not a trace", b"\xff" * 100, json.dumps({"a": 1}).encode()):
+        path.write_bytes(content)
+        with pytest.raises(TraceError, match="is no safetensors file"):
+            load(path)
     with pytest.raises(TraceError, match="is a folder"):
         load(tmp_path)
     with pytest.raises(TraceError, match="no such file"):
@@ -167,13 +163,6 @@ def test_a_trace_is_for_one_user(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "trace").stat().st_mode) == 0o600
-
-
-def test_a_failed_save_leaves_no_file(tmp_path: Path) -> None:
-    (tmp_path / "t.safetensors").mkdir()
-    with pytest.raises(OSError, match="is a folder"):
-        save(make(), tmp_path / "t.safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["t.safetensors"]
 
 
 def test_loading_needs_neither_torch_nor_numpy(tmp_path: Path) -> None:
