@@ -75,11 +75,8 @@ def take_fp8(method: Any, layer: Any, by_reference: bool) -> Read:
         forms[name] = _find_fp8_form(method, make_fp8_weights, values, scale, halves)
 
     def read(name: str) -> Any:
-        values, scale, form = (
-            getattr(layer, f"{name}_weight"),
-            getattr(layer, f"{name}_{scale_name}"),
-            forms[name],
-        )
+        values, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_{scale_name}")
+        form = forms[name]
         if by_reference:
             return Fp8(values, scale, form.block, form.halves)
         return ExpertWeights(values, None, scale, _get_bias(layer, name), form.block, form.halves)

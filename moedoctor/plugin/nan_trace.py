@@ -203,10 +203,8 @@ def apply(version: str) -> str:
     layers = "vllm.model_executor.layers"
     attention, experts = f"{layers}.attention.attention:Attention", f"{layers}.fused_moe"
     moe, router = f"{experts}.runner.moe_runner:MoERunner", f"{experts}.router.base_router:BaseRouter"
-    made, routed = (
-        functools.partial(_call_after, then=trace.wrap_attention),
-        ("return topk_weights, topk_ids",),
-    )
+    made = functools.partial(_call_after, then=trace.wrap_attention)
+    routed = ("return topk_weights, topk_ids",)
     patches = [
         Patch(attention, "__init__", made, source=("self.impl = ", "self.layer_name = ")),
         Patch(moe, "_apply_quant_method", trace.wrap_moe, "router_logits", ("self.router.select_experts(",)),

@@ -167,7 +167,6 @@ def _read_backend_tensors(layer: Any, total: int, experts: list[int]) -> Mapping
             if parameter.dim() and len(parameter) == total
         }
     except RuntimeError as error:  # an assertion or an illegal access has ended the device
-        logger.warning(
-            "moedoctor: record: the backend's weights cannot be read: %s", str(error).partition("\n")[0]
-        )
+        line = str(error).partition("\n")[0]
+        logger.warning("moedoctor: record: the backend's weights cannot be read: %s", line)
         return {}

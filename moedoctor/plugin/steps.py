@@ -118,10 +118,8 @@ class Steps:
 
 def _count_rows(arguments: tuple[Any, ...], options: dict[str, Any]) -> int:
     """Return the number of rows of the padded batch."""
-    given = dict(
-        zip(("input_ids", "positions", "intermediate_tensors", "inputs_embeds"), arguments, strict=False)
-    )
-    given |= options
+    names = ("input_ids", "positions", "intermediate_tensors", "inputs_embeds")
+    given = dict(zip(names, arguments, strict=False)) | options
     for name in ("input_ids", "inputs_embeds"):
         if given.get(name) is not None:
             return int(given[name].shape[0])

@@ -152,9 +152,9 @@ def test_outputs_of_any_structure_are_checked(kind: str) -> None:
     assert report.first_real == Finding("model", "NaN", 1, 1)
 
 
-@pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0,)])
-def test_an_output_without_elements_is_skipped(shape: tuple[int, ...]) -> None:
-    assert traced(lambda x: x, torch.ones(shape)).points == ()
+def test_an_output_without_elements_is_skipped() -> None:
+    for shape in ((3, 0), (0, 3), (0,)):
+        assert traced(lambda x: x, torch.ones(shape)).points == ()
 
 
 def test_an_output_with_one_number_per_token_uses_the_mask() -> None:

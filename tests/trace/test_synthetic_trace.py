@@ -41,9 +41,8 @@ def test_drift_changes_which_experts_are_popular() -> None:
 
 def test_settings_are_read_from_text() -> None:
     assert ZipfSettings.parse("zipf") == ZipfSettings()
-    assert ZipfSettings.parse("zipf:experts=64, skew=1.5,seed=7") == ZipfSettings(
-        experts=64, skew=1.5, seed=7
-    )
+    expected = ZipfSettings(experts=64, skew=1.5, seed=7)
+    assert ZipfSettings.parse("zipf:experts=64, skew=1.5,seed=7") == expected
 
 
 @pytest.mark.parametrize(
