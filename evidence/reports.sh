@@ -178,7 +178,7 @@ bench_engine() {
 # times of these runs are thrown away.
 moe_backends() {
     local models=() scratch model
-    while read -r model; do models+=(--model "$model"); done < <("$python" -c 'from moedoctor.models.presets import names; print(*names(), sep="\n")')
+    while read -r model; do models+=(--model "$model"); done < <("$python" -c 'from moedoctor.models.presets import list_presets; print(*list_presets(), sep="\n")')
     scratch=$(mktemp -d)
     compile() { doctor bench --backend "$@" --format json -o "$(mktemp -p "$scratch")" 2>> "$scratch/log" & }
     compile MARLIN:fp8 --hidden 1024 --intermediate 1024 --experts 8 --top-k 2 --tokens 1,4096
@@ -193,7 +193,7 @@ moe_backends() {
 # backends_of_all NAME BACKENDS TOKENS: layers of all models. HUMMING compiles for more than a minute a model.
 backends_of_all() {
     local models=() model
-    while read -r model; do models+=(--model "$model"); done < <("$python" -c 'from moedoctor.models.presets import names; print(*names(), sep="\n")')
+    while read -r model; do models+=(--model "$model"); done < <("$python" -c 'from moedoctor.models.presets import list_presets; print(*list_presets(), sep="\n")')
     write "$1" bench --backend "$2" "${models[@]}" --tokens "$3" --timeout 600
 }
 

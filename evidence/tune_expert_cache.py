@@ -14,7 +14,7 @@ import torch
 import triton
 
 from moedoctor.bench.cache.model import Model
-from moedoctor.bench.timing import graph_time
+from moedoctor.bench.timing import time_graph
 from moedoctor.kernels.moe.launch import Rows, launch_products
 from moedoctor.kernels.moe.tiles import Tile
 
@@ -115,7 +115,7 @@ class _Layer:
 
     def time(self, weight: str, tile: Tile, groups: int) -> float:
         """Return microseconds."""
-        return graph_time(lambda: self.run(weight, tile, groups), launches=4, replays=25).median
+        return time_graph(lambda: self.run(weight, tile, groups), launches=4, replays=25).median
 
     def compute(self, weight: str, tile: Tile, groups: int) -> torch.Tensor:
         """Return a copy of the product."""

@@ -33,8 +33,8 @@ import torch
 
 from moedoctor import environment
 from moedoctor.bench.moe import backends
-from moedoctor.bench.moe.own_backends import kernel_weights
-from moedoctor.bench.timing import CallGraph, cold_time, compare_times
+from moedoctor.bench.moe.own_backends import convert_weights
+from moedoctor.bench.timing import CallGraph, compare_times, time_cold
 from moedoctor.kernels.moe.expert_weights import ExpertWeights
 from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
 from moedoctor.kernels.moe.tiles import (
@@ -47,7 +47,7 @@ from moedoctor.kernels.moe.tiles import (
     read_tile,
 )
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.models.presets import find_model, names
+from moedoctor.models.presets import find_model, list_presets
 from moedoctor.processes.files import write
 from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.reference.moe_layer import Layer, Problem, compute_expected, make_input, make_layer
@@ -318,7 +318,7 @@ class Bench:
     def __init__(self, shape: LayerShape, quantization: str) -> None:
         self.shape, self.quantization = shape, quantization
         self.layer: Layer = make_layer(shape, quantization, device=_DEVICE)
-        self.weights = kernel_weights(self.layer.w13), kernel_weights(self.layer.w2)
+        self.weights = convert_weights(self.layer.w13), convert_weights(self.layer.w2)
 
     def routes(self, tokens: int) -> list[torch.Tensor]:
         """Return sets of ids int32 [T, K]: balanced, and with other experts in each set."""
@@ -393,7 +393,7 @@ class Bench:
 
                 try:
                     call()
-                    microseconds = cold_time(call, _DEVICE, rounds=_REPLAYS).median
+                    microseconds = time_cold(call, _DEVICE, rounds=_REPLAYS).median
                 except Exception as error:
                     rows.append({"second": second, "tile": asdict(tile), "error": str(error)[:200]})
                     continue
@@ -662,7 +662,7 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("quantization", choices=("bf16", "fp8", "nvfp4"))
-    parser.add_argument("--models", default=",".join(names()))
+    parser.add_argument("--models", default=",".join(list_presets()))
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64")
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--alone", action="store_true", help="leave vLLM's backends out")

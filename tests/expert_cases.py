@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moedoctor.bench.moe.own_backends import kernel_weights
+from moedoctor.bench.moe.own_backends import convert_weights
 from moedoctor.kernels.moe import launch
 from moedoctor.kernels.moe.e4m3 import add_block, decode_bytes, decode_every_other, split_words
 from moedoctor.kernels.moe.expert_weights import ExpertWeights, make_fp8_weights, make_nvfp4_weights
@@ -60,8 +60,8 @@ def assert_layer_is_right(
         problem.topk_ids[1, 1:] = torch.tensor([-2, 9, 1 << 30])
     output = run_experts(
         problem.x,
-        kernel_weights(layer.w13),
-        kernel_weights(layer.w2),
+        convert_weights(layer.w13),
+        convert_weights(layer.w2),
         problem.topk_weights,
         problem.topk_ids,
         activation=activation,
@@ -227,7 +227,7 @@ def assert_small_values_keep_their_bits(dtype: torch.dtype, smaller: float, devi
     problem = make_problem(layer, 1, "none", device=device)
     x = problem.x.to(dtype)  # [1, H]
     tiles = RowTile(4, 1, 4), RowTile(4, 2, 4, lanes=2)
-    w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
+    w13, w2 = convert_weights(layer.w13), convert_weights(layer.w2)
 
     def output(factor: float) -> torch.Tensor:
         """Return float32 [1, H], divided by what `factor` makes of it: gate and up have a scale of each."""
@@ -251,7 +251,7 @@ def assert_shared_experts_are_right(
     problem.topk_ids[0, 1:] = -1
     expected = compute_expected(problem, "none")
     tiles = RowTile(8, 1, 4), RowTile(4, 1, 4, lanes=lanes, expert_splits=splits)
-    w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
+    w13, w2 = convert_weights(layer.w13), convert_weights(layer.w2)
     output = run_experts(
         problem.x, w13, w2, problem.topk_weights, problem.topk_ids, activation="relu2", tiles=tiles
     )

@@ -18,7 +18,7 @@ from moedoctor.environment import COLLECTORS, Sources, collect
 GPU_FACTS = {"gpu", "gpus", "capability", "driver", "cuda_driver"}
 
 
-def facts_of(
+def collect_trace_facts(
     packages: Mapping[str, str] | None = None, *, nvml: Nvml | None = None, **replaced: Any
 ) -> dict[str, Any]:
     """Return the facts of a machine with only the given parts; by default it has no files and no driver."""
@@ -43,7 +43,7 @@ def test_this_machine_is_described_without_an_error() -> None:
 
 
 def test_a_machine_without_packages_is_no_error() -> None:
-    facts = facts_of()
+    facts = collect_trace_facts()
     absent = ("gpu", "driver", "torch", "torch_cuda", "vllm", "cpu", "memory_bytes", "container")
     assert {name: facts[name] for name in absent} == dict.fromkeys(absent)
     assert (facts["gpus"], facts["wsl"], facts["collector_errors"]) == ([], False, {})
@@ -55,10 +55,10 @@ def test_a_failing_collector_loses_only_its_own_fact(broken: str, monkeypatch: p
     def fail(sources: Sources) -> Any:
         raise RuntimeError(f"cannot read {broken}")
 
-    whole = facts_of()
+    whole = collect_trace_facts()
     monkeypatch.setitem(environment.COLLECTORS, broken, fail)
     errors = {broken: f"RuntimeError: cannot read {broken}"}
-    assert facts_of() == {**whole, broken: None, "collector_errors": errors}
+    assert collect_trace_facts() == {**whole, broken: None, "collector_errors": errors}
 
 
 def test_with_every_source_failing_there_is_still_an_answer() -> None:
@@ -78,7 +78,7 @@ def test_with_every_source_failing_there_is_still_an_answer() -> None:
 
 def test_two_gpus_with_their_facts() -> None:
     nvml = two_gpus()
-    facts = facts_of(nvml=nvml)
+    facts = collect_trace_facts(nvml=nvml)
     assert {name: facts[name] for name in GPU_FACTS} == {
         "gpu": "NVIDIA H200",
         "capability": "9.0",
@@ -111,14 +111,14 @@ def test_two_gpus_with_their_facts() -> None:
 def test_the_gpu_is_the_first_that_cuda_programs_see(
     setting: str, gpu: str | None, visible: list[bool]
 ) -> None:
-    facts = facts_of(nvml=two_gpus(), environ={"CUDA_VISIBLE_DEVICES": setting})
+    facts = collect_trace_facts(nvml=two_gpus(), environ={"CUDA_VISIBLE_DEVICES": setting})
     assert facts["gpu"] == gpu
     assert [gpu["visible"] for gpu in facts["gpus"]] == visible
     assert "2222" not in json.dumps(facts)
 
 
 def test_a_lost_gpu_does_not_hide_the_other() -> None:
-    facts = facts_of(nvml=two_gpus(lost=(0,)))
+    facts = collect_trace_facts(nvml=two_gpus(lost=(0,)))
     assert facts["gpu"] == "NVIDIA GB10"
     assert facts["gpus"][0] == {"name": None, "capability": None, "memory_bytes": None, "visible": True}
 
@@ -132,7 +132,7 @@ def test_a_lost_gpu_does_not_hide_the_other() -> None:
     ],
 )
 def test_no_driver_means_no_gpus_and_a_broken_driver_is_reported(error: int, gpus: Any, errors: Any) -> None:
-    facts = facts_of(nvml=two_gpus(init_error=error))
+    facts = collect_trace_facts(nvml=two_gpus(init_error=error))
     assert (facts["gpu"], facts["gpus"], facts["collector_errors"]) == (None, gpus, errors)
 
 
@@ -145,7 +145,7 @@ def test_no_driver_means_no_gpus_and_a_broken_driver_is_reported(error: int, gpu
     ],
 )
 def test_the_cuda_of_torch_is_read_from_its_source(text: str, expected: str | None) -> None:
-    facts = facts_of({"torch": "2.13.0"}, texts={"/lib/torch/version.py": text})
+    facts = collect_trace_facts({"torch": "2.13.0"}, texts={"/lib/torch/version.py": text})
     assert (facts["torch"], facts["torch_cuda"]) == ("2.13.0", expected)
 
 
@@ -156,7 +156,7 @@ def test_the_cuda_of_torch_is_read_from_its_source(text: str, expected: str | No
 def test_without_its_folder_the_local_version_gives_the_cuda_of_torch(
     version: str, expected: str | None
 ) -> None:
-    assert facts_of({"torch": version}, package_folder=lambda name: None)["torch_cuda"] == expected
+    assert collect_trace_facts({"torch": version}, package_folder=lambda name: None)["torch_cuda"] == expected
 
 
 def test_versions_come_from_the_packages_metadata() -> None:
@@ -167,7 +167,7 @@ def test_versions_come_from_the_packages_metadata() -> None:
         "flashinfer-cubin": "0.6.0",
         "flashinfer-jit-cache": "0.6.1+cu130",
     }
-    facts = facts_of(packages)
+    facts = collect_trace_facts(packages)
     names = ("triton", "vllm", "flashinfer", "flashinfer_cubin", "flashinfer_jit_cache")
     assert [facts[name] for name in names] == list(packages.values())
 
@@ -188,7 +188,7 @@ def test_versions_come_from_the_packages_metadata() -> None:
     ],
 )
 def test_facts_that_files_of_the_system_hold(path: str, text: str, fact: str, expected: Any) -> None:
-    assert facts_of(texts={path: text})[fact] == expected
+    assert collect_trace_facts(texts={path: text})[fact] == expected
 
 
 def test_only_settings_of_the_stack_are_shown_and_none_that_identifies() -> None:
@@ -203,7 +203,7 @@ def test_only_settings_of_the_stack_are_shown_and_none_that_identifies() -> None
         "TORCH_CUDA_ARCH_LIST": "9.0 12.0a",
         "CUDA_VISIBLE_DEVICES": "GPU-8f6d2a10-1111-2222",
     }
-    facts = facts_of(environ=environ)
+    facts = collect_trace_facts(environ=environ)
     assert facts["env"] == {
         "CUDA_VISIBLE_DEVICES": "GPU-***",
         "NCCL_DEBUG_FILE": "/tmp/nccl.***.log",

@@ -78,7 +78,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured."""
+    """The engines, and how they are measured."""
 
     model: Path
     """A folder with config.json."""
@@ -158,13 +158,13 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class Measured:
-    """What all engines did."""
+    """The results of all engines."""
 
     engines: tuple[EngineRow, ...]
     speeds: tuple[SpeedRow, ...]
 
 
-def request_for(plan: Plan, variant: Variant, meet: str | None = None) -> EngineRequest:
+def make_request(plan: Plan, variant: Variant, meet: str | None = None) -> EngineRequest:
     """Return the request of one engine; engines that share the folder `meet` take turns."""
     prompts = clear_prompts.prompts_for(plan.model)
     is_reference = variant.name == REFERENCE and plan.reference
@@ -196,7 +196,7 @@ def request_for(plan: Plan, variant: Variant, meet: str | None = None) -> Engine
             "tokens": plan.tokens,
             "repeats": plan.repeats,
             "control": plan.control and not is_reference,
-            **({"meet": meet, "engines": len(_engines(plan))} if meet else {}),
+            **({"meet": meet, "engines": len(_list_engines(plan))} if meet else {}),
         },
         seconds=_SECONDS,
         label=variant.name,
@@ -213,7 +213,7 @@ def measure(
 
     `progress` takes how many engines are done, how many there are, and which one runs now.
     """
-    variants = _engines(plan)
+    variants = _list_engines(plan)
     results: dict[str, list[EngineResult]] = {variant.name: [] for variant in variants}
     total = len(variants) * plan.rounds
     for turn in range(plan.rounds):
@@ -225,13 +225,13 @@ def measure(
             answered = []
             for variant in ordered:
                 progress(sum(map(len, results.values())) + len(answered), total, f"engine {variant.name}")
-                answered.append(run(request_for(plan, variant)))
+                answered.append(run(make_request(plan, variant)))
         for variant, result in zip(ordered, answered, strict=True):
             results[variant.name].append(result)
     return summarize(plan, results)
 
 
-def _engines(plan: Plan) -> list[Variant]:
+def _list_engines(plan: Plan) -> list[Variant]:
     """Return the engines of a round."""
     environ = {"MOEDOCTOR_FIXES": "moe", "MOEDOCTOR_MOE": "reference"}
     reference = Variant(REFERENCE, environ, (*plan.variants[0].flags, "--enforce-eager"))
@@ -248,7 +248,7 @@ def _run_together(
     ):
 
         def start(variant: Variant) -> EngineResult:
-            result = run(request_for(plan, variant, meet))
+            result = run(make_request(plan, variant, meet))
             (Path(meet) / f"{variant.name}.ready").touch()
             return result
 
@@ -257,9 +257,9 @@ def _run_together(
 
 def summarize(plan: Plan, results: Mapping[str, Sequence[EngineResult]]) -> Measured:
     """Compare the results of each engine, one a round, with the base's."""
-    variants = _engines(plan)
+    variants = _list_engines(plan)
     failures = {
-        variant.name: next(filter(None, (_failure(variant, run) for run in results[variant.name])), None)
+        variant.name: next(filter(None, (_find_failure(variant, run) for run in results[variant.name])), None)
         for variant in variants
     }
     candidates = [variant.name for variant in plan.variants if failures[variant.name] is None]
@@ -281,7 +281,7 @@ def summarize(plan: Plan, results: Mapping[str, Sequence[EngineResult]]) -> Meas
     return Measured(tuple(rows), tuple(speeds))
 
 
-def _failure(variant: Variant, result: EngineResult) -> str | None:
+def _find_failure(variant: Variant, result: EngineResult) -> str | None:
     """Return why an engine gave nothing that could be compared, or None."""
     if result.error is not None:
         return result.error.line()[:300]
@@ -324,13 +324,13 @@ def _describe(
         "experts": ", ".join(f"{name} × {count}" for name, count in first.probe["experts"].items()),
         "wrong": to_base.problem,
         **({"tokens_same": to_base.same, "tokens_of": to_base.clear} if to_base.is_compared else {}),
-        "gpu_bytes": _held_bytes(first),
+        "gpu_bytes": _count_held_bytes(first),
         "host_bytes": first.host_bytes,
-        "kv_cache_tokens": _kv_cache_tokens(first),
+        "kv_cache_tokens": _count_kv_cache_tokens(first),
         "load_s": round(statistics.median(result.seconds.get("load", 0.0) for result in results), 1),
     }
     if bases and first is not bases[0]:
-        facts["freed_to_kv_cache"] = _freed_to_kv_cache(first, bases[0])
+        facts["freed_to_kv_cache"] = _compute_freed_share(first, bases[0])
     if references and first is not references[0]:
         to_reference = _compare(results, references, "answers")
         facts |= {
@@ -359,25 +359,25 @@ def _compare(results: Sequence[EngineResult], others: Sequence[EngineResult], ke
     return min(pairs, key=lambda pair: (pair.problem is None, pair.same))
 
 
-def _kv_cache_tokens(result: EngineResult) -> int | None:
+def _count_kv_cache_tokens(result: EngineResult) -> int | None:
     text = result.log.kv_cache_tokens
     return None if text is None else int(text.replace(",", ""))
 
 
-def _kv_cache_bytes(result: EngineResult) -> float:
+def _count_kv_cache_bytes(result: EngineResult) -> float:
     return float(result.log.kv_cache_gib or 0) * 2**30
 
 
-def _held_bytes(result: EngineResult) -> int | None:
-    return None if result.allocated is None else int(max(0, result.allocated - _kv_cache_bytes(result)))
+def _count_held_bytes(result: EngineResult) -> int | None:
+    return None if result.allocated is None else int(max(0, result.allocated - _count_kv_cache_bytes(result)))
 
 
-def _freed_to_kv_cache(result: EngineResult, base: EngineResult) -> float | None:
+def _compute_freed_share(result: EngineResult, base: EngineResult) -> float | None:
     """Return the KV cache's gain over what the rest takes less than the base's; None if unknown."""
-    own, others = _held_bytes(result), _held_bytes(base)
-    if own is None or others is None or own >= others or not _kv_cache_bytes(base):
+    own, others = _count_held_bytes(result), _count_held_bytes(base)
+    if own is None or others is None or own >= others or not _count_kv_cache_bytes(base):
         return None
-    return round((_kv_cache_bytes(result) - _kv_cache_bytes(base)) / (others - own), 3)
+    return round((_count_kv_cache_bytes(result) - _count_kv_cache_bytes(base)) / (others - own), 3)
 
 
 @dataclass(frozen=True)

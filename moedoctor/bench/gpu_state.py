@@ -46,12 +46,12 @@ class Sampling:
 
 
 @contextlib.contextmanager
-def sampled(facts: Mapping[str, Any], device: str = "auto") -> Iterator[Sampling]:
+def sample_gpus(facts: Mapping[str, Any], device: str = "auto") -> Iterator[Sampling]:
     """Read the GPUs that CUDA programs may use, until the block ends; `device` ``cuda:N`` chooses one.
 
     `facts` are those of `moedoctor.environment.collect`. Without a GPU, `state` says why nothing was read.
     """
-    indices = _visible(facts)
+    indices = _list_visible(facts)
     if device.startswith("cuda:"):
         indices = indices[int(device[5:]) :][:1]
     if not facts.get("gpu") or not indices or device == "cpu":
@@ -68,10 +68,10 @@ def sampled(facts: Mapping[str, Any], device: str = "auto") -> Iterator[Sampling
                 yield sampling
             finally:
                 child.end()
-                sampling.state = summarise(list(read_answers(readings)))
+                sampling.state = summarize(list(read_answers(readings)))
 
 
-def _visible(facts: Mapping[str, Any]) -> list[int]:
+def _list_visible(facts: Mapping[str, Any]) -> list[int]:
     """Return NVML's numbers of the GPUs that CUDA programs may use, in the order of their CUDA numbers."""
     visible = [index for index, gpu in enumerate(facts.get("gpus") or ()) if gpu.get("visible")]
     chosen = str(facts.get("cuda_visible_devices") or "").replace(" ", "").split(",")
@@ -79,7 +79,7 @@ def _visible(facts: Mapping[str, Any]) -> list[int]:
     return ordered if sorted(ordered) == visible else visible
 
 
-def summarise(samples: Sequence[Mapping[str, Any]]) -> GpuState:
+def summarize(samples: Sequence[Mapping[str, Any]]) -> GpuState:
     """Return the state of each GPU from the child's samples."""
     if not samples:
         return {"not_sampled": "NVML gave no readings"}
@@ -88,10 +88,13 @@ def summarise(samples: Sequence[Mapping[str, Any]]) -> GpuState:
     by_gpu: dict[int, list[Mapping[str, Any]]] = {}
     for sample in samples:
         by_gpu.setdefault(sample["index"], []).append(sample)
-    return {"interval_seconds": INTERVAL_SECONDS, "gpus": [_readings(own) for own in by_gpu.values()]}
+    return {
+        "interval_seconds": INTERVAL_SECONDS,
+        "gpus": [_summarize_readings(own) for own in by_gpu.values()],
+    }
 
 
-def _readings(samples: Sequence[Mapping[str, Any]]) -> GpuReadings:
+def _summarize_readings(samples: Sequence[Mapping[str, Any]]) -> GpuReadings:
     # A driver that does not report the load leaves no way to tell.
     busy = [sample for sample in samples if sample.get("load_percent") != 0]
     state: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.timing import CallGraph, Comparison, cold_time, compare_rounds, graph_time
+from moedoctor.bench.timing import CallGraph, Comparison, compare_rounds, time_cold, time_graph
 
 TARGET_US = 20.0
 _LIMIT = 0.02
@@ -40,22 +40,22 @@ def measure_harness_cost(device: str) -> Mapping[str, Any]:
         with make_current(stamp):
             stamped_wait[(1,)](stamp, cycles, num_warps=1)
 
-    def waits(cycles: int) -> list[partial[None]]:
+    def bind_waits(cycles: int) -> list[partial[None]]:
         return [partial(wait, stamp, cycles) for stamp in stamps]
 
-    graph_time(waits(_PROBE_CYCLES), launches=_LAUNCHES, replays=3)
-    kernels = waits(max(1, round(_PROBE_CYCLES * TARGET_US / kernel_time(stamps))))
+    time_graph(bind_waits(_PROBE_CYCLES), launches=_LAUNCHES, replays=3)
+    kernels = bind_waits(max(1, round(_PROBE_CYCLES * TARGET_US / measure_kernel_time(stamps))))
     replay, gaps = CallGraph(kernels, _LAUNCHES), []
 
     def own_clock() -> float:
         replay()
-        gaps.append(launch_gap(stamps))
-        return kernel_time(stamps) + gaps[-1]
+        gaps.append(measure_launch_gap(stamps))
+        return measure_kernel_time(stamps) + gaps[-1]
 
     measures = {
         "launch": own_clock,
-        "graph": lambda: graph_time(kernels, launches=_LAUNCHES, replays=20).median,
-        "graph_cold": lambda: cold_time(kernels[0], device, launches=30, rounds=9).median,
+        "graph": lambda: time_graph(kernels, launches=_LAUNCHES, replays=20).median,
+        "graph_cold": lambda: time_cold(kernels[0], device, launches=30, rounds=9).median,
         "do_bench": lambda: float(do_bench(kernels[0], warmup=20, rep=60, return_mode="median")) * 1000,
     }
     compared = compare_rounds(measures, baseline="launch", rounds=_ROUNDS)
@@ -71,12 +71,12 @@ def judge_cost(compared: Comparison, gap: float) -> dict[str, Any]:
     facts: dict[str, Any] = {f"{name}_us": round(spread.median, 3) for name, spread in compared.times.items()}
     facts |= {"kernel_us": round(facts["launch_us"] - gap, 3), "launch_gap_us": round(gap, 3)}
     for name, ratio in compared.ratios.items():
-        facts |= ratio.row(f"{name}_overhead", offset=-1, digits=4)
+        facts |= ratio.to_row(f"{name}_overhead", offset=-1, digits=4)
     facts["within_limit"] = all(abs(compared.ratios[name].median - 1) <= _LIMIT for name in _OURS)
     return facts
 
 
-def kernel_time(stamps: torch.Tensor) -> float:
+def measure_kernel_time(stamps: torch.Tensor) -> float:
     """Return microseconds from begin to end, the mean of `stamps` int64 [L, 2] in nanoseconds.
 
     The mean, as the clock may tick once a microsecond: begins fall anywhere between two ticks.
@@ -84,6 +84,6 @@ def kernel_time(stamps: torch.Tensor) -> float:
     return float((stamps[:, 1] - stamps[:, 0]).double().mean()) / 1000
 
 
-def launch_gap(stamps: torch.Tensor) -> float:
+def measure_launch_gap(stamps: torch.Tensor) -> float:
     """Return microseconds from an end to the next begin, the mean of `stamps` int64 [L, 2] in nanoseconds."""
     return float((stamps[1:, 0] - stamps[:-1, 1]).double().mean()) / 1000

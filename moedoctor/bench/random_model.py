@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from moedoctor.models.presets import preset_document
+from moedoctor.models.presets import read_preset
 
 PREFIX = "random"
 _UNITS = ("layers", "hidden", "intermediate", "experts", "top_k", "vocab", "seed")
@@ -19,7 +19,7 @@ _UNITS = ("layers", "hidden", "intermediate", "experts", "top_k", "vocab", "seed
 
 @dataclass(frozen=True)
 class RandomModel:
-    """What is drawn. As text: ``random:architecture=qwen3,scheme=nvfp4,layers=4``, each part optional."""
+    """A checkpoint: ``random:architecture=qwen3,scheme=nvfp4,layers=4`` as text, each part optional."""
 
     architecture: str = "qwen3"
     scheme: str = "bf16"
@@ -100,7 +100,7 @@ def _write_nemotron_h(model: RandomModel, folder: Path) -> Path:
 def _make_config(
     preset: str, architecture: str, scheme: str, ignored: Sequence[str], fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    document = {key: value for key, value in preset_document(preset).items() if key[0] != "_"}
+    document = {key: value for key, value in read_preset(preset).items() if key[0] != "_"}
     document |= {"architectures": [architecture], "torch_dtype": "bfloat16", **fields}
     if scheme == "nvfp4":
         document["quantization_config"] = {

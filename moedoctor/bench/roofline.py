@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moedoctor.bench.timing import graph_time
+from moedoctor.bench.timing import time_graph
 
 _GPU_BYTES, _CPU_BYTES = 2**31, 2**26
 _GPU_SIDE, _CPU_SIDE = 8192, 1024
@@ -25,7 +25,7 @@ class Roofline:
     """Operations a second by the type of the operands: ``bf16``, ``fp8`` if the GPU has it, ``fp32`` on a
     CPU, on which it may be faster than ``bf16``."""
 
-    def least_seconds(self, bytes_moved: int, flops: int, operands: str) -> float:
+    def compute_least_seconds(self, bytes_moved: int, flops: int, operands: str) -> float:
         """Return the least time that both the memory and the arithmetic allow."""
         peak = max(self.flops.get(operands, self.flops["bf16"]), self.flops.get("fp32", 0.0))
         return max(bytes_moved / self.bytes_per_second, flops / peak)
@@ -34,32 +34,32 @@ class Roofline:
 def measure_roofline(device: str) -> Roofline:
     """Measure `device`: a second on a GPU, some seconds on a CPU, on which bfloat16 may be slow."""
     gpu = device.startswith("cuda")
-    bandwidth = _bandwidth(device, gpu)
+    bandwidth = _measure_bandwidth(device, gpu)
     side = _GPU_SIDE if gpu else _CPU_SIDE
     operations = 2 * side**3
     wide = torch.randn(side, side, device=device)  # [side, side] float32
     a = wide.bfloat16()  # [side, side]
-    flops = {"bf16": operations / _seconds(lambda: a @ a, gpu)}
+    flops = {"bf16": operations / _time_fastest(lambda: a @ a, gpu)}
     if not gpu:  # backends that run here may compute in float32, as the reference does
-        flops["fp32"] = operations / _seconds(lambda: wide @ wide, gpu)
+        flops["fp32"] = operations / _time_fastest(lambda: wide @ wide, gpu)
     if gpu and torch.cuda.get_device_capability(device) >= (8, 9):
         b = a.to(torch.float8_e4m3fn)  # [side, side]
         scale = torch.ones((), device=device)
-        flops["fp8"] = operations / _seconds(
+        flops["fp8"] = operations / _time_fastest(
             lambda: torch._scaled_mm(b, b.T, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16), gpu
         )
     return Roofline(bandwidth, flops)
 
 
-def _bandwidth(device: str, gpu: bool) -> float:
+def _measure_bandwidth(device: str, gpu: bool) -> float:
     data = torch.ones((_GPU_BYTES if gpu else _CPU_BYTES) // 4, device=device)  # float32
-    return data.numel() * 4 / _seconds(data.sum, gpu)
+    return data.numel() * 4 / _time_fastest(data.sum, gpu)
 
 
-def _seconds(call: Callable[[], object], gpu: bool) -> float:
+def _time_fastest(call: Callable[[], object], gpu: bool) -> float:
     """Return the fastest of several calls, as a limit is reached once; on a CPU, of a second of calls."""
     if gpu:
-        return graph_time(call, launches=5, replays=10).p20 * 1e-6
+        return time_graph(call, launches=5, replays=10).p20 * 1e-6
     times: list[float] = []
     while not times or sum(times) < _CPU_SECONDS:
         start = time.perf_counter()

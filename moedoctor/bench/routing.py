@@ -64,18 +64,18 @@ def separate_launch(unit: str, device: str, sources: Mapping[str, str]) -> dict[
     kernels, rows = _load(unit, sources), []
     for router in ("softmax", "sigmoid"):
         batch = make_batch(router, 128, device)
-        plain = _peer(kernels, batch)
+        plain = _bind_calls(kernels, batch)
         cleaned = [torch.empty_like(logits) for logits in batch.logits]  # [T, E] each
-        after = _peer(kernels, replace(batch, logits=tuple(cleaned)))
+        after = _bind_calls(kernels, replace(batch, logits=tuple(cleaned)))
         with_cleaning = [
             partial(_call_after_cleaning, logits, out, call)
             for logits, out, call in zip(batch.logits, cleaned, after, strict=True)
         ]
         calls: dict[str, Sequence[Call]] = {"alone": plain, "with_nan_to_num": with_cleaning}
         times = compare_times(calls, baseline="alone")
-        row = {"kernel": f"topk_{router}", **times.ratios["with_nan_to_num"].row("overhead", offset=-1)}
+        row = {"kernel": f"topk_{router}", **times.ratios["with_nan_to_num"].to_row("overhead", offset=-1)}
         for name in reversed(calls):
-            row |= times.times[name].row(f"{name}_us")
+            row |= times.times[name].to_row(f"{name}_us")
         rows.append(row)
     return {"rows": rows}
 
@@ -85,17 +85,17 @@ def _call_after_cleaning(source: torch.Tensor, out: torch.Tensor, call: Call) ->
     call()
 
 
-def kernel_times(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def time_kernels(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
     """Time the release's `topk_softmax` alone; another release needs another process."""
     kernels, rows = _load(unit, sources), []
     for tokens in TOKENS:
         batch = make_batch("softmax", tokens, device)
-        spread = compare_times({"kernel": _peer(kernels, batch)}, baseline="kernel").times["kernel"]
-        rows.append({"shape": batch.shape, **spread.row("kernel_us")})
+        spread = compare_times({"kernel": _bind_calls(kernels, batch)}, baseline="kernel").times["kernel"]
+        rows.append({"shape": batch.shape, **spread.to_row("kernel_us")})
     return {"rows": rows}
 
 
-def fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def count_fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
     """Count what the release's FP8 quantization kernel, and torch's own cast, make of NaN."""
     from moedoctor.upstream.releases.moe_kernels import static_scaled_fp8_quant
 
@@ -103,7 +103,7 @@ def fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any
     values[::2] = float("nan")
     values[1::4] = -float("nan")
     nan = values.isnan()  # [T, N]
-    quantised = static_scaled_fp8_quant(_path(unit, sources), values).float()  # [T, N]
+    quantised = static_scaled_fp8_quant(_find_library(unit, sources), values).float()  # [T, N]
     sound = (quantised[~nan] - values[~nan].float()).abs() <= values[~nan].float().abs() / 16 + 2**-9
     if not bool(sound.all()):
         raise RuntimeError("the quantisation kernel is wrong on finite values, so its NaN means nothing")
@@ -117,7 +117,7 @@ def fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any
     }
 
 
-def _peer(kernels: MoeKernels, batch: Batch) -> list[Call]:
+def _bind_calls(kernels: MoeKernels, batch: Batch) -> list[Call]:
     function, outputs = f"topk_{batch.router}", (batch.weights, batch.ids)
     return [
         kernels.bind(function, *outputs, logits, bias=batch.bias, renormalize=False)
@@ -125,12 +125,12 @@ def _peer(kernels: MoeKernels, batch: Batch) -> list[Call]:
     ]
 
 
-def _path(unit: str, sources: Mapping[str, str]) -> Path:
+def _find_library(unit: str, sources: Mapping[str, str]) -> Path:
     return find_installed_library() if unit == "installed" else Path(sources[unit])
 
 
 def _load(unit: str, sources: Mapping[str, str]) -> MoeKernels:
     try:
-        return MoeKernels.load(_path(unit, sources))
+        return MoeKernels.load(_find_library(unit, sources))
     except KernelError as error:
         raise UnavailableError(str(error)) from error

@@ -35,7 +35,7 @@ class Spread:
     samples: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def summarize(cls, values: Sequence[float]) -> Spread:
         """Return the percentiles of at least one value, interpolated linearly."""
         if not values:
             raise ValueError("values must hold at least one measurement")
@@ -44,11 +44,7 @@ class Spread:
         )
         return cls(float(median), float(p20), float(p80), len(values))
 
-    def rate(self, work: float = 1.0) -> Spread:
-        """Return `work` over each value: a long time is a low rate."""
-        return Spread(work / self.median, work / self.p80, work / self.p20, self.samples)
-
-    def row(
+    def to_row(
         self, name: str, *, scale: float = 1.0, offset: float = 0.0, digits: int | None = None
     ) -> dict[str, float]:
         """Return the median and percentiles under the names that reporters show together."""
@@ -82,7 +78,7 @@ class LayerTimes:
     """Launched from Python, one after another."""
 
 
-def graph_time(
+def time_graph(
     calls: Call | Sequence[Call],
     *,
     launches: int = 100,
@@ -97,10 +93,10 @@ def graph_time(
     Raises RuntimeError without a CUDA device, and what `check` raises.
     """
     measure = CallGraph(calls, launches)
-    _warm_up([measure], warmup_seconds)
-    spread = Spread.of([measure() for _ in range(replays)])
+    _run_until_warm([measure], warmup_seconds)
+    spread = Spread.summarize([measure() for _ in range(replays)])
     if check is not None:
-        check(measure.computed_again())
+        check(measure.compute_again())
     return spread
 
 
@@ -114,13 +110,13 @@ def compare_times(
 ) -> Comparison:
     """Time several callables in turn, in `replays` rounds, so that clocks and neighbours affect all alike.
 
-    `calls` maps a name to one call or a call for each set of inputs, as in `graph_time`. Raises KeyError
+    `calls` maps a name to one call or a call for each set of inputs, as in `time_graph`. Raises KeyError
     if `baseline` is not one of the names, RuntimeError without a CUDA device.
     """
     if baseline not in calls:
         raise KeyError(f"baseline must be one of {', '.join(calls)}, got {baseline!r}")
     graphs = {name: CallGraph(rotation, launches) for name, rotation in calls.items()}
-    _warm_up(list(graphs.values()), warmup_seconds)
+    _run_until_warm(list(graphs.values()), warmup_seconds)
     return compare_rounds(graphs, baseline=baseline, rounds=replays)
 
 
@@ -133,11 +129,13 @@ def compare_rounds(measures: Mapping[str, Callable[[], float]], *, baseline: str
         for name in names[first:] + names[:first]:
             samples[name].append(measures[name]())
     ratios = {
-        name: Spread.of([mine / base for mine, base in zip(samples[name], samples[baseline], strict=True)])
+        name: Spread.summarize(
+            [mine / base for mine, base in zip(samples[name], samples[baseline], strict=True)]
+        )
         for name in names
         if name != baseline
     }
-    return Comparison(baseline, {name: Spread.of(values) for name, values in samples.items()}, ratios)
+    return Comparison(baseline, {name: Spread.summarize(values) for name, values in samples.items()}, ratios)
 
 
 def time_layer(
@@ -155,27 +153,27 @@ def time_layer(
     `check` raises.
     """
     if not device.startswith("cuda"):
-        return LayerTimes(wall_time(call, check=partial(check, "wall time")), "wall time")
-    eager = eager_time(call, check=partial(check, "eager"))
+        return LayerTimes(time_wall(call, check=partial(check, "wall time")), "wall time")
+    eager = time_eager(call, check=partial(check, "eager"))
     if not capturable:
         return LayerTimes(eager, "eager", eager=eager)
-    launches, rounds = launches_for(eager.median), rounds_for(eager.median)
-    warm = graph_time(call, launches=launches, replays=rounds, check=partial(check, "graph"))
-    cold = cold_time(call, device, launches=launches, rounds=rounds, check=partial(check, "graph, cold L2"))
+    launches, rounds = choose_launches(eager.median), choose_rounds(eager.median)
+    warm = time_graph(call, launches=launches, replays=rounds, check=partial(check, "graph"))
+    cold = time_cold(call, device, launches=launches, rounds=rounds, check=partial(check, "graph, cold L2"))
     return LayerTimes(cold, "graph, cold L2", warm, eager)
 
 
-def launches_for(microseconds: float, most: int = 50) -> int:
+def choose_launches(microseconds: float, most: int = 50) -> int:
     """Return how many calls to put between two events."""
     return max(1, min(most, round(_TARGET_SECONDS * 1e6 / max(microseconds, 1.0))))
 
 
-def rounds_for(microseconds: float) -> int:
+def choose_rounds(microseconds: float) -> int:
     """Return how often to repeat a measurement."""
     return max(_FEWEST, min(_ROUNDS, round(_ENOUGH_SECONDS * 1e6 / max(microseconds, 1.0))))
 
 
-def cold_time(
+def time_cold(
     call: Callable[[], object],
     device: str,
     *,
@@ -191,20 +189,20 @@ def cold_time(
     size = torch.cuda.get_device_properties(device).L2_cache_size
     scratch = torch.empty(2 * size, dtype=torch.uint8, device=device)
 
-    def after_flush() -> object:
+    def call_cold() -> object:
         scratch.zero_()
         return call()
 
-    with_call, flush = CallGraph(after_flush, launches), CallGraph(scratch.zero_, launches)
+    with_call, flush = CallGraph(call_cold, launches), CallGraph(scratch.zero_, launches)
     for measure in (with_call, flush):
         measure()
     # A difference of two times: noise can make that of a very short call negative.
-    spread = Spread.of([max(0.0, with_call() - flush()) for _ in range(rounds)])
-    check(with_call.computed_again())
+    spread = Spread.summarize([max(0.0, with_call() - flush()) for _ in range(rounds)])
+    check(with_call.compute_again())
     return spread
 
 
-def elapsed(call: Callable[[], object], device: str | torch.device) -> float:
+def measure_seconds(call: Callable[[], object], device: str | torch.device) -> float:
     """Return seconds of `call` by the wall clock, until `device` has done its work."""
 
     def wait() -> None:
@@ -218,12 +216,12 @@ def elapsed(call: Callable[[], object], device: str | torch.device) -> float:
     return time.perf_counter() - began
 
 
-def eager_time(call: Callable[[], object], *, check: Check = lambda output: None) -> Spread:
+def time_eager(call: Callable[[], object], *, check: Check = lambda output: None) -> Spread:
     """Return microseconds a call by CUDA events around a few of them, the host's work included."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     output: object = None
 
-    def several(calls: int) -> float:
+    def run_calls(calls: int) -> float:
         nonlocal output
         start.record()
         for _ in range(calls):
@@ -232,15 +230,15 @@ def eager_time(call: Callable[[], object], *, check: Check = lambda output: None
         end.synchronize()
         return float(start.elapsed_time(end)) * 1000 / calls
 
-    several(2)  # compiles and loads
-    first = several(1)
-    calls = launches_for(first, most=5)
-    spread = Spread.of([several(calls) for _ in range(rounds_for(first))])
+    run_calls(2)  # compiles and loads
+    first = run_calls(1)
+    calls = choose_launches(first, most=5)
+    spread = Spread.summarize([run_calls(calls) for _ in range(choose_rounds(first))])
     check(output)
     return spread
 
 
-def wall_time(
+def time_wall(
     call: Callable[[], object],
     *,
     seconds: float = 0.5,
@@ -257,7 +255,7 @@ def wall_time(
         output = call()
         samples.append((time.perf_counter() - start) * 1e6)
     check(output)
-    return Spread.of(samples)
+    return Spread.summarize(samples)
 
 
 class CallGraph:
@@ -297,7 +295,7 @@ class CallGraph:
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)) * 1000.0 / self._launches
 
-    def computed_again(self) -> object:
+    def compute_again(self) -> object:
         """Return the last call's output after one more replay, which has to write it over NaN."""
         if isinstance(self._output, torch.Tensor) and self._output.is_floating_point():
             with torch.inference_mode():  # a tensor made in inference mode can only be written in it
@@ -306,7 +304,7 @@ class CallGraph:
         return self._output
 
 
-def _warm_up(measures: Sequence[Callable[[], float]], seconds: float) -> None:
+def _run_until_warm(measures: Sequence[Callable[[], float]], seconds: float) -> None:
     """Replay until the clocks are up."""
     until = time.perf_counter() + seconds
     while True:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor import environment
-from moedoctor.bench.gpu_state import sampled
+from moedoctor.bench.gpu_state import sample_gpus
 from moedoctor.bench.moe import backends as registry
 from moedoctor.bench.moe.run import MachineError, measure_machine, measure_tasks
 from moedoctor.bench.moe.task import LayerTask, Routing
@@ -67,19 +67,19 @@ def find_variants(given: Sequence[str], quantization: Sequence[str] | None) -> l
         if not matching and registry.find(name):
             has = ", ".join(variant.quantization for variant in registry.find(name))
             raise InputError(f"--backend {name}: has {has}, not {', '.join(asked_for)}")
-        if not matching and (schemes := _untimed(name)):
+        if not matching and (schemes := _list_untimed_schemes(name)):
             has = f"vLLM {list(load_releases())[-1]} has it for {', '.join(schemes)}"
             instead = "moedoctor bench --engine --model DIR --moe-backend NAME"
             raise InputError(f"--backend {name}: {has}, but it is timed in engines only: {instead}")
         if not matching:
-            raise InputError(f"--backend {name}: {suggest_expected(name, [*registry.names(), 'all'])}")
+            raise InputError(f"--backend {name}: {suggest_expected(name, [*registry.list_names(), 'all'])}")
         variants |= dict.fromkeys(matching)
     if not variants:
-        raise InputError(f"--backend: expected all or some of {', '.join(registry.names())}")
+        raise InputError(f"--backend: expected all or some of {', '.join(registry.list_names())}")
     return list(variants)
 
 
-def _untimed(name: str) -> list[str]:
+def _list_untimed_schemes(name: str) -> list[str]:
     """Return the schemes for which the newest vLLM has a backend of this name, in any case."""
     newest, key = list(load_releases())[-1], name.strip().upper().replace("-", "_")
     return [
@@ -113,12 +113,12 @@ def find_routing(routing: str, trace: str | None, layers: Layers) -> tuple[str, 
     if routing.endswith(_CAPSULE):
         if trace is not None:
             raise InputError(f"--routing {routing}: --trace gives the routing already; expected one of them")
-        rows = _capsule_rows(routing, layers)
+        rows = _read_capsule_rows(routing, layers)
         return f"capsule {Path(routing).name}", Routing("trace", rows=rows)
     if trace is not None:
         if (kind, skew) != ("balanced", ""):
             raise InputError(f"--routing {routing}: --trace gives the routing already; expected one of them")
-        rows = _trace_rows(trace, layers)
+        rows = _read_trace_rows(trace, layers)
         return f"trace {Path(trace).name}", Routing("trace", rows=rows)
     if kind == "balanced" and not skew:
         return routing, Routing()
@@ -135,7 +135,7 @@ def find_routing(routing: str, trace: str | None, layers: Layers) -> tuple[str, 
     return routing, Routing("zipf", skew=value)
 
 
-def _capsule_rows(name: str, layers: Layers) -> list[list[int]]:
+def _read_capsule_rows(name: str, layers: Layers) -> list[list[int]]:
     """Return the topk_ids of a recorded call, without rows that have an empty place or an id twice."""
     from moedoctor.trace.capsule import CapsuleError, load
 
@@ -155,7 +155,7 @@ def _capsule_rows(name: str, layers: Layers) -> list[list[int]]:
     return rows
 
 
-def _trace_rows(name: str, layers: Layers) -> list[list[int]]:
+def _read_trace_rows(name: str, layers: Layers) -> list[list[int]]:
     """Return the topk_ids of the trace's first layer, without rows that have an empty place."""
     with as_input_error(TraceError):
         trace = load(Path(name))
@@ -204,11 +204,11 @@ def measure(
         for name, (shape, _) in layers.items()
     ]
     with as_input_error(MachineError):
-        _log(f"measuring the limits of {device}")
+        print_message(f"measuring the limits of {device}")
         roofline, harness = measure_machine(device)
     if not sys.stderr.isatty():  # a log gets one line, a terminal a bar
-        _log(f"measuring {', '.join(dict.fromkeys(task.variant.label for task in tasks))}")
-    with sampled(facts, device) as readings, show_progress(remaining=True) as progress:
+        print_message(f"measuring {', '.join(dict.fromkeys(task.variant.label for task in tasks))}")
+    with sample_gpus(facts, device) as readings, show_progress(remaining=True) as progress:
         rows = measure_tasks(tasks, device, roofline, seconds=timeout, progress=progress)
     if all("unavailable" in row for row in rows):
         away = sorted({str(row["unavailable"]) for row in rows})
@@ -223,12 +223,14 @@ def measure(
         environment=facts,
         exit_code=1 if any(row.get("wrong") or "failed" in row for row in rows) else 0,
         origin=record_origin(
-            variables=facts.get("env"), gpu_state=readings.state, iterations={"rounds": _rounds(rows)}
+            variables=facts.get("env"),
+            gpu_state=readings.state,
+            iterations={"rounds": _describe_rounds(rows)},
         ),
     )
 
 
-def _rounds(rows: Sequence[Mapping[str, Any]]) -> str:
+def _describe_rounds(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return how many rounds a time is the median of: ``5 to 15``."""
     rounds = sorted({row["rounds"] for row in rows if "rounds" in row})
     return " to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1])))) if rounds else "nothing was timed"
@@ -273,7 +275,3 @@ def write_report(
         full=full,
     )
     return code
-
-
-def _log(text: str) -> None:
-    print_message(text)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from moedoctor import environment
-from moedoctor.bench.cache.replay import default_capacities, facts_of, replay_trace
-from moedoctor.bench.cache.shipped import SHIPPED, shipped_trace
+from moedoctor.bench.cache.replay import choose_capacities, collect_trace_facts, replay_trace
+from moedoctor.bench.cache.shipped import SHIPPED, load_shipped_trace
 from moedoctor.commands.options import FULL_FORMATS, as_input_error, deliver, ended, numbers
 from moedoctor.origin import record_origin
 from moedoctor.redaction import Redactor
@@ -44,10 +44,10 @@ def measure(
     with as_input_error(TraceError):
         name, trace = _trace(given)
         expected = "slots a layer, such as 8,16,32"
-        capacities = list(numbers("--capacity", capacity, _MAX_CAPACITY, expected)) or default_capacities(
+        capacities = list(numbers("--capacity", capacity, _MAX_CAPACITY, expected)) or choose_capacities(
             trace
         )
-        facts = facts_of(trace, batch)
+        facts = collect_trace_facts(trace, batch)
     machine = environment.collect()
     with show_progress(remaining=True) as progress:
         points = replay_trace(
@@ -70,7 +70,7 @@ def measure(
 def _trace(given: str | None) -> tuple[str, RoutingTrace]:
     """Return the name of the trace for the report, and the trace."""
     if given is None:
-        return f"the one that ships with moedoctor, {SHIPPED.as_posix()}", shipped_trace()
+        return f"the one that ships with moedoctor, {SHIPPED.as_posix()}", load_shipped_trace()
     if given == PREFIX or given.startswith(f"{PREFIX}:"):
         return given, draw_zipf_trace(ZipfSettings.parse(given))
     return given, load(Path(given))

@@ -16,7 +16,7 @@ from typing import Any
 from moedoctor import environment
 from moedoctor.bench import engines
 from moedoctor.bench.engines import Variant
-from moedoctor.bench.gpu_state import sampled
+from moedoctor.bench.gpu_state import sample_gpus
 from moedoctor.bench.random_model import PREFIX, RandomModel
 from moedoctor.commands.options import FULL_FORMATS, InputError, deliver, ended, texts
 from moedoctor.environment import explain_missing_gpu
@@ -56,7 +56,7 @@ def make_plan(
             f"--model {model}: expected a folder with config.json and the weights, or "
             f"{PREFIX}[:KEY=VALUE,...]"
         )
-    chosen = [*_read_variants(variants), *_short_forms(backends, fixes, has_base=bool(variants))]
+    chosen = [*_read_variants(variants), *_expand_short_forms(backends, fixes, has_base=bool(variants))]
     names = [variant.name for variant in chosen]
     twice = next((name for name in names if names.count(name) > 1 or name == engines.REFERENCE), None)
     if twice is not None:
@@ -93,7 +93,7 @@ def _read_variants(given: Sequence[str] | None) -> list[Variant]:
     return variants
 
 
-def _short_forms(
+def _expand_short_forms(
     backends: Sequence[str] | None, fixes: Sequence[str] | None, *, has_base: bool
 ) -> Iterator[Variant]:
     """Yield the variants that --moe-backend and --fixes stand for; the first has no fix."""
@@ -143,10 +143,10 @@ def measure(plan: engines.Plan) -> EngineBench:
         raise InputError(f"--engine: {reason}; expected a GPU and an installed vLLM")
     with (
         write_random(plan.model) as model,
-        sampled(facts) as readings,
+        sample_gpus(facts) as readings,
         show_progress(remaining=True) as bar,
     ):
-        progress = bar if sys.stderr.isatty() else _log
+        progress = bar if sys.stderr.isatty() else _print_progress
         measured = engines.measure(replace(plan, model=model), progress=progress)
     redactor = Redactor.from_this_process()
     rows = [engines.drop_empty(row) for row in measured.engines]
@@ -198,6 +198,6 @@ def write_report(bench: EngineBench, format: str, output: Path | None, *, full: 
     return code
 
 
-def _log(done: int, total: int, what: str) -> None:
+def _print_progress(done: int, total: int, what: str) -> None:
     if done < total:
         print_message(f"{what} ({done + 1} of {total})")

@@ -67,7 +67,7 @@ def _check_names(names: Sequence[str]) -> None:
 
     for name in names:
         if not backends.find(name):
-            raise InputError(f"--backend {name}: expected all, or one of {', '.join(backends.names())}")
+            raise InputError(f"--backend {name}: expected all, or one of {', '.join(backends.list_names())}")
 
 
 def _variants(names: Sequence[str], record: Mapping[str, Any]) -> Sequence[Any]:

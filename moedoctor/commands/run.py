@@ -125,7 +125,7 @@ def run(
     Without a target, all scenarios that come with moedoctor run. Each case runs in its own process.
     """
     from moedoctor import catalogue, comparison, environment, gate
-    from moedoctor.bench.gpu_state import sampled
+    from moedoctor.bench.gpu_state import sample_gpus
     from moedoctor.origin import record_origin
     from moedoctor.processes import interrupts
     from moedoctor.reporters.github import step_summary
@@ -157,7 +157,7 @@ def run(
             comparison.check_comparable(before.environment, facts)
     described = None if capsule is None else _described(capsule)
     parallel = min(jobs or os.cpu_count() or 1, _MAX_JOBS)
-    with as_input_error(ServerError), sampled(facts, device) as readings, show_progress() as progress:
+    with as_input_error(ServerError), sample_gpus(facts, device) as readings, show_progress() as progress:
         report = run(plans, facts, parallel=parallel, progress=progress)
     cases = [case for scenario in report.scenarios for case in scenario.cases]
     ran = sum(case.verdict is not CaseVerdict.SKIPPED for case in cases)

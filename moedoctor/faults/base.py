@@ -121,7 +121,7 @@ class ClaimCases:
 
 @functools.cache
 def in_lab(function: str) -> Callable[[str, str, Mapping[str, str]], Observation]:
-    """Return a `measure` for `claim`: a function such as ``moedoctor.bench.cache.groups:cold_swap``.
+    """Return a `measure` for `claim`: a function such as ``moedoctor.bench.cache.groups:measure_cold_swap``.
 
     Only the child imports it. It is given those of ``unit``, ``device`` and ``sources`` (subject name -> path
     of its kernels) that it has parameters for, and returns an Observation, its evidence, or its rows. Claims

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moedoctor.models.config_fields import TEXT_CONFIGS, ConfigError, Fields, short, text_config
+from moedoctor.models.config_fields import TEXT_CONFIGS, ConfigError, Fields, find_text_config, shorten_value
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.models.shape import (
     AttentionLayers,
@@ -65,60 +65,64 @@ def shape_of(values: Mapping[str, Any], name: str, source: str) -> ModelShape:
     for key in TEXT_CONFIGS:
         if key in outer and not isinstance(outer.values[key], Mapping):
             raise ConfigError(f"{source}: {key} is no object, expected the language model's fields")
-    config = Fields(text_config(values), source)
-    kinds = layer_kinds(config)
-    hidden = config.integer("hidden_size")
+    config = Fields(find_text_config(values), source)
+    kinds = list_layer_kinds(config)
+    hidden = config.read_integer("hidden_size")
     experts = _read_experts(config, kinds, hidden)
     return ModelShape(
         name=name,
-        source=outer.text("_source", default=source),
+        source=outer.read_text("_source", default=source),
         hidden_size=hidden,
-        vocab_size=config.integer("vocab_size"),
-        tied_embeddings=config.flag("tie_word_embeddings", default=outer.flag("tie_word_embeddings")),
+        vocab_size=config.read_integer("vocab_size"),
+        tied_embeddings=config.read_flag(
+            "tie_word_embeddings", default=outer.read_flag("tie_word_embeddings")
+        ),
         num_layers=len(kinds),
         attention=_read_attention(config, kinds, hidden),
         recurrent=_read_recurrent(config, kinds, hidden),
         experts=experts,
-        dense_parameters=_dense_parameters(config, kinds, hidden, experts.count),
-        max_context=config.optional("max_position_embeddings"),
+        dense_parameters=_count_dense_parameters(config, kinds, hidden, experts.count),
+        max_context=config.read_optional("max_position_embeddings"),
     )
 
 
-def layer_kinds(config: Fields) -> Sequence[str]:
+def list_layer_kinds(config: Fields) -> Sequence[str]:
     """Return the kind of each layer: full_attention, sliding_attention, linear_attention, mamba, moe or mlp.
 
     Raises ConfigError, also for an unknown kind: a plan without that layer would be wrong.
     """
     name = "hybrid_override_pattern"
     if name in config:
-        pattern = config.text(name, default="")
+        pattern = config.read_text(name, default="")
         kinds = _translate_kinds(config, name, pattern, _PATTERN)
         if "moe" not in kinds:
-            raise config.error(name, pattern, "at least one E, a layer of experts")
+            raise config.make_error(name, pattern, "at least one E, a layer of experts")
         return kinds
     for name in ("layer_types", "layers_block_type"):
         if name in config:
-            return _translate_kinds(config, name, config.texts(name), _NAMES)
+            return _translate_kinds(config, name, config.read_texts(name), _NAMES)
     other = next((name for name in _OTHER_PATTERNS if name in config), None)
     if other is not None:
-        raise config.error(other, config.values[other], "layer_types beside it, a name for every layer")
-    count = config.integer("num_hidden_layers", most=_MOST_LAYERS)
-    every = config.integer("full_attention_interval", default=0, least=0)
+        raise config.make_error(other, config.values[other], "layer_types beside it, a name for every layer")
+    count = config.read_integer("num_hidden_layers", most=_MOST_LAYERS)
+    every = config.read_integer("full_attention_interval", default=0, least=0)
     if every:
         return ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(count)]
-    slides = config.flag("use_sliding_window") and config.integer("sliding_window", default=0, least=0)
+    slides = config.read_flag("use_sliding_window") and config.read_integer(
+        "sliding_window", default=0, least=0
+    )
     return ["sliding_attention" if slides else "full_attention"] * count
 
 
-def dense_layers(config: Fields, kinds: Sequence[str]) -> Sequence[int]:
+def list_dense_layers(config: Fields, kinds: Sequence[str]) -> Sequence[int]:
     """Return the layers that have a dense MLP instead of experts. Raises ConfigError."""
-    first = config.integer("first_k_dense_replace", default=0, least=0)
-    every = config.integer("moe_layer_freq", default=1)
-    only = set(config.indices("mlp_only_layers"))
-    step = config.integer("decoder_sparse_step", default=1)
+    first = config.read_integer("first_k_dense_replace", default=0, least=0)
+    every = config.read_integer("moe_layer_freq", default=1)
+    only = set(config.read_indices("mlp_only_layers"))
+    step = config.read_integer("decoder_sparse_step", default=1)
     for name in ("interleave_moe_layer_step", "expert_layer_period"):
-        if config.integer(name, default=1) != 1:
-            raise config.error(name, config.values[name], "1: experts in every layer")
+        if config.read_integer(name, default=1) != 1:
+            raise config.make_error(name, config.values[name], "1: experts in every layer")
     return [i for i in range(len(kinds)) if i < first or i % every or i in only or (i + 1) % step]
 
 
@@ -127,8 +131,10 @@ def _translate_kinds(
 ) -> Sequence[str]:
     unknown = next((kind for kind in listed if kind not in known), None)
     if unknown is not None:
-        raise ConfigError(f"{config.where}: {name} holds {short(unknown)}, expected {', '.join(known)}")
-    layers = config.integer("num_hidden_layers", default=len(listed), most=_MOST_LAYERS)
+        raise ConfigError(
+            f"{config.where}: {name} holds {shorten_value(unknown)}, expected {', '.join(known)}"
+        )
+    layers = config.read_integer("num_hidden_layers", default=len(listed), most=_MOST_LAYERS)
     if len(listed) != layers:
         raise ConfigError(
             f"{config.where}: {name} has {len(listed)} layers and num_hidden_layers is {layers}, "
@@ -138,18 +144,18 @@ def _translate_kinds(
 
 
 def _read_experts(config: Fields, kinds: Sequence[str], hidden: int) -> ExpertLayers:
-    number = config.integer("num_experts", "n_routed_experts", "num_local_experts")
+    number = config.read_integer("num_experts", "n_routed_experts", "num_local_experts")
     count = _count_expert_layers(config, kinds)
-    latent = config.integer("moe_latent_size", default=0, least=0)
-    activation = config.text("mlp_hidden_act", "hidden_act", "hidden_activation", default="silu")
+    latent = config.read_integer("moe_latent_size", default=0, least=0)
+    activation = config.read_text("mlp_hidden_act", "hidden_act", "hidden_activation", default="silu")
     # An unknown one is taken for SiLU: only its gate matters.
     ours = next((name for start, name in _ACTIVATIONS.items() if activation.startswith(start)), "silu")
-    intermediate = config.integer("moe_intermediate_size", "intermediate_size")
-    shared = config.integer(
+    intermediate = config.read_integer("moe_intermediate_size", "intermediate_size")
+    shared = config.read_integer(
         "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=0, least=0
     )
-    shared = shared or intermediate * config.integer("n_shared_experts", default=0, least=0)
-    top_k = config.integer("num_experts_per_tok", "top_k_experts")
+    shared = shared or intermediate * config.read_integer("n_shared_experts", default=0, least=0)
+    top_k = config.read_integer("num_experts_per_tok", "top_k_experts")
     try:
         layer = LayerShape(latent or hidden, intermediate, number, top_k, ours)
     except ValueError as error:
@@ -159,23 +165,25 @@ def _read_experts(config: Fields, kinds: Sequence[str], hidden: int) -> ExpertLa
 
 def _count_expert_layers(config: Fields, kinds: Sequence[str]) -> int:
     """Return how many layers have experts. Raises ConfigError if there are none."""
-    count = kinds.count("moe") if "moe" in kinds else len(kinds) - len(dense_layers(config, kinds))
+    count = kinds.count("moe") if "moe" in kinds else len(kinds) - len(list_dense_layers(config, kinds))
     if not count:
         names = ("first_k_dense_replace", "moe_layer_freq", "mlp_only_layers", "decoder_sparse_step")
-        given = " and ".join(f"{name} {short(config.values[name])}" for name in names if name in config)
+        given = " and ".join(
+            f"{name} {shorten_value(config.values[name])}" for name in names if name in config
+        )
         raise ConfigError(
             f"{config.where}: {given} leaves none of {len(kinds)} layers with experts, expected at least one"
         )
     return count
 
 
-def _dense_parameters(config: Fields, kinds: Sequence[str], hidden: int, moe_layers: int) -> int:
+def _count_dense_parameters(config: Fields, kinds: Sequence[str], hidden: int, moe_layers: int) -> int:
     if "moe" in kinds:
-        return kinds.count("mlp") * 2 * hidden * config.integer("intermediate_size", default=0, least=0)
-    dense = len(dense_layers(config, kinds))
-    if config.flag("enable_moe_block"):  # a dense MLP beside the experts in every layer
+        return kinds.count("mlp") * 2 * hidden * config.read_integer("intermediate_size", default=0, least=0)
+    dense = len(list_dense_layers(config, kinds))
+    if config.read_flag("enable_moe_block"):  # a dense MLP beside the experts in every layer
         dense += moe_layers
-    return dense * 3 * hidden * config.integer("intermediate_size", default=0, least=0) if dense else 0
+    return dense * 3 * hidden * config.read_integer("intermediate_size", default=0, least=0) if dense else 0
 
 
 def _read_attention(
@@ -185,40 +193,40 @@ def _read_attention(
     full, sliding = kinds.count("full_attention"), kinds.count("sliding_attention")
     if not full and not sliding:
         return ()
-    heads = config.integer("num_attention_heads")
+    heads = config.read_integer("num_attention_heads")
     if "kv_lora_rank" in config:
         return (_read_latent(config, kinds, heads),)
-    kv_heads = config.integer("num_key_value_heads", default=heads)
-    head_dim = config.integer("head_dim", "attention_head_dim", default=hidden // heads)
-    gate = config.flag("attn_output_gate")
+    kv_heads = config.read_integer("num_key_value_heads", default=heads)
+    head_dim = config.read_integer("head_dim", "attention_head_dim", default=hidden // heads)
+    gate = config.read_flag("attn_output_gate")
     layers = []
     if full:
         layers.append(
             AttentionLayers(
                 count=full,
                 num_heads=heads,
-                num_kv_heads=config.integer("num_global_key_value_heads", default=kv_heads),
-                head_dim=config.integer("global_head_dim", default=head_dim),
+                num_kv_heads=config.read_integer("num_global_key_value_heads", default=kv_heads),
+                head_dim=config.read_integer("global_head_dim", default=head_dim),
                 output_gate=gate,
-                shared_kv=config.flag("attention_k_eq_v"),
+                shared_kv=config.read_flag("attention_k_eq_v"),
             )
         )
     if sliding:
-        window = config.integer("sliding_window")
+        window = config.read_integer("sliding_window")
         layers.append(AttentionLayers(sliding, heads, kv_heads, head_dim, window, gate))
     return tuple(layers)
 
 
 def _read_latent(config: Fields, kinds: Sequence[str], heads: int) -> LatentAttentionLayers:
-    model_type = config.text("model_type", default=_LATENT[0])
+    model_type = config.read_text("model_type", default=_LATENT[0])
     if model_type not in _LATENT:
-        raise config.error(
+        raise config.make_error(
             "model_type", model_type, f"{', '.join(_LATENT)} of a model with kv_lora_rank (latent attention)"
         )
     # An indexer, compressed blocks and Kimi Delta Attention keep more, or less, than a latent a token.
     for name in ("index_topk", "compress_ratios", "linear_attn_config"):
         if name in config:
-            raise config.error(name, config.values[name], "latent attention alone, without it")
+            raise config.make_error(name, config.values[name], "latent attention alone, without it")
     if set(kinds) != {"full_attention"}:
         raise ConfigError(
             f"{config.where}: kv_lora_rank (latent attention) beside layers of other kinds, "
@@ -227,11 +235,11 @@ def _read_latent(config: Fields, kinds: Sequence[str], heads: int) -> LatentAtte
     return LatentAttentionLayers(
         count=len(kinds),
         num_heads=heads,
-        kv_rank=config.integer("kv_lora_rank"),
-        rope_dim=config.integer("qk_rope_head_dim"),
-        nope_dim=config.integer("qk_nope_head_dim"),
-        value_dim=config.integer("v_head_dim"),
-        query_rank=config.optional("q_lora_rank"),
+        kv_rank=config.read_integer("kv_lora_rank"),
+        rope_dim=config.read_integer("qk_rope_head_dim"),
+        nope_dim=config.read_integer("qk_nope_head_dim"),
+        value_dim=config.read_integer("v_head_dim"),
+        query_rank=config.read_optional("q_lora_rank"),
     )
 
 
@@ -250,23 +258,23 @@ def _read_recurrent(config: Fields, kinds: Sequence[str], hidden: int) -> Recurr
         return None
     types = ["mamba_ssm_cache_dtype", "mamba_ssm_dtype"]
     if mamba:
-        heads = gates = config.integer("mamba_num_heads")
-        inner = heads * config.integer("mamba_head_dim")
-        groups = config.integer("n_groups", "mamba_n_groups")
-        state = config.integer("ssm_state_size", "mamba_d_state")
-        kernel = config.integer("conv_kernel", "mamba_d_conv")
+        heads = gates = config.read_integer("mamba_num_heads")
+        inner = heads * config.read_integer("mamba_head_dim")
+        groups = config.read_integer("n_groups", "mamba_n_groups")
+        state = config.read_integer("ssm_state_size", "mamba_d_state")
+        kernel = config.read_integer("conv_kernel", "mamba_d_conv")
     else:
         types.reverse()
-        heads = config.integer("linear_num_value_heads")
+        heads = config.read_integer("linear_num_value_heads")
         gates = 2 * heads
-        inner = heads * config.integer("linear_value_head_dim")
-        groups = config.integer("linear_num_key_heads")
-        state = config.integer("linear_key_head_dim")
-        kernel = config.integer("linear_conv_kernel_dim")
+        inner = heads * config.read_integer("linear_value_head_dim")
+        groups = config.read_integer("linear_num_key_heads")
+        state = config.read_integer("linear_key_head_dim")
+        kernel = config.read_integer("linear_conv_kernel_dim")
     # vLLM falls back to float32 for the recurrent state: the only type known to be exact enough.
-    dtype = config.text(*types, default="float32")
+    dtype = config.read_text(*types, default="float32")
     if dtype not in _STATE_BYTES:
-        raise config.error(" or ".join(types), dtype, ", ".join(_STATE_BYTES))
+        raise config.make_error(" or ".join(types), dtype, ", ".join(_STATE_BYTES))
     conv = inner + 2 * groups * state
     return RecurrentLayers(
         count=mamba or linear,

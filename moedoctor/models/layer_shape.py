@@ -46,11 +46,11 @@ class LayerShape:
         """Parameters of one routed expert."""
         return (self.w13_rows + self.intermediate) * self.hidden
 
-    def weight_bytes(self, experts: int, bits: float) -> int:
+    def count_weight_bytes(self, experts: int, bits: float) -> int:
         """Return the bytes of the weights and block scales of `experts` experts at `bits` bits a weight."""
         return int(experts * self.expert_parameters * bits / 8)
 
-    def flops(self, pairs: int) -> int:
+    def count_flops(self, pairs: int) -> int:
         """Return the floating-point operations of the products for so many (token, expert) pairs."""
         return 2 * pairs * self.expert_parameters
 

@@ -23,11 +23,11 @@ class AttentionLayers:
     shared_kv: bool = False
     """True if the values are the keys: one projection, but the cache keeps both."""
 
-    def kv_elements(self) -> int:
+    def count_kv_elements(self) -> int:
         """Return the elements that one layer keeps of one token: keys and values."""
         return 2 * self.num_kv_heads * self.head_dim
 
-    def parameters(self, hidden_size: int) -> int:
+    def count_parameters(self, hidden_size: int) -> int:
         """Return the parameters of one layer."""
         queries = self.num_heads * self.head_dim * (2 if self.output_gate else 1)
         keys_values = self.num_kv_heads * self.head_dim * (1 if self.shared_kv else 2)
@@ -51,11 +51,11 @@ class LatentAttentionLayers:
     """Width to which queries are compressed; None if they are not."""
     sliding_window: ClassVar[None] = None
 
-    def kv_elements(self) -> int:
+    def count_kv_elements(self) -> int:
         """Return the elements that one layer keeps of one token."""
         return self.kv_rank + self.rope_dim
 
-    def parameters(self, hidden_size: int) -> int:
+    def count_parameters(self, hidden_size: int) -> int:
         """Return the parameters of one layer."""
         queries = self.num_heads * (self.nope_dim + self.rope_dim)
         rank = self.query_rank
@@ -78,7 +78,7 @@ class RecurrentLayers:
     """Bytes of one element of the recurrent state; the convolution state is in the model's own type."""
     parameters_each: int
 
-    def bytes_per_request(self, model_bytes: int) -> int:
+    def count_bytes_per_request(self, model_bytes: int) -> int:
         """Return the bytes of one layer's state; an element of the model's type has `model_bytes`."""
         return self.conv_elements * model_bytes + self.state_elements * self.state_bytes
 
@@ -95,7 +95,7 @@ class ExpertLayers:
     shared_intermediate_size: int = 0
     """Width of the shared expert, 0 without one."""
 
-    def parameters_beside(self, model_hidden_size: int) -> int:
+    def count_parameters_beside(self, model_hidden_size: int) -> int:
         """Return the parameters beside the routed experts of a layer: router, shared expert, projections."""
         shared = (3 if self.layer.gated else 2) * model_hidden_size * self.shared_intermediate_size
         return model_hidden_size * self.layer.experts + shared + self.latent_parameters
@@ -119,7 +119,7 @@ class ModelShape:
     """Parameters of dense MLPs, all layers together."""
     max_context: int | None = None
 
-    def part_of(self, gpus: int) -> ModelShape:
+    def divide(self, gpus: int) -> ModelShape:
         """Return what each of `gpus` GPUs holds with tensor parallelism, as vLLM divides a model.
 
         Heads, the width of experts and of dense layers, and the vocabulary are divided. Routers, projections
@@ -129,17 +129,17 @@ class ModelShape:
         if gpus == 1:
             return self
 
-        def divide(size: int, what: str) -> int:
+        def divide_size(size: int, what: str) -> int:
             if size % gpus:
                 raise ValueError(f"{self.name} has {what} of {size}, which {gpus} GPUs do not divide")
             return size // gpus
 
         attention: list[AttentionLayers | LatentAttentionLayers] = []
         for layers in self.attention:
-            part = replace(layers, num_heads=divide(layers.num_heads, "a number of heads"))
+            part = replace(layers, num_heads=divide_size(layers.num_heads, "a number of heads"))
             if isinstance(part, AttentionLayers):
                 if gpus % part.num_kv_heads:
-                    divide(part.num_kv_heads, "a number of KV heads")
+                    divide_size(part.num_kv_heads, "a number of KV heads")
                 part = replace(part, num_kv_heads=max(1, part.num_kv_heads // gpus))
             attention.append(part)
         recurrent = self.recurrent and replace(
@@ -151,7 +151,7 @@ class ModelShape:
         layer = self.experts.layer
         experts = replace(
             self.experts,
-            layer=replace(layer, intermediate=divide(layer.intermediate, "an intermediate size")),
+            layer=replace(layer, intermediate=divide_size(layer.intermediate, "an intermediate size")),
             shared_intermediate_size=-(-self.experts.shared_intermediate_size // gpus),
         )
         return replace(
@@ -163,18 +163,18 @@ class ModelShape:
             dense_parameters=-(-self.dense_parameters // gpus),
         )
 
-    def expert_parameters(self) -> int:
+    def count_expert_parameters(self) -> int:
         """Return the parameters of all routed experts of all layers."""
         layer = self.experts.layer
         return self.experts.count * layer.experts * layer.expert_parameters
 
-    def embedding_parameters(self) -> int:
+    def count_embedding_parameters(self) -> int:
         """Return the parameters of the embeddings and of lm_head, which share them if they are tied."""
         return self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
 
-    def other_parameters(self) -> int:
+    def count_other_parameters(self) -> int:
         """Return the parameters of everything but the routed experts."""
-        attention = sum(layers.count * layers.parameters(self.hidden_size) for layers in self.attention)
+        attention = sum(layers.count * layers.count_parameters(self.hidden_size) for layers in self.attention)
         recurrent = self.recurrent.count * self.recurrent.parameters_each if self.recurrent else 0
-        beside = self.experts.count * self.experts.parameters_beside(self.hidden_size)
-        return self.embedding_parameters() + attention + recurrent + beside + self.dense_parameters
+        beside = self.experts.count * self.experts.count_parameters_beside(self.hidden_size)
+        return self.count_embedding_parameters() + attention + recurrent + beside + self.dense_parameters

@@ -11,7 +11,7 @@ from moedoctor.results import Case, Tier
 
 
 class InstalledSubject(SubjectProvider):
-    """What the fault takes from the package that it is about: `Fault.installed`."""
+    """The implementation that a fault takes from the package that it is about: `Fault.installed`."""
 
     kind = "installed"
     rank = 2

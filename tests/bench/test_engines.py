@@ -12,7 +12,7 @@ import engine_stub
 import pytest
 
 from moedoctor.bench import engines
-from moedoctor.bench.engines import REFERENCE, Plan, Variant, measure, request_for
+from moedoctor.bench.engines import REFERENCE, Plan, Variant, make_request, measure
 from moedoctor.upstream.engine.engine import LogFacts
 
 BASE = Variant("base")
@@ -114,10 +114,10 @@ def test_engines_together_take_turns_and_one_that_does_not_start_stops_no_other(
     measured = measure(chosen, run=run)
     assert sorted(started) == ["base", "broken", "other"]
     assert {row.variant for row in measured.speeds} == {"base", "other"}
-    request = request_for(chosen, BASE, "folder")
+    request = make_request(chosen, BASE, "folder")
     assert request.arguments["kv_cache_memory_bytes"] == 256 << 20
     assert (request.probe_options["meet"], request.probe_options["engines"]) == ("folder", 3)
-    assert request_for(chosen, BASE).arguments["gpu_memory_utilization"] == 0.9
+    assert make_request(chosen, BASE).arguments["gpu_memory_utilization"] == 0.9
 
 
 def test_ratios_are_the_bases_and_rounds_go_forth_and_back(model: Path) -> None:
@@ -243,12 +243,12 @@ def test_what_the_user_set_for_vllm_holds_in_every_engine(
 ) -> None:
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
     variant = Variant("x", {"A": "1", "MOEDOCTOR_FIXES": "offload"}, ("--enforce-eager",))
-    request = request_for(plan(model, arguments={"max_model_len": 64}), variant)
+    request = make_request(plan(model, arguments={"max_model_len": 64}), variant)
     assert request.environ == {"VLLM_USE_DEEP_GEMM": "1", "A": "1", "MOEDOCTOR_FIXES": "offload"}
     assert (request.arguments["max_model_len"], request.flags) == (64, ("--enforce-eager",))
     assert request.arguments["skip_tokenizer_init"] is True
     (model / "tokenizer.json").write_text("{}")
-    assert request_for(plan(model), BASE).arguments["skip_tokenizer_init"] is False
+    assert make_request(plan(model), BASE).arguments["skip_tokenizer_init"] is False
 
 
 def test_times_between_other_events_are_not_compared(model: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from moedoctor import environment
 from moedoctor.bench import gpu_state
-from moedoctor.bench.gpu_state import read, sampled, summarise
+from moedoctor.bench.gpu_state import read, sample_gpus, summarize
 
 
 class FakeNvml(SimpleNamespace):
@@ -54,7 +54,7 @@ class FakeNvml(SimpleNamespace):
 
 def test_only_samples_of_a_busy_gpu_count() -> None:
     samples = list(itertools.islice(read({"indices": [3], "interval": 0}, FakeNvml()), 4))
-    state = summarise(samples)
+    state = summarize(samples)
     (gpu,) = state["gpus"]
     assert gpu == {
         "index": 3,
@@ -74,15 +74,15 @@ def test_a_driver_that_does_not_answer_is_a_reason() -> None:
             raise self.NVMLError("driver and library differ")
 
     (answer,) = read({"indices": [0], "interval": 0}, Broken())
-    assert summarise([answer]) == {"not_sampled": "NVMLError: driver and library differ"}
-    assert summarise([]) == {"not_sampled": "NVML gave no readings"}
+    assert summarize([answer]) == {"not_sampled": "NVMLError: driver and library differ"}
+    assert summarize([]) == {"not_sampled": "NVML gave no readings"}
 
 
 @pytest.mark.parametrize(
     ("device", "reason"), [("auto", "no NVIDIA GPU is visible"), ("cpu", "the measurement used no GPU")]
 )
 def test_without_a_gpu_the_state_says_why(device: str, reason: str) -> None:
-    with sampled({"gpu": None, "gpus": []}, device) as readings:
+    with sample_gpus({"gpu": None, "gpus": []}, device) as readings:
         pass
     assert readings.state == {"not_sampled": reason}
 
@@ -99,7 +99,7 @@ def test_the_gpus_are_those_that_cuda_sees_in_its_order(
     monkeypatch.setattr(gpu_state, "_START_SECONDS", 0)
     visible = {int(text) for text in setting.split(",")} if setting else {0, 1, 2}
     gpus = [{"visible": index in visible} for index in range(3)]
-    with sampled({"gpu": "a GPU", "gpus": gpus, "cuda_visible_devices": setting}, device):
+    with sample_gpus({"gpu": "a GPU", "gpus": gpus, "cuda_visible_devices": setting}, device):
         pass
     assert asked[0]["indices"] == expected
 
@@ -109,7 +109,7 @@ def test_a_real_gpu_is_read_while_it_works() -> None:
     import torch
 
     a = torch.randn(4096, 4096, device="cuda")
-    with sampled(environment.collect(), "cuda:0") as readings:
+    with sample_gpus(environment.collect(), "cuda:0") as readings:
         until = time.monotonic() + 2
         while time.monotonic() < until:
             a @ a

@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from moedoctor.bench.harness_cost import judge_cost, kernel_time, launch_gap
+from moedoctor.bench.harness_cost import judge_cost, measure_kernel_time, measure_launch_gap
 from moedoctor.bench.timing import compare_rounds
 
 
@@ -39,8 +39,8 @@ def test_our_time_is_compared_with_the_cost_of_a_launch(
 
 def test_stamps_are_durations_and_gaps() -> None:
     stamps = torch.tensor([[0, 20_000], [21_000, 41_500], [42_000, 61_500]])  # [3, 2] nanoseconds
-    assert kernel_time(stamps) == 20.0
-    assert launch_gap(stamps) == 0.75
+    assert measure_kernel_time(stamps) == 20.0
+    assert measure_launch_gap(stamps) == 0.75
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

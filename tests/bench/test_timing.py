@@ -11,26 +11,29 @@ import torch
 
 from moedoctor.bench.timing import (
     Spread,
-    cold_time,
+    choose_launches,
+    choose_rounds,
     compare_rounds,
     compare_times,
-    eager_time,
-    elapsed,
-    graph_time,
-    launches_for,
-    rounds_for,
+    measure_seconds,
+    time_cold,
+    time_eager,
+    time_graph,
     time_layer,
-    wall_time,
+    time_wall,
 )
 
 
 def test_spread_interpolates_its_percentiles() -> None:
-    spread = Spread.of([5.0, 1.0, 3.0, 2.0, 4.0, 6.0])
+    spread = Spread.summarize([5.0, 1.0, 3.0, 2.0, 4.0, 6.0])
     assert spread == Spread(median=3.5, p20=2.0, p80=5.0, samples=6)
-    assert spread.rate(10.0).row("per_s") == {"per_s": 10 / 3.5, "per_s_p20": 2.0, "per_s_p80": 5.0}
-    assert spread.row("us", scale=1 / 3, offset=-1, digits=2) == {"us": 0.17, "us_p20": -0.33, "us_p80": 0.67}
+    assert spread.to_row("us", scale=1 / 3, offset=-1, digits=2) == {
+        "us": 0.17,
+        "us_p20": -0.33,
+        "us_p80": 0.67,
+    }
     with pytest.raises(ValueError, match="at least one measurement"):
-        Spread.of([])
+        Spread.summarize([])
 
 
 def test_rounds_take_turns_and_compare_within_a_round() -> None:
@@ -65,13 +68,13 @@ def test_an_unknown_baseline_is_refused() -> None:
 def test_graphs_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="needs a CUDA device"):
-        graph_time(lambda: None)
+        time_graph(lambda: None)
 
 
 @pytest.mark.gpu
 def test_a_graph_runs_every_call_in_rotation_and_longer_work_takes_longer() -> None:
     counts = [torch.zeros((), device="cuda") for _ in range(2)]
-    spread = graph_time(
+    spread = time_graph(
         [lambda count=count: count.add_(1) for count in counts], launches=10, replays=3, warmup_seconds=0.0
     )
     # One launch each to warm up; then one warming replay and three measured ones of five each.
@@ -89,19 +92,19 @@ def test_a_graph_runs_every_call_in_rotation_and_longer_work_takes_longer() -> N
     assert comparison.ratios["large"].median > 10
     assert comparison.times["small"].p20 <= comparison.times["small"].median <= comparison.times["small"].p80
     with pytest.raises(ValueError, match="got 0 calls and 100 launches"):
-        graph_time([])
+        time_graph([])
 
 
 DEVICE = "cuda:0"
 
 
 def test_a_cpu_is_timed_by_the_wall_clock() -> None:
-    spread = wall_time(lambda: time.sleep(0.01), seconds=0.05)
+    spread = time_wall(lambda: time.sleep(0.01), seconds=0.05)
     assert spread.samples >= 3
     assert 10_000 <= spread.p20 <= spread.median <= spread.p80
     times = time_layer(lambda: None, "cpu")
     assert (times.how, times.warm, times.eager) == ("wall time", None, None)
-    assert elapsed(lambda: time.sleep(0.01), "cpu") >= 0.01
+    assert measure_seconds(lambda: time.sleep(0.01), "cpu") >= 0.01
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,7 @@ def test_a_cpu_is_timed_by_the_wall_clock() -> None:
 def test_a_graph_is_neither_short_nor_long_and_long_work_is_repeated_less_often(
     microseconds: float, launches: int, rounds: int
 ) -> None:
-    assert (launches_for(microseconds), rounds_for(microseconds)) == (launches, rounds)
+    assert (choose_launches(microseconds), choose_rounds(microseconds)) == (launches, rounds)
 
 
 @pytest.mark.gpu
@@ -135,8 +138,8 @@ def test_the_flush_is_not_counted() -> None:
     def wait() -> None:
         torch.cuda._sleep(cycles)
 
-    warm = graph_time(wait, launches=20, replays=10).median
-    assert cold_time(wait, DEVICE).median == pytest.approx(warm, rel=0.02)
+    warm = time_graph(wait, launches=20, replays=10).median
+    assert time_cold(wait, DEVICE).median == pytest.approx(warm, rel=0.02)
 
 
 @pytest.mark.gpu
@@ -145,7 +148,7 @@ def test_eager_time_counts_the_host() -> None:
         time.sleep(0.001)
         torch.cuda._sleep(1)
 
-    assert eager_time(slow).median > 900
+    assert time_eager(slow).median > 900
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 from moedoctor import cli, environment
 from moedoctor.bench.moe import run as moe_run
 from moedoctor.commands import bench_backends
-from moedoctor.models.presets import names
+from moedoctor.models.presets import list_presets
 from moedoctor.trace.format import RoutingTrace, save
 
 TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--top-k", "2"]
@@ -133,7 +133,7 @@ def test_a_backend_that_cannot_run_gives_exit_code_2(
     assert "OURS: vLLM says: no; what runs here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("preset", names())
+@pytest.mark.parametrize("preset", list_presets())
 def test_presets_give_the_layers_of_their_models(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = measured(monkeypatch, WRONG)
     bench("--backend", "OURS", "--quantization", "nvfp4", "--model", preset)

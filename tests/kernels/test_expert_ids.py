@@ -58,9 +58,9 @@ def test_a_cuda_graph_holds_the_guard_and_its_flags_are_read_afterwards() -> Non
 
 @pytest.mark.gpu
 def test_the_guard_takes_two_microseconds_at_128_by_8() -> None:
-    from moedoctor.bench.timing import graph_time
+    from moedoctor.bench.timing import time_graph
     from moedoctor.fixes.expert_ids import ExpertIdFlags, validate_expert_ids
 
     ids = torch.rand(128, 64, device="cuda").argsort(1)[:, :8].int()  # [T, K]
     flags = ExpertIdFlags("cuda")
-    assert graph_time(lambda: validate_expert_ids(ids, 64, flags=flags)).median <= 2.0
+    assert time_graph(lambda: validate_expert_ids(ids, 64, flags=flags)).median <= 2.0

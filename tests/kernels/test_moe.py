@@ -218,11 +218,11 @@ def test_compiled_plan() -> None:
 @pytest.mark.gpu
 def test_captured_in_a_graph() -> None:
     """A replay uses the ids of that moment, with and without a plan."""
-    from moedoctor.bench.moe.own_backends import kernel_weights
+    from moedoctor.bench.moe.own_backends import convert_weights
     from moedoctor.kernels.moe.launch import run_experts
 
     layer = make_layer(LayerShape(512, 256, 8, 4, "relu2"), "nvfp4", device="cuda:0")
-    w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
+    w13, w2 = convert_weights(layer.w13), convert_weights(layer.w2)
     for tokens in (2, 100):
         problem = make_problem(layer, tokens, "none", device="cuda:0")
 
@@ -240,10 +240,10 @@ def test_captured_in_a_graph() -> None:
 
 def _chain(layer: Any, problem: Any, tiles: Any) -> Callable[[], torch.Tensor]:
     """Six calls, each of which reads what the one before wrote, in memory that is used again."""
-    from moedoctor.bench.moe.own_backends import kernel_weights
+    from moedoctor.bench.moe.own_backends import convert_weights
     from moedoctor.kernels.moe.launch import run_experts
 
-    w13, w2 = kernel_weights(layer.w13), kernel_weights(layer.w2)
+    w13, w2 = convert_weights(layer.w13), convert_weights(layer.w2)
     route = problem.topk_weights, problem.topk_ids
 
     def run() -> torch.Tensor:

@@ -13,7 +13,7 @@ from moedoctor.diagnose.plan.kv_cache import PlanError, fit_kv_cache
 from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
 from moedoctor.models.config import read_config, shape_of
 from moedoctor.models.config_fields import TEXT_CONFIGS, ConfigError
-from moedoctor.models.presets import find_model, names, preset, preset_document
+from moedoctor.models.presets import find_model, list_presets, load_preset, read_preset
 
 TINY = {
     "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -36,7 +36,7 @@ CONFIGS = {
     "tiny": TINY,
     "latent": LATENT,
     "sliding": {**TINY, "use_sliding_window": True, "sliding_window": 64},
-    **{name: preset_document(name) for name in names()},
+    **{name: read_preset(name) for name in list_presets()},
 }
 
 
@@ -90,18 +90,18 @@ def test_the_reader_knows_these_fields():
     ],
 )
 def test_the_presets_have_the_parameters_that_the_models_have(name, billions, experts):
-    shape = preset(name.upper())
-    total = shape.expert_parameters() + shape.other_parameters()
+    shape = load_preset(name.upper())
+    total = shape.count_expert_parameters() + shape.count_other_parameters()
     assert total / 1e9 == pytest.approx(billions, rel=0.01)
     assert shape.experts.layer.experts == experts
-    assert name in names()
+    assert name in list_presets()
 
 
 def test_every_parameter_of_a_tiny_model_is_counted():
     shape = shape_of(TINY, "tiny", "here")
     attention = 64 * (4 * 16 + 2 * 2 * 16) + 4 * 16 * 64  # q, k, v, o
-    assert shape.other_parameters() == 2 * 100 * 64 + 3 * (attention + 64 * 8)
-    assert shape.expert_parameters() == 3 * 8 * 3 * 64 * 32
+    assert shape.count_other_parameters() == 2 * 100 * 64 + 3 * (attention + 64 * 8)
+    assert shape.count_expert_parameters() == 3 * 8 * 3 * 64 * 32
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,9 @@ def test_one_latent_a_token_and_layer_whatever_the_heads(kv_bytes, expected):
 
 def test_its_parameters_are_the_published_671_billion():
     shape = shape_of(DEEPSEEK_V3, "deepseek-v3", "here")
-    assert (shape.expert_parameters() + shape.other_parameters()) / 1e9 == pytest.approx(671.0, rel=0.001)
+    assert (shape.count_expert_parameters() + shape.count_other_parameters()) / 1e9 == pytest.approx(
+        671.0, rel=0.001
+    )
     assert shape.experts.count == 58
 
 
@@ -197,7 +199,7 @@ def test_queries_need_not_be_compressed():
     shape = shape_of({**DEEPSEEK_V3, "q_lora_rank": None}, "lite", "here")
     assert shape.attention[0].query_rank is None
     compressed = dataclasses.replace(shape.attention[0], query_rank=1536)
-    more = shape.attention[0].parameters(7168) - compressed.parameters(7168)
+    more = shape.attention[0].count_parameters(7168) - compressed.count_parameters(7168)
     assert more == 7168 * 128 * 192 - 1536 * (7168 + 128 * 192)
 
 

@@ -1,8 +1,8 @@
-"""What computing a call in groups of experts adds, and what loading them costs: the claims about vllm#37190.
+"""The cost of computing a call in groups of experts and of loading them: the claims about vllm#37190.
 
-`upstream_groups` computes vLLM's layer in groups with every expert resident, `cold_swap` loads every expert,
-and `policy_speed` decodes through the PR's cache. By default a layer has the shape of Qwen3-30B-A3B in
-bfloat16: 128 experts, hidden size 2048, intermediate size 768.
+`compare_upstream_groups` computes vLLM's layer in groups with every expert resident, `measure_cold_swap`
+loads every expert, and `compare_policies` decodes through the PR's cache. By default a layer has the shape of
+Qwen3-30B-A3B in bfloat16: 128 experts, hidden size 2048, intermediate size 768.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.cache.model import Model, host_weights, pinned_bandwidth, recorded_ids
-from moedoctor.bench.cache.shipped import shipped_trace
-from moedoctor.bench.timing import Comparison, Spread, compare_rounds, compare_times, elapsed
+from moedoctor.bench.cache.model import Model, list_recorded_ids, make_host_weights, measure_pinned_bandwidth
+from moedoctor.bench.cache.shipped import load_shipped_trace
+from moedoctor.bench.timing import Comparison, Spread, compare_rounds, compare_times, measure_seconds
 from moedoctor.fixes.eviction import CacheStats, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import moe_forward
@@ -54,7 +54,7 @@ class ResidentLayer:
     def make(cls, device: str, *, tokens: int, model: Model | None = None) -> ResidentLayer:
         """Random weights, routes and activations; the same ones for the same arguments."""
         model = model or Model()
-        weights = {name: tensor.to(device) for name, tensor in host_weights(model, device)[0].items()}
+        weights = {name: tensor.to(device) for name, tensor in make_host_weights(model, device)[0].items()}
         draw = torch.Generator(device).manual_seed(0)
         experts = torch.randperm(model.experts, generator=draw, device=device).int()  # [slots]
         slot_of = experts.argsort().int()  # [E]
@@ -65,7 +65,9 @@ class ResidentLayer:
         return cls(weights, experts, ids, slot_of[ids.long()], topk_weights, x)
 
 
-def upstream_groups(device: str, *, tokens: int = _TOKENS, model: Model | None = None) -> dict[str, Any]:
+def compare_upstream_groups(
+    device: str, *, tokens: int = _TOKENS, model: Model | None = None
+) -> dict[str, Any]:
     """Compare vLLM's `fused_experts` once a group of experts, all resident, with one call of all.
 
     A group after another adds its bfloat16 result to the sum. CUDA-graph replays are timed in turn, and calls
@@ -77,19 +79,19 @@ def upstream_groups(device: str, *, tokens: int = _TOKENS, model: Model | None =
     layer = ResidentLayer.make(device, tokens=tokens, model=model)
     slots = len(layer.experts)
 
-    def part_of(expert_map: torch.Tensor | None) -> torch.Tensor:
+    def compute_part(expert_map: torch.Tensor | None) -> torch.Tensor:
         w13, w2 = layer.weights["w13"], layer.weights["w2"]
         return fused_experts(layer.x, w13, w2, layer.topk_weights, layer.slot_ids, expert_map)
 
-    def grouped(maps: Sequence[torch.Tensor]) -> torch.Tensor:
+    def sum_groups(maps: Sequence[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros_like(layer.x)  # [T, H]
         for expert_map in maps:
-            total += part_of(expert_map)
+            total += compute_part(expert_map)
         return total
 
-    calls: dict[str, Callable[[], torch.Tensor]] = {"1": lambda: part_of(None)}
+    calls: dict[str, Callable[[], torch.Tensor]] = {"1": lambda: compute_part(None)}
     for count in _GROUPS:
-        calls[str(count)] = functools.partial(grouped, _expert_maps(slots, count, device))
+        calls[str(count)] = functools.partial(sum_groups, _make_expert_maps(slots, count, device))
     facts = {"kernel": "vLLM's fused_experts", "experts": slots, "tokens": tokens}
     return facts | _compare(calls, device)
 
@@ -100,15 +102,15 @@ def _compare(calls: Calls, device: str) -> dict[str, Any]:
     ``overhead`` is a share of one call's time of the same round. ``us_a_further_group`` is what each group
     after the first adds, in microseconds, from the two medians; it does not depend on how long one call is.
     """
-    differences = _checked_differences(calls, 2 * max(_GROUPS) * _BFLOAT16_UNIT)
-    methods = {"": compare_times(calls, baseline="1", launches=4), EAGER: _eager_rounds(calls, device)}
+    differences = _check_differences(calls, 2 * max(_GROUPS) * _BFLOAT16_UNIT)
+    methods = {"": compare_times(calls, baseline="1", launches=4), EAGER: _time_eagerly(calls, device)}
     rows = []
     for count in _GROUPS:
         name = str(count)
         row: dict[str, Any] = {"groups": count}
         for method, times in methods.items():
-            row |= times.ratios[name].row(f"overhead{method}", offset=-1.0)
-            row |= times.times[name].row(f"us{method}")
+            row |= times.ratios[name].to_row(f"overhead{method}", offset=-1.0)
+            row |= times.times[name].to_row(f"us{method}")
             further = (times.times[name].median - times.times["1"].median) / (count - 1)
             row[f"us_a_further_group{method}"] = further
         row["largest_difference"] = differences[name]
@@ -117,7 +119,7 @@ def _compare(calls: Calls, device: str) -> dict[str, Any]:
     return {**one_call_us, "rows": rows}
 
 
-def _checked_differences(calls: Calls, limit: float) -> dict[str, float]:
+def _check_differences(calls: Calls, limit: float) -> dict[str, float]:
     """Return the largest difference of each call from ``1``, relative to the largest result.
 
     Raises RuntimeError if one is above `limit`: what computes something else is not timed.
@@ -133,35 +135,35 @@ def _checked_differences(calls: Calls, limit: float) -> dict[str, float]:
     return differences
 
 
-def _eager_rounds(calls: Calls, device: str) -> Comparison:
+def _time_eagerly(calls: Calls, device: str) -> Comparison:
     """Time microseconds a call by the wall clock, launches by the host included, without a graph, in turn."""
 
-    def microseconds(call: Callable[[], torch.Tensor]) -> float:
-        def several() -> None:
+    def time_call(call: Callable[[], torch.Tensor]) -> float:
+        def run_calls() -> None:
             for _ in range(_EAGER_CALLS):
                 call()
 
-        return elapsed(several, device) / _EAGER_CALLS * 1e6
+        return measure_seconds(run_calls, device) / _EAGER_CALLS * 1e6
 
-    measures = {name: functools.partial(microseconds, call) for name, call in calls.items()}
+    measures = {name: functools.partial(time_call, call) for name, call in calls.items()}
     return compare_rounds(measures, baseline="1", rounds=_EAGER_ROUNDS)
 
 
-def _expert_maps(experts: int, groups: int, device: str) -> list[torch.Tensor]:
+def _make_expert_maps(experts: int, groups: int, device: str) -> list[torch.Tensor]:
     """int32 [E] for each group: the expert itself, or -1 for an expert of another group."""
     every = torch.arange(experts, dtype=torch.int32, device=device)  # [E]
     return [torch.where(every // (experts // groups) == group, every, -1) for group in range(groups)]
 
 
-def cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:
+def measure_cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:
     """Run 1024 tokens through a layer of 32 experts with 16, 8 and 4 slots, each expert loaded once."""
     model = Model(experts=32)
-    host = host_weights(model, device)[0]
+    host = make_host_weights(model, device)[0]
     layer = ResidentLayer.make(device, tokens=_TOKENS, model=model)
     total_bytes = sum(tensor.nbytes for tensor in host.values())
-    pinned = pinned_bandwidth(device)
+    pinned = measure_pinned_bandwidth(device)
 
-    def through_the_pr(slots: int) -> Callable[[torch.Tensor], None]:
+    def load_as_pr(slots: int) -> Callable[[torch.Tensor], None]:
         cache = PrCache(host, slots, device=device)
         parts = [
             torch.where(layer.ids // slots == group, layer.ids, -1) for group in range(model.experts // slots)
@@ -174,7 +176,7 @@ def cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:
 
         return run
 
-    def through_ours(slots: int) -> Callable[[torch.Tensor], None]:
+    def load_as_ours(slots: int) -> Callable[[torch.Tensor], None]:
         cache = ExpertCache(host, slots, device=device, engine="host")
 
         def run(out: torch.Tensor) -> None:
@@ -183,18 +185,20 @@ def cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:
 
         return run
 
-    def seconds(run: Callable[[torch.Tensor], None]) -> float:
-        return elapsed(lambda: run(torch.zeros(layer.x.shape, device=device)), device)  # float32 [T, H]
+    def time_run(run: Callable[[torch.Tensor], None]) -> float:
+        return measure_seconds(
+            lambda: run(torch.zeros(layer.x.shape, device=device)), device
+        )  # float32 [T, H]
 
     rows = []
     for slots in (16, 8, 4):
-        for way, empty in (("PR 37190's blocking copies", through_the_pr), ("our host engine", through_ours)):
-            seconds(empty(slots))  # compiles and warms up
-            spread = Spread.of([seconds(empty(slots)) for _ in range(rounds)])
+        for way, empty in (("PR 37190's blocking copies", load_as_pr), ("our host engine", load_as_ours)):
+            time_run(empty(slots))  # compiles and warms up
+            spread = Spread.summarize([time_run(empty(slots)) for _ in range(rounds)])
             rows.append(
                 {
                     "way": f"{way}, {model.experts // slots} groups",
-                    **spread.row("milliseconds", scale=1e3),
+                    **spread.to_row("milliseconds", scale=1e3),
                     "gigabytes_per_second": total_bytes / spread.median / 1e9,
                     "transfer_share": total_bytes / pinned / spread.median,
                 }
@@ -202,12 +206,12 @@ def cold_swap(device: str, *, rounds: int = 7) -> dict[str, Any]:
     return {"pinned_gigabytes_per_second": pinned / 1e9, "bytes": total_bytes, "rows": rows}
 
 
-def policy_speed(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str, Any]:
+def compare_policies(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str, Any]:
     """Decode at batch 1 over the recorded trace, through the PR's cache under LFRU and under LRU in turn."""
-    trace = shipped_trace()
+    trace = load_shipped_trace()
     model = Model(layers=len(trace.layers), experts=trace.num_experts, top_k=trace.top_k)
-    host = host_weights(model, device)[0]
-    ids = recorded_ids(model, steps).to(device)  # [steps, layers, 1, K]
+    host = make_host_weights(model, device)[0]
+    ids = list_recorded_ids(model, steps).to(device)  # [steps, layers, 1, K]
     calls = [trace.list_calls(layer)[:steps] for layer in range(model.layers)]
     x = torch.randn(1, model.hidden_size, device=device, dtype=torch.bfloat16)  # [1, H]
     topk_weights = torch.full((1, model.top_k), 1 / model.top_k, device=device)  # [1, K]
@@ -220,7 +224,7 @@ def policy_speed(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str,
                 for cache, of_layer in zip(caches, step, strict=True):
                     moe_forward(x, cache.slots, cache.acquire(of_layer), topk_weights)
 
-        return elapsed(run, device)
+        return measure_seconds(run, device)
 
     rows = []
     for slots in (8, 16):
@@ -239,7 +243,7 @@ def policy_speed(device: str, *, steps: int = 160, rounds: int = 5) -> dict[str,
         rows.append(
             {
                 "slots": slots,
-                **times.ratios["lru"].row("lru_over_lfru_time"),
+                **times.ratios["lru"].to_row("lru_over_lfru_time"),
                 **{f"{name}_tokens_per_second": steps / times.times[name].median for name in counted},
                 **{f"{name}_hit_rate": stats.hit_rate for name, stats in counted.items()},
                 "belady_hit_rate": bound.hit_rate,

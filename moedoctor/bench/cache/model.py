@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moedoctor.bench.cache.shipped import shipped_trace
-from moedoctor.bench.timing import elapsed
+from moedoctor.bench.cache.shipped import load_shipped_trace
+from moedoctor.bench.timing import measure_seconds
 
 # E = experts, T = tokens, K = top_k
 
@@ -32,13 +32,13 @@ class Model:
     seed: int = 0
 
 
-def recorded_ids(model: Model, steps: int) -> torch.Tensor:
+def list_recorded_ids(model: Model, steps: int) -> torch.Tensor:
     """Return int32 [steps, layers, 1, K] on the CPU, of the trace that ships with moedoctor.
 
     A model with more layers gets the trace's layers again, from further on in the text. Raises ValueError for
     a model with other experts or top-k, or if the trace is too short.
     """
-    trace = shipped_trace()
+    trace = load_shipped_trace()
     layers, repeats = len(trace.layers), -(-model.layers // len(trace.layers))
     if (model.experts, model.top_k) != (trace.num_experts, trace.top_k) or steps > trace.rows:
         raise ValueError(
@@ -50,7 +50,7 @@ def recorded_ids(model: Model, steps: int) -> torch.Tensor:
     return torch.cat(parts, dim=1)[:, : model.layers]
 
 
-def host_weights(model: Model, device: str) -> list[dict[str, torch.Tensor]]:
+def make_host_weights(model: Model, device: str) -> list[dict[str, torch.Tensor]]:
     """Return `host_layers` layers of random bfloat16 experts in pinned memory; drawn on `device`."""
     pin = torch.device(device).type == "cuda"
     layers = []
@@ -68,10 +68,10 @@ def host_weights(model: Model, device: str) -> list[dict[str, torch.Tensor]]:
     return layers
 
 
-def pinned_bandwidth(device: str) -> float:
+def measure_pinned_bandwidth(device: str) -> float:
     """Return bytes a second of asynchronous copies from pinned memory, the best of ten of 256 MB."""
     source = torch.empty(PLAIN_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=device)
     return source.nbytes / min(
-        elapsed(lambda: target.copy_(source, non_blocking=True), device) for _ in range(10)
+        measure_seconds(lambda: target.copy_(source, non_blocking=True), device) for _ in range(10)
     )

@@ -1,4 +1,4 @@
-"""What an expert cache would do with a recorded or synthetic routing trace. No GPU, no torch."""
+"""Replays what an expert cache would do with a recorded or synthetic routing trace. No GPU, no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ as many slots as the layers' caches have together."""
 
 @dataclass(frozen=True)
 class TraceFacts:
-    """What the hit rates depend on, read off a trace at one batch size."""
+    """The figures of a trace at one batch size that decide the hit rates."""
 
     model: str
     layers: int
@@ -54,7 +54,7 @@ class ReplayPoint:
         return self.stats.hit_rate
 
 
-def facts_of(trace: RoutingTrace, batch: int | None = None) -> TraceFacts:
+def collect_trace_facts(trace: RoutingTrace, batch: int | None = None) -> TraceFacts:
     """Read the facts off `trace` at `batch`, before a cache is chosen. Raises TraceError."""
     by_layer = [trace.list_calls(layer, batch) for layer in range(len(trace.layers))]
     needed = sum(len(call) for calls in by_layer for call in calls)
@@ -73,7 +73,8 @@ def facts_of(trace: RoutingTrace, batch: int | None = None) -> TraceFacts:
         experts_a_call=needed / count,
         most_experts_a_call=max(len(call) for calls in by_layer for call in calls),
         reuse=again / later if later else 0.0,
-        experts_for_90=sum(_share_for(calls, 0.9) / trace.num_experts for calls in by_layer) / len(by_layer),
+        experts_for_90=sum(_count_most_used(calls, 0.9) / trace.num_experts for calls in by_layer)
+        / len(by_layer),
     )
 
 
@@ -100,13 +101,13 @@ def replay_trace(
     for policy, capacity in pairs:
         progress(len(points), len(pairs), f"{policy} with {capacity} slots")
         if scope == "layer":
-            points.append(_point(policy, capacity, by_layer, trace.num_experts))
+            points.append(_replay_layers(policy, capacity, by_layer, trace.num_experts))
         else:
-            points.append(_global_point(policy, capacity, steps, len(by_layer), trace.num_experts))
+            points.append(_replay_globally(policy, capacity, steps, len(by_layer), trace.num_experts))
     return points
 
 
-def default_capacities(trace: RoutingTrace) -> list[int]:
+def choose_capacities(trace: RoutingTrace) -> list[int]:
     """Doubling from a token's experts to all of them."""
     capacities = []
     capacity = trace.top_k
@@ -116,8 +117,8 @@ def default_capacities(trace: RoutingTrace) -> list[int]:
     return [*capacities, trace.num_experts]
 
 
-def _share_for(calls: Iterable[Call], mass: float) -> int:
-    """How many experts, the most used first, take `mass` of the accesses."""
+def _count_most_used(calls: Iterable[Call], mass: float) -> int:
+    """Return the number of experts, the most used first, that take `mass` of the accesses."""
     counts = Counter(expert for call in calls for expert in call)
     goal, taken = mass * sum(counts.values()), 0
     for index, (_, count) in enumerate(counts.most_common(), 1):
@@ -127,7 +128,9 @@ def _share_for(calls: Iterable[Call], mass: float) -> int:
     return len(counts)
 
 
-def _point(policy: str, capacity: int, by_layer: Sequence[Sequence[Call]], num_experts: int) -> ReplayPoint:
+def _replay_layers(
+    policy: str, capacity: int, by_layer: Sequence[Sequence[Call]], num_experts: int
+) -> ReplayPoint:
     stats = [simulate(calls, num_experts=num_experts, capacity=capacity, policy=policy) for calls in by_layer]
     overflowing = sum(len(call) > capacity for calls in by_layer for call in calls)
     rates = tuple(layer.hit_rate for layer in stats)
@@ -151,7 +154,7 @@ class _ByLayer:
         return missed
 
 
-def _global_point(
+def _replay_globally(
     policy: str, capacity: int, steps: Sequence[Call], layers: int, num_experts: int
 ) -> ReplayPoint:
     slots, every = capacity * layers, num_experts * layers

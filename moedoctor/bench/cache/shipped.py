@@ -11,6 +11,6 @@ SHIPPED = Path("traces", "small_moe_decode.safetensors")
 """In the folder of the evidence."""
 
 
-def shipped_trace() -> RoutingTrace:
+def load_shipped_trace() -> RoutingTrace:
     """Return the decode of a small MoE language model on held-out text. Raises TraceError."""
     return load(reports_folder() / SHIPPED)

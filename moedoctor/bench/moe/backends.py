@@ -49,7 +49,7 @@ OWN = tuple(Variant(name, quantization) for name in ("OURS", "REFERENCE") for qu
 ALL = (*UPSTREAM, *OWN)
 
 
-def names() -> Sequence[str]:
+def list_names() -> Sequence[str]:
     """Return the names of the backends, each once."""
     return tuple(dict.fromkeys(variant.name for variant in ALL))
 

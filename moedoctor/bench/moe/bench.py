@@ -41,7 +41,7 @@ def measure(task: LayerTask, device: str, roofline: Roofline) -> Iterator[dict[s
     reason = backend.unavailable(task.shape, device)
     if reason is None:
         try:
-            few = _with_few_experts(task, device, backend)
+            few = _check_few_experts(task, device, backend)
             layer = make_layer(task.shape, variant.quantization, device=device)
             prepared = backend.prepare(layer)
         except UnavailableError as error:
@@ -54,7 +54,12 @@ def measure(task: LayerTask, device: str, roofline: Roofline) -> Iterator[dict[s
         weights, ids = make_routes(task.shape, tokens, task.routing, device=device)
         x = make_input(layer, tokens, variant.activations, device=device)  # [T, H]
         problem = Problem(layer, x, weights, ids)
-        yield {"event": "row", **head, "tokens": tokens, **_row(backend, prepared, problem, roofline, few)}
+        yield {
+            "event": "row",
+            **head,
+            "tokens": tokens,
+            **_measure_point(backend, prepared, problem, roofline, few),
+        }
     del layer, prepared, problem
     gc.collect()
     if device.startswith("cuda"):
@@ -71,7 +76,7 @@ def make_routes(
     """
     draw = torch.Generator().manual_seed(0)
     if routing.kind == "trace":
-        ids = _trace(shape, routing)[torch.arange(tokens) % len(routing.rows)]  # [T, K]
+        ids = _read_trace(shape, routing)[torch.arange(tokens) % len(routing.rows)]  # [T, K]
     elif routing.kind == "zipf":
         rank = torch.randperm(shape.experts, generator=draw).double() + 1  # [E]
         noise = torch.rand(tokens, shape.experts, generator=draw, dtype=torch.float64)  # [T, E]
@@ -86,7 +91,7 @@ def make_routes(
     return weights.to(device), ids.int().to(device)
 
 
-def _trace(shape: LayerShape, routing: Routing) -> torch.Tensor:
+def _read_trace(shape: LayerShape, routing: Routing) -> torch.Tensor:
     """Return the ids [R, K] of the trace."""
     if not routing.rows:
         raise ValueError("routing: the trace holds no tokens")
@@ -98,7 +103,7 @@ def _trace(shape: LayerShape, routing: Routing) -> torch.Tensor:
     return ids
 
 
-def _with_few_experts(task: LayerTask, device: str, backend: Backend) -> ParityResult:
+def _check_few_experts(task: LayerTask, device: str, backend: Backend) -> ParityResult:
     """Run `check_parity` with every control on a layer of the same sizes with few experts.
 
     Takes the task's own layer if the backend cannot compute one with few experts. Raises UnavailableError.
@@ -111,28 +116,28 @@ def _with_few_experts(task: LayerTask, device: str, backend: Backend) -> ParityR
     return check_parity(backend, make_problem(layer, _FEW_TOKENS, task.variant.activations, device=device))
 
 
-def _row(
+def _measure_point(
     backend: Backend, prepared: Prepared, problem: Problem, roofline: Roofline, few: ParityResult
 ) -> dict[str, Any]:
     started = time.perf_counter()
     device, activations = str(problem.x.device), backend.variant.activations
     expected = compute_expected(problem, activations)  # [T, H]
     parity = check_parity(backend, problem, prepared, weights=False, expected=expected)
-    work = _work(problem, prepared.bits or BITS[backend.variant.quantization])
-    row: dict[str, Any] = {**_parity_facts(parity, few), **work}
+    work = _count_work(problem, prepared.bits or BITS[backend.variant.quantization])
+    row: dict[str, Any] = {**_describe_parity(parity, few), **work}
     if row["right"]:
 
         def call() -> torch.Tensor:
             return prepared(problem.x, problem.topk_weights, problem.topk_ids)
 
-        memory = _memory(prepared, call, device)
+        memory = _measure_memory(prepared, call, device)
         check = partial(_check_timed, expected, activations)
         try:
             times = time_layer(call, device, capturable=backend.capturable, check=check)
         except _WrongWhenTimedError as error:
             row |= {"right": False, "wrong": str(error)}
         else:
-            row |= memory | _time_facts(times, work, roofline, activations)
+            row |= memory | _describe_times(times, work, roofline, activations)
     row["seconds"] = round(time.perf_counter() - started, 2)
     return row
 
@@ -146,14 +151,14 @@ def _check_timed(expected: torch.Tensor, activations: str, how: str, output: obj
         raise _WrongWhenTimedError(f"once it was timed ({how}): {wrong}")
 
 
-def _parity_facts(parity: ParityResult, few: ParityResult) -> dict[str, Any]:
+def _describe_parity(parity: ParityResult, few: ParityResult) -> dict[str, Any]:
     """Return the comparison. ``failed``: it missed a planted fault, and then no figure can be trusted."""
     agreement = parity.agreement
     controls = {**few.controls, **parity.controls}
     missed = [name for name in controls if name in few.missed or name in parity.missed]
     facts: dict[str, Any] = {
         "right": agreement.right and few.agreement.right and not missed,
-        "wrong": None if missed else _what_is_wrong(parity, few),
+        "wrong": None if missed else _find_wrong(parity, few),
         "cosine": agreement.cosine,
         "norm_ratio": agreement.norm_ratio,
         "matched": agreement.matched,
@@ -169,7 +174,7 @@ def _parity_facts(parity: ParityResult, few: ParityResult) -> dict[str, Any]:
     return facts
 
 
-def _what_is_wrong(parity: ParityResult, few: ParityResult) -> str | None:
+def _find_wrong(parity: ParityResult, few: ParityResult) -> str | None:
     for where, result in (("", parity), ("in the layer that faults are planted in: ", few)):
         agreement = result.agreement
         if agreement.reason is not None:
@@ -177,18 +182,18 @@ def _what_is_wrong(parity: ParityResult, few: ParityResult) -> str | None:
     return None
 
 
-def _work(problem: Problem, bits: float) -> dict[str, int]:
+def _count_work(problem: Problem, bits: float) -> dict[str, int]:
     """Return the least that has to be moved and computed: the chosen experts, the input, the output."""
     shape, active = problem.layer.shape, int(problem.topk_ids.unique().numel())
     outside = 2 * problem.x.nbytes + problem.topk_ids.numel() * 8
     return {
         "active_experts": active,
-        "bytes": shape.weight_bytes(active, bits) + outside,
-        "flops": shape.flops(problem.topk_ids.numel()),
+        "bytes": shape.count_weight_bytes(active, bits) + outside,
+        "flops": shape.count_flops(problem.topk_ids.numel()),
     }
 
 
-def _memory(prepared: Prepared, call: Callable[[], object], device: str) -> dict[str, Any]:
+def _measure_memory(prepared: Prepared, call: Callable[[], object], device: str) -> dict[str, Any]:
     """Return bytes at the peak of one call beyond weights and input, buffers that outlive a call included."""
     if not device.startswith("cuda"):
         return {}
@@ -202,16 +207,16 @@ def _memory(prepared: Prepared, call: Callable[[], object], device: str) -> dict
     return {"workspace_bytes": buffers + peak - before, "peak_memory_bytes": peak}
 
 
-def _time_facts(
+def _describe_times(
     times: LayerTimes, work: Mapping[str, int], roofline: Roofline, activations: str
 ) -> dict[str, Any]:
     facts: dict[str, Any] = {"timed": times.how, "rounds": times.time.samples}
     for name, spread in (("time_us", times.time), ("warm_us", times.warm), ("eager_us", times.eager)):
         if spread is not None:
-            facts |= spread.row(name, digits=3)
+            facts |= spread.to_row(name, digits=3)
     seconds = max(times.time.median, 1e-3) * 1e-6  # never 0, which noise can make of a cold time
     operands = "fp8" if activations.startswith("fp8") else "bf16"
-    least = roofline.least_seconds(work["bytes"], work["flops"], operands)
+    least = roofline.compute_least_seconds(work["bytes"], work["flops"], operands)
     return facts | {
         "tflops": round(work["flops"] / seconds / 1e12, 4),
         "gigabytes_per_second": round(work["bytes"] / seconds / 1e9, 3),

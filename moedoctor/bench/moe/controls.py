@@ -33,34 +33,36 @@ class Control:
     """Whether the fault changes anything in this layer."""
 
 
-def controls() -> tuple[Control, ...]:
+def list_controls() -> tuple[Control, ...]:
     """Return every control, in the order of reports."""
     return (
-        Control("swapped_gate_up", on_weights=_swapped, applies=_gated),
-        Control("inverted_global_scale", on_weights=_inverted, applies=_scaled),
-        Control("swizzled_for_linear", on_weights=_with_scales(swizzled_for_linear), applies=_blocked),
-        Control("linear_for_swizzled", on_weights=_with_scales(linear_for_swizzled), applies=_blocked),
-        Control("shifted_block_scales", on_weights=_shifted, applies=_in_blocks),
+        Control("swapped_gate_up", on_weights=_swap_gate_up, applies=_is_gated),
+        Control("inverted_global_scale", on_weights=_invert_scale, applies=_has_scale),
+        Control("swizzled_for_linear", on_weights=_change_scales(read_tiles_as_rows), applies=_is_nvfp4),
+        Control("linear_for_swizzled", on_weights=_change_scales(read_rows_as_tiles), applies=_is_nvfp4),
+        Control("shifted_block_scales", on_weights=_shift_scales, applies=_has_blocks),
         Control(
             "mismatched_global_scale",
-            on_weights=_mismatched,
-            applies=lambda layer: _gated(layer) and _scaled(layer),
+            on_weights=_break_up_scale,
+            applies=lambda layer: _is_gated(layer) and _has_scale(layer),
         ),
-        Control("dropped_expert", on_routes=_dropped),
-        Control("off_by_one_expert", on_routes=_off_by_one, applies=lambda layer: layer.shape.experts > 1),
-        Control("stale_row", on_output=_stale),
+        Control("dropped_expert", on_routes=_drop_expert),
+        Control(
+            "off_by_one_expert", on_routes=_route_to_neighbor, applies=lambda layer: layer.shape.experts > 1
+        ),
+        Control("stale_row", on_output=_keep_stale_row),
         Control("half_output", on_output=lambda output: output * 0.5),
         Control("zero_output", on_output=torch.zeros_like),
-        Control("nan_row", on_output=_nan),
+        Control("nan_row", on_output=_put_nan),
     )
 
 
-def wrong_problems(problem: Problem, *, weights: bool = True) -> Iterator[tuple[str, Problem]]:
+def list_wrong_problems(problem: Problem, *, weights: bool = True) -> Iterator[tuple[str, Problem]]:
     """Yield (control name, what the backend gets) for the controls that apply to this layer, one at a time.
 
     Controls in weights copy the layer's w13; `weights=False` leaves them out.
     """
-    for control in controls():
+    for control in list_controls():
         if not control.applies(problem.layer):
             continue
         if control.on_weights is not None and weights:
@@ -70,34 +72,36 @@ def wrong_problems(problem: Problem, *, weights: bool = True) -> Iterator[tuple[
             yield control.name, control.on_routes(problem)
 
 
-def wrong_outputs(output: torch.Tensor) -> Mapping[str, torch.Tensor]:
+def make_wrong_outputs(output: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """Return control name -> the output with that fault."""
     return {
-        control.name: control.on_output(output) for control in controls() if control.on_output is not None
+        control.name: control.on_output(output)
+        for control in list_controls()
+        if control.on_output is not None
     }
 
 
-def _gated(layer: Layer) -> bool:
+def _is_gated(layer: Layer) -> bool:
     return layer.shape.activation != "relu2"
 
 
-def _scaled(layer: Layer) -> bool:
+def _has_scale(layer: Layer) -> bool:
     return layer.quantization != "bf16"
 
 
-def _blocked(layer: Layer) -> bool:
+def _is_nvfp4(layer: Layer) -> bool:
     return layer.quantization == "nvfp4"
 
 
-def _in_blocks(layer: Layer) -> bool:
+def _has_blocks(layer: Layer) -> bool:
     return isinstance(layer.w13, Fp8) and layer.w13.block is not None
 
 
-def _swapped(layer: Layer) -> Weight:
+def _swap_gate_up(layer: Layer) -> Weight:
     return put_up_first(layer.w13)
 
 
-def _inverted(layer: Layer) -> Weight:
+def _invert_scale(layer: Layer) -> Weight:
     w13 = layer.w13
     if isinstance(w13, Fp8):
         return replace(w13, scale=1 / w13.scale)
@@ -105,14 +109,14 @@ def _inverted(layer: Layer) -> Weight:
     return replace(w13, global_scale=1 / w13.global_scale)
 
 
-def _shifted(layer: Layer) -> Weight:
+def _shift_scales(layer: Layer) -> Weight:
     """Give each block of weights the scale of the block before it."""
     assert isinstance(layer.w13, Fp8)
     scale = layer.w13.scale  # [E, rows of blocks, columns of blocks]
     return replace(layer.w13, scale=scale.flatten(1).roll(1, 1).view_as(scale))
 
 
-def swizzled_for_linear(block_scales: torch.Tensor) -> torch.Tensor:
+def read_tiles_as_rows(block_scales: torch.Tensor) -> torch.Tensor:
     """Return what a reader of rows takes out of tiles that hold `block_scales` [E, M, S].
 
     What does not fit into the rows is cut off.
@@ -125,12 +129,12 @@ def swizzled_for_linear(block_scales: torch.Tensor) -> torch.Tensor:
     return linear.view(block_scales.dtype)
 
 
-def linear_for_swizzled(block_scales: torch.Tensor) -> torch.Tensor:
+def read_rows_as_tiles(block_scales: torch.Tensor) -> torch.Tensor:
     """Return what a reader of tiles takes out of rows that hold `block_scales` [E, M, S].
 
     A backend that tiles the result comes back to the bytes of the rows. If tiles are larger than the rows,
     the largest scale is behind the last row. With 16 columns of scales (hidden size 256) the layouts are each
-    other's inverse, and this is the same fault as `swizzled_for_linear`.
+    other's inverse, and this is the same fault as `read_tiles_as_rows`.
     """
     rows, columns = block_scales.shape[-2:]
     tall, wide = pad_shape(rows, columns)
@@ -140,17 +144,17 @@ def linear_for_swizzled(block_scales: torch.Tensor) -> torch.Tensor:
     return flatten_scales(tiles, rows, columns).view(block_scales.dtype)
 
 
-def _with_scales(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Layer], Weight]:
+def _change_scales(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Layer], Weight]:
     """Return what gives a backend w13 with changed block scales."""
 
-    def changed(layer: Layer) -> Weight:
+    def change_layer(layer: Layer) -> Weight:
         assert isinstance(layer.w13, Nvfp4)
         return replace(layer.w13, block_scales=change(layer.w13.block_scales))
 
-    return changed
+    return change_layer
 
 
-def _mismatched(layer: Layer) -> Weight:
+def _break_up_scale(layer: Layer) -> Weight:
     """Compute the up half with the gate's scale, although its own is twice as large."""
     w13, half = layer.w13, layer.shape.intermediate
     if isinstance(w13, Fp8):
@@ -163,7 +167,7 @@ def _mismatched(layer: Layer) -> Weight:
     return replace(w13, block_scales=scales)
 
 
-def _strongest(problem: Problem, token: int) -> int:
+def _find_strongest(problem: Problem, token: int) -> int:
     """Return the lane of `token` whose expert adds most to its row: the effect of another may be small."""
     alone = replace(
         problem,
@@ -174,34 +178,34 @@ def _strongest(problem: Problem, token: int) -> int:
     return int(compute_expected(alone, "none").norm(dim=1).argmax())
 
 
-def _dropped(problem: Problem) -> Problem:
+def _drop_expert(problem: Problem) -> Problem:
     """Set every token's weight for the expert that adds most to token 0 to zero."""
-    expert = problem.topk_ids[0, _strongest(problem, 0)]
+    expert = problem.topk_ids[0, _find_strongest(problem, 0)]
     weights = torch.where(problem.topk_ids == expert, 0.0, problem.topk_weights)  # [T, K]
     return replace(problem, topk_weights=weights)
 
 
-def _off_by_one(problem: Problem) -> Problem:
+def _route_to_neighbor(problem: Problem) -> Problem:
     """Send the last token's strongest pair to a neighbouring expert, if possible to one it does not use.
 
     Needs two experts.
     """
     ids = problem.topk_ids.clone()  # [T, K]
     experts, used = problem.layer.shape.experts, set(ids[-1].tolist())
-    lane = _strongest(problem, -1)
+    lane = _find_strongest(problem, -1)
     neighbours = [(int(ids[-1, lane]) + step) % experts for step in range(1, experts)]
     ids[-1, lane] = next((expert for expert in neighbours if expert not in used), neighbours[0])
     return replace(problem, topk_ids=ids)
 
 
-def _stale(output: torch.Tensor) -> torch.Tensor:
+def _keep_stale_row(output: torch.Tensor) -> torch.Tensor:
     """Leave in the last row what another token's call wrote there."""
     stale = output.clone()
     stale[-1] = output[0] if len(output) > 1 else output[-1].roll(1)
     return stale
 
 
-def _nan(output: torch.Tensor) -> torch.Tensor:
+def _put_nan(output: torch.Tensor) -> torch.Tensor:
     broken = output.clone()
     broken[len(output) // 2, 0] = float("nan")
     return broken

@@ -56,16 +56,16 @@ class Ours(Backend):
     def prepare(self, layer: Layer) -> Prepared:
         values = layer.w13 if isinstance(layer.w13, torch.Tensor) else next(iter(vars(layer.w13).values()))
         if not values.is_cuda or self.unavailable(layer.shape, str(values.device)):
-            return Grouped.of(layer, self.variant.activations)
+            return Grouped.dequantize(layer, self.variant.activations)
         from moedoctor.kernels.moe.launch import run_experts
 
-        w13, w2, activation = kernel_weights(layer.w13), kernel_weights(layer.w2), layer.shape.activation
+        w13, w2, activation = convert_weights(layer.w13), convert_weights(layer.w2), layer.shape.activation
         return Computed(
             lambda x, topk_weights, ids: run_experts(x, w13, w2, topk_weights, ids, activation=activation)
         )
 
 
-def kernel_weights(weight: Weight) -> Any:
+def convert_weights(weight: Weight) -> Any:
     """Return the `ExpertWeights` of a weight. Needs Triton."""
     from moedoctor.kernels.moe.expert_weights import ExpertWeights, make_fp8_weights, make_nvfp4_weights
 
@@ -97,7 +97,7 @@ class Grouped(Prepared):
     intermediate_scale: float
 
     @classmethod
-    def of(cls, layer: Layer, activations: str) -> Grouped:
+    def dequantize(cls, layer: Layer, activations: str) -> Grouped:
         """Dequantize every expert; exact for weights on the grid of `moedoctor.reference.moe_layer`."""
         w13, w2 = (
             torch.stack(
@@ -114,18 +114,18 @@ class Grouped(Prepared):
         tokens = order // topk_ids.shape[1]  # [S]
         counts = torch.bincount(flat[order], minlength=self.w13.shape[0])  # [E]
         ends = counts.cumsum(0).int()  # [E]
-        up = functional.grouped_mm(self._rounded(x, self.input_scale)[tokens], self.w13, offs=ends)  # [S, 2I]
-        middle = self._rounded(self._activated(up), self.intermediate_scale)  # [S, I]
+        up = functional.grouped_mm(self._round(x, self.input_scale)[tokens], self.w13, offs=ends)  # [S, 2I]
+        middle = self._round(self._activate(up), self.intermediate_scale)  # [S, I]
         out = functional.grouped_mm(middle, self.w2, offs=ends)  # [S, H]
         weighted = out.float() * topk_weights.flatten()[order, None]  # [S, H]
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)  # [T, H]
         return total.index_add_(0, tokens, weighted).bfloat16()
 
-    def _rounded(self, values: torch.Tensor, scale: float) -> torch.Tensor:
+    def _round(self, values: torch.Tensor, scale: float) -> torch.Tensor:
         quantise = make_quantizer(self.activations, scale)
         return values if quantise is None else quantise(values.float()).bfloat16()
 
-    def _activated(self, up: torch.Tensor) -> torch.Tensor:
+    def _activate(self, up: torch.Tensor) -> torch.Tensor:
         """Return bfloat16 [S, I] of the first product [S, 2I] or [S, I]; the curve itself is in float32."""
         if self.activation == "relu2":
             return up.clamp(min=0) ** 2

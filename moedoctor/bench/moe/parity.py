@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moedoctor.bench.moe.controls import wrong_outputs, wrong_problems
+from moedoctor.bench.moe.controls import list_wrong_problems, make_wrong_outputs
 from moedoctor.bench.moe.own_backends import Reference
 from moedoctor.reference.agreement import Agreement, agree, choose_bounds
 from moedoctor.reference.moe_backend import Backend, Prepared
@@ -15,7 +15,7 @@ from moedoctor.reference.moe_layer import Problem, compute_expected
 from moedoctor.trace.wrong_calls import keep_if_wrong
 
 IDS = ("distinct", "duplicates", "empty", "fewer")
-"""Kinds of expert ids; see `unusual_ids`."""
+"""Kinds of expert ids; see `make_unusual_ids`."""
 _POISON = 0xFF
 """A byte that makes NaN of bfloat16, float16, float32 and E4M3."""
 _CALLS = 3
@@ -23,7 +23,7 @@ _CALLS = 3
 
 @dataclass(frozen=True)
 class ParityResult:
-    """How right a backend's output is."""
+    """The comparison of a backend's output with the reference."""
 
     agreement: Agreement
     """The worst of the calls."""
@@ -37,10 +37,10 @@ class ParityResult:
 
     @property
     def right(self) -> bool:
-        """Whether the output is right and the harness can be trusted with it."""
+        """True if the output is right and the harness can be trusted with it."""
         return self.agreement.right and not self.missed
 
-    def evidence(self) -> dict[str, Any]:
+    def to_evidence(self) -> dict[str, Any]:
         """Return the figures as plain data."""
         return {
             **self.agreement.to_evidence(),
@@ -80,10 +80,10 @@ def check_parity(
         sound = Reference(backend.variant.quantization, activations)
         prepared, right_output = sound.prepare(problem.layer), expected.bfloat16()
     reasons: dict[str, str | None] = {}
-    for name, wrong in wrong_problems(problem, weights=weights):
+    for name, wrong in list_wrong_problems(problem, weights=weights):
         own = prepared if wrong.layer is problem.layer else sound.prepare(wrong.layer)
         reasons[name] = agree(call(own, wrong), expected, bounds).reason
-    for name, output in wrong_outputs(right_output).items():
+    for name, output in make_wrong_outputs(right_output).items():
         reasons[name] = agree(output, expected, bounds).reason
     return ParityResult(
         worst,
@@ -108,7 +108,7 @@ def poison(prepared: Prepared, like: torch.Tensor) -> None:
         block.fill_(_POISON)
 
 
-def unusual_ids(topk_ids: torch.Tensor, kind: str) -> torch.Tensor:
+def make_unusual_ids(topk_ids: torch.Tensor, kind: str) -> torch.Tensor:
     """Return `topk_ids` [T, K] with ids that a router rarely gives.
 
     ``duplicates``: every second token has the same expert in its first two lanes. ``empty``: a third of the

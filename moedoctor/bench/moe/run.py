@@ -60,22 +60,24 @@ def measure_tasks(
         left = seconds
         while rest:
             if left <= 0:
-                rows += [_failed(task, f"not measured within {seconds:g} s") for task in rest]
+                rows += [_make_failed_row(task, f"not measured within {seconds:g} s") for task in rest]
                 break
-            watch = _watcher(rest, packages, total, progress)
+            watch = _make_watch(rest, packages, total, progress)
             request = {"device": device, "roofline": roofline, "tasks": [asdict(task) for task in rest]}
             with interrupts.hold_signals():
                 try:
                     child = run_module(_CHILD, request, seconds=left, watch=watch)
                 except interrupts.Interrupted as stop:
                     rest = _collect(stop.ended, rest, rows)
-                    return rows + [_failed(task, "interrupted before it was measured") for task in rest]
+                    return rows + [
+                        _make_failed_row(task, "interrupted before it was measured") for task in rest
+                    ]
             left -= child.seconds
             rest = _collect(child, rest, rows)
     return rows
 
 
-def _watcher(
+def _make_watch(
     rest: Sequence[LayerTask],
     packages: Mapping[bool, Sequence[LayerTask]],
     total: int,
@@ -122,15 +124,15 @@ def _collect(child: Ended, tasks: list[LayerTask], rows: list[dict[str, Any]]) -
         elif last == "row":
             rows.append(event)
         elif last == "failed":
-            rows.append(_failed(tasks[task], event["reason"], event.get("tokens")))
+            rows.append(_make_failed_row(tasks[task], event["reason"], event.get("tokens")))
     if child.problem is None:
         return []
     if task < 0:
-        rows += [_failed(each, child.problem) for each in tasks]
+        rows += [_make_failed_row(each, child.problem) for each in tasks]
         return []
     after = tasks[task + 1 :]
     if last != "failed":
-        rows.append(_failed(tasks[task], child.problem, None if last == "row" else tokens))
+        rows.append(_make_failed_row(tasks[task], child.problem, None if last == "row" else tokens))
     if tokens is None:
         return after
     numbers = tasks[task].tokens
@@ -138,7 +140,7 @@ def _collect(child: Ended, tasks: list[LayerTask], rows: list[dict[str, Any]]) -
     return [replace(tasks[task], tokens=numbers), *after] if numbers else after
 
 
-def _failed(task: LayerTask, reason: str, tokens: int | None = None) -> dict[str, Any]:
+def _make_failed_row(task: LayerTask, reason: str, tokens: int | None = None) -> dict[str, Any]:
     return {
         "backend": task.variant.name,
         "quantization": task.variant.quantization,
@@ -160,7 +162,7 @@ def measure_requested(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if "roofline" not in request:
         yield {"event": "roofline", **asdict(measure_roofline(device))}
         if device.startswith("cuda"):
-            yield {"event": "harness", **_harness(device)}
+            yield {"event": "harness", **_measure_harness(device)}
         return
     roofline = Roofline(**request["roofline"])
     for index, data in enumerate(request["tasks"]):
@@ -196,7 +198,7 @@ def _measure(
     return ()
 
 
-def _harness(device: str) -> Mapping[str, Any]:
+def _measure_harness(device: str) -> Mapping[str, Any]:
     from moedoctor.bench.harness_cost import measure_harness_cost
 
     try:

@@ -1,4 +1,4 @@
-"""What a benchmark of MoE backends measures: backend, layer, tokens, routing. Imports no torch."""
+"""The task of a benchmark of MoE backends: backend, layer, tokens, routing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moedoctor.reference.moe_backend import Variant
 
 @dataclass(frozen=True)
 class Routing:
-    """How expert ids are made."""
+    """The rule by which expert ids are made."""
 
     kind: str = "balanced"
     """``balanced``: every expert as often; ``zipf``: by popularity; ``trace``: as a model's router chose"""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from moedoctor.bench.moe.controls import linear_for_swizzled, swizzled_for_linear
+from moedoctor.bench.moe.controls import read_rows_as_tiles, read_tiles_as_rows
 from moedoctor.diagnose.capsule.mistakes import RIGHT, Deviation, Mistake
 from moedoctor.fixes.moe.weight_layout import put_up_first
 from moedoctor.reference.fp8 import Fp8
@@ -310,9 +310,9 @@ def _change(weight: Weight, option: str, gated: bool) -> Weight:
         return replace(weight, scale=_change_block_scales(weight.scale, option))
     if isinstance(weight, Nvfp4):
         if option == "linear_for_swizzled":
-            return replace(weight, block_scales=linear_for_swizzled(weight.block_scales))
+            return replace(weight, block_scales=read_rows_as_tiles(weight.block_scales))
         if option == "swizzled_for_linear":
-            return replace(weight, block_scales=swizzled_for_linear(weight.block_scales))
+            return replace(weight, block_scales=read_tiles_as_rows(weight.block_scales))
         if option == "group_size_doubled":
             scales = weight.block_scales.view(torch.uint8)  # [E, N, K/16]
             doubled = scales.repeat_interleave(2, dim=2)[..., : scales.shape[2]]  # [E, N, K/16]

@@ -9,7 +9,7 @@ from typing import Any
 
 from moedoctor.diagnose.checkpoint.checkpoint import JsonFile
 from moedoctor.diagnose.checkpoint.name_patterns import Patterns
-from moedoctor.models.config_fields import text_config
+from moedoctor.models.config_fields import find_text_config
 
 ALGOS: Mapping[str, str] = {
     "FP8": "fp8",
@@ -185,7 +185,7 @@ def find_quantization_config(config: Mapping[str, Any]) -> Any:
 
     An object is preferred; None if there is neither.
     """
-    values = [part.get("quantization_config") for part in (config, text_config(config))]
+    values = [part.get("quantization_config") for part in (config, find_text_config(config))]
     given = [value for value in values if value is not None]
     return next((value for value in given if isinstance(value, dict)), given[0] if given else None)
 

@@ -24,7 +24,7 @@ from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.diagnose.checkpoint.modules import GLOBAL_SCALES, INPUT_SCALES, PAIRS, Module
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError, TensorInfo
 from moedoctor.diagnose.checkpoint.values import Reader
-from moedoctor.models.config_fields import text_config
+from moedoctor.models.config_fields import find_text_config
 from moedoctor.processes import files, interrupts
 from moedoctor.text import shorten
 
@@ -173,7 +173,7 @@ def _repair_halves(
 
 def _is_linear(result: Lint) -> bool:
     """Return True if the layers are linear in their up half: then a factor can move into the down half."""
-    config = text_config(result.checkpoint.config.value)
+    config = find_text_config(result.checkpoint.config.value)
     activation = next((config[key] for key in ("hidden_act", "hidden_activation") if key in config), None)
     return activation in _LINEAR and not any("limit" in key or "clamp" in key for key in config)
 

@@ -97,9 +97,12 @@ def fit_kv_cache(
         block_bytes=block_bytes,
         blocks=blocks,
         blocks_per_request=taken,
-        bytes_per_token=sum(layers.count * layers.kv_elements() for layers in shape.attention) * kv_bytes,
+        bytes_per_token=sum(layers.count * layers.count_kv_elements() for layers in shape.attention)
+        * kv_bytes,
         state_bytes_per_request=(
-            shape.recurrent.count * shape.recurrent.bytes_per_request(MODEL_BYTES) if shape.recurrent else 0
+            shape.recurrent.count * shape.recurrent.count_bytes_per_request(MODEL_BYTES)
+            if shape.recurrent
+            else 0
         ),
         tokens_printed_to_0_20=blocks // count * tokens,
         tokens_printed_from_0_21=int(concurrency * context),
@@ -110,12 +113,17 @@ def fit_kv_cache(
 def _list_kinds(shape: ModelShape, kv_bytes: int, block_size: int) -> list[Layers]:
     """Return the kinds of layers with their page sizes. A hybrid's attention block grows to hold a state."""
     recurrent = shape.recurrent
-    state = recurrent.bytes_per_request(MODEL_BYTES) if recurrent else 0
+    state = recurrent.count_bytes_per_request(MODEL_BYTES) if recurrent else 0
     if state and shape.attention:
-        per_token = max(layers.kv_elements() for layers in shape.attention) * kv_bytes
+        per_token = max(layers.count_kv_elements() for layers in shape.attention) * kv_bytes
         block_size = max(block_size, ALIGNMENT * _divide_up(state, ALIGNMENT * per_token))
     kinds = [
-        Layers(layers.count, layers.kv_elements() * kv_bytes * block_size, block_size, layers.sliding_window)
+        Layers(
+            layers.count,
+            layers.count_kv_elements() * kv_bytes * block_size,
+            block_size,
+            layers.sliding_window,
+        )
         for layers in shape.attention
     ]
     if recurrent:

@@ -106,23 +106,23 @@ def plan(request: PlanRequest) -> Plan:
 def _plan(request: PlanRequest) -> Plan:
     whole = request.shape
     try:
-        shape = whole.part_of(request.tensor_parallel)
+        shape = whole.divide(request.tensor_parallel)
     except ValueError as error:
         raise PlanError(f"--tensor-parallel-size {request.tensor_parallel}: {error}") from None
-    expert_bytes = round(shape.expert_parameters() * SCHEMES[request.scheme])
-    other_bytes = round(shape.other_parameters() * SCHEMES[request.other_scheme])
+    expert_bytes = round(shape.count_expert_parameters() * SCHEMES[request.scheme])
+    other_bytes = round(shape.count_other_parameters() * SCHEMES[request.other_scheme])
     notes = []
     if request.checkpoint_bytes is not None:
-        all_experts = round(whole.expert_parameters() * SCHEMES[request.scheme])
+        all_experts = round(whole.count_expert_parameters() * SCHEMES[request.scheme])
         _check_size(request, request.checkpoint_bytes, all_experts)
-        share = shape.other_parameters() / whole.other_parameters()
+        share = shape.count_other_parameters() / whole.count_other_parameters()
         other_bytes = round((request.checkpoint_bytes - all_experts) * share)
         notes.append("weights: the checkpoint's own size")
     else:
         notes.append(f"weights: computed, experts in {request.scheme}, the rest in {request.other_scheme}")
     if request.scheme_source is not None:
         notes.append(f"scheme: {request.scheme}, {request.scheme_source}")
-    embeddings = round(shape.embedding_parameters() * SCHEMES[request.other_scheme])
+    embeddings = round(shape.count_embedding_parameters() * SCHEMES[request.other_scheme])
     request = replace(request, shape=shape)
     traffic = _count_traffic(request, expert_bytes, max(0, other_bytes - embeddings))
     on_device = expert_bytes + other_bytes - traffic.host_bytes + traffic.device_bytes
@@ -161,7 +161,7 @@ def _plan(request: PlanRequest) -> Plan:
 
 def _check_size(request: PlanRequest, size: int, expert_bytes: int) -> None:
     """Raise PlanError if a checkpoint of `size` bytes cannot store its experts in the scheme."""
-    others = request.shape.other_parameters()
+    others = request.shape.count_other_parameters()
     least = expert_bytes + others * _LEAST_OTHER
     most = _MOST * (expert_bytes + others * SCHEMES["bf16"])
     if not least <= size <= most:

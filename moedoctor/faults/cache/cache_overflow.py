@@ -53,7 +53,7 @@ def _microseconds(rows: Sequence[Mapping[str, Any]], key: str) -> str:
     return ", ".join(f"{row[key]:.0f}" for row in rows)
 
 
-@claim("group_cost", measure=f"{_BENCH}:upstream_groups", thresholds=("tolerance",), needs_gpu=True)
+@claim("group_cost", measure=f"{_BENCH}:compare_upstream_groups", thresholds=("tolerance",), needs_gpu=True)
 def group_cost(cases: ClaimCases) -> ClaimJudgement:
     """With vLLM's kernel, each number of groups has the overhead that the PR measured, within a tolerance.
 
@@ -79,7 +79,7 @@ def group_cost(cases: ClaimCases) -> ClaimJudgement:
     )
 
 
-@claim("cold_swap", measure=f"{_BENCH}:cold_swap", thresholds=("min_share",), needs_gpu=True)
+@claim("cold_swap", measure=f"{_BENCH}:measure_cold_swap", thresholds=("min_share",), needs_gpu=True)
 def cold_swap(cases: ClaimCases) -> ClaimJudgement:
     """The transfer of its bytes at the bandwidth of pinned copies is most of a cold call."""
     (measured,) = cases.evidence()

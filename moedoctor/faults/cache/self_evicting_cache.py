@@ -92,7 +92,7 @@ def lru_monopoly(cases: ClaimCases) -> ClaimJudgement:
 
 @claim(
     "lfru_speed",
-    measure="moedoctor.bench.cache.groups:policy_speed",
+    measure="moedoctor.bench.cache.groups:compare_policies",
     thresholds=("min_gain",),
     needs_gpu=True,
 )

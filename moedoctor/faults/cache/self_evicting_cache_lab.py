@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moedoctor.bench.cache.shipped import shipped_trace
+from moedoctor.bench.cache.shipped import load_shipped_trace
 from moedoctor.faults.cache.self_evicting_cache import SelfEvictingCacheParameters
 from moedoctor.fixes.eviction import CacheTable, SlotTable, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
@@ -97,7 +97,7 @@ def measure(
 def _routing(parameters: SelfEvictingCacheParameters) -> RoutingTrace:
     """Return the recorded trace, or one that is drawn for the parameters."""
     if parameters.routing == "trace":
-        return shipped_trace()
+        return load_shipped_trace()
     return draw_zipf_trace(
         ZipfSettings(
             experts=parameters.experts,
@@ -159,7 +159,7 @@ def _calls_to_compute(parameters: SelfEvictingCacheParameters, calls: list[list[
 
 def _traces() -> Iterator[tuple[str, RoutingTrace]]:
     """Yield the recorded trace, and two drawn in the shape of the model that the claim was made for."""
-    yield "recorded, 128 experts top-8", shipped_trace()
+    yield "recorded, 128 experts top-8", load_shipped_trace()
     for skew in (1.0, 1.5):
         settings = ZipfSettings(experts=128, top_k=6, layers=2, rows=1500, streams=1, skew=skew, drift=0.1)
         yield f"Zipf {skew:g}, 128 experts top-6", draw_zipf_trace(settings)
@@ -207,7 +207,7 @@ def lru_monopoly() -> dict[str, Any]:
     """
     from moedoctor.bench.cache.replay import replay_trace
 
-    trace = shipped_trace()
+    trace = load_shipped_trace()
     rows: list[dict[str, Any]] = []
     totals: list[dict[str, Any]] = []
     for capacity in (16, 32):

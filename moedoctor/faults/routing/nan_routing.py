@@ -159,7 +159,7 @@ def separate_launch(given: ClaimCases) -> ClaimJudgement:
 
 @claim(
     "fused_is_free",
-    measure=f"{_BENCH}:kernel_times",
+    measure=f"{_BENCH}:time_kernels",
     units=_around_the_fix,
     needs_gpu=True,
     needs=f"the kernels of a release before {FIRST_FIXED} and of one from it on: --vllm-kernels, twice",
@@ -185,7 +185,7 @@ def fused_is_free(given: ClaimCases) -> ClaimJudgement:
 
 @claim(
     "fp8_clamps_nan",
-    measure=f"{_BENCH}:fp8_nan",
+    measure=f"{_BENCH}:count_fp8_nan",
     units=lambda subjects: releases(subjects, "vllm"),
     needs_gpu=True,
     needs="the kernels of a release: --vllm-kernels X.Y.Z=PATH",

@@ -7,7 +7,7 @@ from typing import Any
 
 from moedoctor.bench.moe.backends import create
 from moedoctor.bench.moe.own_backends import Ours, Reference
-from moedoctor.bench.moe.parity import check_parity, unusual_ids
+from moedoctor.bench.moe.parity import check_parity, make_unusual_ids
 from moedoctor.faults.selection.backend_parity import BackendParityParameters
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.agreement import choose_bounds
@@ -39,14 +39,14 @@ def observe(parameters: BackendParityParameters, device: str, backend: Any) -> O
     variant = backend.variant
     layer = make_layer(_shape(parameters), variant.quantization, seed=parameters.seed, device=device)
     problem = make_problem(layer, parameters.tokens, variant.activations, seed=parameters.seed, device=device)
-    problem = replace(problem, topk_ids=unusual_ids(problem.topk_ids, parameters.ids))
+    problem = replace(problem, topk_ids=make_unusual_ids(problem.topk_ids, parameters.ids))
     result = check_parity(backend, problem)
     return Observation(
         {
             "computed_by": variant.label,
             "activations_quantised": variant.activations,
             "bounds": asdict(choose_bounds(variant.activations)),
-            **result.evidence(),
+            **result.to_evidence(),
         }
     )
 

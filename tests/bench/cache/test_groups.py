@@ -19,7 +19,7 @@ SMALL = Model(layers=1, experts=16, top_k=2, hidden_size=64, intermediate_size=3
 
 @pytest.mark.parametrize("groups", [2, 4, 8])
 def test_the_maps_of_the_groups_hold_every_expert_once(groups: int) -> None:
-    maps = torch.stack(bench._expert_maps(32, groups, "cpu"))
+    maps = torch.stack(bench._make_expert_maps(32, groups, "cpu"))
     assert torch.equal(maps.amax(0), torch.arange(32, dtype=torch.int32))
     assert ((maps >= 0).sum(0) == 1).all()
     assert ((maps >= 0).sum(1) == 32 // groups).all()
@@ -56,7 +56,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_graphs_and_eager_calls_are_timed_and_set_beside_one_call(timed: list[str]) -> None:
-    cost = bench.upstream_groups("cpu", tokens=9, model=SMALL)
+    cost = bench.compare_upstream_groups("cpu", tokens=9, model=SMALL)
     assert timed == ["1", "2", "4", "8"]
     assert (cost["experts"], cost["tokens"]) == (16, 9)
     assert [row["groups"] for row in cost["rows"]] == [2, 4, 8]
@@ -80,7 +80,7 @@ def test_without_a_model_the_layer_has_the_shape_of_qwen3(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(bench.ResidentLayer, "make", made)
     with pytest.raises(LookupError, match="no layer"):
-        bench.upstream_groups("cpu")
+        bench.compare_upstream_groups("cpu")
     assert shapes == [(1024, 128, 2048, 768)]
 
 
@@ -94,13 +94,13 @@ def test_groups_of_vllm_are_not_timed_if_they_lose_an_expert(
 
     monkeypatch.setattr("moedoctor.upstream.moe_backends.modular_moe.fused_experts", without_the_last)
     with pytest.raises(RuntimeError, match=r"groups \(2\) differ from one call"):
-        bench.upstream_groups("cpu", tokens=64, model=SMALL)
+        bench.compare_upstream_groups("cpu", tokens=64, model=SMALL)
     assert timed == []
 
 
 @pytest.mark.gpu
 def test_a_cold_swap_moves_its_bytes_no_faster_than_the_bus() -> None:
-    swap = bench.cold_swap("cuda:0", rounds=3)
+    swap = bench.measure_cold_swap("cuda:0", rounds=3)
     assert len(swap["rows"]) == 6
     for row in swap["rows"]:
         assert 0 < row["transfer_share"] < 1.1
@@ -111,7 +111,7 @@ def test_a_cold_swap_moves_its_bytes_no_faster_than_the_bus() -> None:
 @pytest.mark.upstream
 def test_groups_of_vllm_give_the_result_of_one_call_within_bfloat16() -> None:
     try:
-        cost = bench.upstream_groups("cuda:0")
+        cost = bench.compare_upstream_groups("cuda:0")
     except UnavailableError as error:
         pytest.skip(str(error))
     assert all(row["largest_difference"] < 0.02 for row in cost["rows"])
@@ -119,7 +119,7 @@ def test_groups_of_vllm_give_the_result_of_one_call_within_bfloat16() -> None:
 
 @pytest.mark.gpu
 def test_decode_under_both_policies_is_timed() -> None:
-    speed = bench.policy_speed("cuda:0", steps=8, rounds=2)
+    speed = bench.compare_policies("cuda:0", steps=8, rounds=2)
     assert [row["slots"] for row in speed["rows"]] == [8, 16]
     for row in speed["rows"]:
         assert row["lfru_tokens_per_second"] > 0

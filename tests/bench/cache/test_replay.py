@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.bench.cache.replay import SCOPES, default_capacities, facts_of, replay_trace
+from moedoctor.bench.cache.replay import SCOPES, choose_capacities, collect_trace_facts, replay_trace
 from moedoctor.trace.format import RoutingTrace
 from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
 
@@ -48,7 +48,7 @@ def test_hand_checked_hits_with_three_slots() -> None:
 
 
 def test_facts_checked_by_hand() -> None:
-    facts = facts_of(SMALL)
+    facts = collect_trace_facts(SMALL)
     assert (facts.layers, facts.num_experts, facts.top_k, facts.tokens, facts.calls) == (1, 4, 2, 4, 4)
     assert (facts.experts_a_call, facts.most_experts_a_call) == (2.0, 2)
     assert facts.reuse == 3 / 6
@@ -56,7 +56,7 @@ def test_facts_checked_by_hand() -> None:
 
 
 def test_sequences_in_a_batch_share_their_experts() -> None:
-    facts = facts_of(SMALL, batch=2)
+    facts = collect_trace_facts(SMALL, batch=2)
     assert (facts.calls, facts.most_experts_a_call) == (2, 3)
     (point,) = replay_trace(SMALL, capacities=[2], policies=["lru"], batch=2)
     assert (point.stats.calls, point.overflowing) == (2, 2)
@@ -98,7 +98,7 @@ def test_one_cache_for_all_layers_gives_slots_to_the_layer_that_needs_them() -> 
 
 def test_capacities_double_up_to_every_expert() -> None:
     trace = draw_zipf_trace(ZipfSettings(experts=60, top_k=4, rows=4, streams=1, layers=1))
-    assert default_capacities(trace) == [4, 8, 16, 32, 60]
+    assert choose_capacities(trace) == [4, 8, 16, 32, 60]
 
 
 @pytest.mark.parametrize("capacities", [[], [0], [4, -1]])

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from moedoctor.bench.cache.replay import facts_of, replay_trace
-from moedoctor.bench.cache.shipped import SHIPPED, shipped_trace
+from moedoctor.bench.cache.replay import collect_trace_facts, replay_trace
+from moedoctor.bench.cache.shipped import SHIPPED, load_shipped_trace
 from moedoctor.entries import reports_folder
 from moedoctor.fixes import eviction
 
 
 def test_it_is_below_a_megabyte_and_has_the_shape_of_a_large_model() -> None:
     assert (reports_folder() / SHIPPED).stat().st_size < 1_000_000
-    trace = shipped_trace()
+    trace = load_shipped_trace()
     assert (trace.num_experts, trace.top_k, len(trace.layers)) == (128, 8, 8)
     assert trace.stream_rows == (256,) * 16
     assert all(len(call) == 8 for layer in range(8) for call in trace.list_calls(layer))
 
 
 def test_its_readme_describes_how_it_was_made() -> None:
-    made = shipped_trace().made
+    made = load_shipped_trace().made
     text = (reports_folder() / SHIPPED.parent / "README.md").read_text(encoding="utf-8")
     assert made["script"] in text
     for figure in (
@@ -33,7 +33,7 @@ def test_its_readme_describes_how_it_was_made() -> None:
 
 
 def test_its_metadata_describes_how_it_was_made() -> None:
-    made = shipped_trace().made
+    made = load_shipped_trace().made
     assert made["script"] == "scripts/train_trace_model.py"
     assert made["steps_done"] > 1000
     assert made["held_out_loss"] < 2.0
@@ -42,8 +42,8 @@ def test_its_metadata_describes_how_it_was_made() -> None:
 
 
 def test_policies_agree_without_a_choice_and_else_the_optimum_is_better() -> None:
-    trace = shipped_trace()
-    assert facts_of(trace).reuse > 2 * 8 / 128, "tokens reuse experts more than chance"
+    trace = load_shipped_trace()
+    assert collect_trace_facts(trace).reuse > 2 * 8 / 128, "tokens reuse experts more than chance"
     points = replay_trace(trace, capacities=[8, 16])
     rates = {(point.policy, point.capacity): point.hit_rate for point in points}
     assert len({rates[policy, 8] for policy in ("lru", "lfu", "lfru", "aging", "belady")}) == 1
@@ -54,7 +54,7 @@ def test_fewer_experts_miss_if_the_most_used_come_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def rates() -> list[float]:
-        points = replay_trace(shipped_trace(), capacities=[8, 16, 32], policies=["aging"], batch=8)
+        points = replay_trace(load_shipped_trace(), capacities=[8, 16, 32], policies=["aging"], batch=8)
         return [point.hit_rate for point in points]
 
     by_use, parts = rates(), eviction._split_into_parts

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moedoctor.bench.moe.controls import controls, wrong_problems
+from moedoctor.bench.moe.controls import list_controls, list_wrong_problems
 from moedoctor.fixes.moe.weight_layout import flatten_scales, tile_scales
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.fp8 import Fp8
@@ -19,7 +19,7 @@ def scales(layer: Layer) -> torch.Tensor:
 def planted(name: str, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales of the layer, and the scales with the fault `name`."""
     problem = make_problem(make_layer(shape, "nvfp4"), 3, "none")
-    return scales(problem.layer), scales(dict(wrong_problems(problem))[name].layer)
+    return scales(problem.layer), scales(dict(list_wrong_problems(problem))[name].layer)
 
 
 def test_each_layout_goes_to_the_kernel_that_reads_the_other() -> None:
@@ -44,8 +44,8 @@ def test_every_control_changes_something() -> None:
     shape = LayerShape(64, 32, 2, 2)
     in_blocks = make_problem(make_layer(shape, "fp8-block"), 3, "none")
     problem = make_problem(make_layer(shape, "nvfp4"), 3, "none")
-    wrong = {**dict(wrong_problems(in_blocks)), **dict(wrong_problems(problem))}
-    assert len(wrong) == sum(control.on_output is None for control in controls())
+    wrong = {**dict(list_wrong_problems(in_blocks)), **dict(list_wrong_problems(problem))}
+    assert len(wrong) == sum(control.on_output is None for control in list_controls())
     right, shifted = in_blocks.layer.w13, wrong["shifted_block_scales"].layer.w13
     assert isinstance(right, Fp8)
     assert isinstance(shifted, Fp8)
@@ -62,7 +62,7 @@ def test_the_dropped_or_exchanged_expert_contributes_most() -> None:
     strong = {row: int(problem.topk_ids[row, -1]) for row in (0, -1)}  # their smallest weights
     for expert in set(range(6)) - set(strong.values()):
         layer.w2[expert] *= 1e-3
-    wrong = dict(wrong_problems(problem))
+    wrong = dict(list_wrong_problems(problem))
     dropped = problem.topk_ids[wrong["dropped_expert"].topk_weights == 0]
     assert set(dropped.tolist()) == {strong[0]}
     changed = wrong["off_by_one_expert"].topk_ids != problem.topk_ids  # [T, K]

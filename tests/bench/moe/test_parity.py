@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from moedoctor.bench.moe import parity
-from moedoctor.bench.moe.controls import controls
+from moedoctor.bench.moe.controls import list_controls
 from moedoctor.bench.moe.own_backends import Ours, Reference
-from moedoctor.bench.moe.parity import check_parity, unusual_ids
+from moedoctor.bench.moe.parity import check_parity, make_unusual_ids
 from moedoctor.fixes.moe.weight_layout import put_up_first
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_backend import Prepared
@@ -24,7 +24,7 @@ SCHEMES = [
 ]
 GATED = {"swapped_gate_up", "mismatched_global_scale"}
 SCALED = {"inverted_global_scale", "mismatched_global_scale"}
-NAMES = {control.name for control in controls()}
+NAMES = {control.name for control in list_controls()}
 
 
 def problem(quantization: str, activations: str, activation: str = "silu", tokens: int = 9):
@@ -115,7 +115,7 @@ def test_a_too_lax_harness_reports_what_it_missed(monkeypatch: pytest.MonkeyPatc
     result = check_parity(Reference("nvfp4"), problem("nvfp4", "none"))
     assert set(result.missed) == applicable("nvfp4", "silu") - {"nan_row"}
     assert not result.right
-    assert result.evidence()["controls_missed"] == list(result.missed)
+    assert result.to_evidence()["controls_missed"] == list(result.missed)
 
 
 class Swaps(FakeBackend):
@@ -140,7 +140,7 @@ def test_without_weights_no_copy_of_the_layer_is_made() -> None:
     prepared = backend.prepare(given.layer)
     names = set(check_parity(backend, given, prepared, weights=False).controls)
     assert len(backend.prepared) == 1
-    assert names == {control.name for control in controls() if control.on_weights is None}
+    assert names == {control.name for control in list_controls() if control.on_weights is None}
 
 
 IDS = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 2, 4], [1, 3, 5]])  # [5, 3]
@@ -157,7 +157,7 @@ IDS = torch.tensor([[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 2, 4], [1, 3, 5]])  # [
 )
 def test_unusual_ids_are_a_changed_copy(kind: str, expected: list[list[int]]) -> None:
     """Empty ids leave the first and the last token alone."""
-    got = unusual_ids(IDS, kind)
+    got = make_unusual_ids(IDS, kind)
     assert got.tolist() == expected
     assert got.data_ptr() != IDS.data_ptr()
 
@@ -167,4 +167,4 @@ def test_an_unknown_kind_of_ids_and_duplicates_of_one_expert_are_refused(
     ids: torch.Tensor, kind: str
 ) -> None:
     with pytest.raises(ValueError, match="ids"):
-        unusual_ids(ids, kind)
+        make_unusual_ids(ids, kind)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from moedoctor.diagnose.plan.kv_cache import PlanError, fit_kv_cache
 from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
 from moedoctor.models.config import shape_of
-from moedoctor.models.presets import names, preset
+from moedoctor.models.presets import list_presets, load_preset
 
-SUPER = preset("nemotron-3-super-120b")
-QWEN = preset("qwen3-30b-a3b")
+SUPER = load_preset("nemotron-3-super-120b")
+QWEN = load_preset("qwen3-30b-a3b")
 
 
 @pytest.mark.parametrize(("gib", "tokens", "concurrency"), [(16.79, 732_160, 14.27), (18.37, 798_720, 15.62)])
@@ -36,7 +36,11 @@ def test_a_model_of_attention_alone():
 def test_a_sliding_window_limits_the_cache_of_a_request():
     """Gemma: 25 sliding layers of 8 x 256 and 5 full ones of 2 x 512, whose pages hold twice the tokens."""
     kv = fit_kv_cache(
-        preset("gemma-4-26b-a4b"), available_bytes=10 * GIB, context=65_536, kv_bytes=2, batched_tokens=2048
+        load_preset("gemma-4-26b-a4b"),
+        available_bytes=10 * GIB,
+        context=65_536,
+        kv_bytes=2,
+        batched_tokens=2048,
     )
     assert (kv.groups, kv.layers_per_group) == (6, 5)
     full = 65_536 // 32
@@ -45,7 +49,7 @@ def test_a_sliding_window_limits_the_cache_of_a_request():
 
 
 def test_pages_that_cannot_be_unified_are_refused():
-    shape = preset("gemma-4-26b-a4b")
+    shape = load_preset("gemma-4-26b-a4b")
     odd = dataclasses.replace(shape.attention[0], num_kv_heads=3)
     with pytest.raises(PlanError, match="do not divide"):
         fit_kv_cache(
@@ -56,9 +60,9 @@ def test_pages_that_cannot_be_unified_are_refused():
         )
 
 
-@given(name=st.sampled_from(names()), gib=st.integers(1, 64), more=st.integers(0, 64))
+@given(name=st.sampled_from(list_presets()), gib=st.integers(1, 64), more=st.integers(0, 64))
 def test_more_memory_never_holds_less_and_the_pool_never_overflows(name, gib, more):
-    shape = preset(name)
+    shape = load_preset(name)
     less = fit_kv_cache(shape, available_bytes=gib * GIB, context=32_768, kv_bytes=2)
     greater = fit_kv_cache(shape, available_bytes=(gib + more) * GIB, context=32_768, kv_bytes=2)
     assert greater.tokens_printed_to_0_20 >= less.tokens_printed_to_0_20
@@ -176,7 +180,7 @@ def test_a_hybrid_pays_for_its_state_in_whole_blocks():
     }  # fmt: skip
     shape = shape_of(values, "tiny", "here")
     state = 2 * 8 * 16 * 4 + (16 + 2 * 16) * 3 * 2  # float32 state, BF16 convolution
-    assert shape.recurrent.bytes_per_request(2) == state
+    assert shape.recurrent.count_bytes_per_request(2) == state
     kv = fit_kv_cache(shape, available_bytes=10**6, context=64, kv_bytes=2)
     assert kv.block_size == 16  # 16 x 128 bytes hold the state of 1,312
     assert kv.block_bytes == 16 * 128
@@ -210,7 +214,7 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_helps():
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-4-26b-a4b", "nemotron-3-super-120b"])
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_tensor_parallelism_divides_every_table(name, gpus):
-    request = PlanRequest(preset(name), "nvfp4", available_kv_bytes=8 * GIB, context=8192)
+    request = PlanRequest(load_preset(name), "nvfp4", available_kv_bytes=8 * GIB, context=8192)
     alone, part = plan(request), plan(dataclasses.replace(request, tensor_parallel=gpus))
     assert part.expert_bytes == pytest.approx(alone.expert_bytes / gpus, rel=1e-6)
     # Routers and some keys and values are on every GPU.
@@ -225,6 +229,6 @@ def test_the_parts_of_a_checkpoint_make_the_whole():
     size = 17 * GIB
     request = PlanRequest(QWEN, "nvfp4", available_kv_bytes=GIB, checkpoint_bytes=size, context=8192)
     found = plan(dataclasses.replace(request, tensor_parallel=2))
-    routers = 48 * 2048 * 128 / QWEN.other_parameters() * (size - found.expert_bytes * 2)
+    routers = 48 * 2048 * 128 / QWEN.count_other_parameters() * (size - found.expert_bytes * 2)
     assert 2 * (found.expert_bytes + found.other_bytes) == pytest.approx(size + routers, rel=1e-6)
     assert found.kv.bytes_per_token * 2 == plan(request).kv.bytes_per_token

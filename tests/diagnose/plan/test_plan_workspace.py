@@ -9,7 +9,7 @@ from moedoctor.bench.moe import backends as registry
 from moedoctor.diagnose.plan.kv_cache import PlanError
 from moedoctor.diagnose.plan.workspace import SCHEMES_OF, compute_workspace
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.models.presets import preset
+from moedoctor.models.presets import load_preset
 
 MIB = 1 << 20
 REPORTS = Path(__file__).parents[3] / "reports"
@@ -21,7 +21,7 @@ NAMES = (
 STORED = [json.loads((REPORTS / f"{name}.json").read_text())["bench"]["backends"] for name in NAMES]
 LAYERS = {name: layer for bench in STORED for name, layer in bench["layers"].items()}
 MEASURED = [row for bench in STORED for row in bench["rows"] if "workspace_bytes" in row]
-QWEN = preset("qwen3-30b-a3b").experts.layer
+QWEN = load_preset("qwen3-30b-a3b").experts.layer
 
 
 def drop_block(quantization: str) -> str:
@@ -53,7 +53,7 @@ def test_the_computed_workspaces_are_close_to_the_measured_ones():
 
 
 def test_the_names_are_those_that_bench_knows():
-    assert set(SCHEMES_OF) == set(registry.names()) - {"REFERENCE"}
+    assert set(SCHEMES_OF) == set(registry.list_names()) - {"REFERENCE"}
     for name, schemes in SCHEMES_OF.items():
         known = {drop_block(item.quantization) for item in registry.find(name)}
         assert set(schemes) - {"mxfp4"} == known
@@ -83,5 +83,5 @@ def test_an_unknown_workspace_has_a_reason_and_no_size(name, scheme, message):
 
 
 def test_vllms_cutlass_has_no_relu2():
-    layer = preset("nemotron-3-super-120b").experts.layer
+    layer = load_preset("nemotron-3-super-120b").experts.layer
     assert "has no relu2" in compute_workspace("VLLM_CUTLASS", "fp8", layer, 1).how

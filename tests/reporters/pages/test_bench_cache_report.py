@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moedoctor.bench.cache.replay import facts_of, replay_trace
+from moedoctor.bench.cache.replay import collect_trace_facts, replay_trace
 from moedoctor.reporters.pages.bench_cache import (
     CacheBench,
     bench_page,
@@ -17,7 +17,7 @@ from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
 TRACE = draw_zipf_trace(ZipfSettings(experts=16, top_k=2, layers=2, rows=40, streams=2))
 BENCH = CacheBench(
     trace="zipf",
-    facts=facts_of(TRACE),
+    facts=collect_trace_facts(TRACE),
     made=TRACE.made,
     scope="layer",
     batch=None,

@@ -10,8 +10,8 @@ from typing import Any
 from moedoctor.diagnose.checkpoint.checkpoint import INDEX, Checkpoint
 from moedoctor.diagnose.checkpoint.findings import Lint
 from moedoctor.diagnose.checkpoint.modules import find_whole_number
-from moedoctor.models.config import dense_layers, layer_kinds
-from moedoctor.models.config_fields import ConfigError, Fields, text_config
+from moedoctor.models.config import list_dense_layers, list_layer_kinds
+from moedoctor.models.config_fields import ConfigError, Fields, find_text_config
 
 _EXPERT_NUMBERS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _LAYER_NUMBERS = ("num_hidden_layers", "num_layers", "n_layers")
@@ -55,7 +55,7 @@ def check_index(checked: Lint) -> None:
 
 def check_experts(checked: Lint) -> None:
     """Find experts and projections that are missing or extra, and layers with mixed quantisation."""
-    config = text_config(checked.checkpoint.config.value)
+    config = find_text_config(checked.checkpoint.config.value)
     layers: dict[str, Experts] = {}
     shards: dict[str, str] = {}
     expected = find_whole_number(config, *_EXPERT_NUMBERS)
@@ -189,8 +189,8 @@ def _find_dense_layers(config: Mapping[str, Any]) -> frozenset[int] | None:
     if "block_configs" in fields:  # each layer has its own parts
         return None
     try:
-        kinds = layer_kinds(fields)
-        dense = dense_layers(fields, kinds)
+        kinds = list_layer_kinds(fields)
+        dense = list_dense_layers(fields, kinds)
     except ConfigError:
         return None
     return None if {"mamba", "moe", "mlp"} & set(kinds) else frozenset(dense)

@@ -16,7 +16,7 @@ from moedoctor.diagnose.checkpoint.modules import (
 )
 from moedoctor.diagnose.checkpoint.quantization import Rule
 from moedoctor.diagnose.checkpoint.safetensors_header import TensorInfo
-from moedoctor.models.config_fields import text_config
+from moedoctor.models.config_fields import find_text_config
 
 TP_SIZES = tuple(range(1, 9))
 _USUAL = (1, 2, 4, 8)
@@ -104,7 +104,7 @@ def check_shapes(checked: Lint) -> None:
 
     Only TP sizes that the attention heads allow are tried.
     """
-    heads = find_whole_number(text_config(checked.checkpoint.config.value), "num_attention_heads")
+    heads = find_whole_number(find_text_config(checked.checkpoint.config.value), "num_attention_heads")
     tp_sizes = [tp for tp in TP_SIZES if (heads % tp == 0 if heads else tp in _USUAL)]
     checked_shapes: set[tuple[str, str, tuple[int, int]]] = set()
     for module in checked.modules.values():
