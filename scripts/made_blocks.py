@@ -88,9 +88,9 @@ def help_text() -> str:
 
 def failures() -> str:
     """Return the catalogue as a table."""
-    from moedoctor.commands.list import readme_table
+    from moedoctor.commands.list import make_readme_table
 
-    return readme_table()
+    return make_readme_table()
 
 
 def plugin_table() -> str:

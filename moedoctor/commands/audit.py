@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import Capability, Full, Output, TextFormat, as_input_error
+from moedoctor.commands.options import Capability, Full, Output, TextFormat, convert_errors
 from moedoctor.commands.pages import deliver_document
 
 
@@ -35,7 +35,7 @@ def audit(
     from moedoctor.reporters.pages.audit import AuditDocument
 
     capability = sm if sm is not None else environment.collect()["capability"]
-    with as_input_error(ValueError, AuditError):
+    with convert_errors(ValueError, AuditError):
         gpu = parse_capability(capability) if capability else None
         tool = next(reversed(find_tools(["cuobjdump"])), None)
         items = Redactor.from_this_process().record(audit(paths, gpu, tool))

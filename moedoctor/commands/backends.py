@@ -20,11 +20,11 @@ from moedoctor.commands.options import (
     InputError,
     Output,
     PageFormat,
-    as_input_error,
-    known_capability,
-    known_release,
-    one_of,
+    choose_from,
+    convert_errors,
     option,
+    require_capability,
+    require_release,
 )
 from moedoctor.commands.pages import deliver_document
 from moedoctor.text import print_message
@@ -56,7 +56,7 @@ def backends(
             "NAME",
             "Type of weights and activations: nvfp4, nvfp4-w4a16, mxfp4, fp8, fp8-block or bf16. Default: as "
             "--quantization or the checkpoint's folder says; else an answer for each.",
-            one_of("--scheme", "moedoctor.fixes.backends.release_tables:SCHEMES"),
+            choose_from("--scheme", "moedoctor.fixes.backends.release_tables:SCHEMES"),
         ),
     ] = None,
     release: Annotated[
@@ -102,14 +102,19 @@ def backends(
     environ = dict(os.environ)
     facts = environment.collect()
     release, notes = _release(release, facts.get("vllm"))
-    here = _without_local(facts.get("vllm") or "") == release
+    here = _strip_local(facts.get("vllm") or "") == release
     line = split_command(command or ())
     line_ep, line_dp = read_parallelism(line.command, release)
     # Variables of the command line replace those of the environment.
-    variables = {**_upstream_variables(environ), **line.settings}
+    prefixes = ("VLLM_", "FLASHINFER_")
+    upstream = {name: value for name, value in environ.items() if name.upper().startswith(prefixes)}
+    variables = {**upstream, **line.settings}
     found = Found((scheme,), "") if scheme else find_scheme(line.command, release)
+    capability = sm or facts.get("capability")
+    if not capability:
+        raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
     question: dict[str, Any] = {
-        "capability": _capability(sm, facts),
+        "capability": require_capability(capability),
         "scheme": found.schemes[0],
         "release": release,
         "ep": ep or line_ep,
@@ -118,16 +123,18 @@ def backends(
         "environ": variables,
     }
     moe_backend = find_moe_backend(line.command, release)
-    notes += _understood(activation, line.command, question)
+    notes += _list_readings(activation, line.command, question)
     if found.why:
-        notes = (f"{_schemes(found.schemes)}: {found.why}", *notes)
+        several = len(found.schemes) > 1
+        taken = "the scheme of the experts is not known" if several else f"taken as {found.schemes[0]}"
+        notes = (f"{taken}: {found.why}", *notes)
     report: BackendsDocument
     if len(found.schemes) > 1:
-        with as_input_error(ValueError):
+        with convert_errors(ValueError):
             selections = [
                 select(**{**question, "scheme": each}, moe_backend=moe_backend) for each in found.schemes
             ]
-            asked_each = _asked(backend, question, found.schemes) if backend else ()
+            asked_each = _request_each(backend, question, found.schemes) if backend else ()
         findings = check_settings(release, variables, line.command, scheme=None)
         report = EachScheme(
             release=release,
@@ -135,14 +142,14 @@ def backends(
             scheme=None,
             schemes=tuple(selections),
             request=tuple(asked_each) or None,
-            settings=_redacted(findings, variables, environ),
+            settings=_mask_findings(findings, variables, environ),
             notes=notes,
             exit_code=0,
         )
     else:
         heard: Heard | None = None
-        with as_input_error(ValueError):
-            libraries = libraries_here(release, environ) if here else None
+        with convert_errors(ValueError):
+            libraries = find_libraries(release, environ) if here else None
             selection = select(**question, moe_backend=moe_backend)
             flashinfer = facts.get("flashinfer") if here else None
             settings = check_settings(
@@ -158,9 +165,9 @@ def backends(
         report = OneScheme(
             **vars(selection),
             request=asked,
-            settings=_redacted(settings, variables, environ),
+            settings=_mask_findings(settings, variables, environ),
             disagreements=disagreements(selection, heard) if heard else (),
-            notes=(*notes, *_assumptions(selection, here=here)),
+            notes=(*notes, *_list_assumptions(selection, here=here)),
             exit_code=0,
         )
     why = list_reasons(report)
@@ -168,7 +175,7 @@ def backends(
     return deliver_document(report, format, output, full=full, code=report.exit_code, reasons=why)
 
 
-def _asked(backend: str, question: Mapping[str, Any], schemes: Sequence[str]) -> Sequence[str]:
+def _request_each(backend: str, question: Mapping[str, Any], schemes: Sequence[str]) -> Sequence[str]:
     """Return in words whether a backend would work for each scheme. Raises ValueError if none has it."""
     from moedoctor.fixes.backends.requests import request
 
@@ -186,16 +193,7 @@ def _asked(backend: str, question: Mapping[str, Any], schemes: Sequence[str]) ->
     return answers
 
 
-def _schemes(schemes: Sequence[str]) -> str:
-    return f"taken as {schemes[0]}" if len(schemes) == 1 else "the scheme of the experts is not known"
-
-
-def _upstream_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    prefixes = ("VLLM_", "FLASHINFER_")
-    return {name: value for name, value in environ.items() if name.upper().startswith(prefixes)}
-
-
-def _understood(activation: str, command: Sequence[str], question: Mapping[str, Any]) -> tuple[str, ...]:
+def _list_readings(activation: str, command: Sequence[str], question: Mapping[str, Any]) -> tuple[str, ...]:
     """Return notes on how the options and the command line were understood."""
     meant = question["activation"]
     notes = {
@@ -226,7 +224,7 @@ def _ask(
     return heard, (agreed, *heard.notes)
 
 
-def _assumptions(selection: Selection, *, here: bool) -> tuple[str, ...]:
+def _list_assumptions(selection: Selection, *, here: bool) -> tuple[str, ...]:
     """Return notes on what is assumed about a release that is not installed here."""
     from moedoctor.fixes.backends.release_tables import load_releases
 
@@ -244,7 +242,7 @@ def _assumptions(selection: Selection, *, here: bool) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _redacted(
+def _mask_findings(
     findings: Sequence[SettingFinding], settings: Mapping[str, str], environ: Mapping[str, str]
 ) -> tuple[SettingFinding, ...]:
     """Return the findings without secrets, user names and home folders, so that they fit into an issue."""
@@ -274,11 +272,11 @@ def _release(asked_for: str | None, installed: str | None) -> tuple[str, tuple[s
 
     known = list(load_releases())
     if asked_for is not None:
-        return known_release(asked_for), ()
+        return require_release(asked_for), ()
     if installed is None:
         return known[-1], (f"vllm is not installed here: answered for {known[-1]}, the newest in the tables",)
-    if _without_local(installed) in known:
-        return _without_local(installed), ()
+    if _strip_local(installed) in known:
+        return _strip_local(installed), ()
     try:
         version = Version(installed)
     except InvalidVersion:
@@ -287,20 +285,12 @@ def _release(asked_for: str | None, installed: str | None) -> tuple[str, tuple[s
     return nearest, (f"vllm {installed} is not in the tables: answered for {nearest}",)
 
 
-def _without_local(version: str) -> str:
+def _strip_local(version: str) -> str:
     """Return a version without a local part such as ``+cu130``; a development version stays as it is."""
     return version.partition("+")[0]
 
 
-def _capability(asked_for: str | None, facts: Mapping[str, Any]) -> str:
-    """Return the compute capability, by default that of this machine's first GPU. Raises InputError."""
-    asked_for = asked_for or facts.get("capability")
-    if not asked_for:
-        raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
-    return known_capability(asked_for)
-
-
-def libraries_here(release: str, environ: Mapping[str, str]) -> dict[str, bool]:
+def find_libraries(release: str, environ: Mapping[str, str]) -> dict[str, bool]:
     """Return the optional libraries that vLLM `release` would find in this environment.
 
     Only needed if vLLM itself cannot say. Nothing is imported, so a broken library is taken to be there.

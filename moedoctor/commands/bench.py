@@ -13,12 +13,12 @@ from moedoctor.commands.options import (
     InputError,
     Output,
     PageFormat,
-    names,
+    choose_from,
     number,
-    numbers,
-    one_of,
     option,
-    writable,
+    parse_names,
+    parse_numbers,
+    require_writable,
 )
 
 
@@ -72,7 +72,11 @@ def bench(
     ] = 900.0,
     plot: Annotated[
         Path | None,
-        option("FILE", "Also draw latency over tokens to this SVG file, with --backend.", callback=writable),
+        option(
+            "FILE",
+            "Also draw latency over tokens to this SVG file, with --backend.",
+            callback=require_writable,
+        ),
     ] = None,
     cache: Annotated[
         bool, typer.Option("--cache", help="Replay expert routing through the policies of an expert cache.")
@@ -106,7 +110,7 @@ def bench(
         option(
             "NAME",
             "layer for one cache a layer, global for one cache for all layers.",
-            one_of("--scope", "moedoctor.bench.cache.replay:SCOPES"),
+            choose_from("--scope", "moedoctor.bench.cache.replay:SCOPES"),
         ),
     ] = "layer",
     engine: Annotated[
@@ -192,7 +196,7 @@ def bench(
     own = {"--variant": variant, "--moe-backend": moe_backend, "--fixes": fixes, "--arguments": arguments}
     if not engine and (given_names := [name for name, value in own.items() if value]):
         raise InputError(f"bench: {given_names[0]} belongs to --engine; expected it, too")
-    batches = numbers("--batch", batch, 1024, "1 to 1024, such as 1,8")
+    batches = parse_numbers("--batch", batch, 1024, "1 to 1024, such as 1,8")
     if engine:
         from moedoctor.commands import bench_engines
 
@@ -226,7 +230,7 @@ def bench(
         from moedoctor.commands import bench_cache
         from moedoctor.fixes.eviction import POLICIES
 
-        policies = names("--policy", policy, POLICIES) or POLICIES
+        policies = parse_names("--policy", policy, POLICIES) or POLICIES
         if len(batches) > 1:
             raise InputError(f"--batch {','.join(map(str, batches))}: expected one number with --cache")
         replayed = bench_cache.measure(

@@ -16,14 +16,14 @@ from moedoctor.bench.moe.task import LayerTask, Routing
 from moedoctor.commands.options import (
     FULL_FORMATS,
     InputError,
-    as_input_error,
     check_gpu,
+    convert_errors,
     deliver,
     draw_picture,
-    ended,
-    names,
-    numbers,
-    texts,
+    end_measurement,
+    parse_names,
+    parse_numbers,
+    split_texts,
 )
 from moedoctor.environment import explain_missing_gpu
 from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases, load_tables
@@ -58,11 +58,11 @@ Layers = Mapping[str, tuple[LayerShape, str]]
 
 def find_variants(given: Sequence[str], quantization: Sequence[str] | None) -> list[Variant]:
     """Return the backends with the quantizations that are asked for. Raises InputError."""
-    quantizations = names("--quantization", quantization, QUANTIZATIONS) or QUANTIZATIONS
+    quantizations = parse_names("--quantization", quantization, QUANTIZATIONS) or QUANTIZATIONS
     variants: dict[Variant, None] = {}
-    for text in texts(given):
+    for text in split_texts(given):
         name, _, suffix = text.partition(":")
-        asked_for = names("--backend", [suffix], QUANTIZATIONS) if suffix else quantizations
+        asked_for = parse_names("--backend", [suffix], QUANTIZATIONS) if suffix else quantizations
         matching = registry.find(name, asked_for)
         if not matching and registry.find(name):
             has = ", ".join(variant.quantization for variant in registry.find(name))
@@ -94,7 +94,7 @@ def find_layers(models: Sequence[str], sizes: Mapping[str, int | None], activati
     given = {name: value for name, value in sizes.items() if value is not None}
     if given and models:
         raise InputError(f"{next(iter(given))}: --model gives the sizes already; expected one or the other")
-    with as_input_error(ConfigError, ValueError):
+    with convert_errors(ConfigError, ValueError):
         if not given:
             presets = [find_model(text) for text in models or (DEFAULT_MODEL,)]
             return {model.name: (model.experts.layer, model.source) for model in presets}
@@ -139,7 +139,7 @@ def _read_capsule_rows(name: str, layers: Layers) -> list[list[int]]:
     """Return the topk_ids of a recorded call, without rows that have an empty place or an id twice."""
     from moedoctor.trace.capsule import CapsuleError, load
 
-    with as_input_error(CapsuleError):
+    with convert_errors(CapsuleError):
         capsule = load(Path(name))
     record = capsule.record
     for model, (shape, _) in layers.items():
@@ -157,7 +157,7 @@ def _read_capsule_rows(name: str, layers: Layers) -> list[list[int]]:
 
 def _read_trace_rows(name: str, layers: Layers) -> list[list[int]]:
     """Return the topk_ids of the trace's first layer, without rows that have an empty place."""
-    with as_input_error(TraceError):
+    with convert_errors(TraceError):
         trace = load(Path(name))
     for model, (shape, _) in layers.items():
         if (trace.top_k, trace.num_experts) != (shape.top_k, shape.experts):
@@ -190,7 +190,7 @@ def measure(
 
     `named` are the backends as the user wrote them. Raises InputError if none of them can run here.
     """
-    counts = numbers("--tokens", tokens, _MAX_TOKENS, f"1 to {_MAX_TOKENS}, such as 1,64,4096")
+    counts = parse_numbers("--tokens", tokens, _MAX_TOKENS, f"1 to {_MAX_TOKENS}, such as 1,64,4096")
     facts = environment.collect()
     if device == "auto":
         device = "cpu" if explain_missing_gpu(facts) else "cuda:0"
@@ -203,7 +203,7 @@ def measure(
         for variant in variants
         for name, (shape, _) in layers.items()
     ]
-    with as_input_error(MachineError):
+    with convert_errors(MachineError):
         print_message(f"measuring the limits of {device}")
         roofline, harness = measure_machine(device)
     if not sys.stderr.isatty():  # a log gets one line, a terminal a bar
@@ -263,7 +263,7 @@ def write_report(
         for chart in drawn:
             alone = len(drawn) == 1
             draw_picture(chart, plot if alone else plot.with_name(f"{plot.stem}_{chart.name}{plot.suffix}"))
-    code, why = ended(bench.exit_code, reasons(bench))
+    code, why = end_measurement(bench.exit_code, reasons(bench))
     deliver(
         bench_page(bench, full=format in FULL_FORMATS),
         bench_document(bench),

@@ -9,7 +9,7 @@ from pathlib import Path
 from moedoctor import environment
 from moedoctor.bench.cache.replay import choose_capacities, collect_trace_facts, replay_trace
 from moedoctor.bench.cache.shipped import SHIPPED, load_shipped_trace
-from moedoctor.commands.options import FULL_FORMATS, as_input_error, deliver, ended, numbers
+from moedoctor.commands.options import FULL_FORMATS, convert_errors, deliver, end_measurement, parse_numbers
 from moedoctor.origin import record_origin
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.output import inspect_terminal, show_progress
@@ -41,12 +41,12 @@ def measure(
 
     The exit code is 1 if a call would be wrong. Raises InputError.
     """
-    with as_input_error(TraceError):
+    with convert_errors(TraceError):
         name, trace = _trace(given)
         expected = "slots a layer, such as 8,16,32"
-        capacities = list(numbers("--capacity", capacity, _MAX_CAPACITY, expected)) or choose_capacities(
-            trace
-        )
+        capacities = list(
+            parse_numbers("--capacity", capacity, _MAX_CAPACITY, expected)
+        ) or choose_capacities(trace)
         facts = collect_trace_facts(trace, batch)
     machine = environment.collect()
     with show_progress(remaining=True) as progress:
@@ -82,7 +82,7 @@ def write_report(bench: CacheBench, format: str, output: Path | None, *, full: b
     Returns the exit code.
     """
     page = bench_page(bench, full=format in FULL_FORMATS)
-    code, why = ended(bench.exit_code, reasons(bench))
+    code, why = end_measurement(bench.exit_code, reasons(bench))
     deliver(
         page,
         bench_document(bench),

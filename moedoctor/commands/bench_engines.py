@@ -18,7 +18,7 @@ from moedoctor.bench import engines
 from moedoctor.bench.engines import Variant
 from moedoctor.bench.gpu_state import sample_gpus
 from moedoctor.bench.random_model import PREFIX, RandomModel
-from moedoctor.commands.options import FULL_FORMATS, InputError, deliver, ended, texts
+from moedoctor.commands.options import FULL_FORMATS, InputError, deliver, end_measurement, split_texts
 from moedoctor.environment import explain_missing_gpu
 from moedoctor.origin import record_origin
 from moedoctor.plugin.extensions import FIXES
@@ -97,13 +97,13 @@ def _expand_short_forms(
     backends: Sequence[str] | None, fixes: Sequence[str] | None, *, has_base: bool
 ) -> Iterator[Variant]:
     """Yield the variants that --moe-backend and --fixes stand for; the first has no fix."""
-    names = list(dict.fromkeys(name.lower().replace("-", "_") for name in texts(backends)))
+    names = list(dict.fromkeys(name.lower().replace("-", "_") for name in split_texts(backends)))
     for name in names:
         if _BACKEND.fullmatch(name) is None:
             raise InputError(
                 f"--moe-backend {name}: expected names of vLLM's --moe-backend, such as marlin,triton"
             )
-    chosen = list(dict.fromkeys(texts(fixes)))
+    chosen = list(dict.fromkeys(split_texts(fixes)))
     for text in chosen:
         for name in text.split("+"):
             if name not in FIXES:
@@ -184,7 +184,7 @@ def write_random(model: Path) -> Iterator[Path]:
 def write_report(bench: EngineBench, format: str, output: Path | None, *, full: bool = False) -> int:
     """Print the report or write it to a file; return the exit code."""
     page = bench_page(bench, full=format in FULL_FORMATS)
-    code, why = ended(bench.exit_code, reasons(bench))
+    code, why = end_measurement(bench.exit_code, reasons(bench))
     deliver(
         page,
         bench_document(bench),

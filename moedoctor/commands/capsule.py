@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import Full, InputError, Output, PageFormat, as_input_error, option
+from moedoctor.commands.options import Full, InputError, Output, PageFormat, convert_errors, option
 from moedoctor.commands.pages import deliver_document
 
 _File = Annotated[Path, typer.Argument(metavar="CAPSULE", help="A file that a recording made.")]
@@ -24,7 +24,7 @@ def show(file: _File, format: PageFormat = "table", output: Output = None, full:
     from moedoctor.results import from_json
     from moedoctor.trace.capsule import CapsuleError, describe, load
 
-    with as_input_error(CapsuleError):
+    with convert_errors(CapsuleError):
         held = from_json(CapsuleDocument, {**describe(load(file)), "file": file.name})
     return deliver_document(held, format, output, full=full)
 
@@ -53,7 +53,7 @@ def copy(
 
     if without_weights and synthetic_weights:
         raise InputError("--without-weights and --synthetic-weights: expected one of the two")
-    with as_input_error(capsules.CapsuleError, OutputError):
+    with convert_errors(capsules.CapsuleError, OutputError):
         made = capsules.load(file)
         if without_weights:
             made = capsules.drop_weights(made)

@@ -13,10 +13,10 @@ from moedoctor.commands.options import (
     Full,
     InputError,
     Output,
-    as_input_error,
-    known_capability,
-    known_release,
+    convert_errors,
     option,
+    require_capability,
+    require_release,
 )
 from moedoctor.commands.pages import deliver_document
 
@@ -46,11 +46,11 @@ def check(
     """
     from moedoctor.diagnose.check.check import check as find
 
-    result = find(target=_target(python, release, sm, wsl=wsl))
+    result = find(target=_choose_target(python, release, sm, wsl=wsl))
     return deliver_document(result, format, output, full=full, code=result.exit_code, reasons=result.reasons)
 
 
-def _target(python: Path | None, release: str | None, sm: str | None, *, wsl: bool) -> Target:
+def _choose_target(python: Path | None, release: str | None, sm: str | None, *, wsl: bool) -> Target:
     """Return the environment that the options name. Raises InputError."""
     from moedoctor.diagnose.check.target import (
         Target,
@@ -63,10 +63,10 @@ def _target(python: Path | None, release: str | None, sm: str | None, *, wsl: bo
 
     if python is not None and release is not None:
         raise InputError("--python and --release: expected one of the two")
-    with as_input_error(TargetError):
+    with convert_errors(TargetError):
         target = ask_python(python) if python is not None else Target()
     if release is not None:
-        target = describe_release(known_release(release))
+        target = describe_release(require_release(release))
     if sm is not None:
-        target = add_gpu(target, known_capability(sm))
+        target = add_gpu(target, require_capability(sm))
     return put_on_wsl(target) if wsl else target

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import Full, Output, PageFormat, Tolerance, as_input_error
+from moedoctor.commands.options import Full, Output, PageFormat, Tolerance, convert_errors
 from moedoctor.commands.pages import deliver_document
 
 
@@ -27,7 +27,7 @@ def compare(
     from moedoctor.reporters.pages.compare import CompareDocument
     from moedoctor.results import ReportError, load_report
 
-    with as_input_error(ReportError, ValueError):
+    with convert_errors(ReportError, ValueError):
         allowed = comparison.Tolerance.parse(tolerance or ())
         changed = comparison.compare(load_report(baseline), load_report(current), allowed)
     document = CompareDocument.from_changes(changed, baseline.name, current.name)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moedoctor.commands.options import Full, InputError, Output, PageFormat, as_input_error
+from moedoctor.commands.options import Full, InputError, Output, PageFormat, convert_errors
 from moedoctor.commands.pages import deliver_document
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _find(text: str) -> Explained:
     from moedoctor.text import suggest_nearest
 
     entry = find_entry(text)
-    with as_input_error(catalogue.PluginError):
+    with convert_errors(catalogue.PluginError):
         if entry is not None:
             return Explained.from_entry(entry, runs=entry.name in catalogue.list_registered_names())
         others = catalogue.faults_beside({known.name for known in entries().values()})

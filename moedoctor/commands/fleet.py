@@ -21,12 +21,12 @@ from moedoctor.commands.options import (
     Full,
     InputError,
     Output,
-    as_input_error,
+    choose_from,
+    convert_errors,
     deliver,
     number,
-    one_of,
     option,
-    texts,
+    split_texts,
 )
 from moedoctor.commands.run import run
 from moedoctor.processes import interrupts
@@ -51,7 +51,7 @@ def fleet(
         str,
         typer.Argument(
             metavar="COMMAND",
-            parser=one_of("fleet", tuple(_COMMANDS)),
+            parser=choose_from("fleet", tuple(_COMMANDS)),
             help="check, run, bench, audit or lint. `run parity` names GPUs that compute other bits.",
         ),
     ],
@@ -80,7 +80,7 @@ def fleet(
         option(
             "node|gpu",
             "Run once a node, or once a GPU. Default: gpu for bench and run parity, else node.",
-            one_of("--per", ("node", "gpu")),
+            choose_from("--per", ("node", "gpu")),
         ),
     ] = None,
     idle_only: Annotated[
@@ -182,11 +182,11 @@ def fleet(
         )
         about = {"question": [*given, "per", "gpu" if per_gpu else "node"]}
         opened = partial(Store.create if resume is None else Store.resume, folder, about)
-        with as_input_error(ClusterError, StoreError):
+        with convert_errors(ClusterError, StoreError):
             # A folder to go on with is checked first; a new one is made when the cluster has answered.
             store = None if resume is None else opened(show_hosts=show_hosts)
             with connection.connect(address) as ray:
-                chosen = select(list_nodes(ray), texts(nodes))
+                chosen = select(list_nodes(ray), split_texts(nodes))
                 _ask(ray, chosen, question, store or opened(show_hosts=show_hosts), collected)
     result = collected.report(
         tuple(str(mask(word, "")) for word in given),
@@ -255,7 +255,7 @@ def _take_folder(folder: Path, collected: Collector) -> None:
     from moedoctor.fleet.store import StoreError, read_folder
 
     count = 0
-    with as_input_error(StoreError):
+    with convert_errors(StoreError):
         for row in read_folder(folder):
             collected.add(row)
             count += 1

@@ -13,9 +13,9 @@ from moedoctor.commands.options import (
     Full,
     InputError,
     Output,
-    as_input_error,
+    convert_errors,
     option,
-    writable,
+    require_writable,
 )
 from moedoctor.commands.pages import deliver_document
 from moedoctor.text import print_message
@@ -53,7 +53,7 @@ def lint(
 
     if fix is not None:
         _check_fix(checkpoint, fix)
-    with as_input_error(CheckpointError):
+    with convert_errors(CheckpointError):
         result = lint(checkpoint)
     code = 1 if result.damage else 0
     folder = str(result.checkpoint.folder)
@@ -77,7 +77,7 @@ def _check_fix(folder: Path, fix: Path) -> None:
         raise InputError(f"{fix}: exists already; expected the name of a new folder")
     if not os.path.exists(fix.parent):
         raise InputError(f"{fix}: its parent folder does not exist; create it first")
-    writable(fix)
+    require_writable(fix)
 
 
 def _write_repaired(result: Lint, fix: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moedoctor.commands.options import Full, Output, PageFormat, as_input_error, deliver
+from moedoctor.commands.options import Full, Output, PageFormat, convert_errors, deliver
 
 if TYPE_CHECKING:
     from moedoctor.reporters.page import Block
@@ -56,7 +56,7 @@ def list_rows() -> list[Row]:
     from moedoctor.entries import entries
     from moedoctor.reporters.pages.explain import Row
 
-    with as_input_error(catalogue.PluginError):
+    with convert_errors(catalogue.PluginError):
         runs = catalogue.list_registered_names()
         rows = [
             Row(entry.id, entry.name, entry.name in runs, entry.title, entry.where, entry.fixed)
@@ -67,7 +67,7 @@ def list_rows() -> list[Row]:
     return sorted(rows, key=lambda row: row.id)
 
 
-def readme_table() -> str:
+def make_readme_table() -> str:
     """Return our failures as the table of README.md, without a line end at its end."""
     from moedoctor.entries import entries
     from moedoctor.reporters.markdown_page import to_markdown

@@ -38,7 +38,7 @@ class InputError(Exception):
 
 
 @contextlib.contextmanager
-def as_input_error(*kinds: type[Exception]) -> Iterator[None]:
+def convert_errors(*kinds: type[Exception]) -> Iterator[None]:
     """Turn the errors of loaders and parsers into InputError and keep their line."""
     try:
         yield
@@ -51,7 +51,7 @@ def option(metavar: str, help: str, parser: Callable[[str], Any] | None = None, 
     return typer.Option(metavar=metavar, help=help, parser=parser, **more)
 
 
-def one_of(name: str, known: Sequence[str] | str) -> Callable[[str], str]:
+def choose_from(name: str, known: Sequence[str] | str) -> Callable[[str], str]:
     """Return a parser for an option that takes one of the known values, in any case.
 
     The values are given, or named as ``module:name``. The module is imported when the option is used, so
@@ -62,7 +62,7 @@ def one_of(name: str, known: Sequence[str] | str) -> Callable[[str], str]:
         from moedoctor.catalogue import PluginError
 
         values: Any = pkgutil.resolve_name(known) if isinstance(known, str) else known
-        with as_input_error(PluginError):
+        with convert_errors(PluginError):
             valid = [str(known_value) for known_value in (values() if callable(values) else values)]
         for valid_value in valid:
             if value.lower() == valid_value.lower():
@@ -94,36 +94,36 @@ def number(
     return parse
 
 
-def writable(path: Path | None) -> Path | None:
+def require_writable(path: Path | None) -> Path | None:
     """Return `path`. Raises InputError before anything runs if it cannot be written to."""
     from moedoctor.processes.files import OutputError, check_writable
 
     if path is not None:
-        with as_input_error(OutputError):
+        with convert_errors(OutputError):
             check_writable(path)
     return path
 
 
-def folder(path: Path | None) -> Path | None:
+def make_folder(path: Path | None) -> Path | None:
     """Return `path`, a folder that exists now. Raises InputError if files cannot be written into it."""
     if path is not None:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"{path}: cannot be made a folder ({error.strerror})") from None
-        writable(path / "moedoctor")
+        require_writable(path / "moedoctor")
     return path
 
 
-def _output(path: Path | None) -> Path | None:
+def _check_output(path: Path | None) -> Path | None:
     """Return a file to write to, or None for stdout. Raises InputError."""
     from moedoctor.processes.files import OutputError, stream_of
 
-    with as_input_error(OutputError):
-        return None if path is not None and stream_of(path) == 1 else writable(path)
+    with convert_errors(OutputError):
+        return None if path is not None and stream_of(path) == 1 else require_writable(path)
 
 
-def _device(name: str) -> str:
+def _check_device(name: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda:\d{1,2}", name) is None:
         raise InputError(f"--device {name}: expected auto, cpu or cuda:N")
     return name
@@ -143,9 +143,9 @@ _SUFFIXES = {
 
 
 def _format(help: str, known: Sequence[str] | str) -> Any:
-    parse = one_of("--format", known)
+    parse = choose_from("--format", known)
 
-    def by_suffix(context: typer.Context, value: str) -> str:
+    def choose_by_suffix(context: typer.Context, value: str) -> str:
         """Return the format that the name of the output asks for, unless one is given."""
         source = context.get_parameter_source("format")
         output = context.params.get("output")
@@ -159,7 +159,9 @@ def _format(help: str, known: Sequence[str] | str) -> Any:
                 f"-o {output}: this command has no format {wanted}; give --format, or another suffix"
             ) from None
 
-    return typer.Option("--format", "-f", metavar="FORMAT", parser=parse, callback=by_suffix, help=help)
+    return typer.Option(
+        "--format", "-f", metavar="FORMAT", parser=parse, callback=choose_by_suffix, help=help
+    )
 
 
 ReportFormat = Annotated[
@@ -186,7 +188,7 @@ Output = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        callback=_output,
+        callback=_check_output,
         help="Write the output to this file instead of stdout; its suffix chooses the format.",
     ),
 ]
@@ -199,7 +201,8 @@ Tolerance = Annotated[
     option("[KEY=]SHARE", "How much worse a figure may become: 5% for all figures, KEY=5% for one."),
 ]
 Device = Annotated[
-    str, option("GPU", "Where to run: cpu, cuda:N, or auto for a GPU if there is one.", callback=_device)
+    str,
+    option("GPU", "Where to run: cpu, cuda:N, or auto for a GPU if there is one.", callback=_check_device),
 ]
 Capability = Annotated[
     str | None,
@@ -207,7 +210,7 @@ Capability = Annotated[
 ]
 
 
-def known_release(text: str) -> str:
+def require_release(text: str) -> str:
     """Return a vLLM release of the tables, without a leading v. Raises InputError for another one."""
     from moedoctor.fixes.backends.release_tables import load_releases
 
@@ -216,7 +219,7 @@ def known_release(text: str) -> str:
     return text.removeprefix("v")
 
 
-def known_capability(text: str) -> str:
+def require_capability(text: str) -> str:
     """Return a compute capability of the tables, such as 12.0, for ``120`` too. Raises InputError."""
     from moedoctor.fixes.arch.targets import Target
     from moedoctor.fixes.backends.release_tables import CAPABILITIES
@@ -231,24 +234,24 @@ def known_capability(text: str) -> str:
     return capability
 
 
-def texts(given: Sequence[str] | None) -> list[str]:
+def split_texts(given: Sequence[str] | None) -> list[str]:
     """Return the texts of an option that may be repeated and may hold several, with commas between."""
     return [part.strip() for text in given or () for part in text.split(",") if part.strip()]
 
 
-def names(option_name: str, given: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
+def parse_names(option_name: str, given: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...]:
     """Return the names that an option gives, each once. Raises InputError for one that is not known."""
-    given_names = tuple(dict.fromkeys(name.lower() for name in texts(given)))
+    given_names = tuple(dict.fromkeys(name.lower() for name in split_texts(given)))
     for name in given_names:
         if name not in known:
             raise InputError(f"{option_name} {name}: {suggest_expected(name, known)}")
     return given_names
 
 
-def numbers(option_name: str, given: Sequence[str] | None, most: int, expected: str) -> tuple[int, ...]:
+def parse_numbers(option_name: str, given: Sequence[str] | None, most: int, expected: str) -> tuple[int, ...]:
     """Return the whole numbers from 1 to `most` that an option gives, sorted. Raises InputError."""
     values = set()
-    for text in texts(given):
+    for text in split_texts(given):
         if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
             raise InputError(f"{option_name} {text[:40]}: expected {expected}")
         values.add(int(text))
@@ -268,7 +271,7 @@ def check_gpu(device: str, facts: Mapping[str, Any]) -> None:
         raise InputError(f"--device {device}: {reason}")
 
 
-def rendered(
+def render(
     report: Report, format: str, output: Path | None, *, verbose: bool = False, full: bool = False
 ) -> tuple[str, int | None]:
     """Return the report in a format, and None. If its reporter raises: as JSON, with an exit code.
@@ -329,7 +332,7 @@ def deliver(
         reasons = document.get("summary", {}).get("reasons", ())
     reasons = mask(tuple(reasons) if code or stored else ())
     if format in ("json", *FULL_FORMATS):
-        document = {**redact(document_head(document)), **document}
+        document = {**redact(make_head(document)), **document}
         if document["origin"] is None:  # a stored report of an older release
             del document["origin"]
     if not stored and (code or "summary" in document):
@@ -344,7 +347,7 @@ def deliver(
         from moedoctor.reporters.page import report_answer
         from moedoctor.reporters.pages.machine import make_origin_table
 
-        blocks = [*mask(with_files(page, output)), *make_origin_table(document.get("origin"))]
+        blocks = [*mask(place_pictures(page, output)), *make_origin_table(document.get("origin"))]
         text = (
             to_markdown(blocks) if full else make_digest(blocks, mask(report_answer(page, document, found)))
         )
@@ -356,7 +359,12 @@ def deliver(
         made = make_origin_table(document.get("origin"))
         text = to_html([*mask(put_answer_first(page, {**document, "origin": None}, found)), *made])
     elif findings is not None and format in CHECK_FORMATS[len(PAGE_FORMATS) :]:
-        text = _for_machines(mask(findings()), format)
+        from moedoctor.reporters.github import to_commands
+        from moedoctor.reporters.junit import to_junit
+        from moedoctor.reporters.sarif import to_sarif
+
+        write = {"sarif": to_sarif, "junit": to_junit, "github": to_commands}[format]
+        text = write(mask(findings()))
         if format == "github":
             from moedoctor.reporters.digest import make_digest
             from moedoctor.reporters.output import append_step_summary
@@ -373,16 +381,7 @@ def deliver(
     print_reasons(code, reasons, text, output)
 
 
-def _for_machines(findings: Findings, format: str) -> str:
-    """Return what a command found as SARIF, JUnit XML or annotations."""
-    from moedoctor.reporters.github import to_commands
-    from moedoctor.reporters.junit import to_junit
-    from moedoctor.reporters.sarif import to_sarif
-
-    return {"sarif": to_sarif, "junit": to_junit, "github": to_commands}[format](findings)
-
-
-def document_head(document: Mapping[str, Any]) -> dict[str, Any]:
+def make_head(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return what begins every JSON output. `document` names its command; it may have its own origin."""
     from moedoctor import __version__, environment
     from moedoctor.origin import record_origin
@@ -393,7 +392,7 @@ def document_head(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**head, "origin": None if stored else record_origin(variables=environment.mask_variables())}
 
 
-def with_files(page: Page, report: Path | None) -> list[Block]:
+def place_pictures(page: Page, report: Path | None) -> list[Block]:
     """Return the page with its pictures drawn beside the file `report`; without a file they stay data."""
     from moedoctor.processes.files import stream_of
     from moedoctor.reporters.page import Picture
@@ -426,7 +425,7 @@ def draw_picture(chart: Chart, path: Path) -> bool:
     return False
 
 
-def ended(code: int, reasons: Sequence[str]) -> tuple[int, Sequence[str]]:
+def end_measurement(code: int, reasons: Sequence[str]) -> tuple[int, Sequence[str]]:
     """Return the exit code of a measurement with its reasons: a signal that ended it comes first."""
     from moedoctor.processes import interrupts
 

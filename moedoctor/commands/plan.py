@@ -10,9 +10,9 @@ from moedoctor.commands.options import (
     Full,
     Output,
     PageFormat,
-    as_input_error,
+    choose_from,
+    convert_errors,
     number,
-    one_of,
     option,
 )
 from moedoctor.commands.pages import deliver_document
@@ -62,13 +62,15 @@ def plan(
         option(
             "TYPE",
             "Type of the KV cache: bf16 or fp8.",
-            one_of("--kv-dtype", "moedoctor.diagnose.plan.plan:KV_TYPES"),
+            choose_from("--kv-dtype", "moedoctor.diagnose.plan.plan:KV_TYPES"),
         ),
     ] = "bf16",
     block_size: Annotated[
         int,
         option(
-            "TOKENS", "Tokens of one KV block. Hybrid models raise it.", number("--block-size", whole=True)
+            "TOKENS",
+            "Tokens of one KV block. Hybrid models raise it.",
+            number("--block-size", whole=True),
         ),
     ] = 16,
     batched_tokens: Annotated[
@@ -85,7 +87,7 @@ def plan(
             "NAME",
             "Quantization of the experts: nvfp4, mxfp4, fp8 or bf16. Default: from config.json; nvfp4 "
             "for a preset.",
-            one_of("--scheme", _SCHEMES),
+            choose_from("--scheme", _SCHEMES),
         ),
     ] = None,
     other_scheme: Annotated[
@@ -93,7 +95,7 @@ def plan(
         option(
             "NAME",
             "Quantization of all other weights: nvfp4, mxfp4, fp8 or bf16.",
-            one_of("--other-scheme", _SCHEMES),
+            choose_from("--other-scheme", _SCHEMES),
         ),
     ] = "bf16",
     backend: Annotated[
@@ -120,7 +122,7 @@ def plan(
         option(
             "MODE",
             "How offloaded weights reach the GPU: uva reads what is used, copy moves all in every step.",
-            one_of("--offload-mode", "moedoctor.diagnose.plan.plan:MODES"),
+            choose_from("--offload-mode", "moedoctor.diagnose.plan.plan:MODES"),
         ),
     ] = "uva",
     expert_cache: Annotated[
@@ -154,12 +156,12 @@ def plan(
     from moedoctor.models.presets import find_model
     from moedoctor.reporters.pages.plan import PlanDocument
 
-    def size(gib: float | None) -> int | None:
+    def to_bytes(gib: float | None) -> int | None:
         return None if gib is None else round(gib * GIB)
 
-    with as_input_error(ConfigError, PlanError):
+    with convert_errors(ConfigError, PlanError):
         shape = find_model(model)
-        expert_scheme, source = (scheme, None) if scheme is not None else _scheme_of(Path(model))
+        expert_scheme, source = (scheme, None) if scheme is not None else _find_scheme(Path(model))
         request = PlanRequest(
             shape=shape,
             scheme=expert_scheme,
@@ -167,15 +169,15 @@ def plan(
             other_scheme=other_scheme,
             checkpoint_bytes=count_checkpoint_bytes(Path(model)) if os.path.isdir(model) else None,
             tensor_parallel=tensor_parallel_size,
-            gpu_bytes=size(gpu_memory),
+            gpu_bytes=to_bytes(gpu_memory),
             utilization=utilization,
-            available_kv_bytes=size(available_kv),
+            available_kv_bytes=to_bytes(available_kv),
             context=context or shape.max_context or 32768,
             kv_type=kv_dtype,
             block_size=block_size,
             batched_tokens=batched_tokens,
             backend=check_backend(backend),
-            workspace_bytes=size(workspace),
+            workspace_bytes=to_bytes(workspace),
             offload_bytes=round(offload * GIB),
             offload_mode=offload_mode,
             cache_slots=expert_cache,
@@ -194,7 +196,7 @@ def plan(
     )
 
 
-def _scheme_of(model: Path) -> tuple[str, str | None]:
+def _find_scheme(model: Path) -> tuple[str, str | None]:
     """Return (quantization of the experts, the file that declares it)."""
     from moedoctor.diagnose.plan.weights import find_expert_scheme
 

@@ -90,7 +90,7 @@ class ScenarioItem(pytest.Item):
         except ServerError as error:  # it cannot run at all, such as without torch
             raise ScenarioFailed(str(error)) from None
         self.user_properties.append(("moedoctor verdict", result.verdict.value))
-        for title, text in sections(result):
+        for title, text in list_sections(result):
             self.add_report_section("call", title, text)
             self.user_properties.append((title, text))
         if result.verdict is ScenarioVerdict.SKIPPED:
@@ -111,7 +111,7 @@ class ScenarioItem(pytest.Item):
         return self.path, 0, self.name
 
 
-def sections(result: ScenarioResult) -> Iterator[tuple[str, str]]:
+def list_sections(result: ScenarioResult) -> Iterator[tuple[str, str]]:
     """Give (title, text) of each case and of each claim that was tested, with its evidence as JSON."""
     from moedoctor.reporters.text import explain_case, format_parameters
     from moedoctor.results import to_json

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from moedoctor.commands.options import InputError, as_input_error, number, option
+from moedoctor.commands.options import InputError, convert_errors, number, option
 from moedoctor.text import format_size, print_message
 
 _PATIENCE = 120.0
@@ -60,9 +60,9 @@ def record(
     from moedoctor.processes.files import OutputError, make_folder
     from moedoctor.trace.call_keeper import Wish
 
-    with as_input_error(ValueError):
+    with convert_errors(ValueError):
         Wish.parse(when)
-    with as_input_error(OutputError):
+    with convert_errors(OutputError):
         make_folder(output)
     folder = Path(os.path.abspath(output))  # a link must not be followed before it is checked
     before = set(folder.iterdir())

@@ -14,11 +14,11 @@ from moedoctor.commands.options import (
     InputError,
     Output,
     PageFormat,
-    as_input_error,
     check_gpu,
+    convert_errors,
     number,
     option,
-    texts,
+    split_texts,
 )
 from moedoctor.commands.pages import deliver_document
 
@@ -48,14 +48,14 @@ def replay(
     from moedoctor.environment import collect, explain_missing_gpu
     from moedoctor.reporters.pages.replay import ReplayDocument, answer_of
 
-    names = texts(backend)
+    names = split_texts(backend)
     _check_names(names)
     facts = collect()
     check_gpu(device, facts)
     if device == "auto":
         device = "cpu" if not names or explain_missing_gpu(facts) else "cuda:0"
-    with as_input_error(ReplayError):
-        result = replay(capsule, lambda record: _variants(names, record), device, seconds=timeout)
+    with convert_errors(ReplayError):
+        result = replay(capsule, lambda record: _find_variants(names, record), device, seconds=timeout)
     document = ReplayDocument.from_result(result, capsule.name, facts)
     return deliver_document(
         document, format, output, full=full, code=document.exit_code, reasons=[answer_of(document)]
@@ -70,7 +70,7 @@ def _check_names(names: Sequence[str]) -> None:
             raise InputError(f"--backend {name}: expected all, or one of {', '.join(backends.list_names())}")
 
 
-def _variants(names: Sequence[str], record: Mapping[str, Any]) -> Sequence[Any]:
+def _find_variants(names: Sequence[str], record: Mapping[str, Any]) -> Sequence[Any]:
     """Return the backends of these names for the capsule's weights."""
     from moedoctor.bench.moe import backends
 

@@ -19,13 +19,13 @@ from moedoctor.commands.options import (
     ReportFormat,
     Tolerance,
     Verbose,
-    as_input_error,
-    folder,
+    choose_from,
+    convert_errors,
+    make_folder,
     number,
-    one_of,
     option,
     print_reasons,
-    rendered,
+    render,
 )
 from moedoctor.text import print_message
 
@@ -98,7 +98,7 @@ def run(
         option(
             "SEVERITY",
             "What gives exit code 1: error, warning (also absent and skipped scenarios) or never.",
-            one_of("--fail-on", ("error", "warning", "never")),
+            choose_from("--fail-on", ("error", "warning", "never")),
         ),
     ] = "error",
     baseline: Annotated[
@@ -111,7 +111,7 @@ def run(
             "DIR",
             "Keep MoE calls that turn out wrong in this folder, for `moedoctor replay`. Not the control's. "
             "Engines of a case record theirs, from vLLM 0.21.0 on, if a MoE call can show the failure.",
-            callback=folder,
+            callback=make_folder,
         ),
     ] = None,
     capsule: Annotated[
@@ -139,13 +139,13 @@ def run(
     from moedoctor.scenario.targets import TargetError, load_targets
 
     # Everything that can be wrong is checked before anything runs.
-    with as_input_error(TargetError, ScenarioError, ReportError, catalogue.PluginError, ValueError):
+    with convert_errors(TargetError, ScenarioError, ReportError, catalogue.PluginError, ValueError):
         before = load_report(baseline) if baseline else None
         allowed = comparison.Tolerance.parse(tolerance or ())
         options = Options(
             subjects=tuple(subject or ()),
-            only=tuple(_condition(text) for text in only or ()),
-            sources={**_vllm_sources(vllm_kernels or ()), **_flashinfer_sources(flashinfer or ())},
+            only=tuple(_parse_condition(text) for text in only or ()),
+            sources={**_read_vllm_sources(vllm_kernels or ()), **_read_flashinfer_sources(flashinfer or ())},
             timeout=timeout,
             device=device,
             capsules=None if keep_capsules is None else os.path.abspath(keep_capsules),
@@ -155,9 +155,9 @@ def run(
         plans = plan(scenarios, options, facts)
         if before is not None:
             comparison.check_comparable(before.environment, facts)
-    described = None if capsule is None else _described(capsule)
+    described = None if capsule is None else _describe(capsule)
     parallel = min(jobs or os.cpu_count() or 1, _MAX_JOBS)
-    with as_input_error(ServerError), sample_gpus(facts, device) as readings, show_progress() as progress:
+    with convert_errors(ServerError), sample_gpus(facts, device) as readings, show_progress() as progress:
         report = run(plans, facts, parallel=parallel, progress=progress)
     cases = [case for scenario in report.scenarios for case in scenario.cases]
     ran = sum(case.verdict is not CaseVerdict.SKIPPED for case in cases)
@@ -180,7 +180,7 @@ def run(
     if report.summary.interrupted:
         code, reasons = interrupts.exit_code(), ("interrupted before every case had run", *reasons)
     report = replace(report, summary=replace(report.summary, exit_code=code, reasons=reasons))
-    text, problem = rendered(report, format, output, verbose=verbose, full=full)
+    text, problem = render(report, format, output, verbose=verbose, full=full)
     emit(text, output, summarize(report))
     if format == "github":
         append_step_summary(step_summary(report), os.environ)
@@ -190,12 +190,12 @@ def run(
     return code if problem is None else problem
 
 
-def _described(capsule: Path) -> Mapping[str, Any]:
+def _describe(capsule: Path) -> Mapping[str, Any]:
     """Return what the reference makes of a recorded call. Raises InputError."""
     from moedoctor.diagnose.capsule.replay import ReplayError, replay
     from moedoctor.reporters.pages.replay import replay_document
 
-    with as_input_error(ReplayError):
+    with convert_errors(ReplayError):
         result = replay(capsule, lambda record: (), "cpu", seconds=_CAPSULE_SECONDS)
     return replay_document(result, capsule.name)
 
@@ -219,30 +219,30 @@ def _name_capsules(report: Report, folder: Path) -> None:
         )
 
 
-def _condition(text: str) -> tuple[str, str]:
+def _parse_condition(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if equals and key.strip() and value.strip():
         return key.strip(), value.strip()
     return "id", text
 
 
-def _vllm_sources(given: Sequence[str]) -> Mapping[str, str]:
+def _read_vllm_sources(given: Sequence[str]) -> Mapping[str, str]:
     from moedoctor.upstream.releases.wheel import check_kernels
 
-    return _sources(
+    return _read_sources(
         "vllm", "--vllm-kernels", given, "0.19.1=vllm-0.19.1-….whl", lambda _, path: check_kernels(path)
     )
 
 
-def _flashinfer_sources(given: Sequence[str]) -> Mapping[str, str]:
+def _read_flashinfer_sources(given: Sequence[str]) -> Mapping[str, str]:
     from moedoctor.upstream.flashinfer.source import check_source
 
-    return _sources(
+    return _read_sources(
         "flashinfer", "--flashinfer", given, "0.6.13=flashinfer_python-0.6.13-….whl", check_source
     )
 
 
-def _sources(
+def _read_sources(
     package: str, option: str, given: Sequence[str], example: str, check: Callable[[str, Path], None]
 ) -> dict[str, str]:
     """Return subject name -> path of its code. Raises InputError for what is not X.Y.Z=PATH."""
@@ -255,7 +255,7 @@ def _sources(
             raise InputError(f"{option} {text}: expected X.Y.Z=PATH, such as {example}")
         if f"{package}@{release}" in sources:
             raise InputError(f"{option} {text}: {release} was given twice")
-        with as_input_error(KernelError):
+        with convert_errors(KernelError):
             check(release, Path(path))
         sources[f"{package}@{release}"] = str(Path(path).resolve())
     return sources

@@ -16,9 +16,9 @@ from moedoctor.commands.options import (
     Output,
     ReportFormat,
     Verbose,
-    as_input_error,
+    convert_errors,
     deliver,
-    rendered,
+    render,
 )
 from moedoctor.commands.pages import PAGES, Wanted
 from moedoctor.text import join_lines, shorten, suggest_expected
@@ -37,7 +37,7 @@ def show(
     """
     from moedoctor.results import ReportError, read_json
 
-    with as_input_error(ReportError):
+    with convert_errors(ReportError):
         document = read_json(report)
         command = document.get("command") if isinstance(document, dict) else None
         if isinstance(command, str) and command in PAGES:
@@ -56,8 +56,8 @@ def _render_run(path: Path, format: str, output: Path | None, *, full: bool, ver
     from moedoctor.results import load_report
 
     stored = Redactor.from_this_process().record(load_report(path))
-    with as_input_error(catalogue.PluginError):
-        text, problem = rendered(stored, format, output, verbose=verbose, full=full)
+    with convert_errors(catalogue.PluginError):
+        text, problem = render(stored, format, output, verbose=verbose, full=full)
         emit(text, output, summarize(stored))
     if format == "github":
         append_step_summary(step_summary(stored), os.environ)

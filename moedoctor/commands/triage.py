@@ -83,7 +83,7 @@ def _triage(file: str, output: Path | None) -> Triage:
     exist = output is not None and os.path.exists(output) and os.path.exists(file)
     if output is not None and exist and os.path.samefile(file, output):
         raise InputError(f"{file}: is also the output, expected another file with -o")
-    with _opened(file) as stream:
+    with _open(file) as stream:
         return _read(stream, file)
 
 
@@ -109,7 +109,7 @@ class _Bounded(io.RawIOBase):
             block = self._stream.read(size)
         self._left -= len(block)
         if self._left < 0:
-            raise InputError(_too_large(self._name))
+            raise _refuse_size(self._name)
         return block
 
 
@@ -131,7 +131,8 @@ def _read(stream: BinaryIO, name: str) -> Triage:
             f"{name}: is damaged or ends early, expected a whole .gz file; read what is left with `zcat`"
         ) from None
     except OSError as error:
-        raise InputError(f"{name}: cannot be read ({_reason(error)}), expected a text file") from None
+        reason = (error.strerror or type(error).__name__).lower()
+        raise InputError(f"{name}: cannot be read ({reason}), expected a text file") from None
 
 
 def _peek(stream: BinaryIO | gzip.GzipFile) -> bytes:
@@ -161,20 +162,18 @@ def _check_text(start: bytes, name: str) -> None:
         )
 
 
-def _opened(path: str) -> BinaryIO:
+def _open(path: str) -> BinaryIO:
     try:
         stream = open_file(Path(path), expected="a log or report, or - for stdin")
     except TextFileError as error:
         raise InputError(f"{path}: {error.message}") from None
     if os.fstat(stream.fileno()).st_size > MOST_BYTES:
         stream.close()
-        raise InputError(_too_large(path))
+        raise _refuse_size(path)
     return stream
 
 
-def _reason(error: OSError) -> str:
-    return (error.strerror or type(error).__name__).lower()
-
-
-def _too_large(name: str) -> str:
-    return f"{name}: is too large, expected at most {MOST_BYTES // 2**20} MB; cut it with `tail -c 100M`"
+def _refuse_size(name: str) -> InputError:
+    return InputError(
+        f"{name}: is too large, expected at most {MOST_BYTES // 2**20} MB; cut it with `tail -c 100M`"
+    )

@@ -63,7 +63,7 @@ def test_this_machine_is_the_default(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, capability="9.0", vllm="0.21.0+cu130", flashinfer="0.6.8.post1")
-    monkeypatch.setattr(command, "libraries_here", lambda *where: {"flashinfer": True})
+    monkeypatch.setattr(command, "find_libraries", lambda *where: {"flashinfer": True})
     code, text = answer(capsys, ask=False)
     assert code == 0
     assert text.startswith("vLLM 0.21.0 · compute capability 9.0")
@@ -244,7 +244,7 @@ def test_the_installed_vllm_is_asked_and_its_disagreement_is_a_finding(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, capability="12.0", vllm="0.21.0")
-    monkeypatch.setattr(command, "libraries_here", lambda *where: {"flashinfer": True})
+    monkeypatch.setattr(command, "find_libraries", lambda *where: {"flashinfer": True})
     heard = Heard("MARLIN", None, {"FLASHINFER_CUTLASS": False, "MARLIN": True}, ("a note",))
     monkeypatch.setattr(backend_agreement, "ask_installed", lambda *arguments, **options: heard)
     code, text = answer(capsys)
@@ -270,9 +270,9 @@ def test_libraries_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command.shutil, "which", lambda name: name if name in tools else None)
 
     def flashinfer(release: str, **environ: str) -> bool:
-        return command.libraries_here(release, environ)["flashinfer"]
+        return command.find_libraries(release, environ)["flashinfer"]
 
-    assert command.libraries_here("0.21.0", {}) == {
+    assert command.find_libraries("0.21.0", {}) == {
         "flashinfer": False,
         "humming": True,
         "b12x": False,
@@ -291,7 +291,7 @@ def test_libraries_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flashinfer("0.32.0", CUDA_HOME="/opt/cuda")
     assert not flashinfer("0.31.0", CUDA_HOME="/opt/cuda"), "it did not look there yet"
     packages.update(("flashinfer_cubin", "deep_gemm"))
-    assert command.libraries_here("0.18.0", {})["deep_gemm"] is True
+    assert command.find_libraries("0.18.0", {})["deep_gemm"] is True
     assert flashinfer("0.31.0")
 
 

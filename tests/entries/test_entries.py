@@ -10,7 +10,7 @@ import typer.main
 from packaging.specifiers import SpecifierSet
 
 from moedoctor.cli import app
-from moedoctor.commands.list import readme_table
+from moedoctor.commands.list import make_readme_table
 from moedoctor.entries import builtin_folder, entries, find_entry
 from moedoctor.entries.entry import Entry, Rule
 from moedoctor.faults.offload.untraceable_offload import FAILING
@@ -124,7 +124,7 @@ def test_an_unknown_entry_is_not_found() -> None:
 
 
 def test_the_readme_table_has_a_row_for_each_entry() -> None:
-    head, line, *rows = readme_table().splitlines()
+    head, line, *rows = make_readme_table().splitlines()
     assert (head.count("|"), line) == (6, "| --- | --- | --- | --- | --- |")
     assert [row.split("`")[1] for row in rows] == list(entries())
     assert all(row.count("|") == 6 for row in rows)

@@ -10,7 +10,7 @@ import pytest
 
 from moedoctor import catalogue
 from moedoctor.commands.options import InputError
-from moedoctor.commands.run import _flashinfer_sources, run
+from moedoctor.commands.run import _read_flashinfer_sources, run
 from moedoctor.results import Tier
 from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import load_targets
@@ -79,7 +79,7 @@ def test_each_release_is_a_unit_of_the_measured_claims() -> None:
 
 def test_the_option_takes_a_wheel_of_that_release(tmp_path: Path) -> None:
     path = wheel(tmp_path)
-    assert _flashinfer_sources([f"0.6.13={path}"]) == {"flashinfer@0.6.13": str(path)}
+    assert _read_flashinfer_sources([f"0.6.13={path}"]) == {"flashinfer@0.6.13": str(path)}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_option_takes_a_wheel_of_that_release(tmp_path: Path) -> None:
 def test_the_option_refuses_in_one_line(tmp_path: Path, given: list[str], error: str) -> None:
     path = str(wheel(tmp_path))
     with pytest.raises(InputError, match=error) as refused:
-        _flashinfer_sources([source.replace("PATH", path) for source in given])
+        _read_flashinfer_sources([source.replace("PATH", path) for source in given])
     assert len(str(refused.value).splitlines()) == 1
 
 
