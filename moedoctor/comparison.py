@@ -85,7 +85,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed between two reports."""
+    """The changes between two reports."""
 
     regressions: tuple[Change, ...] = ()
     improvements: tuple[Change, ...] = ()
@@ -309,7 +309,7 @@ def list_metrics(evidence: Mapping[str, Any]) -> dict[str, float | str]:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How much worse a metric may be than its baseline, as a fraction of the baseline."""
+    """The fraction of its baseline by which a metric may be worse."""
 
     default: float = 0.05
     by_key: Mapping[str, float] = field(default_factory=dict)

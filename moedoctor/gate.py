@@ -101,6 +101,6 @@ def _is(scenario: ScenarioResult, verdict: ScenarioVerdict) -> bool:
 
 
 def _is_the_machines(scenario: ScenarioResult) -> bool:
-    """Whether every error of the scenario comes from this machine: no memory, no space, a broken library."""
+    """Return True if every error of the scenario is this machine's: no memory, no space, a broken library."""
     deaths = [case.evidence.get("death") for case in scenario.cases if case.verdict is CaseVerdict.ERROR]
     return bool(deaths) and {*deaths} <= {"out_of_memory", "disk_full", "broken_library"}

@@ -152,7 +152,7 @@ _OWN_FILE = re.compile(re.escape(os.path.dirname(_PACKAGE) + os.sep) + rf"(?={os
 
 @dataclass(frozen=True)
 class Redactor:
-    """What to hide beside what looks private: this user's home folder and name, and this machine's name."""
+    """This user's home folder and name and this machine's name, to hide beside what looks private."""
 
     home: str = ""
     user: str = ""
@@ -230,7 +230,7 @@ def strip_folders(text: str) -> str:
 
 
 def _identifies(word: str) -> bool:
-    """Whether a user or host name identifies anybody; a bare number would hide real values."""
+    """Return True if a user or host name identifies anybody; a bare number would hide real values."""
     return len(word) > 2 and not word.isdigit() and word.lower() not in _NOBODY
 
 

@@ -39,7 +39,7 @@ Evidence = Mapping[str, Any]
 
 
 class Tier(str, enum.Enum):
-    """How real a run was."""
+    """The degree to which a run was real."""
 
     MODEL = "model"
     """Restated algorithm, any machine."""
@@ -52,7 +52,7 @@ class Tier(str, enum.Enum):
 
 
 class CaseVerdict(str, enum.Enum):
-    """What one case showed."""
+    """The verdict of one case."""
 
     REPRODUCED = "reproduced"
     CLEAN = "clean"
@@ -61,7 +61,7 @@ class CaseVerdict(str, enum.Enum):
 
 
 class ScenarioVerdict(str, enum.Enum):
-    """What the cases of one scenario show together."""
+    """The verdict of all cases of one scenario together."""
 
     PROVED = "proved"
     """The failure was seen in `faulty` and is gone in `fixed`, in this run."""
@@ -76,7 +76,7 @@ class ScenarioVerdict(str, enum.Enum):
 
 
 class ClaimVerdict(str, enum.Enum):
-    """What this machine says about a statement made upstream."""
+    """The verdict of this machine on a statement made upstream."""
 
     CONFIRMED = "confirmed"
     REFUTED = "refuted"
@@ -85,7 +85,7 @@ class ClaimVerdict(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Look:
-    """How every format shows a verdict, and what it means for one."""
+    """The look of a verdict in every format, and its meaning for one."""
 
     tone: Literal["good", "bad", "warn", "info", "quiet", "odd"]
     """How a format sets the word apart."""
@@ -117,7 +117,7 @@ VERDICTS: Mapping[str, Look] = MappingProxyType(
 
 
 class Death(str, enum.Enum):
-    """How a child process ended without delivering an observation."""
+    """The ways in which a child process ends without an observation."""
 
     ILLEGAL_MEMORY_ACCESS = "illegal_memory_access"
     ILLEGAL_INSTRUCTION = "illegal_instruction"
@@ -140,7 +140,7 @@ class Death(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Observation:
-    """What was measured in one case: numbers and text, no opinion."""
+    """The measurements of one case: numbers and text, no opinion."""
 
     evidence: Evidence
     """Figures by name, e.g. ``{"rows": 128, "rows_with_duplicates": 13}``."""
@@ -211,7 +211,7 @@ class CaseResult:
 
     @property
     def affected(self) -> bool:
-        """Whether a release shows the failure: the installed one, or a named one that is not expected to."""
+        """True if a release shows the failure: the installed one, or a named one that is not expected to."""
         control = "@" in self.subject and self.expected is CaseVerdict.REPRODUCED
         release = self.subject == "installed" or "@" in self.subject
         return self.verdict is CaseVerdict.REPRODUCED and release and not control

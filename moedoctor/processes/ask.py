@@ -73,7 +73,7 @@ class Ended:
 
     @property
     def problem(self) -> str | None:
-        """Why it did not end well, in one line; None if it did."""
+        """The reason why it did not end well, in one line; None if it did."""
         if self.interrupted:
             return "interrupted"
         if self.code is None:

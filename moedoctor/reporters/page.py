@@ -120,14 +120,14 @@ class Picture:
 
 @dataclass(frozen=True)
 class Step:
-    """What to do next."""
+    """An action to take next."""
 
     text: Text
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a report says before anything else."""
+    """The first thing that a report says."""
 
     looked_at: Sequence[Text]
     found: Sequence[Text]

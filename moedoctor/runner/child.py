@@ -28,7 +28,7 @@ from moedoctor.results import Case, Crash, Death, Observation, Tier, Unavailable
 
 @dataclass(frozen=True)
 class Request:
-    """What a child is to do."""
+    """The task of a child."""
 
     fault: str
     """Catalogue id."""

@@ -132,7 +132,7 @@ def _judge_claims(
 
 
 def _explain_blocked(units: Sequence[Measurement]) -> tuple[str, dict[str, Any]] | None:
-    """Why nothing was measured for a claim, with a crash as evidence; None if something was."""
+    """Return why nothing was measured for a claim, with a crash as evidence; None if something was."""
     if not units:
         return "not measured in this run", {}
     if any(isinstance(unit.outcome, Observation) for unit in units):

@@ -19,7 +19,7 @@ _SUBJECTS = ("faulty", "fixed", "installed", "vllm@X.Y.Z", "flashinfer@X.Y.Z")
 
 @dataclass(frozen=True)
 class Options:
-    """What the caller chose; the defaults run everything that can run."""
+    """The choices of the caller; the defaults run everything that can run."""
 
     subjects: tuple[str, ...] = ()
     """Only these subjects; empty means those of the scenario and every named release in `sources`."""
@@ -36,7 +36,7 @@ class Options:
 
     @property
     def partial(self) -> bool:
-        """Whether some cases were left out on purpose."""
+        """True if some cases were left out on purpose."""
         return bool(self.subjects or self.only)
 
 
@@ -60,7 +60,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run of one scenario, the cases of the control first."""
+    """The runs of one scenario, the cases of the control first."""
 
     scenario: Scenario
     fault: Fault
@@ -192,14 +192,14 @@ def _release(name: str) -> Any:
 
 
 def _choose_device(tier: Tier, device: str) -> str:
-    """Where a tier runs: real kernels and engines always on a GPU, library code never."""
+    """Return where a tier runs: real kernels and engines always on a GPU, library code never."""
     if tier is Tier.MODEL:
         return device
     return "cpu" if tier is Tier.LIBRARY else (device if device.startswith("cuda") else "cuda:0")
 
 
 def _is_selected(case: Case, fault: Fault, options: Options) -> bool:
-    """Whether the case has, for each key of ``--only``, one of the values given for it."""
+    """Return True if the case has, for each key of ``--only``, one of the values given for it."""
     facts: dict[str, Scalar] = {
         **case.parameters,
         "id": fault.id,

@@ -40,10 +40,10 @@ def test_a_childs_child_knows_where_moedoctor_was_called(
 ) -> None:
     """Children work in folders of their own, and a relative path of the user's is of none of these."""
     child.write_text(
-        PRELUDE + "from moedoctor.processes.ask import ask, called_in\n"
+        PRELUDE + "from moedoctor.processes.ask import ask, find_working_folder\n"
         "def folders(deeper):\n"
         "    below = ask('child_module', deeper - 1, seconds=30) if deeper else {}\n"
-        "    return {**below, os.getcwd(): called_in()}\n"
+        "    return {**below, os.getcwd(): find_working_folder()}\n"
         "answer(folders)\n"
     )
     called = tmp_path / "called"

@@ -59,7 +59,7 @@ class AuditItem:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the GPU cannot use the file."""
+        """True if the GPU cannot use the file."""
         return self.verdict == "missing" or bool(self.lacks)
 
 
@@ -120,7 +120,7 @@ class AuditDocument:
 
     @property
     def wrong(self) -> dict[int, str]:
-        """What is wrong with each file that the GPU cannot use, by its index."""
+        """The problem of each file that the GPU cannot use, by its index."""
         return {index: describe_verdict(item) for index, item in enumerate(self.items) if item.is_wrong}
 
 

@@ -15,7 +15,7 @@ from moedoctor.reporters.text import count_of
 
 @dataclass(frozen=True)
 class OneScheme(Selection):
-    """What vLLM selects for one scheme, and what else `moedoctor backends` was asked."""
+    """The selection of vLLM for one scheme, and what else `moedoctor backends` was asked."""
 
     command: ClassVar[str] = "backends"
     request: Request | None
@@ -29,7 +29,7 @@ class OneScheme(Selection):
 
 @dataclass(frozen=True)
 class EachScheme:
-    """What vLLM selects for each scheme that the experts may have."""
+    """The selection of vLLM for each scheme that the experts may have."""
 
     command: ClassVar[str] = "backends"
     release: str

@@ -16,7 +16,7 @@ _LISTED = 5
 
 @dataclass(frozen=True)
 class CompareDocument:
-    """What changed between two reports; each change is a sentence."""
+    """The changes between two reports, each a sentence."""
 
     command: ClassVar[str] = "compare"
     summary: ClassVar[Mapping[str, Any]] = {}

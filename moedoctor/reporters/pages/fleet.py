@@ -24,7 +24,7 @@ _ENTRY = re.compile(r"MD\d{3}|PARITY")
 
 @dataclass(frozen=True)
 class _Most:
-    """How much of a long list a page shows. The JSON document always has everything."""
+    """The length at which a page cuts each list. The JSON document always has everything."""
 
     names: int = 20
     groups: int = 30
@@ -306,7 +306,7 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class NodesWithFinding:
-    """How many nodes call something wrong."""
+    """The number of nodes that call something wrong."""
 
     id: str
     nodes: int

@@ -14,7 +14,7 @@ from moedoctor.text import escape
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is wrong, what that does, and where."""
+    """A problem, what it does, and where it is."""
 
     what: str
     effect: str
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class LintSummary:
-    """How much was read."""
+    """The amount that was read."""
 
     shards: int
     tensors: int
@@ -50,7 +50,7 @@ class LintSummary:
 
 @dataclass(frozen=True)
 class LintDocument:
-    """What is wrong with a checkpoint."""
+    """The damage of a checkpoint."""
 
     command: ClassVar[str] = "lint"
     checkpoint: str

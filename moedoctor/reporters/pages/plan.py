@@ -13,7 +13,7 @@ from moedoctor.reporters.text import count_of
 
 @dataclass(frozen=True)
 class PlanDocument:
-    """What was planned, and what came out."""
+    """A request for a plan, and its result."""
 
     command: ClassVar[str] = "plan"
     summary: ClassVar[Mapping[str, Any]] = {}

@@ -38,7 +38,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class CapsuleFacts:
-    """What a capsule holds, as `moedoctor.trace.capsule.describe` says."""
+    """The facts about a capsule, as `moedoctor.trace.capsule.describe` says."""
 
     record: Mapping[str, Any]
     bytes: int
@@ -46,13 +46,13 @@ class CapsuleFacts:
 
     @property
     def has_output(self) -> bool:
-        """Whether the output of the call was recorded."""
+        """True if the output of the call was recorded."""
         return any(tensor.name == "output" for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class CapsuleDocument(CapsuleFacts):
-    """What `moedoctor capsule show` says of a file."""
+    """The answer of `moedoctor capsule show` about a file."""
 
     command: ClassVar[str] = "capsule"
     file: str
@@ -60,7 +60,7 @@ class CapsuleDocument(CapsuleFacts):
 
 @dataclass(frozen=True)
 class ReplayDocument:
-    """Whether a recorded call is right, what explains it if not, and what backends compute."""
+    """The verdict on a recorded call, what explains it if it is wrong, and what backends compute."""
 
     command: ClassVar[str] = "replay"
     summary: ClassVar[Mapping[str, Any]] = {}

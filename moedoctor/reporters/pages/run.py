@@ -65,7 +65,7 @@ _NO_CASE = "the scenario has no case for it"
 
 
 class Detail(enum.IntEnum):
-    """How much of each scenario a page has."""
+    """The amount of each scenario that a page has."""
 
     SHORT = 0
     """Cases that differ in numbers only share a row; claims that were tested."""
@@ -389,7 +389,7 @@ def _show_evidence(case: CaseResult, labels: Sequence[str]) -> Page:
 
 @dataclass(frozen=True)
 class CrashNote:
-    """How a child died, and which cases died the same way."""
+    """The death of a child, and which cases died the same way."""
 
     where: str
     """The first of the cases."""

@@ -21,7 +21,7 @@ _MISSING = 3
 
 @dataclass(frozen=True)
 class LookedAt:
-    """What was read of one input."""
+    """The facts that were read from one input."""
 
     file: str | None = field(default=None, kw_only=True, metadata={"sparse": True})
     """Its name; None in reports of older releases."""
