@@ -261,7 +261,7 @@ def test_every_command_that_prints_can_write_to_a_file_instead() -> None:
     assert without == ["copy"]  # which writes the file that it names
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_kills_the_children_and_prints_what_finished(tmp_path: Path, number: signal.Signals) -> None:
     file, hanging = write(tmp_path, "parameters: {fixed: hang}\ntimeout: 600\n"), tmp_path / "hangs"
     process = subprocess.Popen(

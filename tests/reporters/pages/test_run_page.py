@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,19 +41,13 @@ ROOT = Path(__file__).parents[3]
 ALL = ROOT / "reports" / "baselines" / "cpu.json"
 
 
-@functools.cache
-def stored() -> tuple[Report, ...]:
-    return tuple(_stored())
-
-
-def _stored() -> Iterator[Report]:
+@pytest.fixture(scope="module")
+def stored() -> list[Report]:
+    found = []
     for path in sorted((ROOT / "reports").rglob("*.json")):
-        try:
-            stored_report = load_report(path)
-        except ReportError:
-            continue  # a report of another command
-        if stored_report.command == "run":
-            yield stored_report
+        with contextlib.suppress(ReportError):  # a report of another command
+            found.append(load_report(path))
+    return [each for each in found if each.command == "run"]
 
 
 def lines_of(given_report: Report, width: int | None = None) -> list[str]:
@@ -65,11 +58,10 @@ def flat(given_report: Report, width: int | None = None) -> str:
     return " ".join(" ".join(lines_of(given_report, width)).split())
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
-def test_no_stored_run_takes_more_lines_than_promised(width: int) -> None:
-    checked = stored()
-    assert len(checked) > 20
-    assert max(len(lines_of(each, width)) for each in checked) <= 120
+@pytest.mark.parametrize("width", [60, 100])
+def test_no_stored_run_takes_more_lines_than_promised(stored: list[Report], width: int) -> None:
+    assert len(stored) > 20
+    assert max(len(lines_of(each, width)) for each in stored) <= 120
 
 
 def test_the_whole_run_has_a_line_and_a_block_for_each_failure() -> None:
@@ -114,7 +106,7 @@ def test_rows_that_differ_in_numbers_only_share_a_row_of_the_short_page() -> Non
     ]
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 120])
 def test_all_failures_have_a_line_and_the_figure_that_decides_is_never_cut(width: int) -> None:
     figure = "300 of 300 rows hold " + "a very " * 30 + "wrong sum"
     shows = scenario("found", case("installed", "reproduced", figure=figure))
@@ -123,8 +115,9 @@ def test_all_failures_have_a_line_and_the_figure_that_decides_is_never_cut(width
     assert len(lines) <= 120
     # A table that keeps its limit by leaving failures out would be no answer.
     assert all(any(each.id in line for line in lines[:70]) for each in many.scenarios)
-    assert "more without details" in flat(many, width)
-    assert f"reproduced: {figure}" in flat(many, width)
+    text = " ".join(" ".join(lines).split())
+    assert "more without details" in text
+    assert f"reproduced: {figure}" in text
 
 
 def test_the_three_answers_are_kept_apart() -> None:
