@@ -116,7 +116,12 @@ def compare(baseline: Report, current: Report, tolerance: Tolerance, *, partial:
         places: list[tuple[str, str, _Judged | None, _Judged | None]] = [("scenario", "", before, after)]
         if before and after:
             places += [("case", *pair) for pair in _pair(before.cases, after.cases, name_case)]
-            places += [("claim", *pair) for pair in _pair(before.claims, after.claims, _name_claim)]
+            places += [
+                ("claim", *pair)
+                for pair in _pair(
+                    before.claims, after.claims, lambda claim: f"claim: {claim.text} ({claim.source})"
+                )
+            ]
         for kind, key, old, new in places:
             found = _compare(kind, old, new, limits, partial)
             changes += (replace(change, scenario=id, case=key) for change in found)
@@ -268,10 +273,6 @@ def name_case(case: CaseResult) -> str:
 def _name_scenario(scenario: ScenarioResult) -> str:
     # The folder differs between machines and installations, and understands both kinds of slash here.
     return f"{scenario.id} {PureWindowsPath(scenario.file).name}"
-
-
-def _name_claim(claim: ClaimResult) -> str:
-    return f"claim: {claim.text} ({claim.source})"
 
 
 def _show(value: Any) -> str:

@@ -7,7 +7,7 @@ characters.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -56,12 +56,12 @@ def make_digest(page: Page, answered: Answer) -> str:
         ("Found", answered.found or ["nothing"]),
         ("To do", answered.to_do or [NOTHING_TO_DO]),
     )
-    abstract = own or [Bullets([_write_line(name, texts) for name, texts in lines])]
+    bullets: list[Text] = [
+        (Span(f"{name}: ", "bold"), shorten("; ".join(map(strip_styles, texts)), _ABSTRACT_LINE))
+        for name, texts in lines
+    ]
+    abstract = own or [Bullets(bullets)]
     return fit([*blocks[:titles], *abstract, *blocks[titles:]])
-
-
-def _write_line(name: str, texts: Sequence[Text]) -> Text:
-    return Span(f"{name}: ", "bold"), shorten("; ".join(map(strip_styles, texts)), _ABSTRACT_LINE)
 
 
 def fit(page: Page, most: int = MOST_CHARACTERS) -> str:

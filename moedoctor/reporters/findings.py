@@ -87,7 +87,8 @@ def find_in_run(report: Report) -> Findings:
         look = VERDICTS[scenario.verdict]
         if look.wrong and look.sarif:
             why = scenario.reason or f"the scenario is {scenario.verdict.value}"
-            message = f"{scenario.verdict.value}: {why}. {_link_entry(scenario.id)}"
+            step = f"`moedoctor explain {scenario.id}` says what to do" if scenario.id in entries() else ""
+            message = f"{scenario.verdict.value}: {why}. {step}"
             file = make_relative(scenario.file)
             line, name = scenario.line, (scenario.name,)
             found.append(Finding(scenario.id, look.sarif, scenario.title, message, file, line, key=name))
@@ -204,10 +205,6 @@ def _choose_level(severity: str) -> Level:
 
 def _name(id: str) -> str:
     return f"{id} {entries()[id].name}"
-
-
-def _link_entry(id: str) -> str:
-    return f"`moedoctor explain {id}` says what to do" if id in entries() else ""
 
 
 def shorten_line(text: str, most: int) -> str:

@@ -8,7 +8,7 @@ from moedoctor.interfaces import Reporter
 from moedoctor.reporters.findings import Findings
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.text import summarize
-from moedoctor.results import VERDICTS, Report, ScenarioResult
+from moedoctor.results import VERDICTS, Report
 from moedoctor.text import join_lines
 
 MAX_SUMMARY_BYTES = 1024 * 1024
@@ -29,26 +29,22 @@ class GithubReporter(Reporter):
 
 
 def step_summary(report: Report) -> str:
-    """Return Markdown for the file that ``$GITHUB_STEP_SUMMARY`` names, as long as GitHub allows."""
-    return _cut_to_bytes(MarkdownReporter(full=True).render(report), MAX_SUMMARY_BYTES)
-
-
-def _cut_to_bytes(text: str, limit: int) -> str:
-    """Return `text` if its UTF-8 fits into `limit` bytes, else whole lines of it that fit, and a note."""
+    """Return Markdown for the file that ``$GITHUB_STEP_SUMMARY`` names: whole lines, up to 1 MiB."""
+    text = MarkdownReporter(full=True).render(report)
     data = text.encode("utf-8")
-    if len(data) <= limit:
+    if len(data) <= MAX_SUMMARY_BYTES:
         return text
-    kept = data[: limit - len(_CUT)]
+    kept = data[: MAX_SUMMARY_BYTES - len(_CUT)]
     return kept[: kept.rfind(b"\n") + 1].decode("utf-8") + _CUT
 
 
 def to_commands(findings: Findings) -> str:
     """Return an annotation for each finding of a command, and the line of counts."""
     lines = [
-        f"::{_LEVELS.get(finding.level, finding.level)} file={_escape_property(join_lines(finding.file))},"
-        f"line={finding.line or 1},title={_escape_property(join_lines(f'{finding.rule}: {finding.title}'))}"
-        f"::{_escape_data(join_lines(finding.message))}"
-        for finding in findings.found
+        _write_command(
+            each.level, each.file, each.line or 1, f"{each.rule}: {each.title}", join_lines(each.message)
+        )
+        for each in findings.found
     ]
     return "\n".join((*lines, join_lines(findings.summary))) + "\n"
 
@@ -56,17 +52,17 @@ def to_commands(findings: Findings) -> str:
 def _write_commands(report: Report) -> Iterator[str]:
     for scenario in report.scenarios:
         if level := VERDICTS[scenario.verdict].sarif:
-            yield _write_scenario(scenario, _LEVELS.get(level, level))
+            title = f"{scenario.id} {scenario.name}: {scenario.verdict.value}"
+            message = "\n".join(join_lines(part) for part in (scenario.title, scenario.reason or "") if part)
+            yield _write_command(level, scenario.file, scenario.line, title, message)
     for finding in report.findings:
         title = _escape_property("moedoctor: worse than the baseline")
         yield f"::error title={title}::{_escape_data(join_lines(finding))}"
 
 
-def _write_scenario(scenario: ScenarioResult, level: str) -> str:
-    title = _escape_property(join_lines(f"{scenario.id} {scenario.name}: {scenario.verdict.value}"))
-    message = "\n".join(join_lines(part) for part in (scenario.title, scenario.reason or "") if part)
-    file = _escape_property(join_lines(scenario.file))
-    return f"::{level} file={file},line={scenario.line},title={title}::{_escape_data(message)}"
+def _write_command(level: str, file: str, line: int, title: str, message: str) -> str:
+    file, title = (_escape_property(join_lines(text)) for text in (file, title))
+    return f"::{_LEVELS.get(level, level)} file={file},line={line},title={title}::{_escape_data(message)}"
 
 
 def _escape_data(text: str) -> str:

@@ -91,7 +91,9 @@ def to_junit(findings: Findings) -> str:
 def _write_document(root: ET.Element) -> str:
     _count(root, sum(float(suite.get("time", "0")) for suite in root))
     ET.indent(root)
-    text = COMMAND.sub(_escape_match, ET.tostring(root, encoding="unicode"))
+    text = COMMAND.sub(
+        lambda match: f"{match[0][:-1]}&#{ord(match[0][-1])};", ET.tostring(root, encoding="unicode")
+    )
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
@@ -183,10 +185,6 @@ def _list_properties(scenario: ScenarioResult) -> Iterator[tuple[str, str]]:
 
 def _format_seconds(value: float) -> str:
     return f"{value:.3f}"
-
-
-def _escape_match(match: re.Match[str]) -> str:
-    return f"{match[0][:-1]}&#{ord(match[0][-1])};"
 
 
 def _escape_xml(text: str) -> str:

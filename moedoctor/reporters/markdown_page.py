@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
 from urllib.parse import quote
 
 from moedoctor.reporters.page import (
@@ -38,7 +37,11 @@ _TICKS = re.compile("`+")
 def to_markdown(page: Page) -> str:
     """Return the page as Markdown that ends with a line end."""
     parts: list[str] = []
-    shown = [block for block in page if not isinstance(block, Answer) and not _is_unwritten(block)]
+    shown = [
+        block
+        for block in page
+        if not isinstance(block, Answer) and not (isinstance(block, Picture) and not block.file)
+    ]
     for index, block in enumerate(shown):
         if index:
             # The items of one list follow each other without an empty line.
@@ -109,9 +112,16 @@ def _write_block(block: Block) -> str:
     if isinstance(block, Bullets):
         return "\n".join(f"- {_write_text(item)}" for item in block.items)
     if isinstance(block, Item):
-        return _write_item(block)
+        lines = [f"- **{escape(block.word)}** {_write_text(block.title)}"]
+        lines += [
+            f"  - {escape(label) + ': ' if label else ''}{_write_text(text)}" for label, text in block.lines
+        ]
+        return "\n".join(lines)
     if isinstance(block, Table):
-        return _write_table(block)
+        marks = ["---:" if mark == "r" else "---" for mark in block.align.ljust(len(block.header), "l")]
+        rows = [[escape(name) for name in block.header], marks]
+        rows += [[_write_text(cell) for cell in row] for row in block.rows]
+        return "\n".join(f"| {' | '.join(row)} |" for row in rows)
     if isinstance(block, Preformatted):
         text = clean(block.text)
         fence = "`" * max(3, 1 + max((len(run) for run in _TICKS.findall(text)), default=0))
@@ -120,25 +130,3 @@ def _write_block(block: Block) -> str:
         return clean(block.markdown).strip()
     assert isinstance(block, Picture)
     return f"![{escape(block.title)}]({quote(block.file, errors='replace')})"
-
-
-def _is_unwritten(block: Block) -> bool:
-    """Return whether a block is a picture without a file."""
-    return isinstance(block, Picture) and not block.file
-
-
-def _write_item(item: Item) -> str:
-    lines = [f"- **{escape(item.word)}** {_write_text(item.title)}"]
-    lines += [f"  - {escape(label) + ': ' if label else ''}{_write_text(text)}" for label, text in item.lines]
-    return "\n".join(lines)
-
-
-def _write_table(table: Table) -> str:
-    marks = ["---:" if mark == "r" else "---" for mark in table.align.ljust(len(table.header), "l")]
-    rows = [[escape(name) for name in table.header], marks]
-    rows += [[_write_text(cell) for cell in row] for row in table.rows]
-    return "\n".join(_write_row(row) for row in rows)
-
-
-def _write_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -27,6 +27,7 @@ MOST_BYTES = 10_000_000
 """Before gzip, which makes a file no larger than this and a few bytes."""
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
+_PRECISIONS = ((0.9, "very-high"), (0.7, "high"), (0.4, "medium"), (0.0, "low"))
 _PROBLEM = {"error": "error", "warning": "warning", "note": "recommendation"}
 
 
@@ -94,18 +95,13 @@ def _make_rule(worst: Finding, findings: Findings) -> dict[str, Any]:
             rule["helpUri"] = entry.links[0].url
     else:
         rule["help"] = {"text": shorten_line(effect or title, MOST_HELP)}
+    sure = 1.0 if worst.confidence is None else worst.confidence
     rule["properties"] = {
         "tags": ["mixture-of-experts", findings.command],
-        "precision": _choose_precision(worst.confidence),
+        "precision": next(word for least, word in _PRECISIONS if sure >= least),
         "problem.severity": _PROBLEM[worst.level],
     }
     return rule
-
-
-def _choose_precision(confidence: float | None) -> str:
-    if confidence is None or confidence >= 0.9:
-        return "very-high"
-    return "high" if confidence >= 0.7 else "medium" if confidence >= 0.4 else "low"
 
 
 def _make_results(shown: Sequence[Finding], rules: Mapping[str, int]) -> Any:

@@ -149,7 +149,10 @@ def _draw_block(block: Block, columns: int) -> Iterator[RenderableType]:
     elif isinstance(block, Step):
         yield _make_line((Span("Next: ", "bold"), *split_spans(block.text)))
     elif isinstance(block, Bullets):
-        yield _draw_bullets(block)
+        grid = _make_grid(1)
+        for item in block.items:
+            grid.add_row("-", _make_line(item))
+        yield grid
     elif isinstance(block, Item):
         yield _draw_item(block)
     elif isinstance(block, Table):
@@ -165,13 +168,6 @@ def _make_grid(gap: int, width: int | None = None) -> Grid:
     grid = Grid.grid(padding=(0, gap, 0, 0))
     grid.add_column(width=width, no_wrap=True)
     grid.add_column(overflow="fold")
-    return grid
-
-
-def _draw_bullets(bullets: Bullets) -> Grid:
-    grid = _make_grid(1)
-    for item in bullets.items:
-        grid.add_row("-", _make_line(item))
     return grid
 
 

@@ -26,7 +26,7 @@ def format_value(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, float):
-        return _format_float(value)
+        return f"{value:.1f}".removesuffix(".0") if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
     if isinstance(value, (list, tuple)):
         shown = ", ".join(format_value(element) for element in value[:_LISTED])
         return f"[{shown}, … {len(value)} in all]" if len(value) > _LISTED else f"[{shown}]"
@@ -121,9 +121,3 @@ def time_unit(microseconds: Iterable[float]) -> tuple[str, float, int]:
 def count_of(number: int, noun: str) -> str:
     """Return ``1 file`` or ``2 files``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _format_float(value: float) -> str:
-    if 1000 <= abs(value) < 1e15:
-        return f"{value:.1f}".removesuffix(".0")
-    return f"{value:.4g}"

@@ -111,7 +111,10 @@ class _Run:
             for index in _choose_startable(
                 self.waiting, self.running, self.requests, self.parallel, self.alone
             ):
-                server.send(start=index, **_make_question(self.requests[index]))
+                left_out = ",".join(sorted(catalogue.left_out()))
+                environ = {**os.environ, CALLED_IN: find_working_folder(), catalogue.LEAVE_OUT: left_out}
+                request = to_plain(self.requests[index])
+                server.send(start=index, request=request, environ=environ, path=make_absolute(sys.path))
                 now = time.monotonic()
                 self.running[index] = _Running(now, now + self.requests[index].timeout)
                 self.waiting.remove(index)
@@ -183,12 +186,6 @@ def _choose_startable(
                 sharing.setdefault(device, []).append(requests[index].together)
                 startable.append(index)
     return startable
-
-
-def _make_question(request: Request) -> dict[str, Any]:
-    left_out = ",".join(sorted(catalogue.left_out()))
-    environ = {**os.environ, CALLED_IN: find_working_folder(), catalogue.LEAVE_OUT: left_out}
-    return {"request": to_plain(request), "environ": environ, "path": make_absolute(sys.path)}
 
 
 def _read_outcome(message: Mapping[str, Any], request: Request, killed: bool) -> Outcome:

@@ -88,7 +88,8 @@ def write_messages(layer: str, rows: Sequence[Row]) -> list[str]:
     p80 is below the p20 of the other.
     """
     timed = [row for row in rows if row.get("time_us_p20", 0) > 0]
-    parts = [part for part in (_compare_ours(kind, timed) for kind in _list_kinds(timed)) if part]
+    kinds = dict.fromkeys(row["quantization"] for row in timed if row["backend"] == "OURS")
+    parts = [part for part in (_compare_ours(kind, timed) for kind in kinds) if part]
     if parts:
         return [f"{layer}: {part}" for part in parts]
     fastest = {}
@@ -101,10 +102,6 @@ def write_messages(layer: str, rows: Sequence[Row]) -> list[str]:
     if len(names) == 1 and len({make_label(row) for row in timed}) > 1:
         return [f"{layer}: {names.pop()} is fastest {describe_spans(counts, list(fastest), 'tokens')}"]
     return [f"{layer}: time of a call over the number of tokens"]
-
-
-def _list_kinds(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["quantization"] for row in rows if row["backend"] == "OURS"))
 
 
 def _compare_ours(quantization: str, rows: Sequence[Row]) -> str:

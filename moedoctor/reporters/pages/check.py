@@ -41,7 +41,8 @@ def _show_findings(result: CheckResult) -> Iterator[Block]:
         yield Heading("Known failures that can strike here")
     for finding in result.findings:
         needs = [("needs", finding.needs)] if finding.needs else []
-        evidence = ("seen", _format_evidence(finding.evidence))
+        shown = (f"{name.removeprefix('variables.')} {text}" for name, text in list_figures(finding.evidence))
+        evidence = ("seen", ", ".join(shown))
         lines = [("why", finding.why), *needs, evidence, ("next", finding.next_step)]
         yield Item(finding.severity, f"{finding.id} {finding.name}: {finding.title}", lines)
     if result.conditional:
@@ -65,11 +66,6 @@ def summarize(result: CheckResult) -> str:
             f"{count_of(missing, 'fact')} missing",
         )
     )
-
-
-def _format_evidence(evidence: Mapping[str, Any]) -> str:
-    """Return ``vllm 0.18.0, wsl true``."""
-    return ", ".join(f"{name.removeprefix('variables.')} {text}" for name, text in list_figures(evidence))
 
 
 # The facts in the few words that a person reads; JSON has all of them.

@@ -77,9 +77,8 @@ def _suggest_steps(report: FleetReport, most: _Most) -> Iterator[Block]:
         facts = [each.fact for each in group.wrong if not each.fact.startswith("finding ")]
         if facts:
             shown = ", ".join(facts[:3]) + (f" and {len(facts) - 3} more" if len(facts) > 3 else "")
-            yield Step(
-                f"give {_list_names(group.members, replace(most, names=3))} what the others have: {shown}"
-            )
+            named = _list_names(group.members, replace(most, names=3))
+            yield Step(f"give {named} what the others have: {shown}")
     odd = [each.name for each in report.bits.oddities] if report.bits is not None else []
     slow = [outlier.name for outlier in report.outliers if outlier.worse]
     if names := list(dict.fromkeys([*odd, *slow])):

@@ -115,7 +115,9 @@ def replay_page(
     document = from_json(ReplayDocument, replayed) if isinstance(replayed, Mapping) else replayed
     record, backends = document.capsule.record, document.backends
     page: list[Block] = [Heading(f"{escape(document.file)}: {escape(record['layer'])}", level)]
-    page.append(Paragraph((Span(*_describe_verdict(document)), f" {answer_of(document)}")))
+    word, tone = ("right:", "clean") if document.right else ("wrong:", "error")
+    verdict = Span(word, tone) if document.judged else Span("not judged:", "note")
+    page.append(Paragraph((verdict, f" {answer_of(document)}")))
     page += _show_explanations(document.diagnosis, level + 1)
     page += _show_backend_tensors(document.backend_tensors, level + 1)
     if backends:
@@ -146,12 +148,6 @@ def _suggest_steps(document: ReplayDocument) -> list[str]:
         steps.append("`moedoctor triage LOG` reads the log of the process that died")
     copy = f"`moedoctor capsule copy {document.file} FILE --without-weights` makes a copy to share"
     return [*steps, copy]
-
-
-def _describe_verdict(document: ReplayDocument) -> tuple[str, str]:
-    if not document.judged:
-        return "not judged:", "note"
-    return ("right:", "clean") if document.right else ("wrong:", "error")
 
 
 def answer_of(document: ReplayDocument) -> str:

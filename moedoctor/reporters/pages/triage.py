@@ -19,6 +19,13 @@ PASTE = (
 _MISSING = 3
 
 
+_UNDECIDED = "Nothing in this text decides. It may be one of these:"
+_NOTHING = (
+    "No known failure in this text. The server may still be broken in another way: "
+    "`moedoctor list` shows the failures that are known."
+)
+
+
 @dataclass(frozen=True)
 class LookedAt:
     """The facts that were read from one input."""
@@ -97,18 +104,25 @@ def triage_page(results: Sequence[tuple[str, Triage]]) -> list[Block]:
             page.append(Heading(name))
         page += _make_page(result)
     page.append(Paragraph(f"{count_line(results)}."))
-    if best := _find_best(results):
-        page.append(Step(_explain(best.id)))
+    if found := [finding for _, result in results for finding in result.findings]:
+        page.append(Step(_explain(max(found, key=lambda finding: finding.confidence).id)))
     return page
 
 
 def _make_page(result: Triage) -> list[Block]:
     page: list[Block] = [_make_item(finding) for finding in result.findings]
     if not result.findings:
-        page.append(Paragraph(_explain_nothing(result)))
+        page.append(Paragraph(_UNDECIDED if result.possible else _NOTHING))
     page += [_show_possible(finding) for finding in result.possible]
-    page += [_show_near_miss(miss) for miss in result.near_misses if not result.findings]
-    page.append(Paragraph(_describe_looked_at(result)))
+    if not result.findings:
+        for miss in result.near_misses:
+            title = f"not it, line {miss.line}: {entries()[miss.id].title}"
+            page.append(Item(miss.id, title, [("", miss.reason)]))
+    parts = [f"{count_of(result.bytes_read, 'byte')} were read"]
+    parts.append(f"the text names {result.releases}" if result.releases else "the text names no release")
+    parts.append(f"GPU: {', '.join(result.gpus[:4])}" if result.gpus else "no GPU")
+    parts.append(f"MoE backend: {', '.join(result.backends[:4])}" if result.backends else "no MoE backend")
+    page.append(Paragraph(f"Looked at: {'; '.join(parts)}."))
     if not any(finding.grade is Grade.CERTAIN for finding in result.findings):
         page.append(Step(PASTE))
     return page
@@ -137,37 +151,8 @@ def _show_possible(finding: Finding) -> Item:
     return Item(finding.id, title, [*lines, ("more", _explain(finding.id))])
 
 
-def _show_near_miss(miss: NearMiss) -> Item:
-    return Item(miss.id, f"not it, line {miss.line}: {entries()[miss.id].title}", [("", miss.reason)])
-
-
 def _explain(id: str) -> str:
     return f"`moedoctor explain {id}`"
-
-
-def _explain_nothing(result: Triage) -> str:
-    if result.possible:
-        return "Nothing in this text decides. It may be one of these:"
-    return (
-        "No known failure in this text. The server may still be broken in another way: "
-        "`moedoctor list` shows the failures that are known."
-    )
-
-
-def _describe_looked_at(result: Triage) -> str:
-    parts = [f"{count_of(result.bytes_read, 'byte')} were read"]
-    parts.append(f"the text names {result.releases}" if result.releases else "the text names no release")
-    parts.append(f"GPU: {', '.join(result.gpus[:4])}" if result.gpus else "no GPU")
-    parts.append(f"MoE backend: {', '.join(result.backends[:4])}" if result.backends else "no MoE backend")
-    return f"Looked at: {'; '.join(parts)}."
-
-
-def _find_best(results: Sequence[tuple[str, Triage]]) -> Finding | None:
-    return max(
-        (finding for _, result in results for finding in result.findings),
-        key=lambda finding: finding.confidence,
-        default=None,
-    )
 
 
 def describe_findings(results: Sequence[tuple[str, Triage]]) -> list[str]:
