@@ -39,7 +39,7 @@ Evidence = Mapping[str, Any]
 
 
 class Tier(str, enum.Enum):
-    """The degree to which a run was real."""
+    """The kind of code that a run executes."""
 
     MODEL = "model"
     """Restated algorithm, any machine."""
