@@ -27,35 +27,32 @@ for name in ("RECORD", "RECORD_WHEN", "RECORD_SIZE"):
 """
 
 
-def record(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "moedoctor", "record", "-o", str(tmp_path / "capsules"), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=120,
-        check=False,
-    )
+def record(tmp_path: Path, *arguments: str) -> int:
+    return main(["record", "-o", str(tmp_path / "capsules"), *arguments])
 
 
-def test_the_command_gets_the_variables_and_keeps_its_options(tmp_path: Path) -> None:
-    done = record(
-        tmp_path, "--when", "first", "--max-size", "1.5", "--", sys.executable, "-c", _SHOW, "--when"
-    )
-    assert done.stdout.split() == [str(tmp_path / "capsules"), "first", "1.5"]
-    assert done.returncode == 0
-    assert "nothing was recorded" in done.stderr
+def test_the_command_gets_the_variables_and_keeps_its_options(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--when", "first", "--max-size", "1.5", "--")
+    assert record(tmp_path, *options, sys.executable, "-c", _SHOW, "--when") == 0
+    out, err = capfd.readouterr()
+    assert out.split() == [str(tmp_path / "capsules"), "first", "1.5"]
+    assert "nothing was recorded" in err
 
 
-def test_what_was_recorded_is_named_and_the_exit_code_is_the_commands(tmp_path: Path) -> None:
+def test_what_was_recorded_is_named_and_the_exit_code_is_the_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "capsules").mkdir()
     older, new = (tmp_path / "capsules" / f"{name}.moecapsule" for name in ("older", "new"))
     save(make_capsule("bf16", tokens=2), older)
     copy = f"import shutil; shutil.copy({str(older)!r}, {str(new)!r}); exit(7)"
-    done = record(tmp_path, sys.executable, "-c", copy)
-    assert done.returncode == 7
-    assert f"`moedoctor replay {new}`" in done.stderr
-    assert "older" not in done.stderr
+    capsys.readouterr()  # what `save` said
+    assert record(tmp_path, sys.executable, "-c", copy) == 7
+    err = capsys.readouterr().err
+    assert f"`moedoctor replay {new}`" in err
+    assert "older" not in err
 
 
 def test_a_signal_reaches_the_command_and_gives_its_code(tmp_path: Path) -> None:
@@ -81,11 +78,12 @@ def test_a_signal_reaches_the_command_and_gives_its_code(tmp_path: Path) -> None
         (("--", "/nowhere/vllm", "serve"), "/nowhere/vllm cannot be run: No such file or directory"),
     ],
 )
-def test_wrong_usage_is_one_line(tmp_path: Path, arguments: tuple[str, ...], problem: str) -> None:
-    done = record(tmp_path, *arguments)
-    assert done.returncode == 2
-    assert problem in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_wrong_usage_is_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert record(tmp_path, *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert problem in line
 
 
 def test_run_says_which_wrong_calls_it_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
