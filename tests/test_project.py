@@ -92,11 +92,17 @@ def test_the_package_of_the_wheel_finds_its_own_scenarios_evidence_and_schemas(
         path=tmp_path,
     )
     assert answer.stdout.split() == [str(package / "_scenarios"), str(package / "_reports")], answer.stderr
-    ask = "import moedoctor.cli as cli; cli.main(['schema', sys.argv[1]]); print('torch' in sys.modules)"
-    for name in (*DOCUMENTS, "scenario"):
-        schema, loaded = run_python(ask, name, path=tmp_path).stdout.rsplit("\n", 2)[:2]
-        assert json.loads(schema)["title"], name
-        assert loaded == "False", name
+    ask = """
+import moedoctor.cli as cli
+for name in sys.argv[1:]:
+    cli.main(["schema", name])
+    print(f"\\0torch {'torch' in sys.modules}\\0")
+"""
+    answers = run_python(ask, *DOCUMENTS, "scenario", path=tmp_path).stdout.split("\0")
+    schemas, loaded = answers[:-1:2], answers[1::2]
+    assert len(schemas) == len(DOCUMENTS) + 1
+    assert all(json.loads(schema)["title"] for schema in schemas)
+    assert set(loaded) == {"torch False"}
 
 
 def test_a_checkout_reads_its_own_scenarios_and_evidence() -> None:
