@@ -282,27 +282,18 @@ def test_a_signal_kills_the_children_and_prints_what_finished(tmp_path: Path, nu
     assert (report["summary"]["exit_code"], report["summary"]["interrupted"]) == (128 + number, True)
 
 
-def test_the_help_names_the_type_of_every_value() -> None:
-    """Without a metavar of ours the help would show the name of a Python type."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    unnamed = [
-        f"{name} {option.opts[-1]}"
-        for name, command in commands.items()
-        for option in command.params
-        if option.param_type_name == "option" and not option.is_flag and option.metavar is None
-    ]
-    assert unnamed == []
+def test_the_help_names_the_type_of_every_value_and_no_option_by_its_value() -> None:
+    """Without a metavar of ours the help would show the name of a Python type.
 
-
-def test_no_option_is_named_by_its_value() -> None:
-    """Typer 0.27.2 takes a metavar that is the parameter's name for it: `--when WHEN` became `--WHEN`."""
+    Typer 0.27.2 takes a metavar that is the parameter's name for the option: `--when WHEN` became `--WHEN`.
+    """
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    same = [
-        f"{name} {option.opts[-1]}"
+    options = [
+        (f"{name} {option.opts[-1]}", option)
         for name, command in commands.items()
         for option in command.params
         if option.param_type_name == "option"
-        and option.metavar == option.name.upper()
-        and len(option.opts) == 1
     ]
-    assert same == []
+    assert [name for name, option in options if not option.is_flag and option.metavar is None] == []
+    single = [(name, option) for name, option in options if len(option.opts) == 1]
+    assert [name for name, option in single if option.metavar == option.name.upper()] == []
