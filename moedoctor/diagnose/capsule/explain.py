@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from typing import Any
 
 import torch
 
@@ -70,11 +71,9 @@ class Explanation:
     prediction: torch.Tensor = field(repr=False, compare=False, default_factory=lambda: torch.empty(0))
     """float32 [T, H]"""
 
-    def agrees_with(self, other: Explanation) -> bool:
-        """Return True if both name the same mistakes in the same places."""
-        return self._answer() == other._answer()
-
-    def _answer(self) -> object:
+    @property
+    def answer(self) -> object:
+        """The mistakes and their places; equal explanations have equal answers."""
         scale = None if self.factor is None else (self.deviation, round(self.factor, 2))
         return set(self.mistakes), self.experts, self.tokens, self.taken, scale
 
@@ -183,8 +182,8 @@ class _Call:
         wrong = self.computation.compute_contributions(deviation).nan_to_num()  # [T, K, H]
         change = wrong - self.right  # [T, K, H]
         # Changes of two pairs may cancel, so each pair must be noise by itself.
-        lanes = (self.reference + change[:, lane] for lane in range(change.shape[1]))
-        if self._is_noise(wrong.sum(1)) and all(map(self._is_noise, lanes)):
+        outputs = (wrong.sum(1), *(self.reference + change[:, lane] for lane in range(change.shape[1])))
+        if all(self._agrees(output, self.reference) for output in outputs):
             return None
         whole = self._make_explanation(name_mistakes(deviation), deviation, wrong.sum(1))
         if whole.holds:
@@ -193,8 +192,13 @@ class _Call:
         if bool(mask.all()) or not bool(mask.any()):
             return whole
         mixed = torch.where(mask[..., None], wrong, self.right).sum(1)  # [T, H]
-        experts, tokens = self._list_places(mask)
-        part = self._make_explanation(name_mistakes(deviation), deviation, mixed, experts, tokens)
+        # The experts, or else the tokens, that the mask is made of.
+        chosen = self.ids[mask].unique()
+        if bool((torch.isin(self.ids, chosen) == mask).all()):
+            places = {"experts": tuple(map(int, chosen))}
+        else:
+            places = {"tokens": tuple(mask.any(1).nonzero().flatten().tolist())}
+        part = self._make_explanation(name_mistakes(deviation), deviation, mixed, **places)
         return part if part.holds else whole
 
     def explain_by_rows(self) -> list[Explanation]:
@@ -209,7 +213,7 @@ class _Call:
                 prediction[token] = row
         if not wrong or len(wrong) == len(self.output):
             return []
-        return [self._make_explanation(("row_unwritten",), (), prediction, None, tuple(wrong))]
+        return [self._make_explanation(("row_unwritten",), (), prediction, tokens=tuple(wrong))]
 
     def explain_by_values(self) -> list[Explanation]:
         """Explain the output by a wrong global scale or limit of the activation, in one expert or in all."""
@@ -235,7 +239,7 @@ class _Call:
         everywhere = len(experts) == len(self.ids[self.ids >= 0].unique())
         places = None if everywhere else experts
         name = "activation_clamped" if step == "activation" else "global_scale_wrong"
-        return self._make_explanation((name,), ((step, name),), prediction, places, factor=2.0**best)
+        return self._make_explanation((name,), ((step, name),), prediction, experts=places, factor=2.0**best)
 
     def _predict(self, step: str, experts: tuple[int, ...], octaves: Sequence[float]) -> list[torch.Tensor]:
         """Return the output [T, H] for each value of a scale or limit."""
@@ -255,7 +259,9 @@ class _Call:
                 taken = self.computation.compute_with_ids(torch.where(here, other, -1))  # [T, K, H]
                 prediction = torch.where(here[..., None], taken, self.right).sum(1)  # [T, H]
                 found.append(
-                    self._make_explanation(("expert_replaced",), (), prediction, (expert,), None, taken=other)
+                    self._make_explanation(
+                        ("expert_replaced",), (), prediction, experts=(expert,), taken=other
+                    )
                 )
         return found
 
@@ -278,7 +284,8 @@ class _Call:
                 rows = torch.tensor(sorted(wrong), device=self.output.device)
                 prediction = self.reference.index_copy(0, rows, self.output[rows])  # [T, H]
                 return [
-                    self._make_explanation(("expert_unknown",), (), prediction, experts) for experts in found
+                    self._make_explanation(("expert_unknown",), (), prediction, experts=experts)
+                    for experts in found
                 ]
         return []
 
@@ -294,11 +301,12 @@ class _Call:
         first = found[order[0]]
         if not first.holds:
             return Diagnosis(agreement, None, (), self._add_shares(first), self.compared)
-        near = [i for i in order if found[i].holds and self._predicts_same(first, found[i])]
+        noise = _APART * first.residual * self.size
+        near = [i for i in order if found[i].holds and self._measure(first, found[i]) <= noise]
         chosen = min(near, key=lambda i: (simple[i], found[i].residual))
         best = found[chosen]
         equals = tuple(
-            found[i] for i in near if simple[i] == simple[chosen] and not found[i].agrees_with(best)
+            found[i] for i in near if simple[i] == simple[chosen] and found[i].answer != best.answer
         )
         rest = [found[i] for i in order if i not in near]
         runner_up = self._add_shares(rest[0]) if rest else None
@@ -359,32 +367,15 @@ class _Call:
         mistakes: tuple[str, ...],
         deviation: Deviation,
         prediction: torch.Tensor,
-        experts: tuple[int, ...] | None = None,
-        tokens: tuple[int, ...] | None = None,
-        taken: int | None = None,
-        factor: float | None = None,
+        **places: Any,
     ) -> Explanation:
+        """Return the explanation by `prediction` [T, H]; `places` are its experts, tokens and values."""
         self.compared += 1
         got, want = self.output[self.finite].double(), prediction[self.finite].double()  # [T', H] each
         cosine = float((got * want).sum() / (got.norm() * want.norm()).clamp(min=1e-300))
         residual = float((got - want).norm()) / max(self.size, 1e-300)
         holds = self._agrees(self.output[self.finite], prediction[self.finite])
-        return Explanation(
-            mistakes,
-            deviation,
-            residual,
-            cosine,
-            holds,
-            experts,
-            tokens,
-            taken,
-            factor,
-            prediction=prediction,
-        )
-
-    def _is_noise(self, prediction: torch.Tensor) -> bool:
-        """Return True if a sound backend could give `prediction` [T, H] too."""
-        return self._agrees(prediction, self.reference)
+        return Explanation(mistakes, deviation, residual, cosine, holds, prediction=prediction, **places)
 
     def _agrees(self, output: torch.Tensor, prediction: torch.Tensor) -> bool:
         """Return True if `output` [T, H] is within the bounds; the first line saves most of the time."""
@@ -420,15 +411,6 @@ class _Call:
             happened[of_expert & ~speaks] = bool(votes.double().mean() > 0.5) if votes.numel() else False
         return happened
 
-    def _list_places(self, mask: torch.Tensor) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Return the experts, or else the tokens, that `mask` [T, K] is made of."""
-        chosen = [int(expert) for expert in self.ids[mask].unique().tolist()]
-        by_expert = torch.isin(self.ids, torch.tensor(chosen, device=self.ids.device, dtype=self.ids.dtype))
-        if bool((by_expert == mask).all()):
-            return tuple(chosen), None
-        tokens = mask.any(1).nonzero().flatten().tolist()
-        return None, tuple(tokens)
-
     def _find_wrong_tokens(self) -> list[int]:
         """Return the finite tokens that differ from the reference beyond the noise."""
         rows = zip(self.output, self.reference, self.finite.tolist(), strict=True)
@@ -453,7 +435,6 @@ class _Call:
         """Return the finite tokens that use the expert."""
         return set(((self.ids == expert).any(1) & self.finite).nonzero().flatten().tolist())
 
-    def _predicts_same(self, first: Explanation, other: Explanation) -> bool:
-        """Return True if both predict the same within `_APART` times the noise."""
-        apart = float((first.prediction - other.prediction)[self.finite].double().norm())
-        return apart <= _APART * first.residual * self.size
+    def _measure(self, first: Explanation, other: Explanation) -> float:
+        """Return how far apart the two predictions are over the finite tokens."""
+        return float((first.prediction - other.prediction)[self.finite].double().norm())

@@ -56,7 +56,10 @@ def check(
     target = target or Target(sources=sources or Sources(), probes=probes or Probes())
     sources, probes = target.sources, target.probes
     environ, facts = sources.environ, environment.collect(sources) | dict(target.facts)
-    redactor = _make_redactor(sources)
+    try:
+        redactor = Redactor.from_environment(sources.environ, sources.host())
+    except Exception:
+        redactor = Redactor.from_environment(sources.environ, "")
     errors = dict(facts.get("collector_errors") or {})
     attempt = _Attempts({name: error for name, error in errors.items() if name not in target.facts})
     nvcc = attempt("nvcc", lambda: probes.nvcc(environ))
@@ -103,13 +106,6 @@ def check(
     )
     result = replace(result, not_looked_at=(*list_not_looked_at(result), *target.not_looked_at))
     return redactor.record(result)
-
-
-def _make_redactor(sources: Sources) -> Redactor:
-    try:
-        return Redactor.from_environment(sources.environ, sources.host())
-    except Exception:
-        return Redactor.from_environment(sources.environ, "")
 
 
 def _ask_children(machine: Machine, probes: Probes, attempt: _Attempts) -> tuple[Pinning, dict[str, Any]]:

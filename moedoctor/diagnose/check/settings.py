@@ -24,17 +24,21 @@ def find_setting_failures(entry: Entry, machine: Machine) -> Iterator[Finding]:
     """Yield one finding for all variables about backends without effect that no rule of the entry names."""
     named = next((rule.when.any_set for rule in entry.affects if match_condition(rule.when, machine)), [])
     dead = [
-        finding for finding in _find_dead(machine) if _is_backend(finding) and _name(finding) not in named
+        finding
+        for finding in _find_dead(machine)
+        if _BACKEND.search(finding.name) and finding.name not in named
     ]
     if not dead:
         return
     packages = {name: machine.find_version(name) for name in ("vllm", "flashinfer-python")}
-    settings = {_name(finding): machine.show_setting(_name(finding)) for finding in dead}
+    vllm = packages["vllm"]
+    is_known = vllm is None or vllm.partition("+")[0] in load_vllm_variables().releases
+    settings = {finding.name: machine.show_setting(finding.name) for finding in dead}
     yield Finding.from_entry(
         entry,
         severity="error" if any(finding.stops for finding in dead) else "warning",
-        confidence=_CONFIDENCE if _is_known(machine) else _BETWEEN,
-        why="; ".join(f"{_name(finding)}: {finding.message}" for finding in dead),
+        confidence=_CONFIDENCE if is_known else _BETWEEN,
+        why="; ".join(f"{finding.name}: {finding.message}" for finding in dead),
         evidence={**{name: version for name, version in packages.items() if version}, "settings": settings},
         next_step="; ".join(map(_suggest_remedy, dead)),
     )
@@ -43,13 +47,12 @@ def find_setting_failures(entry: Entry, machine: Machine) -> Iterator[Finding]:
 def find_setting_problems(machine: Machine) -> Iterator[Problem]:
     """Yield the other variables that have no effect, or stop the engine."""
     for finding in _find_dead(machine):
-        if not _is_backend(finding):
-            name = _name(finding)
+        if not _BACKEND.search(finding.name):
             yield Problem(
-                what=f"{name}: {finding.problem.replace('_', ' ')}",
+                what=f"{finding.name}: {finding.problem.replace('_', ' ')}",
                 severity="error" if finding.stops else "warning",
                 why=finding.message,
-                evidence={"variables": {name: machine.show_setting(name)}},
+                evidence={"variables": {finding.name: machine.show_setting(finding.name)}},
                 next_step=_suggest_remedy(finding),
             )
 
@@ -67,23 +70,9 @@ def _find_dead(machine: Machine) -> tuple[SettingFinding, ...]:
         finding
         for finding in findings
         if not finding.takes_effect
-        and (asked[_name(finding).upper().partition("_")[0]] or finding.problem in _READ_BY_NO_RELEASE)
+        and (asked[finding.name.upper().partition("_")[0]] or finding.problem in _READ_BY_NO_RELEASE)
     )
 
 
-def _is_backend(finding: SettingFinding) -> bool:
-    return _BACKEND.search(_name(finding)) is not None
-
-
-def _is_known(machine: Machine) -> bool:
-    version = machine.find_version("vllm")
-    return version is None or version.partition("+")[0] in load_vllm_variables().releases
-
-
 def _suggest_remedy(finding: SettingFinding) -> str:
-    name = _name(finding)
-    return f"in place of {name} use {finding.instead}" if finding.instead else f"unset {name}"
-
-
-def _name(finding: SettingFinding) -> str:
-    return finding.setting.partition("=")[0]
+    return f"in place of {finding.name} use {finding.instead}" if finding.instead else f"unset {finding.name}"

@@ -51,14 +51,11 @@ class Patterns:
         if self._substrings:
             if any(name in module for name in self._plain):
                 return True
-        elif any(parent in self._exact for parent in _list_parents(module)):
-            return True
+        else:
+            parts = module.split(".")
+            if any(".".join(parts[:size]) in self._exact for size in range(1, len(parts))):
+                return True
         return any(pattern.match(module) for pattern in self._compiled)
-
-
-def _list_parents(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[:size]) for size in range(1, len(parts))]
 
 
 def _translate(expression: str) -> list[str] | None:

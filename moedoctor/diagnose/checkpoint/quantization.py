@@ -12,25 +12,14 @@ from moedoctor.diagnose.checkpoint.name_patterns import Patterns
 from moedoctor.models.config_fields import find_text_config
 
 ALGOS: Mapping[str, str] = {
-    "FP8": "fp8",
-    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
-    "FP8_PB_WO": "fp8",
-    "FP8_PB_REAL": "fp8",
-    "MXFP8": "fp8",
-    "NVFP4": "nvfp4",
-    "NVFP4_AWQ": "nvfp4",
-    "NVFP4_SVD": "nvfp4",
-    "NVFP4_SVDQUANT": "nvfp4",
-    "W4A16_NVFP4": "nvfp4",
-    "W4A8_NVFP4_FP8": "nvfp4",
-    "W4A16_AWQ": "int",
-    "W4A8_AWQ": "int",
-    "INT4_AWQ": "int",
-    "INT8_SQ": "int",
-    "INT8_WO": "int",
-    "W8A16": "int",
-    "W8A8_SQ_PER_CHANNEL": "int",
-    "MIXED_PRECISION": "mixed",
+    name: scheme
+    for scheme, names in {
+        "fp8": "FP8 FP8_PER_CHANNEL_PER_TOKEN FP8_PB_WO FP8_PB_REAL MXFP8",
+        "nvfp4": "NVFP4 NVFP4_AWQ NVFP4_SVD NVFP4_SVDQUANT W4A16_NVFP4 W4A8_NVFP4_FP8",
+        "int": "W4A16_AWQ W4A8_AWQ INT4_AWQ INT8_SQ INT8_WO W8A16 W8A8_SQ_PER_CHANNEL",
+        "mixed": "MIXED_PRECISION",
+    }.items()
+    for name in names.split()
 }
 """ModelOpt's names -> scheme of the tensors."""
 _STATIC_INPUTS = frozenset({"FP8", "NVFP4", "NVFP4_AWQ"})

@@ -80,7 +80,13 @@ def list_repairable_checks(result: Lint) -> frozenset[str]:
         return frozenset()
     checks = {finding.check for finding in result.findings}
     by_files = {check for check in checks & CHECKS_OF_FILES if correct(result, {check})}
-    return frozenset(by_files | {check for check in checks & SCALE_CHECKS if _has_repair(result, check)})
+    experts = {gate.expert is not None for gate, _ in _list_pairs(result)}
+    possible = {
+        "input_scale_zero": any(len(modules) > 1 for modules in _group_input_scales(result).values()),
+        "global_scale_mismatch": True in experts,
+        "fused_scale_mismatch": False in experts,
+    }
+    return frozenset(by_files | {check for check in checks & SCALE_CHECKS if possible[check]})
 
 
 def repair(result: Lint, folder: Path) -> Repaired:
@@ -106,7 +112,9 @@ def repair(result: Lint, folder: Path) -> Repaired:
             linked, left_out = _copy(source, beside, repairs, shards)
             _patch(result, beside, repairs)
             checked = _check(result, beside, repairs)
-            os.chmod(beside, 0o777 & ~_read_umask())
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(beside, 0o777 & ~mask)
             os.rename(beside, folder)  # raises if a folder with files came meanwhile
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -125,13 +133,6 @@ def find_repairs(result: Lint) -> Repairs:
             for gate, up in _list_pairs(result):
                 tensors.update(_repair_halves(result, reader, gate, up, tensors))
     return Repairs(json_files, tensors, checks)
-
-
-def _has_repair(result: Lint, check: str) -> bool:
-    if check == "input_scale_zero":
-        return any(len(modules) > 1 for modules in _group_input_scales(result).values())
-    experts = check == "global_scale_mismatch"
-    return any((gate.expert is not None) is experts for gate, _ in _list_pairs(result))
 
 
 def _list_pairs(result: Lint) -> Iterator[tuple[Module, Module]]:
@@ -326,9 +327,3 @@ def _check(result: Lint, folder: Path, repairs: Repairs) -> Lint:
     if all(after.get(check) == before[check] for check in repairs.checks):
         raise RepairError(f"the copy would still have all of {', '.join(sorted(repairs.checks))}")
     return checked
-
-
-def _read_umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

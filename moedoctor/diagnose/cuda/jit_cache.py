@@ -34,12 +34,6 @@ class CachedModule:
     module: str
 
     @property
-    def lacks_suffix(self) -> bool:
-        """True if it needs a suffix and is compiled for a target of 9.0 or later without it."""
-        plain = any(target.capability >= SUFFIX_SINCE and not target.suffix for target in self.targets)
-        return plain and self.needs_suffix
-
-    @property
     def needs_suffix(self) -> bool:
         """True if the module holds tensor-core kernels, which need architecture-specific instructions."""
         return _NEEDS_SUFFIX.search(self.module) is not None
@@ -104,11 +98,14 @@ def read_jit_cache(environ: Mapping[str, str]) -> JitCache:
     base = environ.get(BASE) or environ.get("HOME") or os.path.expanduser("~")
     root = Path(base) / ".cache" / "flashinfer"
     libraries = islice(root.glob("*/*/cached_ops/*/*.so"), MAX_MODULES) if root.is_dir() else ()
-    groups: dict[tuple[str, tuple[str, ...]], list[CachedModule]] = {}
+    groups: dict[tuple[str, tuple[Target, ...]], list[CachedModule]] = {}
     for module in filter(None, map(find_cached_module, libraries)):
-        groups.setdefault((module.release, tuple(map(str, module.targets))), []).append(module)
+        groups.setdefault((module.release, module.targets), []).append(module)
     folders = []
-    for (release, targets), modules in sorted(groups.items()):
-        lacking = {module.module for module in modules if module.lacks_suffix}
-        folders.append(JitFolder(release, targets, len(modules), tuple(sorted(lacking))))
+    for (release, targets), modules in groups.items():
+        plain = any(target.capability >= SUFFIX_SINCE and not target.suffix for target in targets)
+        lacking = {module.module for module in modules if plain and module.needs_suffix}
+        names = tuple(map(str, targets))
+        folders.append(JitFolder(release, names, len(modules), tuple(sorted(lacking))))
+    folders.sort(key=lambda folder: (folder.release, folder.targets))
     return JitCache(str(root), tuple(folders))

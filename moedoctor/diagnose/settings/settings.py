@@ -61,11 +61,11 @@ def check_settings(
         flashinfer or backend_tables.load_releases()[release].flashinfer or "", environ
     )
     findings += check_flags(read_flags(command, release), release, scheme)
-    without_effect = {finding.setting.partition("=")[0] for finding in findings if not finding.takes_effect}
+    without_effect = {finding.name for finding in findings if not finding.takes_effect}
     findings += [
         finding
         for finding in _find_undecisive(release, environ, scheme, find_moe_backend(command, release))
-        if finding.setting.partition("=")[0] not in without_effect
+        if finding.name not in without_effect
     ]
     return tuple(sorted(findings, key=lambda finding: finding.takes_effect))
 

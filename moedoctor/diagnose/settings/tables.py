@@ -36,6 +36,11 @@ class SettingFinding:
     stops: bool = False
     """True if vLLM itself stops with an error."""
 
+    @property
+    def name(self) -> str:
+        """The variable or flag without its value: ``VLLM_MXFP4_USE_MARLIN``."""
+        return self.setting.partition("=")[0]
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -45,17 +50,17 @@ class Setting:
     first: str
     """The first release of the span."""
     last: str
-    kind: str
+    source: str
+    kind: str = "text"
     """The type of a variable's value: switch, number, decimal, choice, choices, words, text, special,
     elsewhere."""
-    choices: tuple[str, ...]
-    case_sensitive: bool
-    on: tuple[str, ...]
+    choices: tuple[str, ...] = ()
+    case_sensitive: bool = True
+    on: tuple[str, ...] = ()
     """For `words`: the values that mean on; every other value means off."""
-    off: tuple[str, ...]
+    off: tuple[str, ...] = ()
     """For `words`: the values that mean off, if every other value means on."""
-    deprecated: bool
-    source: str
+    deprecated: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,15 +148,9 @@ def _read(name: str) -> Any:
 
 def _read_setting(row: Mapping[str, Any]) -> Setting:
     first, _, last = row["releases"].partition("-")
-    return Setting(
-        name=row["name"],
-        first=first,
-        last=last or first,
-        kind=row.get("kind", "text"),
-        choices=tuple(row.get("choices", ())),
-        case_sensitive=row.get("case_sensitive", True),
-        on=tuple(row.get("on", ())),
-        off=tuple(row.get("off", ())),
-        deprecated=bool(row.get("deprecated")),
-        source=row["source"],
-    )
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in row.items()
+        if key not in ("releases", "default")
+    }
+    return Setting(first=first, last=last or first, **values)

@@ -85,29 +85,21 @@ class Facts:
         for match in _CAPABILITY.finditer(line):
             self.gpus[f"SM {match[2] or f'{match[1][:-1]}.{match[1][-1]}'}"] = None
 
-    def allows(self, signature: Signature) -> bool:
-        """Return True if the releases named leave a signature possible. Unknown releases do."""
-        if signature.needs_version and not self.vllm:
-            return False
-        if signature.since and self.vllm and max(self.vllm) < _read_boundary(signature.since):
-            return False
-        if signature.fixed and self.vllm and min(self.vllm) >= _read_boundary(signature.fixed):
-            return False
-        fixed = signature.flashinfer_fixed
-        return not (fixed and self.flashinfer and min(self.flashinfer) >= _read_boundary(fixed))
-
     def explain_exclusion(self, signature: Signature) -> str:
-        """Return why the releases named leave no room for a signature, or an empty string."""
-        if self.allows(signature):
-            return ""
+        """Return why the releases named leave no room for a signature, or an empty string.
+
+        Unknown releases leave room.
+        """
         if signature.needs_version and not self.vllm:
             return "the text names no release of vLLM"
         if signature.since and self.vllm and max(self.vllm) < _read_boundary(signature.since):
             return f"the text names vLLM {_show(max(self.vllm))}, and the failure came with {signature.since}"
-        fixed = signature.fixed if signature.fixed and self.vllm else None
-        if fixed and min(self.vllm) >= _read_boundary(fixed):
-            return f"the text names vLLM {_show(min(self.vllm))}, and {fixed} fixed the failure"
-        return f"the text names FlashInfer {_show(min(self.flashinfer))}, and the failure is older"
+        if signature.fixed and self.vllm and min(self.vllm) >= _read_boundary(signature.fixed):
+            return f"the text names vLLM {_show(min(self.vllm))}, and {signature.fixed} fixed the failure"
+        fixed = signature.flashinfer_fixed
+        if fixed and self.flashinfer and min(self.flashinfer) >= _read_boundary(fixed):
+            return f"the text names FlashInfer {_show(min(self.flashinfer))}, and the failure is older"
+        return ""
 
     def summarize(self) -> str:
         """Return the releases in a few words, or an empty string without any."""

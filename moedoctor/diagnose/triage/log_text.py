@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import BinaryIO
 
 from moedoctor.diagnose.triage.line_text import OF_VLLM, split_prefix
@@ -95,7 +96,11 @@ class Passages:
 
     def __post_init__(self) -> None:
         self._lines = Lines(self.stream)
-        self._accounts = open_accounts(self.anchors, self.rare_anchors)
+        common = (anchor for anchor in self.anchors if anchor not in self.rare_anchors)
+        self._accounts = (
+            *(Account(anchor, FIRST_RARE, _BYTES_EACH_RARE) for anchor in self.rare_anchors),
+            *(Account(anchor, FIRST, _BYTES_EACH) for anchor in common),
+        )
 
     @property
     def bytes_read(self) -> int:
@@ -150,7 +155,8 @@ class Passages:
             fresh[index] = self._is_fresh(window[index])
             if fresh[index]:
                 self._fresh_bytes += len(window[index])
-                if index not in pieces or self._holds_anchor(window[index]):
+                lowered = window[index].lower()
+                if index not in pieces or any(account.anchor in lowered for account in self._accounts):
                     yield index, None
             index += 1
         if index < last:
@@ -181,22 +187,13 @@ class Passages:
 
     def _list_around(self, window: list[bytes], fresh: dict[int, bool], hit: int, done: int) -> list[int]:
         """Return `hit` and the nearest lines of new shapes around it that come after `done`, in order."""
-        near: list[int] = []
-        for index in range(hit - 1, max(done, hit - _FAR), -1):
-            if len(near) == AROUND:
-                break
-            if self._has_new_shape(window, fresh, index):
-                near.append(index)
-        near.reverse()
-        near.append(hit)
-        count = 0
-        for index in range(hit + 1, min(len(window) - 1, hit + _FAR)):
-            if count == AROUND:
-                break
-            if self._has_new_shape(window, fresh, index):
-                count += 1
-                near.append(index)
-        return [index for index in near if index > done]
+        before = range(hit - 1, max(done, hit - _FAR), -1)
+        after = range(hit + 1, min(len(window) - 1, hit + _FAR))
+        new = (
+            islice((index for index in side if self._has_new_shape(window, fresh, index)), AROUND)
+            for side in (before, after)
+        )
+        return sorted(index for index in chain([hit], *new) if index > done)
 
     def _has_new_shape(self, window: list[bytes], fresh: dict[int, bool], index: int) -> bool:
         """Return True if the shape of a line is new; each line of a window is counted once."""
@@ -212,10 +209,6 @@ class Passages:
         if count or len(self._shapes) < _SHAPES:
             self._shapes[shape] = count + 1
         return True
-
-    def _holds_anchor(self, piece: bytes) -> bool:
-        lowered = piece.lower()
-        return any(account.anchor in lowered for account in self._accounts)
 
 
 def _make_passage(before: str, shown: str, after: str, number: int, wrapped: bool) -> Passage:
@@ -260,14 +253,6 @@ class Account:
     def spend(self, patterns: float) -> None:
         """Charge so many patterns tried."""
         self.spent += patterns
-
-
-def open_accounts(anchors: Sequence[bytes], rare: Sequence[bytes]) -> tuple[Account, ...]:
-    """Return an account for each word, those of the rare anchors first."""
-    return (
-        *(Account(anchor, FIRST_RARE, _BYTES_EACH_RARE) for anchor in rare),
-        *(Account(anchor, FIRST, _BYTES_EACH) for anchor in anchors if anchor not in rare),
-    )
 
 
 def find_lines(text: bytes, account: Account) -> list[int]:

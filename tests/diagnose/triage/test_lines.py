@@ -115,7 +115,7 @@ ONE_EACH = tuple({id: (id, text) for id, text in PASTED}.values())
     ],
 )
 def test_a_line_is_recognised_in_an_ordinary_log(wrapper: str, lines: list[tuple[str, str]]) -> None:
-    before, after = ordinary_log(2_500, 1), ordinary_log(2_500, 2)
+    before, after = ordinary_log(2_500, 1), ordinary_log(250, 2)
     assert len(before) > THOROUGH  # later lines are only looked at near an anchor
     assert found(before + after) == set()
     wrap = WRAPPERS[wrapper]

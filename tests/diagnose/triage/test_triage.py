@@ -323,7 +323,7 @@ def lines_of(probe: str, size: int) -> bytes:
 
 @pytest.mark.parametrize(
     ("text", "probe"),
-    [*((one_line, probe) for probe in PROBES), *((lines_of, probe) for probe in PROBES[:6])],
+    [*((one_line, probe) for probe in PROBES), *((lines_of, probe) for probe in PROBES[:3])],
 )
 def test_time_is_linear(text: Callable[[str, int], bytes], probe: str) -> None:
     def seconds(size: int) -> float:
@@ -336,7 +336,7 @@ def test_time_is_linear(text: Callable[[str, int], bytes], probe: str) -> None:
         return min(times)
 
     seconds(10_000)
-    assert seconds(1_000_000) < 3 * seconds(500_000) + 0.1
+    assert seconds(600_000) < 3 * seconds(300_000) + 0.1
 
 
 @settings(max_examples=150, deadline=None)

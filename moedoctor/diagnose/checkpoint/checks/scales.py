@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from moedoctor.diagnose.checkpoint.findings import Lint
@@ -43,7 +43,13 @@ Singles = dict[str, dict[str, _Scale]]
 
 def check_values(checked: Lint) -> None:
     """Read the scales. Find those that are zero, NaN, negative, subnormal, or that differ too much."""
-    scales = sorted(_list_scales(checked.modules), key=lambda item: (item[2].shard, item[2].start))
+    scales = [
+        (module, part, info)
+        for module in checked.modules.values()
+        for part, info in module.parts.items()
+        if part.endswith(("scale", "scale_2", "scale_inv"))
+    ]
+    scales.sort(key=lambda item: (item[2].shard, item[2].start))
     total = sum(info.size for _, _, info in scales if info.dtype == "F8_E4M3")
     whole, total_read = total <= FULL_BYTES, 0
     singles: Singles = {}
@@ -68,13 +74,6 @@ def check_values(checked: Lint) -> None:
     checked.block_scales_seen = total_read / total if total else 1.0
     _check_pairs(checked, singles)
     _check_spread(checked, singles, weights)
-
-
-def _list_scales(modules: Mapping[str, Module]) -> Iterator[tuple[Module, str, TensorInfo]]:
-    for module in modules.values():
-        for part, info in module.parts.items():
-            if part.endswith(("scale", "scale_2", "scale_inv")):
-                yield module, part, info
 
 
 def _check_block_scales(
@@ -146,15 +145,14 @@ def _check_pairs(checked: Lint, singles: Singles) -> None:
                 fused = next((names for names in _FUSED if projection == names[0]), ())
                 check, names = "fused_scale_mismatch", list(fused[1:])
             others = [scales[f"{head}.{other}"].value for other in names if f"{head}.{other}" in scales]
-            if any(_differ(scale.value, other) for other in others):
+            if any(
+                math.isfinite(scale.value + other) and not math.isclose(scale.value, other, rel_tol=_SAME)
+                for other in others
+            ):
                 shown = [f"{value:g}" for value in (scale.value, *others)]
                 if check == "global_scale_mismatch":
                     shown = [f"gate {shown[0]}", f"up {shown[1]}"]
                 checked.add(check, f"{name}.{part}", scale.shard, ", ".join(shown))
-
-
-def _differ(first: float, second: float) -> bool:
-    return math.isfinite(first) and math.isfinite(second) and not math.isclose(first, second, rel_tol=_SAME)
 
 
 def _check_spread(checked: Lint, singles: Singles, weights: Sequence[_Scale]) -> None:
@@ -199,18 +197,14 @@ def _bound_weight(scale: _Scale, singles: Singles) -> float | None:
 
     None if another check reports them: they are zero, NaN, negative or subnormal.
     """
-    kind, global_scale = scale.module.kind, 1.0
+    kind, name, global_scale = scale.module.kind, scale.module.name, 1.0
     if kind not in _LARGEST_CODE or (kind == "nvfp4" and scale.value < SMALLEST_NORMAL):
         return None
     if kind == "nvfp4":
-        global_scale = _find_global_scale(scale.module.name, singles)
+        factor = singles.get("weight_scale_2", {}).get(name)
+        inverse = singles.get("weight_global_scale", {}).get(name)  # of compressed-tensors
+        global_scale = factor.value if factor else math.nan
+        if factor is None and inverse and inverse.value:
+            global_scale = 1 / inverse.value
     weight = _LARGEST_CODE[kind] * scale.value * global_scale
     return weight if min(scale.value, global_scale) >= SMALLEST_NORMAL_F32 and weight < math.inf else None
-
-
-def _find_global_scale(module: str, singles: Singles) -> float:
-    """Return the factor of a module's block scales, or NaN if there is none."""
-    if scale := singles.get("weight_scale_2", {}).get(module):
-        return scale.value
-    scale = singles.get("weight_global_scale", {}).get(module)
-    return 1 / scale.value if scale and scale.value else math.nan  # compressed-tensors stores the reciprocal

@@ -14,7 +14,6 @@ from moedoctor.diagnose.checkpoint.modules import (
     Module,
     find_whole_number,
 )
-from moedoctor.diagnose.checkpoint.quantization import Rule
 from moedoctor.diagnose.checkpoint.safetensors_header import TensorInfo
 from moedoctor.models.config_fields import find_text_config
 
@@ -33,16 +32,14 @@ def check_parts(checked: Lint) -> None:
                 checked.add("weight_missing", module.name_tensor(part), shard, "no weight beside it")
         elif module.weight is None:
             continue
-        elif module.kind == "nvfp4" and not _holds_integers(module, checked.find_rule(module)):
-            _check_nvfp4(checked, module, module.weight)
+        elif module.kind == "nvfp4":
+            rule, scales = checked.find_rule(module), module.parts.get("weight_scale")
+            # ModelOpt's AWQ has two integers in a byte as well.
+            is_float = rule is None or rule.scheme != "int" or (scales and scales.dtype == "F8_E4M3")
+            if is_float:
+                _check_nvfp4(checked, module, module.weight)
         elif module.kind == "fp8":
             _check_fp8(checked, module, module.weight)
-
-
-def _holds_integers(module: Module, rule: Rule | None) -> bool:
-    """Return True if the bytes of a weight are integers: ModelOpt's AWQ has two in a byte as well."""
-    scales = module.parts.get("weight_scale")
-    return rule is not None and rule.scheme == "int" and (scales is None or scales.dtype != "F8_E4M3")
 
 
 def _check_nvfp4(checked: Lint, module: Module, weight: TensorInfo) -> None:
@@ -65,14 +62,13 @@ def _check_nvfp4(checked: Lint, module: Module, weight: TensorInfo) -> None:
         # A byte of U8 holds two weights; the shape of an F4 tensor counts weights.
         per_element = 2 if weight.dtype == "U8" else 1
         expected = (*weight.shape[:-1], weight.shape[-1] * per_element // BLOCK) if weight.shape else ()
-        if info.shape not in (expected, _transpose_scales(weight.shape, per_element)):
+        fits = [expected]
+        if len(weight.shape) == 3:  # experts that are stored as [experts, K, N], as in Llama 4
+            experts, inner, outer = weight.shape
+            fits.append((experts, inner * per_element // BLOCK, outer))
+        if info.shape not in fits:
             value = f"{list(info.shape)}, expected {list(expected)}"
             checked.add("shape_mismatch", name, info.shard, value)
-
-
-def _transpose_scales(shape: tuple[int, ...], per_element: int) -> tuple[int, ...] | None:
-    """Return the shape of the scales of experts that are stored as [experts, K, N], as in Llama 4."""
-    return (shape[0], shape[1] * per_element // BLOCK, shape[2]) if len(shape) == 3 else None
 
 
 def _check_fp8(checked: Lint, module: Module, weight: TensorInfo) -> None:
@@ -118,20 +114,15 @@ def check_shapes(checked: Lint) -> None:
         if (projection, kind, shape) in checked_shapes:
             continue
         checked_shapes.add((projection, kind, shape))
+        # The rows and columns that must stay together, since they share a scale.
+        rule = checked.find_rule(module)
+        block = rule.block if kind == "fp8" and rule is not None else None
+        units = (1, BLOCK) if kind == "nvfp4" else block or (1, 1)
         if kind == "nvfp4" and shape[1] % BLOCK:
             value = f"{shape[1]} columns are no multiple of {BLOCK}"
             checked.add("block_incomplete", module.name, weight.shard, value)
-        elif wrong := _find_untiled(
-            projection, shape, _find_units(kind, checked.find_rule(module)), tp_sizes
-        ):
+        elif wrong := _find_untiled(projection, shape, units, tp_sizes):
             checked.add("does_not_tile", module.name, weight.shard, wrong)
-
-
-def _find_units(kind: str, rule: Rule | None) -> tuple[int, int]:
-    """Return the rows and columns that must stay together, since they share a scale."""
-    if kind == "nvfp4":
-        return 1, BLOCK
-    return rule.block if kind == "fp8" and rule is not None and rule.block is not None else (1, 1)
 
 
 def _find_untiled(
