@@ -61,8 +61,8 @@ def test_every_compiler_accepts_what_the_table_says(compiler: Tool) -> None:
 
 @needs_compiler
 def test_instructions_compiled_together_give_the_same_results_as_alone() -> None:
-    for compiler in COMPILERS:
-        for target in map(Target.parse, ("120", "120a", "90a", "121a")):
+    for compiler in {COMPILERS[0], COMPILERS[-1]}:
+        for target in map(Target.parse, ("120", "120a", "90a")):
             together = try_instructions(compiler, target, INSTRUCTIONS)
             for instruction in INSTRUCTIONS:
                 result = together[instruction.name]
