@@ -25,7 +25,8 @@ from moedoctor.diagnose.capsule.mistakes import list_pairs, name_mistakes
 from tests.capsules import SCHEMES, computation, make_capsule, noisy
 
 _CALLS = [(*scheme, activation) for scheme in SCHEMES for activation in ("silu", "relu2")]
-_QUICK = [_CALLS[0], _CALLS[3], *(pytest.param(call, marks=pytest.mark.slow) for call in _CALLS[4:])]
+_SLOW = (pytest.param(call, marks=pytest.mark.slow) for call in (*_CALLS[1:3], *_CALLS[4:]))
+_QUICK = [_CALLS[0], _CALLS[3], *_SLOW]
 
 
 def _call(scheme: tuple[str, str, str], seed: int) -> Computation:
