@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moedoctor.reporters.pages.bench_engines import EngineBench, bench_document
+from moedoctor.reporters.pages.bench import make_bench_document
+from moedoctor.reporters.pages.bench_engines import EngineBench
 from moedoctor.results import to_plain
 
 
@@ -18,6 +19,6 @@ def speed_row(variant: str, batch: int, rate: float) -> dict[str, Any]:
 def engine_document(speeds: Sequence[dict[str, Any]], *engines: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON document of a benchmark of engines."""
     bench = EngineBench("a model", 64, {}, False, engines, tuple(speeds), {"gpu": "a GPU"}, origin=None)
-    document: dict[str, Any] = to_plain(bench_document(bench))
+    document: dict[str, Any] = to_plain(make_bench_document(bench))
     del document["origin"]
     return {"schema_version": 1, **document}

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moedoctor.commands.options import (
+    FULL_FORMATS,
     Device,
     Full,
     InputError,
     Output,
     PageFormat,
     choose_from,
+    deliver,
+    end_measurement,
     number,
     option,
     parse_names,
     parse_numbers,
     require_writable,
 )
+
+if TYPE_CHECKING:
+    from moedoctor.reporters.pages.bench import Bench
 
 
 def bench(
@@ -213,8 +219,7 @@ def bench(
             control=control,
             together=together,
         )
-        engines = bench_engines.measure(plan)
-        return bench_engines.write_report(engines, format, output, full=full)
+        return _write_report(bench_engines.measure(plan), format, output, full=full)
     if backend:
         from moedoctor.commands import bench_backends
 
@@ -225,7 +230,9 @@ def bench(
         measured = bench_backends.measure(
             variants, layers, load, tokens=tokens, device=device, timeout=timeout, named=backend
         )
-        return bench_backends.write_report(measured, format, output, plot, full=full)
+        if plot is not None:
+            bench_backends.draw_pictures(measured, plot)
+        return _write_report(measured, format, output, full=full)
     if cache:
         from moedoctor.commands import bench_cache
         from moedoctor.fixes.eviction import POLICIES
@@ -236,5 +243,26 @@ def bench(
         replayed = bench_cache.measure(
             trace, capacity, policies=policies, batch=batches[0] if batches else None, scope=scope
         )
-        return bench_cache.write_report(replayed, format, output, full=full)
+        code = _write_report(replayed, format, output, full=full)
+        if format == "table":
+            bench_cache.print_charts(replayed, output)
+        return code
     raise InputError("bench: say what to measure: --backend NAME, --engine or --cache")
+
+
+def _write_report(bench: Bench, format: str, output: Path | None, *, full: bool) -> int:
+    """Print the report or write it to a file; return the exit code."""
+    from moedoctor.reporters.pages.bench import list_reasons, make_bench_document, make_bench_page, summarize
+
+    code, reasons = end_measurement(bench.exit_code, list_reasons(bench))
+    deliver(
+        make_bench_page(bench, full=format in FULL_FORMATS),
+        make_bench_document(bench),
+        format=format,
+        output=output,
+        summary=summarize(bench),
+        code=code,
+        reasons=reasons,
+        full=full,
+    )
+    return code

@@ -14,13 +14,10 @@ from moedoctor.bench.moe import backends as registry
 from moedoctor.bench.moe.run import MachineError, measure_machine, measure_tasks
 from moedoctor.bench.moe.task import LayerTask, Routing
 from moedoctor.commands.options import (
-    FULL_FORMATS,
     InputError,
     check_gpu,
     convert_errors,
-    deliver,
     draw_picture,
-    end_measurement,
     parse_names,
     parse_numbers,
     split_texts,
@@ -34,14 +31,7 @@ from moedoctor.origin import record_origin
 from moedoctor.redaction import Redactor
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.reporters.output import show_progress
-from moedoctor.reporters.pages.bench_backends import (
-    BackendBench,
-    bench_document,
-    bench_page,
-    charts,
-    reasons,
-    summary_line,
-)
+from moedoctor.reporters.pages.bench_backends import BackendBench, list_charts
 from moedoctor.text import print_message, suggest_expected
 from moedoctor.trace.format import TraceError, load
 
@@ -251,27 +241,9 @@ def _check_runnable(
         raise InputError(f"--backend {', '.join(named)}: {reason}; {_INSTEAD}")
 
 
-def write_report(
-    bench: BackendBench, format: str, output: Path | None, plot: Path | None = None, *, full: bool = False
-) -> int:
-    """Print the report or write it to a file; `plot` gets the latency of each layer as a picture.
-
-    If no picture can be drawn, a line on stderr says so. Returns the exit code.
-    """
-    if plot is not None:
-        drawn = [found[0] for name in bench.layers if (found := charts(bench, name))]
-        for chart in drawn:
-            alone = len(drawn) == 1
-            draw_picture(chart, plot if alone else plot.with_name(f"{plot.stem}_{chart.name}{plot.suffix}"))
-    code, why = end_measurement(bench.exit_code, reasons(bench))
-    deliver(
-        bench_page(bench, full=format in FULL_FORMATS),
-        bench_document(bench),
-        format=format,
-        output=output,
-        summary=summary_line(bench),
-        code=code,
-        reasons=why,
-        full=full,
-    )
-    return code
+def draw_pictures(bench: BackendBench, plot: Path) -> None:
+    """Write the latency of each layer as a picture. If none can be drawn, a line on stderr says so."""
+    drawn = [charts[0] for name in bench.layers if (charts := list_charts(bench, name))]
+    for chart in drawn:
+        alone = len(drawn) == 1
+        draw_picture(chart, plot if alone else plot.with_name(f"{plot.stem}_{chart.name}{plot.suffix}"))

@@ -9,18 +9,11 @@ from pathlib import Path
 from moedoctor import environment
 from moedoctor.bench.cache.replay import choose_capacities, collect_trace_facts, replay_trace
 from moedoctor.bench.cache.shipped import SHIPPED, load_shipped_trace
-from moedoctor.commands.options import FULL_FORMATS, convert_errors, deliver, end_measurement, parse_numbers
+from moedoctor.commands.options import convert_errors, parse_numbers
 from moedoctor.origin import record_origin
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.output import inspect_terminal, show_progress
-from moedoctor.reporters.pages.bench_cache import (
-    CacheBench,
-    bench_document,
-    bench_page,
-    charts,
-    reasons,
-    summary_line,
-)
+from moedoctor.reporters.pages.bench_cache import CacheBench, list_charts
 from moedoctor.reporters.plots import PlotError, draw_terminal_chart
 from moedoctor.text import print_message
 from moedoctor.trace.format import RoutingTrace, TraceError, load
@@ -76,28 +69,13 @@ def _trace(given: str | None) -> tuple[str, RoutingTrace]:
     return given, load(Path(given))
 
 
-def write_report(bench: CacheBench, format: str, output: Path | None, *, full: bool = False) -> int:
-    """Print the report, or write it to `output`; a terminal with colours gets the charts below the table.
-
-    Returns the exit code.
-    """
-    page = bench_page(bench, full=format in FULL_FORMATS)
-    code, why = end_measurement(bench.exit_code, reasons(bench))
-    deliver(
-        page,
-        bench_document(bench),
-        format=format,
-        output=output,
-        summary=summary_line(bench),
-        code=code,
-        reasons=why,
-        full=full,
-    )
+def print_charts(bench: CacheBench, output: Path | None) -> None:
+    """Draw the charts below the table, if a terminal with colors shows it."""
     colour, width = inspect_terminal(output)
-    if format == "table" and colour and width is not None:
-        try:
-            for chart in charts(bench):
-                print(f"\n{draw_terminal_chart(chart, width=min(width, 100))}", end="")
-        except PlotError as error:
-            print_message(f"no chart: {error}")
-    return code
+    if not colour or width is None:
+        return
+    try:
+        for chart in list_charts(bench):
+            print(f"\n{draw_terminal_chart(chart, width=min(width, 100))}", end="")
+    except PlotError as error:
+        print_message(f"no chart: {error}")

@@ -18,19 +18,13 @@ from moedoctor.bench import engines
 from moedoctor.bench.engines import Variant
 from moedoctor.bench.gpu_state import sample_gpus
 from moedoctor.bench.random_model import PREFIX, RandomModel
-from moedoctor.commands.options import FULL_FORMATS, InputError, deliver, end_measurement, split_texts
+from moedoctor.commands.options import InputError, split_texts
 from moedoctor.environment import explain_missing_gpu
 from moedoctor.origin import record_origin
 from moedoctor.plugin.extensions import FIXES
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.output import show_progress
-from moedoctor.reporters.pages.bench_engines import (
-    EngineBench,
-    bench_document,
-    bench_page,
-    reasons,
-    summary_line,
-)
+from moedoctor.reporters.pages.bench_engines import EngineBench
 from moedoctor.text import print_message
 
 _BACKEND = re.compile(r"[a-z0-9_]{1,60}")
@@ -179,23 +173,6 @@ def write_random(model: Path) -> Iterator[Path]:
         except ValueError as error:
             raise InputError(f"--model {model}: {error}") from None
         yield folder
-
-
-def write_report(bench: EngineBench, format: str, output: Path | None, *, full: bool = False) -> int:
-    """Print the report or write it to a file; return the exit code."""
-    page = bench_page(bench, full=format in FULL_FORMATS)
-    code, why = end_measurement(bench.exit_code, reasons(bench))
-    deliver(
-        page,
-        bench_document(bench),
-        format=format,
-        output=output,
-        summary=summary_line(bench),
-        code=code,
-        reasons=why,
-        full=full,
-    )
-    return code
 
 
 def _print_progress(done: int, total: int, what: str) -> None:

@@ -141,15 +141,10 @@ def _show_catalogue(document: Catalogue, wanted: Wanted) -> Shown:
 
 
 def _show_bench(document: Mapping[str, Any], wanted: Wanted) -> Shown:
-    from moedoctor.reporters.pages import bench_backends, bench_cache, bench_engines
+    from moedoctor.reporters.pages.bench import make_bench_page, read_bench, summarize
 
-    kinds: Mapping[str, Any] = {"backends": bench_backends, "cache": bench_cache, "engines": bench_engines}
-    name = next((name for name in kinds if name in document["bench"]), None)
-    if name is None:
-        raise ValueError("bench is none of backends, cache and engines")
-    kind = kinds[name]
-    bench = kind.from_dict(document)
-    return kind.bench_page(bench, full=wanted.format in FULL_FORMATS), kind.summary_line(bench), None
+    bench = read_bench(document)
+    return make_bench_page(bench, full=wanted.format in FULL_FORMATS), summarize(bench), None
 
 
 PAGES: Mapping[str, Callable[[Any, Wanted], Shown]] = {

@@ -10,13 +10,11 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import Required, TypedDict
 
-import moedoctor
 from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
 from moedoctor.reporters.pages.backend_charts import make_label, make_layer_charts
-from moedoctor.reporters.pages.machine import make_environment_table
 from moedoctor.reporters.text import UNSTEADY_REMARK, is_unsteady, time_unit
-from moedoctor.results import ReportError, ScenarioVerdict, from_json
+from moedoctor.results import ReportError, from_json
 from moedoctor.text import show
 
 
@@ -37,40 +35,25 @@ class BackendBench:
     """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
 
 
-def bench_document(bench: BackendBench) -> dict[str, Any]:
-    """Return the JSON document: the shape of every report, and `bench`."""
+def make_figures(bench: BackendBench) -> dict[str, Any]:
+    """Return the figures as JSON has them."""
     facts = ("layers", "routing", "device", "roofline", "harness", "rows")
-    return {
-        "moedoctor": moedoctor.__version__,
-        "command": "bench",
-        "origin": bench.origin,
-        "environment": bench.environment,
-        "scenarios": [],
-        "bench": {"backends": {name: getattr(bench, name) for name in facts}},
-        "summary": {**{verdict.value: 0 for verdict in ScenarioVerdict}, "exit_code": bench.exit_code},
-    }
+    return {name: getattr(bench, name) for name in facts}
 
 
-def from_dict(document: Any) -> BackendBench:
-    """Return the record that `bench_document` wrote. Raises ReportError that names what is wrong."""
-    try:
-        backends, summary = document["bench"]["backends"], document["summary"]
-        environment = document["environment"]
-    except (KeyError, TypeError) as error:
-        raise ReportError("report", f"is not from `bench --backend`: {error}") from None
-    from_json(_Backends, backends)
-    _check_together("harness", backends["harness"])
-    for index, row in enumerate(backends["rows"]):
+def read_figures(figures: Any, common: Mapping[str, Any]) -> BackendBench:
+    """Return the record of `figures` with the fields that all kinds have. Raises ReportError."""
+    from_json(_Backends, figures)
+    _check_together("harness", figures["harness"])
+    for index, row in enumerate(figures["rows"]):
         where = f"rows[{index}]"
-        if row["model"] not in backends["layers"]:
+        if row["model"] not in figures["layers"]:
             raise ReportError("report", f"{where}.model: {show(row['model'])}: expected one of the layers")
         _check_together(where, row)
         no_result = row.keys().isdisjoint(("time_us", "unavailable", "failed"))
         if no_result and not isinstance(row.get("wrong"), str):
             raise ReportError("report", f"{where}.wrong: must be text")
-    record = {**backends, "environment": environment, "exit_code": summary.get("exit_code")}
-    record["origin"] = document.get("origin")
-    return from_json(BackendBench, record)
+    return from_json(BackendBench, {**figures, **common})
 
 
 def _check_together(where: str, values: Mapping[str, Any]) -> None:
@@ -80,7 +63,7 @@ def _check_together(where: str, values: Mapping[str, Any]) -> None:
                 raise ReportError("report", f"{where}.{other}: is missing, expected a value")
 
 
-def summary_line(bench: BackendBench) -> str:
+def summarize(bench: BackendBench) -> str:
     """Return how many points were timed, and what is wrong."""
     timed = sum("time_us" in row for row in bench.rows)
     wrong = sum(bool(row.get("wrong")) for row in bench.rows)
@@ -93,49 +76,46 @@ def summary_line(bench: BackendBench) -> str:
     return f"{line}, {untrusted} by a comparison that is not to be trusted" if untrusted else line
 
 
-def reasons(bench: BackendBench) -> list[str]:
+def list_reasons(bench: BackendBench) -> list[str]:
     """Return a line for each point that is wrong or failed."""
     bad = (row for row in bench.rows if row.get("wrong") or "failed" in row)
-    return list(dict.fromkeys(f"{row['model']}: {_not_timed(row)}" for row in bad))
+    return list(dict.fromkeys(f"{row['model']}: {_describe_untimed(row)}" for row in bad))
 
 
-def bench_page(bench: BackendBench, *, full: bool = False) -> list[Block]:
-    """Return a table and pictures for each layer. `full` adds the environment."""
-    page: list[Block] = [
-        Heading(f"moedoctor {moedoctor.__version__}: bench --backend", 1),
-        Paragraph(f"{bench.device} · {bench.routing} routing"),
-    ]
+def list_blocks(bench: BackendBench, *, full: bool = False) -> list[Block]:
+    """Return a table and pictures for each layer; all kinds take `full`."""
+    page: list[Block] = [Paragraph(f"{bench.device} · {bench.routing} routing")]
     for name, facts in bench.layers.items():
         own = [row for row in bench.rows if row["model"] == name]
-        page += [Heading(name), Paragraph(_sizes(facts))]
-        page += [Picture("", chart.title, chart) for chart in charts(bench, name)]
+        page += [Heading(name), Paragraph(_describe_sizes(facts))]
+        page += [Picture("", chart.title, chart) for chart in list_charts(bench, name)]
         unit = time_unit(float(row["time_us"]) for row in own if "time_us" in row)
-        timed = [_cells(row, unit) for row in own if "time_us" in row]
+        timed = [_format_cells(row, unit) for row in own if "time_us" in row]
         if timed:
             # A column that is empty on this machine is left out.
             header = [title for title in _COLUMNS if any(row[title] for row in timed)]
             rows = [[row[title] for title in header] for row in timed]
             header = [f"{title} ({unit[0]})" if title in _TIMES else title for title in header]
             page.append(Table(header, rows, "l" + "r" * (len(header) - 1)))
-        if rest := list(dict.fromkeys(_not_timed(row) for row in own if "time_us" not in row)):
+        if rest := list(dict.fromkeys(_describe_untimed(row) for row in own if "time_us" not in row)):
             page.append(Bullets(rest))
-    page.append(Bullets(list(_remarks(bench))))
-    return [*page, *make_environment_table(bench.environment)] if full else page
+    page.append(Bullets(list(_list_remarks(bench))))
+    return page
 
 
-def charts(bench: BackendBench, layer: str) -> list[Chart]:
+def list_charts(bench: BackendBench, layer: str) -> list[Chart]:
     """Return the charts of one layer: latency first; none if nothing was timed."""
-    caption = f"{_sizes(bench.layers[layer])}; {bench.routing} routing; {bench.device}"
+    caption = f"{_describe_sizes(bench.layers[layer])}; {bench.routing} routing; {bench.device}"
     rows = [row for row in bench.rows if row["model"] == layer and "time_us" in row]
-    return make_layer_charts(layer, rows, bench.roofline, name=slug(layer), caption=caption)
+    return make_layer_charts(layer, rows, bench.roofline, name=make_slug(layer), caption=caption)
 
 
-def slug(name: str) -> str:
+def make_slug(name: str) -> str:
     """Return `name` as a part of a file's name."""
     return "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name)[:60] or "layer"
 
 
-def _sizes(facts: Mapping[str, Any]) -> str:
+def _describe_sizes(facts: Mapping[str, Any]) -> str:
     return (
         f"hidden {facts['hidden']}, intermediate {facts['intermediate']}, {facts['experts']} experts, "
         f"top {facts['top_k']}, {facts['activation']}"
@@ -164,11 +144,11 @@ _COLUMNS = {
 _TIMES = ("time", "p20–p80", "warm", "eager")
 
 
-def _cells(row: Mapping[str, Any], unit: tuple[str, float, int]) -> dict[str, str]:
+def _format_cells(row: Mapping[str, Any], unit: tuple[str, float, int]) -> dict[str, str]:
     """Return the text of each column; it is empty if the row lacks a figure of it."""
     _, size, decimals = unit
     values = {
-        name: _mebibytes(value) if name.endswith("bytes") else value
+        name: _format_mebibytes(value) if name.endswith("bytes") else value
         for name, value in row.items()
         if value is not None
     }
@@ -188,7 +168,7 @@ def _is_unsteady(row: Mapping[str, Any]) -> bool:
     return "time_us" in row and is_unsteady(row["time_us"], row["time_us_p20"], row["time_us_p80"])
 
 
-def _mebibytes(value: float) -> str:
+def _format_mebibytes(value: float) -> str:
     size = value / 2**20
     return f"{size:.1f} MiB" if size >= 1 or not size else f"{size:.2g} MiB"
 
@@ -198,7 +178,7 @@ def _is_untrusted(row: Mapping[str, Any]) -> bool:
     return "failed" in row and bool(row.get("controls_missed"))
 
 
-def _not_timed(row: Mapping[str, Any]) -> str:
+def _describe_untimed(row: Mapping[str, Any]) -> str:
     where = f"{make_label(row)}, {row['tokens']} tokens" if "tokens" in row else make_label(row)
     if "unavailable" in row:
         return f"{where}: not available: {row['unavailable']}"
@@ -209,7 +189,7 @@ def _not_timed(row: Mapping[str, Any]) -> str:
     return f"{where}: WRONG, so not timed: {row['wrong']}"
 
 
-def _remarks(bench: BackendBench) -> Iterator[str]:
+def _list_remarks(bench: BackendBench) -> Iterator[str]:
     how = sorted({str(row["timed"]) for row in bench.rows if "timed" in row})
     if how:
         columns = ""
@@ -232,12 +212,12 @@ def _remarks(bench: BackendBench) -> Iterator[str]:
     flops = ", ".join(f"{value / 1e12:.3g} TFLOP/s {name}" for name, value in roofline["flops"].items())
     yield f"Roofline, measured here: {roofline['bytes_per_second'] / 1e9:.4g} GB/s, {flops}."
     if "graph_overhead" in bench.harness:
-        yield _harness(bench.harness)
+        yield _describe_harness(bench.harness)
     if any(row.get("deterministic") is False for row in bench.rows):
         yield "* the bits differ from call to call."
 
 
-def _harness(cost: Mapping[str, Any]) -> str:
+def _describe_harness(cost: Mapping[str, Any]) -> str:
     """Return what the harness adds; reports without ``launch_us`` compare it with do_bench."""
     alone = cost["kernel_us"] if "launch_us" in cost else None
     ours = ", ".join(

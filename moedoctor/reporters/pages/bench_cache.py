@@ -6,13 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import moedoctor
 from moedoctor.bench.cache.replay import ReplayPoint, TraceFacts
 from moedoctor.reporters.chart import Chart, Series
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
-from moedoctor.reporters.pages.machine import make_environment_table
 from moedoctor.reporters.text import list_figures
-from moedoctor.results import ReportError, ScenarioVerdict, from_json
+from moedoctor.results import from_json
 
 BOUND = "belady"
 BOUND_NAME = "Belady (optimum)"
@@ -37,8 +35,8 @@ class CacheBench:
     """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
 
 
-def bench_document(bench: CacheBench) -> dict[str, Any]:
-    """Return the JSON document: the shape of every report, and `bench`."""
+def make_figures(bench: CacheBench) -> dict[str, Any]:
+    """Return the figures as JSON has them."""
     points = [
         {
             "policy": point.policy,
@@ -56,60 +54,38 @@ def bench_document(bench: CacheBench) -> dict[str, Any]:
         for point in bench.points
     ]
     return {
-        "moedoctor": moedoctor.__version__,
-        "command": "bench",
-        "origin": bench.origin,
-        "environment": bench.environment,
-        "scenarios": [],
-        "bench": {
-            "cache": {
-                "trace": {"source": bench.trace, **asdict(bench.facts), "made": bench.made},
-                "scope": bench.scope,
-                "batch": bench.batch,
-                "replay_unit": "call",
-                "points": points,
-            }
-        },
-        "summary": {**{verdict.value: 0 for verdict in ScenarioVerdict}, "exit_code": bench.exit_code},
+        "trace": {"source": bench.trace, **asdict(bench.facts), "made": bench.made},
+        "scope": bench.scope,
+        "batch": bench.batch,
+        "replay_unit": "call",
+        "points": points,
     }
 
 
-def from_dict(document: Any) -> CacheBench:
-    """Return the record that `bench_document` wrote. Raises ReportError that names what is wrong."""
-    try:
-        cache = document["bench"]["cache"]
-        points = [
-            {
-                **point,
-                "stats": {
-                    "calls": point["layer_calls"],
-                    "hits": point["hits"],
-                    "misses": point["misses"],
-                    "wrong": point["wrong_calls"],
-                },
-                "overflowing": point["overflowing_calls"],
-            }
-            for point in cache["points"]
-        ]
-        record = {
-            **cache,
-            "trace": cache["trace"]["source"],
-            "facts": cache["trace"],
-            "made": cache["trace"]["made"],
-            "points": points,
-            "environment": document["environment"],
-            "exit_code": document["summary"]["exit_code"],
-            "origin": document.get("origin"),
+def read_figures(figures: Any, common: Mapping[str, Any]) -> CacheBench:
+    """Return the record of `figures` with the fields that all kinds have. Raises ReportError, KeyError."""
+    points = [
+        {
+            **point,
+            "stats": {
+                "calls": point["layer_calls"],
+                "hits": point["hits"],
+                "misses": point["misses"],
+                "wrong": point["wrong_calls"],
+            },
+            "overflowing": point["overflowing_calls"],
         }
-    except (KeyError, TypeError) as error:
-        raise ReportError("report", f"is not from `bench --cache`: {error}") from None
-    return from_json(CacheBench, record)
+        for point in figures["points"]
+    ]
+    trace = figures["trace"]
+    record = {"trace": trace["source"], "facts": trace, "made": trace["made"], "points": points}
+    return from_json(CacheBench, {**figures, **record, **common})
 
 
-def summary_line(bench: CacheBench) -> str:
+def summarize(bench: CacheBench) -> str:
     """Return the best causal policy at each capacity, beside the optimum."""
     best = []
-    for capacity, points in _by_capacity(bench).items():
+    for capacity, points in _group_by_capacity(bench).items():
         rates = {name: point.hit_rate for name, point in points.items() if name != BOUND}
         if rates:
             policy = max(rates, key=lambda name: rates[name])
@@ -118,7 +94,7 @@ def summary_line(bench: CacheBench) -> str:
     return "; ".join(best)
 
 
-def reasons(bench: CacheBench) -> list[str]:
+def list_reasons(bench: CacheBench) -> list[str]:
     """Return what would be wrong."""
     return [
         f"{point.policy} with {point.capacity} slots: {point.stats.wrong} calls would compute with an expert "
@@ -128,30 +104,29 @@ def reasons(bench: CacheBench) -> list[str]:
     ]
 
 
-def bench_page(bench: CacheBench, *, full: bool = False) -> list[Block]:
-    """Return the hit rates with their picture. `full` adds how the trace was made and the environment."""
+def list_blocks(bench: CacheBench, *, full: bool = False) -> list[Block]:
+    """Return the hit rates with their picture. `full` adds how the trace was made."""
     page: list[Block] = [
-        Heading(f"moedoctor {moedoctor.__version__}: bench --cache", 1),
-        Paragraph(summary_line(bench)),
-        _hit_rates(bench),
-        Paragraph(_heading(bench)),
+        Paragraph(summarize(bench)),
+        _make_table(bench),
+        Paragraph(_describe_trace(bench)),
         Paragraph(f"Trace: {bench.trace}"),
-        Bullets(list(_remarks(bench))),
-        *(Picture("", chart.title, chart) for chart in charts(bench)),
+        Bullets(list(_list_remarks(bench))),
+        *(Picture("", chart.title, chart) for chart in list_charts(bench)),
     ]
     if full and bench.made:
         page += [Heading("How the trace was made"), Table(("fact", "value"), list(list_figures(bench.made)))]
-    return [*page, *make_environment_table(bench.environment)] if full else page
+    return page
 
 
-def _by_capacity(bench: CacheBench) -> dict[int, dict[str, ReplayPoint]]:
+def _group_by_capacity(bench: CacheBench) -> dict[int, dict[str, ReplayPoint]]:
     points: dict[int, dict[str, ReplayPoint]] = {}
     for point in sorted(bench.points, key=lambda point: point.capacity):
         points.setdefault(point.capacity, {})[point.policy] = point
     return points
 
 
-def _hit_rates(bench: CacheBench) -> Table:
+def _make_table(bench: CacheBench) -> Table:
     """Return a row a capacity: hit rates, the bound last, then the experts that a token has to load."""
     policies = dict.fromkeys(point.policy for point in bench.points)
     order = sorted(policies, key=lambda policy: policy == BOUND)
@@ -159,7 +134,7 @@ def _hit_rates(bench: CacheBench) -> Table:
     loads_of = "loads a token, best to optimum" if BOUND in order else "loads a token, best"
     header = ["slots", "resident", *names, loads_of, "overflow"]
     rows = []
-    for capacity, points in _by_capacity(bench).items():
+    for capacity, points in _group_by_capacity(bench).items():
         causal = [point.stats.misses for name, point in points.items() if name != BOUND]
         counts = [min(causal)] if causal else []
         counts += [points[BOUND].stats.misses] if BOUND in points else []
@@ -172,7 +147,7 @@ def _hit_rates(bench: CacheBench) -> Table:
     return Table(header, rows, "r" * len(header))
 
 
-def _heading(bench: CacheBench) -> str:
+def _describe_trace(bench: CacheBench) -> str:
     facts, batch = bench.facts, f"batch {bench.batch}" if bench.batch else "calls as recorded"
     scope = "one cache a layer" if bench.scope == "layer" else "one cache for all layers"
     return (
@@ -181,7 +156,7 @@ def _heading(bench: CacheBench) -> str:
     )
 
 
-def _remarks(bench: CacheBench) -> Iterator[str]:
+def _list_remarks(bench: CacheBench) -> Iterator[str]:
     facts = bench.facts
     yield (
         f"A layer needs {facts.experts_a_call:.1f} experts a call (most: {facts.most_experts_a_call}); "
@@ -201,7 +176,7 @@ def _remarks(bench: CacheBench) -> Iterator[str]:
         yield f"WRONG: {wrong} calls would have computed with an expert that is not resident."
 
 
-def charts(bench: CacheBench) -> list[Chart]:
+def list_charts(bench: CacheBench) -> list[Chart]:
     """Return the hit rate over the capacity, beside the optimum."""
     log_x = len({point.capacity for point in bench.points}) > 1
     rates = [
@@ -212,13 +187,13 @@ def charts(bench: CacheBench) -> list[Chart]:
             bound=policy == BOUND,
         )
         for policy in dict.fromkeys(point.policy for point in bench.points)
-        if (points := sorted(_of_policy(bench, policy), key=lambda point: point.capacity))
+        if (points := sorted(_select_policy(bench, policy), key=lambda point: point.capacity))
     ]
-    caption = f"{_heading(bench)}. A call is replayed as a whole, from empty caches."
+    caption = f"{_describe_trace(bench)}. A call is replayed as a whole, from empty caches."
     return [
         Chart(
             "hit_rate",
-            _rate_message(bench),
+            _make_title(bench),
             series=tuple(rates),
             caption=caption,
             log_x=log_x,
@@ -229,14 +204,14 @@ def charts(bench: CacheBench) -> list[Chart]:
     ]
 
 
-def _of_policy(bench: CacheBench, policy: str) -> list[ReplayPoint]:
+def _select_policy(bench: CacheBench, policy: str) -> list[ReplayPoint]:
     return [point for point in bench.points if point.policy == policy]
 
 
-def _rate_message(bench: CacheBench) -> str:
+def _make_title(bench: CacheBench) -> str:
     """Return which policy comes nearest to the optimum where not every expert fits, and how near."""
     shares: dict[str, list[float]] = {}
-    for capacity, points in _by_capacity(bench).items():
+    for capacity, points in _group_by_capacity(bench).items():
         best = points[BOUND].hit_rate if BOUND in points else 0.0
         for name, point in points.items():
             if name != BOUND and best > 0 and capacity < bench.facts.num_experts:

@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import moedoctor
 from moedoctor.reporters.chart import Chart, Series
-from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, make_evidence_tables
-from moedoctor.reporters.pages.machine import make_environment_table
+from moedoctor.reporters.page import Block, Bullets, Paragraph, Picture, make_evidence_tables
 from moedoctor.reporters.text import UNSTEADY_REMARK, has_unsteady
-from moedoctor.results import ReportError, ScenarioVerdict, from_json
+from moedoctor.results import from_json
 
 
 @dataclass(frozen=True)
@@ -35,37 +33,18 @@ class EngineBench:
     """Where the report comes from, as `moedoctor.origin.Origin`."""
 
 
-_FACTS = ("model", "tokens", "arguments", "together", "engines", "speeds")
+def make_figures(bench: EngineBench) -> dict[str, Any]:
+    """Return the figures as JSON has them."""
+    facts = ("model", "tokens", "arguments", "together", "engines", "speeds")
+    return {name: getattr(bench, name) for name in facts}
 
 
-def bench_document(bench: EngineBench) -> dict[str, Any]:
-    """Return the JSON document: the shape of every report, and `bench`."""
-    return {
-        "moedoctor": moedoctor.__version__,
-        "command": "bench",
-        "origin": bench.origin,
-        "environment": bench.environment,
-        "scenarios": [],
-        "bench": {"engines": {name: getattr(bench, name) for name in _FACTS}},
-        "summary": {**{verdict.value: 0 for verdict in ScenarioVerdict}, "exit_code": bench.exit_code},
-    }
+def read_figures(figures: Any, common: Mapping[str, Any]) -> EngineBench:
+    """Return the record of `figures` with the fields that all kinds have. Raises ReportError."""
+    return from_json(EngineBench, {**figures, **common})
 
 
-def from_dict(document: Any) -> EngineBench:
-    """Return the record that `bench_document` wrote. Raises ReportError that names what is wrong."""
-    try:
-        record = {
-            **document["bench"]["engines"],
-            "environment": document["environment"],
-            "exit_code": document["summary"]["exit_code"],
-            "origin": document.get("origin"),
-        }
-    except (KeyError, TypeError) as error:
-        raise ReportError("report", f"is not from `bench --engine`: {error}") from None
-    return from_json(EngineBench, record)
-
-
-def summary_line(bench: EngineBench) -> str:
+def summarize(bench: EngineBench) -> str:
     """Return the fastest engine at each batch size, and how many are wrong or failed."""
     best = []
     for batch in dict.fromkeys(row["batch"] for row in bench.speeds):
@@ -82,7 +61,7 @@ def summary_line(bench: EngineBench) -> str:
     return "; ".join(best)
 
 
-def reasons(bench: EngineBench) -> list[str]:
+def list_reasons(bench: EngineBench) -> list[str]:
     """Return a line for each engine that is wrong or failed."""
     return [
         f"{row['variant']}: {key}: {row[key]}"
@@ -92,21 +71,19 @@ def reasons(bench: EngineBench) -> list[str]:
     ]
 
 
-def bench_page(bench: EngineBench, *, full: bool = False) -> list[Block]:
-    """Return the answer, the engines and their speeds, and with `full` the environment."""
-    page: list[Block] = [
-        Heading(f"moedoctor {moedoctor.__version__}: bench --engine", 1),
-        Paragraph(summary_line(bench)),
-        Bullets(reasons(bench)),
-        *(Picture("", chart.title, chart) for chart in charts(bench)),
+def list_blocks(bench: EngineBench, *, full: bool = False) -> list[Block]:
+    """Return the answer, the engines and their speeds; all kinds take `full`."""
+    return [
+        Paragraph(summarize(bench)),
+        Bullets(list_reasons(bench)),
+        *(Picture("", chart.title, chart) for chart in list_charts(bench)),
         *make_evidence_tables({"engines": bench.engines}, measured=True).values(),
         *make_evidence_tables({"speeds": bench.speeds}, measured=True).values(),
-        Bullets(list(_remarks(bench))),
+        Bullets(list(_list_remarks(bench))),
     ]
-    return [*page, *make_environment_table(bench.environment)] if full else page
 
 
-def _remarks(bench: EngineBench) -> Iterator[str]:
+def _list_remarks(bench: EngineBench) -> Iterator[str]:
     yield (
         f"{bench.model}: {bench.tokens} new tokens for each sequence, drawn at temperature 1 from fixed "
         "seeds; medians with the 20th and 80th percentile. Ratios are against the first engine that "
@@ -127,7 +104,7 @@ def _remarks(bench: EngineBench) -> Iterator[str]:
     yield from (f"Argument of every engine: {name}={value}" for name, value in bench.arguments.items())
 
 
-def charts(bench: EngineBench) -> list[Chart]:
+def list_charts(bench: EngineBench) -> list[Chart]:
     """Return tokens per second over the batch, a line for each engine; none if nothing was timed."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in sorted(bench.speeds, key=lambda row: int(row["batch"])):
@@ -137,7 +114,7 @@ def charts(bench: EngineBench) -> list[Chart]:
     return [
         Chart(
             "tokens_per_second",
-            _message(bench.speeds),
+            _make_title(bench.speeds),
             x_label="batch (sequences)",
             y_label="tokens per second",
             series=tuple(
@@ -150,7 +127,7 @@ def charts(bench: EngineBench) -> list[Chart]:
     ]
 
 
-def _message(rows: Sequence[Mapping[str, Any]]) -> str:
+def _make_title(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return which engine is fastest at the largest batch, if its spread does not reach the next one's."""
     batch, rate = max(row["batch"] for row in rows), "tokens_per_second"
     ranked = sorted((row for row in rows if row["batch"] == batch), key=lambda row: float(row[rate]))

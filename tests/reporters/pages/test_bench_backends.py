@@ -8,15 +8,8 @@ from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.json import to_json
 from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.pages.backend_charts import write_messages
-from moedoctor.reporters.pages.bench_backends import (
-    BackendBench,
-    bench_document,
-    bench_page,
-    charts,
-    from_dict,
-    slug,
-    summary_line,
-)
+from moedoctor.reporters.pages.bench import make_bench_document, make_bench_page, read_bench
+from moedoctor.reporters.pages.bench_backends import BackendBench, list_charts, make_slug, summarize
 from moedoctor.reporters.table import to_text
 from moedoctor.results import ReportError
 
@@ -48,8 +41,8 @@ BENCH = BackendBench(
 
 def render(bench: BackendBench, format: str) -> str:
     if format == "json":
-        return to_json(bench_document(bench))
-    page = bench_page(bench, full=format == "markdown")
+        return to_json(make_bench_document(bench))
+    page = make_bench_page(bench, full=format == "markdown")
     return to_markdown(page) if format == "markdown" else to_text(page)
 
 
@@ -96,9 +89,9 @@ def test_a_comparison_that_missed_a_control_is_a_failure_but_not_of_the_backend(
     text = render(bench, "table")
     assert "8 tokens: NOT TRUSTED, so not timed: the comparison did not notice stale_row" in text
     assert "WRONG" not in text
-    assert summary_line(bench).startswith("0 points timed, 0 wrong, 1 failed")
-    assert summary_line(bench).endswith("1 by a comparison that is not to be trusted")
-    assert render(from_dict(json.loads(render(bench, "json"))), "table") == text
+    assert summarize(bench).startswith("0 points timed, 0 wrong, 1 failed")
+    assert summarize(bench).endswith("1 by a comparison that is not to be trusted")
+    assert render(read_bench(json.loads(render(bench, "json"))), "table") == text
 
 
 def test_a_wrong_backend_has_no_time() -> None:
@@ -125,7 +118,7 @@ def test_a_name_cannot_break_a_table() -> None:
 
 
 def named(bench: BackendBench) -> dict[str, Chart]:
-    return {chart.name.removeprefix("m-1").lstrip("_"): chart for chart in charts(bench, "m|1")}
+    return {chart.name.removeprefix("m-1").lstrip("_"): chart for chart in list_charts(bench, "m|1")}
 
 
 def test_pictures_show_latency_and_bandwidth_against_the_limit_and_the_roofline() -> None:
@@ -195,18 +188,18 @@ def test_a_time_of_zero_is_left_out_of_the_pictures() -> None:
 
 
 def test_without_times_there_are_no_pictures() -> None:
-    assert not charts(dataclasses.replace(BENCH, rows=(WRONG,)), "m|1")
+    assert not list_charts(dataclasses.replace(BENCH, rows=(WRONG,)), "m|1")
 
 
 def test_a_slug_is_a_file_name() -> None:
-    assert slug("../a b/ü|1") == "..-a-b-ü-1"
-    assert slug("") == "layer"
+    assert make_slug("../a b/ü|1") == "..-a-b-ü-1"
+    assert make_slug("") == "layer"
 
 
 def test_a_stored_report_is_the_same_report() -> None:
     document = json.loads(render(BENCH, "json"))
     assert (document["command"], document["summary"]["exit_code"]) == ("bench", 0)
-    assert render(from_dict(document), "markdown") == render(BENCH, "markdown")
+    assert render(read_bench(document), "markdown") == render(BENCH, "markdown")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +228,7 @@ def test_a_damaged_report_is_refused(path: tuple[str | int, ...], value: object,
         place = place[key]
     place[path[-1]] = value
     with pytest.raises(ReportError, match=message):
-        from_dict(document)
+        read_bench(document)
 
 
 @pytest.mark.parametrize(
@@ -258,11 +251,11 @@ def test_a_spread_that_makes_a_time_worthless_is_flagged() -> None:
     steady = {**TIMED, "time_us_p20": 11.3, "time_us_p80": 13.7}
     wild = {**TIMED, "time_us_p20": 11.2, "time_us_p80": 13.8}
     assert " !" not in render(dataclasses.replace(BENCH, rows=(steady,)), "table")
-    assert "worthless" not in summary_line(dataclasses.replace(BENCH, rows=(steady,)))
+    assert "worthless" not in summarize(dataclasses.replace(BENCH, rows=(steady,)))
     bench = dataclasses.replace(BENCH, rows=(steady, wild))
     assert "12.5 !" in render(bench, "table")
     assert "! p20 and p80 differ by more than 20% of the median" in render(bench, "markdown")
-    assert summary_line(bench).endswith("1 with a spread that makes the time worthless")
+    assert summarize(bench).endswith("1 with a spread that makes the time worthless")
 
 
 def test_the_title_is_one_message_and_the_answer_has_the_others() -> None:

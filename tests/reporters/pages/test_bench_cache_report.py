@@ -5,12 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moedoctor.bench.cache.replay import collect_trace_facts, replay_trace
-from moedoctor.reporters.pages.bench_cache import (
-    CacheBench,
-    bench_page,
-    charts,
-    summary_line,
-)
+from moedoctor.reporters.pages.bench import make_bench_page
+from moedoctor.reporters.pages.bench_cache import CacheBench, list_charts, summarize
 from moedoctor.reporters.table import to_text
 from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
 
@@ -27,7 +23,7 @@ BENCH = CacheBench(
 
 
 def test_hit_rate_is_drawn_against_the_optimum() -> None:
-    (rates,) = charts(BENCH)
+    (rates,) = list_charts(BENCH)
     assert [line.name for line in rates.series if line.bound] == ["Belady (optimum)"]
     shares = {
         point.policy: min(
@@ -45,7 +41,7 @@ def test_hit_rate_is_drawn_against_the_optimum() -> None:
 
 def test_without_an_optimum_no_title_names_it() -> None:
     points = tuple(point for point in BENCH.points if point.policy != "belady")
-    (rates,) = charts(replace(BENCH, points=points))
+    (rates,) = list_charts(replace(BENCH, points=points))
     assert rates.title == "Hit rate over capacity"
     assert not [line for line in rates.series if line.bound]
 
@@ -53,11 +49,11 @@ def test_without_an_optimum_no_title_names_it() -> None:
 def test_the_summary_names_the_best_causal_policy_and_the_bound() -> None:
     rates = {(point.policy, point.capacity): point.hit_rate for point in BENCH.points}
     best = max(rates[name, 8] for name in ("lru", "lfu", "lfru", "aging"))
-    assert f"{best:.1%} of at most {rates['belady', 8]:.1%}" in summary_line(BENCH)
+    assert f"{best:.1%} of at most {rates['belady', 8]:.1%}" in summarize(BENCH)
 
 
 def test_wrong_calls_are_shown() -> None:
     point = BENCH.points[0]
     wrong = replace(BENCH, points=(replace(point, stats=replace(point.stats, wrong=3)),))
-    assert "WRONG: 3 calls" in to_text(bench_page(wrong))
-    assert "WRONG" not in to_text(bench_page(BENCH))
+    assert "WRONG: 3 calls" in to_text(make_bench_page(wrong))
+    assert "WRONG" not in to_text(make_bench_page(BENCH))
