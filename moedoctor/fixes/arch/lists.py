@@ -88,7 +88,11 @@ def explain_arch_list(
         problems += [
             ListProblem(name, entry, message) for entry, message in _find_problems(name, text, toolkit)
         ]
-        readings += _read_as_flashinfer(text, toolkit) if name == FLASHINFER_LIST else [_read_as_torch(text)]
+        if name == TORCH_LIST:
+            readings.append(_read_as_torch(text))
+        for rules in list_generations() if name == FLASHINFER_LIST else ():
+            read = predict_targets(rules.first, capability=(0, 0), cuda=toolkit, arch_list=text)
+            readings.append(ListReading(f"FlashInfer {rules.name}", read.targets, read.error))
         suggestion = _suggest(name, text, toolkit)
         if suggestion:
             suggestions[name] = suggestion
@@ -125,14 +129,6 @@ def _decide(text: str, cuda: CudaVersion) -> list[ArchDecision]:
             decision = resolve_arch(target.capability, cuda)
         decisions.setdefault(decision.target, decision)
     return list(decisions.values())
-
-
-def _read_as_flashinfer(text: str, cuda: CudaVersion) -> list[ListReading]:
-    readings = []
-    for rules in list_generations():
-        reading = predict_targets(rules.first, capability=(0, 0), cuda=cuda, arch_list=text)
-        readings.append(ListReading(f"FlashInfer {rules.name}", reading.targets, reading.error))
-    return readings
 
 
 def _read_as_torch(text: str) -> ListReading:

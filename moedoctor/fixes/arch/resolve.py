@@ -56,7 +56,8 @@ def resolve_arch(capability: Capability | str, cuda: tuple[int, ...] | str) -> A
     if gpu == (10, 7) and FAMILY_TARGETS_SINCE <= toolkit < (13, 5):
         why = f"CUDA {show(toolkit)} does not know 10.7 yet, which runs code of the 10.0 family"
         return ArchDecision("100f", why)
-    target = Target(*gpu, _choose_suffix(gpu, toolkit))
+    of_family = gpu == (12, 0) and toolkit >= FAMILY_TARGETS_SINCE
+    target = Target(*gpu, "" if gpu < (9, 0) else "f" if of_family else "a")
     if not is_known_target(target, toolkit):
         raise ValueError(_explain_refusal(target, toolkit))
     return ArchDecision(str(target), _explain(target, toolkit))
@@ -69,12 +70,6 @@ def check_cuda(cuda: CudaVersion) -> CudaVersion:
     if cuda[0] > NEWEST_CUDA_MAJOR:
         raise ValueError(f"cuda: {show(cuda)} is newer than what is known here; expected {_COVERED}")
     return cuda
-
-
-def _choose_suffix(gpu: Capability, cuda: CudaVersion) -> str:
-    if gpu < (9, 0):
-        return ""
-    return "f" if gpu == (12, 0) and cuda >= FAMILY_TARGETS_SINCE else "a"
 
 
 def _explain_refusal(target: Target, cuda: CudaVersion) -> str:

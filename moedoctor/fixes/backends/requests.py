@@ -60,7 +60,7 @@ def request(
     if best.flag is not None:
         value = flag.value if flag and named else best.flag
         taken = _find_chosen(ask(moe_backend=value))
-        reason = _show_kernels(taken) if taken else best.reason
+        reason = f"runs with {', '.join(taken.kernels)}" if taken else best.reason
         return Request((taken or best).backend, taken is not None, reason, f"--moe-backend {value}")
     if best.chosen:
         return Request(best.backend, True, "chosen by itself, and there is no flag to ask for it", None)
@@ -73,7 +73,7 @@ def request(
         taken = _find_chosen(ask(environ=variables))
         if taken is not None and taken.backend == best.backend:
             how = " ".join(f"{name}={value}" for name, value in variables.items())
-            return Request(best.backend, True, _show_kernels(taken), how)
+            return Request(best.backend, True, f"runs with {', '.join(taken.kernels)}", how)
     reason = f"vLLM {release} has no flag or variable for it" if best.supported else best.reason
     return Request(best.backend, False, reason, None)
 
@@ -154,10 +154,6 @@ def find_way_to_ask(flag: str, scheme: str, release: str) -> str | None:
 
 def _find_chosen(selection: Selection) -> Candidate | None:
     return next((candidate for candidate in selection.candidates if candidate.chosen), None)
-
-
-def _show_kernels(candidate: Candidate) -> str:
-    return f"runs with {', '.join(candidate.kernels)}"
 
 
 def _normalize(backend: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from moedoctor.fixes.cache.packed import PackedExperts, pack
+from moedoctor.fixes.cache.packed import pack
 from moedoctor.fixes.offload.pinned import PinError, allocate, register
 from moedoctor.kernels.host_address import find_device_address
 
@@ -30,7 +30,9 @@ class ExpertStore:
         """Name -> shape and dtype of one expert's tensor."""
         self.uncached_bytes = sum(tensor.nbytes for tensor in weights.values())
         """Bytes of all experts as the device would hold them."""
-        self.packed = _pack_tensors(weights) if packed else {}
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        parts = {name: pack(tensor, device=device) for name, tensor in weights.items()} if packed else {}
+        self.packed = {name: part for name, part in parts.items() if part is not None}
         self.tensors = {
             name: tensor.detach().contiguous() for name, tensor in weights.items() if name not in self.packed
         }  # [E, ...] each
@@ -110,9 +112,3 @@ def _pin_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if failure is not None:
         raise PinError(failure)
     return block.bytes.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
-def _pack_tensors(weights: Mapping[str, torch.Tensor]) -> dict[str, PackedExperts]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    packed = {name: pack(tensor, device=device) for name, tensor in weights.items()}
-    return {name: part for name, part in packed.items() if part is not None}

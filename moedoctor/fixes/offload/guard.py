@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from moedoctor.fixes.offload.plan import identify_storage
 from moedoctor.fixes.offload.prefetch import Pipeline
 from moedoctor.fixes.offload.storage import StoredLayer
 
@@ -26,8 +27,8 @@ class Guard:
 
     def __init__(self, layer: StoredLayer, pipeline: Pipeline, index: int) -> None:
         self._places = [
-            (weight.owners[-1], _find_attribute(weight.owners[-1], weight.parameter))
-            for weight, _ in layer.items
+            next((owner, name) for name, own in owner.named_parameters(recurse=False) if own is parameter)
+            for owner, parameter in ((weight.owners[-1], weight.parameter) for weight, _ in layer.items)
         ]
         self._pipeline = pipeline
         self._index = index
@@ -80,10 +81,6 @@ class Guard:
                 self._versions[place] = weight._version
             elif counted and weight._version != self._versions[place]:
                 yield self._names[place], "was written in place"
-
-
-def _find_attribute(owner: nn.Module, parameter: nn.Parameter) -> str:
-    return next(name for name, own in owner.named_parameters(recurse=False) if own is parameter)
 
 
 class StateHooks:
@@ -211,4 +208,4 @@ def identify_memory(tensor: torch.Tensor) -> int | None:
     """The same number for tensors that lie in the same memory; None for kinds without plain memory."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
-    return int(tensor.untyped_storage()._cdata)
+    return identify_storage(tensor)

@@ -109,7 +109,8 @@ class Transfer:
                 inside = min(elements - start, self._size)
                 blocks.append((*from_to, source[0].nbytes, target[0].nbytes, inside, tail, listed))
         self._wide, self._narrow, self._blocks = (
-            _make_table(rows, device) for rows in (wide, narrow, blocks)
+            torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
+            for rows in (wide, narrow, blocks)
         )
 
     @property
@@ -146,10 +147,6 @@ class Transfer:
                     rare_lanes=triton.next_power_of_2(max(self._rare, 2)),
                     num_warps=_UNPACK_WARPS,
                 )
-
-
-def _make_table(rows: list[Sequence[int]], device: torch.device) -> torch.Tensor | None:
-    return torch.tensor(rows, dtype=torch.int64, device=device) if rows else None
 
 
 @triton.jit

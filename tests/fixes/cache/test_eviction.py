@@ -153,13 +153,6 @@ def test_the_rule_of_the_vllm_pr_is_wrong() -> None:
     assert replay(trace, SlotTable(16, 8, "lfru")).wrong == 0
 
 
-def test_a_trace_by_hand() -> None:
-    """Two slots. LRU evicts 0 for 2, then 1 for 0; LFU and LFRU keep 0, which was used twice."""
-    trace = [[0], [0], [1], [2], [0]]
-    counts = {policy: simulate(trace, num_experts=3, capacity=2, policy=policy).misses for policy in POLICIES}
-    assert counts == {"lru": 4, "lfu": 3, "lfru": 3, "aging": 3, "belady": 3}
-
-
 @given(
     st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2), max_size=7),
     st.integers(2, 3),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -195,7 +194,7 @@ def test_transformers_of_torch_give_the_same_bits(make: Callable[[], nn.Module])
 @pytest.mark.parametrize(
     ("shape", "compiler"),
     [
-        *itertools.product(["plain", "tuple", "mapping"], [None, "eager", "aot_eager"]),
+        *(("plain", None), ("tuple", "eager"), ("mapping", "aot_eager")),
         pytest.param("mapping", "inductor", marks=pytest.mark.slow),
     ],
 )

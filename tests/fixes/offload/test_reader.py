@@ -24,7 +24,6 @@ class Experts(nn.Module):
     """The operator runs `computed`; a compiler that traces `forward` sees only the operator."""
 
     device: LateDevice | None = None
-    angry = False
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -37,8 +36,6 @@ class Experts(nn.Module):
         return torch.ops.moedoctor_reader.experts(x, self.number)
 
     def computed(self, x: torch.Tensor) -> torch.Tensor:
-        if self.angry:
-            raise ArithmeticError
         if self.device is not None:
             # The value that a kernel queued now reads when it runs.
             self.device.run(lambda: self.right.append(bool((self.weight == self.number).all())))
@@ -139,7 +136,7 @@ def test_with_a_reader_compiled_code_is_the_same_as_without_offload(pin: Any, wh
     assert torch.equal(model(IDS), eager)
 
 
-@pytest.mark.parametrize("seed", [None, *range(6)])
+@pytest.mark.parametrize("seed", [None, 0, 1])
 def test_on_a_late_device_every_kernel_reads_its_own_layers_weights(seed: int | None) -> None:
     model, device = Model(), LateDevice(seed)
     for number, layer in enumerate(model.layers):
@@ -169,17 +166,6 @@ def test_a_reader_that_names_no_function_leaves_the_module_unchanged() -> None:
         inside(model, reader=lambda experts: (experts, "forward_impl"))
     assert torch.equal(model(IDS), expected)
     inside(model)  # the failed call left nothing behind
-
-
-def test_a_pass_after_an_operator_error_gives_the_same_bits() -> None:
-    model = Model()
-    expected = model(IDS)
-    inside(model)
-    model.layers[2].experts.angry = True
-    with pytest.raises(ArithmeticError):
-        model(IDS)
-    model.layers[2].experts.angry = False
-    assert all(torch.equal(model(IDS), expected) for _ in range(2))
 
 
 def test_gradients_are_refused() -> None:
