@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import failure_cases
-from failure_cases import AFTER, CASES
+from failure_cases import CASES
 
 STORED = Path(__file__).resolve().parents[1] / "tests" / "diagnose" / "triage" / "logs"
 MOST_LINES = 250
@@ -65,14 +65,13 @@ def run_engine(name: str, folder: Path) -> None:
         "max_num_seqs": 4,
         **case.arguments,
     }
-    after = arguments.pop("_after", None)
-    if after == "truncated":
+    if case.after == "truncated":
         os.truncate(model / "model.safetensors", 4096)
     if "cpu_offload_params" in arguments:
         arguments["cpu_offload_params"] = set(arguments["cpu_offload_params"])
     llm = LLM(**arguments)
-    if after in AFTER:
-        AFTER[after]()
+    if case.after not in ("", "truncated"):
+        getattr(failure_cases, case.after)()
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
     prompts: Any = [{"prompt_token_ids": list(range(3, 19))}, {"prompt_token_ids": [5, 6, 7]}]
     print("tokens:", [list(output.outputs[0].token_ids) for output in llm.generate(prompts, sampling)])
@@ -169,7 +168,7 @@ def store(engine: Engine, code: int, out: Path) -> str:
         "what": case.what,
         "vllm": version("vllm"),
         "environ": dict(case.environ),
-        "arguments": {key: value for key, value in case.arguments.items() if not key.startswith("_")},
+        "arguments": dict(case.arguments),
         "exit_code": code,
         "seconds": round(time.monotonic() - engine.started, 1),
     }

@@ -149,36 +149,28 @@ nan_routing() {
     write nan_routing run MD001 "${sources[@]}"
 }
 
-# a_model FOLDER MORE: writes an NVFP4 checkpoint with random weights; MORE are Python's further arguments
-a_model() {
-    "$python" -c "from pathlib import Path
-from moedoctor.reference import checkpoints
-folder = checkpoints.write_qwen3_moe(Path('$1'), scheme='nvfp4', $2)
-checkpoints.write_tokenizer(folder, 512)"
-}
-
 own_model() {
     local status=0
-    a_model tiny-nvfp4-moe "layers=4"
+    "$python" -c "from pathlib import Path
+from moedoctor.reference import checkpoints
+checkpoints.write_tokenizer(checkpoints.write_qwen3_moe(Path('tiny-nvfp4-moe'), scheme='nvfp4', layers=4), 512)"
     write offload_own_model run scenarios/engine/own_model.yaml || status=$?
     rm -r tiny-nvfp4-moe
     return "$status"
 }
 
-# Layers as wide as Qwen3-30B-A3B's. To quantize one takes 22 s on two cores.
-bench_engine() {
-    local status=0
-    a_model wide-nvfp4-moe "layers=2, hidden=2048, intermediate=768, experts=128, top_k=8"
-    write bench_engine bench --engine --model wide-nvfp4-moe --moe-backend marlin,humming --fixes moe || status=$?
-    rm -r wide-nvfp4-moe
-    return "$status"
+# all_models: fills `models` with --model and each preset
+all_models() {
+    local model
+    models=()
+    while read -r model; do models+=(--model "$model"); done < <("$python" -c 'from moedoctor.models.presets import list_presets; print(*list_presets(), sep="\n")')
 }
 
 # Triton's kernels are compiled for each size, Marlin's FP8 kernels by the driver. They are compiled first, side by side; the
 # times of these runs are thrown away.
 moe_backends() {
-    local models=() scratch model
-    while read -r model; do models+=(--model "$model"); done < <("$python" -c 'from moedoctor.models.presets import list_presets; print(*list_presets(), sep="\n")')
+    local models scratch
+    all_models
     scratch=$(mktemp -d)
     compile() { doctor bench --backend "$@" --format json -o "$(mktemp -p "$scratch")" 2>> "$scratch/log" & }
     compile MARLIN:fp8 --hidden 1024 --intermediate 1024 --experts 8 --top-k 2 --tokens 1,4096
@@ -192,8 +184,8 @@ moe_backends() {
 
 # backends_of_all NAME BACKENDS TOKENS: layers of all models. HUMMING compiles for more than a minute a model.
 backends_of_all() {
-    local models=() model
-    while read -r model; do models+=(--model "$model"); done < <("$python" -c 'from moedoctor.models.presets import list_presets; print(*list_presets(), sep="\n")')
+    local models
+    all_models
     write "$1" bench --backend "$2" "${models[@]}" --tokens "$3" --timeout 600
 }
 
@@ -233,7 +225,6 @@ make_report() {
         moe_backends_fp8_block) backends_of_all moe_backends_fp8_block OURS:fp8-block,TRITON:fp8-block,MARLIN:fp8-block "$decode" ;; # idle; -, 104 s
         moe_backends_humming) backends_of_all moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 "$decode" ;; # idle; -, 339 s
         moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$decode,$prefill" ;; # idle; -, 87 s
-        bench_engine) bench_engine ;;                                                             # idle; -, 337 s
         moe_backends) moe_backends ;;                                                             # idle
         offload_copies) write offload_copies run MD002 MD020 ;;                                   # idle; 57 s, -
         offload_kernels) write offload_kernels run MD003 MD008 --only tier=kernel ;;              # 10 s, -

@@ -1,17 +1,15 @@
-"""Measure tiles of a whole MoE layer on this GPU, and the fastest beside vLLM's own kernels.
+"""Measure tiles of a whole MoE layer on this GPU.
 
     python evidence/tune_moe_layer.py nvfp4 --tokens 1,8,64 --models qwen3-30b-a3b --seconds 280 -o tiles.json
 
 Both products of a layer are timed by themselves with each tile, in CUDA graphs, with other experts from call
-to call, so that weights come from memory. Then the whole layer with the fastest tiles is timed in turn with
-the default ones and with vLLM's backends, and its output is compared with the float32 reference. The file is
-written after each model, so a run that is cut leaves what it measured. For one to four NVFP4 tokens and one
-to eight FP8 tokens the kernels without tensor cores (`RowTile`) are measured too, in the whole layer. Tiles
-are chosen in `moedoctor.kernels.moe.tiles`. Whether launches begin early (`Tile.early`) is decided with the
-whole layer, in turn with the same tiles; with --known only that and `RowTile` are measured, beside the tiles
-that a call gets today.
+to call, so that weights come from memory. Then the whole layer with the fastest tiles, also with launches
+that begin early (`Tile.early`), is timed in turn with the tiles of today, and its output is compared with the
+float32 reference. For few tokens the kernels without tensor cores (`RowTile`) are measured too, in the whole
+layer. The file is written after each model, so a run that is cut leaves what it measured. Tiles are chosen in
+`moedoctor.kernels.moe.tiles`. `moedoctor bench --backend OURS,MARLIN` compares with vLLM's backends.
 
-Needs an NVIDIA GPU that nothing else uses, and for the comparison vLLM.
+Needs an NVIDIA GPU that nothing else uses.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from typing import Any
 import torch
 
 from moedoctor import environment
-from moedoctor.bench.moe import backends
 from moedoctor.bench.moe.own_backends import convert_weights
 from moedoctor.bench.timing import CallGraph, compare_times, time_cold
 from moedoctor.kernels.moe.expert_weights import ExpertWeights
@@ -51,10 +48,8 @@ from moedoctor.models.presets import find_model, list_presets
 from moedoctor.processes.files import write
 from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.reference.moe_layer import Layer, Problem, compute_expected, make_input, make_layer
-from moedoctor.results import UnavailableError
 
 _DEVICE = "cuda:0"
-_THEIRS = {"nvfp4": ("MARLIN", "HUMMING"), "bf16": ("TRITON",), "fp8": ("TRITON", "MARLIN")}
 _REPLAYS = 5
 _MOST_ROUTES = 8
 
@@ -188,17 +183,6 @@ def known(shape: LayerShape, quantization: str, pairs: int) -> tuple[Any, Any]:
         )
         or rows
         or choose_block_tiles(pairs, shape.experts, kind, gated=shape.gated)
-    )
-
-
-def known_blocks(shape: LayerShape, quantization: str, pairs: int) -> tuple[Tile, Tile]:
-    """Return the tiles of a call today, or those of the rule if a call gets `RowTile`."""
-    tiles = known(shape, quantization, pairs)
-    kind = "none" if quantization == "bf16" else quantization
-    return (
-        tiles
-        if isinstance(tiles[0], Tile)
-        else choose_block_tiles(pairs, shape.experts, kind, gated=shape.gated)
     )
 
 
@@ -406,10 +390,9 @@ class Bench:
         self,
         tokens: int,
         tiles: tuple[Tile, Tile],
-        theirs: dict[str, Any],
         rows: tuple[Any, Any] | None = None,
     ) -> dict[str, Any]:
-        """Time the layer with `tiles`, also early, with today's and by vLLM's backends in turn; check it."""
+        """Time the layer with `tiles`, also early, and with today's in turn; check it."""
         sets = list(self.inputs(tokens))
         activation, row = self.shape.activation, {}
 
@@ -427,11 +410,6 @@ class Bench:
         if rows is not None:
             choices["rows"] = rows
         calls = {name: ours(None if name == "default" else chosen) for name, chosen in choices.items()}
-        for name, prepared in theirs.items():
-            calls[name] = [
-                lambda x=x, weights=weights, ids=ids, prepared=prepared: prepared(x, weights, ids)
-                for x, weights, ids in sets
-            ]
         expected = compute_expected(Problem(self.layer, *sets[0]), "none")  # [T, H]
         row["wrong"] = {
             name: reason
@@ -449,27 +427,13 @@ class Bench:
         return row
 
 
-def prepare(name: str, bench: Bench) -> Any:
-    """Return vLLM's backend with the layer. Raises UnavailableError."""
-    variant = next(iter(backends.find(name, (bench.quantization,))), None)
-    if variant is None:
-        raise UnavailableError(f"{name} has no {bench.quantization}")
-    backend = backends.create(variant)
-    reason = backend.unavailable(bench.shape, _DEVICE)
-    if reason is not None:
-        raise UnavailableError(reason)
-    return backend.prepare(bench.layer)
-
-
 def tune(
     quantization: str,
     models: Sequence[str],
     tokens: Sequence[int],
     seconds: float,
     output: Path,
-    theirs: bool,
     table: bool,
-    only_known: bool,
 ) -> None:
     """Measure, print, and write `output`."""
     began = time.monotonic()
@@ -477,11 +441,7 @@ def tune(
     jobs = {
         (name, second, count): [
             Job(shape, quantization, second, tile, count)
-            for tile in (
-                [known_blocks(shape, quantization, count * shape.top_k)[second]]
-                if only_known
-                else candidates(shape, quantization, second, count)
-            )
+            for tile in candidates(shape, quantization, second, count)
         ]
         for name, shape in shapes.items()
         for second in (False, True)
@@ -511,7 +471,7 @@ def tune(
                 print(f"no time is left for {name}")
                 break
             try:
-                _tune_model(name, shape, quantization, tokens, jobs, futures, report, began + seconds, theirs)
+                _tune_model(name, shape, quantization, tokens, jobs, futures, report, began + seconds)
             except Exception as error:
                 report["rows"].append({"model": name, "error": f"{type(error).__name__}: {str(error)[:300]}"})
                 print(name, type(error).__name__, str(error)[:300], flush=True)
@@ -592,7 +552,6 @@ def _tune_model(
     futures: dict[tuple[Any, ...], Future[str | None]],
     report: dict[str, Any],
     until: float,
-    theirs: bool,
 ) -> None:
     bench = Bench(shape, quantization)
     best: dict[int, tuple[Tile, Tile]] = {}
@@ -614,12 +573,6 @@ def _tune_model(
             next(part["us"] for part in measured if part["second"] == second) for second in (False, True)
         ]
         print(f"{name} {quantization} {count}: default {default}, best {best[count]}", flush=True)
-    prepared: dict[str, Any] = {}
-    for backend in _THEIRS[quantization] if theirs else ():
-        try:
-            prepared[backend] = prepare(backend, bench)
-        except Exception as error:
-            print(name, backend, type(error).__name__, str(error)[:200], flush=True)
     for count in tokens:
         row = {"model": name, "tokens": count, "tiles": [asdict(tile) for tile in best[count]]}
         rows = None
@@ -628,15 +581,10 @@ def _tune_model(
             rows = timed["tiles"]
             row["row_tiles"] = timed["measured"]
             print(f"{name} {count}: rows {rows}", flush=True)
-        for _ in range(1 + len(prepared)):
-            try:
-                row |= bench.compare(count, best[count], prepared, rows)
-                break
-            except Exception as error:
-                row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
-                if not prepared:
-                    break
-                prepared.popitem()
+        try:
+            row |= bench.compare(count, best[count], rows)
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
         report["rows"].append(row)
         print(
             f"{name} {quantization} {count}: {row.get('us')}, {row.get('wrong')} {row.get('error', '')}",
@@ -665,10 +613,6 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(list_presets()))
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64")
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--alone", action="store_true", help="leave vLLM's backends out")
-    parser.add_argument(
-        "--known", action="store_true", help="measure no other tiles, only whether early launches win"
-    )
     parser.add_argument("--table", action="store_true", help="write the fastest tiles to the table")
     parser.add_argument("-o", "--output", type=Path, required=True)
     given = parser.parse_args()
@@ -679,9 +623,7 @@ def main() -> None:
         counts,
         given.seconds,
         given.output,
-        not given.alone,
         given.table,
-        given.known,
     )
 
 

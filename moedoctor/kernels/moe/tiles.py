@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 TABLE = Path(__file__).with_name("tiles.json")
-"""Tiles that were the fastest of those measured, and on which GPUs; `scripts/tune_moe_layer.py` writes it."""
+"""Tiles that were the fastest of those measured, and on which GPUs; `evidence/tune_moe_layer.py` writes it."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def choose_slot_tiles(pairs: int, experts: int, size: int) -> tuple[Tile, Tile]:
         return Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4)
     if rows <= 32:
         return Tile(32, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3)
-    # The fastest at 64 rows (scripts/tune_expert_cache.py). With more rows, more programs share them.
+    # The fastest at 64 rows on an H200. With more rows, more programs share them.
     return (
         Tile(64, 64, 64, 4, 3, splits=2 + int(rows) // 128),
         Tile(64, 128, 64, 4, 3, splits=1 + int(rows + 32) // 128, tall_m=128),
