@@ -3,7 +3,8 @@
     make evidence                          every promise beside the stored reports, without running anything
     make evidence NAMES="moe_speed_bf16"   run these commands here, store their reports, and judge them
 
-A promise is kept, broken, or not run. Exit code 1 if one is broken, 2 for wrong usage.
+A promise is kept, broken, or not run. Exit code 1 if one is broken, 2 for wrong usage. A command of moedoctor
+writes its own report. For pytest and `make test-upstream` a short one is made of their JUnit XML.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import yaml
 
@@ -43,6 +46,15 @@ class Promise:
     bound: str
     """``>= 1.2``, ``<= 0.05``, ``== MARLIN`` or ``has a word``."""
     needs: str = ""
+
+    @property
+    def is_of_tests(self) -> bool:
+        """Return True if the command runs tests and not moedoctor."""
+        return self.command.startswith(("pytest ", "make "))
+
+    def find_report(self, folder: Path) -> Path:
+        """Return the file of the report in the folder of a machine; that of tests is below it."""
+        return (folder / "tests" if self.is_of_tests else folder) / f"{self.report}.json"
 
     def judge(self, document: Any) -> tuple[str, Any]:
         """Return ``kept`` or ``broken`` with the value; a value that is missing keeps nothing.
@@ -101,7 +113,7 @@ def look_up(document: Any, place: str) -> Any:
 def judge_folder(folder: Path, promises: Sequence[Promise]) -> Iterator[tuple[Promise, str, Any]]:
     """Yield each promise with its verdict beside the reports in `folder`, and the value."""
     for promise in promises:
-        file = folder / f"{promise.report}.json"
+        file = promise.find_report(folder)
         if not file.is_file():
             yield promise, "not run", None
             continue
@@ -123,25 +135,54 @@ def folder_of_this_machine() -> Path:
 
 def run_command(promise: Promise, folder: Path, limit: float | None) -> None:
     """Run the command of a promise and store its report; exit code 1 is a result, too."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{promise.report}.json"
-    words = [
-        sys.executable,
-        "-m",
-        "moedoctor",
-        *shlex.split(promise.command),
-        "--format",
-        "json",
-        "-o",
-        str(file),
-    ]
+    file = promise.find_report(folder)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    words = shlex.split(promise.command)
     print(f"evidence: {promise.report}", file=sys.stderr)
-    try:
-        code: int | str = subprocess.run(words, timeout=limit, cwd=ROOT, check=False).returncode
-    except subprocess.TimeoutExpired:
-        code = "it took too long"
+    with tempfile.TemporaryDirectory(prefix="moedoctor-") as scratch:
+        junit = Path(scratch) / "junit.xml"
+        if words[0] == "pytest":
+            words = [sys.executable, "-m", *words, "-n", "0", f"--junitxml={junit}"]
+        elif words[0] == "make":
+            words.append(f"ARGS=--junitxml={junit}")
+        else:
+            words = [sys.executable, "-m", "moedoctor", *words, "--format", "json", "-o", str(file)]
+        try:
+            code: int | str = subprocess.run(words, timeout=limit, cwd=ROOT, check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = "it took too long"
+        if promise.is_of_tests and junit.is_file():
+            file.write_text(json.dumps(summarize_tests(junit, promise.command), indent=1) + "\n")
+            return
     if code not in (0, 1):
         print(f"evidence: {promise.report}: exit code {code}", file=sys.stderr)
+
+
+def is_of_upstream(promise: Promise) -> bool:
+    """Return True for tests of vLLM releases, which need no GPU: their reports are of no machine."""
+    return promise.command.startswith("make ")
+
+
+def summarize_tests(junit: Path, command: str) -> dict[str, Any]:
+    """Return the report of a run of tests; `decided` are those that were not skipped."""
+    from moedoctor.environment import collect
+    from moedoctor.origin import record_origin
+
+    names: dict[str, list[str]] = {"failed": [], "skipped": [], "passed": []}
+    for case in ElementTree.parse(junit).iter("testcase"):
+        children = {child.tag for child in case}
+        outcome = (
+            "failed" if children & {"failure", "error"} else "skipped" if "skipped" in children else "passed"
+        )
+        names[outcome].append(f"{case.get('classname')}::{case.get('name')}")
+    counts = {outcome: len(cases) for outcome, cases in names.items()}
+    facts = collect()
+    return {
+        "schema_version": 1,
+        "origin": {**record_origin(), "command_line": command},
+        "environment": {key: facts.get(key) for key in ("gpu", "capability", "torch", "vllm", "python")},
+        "tests": {**counts, "decided": counts["passed"] + counts["failed"], "failures": names["failed"]},
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,17 +198,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.names:
         if name not in known:
             parser.error(f"no report is named {name!r}; expected some of {', '.join(known)}")
-    folders = [given.folder] if given.folder else sorted(REPORTS.glob("nvidia-*"))
+    machines = [given.folder] if given.folder else sorted(REPORTS.glob("nvidia-*"))
+    upstream = given.folder or REPORTS / "upstream"
     if given.names:
-        folders = [given.folder or folder_of_this_machine()]
-        for name in given.names:
-            run_command(
-                next(promise for promise in promises if promise.report == name), folders[0], given.limit
-            )
         promises = [promise for promise in promises if promise.report in given.names]
+        if not given.folder:
+            machines = [] if all(map(is_of_upstream, promises)) else [folder_of_this_machine()]
+        for promise in {promise.report: promise for promise in promises}.values():
+            run_command(promise, upstream if is_of_upstream(promise) else machines[0], given.limit)
     broken = 0
-    for folder in folders:
-        for promise, verdict, value in judge_folder(folder, promises):
+    for folder in dict.fromkeys([*machines, upstream]):
+        here = [each for each in promises if given.folder or is_of_upstream(each) == (folder == upstream)]
+        for promise, verdict, value in judge_folder(folder, here):
             shown = f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)[:80]
             print(f"{folder.name}  {verdict:8} {promise.report}: {promise.words}: {shown} ({promise.bound})")
             broken += verdict == "broken"

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evidence.promises import FILE, Promise, judge_folder, load_promises, look_up, main
+from evidence.promises import FILE, ROOT, Promise, judge_folder, load_promises, look_up, main, run_command
 from moedoctor import cli
 from moedoctor.bench.engines import EngineRow, Plan, SpeedRow
 from moedoctor.commands import bench_engines
 from moedoctor.commands.options import InputError
 
 PROMISES = load_promises()
-COMMANDS = dict.fromkeys(promise.command for promise in PROMISES)
+COMMANDS = dict.fromkeys(promise.command for promise in PROMISES if not promise.is_of_tests)
+TESTS = {promise.command for promise in PROMISES if promise.is_of_tests}
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[:60])
@@ -105,6 +107,36 @@ def test_what_is_not_stored_was_not_run(tmp_path: Path, capsys: pytest.CaptureFi
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(PROMISES)
     assert all("not run" in line for line in lines)
+
+
+def test_every_gpu_test_and_every_release_of_upstream_tests_has_a_row() -> None:
+    """A test outside of these rows would be run by nobody, and a row without tests would prove nothing."""
+    folders = set[str]()
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        if re.search(r"(?m)^(?:pytestmark|@pytest| +pytest).*\bmark\.gpu\b", file.read_text()):
+            folders.add(file.relative_to(ROOT / "tests").parts[0])
+    releases = re.search(r"(?m)^VLLM \?= (.+)$", (ROOT / "Makefile").read_text())
+    assert releases is not None
+    expected = {f"pytest -m gpu tests/{folder}" for folder in folders}
+    assert expected | {f"make test-upstream VLLM={release}" for release in releases[1].split()} == TESTS
+
+
+@pytest.mark.parametrize(
+    ("body", "verdict"),
+    [("assert True", "kept"), ("assert False", "broken"), ("pytest.skip()", "broken")],
+)
+def test_a_run_of_tests_is_judged_by_what_passed_and_failed(body: str, verdict: str, tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text(f"import pytest\n\n\ndef test_it(): {body}\n\n\ndef test_skipped(): pytest.skip()\n")
+    promise = Promise(
+        "gpu_tests_it", f"pytest -p no:cacheprovider {file}", "words", "tests.passed / tests.decided", ">= 1"
+    )
+    run_command(promise, tmp_path, limit=60)
+    stored = json.loads((tmp_path / "tests" / "gpu_tests_it.json").read_text())
+    assert promise.judge(stored)[0] == verdict
+    assert {"gpu", "vllm"} < set(stored["environment"])
+    assert set(stored["origin"]) >= {"commit", "date", "version"}
+    assert (stored["tests"]["failures"] == []) == (stored["tests"]["failed"] == 0)
 
 
 def test_a_name_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
