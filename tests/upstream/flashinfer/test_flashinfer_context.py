@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from moedoctor.fixes.arch.flashinfer import list_moe_majors, predict_moe_targets
+from moedoctor.fixes.arch.flashinfer import predict_moe_targets
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.flashinfer.context import FlashInferContext
 
