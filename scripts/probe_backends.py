@@ -67,7 +67,7 @@ def main() -> None:
     needs = {scheme: needed(oracle, scheme, [flag for flag in flags if flag != "auto"]) for scheme in SCHEMES}
     json.dump(
         {
-            "activations": oracle.activations(),
+            "activations": oracle.list_activations(),
             "flags": flags,
             "notes": oracle.substitute.notes,
             "automatic": automatic,
@@ -105,7 +105,7 @@ def grid(
     for capability in capabilities:
         oracle.substitute.use(capability)
         for (name, (ep, dp)), activation in itertools.product(
-            PARALLEL.items(), activations or oracle.activations()
+            PARALLEL.items(), activations or oracle.list_activations()
         ):
             asked = oracle.ask_again(Layer(scheme, activation, ep, dp, moe_backend))
             answers = [numbers.setdefault(json.dumps(plain(each)), len(numbers)) for each in asked.answers]
@@ -152,7 +152,7 @@ def needed(oracle: Oracle, scheme: str, flags: list[str]) -> dict[str, list[str]
         for ep, dp in ((False, False), (True, True))
         for activation in ("silu", "swigluoai", "relu2_no_mul")
         for flag in ("auto", *flags)
-        if activation in oracle.activations()
+        if activation in oracle.list_activations()
     ]
 
     def supported() -> set[tuple[Any, ...]]:

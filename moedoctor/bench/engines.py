@@ -166,7 +166,7 @@ class Measured:
 
 def make_request(plan: Plan, variant: Variant, meet: str | None = None) -> EngineRequest:
     """Return the request of one engine; engines that share the folder `meet` take turns."""
-    prompts = clear_prompts.prompts_for(plan.model)
+    prompts = clear_prompts.make_prompts(plan.model)
     is_reference = variant.name == REFERENCE and plan.reference
     arguments: dict[str, Any] = {
         **(_TOGETHER if meet else _OWN_MODEL),
@@ -284,7 +284,7 @@ def summarize(plan: Plan, results: Mapping[str, Sequence[EngineResult]]) -> Meas
 def _find_failure(variant: Variant, result: EngineResult) -> str | None:
     """Return why an engine gave nothing that could be compared, or None."""
     if result.error is not None:
-        return result.error.line()[:300]
+        return result.error.summarize()[:300]
     if not result.probe:
         return "the engine gave no figures"
     active = [line.partition(" ")[0] for line in (result.fixes or "").split("; ")]

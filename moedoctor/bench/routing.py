@@ -97,13 +97,13 @@ def time_kernels(unit: str, device: str, sources: Mapping[str, str]) -> dict[str
 
 def count_fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
     """Count what the release's FP8 quantization kernel, and torch's own cast, make of NaN."""
-    from moedoctor.upstream.releases.moe_kernels import static_scaled_fp8_quant
+    from moedoctor.upstream.releases.moe_kernels import quantize_to_fp8
 
     values = torch.randn(64, 512, device=device).bfloat16()  # [T, N]
     values[::2] = float("nan")
     values[1::4] = -float("nan")
     nan = values.isnan()  # [T, N]
-    quantised = static_scaled_fp8_quant(_find_library(unit, sources), values).float()  # [T, N]
+    quantised = quantize_to_fp8(_find_library(unit, sources), values).float()  # [T, N]
     sound = (quantised[~nan] - values[~nan].float()).abs() <= values[~nan].float().abs() / 16 + 2**-9
     if not bool(sound.all()):
         raise RuntimeError("the quantisation kernel is wrong on finite values, so its NaN means nothing")

@@ -97,7 +97,7 @@ def backends(
         OneScheme,
         list_reasons,
     )
-    from moedoctor.upstream.selection.agreement import disagreements
+    from moedoctor.upstream.selection.agreement import list_disagreements
 
     environ = dict(os.environ)
     facts = environment.collect()
@@ -166,7 +166,7 @@ def backends(
             **vars(selection),
             request=asked,
             settings=_mask_findings(settings, variables, environ),
-            disagreements=disagreements(selection, heard) if heard else (),
+            disagreements=list_disagreements(selection, heard) if heard else (),
             notes=(*notes, *_list_assumptions(selection, here=here)),
             exit_code=0,
         )

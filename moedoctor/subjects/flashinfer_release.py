@@ -21,4 +21,4 @@ class FlashInferReleaseSubject(ReleaseSubject):
         from moedoctor.upstream.flashinfer.probe import FlashInferProbe
 
         release = case.subject.partition("@")[2]
-        return FlashInferProbe.named(release, Path(sources[case.subject]), case.device)
+        return FlashInferProbe.load_release(release, Path(sources[case.subject]), case.device)

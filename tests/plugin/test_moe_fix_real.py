@@ -33,7 +33,7 @@ from vllm.v1.worker import workspace
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import nvfp4
 from moedoctor.reference.moe import MoeWeights, forward
-from moedoctor.upstream.moe_backends.backends import moe_config
+from moedoctor.upstream.moe_backends.backends import make_moe_config
 from moedoctor.plugin import moe_fix, register
 
 parallel_state._TP = types.SimpleNamespace(world_size=1, rank_in_group=0)
@@ -51,7 +51,7 @@ class Case:
         self.halves = 1 if activation == "relu2_no_mul" else 2
         self.draw = torch.Generator().manual_seed(0)
         self.shape = LayerShape(H, I, E, K, moe_fix.ACTIVATIONS.get(activation, "silu"))
-        self.config = moe_config(self.shape, activation, device="cpu")
+        self.config = make_moe_config(self.shape, activation, device="cpu")
         self.config.has_bias = quantization == "bf16"
         for name, value in dict(changes).items():
             parallel = self.config.moe_parallel_config

@@ -18,7 +18,7 @@ from torch._inductor.utils import run_and_get_code
 
 from moedoctor.plugin import offload_fix
 from moedoctor.reference.checkpoints import write_qwen3_moe
-from moedoctor.upstream.engine.probes import pipelines_of, take_off_the_host
+from moedoctor.upstream.engine.probes import list_pipelines, take_off_the_host
 from tests.plugin.test_offload_fix import stub
 from tests.real_vllm import ask_child
 
@@ -221,7 +221,7 @@ def test_the_operator_reads_weights_from_the_host(make: Maker, shape: Shape) -> 
     assert take_off_the_host(made.model) == made.offloader._moedoctor_offload.report().host_bytes
     assert torch.equal(made.run(), expected)
     assert torch.equal(compiled(X), copied), "the same compiled code, with weights from elsewhere"
-    for pipeline in pipelines_of(made.model):
+    for pipeline in list_pipelines(made.model):
         pipeline.settle()
         for unit in pipeline.units:
             unit.host.zero_()

@@ -123,7 +123,7 @@ BLOCKS = {
 }
 
 
-def model_of(kind: str, dtype: torch.dtype = torch.float32) -> Model:
+def get_model(kind: str, dtype: torch.dtype = torch.float32) -> Model:
     torch.manual_seed(0)
     return Model(*(BLOCKS[kind]() for _ in range(2))).to(dtype).requires_grad_(False)
 
@@ -135,7 +135,7 @@ def x_of(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_call_is_recorded_whole_and_is_right(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    model = model_of(kind, dtype)
+    model = get_model(kind, dtype)
     with MoeRecorder(model, tmp_path, when="call=layers.1:2") as recorder:
         for _ in range(3):
             model(x_of(dtype))
@@ -151,7 +151,7 @@ def test_a_call_is_recorded_whole_and_is_right(kind: str, dtype: torch.dtype, tm
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_wrong_call_is_found_and_a_right_one_is_not(kind: str, tmp_path: Path) -> None:
-    model = model_of(kind)
+    model = get_model(kind)
     with MoeRecorder(model, tmp_path, when="mismatch=1") as recorder:
         for _ in range(6):
             model(x_of())
@@ -167,7 +167,7 @@ def test_a_wrong_call_is_found_and_a_right_one_is_not(kind: str, tmp_path: Path)
 
 
 def test_nan_that_a_compiled_layer_makes_is_found_without_a_graph_break(tmp_path: Path) -> None:
-    model = model_of("stacked")
+    model = get_model("stacked")
     with MoeRecorder(model, tmp_path) as recorder:
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         for _ in range(2):
@@ -185,7 +185,7 @@ def test_nan_that_a_compiled_layer_makes_is_found_without_a_graph_break(tmp_path
 
 
 def test_hooks_are_gone_afterwards(tmp_path: Path) -> None:
-    model = model_of("stacked")
+    model = get_model("stacked")
     with MoeRecorder(model, tmp_path, when="first"):
         pass
     model(x_of())
@@ -193,7 +193,7 @@ def test_hooks_are_gone_afterwards(tmp_path: Path) -> None:
 
 
 def test_an_error_at_the_start_leaves_no_hooks(tmp_path: Path) -> None:
-    model = model_of("stacked")
+    model = get_model("stacked")
     for module, method in (
         (model.layers[1].gate, "register_forward_hook"),
         (model, "register_forward_pre_hook"),
@@ -211,7 +211,7 @@ def test_nothing_is_left_if_the_end_fails(tmp_path: Path, monkeypatch: pytest.Mo
     def fails() -> None:
         raise RuntimeError("the device is lost")
 
-    model = model_of("stacked")
+    model = get_model("stacked")
     recorder = MoeRecorder(model, tmp_path)
     monkeypatch.setattr(recorder.keeper, "collect", fails)
     with pytest.raises(RuntimeError, match="the device is lost"), recorder:
@@ -221,7 +221,7 @@ def test_nothing_is_left_if_the_end_fails(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_capsules_are_for_one_user(tmp_path: Path) -> None:
-    model = model_of("stacked")
+    model = get_model("stacked")
     before = os.umask(0)
     try:
         with MoeRecorder(model, tmp_path / "a" / "b", when="first") as recorder:
@@ -299,7 +299,7 @@ def test_layers_of_different_sizes_are_all_watched(tmp_path: Path, monkeypatch: 
 def test_calls_outlive_their_process(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_crash_ring` kills the process; here it goes on, and what the watcher would do is called."""
     monkeypatch.setattr(crash_ring.subprocess, "run", lambda *given, **options: None)
-    model = model_of(kind)
+    model = get_model(kind)
     with MoeRecorder(model, tmp_path, when="crash") as recorder:
         model(x_of()[:, :1])
         model(x_of())

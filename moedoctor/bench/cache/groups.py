@@ -74,14 +74,14 @@ def compare_upstream_groups(
     without a graph by the wall clock, in columns that end in `EAGER`. Raises UnavailableError without vLLM,
     RuntimeError if the sum of the groups is not the result of one call.
     """
-    from moedoctor.upstream.moe_backends.modular_moe import fused_experts
+    from moedoctor.upstream.moe_backends.modular_moe import call_fused_experts
 
     layer = ResidentLayer.make(device, tokens=tokens, model=model)
     slots = len(layer.experts)
 
     def compute_part(expert_map: torch.Tensor | None) -> torch.Tensor:
         w13, w2 = layer.weights["w13"], layer.weights["w2"]
-        return fused_experts(layer.x, w13, w2, layer.topk_weights, layer.slot_ids, expert_map)
+        return call_fused_experts(layer.x, w13, w2, layer.topk_weights, layer.slot_ids, expert_map)
 
     def sum_groups(maps: Sequence[torch.Tensor]) -> torch.Tensor:
         total = torch.zeros_like(layer.x)  # [T, H]

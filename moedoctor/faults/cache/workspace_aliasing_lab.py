@@ -96,12 +96,12 @@ def vllm_kernel(call: Call, *, unfinished: bool = False) -> Summed:
 
     Raises UnavailableError.
     """
-    from moedoctor.upstream.moe_backends.modular_moe import modular_kernel
+    from moedoctor.upstream.moe_backends.modular_moe import build_modular_kernel
 
     if call.alias == "input":
         raise UnavailableError("vLLM writes into its input only with torch before 2.9")
     w13, w2 = (call.problem.weights[name].to(call.x.device, torch.bfloat16) for name in ("w13", "w2"))
-    apply = modular_kernel(w13, w2, top_k=call.topk_ids.shape[1], unfinished=unfinished)
+    apply = build_modular_kernel(w13, w2, top_k=call.topk_ids.shape[1], unfinished=unfinished)
 
     def kernel(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         topk_weights = torch.where(part >= 0, call.topk_weights, 0.0)  # [T, K]

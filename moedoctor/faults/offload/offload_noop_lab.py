@@ -24,8 +24,8 @@ from moedoctor.plugin.offload_fix import MARK, remove_marks
 from moedoctor.plugin.register import read_vllm_version
 from moedoctor.results import Case, Observation, UnavailableError
 from moedoctor.upstream.engine.engine import EngineResult
-from moedoctor.upstream.engine.experiment import checkpoints, run_trials
-from moedoctor.upstream.engine.offload_table import EAGER, UVA, trial
+from moedoctor.upstream.engine.experiment import run_trials, write_checkpoints
+from moedoctor.upstream.engine.offload_table import EAGER, UVA, make_trial
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 EXPERTS, ROWS, COLUMNS = 8, 256, 128
@@ -67,8 +67,8 @@ def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Obse
     RuntimeError.
     """
     environ = engine_variables(parameters.cause, case.subject == "fixed", Version(read_vllm_version()))
-    with checkpoints("nvfp4") as folders:
-        uva = trial("NVFP4 MARLIN", EAGER, UVA, folders["nvfp4"])
+    with write_checkpoints("nvfp4") as folders:
+        uva = make_trial("NVFP4 MARLIN", EAGER, UVA, folders["nvfp4"])
         request = replace(
             uva.request,
             arguments={**uva.request.arguments, "cpu_offload_params": list(REPACKED)},
@@ -198,7 +198,9 @@ def upstream(source: ReleaseSource) -> tuple[Replace, MakeContext]:
             "is_pin_memory_available": lambda: False,
             "get_accelerator_view_from_cpu_tensor": view,
         }
-        return source.function("vllm/model_executor/model_loader/utils.py", "device_loading_context", names)
+        return source.load_function(
+            "vllm/model_executor/model_loader/utils.py", "device_loading_context", names
+        )
 
     names = {"torch": torch, "set_weight_attrs": set_attributes}
-    return source.function("vllm/model_executor/utils.py", "replace_parameter", names), make_context
+    return source.load_function("vllm/model_executor/utils.py", "replace_parameter", names), make_context

@@ -112,7 +112,7 @@ def upstream(source: ReleaseSource) -> Rebuild:
         "SlotMappingMode": _MODES,
         "get_kv_cache_spec_kind": lambda spec: None,
     }
-    function: Callable[..., None] = source.function(FILE, FUNCTION, names)
+    function: Callable[..., None] = source.load_function(FILE, FUNCTION, names)
 
     def rebuild(runner: Any, kv_cache_config: Any, kernel_block_sizes: list[int]) -> None:
         if "kernel_block_sizes" in function.__code__.co_varnames[:3]:

@@ -46,10 +46,10 @@ def marlin_stack(
     kernels: MoeKernels, layers: int, device: str, seed: int
 ) -> tuple[nn.Sequential, torch.Tensor]:
     """Square 4-bit layers of random bits for Marlin, and tokens."""
-    from moedoctor.upstream.releases.products import GROUP, marlin_product
+    from moedoctor.upstream.releases.products import GROUP, multiply_by_marlin
 
     def product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return marlin_product(kernels, x, weight, scales)
+        return multiply_by_marlin(kernels, x, weight, scales)
 
     generator = torch.Generator(device).manual_seed(seed)
     stack = nn.Sequential()

@@ -72,9 +72,9 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torc
 
 
 def _cutlass(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    from moedoctor.upstream.releases.products import cutlass_product, operators
+    from moedoctor.upstream.releases.products import load_operators, multiply_by_cutlass
 
-    out = cutlass_product(operators(), x.to(torch.float8_e4m3fn), weight, scales)
+    out = multiply_by_cutlass(load_operators(), x.to(torch.float8_e4m3fn), weight, scales)
     torch.cuda.synchronize()
     return out.float()
 

@@ -206,7 +206,7 @@ def pageable_weights(device: str) -> dict[str, Any]:
     x = torch.randn(256, shape.hidden, device=device, dtype=shape.dtype)  # [T, H]
     stack = make_stack(shape, device)
     expected = stack(x)  # [T, H]
-    release = offload_peers.version()
+    release = offload_peers.find_version()
     if release:
         offload_peers.offload_by_copies(list(stack), NAMES, shape.layers * shape.layer_bytes)
     else:

@@ -67,7 +67,7 @@ def upstream(source: ReleaseSource) -> Apply:
         "nullcontext": contextlib.nullcontext,
         "gpu_sync_allowed": contextlib.nullcontext,
     }
-    method = source.function(FILE, "UVAOffloader._maybe_offload_to_cpu", names)
+    method = source.load_function(FILE, "UVAOffloader._maybe_offload_to_cpu", names)
 
     def apply(stack: nn.Sequential) -> None:
         offloader = types.SimpleNamespace(

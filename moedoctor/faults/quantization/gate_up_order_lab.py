@@ -49,7 +49,7 @@ def library(case: Case, parameters: GateUpOrderParameters, release: object) -> O
     """Run the kernel with the installed vLLM's function."""
     from moedoctor.upstream.releases import installed
 
-    return measure(parameters, case.device, installed.up_first)
+    return measure(parameters, case.device, installed.put_up_first)
 
 
 def measure(parameters: GateUpOrderParameters, device: str, load: Loader) -> Observation:

@@ -36,7 +36,7 @@ _SMALLEST = 2.0**-9
 _SPREAD = 65536.0
 _PARALLEL = 6
 _VOCAB, _PROMPTS, _LENGTH = 512, 32, 8
-_PROBE = "moedoctor.upstream.engine.probes:kv_cache_scales"
+_PROBE = "moedoctor.upstream.engine.probes:read_kv_cache_scales"
 _LAYER = "model.layers.0.self_attn"
 
 

@@ -109,7 +109,7 @@ def kernel(case: Case, parameters: ScaleLayoutParameters, release: object) -> Ob
     """Compute with the installed vLLM's function."""
     from moedoctor.upstream.releases import installed
 
-    return measure(parameters, case.device, TiledKernel(installed.tiled_scales))
+    return measure(parameters, case.device, TiledKernel(installed.tile_scales))
 
 
 def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Observation:

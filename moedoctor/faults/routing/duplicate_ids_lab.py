@@ -366,4 +366,4 @@ def _point(shape: tuple[int, int, int], *, ranks: int, **others: int | str) -> D
 def _load(unit: str, device: str, sources: Mapping[str, str]) -> FlashInferProbe:
     if unit == "installed":
         return FlashInferProbe.installed(device)
-    return FlashInferProbe.named(unit.partition("@")[2], Path(sources[unit]), device)
+    return FlashInferProbe.load_release(unit.partition("@")[2], Path(sources[unit]), device)

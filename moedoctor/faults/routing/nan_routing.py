@@ -243,7 +243,10 @@ padding_holds_nan, padding_holds_nan_dp = (
     claim(key, measure=f"{_ENGINES}.nan_padding:{function}", thresholds=("min_share",), **_OPTIONS)(
         _padding_holds_nan
     )
-    for key, function in (("padding_holds_nan", "padding_table"), ("padding_holds_nan_dp", "parallel_table"))
+    for key, function in (
+        ("padding_holds_nan", "measure_padding"),
+        ("padding_holds_nan_dp", "measure_parallel_padding"),
+    )
 )
 
 

@@ -17,7 +17,7 @@ from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import find_differing_rows
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.releases.moe_kernels import MoeKernels
-from moedoctor.upstream.releases.old_topk import repeat_argmax, topk_softmax, winners
+from moedoctor.upstream.releases.old_topk import find_winners, repeat_argmax, topk_softmax
 
 CLEAN, ALL_NAN, ONE_NAN, HALF_NAN = "clean", "all_nan", "one_nan", "half_nan"
 POS_INF, NEG_INF, ALL_EQUAL, ALL_NEG_INF = "pos_inf", "neg_inf", "all_equal", "all_neg_inf"
@@ -141,7 +141,7 @@ class FaultyRouting:
         grouped = choice.unflatten(1, (num_groups, -1))  # [T, G, E/G]
         counted = 1 if bias is None else min(2, grouped.shape[2])
         best = grouped.topk(counted, dim=2).values.sum(2)  # [T, G]
-        groups = winners(best, topk_groups)  # [T, topk_groups]
+        groups = find_winners(best, topk_groups)  # [T, topk_groups]
         keep = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)  # [T, G]
         allowed = keep.repeat_interleave(grouped.shape[2], dim=1)  # [T, E]
         return repeat_argmax(scores, top_k, renormalize=renormalize, bias=bias, allowed=allowed)

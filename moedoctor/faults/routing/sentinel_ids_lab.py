@@ -21,7 +21,7 @@ from moedoctor.fixes.expert_ids import find_local_ids, replace_sentinels
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import Problem, compute_expected, make_layer, make_problem
 from moedoctor.results import Case, Observation, UnavailableError
-from moedoctor.upstream.releases.installed import align_block_size, installed_release
+from moedoctor.upstream.releases.installed import align_block_size, describe_installed_release
 
 _STALE = 64.0
 """What a buffer holds that an earlier call left."""
@@ -173,7 +173,7 @@ def measure_path(unit: str, device: str) -> dict[str, Any]:
     out = prepared(problem.x, problem.topk_weights, problem.topk_ids).float()  # [T, H]
     _finish(device, _RUNNING)
     row = _row_figures(problem, out, compute_expected(problem, variant.activations))
-    return {"row": row, "vllm": installed_release()}
+    return {"row": row, "vllm": describe_installed_release()}
 
 
 def measure_alignment(device: str) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def measure_alignment(device: str) -> dict[str, Any]:
                     "slots_lost": int(((flat >= first) & ~taken).sum()),
                 }
             )
-    return {"rows": rows, "vllm": installed_release()}
+    return {"rows": rows, "vllm": describe_installed_release()}
 
 
 def _with_sentinels(ids: torch.Tensor) -> dict[str, torch.Tensor]:

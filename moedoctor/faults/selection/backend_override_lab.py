@@ -12,7 +12,7 @@ from moedoctor.faults.selection.backend_override import NEMOTRON, BackendOverrid
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends import requests
 from moedoctor.results import Case, Observation, UnavailableError
-from moedoctor.upstream.selection.installed import InstalledSelection, Started, installed_release
+from moedoctor.upstream.selection.installed import InstalledSelection, Started, find_installed_release
 from moedoctor.upstream.selection.oracle import Layer
 
 Start = Callable[[BackendOverrideParameters, Mapping[str, str], Sequence[str]], Started]
@@ -27,7 +27,7 @@ def model(case: Case, parameters: BackendOverrideParameters, release: None) -> O
 
 def library(case: Case, parameters: BackendOverrideParameters, release: None) -> Observation:
     """Observe the installed vLLM. Raises UnavailableError if it is another release."""
-    installed = InstalledSelection.of_this_environment(parameters.release)
+    installed = InstalledSelection.from_this_environment(parameters.release)
 
     def start(
         parameters: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
@@ -95,10 +95,10 @@ def our_start(
 def ask_installed() -> dict[str, Any]:
     """What the installed vLLM does on SM120 with flags and variables, or why it was not asked."""
     try:
-        selection = InstalledSelection.of_this_environment(installed_release())
+        selection = InstalledSelection.from_this_environment(find_installed_release())
     except UnavailableError as error:
         return {"not_asked": str(error)}
-    return selection.overrides((12, 0), NEMOTRON)
+    return selection.list_overrides((12, 0), NEMOTRON)
 
 
 def _select(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 TABLE = Path(__file__).with_name("tiles.json")
-"""Tiles that were the fastest of those measured, and on which GPUs; `evidence/tune_moe_layer.py` writes it."""
+"""The fastest of the measured tiles, and on which GPUs; `evidence/tune_moe_layer.py` writes it."""
 
 
 @dataclass(frozen=True)

@@ -50,15 +50,15 @@ def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[None]:
     """Go through the stages, and stop for a moment whenever `response` has something new."""
-    with _stage(response, "import"):
+    with _time_stage(response, "import"):
         yield
         vllm = importlib.import_module("vllm")
     response["version"] = str(vllm.__version__)
-    with _stage(response, "load"):
+    with _time_stage(response, "load"):
         yield
         given = {**request["arguments"], **_read_flags(request["flags"])}
         llm = vllm.LLM(**{key: set(value) if key in _SETS else value for key, value in given.items()})
-    response["host_bytes"] = _resident_bytes()
+    response["host_bytes"] = _read_resident_bytes()
     torch = sys.modules.get("torch")
     in_use = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
     cuda = torch.cuda if torch is not None and in_use else None
@@ -66,7 +66,7 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[N
     probe: Any = functools.partial(_probe, request, llm) if request["probe"] else None
     if probe is not None and request["probe_when"] == "before":
         probe = yield from _look(response, probe)
-    with _stage(response, "generate"):
+    with _time_stage(response, "generate"):
         yield
         outputs = _generate(vllm, llm, request)
     if cuda is not None:
@@ -105,7 +105,7 @@ def _read_flags(flags: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(parser.parse_args(list(flags))).items() if name != "model"}
 
 
-def _resident_bytes() -> int | None:
+def _read_resident_bytes() -> int | None:
     """Return the host memory that this process holds; None if the system does not say."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
@@ -115,7 +115,7 @@ def _resident_bytes() -> int | None:
 
 def _look(response: dict[str, Any], probe: Callable[[], Any]) -> Generator[None, None, Any]:
     """Call the probe; return the function that it wants to be called after generating, or None."""
-    with _stage(response, "probe"):
+    with _time_stage(response, "probe"):
         yield
         value = probe()
         if callable(value):
@@ -127,7 +127,7 @@ def _look(response: dict[str, Any], probe: Callable[[], Any]) -> Generator[None,
 
 
 @contextlib.contextmanager
-def _stage(response: dict[str, Any], name: str) -> Iterator[None]:
+def _time_stage(response: dict[str, Any], name: str) -> Iterator[None]:
     """Note in `response` that a stage runs, and its seconds when it ends."""
     response["stage"] = name
     started, before = time.monotonic(), response["seconds"].get(name, 0.0)
@@ -172,11 +172,11 @@ def describe(error: BaseException) -> dict[str, Any]:
     ]
     message = str(error)[:_MESSAGE]
     if first is not error:
-        message += f"\n{_class_name(first)}: {str(first)[:_MESSAGE]}"
-    return {"kind": _class_name(error), "message": message, "frames": frames}
+        message += f"\n{_name_class(first)}: {str(first)[:_MESSAGE]}"
+    return {"kind": _name_class(error), "message": message, "frames": frames}
 
 
-def _class_name(error: BaseException) -> str:
+def _name_class(error: BaseException) -> str:
     return f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
 
 

@@ -69,7 +69,7 @@ class Comparison:
         return self.clear >= MIN_CLEAR
 
 
-def prompts_for(model: Path) -> list[Prompt]:
+def make_prompts(model: Path) -> list[Prompt]:
     """Return the beginnings of texts if the model has a tokenizer, else random token ids of 4 to 9 tokens.
 
     They are always the same for a model.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.upstream.engine.clear_prompts import LOGPROBS, TOKENS, Prompt
-from moedoctor.upstream.engine.probes import model_of
+from moedoctor.upstream.engine.probes import get_model
 
 PATIENCE = 120.0
 """Seconds that an engine waits for the others to be ready."""
@@ -73,7 +73,7 @@ def measure_engine(
     ]
     for batch in batches:
         _draw(llm, batch, tokens)  # warm-up
-    with step_events() as steps, graph_events() as replays, _take_turns(meet, engines) as turn:
+    with record_step_events() as steps, record_graph_events() as replays, _take_turns(meet, engines) as turn:
         for _ in range(repeats):
             with turn():
                 for row in speeds:
@@ -83,7 +83,7 @@ def measure_engine(
                     row["first_s"].append(first)
                     row["whole_s"].append(_draw(llm, row["batch"], tokens))
                     # After the prefill a generation has tokens - 1 decode steps.
-                    by_graph = decode_replays(replays, tokens - 2)
+                    by_graph = time_decode_replays(replays, tokens - 2)
                     if by_gpu := by_graph or measure_milliseconds(steps[2:]):
                         row["gpu_step_ms"].append(statistics.median(by_gpu))
                         row["gpu_clock"].append("graphs" if by_graph else "steps")
@@ -92,7 +92,7 @@ def measure_engine(
 
 def count_experts(llm: Any) -> dict[str, int]:
     """Return the classes that compute the MoE layers, with how many layers each computes."""
-    owned: Iterator[Any] = (getattr(module, "quant_method", None) for module in model_of(llm).modules())
+    owned: Iterator[Any] = (getattr(module, "quant_method", None) for module in get_model(llm).modules())
     methods = {id(method): method for method in owned if hasattr(method, "moe_kernel")}
     kernels = (getattr(method.moe_kernel, "impl", None) for method in methods.values())
     return dict(Counter(type(getattr(kernel, "fused_experts", None)).__name__ for kernel in kernels))
@@ -109,7 +109,7 @@ def exchange_routers(llm: Any) -> Iterator[int]:
 
     routers = [
         parameter
-        for name, parameter in model_of(llm).named_parameters()
+        for name, parameter in get_model(llm).named_parameters()
         if name.endswith(_ROUTERS) and parameter.dim() == 2 and len(parameter) > 1  # [experts, hidden]
     ]
 
@@ -190,7 +190,7 @@ def _take_turns(
 
 
 @contextmanager
-def step_events() -> Iterator[list[tuple[Any, Any]]]:
+def record_step_events() -> Iterator[list[tuple[Any, Any]]]:
     """Time the steps of the vLLM in this process, including what a trace launches.
 
     The list gets a pair of events for each step: from before and after the model's call, or with the V2 model
@@ -198,15 +198,15 @@ def step_events() -> Iterator[list[tuple[Any, Any]]]:
     that runner's times hold work of the host. The list stays empty without a GPU.
     """
 
-    def runners() -> list[tuple[Any, str]]:
+    def list_runners() -> list[tuple[Any, str]]:
         return [(importlib.import_module(module).GPUModelRunner, name) for module, name in _STEPS_OF_RUNNERS]
 
-    with _record_events(runners) as pairs:
+    with _record_events(list_runners) as pairs:
         yield pairs
 
 
 @contextmanager
-def graph_events() -> Iterator[list[tuple[Any, Any]]]:
+def record_graph_events() -> Iterator[list[tuple[Any, Any]]]:
     """Time the replays of CUDA graphs in this process, from before to after each.
 
     Of full graphs there is one for each decode step, and hardly any work of the host is between its events.
@@ -252,7 +252,7 @@ def measure_milliseconds(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
     return [float(start.elapsed_time(end)) for start, end in pairs]
 
 
-def decode_replays(pairs: Sequence[tuple[Any, Any]], steps: int) -> list[float] | None:
+def time_decode_replays(pairs: Sequence[tuple[Any, Any]], steps: int) -> list[float] | None:
     """Return the milliseconds of the last `steps` replays of a generation of `steps` + 2 tokens.
 
     Before them are the first decode step and, if each prompt is one token, the prefill. Returns None if the

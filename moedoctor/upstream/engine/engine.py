@@ -23,7 +23,7 @@ from moedoctor.processes import deaths
 from moedoctor.processes.ask import Ended, run_module
 from moedoctor.redaction import Redactor
 from moedoctor.results import Death, UnavailableError
-from moedoctor.upstream.releases.wheel import package_folders
+from moedoctor.upstream.releases.wheel import find_package_folders
 
 CHILD = "moedoctor.upstream.engine.child"
 ENVIRON: Mapping[str, str] = {
@@ -130,7 +130,7 @@ class EngineError:
     frames: tuple[str, ...] = ()
     """The last frames of the traceback, innermost last: ``vllm/…/uva.py:122 forward: code``."""
 
-    def line(self) -> str:
+    def summarize(self) -> str:
         """Return stage, class and the first line of the message."""
         return f"{self.stage}: {self.kind}: {self.message.partition(chr(10))[0][:300]}"
 
@@ -205,7 +205,7 @@ def has_backend(scheme: str, moe_backend: str) -> bool:
     """
     if (scheme, moe_backend) != ("nvfp4", "humming"):
         return True
-    files = [folder / _NVFP4_SELECTION for folder in package_folders("vllm")]
+    files = [folder / _NVFP4_SELECTION for folder in find_package_folders("vllm")]
     return any(file.is_file() and "HUMMING" in file.read_text(encoding="utf-8") for file in files)
 
 

@@ -94,17 +94,17 @@ class Ran:
             if ids != expected:
                 at = next(i for i, pair in enumerate(zip(ids, expected, strict=True)) if pair[0] != pair[1])
                 return Outcome.OTHER, f"prompt {prompt + 1}, token {at + 1}: {ids[at]}, not {expected[at]}"
-        distance = logprob_distance(result, control)
+        distance = measure_logprob_distance(result, control)
         return Outcome.SAME, "same logprobs" if distance == 0 else f"logprobs differ by up to {distance:.2g}"
 
 
 def run_trials(trials: Sequence[Trial], *, parallel: int = PARALLEL) -> list[Ran]:
     """Run all engines, up to `parallel` side by side. Raises UnavailableError if none can run here."""
     engine.need_engine()
-    return pair(trials, engine.run_engines([trial.request for trial in trials], parallel=parallel))
+    return attach_controls(trials, engine.run_engines([trial.request for trial in trials], parallel=parallel))
 
 
-def pair(trials: Sequence[Trial], results: Sequence[EngineResult]) -> list[Ran]:
+def attach_controls(trials: Sequence[Trial], results: Sequence[EngineResult]) -> list[Ran]:
     """Put each result beside that of its trial's control."""
     by_label = {trial.request.label: result for trial, result in zip(trials, results, strict=True)}
     return [
@@ -113,12 +113,16 @@ def pair(trials: Sequence[Trial], results: Sequence[EngineResult]) -> list[Ran]:
     ]
 
 
-def rows(ran: Sequence[Ran], columns: Callable[[Ran], Mapping[str, Any]]) -> list[dict[str, Any]]:
+def make_rows(ran: Sequence[Ran], columns: Callable[[Ran], Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row for each engine: `columns` of it, or ``error`` if it failed."""
     return [
         {
             **engine_run.trial.columns,
-            **({"error": engine_run.result.error.line()} if engine_run.result.error else columns(engine_run)),
+            **(
+                {"error": engine_run.result.error.summarize()}
+                if engine_run.result.error
+                else columns(engine_run)
+            ),
         }
         for engine_run in ran
     ]
@@ -142,7 +146,7 @@ def shorten_error(error: EngineError) -> str:
     return f"{error.kind.rpartition('.')[2]}: {text}"[:240]
 
 
-def logprob_distance(result: EngineResult, control: EngineResult) -> float:
+def measure_logprob_distance(result: EngineResult, control: EngineResult) -> float:
     """Return the largest difference between logprobs of tokens that both report; inf without any."""
     if result.logprobs is None or control.logprobs is None:
         return float("inf")
@@ -151,7 +155,7 @@ def logprob_distance(result: EngineResult, control: EngineResult) -> float:
 
 
 @contextmanager
-def checkpoints(*schemes: Scheme, **shape: Any) -> Iterator[Mapping[Scheme, str]]:
+def write_checkpoints(*schemes: Scheme, **shape: Any) -> Iterator[Mapping[Scheme, str]]:
     """Write a tiny Qwen3-MoE checkpoint for each scheme; the folder of each, removed at the end."""
     from moedoctor.reference.checkpoints import write_qwen3_moe
 

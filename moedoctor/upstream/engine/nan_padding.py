@@ -3,10 +3,10 @@
 Every engine is a tiny Qwen3-MoE in BF16 with random weights, compiled, with piecewise CUDA graphs. The
 columns are those of vllm-project/vllm#39593.
 
-`parallel_table` runs two data-parallel ranks: two engines of one process each, on two GPUs of one host, or
-on one if there is only one. vLLM reads their ranks from its ``VLLM_DP_*`` variables. Ranks are padded to the
-same batch, and a rank whose prompts are done runs dummy batches until all are; those are no steps of the
-trace.
+`measure_parallel_padding` runs two data-parallel ranks: two engines of one process each, on two GPUs of one
+host, or on one if there is only one. vLLM reads their ranks from its ``VLLM_DP_*`` variables. Ranks are padded
+to the same batch, and a rank whose prompts are done runs dummy batches until all are; those are no steps of
+the trace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from typing import Any
 
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.engine.engine import EngineRequest
-from moedoctor.upstream.engine.experiment import Ran, Trial, checkpoints, require_a_run, rows, run_trials
+from moedoctor.upstream.engine.experiment import (
+    Ran,
+    Trial,
+    make_rows,
+    require_a_run,
+    run_trials,
+    write_checkpoints,
+)
 
 BATCH = 11
 """Prompts at once: graphs are not captured for this size, so decode steps are padded to 16."""
@@ -43,7 +50,7 @@ _PORTS = 8
 """Ports from the first on that vLLM may use, one after another."""
 
 
-def engine_arguments() -> dict[str, Any]:
+def make_engine_arguments() -> dict[str, Any]:
     """Return the arguments of all engines: compiled, with piecewise CUDA graphs and the Triton experts."""
     return {
         "moe_backend": "triton",
@@ -54,24 +61,24 @@ def engine_arguments() -> dict[str, Any]:
     }
 
 
-def prompts() -> Sequence[list[int]]:
+def make_prompts() -> Sequence[list[int]]:
     """Return prompts of 3 to 13 tokens, so that prefill steps are padded, too."""
     return [[(7 * prompt + 13 * place) % 500 + 5 for place in range(3 + prompt)] for prompt in range(BATCH)]
 
 
-def padding_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+def measure_padding(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return a row for each configuration. Raises UnavailableError if no engine ran."""
-    with checkpoints("bf16", **_MODEL) as folders:
+    with write_checkpoints("bf16", **_MODEL) as folders:
         trials = [
             _make_trial(folders["bf16"], f"1 GPU, {backend}", attention_backend=backend)
             for backend in ("TRITON_ATTN", "FLASH_ATTN")
         ]
         ran = run_trials(trials)
-    table = require_a_run(rows(ran, _make_row))
+    table = require_a_run(make_rows(ran, _make_row))
     return [*table, {"config": "DP=2", "not_run": "scenarios/engine/nan_padding_dp.yaml does"}]
 
 
-def parallel_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
+def measure_parallel_padding(sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return a row for each rank and one for both, for each of `CONFIGS`.
 
     With fewer than two GPUs both ranks run on the first, and the names of the rows say so. Raises
@@ -81,7 +88,7 @@ def parallel_table(sources: Mapping[str, str]) -> list[dict[str, Any]]:
 
     shared = torch.cuda.device_count() < RANKS
     table: list[dict[str, Any]] = []
-    with checkpoints("bf16", **_MODEL) as folders:
+    with write_checkpoints("bf16", **_MODEL) as folders:
         for name, arguments in CONFIGS.items():
             config = f"{name} on one GPU" if shared else name
             ran = run_trials(rank_trials(folders["bf16"], config, arguments, shared=shared), parallel=RANKS)
@@ -102,8 +109,8 @@ def rank_trials(
         Trial(
             EngineRequest(
                 model,
-                prompts()[: _RANK_PROMPTS[rank]],
-                {**engine_arguments(), **_ONE_PROCESS, **arguments},
+                make_prompts()[: _RANK_PROMPTS[rank]],
+                {**make_engine_arguments(), **_ONE_PROCESS, **arguments},
                 {
                     **TRACED,
                     "VLLM_DP_RANK": str(rank),
@@ -146,7 +153,7 @@ def _is_free(port: int) -> bool:
 def rank_rows(config: str, ran: Sequence[Ran]) -> list[dict[str, Any]]:
     """Return a row for each rank, and if all ran one with their counts added up."""
 
-    def columns(engine: Ran) -> dict[str, Any]:
+    def make_columns(engine: Ran) -> dict[str, Any]:
         probe, first = engine.result.probe, engine.result.probe["first_padding"]
         return {
             **_make_row(engine),
@@ -156,7 +163,7 @@ def rank_rows(config: str, ran: Sequence[Ran]) -> list[dict[str, Any]]:
             "first_in_padding": "" if first is None else f"{first['what']} at {first['point']}",
         }
 
-    table = rows(ran, columns)
+    table = make_rows(ran, make_columns)
     if any("error" in row for row in table):
         return table
     added = ("steps", "steps_with_padding", "nan_in_padding", "inf_in_padding", "nan_in_real")
@@ -191,8 +198,8 @@ def report(llm: Any) -> dict[str, Any]:
 def _make_trial(model: str, label: str, **arguments: Any) -> Trial:
     request = EngineRequest(
         model,
-        prompts(),
-        {**engine_arguments(), **arguments},
+        make_prompts(),
+        {**make_engine_arguments(), **arguments},
         TRACED,
         max_tokens=_TOKENS,
         probe=_REPORT,

@@ -21,10 +21,10 @@ from moedoctor.upstream.engine.experiment import (
     Outcome,
     Ran,
     Trial,
-    checkpoints,
-    logprob_distance,
+    measure_logprob_distance,
     run_trials,
     shorten_error,
+    write_checkpoints,
 )
 
 if TYPE_CHECKING:
@@ -84,23 +84,23 @@ def measure(backends: Sequence[str], mode: str, places: Sequence[str], fixes: st
     """
     need_engine()
     backends = [backend for backend in backends if has_backend(*BACKENDS[backend])]
-    with checkpoints(*(BACKENDS[backend][0] for backend in backends)) as folders:
-        return evidence(run_trials(trials(backends, mode, places, fixes, folders)))
+    with write_checkpoints(*(BACKENDS[backend][0] for backend in backends)) as folders:
+        return make_evidence(run_trials(list_trials(backends, mode, places, fixes, folders)))
 
 
-def trials(
+def list_trials(
     backends: Sequence[str], mode: str, places: Sequence[str], fixes: str, folders: Mapping[Scheme, str]
 ) -> list[Trial]:
     """Return all engines, the controls among them; compiled copies with the fix have two controls."""
     second = (SAME_GRAPH,) if mode == COMPILED and fixes and COPIES in places else ()
     return [
-        trial(backend, mode, place, folders[BACKENDS[backend][0]], fixes)
+        make_trial(backend, mode, place, folders[BACKENDS[backend][0]], fixes)
         for backend in backends
         for place in (*places, *second)
     ]
 
 
-def trial(backend: str, mode: str, place: str, folder: str, fixes: str = "") -> Trial:
+def make_trial(backend: str, mode: str, place: str, folder: str, fixes: str = "") -> Trial:
     """Return one engine of the table, for the checkpoint in `folder`; `fixes` is MOEDOCTOR_FIXES."""
     arguments: dict[str, Any] = {
         "moe_backend": BACKENDS[backend][1],
@@ -136,7 +136,7 @@ def trial(backend: str, mode: str, place: str, folder: str, fixes: str = "") -> 
     return Trial(request, {"backend": backend, "mode": mode, "experts": place}, control)
 
 
-def evidence(ran: Sequence[Ran]) -> dict[str, Any]:
+def make_evidence(ran: Sequence[Ran]) -> dict[str, Any]:
     """Return the engines as a table, counted, with the errors in full."""
     second = {
         engine.trial.columns["backend"]: engine.result
@@ -194,7 +194,7 @@ def _judge(engine: Ran, second: EngineResult | None) -> tuple[Outcome, str, bool
     outcome, detail = engine.compare()
     answered = outcome in (Outcome.SAME, Outcome.OTHER)
     if place == SAME_GRAPH and result.error is None:
-        return (Outcome.CONTROL if _served_from_gpu(result) else Outcome.NO_CONTROL), detail, None
+        return (Outcome.CONTROL if _is_served_from_gpu(result) else Outcome.NO_CONTROL), detail, None
     asked = engine.trial.request.environ["MOEDOCTOR_FIXES"]
     if answered and asked and place in (COPIES, WEIGHTS) and result.fixes is None:
         return Outcome.NO_FIX, "the fix was asked for and is not active", None
@@ -204,9 +204,9 @@ def _judge(engine: Ran, second: EngineResult | None) -> tuple[Outcome, str, bool
     if place not in CONTROLS and outcome is Outcome.SAME and 2 * on_host < asked_bytes:
         return Outcome.MOVED_BACK, f"{on_host} of {asked_bytes} bytes are on the host (MD013)", None
     if place == COPIES and answered and second is not None:
-        if second.error is not None or not _served_from_gpu(second):
+        if second.error is not None or not _is_served_from_gpu(second):
             return outcome, detail, None
-        same = result.tokens == second.tokens and logprob_distance(result, second) == 0
+        same = result.tokens == second.tokens and measure_logprob_distance(result, second) == 0
         detail = f"{detail}; {'same' if same else 'other'} tokens and logprobs {SAME_GRAPH}"
         return (Outcome.ROUNDING if same and outcome is Outcome.OTHER else outcome), detail, same
     return (_classify_crash(result) if result.error is not None else outcome), detail, None
@@ -243,7 +243,7 @@ def _read_probe(result: EngineResult, name: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _served_from_gpu(result: EngineResult) -> bool:
+def _is_served_from_gpu(result: EngineResult) -> bool:
     """Return True if the engine generated with weights that the probe had taken off the host."""
     return bool(result.fixes and result.probe and result.probe["bytes"])
 

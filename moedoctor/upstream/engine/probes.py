@@ -26,7 +26,7 @@ def locate_weights(llm: Any, names: str = "") -> dict[str, Any]:
     A CUDA tensor of torch may be a view of host memory. Only parameters whose name contains `names` count.
     Returns ``{"bytes": {place: bytes}, "parameters": [{"name", "bytes", "place"}]}``.
     """
-    return sum_weights_by_place(model_of(llm), names)
+    return sum_weights_by_place(get_model(llm), names)
 
 
 def sum_weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
@@ -36,19 +36,19 @@ def sum_weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         if names not in name or not parameter.numel():  # an empty parameter has no address to ask about
             continue
-        place, size = memory_of(parameter), parameter.numel() * parameter.element_size()
+        place, size = locate_memory(parameter), parameter.numel() * parameter.element_size()
         places[place] = places.get(place, 0) + size
         parameters.append({"name": name, "bytes": size, "place": place})
     return {"bytes": places, "parameters": parameters}
 
 
 def record_layers_and_places(llm: Any, names: str = "", calls: int = 0) -> Callable[[], dict[str, Any]]:
-    """Probe before generating: `layer_outputs` of the first `calls` calls, and `bytes_on_host` at the end."""
-    outputs = layer_outputs(llm, calls) if calls else dict
-    return lambda: {**outputs(), **bytes_on_host(model_of(llm), names)}
+    """Probe: the outputs of layers in their first `calls` calls, and at the end `count_bytes_on_host`."""
+    outputs = record_layer_outputs(llm, calls) if calls else dict
+    return lambda: {**outputs(), **count_bytes_on_host(get_model(llm), names)}
 
 
-def bytes_on_host(model: Any, names: str = "") -> dict[str, int]:
+def count_bytes_on_host(model: Any, names: str = "") -> dict[str, int]:
     """Return ``{"parameter_bytes", "host_bytes"}`` of the parameters whose name contains `names`.
 
     Bytes are on the host if they are mapped, on the CPU, or in the blocks that the fix `offload` copies from.
@@ -56,7 +56,7 @@ def bytes_on_host(model: Any, names: str = "") -> dict[str, int]:
     places = sum_weights_by_place(model, names)["bytes"]
     stored = sum(
         region.nbytes
-        for pipeline in pipelines_of(model)
+        for pipeline in list_pipelines(model)
         for unit in pipeline.units
         if unit.host.device.type == "cpu"
         for region in unit.regions
@@ -65,7 +65,7 @@ def bytes_on_host(model: Any, names: str = "") -> dict[str, int]:
     return {"parameter_bytes": sum(places.values()), "host_bytes": on_host + stored}
 
 
-def memory_of(tensor: Any) -> str:
+def locate_memory(tensor: Any) -> str:
     """``device``, ``host`` (a CUDA tensor over host memory that the GPU reads), or ``cpu`` (a CPU tensor)."""
     if tensor.device.type != "cuda":
         return str(tensor.device.type)
@@ -78,7 +78,7 @@ def memory_of(tensor: Any) -> str:
     return _KINDS.get(kind.value, str(kind.value))
 
 
-def kv_cache_scales(llm: Any) -> list[dict[str, Any]]:
+def read_kv_cache_scales(llm: Any) -> list[dict[str, Any]]:
     """Return the KV cache of each attention layer: ``{"layer", "dtype", "k_scale", "v_scale"}``."""
     return [
         {
@@ -87,12 +87,12 @@ def kv_cache_scales(llm: Any) -> list[dict[str, Any]]:
             "k_scale": float(module._k_scale_float),
             "v_scale": float(module._v_scale_float),
         }
-        for name, module in model_of(llm).named_modules()
+        for name, module in get_model(llm).named_modules()
         if hasattr(module, "kv_cache_dtype") and hasattr(module, "_k_scale_float")
     ]
 
 
-def layer_outputs(llm: Any, calls: int = 1) -> Callable[[], dict[str, Any]]:
+def record_layer_outputs(llm: Any, calls: int = 1) -> Callable[[], dict[str, Any]]:
     """Probe before generating: hook the decoder layers and record the outputs of their first calls.
 
     An output is a digest (equal bits, equal digest) with its norm and its tokens' projections onto 8
@@ -106,15 +106,15 @@ def layer_outputs(llm: Any, calls: int = 1) -> Callable[[], dict[str, Any]]:
     def record(name: str, module: Any, inputs: Any, output: Any) -> None:
         counted[name] += 1
         if counted[name] <= calls:
-            outputs.append({"layer": name, "call": counted[name], **_digest(output)})
+            outputs.append({"layer": name, "call": counted[name], **_summarize(output)})
 
-    layers = list(decoder_layers(model_of(llm)))
+    layers = list(list_decoder_layers(get_model(llm)))
     for name, layer in layers:
         layer.register_forward_hook(functools.partial(record, name))
     return lambda: {"layers": len(layers), "outputs": outputs}
 
 
-def decoder_layers(model: Any) -> Iterator[tuple[str, Any]]:
+def list_decoder_layers(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield name and module of each layer in the longest list of layers in `model`."""
     import torch
 
@@ -127,7 +127,7 @@ def decoder_layers(model: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name}.{index}", layer
 
 
-def _digest(output: Any) -> Mapping[str, Any]:
+def _summarize(output: Any) -> Mapping[str, Any]:
     import torch
 
     outputs = output if isinstance(output, (tuple, list)) else (output,)
@@ -165,13 +165,13 @@ def serve_from_gpu(llm: Any) -> dict[str, Any]:
     The compiled code stays the same and copies as before, but out of GPU memory. What was on the host is
     overwritten, so reading it would show. Returns ``{"bytes": moved}``.
     """
-    return {"bytes": take_off_the_host(model_of(llm))}
+    return {"bytes": take_off_the_host(get_model(llm))}
 
 
 def take_off_the_host(model: Any) -> int:
     """`serve_from_gpu` for a torch module; returns the bytes that were moved."""
     moved = 0
-    for pipeline in pipelines_of(model):
+    for pipeline in list_pipelines(model):
         pipeline.settle()
         device = pipeline.buffers[0].device
         copies = [replace(unit, host=unit.host.to(device, copy=True)) for unit in pipeline.units]
@@ -182,7 +182,7 @@ def take_off_the_host(model: Any) -> int:
     return moved
 
 
-def pipelines_of(model: Any) -> list[Any]:
+def list_pipelines(model: Any) -> list[Any]:
     """Return the pipelines of the fix `offload` in a torch module, each once."""
     from moedoctor.fixes.offload.hooks import MARK
 
@@ -190,7 +190,7 @@ def pipelines_of(model: Any) -> list[Any]:
     return list({id(pipeline): pipeline for pipeline in marked if pipeline is not None}.values())
 
 
-def model_of(llm: Any) -> Any:
+def get_model(llm: Any) -> Any:
     """Return the model of the only worker, which is in this process. Raises ValueError for several."""
     models = llm.apply_model(lambda model: model)
     if len(models) != 1:
@@ -205,8 +205,8 @@ ROUNDING = 0.02
 def find_first_difference(control: Any, other: Any, equal_tokens: int | None = None) -> dict[str, Any]:
     """Return where the layers' outputs of two runs differ: first in a bit, and first by more than rounding.
 
-    `control` and `other`: evidence of `layer_outputs`. `equal_tokens`: how many tokens both generated before
-    the first that differs; later calls have other inputs and are not compared. None: all are equal.
+    `control` and `other`: evidence of `record_layer_outputs`. `equal_tokens`: how many tokens both generated
+    before the first that differs; later calls have other inputs and are not compared. None: all are equal.
     ``until_parting``: whether the call of the first different token is among those compared.
     """
     outputs, expected = ((run or {}).get("outputs", ()) for run in (other, control))
@@ -233,7 +233,7 @@ def find_first_difference(control: Any, other: Any, equal_tokens: int | None = N
         figures["first_bit"] = figures["first_bit"] or row["layer"]
         # Floats that are not finite are text in JSON.
         tokens, right = ([[*map(float, token)] for token in run["projection"]] for run in (row, reference))
-        difference = max(map(relative_error, tokens, right), default=0.0)
+        difference = max(map(measure_relative_error, tokens, right), default=0.0)
         if figures["first_layer"] is None and not (row["finite"] and difference <= ROUNDING):
             figures |= {"first_layer": row["layer"], "first_call": row["call"]}
             figures["relative_difference"] = round(difference, 6) if row["finite"] else "not finite"
@@ -241,7 +241,7 @@ def find_first_difference(control: Any, other: Any, equal_tokens: int | None = N
     return figures
 
 
-def relative_error(values: Sequence[float], reference: Sequence[float]) -> float:
+def measure_relative_error(values: Sequence[float], reference: Sequence[float]) -> float:
     """Return ‖values - reference‖ / ‖reference‖; NaN counts as infinite."""
     difference = sum((a - b) ** 2 for a, b in zip(values, reference, strict=True)) ** 0.5
     length = sum(b * b for b in reference) ** 0.5

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from moedoctor.results import UnavailableError
-from moedoctor.upstream.flashinfer.probe_build import arch_of, build, plan_build
+from moedoctor.upstream.flashinfer.probe_build import build, name_arch, plan_build
 from moedoctor.upstream.flashinfer.source import FlashInferSource, find_installed_source, find_source
 from moedoctor.upstream.releases.wheel import KernelError
 
@@ -51,13 +51,13 @@ class FlashInferProbe:
         try:
             source = find()
             release = f"FlashInfer {source.release}: "
-            path = build(plan_build(source, arch_of(torch.cuda.get_device_capability(device))))
+            path = build(plan_build(source, name_arch(torch.cuda.get_device_capability(device))))
             return cls(source.release, path, _load_library(str(path)))
         except (KernelError, OSError) as error:
             raise UnavailableError(f"{release}{error}") from error
 
     @classmethod
-    def named(cls, release: str, path: Path, device: str) -> FlashInferProbe:
+    def load_release(cls, release: str, path: Path, device: str) -> FlashInferProbe:
         """Return the probe of `release` from its wheel or folder at `path`; raises UnavailableError."""
         return cls._load(lambda: find_source(release, path), device)
 
@@ -79,7 +79,7 @@ class FlashInferProbe:
         overwritten.
         """
         tokens, top_k = ids.shape
-        maps = memory if isinstance(memory, RoutingMaps) else _empty_maps(ids, experts, memory)
+        maps = memory if isinstance(memory, RoutingMaps) else _make_empty_maps(ids, experts, memory)
         written = (maps.row_of_permuted, maps.permuted_of_row, maps.first_offset)
         common = (tokens, experts, top_k, start)
         taken = self._call("fused", ids, *written, *common)
@@ -129,7 +129,7 @@ class FlashInferProbe:
         return code
 
 
-def _empty_maps(ids: torch.Tensor, experts: int, value: int) -> RoutingMaps:
+def _make_empty_maps(ids: torch.Tensor, experts: int, value: int) -> RoutingMaps:
     size, device = ids.numel(), ids.device
     return RoutingMaps(
         False,

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from moedoctor.processes.cuda_tools import Tool, find_tools, run_tool
 from moedoctor.upstream.flashinfer.source import FlashInferSource, find_source
-from moedoctor.upstream.releases.wheel import KernelError, cache_folder, package_folders
+from moedoctor.upstream.releases.wheel import KernelError, cache_folder, find_package_folders
 
 _SECONDS = 900.0
 _OPTIONS = (
@@ -70,7 +70,7 @@ def probe_text() -> str:
     return file.read_text(encoding="utf-8")
 
 
-def arch_of(capability: tuple[int, int]) -> str:
+def name_arch(capability: tuple[int, int]) -> str:
     """Return the target for `capability`: with the suffix ``a`` from 9.0 on, as FlashInfer's own build."""
     major, minor = capability
     return f"{major}{minor}a" if major >= 9 else f"{major}{minor}"
@@ -81,7 +81,7 @@ def plan_build(source: FlashInferSource, arch: str) -> BuildPlan:
     tools = [tool for tool in find_tools(["nvcc"]) if tool.cuda >= (12, 8)]
     if not tools:
         raise KernelError("no nvcc of CUDA 12.8 or later: set CUDA_HOME, or install nvidia-cuda-nvcc")
-    return BuildPlan(source, arch, tools[-1], tuple(source.defines()))
+    return BuildPlan(source, arch, tools[-1], tuple(source.list_defines()))
 
 
 def build(plan: BuildPlan) -> Path:
@@ -99,10 +99,10 @@ def build(plan: BuildPlan) -> Path:
             objects = list(pool.map(lambda file: _compile(plan, file, folder), sources))
         made = folder / "probe.so"
         # Undefined symbols must show here and not when it is loaded.
-        link = ["-shared", *_gencode(plan.arch), *map(str, objects), "-Xlinker", "--no-undefined"]
+        link = ["-shared", *_write_gencode(plan.arch), *map(str, objects), "-Xlinker", "--no-undefined"]
         # As pip's toolkit links: libraries in ``lib``, and no device runtime.
         libraries = ["-cudadevrt", "none", f"-L{Path(plan.nvcc.path).parent.parent / 'lib'}"]
-        _nvcc(plan, [*link, *libraries, "-o", str(made)])
+        _run_nvcc(plan, [*link, *libraries, "-o", str(made)])
         os.replace(made, target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -114,20 +114,20 @@ def _compile(plan: BuildPlan, source: Path, folder: Path) -> Path:
     includes = [f"-I{path}" for path in plan.source.includes]
     # cuBLAS and cuRAND are in pip's packages, for a toolkit that comes without them.
     for library in (
-        folder for root in package_folders("nvidia") for folder in sorted(root.glob("*/include"))
+        folder for root in find_package_folders("nvidia") for folder in sorted(root.glob("*/include"))
     ):
         if any((library / name).is_file() for name in ("cublasLt.h", "curand.h")):
             includes += ["-isystem", str(library)]
-    arguments = [*_OPTIONS, *_gencode(plan.arch), *plan.defines, *includes]
-    _nvcc(plan, [*arguments, "-c", str(source), "-o", str(made)])
+    arguments = [*_OPTIONS, *_write_gencode(plan.arch), *plan.defines, *includes]
+    _run_nvcc(plan, [*arguments, "-c", str(source), "-o", str(made)])
     return made
 
 
-def _gencode(arch: str) -> list[str]:
+def _write_gencode(arch: str) -> list[str]:
     return [f"-gencode=arch=compute_{arch},code=sm_{arch}"]
 
 
-def _nvcc(plan: BuildPlan, arguments: Sequence[str]) -> None:
+def _run_nvcc(plan: BuildPlan, arguments: Sequence[str]) -> None:
     try:
         done = run_tool(plan.nvcc.path, arguments, seconds=_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:

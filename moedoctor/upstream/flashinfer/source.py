@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from moedoctor.text import TextFileError, read_text
-from moedoctor.upstream.releases.wheel import KernelError, open_wheel, package_folders, unpack
+from moedoctor.upstream.releases.wheel import KernelError, find_package_folders, open_wheel, unpack
 
 KERNELS = PurePosixPath("csrc/fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh")
 """The header with the routing maps and finalize, under the package's data folder."""
@@ -76,7 +76,7 @@ class FlashInferSource:
         """The package's own source files that are linked with the probe."""
         return [self.data / part for part in _SOURCES]
 
-    def defines(self) -> list[str]:
+    def list_defines(self) -> list[str]:
         """The ``-D`` flags with which this release builds its MoE module for GPUs of 9.0.
 
         Read from its ``jit`` folder as text; raises KernelError if they are not there.
@@ -127,7 +127,7 @@ def find_installed_source() -> FlashInferSource:
         release = importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
         raise KernelError("flashinfer is not installed here") from None
-    for package in package_folders("flashinfer"):
+    for package in find_package_folders("flashinfer"):
         if os.path.isfile(package / "data" / KERNELS):
             return FlashInferSource(release, package)
     raise KernelError(f"the installed flashinfer {release} has no data/{KERNELS}")

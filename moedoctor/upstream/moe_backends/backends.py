@@ -26,9 +26,9 @@ from moedoctor.reference.moe_backend import Backend, Prepared, Variant
 from moedoctor.reference.moe_layer import Layer
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import UnavailableError
-from moedoctor.upstream.moe_backends.moe_config import moe_config
-from moedoctor.upstream.releases.installed import FUSED_MOE, vllm_module
-from moedoctor.upstream.releases.wheel import package_folders
+from moedoctor.upstream.moe_backends.moe_config import make_moe_config
+from moedoctor.upstream.releases.installed import FUSED_MOE, import_vllm_module
+from moedoctor.upstream.releases.wheel import find_package_folders
 
 JIT_VARIABLE = "MOEDOCTOR_FLASHINFER_JIT"
 EMPTY_SLOTS = "VLLM_MOE_SKIP_PADDING"
@@ -43,7 +43,7 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "relu2
 
 def load(name: str) -> Any:
     """Import a module of vLLM below `FUSED_MOE`. Raises UnavailableError."""
-    return vllm_module(f"{FUSED_MOE}.{name}")
+    return import_vllm_module(f"{FUSED_MOE}.{name}")
 
 
 class VllmKernel(Prepared):
@@ -276,7 +276,7 @@ class VllmBackend(Backend):
         )
 
     def prepare(self, layer: Layer) -> Prepared:
-        device = _device(layer)
+        device = _find_device(layer)
         _start(device, fresh=True)
         if isinstance(layer.w13, Fp8):
             self._check_scales(layer.w13)
@@ -285,7 +285,7 @@ class VllmBackend(Backend):
         if kernel_class is None:
             raise UnavailableError(f"{self.variant.name}: {reason}")
         holder = _make_layer(layer.shape, config)
-        with _engine():
+        with _set_engine():
             oracle = load(self._quantization.oracle)
             try:
                 kernel, w13, w2 = self._quantization.build(
@@ -351,7 +351,7 @@ class VllmBackend(Backend):
 
 
 def _make_config(shape: LayerShape, device: str) -> Any:
-    return moe_config(shape, _ACTIVATIONS[shape.activation], device=device)
+    return make_moe_config(shape, _ACTIVATIONS[shape.activation], device=device)
 
 
 def _make_scale(value: float, device: str | torch.device, experts: int | None = None) -> torch.Tensor:
@@ -404,13 +404,13 @@ def _make_layer_class() -> Any:
     if importlib.util.find_spec(f"{FUSED_MOE}.routed_experts") is None:
         return torch.nn.Module
 
-    def without_weights(layer: Any) -> None:
+    def initialize(layer: Any) -> None:
         torch.nn.Module.__init__(layer)
 
-    return type("Layer", (load("routed_experts").RoutedExperts,), {"__init__": without_weights})
+    return type("Layer", (load("routed_experts").RoutedExperts,), {"__init__": initialize})
 
 
-def _device(layer: Layer) -> str:
+def _find_device(layer: Layer) -> str:
     weight = layer.w13
     if isinstance(weight, Nvfp4):
         return str(weight.packed.device)
@@ -419,7 +419,7 @@ def _device(layer: Layer) -> str:
 
 def _start(device: str, *, fresh: bool = False) -> None:
     """Load vLLM's kernels and give it a workspace; a `fresh` one, because a workspace only grows."""
-    if not package_folders("vllm"):
+    if not find_package_folders("vllm"):
         raise UnavailableError("vLLM is not installed")
     try:
         importlib.import_module("vllm._custom_ops")
@@ -432,7 +432,7 @@ def _start(device: str, *, fresh: bool = False) -> None:
         workspace.init_workspace_manager(torch.device(device))
 
 
-def _engine() -> contextlib.AbstractContextManager[Any]:
+def _set_engine() -> contextlib.AbstractContextManager[Any]:
     """Make vLLM's default configuration the current one, because some of its constructors ask for it."""
     config = importlib.import_module("vllm.config")
     manager: contextlib.AbstractContextManager[Any] = config.set_current_vllm_config(config.VllmConfig())

@@ -20,7 +20,9 @@ Apply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(x [T, H], topk_weights [T, K], topk_ids [T, K]) -> [T, H]."""
 
 
-def modular_kernel(w13: torch.Tensor, w2: torch.Tensor, *, top_k: int, unfinished: bool = False) -> Apply:
+def build_modular_kernel(
+    w13: torch.Tensor, w2: torch.Tensor, *, top_k: int, unfinished: bool = False
+) -> Apply:
     """Return vLLM's modular kernel with `w13` [E, 2I, H] and `w2` [E, H, I], bfloat16.
 
     `unfinished` takes the result before the kernel copies it into its own tensor. Raises UnavailableError.
@@ -38,7 +40,7 @@ def modular_kernel(w13: torch.Tensor, w2: torch.Tensor, *, top_k: int, unfinishe
     return apply
 
 
-def fused_experts(
+def call_fused_experts(
     x: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,

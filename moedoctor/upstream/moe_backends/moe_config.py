@@ -10,7 +10,9 @@ from typing import Any
 from moedoctor.models.layer_shape import LayerShape
 
 
-def moe_config(shape: LayerShape, activation: str, *, ep: bool = False, dp: bool = False, **more: Any) -> Any:
+def make_moe_config(
+    shape: LayerShape, activation: str, *, ep: bool = False, dp: bool = False, **more: Any
+) -> Any:
     """Return the configuration of a layer on one GPU, or on one of two with `ep` or `dp`.
 
     `activation` is vLLM's name. `more` are fields of `FusedMoEConfig`, and ``all2all_backend``. Fields that

@@ -17,7 +17,7 @@ from typing import Any
 
 from moedoctor.processes.ask import CACHES, ChildError, answer, ask
 from moedoctor.redaction import Redactor
-from moedoctor.upstream.releases.wheel import package_folders
+from moedoctor.upstream.releases.wheel import find_package_folders
 
 SECONDS = 30.0
 _MAX_TEXT = 2_000
@@ -68,7 +68,7 @@ def _shorten(value: Any) -> Any:
     return value[:_MAX_TEXT] if isinstance(value, str) else value
 
 
-def _vllm() -> Mapping[str, Any]:
+def _report_vllm() -> Mapping[str, Any]:
     module = importlib.import_module("vllm.collect_env")
     facts = module.get_env_info()._asdict()
     return {
@@ -79,7 +79,7 @@ def _vllm() -> Mapping[str, Any]:
 
 
 def _report_flashinfer() -> Mapping[str, Any]:
-    folders = package_folders("flashinfer")
+    folders = find_package_folders("flashinfer")
     if not folders:
         return {"error": "there is no module flashinfer, only its metadata"}
     files = [file for folder in folders if (file := folder / "collect_env.py").is_file()]
@@ -100,7 +100,10 @@ def _report_flashinfer() -> Mapping[str, Any]:
     }
 
 
-_COLLECTORS: Mapping[str, Callable[[], Mapping[str, Any]]] = {"vllm": _vllm, "flashinfer": _report_flashinfer}
+_COLLECTORS: Mapping[str, Callable[[], Mapping[str, Any]]] = {
+    "vllm": _report_vllm,
+    "flashinfer": _report_flashinfer,
+}
 
 if __name__ == "__main__":
     answer(lambda package: _COLLECTORS[package]())

@@ -13,7 +13,7 @@ from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import Weight
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import UnavailableError
-from moedoctor.upstream.releases.wheel import package_folders
+from moedoctor.upstream.releases.wheel import find_package_folders
 
 FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 SKIPPING = "#46408"
@@ -22,7 +22,7 @@ _FROM_IT = "remap_topk_to_local"
 """A function that it added."""
 
 
-def vllm_module(name: str) -> Any:
+def import_vllm_module(name: str) -> Any:
     """Import a module of vLLM. Raises UnavailableError."""
     try:
         return importlib.import_module(name)
@@ -31,12 +31,12 @@ def vllm_module(name: str) -> Any:
         raise UnavailableError(f"vLLM's {short} does not load: {type(error).__name__}: {error}") from error
 
 
-def installed_release() -> str:
+def describe_installed_release() -> str:
     """Return ``0.21.0, before #46408`` or ``0.30.0, with #46408``.
 
     Reads the sources and does not import vLLM. Raises UnavailableError if vLLM is not installed.
     """
-    folders = [folder / "model_executor/layers/fused_moe" for folder in package_folders("vllm")]
+    folders = [folder / "model_executor/layers/fused_moe" for folder in find_package_folders("vllm")]
     files = [file for folder in folders for file in folder.rglob("*.py")]
     if not files:
         raise UnavailableError("vllm is not installed here")
@@ -52,34 +52,34 @@ def align_block_size(
     Return the pairs of each block, int32 [B, block], with numbers from T * K on for padding, and its expert,
     int32 [B]. Only the blocks that the kernel counts are returned.
     """
-    align = vllm_module(f"{FUSED_MOE}.moe_align_block_size").moe_align_block_size
+    align = import_vllm_module(f"{FUSED_MOE}.moe_align_block_size").moe_align_block_size
     pairs, owners, count = align(ids, block, experts, expert_map)
     used = int(count[0]) // block
     return pairs[: used * block].reshape(used, block), owners[:used]
 
 
-def up_first(w13: Weight) -> Weight:
+def put_up_first(w13: Weight) -> Weight:
     """Return `w13` with the up half first, by vLLM's function for its quantization."""
     if isinstance(w13, Nvfp4):
-        reorder = _quantization_function("flashinfer_fp4_moe", "reorder_w1w3_to_w3w1")
+        reorder = _find_quantization_function("flashinfer_fp4_moe", "reorder_w1w3_to_w3w1")
         packed, scales = reorder(w13.packed.clone(), w13.block_scales.clone())  # 0.33.0 works in place
         return replace(w13, packed=packed, block_scales=scales)
-    swap = _quantization_function("flashinfer_utils", "swap_w13_to_w31")
+    swap = _find_quantization_function("flashinfer_utils", "swap_w13_to_w31")
     if isinstance(w13, Fp8):
         return replace(w13, values=swap(w13.values.clone()))
     swapped: torch.Tensor = swap(w13.clone())
     return swapped
 
 
-def tiled_scales(block_scales: torch.Tensor) -> torch.Tensor:
+def tile_scales(block_scales: torch.Tensor) -> torch.Tensor:
     """Return block scales [E, M, S] in tiles of 128x4, by vLLM's `swizzle_blockscale`, which needs a GPU."""
-    tiles: torch.Tensor = _quantization_function("nvfp4_utils", "swizzle_blockscale")(block_scales)
+    tiles: torch.Tensor = _find_quantization_function("nvfp4_utils", "swizzle_blockscale")(block_scales)
     return tiles
 
 
-def _quantization_function(module: str, name: str) -> Any:
-    vllm_module(FUSED_MOE)  # vLLM's own order of imports; the utilities alone run into a cycle
-    utilities = vllm_module(f"vllm.model_executor.layers.quantization.utils.{module}")
+def _find_quantization_function(module: str, name: str) -> Any:
+    import_vllm_module(FUSED_MOE)  # vLLM's own order of imports; the utilities alone run into a cycle
+    utilities = import_vllm_module(f"vllm.model_executor.layers.quantization.utils.{module}")
     function = getattr(utilities, name, None)
     if function is None:
         raise UnavailableError(f"this vLLM has no {module}.{name}")

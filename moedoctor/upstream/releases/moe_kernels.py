@@ -20,8 +20,8 @@ from moedoctor.fixes.routing import TopK
 from moedoctor.results import UnavailableError
 from moedoctor.upstream.releases.wheel import (
     KernelError,
-    core_libraries,
-    cuda_runtimes,
+    find_core_libraries,
+    find_cuda_runtimes,
     find_installed_library,
     find_shared_object,
 )
@@ -46,7 +46,7 @@ class MoeKernels:
         try:
             load_library(library)
         except OSError as error:
-            text = causes(error).replace(str(library), library.name)  # reports go to others
+            text = describe_causes(error).replace(str(library), library.name)  # reports go to others
             missing = _RUNTIME.search(text)
             hint = ""
             if missing:
@@ -64,7 +64,7 @@ class MoeKernels:
         except KernelError as error:
             raise UnavailableError(str(error)) from error
 
-    def schema(self, name: str) -> Any:
+    def find_schema(self, name: str) -> Any:
         """Return the schema of operator `name` in this release. Raises UnavailableError."""
         if not hasattr(self.ops, name):
             raise UnavailableError(f"{self.path.name} has no operator {name}")
@@ -99,11 +99,11 @@ class MoeKernels:
             "bias": bias,
             "scoring_func": _SCORING[scoring],
         }
-        arguments = fill(self.schema("grouped_topk"), values)
+        arguments = fill(self.find_schema("grouped_topk"), values)
         weights, ids = self.ops.grouped_topk(**arguments)  # [T, K] each
         return TopK(weights.float(), ids.int())
 
-    def _topk(
+    def _call_topk(
         self,
         name: str,
         logits: torch.Tensor,
@@ -119,8 +119,8 @@ class MoeKernels:
         self.bind(name, weights, ids, logits, renormalize=renormalize, bias=bias)()
         return TopK(weights, ids)
 
-    topk_softmax = functools.partialmethod(_topk, "topk_softmax")
-    topk_sigmoid = functools.partialmethod(_topk, "topk_sigmoid")
+    topk_softmax = functools.partialmethod(_call_topk, "topk_softmax")
+    topk_sigmoid = functools.partialmethod(_call_topk, "topk_sigmoid")
 
     def bind(
         self,
@@ -135,7 +135,7 @@ class MoeKernels:
         """Return a function that only calls the operator `name`, into given outputs, for timing."""
         operator = getattr(self.ops, name)
         arguments = fill(
-            self.schema(name),
+            self.find_schema(name),
             {
                 "topk_weights": weights,
                 "topk_indices": ids,
@@ -170,17 +170,17 @@ def fill(schema: Any, values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
 
 
-def static_scaled_fp8_quant(source: Path, values: torch.Tensor) -> torch.Tensor:
+def quantize_to_fp8(source: Path, values: torch.Tensor) -> torch.Tensor:
     """Quantize `values` [T, N] to float8_e4m3fn [T, N] by the release's own kernel, with a scale of 1.
 
     Raises UnavailableError if the release's core kernels are not there or do not load.
     """
     reason = "no vllm/_C*.abi3.so goes with it"
-    for library in core_libraries(source):
+    for library in find_core_libraries(source):
         try:
             load_library(library)
         except OSError as error:
-            reason = causes(error)
+            reason = describe_causes(error)
         if hasattr(torch.ops._C, "static_scaled_fp8_quant"):
             break
     else:
@@ -200,8 +200,8 @@ def load_library(library: Path) -> None:
         torch.ops.load_library(str(library))
     except OSError as error:
         # Releases up to 0.19.1 are built for CUDA 12; the loader finds its runtime only if it is loaded.
-        missing = _RUNTIME.search(causes(error))
-        runtimes = cuda_runtimes(library, missing[1]) if missing else []
+        missing = _RUNTIME.search(describe_causes(error))
+        runtimes = find_cuda_runtimes(library, missing[1]) if missing else []
         if not runtimes:
             raise
     else:
@@ -210,7 +210,7 @@ def load_library(library: Path) -> None:
     torch.ops.load_library(str(library))  # what fails now is not that the runtime is missing
 
 
-def causes(error: BaseException) -> str:
+def describe_causes(error: BaseException) -> str:
     """Return the first lines of an error and its causes: torch names the file, the loader the reason."""
     texts: list[str] = []
     cause: BaseException | None = error

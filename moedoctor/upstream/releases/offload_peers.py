@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-def version() -> str | None:
+def find_version() -> str | None:
     """Return the version of the vLLM whose offloaders can be used here, or None."""
     try:
         import vllm

@@ -27,14 +27,14 @@ def repeat_argmax(
     bias: torch.Tensor | None,
     allowed: torch.Tensor | None = None,
 ) -> TopK:
-    """Return weights [T, K] and ids int32 [T, K]: the `winners` of `scores` [T, E] plus `bias` [E].
+    """Return weights [T, K] and ids int32 [T, K]: the `find_winners` of `scores` [T, E] plus `bias` [E].
 
     Only experts where `allowed` [T, E] is true can win, if it is given.
     """
     choice = scores if bias is None else scores + bias  # [T, E]
     if allowed is not None:
         choice = torch.where(allowed, choice, float("-inf"))  # [T, E]
-    ids = winners(choice, top_k)  # [T, K]
+    ids = find_winners(choice, top_k)  # [T, K]
     weights = scores.gather(1, ids)  # [T, K]
     if renormalize:
         total = weights.sum(1, keepdim=True)  # [T, 1]
@@ -42,7 +42,7 @@ def repeat_argmax(
     return TopK(weights, ids.int())
 
 
-def winners(choice: torch.Tensor, count: int) -> torch.Tensor:
+def find_winners(choice: torch.Tensor, count: int) -> torch.Tensor:
     """Return int64 [T, count]: the winner of ``value > best``, scanned from the first column, `count` times.
 
     Nothing is greater than NaN. So a scan that starts on NaN ends where it started, and one that starts

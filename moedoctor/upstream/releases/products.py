@@ -20,7 +20,7 @@ BLOCK = 16
 """Tokens of one expert that Marlin computes together."""
 
 
-def marlin_product(
+def multiply_by_marlin(
     kernels: MoeKernels, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
     """Call ``moe_wna16_marlin_gemm`` of any release: bfloat16 [T, N] of bfloat16 `x` [T, K].
@@ -32,7 +32,7 @@ def marlin_product(
     experts, _, size_n = scales.shape
     multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
 
-    def integers(values: torch.Tensor) -> torch.Tensor:
+    def copy_integers(values: torch.Tensor) -> torch.Tensor:
         return values.to(device=x.device, dtype=torch.int32)
 
     values = {
@@ -46,10 +46,10 @@ def marlin_product(
         "b_zeros_or_none": None,
         "g_idx_or_none": None,
         "perm_or_none": None,
-        "workspace": integers(torch.zeros(4 * multiprocessors)),
-        "sorted_token_ids": integers(torch.arange(tokens)),
-        "expert_ids": integers(torch.arange(experts).repeat_interleave(tokens // experts // BLOCK)),
-        "num_tokens_past_padded": integers(torch.tensor([tokens])),
+        "workspace": copy_integers(torch.zeros(4 * multiprocessors)),
+        "sorted_token_ids": copy_integers(torch.arange(tokens)),
+        "expert_ids": copy_integers(torch.arange(experts).repeat_interleave(tokens // experts // BLOCK)),
+        "num_tokens_past_padded": copy_integers(torch.tensor([tokens])),
         "topk_weights": torch.ones(tokens, device=x.device),
         "moe_block_size": BLOCK,
         "top_k": 1,
@@ -67,11 +67,11 @@ def marlin_product(
         "blocks_per_sm": -1,
     }
     name = "moe_wna16_marlin_gemm"
-    result: torch.Tensor = getattr(kernels.ops, name)(**fill(kernels.schema(name), values))
+    result: torch.Tensor = getattr(kernels.ops, name)(**fill(kernels.find_schema(name), values))
     return result
 
 
-def operators() -> Any:
+def load_operators() -> Any:
     """Load the installed vLLM's extensions and return their operators. Raises UnavailableError."""
     try:
         import vllm._C
@@ -84,8 +84,10 @@ def operators() -> Any:
     return torch.ops._C
 
 
-def cutlass_product(ops: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Call ``cutlass_moe_mm`` of `operators()`: bfloat16 [T, N] of `x` [T, K]; T must be above 64.
+def multiply_by_cutlass(
+    ops: Any, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """Call ``cutlass_moe_mm`` of `load_operators()`: bfloat16 [T, N] of `x` [T, K]; T must be above 64.
 
     `x`, `weight` [E, N, K]: float8_e4m3fn; `scales`: float32 [E, N, 1], one for each output channel.
     """
@@ -93,7 +95,7 @@ def cutlass_product(ops: Any, x: torch.Tensor, weight: torch.Tensor, scales: tor
     tokens = x.shape[0]
     each = tokens // experts
 
-    def longs(value: int) -> torch.Tensor:
+    def fill_longs(value: int) -> torch.Tensor:
         return torch.full((experts,), value, dtype=torch.int64, device=x.device)
 
     out = torch.empty(tokens, size_n, dtype=torch.bfloat16, device=x.device)  # [T, N]
@@ -107,9 +109,9 @@ def cutlass_product(ops: Any, x: torch.Tensor, weight: torch.Tensor, scales: tor
         scales,
         offsets,
         sizes,
-        longs(size_k),
-        longs(size_k),
-        longs(size_n),
+        fill_longs(size_k),
+        fill_longs(size_k),
+        fill_longs(size_n),
         False,
         True,
     )

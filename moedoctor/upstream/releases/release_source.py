@@ -15,7 +15,7 @@ from typing import Any
 
 from moedoctor.results import UnavailableError
 from moedoctor.text import TextFileError, read_bytes
-from moedoctor.upstream.releases.wheel import KernelError, open_wheel, package_folders
+from moedoctor.upstream.releases.wheel import KernelError, find_package_folders, open_wheel
 
 _MAX_BYTES = 8 << 20
 
@@ -34,12 +34,12 @@ class ReleaseSource:
     @classmethod
     def installed(cls) -> ReleaseSource:
         """Return the vLLM of this environment, which is not imported. Raises UnavailableError."""
-        folders = package_folders("vllm")
+        folders = find_package_folders("vllm")
         if not folders:
             raise UnavailableError("vllm is not installed here")
         return cls(folders[0].parent)
 
-    def text(self, member: str) -> str:
+    def read_text(self, member: str) -> str:
         """Return the text of a file such as ``vllm/model_executor/utils.py``. Raises SourceError."""
         try:
             if os.path.isdir(self.path):
@@ -55,12 +55,12 @@ class ReleaseSource:
             raise SourceError(f"{self.path.name}: {member} cannot be read: {error}") from error
         return data.decode("utf-8")
 
-    def function(self, member: str, name: str, names: Mapping[str, Any]) -> Any:
+    def load_function(self, member: str, name: str, names: Mapping[str, Any]) -> Any:
         """Return the function ``name`` or ``Class.name`` of a file; it can use only `names`.
 
         Decorators are kept, annotations are ignored. Raises SourceError if it is not there.
         """
-        scope: list[ast.stmt] = ast.parse(self.text(member)).body
+        scope: list[ast.stmt] = ast.parse(self.read_text(member)).body
         *owners, last = name.split(".")
         for owner in owners:
             scope = _find(scope, ast.ClassDef, owner, f"{self.path.name}: {member} has no class {owner}").body

@@ -31,7 +31,7 @@ class KernelError(Exception):
     """Kernels that are not available; one line says what was looked for and what to do."""
 
 
-def package_folders(package: str) -> list[Path]:
+def find_package_folders(package: str) -> list[Path]:
     """Return the folders of an installed package, which is not imported; empty if it is not installed."""
     spec = importlib.util.find_spec(package)
     return [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
@@ -70,7 +70,7 @@ def check_kernels(path: Path) -> None:
         raise KernelError(f"{path}: not a shared object (no ELF header); expected {expected}")
 
 
-def core_libraries(path: Path) -> list[Path]:
+def find_core_libraries(path: Path) -> list[Path]:
     """Return vLLM's core kernels that go with `path`: from the same wheel, or beside the .so file."""
     folder = unpack(path, "kernels", _CORE) / "vllm" if path.suffix == ".whl" else path.parent
     return [file for name in _CORE_NAMES if (file := folder / name).is_file()]
@@ -128,16 +128,16 @@ def unpack(path: Path, kind: str, wanted: re.Pattern[str], max_bytes: int = _MAX
 
 def find_installed_library() -> Path:
     """Return the shared object with the MoE kernels of the installed vLLM, which is not imported."""
-    for folder in package_folders("vllm"):
+    for folder in find_package_folders("vllm"):
         for file in sorted(folder.glob("_moe_C*.so")):
             return file
     raise KernelError("the installed vllm has no _moe_C*.so: it was built without CUDA kernels")
 
 
-def cuda_runtimes(beside: Path, major: str) -> list[Path]:
+def find_cuda_runtimes(beside: Path, major: str) -> list[Path]:
     """Return files that may be ``libcudart.so.<major>``: first beside the kernels, then in pip's packages."""
     name = f"libcudart.so.{major}"
     files = [beside.parent / name]
-    for folder in package_folders("nvidia"):
+    for folder in find_package_folders("nvidia"):
         files += [folder / "cuda_runtime" / "lib" / name, folder / f"cu{major}" / "lib" / name]
     return [file for file in files if file.is_file()]

@@ -49,7 +49,7 @@ def ask_all(
 
     Raises AgreementError if it does not answer.
     """
-    questions = [_question(selection, moe_backend) for selection in selections]
+    questions = [_make_question(selection, moe_backend) for selection in selections]
     try:
         reply = ask("moedoctor.upstream.selection.agreement", questions, seconds=timeout, environ=environ)
     except ChildError as error:
@@ -59,7 +59,7 @@ def ask_all(
     return tuple(Heard(**{**heard, "notes": tuple(heard["notes"])}) for heard in reply["heard"])
 
 
-def disagreements(selection: Selection, heard: Heard) -> tuple[str, ...]:
+def list_disagreements(selection: Selection, heard: Heard) -> tuple[str, ...]:
     """Return the differences between the two, one line each; empty if they agree."""
     lines = []
     if selection.chosen != heard.chosen:
@@ -74,7 +74,7 @@ def disagreements(selection: Selection, heard: Heard) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _question(selection: Selection, moe_backend: str) -> dict[str, Any]:
+def _make_question(selection: Selection, moe_backend: str) -> dict[str, Any]:
     layer = Layer(
         selection.scheme,
         selection.activation,
@@ -89,8 +89,8 @@ def _respond(questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the answers of the child's vLLM, or why there are none."""
     try:
         oracle = Oracle()
-        libraries = oracle.substitute.libraries()
-        return {"heard": [_heard(oracle, question, libraries) for question in questions]}
+        libraries = oracle.substitute.find_libraries()
+        return {"heard": [_answer_question(oracle, question, libraries) for question in questions]}
     except SubstituteError as error:
         return {"problem": " ".join(str(error).split())}
     except Exception as error:
@@ -98,7 +98,7 @@ def _respond(questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return {"problem": f"the installed vllm could not be asked: {why}"}
 
 
-def _heard(oracle: Oracle, question: Mapping[str, Any], libraries: Mapping[str, bool]) -> Heard:
+def _answer_question(oracle: Oracle, question: Mapping[str, Any], libraries: Mapping[str, bool]) -> Heard:
     major, _, minor = question["capability"].partition(".")
     asked = oracle.ask((int(major), int(minor)), Layer(**question["layer"]))
     supported: dict[str, bool] = {}

@@ -41,9 +41,9 @@ class InstalledSelection:
         self._oracle = oracle
 
     @classmethod
-    def of_this_environment(cls, release: str) -> InstalledSelection:
+    def from_this_environment(cls, release: str) -> InstalledSelection:
         """Return the installed vLLM. Raises UnavailableError if it is not `release` or cannot be asked."""
-        installed = installed_release()
+        installed = find_installed_release()
         if installed != release:
             raise UnavailableError(f"this point is about vLLM {release}, and {installed} is installed")
         try:
@@ -60,7 +60,7 @@ class InstalledSelection:
         warned = any(name in line for name in environ for line in warnings)
         return Started(asked.chosen, asked.error or "", warned)
 
-    def overrides(self, capability: tuple[int, int], activation: str) -> dict[str, Any]:
+    def list_overrides(self, capability: tuple[int, int], activation: str) -> dict[str, Any]:
         """Return the effect of flags and variables on the selection for NVFP4 layers at this capability."""
 
         def choose(moe_backend: str = backends.AUTO, activation: str = activation, **environ: str) -> str:
@@ -71,9 +71,9 @@ class InstalledSelection:
 
         declared: Mapping[str, Any] = importlib.import_module("vllm.envs").environment_variables
         gemm = "VLLM_NVFP4_GEMM_BACKEND"
-        libraries = self._oracle.substitute.libraries()
+        libraries = self._oracle.substitute.find_libraries()
         return {
-            "vllm": installed_release(),
+            "vllm": find_installed_release(),
             "flashinfer_usable": bool(libraries.get("flashinfer")),
             "automatic": choose(),
             # Layers with a gate, which all releases' VLLM_CUTLASS takes.
@@ -89,7 +89,7 @@ class InstalledSelection:
         }
 
 
-def installed_release() -> str:
+def find_installed_release() -> str:
     """Return the release of the vLLM of this environment. Raises UnavailableError if there is none."""
     try:
         return importlib.metadata.version("vllm").partition("+")[0]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.upstream.moe_backends.moe_config import moe_config
+from moedoctor.upstream.moe_backends.moe_config import make_moe_config
 from moedoctor.upstream.selection.substitute import Substitute, install
 
 ORACLES = "vllm.model_executor.layers.fused_moe.oracle"
@@ -84,10 +84,10 @@ class Oracle:
             "vllm.model_executor.layers.fused_moe.activation"
         ).MoEActivation
         engine: Any = importlib.import_module("vllm.config.vllm")
-        engine._current_vllm_config = _engine_config()
+        engine._current_vllm_config = _make_engine_config()
         self.keys = importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils")
 
-    def activations(self) -> tuple[str, ...]:
+    def list_activations(self) -> tuple[str, ...]:
         """Return the activations that this release knows."""
         return tuple(activation.value for activation in self.activation)
 
@@ -109,7 +109,7 @@ class Oracle:
             # Unquantized layers up to 0.19.1: one backend is computed, and no other is asked.
             select = module.select_unquantized_moe_backend
             try:
-                backend = select(self._layer_config(layer), layer.ep, layer.dp)
+                backend = select(self._make_layer_config(layer), layer.ep, layer.dp)
             except ValueError as refusal:
                 return Asked((), None, " ".join(str(refusal).split()))
             return Asked((Answer(backend.value, "", True, None),), backend.value)
@@ -126,12 +126,12 @@ class Oracle:
         keys = (None if name is None else getattr(self.keys, name) for name in names)
         select = next(vars(module)[name] for name in _SELECT if name in vars(module))
         try:
-            backend, *_ = select(self._layer_config(layer), *keys)
+            backend, *_ = select(self._make_layer_config(layer), *keys)
         except (ValueError, NotImplementedError, ImportError) as error:
             return None, " ".join(str(error).split())
         return str(backend.value), None
 
-    def _layer_config(self, layer: Layer) -> Any:
+    def _make_layer_config(self, layer: Layer) -> Any:
         more: dict[str, Any] = {
             "moe_backend": layer.moe_backend,
             "has_bias": layer.scheme == "mxfp4" and layer.activation == "swigluoai",  # gpt-oss
@@ -139,7 +139,7 @@ class Oracle:
         if layer.moe_backend.startswith("flashinfer_moe_ep"):
             # The engine does so, too: vllm/config/kernel.py, bind_passthrough_all2all_backend.
             more["all2all_backend"] = "passthrough"
-        return moe_config(_SHAPE, layer.activation, ep=layer.ep, dp=layer.dp, **more)
+        return make_moe_config(_SHAPE, layer.activation, ep=layer.ep, dp=layer.dp, **more)
 
 
 @contextlib.contextmanager
@@ -147,7 +147,7 @@ def _listen(module: Any, answers: list[Answer], *, to_the_end: bool) -> Iterator
     """Record what each kernel class answers. `to_the_end` makes vLLM go on past the first that fits."""
     original: Callable[[Any], Any] = module.backend_to_kernel_cls
 
-    def listening(backend: Any) -> Any:
+    def listen(backend: Any) -> Any:
         try:
             kernels = original(backend)
         except ImportError as error:
@@ -160,7 +160,7 @@ def _listen(module: Any, answers: list[Answer], *, to_the_end: bool) -> Iterator
             return _Listener(backend.value, kernels, answers, to_the_end)
         return [_Listener(backend.value, kernel, answers, to_the_end) for kernel in kernels]
 
-    module.backend_to_kernel_cls = listening
+    module.backend_to_kernel_cls = listen
     try:
         yield
     finally:
@@ -182,7 +182,7 @@ class _Listener:
         return (False if self._to_the_end else supported), reason
 
 
-def _engine_config() -> Any:
+def _make_engine_config() -> Any:
     """Return what selection reads of the engine's configuration: the model's type and quantization."""
     text = types.SimpleNamespace(model_type=None)
     model = types.SimpleNamespace(quantization_config=None, hf_text_config=text, hf_config=text)

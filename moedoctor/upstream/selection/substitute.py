@@ -74,7 +74,7 @@ class Substitute:
                         setattr(module, name, lambda *arguments, _answer=answer, **options: _answer)
         self.forget()
 
-    def libraries(self) -> dict[str, bool]:
+    def find_libraries(self) -> dict[str, bool]:
         """Return whether vLLM finds each optional library (of `LIBRARIES`) that this release looks for."""
         there = {}
         for library, name in _LOOKS_FOR.items():

@@ -51,7 +51,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return compare_rounds(measures, baseline=baseline, rounds=1)
 
     monkeypatch.setattr(bench, "compare_times", times)
-    monkeypatch.setattr("moedoctor.upstream.moe_backends.modular_moe.fused_experts", _fused_experts)
+    monkeypatch.setattr("moedoctor.upstream.moe_backends.modular_moe.call_fused_experts", _fused_experts)
     return names
 
 
@@ -92,7 +92,7 @@ def test_groups_of_vllm_are_not_timed_if_they_lose_an_expert(
         last = expert_map is not None and int(expert_map[-1]) >= 0
         return _fused_experts(*rest, expert_map) * (0.0 if last else 1.0)
 
-    monkeypatch.setattr("moedoctor.upstream.moe_backends.modular_moe.fused_experts", without_the_last)
+    monkeypatch.setattr("moedoctor.upstream.moe_backends.modular_moe.call_fused_experts", without_the_last)
     with pytest.raises(RuntimeError, match=r"groups \(2\) differ from one call"):
         bench.compare_upstream_groups("cpu", tokens=64, model=SMALL)
     assert timed == []

@@ -66,12 +66,12 @@ def test_the_plug_in_restores_the_configuration() -> None:
 
 def test_missing_source(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="cannot be read"):
-        ReleaseSource(tmp_path).text(FILE)
+        ReleaseSource(tmp_path).read_text(FILE)
     source = release(tmp_path, "pass")
     with pytest.raises(SourceError, match="has no class Other"):
-        source.function(FILE, "Other.method", {})
+        source.load_function(FILE, "Other.method", {})
     with pytest.raises(SourceError, match="has no function"):
-        source.function(FILE, "GPUModelRunner.other", {})
+        source.load_function(FILE, "GPUModelRunner.other", {})
 
 
 def test_the_first_fixed_of_the_available_releases() -> None:

@@ -20,7 +20,7 @@ from moedoctor.faults.routing.sentinel_ids_lab import FAULTY, make_batch, observ
 from moedoctor.fixes.expert_ids import find_local_ids
 from moedoctor.interfaces import Measurement
 from moedoctor.results import CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip
-from moedoctor.upstream.releases.installed import installed_release
+from moedoctor.upstream.releases.installed import describe_installed_release
 
 FAULT = SentinelIds()
 
@@ -165,7 +165,7 @@ def test_a_path_is_measured_with_the_ids_that_the_unit_names(
 
     paths_figures = lab._row_figures
     monkeypatch.setattr(lab, "_row_figures", figures)
-    monkeypatch.setattr(lab, "installed_release", lambda: RELEASE)
+    monkeypatch.setattr(lab, "describe_installed_release", lambda: RELEASE)
     figures_of_unit = lab.measure_path(f"OURS bf16, {ids}", "cpu")
     assert empty_pairs == [empty]
     row = figures_of_unit["row"]
@@ -184,7 +184,7 @@ def test_the_installed_release_is_recognised_by_its_sources(
     kernels.write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    assert installed_release() == f"0.30.0, {word} #46408"
+    assert describe_installed_release() == f"0.30.0, {word} #46408"
 
 
 @pytest.mark.parametrize(("in_blocks", "lost"), [(1, 0), (0, 1)])

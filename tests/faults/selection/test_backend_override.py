@@ -123,7 +123,7 @@ REAL = {
     "gemm_capitals": "ValueError: Invalid value 'MARLIN'",
     "gemm_small": "",
 }
-"""The answers of a release, as `InstalledSelection.overrides` returns them."""
+"""The answers of a release, as `InstalledSelection.list_overrides` returns them."""
 
 
 def judge(key: str, answers: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:

@@ -17,7 +17,7 @@ from moedoctor.upstream.engine.clear_prompts import (
     Answers,
     compare,
     find_clear,
-    prompts_for,
+    make_prompts,
 )
 
 
@@ -69,10 +69,10 @@ def test_a_logprob_that_is_not_finite_is_wrong_also_as_text() -> None:
 
 def test_prompts_are_text_for_a_tokenizer_and_the_same_each_time(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100}))
-    ids = prompts_for(tmp_path)
-    assert ids == prompts_for(tmp_path)
+    ids = make_prompts(tmp_path)
+    assert ids == make_prompts(tmp_path)
     assert all(3 <= token < 100 for prompt in ids for token in prompt if isinstance(token, int))
     (tmp_path / "tokenizer.json").write_text("{}")
-    texts = prompts_for(tmp_path)
+    texts = make_prompts(tmp_path)
     assert all(isinstance(prompt, str) for prompt in texts)
     assert len(texts) == len(set(map(str, texts))) > 50

@@ -30,11 +30,11 @@ def test_each_step_is_between_events_until_they_are_removed(
     for module, runner in runners.items():
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(GPUModelRunner=runner))
     engine, name = runners[used[0]](), used[1]
-    with decode_speed.step_events() as events:
+    with decode_speed.record_step_events() as events:
         assert getattr(engine, name)(9.0) == 9.0
         assert events == [], "no GPU"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    with decode_speed.step_events() as events:
+    with decode_speed.record_step_events() as events:
         assert getattr(engine, name)(9.0) == 9.0
         events.clear()
         assert decode_speed.measure_milliseconds(events) == []
@@ -54,7 +54,7 @@ def test_each_replay_of_a_graph_is_between_events(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("torch.cuda.Event", make_clocked(clock))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
-    with decode_speed.graph_events() as events:
+    with decode_speed.record_graph_events() as events:
         torch.cuda.CUDAGraph.replay(cast(torch.cuda.CUDAGraph, None))
         clock[0] += 100
         assert decode_speed.measure_milliseconds(events) == [7.0]
@@ -64,7 +64,7 @@ def test_each_replay_of_a_graph_is_between_events(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("replays", "known"), [(2, False), (3, True), (4, True), (5, False)])
 def test_as_many_replays_as_steps_are_the_steps(replays: int, known: bool) -> None:
     """Two steps after the first, with the prefill as a replay or not; piecewise graphs have more."""
-    found = decode_speed.decode_replays(steps(*map(float, range(replays))), 2)
+    found = decode_speed.time_decode_replays(steps(*map(float, range(replays))), 2)
     assert found == ([replays - 2, replays - 1] if known else None)
 
 

@@ -79,7 +79,7 @@ def test_ways_of_failing(model: str, kind: str, stage: str, death: Death) -> Non
     if model == "raise":
         assert error.message == "b_scales is not on GPU\nKeyError: 'origin'"
         assert error.frames[-1].endswith('__init__: raise KeyError("origin")')
-        assert error.line() == "load: RuntimeError: b_scales is not on GPU"
+        assert error.summarize() == "load: RuntimeError: b_scales is not on GPU"
 
 
 def measure(then: str) -> EngineResult:
@@ -136,7 +136,7 @@ def test_killed_engines_ran_side_by_side_and_name_their_stage_and_what_was_logge
         assert re.fullmatch(
             r"process: hang: no answer within 3 s: import took \d s; "
             r"load had run for [1-3] s \(weights 12 s, compile 80 s\)",
-            result.error.line(),
+            result.error.summarize(),
         )
         assert (result.probe, result.seconds["weights"]) == (None, 12.3)
 

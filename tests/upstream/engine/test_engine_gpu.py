@@ -14,7 +14,7 @@ from moedoctor.faults.offload.offload_garbage_lab import compare, own_model_tria
 from moedoctor.reference.checkpoints import write_qwen3_moe, write_tokenizer
 from moedoctor.results import CaseVerdict
 from moedoctor.upstream.engine.experiment import Ran, run_trials
-from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, UVA, evidence, trial
+from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, UVA, make_evidence, make_trial
 
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream]
 
@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.upstream]
 @pytest.mark.parametrize(("fixes", "outcome"), [("", "crash 2"), ("offload", "same tokens")])
 def test_marlin_without_uva(tmp_path: Path, fixes: str, outcome: str) -> None:
     folder = str(write_qwen3_moe(tmp_path / "model", scheme="nvfp4"))
-    trials = [trial("NVFP4 MARLIN", "eager", place, folder, fixes) for place in (ON_GPU, UVA, COPIES)]
-    rows = evidence(run_trials(trials))["table"]
+    trials = [make_trial("NVFP4 MARLIN", "eager", place, folder, fixes) for place in (ON_GPU, UVA, COPIES)]
+    rows = make_evidence(run_trials(trials))["table"]
     assert {row["experts"]: row["outcome"] for row in rows} == {
         ON_GPU: "control",
         UVA: "same tokens",

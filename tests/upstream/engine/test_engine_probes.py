@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from moedoctor.upstream.engine.probes import (
-    bytes_on_host,
-    decoder_layers,
+    count_bytes_on_host,
     find_first_difference,
-    kv_cache_scales,
-    layer_outputs,
+    get_model,
+    list_decoder_layers,
+    locate_memory,
     locate_weights,
-    memory_of,
-    model_of,
+    read_kv_cache_scales,
+    record_layer_outputs,
     record_layers_and_places,
     serve_from_gpu,
     sum_weights_by_place,
@@ -61,7 +61,7 @@ class Engine:
 
 def outputs(*gains: float) -> list[dict[str, Any]]:
     engine = Engine(Model(gains))
-    after = layer_outputs(engine)
+    after = record_layer_outputs(engine)
     for _ in range(2):
         engine.model(torch.arange(8.0).reshape(2, 4))
     found = after()
@@ -148,7 +148,7 @@ def test_layers_that_differ_are_noticed_whatever_their_size(change: Any, tokens:
     def recorded(state: torch.Tensor) -> dict[str, Any]:
         model = nn.Module()
         model.layers = nn.ModuleList([nn.Identity()])
-        after = layer_outputs(Engine(model))
+        after = record_layer_outputs(Engine(model))
         model.layers[0](state)
         return after()
 
@@ -172,10 +172,13 @@ def test_bytes_on_the_host_are_counted_in_every_place() -> None:
 
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
     model.register_parameter("empty", nn.Parameter(torch.empty(0)))
-    assert bytes_on_host(model) == {"parameter_bytes": 4096, "host_bytes": 4096}  # all of it is on the CPU
-    assert bytes_on_host(model, "2.weight") == {"parameter_bytes": 1024, "host_bytes": 1024}
+    assert count_bytes_on_host(model) == {
+        "parameter_bytes": 4096,
+        "host_bytes": 4096,
+    }  # all of it is on the CPU
+    assert count_bytes_on_host(model, "2.weight") == {"parameter_bytes": 1024, "host_bytes": 1024}
     handle = offload(model, 1 << 30, keep_below=0)
-    stored = bytes_on_host(model)["host_bytes"] - 4096
+    stored = count_bytes_on_host(model)["host_bytes"] - 4096
     assert stored == handle.report().host_bytes > 0
 
 
@@ -196,9 +199,9 @@ def test_one_probe_records_layers_and_bytes() -> None:
 
 def test_a_model_without_layers_and_several_workers() -> None:
     with pytest.raises(ValueError, match="has no list of layers"):
-        list(decoder_layers(nn.Linear(2, 2)))
+        list(list_decoder_layers(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="2 workers answered"):
-        model_of(Engine(Model((1.0,)), workers=2))
+        get_model(Engine(Model((1.0,)), workers=2))
 
 
 @pytest.mark.gpu
@@ -207,9 +210,9 @@ def test_the_driver_distinguishes_mapped_memory_from_the_gpus_own() -> None:
 
     own = torch.ones(1024, dtype=torch.uint8, device="cuda")
     host = torch.ones(1 << 16, dtype=torch.uint8).pin_memory()
-    assert memory_of(own) == "device"
-    assert memory_of(host) == "cpu"
-    assert memory_of(view_on_device(host, torch.device("cuda:0"))) == "host"
+    assert locate_memory(own) == "device"
+    assert locate_memory(host) == "cpu"
+    assert locate_memory(view_on_device(host, torch.device("cuda:0"))) == "host"
 
 
 def test_weights_are_served_from_the_device_and_no_longer_from_the_host() -> None:
@@ -234,7 +237,7 @@ def test_scales_of_the_kv_cache() -> None:
     attention.kv_cache_dtype = "fp8_e4m3"
     attention._k_scale_float, attention._v_scale_float = 1.0, 0.5
     model.layers[0].attn = attention
-    assert kv_cache_scales(Engine(model)) == [
+    assert read_kv_cache_scales(Engine(model)) == [
         {"layer": "layers.0.attn", "dtype": "fp8_e4m3", "k_scale": 1.0, "v_scale": 0.5}
     ]
-    assert kv_cache_scales(Engine(Model((1.0,)))) == []
+    assert read_kv_cache_scales(Engine(Model((1.0,)))) == []

@@ -34,7 +34,7 @@ def requests(folder: Path) -> Iterator[EngineRequest]:
     for mode in (offload_table.EAGER, offload_table.COMPILED):
         places = (*offload_table.PLACES, offload_table.WEIGHTS)
         backends = tuple(offload_table.BACKENDS)
-        for trial in offload_table.trials(backends, mode, places, "offload", folders):
+        for trial in offload_table.list_trials(backends, mode, places, "offload", folders):
             yield trial.request
     for trial in nan_padding.rank_trials(str(folder), "DEP=2", nan_padding.CONFIGS["DEP=2"]):
         yield trial.request

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moedoctor.bench.engines import Plan, Variant, measure
-from moedoctor.upstream.engine.experiment import checkpoints
+from moedoctor.upstream.engine.experiment import write_checkpoints
 
 pytestmark = [pytest.mark.gpu, pytest.mark.upstream]
 NAN = 0x7F
@@ -29,7 +29,7 @@ def plant_nan(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
 
 def test_a_layer_whose_weights_are_refused_is_left_to_vllm_only_if_the_fix_is_optional() -> None:
     variants = [Variant.parse(text) for text in VARIANTS]
-    with checkpoints("fp8", change=plant_nan) as folders:
+    with write_checkpoints("fp8", change=plant_nan) as folders:
         measured = measure(Plan(Path(folders["fp8"]), variants, batches=(1,), repeats=1, control=True))
     base, left, stopped = measured.engines
     print(measured.engines)

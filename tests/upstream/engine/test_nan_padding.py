@@ -16,7 +16,7 @@ from moedoctor.interfaces import Measurement
 from moedoctor.results import ClaimVerdict, Death, Observation, UnavailableError
 from moedoctor.upstream.engine import engine, nan_padding
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
-from moedoctor.upstream.engine.experiment import pair
+from moedoctor.upstream.engine.experiment import attach_controls
 
 SEEN = {
     "steps": 24,
@@ -73,7 +73,7 @@ def test_an_engine_that_died_confirms_nothing_about_padding(
     started: list[Any], monkeypatch: pytest.MonkeyPatch, dead: tuple[str, ...], expected: ClaimVerdict
 ) -> None:
     run(monkeypatch, started, *dead)
-    rows = nan_padding.padding_table({})
+    rows = nan_padding.measure_padding({})
     assert verdict("padding_holds_nan", rows, {"min_share": 0.95}) is expected
     assert rows[-1]["config"] == "DP=2"
     assert "error" not in rows[-1]
@@ -82,7 +82,7 @@ def test_an_engine_that_died_confirms_nothing_about_padding(
 def test_if_no_engine_ran_there_is_no_table(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     run(monkeypatch, started, "1 GPU, TRITON_ATTN", "1 GPU, FLASH_ATTN")
     with pytest.raises(UnavailableError, match="no engine ran: process: hang: no answer"):
-        nan_padding.padding_table({})
+        nan_padding.measure_padding({})
 
 
 def test_the_ranks_differ_only_in_rank_and_load() -> None:
@@ -110,7 +110,9 @@ def test_ports_in_use_are_skipped() -> None:
 
 
 def rank_rows(*results: EngineResult) -> list[dict[str, Any]]:
-    return nan_padding.rank_rows("DP=2", pair(nan_padding.rank_trials("model", "DP=2", {}), results))
+    return nan_padding.rank_rows(
+        "DP=2", attach_controls(nan_padding.rank_trials("model", "DP=2", {}), results)
+    )
 
 
 def test_the_table_has_a_row_per_rank_and_a_total() -> None:
@@ -144,7 +146,7 @@ def test_both_ranks_run_side_by_side_for_each_config(
     started: list[Any], monkeypatch: pytest.MonkeyPatch, gpus: int, where: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    rows = nan_padding.parallel_table({})
+    rows = nan_padding.measure_parallel_padding({})
     assert started == [
         (2, [f"DP=2{where}, rank 0", f"DP=2{where}, rank 1"]),
         (2, [f"DEP=2{where}, rank 0", f"DEP=2{where}, rank 1"]),

@@ -14,7 +14,7 @@ from moedoctor.faults.offload.engine_table import judge
 from moedoctor.results import CaseVerdict, Death
 from moedoctor.upstream.engine import offload_table as table
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, LogFacts
-from moedoctor.upstream.engine.experiment import logprob_distance, pair
+from moedoctor.upstream.engine.experiment import attach_controls, measure_logprob_distance
 from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, PLACES, SAME_GRAPH, TABLE, UVA, WEIGHTS
 
 SETATTR = (
@@ -33,15 +33,17 @@ def evidence(
     places: Sequence[str] = PLACES,
     fixes: str = "",
 ) -> dict[str, Any]:
-    return table.evidence(pair(table.trials(backends, mode, places, fixes, FOLDERS), results))
+    return table.make_evidence(
+        attach_controls(table.list_trials(backends, mode, places, fixes, FOLDERS), results)
+    )
 
 
 def request(backend: str, mode: str, place: str, fixes: str = "") -> EngineRequest:
-    return table.trial(backend, mode, place, "/m", fixes).request
+    return table.make_trial(backend, mode, place, "/m", fixes).request
 
 
 def test_the_engines() -> None:
-    trials = table.trials(TABLE, "compiled", PLACES, "offload", FOLDERS)
+    trials = table.list_trials(TABLE, "compiled", PLACES, "offload", FOLDERS)
     assert [trial.columns["experts"] for trial in trials] == [*PLACES, SAME_GRAPH] * len(TABLE)
     control, mapped, copied, second = (trial.request for trial in trials[4:8])
     assert control.arguments["moe_backend"] == "marlin"
@@ -59,8 +61,8 @@ def test_the_engines() -> None:
     assert (copied.arguments, copied.environ) == (second.arguments, second.environ)
     assert second.probe == "moedoctor.upstream.engine.probes:serve_from_gpu"
     assert {engine.probe_when for engine in (mapped, copied, second)} == {"before"}
-    assert len(table.trials(TABLE[:1], "compiled", (ON_GPU, UVA), "offload", FOLDERS)) == 2
-    assert len(table.trials(TABLE[:1], "compiled", PLACES, "", FOLDERS)) == 3
+    assert len(table.list_trials(TABLE[:1], "compiled", (ON_GPU, UVA), "offload", FOLDERS)) == 2
+    assert len(table.list_trials(TABLE[:1], "compiled", PLACES, "", FOLDERS)) == 3
 
 
 @pytest.mark.parametrize("backend", TABLE)
@@ -245,8 +247,8 @@ def test_each_backend_has_its_own_control() -> None:
 
 def test_logprobs_that_cannot_be_compared() -> None:
     other = replace(answered(), logprobs=(({"9": -0.5}, {"2": -0.5}, {"3": -0.5}),))
-    assert logprob_distance(answered(), other) == math.inf
-    assert logprob_distance(answered(), replace(answered(), logprobs=None)) == math.inf
+    assert measure_logprob_distance(answered(), other) == math.inf
+    assert measure_logprob_distance(answered(), replace(answered(), logprobs=None)) == math.inf
     for value, distance in (("nan", math.inf), ("-inf", 0.0)):
         same = replace(answered(), logprobs=(({"1": -0.5}, {"2": value}, {"3": -0.5}),))
-        assert logprob_distance(same, same) == distance
+        assert measure_logprob_distance(same, same) == distance

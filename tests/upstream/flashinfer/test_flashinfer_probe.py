@@ -12,7 +12,7 @@ import pytest
 
 from moedoctor.processes.cuda_tools import Tool, find_tools
 from moedoctor.upstream.flashinfer.probe import _load_library
-from moedoctor.upstream.flashinfer.probe_build import arch_of, build, main, plan_build, probe_text
+from moedoctor.upstream.flashinfer.probe_build import build, main, name_arch, plan_build, probe_text
 from moedoctor.upstream.flashinfer.source import _SOURCES, KERNELS, FlashInferSource, find_source
 from moedoctor.upstream.releases.wheel import KernelError
 
@@ -160,7 +160,7 @@ def test_another_release_architecture_header_or_flag_is_another_file(source: Fla
 
 
 def test_targets_are_named_as_nvcc_names_them() -> None:
-    assert [arch_of(capability) for capability in ((8, 9), (9, 0), (10, 3), (12, 0))] == [
+    assert [name_arch(capability) for capability in ((8, 9), (9, 0), (10, 3), (12, 0))] == [
         "89",
         "90a",
         "103a",

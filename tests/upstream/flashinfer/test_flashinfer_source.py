@@ -61,7 +61,7 @@ def test_a_folder_and_the_package_in_it_are_the_same(tmp_path: Path) -> None:
 
 
 def test_the_release_s_own_flags_are_read_and_rare_ones_left(tmp_path: Path) -> None:
-    defines = find_source("0.6.6", folder(tmp_path)).defines()
+    defines = find_source("0.6.6", folder(tmp_path)).list_defines()
     assert [flag for flag in defines if "FLASHINFER" not in flag] == [
         "-DNDEBUG",
         "-DCOMMON",
@@ -74,7 +74,7 @@ def test_the_release_s_own_flags_are_read_and_rare_ones_left(tmp_path: Path) -> 
 def test_flags_that_cannot_be_found_are_an_error(tmp_path: Path) -> None:
     root = folder(tmp_path, **{"flashinfer/jit/fused_moe.py": "def other():\n    pass\n"})
     with pytest.raises(KernelError, match="no list nvcc_flags"):
-        find_source("0.6.6", root).defines()
+        find_source("0.6.6", root).list_defines()
 
 
 def test_a_wheel_is_unpacked_once_and_only_what_is_needed(tmp_path: Path, cache: Path) -> None:

@@ -96,4 +96,4 @@ def test_fused_experts_of_a_missing_vllm_is_unavailable(monkeypatch: pytest.Monk
     monkeypatch.setattr(backends, "FUSED_MOE", "no_such_vllm.fused_moe")
     x = torch.zeros(1, 2)
     with pytest.raises(UnavailableError, match="does not load"):
-        modular_moe.fused_experts(x, x, x, x, x, None)
+        modular_moe.call_fused_experts(x, x, x, x, x, None)

@@ -84,4 +84,4 @@ def test_a_wheel_without_the_kernel_library_is_refused(tmp_path: Path, member: s
 def test_cuda_runtime_beside_the_kernels_comes_first(tmp_path: Path) -> None:
     runtime = tmp_path / "libcudart.so.12"
     runtime.write_bytes(ELF)
-    assert wheel.cuda_runtimes(tmp_path / "moe_C.so", "12")[0] == runtime
+    assert wheel.find_cuda_runtimes(tmp_path / "moe_C.so", "12")[0] == runtime

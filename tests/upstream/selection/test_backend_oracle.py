@@ -21,7 +21,7 @@ from moedoctor.upstream.selection.agreement import (
     Heard,
     ask_all,
     ask_installed,
-    disagreements,
+    list_disagreements,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -103,13 +103,15 @@ def test_disagreements_are_named() -> None:
     agreed = Heard(
         selection.chosen, None, {candidate.backend: candidate.supported for candidate in selection.candidates}
     )
-    assert disagreements(selection, agreed) == ()
+    assert list_disagreements(selection, agreed) == ()
     other = Heard("MARLIN", None, {**agreed.supported, "FLASHINFER_CUTLASS": False, "NEW": True})
-    lines = disagreements(selection, other)
+    lines = list_disagreements(selection, other)
     assert lines[0] == "selected: MARLIN; the tables say FLASHINFER_CUTLASS"
     assert lines[1].startswith("FLASHINFER_CUTLASS: does not take this layer; the tables say: chosen")
     assert lines[2] == "NEW: not in the tables"
-    assert disagreements(selection, Heard(None, "broken", agreed.supported))[0].startswith("selected: broken")
+    assert list_disagreements(selection, Heard(None, "broken", agreed.supported))[0].startswith(
+        "selected: broken"
+    )
 
 
 @pytest.mark.usefixtures("light_torch")
@@ -195,7 +197,7 @@ def test_the_installed_vllm_agrees_with_the_tables() -> None:
         )
         wrong += [
             (point.capability, point.scheme, point.parallel, line)
-            for line in disagreements(selection, heard)
+            for line in list_disagreements(selection, heard)
             if "CUTEDSL" not in line or find_spec("cutlass") is not None
         ]
     assert wrong == []
