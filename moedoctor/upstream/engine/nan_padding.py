@@ -4,9 +4,9 @@ Every engine is a tiny Qwen3-MoE in BF16 with random weights, compiled, with pie
 columns are those of vllm-project/vllm#39593.
 
 `measure_parallel_padding` runs two data-parallel ranks: two engines of one process each, on two GPUs of one
-host, or on one if there is only one. vLLM reads their ranks from its ``VLLM_DP_*`` variables. Ranks are padded
-to the same batch, and a rank whose prompts are done runs dummy batches until all are; those are no steps of
-the trace.
+host, or on one if there is only one. vLLM reads their ranks from its ``VLLM_DP_*`` variables. Ranks are
+padded to the same batch, and a rank whose prompts are done runs dummy batches until all are; those are no
+steps of the trace.
 """
 
 from __future__ import annotations
