@@ -404,10 +404,10 @@ def _make_layer_class() -> Any:
     if importlib.util.find_spec(f"{FUSED_MOE}.routed_experts") is None:
         return torch.nn.Module
 
-    def initialize(layer: Any) -> None:
+    def start_without_weights(layer: Any) -> None:
         torch.nn.Module.__init__(layer)
 
-    return type("Layer", (load("routed_experts").RoutedExperts,), {"__init__": initialize})
+    return type("Layer", (load("routed_experts").RoutedExperts,), {"__init__": start_without_weights})
 
 
 def _find_device(layer: Layer) -> str:
