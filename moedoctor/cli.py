@@ -21,6 +21,7 @@ from moedoctor.commands.lint import lint
 from moedoctor.commands.list import list_
 from moedoctor.commands.options import InputError
 from moedoctor.commands.plan import plan
+from moedoctor.commands.preflight import preflight
 from moedoctor.commands.record import record
 from moedoctor.commands.replay import replay
 from moedoctor.commands.run import run
@@ -67,6 +68,7 @@ def start(
 # In the order of the help.
 for command in (
     run,
+    preflight,
     check,
     triage,
     explain,

@@ -10,6 +10,7 @@ from moedoctor.commands.options import FULL_FORMATS, deliver
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.check.records import CheckResult
+    from moedoctor.diagnose.preflight.records import PreflightDocument
     from moedoctor.reporters.findings import Findings
     from moedoctor.reporters.json import Document
     from moedoctor.reporters.page import Block
@@ -86,6 +87,14 @@ def _show_lint(document: LintDocument, wanted: Wanted) -> Shown:
     return make_lint_page(document), summary, lambda: findings.find_in_lint(document, summary)
 
 
+def _show_preflight(document: PreflightDocument, wanted: Wanted) -> Shown:
+    from moedoctor.reporters import findings
+    from moedoctor.reporters.pages.preflight import preflight_page, summary_line
+
+    summary = summary_line(document)
+    return preflight_page(document), summary, lambda: findings.find_in_preflight(document, summary)
+
+
 def _show_audit(document: AuditDocument, wanted: Wanted) -> Shown:
     from moedoctor.reporters import findings
     from moedoctor.reporters.pages.audit import audit_page, summarize
@@ -151,6 +160,7 @@ PAGES: Mapping[str, Callable[[Any, Wanted], Shown]] = {
     "check": _show_check,
     "triage": _show_triage,
     "lint": _show_lint,
+    "preflight": _show_preflight,
     "audit": _show_audit,
     "fleet": _show_fleet,
     "plan": _show_plan,

@@ -111,20 +111,23 @@ def run_module(
     environ: Mapping[str, str] | None = None,
     caches: Sequence[str] = (),
     watch: Callable[[Any], None] | None = None,
+    python: str = sys.executable,
 ) -> Ended:
     """Run ``python -m module`` on `request`, for `seconds` at most.
 
     `environ` is set over this process's own variables. The variables in `caches` name the child's own folder,
     which is removed. The child's working directory is that folder. `watch` gets each answer as it comes, at
-    most ten times a second. Raises Interrupted, with the child ended,
-    for a signal inside `interrupts.hold_signals`.
+    most ten times a second. Another `python` needs a PYTHONPATH in `environ` that has moedoctor alone. Raises
+    Interrupted, with the child ended, for a signal inside `interrupts.hold_signals`.
     """
     started, seen_bytes = time.monotonic(), 0
     with open_unnamed_file() as asked, open_unnamed_file() as answers:
         asked.write(json.dumps(to_plain(request)).encode())
         files = (asked.fileno(), answers.fileno())
         variables = {**_QUIET, **(environ or {})}
-        with Child(module, files, environ=variables, caches=caches, log=_MAX_LOG_BYTES) as child:
+        with Child(
+            module, files, environ=variables, caches=caches, log=_MAX_LOG_BYTES, python=python
+        ) as child:
             while child.wait(seconds - (time.monotonic() - started)):
                 if watch is not None:
                     seen_bytes = _watch(answers, seen_bytes, watch)
@@ -215,9 +218,10 @@ class Child:
         log: int,
         environ: Mapping[str, str] | None = None,
         caches: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> None:
         """Keep the last `log` bytes of what it prints; `environ` and `caches` as in `run_module`."""
-        guardian = [sys.executable, "-m", "moedoctor.processes.guardian", ",".join(caches), module]
+        guardian = [python, "-m", "moedoctor.processes.guardian", ",".join(caches), module]
         read, write = os.pipe()
         try:
             self.process = subprocess.Popen(

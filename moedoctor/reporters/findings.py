@@ -16,6 +16,7 @@ from moedoctor.text import join_lines
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.check.records import CheckResult
+    from moedoctor.diagnose.preflight.records import PreflightDocument
     from moedoctor.diagnose.triage.triage import Triage
     from moedoctor.reporters.pages.audit import AuditItem
     from moedoctor.reporters.pages.lint import LintDocument
@@ -197,6 +198,36 @@ def find_in_audit(items: Sequence[AuditItem], words: Mapping[int, str], summary:
         for index, text in words.items()
     ]
     return Findings("audit", found, summary=summary)
+
+
+def find_in_preflight(document: PreflightDocument, summary: str) -> Findings:
+    """Return what is wrong with a start; the same start in other releases and sizes are other items."""
+    from moedoctor.diagnose.preflight.records import RULES, Verdict
+
+    place = make_relative(os.path.join(document.model, "config.json"))
+    found, passed, skipped = [], [], []
+    for answer in document.answers:
+        start = f"vLLM {answer.release}: vllm serve {' '.join(answer.words)}"
+        if answer.verdict is Verdict.STARTS:
+            passed.append(start)
+        elif answer.verdict is Verdict.CANNOT_SAY:
+            skipped.append((start, answer.reason))
+        for finding in answer.findings:
+            title, message = RULES[finding.rule][1], f"{finding.message}. {finding.next_step}"
+            key = (answer.release, *answer.words[1:], finding.tensor)
+            found.append(
+                Finding(
+                    finding.rule,
+                    _choose_level(finding.level),
+                    title,
+                    message,
+                    place,
+                    key=key,
+                    logical=finding.tensor or start,
+                )
+            )
+    titles = {name: (title, "") for name, (_, title) in RULES.items()}
+    return Findings("preflight", found, passed, skipped, summary, titles)
 
 
 def _choose_level(severity: str) -> Level:

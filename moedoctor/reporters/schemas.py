@@ -25,6 +25,7 @@ DOCUMENTS: Mapping[str, str] = {
     "lint": f"{_PAGES}.lint:LintDocument",
     "audit": f"{_PAGES}.audit:AuditDocument",
     "plan": f"{_PAGES}.plan:PlanDocument",
+    "preflight": "moedoctor.diagnose.preflight.records:PreflightDocument",
     "bench": f"{__name__}:BenchReport",
     "compare": f"{_PAGES}.compare:CompareDocument",
     "show": "moedoctor.results:Report",

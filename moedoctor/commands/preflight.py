@@ -1,0 +1,244 @@
+"""`moedoctor preflight -- vllm serve ...`: would a server start, and load what its checkpoint holds?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moedoctor.commands.options import (
+    Capability,
+    CheckFormat,
+    Full,
+    InputError,
+    Output,
+    as_input_error,
+    known_capability,
+    names,
+    number,
+    option,
+    texts,
+    writable,
+)
+from moedoctor.commands.pages import deliver_document
+from moedoctor.text import print_message
+
+if TYPE_CHECKING:
+    from moedoctor.diagnose.preflight.ask import Question, Release
+    from moedoctor.diagnose.preflight.command import ServeCommand
+    from moedoctor.diagnose.preflight.records import StartAnswer
+
+_FAIL_ON = ("refused", "wrong", "cannot-say", "warning")
+_MOST_SIZE = 64
+_MOST_RANK = 4096
+
+
+def preflight(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- vllm serve MODEL ...",
+            help="Command line of the server. MODEL is a checkpoint folder, its config.json, a repository in "
+            "the Hugging Face cache, or a file that `moedoctor preflight headers FOLDER` wrote.",
+        ),
+    ] = None,
+    sm: Capability = None,
+    memory: Annotated[
+        float | None,
+        option(
+            "GIB",
+            "Memory of one GPU. Default: that of this machine's GPU, else 80.",
+            number("--memory", most=1e6),
+        ),
+    ] = None,
+    gpus: Annotated[
+        float,
+        option("N", "GPUs of the server's machine.", number("--gpus", "1 to 1024", most=1024, whole=True)),
+    ] = 8,
+    python: Annotated[
+        Path | None, option("FILE", "Ask the vLLM of this Python instead of the installed one.")
+    ] = None,
+    wheel: Annotated[
+        Path | None, option("FILE", "Ask the vLLM of this wheel, or of a folder with the package vllm.")
+    ] = None,
+    releases: Annotated[
+        list[str] | None,
+        option("FILE,...", "Ask these wheels, folders or Pythons, too, and compare the answers."),
+    ] = None,
+    sizes: Annotated[
+        float | None,
+        option(
+            "N",
+            "Ask for each tensor-parallel size up to N, with and without expert parallelism, too.",
+            number("--sizes", "1 to 64", most=_MOST_SIZE, whole=True),
+        ),
+    ] = None,
+    rank: Annotated[
+        list[str] | None,
+        option("R,...", "Ranks to ask. Default: the first, the last, and one of each stage."),
+    ] = None,
+    compose: Annotated[Path | None, option("FILE", "Read the command line from a compose file.")] = None,
+    script: Annotated[
+        Path | None, option("FILE", "Read the LLM(...) call of a Python script, which is not run.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code", help="Let the checkpoint's own code run here, if the command line says so."
+        ),
+    ] = False,
+    fail_on: Annotated[
+        list[str] | None,
+        option(
+            "NAME,...", "Exit with 1 for these: refused, wrong, cannot-say, warning. Default: refused,wrong."
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, option("TEXT,...", "Leave out findings whose rule or tensor contains one of these.")
+    ] = None,
+    timeout: Annotated[
+        float, option("SECONDS", "Limit for one release.", number("--timeout", most=86400))
+    ] = 600.0,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show also what is done with weights after loading.")
+    ] = False,
+    format: CheckFormat = "table",
+    output: Output = None,
+    full: Full = False,
+) -> int:
+    """Say whether a server would start, and load what its checkpoint holds: no GPU, no weights.
+
+    The release's own parser, model class, loader and backend selection run on the checkpoint's headers. Exit
+    code 1 if it would not start or would answer wrongly, 2 if that cannot be said.
+    """
+    from moedoctor import environment
+    from moedoctor.diagnose.preflight import ask
+    from moedoctor.diagnose.preflight.command import TRUST
+    from moedoctor.diagnose.preflight.document import make_document, without_ignored
+    from moedoctor.diagnose.preflight.model import ModelError, open_model
+    from moedoctor.processes import interrupts
+
+    if command and command[0] == "headers":
+        return _write_headers(command[1:], output)
+    start = _read_command(command, compose, script)
+    with as_input_error(ask.ReleaseError):
+        found = [ask.find_release(str(given)) for given in (python, wheel) if given is not None]
+        if len(found) > 1:
+            raise InputError(
+                "--python and --wheel name two releases, expected one; the others go to --releases"
+            )
+        asked = [*(found or [_installed()]), *(ask.find_release(text) for text in texts(releases))]
+    facts = environment.collect() if sm is None or memory is None else {}
+    question = _make_question(
+        sm, memory, gpus, rank, facts, timeout=timeout, post=verbose, trust=trust_remote_code
+    )
+    rules = names("--fail-on", fail_on, _FAIL_ON) or _FAIL_ON[:2]
+    starts = [start, *_list_sizes(start, sizes)]
+    answers: list[StartAnswer] = []
+    with as_input_error(ModelError), open_model(start.model) as model, interrupts.hold_signals():
+        folders = [each.with_model(str(model.folder)) for each in starts]
+        for place, release in enumerate(asked):
+            print_message(f"asking vLLM {release.name}, which takes seconds")
+            replies = ask.ask_release(release, folders[: None if place == 0 else 1], question, model.headers)
+            answers += [replace(each, words=(start.model, *each.words[1:])) for each in replies]
+        notes = [*start.notes, *model.notes]
+    if TRUST in start.words and not trust_remote_code:
+        notes.append(
+            "--trust-remote-code was left out: give it to preflight, too, to run the checkpoint's own code"
+        )
+    answers = [without_ignored(answer, texts(ignore)) for answer in answers]
+    document = make_document(start.model, question, answers, notes, fail_on=rules)
+    return deliver_document(
+        document,
+        format,
+        output,
+        full=full,
+        verbose=verbose,
+        code=document.summary.exit_code,
+        reasons=document.summary.reasons,
+    )
+
+
+def _write_headers(words: list[str], output: Path | None) -> int:
+    """Write the headers of a checkpoint folder into a file."""
+    from moedoctor.diagnose.preflight.model import ModelError, pack_headers
+    from moedoctor.text import format_size
+
+    if len(words) != 1:
+        raise InputError(
+            "preflight headers: expected one checkpoint folder: moedoctor preflight headers FOLDER -o FILE"
+        )
+    folder = Path(words[0])
+    file = output or Path(f"{folder.resolve().name}.headers.zip")
+    writable(file)
+    with as_input_error(ModelError):
+        size = pack_headers(folder, file)
+    print_message(
+        f"{file}: {format_size(size)} of config and headers; `moedoctor preflight -- vllm serve {file}` reads it"
+    )
+    return 0
+
+
+def _read_command(command: list[str] | None, compose: Path | None, script: Path | None) -> ServeCommand:
+    """Return the one start that is given. Raises InputError."""
+    from moedoctor.diagnose.preflight.command import CommandError, read_compose, read_script, read_words
+
+    if sum(bool(given) for given in (command, compose, script)) != 1:
+        raise InputError("expected one of: -- vllm serve MODEL ..., --compose FILE, --script FILE")
+    with as_input_error(CommandError):
+        if compose is not None:
+            return read_compose(compose)
+        return read_script(script) if script is not None else read_words(command or ())
+
+
+def _installed() -> Release:
+    """Return the vLLM of this environment. Raises InputError without one."""
+    import importlib.metadata
+
+    from moedoctor.diagnose.preflight.ask import Release
+
+    try:
+        return Release(importlib.metadata.version("vllm").partition("+")[0])
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError(
+            "vllm is not installed here: name the server's Python (--python FILE) or a wheel (--wheel FILE)"
+        ) from None
+
+
+def _make_question(
+    sm: str | None,
+    memory: float | None,
+    gpus: float,
+    rank: list[str] | None,
+    facts: Mapping[str, Any],
+    *,
+    timeout: float,
+    post: bool,
+    trust: bool,
+) -> Question:
+    """Return the question about a start: the GPU is this machine's unless it is given. Raises InputError."""
+    from moedoctor.diagnose.preflight.ask import Question
+
+    capability = (
+        known_capability(sm or str(facts.get("capability") or "")) if sm or facts.get("capability") else ""
+    )
+    if not capability:
+        raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
+    gpu: Mapping[str, Any] = next(iter(facts.get("gpus") or ()), {})
+    gib = memory or (gpu.get("memory_bytes") or 80 * 2**30) / 2**30
+    major, _, minor = capability.partition(".")
+    for text in texts(rank):
+        if not (text.isascii() and text.isdigit() and int(text[:9]) <= _MOST_RANK):
+            raise InputError(f"--rank {text[:40]}: expected numbers from 0 to {_MOST_RANK}")
+    ranks = tuple(sorted({int(text) for text in texts(rank)}))
+    return Question(
+        (int(major), int(minor)), int(gib * 2**30), int(gpus), ranks or None, post, trust, timeout
+    )
+
+
+def _list_sizes(start: ServeCommand, most: float | None) -> list[ServeCommand]:
+    sizes = [2**power for power in range(7) if 2**power <= (most or 0)]
+    return [start.with_sizes(size, expert) for size in sizes for expert in (False, True)]

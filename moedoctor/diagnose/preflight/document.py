@@ -1,0 +1,76 @@
+"""Makes the document of `moedoctor preflight` from the answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moedoctor.diagnose.preflight.ask import Question
+from moedoctor.diagnose.preflight.judge import NOT_SEEN, conclude
+from moedoctor.diagnose.preflight.records import (
+    PreflightDocument,
+    PreflightSummary,
+    StartAnswer,
+    Verdict,
+)
+
+_NAMES = {Verdict.REFUSED: "refused", Verdict.WRONG: "wrong", Verdict.CANNOT_SAY: "cannot-say"}
+
+
+def without_ignored(answer: StartAnswer, ignored: Sequence[str]) -> StartAnswer:
+    """Return an answer without the findings whose rule or tensor contains one of the texts, judged anew."""
+    kept = tuple(
+        each
+        for each in answer.findings
+        if not any(text == each.rule or text in each.tensor for text in ignored)
+    )
+    if len(kept) == len(answer.findings):
+        return answer
+    asked = {row.stage for row in answer.stages if row.outcome != "not asked"}
+    verdict, reason, step = conclude(kept, answer.release, asked)
+    if verdict is Verdict.STARTS:
+        reason = f"{answer.release}: nothing was found but what --ignore leaves out"
+    note = f"{len(answer.findings) - len(kept)} findings are ignored"
+    return replace(
+        answer, findings=kept, verdict=verdict, reason=reason, next_step=step, notes=(*answer.notes, note)
+    )
+
+
+def make_document(
+    model: str,
+    question: Question,
+    answers: Sequence[StartAnswer],
+    notes: Sequence[str],
+    *,
+    fail_on: Sequence[str],
+) -> PreflightDocument:
+    """Return the document; its exit code is that of the first answer, for the command line as given."""
+    first = answers[0]
+    counts = Counter(answer.verdict for answer in answers)
+    warned = any(finding.level == "warning" and finding.rule != "cannot-say" for finding in first.findings)
+    failed = _NAMES.get(first.verdict) in fail_on or (warned and "warning" in fail_on)
+    code = 1 if failed else 2 if first.verdict is Verdict.CANNOT_SAY else 0
+    reasons: tuple[str, ...] = (first.reason,) if code else ()
+    if code == 1 and first.verdict is Verdict.STARTS:
+        reasons = tuple(each.message for each in first.findings if each.level == "warning")
+    major, minor = question.capability
+    return PreflightDocument(
+        model=model,
+        gpu={
+            "capability": f"{major}.{minor}",
+            "memory_gib": round(question.memory / 2**30, 1),
+            "count": question.gpus,
+        },
+        answers=tuple(answers),
+        not_seen=NOT_SEEN,
+        notes=tuple(notes),
+        summary=PreflightSummary(
+            counts[Verdict.STARTS],
+            counts[Verdict.REFUSED],
+            counts[Verdict.WRONG],
+            counts[Verdict.CANNOT_SAY],
+            code,
+            reasons,
+        ),
+    )

@@ -1,0 +1,319 @@
+"""Judges what a release did with a command line: refused, starts and answers wrongly, starts, or cannot say.
+
+A refusal is an exception of the release's own code in a stage that every start goes through. An error that
+comes from a missing library, a substituted answer or moedoctor is no refusal: the answer is "cannot say".
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from moedoctor.diagnose.preflight.records import (
+    RULES,
+    LayerCount,
+    PreflightFinding,
+    StageAnswer,
+    StartAnswer,
+    Verdict,
+)
+from moedoctor.text import shorten
+
+STAGES: Mapping[str, str] = {
+    "arguments": "reads the command line",
+    "config": "reads the configuration",
+    "groups": "forms the groups of ranks",
+    "build": "builds the model",
+    "load": "loads the weights",
+    "draft": "loads the draft model",
+    "memory": "plans the KV cache",
+    "adapters": "loads the adapters",
+}
+"""Stage -> what the server does then."""
+_OPTIONAL = re.compile(
+    r"(?:^|[._])(?:[qkv]|prob)_scale$|zero_point$|g_idx(?:_sort_indices)?$|\.[qkv]_scale_float$"
+)
+"""Parameters that a sound checkpoint may lack: the release gives them a value of its own."""
+_LIBRARIES = frozenset(
+    {"ImportError", "ModuleNotFoundError", "NotImplementedError", "MemoryError", "RecursionError"}
+)
+_DEVICE = re.compile(
+    r"[Mm]eta(?: backend| tensor|\b.*device)|libcuda|NVML|CUDA (?:driver|error|runtime)|_OpNamespace|"
+    r"_C_?\w* object|no kernel image|not compiled with CUDA|No module named|Triton is not installed",
+)
+"""Messages of what a machine without the GPU cannot do."""
+_LIBRARY_CONFIG = re.compile(r"transformers|does not recognize this architecture|model type", re.IGNORECASE)
+NOT_SEEN = (
+    "kernels: nothing was compiled or run",
+    "real memory: peaks while weights are loaded and repacked, and what other processes hold",
+    "values of the weights: NaN, wrong scales, damaged bytes",
+    "downloads, and code that a checkpoint brings (trust_remote_code)",
+)
+
+
+def judge_start(
+    reply: Mapping[str, Any], environment: Mapping[str, Any], words: Sequence[str]
+) -> StartAnswer:
+    """Return the answer to one command line from what the child reported."""
+    versions = environment.get("versions", {})
+    release = versions.get("vllm", "unknown")
+    ranks = reply.get("ranks", ())
+    error = reply.get("error") or next((row["error"] for row in ranks if "error" in row), None)
+    rank = next((row["rank"] for row in ranks if "error" in row), None)
+    findings = [*_find_errors(error, rank, environment), *_find_holes(reply, release), *_find_memory(ranks)]
+    asked = {stage for row in ranks for stage in row["seconds"]} | set(reply.get("seconds", {}))
+    verdict, reason, step = conclude(findings, release, asked)
+    config = reply.get("config", {})
+    return StartAnswer(
+        release=release,
+        words=tuple(words),
+        verdict=verdict,
+        reason=reason,
+        next_step=step,
+        stages=tuple(_list_stages(reply, error, verdict)),
+        findings=tuple(findings),
+        layers=tuple(_count_layers(ranks)),
+        config=config,
+        ranks=tuple(row["rank"] for row in ranks),
+        weight_bytes=tuple(
+            row["bytes"] + row.get("draft", {}).get("bytes", 0) for row in ranks if "bytes" in row
+        ),
+        kv_tokens=min(
+            (row["kv"]["tokens"] for row in ranks if row.get("kv", {}).get("tokens")), default=None
+        ),
+        after=tuple(
+            sorted({each["problem"] for row in ranks for each in row.get("after", ()) if each["problem"]})
+        ),
+        notes=tuple(_list_notes(environment, ranks)),
+        versions=versions,
+        seconds=round(sum(sum(row["seconds"].values()) for row in (reply, *ranks)), 1),
+        peak_memory=reply.get("peak_memory", 0),
+    )
+
+
+def cannot_ask(release: str, words: Sequence[str], why: str) -> StartAnswer:
+    """Return the answer for a release that gave none."""
+    finding = _make("cannot-say", why, "Run this in the environment of the server, or name it with --python.")
+    return StartAnswer(
+        release,
+        tuple(words),
+        Verdict.CANNOT_SAY,
+        f"{release} could not be asked: {why}",
+        finding.next_step,
+        (),
+        (finding,),
+    )
+
+
+def _make(rule: str, message: str, next_step: str, **more: Any) -> PreflightFinding:
+    return PreflightFinding(rule, RULES[rule][0], message, next_step, **more)
+
+
+def is_refusal(error: Mapping[str, Any], environment: Mapping[str, Any]) -> bool:
+    """Return True if an exception is the release's own answer to the command line and checkpoint."""
+    if error["stage"] not in STAGES or error["stage"] == "memory":
+        return False
+    if error["type"] in _LIBRARIES or error["last_module"] == "moedoctor" or not error["at"]:
+        return (error["stage"], error["type"]) == ("arguments", "ValueError")
+    if error["cause"] or _DEVICE.search(error["message"]):
+        return False
+    # Another transformers than the release asks for reads configurations differently; a newer one knows more.
+    others = [each for each in environment.get("unsatisfied", ()) if each["name"] == "transformers"]
+    unknown = "does not recognize this architecture" in error["message"]
+    broken = any(not (unknown and each["newer"]) for each in others)
+    return not (broken and error["stage"] == "config" and bool(_LIBRARY_CONFIG.search(error["message"])))
+
+
+def _find_errors(
+    error: Mapping[str, Any] | None, rank: int | None, environment: Mapping[str, Any]
+) -> Iterator[PreflightFinding]:
+    """Yield the exception that ended the start, as a refusal or as what cannot be said."""
+    if error is None:
+        return
+    message = clean_message(error["message"]) or error["line"]  # an assert without words
+    text = message if error["stage"] == "arguments" else f"{error['type']}: {message}"
+    text += f" ({error['cause']})" if error["cause"] else ""
+    if error["last_module"] == "transformers":
+        text += f" (raised by transformers {environment.get('versions', {}).get('transformers', '')})"
+    where = {"rank": rank, "tensor": error.get("tensor", ""), "source": "".join(error["at"][-1:])}
+    if is_refusal(error, environment):
+        yield _make("refused", text, _advise(error), **where)
+    else:
+        lacks = "; ".join(f"{each['name']}{each['required']}" for each in environment.get("unsatisfied", ()))
+        step = (
+            f"Install what the release requires ({lacks})."
+            if lacks
+            else "Run this in the server's environment."
+        )
+        yield _make("cannot-say", f"{STAGES.get(error['stage'], error['stage'])}: {text}", step, **where)
+
+
+def clean_message(message: str) -> str:
+    """Return a message without what pydantic writes around it."""
+    message = re.sub(r"^\d+ validation errors? for \w+ (?:Value error, )?", "", message)
+    return shorten(re.split(r" \[type=|, input_value=| For further information", message)[0], 600)
+
+
+def _advise(error: Mapping[str, Any]) -> str:
+    """Return what to do about a refusal of this stage."""
+    if error["stage"] == "arguments":
+        return "Correct the flag; `moedoctor backends -- vllm serve ...` names the settings of a release."
+    if re.search(r"divisible|divide|partition|parallel", error["message"]):
+        return "Choose other sizes: --sizes 8 shows which ones this model loads with."
+    if error["stage"] in ("load", "draft") and error.get("tensor"):
+        return (
+            f"Compare {error['tensor']} with config.json (sizes, ignore list, quantization), or ask another "
+            "release: --releases A,B."
+        )
+    return "Change what the message names, or ask another release: --releases A,B."
+
+
+def _find_holes(reply: Mapping[str, Any], release: str) -> Iterator[PreflightFinding]:
+    """Yield parameters that were not wholly written, and tensors that were cut, converted or not read."""
+    ranks = reply.get("ranks", ())
+    if any("error" in row for row in ranks):
+        return
+    skipped = [each["pattern"] for each in reply.get("skipped", ())]
+    holes: dict[str, tuple[int, Mapping[str, Any]]] = {}
+    casts: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for row in ranks:
+        for loaded in (row.get("loaded", {}), row.get("draft", {}).get("loaded", {})):
+            for hole in loaded.get("holes", ()):
+                if not (hole["padded"] or hole["unused"]) and not _OPTIONAL.search(hole["pattern"]):
+                    holes.setdefault(hole["pattern"], (row["rank"], hole))
+            for name, stored, parameter in loaded.get("cast", ()):
+                casts[stored, parameter].append(name)
+    unread = f"; {release} reads nothing of {_join(skipped)}" if skipped else ""
+    for is_empty in (True, False):
+        rows = {pattern: row for pattern, row in holes.items() if (row[1]["written"] == 0) == is_empty}
+        if rows:
+            rank, hole = next(iter(rows.values()))
+            extent = "never written" if is_empty else f"written in part, the first to {hole['written']:.1%}"
+            count = sum(each["count"] for _, each in rows.values())
+            message = f"{count} parameters are {extent} ({_join(list(rows))}){unread}"
+            yield _make("not-written", message, _advise_hole(skipped), rank=rank, tensor=hole["example"])
+    large = reply.get("too_large", ())
+    if large:
+        first = large[0]
+        yield _make(
+            "cut",
+            f"{len(large)} tensors are larger than the model: {release} reads {first['read']:.0%} of "
+            f"{first['tensor']} {first['shape']}",
+            "Compare the sizes in config.json with the tensor: the release ignores the rest of it.",
+            tensor=first["tensor"],
+        )
+    for (stored, parameter), names in casts.items():
+        yield _make(
+            "converted",
+            f"{len(names)} tensors are stored as {stored} and copied into {parameter} without a scale",
+            "Declare the quantization in config.json, and ignore only the layers that are not quantized.",
+            tensor=names[0],
+        )
+    if skipped and not holes:
+        yield _make(
+            "not-read",
+            f"{release} reads nothing of {_join(skipped)}",
+            "Check that these are meant to be unused.",
+        )
+
+
+def _advise_hole(skipped: Sequence[str]) -> str:
+    if skipped:
+        return "Rename the tensors as the release reads them, or ask another release: --releases A,B."
+    return "The checkpoint lacks these tensors: export it again, or compare it with the original."
+
+
+def _join(patterns: Sequence[str]) -> str:
+    """Return names of tensors, each after the first one without the parts that it shares with that."""
+    first = patterns[0].split(".")
+    texts = [patterns[0]]
+    for pattern in patterns[1:4]:
+        parts = pattern.split(".")
+        own = next(
+            (place for place, pair in enumerate(zip(first, parts, strict=False)) if pair[0] != pair[1]), 0
+        )
+        texts.append(f"…{'.'.join(parts[own:])}" if own else pattern)
+    more = f" and {len(patterns) - 4} more" if len(patterns) > 4 else ""
+    return ", ".join(texts) + more
+
+
+def _find_memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[PreflightFinding]:
+    """Yield a warning if vLLM's own arithmetic finds no room for the KV cache."""
+    for row in ranks:
+        if refused := row.get("kv", {}).get("refused"):
+            yield _make(
+                "kv-cache",
+                f"rank {row['rank']}: {shorten(refused, 300)}",
+                "Lower --max-model-len, raise --gpu-memory-utilization, or use more GPUs.",
+                rank=row["rank"],
+            )
+            return
+
+
+def conclude(findings: Sequence[PreflightFinding], release: str, asked: Any) -> tuple[Verdict, str, str]:
+    """Return the verdict with its reason and next step."""
+    by_rule: dict[str, PreflightFinding] = {}
+    for finding in findings:
+        by_rule.setdefault(finding.rule, finding)
+    if "refused" in by_rule:
+        refused = by_rule["refused"]
+        where = f", rank {refused.rank}" if refused.rank is not None else ""
+        tensor = f" ({refused.tensor})" if refused.tensor else ""
+        return Verdict.REFUSED, f"{release} stops{where}: {refused.message}{tensor}", refused.next_step
+    if "cannot-say" in by_rule:
+        unknown = by_rule["cannot-say"]
+        return (
+            Verdict.CANNOT_SAY,
+            f"{release} was not asked to the end: {unknown.message}",
+            unknown.next_step,
+        )
+    for rule in ("not-written", "cut", "converted"):
+        if rule in by_rule:
+            return Verdict.WRONG, by_rule[rule].message, by_rule[rule].next_step
+    if "load" not in asked:
+        reason = f"{release} builds the model; its weights were not looked at"
+        return (
+            Verdict.STARTS,
+            reason,
+            "Give the checkpoint, or its headers: `moedoctor preflight headers FOLDER`.",
+        )
+    step = by_rule["kv-cache"].next_step if "kv-cache" in by_rule else ""
+    return Verdict.STARTS, f"{release} loads everything that it has parameters for", step
+
+
+def _list_stages(
+    reply: Mapping[str, Any], error: Mapping[str, Any] | None, verdict: Verdict
+) -> Iterator[StageAnswer]:
+    """Yield each stage of the start with its outcome, and the time that it took over all ranks."""
+    seconds: dict[str, float] = defaultdict(float)
+    for row in (reply, *reply.get("ranks", ())):
+        for stage, took in row.get("seconds", {}).items():
+            seconds[stage] += took
+    for stage, words in STAGES.items():
+        outcome = "passed" if stage in seconds else "not asked"
+        if error is not None and error["stage"] == stage:
+            outcome = "stopped" if verdict is Verdict.REFUSED else "cannot say"
+        if outcome != "not asked" or stage not in ("draft", "adapters"):
+            yield StageAnswer(stage, outcome, words, round(seconds[stage], 1))
+
+
+def _count_layers(ranks: Sequence[Mapping[str, Any]]) -> Iterator[LayerCount]:
+    """Yield the layers of the first rank by kind, method and backend, then those of the draft."""
+    for row in ranks[:1]:
+        for layer in row.get("layers", ()):
+            yield LayerCount(**layer)
+        for layer in row.get("draft", {}).get("layers", ()):
+            yield LayerCount(**{**layer, "kind": f"draft {layer['kind']}"})
+
+
+def _list_notes(environment: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for target in environment.get("gone", ()):
+        yield f"not in this release, so not answered in its place: {target}"
+    for each in environment.get("unsatisfied", ()):
+        here = f"{each['name']} {each['version']} is here, the release requires {each['required']}"
+        yield f"{here}: answers about configurations may differ from the server's"
+    questions = sum(row.get("questions", 0) for row in ranks)
+    if questions:
+        yield f"{questions} questions about values were answered as for a sound checkpoint"

@@ -1,0 +1,136 @@
+"""The answer of `moedoctor preflight`, as its JSON document has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar
+
+
+class Verdict(Enum):
+    """The four answers to "will it start, and will it load what the checkpoint holds?"."""
+
+    STARTS = "starts"
+    """Every stage that was asked passed."""
+    REFUSED = "refused"
+    """The release's own code raised in a stage that every start goes through."""
+    WRONG = "starts_and_answers_wrongly"
+    """It starts without an error, and weights stay empty, are cut or are converted without their scale."""
+    CANNOT_SAY = "cannot_say"
+    """A library is missing, a substituted answer failed, or moedoctor itself did."""
+
+
+EXIT_CODES: Mapping[Verdict, int] = {
+    Verdict.STARTS: 0,
+    Verdict.REFUSED: 1,
+    Verdict.WRONG: 1,
+    Verdict.CANNOT_SAY: 2,
+}
+RULES: Mapping[str, tuple[str, str]] = {
+    "refused": ("error", "The release's own code refuses the start"),
+    "not-written": ("error", "A parameter is never written, or only in part"),
+    "cut": ("error", "The release reads a part of a tensor only"),
+    "converted": ("error", "Stored numbers are converted without their scale"),
+    "cannot-say": ("warning", "A stage could not be asked"),
+    "kv-cache": ("warning", "The longest request does not fit beside the weights"),
+    "not-read": ("note", "The release reads nothing of a tensor"),
+}
+"""Rule -> (level, title). An error decides the verdict."""
+
+
+@dataclass(frozen=True)
+class PreflightFinding:
+    """One thing that is wrong with a start."""
+
+    rule: str
+    """One of `RULES`."""
+    level: str
+    message: str
+    next_step: str
+    rank: int | None = None
+    tensor: str = ""
+    """The tensor of the checkpoint, or the parameter of the model, as an example."""
+    source: str = ""
+    """File and line in vLLM."""
+
+
+@dataclass(frozen=True)
+class StageAnswer:
+    """One stage of the start, over all ranks that were asked."""
+
+    stage: str
+    outcome: str
+    """``passed``, ``stopped``, ``cannot say`` or ``not asked``."""
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerCount:
+    """Layers that take the same quantization method and backend."""
+
+    kind: str
+    """``experts``, ``linear`` or ``embedding``; with ``draft `` before it, of the draft model."""
+    method: str
+    backend: str
+    count: int
+
+
+@dataclass(frozen=True)
+class StartAnswer:
+    """The answer to one command line in one release."""
+
+    release: str
+    words: tuple[str, ...]
+    """After ``vllm serve``."""
+    verdict: Verdict
+    reason: str
+    """Why, in one line."""
+    next_step: str
+    stages: tuple[StageAnswer, ...]
+    findings: tuple[PreflightFinding, ...]
+    layers: tuple[LayerCount, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Architecture, quantization, dtype and sizes, as the release read them."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that were asked."""
+    weight_bytes: tuple[int, ...] = ()
+    """Bytes of the parameters of each rank, the draft's too."""
+    kv_tokens: int | None = None
+    """Tokens of KV cache beside the weights of the fullest rank if activations took nothing."""
+    after: tuple[str, ...] = ()
+    """What could not be done with the weights after loading. It never decides."""
+    notes: tuple[str, ...] = ()
+    """Substitutions that a release does not have, and answers that rest on them."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    peak_memory: int = 0
+    """Bytes of the process that asked."""
+
+
+@dataclass(frozen=True)
+class PreflightSummary:
+    """Answers by their verdict."""
+
+    starts: int
+    refused: int
+    starts_and_answers_wrongly: int
+    cannot_say: int
+    exit_code: int = 0
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PreflightDocument:
+    """What `moedoctor preflight` reports. The first answer is for the command line as it was given."""
+
+    model: str
+    gpu: Mapping[str, Any]
+    """``{"capability", "memory_gib", "count"}``."""
+    answers: tuple[StartAnswer, ...]
+    not_seen: tuple[str, ...]
+    """What no answer of this command can know."""
+    notes: tuple[str, ...]
+    summary: PreflightSummary
+    command: ClassVar[str] = "preflight"

@@ -1,0 +1,61 @@
+"""The operators that a release's compiled parts declare, without loading them: their .so files hold schemas.
+
+Each is defined with what a meta tensor needs: one that returns nothing does nothing. vLLM's own
+``register_fake`` says what most others return.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import torch
+
+_TEXT = re.compile(rb"[\x20-\x7e]{10,4000}(?=\x00)")
+_SCHEMA = re.compile(
+    r"([A-Za-z_]\w*(?:\.\w+)?) ?(\(.*\)) ?-> ?(\(?[A-Z(].{0,80}|\(\)|(?:bool|int|float|str)(?:\[\])?)"
+)
+_NAMESPACES = {
+    "_C": ("_C", "_C_cache_ops", "_C_cuda_utils", "_C_custom_ar"),
+    "_moe_C": ("_moe_C",),
+    "_qutlass_C": ("_qutlass_C",),
+    "_flashmla_C": ("_flashmla_C",),
+}
+"""File name without suffixes -> the namespaces of ``torch.ops`` that it registers."""
+_MOST_BYTES = 2 << 30
+_KEPT: list[torch.library.Library] = []
+"""A library that is collected takes its operators with it."""
+
+
+def define_operators(folder: Path, leave: Collection[str] = ()) -> int:
+    """Define the operators of the .so files in `folder` that torch lacks, but `leave`. Return how many."""
+    made = 0
+    for file in sorted(folder.glob("*.so")):
+        stem = file.name.partition(".")[0].removesuffix("_stable_libtorch")
+        schemas = dict(read_schemas(file)) if stem in _NAMESPACES else {}
+        for namespace in _NAMESPACES.get(stem, ()):
+            library = torch.library.Library(namespace, "FRAGMENT")
+            _KEPT.append(library)
+            space = getattr(torch.ops, namespace)
+            absent = [
+                name for name in schemas if name not in leave and not hasattr(space, name.partition(".")[0])
+            ]
+            for name in absent:
+                schema = schemas[name]
+                with contextlib.suppress(RuntimeError, ValueError):  # a type that this torch does not have
+                    library.define(schema)
+                    made += 1
+                    if schema.endswith("-> ()"):
+                        library.impl(name, lambda *_, **__: None, "Meta")
+    return made
+
+
+def read_schemas(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield (name, schema) of the operators that a shared object declares."""
+    if file.stat().st_size > _MOST_BYTES:
+        return
+    for text in _TEXT.findall(file.read_bytes()):
+        if b"->" in text and (match := _SCHEMA.fullmatch(" ".join(text.decode().split()))):
+            yield match[1], f"{match[1]}{match[2]} -> {match[3]}"

@@ -1,0 +1,434 @@
+"""The start of a server, stage by stage, by the release's own code.
+
+Each stage calls what vLLM's engine and worker call, in the same order. Nothing here decides what is wrong:
+the first error of a stage is kept as it was raised, with the file and line in vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import math
+import re
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from moedoctor.upstream.preflight.meta import OnMeta, name_pattern
+
+STAGES = ("arguments", "config", "groups", "build", "load", "draft", "memory", "adapters", "after")
+"""In the order in which they run. `after`, what is done with loaded weights, never decides."""
+_PARSERS = ("common.cli_args", "launchers.cli_args", "openai.cli_args", "cli.serve")
+"""Modules below vllm.entrypoints that have had `make_arg_parser`; the last one imports a web server."""
+_MOST_TEXT = 4000
+_PASSED_ON = "return function(*arguments, **options)"
+"""The line of `OnMeta` that calls torch."""
+
+
+class StageError(Exception):
+    """A stage that raised; as `record`, what it raised."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        super().__init__(str(record["message"]))
+        self.record = record
+
+
+@contextlib.contextmanager
+def run_stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Time a stage. Raises StageError for whatever it raises."""
+    started = time.perf_counter()
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise StageError(describe_error(name, error)) from error
+    finally:
+        seconds[name] = round(seconds.get(name, 0) + time.perf_counter() - started, 2)
+
+
+def describe_error(stage: str, error: BaseException) -> dict[str, Any]:
+    """Return an error as JSON: its type, its message, and the last frames in vLLM."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if "/vllm/" in frame.filename]
+    # Torch raises for sizes that do not match, below the mode through which every call goes.
+    own = [
+        frame for frame in frames if "/torch/" not in frame.filename and _PASSED_ON not in (frame.line or "")
+    ]
+    last = own[-1] if own else None
+    return {
+        "stage": stage,
+        "type": type(error).__name__,
+        "message": " ".join(str(error).split())[:_MOST_TEXT],
+        "at": [_place(frame) for frame in inside[-3:]],
+        "line": (inside[-1].line or "")[:200] if inside else "",
+        "last_module": "" if last is None else _package(last.filename),
+        "cause": _explain_inspection(error),
+    }
+
+
+def _explain_inspection(error: BaseException) -> str:
+    """Return why a model class cannot be imported: vLLM prints that, and raises another message."""
+    match = re.search(r"Model architectures \['(\w+)'.*failed to be inspected", str(error))
+    if match is None:
+        return ""
+    try:
+        registry = importlib.import_module("vllm.model_executor.models.registry")
+        registry.ModelRegistry.models[match[1]].load_model_cls()
+    except Exception as cause:
+        return f"{type(cause).__name__}: {' '.join(str(cause).split())[:_MOST_TEXT]}"
+    return "it can be imported"
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"vllm/{frame.filename.rpartition('/vllm/')[2]}:{frame.lineno}"
+
+
+def _package(file: str) -> str:
+    """Return the package of a source file: vllm, moedoctor, transformers; empty for none that is known."""
+    known = ("moedoctor", "vllm", "transformers", "torch", "pydantic", "compressed_tensors")
+    place, name = max((file.rfind(f"/{name}/"), name) for name in known)
+    return name if place >= 0 else ""
+
+
+# A command line -> VllmConfig.
+
+
+def configure(words: Sequence[str], seconds: dict[str, float]) -> tuple[Any, Any]:
+    """Return (VllmConfig, arguments) of the words after ``vllm serve``. Raises StageError."""
+    printed = io.StringIO()
+    with run_stage("arguments", seconds):
+        module = _import_parser()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        parser = module.make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+        try:
+            with contextlib.redirect_stderr(printed):
+                arguments = parser.parse_args(list(words))
+        except SystemExit:
+            lines = [line for line in printed.getvalue().splitlines() if "error:" in line]
+            raise ValueError(
+                lines[-1].partition("error:")[2].strip() if lines else "--help or --version"
+            ) from None
+        if getattr(arguments, "model_tag", None):
+            arguments.model = arguments.model_tag
+        module.validate_parsed_serve_args(arguments)
+        engine = AsyncEngineArgs.from_cli_args(arguments)
+    with run_stage("config", seconds):
+        return engine.create_engine_config(), arguments
+
+
+def _import_parser() -> Any:
+    for place in _PARSERS:
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(f"vllm.entrypoints.{place}")
+            if hasattr(module, "make_arg_parser"):
+                return module
+    raise ImportError(f"none of vllm.entrypoints.{{{', '.join(_PARSERS)}}} has make_arg_parser")
+
+
+def describe_config(config: Any) -> dict[str, Any]:
+    """Return the facts of a VllmConfig that an answer names."""
+    model, parallel = config.model_config, config.parallel_config
+    speculative = config.speculative_config
+    return {
+        "architecture": ", ".join(getattr(model.hf_config, "architectures", None) or ()),
+        "quantization": model.quantization,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
+        "data_parallel": parallel.data_parallel_size,
+        "expert_parallel": bool(parallel.enable_expert_parallel),
+        "draft": getattr(speculative, "method", None) if speculative is not None else None,
+        "load_format": str(getattr(config.load_config.load_format, "value", config.load_config.load_format)),
+    }
+
+
+# Ranks: this process becomes one of them, and the others do not exist.
+
+
+def join_groups(config: Any, rank: int) -> None:
+    """Become `rank` of the world of `config`, in process groups that talk to nobody."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state as state
+
+    if dist.is_initialized():
+        state.destroy_model_parallel()
+        state.destroy_distributed_environment()
+    kept: Any = _GROUPS or (dist.init_process_group, dist.new_group, state.init_model_parallel_group)
+    _GROUPS[:] = kept
+    start, new_group, make = kept
+
+    def start_fake(*_: Any, world_size: int = -1, rank: int = -1, **__: Any) -> None:
+        start(backend="fake", store=FakeStore(), world_size=world_size, rank=rank)
+
+    def make_without_queue(*arguments: Any, **options: Any) -> Any:
+        return make(*arguments, **{**options, "use_message_queue_broadcaster": False})
+
+    dist.init_process_group = start_fake
+    dist.new_group = lambda ranks=None, backend=None, **_: new_group(ranks, backend="fake")
+    changes: dict[str, Callable[..., Any]] = {
+        "_node_count": lambda group: 1,
+        "in_the_same_node_as": lambda group, source_rank=0: [True] * dist.get_world_size(group),
+        "init_model_parallel_group": make_without_queue,
+    }
+    for name, change in changes.items():
+        setattr(state, name, change)
+    parallel = config.parallel_config
+    sizes = [parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
+    if hasattr(parallel, "prefill_context_parallel_size"):
+        sizes.append(parallel.prefill_context_parallel_size)
+    context = {"decode_context_model_parallel_size": parallel.decode_context_parallel_size}
+    with set_current_vllm_config(config):
+        state.init_distributed_environment(parallel.world_size, rank, "tcp://127.0.0.1:1", rank, "nccl")
+        state.ensure_model_parallel_initialized(*sizes, **context)
+
+
+_GROUPS: list[Any] = []
+"""The functions of torch and vLLM that `join_groups` replaced, as they were."""
+
+
+# One rank.
+
+
+def run_rank(config: Any, arguments: Any, rank: int, on_meta: OnMeta, *, post: bool) -> dict[str, Any]:
+    """Return what one rank does with the checkpoint: times, layers, what was not written, an error."""
+    answer: dict[str, Any] = {"rank": rank, "seconds": {}}
+    seconds: dict[str, float] = answer["seconds"]
+    try:
+        with run_stage("groups", seconds):
+            join_groups(config, rank)
+        _run_model(config, arguments, on_meta, answer, post=post)
+    except StageError as stop:
+        answer["error"] = {**stop.record, "tensor": on_meta.current}
+    answer["questions"] = on_meta.questions
+    return answer
+
+
+def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, Any], *, post: bool) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import base_loader, default_loader, get_model_loader
+
+    seconds: dict[str, float] = answer["seconds"]
+    compilation = config.compilation_config
+    config.load_config.device = "meta"
+    compilation.mode = type(
+        compilation.mode
+    ).NONE  # its passes name compiled operators when they are imported
+    for registry in ("static_forward_context", "static_all_moe_layers"):
+        if hasattr(compilation, registry):
+            getattr(compilation, registry).clear()
+    default_loader.safetensors_weights_iterator = on_meta.read_weights
+
+    def build(model_config: Any) -> Any:
+        with base_loader.set_default_torch_dtype(model_config.dtype), torch.device("meta"):
+            return base_loader.initialize_model(vllm_config=config, model_config=model_config)
+
+    def load(model: Any, model_config: Any) -> dict[str, Any]:
+        on_meta.watch()
+        try:
+            with base_loader.set_default_torch_dtype(model_config.dtype):
+                get_model_loader(config.load_config).load_weights(model, model_config)
+        finally:
+            on_meta.end_rank()
+        return describe_loaded(model, on_meta, config)
+
+    with set_current_vllm_config(config), on_meta:
+        with run_stage("build", seconds):
+            model = build(config.model_config)
+            answer["bytes"] = count_bytes(model)
+            answer["layers"] = describe_layers(model)
+        if not on_meta.has_headers:
+            return
+        with run_stage("load", seconds):
+            answer["loaded"] = load(model, config.model_config)
+        speculative = config.speculative_config
+        if getattr(speculative, "draft_model_config", None) is not None:
+            with run_stage("draft", seconds):
+                draft = build(speculative.draft_model_config)
+                answer["draft"] = {"bytes": count_bytes(draft), "layers": describe_layers(draft)}
+                answer["draft"]["loaded"] = load(draft, speculative.draft_model_config)
+        with contextlib.suppress(StageError), run_stage("memory", seconds):
+            answer["kv"] = plan_kv_cache(config, answer["bytes"] + answer.get("draft", {}).get("bytes", 0))
+        if config.lora_config is not None:
+            with run_stage("adapters", seconds):
+                answer["adapters"] = load_adapters(model, config, arguments)
+        if post:
+            with contextlib.suppress(StageError), run_stage("after", seconds):
+                answer["after"] = process_weights(model)
+
+
+def count_bytes(model: Any) -> int:
+    """Return the bytes of a model's parameters; two names of one storage count once."""
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in model.parameters()}
+    return sum(storages.values())
+
+
+def describe_layers(model: Any) -> list[dict[str, Any]]:
+    """Return how many layers of each kind take which quantization method and backend."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for _, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None:
+            continue
+        name = type(method).__name__
+        is_moe = "moe" in name.lower()
+        kind = "experts" if is_moe else "linear"
+        if not is_moe and not hasattr(module, "input_size"):
+            kind = "embedding"
+        counts[kind, name, _chosen_kernel(module, method)] += 1
+    return [
+        {"kind": kind, "method": method, "backend": backend, "count": count}
+        for (kind, method, backend), count in sorted(counts.items())
+    ]
+
+
+def _chosen_kernel(module: Any, method: Any) -> str:
+    """Return the backend of a MoE method or the kernel of a linear scheme; empty if it names none."""
+    for name, value in vars(method).items():
+        if name.endswith("backend") and value is not None:
+            return str(getattr(value, "name", value))
+    for owner in (method, getattr(module, "scheme", None)):
+        for name, value in vars(owner).items() if owner is not None else ():
+            if name.endswith("kernel") and value is not None:
+                return type(value).__name__
+    return ""
+
+
+def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
+    """Return which parameters were not wholly written, and which tensors were converted to something else."""
+    holes: dict[tuple[str, tuple[int, ...], float], list[str]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and (share := on_meta.share_written(parameter)) < 1:
+            key = (name_pattern(name), tuple(parameter.shape), round(share, 4))
+            holes.setdefault(key, []).append(name)
+    owners = dict(model.named_modules())
+    cast = [(name, *stored.cast) for name, stored in on_meta.stored.items() if stored.cast is not None]
+    return {
+        "tensors": len(on_meta.stored),
+        "holes": [
+            {
+                "pattern": pattern,
+                "shape": list(shape),
+                "written": share,
+                "padded": _is_padding(owners, names[0], shape, share, config),
+                "unused": _is_unused_bias(owners, names[0]),
+                "count": len(names),
+                "example": names[0],
+            }
+            for (pattern, shape, share), names in holes.items()
+        ],
+        "cast": cast[:50],
+    }
+
+
+def _is_padding(
+    owners: Mapping[str, Any], name: str, shape: Sequence[int], share: float, config: Any
+) -> bool:
+    """Return True if the rest of an expert parameter is what the release adds to round its sizes up."""
+    owner = owners.get(name.rpartition(".")[0])
+    text, parallel = config.model_config.hf_text_config, config.parallel_config
+    hidden = getattr(text, "hidden_size", None)
+    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    padded_width = getattr(owner, "intermediate_size_per_partition", None)
+    if not (isinstance(hidden, int) and isinstance(width, int) and padded_width and len(shape) > 1):
+        return False
+    place = 0 if getattr(owner, "use_ep", False) else _tensor_parallel_rank(parallel)
+    own_width = max(0, min(padded_width, width - place * padded_width)) / padded_width
+    own_hidden = min(1.0, hidden / (getattr(owner, "hidden_size", hidden) or hidden))
+    expected = {own_width, own_hidden, own_width * own_hidden}
+    return any(each < 1 and math.isclose(share, each, abs_tol=2e-3) for each in expected)
+
+
+def _is_unused_bias(owners: Mapping[str, Any], name: str) -> bool:
+    """Return True for the bias of experts that have none: GPTQ's method makes one in any case."""
+    moe = getattr(owners.get(name.rpartition(".")[0]), "moe_config", None)
+    return name.endswith("_bias") and getattr(moe, "has_bias", None) is False
+
+
+def _tensor_parallel_rank(parallel: Any) -> int:
+    from vllm.distributed import parallel_state
+
+    return int(parallel_state.get_tensor_model_parallel_rank()) if parallel.tensor_parallel_size > 1 else 0
+
+
+# After loading.
+
+
+def plan_kv_cache(config: Any, weights: int) -> dict[str, Any]:
+    """Return how many tokens fit beside the weights if activations took nothing, by vLLM's own arithmetic."""
+    from vllm.platforms import current_platform
+
+    with contextlib.suppress(AttributeError):
+        current_platform.update_block_size_for_backend(config)
+    plan, groups = None, None
+    for place in ("vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils"):  # since 0.33.0, before
+        with contextlib.suppress(ImportError, AttributeError):
+            module = importlib.import_module(place)
+            plan, groups = module.get_kv_cache_configs, getattr(module, "get_global_kv_cache_groups", None)
+            break
+    if plan is None:
+        raise ImportError("get_kv_cache_configs is in neither of its known modules")
+    specs = {}
+    for name, layer in config.compilation_config.static_forward_context.items():
+        shares = getattr(layer, "kv_sharing_target_layer_name", None)
+        spec = layer.get_kv_cache_spec(config) if hasattr(layer, "get_kv_cache_spec") and not shares else None
+        if spec:
+            specs[name] = spec
+    if getattr(config.cache_config, "kv_cache_layout", "") is None:
+        config.cache_config.kv_cache_layout = (
+            "LBNHC"  # the engine core would ask its workers; the need is the same
+        )
+    share = config.cache_config.gpu_memory_utilization
+    left = int(current_platform.get_device_total_memory() * share) - weights
+    answer = {"layers": len(specs), "left": left, "blocks": None, "tokens": None, "refused": ""}
+    try:
+        made = plan(config, [specs], [left], *([groups(config, [specs])] if groups else []))
+    except ValueError as error:
+        return {**answer, "refused": " ".join(str(error).split())[:_MOST_TEXT]}
+    blocks = made[0].num_blocks
+    return {**answer, "blocks": blocks, "tokens": blocks * config.cache_config.block_size}
+
+
+def load_adapters(model: Any, config: Any, arguments: Any) -> dict[str, Any]:
+    """Wrap the layers for LoRA and read each adapter of ``--lora-modules``, by the worker's own manager."""
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    runner: Any = type("Runner", (LoRAModelRunnerMixin,), {})()
+    runner.load_lora_model(model, config, torch.device("meta"))
+    manager = runner.lora_manager
+    answer: dict[str, Any] = {"wrapped": len(manager._adapter_manager.modules), "adapters": []}
+    for number, module in enumerate(getattr(arguments, "lora_modules", None) or (), 1):
+        row = {"name": module.name, "modules": 0, "error": None}
+        try:
+            row["modules"] = len(manager._load_adapter(LoRARequest(module.name, number, module.path)).loras)
+        except Exception as error:
+            row["error"] = describe_error("adapters", error)
+        answer["adapters"].append(row)
+    return answer
+
+
+def process_weights(model: Any) -> list[dict[str, Any]]:
+    """Call `process_weights_after_loading` for each layer; return each different outcome, with a count."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    counts: Counter[tuple[str, str]] = Counter()
+    for _, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            problem = ""
+            try:
+                method.process_weights_after_loading(module)
+            except Exception as error:
+                record = describe_error("after", error)
+                problem = f"{record['type']}: {record['message'][:200]} ({''.join(record['at'][-1:])})"
+            counts[type(method).__name__, problem] += 1
+    return [{"method": name, "problem": why, "count": count} for (name, why), count in counts.items()]

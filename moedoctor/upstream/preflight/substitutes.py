@@ -1,0 +1,240 @@
+"""Everything that vLLM is told about a GPU that is not there, as one table.
+
+A row names the function or method that vLLM calls, and the answer. A row whose target a release does not have
+is reported: an answer that rests on it may be wrong. For a child process only: what is substituted stays so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from moedoctor.upstream.selection import substitute
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPUs of the machine that the question is about."""
+
+    capability: tuple[int, int]
+    memory: int
+    """Bytes of one GPU."""
+    count: int
+
+    def describe(self) -> Any:
+        """Return an object with the attributes of ``torch.cuda.get_device_properties``."""
+        major, minor = self.capability
+        return types.SimpleNamespace(
+            name="substituted by moedoctor",
+            major=major,
+            minor=minor,
+            total_memory=self.memory,
+            multi_processor_count=132,
+            shared_memory_per_block_optin=232448 if major in (9, 10) else 101376,
+            shared_memory_per_multiprocessor=233472 if major in (9, 10) else 102400,
+            is_integrated=False,
+            warp_size=32,
+            L2_cache_size=50 << 20,
+            max_threads_per_multi_processor=2048,
+        )
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """One answer in place of a device."""
+
+    targets: tuple[str, ...]
+    """``module:attribute``, wherever releases have it; one of them is enough."""
+    answer: Callable[[Gpu], Any]
+    """Makes the object that is put there."""
+    until: str = ""
+    """The last vLLM release that has a target; empty if all known ones do."""
+
+
+def _constant(value: Callable[[Gpu], Any]) -> Callable[[Gpu], Any]:
+    """Make a function that ignores its arguments and returns `value` of the GPU."""
+    return lambda gpu: lambda *_, **__: value(gpu)
+
+
+def _class_constant(value: Callable[[Gpu], Any]) -> Callable[[Gpu], Any]:
+    return lambda gpu: classmethod(lambda cls, *_, **__: value(gpu))
+
+
+def _placeholder(name: str) -> Any:
+    """Make a class for streams and events: modules create them, and nothing runs them."""
+    methods = {each: lambda self, *_, **__: None for each in ("__init__", "record", "wait", "synchronize")}
+    return type(name, (), methods)
+
+
+_COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+_SILENT = ("empty_cache", "synchronize", "reset_peak_memory_stats")
+
+TORCH = (
+    Substitution(("torch:cuda.get_device_properties",), _constant(Gpu.describe)),
+    Substitution(("torch:cuda.get_device_capability",), _constant(lambda gpu: gpu.capability)),
+    Substitution(("torch:cuda.get_device_name",), _constant(lambda gpu: gpu.describe().name)),
+    Substitution(("torch:cuda.mem_get_info",), _constant(lambda gpu: (gpu.memory, gpu.memory))),
+    Substitution(("torch:cuda.Stream",), lambda gpu: _placeholder("Stream")),
+    Substitution(("torch:cuda.Event",), lambda gpu: _placeholder("Event")),
+    Substitution(("torch:accelerator.is_available",), _constant(lambda gpu: True)),
+    *(
+        Substitution((f"torch:{place}",), _constant(lambda gpu: gpu.count))
+        for place in ("cuda.device_count", "accelerator.device_count")
+    ),
+    *(
+        Substitution((f"torch:{place}",), _constant(lambda gpu: 0))
+        for place in (
+            "cuda.current_device",
+            "accelerator.current_device_index",
+            "cuda.max_memory_allocated",
+            "accelerator.max_memory_allocated",
+        )
+    ),
+    *(
+        Substitution((f"torch:{place}.{name}",), _constant(lambda gpu: None))
+        for place in ("cuda", "accelerator")
+        for name in _SILENT
+    ),
+    Substitution(("torch:cuda.set_device",), _constant(lambda gpu: None)),
+    Substitution(("torch:accelerator.set_device_index",), _constant(lambda gpu: None)),
+    Substitution(("torch:version.cuda",), lambda gpu: torch.version.cuda or "13.0"),
+)
+"""Put there before vLLM is imported, which reads some of it while it is imported."""
+
+VLLM = (
+    Substitution(("vllm.model_executor.models.registry:_run_in_subprocess",), lambda gpu: lambda ask: ask()),
+    Substitution(
+        (
+            "vllm.config.parallel:cuda_device_count_stateless",
+            "vllm.utils.torch_utils:cuda_device_count_stateless",
+        ),
+        _constant(lambda gpu: gpu.count),
+        until="0.20.2",
+    ),
+)
+PLATFORM = {
+    "get_device_total_memory": lambda gpu: gpu.memory,
+    "device_count": lambda gpu: gpu.count,
+    "is_fully_connected": lambda gpu: True,
+    "num_compute_units": lambda gpu: gpu.describe().multi_processor_count,
+    "get_device_uuid": lambda gpu: "GPU-0",
+    "is_pin_memory_available": lambda gpu: False,
+    "is_arch_support_pdl": lambda gpu: gpu.capability >= (9, 0),
+    "get_device_communicator_cls": lambda gpu: _COMMUNICATOR,
+    "get_device_numa_node": lambda gpu: None,
+    "get_all_device_numa_nodes": lambda gpu: None,
+    "log_warnings": lambda gpu: None,
+    "import_kernels": lambda gpu: None,
+    "supports_fp8": lambda gpu: gpu.capability >= (8, 9),
+}
+"""Methods of vLLM's platform class, by name. A release that lacks one does not ask for it."""
+
+REAL_TENSORS = (
+    "vllm.model_executor.layers.fused_moe.layer:determine_expert_map",
+    "vllm.model_executor.layers.fused_moe.expert_map_manager:determine_expert_map",
+)
+"""Functions whose tensors are read while experts are loaded: they make real ones on the CPU."""
+
+
+def substitute_torch(gpu: Gpu) -> list[str]:
+    """Answer torch's and Triton's questions about devices. Return the targets that this torch lacks."""
+    with contextlib.suppress(ImportError):
+        import triton.backends
+
+        for name, backend in triton.backends.backends.items():
+            driver = _make_driver(gpu) if name == "nvidia" else backend.driver
+            driver.is_active = staticmethod(lambda name=name: name == "nvidia")
+            triton.backends.backends[name] = replace(backend, driver=driver)
+    return list(_apply(TORCH, gpu))
+
+
+def _make_driver(gpu: Gpu) -> Any:
+    """Make a driver class of Triton: some of vLLM's modules ask it for the GPU when they are imported."""
+    from triton.backends.compiler import GPUTarget
+
+    properties = gpu.describe()
+    facts = {
+        "max_shared_mem": properties.shared_memory_per_block_optin,
+        "multiprocessor_count": properties.multi_processor_count,
+        "warpSize": properties.warp_size,
+    }
+
+    class Driver:
+        utils = types.SimpleNamespace(get_device_properties=lambda device: facts)
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_device_interface(self) -> Any:
+            return torch.cuda
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cuda", 0)
+
+    return Driver
+
+
+def substitute_vllm(gpu: Gpu, libraries: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """Answer vLLM's questions about devices. Return (what was answered in its place, targets that are gone).
+
+    Raises `substitute.SubstituteError` if vLLM cannot be imported.
+    """
+    installed = substitute.install(libraries)
+    installed.use(gpu.capability)
+    platforms: Any = importlib.import_module("vllm.platforms")
+    platform = type(platforms.current_platform)
+    for name, answer in PLATFORM.items():
+        setattr(platform, name, _class_constant(answer)(gpu))
+    gone = list(_apply(VLLM, gpu))
+    wrapped = [_make_real(target) for target in REAL_TENSORS]
+    if not any(wrapped):
+        gone.append(" or ".join(REAL_TENSORS))
+    return list(installed.notes), gone
+
+
+def _apply(rows: Sequence[Substitution], gpu: Gpu) -> Iterator[str]:
+    """Put the answers in place, and yield each row that no target of this release takes."""
+    for row in rows:
+        found = [place for target in row.targets if (place := find_target(target)) is not None]
+        for owner, name in found:
+            setattr(owner, name, row.answer(gpu))
+        if not found and not row.until:
+            yield " or ".join(row.targets)
+
+
+def find_target(target: str) -> tuple[Any, str] | None:
+    """Return the owner and name of ``module:path.of.attribute``, or None if it is not there."""
+    module, _, path = target.partition(":")
+    *owners, name = path.split(".")
+    try:
+        owner: Any = importlib.import_module(module)
+        for each in owners:
+            owner = getattr(owner, each)
+        getattr(owner, name)
+    except (ImportError, AttributeError):
+        return None
+    return owner, name
+
+
+def _make_real(target: str) -> bool:
+    """Let a function make its tensors on the CPU. Return False if this release does not have it."""
+    place = find_target(target)
+    if place is None:
+        return False
+    original = getattr(*place)
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        with torch.device("cpu"):
+            return original(*arguments, **options)
+
+    setattr(*place, make)
+    return True

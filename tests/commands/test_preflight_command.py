@@ -1,0 +1,160 @@
+"""`moedoctor preflight`: the answer first, and an exit code that CI can use. The release is a stub."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from checkpoint_headers import Size, qwen3, write_headers
+
+from moedoctor.cli import main
+from moedoctor.diagnose.preflight import ask
+from moedoctor.processes.ask import Ended
+from moedoctor.reporters.schemas import make_schema
+
+ENVIRONMENT = {"versions": {"vllm": "0.33.0"}, "unsatisfied": [], "gone": ["torch:cuda.x"], "seconds": 1.0}
+Reply = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def make_reply(command: Mapping[str, Any]) -> dict[str, Any]:
+    """Answer as a release that loads everything at size 1, and stops at any other."""
+    words = command["words"]
+    size = int(words[words.index("--tensor-parallel-size") + 1]) if "--tensor-parallel-size" in words else 1
+    config = {"architecture": "Qwen3MoeForCausalLM", "tensor_parallel": size, "expert_parallel": False}
+    layers = [{"kind": "experts", "method": "Fp8MoEMethod", "backend": "TRITON", "count": 2}]
+    seconds = {"groups": 0.1, "build": 0.2, "load": 0.3}
+    row: dict[str, Any] = {"rank": 0, "seconds": seconds, "bytes": 1 << 30, "layers": layers}
+    row["loaded"] = {"holes": [], "cast": []}
+    row["kv"] = {"tokens": 1000, "refused": ""}
+    if size > 1:
+        frame = {
+            "at": ["vllm/linear.py:7"],
+            "line": "",
+            "last_module": "vllm",
+            "cause": "",
+            "tensor": "q_proj",
+        }
+        row["error"] = {
+            "stage": "load",
+            "type": "ValueError",
+            "message": "64 is not divisible by 128",
+            **frame,
+        }
+    return {"words": words, "seconds": {"arguments": 0.1, "config": 0.1}, "ranks": [row], "config": config}
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with a package vllm, and a child that answers as `make_reply` says."""
+    package = tmp_path / "0.33.0" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+
+    def run_module(module: str, request: Any, **options: Any) -> Ended:
+        assert options["environ"]["CUDA_VISIBLE_DEVICES"] == ""
+        answers = (ENVIRONMENT, *(make_reply(command) for command in request["commands"]))
+        return Ended(answers, 0, "", 1.0, 600.0)
+
+    monkeypatch.setattr(ask, "run_module", run_module)
+    return package.parent
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_headers(tmp_path / "model", qwen3(size=Size(layers=1)))
+
+
+def call(release: Path, model: Path, *words: str, options: tuple[str, ...] = ()) -> int:
+    named = ("preflight", "--sm", "9.0", "--memory", "80", "--wheel", str(release))
+    return main([*named, *options, "--", "vllm", "serve", str(model), *words])
+
+
+def test_the_answer_comes_first(release: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(release, model) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "starts: yes" in lines[1]
+    assert call(release, model, "--tensor-parallel-size", "2") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "starts: no: 0.33.0 stops, rank 0: ValueError: 64 is not divisible by 128" in " ".join(lines[1:4])
+    assert any("--sizes 8" in line for line in lines[:6])
+
+
+def test_the_document_has_its_schema(release: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(release, model, options=("--sizes", "2", "--format", "json")) == 0
+    document = json.loads(capsys.readouterr().out)
+    jsonschema.validate(document, make_schema("preflight"))
+    assert [answer["verdict"] for answer in document["answers"]] == ["starts"] * 3 + ["refused"] * 2
+    assert document["answers"][0]["notes"] == [
+        "not in this release, so not answered in its place: torch:cuda.x"
+    ]
+
+
+@pytest.mark.parametrize("form", ["junit", "sarif", "github", "markdown", "html"])
+def test_formats(release: Path, model: Path, form: str, tmp_path: Path) -> None:
+    stored, shown = tmp_path / "preflight.json", tmp_path / "shown"
+    assert call(release, model, options=("--sizes", "2", "-o", str(stored))) == 0
+    assert main(["show", str(stored), "--format", form, "-o", str(shown)]) == 0
+    assert "64 is not divisible by 128" in shown.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ((), 1),
+        (("--fail-on", "wrong"), 0),
+        (("--ignore", "q_proj"), 0),
+        (("--ignore", "refused"), 0),
+        (("--ignore", "k_proj"), 1),
+    ],
+)
+def test_what_fails_is_chosen(release: Path, model: Path, options: tuple[str, ...], code: int) -> None:
+    assert call(release, model, "--tensor-parallel-size", "2", options=options) == code
+
+
+def test_a_release_that_dies_cannot_say(
+    release: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = Ended((ENVIRONMENT,), -9, "", 1.0, 600.0)
+    monkeypatch.setattr(ask, "run_module", lambda *_, **__: ended)
+    assert call(release, model) == 2
+    assert "cannot say: 0.33.0 could not be asked: killed by SIGKILL" in capsys.readouterr().out
+
+
+def test_foreign_code_does_not_run_unless_it_is_asked_for(
+    release: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def run_module(module: str, request: Any, **options: Any) -> Ended:
+        asked.append(request["commands"][0]["words"])
+        return Ended((ENVIRONMENT, make_reply(request["commands"][0])), 0, "", 1.0, 600.0)
+
+    monkeypatch.setattr(ask, "run_module", run_module)
+    assert call(release, model, "--trust-remote-code") == 0
+    assert "was left out" in capsys.readouterr().out
+    assert call(release, model, "--trust-remote-code", options=("--trust-remote-code",)) == 0
+    assert ["--trust-remote-code" in words for words in asked] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sm", "9.0"], "expected one of: -- vllm serve MODEL"),
+        (["--sm", "9.0", "--wheel", "nowhere.whl", "--", "vllm", "serve", "M"], "nowhere.whl: is no file"),
+        (["headers"], "expected one checkpoint folder"),
+        (["headers", "nowhere"], "nowhere: has no config.json"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["preflight", *words]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_headers_are_packed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pack = tmp_path / "pack.zip"
+    assert main(["preflight", "headers", str(model), "-o", str(pack)]) == 0
+    assert pack.is_file()
+    assert "vllm serve" in capsys.readouterr().err

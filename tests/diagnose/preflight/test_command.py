@@ -1,0 +1,103 @@
+"""Starts are read from words, compose files and scripts."""
+
+from pathlib import Path
+
+import pytest
+
+from moedoctor.diagnose.preflight.command import (
+    CommandError,
+    ServeCommand,
+    read_compose,
+    read_script,
+    read_words,
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "variables"),
+    [
+        ("vllm serve M --x 1", ("M", "--x", "1"), {}),
+        ("VLLM_A=1 FOO=2 vllm serve M", ("M",), {"VLLM_A": "1"}),
+        ("python -m vllm.entrypoints.openai.api_server --x 1 --model M", ("M", "--x", "1"), {}),
+        (
+            "docker run -e VLLM_A=1 vllm/vllm-openai:v0.33.0 --model=M -tp 2",
+            ("M", "-tp", "2"),
+            {"VLLM_A": "1"},
+        ),
+        ("vllm serve --model M", ("M",), {}),
+    ],
+)
+def test_words(line: str, words: tuple[str, ...], variables: dict[str, str]) -> None:
+    command = read_words(line.split())
+    assert (command.words, dict(command.variables)) == (words, variables)
+
+
+@pytest.mark.parametrize("line", ["vllm serve", "vllm serve --tensor-parallel-size 2", "vllm"])
+def test_a_line_without_a_model(line: str) -> None:
+    with pytest.raises(CommandError, match="names no model"):
+        read_words(line.split())
+
+
+def test_sizes_replace_those_of_the_line() -> None:
+    command = ServeCommand(
+        ("M", "-tp", "4", "--enable_expert_parallel", "--tensor-parallel-size=8", "-x"), {}
+    )
+    assert command.with_sizes(2, False).words == ("M", "-x", "--tensor-parallel-size", "2")
+    assert command.with_sizes(1, True).words[-1] == "--enable-expert-parallel"
+    assert ServeCommand(("M", "--trust_remote_code", "-x"), {}).without_trust().words == ("M", "-x")
+
+
+def test_compose(tmp_path: Path) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text(
+        "services:\n  web: {image: nginx}\n  llm:\n    image: vllm/vllm-openai:v0.33.0\n"
+        "    command: --model M --max-model-len 100\n    environment: [VLLM_A=1, OTHER=2]\n"
+    )
+    command = read_compose(path)
+    assert command.words == ("M", "--max-model-len", "100")
+    assert command.variables == {"VLLM_A": "1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("services: {web: {image: nginx}}", "no service runs vLLM"),
+        ("services: {a: {image: vllm}, b: {image: vllm}}", "2 services run vLLM"),
+        ("[1", r"compose\.yaml:1: not valid YAML"),
+        ("3", "no service runs vLLM"),
+    ],
+)
+def test_a_compose_file_without_one_server(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text(text)
+    with pytest.raises(CommandError, match=message):
+        read_compose(path)
+
+
+def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
+    path = tmp_path / "serve.py"
+    path.write_text(
+        "import vllm\nraise SystemExit\nllm = vllm.LLM('M', tensor_parallel_size=2, enforce_eager=True,\n"
+        "    enable_prefix_caching=False, seed=None, compilation_config={'mode': 0}, max_model_len=LENGTH)\n"
+    )
+    command = read_script(path)
+    assert command.words == (
+        *("M", "--tensor-parallel-size", "2", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--compilation-config", '{"mode": 0}'),
+    )
+    assert "max_model_len is no literal" in command.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print(1)", "expected such a call"),
+        ("LLM(model=name)", "the model is no text"),
+        ("LLM(", "as Python"),
+    ],
+)
+def test_a_script_without_a_model(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "serve.py"
+    path.write_text(text)
+    with pytest.raises(CommandError, match=message):
+        read_script(path)

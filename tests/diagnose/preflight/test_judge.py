@@ -1,0 +1,141 @@
+"""A start is judged by what the child reported: nothing of ours is dressed as vLLM's."""
+
+from typing import Any
+
+import pytest
+
+from moedoctor.diagnose.preflight.judge import clean_message, judge_start
+from moedoctor.diagnose.preflight.records import StartAnswer, Verdict
+
+ENVIRONMENT: dict[str, Any] = {"versions": {"vllm": "0.33.0", "transformers": "5.20.0"}, "unsatisfied": []}
+STAGES = ("groups", "build", "load", "memory")
+
+
+def error(
+    stage: str = "load", kind: str = "ValueError", message: str = "wrong", **more: Any
+) -> dict[str, Any]:
+    frames = {
+        "at": ["vllm/a.py:1"],
+        "line": "assert a == b",
+        "last_module": "vllm",
+        "cause": "",
+        "tensor": "t",
+    }
+    return {"stage": stage, "type": kind, "message": message, **frames, **more}
+
+
+def rank(number: int = 0, **more: Any) -> dict[str, Any]:
+    loaded = {"holes": more.pop("holes", []), "cast": more.pop("cast", [])}
+    return {"rank": number, "seconds": dict.fromkeys(STAGES, 0.1), "bytes": 1, "loaded": loaded, **more}
+
+
+def hole(pattern: str, written: float = 0.0, **more: Any) -> dict[str, Any]:
+    facts = {"shape": [8, 8], "padded": False, "unused": False, "count": 2}
+    return {"pattern": pattern, "written": written, **facts, "example": pattern.replace("N", "0"), **more}
+
+
+def judge(*ranks: Any, environment: dict[str, Any] = ENVIRONMENT, **reply: Any) -> StartAnswer:
+    seconds = {"arguments": 0.1, "config": 0.1}
+    return judge_start({"seconds": seconds, "ranks": ranks, **reply}, environment, ("M",))
+
+
+@pytest.mark.parametrize(
+    ("given", "verdict"),
+    [
+        (error(), Verdict.REFUSED),
+        (error(kind="AssertionError", message=""), Verdict.REFUSED),
+        (error(kind="KeyError"), Verdict.REFUSED),
+        (error(kind="RuntimeError", message="The size of tensor a (3) must match b (4)"), Verdict.REFUSED),
+        (error("groups"), Verdict.REFUSED),
+        (error(kind="ModuleNotFoundError", message="No module named 'humming'"), Verdict.CANNOT_SAY),
+        (error(kind="NotImplementedError"), Verdict.CANNOT_SAY),
+        (error(last_module="moedoctor"), Verdict.CANNOT_SAY),
+        (error(message="libcuda.so cannot found"), Verdict.CANNOT_SAY),
+        (error(message="aten::foo with arguments from the Meta backend"), Verdict.CANNOT_SAY),
+        (error(cause="ImportError: humming"), Verdict.CANNOT_SAY),
+        (error(at=[]), Verdict.CANNOT_SAY),
+    ],
+)
+def test_only_the_releases_own_error_is_a_refusal(given: dict[str, Any], verdict: Verdict) -> None:
+    answer = judge(rank(error=given))
+    assert answer.verdict is verdict
+    assert [row.outcome for row in answer.stages if row.stage == given["stage"]] != ["passed"]
+
+
+def test_arguments_are_refused_without_a_frame() -> None:
+    given = error("arguments", message="unrecognized arguments: --x", at=[], last_module="moedoctor")
+    answer = judge(error=given)
+    assert answer.verdict is Verdict.REFUSED
+    assert answer.reason == "0.33.0 stops: unrecognized arguments: --x (t)"
+
+
+@pytest.mark.parametrize(
+    ("newer", "message", "verdict"),
+    [
+        (True, "Transformers does not recognize this architecture", Verdict.REFUSED),
+        (False, "Transformers does not recognize this architecture", Verdict.CANNOT_SAY),
+        (True, "transformers: head_dim is ambiguous", Verdict.CANNOT_SAY),
+        (True, "Unknown quantization method: x", Verdict.REFUSED),
+    ],
+)
+def test_another_transformers_decides_nothing(newer: bool, message: str, verdict: Verdict) -> None:
+    broken = {"name": "transformers", "version": "1", "required": "<5", "newer": newer}
+    answer = judge(
+        error=error("config", message=message), environment={**ENVIRONMENT, "unsatisfied": [broken]}
+    )
+    assert answer.verdict is verdict
+    assert any("the release requires <5" in note for note in answer.notes)
+
+
+def test_empty_parameters_are_wrong_answers() -> None:
+    holes = [hole("layers.N.w13"), hole("layers.N.w2", 0.5)]
+    answer = judge(rank(holes=holes), skipped=[{"pattern": "layers.N.w1", "count": 2}])
+    assert answer.verdict is Verdict.WRONG
+    assert "2 parameters are never written (layers.N.w13)" in answer.reason
+    assert "reads nothing of layers.N.w1" in answer.reason
+    assert [finding.rule for finding in answer.findings] == ["not-written", "not-written"]
+    assert "50.0%" in answer.findings[1].message
+
+
+@pytest.mark.parametrize(
+    "sound",
+    [
+        hole("attn.k_scale"),
+        hole("experts.w13_g_idx"),
+        hole("experts.w2_weight", 0.9, padded=True),
+        hole("experts.w13_bias", unused=True),
+    ],
+)
+def test_what_a_sound_checkpoint_may_lack_is_no_alarm(sound: dict[str, Any]) -> None:
+    assert judge(rank(holes=[sound])).verdict is Verdict.STARTS
+
+
+def test_cut_and_converted_tensors_are_wrong_answers() -> None:
+    cut = judge(rank(), too_large=[{"tensor": "k_proj", "shape": [4, 2], "read": 0.5}])
+    assert (cut.verdict, cut.findings[0].tensor) == (Verdict.WRONG, "k_proj")
+    cast = judge(rank(cast=[("a.weight", "float8_e4m3fn", "bfloat16")]))
+    assert (cast.verdict, cast.findings[0].rule) == (Verdict.WRONG, "converted")
+
+
+def test_an_error_on_a_later_rank_decides() -> None:
+    answer = judge(rank(holes=[hole("x")]), rank(7, error=error()))
+    assert (answer.verdict, answer.findings[0].rank, answer.ranks) == (Verdict.REFUSED, 7, (0, 7))
+
+
+def test_weights_that_were_not_looked_at_are_no_all_clear() -> None:
+    row = {"rank": 0, "seconds": {"groups": 0.1, "build": 0.1}, "bytes": 1}
+    answer = judge(row)
+    assert (answer.verdict, "weights were not looked at" in answer.reason) == (Verdict.STARTS, True)
+
+
+def test_too_little_memory_is_a_warning() -> None:
+    answer = judge(rank(kv={"refused": "No available memory", "tokens": None}))
+    assert (answer.verdict, answer.findings[0].level) == (Verdict.STARTS, "warning")
+    assert "--max-model-len" in answer.next_step
+
+
+def test_what_pydantic_writes_around_a_message_goes() -> None:
+    text = (
+        "1 validation error for ModelConfig Value error, Unknown method: x [type=value_error, input_value=1]"
+    )
+    assert clean_message(text) == "Unknown method: x"
