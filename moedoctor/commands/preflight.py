@@ -177,7 +177,7 @@ def _write_headers(words: list[str], output: Path | None) -> int:
     with as_input_error(ModelError):
         size = pack_headers(folder, file)
     print_message(
-        f"{file}: {format_size(size)} of config and headers; `moedoctor preflight -- vllm serve {file}` reads it"
+        f"{file}: {format_size(size)} of config and headers, for `moedoctor preflight -- vllm serve {file}`"
     )
     return 0
 

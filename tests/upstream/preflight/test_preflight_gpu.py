@@ -109,11 +109,11 @@ def test_engines_do_what_preflight_says(tmp_path: Path) -> None:
 
 
 def compare(name: str, answer: Any, engines: dict[str, Any], built: Built) -> dict[str, Any]:
-    """Return one row: what preflight said, what the engine did, and whether its tokens are those of the sound one."""
+    """Return one row: the answer, the engine's, and whether its tokens are those of the sound checkpoint."""
     engine = engines[name]
     message = engine.get("error", {}).get("message", "")
-    said = words_of(answer.findings[0].message) if answer.findings else set()
-    common = len(said & words_of(message)) / max(1, min(len(said), len(words_of(message))))
+    expected = words_of(answer.findings[0].message) if answer.findings else set()
+    common = len(expected & words_of(message)) / max(1, min(len(expected), len(words_of(message))))
     if answer.verdict is Verdict.REFUSED:
         agrees = not engine["started"] and common >= 0.5
     else:
