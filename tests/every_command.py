@@ -21,6 +21,7 @@ CALLS = {
     "explain": ["explain", "MD001"],
     "list": ["list"],
     "lint": ["lint", "model"],
+    "preflight": ["preflight", "--sm", "9.0", "--wheel", "release", "--script", "serve.py"],
     "audit": ["audit", "cache", "--sm", "12.0"],
     "plan": ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "32"],
     "compare": ["compare", "old.json", "new.json"],
@@ -66,6 +67,9 @@ def prepare(folder: Path) -> None:
     capsules.save(with_output(capsule, swapped), folder / "a.capsule")
     write_answers(folder / "fleet")
     (folder / "cache" / "empty").mkdir(parents=True)
+    (folder / "release" / "vllm").mkdir(parents=True)
+    (folder / "release" / "vllm" / "__init__.py").touch()
+    (folder / "serve.py").write_text("LLM('model')")
     (folder / "cache" / "a.so").write_bytes(b"\x7fELF")
     (folder / "cache" / "ours.cubin").write_bytes(fake_cubin(120))
     (folder / "cache" / "other").mkdir()

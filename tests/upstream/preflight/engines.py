@@ -1,7 +1,7 @@
 """One engine on one checkpoint: ``python engines.py FOLDER WORDS...`` prints what it did as a line of JSON.
 
-`write_values` fills a checkpoint of `checkpoint_headers` with values that depend on the names of tensors, so that
-an engine that loads all of them has the same tokens as one that loads the sound checkpoint.
+`write_values` fills a checkpoint with values that depend on the names of its tensors: an engine that loads
+all of them has the same tokens as one that loads the sound checkpoint.
 """
 
 from __future__ import annotations
