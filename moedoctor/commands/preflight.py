@@ -15,13 +15,13 @@ from moedoctor.commands.options import (
     Full,
     InputError,
     Output,
-    as_input_error,
-    known_capability,
-    names,
+    convert_errors,
     number,
     option,
-    texts,
-    writable,
+    parse_names,
+    require_capability,
+    require_writable,
+    split_texts,
 )
 from moedoctor.commands.pages import deliver_document
 from moedoctor.text import print_message
@@ -124,21 +124,21 @@ def preflight(
     if command and command[0] == "headers":
         return _write_headers(command[1:], output)
     start = _read_command(command, compose, script)
-    with as_input_error(ask.ReleaseError):
+    with convert_errors(ask.ReleaseError):
         found = [ask.find_release(str(given)) for given in (python, wheel) if given is not None]
         if len(found) > 1:
             raise InputError(
                 "--python and --wheel name two releases, expected one; the others go to --releases"
             )
-        asked = [*(found or [_installed()]), *(ask.find_release(text) for text in texts(releases))]
+        asked = [*(found or [_installed()]), *(ask.find_release(text) for text in split_texts(releases))]
     facts = environment.collect() if sm is None or memory is None else {}
     question = _make_question(
         sm, memory, gpus, rank, facts, timeout=timeout, post=verbose, trust=trust_remote_code
     )
-    rules = names("--fail-on", fail_on, _FAIL_ON) or _FAIL_ON[:2]
+    rules = parse_names("--fail-on", fail_on, _FAIL_ON) or _FAIL_ON[:2]
     starts = [start, *_list_sizes(start, sizes)]
     answers: list[StartAnswer] = []
-    with as_input_error(ModelError), open_model(start.model) as model, interrupts.hold_signals():
+    with convert_errors(ModelError), open_model(start.model) as model, interrupts.hold_signals():
         folders = [each.with_model(str(model.folder)) for each in starts]
         for place, release in enumerate(asked):
             print_message(f"asking vLLM {release.name}, which takes seconds")
@@ -149,7 +149,7 @@ def preflight(
         notes.append(
             "--trust-remote-code was left out: give it to preflight, too, to run the checkpoint's own code"
         )
-    answers = [without_ignored(answer, texts(ignore)) for answer in answers]
+    answers = [without_ignored(answer, split_texts(ignore)) for answer in answers]
     document = make_document(start.model, question, answers, notes, fail_on=rules)
     return deliver_document(
         document,
@@ -173,8 +173,8 @@ def _write_headers(words: list[str], output: Path | None) -> int:
         )
     folder = Path(words[0])
     file = output or Path(f"{folder.resolve().name}.headers.zip")
-    writable(file)
-    with as_input_error(ModelError):
+    require_writable(file)
+    with convert_errors(ModelError):
         size = pack_headers(folder, file)
     print_message(
         f"{file}: {format_size(size)} of config and headers, for `moedoctor preflight -- vllm serve {file}`"
@@ -188,7 +188,7 @@ def _read_command(command: list[str] | None, compose: Path | None, script: Path 
 
     if sum(bool(given) for given in (command, compose, script)) != 1:
         raise InputError("expected one of: -- vllm serve MODEL ..., --compose FILE, --script FILE")
-    with as_input_error(CommandError):
+    with convert_errors(CommandError):
         if compose is not None:
             return read_compose(compose)
         return read_script(script) if script is not None else read_words(command or ())
@@ -223,17 +223,17 @@ def _make_question(
     from moedoctor.diagnose.preflight.ask import Question
 
     capability = (
-        known_capability(sm or str(facts.get("capability") or "")) if sm or facts.get("capability") else ""
+        require_capability(sm or str(facts.get("capability") or "")) if sm or facts.get("capability") else ""
     )
     if not capability:
         raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
     gpu: Mapping[str, Any] = next(iter(facts.get("gpus") or ()), {})
     gib = memory or (gpu.get("memory_bytes") or 80 * 2**30) / 2**30
     major, _, minor = capability.partition(".")
-    for text in texts(rank):
+    for text in split_texts(rank):
         if not (text.isascii() and text.isdigit() and int(text[:9]) <= _MOST_RANK):
             raise InputError(f"--rank {text[:40]}: expected numbers from 0 to {_MOST_RANK}")
-    ranks = tuple(sorted({int(text) for text in texts(rank)}))
+    ranks = tuple(sorted({int(text) for text in split_texts(rank)}))
     return Question(
         (int(major), int(minor)), int(gib * 2**30), int(gpus), ranks or None, post, trust, timeout
     )
