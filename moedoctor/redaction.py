@@ -332,5 +332,13 @@ def _is_ipv6(found: str) -> bool:
 
 
 def _has_words(found: str) -> bool:
-    """Return whether letters and digits are a name made of words, CompressedTensorsW4A4Nvfp4MoEMethod."""
-    return 5 * sum(map(len, re.findall("[a-z]{4,}|[A-Z]{4,}", found))) >= 2 * len(found)
+    """Return True for a name made of words that can be spoken: CompressedTensorsW4A4Nvfp4MoEMethod."""
+    words = [word.lower() for word in re.findall("[A-Z]?[a-z]{3,}|[A-Z]{4,6}", found)]
+    spoken = [
+        word
+        for word in words
+        if len(set(word)) > 2
+        and 4 * len(re.findall("[aeiou]", word)) >= len(word)
+        and not re.search("[^aeiouy]{4}", word)
+    ]
+    return 2 * sum(map(len, spoken)) >= len(found)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import preflight_engines
 import pytest
 from checkpoint_headers import ARCHITECTURES, PLANTED, SOUND, Built
 
@@ -59,7 +60,7 @@ def list_starts() -> dict[str, tuple[Built, tuple[str, ...]]]:
 
 
 def start_engine(folder: Path, words: tuple[str, ...]) -> dict[str, Any]:
-    script = Path(__file__).with_name("engines.py")
+    script = Path(preflight_engines.__file__)
     path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(script), str(folder), *words]
     ended = subprocess.run(
@@ -80,11 +81,9 @@ def words_of(text: str) -> set[str]:
 
 
 def test_engines_do_what_preflight_says(tmp_path: Path) -> None:
-    from engines import write_values
-
     starts, commands, headers = list_starts(), [], {}
     for name, (built, words) in starts.items():
-        folder = write_values(tmp_path / name, built)
+        folder = preflight_engines.write_values(tmp_path / name, built)
         headers |= read_headers(folder)
         commands.append(ServeCommand((str(folder), *words), VARIABLES))
     import torch
