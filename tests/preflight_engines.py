@@ -1,4 +1,4 @@
-"""One engine on one checkpoint: ``python preflight_engines.py FOLDER WORDS...`` prints what it did as a line of JSON.
+"""One engine on one checkpoint: ``python preflight_engines.py FOLDER WORDS...`` prints a line of JSON.
 
 `write_values` fills a checkpoint with values that depend on the names of its tensors: an engine that loads
 all of them has the same tokens as one that loads the sound checkpoint.
