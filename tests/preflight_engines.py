@@ -6,7 +6,6 @@ all of them has the same tokens as one that loads the sound checkpoint.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import sys
@@ -43,39 +42,45 @@ def write_values(folder: Path, built: Built) -> Path:
 
 
 def draw_tensor(seed: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor of `shape` with values that depend on the name `seed` alone."""
-    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    """Return a tensor of `shape` with values that depend on the name `seed` and the shape alone.
+
+    With its scales, a weight has values of about 0.1, in every format.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {shape}".encode()))
     part = seed.rpartition(".")[2]
     if "scale" in part:
         if dtype == "U8":  # an exponent of two
-            return torch.full(shape, 120, dtype=torch.uint8)
-        return (0.01 + 0.02 * torch.rand(shape, generator=generator)).to(_TYPES[dtype])
+            return torch.full(shape, 122, dtype=torch.uint8)
+        size = next((size for name, size in _SCALES.items() if name in part), 0.02)
+        size = 1.0 if dtype == "F8_E4M3" else size
+        return (size * (0.5 + torch.rand(shape, generator=generator))).to(_TYPES[dtype])
     if part in ("g_idx", "weight_shape"):
         return torch.arange(math.prod(shape), dtype=_TYPES[dtype]).div(128, rounding_mode="floor")
     if dtype in ("U8", "I32"):
-        return torch.randint(0, 127, shape, generator=generator).to(_TYPES[dtype])
+        low, high = (0, 256) if dtype == "U8" else (-(2**31), 2**31)
+        return torch.randint(low, high, shape, generator=generator).to(_TYPES[dtype])
     values = torch.randn(shape, generator=generator)
     if "norm" in seed and len(shape) == 1:
         return (1 + 0.1 * values).to(_TYPES[dtype])
-    return (values * (0.5 if dtype == "F8_E4M3" else 0.08)).to(_TYPES[dtype])
+    return (values * (4 if dtype == "F8_E4M3" else 0.08)).to(_TYPES[dtype])
+
+
+_SCALES = {"global": 50.0, "input": 0.05}
+"""Part of a scale's name -> its size; compressed-tensors stores the inverse of a global scale."""
 
 
 def run_engine(folder: str, words: list[str]) -> dict[str, Any]:
     """Start the engine of a command line, and return its greedy tokens, or the error that stopped it."""
     from moedoctor.upstream.preflight import stages
 
+    answer: dict[str, Any] = {"started": False}
     try:
-        module = stages._import_parser()
+        config, _ = stages.configure([folder, *words], {})
         from vllm import SamplingParams
-        from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-        from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        arguments = module.make_arg_parser(FlexibleArgumentParser()).parse_args([folder, *words])
-        arguments.model = folder
-        given = AsyncEngineArgs.from_cli_args(arguments)
-        own = {each.name: getattr(given, each.name) for each in dataclasses.fields(EngineArgs)}
-        engine = LLMEngine.from_engine_args(EngineArgs(**own))
+        engine = LLMEngine.from_vllm_config(config)
+        answer["started"] = True
         sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
         for number, prompt in enumerate(PROMPTS):
             engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
@@ -84,9 +89,12 @@ def run_engine(folder: str, words: list[str]) -> dict[str, Any]:
             for output in engine.step():
                 if output.finished:
                     tokens[output.request_id] = list(output.outputs[0].token_ids)
-        return {"started": True, "tokens": [tokens[str(number)] for number in range(len(PROMPTS))]}
+        answer["tokens"] = [tokens[str(number)] for number in range(len(PROMPTS))]
+    except stages.StageError as error:
+        answer["error"] = error.record
     except (Exception, SystemExit) as error:
-        return {"started": False, "error": stages.describe_error("engine", error)}
+        answer["error"] = stages.describe_error("engine", error)
+    return answer
 
 
 if __name__ == "__main__":

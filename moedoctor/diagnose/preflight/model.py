@@ -64,7 +64,7 @@ def open_model(name: str) -> Iterator[Model]:
             folder.mkdir()
             notes = (_fill_folder(path, folder),)
         elif os.path.isdir(path):
-            folder = path.resolve()
+            folder = path.absolute()
         else:
             folder = find_cached(name)
             notes = (f"{name}: the newest snapshot in the Hugging Face cache",)

@@ -11,6 +11,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,14 @@ def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def define_operators(leave: Mapping[str, Any]) -> int:
     """Define the operators that the installed release's compiled parts declare; return how many."""
     from moedoctor.upstream.preflight.operators import define_operators
+    from moedoctor.upstream.selection.substitute import loads_extension
 
     spec = importlib.util.find_spec("vllm")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return sum(define_operators(Path(folder), leave) for folder in folders)
+    made = 0
+    for folder in map(Path, folders):
+        made += define_operators(folder, partial(loads_extension, folder=folder), leave)
+    return made
 
 
 def list_versions() -> dict[str, str]:

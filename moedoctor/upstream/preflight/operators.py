@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -29,24 +29,29 @@ _KEPT: list[torch.library.Library] = []
 """A library that is collected takes its operators with it."""
 
 
-def define_operators(folder: Path, leave: Collection[str] = ()) -> int:
-    """Define the operators of the .so files in `folder` that torch lacks, but `leave`. Return how many."""
+def define_operators(folder: Path, loads: Callable[[str], bool], leave: Collection[str] = ()) -> int:
+    """Define the operators of the .so files in `folder` but those in `leave`; return how many.
+
+    `loads` tells for a module's name if it can be imported: then torch has its operators, and to define them
+    again would end the process. They only learn to do nothing with meta tensors.
+    """
     made = 0
     for file in sorted(folder.glob("*.so")):
-        stem = file.name.partition(".")[0].removesuffix("_stable_libtorch")
-        schemas = dict(read_schemas(file)) if stem in _NAMESPACES else {}
-        for namespace in _NAMESPACES.get(stem, ()):
+        module = file.name.partition(".")[0]
+        stem = module.removesuffix("_stable_libtorch")
+        if stem not in _NAMESPACES:
+            continue
+        is_there = loads(module)
+        for namespace in _NAMESPACES[stem]:
             library = torch.library.Library(namespace, "FRAGMENT")
             _KEPT.append(library)
-            space = getattr(torch.ops, namespace)
-            absent = [
-                name for name in schemas if name not in leave and not hasattr(space, name.partition(".")[0])
-            ]
-            for name in absent:
-                schema = schemas[name]
+            for name, schema in read_schemas(file):
+                if name in leave:
+                    continue
                 with contextlib.suppress(RuntimeError, ValueError):  # a type that this torch does not have
-                    library.define(schema)
-                    made += 1
+                    if not is_there:
+                        library.define(schema)
+                        made += 1
                     if schema.endswith("-> ()"):
                         library.impl(name, lambda *_, **__: None, "Meta")
     return made

@@ -150,7 +150,7 @@ def _stand_in_for_extensions() -> tuple[str, ...]:
     if spec is None or not spec.submodule_search_locations:
         raise SubstituteError("vllm is not installed here")
     folder = Path(next(iter(spec.submodule_search_locations)))
-    missing = [name for name in EXTENSIONS if not _loads(name, folder)]
+    missing = [name for name in EXTENSIONS if not loads_extension(name, folder)]
     for name in missing:
         full = f"vllm.{name}"
         # What was imported on the way remembers that the compiled part is missing.
@@ -178,7 +178,7 @@ def _list_modules() -> list[types.ModuleType]:
     return [module for name, module in sys.modules.items() if name.startswith("vllm.")]
 
 
-def _loads(name: str, folder: Path) -> bool:
+def loads_extension(name: str, folder: Path) -> bool:
     """Return True if the compiled module is on disk and loads here."""
     parts = name.split(".")
     if not any(folder.joinpath(*parts[:-1]).glob(f"{parts[-1]}.*")):

@@ -101,10 +101,10 @@ def test_engines_do_what_preflight_says(tmp_path: Path) -> None:
         )
     wrong = [row for row in rows if not row["agrees"]]
     assert len(wrong) <= 0.05 * len(rows), wrong
-    silent = [
-        row for row in rows if row["preflight"] == Verdict.WRONG.value and row["tokens_of_sound"] is not None
-    ]
-    assert [row["name"] for row in silent if row["tokens_of_sound"]] in ([], ["draft-experts-missing"])
+    silent = {
+        row["name"] for row in rows if row["preflight"] == Verdict.WRONG.value and row["tokens_of_sound"]
+    }
+    assert silent <= {"draft-experts-missing"}  # a draft's mistakes cost speed
 
 
 def compare(name: str, answer: Any, engines: dict[str, Any], built: Built) -> dict[str, Any]:
@@ -133,6 +133,7 @@ def compare(name: str, answer: Any, engines: dict[str, Any], built: Built) -> di
         "reason": answer.reason[:300],
         "started": engine["started"],
         "error": message[:300],
+        "tokens": engine.get("tokens"),
         "agrees": agrees,
         "tokens_of_sound": same,
     }
