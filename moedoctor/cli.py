@@ -121,7 +121,7 @@ def _print_usage_error(error: Exception, arguments: list[str]) -> int:
     """Print an error of the parser in one line; anything else is an error in moedoctor."""
     show = getattr(error, "format_message", None)
     if show is not None:
-        message = show()
+        message = _explain_server_option(error, arguments) or show()
         if message.startswith("Usage:"):
             print(escape_commands(clean(message)), file=sys.stderr)  # called without a command
             return 2
@@ -140,6 +140,25 @@ def _print_usage_error(error: Exception, arguments: list[str]) -> int:
     print_traceback(Redactor.from_this_process().mask)
     print_message("this is an error in moedoctor; please report it with the lines above")
     return 3
+
+
+def _explain_server_option(error: Exception, arguments: list[str]) -> str | None:
+    """Return where an option of vLLM belongs, or None if `error` is about something else."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if not option or context is None:
+        return None
+    from moedoctor.diagnose.settings.flags import read_flags
+    from moedoctor.diagnose.settings.tables import load_vllm_flags
+
+    of_vllm = any(flag.name for flag in read_flags([option], load_vllm_flags().releases[-1]))
+    takes_server = any((each.metavar or "").startswith("-- ") for each in context.command.params)
+    if takes_server and "--" not in arguments and (of_vllm or "serve" in arguments):
+        example = f"{context.command_path} -- vllm serve MODEL {f'{option} ' if of_vllm else ''}…"
+        word = next(
+            (word for word in arguments if word.startswith(option)), option
+        )  # -tp, of which -t is read
+        return f"{word}: the options of a server follow its command line behind --, as in: {example}"
+    return f"{option} is an option of vLLM and not of this command" if of_vllm else None
 
 
 def _explain_missing_folder(error: FileNotFoundError) -> str | None:

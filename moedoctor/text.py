@@ -298,6 +298,12 @@ def shorten(text: str, limit: int = _LIMIT) -> str:
     return text if len(text) <= limit else f"{text[: limit - 20]}… ({len(text)} characters)"
 
 
+def join_some(names: Sequence[str], most: int = 8) -> str:
+    """Return up to `most` names, each short, and how many more there are."""
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(map(shorten, names[:most])) + more
+
+
 def show(value: object) -> str:
     """Return a value from a file as its author would write it: short, escaped, never a whole list."""
     if value is None or isinstance(value, bool):

@@ -113,6 +113,17 @@ def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, m
         (["compare", "a.json", "b.json"], "a.json:1:"),
         (["compare", "a.json"], "Missing argument"),
         (["frob"], "No such command 'frob'"),
+        (
+            ["backends", "--moe-backend", "marlin"],
+            "--moe-backend: the options of a server follow its command line behind --, as in: "
+            "moedoctor backends -- vllm serve MODEL --moe-backend …; see",
+        ),
+        (["preflight", "vllm", "serve", "m", "-tp", "2"], "-tp: the options of a server follow"),
+        (
+            ["plan", "--max-model-len", "5"],
+            "--max-model-len is an option of vLLM and not of this command; see",
+        ),
+        (["backends", "--relaese", "5"], "No such option: --relaese (Possible options: --release); see"),
     ],
 )
 def test_bad_input_is_exit_2_and_one_line(

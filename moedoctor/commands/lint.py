@@ -22,6 +22,7 @@ from moedoctor.text import print_message
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.checkpoint.findings import Lint
+    from moedoctor.diagnose.checkpoint.repair import Repaired
 
 
 def lint(
@@ -57,13 +58,19 @@ def lint(
         result = lint(checkpoint)
     code = 1 if result.damage else 0
     folder = str(result.checkpoint.folder)
-    document = LintDocument.from_result(result, folder, list_repairable_checks(result))
+    repaired = None if fix is None else _write_repaired(result, fix)
+    repairable = list_repairable_checks(result) if fix is None else ()
+    if repaired is not None:
+        repairable = {each.check for each in result.findings} - {
+            each.check for each in repaired.result.findings
+        }
+    document = LintDocument.from_result(result, folder, repairable, repaired and str(fix))
     reasons = [
         f"{row.id}: {row.evidence.what} ({count_of(row.evidence.count, 'place')})" for row in document.damage
     ]
     deliver_document(document, format, output, full=full, code=code, reasons=reasons)
-    if fix is not None:
-        _write_repaired(result, fix)
+    if repaired is not None:
+        _report_repaired(repaired, str(fix))
     return code
 
 
@@ -80,27 +87,31 @@ def _check_fix(folder: Path, fix: Path) -> None:
     require_writable(fix)
 
 
-def _write_repaired(result: Lint, fix: Path) -> None:
+def _write_repaired(result: Lint, fix: Path) -> Repaired | None:
+    """Write the repaired copy and return it; if nothing is written, a line on stderr says why."""
     from moedoctor.diagnose.checkpoint.repair import RepairError, repair
     from moedoctor.processes.streams import report_loss
-    from moedoctor.reporters.pages.lint import LintDocument, summarize
-    from moedoctor.reporters.text import count_of
 
     if not result.findings:
         print_message("--fix: nothing was found, so nothing is written")
-        return
+        return None
     try:
-        repaired = repair(result, fix)
+        return repair(result, fix)
     except RepairError as error:
         print_message(f"--fix: nothing is written: {error}")
-        return
     except OSError as error:
         report_loss(f"--fix: nothing is written: {error}")
-        return
+    return None
+
+
+def _report_repaired(repaired: Repaired, fix: str) -> None:
+    from moedoctor.reporters.pages.lint import LintDocument, summarize
+    from moedoctor.reporters.text import count_of
+
     left_out = f"; {count_of(repaired.left_out, 'folder')} left out" if repaired.left_out else ""
     print_message(
         f"--fix: {fix} is written: {', '.join(repaired.changed)} changed, "
         f"{count_of(repaired.linked, 'file')} linked{left_out}"
     )
-    left = LintDocument.from_result(repaired.result, str(fix), ())
+    left = LintDocument.from_result(repaired.result, fix, ())
     print_message(f"--fix: lint of {fix}: {summarize(left)}")

@@ -100,7 +100,8 @@ def _show_audit(document: AuditDocument, wanted: Wanted) -> Shown:
     from moedoctor.reporters.pages.audit import audit_page, summarize
 
     items, summary = document.items, summarize(document)
-    return audit_page(document), summary, lambda: findings.find_in_audit(items, document.wrong, summary)
+    page = audit_page(document, brief=wanted.format == "table")
+    return page, summary, lambda: findings.find_in_audit(items, document.wrong, summary)
 
 
 def _show_fleet(document: FleetDocument, wanted: Wanted) -> Shown:

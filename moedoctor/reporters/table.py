@@ -56,6 +56,10 @@ _LONGEST_WORD = 32
 """A longer word may break, such as a path."""
 _LOOKED_AT = 40
 """Rows of a table that decide the widths of its columns."""
+_COUNTED = 200
+"""Words of a cell that decide the width of its column: what follows would cost seconds and decide nothing."""
+_WIDEST = 10_000
+"""A wider page does not wrap: there is no width to choose."""
 _SIDE_BY_SIDE = 6
 """Rows that a table on its side may have: they become columns."""
 _COLOURS = {
@@ -242,11 +246,11 @@ def _choose_widths(table: Table, columns: int) -> list[int]:
         least.append(min(max((length for each in words[-1] for length in each), default=0), _LONGEST_WORD))
         most.append(max(least[-1], *map(cell_len, texts)))
     spare = columns - _GAP * (len(least) - 1) - sum(least)
-    if spare < 0 or sum(most) <= sum(least) + spare:
+    if spare < 0 or columns > _WIDEST or sum(most) <= sum(least) + spare:
         return [] if spare < 0 else most
 
     def count_lines(index: int, width: int) -> list[int]:
-        return [_count_lines(each, width) for each in words[index][:_LOOKED_AT]]
+        return [_count_lines(each[:_COUNTED], width) for each in words[index][:_LOOKED_AT]]
 
     heights = [count_lines(index, width) for index, width in enumerate(least)]
     while spare > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import struct
 import subprocess
@@ -205,6 +206,16 @@ def test_fix_writes_nothing_if_nothing_can_be_repaired(
     assert "--fix" not in out, "advice that does nothing"
     assert "nothing is written: nothing here can be repaired" in err
     assert [file.name for file in tmp_path.iterdir()] == ["c"]
+
+
+def test_after_a_repair_the_advice_is_the_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = modelopt()
+    made.tensors[f"{UP}.weight_scale_2"] = f32(3e-4)
+    assert lint_command(made.write(tmp_path / "c"), fix=tmp_path / "fix") == 1
+    out, err = capsys.readouterr()
+    assert "--fix DIR" not in out
+    assert re.search(r"Next: use the repaired copy in \S+fix \(", out)
+    assert f"{tmp_path / 'fix'} is written" in err
 
 
 def test_every_finding_has_its_effect_and_how_many_more_places(

@@ -26,7 +26,7 @@ from moedoctor.diagnose.cuda.library_use import find_library_use
 from moedoctor.fixes.arch.targets import Capability, compiles_ptx, loads_sass
 from moedoctor.processes.cuda_tools import Tool
 from moedoctor.processes.guardian import make_temporary_folder
-from moedoctor.text import TextFileError, open_file, read_bytes, read_text, walk
+from moedoctor.text import TextFileError, join_some, open_file, read_bytes, read_text, walk
 from moedoctor.upstream.releases.wheel import KernelError, open_wheel
 
 NO_TOOL = "needs cuobjdump: install triton or the CUDA toolkit"
@@ -188,7 +188,7 @@ def _read_build_file(path: Path) -> Item:
         images, unreadable = build_images(read_text(path, _MAX_NINJA_BYTES, "a build file"))
     except TextFileError as error:
         return replace(item, skipped=error.message)
-    note = f"names what is no target: {', '.join(unreadable)}" if unreadable else None
+    note = f"holds names that are not CUDA targets: {join_some(unreadable)}" if unreadable else None
     return replace(item, images=images, note=note)
 
 

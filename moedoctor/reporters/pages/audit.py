@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,16 @@ from typing import ClassVar
 
 from moedoctor.diagnose.cuda.audit import NO_TOOL, Fate, Item, judge_images
 from moedoctor.diagnose.cuda.device_code import Image
-from moedoctor.fixes.arch import FLASHINFER_LIST, resolve_arch
+from moedoctor.fixes.arch import FLASHINFER_LIST, ArchDecision, resolve_arch
 from moedoctor.fixes.arch.targets import Capability, Target, parse_capability, show
 from moedoctor.reporters import page as blocks
+from moedoctor.text import join_some
 
 _NONE = "–"
+_CUDA = (13, 0)
+"""The toolkit that advice names."""
+_MOST_FILES = 30
+_MOST_TARGETS = 12
 _ALWAYS = (Fate.LOADS, Fate.COMPILED, Fate.MISSING)
 """What the summary counts even if there is none."""
 
@@ -124,21 +130,35 @@ class AuditDocument:
         return {index: describe_verdict(item) for index, item in enumerate(self.items) if item.is_wrong}
 
 
-def audit_page(document: AuditDocument) -> list[blocks.Block]:
-    """Return a table of files, the counts, and what to do about each kind of finding."""
+def audit_page(document: AuditDocument, *, brief: bool = False) -> list[blocks.Block]:
+    """Return a table of files, the counts, and what to do about each kind of finding.
+
+    A `brief` page has some 30 files, those that the GPU cannot use first, and some targets of each.
+    """
     gpu = parse_capability(document.capability) if document.capability else None
     where = f"on a GPU of {show(gpu)}" if gpu else "no GPU named: give one with --sm, such as 12.0"
     tool = document.tool or f"no cuobjdump: {NO_TOOL}"
     page: list[blocks.Block] = [blocks.Heading(f"device code, {where} ({tool})", 1)]
     rows: list[tuple[blocks.Text, ...]] = []
-    for item in document.items:
+    items = sorted(document.items, key=lambda item: not item.is_wrong) if brief else document.items
+    for item in items[: _MOST_FILES if brief else None]:
         name = f"{item.path} ({item.module})" if item.module else item.path
         word = blocks.Span(describe_verdict(item), "missing" if item.is_wrong else "")
-        rows.append((name, *_list_kernels(item), word))
+        rows.append((name, *_list_kernels(item, _MOST_TARGETS if brief else len(item.images)), word))
     if rows:
         page.append(blocks.Table(("file", "runs there" if gpu else "targets", "does not", "verdict"), rows))
     else:
         page.append(blocks.Paragraph("no shared object, cubin, wheel or build file found"))
+    if len(rows) < len(items):
+        wrong = (
+            f"{len(document.wrong)} are missing or lack instructions" if document.wrong else "none is wrong"
+        )
+        page.append(
+            blocks.Paragraph(
+                f"… {len(items) - len(rows)} more files: of the {len(items)} files, {wrong}; "
+                "--format json or markdown --full lists all"
+            )
+        )
     page.append(blocks.Paragraph(summarize(document)))
     return [*page, *map(blocks.Step, _suggest_steps(document.items, gpu))]
 
@@ -169,7 +189,7 @@ def describe_verdict(item: AuditItem) -> str:
     return f"{words}; {item.note}" if item.note else words
 
 
-def _list_kernels(item: AuditItem) -> tuple[str, str]:
+def _list_kernels(item: AuditItem, most: int) -> tuple[str, str]:
     """Return (what runs on the GPU, what does not), such as ``SASS 120f ×19, PTX 80``.
 
     Without a GPU, everything is in the first.
@@ -179,7 +199,7 @@ def _list_kernels(item: AuditItem) -> tuple[str, str]:
     for image in sorted(item.images, key=lambda each: (each.kind != "sass", Target.parse(each.target))):
         count = f" ×{image.count}" if image.count > 1 else ""
         (rest if image.verdict == "missing" else runs).append(f"{image.kind.upper()} {image.target}{count}")
-    return ", ".join(runs) or _NONE, ", ".join(rest) or _NONE
+    return join_some(runs, most) or _NONE, join_some(rest, most) or _NONE
 
 
 def _suggest_steps(items: Sequence[AuditItem], gpu: Capability | None) -> Iterator[str]:
@@ -190,9 +210,11 @@ def _suggest_steps(items: Sequence[AuditItem], gpu: Capability | None) -> Iterat
     for remedy in dict.fromkeys(_suggest_remedy(item, gpu) for item in missing):
         yield f"MD004: what is missing fails with `no kernel image is available`; {remedy}"
     if any(item.lacks for item in items):
+        target = _find_target(gpu)
+        entry = f"{FLASHINFER_LIST}{f'={target.list_entry}' if target else ' with the suffix'}"
         yield (
             "MD004: kernels built for a target without suffix end in a compiler error or in output that is "
-            f"never written; remove the module's folder and set {_list_entry(gpu)}"
+            f"never written; remove the module's folder and set {entry}"
         )
 
 
@@ -211,15 +233,13 @@ def _suggest_remedy(item: AuditItem, gpu: Capability) -> str:
         return f"install the FlashInfer package for a CUDA release that knows {show(gpu)}"
     if item.source == "cubins":
         return f"get the cubins for {show(gpu)} from where these come from"
-    return f"build it again with -gencode=arch=compute_{_format_digits(gpu)},code=sm_{_format_digits(gpu)}"
+    if (target := _find_target(gpu)) is None:
+        return f"build it again for compute capability {show(gpu)}"
+    return f"build it again with CUDA {show(_CUDA)} or later and {target.gencode}"
 
 
-def _format_digits(gpu: Capability) -> str:
-    return f"{gpu[0]}{gpu[1]}"
-
-
-def _list_entry(gpu: Capability) -> str:
-    try:
-        return f"{FLASHINFER_LIST}={resolve_arch(gpu, (13, 0)).list_entry}"
-    except ValueError:
-        return f"{FLASHINFER_LIST} with the suffix"
+def _find_target(gpu: Capability) -> ArchDecision | None:
+    """Return what MoE kernels are compiled for, with the suffix they need; None for an unknown GPU."""
+    with contextlib.suppress(ValueError):
+        return resolve_arch(gpu, _CUDA)
+    return None

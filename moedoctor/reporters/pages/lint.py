@@ -59,12 +59,20 @@ class LintDocument:
     summary: LintSummary
 
     @classmethod
-    def from_result(cls, result: Lint, folder: str, repairable: Collection[str]) -> LintDocument:
-        """Return the document of a checkpoint in `folder`; `repairable` are the checks with a repair."""
+    def from_result(
+        cls, result: Lint, folder: str, repairable: Collection[str], copy: str | None = None
+    ) -> LintDocument:
+        """Return the document of a checkpoint in `folder`.
+
+        `repairable` are the checks with a repair; with a repaired `copy`, those that the copy passes.
+        """
         share = round(result.block_scales_seen, 6)
         summary = LintSummary(result.shards, result.tensors, share, tuple(result.not_read))
         return cls(
-            folder, result.scheme, tuple(_make_row(each, repairable) for each in result.findings), summary
+            folder,
+            result.scheme,
+            tuple(_make_row(each, repairable, copy) for each in result.findings),
+            summary,
         )
 
     @property
@@ -73,12 +81,16 @@ class LintDocument:
         return tuple(row for row in self.findings if not row.evidence.remark)
 
 
-def _make_row(finding: LintFinding, repairable: Collection[str]) -> Row:
+def _make_row(finding: LintFinding, repairable: Collection[str], copy: str | None) -> Row:
     check = CHECKS[finding.check]
     evidence = Evidence(check.what, check.effect, check.remark, finding.count, tuple(finding.places))
     step = check.next_step
     if finding.check in repairable:  # this checkpoint has what the repair needs
-        step = f"`--fix DIR` writes a repaired copy to a new folder; or {step}"
+        step = (
+            f"use the repaired copy in {copy}"
+            if copy
+            else f"`--fix DIR` writes a repaired copy to a new folder; or {step}"
+        )
     return Row(finding.id, finding.check, finding.line, evidence, check.confidence, step)
 
 

@@ -14,7 +14,7 @@ from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, S
 from moedoctor.reporters.pages.machine import make_environment_table
 from moedoctor.reporters.text import count_of
 from moedoctor.results import SCHEMA_VERSION, from_json
-from moedoctor.text import escape, format_size
+from moedoctor.text import escape, format_size, join_some
 
 _MOST_PLACES = 8
 """Experts, and tokens, of which the page has a row."""
@@ -228,9 +228,7 @@ def describe_explanation(explanation: Mapping[str, Any]) -> str:
 
 
 def _list_values(noun: str, values: Sequence[int]) -> str:
-    shown = ", ".join(map(str, values[:8]))
-    more = f" and {len(values) - 8} more" if len(values) > 8 else ""
-    return f"{noun if len(values) == 1 else f'{noun}s'} {shown}{more}"
+    return f"{noun if len(values) == 1 else f'{noun}s'} {join_some([str(value) for value in values])}"
 
 
 def _show_explanations(diagnosis: Mapping[str, Any], level: int) -> list[Block]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -212,8 +213,10 @@ def _suggest_steps(report: Report, scenarios: Sequence[ScenarioResult]) -> Itera
         if VERDICTS[scenario.verdict].wrong and scenario.verdict is not ScenarioVerdict.FOUND
     ]
     if broken:
-        name = join_lines(broken[0].id)
-        yield f"`moedoctor run {name} -v` shows the cases of the first scenario that went wrong"
+        # Another file of a known failure has other cases than the one that comes with moedoctor.
+        ours = broken[0].file == f"scenarios/{broken[0].name}.yaml"
+        name = broken[0].id if ours else shlex.quote(broken[0].file)
+        yield f"`moedoctor run {join_lines(name)} -v` shows the cases of the first scenario that went wrong"
     if report.findings:
         yield "`moedoctor compare BASELINE REPORT` compares the two reports figure by figure"
     if scenarios and all(find_installed_answer(scenario) == NOT_TESTED for scenario in scenarios):

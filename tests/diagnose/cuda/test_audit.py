@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import time
 import zipfile
 from pathlib import Path
 
@@ -326,6 +327,36 @@ def test_the_command_finds_kernels_without_suffix(tmp_path: Path, capsys: pytest
     assert code == 1
     assert "loads, but compiled without tensormap_replace" in text
     assert "FLASHINFER_CUDA_ARCH_LIST=12.0f" in text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flag"), [("12.0", "sm_120f"), ("9.0", "sm_90a"), ("8.0", "sm_80"), ("12.1", "sm_121a")]
+)
+def test_the_advised_target_has_the_suffix_that_moe_kernels_need(
+    gpu: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "build.ninja").write_text(ninja("100a"))
+    assert re.search(rf"code={flag}(?!\w)", run([tmp_path], capsys, gpu)[1])
+
+
+def test_large_build_files_and_folders_end_soon_in_a_short_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    names = [f"{number}x{number}" for number in range(40_000)]
+    (tmp_path / "build.ninja").write_text(ninja(*names, *(f"{number}a" for number in range(70, 999))))
+    for number in range(500):
+        cache(tmp_path, "0.6.6", "90a", f"gemm_{number}", "90a")
+    cache(tmp_path, "0.6.6", "120", "fused_moe_120", "120")
+    start = time.monotonic()
+    code, text = run([tmp_path], capsys, "9.0")
+    assert time.monotonic() - start < 20  # quadratic code took over two minutes
+    assert (code, text.count("\n") <= 200, len(text) < 40_000) == (0, True, True)
+    assert re.search(r"compute_0x0, .* and 79,\d\d\d more", text)
+    assert "472 more files: of the 502 files, none is wrong" in text
+    code, text = run([tmp_path], capsys, "8.0")
+    assert (code, text.count("\n") <= 200) == (1, True)
+    assert "of the 502 files, 500 are missing or lack" in text
 
 
 def test_json_and_markdown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -234,3 +234,12 @@ def test_stderr_is_cleaned_line_by_line() -> None:
     assert (note.message, note.stderr_tail) == ("m x", ("a", "b", "c"))
     (note,) = crash_notes([case("fixed", "error", evidence={"death": "silent", "stderr_tail": "one text"})])
     assert note.stderr_tail == ("one text",)
+
+
+def test_the_next_step_runs_the_file_that_failed(stored: list[Report]) -> None:
+    scenario = dataclasses.replace(
+        stored[0].scenarios[0], id="MD001", name="nan_routing", verdict=ScenarioVerdict.FAILED
+    )
+    for file, target in (("scenarios/nan_routing.yaml", "MD001"), ("my runs/nan.yaml", "'my runs/nan.yaml'")):
+        report = dataclasses.replace(stored[0], scenarios=(dataclasses.replace(scenario, file=file),))
+        assert f"`moedoctor run {target} -v` shows the cases" in flat(report)
