@@ -83,7 +83,12 @@ def _list_failures(report: Report, held: Collection[ScenarioResult]) -> Iterator
 
 
 def _list_skips(report: Report, option: str) -> Iterator[str]:
+    left = [scenario.id for scenario in report.scenarios if scenario.unfinished]
+    if left:
+        yield f"{option}: the run ended before every case of {', '.join(left)} had run"
     for scenario in report.scenarios:
+        if scenario.unfinished:
+            continue
         skipped = [case for case in scenario.cases if case.verdict is CaseVerdict.SKIPPED]
         if skipped or _is(scenario, ScenarioVerdict.SKIPPED):
             what = f"{len(skipped)} of {len(scenario.cases)} cases were skipped" if skipped else "skipped"

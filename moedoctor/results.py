@@ -190,6 +190,10 @@ class Case:
     """``cpu`` or ``cuda:N``."""
 
 
+def _count() -> Any:
+    return field(default=0, metadata={"ge": 0})
+
+
 @dataclass(frozen=True)
 class CaseResult:
     """One case, judged."""
@@ -231,6 +235,22 @@ class ClaimResult:
 
 
 @dataclass(frozen=True)
+class Unfinished:
+    """The cases and claims of a scenario that a run left, because it was ended before them."""
+
+    why: str
+    """What ended the run: ``interrupted``, or ``--time-budget 180 s ended``."""
+    cases: Mapping[str, int]
+    """Subject -> number of its cases that were left."""
+    claims: int = _count()
+    """Measurements for claims that were left."""
+    seconds: float = field(default=0.0, metadata={"ge": 0, "allow_inf_nan": False})
+    """The time that they would take on this machine."""
+    measured: bool = False
+    """If true, `seconds` is from cases of the same tiers in this run; otherwise time limits are in it."""
+
+
+@dataclass(frozen=True)
 class ScenarioResult:
     """All cases and claims of one scenario, with the verdict they add up to."""
 
@@ -247,10 +267,8 @@ class ScenarioResult:
     claims: tuple[ClaimResult, ...] = ()
     conclusions: Evidence = field(default_factory=dict)
     """What several cases say together, e.g. ``{"first_fixed_release": "0.20.0"}``."""
-
-
-def _count() -> Any:
-    return field(default=0, metadata={"ge": 0})
+    unfinished: Unfinished | None = field(default=None, kw_only=True, metadata=_SPARSE)
+    """The cases and claims that were left; None if everything that can run here ran."""
 
 
 @dataclass(frozen=True)

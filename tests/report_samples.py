@@ -20,6 +20,7 @@ from moedoctor.results import (
     ScenarioVerdict,
     Summary,
     Tier,
+    Unfinished,
 )
 
 ENVIRONMENT: dict[str, Any] = {
@@ -128,6 +129,7 @@ def full_report() -> Report:
         conclusions={"first_fixed_release": "0.20.0"},
         reason="vllm@0.20.0: illegal memory access",
         line=3,
+        unfinished=Unfinished("interrupted", {"vllm@0.33.0": 2}, 1, 9.5, True),
     )
     absent = scenario(
         "absent", case("faulty", "clean"), id="MD005", name="untraceable_offload", reason="torch 2.13"

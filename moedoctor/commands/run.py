@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _RELEASE = re.compile(r"\d+\.\d+\.\d+[A-Za-z0-9.+-]*")
 _MAX_JOBS = 256
+_TIME_BUDGET = 180.0
+"""Seconds of a run of all failures on a terminal: as long as a person may wait for a first answer."""
 _CAPSULE_SECONDS = 300.0
 _CAPSULE_SUFFIX = ".moecapsule"
 
@@ -84,6 +86,19 @@ def run(
             number("--timeout", "seconds, more than 0 and at most 86400", most=86_400),
         ),
     ] = None,
+    time_budget: Annotated[
+        float | None,
+        option(
+            "SECONDS",
+            "End the run after so many seconds and list what is left. Cheap cases of all failures run first. "
+            f"Default: {_TIME_BUDGET:g} for a table of all failures on a terminal, without --strict and "
+            "--baseline; else no end.",
+            number("--time-budget", "seconds, more than 0 and at most 86400", most=86_400),
+        ),
+    ] = None,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Run everything, however long it takes.")
+    ] = False,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -129,7 +144,7 @@ def run(
     from moedoctor.origin import record_origin
     from moedoctor.processes import interrupts
     from moedoctor.reporters.github import step_summary
-    from moedoctor.reporters.output import append_step_summary, emit, show_progress
+    from moedoctor.reporters.output import append_step_summary, emit, inspect_terminal, show_progress
     from moedoctor.reporters.text import summarize
     from moedoctor.results import CaseVerdict, ReportError, load_report
     from moedoctor.runner.plan import Options, plan
@@ -138,6 +153,10 @@ def run(
     from moedoctor.scenario.file import ScenarioError
     from moedoctor.scenario.targets import TargetError, load_targets
 
+    if thorough and time_budget is not None:
+        raise InputError("--thorough has no time budget: leave out --time-budget, or --thorough")
+    if time_budget is None and not (thorough or targets or only or strict or baseline) and format == "table":
+        time_budget = _TIME_BUDGET if inspect_terminal(output)[1] else None
     # Everything that can be wrong is checked before anything runs.
     with convert_errors(TargetError, ScenarioError, ReportError, catalogue.PluginError, ValueError):
         before = load_report(baseline) if baseline else None
@@ -158,7 +177,7 @@ def run(
     described = None if capsule is None else _describe(capsule)
     parallel = min(jobs or os.cpu_count() or 1, _MAX_JOBS)
     with convert_errors(ServerError), sample_gpus(facts, device) as readings, show_progress() as progress:
-        report = run(plans, facts, parallel=parallel, progress=progress)
+        report = run(plans, facts, parallel=parallel, progress=progress, time_budget=time_budget)
     cases = [case for scenario in report.scenarios for case in scenario.cases]
     ran = sum(case.verdict is not CaseVerdict.SKIPPED for case in cases)
     report = replace(

@@ -118,6 +118,11 @@ def time_unit(microseconds: Iterable[float]) -> tuple[str, float, int]:
     return next((unit for unit in _UNITS if middle >= unit[1]), _UNITS[-1])
 
 
+def format_duration(seconds: float) -> str:
+    """Return ``45 s`` or ``12 min``."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
 def count_of(number: int, noun: str) -> str:
     """Return ``1 file`` or ``2 files``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

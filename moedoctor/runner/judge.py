@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from moedoctor.interfaces import Fault, Measurement
@@ -22,6 +23,7 @@ from moedoctor.results import (
     ScenarioVerdict,
     Skip,
     Summary,
+    Unfinished,
 )
 from moedoctor.runner.plan import Plan, Planned
 from moedoctor.runner.pool import Finished
@@ -30,11 +32,16 @@ CONTROL = "faulty"
 FIX = "fixed"
 
 
-def judge(plan: Plan, ended: Mapping[Planned, Finished]) -> ScenarioResult:
-    """Return the verdicts of one scenario, its cases and its claims. What did not run is not in `ended`."""
+def judge(
+    plan: Plan, ended: Mapping[Planned, Finished], stop: str = "interrupted", parallel: int = 1
+) -> ScenarioResult:
+    """Return the verdicts of one scenario, its cases and its claims.
+
+    What did not finish is not in `ended`, and `stop` says what ended the run before it.
+    """
     scenario, fault = plan.scenario, plan.fault
     cases = [
-        replace(_judge_case(fault, planned, ended), expected=scenario.expect.get(planned.case.subject))
+        replace(_judge_case(fault, planned, ended, stop), expected=scenario.expect.get(planned.case.subject))
         for planned in plan.cases
     ]
     conclusions: Mapping[str, Any] = {}
@@ -47,7 +54,7 @@ def judge(plan: Plan, ended: Mapping[Planned, Finished]) -> ScenarioResult:
         verdict, reason = ScenarioVerdict.ERROR, _describe_exception("verdict", error)
     cut_short = any(planned.skip is None and planned not in ended for planned in plan.cases)
     if cut_short and verdict in (ScenarioVerdict.PROVED, ScenarioVerdict.ABSENT):
-        verdict, reason = ScenarioVerdict.SKIPPED, "interrupted before every case had run"
+        verdict, reason = ScenarioVerdict.SKIPPED, f"{stop} before every case had run"
     return ScenarioResult(
         id=scenario.id,
         name=scenario.name,
@@ -57,24 +64,47 @@ def judge(plan: Plan, ended: Mapping[Planned, Finished]) -> ScenarioResult:
         line=scenario.line,
         reason=reason,
         cases=tuple(cases),
-        claims=tuple(_judge_claims(plan, cases, ended)),
+        claims=tuple(_judge_claims(plan, cases, ended, stop)),
         conclusions=conclusions,
+        unfinished=_find_unfinished(plan, ended, stop, parallel),
     )
 
 
-def _read_outcome(planned: Planned, ended: Mapping[Planned, Finished]) -> tuple[Outcome, float]:
+def _find_unfinished(
+    plan: Plan, ended: Mapping[Planned, Finished], stop: str, parallel: int
+) -> Unfinished | None:
+    """Return what a run left of a plan, with the time that it would take; None if it left nothing."""
+    left = [unit for unit in plan.runs if unit.skip is None and unit not in ended]
+    if not left:
+        return None
+    took: dict[tuple[str, int], list[float]] = {}
+    for unit, finished in ended.items():
+        for kind in (unit.kind, ("", unit.kind[1])):  # without a case of its own, the tier's
+            took.setdefault(kind, []).append(finished.seconds)
+    seconds = 0.0
+    for unit in left:
+        at_once = parallel if unit.request.device == "cpu" else unit.request.together
+        seconds += (
+            fmean(took.get(unit.kind) or took.get(("", unit.kind[1])) or [unit.request.timeout]) / at_once
+        )
+    cases = [unit.case.subject for unit in left if unit.request.case]
+    measured = all(("", unit.kind[1]) in took for unit in left)
+    return Unfinished(stop, dict(Counter(cases)), len(left) - len(cases), round(seconds, 1), measured)
+
+
+def _read_outcome(planned: Planned, ended: Mapping[Planned, Finished], stop: str) -> tuple[Outcome, float]:
     """Return what a case or a unit of a claim came back with, and its seconds."""
     if planned.skip:
         return Skip(planned.skip), 0.0
     finished = ended.get(planned)
     if finished is None:
-        return Skip("interrupted before it finished"), 0.0
+        return Skip(f"{stop} before it finished"), 0.0
     return finished.outcome, finished.seconds
 
 
-def _judge_case(fault: Fault, planned: Planned, ended: Mapping[Planned, Finished]) -> CaseResult:
+def _judge_case(fault: Fault, planned: Planned, ended: Mapping[Planned, Finished], stop: str) -> CaseResult:
     case = planned.case
-    outcome, seconds = _read_outcome(planned, ended)
+    outcome, seconds = _read_outcome(planned, ended, stop)
     result = CaseResult(
         case.subject,
         case.tier,
@@ -108,13 +138,13 @@ def _describe_exception(what: str, error: Exception) -> str:
 
 
 def _judge_claims(
-    plan: Plan, cases: Sequence[CaseResult], ended: Mapping[Planned, Finished]
+    plan: Plan, cases: Sequence[CaseResult], ended: Mapping[Planned, Finished], stop: str
 ) -> Iterator[ClaimResult]:
     tests = {test.key: test for test in plan.fault.claims}
     for claim in plan.scenario.claims:
         test = tests[claim.key]
         units = [
-            Measurement(planned.request.unit, *_read_outcome(planned, ended))
+            Measurement(planned.request.unit, *_read_outcome(planned, ended, stop))
             for planned in plan.claims.get(claim.key, ())
         ]
         result = ClaimResult(claim.text, claim.source, ClaimVerdict.UNTESTED)

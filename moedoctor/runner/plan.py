@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -52,6 +53,12 @@ class Planned:
     """Whether the caller gave it less time than the scenario file."""
 
     @property
+    def kind(self) -> tuple[str, int]:
+        """The failure, and the place of the tier among all tiers, from cheap to costly; claims come last."""
+        tiers, case = list(Tier), self.request.case
+        return self.request.fault, tiers.index(case.tier) if case else len(tiers)
+
+    @property
     def case(self) -> Case:
         """The case; a unit of a claim has none."""
         assert self.request.case is not None
@@ -74,6 +81,18 @@ class Plan:
     def runs(self) -> list[Planned]:
         """Everything once: the cases, then the units of claims."""
         return [*self.cases, *dict.fromkeys(unit for units in self.claims.values() for unit in units)]
+
+
+def order_by_cost(plans: Sequence[Plan]) -> list[Planned]:
+    """Return what can run: the cheap tiers of all failures first, and in a tier the failure with least to do.
+
+    The cost of a failure in a tier is the sum of the time limits of its cases.
+    """
+    units = [unit for plan in plans for unit in plan.runs if unit.skip is None]
+    limits: Counter[tuple[str, int]] = Counter()
+    for unit in units:
+        limits[unit.kind] += int(unit.request.timeout / unit.request.together)
+    return sorted(units, key=lambda unit: (unit.kind[1], limits[unit.kind]))
 
 
 def plan(scenarios: Sequence[Scenario], options: Options, environment: Mapping[str, Any]) -> list[Plan]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import socket
 import subprocess
@@ -65,19 +66,23 @@ class ServerError(Exception):
 
 
 def run_requests(
-    requests: Sequence[Request], *, parallel: int, on_finished: Callable[[Finished], None] = lambda _: None
+    requests: Sequence[Request],
+    *,
+    parallel: int,
+    on_finished: Callable[[Finished], None] = lambda _: None,
+    seconds: float | None = None,
 ) -> list[Finished]:
     """Carry out requests: those of ``cpu`` up to `parallel` at once, those of a GPU as each of them allows.
 
-    Most want a GPU of their own; see `Request.together`.
-    Returns them in the order of `requests`. Raises RunInterruptedError, with all children killed, on Ctrl-C,
-    SIGTERM and SIGHUP, and ServerError if no process can be started or a request needs a torch that is not
-    installed.
+    Most want a GPU of their own; see `Request.together`. After `seconds` the children are killed.
+    Returns what finished, in the order of `requests`. Raises RunInterruptedError, with all children killed,
+    on Ctrl-C, SIGTERM and SIGHUP, and ServerError if no process can be started or a request needs a torch
+    that is not installed.
     """
-    run = _Run(requests, parallel, on_finished)
+    run = _Run(requests, parallel, on_finished, time.monotonic() + (math.inf if seconds is None else seconds))
     with interrupts.hold_signals():
         try:
-            while run.waiting or run.running:
+            while (run.waiting or run.running) and time.monotonic() < run.end:
                 run.step()
         except interrupts.Interrupted as stop:
             raise RunInterruptedError(run.list_finished(), stop.number) from None
@@ -89,11 +94,17 @@ def run_requests(
 
 class _Run:
     def __init__(
-        self, requests: Sequence[Request], parallel: int, on_finished: Callable[[Finished], None]
+        self,
+        requests: Sequence[Request],
+        parallel: int,
+        on_finished: Callable[[Finished], None],
+        end: float,
     ) -> None:
         self.requests = requests
         self.parallel = parallel
         self.on_finished = on_finished
+        self.end = end
+        """When nothing may run any more, on the clock of `time.monotonic`."""
         self.waiting = list(range(len(requests)))
         self.running: dict[int, _Running] = {}
         self.finished: dict[int, Finished] = {}
@@ -118,7 +129,7 @@ class _Run:
                 now = time.monotonic()
                 self.running[index] = _Running(now, now + self.requests[index].timeout)
                 self.waiting.remove(index)
-            patience = min(job.deadline for job in self.running.values()) - time.monotonic()
+            patience = min(self.end, *(job.deadline for job in self.running.values())) - time.monotonic()
             message = server.receive(patience)
         except (EOFError, OSError):
             self.restart_server()

@@ -9,7 +9,7 @@ import moedoctor
 from moedoctor.redaction import Redactor
 from moedoctor.results import Report
 from moedoctor.runner.judge import judge, summarize
-from moedoctor.runner.plan import Plan
+from moedoctor.runner.plan import Plan, order_by_cost
 from moedoctor.runner.pool import Finished, RunInterruptedError, run_requests
 
 Progress = Callable[[int, int, str], None]
@@ -22,13 +22,15 @@ def run(
     *,
     parallel: int = 1,
     progress: Progress = lambda done, total, what: None,
+    time_budget: float | None = None,
 ) -> Report:
     """Run the plans, up to `parallel` cases of the CPU at once, and return the report.
 
-    On Ctrl-C the children are killed and what finished is reported, with `summary.interrupted` set. The exit
-    code is left to `moedoctor.gate`.
+    On Ctrl-C, or after `time_budget` seconds, the children are killed and what finished is reported; what was
+    left is in the `unfinished` of its scenario. Ctrl-C also sets `summary.interrupted`. The exit code is left
+    to `moedoctor.gate`.
     """
-    units = [unit for plan in plans for unit in plan.runs if unit.skip is None]
+    units = order_by_cost(plans)
     count = 0
 
     def note_finished(ended: Finished) -> None:
@@ -40,11 +42,16 @@ def run(
     interrupted = False
     try:
         requests = [unit.request for unit in units]
-        ended = run_requests(requests, parallel=parallel, on_finished=note_finished) if requests else []
+        ended = (
+            run_requests(requests, parallel=parallel, on_finished=note_finished, seconds=time_budget)
+            if requests
+            else []
+        )
     except RunInterruptedError as stop:
         ended, interrupted = list(stop.finished), True
     by_unit = {units[done.index]: done for done in ended}
-    results = tuple(judge(plan, by_unit) for plan in plans)
+    why = "interrupted" if interrupted else f"--time-budget {time_budget or 0:g} s ended"
+    results = tuple(judge(plan, by_unit, why, parallel) for plan in plans)
     results = Redactor.from_this_process().record(results)
     summary = summarize(results, interrupted=interrupted)
     return Report("run", environment, results, summary, version=moedoctor.__version__)

@@ -12,7 +12,7 @@ import pytest
 
 from moedoctor import catalogue
 from moedoctor.results import CaseVerdict, ClaimVerdict, Report, ScenarioResult, ScenarioVerdict, Tier
-from moedoctor.runner.plan import Options, plan
+from moedoctor.runner.plan import Options, order_by_cost, plan
 from moedoctor.runner.run import run
 from moedoctor.scenario.file import load
 from moedoctor.scenario.targets import load_targets
@@ -184,6 +184,34 @@ def test_a_run_that_was_cut_short_is_not_proved(tmp_path: Path) -> None:
     assert scenario.cases[2].reason == "interrupted before it finished"
     assert scenario.verdict is ScenarioVerdict.SKIPPED
     assert scenario.reason == "interrupted before every case had run"
+
+
+def test_a_time_budget_ends_a_run_and_leaves_the_rest_with_its_cost(tmp_path: Path) -> None:
+    report(tmp_path, "")  # starts the server, which is no part of the budget here
+    text = "subjects: [faulty, fixed, third]\nparameters: {third: hang}\ntimeout: 40\n"
+    ended = report(tmp_path, text, time_budget=3)
+    (scenario,) = ended.scenarios
+    assert [verdict.value for _, verdict in verdicts(scenario)] == ["reproduced", "clean", "skipped"]
+    assert (scenario.verdict, ended.summary.interrupted) == (ScenarioVerdict.SKIPPED, False)
+    assert scenario.reason == "--time-budget 3 s ended before every case had run"
+    left = scenario.unfinished
+    assert left is not None
+    assert (left.cases, left.claims, left.measured) == ({"third": 1}, 0, True)
+    assert 0 < left.seconds < 40, "from the cases of the same tier that ran"
+    (untried,) = report(tmp_path, text, time_budget=0).scenarios
+    assert untried.unfinished is not None
+    assert (untried.unfinished.measured, untried.unfinished.seconds) == (False, 3 * 40)
+
+
+def test_cheap_tiers_of_all_failures_run_first_and_claims_last() -> None:
+    facts = {**NO_GPU, "gpu": "a GPU", "gpus": [{}], "torch_cuda": "13.0", "vllm": "0.33.0"}
+    plans = plan(load_targets(["MD008", "MD001", "PARITY"]), Options(), facts)
+    units = order_by_cost(plans)
+    assert len(units) == sum(unit.skip is None for each in plans for unit in each.runs)
+    tiers = [unit.case.tier if unit.request.case else None for unit in units]
+    assert list(dict.fromkeys(tiers)) == [Tier.MODEL, Tier.KERNEL, Tier.ENGINE, None]
+    kernels = [unit.request.fault for unit in units if unit.kind[1] == list(Tier).index(Tier.KERNEL)]
+    assert list(dict.fromkeys(kernels)) == ["MD001", "PARITY", "MD008"], "the least to do first"
 
 
 def test_a_subject_of_another_project_runs(tmp_path: Path) -> None:

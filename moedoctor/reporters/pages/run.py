@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from moedoctor.entries import entries
 from moedoctor.reporters.page import (
     Block,
     Bullets,
@@ -33,6 +34,7 @@ from moedoctor.reporters.pages.replay import replay_page
 from moedoctor.reporters.text import (
     count_of,
     explain_case,
+    format_duration,
     format_evidence,
     format_parameters,
     list_figures,
@@ -50,15 +52,15 @@ from moedoctor.results import (
     ScenarioVerdict,
     to_plain,
 )
-from moedoctor.text import clean, join_lines, shorten
+from moedoctor.text import clean, join_lines
 
 AFFECTED, CLEAN, NOT_TESTED = "affected", "clean", "not tested"
 
 _ROLES = {"faulty": "control", "fixed": "our fix"}
 _LISTED = 8
 _REGRESSIONS = 20
-_WHY = 120
-"""Characters of a reason in a line."""
+_OTHER_COMMANDS = ("moedoctor lint CHECKPOINT", "moedoctor check")
+"""The commands that look for a failure without running it; the last looks for every one."""
 _NUMBER = re.compile(r"(?<![A-Za-z])[-+]?\d[\d.,]*(?:e[-+]?\d+)?")
 _REGRESSION = "worse than the baseline: "
 """What begins the gate's reason for a regression, which the page lists by itself."""
@@ -80,13 +82,16 @@ class Detail(enum.IntEnum):
 
 def run_page(report: Report, detail: Detail, *, items: int | None = None) -> list[Block]:
     """Return the page of `report`. With `items`, so many scenarios have a few lines each, the others none."""
-    scenarios = sorted(report.scenarios, key=_order)
+    ordered = sorted(report.scenarios, key=_order)
+    left = [scenario for scenario in ordered if scenario.unfinished]
+    scenarios = [scenario for scenario in ordered if scenario not in left or _has_run(scenario)]
     page: list[Block] = [
         Heading(f"moedoctor {report.version}: {report.command}", 1),
         Bullets(list_answers(report)),
-        *map(Step, _suggest_steps(report, scenarios)),
+        *map(Step, _suggest_steps(report, ordered)),
         *_show_regressions(report, _REGRESSIONS if detail is Detail.SHORT else None),
         *([_show_overview(scenarios)] if scenarios else []),
+        *([] if report.summary.interrupted else _show_unfinished(left)),
         *([] if report.capsule is None else replay_page(report.capsule, 2)),
     ]
     if items is None:
@@ -95,8 +100,8 @@ def run_page(report: Report, detail: Detail, *, items: int | None = None) -> lis
             *(_show_scenario(scenario, detail, alone=len(scenarios) == 1) for scenario in scenarios),
         ]
     page += map(_make_item, scenarios[:items])
-    if left := len(scenarios[items:]):
-        page.append(Paragraph(Span(f"{count_of(left, 'failure')} more without details here", "dim")))
+    if more := len(scenarios[items:]):
+        page.append(Paragraph(Span(f"{count_of(more, 'failure')} more without details here", "dim")))
     return page
 
 
@@ -107,6 +112,8 @@ def list_answers(report: Report) -> list[str]:
     found = [summarize(report)]
     if report.scenarios:
         found += _give_three_answers(sorted(report.scenarios, key=_order))
+    if left := [scenario for scenario in report.scenarios if scenario.unfinished]:
+        found.append(_summarize_unfinished(left))
     found += [f"exit code {report.summary.exit_code}: {join_lines(text)}" for text in reasons[:_LISTED]]
     return [*found, *([f"{count_of(more, 'more reason')} for the exit code"] if more > 0 else [])]
 
@@ -119,7 +126,11 @@ def _give_three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
         f"The control, our restatement of the failure, shows it in {len(shown)} of "
         f"{count_of(len(controls), 'scenario')}" + _name_exceptions(controls, shown)
     )
-    fixes = [scenario for scenario in shown if _list_run_cases(scenario, "fixed")]
+    fixes = [
+        scenario
+        for scenario in shown
+        if _list_run_cases(scenario, "fixed") and not _is_unfinished(scenario, "fixed")
+    ]
     removed = [scenario for scenario in fixes if _is_clean(scenario, "fixed")]
     yield f"Our fix removes it in {len(removed)} of {len(fixes)}" + _name_exceptions(fixes, removed)
     places: dict[str, list[ScenarioResult]] = {AFFECTED: [], CLEAN: [], NOT_TESTED: []}
@@ -147,18 +158,29 @@ def _give_three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
 def find_installed_answer(scenario: ScenarioResult) -> str:
     """Return whether the installed release is `AFFECTED`, `CLEAN` or `NOT_TESTED`.
 
-    It is clean only if every case that ran is clean: a case that failed to run hides its answer.
+    It is clean only if every case that can run here ran and is clean: any other hides its answer.
     """
     verdicts = Counter(case.verdict for case in scenario.cases if case.subject == "installed")
     if verdicts[CaseVerdict.REPRODUCED]:
         return AFFECTED
-    return CLEAN if verdicts[CaseVerdict.CLEAN] and not verdicts[CaseVerdict.ERROR] else NOT_TESTED
+    hidden = verdicts[CaseVerdict.ERROR] or _is_unfinished(scenario, "installed")
+    return CLEAN if verdicts[CaseVerdict.CLEAN] and not hidden else NOT_TESTED
 
 
 def _order(scenario: ScenarioResult) -> tuple[bool, int, str, str]:
     """Return what sorts the worst scenarios first."""
     affected = any(case.affected for case in scenario.cases)
     return not affected, -VERDICTS[scenario.verdict].rank, scenario.id, scenario.name
+
+
+def _is_unfinished(scenario: ScenarioResult, subject: str) -> bool:
+    return scenario.unfinished is not None and subject in scenario.unfinished.cases
+
+
+def _has_run(scenario: ScenarioResult) -> bool:
+    """Return True if anything of a scenario ran, so that there is something to show."""
+    cases = any(case.verdict is not CaseVerdict.SKIPPED for case in scenario.cases)
+    return cases or any(map(_is_tested, scenario.claims))
 
 
 def _list_run_cases(scenario: ScenarioResult, subject: str) -> list[CaseResult]:
@@ -171,7 +193,8 @@ def _shows(scenario: ScenarioResult, subject: str) -> bool:
 
 
 def _is_clean(scenario: ScenarioResult, subject: str) -> bool:
-    return {case.verdict for case in _list_run_cases(scenario, subject)} == {CaseVerdict.CLEAN}
+    clean = {case.verdict for case in _list_run_cases(scenario, subject)} == {CaseVerdict.CLEAN}
+    return clean and not _is_unfinished(scenario, subject)
 
 
 def _name_exceptions(scenarios: Sequence[ScenarioResult], right: Sequence[ScenarioResult]) -> str:
@@ -190,14 +213,17 @@ def _join_ids(scenarios: Sequence[ScenarioResult]) -> str:
 
 def _explain_untested(scenarios: Sequence[ScenarioResult]) -> str:
     """Return the two most frequent reasons why the installed release was not tested."""
-    reasons = Counter(
-        next(
-            (join_lines(case.reason or "") for case in scenario.cases if case.subject == "installed"),
-            _NO_CASE,
+
+    def find_reason(scenario: ScenarioResult) -> str:
+        cases = [case for case in scenario.cases if case.subject == "installed"]
+        return (
+            next((join_lines(case.reason) for case in cases if case.reason), "no reason")
+            if cases
+            else _NO_CASE
         )
-        for scenario in scenarios
-    )
-    common = [f"{shorten(reason or 'no reason', 80)} ({number})" for reason, number in reasons.most_common(2)]
+
+    reasons = Counter(map(find_reason, scenarios))
+    common = [f"{reason} ({number})" for reason, number in reasons.most_common(2)]
     more = [count_of(len(reasons) - 2, "other reason")] if len(reasons) > 2 else []
     return f": {'; '.join((*common, *more))}"
 
@@ -219,8 +245,56 @@ def _suggest_steps(report: Report, scenarios: Sequence[ScenarioResult]) -> Itera
         yield f"`moedoctor run {join_lines(name)} -v` shows the cases of the first scenario that went wrong"
     if report.findings:
         yield "`moedoctor compare BASELINE REPORT` compares the two reports figure by figure"
+    if any(scenario.unfinished for scenario in scenarios):
+        yield "`moedoctor run --thorough` runs everything, and `moedoctor run ID` everything of one failure"
+    yield from _suggest_other_commands(scenarios)
     if scenarios and all(find_installed_answer(scenario) == NOT_TESTED for scenario in scenarios):
         yield "to test your own vLLM, install moedoctor in the Python that has it, and run it on its GPU"
+
+
+def _suggest_other_commands(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
+    """Give the commands that look for failures whose scenario has no case for the installed release."""
+    others: dict[str, list[ScenarioResult]] = {}
+    for scenario in scenarios:
+        entry = entries().get(scenario.id)
+        if entry is not None and not any(case.subject == "installed" for case in scenario.cases):
+            command = next((name for name in _OTHER_COMMANDS if name in entry.next), _OTHER_COMMANDS[-1])
+            others.setdefault(command, []).append(scenario)
+    for command, members in others.items():
+        yield f"`{command}` looks for {_join_ids(members)}, which a run does not test in your vLLM"
+
+
+def _summarize_unfinished(left: Sequence[ScenarioResult]) -> str:
+    """Return in one line what ended the run, and what it left."""
+    parts = [scenario.unfinished for scenario in left if scenario.unfinished]
+    cases = count_of(sum(sum(part.cases.values()) for part in parts), "case")
+    claims = count_of(sum(part.claims for part in parts), "claim")
+    failures = f"{count_of(len(left), 'failure')} did not run ({_join_ids(left)})"
+    return f"{parts[0].why}: {cases} and {claims} of {failures}"
+
+
+def _show_unfinished(left: Sequence[ScenarioResult]) -> Iterator[Block]:
+    """Give a row for each failure that a time budget left, with what the rest would take."""
+    parts = [(scenario, scenario.unfinished) for scenario in left if scenario.unfinished]
+    if parts:
+        yield Heading("Left for another run")
+        yield Table(
+            ("failure", "cases", "claims", "would take"),
+            [
+                (
+                    f"{scenario.id} {scenario.name}",
+                    ", ".join(f"{number} {name}" for name, number in part.cases.items()) or "0",
+                    str(part.claims),
+                    f"{'about' if part.measured else 'at most'} {format_duration(part.seconds)}",
+                )
+                for scenario, part in sorted(parts, key=lambda pair: pair[1].seconds)
+            ],
+            "llrl",
+        )
+        yield Paragraph(
+            "about: from the cases of the same tiers that ran; at most: with the time limits of tiers without "
+            "a case that ran"
+        )
 
 
 def _show_regressions(report: Report, most: int | None) -> Iterator[Block]:
@@ -276,7 +350,7 @@ def _make_item(scenario: ScenarioResult) -> Item:
             groups.setdefault((case.subject, case.verdict), []).append(case)
     lines = []
     if scenario.reason and scenario.verdict is not ScenarioVerdict.FOUND:
-        lines.append(("why", shorten(join_lines(scenario.reason), _WHY)))
+        lines.append(("why", join_lines(scenario.reason)))
     for (subject, verdict), members in groups.items():
         cases = f" ({count_of(len(members), 'case')})" if len(members) > 1 else ""
         lines.append((_ROLES.get(subject, subject), f"{verdict.value}: {explain_case(members[0])}{cases}"))

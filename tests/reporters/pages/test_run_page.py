@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from report_samples import POINTS, case, cases, crashed, report, reports, scenario
 
-from moedoctor.reporters.page import Fold, Span, Table
+from moedoctor.reporters.page import Fold, Span, Step, Table, strip_styles
 from moedoctor.reporters.pages.run import (
     AFFECTED,
     CLEAN,
@@ -24,7 +24,7 @@ from moedoctor.reporters.pages.run import (
     find_shared_parameters,
     run_page,
 )
-from moedoctor.reporters.table import TableReporter
+from moedoctor.reporters.table import TableReporter, to_text
 from moedoctor.reporters.text import format_environment, summarize
 from moedoctor.results import (
     VERDICTS,
@@ -34,6 +34,8 @@ from moedoctor.results import (
     Report,
     ReportError,
     ScenarioVerdict,
+    Summary,
+    Unfinished,
     load_report,
 )
 
@@ -243,3 +245,55 @@ def test_the_next_step_runs_the_file_that_failed(stored: list[Report]) -> None:
     for file, target in (("scenarios/nan_routing.yaml", "MD001"), ("my runs/nan.yaml", "'my runs/nan.yaml'")):
         report = dataclasses.replace(stored[0], scenarios=(dataclasses.replace(scenario, file=file),))
         assert f"`moedoctor run {target} -v` shows the cases" in flat(report)
+
+
+def test_an_unfinished_run_clears_nothing_and_lists_what_is_left_with_its_cost() -> None:
+    left = Unfinished("--time-budget 180 s ended", {"installed": 3}, 2, 540.0, True)
+    started = scenario("skipped", case("faulty", "reproduced"), case("installed", "clean"), unfinished=left)
+    untried = scenario(
+        "skipped",
+        case("faulty", "skipped", reason="--time-budget 180 s ended before it finished"),
+        id="MD008",
+        name="offload_garbage",
+        unfinished=Unfinished("--time-budget 180 s ended", {"faulty": 1}, 0, 600.0),
+    )
+    assert find_installed_answer(started) == NOT_TESTED
+    for width in (80, 120, 160):
+        text = to_text(run_page(report(started, untried), Detail.SHORT), width=width)
+        words = " ".join(text.split())
+        assert "clean of" not in text
+        assert (
+            "--time-budget 180 s ended: 4 cases and 2 claims of 2 failures did not run (MD001, MD008)"
+            in words
+        )
+        assert "about 9 min" in words
+        assert "at most 10 min" in words
+        assert "`moedoctor run --thorough` runs everything" in words
+        assert "MD008 offload_garbage: skipped" not in text, "a failure of which nothing ran has one row"
+
+
+def test_an_interrupted_run_names_what_did_not_run_in_one_line() -> None:
+    reason = "interrupted before it finished"
+    stopped = [
+        scenario(
+            "skipped",
+            case("faulty", "skipped", reason=reason),
+            id=f"MD{number:03}",
+            unfinished=Unfinished("interrupted", {"faulty": 1}, 0, 60.0),
+        )
+        for number in range(1, 21)
+    ]
+    text = to_text(run_page(report(*stopped, summary=Summary(interrupted=True)), Detail.SHORT), width=120)
+    assert text.count("interrupted") == 1, text
+    assert "20 cases and 0 claims of 20 failures did not run" in text
+
+
+def test_a_failure_without_a_case_for_the_installed_release_names_the_command_that_looks_for_it() -> None:
+    missing = [scenario(id=id) for id in ("MD012", "MD020")]
+    steps = [
+        strip_styles(block.text)
+        for block in run_page(report(*missing), Detail.SHORT)
+        if isinstance(block, Step)
+    ]
+    assert "`moedoctor lint CHECKPOINT` looks for MD012, which a run does not test in your vLLM" in steps
+    assert "`moedoctor check` looks for MD020, which a run does not test in your vLLM" in steps
