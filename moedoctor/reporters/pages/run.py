@@ -292,8 +292,7 @@ def _show_unfinished(left: Sequence[ScenarioResult]) -> Iterator[Block]:
             "llrl",
         )
         yield Paragraph(
-            "about: from the cases of the same tiers that ran; at most: with the time limits of tiers without "
-            "a case that ran"
+            "about: as long as cases of these tiers took; at most: with the time limits, if none ran"
         )
 
 
