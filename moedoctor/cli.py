@@ -154,9 +154,8 @@ def _explain_server_option(error: Exception, arguments: list[str]) -> str | None
     takes_server = any((each.metavar or "").startswith("-- ") for each in context.command.params)
     if takes_server and "--" not in arguments and (of_vllm or "serve" in arguments):
         example = f"{context.command_path} -- vllm serve MODEL {f'{option} ' if of_vllm else ''}…"
-        word = next(
-            (word for word in arguments if word.startswith(option)), option
-        )  # -tp, of which -t is read
+        # The parser reads -tp as -t.
+        word = next((word for word in arguments if word.startswith(option)), option)
         return f"{word}: the options of a server follow its command line behind --, as in: {example}"
     return f"{option} is an option of vLLM and not of this command" if of_vllm else None
 

@@ -115,8 +115,7 @@ def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, m
         (["frob"], "No such command 'frob'"),
         (
             ["backends", "--moe-backend", "marlin"],
-            "--moe-backend: the options of a server follow its command line behind --, as in: "
-            "moedoctor backends -- vllm serve MODEL --moe-backend …; see",
+            " backends -- vllm serve MODEL --moe-backend …; see",
         ),
         (["preflight", "vllm", "serve", "m", "-tp", "2"], "-tp: the options of a server follow"),
         (

@@ -59,12 +59,12 @@ def lint(
     code = 1 if result.damage else 0
     folder = str(result.checkpoint.folder)
     repaired = None if fix is None else _write_repaired(result, fix)
-    repairable = list_repairable_checks(result) if fix is None else ()
-    if repaired is not None:
-        repairable = {each.check for each in result.findings} - {
-            each.check for each in repaired.result.findings
-        }
-    document = LintDocument.from_result(result, folder, repairable, repaired and str(fix))
+    if repaired is None:
+        document = LintDocument.from_result(result, folder, () if fix else list_repairable_checks(result))
+    else:
+        left = {finding.check for finding in repaired.result.findings}
+        done = {finding.check for finding in result.findings} - left
+        document = LintDocument.from_result(result, folder, done, str(fix))
     reasons = [
         f"{row.id}: {row.evidence.what} ({count_of(row.evidence.count, 'place')})" for row in document.damage
     ]

@@ -68,12 +68,8 @@ class LintDocument:
         """
         share = round(result.block_scales_seen, 6)
         summary = LintSummary(result.shards, result.tensors, share, tuple(result.not_read))
-        return cls(
-            folder,
-            result.scheme,
-            tuple(_make_row(each, repairable, copy) for each in result.findings),
-            summary,
-        )
+        rows = tuple(_make_row(each, repairable, copy) for each in result.findings)
+        return cls(folder, result.scheme, rows, summary)
 
     @property
     def damage(self) -> tuple[Row, ...]:
