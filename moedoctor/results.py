@@ -232,6 +232,10 @@ class ClaimResult:
     evidence: Evidence = field(default_factory=dict)
     reason: str | None = None
     """Why it is untested, or in words what the figures say."""
+    subject: str | None = field(default=None, kw_only=True, metadata=_SPARSE)
+    """What the statement is about; None in reports of older releases."""
+    conditions: str | None = field(default=None, kw_only=True, metadata=_SPARSE)
+    """Where it was said to hold."""
 
 
 @dataclass(frozen=True)

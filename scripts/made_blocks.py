@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 import yaml
 from packaging.version import Version
 
+from moedoctor.results import ClaimVerdict
+from moedoctor.scenario.file import ClaimDocument
+
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"^(<!-- made: (\w+)([^\n]*?) -->\n)(.*?)^<!-- made:end -->$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"^<!-- made:.*$", re.MULTILINE)
@@ -33,6 +36,7 @@ class Claim(NamedTuple):
     id: str
     text: str
     source: str
+    about: str
     verdict: str
     figures: str
     machine: str
@@ -108,12 +112,13 @@ def claims_table(document: Path, ids: Sequence[str]) -> str:
     rows: dict[tuple[str, ...], list[Claim]] = {}
     for claim in _claims():
         if not ids or claim.id in ids:
-            rows.setdefault((claim.id, claim.text, claim.source, claim.verdict), []).append(claim)
+            rows.setdefault(claim[:5], []).append(claim)
     cells = []
-    for (id, text, source, verdict), alike in rows.items():
+    for (id, text, source, about, verdict), alike in rows.items():
         links = dict.fromkeys(_link(document, claim.machine, claim.report) for claim in alike)
-        cells.append((id, f"{text} ({_issue(source)})", f"**{verdict}**", alike[0].figures, ", ".join(links)))
-    return _table(("failure", "claim", "verdict", "figures", "measured on"), cells)
+        words = (f"{text} ({_issue(source)})", about, f"**{verdict}**", alike[0].figures, ", ".join(links))
+        cells.append((id, *words))
+    return _table(("failure", "claim", "about", "verdict", "figures", "measured on"), cells)
 
 
 def promises_table(document: Path, names: Sequence[str]) -> str:
@@ -224,23 +229,43 @@ def _claims() -> Sequence[Claim]:
         for claim in _claims_of(report):
             answers.setdefault((claim.id, claim.text), []).append(claim._replace(report=file))
     claims: list[Claim] = []
-    for scenario in sorted(map(_yaml, (ROOT / "scenarios").rglob("*.yaml")), key=lambda data: data["id"]):
-        for claim in scenario.get("claims") or ():
-            stored = answers.get((scenario["id"], claim["text"]), [])
-            tested = [answer for answer in stored if answer.verdict != "untested"]
-            none = Claim(
-                scenario["id"], claim["text"], claim["source"], "untested", "not measured yet", "", None
-            )
-            claims += tested or stored[:1] or [none]
-    return [claim for claim in claims if claim.source != "moedoctor"]
+    for (id, text), document in _asked().items():
+        stored = answers.get((id, text), [])
+        tested = [answer for answer in stored if answer.verdict != "untested"]
+        about = _about(document)
+        none = Claim(id, text, document.source, about, "untested", "not measured yet", "", None)
+        claims += tested or stored[:1] or [none]
+    return claims
+
+
+@functools.cache
+def _asked() -> Mapping[tuple[str, str], ClaimDocument]:
+    """Return the claims of others that the scenarios ask about, by the id of the failure and the text."""
+    scenarios = sorted(map(_yaml, (ROOT / "scenarios").rglob("*.yaml")), key=lambda data: data["id"])
+    documents = [
+        (scenario["id"], ClaimDocument.model_validate(claim))
+        for scenario in scenarios
+        for claim in scenario.get("claims") or ()
+    ]
+    return {(id, claim.text): claim for id, claim in documents if claim.source != "moedoctor"}
+
+
+def _about(claim: ClaimDocument) -> str:
+    return "; ".join(filter(None, (claim.subject, claim.conditions)))
 
 
 def _claims_of(report: Mapping[str, Any]) -> Iterator[Claim]:
-    """Give what a report says about the claims of others."""
+    """Give what a report says about the claims of others that are still asked.
+
+    A report may be older than a claim's subject and conditions, so its verdict is qualified by them.
+    """
     for scenario in report.get("scenarios") or ():
         for claim in scenario["claims"]:
-            if claim["source"] != "moedoctor":
-                words = (claim["text"], claim["source"], claim["verdict"], claim.get("reason") or "")
+            document = _asked().get((scenario["id"], claim["text"]))
+            if document is not None:
+                gpu = report["environment"].get("gpu")
+                verdict, figures = document.qualify(ClaimVerdict(claim["verdict"]), claim.get("reason"), gpu)
+                words = (document.text, document.source, _about(document), verdict.value, figures or "")
                 yield Claim(scenario["id"], *words, _machine(report), None)
 
 

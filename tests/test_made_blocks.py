@@ -39,7 +39,16 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for name in ("docs", "scenarios", "evidence", "reports/nvidia-h200-vllm-0.33.0"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "evidence" / "promises.yaml").write_text(PROMISES)
-    claims = [{"text": "it costs 30 %", "source": SOURCE}, {"text": "ours is fast", "source": "moedoctor"}]
+    claims = [
+        {
+            "key": "cost",
+            "text": "it costs 30 %",
+            "source": SOURCE,
+            "subject": "a kernel",
+            "conditions": "a GPU",
+        },
+        {"key": "speed", "text": "ours is fast", "source": "moedoctor"},
+    ]
     (tmp_path / "scenarios" / "nan_routing.yaml").write_text(json.dumps({"id": "MD001", "claims": claims}))
     return module
 
@@ -49,7 +58,7 @@ def store(blocks: ModuleType, name: str, **document: Any) -> None:
     folder = blocks.ROOT / "reports" / "nvidia-h200-vllm-0.33.0"
     whole = {"command": "run", "environment": ENVIRONMENT, "scenarios": [], **document}
     (folder / f"{name}.json").write_text(json.dumps(whole))
-    for function in (blocks._read, blocks._reports, blocks._claims):
+    for function in (blocks._read, blocks._reports, blocks._claims, blocks._asked):
         function.cache_clear()
 
 
@@ -78,7 +87,7 @@ def test_a_changed_figure_makes_the_check_fail(
     assert text.startswith("before\n<!-- made: claims MD001 -->\n| failure |")
     assert text.endswith("<!-- made:end -->\nafter\n")
     link = "[NVIDIA H200, vLLM 0.33.0](../reports/nvidia-h200-vllm-0.33.0/nan_routing.json)"
-    assert f"| **refuted** | +55 % | {link} |" in text
+    assert f"| a kernel; a GPU | **refuted** | +55 % | {link} |" in text
     assert "ours is fast" not in text, "what we say of ourselves is a promise"
     assert blocks.main([]) == 0
     store_claims(blocks, "+56 %")
@@ -94,10 +103,21 @@ def test_a_claim_that_nobody_tested_says_so_and_one_that_is_gone_has_no_row(bloc
     store(blocks, "nan_routing")
     blocks.main(["--write"])
     assert "| **untested** | not measured yet |" in document.read_text()
-    store_claims(blocks, "+55 %")
     (blocks.ROOT / "scenarios" / "nan_routing.yaml").write_text("id: MD001\n")
+    store_claims(blocks, "+55 %")
     blocks.main(["--write"])
     assert "30 %" not in document.read_text()
+
+
+def test_a_stored_verdict_of_a_stand_in_decides_nothing(blocks: ModuleType) -> None:
+    document = write(blocks, "claims")
+    scenario = blocks.ROOT / "scenarios" / "nan_routing.yaml"
+    scenario.write_text(scenario.read_text().replace('"a GPU"', '"a GPU", "stand_in": "a toy"'))
+    store_claims(blocks, "+55 %")
+    blocks.main(["--write"])
+    assert "| **untested** | only a stand-in ran, a toy: +55 % |" in document.read_text()
+    report = blocks._reports()[0][1]
+    assert blocks.outcome(report) == "proved: MD001", "the index of the folder does not count it either"
 
 
 def test_a_promise_is_kept_broken_or_not_run(blocks: ModuleType) -> None:

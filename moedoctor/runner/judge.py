@@ -33,11 +33,16 @@ FIX = "fixed"
 
 
 def judge(
-    plan: Plan, ended: Mapping[Planned, Finished], stop: str = "interrupted", parallel: int = 1
+    plan: Plan,
+    ended: Mapping[Planned, Finished],
+    stop: str = "interrupted",
+    parallel: int = 1,
+    gpu: str | None = None,
 ) -> ScenarioResult:
     """Return the verdicts of one scenario, its cases and its claims.
 
-    What did not finish is not in `ended`, and `stop` says what ended the run before it.
+    What did not finish is not in `ended`, and `stop` says what ended the run before it. `gpu` is the name of
+    this machine's GPU.
     """
     scenario, fault = plan.scenario, plan.fault
     cases = [
@@ -64,7 +69,7 @@ def judge(
         line=scenario.line,
         reason=reason,
         cases=tuple(cases),
-        claims=tuple(_judge_claims(plan, cases, ended, stop)),
+        claims=tuple(_judge_claims(plan, cases, ended, stop, gpu)),
         conclusions=conclusions,
         unfinished=_find_unfinished(plan, ended, stop, parallel),
     )
@@ -138,7 +143,11 @@ def _describe_exception(what: str, error: Exception) -> str:
 
 
 def _judge_claims(
-    plan: Plan, cases: Sequence[CaseResult], ended: Mapping[Planned, Finished], stop: str
+    plan: Plan,
+    cases: Sequence[CaseResult],
+    ended: Mapping[Planned, Finished],
+    stop: str,
+    gpu: str | None,
 ) -> Iterator[ClaimResult]:
     tests = {test.key: test for test in plan.fault.claims}
     for claim in plan.scenario.claims:
@@ -147,7 +156,8 @@ def _judge_claims(
             Measurement(planned.request.unit, *_read_outcome(planned, ended, stop))
             for planned in plan.claims.get(claim.key, ())
         ]
-        result = ClaimResult(claim.text, claim.source, ClaimVerdict.UNTESTED)
+        about = {"subject": claim.subject or None, "conditions": claim.conditions or None}
+        result = ClaimResult(claim.text, claim.source, ClaimVerdict.UNTESTED, **about)
         blocked = _explain_blocked(units) if test.measure is not None else None
         if blocked is not None:
             yield replace(result, reason=blocked[0], evidence=blocked[1])
@@ -157,8 +167,8 @@ def _judge_claims(
         except Exception as error:
             yield replace(result, reason=_describe_exception("judge", error))
             continue
-        evidence = dict(judgement.evidence)
-        yield replace(result, verdict=judgement.verdict, evidence=evidence, reason=judgement.reason)
+        verdict, reason = claim.qualify(judgement.verdict, judgement.reason, gpu)
+        yield replace(result, verdict=verdict, evidence=dict(judgement.evidence), reason=reason)
 
 
 def _explain_blocked(units: Sequence[Measurement]) -> tuple[str, dict[str, Any]] | None:

@@ -51,7 +51,7 @@ def run(
         ended, interrupted = list(stop.finished), True
     by_unit = {units[done.index]: done for done in ended}
     why = "interrupted" if interrupted else f"--time-budget {time_budget or 0:g} s ended"
-    results = tuple(judge(plan, by_unit, why, parallel) for plan in plans)
+    results = tuple(judge(plan, by_unit, why, parallel, environment.get("gpu")) for plan in plans)
     results = Redactor.from_this_process().record(results)
     summary = summarize(results, interrupted=interrupted)
     return Report("run", environment, results, summary, version=moedoctor.__version__)

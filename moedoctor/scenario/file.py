@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from moedoctor.interfaces import Fault
-from moedoctor.results import CaseVerdict, Scalar, Tier
+from moedoctor.results import CaseVerdict, ClaimVerdict, Scalar, Tier
 from moedoctor.text import (
     TextFileError,
     YamlPath,
@@ -100,6 +100,46 @@ class ClaimDocument(_Strict):
     thresholds: dict[Name, Finite] = Field(
         default={}, description="The figures that decide; exactly the names that the fault's test reads."
     )
+    subject: Line = Field(
+        default="",
+        description="What the statement is about: the model, kernel or release that it names.",
+        json_schema_extra=_drop_default,
+    )
+    conditions: Line = Field(
+        default="",
+        description="Where it was said to hold, or was measured.",
+        json_schema_extra=_drop_default,
+    )
+    gpu: Line = Field(
+        default="",
+        description="The GPU of the statement's figures; no other GPU confirms or refutes them.",
+        json_schema_extra=_drop_default,
+    )
+    stand_in: Line = Field(
+        default="",
+        description="What the scenario measures in place of the subject; this decides nothing.",
+        json_schema_extra=_drop_default,
+    )
+
+    def qualify(
+        self, verdict: ClaimVerdict, reason: str | None, gpu: str | None
+    ) -> tuple[ClaimVerdict, str | None]:
+        """Return untested, with why, unless the claim's own subject ran under its own conditions.
+
+        `gpu` is the GPU of the measurement. The figures of `reason` stay.
+        """
+        if verdict is ClaimVerdict.UNTESTED:
+            return verdict, reason
+        unnamed = [name for name in ("subject", "conditions") if not getattr(self, name)]
+        if unnamed:
+            why = f"the scenario does not name the claim's {' and '.join(unnamed)}"
+        elif self.stand_in:
+            why = f"only a stand-in ran, {self.stand_in}"
+        elif self.gpu and self.gpu not in (gpu or ""):
+            why = f"the claim is about {self.gpu}, and {gpu or 'no GPU'} was measured"
+        else:
+            return verdict, reason
+        return ClaimVerdict.UNTESTED, f"{why}: {reason}" if reason else why
 
 
 class ScenarioDocument(_Strict):

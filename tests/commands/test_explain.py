@@ -145,6 +145,7 @@ def test_claims_show_the_figures_of_each_machine(tmp_path: Path, monkeypatch: py
     text = explain_text("MD001", "markdown")
     assert (
         f"- **confirmed** {TEXT} ({link_source(SOURCE)})\n"
+        "  - about: the top-k kernels of vLLM before the fix; a row of NaN router logits\n"
         "  - a-cpu: untested\n  - nvidia-h200: confirmed: 100 % of the rows\n"
     ) in text
     assert "never shown" not in text

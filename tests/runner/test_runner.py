@@ -127,7 +127,8 @@ def test_only_keeps_the_cases_that_show_every_pair(tmp_path: Path) -> None:
 
 
 CLAIMS = """claims:
-  - {key: measured, text: three is enough, source: nowhere, thresholds: {at_least: LIMIT}}
+  - {key: measured, text: three is enough, source: nowhere,
+     thresholds: {at_least: LIMIT}, subject: a, conditions: b}
   - {key: needs_gpu, text: costs nothing, source: nowhere}
   - {key: dies, text: never works, source: nowhere}
 """
@@ -146,10 +147,27 @@ def test_claims_are_measured_against_their_thresholds(
     )
 
 
+@pytest.mark.parametrize(
+    ("known", "why"),
+    [
+        ("", "the scenario does not name the claim's subject and conditions"),
+        (", subject: a", "the scenario does not name the claim's conditions"),
+        (", subject: a, conditions: b, stand_in: a toy", "only a stand-in ran, a toy"),
+        (", subject: a, conditions: b, gpu: B200", "the claim is about B200, and no GPU was measured"),
+    ],
+)
+def test_a_claim_without_its_subject_and_conditions_is_untested(tmp_path: Path, known: str, why: str) -> None:
+    line = "{key: measured, text: a, source: b, thresholds: {at_least: 3}" + known + "}"
+    (claim,) = result(tmp_path, f"claims: [{line}]\n").claims
+    assert (claim.verdict, claim.reason) == (ClaimVerdict.UNTESTED, why)
+    assert claim.evidence == {"value": 3}, "what was measured stays"
+
+
 def test_claims_share_one_measurement(tmp_path: Path) -> None:
     text = """claims:
-  - {key: measured, text: three is enough, source: nowhere, thresholds: {at_least: 3}}
-  - {key: measured_too, text: three is too much, source: nowhere}
+  - {key: measured, text: three is enough, source: nowhere,
+     thresholds: {at_least: 3}, subject: a, conditions: b}
+  - {key: measured_too, text: three is too much, source: nowhere, subject: a, conditions: b}
 """
     steps: list[tuple[int, int, str]] = []
     ended = report(tmp_path, text, progress=lambda done, total, what: steps.append((done, total, what)))

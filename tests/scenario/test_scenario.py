@@ -14,9 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenario_fakes import BASE, CLAIM, FAULTS, FULL, HEAD, load_text, subject_kind
 
-from moedoctor.results import CaseVerdict, Scalar, Tier
+from moedoctor.results import CaseVerdict, ClaimVerdict, Scalar, Tier
 from moedoctor.scenario import file as module
-from moedoctor.scenario.file import MAX_POINTS, ScenarioDocument, ScenarioError, load, make_schema
+from moedoctor.scenario.file import (
+    MAX_POINTS,
+    ClaimDocument,
+    ScenarioDocument,
+    ScenarioError,
+    load,
+    make_schema,
+)
 from moedoctor.text import MAX_YAML_BYTES, escape
 from tests.machine_speed import slowness
 
@@ -35,6 +42,25 @@ def test_a_full_file(tmp_path: Path) -> None:
     plain, share = scenario.claims
     assert (plain.key, plain.text, plain.source, plain.thresholds) == ("plain", "plain text", "somewhere", {})
     assert share.thresholds == {"min_share": 0.99, "max_rows": 3.0}
+
+
+def test_every_claim_of_ours_names_its_subject_and_conditions() -> None:
+    folder = TESTS.parent / "scenarios"
+    for file in (*folder.glob("*.yaml"), *folder.glob("engine/*.yaml")):
+        for claim in yaml.safe_load(file.read_text()).get("claims", ()):
+            assert claim.get("subject"), (file.name, claim["key"])
+            assert claim.get("conditions"), (file.name, claim["key"])
+
+
+def test_the_figures_of_a_claim_stay_with_the_reason_why_it_is_untested() -> None:
+    words = {"key": "a", "text": "b", "source": "c", "subject": "d", "conditions": "e"}
+    figures = (ClaimVerdict.REFUTED, "+55 %")
+    b200 = ClaimDocument(**words, gpu="B200")
+    assert b200.qualify(*figures, "NVIDIA B200") == figures
+    why = "the claim is about B200, and NVIDIA H200 was measured: +55 %"
+    assert b200.qualify(*figures, "NVIDIA H200") == (ClaimVerdict.UNTESTED, why)
+    untested = (ClaimVerdict.UNTESTED, "no engine ran")
+    assert ClaimDocument(**words, stand_in="a toy").qualify(*untested, None) == untested
 
 
 def test_defaults(tmp_path: Path) -> None:

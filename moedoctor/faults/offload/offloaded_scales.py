@@ -72,6 +72,9 @@ def marlin_crashes(given: ClaimCases) -> ClaimJudgement:
     ]
     if reason := _undecided(cells):
         return untested(reason)
+    missing = [mode for mode in ("eager", "compiled") if all(row["mode"] != mode for row in cells)]
+    if missing:
+        return untested(f"no engine ran {missing[0]}")
     crashed = sum(Outcome(row["outcome"]).crashed for row in cells)
     evidence = {
         "combinations": len(cells),

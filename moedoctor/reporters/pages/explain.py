@@ -25,7 +25,8 @@ from moedoctor.reporters.page import (
 )
 from moedoctor.reporters.text import count_of
 from moedoctor.results import Report, ReportError, from_json, read_json
-from moedoctor.text import TextFileError, print_message, read_yaml
+from moedoctor.scenario.file import ClaimDocument, ScenarioDocument
+from moedoctor.text import TextFileError, print_message, read_yaml, validate
 
 NOT_YET = "moedoctor cannot run this one yet: it has no scenario."
 
@@ -47,6 +48,10 @@ class Claim:
     text: str
     source: str
     outcomes: tuple[Outcome, ...] = ()
+    subject: str = ""
+    """What it is about."""
+    conditions: str = ""
+    """Where it was said to hold."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +146,10 @@ class Explained:
                 dict.fromkeys((outcome.machine, _show_verdict(outcome)) for outcome in claim.outcomes)
             )
             title = (f"{claim.text} (", Span(claim.source, "source"), ")")
+            about = [("about", "; ".join(filter(None, (claim.subject, claim.conditions))))]
+            lines = [*about, *(outcomes or [("", "not measured yet")])]
             page.append(
-                Item(_find_verdict(claim), title, [] if brief else outcomes or [("", "not measured yet")])
+                Item(_find_verdict(claim), title, [] if brief else [line for line in lines if line[1]])
             )
         if self.links:
             links = [Span(f"{link.url} {link.text}".rstrip(), "source") for link in self.links]
@@ -203,25 +210,30 @@ def _show_verdict(outcome: Outcome) -> str:
 def _read_claims(id: str, name: str) -> tuple[Claim, ...]:
     """Return the claims of the built-in scenario. Another project's scenario may be elsewhere."""
     try:
-        data = read_yaml(builtin_folder() / f"{name}.yaml").data
+        document = validate(ScenarioDocument, read_yaml(builtin_folder() / f"{name}.yaml"))
     except TextFileError:
         return ()
-    claims = data.get("claims") if isinstance(data, dict) else None
-    if not claims:
-        return ()
-    reports = _load_reports()
+    reports = _load_reports() if document.claims else ()
     return tuple(
-        Claim(claim["text"], claim["source"], tuple(_list_outcomes(id, claim["text"], reports)))
-        for claim in claims
+        Claim(
+            claim.text,
+            claim.source,
+            tuple(_list_outcomes(id, claim, reports)),
+            claim.subject,
+            claim.conditions,
+        )
+        for claim in document.claims
     )
 
 
-def _list_outcomes(id: str, text: str, reports: Sequence[tuple[str, Report]]) -> Iterator[Outcome]:
+def _list_outcomes(id: str, claim: ClaimDocument, reports: Sequence[tuple[str, Report]]) -> Iterator[Outcome]:
     for machine, report in reports:
         for scenario in report.scenarios:
-            for claim in scenario.claims:
-                if (scenario.id, claim.text) == (id, text):
-                    yield Outcome(machine, claim.verdict.value, claim.reason)
+            for stored in scenario.claims:
+                if (scenario.id, stored.text) == (id, claim.text):
+                    # A report may be older than the claim's subject and conditions.
+                    answer = claim.qualify(stored.verdict, stored.reason, report.environment.get("gpu"))
+                    yield Outcome(machine, answer[0].value, answer[1])
 
 
 def _load_reports() -> Sequence[tuple[str, Report]]:

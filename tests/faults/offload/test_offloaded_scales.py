@@ -171,7 +171,9 @@ IDLE = cell("eager", COPIES, "no offload")
     ("results", "verdict"),
     [
         (FAULTY, ClaimVerdict.CONFIRMED),
-        ([table("faulty", SAME)], ClaimVerdict.REFUTED),
+        (FAULTY[:1], ClaimVerdict.UNTESTED),
+        (FAULTY[1:], ClaimVerdict.UNTESTED),
+        ([table("faulty", SAME), FAULTY[1]], ClaimVerdict.REFUTED),
         ([table("faulty", SAME, IDLE)], ClaimVerdict.UNTESTED),
         ([table("faulty", cell("eager", COPIES, "crash", backend="BF16 TRITON"))], ClaimVerdict.UNTESTED),
         ([], ClaimVerdict.UNTESTED),
