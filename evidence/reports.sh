@@ -159,6 +159,17 @@ checkpoints.write_tokenizer(checkpoints.write_qwen3_moe(Path('tiny-nvfp4-moe'), 
     return "$status"
 }
 
+nemotron() {
+    local status=0
+    "$python" -c "from pathlib import Path
+from moedoctor.bench.random_model import RandomModel
+from moedoctor.reference.checkpoints import write_tokenizer
+write_tokenizer(RandomModel('nemotron_h', 'nvfp4').write(Path('tiny-nemotron-h')), 512)"
+    write offload_nemotron run scenarios/engine/nemotron_offload.yaml || status=$?
+    rm -r tiny-nemotron-h
+    return "$status"
+}
+
 # all_models: fills `models` with --model and each preset
 all_models() {
     local model
@@ -207,6 +218,7 @@ make_report() {
         kv_scales_missing) checkpoint_engines kv_scales_missing MD012 ;;                          # 340 s, 520 s
         input_scale_missing) write input_scale_missing run MD015 ;;                               # 103 s, 204 s
         offload_own_model) own_model ;;                                                           # 175 s, 240 s
+        offload_nemotron) nemotron ;;                                                             # -, -
         nan_routing) nan_routing ;;                                                               # idle; 172 s and claims, -
         nan_padding_dp) write nan_padding_dp run scenarios/engine/nan_padding_dp.yaml ;;          # two GPUs, or both ranks on one; 150 s, -
         recorded_nan_graphs) recorded nan_graphs ;;                                               # -, 174 s

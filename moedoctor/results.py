@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 MAX_REPORT_BYTES = 64 * 1024 * 1024
 
+UNKNOWN_CAUSE = "unknown_cause"
+"""The conclusion of a scenario whose control may not be what was reported, in one line."""
 _SPARSE = MappingProxyType({"sparse": True})
 """A field that JSON leaves out if it is None; reports of older releases have none."""
 

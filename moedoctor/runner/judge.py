@@ -156,8 +156,13 @@ def _judge_claims(
             Measurement(planned.request.unit, *_read_outcome(planned, ended, stop))
             for planned in plan.claims.get(claim.key, ())
         ]
-        about = {"subject": claim.subject or None, "conditions": claim.conditions or None}
-        result = ClaimResult(claim.text, claim.source, ClaimVerdict.UNTESTED, **about)
+        result = ClaimResult(
+            claim.text,
+            claim.source,
+            ClaimVerdict.UNTESTED,
+            subject=claim.subject or None,
+            conditions=claim.conditions or None,
+        )
         blocked = _explain_blocked(units) if test.measure is not None else None
         if blocked is not None:
             yield replace(result, reason=blocked[0], evidence=blocked[1])

@@ -12,7 +12,16 @@ from pydantic import Field, field_validator
 from moedoctor.faults.base import Parameters
 from moedoctor.faults.offload import engine_table
 from moedoctor.interfaces import Fault, Judgement
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
+from moedoctor.results import (
+    UNKNOWN_CAUSE,
+    Case,
+    CaseResult,
+    CaseVerdict,
+    Evidence,
+    Observation,
+    Scalar,
+    Tier,
+)
 from moedoctor.upstream.engine.probes import find_first_difference
 
 DECIDED = 0.5
@@ -90,7 +99,13 @@ class OffloadGarbage(Fault):
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Return whether garbage was seen, and where backends differ without any offload."""
-        return {**garbage_in_engines(results), **backends_without_offload(results)}
+        restated = any(case.subject == "faulty" and case.evidence for case in results)
+        doubt = {UNKNOWN_CAUSE: "no cause of vllm#38718 is known, so the fix may not be a fix of it"}
+        return {
+            **(doubt if restated else {}),
+            **garbage_in_engines(results),
+            **backends_without_offload(results),
+        }
 
     def describe(self, parameters: Any) -> str:
         if parameters["mode"] is not None:

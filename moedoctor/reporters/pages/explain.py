@@ -147,10 +147,8 @@ class Explained:
             )
             title = (f"{claim.text} (", Span(claim.source, "source"), ")")
             about = [("about", "; ".join(filter(None, (claim.subject, claim.conditions))))]
-            lines = [*about, *(outcomes or [("", "not measured yet")])]
-            page.append(
-                Item(_find_verdict(claim), title, [] if brief else [line for line in lines if line[1]])
-            )
+            figures = [line for line in (*about, *(outcomes or [("", "not measured yet")])) if line[1]]
+            page.append(Item(_find_verdict(claim), title, [] if brief else figures))
         if self.links:
             links = [Span(f"{link.url} {link.text}".rstrip(), "source") for link in self.links]
             page += [Heading(SECTIONS[-1]), Bullets(links)]

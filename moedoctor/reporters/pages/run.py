@@ -41,6 +41,7 @@ from moedoctor.reporters.text import (
     summarize,
 )
 from moedoctor.results import (
+    UNKNOWN_CAUSE,
     VERDICTS,
     CaseResult,
     CaseVerdict,
@@ -132,7 +133,13 @@ def _give_three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
         if _list_run_cases(scenario, "fixed") and not _is_unfinished(scenario, "fixed")
     ]
     removed = [scenario for scenario in fixes if _is_clean(scenario, "fixed")]
-    yield f"Our fix removes it in {len(removed)} of {len(fixes)}" + _name_exceptions(fixes, removed)
+    doubts = [
+        f"; {each.id}: {each.conclusions[UNKNOWN_CAUSE]}"
+        for each in removed
+        if UNKNOWN_CAUSE in each.conclusions
+    ]
+    exceptions = _name_exceptions(fixes, removed)
+    yield f"Our fix removes it in {len(removed)} of {len(fixes)}{exceptions}{''.join(doubts)}"
     places: dict[str, list[ScenarioResult]] = {AFFECTED: [], CLEAN: [], NOT_TESTED: []}
     for scenario in scenarios:
         places[find_installed_answer(scenario)].append(scenario)

@@ -122,6 +122,12 @@ def test_all_failures_have_a_line_and_the_figure_that_decides_is_never_cut(width
     assert f"reproduced: {figure}" in text
 
 
+def test_a_fix_of_a_mechanism_that_may_not_be_the_reported_one_says_so() -> None:
+    words = {"unknown_cause": "no cause is known"}
+    shown = scenario("proved", case("faulty", "reproduced"), case("fixed", "clean"), conclusions=words)
+    assert "Our fix removes it in 1 of 1; MD001: no cause is known" in flat(report(shown))
+
+
 def test_the_three_answers_are_kept_apart() -> None:
     affected = scenario(
         "found", case("faulty", "reproduced"), case("fixed", "clean"), case("installed", "reproduced")
