@@ -15,9 +15,13 @@ _OLDEST: Release = (0, 17, 1, 0)
 _BACKENDS = "`moedoctor backends`"
 
 _NUMBER = r"v?(\d{1,2}\.\d{1,3}(?:\.\d{1,4})?(?:\.?(?:rc|dev|post|a|b)\d{1,9}){0,3})(?![\d.]*\d)"
+_BETWEEN = (
+    r"s|version|release|image|docker|container|engine|server|build|wheel|is|was|at|on|v1|latest|nightly|from"
+)
 _VLLM = (
     rf"vllm(?: api server)?[ _-]version\W{{0,40}}?{_NUMBER}"
-    rf"|\bvllm(?:-openai)?(?:\W{{1,4}}(?:release|version|image)?\W{{0,4}}?){_NUMBER}"
+    rf"|\bvllm(?:-openai)?(?:['_\W]{{1,4}}(?:{_BETWEEN})){{0,3}}[_\W]{{1,4}}?{_NUMBER}"
+    rf"|(?:^|\s){_NUMBER}(?: release)? of vllm\b"
     rf"|vllm-openai:[\w.-]{{1,60}}\W{{1,4}}{_NUMBER}"
     rf"|llm engine \({_NUMBER}\) with config|[█▄▀] {{1,3}}version {_NUMBER}"
     rf"|^version\W{{1,4}}{_NUMBER} .{{0,30}}vllm"
@@ -26,7 +30,8 @@ _FLASHINFER = rf"flashinfer(?:[-_](?:python|cubin))?(?: version)?\W{{1,30}}?{_NU
 _NOT_ABOUT = (
     r"deprecat|unmaintained|will be removed|removed in|(?:fixed|resolved|landed|merged|works|working|fine"
     r"|good|available) (?:in|on|with|since|by|as of)"
-    r"|upgrad\w{2,4} (?:to|vllm)|updat\w{2,3} (?:to|vllm)|downgrad|requires? |needs? |at least|target"
+    r"|(?<!after )(?<!since )(?:upgrad|updat)(?:e|es|ing) (?:to|vllm)|downgrad|requires? "
+    r"|needs? |at least|target"
 )
 _GPU = re.compile(
     r"(?:geforce )?\b(?:rtx(?: pro)? \d{4}(?: ?(?:ti|super|d|ada|blackwell)\b){0,2}|rtx ?a\d{4}"
@@ -35,10 +40,12 @@ _GPU = re.compile(
     r"|dgx spark|jetson (?:agx )?(?:thor|orin)|mi\d{3}x?)\b(?![-_/.]\w)"
 )
 _CAPABILITY = re.compile(
-    r"\bsm_?(\d{2,3})[af]?\b(?!\.[\dx])|(?:\bsm[_ ]?|compute capability\W{0,4})(\d{1,2}\.\d)(?![\d.]*\d)"
+    r"\bsm_?(\d{2,3})[af]?\b(?!\.[\dx]| or (?:higher|newer|later|above))"
+    r"|(?:\bsm[_ ]?|compute capability\W{0,4})(\d{1,2}\.\d)(?![\d.]*\d)"
 )
 _BACKEND = re.compile(
-    r"using '?([a-z][a-z0-9_]{2,40})'? (?:backend for )?(?:\w{1,20} )?moe(?: backend)?\b"
+    r"using '?([a-z][a-z0-9_]{2,40}(?: [a-z]{2,20}(?='))?)'? (?:backend for )?"
+    r"(?:\w{1,20} )?moe(?: backend)?\b"
     r"|moe backend '?([a-z][a-z0-9_]{2,40})'? (?:does not|is not)"
     r"|--moe-backend[ =]{1,2}'?\"?([a-z][a-z0-9_]{2,40})|moe_backend\W{1,5}([a-z][a-z0-9_]{2,40})"
 )
@@ -50,14 +57,21 @@ class Facts:
     """The releases that a text is about. Filled line by line."""
 
     vllm: set[Release] = field(default_factory=set)
+    other_vllm: set[Release] = field(default_factory=set)
+    """Releases that the text names without saying that they failed: "fixed in", "upgrade to"."""
     flashinfer: set[Release] = field(default_factory=set)
     gpus: dict[str, None] = field(default_factory=dict)
     """GPUs and compute capabilities, as the text writes them, in order."""
     backends: dict[str, None] = field(default_factory=dict)
-    """MoE backends that were chosen or asked for, in order."""
+    """Words in the place of a MoE backend that was chosen or asked for, in order."""
+    _after_name: bool = False
+    """True if the line before is ``Name: vllm``, as pip shows it."""
 
     def read(self, line: str) -> None:
         """Take in one line, in lower case."""
+        if self._after_name and (version := re.match(rf"version: {_NUMBER}", line)):
+            line = f"vllm {version[1]}"
+        self._after_name = line == "name: vllm"
         for product, pattern, releases in (
             ("vllm", _VLLM, self.vllm),
             ("flashinfer", _FLASHINFER, self.flashinfer),
@@ -66,16 +80,15 @@ class Facts:
                 continue
             for match in re.finditer(pattern, line):
                 text = next(filter(None, match.groups()))
-                if re.search(_NOT_ABOUT, line[max(0, match.start() - 40) : match.start()]):
-                    continue
-                if release := parse(text):
+                another = re.search(_NOT_ABOUT, line[max(0, match.start() - 40) : match.start()])
+                if (release := parse(text)) and not another:
                     releases.add(release)
+                elif release and product == "vllm":
+                    self.other_vllm.add(release)
         self._read_gpus(line)
         if "moe" in line and len(self.backends) < _MOST:
             for match in _BACKEND.finditer(line):
-                name = next(filter(None, match.groups())).upper()
-                if name not in ("AUTO", "NONE", "DEFAULT") and not name.endswith("EXPERTS"):
-                    self.backends[name] = None
+                self.backends[next(filter(None, match.groups())).upper().replace(" ", "_")] = None
 
     def _read_gpus(self, line: str) -> None:
         if len(self.gpus) >= _MOST or not any(digit in line for digit in "0123456789"):
@@ -91,7 +104,7 @@ class Facts:
         Unknown releases leave room.
         """
         if signature.needs_version and not self.vllm:
-            return "the text names no release of vLLM"
+            return "the text does not say which release of vLLM failed"
         if signature.since and self.vllm and max(self.vllm) < _read_boundary(signature.since):
             return f"the text names vLLM {_show(max(self.vllm))}, and the failure came with {signature.since}"
         if signature.fixed and self.vllm and min(self.vllm) >= _read_boundary(signature.fixed):
@@ -101,13 +114,26 @@ class Facts:
             return f"the text names FlashInfer {_show(min(self.flashinfer))}, and the failure is older"
         return ""
 
+    def list_backends(self) -> tuple[str, ...]:
+        """Return the MoE backends that a release of vLLM knows, as the text writes them in capitals."""
+        if not self.backends:
+            return ()
+        from moedoctor.fixes.backends.release_tables import list_backend_names
+
+        return tuple(name for name in self.backends if name in list_backend_names())
+
     def summarize(self) -> str:
         """Return the releases in a few words, or an empty string without any."""
         return " · ".join(
-            f"{product} {', '.join(_show(release) for release in sorted(releases)[:4])}"
+            f"{product} {_list(releases)}"
             for product, releases in (("vLLM", self.vllm), ("FlashInfer", self.flashinfer))
             if releases
         )
+
+    def summarize_others(self) -> str:
+        """Return the releases of vLLM that the text names as others than the one that failed."""
+        others = self.other_vllm - self.vllm
+        return f"vLLM {_list(others)}" if others else ""
 
 
 def release_words(entry: Entry, facts: Facts) -> str:
@@ -115,7 +141,9 @@ def release_words(entry: Entry, facts: Facts) -> str:
     if entry.fixed == "no":
         sentences = ["no release has a fix"]
     else:
-        sentences = [entry.fixed if entry.fixed.startswith("nothing") else f"fixed: {entry.fixed}"]
+        # The step that helps depends on the text: it stands in the finding.
+        nothing = entry.fixed.startswith("nothing")
+        sentences = [entry.fixed.partition(";")[0] if nothing else f"fixed: {entry.fixed}"]
     for package, named in (("vllm", facts.vllm), ("flashinfer", facts.flashinfer)):
         ranges = [affected for affected in entry.releases if affected.package == package]
         if not named or not ranges:
@@ -171,6 +199,10 @@ def _read_boundary(text: str) -> Release:
     if release is None:
         raise ValueError(f"{text} is not a release")
     return release
+
+
+def _list(releases: set[Release]) -> str:
+    return ", ".join(map(_show, sorted(releases)[:4]))
 
 
 def _show(release: Release) -> str:

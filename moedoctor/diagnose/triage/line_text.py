@@ -41,12 +41,51 @@ _STRIPPED = {
     **dict.fromkeys(map(ord, "\u2010\u2011\u2212"), "-"),
 }
 """What is removed, and what word processors and web pages put in place of quotes and hyphens."""
+_CLAUSE = 120
+"""Characters before a phrase that may deny it."""
 OF_VLLM = re.compile(
     r"\((?:enginecore|apiserver|worker|vllmworker|rayworkerwrapper|mainprocess)[^()]{0,80}pid="
     r"|\[?(?:core|multiproc_executor|uniproc_executor|gpu_worker|gpu_model_runner|api_server|serve"
     r"|async_llm|llm_engine|kv_cache_utils|ray_executor)\.py:\d"
 )
 """Prefixes of log lines that only vLLM writes, in lower case."""
+
+_FOUND = (
+    r"(?:reproduc|se(?:e|en|ing)\b|saw\b|show|get\b|getting\b|got\b|hit\b|observ|find\b|found\b|log(?:s|ged)?\b|print"
+    r"|contain|encounter|produce|trigger|rais|throw|give)"
+)
+_SAME_CLAUSE = (
+    r"(?:(?!\b(?:but|yet|however|why|how|what|unless|until|always|every|reliably|only)\b)[^:.;?!]){0,60}"
+)
+_DENIED_BEFORE = re.compile(
+    r"(?:\b(?:could|do|does|did|was|were|is|are|have|has|would)(?: not|n't)|\bcan(?: ?not|'t)|\bunable to"
+    rf"|\bfail(?:s|ed)? to|\bnever|\bno longer|\bnobody) "
+    rf"(?:\w{{1,12}} ){{0,2}}{_FOUND}\w{{0,6}}\b{_SAME_CLAUSE}$"
+    r"|\b(?:no|without|neither|nor)(?: (?:more|any|an?|single|such|sign of|trace of)){0,2} \W{0,3}$"
+    r"|\bnot (?:an?|the|this|that)? ?\W{0,3}$"
+)
+_DENIED_AFTER = re.compile(
+    r"[\"' ]{0,3}(?:(?:error|warning|crash|message) )?(?:(?:do|did|does|was|is|has)(?: not|n't)|never"
+    r"|no longer) (?:happen|occur|appear|seen|show up|reproducible)\w{0,4}"
+    r"(?: (?:any ?more|here|for (?:me|us)|on (?:my|our) \w{1,12}))?"
+    r"\W{0,3}(?:$|[.;,!?])"
+)
+_ERROR_NAME = re.compile(r"(?:error|warning|exception): ")
+_POSSIBLE = re.compile(
+    r"\b(?:may|might|could|can|would|will|should|avoids?|prevents?|risk of|potentially)"
+    r"(?: (?:be|also|still|even|then|cause|lead to|result in|produce|give|become|an?|the)){0,4} \W{0,2}$"
+)
+
+
+def is_denied(text: str, start: int, end: int) -> bool:
+    """Return True if a text in lower case says that what stands from `start` to `end` did not happen."""
+    before = _ERROR_NAME.sub("", text[max(0, start - _CLAUSE) : start])
+    return bool(_DENIED_BEFORE.search(before) or _DENIED_AFTER.match(text, end))
+
+
+def is_possible(text: str, start: int) -> bool:
+    """Return True if a text in lower case says that what begins at `start` may happen, not that it did."""
+    return bool(_POSSIBLE.search(text[max(0, start - _CLAUSE) : start]))
 
 
 def clean(line: bytes) -> str:

@@ -75,6 +75,8 @@ class Passage:
     """The places in `glued` where a line ends and the next one starts."""
     of_vllm: bool = False
     """True if a logger of vLLM wrote the middle line, as its prefix shows."""
+    warned: bool = False
+    """True if a logger wrote the middle line as a warning: what it tells of did not stop the server."""
 
 
 @dataclass
@@ -145,7 +147,8 @@ class Passages:
                 passage = _make_passage(before, cleaned[index], after, numbers[index], wrapped)
             if account is not None:
                 account.spend(_BASE * (1 + len(passage.text) // _LONG))
-            yield replace(passage, of_vllm=True) if OF_VLLM.search(prefixes[index]) else passage
+            prefix = prefixes[index]
+            yield replace(passage, of_vllm=bool(OF_VLLM.search(prefix)), warned="warning " in prefix)
 
     def _choose_lines(self, window: list[bytes], pieces: set[int]) -> Iterator[tuple[int, Account | None]]:
         """Yield (position of a line to look at, account to charge), in order."""

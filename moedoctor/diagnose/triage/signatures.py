@@ -34,6 +34,8 @@ class Clue:
     """A regular expression; its repetitions are bounded, so that a search takes linear time."""
     cased: bool = False
     """True if the pattern is tried on the text as written, not on the text in lower case."""
+    event: bool = False
+    """True for what happens to a server: a text that says that it may happen does not show it."""
     says: str = ""
     """The statement of a text with this clue, as the end of a sentence: "weights are on the host"."""
 
@@ -63,6 +65,8 @@ class Signature:
     near: tuple[tuple[str, ...], ...] = ()
     """One clue of each group must be within `within` lines of the line shown."""
     within: int = WITHIN
+    needs: tuple[tuple[str, ...], ...] = ()
+    """One clue of each group must be somewhere in the text; without it the failure is not even possible."""
     anywhere: tuple[tuple[str, ...], ...] = ()
     """One clue of each group should be somewhere in the text; without it the failure is possible at best."""
     unless: tuple[str, ...] = ()
@@ -79,6 +83,8 @@ class Signature:
     """The first FlashInfer release without the failure."""
     silent: bool = False
     """True if the failure is wrong numbers without a crash: a text about a crash only is hardly about it."""
+    next: str = ""
+    """The next step if the one of the entry does not follow from this text."""
 
 
 _WORD = r"[a-z0-9]+"
@@ -125,7 +131,12 @@ def _read_clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) 
         beside, gap = texts["beside"], f".{{0,{row['gap']}}}?"
         pattern = f"(?:{pattern}){gap}(?:{beside})|(?:{beside}){gap}(?:{pattern})"
     needles = "".join(row["needles"])
-    return Clue(name, needles, pattern + texts.get("or", ""), row.get("cased", False), row.get("says", ""))
+    return Clue(
+        name,
+        needles,
+        pattern + texts.get("or", ""),
+        **{key: row[key] for key in ("cased", "event", "says") if key in row},
+    )
 
 
 def _read_signature(row: Mapping[str, Any]) -> Signature:

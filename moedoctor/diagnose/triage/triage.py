@@ -11,12 +11,13 @@ import enum
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
 from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, release_words
+from moedoctor.diagnose.triage.line_text import is_denied, is_possible
 from moedoctor.diagnose.triage.log_text import Passage, Passages
 from moedoctor.diagnose.triage.signatures import Clue, Signature, find_clues, load_clues, load_signatures
 from moedoctor.entries import entries
@@ -27,6 +28,7 @@ _EXCERPT = 160
 _LONG = 500
 _HEADLINES, _HEADLINE = 3, 0.1
 """The first lines of a report name its subject."""
+_STEP = 0.01
 _AGREEMENT = 0.04
 _SUREST = 0.98
 _CERTAIN, _LIKELY, _LEAST = 0.9, 0.5, 0.05
@@ -36,6 +38,15 @@ _LACKING = 0.25
 """A group of clues that a signature asks for and the text lacks. The finding is then possible at best."""
 _OTHER_ENGINE = 0.04
 _NEAR_MISSES = 5
+_ERROR = re.compile(
+    r"^(?:\w{1,40}\.){0,6}\w{0,40}(?:error|exception|keyboardinterrupt|systemexit)\b: ?\S"
+    r"|^(?:\w{1,20} ){1,3}error: \S"
+)
+_ASK_LOADING = (
+    "if it came while the weights were loaded, ask the release which tensor does not fit, without a GPU: "
+    "`moedoctor preflight -- vllm serve ...`"
+)
+_COMMAND = re.compile(r"\bvllm serve [\w/~.-]|api_server --\w|non-default args")
 _OURS = re.compile(r"^.{0,40}\bmoedoctor: |\bmd\d{3} (?:[a-z]{1,20}_){1,3}[a-z]{1,20}\b")
 """A line of moedoctor's plug-in or of a report, in lower case: it names failures that were looked for."""
 _FIRST_LINES = 2_000
@@ -111,6 +122,16 @@ class NearMiss:
 
 
 @dataclass(frozen=True)
+class OpenError:
+    """An error message that no entry explains."""
+
+    line: int
+    excerpt: str
+    next_step: str
+    """The command that may explain it, or an empty string."""
+
+
+@dataclass(frozen=True)
 class Triage:
     """The findings about a text, best first, and the facts that they rest on."""
 
@@ -124,6 +145,12 @@ class Triage:
     backends: tuple[str, ...] = ()
     """MoE backends."""
     bytes_read: int = 0
+    other_releases: str = ""
+    """Releases that the text names, but not as the ones that failed."""
+    command_shown: bool = False
+    """True if the text shows the arguments of the server."""
+    error: OpenError | None = None
+    """The first loading error, else the last error, of a text without findings."""
 
 
 @dataclass
@@ -155,6 +182,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     facts, notes = Facts(), dict[str, _Notes]()
     once = load_clues().keys() - _list_placed()
     settled: set[str] = set()
+    error: Passage | None = None
+    command_shown = False
     passages = Passages(
         stream, [word.encode() for word in _ANCHORS], [word.encode() for word in _RARE_ANCHORS]
     )
@@ -163,6 +192,9 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         if _OURS.search(middle):
             continue
         facts.read(middle)
+        command_shown = command_shown or bool(_COMMAND.search(middle))
+        if not passage.warned and _ERROR.search(middle):
+            error = passage
         if passage.of_vllm and "vllm_log" not in settled:
             settled.add("vllm_log")
             notes.setdefault("vllm_log", _Notes()).add(passage.line, (passage.shown, 0, 0))
@@ -171,8 +203,11 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         passages.charge(len(open_clues) * (1 + len(passage.text) // _LONG))
         for clue in open_clues:
             if place := _place(passage, clue):
-                note = notes.setdefault(clue.name, _Notes())
-                note.add(*place)
+                line, excerpt, stated = place
+                note = notes.setdefault(clue.name if stated else f"no {clue.name}", _Notes())
+                note.add(line, excerpt)
+                if not stated:
+                    continue
                 if clue.name in once or note.count >= _ENOUGH:
                     settled.add(clue.name)
     lines = {name: note.list_lines() for name, note in notes.items()}
@@ -184,15 +219,35 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         if finding:
             best[signature.id] = _choose_surer(best.get(signature.id), finding)
     ordered = sorted(best.values(), key=lambda finding: (-finding.confidence, finding.id))
+    findings = tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE)
     return Triage(
-        findings=tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE),
+        findings=findings,
         releases=facts.summarize(),
         possible=tuple(finding for finding in ordered if finding.grade is Grade.POSSIBLE),
         near_misses=tuple(miss for id, miss in reader.misses.items() if id not in best)[:_NEAR_MISSES],
         gpus=tuple(facts.gpus),
-        backends=tuple(map(redactor.mask, facts.backends)),
+        backends=facts.list_backends(),
         bytes_read=passages.bytes_read,
+        other_releases=facts.summarize_others(),
+        command_shown=command_shown,
+        error=_find_open_error(notes.get("loading_error"), error, ordered, redactor),
     )
+
+
+def _find_open_error(
+    loading: _Notes | None, last: Passage | None, findings: Sequence[Finding], redactor: Redactor
+) -> OpenError | None:
+    """Return the first loading error, else the last error, unless a finding explains it."""
+    if loading is not None:
+        line, excerpt = next(iter(loading.excerpts.items()))
+        step = _ASK_LOADING
+    elif last is not None:
+        line, excerpt, step = last.line, (last.shown, 0, len(last.shown)), ""
+    else:
+        return None
+    if any(finding.grade is not Grade.POSSIBLE or finding.line == line for finding in findings):
+        return None
+    return OpenError(line, _mask(excerpt, redactor), step)
 
 
 @cache
@@ -207,11 +262,11 @@ def _list_placed() -> frozenset[str]:
 
 
 def _choose_surer(known: Finding | None, new: Finding) -> Finding:
-    """Return the surer of two findings of one failure, a little surer since there are two."""
+    """Return the surer of two findings of one failure, a little surer if two lines show it."""
     if known is None:
         return new
     surer = known if known.confidence >= new.confidence else new
-    if surer.grade is Grade.POSSIBLE:
+    if surer.grade is Grade.POSSIBLE or known.line == new.line:
         return surer
     confidence = _limit(surer.confidence + _AGREEMENT)
     return replace(surer, confidence=confidence, grade=_judge(confidence))
@@ -227,24 +282,33 @@ def _judge(confidence: float) -> Grade:
     return Grade.LIKELY if confidence > _LIKELY else Grade.POSSIBLE
 
 
-def _place(passage: Passage, clue: Clue) -> tuple[int, _Excerpt] | None:
-    """Return the line of a clue in a passage and its place there, or None if it is not there."""
+def _place(passage: Passage, clue: Clue) -> tuple[int, _Excerpt, bool] | None:
+    """Return the line of a clue in a passage, its place there, and False if the text denies it.
+
+    Returns None if the clue is not there.
+    """
     pattern = re.compile(clue.pattern)  # from the module's own cache
     if clue.cased:
         match = pattern.search(passage.shown)
-        return (passage.line, (passage.shown, *match.span())) if match else None
+        return (passage.line, (passage.shown, *match.span()), True) if match else None
+    denied = None
     for match in pattern.finditer(passage.text):
         if match.start() >= passage.end:
             break
         if match.end() > passage.start:
             start = match.start() - passage.start
-            place = max(0, start), max(0, match.end() - passage.start)
-            return max(1, passage.line - (start < 0)), (passage.shown, *place)
+            span = max(0, start), max(0, match.end() - passage.start)
+            place = max(1, passage.line - (start < 0)), (passage.shown, *span)
+            if clue.event and (passage.warned or is_possible(passage.text, match.start())):
+                continue
+            if not is_denied(passage.text, *match.span()):
+                return *place, True
+            denied = *place, False
     # Only a match across a joint: elsewhere gluing makes one word of two.
     for match in pattern.finditer(passage.glued or ""):
         if any(match.start() < joint < match.end() for joint in passage.joints):
-            return passage.line, (passage.shown, 0, 0)
-    return None
+            return passage.line, (passage.shown, 0, 0), True
+    return denied
 
 
 @dataclass
@@ -263,14 +327,15 @@ class _Reader:
         """Return what `signature` finds, or None. Notes a near miss."""
         place = self._find_clue(signature)
         if place is None:
+            self._note_denial(signature)
             return None
         name, line = place
+        confidence, why, missing = self._weigh(signature, line)
+        if confidence < _LEAST or not all(map(self._is_any_here, signature.needs)):
+            return None
         reason = self.facts.explain_exclusion(signature) or self._explain_misfit(signature)
         if reason:
             self.misses.setdefault(signature.id, NearMiss(signature.id, line, reason))
-            return None
-        confidence, why, missing = self._weigh(signature, line)
-        if confidence < _LEAST:
             return None
         entry = entries()[signature.id]
         return Finding(
@@ -278,16 +343,27 @@ class _Reader:
             line=line,
             excerpt=_mask(self.notes[name].excerpts.get(line, (name.replace("_", " "), 0, 0)), self.redactor),
             confidence=confidence,
-            next_step=fit_step(entry.next, self.facts),
+            next_step=fit_step(signature.next or entry.next, self.facts),
             grade=_judge(confidence),
             why=why,
             missing=missing,
             releases=release_words(entry, self.facts),
         )
 
+    def _is_any_here(self, names: tuple[str, ...]) -> bool:
+        return any(name in self.lines for name in names)
+
+    def _note_denial(self, signature: Signature) -> None:
+        """Note a near miss if the text says that what shows a failure did not happen."""
+        denied = [self.lines[f"no {name}"][0] for name in signature.shows if f"no {name}" in self.lines]
+        if denied and all(map(self._is_any_here, signature.needs)):
+            self.misses.setdefault(
+                signature.id, NearMiss(signature.id, denied[0], "the text says that it did not happen")
+            )
+
     def _list_support(self, signature: Signature) -> list[str]:
         """Return what the text says of the clues that a signature asks for beside the one it shows."""
-        groups = (*signature.near, *signature.anywhere)
+        groups = (*signature.near, *signature.needs, *signature.anywhere)
         present = (next((name for name in group if name in self.lines), None) for group in groups)
         return [load_clues()[name].says for name in present if name and load_clues()[name].says]
 
@@ -309,10 +385,11 @@ class _Reader:
 
     def _weigh(self, signature: Signature, line: int) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
         """Return the confidence with all evidence, what speaks for and against it, and what is missing."""
-        confidence = signature.confidence + (
-            _HEADLINE if line <= _HEADLINES and signature.confidence > _LIKELY else 0
-        )
-        confidence = min(confidence, _SUREST)
+        confidence = signature.confidence
+        if line <= _HEADLINES and _LIKELY < confidence < _CERTAIN:
+            confidence = min(
+                confidence + _HEADLINE, _CERTAIN - _STEP
+            )  # the place alone makes nothing certain
         odds = confidence / (1 - confidence)
         why = self._list_support(signature)
         against: list[str] = []
@@ -324,7 +401,7 @@ class _Reader:
                 (why if evidence.factor > 1 else against).append(_describe(name))
             elif evidence.factor > 1:
                 missing.append(_describe(evidence.names[0]))
-        lacking = [group for group in signature.anywhere if not any(name in self.lines for name in group)]
+        lacking = [group for group in signature.anywhere if not self._is_any_here(group)]
         missing = [*(_describe(group[0]) for group in lacking), *missing]
         odds *= _LACKING ** len(lacking)
         if signature.silent and "crash" in self.lines and "wrong" not in self.lines:

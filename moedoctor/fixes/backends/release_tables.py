@@ -176,6 +176,17 @@ _AnyRow = TypeVar("_AnyRow", bound=_Row)
 
 
 @functools.cache
+def list_backend_names() -> frozenset[str]:
+    """The MoE backends of all releases, in capitals: the names in logs and the values of --moe-backend."""
+    names = {value for release in load_releases().values() for value in release.moe_backends}
+    for scheme in SCHEMES:
+        rows = _load_data(f"{scheme}.json")
+        names |= {name for row in rows["orders"] for name in row["order"]}
+        names |= {row["backend"] for row in rows["kernels"]}
+    return frozenset(name.upper().replace(" ", "_") for name in names) - {"AUTO"}
+
+
+@functools.cache
 def load_tables(scheme: str, release: str) -> Tables:
     """The tables of a scheme as they are for a release. Raises KeyError for one that is not known."""
     written, known = _load_data("handwritten.yaml"), list(load_releases())

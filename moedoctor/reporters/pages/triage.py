@@ -6,20 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from moedoctor.diagnose.triage.triage import Finding, Grade, NearMiss, Triage
+from moedoctor.diagnose.triage.triage import Finding, Grade, NearMiss, OpenError, Triage
 from moedoctor.entries import entries
 from moedoctor.entries.entry import record_hint
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Text
 from moedoctor.reporters.text import count_of
 
-PASTE = (
-    "to be sure, paste more: the release (`vllm --version`), the GPU, the whole command line with the "
-    "variables that begin with VLLM_, and the 30 lines before the error."
-)
 _MISSING = 3
 
 
-_UNDECIDED = "Nothing in this text decides. It may be one of these:"
+_UNDECIDED = "The text is not enough to tell. It may be one of these:"
 _NOTHING = (
     "No known failure in this text. The server may still be broken in another way: "
     "`moedoctor list` shows the failures that are known."
@@ -36,6 +32,9 @@ class LookedAt:
     releases: str
     gpus: tuple[str, ...]
     moe_backends: tuple[str, ...]
+    other_releases: str = field(default="", kw_only=True)
+    command_shown: bool = field(default=False, kw_only=True)
+    error: OpenError | None = field(default=None, kw_only=True, metadata={"sparse": True})
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,16 @@ class TriageDocument:
 
         misses = tuple(miss for _, result in named for miss in result.near_misses)
         looked_at = tuple(
-            LookedAt(each.bytes_read, each.releases, each.gpus, each.backends, file=name)
+            LookedAt(
+                each.bytes_read,
+                each.releases,
+                each.gpus,
+                each.backends,
+                other_releases=each.other_releases,
+                command_shown=each.command_shown,
+                error=each.error,
+                file=name,
+            )
             for name, each in named
         )
         return cls(order_findings("findings"), order_findings("possible"), misses, looked_at)
@@ -82,6 +90,9 @@ class TriageDocument:
                     each.gpus,
                     each.moe_backends,
                     each.bytes,
+                    each.other_releases,
+                    each.command_shown,
+                    each.error,
                 ),
             )
             for each in self.looked_at
@@ -118,14 +129,44 @@ def _make_page(result: Triage) -> list[Block]:
         for miss in result.near_misses:
             title = f"not it, line {miss.line}: {entries()[miss.id].title}"
             page.append(Item(miss.id, title, [("", miss.reason)]))
-    parts = [f"{count_of(result.bytes_read, 'byte')} were read"]
-    parts.append(f"the text names {result.releases}" if result.releases else "the text names no release")
+        if result.error:
+            page.append(_show_error(result.error))
+    parts = [f"{count_of(result.bytes_read, 'byte')} were read", _describe_releases(result)]
     parts.append(f"GPU: {', '.join(result.gpus[:4])}" if result.gpus else "no GPU")
-    parts.append(f"MoE backend: {', '.join(result.backends[:4])}" if result.backends else "no MoE backend")
+    parts.append(
+        f"MoE backend: {', '.join(result.backends[:4])}" if result.backends else "no MoE backend of vLLM"
+    )
     page.append(Paragraph(f"Looked at: {'; '.join(parts)}."))
-    if not any(finding.grade is Grade.CERTAIN for finding in result.findings):
-        page.append(Step(PASTE))
+    if result.error and result.error.next_step:
+        page.append(Step(result.error.next_step))
+    elif not any(finding.grade is Grade.CERTAIN for finding in result.findings):
+        page.append(Step(f"to be sure, paste more: {', '.join(_list_lacking(result))}."))
     return page
+
+
+def _show_error(error: OpenError) -> Item:
+    lines: list[tuple[str, Text]] = [("", Span(error.excerpt, "code"))]
+    return Item("error", f"line {error.line}: no entry explains this message", lines)
+
+
+def _describe_releases(result: Triage) -> str:
+    if result.releases:
+        return f"the text names {result.releases}"
+    if result.other_releases:
+        return f"the text names {result.other_releases}, but not as the release that failed"
+    return "the text names no release"
+
+
+def _list_lacking(result: Triage) -> list[str]:
+    """Return the facts that a text about a failure should have, and this one has not."""
+    lacking = {
+        "the release (`vllm --version`)": not result.releases,
+        "the GPU": not result.gpus,
+        "the whole command line": not result.command_shown,
+        "the variables that begin with VLLM_": True,
+        "the 30 lines before the error": True,
+    }
+    return [fact for fact, is_lacking in lacking.items() if is_lacking]
 
 
 def _make_item(finding: Finding) -> Item:

@@ -1,0 +1,175 @@
+"""Triage takes from a text what the text says: denials, possibilities, devices, words, releases, errors."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from moedoctor.diagnose.triage.triage import Finding, Grade, Triage, triage
+from moedoctor.reporters.pages.triage import triage_page
+from moedoctor.reporters.table import to_text
+
+
+def read(text: str) -> Triage:
+    return triage(io.BytesIO(text.encode()))
+
+
+def find(text: str, id: str) -> Finding:
+    result = read(text)
+    return next(finding for finding in (*result.findings, *result.possible) if finding.id == id)
+
+
+@pytest.mark.parametrize(
+    ("text", "id"),
+    [
+        ('I could not reproduce "b_scales is not on GPU"', "MD003"),
+        ("We can't reproduce RuntimeError: b_scales is not on GPU with --cpu-offload-gb 4", "MD003"),
+        ("b_scales is not on GPU does not happen here. Offload with --cpu-offload-gb 4", "MD003"),
+        ("There is no cudaErrorNoKernelImageForDevice on my RTX 5090 with an NVFP4 MoE.", "MD004"),
+        ('my server does not show "Using KV cache scaling factor 1.0 for fp8_e4m3"', "MD012"),
+        ("We never saw an illegal memory access with --cpu-offload-gb 8", "MD020"),
+    ],
+)
+def test_a_failure_that_the_text_denies_is_a_near_miss(text: str, id: str) -> None:
+    result = read(text)
+    assert (result.findings, result.possible) == ((), ())
+    reasons = {miss.id: miss.reason for miss in result.near_misses}
+    assert reasons[id] == "the text says that it did not happen"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I cannot reproduce it every time: RuntimeError: b_scales is not on GPU",
+        "I could not find out why b_scales is not on GPU",
+        "There is no traceback but b_scales is not on GPU",
+        "The server does not show anything else. b_scales is not on GPU",
+    ],
+)
+def test_another_denial_in_the_text_denies_nothing(text: str) -> None:
+    assert find(f"{text}\nvllm serve X --cpu-offload-gb 4", "MD003").grade is Grade.CERTAIN
+
+
+@pytest.mark.parametrize("hedge", ["may cause", "could lead to", "can produce"])
+def test_what_may_happen_did_not_happen(hedge: str) -> None:
+    text = f"vllm serve X-NVFP4-MoE --cpu-offload-gb 4\nThis setting {hedge} incorrect outputs."
+    assert read(text).findings == ()
+    assert read(text.replace(hedge, "gives")).findings[0].id == "MD008"
+
+
+def test_a_warning_tells_of_no_crash() -> None:
+    traceback = "WARNING 11-23 02:19:23 [base.py:383] Traceback (most recent call last):"
+    warning = "WARNING 11-23 02:19:18 [kv_cache.py:203] Using KV cache scaling factor 1.0 for fp8_e4m3."
+    assert find(f"{traceback}\n{warning}", "MD012").grade is Grade.LIKELY
+    assert find(f"{traceback.replace('WARNING', 'ERROR')}\n{warning}", "MD012").grade is Grade.POSSIBLE
+
+
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("NotImplementedError: No FP8 MoE backend supports the deployment configuration.", "every backend"),
+        (
+            "ValueError: FP8 MoE backend 'DEEPGEMM' does not support the deployment configuration since "
+            "kernel does not support current device cuda.",
+            "remove the setting",
+        ),
+        ("RuntimeError: b_scales is not on GPU", ""),
+    ],
+)
+def test_a_lone_line_is_likely_at_best_and_its_advice_rests_on_it(line: str, advice: str) -> None:
+    (finding,) = read(line).findings
+    assert finding.grade is Grade.LIKELY
+    assert advice in finding.next_step
+    assert not advice or "use the flag" not in finding.next_step
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RTX 4090: RuntimeError: No supported CUDA architectures found for major versions [10, 12].",
+        "RuntimeError: FlashInfer requires GPUs with sm75 or higher",
+        "NVFP4 MoE: the trtllm kernel of FlashInfer is not supported on sm_120a, it requires sm_100a",
+        "H100 with an NVFP4 MoE: no kernel image is available for execution on the device",
+    ],
+)
+def test_a_refusal_by_device_is_no_build_failure(text: str) -> None:
+    assert [finding.id for finding in read(text).findings] == []
+
+
+SCALE_ONE = "WARNING [kv_cache.py:104] Using KV cache scaling factor 1.0 for fp8_e4m3."
+
+
+def test_who_has_kv_scales_is_not_told_to_add_them() -> None:
+    finding = find(f"{SCALE_ONE} My checkpoint has k_scale and v_scale. The output is garbage.", "MD012")
+    assert finding.grade is not Grade.CERTAIN
+    assert "or a checkpoint with KV scales" not in finding.next_step
+    assert (
+        find(f"{SCALE_ONE} The checkpoint ships no k_scale and no v_scale.", "MD012").grade is Grade.CERTAIN
+    )
+
+
+@pytest.mark.parametrize("words", ["works", "does nothing", "environment variable", "fused"])
+def test_words_are_not_backends(words: str) -> None:
+    assert read(f"MoE: --moe-backend {words}, moe_backend {words}").backends == ()
+    assert read(f"{words}: vllm serve X --moe-backend marlin").backends == ("MARLIN",)
+    assert read("Using 'FlashInfer TRTLLM' Unquantized MoE backend").backends == ("FLASHINFER_TRTLLM",)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Name: vllm\nVersion: 0.33.0",
+        "I run release 0.33.0 of vLLM",
+        "vLLM (version 0.33.0)",
+        "After upgrading to vLLM 0.33.0 the server crashes",
+        "We upgraded to vLLM 0.33.0 and it crashes",
+    ],
+)
+def test_a_release_in_the_text_is_named(text: str) -> None:
+    assert read(text).releases == "vLLM 0.33.0"
+
+
+def show(text: str) -> str:
+    return " ".join(to_text(triage_page([("stdin", read(text))]), width=120).split())
+
+
+def test_another_release_than_the_one_that_failed_is_named_as_such() -> None:
+    assert "names vLLM 0.19.1, but not as the release that failed" in show("It works in vLLM 0.19.1")
+    assert "the text names no release" in show("It fails")
+
+
+def test_what_the_text_has_is_not_asked_for_again() -> None:
+    whole = "vLLM API server version 0.33.0\nvllm serve m --moe-backend marlin on an H200\nit hangs"
+    asked = show(whole).partition("paste more: ")[2]
+    assert "VLLM_" in asked
+    assert not any(word in asked for word in ("--version", "GPU", "command line"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "KeyError: 'layers.0.mlp.experts.w2_weight'",
+        "AttributeError: 'Qwen3MoeMLP' object has no attribute 'w2_weight'",
+        "AttributeError: Layer layers.0.experts has no parameter 'w2_weightection' for checkpoint weight 'x'",
+        "AssertionError: Tried to load weights of size torch.Size([16, 512])to a parameter of size [8, 512]",
+        "RuntimeError: The size of tensor a (192) must match the size of tensor b (256) at dimension 0",
+        "ValueError: input size 192 is not divisible by weight quantization block_n = 128.",
+        "ValueError: Following weights were not initialized from checkpoint: {'lm_head.weight'}",
+        "ValueError: There is no module or parameter named 'gate' in Qwen3MoeForCausalLM",
+    ],
+)
+def test_a_loading_error_leads_to_preflight_and_is_no_known_failure(line: str) -> None:
+    result = read(line)
+    assert (result.findings, result.possible) == ((), ())
+    assert result.error is not None
+    assert result.error.excerpt == line
+    assert "`moedoctor preflight -- vllm serve ...`" in show(line)
+    assert "No known failure" in show(line)
+
+
+def test_an_error_that_no_entry_explains_is_shown() -> None:
+    error = read("INFO fine\nValueError: Unknown quantization method: xyz\nINFO bye").error
+    assert error is not None
+    assert (error.line, error.next_step) == (2, "")
+    assert read("RuntimeError: CUDA error: an illegal memory access was encountered").error is None
