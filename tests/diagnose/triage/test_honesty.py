@@ -160,9 +160,10 @@ def test_what_the_text_has_is_not_asked_for_again() -> None:
     ],
 )
 def test_a_loading_error_leads_to_preflight_and_is_no_known_failure(line: str) -> None:
-    result = read(line)
+    result = read(f"INFO Loading weights\n{line}\nINFO the engine ends")
     assert (result.findings, result.possible) == ((), ())
     assert result.error is not None
+    assert result.error.next_step
     assert result.error.excerpt == line
     assert "`moedoctor preflight -- vllm serve ...`" in show(line)
     assert "No known failure" in show(line)
