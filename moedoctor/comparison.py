@@ -47,6 +47,7 @@ from moedoctor.results import (
     ScenarioVerdict,
     to_plain,
 )
+from moedoctor.text import shorten
 
 _SAME_FOR_VERDICTS = ("gpu", "vllm", "flashinfer")
 _SAME_FOR_METRICS = ("driver", "torch")
@@ -361,7 +362,7 @@ def judge_metric(
 def _parse_part(part: str) -> tuple[str, float]:
     match = _PART.fullmatch(part)
     if match is None:
-        raise ValueError(f"tolerance {part[:60]!r}: expected a percentage such as 5%, or METRIC:5%")
+        raise ValueError(f"tolerance {shorten(part)!r}: expected a percentage such as 5%, or METRIC:5%")
     key, percent = match["key"] or "", float(match["percent"])
     if percent > _MAX_PERCENT:
         raise ValueError(f"tolerance {part!r}: expected 0% to {_MAX_PERCENT:.0f}%")

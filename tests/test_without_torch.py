@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -119,6 +120,19 @@ def _run(command: Sequence[str], place: Path, environ: Mapping[str, str]) -> sub
 def test_every_command_is_tried_without_torch() -> None:
     commands: Any = get_command(app)
     assert set(commands.commands) == {*ANSWERS, *NEED_TORCH, "preflight"}  # it asks a Python with vLLM
+
+
+def test_the_readme_lists_what_needs_torch_and_what_needs_ray() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    plain, torch, ray = (
+        next(line for line in lines if line.startswith(f"pip install {what}"))
+        for what in (". ", "'.[torch]'", "'.[fleet]'")
+    )
+    assert all(re.search(rf"\b{name}\b", torch) for name in NEED_TORCH)
+    named = re.findall(r"\w+", plain.partition("#")[2].partition(", and")[0])
+    assert named
+    assert set(named) <= {*ANSWERS} - {"fleet"}
+    assert "Ray" in ray
 
 
 @pytest.mark.parametrize("command", ANSWERS)

@@ -25,7 +25,7 @@ from moedoctor.plugin.extensions import FIXES
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.output import show_progress
 from moedoctor.reporters.pages.bench_engines import EngineBench
-from moedoctor.text import print_message
+from moedoctor.text import print_message, shorten
 
 _BACKEND = re.compile(r"[a-z0-9_]{1,60}")
 
@@ -83,7 +83,7 @@ def _read_variants(given: Sequence[str] | None) -> list[Variant]:
         try:
             variants.append(Variant.parse(text))
         except ValueError as error:
-            raise InputError(f"--variant {text[:80]}: {error}") from None
+            raise InputError(f"--variant {shorten(text)}: {error}") from None
     return variants
 
 

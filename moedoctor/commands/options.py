@@ -253,7 +253,7 @@ def parse_numbers(option_name: str, given: Sequence[str] | None, most: int, expe
     values = set()
     for text in split_texts(given):
         if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
-            raise InputError(f"{option_name} {text[:40]}: expected {expected}")
+            raise InputError(f"{option_name} {shorten(text)}: expected {expected}")
         values.add(int(text))
     return tuple(sorted(values))
 

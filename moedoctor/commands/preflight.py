@@ -24,7 +24,7 @@ from moedoctor.commands.options import (
     split_texts,
 )
 from moedoctor.commands.pages import deliver_document
-from moedoctor.text import print_message
+from moedoctor.text import print_message, shorten
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.preflight.ask import Question, Release
@@ -232,7 +232,7 @@ def _make_question(
     major, _, minor = capability.partition(".")
     for text in split_texts(rank):
         if not (text.isascii() and text.isdigit() and int(text[:9]) <= _MOST_RANK):
-            raise InputError(f"--rank {text[:40]}: expected numbers from 0 to {_MOST_RANK}")
+            raise InputError(f"--rank {shorten(text)}: expected numbers from 0 to {_MOST_RANK}")
     ranks = tuple(sorted({int(text) for text in split_texts(rank)}))
     return Question(
         (int(major), int(minor)), int(gib * 2**30), int(gpus), ranks or None, post, trust, timeout

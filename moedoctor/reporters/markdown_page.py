@@ -32,6 +32,8 @@ _BLOCK_START = re.compile(r"^(\d*)(?=[#+-]|[.)](?:\s|$)|::)")
 _MENTION = re.compile(r"(?<![A-Za-z0-9])@(?=\w)")
 _REFERENCE = re.compile(r"(?<![\w.-])([\w.-]{1,100}/[\w.-]{1,100})#(\d+)")
 _TICKS = re.compile("`+")
+_IN_TICKS = re.compile(r"(?<!`)(`(?!`)[^`|]+`)(?!`)")
+"""Code; a cell of a table would end at |, also inside it."""
 
 
 def to_markdown(page: Page) -> str:
@@ -67,6 +69,12 @@ def link_source(source: str) -> str:
 
 
 def _write_inline(text: str) -> str:
+    """Return text between single backticks as code, in which nothing acts, and the rest escaped."""
+    parts = _IN_TICKS.split(text)
+    return "".join(part if index % 2 else _escape_inline(part) for index, part in enumerate(parts))
+
+
+def _escape_inline(text: str) -> str:
     escaped = _SPECIAL.sub(r"\\\g<0>", text)
     escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     # An @ that begins a word would notify the person of that name.

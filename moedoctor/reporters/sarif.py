@@ -19,6 +19,7 @@ from moedoctor.entries import entries
 from moedoctor.interfaces import Reporter
 from moedoctor.reporters.findings import LEVELS, Finding, Findings, find_in_run, shorten_line
 from moedoctor.results import Report, to_json
+from moedoctor.text import shorten
 
 MOST_RESULTS = 5_000
 MOST_TEXT = 1_024
@@ -89,7 +90,7 @@ def _make_rule(worst: Finding, findings: Findings) -> dict[str, Any]:
         body = "\n\n".join(f"## {heading}\n\n{text}" for heading, text in sections.items())
         rule["help"] = {
             "text": shorten_line(f"{entry.next} Fix: {entry.fix}", MOST_HELP),
-            "markdown": f"{entry.next}\n\n{body}"[:MOST_HELP],
+            "markdown": shorten(f"{entry.next}\n\n{body}", MOST_HELP),
         }
         if entry.links:
             rule["helpUri"] = entry.links[0].url

@@ -166,11 +166,11 @@ def _draw_block(block: Block, columns: int) -> Iterator[RenderableType]:
 
 
 def _make_grid(gap: int, width: int | None = None) -> Grid:
-    """Return two columns without lines: labels that never break, and text."""
+    """Return two columns without lines: labels, which break only if they are wider than half, and text."""
     from rich.table import Table as Grid
 
     grid = Grid.grid(padding=(0, gap, 0, 0))
-    grid.add_column(width=width, no_wrap=True)
+    grid.add_column(width=width, overflow="fold")
     grid.add_column(overflow="fold")
     return grid
 

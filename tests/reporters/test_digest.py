@@ -102,7 +102,7 @@ def test_equal_rows_are_counted_and_the_environment_is_folded() -> None:
     facts = Table(("fact", "value"), [("gpu", "none")])
     page = [Heading("title", 1), Table(("x", "y"), rows), Fold("Environment", [facts]), Heading("After")]
     text = make_digest(page, Answer(["title", "a GPU"], ["one thing", "because"], ["do `it`"]))
-    lines = ("- **Looked at:** title; a GPU", "- **Found:** one thing; because", "- **To do:** do \\`it\\`")
+    lines = ("- **Looked at:** title; a GPU", "- **Found:** one thing; because", "- **To do:** do `it`")
     assert text.startswith("\n".join(("# title", "", *lines, "", "")))
     assert "| a | 1 | 3 |" in text
     assert "| b | 2 |  |" in text

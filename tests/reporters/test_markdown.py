@@ -11,7 +11,7 @@ from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, 
 
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.markdown_page import escape, link_source, to_markdown
-from moedoctor.reporters.page import Picture
+from moedoctor.reporters.page import Paragraph, Picture
 from moedoctor.reporters.text import summarize
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
 from moedoctor.text import join_lines
@@ -31,6 +31,8 @@ def _shown(markdown: str) -> list[str]:
             parts = [
                 inner.content
                 if inner.type == "text"
+                else f"`{inner.content}`"
+                if inner.type == "code_inline"
                 else (
                     "" if inner.type == "html_inline" and inner.content == "<!-- -->" else f"<{inner.type}>"
                 )
@@ -164,7 +166,7 @@ def test_nothing_in_a_report_is_markup() -> None:
     html = {
         i.content for token in PARSER.parse(text) for i in token.children or () if i.type == "html_inline"
     }
-    assert kinds <= {"text", "text_special", "strong_open", "strong_close", "html_inline"}
+    assert kinds <= {"text", "text_special", "code_inline", "strong_open", "strong_close", "html_inline"}
     assert html == {"<!-- -->"}
     assert join_lines(HOSTILE) in _shown(text)
     assert len(_tables(text)[1]) == 3 * 4
@@ -187,3 +189,10 @@ def test_stderr_of_a_crash_cannot_end_its_code_block() -> None:
 
 def test_a_finished_run_is_not_called_interrupted() -> None:
     assert "Interrupted" not in _render(report(scenario(), summary=Summary(interrupted=False)))
+
+
+def test_a_command_in_backticks_is_code_and_nothing_else_becomes_it() -> None:
+    text = to_markdown([Paragraph("`moedoctor check -o *.md` @one `@two` `a|b` ``c`` and ` *alone*")])
+    assert text == (
+        "`moedoctor check -o *.md` @<!-- -->one `@two` \\`a\\|b\\` \\`\\`c\\`\\` and \\` \\*alone\\*\n"
+    )

@@ -172,11 +172,12 @@ def test_no_word_breaks_at_sixty_columns(
     ),
     st.integers(MIN_WIDTH, 120),
     st.booleans(),
+    st.sampled_from((1, 40, 90)),
 )
 def test_no_cell_of_a_table_is_lost_at_any_width(
-    rows: list[tuple[str, ...]], width: int, grouped: bool
+    rows: list[tuple[str, ...]], width: int, grouped: bool, longest: int
 ) -> None:
-    header = ("group", *(f"column{number}" for number in range(len(rows[0]))))
+    header = ("group", *(f"{number}" * longest for number in range(len(rows[0]))))
     text = to_text([Table(header, [("g", *row) for row in rows], grouped=grouped)], width=width)
     assert max(map(cell_len, text.splitlines())) <= width
     assert sum(map(text.count, "ab")) == sum(

@@ -89,7 +89,7 @@ def summarize(bench: CacheBench) -> str:
         rates = {name: point.hit_rate for name, point in points.items() if name != BOUND}
         if rates:
             policy = max(rates, key=lambda name: rates[name])
-            bound = f" of at most {points[BOUND].hit_rate:.1%}" if BOUND in points else ""
+            bound = f" of at most {points[BOUND].hit_rate:.1%}" if _is_optimal(points) else ""
             best.append(f"{capacity} slots: {policy} {rates[policy]:.1%}{bound}")
     return "; ".join(best)
 
@@ -124,6 +124,11 @@ def _group_by_capacity(bench: CacheBench) -> dict[int, dict[str, ReplayPoint]]:
     for point in sorted(bench.points, key=lambda point: point.capacity):
         points.setdefault(point.capacity, {})[point.policy] = point
     return points
+
+
+def _is_optimal(points: Mapping[str, ReplayPoint]) -> bool:
+    """Return True if Belady's hit rate is a bound: calls that overflow run in groups, of which it is none."""
+    return BOUND in points and not points[BOUND].overflowing
 
 
 def _make_table(bench: CacheBench) -> Table:
@@ -212,7 +217,7 @@ def _make_title(bench: CacheBench) -> str:
     """Return which policy comes nearest to the optimum where not every expert fits, and how near."""
     shares: dict[str, list[float]] = {}
     for capacity, points in _group_by_capacity(bench).items():
-        best = points[BOUND].hit_rate if BOUND in points else 0.0
+        best = points[BOUND].hit_rate if _is_optimal(points) else 0.0
         for name, point in points.items():
             if name != BOUND and best > 0 and capacity < bench.facts.num_experts:
                 shares.setdefault(name, []).append(point.hit_rate / best)

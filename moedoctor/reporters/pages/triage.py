@@ -11,6 +11,7 @@ from moedoctor.entries import entries
 from moedoctor.entries.entry import record_hint
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Text
 from moedoctor.reporters.text import count_of
+from moedoctor.text import join_some
 
 _MISSING = 3
 
@@ -132,9 +133,9 @@ def _make_page(result: Triage) -> list[Block]:
         if result.error:
             page.append(_show_error(result.error))
     parts = [f"{count_of(result.bytes_read, 'byte')} were read", _describe_releases(result)]
-    parts.append(f"GPU: {', '.join(result.gpus[:4])}" if result.gpus else "no GPU")
+    parts.append(f"GPU: {join_some(result.gpus, 4)}" if result.gpus else "no GPU")
     parts.append(
-        f"MoE backend: {', '.join(result.backends[:4])}" if result.backends else "no MoE backend of vLLM"
+        f"MoE backend: {join_some(result.backends, 4)}" if result.backends else "no MoE backend of vLLM"
     )
     page.append(Paragraph(f"Looked at: {'; '.join(parts)}."))
     if result.error and result.error.next_step:
@@ -188,7 +189,12 @@ def _show_possible(finding: Finding) -> Item:
     title = f"possible, line {finding.line}: {entries()[finding.id].title}"
     lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
     if finding.missing:
-        lines.append(("likely if", "; ".join(finding.missing[:_MISSING])))
+        lines.append(
+            (
+                "likely if",
+                "; ".join([*finding.missing[:_MISSING], *(["…"] if finding.missing[_MISSING:] else [])]),
+            )
+        )
     return Item(finding.id, title, [*lines, ("more", _explain(finding.id))])
 
 

@@ -46,6 +46,13 @@ def test_without_an_optimum_no_title_names_it() -> None:
     assert not [line for line in rates.series if line.bound]
 
 
+def test_calls_that_overflow_have_no_optimum_to_reach() -> None:
+    points = tuple(replace(point, overflowing=1) for point in BENCH.points)
+    (rates,) = list_charts(replace(BENCH, points=points))
+    assert rates.title == "Hit rate over capacity"
+    assert "of at most" not in summarize(replace(BENCH, points=points))
+
+
 def test_the_summary_names_the_best_causal_policy_and_the_bound() -> None:
     rates = {(point.policy, point.capacity): point.hit_rate for point in BENCH.points}
     best = max(rates[name, 8] for name in ("lru", "lfu", "lfru", "aging"))
