@@ -72,6 +72,11 @@ _NAMED = re.compile(
 _CLOSERS = "\"'\\)]}>,;.:"
 _OF_USER = re.compile(r"(?P<name>(?:USER(?:NAME)?|LOGNAME|COMPUTERNAME|HOSTNAME)=)(?P<value>[^\s\"',;]+)")
 
+_NOBODYS = (
+    r"model|checkpoint|dataset|cache|hf|hub|huggingface|vllm|flashinfer|moedoctor|run|report|log|build|tmp"
+)
+"""Folders of a disk that are named after nobody."""
+
 # What has a shape. Names of groups are the names of the rules.
 _NAME = r"(?:[^\W_]|['.@+$_-](?=[^\W_]))[^\s\\/:\"'<>|,;()*?\[\]{}=]{0,63}"
 _SHAPED = re.compile(
@@ -92,10 +97,13 @@ _SHAPED = re.compile(
   | (?P<random>(?<!_)[a-z0-9]{{24,}}(?!\w))
   | (?P<mail>(?<![\w.+-])[\w.+-]+@(?:[\w-]+\.)+[a-z]{{2,24}}(?![\w@(\[]))
   | (?P<prompt>(?<![\w.+-])[\w.+-]+@[a-z][\w.-]*(?=:[~/\\]))
+  | (?P<wildcard>(?<=\*\.)(?:[a-z0-9-]+\.)+(?:local|internal|lan|corp|intranet|localdomain)(?![\w(]))
   | (?P<internal>(?<![\w.-])(?:[a-z0-9-]+\.)+(?:local|internal|lan|corp|intranet|localdomain)(?![\w(]))
   )
   | (?P<home>[\\/]{{1,4}}(?:home|users|documents[ ]and[ ]settings)[\\/]{{1,4}})
       {_NAME}(?:(?:[ ]{_NAME}){{1,3}}(?=[\\/])|(?P<rest>(?:[ ]{_NAME}){{1,3}})(?=["':)]|$))?
+  | (?P<disk>(?<![\w.~…-])/(?:data|scratch|lustre|gpfs|nfs|fsx)\d{{0,2}}/)
+      (?!(?:{_NOBODYS})s?/){_NAME}(?=/)
   | (?P<root>/root(?<![\w.~-]/root)\b)""",
     re.VERBOSE | re.MULTILINE,
 )
@@ -265,6 +273,8 @@ def _mask_shaped(match: re.Match[str], text: str) -> str:
         quoted = text[match.end() : match.end() + 1] in ("'", '"')
         is_name = not rest or quoted or all(word[0].isupper() for word in rest.split())
         return folder if is_name else folder + _replace(_SHAPED, _mask_shaped, rest)
+    if kind == "disk":
+        return text[slice(*match.span(kind))] + HIDDEN
     if kind == "root":
         return "~"
     if kind == "uuid":

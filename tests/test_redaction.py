@@ -134,6 +134,9 @@ C:\Users\Ann {}\x
 C:\\Users\\ann {}\\x
 D:/Users/{}/x
 /mnt/c/Users/{}/x
+/scratch/{}/models/x
+/data2/{}/run
+*.{}.internal
 file:///home/{}/x
 \\wsl$\Ubuntu\home\{}\x
 USER={}
@@ -254,6 +257,9 @@ topk_ids: [[1, 2]]
 CUDA error: an illegal memory access
 /usr/local/cuda-13.0/bin
 threading.local
+*.experts.w13_weight
+/data/models/qwen3/config.json
+/mnt/nvme0/x
 key=value
 host memory
 12.3 GiB
