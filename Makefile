@@ -25,7 +25,7 @@ RELEASES ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: docs evidence help setup run test lint format schema readme plugintable baseline browser test-upstream releases backendreports slow stress
+.PHONY: docs evidence help setup run test lint format schema readme reports plugintable baseline browser test-upstream releases backendreports slow stress
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -80,6 +80,9 @@ readme: setup ## make the made blocks of all documents anew from code and report
 
 docs: setup ## build the documentation in out/site; open out/site/index.html
 	@$(BIN)/python -m mkdocs build --quiet $(ARGS)
+
+reports: setup ## write the page of each stored report anew from its JSON
+	@$(BIN)/python scripts/stored_pages.py --write
 
 plugintable: setup ## write the data of `moedoctor check` and the table of docs/plugin.md from the reports
 	@$(BIN)/python scripts/plugin_table.py --write

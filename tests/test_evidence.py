@@ -52,9 +52,33 @@ def test_the_index_lists_every_report_and_no_other(folder: Path) -> None:
     assert sorted(listed) == [file.stem for file in REPORTS if file.parent == folder]
 
 
+sys.path.insert(0, str(ROOT / "scripts"))
+pages = importlib.import_module("stored_pages")
+
+
+@pytest.mark.parametrize("file", [*pages.list_reports()], ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_the_markdown_of_a_report_is_the_page_of_its_json(file: Path) -> None:
+    assert pages.render(file) == file.with_suffix(".md").read_text(encoding="utf-8"), "run: make reports"
+
+
+def test_a_page_that_differs_from_its_json_is_found_and_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "reports" / "nvidia-h200"
+    folder.mkdir(parents=True)
+    text = (ROOT / "reports" / "nvidia-h200" / "sentinel_ids.json").read_text()
+    (folder / "sentinel_ids.json").write_text(text.replace("580.159.04", "590.1"))
+    page = folder / "sentinel_ids.md"
+    page.write_text((ROOT / "reports" / "nvidia-h200" / "sentinel_ids.md").read_text())
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    assert pages.main([]) == 1
+    assert "nvidia-h200/sentinel_ids.md: is not the page of its JSON: make reports" in capsys.readouterr().err
+    assert pages.main(["--write"]) == pages.main([]) == 0
+    assert "590.1" in page.read_text()
+
+
 @pytest.mark.parametrize("file", REPORTS, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_a_report_has_its_markdown_and_names_no_folder_of_the_machine(file: Path) -> None:
-    assert file.with_suffix(".md").exists()
+def test_a_report_names_no_folder_of_the_machine(file: Path) -> None:
     text = file.read_text().replace("/tmp/capsules", "")  # a promise's command names this folder
     assert not _HOME.search(text)
 
