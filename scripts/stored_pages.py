@@ -1,7 +1,7 @@
 """Writes the Markdown of each stored report from its JSON, and checks it.
 
-With ``--write`` every page becomes what ``moedoctor show REPORT --format markdown --full`` makes of the JSON now;
-without it each must be so already.
+With ``--write`` every page becomes what ``moedoctor show REPORT --format markdown --full`` makes of the JSON
+now; without it each must be so already.
 
 Exit code: 0 every page is what it would be, 1 one is not.
 """
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def list_reports() -> Iterator[Path]:
-    """Give the JSON file of each stored report of a command. Those of capsules have a page of another script."""
+    """Give the JSON file of each stored report of a command; not of capsules, which have another page."""
     for folder in ("nvidia-*", "releases"):
         yield from sorted((ROOT / "reports").glob(f"{folder}/*.json"))
 
