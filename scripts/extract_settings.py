@@ -34,6 +34,14 @@ from moedoctor.processes import files
 OUT = Path(__file__).resolve().parent.parent / "moedoctor" / "diagnose" / "settings" / "data"
 PROBES = ("0", "1", "2", "-1", "true", "True", "false", "yes", "on", "1.5", "banana")
 NAMES = {"VLLM": re.compile(r"VLLM_[A-Z0-9_]+"), "FLASHINFER": re.compile(r"FLASHINFER_[A-Z0-9_]+")}
+MOE_CODE = (
+    *("model_executor/layers/fused_moe/oracle/*.py", "model_executor/layers/fused_moe/modular_kernel.py"),
+    *("model_executor/layers/fused_moe/**/*.py", "config/parallel.py", "config/kernel.py"),
+    *("utils/flashinfer.py", "utils/deep_gemm.py", "utils/import_utils.py", "utils/b12x.py"),
+)
+"""Code that decides about MoE layers, the most telling first."""
+READERS = {"vllm_is_batch_invariant": "VLLM_BATCH_INVARIANT"}
+"""Functions that read a variable for others."""
 _GETENV = re.compile(r'getenv\(\s*"(FLASHINFER_[A-Z0-9_]+)"')
 
 
@@ -52,7 +60,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     write("vllm_variables.json", vllm, lambda folder: dict(vllm_variables(folder)))
     write("flashinfer_variables.json", flashinfer, lambda folder: dict(flashinfer_variables(folder)))
-    write("vllm_flags.json", vllm, lambda folder: dict(flags(folder)))
+    write("vllm_flags.json", vllm, flags)
 
 
 def folders(root: Path) -> dict[str, Path]:
@@ -86,6 +94,27 @@ def trees(folder: Path, mentioning: str) -> Iterator[tuple[str, ast.Module]]:
 
 
 def vllm_variables(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    moe = moe_variables(release / "vllm")
+    for name, row in all_variables(release):
+        yield name, {**row, **({"moe": moe[name]} if name in moe else {})}
+
+
+def moe_variables(root: Path) -> dict[str, str]:
+    """The variables that code of MoE layers reads -> the file."""
+    files: dict[str, str] = {}
+    for file in (file for pattern in MOE_CODE for file in sorted(root.glob(pattern))):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = node.attr if isinstance(node, ast.Attribute) else None
+            if isinstance(node, ast.Name):
+                name = READERS.get(node.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                name = node.value
+            if name is not None and NAMES["VLLM"].fullmatch(name):
+                files.setdefault(name, file.relative_to(root.parent).as_posix())
+    return files
+
+
+def all_variables(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     declared = dict(declared_variables(release / "vllm" / "envs.py"))
     yield from declared.items()
     for path, tree in trees(release / "vllm", "VLLM_"):
@@ -225,8 +254,16 @@ def flashinfer_variables(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, {"source": source}
 
 
-def flags(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every flag of `vllm serve`: those added by name, and those made of the front end's dataclass fields."""
+def flags(release: Path) -> dict[str, dict[str, Any]]:
+    """Every flag of `vllm serve`, as the engine's parser has it if another command has the name, too."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, row in all_flags(release):
+        rows.setdefault(name, row)
+    return rows
+
+
+def all_flags(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The flags that are added by name, and those made of the front end's dataclass fields."""
     root = release / "vllm"
     files = [
         root / "engine" / "arg_utils.py",
@@ -244,8 +281,10 @@ def flags(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     for argument in node.args
                     if isinstance(argument, ast.Constant) and str(argument.value).startswith("-")
                 ]
-                for name in names:
-                    yield str(name), {**choices.get(str(name), {}), "source": f"{where}:{node.lineno}"}
+                long = next((str(name) for name in names if str(name).startswith("--")), "")
+                for name in map(str, names):
+                    other = {"of": long} if long not in ("", name) else {}
+                    yield name, {**choices.get(name, {}), **other, "source": f"{where}:{node.lineno}"}
             if isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
                 for field in node.body:
                     if isinstance(field, ast.AnnAssign):

@@ -15,6 +15,8 @@ from moedoctor.text import find_closest
 
 MOE_BACKEND = "--moe-backend"
 KERNEL_CONFIG = "--kernel-config"
+EXPERT_PARALLEL = "--enable-expert-parallel"
+_OPTIMIZATION = "--optimization-level"
 _OPPOSITES = (
     ("--no-", "--"),
     ("--no-", "--enable-"),
@@ -26,7 +28,9 @@ _PROGRAM = re.compile(r"(?:.*/)?vllm|vllm\.\S+|\S*vllm-openai\S*")
 """``vllm``, ``python -m vllm.entrypoints.openai.api_server``, the image ``vllm/vllm-openai:v0.21.0``."""
 _SETTING = re.compile(r"(?:--env=|-e)?((?:vllm|flashinfer)_\w+)=(.*)", re.IGNORECASE | re.DOTALL)
 """As in ``NAME=VALUE vllm serve`` and ``docker run -e NAME=VALUE``."""
-_DATA_PARALLEL = re.compile(r"-dp(=.*)?")
+_NO_FLAG = re.compile(r"-?|-\d+|-\d*\.\d+|[^-].*|.*\s.*", re.DOTALL)
+"""Words that argparse takes for values, as vLLM has no flag that looks like a number."""
+_SIZES = ("--tensor-parallel-size", "--data-parallel-size", "--prefill-context-parallel-size")
 
 
 @dataclass(frozen=True)
@@ -63,19 +67,27 @@ def split_command(words: Sequence[str]) -> Served:
 
 
 def read_parallelism(command: Sequence[str], release: str) -> tuple[bool, bool]:
-    """Return (expert parallelism, data parallelism) of a command line."""
-    long = [f"--data-parallel-size{word[3:]}" if _DATA_PARALLEL.fullmatch(word) else word for word in command]
-    flags = read_flags(long, release)
-    expert = [flag for flag in flags if flag.name == "--enable-expert-parallel"]
-    sizes = [flag.value or "" for flag in flags if flag.name == "--data-parallel-size"]
-    is_expert_parallel = bool(expert) and not (
-        expert[-1].written.startswith(("--no", "--disable")) or (expert[-1].value or "").lower() == "false"
+    """Return (expert parallelism, data parallelism) of a command line.
+
+    vLLM splits experts over more than one GPU only: fused_moe/config.py, FusedMoEParallelConfig.make.
+    """
+    flags = read_flags(command, release)
+    sizes = {flag.name: flag.value for flag in flags if flag.name in _SIZES}
+    several = {name for name, value in sizes.items() if value not in (None, "", "1")}
+    is_split = bool(several) or any(flag.name == "--config" for flag in flags)
+    return is_split and asks_for_experts(flags), "--data-parallel-size" in several
+
+
+def asks_for_experts(flags: Sequence[GivenFlag]) -> bool:
+    """Return True if the flags ask for expert parallelism; the last one counts."""
+    given = [flag for flag in flags if flag.name == EXPERT_PARALLEL]
+    return bool(given) and not (
+        given[-1].written.startswith(("--no", "--disable")) or (given[-1].value or "").lower() == "false"
     )
-    return is_expert_parallel, bool(sizes) and sizes[-1] not in ("", "1")
 
 
 def read_flags(command: Sequence[str], release: str) -> tuple[GivenFlag, ...]:
-    """Return the long flags of a command line as vLLM's parser reads them.
+    """Return the flags of a command line as vLLM's parser reads them.
 
     ``_`` is read as ``-``, and any unique beginning is enough.
     """
@@ -85,26 +97,29 @@ def read_flags(command: Sequence[str], release: str) -> tuple[GivenFlag, ...]:
     for place, word in enumerate(words):
         if word == "--":
             break
-        if not word.startswith("--") or word.startswith("--help"):  # --help=Section, too
+        if _NO_FLAG.fullmatch(word) or word == "-h" or word.startswith("--help"):  # --help=Section, too
             continue
+        if word.startswith("-O") and _OPTIMIZATION in known:  # vLLM rewrites it before it parses the line
+            word = f"{_OPTIMIZATION}={word[2:].removeprefix('=')}"
+        elif word[:2] in known and not word.startswith((f"{word[:2]}=", "--")) and word not in known:
+            word = f"{word[:2]}={word[2:]}"  # -qfp8
         written, equals, value = word.partition("=")
         following = words[place + 1] if place + 1 < len(words) else "--"
-        given = value if equals else None if following.startswith("--") else following
+        given = value if equals else following if _NO_FLAG.fullmatch(following) else None
         name, dot, key = written.partition(".")
-        flags.append(
-            GivenFlag(written, _resolve_name(name.replace("_", "-"), known), given, key if dot else "")
-        )
+        name = name.replace("_", "-") if name.startswith("--") else name
+        flags.append(GivenFlag(written, _resolve_name(name, known), given, key if dot else ""))
     return tuple(flags)
 
 
 def _resolve_name(name: str, known: Mapping[str, Setting]) -> str | None:
     if name in known:
-        return name
+        return known[name].of or name
     for opposite, switch in _OPPOSITES:
         if name.startswith(opposite) and switch + name.removeprefix(opposite) in known:
             return switch + name.removeprefix(opposite)
-    beginnings = [flag for flag in known if flag.startswith(name)] if len(name) > 3 else []
-    return beginnings[0] if len(beginnings) == 1 else None
+    beginnings = [flag for flag in known if flag.startswith(name)] if name.strip("-") else []
+    return known[beginnings[0]].of or beginnings[0] if len(beginnings) == 1 else None
 
 
 def find_moe_backend(command: Sequence[str], release: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ def find_scheme(command: Sequence[str], release: str) -> Found:
     if not command:
         return Found(SCHEMES, "no model is named: give --scheme, or a server's command line after --")
     given = [flag.value for flag in read_flags(command, release) if flag.name == "--quantization"]
-    given += [after for word, after in itertools.pairwise(command) if word == "-q"]
     method = (given[-1] or "").lower() if given else None
     if method is not None and method in _BY_METHOD:
         return Found((_BY_METHOD[method],), f"--quantization {method}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from packaging.version import Version
 
-from moedoctor.diagnose.settings.flags import check_flags, find_moe_backend, read_flags
+from moedoctor.diagnose.settings.flags import check_flags, find_moe_backend, read_flags, split_command
 from moedoctor.diagnose.settings.tables import (
     Setting,
     SettingFinding,
@@ -54,6 +54,7 @@ def check_settings(
             f"release {release}: the tables know {variables.releases[0]} to {variables.releases[-1]}"
         )
     findings: list[SettingFinding] = []
+    command = split_command(command).command
     for name in sorted(environ):
         if name.upper().startswith("VLLM_"):
             findings += _check_variable(name, environ[name], variables, release)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
@@ -26,7 +27,7 @@ class SettingFinding:
     """As it was given: ``VLLM_MXFP4_USE_MARLIN=1`` or ``--moe-backend banana``."""
     problem: str
     """unknown, removed, not_yet, misspelt, wrong_case, invalid, silently_off, shadowed, ignored; or, if it
-    does take effect, deprecated or other_layers."""
+    does take effect, deprecated, other_layers or not_considered."""
     message: str
     instead: str | None
     """A setting that works in this release; None if there is none or the intention is not known."""
@@ -39,7 +40,7 @@ class SettingFinding:
     @property
     def name(self) -> str:
         """The variable or flag without its value: ``VLLM_MXFP4_USE_MARLIN``."""
-        return self.setting.partition("=")[0]
+        return re.split("[= ]", self.setting, maxsplit=1)[0]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class Setting:
     off: tuple[str, ...] = ()
     """For `words`: the values that mean off, if every other value means on."""
     deprecated: bool = False
+    of: str = ""
+    """The flag that a short form such as ``-ep`` is another name of."""
+    moe: str = ""
+    """The file of MoE code that reads the variable; empty if none does."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.diagnose.settings.flags import read_flags, read_parallelism, split_command
+from moedoctor.diagnose.settings.tables import load_vllm_flags
 
 IMAGE = "vllm/vllm-openai:v0.21.0"
 
@@ -50,8 +51,13 @@ def test_nothing_is_lost_or_made_up(words: list[str]) -> None:
     ("flags", "split"),
     [
         ("", (False, False)),
-        ("--enable-expert-parallel", (True, False)),
-        ("--enable_expert_parallel", (True, False)),
+        ("--enable-expert-parallel", (False, False)),  # vLLM needs more than one GPU for it
+        ("-tp 2 --enable-expert-parallel", (True, False)),
+        ("-tp=2 --enable_expert_parallel", (True, False)),
+        ("-tp 2 -ep", (True, False)),
+        ("-ep -dp 2", (True, True)),
+        ("-e -pcp 2", (True, False)),  # any unique beginning is enough
+        ("-ep --config a.yaml", (True, False)),  # whose sizes are not read
         ("--enable-expert-parallel --no-enable-expert-parallel", (False, False)),
         ("--enable-expert-parallel --disable-expert-parallel", (False, False)),
         ("--data-parallel-size 2", (False, True)),
@@ -71,6 +77,11 @@ def test_how_it_is_split(flags: str, split: tuple[bool, bool]) -> None:
         ("--disable-offline-docs", "--enable-offline-docs"),
         ("--enable-fastapi-docs", "--disable-fastapi-docs"),
         ("--moe-backend-of-mine", None),
+        ("-ep", "--enable-expert-parallel"),
+        ("-sc", "--speculative-config"),
+        ("-cc.mode=3", "--compilation-config"),
+        ("-O3", "--optimization-level"),
+        ("-dp2", None),
     ],
 )
 def test_what_a_flag_is_taken_for(written: str, meant: str | None) -> None:
@@ -80,3 +91,21 @@ def test_what_a_flag_is_taken_for(written: str, meant: str | None) -> None:
 
 def test_a_call_for_help_is_no_flag() -> None:
     assert read_flags(["vllm", "serve", "--help=KernelConfig", "--help"], "0.33.0") == ()
+
+
+def test_a_value_of_a_short_flag_stands_after_it_in_the_word_or_after_an_equals_sign() -> None:
+    flags = read_flags("-q fp8 -qfp8 -q=fp8 --seed -1 -ep -tp 2".split(), "0.33.0")
+    assert [(flag.name, flag.value) for flag in flags] == [
+        *[("--quantization", "fp8")] * 3,
+        ("--seed", "-1"),
+        ("--enable-expert-parallel", None),
+        ("--tensor-parallel-size", "2"),
+    ]
+
+
+def test_every_short_form_leads_to_a_flag_of_the_same_release() -> None:
+    for release in load_vllm_flags().releases:
+        known = load_vllm_flags().list_at(release)
+        short = {name: row.of for name, row in known.items() if not name.startswith("--")}
+        assert {"-ep", "-dp", "-tp", "-q"} <= set(short)
+        assert set(short.values()) <= set(known)

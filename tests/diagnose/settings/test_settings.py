@@ -290,5 +290,5 @@ def test_any_settings_are_checked_without_an_exception(
     for finding in found:
         assert finding.message
         assert finding.setting.partition("=")[0] in environ or any(
-            finding.setting.startswith(w) for w in ("--", "vllm")
+            finding.setting.startswith(w) for w in ("-", "vllm")
         )
