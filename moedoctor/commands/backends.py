@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
@@ -38,6 +39,12 @@ _ALIASES = {"relu2": "relu2_no_mul"}
 """Nemotron's configuration says relu2, and its layers have no gate."""
 _SEPARATE = ("flashinfer", "humming", "b12x", "hpc", "quark")
 """Optional libraries that are packages of their own; the others come inside vLLM."""
+_ONLY_EXPERTS = (
+    "this answer is about experts of 4096 x 2048 with top-8 softmax routing and without LoRA, not about "
+    "linear layers or a draft model; `moedoctor preflight` asks the release's own code about all layers"
+)
+_SWITCH = "0.33.0"
+"""From this release on, vLLM leaves DeepGEMM out for the experts of some types of models."""
 _NINJA_TOO = "0.32.0"
 """From this release on, vLLM also looks for nvcc in CUDA_HOME, and needs ninja."""
 
@@ -65,11 +72,13 @@ def backends(
     ep: Annotated[bool, typer.Option("--ep", help="The layer uses expert parallelism.")] = False,
     dp: Annotated[bool, typer.Option("--dp", help="The layer uses data parallelism.")] = False,
     activation: Annotated[
-        str,
+        str | None,
         option(
-            "NAME", "Activation of the layer: silu, swigluoai (gpt-oss), relu2 (Nemotron), gelu and others."
+            "NAME",
+            "Activation of the layer: silu, swigluoai (gpt-oss), relu2 (Nemotron), gelu and others. "
+            "Default: as config.json in the checkpoint's folder says; else silu.",
         ),
-    ] = "silu",
+    ] = None,
     backend: Annotated[
         str | None, option("MARLIN", "Say if this backend would work, and which setting asks for it.")
     ] = None,
@@ -89,8 +98,9 @@ def backends(
     from moedoctor.diagnose.settings.flags import read_parallelism, split_command
     from moedoctor.diagnose.settings.scheme import Found, find_scheme
     from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
+    from moedoctor.diagnose.settings.unconsidered import find_unconsidered
     from moedoctor.fixes.backends import select
-    from moedoctor.fixes.backends.requests import request
+    from moedoctor.fixes.backends.requests import request, works
     from moedoctor.reporters.pages.backends import (
         BackendsDocument,
         EachScheme,
@@ -113,17 +123,23 @@ def backends(
     capability = sm or facts.get("capability")
     if not capability:
         raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
+    meant, activation_notes = _find_activation(activation, line.command, release)
     question: dict[str, Any] = {
         "capability": require_capability(capability),
         "scheme": found.schemes[0],
         "release": release,
         "ep": ep or line_ep,
         "dp": dp or line_dp,
-        "activation": _ALIASES.get(activation, activation),
+        "activation": meant,
         "environ": variables,
     }
     moe_backend = find_moe_backend(line.command, release)
-    notes += _list_readings(activation, line.command, question)
+    notes += (*activation_notes, *_list_readings(variables, line.command, question))
+    takes = functools.partial(works, schemes=found.schemes, **question)
+    # Of an installed vLLM, the libraries are looked up as this variable says.
+    looked_up = ("VLLM_HAS_FLASHINFER_CUBIN",) if here else ()
+    left = {name: value for name, value in variables.items() if name not in looked_up}
+    unconsidered = find_unconsidered(release, left, line.command)
     if found.why:
         several = len(found.schemes) > 1
         taken = "the scheme of the experts is not known" if several else f"taken as {found.schemes[0]}"
@@ -135,15 +151,15 @@ def backends(
                 select(**{**question, "scheme": each}, moe_backend=moe_backend) for each in found.schemes
             ]
             asked_each = _request_each(backend, question, found.schemes) if backend else ()
-        findings = check_settings(release, variables, line.command, scheme=None)
+        findings = check_settings(release, variables, line.command, scheme=None, takes=takes)
         report = EachScheme(
             release=release,
             capability=question["capability"],
             scheme=None,
             schemes=tuple(selections),
             request=tuple(asked_each) or None,
-            settings=_mask_findings(findings, variables, environ),
-            notes=notes,
+            settings=_mask_findings([*findings, *unconsidered], variables, environ),
+            notes=(*notes, _ONLY_EXPERTS),
             exit_code=0,
         )
     else:
@@ -153,7 +169,12 @@ def backends(
             selection = select(**question, moe_backend=moe_backend)
             flashinfer = facts.get("flashinfer") if here else None
             settings = check_settings(
-                release, variables, line.command, flashinfer=flashinfer, scheme=question["scheme"]
+                release,
+                variables,
+                line.command,
+                flashinfer=flashinfer,
+                scheme=question["scheme"],
+                takes=takes,
             )
             if here and ask:
                 heard, answers = _ask(selection, moe_backend, variables, settings)
@@ -165,9 +186,9 @@ def backends(
         report = OneScheme(
             **vars(selection),
             request=asked,
-            settings=_mask_findings(settings, variables, environ),
+            settings=_mask_findings([*settings, *unconsidered, *_find_switch(selection)], variables, environ),
             disagreements=list_disagreements(selection, heard) if heard else (),
-            notes=(*notes, *_list_assumptions(selection, here=here)),
+            notes=(*notes, *_list_assumptions(selection, here=here), _ONLY_EXPERTS),
             exit_code=0,
         )
     why = list_reasons(report)
@@ -193,17 +214,49 @@ def _request_each(backend: str, question: Mapping[str, Any], schemes: Sequence[s
     return answers
 
 
-def _list_readings(activation: str, command: Sequence[str], question: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return notes on how the options and the command line were understood."""
-    meant = question["activation"]
-    notes = {
-        f"{activation} layers have no gate: taken as {meant}": meant != activation,
-        "the file that --config names was not read": "--config" in command,
-        "taken to be split with --all2all-backend allgather_reducescatter, the default": (
-            question["ep"] and question["dp"]
-        ),
-    }
-    return tuple(note for note, applies in notes.items() if applies)
+def _find_activation(named: str | None, command: Sequence[str], release: str) -> tuple[str, tuple[str, ...]]:
+    """Return the activation of the experts and how it was found: the option, else config.json, else silu."""
+    from moedoctor.diagnose.settings.scheme import find_activation
+    from moedoctor.fixes.backends.release_tables import load_releases
+
+    if named is not None:
+        meant = _ALIASES.get(named, named)
+        return meant, () if meant == named else (f"{named} layers have no gate: taken as {meant}",)
+    activation, why = find_activation(command, release)
+    if activation in load_releases()[release].activations:
+        return activation, (f"the activation is taken as {activation}: {why}",)
+    return "silu", (f"the activation is not known ({why}): taken as silu; name it with --activation",)
+
+
+def _list_readings(
+    variables: Mapping[str, str], command: Sequence[str], question: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return notes on how the command line was understood, and what was not looked at."""
+    from moedoctor.diagnose.settings.flags import read_flags
+    from moedoctor.diagnose.settings.unconsidered import list_others
+
+    release, notes = question["release"], []
+    names = {flag.name for flag in read_flags(command, release)}
+    if question["ep"] and question["dp"] and "--all2all-backend" not in names:
+        notes.append("taken to be split with --all2all-backend allgather_reducescatter, the default")
+    if others := list_others(release, variables, command):
+        notes.append(f"not looked at: {', '.join(others)}")
+    return tuple(notes)
+
+
+def _find_switch(selection: Selection) -> tuple[SettingFinding, ...]:
+    """Return a finding if vLLM may switch the selected backend off for the model's type."""
+    from packaging.version import Version
+
+    from moedoctor.diagnose.settings.tables import SettingFinding
+
+    on_blackwell = selection.capability.partition(".")[0] in ("10", "12")
+    automatic = selection.decided_by == "automatic" and "DEEPGEMM" in (selection.chosen or "")
+    if not (on_blackwell and automatic) or Version(selection.release) < Version(_SWITCH):
+        return ()
+    source = "vllm/utils/deep_gemm.py: should_auto_disable_deep_gemm"
+    message = f"vLLM leaves {selection.chosen} out on Blackwell for types of models that it lists"
+    return (SettingFinding("model_type", "not_considered", message, None, source, True),)
 
 
 def _ask(

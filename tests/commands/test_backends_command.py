@@ -351,3 +351,97 @@ def test_the_scheme_comes_from_the_checkpoint_or_the_command_line(
     command = ["vllm", "serve", str(tmp_path), *options]
     request: dict[str, Any] = {"sm": "9.0", "release": "0.33.0", "scheme": None, "format": "json"}
     assert json.loads(answer(capsys, command=command, **request)[1])["scheme"] == scheme
+
+
+def test_settings_that_the_answer_does_not_consider_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    line = [
+        "vllm",
+        "serve",
+        "m",
+        "-tp",
+        "2",
+        "-dp",
+        "2",
+        "-ep",
+        "--all2all-backend",
+        "deepep_low_latency",
+        "--port",
+        "8000",
+    ]
+    line += ["-sc", '{"method": "mtp"}', "--linear-backend", "cutlass", "--dtype", "bfloat16"]
+    environ = {"VLLM_BATCH_INVARIANT": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    request: dict[str, Any] = {"sm": "12.1", "release": "0.33.0", "command": line}
+    code, text = answer(capsys, environ, **request)
+    assert code == 0
+    assert text.splitlines()[0] == "vLLM 0.33.0 · compute capability 12.1 · nvfp4 · dp+ep · silu"
+    left_out = "--all2all-backend, -sc, --linear-backend, VLLM_BATCH_INVARIANT"
+    assert text.splitlines()[1].endswith(f"; not considered: {left_out}")
+    assert "the default" not in text, "the line names another --all2all-backend"
+    assert "fused_moe/modular_kernel.py" in text
+    assert "not looked at: --port, VLLM_LOGGING_LEVEL" in text
+    assert "moedoctor preflight --sm 12.1 -- vllm serve" in text
+    document = json.loads(answer(capsys, environ, **request, format="json")[1])
+    problems = {finding["setting"]: finding["problem"] for finding in document["settings"]}
+    assert problems["VLLM_BATCH_INVARIANT=1"] == "not_considered"
+    plain = answer(capsys, sm="12.1", release="0.33.0")[1]
+    assert "not considered" not in plain
+    assert "not about linear layers or a draft model" in plain
+
+
+def test_a_short_flag_gives_the_answer_of_the_long_one(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [
+        answer(capsys, sm="12.0", release="0.33.0", format="json", command=["vllm", "serve", "m", *flags])[1]
+        for flags in (["-tp", "2", "-ep"], ["--tensor-parallel-size", "2", "--enable-expert-parallel"])
+    ]
+    short, long = (json.loads(text) for text in answers)
+    assert (short["parallel"], short["candidates"]) == ("ep", long["candidates"])
+    alone = answer(capsys, sm="12.0", release="0.33.0", command=["vllm", "serve", "m", "-ep"])
+    assert alone[0] == 1
+    assert "-ep: ignored: vLLM splits experts over more than one GPU only" in alone[1]
+
+
+@pytest.mark.parametrize(
+    ("sm", "advice"),
+    [
+        ("12.1", "use --moe-backend flashinfer_cutlass instead of"),
+        ("10.0", "use --moe-backend flashinfer_cutlass (or flashinfer_trtllm) instead of"),
+        ("9.0", None),
+    ],
+)
+def test_no_backend_is_advised_that_the_table_refuses(
+    sm: str, advice: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = answer(capsys, {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}, sm=sm, release="0.33.0")[1]
+    if advice is None:
+        assert "Next: use" not in text
+        assert "flashinfer_cutlass, flashinfer_trtllm would not work here" in text
+    else:
+        assert advice in text
+
+
+@pytest.mark.parametrize(
+    ("config", "activation", "note"),
+    [
+        ({"hidden_act": "silu"}, "silu", "taken as silu: hidden_act silu in config.json"),
+        ({"model_type": "gpt_oss", "hidden_act": "silu"}, "swigluoai", "swigluoai: model_type gpt_oss"),
+        ({"text_config": {"mlp_hidden_act": "relu2"}}, "relu2_no_mul", "mlp_hidden_act relu2"),
+        ({"hidden_act": "tanh"}, "silu", "not known (hidden_act tanh in config.json): taken as silu"),
+        ({}, "silu", "names none): taken as silu; name it with --activation"),
+    ],
+)
+def test_the_activation_comes_from_the_checkpoint_or_is_said_to_be_assumed(
+    config: dict[str, Any], activation: str, note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    request: dict[str, Any] = {"sm": "12.0", "release": "0.33.0", "command": ["vllm", "serve", str(tmp_path)]}
+    text = answer(capsys, **request)[1]
+    assert text.splitlines()[0].endswith(f" · {activation}")
+    assert note in text
+
+
+def test_deepgemm_may_be_switched_off_for_a_type_of_model(capsys: pytest.CaptureFixture[str]) -> None:
+    request: dict[str, Any] = {"sm": "12.0", "scheme": "fp8-block"}
+    assert "not considered: model_type" not in answer(capsys, release="0.32.0", **request)[1]
+    assert "not considered: model_type" in answer(capsys, release="0.33.0", **request)[1]
+    switched_on = answer(capsys, {"VLLM_USE_DEEP_GEMM": "1"}, release="0.33.0", **request)[1]
+    assert "not considered: model_type" not in switched_on, "vLLM asks for no type then"

@@ -21,6 +21,16 @@ _BY_METHOD: Mapping[str, str] = {
 }
 """Values of ``--quantization`` and of ``quant_method`` that name a scheme by themselves."""
 
+_BY_MODEL: Mapping[str, str] = {"gpt_oss": "swigluoai", "gemma4_text": "gelu_tanh"}
+_ACTIVATION_KEYS = ("mlp_hidden_act", "hidden_act", "hidden_activation")
+_ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "relu2_no_mul",
+}
+"""Name in config.json -> vLLM's. Models with relu2 have no gate."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -51,6 +61,29 @@ def find_scheme(command: Sequence[str], release: str) -> Found:
             "known: name it with --scheme, or give the folder",
         )
     return _read_config(config, method)
+
+
+def find_activation(command: Sequence[str], release: str) -> tuple[str | None, str]:
+    """Return the activation of the experts of a served model as config.json names it, and where from.
+
+    None, and why, if that does not say. Some of vLLM's models name theirs whatever config.json says.
+    """
+    model = _find_model(command, release) if command else None
+    if model is None or not os.path.isfile(Path(model, "config.json")):
+        return None, "no config.json of a model is here"
+    try:
+        file = read_json(Path(model), "config.json")
+    except CheckpointError as error:
+        return None, str(error)
+    config = file.value if file is not None and isinstance(file.value, dict) else {}
+    text = config.get("text_config", config)
+    text = text if isinstance(text, dict) else config
+    if text.get("model_type") in _BY_MODEL:
+        return _BY_MODEL[text["model_type"]], f"model_type {text['model_type']}"
+    given = next((key for key in _ACTIVATION_KEYS if isinstance(text.get(key), str)), None)
+    if given is None:
+        return None, f"{model}/config.json names none"
+    return _ACTIVATIONS.get(text[given]), f"{given} {shorten(text[given])} in config.json"
 
 
 def _find_model(command: Sequence[str], release: str) -> str | None:

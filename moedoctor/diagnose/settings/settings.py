@@ -7,11 +7,18 @@ the release has.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from packaging.version import Version
 
-from moedoctor.diagnose.settings.flags import check_flags, find_moe_backend, read_flags, split_command
+from moedoctor.diagnose.settings.flags import (
+    MOE_BACKEND,
+    check_flags,
+    find_moe_backend,
+    read_flags,
+    split_command,
+)
 from moedoctor.diagnose.settings.tables import (
     Setting,
     SettingFinding,
@@ -40,13 +47,15 @@ def check_settings(
     *,
     flashinfer: str | None = None,
     scheme: str | None = None,
+    takes: Callable[[str], bool] | None = None,
 ) -> tuple[SettingFinding, ...]:
     """Return what is wrong with ``VLLM_*`` and ``FLASHINFER_*`` variables and the flags of a command line.
 
     `release` is a vLLM release of the tables, `command` a command line such as ``["vllm", "serve", "m",
     "--moe-backend", "marlin"]``, `flashinfer` a version of flashinfer-python (None: the one that the release
     requires). With a `scheme` of `moedoctor.fixes.backends`, settings that decide nothing for it are found
-    too. Settings without effect come first. Raises ValueError for a release that the tables do not know.
+    too. Settings without effect come first. `takes` says if a value of --moe-backend would work; no other is
+    advised. Raises ValueError for a release that the tables do not know.
     """
     variables = load_vllm_variables()
     if release not in variables.releases:
@@ -68,6 +77,8 @@ def check_settings(
         for finding in _find_undecisive(release, environ, scheme, find_moe_backend(command, release))
         if finding.name not in without_effect
     ]
+    if takes is not None:
+        findings = [_drop_refused(finding, takes) for finding in findings]
     return tuple(sorted(findings, key=lambda finding: finding.takes_effect))
 
 
@@ -130,8 +141,27 @@ def _find_replacement(name: str, value: str, release: str) -> str | None:
     for group in (table["wishes"], table["linear"]):
         if name in group["names"] and Version(release) >= Version(group.get("since", "0")):
             return f"{group['flag']} {group.get('spelling', {}).get(word, word)}"
-    row: Mapping[str, str] = table["instead"].get(name, {})
-    return row.get(value) or row.get("off" if word in ("0", "false", "") else "on")
+    row: Mapping[str, list[str]] = table["instead"].get(name, {})
+    return _name_values(row.get(value) or row.get("off" if word in ("0", "false", "") else "on") or [])
+
+
+def _name_values(values: Sequence[str]) -> str | None:
+    others = f" (or {', '.join(values[1:])})" if values[1:] else ""
+    return f"{MOE_BACKEND} {values[0]}{others}" if values else None
+
+
+def _drop_refused(finding: SettingFinding, takes: Callable[[str], bool]) -> SettingFinding:
+    """Advise no value of --moe-backend that would not work here."""
+    flag, _, listed = (finding.instead or "").partition(" ")
+    if flag != MOE_BACKEND:
+        return finding
+    values = [word for word in re.findall(r"\w+", listed) if word != "or"]
+    fitting = [value for value in values if takes(value)]
+    if fitting == values:
+        return finding
+    refused = ", ".join(value for value in values if value not in fitting)
+    message = f"{finding.message}; {MOE_BACKEND} {refused} would not work here"
+    return replace(finding, message=message, instead=_name_values(fitting))
 
 
 def _check_value(setting: Setting, value: str, product: str, release: str) -> Iterator[SettingFinding]:

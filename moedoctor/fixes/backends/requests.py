@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moedoctor.fixes.backends import AUTO, Candidate, Selection, applies, is_on, select, show_variables
 from moedoctor.fixes.backends.release_tables import CAPABILITIES, Rule, load_releases, load_tables
@@ -141,6 +143,15 @@ def _explain_shadow(
     others = {other for rule in rules if name in rule.when for other in rule.when} - {name}
     unset = " or ".join(sorted(f"{other}=1" for other in others))
     return f"it is only looked at with {unset}" if unset else ""
+
+
+def works(backend: str, schemes: Sequence[str], **question: Any) -> bool:
+    """Return True if `request` says that the backend works for one of the schemes."""
+    for scheme in schemes:
+        with contextlib.suppress(ValueError):
+            if request(backend, **{**question, "scheme": scheme}).works:
+                return True
+    return False
 
 
 def find_way_to_ask(flag: str, scheme: str, release: str) -> str | None:

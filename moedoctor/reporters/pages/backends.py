@@ -64,21 +64,29 @@ def list_dead_settings(settings: Sequence[SettingFinding]) -> list[str]:
     return [describe_setting(finding) for finding in settings if not finding.takes_effect]
 
 
+def list_unconsidered(settings: Sequence[SettingFinding]) -> str:
+    """Return the names of the settings that the answer does not consider, in one line."""
+    return ", ".join(finding.name for finding in settings if finding.problem == "not_considered")
+
+
 def make_backends_page(report: BackendsDocument) -> list[Block]:
     """Return what is selected, a row for each candidate or scheme, and then what was found about settings."""
     return _show_each_scheme(report) if isinstance(report, EachScheme) else _show_one_scheme(report)
 
 
 def summarize(report: BackendsDocument) -> str:
-    """Return what is selected, for several schemes as ``nvfp4: MARLIN · fp8: none``."""
+    """Return what is selected, as ``nvfp4: MARLIN · fp8: none`` for several schemes, and what is left out."""
     if isinstance(report, EachScheme):
-        return " · ".join(f"{each.scheme}: {each.chosen or 'none'}" for each in report.schemes)
-    return describe_outcome(report)
+        outcome = " · ".join(f"{each.scheme}: {each.chosen or 'none'}" for each in report.schemes)
+    else:
+        outcome = describe_outcome(report)
+    left_out = list_unconsidered(report.settings)
+    return f"{outcome}; not considered: {left_out}" if left_out else outcome
 
 
 def _show_one_scheme(report: OneScheme) -> list[Block]:
     asked, dead = report.request, list_dead_settings(report.settings)
-    page = [_show_question(report, report.scheme), Paragraph(Span(describe_outcome(report), "bold"))]
+    page = [_show_question(report, report.scheme), Paragraph(Span(summarize(report), "bold"))]
     if asked:
         works = "would work" if asked.works else "would not work"
         how = f"ask for it with {asked.how}" if asked.how else "this release has no flag or variable for it"
@@ -102,7 +110,7 @@ def _show_one_scheme(report: OneScheme) -> list[Block]:
     ]
     if asked and asked.works and asked.how:
         page.append(Step(f"ask for {asked.backend} with {asked.how}"))
-    return [*page, *_suggest_settings(report.settings)]
+    return [*page, *_suggest_settings(report.settings), *_suggest_preflight(report)]
 
 
 def _show_each_scheme(report: EachScheme) -> list[Block]:
@@ -118,6 +126,7 @@ def _show_each_scheme(report: EachScheme) -> list[Block]:
         Table(("if they are", "vLLM selects", "why", *(("asked about",) if asked else ())), rows),
         *_show_details(report.settings, report.notes),
         *_suggest_settings(report.settings),
+        *_suggest_preflight(report),
         Step("say how the experts are quantized: --scheme, or a server's command line after --"),
     ]
 
@@ -142,6 +151,13 @@ def _show_details(
 
 def _suggest_settings(settings: Sequence[SettingFinding]) -> list[Step]:
     return [Step(f"use {each.instead} instead of {each.setting}") for each in settings if each.instead]
+
+
+def _suggest_preflight(report: BackendsDocument) -> Iterator[Step]:
+    if left_out := list_unconsidered(report.settings):
+        command = Span(f"moedoctor preflight --sm {report.capability} -- vllm serve …", "code")
+        more = f" with the same command line: it asks the code of vLLM itself, which considers {left_out}"
+        yield Step(("run ", command, f"{more}; without vLLM here, name its wheel with --wheel"))
 
 
 def _explain_scheme(selection: Selection) -> str:

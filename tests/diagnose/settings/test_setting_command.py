@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.diagnose.settings.flags import read_flags, read_parallelism, split_command
-from moedoctor.diagnose.settings.tables import load_vllm_flags
+from moedoctor.diagnose.settings.tables import load_replacements, load_vllm_flags
 
 IMAGE = "vllm/vllm-openai:v0.21.0"
 
@@ -94,7 +94,7 @@ def test_a_call_for_help_is_no_flag() -> None:
 
 
 def test_a_value_of_a_short_flag_stands_after_it_in_the_word_or_after_an_equals_sign() -> None:
-    flags = read_flags("-q fp8 -qfp8 -q=fp8 --seed -1 -ep -tp 2".split(), "0.33.0")
+    flags = read_flags(["-q", "fp8", "-qfp8", "-q=fp8", "--seed", "-1", "-ep", "-tp", "2"], "0.33.0")
     assert [(flag.name, flag.value) for flag in flags] == [
         *[("--quantization", "fp8")] * 3,
         ("--seed", "-1"),
@@ -109,3 +109,9 @@ def test_every_short_form_leads_to_a_flag_of_the_same_release() -> None:
         short = {name: row.of for name, row in known.items() if not name.startswith("--")}
         assert {"-ep", "-dp", "-tp", "-q"} <= set(short)
         assert set(short.values()) <= set(known)
+
+
+def test_every_flag_that_is_not_considered_is_a_flag_of_vllm() -> None:
+    table = load_replacements()["not_considered"]
+    assert set(table["flags"]) <= set(load_vllm_flags().rows)
+    assert set(table["assumed"]) <= set(table["flags"])
