@@ -432,13 +432,14 @@ def pack(values: Sequence[str], axis: Sequence[str]) -> str:
 
 
 def merge(rows: Iterable[tuple[str, dict[str, Any]]], releases: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each run of consecutive releases in which its facts are the same; the source is the
-    first's."""
+    """One row for each run of consecutive releases in which its facts are the same; the source, and the file
+    of MoE code that reads it, are the first's."""
     runs: dict[str, list[Any]] = {}
     done: list[list[Any]] = []
     for release, row in rows:
         place = releases.index(release)
-        facts = json.dumps({name: value for name, value in row.items() if name != "source"})
+        known = {name: value for name, value in row.items() if name not in ("source", "moe")}
+        facts = json.dumps({**known, "moe": "moe" in row})
         run = runs.get(facts)
         if run is None or place > run[1] + 1:
             run = runs[facts] = [release, place, row]

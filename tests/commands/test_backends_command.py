@@ -369,7 +369,7 @@ def test_settings_that_the_answer_does_not_consider_are_named(capsys: pytest.Cap
         "8000",
     ]
     line += ["-sc", '{"method": "mtp"}', "--linear-backend", "cutlass", "--dtype", "bfloat16"]
-    environ = {"VLLM_BATCH_INVARIANT": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    environ = {"VLLM_BATCH_INVARIANT": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "FLASHINFER_LOGLEVEL": "1"}
     request: dict[str, Any] = {"sm": "12.1", "release": "0.33.0", "command": line}
     code, text = answer(capsys, environ, **request)
     assert code == 0
@@ -377,8 +377,8 @@ def test_settings_that_the_answer_does_not_consider_are_named(capsys: pytest.Cap
     left_out = "--all2all-backend, -sc, --linear-backend, VLLM_BATCH_INVARIANT"
     assert text.splitlines()[1].endswith(f"; not considered: {left_out}")
     assert "the default" not in text, "the line names another --all2all-backend"
-    assert "fused_moe/modular_kernel.py" in text
-    assert "not looked at: --port, VLLM_LOGGING_LEVEL" in text
+    assert "reads it [0.19.0: vllm/model_executor/layers/fused_moe/fused_moe.py]" in text
+    assert "not looked at: --port, VLLM_LOGGING_LEVEL, FLASHINFER_LOGLEVEL" in text
     assert "moedoctor preflight --sm 12.1 -- vllm serve" in text
     document = json.loads(answer(capsys, environ, **request, format="json")[1])
     problems = {finding["setting"]: finding["problem"] for finding in document["settings"]}

@@ -15,6 +15,7 @@ from moedoctor.diagnose.settings.flags import (
 )
 from moedoctor.diagnose.settings.tables import (
     SettingFinding,
+    load_flashinfer_variables,
     load_replacements,
     load_vllm_flags,
     load_vllm_variables,
@@ -46,6 +47,7 @@ def list_others(release: str, environ: Mapping[str, str], command: Sequence[str]
     flags = [flag.written for flag in read_flags(command, release) if flag.name not in considered]
     known = load_vllm_variables().list_at(release)
     variables = [name for name in sorted(environ) if name in known and not known[name].moe]
+    variables += [name for name in sorted(environ) if name in load_flashinfer_variables().rows]
     return tuple(dict.fromkeys([*flags, *(name for name in variables if name not in governing)]))
 
 
@@ -74,9 +76,10 @@ def _find_variables(release: str, environ: Mapping[str, str]) -> Iterator[Settin
     governing = _list_governing(release)
     for name in sorted(environ):
         if name in known and known[name].moe and name not in governing:
+            source = f"{known[name].first}: {known[name].moe}"
             message = "vLLM's code of MoE layers reads it"
             setting = f"{name}={environ[name]}"
-            yield SettingFinding(setting, "not_considered", message, None, known[name].moe, True)
+            yield SettingFinding(setting, "not_considered", message, None, source, True)
 
 
 def _list_governing(release: str) -> set[str]:
