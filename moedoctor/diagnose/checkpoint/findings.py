@@ -28,8 +28,13 @@ class Check:
     """The effect of the damage on the answers of the model."""
     confidence: float
     next_step: str
-    remark: bool = False
-    """True if healthy checkpoints have it too: it is reported, but does not cause exit code 1."""
+    level: str = "error"
+    """``error``, ``warning``, or ``note`` for a remark, which healthy checkpoints have, too."""
+
+    @property
+    def remark(self) -> bool:
+        """Return True for a note."""
+        return self.level == "note"
 
 
 def _load_checks() -> Mapping[str, Check]:

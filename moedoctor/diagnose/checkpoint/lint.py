@@ -15,6 +15,8 @@ _CHECKS = (
     config.check_agreement,
     config.check_excluded,
     experts.check_experts,
+    experts.check_names,
+    experts.check_config_shapes,
     tensors.check_parts,
     tensors.check_shapes,
     config.check_kv,

@@ -126,6 +126,16 @@ def narrow(made: Made, rows: int) -> None:
         if ".experts." in name and len(shape) == 2:
             cut = (64, shape[1] * rows // 128) if "down_proj" in name else (rows, shape[1])
             made.tensors[name] = (dtype, cut, data[: cut[0] * cut[1]])
+    made.config["moe_intermediate_size"] = rows
+
+
+@change
+def narrow_blocks(made: Made, rows: int) -> None:
+    """Give the experts of `block_fp8` 97 to 128 rows, which have as many blocks of 32 as 128 rows."""
+    for name, (dtype, _, data) in list(made.tensors.items()):
+        if ".experts." in name and name.endswith("weight"):
+            made.tensors[name] = (dtype, (64, rows) if "down" in name else (rows, 64), data[: 64 * rows])
+    made.config["moe_intermediate_size"] = rows
 
 
 @change
@@ -383,6 +393,27 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             [without(".input_scale"), in_both_files(quant_algo="NVFP4_AWQ")],
             {"input_scale_missing": "experts"},
         ),
+        "an expert's name that is in no model": (
+            rename("experts.2.gate_proj", "experts.2.w1_proj"),
+            {"expert_names_unknown": "experts.2.w1_proj", "expert_missing": "experts.2.gate_proj"},
+        ),
+        "names of gates that are in no model": (
+            rename("gate_proj", "w1_proj"),
+            {"expert_names_unknown": "experts.0.w1_proj"},
+        ),
+        "names of two parts": (
+            rename("up_proj", "ffn.up_proj"),
+            {"expert_names_unknown": "ffn.up_proj", "expert_missing": "up_proj"},
+        ),
+        "names of no model": (
+            [without("experts", "gate_proj"), rename("up_proj", "fc1"), rename("down_proj", "fc2")],
+            {"expert_names_unknown": "fc1"},
+        ),
+        "another width in config.json": (
+            config(moe_intermediate_size=96),
+            {"config_shape_mismatch": "experts.0.gate_proj"},
+        ),
+        "another hidden size in config.json": (config(hidden_size=80), {"config_shape_mismatch": "experts"}),
         "shapes: no whole blocks": (narrow(72), {"block_incomplete": "down_proj"}),
         "shapes: TP": (narrow(112), {"does_not_tile": "down_proj"}),
     },
@@ -421,7 +452,15 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
         ),
         "scale NaN": (set_(f"{UP}.weight_scale_inv", *[NAN] * 8, shape=(4, 2)), {"scale_nan": UP}),
         "shape": (set_(f"{UP}.weight_scale_inv", *[0.1] * 4, shape=(2, 2)), {"shape_mismatch": UP}),
+        "scale absent": (
+            drop(f"{UP}.weight_scale_inv"),
+            {"scale_missing": f"{UP}.weight_scale_inv"},
+        ),
         "TP": (config(num_attention_heads=8), {"does_not_tile": "proj"}),
+        "gate and up end inside a block": (
+            narrow_blocks(112),
+            {"block_shared": "gate_proj", "does_not_tile": "down_proj"},
+        ),
     },
     lambda: modelopt(3): {
         "index: tensor in no shard": (
@@ -495,6 +534,14 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             resize(f"{FUSED}_weight_scale", "F8_E4M3", (4, 256, 2), 2048),
             {"shape_mismatch": f"{FUSED}_weight_scale"},
         ),
+        "a name that is in no model": (
+            rename("gate_up_proj", "gate_up_projection"),
+            {"expert_names_unknown": "experts.gate_up_projection"},
+        ),
+        "another width in config.json": (
+            config(moe_intermediate_size=96),
+            {"config_shape_mismatch": "experts.gate_up_proj"},
+        ),
         "zero": (codes(f"{FUSED}_weight_scale", 0, every=True), {"scale_zero": f"{FUSED}_weight_scale"}),
         "NaN": (
             set_(f"{FUSED}_weight_scale_2", 1e-4, NAN, 1.0, 1.0, shape=(4,)),
@@ -502,6 +549,19 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
         ),
     },
 }
+
+
+def bf16() -> Made:
+    """Give a checkpoint that is not quantized."""
+    made = block_fp8()
+    without("weight_scale_inv")(made)
+    for name, (dtype, shape, data) in list(made.tensors.items()):
+        if dtype == "F8_E4M3":
+            made.tensors[name] = ("BF16", shape, data * 2)
+    del made.config["quantization_config"]
+    return made
+
+
 CLEAN: dict[str, tuple[Base, list[Change]]] = {
     "modelopt": (modelopt, []),
     "modelopt sharded": (lambda: modelopt(3), []),
@@ -539,10 +599,13 @@ CLEAN: dict[str, tuple[Base, list[Change]]] = {
         modelopt,
         [rename("gate_proj", "w1"), rename("up_proj", "w3"), rename("down_proj", "w2")],
     ),
-    "unknown names": (
+    "experts in a latent space": (modelopt, [config(hidden_size=80, moe_latent_size=64)]),
+    "a width for each layer": (modelopt, [config(moe_intermediate_size=[96, 128])]),
+    "a width under another name": (
         modelopt,
-        [without("experts", "gate_proj"), rename("up_proj", "fc1"), rename("down_proj", "fc2")],
+        [config(moe_intermediate_size=None, moe_ffn_hidden_size=128, intermediate_size=96)],
     ),
+    "a BF16 checkpoint": (bf16, []),
     "an F4 weight with its right scales": (modelopt, [resize(f"{UP}.weight", "F4", (128, 64), 4096)]),
     # Healthy layers are within the factor that is reported by a wide margin: 1 beside 448.
     "block scales ten times apart": (modelopt, [codes(f"{UP}.weight_scale", 0x38, every=True)]),

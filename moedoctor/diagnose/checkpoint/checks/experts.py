@@ -20,6 +20,17 @@ _MOST_LAYERS = 10_000
 _EXPERTS = "experts"
 _FAMILIES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Gate, up and down, by the names that checkpoints use."""
+_KNOWN = frozenset({"gate_up_proj", *(name for names in _FAMILIES for name in names)})
+"""Every name of an expert's projection that a model of vLLM 0.21.0 or 0.33.0 reads."""
+_ONE_EXPERT = re.compile(r".+\.experts\.\d{1,9}\.(.+)", re.ASCII)
+_ALL_EXPERTS = re.compile(
+    r".+\.experts\.(?!(?:(?:gate|up|down|gate_up)_proj|w13|w[123]|fc[12])"
+    r"(?:[._](?:weight|bias|blocks|scales?|input|packed|global)\w*)?$)[A-Za-z]\w*(?:\.weight)?",
+    re.ASCII,
+)
+"""A tensor of all experts with another name than those that vLLM reads."""
+_OTHER_SIZES = re.compile(r"(?!.*(?:shared|latent))(?:moe|expert|ffn)\w*_(?:size|dim)", re.ASCII)
+"""Fields that may hold the width of experts in place of ``intermediate_size``."""
 _LAYER = re.compile(r"(?P<head>(?:[\w.]{0,200}?\.)?layers)\.(?P<number>\d{1,6})\.(?P<rest>.+)", re.ASCII)
 _DIGITS = re.compile(r"\d+", re.ASCII)
 
@@ -89,6 +100,45 @@ def check_experts(checked: Lint) -> None:
     _check_expert_layers(checked, config)
 
 
+def check_names(checked: Lint) -> None:
+    """Find experts, one by one or all in one tensor, under names that no model of vLLM reads."""
+    for module in checked.modules.values():
+        if module.kind is not None and (one := _ONE_EXPERT.fullmatch(module.name)) and one[1] not in _KNOWN:
+            checked.add("expert_names_unknown", module.name, module.stored.shard, list(module.stored.shape))
+        for part, info in module.parts.items():
+            name = module.name_tensor(part)
+            if len(info.shape) == 3 and _ALL_EXPERTS.fullmatch(name):
+                checked.add("expert_names_unknown", name, info.shard, list(info.shape))
+
+
+def check_config_shapes(checked: Lint) -> None:
+    """Find experts whose matrices have another shape than config.json says."""
+    config = find_text_config(checked.checkpoint.config.value)
+    hidden = find_whole_number(config, "moe_latent_size", "hidden_size")
+    named = [key for key, value in config.items() if value is not None and _OTHER_SIZES.fullmatch(key)]
+    width = find_whole_number(config, "moe_intermediate_size" if named else "intermediate_size")
+    if hidden is None or width is None or "block_configs" in config:
+        return
+    shapes = {"gate_up_proj": (2 * width, hidden)}
+    for gate, up, down in _FAMILIES:
+        shapes |= {gate: (width, hidden), up: (width, hidden), down: (hidden, width)}
+    for module in checked.modules.values():
+        weight, projection = module.weight, module.name.rpartition(".")[2]
+        expected = shapes.get(projection)
+        if weight is None or expected is None or module.kind not in ("none", "fp8", "nvfp4"):
+            continue
+        fits, shape = [expected], module.shape
+        if module.fused_experts and len(weight.shape) == 3:
+            rows, columns = expected
+            columns //= 2 if weight.dtype == "U8" else 1
+            fits, shape = [(rows, columns), (columns, rows)], (weight.shape[1], weight.shape[2])
+        elif module.expert is None:
+            continue
+        if shape is not None and shape not in fits:
+            value = f"{list(shape)}, expected {list(fits[0])} by config.json"
+            checked.add("config_shape_mismatch", module.name, weight.shard, value)
+
+
 def _check_mixed(checked: Lint, layer: str, experts: Experts, shard: str) -> None:
     counts = Counter(kind for kinds in experts.values() for kind in kinds.values())
     if len(counts) < 2:
@@ -117,7 +167,9 @@ def _list_expected_projections(
     for names in stacks.values():
         for gate, up, down in _FAMILIES:
             # Another family, or gate and up in one tensor, do not need these three.
-            if names and names <= {gate, up, down}:
+            if names >= {gate, up, down}:  # others are no parts that an expert must have
+                names &= {gate, up, down}
+            elif names and names <= {gate, up, down}:
                 names |= {down} if _may_lack_gate(config) and len(names - {down}) == 1 else {gate, up, down}
     return {layer: stacks[_DIGITS.sub("#", layer)] for layer in layers}
 

@@ -75,7 +75,8 @@ def _check_fp8(checked: Lint, module: Module, weight: TensorInfo) -> None:
     parts, rule = module.parts, checked.find_rule(module)
     inverse = parts.get("weight_scale_inv")
     scales = inverse or parts.get("weight_scale") or parts.get("scale_inv") or parts.get("scale")
-    name = module.name_tensor("weight_scale")
+    has_blocks = rule is not None and rule.name == "fp8" and rule.block is not None
+    name = module.name_tensor("weight_scale_inv" if inverse or has_blocks else "weight_scale")
     if scales is None:
         checked.add("scale_missing", name, weight.shard, "not in the checkpoint")
         return
@@ -88,7 +89,7 @@ def _check_fp8(checked: Lint, module: Module, weight: TensorInfo) -> None:
         expected = [-(-size // unit) for size, unit in zip(weight.shape, block or (1, 1), strict=True)]
         if block is not None and list(inverse.shape) != expected:
             value = f"{list(inverse.shape)}, expected {expected}"
-            checked.add("shape_mismatch", module.name_tensor("weight_scale_inv"), inverse.shard, value)
+            checked.add("shape_mismatch", name, inverse.shard, value)
     # MXFP8 has a scale for each 32 values.
     elif scales.elements not in (1, weight.shape[0]) and scales.dtype not in ("F8_E8M0", "U8"):
         value = f"{list(scales.shape)}, expected one value or one for each of {weight.shape[0]} rows"
@@ -121,6 +122,9 @@ def check_shapes(checked: Lint) -> None:
         if kind == "nvfp4" and shape[1] % BLOCK:
             value = f"{shape[1]} columns are no multiple of {BLOCK}"
             checked.add("block_incomplete", module.name, weight.shard, value)
+        elif up is not None and shape[0] % units[0]:
+            value = f"{shape[0]} rows in units of {units[0]}, and up begins in the same block"
+            checked.add("block_shared", module.name, weight.shard, value)
         elif wrong := _find_untiled(projection, shape, units, tp_sizes):
             checked.add("does_not_tile", module.name, weight.shard, wrong)
 
