@@ -401,6 +401,10 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             rename("gate_proj", "w1_proj"),
             {"expert_names_unknown": "experts.0.w1_proj"},
         ),
+        "all experts under another name": (
+            rename("mlp.experts", "mlp.moe_experts"),
+            {"expert_names_unknown": "model.layers.0.mlp.gate"},
+        ),
         "names of two parts": (
             rename("up_proj", "ffn.up_proj"),
             {"expert_names_unknown": "ffn.up_proj", "expert_missing": "up_proj"},

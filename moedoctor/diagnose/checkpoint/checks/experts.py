@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from moedoctor.diagnose.checkpoint.checkpoint import INDEX, Checkpoint
@@ -188,6 +188,7 @@ def _check_expert_layers(checked: Lint, config: Mapping[str, Any]) -> None:
     stack = stacks.get(head, {})
     with_experts = [parts for parts in stack.values() if _EXPERTS in parts]
     if not with_experts:
+        _check_routers(checked, config, stacks)
         return
     numbers = [number for key in _LAYER_NUMBERS if (number := find_whole_number(config, key)) is not None]
     # Layers after these are for the prediction of several tokens; exporters keep them or leave them out.
@@ -210,6 +211,22 @@ def _check_expert_layers(checked: Lint, config: Mapping[str, Any]) -> None:
             checked.add("expert_missing", router, shard, "a router and no experts")
         elif dense is not None and layer not in dense and parts <= alike:
             checked.add("expert_missing", name, source, "neither experts nor a dense layer in their place")
+
+
+def _check_routers(
+    checked: Lint, config: Mapping[str, Any], stacks: Mapping[str, Mapping[int, Set[str]]]
+) -> None:
+    """Find routers in a checkpoint that has nothing below ``experts``."""
+    checkpoint = checked.checkpoint
+    for head, stack in stacks.items():
+        for layer, parts in stack.items():
+            if any(part.endswith("input_linear") for part in parts):  # Granite's name for all experts
+                continue
+            for part in sorted(parts):
+                name = f"{head}.{layer}.{part}"
+                if _routes(checkpoint, config, f"{head}.{layer}", part):
+                    shard = checkpoint.tensors[f"{name}.weight"].shard
+                    checked.add("expert_names_unknown", name, shard, "a router, and nothing below experts")
 
 
 def _group_layers(checkpoint: Checkpoint) -> dict[str, dict[int, set[str]]]:
