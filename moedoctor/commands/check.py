@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +13,14 @@ import typer
 from moedoctor.commands.options import (
     Capability,
     CheckFormat,
+    FailOn,
     Full,
+    IgnoreOption,
     InputError,
     Output,
     convert_errors,
     option,
+    read_ignores,
     require_capability,
     require_release,
 )
@@ -35,6 +41,8 @@ def check(
     ] = None,
     sm: Capability = None,
     wsl: Annotated[bool, typer.Option("--wsl", help="Check for WSL 2.")] = False,
+    fail_on: FailOn = "warning",
+    ignore: IgnoreOption = None,
     format: CheckFormat = "table",
     output: Output = None,
     full: Full = False,
@@ -42,12 +50,24 @@ def check(
     """Find the known failures that can affect this environment.
 
     Looks at GPUs, driver, packages, settings and caches, and tries to pin memory. It runs no model and
-    changes nothing. Exit code 1 if something was found, 2 if nothing was found but vLLM is not there.
+    changes nothing. Exit code 1 if something was found, 2 if nothing was found but vLLM is not there. An
+    error happens by default, a warning with a flag or in a rarer case; a note depends on the model.
     """
+    from moedoctor.diagnose.check.check import apply_ignores
     from moedoctor.diagnose.check.check import check as find
 
+    rules = read_ignores(ignore, _list_ids)
     result = find(target=_choose_target(python, release, sm, wsl=wsl))
+    result = replace(apply_ignores(result, rules, date.today()), fail_on=fail_on)
     return deliver_document(result, format, output, full=full, code=result.exit_code, reasons=result.reasons)
+
+
+def _list_ids(given: str) -> list[str]:
+    """Return the ids and names of all failures if `given` looks like one; a problem has words instead."""
+    from moedoctor.entries import entries
+
+    ids = [name for entry in entries().values() for name in (entry.id, entry.name)]
+    return ids if re.fullmatch(r"(?i)md\d+|[a-z]+(?:_[a-z]+)+", given) else []
 
 
 def _choose_target(python: Path | None, release: str | None, sm: str | None, *, wsl: bool) -> Target:

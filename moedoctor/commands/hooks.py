@@ -1,10 +1,12 @@
 """The hooks of pre-commit: ``python -m moedoctor.commands.hooks lint|scenario FILE...``.
 
-`lint` looks at the folder of each file, `scenario` reads each file without running it.
+`lint` looks at the folder of each file and takes ``--fail-on`` and ``--ignore`` before the files; `scenario`
+reads each file without running it.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,19 +30,25 @@ def check_scenarios(files: Sequence[str]) -> int:
     return code
 
 
-def lint_folders(files: Sequence[str]) -> int:
+def lint_folders(words: Sequence[str]) -> int:
     """Lint the folder of each file that has safetensors files; return the worst exit code.
 
     A folder without them is named on stderr: nothing was looked at there.
     """
     from moedoctor.commands.lint import lint
     from moedoctor.commands.options import InputError
+    from moedoctor.diagnose.ignores import FAIL_ON
 
+    parser = argparse.ArgumentParser("moedoctor-lint", allow_abbrev=False)
+    parser.add_argument("--fail-on", choices=FAIL_ON, default="warning")
+    parser.add_argument("--ignore", action="append", metavar="ID=REASON")
+    parser.add_argument("files", nargs="*")
+    given = parser.parse_args(words)
     code = 0
-    for folder in dict.fromkeys(Path(file).parent for file in files):
+    for folder in dict.fromkeys(Path(file).parent for file in given.files):
         if any(folder.glob("*.safetensors")):
             try:
-                code = max(code, lint(folder))
+                code = max(code, lint(folder, fail_on=given.fail_on, ignore=given.ignore))
             except InputError as error:
                 print_message(str(error))
                 code = 2

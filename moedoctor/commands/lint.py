@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,11 +12,14 @@ import typer
 
 from moedoctor.commands.options import (
     CheckFormat,
+    FailOn,
     Full,
+    IgnoreOption,
     InputError,
     Output,
     convert_errors,
     option,
+    read_ignores,
     require_writable,
 )
 from moedoctor.commands.pages import deliver_document
@@ -23,6 +28,10 @@ from moedoctor.text import print_message
 if TYPE_CHECKING:
     from moedoctor.diagnose.checkpoint.findings import Lint
     from moedoctor.diagnose.checkpoint.repair import Repaired
+
+
+_CAPABILITY = "9.0"
+"""The compute capability that vLLM is asked about on a machine without a GPU."""
 
 
 def lint(
@@ -39,39 +48,67 @@ def lint(
             "links to the original, which stays as it is.",
         ),
     ] = None,
+    ask: Annotated[
+        bool,
+        typer.Option("--ask/--no-ask", help="Also ask the installed vLLM to load it, which takes seconds."),
+    ] = True,
+    fail_on: FailOn = "warning",
+    ignore: IgnoreOption = None,
     full: Full = False,
 ) -> int:
     """Find what is wrong with a checkpoint's quantization.
 
-    Reads JSON files, the headers of safetensors files and the scales, but no weights. Exit code 1 if
-    something is wrong.
+    Reads JSON files, the headers of safetensors files and the scales, but no weights. An installed vLLM is
+    asked, without a GPU, if it loads every tensor. Exit code 1 if something is wrong.
     """
+    from moedoctor.diagnose.checkpoint.findings import CHECKS
     from moedoctor.diagnose.checkpoint.lint import lint
     from moedoctor.diagnose.checkpoint.repair import list_repairable_checks
     from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
+    from moedoctor.diagnose.ignores import fails
     from moedoctor.reporters.pages.lint import LintDocument
     from moedoctor.reporters.text import count_of
 
     if fix is not None:
         _check_fix(checkpoint, fix)
+    rules = read_ignores(ignore, lambda given: [*CHECKS, *filter(None, (row.id for row in CHECKS.values()))])
     with convert_errors(CheckpointError):
         result = lint(checkpoint)
-    code = 1 if result.damage else 0
+    _ask_installed(result, wanted=ask)
     folder = str(result.checkpoint.folder)
     repaired = None if fix is None else _write_repaired(result, fix)
-    if repaired is None:
-        document = LintDocument.from_result(result, folder, () if fix else list_repairable_checks(result))
-    else:
-        left = {finding.check for finding in repaired.result.findings}
-        done = {finding.check for finding in result.findings} - left
-        document = LintDocument.from_result(result, folder, done, str(fix))
-    reasons = [
-        f"{row.id}: {row.evidence.what} ({count_of(row.evidence.count, 'place')})" for row in document.damage
-    ]
+    repairable: Collection[str] = list_repairable_checks(result) if fix is None else ()
+    if repaired is not None:  # the copy was not shown to vLLM
+        repairable = {each.check for each in result.findings if not CHECKS[each.check].asked} - {
+            each.check for each in repaired.result.findings
+        }
+    copy = None if repaired is None else str(fix)
+    document = LintDocument.from_result(result, folder, repairable, copy, rules=rules, today=date.today())
+    wrong = [row for row in document.findings if fails(row.level, fail_on)]
+    code = 1 if wrong else 0
+    reasons = [f"{row.id}: {row.evidence.what} ({count_of(row.evidence.count, 'place')})" for row in wrong]
     deliver_document(document, format, output, full=full, code=code, reasons=reasons)
     if repaired is not None:
         _report_repaired(repaired, str(fix))
     return code
+
+
+def _ask_installed(result: Lint, *, wanted: bool) -> None:
+    """Let the installed vLLM load the checkpoint, or note why it was not asked. Raises InputError."""
+    from moedoctor import environment
+    from moedoctor.diagnose.preflight.ask import find_installed
+    from moedoctor.diagnose.preflight.checkpoint_load import ask_load
+    from moedoctor.diagnose.preflight.model import ModelError
+    from moedoctor.processes import interrupts
+
+    release = find_installed()
+    if release is None or not wanted:
+        result.not_asked = "--no-ask" if release is not None else "vLLM is not installed here"
+        return
+    print_message(f"asking vLLM {release.name}, which takes seconds; --no-ask leaves that out")
+    major, minor = (environment.collect()["capability"] or _CAPABILITY).split(".")
+    with convert_errors(ModelError), interrupts.hold_signals():
+        ask_load(result, release, (int(major), int(minor)))
 
 
 def _check_fix(folder: Path, fix: Path) -> None:

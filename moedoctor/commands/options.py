@@ -18,6 +18,7 @@ import typer
 from moedoctor.text import clean, join_lines, print_message, shorten, suggest_expected
 
 if TYPE_CHECKING:
+    from moedoctor.diagnose.ignores import Ignore
     from moedoctor.reporters.chart import Chart
     from moedoctor.reporters.findings import Findings
     from moedoctor.reporters.json import Document
@@ -192,6 +193,23 @@ Output = Annotated[
         help="Write the output to this file instead of stdout; its suffix chooses the format.",
     ),
 ]
+FailOn = Annotated[
+    str,
+    option(
+        "SEVERITY",
+        "Exit with 1 for findings of this severity and worse: error, warning (default), note, or never.",
+        choose_from("--fail-on", "moedoctor.diagnose.ignores:FAIL_ON"),
+        show_default=False,
+    ),
+]
+IgnoreOption = Annotated[
+    list[str] | None,
+    option(
+        "ID=REASON",
+        "Leave a finding out and say why, such as MD016='MARLIN is set until 2027-01-31'. After that day it "
+        "counts again. May be repeated.",
+    ),
+]
 Verbose = Annotated[
     bool,
     typer.Option("--verbose", "-v", help="Show every case and every claim in the table, not 120 lines."),
@@ -232,6 +250,14 @@ def require_capability(text: str) -> str:
     if capability not in CAPABILITIES:
         raise InputError(f"--sm {text}: {suggest_expected(text, CAPABILITIES)}")
     return capability
+
+
+def read_ignores(given: Sequence[str] | None, known: Callable[[str], Sequence[str]]) -> tuple[Ignore, ...]:
+    """Return the rules of ``--ignore``; `known` gives the ids that a rule may have. Raises InputError."""
+    from moedoctor.diagnose.ignores import IgnoreError, read_ignore
+
+    with convert_errors(IgnoreError):
+        return tuple(read_ignore(text, known(text.partition("=")[0].strip())) for text in given or ())
 
 
 def split_texts(given: Sequence[str] | None) -> list[str]:

@@ -196,16 +196,13 @@ def _read_command(command: list[str] | None, compose: Path | None, script: Path 
 
 def _installed() -> Release:
     """Return the vLLM of this environment. Raises InputError without one."""
-    import importlib.metadata
+    from moedoctor.diagnose.preflight.ask import find_installed
 
-    from moedoctor.diagnose.preflight.ask import Release
-
-    try:
-        return Release(importlib.metadata.version("vllm").partition("+")[0])
-    except importlib.metadata.PackageNotFoundError:
+    if (release := find_installed()) is None:
         raise InputError(
             "vllm is not installed here: name the server's Python (--python FILE) or a wheel (--wheel FILE)"
-        ) from None
+        )
+    return release
 
 
 def _make_question(

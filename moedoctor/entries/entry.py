@@ -21,8 +21,9 @@ SECTIONS = ("What happens", "Who is affected", "How to see it", "Fix", "Links")
 """The headings of an entry."""
 
 Severity = Literal["error", "warning", "note"]
-"""``error``: a crash or a wrong result in the use that `needs` names; ``warning``: it takes a rarer setting,
-or the evidence is weaker; ``note``: the checkpoint, the model or other code decides, not the machine."""
+"""``error``: a crash or a wrong result by default, in the use that `needs` names; ``warning``: it takes a
+flag that is off by default, or the evidence is weaker; ``note``: it takes a flag and is rarer or less sure,
+or the checkpoint, the model or other code decides."""
 
 _FENCE = "---"
 _LINK = re.compile(r"- (https://[^\s<>\"'`]+) (\S.*)")

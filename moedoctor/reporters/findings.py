@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Literal
 
 from moedoctor.entries import entries
 from moedoctor.reporters.text import count_of
 from moedoctor.results import VERDICTS, Report
-from moedoctor.text import join_lines
+from moedoctor.text import TextFileError, join_lines, list_names, read_text
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.check.records import CheckResult
@@ -26,6 +27,17 @@ LEVELS: tuple[Level, ...] = ("error", "warning", "note")
 """The worst first."""
 ENVIRONMENT = "environment"
 """The rule, and the place, of what is wrong with a machine and in no entry."""
+_PACKAGES = ("vllm", "flashinfer-python", "torch")
+_PINNING = (
+    "*requirements*.txt",
+    "pyproject.toml",
+    "setup.cfg",
+    "environment.y*ml",
+    "*Dockerfile*",
+    "*compose*.y*ml",
+)
+"""Names of files that choose the packages of an environment."""
+_MOST_PINNING = 1_000_000
 _ID = re.compile(r"[A-Z]{2}\d{3}\b")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -107,15 +119,36 @@ def find_in_run(report: Report) -> Findings:
     return Findings("run", found, titles=titles)
 
 
+def find_pin(package: str) -> tuple[str, int | None]:
+    """Return the file and line below the working directory that choose a package, or `ENVIRONMENT`."""
+    name = re.escape(package)
+    chosen = re.compile(rf"(?<![\w./#-]){name}(?:\[[^\]]*\])?\s*(?:[=<>~!]=|[<>@])|{name}/{name}-\w+:")
+    for pattern in _PINNING:
+        with contextlib.suppress(TextFileError, OSError):  # the working directory may be gone
+            for file in list_names(Path(), pattern):
+                lines = read_text(Path(file), _MOST_PINNING).splitlines()
+                for number, line in enumerate(lines, 1):
+                    if chosen.search(line):
+                        return file, number
+    return ENVIRONMENT, None
+
+
 def find_in_check(result: CheckResult, summary: str) -> Findings:
-    """Return the failures that can strike an environment, and its problems."""
+    """Return the failures that can strike an environment, and its problems, at the lines that choose it."""
+    first_words = (each.what.split()[0] for each in result.problems)
+    packages = dict.fromkeys((*_PACKAGES, *first_words))
+    pins = {name: pin for name in packages if (pin := find_pin(name))[1] is not None}
+
+    def locate(facts: Iterable[str]) -> tuple[str, int | None]:
+        return next((pins[name] for name in (*facts, *_PACKAGES) if name in pins), (ENVIRONMENT, None))
+
     found = [
         Finding(
             finding.id,
             _choose_level(finding.severity),
             finding.title,
             f"{finding.why}. {finding.next_step}",
-            f"scenarios/{finding.name}.yaml",
+            *locate(finding.evidence),
             confidence=finding.confidence,
             logical=result.target,
         )
@@ -127,14 +160,16 @@ def find_in_check(result: CheckResult, summary: str) -> Findings:
             _choose_level(problem.severity),
             problem.what,
             f"{problem.what}: {problem.why}. {problem.next_step}",
-            ENVIRONMENT,
+            *locate(problem.what.split()),
             key=(_NUMBER.sub("#", problem.what),),
             logical=result.target,
         )
         for problem in result.problems
     ]
     skipped = [(_name(note.id), note.needs or note.why) for note in result.conditional]
+    skipped += [(f"{each.id} {each.title}", f"ignored: {each.reason}") for each in result.ignored]
     decided = {finding.id for finding in (*result.findings, *result.conditional)}
+    decided |= {each.id for each in result.ignored}
     passed = [_name(id) for id in entries() if id not in decided]
     if result.without_vllm:
         skipped += [(name, result.without_vllm) for name in passed]
@@ -156,7 +191,7 @@ def find_in_lint(document: LintDocument, summary: str) -> Findings:
         found.append(
             Finding(
                 finding.id,
-                "note" if evidence.remark else "error",
+                "note" if evidence.remark else _choose_level(finding.level),
                 evidence.what,
                 f"{evidence.what} ({places}). {evidence.effect}. {finding.next_step}",
                 make_relative(os.path.join(document.checkpoint, first.shard)),
@@ -166,9 +201,14 @@ def find_in_lint(document: LintDocument, summary: str) -> Findings:
                 logical=first.tensor,
             )
         )
-    damaged = {finding.check for finding in document.findings}
+    skipped = [
+        *document.not_run.items(),
+        *((each.id, f"ignored: {each.reason}") for each in document.ignored),
+    ]
+    decided = {each.check for each in document.findings} | {name for name, _ in skipped}
+    passed = [name for name, check in CHECKS.items() if decided.isdisjoint((name, check.id))]
     titles = {name: (check.what, check.effect) for name, check in CHECKS.items()}
-    return Findings("lint", found, [name for name in CHECKS if name not in damaged], (), summary, titles)
+    return Findings("lint", found, passed, skipped, summary, titles)
 
 
 def find_in_triage(results: Sequence[tuple[str, Triage]], summary: str) -> Findings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moedoctor.interfaces import Reporter
-from moedoctor.reporters.findings import Findings
+from moedoctor.reporters.findings import ENVIRONMENT, Findings
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.text import summarize
 from moedoctor.results import VERDICTS, Report
@@ -62,7 +62,8 @@ def _write_commands(report: Report) -> Iterator[str]:
 
 def _write_command(level: str, file: str, line: int, title: str, message: str) -> str:
     file, title = (_escape_property(join_lines(text)) for text in (file, title))
-    return f"::{_LEVELS.get(level, level)} file={file},line={line},title={title}::{_escape_data(message)}"
+    place = "" if file == ENVIRONMENT else f"file={file},line={line},"  # an environment is no file
+    return f"::{_LEVELS.get(level, level)} {place}title={title}::{_escape_data(message)}"
 
 
 def _escape_data(text: str) -> str:

@@ -224,6 +224,19 @@ def test_a_folder_without_weights_is_named_and_not_passed_in_silence(
     declared = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     (lint,) = [hook for hook in declared if hook["id"] == "moedoctor-lint"]
     assert lint["verbose"] is True  # else pre-commit shows nothing of a hook that passes
+    assert lint["require_serial"] is True  # else two processes lint the folder of two files
+
+
+def test_a_hook_lints_a_folder_once_and_takes_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / "model")
+    files = ["model/config.json", "model/hf_quant_config.json"]
+    assert hooks.main(["lint", "--ignore=MD014=known", *files]) == 0
+    assert capsys.readouterr().out.count("known") == 1
+    assert hooks.main(["lint", "--fail-on=never", *files]) == 0
+    assert hooks.main(["lint", "--fail-on=error", *files]) == 1
 
 
 def test_every_hook_of_pre_commit_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from checkpoints_of_tests import INDEX, Made, block_fp8, f32, modelopt, write_safetensors
 
+from moedoctor import environment
 from moedoctor.commands.lint import lint as lint_command
 from moedoctor.commands.options import InputError
+from moedoctor.diagnose.checkpoint.findings import CHECKS
 from moedoctor.diagnose.checkpoint.lint import lint
+from moedoctor.diagnose.preflight import ask, checkpoint_load
+from moedoctor.diagnose.preflight.records import PreflightFinding, StageAnswer, StartAnswer, Verdict
 
 UP = "model.layers.1.mlp.experts.2.up_proj"
 
@@ -33,7 +39,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert document["schema_version"] == 1
     assert document["summary"]["exit_code"] == 1
     (finding,) = document["findings"]
-    assert finding.keys() == {"id", "check", "line", "evidence", "confidence", "next_step"}
+    assert finding.keys() == {"id", "check", "line", "evidence", "confidence", "next_step", "level"}
     assert finding["id"] == "MD014"
     (place,) = finding["evidence"]["places"]
     values = (f"{UP.replace('up', 'gate')}.weight_scale_2", "model.safetensors", "gate 0.00015625, up 0.0003")
@@ -77,6 +83,102 @@ def test_a_remark_alone_is_reported_and_gives_no_exit_code(
         assert "0 kinds of damage and 1 remark in" in out
     made.tensors[f"{UP}.weight_scale_inv"] = f32(*[0.0] * 8, shape=(4, 2))
     assert lint_command(made.write(tmp_path), format) == 1
+
+
+def test_an_accepted_finding_does_not_fail_and_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = broken().write(tmp_path)
+    for id in ("MD014", "global_scale_mismatch"):
+        assert lint_command(folder, ignore=[f"{id}=one expert until 2999-12-31"]) == 0
+        out = capsys.readouterr().out
+        assert f"{id}: gate and up of an expert" in out
+        assert "one expert (until 2999-12-31)" in out
+        assert "1 ignored" in out
+    assert lint_command(folder, ignore=["MD014=late until 2020-12-31"]) == 1
+    assert lint_command(folder, fail_on="never") == 0
+    with pytest.raises(InputError, match="scale_zeros: did you mean scale_zero"):
+        lint_command(folder, ignore=["scale_zeros=x"])
+    remark = block_fp8()
+    remark.config["num_attention_heads"] = 8
+    assert lint_command(remark.write(tmp_path / "remark"), fail_on="note") == 1
+
+
+def test_nothing_passes_that_was_not_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = modelopt().write(tmp_path)
+    assert lint_command(folder) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "values of the weights: only headers, JSON files and scales were read" in out
+    assert "vLLM is not installed here; moedoctor preflight --wheel FILE -- vllm serve" in out
+    lint_command(folder, "junit")
+    cases = ElementTree.fromstring(capsys.readouterr().out).iter("testcase")
+    skipped = {case.get("name") for case in cases if case.find("skipped") is not None}
+    assert skipped == {name for name, check in CHECKS.items() if check.asked}
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    lint_command(folder, "junit")
+    cases = ElementTree.fromstring(capsys.readouterr().out).iter("testcase")
+    assert {case.get("name") for case in cases if case.find("skipped") is None} == {
+        "file_truncated a file is truncated"
+    }
+
+
+ANSWERS = {
+    "not written": ("load", "passed", "not-written", "not_written", 1),
+    "cut": ("load", "passed", "cut", "tensor_cut", 1),
+    "converted": ("load", "passed", "converted", "weights_converted", 1),
+    "refused while it loads": ("load", "stopped", "refused", "load_refused", 1),
+    "refused while it builds": ("build", "stopped", "refused", "load_refused", 1),
+    "refused by the configuration": ("config", "stopped", "refused", None, 0),
+    "not asked to the end": ("load", "cannot say", "cannot-say", None, 0),
+    "not enough memory": ("load", "passed", "kv-cache", None, 0),
+}
+
+
+@pytest.mark.parametrize(("stage", "outcome", "rule", "check", "code"), ANSWERS.values(), ids=ANSWERS)
+def test_an_installed_vllm_is_asked_to_load(
+    stage: str,
+    outcome: str,
+    rule: str,
+    check: str | None,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ask_release(release: ask.Release, commands: Any, question: ask.Question, headers: Any) -> Any:
+        assert question.capability == (9, 0)
+        finding = PreflightFinding(rule, "error", "its own words", "", tensor=f"{UP}.weight")
+        stages = (StageAnswer(stage, outcome),)
+        words = commands[0].words
+        return [StartAnswer("0.33.0", words, Verdict.STARTS, "a reason", "", stages, (finding,))]
+
+    monkeypatch.setattr(ask, "find_installed", lambda: ask.Release("0.33.0"))
+    monkeypatch.setattr(checkpoint_load, "ask_release", ask_release)
+    monkeypatch.setattr(environment, "collect", lambda: {"capability": None})
+    folder = modelopt().write(tmp_path)
+    assert lint_command(folder, "json") == code
+    document = json.loads(capsys.readouterr().out)
+    assert [row["check"] for row in document["findings"]] == ([check] if check else [])
+    for row in document["findings"]:
+        (place,) = row["evidence"]["places"]
+        assert place == {"tensor": f"{UP}.weight", "shard": "model.safetensors", "value": "its own words"}
+    asked = outcome == "passed" or check is not None
+    assert bool(document["loaded_by"]) is asked
+    assert any("a reason" in note for note in document["not_looked_at"]) is not asked
+    assert lint_command(folder, "json", ask=False) == 0
+    assert "--no-ask" in capsys.readouterr().out
+
+
+def test_a_release_that_loads_the_names_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = modelopt()
+    made.tensors = {name.replace("gate_proj", "w1_proj"): each for name, each in made.tensors.items()}
+    result = lint(made.write(tmp_path))
+    assert [finding.check for finding in result.findings] == ["expert_names_unknown"]
+    answer = StartAnswer("0.34.0", ("m",), Verdict.STARTS, "", "", (StageAnswer("load", "passed"),), ())
+    monkeypatch.setattr(checkpoint_load, "ask_release", lambda *given: [answer])
+    checkpoint_load.ask_load(result, ask.Release("0.34.0"), (9, 0))
+    assert result.findings == ()
 
 
 def test_impossible_paths_are_refused(tmp_path: Path) -> None:
@@ -290,7 +392,10 @@ def large(folder: Path, shards: int, tensors: int) -> None:
 PROBE = """
 import contextlib, sys
 from pathlib import Path
+from moedoctor.diagnose.checkpoint.findings import CHECKS
 from moedoctor.diagnose.checkpoint.lint import lint
+from moedoctor.diagnose.preflight import ask, checkpoint_load
+from moedoctor.diagnose.preflight.records import PreflightFinding, StageAnswer, StartAnswer, Verdict
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
 result = None
 with contextlib.suppress(CheckpointError):

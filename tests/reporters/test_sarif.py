@@ -174,11 +174,16 @@ def test_a_log_names_its_line(
     assert marks(again) == marks(run)
 
 
-def test_an_environment_points_to_the_scenarios_of_its_failures(capsys: pytest.CaptureFixture[str]) -> None:
-    run = by_command(capsys, "check", "--release", "0.19.1", "--sm", "12.0")
-    assert {"MD001", "MD009"} <= {result["ruleId"] for result in run["results"]}
-    for result in run["results"]:
-        assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"].startswith("scenarios/")
+def test_an_environment_points_to_the_file_that_chooses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ("environment", "requirements.txt"):
+        run = by_command(capsys, "check", "--release", "0.19.1", "--sm", "12.0")
+        assert {"MD001", "MD011"} <= {result["ruleId"] for result in run["results"]}
+        for result in run["results"]:
+            assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == place
+        (tmp_path / "requirements.txt").write_text("vllm == 0.19.1\n")
 
 
 def test_kernels_that_a_gpu_cannot_use_are_named(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from typing import Any
 
 from moedoctor import __version__, environment
@@ -19,10 +20,11 @@ from moedoctor.diagnose.check.machine import Machine, match_condition, offload_p
 from moedoctor.diagnose.check.packages import compare_packages, find_problems
 from moedoctor.diagnose.check.pinning import Pinning, make_untried
 from moedoctor.diagnose.check.probes import Probes
-from moedoctor.diagnose.check.records import SEVERITIES, CheckResult, Finding, list_not_looked_at
+from moedoctor.diagnose.check.records import CheckResult, Finding, Problem, list_not_looked_at
 from moedoctor.diagnose.check.settings import find_setting_failures, find_setting_problems
 from moedoctor.diagnose.check.target import Target
 from moedoctor.diagnose.cuda.jit_cache import JitCache
+from moedoctor.diagnose.ignores import SEVERITIES, Ignore, list_idle, sort_out
 from moedoctor.entries import entries
 from moedoctor.entries.entry import Entry
 from moedoctor.environment import Sources, explain_missing_gpu
@@ -106,6 +108,27 @@ def check(
     )
     result = replace(result, not_looked_at=(*list_not_looked_at(result), *target.not_looked_at))
     return redactor.record(result)
+
+
+def apply_ignores(result: CheckResult, rules: Sequence[Ignore], today: date) -> CheckResult:
+    """Return the result without the findings and problems that a rule leaves out; they are listed with it."""
+
+    def name(each: Finding | Problem) -> tuple[Sequence[str], str]:
+        return ((), each.what) if isinstance(each, Problem) else ((each.id, each.name), each.title)
+
+    findings, first = sort_out(result.findings, rules, name, today)
+    conditional, second = sort_out(result.conditional, rules, name, today)
+    problems, third = sort_out(result.problems, rules, name, today)
+    ignored = (*first, *second, *third)
+    notes = (*result.not_looked_at, *list_idle(rules, ignored, today))
+    return replace(
+        result,
+        findings=findings,
+        conditional=conditional,
+        problems=problems,
+        ignored=ignored,
+        not_looked_at=notes,
+    )
 
 
 def _ask_children(machine: Machine, probes: Probes, attempt: _Attempts) -> tuple[Pinning, dict[str, Any]]:

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from moedoctor.diagnose.ignores import SEVERITIES, Ignored, fails
 from moedoctor.entries.entry import Entry
-
-SEVERITIES = ("error", "warning", "note")
-"""The worst first."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,10 @@ class CheckResult:
     """True if that environment is only described, and nothing of it is on this machine."""
     not_looked_at: tuple[str, ...] = ()
     """The parts that this answer does not cover, each with the reason."""
+    ignored: tuple[Ignored, ...] = field(default=(), metadata={"sparse": True})
+    """Findings and problems that `--ignore` leaves out."""
+    fail_on: str = field(default="warning", metadata={"sparse": True})
+    """The least severity that fails, or ``never``."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     version: str = field(default="", metadata={"alias": "moedoctor", "sparse": True})
     """moedoctor's version."""
@@ -108,16 +110,23 @@ class CheckResult:
 
     @property
     def exit_code(self) -> int:
-        """1 if there are findings or problems, else 2 without vLLM, else 0. Notes do not count."""
-        if self.findings or self.problems:
+        """1 if a finding or problem has a severity that fails, else 2 without vLLM, else 0."""
+        if any(fails(each.severity, self.fail_on) for each in self._all_found):
             return 1
         return 2 if self.without_vllm else 0
 
     @property
+    def _all_found(self) -> tuple[Finding | Problem, ...]:
+        return (*self.findings, *self.problems, *self.conditional)
+
+    @property
     def reasons(self) -> tuple[str, ...]:
         """The reasons for an exit code that is not 0."""
-        found = [f"{finding.id} {finding.name}: {finding.why}" for finding in self.findings]
-        found += [f"{problem.what}: {problem.why}" for problem in self.problems]
+        found = [
+            f"{each.what if isinstance(each, Problem) else f'{each.id} {each.name}'}: {each.why}"
+            for each in self._all_found
+            if fails(each.severity, self.fail_on)
+        ]
         return tuple([*found, self.without_vllm] if self.without_vllm else found)
 
 

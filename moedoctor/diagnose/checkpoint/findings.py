@@ -31,6 +31,9 @@ class Check:
     level: str = "error"
     """``error``, ``warning``, or ``note`` for a remark, which healthy checkpoints have, too."""
 
+    asked: bool = False
+    """True if a vLLM release answers it, not the headers alone."""
+
     @property
     def remark(self) -> bool:
         """Return True for a note."""
@@ -84,6 +87,10 @@ class Lint:
     checkpoint: Checkpoint
     block_scales_seen: float = 1.0
     """The share of the block scales that was read, 0 to 1."""
+    loaded_by: str = ""
+    """The answer of the vLLM release whose loader was asked, in words; empty if none was."""
+    not_asked: str = "no vLLM was asked"
+    """Why no release answered."""
     _findings: dict[str, LintFinding] = field(default_factory=dict)
 
     def add(
@@ -101,6 +108,17 @@ class Lint:
         if len(finding.places) < SHOWN:
             text = f"{value:g}" if isinstance(value, float) else str(value)
             finding.places.append(Place(tensor, shard, text))
+
+    def drop(self, check: str) -> None:
+        """Leave out a finding that a better source refutes."""
+        self._findings.pop(check, None)
+
+    @property
+    def not_run(self) -> Mapping[str, str]:
+        """Each check that nothing was looked at for, with the reason."""
+        if self.checkpoint.truncated:
+            return {name: "a file is truncated" for name in CHECKS if name != "file_truncated"}
+        return {} if self.loaded_by else {name: self.not_asked for name, row in CHECKS.items() if row.asked}
 
     @property
     def findings(self) -> tuple[LintFinding, ...]:

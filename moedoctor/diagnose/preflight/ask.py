@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
@@ -62,6 +63,14 @@ class Question:
     post: bool = False
     trust_remote_code: bool = False
     seconds: float = 600.0
+
+
+def find_installed() -> Release | None:
+    """Return the vLLM of this environment, or None without one."""
+    try:
+        return Release(importlib.metadata.version("vllm").partition("+")[0])
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def find_release(text: str) -> Release:

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moedoctor.diagnose.check.records import CheckResult
+from moedoctor.diagnose.ignores import Ignored
 from moedoctor.reporters.page import Block, Bullets, Fold, Heading, Item, Paragraph, Span, Table
 from moedoctor.reporters.text import count_of, format_value, list_figures
+from moedoctor.text import escape
 
-_DEPENDS = "Whether these strike depends on the checkpoint, the model or your own code:"
+_DEPENDS = "Whether these strike depends on the server's flags, the checkpoint, the model or your own code:"
 
 
 def make_check_page(result: CheckResult) -> list[Block]:
@@ -51,12 +53,22 @@ def _show_findings(result: CheckResult) -> Iterator[Block]:
         yield Bullets([f"{note.id} {note.name}: {note.needs or note.why}" for note in result.conditional])
     if result.findings or result.conditional:
         yield Paragraph(("Details: ", Span("moedoctor explain ID", "code")))
+    yield from list_ignored(result.ignored)
+
+
+def list_ignored(ignored: Sequence[Ignored]) -> Iterator[Block]:
+    """Give the findings that `--ignore` leaves out, each with the reason."""
+    if ignored:
+        yield Heading("Found and ignored")
+        until = {each: f" (until {each.until})" if each.until else "" for each in ignored}
+        yield Bullets([escape(f"{each.id}: {each.title}: {each.reason}{until[each]}") for each in ignored])
 
 
 def summarize(result: CheckResult) -> str:
     """Return ``2 errors · 1 warning · 0 problems · 5 not decided here · 0 facts missing``."""
     counts = result.summary
     missing = len(result.environment.get("collector_errors") or {})
+    ignored = (f"{len(result.ignored)} ignored",) if result.ignored else ()
     return " · ".join(
         (
             count_of(counts.error, "error"),
@@ -64,6 +76,7 @@ def summarize(result: CheckResult) -> str:
             count_of(counts.problems, "problem"),
             f"{counts.conditional} not decided here",
             f"{count_of(missing, 'fact')} missing",
+            *ignored,
         )
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
 from typing import ClassVar
 
 from moedoctor.diagnose.checkpoint.findings import CHECKS, Lint, LintFinding, Place
+from moedoctor.diagnose.ignores import Ignore, Ignored, list_idle, sort_out
 from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Step, Table
+from moedoctor.reporters.pages.check import list_ignored
 from moedoctor.reporters.text import count_of
 from moedoctor.text import escape
 
@@ -35,6 +38,8 @@ class Row:
     evidence: Evidence
     confidence: float
     next_step: str
+    level: str = field(default="error", metadata={"sparse": True})
+    """``error``, ``warning`` or ``note``. Reports of older releases have no level."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +62,51 @@ class LintDocument:
     quantization: str
     findings: tuple[Row, ...]
     summary: LintSummary
+    loaded_by: str = field(default="", metadata={"sparse": True})
+    """The answer of the vLLM release that was asked to load the checkpoint; empty if none was."""
+    ignored: tuple[Ignored, ...] = field(default=(), metadata={"sparse": True})
+    """Findings that `--ignore` leaves out."""
+    not_run: Mapping[str, str] = field(default_factory=dict, metadata={"sparse": True})
+    """Check -> why it was not made."""
+    not_looked_at: tuple[str, ...] = field(default=(), metadata={"sparse": True})
+    """The parts that this answer does not cover, each with the reason."""
 
     @classmethod
     def from_result(
-        cls, result: Lint, folder: str, repairable: Collection[str], copy: str | None = None
+        cls,
+        result: Lint,
+        folder: str,
+        repairable: Collection[str],
+        copy: str | None = None,
+        *,
+        rules: Sequence[Ignore] = (),
+        today: date = date.max,
     ) -> LintDocument:
         """Return the document of a checkpoint in `folder`.
 
-        `repairable` are the checks with a repair; with a repaired `copy`, those that the copy passes.
+        `repairable` are the checks with a repair; with a repaired `copy`, those that the copy passes. `rules`
+        leave findings out until their last day.
         """
         share = round(result.block_scales_seen, 6)
         summary = LintSummary(result.shards, result.tensors, share, tuple(result.not_read))
-        rows = tuple(_make_row(each, repairable, copy) for each in result.findings)
-        return cls(folder, result.scheme, rows, summary)
+        found = [_make_row(each, repairable, copy) for each in result.findings]
+        rows, ignored = sort_out(found, rules, lambda row: ((row.id, row.check), row.evidence.what), today)
+        notes = (*_list_not_looked_at(result, folder), *list_idle(rules, ignored, today))
+        return cls(folder, result.scheme, rows, summary, result.loaded_by, ignored, result.not_run, notes)
 
     @property
     def damage(self) -> tuple[Row, ...]:
         """The findings without mere remarks."""
         return tuple(row for row in self.findings if not row.evidence.remark)
+
+
+def _list_not_looked_at(result: Lint, folder: str) -> Iterator[str]:
+    yield "values of the weights: only headers, JSON files and scales were read"
+    ask = f"moedoctor preflight --wheel FILE -- vllm serve {folder}"
+    if result.loaded_by:
+        yield f"other sizes, GPUs and releases: moedoctor preflight --sizes 8 -- vllm serve {folder}"
+    else:
+        yield f"names and shapes were not compared with what a vLLM release reads: {result.not_asked}; {ask}"
 
 
 def _make_row(finding: LintFinding, repairable: Collection[str], copy: str | None) -> Row:
@@ -87,7 +119,7 @@ def _make_row(finding: LintFinding, repairable: Collection[str], copy: str | Non
             if copy
             else f"`--fix DIR` writes a repaired copy to a new folder; or {step}"
         )
-    return Row(finding.id, finding.check, finding.line, evidence, check.confidence, step)
+    return Row(finding.id, finding.check, finding.line, evidence, check.confidence, step, check.level)
 
 
 def make_lint_page(document: LintDocument) -> list[Block]:
@@ -95,7 +127,9 @@ def make_lint_page(document: LintDocument) -> list[Block]:
     findings = document.findings
     page: list[Block] = [Heading(f"{escape(document.checkpoint)}: {escape(document.quantization)}", 1)]
     if not document.damage:
-        page.append(Paragraph("nothing wrong was found"))
+        page.append(Paragraph("nothing wrong was found in what was looked at"))
+    if document.loaded_by:
+        page.append(Paragraph(escape(document.loaded_by)))
     page += [_make_item(finding) for finding in findings]
     for finding in findings:
         page += _show_finding(finding)
@@ -104,6 +138,9 @@ def make_lint_page(document: LintDocument) -> list[Block]:
         page.append(
             Bullets([f"not read: the pattern {name}; excluded modules were not checked" for name in patterns])
         )
+    page += list_ignored(document.ignored)
+    if document.not_looked_at:
+        page += [Heading("Not looked at"), Bullets([*map(escape, document.not_looked_at)])]
     page.append(Paragraph(summarize(document)))
     steps: dict[str, list[str]] = {}
     for finding in findings:
@@ -117,7 +154,8 @@ def _make_item(finding: Row) -> Item:
     evidence = finding.evidence
     known = "" if finding.id == finding.check else f"{finding.id} "
     title = f"{known}{evidence.what}: {count_of(evidence.count, 'place')}"
-    return Item("remark" if evidence.remark else "damage", title, [("effect", evidence.effect)])
+    word = "remark" if evidence.remark else "warning" if finding.level == "warning" else "damage"
+    return Item(word, title, [("effect", evidence.effect)])
 
 
 def _show_finding(finding: Row) -> list[Block]:
@@ -140,6 +178,8 @@ def summarize(document: LintDocument) -> str:
     kinds = f"{wrong} {'kind' if wrong == 1 else 'kinds'} of damage"
     if remarks := len(document.findings) - wrong:
         kinds += f" and {count_of(remarks, 'remark')}"
+    if document.ignored:
+        kinds += f", {len(document.ignored)} ignored,"
     share = summary.block_scales_seen
     sampled = "" if share >= 1 else f"; {share:.1%} of the block scales were read"
     files = count_of(summary.shards, "file")

@@ -55,7 +55,7 @@ def test_a_source_that_fails(name: str) -> None:
 @pytest.mark.parametrize("name", PROBES)
 def test_a_probe_that_fails(name: str) -> None:
     result = check(machine(), probes(**{name: broken}))
-    assert {"MD001", "MD003", "MD009"} <= {finding.id for finding in result.findings}
+    assert {"MD001", "MD003", "MD011"} <= {finding.id for finding in result.findings}
     data = to_document(result)
     shown = json.dumps(data["environment"])
     assert "OSError: no entry to ~" in shown, name
