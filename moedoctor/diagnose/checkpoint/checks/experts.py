@@ -103,7 +103,11 @@ def check_experts(checked: Lint) -> None:
 def check_names(checked: Lint) -> None:
     """Find experts, one by one or all in one tensor, under names that no model of vLLM reads."""
     for module in checked.modules.values():
-        if module.kind is not None and (one := _ONE_EXPERT.fullmatch(module.name)) and one[1] not in _KNOWN:
+        if (
+            module.kind is not None
+            and (match := _ONE_EXPERT.fullmatch(module.name))
+            and match[1] not in _KNOWN
+        ):
             checked.add("expert_names_unknown", module.name, module.stored.shard, list(module.stored.shape))
         for part, info in module.parts.items():
             name = module.name_tensor(part)
