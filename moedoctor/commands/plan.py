@@ -137,8 +137,14 @@ def plan(
         ),
     ] = None,
     pcie: Annotated[
-        float, option("GB/S", "Bandwidth from host memory to the GPU, in GB/s.", number("--pcie"))
-    ] = 50.0,
+        float | None,
+        option(
+            "GB/S",
+            "Measured bandwidth from host memory to the GPU, in GB/s. Default: that of PCIe 5.0 x16 by its "
+            "specification.",
+            number("--pcie"),
+        ),
+    ] = None,
     format: PageFormat = "table",
     output: Output = None,
     full: Full = False,
@@ -149,7 +155,7 @@ def plan(
     measured. Exit code 1 if the model, or one request of the context, does not fit.
     """
     from moedoctor.diagnose.plan.kv_cache import PlanError
-    from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
+    from moedoctor.diagnose.plan.plan import GIB, PCIE_5_X16, SPECIFICATION, PlanRequest, plan
     from moedoctor.diagnose.plan.weights import count_checkpoint_bytes
     from moedoctor.diagnose.plan.workspace import check_backend
     from moedoctor.models.config_fields import ConfigError
@@ -182,7 +188,8 @@ def plan(
             offload_mode=offload_mode,
             cache_slots=expert_cache,
             hit_rate=hit_rate,
-            bandwidth=pcie * 1e9,
+            bandwidth=PCIE_5_X16 if pcie is None else pcie * 1e9,
+            bandwidth_source=SPECIFICATION if pcie is None else "given with --pcie",
         )
         result = plan(request)
     reason = result.notes[0] if result.missing_bytes else "not one request of the context fits"

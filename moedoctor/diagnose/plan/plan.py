@@ -16,6 +16,9 @@ SCHEMES = {"bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32
 """Bytes of a weight with its block scales: E4M3 for 16 weights of NVFP4, E8M0 for 32 of MXFP4."""
 KV_TYPES = {"bf16": 2, "fp8": 1}
 MODES = ("uva", "copy")
+PCIE_5_X16 = 32e9 * 16 * 128 / 130 / 8
+"""Bytes a second: 16 lanes of 32 GT/s that send 128 bits as 130. Copies over such a link are slower."""
+SPECIFICATION = "PCIe 5.0 x16 by its specification"
 _GPUS = (2, 4, 8, 16)
 _LEAST_OTHER = 0.5
 """Bytes of a weight outside the experts, in the smallest checkpoint that is believed."""
@@ -55,8 +58,9 @@ class PlanRequest:
     cache_slots: int | None = None
     """Slots of the expert cache in each layer; all experts are then in host memory."""
     hit_rate: float | None = None
-    bandwidth: float = 50e9
+    bandwidth: float = PCIE_5_X16
     """Bytes a second from host to device."""
+    bandwidth_source: str = SPECIFICATION
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,10 @@ class Traffic:
     """Device memory for copies of them: the slots of an expert cache."""
     bytes_per_token: float
     tokens_per_second: float | None
-    """The bound for one request that decodes one token a step; None if nothing moves."""
+    """Of one request that decodes one token a step; None if nothing moves."""
     how: str
+    is_bound: bool = True
+    """False if another hit rate than the assumed one makes an engine faster."""
 
 
 @dataclass(frozen=True)
@@ -228,16 +234,20 @@ def _count_traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) ->
     """Return the traffic of the request's offload or expert cache. Raises PlanError for impossible values.
 
     The bound is for one request that decodes one token a step, with perfectly hidden copies and free compute.
-    Nothing real is faster; a batch moves more experts a step, shared by its tokens. `layer_bytes` are the
-    bytes of the decoder layers beside their experts. Only decoder layers can be offloaded: vLLM gives its
-    offloader the modules that `make_layers` builds (vllm/model_executor/models/utils.py).
+    Nothing with that traffic and bandwidth is faster, but the hit rate of an expert cache depends on the
+    routing, so uniform routing gives an estimate and no bound. A batch moves more experts a step, shared by
+    its tokens. `layer_bytes` are the bytes of the decoder layers beside their experts. Only decoder layers
+    can be offloaded: vLLM gives its offloader the modules that `make_layers` builds
+    (vllm/model_executor/models/utils.py).
     """
     experts, offloaded = request.shape.experts, request.offload_bytes
     expert = expert_bytes / (experts.count * experts.layer.experts)
     active = experts.count * experts.layer.top_k * expert
 
     def move(host_bytes: int, device_bytes: int, moved: float, how: str) -> Traffic:
-        return Traffic(host_bytes, device_bytes, moved, request.bandwidth / moved if moved else None, how)
+        speed = request.bandwidth / moved if moved else None
+        assumed = request.cache_slots is not None and request.hit_rate is None
+        return Traffic(host_bytes, device_bytes, moved, speed, how, is_bound=not assumed)
 
     if request.cache_slots is not None:
         rate, how = _find_hit_rate(request, request.cache_slots)
@@ -273,6 +283,6 @@ def _find_hit_rate(request: PlanRequest, slots: int) -> tuple[float, str]:
             f"--expert-cache {slots}: expected {layer.top_k} (top_k) to {layer.experts} slots a layer"
         )
     if request.hit_rate is not None:
-        return request.hit_rate, f"hit rate {request.hit_rate:.3f}"
+        return request.hit_rate, f"hit rate {request.hit_rate:.3f}, given with --hit-rate"
     rate = slots / layer.experts
-    return rate, f"hit rate {rate:.3f} of uniform routing; measure yours with bench --cache"
+    return rate, f"hit rate {rate:.3f}, computed for uniform routing; measure yours with bench --cache"

@@ -45,6 +45,8 @@ def summarize(result: Plan) -> str:
     weights = f"{_format_gib(result.on_device_bytes)} of weights on the GPU"
     kv = result.kv
     fits = "fits" if kv.concurrency >= 1 else "does not fit"
+    if kv.concurrency >= 1 and result.workspace.bytes is None:
+        fits = "fits before the workspace, which is not known"
     return (
         f"{fits}: {weights}, {kv.tokens_printed_from_0_21:,} KV tokens, {kv.concurrency:.2f} requests at once"
     )
@@ -112,8 +114,14 @@ def _list_rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]
         ("PCIe per token", f"{traffic.bytes_per_token / 1e6:,.1f} MB", traffic.how),
     ]
     if traffic.tokens_per_second is not None:
-        bound = f"at {request.bandwidth / 1e9:g} GB/s, one request; nothing real is faster"
-        rows.append(("bound by PCIe", f"{traffic.tokens_per_second:.1f} tokens/s", bound))
+        name = "bound by PCIe" if traffic.is_bound else "estimate by PCIe"
+        limit = (
+            "nothing with this traffic is faster"
+            if traffic.is_bound
+            else "for uniform routing: no bound, real routing is faster or slower"
+        )
+        speed = f"one request at {request.bandwidth / 1e9:.1f} GB/s ({request.bandwidth_source}); {limit}"
+        rows.append((name, f"{traffic.tokens_per_second:.1f} tokens/s", speed))
     return rows
 
 

@@ -1,6 +1,7 @@
 """`plan` against the figures of vllm#38971 and against cases worked by hand."""
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -232,3 +233,43 @@ def test_the_parts_of_a_checkpoint_make_the_whole():
     routers = 48 * 2048 * 128 / QWEN.count_other_parameters() * (size - found.expert_bytes * 2)
     assert 2 * (found.expert_bytes + found.other_bytes) == pytest.approx(size + routers, rel=1e-6)
     assert found.kv.bytes_per_token * 2 == plan(request).kv.bytes_per_token
+
+
+def test_only_a_known_hit_rate_gives_a_bound():
+    """Routing of real texts hits an expert cache more often than uniform routing."""
+    assert not plan(PlanRequest(QWEN, "bf16", gpu_bytes=32 * GIB, cache_slots=64)).traffic.is_bound
+    known = plan(PlanRequest(QWEN, "bf16", gpu_bytes=32 * GIB, cache_slots=64, hit_rate=0.8))
+    assert known.traffic.is_bound
+    assert plan(PlanRequest(QWEN, "bf16", gpu_bytes=32 * GIB, offload_bytes=40 * GIB)).traffic.is_bound
+
+
+def test_each_number_of_speed_names_its_origin():
+    shown = _show(PlanRequest(QWEN, "bf16", gpu_bytes=32 * GIB, cache_slots=64))
+    assert "estimate by PCIe" in shown
+    assert "PCIe 5.0 x16 by its specification" in shown
+    assert "no bound" in shown
+    given = PlanRequest(
+        QWEN,
+        "bf16",
+        gpu_bytes=32 * GIB,
+        cache_slots=64,
+        hit_rate=0.8,
+        bandwidth=50e9,
+        bandwidth_source="given with --pcie",
+    )
+    assert "bound by PCIe" in _show(given)
+    assert "50.0 GB/s (given with --pcie)" in _show(given)
+    assert "nothing real is faster" not in _show(given)
+
+
+def test_a_model_fits_before_a_workspace_that_is_not_known():
+    request = PlanRequest(QWEN, "bf16", gpu_bytes=80 * GIB, context=1024)
+    assert "fits before the workspace, which is not known: " in _show(request)
+    assert "fits: " in _show(replace(request, workspace_bytes=GIB))
+
+
+def _show(request: PlanRequest) -> str:
+    from moedoctor.reporters.pages.plan import PlanDocument, make_plan_page
+    from moedoctor.reporters.table import to_text
+
+    return to_text(make_plan_page(PlanDocument(request, plan(request))), width=None)
