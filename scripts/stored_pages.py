@@ -29,7 +29,7 @@ def render(file: Path) -> str:
     from moedoctor.commands.show import show
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        page = Path(folder) / "page.md"
+        page = Path(folder) / f"{file.stem}.md"  # charts beside a page have its name
         show(file, "markdown", page, full=True)
         return page.read_text(encoding="utf-8")
 

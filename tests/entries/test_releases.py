@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +139,22 @@ def test_words_are_made_from_the_ranges() -> None:
 def test_a_report_outside_of_the_folder_is_refused() -> None:
     with pytest.raises(TextFileError, match="must match pattern"):
         parse_entry(HEAD.replace("nvidia-h200/nan_routing}", "../secret}"))
+
+
+@pytest.mark.parametrize(
+    ("id", "words"),
+    [
+        ("MD002", "From {first} on"),
+        ("MD009", "Up to {last} an assertion"),
+        ("MD012", "All releases from {first} to {last} have this text"),
+        ("MD013", 'fixed: "{first}"'),
+        ("MD014", "from {first} on also Quark"),
+        ("MD015", "{first} and later"),
+    ],
+)
+def test_since_and_up_to_are_those_of_the_sources_of_all_releases(id: str, words: str) -> None:
+    root = Path(__file__).resolve().parents[2]
+    table = json.loads((root / "reports" / "sources" / "texts.json").read_text())
+    (row,) = (row for row in table["texts"] if row["entry"] == id)
+    text = (root / "moedoctor" / "entries" / f"{id}.md").read_text()
+    assert words.format(first=row["releases"][0], last=row["releases"][-1]) in text

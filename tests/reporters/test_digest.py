@@ -29,7 +29,11 @@ from moedoctor.reporters.page import (
 from moedoctor.reporters.pages.run import list_answers
 from moedoctor.results import ReportError, load_report
 
-REPORTS = sorted((Path(__file__).parents[2] / "reports").glob("*/*.json"))
+REPORTS = [
+    file
+    for file in sorted((Path(__file__).parents[2] / "reports").glob("*/*.json"))
+    if file.parent.name != "sources"
+]
 
 _texts = st.sampled_from(
     ("", "short", HOSTILE, "x" * 5_000, "word " * 2_000, "<details>" * 400, "```\n" * 99)
