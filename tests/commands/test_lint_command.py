@@ -94,6 +94,7 @@ def test_an_accepted_finding_does_not_fail_and_is_shown(
         out = capsys.readouterr().out
         assert f"{id}: gate and up of an expert" in out
         assert "one expert (until 2999-12-31)" in out
+        assert "nothing wrong was found in what was looked at, except for what is ignored" in out
         assert "1 ignored" in out
     assert lint_command(folder, ignore=["MD014=late until 2020-12-31"]) == 1
     assert lint_command(folder, fail_on="never") == 0

@@ -127,7 +127,8 @@ def make_lint_page(document: LintDocument) -> list[Block]:
     findings = document.findings
     page: list[Block] = [Heading(f"{escape(document.checkpoint)}: {escape(document.quantization)}", 1)]
     if not document.damage:
-        page.append(Paragraph("nothing wrong was found in what was looked at"))
+        but = ", except for what is ignored" if document.ignored else ""
+        page.append(Paragraph(f"nothing wrong was found in what was looked at{but}"))
     if document.loaded_by:
         page.append(Paragraph(escape(document.loaded_by)))
     page += [_make_item(finding) for finding in findings]
