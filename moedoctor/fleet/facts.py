@@ -29,6 +29,9 @@ NOT_COMPARED = frozenset(
 )
 """What the environment of a report says twice, at length, or as a number that differs between equal nodes."""
 
+_NOT_FACTS = frozenset({"reason", "path", "seconds", "known"})
+"""Keys that are not facts about the node. ``known`` is what moedoctor's own reports say."""
+
 _NAMES = {
     "cuda_driver": "CUDA of the driver",
     "torch_cuda": "CUDA of torch",
@@ -128,7 +131,7 @@ def _flatten(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]
     """Give the texts in JSON data with dotted names; a list is one sorted text."""
     if isinstance(value, Mapping) and depth < 8:
         for key, inner in value.items():
-            if key not in ("reason", "path", "seconds"):
+            if key not in _NOT_FACTS:
                 yield from _flatten(f"{name}.{_shorten(key)}", inner, depth + 1)
     elif isinstance(value, list):
         yield name, _shorten(", ".join(sorted(map(_flatten_entry, value)))) or "none"

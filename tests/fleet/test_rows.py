@@ -60,6 +60,15 @@ def test_a_report_becomes_facts_and_findings_without_the_host() -> None:
     assert dict(found.findings) == {"MD011": "rows"}
 
 
+def test_what_moedoctor_knows_is_no_fact_about_a_node() -> None:
+    known = {"backend": {"reports": [], "patches": "0.33.0"}}
+    fixes = {"setting": "moe", "active": True, "known": known}
+    environment = {**_REPORT["environment"], "moedoctor_fixes": fixes}
+    facts = make_member(read_answer(_PLACE, _answer({**_REPORT, "environment": environment})), "node").facts
+    assert facts["moedoctor_fixes.setting"] == "moe"
+    assert not [name for name in facts if "known" in name]
+
+
 @pytest.mark.parametrize(
     ("text", "status"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moedoctor.cli import main
 from moedoctor.diagnose.capsule.replay import judge
 from moedoctor.trace.capsule import load
 
@@ -37,3 +38,15 @@ def test_what_the_backend_got_shows_the_planted_scale() -> None:
     factors = dict(zip(capsule.expert_ids, (ratios / usual).tolist(), strict=True))
     assert factors.pop(3) == pytest.approx(64)
     assert list(factors.values()) == pytest.approx([1.0] * len(factors))
+
+
+def test_the_answer_names_the_entry_and_that_the_kernel_did_not_do_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["replay", str(FILE)]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        "The backend's w13_weight_scale_2 has it, and the checkpoint has not (expert 3: 64 times the others'"
+        "): loading or repacking the weights did it, not the kernel"
+    ) in text
+    assert "the nearest is MD014: `moedoctor explain MD014`" in text

@@ -24,6 +24,8 @@ _PLACES = {
     "expert_replaced": "another expert's weights",
     "expert_unknown": "weights that are not in this capsule",
 }
+_NEAREST = {"global_scale_wrong": "MD014"}
+"""A mistake without an entry -> the entry about the same value."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,11 @@ def _suggest_steps(document: ReplayDocument) -> list[str]:
     mistakes = (document.diagnosis.get("explanation") or {}).get("mistakes", ())
     known = [BY_NAME[name].entry for name in mistakes if name in BY_NAME and BY_NAME[name].entry]
     steps = [f"`moedoctor explain {entry}` says what to do" for entry in dict.fromkeys(known)]
+    if near := {_NEAREST[name]: None for name in mistakes if name in _NEAREST}:
+        steps.append(
+            f"no entry is exactly this failure; the nearest is {', '.join(near)}: "
+            f"`moedoctor explain {next(iter(near))}`"
+        )
     facts = document.capsule
     if facts.record["weights"] == "none":
         return steps
@@ -177,12 +184,28 @@ def answer_of(document: ReplayDocument) -> str:
         )
         return "; ".join(filter(None, parts))
     runner_up = document.diagnosis.get("runner_up")
+    culprit = _find_culprit(document)
     beside = "" if runner_up is None else f", next best {runner_up['cosine']:.5f}"
     equal = "Its finite tokens equal" if recorded.get("nonfinite_tokens") else "The output equals"
     return (
         f"{reason}. {equal} the reference with {describe_explanation(explanation)} "
-        f"(cosine {explanation['cosine']:.5f}{beside})"
+        f"(cosine {explanation['cosine']:.5f}{beside}){f'. {culprit}' if culprit else ''}"
     )
+
+
+def _find_culprit(document: ReplayDocument) -> str:
+    """Return which tensor of the backend holds the error that explains the output; empty if none shows it."""
+    explanation = document.diagnosis["explanation"]
+    experts, matrices = set(explanation["experts"] or ()), {step for step, _ in explanation["steps"]}
+    for tensor in document.backend_tensors:
+        odd = {each["expert"]: each["form"] for each in tensor["odd"]}
+        if experts and experts <= odd.keys() and (tensor["of"] or "").partition("_")[0] in matrices:
+            return (
+                f"The backend's {escape(tensor['name'])} has it, and the checkpoint has not "
+                f"({_list_values('expert', sorted(experts))}: {odd[min(experts)]}): "
+                "loading or repacking the weights did it, not the kernel"
+            )
+    return ""
 
 
 def _describe_backends(backends: Sequence[BackendReplay]) -> str:
