@@ -228,6 +228,6 @@ class Reporter(ABC):
     def render(self, report: Report, *, colour: bool = False, width: int | None = None) -> str:
         """Return the report as text that ends with a line end; the same text for the same report.
 
-        `colour` asks for ANSI colours and `width`, in columns, for lines that fit; formats for
+        `colour` asks for ANSI colors and `width`, in columns, for lines that fit; formats for
         machines ignore both. Text of the report is data: nothing in it may act as markup.
         """

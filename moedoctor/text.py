@@ -198,7 +198,7 @@ _MOST_ECHOED = 200
 """Characters of an input in a message."""
 _LONGEST_MESSAGE = 1000
 _ESCAPE_SEQUENCE = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colors, cursor
     r"|\x1b[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)"  # OSC, DCS and other strings: titles, links
     r"|\x1b[ -/]*[0-~]?"  # also the start of a string that never ends: what follows is evidence
 )

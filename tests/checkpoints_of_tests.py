@@ -1,4 +1,4 @@
-"""Tiny valid quantised MoE checkpoints, which tests then damage."""
+"""Tiny valid quantized MoE checkpoints, which tests then damage."""
 
 from __future__ import annotations
 

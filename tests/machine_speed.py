@@ -1,6 +1,6 @@
 """How slow this machine is now beside an undisturbed one, for limits in processor seconds.
 
-Neighbours on the same processor take clock and caches, which processor time counts as ours.
+Neighbors on the same processor take clock and caches, which processor time counts as ours.
 """
 
 from __future__ import annotations

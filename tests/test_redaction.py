@@ -339,7 +339,7 @@ def test_a_quarter_of_a_megabyte_of_hostile_text_takes_less_than_half_a_second(p
 
 
 def _seconds_to_mask(text: str, enough: float) -> float:
-    """Return processor seconds, the best of three tries: a busy neighbour slows a run down."""
+    """Return processor seconds, the best of three tries: a busy neighbor slows a run down."""
     best = math.inf
     for _ in range(3):
         started = time.process_time()

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 Call = Callable[[], object]
-"""Work on the GPU, with everything it needs bound to it; it must not synchronise."""
+"""Work on the GPU, with everything it needs bound to it; it must not synchronize."""
 Check = Callable[[object], None]
 """Looks at what a timed call returned, and raises if that is wrong."""
 
@@ -108,7 +108,7 @@ def compare_times(
     replays: int = 30,
     warmup_seconds: float = 0.05,
 ) -> Comparison:
-    """Time several callables in turn, in `replays` rounds, so that clocks and neighbours affect all alike.
+    """Time several callables in turn, in `replays` rounds, so that clocks and neighbors affect all alike.
 
     `calls` maps a name to one call or a call for each set of inputs, as in `time_graph`. Raises KeyError
     if `baseline` is not one of the names, RuntimeError without a CUDA device.

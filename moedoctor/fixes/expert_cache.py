@@ -3,7 +3,7 @@
 All experts live in host memory, `capacity` of them also in fixed slots on the device. `acquire` makes the
 experts of a call resident and translates their ids to slots. What it does better than the cache of
 vllm-project/vllm#37190: an expert that a call needs is never evicted by that call; there is one mapping
-tensor, updated in place; copies do not block the host; with the engine ``device`` nothing synchronises
+tensor, updated in place; copies do not block the host; with the engine ``device`` nothing synchronizes
 and everything has a fixed address, so it can be captured in a CUDA graph.
 
 Engines, by ``engine``:
@@ -211,7 +211,7 @@ class ExpertCache:
         """Start from what a prefill routed: `ids` [T, K], the tokens in order, or [calls, T, K].
 
         Sets the state that a call for every token, or for each of `calls`, would have left, and loads the
-        experts that are resident at its end. Replaces the present state; may synchronise.
+        experts that are resident at its end. Replaces the present state; may synchronize.
         Raises TypeError or ValueError that names `ids`, also for an id out of range.
         """
         _check_ids(ids)
@@ -225,7 +225,7 @@ class ExpertCache:
 
         `ids` [T, K], the tokens in order; `weights` [E, ...] each. Sets the state that a call for each of
         about `FOLLOWED` tokens would have left, the last one and others at equal distances before it; calls,
-        hits and misses are not counted. The engine ``device`` does not synchronise, and an id out of range
+        hits and misses are not counted. The engine ``device`` does not synchronize, and an id out of range
         is ignored; ``host`` reads the ids, raises ValueError for such an id and copies from the host.
         """
         _check_ids(ids)
@@ -241,7 +241,7 @@ class ExpertCache:
         }
 
     def allocate_all(self) -> dict[str, torch.Tensor]:
-        """Return room for all experts on the device, [E, ...] each, not initialised."""
+        """Return room for all experts on the device, [E, ...] each, not initialized."""
         return {
             name: torch.empty(shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in self.layout.items()
@@ -250,14 +250,14 @@ class ExpertCache:
     def make_copier(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Return what copies all experts to `buffers`, [E, ...] each, on the stream that is current then.
 
-        With the engine ``device`` experts in slots do not cross the bus, nothing synchronises, and the copies
+        With the engine ``device`` experts in slots do not cross the bus, nothing synchronizes, and the copies
         can be captured in a CUDA graph. No other call of this cache may run meanwhile.
         """
         return self._engine.make_copier(buffers)
 
     @property
     def stats(self) -> CacheStats:
-        """Calls, hits and misses since the start. Reads them off the device, which synchronises."""
+        """Calls, hits and misses since the start. Reads them off the device, which synchronizes."""
         return self._engine.read_stats()
 
     @property
@@ -280,7 +280,7 @@ class ExpertCache:
         return CacheMemory(pinned, total - pinned, device, self._store.uncached_bytes)
 
     def resident(self) -> list[int]:
-        """The expert in each slot, -1 for a free one. Reads the state, which may synchronise."""
+        """The expert in each slot, -1 for a free one. Reads the state, which may synchronize."""
         return list(self._engine.read_table().expert_of)
 
     @contextmanager

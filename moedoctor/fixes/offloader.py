@@ -5,7 +5,7 @@
     print(handle.report())
     handle.restore()            # everything back on the device
 
-Parameters stay the same objects. Their data points for good into one of two device buffers, so a quantisation
+Parameters stay the same objects. Their data points for good into one of two device buffers, so a quantization
 config that holds a parameter sees device memory, and nothing is swapped in `forward`. Around each layer's
 `forward` run two operators (`moedoctor.fixes.offload.hooks`): one waits for the layer's copy, the other lets
 the copy of a later layer begin in the buffer that is now free. A compiler keeps these operators in order. For

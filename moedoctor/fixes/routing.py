@@ -107,7 +107,7 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     nan_policy: str = "zero",
 ) -> TopK:
-    """Route `logits` [T, E] within the best `topk_groups` of `num_groups` equal groups of neighbours.
+    """Route `logits` [T, E] within the best `topk_groups` of `num_groups` equal groups of neighbors.
 
     A group's score is its highest choice, or with a `bias` the sum of its two highest (DeepSeek-V3's
     noaux_tc); choices that are not finite, and NaN logits under ``"finite"``, add nothing, and a group
@@ -116,7 +116,7 @@ def grouped_topk(
     ``"sigmoid"``; other arguments and errors as in `topk_softmax`.
 
     vLLM differs. Its fused kernel (csrc/moe/grouped_topk_kernels.cu at e35e4874) needs a bias, computes in
-    the logits' own type, adds 1e-20 to the sum when it renormalises, takes a logit that is not finite out of
+    the logits' own type, adds 1e-20 to the sum when it renormalizes, takes a logit that is not finite out of
     the choice, and gives experts 0..K-1 a weight of 1/K if too few groups have a finite score. Its Python
     form (0.21.0) leaves ties to `torch.topk`, divides by the bare sum and does not handle NaN.
     """

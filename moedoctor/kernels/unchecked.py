@@ -22,7 +22,7 @@ def _read(address: tl.tensor, out: tl.tensor, count: tl.constexpr) -> None:
 def read_address(address: int, count: int, device: str) -> torch.Tensor:
     """Return float32 [count] read from `address`, whose memory may be anywhere; `count` a multiple of 1024.
 
-    For memory that the GPU cannot reach, the next synchronisation raises `CUDA error: an illegal memory
+    For memory that the GPU cannot reach, the next synchronization raises `CUDA error: an illegal memory
     access was encountered`, and the process can no longer use the GPU. Raises ValueError for another `count`.
     """
     if count < _BLOCK or count % _BLOCK:

@@ -44,7 +44,7 @@ class QuickLaunch:
 
     Triton finds the compiled form anew at each launch, from every argument. That takes longer than small
     kernels do and, outside of CUDA graphs, adds to each step. The key must hold everything that Triton
-    compiles for: types, constants, and for the arguments that it specialises whether a number is 1 or a
+    compiles for: types, constants, and for the arguments that it specializes whether a number is 1 or a
     multiple of 16.
     `triton_version`: before 3.6 nothing is kept, because a compiled form took other arguments then.
     """
@@ -275,7 +275,7 @@ def launch_watch(
 ) -> None:
     """Look at `x` [rows, columns], any floating type and strides, for the point with this number.
 
-    Each element of `padding` int8 [elements] is for `group` neighbouring rows. Without it, 1 or `group` rows
+    Each element of `padding` int8 [elements] is for `group` neighboring rows. Without it, 1 or `group` rows
     may belong to a row of the step, or with 0 any number. With `ends` the step is over after that; `x` must
     then have a row and a column.
     """

@@ -1,4 +1,4 @@
-"""The fix `backend`: ``VLLM_NVFP4_MOE_BACKEND`` is honoured, and the selection is logged with its reasons.
+"""The fix `backend`: ``VLLM_NVFP4_MOE_BACKEND`` is honored, and the selection is logged with its reasons.
 
 vllm-project/vllm#38971 asked for the variable; no release reads it. If the model is NVFP4 and no backend was
 asked for otherwise, this fix sets the engine's ``moe_backend`` to the variable's backend, as
@@ -59,7 +59,7 @@ def apply(version: str) -> str:
 
 
 def _wrap_create_engine_config(original: Any, *, version: str) -> Any:
-    """Wrap `create_engine_config`: honour the variable in what it returns."""
+    """Wrap `create_engine_config`: honor the variable in what it returns."""
 
     def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
         config = original(self, *arguments, **options)
@@ -81,7 +81,7 @@ def _wrap_create_engine_config(original: Any, *, version: str) -> Any:
 def _apply_variable(config: Any, wanted: Wanted | None) -> bool:
     """Change the configuration if the variable applies; return whether it was changed.
 
-    Raises SystemExit if the variable applies and cannot be honoured, unless the fix is optional.
+    Raises SystemExit if the variable applies and cannot be honored, unless the fix is optional.
     """
     if wanted is None:
         return False

@@ -196,7 +196,7 @@ class Tail:
     def decode(self) -> str:
         """Return what is kept, without the rest of a line or word whose start is lost; bytes are escaped.
 
-        Masking would not recognise the rest of a secret.
+        Masking would not recognize the rest of a secret.
         """
         kept = b"".join(self._chunks)
         if self._cut or len(kept) > self._size:

@@ -220,7 +220,7 @@ class _Pictures:
 
 
 def _inline_svg(drawn: str, number: int, title: str) -> str:
-    """Return the SVG as a part of a page, with the page's colours and ids that no other picture has."""
+    """Return the SVG as a part of a page, with the page's colors and ids that no other picture has."""
     from markupsafe import escape
 
     from moedoctor.reporters.plots import COLOURS, GRID, INK, QUIET

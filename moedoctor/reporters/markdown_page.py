@@ -92,7 +92,7 @@ def _write_text(text: Text) -> str:
 def _write_span(text: str, style: str, *, first: bool) -> str:
     """Only what comes first on a line can start a block, so only that needs the full escape."""
     line = join_lines(text)
-    # The spaces around a span keep it apart from its neighbours; one_line removed them.
+    # The spaces around a span keep it apart from its neighbors; one_line removed them.
     left = " " if line and not first and text[:1].isspace() else ""
     right = " " if text[-1:].isspace() and not (first and not line) else ""
     # A cell of a table ends at | even inside code.

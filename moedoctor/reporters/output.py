@@ -20,7 +20,7 @@ _DAY = 86_400
 
 
 def inspect_terminal(path: Path | None) -> tuple[bool, int | None]:
-    """Return (colour, columns) of what shows the report; (False, None) for a file or a pipe."""
+    """Return (color, columns) of what shows the report; (False, None) for a file or a pipe."""
     if path is not None or not sys.stdout.isatty():
         return False, None
     return not os.environ.get("NO_COLOR"), shutil.get_terminal_size().columns

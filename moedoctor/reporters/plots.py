@@ -19,7 +19,7 @@ from moedoctor.reporters.chart import Chart, Series
 from moedoctor.text import explain_missing_package, join_lines
 
 COLOURS = ("#0060a0", "#b34700", "#007a55", "#9c3f7c", "#1b7893", "#8a6100", "#5b4b9a", "#6b5a2b")
-"""Distinct for people with any kind of colour vision, and dark enough for text on white."""
+"""Distinct for people with any kind of color vision, and dark enough for text on white."""
 INK, QUIET, GRID = "#1f2328", "#59636e", "#e3e6ea"
 _SHAPES = "os^DvPX*"
 _DASHES: tuple[Any, ...] = ("solid", (0, (5, 1.5)), (0, (3, 1, 1, 1)), (0, (7, 2, 2, 2)), (0, (2, 1)))
@@ -30,7 +30,7 @@ _NAME_POINTS = 10.0
 _LABEL, _TITLE, _NOTE = 24, 72, 116
 """Inches, points, and letters a line: of a name at a line's end, of the title, of the caption."""
 _MARKERS = "ox+*#@%&"
-"""For a terminal without colour."""
+"""For a terminal without color."""
 _MOST_TICKS = 8
 
 
@@ -50,7 +50,7 @@ def draw(chart: Chart, path: Path) -> None:
 def draw_svg(chart: Chart, *, caption: bool) -> str:
     """Return the chart as an SVG file with real text; the same chart gives the same text.
 
-    With its caption it can be shown alone, on white; without it, it is for a page. Every line has a colour, a
+    With its caption it can be shown alone, on white; without it, it is for a page. Every line has a color, a
     marker and dashes of its own, and its name at its end. Raises PlotError without matplotlib, ValueError for
     0 or less on a logarithmic axis.
     """
@@ -184,7 +184,7 @@ def _spread(wanted: Sequence[float], heights: Sequence[float], low: float, high:
 
 
 def _choose_looks(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """Return colour, marker and dashes of each line; a bound is grey and has no markers."""
+    """Return color, marker and dashes of each line; a bound is grey and has no markers."""
     looks: list[dict[str, Any]] = []
     free = bounds = 0
     for line in series:

@@ -98,7 +98,7 @@ def _perform(request: Request) -> Observation:
         observation = test.measure(request.unit, request.device, request.sources)
     torch = sys.modules.get("torch")
     if torch is not None and request.device != "cpu" and torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # an illegal access shows only at the next synchronisation
+        torch.cuda.synchronize()  # an illegal access shows only at the next synchronization
     return observation
 
 

@@ -160,10 +160,10 @@ class DyingParameters(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     faulty: str = "answers"
-    """The behaviour of the control."""
+    """The behavior of the control."""
     fixed: str = "answers"
     third: str = "answers"
-    """The behaviour of another project's subject."""
+    """The behavior of another project's subject."""
     symptom_faulty: bool = True
     symptom_fixed: bool = False
     absent: bool = False

@@ -1,4 +1,4 @@
-"""The fix `backend` inside a stub of vLLM: the variable is honoured, and vLLM's reasons are logged."""
+"""The fix `backend` inside a stub of vLLM: the variable is honored, and vLLM's reasons are logged."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_every_pair_of_value_and_block_scale() -> None:
 
 
 def test_the_block_scale_is_rounded_as_ml_dtypes_does() -> None:
-    """Every midpoint between neighbouring positive E4M3 values, and its two neighbours."""
+    """Every midpoint between neighboring positive E4M3 values, and its two neighbors."""
     grid = E4M3[:127].view(torch.float8_e4m3fn).double()  # 0 .. 448
     middle = (grid[1:] + grid[:-1]) / 2
     values = torch.cat((middle, middle * (1 - 2**-20), middle * (1 + 2**-20), grid))

@@ -1,4 +1,4 @@
-"""Pictures are valid SVG, reproducible and labelled; a missing library gives a helpful error."""
+"""Pictures are valid SVG, reproducible and labeled; a missing library gives a helpful error."""
 
 from __future__ import annotations
 

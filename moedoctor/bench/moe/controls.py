@@ -186,7 +186,7 @@ def _drop_expert(problem: Problem) -> Problem:
 
 
 def _route_to_neighbor(problem: Problem) -> Problem:
-    """Send the last token's strongest pair to a neighbouring expert, if possible to one it does not use.
+    """Send the last token's strongest pair to a neighboring expert, if possible to one it does not use.
 
     Needs two experts.
     """

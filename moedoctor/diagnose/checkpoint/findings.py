@@ -152,22 +152,22 @@ class Lint:
 
     @cached_property
     def config(self) -> Declared | None:
-        """The quantisation by config.json."""
+        """The quantization by config.json."""
         return from_config(self.checkpoint.config)
 
     @cached_property
     def hf_quant(self) -> Declared | None:
-        """The quantisation by hf_quant_config.json."""
+        """The quantization by hf_quant_config.json."""
         return from_hf_quant(self.checkpoint.hf_quant)
 
     @cached_property
     def declared(self) -> tuple[Declared, ...]:
-        """The quantisation by each file that has one. An engine reads the first file first."""
+        """The quantization by each file that has one. An engine reads the first file first."""
         return tuple(file for file in (self.config, self.hf_quant) if file is not None)
 
     @property
     def scheme(self) -> str:
-        """The quantisation that the JSON files declare, in a few words."""
+        """The quantization that the JSON files declare, in a few words."""
         schemes = dict.fromkeys(f"{declared.method} {declared.algo}" for declared in self.declared)
         return " and ".join(schemes) or "no quantisation"
 

@@ -76,7 +76,7 @@ def _agree(hf_quant: dict[str, Any], config: dict[str, Any], declared: Declared 
 
 
 def _find_settings(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the object of a file that describes the quantisation, to be changed in place."""
+    """Return the object of a file that describes the quantization, to be changed in place."""
     outer = find_quantization_config(value)
     settings: dict[str, Any] = outer if isinstance(outer, dict) else value
     inner = settings.get("quantization")
@@ -84,7 +84,7 @@ def _find_settings(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _correct_excluded(modules: Mapping[str, Module], declared: Declared) -> list[str]:
-    """Return the list of excluded modules without quantised ones and with those that it lacks."""
+    """Return the list of excluded modules without quantized ones and with those that it lacks."""
     quantised = [module.name for module in modules.values() if module.kind not in (None, "none")]
     right = [
         pattern
@@ -101,7 +101,7 @@ def _correct_excluded(modules: Mapping[str, Module], declared: Declared) -> list
 
 
 def _set_algo(settings: dict[str, Any], declared: Declared, modules: Mapping[str, Module]) -> None:
-    """Name the scheme that all quantised tensors have, if ModelOpt has a name for it."""
+    """Name the scheme that all quantized tensors have, if ModelOpt has a name for it."""
     if not (declared.method or "").startswith("modelopt"):
         return
     kinds = {module.kind for module in modules.values()} - {None, "none"}

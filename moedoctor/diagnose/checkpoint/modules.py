@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint grouped by module, and the quantisation of each module by its tensors."""
+"""The tensors of a checkpoint grouped by module, and the quantization of each module by its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quantisation that the JSON files of a checkpoint declare, for the whole and for each module."""
+"""The quantization that the JSON files of a checkpoint declare, for the whole and for each module."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Rules:
         ]
 
     def find(self, module: str) -> Rule | None:
-        """Return the rule of a module: None if it is not quantised, UNCLEAR if the files do not decide."""
+        """Return the rule of a module: None if it is not quantized, UNCLEAR if the files do not decide."""
         if module not in self._known:
             self._known[module] = self._search(module)
         return self._known[module]
@@ -133,7 +133,7 @@ def _strip_prefixes(name: str) -> str:
 
 @dataclass(frozen=True)
 class Declared:
-    """The quantisation that one file declares."""
+    """The quantization that one file declares."""
 
     file: JsonFile
     method: str | None

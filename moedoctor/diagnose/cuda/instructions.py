@@ -67,7 +67,7 @@ INSTRUCTIONS = (
     Instruction("griddepcontrol", "griddepcontrol.wait;", _ALL, False, (12, 0)),  # dependent launch
     # A TMA descriptor for each group of a grouped GEMM.
     Instruction("tensormap_replace", _REPLACE, _ALL, True, (12, 3)),
-    # Registers of specialised warps.
+    # Registers of specialized warps.
     Instruction("setmaxnreg", "setmaxnreg.inc.sync.aligned.u32 240;", _ALL, True, (12, 0)),
     Instruction("wgmma", "wgmma.fence.sync.aligned;", frozenset({9}), True, (12, 0)),  # Hopper's MMA
     # MMA and tensor memory of data-centre Blackwell.

@@ -89,7 +89,7 @@ class Plan:
     on_host_bytes: int
     workspace: Workspace
     budget_bytes: int | None
-    """GPU memory times utilisation."""
+    """GPU memory times utilization."""
     available_kv_bytes: int
     kv: KvCache
     traffic: Traffic

@@ -58,8 +58,8 @@ def count_checkpoint_bytes(folder: Path) -> int | None:
 def find_expert_scheme(config: Path) -> tuple[str, str]:
     """Return (scheme of the routed experts, the file that names it) for a ``config.json``.
 
-    ModelOpt's file beside it is read too. A model without a quantisation has ``bf16``. Raises PlanError for
-    a quantisation that plan does not know.
+    ModelOpt's file beside it is read too. A model without a quantization has ``bf16``. Raises PlanError for
+    a quantization that plan does not know.
     """
     file = _read(config.parent, config.name)
     value = find_quantization_config(file.value) if file is not None else None
@@ -109,7 +109,7 @@ def _read_group(rule: Rule, path: Path) -> str:
 
 
 def _read_algo(algo: Any, path: Path) -> str:
-    """Return the scheme of ModelOpt's `quant_algo`; without one only the cache is quantised."""
+    """Return the scheme of ModelOpt's `quant_algo`; without one only the cache is quantized."""
     if not algo:
         return "bf16"
     # In this order: the name also has the activations', which are FP8 in W4A8_NVFP4_FP8.

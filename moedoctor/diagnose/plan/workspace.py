@@ -1,7 +1,7 @@
 """The memory that one call of a MoE backend takes beside weights and cache, computed from its code.
 
 vLLM asks every backend for the shapes of its workspaces (`workspace_shapes`) and keeps them for the largest
-batch. Quantised activations, dequantised weights, Marlin's sums and the layer's output come on top. The
+batch. Quantized activations, dequantized weights, Marlin's sums and the layer's output come on top. The
 figures are the allocations of vLLM 0.21.0 on one GPU, and of our own kernels; the tests compare them with
 measurements, FP8 with those of 0.33.0, too. The lists of which token goes where are left out: below 1 %.
 FlashInfer's backends allocate inside their own library; that has to be measured.

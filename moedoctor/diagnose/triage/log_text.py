@@ -57,7 +57,7 @@ _HEX = b"0123456789abcdefABCDEF"
 
 @dataclass(frozen=True)
 class Passage:
-    """A line together with its neighbours, so that what was wrapped can be read as one sentence."""
+    """A line together with its neighbors, so that what was wrapped can be read as one sentence."""
 
     line: int
     """The number of the middle line, from 1."""

@@ -420,7 +420,7 @@ def _describe(name: str) -> str:
 
 
 def _mask(excerpt: _Excerpt, redactor: Redactor) -> str:
-    """Return the text around a place, masked before it is cut: half a secret is not recognised."""
+    """Return the text around a place, masked before it is cut: half a secret is not recognized."""
     text, start, end = excerpt
     at = len(redactor.mask(text[:start])) if start else 0
     return escape(_cut_around(redactor.mask(text), at, at + end - start))

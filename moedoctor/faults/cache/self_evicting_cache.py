@@ -71,7 +71,7 @@ def lfru_at_half(cases: ClaimCases) -> ClaimJudgement:
 
 @claim("lru_monopoly", measure=f"{LAB}:lru_monopoly", thresholds=("min_tilt",))
 def lru_monopoly(cases: ClaimCases) -> ClaimJudgement:
-    """One LRU cache for all layers favours the first third of the layers over the last."""
+    """One LRU cache for all layers favors the first third of the layers over the last."""
     (measured,) = cases.evidence()
     figures, tilts = [], []
     for total in measured["all_layers"]:

@@ -1,4 +1,4 @@
-"""MD003: quantisation scales offloaded off the GPU: "b_scales is not on GPU"."""
+"""MD003: quantization scales offloaded off the GPU: "b_scales is not on GPU"."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def judge_config(evidence: Evidence, error: str) -> Judgement:
 
 
 class OffloadedScales(Fault):
-    """A kernel gets the scales that the quantisation config kept, and checks where they are."""
+    """A kernel gets the scales that the quantization config kept, and checks where they are."""
 
     id = "MD003"
     parameters = OffloadedScalesParameters

@@ -1,4 +1,4 @@
-"""A quantised MoE layer whose config holds the scales, as vLLM's `FusedMoEQuantConfig` does.
+"""A quantized MoE layer whose config holds the scales, as vLLM's `FusedMoEQuantConfig` does.
 
 Shared by MD003 and MD020: in both the same reference goes stale. They differ in what the kernel does with it.
 """

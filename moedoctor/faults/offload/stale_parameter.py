@@ -1,4 +1,4 @@
-"""MD020: what backends do with a quantisation config that keeps the offloaded parameter."""
+"""MD020: what backends do with a quantization config that keeps the offloaded parameter."""
 
 from __future__ import annotations
 

@@ -192,8 +192,8 @@ def fused_is_free(given: ClaimCases) -> ClaimJudgement:
     thresholds=("min_share",),
 )
 def fp8_clamps_nan(given: ClaimCases) -> ClaimJudgement:
-    """Judge what became of NaN in the release's own FP8 quantisation kernel."""
-    (unit, figures), *_ = given.measured()  # the first release whose quantisation kernel could be loaded
+    """Judge what became of NaN in the release's own FP8 quantization kernel."""
+    (unit, figures), *_ = given.measured()  # the first release whose quantization kernel could be loaded
     clamped = figures["clamped_to_plus_448"] + figures["clamped_to_minus_448"]
     reason = (
         f"{unit}: of all NaN {figures['clamped_to_plus_448']:.0%} became +448, "

@@ -86,7 +86,7 @@ def make_batch(parameters: SentinelIdsParameters) -> Batch:
 
 
 # --- Faulty: the id is an index as it is, and Python and torch take -1 for the last entry ----------------
-# --- Fixed: empty pairs are recognised before anything is indexed ----------------------------------------
+# --- Fixed: empty pairs are recognized before anything is indexed ----------------------------------------
 
 
 def _by_local_id(batch: Batch, local: torch.Tensor) -> Used:

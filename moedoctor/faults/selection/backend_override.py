@@ -213,7 +213,7 @@ class BackendOverride(Fault):
         return Judgement(CaseVerdict.REPRODUCED, f"{figure}, {warning}")
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
-        """Count the settings that the control loses without a warning, and those that the fix honours."""
+        """Count the settings that the control loses without a warning, and those that the fix honors."""
         lost = [
             case for case in results if case.subject == "faulty" and case.verdict is CaseVerdict.REPRODUCED
         ]

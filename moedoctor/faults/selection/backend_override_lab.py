@@ -71,7 +71,7 @@ def upstream_start(
 def our_start(
     parameters: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
 ) -> Started:
-    """Start as with our plug-in: `VLLM_NVFP4_MOE_BACKEND` is honoured and every dead setting answered."""
+    """Start as with our plug-in: `VLLM_NVFP4_MOE_BACKEND` is honored and every dead setting answered."""
     release, scheme = parameters.release, parameters.scheme
     moe_backend = find_moe_backend(command, release)
     wanted = requests.read_wanted_backend(environ, release) if scheme == "nvfp4" else None

@@ -1,7 +1,7 @@
 """The MoE backend that a vLLM release selects for a GPU, and the reason against each other one.
 
 Pure Python from the tables of `release_tables`: no GPU, no vLLM, no torch. The model is taken to
-have 128 experts of 4096 x 2048 with renormalised top-8 softmax routing, no LoRA and no load balancing of
+have 128 experts of 4096 x 2048 with renormalized top-8 softmax routing, no LoRA and no load balancing of
 experts; experts and data together are split with ``allgather_reducescatter``, vLLM's default.
 """
 

@@ -12,7 +12,7 @@ from moedoctor.fixes.backends import AUTO, Candidate, Selection, applies, is_on,
 from moedoctor.fixes.backends.release_tables import CAPABILITIES, Rule, load_releases, load_tables
 
 NVFP4_VARIABLE = "VLLM_NVFP4_MOE_BACKEND"
-"""vllm-project/vllm#38971 asked for it and no release has it; moedoctor's plug-in honours it."""
+"""vllm-project/vllm#38971 asked for it and no release has it; moedoctor's plug-in honors it."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from moedoctor.kernels.device_guard import interprets, make_current
 
 
 class DeviceEngine(Engine):
-    """Never synchronises in `acquire`, `groups` and `prefetch`; all of them can be captured in a CUDA graph.
+    """Never synchronizes in `acquire`, `groups` and `prefetch`; all of them can be captured in a CUDA graph.
 
     A captured `prefetch` must be followed by an `acquire` of the same capture, which joins its copies. A
     prefetch outside of a capture must be followed by an `acquire` before the capture.

@@ -87,7 +87,7 @@ class Engine(ABC):
 
     @abstractmethod
     def adopt(self, table: SlotTable) -> None:
-        """Replace state and slots by those of `table`. May synchronise."""
+        """Replace state and slots by those of `table`. May synchronize."""
 
     def make_copier(self, buffers: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Return what copies all experts to `buffers`, [E, ...] each."""
@@ -100,16 +100,16 @@ class Engine(ABC):
         return copy
 
     def seed_from(self, ids: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
-        """As `ExpertCache.seed_from`; `ids` [calls, K] are those to follow. May synchronise."""
+        """As `ExpertCache.seed_from`; `ids` [calls, K] are those to follow. May synchronize."""
         self.adopt(predict_table(ids, self.store.num_experts, self.capacity, self.policy))
 
     @abstractmethod
     def read_stats(self) -> CacheStats:
-        """Return the counts since the start. May synchronise."""
+        """Return the counts since the start. May synchronize."""
 
     @abstractmethod
     def read_table(self) -> SlotTable:
-        """Return the state as a table of its own. May synchronise."""
+        """Return the state as a table of its own. May synchronize."""
 
     @property
     @abstractmethod
@@ -118,7 +118,7 @@ class Engine(ABC):
 
 
 class ResidentEngine(Engine):
-    """Costs nothing a call: no lookup, no synchronisation, no counting.
+    """Costs nothing a call: no lookup, no synchronization, no counting.
 
     Ids on the CPU are checked. Those on a GPU are not: the check would be the whole cost of a call.
     """

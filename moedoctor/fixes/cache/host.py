@@ -123,7 +123,7 @@ class HostEngine(Engine):
         """The distinct experts, ascending."""
         self._refuse_capture()
         self._mend()
-        host = ids.to("cpu")  # the one synchronisation
+        host = ids.to("cpu")  # the one synchronization
         needed = host.unique().tolist() if ids.numel() > _FEW else sorted(set(host.flatten().tolist()))
         if needed:
             check_bounds(needed[0], needed[-1], self.store.num_experts)

@@ -1,6 +1,6 @@
 """bfloat16 experts in some 69 % of their bytes, without loss, for a bus that is the bottleneck.
 
-The exponents of a weight matrix differ little. A block holds 8192 neighbouring weights:
+The exponents of a weight matrix differ little. A block holds 8192 neighboring weights:
 
     8192 bytes       sign and mantissa of each weight
     2 * 1024 bytes   two bits of each: its place among the three most common exponents, or 3 for another one

@@ -233,7 +233,7 @@ def find_rule(
 
 
 def is_metadata_name(name: str) -> bool:
-    """Return True if the last dotted part of `name` is what quantisation metadata is called."""
+    """Return True if the last dotted part of `name` is what quantization metadata is called."""
     return _METADATA.search(name.rpartition(".")[2].lower()) is not None
 
 
@@ -369,7 +369,7 @@ def _list_inside(units: Sequence[Named]) -> set[int]:
 
 
 def find_held_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Return tensors that plain objects of `module` hold, such as a quantisation config with its scales.
+    """Return tensors that plain objects of `module` hold, such as a quantization config with its scales.
 
     Attributes of modules, other than parameters and buffers, are followed through attributes, closures,
     dataclass fields, mappings, lists, tuples and sets; other modules are not.

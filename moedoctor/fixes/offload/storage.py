@@ -150,7 +150,7 @@ def settle_in(
 ) -> None:
     """Move parameters and buffers that a loader left elsewhere to `device`, for everybody who holds them.
 
-    A quantisation config may hold another tensor over the memory of a parameter; `held` are such tensors.
+    A quantization config may hold another tensor over the memory of a parameter; `held` are such tensors.
     They must see the device too, and the same memory as before. So memory is moved piece by piece, and every
     tensor in a piece is pointed into it. What each tensor was is added to `before`.
     """

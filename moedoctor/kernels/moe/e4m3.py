@@ -52,7 +52,7 @@ def decode_bytes(weight: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def split_words(words: tl.tensor) -> tl.tuple:
-    """Return four [N, W]: each has one of every four neighbours of `words` [N, 4 * W], in their order."""
+    """Return four [N, W]: each has one of every four neighbors of `words` [N, 4 * W], in their order."""
     even, odd = tl.split(tl.reshape(words, (words.shape[0], words.shape[1] // 4, 2, 2)))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)

@@ -1,6 +1,6 @@
 """NVFP4 weights as 32-bit words from which two weights at a time are decoded, and the decoding.
 
-A group is 64 neighbouring weights of a row: four blocks of 16, in eight words, and one word of scales. Word
+A group is 64 neighboring weights of a row: four blocks of 16, in eight words, and one word of scales. Word
 w holds weights 2w and 2w + 1 of each block, in its low and in its high half. Bits of a half, bit 15 first, by
 the block whose code they belong to (s: its sign): ``0s 2 2 2 3s 3 1s 0 0 0 2s 3 3 1 1 1``. The three bits of
 block 2 that are no sign are those of the other half's weight.
@@ -79,7 +79,7 @@ def decode_block(words: tl.tensor, scales: tl.tensor, block: tl.constexpr, wide:
     twice = ((scales >> (8 * block)) & 255) * 0x00100010 + 0x70007000  # [N, G], the scale twice
     repeated = tl.broadcast_to(twice[:, :, None], (scales.shape[0], scales.shape[1], 8))
     scale = split_halves(tl.reshape(repeated, (words.shape[0], words.shape[1])), wide)
-    # One instruction for two weights, as they are neighbours.
+    # One instruction for two weights, as they are neighbors.
     return (split_halves(_codes(words, block), wide) * scale).to(tl.bfloat16)
 
 
@@ -89,7 +89,7 @@ def add_block(
 ) -> tl.tensor:
     """Return float32 `total` [N, 2 * G] plus weights, divided by REMAINING_SCALE, times `values`.
 
-    Of each group the 16 weights of one block, every sum of eight neighbours. `words` as `decode_block`,
+    Of each group the 16 weights of one block, every sum of eight neighbors. `words` as `decode_block`,
     `scales` uint32 [N, 2 * G] with each word twice, `values` float32 [N, 16 * G] or [1, 16 * G]. A sum is
     scaled, which takes fewer instructions than scaling eight weights.
     """
@@ -106,7 +106,7 @@ def add_block(
 
 @triton.jit
 def eighths(values: tl.tensor) -> tl.tuple:
-    """Return eight [N, W]: each has one of every eight neighbours of `values` [N, 8 * W].
+    """Return eight [N, W]: each has one of every eight neighbors of `values` [N, 8 * W].
 
     Their places are 0, 4, 2, 6, 1, 5, 3, 7.
     """

@@ -1,4 +1,4 @@
-"""Tensors of a backend are recognised in their layout, and experts that differ are named."""
+"""Tensors of a backend are recognized in their layout, and experts that differ are named."""
 
 from __future__ import annotations
 

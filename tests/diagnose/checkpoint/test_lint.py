@@ -176,7 +176,7 @@ def in_config(made: Made, changed: Callable[[Settings], object]) -> None:
 
 @change
 def in_both(made: Made, changed: Callable[[Settings], object]) -> None:
-    """Change the quantisation in config.json and in hf_quant_config.json."""
+    """Change the quantization in config.json and in hf_quant_config.json."""
     assert made.hf_quant is not None
     changed(made.config["quantization_config"])
     changed(made.hf_quant["quantization"])

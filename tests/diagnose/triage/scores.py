@@ -1,4 +1,4 @@
-"""Precision and recall of triage over labelled texts: ``python -m tests.diagnose.triage.scores``.
+"""Precision and recall of triage over labeled texts: ``python -m tests.diagnose.triage.scores``.
 
 Half of the texts, by a hash of the name, was held back while the rules were written. The texts are reports of
 ours in the style of people, and logs of real engines that `evidence/provoke_failures.py` provoked to fail.

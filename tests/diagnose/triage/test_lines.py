@@ -1,4 +1,4 @@
-"""Every line under "How to see it", and every line of the releases, is recognised alone."""
+"""Every line under "How to see it", and every line of the releases, is recognized alone."""
 
 from __future__ import annotations
 

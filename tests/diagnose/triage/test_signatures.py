@@ -74,7 +74,7 @@ def test_repetitions_in_patterns_are_bounded() -> None:
 
 @pytest.mark.parametrize("clue", load_clues().values(), ids=lambda clue: clue.name)
 def test_needles_start_with_the_text_of_a_clue(clue: Clue) -> None:
-    """In every line of the labelled texts, the index of words finds each clue that matches."""
+    """In every line of the labeled texts, the index of words finds each clue that matches."""
     if clue.cased:
         return
     pattern = re.compile(clue.pattern)

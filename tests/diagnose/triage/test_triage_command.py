@@ -162,7 +162,7 @@ def _seconds_to_run(program: str, *arguments: str) -> tuple[float, subprocess.Co
     for _ in range(3):
         before = os.times()
         ended = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
-        after = os.times()  # waiting does not count, a busy neighbour on the same core does
+        after = os.times()  # waiting does not count, a busy neighbor on the same core does
         best = min(best, sum(after[2:4]) - sum(before[2:4]))
     return best, ended
 

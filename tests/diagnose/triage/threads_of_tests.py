@@ -1,4 +1,4 @@
-"""Read the labelled texts of `threads`: short texts of ours in the style of the named threads."""
+"""Read the labeled texts of `threads`: short texts of ours in the style of the named threads."""
 
 from __future__ import annotations
 

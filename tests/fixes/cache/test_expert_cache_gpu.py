@@ -1,4 +1,4 @@
-"""The expert cache on a GPU: both engines, CUDA graphs, no synchronisation, prefetch."""
+"""The expert cache on a GPU: both engines, CUDA graphs, no synchronization, prefetch."""
 
 from __future__ import annotations
 

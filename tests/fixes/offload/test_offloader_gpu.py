@@ -54,7 +54,7 @@ def test_many_passes_give_the_same_bits_and_everything_is_pinned(
     expected = [stack(batch) for batch in inputs]
     handle = offload(stack, 1 << 40)
     assert handle.report().pinned_bytes == handle.report().host_bytes > 0
-    # No synchronisation in between: the host runs far ahead of the copies.
+    # No synchronization in between: the host runs far ahead of the copies.
     assert all(
         torch.equal(output, reference)
         for output, reference in zip([stack(batch) for batch in inputs], expected, strict=True)

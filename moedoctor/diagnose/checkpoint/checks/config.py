@@ -37,7 +37,7 @@ def check_algo(checked: Lint) -> None:
 
 
 def _has_unknown_groups(declared: Declared) -> bool:
-    """Return True if `config_groups` decides how modules are quantised and has no known scheme."""
+    """Return True if `config_groups` decides how modules are quantized and has no known scheme."""
     if declared.method != "compressed-tensors" and (
         declared.scheme != "mixed" or declared.rules.layers is not None
     ):
@@ -47,7 +47,7 @@ def _has_unknown_groups(declared: Declared) -> bool:
 
 
 def _check_layers(checked: Lint, declared: Declared) -> None:
-    """Find modules that are quantised in another way than declared, and lists that leave modules out."""
+    """Find modules that are quantized in another way than declared, and lists that leave modules out."""
     layers, file = declared.rules.layers, declared.file
     key = "quant_algo" if layers is None else "quantized_layers"
     if layers is not None and not layers:
@@ -63,13 +63,13 @@ def _check_layers(checked: Lint, declared: Declared) -> None:
             continue
         wrong = None
         if module.kind == "none":
-            # The targets of a group may name more than is quantised; the list of excluded modules decides.
+            # The targets of a group may name more than is quantized; the list of excluded modules decides.
             listed = (layers or {}).get(module.name)
             if listed is not None and listed.scheme in _COMPARED:
                 wrong = f"not quantised, declared {listed.name}"
         else:
             module_rule = declared.rules.find(module.name)
-            # Excluded modules that are quantised have their own check.
+            # Excluded modules that are quantized have their own check.
             if module_rule is not None or not excluded.match(module.name):
                 wrong = _describe_difference(module.kind, module_rule, layers is not None)
         if wrong is not None:
@@ -77,7 +77,7 @@ def _check_layers(checked: Lint, declared: Declared) -> None:
 
 
 def _describe_difference(kind: str, rule: Rule | None, listed: bool) -> str | None:
-    """Return how a quantised module differs from its rule, or None if it does not."""
+    """Return how a quantized module differs from its rule, or None if it does not."""
     if rule is None:
         return f"{kind}, not in quantized_layers" if listed else f"{kind}, a target of no group"
     if rule.scheme not in _COMPARED or rule.scheme == kind:
@@ -143,7 +143,7 @@ def _show(rule: Rule | None) -> str:
 
 
 def check_excluded(checked: Lint) -> None:
-    """Find excluded modules that are quantised, and the reverse."""
+    """Find excluded modules that are quantized, and the reverse."""
     if not checked.declared:
         return
     declared = checked.declared[0]

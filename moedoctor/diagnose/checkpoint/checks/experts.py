@@ -65,7 +65,7 @@ def check_index(checked: Lint) -> None:
 
 
 def check_experts(checked: Lint) -> None:
-    """Find experts and projections that are missing or extra, and layers with mixed quantisation."""
+    """Find experts and projections that are missing or extra, and layers with mixed quantization."""
     config = find_text_config(checked.checkpoint.config.value)
     layers: dict[str, Experts] = {}
     shards: dict[str, str] = {}

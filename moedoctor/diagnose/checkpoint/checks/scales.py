@@ -122,7 +122,7 @@ def _check_floats(checked: Lint, name: str, part: str, info: TensorInfo, values:
 
 
 def check_input_scales(checked: Lint) -> None:
-    """MD015: find modules without an input scale though their activations are quantised with a stored one."""
+    """MD015: find modules without an input scale though their activations are quantized with a stored one."""
     for module in checked.modules.values():
         if module.kind not in ("nvfp4", "fp8") or any(part in module.parts for part in INPUT_SCALES):
             continue
