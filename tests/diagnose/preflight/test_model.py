@@ -32,6 +32,7 @@ def test_a_config_alone(tmp_path: Path) -> None:
 
 
 def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
     write_headers(snapshot, qwen3(size=Size(layers=1)))
