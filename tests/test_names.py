@@ -1,4 +1,4 @@
-"""Names say what a thing is. These five say only that there is one."""
+"""Names say what a thing is, functions are named by verbs, and docstrings open with a verb or the thing."""
 
 from __future__ import annotations
 
@@ -40,3 +40,98 @@ def test_empty_names_are_noticed(tmp_path: Path) -> None:
     file = tmp_path / "empty.py"
     file.write_text("def _said(told):\n    for one in told:\n        seen = both = one\n")
     assert {name for name, _ in names(file)} == EMPTY
+
+
+VERBS = frozenset((Path(__file__).parent / "verbs.txt").read_text(encoding="utf-8").split())
+PREDICATES = frozenset({"is", "are", "has", "can", "may", "does", "did", "was", "must"})
+GIVEN = frozenset(
+    {
+        "_maybe_offload_to_cpu",
+        "backends",
+        "dataclass_schema",
+        "debug_once",
+        "device_loading_context",
+        "faulty",
+        "fileno",
+        "fixed",
+        "fleet",
+        "grouped_topk",
+        "groups",
+        "implementation",
+        "init_logger",
+        "installed",
+        "is_supported_config",
+        "isatty",
+        "main",
+        "may_reinitialize_input_batch",
+        "moe_forward",
+        "option",
+        "post_init",
+        "preflight",
+        "readable",
+        "readinto",
+        "relative_error",
+        "reportinfo",
+        "repr_failure",
+        "resident",
+        "runtest",
+        "schema",
+        "to",
+        "topk_sigmoid",
+        "topk_softmax",
+        "unavailable",
+        "writable",
+    }
+)
+"""Names of others (Python, pytest, pydantic, vLLM, Typer), and of public functions in the field's terms."""
+OPENINGS = frozenset({"What", "Whether", "Who", "How", "Where", "Why", "Which", "When"})
+
+
+def list_definitions() -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
+    for path in sorted((ROOT / "moedoctor").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
+
+
+def is_verb(function: ast.FunctionDef) -> bool:
+    """Return True for an imperative, and for the third person of a function that returns bool."""
+    word = function.name.strip("_").split("_")[0]
+    if function.returns is not None and ast.unparse(function.returns).startswith(
+        ("bool", "TypeGuard", "TypeIs")
+    ):
+        third_person = {word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("ies") + "y"}
+        if word in PREDICATES or third_person & VERBS:
+            return True
+    return word in VERBS
+
+
+def is_given(function: ast.FunctionDef) -> bool:
+    """Return True for a property, a kernel, a hook, a conversion, and a name that others give."""
+    decorators = " ".join(map(ast.unparse, function.decorator_list))
+    if any(word in decorators for word in ("property", "setter", "jit", "validator")):
+        return True
+    return function.name in GIVEN or function.name.startswith(("__", "pytest_", "visit_", "to_", "from_"))
+
+
+def test_functions_are_named_by_verbs() -> None:
+    wrong = [
+        place
+        for place, node in list_definitions()
+        if isinstance(node, ast.FunctionDef) and not is_given(node) and not is_verb(node)
+    ]
+    assert not wrong
+
+
+def test_docstrings_open_with_a_verb_or_the_thing() -> None:
+    wrong = [
+        place
+        for place, node in list_definitions()
+        if (text := ast.get_docstring(node)) and text.split()[0] in OPENINGS
+    ]
+    assert not wrong
+
+
+def test_a_participle_is_noticed() -> None:
+    tree = ast.parse("def judged() -> str: ...\ndef fits() -> bool: ...\ndef fit() -> None: ...")
+    assert [is_verb(node) for node in tree.body if isinstance(node, ast.FunctionDef)] == [False, True, True]

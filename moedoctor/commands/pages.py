@@ -89,10 +89,10 @@ def _show_lint(document: LintDocument, wanted: Wanted) -> Shown:
 
 def _show_preflight(document: PreflightDocument, wanted: Wanted) -> Shown:
     from moedoctor.reporters import findings
-    from moedoctor.reporters.pages.preflight import preflight_page, summary_line
+    from moedoctor.reporters.pages.preflight import build_preflight_page, summarize
 
-    summary = summary_line(document)
-    return preflight_page(document), summary, lambda: findings.find_in_preflight(document, summary)
+    summary = summarize(document)
+    return build_preflight_page(document), summary, lambda: findings.find_in_preflight(document, summary)
 
 
 def _show_audit(document: AuditDocument, wanted: Wanted) -> Shown:

@@ -117,7 +117,7 @@ def preflight(
     from moedoctor import environment
     from moedoctor.diagnose.preflight import ask
     from moedoctor.diagnose.preflight.command import TRUST
-    from moedoctor.diagnose.preflight.document import make_document, without_ignored
+    from moedoctor.diagnose.preflight.document import drop_ignored, make_document
     from moedoctor.diagnose.preflight.model import ModelError, open_model
     from moedoctor.processes import interrupts
 
@@ -130,7 +130,7 @@ def preflight(
             raise InputError(
                 "--python and --wheel name two releases, expected one; the others go to --releases"
             )
-        asked = [*(found or [_installed()]), *(ask.find_release(text) for text in split_texts(releases))]
+        asked = [*(found or [_find_installed()]), *(ask.find_release(text) for text in split_texts(releases))]
     facts = environment.collect() if sm is None or memory is None else {}
     question = _make_question(
         sm, memory, gpus, rank, facts, timeout=timeout, post=verbose, trust=trust_remote_code
@@ -139,7 +139,7 @@ def preflight(
     starts = [start, *_list_sizes(start, sizes)]
     answers: list[StartAnswer] = []
     with convert_errors(ModelError), open_model(start.model) as model, interrupts.hold_signals():
-        folders = [each.with_model(str(model.folder)) for each in starts]
+        folders = [each.use_model(str(model.folder)) for each in starts]
         for place, release in enumerate(asked):
             print_message(f"asking vLLM {release.name}, which takes seconds")
             replies = ask.ask_release(release, folders[: None if place == 0 else 1], question, model.headers)
@@ -149,7 +149,7 @@ def preflight(
         notes.append(
             "--trust-remote-code was left out: give it to preflight, too, to run the checkpoint's own code"
         )
-    answers = [without_ignored(answer, split_texts(ignore)) for answer in answers]
+    answers = [drop_ignored(answer, split_texts(ignore)) for answer in answers]
     document = make_document(start.model, question, answers, notes, fail_on=rules)
     return deliver_document(
         document,
@@ -194,7 +194,7 @@ def _read_command(command: list[str] | None, compose: Path | None, script: Path 
         return read_script(script) if script is not None else read_words(command or ())
 
 
-def _installed() -> Release:
+def _find_installed() -> Release:
     """Return the vLLM of this environment. Raises InputError without one."""
     from moedoctor.diagnose.preflight.ask import find_installed
 
@@ -238,4 +238,4 @@ def _make_question(
 
 def _list_sizes(start: ServeCommand, most: float | None) -> list[ServeCommand]:
     sizes = [2**power for power in range(7) if 2**power <= (most or 0)]
-    return [start.with_sizes(size, expert) for size in sizes for expert in (False, True)]
+    return [start.use_sizes(size, expert) for size in sizes for expert in (False, True)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.diagnose.preflight.command import ServeCommand
-from moedoctor.diagnose.preflight.judge import cannot_ask, judge_start
+from moedoctor.diagnose.preflight.judge import answer_unasked, judge_start
 from moedoctor.diagnose.preflight.model import Headers, read_headers
 from moedoctor.diagnose.preflight.records import StartAnswer
 from moedoctor.processes.ask import run_module, search_path
@@ -43,7 +43,7 @@ class ReleaseError(Exception):
 
 @dataclass(frozen=True)
 class Release:
-    """Where a vLLM comes from: this environment, another Python, or an unpacked wheel."""
+    """The place of a vLLM: this environment, another Python, or an unpacked wheel."""
 
     name: str
     python: str = sys.executable
@@ -100,8 +100,8 @@ def ask_release(
 
     `headers` has the tensors of their files. Raises Interrupted inside `interrupts.hold_signals`.
     """
-    with _as_environment(release) as environ:
-        trusted = commands if question.trust_remote_code else [each.without_trust() for each in commands]
+    with _enter_environment(release) as environ:
+        trusted = commands if question.trust_remote_code else [each.drop_trust() for each in commands]
         request = {
             **asdict(question),
             "memory_limit": _MEMORY_LIMIT,
@@ -116,11 +116,11 @@ def ask_release(
     answers = [
         judge_start(reply, environment, each.words) for reply, each in zip(replies, commands, strict=False)
     ]
-    return [*answers, *(cannot_ask(version, each.words, why) for each in commands[len(answers) :])]
+    return [*answers, *(answer_unasked(version, each.words, why) for each in commands[len(answers) :])]
 
 
 @contextlib.contextmanager
-def _as_environment(release: Release) -> Iterator[dict[str, str]]:
+def _enter_environment(release: Release) -> Iterator[dict[str, str]]:
     """Give the variables with which the child finds this moedoctor and the release, and no GPU."""
     if release.python == sys.executable:
         folders = [str(release.folder)] if release.folder is not None else []

@@ -40,24 +40,24 @@ class ServeCommand:
         """The model, as it was given."""
         return self.words[0]
 
-    def with_model(self, model: str) -> ServeCommand:
+    def use_model(self, model: str) -> ServeCommand:
         """Return the same start of another model."""
         return replace(self, words=(model, *self.words[1:]))
 
-    def with_sizes(self, tensor_parallel: int, expert_parallel: bool) -> ServeCommand:
+    def use_sizes(self, tensor_parallel: int, expert_parallel: bool) -> ServeCommand:
         """Return the same start with other sizes."""
         kept = list(
-            _without(self.words, {"--tensor-parallel-size", "-tp"}, {"--enable-expert-parallel", "-ep"})
+            _drop_flags(self.words, {"--tensor-parallel-size", "-tp"}, {"--enable-expert-parallel", "-ep"})
         )
         kept += ["--tensor-parallel-size", str(tensor_parallel)]
         return replace(self, words=(*kept, *(["--enable-expert-parallel"] if expert_parallel else [])))
 
-    def without_trust(self) -> ServeCommand:
+    def drop_trust(self) -> ServeCommand:
         """Return the same start without ``--trust-remote-code``, which would run code of the checkpoint."""
-        return replace(self, words=tuple(_without(self.words, (), {TRUST})))
+        return replace(self, words=tuple(_drop_flags(self.words, (), {TRUST})))
 
 
-def _without(words: Sequence[str], valued: Any, switches: Any) -> Iterator[str]:
+def _drop_flags(words: Sequence[str], valued: Any, switches: Any) -> Iterator[str]:
     """Yield the words without these flags and their values."""
     skip = False
     for word in words:
@@ -78,10 +78,10 @@ def read_words(words: Sequence[str]) -> ServeCommand:
         command = command[1:]
     if command and command[0] == "serve":
         command = command[1:]
-    return _with_model_first(command, served.settings)
+    return _put_model_first(command, served.settings)
 
 
-def _with_model_first(words: Sequence[str], variables: Mapping[str, str]) -> ServeCommand:
+def _put_model_first(words: Sequence[str], variables: Mapping[str, str]) -> ServeCommand:
     given, rest = None, []
     following = iter(words)
     for word in following:
@@ -162,13 +162,13 @@ def read_script(path: Path) -> ServeCommand:
         raise CommandError(f"{path}: calls neither {' nor '.join(sorted(_ENGINES))}, expected such a call")
     call = min(calls, key=lambda node: node.lineno)
     named = {each.arg: each.value for each in call.keywords if each.arg is not None}
-    model = _literal(named.pop("model", call.args[0] if call.args else None))
+    model = _read_literal(named.pop("model", call.args[0] if call.args else None))
     if not isinstance(model, str):
         raise CommandError(f'{path}:{call.lineno}: the model is no text, expected LLM(model="...")')
     words, notes = [model], [f"{path.name}:{call.lineno}"]
     for name, node in named.items():
         try:
-            words += _to_flag(name, ast.literal_eval(node))
+            words += _make_flag(name, ast.literal_eval(node))
         except (ValueError, TypeError):
             notes.append(f"{path.name}:{node.lineno}: {name} is no literal and was not read")
     return ServeCommand(tuple(words), {}, tuple(notes))
@@ -178,14 +178,14 @@ def _name_of(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def _literal(node: ast.expr | None) -> Any:
+def _read_literal(node: ast.expr | None) -> Any:
     try:
         return None if node is None else ast.literal_eval(node)
     except (ValueError, TypeError):
         return None
 
 
-def _to_flag(name: str, value: Any) -> list[str]:
+def _make_flag(name: str, value: Any) -> list[str]:
     """Return the words of a command line that set an argument of ``LLM``."""
     flag = f"--{name.replace('_', '-')}"
     if value is None:

@@ -18,7 +18,7 @@ from moedoctor.diagnose.preflight.records import (
 _NAMES = {Verdict.REFUSED: "refused", Verdict.WRONG: "wrong", Verdict.CANNOT_SAY: "cannot-say"}
 
 
-def without_ignored(answer: StartAnswer, ignored: Sequence[str]) -> StartAnswer:
+def drop_ignored(answer: StartAnswer, ignored: Sequence[str]) -> StartAnswer:
     """Return an answer without the findings whose rule or tensor contains one of the texts, judged anew."""
     kept = tuple(
         each

@@ -93,7 +93,7 @@ def judge_start(
     )
 
 
-def cannot_ask(release: str, words: Sequence[str], why: str) -> StartAnswer:
+def answer_unasked(release: str, words: Sequence[str], why: str) -> StartAnswer:
     """Return the answer for a release that gave none."""
     finding = _make("cannot-say", why, "Run this in the environment of the server, or name it with --python.")
     return StartAnswer(

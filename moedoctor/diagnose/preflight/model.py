@@ -82,7 +82,7 @@ def open_model(name: str) -> Iterator[Model]:
 def _fill_folder(path: Path, folder: Path) -> str:
     """Make a folder of a config.json, or of a file that `pack_headers` wrote. Return a note."""
     if path.suffix == ".json":
-        with _as_model_error(path):
+        with _convert_errors(path):
             folder.joinpath("config.json").write_bytes(read_bytes(path, _MOST_JSON, "a config.json"))
         return f"{path.name} alone: no names or shapes of tensors are known"
     unpack_headers(path, folder)
@@ -109,10 +109,11 @@ def read_headers(folder: Path) -> dict[str, list[tuple[str, str, tuple[int, ...]
     """Return the tensors of each safetensors file of a folder. Raises ModelError for a damaged one."""
     headers = {}
     for name in _list_names(folder, "*.safetensors"):
-        with _as_model_error(folder):
+        with _convert_errors(folder):
             tensors = read_header(folder / name)
         key = os.path.realpath(folder / name)
-        headers[key] = [(each, info.dtype, info.shape) for each, info in tensors.items()]
+        # In the order of safetensors' own reader, so that the same tensor is refused first.
+        headers[key] = [(each, info.dtype, info.shape) for each, info in sorted(tensors.items())]
     return headers
 
 
@@ -124,7 +125,7 @@ def _list_names(folder: Path, pattern: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _as_model_error(place: Path) -> Iterator[None]:
+def _convert_errors(place: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
@@ -147,10 +148,10 @@ def pack_headers(folder: Path, file: Path) -> int:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as pack:
             for name in _list_names(folder, "*.json"):
                 if name not in _LEFT_OUT and _NAME.fullmatch(name):
-                    with _as_model_error(folder / name):
+                    with _convert_errors(folder / name):
                         pack.writestr(name, read_bytes(folder / name, _MOST_JSON))
             for name in _list_names(folder, "*.safetensors"):
-                with _as_model_error(folder):
+                with _convert_errors(folder):
                     tensors = read_header(folder / name)
                 pack.writestr(name, _begin_file(tensors))
         os.replace(temporary, file)
@@ -191,14 +192,14 @@ def unpack_headers(file: Path, folder: Path) -> None:
                 with pack.open(member) as source, target.open("wb") as out:
                     shutil.copyfileobj(source, out)
                     if target.suffix == ".safetensors":
-                        out.truncate(out.tell() + _data_size(target, out))
+                        out.truncate(out.tell() + _read_data_size(target, out))
     except TextFileError as error:
         raise ModelError(f"{file}: {error.message}") from error
     except (zipfile.BadZipFile, OSError, RuntimeError, ValueError, EOFError) as error:
         raise ModelError(f"{file}: cannot be read ({error}), {expected}") from error
 
 
-def _data_size(path: Path, written: object) -> int:
+def _read_data_size(path: Path, written: object) -> int:
     """Return the bytes of data that the header of a file describes. Raises ValueError."""
     written.flush()  # type: ignore[attr-defined]
     data = path.read_bytes()

@@ -123,7 +123,7 @@ class PreflightSummary:
 
 @dataclass(frozen=True)
 class PreflightDocument:
-    """What `moedoctor preflight` reports. The first answer is for the command line as it was given."""
+    """The report of `moedoctor preflight`. The first answer is for the command line as it was given."""
 
     model: str
     gpu: Mapping[str, Any]

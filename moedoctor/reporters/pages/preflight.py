@@ -18,7 +18,7 @@ _ANSWERS = {
 _GIB = 2**30
 
 
-def preflight_page(document: PreflightDocument) -> list[Block]:
+def build_preflight_page(document: PreflightDocument) -> list[Block]:
     """Return the answer to the command line as it was given, its comparison with others, and the details."""
     first = document.answers[0]
     page: list[Block] = [
@@ -37,7 +37,7 @@ def preflight_page(document: PreflightDocument) -> list[Block]:
     return page
 
 
-def summary_line(document: PreflightDocument) -> str:
+def summarize(document: PreflightDocument) -> str:
     """Return ``starts: no · vLLM 0.33.0 · 2 findings``."""
     first = document.answers[0]
     return f"{_ANSWERS[first.verdict][0]} · vLLM {first.release} · {count_of(len(first.findings), 'finding')}"

@@ -97,7 +97,7 @@ class OnMeta(TorchFunctionMode):
 
     @property
     def has_headers(self) -> bool:
-        """Whether the checkpoint has tensors: a config alone has none."""
+        """True if the checkpoint has tensors: a config alone has none."""
         return bool(self._headers)
 
     def watch(self) -> None:
@@ -160,12 +160,12 @@ class OnMeta(TorchFunctionMode):
             return
         key = target.untyped_storage()._cdata
         # The same region twice, such as a shape that each shard has, counts once.
-        self.written.setdefault(key, {})[_region(target)] = target.numel()
+        self.written.setdefault(key, {})[_locate(target)] = target.numel()
         if source is not None and function is torch.Tensor.copy_:
             stored, view = source
-            stored.read[_region(view)] = view.numel()
+            stored.read[_locate(view)] = view.numel()
             if not _keeps_meaning(view.dtype, target.dtype) and view.numel() > 1:
-                stored.cast = (_dtype_name(view.dtype), _dtype_name(target.dtype))
+                stored.cast = (_show_dtype(view.dtype), _show_dtype(target.dtype))
 
     def read_weights(self, files: Any, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of safetensors files from their headers, in place of vLLM's iterator."""
@@ -191,7 +191,7 @@ class OnMeta(TorchFunctionMode):
         return min(1.0, sum(regions.values()) / max(1, parameter.numel()))
 
 
-def _region(view: torch.Tensor) -> tuple[Any, ...]:
+def _locate(view: torch.Tensor) -> tuple[Any, ...]:
     return (view.storage_offset(), tuple(view.shape), view.stride())
 
 
@@ -218,7 +218,7 @@ def _keeps_meaning(stored: torch.dtype, parameter: torch.dtype) -> bool:
     return stored.itemsize == parameter.itemsize
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def _show_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -65,7 +65,7 @@ def describe_error(stage: str, error: BaseException) -> dict[str, Any]:
         "message": " ".join(str(error).split())[:_MOST_TEXT],
         "at": [_place(frame) for frame in inside[-3:]],
         "line": (inside[-1].line or "")[:200] if inside else "",
-        "last_module": "" if last is None else _package(last.filename),
+        "last_module": "" if last is None else _find_package(last.filename),
         "cause": _explain_inspection(error),
     }
 
@@ -87,7 +87,7 @@ def _place(frame: traceback.FrameSummary) -> str:
     return f"vllm/{frame.filename.rpartition('/vllm/')[2]}:{frame.lineno}"
 
 
-def _package(file: str) -> str:
+def _find_package(file: str) -> str:
     """Return the package of a source file: vllm, moedoctor, transformers; empty for none that is known."""
     known = ("moedoctor", "vllm", "transformers", "torch", "pydantic", "compressed_tensors")
     place, name = max((file.rfind(f"/{name}/"), name) for name in known)
@@ -283,14 +283,14 @@ def describe_layers(model: Any) -> list[dict[str, Any]]:
         kind = "experts" if is_moe else "linear"
         if not is_moe and not hasattr(module, "input_size"):
             kind = "embedding"
-        counts[kind, name, _chosen_kernel(module, method)] += 1
+        counts[kind, name, _find_kernel(module, method)] += 1
     return [
         {"kind": kind, "method": method, "backend": backend, "count": count}
         for (kind, method, backend), count in sorted(counts.items())
     ]
 
 
-def _chosen_kernel(module: Any, method: Any) -> str:
+def _find_kernel(module: Any, method: Any) -> str:
     """Return the backend of a MoE method or the kernel of a linear scheme; empty if it names none."""
     for name, value in vars(method).items():
         if name.endswith("backend") and value is not None:
@@ -340,7 +340,7 @@ def _is_padding(
     padded_width = getattr(owner, "intermediate_size_per_partition", None)
     if not (isinstance(hidden, int) and isinstance(width, int) and padded_width and len(shape) > 1):
         return False
-    place = 0 if getattr(owner, "use_ep", False) else _tensor_parallel_rank(parallel)
+    place = 0 if getattr(owner, "use_ep", False) else _find_rank(parallel)
     own_width = max(0, min(padded_width, width - place * padded_width)) / padded_width
     own_hidden = min(1.0, hidden / (getattr(owner, "hidden_size", hidden) or hidden))
     expected = {own_width, own_hidden, own_width * own_hidden}
@@ -353,7 +353,7 @@ def _is_unused_bias(owners: Mapping[str, Any], name: str) -> bool:
     return name.endswith("_bias") and getattr(moe, "has_bias", None) is False
 
 
-def _tensor_parallel_rank(parallel: Any) -> int:
+def _find_rank(parallel: Any) -> int:
     from vllm.distributed import parallel_state
 
     return int(parallel_state.get_tensor_model_parallel_rank()) if parallel.tensor_parallel_size > 1 else 0

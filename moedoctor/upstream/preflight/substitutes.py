@@ -57,16 +57,16 @@ class Substitution:
     """The last vLLM release that has a target; empty if all known ones do."""
 
 
-def _constant(value: Callable[[Gpu], Any]) -> Callable[[Gpu], Any]:
+def _return_constant(value: Callable[[Gpu], Any]) -> Callable[[Gpu], Any]:
     """Make a function that ignores its arguments and returns `value` of the GPU."""
     return lambda gpu: lambda *_, **__: value(gpu)
 
 
-def _class_constant(value: Callable[[Gpu], Any]) -> Callable[[Gpu], Any]:
+def _return_from_class(value: Callable[[Gpu], Any]) -> Callable[[Gpu], Any]:
     return lambda gpu: classmethod(lambda cls, *_, **__: value(gpu))
 
 
-def _placeholder(name: str) -> Any:
+def _make_placeholder(name: str) -> Any:
     """Make a class for streams and events: modules create them, and nothing runs them."""
     methods = {each: lambda self, *_, **__: None for each in ("__init__", "record", "wait", "synchronize")}
     return type(name, (), methods)
@@ -76,19 +76,19 @@ _COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.
 _SILENT = ("empty_cache", "synchronize", "reset_peak_memory_stats")
 
 TORCH = (
-    Substitution(("torch:cuda.get_device_properties",), _constant(Gpu.describe)),
-    Substitution(("torch:cuda.get_device_capability",), _constant(lambda gpu: gpu.capability)),
-    Substitution(("torch:cuda.get_device_name",), _constant(lambda gpu: gpu.describe().name)),
-    Substitution(("torch:cuda.mem_get_info",), _constant(lambda gpu: (gpu.memory, gpu.memory))),
-    Substitution(("torch:cuda.Stream",), lambda gpu: _placeholder("Stream")),
-    Substitution(("torch:cuda.Event",), lambda gpu: _placeholder("Event")),
-    Substitution(("torch:accelerator.is_available",), _constant(lambda gpu: True)),
+    Substitution(("torch:cuda.get_device_properties",), _return_constant(Gpu.describe)),
+    Substitution(("torch:cuda.get_device_capability",), _return_constant(lambda gpu: gpu.capability)),
+    Substitution(("torch:cuda.get_device_name",), _return_constant(lambda gpu: gpu.describe().name)),
+    Substitution(("torch:cuda.mem_get_info",), _return_constant(lambda gpu: (gpu.memory, gpu.memory))),
+    Substitution(("torch:cuda.Stream",), lambda gpu: _make_placeholder("Stream")),
+    Substitution(("torch:cuda.Event",), lambda gpu: _make_placeholder("Event")),
+    Substitution(("torch:accelerator.is_available",), _return_constant(lambda gpu: True)),
     *(
-        Substitution((f"torch:{place}",), _constant(lambda gpu: gpu.count))
+        Substitution((f"torch:{place}",), _return_constant(lambda gpu: gpu.count))
         for place in ("cuda.device_count", "accelerator.device_count")
     ),
     *(
-        Substitution((f"torch:{place}",), _constant(lambda gpu: 0))
+        Substitution((f"torch:{place}",), _return_constant(lambda gpu: 0))
         for place in (
             "cuda.current_device",
             "accelerator.current_device_index",
@@ -97,12 +97,12 @@ TORCH = (
         )
     ),
     *(
-        Substitution((f"torch:{place}.{name}",), _constant(lambda gpu: None))
+        Substitution((f"torch:{place}.{name}",), _return_constant(lambda gpu: None))
         for place in ("cuda", "accelerator")
         for name in _SILENT
     ),
-    Substitution(("torch:cuda.set_device",), _constant(lambda gpu: None)),
-    Substitution(("torch:accelerator.set_device_index",), _constant(lambda gpu: None)),
+    Substitution(("torch:cuda.set_device",), _return_constant(lambda gpu: None)),
+    Substitution(("torch:accelerator.set_device_index",), _return_constant(lambda gpu: None)),
     Substitution(("torch:version.cuda",), lambda gpu: torch.version.cuda or "13.0"),
 )
 """Put there before vLLM is imported, which reads some of it while it is imported."""
@@ -114,7 +114,7 @@ VLLM = (
             "vllm.config.parallel:cuda_device_count_stateless",
             "vllm.utils.torch_utils:cuda_device_count_stateless",
         ),
-        _constant(lambda gpu: gpu.count),
+        _return_constant(lambda gpu: gpu.count),
         until="0.20.2",
     ),
 )
@@ -193,7 +193,7 @@ def substitute_vllm(gpu: Gpu, libraries: dict[str, bool]) -> tuple[list[str], li
     platforms: Any = importlib.import_module("vllm.platforms")
     platform = type(platforms.current_platform)
     for name, answer in PLATFORM.items():
-        setattr(platform, name, _class_constant(answer)(gpu))
+        setattr(platform, name, _return_from_class(answer)(gpu))
     gone = list(_apply(VLLM, gpu))
     wrapped = [_make_real(target) for target in REAL_TENSORS]
     if not any(wrapped):

@@ -42,9 +42,9 @@ def test_sizes_replace_those_of_the_line() -> None:
     command = ServeCommand(
         ("M", "-tp", "4", "--enable_expert_parallel", "--tensor-parallel-size=8", "-x"), {}
     )
-    assert command.with_sizes(2, False).words == ("M", "-x", "--tensor-parallel-size", "2")
-    assert command.with_sizes(1, True).words[-1] == "--enable-expert-parallel"
-    assert ServeCommand(("M", "--trust_remote_code", "-x"), {}).without_trust().words == ("M", "-x")
+    assert command.use_sizes(2, False).words == ("M", "-x", "--tensor-parallel-size", "2")
+    assert command.use_sizes(1, True).words[-1] == "--enable-expert-parallel"
+    assert ServeCommand(("M", "--trust_remote_code", "-x"), {}).drop_trust().words == ("M", "-x")
 
 
 def test_compose(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The installed vLLM's engines on a GPU do what preflight says: they start or stop, with the same words.
 
-MOEDOCTOR_PREFLIGHT_TABLE names a file for the table; `make evidence NAMES=preflight_engines` stores it.
+MOEDOCTOR_PREFLIGHT_TABLE names a Markdown file for the table.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,7 @@ def test_engines_do_what_preflight_says(tmp_path: Path) -> None:
         engines = dict(zip(starts, (each.result() for each in asked), strict=True))
     rows = [compare(name, predicted[name], engines, built) for name, (built, _) in starts.items()]
     if table := os.environ.get("MOEDOCTOR_PREFLIGHT_TABLE"):
-        Path(table).write_text(
-            json.dumps({"versions": predicted["qwen3-bf16"].versions, "rows": rows}, indent=1)
-        )
+        Path(table).write_text(format_table(rows, predicted["qwen3-bf16"].versions))
     wrong = [row for row in rows if not row["agrees"]]
     assert len(wrong) <= 0.05 * len(rows), wrong
     silent = {
@@ -113,8 +112,8 @@ def compare(name: str, answer: Any, engines: dict[str, Any], built: Built) -> di
     message = engine.get("error", {}).get("message", "")
     expected = words_of(answer.findings[0].message) if answer.findings else set()
     common = len(expected & words_of(message)) / max(1, min(len(expected), len(words_of(message))))
-    if answer.verdict is Verdict.REFUSED:
-        agrees = not engine["started"] and common >= 0.5
+    if answer.verdict is Verdict.REFUSED:  # an assert without words has no message
+        agrees = not engine["started"] and (common >= 0.5 or not message)
     else:
         agrees = engine["started"] and answer.verdict is not Verdict.CANNOT_SAY
     sound = next(
@@ -137,3 +136,22 @@ def compare(name: str, answer: Any, engines: dict[str, Any], built: Built) -> di
         "agrees": agrees,
         "tokens_of_sound": same,
     }
+
+
+def format_table(rows: list[dict[str, Any]], versions: Mapping[str, str]) -> str:
+    """Return the rows as a page of Markdown."""
+    agreed = sum(row["agrees"] for row in rows)
+    lines = [
+        "# preflight beside engines\n",
+        f"{agreed} of {len(rows)} agree: {', '.join(map(' '.join, versions.items()))}.\n",
+        "| checkpoint | preflight | engine | its error | tokens of the sound checkpoint | agree |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        tokens = {None: "", True: "the same", False: "others"}[row["tokens_of_sound"]]
+        engine = "started" if row["started"] else "stopped"
+        error = " ".join(row["error"].split())[:120].replace("|", "/")
+        agree = "yes" if row["agrees"] else "**no**"
+        cells = (f"`{row['name']}`", row["preflight"], engine, error, tokens, agree)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
