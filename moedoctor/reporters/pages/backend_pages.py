@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import moedoctor
 from moedoctor.fixes.backends import Selection, select
 from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases
 from moedoctor.processes.files import write
 from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.page import Heading, Paragraph, Span, Table, Text
-from moedoctor.results import SCHEMA_VERSION
 
 FAMILIES = {
     "7.5": "Turing (T4, RTX 20)",
@@ -57,31 +54,17 @@ class Line:
 
 
 def write_reports(folder: Path) -> list[Path]:
-    """Write ``sm75.md``, ``json/sm75.json`` … and an index into `folder`, and make it if it is missing."""
-    (folder / "json").mkdir(parents=True, exist_ok=True)
+    """Write ``sm75.md`` … and an index into `folder`, and make it if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
     texts = {folder / "README.md": _index()}
     for capability, name in FAMILIES.items():
         lines = [
             line for scheme, activation in LAYERS for line in _make_lines(capability, scheme, activation)
         ]
         texts[folder / f"{_name_file(capability)}.md"] = report_markdown(capability, name, lines)
-        texts[folder / "json" / f"{_name_file(capability)}.json"] = report_json(capability, name, lines)
     for file, text in texts.items():
         write(file, text)
     return list(texts)
-
-
-def report_json(capability: str, name: str, lines: Sequence[Line]) -> str:
-    """Return every selection with its reasons, one line a run of releases."""
-    head: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "moedoctor": moedoctor.__version__,
-        "command": "backends",
-        "capability": capability,
-        "gpu": name,
-    }
-    rows = ",\n  ".join(json.dumps(_make_document(line), ensure_ascii=False) for line in lines)
-    return json.dumps(head, ensure_ascii=False)[:-1] + f', "selections": [\n  {rows}\n]}}\n'
 
 
 def report_markdown(capability: str, name: str, lines: Sequence[Line]) -> str:
@@ -100,7 +83,8 @@ def report_markdown(capability: str, name: str, lines: Sequence[Line]) -> str:
                     "What each vLLM release selects by itself, with the optional libraries that it requires "
                     "or brings; ",
                     Span("--moe-backend", "code"),
-                    " takes the value in brackets. Every backend and its reason is in the JSON file.",
+                    " takes the value in brackets. Every backend and its reason: ",
+                    Span(f"moedoctor backends --sm {capability}", "code"),
                 )
             ),
             Table(_HEADER, rows),
@@ -154,20 +138,6 @@ def _write_cells(line: Line) -> list[Text]:
     return [layer, ", ".join(line.parallel), selected, ", ".join(others) or "none", reasons or "none"]
 
 
-def _make_document(line: Line) -> dict[str, Any]:
-    first, fields = line.first, ("backend", "flag", "supported", "reason")
-    return {
-        "scheme": first.scheme,
-        "activation": first.activation,
-        "parallel": line.parallel,
-        "releases": [selection.release for selection in line.selections],
-        "chosen": first.chosen,
-        "error": first.error,
-        "candidates": [{name: getattr(candidate, name) for name in fields} for candidate in first.candidates],
-        "source": first.source,
-    }
-
-
 def _index() -> str:
     lines = [
         "# Which MoE backend vLLM selects",
@@ -180,7 +150,7 @@ def _index() -> str:
     ]
     for capability, name in FAMILIES.items():
         stem = _name_file(capability)
-        lines.append(f"| {capability} | {name} | [Markdown]({stem}.md), [JSON](json/{stem}.json) |")
+        lines.append(f"| {capability} | {name} | [Markdown]({stem}.md) |")
     return "\n".join(lines) + "\n"
 
 

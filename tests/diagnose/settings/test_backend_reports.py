@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from moedoctor.commands import backends as command
-from moedoctor.fixes.backends import select
-from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.reporters.pages.backend_pages import FAMILIES
 
 KEPT = Path(__file__).resolve().parents[3] / "reports" / "backends"
-PARALLEL = {"tp": (False, False), "ep": (True, False), "dp": (False, True), "dp+ep": (True, True)}
 
 
 def test_the_stored_reports_are_what_the_command_writes(
@@ -29,32 +25,6 @@ def test_the_stored_reports_are_what_the_command_writes(
     assert different == [], "run: make backendreports"
     assert command.main([]) == 2
     assert "usage" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("capability", FAMILIES)
-def test_every_release_and_setting_is_in_the_json_once_and_right(capability: str) -> None:
-    file = KEPT / "json" / f"sm{capability.replace('.', '')}.json"
-    report = json.loads(file.read_text(encoding="utf-8"))
-    assert (report["schema_version"], report["capability"]) == (1, capability)
-    keys = set()
-    for row in report["selections"]:
-        for parallel in row["parallel"]:
-            for release in row["releases"]:
-                key = (row["scheme"], row["activation"], parallel, release)
-                assert key not in keys
-                keys.add(key)
-        ep, dp = PARALLEL[row["parallel"][-1]]
-        release = row["releases"][-1]
-        selection = select(
-            capability, row["scheme"], release=release, ep=ep, dp=dp, activation=row["activation"]
-        )
-        assert row["chosen"] == selection.chosen
-        assert [candidate["reason"] for candidate in row["candidates"]] == [
-            candidate.reason for candidate in selection.candidates
-        ]
-    layers = {key[:2] for key in keys}
-    assert ("nvfp4", "relu2_no_mul") in layers
-    assert len(keys) == len(layers) * len(PARALLEL) * len(load_releases())
 
 
 def test_the_markdown_is_one_table_a_family() -> None:
