@@ -55,7 +55,8 @@ def record(
     """Run a command and record the MoE call of its vLLM that shows a failure.
 
     Sets MOEDOCTOR_RECORD, MOEDOCTOR_RECORD_WHEN and MOEDOCTOR_RECORD_SIZE for the command, which moedoctor's
-    plug-in reads in every process of vLLM 0.21.0 and later. The exit code is the command's.
+    plug-in reads in every process of vLLM 0.21.0 and later. The exit code is the command's, or 2 if it
+    is 0 and no MoE layer was watched.
     """
     from moedoctor.processes.files import OutputError, make_folder
     from moedoctor.trace.call_keeper import Wish
@@ -74,7 +75,18 @@ def record(
     }
     code = _run(command, environ)
     _wait_for_writers(folder)
-    _say(sorted(file for file in set(folder.iterdir()) - before if file.suffix == ".moecapsule"), folder)
+    new = set(folder.iterdir()) - before
+    capsules = sorted(file for file in new if file.suffix == ".moecapsule")
+    marks = [file for file in new if file.suffix == ".watched"]
+    for mark in marks:
+        mark.unlink(missing_ok=True)
+    if not capsules and not marks:
+        print_message(
+            "record: no MoE layer was watched, so nothing is known about its calls: expected a command that "
+            "runs a MoE model in vLLM 0.21.0 or later, in a Python that has moedoctor (`moedoctor check`)"
+        )
+        return code or 2
+    _say(capsules, folder)
     return code
 
 

@@ -32,6 +32,8 @@ from moedoctor.trace.protect import format_error, protect
 logger = logging.getLogger("vllm.moedoctor")
 
 VARIABLE, WHEN, SIZE = "MOEDOCTOR_RECORD", "MOEDOCTOR_RECORD_WHEN", "MOEDOCTOR_RECORD_SIZE"
+WATCHED = ".watched"
+"""The end of the name of the file that shows that a process watched a MoE layer."""
 _PAUSE = 0.05
 """Seconds between two looks at what was kept."""
 _MOST_MB = 100_000
@@ -251,11 +253,23 @@ class EngineRecorder:
                     self._numbers[key] = self.keeper.add(layer_of_runner)
                 else:
                     self._numbers[key] = self.ring.add(layer_of_runner.record, self.model)
+                if self._numbers[key] is not None:
+                    self._mark_active()
             except Exception as error:
                 reason = str(error) if isinstance(error, FixError) else format_error(error)
                 self._warn(f"{getattr(layer, 'layer_name', 'experts')} is not watched: {reason}")
                 self._numbers[key] = None
         return self._numbers[key]
+
+    def _mark_active(self) -> None:
+        """Leave a file that shows `moedoctor record` that a MoE layer was watched in this process."""
+        from moedoctor.processes.files import make_folder
+
+        try:
+            make_folder(self.folder)
+            (self.folder / f"{os.getpid()}{WATCHED}").touch(mode=0o600)
+        except OSError as error:
+            self._warn(f"{self.folder} cannot be written: {error}")
 
 
 def _find_device_error() -> str | None:

@@ -35,10 +35,17 @@ def test_the_command_gets_the_variables_and_keeps_its_options(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--when", "first", "--max-size", "1.5", "--")
-    assert record(tmp_path, *options, sys.executable, "-c", _SHOW, "--when") == 0
+    assert record(tmp_path, *options, sys.executable, "-c", _SHOW, "--when") == 2
     out, err = capfd.readouterr()
     assert out.split() == [str(tmp_path / "capsules"), "first", "1.5"]
-    assert "nothing was recorded" in err
+    assert "no MoE layer was watched" in err
+
+
+def test_only_a_watched_layer_gives_an_all_clear(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    watch = "import os, pathlib; pathlib.Path(os.environ['MOEDOCTOR_RECORD'], '7.watched').touch()"
+    assert record(tmp_path, "--", sys.executable, "-c", watch) == 0
+    assert "nothing was recorded" in capfd.readouterr().err
+    assert not list((tmp_path / "capsules").iterdir())
 
 
 def test_what_was_recorded_is_named_and_the_exit_code_is_the_commands(

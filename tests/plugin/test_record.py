@@ -94,6 +94,7 @@ def test_the_call_that_makes_nan_is_kept_with_what_the_backend_and_the_checkpoin
     engine: Engine, newer: bool
 ) -> None:
     model = engine.start("nan", newer=newer)
+    assert [file.name for file in engine.folder.iterdir()] == [f"{os.getpid()}.watched"]
     step(model)
 
     def one_row(output: torch.Tensor) -> torch.Tensor:
@@ -156,7 +157,7 @@ def test_only_a_call_past_the_bound_is_kept(
     recorder = engine.recorder()
     assert recorder._judge._child is not None, "what compares starts while the model loads"
     steps = _run_until(model, lambda: recorder.keeper.compared > 1)
-    assert not list(engine.folder.glob("*"))
+    assert not list(engine.folder.glob(f"*{SUFFIX}"))
     assert not asked, "the device has no memory to spare for calls that are right"
     model.spoil = {0: lambda output: output * 1.5, 1: lambda output: output * 1.5}
     _run_until(model, lambda: list(engine.folder.glob(f"*{SUFFIX}")))
