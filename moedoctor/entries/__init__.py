@@ -49,7 +49,7 @@ def builtin_folder() -> Path:
 
     Raises FileNotFoundError, which names both places, if it is neither in the wheel nor in a checkout.
     """
-    places = _places("scenarios")
+    places = _list_places("scenarios")
     folder = next((place for place in places if place.is_dir()), None)
     if folder is None:
         raise FileNotFoundError(
@@ -60,12 +60,13 @@ def builtin_folder() -> Path:
 
 def reports_folder() -> Path:
     """Return the folder of the shipped reports, with a folder for each machine. It may be missing."""
-    packaged, checkout = _places("reports")
+    packaged, checkout = _list_places("reports")
     return packaged if packaged.is_dir() else checkout
 
 
-def _places(name: str) -> tuple[Path, Path]:
-    """Where a top-level folder of the repository is: a wheel ships it inside the package, an editable
-    install and a checkout have it beside the package.
+def _list_places(name: str) -> tuple[Path, Path]:
+    """Return the two places of a top-level folder of the repository.
+
+    A wheel ships it inside the package; an editable install and a checkout have it beside the package.
     """
     return _PACKAGE / f"_{name}", _PACKAGE.parent / name

@@ -29,7 +29,7 @@ _FENCE = "---"
 _LINK = re.compile(r"- (https://[^\s<>\"'`]+) (\S.*)")
 
 
-def _specifier(text: str) -> str:
+def _check_specifier(text: str) -> str:
     try:
         SpecifierSet(text)
     except InvalidSpecifier:
@@ -40,7 +40,7 @@ def _specifier(text: str) -> str:
 
 
 Line = Annotated[str, Field(min_length=1, max_length=300)]
-Range = Annotated[str, Field(min_length=1), AfterValidator(_specifier)]
+Range = Annotated[str, Field(min_length=1), AfterValidator(_check_specifier)]
 """Releases, as `packaging` reads them."""
 Name = Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")]
 Release = Annotated[str, Field(pattern=r"^\d+(\.\d+)+(\.post\d+)?$")]
@@ -51,7 +51,7 @@ class _Strict(BaseModel):
 
 
 class Condition(_Strict):
-    """What must hold on a machine; all that is given must hold, and a fact that is unknown does not."""
+    """The facts that must hold on a machine: all that are given. An unknown fact does not hold."""
 
     packages: dict[Name, Range] = {}
     """Distribution -> its releases; ``>=0`` for any."""
@@ -209,24 +209,24 @@ def parse_entry(text: str) -> Entry:
     head = parse_yaml(
         "\n".join(["", *lines[1:end]])
     )  # an empty line for the fence, so that lines count alike
-    sections = _sections(lines, end + 1)
+    sections = _split_sections(lines, end + 1)
     mechanism, affected, detection, fix = (sections[name][1] for name in SECTIONS[:4])
     return validate(
         Entry,
         head,
         inner={"affects": Rule, "when": Condition, "releases": Affected, "runs": Run},
-        **_words(head.data),
-        **_rules(head.data),
+        **_make_words(head.data),
+        **_complete_rules(head.data),
         mechanism=mechanism,
         affected=affected,
         detection=detection,
         fix=fix,
-        links=_links(*sections["Links"]),
+        links=_read_links(*sections["Links"]),
     )
 
 
-def _words(head: object) -> dict[str, Any]:
-    """``where`` and ``fixed``, as far as the head leaves them to its releases."""
+def _make_words(head: object) -> dict[str, Any]:
+    """Make ``where`` and ``fixed`` from the releases, if the head leaves them out."""
     if not isinstance(head, dict):
         return {}
     try:
@@ -240,16 +240,16 @@ def _words(head: object) -> dict[str, Any]:
     return {name: text for name, text in made.items() if name not in head}
 
 
-def _rules(head: object) -> dict[str, Any]:
-    """The rules of a head, each with a ``next``, its own or the entry's."""
+def _complete_rules(head: object) -> dict[str, Any]:
+    """Give each rule of a head a ``next``, its own or the entry's."""
     if not isinstance(head, dict) or not isinstance(head.get("affects"), list) or "next" not in head:
         return {}
     rules = head["affects"]
     return {"affects": [{"next": head["next"], **rule} if isinstance(rule, dict) else rule for rule in rules]}
 
 
-def _sections(lines: list[str], start: int) -> dict[str, tuple[int, str]]:
-    """Heading -> (line of its text, its text); `start` is the first index behind the head."""
+def _split_sections(lines: list[str], start: int) -> dict[str, tuple[int, str]]:
+    """Return heading -> (line of its text, its text); `start` is the first index behind the head."""
     headings = [index for index in range(start, len(lines)) if lines[index].startswith("## ")]
     named = tuple(lines[index][3:] for index in headings)
     if named != SECTIONS:
@@ -266,7 +266,7 @@ def _sections(lines: list[str], start: int) -> dict[str, tuple[int, str]]:
     return sections
 
 
-def _links(first: int, text: str) -> list[dict[str, str]]:
+def _read_links(first: int, text: str) -> list[dict[str, str]]:
     links = []
     for number, line in enumerate(text.splitlines(), start=first):
         match = _LINK.fullmatch(line)

@@ -64,7 +64,7 @@ class Parameters(BaseModel):
 
 @dataclass(frozen=True)
 class ClaimCases:
-    """What a claim is judged by."""
+    """The cases, measurements and thresholds that a claim is judged by."""
 
     cases: Sequence[CaseResult]
     """All cases of the scenario, skipped ones included."""

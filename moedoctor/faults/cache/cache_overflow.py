@@ -45,16 +45,16 @@ class CacheOverflowParameters(Parameters):
             yield f"capacity: {self.capacity} slots hold every expert that the call can need"
 
 
-def _overheads(rows: Sequence[Mapping[str, Any]], suffix: str = "") -> str:
+def _list_overheads(rows: Sequence[Mapping[str, Any]], suffix: str = "") -> str:
     return ", ".join(f"{row['groups']} groups {row[f'overhead{suffix}']:+.1%}" for row in rows)
 
 
-def _microseconds(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+def _list_microseconds(rows: Sequence[Mapping[str, Any]], key: str) -> str:
     return ", ".join(f"{row[key]:.0f}" for row in rows)
 
 
 @claim("group_cost", measure=f"{_BENCH}:compare_upstream_groups", thresholds=("tolerance",), needs_gpu=True)
-def group_cost(cases: ClaimCases) -> ClaimJudgement:
+def judge_group_cost(cases: ClaimCases) -> ClaimJudgement:
     """With vLLM's kernel, each number of groups has the overhead that the PR measured, within a tolerance.
 
     CUDA-graph replays decide. An overhead in percent depends on how long one call is, so the time that a
@@ -71,16 +71,16 @@ def group_cost(cases: ClaimCases) -> ClaimJudgement:
     return decide(
         cases.keeps("tolerance", (abs(row["overhead"] - PR_OVERHEAD[row["groups"]]) for row in rows)),
         {**measured, "rows": rows},
-        f"{_overheads(rows)} with {measured['kernel']}, {measured['experts']} experts, CUDA-graph replays; "
-        f"eager calls by the wall clock {_overheads(rows, EAGER)}. A further group adds "
-        f"{_microseconds(rows, 'us_a_further_group')} µs "
-        f"(eager {_microseconds(rows, f'us_a_further_group{EAGER}')}); "
-        f"the PR's {_microseconds(rows, 'pr_us_a_further_group')} µs, to a call of {PR_LAYER_US:.0f} µs",
+        f"{_list_overheads(rows)} with {measured['kernel']}, {measured['experts']} experts, "
+        f"CUDA-graph replays; eager calls by the wall clock {_list_overheads(rows, EAGER)}. "
+        f"A further group adds {_list_microseconds(rows, 'us_a_further_group')} µs "
+        f"(eager {_list_microseconds(rows, f'us_a_further_group{EAGER}')}); "
+        f"the PR's {_list_microseconds(rows, 'pr_us_a_further_group')} µs, to a call of {PR_LAYER_US:.0f} µs",
     )
 
 
 @claim("cold_swap", measure=f"{_BENCH}:measure_cold_swap", thresholds=("min_share",), needs_gpu=True)
-def cold_swap(cases: ClaimCases) -> ClaimJudgement:
+def judge_cold_swap(cases: ClaimCases) -> ClaimJudgement:
     """The transfer of its bytes at the bandwidth of pinned copies is most of a cold call."""
     (measured,) = cases.evidence()
     rows = measured["rows"]
@@ -96,7 +96,7 @@ def cold_swap(cases: ClaimCases) -> ClaimJudgement:
 
 
 @claim("published_table")
-def published_table(cases: ClaimCases) -> ClaimJudgement:
+def judge_published_table(cases: ClaimCases) -> ClaimJudgement:
     """Leave the claim open: neither the pull request's cache in an engine nor that GPU is here."""
     return untested(
         "the figures are those of the pull request's own cache on an RTX PRO 6000; neither is run here, "
@@ -111,7 +111,7 @@ class CacheOverflowFault(Fault):
     parameters = CacheOverflowParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
     lab = "moedoctor.faults.cache.cache_overflow_lab"
-    claims = (group_cost, cold_swap, published_table)
+    claims = (judge_group_cost, judge_cold_swap, judge_published_table)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence

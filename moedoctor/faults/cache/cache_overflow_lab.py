@@ -33,23 +33,23 @@ Layer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Prefill]
 """A layer behind a cache: (x [T, H], topk_weights [T, K], topk_ids [T, K]) -> the result."""
 
 
-def truncating(problem: Problem, capacity: int) -> Layer:
+def make_truncating(problem: Problem, capacity: int) -> Layer:
     """Return PR 37190 before its commit 1a8df90: it silently keeps the highest expert ids that fit."""
     cache = PrCache(problem.weights, capacity, device=problem.device)
 
-    def prefill(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Prefill:
+    def compute_prefill(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Prefill:
         slot_ids = cache.acquire(topk_ids)  # [T, K]
         output = forward(x, MoeWeights.from_tensors(cache.slots), topk_weights, slot_ids)  # [T, H]
         return Prefill(output, None, dropped=len(cache.rule.dropped))
 
-    return prefill
+    return compute_prefill
 
 
-def grouped(problem: Problem, capacity: int) -> Layer:
+def make_grouped(problem: Problem, capacity: int) -> Layer:
     """Return our cache: `acquire` refuses the call, `groups` computes it in parts that fit."""
     cache = ExpertCache(problem.weights, capacity, device=problem.device)
 
-    def prefill(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Prefill:
+    def compute_prefill(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Prefill:
         refused = None
         try:
             cache.acquire(topk_ids)
@@ -61,12 +61,12 @@ def grouped(problem: Problem, capacity: int) -> Layer:
             groups += 1
         return Prefill(total, refused, groups)
 
-    return prefill
+    return compute_prefill
 
 
 def model(case: Case, parameters: CacheOverflowParameters, release: object) -> Observation:
     """Compute prefills that need more experts than there are slots."""
-    return measure(parameters, case.device, truncating if case.subject == "faulty" else grouped)
+    return measure(parameters, case.device, make_truncating if case.subject == "faulty" else make_grouped)
 
 
 def measure(

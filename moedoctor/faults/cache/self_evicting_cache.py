@@ -49,8 +49,8 @@ class SelfEvictingCacheParameters(Parameters):
             yield f"computed: {self.computed} is more than calls {self.calls}"
 
 
-@claim("lfru_at_half", measure=f"{LAB}:lfru_at_half", thresholds=("min_gain",))
-def lfru_at_half(cases: ClaimCases) -> ClaimJudgement:
+@claim("lfru_at_half", measure=f"{LAB}:measure_lfru_at_half", thresholds=("min_gain",))
+def judge_lfru_at_half(cases: ClaimCases) -> ClaimJudgement:
     """LFRU with 8 slots has a higher hit rate than LRU with 16 on every trace."""
     (measured,) = cases.evidence()
     rows = measured["rows"]
@@ -69,8 +69,8 @@ def lfru_at_half(cases: ClaimCases) -> ClaimJudgement:
     return decide(min(gains) > cases.limits["min_gain"], measured, figure)
 
 
-@claim("lru_monopoly", measure=f"{LAB}:lru_monopoly", thresholds=("min_tilt",))
-def lru_monopoly(cases: ClaimCases) -> ClaimJudgement:
+@claim("lru_monopoly", measure=f"{LAB}:measure_lru_monopoly", thresholds=("min_tilt",))
+def judge_lru_monopoly(cases: ClaimCases) -> ClaimJudgement:
     """One LRU cache for all layers favors the first third of the layers over the last."""
     (measured,) = cases.evidence()
     figures, tilts = [], []
@@ -96,7 +96,7 @@ def lru_monopoly(cases: ClaimCases) -> ClaimJudgement:
     thresholds=("min_gain",),
     needs_gpu=True,
 )
-def lfru_speed(cases: ClaimCases) -> ClaimJudgement:
+def judge_lfru_speed(cases: ClaimCases) -> ClaimJudgement:
     """Decoding is faster under LFRU than under LRU."""
     (measured,) = cases.evidence()
     gains = [row["lru_over_lfru_time"] - 1 for row in measured["rows"]]
@@ -116,7 +116,7 @@ class SelfEvictingCache(Fault):
     parameters = SelfEvictingCacheParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
     lab = LAB
-    claims = (lfru_at_half, lru_monopoly, lfru_speed)
+    claims = (judge_lfru_at_half, judge_lru_monopoly, judge_lfru_speed)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence

@@ -30,7 +30,7 @@ class TestedCache(NamedTuple):
     engine: str | None = None
 
 
-def control(parameters: SelfEvictingCacheParameters, problem: Problem) -> TestedCache:
+def make_control(parameters: SelfEvictingCacheParameters, problem: Problem) -> TestedCache:
     """Return PR 37190's cache."""
     capacity, clock = parameters.capacity, parameters.clock
     cache = PrCache(problem.weights, capacity, device=problem.device, clock=clock)
@@ -38,7 +38,7 @@ def control(parameters: SelfEvictingCacheParameters, problem: Problem) -> Tested
     return TestedCache(table, lambda ids: (cache.slots, cache.acquire(ids)))
 
 
-def fix(parameters: SelfEvictingCacheParameters, problem: Problem) -> TestedCache:
+def make_fix(parameters: SelfEvictingCacheParameters, problem: Problem) -> TestedCache:
     """Return our cache with the same policy."""
     # The engine `device` goes by shape: a call whose ids could all differ must fit.
     fits = parameters.tokens * parameters.top_k <= parameters.capacity
@@ -59,7 +59,7 @@ def fix(parameters: SelfEvictingCacheParameters, problem: Problem) -> TestedCach
 
 def model(case: Case, parameters: SelfEvictingCacheParameters, release: object) -> Observation:
     """Replay the bookkeeping over all calls, and compute some of them with real weights."""
-    return measure(parameters, case.device, control if case.subject == "faulty" else fix)
+    return measure(parameters, case.device, make_control if case.subject == "faulty" else make_fix)
 
 
 def measure(
@@ -68,7 +68,7 @@ def measure(
     make: Callable[[SelfEvictingCacheParameters, Problem], TestedCache],
 ) -> Observation:
     """Measure the cache that `make` returns."""
-    trace = _routing(parameters)
+    trace = _load_routing(parameters)
     experts, capacity = parameters.experts, parameters.capacity
     if (trace.num_experts, trace.top_k) != (experts, parameters.top_k):
         raise ValueError(f"the trace has {trace.num_experts} experts and top-{trace.top_k}")
@@ -94,7 +94,7 @@ def measure(
     )
 
 
-def _routing(parameters: SelfEvictingCacheParameters) -> RoutingTrace:
+def _load_routing(parameters: SelfEvictingCacheParameters) -> RoutingTrace:
     """Return the recorded trace, or one that is drawn for the parameters."""
     if parameters.routing == "trace":
         return load_shipped_trace()
@@ -118,7 +118,7 @@ def _compute(
     width = len(trace.layers) * trace.top_k
     ids = torch.tensor(list(trace.topk_ids), dtype=torch.int32).view(-1, width)[:, : trace.top_k]  # [rows, K]
     batches = [ids[list(rows)] for rows in trace.split_batches(parameters.tokens)[: parameters.calls]]
-    computed = _calls_to_compute(parameters, [batch.unique().tolist() for batch in batches])
+    computed = _choose_calls(parameters, [batch.unique().tolist() for batch in batches])
     wrong_outputs, worst = 0, 0.0
     for call, batch in enumerate(batches):
         topk_ids = batch.to(problem.device)  # [T, K]
@@ -139,7 +139,7 @@ def _compute(
     }
 
 
-def _calls_to_compute(parameters: SelfEvictingCacheParameters, calls: list[list[int]]) -> set[int]:
+def _choose_calls(parameters: SelfEvictingCacheParameters, calls: list[list[int]]) -> set[int]:
     """Choose the calls whose output is compared, the same for every subject.
 
     Half of them are the first calls, half are calls in which the PR's rule is wrong, if there are enough.
@@ -157,7 +157,7 @@ def _calls_to_compute(parameters: SelfEvictingCacheParameters, calls: list[list[
 # --- Measurements for the claims --------------------------------------------------------------------------
 
 
-def _traces() -> Iterator[tuple[str, RoutingTrace]]:
+def _load_traces() -> Iterator[tuple[str, RoutingTrace]]:
     """Yield the recorded trace, and two drawn in the shape of the model that the claim was made for."""
     yield "recorded, 128 experts top-8", load_shipped_trace()
     for skew in (1.0, 1.5):
@@ -165,7 +165,7 @@ def _traces() -> Iterator[tuple[str, RoutingTrace]]:
         yield f"Zipf {skew:g}, 128 experts top-6", draw_zipf_trace(settings)
 
 
-def lfru_at_half() -> list[dict[str, Any]]:
+def measure_lfru_at_half() -> list[dict[str, Any]]:
     """Measure the hit rates of LFRU with 8 slots and LRU with 16, beside the optimum of each.
 
     Hit rates belong to policies, so they come from a replay of `moedoctor.fixes.eviction`. The PR's own rule
@@ -174,7 +174,7 @@ def lfru_at_half() -> list[dict[str, Any]]:
     from moedoctor.bench.cache.replay import replay_trace
 
     rows = []
-    for name, trace in _traces():
+    for name, trace in _load_traces():
         rates = {
             (point.policy, point.capacity): point.hit_rate
             for point in replay_trace(trace, capacities=(8, 16), policies=("lru", "lfru", "belady"))
@@ -199,7 +199,7 @@ def lfru_at_half() -> list[dict[str, Any]]:
     return rows
 
 
-def lru_monopoly() -> dict[str, Any]:
+def measure_lru_monopoly() -> dict[str, Any]:
     """Measure each layer's hit rate with a cache of its own and in one cache for all, under LRU and LFRU.
 
     ``all_layers`` has each scope's rates over all layers with the optimum of the same scope. The optimum of a

@@ -47,13 +47,13 @@ class WorkspaceAliasingParameters(Parameters):
 
 @claim(
     "modular_kernel",
-    measure=f"{LAB}:modular_kernel",
+    measure=f"{LAB}:measure_modular_kernel",
     units=only("installed"),
     needs_gpu=True,
     needs="an installed vLLM",
     thresholds=("min_share",),
 )
-def modular_kernel(cases: ClaimCases) -> ClaimJudgement:
+def judge_modular_kernel(cases: ClaimCases) -> ClaimJudgement:
     """Tokens are wrong because the next group overwrites what vLLM's modular kernel returned."""
     (measured,) = cases.evidence()
     wrong, rows = (
@@ -76,7 +76,7 @@ class WorkspaceAliasing(Fault):
         "installed": (Tier.KERNEL,),
     }
     lab = LAB
-    claims = (modular_kernel,)
+    claims = (judge_modular_kernel,)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence

@@ -67,7 +67,7 @@ def add_up(run: Kernel, parts: Sequence[torch.Tensor], x: torch.Tensor, alias: s
     return Summed(torch.stack(results).sum(0), tuple(addresses))
 
 
-def shared_workspace(call: Call) -> Summed:
+def share_workspace(call: Call) -> Summed:
     """Run a kernel whose output is a view of a workspace that all its calls share, or of its own input."""
     weights = {name: tensor.to(call.x.device) for name, tensor in call.problem.weights.items()}
     workspace = torch.empty_like(call.x)  # [T, H]
@@ -91,7 +91,7 @@ def own_sum(call: Call) -> Summed:
     return Summed(total, tuple(addresses))
 
 
-def vllm_kernel(call: Call, *, unfinished: bool = False) -> Summed:
+def run_vllm_kernel(call: Call, *, unfinished: bool = False) -> Summed:
     """Run vLLM's modular kernel in bfloat16; `unfinished` takes each result before the kernel copies it.
 
     Raises UnavailableError.
@@ -113,12 +113,12 @@ def vllm_kernel(call: Call, *, unfinished: bool = False) -> Summed:
 
 def model(case: Case, parameters: WorkspaceAliasingParameters, release: object) -> Observation:
     """Compute with the shared workspace, or with ours."""
-    return measure(parameters, case.device, shared_workspace if case.subject == "faulty" else own_sum)
+    return measure(parameters, case.device, share_workspace if case.subject == "faulty" else own_sum)
 
 
 def kernel(case: Case, parameters: WorkspaceAliasingParameters, release: object) -> Observation:
     """Compute with the installed vLLM's modular kernel."""
-    return measure(parameters, case.device, vllm_kernel, _BFLOAT16)
+    return measure(parameters, case.device, run_vllm_kernel, _BFLOAT16)
 
 
 def measure(
@@ -149,11 +149,11 @@ def measure(
     )
 
 
-def modular_kernel(device: str) -> list[dict[str, Any]]:
+def measure_modular_kernel(device: str) -> list[dict[str, Any]]:
     """Measure the installed vLLM's kernel once a group: what it returns, and what it copies that from."""
     rows = []
     for result, unfinished in RESULTS.items():
-        run = functools.partial(vllm_kernel, unfinished=unfinished)
+        run = functools.partial(run_vllm_kernel, unfinished=unfinished)
         for groups in (2, 4):
             parameters = WorkspaceAliasingParameters.model_validate({"groups": groups})
             evidence = measure(parameters, device, run, _BFLOAT16).evidence

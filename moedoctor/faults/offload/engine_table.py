@@ -29,17 +29,17 @@ def judge(table: Evidence) -> Judgement:
         return Judgement(CaseVerdict.ERROR, "the fix was not active", reason)
     if table["not_offloaded"]:
         row = next(row for row in table["table"] if Outcome(row["outcome"]) is Outcome.NO_OFFLOAD)
-        reason = f"{table['not_offloaded']} engines: {_cell(row)}"
+        reason = f"{table['not_offloaded']} engines: {_describe_cell(row)}"
         return Judgement(CaseVerdict.ERROR, "nothing was offloaded", reason)
     failed = table["crashed"] + table["other_tokens"]
     if failed:
         row = next(row for row in table["table"] if _failed(Outcome(row["outcome"])))
-        figure = f"{failed} of {table['cells']} cells fail: {_cell(row)}"
+        figure = f"{failed} of {table['cells']} cells fail: {_describe_cell(row)}"
         return Judgement(CaseVerdict.REPRODUCED, figure[:200])
     cells, moved_back = table["cells"], table["moved_back"]
     if moved_back == cells:
         row = next(row for row in table["table"] if Outcome(row["outcome"]) is Outcome.MOVED_BACK)
-        return Judgement(CaseVerdict.ERROR, "nothing was offloaded", _cell(row))
+        return Judgement(CaseVerdict.ERROR, "nothing was offloaded", _describe_cell(row))
     same = "all" if table["same"] == cells else f"{table['same']} of"
     figure = f"{same} {cells} cells give the tokens of the run without offload"
     if table["rounding"]:
@@ -53,5 +53,5 @@ def _failed(outcome: Outcome) -> bool:
     return outcome.crashed or outcome is Outcome.OTHER
 
 
-def _cell(row: dict[str, Any]) -> str:
+def _describe_cell(row: dict[str, Any]) -> str:
     return f"{row['backend']}, {row['experts']}: {row['detail']}"

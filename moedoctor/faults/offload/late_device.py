@@ -37,37 +37,37 @@ class LateDevice(CopyEngine):
     def run(self, kernel: Work) -> None:
         """Queue a computation."""
         self._compute.append(kernel)
-        self._sometimes()
+        self._let_work_happen()
 
     def fork(self) -> None:
         event = Event()
         self._compute.append(event.set)
         self._copies.append(event)
-        self._sometimes()
+        self._let_work_happen()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """To the device: pinned memory is read when the copy happens, pageable memory is staged now."""
-        source = self._as_read(source)
+        source = self._read_source(source)
         self._copies.append(lambda: target.copy_(source))
-        self._sometimes()
+        self._let_work_happen()
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """To the host; with pageable memory the host waits until the bytes have arrived."""
         self._copies.append(lambda: target.copy_(source))
         if self._pinned:
-            self._sometimes()
+            self._let_work_happen()
         else:
             self.synchronize()
 
     def mark(self) -> Event:
         event = Event()
         self._copies.append(event.set)
-        self._sometimes()
+        self._let_work_happen()
         return event
 
     def join(self, mark: Event) -> None:
         self._compute.append(mark)
-        self._sometimes()
+        self._let_work_happen()
 
     def wait(self, mark: Event) -> None:
         """Let what is queued happen until `mark` has passed."""
@@ -76,9 +76,9 @@ class LateDevice(CopyEngine):
                 raise RuntimeError("the event was never queued")
 
     def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        source = self._as_read(source)
+        source = self._read_source(source)
         self._compute.append(lambda: target.copy_(source))
-        self._sometimes()
+        self._let_work_happen()
 
     def synchronize(self) -> None:
         while self._step(self._copies) or self._step(self._compute):
@@ -86,10 +86,10 @@ class LateDevice(CopyEngine):
         if self._copies or self._compute:
             raise RuntimeError("the queues wait for each other")
 
-    def _as_read(self, source: torch.Tensor) -> torch.Tensor:
+    def _read_source(self, source: torch.Tensor) -> torch.Tensor:
         return source if self._pinned else source.clone()
 
-    def _sometimes(self) -> None:
+    def _let_work_happen(self) -> None:
         while self._random is not None and self._random.random() < 0.5:
             self._step(self._random.choice((self._copies, self._compute)))
 

@@ -103,8 +103,8 @@ class OffloadGarbage(Fault):
         doubt = {UNKNOWN_CAUSE: "no cause of vllm#38718 is known, so the fix may not be a fix of it"}
         return {
             **(doubt if restated else {}),
-            **garbage_in_engines(results),
-            **backends_without_offload(results),
+            **count_garbage_in_engines(results),
+            **compare_backends_without_offload(results),
         }
 
     def describe(self, parameters: Any) -> str:
@@ -123,12 +123,12 @@ def judge_own_model(evidence: Evidence) -> Judgement:
     There is no verdict on engines that lack the fix that they should have, that offloaded nothing, or that
     both stop with the same error.
     """
-    unfit = _unfit(evidence)
+    unfit = _find_misfit(evidence)
     if unfit is not None:
         return Judgement(CaseVerdict.ERROR, *unfit)
     error, control_error = evidence["offload_error"], evidence["control_error"]
     if error:
-        if control_error is not None and _without_figures(control_error) == _without_figures(error):
+        if control_error is not None and _hide_figures(control_error) == _hide_figures(error):
             reason = f"the engine without offload stops with the same error: {control_error}"
             return Judgement(CaseVerdict.ERROR, "no control", reason)
         return Judgement(CaseVerdict.REPRODUCED, f"with offload: {error}"[:200])
@@ -146,7 +146,7 @@ def judge_own_model(evidence: Evidence) -> Judgement:
         return Judgement(CaseVerdict.ERROR, "the control is wrong", reason)
     if evidence["same_tokens"]:
         return Judgement(CaseVerdict.CLEAN, "the same tokens with and without offload")
-    unexplained = f"{expected!r} is not in the answer" if missing else _not_rounding(evidence)
+    unexplained = f"{expected!r} is not in the answer" if missing else _find_other_cause(evidence)
     place = f"other tokens from number {evidence['tokens_alike'] + 1} on"
     if unexplained is not None:
         return Judgement(CaseVerdict.REPRODUCED, f"{place}: {unexplained}"[:200])
@@ -154,8 +154,8 @@ def judge_own_model(evidence: Evidence) -> Judgement:
     return Judgement(CaseVerdict.CLEAN, f"{place}, {lead}; no layer differs by more than rounding until then")
 
 
-def _unfit(evidence: Evidence) -> tuple[str, str] | None:
-    """Why the engine with offload is not the one that was asked for: a figure and the reason."""
+def _find_misfit(evidence: Evidence) -> tuple[str, str] | None:
+    """Return why the engine with offload is not the one that was asked for: a figure and the reason."""
     error = evidence["offload_error"]
     if evidence.get("fixes_asked", "none") != "none" and not evidence["fixes"]:
         asked = f"fixes: {evidence['fixes_asked']} was asked for and is not active"
@@ -167,16 +167,16 @@ def _unfit(evidence: Evidence) -> tuple[str, str] | None:
     return None
 
 
-def _without_figures(message: str) -> str:
-    """The message without figures, which differ between two engines that stop for the same reason."""
+def _hide_figures(message: str) -> str:
+    """Hide the figures of a message: they differ between two engines that stop for the same reason."""
     return _FIGURES.sub("#", message)[:_COMPARED]
 
 
-def _not_rounding(evidence: Evidence) -> str | None:
-    """Why rounding does not explain another token than without offload; None if it does.
+def _find_other_cause(evidence: Evidence) -> str | None:
+    """Return why rounding does not explain another token than without offload; None if it does.
 
-    It does if each call until then was compared, a layer differs in bits, none differs by more than rounding,
-    and the two tokens were about equally likely without offload.
+    Rounding explains it if each call until then was compared, a layer differs in bits, none differs by more
+    than rounding, and the two tokens were about equally likely without offload.
     """
     if evidence["first_layer"] is not None:
         return f"the first layer that differs: {evidence['first_layer']}, in call {evidence['first_call']}"
@@ -191,7 +191,7 @@ def _not_rounding(evidence: Evidence) -> str | None:
     return None
 
 
-def garbage_in_engines(results: Sequence[CaseResult]) -> Evidence:
+def count_garbage_in_engines(results: Sequence[CaseResult]) -> Evidence:
     """Return whether vllm#38718 was seen in the tiny checkpoints' engines; empty if none ran with offload."""
     tables = [case.evidence for case in results if case.evidence.get("cells")]
     without = ("not_offloaded", "moved_back")
@@ -204,7 +204,7 @@ def garbage_in_engines(results: Sequence[CaseResult]) -> Evidence:
     return {"garbage_of_vllm_38718": text}
 
 
-def backends_without_offload(results: Sequence[CaseResult]) -> Evidence:
+def compare_backends_without_offload(results: Sequence[CaseResult]) -> Evidence:
     """Compare each backend with the first that ran one's own model with the same prompt and mode."""
     first: dict[tuple[Any, ...], CaseResult] = {}
     rows = []

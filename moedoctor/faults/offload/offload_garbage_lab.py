@@ -123,7 +123,7 @@ class Pool:
 
 
 def fit_together(parameters: OffloadGarbageParameters) -> bool:
-    """Whether two engines fit beside each other according to their arguments.
+    """Return True if the arguments let two engines fit beside each other.
 
     Without a size for the KV cache an engine measures free memory, which the other would disturb.
     """
@@ -175,7 +175,7 @@ def compare(ran: Ran, parameters: OffloadGarbageParameters) -> Mapping[str, Any]
     """Return both answers, and the first layer whose output differs. `ran`: the engine with offload."""
     other, control = ran.result, ran.control
     assert control is not None
-    equal = _equal_tokens(control, other)
+    equal = _count_equal_tokens(control, other)
     ran_both = control.error is None and other.error is None
     probe = other.probe or {}
     return {
@@ -195,23 +195,23 @@ def compare(ran: Ran, parameters: OffloadGarbageParameters) -> Mapping[str, Any]
         "not_looked_into": other.error is not None and other.error.stage == "probe",
         "same_tokens": ran_both and control.tokens == other.tokens,
         "tokens_alike": equal,
-        "lead": None if equal is None else _lead(control, other, equal),
+        "lead": None if equal is None else _compute_lead(control, other, equal),
         "control_layers": [row for row in (control.probe or {}).get("outputs", ()) if row["call"] == 1],
         "seconds": {"control": control.seconds.get("total"), "offload": other.seconds.get("total")},
         **find_first_difference(control.probe, other.probe, equal),
     }
 
 
-def _equal_tokens(control: EngineResult, other: EngineResult) -> int | None:
-    """How many tokens are equal before the answers differ; None if they do not, or one is missing."""
+def _count_equal_tokens(control: EngineResult, other: EngineResult) -> int | None:
+    """Count the equal tokens before the answers differ; None if they do not, or one is missing."""
     if control.error is not None or other.error is not None or control.tokens == other.tokens:
         return None
     pairs = list(zip(other.tokens[0], control.tokens[0], strict=False))
     return next((index for index, (token, expected) in enumerate(pairs) if token != expected), len(pairs))
 
 
-def _lead(control: EngineResult, other: EngineResult, at: int) -> float | None:
-    """Lead of the control's own token over the other's; None if the control does not list the other's."""
+def _compute_lead(control: EngineResult, other: EngineResult, at: int) -> float | None:
+    """Return by how much the control prefers its own token; None if it does not list the other engine's."""
     steps = control.logprobs[0] if control.logprobs else ()
     if not all(at < len(sequence) for sequence in (steps, control.tokens[0], other.tokens[0])):
         return None

@@ -49,14 +49,14 @@ MakeContext = Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]
 
 def model(case: Case, parameters: OffloadNoopParameters, release: None) -> Observation:
     """The failing algorithm; for `fixed` inside the plug-in's wrapper."""
-    return Observation(places(rebinding, remembering, fixed=case.subject == "fixed"))
+    return Observation(find_places(replace_data, make_remembering, fixed=case.subject == "fixed"))
 
 
 def library(case: Case, parameters: OffloadNoopParameters, release: ReleaseSource | None) -> Observation:
     """The release's functions, also inside the plug-in's wrapper. Raises SourceError, UnavailableError."""
-    functions = upstream(release or ReleaseSource.installed())
-    patched = places(*functions, fixed=True)
-    return Observation({**places(*functions), "host_bytes_with_plug_in": patched["host_bytes"]})
+    functions = load_upstream(release or ReleaseSource.installed())
+    patched = find_places(*functions, fixed=True)
+    return Observation({**find_places(*functions), "host_bytes_with_plug_in": patched["host_bytes"]})
 
 
 def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Observation:
@@ -66,7 +66,7 @@ def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Obse
     `fixed` with the plug-in's fix. Raises UnavailableError if this release cannot have the failure, and
     RuntimeError.
     """
-    environ = engine_variables(parameters.cause, case.subject == "fixed", Version(read_vllm_version()))
+    environ = choose_engine_variables(parameters.cause, case.subject == "fixed", Version(read_vllm_version()))
     with write_checkpoints("nvfp4") as folders:
         uva = make_trial("NVFP4 MARLIN", EAGER, UVA, folders["nvfp4"])
         request = replace(
@@ -76,10 +76,10 @@ def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Obse
             probe="moedoctor.upstream.engine.probes:locate_weights",
         )
         (ran,) = run_trials([replace(uva, request=request, control=None)])
-    return Observation(engine_evidence(ran.result, environ))
+    return Observation(collect_engine_evidence(ran.result, environ))
 
 
-def engine_variables(cause: str, fixed: bool, release: Version) -> dict[str, str]:
+def choose_engine_variables(cause: str, fixed: bool, release: Version) -> dict[str, str]:
     """Return the variables of an engine. Raises UnavailableError if `release` cannot have the failure."""
     if cause == "repacked":
         if release < REPACKS_TO_GPU:
@@ -92,7 +92,7 @@ def engine_variables(cause: str, fixed: bool, release: Version) -> dict[str, str
     return {"VLLM_USE_V2_MODEL_RUNNER": "0" if fixed else "1"}
 
 
-def engine_evidence(result: EngineResult, environ: Mapping[str, str]) -> dict[str, Any]:
+def collect_engine_evidence(result: EngineResult, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the bytes by place. Raises RuntimeError for an engine that did not answer."""
     if result.error is not None or not result.probe:
         reason = "no probe" if result.error is None else f"{result.error.kind}: {result.error.message}"
@@ -110,16 +110,16 @@ def engine_evidence(result: EngineResult, environ: Mapping[str, str]) -> dict[st
     }
 
 
-def rebinding(layer: nn.Module, name: str, new: torch.Tensor) -> None:
+def replace_data(layer: nn.Module, name: str, new: torch.Tensor) -> None:
     """The failing algorithm: the parameter object stays, with its marks, and gets the new data."""
     getattr(layer, name).data = new
 
 
-def remembering(view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def make_remembering(view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The context around it: a parameter that lost its mark while it was processed is offloaded again."""
 
     @contextlib.contextmanager
-    def context(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
+    def remember(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
         marked = [name for name, weight in module.named_parameters() if getattr(weight, MARK, False)]
         yield module
         for name, weight in module.named_parameters():
@@ -127,10 +127,10 @@ def remembering(view: Callable[[torch.Tensor], torch.Tensor]) -> Any:
                 weight.data = view(weight.data.to("cpu"))
                 setattr(weight, MARK, True)
 
-    return context
+    return remember
 
 
-def places(replace: Replace, make_context: MakeContext, *, fixed: bool = False) -> dict[str, Any]:
+def find_places(replace: Replace, make_context: MakeContext, *, fixed: bool = False) -> dict[str, Any]:
     """Process a layer with two repacked weights, and see where each ends up.
 
     `fixed`: inside the plug-in's wrapper.
@@ -183,7 +183,7 @@ class _NothingToCopy(TorchFunctionMode):
         return args[0] if func is torch.Tensor.copy_ else func(*args, **(kwargs or {}))
 
 
-def upstream(source: ReleaseSource) -> tuple[Replace, MakeContext]:
+def load_upstream(source: ReleaseSource) -> tuple[Replace, MakeContext]:
     """The release's own `replace_parameter` and `device_loading_context`."""
 
     def set_attributes(weight: torch.Tensor, attributes: dict[str, Any] | None) -> None:

@@ -29,17 +29,17 @@ Rebuild = Callable[[Any, Any, list[int]], None]
 
 def model(case: Case, parameters: OffloadReinitParameters, release: None) -> Observation:
     """The failing algorithm; for `fixed` inside the plug-in's wrapper."""
-    return observe(parameters, skip_assertion(refuses) if case.subject == "fixed" else refuses)
+    return observe(parameters, skip_assertion(refuse) if case.subject == "fixed" else refuse)
 
 
 def library(case: Case, parameters: OffloadReinitParameters, release: ReleaseSource | None) -> Observation:
     """The release's own function, also inside the plug-in's wrapper. Raises SourceError, UnavailableError."""
-    rebuild = upstream(release or ReleaseSource.installed())
-    patched = outcome(skip_assertion(rebuild), LAYOUTS[parameters.layout], parameters.offload_gb)
+    rebuild = load_upstream(release or ReleaseSource.installed())
+    patched = try_rebuild(skip_assertion(rebuild), LAYOUTS[parameters.layout], parameters.offload_gb)
     return Observation({**observe(parameters, rebuild).evidence, "with_offload_and_plug_in": patched})
 
 
-def refuses(runner: Any, kv_cache_config: Any, kernel_block_sizes: list[int]) -> None:
+def refuse(runner: Any, kv_cache_config: Any, kernel_block_sizes: list[int]) -> None:
     """The failing algorithm: an assertion forbids what hybrid models always need."""
     sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
     if sizes != runner._init_block_sizes or kernel_block_sizes != runner._init_kernel_block_sizes:
@@ -48,23 +48,23 @@ def refuses(runner: Any, kv_cache_config: Any, kernel_block_sizes: list[int]) ->
 
 
 def observe(parameters: OffloadReinitParameters, rebuild: Rebuild) -> Observation:
-    """What the function does with offload, and in two situations in which it never failed."""
+    """Run the function with offload, and in two situations in which it never failed."""
     sizes = LAYOUTS[parameters.layout]
     return Observation(
         {
             "block_sizes": list(sizes),
-            "with_offload": outcome(rebuild, sizes, parameters.offload_gb),
-            "without_offload": outcome(rebuild, sizes, 0.0),
-            "default_sizes": outcome(rebuild, DEFAULT, parameters.offload_gb),
+            "with_offload": try_rebuild(rebuild, sizes, parameters.offload_gb),
+            "without_offload": try_rebuild(rebuild, sizes, 0.0),
+            "default_sizes": try_rebuild(rebuild, DEFAULT, parameters.offload_gb),
         }
     )
 
 
-def outcome(rebuild: Rebuild, sizes: Sequence[int], offload_gb: float) -> str:
+def try_rebuild(rebuild: Rebuild, sizes: Sequence[int], offload_gb: float) -> str:
     """Return ``rebuilt``, ``kept``, or the assertion error."""
     runner = mock_runner(offload_gb)
     before = runner.input_batch
-    groups = [types.SimpleNamespace(kv_cache_spec=_spec(size), layer_names=["layer"]) for size in sizes]
+    groups = [types.SimpleNamespace(kv_cache_spec=_make_spec(size), layer_names=["layer"]) for size in sizes]
     config = types.SimpleNamespace(kv_cache_groups=groups)
     try:
         rebuild(runner, config, list(sizes))
@@ -81,14 +81,14 @@ def mock_runner(offload_gb: float) -> Any:
     runner.offload_config = types.SimpleNamespace(uva=types.SimpleNamespace(cpu_offload_gb=offload_gb))
     runner._init_block_sizes = list(DEFAULT)
     runner._init_kernel_block_sizes = list(DEFAULT)
-    runner._init_max_num_blocks = [_spec(size).max_num_blocks_per_req(None, LENGTH) for size in DEFAULT]
+    runner._init_max_num_blocks = [_make_spec(size).max_num_blocks_per_req(None, LENGTH) for size in DEFAULT]
     runner._init_slot_mapping_modes = [_MODES.TOKEN_TO_KV_SLOT for _ in DEFAULT]
     runner.cp_kv_cache_interleave_size = runner.parallel_config.cp_kv_cache_interleave_size = 1
     return runner
 
 
-def _spec(size: int) -> Any:
-    """The specification of a KV-cache group."""
+def _make_spec(size: int) -> Any:
+    """Make the specification of a KV-cache group."""
     return types.SimpleNamespace(
         block_size=size,
         num_speculative_blocks=0,
@@ -96,7 +96,7 @@ def _spec(size: int) -> Any:
     )
 
 
-def upstream(source: ReleaseSource) -> Rebuild:
+def load_upstream(source: ReleaseSource) -> Rebuild:
     """The release's own function; the functions that it calls are replaced by the least that lets it run."""
 
     class Never:

@@ -29,9 +29,9 @@ class OffloadedScalesParameters(Parameters):
 
 
 @claim("marlin_refuses")
-def marlin_refuses(given: ClaimCases) -> ClaimJudgement:
+def judge_marlin_refuses(given: ClaimCases) -> ClaimJudgement:
     """vLLM's own Marlin operator refuses scales in host memory, with this message."""
-    errors = [str(case.evidence["error"]) for case in _kernel_cases(given, "host memory")]
+    errors = [str(case.evidence["error"]) for case in _select_kernel_cases(given, "host memory")]
     if not errors:
         return untested("vLLM's Marlin operator did not run here")
     messages = sorted(set(errors))
@@ -40,9 +40,9 @@ def marlin_refuses(given: ClaimCases) -> ClaimJudgement:
 
 
 @claim("stale_reference")
-def stale_reference(given: ClaimCases) -> ClaimJudgement:
+def judge_stale_reference(given: ClaimCases) -> ClaimJudgement:
     """The config's reference is the cause: with it in device memory Marlin runs, weights offloaded."""
-    stale, fresh = (_kernel_cases(given, place) for place in ("host memory", "device memory"))
+    stale, fresh = (_select_kernel_cases(given, place) for place in ("host memory", "device memory"))
     if not stale or not fresh:
         return untested("vLLM's Marlin operator did not run here with both")
     holds = all(case.evidence["error"] for case in stale) and all(
@@ -57,20 +57,20 @@ def stale_reference(given: ClaimCases) -> ClaimJudgement:
     return decide(holds, {"stale": len(stale), "fresh": len(fresh)}, reason)
 
 
-def _kernel_cases(given: ClaimCases, holds: str) -> list[CaseResult]:
+def _select_kernel_cases(given: ClaimCases, holds: str) -> list[CaseResult]:
     cases = given.select(tier=Tier.KERNEL, has="config_holds")
     return [case for case in cases if case.evidence["config_holds"] == holds]
 
 
 @claim("marlin_crashes")
-def marlin_crashes(given: ClaimCases) -> ClaimJudgement:
+def judge_marlin_crashes(given: ClaimCases) -> ClaimJudgement:
     """NVFP4 on Marlin crashes without UVA in vLLM as it is, eager and compiled."""
     cells = [
         row
-        for row in _offloaded_cells(given, "faulty")
+        for row in _list_offloaded_cells(given, "faulty")
         if row["experts"] == COPIES and row["backend"] == "NVFP4 MARLIN"
     ]
-    if reason := _undecided(cells):
+    if reason := _find_doubt(cells):
         return untested(reason)
     missing = [mode for mode in ("eager", "compiled") if all(row["mode"] != mode for row in cells)]
     if missing:
@@ -79,12 +79,12 @@ def marlin_crashes(given: ClaimCases) -> ClaimJudgement:
     evidence = {
         "combinations": len(cells),
         "crashed": crashed,
-        "cells": [{"mode": row["mode"], "outcome": outcome_in_words(row)} for row in cells],
+        "cells": [{"mode": row["mode"], "outcome": describe_outcome(row)} for row in cells],
     }
     return decide(crashed == len(cells), evidence, f"{crashed} of {len(cells)} combinations crash")
 
 
-def _offloaded_cells(given: ClaimCases, subject: str) -> list[dict[str, Any]]:
+def _list_offloaded_cells(given: ClaimCases, subject: str) -> list[dict[str, Any]]:
     return [
         row
         for case in given.select(subject=subject, tier=Tier.ENGINE, has="table")
@@ -93,7 +93,7 @@ def _offloaded_cells(given: ClaimCases, subject: str) -> list[dict[str, Any]]:
     ]
 
 
-def _undecided(cells: Sequence[Mapping[str, Any]]) -> str | None:
+def _find_doubt(cells: Sequence[Mapping[str, Any]]) -> str | None:
     if any(Outcome(row["outcome"]) is Outcome.NO_OFFLOAD for row in cells):
         return "an engine offloaded nothing"
     return None if cells else "no engine ran"
@@ -120,7 +120,7 @@ class OffloadedScales(Fault):
         "vllm": (Tier.KERNEL,),
     }
     lab = "moedoctor.faults.offload.offloaded_scales_lab"
-    claims = (marlin_refuses, stale_reference, marlin_crashes)
+    claims = (judge_marlin_refuses, judge_stale_reference, judge_marlin_crashes)
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
         return (parameters["engine"] is not None) == (tier is Tier.ENGINE)
@@ -140,7 +140,7 @@ class OffloadedScales(Fault):
             column = "without_fix" if case.subject == "faulty" else "with_fix"
             for row in case.evidence.get("table", ()):
                 key = {name: row[name] for name in _CELL}
-                rows.setdefault(tuple(key.values()), key)[column] = outcome_in_words(row)
+                rows.setdefault(tuple(key.values()), key)[column] = describe_outcome(row)
         table = [row for row in rows.values() if row["experts"] not in CONTROLS]
         return {"table_of_vllm_37883": table} if rows else {}
 
@@ -153,7 +153,7 @@ class OffloadedScales(Fault):
 _LONG_DETAIL = (Outcome.OTHER, Outcome.ROUNDING, Outcome.NO_OFFLOAD, Outcome.NO_FIX, Outcome.NO_CONTROL)
 
 
-def outcome_in_words(row: Mapping[str, Any]) -> str:
+def describe_outcome(row: Mapping[str, Any]) -> str:
     """Return a cell's outcome with its detail, shortened if that may be an error."""
     outcome = Outcome(row["outcome"])
     if outcome.crashed or outcome in _LONG_DETAIL:

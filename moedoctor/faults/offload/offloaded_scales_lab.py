@@ -10,7 +10,7 @@ from torch import nn
 from moedoctor.faults.base import need_gpu
 from moedoctor.faults.offload import engine_table
 from moedoctor.faults.offload.offloaded_scales import OffloadedScalesParameters
-from moedoctor.faults.offload.stale_config import QuantisedExperts, offload_and_run, run_simulated
+from moedoctor.faults.offload.stale_config import QuantizedExperts, offload_and_run, run_simulated
 from moedoctor.results import Case, Observation
 from moedoctor.upstream.engine.offload_table import COMPILED, PLACES, TABLE, WEIGHTS
 
@@ -29,7 +29,7 @@ def kernel(case: Case, parameters: OffloadedScalesParameters, release: MoeKernel
 
     if release is None:
         need_gpu()
-    stack, x = marlin_stack(
+    stack, x = make_marlin_stack(
         release or MoeKernels.installed(), parameters.layers, case.device, parameters.seed
     )
     return Observation({"operator": "moe_wna16_marlin_gemm", **offload_and_run(case.subject, stack, x)})
@@ -42,13 +42,13 @@ def engine(case: Case, parameters: OffloadedScalesParameters, release: None) -> 
     return engine_table.measure(TABLE, mode, places, fixed=case.subject == "fixed")
 
 
-def marlin_stack(
+def make_marlin_stack(
     kernels: MoeKernels, layers: int, device: str, seed: int
 ) -> tuple[nn.Sequential, torch.Tensor]:
     """Square 4-bit layers of random bits for Marlin, and tokens."""
     from moedoctor.upstream.releases.products import GROUP, multiply_by_marlin
 
-    def product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def multiply(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return multiply_by_marlin(kernels, x, weight, scales)
 
     generator = torch.Generator(device).manual_seed(seed)
@@ -63,6 +63,6 @@ def marlin_stack(
             generator=generator,
         )  # [E, K / 16, 2 N]
         scales = torch.rand(4, 256 // GROUP, 256, device=device, generator=generator) / 256  # [E, K / 128, N]
-        stack.append(QuantisedExperts(weight, scales.to(torch.bfloat16), product))
+        stack.append(QuantizedExperts(weight, scales.to(torch.bfloat16), multiply))
     draw = torch.Generator(device).manual_seed(seed)
     return stack, torch.randn(64, 256, device=device, dtype=torch.bfloat16, generator=draw)  # [T, K]

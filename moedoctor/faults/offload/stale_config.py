@@ -43,7 +43,7 @@ class DeviceMemory:
         return self.admit(tensor.clone())
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a kernel could read `tensor`."""
+        """Return True if a kernel could read `tensor`."""
         address = tensor.data_ptr()
         return any(start <= address < end and not storage.expired() for storage, start, end in self._ranges)
 
@@ -52,7 +52,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """The layer's product: (x, weight, scales) -> output."""
 
 
-class QuantisedExperts(nn.Module):
+class QuantizedExperts(nn.Module):
     """Weights from the module, scales from a config that holds the parameter, not its name."""
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor, kernel: Kernel) -> None:
@@ -66,7 +66,7 @@ class QuantisedExperts(nn.Module):
         return self._kernel(x, self.w13_weight, self.quant_config.scales)
 
 
-def dequantised_product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def multiply_dequantized(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Multiply `x` [T, K] by `weight` [E, N, K] times `scales` [E, N, 1]: [T, N].
 
     Expert e gets the e-th part of the tokens.
@@ -75,7 +75,7 @@ def dequantised_product(x: torch.Tensor, weight: torch.Tensor, scales: torch.Ten
     return (tokens @ (weight.float() * scales).transpose(1, 2)).flatten(0, 1)  # [T, N]
 
 
-def simulated_kernel(memory: DeviceMemory, *, checks: bool) -> Kernel:
+def make_simulated_kernel(memory: DeviceMemory, *, checks: bool) -> Kernel:
     """Return a kernel of a simulated device with `memory`.
 
     `checks`: it looks where its arguments are, as Marlin does; otherwise it reads any address that it gets.
@@ -87,27 +87,27 @@ def simulated_kernel(memory: DeviceMemory, *, checks: bool) -> Kernel:
                 if checks:
                     raise RuntimeError(f"{name} is not on GPU")
                 raise IllegalAccessError(f"an illegal memory access was encountered (reading {name})")
-        return dequantised_product(x, weight, scales)
+        return multiply_dequantized(x, weight, scales)
 
     return kernel
 
 
-def simulated_stack(layers: int, memory: DeviceMemory, *, checks: bool, seed: int) -> nn.Sequential:
+def make_simulated_stack(layers: int, memory: DeviceMemory, *, checks: bool, seed: int) -> nn.Sequential:
     """Return square int8 layers, loaded to the simulated device."""
     generator = torch.Generator().manual_seed(seed)
-    kernel = simulated_kernel(memory, checks=checks)
+    kernel = make_simulated_kernel(memory, checks=checks)
     stack = nn.Sequential()
     for _ in range(layers):
         weight = torch.randint(-8, 8, (4, 64, 64), dtype=torch.int8, generator=generator)  # [E, N, K]
         scales = torch.rand(4, 64, 1, generator=generator) / 64  # [E, N, 1]
-        stack.append(QuantisedExperts(memory.upload(weight), memory.upload(scales), kernel))
+        stack.append(QuantizedExperts(memory.upload(weight), memory.upload(scales), kernel))
     return stack
 
 
 def run_simulated(subject: str, layers: int, seed: int, *, checks: bool) -> Observation:
     """`offload_and_run` for simulated layers."""
     memory = DeviceMemory()
-    stack = simulated_stack(layers, memory, checks=checks, seed=seed)
+    stack = make_simulated_stack(layers, memory, checks=checks, seed=seed)
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))  # [T, K]
     return Observation(offload_and_run(subject, stack, x, memory))
 
@@ -139,7 +139,7 @@ def offload_and_run(
         to_device = memory.upload if memory is not None else None
         offload_by_functional_call(list(stack), NAMES, to_device=to_device)
     first = stack[0]
-    assert isinstance(first, QuantisedExperts)
+    assert isinstance(first, QuantizedExperts)
     scales = first.quant_config.scales
     reachable = memory.holds(scales) if memory is not None else scales.is_cuda
     evidence["config_holds"] = "device memory" if reachable else "host memory"

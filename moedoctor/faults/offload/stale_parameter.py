@@ -36,7 +36,7 @@ class StaleParameterParameters(Parameters):
 
 
 class StaleParameter(Fault):
-    """What each backend does with a parameter that was moved to the host unnoticed."""
+    """A parameter that was moved to the host unnoticed, and a backend that still reads it."""
 
     id = "MD020"
     parameters = StaleParameterParameters

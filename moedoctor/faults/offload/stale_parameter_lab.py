@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from moedoctor.faults.base import need_gpu
-from moedoctor.faults.offload.offloaded_scales_lab import marlin_stack
+from moedoctor.faults.offload.offloaded_scales_lab import make_marlin_stack
 from moedoctor.faults.offload.stale_config import (
     Kernel,
-    QuantisedExperts,
-    dequantised_product,
+    QuantizedExperts,
+    multiply_dequantized,
     offload_and_run,
     run_simulated,
 )
@@ -33,16 +33,16 @@ def kernel(case: Case, parameters: StaleParameterParameters, release: None) -> O
     need_gpu()
     if parameters.backend == "vllm_marlin":
         kernels = MoeKernels.installed()
-        stack, x = marlin_stack(kernels, parameters.layers, case.device, parameters.seed)
+        stack, x = make_marlin_stack(kernels, parameters.layers, case.device, parameters.seed)
     else:
-        stack, x = _int8_stack(parameters, case.device)
+        stack, x = _make_int8_stack(parameters, case.device)
     return Observation(offload_and_run(case.subject, stack, x))
 
 
-def _int8_stack(parameters: StaleParameterParameters, device: str) -> tuple[nn.Sequential, torch.Tensor]:
+def _make_int8_stack(parameters: StaleParameterParameters, device: str) -> tuple[nn.Sequential, torch.Tensor]:
     """Square layers of int8 numbers with a float32 scale for each output channel, and tokens."""
     product = _PRODUCTS[parameters.backend]
-    dtype = torch.float8_e4m3fn if product is _cutlass else torch.int8
+    dtype = torch.float8_e4m3fn if product is _multiply_by_cutlass else torch.int8
     generator = torch.Generator(device).manual_seed(parameters.seed)
     stack = nn.Sequential()
     for _ in range(parameters.layers):
@@ -50,28 +50,28 @@ def _int8_stack(parameters: StaleParameterParameters, device: str) -> tuple[nn.S
             -8, 8, (_EXPERTS, _WIDTH, _WIDTH), dtype=torch.int8, device=device, generator=generator
         )  # [E, N, K]
         scales = torch.rand(_EXPERTS, _WIDTH, 1, device=device, generator=generator) / _WIDTH  # [E, N, 1]
-        stack.append(QuantisedExperts(weight.to(dtype), scales, product))
+        stack.append(QuantizedExperts(weight.to(dtype), scales, product))
     return stack, torch.randn(_TOKENS, _WIDTH, device=device, generator=generator)  # [T, K]
 
 
-def _unchecked(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _read_unchecked(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     from moedoctor.kernels.unchecked import read_address
 
     read = read_address(scales.data_ptr(), scales.numel(), str(x.device)).view(scales.shape)  # [E, N, 1]
     torch.cuda.synchronize()  # the error must be raised here, not in the next copy
-    return dequantised_product(x, weight, read)
+    return multiply_dequantized(x, weight, read)
 
 
-def _triton(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _read_by_triton(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     from moedoctor.kernels.unchecked import read_tensor
 
     try:
-        return dequantised_product(x, weight, read_tensor(scales, str(x.device)).view(scales.shape))
+        return multiply_dequantized(x, weight, read_tensor(scales, str(x.device)).view(scales.shape))
     except ValueError as error:  # how Triton refuses an argument
         raise RuntimeError(str(error)) from error
 
 
-def _cutlass(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _multiply_by_cutlass(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     from moedoctor.upstream.releases.products import load_operators, multiply_by_cutlass
 
     out = multiply_by_cutlass(load_operators(), x.to(torch.float8_e4m3fn), weight, scales)
@@ -80,8 +80,8 @@ def _cutlass(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> tor
 
 
 _PRODUCTS: dict[str, Kernel] = {
-    "unchecked": _unchecked,
-    "triton": _triton,
-    "torch": dequantised_product,
-    "vllm_cutlass": _cutlass,
+    "unchecked": _read_unchecked,
+    "triton": _read_by_triton,
+    "torch": multiply_dequantized,
+    "vllm_cutlass": _multiply_by_cutlass,
 }

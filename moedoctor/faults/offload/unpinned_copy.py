@@ -39,12 +39,12 @@ class UnpinnedCopyParameters(Parameters):
 
 @claim(
     "crash_3",
-    measure=f"{LAB}:crash_3",
+    measure=f"{LAB}:measure_crash_3",
     units=lambda subjects: (PAGEABLE, STALE),
     needs_gpu=True,
     thresholds=("max_wrong",),
 )
-def crash_3(given: ClaimCases) -> ClaimJudgement:
+def judge_crash_3(given: ClaimCases) -> ClaimJudgement:
     """A copy from pageable memory is used too early, or its weights give wrong results or a crash.
 
     A refutation also names what a host address does to a kernel instead.
@@ -89,7 +89,7 @@ class UnpinnedCopy(Fault):
         "fixed": (Tier.MODEL, Tier.KERNEL),
     }
     lab = LAB
-    claims = (crash_3,)
+    claims = (judge_crash_3,)
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
         """A simulated copy is late at any size, so the large ones run on a GPU only."""

@@ -41,7 +41,7 @@ def model(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Obse
         "h2d": "Pipeline, simulated engine",
         "d2h": "restated: an event of the simulated engine is waited for",
     }
-    return _measure(parameters, _simulated(ours), through[parameters.direction] if ours else None)
+    return _measure(parameters, _make_simulated_copy(ours), through[parameters.direction] if ours else None)
 
 
 def kernel(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Observation:
@@ -49,10 +49,12 @@ def kernel(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Obs
     need_gpu()
     ours = case.subject == "fixed"
     through = {"h2d": "Pipeline, CudaEngine", "d2h": "offload"}
-    return _measure(parameters, _real(case.device, ours), through[parameters.direction] if ours else None)
+    return _measure(
+        parameters, _make_real_copy(case.device, ours), through[parameters.direction] if ours else None
+    )
 
 
-def _measure(parameters: UnpinnedCopyParameters, one_copy: OneCopy, through: str | None) -> Observation:
+def _measure(parameters: UnpinnedCopyParameters, copy_once: OneCopy, through: str | None) -> Observation:
     """The share of stale copies in each cell; `through`: the code of ours that copies."""
     evidence: dict[str, Any] = {"copies_a_cell": parameters.copies}
     if through is not None:
@@ -60,55 +62,57 @@ def _measure(parameters: UnpinnedCopyParameters, one_copy: OneCopy, through: str
     for cell in CELLS:
         memory, queue = cell.split("_")
         stale = sum(
-            one_copy(parameters.direction, parameters.bytes, memory == "pinned", queue == "busy")
+            copy_once(parameters.direction, parameters.bytes, memory == "pinned", queue == "busy")
             for _ in range(parameters.copies)
         )
         evidence[cell] = stale / parameters.copies
     return Observation(evidence)
 
 
-def _simulated(ours: bool) -> OneCopy:
+def _make_simulated_copy(ours: bool) -> OneCopy:
     # A bare copy is as late as it may be. Ours must be right at any other time, too.
     seeds = chain([None], count()) if ours else repeat(None)
 
-    def one_copy(direction: str, nbytes: int, pinned: bool, busy: bool) -> bool:
+    def copy_once(direction: str, nbytes: int, pinned: bool, busy: bool) -> bool:
         device = LateDevice(next(seeds), pinned=pinned)
         work = torch.ones(8, 8)
         if busy:
             device.run(lambda: work @ work)
             device.fork()
         if direction == "h2d" and ours:
-            hosts, buffer = [_filled(nbytes, value) for value in _LAYERS], _filled(nbytes, 0)
-            return through_pipeline(device, hosts, pinned, buffer, device.run, device.synchronize)
-        host = _filled(nbytes, _OLD)
+            hosts, buffer = [_fill(nbytes, value) for value in _LAYERS], _fill(nbytes, 0)
+            return run_through_pipeline(device, hosts, pinned, buffer, device.run, device.synchronize)
+        host = _fill(nbytes, _OLD)
         if direction == "h2d":
-            target = _filled(nbytes, 0)
+            target = _fill(nbytes, 0)
             device.copy(target, host)
             host.fill_(_NEW)
             device.synchronize()
             return bool((target != _OLD).any())
-        device.fetch(host, _filled(nbytes, _NEW))
+        device.fetch(host, _fill(nbytes, _NEW))
         if ours:
             device.wait(device.mark())
         return bool((host != _NEW).any())
 
-    return one_copy
+    return copy_once
 
 
-def _real(device: str, ours: bool) -> OneCopy:
+def _make_real_copy(device: str, ours: bool) -> OneCopy:
     work = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     engine = CudaEngine(torch.device(device)) if ours else None
 
-    def one_copy(direction: str, nbytes: int, pinned: bool, busy: bool) -> bool:
-        hosts = [_filled(nbytes, value, pin_memory=pinned) for value in (_LAYERS if ours else (_OLD,))]
-        on_device = _filled(nbytes, 0, device=device)
+    def copy_once(direction: str, nbytes: int, pinned: bool, busy: bool) -> bool:
+        hosts = [_fill(nbytes, value, pin_memory=pinned) for value in (_LAYERS if ours else (_OLD,))]
+        on_device = _fill(nbytes, 0, device=device)
         torch.cuda.synchronize()
         if busy:
             for _ in range(_PRODUCTS):
                 work @ work
         if direction == "h2d" and engine is not None:
             synchronize = torch.cuda.synchronize
-            return through_pipeline(engine, hosts, pinned, on_device, lambda kernel: kernel(), synchronize)
+            return run_through_pipeline(
+                engine, hosts, pinned, on_device, lambda kernel: kernel(), synchronize
+            )
         host = hosts[0]
         if direction == "h2d":
             on_device.copy_(host, non_blocking=True)
@@ -117,16 +121,16 @@ def _real(device: str, ours: bool) -> OneCopy:
             return bool((on_device != _OLD).any())
         on_device.fill_(_NEW)
         if ours:
-            return stored_stale((on_device, on_device.clone()), pinned)
+            return stores_stale((on_device, on_device.clone()), pinned)
         host.copy_(on_device, non_blocking=True)
         stale = bool((host != _NEW).any())
         torch.cuda.synchronize()  # before the memory is given back
         return stale
 
-    return one_copy
+    return copy_once
 
 
-def through_pipeline(
+def run_through_pipeline(
     engine: CopyEngine,
     hosts: Sequence[torch.Tensor],
     pinned: bool,
@@ -169,8 +173,8 @@ class _Layer(nn.Module):
         return x ^ self.weight
 
 
-def stored_stale(weights: Sequence[torch.Tensor], pinned: bool) -> bool:
-    """Whether the offloader took other bytes than `_NEW` to the host.
+def stores_stale(weights: Sequence[torch.Tensor], pinned: bool) -> bool:
+    """Return True if the offloader took other bytes than `_NEW` to the host.
 
     `weights`: two uint8 [n] that queued work fills with `_NEW`.
     """
@@ -183,17 +187,17 @@ def stored_stale(weights: Sequence[torch.Tensor], pinned: bool) -> bool:
     return stale
 
 
-def _filled(nbytes: int, value: int, **options: Any) -> torch.Tensor:
+def _fill(nbytes: int, value: int, **options: Any) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8, **options)  # [nbytes]
 
 
-def crash_3(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
-    """The two measurements of the claim `crash_3`."""
-    return Observation(pageable_weights(device) if unit == PAGEABLE else host_address(device))
+def measure_crash_3(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+    """The two measurements of the claim `measure_crash_3`."""
+    return Observation(measure_pageable_weights(device) if unit == PAGEABLE else measure_host_address(device))
 
 
 @torch.no_grad()
-def pageable_weights(device: str) -> dict[str, Any]:
+def measure_pageable_weights(device: str) -> dict[str, Any]:
     """Run layers through vLLM's path without UVA and without pinned memory, behind a full queue.
 
     By vLLM's own offloader if it can be imported, else by our restatement; ``whose`` names it.
@@ -223,7 +227,7 @@ def pageable_weights(device: str) -> dict[str, Any]:
     return {"whose": whose, "weights_on_host": on_host, "passes": passes, "wrong_results": wrong}
 
 
-def host_address(device: str) -> dict[str, Any]:
+def measure_host_address(device: str) -> dict[str, Any]:
     """Launch a kernel on the address of a CPU tensor, as a backend does that does not check."""
     from moedoctor.kernels.unchecked import read_address
 

@@ -35,7 +35,7 @@ def library(
     case: Case, parameters: UntraceableOffloadParameters, release: ReleaseSource | None
 ) -> Observation:
     """The own code of the installed vLLM or of a named release. Raises SourceError, UnavailableError."""
-    return observe(parameters, case.device, upstream(release or ReleaseSource.installed()))
+    return observe(parameters, case.device, load_upstream(release or ReleaseSource.installed()))
 
 
 def engine(case: Case, parameters: UntraceableOffloadParameters, release: None) -> Observation:
@@ -54,7 +54,7 @@ def fixed(stack: nn.Sequential) -> Any:
     return offload(stack, 1 << 40, patterns=("experts",), keep_below=0)
 
 
-def upstream(source: ReleaseSource) -> Apply:
+def load_upstream(source: ReleaseSource) -> Apply:
     """A release's own `UVAOffloader._maybe_offload_to_cpu`, without UVA and without pinned memory.
 
     It does nothing to a module on the CPU, so here no device equals the CPU. Releases from 0.29.0 on also
@@ -78,7 +78,7 @@ def upstream(source: ReleaseSource) -> Apply:
             uva_offloading=False,
         )
         for layer in stack:
-            with claimed_on_gpu(layer):
+            with pretend_on_gpu(layer):
                 method(offloader, layer)
         if not offloader.cpu_offload_bytes:
             raise UnavailableError("this release offloads none of the experts' weights here")
@@ -91,7 +91,7 @@ GpuParameter = type("GpuParameter", (nn.Parameter,), {"device": types.SimpleName
 
 
 @contextlib.contextmanager
-def claimed_on_gpu(layer: nn.Module) -> Iterator[None]:
+def pretend_on_gpu(layer: nn.Module) -> Iterator[None]:
     """While this is open, each parameter that `layer.named_parameters()` gives says it is on a GPU.
 
     It says so only until the loop takes the next one. It stays the same object, so whatever a method keeps
@@ -99,7 +99,7 @@ def claimed_on_gpu(layer: nn.Module) -> Iterator[None]:
     """
     parameters = list(layer.parameters())
 
-    def named_parameters() -> Iterator[tuple[str, nn.Parameter]]:
+    def yield_parameters() -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in nn.Module.named_parameters(layer):
             true_class = parameter.__class__
             parameter.__class__ = GpuParameter
@@ -109,7 +109,7 @@ def claimed_on_gpu(layer: nn.Module) -> Iterator[None]:
                 parameter.__class__ = true_class
 
     # parameters() calls named_parameters(). The method copies to the device of the first, which must exist.
-    with patch.multiple(layer, parameters=lambda: iter(parameters), named_parameters=named_parameters):
+    with patch.multiple(layer, parameters=lambda: iter(parameters), named_parameters=yield_parameters):
         yield
 
 
@@ -146,8 +146,8 @@ def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply)
             **evidence,
             "graphs": 1,  # fullgraph=True raises at the first break, so it was one graph
             "same_bits": all(torch.equal(output, expected) for output in outputs),
-            "distance": distance(outputs, expected),
-            **allowance(shape, device, parameters.seed, x, parameters.compiler),
+            "distance": measure_distance(outputs, expected),
+            **measure_allowance(shape, device, parameters.seed, x, parameters.compiler),
             "host_bytes": (
                 keep.report().host_bytes if keep is not None else shape.layers * shape.layer_bytes
             ),
@@ -155,14 +155,16 @@ def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply)
     )
 
 
-def distance(outputs: Sequence[torch.Tensor], expected: torch.Tensor) -> float:
+def measure_distance(outputs: Sequence[torch.Tensor], expected: torch.Tensor) -> float:
     """The largest norm of the difference of an output [T, H] from `expected` [T, H]; NaN if one holds NaN."""
     norms = [(output.double() - expected.double()).norm() for output in outputs]
     return float(torch.stack(norms).max())  # torch's max keeps NaN
 
 
-def allowance(shape: StackShape, device: str, seed: int, x: torch.Tensor, compiler: str) -> dict[str, float]:
-    """How large the difference would be with wrong weights, and how large it may be, as norms.
+def measure_allowance(
+    shape: StackShape, device: str, seed: int, x: torch.Tensor, compiler: str
+) -> dict[str, float]:
+    """Measure how large the difference would be with wrong weights, and how large it may be, as norms.
 
     Operators around a layer split what a compiler otherwise fuses, so it may round in another place. The
     control is a stack in which one layer has the next one's experts, the layer that shows it least; a tenth
@@ -173,7 +175,7 @@ def allowance(shape: StackShape, device: str, seed: int, x: torch.Tensor, compil
     for number in range(shape.layers):
         stack = make_stack(shape, device, seed)
         stack[number].experts = stack[(number + 1) % shape.layers].experts
-        wrong.append(distance([stack(x)], right))
+        wrong.append(measure_distance([stack(x)], right))
     return {
         "wrong_weights_distance": min(wrong),
         "allowed_distance": 0.0 if compiler == "eager" else min(wrong) / 10,

@@ -45,11 +45,11 @@ class Changes(NamedTuple):
         return compare_engines(self, parameters.moe_backend, repaired=case.subject == "fixed")
 
 
-def unchanged(tensors: Tensors, config: dict[str, Any]) -> None:
+def keep_unchanged(tensors: Tensors, config: dict[str, Any]) -> None:
     """Change nothing."""
 
 
-def expert_prefixes() -> Iterator[str]:
+def list_expert_prefixes() -> Iterator[str]:
     """Yield the prefix of every expert's tensors."""
     for layer in range(LAYERS):
         for expert in range(EXPERTS):
@@ -57,7 +57,7 @@ def expert_prefixes() -> Iterator[str]:
 
 
 class Loaded(NamedTuple):
-    """What a loader finds in a checkpoint, and what `moedoctor lint` reports about it."""
+    """The tensors of a checkpoint, and the findings of `moedoctor lint` about it."""
 
     tensors: Tensors
     lint: list[str]
@@ -65,7 +65,7 @@ class Loaded(NamedTuple):
 
 
 @contextmanager
-def written(changes: Mapping[str, Change | None], **sizes: int) -> Iterator[dict[str, Path]]:
+def write_checkpoints(changes: Mapping[str, Change | None], **sizes: int) -> Iterator[dict[str, Path]]:
     """Write an NVFP4 checkpoint for each label with its change, and yield the folders, which then go."""
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
         yield {
@@ -76,18 +76,18 @@ def written(changes: Mapping[str, Change | None], **sizes: int) -> Iterator[dict
 
 def write_and_load(change: Change, **sizes: int) -> Loaded:
     """Write a checkpoint of one layer with `change` made to it, and read it back."""
-    with written({"checkpoint": change}, layers=1, **sizes) as folders:
+    with write_checkpoints({"checkpoint": change}, layers=1, **sizes) as folders:
         folder = folders["checkpoint"]
         findings = dict.fromkeys(finding.id for finding in lint(folder).findings)
         return Loaded(load_file(folder / "model.safetensors"), list(findings))
 
 
-def sizes_of(parameters: BaseModel) -> dict[str, int]:
+def select_sizes(parameters: BaseModel) -> dict[str, int]:
     """Return the parameters that `write_and_load` takes."""
     return parameters.model_dump(include={"hidden", "intermediate", "experts", "seed"})
 
 
-def routed_layer(parameters: Any, quantization: str, device: str) -> Problem:
+def make_routed_layer(parameters: Any, quantization: str, device: str) -> Problem:
     """Return a layer of the size of `parameters`, and tokens for it whose activations stay as they are."""
     names = ("hidden", "intermediate", "experts", "top_k", "activation")
     shape = LayerShape(**{name: getattr(parameters, name) for name in names})
@@ -95,22 +95,22 @@ def routed_layer(parameters: Any, quantization: str, device: str) -> Problem:
     return make_problem(layer, parameters.tokens, "none", seed=parameters.seed, device=device)
 
 
-def agreement(output: torch.Tensor, problem: Problem) -> Evidence:
+def compare_output(output: torch.Tensor, problem: Problem) -> Evidence:
     """Compare `output` [T, H] with what the layer should give."""
     result = agree(output, compute_expected(problem, "none"), choose_bounds("none"))
     keep_if_wrong(problem, output, result, "none", "one kernel of the case")
     return result.to_evidence()
 
 
-def projection(tensors: Tensors, name: str, experts: int) -> Nvfp4:
+def stack_projection(tensors: Tensors, name: str, experts: int) -> Nvfp4:
     """Return ``gate``, ``up`` or ``down`` of all experts of layer 0, each with its own global scale."""
     prefixes = [f"model.layers.0.mlp.experts.{expert}.{name}_proj" for expert in range(experts)]
 
-    def stacked(part: str) -> torch.Tensor:
+    def stack_part(part: str) -> torch.Tensor:
         return torch.stack([tensors[f"{prefix}.{part}"] for prefix in prefixes])
 
     scales = torch.stack([tensors[f"{prefix}.weight_scale"].view(torch.uint8) for prefix in prefixes])
-    return Nvfp4(stacked("weight"), scales.view(torch.float8_e4m3fn), stacked("weight_scale_2"))
+    return Nvfp4(stack_part("weight"), scales.view(torch.float8_e4m3fn), stack_part("weight_scale_2"))
 
 
 def compare_engines(
@@ -130,7 +130,7 @@ def compare_engines(
         "max_model_len": 64,
         "max_num_batched_tokens": 64,
     }
-    with written({"reference": changes.reference, "tested": tested}, layers=LAYERS) as folders:
+    with write_checkpoints({"reference": changes.reference, "tested": tested}, layers=LAYERS) as folders:
         first, second = run(
             [
                 EngineRequest(str(folder), PROMPTS, arguments, max_tokens=8, logprobs=5, label=label)
@@ -144,12 +144,12 @@ def compare_engines(
             "reference_error": None if first.error is None else first.error.message,
             "error": None if second.error is None else second.error.message,
             "allowed_difference": CLOSE,
-            **_differences(first, second),
+            **_count_differences(first, second),
         }
     )
 
 
-def _differences(first: EngineResult, second: EngineResult) -> Evidence:
+def _count_differences(first: EngineResult, second: EngineResult) -> Evidence:
     """Count prompts with other tokens; compare logprobs of the same token after the same tokens."""
     other_tokens, largest, nonfinite, steps = 0, 0.0, 0, 0
     for tokens, tested_tokens, logprobs, tested_logprobs in zip(

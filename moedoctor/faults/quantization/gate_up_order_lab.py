@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from moedoctor.faults.quantization.checkpoint_lab import (
     Changes,
-    agreement,
-    expert_prefixes,
-    routed_layer,
-    unchanged,
+    compare_output,
+    keep_unchanged,
+    list_expert_prefixes,
+    make_routed_layer,
 )
 from moedoctor.faults.quantization.gate_up_order import GateUpOrderParameters
 from moedoctor.fixes.moe.weight_layout import put_up_first
@@ -28,7 +28,7 @@ Loader = Callable[[Weight], Weight]
 """w13 [E, 2I, H] of the checkpoint -> w13 that the kernel is given."""
 
 
-def forgetful(w13: Weight, *, mistake: str) -> Weight:
+def forget_exchange(w13: Weight, *, mistake: str) -> Weight:
     """Leave out the exchange, or exchange only the values or only their scales."""
     if mistake == "not_swapped" or not isinstance(w13, Nvfp4):
         return w13
@@ -41,7 +41,7 @@ def forgetful(w13: Weight, *, mistake: str) -> Weight:
 
 def model(case: Case, parameters: GateUpOrderParameters, release: object) -> Observation:
     """Run the kernel with the loader that forgets, or with ours."""
-    control = functools.partial(forgetful, mistake=parameters.mistake)
+    control = functools.partial(forget_exchange, mistake=parameters.mistake)
     return measure(parameters, case.device, control if case.subject == "faulty" else put_up_first)
 
 
@@ -54,15 +54,15 @@ def library(case: Case, parameters: GateUpOrderParameters, release: object) -> O
 
 def measure(parameters: GateUpOrderParameters, device: str, load: Loader) -> Observation:
     """Compare the kernel's output on what `load` makes of a checkpoint's weight with the reference."""
-    problem = routed_layer(parameters, parameters.quantization, device)
+    problem = make_routed_layer(parameters, parameters.quantization, device)
     layer = problem.layer
-    output = up_first_kernel(
+    output = run_up_first_kernel(
         problem.x, load(layer.w13), layer.w2, problem.topk_weights, problem.topk_ids, parameters.activation
     )
-    return Observation({"mistake": parameters.mistake, **agreement(output, problem)})
+    return Observation({"mistake": parameters.mistake, **compare_output(output, problem)})
 
 
-def up_first_kernel(
+def run_up_first_kernel(
     x: torch.Tensor,
     w13: Weight,
     w2: Weight,
@@ -84,18 +84,18 @@ def up_first_kernel(
     return total
 
 
-def exchanged_halves(tensors: Tensors, config: dict[str, Any]) -> None:
+def exchange_halves(tensors: Tensors, config: dict[str, Any]) -> None:
     """Store the up projection under the name of the gate, and the reverse."""
-    for prefix in expert_prefixes():
+    for prefix in list_expert_prefixes():
         for part in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
             gate, up = f"{prefix}.gate_proj.{part}", f"{prefix}.up_proj.{part}"
             tensors[gate], tensors[up] = tensors[up], tensors[gate]
 
 
-def restored_halves(tensors: Tensors, config: dict[str, Any]) -> None:
+def restore_halves(tensors: Tensors, config: dict[str, Any]) -> None:
     """Repair: put the fused weight of each expert into the other order."""
-    exchanged_halves(tensors, config)
-    for prefix in expert_prefixes():
+    exchange_halves(tensors, config)
+    for prefix in list_expert_prefixes():
         names = [f"{prefix}.{half}_proj" for half in ("gate", "up")]
         scales = [tensors[f"{name}.weight_scale"].view(torch.uint8) for name in names]  # [I, H/16] each
         fused = Nvfp4(
@@ -111,5 +111,5 @@ def restored_halves(tensors: Tensors, config: dict[str, Any]) -> None:
             tensors[f"{name}.weight_scale"] = half.contiguous().view(torch.float8_e4m3fn)
 
 
-CHANGES = Changes(unchanged, exchanged_halves, restored_halves)
+CHANGES = Changes(keep_unchanged, exchange_halves, restore_halves)
 engine = CHANGES.engine

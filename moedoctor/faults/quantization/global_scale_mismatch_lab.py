@@ -10,9 +10,9 @@ import torch
 
 from moedoctor.faults.quantization.checkpoint_lab import (
     Changes,
-    expert_prefixes,
-    projection,
-    sizes_of,
+    list_expert_prefixes,
+    select_sizes,
+    stack_projection,
     write_and_load,
 )
 from moedoctor.faults.quantization.global_scale_mismatch import GlobalScaleMismatchParameters
@@ -29,7 +29,7 @@ _RATIO = 2.0
 """Between the global scales of the checkpoint that engines load: a factor of two rounds nothing."""
 
 
-def one_scale(gate: Nvfp4, up: Nvfp4, down: Nvfp4, *, merged: str) -> tuple[Nvfp4, Nvfp4]:
+def use_one_scale(gate: Nvfp4, up: Nvfp4, down: Nvfp4, *, merged: str) -> tuple[Nvfp4, Nvfp4]:
     """Use one of the two global scales and leave the block scales as they are."""
     scale = gate.global_scale  # [E]
     if merged == "max":
@@ -48,7 +48,7 @@ def model(case: Case, parameters: GlobalScaleMismatchParameters, release: object
     """Compare the layer's output through each loader with the checkpoint's own values in float32."""
     loaders: dict[str, Loader] = {"rescaled": rescale, "folded": checkpoint_scales.fold}
     if case.subject == "faulty":
-        loaders = {parameters.merged: functools.partial(one_scale, merged=parameters.merged)}
+        loaders = {parameters.merged: functools.partial(use_one_scale, merged=parameters.merged)}
 
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
         draw = torch.Generator().manual_seed(parameters.seed + 1)
@@ -62,8 +62,10 @@ def model(case: Case, parameters: GlobalScaleMismatchParameters, release: object
             tensors[f"{prefix}.up_proj.weight_scale"] = quantized.block_scales
             tensors[f"{prefix}.up_proj.weight_scale_2"] = quantized.global_scale.reshape(())
 
-    loaded = write_and_load(change, **sizes_of(parameters))
-    gate, up, down = (projection(loaded.tensors, name, parameters.experts) for name in ("gate", "up", "down"))
+    loaded = write_and_load(change, **select_sizes(parameters))
+    gate, up, down = (
+        stack_projection(loaded.tensors, name, parameters.experts) for name in ("gate", "up", "down")
+    )
     draw = torch.Generator().manual_seed(parameters.seed + 2)
     x = torch.randn(parameters.tokens, parameters.hidden, generator=draw)  # [T, H]
     topk_ids = torch.arange(parameters.tokens)[:, None] % parameters.experts  # [T, 1]
@@ -81,30 +83,30 @@ def model(case: Case, parameters: GlobalScaleMismatchParameters, release: object
     return Observation({"lint": loaded.lint, "tokens": parameters.tokens, "ways": ways})
 
 
-def shared_scale(tensors: Tensors, config: dict[str, Any]) -> None:
+def share_scale(tensors: Tensors, config: dict[str, Any]) -> None:
     """Make the reference: one global scale, the up half with block scales of half its range."""
-    for prefix in expert_prefixes():
+    for prefix in list_expert_prefixes():
         scales = tensors[f"{prefix}.up_proj.weight_scale"]
         tensors[f"{prefix}.up_proj.weight_scale"] = (scales.float() / 2).to(scales.dtype)
 
 
 def own_scales(tensors: Tensors, config: dict[str, Any]) -> None:
     """Write the same weights with a separate global scale for the up half."""
-    shared_scale(tensors, config)
-    for prefix in expert_prefixes():
+    share_scale(tensors, config)
+    for prefix in list_expert_prefixes():
         scales = tensors[f"{prefix}.up_proj.weight_scale"]
         tensors[f"{prefix}.up_proj.weight_scale"] = (scales.float() * _RATIO).to(scales.dtype)
         tensors[f"{prefix}.up_proj.weight_scale_2"] = tensors[f"{prefix}.up_proj.weight_scale_2"] / _RATIO
 
 
-def folded_scales(tensors: Tensors, config: dict[str, Any]) -> None:
+def fold_scales(tensors: Tensors, config: dict[str, Any]) -> None:
     """Repair: use the gate's scale for both, and the ratio in the down projection's scale and input scale."""
     own_scales(tensors, config)
-    for prefix in expert_prefixes():
+    for prefix in list_expert_prefixes():
         tensors[f"{prefix}.up_proj.weight_scale_2"] = tensors[f"{prefix}.gate_proj.weight_scale_2"].clone()
         for part, factor in (("weight_scale_2", 1 / _RATIO), ("input_scale", _RATIO)):
             tensors[f"{prefix}.down_proj.{part}"] = tensors[f"{prefix}.down_proj.{part}"] * factor
 
 
-CHANGES = Changes(shared_scale, own_scales, folded_scales)
+CHANGES = Changes(share_scale, own_scales, fold_scales)
 engine = CHANGES.engine

@@ -11,9 +11,9 @@ from torch.nn import functional
 from moedoctor.faults.quantization.checkpoint_lab import (
     Changes,
     Loaded,
-    projection,
-    sizes_of,
-    unchanged,
+    keep_unchanged,
+    select_sizes,
+    stack_projection,
     write_and_load,
 )
 from moedoctor.faults.quantization.input_scale_missing import InputScaleMissingParameters
@@ -31,34 +31,34 @@ Loader = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 _MEMORY = {"zero": 0.0, "large": 3e4, "small": 1e-30, "nan": float("nan")}
 
 
-def unchecked(scales: torch.Tensor, memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def load_unchecked(scales: torch.Tensor, memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Load the checkpoint's scales into memory that is not filled, and check neither."""
     return torch.where(scales.isnan(), memory, scales)
 
 
-def checked(scales: torch.Tensor, memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def load_checked(scales: torch.Tensor, memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Load the checkpoint's scales into memory filled with NaN, and make every scale usable."""
     return repair_input_scales(scales, x)
 
 
 def model(case: Case, parameters: InputScaleMissingParameters, release: object) -> Observation:
     """Compare the layer's output with the loaded scales, and with those of the whole checkpoint."""
-    load: Loader = unchecked if case.subject == "faulty" else checked
+    load: Loader = load_unchecked if case.subject == "faulty" else load_checked
     experts = parameters.experts
-    good = _checkpoint(parameters, ())
-    damaged = _checkpoint(parameters, range(experts if parameters.damage.startswith("all") else 1))
+    good = _make_checkpoint(parameters, ())
+    damaged = _make_checkpoint(parameters, range(experts if parameters.damage.startswith("all") else 1))
     draw = torch.Generator().manual_seed(parameters.seed + 2)
     x = torch.randn(parameters.tokens, parameters.hidden, generator=draw)  # [T, H]
     ids = torch.arange(parameters.tokens) % experts  # [T]
-    expected = _layer(good, x, ids)  # [T, H]
-    good_scales = [_scales(good, name, experts) for name in ("gate", "down")]  # [E] each
-    healthy = _layer(good, x, ids, good_scales)  # [T, H]
+    expected = _compute_layer(good, x, ids)  # [T, H]
+    good_scales = [_read_scales(good, name, experts) for name in ("gate", "down")]  # [E] each
+    healthy = _compute_layer(good, x, ids, good_scales)  # [T, H]
     memory = torch.full((experts,), _MEMORY[parameters.memory or "zero"])  # [E]
     used = []
-    for name, batch in (("gate", x), ("down", _activated(good, x, ids))):
-        scales = load(_scales(damaged, name, experts), memory, batch)  # [E]
+    for name, batch in (("gate", x), ("down", _compute_activations(good, x, ids))):
+        scales = load(_read_scales(damaged, name, experts), memory, batch)  # [E]
         used.append(scales.max().expand(experts) if parameters.taken == "max" else scales)
-    output = _layer(damaged, x, ids, used)  # [T, H]
+    output = _compute_layer(damaged, x, ids, used)  # [T, H]
     finite = output.isfinite().all(1)  # [T]
     errors = relative_error(output, expected)[finite]  # [finite tokens]
     return Observation(
@@ -73,7 +73,7 @@ def model(case: Case, parameters: InputScaleMissingParameters, release: object) 
     )
 
 
-def _checkpoint(parameters: InputScaleMissingParameters, damaged: Sequence[int]) -> Loaded:
+def _make_checkpoint(parameters: InputScaleMissingParameters, damaged: Sequence[int]) -> Loaded:
     """Make a checkpoint whose `damaged` experts have input scales of zero, or none."""
 
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
@@ -90,38 +90,38 @@ def _checkpoint(parameters: InputScaleMissingParameters, damaged: Sequence[int])
                 else:
                     tensors[name] = torch.tensor(0.0)
 
-    return write_and_load(change, **sizes_of(parameters))
+    return write_and_load(change, **select_sizes(parameters))
 
 
-def _layer(
+def _compute_layer(
     loaded: Loaded, x: torch.Tensor, ids: torch.Tensor, scales: Sequence[torch.Tensor | None] = (None, None)
 ) -> torch.Tensor:
     """Compute float32 [T, H] with one expert a token; without `scales` activations are not quantized."""
-    middle = _activated(loaded, x, ids, scales[0])  # [T, I]
-    return _product(loaded, "down", middle, ids, scales[1])
+    middle = _compute_activations(loaded, x, ids, scales[0])  # [T, I]
+    return _multiply(loaded, "down", middle, ids, scales[1])
 
 
-def _activated(
+def _compute_activations(
     loaded: Loaded, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None = None
 ) -> torch.Tensor:
-    gate, up = (_product(loaded, name, x, ids, scales) for name in ("gate", "up"))  # [T, I] each
+    gate, up = (_multiply(loaded, name, x, ids, scales) for name in ("gate", "up"))  # [T, I] each
     return functional.silu(gate) * up
 
 
-def _product(
+def _multiply(
     loaded: Loaded, name: str, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor | None
 ) -> torch.Tensor:
     """Compute [T, N]: each row of `x` [T, K] through its expert, quantized with that expert's scale."""
-    weight = dequantize(projection(loaded.tensors, name, int(ids.max()) + 1))  # [E, N, K]
+    weight = dequantize(stack_projection(loaded.tensors, name, int(ids.max()) + 1))  # [E, N, K]
     out = torch.zeros(len(x), weight.shape[1])  # [T, N]
     for expert in ids.unique().tolist():
         rows = ids == expert  # [T]
-        given = x[rows] if scales is None else quantized(x[rows], scales[expert])
+        given = x[rows] if scales is None else quantize_like_kernel(x[rows], scales[expert])
         out[rows] = given @ weight[expert].T
     return out
 
 
-def quantized(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def quantize_like_kernel(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Quantize `x` [T, K] like an NVFP4 kernel: with the reciprocal of `scale`, saturating, block by block.
 
     The arithmetic of the conversion kernels, restated: the block scale is e4m3(1/scale * amax / 6), which
@@ -141,19 +141,19 @@ def quantized(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _scales(loaded: Loaded, name: str, experts: int) -> torch.Tensor:
+def _read_scales(loaded: Loaded, name: str, experts: int) -> torch.Tensor:
     """Return the experts' input scales, float32 [E], with NaN for each that the checkpoint lacks."""
     keys = [f"model.layers.0.mlp.experts.{expert}.{name}_proj.input_scale" for expert in range(experts)]
     absent = torch.tensor(float("nan"))
     return torch.stack([loaded.tensors.get(key, absent).float() for key in keys])
 
 
-def zero_inputs(tensors: Tensors, config: dict[str, Any]) -> None:
+def clear_input_scales(tensors: Tensors, config: dict[str, Any]) -> None:
     """Set all input scales to zero."""
     for name in tensors:
         if name.endswith("input_scale"):
             tensors[name] = torch.tensor(0.0)
 
 
-CHANGES = Changes(unchanged, zero_inputs, unchanged)
+CHANGES = Changes(keep_unchanged, clear_input_scales, keep_unchanged)
 engine = CHANGES.engine

@@ -33,10 +33,10 @@ class KvScalesMissingParameters(Parameters):
 
 
 @claim("triton_garbage", thresholds=("min_ratio",))
-def triton_garbage(cases: ClaimCases) -> ClaimJudgement:
+def judge_triton_garbage(cases: ClaimCases) -> ClaimJudgement:
     """TRITON_ATTN gives garbage even if the checkpoint has scales, in the cases that asked engines."""
     engines = [case.evidence["triton_attn"] for case in cases.select(has="triton_attn")]
-    doubts = [reason for engine in engines if (reason := doubt(engine)) is not None]
+    doubts = [reason for engine in engines if (reason := find_doubt(engine)) is not None]
     if doubts or not engines:
         return untested(doubts[0] if doubts else "no engine ran")
     holds = all(
@@ -51,7 +51,7 @@ def triton_garbage(cases: ClaimCases) -> ClaimJudgement:
     return decide(holds, {"engines": engines}, figure)
 
 
-def doubt(evidence: Evidence) -> str | None:
+def find_doubt(evidence: Evidence) -> str | None:
     """Return why the figures of engines decide nothing, or None."""
     for name, message in evidence["errors"].items():
         return f"the {name} engine failed: {message}"
@@ -72,7 +72,7 @@ class KvScalesMissing(CheckpointFault):
     id = "MD012"
     parameters = KvScalesMissingParameters
     lab = "moedoctor.faults.quantization.kv_scales_missing_lab"
-    claims = (triton_garbage,)
+    claims = (judge_triton_garbage,)
 
     def judge_tensors(self, evidence: Evidence) -> Judgement:
         if evidence["nonfinite_tokens"]:
@@ -89,7 +89,7 @@ class KvScalesMissing(CheckpointFault):
 
     def judge_engines(self, evidence: Evidence) -> Judgement:
         """Judge what the lab's `engine` gave; an engine that stops, or has another cache, decides nothing."""
-        reason = doubt(evidence)
+        reason = find_doubt(evidence)
         if reason is not None:
             return Judgement(CaseVerdict.ERROR, "nothing to judge", reason)
         distance, control = evidence["tested_distance"], evidence["control_distance"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from moedoctor.faults.quantization.checkpoint_lab import Run, write_and_load, written
+from moedoctor.faults.quantization.checkpoint_lab import Run, write_and_load, write_checkpoints
 from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissingParameters
 from moedoctor.fixes.moe.checkpoint_scales import compute_kv_scale
 from moedoctor.reference.agreement import relative_error
@@ -60,19 +60,21 @@ def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Observation:
         for part, name in (("keys", "k"), ("values", "v")):
             if parameters.part in (part, "both"):
                 key = f"{_LAYER}.{name}_proj.weight"
-                factor = parameters.size / float(_first_head(tensors, x, name).abs().amax())
+                factor = parameters.size / float(_compute_first_head(tensors, x, name).abs().amax())
                 tensors[key] = (tensors[key].float() * factor).bfloat16()
 
     loaded = write_and_load(
         change, hidden=parameters.hidden, intermediate=64, experts=2, seed=parameters.seed
     )
-    query, keys, values = (_first_head(loaded.tensors, x, name) for name in ("q", "k", "v"))  # [T, D] each
+    query, keys, values = (
+        _compute_first_head(loaded.tensors, x, name) for name in ("q", "k", "v")
+    )  # [T, D] each
     # Scores do not depend on the size of the keys, as in a model that was trained with them.
     query = query * (_SCORE / float(keys.abs().amax()))  # [T, D]
-    expected = attention(query, keys, values)  # [T, D]
+    expected = compute_attention(query, keys, values)  # [T, D]
     k_scale, v_scale = scale(keys), scale(values)
-    output = attention(query, round_trip(keys, k_scale), round_trip(values, v_scale))  # [T, D]
-    computed = attention(
+    output = compute_attention(query, round_trip(keys, k_scale), round_trip(values, v_scale))  # [T, D]
+    computed = compute_attention(
         query, round_trip(keys, compute_kv_scale(keys)), round_trip(values, compute_kv_scale(values))
     )  # [T, D]
     steps = torch.stack((keys / k_scale, values / v_scale)).abs()  # [2, T, D]
@@ -90,7 +92,7 @@ def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Observation:
     )
 
 
-def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def compute_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Compute causal attention of one head in float32: [T, D] of [T, D] each."""
     scores = query @ keys.T / math.sqrt(query.shape[1])  # [T, T]
     mask = torch.ones_like(scores).triu(1).bool()  # [T, T]
@@ -98,7 +100,7 @@ def attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
     return weights @ values
 
 
-def _first_head(tensors: Tensors, x: torch.Tensor, name: str) -> torch.Tensor:
+def _compute_first_head(tensors: Tensors, x: torch.Tensor, name: str) -> torch.Tensor:
     """Return the first head [T, 64] of the projection of `x` [T, H]."""
     weight = tensors[f"{_LAYER}.{name}_proj.weight"].float()  # [D, H]
     return x @ weight[:64].T
@@ -122,13 +124,13 @@ def _ship(tensors: Tensors, k_scale: float, v_scale: float) -> None:
     tensors[f"{_LAYER}.v_proj.v_scale"] = torch.tensor(v_scale)
 
 
-def in_range(tensors: Tensors, config: dict[str, Any]) -> None:
+def ship_unit_scales(tensors: Tensors, config: dict[str, Any]) -> None:
     """Make the control: scales of 1.0, which fit the keys and values of a generated checkpoint."""
     _declare(config)
     _ship(tensors, 1.0, 1.0)
 
 
-def no_kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
+def omit_kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
     """Damage: no scales, and values that are `_SPREAD` times as large.
 
     The output projection takes the factor back. It is a power of two, so the function stays the same.
@@ -139,9 +141,9 @@ def no_kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
         tensors[f"{_LAYER}.{name}.weight"] = (weight.float() * factor).to(weight.dtype)
 
 
-def kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
+def calibrate_kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
     """Repair: scales of a calibration over every token of the vocabulary."""
-    no_kv_scales(tensors, config)
+    omit_kv_scales(tensors, config)
     x = tensors["model.embed_tokens.weight"].float()  # [V, H]
     x = x * x.square().mean(1, keepdim=True).rsqrt()  # [V, H]
     keys, values = (x @ tensors[f"{_LAYER}.{name}_proj.weight"].float().T for name in ("k", "v"))
@@ -168,11 +170,11 @@ def compare_engines(moe_backend: str, *, repaired: bool, run: Run | None = None)
         run = functools.partial(run_engines, parallel=_PARALLEL)
     changes: Mapping[str, Change | None] = {
         "reference": None,
-        "control": in_range,
-        "tested": kv_scales if repaired else no_kv_scales,
+        "control": ship_unit_scales,
+        "tested": calibrate_kv_scales if repaired else omit_kv_scales,
     }
     backends = (ATTENTION, TRITON) if repaired else (ATTENTION,)
-    with written(changes, layers=1, vocab=_VOCAB) as folders:
+    with write_checkpoints(changes, layers=1, vocab=_VOCAB) as folders:
         results = run(
             [
                 _request(str(folder), label, moe_backend, attention_backend)
@@ -181,7 +183,7 @@ def compare_engines(moe_backend: str, *, repaired: bool, run: Run | None = None)
             ]
         )
     groups = [results[start : start + len(changes)] for start in range(0, len(results), len(changes))]
-    first, *others = (_evidence(*group) for group in zip(backends, groups, strict=True))
+    first, *others = (_collect_evidence(*group) for group in zip(backends, groups, strict=True))
     return Observation({**first, **({"triton_attn": others[0]} if others else {})})
 
 
@@ -198,10 +200,13 @@ def _request(folder: str, label: str, moe_backend: str, attention_backend: str) 
     return EngineRequest(folder, prompts, arguments, max_tokens=1, logprobs=_VOCAB, probe=_PROBE, label=label)
 
 
-def _evidence(attention_backend: str, results: Sequence[EngineResult]) -> Evidence:
+def _collect_evidence(attention_backend: str, results: Sequence[EngineResult]) -> Evidence:
     """Return the figures of the engines `reference`, `control` and `tested`, in this order."""
     reference, control, tested = results
-    distances = {"control": _distances(reference, control), "tested": _distances(reference, tested)}
+    distances = {
+        "control": _measure_distances(reference, control),
+        "tested": _measure_distances(reference, tested),
+    }
     return {
         "vllm": tested.version,
         "moe_backend": tested.log.moe_backend,
@@ -216,13 +221,13 @@ def _evidence(attention_backend: str, results: Sequence[EngineResult]) -> Eviden
     }
 
 
-def _distances(first: EngineResult, second: EngineResult) -> list[float]:
+def _measure_distances(first: EngineResult, second: EngineResult) -> list[float]:
     """Return the distance of the distributions of the next token, for each prompt."""
     pairs = zip(first.logprobs or (), second.logprobs or (), strict=False)
-    return [total_variation(steps[0], other_steps[0]) for steps, other_steps in pairs]
+    return [measure_total_variation(steps[0], other_steps[0]) for steps, other_steps in pairs]
 
 
-def total_variation(first: Mapping[str, float], second: Mapping[str, float]) -> float:
+def measure_total_variation(first: Mapping[str, float], second: Mapping[str, float]) -> float:
     """Return half the summed differences of two distributions (token -> logprob), or 1 if one holds NaN."""
     # The engine's process sends a value that is not finite as text.
     p, q = (

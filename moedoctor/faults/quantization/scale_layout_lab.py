@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 
-from moedoctor.faults.quantization.checkpoint_lab import Changes, agreement, routed_layer, unchanged
+from moedoctor.faults.quantization.checkpoint_lab import (
+    Changes,
+    compare_output,
+    keep_unchanged,
+    make_routed_layer,
+)
 from moedoctor.faults.quantization.scale_layout import ScaleLayoutParameters
 from moedoctor.fixes.moe.weight_layout import (
     TILE_COLUMNS,
@@ -41,15 +46,17 @@ class TiledKernel:
     def __call__(self, block_scales: torch.Tensor) -> torch.Tensor:
         rows, columns = block_scales.shape[-2:]
         memory = self.load(block_scales).view(torch.uint8).reshape(len(block_scales), -1)  # [E, M' * S']
-        read = memory[:, places(rows, columns, memory.device)].view(block_scales.dtype)  # [E, M, S]
+        read = memory[:, find_places(rows, columns, memory.device)].view(block_scales.dtype)  # [E, M, S]
         # The padding of a row's last tile belongs to blocks of zeros: 0 * scale, and 0 * NaN is NaN.
         _, padded_columns = pad_shape(rows, columns)
-        tiles = memory[:, places(rows, padded_columns, memory.device)].view(block_scales.dtype)  # [E, M, S']
+        tiles = memory[:, find_places(rows, padded_columns, memory.device)].view(
+            block_scales.dtype
+        )  # [E, M, S']
         poisoned = tiles[:, :, columns:].float().isnan().any(2, keepdim=True)  # [E, M, 1]
         return torch.where(poisoned, float("nan"), read.float()).to(block_scales.dtype)
 
 
-def places(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+def find_places(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """Return the place of each scale in the tiles, int64 [rows, columns], as cuBLAS documents it."""
     row = torch.arange(rows, device=device)[:, None]  # [M, 1]
     column = torch.arange(columns, device=device)[None]  # [1, S]
@@ -62,7 +69,7 @@ def places(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     )
 
 
-def linear_kernel_given_tiles(block_scales: torch.Tensor) -> torch.Tensor:
+def read_tiles_by_row(block_scales: torch.Tensor) -> torch.Tensor:
     """Read tiles row by row."""
     rows, columns = block_scales.shape[-2:]
     _, padded_columns = pad_shape(rows, columns)
@@ -71,7 +78,7 @@ def linear_kernel_given_tiles(block_scales: torch.Tensor) -> torch.Tensor:
     return tiles[:, :rows, :columns].contiguous().view(block_scales.dtype)
 
 
-def _padded_only(block_scales: torch.Tensor) -> torch.Tensor:
+def _pad_only(block_scales: torch.Tensor) -> torch.Tensor:
     """Store row by row, in an array of the size that the kernel expects."""
     rows, columns = block_scales.shape[-2:]
     shape = (len(block_scales), *pad_shape(rows, columns))
@@ -80,21 +87,21 @@ def _padded_only(block_scales: torch.Tensor) -> torch.Tensor:
     return padded
 
 
-def _stale_padding(block_scales: torch.Tensor) -> torch.Tensor:
+def _leave_padding(block_scales: torch.Tensor) -> torch.Tensor:
     """Store in tiles, but write only the real scales: the rest is what the memory held."""
     rows, columns = block_scales.shape[-2:]
     padded_rows, padded_columns = pad_shape(rows, columns)
     memory = torch.full(
         (len(block_scales), padded_rows * padded_columns), _NAN, dtype=torch.uint8, device=block_scales.device
     )  # [E, M' * S']
-    memory[:, places(rows, columns, memory.device).flatten()] = block_scales.view(torch.uint8).flatten(1)
+    memory[:, find_places(rows, columns, memory.device).flatten()] = block_scales.view(torch.uint8).flatten(1)
     return memory
 
 
 CONTROLS: dict[str, Kernel] = {
-    "linear_given": TiledKernel(_padded_only),
-    "swizzled_given": linear_kernel_given_tiles,
-    "stale_padding": TiledKernel(_stale_padding),
+    "linear_given": TiledKernel(_pad_only),
+    "swizzled_given": read_tiles_by_row,
+    "stale_padding": TiledKernel(_leave_padding),
 }
 """Mistake -> a kernel with the loader that does not fit it."""
 
@@ -114,7 +121,7 @@ def kernel(case: Case, parameters: ScaleLayoutParameters, release: object) -> Ob
 
 def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Observation:
     """Compare a layer with the scales that `read` gives with the reference."""
-    problem = routed_layer(parameters, "nvfp4", device)
+    problem = make_routed_layer(parameters, "nvfp4", device)
     w13, w2 = problem.layer.w13, problem.layer.w2
     assert isinstance(w13, Nvfp4)
     assert isinstance(w2, Nvfp4)
@@ -130,29 +137,29 @@ def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Obs
             "mistake": parameters.mistake,
             "scales": list(scales),
             "scales_in_tiles": list(pad_shape(*scales)),
-            **agreement(output, problem),
+            **compare_output(output, problem),
         }
     )
 
 
-def tiled(tensors: Tensors, config: dict[str, Any]) -> None:
+def tile_checkpoint(tensors: Tensors, config: dict[str, Any]) -> None:
     """Store block scales in the order of NVFP4 kernels; checkpoints have them row by row."""
     for name, tensor in tensors.items():
         if name.endswith(".weight_scale"):
             scales = tensor.view(torch.uint8)  # [M, S], whole tiles
             rows, columns = scales.shape
             memory = torch.zeros(scales.numel(), dtype=torch.uint8)  # [M * S]
-            memory[places(rows, columns, scales.device).flatten()] = scales.flatten()
+            memory[find_places(rows, columns, scales.device).flatten()] = scales.flatten()
             tensors[name] = memory.reshape(scales.shape).view(torch.float8_e4m3fn)
 
 
-def linear(tensors: Tensors, config: dict[str, Any]) -> None:
+def flatten_checkpoint(tensors: Tensors, config: dict[str, Any]) -> None:
     """Repair: store them row by row again."""
-    tiled(tensors, config)
+    tile_checkpoint(tensors, config)
     for name, tensor in tensors.items():
         if name.endswith(".weight_scale"):
             tensors[name] = flatten_scales(tensor, *tensor.shape)
 
 
-CHANGES = Changes(unchanged, tiled, linear)
+CHANGES = Changes(keep_unchanged, tile_checkpoint, flatten_checkpoint)
 engine = CHANGES.engine

@@ -82,7 +82,7 @@ class DuplicateIdsParameters(Parameters):
             yield "finalize: no_filling is taken with two ranks or more; expected ranks: 2"
 
 
-def behaviour_of(case: CaseResult) -> str:
+def describe_behavior(case: CaseResult) -> str:
     """Return what finalize did, in two or three words."""
     if case.evidence.get("death") == Death.ILLEGAL_MEMORY_ACCESS.value:
         return ILLEGAL
@@ -98,27 +98,27 @@ def behaviour_of(case: CaseResult) -> str:
 
 # --- Claims that the cases decide -----------------------------------------------------------------------
 
-Behaviour = Mapping[str, Counter[str]]
+Behavior = Mapping[str, Counter[str]]
 """Release -> what its finalize did with repeated ids -> in how many cases."""
 
 _NONE_RAN = "no release's own code ran: --flashinfer X.Y.Z=PATH"
 
 
-def _by_release(given: ClaimCases, ids: Sequence[str] = ("one_expert", "one_repeat")) -> Behaviour:
+def _count_by_release(given: ClaimCases, ids: Sequence[str] = ("one_expert", "one_repeat")) -> Behavior:
     behaviour: dict[str, Counter[str]] = {}
     for case in given.cases:
         named = case.subject.startswith("flashinfer@") and case.verdict is not CaseVerdict.SKIPPED
         if named and case.parameters["ids"] in ids:
-            behaviour.setdefault(case.subject, Counter())[behaviour_of(case)] += 1
+            behaviour.setdefault(case.subject, Counter())[describe_behavior(case)] += 1
     return {name: behaviour[name] for name in releases(list(behaviour), "flashinfer")}
 
 
-def _table(behaviour: Behaviour) -> Evidence:
+def _make_table(behaviour: Behavior) -> Evidence:
     return {"releases": [{"release": name, **counts} for name, counts in behaviour.items()]}
 
 
-def _judged(
-    given: ClaimCases, limit: str, values: float | Iterable[float], behaviour: Behaviour, reason: str
+def _judge(
+    given: ClaimCases, limit: str, values: float | Iterable[float], behaviour: Behavior, reason: str
 ) -> ClaimJudgement:
     """Judge `values` by the threshold `limit`, and name the cases that ended in another error.
 
@@ -129,14 +129,14 @@ def _judged(
     holds = given.keeps(limit, values)
     is_below = holds is limit.startswith("max_")
     if errors and is_below:
-        return untested(reason, _table(behaviour))
-    return decide(holds, _table(behaviour), reason)
+        return untested(reason, _make_table(behaviour))
+    return decide(holds, _make_table(behaviour), reason)
 
 
 @claim("illegal_access", thresholds=("min_releases",))
-def illegal_access(given: ClaimCases) -> ClaimJudgement:
+def judge_illegal_access(given: ClaimCases) -> ClaimJudgement:
     """Judge how many releases read out of bounds for some content of the map's memory, noticed or not."""
-    behaviour = _by_release(given)
+    behaviour = _count_by_release(given)
     if not behaviour:
         return untested(_NONE_RAN)
     crashing = [name for name, counts in behaviour.items() if counts[ILLEGAL]]
@@ -144,15 +144,15 @@ def illegal_access(given: ClaimCases) -> ClaimJudgement:
     reason = f"illegal accesses in {', '.join(crashing) or 'no release'}"
     if beside:
         reason += f"; rows from beside the expert rows read without an error in {', '.join(beside)}"
-    return _judged(given, "min_releases", len({*crashing, *beside}), behaviour, reason)
+    return _judge(given, "min_releases", len({*crashing, *beside}), behaviour, reason)
 
 
 @claim("bounds_check", thresholds=("max_cases",))
-def bounds_check(given: ClaimCases) -> ClaimJudgement:
+def judge_bounds_check(given: ClaimCases) -> ClaimJudgement:
     """Judge the reads out of bounds, noticed or not, of the releases that have the bounds check."""
     behaviour = {
         name: counts
-        for name, counts in _by_release(given).items()
+        for name, counts in _count_by_release(given).items()
         if Version(name.partition("@")[2]) >= Version(BOUNDS_CHECK)
     }
     if not behaviour:
@@ -160,13 +160,13 @@ def bounds_check(given: ClaimCases) -> ClaimJudgement:
     newest, newest_counts = list(behaviour.items())[-1]
     reason = f"{newest}: " + ", ".join(f"{what} in {count} cases" for what, count in newest_counts.items())
     bad = [counts[ILLEGAL] + counts[OUT_OF_BOUNDS] for counts in behaviour.values()]
-    return _judged(given, "max_cases", bad, behaviour, reason)
+    return _judge(given, "max_cases", bad, behaviour, reason)
 
 
 @claim("whole_runner")
-def whole_runner(given: ClaimCases) -> ClaimJudgement:
+def judge_whole_runner(given: ClaimCases) -> ClaimJudgement:
     """Leave the claim open, for only maps and finalize are compiled. Name what they did with one expert."""
-    behaviour = _by_release(given, ids=("one_expert",))
+    behaviour = _count_by_release(given, ids=("one_expert",))
     reason = "the whole cutlass_fused_moe was not built"
     if not behaviour:
         return untested(f"{reason}; nor did its maps and finalize run")
@@ -174,7 +174,7 @@ def whole_runner(given: ClaimCases) -> ClaimJudgement:
         f"{name} in {counts[ILLEGAL]} of {counts.total()} cases" for name, counts in behaviour.items()
     )
     reason += f"; its maps and finalize alone, all tokens on one expert, crash: {crashes}"
-    return untested(reason, _table(behaviour))
+    return untested(reason, _make_table(behaviour))
 
 
 # --- Claims that measurements in the release's own code decide ------------------------------------------
@@ -190,8 +190,8 @@ _MEASURED = {
 Row = Mapping[str, Any]
 
 
-@claim("maps", measure=f"{_LAB}:maps", thresholds=("max_maps",), **_MEASURED)
-def maps(given: ClaimCases) -> ClaimJudgement:
+@claim("maps", measure=f"{_LAB}:measure_maps", thresholds=("max_maps",), **_MEASURED)
+def judge_maps(given: ClaimCases) -> ClaimJudgement:
     """Judge whether the three-step sort leaves one entry unwritten for each repeated id, and no other.
 
     Both by the rows that were sorted and by the map itself, which holds there what it held before.
@@ -203,13 +203,15 @@ def maps(given: ClaimCases) -> ClaimJudgement:
         for row in three_step
         if not row["entries_as_before"] == row["unwritten_entries"] == row["repeated_slots"]
     ]
-    reason = f"in {len(three_step) - len(different)} of {len(three_step)} maps of {_releases_of(three_step)}"
-    evidence = {"paths": _paths(rows), "different": different[:_SHOWN]}
-    return _measured(given, given.keeps("max_maps", len(different)), three_step, evidence, reason)
+    reason = (
+        f"in {len(three_step) - len(different)} of {len(three_step)} maps of {_count_releases(three_step)}"
+    )
+    evidence = {"paths": _make_path_table(rows), "different": different[:_SHOWN]}
+    return _decide_measured(given, given.keeps("max_maps", len(different)), three_step, evidence, reason)
 
 
-@claim("boundary", measure=f"{_LAB}:boundary", thresholds=("experts", "tokens"), **_MEASURED)
-def boundary(given: ClaimCases) -> ClaimJudgement:
+@claim("boundary", measure=f"{_LAB}:measure_boundary", thresholds=("experts", "tokens"), **_MEASURED)
+def judge_boundary(given: ClaimCases) -> ClaimJudgement:
     """Judge the largest number of local experts that the fused prologue takes, by tokens."""
     rows = given.rows(unit_as="release")
     claimed = [row for row in rows if row["tokens"] <= given.limits["tokens"]]
@@ -225,10 +227,10 @@ def boundary(given: ClaimCases) -> ClaimJudgement:
         for unit, figures in given.measured()
     ]
     reason = f"the most local experts, {by_tokens or 'not measured'}"
-    return _measured(given, holds, claimed, {"most_local_experts": table}, reason)
+    return _decide_measured(given, holds, claimed, {"most_local_experts": table}, reason)
 
 
-def _measured(
+def _decide_measured(
     given: ClaimCases, holds: bool, relevant: Sequence[Row], evidence: Evidence, reason: str
 ) -> ClaimJudgement:
     """Refute by a counterexample. Confirm nothing if a release died or no relevant row was measured."""
@@ -242,7 +244,7 @@ def _measured(
     return decide(holds, evidence, reason)
 
 
-def _releases_of(rows: Sequence[Row]) -> str:
+def _count_releases(rows: Sequence[Row]) -> str:
     """Count the named releases. The installed one may be among them, so it is counted apart."""
     names = {row["release"] for row in rows}
     named = len(names - {"installed"})
@@ -251,7 +253,7 @@ def _releases_of(rows: Sequence[Row]) -> str:
     return " and ".join(parts) or "no release"
 
 
-def _paths(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _make_path_table(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return who makes the map: tokens and top_k down, local experts across. Differing releases are named."""
     table: dict[tuple[int, int], dict[str, Any]] = {}
     key = itemgetter("tokens", "top_k", "experts")
@@ -291,7 +293,7 @@ class DuplicateIds(Fault):
         "flashinfer": (Tier.KERNEL,),
     }
     lab = "moedoctor.faults.routing.duplicate_ids_lab"
-    claims = (illegal_access, bounds_check, maps, boundary, whole_runner)
+    claims = (judge_illegal_access, judge_bounds_check, judge_maps, judge_boundary, judge_whole_runner)
     installed_package = "flashinfer"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
@@ -318,7 +320,7 @@ class DuplicateIds(Fault):
         table: dict[str, dict[str, str]] = {}
         for case in results:
             if case.subject not in ("faulty", "fixed") and case.verdict is not CaseVerdict.SKIPPED:
-                table.setdefault(self.describe(case.parameters), {})[case.subject] = behaviour_of(case)
+                table.setdefault(self.describe(case.parameters), {})[case.subject] = describe_behavior(case)
         names = list(dict.fromkeys(case.subject for case in results))
         columns = [name for name in names if any(name in row for row in table.values())]
         rows = [

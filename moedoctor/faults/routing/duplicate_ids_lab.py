@@ -51,15 +51,15 @@ def observe(parameters: DuplicateIdsParameters, code: Any, *, guard: bool = Fals
     ids = make_ids(parameters).to(code.device)  # [T, K]
     eighths = torch.arange(1, ids.numel() + 1).reshape(ids.shape) % 4 + 1  # [T, K]
     weights = (eighths / 8).to(code.device)  # [T, K]
-    expected = _sums(parameters, ids, weights)  # [T, H]
-    without_repeats = _sums(parameters, ids, weights.masked_fill(_repeats(ids), 0.0))  # [T, H]
+    expected = _compute_sums(parameters, ids, weights)  # [T, H]
+    without_repeats = _compute_sums(parameters, ids, weights.masked_fill(_find_repeats(ids), 0.0))  # [T, H]
     if guard:
         ids, weights = deduplicate(ids, weights)
     maps = code.build_maps(
-        ids, experts, start=experts * parameters.rank, memory=_memory(parameters, code, experts)
+        ids, experts, start=experts * parameters.rank, memory=_prepare_memory(parameters, code, experts)
     )
     evidence = {"path": "fused" if maps.fused else "three-step", **map_figures(parameters, ids, maps)}
-    buffer, rows = _expert_rows(parameters, ids, maps)
+    buffer, rows = _make_expert_rows(parameters, ids, maps)
     out = torch.full((parameters.tokens, HIDDEN), float("nan"), dtype=torch.bfloat16, device=code.device)
     try:
         code.finalize(
@@ -76,7 +76,7 @@ def observe(parameters: DuplicateIdsParameters, code: Any, *, guard: bool = Fals
     except ReadOutOfBoundsError as error:
         return Observation({**evidence, "rows": parameters.tokens, "entries_out_of_bounds": error.entries})
     del buffer  # it had to live until here, because finalize may read beside the rows
-    return Observation({**evidence, **_row_figures(parameters, ids, out, expected, without_repeats)})
+    return Observation({**evidence, **_count_rows(parameters, ids, out, expected, without_repeats)})
 
 
 def make_ids(parameters: DuplicateIdsParameters) -> torch.Tensor:
@@ -98,27 +98,29 @@ def make_ids(parameters: DuplicateIdsParameters) -> torch.Tensor:
 
 def map_figures(parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any) -> dict[str, Any]:
     """Count local pairs, how many of them were sorted, and the entries of the map that were not written."""
-    local = _local(parameters, ids).t().reshape(-1)  # [K * T]
+    local = _find_local(parameters, ids).t().reshape(-1)  # [K * T]
     used = int(maps.first_offset[parameters.experts // parameters.ranks])
     written = torch.zeros_like(local)  # [K * T]
     written[maps.row_of_permuted[:used].long()] = True
     return {
         "local_slots": int(local.sum()),
         "sorted_rows": used,
-        "repeated_slots": int((_repeats(ids).t().reshape(-1) & local).sum()),
+        "repeated_slots": int((_find_repeats(ids).t().reshape(-1) & local).sum()),
         "unwritten_entries": int((local & ~written).sum()),
         "tokens": ids.shape[0],
     }
 
 
-def entries_as_before(parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any, memory: int) -> int:
+def count_entries_as_before(
+    parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any, memory: int
+) -> int:
     """Count the local pairs whose entry of the map still holds `memory`, which was there before."""
-    local = _local(parameters, ids).t().reshape(-1)  # [K * T]
+    local = _find_local(parameters, ids).t().reshape(-1)  # [K * T]
     return int((local & (maps.permuted_of_row == memory)).sum())
 
 
-def _memory(parameters: DuplicateIdsParameters, code: Any, experts: int) -> Any:
-    """What the maps hold before the call."""
+def _prepare_memory(parameters: DuplicateIdsParameters, code: Any, experts: int) -> Any:
+    """Return the content of the maps before the call."""
     if parameters.memory != "earlier":
         return _MEMORY[parameters.memory]
     healthy = parameters.model_copy(update={"ids": "distinct", "seed": parameters.seed + 1})
@@ -126,33 +128,37 @@ def _memory(parameters: DuplicateIdsParameters, code: Any, experts: int) -> Any:
     return code.build_maps(ids, experts, start=experts * parameters.rank, memory=0)
 
 
-def _local(parameters: DuplicateIdsParameters, ids: torch.Tensor) -> torch.Tensor:
-    """bool [T, K]: whether this rank has the pair's expert."""
+def _find_local(parameters: DuplicateIdsParameters, ids: torch.Tensor) -> torch.Tensor:
+    """Return bool [T, K]: True if this rank has the pair's expert."""
     experts = parameters.experts // parameters.ranks
     own = ids - experts * parameters.rank  # [T, K]
     return (own >= 0) & (own < experts)
 
 
-def _repeats(ids: torch.Tensor) -> torch.Tensor:
+def _find_repeats(ids: torch.Tensor) -> torch.Tensor:
     """bool [T, K]: pairs whose expert is that of an earlier pair of the token."""
     same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & (ids >= 0).unsqueeze(2)  # [T, K, K]
     place = torch.arange(ids.shape[1], device=ids.device)  # [K]
     return (same & (place[None, :] < place[:, None])).any(2)
 
 
-def _output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+def _compute_output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
     """The output of expert `expert` for token `token`: a whole number from 1 to 13."""
     return ((token * 7 + expert * 3) % 13 + 1).float()
 
 
-def _sums(parameters: DuplicateIdsParameters, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def _compute_sums(
+    parameters: DuplicateIdsParameters, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
     """bf16 [T, H]: each token's sum over this rank's experts."""
     token = torch.arange(ids.shape[0], device=ids.device)[:, None]  # [T, 1]
-    values = torch.where(_local(parameters, ids), weights.float() * _output(token, ids), 0.0)  # [T, K]
+    values = torch.where(
+        _find_local(parameters, ids), weights.float() * _compute_output(token, ids), 0.0
+    )  # [T, K]
     return values.sum(1, keepdim=True).expand(-1, HIDDEN).bfloat16()
 
 
-def _expert_rows(
+def _make_expert_rows(
     parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The expert outputs in sorted order, as the GEMMs would leave them: the buffer, and its rows [R, H]."""
@@ -163,11 +169,11 @@ def _expert_rows(
     used = int(maps.first_offset[parameters.experts // parameters.ranks])
     source = maps.row_of_permuted[:used].long()  # [used]: k * T + t
     token, place = source % tokens, source // tokens  # [used] each
-    rows[:used] = _output(token, ids[token, place].long())[:, None].bfloat16()
+    rows[:used] = _compute_output(token, ids[token, place].long())[:, None].bfloat16()
     return buffer, rows
 
 
-def _row_figures(
+def _count_rows(
     parameters: DuplicateIdsParameters,
     ids: torch.Tensor,
     out: torch.Tensor,
@@ -176,7 +182,7 @@ def _row_figures(
 ) -> dict[str, Any]:
     counted = torch.ones(ids.shape[0], dtype=torch.bool, device=ids.device)  # [T]
     if parameters.finalize == "no_filling":
-        counted = _local(parameters, ids).any(1)  # the kernel leaves other rows as they were
+        counted = _find_local(parameters, ids).any(1)  # the kernel leaves other rows as they were
     right = (out == expected).all(1) & counted  # [T]
     dropped = (out == without_repeats).all(1) & ~right & counted  # [T]
     outside = (out.float().abs() >= _OUTSIDE / 8).all(1) & counted  # [T]
@@ -233,7 +239,7 @@ class ThreeStepModel:
         else:
             before = torch.full((tokens * top_k,), memory), torch.full((tokens * top_k,), memory)
         fused = takes_fused(tokens, top_k, experts)
-        build = _fused if fused else _three_step
+        build = _sort_fused if fused else _sort_in_three_steps
         first_offset = build(ids.long() - start, experts, *before)
         return RoutingMaps(fused, *before, first_offset)
 
@@ -272,7 +278,7 @@ class ThreeStepModel:
 
 
 def takes_fused(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether the fused prologue takes a call with so many tokens, experts a token and local experts."""
+    """Return True if the fused prologue takes so many tokens, experts a token and local experts."""
     bits = int(math.log2(experts + 1)) + 1
     if bits > 9 or top_k not in FUSED_TOP_K or tokens > FUSED_TOKENS:
         return False
@@ -282,14 +288,14 @@ def takes_fused(tokens: int, top_k: int, experts: int) -> bool:
     return lanes * block * 4 < SHARED_MEMORY
 
 
-def _three_step(
+def _sort_in_three_steps(
     local: torch.Tensor, experts: int, of_row: torch.Tensor, of_permuted: torch.Tensor
 ) -> torch.Tensor:
     """Write the maps int64 [K * T] of `local` ids [T, K] in place; return the first offsets [E + 1]."""
     tokens, top_k = local.shape
     place = torch.arange(top_k).expand(tokens, -1)  # [T, K]
     none = torch.full((tokens, experts + 1), top_k)  # [T, E + 1]
-    first = none.scatter_reduce(1, _keys(local, experts), place, "amin")  # [T, E + 1], the first match
+    first = none.scatter_reduce(1, _make_keys(local, experts), place, "amin")  # [T, E + 1], the first match
     expert, token = (first[:, :experts] < top_k).t().nonzero().unbind(1)  # [N] each, by expert
     row = first[token, expert] * tokens + token  # [N]
     of_permuted[: len(row)] = row
@@ -297,19 +303,19 @@ def _three_step(
     return torch.searchsorted(expert.contiguous(), torch.arange(experts + 1))
 
 
-def _fused(
+def _sort_fused(
     local: torch.Tensor, experts: int, of_row: torch.Tensor, of_permuted: torch.Tensor
 ) -> torch.Tensor:
-    """The same as `_three_step`, by one stable sort of all pairs."""
+    """The same as `_sort_in_three_steps`, by one stable sort of all pairs."""
     tokens, top_k = local.shape
-    ordered, order = _keys(local, experts).reshape(-1).sort(stable=True)  # [T * K] each
+    ordered, order = _make_keys(local, experts).reshape(-1).sort(stable=True)  # [T * K] each
     token, place = order // top_k, order % top_k  # [T * K] each
     of_permuted[:] = place * tokens + token
     of_row[of_permuted] = torch.arange(tokens * top_k)
     return torch.searchsorted(ordered, torch.arange(experts + 1))  # [E + 1]
 
 
-def _keys(local: torch.Tensor, experts: int) -> torch.Tensor:
+def _make_keys(local: torch.Tensor, experts: int) -> torch.Tensor:
     """int64 [T, K]: the local ids, with `experts` for those of other ranks and for -1."""
     return torch.where((local >= 0) & (local < experts), local, experts)
 
@@ -317,14 +323,14 @@ def _keys(local: torch.Tensor, experts: int) -> torch.Tensor:
 # --- Measurements of the claims: a release's own code in this process -----------------------------------
 
 
-def maps(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[str, Any]]:
+def measure_maps(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """The map of each shape and each kind of ids: who made it, and which entries were not written."""
     code, rows = _load(unit, device, sources), []
     kinds = (("one_expert", 0), ("one_repeat", 0), ("distinct", 0), ("one_repeat", 1))
     shapes = product((1, 255, 256, 257, 4096), (128, 510, 511, 512), (8, 10))
     for shape, (kind, rank) in product(shapes, kinds):
         # Rank 1 is the second of two, so that half of the ids are not local.
-        point = _point(shape, ranks=rank + 1, rank=rank, ids=kind)
+        point = _make_point(shape, ranks=rank + 1, rank=rank, ids=kind)
         _, experts, _ = shape
         ids = make_ids(point).to(code.device)  # [T, K]
         made = code.build_maps(ids, experts, start=experts * rank, memory=GARBAGE)
@@ -336,27 +342,27 @@ def maps(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[str, A
                 "ids": kind,
                 "start_expert": experts * rank,
                 **map_figures(point, ids, made),
-                "entries_as_before": entries_as_before(point, ids, made, GARBAGE),
+                "entries_as_before": count_entries_as_before(point, ids, made, GARBAGE),
             }
         )
     return rows
 
 
-def boundary(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[str, Any]]:
+def measure_boundary(unit: str, device: str, sources: Mapping[str, str]) -> list[dict[str, Any]]:
     """By number of tokens: the most local experts for which the fused prologue makes the map, or 0."""
     code, rows = _load(unit, device, sources), []
     for tokens in (1, 32, 64, 128, 129, 256, 257):
         ids = torch.zeros(tokens, 8, dtype=torch.int32, device=code.device)  # [T, K]
 
-        def declines(experts: int, ids: torch.Tensor = ids) -> bool:
+        def refuses_fused(experts: int, ids: torch.Tensor = ids) -> bool:
             return not code.build_maps(ids, experts, memory=0).fused
 
         # All numbers of experts up to the last one are taken, and none above it.
-        rows.append({"tokens": tokens, "most_experts": bisect_left(range(1, 1025), True, key=declines)})
+        rows.append({"tokens": tokens, "most_experts": bisect_left(range(1, 1025), True, key=refuses_fused)})
     return rows
 
 
-def _point(shape: tuple[int, int, int], *, ranks: int, **others: int | str) -> DuplicateIdsParameters:
+def _make_point(shape: tuple[int, int, int], *, ranks: int, **others: int | str) -> DuplicateIdsParameters:
     """The parameters for a shape (tokens, local experts, top_k)."""
     tokens, experts, top_k = shape
     given = {"tokens": tokens, "experts": experts * ranks, "top_k": top_k, "ranks": ranks, **others}

@@ -87,7 +87,7 @@ def _is_fixed(subject: str) -> bool:
     return Version(subject.removeprefix("vllm@")) >= Version(FIRST_FIXED)
 
 
-def _around_the_fix(subjects: Sequence[str]) -> Sequence[str]:
+def _choose_around_fix(subjects: Sequence[str]) -> Sequence[str]:
     """Return the last release before the fix and the first one after it, in turn; nothing without both."""
     named = [subject for subject in releases(subjects, "vllm") if subject.startswith("vllm@")]
     before = [subject for subject in named if not _is_fixed(subject)][-1:]
@@ -96,7 +96,7 @@ def _around_the_fix(subjects: Sequence[str]) -> Sequence[str]:
 
 
 @claim("same_expert", thresholds=("min_share",))
-def same_expert(given: ClaimCases) -> ClaimJudgement:
+def judge_same_expert(given: ClaimCases) -> ClaimJudgement:
     """Judge the share of all-NaN rows that got one id K times, in each release's top-k kernels."""
     counts: dict[str, list[int]] = {}
     for case in given.select(has="all_nan_rows"):
@@ -115,7 +115,7 @@ def same_expert(given: ClaimCases) -> ClaimJudgement:
 
 
 @claim("always_distinct", thresholds=("max_rows",))
-def always_distinct(given: ClaimCases) -> ClaimJudgement:
+def judge_always_distinct(given: ClaimCases) -> ClaimJudgement:
     """Judge the rows of any kind that still hold a duplicate id in releases from the fix on, case by case."""
     cases = [
         case
@@ -148,7 +148,7 @@ def always_distinct(given: ClaimCases) -> ClaimJudgement:
     needs="the kernels of a release: --vllm-kernels X.Y.Z=PATH",
     thresholds=("min_overhead", "max_overhead"),
 )
-def separate_launch(given: ClaimCases) -> ClaimJudgement:
+def judge_separate_launch(given: ClaimCases) -> ClaimJudgement:
     """Judge what `torch.nan_to_num` before the kernel adds to it."""
     ((unit, figures),) = given.measured()
     overheads = [row["overhead"] for row in figures["rows"]]
@@ -160,12 +160,12 @@ def separate_launch(given: ClaimCases) -> ClaimJudgement:
 @claim(
     "fused_is_free",
     measure=f"{_BENCH}:time_kernels",
-    units=_around_the_fix,
+    units=_choose_around_fix,
     needs_gpu=True,
     needs=f"the kernels of a release before {FIRST_FIXED} and of one from it on: --vllm-kernels, twice",
     thresholds=("max_overhead",),
 )
-def fused_is_free(given: ClaimCases) -> ClaimJudgement:
+def judge_fused_is_free(given: ClaimCases) -> ClaimJudgement:
     """Judge the kernel's time after the fix over before it. Each release is timed in its own processes."""
     times: dict[str, dict[str, list[float]]] = {}
     for unit, figures in given.measured():
@@ -191,7 +191,7 @@ def fused_is_free(given: ClaimCases) -> ClaimJudgement:
     needs="the kernels of a release: --vllm-kernels X.Y.Z=PATH",
     thresholds=("min_share",),
 )
-def fp8_clamps_nan(given: ClaimCases) -> ClaimJudgement:
+def judge_fp8_clamps_nan(given: ClaimCases) -> ClaimJudgement:
     """Judge what became of NaN in the release's own FP8 quantization kernel."""
     (unit, figures), *_ = given.measured()  # the first release whose quantization kernel could be loaded
     clamped = figures["clamped_to_plus_448"] + figures["clamped_to_minus_448"]
@@ -214,7 +214,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def _padding_holds_nan(given: ClaimCases) -> ClaimJudgement:
+def _judge_padding(given: ClaimCases) -> ClaimJudgement:
     """Judge in how many padded steps some padding row held NaN.
 
     One engine with too few steps refutes the claim; all engines must have run to confirm it.
@@ -239,9 +239,9 @@ def _padding_holds_nan(given: ClaimCases) -> ClaimJudgement:
     return decide(True, {"rows": rows}, reason)
 
 
-padding_holds_nan, padding_holds_nan_dp = (
+judge_padding_holds_nan, judge_padding_holds_nan_dp = (
     claim(key, measure=f"{_ENGINES}.nan_padding:{function}", thresholds=("min_share",), **_OPTIONS)(
-        _padding_holds_nan
+        _judge_padding
     )
     for key, function in (
         ("padding_holds_nan", "measure_padding"),
@@ -273,8 +273,14 @@ class NanRouting(Fault):
     }
     lab = "moedoctor.faults.routing.nan_routing_lab"
     claims = (
-        *(same_expert, always_distinct, separate_launch, fused_is_free, fp8_clamps_nan),
-        *(padding_holds_nan, padding_holds_nan_dp),
+        *(
+            judge_same_expert,
+            judge_always_distinct,
+            judge_separate_launch,
+            judge_fused_is_free,
+            judge_fp8_clamps_nan,
+        ),
+        *(judge_padding_holds_nan, judge_padding_holds_nan_dp),
     )
 
     def judge(self, case: Case, observation: Observation) -> Judgement:

@@ -54,7 +54,7 @@ def count(parameters: NanRoutingParameters, device: str, variants: Mapping[str, 
     example: dict[str, Any] = {}
     for variant in variants.values():
         routed = _route(parameters, variant, rows)
-        masks = _masks(parameters, rows, routed)  # name -> [T]
+        masks = _make_masks(parameters, rows, routed)  # name -> [T]
         totals.update({"rows": len(rows.kinds), **{name: int(mask.sum()) for name, mask in masks.items()}})
         duplicate = masks["rows_with_duplicates"]  # [T]
         duplicates_by_kind.update(rows.kinds[row] for row in duplicate.nonzero().flatten().tolist())
@@ -165,7 +165,7 @@ def _route(parameters: NanRoutingParameters, routing: Any, rows: Rows) -> TopK:
     return TopK(*route(rows.logits, parameters.top_k, **options))
 
 
-def _masks(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> dict[str, torch.Tensor]:
+def _make_masks(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> dict[str, torch.Tensor]:
     """Name of a count -> bool [T], the rows that count."""
     ids = routed.ids.long()  # [T, K]
     ordered = ids.sort(dim=1).values  # [T, K]
@@ -178,7 +178,7 @@ def _masks(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> dict[s
         scoring="softmax" if parameters.router == "softmax" else "sigmoid",
         bias=rows.bias,
         renormalize=parameters.renormalize,
-        atol=_tolerance(parameters),
+        atol=_choose_tolerance(parameters),
     )  # [T]
     nan, all_nan, clean = rows.mask(*NAN_KINDS), rows.mask(ALL_NAN), rows.mask(*WELL_DEFINED_KINDS)  # [T]
     duplicate = (ordered[:, 1:] == ordered[:, :-1]).any(1)  # [T]
@@ -197,8 +197,8 @@ def _masks(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> dict[s
     }
 
 
-def _tolerance(parameters: NanRoutingParameters) -> float:
-    """How far a clean row may be from the float32 reference.
+def _choose_tolerance(parameters: NanRoutingParameters) -> float:
+    """Return the largest difference of a clean row from the float32 reference.
 
     vLLM's grouped kernel computes in the type of the logits; all others, and ours, in float32.
     """

@@ -60,7 +60,7 @@ IDS = (NO_SENTINEL, "padding rows of -1", "one slot of -1 a row")
 Row = Mapping[str, Any]
 
 
-def units_of(paths: Sequence[str]) -> tuple[str, ...]:
+def list_units(paths: Sequence[str]) -> tuple[str, ...]:
     """Return a process for each path and kind of ids, so that a death loses no other figure."""
     return tuple(f"{path}, {ids}" for path in paths for ids in IDS)
 
@@ -68,16 +68,16 @@ def units_of(paths: Sequence[str]) -> tuple[str, ...]:
 @claim(
     "upstream_paths",
     measure=f"{_LAB}:measure_path",
-    units=lambda subjects: units_of(UPSTREAM),
+    units=lambda subjects: list_units(UPSTREAM),
     needs_gpu=True,
     thresholds=("max_rows",),
 )
-def upstream_paths(given: ClaimCases) -> ClaimJudgement:
+def judge_upstream_paths(given: ClaimCases) -> ClaimJudgement:
     """Judge the rows that are wrong if some ids are -1, path by path. A path that died has no right row.
 
     Only a path that is right without any -1 can show something about -1. Others are named, with the reason.
     """
-    rows = [_row(measurement) for measurement in given.measurements]
+    rows = [_read_row(measurement) for measurement in given.measurements]
     ran = [row for row in rows if "skipped" not in row]
     bad = [row for row in ran if "death" in row or not given.keeps("max_rows", row["rows_wrong"])]
     broken = [row for row in bad if row["ids"] == NO_SENTINEL]
@@ -85,13 +85,13 @@ def upstream_paths(given: ClaimCases) -> ClaimJudgement:
     sound = {row["path"] for row in ran if row["ids"] == NO_SENTINEL} - broken_paths
     tried = [row for row in ran if row["ids"] != NO_SENTINEL and row["path"] in sound]
     wrong = [row for row in tried if row in bad]
-    parts = [_figure(row) for row in wrong]
+    parts = [_describe_row(row) for row in wrong]
     if tried and not wrong:
         paths = ", ".join(dict.fromkeys(row["path"] for row in tried))
         parts = [f"all rows right in {len(tried)} calls of {paths}"]
-    parts += [f"{_figure(row)}, so it says nothing of -1" for row in broken]
+    parts += [f"{_describe_row(row)}, so it says nothing of -1" for row in broken]
     parts += dict.fromkeys(f"{row['path']} not run: {row['skipped']}" for row in rows if "skipped" in row)
-    reason = _release(given) + "; ".join(parts)
+    reason = _name_release(given) + "; ".join(parts)
     if not wrong and (broken or not tried):
         return untested(reason, {"rows": rows})
     return decide(not wrong, {"rows": rows}, reason)
@@ -104,7 +104,7 @@ def upstream_paths(given: ClaimCases) -> ClaimJudgement:
     needs_gpu=True,
     thresholds=("max_slots",),
 )
-def alignment(given: ClaimCases) -> ClaimJudgement:
+def judge_alignment(given: ClaimCases) -> ClaimJudgement:
     """Judge the empty pairs that the kernel puts into a block of a real expert, and real ones that it loses.
 
     Calls without any -1 are the control: if one of them is wrong, the others show nothing about -1.
@@ -115,7 +115,7 @@ def alignment(given: ClaimCases) -> ClaimJudgement:
     ]
     control = [row for row in rows if not row["empty_slots"]]
     broken = [row for row in control if row in bad]
-    reason = _release(given) + "; ".join(
+    reason = _name_release(given) + "; ".join(
         f"{row['call']}: {row['empty_slots_in_blocks']} of {row['empty_slots']} empty slots in an expert's "
         f"blocks, {row['slots_lost']} real slots lost"
         for row in rows
@@ -127,7 +127,7 @@ def alignment(given: ClaimCases) -> ClaimJudgement:
     return decide(not bad, {"rows": rows}, reason)
 
 
-def _row(measurement: Measurement) -> dict[str, Any]:
+def _read_row(measurement: Measurement) -> dict[str, Any]:
     """Return what one process measured of its path and kind of ids, or why it measured nothing."""
     path, _, ids = measurement.unit.partition(", ")
     outcome = measurement.outcome
@@ -138,12 +138,12 @@ def _row(measurement: Measurement) -> dict[str, Any]:
     return {"path": path, "ids": ids, "skipped": outcome.reason}
 
 
-def _figure(row: Row) -> str:
+def _describe_row(row: Row) -> str:
     figure = row.get("death") or f"{row['rows_wrong']} of {row['rows']} rows wrong"
     return f"{row['path']}, {row['ids']}: {figure}"
 
 
-def _release(given: ClaimCases) -> str:
+def _name_release(given: ClaimCases) -> str:
     """Name the release that the figures are of, because the verdict holds for no other."""
     return next((f"vLLM {figures['vllm']}: " for figures in given.evidence() if figures.get("vllm")), "")
 
@@ -162,7 +162,7 @@ class SentinelIds(Fault):
     parameters = SentinelIdsParameters
     tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
     lab = "moedoctor.faults.routing.sentinel_ids_lab"
-    claims = (upstream_paths, alignment)
+    claims = (judge_upstream_paths, judge_alignment)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         return judge_counts(observation.evidence, _SYMPTOMS, "{rows} of {rows} rows are right")

@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class Used(NamedTuple):
-    """What came out of a use."""
+    """The result of a use."""
 
     experts: torch.Tensor
     """int64 [T, K]: the local expert that each pair was given to, -1 for none"""
@@ -60,7 +60,7 @@ def observe(parameters: SentinelIdsParameters, used: Used) -> Observation:
     return Observation(
         {
             "rows": parameters.tokens,
-            "rows_wrong": int((used.sums != _weighted(batch, local)).sum()),
+            "rows_wrong": int((used.sums != _sum_weighted(batch, local)).sum()),
             "empty_slots": int(is_empty.sum()),
             "empty_slots_given_to_an_expert": int(given.sum()),
             "expert": int(used.experts[given][0]) if bool(given.any()) else None,
@@ -89,53 +89,53 @@ def make_batch(parameters: SentinelIdsParameters) -> Batch:
 # --- Fixed: empty pairs are recognized before anything is indexed ----------------------------------------
 
 
-def _by_local_id(batch: Batch, local: torch.Tensor) -> Used:
-    return Used(local, _weighted(batch, local))
+def _sum_by_local_id(batch: Batch, local: torch.Tensor) -> Used:
+    return Used(local, _sum_weighted(batch, local))
 
 
-def _fixed_gather(batch: Batch) -> Used:
+def _gather_real(batch: Batch) -> Used:
     ids, weights = replace_sentinels(batch.ids, batch.weights)  # [T, K] each
-    sums = _weighted(batch._replace(ids=ids, weights=weights), ids.long())  # [T]
+    sums = _sum_weighted(batch._replace(ids=ids, weights=weights), ids.long())  # [T]
     return Used(torch.where(weights > 0, ids.long(), -1), sums)
 
 
-def _by_row(batch: Batch, *, unwritten: int) -> Used:
+def _sum_by_row(batch: Batch, *, unwritten: int) -> Used:
     """Read the map from pairs to sorted rows, in which empty pairs keep `unwritten`; -1 is not read."""
-    rows, row_of_pair = _sorted_rows(batch, fill=unwritten)
+    rows, row_of_pair = _sort_rows(batch, fill=unwritten)
     values = torch.where(row_of_pair >= 0, rows[row_of_pair], 0.0)  # [T, K]
     return Used(batch.ids.long(), (values * batch.weights).sum(1))
 
 
 FAULTY: dict[str, Callable[[Batch], Used]] = {
-    "expert_map": lambda batch: _by_local_id(batch, batch.expert_map[batch.ids.long()]),
-    "gather": lambda batch: _by_local_id(batch, batch.ids.long() % len(batch.expert_map)),
-    "row_map": partial(_by_row, unwritten=0),
+    "expert_map": lambda batch: _sum_by_local_id(batch, batch.expert_map[batch.ids.long()]),
+    "gather": lambda batch: _sum_by_local_id(batch, batch.ids.long() % len(batch.expert_map)),
+    "row_map": partial(_sum_by_row, unwritten=0),
 }
 FIXED: dict[str, Callable[[Batch], Used]] = {
-    "expert_map": lambda batch: _by_local_id(batch, find_local_ids(batch.ids, batch.expert_map).long()),
-    "gather": _fixed_gather,
-    "row_map": partial(_by_row, unwritten=-1),
+    "expert_map": lambda batch: _sum_by_local_id(batch, find_local_ids(batch.ids, batch.expert_map).long()),
+    "gather": _gather_real,
+    "row_map": partial(_sum_by_row, unwritten=-1),
 }
 
 
-def _output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+def _compute_output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
     """The output of expert `expert` for token `token`: a whole number from 1 to 13."""
     return ((token * 7 + expert * 3) % 13 + 1).float()
 
 
-def _weighted(batch: Batch, local: torch.Tensor) -> torch.Tensor:
+def _sum_weighted(batch: Batch, local: torch.Tensor) -> torch.Tensor:
     """float32 [T]: the sum over pairs whose `local` id [T, K] is not negative."""
     token = torch.arange(local.shape[0])[:, None]  # [T, 1]
-    return torch.where(local >= 0, _output(token, local) * batch.weights, 0.0).sum(1)
+    return torch.where(local >= 0, _compute_output(token, local) * batch.weights, 0.0).sum(1)
 
 
-def _sorted_rows(batch: Batch, *, fill: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sort_rows(batch: Batch, *, fill: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Expert outputs in sorted order, float32 [T * K], and each pair's row, int64 [T, K], `fill` before."""
     used = (batch.ids >= 0).nonzero()  # [N, 2]
     order = used[batch.ids[used[:, 0], used[:, 1]].argsort(stable=True)]  # [N, 2], by expert
     token, place = order.unbind(1)  # [N] each
     rows = torch.full((batch.ids.numel(),), _STALE)  # [T * K]
-    rows[: len(order)] = _output(token, batch.ids[token, place])
+    rows[: len(order)] = _compute_output(token, batch.ids[token, place])
     row_of_pair = torch.full(batch.ids.shape, fill)  # [T, K]
     row_of_pair[token, place] = torch.arange(len(order))
     return rows, row_of_pair
@@ -168,11 +168,11 @@ def measure_path(unit: str, device: str) -> dict[str, Any]:
     problem = make_problem(layer, _TOKENS, variant.activations, device=device)
     prepared(problem.x, problem.topk_weights, problem.topk_ids)  # compiles, which may take a minute
     _finish(device, _COMPILING)
-    problem = replace(problem, topk_ids=_with_sentinels(problem.topk_ids)[ids])
+    problem = replace(problem, topk_ids=_insert_sentinels(problem.topk_ids)[ids])
     poison(prepared, problem.x)
     out = prepared(problem.x, problem.topk_weights, problem.topk_ids).float()  # [T, H]
     _finish(device, _RUNNING)
-    row = _row_figures(problem, out, compute_expected(problem, variant.activations))
+    row = _count_rows(problem, out, compute_expected(problem, variant.activations))
     return {"row": row, "vllm": describe_installed_release()}
 
 
@@ -185,7 +185,7 @@ def measure_alignment(device: str) -> dict[str, Any]:
     last_rank = torch.full((experts,), -1, dtype=torch.int32, device=device)  # [E]
     last_rank[half:] = torch.arange(experts - half, device=device)
     rows = []
-    for name, ids in _with_sentinels(topk_ids).items():
+    for name, ids in _insert_sentinels(topk_ids).items():
         for parallel, expert_map, first in (("", None, 0), (", last rank of two", last_rank, half)):
             pairs, owners = align_block_size(ids, _BLOCK, experts, expert_map)  # [B, block], [B]
             real = pairs[owners >= 0].flatten()  # pairs that a real expert computes
@@ -203,7 +203,7 @@ def measure_alignment(device: str) -> dict[str, Any]:
     return {"rows": rows, "vllm": describe_installed_release()}
 
 
-def _with_sentinels(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def _insert_sentinels(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """`ids` [T, K] as they are, with a quarter of the rows -1, and with -1 once in each row."""
     padding, dropped = ids.clone(), ids.clone()
     padding[-ids.shape[0] // 4 :] = -1
@@ -224,7 +224,7 @@ def _finish(device: str, seconds: float) -> None:
         time.sleep(0.001)
 
 
-def _row_figures(problem: Problem, out: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
+def _count_rows(problem: Problem, out: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
     distance = (out - expected).norm(dim=1)  # [T]
     wrong = ~(distance <= _RELATIVE * expected.norm(dim=1) + 1e-6)  # [T]; NaN is wrong
     with_empty = (problem.topk_ids < 0).any(1)  # [T]

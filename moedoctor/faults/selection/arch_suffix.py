@@ -41,7 +41,7 @@ class ArchSuffixParameters(Parameters):
             yield f"cuda: must be a release from {span}, such as '13.0', not '{self.cuda}'"
 
 
-def _symptom(evidence: Evidence, gpu: str = "", cuda: str = "") -> tuple[str, str, str | None] | None:
+def _find_symptom(evidence: Evidence, gpu: str = "", cuda: str = "") -> tuple[str, str, str | None] | None:
     """Return (kind, figure, what the compiler or the resolver printed), or None if nothing is wrong."""
     checked, would_do, error = evidence["checked"], evidence["would_do"], evidence["error"]
     if error:
@@ -63,7 +63,7 @@ def _symptom(evidence: Evidence, gpu: str = "", cuda: str = "") -> tuple[str, st
 
 
 @claim("a_lacks_instructions", measure=f"{_LAB}:measure_acceptance", thresholds=("min_lacking",))
-def a_lacks_instructions(given: ClaimCases) -> ClaimJudgement:
+def judge_a_lacks_instructions(given: ClaimCases) -> ClaimJudgement:
     """Judge which of the grouped GEMM's instructions each compiler refuses for 120a."""
     (figures,) = given.evidence()
     refused = {compiler: by["120a"] for compiler, by in figures["refused"].items() if "120a" in by}
@@ -83,7 +83,7 @@ def a_lacks_instructions(given: ClaimCases) -> ClaimJudgement:
 
 
 @claim("f_needs_cuda", measure=f"{_LAB}:measure_family_target", thresholds=("claimed_major", "claimed_minor"))
-def f_needs_cuda(given: ClaimCases) -> ClaimJudgement:
+def judge_f_needs_cuda(given: ClaimCases) -> ClaimJudgement:
     """Judge whether a compiler older than the claimed release takes 120f."""
     (figures,) = given.evidence()
     claimed = [int(given.limits["claimed_major"]), int(given.limits["claimed_minor"])]
@@ -98,7 +98,7 @@ def f_needs_cuda(given: ClaimCases) -> ClaimJudgement:
 
 
 @claim("list_is_workaround", measure=f"{_LAB}:measure_workaround", thresholds=("min_share",))
-def list_is_workaround(given: ClaimCases) -> ClaimJudgement:
+def judge_list_is_workaround(given: ClaimCases) -> ClaimJudgement:
     """Judge the share of releases that build for 120f with the list."""
     (figures,) = given.evidence()
     readings, installed = figures["readings"], figures["installed"]
@@ -129,12 +129,12 @@ class ArchSuffix(Fault):
         "installed": (Tier.LIBRARY,),
     }
     lab = _LAB
-    claims = (a_lacks_instructions, f_needs_cuda, list_is_workaround)
+    claims = (judge_a_lacks_instructions, judge_f_needs_cuda, judge_list_is_workaround)
     installed_package = "flashinfer"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence
-        symptom = _symptom(evidence, str(case.parameters["capability"]), str(case.parameters["cuda"]))
+        symptom = _find_symptom(evidence, str(case.parameters["capability"]), str(case.parameters["cuda"]))
         if symptom is not None:
             return Judgement(CaseVerdict.REPRODUCED, *symptom[1:])
         if evidence["error"]:
@@ -147,7 +147,7 @@ class ArchSuffix(Fault):
         counts: dict[str, Counter[str]] = {}
         for case in results:
             if case.verdict is CaseVerdict.REPRODUCED:
-                kind, *_ = _symptom(case.evidence) or ("",)
+                kind, *_ = _find_symptom(case.evidence) or ("",)
                 counts.setdefault(case.subject, Counter())[kind] += 1
         symptoms = {subject: dict(sorted(kinds.items())) for subject, kinds in counts.items()}
         return {"symptoms": symptoms} if symptoms else {}

@@ -78,7 +78,9 @@ def observe(parameters: ArchSuffixParameters, resolve: Resolver) -> Observation:
             "targets": list(reading.targets),
             "error": reading.error,
             "checked": [_check(name, gpu, compiler) for name in reading.targets],
-            "would_do": [str(target) for target in _would_do(gpu, compiler)] if reading.error else [],
+            "would_do": [str(target) for target in _list_working_targets(gpu, compiler)]
+            if reading.error
+            else [],
             "decided_by": str(compiler.tool) if compiler.tool else "what such a ptxas accepted",
         }
     )
@@ -91,14 +93,14 @@ class _Compiler:
     cuda: CudaVersion
     tool: Tool | None
 
-    def unknown(self, target: Target) -> str | None:
+    def find_unknown(self, target: Target) -> str | None:
         """Return what the compiler prints if it does not know `target`, else None."""
         if self.tool is not None:
             result = try_instruction(self.tool, target, None)
             return None if result.accepted else result.line
         return None if is_known_target(target, self.cuda) else f"sm_{target} is unknown"
 
-    def refusals(self, target: Target, instructions: Sequence[Instruction]) -> dict[str, str]:
+    def find_refusals(self, target: Target, instructions: Sequence[Instruction]) -> dict[str, str]:
         """Return the instructions that do not compile for `target`, each with what the compiler prints."""
         if self.tool is not None:
             results = try_instructions(self.tool, target, instructions)
@@ -111,25 +113,25 @@ def _check(name: str, gpu: Capability, compiler: _Compiler) -> dict[str, Any]:
     """Return whether the compiler knows the target, whether its code loads on the GPU, and what it lacks."""
     try:
         target = Target.parse(name)
-        unknown = compiler.unknown(target)
+        unknown = compiler.find_unknown(target)
     except ValueError as error:
         unknown = str(error)
     if unknown is not None:
         return {"target": name, "known": False, "loads": False, "lacks": [], "said": unknown}
     loads = loads_sass(target, gpu)
-    refused = compiler.refusals(target, list_needed(gpu)) if loads else {}
+    refused = compiler.find_refusals(target, list_needed(gpu)) if loads else {}
     refusal = next(iter(refused.values()), None)
     return {"target": name, "known": True, "loads": loads, "lacks": list(refused), "said": refusal}
 
 
-def _would_do(gpu: Capability, compiler: _Compiler) -> list[Target]:
+def _list_working_targets(gpu: Capability, compiler: _Compiler) -> list[Target]:
     """The targets of this toolkit that load on the GPU and take everything that its MoE kernels use."""
     return [
         target
         for target in list_targets(compiler.cuda)
         if loads_sass(target, gpu)
-        and not compiler.unknown(target)
-        and not compiler.refusals(target, list_needed(gpu))
+        and not compiler.find_unknown(target)
+        and not compiler.find_refusals(target, list_needed(gpu))
     ]
 
 
@@ -139,7 +141,7 @@ _GPU = (12, 0)
 _WORKAROUND = "12.0f"
 
 
-def _compilers() -> Sequence[Tool]:
+def _need_compilers() -> Sequence[Tool]:
     """The compilers of this machine. Raises UnavailableError if there is none."""
     compilers = find_compilers()
     if not compilers:
@@ -151,7 +153,7 @@ def measure_acceptance() -> dict[str, Any]:
     """Every deciding instruction for 120, 120a, 120f, 121a and 90a, in each compiler at hand."""
     names = [instruction.name for instruction in list_needed(_GPU)]
     refused, tables = {}, {}
-    for compiler in _compilers():
+    for compiler in _need_compilers():
         table = try_targets(compiler)
         tables[str(compiler)] = summarize(table)
         refused[str(compiler)] = {
@@ -163,9 +165,9 @@ def measure_acceptance() -> dict[str, Any]:
 
 
 def measure_family_target() -> list[dict[str, Any]]:
-    """Whether each compiler at hand compiles an empty kernel for 120f."""
+    """Compile an empty kernel for 120f with each compiler at hand."""
     rows = []
-    for compiler in _compilers():
+    for compiler in _need_compilers():
         result = try_instruction(compiler, Target(12, 0, "f"), None)
         tool = {"compiler": str(compiler), "cuda": list(compiler.cuda)}
         rows.append({**tool, "accepted": result.accepted, "said": result.line})
@@ -173,7 +175,7 @@ def measure_family_target() -> list[dict[str, Any]]:
 
 
 def measure_workaround() -> dict[str, Any]:
-    """What each FlashInfer release, and the installed one itself, builds with the list ``12.0f``."""
+    """List the targets of each FlashInfer release, and of the installed one, with the list ``12.0f``."""
     rows = measure_family_target()
     accepting = [row["compiler"] for row in rows if row["accepted"]]
     if not accepting:

@@ -68,7 +68,7 @@ FILED_FOR = "0.17.1"
 GEMM_VARIABLE = "VLLM_NVFP4_GEMM_BACKEND"
 
 
-def _claim(
+def _make_claim(
     key: str, record: Callable[[], str], *prefixes: str
 ) -> Callable[[Callable[[Evidence], tuple[bool | None, str]]], ClaimTest]:
     """Make a claim of a function: what the installed vLLM answers -> (whether it holds or None, why).
@@ -93,7 +93,7 @@ def _claim(
     return decorate
 
 
-def _marlin_by_flag() -> str:
+def _count_marlin_by_flag() -> str:
     ways = [
         release
         for release in load_releases()
@@ -103,22 +103,22 @@ def _marlin_by_flag() -> str:
     return f"--moe-backend marlin selects MARLIN in {len(ways)} of {len(load_releases())} releases"
 
 
-@_claim("no_override", _marlin_by_flag, "with_flag")
-def no_override(answers: Evidence) -> tuple[bool | None, str]:
+@_make_claim("no_override", _count_marlin_by_flag, "with_flag")
+def judge_no_override(answers: Evidence) -> tuple[bool | None, str]:
     """The claim holds if a flag does not select what it names."""
     selected = {flag: answers[f"with_flag_{flag}"] for flag in ("marlin", "cutlass")}
     shown = ", ".join(f"--moe-backend {flag} selects {backend}" for flag, backend in selected.items())
     return selected != {"marlin": "MARLIN", "cutlass": "VLLM_CUTLASS"}, shown
 
 
-def _readers() -> str:
+def _count_readers() -> str:
     known = load_vllm_variables()
     readers = [release for release in known.releases if NVFP4_VARIABLE in known.list_at(release)]
     return f"{len(readers)} of {len(known.releases)} releases read it"
 
 
-@_claim("no_variable", _readers, "automatic", "variable", "with_var")
-def no_variable(answers: Evidence) -> tuple[bool | None, str]:
+@_make_claim("no_variable", _count_readers, "automatic", "variable", "with_var")
+def judge_no_variable(answers: Evidence) -> tuple[bool | None, str]:
     """The claim holds if the variable is not declared and changes nothing."""
     same = {answers[f"with_variable_{name}"] for name in ("MARLIN", "VLLM_CUTLASS")} == {answers["automatic"]}
     declared = "declares it" if answers["variable_declared"] else "does not declare it"
@@ -126,20 +126,20 @@ def no_variable(answers: Evidence) -> tuple[bool | None, str]:
     return not answers["variable_declared"] and same, f"{declared}; {NVFP4_VARIABLE} {effect}"
 
 
-def _releases_with_a_say() -> str:
+def _count_deciding_releases() -> str:
     known = load_vllm_variables().releases
     deciding = [release for release in known if GEMM_VARIABLE in find_governing_variables("nvfp4", release)]
     return f"it decides MoE layers in {len(deciding)} of {len(known)} releases"
 
 
-@_claim("gemm_selects", _releases_with_a_say, "automatic", "with_gemm")
-def gemm_selects(answers: Evidence) -> tuple[bool | None, str]:
+@_make_claim("gemm_selects", _count_deciding_releases, "automatic", "with_gemm")
+def judge_gemm_selects(answers: Evidence) -> tuple[bool | None, str]:
     """The claim holds if the variable changes the MoE backend."""
     with_it, without = answers["with_gemm_variable"], answers["automatic"]
     return with_it != without, f"{with_it} with it, {without} without"
 
 
-def _refusals_of_capitals() -> str:
+def _count_refusals_of_capitals() -> str:
     known = load_vllm_variables()
     rows = {
         release: known.list_at(release)[GEMM_VARIABLE]
@@ -154,8 +154,8 @@ def _refusals_of_capitals() -> str:
     )
 
 
-@_claim("gemm_crashes", _refusals_of_capitals, "gemm")
-def gemm_crashes(answers: Evidence) -> tuple[bool | None, str]:
+@_make_claim("gemm_crashes", _count_refusals_of_capitals, "gemm")
+def judge_gemm_crashes(answers: Evidence) -> tuple[bool | None, str]:
     """The claim holds if reading the variable fails. It is open for a release that does not read it."""
     if not answers["gemm_declared"]:
         return None, "does not read it any more"
@@ -163,7 +163,7 @@ def gemm_crashes(answers: Evidence) -> tuple[bool | None, str]:
     return bool(error), f"MARLIN: {error or 'taken'}; marlin: {answers['gemm_small'] or 'taken'}"
 
 
-def _default_of_0171() -> str:
+def _describe_default_of_0171() -> str:
     chosen = [
         backends.select(
             SM120, "nvfp4", release=FILED_FOR, activation=NEMOTRON, libraries={"flashinfer": there}
@@ -176,8 +176,8 @@ def _default_of_0171() -> str:
     )
 
 
-@_claim("marlin_by_default", _default_of_0171, "automatic", "flashinfer")
-def marlin_by_default(answers: Evidence) -> tuple[bool | None, str]:
+@_make_claim("marlin_by_default", _describe_default_of_0171, "automatic", "flashinfer")
+def judge_marlin_by_default(answers: Evidence) -> tuple[bool | None, str]:
     """The claim holds if 0.17.1 selects MARLIN with FlashInfer. It is open for other releases."""
     shown = f"selects {answers['automatic']} on SM120"
     if answers["vllm"] != FILED_FOR or not answers["flashinfer_usable"]:
@@ -196,7 +196,13 @@ class BackendOverride(Fault):
         "installed": (Tier.LIBRARY,),
     }
     lab = "moedoctor.faults.selection.backend_override_lab"
-    claims = (no_override, no_variable, gemm_selects, gemm_crashes, marlin_by_default)
+    claims = (
+        judge_no_override,
+        judge_no_variable,
+        judge_gemm_selects,
+        judge_gemm_crashes,
+        judge_marlin_by_default,
+    )
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence

@@ -22,7 +22,7 @@ _COMMAND = ("vllm", "serve", "MODEL")
 
 def model(case: Case, parameters: BackendOverrideParameters, release: None) -> Observation:
     """Observe vLLM's own selection as the tables have it, or ours."""
-    return observe(parameters, upstream_start if case.subject == "faulty" else our_start)
+    return observe(parameters, start_upstream if case.subject == "faulty" else start_ours)
 
 
 def library(case: Case, parameters: BackendOverrideParameters, release: None) -> Observation:
@@ -52,7 +52,7 @@ def observe(parameters: BackendOverrideParameters, start: Start) -> Observation:
     return Observation({**asdict(start(parameters, environ, command)), "without": without.selected})
 
 
-def upstream_start(
+def start_upstream(
     parameters: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
 ) -> Started:
     """Start as vLLM does: it passes over unknown settings, with one warning for ``VLLM_*`` names."""
@@ -68,7 +68,7 @@ def upstream_start(
     return Started(selection.chosen, refused, warned=bool(unknown))
 
 
-def our_start(
+def start_ours(
     parameters: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
 ) -> Started:
     """Start as with our plug-in: `VLLM_NVFP4_MOE_BACKEND` is honored and every dead setting answered."""
@@ -93,7 +93,7 @@ def our_start(
 
 
 def ask_installed() -> dict[str, Any]:
-    """What the installed vLLM does on SM120 with flags and variables, or why it was not asked."""
+    """Ask the installed vLLM what flags and variables do on SM120, or return why it was not asked."""
     try:
         selection = InstalledSelection.from_this_environment(find_installed_release())
     except UnavailableError as error:

@@ -11,7 +11,7 @@ from fault_cases import case, run
 
 from moedoctor.faults.cache import cache_overflow as claims
 from moedoctor.faults.cache.cache_overflow import CacheOverflowFault, CacheOverflowParameters
-from moedoctor.faults.cache.cache_overflow_lab import Layer, Prefill, grouped, measure
+from moedoctor.faults.cache.cache_overflow_lab import Layer, Prefill, make_grouped, measure
 from moedoctor.interfaces import ClaimTest, Measurement
 from moedoctor.reference.expert_cache import Problem
 from moedoctor.results import CaseVerdict, ClaimVerdict, Observation
@@ -44,13 +44,13 @@ def test_the_control_is_wrong_and_silent_and_the_fix_refuses_or_is_right(point: 
 
 def silent(problem: Problem, capacity: int) -> Layer:
     """Gives the right result, but does not refuse a call without groups."""
-    layer = grouped(problem, capacity)
+    layer = make_grouped(problem, capacity)
     return lambda x, topk_weights, topk_ids: layer(x, topk_weights, topk_ids)._replace(refused=None)
 
 
 def without_the_last_group(problem: Problem, capacity: int) -> Layer:
     """Refuses the call, but its groups lose the experts below 4."""
-    layer = grouped(problem, capacity)
+    layer = make_grouped(problem, capacity)
 
     def prefill(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Prefill:
         refused = layer(x, topk_weights, topk_ids).refused
@@ -94,11 +94,11 @@ LIMITS = {"tolerance": 0.05, "min_share": 0.9}
 @pytest.mark.parametrize(
     ("claim", "evidence", "verdict"),
     [
-        (claims.group_cost, overheads(0.07, 0.13, 0.36), ClaimVerdict.CONFIRMED),
-        (claims.group_cost, overheads(0.07, 0.13, 0.45), ClaimVerdict.REFUTED),
-        (claims.group_cost, overheads(0.0, 0.13, 0.36), ClaimVerdict.REFUTED),
-        (claims.cold_swap, transfers(0.95, 0.92), ClaimVerdict.CONFIRMED),
-        (claims.cold_swap, transfers(0.95, 0.6), ClaimVerdict.REFUTED),
+        (claims.judge_group_cost, overheads(0.07, 0.13, 0.36), ClaimVerdict.CONFIRMED),
+        (claims.judge_group_cost, overheads(0.07, 0.13, 0.45), ClaimVerdict.REFUTED),
+        (claims.judge_group_cost, overheads(0.0, 0.13, 0.36), ClaimVerdict.REFUTED),
+        (claims.judge_cold_swap, transfers(0.95, 0.92), ClaimVerdict.CONFIRMED),
+        (claims.judge_cold_swap, transfers(0.95, 0.6), ClaimVerdict.REFUTED),
     ],
 )
 def test_claims(claim: ClaimTest, evidence: dict[str, Any], verdict: ClaimVerdict) -> None:
@@ -107,7 +107,7 @@ def test_claims(claim: ClaimTest, evidence: dict[str, Any], verdict: ClaimVerdic
 
 def test_graph_replays_decide_and_the_other_times_are_shown() -> None:
     measurement = Measurement("", Observation(overheads(0.07, 0.13, 0.36)))
-    judgement = claims.group_cost.judge((), [measurement], LIMITS)
+    judgement = claims.judge_group_cost.judge((), [measurement], LIMITS)
     assert judgement.reason is not None
     assert judgement.reason.startswith("2 groups +7.0%, 4 groups +13.0%, 8 groups +36.0% with k, 128 experts")
     assert "eager calls by the wall clock 2 groups +307.0%, 4 groups +313.0%" in judgement.reason
@@ -119,7 +119,7 @@ def test_graph_replays_decide_and_the_other_times_are_shown() -> None:
 
 
 def test_the_published_table_is_open_wherever_it_is_asked() -> None:
-    judgement = claims.published_table.judge((), [Measurement("", Observation({}))], {})
+    judgement = claims.judge_published_table.judge((), [Measurement("", Observation({}))], {})
     assert judgement.verdict is ClaimVerdict.UNTESTED
     assert "RTX PRO 6000; neither is run here" in str(judgement.reason)
 

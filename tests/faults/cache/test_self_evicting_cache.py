@@ -56,7 +56,7 @@ def test_the_same_calls_are_computed_for_both_and_wrong_ones_are_among_them() ->
 
 def wrong_weights(parameters: SelfEvictingCacheParameters, problem: Problem) -> lab.TestedCache:
     """Right bookkeeping, but weights of another expert."""
-    cache = lab.control(parameters, problem)
+    cache = lab.make_control(parameters, problem)
 
     def acquire(ids: torch.Tensor) -> Any:
         slots, slot_ids = cache.acquire(ids)
@@ -146,7 +146,7 @@ def test_the_worst_row_decides(key: str, rows: list[dict[str, Any]], confirmed: 
 
 @pytest.mark.usefixtures("shipped")
 def test_no_rate_is_above_the_optimum_of_its_scope() -> None:
-    evidence = lab.lru_monopoly()
+    evidence = lab.measure_lru_monopoly()
     assert [total["slots"] for total in evidence["all_layers"]] == [16, 32]
     for total in evidence["all_layers"]:
         for scope in ("layer", "global"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from fault_cases import by_rows, run
 
-from moedoctor.faults.cache.workspace_aliasing import RESULTS, WorkspaceAliasing, modular_kernel
-from moedoctor.faults.cache.workspace_aliasing_lab import Call, shared_workspace
+from moedoctor.faults.cache.workspace_aliasing import RESULTS, WorkspaceAliasing, judge_modular_kernel
+from moedoctor.faults.cache.workspace_aliasing_lab import Call, share_workspace
 from moedoctor.reference.expert_cache import Problem
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.results import CaseVerdict, ClaimVerdict
@@ -44,17 +44,17 @@ def outputs(task: Call, x: torch.Tensor | None = None) -> list[torch.Tensor]:
 
 def test_a_running_sum_in_the_workspace_counts_the_last_group_twice() -> None:
     task = call("sum", 2)
-    assert torch.allclose(shared_workspace(task).output, 2 * outputs(task)[1], atol=1e-6)
+    assert torch.allclose(share_workspace(task).output, 2 * outputs(task)[1], atol=1e-6)
 
 
 def test_results_that_are_kept_all_equal_the_last_result() -> None:
     task = call("results", 4)
-    assert torch.allclose(shared_workspace(task).output, 4 * outputs(task)[3], atol=1e-6)
+    assert torch.allclose(share_workspace(task).output, 4 * outputs(task)[3], atol=1e-6)
 
 
 def test_an_overwritten_input_leaves_only_the_first_group_right() -> None:
     task = call("input", 2)
-    output, (first, second) = shared_workspace(task).output, outputs(task)
+    output, (first, second) = share_workspace(task).output, outputs(task)
     assert torch.allclose(output, first + outputs(task, first)[1], atol=1e-6)
     assert not torch.allclose(output, first + second, atol=1e-3)
 
@@ -72,7 +72,7 @@ def test_the_claim_is_judged_by_the_returned_output(wrong: int, verdict: ClaimVe
         {"what": returned, "groups": 2, "wrong_rows": wrong, "rows": 64},
         {"what": before, "groups": 2, "wrong_rows": 64, "rows": 64},
     ]
-    judgement = by_rows(modular_kernel, {"min_share": 0.5}, *rows)
+    judgement = by_rows(judge_modular_kernel, {"min_share": 0.5}, *rows)
     assert judgement.verdict is verdict
     assert f"{wrong} of 64" in (judgement.reason or "")
-    assert modular_kernel.units(["faulty", "fixed"]) == []
+    assert judge_modular_kernel.units(["faulty", "fixed"]) == []

@@ -286,10 +286,10 @@ def test_backends_are_compared_without_offload() -> None:
         case("triton", "Paris", (1.0, 2.0, 3.0)),
         case("emulation", "Rome", (1.0, 9.0, 3.0)),
     ]
-    (rows,) = md008.backends_without_offload([first, *others]).values()
+    (rows,) = md008.compare_backends_without_offload([first, *others]).values()
     table = [(row["backend"], row["beside"], row["same_answer"], row["first_layer"]) for row in rows]
     assert table == [("triton", "marlin", True, None), ("emulation", "marlin", False, "layers.1")]
-    assert md008.backends_without_offload([first]) == {}
+    assert md008.compare_backends_without_offload([first]) == {}
 
 
 @pytest.mark.parametrize(("fixes", "expected"), [("none", ""), ("offload", "offload")])

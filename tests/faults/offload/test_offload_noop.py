@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from moedoctor.faults.offload import offload_noop_lab
 from moedoctor.faults.offload.offload_noop import OffloadNoop
-from moedoctor.faults.offload.offload_noop_lab import engine_evidence, places, remembering
+from moedoctor.faults.offload.offload_noop_lab import collect_engine_evidence, find_places, make_remembering
 from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier, UnavailableError
 from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import find_builtin_file, load_scenario
@@ -88,7 +88,7 @@ def test_weights_that_are_left_alone_are_not_copied_again() -> None:
     def idle(layer: object, name: str, new: object) -> None:
         calls.append(1)
 
-    evidence = places(idle, remembering, fixed=True)
+    evidence = find_places(idle, make_remembering, fixed=True)
     assert calls == [1, 1]
     assert verdict_of(evidence) is CaseVerdict.CLEAN
 
@@ -163,11 +163,11 @@ def test_an_engine_is_judged_by_the_place_of_its_weights(
 @pytest.mark.parametrize(("cause", "release"), [("v2_runner", "0.28.0"), ("repacked", "0.30.0")])
 def test_a_release_that_cannot_have_the_failure_is_skipped(cause: str, release: str) -> None:
     with pytest.raises(UnavailableError, match=release):
-        offload_noop_lab.engine_variables(cause, fixed=False, release=Version(release))
+        offload_noop_lab.choose_engine_variables(cause, fixed=False, release=Version(release))
 
 
 def test_an_engine_that_did_not_run_is_no_evidence() -> None:
     with pytest.raises(RuntimeError, match="ValueError: no"):
-        engine_evidence(died("no", kind="ValueError"), {})
-    empty = engine_evidence(answered(probe={"parameters": []}), {})
+        collect_engine_evidence(died("no", kind="ValueError"), {})
+    empty = collect_engine_evidence(answered(probe={"parameters": []}), {})
     assert verdict_of(empty) is CaseVerdict.ERROR

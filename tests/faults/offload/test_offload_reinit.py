@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from moedoctor.faults.offload.offload_reinit import OffloadReinit, OffloadReinitParameters
-from moedoctor.faults.offload.offload_reinit_lab import FILE, mock_runner, observe, outcome, refuses
+from moedoctor.faults.offload.offload_reinit_lab import FILE, mock_runner, observe, refuse, try_rebuild
 from moedoctor.plugin.offload_fix import skip_assertion
 from moedoctor.results import Case, CaseResult, CaseVerdict, Tier, UnavailableError
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
@@ -53,7 +53,7 @@ def test_a_function_that_never_rebuilds_is_not_clean() -> None:
 
 
 def test_the_plug_in_restores_the_configuration() -> None:
-    assert outcome(skip_assertion(refuses), (32,), 4.0) == "rebuilt"
+    assert try_rebuild(skip_assertion(refuse), (32,), 4.0) == "rebuilt"
     runner = mock_runner(4.0)
 
     def failing(self: object) -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from moedoctor.faults.offload import offloaded_scales as md003
 from moedoctor.faults.offload.offloaded_scales import OffloadedScales
-from moedoctor.faults.offload.stale_config import DeviceMemory, offload_and_run, simulated_stack
+from moedoctor.faults.offload.stale_config import DeviceMemory, make_simulated_stack, offload_and_run
 from moedoctor.faults.offload.stale_parameter import StaleParameter
 from moedoctor.faults.offload.unpinned_copy import UnpinnedCopy
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
@@ -71,7 +71,7 @@ def test_scales_that_stay_on_the_device_do_no_harm(monkeypatch: pytest.MonkeyPat
     for names, same in ((("w13_weight",), True), (("w13_weight", "w13_weight_scale"), None)):
         monkeypatch.setattr("moedoctor.faults.offload.stale_config.NAMES", names)
         memory = DeviceMemory()
-        stack = simulated_stack(3, memory, checks=True, seed=0)
+        stack = make_simulated_stack(3, memory, checks=True, seed=0)
         assert offload_and_run("faulty", stack, x, memory)["same_bits"] is same
 
 
@@ -130,8 +130,8 @@ REFUSED, RAN = at_kernel("host memory", "b_scales is not on GPU"), at_kernel("de
 def test_crash_2_is_decided_by_upstreams_own_operator(
     cases: Sequence[CaseResult], refuses: ClaimVerdict, reference: ClaimVerdict
 ) -> None:
-    assert md003.marlin_refuses.judge(cases, [], {}).verdict is refuses
-    assert md003.stale_reference.judge(cases, [], {}).verdict is reference
+    assert md003.judge_marlin_refuses.judge(cases, [], {}).verdict is refuses
+    assert md003.judge_stale_reference.judge(cases, [], {}).verdict is reference
 
 
 def cell(
@@ -180,7 +180,7 @@ IDLE = cell("eager", COPIES, "no offload")
     ],
 )
 def test_marlin_crashes(results: list[CaseResult], verdict: ClaimVerdict) -> None:
-    assert md003.marlin_crashes.judge(results, (), {}).verdict is verdict
+    assert md003.judge_marlin_crashes.judge(results, (), {}).verdict is verdict
 
 
 ZEROS = ("controls_wrong", "crashed", "other_tokens", "rounding", "not_fixed", "not_offloaded", "moved_back")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moedoctor.faults.offload.late_device import LateDevice
-from moedoctor.faults.offload.unpinned_copy import CELLS, PAGEABLE, STALE, UnpinnedCopy, crash_3
-from moedoctor.faults.offload.unpinned_copy_lab import stored_stale
+from moedoctor.faults.offload.unpinned_copy import CELLS, PAGEABLE, STALE, UnpinnedCopy, judge_crash_3
+from moedoctor.faults.offload.unpinned_copy_lab import stores_stale
 from moedoctor.fixes.offload import storage as offload_storage
 from moedoctor.fixes.offload.prefetch import CudaEngine, Pipeline
 from moedoctor.interfaces import Measurement
@@ -72,7 +72,7 @@ def test_a_fault_of_our_own_pipeline_reproduces_the_failure(
 
 def test_the_bytes_moved_to_the_host_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [torch.full((256,), 2, dtype=torch.uint8) for _ in range(2)]
-    assert stored_stale(weights, pinned=False) is False
+    assert stores_stale(weights, pinned=False) is False
     real = offload_storage.store
 
     def too_early(plan: Any, pin: Any) -> Any:
@@ -81,7 +81,7 @@ def test_the_bytes_moved_to_the_host_are_checked(monkeypatch: pytest.MonkeyPatch
         return layers, failure
 
     monkeypatch.setattr(offload_storage, "store", too_early)
-    assert stored_stale(weights, pinned=False) is True
+    assert stores_stale(weights, pinned=False) is True
 
 
 @pytest.mark.gpu
@@ -135,9 +135,9 @@ WRONG = Observation({**RIGHT.evidence, "wrong_results": 1})
 RESTATED = Observation({**RIGHT.evidence, "whose": "restated"})
 
 
-def judge_crash_3(cases: list[CaseResult], copies: Any, host_address: Any) -> Any:
+def judge_outcomes(cases: list[CaseResult], copies: Any, host_address: Any) -> Any:
     measured = [Measurement(PAGEABLE, copies), Measurement(STALE, host_address)]
-    return crash_3.judge(cases, measured, {"max_wrong": 0})
+    return judge_crash_3.judge(cases, measured, {"max_wrong": 0})
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def judge_crash_3(cases: list[CaseResult], copies: Any, host_address: Any) -> An
     ],
 )
 def test_crash_3(copies: Any, host_address: Any, verdict: ClaimVerdict, text: str) -> None:
-    judgement = judge_crash_3([], copies, host_address)
+    judgement = judge_outcomes([], copies, host_address)
     assert judgement.verdict is verdict
     assert text in (judgement.reason or "")
 
@@ -169,4 +169,4 @@ def test_one_early_copy_is_enough_and_a_pageable_one_on_a_gpu_confirms_crash_3(
         case = CaseResult("faulty", tier, {}, CaseVerdict.REPRODUCED, cells)
         confirmed = tier is Tier.KERNEL and name.startswith("pageable")
         expected = ClaimVerdict.CONFIRMED if confirmed else ClaimVerdict.REFUTED
-        assert judge_crash_3([case], RIGHT, DEAD).verdict is expected
+        assert judge_outcomes([case], RIGHT, DEAD).verdict is expected

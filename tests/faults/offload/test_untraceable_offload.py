@@ -12,10 +12,10 @@ import torch
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
 from moedoctor.faults.offload.untraceable_offload_lab import (
     FILE,
-    claimed_on_gpu,
-    distance,
     fixed,
+    measure_distance,
     observe,
+    pretend_on_gpu,
 )
 from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier, UnavailableError
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
@@ -107,7 +107,7 @@ def test_parameters_say_gpu_only_in_the_loop_over_them(number: int) -> None:
     layer = torch.nn.Linear(2, 2)
     cpu = torch.device("cpu")
     true = [layer.weight, layer.bias]
-    with claimed_on_gpu(layer):
+    with pretend_on_gpu(layer):
         assert next(layer.parameters()).device == cpu
         for parameter in (parameter for _, parameter in layer.named_parameters()):
             assert parameter.device.type == "cuda"
@@ -142,8 +142,8 @@ def test_rounding_by_the_compiler_is_not_a_failure(evidence: Any, verdict: CaseV
 
 def test_a_nan_in_a_later_pass_is_not_a_small_difference() -> None:
     expected = torch.ones(2, 2)
-    assert distance([expected, expected + 0.5], expected) == 1.0
-    assert math.isnan(distance([expected + 0.5, expected * torch.nan], expected))
+    assert measure_distance([expected, expected + 0.5], expected) == 1.0
+    assert math.isnan(measure_distance([expected + 0.5, expected * torch.nan], expected))
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.faults.quantization import checkpoint_lab, gate_up_order_lab
 from moedoctor.faults.quantization.checkpoint import CheckpointFault
-from moedoctor.faults.quantization.checkpoint_lab import PROMPTS, Changes, compare_engines, projection
+from moedoctor.faults.quantization.checkpoint_lab import PROMPTS, Changes, compare_engines, stack_projection
 from moedoctor.faults.quantization.gate_up_order import GateUpOrder
 from moedoctor.faults.quantization.gate_up_order_lab import CHANGES as MD017
 from moedoctor.faults.quantization.global_scale_mismatch import GlobalScaleMismatch
@@ -117,8 +117,8 @@ def written(folder: Path, *changes: Change) -> list[Tensors]:
 
 def test_the_damaged_checkpoint_means_the_same_numbers(tmp_path: Path) -> None:
     tensors = written(tmp_path, *MD014)
-    up = [dequantize(projection(checkpoint, "up", 8)) for checkpoint in tensors]
-    down = [dequantize(projection(checkpoint, "down", 8)) for checkpoint in tensors]
+    up = [dequantize(stack_projection(checkpoint, "up", 8)) for checkpoint in tensors]
+    down = [dequantize(stack_projection(checkpoint, "down", 8)) for checkpoint in tensors]
     assert torch.equal(up[0], up[1])
     assert torch.equal(down[0], down[1])
     # The repair moves a factor of two from one matrix to the other.

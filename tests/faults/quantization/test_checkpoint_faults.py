@@ -14,10 +14,10 @@ from moedoctor.faults.quantization.checkpoint import CheckpointFault
 from moedoctor.faults.quantization.gate_up_order import GateUpOrder, GateUpOrderParameters
 from moedoctor.faults.quantization.global_scale_mismatch import GlobalScaleMismatch
 from moedoctor.faults.quantization.input_scale_missing import InputScaleMissing
-from moedoctor.faults.quantization.input_scale_missing_lab import quantized
+from moedoctor.faults.quantization.input_scale_missing_lab import quantize_like_kernel
 from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissing
 from moedoctor.faults.quantization.scale_layout import ScaleLayout, ScaleLayoutParameters
-from moedoctor.faults.quantization.scale_layout_lab import TiledKernel, places
+from moedoctor.faults.quantization.scale_layout_lab import TiledKernel, find_places
 from moedoctor.fixes.moe.weight_layout import put_up_first, tile_scales
 from moedoctor.interfaces import Fault
 from moedoctor.reference import fp8
@@ -132,7 +132,7 @@ def test_with_a_good_scale_the_restated_kernel_is_the_reference() -> None:
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     scale = x.abs().amax() / (448 * 6)
     # The kernel's reciprocals round once more, which may take a value on an edge to the other side.
-    close = torch.isclose(quantized(x, scale), round_trip(x, scale), rtol=1e-5, atol=1e-6)
+    close = torch.isclose(quantize_like_kernel(x, scale), round_trip(x, scale), rtol=1e-5, atol=1e-6)
     assert float(close.float().mean()) > 0.995
 
 
@@ -166,7 +166,7 @@ def test_a_fix_that_exchanges_two_tiles_is_noticed() -> None:
 def test_the_kernel_reads_where_the_swizzle_writes(rows: int, columns: int) -> None:
     scales = torch.randint(0, 127, (2, rows, columns), dtype=torch.uint8)
     memory = tile_scales(scales).flatten(1)
-    assert torch.equal(memory[:, places(rows, columns, scales.device)], scales)
+    assert torch.equal(memory[:, find_places(rows, columns, scales.device)], scales)
 
 
 @pytest.mark.upstream

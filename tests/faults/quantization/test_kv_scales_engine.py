@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.faults.quantization import checkpoint_lab
 from moedoctor.faults.quantization import kv_scales_missing_lab as lab
-from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissing, triton_garbage
+from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissing, judge_triton_garbage
 from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Death, Observation, Tier
 from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult
 
@@ -95,10 +95,10 @@ def test_answers_without_logprobs_decide_nothing() -> None:
 
 def test_the_distance_of_distributions() -> None:
     half = {"1": math.log(0.5), "2": math.log(0.5)}
-    assert lab.total_variation(half, half) == 0
-    assert lab.total_variation(half, {"1": 0.0, "2": -math.inf}) == pytest.approx(0.5)
-    assert lab.total_variation({"1": 0.0}, {"2": 0.0}) == 1
-    assert lab.total_variation(half, {"1": "nan", "2": -1.0}) == 1  # type: ignore[dict-item]
+    assert lab.measure_total_variation(half, half) == 0
+    assert lab.measure_total_variation(half, {"1": 0.0, "2": -math.inf}) == pytest.approx(0.5)
+    assert lab.measure_total_variation({"1": 0.0}, {"2": 0.0}) == 1
+    assert lab.measure_total_variation(half, {"1": "nan", "2": -1.0}) == 1  # type: ignore[dict-item]
 
 
 def test_what_the_engines_are_given() -> None:
@@ -159,7 +159,7 @@ def test_the_fault_asks_these_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def claimed(*engines: Any) -> ClaimVerdict:
     results = [CaseResult("fixed", Tier.ENGINE, {}, CaseVerdict.CLEAN, engine) for engine in engines]
-    return triton_garbage.judge(results, (), {"min_ratio": 2.5}).verdict
+    return judge_triton_garbage.judge(results, (), {"min_ratio": 2.5}).verdict
 
 
 def test_the_claim_about_triton() -> None:

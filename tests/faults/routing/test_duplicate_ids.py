@@ -15,7 +15,7 @@ from moedoctor.faults.routing import duplicate_ids_lab as lab
 from moedoctor.faults.routing.duplicate_ids import DuplicateIds, DuplicateIdsParameters
 from moedoctor.faults.routing.duplicate_ids_lab import (
     ThreeStepModel,
-    entries_as_before,
+    count_entries_as_before,
     make_ids,
     map_figures,
     observe,
@@ -67,9 +67,9 @@ def test_each_repeated_slot_leaves_one_entry_unwritten_and_no_other(point: dict[
     ids, local = make_ids(chosen), chosen.experts // 2
     maps = ThreeStepModel().build_maps(ids, local, start=local * chosen.rank, memory=-5)
     figures = map_figures(chosen, ids, maps)
-    assert entries_as_before(chosen, ids, maps, -5) == figures["unwritten_entries"]
+    assert count_entries_as_before(chosen, ids, maps, -5) == figures["unwritten_entries"]
     cleared = dataclasses.replace(maps, permuted_of_row=maps.permuted_of_row.clamp(min=-1))
-    assert entries_as_before(chosen, ids, cleared, -5) == 0
+    assert count_entries_as_before(chosen, ids, cleared, -5) == 0
     if maps.fused:
         assert figures["unwritten_entries"] == 0
     else:
@@ -223,19 +223,19 @@ def test_the_table_lists_each_release_and_call() -> None:
 @pytest.mark.parametrize(
     ("claim", "cases", "verdict"),
     [
-        (md011.illegal_access, CASES, CONFIRMED),
-        (md011.illegal_access, CASES[1:4], REFUTED),
-        (md011.illegal_access, CASES[4:], UNTESTED),
-        (md011.illegal_access, [BESIDE], CONFIRMED),
-        (md011.illegal_access, [DEAD], UNTESTED),
-        (md011.illegal_access, [*CASES, DEAD], CONFIRMED),
-        (md011.bounds_check, [BESIDE], REFUTED),
-        (md011.bounds_check, CASES, CONFIRMED),
-        (md011.bounds_check, [*CASES, result("flashinfer@0.6.13", "death")], REFUTED),
-        (md011.bounds_check, CASES[:2], UNTESTED),
-        (md011.bounds_check, [DEAD], UNTESTED),
-        (md011.bounds_check, [*CASES, DEAD], UNTESTED),
-        (md011.bounds_check, [DEAD, result("flashinfer@0.6.13", "death")], REFUTED),
+        (md011.judge_illegal_access, CASES, CONFIRMED),
+        (md011.judge_illegal_access, CASES[1:4], REFUTED),
+        (md011.judge_illegal_access, CASES[4:], UNTESTED),
+        (md011.judge_illegal_access, [BESIDE], CONFIRMED),
+        (md011.judge_illegal_access, [DEAD], UNTESTED),
+        (md011.judge_illegal_access, [*CASES, DEAD], CONFIRMED),
+        (md011.judge_bounds_check, [BESIDE], REFUTED),
+        (md011.judge_bounds_check, CASES, CONFIRMED),
+        (md011.judge_bounds_check, [*CASES, result("flashinfer@0.6.13", "death")], REFUTED),
+        (md011.judge_bounds_check, CASES[:2], UNTESTED),
+        (md011.judge_bounds_check, [DEAD], UNTESTED),
+        (md011.judge_bounds_check, [*CASES, DEAD], UNTESTED),
+        (md011.judge_bounds_check, [DEAD, result("flashinfer@0.6.13", "death")], REFUTED),
     ],
 )
 def test_claims_decided_by_cases(claim: ClaimTest, cases: list[CaseResult], verdict: ClaimVerdict) -> None:
@@ -246,19 +246,19 @@ def test_claims_decided_by_cases(claim: ClaimTest, cases: list[CaseResult], verd
 
 
 def test_a_read_beside_the_expert_rows_differs_from_a_wrong_sum() -> None:
-    assert by_cases(md011.illegal_access, LIMITS, [*CASES, BESIDE]).reason == (
+    assert by_cases(md011.judge_illegal_access, LIMITS, [*CASES, BESIDE]).reason == (
         "illegal accesses in flashinfer@0.6.6; rows from beside the expert rows read without an error in "
         "flashinfer@0.6.13"
     )
 
 
 def test_the_whole_runner_is_untested_and_the_figure_describes_its_parts() -> None:
-    judged = by_cases(md011.whole_runner, {}, CASES)
+    judged = by_cases(md011.judge_whole_runner, {}, CASES)
     assert judged.verdict is UNTESTED
     crashes = "flashinfer@0.6.6 in 1 of 2 cases, flashinfer@0.7.2.post1 in 0 of 2 cases"
     assert str(judged.reason).endswith(f"all tokens on one expert, crash: {crashes}")
     assert judged.evidence["releases"][0]["illegal access"] == 1
-    other = by_cases(md011.whole_runner, {}, [result("flashinfer@0.6.6", "death", ids="one_repeat")])
+    other = by_cases(md011.judge_whole_runner, {}, [result("flashinfer@0.6.6", "death", ids="one_repeat")])
     assert str(other.reason).endswith("nor did its maps and finalize run")
 
 
@@ -287,10 +287,10 @@ SKIPPED = Measurement("installed", Skip("no nvcc"))
 @pytest.mark.parametrize(
     ("claim", "good", "change", "irrelevant"),
     [
-        (md011.maps, MAP, {"unwritten_entries": 2}, {**MAP, "path": "fused"}),
-        (md011.maps, MAP, {"entries_as_before": 0}, {**MAP, "path": "fused"}),
+        (md011.judge_maps, MAP, {"unwritten_entries": 2}, {**MAP, "path": "fused"}),
+        (md011.judge_maps, MAP, {"entries_as_before": 0}, {**MAP, "path": "fused"}),
         (
-            md011.boundary,
+            md011.judge_boundary,
             {"tokens": 64, "most_experts": 510},
             {"tokens": 256, "most_experts": 254},
             {"tokens": 257, "most_experts": 0},
@@ -316,10 +316,10 @@ def test_claims_decided_by_measurements(claim: ClaimTest, good: Any, change: Any
 
 def test_the_table_of_paths_names_releases_that_differ() -> None:
     maps = [measured(MAP), measured({**MAP, "path": "fused"}, unit="flashinfer@0.6.13")]
-    evidence = md011.maps.judge((), maps, LIMITS).evidence
+    evidence = md011.judge_maps.judge((), maps, LIMITS).evidence
     paths = "fused: flashinfer@0.6.13; three-step: flashinfer@0.6.6"
     assert evidence["paths"] == [{"tokens": 257, "top_k": 8, "128 experts": paths}]
-    assert md011.maps.judge((), maps[:1], LIMITS).evidence["paths"][0]["128 experts"] == "three-step"
+    assert md011.judge_maps.judge((), maps[:1], LIMITS).evidence["paths"][0]["128 experts"] == "three-step"
 
 
 @pytest.mark.parametrize(
@@ -335,11 +335,11 @@ def test_the_table_of_paths_names_releases_that_differ() -> None:
 )
 def test_an_installed_release_is_not_counted_with_the_named_ones(units: list[str], names: str) -> None:
     """The installed release may also be a named release."""
-    judgement = md011.maps.judge((), [measured(MAP, unit=unit) for unit in units], LIMITS)
+    judgement = md011.judge_maps.judge((), [measured(MAP, unit=unit) for unit in units], LIMITS)
     assert judgement.reason == f"in {len(units)} of {len(units)} maps of {names}"
 
 
 def test_the_boundary_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "_load", lambda unit, device, sources: ThreeStepModel())
-    most = {row["tokens"]: row["most_experts"] for row in lab.boundary("flashinfer@0.6.6", "cpu", {})}
+    most = {row["tokens"]: row["most_experts"] for row in lab.measure_boundary("flashinfer@0.6.6", "cpu", {})}
     assert most == {1: 510, 32: 510, 64: 510, 128: 510, 129: 254, 256: 254, 257: 0}

@@ -190,9 +190,11 @@ CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, Cla
 
 def test_always_distinct_checks_only_releases_with_the_fix() -> None:
     limits, old = {"max_rows": 0}, [case("vllm@0.19.1", **FAILING), case("faulty", **FAILING)]
-    assert by_cases(md001.always_distinct, limits, old).verdict is UNTESTED
-    assert by_cases(md001.always_distinct, limits, [*old, case("vllm@0.33.0")]).verdict is CONFIRMED
-    refuted = by_cases(md001.always_distinct, limits, [case("vllm@0.33.0"), case("vllm@0.33.0", **FAILING)])
+    assert by_cases(md001.judge_always_distinct, limits, old).verdict is UNTESTED
+    assert by_cases(md001.judge_always_distinct, limits, [*old, case("vllm@0.33.0")]).verdict is CONFIRMED
+    refuted = by_cases(
+        md001.judge_always_distinct, limits, [case("vllm@0.33.0"), case("vllm@0.33.0", **FAILING)]
+    )
     assert (refuted.verdict, len(refuted.evidence["rows"])) == (REFUTED, 1)
     assert "E=60 negative bias" in str(refuted.reason)
 
@@ -208,7 +210,7 @@ def test_always_distinct_checks_only_releases_with_the_fix() -> None:
     ],
 )
 def test_same_expert_is_decided_only_by_releases_before_the_fix(cases: Any, verdict: ClaimVerdict) -> None:
-    assert by_cases(md001.same_expert, {"min_share": 0.99}, cases).verdict is verdict
+    assert by_cases(md001.judge_same_expert, {"min_share": 0.99}, cases).verdict is verdict
 
 
 def test_fused_is_free_compares_the_two_sides_of_the_fix_per_shape() -> None:
@@ -219,7 +221,7 @@ def test_fused_is_free_compares_the_two_sides_of_the_fix_per_shape() -> None:
             for name in [*times, *times]
         ]
 
-    judge, limits = md001.fused_is_free.judge, {"max_overhead": 0.03}
+    judge, limits = md001.judge_fused_is_free.judge, {"max_overhead": 0.03}
     assert judge([], units(4.1), limits).verdict is CONFIRMED
     assert judge([], units(4.2), limits).verdict is REFUTED
     one_side = [units(4.0)[0], Measurement("vllm@0.20.0", Skip("does not load"))]
@@ -228,9 +230,9 @@ def test_fused_is_free_compares_the_two_sides_of_the_fix_per_shape() -> None:
 
 def test_units_around_the_fix_alternate() -> None:
     names = ["vllm@0.33.0", "vllm@0.18.0", "vllm@0.20.0", "vllm@0.19.1", "faulty"]
-    assert md001.fused_is_free.units(names) == ["vllm@0.19.1", "vllm@0.20.0"] * 3
-    assert list(md001.fused_is_free.units(names[:1])) == []
-    assert list(md001.separate_launch.units(names)) == ["vllm@0.33.0"]
+    assert md001.judge_fused_is_free.units(names) == ["vllm@0.19.1", "vllm@0.20.0"] * 3
+    assert list(md001.judge_fused_is_free.units(names[:1])) == []
+    assert list(md001.judge_separate_launch.units(names)) == ["vllm@0.33.0"]
 
 
 @pytest.mark.parametrize(("overhead", "verdict"), [(0.3, CONFIRMED), (0.1, REFUTED), (0.5, REFUTED)])
@@ -239,7 +241,7 @@ def test_the_worst_kernel_decides_what_a_separate_launch_costs(
 ) -> None:
     rows = [{"kernel": "topk_softmax", "overhead": value} for value in (0.3, overhead)]
     limits = {"min_overhead": 0.2, "max_overhead": 0.4}
-    assert by_rows(md001.separate_launch, limits, *rows, unit="vllm@0.21.0").verdict is verdict
+    assert by_rows(md001.judge_separate_launch, limits, *rows, unit="vllm@0.21.0").verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_the_worst_kernel_decides_what_a_separate_launch_costs(
 )
 def test_fp8_counts_the_results_of_nan(plus: float, minus: float, verdict: ClaimVerdict) -> None:
     shares = {"clamped_to_plus_448": plus, "clamped_to_minus_448": minus, "still_nan": 1 - plus - minus}
-    judgement = by_rows(md001.fp8_clamps_nan, {"min_share": 1.0}, torch_cast_still_nan=1.0, **shares)
+    judgement = by_rows(md001.judge_fp8_clamps_nan, {"min_share": 1.0}, torch_cast_still_nan=1.0, **shares)
     assert judgement.verdict is verdict
 
 
@@ -270,7 +272,7 @@ SHARE = {"min_share": 0.95}
         ([TABLE, {"config": "DP=2", "not_run": "elsewhere"}], CONFIRMED),
     ],
 )
-@pytest.mark.parametrize("claim", [md001.padding_holds_nan, md001.padding_holds_nan_dp])
+@pytest.mark.parametrize("claim", [md001.judge_padding_holds_nan, md001.judge_padding_holds_nan_dp])
 def test_every_engine_must_run_and_hold_nan_in_padding(
     claim: ClaimTest, rows: list[dict[str, Any]], verdict: ClaimVerdict
 ) -> None:

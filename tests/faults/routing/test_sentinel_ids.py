@@ -88,7 +88,7 @@ GOOD = [measured("TRITON bf16", ids) for ids in md016.IDS]
 
 
 def judged(*units: Measurement) -> tuple[ClaimVerdict, str]:
-    judgement = md016.upstream_paths.judge((), units, LIMITS)
+    judgement = md016.judge_upstream_paths.judge((), units, LIMITS)
     return judgement.verdict, str(judgement.reason)
 
 
@@ -140,17 +140,17 @@ def test_a_path_that_fails_without_minus_one_is_no_evidence(control: Measurement
 
 
 def test_a_path_that_did_not_run_is_named_once_with_its_reason() -> None:
-    left = [Measurement(unit, Skip("no FP8 here")) for unit in md016.units_of(["OURS fp8"])]
+    left = [Measurement(unit, Skip("no FP8 here")) for unit in md016.list_units(["OURS fp8"])]
     verdict, reason = judged(*GOOD, *left)
     assert verdict is ClaimVerdict.CONFIRMED
     assert reason.endswith("; OURS fp8 not run: no FP8 here")
-    evidence = md016.upstream_paths.judge((), [*GOOD, *left], LIMITS).evidence
+    evidence = md016.judge_upstream_paths.judge((), [*GOOD, *left], LIMITS).evidence
     assert [row["ids"] for row in evidence["rows"] if row.get("skipped") == "no FP8 here"] == [*md016.IDS]
 
 
 def test_each_path_has_a_process_for_each_kind_of_ids_and_the_control_first() -> None:
     units = [f"{path}, {ids}" for path in md016.UPSTREAM for ids in (NONE, PADDING, DROPPED)]
-    assert list(md016.upstream_paths.units(())) == units
+    assert list(md016.judge_upstream_paths.units(())) == units
 
 
 @pytest.mark.parametrize(("ids", "empty"), [(NONE, 0), (PADDING, 48), (DROPPED, 48)])
@@ -163,8 +163,8 @@ def test_a_path_is_measured_with_the_ids_that_the_unit_names(
         empty_pairs.append(int((problem.topk_ids < 0).sum()))
         return paths_figures(problem, out, expected)
 
-    paths_figures = lab._row_figures
-    monkeypatch.setattr(lab, "_row_figures", figures)
+    paths_figures = lab._count_rows
+    monkeypatch.setattr(lab, "_count_rows", figures)
     monkeypatch.setattr(lab, "describe_installed_release", lambda: RELEASE)
     figures_of_unit = lab.measure_path(f"OURS bf16, {ids}", "cpu")
     assert empty_pairs == [empty]
@@ -193,7 +193,7 @@ def test_an_alignment_that_counts_empty_slots_or_loses_real_ones_refutes(in_bloc
 
     def judged(*rows: tuple[int, int, int]) -> tuple[ClaimVerdict, str]:
         counts = [dict(zip(names, ("padding", *row), strict=True)) for row in rows]
-        judgement = by_rows(md016.alignment, {"max_slots": 0}, *counts)
+        judgement = by_rows(md016.judge_alignment, {"max_slots": 0}, *counts)
         return judgement.verdict, str(judgement.reason)
 
     control, right, wrong = (0, 0, 0), (4, 0, 0), (4, in_blocks, lost)

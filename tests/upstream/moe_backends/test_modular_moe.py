@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moedoctor.faults.cache.workspace_aliasing import RESULTS, WorkspaceAliasing, WorkspaceAliasingParameters
-from moedoctor.faults.cache.workspace_aliasing_lab import kernel, modular_kernel
+from moedoctor.faults.cache.workspace_aliasing_lab import kernel, measure_modular_kernel
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.results import Case, CaseVerdict, Tier, UnavailableError
@@ -74,7 +74,7 @@ def test_results_that_are_copied_add_up(alias: str) -> None:
 
 
 def test_the_claim_measures_the_result_before_and_after_the_copy() -> None:
-    rows = modular_kernel("cpu")
+    rows = measure_modular_kernel("cpu")
     wrong = {(row["what"], row["groups"]): row["wrong_rows"] for row in rows}
     returned, before = RESULTS
     assert wrong[returned, 2] == wrong[returned, 4] == 0
