@@ -37,6 +37,8 @@ __all__ = [
     "Parameters",
     "claim",
     "decide",
+    "find_first_after",
+    "group_by_release",
     "in_lab",
     "judge_counts",
     "need_gpu",
@@ -194,6 +196,21 @@ def judge_counts(evidence: Evidence, symptoms: Mapping[str, str], clean: str) ->
 def only(name: str) -> Callable[[Sequence[str]], Sequence[str]]:
     """Return the `units` of a claim that is about the subject `name` alone."""
     return lambda subjects: [subject for subject in subjects if subject == name]
+
+
+def group_by_release(results: Iterable[CaseResult], has: str | None = None) -> dict[str, list[CaseResult]]:
+    """Return named release of vLLM -> its cases with evidence that holds `has`, oldest release first."""
+    groups: dict[str, list[CaseResult]] = {}
+    for case in results:
+        if case.subject.startswith("vllm@") and case.evidence and (has is None or has in case.evidence):
+            groups.setdefault(case.subject.removeprefix("vllm@"), []).append(case)
+    return {name: groups[name] for name in sorted(groups, key=Version)}
+
+
+def find_first_after(releases: Sequence[str], failing: Sequence[str]) -> str | None:
+    """Return the first of `releases` behind the last failing one; None if none fails, or none follows."""
+    after = releases[releases.index(failing[-1]) + 1 :] if failing else ()
+    return after[0] if after else None
 
 
 def releases(subjects: Sequence[str], kind: str) -> list[str]:

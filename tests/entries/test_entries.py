@@ -53,9 +53,7 @@ def test_a_title_is_only_in_its_entry_and_in_the_table_of_the_readme() -> None:
 
 
 @ENTRIES
-def test_links_are_threads_of_known_repositories_and_hold_those_that_the_text_names(
-    entry: Entry,
-) -> None:
+def test_links_are_threads_of_known_repositories_and_hold_those_that_the_text_names(entry: Entry) -> None:
     urls = [link.url for link in entry.links]
     assert urls
     assert len(urls) == len(set(urls))

@@ -74,10 +74,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"quantization": "bf16", "mistake": "only_scales"}, "no block scales"),
         ({"experts": 8, "top_k": 9}, MORE_EXPERTS),
     ],
-    "MD018": [
-        ({"mistake": "stale_padding"}, "padded columns"),
-        ({"experts": 8, "top_k": 9}, MORE_EXPERTS),
-    ],
+    "MD018": [({"mistake": "stale_padding"}, "padded columns"), ({"experts": 8, "top_k": 9}, MORE_EXPERTS)],
     "MD019": [
         ({"groups": 3}, "does not divide"),
         ({"experts": 8, "top_k": 9}, MORE_EXPERTS),

@@ -62,10 +62,7 @@ def judge_group_cost(cases: ClaimCases) -> ClaimJudgement:
     """
     (measured,) = cases.evidence()
     rows = [
-        {
-            **row,
-            "pr_us_a_further_group": PR_OVERHEAD[row["groups"]] * PR_LAYER_US / (row["groups"] - 1),
-        }
+        {**row, "pr_us_a_further_group": PR_OVERHEAD[row["groups"]] * PR_LAYER_US / (row["groups"] - 1)}
         for row in measured["rows"]
     ]
     return decide(

@@ -7,15 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import (
-    ClaimCases,
-    ClaimJudgement,
-    Fault,
-    Judgement,
-    Parameters,
-    claim,
-    decide,
-)
+from moedoctor.faults.base import ClaimCases, ClaimJudgement, Fault, Judgement, Parameters, claim, decide
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier, find_worst
 
 LAB = "moedoctor.faults.cache.self_evicting_cache_lab"

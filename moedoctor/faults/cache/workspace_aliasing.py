@@ -70,11 +70,7 @@ class WorkspaceAliasing(Fault):
 
     id = "MD019"
     parameters = WorkspaceAliasingParameters
-    tiers = {
-        "faulty": (Tier.MODEL,),
-        "fixed": (Tier.MODEL,),
-        "installed": (Tier.KERNEL,),
-    }
+    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,), "installed": (Tier.KERNEL,)}
     lab = LAB
     claims = (judge_modular_kernel,)
 

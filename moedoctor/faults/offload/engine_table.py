@@ -33,7 +33,9 @@ def judge(table: Evidence) -> Judgement:
         return Judgement(CaseVerdict.ERROR, "nothing was offloaded", reason)
     failed = table["crashed"] + table["other_tokens"]
     if failed:
-        row = next(row for row in table["table"] if _failed(Outcome(row["outcome"])))
+        outcomes = [Outcome(row["outcome"]) for row in table["table"]]
+        at = next(i for i, each in enumerate(outcomes) if each.crashed or each is Outcome.OTHER)
+        row = table["table"][at]
         figure = f"{failed} of {table['cells']} cells fail: {_describe_cell(row)}"
         return Judgement(CaseVerdict.REPRODUCED, figure[:200])
     cells, moved_back = table["cells"], table["moved_back"]
@@ -47,10 +49,6 @@ def judge(table: Evidence) -> Judgement:
     if moved_back:
         figure += f"; in {moved_back} most weights were back on the GPU (MD013)"
     return Judgement(CaseVerdict.CLEAN, figure)
-
-
-def _failed(outcome: Outcome) -> bool:
-    return outcome.crashed or outcome is Outcome.OTHER
 
 
 def _describe_cell(row: dict[str, Any]) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from packaging.version import Version
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters
+from moedoctor.faults.base import Parameters, group_by_release
 from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
@@ -49,17 +48,14 @@ class OffloadNoop(Fault):
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Over named releases: which leave repacked weights on the GPU."""
-        run = {
-            case.subject.removeprefix("vllm@"): case
-            for case in results
-            if case.subject.startswith("vllm@") and case.evidence
-        }
-        order = sorted(run, key=Version)
-        if not order:
+        run = {name: cases[-1] for name, cases in group_by_release(results).items()}
+        if not run:
             return {}
-        failing = {name: run[name].evidence for name in order if run[name].verdict is CaseVerdict.REPRODUCED}
+        failing = {
+            name: case.evidence for name, case in run.items() if case.verdict is CaseVerdict.REPRODUCED
+        }
         return {
-            "releases_run": order,
+            "releases_run": list(run),
             "repacked_weights_stay_on_the_gpu": list(failing),
             "of_these_mended_by_the_plug_in": [
                 name

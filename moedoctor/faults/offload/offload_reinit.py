@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from packaging.version import Version
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters
+from moedoctor.faults.base import Parameters, find_first_after, group_by_release
 from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
@@ -41,9 +40,7 @@ class OffloadReinit(Fault):
         if without_offload != "rebuilt" or default_sizes != "kept":
             outcome = f"without offload: {without_offload}; default block sizes: {default_sizes}"
             return Judgement(
-                CaseVerdict.ERROR,
-                outcome,
-                f"the function does not even do its work otherwise: {outcome}",
+                CaseVerdict.ERROR, outcome, f"the function does not even do its work otherwise: {outcome}"
             )
         if evidence["with_offload"] == "rebuilt":
             return Judgement(CaseVerdict.CLEAN, "rebuilt for other block sizes, with offload and without")
@@ -51,20 +48,13 @@ class OffloadReinit(Fault):
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Over named releases: which refuse, and the first that does not."""
-        verdicts: dict[str, set[CaseVerdict]] = {}
-        for case in results:
-            if case.subject.startswith("vllm@") and case.evidence:
-                verdicts.setdefault(case.subject.removeprefix("vllm@"), set()).add(case.verdict)
-        order = sorted(verdicts, key=Version)
-        if not order:
+        groups = group_by_release(results)
+        if not groups:
             return {}
-        refusing = [release for release in order if CaseVerdict.REPRODUCED in verdicts[release]]
-        after = order[order.index(refusing[-1]) + 1 :] if refusing else []
-        return {
-            "releases_run": order,
-            "refusing": refusing,
-            "first_fixed_of_these": after[0] if after else None,
-        }
+        order, reproduced = list(groups), CaseVerdict.REPRODUCED
+        refusing = [name for name in order if any(case.verdict is reproduced for case in groups[name])]
+        first_fixed = find_first_after(order, refusing)
+        return {"releases_run": order, "refusing": refusing, "first_fixed_of_these": first_fixed}
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:
         return f"{parameters['layout']} offload={parameters['offload_gb']} GB"

@@ -67,11 +67,14 @@ def judge_marlin_crashes(given: ClaimCases) -> ClaimJudgement:
     """NVFP4 on Marlin crashes without UVA in vLLM as it is, eager and compiled."""
     cells = [
         row
-        for row in _list_offloaded_cells(given, "faulty")
+        for case in given.select(subject="faulty", tier=Tier.ENGINE, has="table")
+        for row in case.evidence["table"]
         if row["experts"] == COPIES and row["backend"] == "NVFP4 MARLIN"
     ]
-    if reason := _find_doubt(cells):
-        return untested(reason)
+    if any(Outcome(row["outcome"]) is Outcome.NO_OFFLOAD for row in cells):
+        return untested("an engine offloaded nothing")
+    if not cells:
+        return untested("no engine ran")
     missing = [mode for mode in ("eager", "compiled") if all(row["mode"] != mode for row in cells)]
     if missing:
         return untested(f"no engine ran {missing[0]}")
@@ -82,21 +85,6 @@ def judge_marlin_crashes(given: ClaimCases) -> ClaimJudgement:
         "cells": [{"mode": row["mode"], "outcome": describe_outcome(row)} for row in cells],
     }
     return decide(crashed == len(cells), evidence, f"{crashed} of {len(cells)} combinations crash")
-
-
-def _list_offloaded_cells(given: ClaimCases, subject: str) -> list[dict[str, Any]]:
-    return [
-        row
-        for case in given.select(subject=subject, tier=Tier.ENGINE, has="table")
-        for row in case.evidence["table"]
-        if row["experts"] not in CONTROLS
-    ]
-
-
-def _find_doubt(cells: Sequence[Mapping[str, Any]]) -> str | None:
-    if any(Outcome(row["outcome"]) is Outcome.NO_OFFLOAD for row in cells):
-        return "an engine offloaded nothing"
-    return None if cells else "no engine ran"
 
 
 def judge_config(evidence: Evidence, error: str) -> Judgement:

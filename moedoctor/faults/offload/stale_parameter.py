@@ -10,17 +10,7 @@ from pydantic import Field
 from moedoctor.faults.base import Parameters
 from moedoctor.faults.offload.offloaded_scales import judge_config
 from moedoctor.interfaces import Fault, Judgement
-from moedoctor.results import (
-    Case,
-    CaseResult,
-    CaseVerdict,
-    Crash,
-    Death,
-    Evidence,
-    Observation,
-    Scalar,
-    Tier,
-)
+from moedoctor.results import Case, CaseResult, CaseVerdict, Crash, Death, Evidence, Observation, Scalar, Tier
 
 _SIMULATED = ("checks", "unchecked")
 
@@ -40,10 +30,7 @@ class StaleParameter(Fault):
 
     id = "MD020"
     parameters = StaleParameterParameters
-    tiers = {
-        "faulty": (Tier.MODEL, Tier.KERNEL),
-        "fixed": (Tier.MODEL, Tier.KERNEL),
-    }
+    tiers = {"faulty": (Tier.MODEL, Tier.KERNEL), "fixed": (Tier.MODEL, Tier.KERNEL)}
     lab = "moedoctor.faults.offload.stale_parameter_lab"
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:

@@ -84,10 +84,7 @@ class UnpinnedCopy(Fault):
 
     id = "MD002"
     parameters = UnpinnedCopyParameters
-    tiers = {
-        "faulty": (Tier.MODEL, Tier.KERNEL),
-        "fixed": (Tier.MODEL, Tier.KERNEL),
-    }
+    tiers = {"faulty": (Tier.MODEL, Tier.KERNEL), "fixed": (Tier.MODEL, Tier.KERNEL)}
     lab = LAB
     claims = (judge_crash_3,)
 

@@ -15,13 +15,7 @@ from moedoctor.faults.quantization.checkpoint_lab import (
     make_routed_layer,
 )
 from moedoctor.faults.quantization.scale_layout import ScaleLayoutParameters
-from moedoctor.fixes.moe.weight_layout import (
-    TILE_COLUMNS,
-    TILE_ROWS,
-    flatten_scales,
-    pad_shape,
-    tile_scales,
-)
+from moedoctor.fixes.moe.weight_layout import TILE_COLUMNS, TILE_ROWS, flatten_scales, pad_shape, tile_scales
 from moedoctor.reference.checkpoints import Tensors
 from moedoctor.reference.moe_layer import compute_expected
 from moedoctor.reference.nvfp4 import Nvfp4

@@ -330,8 +330,9 @@ def measure_maps(unit: str, device: str, sources: Mapping[str, str]) -> list[dic
     shapes = product((1, 255, 256, 257, 4096), (128, 510, 511, 512), (8, 10))
     for shape, (kind, rank) in product(shapes, kinds):
         # Rank 1 is the second of two, so that half of the ids are not local.
-        point = _make_point(shape, ranks=rank + 1, rank=rank, ids=kind)
-        _, experts, _ = shape
+        tokens, experts, top_k = shape
+        given = {"tokens": tokens, "experts": experts * (rank + 1), "top_k": top_k, "ids": kind}
+        point = DuplicateIdsParameters.model_validate({**given, "ranks": rank + 1, "rank": rank})
         ids = make_ids(point).to(code.device)  # [T, K]
         made = code.build_maps(ids, experts, start=experts * rank, memory=GARBAGE)
         rows.append(
@@ -360,13 +361,6 @@ def measure_boundary(unit: str, device: str, sources: Mapping[str, str]) -> list
         # All numbers of experts up to the last one are taken, and none above it.
         rows.append({"tokens": tokens, "most_experts": bisect_left(range(1, 1025), True, key=refuses_fused)})
     return rows
-
-
-def _make_point(shape: tuple[int, int, int], *, ranks: int, **others: int | str) -> DuplicateIdsParameters:
-    """The parameters for a shape (tokens, local experts, top_k)."""
-    tokens, experts, top_k = shape
-    given = {"tokens": tokens, "experts": experts * ranks, "top_k": top_k, "ranks": ranks, **others}
-    return DuplicateIdsParameters.model_validate(given)
 
 
 def _load(unit: str, device: str, sources: Mapping[str, str]) -> FlashInferProbe:

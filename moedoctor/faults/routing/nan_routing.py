@@ -20,6 +20,8 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
+    find_first_after,
+    group_by_release,
     judge_counts,
     only,
     releases,
@@ -292,22 +294,21 @@ class NanRouting(Fault):
         If clean rows hold duplicates too, the duplicates of the NaN rows have another cause and do not count.
         """
         rows: dict[str, dict[str, int]] = {}
-        for case in results:
-            if case.subject.startswith("vllm@") and "rows_with_duplicates" in case.evidence:
-                sums = rows.setdefault(case.subject.removeprefix("vllm@"), dict.fromkeys(_SUMMED, 0))
-                for key in _SUMMED:
-                    sums[key] += case.evidence.get(key, 0)
-                if not case.evidence["clean_rows_with_duplicates"]:
-                    sums["duplicates_from_nan"] += case.evidence["nan_rows_with_duplicates"]
+        for release, cases in group_by_release(results, has="rows_with_duplicates").items():
+            sums = {key: sum(case.evidence.get(key, 0) for case in cases) for key in _SUMMED}
+            sums["duplicates_from_nan"] += sum(
+                case.evidence["nan_rows_with_duplicates"]
+                for case in cases
+                if not case.evidence["clean_rows_with_duplicates"]
+            )
+            rows[release] = sums
         if not rows:
             return {}
-        order = sorted(rows, key=Version)
-        failing = [release for release in order if rows[release]["duplicates_from_nan"]]
-        after = order[order.index(failing[-1]) + 1 :] if failing else []
+        failing = [release for release, sums in rows.items() if sums["duplicates_from_nan"]]
         return {
-            "releases": [{"release": release, **rows[release]} for release in order],
+            "releases": [{"release": release, **sums} for release, sums in rows.items()],
             "last_failing_release": failing[-1] if failing else None,
-            "first_fixed_release": after[0] if after else None,
+            "first_fixed_release": find_first_after(list(rows), failing),
         }
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:

@@ -170,6 +170,9 @@ def _make_masks(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> d
     ids = routed.ids.long()  # [T, K]
     ordered = ids.sort(dim=1).values  # [T, K]
     expected = _route(parameters, reference, Rows(rows.logits.float(), rows.kinds, rows.bias))
+    # vLLM's grouped kernel computes in the type of the logits; all others, and ours, in float32.
+    in_float32 = parameters.router != "grouped" or parameters.dtype == "float32"
+    atol = 1e-5 if in_float32 else torch.finfo(getattr(torch, parameters.dtype)).eps
     differing = find_differing_rows(
         rows.logits,
         ids,
@@ -178,7 +181,7 @@ def _make_masks(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> d
         scoring="softmax" if parameters.router == "softmax" else "sigmoid",
         bias=rows.bias,
         renormalize=parameters.renormalize,
-        atol=_choose_tolerance(parameters),
+        atol=atol,
     )  # [T]
     nan, all_nan, clean = rows.mask(*NAN_KINDS), rows.mask(ALL_NAN), rows.mask(*WELL_DEFINED_KINDS)  # [T]
     duplicate = (ordered[:, 1:] == ordered[:, :-1]).any(1)  # [T]
@@ -195,13 +198,3 @@ def _make_masks(parameters: NanRoutingParameters, rows: Rows, routed: TopK) -> d
         "clean_rows": clean,
         "clean_rows_wrong": differing & clean,
     }
-
-
-def _choose_tolerance(parameters: NanRoutingParameters) -> float:
-    """Return the largest difference of a clean row from the float32 reference.
-
-    vLLM's grouped kernel computes in the type of the logits; all others, and ours, in float32.
-    """
-    if parameters.router == "grouped" and parameters.dtype != "float32":
-        return torch.finfo(getattr(torch, parameters.dtype)).eps
-    return 1e-5

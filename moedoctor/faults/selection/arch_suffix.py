@@ -123,11 +123,7 @@ class ArchSuffix(Fault):
 
     id = "MD004"
     parameters = ArchSuffixParameters
-    tiers = {
-        "faulty": (Tier.MODEL,),
-        "fixed": (Tier.MODEL,),
-        "installed": (Tier.LIBRARY,),
-    }
+    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,), "installed": (Tier.LIBRARY,)}
     lab = _LAB
     claims = (judge_a_lacks_instructions, judge_f_needs_cuda, judge_list_is_workaround)
     installed_package = "flashinfer"

@@ -190,11 +190,7 @@ class BackendOverride(Fault):
 
     id = "MD010"
     parameters = BackendOverrideParameters
-    tiers = {
-        "faulty": (Tier.MODEL,),
-        "fixed": (Tier.MODEL,),
-        "installed": (Tier.LIBRARY,),
-    }
+    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,), "installed": (Tier.LIBRARY,)}
     lab = "moedoctor.faults.selection.backend_override_lab"
     claims = (
         judge_no_override,

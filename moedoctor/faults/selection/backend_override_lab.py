@@ -81,11 +81,7 @@ def start_ours(
     if selection.chosen == parameters.wants:
         return Started(selection.chosen)
     how = requests.request(
-        parameters.wants,
-        parameters.capability,
-        scheme,
-        release=release,
-        activation=parameters.activation,
+        parameters.wants, parameters.capability, scheme, release=release, activation=parameters.activation
     ).how
     dead = check_settings(release, environ, command, scheme=scheme)
     warned = bool(dead) or bool(wanted and wanted.problem)

@@ -79,11 +79,7 @@ class BackendParity(Fault):
     name = "backend_parity"
     title = "an MoE backend that computes something else than the reference"
     parameters = BackendParityParameters
-    tiers = {
-        "faulty": (Tier.MODEL,),
-        "fixed": (Tier.MODEL,),
-        "installed": (Tier.KERNEL,),
-    }
+    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,), "installed": (Tier.KERNEL,)}
     explanation = Explanation(
         mechanism="Backends lay out weights and scales each in its own way, and a wrong layout gives finite "
         "numbers and no error. A comparison that averages over tokens or allows an absolute error passes "
@@ -121,11 +117,7 @@ class BackendParity(Fault):
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Name the installed backends that were right, wrong, and not run."""
-        keys = {
-            CaseVerdict.CLEAN: "right",
-            CaseVerdict.REPRODUCED: "wrong",
-            CaseVerdict.SKIPPED: "not_run",
-        }
+        keys = {CaseVerdict.CLEAN: "right", CaseVerdict.REPRODUCED: "wrong", CaseVerdict.SKIPPED: "not_run"}
         labels: dict[str, set[str]] = {key: set() for key in keys.values()}
         for case in results:
             if case.subject == "installed" and case.verdict in keys:

@@ -20,12 +20,7 @@ from pydantic import ValidationError
 from moedoctor.entries import entries
 from moedoctor.faults.offload import offload_garbage as md008
 from moedoctor.faults.offload.offload_garbage import OffloadGarbage, OffloadGarbageParameters
-from moedoctor.faults.offload.offload_garbage_lab import (
-    Pool,
-    compare,
-    fit_together,
-    own_model_trial,
-)
+from moedoctor.faults.offload.offload_garbage_lab import Pool, compare, fit_together, own_model_trial
 from moedoctor.fixes.backends.release_tables import load_releases as vllm_releases
 from moedoctor.interfaces import Judgement
 from moedoctor.results import CaseResult, CaseVerdict, Tier

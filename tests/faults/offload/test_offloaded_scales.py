@@ -16,16 +16,7 @@ from moedoctor.faults.offload.stale_config import DeviceMemory, make_simulated_s
 from moedoctor.faults.offload.stale_parameter import StaleParameter
 from moedoctor.faults.offload.unpinned_copy import UnpinnedCopy
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
-from moedoctor.results import (
-    Case,
-    CaseResult,
-    CaseVerdict,
-    ClaimVerdict,
-    Crash,
-    Death,
-    Observation,
-    Tier,
-)
+from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Crash, Death, Observation, Tier
 from moedoctor.upstream.engine import offload_table
 from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, PLACES, UVA, WEIGHTS
 from tests.faults.offload.cases import CONTROL_AND_FIX, run_case
@@ -84,10 +75,7 @@ def test_real_backends_are_for_the_gpu_and_the_simulated_ones_for_the_model() ->
 
 def test_the_death_of_the_process_is_the_symptom_but_not_any_death() -> None:
     case = Case("MD020", "faulty", Tier.KERNEL, {"backend": "unchecked"})
-    deaths = {
-        Death.ILLEGAL_MEMORY_ACCESS: CaseVerdict.REPRODUCED,
-        Death.OUT_OF_MEMORY: CaseVerdict.ERROR,
-    }
+    deaths = {Death.ILLEGAL_MEMORY_ACCESS: CaseVerdict.REPRODUCED, Death.OUT_OF_MEMORY: CaseVerdict.ERROR}
     for death, verdict in deaths.items():
         assert StaleParameter().judge_crash(case, Crash(death, "it died")).verdict is verdict
 

@@ -158,9 +158,7 @@ def test_crash_3(copies: Any, host_address: Any, verdict: ClaimVerdict, text: st
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_one_early_copy_is_enough_and_a_pageable_one_on_a_gpu_confirms_crash_3(
-    name: str,
-) -> None:
+def test_one_early_copy_is_enough_and_a_pageable_one_on_a_gpu_confirms_crash_3(name: str) -> None:
     """A simulated device is no evidence about CUDA."""
     cells = {**dict.fromkeys(CELLS, 0.0), name: 0.01}
     judgement = UnpinnedCopy().judge(Case("MD002", "faulty", Tier.MODEL, {}), Observation(cells))

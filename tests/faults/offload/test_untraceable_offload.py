@@ -76,11 +76,7 @@ def run_release(tmp_path: Path, **changed: str) -> CaseResult:
     [
         ({}, CaseVerdict.CLEAN, "torch "),
         ({"skip": 'p.device.type == "cpu"'}, CaseVerdict.CLEAN, "torch "),
-        (
-            {"state": "(list(module.named_parameters()), breakpoint())[0]"},
-            CaseVerdict.REPRODUCED,
-            "torch ",
-        ),
+        ({"state": "(list(module.named_parameters()), breakpoint())[0]"}, CaseVerdict.REPRODUCED, "torch "),
         ({"value": "value * 2"}, CaseVerdict.REPRODUCED, "compiles, and gives other numbers"),
     ],
     ids=["traced", "from a GPU only", "a broken graph", "other numbers"],

@@ -79,8 +79,7 @@ def test_an_engine_that_fails_decides_nothing(label: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("label", "probe"),
-    [("tested", "auto"), ("control", "auto"), ("reference", "fp8"), ("tested", None)],
+    ("label", "probe"), [("tested", "auto"), ("control", "auto"), ("reference", "fp8"), ("tested", None)]
 )
 def test_an_unexpected_cache_type_decides_nothing(label: str, probe: str | None) -> None:
     cache = [] if probe is None else [{"layer": "a", "dtype": probe, "k_scale": 1.0, "v_scale": 1.0}]

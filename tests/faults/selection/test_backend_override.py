@@ -226,12 +226,7 @@ def test_an_installed_package_is_asked_with_the_setting_in_its_environment(stub:
     assert evidence == {**same, "refused": "", "warned": True, "advice": ""}
     assert "VLLM_NVFP4_MOE_BACKEND" not in os.environ
     flag = case(
-        FAULT,
-        "installed",
-        Tier.LIBRARY,
-        release="0.21.0",
-        setting="--moe-backend marlin",
-        wants="MARLIN",
+        FAULT, "installed", Tier.LIBRARY, release="0.21.0", setting="--moe-backend marlin", wants="MARLIN"
     )
     evidence = FAULT.observe(flag, None).evidence
     other = {"selected": "MARLIN", "without": "VLLM_CUTLASS"}
