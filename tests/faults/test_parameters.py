@@ -25,6 +25,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"experts": "8"}, "experts"),
         ({"tolerance": 1}, "tolerance"),
     ],
+    "MD002": [({"direction": "up"}, "direction")],
+    "MD003": [({"layers": 2}, "layers")],
     "MD004": [
         ({"capability": "9.0"}, "capability"),
         ({"cuda": "11.8"}, "must be a release from 12.0 to 13.x"),
@@ -32,6 +34,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"cuda": "14.0"}, "must be a release"),
         ({"arch_list": "x" * 201}, "arch_list"),
     ],
+    "MD005": [({"compiler": "none"}, "compiler")],
     "MD006": [
         ({"top_k": 9, "capacity": 8}, "that is MD007"),
         ({"capacity": 200}, "more than experts"),
@@ -41,6 +44,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"experts": 8, "capacity": 8, "top_k": 2}, "hold every expert"),
         ({"tokens": 1, "capacity": 8, "top_k": 8}, "hold every expert"),
         ({"experts": 8, "top_k": 9}, MORE_EXPERTS),
+    ],
+    "MD008": [
+        ({"bytes": 1}, "1024"),
+        ({"arguments": "[1]"}, "must be a JSON object"),
+        ({"arguments": "max_model_len=4"}, "must be a JSON object"),
     ],
     "MD010": [
         ({"release": "0.16.0"}, "must be a release of the tables"),
@@ -81,6 +89,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"groups": 1}, "greater than"),
         ({"alias": "output"}, "alias"),
     ],
+    "MD020": [({"backend": "cpu"}, "backend")],
     "PARITY": [
         ({"backend": "TRITON", "quantization": "nvfp4"}, "nvfp4 has MARLIN"),
         ({"top_k": 8, "experts": 8}, "must be less than experts"),

@@ -63,31 +63,28 @@ def verdict(answer: tuple[EngineResult, EngineResult]) -> CaseVerdict:
     return GlobalScaleMismatch().judge_engines(compare(answer).evidence).verdict
 
 
-@pytest.mark.usefixtures("_unwritten")
-def test_the_same_answers_are_clean() -> None:
-    assert verdict(results()) is CaseVerdict.CLEAN
-    assert verdict(results(logprob=-0.3)) is CaseVerdict.CLEAN
+RIGHT, FAILED = results(), results(error="out of memory")[1]
 
 
 @pytest.mark.usefixtures("_unwritten")
 @pytest.mark.parametrize(
-    "changed",
-    [{"tokens": 2}, {"logprob": -0.4}, {"logprob": float("nan")}, {"logprob": "nan"}, {"error": "no scale"}],
+    ("answer", "expected"),
+    [
+        (RIGHT, CaseVerdict.CLEAN),
+        (results(logprob=-0.3), CaseVerdict.CLEAN),
+        (results(tokens=2), CaseVerdict.REPRODUCED),
+        (results(logprob=-0.4), CaseVerdict.REPRODUCED),
+        (results(logprob=float("nan")), CaseVerdict.REPRODUCED),
+        (results(logprob="nan"), CaseVerdict.REPRODUCED),
+        (results(error="no scale"), CaseVerdict.REPRODUCED),
+        ((FAILED, FAILED), CaseVerdict.ERROR),
+        ((RIGHT[0], replace(RIGHT[1], logprobs=None)), CaseVerdict.ERROR),
+    ],
 )
-def test_other_answers_are_noticed(changed: dict[str, Any]) -> None:
-    assert verdict(results(**changed)) is CaseVerdict.REPRODUCED
-
-
-@pytest.mark.usefixtures("_unwritten")
-def test_a_reference_that_fails_proves_nothing() -> None:
-    _, failed = results(error="out of memory")
-    assert verdict((failed, failed)) is CaseVerdict.ERROR
-
-
-@pytest.mark.usefixtures("_unwritten")
-def test_answers_without_logprobs_prove_nothing() -> None:
-    first, second = results()
-    assert verdict((first, replace(second, logprobs=None))) is CaseVerdict.ERROR
+def test_other_answers_are_noticed_and_missing_ones_prove_nothing(
+    answer: tuple[EngineResult, EngineResult], expected: CaseVerdict
+) -> None:
+    assert verdict(answer) is expected
 
 
 @pytest.mark.parametrize(

@@ -71,25 +71,24 @@ def failed(label: str) -> dict[str, Any]:
     return {label: {"error": EngineError("ValueError", "no memory", "load", Death.EXCEPTION)}}
 
 
-@pytest.mark.parametrize("label", ["reference", "control", "tested"])
-def test_an_engine_that_fails_decides_nothing(label: str) -> None:
-    judgement = KvScalesMissing().judge_engines(evidence(**failed(label)))
-    assert judgement.verdict is CaseVerdict.ERROR
-    assert judgement.reason == f"the {label} engine failed: no memory"
+def cached(dtype: str) -> dict[str, Any]:
+    return {"probe": [{"layer": "a", "dtype": dtype, "k_scale": 1.0, "v_scale": 1.0}]}
 
 
 @pytest.mark.parametrize(
-    ("label", "probe"), [("tested", "auto"), ("control", "auto"), ("reference", "fp8"), ("tested", None)]
+    ("changed", "reason"),
+    [
+        *((failed(label), f"the {label} engine failed: no memory") for label in MOVED),
+        ({"tested": cached("auto")}, "the tested engine has a KV cache of auto"),
+        ({"control": cached("auto")}, "the control engine has a KV cache of auto"),
+        ({"reference": cached("fp8")}, "the reference engine has a KV cache of fp8"),
+        ({"tested": {"probe": []}}, "the tested engine has a KV cache of unknown type"),
+        ({"tested": {"logprobs": None}}, "no logprobs came back"),
+    ],
 )
-def test_an_unexpected_cache_type_decides_nothing(label: str, probe: str | None) -> None:
-    cache = [] if probe is None else [{"layer": "a", "dtype": probe, "k_scale": 1.0, "v_scale": 1.0}]
-    judgement = KvScalesMissing().judge_engines(evidence(**{label: {"probe": cache}}))
-    assert judgement.verdict is CaseVerdict.ERROR
-    assert "KV cache" in (judgement.reason or "")
-
-
-def test_answers_without_logprobs_decide_nothing() -> None:
-    assert KvScalesMissing().judge_engines(evidence(tested={"logprobs": None})).verdict is CaseVerdict.ERROR
+def test_engines_that_fail_or_differ_otherwise_decide_nothing(changed: dict[str, Any], reason: str) -> None:
+    judgement = KvScalesMissing().judge_engines(evidence(**changed))
+    assert (judgement.verdict, judgement.reason) == (CaseVerdict.ERROR, reason)
 
 
 def test_the_distance_of_distributions() -> None:

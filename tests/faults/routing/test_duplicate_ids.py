@@ -60,7 +60,7 @@ points = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None)
 @given(points)
 def test_each_repeated_slot_leaves_one_entry_unwritten_and_no_other(point: dict[str, Any]) -> None:
     chosen = parameters(**point)
@@ -77,7 +77,7 @@ def test_each_repeated_slot_leaves_one_entry_unwritten_and_no_other(point: dict[
         assert figures["local_slots"] - figures["sorted_rows"] == figures["repeated_slots"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(points)
 def test_distinct_ids_and_deduplicated_ones_give_the_right_sum(point: dict[str, Any]) -> None:
     chosen = parameters(**point)

@@ -245,6 +245,7 @@ def test_the_workaround_is_untested_where_no_compiler_knows_the_target(
         lab.measure_workaround()
 
 
+@pytest.mark.slow
 def test_a_run_proves_it() -> None:
     options = Options(subjects=("faulty", "fixed"), only=(("capability", "12.1"),))
     facts = {"gpu": None, "torch": None, "vllm": None, "flashinfer": None}
