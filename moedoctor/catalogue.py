@@ -34,7 +34,7 @@ class PluginError(Exception):
 
 
 @functools.cache
-def faults() -> Mapping[str, Fault]:
+def load_faults() -> Mapping[str, Fault]:
     """Return the known failures by catalogue id, in the order of the ids."""
     loaded: dict[str, Fault] = {}
     for entry, fault in _load_group(FAULTS):
@@ -47,14 +47,14 @@ def faults() -> Mapping[str, Fault]:
 
 
 @functools.cache
-def subjects() -> Mapping[str, SubjectProvider]:
+def load_subjects() -> Mapping[str, SubjectProvider]:
     """Return the providers of subjects by their kind."""
     providers = [provider for _, provider in _load_group(SUBJECTS)]
     return {provider.kind: provider for provider in sorted(providers, key=lambda provider: provider.rank)}
 
 
 @functools.cache
-def reporters() -> Mapping[str, Reporter]:
+def load_reporters() -> Mapping[str, Reporter]:
     """Return the reporters by the name of their format."""
     return {entry.name: reporter for entry, reporter in _load_group(REPORTERS)}
 
@@ -64,40 +64,40 @@ def is_ours(plugin: Fault | Reporter) -> bool:
     return type(plugin).__module__.partition(".")[0] == "moedoctor"
 
 
-def left_out() -> frozenset[str]:
+def find_left_out() -> frozenset[str]:
     """Return the entry points of other projects that cannot be used, as ``group:name``.
 
     Each is loaded in a child process first, so that one which hangs or ends its process harms nothing here.
     """
     if LEAVE_OUT in os.environ:
         return frozenset(os.environ[LEAVE_OUT].split(","))
-    others = [entry for group in _KINDS for entry in _entries(group) if not _is_our_entry(entry)]
+    others = [entry for group in _KINDS for entry in _list_entry_points(group) if not _is_our_entry(entry)]
     return _try_loading(tuple((entry.group, entry.name) for entry in others)) if others else frozenset()
 
 
 def list_registered_names() -> frozenset[str]:
     """Return the names under which known failures are registered, ours and others'; loads none of them."""
-    return frozenset(entry.name for entry in _entries(FAULTS))
+    return frozenset(entry.name for entry in _list_entry_points(FAULTS))
 
 
-def faults_beside(names: Collection[str]) -> tuple[Fault, ...]:
+def load_faults_beside(names: Collection[str]) -> tuple[Fault, ...]:
     """Return the known failures that are registered under other names than `names`; loads only these."""
     others = [fault for _, fault in _load_group(FAULTS, beside=names)]
     return tuple(sorted(others, key=lambda fault: fault.id))
 
 
-def subject_kind(name: str) -> str | None:
+def find_subject_kind(name: str) -> str | None:
     """Return the kind of the subject called `name`; None if no provider knows it."""
-    return next((kind for kind, provider in subjects().items() if provider.owns(name)), None)
+    return next((kind for kind, provider in load_subjects().items() if provider.owns(name)), None)
 
 
 def find_fault(text: str) -> Fault | None:
     """Return the known failure with this id or name, in any case and with ``-`` for ``_``, or None."""
     key = text.strip().lower().replace("-", "_")
-    return next((fault for fault in faults().values() if key in (fault.id.lower(), fault.name)), None)
+    return next((fault for fault in load_faults().values() if key in (fault.id.lower(), fault.name)), None)
 
 
-def _entries(group: str) -> tuple[EntryPoint, ...]:
+def _list_entry_points(group: str) -> tuple[EntryPoint, ...]:
     try:
         registered = tuple(entry_points(group=group))
     except Exception as error:  # whatever a malformed entry_points.txt makes of its reader
@@ -118,8 +118,10 @@ def _is_our_entry(entry: EntryPoint) -> bool:
 
 def _load_group(group: str, beside: Collection[str] = ()) -> Iterator[tuple[EntryPoint, Any]]:
     """Load the plug-ins of a group, apart from those that are left out or have a name in `beside`."""
-    for entry in _entries(group):
-        if entry.name not in beside and (_is_our_entry(entry) or f"{group}:{entry.name}" not in left_out()):
+    for entry in _list_entry_points(group):
+        if entry.name not in beside and (
+            _is_our_entry(entry) or f"{group}:{entry.name}" not in find_left_out()
+        ):
             yield entry, _load(entry)
 
 

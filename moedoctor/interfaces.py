@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.results import (
     Case,
     CaseResult,
@@ -104,7 +104,7 @@ class _FromEntry:
         self._name = name
 
     def __get__(self, fault: object, owner: type[Fault]) -> str:
-        entry = entries().get(getattr(owner, "id", ""))
+        entry = load_entries().get(getattr(owner, "id", ""))
         if entry is None:
             raise AttributeError(
                 f"{owner.__name__}: set `{self._name}`, because the id is not in the catalogue"

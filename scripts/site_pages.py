@@ -21,7 +21,7 @@ from typer.main import get_command
 from moedoctor import catalogue
 from moedoctor.cli import EPILOG, app
 from moedoctor.diagnose.triage.signatures import Clue, load_clues, load_signatures
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.entries.entry import Entry
 from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.pages.explain import Explained
@@ -43,7 +43,7 @@ _SIGNS = ("the text says", "with words such as", "and it must also say", "how su
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Put the pages of entries and reports, and guides that it does not name, into the navigation."""
-    known = [{f"{entry.id} {entry.name}": f"entries/{entry.id}.md"} for entry in entries().values()]
+    known = [{f"{entry.id} {entry.name}": f"entries/{entry.id}.md"} for entry in load_entries().values()]
     reports = [
         {_report_name(path): path} for path in _sources() if path.endswith("README.md") and "/" in path
     ]
@@ -145,7 +145,7 @@ def _with_lists(text: str) -> str:
 
 
 def _made() -> Mapping[str, str]:
-    pages = {f"entries/{entry.id}.md": _entry_page(entry) for entry in entries().values()}
+    pages = {f"entries/{entry.id}.md": _entry_page(entry) for entry in load_entries().values()}
     return {
         **pages,
         "entries/index.md": _entry_list(),
@@ -169,7 +169,7 @@ def _entry_page(entry: Entry) -> str:
 
 def _with_links_to_entries(page: str, own: str) -> str:
     """Return Markdown in which the ids of other entries are links, but in headings, links and code."""
-    ids = "|".join(id for id in entries() if id != own)
+    ids = "|".join(id for id in load_entries() if id != own)
     skipped = rf"^#.*$|`[^`\n]*`|\[[^\]\n]*\]\([^)]*\)|\b({ids})\b"
 
     def link(match: re.Match[str]) -> str:
@@ -181,7 +181,7 @@ def _with_links_to_entries(page: str, own: str) -> str:
 def _entry_list() -> str:
     rows = [
         _row(f"[{entry.id}]({entry.id}.md)", _plain(entry.title), _plain(entry.where), _plain(entry.fixed))
-        for entry in entries().values()
+        for entry in load_entries().values()
     ]
     return "\n".join(
         [
@@ -207,7 +207,7 @@ does this for a whole file, weighs all signals, and knows the releases. A phrase
 *How sure* is an estimate of how often a text with this sign, and with what must be there too, is about the
 failure. `triage` raises or lowers it by everything else in the text."""
     messages: dict[str, list[str]] = {}
-    for entry in entries().values():
+    for entry in load_entries().values():
         for text in _messages(entry):
             messages.setdefault(text, []).append(entry.id)
     lines = [head, "", "## A message", "", _row("failure", "the log says"), _row("---", "---")]
@@ -217,7 +217,7 @@ failure. `triage` raises or lowers it by everything else in the text."""
         lines += ["", f"## {title}", "", _row("failure", "what is seen"), _row("---", "---")]
         lines += [_row(_to_entries(ids), _plain(sign)) for sign, ids in _signs(silent=silent).items()]
     lines += ["", "## Each failure"]
-    for entry in entries().values():
+    for entry in load_entries().values():
         lines += ["", f"### {entry.id}: {_plain(entry.title)}", "", f"**Do today**: {_plain(entry.next)} — "]
         lines[-1] += f"[the entry](entries/{entry.id}.md)"
         if own := _messages(entry):
@@ -244,7 +244,7 @@ def _signs(*, silent: bool) -> Mapping[str, Sequence[str]]:
 
 
 def _to_entries(ids: Sequence[str]) -> str:
-    return "<br>".join(f"[{id}](entries/{id}.md) {_plain(entries()[id].title)}" for id in ids)
+    return "<br>".join(f"[{id}](entries/{id}.md) {_plain(load_entries()[id].title)}" for id in ids)
 
 
 def _is_message(text: str) -> bool:

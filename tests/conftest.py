@@ -114,8 +114,8 @@ def dying_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from moedoctor import catalogue
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "dying_plugin"))
-    for registry in (catalogue.faults, catalogue.subjects, catalogue.reporters):
+    for registry in (catalogue.load_faults, catalogue.load_subjects, catalogue.load_reporters):
         registry.cache_clear()
     yield
-    for registry in (catalogue.faults, catalogue.subjects, catalogue.reporters):
+    for registry in (catalogue.load_faults, catalogue.load_subjects, catalogue.load_reporters):
         registry.cache_clear()

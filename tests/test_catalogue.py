@@ -21,7 +21,7 @@ BROKEN = {
     "other": ("class Plugin: pass", "is not a moedoctor.interfaces.Fault"),
 }
 DISTRIBUTION = "Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n"
-CACHED = (catalogue.faults, catalogue.subjects, catalogue.reporters, catalogue._try_loading)
+CACHED = (catalogue.load_faults, catalogue.load_subjects, catalogue.load_reporters, catalogue._try_loading)
 
 
 @pytest.fixture
@@ -46,8 +46,8 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("others")
 def test_a_plug_in_that_breaks_is_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {"MD001", "MD901"} <= set(catalogue.faults())
-    assert {name.partition(":")[2] for name in catalogue.left_out()} == set(BROKEN)
+    assert {"MD001", "MD901"} <= set(catalogue.load_faults())
+    assert {name.partition(":")[2] for name in catalogue.find_left_out()} == set(BROKEN)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(BROKEN)
     for line, (name, (_, problem)) in zip(lines, BROKEN.items(), strict=True):
@@ -60,7 +60,7 @@ def test_a_plug_in_that_breaks_is_named_and_left_out(capsys: pytest.CaptureFixtu
 def test_a_malformed_list_of_plug_ins_is_one_error(others: Path) -> None:
     (others / "entry_points.txt").write_bytes(b"[moedoctor.faults]\nx = \xff")
     with pytest.raises(catalogue.PluginError, match=r"expected a valid entry_points\.txt"):
-        catalogue.faults()
+        catalogue.load_faults()
 
 
 @pytest.mark.parametrize(("module", "code"), [("another.project", 2), ("moedoctor.reporters.table", 3)])
@@ -75,7 +75,7 @@ def test_a_reporter_that_raises_does_not_lose_the_report(
         raise KeyError("colour")
 
     reporter = type("Broken", (), {"render": render, "__module__": module})()
-    monkeypatch.setitem(catalogue.reporters(), "table", reporter)  # type: ignore[arg-type]
+    monkeypatch.setitem(catalogue.load_reporters(), "table", reporter)  # type: ignore[arg-type]
     stored = sorted((Path(__file__).parents[1] / "reports" / "releases").rglob("*.json"))[0]
     assert main(["show", str(stored)]) == code
     out, err = capsys.readouterr()

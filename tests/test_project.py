@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import moedoctor
-from moedoctor.entries import builtin_folder, reports_folder
+from moedoctor.entries import find_builtin_folder, find_reports_folder
 from moedoctor.reporters.schemas import DOCUMENTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,7 +88,8 @@ def test_the_package_of_the_wheel_finds_its_own_scenarios_evidence_and_schemas(
         archive.extractall(tmp_path)
     package = (tmp_path / "moedoctor").resolve()
     answer = run_python(
-        "from moedoctor import entries; print(entries.builtin_folder(), entries.reports_folder(), sep='\\n')",
+        "from moedoctor.entries import find_builtin_folder as scenarios, find_reports_folder as reports; "
+        "print(scenarios(), reports(), sep='\\n')",
         path=tmp_path,
     )
     assert answer.stdout.split() == [str(package / "_scenarios"), str(package / "_reports")], answer.stderr
@@ -106,8 +107,8 @@ for name in sys.argv[1:]:
 
 
 def test_a_checkout_reads_its_own_scenarios_and_evidence() -> None:
-    assert builtin_folder() == ROOT / "scenarios"
-    assert reports_folder() == ROOT / "reports"
+    assert find_builtin_folder() == ROOT / "scenarios"
+    assert find_reports_folder() == ROOT / "reports"
 
 
 def test_a_package_without_scenarios_says_where_it_looked(
@@ -115,7 +116,7 @@ def test_a_package_without_scenarios_says_where_it_looked(
 ) -> None:
     monkeypatch.setattr("moedoctor.entries._PACKAGE", tmp_path / "moedoctor")
     with pytest.raises(FileNotFoundError, match=r"_scenarios.*scenarios.*install moedoctor again"):
-        builtin_folder()
+        find_builtin_folder()
 
 
 def test_the_source_distribution_holds_what_tests_and_builds_need(sdist: Path) -> None:

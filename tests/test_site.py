@@ -18,7 +18,7 @@ import pytest
 
 from moedoctor.cli import app
 from moedoctor.diagnose.triage.signatures import load_signatures
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.slow
@@ -104,7 +104,7 @@ def test_no_page_loads_anything_from_elsewhere(site: Path, pages: dict[Path, Rea
 
 
 def test_there_is_a_page_for_each_entry_with_its_words_claims_and_links(site: Path) -> None:
-    for entry in entries().values():
+    for entry in load_entries().values():
         text = (site / "entries" / f"{entry.id}.html").read_text(encoding="utf-8")
         for heading in ("What happens", "Who is affected", "How to see it", "Fix", "Links"):
             assert f">{heading}<" in text, (entry.id, heading)

@@ -64,9 +64,9 @@ def check(
 
 def _list_ids(given: str) -> list[str]:
     """Return the ids and names of all failures if `given` looks like one; a problem has words instead."""
-    from moedoctor.entries import entries
+    from moedoctor.entries import load_entries
 
-    ids = [name for entry in entries().values() for name in (entry.id, entry.name)]
+    ids = [name for entry in load_entries().values() for name in (entry.id, entry.name)]
     return ids if re.fullmatch(r"(?i)md\d+|[a-z]+(?:_[a-z]+)+", given) else []
 
 

@@ -35,7 +35,7 @@ def explain(
 def _find(text: str) -> Explained:
     """Return the failure of our catalogue, or of another project, with this id or name."""
     from moedoctor import catalogue
-    from moedoctor.entries import entries, find_entry
+    from moedoctor.entries import find_entry, load_entries
     from moedoctor.reporters.pages.explain import Explained
     from moedoctor.text import suggest_nearest
 
@@ -43,12 +43,12 @@ def _find(text: str) -> Explained:
     with convert_errors(catalogue.PluginError):
         if entry is not None:
             return Explained.from_entry(entry, runs=entry.name in catalogue.list_registered_names())
-        others = catalogue.faults_beside({known.name for known in entries().values()})
+        others = catalogue.load_faults_beside({known.name for known in load_entries().values()})
     key = text.strip().lower().replace("-", "_")
     for fault in others:
         if key in (fault.id.lower(), fault.name):
             return Explained.from_fault(fault)
-    valid = [name for known in entries().values() for name in (known.id, known.name)]
+    valid = [name for known in load_entries().values() for name in (known.id, known.name)]
     valid += [name for fault in others for name in (fault.id, fault.name)]
     raise InputError(
         f"{text}: no such entry; {suggest_nearest(text, valid)} `moedoctor list` shows all of them"

@@ -53,28 +53,28 @@ def _is_about(row: Row, words: Sequence[str]) -> bool:
 def list_rows() -> list[Row]:
     """Return our failures and those of other projects, in the order of their ids. Loads none of ours."""
     from moedoctor import catalogue
-    from moedoctor.entries import entries
+    from moedoctor.entries import load_entries
     from moedoctor.reporters.pages.explain import Row
 
     with convert_errors(catalogue.PluginError):
         runs = catalogue.list_registered_names()
         rows = [
             Row(entry.id, entry.name, entry.name in runs, entry.title, entry.where, entry.fixed)
-            for entry in entries().values()
+            for entry in load_entries().values()
         ]
-        others = catalogue.faults_beside({row.name for row in rows})
+        others = catalogue.load_faults_beside({row.name for row in rows})
     rows += [Row(fault.id, fault.name, True, fault.title, "", "") for fault in others]
     return sorted(rows, key=lambda row: row.id)
 
 
 def make_readme_table() -> str:
     """Return our failures as the table of README.md, without a line end at its end."""
-    from moedoctor.entries import entries
+    from moedoctor.entries import load_entries
     from moedoctor.reporters.markdown_page import to_markdown
     from moedoctor.reporters.page import Span, Table
 
     rows = [
         (Span(entry.id, "code"), entry.name, entry.title, entry.where, entry.fixed)
-        for entry in entries().values()
+        for entry in load_entries().values()
     ]
     return to_markdown([Table(("id", "name", "failure", "who has it", "fixed in"), rows)]).rstrip("\n")

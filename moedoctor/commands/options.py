@@ -169,7 +169,7 @@ ReportFormat = Annotated[
     str,
     _format(
         "Format of the report: table, json, markdown, html, junit, github, sarif, or one of another package.",
-        "moedoctor.catalogue:reporters",
+        "moedoctor.catalogue:load_reporters",
     ),
 ]
 PageFormat = Annotated[str, _format("Format of the output: table, json, markdown or html.", PAGE_FORMATS)]
@@ -312,7 +312,7 @@ def render(
     from moedoctor.reporters.table import TableReporter
     from moedoctor.results import to_json
 
-    reporter = catalogue.reporters()[format]
+    reporter = catalogue.load_reporters()[format]
     if verbose and isinstance(reporter, TableReporter):
         reporter = TableReporter(verbose=True)
     if full and isinstance(reporter, MarkdownReporter):

@@ -193,7 +193,7 @@ def run(
         changed = comparison.compare(before, report, allowed, partial=partial)
         report = replace(report, findings=changed.findings)
     report = replace(report, capsule=described)
-    others = {fault.id for fault in catalogue.faults().values() if not catalogue.is_ours(fault)}
+    others = {fault.id for fault in catalogue.load_faults().values() if not catalogue.is_ours(fault)}
     decision = gate.decide(report, strict=strict, fail_on=cast(Any, fail_on), others=others, baseline=before)
     code, reasons = decision.exit_code, decision.reasons
     if report.summary.interrupted:

@@ -21,7 +21,7 @@ def schema(
     """
     import json
 
-    from moedoctor.entries import builtin_folder
+    from moedoctor.entries import find_builtin_folder
     from moedoctor.reporters.output import emit
     from moedoctor.reporters.schemas import DOCUMENTS, make_schema
     from moedoctor.text import suggest_expected
@@ -30,7 +30,7 @@ def schema(
     if name not in names:
         raise InputError(f"{name}: no such schema; {suggest_expected(name, names)}")
     if name == "scenario":
-        text = (builtin_folder() / "schema.json").read_text(encoding="utf-8")
+        text = (find_builtin_folder() / "schema.json").read_text(encoding="utf-8")
     else:
         text = json.dumps(make_schema(name), indent=2, ensure_ascii=False) + "\n"
     emit(text, output, f"schema of {name}")

@@ -22,7 +22,7 @@ class EntryError(Exception):
 
 
 @functools.cache
-def entries() -> Mapping[str, Entry]:
+def load_entries() -> Mapping[str, Entry]:
     """Return the entries by id, in the order of the ids. Raises EntryError if a file is wrong."""
     return {entry.id: entry for entry in map(load_entry, sorted(FOLDER.glob("*.md")))}
 
@@ -41,10 +41,10 @@ def load_entry(path: Path) -> Entry:
 def find_entry(text: str) -> Entry | None:
     """Return the entry with this id or name, in any case and with ``-`` for ``_``, or None."""
     key = text.strip().lower().replace("-", "_")
-    return next((entry for entry in entries().values() if key in (entry.id.lower(), entry.name)), None)
+    return next((entry for entry in load_entries().values() if key in (entry.id.lower(), entry.name)), None)
 
 
-def builtin_folder() -> Path:
+def find_builtin_folder() -> Path:
     """Return the folder of the built-in scenarios, one YAML file for each known failure, and `schema.json`.
 
     Raises FileNotFoundError, which names both places, if it is neither in the wheel nor in a checkout.
@@ -58,7 +58,7 @@ def builtin_folder() -> Path:
     return folder
 
 
-def reports_folder() -> Path:
+def find_reports_folder() -> Path:
     """Return the folder of the shipped reports, with a folder for each machine. It may be missing."""
     packaged, checkout = _list_places("reports")
     return packaged if packaged.is_dir() else checkout

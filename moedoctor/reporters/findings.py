@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Literal
 
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.reporters.text import count_of
 from moedoctor.results import VERDICTS, Report
 from moedoctor.text import TextFileError, join_lines, list_names, read_text
@@ -100,7 +100,9 @@ def find_in_run(report: Report) -> Findings:
         look = VERDICTS[scenario.verdict]
         if look.wrong and look.sarif:
             why = scenario.reason or f"the scenario is {scenario.verdict.value}"
-            step = f"`moedoctor explain {scenario.id}` says what to do" if scenario.id in entries() else ""
+            step = (
+                f"`moedoctor explain {scenario.id}` says what to do" if scenario.id in load_entries() else ""
+            )
             message = f"{scenario.verdict.value}: {why}. {step}"
             file = make_relative(scenario.file)
             line, name = scenario.line, (scenario.name,)
@@ -170,7 +172,7 @@ def find_in_check(result: CheckResult, summary: str) -> Findings:
     skipped += [(f"{each.id} {each.title}", f"ignored: {each.reason}") for each in result.ignored]
     decided = {finding.id for finding in (*result.findings, *result.conditional)}
     decided |= {each.id for each in result.ignored}
-    passed = [_name(id) for id in entries() if id not in decided]
+    passed = [_name(id) for id in load_entries() if id not in decided]
     if result.without_vllm:
         skipped += [(name, result.without_vllm) for name in passed]
         passed = []
@@ -219,7 +221,7 @@ def find_in_triage(results: Sequence[tuple[str, Triage]], summary: str) -> Findi
             for finding in getattr(result, kind):
                 message = f"{finding.excerpt}. {finding.next_step}"
                 place, line, sure = make_relative(name), finding.line, finding.confidence
-                title = entries()[finding.id].title
+                title = load_entries()[finding.id].title
                 found.append(Finding(finding.id, _choose_level(level), title, message, place, line, sure))
     return Findings("triage", found, summary=summary)
 
@@ -230,7 +232,7 @@ def find_in_audit(items: Sequence[AuditItem], words: Mapping[int, str], summary:
         Finding(
             "MD004",
             "error",
-            entries()["MD004"].title,
+            load_entries()["MD004"].title,
             f"{make_relative(items[index].path)}: {text}",
             make_relative(items[index].path),
             key=(items[index].module or "",),
@@ -275,7 +277,7 @@ def _choose_level(severity: str) -> Level:
 
 
 def _name(id: str) -> str:
-    return f"{id} {entries()[id].name}"
+    return f"{id} {load_entries()[id].name}"
 
 
 def shorten_line(text: str, most: int) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from moedoctor import __version__
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.interfaces import Reporter
 from moedoctor.reporters.findings import LEVELS, Finding, Findings, find_in_run, shorten_line
 from moedoctor.results import Report, to_json
@@ -76,7 +76,7 @@ def _write_log(findings: Findings, ordered: Sequence[Finding], most: int) -> str
 def _make_rule(worst: Finding, findings: Findings) -> dict[str, Any]:
     """Return the rule of a finding, the worst of its rule."""
     id = worst.rule
-    entry = entries().get(id)
+    entry = load_entries().get(id)
     title, effect = findings.titles.get(id, (worst.title, ""))
     rule: dict[str, Any] = {
         "id": id,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from moedoctor import catalogue
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.interfaces import Fault
 from moedoctor.processes import deaths, guardian, interrupts
 from moedoctor.results import Case, Crash, Death, Observation, Tier, UnavailableError, to_plain
@@ -82,14 +82,14 @@ def main(request: Request, answer: IO[bytes], stderr: int, without: Mapping[str,
 
 
 def _perform(request: Request) -> Observation:
-    fault = catalogue.faults()[request.fault]
+    fault = catalogue.load_faults()[request.fault]
     torch = sys.modules.get("torch")
     if torch is not None and request.device == "cpu":
         torch.set_num_threads(1)  # cases run side by side, one thread each
     elif torch is not None:
         torch.cuda.set_device(request.device)
     if request.case is not None:
-        provider = catalogue.subjects()[catalogue.subject_kind(request.case.subject) or ""]
+        provider = catalogue.load_subjects()[catalogue.find_subject_kind(request.case.subject) or ""]
         implementation = provider.implementation(fault, request.case, request.sources)
         observation = _observe(fault, request, implementation)
     else:
@@ -128,7 +128,7 @@ def _record_in_engines(fault: str, folder: Path) -> None:
     """Let the engines of this case record the call that shows a failure, if its entry names one."""
     from moedoctor.upstream.engine.engine import record_calls
 
-    entry = entries().get(fault)
+    entry = load_entries().get(fault)
     if entry is not None and entry.record is not None:
         # The rate of an entry is for a server. These engines run few steps, and nobody measures their time.
         record_calls(folder, "nan" if entry.record == "nan" else "mismatch=1")

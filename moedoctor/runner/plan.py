@@ -106,7 +106,7 @@ def plan(scenarios: Sequence[Scenario], options: Options, environment: Mapping[s
         try:
             plans.append(_plan(scenario, options, environment))
         except Exception as error:  # a plug-in's; what a user can get wrong has been checked
-            plans.append(Plan(scenario, catalogue.faults()[scenario.id], [], {}, error))
+            plans.append(Plan(scenario, catalogue.load_faults()[scenario.id], [], {}, error))
     if not options.partial:
         return plans
     if not any(scenario.cases or scenario.problem for scenario in plans):
@@ -120,12 +120,12 @@ def _check(options: Options, environment: Mapping[str, Any]) -> Options:
     """Return the options with catalogue ids in place of what was given for them."""
     only = []
     for name in options.subjects:
-        if catalogue.subject_kind(name) is None:
+        if catalogue.find_subject_kind(name) is None:
             raise ValueError(f"--subject {shorten(name)}: {suggest_expected(name, _SUBJECTS)}")
     for key, value in options.only:
         fault = catalogue.find_fault(value) if key == "id" else None
         if key == "id" and fault is None:
-            hint = suggest_names(find_closest(value, catalogue.faults()))
+            hint = suggest_names(find_closest(value, catalogue.load_faults()))
             expected = "expected KEY=VALUE, such as experts=128, or a catalogue id"
             raise ValueError(f"--only {value}: {hint}{' ' if hint else ''}{expected}")
         only.append((key, fault.id if fault else value))
@@ -139,7 +139,7 @@ def _check(options: Options, environment: Mapping[str, Any]) -> Options:
 
 
 def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) -> Plan:
-    fault = catalogue.faults()[scenario.id]
+    fault = catalogue.load_faults()[scenario.id]
     timeout = options.timeout or scenario.timeout
     short = timeout < scenario.timeout
     device = options.device
@@ -148,8 +148,8 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
     cases: list[Planned] = []
     runnable: list[str] = []
     for name in _choose_subjects(scenario, fault, options):
-        kind = catalogue.subject_kind(name) or ""
-        provider = catalogue.subjects()[kind]
+        kind = catalogue.find_subject_kind(name) or ""
+        provider = catalogue.load_subjects()[kind]
         tiers = fault.tiers.get(kind, ())
         skips = {
             tier: provider.unavailable(fault, name, tier, options.sources, environment) for tier in tiers
@@ -196,7 +196,7 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
 
 
 def _choose_subjects(scenario: Scenario, fault: Fault, options: Options) -> Sequence[str]:
-    named = [name for name in options.sources if catalogue.subject_kind(name) in fault.tiers]
+    named = [name for name in options.sources if catalogue.find_subject_kind(name) in fault.tiers]
     every = dict.fromkeys([*scenario.subjects, *sorted(named, key=_release)])
     return [name for name in every if not options.subjects or name in options.subjects]
 

@@ -122,7 +122,7 @@ class _Run:
             for index in _choose_startable(
                 self.waiting, self.running, self.requests, self.parallel, self.alone
             ):
-                left_out = ",".join(sorted(catalogue.left_out()))
+                left_out = ",".join(sorted(catalogue.find_left_out()))
                 environ = {**os.environ, CALLED_IN: find_working_folder(), catalogue.LEAVE_OUT: left_out}
                 request = to_plain(self.requests[index])
                 server.send(start=index, request=request, environ=environ, path=make_absolute(sys.path))

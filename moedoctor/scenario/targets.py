@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from moedoctor import catalogue
-from moedoctor.entries import builtin_folder
+from moedoctor.entries import find_builtin_folder
 from moedoctor.scenario.file import Scenario, load
 from moedoctor.text import TextFileError, find_closest, list_names, shorten, suggest_names
 
@@ -25,7 +25,7 @@ def load_targets(targets: Sequence[str]) -> list[Scenario]:
     Raises TargetError for an unknown name, ScenarioError for a file that is wrong.
     """
     scenarios: dict[str, Scenario] = {}
-    for target in targets or [str(builtin_folder())]:
+    for target in targets or [str(find_builtin_folder())]:
         for path in _find_files(target):
             try:
                 real = os.path.realpath(path)  # Path.resolve raises for a loop of links
@@ -38,14 +38,14 @@ def load_targets(targets: Sequence[str]) -> list[Scenario]:
 
 def load_scenario(path: Path) -> Scenario:
     """Return one scenario, whose file is shown as ``scenarios/NAME.yaml`` if it is built in."""
-    builtin = os.path.dirname(os.path.realpath(path)) == os.path.realpath(builtin_folder())
+    builtin = os.path.dirname(os.path.realpath(path)) == os.path.realpath(find_builtin_folder())
     shown = f"scenarios/{path.name}" if builtin else str(path)
-    return load(path, faults=catalogue.faults(), subject_kind=catalogue.subject_kind, shown=shown)
+    return load(path, faults=catalogue.load_faults(), subject_kind=catalogue.find_subject_kind, shown=shown)
 
 
 def find_builtin_file(name: str) -> Path:
     """Return the path of the built-in scenario of the known failure called `name`."""
-    return builtin_folder() / f"{name}.yaml"
+    return find_builtin_folder() / f"{name}.yaml"
 
 
 def _find_files(target: str) -> Iterable[Path]:
@@ -67,7 +67,7 @@ def _find_files(target: str) -> Iterable[Path]:
         return files
     if path.suffix in _SUFFIXES or len(path.parts) > 1 or os.path.exists(path):
         return [path]
-    known = [*catalogue.faults(), *(fault.name for fault in catalogue.faults().values())]
+    known = [*catalogue.load_faults(), *(fault.name for fault in catalogue.load_faults().values())]
     hint = suggest_names(find_closest(target, known))
     raise TargetError(
         f"{shorten(target, 200)}: no such scenario file, folder, id or name; {hint}{' ' if hint else ''}"

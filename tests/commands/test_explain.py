@@ -16,7 +16,7 @@ from report_samples import report, scenario
 from moedoctor import catalogue
 from moedoctor.commands.explain import _find, explain
 from moedoctor.commands.options import InputError
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.entries.entry import SECTIONS
 from moedoctor.interfaces import Explanation
 from moedoctor.reporters.json import JsonReporter, to_document, to_json
@@ -44,9 +44,9 @@ def explain_text(name: str, format: str) -> str:
 
 
 @pytest.mark.usefixtures("reports_read_once")
-@pytest.mark.parametrize("id", entries())
+@pytest.mark.parametrize("id", load_entries())
 def test_every_entry_is_explained_in_full(id: str) -> None:
-    entry = entries()[id]
+    entry = load_entries()[id]
     text = explain_text(id, "markdown")
     assert text.startswith(f"# {id} {entry.name}: {entry.title}\n")
     first = text.splitlines()[2:5]
@@ -98,7 +98,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, message: str) ->
 
 @pytest.mark.usefixtures("reports_read_once")
 def test_the_terminal_gets_lines_that_fit_and_no_marks() -> None:
-    for number, id in enumerate(entries()):
+    for number, id in enumerate(load_entries()):
         width = (60, 100)[number % 2]
         coloured = to_text(_find(id).make_page(), colour=True, width=width)
         drawn = re.sub(r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b]*\x1b\\", "", coloured)
@@ -109,7 +109,7 @@ def test_the_terminal_gets_lines_that_fit_and_no_marks() -> None:
 
 
 @pytest.mark.usefixtures("reports_read_once")
-@pytest.mark.parametrize("id", entries())
+@pytest.mark.parametrize("id", load_entries())
 def test_an_entry_fits_on_two_screens_without_figures(id: str) -> None:
     explained = _find(id)
     brief = to_text(explained.make_page(brief=True), width=80)
@@ -141,7 +141,7 @@ def test_claims_show_the_figures_of_each_machine(tmp_path: Path, monkeypatch: py
     evidence(tmp_path, "nvidia-h200", ClaimVerdict.CONFIRMED, "100 % of the rows")
     evidence(tmp_path, "a-cpu", ClaimVerdict.UNTESTED, None)
     evidence(tmp_path, "baselines", ClaimVerdict.REFUTED, "never shown")
-    monkeypatch.setattr(page, "reports_folder", lambda: tmp_path)
+    monkeypatch.setattr(page, "find_reports_folder", lambda: tmp_path)
     text = explain_text("MD001", "markdown")
     assert (
         f"- **confirmed** {TEXT} ({link_source(SOURCE)})\n"
@@ -160,13 +160,13 @@ def test_an_unreadable_report_is_named_and_left_out(
 ) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{")
-    monkeypatch.setattr(page, "reports_folder", lambda: tmp_path)
+    monkeypatch.setattr(page, "find_reports_folder", lambda: tmp_path)
     assert "not measured yet" in explain_text("MD001", "markdown")
     assert "run.json:1:" in capsys.readouterr().err
 
 
 def test_reports_of_other_commands_are_no_evidence_for_claims(capsys: pytest.CaptureFixture[str]) -> None:
-    files = list(page.reports_folder().glob("*/*.json"))
+    files = list(page.find_reports_folder().glob("*/*.json"))
     assert any(b'"command": "fleet"' in file.read_bytes() for file in files)
     assert explain("MD001") == 0
     assert capsys.readouterr().err == ""
@@ -182,7 +182,7 @@ def test_a_failure_of_another_project_explains_itself() -> None:
 
 @pytest.mark.usefixtures("dying_plugin")
 def test_a_failure_without_an_explanation_is_still_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = catalogue.faults_beside({entry.name for entry in entries().values()})
+    beside = catalogue.load_faults_beside({entry.name for entry in load_entries().values()})
     fault = next(fault for fault in beside if fault.id == "MD901")
     monkeypatch.setattr(type(fault), "explanation", None)
     text = explain_text("MD901", "markdown")

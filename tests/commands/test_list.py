@@ -11,7 +11,7 @@ import pytest
 
 from moedoctor import catalogue
 from moedoctor.commands.list import list_, list_rows
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 
 
 def shown(capsys: pytest.CaptureFixture[str], format: str) -> str:
@@ -23,17 +23,17 @@ def test_every_entry_is_listed_with_whether_it_runs(capsys: pytest.CaptureFixtur
     listed = json.loads(shown(capsys, "json"))
     assert listed["schema_version"] == 1
     rows = listed["catalogue"]
-    assert [row["id"] for row in rows][:20] == list(entries())
+    assert [row["id"] for row in rows][:20] == list(load_entries())
     registered = catalogue.list_registered_names()
     for row in rows[:20]:
         assert row["scenario"] is (row["name"] in registered)
-        assert row["title"] == entries()[row["id"]].title
+        assert row["title"] == load_entries()[row["id"]].title
     assert rows[0]["scenario"] is True
 
 
 def test_the_list_says_who_has_it_and_what_fixes_it(capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["id"]: row for row in json.loads(shown(capsys, "json"))["catalogue"]}
-    for entry in entries().values():
+    for entry in load_entries().values():
         assert (rows[entry.id]["affects"], rows[entry.id]["fixed_in"]) == (entry.where, entry.fixed)
     assert "| id | failure | affects | fixed in |" in shown(capsys, "markdown").splitlines()
 
@@ -71,10 +71,10 @@ def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("dying_plugin")
 def test_failures_of_other_projects_are_listed_after_ours() -> None:
-    behind = {row.id: row for row in list_rows() if row.id not in entries()}
+    behind = {row.id: row for row in list_rows() if row.id not in load_entries()}
     assert set(behind) == {"MD901", "PARITY"}  # our scenario that is not a known failure is listed there too
     assert behind["MD901"].scenario is True
-    assert [row.id for row in list_rows()][: len(entries())] == sorted(entries())
+    assert [row.id for row in list_rows()][: len(load_entries())] == sorted(load_entries())
 
 
 def test_none_of_our_faults_is_loaded() -> None:

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from moedoctor.cli import app
 from moedoctor.commands.list import make_readme_table
-from moedoctor.entries import builtin_folder, entries, find_entry
+from moedoctor.entries import find_builtin_folder, find_entry, load_entries
 from moedoctor.entries.entry import Entry, Rule
 from moedoctor.faults.offload.untraceable_offload import FAILING
 from moedoctor.fixes.backends.release_tables import load_releases as vllm_releases
@@ -27,8 +27,8 @@ REPOSITORIES = {
     "NVIDIA/TensorRT-LLM",
     "sgl-project/sglang",
 }
-ENTRIES = pytest.mark.parametrize("entry", entries().values(), ids=lambda entry: entry.id)
-RULES = [(entry, rule) for entry in entries().values() for rule in entry.affects]
+ENTRIES = pytest.mark.parametrize("entry", load_entries().values(), ids=lambda entry: entry.id)
+RULES = [(entry, rule) for entry in load_entries().values() for rule in entry.affects]
 
 
 def words(entry: Entry) -> str:
@@ -37,9 +37,9 @@ def words(entry: Entry) -> str:
 
 
 def test_the_catalogue_is_complete_and_in_order() -> None:
-    assert list(entries()) == [f"MD{number:03}" for number in range(1, 21)]
-    scenarios = {file.stem for file in builtin_folder().glob("*.yaml")}
-    assert {entry.name for entry in entries().values()} == scenarios - {"backend_parity"}
+    assert list(load_entries()) == [f"MD{number:03}" for number in range(1, 21)]
+    scenarios = {file.stem for file in find_builtin_folder().glob("*.yaml")}
+    assert {entry.name for entry in load_entries().values()} == scenarios - {"backend_parity"}
 
 
 def test_a_title_is_only_in_its_entry_and_in_the_table_of_the_readme() -> None:
@@ -47,7 +47,7 @@ def test_a_title_is_only_in_its_entry_and_in_the_table_of_the_readme() -> None:
     # The first line of a fault's module may quote the title.
     texts = {file: file.read_text(encoding="utf-8").partition("\n")[2] for file in files}
     rows = [row for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if row[:1] == "|"]
-    for entry in entries().values():
+    for entry in load_entries().values():
         assert [file for file, text in texts.items() if entry.title in text] == []
         assert sum(entry.title in row for row in rows) == 1
 
@@ -87,7 +87,7 @@ def test_a_body_is_short_and_leaves_figures_to_the_reports(entry: Entry) -> None
 
 
 def test_the_torch_releases_of_md005_are_those_that_its_module_names() -> None:
-    spans = (f"{affected.first} to {affected.last}" for affected in entries()["MD005"].releases)
+    spans = (f"{affected.first} to {affected.last}" for affected in load_entries()["MD005"].releases)
     assert " and ".join(spans) == FAILING
 
 
@@ -124,7 +124,7 @@ def test_an_unknown_entry_is_not_found() -> None:
 def test_the_readme_table_has_a_row_for_each_entry() -> None:
     head, line, *rows = make_readme_table().splitlines()
     assert (head.count("|"), line) == (6, "| --- | --- | --- | --- | --- |")
-    assert [row.split("`")[1] for row in rows] == list(entries())
+    assert [row.split("`")[1] for row in rows] == list(load_entries())
     assert all(row.count("|") == 6 for row in rows)
-    first = entries()["MD001"]
+    first = load_entries()["MD001"]
     assert all(text in rows[0] for text in (first.name, first.title, first.where, first.fixed))

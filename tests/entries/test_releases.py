@@ -11,7 +11,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from moedoctor.entries import entries, reports_folder
+from moedoctor.entries import find_reports_folder, load_entries
 from moedoctor.entries.entry import Affected, Entry, Run, parse_entry
 from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.results import load_report
@@ -19,7 +19,7 @@ from moedoctor.text import TextFileError
 
 RUNS = [
     pytest.param(entry, affected, run, id=f"{entry.id}-{affected.package}-{run.release}-{run.tier}")
-    for entry in entries().values()
+    for entry in load_entries().values()
     for affected in entry.releases
     for run in affected.runs
 ]
@@ -40,7 +40,7 @@ def _ran(
 
 @pytest.mark.parametrize(("entry", "affected", "run"), RUNS)
 def test_a_run_is_what_its_report_says(entry: Entry, affected: Affected, run: Run) -> None:
-    report = load_report(reports_folder() / f"{run.report}.json")
+    report = load_report(find_reports_folder() / f"{run.report}.json")
     verdicts = [
         case.verdict.value
         for scenario in report.scenarios
@@ -62,7 +62,7 @@ def test_a_run_is_what_its_report_says(entry: Entry, affected: Affected, run: Ru
     assert ("reproduced" in shown) is run.strikes
 
 
-@pytest.mark.parametrize("entry", entries().values(), ids=lambda entry: entry.id)
+@pytest.mark.parametrize("entry", load_entries().values(), ids=lambda entry: entry.id)
 def test_words_about_releases_are_made_of_them_and_say_what_was_not_run(entry: Entry) -> None:
     for affected in entry.releases:
         struck = {run.release for run in affected.runs if run.strikes}
@@ -71,13 +71,13 @@ def test_words_about_releases_are_made_of_them_and_say_what_was_not_run(entry: E
         assert ("read in the source" in affected.evidence) is (affected.basis == "read")
 
 
-@pytest.mark.parametrize("entry", entries().values(), ids=lambda entry: entry.id)
+@pytest.mark.parametrize("entry", load_entries().values(), ids=lambda entry: entry.id)
 def test_a_fix_named_in_words_is_one_of_the_ranges(entry: Entry) -> None:
     for affected in entry.releases:
         assert affected.fixed is None or affected.fixed in entry.fixed
 
 
-@pytest.mark.parametrize("entry", entries().values(), ids=lambda entry: entry.id)
+@pytest.mark.parametrize("entry", load_entries().values(), ids=lambda entry: entry.id)
 def test_check_finds_a_failure_in_all_of_its_releases_and_no_others(entry: Entry) -> None:
     """Of those vLLM releases that moedoctor knows; a rule without a vLLM range holds for all of them."""
     ranges = [affected for affected in entry.releases if affected.package == "vllm"]

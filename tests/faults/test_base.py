@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moedoctor import catalogue
-from moedoctor.entries import builtin_folder
+from moedoctor.entries import find_builtin_folder
 from moedoctor.faults.base import ClaimCases, claim, decide, in_lab
 from moedoctor.interfaces import ClaimJudgement, Measurement
 from moedoctor.results import ClaimVerdict, Crash, Death, Observation
@@ -65,7 +65,7 @@ def test_units_that_died_are_no_evidence() -> None:
 def test_every_measure_named_by_a_string_is_a_function() -> None:
     names = {
         measure.__qualname__
-        for fault in catalogue.faults().values()
+        for fault in catalogue.load_faults().values()
         for measure in (test.measure for test in fault.claims)
         if ":" in getattr(measure, "__qualname__", "")
     }
@@ -76,20 +76,22 @@ def test_every_measure_named_by_a_string_is_a_function() -> None:
 
 
 def test_every_claim_is_in_a_scenario_and_engines_run_by_name_only() -> None:
-    by_name = load_targets([str(file) for file in sorted((builtin_folder() / "engine").glob("*.yaml"))])
+    by_name = load_targets([str(file) for file in sorted((find_builtin_folder() / "engine").glob("*.yaml"))])
     without_a_name = load_targets(())
     assert not {scenario.file for scenario in by_name} & {scenario.file for scenario in without_a_name}
     listed = {
         (scenario.id, claim.key) for scenario in (*by_name, *without_a_name) for claim in scenario.claims
     }
-    assert listed == {(fault.id, test.key) for fault in catalogue.faults().values() for test in fault.claims}
+    assert listed == {
+        (fault.id, test.key) for fault in catalogue.load_faults().values() for test in fault.claims
+    }
 
 
 SOURCE = re.compile(r"https://\S+|[\w.-]+/[\w.-]+(#\d+|: .+)")
 """A link, an issue or pull request, or a named document in somebody's repository."""
 
 
-@pytest.mark.parametrize("file", sorted(builtin_folder().rglob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(find_builtin_folder().rglob("*.yaml")), ids=lambda file: file.stem)
 def test_a_claim_comes_from_outside(file: Path) -> None:
     """What moedoctor says of itself is a promise in evidence/promises.yaml."""
     (scenario,) = load_targets((str(file),))

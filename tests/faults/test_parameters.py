@@ -107,7 +107,7 @@ NEEDED = {"MD010": {"release": "0.21.0", "setting": "VLLM_NVFP4_MOE_BACKEND=MARL
     [(id_, wrong, message) for id_, points in REFUSED.items() for wrong, message in points],
 )
 def test_impossible_parameters_are_refused(id_: str, wrong: dict[str, Any], message: str) -> None:
-    parameters, right = catalogue.faults()[id_].parameters, NEEDED.get(id_, {})
+    parameters, right = catalogue.load_faults()[id_].parameters, NEEDED.get(id_, {})
     parameters.model_validate(right)
     with pytest.raises(ValidationError, match=message):
         parameters.model_validate({**right, **wrong})

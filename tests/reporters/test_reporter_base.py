@@ -25,7 +25,7 @@ OURS: dict[str, Reporter] = {kind.name: kind() for kind in KINDS}
 
 
 def test_ours_are_found_through_the_entry_points() -> None:
-    found = catalogue.reporters()
+    found = catalogue.load_reporters()
     assert [type(found[kind.name]) for kind in KINDS] == list(KINDS)
 
 

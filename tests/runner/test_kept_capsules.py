@@ -37,7 +37,7 @@ def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             assert result.error is None
             return Observation({"fixes": result.fixes})
 
-        tested = catalogue.faults()[fault]
+        tested = catalogue.load_faults()[fault]
         monkeypatch.setattr(type(tested), "observe", lambda _, *given: measure(*given))
         parameters = tested.parameters().model_dump()
         case = Case(fault, "fixed", tier, parameters)

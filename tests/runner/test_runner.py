@@ -25,7 +25,7 @@ NO_GPU: dict[str, Any] = {"gpu": None, "torch": "2.13.0", "vllm": None}
 def report(tmp_path: Path, text: str, options: Options | None = None, **arguments: Any) -> Report:
     file = tmp_path / "dying.yaml"
     file.write_text(f"id: MD901\ntiers: [model, kernel]\n{text}")
-    scenario = load(file, faults=catalogue.faults(), subject_kind=catalogue.subject_kind)
+    scenario = load(file, faults=catalogue.load_faults(), subject_kind=catalogue.find_subject_kind)
     return run(plan([scenario], options or Options(), NO_GPU), NO_GPU, **arguments)
 
 
@@ -110,7 +110,7 @@ def test_what_a_plug_in_raises_is_an_error_of_its_scenario_alone(
     def fail(*_: object) -> None:
         raise KeyError("its own mistake")
 
-    monkeypatch.setattr(type(catalogue.faults()["MD901"]), method, fail)
+    monkeypatch.setattr(type(catalogue.load_faults()["MD901"]), method, fail)
     scenario = result(tmp_path, text, Options())
     assert scenario.verdict is ScenarioVerdict.ERROR
     assert "raised KeyError: 'its own mistake'" in str(scenario.reason)

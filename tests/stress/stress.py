@@ -430,7 +430,7 @@ def _crash_report(text: str, secret: str, format: str) -> tuple[int, str | None]
         cases=(case,),
     )
     report = Report("run", {}, (scenario,), Summary(error=1), version="0")
-    shown = catalogue.reporters()[format].render(report, colour=False, width=None)
+    shown = catalogue.load_reporters()[format].render(report, colour=False, width=None)
     return 3, f"-f {format} shows {secret!r} of {text!r}" if secret in shown else None
 
 

@@ -36,7 +36,7 @@ def planned(**sources: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["flashinfer@0.6.6", "flashinfer@0.7.2.post1"])
 def test_names_that_it_owns(name: str) -> None:
-    assert catalogue.subject_kind(name) == "flashinfer"
+    assert catalogue.find_subject_kind(name) == "flashinfer"
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "flashinfer@", "flashinfer@0.6", "vllm@0.6.6"])
@@ -45,7 +45,7 @@ def test_names_that_it_does_not_own(name: str) -> None:
 
 
 def test_it_needs_its_sources_and_a_gpu() -> None:
-    fault, tier = catalogue.faults()["MD011"], Tier.KERNEL
+    fault, tier = catalogue.load_faults()["MD011"], Tier.KERNEL
     without = SUBJECT.unavailable(fault, "flashinfer@0.6.6", tier, {}, GPU)
     assert without == "give its sources: --flashinfer 0.6.6=PATH (a wheel or an unpacked folder)"
     sources = {"flashinfer@0.6.6": "/somewhere"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moedoctor.entries import reports_folder
+from moedoctor.entries import find_reports_folder
 from moedoctor.trace.format import RoutingTrace, load
 
 SHIPPED = Path("traces", "small_moe_decode.safetensors")
@@ -13,4 +13,4 @@ SHIPPED = Path("traces", "small_moe_decode.safetensors")
 
 def load_shipped_trace() -> RoutingTrace:
     """Return the decode of a small MoE language model on held-out text. Raises TraceError."""
-    return load(reports_folder() / SHIPPED)
+    return load(find_reports_folder() / SHIPPED)

@@ -25,7 +25,7 @@ from moedoctor.diagnose.check.settings import find_setting_failures, find_settin
 from moedoctor.diagnose.check.target import Target
 from moedoctor.diagnose.cuda.jit_cache import JitCache
 from moedoctor.diagnose.ignores import SEVERITIES, Ignore, list_idle, sort_out
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.entries.entry import Entry
 from moedoctor.environment import Sources, explain_missing_gpu
 from moedoctor.redaction import Redactor
@@ -162,7 +162,7 @@ OBSERVERS: Mapping[str, Callable[[Entry, Machine], Iterable[Finding]]] = {
 def _find_failures(machine: Machine, attempt: _Attempts) -> list[Finding]:
     """Return one finding an entry, the worst first."""
     merged = []
-    for entry in entries().values():
+    for entry in load_entries().values():
         findings = [*_apply_rules(entry, machine), *_observe(entry, machine, attempt)]
         if findings:
             merged.append(_merge(findings))

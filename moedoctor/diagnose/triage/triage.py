@@ -20,7 +20,7 @@ from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, release_wor
 from moedoctor.diagnose.triage.line_text import is_denied, is_possible
 from moedoctor.diagnose.triage.log_text import Passage, Passages
 from moedoctor.diagnose.triage.signatures import Clue, Signature, find_clues, load_clues, load_signatures
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.redaction import Redactor
 from moedoctor.text import escape
 
@@ -337,7 +337,7 @@ class _Reader:
         if reason:
             self.misses.setdefault(signature.id, NearMiss(signature.id, line, reason))
             return None
-        entry = entries()[signature.id]
+        entry = load_entries()[signature.id]
         return Finding(
             id=signature.id,
             line=line,

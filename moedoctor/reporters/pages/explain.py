@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from moedoctor.entries import builtin_folder, reports_folder
+from moedoctor.entries import find_builtin_folder, find_reports_folder
 from moedoctor.entries.entry import SECTIONS, Entry, Link, record_hint
 from moedoctor.interfaces import Fault
 from moedoctor.reporters.page import (
@@ -208,7 +208,7 @@ def _show_verdict(outcome: Outcome) -> str:
 def _read_claims(id: str, name: str) -> tuple[Claim, ...]:
     """Return the claims of the built-in scenario. Another project's scenario may be elsewhere."""
     try:
-        document = validate(ScenarioDocument, read_yaml(builtin_folder() / f"{name}.yaml"))
+        document = validate(ScenarioDocument, read_yaml(find_builtin_folder() / f"{name}.yaml"))
     except TextFileError:
         return ()
     reports = _load_reports() if document.claims else ()
@@ -240,7 +240,7 @@ def _load_reports() -> Sequence[tuple[str, Report]]:
     Reports of other commands have no claims.
     """
     reports = []
-    for file in sorted(reports_folder().glob("*/*.json")):
+    for file in sorted(find_reports_folder().glob("*/*.json")):
         if file.parent.name == "baselines":
             continue
         try:

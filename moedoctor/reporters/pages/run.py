@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.reporters.page import (
     Block,
     Bullets,
@@ -263,7 +263,7 @@ def _suggest_other_commands(scenarios: Sequence[ScenarioResult]) -> Iterator[str
     """Give the commands that look for failures whose scenario has no case for the installed release."""
     others: dict[str, list[ScenarioResult]] = {}
     for scenario in scenarios:
-        entry = entries().get(scenario.id)
+        entry = load_entries().get(scenario.id)
         if entry is not None and not any(case.subject == "installed" for case in scenario.cases):
             command = next((name for name in _OTHER_COMMANDS if name in entry.next), _OTHER_COMMANDS[-1])
             others.setdefault(command, []).append(scenario)

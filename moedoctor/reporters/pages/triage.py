@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from moedoctor.diagnose.triage.triage import Finding, Grade, NearMiss, OpenError, Triage
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.entries.entry import record_hint
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Text
 from moedoctor.reporters.text import count_of
@@ -128,7 +128,7 @@ def _make_page(result: Triage) -> list[Block]:
     page += [_show_possible(finding) for finding in result.possible]
     if not result.findings:
         for miss in result.near_misses:
-            title = f"not it, line {miss.line}: {entries()[miss.id].title}"
+            title = f"not it, line {miss.line}: {load_entries()[miss.id].title}"
             page.append(Item(miss.id, title, [("", miss.reason)]))
         if result.error:
             page.append(_show_error(result.error))
@@ -171,7 +171,7 @@ def _list_lacking(result: Triage) -> list[str]:
 
 
 def _make_item(finding: Finding) -> Item:
-    entry = entries()[finding.id]
+    entry = load_entries()[finding.id]
     lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
     lines.append(
         ("why", "; ".join(("the line above", *finding.why)) if finding.why else "the line above alone")
@@ -186,7 +186,7 @@ def _make_item(finding: Finding) -> Item:
 
 def _show_possible(finding: Finding) -> Item:
     """Return a failure that the text does not decide, and what would decide it."""
-    title = f"possible, line {finding.line}: {entries()[finding.id].title}"
+    title = f"possible, line {finding.line}: {load_entries()[finding.id].title}"
     lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
     if finding.missing:
         lines.append(
@@ -204,8 +204,9 @@ def _explain(id: str) -> str:
 
 def describe_findings(results: Sequence[tuple[str, Triage]]) -> list[str]:
     """Return a line for each certain or likely failure: what it is, how sure, and where."""
+    entries = load_entries()
     return [
-        f"{name}, line {finding.line}: {finding.id} is {finding.grade.value}: {entries()[finding.id].title}"
+        f"{name}, line {finding.line}: {finding.id} is {finding.grade.value}: {entries[finding.id].title}"
         for name, result in results
         for finding in result.findings
     ]

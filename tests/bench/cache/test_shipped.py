@@ -6,12 +6,12 @@ import pytest
 
 from moedoctor.bench.cache.replay import collect_trace_facts, replay_trace
 from moedoctor.bench.cache.shipped import SHIPPED, load_shipped_trace
-from moedoctor.entries import reports_folder
+from moedoctor.entries import find_reports_folder
 from moedoctor.fixes import eviction
 
 
 def test_it_is_below_a_megabyte_and_has_the_shape_of_a_large_model() -> None:
-    assert (reports_folder() / SHIPPED).stat().st_size < 1_000_000
+    assert (find_reports_folder() / SHIPPED).stat().st_size < 1_000_000
     trace = load_shipped_trace()
     assert (trace.num_experts, trace.top_k, len(trace.layers)) == (128, 8, 8)
     assert trace.stream_rows == (256,) * 16
@@ -20,7 +20,7 @@ def test_it_is_below_a_megabyte_and_has_the_shape_of_a_large_model() -> None:
 
 def test_its_readme_describes_how_it_was_made() -> None:
     made = load_shipped_trace().made
-    text = (reports_folder() / SHIPPED.parent / "README.md").read_text(encoding="utf-8")
+    text = (find_reports_folder() / SHIPPED.parent / "README.md").read_text(encoding="utf-8")
     assert made["script"] in text
     for figure in (
         f"{made['steps_done']:,} steps",

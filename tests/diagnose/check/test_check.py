@@ -11,7 +11,7 @@ from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.pinning import Pinning
 from moedoctor.diagnose.check.records import CheckResult
 from moedoctor.diagnose.cuda.jit_cache import JitCache, JitFolder
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.processes.cuda_tools import Tool
 
 H200 = ("NVIDIA H200", "9.0")
@@ -267,7 +267,7 @@ def test_findings_come_worst_first_and_are_complete() -> None:
     first = [finding.confidence for finding in result.findings if finding.severity == "error"]
     assert first == sorted(first, reverse=True)
     for finding in (*result.findings, *result.conditional):
-        entry = entries()[finding.id]
+        entry = load_entries()[finding.id]
         assert (finding.name, finding.title, finding.line) == (entry.name, entry.title, None)
         assert 0 < finding.confidence <= 1
         assert finding.why

@@ -8,7 +8,7 @@ import pytest
 
 from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, parse, release_words
 from moedoctor.diagnose.triage.signatures import Signature
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 
 VLLM = {
     "vllm api server version 0.18.0": (0, 18, 0, 0),
@@ -112,4 +112,6 @@ def test_the_command_of_a_next_step_asks_for_what_the_text_names() -> None:
 def test_a_release_before_the_oldest_is_not_called_unaffected() -> None:
     facts = Facts()
     facts.read("vllm 0.15.0")
-    assert release_words(entries()["MD010"], facts).startswith("vLLM 0.15.0 is older than what was looked at")
+    assert release_words(load_entries()["MD010"], facts).startswith(
+        "vLLM 0.15.0 is older than what was looked at"
+    )

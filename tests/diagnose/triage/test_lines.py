@@ -15,7 +15,7 @@ import yaml
 
 from moedoctor.diagnose.triage import log_text
 from moedoctor.diagnose.triage.triage import triage
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 
 HERE = Path(__file__).parent
 LINES: list[dict[str, Any]] = yaml.safe_load((HERE / "lines.yaml").read_text(encoding="utf-8"))
@@ -26,7 +26,7 @@ _NO_MESSAGE = re.compile(r"^(?:moedoctor|vllm|--)\b|^[\w~./*<>-]*/|^[\w.-]+$|^\W
 
 def messages() -> Iterator[tuple[str, str]]:
     """Yield (id, message) for each message in code under "How to see it"."""
-    for id, entry in entries().items():
+    for id, entry in load_entries().items():
         text = re.sub(r"\s+", " ", entry.detection)
         for code in re.findall(r"`([^`]+)`", text):
             if " " in code and not _NO_MESSAGE.search(code):
@@ -83,7 +83,7 @@ def found(text: str) -> set[str]:
 def test_each_entry_lists_a_message_that_a_log_shows() -> None:
     listed = {id for id, _ in messages()}
     silent = {"MD006", "MD007", "MD008", "MD017", "MD019"}  # wrong numbers without a message
-    assert entries().keys() - listed - silent == set()
+    assert load_entries().keys() - listed - silent == set()
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moedoctor.diagnose.triage.signatures import Clue, find_clues, load_clues, load_signatures
 from moedoctor.diagnose.triage.triage import triage
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from tests.diagnose.triage.threads_of_tests import Thread, threads
 
 THREADS = tuple(threads())
@@ -33,14 +33,14 @@ def test_a_text_shows_the_failures_that_it_is_about_and_no_other(thread: Thread)
 def test_each_failure_has_texts_about_it_and_lookalikes() -> None:
     about = Counter(id for thread in POSITIVE for id in thread.ids)
     like = Counter(id for thread in NEGATIVE for id in thread.lookalike_of)
-    assert {id: about[id] for id in entries() if about[id] < 3} == {}
-    assert {id: like[id] for id in entries() if like[id] < 3} == {}
+    assert {id: about[id] for id in load_entries() if about[id] < 3} == {}
+    assert {id: like[id] for id in load_entries() if like[id] < 3} == {}
     assert sum("general" in thread.file for thread in NEGATIVE) >= 40
 
 
 def test_each_failure_has_a_signature_a_name_and_a_next_step() -> None:
     ids = {signature.id for signature in load_signatures()}
-    assert ids == set(entries()) == {f"MD{number:03d}" for number in range(1, 21)}
+    assert ids == set(load_entries()) == {f"MD{number:03d}" for number in range(1, 21)}
 
 
 def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:

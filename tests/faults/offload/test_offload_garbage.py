@@ -16,7 +16,7 @@ from engine_stub import answered, died
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from moedoctor.entries import entries
+from moedoctor.entries import load_entries
 from moedoctor.faults.offload import offload_garbage as md008
 from moedoctor.faults.offload.offload_garbage import OffloadGarbage, OffloadGarbageParameters
 from moedoctor.faults.offload.offload_garbage_lab import Pool, compare, fit_together, own_model_trial
@@ -322,7 +322,7 @@ def test_the_scenarios_for_the_users_model_need_engines_and_a_control(tmp_path: 
 
 def test_the_guide_names_the_older_runner_for_the_releases_whose_v2_runner_does_not_start() -> None:
     guide = (ROOT / "docs" / "wsl.md").read_text(encoding="utf-8")
-    (rule,) = (rule.when for rule in entries()["MD002"].affects if rule.severity == "error")
+    (rule,) = (rule.when for rule in load_entries()["MD002"].affects if rule.severity == "error")
     ((older, value),) = rule.variables_not.items()
     affected = SpecifierSet(rule.packages["vllm"])
     releases_affected = [release for release in vllm_releases() if release in affected]
