@@ -97,7 +97,7 @@ GIVEN = frozenset(
         "writable",
     }
 )
-"""Names of others (Python, pytest, pydantic, vLLM, Typer), of what other packages implement for a failure (a lab
+"""Names of others (Python, pytest, pydantic, vLLM, Typer), of what packages implement for a failure (a lab
 has a method for each tier), and of public functions in the field's terms."""
 OPENINGS = frozenset({"What", "Whether", "Who", "How", "Where", "Why", "Which", "When"})
 

@@ -25,7 +25,7 @@ from moedoctor.faults.base import (
 )
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends.release_tables import CAPABILITIES, load_releases, load_tables
-from moedoctor.fixes.backends.requests import NVFP4_VARIABLE, find_governing_variables
+from moedoctor.fixes.backends.requests import NVFP4_VARIABLE
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
 
@@ -126,19 +126,6 @@ def judge_no_variable(answers: Evidence) -> tuple[bool | None, str]:
     return not answers["variable_declared"] and same, f"{declared}; {NVFP4_VARIABLE} {effect}"
 
 
-def _count_deciding_releases() -> str:
-    known = load_vllm_variables().releases
-    deciding = [release for release in known if GEMM_VARIABLE in find_governing_variables("nvfp4", release)]
-    return f"it decides MoE layers in {len(deciding)} of {len(known)} releases"
-
-
-@_make_claim("gemm_selects", _count_deciding_releases, "automatic", "with_gemm")
-def judge_gemm_selects(answers: Evidence) -> tuple[bool | None, str]:
-    """The claim holds if the variable changes the MoE backend."""
-    with_it, without = answers["with_gemm_variable"], answers["automatic"]
-    return with_it != without, f"{with_it} with it, {without} without"
-
-
 def _count_refusals_of_capitals() -> str:
     known = load_vllm_variables()
     rows = {
@@ -195,7 +182,6 @@ class BackendOverride(Fault):
     claims = (
         judge_no_override,
         judge_no_variable,
-        judge_gemm_selects,
         judge_gemm_crashes,
         judge_marlin_by_default,
     )

@@ -141,8 +141,6 @@ def judge(key: str, answers: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
         ("no_variable", {}, "confirmed", "does not declare it; VLLM_NVFP4_MOE_BACKEND changes nothing"),
         ("no_variable", {"variable_declared": True}, "refuted", "0.17.1: declares it"),
         ("no_variable", {"with_variable_MARLIN": "MARLIN"}, "refuted", "changes the selection"),
-        ("gemm_selects", {}, "refuted", "FLASHINFER_CUTLASS with it, FLASHINFER_CUTLASS without"),
-        ("gemm_selects", {"with_gemm_variable": "MARLIN"}, "confirmed", "MARLIN with it"),
         ("gemm_crashes", {}, "confirmed", "MARLIN: ValueError: Invalid value 'MARLIN'; marlin: taken"),
         ("gemm_crashes", {"gemm_capitals": ""}, "refuted", "MARLIN: taken"),
         ("gemm_crashes", {"gemm_declared": False}, "untested", "does not read it any more"),
@@ -165,7 +163,6 @@ def test_the_claims_of_38971_are_decided_by_what_a_release_answers(
     [
         ("no_override", "--moe-backend marlin selects MARLIN in 24 of 24 releases"),
         ("no_variable", "0 of 24 releases read it"),
-        ("gemm_selects", "it decides MoE layers in 0 of 24 releases"),
         ("gemm_crashes", "12 of the 12 releases that read it (to 0.23.0) refuse MARLIN"),
         (
             "marlin_by_default",
