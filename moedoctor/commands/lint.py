@@ -76,7 +76,11 @@ def lint(
         result = lint(checkpoint)
     _ask_installed(result, wanted=ask)
     folder = str(result.checkpoint.folder)
-    repaired = None if fix is None else _write_repaired(result, fix)
+    repaired, missing = None, None
+    try:
+        repaired = None if fix is None else _write_repaired(result, fix)
+    except ModuleNotFoundError as error:  # a repair needs torch, the findings do not
+        missing = error
     repairable: Collection[str] = list_repairable_checks(result) if fix is None else ()
     if repaired is not None:  # the copy was not shown to vLLM
         repairable = {each.check for each in result.findings if not CHECKS[each.check].asked} - {
@@ -88,6 +92,8 @@ def lint(
     code = 1 if wrong else 0
     reasons = [f"{row.id}: {row.evidence.what} ({count_of(row.evidence.count, 'place')})" for row in wrong]
     deliver_document(document, format, output, full=full, code=code, reasons=reasons)
+    if missing is not None:
+        raise missing
     if repaired is not None:
         _report_repaired(repaired, str(fix))
     return code
