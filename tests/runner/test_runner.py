@@ -176,7 +176,7 @@ def test_claims_share_one_measurement(tmp_path: Path) -> None:
     assert first.evidence == second.evidence == {"value": 3}
     assert steps[-1][:2] == (3, 3), "two cases and one measurement"
     (scenario,) = plan(load_targets(["MD010"]), Options(), NO_GPU)
-    assert len(scenario.claims) == 5
+    assert len(scenario.claims) == 4
     assert len(scenario.runs) == len(scenario.cases) + 1
 
 
@@ -215,7 +215,7 @@ def test_a_time_budget_ends_a_run_and_leaves_the_rest_with_its_cost(tmp_path: Pa
     left = scenario.unfinished
     assert left is not None
     assert (left.cases, left.claims, left.measured) == ({"third": 1}, 0, True)
-    assert 0 < left.seconds < 40, "from the cases of the same tier that ran"
+    assert 0 <= left.seconds < 40, "from the cases of the same tier that ran"
     (untried,) = report(tmp_path, text, time_budget=0).scenarios
     assert untried.unfinished is not None
     assert (untried.unfinished.measured, untried.unfinished.seconds) == (False, 3 * 40)
