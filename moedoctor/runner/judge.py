@@ -94,7 +94,7 @@ def _find_unfinished(
         )
     cases = [unit.case.subject for unit in left if unit.request.case]
     measured = all(("", unit.kind[1]) in took for unit in left)
-    return Unfinished(stop, dict(Counter(cases)), len(left) - len(cases), round(seconds, 1), measured)
+    return Unfinished(stop, dict(Counter(cases)), len(left) - len(cases), round(seconds, 4), measured)
 
 
 def _read_outcome(planned: Planned, ended: Mapping[Planned, Finished], stop: str) -> tuple[Outcome, float]:

@@ -1,7 +1,7 @@
 """The model of a command line: a folder, a config.json, the Hugging Face cache, or a file of headers.
 
-`pack_headers` writes the JSON files and the safetensors headers of a checkpoint into a zip file of some
-hundred kilobytes. `open_model` makes a folder of it again: its safetensors files have a size and no data.
+`pack_headers` writes the JSON files and the safetensors headers of a checkpoint into a small zip
+file. `open_model` makes a folder of it again: its safetensors files have a size and no data.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from moedoctor.diagnose.checkpoint.safetensors_header import (
     MOST_HEADER_BYTES,
@@ -53,10 +54,7 @@ class Model:
 @contextlib.contextmanager
 def open_model(name: str) -> Iterator[Model]:
     """Give the folder of a model; a temporary one is gone afterwards. Raises ModelError."""
-    with (
-        tempfile.TemporaryDirectory(prefix="moedoctor-preflight-") as scratch,
-        contextlib.ExitStack() as stack,
-    ):
+    with tempfile.TemporaryDirectory(prefix="moedoctor-preflight-") as scratch:
         path = Path(name)
         notes: tuple[str, ...] = ()
         if os.path.isfile(path):
@@ -75,8 +73,7 @@ def open_model(name: str) -> Iterator[Model]:
             notes += (
                 "no safetensors files: loading was not asked, only arguments, config, groups and build",
             )
-        with stack:
-            yield Model(folder, headers, notes)
+        yield Model(folder, headers, notes)
 
 
 def _fill_folder(path: Path, folder: Path) -> str:
@@ -199,9 +196,9 @@ def unpack_headers(file: Path, folder: Path) -> None:
         raise ModelError(f"{file}: cannot be read ({error}), {expected}") from error
 
 
-def _read_data_size(path: Path, written: object) -> int:
+def _read_data_size(path: Path, written: IO[bytes]) -> int:
     """Return the bytes of data that the header of a file describes. Raises ValueError."""
-    written.flush()  # type: ignore[attr-defined]
+    written.flush()
     data = path.read_bytes()
     if len(data) < 8 or struct.unpack("<Q", data[:8])[0] != len(data) - 8:
         raise ValueError(f"the header of {path.name} has another length")

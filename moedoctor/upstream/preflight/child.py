@@ -36,7 +36,7 @@ def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     gone = substitute_torch(gpu)
     operators = define_operators(_OPERATORS)
     try:
-        notes, missing = substitute_vllm(gpu, dict.fromkeys(request.get("libraries", ()), True))
+        notes, missing = substitute_vllm(gpu)
     except SubstituteError as error:
         yield {"problem": " ".join(str(error).split()), "versions": list_versions()}
         return

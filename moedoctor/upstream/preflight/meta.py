@@ -169,8 +169,8 @@ class OnMeta(TorchFunctionMode):
 
     def read_weights(self, files: Any, *_: Any, **__: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of safetensors files from their headers, in place of vLLM's iterator."""
-        for file in sorted(os.path.realpath(file) for file in files):
-            for name, dtype, shape in self._headers.get(file, ()):
+        for file in sorted(map(str, files)):
+            for name, dtype, shape in self._headers.get(os.path.realpath(file), ()):
                 tensor = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
                 self.stored[name] = Stored(tensor, file)
                 self._by_storage[tensor.untyped_storage()._cdata] = name

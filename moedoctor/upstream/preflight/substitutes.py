@@ -183,12 +183,12 @@ def _make_driver(gpu: Gpu) -> Any:
     return Driver
 
 
-def substitute_vllm(gpu: Gpu, libraries: dict[str, bool]) -> tuple[list[str], list[str]]:
+def substitute_vllm(gpu: Gpu) -> tuple[list[str], list[str]]:
     """Answer vLLM's questions about devices. Return (what was answered in its place, targets that are gone).
 
     Raises `substitute.SubstituteError` if vLLM cannot be imported.
     """
-    installed = substitute.install(libraries)
+    installed = substitute.install()
     installed.use(gpu.capability)
     platforms: Any = importlib.import_module("vllm.platforms")
     platform = type(platforms.current_platform)

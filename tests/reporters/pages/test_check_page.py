@@ -79,7 +79,7 @@ def test_a_finding_shows_its_reason_evidence_and_next_step() -> None:
 
 
 def test_text_from_the_machine_is_escaped() -> None:
-    evil = "a | b\nc <img src=x> @someone `code` **bold** \x1b[31m"
+    evil = "a | b\nc <img src=x> @someone `code` ` **bold** \x1b[31m"
     problem = Problem(what=evil, severity="error", why=evil, evidence={"error": evil}, next_step=evil)
     note = finding(id="MD014", severity="note", needs=evil, why=evil)
     result = CheckResult(
@@ -92,6 +92,7 @@ def test_text_from_the_machine_is_escaped() -> None:
     text = to_markdown(make_check_page(result))
     for markup in ("\x1b", "<img", " @someone", "**bold**"):
         assert markup not in text
+    assert "`code` \\` " in text, "words in backticks are code; a backtick alone begins none"
     assert sum(line.startswith("- MD014") for line in text.splitlines()) == 1
     assert "\x1b" not in to_text(make_check_page(result))
 
