@@ -25,7 +25,7 @@ pytestmark = [
 PACKAGE = Path(moedoctor.__file__).parent
 FUNCTIONS = ("compile", "search", "match", "fullmatch", "finditer", "findall", "sub", "split")
 SMALL, LARGE, MOST_SECONDS = 2_000, 1_000_000, 3.0
-WHOLE_NAMES = ("_NEEDED",)
+WHOLE_NAMES = ("_NEEDED", "_PARTS")
 """Passed to another module, which matches whole names with them."""
 PIECES = (
     " ", "\n", "a", "1", "-", ".", "/", "=", "_", ":", "<", "'", '"', "[", "(", "\\", "\x1b[", "a-", "a.",

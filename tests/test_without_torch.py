@@ -201,7 +201,7 @@ def test_the_wheel_answers_in_an_environment_without_torch(place: Path, tmp_path
     # A node asks with Ray, which the extra brings. A torch that is broken is a finding.
     installed = _run([str(bin / "pip"), "install", "-q", f"{wheel}[fleet]"], tmp_path, environ)
     assert installed.returncode == 0, installed.stderr
-    words = "fleet --address local --reports reports check --release 0.33.0 --sm 12.0"
+    words = "fleet --address local --reports reports check --release 0.19.1 --sm 12.0"
     answer = _run([str(bin / "moedoctor"), *words.split()], tmp_path, environ)
     assert answer.returncode == 1, answer.stderr
     assert "A single node answered" in answer.stdout

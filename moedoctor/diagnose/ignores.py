@@ -13,7 +13,7 @@ from moedoctor.text import shorten, suggest_expected
 SEVERITIES = ("error", "warning", "note")
 """The worst first."""
 FAIL_ON = (*SEVERITIES, "never")
-_RULE = re.compile(r"(?P<id>[^=]+)=(?P<reason>.*?)(?:[,;]?\s*\buntil (?P<until>[\d.:/-]+))?", re.DOTALL)
+_UNTIL = re.compile(r"\buntil ([\d.:/-]+)\Z")
 T = TypeVar("T")
 
 
@@ -57,13 +57,14 @@ def read_ignore(text: str, known: Sequence[str] = ()) -> Ignore:
 
     With `known`, another id is refused.
     """
-    match = _RULE.fullmatch(text.strip())
-    id, reason = (match["id"].strip(), match["reason"].strip()) if match else ("", "")
-    if match is None or not id or not reason:
+    id, _, rest = map(str.strip, text.partition("="))
+    end = _UNTIL.search(rest)
+    until = end[1] if end else None
+    reason = rest[: end.start()].rstrip(" \t\n,;") if end else rest
+    if not id or not reason:
         raise IgnoreError(f"--ignore {shorten(text, 80)}: expected ID=REASON or 'ID=REASON until 2027-01-31'")
     if known and id not in known:
         raise IgnoreError(f"--ignore {shorten(id, 80)}: {suggest_expected(id, known)}")
-    until = match["until"]
     try:
         valid = until is None or date.fromisoformat(until).isoformat() == until
     except ValueError:

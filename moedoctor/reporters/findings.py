@@ -124,7 +124,9 @@ def find_in_run(report: Report) -> Findings:
 def find_pin(package: str) -> tuple[str, int | None]:
     """Return the file and line below the working directory that choose a package, or `ENVIRONMENT`."""
     name = re.escape(package)
-    chosen = re.compile(rf"(?<![\w./#-]){name}(?:\[[^\]]*\])?\s*(?:[=<>~!]=|[<>@])|{name}/{name}-\w+:")
+    chosen = re.compile(
+        rf"(?<![\w./#-]){name}(?:\[[^\]]{{0,200}}\])?\s*(?:[=<>~!]=|[<>@])|{name}/{name}-\w+:"
+    )
     for pattern in _PINNING:
         with contextlib.suppress(TextFileError, OSError):  # the working directory may be gone
             for file in list_names(Path(), pattern):

@@ -40,7 +40,7 @@ _LIBRARIES = frozenset(
     {"ImportError", "ModuleNotFoundError", "NotImplementedError", "MemoryError", "RecursionError"}
 )
 _DEVICE = re.compile(
-    r"[Mm]eta(?: backend| tensor|\b.*device)|libcuda|NVML|CUDA (?:driver|error|runtime)|_OpNamespace|"
+    r"[Mm]eta(?: backend| tensor|\b.{0,200}device)|libcuda|NVML|CUDA (?:driver|error|runtime)|_OpNamespace|"
     r"_C_?\w* object|no kernel image|not compiled with CUDA|No module named|Triton is not installed",
 )
 """Messages of what a machine without the GPU cannot do."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-_TEXT = re.compile(rb"[\x20-\x7e]{10,4000}(?=\x00)")
+_TEXT = re.compile(rb"(?<![\x20-\x7e])[\x20-\x7e]{10,4000}(?=\x00)")
 _SCHEMA = re.compile(
     r"([A-Za-z_]\w*(?:\.\w+)?) ?(\(.*\)) ?-> ?(\(?[A-Z(].{0,80}|\(\)|(?:bool|int|float|str)(?:\[\])?)"
 )

@@ -72,7 +72,7 @@ def describe_error(stage: str, error: BaseException) -> dict[str, Any]:
 
 def _explain_inspection(error: BaseException) -> str:
     """Return why a model class cannot be imported: vLLM prints that, and raises another message."""
-    match = re.search(r"Model architectures \['(\w+)'.*failed to be inspected", str(error))
+    match = re.search(r"Model architectures \['(\w+)'.{0,200}failed to be inspected", str(error))
     if match is None:
         return ""
     try:
