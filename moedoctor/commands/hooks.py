@@ -1,17 +1,22 @@
-"""The hooks of pre-commit: ``python -m moedoctor.commands.hooks lint|scenario FILE...``.
+"""The hooks of pre-commit: ``python -m moedoctor.commands.hooks lint|preflight|scenario FILE...``.
 
-`lint` looks at the folder of each file and takes ``--fail-on`` and ``--ignore`` before the files; `scenario`
+`lint` looks at the folder of each file and takes ``--fail-on`` and ``--ignore`` before the files; `preflight`
+asks about each file of headers and takes its own options, then ``--`` and flags of the server; `scenario`
 reads each file without running it.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from moedoctor.text import print_message
+
+_HEADERS = ".headers.zip"
+"""The end of the names of files that `moedoctor preflight headers FOLDER` writes."""
 
 
 def check_scenarios(files: Sequence[str]) -> int:
@@ -57,11 +62,21 @@ def lint_folders(words: Sequence[str]) -> int:
     return code
 
 
+def ask_headers(words: Sequence[str]) -> int:
+    """Ask if a server would start with each file of headers among the words; return the worst exit code."""
+    files = [word for word in words if word.endswith(_HEADERS)]
+    given = [word for word in words if word not in files]
+    split = given.index("--") if "--" in given else len(given)
+    options, flags = given[:split], given[split + 1 :]
+    program = [sys.executable, "-m", "moedoctor", "preflight", *options, "--", "vllm", "serve"]
+    return max((subprocess.run([*program, file, *flags]).returncode for file in files), default=0)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the hook that the first argument names on the files behind it."""
-    hooks = {"lint": lint_folders, "scenario": check_scenarios}
+    hooks = {"lint": lint_folders, "preflight": ask_headers, "scenario": check_scenarios}
     if not arguments or arguments[0] not in hooks:
-        print_message("usage: python -m moedoctor.commands.hooks lint|scenario FILE...")
+        print_message(f"usage: python -m moedoctor.commands.hooks {'|'.join(hooks)} FILE...")
         return 2
     return hooks[arguments[0]](arguments[1:])
 

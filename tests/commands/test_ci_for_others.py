@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 import yaml
+from checkpoint_headers import Size, qwen3, write_headers
 from checkpoints_of_tests import f32, modelopt
 
 from moedoctor.commands import hooks
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 STEPS = ACTION["runs"]["steps"]
 SCHEMA = json.loads((ROOT / "tests" / "schemas" / "github_actions.json").read_text(encoding="utf-8"))
-_EXPRESSION = re.compile(r"\$\{\{ ([\w.]+) \}\}")
+_EXPRESSION = re.compile(r"\$\{\{ ([\w.-]+) \}\}")
 _CONDITION = re.compile(r"(inputs\.\w+) (==|!=) '(\w*)'")
 
 
@@ -112,9 +113,26 @@ def test_a_damaged_checkpoint_fails_the_action(tmp_path: Path) -> None:
     assert "MD014" in (tmp_path / "GITHUB_STEP_SUMMARY").read_text()
 
 
+def test_the_action_asks_each_release_about_the_words_of_a_command_line(tmp_path: Path) -> None:
+    """Both releases are empty packages: they cannot be asked, which fails here because it is chosen to."""
+    write_headers(tmp_path / "my model", qwen3(size=Size(layers=1)))
+    for name in ("0.33.0", "0.30.0"):
+        (tmp_path / name / "vllm").mkdir(parents=True)
+        (tmp_path / name / "vllm" / "__init__.py").touch()
+    command = "vllm serve 'my model'\n  --tensor-parallel-size 2"
+    asked = {"preflight": command, "vllm": "0.33.0\n0.30.0\n", "sm": "9.0", "fail-on": "cannot-say"}
+    runner = Runner(tmp_path, python=sys.executable, install="none", check="false", **asked)
+    assert runner.run() == 1, runner.shown
+    reports = tmp_path / "moedoctor-reports"
+    assert {file.name for file in reports.iterdir()} == {"preflight.json", "preflight.sarif"}
+    answers = json.loads((reports / "preflight.json").read_text())["answers"]
+    assert [answer["release"] for answer in answers] == ["0.33.0", "0.30.0"]
+    assert answers[0]["words"] == ["my model", "--tensor-parallel-size", "2"]
+
+
 ORDER = "touch pwned; $(touch pwned) `touch pwned`\ntouch pwned\n::error::$IFS*"
 HOSTILE = ["-x$(touch pwned)`touch pwned`", f"-x;{ORDER}", f"-x ';{ORDER}", f'-x ";{ORDER}']
-VALUES = ("output", "release", "sm", "checkpoint", "scenarios", "baseline")
+VALUES = ("output", "release", "sm", "checkpoint", "preflight", "vllm", "fail-on", "scenarios", "baseline")
 
 
 @pytest.mark.parametrize(
@@ -248,13 +266,14 @@ def test_every_hook_of_pre_commit_runs(tmp_path: Path, monkeypatch: pytest.Monke
     checkpoint(tmp_path / "model")
     given = {
         "moedoctor-lint": (["model/config.json", "model/hf_quant_config.json"], 1),
+        "moedoctor-preflight": (["--sm=9.0", "--wheel=nowhere.whl", "model.headers.zip"], 2),
         "moedoctor-scenario": (["scenarios/good.yaml", "scenarios/bad.yaml"], 2),
     }
     declared = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     assert {hook["id"] for hook in declared} == set(given)
     for hook in declared:
         files, code = given[hook["id"]]
-        assert all(re.search(hook["files"], file) for file in files)
+        assert all(re.search(hook["files"], file) for file in files if not file.startswith("--"))
         words = hook["entry"].split()
         assert words[:3] == ["python", "-m", "moedoctor.commands.hooks"]
         assert hooks.main([*words[3:], *files]) == code
@@ -370,6 +389,9 @@ def test_the_guide_shows_inputs_and_hooks_that_exist() -> None:
     )
     (step,) = (step for step in github["steps"] if step["uses"].startswith("./"))
     assert set(step["with"]) <= set(ACTION["inputs"])
+    publisher = (ROOT / "docs" / "preflight.md").read_text(encoding="utf-8")
+    (steps,) = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", publisher, re.DOTALL))
+    assert set(steps["steps"][-1]["with"]) <= set(ACTION["inputs"])
     declared = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     shown = {hook["id"] for repository in hooks_file["repos"] for hook in repository["hooks"]}
     assert shown == {hook["id"] for hook in declared}

@@ -1,6 +1,7 @@
 """`moedoctor preflight`: the answer first, and an exit code that CI can use. The release is a stub."""
 
 import json
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from checkpoint_headers import Size, qwen3, write_headers
 
 from moedoctor.cli import main
+from moedoctor.commands import hooks
 from moedoctor.diagnose.preflight import ask
 from moedoctor.processes.ask import Ended
 from moedoctor.reporters.schemas import make_schema
@@ -111,6 +113,48 @@ def test_formats(release: Path, model: Path, form: str, tmp_path: Path) -> None:
 )
 def test_what_fails_is_chosen(release: Path, model: Path, options: tuple[str, ...], code: int) -> None:
     assert call(release, model, "--tensor-parallel-size", "2", options=options) == code
+
+
+def test_every_release_decides_the_exit_code_and_no_other_size_does(
+    release: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = release.parent / "0.30.0"
+    other.joinpath("vllm").mkdir(parents=True)
+    other.joinpath("vllm", "__init__.py").touch()
+
+    def run_module(module: str, request: Any, **options: Any) -> Ended:
+        is_other = str(other) in options["environ"]["PYTHONPATH"]
+        size = "2" if is_other else "1"
+        answers = [
+            {
+                **make_reply({"words": [*each["words"], "--tensor-parallel-size", size]}),
+                "words": each["words"],
+            }
+            for each in request["commands"]
+        ]
+        return Ended(
+            ({"versions": {"vllm": "0.30.0" if is_other else "0.33.0"}}, *answers), 0, "", 1.0, 600.0
+        )
+
+    assert call(release, model, options=("--sizes", "2")) == 0
+    monkeypatch.setattr(ask, "run_module", run_module)
+    assert call(release, model, options=("--releases", str(other))) == 1
+    assert "0.30.0 stops, rank 0: ValueError" in capsys.readouterr().err
+
+
+def test_a_hook_asks_about_each_file_of_headers(
+    release: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(words, main(words[3:]))
+
+    monkeypatch.setattr(hooks.subprocess, "run", run)
+    packs = [str(tmp_path / f"{name}.headers.zip") for name in "ab"]
+    for pack in packs:
+        assert main(["preflight", "headers", str(model), "-o", pack]) == 0
+    options = ["preflight", "--sm=9.0", f"--wheel={release}"]
+    assert hooks.main([*options, *packs]) == 0
+    assert hooks.main([*options, "--", "--tensor-parallel-size", "2", *packs]) == 1
 
 
 def test_a_release_that_dies_cannot_say(

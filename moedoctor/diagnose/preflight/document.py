@@ -37,6 +37,14 @@ def drop_ignored(answer: StartAnswer, ignored: Sequence[str]) -> StartAnswer:
     )
 
 
+def _find_failure(answer: StartAnswer, fail_on: Sequence[str]) -> str:
+    """Return why an answer fails; empty if it does not."""
+    if _NAMES.get(answer.verdict) in fail_on:
+        return answer.reason
+    warnings = [each.message for each in answer.findings if each.rule == "kv-cache"]
+    return "; ".join(warnings) if "warning" in fail_on else ""
+
+
 def make_document(
     model: str,
     question: Question,
@@ -45,15 +53,16 @@ def make_document(
     *,
     fail_on: Sequence[str],
 ) -> PreflightDocument:
-    """Return the document; its exit code is that of the first answer, for the command line as given."""
-    first = answers[0]
+    """Return the document. The command line as it was given decides the exit code, in every release asked."""
     counts = Counter(answer.verdict for answer in answers)
-    warned = any(finding.level == "warning" and finding.rule != "cannot-say" for finding in first.findings)
-    failed = _NAMES.get(first.verdict) in fail_on or (warned and "warning" in fail_on)
-    code = 1 if failed else 2 if first.verdict is Verdict.CANNOT_SAY else 0
-    reasons: tuple[str, ...] = (first.reason,) if code else ()
-    if code == 1 and first.verdict is Verdict.STARTS:
-        reasons = tuple(each.message for each in first.findings if each.level == "warning")
+    given = [answer for answer in answers if answer.words == answers[0].words]
+    failed = {answer.release: reason for answer in given if (reason := _find_failure(answer, fail_on))}
+    unknown = {each.release: each.reason for each in given if each.verdict is Verdict.CANNOT_SAY}
+    code = 1 if failed else 2 if unknown else 0
+    reasons = tuple(
+        reason if reason.startswith(release) else f"{release}: {reason}"
+        for release, reason in (failed or unknown).items()
+    )
     major, minor = question.capability
     return PreflightDocument(
         model=model,
