@@ -39,6 +39,12 @@ def check(
         str | None,
         option("X.Y.Z", "Check this vLLM release with the packages that it requires. Nothing is installed."),
     ] = None,
+    source: Annotated[
+        Path | None, option("DIR", "Check the vLLM in this folder, such as a checkout. Nothing of it is run.")
+    ] = None,
+    wheel: Annotated[
+        Path | None, option("FILE", "Check the vLLM in this wheel. Nothing of it is run.")
+    ] = None,
     sm: Capability = None,
     wsl: Annotated[bool, typer.Option("--wsl", help="Check for WSL 2.")] = False,
     fail_on: FailOn = "warning",
@@ -50,14 +56,15 @@ def check(
     """Find the known failures that can affect this environment.
 
     Looks at GPUs, driver, packages, settings and caches, and tries to pin memory. It runs no model and
-    changes nothing. Exit code 1 if something was found, 2 if nothing was found but vLLM is not there. An
-    error happens by default, a warning with a flag or in a rarer case; a note depends on the model.
+    changes nothing. A vLLM that is no known release is read. Exit code 1 if something was found, 2 if nothing
+    was found but vLLM is not there, or a part of it is not known. An error happens by default, a warning with
+    a flag or in a rarer case; a note depends on the model.
     """
     from moedoctor.diagnose.check.check import apply_ignores
     from moedoctor.diagnose.check.check import check as find
 
     rules = read_ignores(ignore, _list_ids)
-    result = find(target=_choose_target(python, release, sm, wsl=wsl))
+    result = find(target=_choose_target(python, release, source, wheel, sm, wsl=wsl))
     result = replace(apply_ignores(result, rules, date.today()), fail_on=fail_on)
     return deliver_document(result, format, output, full=full, code=result.exit_code, reasons=result.reasons)
 
@@ -70,7 +77,15 @@ def _list_ids(given: str) -> list[str]:
     return ids if re.fullmatch(r"(?i)md\d+|[a-z]+(?:_[a-z]+)+", given) else []
 
 
-def _choose_target(python: Path | None, release: str | None, sm: str | None, *, wsl: bool) -> Target:
+def _choose_target(
+    python: Path | None,
+    release: str | None,
+    source: Path | None,
+    wheel: Path | None,
+    sm: str | None,
+    *,
+    wsl: bool,
+) -> Target:
     """Return the environment that the options name. Raises InputError."""
     from moedoctor.diagnose.check.target import (
         Target,
@@ -78,13 +93,21 @@ def _choose_target(python: Path | None, release: str | None, sm: str | None, *, 
         add_gpu,
         ask_python,
         describe_release,
+        describe_source,
         put_on_wsl,
     )
 
-    if python is not None and release is not None:
-        raise InputError("--python and --release: expected one of the two")
+    options = {"--python": python, "--release": release, "--source": source, "--wheel": wheel}
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)}: expected one of them")
+    unpacked = source if source is not None else wheel
+    if unpacked is not None and unpacked.is_dir() is (wheel is not None):
+        expected = "a wheel" if wheel is not None else "a folder that holds vllm/envs.py"
+        raise InputError(f"{given[0]} {unpacked}: expected {expected}")
     with convert_errors(TargetError):
         target = ask_python(python) if python is not None else Target()
+        target = describe_source(unpacked) if unpacked is not None else target
     if release is not None:
         target = describe_release(require_release(release))
     if sm is not None:

@@ -2,11 +2,13 @@
 
 The head has the fields of `Entry` up to `affects`, whose rules say on which machines the failure can strike;
 `moedoctor check` reads them. What it says about releases are data under `releases`, each range with the
-stored reports that it rests on. The body has the sections of `SECTIONS`, each once and in this order.
+stored reports that it rests on. What was only read is a question to the source, under `questions`. The body
+has the sections of `SECTIONS`, each once and in this order.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from dataclasses import dataclass
@@ -94,6 +96,41 @@ class Rule(_Strict):
     """What to do about it on such a machine; left out, what the entry says."""
 
 
+class Evidence(_Strict):
+    """Marks in the code of a place. All that are given must hold; comments and docstrings do not count."""
+
+    code: tuple[Line, ...] = ()
+    """Expressions or statements that the place holds, in any layout."""
+    text: tuple[Line, ...] = ()
+    """Words within one of its strings."""
+    without: tuple[Line, ...] = ()
+    """Words that neither its names nor its strings contain, in any case of letters."""
+
+    @model_validator(mode="after")
+    def _names_something(self) -> Evidence:
+        if not (self.code or self.text or self.without):
+            raise ValueError("must have code, text or without")
+        for code in self.code:
+            if len(ast.parse(code).body) != 1:
+                raise ValueError(f"{code!r} is not one expression or statement")
+        return self
+
+
+class Question(_Strict):
+    """A question to the Python source of vLLM, which is read and not imported."""
+
+    name: Name
+    file: Annotated[str, Field(pattern=r"^vllm/[\w/]+\.py$")]
+    place: Annotated[str, Field(pattern=r"^(\w+(\.\w+)*)?$")] = ""
+    """The function, ``Class.method``, class or variable to read; empty for the whole file."""
+    affected: Evidence
+    """The marks of the failure."""
+    clean: tuple[Evidence, ...] = ()
+    """Ways in which the source shows that the failure is absent; without any, the answer is never "clean"."""
+    decides: bool = True
+    """False if only the words of the entry rest on it, and no rule does."""
+
+
 class Run(_Strict):
     """A release that was run, and the stored report that says what came out."""
 
@@ -118,6 +155,8 @@ class Affected(_Strict):
     """The first release after `last` without it; None if there is none."""
     note: Line | None = None
     """What else it takes, in a few words."""
+    question: Name | None = None
+    """The question of the entry whose answers give this range."""
     runs: tuple[Run, ...] = ()
     """Releases that were run; what is not run was read in the source."""
 
@@ -170,6 +209,10 @@ class Entry(_Strict):
     """The failure in one line."""
     releases: tuple[Affected, ...] = ()
     """The releases that it strikes; empty if it is not up to a release."""
+    questions: tuple[Question, ...] = ()
+    """What to read in a vLLM that is no known release, and on which the ranges above rest."""
+    unread: Line | None = None
+    """Why the source does not decide `releases`, if there are no questions."""
     where: Line
     """What it strikes, in a few words; left out, made from `releases`."""
     fixed: Line
@@ -214,7 +257,7 @@ def parse_entry(text: str) -> Entry:
     return validate(
         Entry,
         head,
-        inner={"affects": Rule, "when": Condition, "releases": Affected, "runs": Run},
+        inner={"affects": Rule, "when": Condition, "releases": Affected, "runs": Run, "questions": Question},
         **_make_words(head.data),
         **_complete_rules(head.data),
         mechanism=mechanism,

@@ -92,7 +92,7 @@ def test_formats_and_streams(tmp_path: Path, site: Path) -> None:
         (["check", "--python", "/bin/true"], "did not list its packages"),
         (["check", "--release", "9.9"], "--release 9.9: the tables know 0.17.1"),
         (["check", "--release", "0.33.0", "--sm", "13"], "--sm 13: expected one of"),
-        (["check", "--python", "/bin/ls", "--release", "0.33.0"], "expected one of the two"),
+        (["check", "--python", "/bin/ls", "--release", "0.33.0"], "expected one of them"),
     ],
 )
 def test_wrong_usage_is_exit_2(

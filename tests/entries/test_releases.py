@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ from moedoctor.entries.entry import Affected, Entry, Run, parse_entry
 from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.results import load_report
 from moedoctor.text import TextFileError
+from moedoctor.upstream.releases.questions import load_answers
+
+ROOT = Path(__file__).resolve().parents[2]
 
 RUNS = [
     pytest.param(entry, affected, run, id=f"{entry.id}-{affected.package}-{run.release}-{run.tier}")
@@ -142,19 +144,52 @@ def test_a_report_outside_of_the_folder_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("id", "words"),
+    ("question", "words"),
     [
-        ("MD002", "From {first} on"),
-        ("MD009", "Up to {last} an assertion"),
-        ("MD012", "All releases from {first} to {last} have this text"),
-        ("MD013", 'fixed: "{first}"'),
-        ("MD014", "from {first} on also Quark"),
-        ("MD015", "{first} and later"),
+        ("MD002.never_pins", "From {clean} on"),
+        ("MD009.asserts", "Up to {last} an assertion"),
+        ("MD012.takes_one", "All releases from {first} to {last} have this text"),
+        ("MD013.not_installed", 'fixed: "{clean}"'),
+        ("MD014.quark", "from {first} on also Quark"),
+        ("MD015.stops_without", "{first} and later"),
     ],
 )
-def test_since_and_up_to_are_those_of_the_sources_of_all_releases(id: str, words: str) -> None:
-    root = Path(__file__).resolve().parents[2]
-    table = json.loads((root / "reports" / "sources" / "texts.json").read_text())
-    (row,) = (row for row in table["texts"] if row["entry"] == id)
-    text = (root / "moedoctor" / "entries" / f"{id}.md").read_text()
-    assert words.format(first=row["releases"][0], last=row["releases"][-1]) in text
+def test_since_and_up_to_are_those_of_the_sources_of_all_releases(question: str, words: str) -> None:
+    id, _, name = question.partition(".")
+    affected, clean = (list_releases(id, name, value) for value in ("affected", "clean"))
+    text = (ROOT / "moedoctor" / "entries" / f"{id}.md").read_text()
+    given = {"first": affected[0], "last": affected[-1], "clean": clean[0] if clean else ""}
+    assert words.format(**given) in text
+
+
+def list_releases(id: str, name: str, value: str) -> list[str]:
+    """Return the known releases whose source gave this answer."""
+    row = load_answers()["answers"][f"{id}.{name}"]
+    return [release for release, answer in row.items() if answer == value]
+
+
+def test_all_known_releases_were_asked_all_questions() -> None:
+    asked = {f"{entry.id}.{each.name}" for entry in load_entries().values() for each in entry.questions}
+    assert load_answers()["releases"] == list(load_releases())
+    assert load_answers()["answers"].keys() == asked
+    assert all(list(row) == list(load_releases()) for row in load_answers()["answers"].values())
+
+
+@pytest.mark.parametrize("entry", load_entries().values(), ids=lambda entry: entry.id)
+def test_ranges_are_those_of_the_answers_and_no_run_contradicts_them(entry: Entry) -> None:
+    deciding = {each.name for each in entry.questions if each.decides}
+    for name in deciding:
+        assert not list_releases(entry.id, name, "unknown")
+    for affected in entry.releases:
+        if affected.package != "vllm":
+            continue
+        if affected.question is None:
+            assert entry.unread or entry.id == "MD010", "MD010 rests on the tables of variables"
+            continue
+        assert affected.question in deciding
+        struck = list_releases(entry.id, affected.question, "affected")
+        assert (struck[0], struck[-1]) == (affected.first, affected.last)
+        known = list(load_releases())
+        assert struck == known[known.index(struck[0]) : known.index(struck[-1]) + 1]
+        for run in affected.runs:
+            assert (run.release in struck) is run.strikes

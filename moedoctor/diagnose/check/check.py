@@ -16,6 +16,7 @@ from typing import Any
 from moedoctor import __version__, environment
 from moedoctor.diagnose.check import fix_plugin
 from moedoctor.diagnose.check.arch import find_arch_failures
+from moedoctor.diagnose.check.build import Build, inspect_build
 from moedoctor.diagnose.check.machine import Machine, match_condition, offload_path
 from moedoctor.diagnose.check.packages import compare_packages, find_problems
 from moedoctor.diagnose.check.pinning import Pinning, make_untried
@@ -66,21 +67,28 @@ def check(
     attempt = _Attempts({name: error for name, error in errors.items() if name not in target.facts})
     nvcc = attempt("nvcc", lambda: probes.nvcc(environ))
     cache = attempt("jit_cache", lambda: probes.jit_cache(environ))
+    vllm = facts.get("vllm")
+    unreadable = Build(known=False, unknown=("vLLM's source: it could not be read",))
+    build = attempt("source", lambda: inspect_build(vllm, target.find_source())) or unreadable
     machine = Machine(
         facts,
         sources,
         cuda=".".join(map(str, nvcc.cuda)) if nvcc else facts.get("torch_cuda"),
         offload=offload_path(
-            facts.get("vllm"), wsl=facts.get("wsl"), kernel=facts.get("kernel"), variables=environ
+            build.find_release("MD002") or vllm,
+            wsl=facts.get("wsl"),
+            kernel=facts.get("kernel"),
+            variables=environ,
         ),
         redactor=redactor,
         jit_cache=cache or JitCache("", ()),
         metadata_requires=probes.requires,
+        build=build,
     )
     pinning, reports = _ask_children(machine, probes, attempt)
     packages = attempt("packages", lambda: compare_packages(machine)) or ()
     findings = _find_failures(machine, attempt)
-    plugin = attempt("moedoctor_fixes", lambda: probes.fix_plugin(environ, facts.get("vllm")))
+    plugin = attempt("moedoctor_fixes", lambda: probes.fix_plugin(environ, vllm))
     folders = asdict(cache) if cache else None
     result = CheckResult(
         environment={
@@ -105,6 +113,8 @@ def check(
         version=__version__,
         target=target.name,
         described=target.described,
+        read=build.answers,
+        unknown=build.unknown,
     )
     result = replace(result, not_looked_at=(*list_not_looked_at(result), *target.not_looked_at))
     return redactor.record(result)
@@ -178,10 +188,16 @@ def _observe(entry: Entry, machine: Machine, attempt: _Attempts) -> Iterable[Fin
 
 def _apply_rules(entry: Entry, machine: Machine) -> Iterator[Finding]:
     """Yield the finding of the first rule of `entry` that fits."""
+    vllm, like = machine.find_version("vllm"), machine.build.find_release(entry.id)
+    if like is not None:
+        machine = replace(machine, facts={**machine.facts, "vllm": like})
     for rule in entry.affects:
         evidence = match_condition(rule.when, machine)
         if evidence is None:
             continue
+        if like is not None and "vllm" in evidence:
+            read = machine.build.readings[entry.id].where
+            evidence = {**evidence, "vllm": vllm, "read from this vLLM's source": read}
         confidence = rule.confidence
         if not machine.capabilities and not rule.when.any_set:  # a setting has no effect, GPU or not
             evidence = {**evidence, "gpu": "none here; it strikes where this environment runs on one"}

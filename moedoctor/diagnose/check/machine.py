@@ -13,6 +13,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from moedoctor.diagnose.check.build import Build
 from moedoctor.diagnose.cuda.jit_cache import JitCache
 from moedoctor.entries.entry import Condition
 from moedoctor.environment import Sources
@@ -66,6 +67,7 @@ class Machine:
     redactor: Redactor
     jit_cache: JitCache
     metadata_requires: Callable[[str], Iterable[str] | None]
+    build: Build = field(default_factory=Build)
     versions: dict[str, str | None] = field(default_factory=dict)
     """Versions that were looked up, by distribution."""
 
@@ -116,7 +118,8 @@ def match_condition(condition: Condition, machine: Machine) -> dict[str, Any] | 
         return None
     if any(variables.get(name) == value for name, value in condition.variables_not.items()):
         return None
-    present = [name for name in condition.any_set if name in variables]
+    declared = machine.build.variables or ()
+    present = [name for name in condition.any_set if name in variables and name not in declared]
     if condition.any_set and not present:
         return None
     shown = {**condition.variables, **{name: machine.show_setting(name) for name in present}}

@@ -85,6 +85,10 @@ class CheckResult:
     """True if that environment is only described, and nothing of it is on this machine."""
     not_looked_at: tuple[str, ...] = ()
     """The parts that this answer does not cover, each with the reason."""
+    read: tuple[str, ...] = field(default=(), metadata={"sparse": True})
+    """What was read from the source of a vLLM that is no known release, or that was changed."""
+    unknown: tuple[str, ...] = field(default=(), metadata={"sparse": True})
+    """What is not known for this build of vLLM, each with the reason."""
     ignored: tuple[Ignored, ...] = field(default=(), metadata={"sparse": True})
     """Findings and problems that `--ignore` leaves out."""
     fail_on: str = field(default="warning", metadata={"sparse": True})
@@ -110,10 +114,10 @@ class CheckResult:
 
     @property
     def exit_code(self) -> int:
-        """1 if a finding or problem has a severity that fails, else 2 without vLLM, else 0."""
+        """1 if a finding or problem has a severity that fails, else 2 if a part is not known, else 0."""
         if any(fails(each.severity, self.fail_on) for each in self._all_found):
             return 1
-        return 2 if self.without_vllm else 0
+        return 2 if self.without_vllm or self.unknown else 0
 
     @property
     def _all_found(self) -> tuple[Finding | Problem, ...]:
@@ -127,7 +131,8 @@ class CheckResult:
             for each in self._all_found
             if fails(each.severity, self.fail_on)
         ]
-        return tuple([*found, self.without_vllm] if self.without_vllm else found)
+        unknown = [f"not known for this build: {text}" for text in self.unknown]
+        return (*found, *((self.without_vllm,) if self.without_vllm else ()), *unknown)
 
 
 def list_not_looked_at(result: CheckResult) -> tuple[str, ...]:

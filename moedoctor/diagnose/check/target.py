@@ -5,6 +5,8 @@ Another Python is asked for its metadata in a child of its own: nothing of its p
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.diagnose.check import fix_plugin
+from moedoctor.diagnose.check.build import ENVS
 from moedoctor.diagnose.check.pinning import make_untried
 from moedoctor.diagnose.check.probes import Probes
 from moedoctor.diagnose.cuda.jit_cache import JitCache
@@ -22,8 +25,12 @@ from moedoctor.environment import Sources
 from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.processes.cuda_tools import run_tool
 from moedoctor.text import shorten
+from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
 
 THIS = "this Python"
+_PIN = re.compile(r"(?:Requires-Dist: )?(torch|flashinfer-python|flashinfer-cubin) ?== ?([\w.+]+)\s*$")
+_VERSION = re.compile(r"(?:Version: |__version__ = version = ')([\w.+]+)'?\s*$")
+_CHECKOUT_PINS = "requirements/cuda.txt"
 _SECONDS = 30.0
 _MAX_PACKAGES = 20_000
 _ASK = """
@@ -71,6 +78,13 @@ class Target:
     """True if nothing of it is on this machine."""
     not_looked_at: tuple[str, ...] = ()
     """The parts that cannot be looked at from here, each with the reason."""
+    source: ReleaseSource | None = None
+    """The source of vLLM, if it is not where its package is."""
+
+    def find_source(self) -> ReleaseSource | None:
+        """Return the source of the vLLM of this environment, or None if there is none."""
+        folder = self.sources.package_folder("vllm")
+        return self.source or (None if folder is None else ReleaseSource(folder.parent))
 
 
 def ask_python(path: Path) -> Target:
@@ -123,17 +137,59 @@ def describe_release(release: str) -> Target:
     packages = {"vllm": release, "torch": pins.torch, "flashinfer-python": pins.flashinfer}
     if pins.flashinfer_cubin:
         packages["flashinfer-cubin"] = pins.flashinfer_cubin
-    only = f"vLLM {release} is only described"
+    return _describe(
+        f"vLLM {release} as it is released", f"vLLM {release} is only described", packages, pins.cuda
+    )
+
+
+def describe_source(path: Path) -> Target:
+    """Return the vLLM in a wheel, or in a folder that holds ``vllm``, on Linux. Raises TargetError."""
+    source = ReleaseSource(path)
+    try:
+        source.read_text(ENVS)
+    except (SourceError, OSError, ValueError) as error:
+        raise TargetError(f"{error}; expected a wheel of vLLM, or a folder that holds {ENVS}") from None
+    lines = _read_metadata(source).splitlines()
+    packages = {match[1]: match[2] for match in map(_PIN.match, lines) if match}
+    version = next((match[1] for match in map(_VERSION.match, lines) if match), "of unknown version")
+    name = f"vLLM {version} in {path.name or path}"
+    target = _describe(name, f"{name} is only read", {**packages, "vllm": version}, None)
+    exists = functools.partial(_has_file, source)
+    sources = replace(target.sources, package_folder=lambda package: Path(package), exists=exists)
+    return replace(target, sources=sources, source=source)
+
+
+def _read_metadata(source: ReleaseSource) -> str:
+    """Return the metadata of a wheel or of an unpacked one, or the files of a checkout that say the same."""
+    names = ["-".join(source.path.name.split("-")[:2])]
+    if os.path.isdir(source.path):
+        names = [folder.name.removesuffix(".dist-info") for folder in source.path.glob("vllm-*.dist-info")]
+    texts = []
+    for file in (*(f"{name}.dist-info/METADATA" for name in names), "vllm/_version.py", _CHECKOUT_PINS):
+        with contextlib.suppress(SourceError):
+            texts.append(source.read_text(file))
+    return "\n".join(texts)
+
+
+def _has_file(source: ReleaseSource, file: str) -> bool:
+    try:
+        return bool(source.read_text(file))
+    except SourceError:
+        return False
+
+
+def _describe(name: str, only: str, packages: Mapping[str, str], cuda: str | None) -> Target:
+    """Return an environment with these packages, of which nothing is installed; `only` says so."""
     nothing: dict[str, Any] = dict.fromkeys(("gpu", "capability", "driver", "cuda_driver", "kernel"))
     return Target(
-        f"vLLM {release} as it is released",
-        replace(Sources(), package_version=_make_lookup(packages), package_folder=lambda name: None),
+        name,
+        replace(Sources(), package_version=_make_lookup(packages), package_folder=lambda package: None),
         replace(
             _limit_probes(Probes(), only, {}, plugins=None),
             nvcc=lambda environ: None,
             jit_cache=lambda environ: JitCache("", ()),
         ),
-        {**nothing, "gpus": [], "torch_cuda": pins.cuda, "wsl": False, "python": None},
+        {**nothing, "gpus": [], "torch_cuda": cuda, "wsl": False, "python": None},
         described=True,
         not_looked_at=(f"driver, CUDA toolkit, FlashInfer's JIT cache and installed files: {only}",),
     )

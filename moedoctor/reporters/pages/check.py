@@ -28,7 +28,13 @@ def make_check_page(result: CheckResult) -> list[Block]:
         page.append(Paragraph(f"Can strike here: {', '.join(each.id for each in result.findings)}"))
     if result.without_vllm:
         page.append(Paragraph(Span(result.without_vllm, "warning")))
-    page += [*_show_findings(result), Heading("Not looked at"), Bullets(result.not_looked_at)]
+    page += _show_findings(result)
+    for heading, lines in (
+        ("Not known for this build", result.unknown),
+        ("Read from this vLLM's source", result.read),
+        ("Not looked at", result.not_looked_at),
+    ):
+        page += [Heading(heading), Bullets(lines)] if lines else []
     return [*page, Fold("Environment", [Table(("fact", "value"), rows)])]
 
 
@@ -76,6 +82,7 @@ def summarize(result: CheckResult) -> str:
             count_of(counts.problems, "problem"),
             f"{counts.conditional} not decided here",
             f"{count_of(missing, 'fact')} missing",
+            *((f"{len(result.unknown)} not known for this build",) if result.unknown else ()),
             *ignored,
         )
     )

@@ -53,7 +53,7 @@ class ReleaseSource:
             raise SourceError(f"{self.path.name}: {member} {error.message}") from error
         except (KeyError, KernelError) as error:
             raise SourceError(f"{self.path.name}: {member} cannot be read: {error}") from error
-        return data.decode("utf-8")
+        return data.decode("utf-8", errors="replace")
 
     def load_function(self, member: str, name: str, names: Mapping[str, Any]) -> Any:
         """Return the function ``name`` or ``Class.name`` of a file; it can use only `names`.

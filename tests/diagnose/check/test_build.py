@@ -1,0 +1,147 @@
+"""A vLLM that is no known release is read: no all-clear by a version that says nothing."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+from machine_fakes import probes, sources
+from vllm_sources import rename, write_source
+
+from moedoctor.cli import main
+from moedoctor.diagnose.check.check import check
+from moedoctor.diagnose.check.records import CheckResult, Finding
+
+BUILDS = ("0.34.1.dev5+gabc123", "0.33.1", "0.34.0rc1", "0.33.0.post1", "dev-build")
+RUNNER = "vllm/v1/worker/gpu_model_runner.py"
+
+
+def check_build(
+    folder: Path | None, version: str, environ: dict[str, str] | None = None, gpu: str = "9.0"
+) -> CheckResult:
+    machine = sources(
+        {"vllm": version, "torch": "2.14.0", "flashinfer-python": "0.7.2.post1"},
+        gpu=("a GPU", gpu),
+        environ=environ,
+        package_folder=lambda name: folder / "vllm" if folder and name == "vllm" else None,
+    )
+    return check(machine, probes())
+
+
+def get_finding(result: CheckResult, id: str) -> Finding | None:
+    return next((each for each in (*result.findings, *result.conditional) if each.id == id), None)
+
+
+@pytest.mark.parametrize("version", BUILDS)
+def test_an_unknown_build_is_read_and_never_all_clear(version: str, tmp_path: Path) -> None:
+    result = check_build(write_source(tmp_path, "0.33.0"), version)
+    assert [line[:5] for line in result.unknown] == ["MD001"]
+    assert [line[:5] for line in result.read] == [
+        *("MD002", "MD003", "MD009", "MD012", "MD013", "MD014", "MD015", "MD016", "MD020")
+    ]
+    assert all("as in 0.33.0" in line and ".py:" in line for line in result.read)
+    assert result.exit_code == 2
+    assert any("not known for this build: MD001" in reason for reason in result.reasons)
+    repacked = get_finding(result, "MD013")
+    assert repacked is not None
+    assert repacked.evidence["vllm"] == version
+    assert "vllm/model_executor/utils.py:" in repacked.evidence["read from this vLLM's source"]
+    assert get_finding(result, "MD009") is None
+
+
+def test_a_build_has_the_failures_that_its_source_shows(tmp_path: Path) -> None:
+    result = check_build(write_source(tmp_path, "0.19.1"), "0.34.1.dev5")
+    finding = get_finding(result, "MD009")
+    assert finding is not None
+    assert RUNNER in finding.evidence["read from this vLLM's source"]
+
+
+def test_a_place_that_is_gone_is_listed(tmp_path: Path) -> None:
+    folder = write_source(tmp_path, "0.33.0")
+    rename(folder, RUNNER, "may_reinitialize_input_batch")
+    result = check_build(folder, "0.34.1.dev5")
+    (line,) = (line for line in result.unknown if line.startswith("MD009"))
+    assert (
+        line == f"MD009 offload_reinit: there is no GPUModelRunner.may_reinitialize_input_batch in {RUNNER}"
+    )
+    (folder / RUNNER).unlink()
+    result = check_build(folder, "0.34.1.dev5")
+    assert any(line.startswith("MD009") and "\n" not in line for line in result.unknown)
+
+
+def test_answers_that_no_release_gives_together_are_not_known(tmp_path: Path) -> None:
+    folder = write_source(tmp_path, "0.33.0", changed={"MD002.never_pins": "affected"})
+    result = check_build(folder, "0.34.1.dev5")
+    (line,) = (line for line in result.unknown if line.startswith("MD002"))
+    assert "no known release gives these answers together" in line
+
+
+def test_without_a_source_nothing_is_known(tmp_path: Path) -> None:
+    result = check_build(None, "0.34.1.dev5")
+    assert {line[:5] for line in result.unknown} > {"MD001", "MD002", "MD009", "MD010", "MD013"}
+    assert not result.read
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.0+cu130"])
+def test_a_known_release_goes_by_its_version_unless_it_was_changed(version: str, tmp_path: Path) -> None:
+    as_released = check_build(write_source(tmp_path, "0.33.0"), version)
+    assert (as_released.read, as_released.unknown, as_released.exit_code) == ((), (), 0)
+    write_source(tmp_path, "0.33.0", changed={"MD013.not_installed": "affected", "MD013.repacked": "clean"})
+    patched = check_build(tmp_path, version, {"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    assert [line[:5] for line in patched.read] == ["MD013"]
+    finding = get_finding(patched, "MD013")
+    assert finding is not None
+    assert finding.severity == "warning"
+
+
+def test_variables_are_those_that_the_source_declares(tmp_path: Path) -> None:
+    environ = {"VLLM_BRAND_NEW_MOE_KNOB": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_NEVER_WAS": "1"}
+    folder = write_source(tmp_path, "0.33.0", declared=("VLLM_BRAND_NEW_MOE_KNOB", "VLLM_NVFP4_GEMM_BACKEND"))
+    result = check_build(folder, "0.34.1.dev5", {**environ, "VLLM_NVFP4_GEMM_BACKEND": "marlin"})
+    problems = {problem.what.partition(":")[0]: problem.why for problem in result.problems}
+    assert problems == {
+        "VLLM_LOGGING_LEVEL": "vllm/envs.py of this vLLM does not declare it",
+        "VLLM_NEVER_WAS": "neither a known release nor vllm/envs.py of this vLLM declares it",
+    }
+    assert get_finding(result, "MD010") is None, "a build that declares the variable again"
+    (folder / "vllm" / "envs.py").write_text("class Settings: ...\n")
+    result = check_build(folder, "0.34.1.dev5", environ)
+    assert not result.problems
+    assert any(line.startswith("MD010") for line in result.unknown)
+
+
+def test_a_folder_and_a_wheel_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_source(tmp_path / "tree", "0.33.0")
+    (folder / "requirements").mkdir()
+    (folder / "requirements" / "cuda.txt").write_text("torch==2.14.0\nflashinfer-python==0.7.2.post1\n")
+    wheel = tmp_path / "vllm-0.34.1.dev5+gabc-cp38-abi3-linux.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        for path in folder.rglob("*.py"):
+            file.write(path, path.relative_to(folder))
+        file.writestr("vllm-0.34.1.dev5+gabc.dist-info/METADATA", "Version: 0.34.1.dev5+gabc\n")
+    for option, path, version in (
+        ("--source", folder, "of unknown version"),
+        ("--wheel", wheel, "0.34.1.dev5+gabc"),
+    ):
+        assert main(["check", option, str(path), "--format", "json"]) == 2
+        document = json.loads(capsys.readouterr().out)
+        assert document["environment"]["vllm"] == version
+        assert len(document["read"]) == 9
+        assert [line[:5] for line in document["unknown"]] == ["MD001"]
+
+
+@pytest.mark.parametrize(
+    ("option", "text"), [("--source", "no such"), ("--wheel", "no such"), ("--wheel", "a folder")]
+)
+def test_what_is_no_vllm_is_one_line(
+    option: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path if text == "a folder" else tmp_path / "none"
+    assert main(["check", option, str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert "expected" in printed.err

@@ -1,0 +1,167 @@
+"""Questions to the source: right on changed sources, and never "clean" for code that has the failure."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import os
+import random
+from pathlib import Path
+
+import pytest
+from vllm_sources import FILLER, make_place
+
+from moedoctor.entries import load_entries
+from moedoctor.entries.entry import Evidence, Question
+from moedoctor.upstream.releases import questions
+from moedoctor.upstream.releases.questions import Inquiry
+from moedoctor.upstream.releases.release_source import ReleaseSource
+
+KEY = "VLLM_MOE_SKIP_PADDING"
+ASKED = [
+    pytest.param(question, id=f"{entry.id}-{question.name}")
+    for entry in load_entries().values()
+    for question in entry.questions
+]
+
+
+def ask(tmp_path: Path, question: Question, text: str | bytes | None) -> str:
+    file = tmp_path / question.file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if text is not None:
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+    return Inquiry(ReleaseSource(tmp_path)).answer(question).value
+
+
+@pytest.mark.parametrize("question", ASKED)
+def test_the_marks_give_the_answers(question: Question, tmp_path: Path) -> None:
+    assert ask(tmp_path, question, make_place(question.place, (question.affected,))) == "affected"
+    for evidence in question.clean:
+        assert ask(tmp_path, question, make_place(question.place, (evidence,))) == "clean"
+
+
+@pytest.mark.parametrize("question", ASKED)
+def test_a_place_that_is_gone_is_unknown(question: Question, tmp_path: Path) -> None:
+    assert ask(tmp_path, question, None) == "unknown"
+    text = make_place(question.place, (question.affected,))
+    if question.place:
+        renamed = text.replace(question.place.split(".")[-1], "renamed_place")
+        assert ask(tmp_path, question, renamed) == "unknown"
+        assert ask(tmp_path, question, "import elsewhere\n") == "unknown"
+
+
+@pytest.mark.parametrize("question", ASKED)
+def test_marks_in_comments_and_docstrings_do_not_count(question: Question, tmp_path: Path) -> None:
+    marks = [*question.affected.code, *question.affected.text]
+    if not marks or any("'" in mark for mark in marks):
+        pytest.skip("this failure shows by what is not there")
+    comments = "\n".join(f"# {mark}" for mark in marks)
+    text = make_place(question.place, ()) + comments + "\n"
+    assert ask(tmp_path, question, text) != "affected"
+
+
+def mutate(tree: ast.Module, chance: random.Random) -> None:
+    """Change one thing in a file: a name, a constant, an operator, an order. No statement is removed."""
+    nodes = list(ast.walk(tree))
+    node = chance.choice([each for each in nodes if not isinstance(each, ast.expr_context | ast.Module)])
+    if isinstance(node, ast.Name):
+        for each in nodes:
+            if isinstance(each, ast.Name) and each.id == node.id:
+                each.id = "changed"
+    elif isinstance(node, ast.Attribute):
+        node.attr = "changed"
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        node.name = "changed"
+    elif isinstance(node, ast.Constant):
+        node.value = "changed" if isinstance(node.value, str) else 7
+    elif isinstance(node, ast.Compare):
+        node.ops = [ast.NotEq()]
+    elif isinstance(node, ast.BinOp):
+        node.op = ast.Mult()
+    elif isinstance(node, ast.keyword | ast.arg):
+        node.arg = "changed"
+    elif isinstance(getattr(node, "body", None), list):
+        chance.shuffle(node.body)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("question", ASKED)
+def test_no_mutation_of_affected_code_is_clean(question: Question, tmp_path: Path) -> None:
+    # Code with a failure names it more than once; one change does not hide it.
+    words = [word for each in question.clean for word in each.without if word.isidentifier()]
+    text = make_place(question.place, (question.affected,))
+    if words and question.place != "environment_variables":
+        text = text.replace(FILLER[0], "; ".join(f"self.{word}_buffer = 1" for word in words), 1)
+    assert ask(tmp_path, question, text) == "affected"
+    tree, chance = ast.parse(text), random.Random(question.name)
+    for _ in range(100):
+        changed = copy.deepcopy(tree)
+        mutate(changed, chance)
+        text = ast.unparse(ast.fix_missing_locations(changed))
+        assert ask(tmp_path, question, text) != "clean", text
+
+
+@pytest.mark.parametrize("question", ASKED)
+def test_no_mutation_of_the_mark_of_a_fix_is_clean(question: Question, tmp_path: Path) -> None:
+    for code in (code for evidence in question.clean for code in evidence.code):
+        for number, _ in enumerate(ast.walk(ast.parse(code))):
+            changed = ast.parse(code)
+            mutate_node(list(ast.walk(changed))[number])
+            mutated = ast.unparse(ast.fix_missing_locations(changed))
+            if mutated != ast.unparse(ast.parse(code)):
+                text = make_place(question.place, (Evidence(code=(mutated,)),), (KEY,))
+                assert ask(tmp_path, question, text) != "clean", text
+
+
+def mutate_node(node: ast.AST) -> None:
+    if isinstance(node, ast.Name):
+        node.id = "changed"
+    elif isinstance(node, ast.Attribute):
+        node.attr = "changed"
+    elif isinstance(node, ast.Constant):
+        node.value = "changed"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xff\xfe\x00",
+        b"\x00" * 100,
+        b"(" * 100_000,
+        b"x = " + b"-" * 100_000 + b"1",
+        b"x = " + b"a." * 50_000 + b"b",
+        b"if a:\n" + b"".join(b" " * depth + b"if a:\n" for depth in range(1, 200)),
+        b"def f(:\n",
+    ],
+)
+def test_hostile_files_are_unknown(text: bytes, tmp_path: Path) -> None:
+    for question in (each.values[0] for each in ASKED):
+        assert ask(tmp_path, question, text) == "unknown"
+
+
+def test_large_files_links_and_pipes_get_one_line(tmp_path: Path) -> None:
+    question: Question = ASKED[0].values[0]  # type: ignore[assignment]
+    file = tmp_path / question.file
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"#" * (9 << 20))
+    answers = [Inquiry(ReleaseSource(tmp_path)).answer(question)]
+    file.unlink()
+    file.symlink_to(file)
+    answers.append(Inquiry(ReleaseSource(tmp_path)).answer(question))
+    file.unlink()
+    os.mkfifo(file)
+    answers.append(Inquiry(ReleaseSource(tmp_path)).answer(question))
+    assert all(answer.value == "unknown" and "\n" not in answer.where for answer in answers)
+
+
+def test_a_reading_is_that_of_the_newest_release_with_these_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = load_entries()["MD009"]
+    (question,) = entry.questions
+    stored = {"1": "affected", "2": "clean", "3": "clean"}
+    table = {"releases": ["1", "2", "3"], "answers": {"MD009.asserts": stored}}
+    monkeypatch.setattr(questions, "load_answers", lambda: table)
+    for evidence, release in ((question.affected, "1"), (question.clean[0], "3"), (None, None)):
+        text = make_place(question.place, (evidence,)) if evidence else "x = 1\n"
+        ask(tmp_path, question, text)
+        assert Inquiry(ReleaseSource(tmp_path)).read(entry).release == release

@@ -1,0 +1,66 @@
+"""Made-up sources of vLLM that answer the questions of the entries as a known release does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from moedoctor.entries import load_entries
+from moedoctor.entries.entry import Evidence, Question
+from moedoctor.upstream.releases.questions import load_answers
+
+FILLER = ("first = second + 1", "if ready:\n    call(first, name='x')", "other = [item for item in items]")
+_DOCSTRING = '    """Says offload, padding, offloader and .data = in words."""'
+
+
+def make_place(place: str, evidence: tuple[Evidence, ...], declared: tuple[str, ...] = ()) -> str:
+    """Return code in which a function, class or table holds this evidence and other code."""
+    lines = [line for each in evidence for line in (*each.code, *(f"log({text!r})" for text in each.text))]
+    *owners, last = place.split(".") if place else [""]
+    if last == "environment_variables":
+        known = "VLLM_MOE_SKIP_PADDING"
+        items = [f"{known if known in line else 'OTHER'!r}: {line}" for line in lines]
+        items += [f"{name!r}: 1" for name in declared]
+        return f"environment_variables = {{'A': 1, {', '.join(items)}}}\n"
+    body = "\n".join((*FILLER, *lines))
+    for name in [last, *reversed(owners)]:
+        if name:
+            head = f"class {name}:" if name[0].isupper() else f"def {name}(self, layer):"
+            body = "\n".join((head, _DOCSTRING, *(f"    {line}" for line in body.splitlines())))
+    return body + "\n"
+
+
+def write_source(
+    folder: Path,
+    release: str,
+    *,
+    changed: Mapping[str, str] | None = None,
+    declared: tuple[str, ...] = (),
+) -> Path:
+    """Write a vLLM that answers as `release`, but for `changed` answers, by names such as MD009.asserts."""
+    places: dict[tuple[str, str], list[Evidence]] = {}
+    for entry in load_entries().values():
+        for question in entry.questions:
+            name = f"{entry.id}.{question.name}"
+            value = (changed or {}).get(name) or load_answers()["answers"][name][release]
+            places.setdefault((question.file, question.place), []).extend(_choose(question, value))
+    texts: dict[str, str] = {}
+    for (file, place), evidence in places.items():
+        texts[file] = texts.get(file, "") + make_place(place, tuple(evidence), declared)
+    for file, text in texts.items():
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def _choose(question: Question, value: str) -> tuple[Evidence, ...]:
+    """Return the evidence for an answer; none for an unknown one."""
+    return {"affected": (question.affected,), "clean": question.clean[:1], "unknown": ()}[value]
+
+
+def rename(folder: Path, file: str, name: str) -> None:
+    """Rename a function everywhere in a file."""
+    path = folder / file
+    path.write_text(re.sub(rf"\b{name}\b", "renamed", path.read_text()))
