@@ -22,10 +22,10 @@ from moedoctor.commands.options import (
     Output,
     PageFormat,
     choose_from,
+    choose_release,
     convert_errors,
     option,
     require_capability,
-    require_release,
 )
 from moedoctor.commands.pages import deliver_document
 from moedoctor.text import print_message
@@ -85,6 +85,10 @@ def backends(
     ask: Annotated[
         bool, typer.Option("--ask/--no-ask", help="Also ask the installed vLLM, which takes seconds.")
     ] = True,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Exit with code 2 if the release is not known, as a newer one is."),
+    ] = False,
     format: PageFormat = "table",
     output: Output = None,
     full: Full = False,
@@ -111,7 +115,11 @@ def backends(
 
     environ = dict(os.environ)
     facts = environment.collect()
-    release, notes = _release(release, facts.get("vllm"))
+    asked_for = release
+    release, instead_of = _release(release, facts.get("vllm"))
+    notes: tuple[str, ...] = ()
+    if asked_for is None and not facts.get("vllm"):
+        notes, instead_of = (instead_of,), ""
     here = _strip_local(facts.get("vllm") or "") == release
     line = split_command(command or ())
     line_ep, line_dp = read_parallelism(line.command, release)
@@ -135,6 +143,8 @@ def backends(
     }
     moe_backend = find_moe_backend(line.command, release)
     notes += (*activation_notes, *_list_readings(variables, line.command, question))
+    build = facts.get("vllm") if instead_of and asked_for is None else None
+    correct = functools.partial(_correct_by_source, release=release, environ=variables, build=build)
     takes = functools.partial(works, schemes=found.schemes, **question)
     # Of an installed vLLM, the libraries are looked up as this variable says.
     looked_up = ("VLLM_HAS_FLASHINFER_CUBIN",) if here else ()
@@ -152,6 +162,7 @@ def backends(
             ]
             asked_each = _request_each(backend, question, found.schemes) if backend else ()
         findings = check_settings(release, variables, line.command, scheme=None, takes=takes)
+        findings = correct(findings)
         report = EachScheme(
             release=release,
             capability=question["capability"],
@@ -161,6 +172,7 @@ def backends(
             settings=_mask_findings([*findings, *unconsidered], variables, environ),
             notes=(*notes, _ONLY_EXPERTS),
             exit_code=0,
+            instead_of=instead_of,
         )
     else:
         heard: Heard | None = None
@@ -176,6 +188,7 @@ def backends(
                 scheme=question["scheme"],
                 takes=takes,
             )
+            settings = correct(settings)
             if here and ask:
                 heard, answers = _ask(selection, moe_backend, variables, settings)
                 libraries = {**(libraries or {}), **heard.libraries} if heard else libraries
@@ -190,10 +203,32 @@ def backends(
             disagreements=list_disagreements(selection, heard) if heard else (),
             notes=(*notes, *_list_assumptions(selection, here=here), _ONLY_EXPERTS),
             exit_code=0,
+            instead_of=instead_of,
         )
     why = list_reasons(report)
-    report = replace(report, exit_code=int(bool(why)))
+    if strict and instead_of and not why:
+        report, why = replace(report, exit_code=2), [instead_of]
+    else:
+        report = replace(report, exit_code=int(bool(why)))
     return deliver_document(report, format, output, full=full, code=report.exit_code, reasons=why)
+
+
+def _correct_by_source(
+    findings: Sequence[SettingFinding], *, release: str, environ: Mapping[str, str], build: str | None
+) -> tuple[SettingFinding, ...]:
+    """Return the findings, for an installed `build` that is no known release by what its source declares."""
+    from moedoctor.diagnose.settings.settings import correct_by_source
+    from moedoctor.results import UnavailableError
+    from moedoctor.upstream.releases.questions import Inquiry
+    from moedoctor.upstream.releases.release_source import ReleaseSource
+
+    if build is None:
+        return tuple(findings)
+    try:
+        inquiry = Inquiry(ReleaseSource.installed())
+    except UnavailableError:
+        return tuple(findings)
+    return correct_by_source(findings, release, environ, inquiry.list_variables(), inquiry.list_flags())
 
 
 def _request_each(backend: str, question: Mapping[str, Any], schemes: Sequence[str]) -> Sequence[str]:
@@ -317,25 +352,25 @@ def _mask_findings(
 # What this machine gives if the command line leaves it open: release, GPU, libraries.
 
 
-def _release(asked_for: str | None, installed: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return a release of the tables, and why it is this one. Raises InputError for an unknown one."""
+def _release(asked_for: str | None, installed: str | None) -> tuple[str, str]:
+    """Return a release of the tables, and why it is this one if it is another. Raises InputError."""
     from packaging.version import InvalidVersion, Version
 
     from moedoctor.fixes.backends.release_tables import load_releases
 
     known = list(load_releases())
     if asked_for is not None:
-        return require_release(asked_for), ()
+        return choose_release(asked_for)
     if installed is None:
-        return known[-1], (f"vllm is not installed here: answered for {known[-1]}, the newest in the tables",)
+        return known[-1], f"vllm is not installed here: answered for {known[-1]}, the newest in the tables"
     if _strip_local(installed) in known:
-        return _strip_local(installed), ()
+        return _strip_local(installed), ""
     try:
         version = Version(installed)
     except InvalidVersion:
         version = Version("0")
     nearest = next((name for name in reversed(known) if Version(name) <= version), known[0])
-    return nearest, (f"vllm {installed} is not in the tables: answered for {nearest}",)
+    return nearest, f"vllm {installed} is not in the tables: answered for {nearest}"
 
 
 def _strip_local(version: str) -> str:

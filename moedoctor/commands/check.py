@@ -18,11 +18,11 @@ from moedoctor.commands.options import (
     IgnoreOption,
     InputError,
     Output,
+    choose_release,
     convert_errors,
     option,
     read_ignores,
     require_capability,
-    require_release,
 )
 from moedoctor.commands.pages import deliver_document
 
@@ -109,7 +109,8 @@ def _choose_target(
         target = ask_python(python) if python is not None else Target()
         target = describe_source(unpacked) if unpacked is not None else target
     if release is not None:
-        target = describe_release(require_release(release))
+        known, newer = choose_release(release)
+        target = describe_release(known, release.removeprefix("v") if newer else None)
     if sm is not None:
         target = add_gpu(target, require_capability(sm))
     return put_on_wsl(target) if wsl else target

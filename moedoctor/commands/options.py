@@ -237,6 +237,25 @@ def require_release(text: str) -> str:
     return text.removeprefix("v")
 
 
+def choose_release(text: str) -> tuple[str, str]:
+    """Return a vLLM release of the tables and an empty text; for a newer one the newest, and a line about it.
+
+    Raises InputError for an older one, and for text that is no version.
+    """
+    from packaging.version import InvalidVersion, Version
+
+    from moedoctor.fixes.backends.release_tables import load_releases
+
+    named, newest = text.removeprefix("v"), list(load_releases())[-1]
+    try:
+        is_newer = Version(named) > Version(newest)
+    except InvalidVersion:
+        is_newer = False
+    if is_newer:
+        return newest, f"vLLM {named} is newer than the known releases: this is the answer for {newest}"
+    return require_release(text), ""
+
+
 def require_capability(text: str) -> str:
     """Return a compute capability of the tables, such as 12.0, for ``120`` too. Raises InputError."""
     from moedoctor.fixes.arch.targets import Target

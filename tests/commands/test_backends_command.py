@@ -11,11 +11,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from vllm_sources import write_source
 
 from moedoctor import cli, environment
 from moedoctor.commands import backends as command
 from moedoctor.commands.backends import backends
 from moedoctor.commands.options import InputError
+from moedoctor.upstream.releases.release_source import ReleaseSource
 from moedoctor.upstream.selection import agreement as backend_agreement
 from moedoctor.upstream.selection.agreement import AgreementError, Heard
 
@@ -79,9 +81,41 @@ def test_a_vllm_between_the_tables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, vllm="0.21.1rc1.dev5+gabc")
-    text = answer(capsys, sm="9.0")[1]
-    assert text.startswith("vLLM 0.21.0 ")
-    assert "vllm 0.21.1rc1.dev5+gabc is not in the tables: answered for 0.21.0" in text
+    code, text = answer(capsys, sm="9.0")
+    lines = text.splitlines()
+    assert lines[0] == "vllm 0.21.1rc1.dev5+gabc is not in the tables: answered for 0.21.0"
+    assert lines[2].startswith("vLLM 0.21.0 ")
+    assert code == 0
+    assert answer(capsys, sm="9.0", strict=True)[0] == 2
+
+
+@pytest.mark.parametrize("release", ["0.34.0", "v0.34.0", "0.33.1.dev3", "0.33.0.post1"])
+def test_a_newer_release_is_answered_as_the_newest(release: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = answer(capsys, sm="9.0", release=release)
+    named = release.removeprefix("v")
+    assert code == 0
+    assert text.splitlines()[0] == (
+        f"vLLM {named} is newer than the known releases: this is the answer for 0.33.0"
+    )
+    code, text = answer(capsys, sm="9.0", release=release, strict=True, format="json")
+    assert code == 2
+    assert json.loads(text)["instead_of"].startswith(f"vLLM {named} is newer")
+    assert answer(capsys, sm="9.0", release="0.33.0", strict=True)[0] == 0
+
+
+def test_a_setting_that_the_installed_source_declares_is_not_called_unknown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write_source(tmp_path, "0.33.0", declared=("VLLM_BRAND_NEW_MOE_KNOB",))
+    file = tmp_path / "vllm" / "engine" / "arg_utils.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("group.add_argument('--brand-new', type=int)\n")
+    machine(monkeypatch, vllm="0.34.1.dev5")
+    monkeypatch.setattr(ReleaseSource, "installed", lambda: ReleaseSource(tmp_path))
+    environ = {"VLLM_BRAND_NEW_MOE_KNOB": "1"}
+    line = ["vllm", "serve", "m", "--brand-new", "3"]
+    assert answer(capsys, environ, sm="9.0", command=line, ask=False)[0] == 0
+    assert answer(capsys, environ, sm="9.0", command=[*line, "--never-was", "3"], ask=False)[0] == 1
 
 
 def test_a_note_if_vllm_may_not_find_flashinfer(capsys: pytest.CaptureFixture[str]) -> None:

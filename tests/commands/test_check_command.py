@@ -90,7 +90,7 @@ def test_formats_and_streams(tmp_path: Path, site: Path) -> None:
         (["check", "--python", "/proc"], "is not an executable file"),
         (["check", "--python", "/bin/ls"], "did not list its packages"),
         (["check", "--python", "/bin/true"], "did not list its packages"),
-        (["check", "--release", "9.9"], "--release 9.9: the tables know 0.17.1"),
+        (["check", "--release", "0.16.0"], "--release 0.16.0: the tables know 0.17.1"),
         (["check", "--release", "0.33.0", "--sm", "13"], "--sm 13: expected one of"),
         (["check", "--python", "/bin/ls", "--release", "0.33.0"], "expected one of them"),
     ],

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from moedoctor.entries import load_entries
 from moedoctor.entries.entry import Entry
 from moedoctor.fixes.backends.release_tables import load_releases
-from moedoctor.upstream.releases.questions import Inquiry, Reading, load_answers
+from moedoctor.upstream.releases.questions import ENVS, Inquiry, Reading, load_answers
 from moedoctor.upstream.releases.release_source import ReleaseSource
-
-ENVS = "vllm/envs.py"
 
 
 @dataclass(frozen=True)

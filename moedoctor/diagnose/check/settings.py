@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
-from moedoctor.diagnose.check.build import ENVS
 from moedoctor.diagnose.check.machine import Machine, match_condition
 from moedoctor.diagnose.check.records import Finding, Problem
-from moedoctor.diagnose.settings.settings import check_flashinfer, check_settings
+from moedoctor.diagnose.settings.settings import (
+    check_flashinfer,
+    check_settings,
+    correct_by_source,
+)
 from moedoctor.diagnose.settings.tables import SettingFinding, load_vllm_variables
 from moedoctor.entries.entry import Entry
 
@@ -17,7 +19,6 @@ _BACKEND = re.compile(r"FLASHINFER|MOE|BACKEND|MARLIN|GEMM|FP[48]|CUTLASS|TRTLLM
 """Parts of the names of variables that choose kernels."""
 _READ_BY_NO_RELEASE = ("unknown", "misspelt", "wrong_case")
 """Problems that a variable has whatever release is installed, or none."""
-_ABSENT = (*_READ_BY_NO_RELEASE, "removed", "not_yet")
 _CONFIDENCE = 0.9
 _BETWEEN = 0.5
 """The confidence for a vLLM that is not in the tables: the release before it is used."""
@@ -68,7 +69,9 @@ def _find_dead(machine: Machine) -> tuple[SettingFinding, ...]:
     else:
         newest = load_vllm_variables().releases[-1]
         findings = check_settings(release or newest, machine.variables, flashinfer=flashinfer)
-        findings = _correct_by_source(findings, machine, release or newest)
+        if not machine.build.known:
+            declared = machine.build.variables
+            findings = correct_by_source(findings, release or newest, machine.variables, declared)
     asked = {"VLLM": vllm, "FLASHINFER": vllm or flashinfer}
     return tuple(
         finding
@@ -76,31 +79,6 @@ def _find_dead(machine: Machine) -> tuple[SettingFinding, ...]:
         if not finding.takes_effect
         and (asked[finding.name.upper().partition("_")[0]] or finding.problem in _READ_BY_NO_RELEASE)
     )
-
-
-def _correct_by_source(
-    findings: Sequence[SettingFinding], machine: Machine, release: str
-) -> tuple[SettingFinding, ...]:
-    """Return the findings for a build that is no known release, by what its envs.py declares."""
-    build = machine.build
-    if build.known:
-        return tuple(findings)
-    about_vllm = [finding for finding in findings if finding.name.upper().startswith("VLLM_")]
-    kept = [finding for finding in findings if finding not in about_vllm]
-    if build.variables is None:
-        return (*kept, *(finding for finding in about_vllm if finding.problem not in _ABSENT))
-    message = f"neither a known release nor {ENVS} of this vLLM declares it"
-    for finding in about_vllm:
-        if finding.problem not in _ABSENT:
-            kept += [finding] if finding.name in build.variables else []
-        elif finding.name not in build.variables:
-            kept.append(replace(finding, message=message) if finding.problem == "unknown" else finding)
-    known = load_vllm_variables().list_at(release)
-    for name in sorted(machine.variables.keys() & known.keys() - build.variables):
-        if known[name].kind != "elsewhere":
-            setting, message = f"{name}={machine.variables[name]}", f"{ENVS} of this vLLM does not declare it"
-            kept.append(SettingFinding(setting, "removed", message, None, ENVS))
-    return tuple(kept)
 
 
 def _suggest_remedy(finding: SettingFinding) -> str:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.diagnose.check import fix_plugin
-from moedoctor.diagnose.check.build import ENVS
 from moedoctor.diagnose.check.pinning import make_untried
 from moedoctor.diagnose.check.probes import Probes
 from moedoctor.diagnose.cuda.jit_cache import JitCache
@@ -25,6 +24,7 @@ from moedoctor.environment import Sources
 from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.processes.cuda_tools import run_tool
 from moedoctor.text import shorten
+from moedoctor.upstream.releases.questions import ENVS
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
 
 THIS = "this Python"
@@ -131,15 +131,20 @@ def _ask(path: Path) -> Mapping[str, Any]:
     raise TargetError(f"--python {path}: its answer is not a list of packages")
 
 
-def describe_release(release: str) -> Target:
-    """Return vLLM `release` with the packages that it requires, on Linux. Raises KeyError if unknown."""
+def describe_release(release: str, version: str | None = None) -> Target:
+    """Return vLLM `release` with the packages that it requires, on Linux. Raises KeyError if unknown.
+
+    `version` is a newer one that is not known; the packages of `release` are then assumed.
+    """
     pins = load_releases()[release]
-    packages = {"vllm": release, "torch": pins.torch, "flashinfer-python": pins.flashinfer}
+    packages = {"vllm": version or release, "torch": pins.torch, "flashinfer-python": pins.flashinfer}
     if pins.flashinfer_cubin:
         packages["flashinfer-cubin"] = pins.flashinfer_cubin
-    return _describe(
-        f"vLLM {release} as it is released", f"vLLM {release} is only described", packages, pins.cuda
-    )
+    if version is None:
+        name = f"vLLM {release} as it is released"
+    else:
+        name = f"vLLM {version}, which is not known, with the packages of {release}"
+    return _describe(name, f"vLLM {version or release} is only described", packages, pins.cuda)
 
 
 def describe_source(path: Path) -> Target:

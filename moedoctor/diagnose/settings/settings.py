@@ -31,11 +31,20 @@ from moedoctor.fixes import backends
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.fixes.backends import requests as backend_requests
 from moedoctor.text import find_closest
+from moedoctor.upstream.releases.questions import ENVS
 
-__all__ = ["SettingFinding", "check_flashinfer", "check_settings", "find_moe_backend"]
+__all__ = [
+    "SettingFinding",
+    "check_flashinfer",
+    "check_settings",
+    "correct_by_source",
+    "find_moe_backend",
+]
 
 _KUBERNETES = re.compile(r"VLLM(_\w+)?_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_\w+)?)")
 """Variables that Kubernetes sets in every pod for a service whose name begins with vllm."""
+_ABSENT = frozenset(("unknown", "misspelt", "wrong_case", "removed", "not_yet"))
+"""Problems of a setting that a release does not have."""
 _OFF = frozenset(("0", "false", "no", "off", "", "none", "n", "f"))
 _STOPS = "vLLM stops with a ValueError where it reads it"
 
@@ -80,6 +89,40 @@ def check_settings(
     if takes is not None:
         findings = [_drop_refused(finding, takes) for finding in findings]
     return tuple(sorted(findings, key=lambda finding: finding.takes_effect))
+
+
+def correct_by_source(
+    findings: Sequence[SettingFinding],
+    release: str,
+    environ: Mapping[str, str],
+    variables: frozenset[str] | None,
+    flags: frozenset[str] = frozenset(),
+) -> tuple[SettingFinding, ...]:
+    """Correct the findings for `release` by what a build like it declares in its own source.
+
+    `variables` are those of its envs.py, None if they are not known; `flags` those of its parser.
+    """
+    kept = []
+    for finding in findings:
+        if not finding.name.startswith("VLLM_"):
+            if finding.problem not in _ABSENT or finding.name.partition(".")[0] not in flags:
+                kept.append(finding)
+        elif variables is not None and finding.problem == "unknown" and finding.name not in variables:
+            message = f"neither a known release nor {ENVS} of this vLLM declares it"
+            kept.append(replace(finding, message=message))
+        elif finding.problem in _ABSENT:
+            kept += [finding] if variables is not None and finding.name not in variables else []
+        elif variables is None or finding.name in variables:
+            kept.append(finding)
+    known = load_vllm_variables().list_at(release)
+    message = f"{ENVS} of this vLLM does not declare it"
+    gone = sorted(environ.keys() & known.keys() - variables) if variables is not None else ()
+    kept += [
+        SettingFinding(f"{name}={environ[name]}", "removed", message, None, ENVS)
+        for name in gone
+        if known[name].kind != "elsewhere"
+    ]
+    return tuple(kept)
 
 
 def check_flashinfer(version: str, environ: Mapping[str, str]) -> tuple[SettingFinding, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from moedoctor.diagnose.settings.tables import SettingFinding
@@ -25,6 +25,8 @@ class OneScheme(Selection):
     """Differences between the installed vLLM and the tables."""
     notes: tuple[str, ...]
     exit_code: int
+    instead_of: str = field(default="", metadata={"sparse": True})
+    """Why the release is another than the one that was asked for or is installed."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class EachScheme:
     settings: tuple[SettingFinding, ...]
     notes: tuple[str, ...]
     exit_code: int
+    instead_of: str = field(default="", metadata={"sparse": True})
 
 
 BackendsDocument = OneScheme | EachScheme
@@ -71,7 +74,8 @@ def list_unconsidered(settings: Sequence[SettingFinding]) -> str:
 
 def make_backends_page(report: BackendsDocument) -> list[Block]:
     """Return what is selected, a row for each candidate or scheme, and then what was found about settings."""
-    return _show_each_scheme(report) if isinstance(report, EachScheme) else _show_one_scheme(report)
+    page = _show_each_scheme(report) if isinstance(report, EachScheme) else _show_one_scheme(report)
+    return [*([Paragraph(Span(report.instead_of, "warning"))] if report.instead_of else []), *page]
 
 
 def summarize(report: BackendsDocument) -> str:

@@ -20,6 +20,13 @@ from moedoctor.upstream.releases.release_source import ReleaseSource, SourceErro
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 """What `ast` raises for text that is not Python, or that is nested on purpose."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+PARSERS = (
+    *("vllm/engine/arg_utils.py", "vllm/entrypoints/openai/cli_args.py"),
+    *("vllm/entrypoints/cli/serve.py", "vllm/utils/argparse_utils.py"),
+)
+"""The files that declare the flags of `vllm serve`."""
+ENVS = "vllm/envs.py"
+"""The file that declares the variables."""
 Value = Literal["affected", "clean", "unknown"]
 
 
@@ -93,12 +100,26 @@ class Inquiry:
 
     def list_variables(self) -> frozenset[str] | None:
         """Return the variables that envs.py declares; None if it declares them in another way."""
-        tree = self.parse("vllm/envs.py")
+        tree = self.parse(ENVS)
         table = None if isinstance(tree, str) else find_place(tree, "environment_variables")
         if not isinstance(table, ast.Assign | ast.AnnAssign) or not isinstance(table.value, ast.Dict):
             return None
         keys = [key.value for key in table.value.keys if isinstance(key, ast.Constant)]
         return frozenset(key for key in keys if isinstance(key, str))
+
+    def list_flags(self) -> frozenset[str]:
+        """Return the flags of `vllm serve` that the parser's files declare by name or as a field."""
+        flags: set[str] = set()
+        for file in PARSERS:
+            tree = self.parse(file)
+            for node in ast.walk(tree) if isinstance(tree, ast.Module) else ():
+                if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument":
+                    given = [word.value for word in node.args if isinstance(word, ast.Constant)]
+                    flags |= {word for word in given if isinstance(word, str) and word.startswith("-")}
+                elif isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
+                    named = (name for part in node.body for name in _list_names(part))
+                    flags |= {f"--{name.replace('_', '-')}" for name in named}
+        return frozenset(flags)
 
     def read(self, entry: Entry) -> Reading:
         """Return what the source says about an entry that has questions."""

@@ -145,3 +145,13 @@ def test_what_is_no_vllm_is_one_line(
     assert printed.out == ""
     assert len(printed.err.splitlines()) == 1
     assert "expected" in printed.err
+
+
+def test_a_release_that_is_newer_than_the_known_ones_is_not_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["check", "--release", "0.34.0", "--sm", "9.0", "--format", "json"]) == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["environment"]["vllm"] == "0.34.0"
+    assert len(document["unknown"]) == 11
+    assert "which is not known" in document["target"]
