@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,27 @@ def write(folder: Path) -> Path:
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(SOURCE, encoding="utf-8")
     return folder
+
+
+def layer_outputs(*norms: float, later: Sequence[float] = (), pieces: int = 1) -> dict[str, Any]:
+    """Return outputs of layers for a prompt of 4 tokens, then of the first layer for the next tokens.
+
+    `pieces` are the calls that the prompt takes.
+    """
+    rows = [(index, 1, 4, norm) for index, norm in enumerate(norms)]
+    rows += [(0, 2 + index, 4 if 2 + index <= pieces else 1, norm) for index, norm in enumerate(later)]
+    outputs = [
+        {
+            "layer": f"layers.{index}",
+            "call": call,
+            "tokens": tokens,
+            "digest": str(norm),
+            "finite": math.isfinite(norm),
+            "projection": [[norm, 1.0]] * tokens,
+        }
+        for index, call, tokens, norm in rows
+    ]
+    return {"layers": len(norms), "outputs": outputs, "host_bytes": 8, "parameter_bytes": 8}
 
 
 def answered(

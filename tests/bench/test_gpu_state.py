@@ -1,7 +1,5 @@
 """What NVML says while something is measured."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from types import SimpleNamespace

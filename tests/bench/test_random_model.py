@@ -1,7 +1,5 @@
 """Checkpoints of random weights by a name such as ``random:layers=1``."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

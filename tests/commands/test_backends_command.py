@@ -1,11 +1,7 @@
 """`moedoctor backends`: options, the command after ``--``, answers, formats, exit codes, no torch."""
 
-from __future__ import annotations
-
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +12,6 @@ from vllm_sources import write_source
 from moedoctor import cli, environment
 from moedoctor.commands import backends as command
 from moedoctor.commands.backends import backends
-from moedoctor.commands.options import InputError
 from moedoctor.upstream.releases.release_source import ReleaseSource
 from moedoctor.upstream.selection import agreement as backend_agreement
 from moedoctor.upstream.selection.agreement import AgreementError, Heard
@@ -142,18 +137,6 @@ def test_a_forced_backend(capsys: pytest.CaptureFixture[str]) -> None:
     assert "this release has no flag or variable for it" in text
 
 
-def test_settings_that_do_not_take_effect(capsys: pytest.CaptureFixture[str]) -> None:
-    dead = {"VLLM_NVFP4_MOE_BACKEND": "MARLIN", "PATH": "/bin"}
-    code, text = answer(capsys, dead, sm="12.0", release="0.21.0")
-    assert code == 1
-    message = "unknown: no release of vLLM reads it; use --moe-backend marlin"
-    assert f"VLLM_NVFP4_MOE_BACKEND=MARLIN: {message}" in text
-    assert "PATH" not in text
-    code, text = answer(capsys, {"VLLM_NVFP4_GEMM_BACKEND": "marlin"}, sm="12.0", release="0.21.0")
-    assert code == 0  # it has an effect on linear layers
-    assert "other layers" in text
-
-
 @pytest.mark.parametrize(
     ("request_", "environ", "reason"),
     [
@@ -162,6 +145,7 @@ def test_settings_that_do_not_take_effect(capsys: pytest.CaptureFixture[str]) ->
         ({"scheme": None}, {"VLLM_NVFP4_MOE_BACKEND": "marlin"}, "VLLM_NVFP4_MOE_BACKEND=marlin"),
         ({"sm": "7.0", "release": "0.18.0"}, {}, "vLLM 0.18.0 does not start"),
         ({}, {}, ""),
+        ({}, {"VLLM_NVFP4_GEMM_BACKEND": "marlin"}, ""),  # it has an effect on linear layers
     ],
 )
 def test_an_exit_code_has_its_reasons_on_stderr_and_in_the_json(
@@ -213,16 +197,8 @@ def test_the_line_sets_variables_and_parallelism(capsys: pytest.CaptureFixture[s
     assert "--all2all-backend allgather_reducescatter, the default" in text
     # A variable on the command line overrides the environment.
     environ = {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}
-    assert (
-        "selected (VLLM_USE_FLASHINFER_MOE_FP4=0)"
-        in answer(capsys, environ, sm="12.0", release="0.21.0", command=line)[1]
-    )
-
-
-def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = answer(capsys, sm="7.0", release="0.18.0")
-    assert code == 1
-    assert "vLLM 0.18.0 does not start: no backend fits this layer on this GPU" in text
+    text = answer(capsys, environ, sm="12.0", release="0.21.0", command=line)[1]
+    assert "selected (VLLM_USE_FLASHINFER_MOE_FP4=0)" in text
 
 
 def test_secrets_and_terminal_codes_stay_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,24 +230,6 @@ def test_every_option_reaches_the_document(tmp_path: Path, capsys: pytest.Captur
     assert report["request"]["how"] == "--moe-backend deep_gemm"
     assert report["settings"][0]["problem"] == "unknown"
     assert report["disagreements"] == []
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({}, "no NVIDIA GPU is visible here; name one: --sm 12.0"),
-        ({"sm": "13.0"}, "--sm 13.0: expected one of 7.0"),
-        ({"sm": "banana"}, "--sm banana: expected one of"),
-        ({"sm": "9.0", "release": "0.16.0"}, "--release 0.16.0: the tables know 0.17.1"),
-        ({"sm": "9.0", "scheme": "int4"}, "scheme int4: expected one of nvfp4"),
-        ({"sm": "9.0", "activation": "tanh"}, "activation tanh: vLLM 0.33.0 knows silu"),
-        ({"sm": "9.0", "backend": "BANANA"}, "BANANA: not a MoE backend of vLLM 0.33.0 for nvfp4"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(request_: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
-        backends(**request_)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_installed_vllm_is_asked_and_its_disagreement_is_a_finding(
@@ -306,13 +264,8 @@ def test_libraries_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     def flashinfer(release: str, **environ: str) -> bool:
         return command.find_libraries(release, environ)["flashinfer"]
 
-    assert command.find_libraries("0.21.0", {}) == {
-        "flashinfer": False,
-        "humming": True,
-        "b12x": False,
-        "hpc": False,
-        "quark": False,
-    }
+    others = dict.fromkeys(("flashinfer", "b12x", "hpc", "quark"), False)
+    assert command.find_libraries("0.21.0", {}) == {**others, "humming": True}
     assert flashinfer("0.21.0", VLLM_HAS_FLASHINFER_CUBIN="1")
     assert not flashinfer("0.21.0", VLLM_HAS_FLASHINFER_CUBIN="0")
     tools.add("nvcc")
@@ -327,15 +280,6 @@ def test_libraries_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     packages.update(("flashinfer_cubin", "deep_gemm"))
     assert command.find_libraries("0.18.0", {})["deep_gemm"] is True
     assert flashinfer("0.31.0")
-
-
-def test_it_answers_without_torch() -> None:
-    code = (
-        "import sys; from moedoctor.cli import main; "
-        "print(main(['backends', '--sm', '9.0', '--no-ask']), 'torch' in sys.modules, file=sys.stderr)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ended.stderr.split() == ["0", "False"]
 
 
 TRITON = ["vllm", "serve", "Qwen/Qwen3-30B-A3B", "--moe-backend", "triton"]

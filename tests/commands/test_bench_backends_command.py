@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor import cli, environment
+from moedoctor import cli
 from moedoctor.bench.moe import run as moe_run
 from moedoctor.commands import bench_backends
-from moedoctor.models.presets import list_presets
 from moedoctor.trace.format import RoutingTrace, save
 
 TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--top-k", "2"]
@@ -16,58 +15,6 @@ TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--top-k", "
 
 def bench(*arguments: str) -> int:
     return cli.main(["bench", *arguments])
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {**environment.collect(), "gpu": None, "gpus": [], "vllm": None}
-    monkeypatch.setattr(environment, "collect", lambda: facts)
-
-
-@pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--backend", "MARLIN"], "--backend MARLIN: needs an NVIDIA GPU, none is visible; what runs here: "
-         "--backend REFERENCE, --backend OURS"),
-        (["--backend", "marlin", "--device", "cuda:0"], "--device cuda:0: needs an NVIDIA GPU"),
-        (["--backend", "NONSENSE"], "--backend NONSENSE: expected one of MARLIN, HUMMING"),
-        (["--backend", "batched-triton"], "--backend batched-triton: vLLM 0.33.0 has it for fp8, fp8-block"),
-        (["--backend", ","], "--backend: expected all or some of"),
-        (["--backend", "MARLIN", "--quantization", "bf16"], "MARLIN: has nvfp4, fp8, fp8-block, not bf16"),
-        (["--backend", "MARLIN:bf16"], "--backend MARLIN: has nvfp4, fp8, fp8-block, not bf16"),
-        (["--backend", "MARLIN:w4"], "--backend w4: expected one of nvfp4, fp8, fp8-block, bf16"),
-        (["--backend", "OURS", "--quantization", "int4"], "--quantization int4: expected one of nvfp4"),
-        (["--backend", "OURS", "--model", "gpt-5"], "--model gpt-5: no such preset or folder"),
-        (["--backend", "OURS", "--hidden", "64"], "--intermediate: is missing"),
-        (["--backend", "OURS", "--model", "qwen3-30b-a3b", *TINY], "--hidden: --model gives the sizes"),
-        (["--backend", "OURS", *TINY[:-1], "9"], "top_k: 9 is more than experts 4"),
-        (["--backend", "OURS", "--hidden", "65", *TINY[2:]], "expected multiples of 16"),
-        (["--backend", "OURS", *TINY, "--activation", "tanh"], "activation: expected silu, gelu, gelu_tanh"),
-        (["--backend", "OURS", *TINY, "--tokens", "0"], "--tokens 0: expected 1 to 8192"),
-        (["--backend", "OURS", *TINY, "--tokens", "8193"], "--tokens 8193: expected 1 to 8192"),
-        (["--backend", "OURS", *TINY, "--routing", "uniform"], "--routing uniform: expected balanced, zipf"),
-        (["--backend", "OURS", *TINY, "--routing", "zipf:x"], "--routing zipf:x: expected a skew"),
-        (["--backend", "OURS", *TINY, "--device", "tpu"], "--device tpu: expected auto, cpu or cuda:N"),
-        (["--backend", "OURS", *TINY, "--format", "xml"], "--format xml: expected one of table"),
-        (["--backend", "OURS", *TINY, "--trace", "nowhere"], "nowhere"),
-        (["--backend", "OURS", *TINY, "--trace", "x", "--routing", "zipf"], "--routing zipf: --trace gives"),
-        (["--backend", "OURS", *TINY, "--timeout", "-5"], "--timeout -5: expected seconds, above 0"),
-        (["--backend", "OURS", *TINY, "--timeout", "nan"], "--timeout nan: expected seconds, above 0"),
-        (["--backend", "OURS", *TINY, "--timeout", "inf"], "--timeout inf: expected seconds, above 0"),
-        (["--backend", "OURS", *TINY, "-o", "/nowhere/report.json"], "its folder does not exist"),
-        (["--backend", "OURS", "--cache"], "--backend and --cache are different benchmarks"),
-        ([], "say what to measure: --backend NAME, --engine or --cache"),
-    ],
-)  # fmt: skip
-def test_wrong_usage_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert bench(*arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert message in err
 
 
 @pytest.mark.slow
@@ -131,21 +78,6 @@ def test_a_backend_that_cannot_run_gives_exit_code_2(
     measured(monkeypatch, {"unavailable": "vLLM says: no"})
     assert bench("--backend", "OURS", *TINY) == 2
     assert "OURS: vLLM says: no; what runs here" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("preset", list_presets())
-def test_presets_give_the_layers_of_their_models(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = measured(monkeypatch, WRONG)
-    bench("--backend", "OURS", "--quantization", "nvfp4", "--model", preset)
-    shape = asked[0].shape
-    known = {
-        "qwen3-30b-a3b": (2048, 768, 128, 8, "silu"),
-        "qwen3.5-35b-a3b": (2048, 512, 256, 8, "silu"),
-        "gemma-4-26b-a4b": (2816, 704, 128, 8, "gelu_tanh"),
-        "nemotron-cascade-2-30b-a3b": (2688, 1856, 128, 6, "relu2"),
-        "nemotron-3-super-120b": (1024, 2688, 512, 22, "relu2"),
-    }
-    assert (shape.hidden, shape.intermediate, shape.experts, shape.top_k, shape.activation) == known[preset]
 
 
 def test_a_folder_with_a_config_and_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

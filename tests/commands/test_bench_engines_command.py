@@ -1,7 +1,5 @@
 """`moedoctor bench --engine` as a command: refusals, the report, and `show`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -25,48 +23,6 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def bench(*arguments: str) -> int:
     return cli.main(["bench", *arguments])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--engine"], "0 models given; expected one: --model FOLDER"),
-        (["--engine", "--model", "qwen3-30b-a3b"], "expected a folder with config.json"),
-        (["--engine", "--cache"], "--engine and --cache are different benchmarks"),
-        (["--fixes", "offload"], "--fixes belongs to --engine"),
-        (["--engine", "--model", "random:layers=x"], "layers is 'x', expected a number"),
-        (["--engine", "--model", "MODEL", "--variant", "a"], "--variant a: expected NAME="),
-        (
-            ["--engine", "--model", "MODEL", "--variant", "a=", "--variant", "a="],
-            "expected names that differ",
-        ),
-        (["--engine", "--model", "MODEL", "--batch", "x"], "--batch x: expected 1 to 1024"),
-        (["--cache", "--batch", "1,8"], "expected one number with --cache"),
-        (["--engine", "--model", "MODEL", "--moe-backend", "a b"], "expected names of vLLM's --moe-backend"),
-        (
-            ["--engine", "--model", "MODEL", "--fixes", "nonsense"],
-            "--fixes nonsense: expected some of backend",
-        ),
-        (["--engine", "--model", "MODEL", "--fixes", "offload+x"], "--fixes offload+x: expected some of"),
-        (["--engine", "--model", "MODEL", "--arguments", "{"], "expected JSON, such as"),
-        (["--engine", "--model", "MODEL", "--arguments", "[1]"], "expected a JSON object"),
-        (["--engine", "--model", "MODEL"], "expected a GPU and an installed vLLM"),
-    ],
-)
-def test_wrong_usage_and_a_machine_without_a_gpu_are_one_line(
-    model: Path,
-    arguments: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    facts = {**environment.collect(), "gpu": None, "gpus": [], "vllm": None}
-    monkeypatch.setattr(environment, "collect", lambda: facts)
-    assert bench(*[str(model) if text == "MODEL" else text for text in arguments]) == 2
-    output = capsys.readouterr()
-    assert message in output.err
-    assert len(output.err.strip().splitlines()) == 1
-    assert output.out == ""
 
 
 def test_the_report_is_stored_and_shown(

@@ -1,7 +1,5 @@
 """`moedoctor check` as a command: exit codes, streams, files, time, and no changes to the machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -55,53 +53,6 @@ def test_a_failure_that_affects_the_machine_gives_exit_code_1(site: Path) -> Non
     assert data["environment"]["vllm"] == "0.18.0"
     # There is metadata but no package, so upstream's collector fails and the report says so.
     assert "No module named" in data["environment"]["collectors"]["vllm"]["error"]
-
-
-def test_the_variables_of_the_process_are_judged(site: Path) -> None:
-    pretend(site, "vllm", "0.33.0")
-    ended = moedoctor("check", "--format", "json", PYTHONPATH=str(site), VLLM_USE_FLASHINFER_MOE_FP4="1")
-    finding = next(finding for finding in json.loads(ended.stdout)["findings"] if finding["id"] == "MD010")
-    assert finding["evidence"]["variables"] == {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}
-    assert "--moe-backend" in finding["next_step"]
-
-
-def test_formats_and_streams(tmp_path: Path, site: Path) -> None:
-    pretend(site, "vllm", "0.19.1")
-    table = moedoctor("check", PYTHONPATH=str(site))
-    assert "MD001 nan_routing" in table.stdout
-    assert "\x1b" not in table.stdout
-    assert all(line.startswith("moedoctor: exit code 1: ") for line in table.stderr.splitlines())
-    assert "exit code 1: MD001 nan_routing: " in table.stderr
-    file = tmp_path / "check.md"
-    written = moedoctor("check", "--format", "markdown", "-o", str(file), PYTHONPATH=str(site))
-    assert (written.returncode, written.stdout) == (1, "")
-    assert "written to" in written.stderr
-    assert file.read_text().startswith("# moedoctor ")
-    assert "MD001 nan" in file.read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["check", "--format", "parquet"], "--format parquet: expected one of table, json, markdown"),
-        (["check", "-o", "/no/such/folder/x.json"], "its folder does not exist"),
-        (["check", "extra"], "extra"),
-        (["check", "--python", "/no/such/python"], "is not an executable file"),
-        (["check", "--python", "/proc"], "is not an executable file"),
-        (["check", "--python", "/bin/ls"], "did not list its packages"),
-        (["check", "--python", "/bin/true"], "did not list its packages"),
-        (["check", "--release", "0.16.0"], "--release 0.16.0: the tables know 0.17.1"),
-        (["check", "--release", "0.33.0", "--sm", "13"], "--sm 13: expected one of"),
-        (["check", "--python", "/bin/ls", "--release", "0.33.0"], "expected one of them"),
-    ],
-)
-def test_wrong_usage_is_exit_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert (len(printed.err.splitlines()), printed.out) == (1, "")
 
 
 def test_without_packages_it_answers_within_two_seconds_and_imports_no_torch() -> None:

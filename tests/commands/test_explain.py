@@ -1,11 +1,8 @@
 """`moedoctor explain`: entries in every format, their evidence, and failures of other projects."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +12,6 @@ from report_samples import report, scenario
 
 from moedoctor import catalogue
 from moedoctor.commands.explain import _find, explain
-from moedoctor.commands.options import InputError
 from moedoctor.entries import load_entries
 from moedoctor.entries.entry import SECTIONS
 from moedoctor.interfaces import Explanation
@@ -81,31 +77,6 @@ def test_an_entry_without_a_scenario_says_that_it_cannot_run(monkeypatch: pytest
 @pytest.mark.parametrize("name", ["nan-routing", "NAN_ROUTING", "md001"])
 def test_names_are_taken_in_any_case(name: str) -> None:
     assert explain_text(name, "markdown") == explain_text("MD001", "markdown")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("MD0001", "did you mean MD001?"),
-        ("nan_rooting", "did you mean nan_routing?"),
-        ("frob", "expected one of"),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_nearest(name: str, message: str) -> None:
-    with pytest.raises(InputError, match=re.escape(message)):
-        explain(name)
-
-
-@pytest.mark.usefixtures("reports_read_once")
-def test_the_terminal_gets_lines_that_fit_and_no_marks() -> None:
-    for number, id in enumerate(load_entries()):
-        width = (60, 100)[number % 2]
-        coloured = to_text(_find(id).make_page(), colour=True, width=width)
-        drawn = re.sub(r"\x1b\[[0-9;]*m|\x1b\]8;[^\x1b]*\x1b\\", "", coloured)
-        assert max(map(len, drawn.splitlines())) <= width
-        assert "## " not in drawn
-        assert "`" not in drawn
-        assert "Who is affected" in drawn
 
 
 @pytest.mark.usefixtures("reports_read_once")

@@ -1,7 +1,5 @@
 """No command waits for a pipe, opens a device, or reads without a limit, wherever the file comes from."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

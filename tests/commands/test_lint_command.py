@@ -1,14 +1,12 @@
 """`moedoctor lint`: formats, exit codes, corrected copies, and the time and memory of a large checkpoint."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import re
 import resource
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +15,7 @@ import pytest
 from checkpoints_of_tests import INDEX, Made, block_fp8, f32, modelopt, write_safetensors
 
 from moedoctor import environment
+from moedoctor.cli import main
 from moedoctor.commands.lint import lint as lint_command
 from moedoctor.commands.options import InputError
 from moedoctor.diagnose.checkpoint.findings import CHECKS
@@ -44,24 +43,6 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place,) = finding["evidence"]["places"]
     values = (f"{UP.replace('up', 'gate')}.weight_scale_2", "model.safetensors", "gate 0.00015625, up 0.0003")
     assert place == dict(zip(("tensor", "shard", "value"), values, strict=True))
-
-
-@pytest.mark.parametrize("format", ["table", "markdown"])
-def test_text(format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lint_command(broken().write(tmp_path), format) == 1
-    out = capsys.readouterr().out
-    for part in ("MD014", "gate 0.00015625, up 0.0003", "model.safetensors", "Next:"):
-        assert part in out
-    assert "1 kind of damage" in out
-
-
-def test_names_cannot_break_out_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = modelopt()
-    made.tensors["a|b\n\x1b[31m.weight_scale"] = f32(float("nan"))
-    lint_command(made.write(tmp_path), "markdown")
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    assert "a\\|b\\\\n" in out
 
 
 @pytest.mark.parametrize("format", ["table", "markdown", "json"])
@@ -93,10 +74,7 @@ def test_an_accepted_finding_does_not_fail_and_is_shown(
         assert lint_command(folder, ignore=[f"{id}=one expert until 2999-12-31"]) == 0
         out = capsys.readouterr().out
         assert f"{id}: gate and up of an expert" in out
-        assert "one expert (until 2999-12-31)" in out
         assert "nothing wrong was found in what was looked at, except for what is ignored" in out
-        assert "1 ignored" in out
-    assert lint_command(folder, ignore=["MD014=late until 2020-12-31"]) == 1
     assert lint_command(folder, fail_on="never") == 0
     with pytest.raises(InputError, match="scale_zeros: did you mean scale_zero"):
         lint_command(folder, ignore=["scale_zeros=x"])
@@ -182,29 +160,18 @@ def test_a_release_that_loads_the_names_decides(tmp_path: Path, monkeypatch: pyt
     assert result.findings == ()
 
 
-def test_impossible_paths_are_refused(tmp_path: Path) -> None:
+def test_impossible_paths_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     made, long = modelopt(), "a" * 5000
     for name in [name for name in made.tensors if name.endswith("k_scale")]:
         del made.tensors[name]  # so that --fix has something to write
     folder = made.write(tmp_path / "c")
-    for arguments in (
-        [long],
-        [str(folder), "--fix", f"{long}/{long}"],
-        [str(folder), "--fix", str(tmp_path / long)],
-        [str(folder), "-o", long],
-        [str(folder), "-o", str(tmp_path / long)],
-        [str(folder), "-o", f"{long}/{long}"],
-    ):
-        command = [sys.executable, "-m", "moedoctor", "lint", *arguments]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-        assert ended.returncode == 2, arguments[1:2]
-        assert len(ended.stderr.strip().splitlines()) == 1
-
-
-def test_a_report_of_a_long_name_can_be_written(tmp_path: Path) -> None:
-    report = tmp_path / ("r" * 250)
-    assert lint_command(modelopt().write(tmp_path / "c"), "json", report) == 0
-    assert json.loads(report.read_text())["findings"] == []
+    new = (long, f"{long}/{long}", str(tmp_path / long))
+    for arguments in ([long], *([str(folder), option, path] for option in ("--fix", "-o") for path in new)):
+        assert main(["lint", *arguments]) == 2, arguments[1:2]
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
 def test_a_pattern_that_was_not_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,18 +180,6 @@ def test_a_pattern_that_was_not_read_is_named(tmp_path: Path, capsys: pytest.Cap
     made.hf_quant = None
     assert lint_command(made.write(tmp_path)) == 0
     assert "not read: the pattern re:(a+)+" in capsys.readouterr().out
-
-
-def test_the_command_line(tmp_path: Path) -> None:
-    folder, report = broken().write(tmp_path / "c"), tmp_path / "report.json"
-    command = [sys.executable, "-m", "moedoctor", "lint", str(folder), "--format", "json", "-o", str(report)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert json.loads(report.read_text())["findings"][0]["id"] == "MD014"
-    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert "model.safetensors: its header claims 18446744073709551615 bytes" in ended.stderr
 
 
 def test_wrong_options(tmp_path: Path) -> None:
@@ -253,34 +208,6 @@ def fixed(made: Made, tmp_path: Path) -> tuple[set[str], set[str]]:
     return before, {finding.check for finding in lint(fix).findings}
 
 
-def wrong_scheme(made: Made) -> None:
-    made.config["quantization_config"]["quant_algo"] = "FP8"
-
-
-def files_that_disagree(made: Made) -> None:
-    assert made.hf_quant is not None
-    made.hf_quant["quantization"].update(kv_cache_quant_algo=None, group_size=32, exclude_modules=["lm_head"])
-
-
-def wrong_excluded_modules(made: Made) -> None:
-    made.hf_quant = None
-    made.config["quantization_config"]["ignore"] = ["lm_head", "model.layers.0.mlp.experts*"]
-
-
-@pytest.mark.parametrize(
-    ("damage", "checks"),
-    [
-        (wrong_scheme, {"quant_algo_tensors", "config_disagrees"}),
-        (files_that_disagree, {"config_disagrees"}),
-        (wrong_excluded_modules, {"excluded_quantised", "unquantised_not_excluded"}),
-    ],
-)
-def test_fix_corrects_the_files(damage: Callable[[Made], None], checks: set[str], tmp_path: Path) -> None:
-    made = modelopt()
-    damage(made)
-    assert fixed(made, tmp_path) == (checks, set())
-
-
 def test_fix_makes_an_index_from_the_shards(tmp_path: Path) -> None:
     made = modelopt(3)
     made.change_index = lambda index: index["weight_map"].pop(f"{UP}.weight")
@@ -298,6 +225,20 @@ def test_fix_removes_a_kv_cache_without_scales_and_keeps_half_a_character(tmp_pa
     assert json.loads((tmp_path / "fix" / "config.json").read_text("utf-8"))["producer"] == "\ud800 é"
 
 
+def test_fix_corrects_the_scheme_of_both_files_and_the_advice_is_the_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = modelopt()
+    made.config["quantization_config"]["quant_algo"] = "FP8"
+    made.tensors[f"{UP}.weight_scale_2"] = f32(3e-4)
+    assert lint_command(made.write(tmp_path / "c"), fix=tmp_path / "fix") == 1
+    out, err = capsys.readouterr()
+    assert "--fix DIR" not in out
+    assert re.search(r"Next: use the repaired copy in \S+fix \(", out)
+    assert f"{tmp_path / 'fix'} is written" in err
+    assert lint(tmp_path / "fix").findings == ()
+
+
 def test_fix_writes_nothing_if_nothing_can_be_repaired(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,16 +250,6 @@ def test_fix_writes_nothing_if_nothing_can_be_repaired(
     assert "--fix" not in out, "advice that does nothing"
     assert "nothing is written: nothing here can be repaired" in err
     assert [file.name for file in tmp_path.iterdir()] == ["c"]
-
-
-def test_after_a_repair_the_advice_is_the_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = modelopt()
-    made.tensors[f"{UP}.weight_scale_2"] = f32(3e-4)
-    assert lint_command(made.write(tmp_path / "c"), fix=tmp_path / "fix") == 1
-    out, err = capsys.readouterr()
-    assert "--fix DIR" not in out
-    assert re.search(r"Next: use the repaired copy in \S+fix \(", out)
-    assert f"{tmp_path / 'fix'} is written" in err
 
 
 def test_every_finding_has_its_effect_and_how_many_more_places(
@@ -363,9 +294,8 @@ def test_a_pointer_of_git_lfs_was_never_downloaded(tmp_path: Path) -> None:
 def large(folder: Path, shards: int, tensors: int) -> None:
     """A checkpoint of many tensors: each expert has 12, the layers as many experts as it takes."""
     folder.mkdir()
-    experts, per_shard = 128, tensors // shards
-    names = (
-        (f"model.layers.{number // experts}.mlp.experts.{number % experts}.{projection}", projection)
+    modules = (
+        f"model.layers.{number // 128}.mlp.experts.{number % 128}.{projection}"
         for number in range(tensors)
         for projection in ("gate_proj", "up_proj", "down_proj")
     )
@@ -378,11 +308,8 @@ def large(folder: Path, shards: int, tensors: int) -> None:
     }
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        held = {
-            f"{module}.{part}": tensor
-            for module, _ in (next(names) for _ in range(per_shard // 4))
-            for part, tensor in parts.items()
-        }
+        own = itertools.islice(modules, tensors // shards // 4)
+        held = {f"{module}.{part}": tensor for module in own for part, tensor in parts.items()}
         write_safetensors(folder / file, held)
         weight_map.update(dict.fromkeys(held, file))
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -393,10 +320,7 @@ def large(folder: Path, shards: int, tensors: int) -> None:
 PROBE = """
 import contextlib, sys
 from pathlib import Path
-from moedoctor.diagnose.checkpoint.findings import CHECKS
 from moedoctor.diagnose.checkpoint.lint import lint
-from moedoctor.diagnose.preflight import ask, checkpoint_load
-from moedoctor.diagnose.preflight.records import PreflightFinding, StageAnswer, StartAnswer, Verdict
 from moedoctor.diagnose.checkpoint.safetensors_header import CheckpointError
 result = None
 with contextlib.suppress(CheckpointError):
@@ -421,8 +345,8 @@ def test_a_large_tensor_of_block_scales_is_never_held_as_a_whole(tmp_path: Path)
     with open(folder / "model.safetensors", "wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + size)  # a sparse file of zeros
-    assert lint(folder).block_scales_seen == 1
-    assert lint_in_a_child(folder)[0] < 200
+    megabytes, tensors, _ = lint_in_a_child(folder)
+    assert (megabytes < 200, tensors) == (True, 1)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

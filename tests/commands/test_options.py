@@ -1,7 +1,5 @@
 """Options that the commands share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -27,12 +25,3 @@ def test_the_name_of_the_output_chooses_the_format_unless_one_is_given(
     assert main(["list", *arguments]) == 0
     (file,) = tmp_path.iterdir()
     assert file.read_text(encoding="utf-8").startswith(begins)
-
-
-def test_a_name_that_asks_for_a_format_which_is_not_there_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["list", "-o", "a.xml"]) == 2
-    assert "this command has no format junit" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

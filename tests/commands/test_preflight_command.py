@@ -93,14 +93,6 @@ def test_the_document_has_its_schema(release: Path, model: Path, capsys: pytest.
     ]
 
 
-@pytest.mark.parametrize("form", ["junit", "sarif", "github", "markdown", "html"])
-def test_formats(release: Path, model: Path, form: str, tmp_path: Path) -> None:
-    stored, shown = tmp_path / "preflight.json", tmp_path / "shown"
-    assert call(release, model, options=("--sizes", "2", "-o", str(stored))) == 0
-    assert main(["show", str(stored), "--format", form, "-o", str(shown)]) == 0
-    assert "64 is not divisible by 128" in shown.read_text()
-
-
 @pytest.mark.parametrize(
     ("options", "code"),
     [
@@ -180,21 +172,6 @@ def test_foreign_code_does_not_run_unless_it_is_asked_for(
     assert "was left out" in capsys.readouterr().out
     assert call(release, model, "--trust-remote-code", options=("--trust-remote-code",)) == 0
     assert ["--trust-remote-code" in words for words in asked] == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--sm", "9.0"], "expected one of: -- vllm serve MODEL"),
-        (["--sm", "9.0", "--wheel", "nowhere.whl", "--", "vllm", "serve", "M"], "nowhere.whl: is no file"),
-        (["headers"], "expected one checkpoint folder"),
-        (["headers", "nowhere"], "nowhere: has no config.json"),
-    ],
-)
-def test_bad_input_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["preflight", *words]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert message in line
 
 
 def test_headers_are_packed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,5 @@
 """`moedoctor replay` and `moedoctor capsule`, as a person calls them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -166,12 +164,6 @@ def test_bench_takes_the_ids_of_a_capsule(wrong: Path) -> None:
         find_routing(str(wrong), None, {"other": (replace(shape, experts=16), "command line")})
 
 
-@pytest.mark.parametrize("entry", ["MD008", "MD011", "MD014", "MD015", "MD016", "MD017", "MD018"])
-def test_explain_says_how_to_record_a_call(entry: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", entry]) == 0
-    assert "moedoctor record -o DIR" in capsys.readouterr().out.replace("\n", " ")
-
-
 def test_a_run_describes_a_capsule(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["run", "gate_up_order", "--subject", "installed", "--capsule"]
     assert main([*arguments, str(wrong), "--format", "markdown"]) == 0
@@ -180,30 +172,6 @@ def test_a_run_describes_a_capsule(wrong: Path, capsys: pytest.CaptureFixture[st
     assert "the gate and up halves of w13 swapped (MD017)" in text
     assert main([*arguments, "nothing.moecapsule"]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["replay", "nothing.moecapsule"], "nothing.moecapsule: cannot be read"),
-        (["replay", "text.moecapsule"], "text.moecapsule: is no safetensors file"),
-        (["replay", "wrong.moecapsule", "--backend", "MARLN"], "--backend MARLN: expected all, or one of"),
-        (["capsule", "show", "text.moecapsule"], "text.moecapsule: is no safetensors file"),
-        (
-            ["capsule", "copy", "wrong.moecapsule", "x", "--max-size", "0.01"],
-            "one token and its experts need",
-        ),
-        (["capsule", "copy", "wrong.moecapsule", "no/x"], "no/x: its folder does not exist"),
-    ],
-)
-def test_bad_input_is_one_line(
-    arguments: list[str], message: str, wrong: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("text.moecapsule").write_text("no capsule at all, just text", encoding="utf-8")
-    assert main(arguments) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert len(err.strip().splitlines()) == 1
 
 
 def test_weights_with_scales_of_blocks_go_to_the_backends_for_blocks(

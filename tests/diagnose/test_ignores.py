@@ -1,7 +1,5 @@
 """`--ignore` and `--fail-on`: a reason is needed, a date ends it, and a typing error is named."""
 
-from __future__ import annotations
-
 from datetime import date
 
 import pytest

@@ -1,7 +1,5 @@
 """The parts of claims: named thresholds, and measures that only the child imports."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

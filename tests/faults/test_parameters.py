@@ -1,7 +1,5 @@
 """Points that no layer has, or that could not show the failure, are refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

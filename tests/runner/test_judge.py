@@ -1,7 +1,5 @@
 """The verdict of a scenario from its cases, and the counts of the summary."""
 
-from __future__ import annotations
-
 import pytest
 
 from moedoctor.faults.routing.nan_routing import NanRouting

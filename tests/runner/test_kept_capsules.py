@@ -1,7 +1,5 @@
 """`--keep-capsules` and engines: which engines of a case record a call, and what the case says of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

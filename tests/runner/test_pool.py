@@ -1,7 +1,5 @@
 """Every way in which a child process can end, with real processes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

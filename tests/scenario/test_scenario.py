@@ -1,7 +1,5 @@
 """Scenario files: what a good one becomes, what is refused in which words, and the schema for editors."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -16,14 +14,6 @@ from scenario_fakes import BASE, CLAIM, FAULTS, FULL, HEAD, load_text, subject_k
 
 from moedoctor.results import CaseVerdict, ClaimVerdict, Scalar, Tier
 from moedoctor.scenario import file as module
-from moedoctor.scenario.file import (
-    MAX_POINTS,
-    ClaimDocument,
-    ScenarioDocument,
-    ScenarioError,
-    load,
-    make_schema,
-)
 from moedoctor.text import MAX_YAML_BYTES, escape
 from tests.machine_speed import slowness
 
@@ -55,12 +45,12 @@ def test_every_claim_of_ours_names_its_subject_and_conditions() -> None:
 def test_the_figures_of_a_claim_stay_with_the_reason_why_it_is_untested() -> None:
     words = {"key": "a", "text": "b", "source": "c", "subject": "d", "conditions": "e"}
     figures = (ClaimVerdict.REFUTED, "+55 %")
-    b200 = ClaimDocument(**words, gpu="B200")
+    b200 = module.ClaimDocument(**words, gpu="B200")
     assert b200.qualify(*figures, "NVIDIA B200") == figures
     why = "the claim is about B200, and NVIDIA H200 was measured: +55 %"
     assert b200.qualify(*figures, "NVIDIA H200") == (ClaimVerdict.UNTESTED, why)
     untested = (ClaimVerdict.UNTESTED, "no engine ran")
-    assert ClaimDocument(**words, stand_in="a toy").qualify(*untested, None) == untested
+    assert module.ClaimDocument(**words, stand_in="a toy").qualify(*untested, None) == untested
 
 
 def test_defaults(tmp_path: Path) -> None:
@@ -222,7 +212,7 @@ def test_bad_file(tmp_path: Path, text: str, line: int, message: str) -> None:
 
 def refusal(folder: Path, text: str) -> tuple[int, str]:
     """Return the line and the message of the error."""
-    with pytest.raises(ScenarioError) as caught:
+    with pytest.raises(module.ScenarioError) as caught:
         load_text(folder, text)
     line, _, message = str(caught.value).removeprefix(f"{folder / 'a.yaml'}:").partition(": ")
     return int(line), message
@@ -232,9 +222,9 @@ def test_a_matrix_is_counted_before_it_is_expanded_and_the_limit_is_for_all_bloc
     block = ", ".join(f"p{index}: [1, 2, 3]" for index in range(1000))
     expected = "matrix: expands to over a billion points, expected at most 2000"
     assert refusal(tmp_path, BASE + f"matrix: [{{{block}}}]\n") == (5, expected)
-    half = MAX_POINTS // 2
-    blocks = [{"tokens": list(range(half))}, {"tokens": list(range(half, MAX_POINTS))}]
-    assert len(points(tmp_path, BASE + yaml.safe_dump({"matrix": blocks}))) == MAX_POINTS
+    half = module.MAX_POINTS // 2
+    blocks = [{"tokens": list(range(half))}, {"tokens": list(range(half, module.MAX_POINTS))}]
+    assert len(points(tmp_path, BASE + yaml.safe_dump({"matrix": blocks}))) == module.MAX_POINTS
     line, message = refusal(tmp_path, BASE + yaml.safe_dump({"matrix": [*blocks, {"experts": 9}]}))
     assert (line, message) == (5, "matrix: expands to 2001 points, expected at most 2000")
     shared = "parameters: {tokens: [1, 2, 3], experts: [" + "8, " * 700 + "8]}\n"
@@ -249,7 +239,7 @@ def test_subjects_expected_but_not_listed_are_allowed(tmp_path: Path) -> None:
 
 
 def test_an_error_is_one_line_whatever_it_quotes() -> None:
-    error = ScenarioError("a\nb\x1b[2J.yaml", 7, "line\r\nline \u202e " + "x" * 5000)
+    error = module.ScenarioError("a\nb\x1b[2J.yaml", 7, "line\r\nline \u202e " + "x" * 5000)
     assert str(error).startswith(r"a\nb\x1b[2J.yaml:7: line\r\nline \u202e xxx")
     assert str(error).isprintable()
     assert len(str(error)) < 500
@@ -257,8 +247,8 @@ def test_an_error_is_one_line_whatever_it_quotes() -> None:
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     for path, message in ((tmp_path, "is a folder"), (tmp_path / "new\nline\x1b.yaml", "no such file")):
-        with pytest.raises(ScenarioError, match=message) as caught:
-            load(path, faults=FAULTS, subject_kind=subject_kind)
+        with pytest.raises(module.ScenarioError, match=message) as caught:
+            module.load(path, faults=FAULTS, subject_kind=subject_kind)
         assert str(caught.value).startswith(f"{escape(str(path))}:1: ")
         assert str(caught.value).isprintable()
 
@@ -266,7 +256,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def assert_scenario_or_error(folder: Path, data: bytes) -> None:
     try:
         scenario = load_text(folder, data)
-    except ScenarioError as error:
+    except module.ScenarioError as error:
         shown = str(error)
     else:
         assert scenario.points
@@ -378,12 +368,12 @@ def test_the_worst_files_are_refused_within_a_second_and_200_mb(tmp_path: Path) 
 
 
 def test_the_schema_is_closed_and_describes_every_key() -> None:
-    jsonschema.Draft202012Validator.check_schema(make_schema())
-    assert make_schema()["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    for part in (make_schema(), make_schema()["$defs"]["ClaimDocument"]):
+    jsonschema.Draft202012Validator.check_schema(module.make_schema())
+    assert module.make_schema()["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    for part in (module.make_schema(), module.make_schema()["$defs"]["ClaimDocument"]):
         assert part["additionalProperties"] is False
         assert all(value.get("description") for value in part["properties"].values())
-    assert set(make_schema()["properties"]) == set(ScenarioDocument.model_fields)
+    assert set(module.make_schema()["properties"]) == set(module.ScenarioDocument.model_fields)
 
 
 def test_editors_accept_what_the_loader_accepts(tmp_path: Path) -> None:
@@ -392,20 +382,20 @@ def test_editors_accept_what_the_loader_accepts(tmp_path: Path) -> None:
         BASE,
         BASE + "tiers: [model]\ntimeout: 0.5\nmatrix: [{scale: [1, 0.5], note: [x, null]}]\n",
     ):
-        jsonschema.validate(yaml.safe_load(text), make_schema())
+        jsonschema.validate(yaml.safe_load(text), module.make_schema())
         load_text(tmp_path, text)
 
 
 @pytest.mark.parametrize("text", [pytest.param(row[0], id=row[2]) for row in BAD_SHAPE])
 def test_editors_refuse_what_the_loader_refuses(text: str) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(yaml.safe_load(text), make_schema())
+        jsonschema.validate(yaml.safe_load(text), module.make_schema())
 
 
 @pytest.mark.parametrize("key", ["subjects", "tiers"])
 def test_editors_refuse_what_is_there_twice(key: str) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(yaml.safe_load(BASE + f"{key}: [model, model]\n"), make_schema())
+        jsonschema.validate(yaml.safe_load(BASE + f"{key}: [model, model]\n"), module.make_schema())
 
 
 def test_the_schema_in_the_repository_is_up_to_date() -> None:
@@ -419,6 +409,6 @@ def test_schema_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert module.main(["--check", str(file)]) == 1
         assert f"run: python -m moedoctor.scenario.file {file}" in capsys.readouterr().err
         assert module.main([str(file)]) == 0
-        assert json.loads(file.read_text()) == make_schema()
+        assert json.loads(file.read_text()) == module.make_schema()
         assert module.main(["--check", str(file)]) == 0
     assert module.main([]) == module.main(["a", "b"]) == 2

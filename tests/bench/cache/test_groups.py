@@ -1,7 +1,5 @@
 """The measurements for the claims about groups and loads, without and with a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -68,20 +66,6 @@ def test_graphs_and_eager_calls_are_timed_and_set_beside_one_call(timed: list[st
     assert [row["us"] for row in cost["rows"]] == [800.0, 1200.0, 1600.0]
     assert [row["overhead"] for row in cost["rows"]] == [1.0, 2.0, 3.0]
     assert [row["us_a_further_group"] for row in cost["rows"]] == [400.0, 800 / 3, 1200 / 7]
-
-
-def test_without_a_model_the_layer_has_the_shape_of_qwen3(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes: list[tuple[int, int, int, int]] = []
-
-    def made(device: str, *, tokens: int, model: Model | None = None) -> Any:
-        model = model or Model()
-        shapes.append((tokens, model.experts, model.hidden_size, model.intermediate_size))
-        raise LookupError("no layer")
-
-    monkeypatch.setattr(bench.ResidentLayer, "make", made)
-    with pytest.raises(LookupError, match="no layer"):
-        bench.compare_upstream_groups("cpu")
-    assert shapes == [(1024, 128, 2048, 768)]
 
 
 def test_groups_of_vllm_are_not_timed_if_they_lose_an_expert(

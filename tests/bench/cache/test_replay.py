@@ -1,7 +1,5 @@
 """Replays of a trace: figures checked by hand, the optimum, and one cache per layer or for all layers."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,12 +17,12 @@ def rates(trace: RoutingTrace, capacity: int, **options: object) -> dict[str, fl
     return {point.policy: point.hit_rate for point in points}
 
 
-def test_hand_checked_hits_with_two_slots() -> None:
+def test_hand_checked_hits() -> None:
     # Hits: 0 in the second call, 2 in the third, 1 in the fourth. No policy has a choice.
     assert rates(SMALL, 2) == {"lru": 3 / 8, "lfu": 3 / 8, "lfru": 3 / 8, "aging": 3 / 8, "belady": 3 / 8}
-    assert not any(point.overflowing for point in replay_trace(SMALL, capacities=[2])), (
-        "two experts fit two slots"
-    )
+    assert not any(point.overflowing for point in replay_trace(SMALL, capacities=[2]))
+    # In three slots all three experts fit: 0, 1 and 2 miss once each.
+    assert set(rates(SMALL, 3).values()) == {5 / 8}
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -40,11 +38,6 @@ def test_progress_counts_every_point_once(scope: str) -> None:
     assert [what for _, _, what in steps] == [
         f"{point.policy} with {point.capacity} slots" for point in points
     ]
-
-
-def test_hand_checked_hits_with_three_slots() -> None:
-    # All three experts fit: 0, 1 and 2 miss once each.
-    assert set(rates(SMALL, 3).values()) == {5 / 8}
 
 
 def test_facts_checked_by_hand() -> None:

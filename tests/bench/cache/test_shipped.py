@@ -1,13 +1,8 @@
 """The trace that ships with moedoctor: its size, shape and description."""
 
-from __future__ import annotations
-
-import pytest
-
 from moedoctor.bench.cache.replay import collect_trace_facts, replay_trace
 from moedoctor.bench.cache.shipped import SHIPPED, load_shipped_trace
 from moedoctor.entries import find_reports_folder
-from moedoctor.fixes import eviction
 
 
 def test_it_is_below_a_megabyte_and_has_the_shape_of_a_large_model() -> None:
@@ -32,15 +27,6 @@ def test_its_readme_describes_how_it_was_made() -> None:
         assert figure in text, figure
 
 
-def test_its_metadata_describes_how_it_was_made() -> None:
-    made = load_shipped_trace().made
-    assert made["script"] == "scripts/train_trace_model.py"
-    assert made["steps_done"] > 1000
-    assert made["held_out_loss"] < 2.0
-    assert made["load_entropy_least"] > 0.9
-    assert len(made["text_sha256"]) == 64
-
-
 def test_policies_agree_without_a_choice_and_else_the_optimum_is_better() -> None:
     trace = load_shipped_trace()
     assert collect_trace_facts(trace).reuse > 2 * 8 / 128, "tokens reuse experts more than chance"
@@ -48,26 +34,3 @@ def test_policies_agree_without_a_choice_and_else_the_optimum_is_better() -> Non
     rates = {(point.policy, point.capacity): point.hit_rate for point in points}
     assert len({rates[policy, 8] for policy in ("lru", "lfu", "lfru", "aging", "belady")}) == 1
     assert rates["belady", 16] > rates["lru", 16] + 0.05
-
-
-def test_fewer_experts_miss_if_the_most_used_come_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def rates() -> list[float]:
-        points = replay_trace(load_shipped_trace(), capacities=[8, 16, 32], policies=["aging"], batch=8)
-        return [point.hit_rate for point in points]
-
-    by_use, parts = rates(), eviction._split_into_parts
-    monkeypatch.setattr(
-        eviction,
-        "_split_into_parts",
-        lambda needed, resident, uses, capacity: parts(needed, resident, [0] * len(uses), capacity),
-    )
-    by_id = rates()
-    assert all(
-        misses < 0.985 * before for misses, before in zip(missing(by_use), missing(by_id), strict=True)
-    )
-
-
-def missing(rates: list[float]) -> list[float]:
-    return [1 - rate for rate in rates]

@@ -1,7 +1,5 @@
 """A backend that is the reference, with a change to its outputs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Replaces the child of `moedoctor.bench.moe.run`: dies, hangs or answers, depending on the model's name."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Tensors of a backend are recognized in their layout, and experts that differ are named."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

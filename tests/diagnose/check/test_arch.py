@@ -1,7 +1,5 @@
 """The state of FlashInfer's JIT cache, from folders made as FlashInfer makes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Each collector of `check` fails once: the other facts stay, and nothing private is shown."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether the fixes would be applied: the variable, the plug-in and vLLM's own filter."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib.metadata import EntryPoint

@@ -1,7 +1,5 @@
 """Which vLLM releases use mapped host memory and which use copies."""
 
-from __future__ import annotations
-
 import pytest
 
 from moedoctor.diagnose.check.machine import DISABLE_PIN, DISABLE_UVA, WSL_PIN, offload_path

@@ -1,7 +1,5 @@
 """Whether the installed packages fit vLLM's pins, FlashInfer's kernel packages and the CUDA releases."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Mapping
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Each kind of damage gives one finding with its tensor and file; a clean checkpoint gives none."""
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Callable
@@ -177,7 +175,6 @@ def in_config(made: Made, changed: Callable[[Settings], object]) -> None:
 @change
 def in_both(made: Made, changed: Callable[[Settings], object]) -> None:
     """Change the quantization in config.json and in hf_quant_config.json."""
-    assert made.hf_quant is not None
     changed(made.config["quantization_config"])
     changed(made.hf_quant["quantization"])
 
@@ -681,8 +678,10 @@ def test_every_check_has_a_case() -> None:
         (mixed, in_both(relist(quant_algo="NVFP4", group_size=32))),
         (mixed, to_bf16(Q, 64, 64)),
         (modelopt, in_both_files(group_size=32)),
+        (modelopt, quant(quant_algo="FP8")),
+        (modelopt, hf_quant(kv_cache_quant_algo=None, group_size=32, exclude_modules=["lm_head"])),
+        (modelopt, quant(ignore=["lm_head", "model.layers.0.mlp.experts*"])),
     ],
-    ids=["another", "unknown", "not listed", "none listed", "in one file", "group", "not quantised", "size"],
 )
 def test_corrected_files_are_clean(base: Base, change: Change, tmp_path: Path) -> None:
     made = base()
@@ -751,7 +750,6 @@ def test_the_value_the_id_and_the_line(tmp_path: Path) -> None:
     assert mismatch.places[0].value == "gate 0.00015625, up 0.000625"
     assert mismatch.places[0].shard == "model.safetensors"
     line = findings["quant_algo_unknown"].line
-    assert line is not None
     assert '"quant_algo": "NVFP5"' in (tmp_path / "config.json").read_text().splitlines()[line - 1]
     assert {name: check.id for name, check in CHECKS.items() if check.id} == {
         "kv_scales_missing": "MD012",

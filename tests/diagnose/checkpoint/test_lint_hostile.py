@@ -1,10 +1,7 @@
 """Damaged and hostile checkpoints are refused in one line; nothing outside the folder is opened."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-import os
 import struct
 import time
 from collections.abc import Callable
@@ -176,7 +173,6 @@ def test_an_index_that_names_many_tensors_too_many_takes_no_longer_than_its_text
     (finding,) = lint(folder).findings
     assert (finding.check, finding.count) == ("index_disagrees", 40_000)
     lines = (folder / INDEX).read_text().splitlines()
-    assert finding.line is not None
     assert "model.ghost.0.weight" in lines[finding.line - 1]
 
 
@@ -196,7 +192,6 @@ def test_long_lists_of_excluded_modules_that_differ_take_no_longer_than_their_te
     made = modelopt()
     made.config["quantization_config"]["quant_method"] = "awq"  # excluded modules are not checked
     made.config["quantization_config"]["ignore"] = [f"a{number}" for number in range(20_000)]
-    assert made.hf_quant is not None
     made.hf_quant["quantization"]["exclude_modules"] = [f"b{number}" for number in range(20_000)]
     folder = made.write(tmp_path)
     assert seconds(lambda: lint(folder)) < 5
@@ -259,24 +254,12 @@ def config(text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / "config.json").write_text(text)
 
 
-def replace_by(create: Callable[[Path], object], name: str) -> Callable[[Path], object]:
-    return lambda folder: ((folder / name).unlink(), create(folder / name))
-
-
 JSON_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
     "config is a list": (config("[]"), "config.json:1: is a list"),
     "config is no JSON": (config('{\n"a": 1,\n}'), "config.json:3:"),
     "config is deep": (config("[" * 200_000), "config.json: is no JSON"),
     "config of too many lists": (config('{"a": [' + "[]," * 1_000_001 + "[]]}"), "more than 1000000 lists"),
-    "config is too large": (
-        lambda folder: os.truncate(folder / "config.json", 20_000_000),
-        "config.json:1: is too large (19.1 MiB)",
-    ),
-    "config is a loop of links": (
-        replace_by(lambda path: path.symlink_to("config.json"), "config.json"),
-        "config.json:1: cannot be read",
-    ),
     "index without a map": (lambda folder: (folder / INDEX).write_text("{}"), "has no weight_map"),
     "index with an empty map": (
         lambda folder: (folder / INDEX).write_text('{"weight_map": {}}'),
@@ -287,8 +270,6 @@ JSON_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: [file.unlink() for file in (*folder.glob("*.safetensors"), folder / INDEX)],
         "no safetensors file",
     ),
-    "a folder for a shard": (replace_by(Path.mkdir, SHARD), "is a folder"),
-    "a pipe for a shard": (replace_by(os.mkfifo, SHARD), "is a pipe"),
     "a shard with bytes behind its tensors": (
         lambda folder: (folder / SHARD).open("ab").write(b"x" * 3),
         f"{SHARD}: has 3 bytes after its last tensor",

@@ -1,7 +1,5 @@
 """`lint --fix`: the copy is clean, and only the bytes of the repaired tensors differ."""
 
-from __future__ import annotations
-
 import math
 import os
 import struct

@@ -1,31 +1,16 @@
 """The table of instructions agrees with this machine's compilers; faulty compilers are handled."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 from cuda_fakes import fake_tool
 
 from moedoctor.diagnose.cuda import instructions as toolchain
-from moedoctor.diagnose.cuda.instructions import (
-    INSTRUCTIONS,
-    find_compiler,
-    find_compilers,
-    find_ptx_version,
-    list_lacking,
-    list_needed,
-    summarize,
-    takes,
-    try_instruction,
-    try_instructions,
-    try_targets,
-)
 from moedoctor.fixes.arch.targets import Target, is_known_target, list_targets, loads_sass
 from moedoctor.processes import cuda_tools
 from moedoctor.processes.cuda_tools import Tool, find_tools, run_tool
 
-COMPILERS = find_compilers()
+COMPILERS = toolchain.find_compilers()
 needs_compiler = pytest.mark.skipif(not COMPILERS, reason="needs ptxas: pip install triton, or CUDA on PATH")
 EVERY_TARGET = sorted(
     {target for cuda in ((12, 8), (12, 9), (13, 4)) for target in list_targets(cuda) if target.major > 6}
@@ -45,17 +30,21 @@ def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_compiler
 @pytest.mark.parametrize("compiler", COMPILERS, ids=str)
 def test_every_compiler_accepts_what_the_table_says(compiler: Tool) -> None:
-    known = [str(target) for target in EVERY_TARGET if try_instruction(compiler, target, None).accepted]
+    known = [
+        str(target) for target in EVERY_TARGET if toolchain.try_instruction(compiler, target, None).accepted
+    ]
     assert known == [str(target) for target in EVERY_TARGET if is_known_target(target, compiler.cuda)]
     for target in ("89", "90", "90a", "100a", "100f", "110a", "120", "120a", "120f", "121a"):
         parsed = Target.parse(target)
         taken = [
             name
-            for name, result in try_instructions(compiler, parsed, INSTRUCTIONS).items()
+            for name, result in toolchain.try_instructions(compiler, parsed, toolchain.INSTRUCTIONS).items()
             if result.accepted
         ]
         assert taken == [
-            instruction.name for instruction in INSTRUCTIONS if takes(parsed, instruction, compiler.cuda)
+            instruction.name
+            for instruction in toolchain.INSTRUCTIONS
+            if toolchain.takes(parsed, instruction, compiler.cuda)
         ], target
 
 
@@ -63,19 +52,19 @@ def test_every_compiler_accepts_what_the_table_says(compiler: Tool) -> None:
 def test_instructions_compiled_together_give_the_same_results_as_alone() -> None:
     for compiler in {COMPILERS[0], COMPILERS[-1]}:
         for target in map(Target.parse, ("120", "120a", "90a")):
-            together = try_instructions(compiler, target, INSTRUCTIONS)
-            for instruction in INSTRUCTIONS:
+            together = toolchain.try_instructions(compiler, target, toolchain.INSTRUCTIONS)
+            for instruction in toolchain.INSTRUCTIONS:
                 result = together[instruction.name]
-                assert result.accepted is try_instruction(compiler, target, instruction).accepted
+                assert result.accepted is toolchain.try_instruction(compiler, target, instruction).accepted
                 assert result.accepted is not bool(result.line)
 
 
 @needs_compiler
 def test_the_compiler_is_quoted() -> None:
-    result = try_instructions(COMPILERS[-1], Target(12, 0), INSTRUCTIONS)["cvt_e2m1x2"]
+    result = toolchain.try_instructions(COMPILERS[-1], Target(12, 0), toolchain.INSTRUCTIONS)["cvt_e2m1x2"]
     assert (result.accepted, result.knows_target) == (False, True)
     assert "not supported on .target 'sm_120'" in result.line
-    unknown = try_instruction(COMPILERS[-1], Target(4, 2), None)
+    unknown = toolchain.try_instruction(COMPILERS[-1], Target(4, 2), None)
     assert (unknown.accepted, unknown.knows_target) == (False, False)
 
 
@@ -96,7 +85,9 @@ def test_families_are_those_of_the_compiler(tmp_path: Path) -> None:
 
 def _goes_to(compiler: Tool, source: Target, gpu: Target, folder: Path) -> bool:
     """Return whether PTX for `source` compiles for `gpu`."""
-    text = toolchain._SOURCE.format(version=find_ptx_version(compiler.cuda), target=source, statements="")
+    text = toolchain._SOURCE.format(
+        version=toolchain.find_ptx_version(compiler.cuda), target=source, statements=""
+    )
     (folder / "probe.ptx").write_text(text)
     options = [f"-arch=sm_{gpu}", "probe.ptx", "-o", "probe.cubin"]
     return run_tool(compiler.path, options, folder=str(folder)).code == 0
@@ -104,18 +95,18 @@ def _goes_to(compiler: Tool, source: Target, gpu: Target, folder: Path) -> bool:
 
 @needs_compiler
 def test_the_table_in_words() -> None:
-    words = summarize(try_targets(COMPILERS[0], ["120a", "999f"]))
+    words = toolchain.summarize(toolchain.try_targets(COMPILERS[0], ["120a", "999f"]))
     assert words["120a"].startswith("takes tma_load griddepcontrol tensormap_replace setmaxnreg")
     assert "is not defined" in words["999f"]
 
 
 def test_nvcc_is_used_without_ptxas(only_here: Path) -> None:
     fake_tool(only_here, "nvcc", "13.0", '[ "$1 $2 $3" = "-cubin -arch=sm_120f probe.ptx" ]')
-    (nvcc,) = find_compilers()
+    (nvcc,) = toolchain.find_compilers()
     assert (nvcc.name, nvcc.cuda) == ("nvcc", (13, 0))
-    assert try_instruction(nvcc, Target(12, 0, "f"), None).accepted
+    assert toolchain.try_instruction(nvcc, Target(12, 0, "f"), None).accepted
     fake_tool(only_here, "ptxas", "13.0")
-    assert [compiler.name for compiler in find_compilers()] == ["ptxas"]
+    assert [compiler.name for compiler in toolchain.find_compilers()] == ["ptxas"]
 
 
 def test_one_compiler_for_each_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,13 +114,13 @@ def test_one_compiler_for_each_release(tmp_path: Path, monkeypatch: pytest.Monke
         fake_tool(tmp_path / str(place), "ptxas", cuda) for place, cuda in enumerate(("13.0", "12.9", "12.9"))
     ]
     monkeypatch.setattr(cuda_tools, "_list_candidates", lambda names, environ: paths)
-    compilers = find_compilers()
+    compilers = toolchain.find_compilers()
     assert [(str(compiler), compiler.path) for compiler in compilers] == [
         ("ptxas 12.9.93", str(paths[1])),
         ("ptxas 13.0.93", str(paths[0])),
     ]
-    assert find_compiler((12, 9), compilers) == compilers[0]
-    assert find_compiler((12, 8), compilers) is None
+    assert toolchain.find_compiler((12, 9), compilers) == compilers[0]
+    assert toolchain.find_compiler((12, 8), compilers) is None
 
 
 def test_files_that_are_not_tools_are_skipped(only_here: Path) -> None:
@@ -160,12 +151,12 @@ def test_a_compiler_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     path = fake_tool(tmp_path, "ptxas", "13.0", "sleep 30")
     monkeypatch.setattr(toolchain, "_SECONDS", 0.2)
     hanging = Tool("ptxas", str(path), (13, 0), "hangs")
-    assert try_instruction(hanging, Target(12, 0), None).line == "ptxas: no answer within 0.2 s"
+    assert toolchain.try_instruction(hanging, Target(12, 0), None).line == "ptxas: no answer within 0.2 s"
 
 
 def test_a_missing_compiler_accepts_nothing(tmp_path: Path) -> None:
     gone = Tool("ptxas", str(tmp_path / "ptxas"), (13, 0), "gone")
-    results = try_instructions(gone, Target(12, 0), INSTRUCTIONS)
+    results = toolchain.try_instructions(gone, Target(12, 0), toolchain.INSTRUCTIONS)
     assert {value.accepted for value in results.values()} == {False}
     assert "ptxas does not start: No such file or directory" in results["wgmma"].line
 
@@ -182,7 +173,9 @@ exit 0
 
 def test_a_syntax_error_does_not_hide_other_errors(tmp_path: Path) -> None:
     path = fake_tool(tmp_path, "ptxas", "12.0", SYNTAX_ERROR)
-    results = try_instructions(Tool("ptxas", str(path), (12, 0), "syntax"), Target(9, 0, "a"), INSTRUCTIONS)
+    results = toolchain.try_instructions(
+        Tool("ptxas", str(path), (12, 0), "syntax"), Target(9, 0, "a"), toolchain.INSTRUCTIONS
+    )
     assert [name for name, result in results.items() if not result.accepted] == ["cvt_e2m1x2"]
 
 
@@ -194,15 +187,15 @@ def test_a_tool_gets_no_shell_and_no_input(tmp_path: Path) -> None:
 
 
 def test_what_gpus_need() -> None:
-    assert {instruction.name for instruction in list_needed((12, 0))} >= {
+    assert {instruction.name for instruction in toolchain.list_needed((12, 0))} >= {
         "mma_mxf4nvf4",
         "cvt_e2m1x2",
         "setmaxnreg",
     }
-    assert list_needed((8, 9)) == ()
-    assert "wgmma" in list_lacking(Target(9, 0), list_needed((9, 0)), (13, 0))
-    assert list_lacking(Target(9, 0, "a"), list_needed((9, 0)), (13, 0)) == ()
-    assert list_lacking(Target(12, 0, "f"), list_needed((12, 0)), (13, 0)) == ()
-    assert find_ptx_version((12, 7)) == "8.5"
-    assert find_ptx_version((13, 9)) == "9.0"
-    assert find_ptx_version((11, 0)) == "8.0"
+    assert toolchain.list_needed((8, 9)) == ()
+    assert "wgmma" in toolchain.list_lacking(Target(9, 0), toolchain.list_needed((9, 0)), (13, 0))
+    assert toolchain.list_lacking(Target(9, 0, "a"), toolchain.list_needed((9, 0)), (13, 0)) == ()
+    assert toolchain.list_lacking(Target(12, 0, "f"), toolchain.list_needed((12, 0)), (13, 0)) == ()
+    assert toolchain.find_ptx_version((12, 7)) == "8.5"
+    assert toolchain.find_ptx_version((13, 9)) == "9.0"
+    assert toolchain.find_ptx_version((11, 0)) == "8.0"

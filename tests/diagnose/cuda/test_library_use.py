@@ -1,7 +1,5 @@
 """Libraries that a GPU never uses: not needed there, and everything else still missing."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

@@ -243,25 +243,6 @@ def test_only_a_known_hit_rate_gives_a_bound():
     assert plan(PlanRequest(QWEN, "bf16", gpu_bytes=32 * GIB, offload_bytes=40 * GIB)).traffic.is_bound
 
 
-def test_each_number_of_speed_names_its_origin():
-    shown = _show(PlanRequest(QWEN, "bf16", gpu_bytes=32 * GIB, cache_slots=64))
-    assert "estimate by PCIe" in shown
-    assert "PCIe 5.0 x16 by its specification" in shown
-    assert "no bound" in shown
-    given = PlanRequest(
-        QWEN,
-        "bf16",
-        gpu_bytes=32 * GIB,
-        cache_slots=64,
-        hit_rate=0.8,
-        bandwidth=50e9,
-        bandwidth_source="given with --pcie",
-    )
-    assert "bound by PCIe" in _show(given)
-    assert "50.0 GB/s (given with --pcie)" in _show(given)
-    assert "nothing real is faster" not in _show(given)
-
-
 def test_a_model_fits_before_a_workspace_that_is_not_known():
     request = PlanRequest(QWEN, "bf16", gpu_bytes=80 * GIB, context=1024)
     assert "fits before the workspace, which is not known: " in _show(request)

@@ -1,7 +1,5 @@
 """The stored selection reports are what the command writes, and agree with the tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

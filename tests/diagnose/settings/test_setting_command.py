@@ -1,7 +1,5 @@
 """A server's command line is split: variables, the launcher, and vLLM's own arguments."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

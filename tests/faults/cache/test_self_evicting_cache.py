@@ -1,7 +1,5 @@
 """MD006: the control loses experts, the fix does not, and the judge and the claims notice wrong figures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +20,6 @@ torch.set_num_threads(1)
 
 
 FAULT = SelfEvictingCache()
-SHORT = {"calls": 200, "computed": 16}
-POINTS = [
-    {"experts": 8, "capacity": 2, "top_k": 2},
-    {"experts": 32, "capacity": 8, "top_k": 8},
-    {"experts": 32, "capacity": 8, "top_k": 8, "clock": "call"},
-    {"experts": 64, "capacity": 16, "top_k": 8},
-    {"experts": 32, "capacity": 12, "top_k": 4, "tokens": 2, "calls": 400},
-]
-
-
-@pytest.mark.parametrize("point", POINTS, ids=str)
-def test_the_control_is_wrong_in_bookkeeping_and_output_and_the_fix_in_neither(point: dict[str, Any]) -> None:
-    judged, faulty = run(FAULT, "faulty", **SHORT | point)
-    assert judged.verdict is CaseVerdict.REPRODUCED
-    assert faulty["wrong_calls"] > 0
-    assert faulty["wrong_outputs"] > 0
-    assert faulty["worst_error"] > 0.1
-    judged, fixed = run(FAULT, "fixed", **SHORT | point)
-    assert judged.verdict is CaseVerdict.CLEAN
-    assert (fixed["wrong_calls"], fixed["wrong_outputs"]) == (0, 0)
-    assert fixed["worst_error"] < 1e-4
-    assert fixed["hit_rate"] <= fixed["belady_hit_rate"]
 
 
 def test_the_same_calls_are_computed_for_both_and_wrong_ones_are_among_them() -> None:
@@ -98,7 +74,6 @@ def test_the_shipped_trace_can_be_the_routing() -> None:
 @pytest.mark.parametrize("key", ["lfru_at_half", "lru_monopoly"])
 def test_claims_are_measured_and_judged(key: str) -> None:
     test = claim_of(FAULT, key)
-    assert test.measure is not None
     measurement = Measurement("", test.measure("", "cpu", {}))
     limits = dict.fromkeys(test.thresholds, 0.0)
     assert test.judge([], [measurement], limits).verdict in (ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED)

@@ -1,17 +1,9 @@
 """Cases of the offload failures, run here and judged."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import pytest
-
 from moedoctor.interfaces import Fault
-from moedoctor.results import Case, CaseResult, CaseVerdict, Tier
-
-CONTROL_AND_FIX = pytest.mark.parametrize(
-    ("subject", "verdict"), [("faulty", CaseVerdict.REPRODUCED), ("fixed", CaseVerdict.CLEAN)]
-)
+from moedoctor.results import Case, CaseResult, Tier
 
 
 def run_case(

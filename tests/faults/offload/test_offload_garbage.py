@@ -1,9 +1,5 @@
 """MD008: a view without its memory, tiny engines, and two engines of the user's model. No engine runs."""
 
-from __future__ import annotations
-
-import gc
-import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -12,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_stub import answered, died
+from engine_stub import answered, died, layer_outputs
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from moedoctor.entries import load_entries
 from moedoctor.faults.offload import offload_garbage as md008
 from moedoctor.faults.offload.offload_garbage import OffloadGarbage, OffloadGarbageParameters
-from moedoctor.faults.offload.offload_garbage_lab import Pool, compare, fit_together, own_model_trial
+from moedoctor.faults.offload.offload_garbage_lab import compare, fit_together, own_model_trial
 from moedoctor.fixes.backends.release_tables import load_releases as vllm_releases
 from moedoctor.interfaces import Judgement
 from moedoctor.results import CaseResult, CaseVerdict, Tier
@@ -30,31 +26,12 @@ from moedoctor.upstream.engine import offload_table
 from moedoctor.upstream.engine.engine import EngineResult, LogFacts
 from moedoctor.upstream.engine.engine import _write_request as document_of
 from moedoctor.upstream.engine.experiment import Ran
-from tests.faults.offload.cases import CONTROL_AND_FIX, run_case
+from tests.faults.offload.cases import run_case
 
 ROOT = Path(__file__).parents[3]
 
 
 REPRODUCED, CLEAN, ERROR = CaseVerdict.REPRODUCED, CaseVerdict.CLEAN, CaseVerdict.ERROR
-
-
-@CONTROL_AND_FIX
-def test_a_view_without_its_memory_turns_into_the_next_buffer(subject: str, verdict: CaseVerdict) -> None:
-    case = run_case(OffloadGarbage(), subject, bytes=4096)
-    assert case.verdict is verdict
-    assert (case.evidence["right_before"], case.evidence["error"]) == (True, None)
-    assert case.evidence["memory_was_reused"] is (subject == "faulty")
-
-
-def test_a_pool_reuses_a_block_that_is_no_longer_used() -> None:
-    pool = Pool()
-    block = pool.allocate(64)
-    start, alias = block.data_ptr(), block.view(-1)
-    assert pool.allocate(64).data_ptr() != start
-    gc.collect()
-    del block
-    gc.collect()
-    assert pool.allocate(64).data_ptr() == start == alias.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -140,30 +117,12 @@ def test_two_engines_run_together_only_if_both_fit(arguments: str, together: boo
     assert fit_together(changed(arguments=arguments)) is together
 
 
-def probe(*norms: float, later: Sequence[float] = ()) -> dict[str, Any]:
-    """Outputs of the call for a prompt of 4 tokens, and of the first layer's calls for the next tokens."""
-
-    def output(index: int, call: int, tokens: int, norm: float) -> dict[str, Any]:
-        return {
-            "layer": f"layers.{index}",
-            "call": call,
-            "tokens": tokens,
-            "digest": str(norm),
-            "finite": math.isfinite(norm),
-            "projection": [[norm, 1.0]] * tokens,
-        }
-
-    outputs = [output(index, 1, 4, norm) for index, norm in enumerate(norms)]
-    outputs += [output(0, 2 + index, 1, norm) for index, norm in enumerate(later)]
-    return {"layers": len(norms), "outputs": outputs, "host_bytes": 8, "parameter_bytes": 8}
-
-
 def wrote(
     text: str, tokens: Sequence[int], evidence: Any = "probe", fixes: str | None = None
 ) -> EngineResult:
     """An engine that gives token 1 a logprob 0.25 above token 2 and 2 above token 3."""
     steps = tuple({"1": -0.5, "2": -0.75, "3": -2.5} for _ in tokens)
-    outputs = probe(1.0, 2.0) if evidence == "probe" else evidence
+    outputs = layer_outputs(1.0, 2.0) if evidence == "probe" else evidence
     log = LogFacts(offloader="UVAOffloader")
     return answered(tokens, text, logprobs=(steps,), probe=outputs, fixes=fixes, log=log)
 
@@ -176,7 +135,7 @@ def judged(
 
 
 PARIS = wrote("Paris", [1])
-ROUNDED = probe(1.001, 2.0)
+ROUNDED = layer_outputs(1.001, 2.0)
 MEMORY = died("CUDA out of memory")
 REFUSED = died("b_scales is not on GPU")
 WITH_FIX = wrote("Paris", [1], fixes="offload (…)")
@@ -186,15 +145,20 @@ WITH_FIX = wrote("Paris", [1], fixes="offload (…)")
     ("control", "other", "verdict", "figure"),
     [
         (PARIS, PARIS, CLEAN, "the same tokens"),
-        (PARIS, wrote("word", [2], probe(1.0, 9.0)), REPRODUCED, "number 1 on: 'Paris' is not in the answer"),
+        (
+            PARIS,
+            wrote("word", [2], layer_outputs(1.0, 9.0)),
+            REPRODUCED,
+            "number 1 on: 'Paris' is not in the answer",
+        ),
         (PARIS, wrote("Paris!", [2]), REPRODUCED, "what follows the layers differs"),
         (PARIS, wrote("Paris!", [2], ROUNDED), CLEAN, "from number 1 on, 0.25 apart"),
         (PARIS, wrote("Paris!", [3], ROUNDED), REPRODUCED, "2 less likely without"),
         (PARIS, wrote("Paris!", [4], ROUNDED), REPRODUCED, "not among the likely"),
         (wrote("Paris", [1, 1]), wrote("Paris!", [1, 2], ROUNDED), REPRODUCED, "differs was not seen"),
         (
-            wrote("Paris", [1, 1], probe(1.0, later=(2.0,))),
-            wrote("Paris!", [1, 2], probe(1.0, later=(9.0,))),
+            wrote("Paris", [1, 1], layer_outputs(1.0, later=(2.0,))),
+            wrote("Paris!", [1, 2], layer_outputs(1.0, later=(9.0,))),
             REPRODUCED,
             "from number 2 on: the first layer that differs: layers.0, in call 2",
         ),
@@ -252,9 +216,9 @@ def test_without_expected_text() -> None:
     nothing = changed(expected=None)
     assert judged(MEMORY, PARIS, nothing).verdict is ERROR
     # Garbage after the prompt: weights that are overwritten after the first call.
-    control = wrote("Paris", [1, 1], probe(1.0, later=(2.0, 2.0)))
+    control = wrote("Paris", [1, 1], layer_outputs(1.0, later=(2.0, 2.0)))
     for later, layer in (((2.0, 2.0), "what follows the layers"), ((-2.0, 2.0), "layers.0, in call 2")):
-        judgement = judged(control, wrote("zzz", [1, 2], probe(1.0, later=later)), nothing)
+        judgement = judged(control, wrote("zzz", [1, 2], layer_outputs(1.0, later=later)), nothing)
         assert judgement.verdict is REPRODUCED
         assert layer in judgement.figure
 
@@ -262,7 +226,7 @@ def test_without_expected_text() -> None:
 def test_backends_are_compared_without_offload() -> None:
     def case(backend: str, text: str, norms: Sequence[float], **values: Any) -> CaseResult:
         parameters = changed(moe_backend=backend, **values)
-        control = wrote(text, [1], probe(*norms))
+        control = wrote(text, [1], layer_outputs(*norms))
         evidence = compare(Ran(own_model_trial(parameters, offload=True), control, control), parameters)
         return CaseResult("installed", Tier.ENGINE, parameters.model_dump(), CLEAN, evidence)
 

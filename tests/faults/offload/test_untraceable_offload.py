@@ -1,7 +1,5 @@
 """MD005: tracing the control, the fix and a release's own code; rounding."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -9,14 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from moedoctor.faults.offload import untraceable_offload_lab
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
-from moedoctor.faults.offload.untraceable_offload_lab import (
-    FILE,
-    fixed,
-    measure_distance,
-    observe,
-    pretend_on_gpu,
-)
 from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier, UnavailableError
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
 from tests.faults.offload.cases import run_case
@@ -65,7 +57,7 @@ class UVAOffloader(BaseOffloader):
 
 def run_release(tmp_path: Path, **changed: str) -> CaseResult:
     given = {"skip": "False", "value": "value", "state": "module.named_parameters()", **changed}
-    file = tmp_path / FILE
+    file = tmp_path / untraceable_offload_lab.FILE
     file.parent.mkdir(parents=True)
     file.write_text(changed.get("source") or RELEASE.format(**given), encoding="utf-8")
     source = ReleaseSource(tmp_path)
@@ -104,7 +96,7 @@ def test_parameters_say_gpu_only_in_the_loop_over_them(number: int) -> None:
     layer = torch.nn.Linear(2, 2)
     cpu = torch.device("cpu")
     true = [layer.weight, layer.bias]
-    with pretend_on_gpu(layer):
+    with untraceable_offload_lab.pretend_on_gpu(layer):
         assert next(layer.parameters()).device == cpu
         for parameter in (parameter for _, parameter in layer.named_parameters()):
             assert parameter.device.type == "cuda"
@@ -139,8 +131,10 @@ def test_rounding_by_the_compiler_is_not_a_failure(evidence: Any, verdict: CaseV
 
 def test_a_nan_in_a_later_pass_is_not_a_small_difference() -> None:
     expected = torch.ones(2, 2)
-    assert measure_distance([expected, expected + 0.5], expected) == 1.0
-    assert math.isnan(measure_distance([expected + 0.5, expected * torch.nan], expected))
+    assert untraceable_offload_lab.measure_distance([expected, expected + 0.5], expected) == 1.0
+    assert math.isnan(
+        untraceable_offload_lab.measure_distance([expected + 0.5, expected * torch.nan], expected)
+    )
 
 
 @pytest.mark.parametrize("number", [None, 0, 2])
@@ -150,10 +144,10 @@ def test_wrong_weights_in_one_compiled_layer_are_more_than_rounding(number: int 
     def exchange(stack: torch.nn.Sequential) -> Any:
         if number is not None:
             stack[number].experts.load_state_dict(stack[(number + 1) % 3].experts.state_dict())
-        return fixed(stack)
+        return untraceable_offload_lab.fixed(stack)
 
     parameters = UntraceableOffload().parameters(compiler="aot_eager", layers=3)
-    observation = observe(parameters, "cpu", exchange)
+    observation = untraceable_offload_lab.observe(parameters, "cpu", exchange)
     assert 0 < observation.evidence["allowed_distance"] < observation.evidence["wrong_weights_distance"]
     judgement = UntraceableOffload().judge(Case("MD005", "fixed", Tier.MODEL, {}), observation)
     assert judgement.verdict is (CaseVerdict.CLEAN if number is None else CaseVerdict.REPRODUCED)

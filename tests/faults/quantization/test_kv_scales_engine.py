@@ -1,7 +1,5 @@
 """The engine tier of MD012 with fake engines: checkpoints, distances, judgement and claim."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MD016: three ways to index with -1, the same without -1, and the judges of the paths."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path
@@ -17,7 +15,6 @@ from moedoctor.faults.routing import sentinel_ids as md016
 from moedoctor.faults.routing import sentinel_ids_lab as lab
 from moedoctor.faults.routing.sentinel_ids import SentinelIds, SentinelIdsParameters
 from moedoctor.faults.routing.sentinel_ids_lab import FAULTY, make_batch, observe
-from moedoctor.fixes.expert_ids import find_local_ids
 from moedoctor.interfaces import Measurement
 from moedoctor.results import CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip
 from moedoctor.upstream.releases.installed import describe_installed_release
@@ -62,12 +59,6 @@ def test_empty_slots_of_weight_zero_are_noticed_too() -> None:
     evidence = {"rows": 4, "rows_wrong": 0, "empty_slots_given_to_an_expert": 2, "expert": 7}
     judged = FAULT.judge(case(FAULT), Observation(evidence))
     assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "2 empty slots go to expert 7")
-
-
-def test_local_ids_by_hand() -> None:
-    expert_map = torch.tensor([-1, -1, 0, 1])
-    ids = torch.tensor([[3, 0], [-1, 2], [4, -7]], dtype=torch.int32)
-    assert find_local_ids(ids, expert_map).tolist() == [[1, -1], [-1, 0], [-1, -1]]
 
 
 NONE, PADDING, DROPPED = md016.IDS

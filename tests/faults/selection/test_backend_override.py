@@ -1,7 +1,5 @@
 """MD010: the control loses settings, the fix answers each, and only a real package decides claims."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -36,12 +34,6 @@ def test_in_every_release_the_variable_is_lost_and_the_fix_honours_it(release: s
 def load() -> scenario.Scenario:
     kinds = {"faulty": "faulty", "fixed": "fixed", "installed": "installed"}
     return scenario.load(FILE, faults={"MD010": FAULT}, subject_kind=kinds.get)
-
-
-@pytest.mark.parametrize("point", load().points, ids=FAULT.describe)
-def test_every_point_of_the_scenario(point: Mapping[str, Any]) -> None:
-    assert run(FAULT, "faulty", **point)[0].verdict is CaseVerdict.REPRODUCED
-    assert run(FAULT, "fixed", **point)[0].verdict is CaseVerdict.CLEAN
 
 
 @pytest.mark.parametrize(
@@ -179,7 +171,6 @@ def test_without_a_vllm_nothing_is_confirmed_or_refuted(key: str, recorded: str)
 
 def test_the_claims_are_put_to_the_installed_package(stub: Path) -> None:
     measure = claim_of(FAULT, "no_override").measure
-    assert measure is not None
     answers = measure("", "cpu", {}).evidence
     assert answers["vllm"] == "0.21.0"
     assert answers["automatic"] == "MARLIN", "the stub's VLLM_CUTLASS wants a gate"

@@ -18,11 +18,9 @@ from moedoctor.results import (
     CaseResult,
     CaseVerdict,
     Observation,
-    ScenarioVerdict,
     Tier,
     UnavailableError,
 )
-from moedoctor.runner.judge import decide
 
 FAULT = BackendParity()
 
@@ -37,25 +35,6 @@ def judged(subject: str, **parameters: str) -> tuple[CaseVerdict, str]:
     point = case(subject, **parameters)
     judgement = FAULT.judge(point, FAULT.observe(point, None))
     return judgement.verdict, judgement.figure
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"backend": "MARLIN"},
-        {"backend": "EMULATION", "activation": "relu2"},
-        {"backend": "TRITON", "quantization": "fp8"},
-        {"backend": "TRITON", "quantization": "bf16"},
-        {"backend": "EMULATION", "ids": "duplicates"},
-        {"backend": "MARLIN", "ids": "empty"},
-    ],
-)
-def test_control_and_fix(parameters: dict[str, str]) -> None:
-    verdict, figure = judged("faulty", **parameters)
-    assert verdict is CaseVerdict.REPRODUCED
-    noticed, planted = figure.split(" planted")[0].split(" of ")
-    assert noticed == planted
-    assert judged("fixed", **parameters)[0] is CaseVerdict.CLEAN
 
 
 @pytest.mark.parametrize(
@@ -97,22 +76,9 @@ def test_a_blind_harness_does_not_judge_an_installed_backend(reason: str | None)
     judgement = FAULT.judge(case("installed"), blind)
     assert judgement.verdict is CaseVerdict.ERROR, "neither right nor convicted"
     assert judgement.reason == "the comparison did not notice stale_row"
-
-
-@pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
-def test_a_blind_harness_fails_the_scenario(reason: str | None) -> None:
-    blind = observed(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
-    results = []
-    for subject in ("faulty", "fixed", "installed"):
-        point = case(subject)
-        # The control is right; only the comparison of the fix is blind.
-        judgement = FAULT.judge(point, observed() if subject == "faulty" else blind)
-        results.append(
-            CaseResult(subject, point.tier, point.parameters, judgement.verdict, figure=judgement.figure)
-        )
-    verdict, why = decide(FAULT, results, {"faulty": CaseVerdict.REPRODUCED, "fixed": CaseVerdict.CLEAN})
-    assert verdict is ScenarioVerdict.FAILED
-    assert "the comparison did not notice stale_row" in (why or "")
+    fix = FAULT.judge(case("fixed"), blind)
+    assert fix.verdict is not CaseVerdict.CLEAN, "so the scenario fails"
+    assert "the comparison did not notice stale_row" in fix.figure
 
 
 def test_a_backend_that_is_not_deterministic_is_reported() -> None:

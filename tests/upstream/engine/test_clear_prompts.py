@@ -1,7 +1,5 @@
 """Answers of two engines on the prompts that one of them decides clearly."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -64,7 +64,15 @@ def test_each_replay_of_a_graph_is_between_events(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("replays", "known"), [(2, False), (3, True), (4, True), (5, False)])
 def test_as_many_replays_as_steps_are_the_steps(replays: int, known: bool) -> None:
     """Two steps after the first, with the prefill as a replay or not; piecewise graphs have more."""
-    found = decode_speed.time_decode_replays(steps(*map(float, range(replays))), 2)
+    events = []
+    for took in range(replays):
+        clock = [0.0]
+        pair = [make_clocked(clock)(enable_timing=True) for _ in range(2)]
+        pair[0].record()
+        clock[0] += took
+        pair[1].record()
+        events.append(tuple(pair))
+    found = decode_speed.time_decode_replays(events, 2)
     assert found == ([replays - 2, replays - 1] if known else None)
 
 
@@ -85,23 +93,6 @@ def make_clocked(clock: list[float]) -> type:
             return end.at - self.at
 
     return Event
-
-
-class Stamp:
-    """An event at a time in milliseconds."""
-
-    def __init__(self, at: float) -> None:
-        self.at = at
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: Stamp) -> float:
-        return end.at - self.at
-
-
-def steps(*milliseconds: float) -> list[tuple[Any, Any]]:
-    return [(Stamp(0.0), Stamp(took)) for took in milliseconds]
 
 
 class Model:

@@ -1,7 +1,5 @@
 """The protocol with an engine's process: its answer, and each way it can end."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys
@@ -35,7 +33,6 @@ def test_tokens_and_facts_in_the_log() -> None:
         "UVAOffloader",
         "0.25",
     )
-    assert result.logprobs is not None
     assert result.logprobs[1] == ({"8": -0.5, "9": "nan"},)  # NaN survives as text, JSON has none
     assert set(result.seconds) == {"import", "load", "generate", "total"}
 
@@ -51,16 +48,7 @@ def test_a_message_does_not_hold_the_folder_that_vllm_is_installed_in() -> None:
     message = 'File "/tmp/a/site-packages/vllm/model.py", line 3\n/opt/x/humming/csrc/launcher.h:3, error'
     answer = {"error": {"kind": "E", "message": message, "stage": "load"}}
     error = engine._read_error(answer, ended)
-    assert error is not None
     assert error.message == 'File "vllm/model.py", line 3\nhumming/csrc/launcher.h:3, error'
-
-
-@pytest.mark.parametrize("piece", ["://", "/", "/vllm", "a/", ":/vllm/"])
-def test_hiding_folders_takes_time_in_proportion_to_the_message(piece: str) -> None:
-    message = piece * (1_000_000 // len(piece))
-    started = time.process_time()
-    engine._PATH.sub(engine._cut_folder, message)
-    assert time.process_time() - started < 1.0
 
 
 @pytest.mark.parametrize(
@@ -74,7 +62,6 @@ def test_hiding_folders_takes_time_in_proportion_to_the_message(piece: str) -> N
 )
 def test_ways_of_failing(model: str, kind: str, stage: str, death: Death) -> None:
     error = run_engine(EngineRequest(model, PROMPTS)).error
-    assert error is not None
     assert (error.kind, error.stage, error.death) == (kind, stage, death)
     if model == "raise":
         assert error.message == "b_scales is not on GPU\nKeyError: 'origin'"
@@ -111,7 +98,6 @@ def test_an_engine_that_fails_in_its_probe_keeps_what_it_measured(
     then: str, kind: str, stage: str, message: str
 ) -> None:
     result = measure(then)
-    assert result.error is not None
     assert (result.error.kind, result.error.stage) == (kind, stage)
     assert re.fullmatch(message, result.error.message)
     assert (result.probe, result.tokens) == (TWO_ROWS, ((2, 3, 4), (8,)))
@@ -131,7 +117,6 @@ def test_killed_engines_ran_side_by_side_and_name_their_stage_and_what_was_logge
     assert time.monotonic() - started < 8.0
     assert [result.label for result in results] == ["0", "1", "2"]
     for result in results:
-        assert result.error is not None
         assert result.error.death is Death.HANG
         assert re.fullmatch(
             r"process: hang: no answer within 3 s: import took \d s; "

@@ -1,7 +1,5 @@
 """Real engines on a GPU with an installed vLLM. About two minutes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

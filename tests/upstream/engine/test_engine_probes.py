@@ -1,29 +1,15 @@
 """The probes inside an engine, on a model of plain torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from engine_stub import layer_outputs
 from torch import nn
 
-from moedoctor.upstream.engine.probes import (
-    count_bytes_on_host,
-    find_first_difference,
-    get_model,
-    list_decoder_layers,
-    locate_memory,
-    locate_weights,
-    read_kv_cache_scales,
-    record_layer_outputs,
-    record_layers_and_places,
-    serve_from_gpu,
-    sum_weights_by_place,
-    take_off_the_host,
-)
+from moedoctor.upstream.engine import probes
 
 
 class Layer(nn.Module):
@@ -61,7 +47,7 @@ class Engine:
 
 def outputs(*gains: float) -> list[dict[str, Any]]:
     engine = Engine(Model(gains))
-    after = record_layer_outputs(engine)
+    after = probes.record_layer_outputs(engine)
     for _ in range(2):
         engine.model(torch.arange(8.0).reshape(2, 4))
     found = after()
@@ -78,38 +64,19 @@ def test_equal_bits_equal_digest_and_the_first_layer_that_differs() -> None:
     assert first[0]["norm"] == pytest.approx(update_and_residual)
 
 
-def calls(*norms: float, later: tuple[float, ...] = (), pieces: int = 1) -> dict[str, Any]:
-    """Outputs of layers for a prompt of 4 tokens, then of the first layer; `pieces`: calls for the prompt."""
-    rows = [(index, 1, 4, norm) for index, norm in enumerate(norms)]
-    rows += [(0, 2 + index, 4 if 2 + index <= pieces else 1, norm) for index, norm in enumerate(later)]
-    return {
-        "outputs": [
-            {
-                "layer": f"layers.{index}",
-                "call": call,
-                "tokens": tokens,
-                "digest": str(norm),
-                "finite": math.isfinite(norm),
-                "projection": [[norm, 1.0]] * tokens,
-            }
-            for index, call, tokens, norm in rows
-        ]
-    }
-
-
 def test_the_first_layer_that_differs() -> None:
-    found = find_first_difference(calls(1.0, 2.0, 3.0), calls(1.0, 2.001, 9.0))
+    found = probes.find_first_difference(layer_outputs(1.0, 2.0, 3.0), layer_outputs(1.0, 2.001, 9.0))
     assert (found["first_bit"], found["first_layer"], found["layers_compared"]) == ("layers.1", "layers.2", 3)
-    assert find_first_difference(calls(1.0), calls(1.0)) == {
+    assert probes.find_first_difference(layer_outputs(1.0), layer_outputs(1.0)) == {
         "layers_compared": 1,
         "calls_compared": 1,
         "until_parting": False,
         "first_bit": None,
         "first_layer": None,
     }
-    broken = find_first_difference(calls(1.0, 2.0), calls(1.0, math.nan))
+    broken = probes.find_first_difference(layer_outputs(1.0, 2.0), layer_outputs(1.0, math.nan))
     assert (broken["first_layer"], broken["relative_difference"]) == ("layers.1", "not finite")
-    assert find_first_difference(None, calls(1.0))["layers_compared"] == 0
+    assert probes.find_first_difference(None, layer_outputs(1.0))["layers_compared"] == 0
 
 
 @pytest.mark.parametrize(
@@ -125,8 +92,10 @@ def test_the_first_layer_that_differs() -> None:
 def test_calls_are_compared_until_the_tokens_differ_and_no_further(
     later: tuple[float, ...], pieces: int, equal_tokens: int, expected: Any
 ) -> None:
-    control = calls(1.0, later=(2.0, 3.0, 4.0), pieces=pieces)
-    found = find_first_difference(control, calls(1.0, later=later, pieces=pieces), equal_tokens)
+    control = layer_outputs(1.0, later=(2.0, 3.0, 4.0), pieces=pieces)
+    found = probes.find_first_difference(
+        control, layer_outputs(1.0, later=later, pieces=pieces), equal_tokens
+    )
     assert (found["first_layer"], found["calls_compared"], found["until_parting"]) == expected
 
 
@@ -148,23 +117,23 @@ def test_layers_that_differ_are_noticed_whatever_their_size(change: Any, tokens:
     def recorded(state: torch.Tensor) -> dict[str, Any]:
         model = nn.Module()
         model.layers = nn.ModuleList([nn.Identity()])
-        after = record_layer_outputs(Engine(model))
+        after = probes.record_layer_outputs(Engine(model))
         model.layers[0](state)
         return after()
 
     state = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(3))
-    assert find_first_difference(recorded(state), recorded(change(state)))["first_layer"] == "layers.0"
-    rounded = find_first_difference(recorded(state), recorded(state.bfloat16().float()))
+    assert probes.find_first_difference(recorded(state), recorded(change(state)))["first_layer"] == "layers.0"
+    rounded = probes.find_first_difference(recorded(state), recorded(state.bfloat16().float()))
     assert (rounded["first_bit"], rounded["first_layer"]) == ("layers.0", None)
     assert sum(len(row) for row in recorded(state)["outputs"][0]["projection"]) <= 128
 
 
 def test_bytes_by_place() -> None:
     model = Model((1.0, 2.0))
-    found = locate_weights(Engine(model))
+    found = probes.locate_weights(Engine(model))
     assert found["bytes"] == {"cpu": 32}
     assert found["parameters"][1] == {"name": "layers.1.weight", "bytes": 16, "place": "cpu"}
-    assert sum_weights_by_place(model, "layers.0")["bytes"] == {"cpu": 16}
+    assert probes.sum_weights_by_place(model, "layers.0")["bytes"] == {"cpu": 16}
 
 
 def test_bytes_on_the_host_are_counted_in_every_place() -> None:
@@ -172,21 +141,21 @@ def test_bytes_on_the_host_are_counted_in_every_place() -> None:
 
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
     model.register_parameter("empty", nn.Parameter(torch.empty(0)))
-    assert count_bytes_on_host(model) == {
+    assert probes.count_bytes_on_host(model) == {
         "parameter_bytes": 4096,
         "host_bytes": 4096,
     }  # all of it is on the CPU
-    assert count_bytes_on_host(model, "2.weight") == {"parameter_bytes": 1024, "host_bytes": 1024}
+    assert probes.count_bytes_on_host(model, "2.weight") == {"parameter_bytes": 1024, "host_bytes": 1024}
     handle = offload(model, 1 << 30, keep_below=0)
-    stored = count_bytes_on_host(model)["host_bytes"] - 4096
+    stored = probes.count_bytes_on_host(model)["host_bytes"] - 4096
     assert stored == handle.report().host_bytes > 0
 
 
 def test_one_probe_records_layers_and_bytes() -> None:
     engine = Engine(Model((1.0, 2.0)))
     after, bytes_alone = (
-        record_layers_and_places(engine, calls=2),
-        record_layers_and_places(engine, "layers.1"),
+        probes.record_layers_and_places(engine, calls=2),
+        probes.record_layers_and_places(engine, "layers.1"),
     )
     for _ in range(3):
         engine.model(torch.arange(8.0).reshape(2, 4))
@@ -199,9 +168,9 @@ def test_one_probe_records_layers_and_bytes() -> None:
 
 def test_a_model_without_layers_and_several_workers() -> None:
     with pytest.raises(ValueError, match="has no list of layers"):
-        list(list_decoder_layers(nn.Linear(2, 2)))
+        list(probes.list_decoder_layers(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="2 workers answered"):
-        get_model(Engine(Model((1.0,)), workers=2))
+        probes.get_model(Engine(Model((1.0,)), workers=2))
 
 
 @pytest.mark.gpu
@@ -210,9 +179,9 @@ def test_the_driver_distinguishes_mapped_memory_from_the_gpus_own() -> None:
 
     own = torch.ones(1024, dtype=torch.uint8, device="cuda")
     host = torch.ones(1 << 16, dtype=torch.uint8).pin_memory()
-    assert locate_memory(own) == "device"
-    assert locate_memory(host) == "cpu"
-    assert locate_memory(view_on_device(host, torch.device("cuda:0"))) == "host"
+    assert probes.locate_memory(own) == "device"
+    assert probes.locate_memory(host) == "cpu"
+    assert probes.locate_memory(view_on_device(host, torch.device("cuda:0"))) == "host"
 
 
 def test_weights_are_served_from_the_device_and_no_longer_from_the_host() -> None:
@@ -224,11 +193,11 @@ def test_weights_are_served_from_the_device_and_no_longer_from_the_host() -> Non
         expected = model(x)
         handle = offload(model, 1 << 30, keep_below=0)
         assert torch.equal(model(x), expected)
-        served = serve_from_gpu(Engine(model))
+        served = probes.serve_from_gpu(Engine(model))
         assert served["bytes"] >= handle.report().host_bytes > 0
         assert all(torch.equal(model(x), expected) for _ in range(2))
     assert bool(handle.get_host_weight("0.weight").isnan().all()), "what was on the host could still be read"
-    assert take_off_the_host(nn.Linear(2, 2)) == 0
+    assert probes.take_off_the_host(nn.Linear(2, 2)) == 0
 
 
 def test_scales_of_the_kv_cache() -> None:
@@ -237,7 +206,7 @@ def test_scales_of_the_kv_cache() -> None:
     attention.kv_cache_dtype = "fp8_e4m3"
     attention._k_scale_float, attention._v_scale_float = 1.0, 0.5
     model.layers[0].attn = attention
-    assert read_kv_cache_scales(Engine(model)) == [
+    assert probes.read_kv_cache_scales(Engine(model)) == [
         {"layer": "layers.0.attn", "dtype": "fp8_e4m3", "k_scale": 1.0, "v_scale": 0.5}
     ]
-    assert read_kv_cache_scales(Engine(Model((1.0,)))) == []
+    assert probes.read_kv_cache_scales(Engine(Model((1.0,)))) == []

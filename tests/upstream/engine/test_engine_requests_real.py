@@ -1,7 +1,5 @@
 """Our engines' requests to the real vLLM: arguments, variables, backends, and lines of its log."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

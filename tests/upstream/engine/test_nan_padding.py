@@ -1,7 +1,5 @@
 """Engines with the NaN trace: rows of engines that ran or died, and two data-parallel ranks added up."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The table of vllm#37883: the engines that it starts, and their outcomes. No engine runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

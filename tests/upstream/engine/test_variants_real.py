@@ -1,7 +1,5 @@
 """Flags of variants as the installed vLLM's own parser reads them."""
 
-from __future__ import annotations
-
 import importlib
 import shlex
 from typing import Any

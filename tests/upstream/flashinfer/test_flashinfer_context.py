@@ -1,7 +1,5 @@
 """FlashInfer's own choice of targets: the adapter on a fake package, then the real package."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os

@@ -3,8 +3,6 @@
 What FlashInfer itself does is measured where there is a GPU: `moedoctor run MD011 --flashinfer X.Y.Z=PATH`.
 """
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

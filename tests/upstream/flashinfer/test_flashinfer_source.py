@@ -1,7 +1,5 @@
 """Sources of FlashInfer in wheels and folders, and the flags of their build, read as text."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

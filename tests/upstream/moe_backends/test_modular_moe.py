@@ -1,7 +1,5 @@
 """vLLM's kernel once per group, on a fake of its shape, with and without copied results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

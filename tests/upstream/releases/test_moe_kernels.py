@@ -1,7 +1,5 @@
 """Arguments of releases that differ, filled by name; and a library that does not load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels from wheels and shared objects, and refused files."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

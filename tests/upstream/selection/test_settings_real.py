@@ -1,7 +1,5 @@
 """The tables of settings against the installed vLLM: its parser and its declared variables."""
 
-from __future__ import annotations
-
 import importlib.metadata
 
 import pytest

@@ -1,0 +1,139 @@
+"""Bad input of any command is exit code 2 and one line that says what is wrong, with nothing on stdout."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from capsules import make_capsule
+
+from moedoctor import environment
+from moedoctor.cli import main
+from moedoctor.trace.capsule import save
+
+OURS = "bench --backend OURS --hidden 64 --intermediate 32 --experts 4 --top-k 2"
+ENGINE = "bench --engine --model model"
+CACHE = "bench --cache --trace zipf:experts=16,top_k=2,layers=2,rows=64,streams=4"
+PLAN = "plan --model qwen3-30b-a3b"
+BACKENDS = "backends --sm 9.0"
+CASES = [
+    ("bench", "say what to measure: --backend NAME, --engine or --cache"),
+    ("bench --backend MARLIN", "--backend MARLIN: needs an NVIDIA GPU, none is visible; what runs here: "),
+    ("bench --backend marlin --device cuda:0", "--device cuda:0: needs an NVIDIA GPU"),
+    ("bench --backend NONSENSE", "--backend NONSENSE: expected one of MARLIN, HUMMING"),
+    ("bench --backend batched-triton", "--backend batched-triton: vLLM 0.33.0 has it for fp8, fp8-block"),
+    ("bench --backend ,", "--backend: expected all or some of"),
+    ("bench --backend MARLIN --quantization bf16", "MARLIN: has nvfp4, fp8, fp8-block, not bf16"),
+    ("bench --backend MARLIN:bf16", "--backend MARLIN: has nvfp4, fp8, fp8-block, not bf16"),
+    ("bench --backend MARLIN:w4", "--backend w4: expected one of nvfp4, fp8, fp8-block, bf16"),
+    ("bench --backend OURS --quantization int4", "--quantization int4: expected one of nvfp4"),
+    ("bench --backend OURS --model gpt-5", "--model gpt-5: no such preset or folder"),
+    ("bench --backend OURS --hidden 64", "--intermediate: is missing"),
+    (f"{OURS} --model qwen3-30b-a3b", "--hidden: --model gives the sizes"),
+    (f"{OURS} --top-k 9", "top_k: 9 is more than experts 4"),
+    (f"{OURS} --hidden 65", "expected multiples of 16"),
+    (f"{OURS} --activation tanh", "activation: expected silu, gelu, gelu_tanh"),
+    (f"{OURS} --tokens 0", "--tokens 0: expected 1 to 8192"),
+    (f"{OURS} --tokens 8193", "--tokens 8193: expected 1 to 8192"),
+    (f"{OURS} --routing uniform", "--routing uniform: expected balanced, zipf"),
+    (f"{OURS} --routing zipf:x", "--routing zipf:x: expected a skew"),
+    (f"{OURS} --device tpu", "--device tpu: expected auto, cpu or cuda:N"),
+    (f"{OURS} --trace nowhere", "nowhere"),
+    (f"{OURS} --trace x --routing zipf", "--routing zipf: --trace gives"),
+    (f"{OURS} --timeout -5", "--timeout -5: expected seconds, above 0"),
+    (f"{OURS} --timeout nan", "--timeout nan: expected seconds, above 0"),
+    (f"{OURS} --timeout inf", "--timeout inf: expected seconds, above 0"),
+    (f"{OURS} --cache", "--backend and --cache are different benchmarks"),
+    ("bench --engine", "0 models given; expected one: --model FOLDER"),
+    ("bench --engine --model qwen3-30b-a3b", "expected a folder with config.json"),
+    ("bench --engine --model random:layers=x", "layers is 'x', expected a number"),
+    ("bench --engine --cache", "--engine and --cache are different benchmarks"),
+    ("bench --fixes offload", "--fixes belongs to --engine"),
+    (f"{ENGINE} --variant a", "--variant a: expected NAME="),
+    (f"{ENGINE} --variant a= --variant a=", "expected names that differ"),
+    (f"{ENGINE} --batch x", "--batch x: expected 1 to 1024"),
+    (f"{ENGINE} --moe-backend 'a b'", "expected names of vLLM's --moe-backend"),
+    (f"{ENGINE} --fixes nonsense", "--fixes nonsense: expected some of backend"),
+    (f"{ENGINE} --fixes offload+x", "--fixes offload+x: expected some of"),
+    (f"{ENGINE} --arguments {{", "expected JSON, such as"),
+    (f"{ENGINE} --arguments [1]", "expected a JSON object"),
+    (ENGINE, "expected a GPU and an installed vLLM"),
+    ("bench --cache --batch 1,8", "expected one number with --cache"),
+    ("bench --cache --trace missing.safetensors", "missing.safetensors: cannot be read"),
+    ("bench --cache --trace zipf:colour=1", "'colour=1' is none of"),
+    (f"{CACHE} --capacity 0", "--capacity 0: expected slots"),
+    (f"{CACHE} --capacity many", "--capacity many: expected slots"),
+    (f"{CACHE} --policy fifo", "--policy fifo: expected one of lru, lfu, lfru, aging, belady"),
+    (f"{CACHE} --scope model", "--scope model: expected one of layer, global"),
+    (f"{CACHE} --format junit", "--format junit: expected one of table, json, markdown"),
+    ("check extra", "extra"),
+    ("check --python /no/such/python", "is not an executable file"),
+    ("check --python /proc", "is not an executable file"),
+    ("check --python /bin/ls", "did not list its packages"),
+    ("check --python /bin/true", "did not list its packages"),
+    ("check --release 0.16.0", "--release 0.16.0: the tables know 0.17.1"),
+    ("check --release 0.33.0 --sm 13", "--sm 13: expected one of"),
+    ("check --python /bin/ls --release 0.33.0", "expected one of them"),
+    ("backends", "no NVIDIA GPU is visible here; name one: --sm 12.0"),
+    ("backends --sm 13.0", "--sm 13.0: expected one of 7.0"),
+    ("backends --sm banana", "--sm banana: expected one of"),
+    (f"{BACKENDS} --release 0.16.0", "--release 0.16.0: the tables know 0.17.1"),
+    (f"{BACKENDS} --scheme int4", "scheme int4: expected one of nvfp4"),
+    (f"{BACKENDS} --activation tanh", "activation tanh: vLLM 0.33.0 knows silu"),
+    (f"{BACKENDS} --scheme nvfp4 --backend BANANA", "not a MoE backend of vLLM 0.33.0 for nvfp4"),
+    ("audit . --sm 120", "capability: '120'"),
+    ("audit /no/a.so --sm 12.0", "no such"),
+    ("plan --model nothing", "no such preset"),
+    ("plan --model bad --gpu-memory 8", "num_hidden_layers is 0, expected a whole number, at least 1"),
+    (PLAN, "neither --gpu-memory"),
+    (f"{PLAN} --gpu-memory -1", "expected a number above 0"),
+    (f"{PLAN} --gpu-memory nan", "expected a number above 0"),
+    (f"{PLAN} --gpu-memory 8 --utilization 2", "expected 0 to 1"),
+    (f"{PLAN} --gpu-memory 80 --backend ''", "--backend '': expected one of"),
+    (f"{PLAN} --gpu-memory 80 --hit-rate 0.5", "give --expert-cache SLOTS"),
+    ("preflight --sm 9.0", "expected one of: -- vllm serve MODEL"),
+    ("preflight --sm 9.0 --wheel nowhere.whl -- vllm serve M", "nowhere.whl: is no file"),
+    ("preflight headers", "expected one checkpoint folder"),
+    ("preflight headers nowhere", "nowhere: has no config.json"),
+    ("record -o c --when always -- true", "expected nan, first, crash, call=LAYER:N or mismatch=RATE"),
+    ("record -o c --max-size 0 -- true", "--max-size"),
+    ("record -o c -- /nowhere/vllm serve", "/nowhere/vllm cannot be run: No such file or directory"),
+    ("replay nothing.moecapsule", "nothing.moecapsule: cannot be read"),
+    ("replay text.moecapsule", "text.moecapsule: is no safetensors file"),
+    ("replay a.moecapsule --backend MARLN", "--backend MARLN: expected all, or one of"),
+    ("capsule show text.moecapsule", "text.moecapsule: is no safetensors file"),
+    ("capsule copy a.moecapsule x --max-size 0.01", "one token and its experts need"),
+    ("capsule copy a.moecapsule no/x", "no/x: its folder does not exist"),
+    ("run gate_up_order --subject installed --capsule nothing.moecapsule", "nothing.moecapsule"),
+    ("explain nan_rooting", "did you mean nan_routing?"),
+    ("explain frob", "expected one of"),
+    ("list -o a.xml", "this command has no format junit"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model, a config.json that cannot be read, a capsule and a text."""
+    made = tmp_path_factory.mktemp("bad")
+    for name, config in (("model", {"vocab_size": 100}), ("bad", {"num_hidden_layers": 0})):
+        (made / name).mkdir()
+        (made / name / "config.json").write_text(json.dumps(config))
+    (made / "text.moecapsule").write_text("no capsule at all, just text")
+    save(make_capsule("nvfp4"), made / "a.moecapsule")
+    return made
+
+
+@pytest.mark.parametrize(("line", "message"), CASES, ids=[line for line, _ in CASES])
+def test_bad_input_is_one_line_and_exit_code_2(
+    line: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = dict.fromkeys(("gpu", "capability", "vllm", "flashinfer"))
+    facts = {**environment.collect(), **nothing, "gpus": []}
+    monkeypatch.setattr(environment, "collect", lambda: facts)
+    monkeypatch.chdir(folder)
+    capsys.readouterr()
+    assert main(shlex.split(line)) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert (len(printed.err.splitlines()), printed.out) == (1, "")
+    assert not (folder / "a.xml").exists()

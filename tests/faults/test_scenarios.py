@@ -1,0 +1,31 @@
+"""On a CPU, the control of every built-in scenario shows the failure at its points, and the fix does not."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from fault_cases import run
+
+from moedoctor import catalogue
+from moedoctor.interfaces import Fault
+from moedoctor.results import CaseVerdict, Tier
+from moedoctor.scenario.targets import load_targets
+
+torch.set_num_threads(1)
+
+
+def list_points() -> Iterator[Any]:
+    """Yield at most nine points of each scenario. MD005 compiles for long, and has a test of its own."""
+    for scenario in load_targets(()):
+        fault = catalogue.load_faults()[scenario.id]
+        points = [point for point in scenario.points if fault.has_point(Tier.MODEL, point)]
+        if fault.id != "MD005":
+            for point in points[:: 1 + len(points) // 9]:
+                yield pytest.param(fault, point, id=f"{fault.id} {fault.describe(point)}")
+
+
+@pytest.mark.parametrize(("fault", "point"), list(list_points()))
+def test_the_control_fails_and_the_fix_does_not(fault: Fault, point: Mapping[str, Any]) -> None:
+    assert run(fault, "faulty", **point)[0].verdict is CaseVerdict.REPRODUCED
+    assert run(fault, "fixed", **point)[0].verdict is CaseVerdict.CLEAN
