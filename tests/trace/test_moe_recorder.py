@@ -4,104 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from moedoctor.diagnose.capsule.replay import judge
 from moedoctor.trace import MoeRecorder, crash_ring, crash_watcher, moe_recorder
 from moedoctor.trace.capsule import SUFFIX, load
 from moedoctor.trace.format import TraceError
-
-E, K, H, SIZE = 8, 2, 64, 32
-
-
-class Router(nn.Module):
-    """As in transformers from 5.0: returns logits, weights and ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.top_k, self.num_experts = K, E
-        self.weight = nn.Parameter(torch.randn(E, H) / H**0.5)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = x.reshape(-1, H) @ self.weight.T  # [T, E]
-        weights, ids = logits.float().softmax(-1).topk(K)  # [T, K] each
-        return logits, (weights / weights.sum(1, keepdim=True)).to(x.dtype), ids
-
-
-class Experts(nn.Module):
-    """Stacked, as in transformers from 5.0; computes every expert, so that nothing depends on data."""
-
-    def __init__(self, act: Any = None) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(E, 2 * SIZE, H) / H**0.5)
-        self.down_proj = nn.Parameter(torch.randn(E, H, SIZE) / SIZE**0.5)
-        self.act_fn = act or nn.SiLU()
-        self.scale = 1.0
-
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        gate, up = torch.einsum("th,enh->ten", hidden_states, self.gate_up_proj).chunk(2, -1)
-        out = torch.einsum("ten,ehn->teh", self.act_fn(gate) * up, self.down_proj)  # [T, E, H]
-        spread = torch.zeros(len(out), E, dtype=out.dtype).scatter(
-            1, top_k_index, top_k_weights.to(out.dtype)
-        )
-        return torch.where(spread[..., None] > 0, out * spread[..., None], 0).sum(1) * self.scale
-
-
-class Block(nn.Module):
-    """As Mixtral's and Qwen3-MoE's in transformers from 5.0."""
-
-    def __init__(self, **more: Any) -> None:
-        super().__init__()
-        self.gate, self.experts = Router(), Experts(**more)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, H)
-        _, weights, ids = self.gate(flat)
-        return self.experts(flat, ids, weights).view(x.shape)
-
-
-class Expert(nn.Module):
-    def __init__(self, names: tuple[str, str, str]) -> None:
-        super().__init__()
-        self.names = names
-        for name, rows, columns in zip(names, (SIZE, SIZE, H), (H, H, SIZE), strict=True):
-            self.add_module(name, nn.Linear(columns, rows, bias=False))
-        self.act_fn = functional.silu
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up, down = (getattr(self, name) for name in self.names)
-        return down(self.act_fn(gate(x)) * up(x))
-
-
-class OldBlock(nn.Module):
-    """As Mixtral's (w1, w3, w2) and Qwen3-MoE's in transformers 4: a list of experts, top-k in the block."""
-
-    def __init__(self, names: tuple[str, str, str], norm_topk_prob: bool = True) -> None:
-        super().__init__()
-        self.gate = nn.Linear(H, E, bias=False)
-        self.experts = nn.ModuleList(Expert(names) for _ in range(E))
-        self.top_k, self.norm_topk_prob, self.scale = K, norm_topk_prob, 1.0
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        flat = x.reshape(-1, H)
-        logits = self.gate(flat)
-        weights, ids = logits.softmax(1, dtype=torch.float).topk(K)
-        if self.norm_topk_prob:
-            weights = weights / weights.sum(1, keepdim=True)
-        out = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            row, lane = torch.where(ids == number)
-            out.index_add_(0, row, expert(flat[row]) * weights.to(x.dtype)[row, lane, None])
-        return (out * self.scale).view(x.shape), logits
+from tests.trace.moe_models import Block, E, H, OldBlock, make_transformers_model
 
 
 class Model(nn.Module):
@@ -118,7 +32,7 @@ class Model(nn.Module):
 
 BLOCKS = {
     "stacked": Block,
-    "mixtral": lambda: OldBlock(("w1", "w3", "w2")),
+    "mixtral": OldBlock,
     "qwen": lambda: OldBlock(("gate_proj", "up_proj", "down_proj"), norm_topk_prob=False),
 }
 
@@ -184,14 +98,6 @@ def test_nan_that_a_compiled_layer_makes_is_found_without_a_graph_break(tmp_path
     assert (capsule.tensors["topk_ids"] < 3).any(1).all()
 
 
-def test_hooks_are_gone_afterwards(tmp_path: Path) -> None:
-    model = get_model("stacked")
-    with MoeRecorder(model, tmp_path, when="first"):
-        pass
-    model(x_of())
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_error_at_the_start_leaves_no_hooks(tmp_path: Path) -> None:
     model = get_model("stacked")
     for module, method in (
@@ -235,7 +141,7 @@ def test_capsules_are_for_one_user(tmp_path: Path) -> None:
 
 class Shared(OldBlock):
     def __init__(self) -> None:
-        super().__init__(("w1", "w3", "w2"))
+        super().__init__()
         self.shared_expert = nn.Linear(H, H)
 
 
@@ -280,21 +186,6 @@ def test_experts_without_ids_are_left_out_and_the_forward_goes_on(when: str, tmp
     ]
 
 
-def test_layers_of_different_sizes_are_all_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Block()
-    monkeypatch.setattr(sys.modules[__name__], "E", 12)
-    model = Model(first, Block())
-    for block, experts in zip(model.layers, (8, 12), strict=True):
-        block.experts.forward = lambda x, ids, weights, experts=experts: (
-            x * float("nan" if experts > 8 else 1)
-        )
-    with MoeRecorder(model, tmp_path) as recorder:
-        model(x_of())
-    assert recorder.left_out == []
-    record = load(recorder.files[0]).record
-    assert (record.layer, record.experts) == ("layers.1.experts", 12)
-
-
 @pytest.mark.parametrize("kind", ["stacked", "qwen"])
 def test_calls_outlive_their_process(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_crash_ring` kills the process; here it goes on, and what the watcher would do is called."""
@@ -316,13 +207,7 @@ def test_calls_outlive_their_process(kind: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.upstream
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
 def test_a_real_model_of_transformers_is_recorded(kind: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "hidden_size": H, "intermediate_size": SIZE, "moe_intermediate_size": SIZE}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
-    experts = {"num_experts": E, "num_local_experts": E, "num_experts_per_tok": K}
-    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **experts)
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = make_transformers_model(kind)
     with torch.no_grad(), MoeRecorder(model, tmp_path, when="first") as recorder:
         model(torch.arange(6)[None])
     (file,) = recorder.files

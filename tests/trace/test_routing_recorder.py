@@ -11,61 +11,21 @@ from torch import nn
 
 from moedoctor.trace.format import TraceError
 from moedoctor.trace.recorder import RoutingRecorder
-
-E, K, H = 8, 2, 16
-
-
-class Router(nn.Module):
-    """As in transformers from 5.0: returns logits, scores and ids."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.top_k, self.num_experts = K, E
-        self.weight = nn.Parameter(torch.randn(E, H))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = x.reshape(-1, H) @ self.weight.T  # [T, E]
-        scores, ids = logits.softmax(1).topk(K)  # [T, K] each
-        return logits, scores, ids
+from tests.trace.moe_models import Block, E, H, K, OldBlock, make_transformers_model
 
 
-class Experts(nn.Module):
-    def __init__(self, shift: int = 0) -> None:
-        super().__init__()
-        self.num_experts, self.shift = E, shift
-        self.calls: list[torch.Tensor] = []
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls.append(ids)
-        return x
-
-
-class Block(nn.Module):
+class Flipping(Block):
     """Calls its experts with other ids than the router's; the experts' ids must be recorded."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.experts = Router(), Experts()
+        self.calls: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _, scores, ids = self.gate(x)
-        return self.experts(x.reshape(-1, H), ids.flip(1), scores).view(x.shape)
-
-
-class OldBlock(nn.Module):
-    """As in transformers 4: a linear gate, a list of experts, top-k in the block."""
-
-    def __init__(self, **more: object) -> None:
-        super().__init__()
-        self.gate = nn.Linear(H, E, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(H, H) for _ in range(E))
-        self.top_k = K
-        for name, value in more.items():
-            setattr(self, name, value)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.ids = self.gate(x.reshape(-1, H)).softmax(1).topk(K).indices  # [T, K]
-        return x
+        flat = x.reshape(-1, H)
+        _, weights, ids = self.gate(flat)
+        self.calls.append(ids.flip(1))
+        return self.experts(flat, ids.flip(1), weights).view(x.shape)
 
 
 class VllmRouter:
@@ -110,19 +70,19 @@ def recorded(model: nn.Module, *batches: torch.Tensor) -> RoutingRecorder:
 
 
 def test_the_ids_of_each_call_of_the_experts_are_recorded() -> None:
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(Flipping(), Flipping())
     trace = recorded(model, torch.randn(2, 3, H), torch.randn(1, 1, H)).trace({"by": "a test"})
     assert (trace.num_experts, trace.top_k, trace.layers, trace.call_rows) == (E, K, ("0", "1"), (6, 1))
     ids = torch.tensor(trace.topk_ids).view(7, 2, K)
     for layer in range(2):
-        assert torch.equal(ids[:, layer], torch.cat(model[layer].experts.calls).int())
+        assert torch.equal(ids[:, layer], torch.cat(model[layer].calls).int())
     assert trace.made == {"recorded_from": ["ids that the experts are called with"], "by": "a test"}
 
 
 def test_top_k_comes_from_the_logits_without_other_sources() -> None:
-    model = OldBlock()
-    trace = recorded(model, torch.randn(5, H)).trace()
-    assert list(trace.topk_ids) == model.ids.flatten().tolist()
+    model, x = OldBlock(), torch.randn(5, H)
+    trace = recorded(model, x).trace()
+    assert list(trace.topk_ids) == model.gate(x).topk(K).indices.flatten().tolist()
     assert trace.made["recorded_from"] == ["top-k of the router's logits"]
 
 
@@ -131,8 +91,10 @@ def test_top_k_comes_from_the_logits_without_other_sources() -> None:
     [({"e_score_correction_bias": torch.zeros(E)}, "correction_bias"), ({"n_group": 2}, "groups")],
 )
 def test_logits_that_do_not_determine_the_ids_are_refused(more: dict[str, object], reason: str) -> None:
+    model = OldBlock()
+    vars(model).update(more)
     with pytest.raises(TraceError, match=reason):
-        recorded(OldBlock(**more), torch.randn(5, H)).trace()
+        recorded(model, torch.randn(5, H)).trace()
 
 
 def test_the_capture_function_of_vllm_is_used_and_removed() -> None:
@@ -204,23 +166,7 @@ def test_layers_with_different_calls_are_refused() -> None:
 
 @pytest.mark.upstream
 def test_the_recording_of_a_real_qwen3_moe_matches_its_router_logits() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        decoder_sparse_step=1,
-        mlp_only_layers=[1],
-    )
-    model = transformers.Qwen3MoeForCausalLM(config).eval()
+    model = make_transformers_model(num_hidden_layers=3, mlp_only_layers=[1])
     for name, parameter in model.named_parameters():
         if name.endswith("gate.weight"):
             torch.nn.init.normal_(parameter)
