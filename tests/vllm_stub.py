@@ -4,6 +4,7 @@ kernels' code."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 FILES = {
@@ -93,17 +94,14 @@ class CudaPlatformBase(Platform):
     _enum = PlatformEnum.CUDA
     device_name = "cuda"
 """,
-    "vllm/utils/__init__.py": "",
     "vllm/utils/import_utils.py": "def has_deep_gemm():\n    return False\n",
     "vllm/utils/flashinfer.py": "def has_flashinfer():\n    return False\n",
-    "vllm/config/__init__.py": "",
     "vllm/config/kernel.py": """
 from typing import Literal
 
 MoEBackend = Literal["auto", "cutlass", "marlin"]
 """,
     "vllm/config/vllm.py": "_current_vllm_config = None\n",
-    "vllm/engine/__init__.py": "",
     "vllm/engine/arg_utils.py": """
 import types
 
@@ -123,15 +121,10 @@ class EngineArgs:
         parts.parallel_config = getattr(self, "parallel", None)
         return parts
 """,
-    "vllm/model_executor/__init__.py": "",
-    "vllm/model_executor/layers/__init__.py": "",
-    "vllm/model_executor/layers/quantization/__init__.py": "",
-    "vllm/model_executor/layers/quantization/utils/__init__.py": "",
     "vllm/model_executor/layers/quantization/utils/quant_utils.py": """
 kNvfp4Static, kNvfp4Dynamic = "nvfp4 static", "nvfp4 dynamic"
 kFp8StaticTensorSym, kFp8Static128BlockSym, kFp8Dynamic128Sym = "fp8", "fp8 block", "fp8 block dynamic"
 """,
-    "vllm/model_executor/layers/fused_moe/__init__.py": "",
     "vllm/model_executor/layers/fused_moe/activation.py": """
 import enum
 
@@ -169,7 +162,6 @@ class FusedMoEConfig:
     moe_backend: str = "auto"
     is_act_and_mul: bool = True
 """,
-    "vllm/model_executor/layers/fused_moe/oracle/__init__.py": "",
     "vllm/model_executor/layers/fused_moe/oracle/nvfp4.py": """
 import enum
 
@@ -249,14 +241,23 @@ def select_unquantized_moe_backend(moe_config, use_ep, use_dp):
 }
 
 
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write files, and make each folder on their way a package."""
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        for package in list(file.relative_to(folder).parents)[:-1]:
+            (folder / package / "__init__.py").touch()
+        file.write_text(text, encoding="utf-8")
+
+
 def write(folder: Path, version: str = "0.21.0", **replaced: str) -> Path:
     """Write the package into `folder`; `replaced` gives other text for files, by the last part of their
     name."""
-    for name, text in FILES.items():
-        file = folder / name.format(version=version)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        body = replaced.get(file.stem, text.format(version=version))
-        file.write_text(body, encoding="utf-8")
+    files = {
+        name: replaced.get(Path(name).stem, text.format(version=version)) for name, text in FILES.items()
+    }
+    write_files(folder, {name.format(version=version): text for name, text in files.items()})
     return folder
 
 

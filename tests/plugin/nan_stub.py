@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from tests.vllm_stub import write_files
+
 RUNNER = "vllm/model_executor/layers/fused_moe/runner/moe_runner.py"
 FILES = {
     "vllm/__init__.py": "__version__ = '0.21.0'\n",
@@ -111,31 +113,17 @@ class GPUModelRunner:
         self.execute_model_state = ExecuteModelState(model_output)
 """,
 }
-NEWER_RUNNER = """
-class MoERunner:
-    layer_name = "layers.0.experts"
-
-    def __init__(self, router):
-        self.router = router
-
-    def _apply_quant_method(self, hidden_states, router_logits, shared_experts_input, input_ids=None):
-        topk_weights, topk_ids = self.router.select_experts(
-            hidden_states=hidden_states, router_logits=router_logits, input_ids=input_ids
-        )
-        return None, hidden_states * topk_weights.sum(1, keepdim=True)
-"""
+NEWER_RUNNER = (
+    FILES[RUNNER]
+    .replace("self, layer, ", "self, ")
+    .replace("class MoERunner:", 'class MoERunner:\n    layer_name = "layers.0.experts"\n')
+)
 """As in 0.27.1 and later: the runner is the layer."""
 
 
 def write_stub(folder: Path, *, newer: bool = False) -> None:
     """Write the package `vllm` into `folder`."""
-    files = {**FILES, RUNNER: NEWER_RUNNER} if newer else FILES
-    for name, text in files.items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        for package in file.relative_to(folder).parents:
-            (folder / package / "__init__.py").touch()
+    write_files(folder, {**FILES, RUNNER: NEWER_RUNNER} if newer else FILES)
 
 
 def module(name: str) -> Any:

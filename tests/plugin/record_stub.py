@@ -1,14 +1,12 @@
 """A stub of the parts of vLLM that recordings hook, with a model that computes a checkpoint's MoE layers.
 
-    record_stub.py FOLDER_OF_THE_STUB CHECKPOINT HOW
+    record_stub.py FOLDER_OF_THE_STUB CHECKPOINT
 
-is a process that records one step and ends: ``end``, or ``kill`` inside the second layer.
+is a process that records one step, in which the second layer gives NaN, and ends.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import types
 from collections.abc import Callable
@@ -19,8 +17,8 @@ import torch
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import Layer, Problem, compute_expected
 from moedoctor.trace.expert_weights import ExpertFiles
-from tests.plugin import nan_stub
-from tests.plugin.nan_stub import FILES, RUNNER, module, scheduled
+from tests.plugin.nan_stub import FILES, RUNNER, module, step
+from tests.vllm_stub import write_files
 
 LAYERS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2, 64, 64, 8, 2
 BASE = "vllm/model_executor/layers/fused_moe/fused_moe_method_base.py"
@@ -42,8 +40,8 @@ class MoERunner:
 
 def write_stub(folder: Path, model: Path, *, newer: bool) -> None:
     """Write the package `vllm`, whose engine serves the checkpoint `model`, into `folder`."""
-    nan_stub.write_stub(folder)
-    more = {
+    files = {
+        **FILES,
         RUNNER: _CALL.format(layer="" if newer else "layer, "),
         BASE: "class FusedMoEMethodBase:\n    def __init__(self, moe):\n        self.moe = moe\n",
         "vllm/config.py": (
@@ -52,9 +50,7 @@ def write_stub(folder: Path, model: Path, *, newer: bool) -> None:
             "    return SimpleNamespace(model_config=model)\n"
         ),
     }
-    assert RUNNER in FILES
-    for name, text in more.items():
-        (folder / name).write_text(text)
+    write_files(folder, files)
 
 
 def route(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +64,7 @@ class Model:
 
     def __init__(self, checkpoint: Path, *, newer: bool, monolithic: bool = False) -> None:
         files, fused = ExpertFiles(checkpoint), "model_executor.layers.fused_moe"
-        self.newer, self.outputs = newer, [torch.empty(0)] * LAYERS
+        self.newer, self.real, self.outputs = newer, 3, [torch.empty(0)] * LAYERS
         self.spoil: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {}
         """Layer -> what happens to its output."""
         base = module(f"{fused}.fused_moe_method_base").FusedMoEMethodBase
@@ -98,9 +94,8 @@ class Model:
         return experts
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x = torch.randn(
-            len(input_ids), HIDDEN, generator=torch.Generator().manual_seed(0)
-        ).bfloat16()  # [T, H]
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(len(input_ids), HIDDEN, generator=draw).bfloat16()  # [T, H]
         for runner, layer in self.layers:
             arguments = () if self.newer else (layer,)
             x = x + runner._apply_quant_method(*arguments, x, x[:, :EXPERTS], None)[1].nan_to_num()
@@ -119,27 +114,14 @@ def _config() -> types.SimpleNamespace:
     )
 
 
-def step(model: Model, rows: int = 4, real: int = 3) -> None:
-    """Run a step of the engine."""
-    module("v1.worker.gpu_model_runner").GPUModelRunner(model).execute_model(scheduled(real, rows))
-
-
-def main(stub: str, checkpoint: str, how: str) -> None:
+def main(stub: str, checkpoint: str) -> None:
     sys.path.insert(0, stub)
     from moedoctor.plugin import record
 
     record.apply("0.33.0")
     model = Model(Path(checkpoint), newer=True)
-
-    def nan(output: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(output, float("nan"))
-
-    def end(output: torch.Tensor) -> torch.Tensor:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return output
-
     model(torch.zeros(4))  # the profile run
-    model.spoil[1] = nan if how == "end" else end
+    model.spoil[1] = lambda output: torch.full_like(output, float("nan"))
     step(model)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from moedoctor.reference.checkpoints import Scheme, write_qwen3_moe
 from tests.real_vllm import ask_child
 
 CODE = """
@@ -27,36 +26,11 @@ asked = oracle.ask((12, 0), Layer("nvfp4", "silu", moe_backend=config.kernel_con
 automatic = oracle.ask((12, 0), Layer("nvfp4", "silu"))
 print("\\nANSWER " + json.dumps([config.kernel_config.moe_backend, asked.chosen, automatic.chosen]))
 """
-MODEL: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "vocab_size": 1024,
-    "max_position_embeddings": 512,
-    "torch_dtype": "bfloat16",
-}
-NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": None}
-PARTS = {
-    "weights": {"num_bits": 4, "type": "float", "group_size": 16},
-    "input_activations": {"num_bits": 4, "type": "float", "group_size": 16},
-    "targets": ["Linear"],
-}
-
-
 ENGINE = """
 import sys
 from vllm import LLM
 LLM(
     model=sys.argv[1],
-    load_format="dummy",
     skip_tokenizer_init=True,
     enforce_eager=True,
     max_model_len=256,
@@ -65,28 +39,18 @@ LLM(
 """
 
 
-def write_model(folder: Path, *, nvfp4: bool) -> None:
-    """A folder with a configuration and no weights."""
-    described = {
-        **NVFP4,
-        "config_groups": {"group_0": PARTS},
-        "ignore": ["lm_head", "*self_attn*", "*mlp.gate"],
-    }
-    quantised = {"quantization_config": described} if nvfp4 else {}
-    (folder / "config.json").write_text(json.dumps({**MODEL, **quantised}))
-
-
-def configured(folder: Path, *, nvfp4: bool, **environ: str) -> tuple[str, str, str, list[str]]:
+def configured(folder: Path, scheme: Scheme = "nvfp4", **environ: str) -> tuple[str, str, str, list[str]]:
     """Return (moe_backend, its selection, the selection without it, the lines of the log)."""
-    write_model(folder, nvfp4=nvfp4)
-    (moe_backend, asked, automatic), lines = ask_child(CODE, str(folder), **environ)
+    (moe_backend, asked, automatic), lines = ask_child(
+        CODE, str(write_qwen3_moe(folder, scheme=scheme)), **environ
+    )
     return moe_backend, asked, automatic, lines
 
 
 @pytest.mark.upstream
 def test_the_variable_is_honoured_and_the_reasons_are_logged(tmp_path: Path) -> None:
     moe_backend, asked, automatic, lines = configured(
-        tmp_path, nvfp4=True, MOEDOCTOR_FIXES="backend", VLLM_NVFP4_MOE_BACKEND="MARLIN"
+        tmp_path, MOEDOCTOR_FIXES="backend", VLLM_NVFP4_MOE_BACKEND="MARLIN"
     )
     assert (moe_backend, asked) == ("marlin", "MARLIN")
     assert automatic != "MARLIN"
@@ -101,7 +65,7 @@ def test_the_variable_is_honoured_and_the_reasons_are_logged(tmp_path: Path) -> 
 
 @pytest.mark.upstream
 def test_nothing_changes_without_the_fix(tmp_path: Path) -> None:
-    moe_backend, _, automatic, lines = configured(tmp_path, nvfp4=True, VLLM_NVFP4_MOE_BACKEND="MARLIN")
+    moe_backend, _, automatic, lines = configured(tmp_path, VLLM_NVFP4_MOE_BACKEND="MARLIN")
     assert (moe_backend, automatic != "MARLIN") == ("auto", True)
     assert not any("kernel does not support" in line for line in lines)
     assert any("VLLM_NVFP4_MOE_BACKEND" in line and "Unknown" in line for line in lines)
@@ -109,9 +73,7 @@ def test_nothing_changes_without_the_fix(tmp_path: Path) -> None:
 
 @pytest.mark.upstream
 def test_other_models_are_left_alone(tmp_path: Path) -> None:
-    moe_backend, *_ = configured(
-        tmp_path, nvfp4=False, MOEDOCTOR_FIXES="backend", VLLM_NVFP4_MOE_BACKEND="MARLIN"
-    )
+    moe_backend, *_ = configured(tmp_path, "bf16", MOEDOCTOR_FIXES="backend", VLLM_NVFP4_MOE_BACKEND="MARLIN")
     assert moe_backend == "auto"
 
 
@@ -122,7 +84,7 @@ def test_a_real_engine_takes_what_the_variable_names(
     tmp_path: Path, asked_for: str | None, selected: str
 ) -> None:
     """On a GPU without FP4 arithmetic MARLIN comes first; EMULATION exists from 0.20.0 on."""
-    write_model(tmp_path, nvfp4=True)
+    write_qwen3_moe(tmp_path, scheme="nvfp4")
     asked = {"VLLM_NVFP4_MOE_BACKEND": asked_for} if asked_for else {}
     without = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,6 @@ from moedoctor.plugin.expert_cache_layer import (
     EXPERTS,
     find_expert_tensors,
     find_host_experts,
-    install,
 )
 from moedoctor.plugin.expert_cache_options import CacheOptions
 from moedoctor.plugin.register import FixError, OptionError
@@ -102,10 +102,8 @@ class Layer(torch.nn.Module):
         def parameter(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.randn(*shape, generator=draw), requires_grad=False)
 
-        self.w13_weight, self.w2_weight = (
-            parameter(E, 2 * INTERMEDIATE, HIDDEN),
-            parameter(E, HIDDEN, INTERMEDIATE),
-        )
+        self.w13_weight = parameter(E, 2 * INTERMEDIATE, HIDDEN)
+        self.w2_weight = parameter(E, HIDDEN, INTERMEDIATE)
         self.w13_weight_scale, self.w2_bias = parameter(E), parameter(E, HIDDEN)
         described = QuantConfig(
             _a1=Description(scale=torch.ones(1)),
@@ -136,20 +134,38 @@ def call(layer: Layer, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.T
     return result.clone()
 
 
+def draw_call(tokens: int, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (x [T, H], topk_ids [T, K], topk_weights [T, K])."""
+    x = torch.randn(tokens, HIDDEN, generator=draw)
+    ids = torch.randint(0, E, (tokens, TOP_K), generator=draw, dtype=torch.int32)
+    return x, ids, torch.rand(tokens, TOP_K, generator=draw)
+
+
 def assert_same_outputs(layer: Layer, tokens: int, calls: int) -> None:
     """Compare random calls with those of a layer without a cache."""
     plain, draw = Layer(), torch.Generator().manual_seed(tokens)
     for _ in range(calls):
-        x = torch.randn(tokens, HIDDEN, generator=draw)  # [T, H]
-        topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
-        ids = torch.randint(0, E, (tokens, TOP_K), generator=draw, dtype=torch.int32)  # [T, K]
-        assert torch.allclose(call(layer, x, ids, topk_weights), call(plain, x, ids, topk_weights), atol=1e-5)
+        given = draw_call(tokens, draw)
+        assert torch.allclose(call(layer, *given), call(plain, *given), atol=1e-5)
+
+
+def install(layer: Layer, *options: Any) -> ExpertCache:
+    """Give the layer a cache on the CPU, of five slots unless `options` say something else."""
+    device = torch.device("cpu")
+    return expert_cache_layer.install(layer, CacheOptions(*options or (5,)), device, captured=False)
+
+
+def give_caches(layers: Iterable[Layer], *, captured: bool = False, **options: Any) -> torch.nn.ModuleList:
+    """Return a model of the layers, after it got caches of five slots unless `options` say something else."""
+    model = torch.nn.ModuleList(layers)
+    fix._give_caches(model, CacheOptions(**{"slots": 5, **options}), Layer, "cpu", captured)
+    return model
 
 
 def test_nothing_keeps_the_experts_on_the_device() -> None:
     layer = Layer()
     assert set(find_expert_tensors(layer)) == {"w1", "w2", "_w1.scale", "_w2.bias"}
-    cache = install(layer, CacheOptions(5), torch.device("cpu"), captured=False)
+    cache = install(layer)
     described = layer.quant_method.moe_kernel.fused_experts.quant_config
     for tensor, name in (
         (layer.w13_weight, "w1"),
@@ -166,7 +182,7 @@ def test_nothing_keeps_the_experts_on_the_device() -> None:
 
 def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
     layer = Layer()
-    install(layer, CacheOptions(5), torch.device("cpu"), captured=False)
+    install(layer)
     (experts,) = find_host_experts(torch.nn.ModuleList([layer]))
     for slots in (5, 2, 7, E, 3):
         cache = experts.give(CacheOptions(slots), captured=False)
@@ -182,7 +198,7 @@ def test_a_layer_computes_the_same_with_caches_of_every_size() -> None:
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 def test_a_full_cache_begins_with_experts_that_leave_first(policy: str) -> None:
     layer = Layer()
-    cache = install(layer, CacheOptions(5, policy), torch.device("cpu"), captured=False)
+    cache = install(layer, 5, policy)
     assert cache.resident() == [0, 1, 2, 3, 4]
     for name, held in cache.weights.items():
         assert torch.equal(held, find_host_experts(layer)[0].store.tensors[name][:5])
@@ -203,7 +219,7 @@ def test_slots_are_not_made_in_blocks_that_experts_left(monkeypatch: pytest.Monk
     monkeypatch.setattr(expert_cache_layer, "ExpertCache", make)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("released"))
     for _ in range(2):
-        install(Layer(), CacheOptions(5), torch.device("cpu"), captured=False)
+        install(Layer())
     assert order == ["released", "slots"] * 2
 
 
@@ -262,7 +278,7 @@ def in_rows(capacity: int, splits: bool, seed: int = 0) -> tuple[RowKernel, Any]
     kernel = layer.quant_method.moe_kernel = RowKernel(
         layer.quant_method.moe_kernel.fused_experts.quant_config
     )
-    cache = install(layer, CacheOptions(capacity), torch.device("cpu"), captured=False)
+    cache = install(layer, capacity)
     (experts,) = find_host_experts(torch.nn.ModuleList([layer]))
     compute, draw = type(kernel).apply.__get__(kernel), torch.Generator().manual_seed(seed)
 
@@ -280,11 +296,8 @@ def in_rows(capacity: int, splits: bool, seed: int = 0) -> tuple[RowKernel, Any]
 
 
 def row_call(apply: Any, tokens: int, seed: int) -> torch.Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, HIDDEN, generator=draw).bfloat16()  # [T, H]
-    topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
-    ids = torch.rand(tokens, E, generator=draw).topk(TOP_K).indices.int()  # [T, K]
-    result: torch.Tensor = apply(x, None, None, topk_weights, ids, expert_map=None)
+    x, ids, topk_weights = draw_call(tokens, torch.Generator().manual_seed(seed))
+    result: torch.Tensor = apply(x.bfloat16(), None, None, topk_weights, ids, expert_map=None)
     return result
 
 
@@ -350,20 +363,15 @@ def test_only_a_backend_whose_rows_are_independent_is_split(
 
 
 def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
-    model = torch.nn.ModuleList(Layer() for _ in range(3))
-    fix._give_caches(model, CacheOptions(5, stream=3), Layer, "cpu", False)
+    model = give_caches((Layer() for _ in range(3)), stream=3)
     plain, draw = Layer(), torch.Generator().manual_seed(0)
     described = plain.quant_method.moe_kernel.fused_experts.quant_config._w1.scale
     for tokens in (9, 2, 3):
         before = [layer.cache.stats.calls for layer in find_host_experts(model)]
         for layer in model:
-            x = torch.randn(tokens, HIDDEN, generator=draw)  # [T, H]
-            topk_weights = torch.rand(tokens, TOP_K, generator=draw)  # [T, K]
-            ids = torch.rand(tokens, E, generator=draw).topk(TOP_K).indices.int()  # [T, K]
+            x, ids, topk_weights = draw_call(tokens, draw)
             result, expected = (call(module, x, ids, topk_weights) for module in (layer, plain))
-            assert (
-                torch.equal(result, expected) if tokens > 2 else torch.allclose(result, expected, atol=1e-5)
-            )
+            torch.testing.assert_close(result, expected, rtol=0, atol=0 if tokens > 2 else 1e-5)
             config = layer.quant_method.moe_kernel.fused_experts.quant_config
             assert len(config._w1.scale) == 5, "the slots are back"
             (experts,) = find_host_experts(layer)
@@ -376,25 +384,27 @@ def test_long_calls_pass_through_two_buffers_and_seed_the_slots() -> None:
 @pytest.mark.parametrize(
     ("layers", "options", "tokens"),
     [
-        (8, CacheOptions(5), E),  # 2 * E / K
-        (8, CacheOptions(11), E),
-        (7, CacheOptions(5), None),  # two buffers are more than a quarter
-        (2, CacheOptions(5, stream=1), 3),  # fewer always fit
-        (8, CacheOptions(5, stream=0), None),
-        (8, CacheOptions(E), None),
+        (8, {}, E),  # 2 * E / K
+        (8, {"slots": 11}, E),
+        (7, {}, None),  # two buffers are more than a quarter
+        (2, {"stream": 1}, 3),  # fewer always fit
+        (8, {"stream": 0}, None),
     ],
 )
-def test_prompts_stream_from_a_length_on(layers: int, options: CacheOptions, tokens: int | None) -> None:
-    model = torch.nn.ModuleList(Layer() for _ in range(layers))
-    fix._give_caches(model, options, Layer, "cpu", False)
-    firsts = {experts.stream and experts.stream[2] for experts in find_host_experts(model)}
-    assert firsts == (set() if options.slots == E else {tokens})
+def test_prompts_stream_from_a_length_on(layers: int, options: dict[str, int], tokens: int | None) -> None:
+    model = give_caches((Layer() for _ in range(layers)), **options)
+    assert {experts.stream and experts.stream[2] for experts in find_host_experts(model)} == {tokens}
+
+
+def test_layers_with_a_slot_for_every_expert_get_no_cache() -> None:
+    model = give_caches([Layer()], slots=E)
+    assert (find_host_experts(model), len(model[0].w13_weight)) == ([], E)
 
 
 def test_cuda_graphs_without_pinned_memory_are_refused() -> None:
     layer = Layer()
     with pytest.raises(UnavailableError, match="CUDA graphs need pinned host memory"):
-        install(layer, CacheOptions(5), torch.device("cpu"), captured=True)
+        expert_cache_layer.install(layer, CacheOptions(5), torch.device("cpu"), captured=True)
     assert layer.w13_weight.shape[0] == E
 
 
@@ -406,10 +416,7 @@ def changed(path: str = "top_k", value: Any = TOP_K) -> Layer:
     return layer
 
 
-class CutlassExperts(TritonExperts):
-    pass
-
-
+CUTLASS = type("CutlassExperts", (TritonExperts,), {})(QuantConfig())
 KERNEL = "quant_method.moe_kernel"
 ACT_ORDER = f"{KERNEL}.fused_experts.w2_g_idx"
 
@@ -428,11 +435,7 @@ ACT_ORDER = f"{KERNEL}.fused_experts.w2_g_idx"
         (changed(f"{KERNEL}.is_monolithic", True), 5, "routes and computes in one kernel"),
         (changed(KERNEL, None), 5, "routes and computes in one kernel"),
         (changed(f"{KERNEL}.owns_shared_experts", True), 5, "shared experts"),
-        (
-            changed(f"{KERNEL}.fused_experts", CutlassExperts(QuantConfig())),
-            5,
-            "computes with CutlassExperts",
-        ),
+        (changed(f"{KERNEL}.fused_experts", CUTLASS), 5, "computes with CutlassExperts"),
         (changed(), 2, None),
     ],
 )
@@ -470,10 +473,10 @@ def test_offload_and_a_cache_exclude_each_other(config: SimpleNamespace) -> None
         loading(torch.nn.ModuleList([Layer()]))(None, config, config.model_config)
 
 
-def loading(model: torch.nn.Module) -> Any:
+def loading(model: torch.nn.Module, slots: int = 5, rows: fix.RealRows | None = None) -> Any:
     """`load_model` of a loader that loads `model`."""
-    rows = fix.RealRows()
-    return fix._wrap_load_model(lambda *arguments: model, wish=CacheOptions(5), layer_type=Layer, rows=rows)
+    options = {"wish": CacheOptions(slots), "layer_type": Layer, "rows": rows or fix.RealRows()}
+    return fix._wrap_load_model(lambda *arguments: model, **options)
 
 
 def test_a_loaded_model_gets_caches_once() -> None:
@@ -490,8 +493,7 @@ def test_padding_of_a_step_loads_nothing() -> None:
     rows.begin(1, 4)  # no model is loaded yet
     rows.end(None)
     model = torch.nn.ModuleList([Layer(), Layer()])
-    load = fix._wrap_load_model(lambda *arguments: model, wish=CacheOptions(6), layer_type=Layer, rows=rows)
-    load(None, config, config.model_config)
+    loading(model, 6, rows)(None, config, config.model_config)
     layers = find_host_experts(model)
     ids = torch.arange(8, dtype=torch.int32).view(4, TOP_K)  # [T, K]
     x, topk_weights = torch.randn(4, HIDDEN), torch.rand(4, TOP_K)
@@ -528,9 +530,7 @@ def test_new_weights_are_refused_if_a_layer_has_a_cache(
     holders: dict[Any, str] = {}
     monkeypatch.setattr(weight_reload, "_HOLDERS", holders)
     config, model = engine(graphs="NONE"), torch.nn.ModuleList([Layer()])
-    wish = CacheOptions(slots)
-    load = fix._wrap_load_model(lambda *arguments: model, wish=wish, layer_type=Layer, rows=fix.RealRows())
-    load(None, config, config.model_config)
+    loading(model, slots)(None, config, config.model_config)
     assert set(holders.values()) == held
 
 
@@ -548,11 +548,11 @@ def test_only_a_draft_model_needs_no_experts() -> None:
 
 
 def test_a_model_that_cannot_have_a_cache_does_not_start() -> None:
-    model = torch.nn.ModuleList([Layer(), changed("moe_config.moe_parallel_config.enable_eplb", True)])
+    layer = Layer()
     refused = "MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have an expert cache: expert load"
     with pytest.raises(SystemExit, match=refused):
-        fix._give_caches(model, CacheOptions(5), Layer, "cpu", False)
-    assert model[0].w13_weight.shape[0] == E, "nothing was changed"
+        give_caches([layer, changed("moe_config.moe_parallel_config.enable_eplb", True)])
+    assert layer.w13_weight.shape[0] == E, "nothing was changed"
 
 
 def test_an_optional_cache_is_left_out_of_every_layer(
@@ -562,33 +562,11 @@ def test_an_optional_cache_is_left_out_of_every_layer(
     unsupported = changed("moe_config.moe_parallel_config.enable_eplb", True)
     for model, captured in (([Layer(), unsupported], False), ([Layer(), Layer()], True)):
         monkeypatch.setattr(fix, "_left_out", [])
-        layers = torch.nn.ModuleList(model)
-        fix._give_caches(layers, CacheOptions(5), Layer, "cpu", captured)
+        layers = give_caches(model, captured=captured)
         assert [layer.w13_weight.shape[0] for layer in layers] == [E, E]
         assert not find_host_experts(layers)
     assert "left out: expert_cache: MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have" in caplog.text
     assert "left out: expert_cache: MOEDOCTOR_EXPERT_CACHE=5: CUDA graphs need pinned" in caplog.text
-
-
-@pytest.mark.parametrize(("splits", "words"), [(False, "copies first"), (True, "hits first")])
-def test_the_log_says_what_a_step_computes_first(
-    splits: bool, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def give(layer: Any, *given: Any, **options: Any) -> ExpertCache:
-        cache = install(layer, *given, **options)
-        find_host_experts(torch.nn.ModuleList([layer]))[0].hits_first = splits
-        return cache
-
-    monkeypatch.setattr(fix, "install", give)
-    fix._give_caches(torch.nn.ModuleList([Layer()]), CacheOptions(5), Layer, "cpu", False)
-    assert f"engine host, policy aging, {words}: 0.00 GiB pinned" in caplog.text
-
-
-def test_layers_that_fit_are_unchanged(caplog: pytest.LogCaptureFixture) -> None:
-    model = torch.nn.ModuleList([Layer()])
-    fix._give_caches(model, CacheOptions(E), Layer, "cpu", False)
-    assert model[0].w13_weight.shape[0] == E
-    assert "0 of 1 MoE layers with 12 slots, engine none, policy aging" in caplog.text
 
 
 def test_the_variable_is_read() -> None:
@@ -603,14 +581,13 @@ def test_the_variable_is_read() -> None:
         assert fix.read_wish({fix.VARIABLE: f"8:overlap={default}"}) == CacheOptions(8)
 
 
+BAD_SLOTS = ("0", "-4", "many", "1.5", ":packed=1", "9" * 5000)
+
+
 @pytest.mark.parametrize(
     ("value", "line"),
     [
-        *(
-            (value, "expected a number of slots, at least 1")
-            for value in ("0", "-4", "many", "1.5", ":packed=1")
-        ),
-        ("9" * 5000, "expected a number of slots, at least 1"),
+        *((value, "expected a number of slots, at least 1") for value in BAD_SLOTS),
         ("8:policy=best", "has policy='best'; expected aging, lfru, lfu, lru"),
         ("8:packed=yes", "has packed='yes'; expected 0 or 1"),
         ("8:packed", "has packed=''; expected 0 or 1"),
@@ -677,7 +654,7 @@ def test_humming_is_told_how_many_experts_there_are() -> None:
 
     kernel.apply = apply
     assert check_layer(layer, 5) is None
-    fix._give_caches(torch.nn.ModuleList([layer]), CacheOptions(5, stream=9), Layer, "cpu", False)
+    give_caches([layer], stream=9)
     for tokens in (2, 9, 1):
         assert_same_outputs(layer, tokens, calls=1)
     assert counts == [5, E, 5]

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moedoctor.plugin.extensions import FIXES, Need
+from moedoctor.plugin.extensions import FIXES
 from moedoctor.reference.checkpoints import write_qwen3_moe
-from tests.real_vllm import ask_child
+from tests.real_vllm import WITHOUT_GPU, ask_child, skip_unless_made_for
 
 EXPERTS, TOP_K, SLOTS = 8, 2, 5
 
-CODE = """
-import dataclasses, inspect, json, sys, types
-import torch
-from moedoctor.upstream.selection.substitute import install
-install().use((9, 0))
-from vllm import triton_utils
-# Without a GPU vLLM has a stand-in for Triton, in which a configuration is a function.
-triton_utils.triton.Config = lambda *given, **named: types.SimpleNamespace(num_stages=1)
-from vllm.engine.arg_utils import EngineArgs  # runs the plug-in
-from vllm.config import set_current_vllm_config
-from vllm.distributed import parallel_state
+CODE = (
+    WITHOUT_GPU
+    + """
+import dataclasses, inspect, json, sys
 from vllm.v1.worker import workspace
 
 folder, backend, change = sys.argv[1:4]
 answer = {}
-parallel_state._TP = types.SimpleNamespace(world_size=1, rank_in_group=0)
 arguments = EngineArgs(
     model=folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, moe_backend=backend
 )
@@ -158,6 +149,7 @@ with set_current_vllm_config(config):
             answer["whole"] = sorted(whole)
 print("\\nANSWER " + json.dumps(answer))
 """
+)
 
 
 def answer(folder: Path, backend: str, slots: int | str, change: str = "") -> dict[str, Any]:
@@ -169,10 +161,7 @@ def answer(folder: Path, backend: str, slots: int | str, change: str = "") -> di
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    release = importlib.metadata.version("vllm").partition("+")[0]
-    need, reason = FIXES["expert_cache"].need(release)
-    if need is not Need.MADE_FOR:
-        pytest.skip(f"{reason}; {release} is installed")
+    skip_unless_made_for(FIXES["expert_cache"])
     made = tmp_path_factory.mktemp("models")
     return {
         scheme: write_qwen3_moe(made / scheme, scheme=scheme, experts=EXPERTS, top_k=TOP_K)

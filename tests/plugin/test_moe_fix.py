@@ -13,17 +13,7 @@ from moedoctor.plugin.extensions import read_choice
 from moedoctor.plugin.register import OptionError
 from moedoctor.results import UnavailableError
 
-
-class Fp8MoEMethod:
-    """Named as vLLM's."""
-
-
-class Mxfp4MoEMethod:
-    """Not one that we know."""
-
-
-class Fp8PerTensorOnlineMoEMethod:
-    """Named as vLLM's."""
+FP8 = next(form for form in moe_fix.FORMATS if form.method == "Fp8MoEMethod")
 
 
 def layer(activation: str = "silu", **changes: Any) -> Any:
@@ -39,36 +29,38 @@ def layer(activation: str = "silu", **changes: Any) -> Any:
     return types.SimpleNamespace(moe_parallel_config=types.SimpleNamespace(**parallel), **moe)
 
 
+def method(name: str = "Fp8MoEMethod") -> Any:
+    """Return an object whose class has the name of one of vLLM's methods."""
+    return type(name, (), {})()
+
+
+def put_module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
+    """Let `import` find a module that holds `content`."""
+    module = types.ModuleType(name)
+    vars(module).update(content)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    platform = types.SimpleNamespace(is_cuda=lambda: True, capability=(9, 0))
-    platform.get_device_capability = lambda: platform.capability
-    config = types.SimpleNamespace(
-        model_config=types.SimpleNamespace(enforce_eager=False),
-        load_config=types.SimpleNamespace(load_format="auto"),
+    """The settings of a machine and an engine that the fix can serve, in modules of vLLM."""
+    made = types.SimpleNamespace(capability=(9, 0), is_cuda=True, enforce_eager=False, load_format="auto")
+    platform = types.SimpleNamespace(
+        is_cuda=lambda: made.is_cuda, get_device_capability=lambda: made.capability
     )
-    repacked = {"is_weights_pre_processed": lambda: False}
-    for name, content in (
-        ("vllm.model_executor.utils", repacked),
-        ("vllm.platforms", {"current_platform": platform}),
-        ("vllm.config", {"get_current_vllm_config": lambda: config}),
-    ):
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    config = types.SimpleNamespace(model_config=made, load_config=made)
+    put_module(monkeypatch, "vllm")
+    put_module(monkeypatch, "vllm.model_executor.utils", is_weights_pre_processed=lambda: False)
+    put_module(monkeypatch, "vllm.platforms", current_platform=platform)
+    put_module(monkeypatch, "vllm.config", get_current_vllm_config=lambda: config)
     monkeypatch.delenv("MOEDOCTOR_MOE", raising=False)
-    return types.SimpleNamespace(platform=platform, model=config.model_config, load=config.load_config)
-
-
-def test_a_layer_that_can_be_computed_is_not_refused() -> None:
-    for activation in moe_fix.ACTIVATIONS:
-        assert moe_fix.check_method(Fp8MoEMethod(), layer(activation)) is None
+    return made
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        *(({"activation": name}, None) for name in moe_fix.ACTIVATIONS),
         ({"use_ep": True}, "expert parallel"),
         ({"enable_eplb": True}, "load balancing"),
         ({"is_sequence_parallel": True}, "sequence parallel"),
@@ -78,123 +70,122 @@ def test_a_layer_that_can_be_computed_is_not_refused() -> None:
         ({"activation": "silu_no_mul"}, "the activation is silu_no_mul"),
         ({"in_dtype": "torch.float32"}, "activations are torch.float32"),
         ({"swiglu_limit": 7.0}, "clamps the activation"),
+        ({"method": "Mxfp4MoEMethod"}, "Mxfp4MoEMethod holds its weights in another way"),
+        (
+            {"method": "Fp8PerTensorOnlineMoEMethod"},
+            "quantizes while it loads; leave --quantization out",
+        ),
+        ({"capability": (7, 5)}, "compute capability 7.5; expected 8.0"),
+        ({"capability": (12, 1)}, None),
+        ({"is_cuda": False}, "NVIDIA"),
+        ({"load_format": "ipc_cache"}, "a backend repacked them; expected --load-format auto"),
+        ({"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT"),
+        ({"VLLM_BATCH_INVARIANT": "0"}, None),
+        ({"MOEDOCTOR_MOE": "reference"}, "needs --enforce-eager"),
+        ({"MOEDOCTOR_MOE": "reference", "enforce_eager": True}, None),
     ],
 )
-def test_a_layer_that_cannot_be_computed_is_refused(changes: dict[str, Any], reason: str) -> None:
-    assert reason in str(moe_fix.check_method(Fp8MoEMethod(), layer(**changes)))
+def test_what_cannot_be_computed_is_refused(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str | None
+) -> None:
+    """Upper-case names are variables."""
+    changes = dict(changes)
+    made = method(changes.pop("method", "Fp8MoEMethod"))
+    for name in [name for name in changes if name.isupper()]:
+        monkeypatch.setenv(name, changes.pop(name))
+    for name in [name for name in changes if hasattr(machine, name)]:
+        setattr(machine, name, changes.pop(name))
+    answer = moe_fix.check_method(made, layer(**changes))
+    assert answer is None if reason is None else reason in str(answer)
 
 
-def test_an_unknown_method_or_machine_is_refused(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "Mxfp4MoEMethod holds its weights in another way" in str(
-        moe_fix.check_method(Mxfp4MoEMethod(), layer())
-    )
-    online = str(moe_fix.check_method(Fp8PerTensorOnlineMoEMethod(), layer()))
-    assert "quantizes while it loads; leave --quantization out" in online
-    machine.platform.capability = (7, 5)
-    assert "compute capability 7.5; expected 8.0" in str(moe_fix.check_method(Fp8MoEMethod(), layer()))
-    machine.platform.capability = (12, 1)
-    assert moe_fix.check_method(Fp8MoEMethod(), layer()) is None
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert "VLLM_BATCH_INVARIANT" in str(moe_fix.check_method(Fp8MoEMethod(), layer()))
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
-    machine.platform.is_cuda = lambda: False
-    assert "NVIDIA" in str(moe_fix.check_method(Fp8MoEMethod(), layer()))
-
-
-def test_weights_of_a_weight_cache_are_refused(machine: Any) -> None:
+def test_weights_of_a_weight_cache_are_known() -> None:
     """Releases before 0.33.0 have none."""
     assert not moe_fix._are_repacked()
     del sys.modules["vllm.model_executor.utils"].is_weights_pre_processed
     assert not moe_fix._are_repacked()
-    machine.load.load_format = "ipc_cache"
-    reason = str(moe_fix.check_method(Fp8MoEMethod(), layer()))
-    assert "a backend repacked them; expected --load-format auto" in reason
 
 
-def test_the_reference_needs_an_eager_engine(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOEDOCTOR_MOE", "reference")
-    assert "needs --enforce-eager" in str(moe_fix.check_method(Fp8MoEMethod(), layer()))
-    machine.model.enforce_eager = True
-    assert moe_fix.check_method(Fp8MoEMethod(), layer()) is None
+@pytest.fixture
+def wrap(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return vLLM's constructor, selection and processing of weights with the fix around them."""
+    monkeypatch.setenv("MOEDOCTOR_FIXES", "moe")
+    monkeypatch.setattr(moe_fix, "make_experts_class", lambda: "ours")
+    monkeypatch.setattr(moe_fix, "_find_stand_in", lambda form: "stand-in")
+
+    def wrap(select: Any, process: Any) -> tuple[Any, Any, Any]:
+        return (
+            moe_fix._wrap_constructor(lambda self, moe: None),
+            moe_fix._wrap_select(select, form=FP8, stand_in="stand-in"),
+            moe_fix._wrap_process_weights(process, form=FP8),
+        )
+
+    return wrap
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
 def test_an_optional_fix_leaves_a_refused_layer_to_vllm(
-    machine: Any, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+    machine: Any, wrap: Any, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
     """vLLM selects a backend right after the constructor that is wrapped."""
-    monkeypatch.setenv("MOEDOCTOR_FIXES", "moe")
-    machine.platform.capability = capability
+    machine.capability = capability
     ours, done = capability >= moe_fix.LEAST_CAPABILITY, []
-    monkeypatch.setattr(moe_fix, "make_experts_class", lambda: "ours")
     monkeypatch.setattr(moe_fix, "take_over", lambda *given, **options: done.append("ours"))
-    form = next(form for form in moe_fix.FORMATS if form.method == "Fp8MoEMethod")
-    select = moe_fix._wrap_select(lambda: ("theirs", "its experts"), form=form, stand_in="stand-in")
-    process = moe_fix._wrap_process_weights(lambda self, layer: done.append("theirs"), form=form)
-    construct = moe_fix._wrap_constructor(lambda self, moe: None)
-    method = Fp8MoEMethod()
+    construct, select, process = wrap(
+        lambda: ("theirs", "its experts"), lambda self, layer: done.append("theirs")
+    )
+    made = method()
     if not ours:
         with pytest.raises(SystemExit, match=r"moe is refused: .* 7\.5; .*MOEDOCTOR_FIXES_OPTIONAL=1"):
-            construct(method, layer())
+            construct(made, layer())
     monkeypatch.setenv("MOEDOCTOR_FIXES_OPTIONAL", "1")
-    construct(method, layer())
+    construct(made, layer())
     assert select() == (("stand-in", "ours") if ours else ("theirs", "its experts"))
-    process(method, types.SimpleNamespace())
+    process(made, types.SimpleNamespace())
     assert done == ["ours" if ours else "theirs"]
 
 
 @pytest.mark.parametrize("reason", ["w2_weight holds NaN", "a backend repacked them"])
 @pytest.mark.parametrize("selected", [("theirs", "its experts", "more"), None])
 def test_weights_that_are_refused_once_loaded_are_left_to_vllm_if_the_fix_is_optional(
-    monkeypatch: pytest.MonkeyPatch, selected: tuple[str, ...] | None, reason: str
+    wrap: Any, monkeypatch: pytest.MonkeyPatch, selected: tuple[str, ...] | None, reason: str
 ) -> None:
     """A draft model's weights may come from a weight cache when those of the model do not."""
-    monkeypatch.setenv("MOEDOCTOR_FIXES", "moe")
-    monkeypatch.setattr(moe_fix, "make_experts_class", lambda: "ours")
-    monkeypatch.setattr(moe_fix, "_find_stand_in", lambda form: "stand-in")
 
-    def refused(*given: Any, **options: Any) -> None:
+    def refuse(*given: Any, **options: Any) -> None:
         raise UnavailableError("w2_weight holds NaN")
 
-    def its_own() -> tuple[str, ...]:
+    def select_its_own() -> tuple[str, ...]:
         if selected is None:
             raise ValueError("no backend")
         return selected
 
     if "NaN" in reason:
-        monkeypatch.setattr(moe_fix, "take_over", refused)
+        monkeypatch.setattr(moe_fix, "take_over", refuse)
     else:
-        monkeypatch.setattr(
-            sys.modules["vllm.model_executor.utils"], "is_weights_pre_processed", lambda: True
-        )
-    form = next(form for form in moe_fix.FORMATS if form.method == "Fp8MoEMethod")
-    select = moe_fix._wrap_select(its_own, form=form, stand_in="stand-in")
+        utils = sys.modules["vllm.model_executor.utils"]
+        monkeypatch.setattr(utils, "is_weights_pre_processed", lambda: True)
     left: list[Any] = []
-    process = moe_fix._wrap_process_weights(lambda self, layer: left.append(vars(self).copy()), form=form)
-    method = Fp8MoEMethod()
-    moe_fix._wrap_constructor(lambda self, moe: None)(method, layer())
-    vars(method)["fp8_backend"], vars(method)["experts_cls"] = select()
-    assert vars(method)["experts_cls"] == "ours"
+    construct, select, process = wrap(select_its_own, lambda self, layer: left.append(vars(self).copy()))
+    made = method()
+    construct(made, layer())
+    made.fp8_backend, made.experts_cls = select()
+    assert made.experts_cls == "ours"
     with pytest.raises(SystemExit, match=rf"moe is refused: .*{reason}.* .*MOEDOCTOR_FIXES_OPTIONAL=1"):
-        process(method, types.SimpleNamespace())
+        process(made, types.SimpleNamespace())
     monkeypatch.setenv("MOEDOCTOR_FIXES_OPTIONAL", "1")
     if selected is None:
         with pytest.raises(SystemExit, match=f"{reason}.*; vLLM has no backend for this layer either"):
-            process(method, types.SimpleNamespace())
+            process(made, types.SimpleNamespace())
         return
-    process(method, types.SimpleNamespace())
+    process(made, types.SimpleNamespace())
     assert left == [{"_moedoctor_computes": False, "fp8_backend": "theirs", "experts_cls": "its experts"}]
 
 
 def test_a_model_that_adds_up_experts_itself_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = {
-        "modular_kernel": {"FusedMoEExpertsModular": object, "FusedMoEActivationFormat": None},
-        "topk_weight_and_reduce": {},
-    }
-    for name, content in modules.items():
-        module = types.ModuleType(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, f"{moe_layer.FUSED}.{name}", module)
+    kernel = {"FusedMoEExpertsModular": object, "FusedMoEActivationFormat": None}
+    put_module(monkeypatch, f"{moe_layer.FUSED}.modular_kernel", **kernel)
+    put_module(monkeypatch, f"{moe_layer.FUSED}.topk_weight_and_reduce")
     experts = moe_layer.make_experts_class.__wrapped__()()
     assert experts.post_gemm2_hook is None
     with pytest.raises(SystemExit, match=r"moe is refused: .* \(post_gemm2_hook\); leave moe out"):

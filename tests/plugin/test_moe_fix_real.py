@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import pytest
 
 from moedoctor.plugin import moe_fix
-from moedoctor.plugin.extensions import FIXES, Need
+from moedoctor.plugin.extensions import FIXES
 from moedoctor.reference.checkpoints import Scheme, write_qwen3_moe
-from tests.real_vllm import ask_child
+from tests.real_vllm import WITHOUT_GPU, ask_child, skip_unless_made_for
 
 CODE = """
 import inspect, json, os, sys, types
@@ -164,17 +163,10 @@ with set_current_vllm_config(VllmConfig()):
             answers.append({"refused": str(stopped)})
 print("\\nANSWER " + json.dumps([active, answers]))
 """
-LOADED = """
-import json, sys, types
-import torch
-from moedoctor.upstream.selection.substitute import install
-install().use((9, 0))
-from vllm import triton_utils
-# Without a GPU vLLM has a stand-in for Triton, in which a configuration is a function.
-triton_utils.triton.Config = lambda *given, **named: types.SimpleNamespace(num_stages=1)
-from vllm.engine.arg_utils import EngineArgs
-from vllm.config import set_current_vllm_config
-from vllm.distributed import parallel_state
+LOADED = (
+    WITHOUT_GPU
+    + """
+import json, sys
 from vllm.model_executor.model_loader.utils import initialize_model
 from safetensors.torch import load_file
 
@@ -203,6 +195,7 @@ print("\\nANSWER " + json.dumps({
     "not loaded": sorted(owned - short(loaded)),
 }))
 """
+)
 COMPUTED = [
     {"quantization": quantization, "activation": activation, "computer": computer}
     for computer in ("kernels", "reference")
@@ -234,10 +227,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[str]]:
-    release = importlib.metadata.version("vllm").partition("+")[0]
-    need, reason = FIXES["moe"].need(release)
-    if need is not Need.MADE_FOR:
-        pytest.skip(f"{reason}; {release} is installed")
+    skip_unless_made_for(FIXES["moe"])
     folder = str(tmp_path_factory.mktemp("cache"))
     cases = [*COMPUTED, *({"quantization": "bf16", **case} for case, _ in REFUSED)]
     variables = {
@@ -289,9 +279,7 @@ def test_what_cannot_be_computed_is_refused(answers: tuple[list[dict[str, Any]],
 def test_vllm_reads_our_checkpoints_with_a_method_that_is_computed(
     scheme: Scheme, method: str, tmp_path: Path
 ) -> None:
-    release = importlib.metadata.version("vllm").partition("+")[0]
-    if FIXES["moe"].need(release)[0] is not Need.MADE_FOR:
-        pytest.skip(f"moe is not made for vLLM {release}")
+    skip_unless_made_for(FIXES["moe"])
     folder = write_qwen3_moe(tmp_path / "model", scheme=scheme)
     variables = {"VLLM_CACHE_ROOT": str(tmp_path), "VLLM_CONFIG_ROOT": str(tmp_path)}
     answer, _ = ask_child(LOADED, str(folder), **variables)

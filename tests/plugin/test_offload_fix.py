@@ -11,7 +11,7 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import nn
-from vllm_stub import write
+from vllm_stub import write, write_files
 
 from moedoctor.fixes.offload import storage as offload_storage
 from moedoctor.fixes.offloader import offload
@@ -126,24 +126,17 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     root = write(tmp_path, version)
     old, prefixed = Version(version) < Version("0.20.0"), Version(version) >= Version("0.29.0")
     files = {
-        "model_executor/offloader/__init__.py": "",
         "model_executor/offloader/base.py": BASE,
         "model_executor/offloader/uva.py": UVA.replace("{prefix}", ', prefix=""' if prefixed else ""),
-        "model_executor/model_loader/__init__.py": "",
         "model_executor/model_loader/utils.py": LOADING,
         "engine/arg_utils.py": ARGUMENTS,
-        "v1/__init__.py": "",
-        "v1/worker/__init__.py": "",
         "v1/worker/gpu_model_runner.py": RUNNER.replace("{check}", ASSERTION if old else "pass"),
         "v1/worker/gpu_worker.py": WORKER.replace("{transfer}", TRANSFER if version >= "0.21.0" else ""),
         "utils/platform_utils.py": "def is_uva_available():\n    return True\n",
         "config/__init__.py": "class CUDAGraphMode:\n    NONE = 'none'\n",
         "envs.py": "import os\n\n\ndef __getattr__(name):\n    return int(os.environ.get(name, '0'))\n",
     }
-    for file, text in files.items():
-        path = root / "vllm" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    write_files(root, {f"vllm/{name}": text for name, text in files.items()})
     monkeypatch.syspath_prepend(str(root))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ import torch
 from packaging.version import Version
 from torch import nn
 from torch._inductor.utils import run_and_get_code
+from vllm_stub import write_files
 
 from moedoctor.plugin import offload_fix
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.upstream.engine.probes import list_pipelines, take_off_the_host
 from tests.plugin.test_offload_fix import stub
-from tests.real_vllm import ask_child
+from tests.real_vllm import WITHOUT_GPU, ask_child, read_release
 
 MOE = """
 import torch
@@ -173,10 +173,8 @@ Maker = Callable[..., Made]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
     def made(shape: Shape, change: Callable[[Any], None] = lambda layer: None) -> Made:
         stub(tmp_path, monkeypatch, shape.version)
-        folder = tmp_path / "vllm/model_executor/layers/fused_moe/runner"
-        folder.mkdir(parents=True)
-        (folder / "__init__.py").touch()
-        (folder / "moe_runner.py").write_text(shape.text(next(_NAMES)), encoding="utf-8")
+        runner_file = "vllm/model_executor/layers/fused_moe/runner/moe_runner.py"
+        write_files(tmp_path, {runner_file: shape.text(next(_NAMES))})
         offload_fix.apply(shape.version)
         runner = importlib.import_module("vllm.model_executor.layers.fused_moe.runner.moe_runner").MoERunner
         offloader = importlib.import_module("vllm.model_executor.offloader.uva").UVAOffloader(1 << 30)
@@ -253,17 +251,12 @@ def test_without_a_known_operator_experts_are_fetched_around_the_layers(
     assert torch.equal(made.run(), expected)
 
 
-REAL = """
-import contextlib, json, sys, types
-import torch
-from moedoctor.upstream.selection.substitute import install
-install().use((9, 0))  # so that the MoE operator is taken
-from vllm.engine.arg_utils import EngineArgs
-from vllm.config import set_current_vllm_config
-from vllm.distributed import parallel_state
+REAL = (
+    WITHOUT_GPU
+    + """
+import contextlib, json, sys
 from moedoctor.plugin import register as vllm_plugin
 
-parallel_state._TP = types.SimpleNamespace(world_size=1, rank_in_group=0)
 config = EngineArgs(
     model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, moe_backend="triton"
 ).create_engine_config()
@@ -332,12 +325,13 @@ print("ANSWER " + json.dumps({
     "outputs": outputs,
 }))
 """
+)
 
 
 @pytest.mark.upstream
 def test_vllms_own_layers_read_their_weights_inside_the_operator(tmp_path: Path) -> None:
     """Runs the installed release's own MoE layers, runner and operator in a child process."""
-    if Version(importlib.metadata.version("vllm")) < Version("0.20.0"):
+    if Version(read_release()) < Version("0.20.0"):
         pytest.skip("these releases read them in other functions")
     folder = write_qwen3_moe(tmp_path / "model", scheme="bf16", experts=8, top_k=2)
     got, _ = ask_child(REAL, str(folder), VLLM_CACHE_ROOT=str(tmp_path), VLLM_CONFIG_ROOT=str(tmp_path))

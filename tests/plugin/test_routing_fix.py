@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm_stub import write_files
 
 from moedoctor.plugin import routing_fix
 
@@ -29,10 +30,8 @@ def {name}(
 
 @pytest.fixture
 def operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "__init__.py").touch()
     functions = "".join(FUNCTION.format(name=name) for name in ("topk_softmax", "topk_sigmoid"))
-    (tmp_path / "vllm" / "_custom_ops.py").write_text(functions)
+    write_files(tmp_path, {"vllm/_custom_ops.py": functions})
     monkeypatch.syspath_prepend(str(tmp_path))
     return importlib.import_module("vllm._custom_ops")
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import sys
 from types import SimpleNamespace
 
 import pytest
-from real_vllm import ask_child
+from real_vllm import ask_child, read_release
 
 from moedoctor.plugin import sources
 from moedoctor.plugin.extensions import FIXES, TRACES, Extension
@@ -28,7 +27,7 @@ def test_every_patch_fits_the_installed_release_and_the_stored_answers_say_so() 
     answer, _ = ask_child(CODE)
     assert list(answer) == [*FIXES, *TRACES]
     assert all(row.get("patches") or row.get("reason") for row in answer.values())
-    release = importlib.metadata.version("vllm").partition("+")[0]
+    release = read_release()
     for row in answer.values():
         row.pop("patches", None)
     assert STORED[release] == answer
@@ -37,7 +36,7 @@ def test_every_patch_fits_the_installed_release_and_the_stored_answers_say_so() 
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", [*FIXES, *TRACES])
 def test_what_the_installed_release_refuses_stops_it(name: str) -> None:
-    release = importlib.metadata.version("vllm").partition("+")[0]
+    release = read_release()
     if STORED[release][name]["basis"] != "refused":
         pytest.skip(f"vLLM {release} does not refuse {name}")
     variable = "MOEDOCTOR_FIXES" if name in FIXES else "MOEDOCTOR_TRACE"

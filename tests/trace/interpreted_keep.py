@@ -29,9 +29,6 @@ from moedoctor.kernels.kept_rows import (
     make_header,
 )
 from moedoctor.kernels.save_call import launch_save
-from moedoctor.trace.call_keeper import CallKeeper, WatchedLayer, Wish
-from moedoctor.trace.capsule import Capsule
-from tests.capsules import make_capsule
 
 ROOM = 4
 SIZES = (
@@ -145,38 +142,8 @@ def check_that_wider_calls_are_refused() -> None:
     assert int(saved.header.max()) == -1
 
 
-def check_a_wanted_call() -> None:
-    """`call=LAYER:N` gives that call with all its rows, as a capsule that computes to its output."""
-    source = make_capsule("bf16", tokens=5)
-    made: list[Capsule] = []
-    keeper = CallKeeper(Wish.parse("call=1.mlp.experts:2"), made.append)
-
-    def weights(experts: list[int]) -> dict[str, torch.Tensor]:
-        return {name: source.tensors[name][experts] for name in ("w13", "w2")}
-
-    for index in range(3):
-        record = source.record.model_copy(update={"layer": f"model.layers.{index}.mlp.experts"})
-        keeper.add(WatchedLayer(record, weights))
-    given = MoeInput(*(source.tensors[name] for name in ("x", "topk_ids", "topk_weights")))
-    call = MoeCall(given, source.tensors["output"])
-    for layer in range(3):
-        keeper.watch(layer, call)  # a warm-up
-    for _ in range(4):
-        keeper.begin(5)
-        for layer in range(3):
-            keeper.watch(layer, call)
-        keeper.end()
-    keeper.collect()
-    (capsule,) = made
-    assert capsule.record.layer == "model.layers.1.mlp.experts"
-    assert (capsule.record.call, capsule.record.tokens, capsule.record.call_tokens) == (2, (0, 1, 2, 3, 4), 5)
-    assert torch.equal(capsule.tensors["output"], source.tensors["output"])
-    assert capsule.to_problem().layer.shape.experts == len(capsule.expert_ids)
-
-
 if __name__ == "__main__":
     check_rows_with_nan()
     check_that_a_wanted_call_is_kept_once()
     check_that_wider_calls_are_refused()
-    check_a_wanted_call()
     print("agreed")

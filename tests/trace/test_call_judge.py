@@ -14,7 +14,7 @@ import torch
 from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.trace.call_judge import CallJudge
 from moedoctor.trace.call_keeper import make_capsule
-from moedoctor.trace.capsule import Capsule, CapsuleError, Record, add_weights, from_bytes, to_bytes
+from moedoctor.trace.capsule import Capsule, CapsuleError, Record, add_weights
 from moedoctor.trace.expert_weights import ExpertFiles
 
 LAYER = "model.layers.1.mlp.experts"
@@ -119,10 +119,3 @@ def test_the_process_ends_with_its_input(checkpoint: Path) -> None:
     child.stdin.close()
     assert child.wait(60) == 0
     judge.close()
-
-
-def test_a_capsule_is_the_same_after_its_bytes(call: Capsule) -> None:
-    same = from_bytes(to_bytes(call))
-    assert same.record == call.record
-    assert same.tensors.keys() == call.tensors.keys()
-    assert all(torch.equal(same.tensors[name], tensor) for name, tensor in call.tensors.items())

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import tarfile
-import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +34,8 @@ from moedoctor.trace.capsule import (
 )
 from tests.capsules import SCHEMES, computation, make_capsule
 
-_TENSORS = (
-    "x",
-    "output",
-    "topk_ids",
-    "topk_weights",
-    "expert_ids",
-    "w13",
-    "w2",
-    "w13_scale",
-    "w2_block_scales",
-    "input_scale",
-)
-
-
+_NAMES = "x output topk_ids topk_weights expert_ids w13 w2 w13_scale w2_block_scales input_scale"
+_TENSORS = st.sampled_from(_NAMES.split())
 made = functools.cache(make_capsule)
 """Nothing may change what it returns."""
 
@@ -127,9 +112,8 @@ def test_a_nan_of_a_finite_input_shows_the_failure(token: int, other: int) -> No
     capsule.tensors["output"][token] = float("nan")
     assert find_failing_tokens(capsule) == [token]
     capsule.tensors["x"][other, 3] = float("inf")
-    assert find_failing_tokens(capsule)[:1] == (
-        [token] if other != token else find_failing_tokens(capsule)[:1]
-    )
+    if other != token:
+        assert find_failing_tokens(capsule)[:1] == [token]
 
 
 def test_a_backend_that_takes_one_of_two_global_scales_is_past_the_bound() -> None:
@@ -255,36 +239,28 @@ _NUMBERS = st.sampled_from([0, -1, 1, 2**20, 2**24, 2**63, *range(2, 9), 16, 64,
 _VALUES = st.sampled_from([0.0, -0.0, float("nan"), float("inf"), -1e30, 3e38, 1e-40])
 
 
-@dataclass(frozen=True)
-class _Change:
-    """What is put in place of parts of a capsule."""
-
-    fields: dict[str, Any]
-    types: dict[str, torch.dtype]
-    values: dict[str, float]
-    shapes: dict[str, list[int]]
-
-
-_CHANGES = st.builds(
-    _Change,
-    fields=st.dictionaries(_FIELDS, _NUMBERS | _JSON, max_size=3),
-    types=st.dictionaries(st.sampled_from(_TENSORS), st.sampled_from(_TYPES), max_size=1),
-    values=st.dictionaries(st.sampled_from(_TENSORS), _VALUES, max_size=2),
-    shapes=st.dictionaries(st.sampled_from(_TENSORS), st.lists(st.integers(0, 9), max_size=3), max_size=1),
+_CHANGES = st.fixed_dictionaries(
+    {
+        "fields": st.dictionaries(_FIELDS, _NUMBERS | _JSON, max_size=3),
+        "types": st.dictionaries(_TENSORS, st.sampled_from(_TYPES), max_size=1),
+        "values": st.dictionaries(_TENSORS, _VALUES, max_size=2),
+        "shapes": st.dictionaries(_TENSORS, st.lists(st.integers(0, 9), max_size=3), max_size=1),
+    }
 )
+"""What is put in place of parts of a capsule."""
 
 
-def _changed(change: _Change, scheme: tuple[str, str], path: Path) -> Capsule | None:
+def _changed(change: dict[str, Any], scheme: tuple[str, str], path: Path) -> Capsule | None:
     """Write such a capsule and load it; None if that is an error of one line."""
     capsule = keep_tokens(made(*scheme), [0, 1])
     tensors = {name: tensor.clone() for name, tensor in capsule.tensors.items()}
-    for name in (name for name in change.types if name in tensors):
-        tensors[name] = tensors[name].float().to(change.types[name])
-    for name in (name for name in change.values if name in tensors):
-        tensors[name] = torch.full(tensors[name].shape, change.values[name]).to(tensors[name].dtype)
-    for name in (name for name in change.shapes if name in tensors):
-        tensors[name] = torch.zeros(change.shapes[name]).to(tensors[name].dtype)
-    save_file(tensors, path, _metadata(capsule, **change.fields))
+    for name in (name for name in change["types"] if name in tensors):
+        tensors[name] = tensors[name].float().to(change["types"][name])
+    for name in (name for name in change["values"] if name in tensors):
+        tensors[name] = torch.full(tensors[name].shape, change["values"][name]).to(tensors[name].dtype)
+    for name in (name for name in change["shapes"] if name in tensors):
+        tensors[name] = torch.zeros(change["shapes"][name]).to(tensors[name].dtype)
+    save_file(tensors, path, _metadata(capsule, **change["fields"]))
     try:
         changed = load(path)
         changed.to_problem()
@@ -299,7 +275,7 @@ def _changed(change: _Change, scheme: tuple[str, str], path: Path) -> Capsule | 
 @given(change=_CHANGES, scheme=st.sampled_from(SCHEMES))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_record_and_any_tensors_are_a_call_or_one_line(
-    change: _Change, scheme: tuple[str, str], tmp_path: Path
+    change: dict[str, Any], scheme: tuple[str, str], tmp_path: Path
 ) -> None:
     """Whatever fields, types, shapes and values are; what is computed is what `replay` begins with."""
     capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
@@ -313,7 +289,7 @@ def test_any_record_and_any_tensors_are_a_call_or_one_line(
 @pytest.mark.slow
 @given(change=_CHANGES, scheme=st.sampled_from(SCHEMES))
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_capsule_is_judged(change: _Change, scheme: tuple[str, str], tmp_path: Path) -> None:
+def test_any_capsule_is_judged(change: dict[str, Any], scheme: tuple[str, str], tmp_path: Path) -> None:
     capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
     if capsule is not None:
         json.dumps(judge(capsule))
@@ -327,21 +303,6 @@ def test_a_zero_input_scale_is_judged() -> None:
     answer = judge(capsule)
     assert (answer["judged"], answer["right"]) == (True, False)
     assert answer["recorded"]["nonfinite_tokens"] == 8
-
-
-def test_archives_are_no_capsules(tmp_path: Path) -> None:
-    """Nothing is unpacked, whatever the names in an archive are."""
-    for name, kind in (("../../outside.zip", "zip"), ("/tmp/outside.tar", "tar")):
-        path = tmp_path / f"{kind}.moecapsule"
-        if kind == "zip":
-            with zipfile.ZipFile(path, "w") as archive:
-                archive.writestr(name, "x" * 1000)
-        else:
-            with tarfile.open(path, "w") as tar:
-                tar.addfile(tarfile.TarInfo(name))
-        with pytest.raises(CapsuleError, match="no safetensors file"):
-            load(path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["tar.moecapsule", "zip.moecapsule"]
 
 
 def test_a_call_without_output_is_not_judged_and_says_why(tmp_path: Path) -> None:

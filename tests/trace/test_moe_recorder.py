@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -128,12 +127,8 @@ def test_nothing_is_left_if_the_end_fails(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_capsules_are_for_one_user(tmp_path: Path) -> None:
     model = get_model("stacked")
-    before = os.umask(0)
-    try:
-        with MoeRecorder(model, tmp_path / "a" / "b", when="first") as recorder:
-            model(x_of())
-    finally:
-        os.umask(before)
+    with MoeRecorder(model, tmp_path / "a" / "b", when="first") as recorder:
+        model(x_of())
     (file,) = recorder.files
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (file, file.parent, file.parent.parent)]
     assert modes == [0o600, 0o700, 0o700]

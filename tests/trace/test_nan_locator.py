@@ -97,20 +97,6 @@ def test_only_calls_inside_a_step_and_the_context_are_recorded() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_invalid_router_ids_are_counted() -> None:
-    router = Router()
-    with NanLocator(router) as locator:
-        router(torch.ones(3, 4))
-        router.ids = torch.tensor([[0, 1], [2, 2], [-1, 7]])
-        locator.begin_step(2, 3)
-        router(torch.ones(3, 4))
-        locator.end_step()
-    (found,) = locator.report().routers
-    assert found.repeated == (3 + 1, 0, 0)
-    assert (found.out_of_range, found.sentinel) == ((0, 1, 0), (0, 1, 0))
-    assert found.first_repeated == 1
-
-
 def test_only_selected_modules_are_watched() -> None:
     model = Model()
     model.spoil.rows = [0]

@@ -24,6 +24,8 @@ MASK = torch.tensor([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
 class Gives(torch.nn.Module):
     """Returns `make` of its input."""
 
+    num_experts = 8
+
     def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
         self.make = make
@@ -42,55 +44,49 @@ def traced(make: Callable[[torch.Tensor], Any], x: torch.Tensor, **begin: Any) -
     return locator.report()
 
 
-def tokens_with_nan(batch: int, token: int) -> torch.Tensor:
-    x = torch.ones(BATCH, TOKENS, HEADS, 4)
-    x[batch, token] = NAN
-    return x
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Tokens in this shape, one of them padding and one real, and what the locator gets to know of them."""
+
+    tokens: tuple[int, ...]
+    padding: tuple[int, ...]
+    real: tuple[int, ...]
+    begin: dict[str, Any]
 
 
-LAYOUTS = {
-    "[B, T, heads, D]": (lambda x: x, True),
-    "[B, T, heads * D]": (lambda x: x.flatten(2), True),
-    "[B * T, heads, D]": (lambda x: x.flatten(0, 1), True),
-    "[B * T * heads, D]": (lambda x: x.flatten(0, 2), True),
-    "[B, heads, T, D]": (lambda x: x.transpose(1, 2), False),
-    "[T, B, heads, D]": (lambda x: x.transpose(0, 1), False),
-    "one sequence": (lambda x: x[:1, :3], False),
-}
+MASKED = Step((BATCH, TOKENS), (0, 1), (0, 2), {"padding": MASK})
+COUNTED = Step((4,), (3,), (2,), {"real_rows": 3, "rows": 4})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("place", "is_padding"), [((0, 1), True), ((0, 2), False)])
-def test_rows_are_padding_if_their_token_is(layout: str, place: tuple[int, int], is_padding: bool) -> None:
-    make, known = LAYOUTS[layout]
-    report = traced(make, tokens_with_nan(*place), padding=MASK)
-    finding = Finding("model", "NaN", 1, 1)
-    kinds = (report.first_real, report.first_padding, report.first_unknown)
-    steps = (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown)
-    which = (1 if is_padding else 0) if known else 2
-    assert kinds == tuple(finding if index == which else None for index in range(3))
-    assert steps == tuple(int(index == which) for index in range(3))
-    assert (report.steps_with_padding, report.pad_tokens) == (1, 2)
-    assert ("rows that may be either: NaN in 1 steps" in report.to_text()) is not known
-
-
-@pytest.mark.parametrize(("row", "is_padding"), [(3, True), (2, False)])
+@pytest.mark.parametrize("is_padding", [True, False])
 @pytest.mark.parametrize(
-    ("make", "known"),
+    ("step", "make", "known"),
     [
-        (lambda x: x, True),
-        (lambda x: x.flatten(0, 1), True),
-        (lambda x: x.transpose(0, 1), False),
-        (lambda x: torch.cat([x.flatten(0, 1), torch.ones(1, 4)]), False),
+        (MASKED, lambda x: x, True),
+        (MASKED, lambda x: x.flatten(2), True),
+        (MASKED, lambda x: x.flatten(0, 1), True),
+        (MASKED, lambda x: x.flatten(0, 2), True),
+        (MASKED, lambda x: x[..., 0, 0], True),
+        (MASKED, lambda x: x.transpose(1, 2), False),
+        (MASKED, lambda x: x.transpose(0, 1), False),
+        (MASKED, lambda x: x[:1, :3], False),
+        (COUNTED, lambda x: x, True),
+        (COUNTED, lambda x: x.flatten(0, 1), True),
+        (COUNTED, lambda x: x.transpose(0, 1), False),
+        (COUNTED, lambda x: torch.cat([x.flatten(0, 1), torch.ones(1, 4)]), False),
     ],
 )
-def test_rows_of_a_step_without_a_mask(row: int, is_padding: bool, make: Any, known: bool) -> None:
-    x = torch.ones(4, HEADS, 4)  # [tokens, heads, columns]
-    x[row] = NAN
-    report = traced(make, x, real_rows=3, rows=4)
+def test_rows_are_padding_if_their_token_is(step: Step, make: Any, known: bool, is_padding: bool) -> None:
+    x = torch.ones(*step.tokens, HEADS, 4)  # [B, T, heads, D] or [T, heads, D]
+    x[step.padding if is_padding else step.real] = NAN
+    report = traced(make, x, **step.begin)
     which = (1 if is_padding else 0) if known else 2
-    kinds = (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown)
-    assert kinds == tuple(int(index == which) for index in range(3))
+    kinds = (report.first_real, report.first_padding, report.first_unknown)
+    assert kinds == tuple(Finding("model", "NaN", 1, 1) if index == which else None for index in range(3))
+    steps = (report.nan_in_real, report.nan_in_padding, report.nan_in_unknown)
+    assert steps == tuple(int(index == which) for index in range(3))
+    assert (report.steps_with_padding, report.pad_tokens) == (1, 2 if step is MASKED else 1)
+    assert ("rows that may be either: NaN in 1 steps" in report.to_text()) is not known
 
 
 @pytest.mark.parametrize("begin", [{}, {"real_rows": 4}, {"padding": torch.zeros(2, 2)}])
@@ -157,13 +153,6 @@ def test_an_output_without_elements_is_skipped() -> None:
         assert traced(lambda x: x, torch.ones(shape)).points == ()
 
 
-def test_an_output_with_one_number_per_token_uses_the_mask() -> None:
-    scores = torch.ones(BATCH, TOKENS)
-    scores[0, 0] = INF
-    report = traced(lambda x: x, scores, padding=MASK)
-    assert (report.inf_in_real, report.inf_in_padding, report.inf_in_unknown) == (0, 1, 0)
-
-
 @pytest.mark.parametrize(
     ("begin", "repeated"),
     [
@@ -178,19 +167,8 @@ def test_an_output_with_one_number_per_token_uses_the_mask() -> None:
     ],
 )
 def test_ids_are_padding_if_their_row_is(begin: dict[str, Any], repeated: tuple[int, ...]) -> None:
-    class Router(torch.nn.Module):
-        num_experts = 8
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return torch.ones(4, 2), torch.tensor([[1, 1], [2, 2], [3, 4], [5, 5]])
-
-    model = Router()
-    with NanLocator(model, device="cpu") as locator:
-        if begin:
-            locator.begin_step(**begin)
-        model(torch.ones(4, 2))
-        locator.end_step()
-    report = locator.report()
+    ids = torch.tensor([[1, 1], [2, 2], [3, 4], [5, 5]])
+    report = traced(lambda x: (x, ids), torch.ones(4, 2), **begin)
     (found,) = report.routers
     assert (found.repeated, found.first_repeated) == (repeated, 1)
     assert report.routers_watched == 1
@@ -208,29 +186,21 @@ def test_the_report_says_what_is_not_known() -> None:
 
 
 def test_a_step_that_raised_is_counted_with_its_findings() -> None:
-    class Raises(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(2, 2)
-            self.bad = True
+    def fail_at_nan(x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("on purpose")
+        return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.linear(x)
-            if self.bad:
-                raise ValueError("on purpose")
-            return y
-
-    model = Raises()
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Gives(fail_at_nan))
     with NanLocator(model) as locator:
         with pytest.raises(ValueError, match="on purpose"):
             model(torch.full((2, 2), NAN))
         for _ in range(2):  # asking changes nothing
             report = locator.report()
             assert (report.steps, report.nan_in_real) == (1, 1)
-        model.bad = False
         model(torch.ones(2, 2))
     report = locator.report()
-    assert report.first_real == Finding("linear", "NaN", 1, 1)
+    assert report.first_real == Finding("0", "NaN", 1, 1)
     assert (report.steps, report.nan_in_real) == (2, 1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import stat
 import subprocess
@@ -157,11 +156,7 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_trace_is_for_one_user(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        save(make(), tmp_path / "trace")
-    finally:
-        os.umask(before)
+    save(make(), tmp_path / "trace")
     assert stat.S_IMODE((tmp_path / "trace").stat().st_mode) == 0o600
 
 
