@@ -223,22 +223,6 @@ def test_slots_are_not_made_in_blocks_that_experts_left(monkeypatch: pytest.Monk
     assert order == ["released", "slots"] * 2
 
 
-class UnquantizedFusedMoEMethod(SimpleNamespace):
-    """Vllm's method of layers that our kernels can compute."""
-
-
-def plain() -> Layer:
-    """A layer of TRITON without scales, in bfloat16."""
-    layer = Layer()
-    described = QuantConfig(_w2=Description(bias=layer.w2_bias))
-    layer.quant_method = UnquantizedFusedMoEMethod(moe_kernel=Kernel(described))
-    layer.moe_config.activation = SimpleNamespace(value="silu")
-    for name in ("w13_weight", "w2_weight", "w2_bias"):
-        getattr(layer, name).data = getattr(layer, name).data.bfloat16()
-    described._w2.bias = layer.w2_bias
-    return layer
-
-
 class SummingExperts(TritonExperts):
     """Adds up the rows of a token's experts as vLLM's TRITON does."""
 
@@ -246,96 +230,69 @@ class SummingExperts(TritonExperts):
         output.copy_(rows.sum(1))
 
 
-class RowKernel(Kernel):
-    """Computes a row for each pair in a workspace of its own, zeros for -1, and then their sum."""
-
-    def __init__(self, quant_config: QuantConfig) -> None:
-        super().__init__(quant_config)
-        self.fused_experts = SummingExperts(quant_config)
-        self.rows = torch.full((99, TOP_K, HIDDEN), torch.nan, dtype=torch.bfloat16)
-        self.calls: list[list[int]] = []
-
-    def apply(self, hidden_states: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        w1, w2, topk_weights, ids = (named[name] for name in ("w1", "w2", "topk_weights", "topk_ids"))
-        if (mapping := named["expert_map"]) is not None:
-            ids = mapping[ids.long()]  # [T, K]
-        self.calls.append([int(count) for count in (ids >= 0).sum(1)])
-        weights = MoeWeights.from_tensors(
-            {"w13": w1, "w2": w2, "w2_bias": self.fused_experts.quant_config._w2.bias}
-        )
-        rows = self.rows[: len(ids)]  # [T, K, H]
-        for pair in range(TOP_K):
-            part = slice(pair, pair + 1)
-            rows[:, pair] = forward(hidden_states, weights, topk_weights[:, part], ids[:, part])
-        output = torch.empty_like(hidden_states)
-        self.fused_experts.moe_sum(rows, output, ids, mapping)
-        return output
-
-
-def in_rows(capacity: int, splits: bool, seed: int = 0) -> tuple[RowKernel, Any]:
-    """Return a kernel and its `apply` through a cache, which calls any half of a call's pairs hits."""
-    layer = plain()
-    kernel = layer.quant_method.moe_kernel = RowKernel(
-        layer.quant_method.moe_kernel.fused_experts.quant_config
-    )
-    cache = install(layer, capacity)
-    (experts,) = find_host_experts(torch.nn.ModuleList([layer]))
-    compute, draw = type(kernel).apply.__get__(kernel), torch.Generator().manual_seed(seed)
-
-    def groups_of(ids: torch.Tensor, *, overlap: bool = False) -> Any:
-        if not overlap:
-            yield from ExpertCache.groups(cache, ids)
-            return
-        slots = cache.acquire(ids).slot_ids  # [T, K]
-        hits = torch.rand(slots.shape, generator=draw) < 0.5  # [T, K]
-        for part in (hits, ~hits):
-            yield SimpleNamespace(slot_ids=torch.where(part, slots, -1))
-
-    cache.groups = groups_of  # type: ignore[method-assign]
-    return kernel, expert_cache_layer._apply_through(experts, compute, splits)
-
-
-def row_call(apply: Any, tokens: int, seed: int) -> torch.Tensor:
-    x, ids, topk_weights = draw_call(tokens, torch.Generator().manual_seed(seed))
-    result: torch.Tensor = apply(x.bfloat16(), None, None, topk_weights, ids, expert_map=None)
-    return result
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_two_calls_of_the_backend_give_the_bits_of_one(seed: int) -> None:
-    (whole, plainly), (split, in_parts) = in_rows(5, False), in_rows(5, True, seed)
-    for number in range(6):
-        assert torch.equal(row_call(in_parts, 1, number), row_call(plainly, 1, number))
-    assert len(whole.calls) == 6
-    assert [
-        first[0] + second[0] for first, second in zip(split.calls[::2], split.calls[1::2], strict=True)
-    ] == ([TOP_K] * 6)
-    assert "moe_sum" not in vars(split.fused_experts), "the backend's own sum is back"
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn(3, 8, HIDDEN, generator=draw).bfloat16()  # [T, K, H]
+    hits = torch.rand(3, 8, generator=draw) < 0.5  # [T, K]
+    ids = torch.arange(24).view(3, 8)  # [T, K]
+    experts, workspace = SummingExperts(QuantConfig()), torch.empty_like(rows)
 
+    def compute(topk_ids: torch.Tensor) -> torch.Tensor:
+        """Write zeros for -1, each time into the same workspace."""
+        workspace.copy_(torch.where(topk_ids[..., None] >= 0, rows, 0))
+        output = torch.empty(3, HIDDEN, dtype=torch.bfloat16)
+        experts.moe_sum(workspace, output)
+        return output
 
-@pytest.mark.parametrize(("capacity", "tokens"), [(5, 2), (TOP_K, 2)])
-def test_calls_that_the_backend_sorts_or_that_need_groups_are_not_split(capacity: int, tokens: int) -> None:
-    kernel, apply = in_rows(capacity, True)
-    assert row_call(apply, tokens, 0).shape == (tokens, HIDDEN)
-    assert len(kernel.calls) == (1 if capacity == 5 else 2)
+    expected = compute(ids)
+    parts = [SimpleNamespace(slot_ids=torch.where(part, ids, -1)) for part in (hits, ~hits)]
+    cache = SimpleNamespace(groups=lambda ids, overlap: parts)
+    result = hits_first.compute_in_two(cache, experts, compute, ids, {})  # type: ignore[arg-type]
+    assert torch.equal(result, expected)
+    assert "moe_sum" not in vars(experts), "the backend's own sum is back"
 
 
 @pytest.mark.parametrize(
-    ("name", "error"), [("hidden_states", "did not add up its rows by moe_sum: set overlap=0"), ("no", "no")]
+    ("compute", "error"),
+    [
+        (lambda topk_ids: topk_ids, "did not add up its rows by moe_sum: set overlap=0"),
+        (lambda topk_ids: {}["no"], "no"),
+    ],
 )
-def test_an_error_leaves_the_backends_sum(monkeypatch: pytest.MonkeyPatch, name: str, error: str) -> None:
-    monkeypatch.setattr(RowKernel, "apply", lambda self, **named: named[name])
-    kernel, apply = in_rows(5, True)
+def test_an_error_leaves_the_backends_sum(compute: Any, error: str) -> None:
+    experts, ids = SummingExperts(QuantConfig()), torch.zeros(1, 2)
+    cache: Any = SimpleNamespace(groups=lambda ids, overlap: [SimpleNamespace(slot_ids=ids)])
     with pytest.raises((RuntimeError, KeyError), match=error):
-        row_call(apply, 1, 0)
-    assert "moe_sum" not in vars(kernel.fused_experts)
+        hits_first.compute_in_two(cache, experts, compute, ids, {})
+    assert "moe_sum" not in vars(experts)
+
+
+@pytest.mark.parametrize(
+    ("slots", "tokens", "splits"),
+    [(5, 1, True), (5, 2, False), (TOP_K, 2, False)],
+    ids=["few ids", "the backend sorts them", "they need groups"],
+)
+def test_only_a_call_whose_ids_are_not_sorted_is_split(
+    slots: int, tokens: int, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, split = Layer(), []
+    kernel = layer.quant_method.moe_kernel
+    install(layer, slots)
+    (experts,) = find_host_experts(layer)
+    kernel.apply = expert_cache_layer._apply_through(experts, type(kernel).apply.__get__(kernel), True)
+    monkeypatch.setattr(
+        hits_first, "compute_in_two", lambda *given: (split.append(1), torch.zeros(tokens, HIDDEN))[1]
+    )
+    call(layer, *draw_call(tokens, torch.Generator().manual_seed(0)))
+    assert bool(split) is splits
 
 
 def summing(**described: Any) -> Layer:
-    """A layer whose backend adds up rows, with another description of its inputs."""
-    layer = plain()
-    quant_config = layer.quant_method.moe_kernel.fused_experts.quant_config
+    """A layer of bfloat16 whose backend adds up rows, with another description of its inputs."""
+    layer, quant_config = Layer(), QuantConfig()
     layer.quant_method.moe_kernel.fused_experts = SummingExperts(quant_config)
+    layer.w13_weight.data = layer.w13_weight.data.bfloat16()
     for name, value in {"block_shape": None, "per_act_token_quant": False, **described}.items():
         setattr(quant_config, name, value)
     return layer
@@ -512,15 +469,6 @@ def test_padding_of_a_step_loads_nothing() -> None:
     rows.begin(4, 4)
     assert computes() == 8
     assert layers[0].cache.stats.calls == 0
-
-
-def test_every_device_reads_the_rows_of_a_step() -> None:
-    rows = fix.RealRows()
-    tensors = [rows.get_rows(device) for device in ("cpu", "meta")]
-    assert [tensor.device.type for tensor in tensors] == ["cpu", "meta"]
-    assert rows.get_rows(torch.device("cpu")) is tensors[0]
-    rows.begin(3, 4)
-    assert int(tensors[0]) == 3
 
 
 @pytest.mark.parametrize(("slots", "held"), [(5, {"expert_cache"}), (E, set())])

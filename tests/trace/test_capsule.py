@@ -36,6 +36,7 @@ from tests.capsules import SCHEMES, computation, make_capsule
 
 _NAMES = "x output topk_ids topk_weights expert_ids w13 w2 w13_scale w2_block_scales input_scale"
 _TENSORS = st.sampled_from(_NAMES.split())
+ALLOWED = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 made = functools.cache(make_capsule)
 """Nothing may change what it returns."""
 
@@ -60,7 +61,7 @@ def test_a_capsule_comes_back_as_it_was(scheme: tuple[str, str], activation: str
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True), st.sampled_from(SCHEMES))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_some_tokens_compute_what_they_computed_among_all(tokens: list[int], scheme: tuple[str, str]) -> None:
     capsule = made(*scheme, halves=True, unusual=True, seed=3)
     part = keep_tokens(capsule, tokens)
@@ -74,7 +75,7 @@ def test_some_tokens_compute_what_they_computed_among_all(tokens: list[int], sch
 
 
 @given(st.integers(20_000, 700_000), st.sets(st.integers(0, 7)))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_capsule_keeps_to_its_size(limit: int, wrong: set[int]) -> None:
     """Whole, or the token that is furthest off, or of a right call as many as fit."""
     capsule = _with_wrong(made(), sorted(wrong))
@@ -106,7 +107,7 @@ def _with_wrong(capsule: Capsule, tokens: list[int]) -> Capsule:
 
 
 @given(st.integers(0, 7), st.integers(0, 7))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_a_nan_of_a_finite_input_shows_the_failure(token: int, other: int) -> None:
     capsule = _with_wrong(make_capsule(), [(token + 1) % 8])
     capsule.tensors["output"][token] = float("nan")
@@ -213,7 +214,7 @@ def test_ids_without_weights_are_refused(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=ALLOWED)
 def test_damaged_bytes_are_a_capsule_or_one_error(data: Any, tmp_path: Path) -> None:
     path = tmp_path / "damaged.moecapsule"
     save(keep_tokens(made(), [0]), path)
@@ -273,7 +274,7 @@ def _changed(change: dict[str, Any], scheme: tuple[str, str], path: Path) -> Cap
 
 
 @given(change=_CHANGES, scheme=st.sampled_from(SCHEMES))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=ALLOWED)
 def test_any_record_and_any_tensors_are_a_call_or_one_line(
     change: dict[str, Any], scheme: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -288,7 +289,7 @@ def test_any_record_and_any_tensors_are_a_call_or_one_line(
 
 @pytest.mark.slow
 @given(change=_CHANGES, scheme=st.sampled_from(SCHEMES))
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=ALLOWED)
 def test_any_capsule_is_judged(change: dict[str, Any], scheme: tuple[str, str], tmp_path: Path) -> None:
     capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
     if capsule is not None:

@@ -13,7 +13,7 @@ import torch
 
 from moedoctor.trace import NanLocator
 from moedoctor.trace.nan_report import Finding, NanReport
-from moedoctor.trace.nan_state import NanState, count_group_rows, count_rows_each, find_row_dimensions
+from moedoctor.trace.nan_state import NanState
 from tests.interpreted import run_check
 
 NAN, INF = float("nan"), float("inf")
@@ -70,7 +70,11 @@ COUNTED = Step((4,), (3,), (2,), {"real_rows": 3, "rows": 4})
         (MASKED, lambda x: x.transpose(1, 2), False),
         (MASKED, lambda x: x.transpose(0, 1), False),
         (MASKED, lambda x: x[:1, :3], False),
+        (MASKED, lambda x: x[:, :, :1].expand(-1, -1, TOKENS, -1), False),  # heads may be first or last
+        (MASKED, lambda x: x[:, :, :1].expand(-1, -1, TOKENS, -1).flatten(0, 1), False),
         (COUNTED, lambda x: x, True),
+        (COUNTED, lambda x: x[None], True),
+        (COUNTED, lambda x: x[:, 0, 0], True),
         (COUNTED, lambda x: x.flatten(0, 1), True),
         (COUNTED, lambda x: x.transpose(0, 1), False),
         (COUNTED, lambda x: torch.cat([x.flatten(0, 1), torch.ones(1, 4)]), False),
@@ -93,34 +97,6 @@ def test_rows_are_padding_if_their_token_is(step: Step, make: Any, known: bool, 
 def test_without_padding_all_rows_are_real(begin: dict[str, Any]) -> None:
     report = traced(lambda x: x, torch.full((3, 2), NAN), **begin)
     assert (report.nan_in_real, report.nan_in_unknown) == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("rows", "mask", "each"),
-    [
-        ((2, 5), (2, 5), 1),
-        ((10, 3), (2, 5), 3),
-        ((2, 5, 2, 2), (2, 5), 4),
-        ((2, 5, 5), (2, 5), 0),  # five heads, first or last
-        ((10, 5), (2, 5), 0),  # [batch * heads, tokens] with five heads
-        ((2, 5), (10,), 1),
-        ((4, 4), (4,), 0),
-        ((7,), (2, 5), 0),
-        ((3,), (0,), 0),
-    ],
-)
-def test_rows_per_element_of_the_mask(rows: Any, mask: Any, each: int) -> None:
-    assert count_rows_each(rows, mask) == each
-
-
-def test_row_dimensions_and_groups_of_outputs() -> None:
-    assert find_row_dimensions((2, 5, 8)) == (2, 5)
-    assert find_row_dimensions((7,)) == (7,)
-    assert find_row_dimensions(()) == (1,)
-    assert find_row_dimensions((2, 5), (2, 5)) == (2, 5)
-    assert find_row_dimensions((2, 5), (2,)) == (2,)
-    groups = {(9,): 0, (1, 9): 0, (9, 3): 3, (3, 3): 1, (2, 9, 3): 3, (1, 9, 3): 3, (2, 3, 3): 1}
-    assert {shape: count_group_rows(shape) for shape in groups} == groups
 
 
 @dataclasses.dataclass
