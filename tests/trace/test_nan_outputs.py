@@ -205,4 +205,4 @@ def test_two_points_cannot_have_the_same_name() -> None:
 
 def test_the_kernels_classify_rows_like_the_reference() -> None:
     pytest.importorskip("triton")
-    run_check(Path(__file__).parent / "interpreted_watch.py", "rows", "steps")
+    run_check(Path(__file__).parent / "interpreted_watch.py")
