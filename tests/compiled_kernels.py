@@ -21,8 +21,12 @@ from triton.runtime.jit import JITFunction
 from moedoctor.kernels.moe.expert_weights import ExpertWeights, make_fp8_weights
 from moedoctor.kernels.moe.launch import _read_capability
 
-CAPABILITIES = (80, 86, 89, 90, 100, 120, 121)
-"""Of the GPUs that fixes are for. Older ones are refused, because their tensor cores have no bfloat16."""
+LOWERINGS = (86, 90, 100, 120)
+"""A capability of each kind that Triton compiles in its own way, so not each one needs compiles of its own.
+
+80 and 89 compile as 86 does and have as much shared memory or more, and 121 compiles as 120 does. GPUs before
+80 are refused, because their tensor cores have no bfloat16.
+"""
 _SHARED = {80: 163, 90: 227, 100: 227}
 """KiB of shared memory that one program can have; 99 elsewhere."""
 

@@ -1,4 +1,4 @@
-"""Compares the engines of the expert cache in Triton's interpreter; a script for `test_cache`.
+"""Checks of the expert cache in Triton's interpreter, as a script: engines, copies, forwards, and failures.
 
 Triton decides at import whether it interprets, so this needs a process of its own.
 """
@@ -10,100 +10,123 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+from unittest import mock
+
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from hypothesis.stateful import run_state_machine_as_test as run
 
+from moedoctor.fixes.cache import device
+from moedoctor.fixes.cache.engine import predict_table
 from moedoctor.fixes.eviction import ONLINE_POLICIES, SlotTable
-from moedoctor.fixes.expert_cache import CachedExperts, ExpertCache, ExpertStore
+from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore, choose_followed
+from moedoctor.fixes.layer_stream import LayerStream
 from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
 from moedoctor.kernels.cache import EVERY_ROW, HALVED_EVERY, transfer
+from moedoctor.kernels.cache.transfer import Transfer
 from moedoctor.reference.moe import MoeWeights
 from moedoctor.reference.moe import forward as reference
+from tests.fixes.cache.checks import EXPERTS, WEIGHTS, assert_consistent, assert_holds
 
-EXPERTS = 11
-WEIGHTS = {
-    "w13": torch.randn(EXPERTS, 6, 8, generator=torch.Generator().manual_seed(0)),  # wide copies
-    "w2": torch.randn(EXPERTS, 4, 3, generator=torch.Generator().manual_seed(1)).bfloat16(),  # narrow ones
-    "w2_scale": torch.rand(EXPERTS, generator=torch.Generator().manual_seed(2)),
+SLOTS = 4
+IDS = torch.tensor([[1, 2, 3]])
+MANY = torch.tensor([[0, 1, 2, 3, 4, 5]])
+CALLS: dict[str, Callable[[ExpertCache], Any]] = {
+    "acquire": lambda cache: cache.acquire(IDS),
+    "groups": lambda cache: list(cache.groups(MANY)),
+    "overlap": lambda cache: list(cache.groups(IDS, overlap=True)),
+    "prefetch": lambda cache: cache.prefetch(IDS),
+    "seed": lambda cache: cache.seed(IDS),
 }
+
+
+def new(policy: str = "lfru", engine: str = "device") -> ExpertCache:
+    cache = ExpertCache(WEIGHTS, SLOTS, policy=policy, engine=engine, device="cpu")
+    cache.acquire(torch.tensor([[9, 1]]))
+    return cache
+
+
+def name_padding(ids: torch.Tensor, real: int) -> torch.Tensor:
+    """Return the ids [T, K] that a call stands for if only `real` of its rows are no padding."""
+    meant = ids.clone()
+    meant[max(real, 1) :] = ids[0]
+    return meant
+
+
 calls = st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=2, max_size=2), min_size=1, max_size=3)
-
-
-def assert_holds(
-    ids: torch.Tensor, held: CachedExperts, weights: dict[str, torch.Tensor] = WEIGHTS
-) -> torch.Tensor:
-    """Check that slots have their experts' bytes; return which ids have a slot."""
-    named = held.slot_ids >= 0  # [T, K]
-    for name, tensor in weights.items():
-        got = held.weights[name][held.slot_ids[named].long()].contiguous()
-        assert torch.equal(got.view(torch.uint8), tensor[ids[named].long()].view(torch.uint8)), name
-    return named
-
-
-def assert_lists(named: torch.Tensor, held: CachedExperts) -> None:
-    """Check that a group lists the expert of each slot, as `GroupedForward` expects."""
-    if held.experts is not None:
-        listed = held.experts[held.experts >= 0]
-        assert sorted(listed.tolist()) == sorted(set(named.tolist()))
-        for name, tensor in WEIGHTS.items():
-            assert torch.equal(held.weights[name][held.experts >= 0], tensor[listed.long()]), name
 
 
 class Engines(RuleBasedStateMachine):
     """Both engines against one table: the same slots after any sequence, and the host's bytes in them."""
 
-    @initialize(policy=st.sampled_from(ONLINE_POLICIES), capacity=st.integers(1, EXPERTS + 2))
-    def start(self, policy: str, capacity: int) -> None:
+    @initialize(
+        policy=st.sampled_from(ONLINE_POLICIES),
+        experts=st.sampled_from((1, 3, EXPERTS)),
+        capacity=st.integers(1, EXPERTS + 2),
+    )
+    def start(self, policy: str, experts: int, capacity: int) -> None:
+        self.experts, self.weights = experts, {name: tensor[:experts] for name, tensor in WEIGHTS.items()}
+        self.rows = torch.tensor([EVERY_ROW], dtype=torch.int32)
         self.caches = [
-            ExpertCache(WEIGHTS, capacity, policy=policy, engine=engine, device="cpu")
+            ExpertCache(self.weights, capacity, policy=policy, engine=engine, device="cpu")
             for engine in ("device", "host")
         ]
-        self.table = SlotTable(EXPERTS, capacity, policy)
-        self.calls = self.misses = 0
+        for cache in self.caches:
+            cache.skip_padding(self.rows)
+        self.table = SlotTable(experts, capacity, policy)
+        self.calls = self.misses = self.prefetched = 0
 
-    @rule(rows=calls)
-    def call(self, rows: list[list[int]]) -> None:
+    def make_ids(self, rows: list[list[int]]) -> torch.Tensor:
         ids = torch.tensor(rows, dtype=torch.int32)  # [T, K]
-        parts = self.table.split([expert for row in rows for expert in row])
+        return torch.where(ids < 0, ids, ids % self.experts)
+
+    @rule(rows=calls, real=st.sampled_from((EVERY_ROW, 3, 2, 1, 0)), overlap=st.booleans())
+    def call(self, rows: list[list[int]], real: int, overlap: bool) -> None:
+        """With `overlap` a call that fits is two groups: hits, then misses."""
+        ids = self.make_ids(rows)
+        self.rows.fill_(real)
+        meant = name_padding(ids, real)
+        hits = (meant >= 0) & (self.caches[0].mapping[meant.clamp_min(0).long()] >= 0)
+        parts = self.table.split(meant.flatten().tolist())
         self.calls += 1
         self.misses += sum(self.table.step(part) for part in parts)
         for cache in self.caches:
-            computed = torch.zeros_like(ids)
-            for part in cache.groups(ids):
-                named = assert_holds(ids, part)
-                computed += named
-                assert_lists(ids[named], part)
-            assert torch.equal(computed, (ids >= 0).int())
+            named = [assert_holds(meant, part, self.weights) for part in cache.groups(ids, overlap=overlap)]
+            assert torch.equal(sum(each.int() for each in named), (meant >= 0).int())
+            if overlap and cache.engine == "device" and not cache.may_need_groups(ids):
+                assert torch.equal(named[0], hits)
 
     @rule(expert=st.integers(0, EXPERTS - 1))
     def prefetch(self, expert: int) -> None:
-        self.table.step([expert])
+        ids = self.make_ids([[expert]])
+        self.prefetched += self.table.step(ids[0].tolist())
         for cache in self.caches:
-            cache.prefetch(torch.tensor([expert], dtype=torch.int32))
+            cache.prefetch(ids[0])
 
-    @rule(rows=calls)
-    def seed(self, rows: list[list[int]]) -> None:
-        self.table = SlotTable(EXPERTS, self.table.capacity, self.table.policy)
-        for row in rows:
-            for part in self.table.split(row):
-                self.table.step(part)
+    @rule(rows=calls, streams=st.booleans())
+    def seed(self, rows: list[list[int]], streams: bool) -> None:
+        """`streams`: from weights that are all on the device."""
+        ids = self.make_ids(rows)
+        followed = choose_followed(ids, self.rows) if streams else ids
+        self.table = predict_table(followed, self.experts, self.table.capacity, self.table.policy)
         for cache in self.caches:
-            cache.seed(torch.tensor(rows))
+            _ = cache.seed_from(ids, self.weights) if streams else cache.seed(ids)
 
     @invariant()
     def agree(self) -> None:
         for cache in getattr(self, "caches", ()):
             assert cache.resident() == self.table.expert_of, cache.engine
-            assert cache.mapping.tolist() == self.table.slot_of, cache.engine
             assert cache._engine.read_table().clock == self.table.clock, cache.engine
+            assert_consistent(cache, self.weights)
             stats = cache.stats
-            assert (stats.calls, stats.misses) == (self.calls, self.misses), cache.engine
-            for slot, expert in enumerate(self.table.expert_of):
-                for name, tensor in WEIGHTS.items():
-                    assert expert < 0 or torch.equal(cache.weights[name][slot], tensor[expert])
+            counts = self.calls, self.misses, self.prefetched
+            assert (stats.calls, stats.misses, stats.prefetched) == counts, cache.engine
 
 
 def stateful() -> None:
@@ -126,34 +149,47 @@ def many_ids() -> None:
     device, host = (
         ExpertCache(weights, 60, engine=engine, device="cpu", policy="lfru") for engine in ("device", "host")
     )
-    draw = torch.Generator().manual_seed(0)
-    for _ in range(3):
+    rows, draw = torch.tensor([EVERY_ROW], dtype=torch.int32), torch.Generator().manual_seed(0)
+    for cache in (device, host):
+        cache.skip_padding(rows)
+    for real in (EVERY_ROW, 39, 1):
+        rows.fill_(real)
         ids = torch.randint(-1, 200, (40, 4), generator=draw)  # [T, K]
         for ours, theirs in zip(device.groups(ids), host.groups(ids), strict=False):
-            assert_holds(ids, ours, weights)
+            assert_holds(name_padding(ids, real), ours, weights)
             assert torch.equal(ours.slot_ids, theirs.slot_ids)
         assert device.resident() == host.resident()
     ids = torch.tensor([[3, 200, -7, 1 << 30]])
     assert (device.acquire(ids).slot_ids >= 0).tolist() == [[True, False, False, False]]
 
 
-def packed() -> None:
-    """The kernel unpacks packed weights to the same bits."""
+def mapped() -> None:
+    """Kernels read the host's memory at the address that the driver gives, and unpack it to the same bits."""
     draw = torch.Generator().manual_seed(0)
-    weights = {
+    right = {
         "w13": torch.randn(6, 112, 128, generator=draw).bfloat16(),  # a block and three quarters
         "w2": (torch.randn(6, 128, 64, generator=draw) * 0.02).bfloat16(),
         "bias": torch.randn(6, 112, generator=draw),
+        "odd": torch.randn(6, 3, generator=draw).bfloat16(),
     }
-    weights["w2"].view(-1)[::4001] = 300.0
-    weights["w2"].view(-1)[7::4001] = 0.0
-    weights["w2"].view(-1)[9] = -torch.inf
-    weights["w2"].view(-1)[8191] = torch.nan
-    cache = ExpertCache(weights, 4, engine="device", device="cpu", packed=True)
-    assert set(cache._store.packed) == {"w13", "w2"}
-    for start in (0, 2, 3, 0):
-        ids = torch.arange(start, start + 3)[None]
-        assert_holds(ids, cache.acquire(ids), weights)
+    right["w2"].view(-1)[::4001] = 300.0
+    right["w2"].view(-1)[7::4001] = 0.0
+    right["w2"].view(-1)[9] = -torch.inf
+    right["w2"].view(-1)[8191] = torch.nan
+    for packed in (set(), {"w13", "w2"}):
+        store = ExpertStore({name: tensor.clone() for name, tensor in right.items()}, packed=bool(packed))
+        assert set(store.packed) == packed
+        held = [*store.tensors.values(), *(part.blocks for part in store.packed.values())]
+        mirrors = {tensor.data_ptr(): tensor.clone() for tensor in held}
+        for tensor in held:
+            tensor.zero_()
+        addresses = {address: mirror.data_ptr() for address, mirror in mirrors.items()}
+        find = mock.Mock(side_effect=lambda memory, device, at=addresses: at[memory.data_ptr()])
+        with mock.patch.object(transfer, "find_device_address", find):
+            cache = ExpertCache(store, 4, engine="device", device="cpu")
+        for start in (0, 3):
+            ids = torch.arange(start, start + 3)[None]
+            assert_holds(ids, cache.acquire(ids), right)
 
 
 def packed_exponents() -> None:
@@ -184,32 +220,6 @@ def packed_exponents() -> None:
         assert_holds(ids, cache.acquire(ids), weights)
 
 
-def mapped() -> None:
-    """Kernels read the host's memory at the address that the driver gives, packed or not."""
-    draw = torch.Generator().manual_seed(0)
-    right = {
-        "w": torch.randn(6, 128, 64, generator=draw).bfloat16(),
-        "bias": torch.randn(6, 40, generator=draw),
-        "odd": torch.randn(6, 3, generator=draw).bfloat16(),
-    }
-    for is_packed in (False, True):
-        store = ExpertStore({name: tensor.clone() for name, tensor in right.items()}, packed=is_packed)
-        held = [*store.tensors.values(), *(part.blocks for part in store.packed.values())]
-        mirrors = {tensor.data_ptr(): tensor.clone() for tensor in held}
-        for tensor in held:
-            tensor.zero_()
-        original = transfer.find_device_address
-        transfer.find_device_address = lambda memory, device, mirrors=mirrors: mirrors[
-            memory.data_ptr()
-        ].data_ptr()
-        try:
-            cache = ExpertCache(store, 4, engine="device", device="cpu")
-        finally:
-            transfer.find_device_address = original
-        ids = torch.tensor([[1, 5, 0]])
-        assert_holds(ids, cache.acquire(ids), right)
-
-
 def random_weights(
     draw: torch.Generator, slots: int, dtype: torch.dtype, activation: str = "silu", *, bias: bool
 ) -> dict[str, torch.Tensor]:
@@ -227,21 +237,23 @@ def random_weights(
 def forward() -> None:
     """Both forwards match the reference, with and without the optional parts of a model."""
     draw = torch.Generator().manual_seed(0)
-    for tokens, activation, dtype, bias in (
-        (2, "silu", torch.bfloat16, False),
-        (2, "relu2", torch.float32, True),
-        (1, "silu", torch.float8_e4m3fn, True),
-        (90, "silu", torch.bfloat16, True),
-        (90, "relu2", torch.float8_e4m3fn, False),
-        (170, "silu", torch.bfloat16, False),  # two programs share the rows of an expert
+    for tokens, slots, activation, dtype, bias in (
+        (2, 5, "silu", torch.bfloat16, False),
+        (2, 5, "relu2", torch.float32, True),
+        (1, 5, "silu", torch.float8_e4m3fn, True),
+        (1, 1, "silu", torch.bfloat16, True),
+        (130, 1, "silu", torch.bfloat16, True),
+        (90, 5, "silu", torch.bfloat16, True),
+        (90, 5, "relu2", torch.float8_e4m3fn, False),
+        (170, 5, "silu", torch.bfloat16, False),  # two programs share the rows of an expert
     ):
-        hidden, slots = 40, 5
+        hidden = 40
         weights = random_weights(draw, slots, dtype, activation, bias=bias)
         x = torch.randn(tokens, hidden, generator=draw)  # [T, H]
         x = x if dtype is torch.float32 else x.bfloat16()
         ids = torch.randint(-1, slots, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
         ids[: tokens // 4] = 0  # more rows than a tile has
-        ids[tokens // 4 : 2 * tokens // 3] = 1  # more than a tall one has
+        ids[tokens // 4 : 2 * tokens // 3] = slots // 2  # more than a tall one has
         topk_weights = torch.rand(tokens, 3, generator=draw)  # [T, K]
         right = reference(x, MoeWeights.from_tensors(weights, activation), topk_weights, ids)  # [T, H]
         tolerance = 1e-5 if tokens < 10 else 1e-2  # bfloat16 intermediates
@@ -273,26 +285,16 @@ def wrong_ids() -> None:
         right_ids[0] = -1
         topk_weights = torch.rand(tokens, 3, generator=draw)  # [T, K]
         for id_type in (torch.int32, torch.int64):
-            limit = torch.iinfo(id_type).max
-            ids = right_ids.clone()
-            empty = (ids < 0).nonzero()
-            for place, (token, lane) in enumerate(empty.tolist()):
-                ids[token, lane] = [id_ for id_ in wrong if abs(id_) <= limit][
-                    place % 4 if limit < 1 << 40 else place % 7
-                ]
-            ids, right = ids.to(id_type), right_ids.to(id_type)
-            arguments = {"topk_weights": topk_weights, "activation": activation}
+            fitting = [id_ for id_ in wrong if abs(id_) <= torch.iinfo(id_type).max]
+            ids, right = right_ids.clone(), right_ids.to(id_type)
+            empty = ids < 0  # [T, K]
+            ids[empty] = torch.tensor([fitting[place % len(fitting)] for place in range(int(empty.sum()))])
+            ids = ids.to(id_type)
             for start in (None, 1.0):
-                outs = [
-                    moe_forward(
-                        x,
-                        weights,
-                        some,
-                        out=None if start is None else torch.full((tokens, hidden), start),
-                        **arguments,
-                    )
-                    for some in (ids, right)
-                ]
+                outs = []
+                for some in (ids, right):
+                    out = None if start is None else torch.full((tokens, hidden), start)
+                    outs.append(moe_forward(x, weights, some, topk_weights, activation=activation, out=out))
                 assert torch.equal(*outs), (tokens, activation, id_type)
             call = GroupedForward(x, ids, topk_weights, experts, activation=activation)
             # The last two slots are of experts that there are not: not of this call, and of none.
@@ -308,134 +310,172 @@ def wrong_ids() -> None:
 
 
 def grouped() -> None:
-    """Groups that are resident one after another give the bits of one call."""
+    """Groups that are resident one after another, or hits and then misses, give the bits of one call."""
     draw = torch.Generator().manual_seed(0)
-    experts, hidden = 9, 40
-    for tokens, dtype, bias in (
-        (90, torch.bfloat16, True),
-        (90, torch.float8_e4m3fn, False),
-        (4, torch.float32, False),
+    half, quarter = torch.bfloat16, torch.float8_e4m3fn
+    for tokens, experts, capacity, dtype, engine, overlap in (
+        (90, 9, 4, half, "device", False),
+        (90, 9, 4, half, "host", False),
+        (90, 9, 4, quarter, "device", False),
+        (4, 9, 4, torch.float32, "device", False),
+        (4, 9, 4, torch.float32, "host", False),
+        (2, 9, 6, half, "device", True),  # pair by pair
+        (90, 9, 9, half, "device", True),  # in tiles
+        (2, 3, 1, half, "device", True),
+        (130, 1, 1, half, "device", True),
     ):
-        weights = random_weights(draw, experts, dtype, bias=bias)
-        x = torch.randn(tokens, hidden, generator=draw)  # [T, H]
-        ids = torch.randint(-1, experts, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
-        topk_weights = torch.rand(tokens, 3, generator=draw)  # [T, K]
-        whole = moe_forward(x, weights, ids, topk_weights)  # [T, H]
-        for engine in ("device", "host"):
-            cache = ExpertCache(weights, 4, engine=engine, device="cpu")
-            for _ in range(2 if engine == "device" and tokens < 10 else 1):
-                call = GroupedForward(x, ids, topk_weights, experts)
-                for part in cache.groups(ids):
-                    call.add(part.weights, part.experts)
-                total = call.sum()
-                assert torch.equal(total, whole) or (tokens < 10 and torch.allclose(total, whole, rtol=1e-5))
-
-
-def overlapping() -> None:
-    """Hits and misses of one call, computed as two groups, give what one call with all experts gives."""
-    draw = torch.Generator().manual_seed(0)
-    for tokens, capacity in ((2, 6), (90, 9)):  # pair by pair, and in tiles
-        weights = random_weights(draw, 9, torch.bfloat16, bias=True)
-        cache = ExpertCache(weights, capacity, engine="device", device="cpu")
-        for _ in range(3 if tokens < 10 else 2):
+        weights = random_weights(draw, experts, dtype, bias=dtype is half)
+        cache = ExpertCache(weights, capacity, engine=engine, device="cpu")
+        for _ in range(2 if overlap or tokens < 10 else 1):
             x = torch.randn(tokens, 40, generator=draw)  # [T, H]
-            ids = torch.randint(-1, 9, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
+            ids = torch.randint(-1, experts, (tokens, 3), generator=draw, dtype=torch.int32)  # [T, K]
             topk_weights = torch.rand(tokens, 3, generator=draw)  # [T, K]
-            call = GroupedForward(x, ids, topk_weights, 9)
-            for part in cache.groups(ids, overlap=True):
+            call = GroupedForward(x, ids, topk_weights, experts)
+            for part in cache.groups(ids, overlap=overlap):
                 call.add(part.weights, part.experts)
             total, whole = call.sum(), moe_forward(x, weights, ids, topk_weights)
             assert torch.equal(total, whole) or (tokens < 10 and torch.allclose(total, whole, rtol=1e-5))
 
 
-def one_expert_or_slot() -> None:
-    """A model of one expert and a cache of one slot work with every engine, policy and way to compute."""
-    draw = torch.Generator().manual_seed(0)
-    for experts, capacity in ((1, 1), (3, 1), (1, 3)):
-        weights = random_weights(draw, experts, torch.bfloat16, bias=True)
-        ids = torch.randint(-1, experts, (3, 2), generator=draw)  # [T, K]
-        engines = [("device", policy) for policy in ONLINE_POLICIES] + [("host", "lfru"), ("resident", "lru")]
-        for engine, policy in engines[: None if capacity >= experts else -1]:
-            cache = ExpertCache(weights, capacity, engine=engine, policy=policy, device="cpu")
-            for overlap in (False, True):
-                computed = sum(
-                    assert_holds(ids, part, weights).int() for part in cache.groups(ids, overlap=overlap)
-                )
-                assert torch.equal(computed, (ids >= 0).int())
-            cache.prefetch(ids[:1, :1])
-            cache.seed(ids)
-            assert_holds(ids[:1, :1], cache.acquire(ids[:1, :1]), weights)
-        for tokens in (1, 130) if experts == 1 else (2,):
-            x = torch.randn(tokens, 40, generator=draw)  # [T, H]
-            ids = torch.randint(-1, experts, (tokens, 2), generator=draw)  # [T, K]
-            topk_weights = torch.rand(tokens, 2, generator=draw)  # [T, K]
-            cache = ExpertCache(weights, capacity, engine="device", device="cpu")
-            call = GroupedForward(x, ids, topk_weights, experts)
-            for part in cache.groups(ids, overlap=True):
-                call.add(part.weights, part.experts)
-            right = reference(x, MoeWeights.from_tensors(weights), topk_weights, ids)  # [T, H]
-            assert torch.allclose(call.sum(), right, rtol=1e-2, atol=1e-2)
-            assert torch.allclose(moe_forward(x, weights, ids, topk_weights), right, rtol=1e-2, atol=1e-2)
-
-
-def early() -> None:
-    """With `overlap` the hits come first, then what had to be loaded; decisions are the table's, also after
-    `aging` has halved its counts."""
-    draw = torch.Generator().manual_seed(0)
+def policies() -> None:
+    """After a reset the kernel decides as a table of the same state does; `aging` halves counts, too."""
+    draw = torch.Generator().manual_seed(2)
     for policy in ONLINE_POLICIES:
-        cache = ExpertCache(WEIGHTS, 6, engine="device", device="cpu", policy=policy)
-        table = SlotTable(EXPERTS, 6, policy)
+        cache = new(policy)
+        with (
+            mock.patch.object(Transfer, "launch", mock.Mock(side_effect=MemoryError)),
+            pytest.raises(MemoryError),
+        ):
+            cache.acquire(IDS)
+        table = cache._engine.read_table()
         for _ in range(HALVED_EVERY + 12 if policy == "aging" else 12):
-            ids = torch.randint(-1, EXPERTS, (2, 3), generator=draw)  # [T, K]
-            table.step(sorted(set(ids.flatten().tolist()) - {-1}))
-            resident = cache.mapping[ids.clamp_min(0)] >= 0  # [T, K]
-            named = []
-            for part in cache.groups(ids, overlap=True):
-                named.append(assert_holds(ids, part))
-                assert part.experts is not None
-                assert_lists(ids[named[-1]], part)
-            hits, misses = named
-            assert torch.equal(hits, resident & (ids >= 0))
-            assert torch.equal(misses, ~resident & (ids >= 0))
+            ids = torch.randint(0, EXPERTS, (1, 3), generator=draw)  # [T, K]
+            table.step(sorted(set(ids.flatten().tolist())))
+            assert_holds(ids, cache.acquire(ids))
             assert cache.resident() == table.expert_of
+            assert_consistent(cache)
+
+
+def reseeded() -> None:
+    """A call after `seed` has the number of an earlier call, whose loads are not this one's."""
     cache = ExpertCache(WEIGHTS, 6, engine="device", device="cpu")
     for expert in (5, 0):
         cache.acquire(torch.tensor([[expert]]))
     cache.seed(torch.tensor([[0, 1]]))  # one call: the next is the second again, as that which loaded 0 was
     for nothing in (torch.full((1, 2), -1), torch.empty((0, 2), dtype=torch.int64)):
         assert all(bool((part.slot_ids == -1).all()) for part in cache.groups(nothing, overlap=True))
-    hits, misses = (part.slot_ids >= 0 for part in cache.groups(torch.tensor([[0, 5]]), overlap=True))
-    assert hits.tolist() == [[True, False]]
-    assert misses.tolist() == [[False, True]]
+    parts = [(part.slot_ids >= 0).tolist() for part in cache.groups(torch.tensor([[0, 5]]), overlap=True)]
+    assert parts == [[[True, False]], [[False, True]]]
 
 
-def padding() -> None:
-    """Rows that are padding count as the first row, few ids or many, in one group, in several and in two;
-    `rows` is read at each call. Both engines agree."""
-    draw = torch.Generator().manual_seed(0)
-    everything = torch.tensor([EVERY_ROW], dtype=torch.int32)
-    for tokens, capacity, overlap in ((4, 12, False), (4, 3, False), (4, 12, True), (40, 5, False)):
-        rows = everything.clone()
-        padded, plain = (
-            ExpertCache(WEIGHTS, capacity, engine="device", device="cpu", policy="aging") for _ in range(2)
-        )
-        on_host = ExpertCache(WEIGHTS, capacity, engine="host", device="cpu", policy="aging")
-        for cache in (padded, on_host):
-            cache.skip_padding(rows)
-        for real in (tokens, 1, tokens - 1, EVERY_ROW, 2, 0):
-            rows.fill_(real)
-            ids = torch.randint(-1, EXPERTS, (tokens, 3), generator=draw)  # [T, K]
-            meant = ids.clone()
-            meant[max(real, 1) :] = ids[0]
-            given = [part.slot_ids for part in padded.groups(ids, overlap=overlap)]
-            expected = [part.slot_ids for part in plain.groups(meant, overlap=overlap)]
-            assert len(given) == len(expected)
-            assert all(map(torch.equal, given, expected)), (tokens, capacity, real)
-            for part in on_host.groups(ids):
-                assert_holds(meant, part)
-            assert padded.resident() == plain.resident() == on_host.resident(), (tokens, capacity, real)
-            assert padded.stats == plain.stats
-            assert padded.stats.misses == on_host.stats.misses
+class Breaking:
+    """Raises `error` instead of call number `at`, or right after that call."""
+
+    def __init__(self, wrapped: Callable[..., Any], error: BaseException, at: int, after: bool) -> None:
+        self._wrapped, self._error, self._left, self._after = wrapped, error, at, after
+
+    def __call__(self, *given: Any, **named: Any) -> None:
+        self._left -= 1
+        if self._left or self._after:
+            self._wrapped(*given, **named)
+        if not self._left:
+            raise self._error
+
+
+def broken() -> None:
+    """After a call that fails at any step, the state is right and the next call uses the right experts."""
+    kinds = (torch.OutOfMemoryError("out of memory"), KeyboardInterrupt())
+    for how, error, after, where in product(CALLS, kinds, (False, True), ("copies", "lookup")):
+        if (how, where) == ("seed", "lookup"):
+            continue  # it has none
+        for at in (1, 2) if how == "groups" else (1,):
+            cache = new()
+            owner, name = (Transfer, "launch") if where == "copies" else (device, "launch_lookup")
+            real = cache._engine._transfer.launch if where == "copies" else device.launch_lookup
+            with (
+                mock.patch.object(owner, name, Breaking(real, error, at, after)),
+                pytest.raises(type(error)) as caught,
+            ):
+                CALLS[how](cache)
+            assert caught.value is error
+            assert_consistent(cache)
+            assert_holds(IDS, cache.acquire(IDS))
+
+
+def broken_twice() -> None:
+    """If the reset fails too, the next call or the next read of the state repeats it."""
+    for look in (lambda cache: cache.acquire(IDS), lambda cache: cache.resident()):
+        for second in (RuntimeError("the context is broken"), KeyboardInterrupt()):
+            cache = new()
+            engine = cache._engine
+            first = torch.OutOfMemoryError("out of memory")
+            with (
+                mock.patch.object(Transfer, "launch", mock.Mock(side_effect=first)),
+                mock.patch.object(engine, "_forget_all", mock.Mock(side_effect=second)),
+                pytest.raises(KeyboardInterrupt if type(second) is KeyboardInterrupt else type(first)),
+            ):
+                cache.acquire(IDS)
+            look(cache)
+            assert_consistent(cache)
+            assert_holds(IDS, cache.acquire(IDS))
+
+
+def between() -> None:
+    """A call between two groups is right or an error; no group lacks experts."""
+    others: dict[str, Callable[[ExpertCache], Any]] = {
+        **CALLS,
+        "begun groups": lambda cache: next(cache.groups(MANY + 4)),
+        "begun overlap": lambda cache: next(cache.groups(IDS + 6, overlap=True)),
+    }
+    for engine in ("device", "host"):
+        for how, other in others.items():
+            cache = new(engine=engine)
+            parts = cache.groups(MANY)
+            first = next(parts)
+            assert_holds(MANY, first)
+            computed = (first.slot_ids >= 0).int()  # [T, K]
+            other(cache)
+            if engine == "device" and how in ("groups", "begun groups"):
+                with pytest.raises(RuntimeError, match=r"another groups\(\) of this cache has begun"):
+                    next(parts)
+            else:
+                for part in parts:
+                    assert_holds(MANY, part)
+                    computed += part.slot_ids >= 0
+                assert bool((computed == 1).all()), (engine, how)
+            assert_consistent(cache)
+    for other in others.values():
+        cache = new()
+        hits_and_misses = cache.groups(IDS, overlap=True)
+        next(hits_and_misses)
+        other(cache)
+        with pytest.raises(RuntimeError, match="may have evicted the second group's experts"):
+            next(hits_and_misses)
+        assert_consistent(cache)
+
+
+def streamed() -> None:
+    """Buffers hold every expert of their layer, packed or not, in any order of layers."""
+    shape = (EXPERTS, 60, 256)  # more than one packed block, the last of them padded
+    layers = [
+        {
+            "w": torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16(),
+            "bias": WEIGHTS["w13_bias"],
+        }
+        for seed in range(3)
+    ]
+    for layer in layers:
+        layer["w"][:, -1, -1] = 1.0  # padding repeats it
+    for packed in (False, True):
+        caches = [ExpertCache(layer, SLOTS, engine="device", device="cpu", packed=packed) for layer in layers]
+        assert all(cache.packed is packed for cache in caches)
+        stream = LayerStream(caches)
+        for number in (0, 1, 2, 0, 2, 2, 1):
+            with stream.fetch(number) as weights:
+                for name, tensor in layers[number].items():
+                    assert torch.equal(weights[name].view(torch.uint8), tensor.view(torch.uint8)), name
+                caches[number].seed_from(torch.tensor([[number, 5], [7, 9]]), weights)
+            assert_consistent(caches[number], layers[number])
 
 
 if __name__ == "__main__":

@@ -11,17 +11,17 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from moedoctor.fixes.cache.packed import LANES, SIZE
 from moedoctor.kernels.cache import lookup, transfer
-from tests.compiled_kernels import CAPABILITIES, compile_launches
+from tests.compiled_kernels import LOWERINGS, compile_launches
 from tests.interpreted import run_check
 
 
 @pytest.mark.parametrize(
     "checks",
     [
-        pytest.param("stateful many_ids packed packed_exponents mapped early", marks=pytest.mark.slow),
-        pytest.param("forward grouped overlapping", marks=pytest.mark.slow),
-        "wrong_ids padding",
-        pytest.param("one_expert_or_slot", marks=pytest.mark.slow),
+        "wrong_ids many_ids reseeded",
+        pytest.param("stateful packed_exponents mapped", marks=pytest.mark.slow),
+        pytest.param("forward grouped", marks=pytest.mark.slow),
+        pytest.param("broken broken_twice policies between streamed", marks=pytest.mark.slow),
     ],
 )
 def test_interpreted(checks: str) -> None:
@@ -29,7 +29,7 @@ def test_interpreted(checks: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", LOWERINGS)
 def test_compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bookkeeping of few and many experts and ids, and the copies."""
     monkeypatch.setattr(transfer, "find_device_address", lambda memory, device: 0)

@@ -15,9 +15,9 @@ from moedoctor.kernels.kept_rows import HEADER, KeptRows, MoeCall, MoeInput, Sav
 from moedoctor.kernels.routing.launch import launch_topk
 from moedoctor.kernels.save_call import launch_save
 from moedoctor.kernels.watch import launch_begin, launch_end, launch_watch, launch_watch_three
-from tests.compiled_kernels import CAPABILITIES, compile_launches
+from tests.compiled_kernels import LOWERINGS, compile_launches
 
-oldest, *others = CAPABILITIES
+oldest, *others = LOWERINGS
 pytestmark = pytest.mark.parametrize(
     "capability", [oldest, *(pytest.param(capability, marks=pytest.mark.slow) for capability in others)]
 )

@@ -1,8 +1,4 @@
-"""Every kernel of a MoE layer, compiled by Triton and assembled by ptxas for GPUs that need not be here.
-
-Triton compiles products in one way for each of `LOWERINGS`, so not each capability needs compiles of its own:
-80 and 89 compile as 86 does and have as much shared memory or more, and 121 compiles as 120 does.
-"""
+"""Every kernel of a MoE layer, compiled by Triton and assembled by ptxas for GPUs that need not be here."""
 
 from __future__ import annotations
 
@@ -17,10 +13,9 @@ pytest.importorskip("triton", reason="needs Triton: pip install triton")
 from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
 from moedoctor.kernels.moe.launch import run_experts
 from moedoctor.kernels.moe.tiles import RowTile, Tile, _load_table, choose_block_tiles, choose_row_tiles
-from tests.compiled_kernels import compile_launches, make_empty_layer
+from tests.compiled_kernels import LOWERINGS, compile_launches, make_empty_layer
 
 pytestmark = pytest.mark.slow
-LOWERINGS = (86, 90, 100, 120)
 _EXCHANGING = {
     RowTile(4, 4, 4, lanes=8),
     RowTile(8, 4, 4, lanes=8, expert_splits=3),

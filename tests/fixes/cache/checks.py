@@ -25,13 +25,20 @@ WEIGHTS = {
 
 def assert_holds(
     ids: torch.Tensor, held: CachedExperts, weights: Mapping[str, torch.Tensor] = WEIGHTS
-) -> None:
-    """Check that each slot in `held` has the bytes of its expert."""
+) -> torch.Tensor:
+    """Check that each slot in `held` has the bytes of its expert, and that a group lists its experts.
+
+    Returns which ids have a slot, bool [T, K].
+    """
     named = held.slot_ids >= 0  # [T, K]
+    slots, experts = held.slot_ids[named].long(), ids.cpu()[named.cpu()].long()
     for name, tensor in weights.items():
-        got = held.weights[name][held.slot_ids[named].long()].cpu()
-        right = tensor[ids.cpu()[named.cpu()].long()]
-        assert torch.equal(got.contiguous().view(torch.uint8), right.view(torch.uint8)), name
+        got = held.weights[name][slots].cpu()
+        assert torch.equal(got.contiguous().view(torch.uint8), tensor[experts].view(torch.uint8)), name
+    if held.experts is not None:
+        assert torch.equal(held.experts[slots].cpu().long(), experts)
+        assert int((held.experts >= 0).sum()) == len(set(experts.tolist()))
+    return named
 
 
 def assert_consistent(cache: ExpertCache, weights: Mapping[str, torch.Tensor] = WEIGHTS) -> None:

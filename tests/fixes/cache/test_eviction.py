@@ -16,7 +16,6 @@ from moedoctor.fixes.cache import policies as _eviction_policies
 from moedoctor.fixes.cache.policies import Change, Lfru, Lru
 from moedoctor.fixes.eviction import (
     ONLINE_POLICIES,
-    POLICIES,
     CacheOverflow,
     CacheStats,
     SlotTable,
@@ -24,7 +23,6 @@ from moedoctor.fixes.eviction import (
     simulate,
 )
 from moedoctor.kernels.cache import HALVED_EVERY
-from moedoctor.reference.expert_cache import PrRule
 
 EXPERTS = 9
 calls = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4), max_size=40)
@@ -121,16 +119,6 @@ def test_the_sorted_residents_of_lfru_do_not_change_decisions(
     assert min(steps) < 0 < max(steps)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@given(trace=calls, capacity=st.integers(1, EXPERTS + 1))
-def test_no_call_loses_an_expert(policy: str, trace: list[list[int]], capacity: int) -> None:
-    stats = simulate(trace, num_experts=EXPERTS, capacity=capacity, policy=policy)
-    assert stats.wrong == 0
-    assert stats.calls == len(trace)
-    assert stats.accesses == sum(len(set(call)) for call in trace)
-    assert stats.misses >= len({expert for call in trace for expert in call})
-
-
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 @given(trace=calls, capacity=st.integers(1, EXPERTS))
 def test_slots_are_never_shared(policy: str, trace: list[list[int]], capacity: int) -> None:
@@ -143,14 +131,6 @@ def test_slots_are_never_shared(policy: str, trace: list[list[int]], capacity: i
                 assert table.expert_of[table.slot_of[expert]] == expert
             held = [slot for slot in table.slot_of if slot >= 0]
             assert len(held) == len(set(held)) == sum(expert >= 0 for expert in table.expert_of)
-
-
-def test_the_rule_of_the_vllm_pr_is_wrong() -> None:
-    """8 slots, 16 experts, 4 per call: experts that were just placed score lowest and are evicted again."""
-    draw = random.Random(0)
-    trace = [draw.sample(range(16), 4) for _ in range(400)]
-    assert replay(trace, PrRule(16, 8)).wrong > 0
-    assert replay(trace, SlotTable(16, 8, "lfru")).wrong == 0
 
 
 @given(
@@ -171,7 +151,9 @@ def test_belady_is_the_brute_force_optimum(trace: list[list[int]], capacity: int
             fewest(index + 1, call | frozenset(rest)) for rest in combinations(sorted(others), kept)
         )
 
-    assert simulate(trace, num_experts=5, capacity=capacity, policy="belady").misses == fewest(0, frozenset())
+    misses, accesses = fewest(0, frozenset()), sum(map(len, needed))
+    stats = simulate(trace, num_experts=5, capacity=capacity, policy="belady")
+    assert stats == CacheStats(calls=len(trace), hits=accesses - misses, misses=misses)
 
 
 def test_more_experts_than_slots_raise_and_change_nothing() -> None:

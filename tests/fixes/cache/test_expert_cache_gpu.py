@@ -35,55 +35,54 @@ def _weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("engine", ["device", "host"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_slots_hold_the_bytes_of_the_host(engine: str, dtype: torch.dtype) -> None:
-    weights = _weights(dtype)
-    cache = ExpertCache(weights, CAPACITY, engine=engine)
+@pytest.fixture(autouse=True)
+def _seed() -> None:
     torch.manual_seed(1)
-    for _ in range(30):
-        ids = torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32, device="cuda")
-        assert_holds(ids, cache.acquire(ids), weights)
-    stats = cache.stats
-    assert stats.calls == 30
-    assert stats.misses > EXPERTS
 
 
-def test_both_engines_make_the_same_decisions() -> None:
-    caches = [ExpertCache(_weights(), CAPACITY, engine=engine) for engine in ("device", "host")]
-    torch.manual_seed(2)
-    for _ in range(40):
-        ids = torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int64, device="cuda")
-        slots = [cache.acquire(ids).slot_ids for cache in caches]
-        assert torch.equal(*slots)
-        assert torch.equal(*(cache.mapping for cache in caches))
-    assert caches[0].stats == caches[1].stats
+def _draw_call(
+    tokens: int, top_k: int = 4, experts: int = EXPERTS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x [T, H], ids int32 [T, K], some of them -1, and the ids' weights [T, K]."""
+    x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
+    ids = torch.randint(-1, experts, (tokens, top_k), dtype=torch.int32, device="cuda")
+    return x, ids, torch.rand(tokens, top_k, device="cuda")
+
+
+def _forward(
+    cache: ExpertCache, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, *, overlap: bool = False
+) -> torch.Tensor:
+    """Return the sum of the groups of one call, float32 [T, H]."""
+    out = torch.zeros(x.shape, device="cuda")
+    for part in cache.groups(ids, overlap=overlap):
+        moe_forward(x, part.weights, part.slot_ids, shares, out=out)
+    return out
+
+
+def _forward_grouped(
+    cache: ExpertCache, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, *, overlap: bool = False
+) -> torch.Tensor:
+    """Return the same, summed at the end."""
+    call = GroupedForward(x, ids, shares, cache.num_experts)
+    for part in cache.groups(ids, overlap=overlap):
+        call.add(part.weights, part.experts)
+    return call.sum()
 
 
 def test_a_graph_of_the_device_engine_follows_the_ids() -> None:
     weights = _weights()
     cache = ExpertCache(weights, CAPACITY, engine="device")
-    x = torch.randn(4, HIDDEN, device="cuda").bfloat16()
-    ids = torch.zeros(4, 4, dtype=torch.int32, device="cuda")
-    shares = torch.rand(4, 4, device="cuda")
-
-    def step() -> torch.Tensor:
-        out = torch.zeros(4, HIDDEN, device="cuda")
-        for part in cache.groups(ids):
-            moe_forward(x, part.weights, part.slot_ids, shares, out=out)
-        return out
-
-    step()
+    x, ids, shares = _draw_call(4)
+    _forward(cache, x, ids, shares)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step()
+        _forward(cache, x, ids, shares)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step()
-    torch.manual_seed(3)
+        out = _forward(cache, x, ids, shares)
     for _ in range(20):
         ids.copy_(torch.randint(0, EXPERTS, (4, 4), dtype=torch.int32))
         graph.replay()
@@ -111,7 +110,6 @@ def test_the_host_engine_does_not_overwrite_weights_in_use() -> None:
     weights = _weights()
     cache = ExpertCache(weights, 4, engine="host")
     busy = torch.randn(4096, 4096, device="cuda")
-    torch.manual_seed(4)
     for _ in range(10):
         ids = torch.randperm(EXPERTS)[:4].view(1, 4).int()  # on the host: nothing waits for the device
         held = cache.acquire(ids)
@@ -154,60 +152,11 @@ def test_the_device_engine_refuses_by_shape() -> None:
 def test_forward_against_the_reference(tokens: int, dtype: torch.dtype) -> None:
     weights = _weights(dtype)
     device = {name: tensor.cuda() for name, tensor in weights.items()}
-    torch.manual_seed(5)
-    x = torch.randn(tokens, HIDDEN).bfloat16()
-    ids = torch.randint(-1, EXPERTS, (tokens, 4), dtype=torch.int32)
+    x, ids, shares = _draw_call(tokens)
     ids[tokens // 2 :, 0] = 3  # more rows than one tile has, and more than a tall one
-    shares = torch.rand(tokens, 4)
-    out = moe_forward(x.cuda(), device, ids.cuda(), shares.cuda())
-    right = reference(x, MoeWeights.from_tensors(weights), shares, ids)
+    out = moe_forward(x, device, ids, shares)
+    right = reference(x.cpu(), MoeWeights.from_tensors(weights), shares.cpu(), ids.cpu())
     assert float((out.cpu() - right).norm() / right.norm()) < 1e-2
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_hits_are_computed_while_misses_are_copied(packed: bool) -> None:
-    draw = torch.Generator().manual_seed(6)
-    weights = {
-        "w13": (torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=draw) / 16).bfloat16(),
-        "w2": (torch.randn(EXPERTS, HIDDEN, INNER, generator=draw) / 11).bfloat16(),
-    }
-    cache = ExpertCache(weights, CAPACITY, engine="device", packed=packed)
-    x = torch.randn(2, HIDDEN, device="cuda").bfloat16()
-    shares = torch.rand(2, 4, device="cuda")
-    ids = torch.zeros(2, 4, dtype=torch.int32, device="cuda")
-
-    def step() -> torch.Tensor:
-        out = torch.zeros(2, HIDDEN, device="cuda")
-        for part in cache.groups(ids, overlap=True):
-            moe_forward(x, part.weights, part.slot_ids, shares, out=out)
-        return out
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    for _ in range(30):
-        ids.copy_(torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int32))
-        graph.replay()
-        right = reference(x.cpu(), MoeWeights.from_tensors(weights), shares.cpu(), ids.cpu())
-        assert torch.allclose(out.cpu(), right, rtol=1e-3, atol=1e-4)
-        assert_holds(ids, cache.acquire(ids), weights)
-
-
-@pytest.mark.parametrize("engine", ["device", "host"])
-def test_groups_give_the_bits_of_one_call(engine: str) -> None:
-    weights = _weights()
-    every = {name: tensor.cuda() for name, tensor in weights.items()}
-    cache = ExpertCache(weights, CAPACITY, engine=engine)
-    torch.manual_seed(7)
-    x = torch.randn(200, HIDDEN, device="cuda").bfloat16()
-    shares = torch.rand(200, 4, device="cuda")
-    for _ in range(3):
-        ids = torch.randint(-1, EXPERTS, (200, 4), dtype=torch.int32, device="cuda")
-        call = GroupedForward(x, ids, shares, EXPERTS)
-        for part in cache.groups(ids):
-            call.add(part.weights, part.experts)
-        assert torch.equal(call.sum(), moe_forward(x, every, ids, shares))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -220,31 +169,25 @@ def test_hits_first_give_what_one_call_gives(packed: bool, top_k: int) -> None:
     cache = ExpertCache(weights, CAPACITY, engine="device", packed=packed)
     rows = torch.tensor([2], dtype=torch.int32, device="cuda")
     cache.skip_padding(rows)
-    torch.manual_seed(9)
-    x = torch.randn(2, HIDDEN, device="cuda").bfloat16()
-    ids = torch.randint(-1, EXPERTS, (2, top_k), dtype=torch.int32, device="cuda")
-    shares = torch.rand(2, top_k, device="cuda")
-
-    def step() -> torch.Tensor:
-        out = torch.zeros(2, HIDDEN, device="cuda")
-        for part in cache.groups(ids, overlap=True):
-            moe_forward(x, part.weights, part.slot_ids, shares, out=out)
-        return out
+    x, ids, shares = _draw_call(2, top_k)
 
     def assert_right(out: torch.Tensor, real: int) -> None:
         whole = moe_forward(x, every, ids, shares)
         torch.testing.assert_close(out[:real], whole[:real], rtol=1e-4, atol=1e-5)
         assert bool(out.isfinite().all())
+        meant = ids.clone()
+        meant[real:] = ids[0]  # padding counts as the first row
+        assert_holds(meant, cache.acquire(ids), weights)
 
-    step()
+    _forward(cache, x, ids, shares, overlap=True)
     for _ in range(5):
         ids.copy_(torch.randint(-1, EXPERTS, (2, top_k), dtype=torch.int32))
         with torch.cuda.stream(cache._engine._copies):
             torch.cuda._sleep(5_000_000)
-        assert_right(step(), 2)
+        assert_right(_forward(cache, x, ids, shares, overlap=True), 2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step()
+        out = _forward(cache, x, ids, shares, overlap=True)
     for number in range(20):
         ids.copy_(torch.randint(-1, EXPERTS, (2, top_k), dtype=torch.int32))
         rows.fill_(1 + number % 2)
@@ -253,36 +196,46 @@ def test_hits_first_give_what_one_call_gives(packed: bool, top_k: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
-def test_the_kernel_makes_the_decisions_of_the_table(policy: str) -> None:
-    cache = ExpertCache(_weights(), CAPACITY, engine="device", policy=policy)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_both_engines_make_the_decisions_of_the_table_and_slots_hold_the_bytes_of_the_host(
+    dtype: torch.dtype, policy: str
+) -> None:
+    weights = _weights(dtype)
+    caches = [ExpertCache(weights, CAPACITY, engine=engine, policy=policy) for engine in ("device", "host")]
     table = SlotTable(EXPERTS, CAPACITY, policy)
-    draw = torch.Generator().manual_seed(8)
-    for _ in range(120):  # `aging` halves its counts twice
-        ids = torch.randint(0, EXPERTS, (2, 4), generator=draw, dtype=torch.int32)
-        table.step(sorted(set(ids.flatten().tolist())))
-        cache.acquire(ids.cuda())
-    assert cache.resident() == table.expert_of
+    for number in range(120):  # `aging` halves its counts twice
+        ids = torch.randint(-1, EXPERTS, (2, 4), dtype=torch.int64 if number % 2 else torch.int32)
+        table.step(sorted(set(ids.flatten().tolist()) - {-1}))
+        held = [cache.acquire(ids.cuda()) for cache in caches]
+        assert torch.equal(held[0].slot_ids, held[1].slot_ids)
+        for each in held:
+            assert_holds(ids, each, weights)
+    assert [cache.resident() for cache in caches] == [table.expert_of] * 2
+    assert caches[0].stats == caches[1].stats
 
 
-@pytest.mark.parametrize("tokens", [2, 100])
-def test_hits_and_misses_as_two_groups_give_what_one_call_gives(tokens: int) -> None:
-    """The copies are late: who reads a slot too early reads zeros."""
+@pytest.mark.parametrize(
+    ("tokens", "capacity", "engine", "overlap"),
+    [
+        (200, CAPACITY, "device", False),
+        (200, CAPACITY, "host", False),
+        (2, CAPACITY, "device", True),
+        (100, EXPERTS, "device", True),
+    ],
+)
+def test_groups_give_what_one_call_gives(tokens: int, capacity: int, engine: str, overlap: bool) -> None:
+    """Of many tokens bit by bit. Copies beside the hits are late: who reads a slot too early reads zeros."""
     weights = _weights()
     every = {name: tensor.cuda() for name, tensor in weights.items()}
-    torch.manual_seed(9)
     for _ in range(4):
-        cache = ExpertCache(weights, CAPACITY if tokens < 10 else EXPERTS, engine="device")
+        cache = ExpertCache(weights, capacity, engine=engine)
         cache.acquire(torch.tensor([[1, 2, 3, 4]], dtype=torch.int32, device="cuda"))
-        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-        ids = torch.randint(-1, EXPERTS, (tokens, 4), dtype=torch.int32, device="cuda")
-        shares = torch.rand(tokens, 4, device="cuda")
+        x, ids, shares = _draw_call(tokens)
         whole = moe_forward(x, every, ids, shares)
-        with torch.cuda.stream(cache._engine._copies):
-            torch.cuda._sleep(5_000_000)
-        call = GroupedForward(x, ids, shares, EXPERTS)
-        for part in cache.groups(ids, overlap=True):
-            call.add(part.weights, part.experts)
-        total = call.sum()
+        if overlap:
+            with torch.cuda.stream(cache._engine._copies):
+                torch.cuda._sleep(5_000_000)
+        total = _forward_grouped(cache, x, ids, shares, overlap=overlap)
         assert torch.equal(total, whole) or (
             tokens < 10 and torch.allclose(total, whole, rtol=1e-4, atol=1e-5)
         )
@@ -361,18 +314,12 @@ def test_the_host_engine_refuses_a_capture_and_stays_right() -> None:
 def test_one_expert_or_one_slot(experts: int, capacity: int) -> None:
     weights = {name: tensor[:experts] for name, tensor in _weights().items()}
     every = {name: tensor.cuda() for name, tensor in weights.items()}
-    torch.manual_seed(10)
     for tokens in (2, 100):
-        x = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-        ids = torch.randint(-1, experts, (tokens, 4), dtype=torch.int32, device="cuda")
-        shares = torch.rand(tokens, 4, device="cuda")
+        x, ids, shares = _draw_call(tokens, experts=experts)
         right = reference(x.cpu(), MoeWeights.from_tensors(weights), shares.cpu(), ids.cpu())
         cache = ExpertCache(weights, capacity, engine="device")
-        call = GroupedForward(x, ids, shares, experts)
-        for part in cache.groups(ids, overlap=True):
-            assert_holds(ids, part, weights)
-            call.add(part.weights, part.experts)
-        for out in (call.sum(), moe_forward(x, every, ids, shares)):
+        grouped = _forward_grouped(cache, x, ids, shares, overlap=True)
+        for out in (grouped, moe_forward(x, every, ids, shares)):
             assert float((out.cpu() - right).norm() / right.norm()) < 1e-2
 
 
