@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -158,6 +159,8 @@ def test_after_a_layer_that_fails_the_next_pass_is_right_and_prefetches_in_order
     with pytest.raises(KeyboardInterrupt):
         run()
     layers[at].fails = False
+    with ThreadPoolExecutor(1) as threads:  # the failed pass locks out no other thread
+        assert torch.equal(threads.submit(torch.no_grad()(run)).result(), expected)
     for _ in range(2):
         assert torch.equal(run(), expected)
         assert handle._pipeline._after == order  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.utils import parametrizations, spectral_norm
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from moedoctor.fixes.offload.plan import find_layers
 from tests.fixes.offload.models import WIDTH, offloaded, reasons, stack
@@ -72,44 +72,31 @@ class Held(nn.Module):
         return torch.tanh(x @ self.parts[0].weight)
 
 
-def weight_norm() -> nn.Module:
-    return torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-
-def attended(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x, x, x)[0]
-
-
-def plain(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x)
-
-
 def first(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return layer(x)[0]
 
 
-def looked_up(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x + layer(x.shape[1])
-
-
-def with_memory(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return layer(x, x)
-
-
+plain = nn.Module.__call__
 Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 KINDS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "linear": (lambda: nn.Linear(WIDTH, WIDTH), plain),
     "sequence": (lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH)), plain),
-    "attention": (lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True), attended),
+    "attention": (
+        lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+        lambda layer, x: layer(x, x, x)[0],
+    ),
     "encoder": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True), plain),
-    "decoder": (lambda: nn.TransformerDecoderLayer(WIDTH, 2, 32, batch_first=True), with_memory),
+    "decoder": (
+        lambda: nn.TransformerDecoderLayer(WIDTH, 2, 32, batch_first=True),
+        lambda layer, x: layer(x, x),
+    ),
     "lstm": (lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), first),
     "gru": (lambda: nn.GRU(WIDTH, WIDTH, 2, batch_first=True), first),
-    "weight_norm": (weight_norm, plain),
+    "weight_norm": (lambda: weight_norm(nn.Linear(WIDTH, WIDTH)), plain),
     "parametrized": (lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)), plain),
     "spectral_norm": (lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)), plain),
     "lists": (Listed, plain),
-    "table": (Table, looked_up),
+    "table": (Table, lambda layer, x: x + layer(x.shape[1])),
     "reading": (Reading, plain),
     "held": (Held, plain),
 }

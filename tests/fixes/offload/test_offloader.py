@@ -106,6 +106,10 @@ def test_an_offloaded_module_compiles_to_one_graph_with_the_same_bits(compiler: 
     offloaded(model)
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
     assert all(torch.equal(compiled(IDS), expected) for _ in range(3))
+    if compiler != "inductor":  # which rounds in another way
+        assert torch.equal(model(IDS), expected)
+        assert torch.equal(compiled(IDS), expected)
+    assert len(model.state_dict()) > 0, "a compiled pass was taken for a write"
     if compiler == "inductor":
         plain = model.layers[0]._moedoctor_offload.plain  # type: ignore[union-attr]
         assert plain is None, "compiled code must use the buffers without a copy"
@@ -136,51 +140,6 @@ def test_code_that_was_compiled_for_another_module_computes_with_the_weights_of_
     for _ in range(2):
         assert torch.equal(run(*inputs)[0], expected[1])
         assert torch.equal(models[0](x), expected[0])
-    torch._dynamo.reset()
-
-
-def test_an_operator_that_looks_up_its_weights_runs_after_their_copy() -> None:
-    """As in vLLM's MoE layer, the weight is not an input that the compiler sees."""
-    from functorch.compile import make_boxed_func
-    from torch._dynamo.backends.common import aot_autograd
-
-    library = torch.library.Library("moedoctor_test", "DEF")
-    library.define("opaque(Tensor x, int layer) -> Tensor")
-    model, x = nn.Sequential(), torch.randn(3, WIDTH)
-    library.impl("opaque", lambda x, layer: x @ model[layer].weight, "CPU")
-    torch.library.register_fake("moedoctor_test::opaque", lambda x, layer: torch.empty_like(x), lib=library)
-
-    class Opaque(nn.Linear):
-        number = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.ops.moedoctor_test.opaque(x, self.number)
-
-    for number in range(4):
-        model.append(Opaque(WIDTH, WIDTH))
-        model[number].number = number
-    expected = model(x)
-    offloaded(model)
-    graphs = []
-
-    def keep(module: Any, inputs: Any) -> Any:
-        graphs.append(module.graph)
-        return make_boxed_func(module.forward)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        got = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(x)
-    assert torch.equal(got, expected)
-    operators = [node for node in graphs[0].nodes if "opaque" in str(node.target)]
-    assert len(operators) == 4
-    for number, node in enumerate(operators):
-        before, todo = set(), [node]
-        while todo:
-            new = [source for source in todo.pop().all_input_nodes if source not in before]
-            before.update(new)
-            todo += new
-        waits = [source for source in before if "wait" in str(source.args[:1])]
-        assert len(waits) == number + 1
     torch._dynamo.reset()
 
 
@@ -265,13 +224,6 @@ def test_net_bytes_are_the_freed_bytes_less_two_buffers() -> None:
     assert offloaded(Model(2), patterns=("layers",)).report().buffer_bytes <= largest + 4096
 
 
-def test_gradients_are_refused_because_buffers_are_reused() -> None:
-    model = nn.Sequential(*(Block() for _ in range(4)))
-    offloaded(model)
-    with torch.enable_grad(), pytest.raises(RuntimeError, match=r"forward only: call it under torch.no_grad"):
-        model(torch.randn(3, WIDTH, requires_grad=True))
-
-
 def test_a_layer_that_runs_inside_another_is_refused() -> None:
     class Nested(Block):
         inner: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -294,14 +246,6 @@ def snapshot(model: nn.Module) -> list[tuple[str, int, bool]]:
     ]
 
 
-def nested(model: Model) -> dict[str, Any]:
-    return {"layers": [model.layers, model.layers[0]]}
-
-
-def containers(model: Model) -> dict[str, Any]:
-    return {"layers": [model.layers]}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -310,7 +254,7 @@ def containers(model: Model) -> dict[str, Any]:
         ({"patterns": ("up_scal",)}, r"closest are: .*up_scale"),
         ({"patterns": ("xyzzy",)}, r"the closest are: "),
         ({"layers": [nn.Linear(2, 2)]}, r"layers: Linear is no part of the module"),
-        ({"layers": nested}, r"layers: layers contains another of the layers"),
+        ({"layers": lambda model: [model.layers, model.layers[0]]}, r"layers contains another of the layers"),
         ({"access": "view"}, r"access: a view needs a CUDA device"),
         ({"access": "copies"}, r"access: must be 'copy' or 'view', got 'copies'"),
         ({"budget": float("nan")}, r"budget_bytes: must be a number of bytes, got nan"),
@@ -322,17 +266,14 @@ def containers(model: Model) -> dict[str, Any]:
         ({"device": "meta"}, r"device: meta tensors hold no data"),
         ({"device": "nonsense"}, r"device: 'nonsense' cannot be used here: "),
         ({"device": "cuda:77"}, r"device: 'cuda:77' cannot be used here: "),
-        (
-            {"layers": containers},
-            r"layers: layers \(ModuleList\) has no forward to wrap; name the module that",
-        ),
+        ({"layers": lambda model: [model.layers]}, r"layers \(ModuleList\) has no forward to wrap; name the"),
     ],
 )
 def test_bad_input_is_named_and_leaves_the_module_unchanged(options: dict[str, Any], message: str) -> None:
     model = Model(4)
     before, expected = snapshot(model), model(IDS)
     if callable(options.get("layers")):
-        options = options["layers"](model)
+        options = {"layers": options["layers"](model)}
     with pytest.raises(ValueError, match=message):
         offloaded(model, **options)
     assert snapshot(model) == before
