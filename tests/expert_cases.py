@@ -37,7 +37,6 @@ def assert_layer_is_right(
     tokens: int,
     hidden_size: int,
     intermediate_size: int,
-    *,
     device: str = "cpu",
     bounds: Bounds = _INTERPRETED,
 ) -> None:
@@ -321,29 +320,33 @@ def assert_e4m3_words_are_exact(device: str) -> None:
         assert torch.equal(out, right[:, place]), (shift, place)
 
 
+def check(case: str, device: str = "cpu", bounds: Bounds = _INTERPRETED) -> None:
+    """Make one of the checks above: its kind and its numbers with commas, as in ``plan,16,0.5,40,5``."""
+    kind, *values = case.split(",")
+    if kind in ("random", "fp8_rows"):
+        assert_random_layer_is_right(int(values[0]), device, bounds, fp8_rows=kind == "fp8_rows")
+    elif kind == "e4m3":
+        for half in (True, False):
+            assert_e4m3_is_exact(device, half=half, wide=device == "cpu" and not half)
+        assert_e4m3_words_are_exact(device)
+        assert_e4m3_bytes_are_exact(device)
+    elif kind == "decoding":
+        assert_decoding_is_exact(device, Tile(*map(int, values)))
+    elif kind == "rows":
+        launch._MOST_ROWS = 2
+        assert_layer_is_right("bf16", "silu", 20, 96, 48)
+    elif kind == "shared":
+        assert_shared_experts_are_right(*map(int, values), device, bounds)
+    elif kind == "small":
+        assert_small_values_keep_their_bits(getattr(torch, values[0]), 2.0 ** float(values[1]), device)
+    elif kind == "plan":
+        assert_plan_is_whole(device, int(values[0]), float(values[1]), *map(int, values[2:]))
+    else:
+        assert_layer_is_right(kind, values[0], *map(int, values[1:]), device, bounds)
+
+
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN, which no result may read
     for case in sys.argv[1:]:
-        kind, *values = case.split(",")
-        if kind in ("random", "fp8_rows"):
-            assert_random_layer_is_right(int(values[0]), fp8_rows=kind == "fp8_rows")
-        elif kind == "e4m3":
-            assert_e4m3_is_exact("cpu", half=False, wide=True)
-            assert_e4m3_is_exact("cpu", half=True, wide=False)
-            assert_e4m3_words_are_exact("cpu")
-            assert_e4m3_bytes_are_exact("cpu")
-        elif kind == "decoding":
-            assert_decoding_is_exact("cpu", Tile(64, 64, 128, 4, 2))
-        elif kind == "rows":
-            launch._MOST_ROWS = 2
-            assert_layer_is_right("bf16", "silu", 20, 96, 48)
-        elif kind == "shared":
-            assert_shared_experts_are_right(*map(int, values))
-        elif kind == "small":
-            assert_small_values_keep_their_bits(getattr(torch, values[0]), 2.0 ** float(values[1]))
-        elif kind == "plan":
-            assert_plan_is_whole("cpu", int(values[0]), float(values[1]), int(values[2]), 5)
-        else:
-            activation, *sizes = values
-            assert_layer_is_right(kind, activation, *map(int, sizes))
+        check(case)
     print("agreed")

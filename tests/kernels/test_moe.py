@@ -16,6 +16,16 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
+
+import expert_cases as cases
+
+from moedoctor.bench.moe.own_backends import convert_weights
+from moedoctor.fixes.moe.forward import moe_forward
+from moedoctor.kernels.moe import launch
+from moedoctor.kernels.moe.expert_weights import make_fp8_weights
+from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks, run_experts
+from moedoctor.kernels.moe.nvfp4_words import pack_words
 from moedoctor.kernels.moe.tiles import (
     RowTile,
     Tile,
@@ -28,20 +38,20 @@ from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1
 from moedoctor.reference.agreement import choose_bounds
 from moedoctor.reference.moe_layer import make_layer, make_problem
-from tests.interpreted import needs_triton, run_check
+from tests.compiled_kernels import LOWERINGS, compile_launches, make_empty_layer
+from tests.interpreted import run_check
 
-pytestmark = needs_triton
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
 # Each process takes seconds to start, so each holds many cases; a failure names its case.
 INTERPRETED = {
-    # Few and many pairs; sizes that are not multiples of the tiles; more blocks than a grid has rows.
-    "bf16": "bf16,silu,1,96,32 bf16,relu2,3,96,64 bf16,gelu_tanh,20,96,48 rows",
-    # Several blocks of scales in a row and in a column, and a gate that ends within one.
-    "fp8": "fp8-block,gelu_tanh,20,96,48 fp8-block,silu,2,160,192 fp8-block,relu2,9,288,160",
-    # Small and large blocks, pairs without an expert, more pairs than the kernel reads at once.
-    "plan": "decoding e4m3 plan,1,0.3,40 plan,16,0.0,40 plan,16,0.5,2 plan,64,1.0,40 plan,64,0.3,1500",
+    # Few and many pairs; sizes that are not multiples of the tiles; more blocks than a grid has rows. Several
+    # blocks of scales in a row and in a column, and a gate that ends within one. Small and large blocks of a
+    # plan, pairs without an expert, more pairs than the kernel reads at once.
+    "blocks": "bf16,silu,1,96,32 bf16,relu2,3,96,64 bf16,gelu_tanh,20,96,48 fp8-block,gelu_tanh,20,96,48 "
+    "fp8-block,silu,2,160,192 fp8-block,relu2,9,288,160 decoding,64,64,128,4,2 e4m3 plan,1,0.3,40,5 "
+    "plan,16,0.0,40,5 plan,16,0.5,2,5 plan,64,1.0,40,5 plan,64,0.3,1500,5 rows",
     # Random formats, scales, biases, activations, sizes, and types of input and ids.
     "layers": " ".join(f"random,{seed}" for seed in range(8)),
     # A scale for a matrix, a half, a row, a block; masked rows and columns; programs that share a token's
@@ -57,12 +67,12 @@ SLOW = {
 
 
 @pytest.mark.parametrize(
-    "cases",
-    [*INTERPRETED.values(), *(pytest.param(cases, marks=pytest.mark.slow) for cases in SLOW.values())],
+    "checks",
+    [*INTERPRETED.values(), *(pytest.param(checks, marks=pytest.mark.slow) for checks in SLOW.values())],
     ids=[*INTERPRETED, *SLOW],
 )
-def test_interpreted(cases: str) -> None:
-    assert run_check("expert_cases.py", *cases.split()).strip() == "agreed"
+def test_interpreted(checks: str) -> None:
+    assert run_check("expert_cases.py", *checks.split()).strip() == "agreed"
 
 
 def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +114,7 @@ def test_measured_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_few_tokens_that_are_computed_row_by_row(
     tokens: int, top_k: int, experts: int, quantization: str, gated: bool, rows: bool
 ) -> None:
-    from moedoctor.kernels.moe.launch import _choose_tiles
-
-    tiles = _choose_tiles(torch.empty(tokens, 64), top_k, experts, quantization, 48, gated)
+    tiles = launch._choose_tiles(torch.empty(tokens, 64), top_k, experts, quantization, 48, gated)
     assert isinstance(tiles[0], RowTile) == rows
 
 
@@ -136,9 +144,6 @@ def test_the_table_of_measured_tiles() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [2, 90, 1000])
 def test_fp8_slots_are_the_same_on_gpus_without_fp8(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from moedoctor.fixes.moe.forward import moe_forward
-    from moedoctor.kernels.moe import launch
-
     slots, hidden, top_k = 16, 256, 4
     shapes = {"w13": (slots, 2 * 128, hidden), "w2": (slots, hidden, 128)}
     weights = {
@@ -154,73 +159,32 @@ def test_fp8_slots_are_the_same_on_gpus_without_fp8(tokens: int, monkeypatch: py
     assert (decoded - right).norm() <= 1e-4 * right.norm()  # sums may be in another order
 
 
-@pytest.mark.gpu
-def test_compiled_layers_of_every_kind() -> None:
-    from expert_cases import (
-        assert_e4m3_bytes_are_exact,
-        assert_e4m3_is_exact,
-        assert_e4m3_words_are_exact,
-        assert_random_layer_is_right,
+COMPILED = {
+    "layers": " ".join(f"random,{seed} fp8_rows,{seed}" for seed in range(40)),
+    "shared experts": "shared,3,1,2 shared,22,8,3 shared,22,4,6 shared,6,4,2",
+    # Every kind of tile that is launched, and a tile for the instructions of other GPUs.
+    "decoding": "e4m3 decoding,16,64,256,4,3 decoding,16,128,128,4,3 decoding,32,128,128,4,3 "
+    "decoding,64,128,128,4,3 decoding,128,128,64,8,3 decoding,16,32,128,2,3 decoding,8,16,256,1,3",
+    "plan": "plan,64,0.0,40,5 plan,64,0.3,40,512 plan,64,0.3,5000,512 plan,64,1.0,5000,5",
+} | {
+    f"{kind},{activation}": " ".join(
+        f"{kind},{activation},{sizes}" for sizes in ("1,512,256", "16,160,96", "17,512,256", "300,704,352")
     )
-
-    assert_e4m3_words_are_exact("cuda:0")
-    assert_e4m3_bytes_are_exact("cuda:0")
-    for half in (True, False):
-        assert_e4m3_is_exact("cuda:0", half=half, wide=False)
-    for seed in range(40):
-        assert_random_layer_is_right(seed, "cuda:0", choose_bounds("none"))
-        assert_random_layer_is_right(seed, "cuda:0", choose_bounds("none"), fp8_rows=True)
+    for kind in ("nvfp4", "fp8", "fp8-block", "bf16")
+    for activation in ACTIVATIONS
+}
 
 
 @pytest.mark.gpu
-def test_compiled_programs_share_experts() -> None:
-    from expert_cases import assert_shared_experts_are_right
-
-    for top_k, lanes, splits in ((3, 1, 2), (22, 8, 3), (22, 4, 6), (6, 4, 2)):
-        assert_shared_experts_are_right(top_k, lanes, splits, "cuda:0", choose_bounds("none"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "fp8-block", "bf16"])
-def test_compiled(quantization: str, activation: str) -> None:
-    from expert_cases import assert_layer_is_right
-
-    for sizes in ((1, 512, 256), (16, 160, 96), (17, 512, 256), (300, 704, 352)):
-        assert_layer_is_right(quantization, activation, *sizes, device="cuda:0", bounds=choose_bounds("none"))
-
-
-@pytest.mark.gpu
-def test_compiled_decoding() -> None:
-    """Every kind of tile that is launched, and a tile for the instructions of other GPUs."""
-    from expert_cases import assert_decoding_is_exact
-
-    for rows, width, depth, warps in (
-        (16, 64, 256, 4),
-        (16, 128, 128, 4),
-        (32, 128, 128, 4),
-        (64, 128, 128, 4),
-        (128, 128, 64, 8),
-        (16, 32, 128, 2),
-        (8, 16, 256, 1),
-    ):
-        assert_decoding_is_exact("cuda:0", Tile(rows, width, depth, warps, 3))
-
-
-@pytest.mark.gpu
-def test_compiled_plan() -> None:
-    from expert_cases import assert_plan_is_whole
-
-    for tokens, skipped, experts in ((40, 0.0, 5), (40, 0.3, 512), (5000, 0.3, 512), (5000, 1.0, 5)):
-        assert_plan_is_whole("cuda:0", 64, skipped, tokens, experts)
+@pytest.mark.parametrize("checks", COMPILED.values(), ids=COMPILED)
+def test_compiled(checks: str) -> None:
+    for case in checks.split():
+        cases.check(case, "cuda:0", choose_bounds("none"))
 
 
 @pytest.mark.gpu
 def test_captured_in_a_graph() -> None:
     """A replay uses the ids of that moment, with and without a plan."""
-    from moedoctor.bench.moe.own_backends import convert_weights
-    from moedoctor.kernels.moe.launch import run_experts
-
     layer = make_layer(LayerShape(512, 256, 8, 4, "relu2"), "nvfp4", device="cuda:0")
     w13, w2 = convert_weights(layer.w13), convert_weights(layer.w2)
     for tokens in (2, 100):
@@ -240,9 +204,6 @@ def test_captured_in_a_graph() -> None:
 
 def _chain(layer: Any, problem: Any, tiles: Any) -> Callable[[], torch.Tensor]:
     """Six calls, each of which reads what the one before wrote, in memory that is used again."""
-    from moedoctor.bench.moe.own_backends import convert_weights
-    from moedoctor.kernels.moe.launch import run_experts
-
     w13, w2 = convert_weights(layer.w13), convert_weights(layer.w2)
     route = problem.topk_weights, problem.topk_ids
 
@@ -309,11 +270,7 @@ def test_rows_give_the_same_bits_each_time(activation: str, quantization: str) -
 
 def test_packed_words_hold_the_checkpoint_values() -> None:
     """Decodes only from the format's description; the last group of the weight is not full."""
-    from expert_cases import every_code_and_scale
-
-    from moedoctor.kernels.moe.nvfp4_words import pack_words
-
-    packed, scales = every_code_and_scale()
+    packed, scales = cases.every_code_and_scale()
     pairs = e2m1.unpack(packed).unflatten(-1, (-1, 16)) + scales.view(torch.uint8).int()[..., None] * 16
     assert all(len(pairs[..., place].unique()) == 16 * 254 for place in range(16))
     packed, scales = packed[None, :, :120], scales[None, :, :15]  # [1, 256, 240]
@@ -333,29 +290,31 @@ def test_packed_words_hold_the_checkpoint_values() -> None:
     assert not bool(decoded[..., 240:].count_nonzero())
 
 
+FP8 = torch.zeros(3, 64, 64).to(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
-    ("size", "block", "message"),
+    ("values", "scale", "block", "message"),
     [
-        ((4,), None, r"expected \[3, 1\] for \[3, 64, 64\], got \[4\]"),
-        ((3, 4), None, r"expected \[3\] or \[3, 2\]"),
-        ((3, 5, 4), (16, 16), r"expected \[3, 4, 4\] for \[3, 64, 64\], got \[3, 5, 4\]"),
-        ((3, 4, 8), (16, 8), "expected columns in multiples of 16, got 8"),
+        (FP8, torch.ones(4), None, r"expected \[3, 1\] for \[3, 64, 64\], got \[4\]"),
+        (FP8, torch.ones(3, 4), None, r"expected \[3\] or \[3, 2\]"),
+        (FP8, torch.ones(3, 5, 4), (16, 16), r"expected \[3, 4, 4\] for \[3, 64, 64\], got \[3, 5, 4\]"),
+        (FP8, torch.ones(3, 4, 8), (16, 8), "expected columns in multiples of 16, got 8"),
+        (FP8, torch.ones(3).bfloat16(), None, r"scale: expected float32, got torch\.bfloat16"),
+        (FP8.float(), torch.ones(3), None, "values: expected contiguous float8_e4m3fn"),
+        (
+            FP8[..., :62].contiguous(),
+            torch.ones(3),
+            None,
+            "values: expected columns in multiples of 4, got 62",
+        ),
     ],
 )
-def test_fp8_scales_of_another_shape_are_refused(
-    size: tuple[int, ...], block: tuple[int, int] | None, message: str
+def test_fp8_weights_of_another_shape_or_type_are_refused(
+    values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, message: str
 ) -> None:
-    from moedoctor.kernels.moe.expert_weights import make_fp8_weights
-
-    values = torch.zeros(3, 64, 64).to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="values: expected columns in multiples of 4, got 62"):
-        make_fp8_weights(values[..., :62].contiguous(), torch.ones(3))
     with pytest.raises(ValueError, match=message):
-        make_fp8_weights(values, torch.ones(size), block=block)
-    with pytest.raises(ValueError, match=r"scale: expected float32, got torch\.bfloat16"):
-        make_fp8_weights(values, torch.ones(3).bfloat16())
-    with pytest.raises(ValueError, match="values: expected contiguous float8_e4m3fn"):
-        make_fp8_weights(values.float(), torch.ones(3))
+        make_fp8_weights(values, scale, block=block)
 
 
 @pytest.mark.parametrize(
@@ -365,35 +324,41 @@ def test_a_step_has_one_fp8_scale_and_is_no_shorter_than_needed(
     block: tuple[int, int] | None, depth: int, step: int
 ) -> None:
     """Tensor cores take no fewer than 16 columns, which the interpreter does not check."""
-    from moedoctor.kernels.moe.expert_weights import make_fp8_weights
-    from moedoctor.kernels.moe.launch import _step
-
     across = 1 if block is None else -(-depth // block[1])
     scale = torch.ones(2) if block is None else torch.ones(2, 1, across)
     weight = make_fp8_weights(torch.zeros(2, 16, depth).to(torch.float8_e4m3fn), scale, block=block)
-    assert _step(Tile(16, 64, 128, 4, 3), weight, depth) == step
+    assert launch._step(Tile(16, 64, 128, 4, 3), weight, depth) == step
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_weights_go_to_tensor_cores_from_registers(capability: int) -> None:
-    """Compiled without a GPU: decoded weights are not stored in shared memory."""
-    tile, _ = choose_block_tiles(3072, 128, "nvfp4", gated=False)
-    kernel = _compile_first_product(capability, "nvfp4", tile, "relu2")
-    part = f"tensor<{tile.block_n}x{tile.block_k // 4}xbf16"  # the weights that are decoded at a time
+@pytest.mark.parametrize("capability", LOWERINGS)
+@pytest.mark.parametrize(
+    ("quantization", "pairs", "activation", "parts"),
+    [("nvfp4", 3072, "relu2", 4), ("fp8 128x128", 512, "silu", 2)],
+)
+def test_decoded_weights_go_to_tensor_cores_from_registers(
+    quantization: str, pairs: int, activation: str, parts: int, capability: int
+) -> None:
+    """Compiled without a GPU: decoded weights are not stored in shared memory, and stay with their thread."""
+    tile, _ = choose_block_tiles(pairs, 128, quantization.split()[0], gated=activation == "silu")
+    kernel = _compile_first_product(capability, quantization, tile, activation)
+    part = f"tensor<{tile.block_n}x{tile.block_k // parts}xbf16"  # the weights that are decoded at a time
     assert part in kernel.asm["ttgir"]
     assert not re.search(rf"local_(?:alloc|store) [^\n]*{part}", kernel.asm["ttgir"])
+    if capability == 90:
+        _assert_weights_are_read_before_others_come(kernel, 4)
+    if quantization != "nvfp4":
+        narrow = re.findall(r"ld\.shared\.[bu](?:8|16)\b", kernel.asm["ptx"])
+        assert len(narrow) <= 8, (
+            "those of the result, where one exists; a step has 64 pairs of weights a thread"
+        )
+        return
     if capability in (90, 120):  # elsewhere the assembler joins multiplications, or the loop is unrolled
         mine = tile.block_n * tile.block_k // (32 * tile.warps)  # weights a thread
         assert len(re.findall(r"mul(?:\.rn)?\.bf16x2", kernel.asm["ptx"])) == mine // 2
-    if capability == 90:
-        _assert_weights_are_read_before_others_come(kernel, 4)
     assert kernel.metadata.shared <= 99 * 1024, "the shared memory of the smallest GPU for one program"
 
 
 def _compile_first_product(capability: int, quantization: str, tile: Tile, activation: str) -> Any:
-    from moedoctor.kernels.moe.launch import launch_block_product, plan_blocks
-    from tests.compiled_kernels import compile_launches, make_empty_layer
-
     with compile_launches(capability) as kernels:
         sizes = 128, 2688, 1856, 6
         x, w13, _, _, ids = make_empty_layer(quantization, 512, activation=activation, sizes=sizes)
@@ -408,20 +373,6 @@ def _assert_weights_are_read_before_others_come(kernel: Any, products: int) -> N
     steps = [group or jump for group, jump in order]
     assert steps.count("commit") >= products
     assert all(after == "wait" for step, after in pairwise(steps) if step == "commit")
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_fp8_weights_are_read_as_words_and_stay_with_their_thread(capability: int) -> None:
-    """Compiled without a GPU: what a thread of a tensor core multiplies is in words that it read itself."""
-    tile, _ = choose_block_tiles(512, 128, "fp8", gated=True)
-    kernel = _compile_first_product(capability, "fp8 128x128", tile, "silu")
-    weights = f"tensor<{tile.block_n}x{tile.block_k // 2}xbf16"  # the weights that are decoded at a time
-    assert weights in kernel.asm["ttgir"]
-    assert not re.search(rf"local_(?:alloc|store) [^\n]*{weights}", kernel.asm["ttgir"])
-    narrow = re.findall(r"ld\.shared\.[bu](?:8|16)\b", kernel.asm["ptx"])
-    assert len(narrow) <= 8, "those of the result, where one exists; a step has 64 pairs of weights a thread"
-    if capability == 90:
-        _assert_weights_are_read_before_others_come(kernel, 4)
 
 
 @pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "none"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -45,67 +46,39 @@ def test_interpreted(policy: str) -> None:
     run_check("kernel_calls.py", *map(json.dumps, cases), *(edges if policy == "finite" else ()))
 
 
+GROUPS = ((8, 2, 4, 2), (8, 3, 8, 4), (60, 4, 3, 2), (64, 6, 8, 3), (128, 8, 16, 4))
+GROUPS += ((160, 6, 8, 3), (256, 8, 8, 4), (384, 8, 1, 1), (512, 10, 64, 9))
+"""Experts, top-k, groups and how many of them are chosen, compiled on a GPU."""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-@pytest.mark.parametrize(("experts", "top_k"), [(experts, k) for experts, ks in SHAPES.items() for k in ks])
-def test_compiled(experts: int, top_k: int, dtype: str, policy: str) -> None:
-    from kernel_calls import assert_kernel_agrees
-
-    for name in ("topk_softmax", "topk_sigmoid"):
-        for bias in (False, True):
-            assert_kernel_agrees(
-                name,
-                experts,
-                top_k,
-                getattr(torch, dtype),
-                device="cuda",
-                bias=bias,
-                ordinary=2000,
-                seed=experts + top_k,
-                nan_policy=policy,
-                renormalize=bias,
-            )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-    ("experts", "top_k", "groups", "best"),
+    ("experts", "top_k", "options"),
     [
-        (8, 2, 4, 2),
-        (8, 3, 8, 4),
-        (60, 4, 3, 2),
-        (64, 6, 8, 3),
-        (128, 8, 16, 4),
-        (160, 6, 8, 3),
-        (256, 8, 8, 4),
-        (384, 8, 1, 1),
-        (512, 10, 64, 9),
+        *((experts, top_k, {}) for experts, each in SHAPES.items() for top_k in each),
+        *((experts, top_k, {"num_groups": n, "topk_groups": best}) for experts, top_k, n, best in GROUPS),
     ],
 )
-def test_grouped_compiled(experts: int, top_k: int, groups: int, best: int, dtype: str, policy: str) -> None:
+def test_compiled(experts: int, top_k: int, options: dict[str, int], dtype: str, policy: str) -> None:
     from kernel_calls import assert_kernel_agrees
 
-    for scoring in ("softmax", "sigmoid"):
-        for bias in (False, True):
-            assert_kernel_agrees(
-                "grouped_topk",
-                experts,
-                top_k,
-                getattr(torch, dtype),
-                device="cuda",
-                bias=bias,
-                ordinary=2000,
-                seed=experts,
-                nan_policy=policy,
-                renormalize=bias,
-                num_groups=groups,
-                topk_groups=best,
-                scoring=scoring,
-                routed_scaling_factor=2.5,
-            )
+    for scoring, bias in product(("softmax", "sigmoid"), (False, True)):
+        grouped = options | _SCALED | {"scoring": scoring} if options else {}
+        assert_kernel_agrees(
+            "grouped_topk" if options else f"topk_{scoring}",
+            experts,
+            top_k,
+            getattr(torch, dtype),
+            device="cuda",
+            bias=bias,
+            ordinary=2000,
+            seed=experts + top_k,
+            nan_policy=policy,
+            renormalize=bias,
+            **grouped,
+        )
 
 
 @pytest.mark.gpu
