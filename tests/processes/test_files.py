@@ -162,19 +162,14 @@ def make_folders(top: Path, mode: int, owner: int = 0) -> tuple[Path, Path]:
     return give(shared, owner), victim
 
 
-def link_to_file(shared: Path, victim: Path) -> Path:
-    (shared / "name").symlink_to(victim / "file")
-    return give(shared / "name")
-
-
-def link_to_nothing(shared: Path, victim: Path) -> Path:
-    (shared / "name").symlink_to("../victim/new")
-    return give(shared / "name")
+def plant(link: Path, target: Path | str) -> Path:
+    """Make a link of another user's."""
+    link.symlink_to(target)
+    return give(link)
 
 
 def link_to_folder(shared: Path, victim: Path) -> Path:
-    (shared / "name").symlink_to(victim)
-    return give(shared / "name") / "file"
+    return plant(shared / "name", victim) / "file"
 
 
 def link_behind_our_link(shared: Path, victim: Path) -> Path:
@@ -186,9 +181,8 @@ def link_behind_our_link(shared: Path, victim: Path) -> Path:
 def link_in_their_folder(shared: Path, victim: Path) -> Path:
     (shared / "theirs" / "deep").mkdir(parents=True)
     give(shared / "theirs" / "deep")
-    (shared / "theirs" / "deep" / "name").symlink_to(victim / "file")
     give(shared / "theirs")
-    return give(shared / "theirs" / "deep" / "name")
+    return plant(shared / "theirs" / "deep" / "name", victim / "file")
 
 
 def file_of_theirs(shared: Path, victim: Path) -> Path:
@@ -203,14 +197,14 @@ USES = {
     "append": lambda path: append(path, "new"),
     "folder": lambda path: make_folder(path / "made" / "deep"),
 }
-TRAPS = [
-    link_to_file,
-    link_to_nothing,
-    link_to_folder,
-    link_behind_our_link,
-    link_in_their_folder,
-    file_of_theirs,
-]
+TRAPS = {
+    "link to a file": lambda shared, victim: plant(shared / "name", victim / "file"),
+    "link to nothing": lambda shared, victim: plant(shared / "name", "../victim/new"),
+    "link to a folder": link_to_folder,
+    "link behind ours": link_behind_our_link,
+    "link in a folder": link_in_their_folder,
+    "file": file_of_theirs,
+}
 
 
 def tree(top: Path) -> dict[str, tuple[int, int, str]]:
@@ -228,14 +222,12 @@ def tree(top: Path) -> dict[str, tuple[int, int, str]]:
 @pytest.mark.parametrize("trap", TRAPS)
 @pytest.mark.parametrize("mode", [0o1777, 0o1770])
 def test_what_another_user_put_into_a_shared_folder_is_refused(
-    tmp_path: Path, mode: int, trap: Callable[[Path, Path], Path], use: str
+    tmp_path: Path, mode: int, trap: str, use: str
 ) -> None:
     shared, victim = make_folders(tmp_path, mode)
-    path = trap(shared, victim)
+    path = TRAPS[trap](shared, victim)
     before = tree(tmp_path)
-    expected = (
-        "its folder does not exist" if (trap, use) == (file_of_theirs, "folder") else f"user {STRANGER}"
-    )
+    expected = "its folder does not exist" if (trap, use) == ("file", "folder") else f"user {STRANGER}"
     with pytest.raises(OutputError, match=expected) as caught:
         USES[use](path)
     assert "\n" not in str(caught.value)

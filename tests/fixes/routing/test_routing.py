@@ -48,17 +48,6 @@ def test_agrees_on_rows_of_every_kind(experts: int, top_k: int, dtype: torch.dty
         assert_equals_reference(Call("grouped_topk", x, min(top_k, experts // 4 * 3), common | grouped))
 
 
-@given(calls())
-def test_a_row_of_finite_logits_does_not_see_the_policy(call: Call) -> None:
-    clean = call.logits.float().isfinite().all(dim=-1)
-    zero, finite = (
-        Call(call.name, call.logits, call.top_k, call.options | {"nan_policy": policy}).of(routing)
-        for policy in POLICIES
-    )
-    assert torch.equal(zero.ids[clean], finite.ids[clean])
-    assert torch.equal(zero.weights[clean], finite.weights[clean])
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("function", UNGROUPED)
 def test_ties_go_to_the_lower_id(function: Any, policy: str) -> None:
@@ -92,12 +81,6 @@ def test_the_last_bits_of_a_strided_sigmoid_are_those_of_a_contiguous_one() -> N
     strided = torch.zeros(11, 6)[:, ::2].t().copy_(logits)  # [T, E]
     assert not strided.is_contiguous()
     assert torch.equal(routing.topk_sigmoid(strided, 11).weights, routing.topk_sigmoid(logits, 11).weights)
-
-
-@pytest.mark.parametrize("function", UNGROUPED)
-def test_no_tokens(function: Any) -> None:
-    weights, ids = function(torch.zeros(0, 8), 3, bias=torch.zeros(8), renormalize=True)
-    assert weights.shape == ids.shape == (0, 3)
 
 
 def test_results_have_no_gradient_and_inputs_are_unchanged() -> None:

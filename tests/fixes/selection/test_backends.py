@@ -218,15 +218,6 @@ def test_the_flag_comes_before_every_variable() -> None:
     assert (selection.chosen, selection.decided_by) == ("VLLM_CUTLASS", "--moe-backend cutlass")
 
 
-@pytest.mark.parametrize("release", RELEASES)
-def test_marlin_can_be_asked_for_in_every_release(release: str) -> None:
-    """vllm#38971 says that this is impossible."""
-    for word in ("MARLIN", "marlin", "Marlin"):
-        asked = request(word, "12.0", "nvfp4", release=release, activation="relu2_no_mul")
-        assert (asked.backend, asked.works, asked.how) == ("MARLIN", True, "--moe-backend marlin")
-        assert select("12.0", "nvfp4", release=release, moe_backend=word).chosen == "MARLIN"
-
-
 @pytest.mark.parametrize(
     ("backend", "capability", "scheme", "release", "works", "how", "reason"),
     [
