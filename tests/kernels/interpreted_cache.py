@@ -133,7 +133,7 @@ def stateful() -> None:
     run(
         Engines,
         settings=settings(
-            max_examples=int(os.environ.get("EXAMPLES", "12")),
+            max_examples=int(os.environ.get("EXAMPLES", "24")),
             stateful_step_count=int(os.environ.get("STEPS", "10")),
             deadline=None,
             derandomize=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
 
@@ -13,9 +14,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from moedoctor.fixes.cache.host import HostEngine
 from moedoctor.fixes.eviction import ONLINE_POLICIES, Load, simulate
-from moedoctor.fixes.expert_cache import CacheBusy, CachedExperts, CacheOverflow, ExpertCache, choose_followed
+from moedoctor.fixes.expert_cache import CacheBusy, CacheOverflow, ExpertCache, choose_followed
 from tests.fixes.cache.checks import EXPERTS, WEIGHTS, assert_consistent, assert_holds
 
 id_rows = st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=3, max_size=3), min_size=1, max_size=3)
@@ -177,27 +177,19 @@ def test_ctrl_c_at_any_line_leaves_no_expert_that_is_not_there(how: str) -> None
 
 def test_a_call_from_a_second_thread_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     inside, leave = threading.Event(), threading.Event()
-
-    class Slow(HostEngine):
-        def acquire(self, ids: torch.Tensor) -> CachedExperts:
-            inside.set()
-            assert leave.wait(10)
-            return super().acquire(ids)
-
-    monkeypatch.setattr("moedoctor.fixes.cache.host.HostEngine", Slow)
-    cache = on_host()
-    ids = torch.tensor([[1, 2]])
-    thread = threading.Thread(target=cache.acquire, args=(ids,))
-    thread.start()
-    try:
+    cache, ids = on_host(), torch.tensor([[1, 2]])
+    acquire = cache._engine.acquire
+    monkeypatch.setattr(
+        cache._engine, "acquire", lambda ids: (inside.set(), leave.wait(10), acquire(ids))[-1]
+    )
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(cache.acquire, ids)
         assert inside.wait(10)
         for enter in entries(cache):
             with pytest.raises(CacheBusy, match="another thread is inside"):
                 enter(ids)
-    finally:
         leave.set()
-        thread.join()
-    monkeypatch.undo()
+        assert_holds(ids, first.result())
     assert_holds(ids, cache.acquire(ids))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moedoctor.fixes.offload.report import OffloadReport
 from moedoctor.fixes.offloader import Offload, offload
 
 WIDTH = 16
@@ -20,6 +21,19 @@ def pinned(memory: torch.Tensor) -> Callable[[], None]:
 
 def offloaded(model: nn.Module, budget: int = 1 << 40, **options: Any) -> Offload:
     return offload(model, budget, **{"keep_below": 0, "pin": pinned, **options})
+
+
+def assert_same_bits(model: nn.Module, *inputs: Any, budget: int = 1 << 40, **options: Any) -> OffloadReport:
+    """Check that outputs and saved weights are those of before while `model` is offloaded, and after it."""
+    expected = model(*inputs)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    handle = offloaded(model, budget, **options)
+    report = handle.report()
+    assert all(torch.equal(model(*inputs), expected) for _ in range(3))
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    handle.restore()
+    assert torch.equal(model(*inputs), expected)
+    return report
 
 
 def stack(layers: int = 4, kind: type[nn.Linear] = nn.Linear) -> nn.Sequential:
