@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,15 +59,16 @@ class Built:
 
     def reshape(self, part: str, shape: tuple[int, ...], dtype: str = "") -> Built:
         assert any(part in name for name in self.tensors)
-        return self.add(
-            **{n: (dtype or old, shape) for n, (old, _) in self.tensors.items() if part in n},
-        )
+        return self.add(**{n: (dtype or old, shape) for n, (old, _) in self.tensors.items() if part in n})
 
     def add(self, **tensors: tuple[str, tuple[int, ...]]) -> Built:
         return replace(self, tensors={**self.tensors, **tensors})
 
     def set(self, **config: Any) -> Built:
         return replace(self, config={**self.config, **config})
+
+    def unset(self, key: str) -> Built:
+        return replace(self, config={name: value for name, value in self.config.items() if name != key})
 
     def quantize(self, **config: Any) -> Built:
         return self.set(quantization_config={**self.config["quantization_config"], **config})
@@ -120,12 +121,8 @@ def gptq(name: str, out: int, into: int) -> Tensors:
 
 
 def _group(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, form: str) -> dict[str, Any]:
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": inputs,
-        "output_activations": None,
-    }
+    activations = {"input_activations": inputs, "output_activations": None}
+    group = {"targets": ["Linear"], "weights": weights, **activations}
     method = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
     return {**method, "config_groups": {"group_0": group}}
 
@@ -134,528 +131,398 @@ _FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_g
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _OPT = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+_FP8_WEIGHTS = {**_FP8, "strategy": "channel", "dynamic": False}
+_FP8_INPUTS = {**_FP8, "strategy": "token", "dynamic": True}
 FORMATS: Mapping[str, tuple[Linear, Mapping[str, Any] | None, str]] = {
     "bf16": (plain, None, ""),
-    "fp8-block": (
-        fp8_block,
-        {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "weight_block_size": [128, 128],
-        },
-        "modules_to_not_convert",
-    ),
-    "fp8-channel": (
-        fp8_channel,
-        _group(
-            {**_FP8, "strategy": "channel", "dynamic": False},
-            {**_FP8, "strategy": "token", "dynamic": True},
-            "float-quantized",
-        ),
-        "ignore",
-    ),
-    "modelopt-nvfp4": (
-        modelopt_nvfp4,
-        {
-            "quant_method": "modelopt",
-            "quant_algo": "NVFP4",
-            "producer": {"name": "modelopt", "version": "0.40.0"},
-            "config_groups": {
-                "group_0": {"input_activations": _OPT, "weights": _OPT, "targets": ["Linear"]},
-            },
-        },
-        "ignore",
-    ),
+    "fp8-block": (fp8_block, {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+    }, "modules_to_not_convert"),
+    "fp8-channel": (fp8_channel, _group(_FP8_WEIGHTS, _FP8_INPUTS, "float-quantized"), "ignore"),
+    "modelopt-nvfp4": (modelopt_nvfp4, {
+        "quant_method": "modelopt", "quant_algo": "NVFP4",
+        "producer": {"name": "modelopt", "version": "0.40.0"},
+        "config_groups": {"group_0": {"input_activations": _OPT, "weights": _OPT, "targets": ["Linear"]}},
+    }, "ignore"),
     "ct-nvfp4": (
-        ct_nvfp4,
-        _group({**_FP4, "dynamic": False}, {**_FP4, "dynamic": "local"}, "nvfp4-pack-quantized"),
+        ct_nvfp4, _group({**_FP4, "dynamic": False}, {**_FP4, "dynamic": "local"}, "nvfp4-pack-quantized"),
         "ignore",
     ),
     "ct-w4a16": (ct_w4a16, _group({**_INT4, "dynamic": False}, None, "pack-quantized"), "ignore"),
-    "gptq": (
-        gptq,
-        {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": 128,
-            "sym": True,
-            "desc_act": False,
-            "lm_head": False,
-        },
-        "",
-    ),
-}
+    "gptq": (gptq, {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
+        "lm_head": False,
+    }, ""),
+}  # fmt: skip
 """Name -> (how a layer is stored, quantization_config, the key of layers that are not quantized)."""
+
+# The tensors of a layer are rows of text: a kind, a name in which `*` is each expert, and sizes. The kind is
+# a type, `norm` of the hidden size, `plain` or `linear` for a matrix (out, in), or the projections of an MLP.
+
+_MLP = {
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "w1w3w2": ("w1", "w3", "w2"),
+    "up-down": ("up_proj", "down_proj"),
+}
+_NORMS = "norm input_layernorm\nnorm post_attention_layernorm\n"
+_ATTENTION = """
+    linear self_attn.q_proj heads*head hidden
+    linear self_attn.k_proj kv_heads*head hidden
+    linear self_attn.v_proj kv_heads*head hidden
+    linear self_attn.o_proj hidden heads*head
+"""
+_HEAD_NORMS = """
+    BF16 self_attn.q_norm.weight head
+    BF16 self_attn.k_norm.weight head
+"""
+_EXPERTS = """
+    plain mlp.gate experts hidden
+    mlp mlp.experts.* width
+"""
+_DENSE_FIRST = {
+    "dense": "mlp mlp 2*width",
+    "sparse": """
+        plain mlp.gate experts hidden
+        F32 mlp.gate.e_score_correction_bias experts
+        mlp mlp.shared_experts width
+        mlp mlp.experts.* width
+    """,
+}
+"""The first layer is dense, the others have a shared expert and a bias of the router."""
+
+
+def _number(text: str, sizes: Mapping[str, int]) -> int:
+    """Return the value of a sum of products, such as ``2*width+head``."""
+    terms = (term.split("*") for term in text.split("+"))
+    return sum(math.prod(sizes[part] if part in sizes else int(part) for part in term) for term in terms)
+
+
+def _tensors(rows: str, at: str, sizes: Mapping[str, int], linear: Linear) -> Tensors:
+    """Return the tensors of rows of text, with `at` before their names."""
+    made: Tensors = {}
+    for kind, name, *texts in filter(None, map(str.split, rows.splitlines())):
+        shape = tuple(_number(text, sizes) for text in texts)
+        for expert in range(sizes["experts"] if "*" in name else 1):
+            full = at + name.replace("*", str(expert))
+            if kind in BYTES:
+                made[full] = (kind, shape)
+            elif kind == "norm":
+                made[f"{full}.weight"] = ("BF16", (sizes["hidden"],))
+            elif kind in _MLP:
+                *sides, down = _MLP[kind]
+                for side in sides:
+                    made |= linear(f"{full}.{side}", *shape, sizes["hidden"])
+                made |= linear(f"{full}.{down}", sizes["hidden"], *shape)
+            else:
+                made |= {"plain": plain, "linear": linear}[kind](full, *shape)
+    return made
 
 
 def _common(size: Size, architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
     return {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "hidden_size": size.hidden,
-        "vocab_size": size.vocab,
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads,
-        "head_dim": size.head,
-        "hidden_act": "silu",
-        "max_position_embeddings": 4096,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-06,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "attention_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **more,
-    }
+        "architectures": [architecture], "model_type": model_type, "hidden_size": size.hidden,
+        "vocab_size": size.vocab, "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads, "head_dim": size.head, "hidden_act": "silu",
+        "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "attention_bias": False, "bos_token_id": 1,
+        "eos_token_id": 2, **more,
+    }  # fmt: skip
 
 
-def _finish(config: dict[str, Any], tensors: Tensors, form: str, bare: list[str], size: Size) -> Built:
-    _, quantization, key = FORMATS[form]
+def _build(
+    config: dict[str, Any],
+    form: str,
+    size: Size,
+    kinds: Sequence[str],
+    rows: Mapping[str, str],
+    bare: Mapping[str, str],
+    *,
+    first: str = "plain model.embed_tokens vocab hidden",
+    at: str = "model.layers.",
+    last: str = "norm model.norm\nplain lm_head vocab hidden",
+    **more: int,
+) -> Built:
+    """Return the model whose layers are of these `kinds`.
+
+    Args:
+        rows: the rows of each kind of layer.
+        bare: the modules of each kind of layer that are not quantized.
+        first: rows before the layers, which are below `at`, and `last` after them.
+        more: sizes that only these rows have.
+    """
+    linear, quantization, key = FORMATS.get(form, FORMATS["bf16"])
+    sizes = {**vars(size), **more}
+    tensors = _tensors(first, "", sizes, linear)
+    for layer, kind in enumerate(kinds):
+        tensors |= _tensors(rows[kind], f"{at}{layer}.", sizes, linear)
     if quantization is not None:
-        config["quantization_config"] = {**quantization, **({key: ["lm_head", *bare]} if key else {})}
-    ends = {"model.norm.weight": ("BF16", (size.hidden,)), **plain("lm_head", size.vocab, size.hidden)}
-    return Built(config, {**plain("model.embed_tokens", size.vocab, size.hidden), **tensors, **ends})
-
-
-def _norms(prefix: str, size: Size, *names: str) -> Tensors:
-    return {f"{prefix}{name}.weight": ("BF16", (size.hidden,)) for name in names}
-
-
-def _attention(
-    prefix: str, size: Size, linear: Linear, *, norms: bool = False, whole: bool = False
-) -> Tensors:
-    rows = {"q": size.heads * size.head, "k": size.kv_heads * size.head, "v": size.kv_heads * size.head}
-    made: Tensors = {}
-    for name, out in rows.items():
-        made |= linear(f"{prefix}{name}_proj", out, size.hidden)
-    made |= linear(f"{prefix}o_proj", size.hidden, rows["q"])
-    for name in ("q", "k") if norms else ():
-        made[f"{prefix}{name}_norm.weight"] = ("BF16", (rows[name] if whole else size.head,))
-    return made
-
-
-def _mlp(
-    prefix: str, width: int, size: Size, linear: Linear, names: str = "gate_proj up_proj down_proj"
-) -> Tensors:
-    gate, up, down = names.split()
-    sides = {**linear(prefix + gate, width, size.hidden), **linear(prefix + up, width, size.hidden)}
-    return {**sides, **linear(prefix + down, size.hidden, width)}
-
-
-def _experts(prefix: str, size: Size, linear: Linear, names: str = "gate_proj up_proj down_proj") -> Tensors:
-    made: Tensors = {}
-    for expert in range(size.experts):
-        made |= _mlp(f"{prefix}{expert}.", size.width, size, linear, names)
-    return made
+        names = [f"{at}{n}.{name}" for n, kind in enumerate(kinds) for name in bare.get(kind, "").split()]
+        config["quantization_config"] = {**quantization, **({key: ["lm_head", *names]} if key else {})}
+    return Built(config, tensors | _tensors(last, "", sizes, linear))
 
 
 def qwen3(form: str = "bf16", size: Size = Size()) -> Built:
-    linear = FORMATS[form][0]
     config = _common(
-        size,
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        num_experts=size.experts,
-        num_experts_per_tok=size.top_k,
-        moe_intermediate_size=size.width,
-        intermediate_size=size.width,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-    )
-    tensors: Tensors = {}
-    for layer in range(size.layers):
-        at = f"model.layers.{layer}."
-        tensors |= _norms(at, size, "input_layernorm", "post_attention_layernorm")
-        tensors |= _attention(f"{at}self_attn.", size, linear, norms=True)
-        tensors |= plain(f"{at}mlp.gate", size.experts, size.hidden)
-        tensors |= _experts(f"{at}mlp.experts.", size, linear)
-    return _finish(config, tensors, form, [f"model.layers.{n}.mlp.gate" for n in range(size.layers)], size)
+        size, "Qwen3MoeForCausalLM", "qwen3_moe", num_experts=size.experts, num_experts_per_tok=size.top_k,
+        moe_intermediate_size=size.width, intermediate_size=size.width, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[],
+    )  # fmt: skip
+    rows = _NORMS + _ATTENTION + _HEAD_NORMS + _EXPERTS
+    return _build(config, form, size, ["moe"] * size.layers, {"moe": rows}, {"moe": "mlp.gate"})
 
 
 def mixtral(form: str = "bf16", size: Size = Size()) -> Built:
-    linear = FORMATS[form][0]
-    sizes = {
-        "num_local_experts": size.experts,
-        "num_experts_per_tok": size.top_k,
-        "intermediate_size": size.width,
-    }
-    config = _common(size, "MixtralForCausalLM", "mixtral", **sizes)
-    tensors: Tensors = {}
-    for layer in range(size.layers):
-        at = f"model.layers.{layer}."
-        tensors |= _norms(at, size, "input_layernorm", "post_attention_layernorm")
-        tensors |= _attention(f"{at}self_attn.", size, linear)
-        tensors |= plain(f"{at}block_sparse_moe.gate", size.experts, size.hidden)
-        tensors |= _experts(f"{at}block_sparse_moe.experts.", size, linear, "w1 w3 w2")
-    bare = [f"model.layers.{n}.block_sparse_moe.gate" for n in range(size.layers)]
-    return _finish(config, tensors, form, bare, size)
+    config = _common(
+        size, "MixtralForCausalLM", "mixtral", num_local_experts=size.experts, num_experts_per_tok=size.top_k,
+        intermediate_size=size.width,
+    )  # fmt: skip
+    rows = f"""{_NORMS}{_ATTENTION}
+        plain block_sparse_moe.gate experts hidden
+        w1w3w2 block_sparse_moe.experts.* width
+    """
+    return _build(config, form, size, ["moe"] * size.layers, {"moe": rows}, {"moe": "block_sparse_moe.gate"})
 
 
 def minimax_m2(form: str = "bf16", size: Size = Size()) -> Built:
-    made = mixtral(form, size)
-    tensors = dict(made.tensors)
+    made, tensors = mixtral(form, size), {}
+    rows = """
+        BF16 self_attn.q_norm.weight heads*head
+        BF16 self_attn.k_norm.weight kv_heads*head
+        F32 block_sparse_moe.e_score_correction_bias experts
+    """
     for layer in range(size.layers):
-        at = f"model.layers.{layer}."
-        tensors |= _attention(f"{at}self_attn.", size, FORMATS[form][0], norms=True, whole=True)
-        tensors[f"{at}block_sparse_moe.e_score_correction_bias"] = ("F32", (size.experts,))
-    return Built(
-        {
-            **made.config,
-            "architectures": ["MiniMaxM2ForCausalLM"],
-            "model_type": "minimax_m2",
-            "rotary_dim": size.head // 2,
-            "use_qk_norm": True,
-            "use_routing_bias": True,
-            "scoring_func": "sigmoid",
-        },
-        tensors,
-    )
+        tensors |= _tensors(rows, f"model.layers.{layer}.", vars(size), plain)
+    return made.add(**tensors).set(
+        architectures=["MiniMaxM2ForCausalLM"], model_type="minimax_m2", rotary_dim=size.head // 2,
+        use_qk_norm=True, use_routing_bias=True, scoring_func="sigmoid",
+    )  # fmt: skip
 
 
 def glm4(form: str = "bf16", size: Size = Size(layers=3)) -> Built:
-    linear = FORMATS[form][0]
     config = _common(
-        size,
-        "Glm4MoeForCausalLM",
-        "glm4_moe",
-        n_routed_experts=size.experts,
-        num_experts_per_tok=size.top_k,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        routed_scaling_factor=1.0,
-        norm_topk_prob=True,
-        moe_intermediate_size=size.width,
-        intermediate_size=2 * size.width,
-        first_k_dense_replace=1,
-        use_qk_norm=True,
-        partial_rotary_factor=0.5,
-        num_nextn_predict_layers=0,
-    )
-    tensors: Tensors = {}
-    for layer in range(size.layers):
-        at = f"model.layers.{layer}."
-        tensors |= _norms(at, size, "input_layernorm", "post_attention_layernorm")
-        tensors |= _attention(f"{at}self_attn.", size, linear, norms=True)
-        tensors |= _sparse_or_dense(at, layer, size, linear)
-    return _finish(config, tensors, form, [f"model.layers.{n}.mlp.gate" for n in range(1, size.layers)], size)
-
-
-def _sparse_or_dense(at: str, layer: int, size: Size, linear: Linear) -> Tensors:
-    """The first layer is dense, the others have a shared expert and a bias of the router."""
-    if layer == 0:
-        return _mlp(f"{at}mlp.", 2 * size.width, size, linear)
-    bias = {f"{at}mlp.gate.e_score_correction_bias": ("F32", (size.experts,))}
-    shared = _mlp(f"{at}mlp.shared_experts.", size.width, size, linear)
-    routed = _experts(f"{at}mlp.experts.", size, linear)
-    return {**plain(f"{at}mlp.gate", size.experts, size.hidden), **bias, **shared, **routed}
+        size, "Glm4MoeForCausalLM", "glm4_moe", n_routed_experts=size.experts, num_experts_per_tok=size.top_k,
+        n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=1.0, norm_topk_prob=True,
+        moe_intermediate_size=size.width, intermediate_size=2 * size.width, first_k_dense_replace=1,
+        use_qk_norm=True, partial_rotary_factor=0.5, num_nextn_predict_layers=0,
+    )  # fmt: skip
+    rows = {kind: _NORMS + _ATTENTION + _HEAD_NORMS + mlp for kind, mlp in _DENSE_FIRST.items()}
+    kinds = ["dense", *["sparse"] * (size.layers - 1)]
+    return _build(config, form, size, kinds, rows, {"sparse": "mlp.gate"})
 
 
 def deepseek_v3(form: str = "fp8-block", size: Size = Size(layers=3), draft: int = 0) -> Built:
-    linear = FORMATS[form][0]
-    nope, rope, value, rank_q, rank_kv = 128, 64, 128, 256, 512
+    ranks = {"nope": 128, "rope": 64, "value": 128, "rank_q": 256, "rank_kv": 512}
     config = _common(
-        size,
-        "DeepseekV3ForCausalLM",
-        "deepseek_v3",
-        n_routed_experts=size.experts,
-        num_experts_per_tok=size.top_k,
-        n_shared_experts=1,
-        n_group=2,
-        topk_group=1,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        moe_intermediate_size=size.width,
-        intermediate_size=2 * size.width,
-        first_k_dense_replace=1,
-        moe_layer_freq=1,
-        q_lora_rank=rank_q,
-        kv_lora_rank=rank_kv,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=value,
+        size, "DeepseekV3ForCausalLM", "deepseek_v3", n_routed_experts=size.experts,
+        num_experts_per_tok=size.top_k, n_shared_experts=1, n_group=2, topk_group=1, topk_method="noaux_tc",
+        scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5,
+        moe_intermediate_size=size.width, intermediate_size=2 * size.width, first_k_dense_replace=1,
+        moe_layer_freq=1, q_lora_rank=ranks["rank_q"], kv_lora_rank=ranks["rank_kv"],
+        qk_nope_head_dim=ranks["nope"], qk_rope_head_dim=ranks["rope"], v_head_dim=ranks["value"],
         num_nextn_predict_layers=draft,
-    )
+    )  # fmt: skip
     del config["head_dim"]
-    tensors: Tensors = {}
-    for layer in range(size.layers + draft):
-        at, attention = f"model.layers.{layer}.", f"model.layers.{layer}.self_attn."
-        tensors |= _norms(at, size, "input_layernorm", "post_attention_layernorm")
-        tensors[f"{attention}q_a_layernorm.weight"] = ("BF16", (rank_q,))
-        tensors[f"{attention}kv_a_layernorm.weight"] = ("BF16", (rank_kv,))
-        tensors |= linear(f"{attention}q_a_proj", rank_q, size.hidden)
-        tensors |= linear(f"{attention}q_b_proj", size.heads * (nope + rope), rank_q)
-        tensors |= linear(f"{attention}kv_a_proj_with_mqa", rank_kv + rope, size.hidden)
-        tensors |= linear(f"{attention}kv_b_proj", size.heads * (nope + value), rank_kv)
-        tensors |= linear(f"{attention}o_proj", size.hidden, size.heads * value)
-        tensors |= _sparse_or_dense(at, layer, size, linear)
-        if layer >= size.layers:
-            tensors |= _norms(at, size, "enorm", "hnorm", "shared_head.norm")
-            tensors |= plain(f"{at}eh_proj", size.hidden, 2 * size.hidden)
-            for name in ("shared_head.head", "embed_tokens"):
-                tensors |= plain(f"{at}{name}", size.vocab, size.hidden)
-    bare = [f"model.layers.{n}.mlp.gate" for n in range(1, size.layers + draft)]
-    return _finish(config, tensors, form, bare, size)
+    attention = """
+        BF16 self_attn.q_a_layernorm.weight rank_q
+        BF16 self_attn.kv_a_layernorm.weight rank_kv
+        linear self_attn.q_a_proj rank_q hidden
+        linear self_attn.q_b_proj heads*nope+heads*rope rank_q
+        linear self_attn.kv_a_proj_with_mqa rank_kv+rope hidden
+        linear self_attn.kv_b_proj heads*nope+heads*value rank_kv
+        linear self_attn.o_proj hidden heads*value
+    """
+    rows = {kind: f"{_NORMS}{attention}{mlp}" for kind, mlp in _DENSE_FIRST.items()}
+    rows["draft"] = f"""{rows["sparse"]}
+        norm enorm
+        norm hnorm
+        norm shared_head.norm
+        plain eh_proj hidden 2*hidden
+        plain shared_head.head vocab hidden
+        plain embed_tokens vocab hidden
+    """
+    kinds = ["dense", *["sparse"] * (size.layers - 1), *["draft"] * draft]
+    bare = dict.fromkeys(("sparse", "draft"), "mlp.gate")
+    return _build(config, form, size, kinds, rows, bare, **ranks)
 
 
 def qwen3_next(form: str = "bf16", size: Size = Size(layers=4)) -> Built:
-    linear = FORMATS[form][0]
     kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(size.layers)]
-    key_heads, value_heads, head = 8, 16, 128
     config = _common(
-        size,
-        "Qwen3NextForCausalLM",
-        "qwen3_next",
-        num_experts=size.experts,
-        num_experts_per_tok=size.top_k,
-        moe_intermediate_size=size.width,
-        shared_expert_intermediate_size=size.width,
-        intermediate_size=size.width,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        layer_types=kinds,
-        full_attention_interval=4,
-        partial_rotary_factor=0.25,
-        linear_num_key_heads=key_heads,
-        linear_num_value_heads=value_heads,
-        linear_key_head_dim=head,
-        linear_value_head_dim=head,
+        size, "Qwen3NextForCausalLM", "qwen3_next", num_experts=size.experts, num_experts_per_tok=size.top_k,
+        moe_intermediate_size=size.width, shared_expert_intermediate_size=size.width,
+        intermediate_size=size.width, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+        layer_types=kinds, full_attention_interval=4, partial_rotary_factor=0.25, linear_num_key_heads=8,
+        linear_num_value_heads=16, linear_key_head_dim=128, linear_value_head_dim=128,
         linear_conv_kernel_dim=4,
-    )
-    keys, values = key_heads * head, value_heads * head
-    tensors: Tensors = {}
-    for layer, kind in enumerate(kinds):
-        at = f"model.layers.{layer}."
-        tensors |= _norms(at, size, "input_layernorm", "post_attention_layernorm")
-        if kind == "full_attention":
-            attention = f"{at}self_attn."
-            tensors |= _attention(attention, size, linear, norms=True)
-            tensors |= linear(f"{attention}q_proj", 2 * size.heads * size.head, size.hidden)
-        else:
-            attention = f"{at}linear_attn."
-            tensors |= linear(f"{attention}in_proj_qkvz", 2 * keys + 2 * values, size.hidden)
-            tensors |= plain(f"{attention}in_proj_ba", 2 * value_heads, size.hidden)
-            tensors |= linear(f"{attention}out_proj", size.hidden, values)
-            tensors[f"{attention}conv1d.weight"] = ("BF16", (2 * keys + values, 1, 4))
-            tensors |= {f"{attention}{name}": ("BF16", (value_heads,)) for name in ("A_log", "dt_bias")}
-            tensors[f"{attention}norm.weight"] = ("BF16", (head,))
-        tensors |= plain(f"{at}mlp.gate", size.experts, size.hidden)
-        tensors |= plain(f"{at}mlp.shared_expert_gate", 1, size.hidden)
-        tensors |= _mlp(f"{at}mlp.shared_expert.", size.width, size, linear)
-        tensors |= _experts(f"{at}mlp.experts.", size, linear)
-    names = ("mlp.gate", "mlp.shared_expert_gate", "linear_attn.in_proj_ba", "linear_attn.conv1d")
-    bare = [f"model.layers.{n}.{name}" for n in range(size.layers) for name in names]
-    return _finish(config, tensors, form, bare, size)
+    )  # fmt: skip
+    linear_attention = """
+        linear linear_attn.in_proj_qkvz 2*keys+2*values hidden
+        plain linear_attn.in_proj_ba 32 hidden
+        linear linear_attn.out_proj hidden values
+        BF16 linear_attn.conv1d.weight 2*keys+values 1 4
+        BF16 linear_attn.A_log 16
+        BF16 linear_attn.dt_bias 16
+        BF16 linear_attn.norm.weight 128
+    """
+    moe = """
+        plain mlp.gate experts hidden
+        plain mlp.shared_expert_gate 1 hidden
+        mlp mlp.shared_expert width
+        mlp mlp.experts.* width
+    """
+    full_attention = _ATTENTION.replace("q_proj ", "q_proj 2*") + _HEAD_NORMS
+    rows = {"full_attention": full_attention, "linear_attention": linear_attention}
+    bare = "mlp.gate mlp.shared_expert_gate linear_attn.in_proj_ba linear_attn.conv1d"
+    return _build(
+        config, form, size, kinds, {kind: _NORMS + attention + moe for kind, attention in rows.items()},
+        dict.fromkeys(rows, bare), keys=8 * 128, values=16 * 128,
+    )  # fmt: skip
 
 
 def llama4(form: str = "bf16", size: Size = Size()) -> Built:
     config = _common(
-        size,
-        "Llama4ForCausalLM",
-        "llama4_text",
-        num_local_experts=size.experts,
-        num_experts_per_tok=1,
-        intermediate_size=size.width,
-        intermediate_size_mlp=2 * size.width,
-        interleave_moe_layer_step=1,
-        moe_layers=list(range(size.layers)),
-        no_rope_layers=[1] * size.layers,
-        attention_chunk_size=2048,
-        use_qk_norm=True,
-        attn_temperature_tuning=False,
-    )
-    tensors: Tensors = {}
-    for layer in range(size.layers):
-        at = f"model.layers.{layer}."
-        tensors |= _norms(at, size, "input_layernorm", "post_attention_layernorm")
-        tensors |= _attention(f"{at}self_attn.", size, plain)
-        tensors |= plain(f"{at}feed_forward.router", size.experts, size.hidden)
-        tensors |= _mlp(f"{at}feed_forward.shared_expert.", size.width, size, plain)
-        experts = f"{at}feed_forward.experts."
-        tensors[f"{experts}gate_up_proj"] = ("BF16", (size.experts, size.hidden, 2 * size.width))
-        tensors[f"{experts}down_proj"] = ("BF16", (size.experts, size.width, size.hidden))
-    return _finish(config, tensors, form, [], size)
+        size, "Llama4ForCausalLM", "llama4_text", num_local_experts=size.experts, num_experts_per_tok=1,
+        intermediate_size=size.width, intermediate_size_mlp=2 * size.width, interleave_moe_layer_step=1,
+        moe_layers=list(range(size.layers)), no_rope_layers=[1] * size.layers, attention_chunk_size=2048,
+        use_qk_norm=True, attn_temperature_tuning=False,
+    )  # fmt: skip
+    rows = f"""{_NORMS}{_ATTENTION}
+        plain feed_forward.router experts hidden
+        mlp feed_forward.shared_expert width
+        BF16 feed_forward.experts.gate_up_proj experts hidden 2*width
+        BF16 feed_forward.experts.down_proj experts width hidden
+    """
+    return _build(config, form, size, ["moe"] * size.layers, {"moe": rows}, {})
 
 
 def gpt_oss(form: str = "mxfp4", size: Size = Size(experts=8)) -> Built:
+    yarn = {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
     config = _common(
-        size,
-        "GptOssForCausalLM",
-        "gpt_oss",
-        num_local_experts=size.experts,
-        num_experts_per_tok=size.top_k,
-        experts_per_token=size.top_k,
-        intermediate_size=size.width,
-        layer_types=["sliding_attention", "full_attention"] * (size.layers // 2),
-        sliding_window=128,
-        swiglu_limit=7.0,
-        attention_bias=True,
-        initial_context_length=4096,
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    )
-    tensors: Tensors = {}
-    for layer in range(size.layers):
-        at, experts = f"model.layers.{layer}.", f"model.layers.{layer}.mlp.experts."
-        tensors |= _norms(at, size, "input_layernorm", "post_attention_layernorm")
-        attention = _attention(f"{at}self_attn.", size, plain)
-        tensors |= attention
-        tensors |= {n.replace("weight", "bias"): ("BF16", shape[:1]) for n, (_, shape) in attention.items()}
-        tensors[f"{at}self_attn.sinks"] = ("BF16", (size.heads,))
-        tensors[f"{at}mlp.router.weight"] = ("BF16", (size.experts, size.hidden))
-        tensors[f"{at}mlp.router.bias"] = ("BF16", (size.experts,))
-        for name, out, into in (("gate_up", 2 * size.width, size.hidden), ("down", size.hidden, size.width)):
-            blocks = (size.experts, out, into // 32)
-            if form == "mxfp4":
-                tensors[f"{experts}{name}_proj_blocks"] = ("U8", (*blocks, 16))
-                tensors[f"{experts}{name}_proj_scales"] = ("U8", blocks)
-            else:
-                tensors[f"{experts}{name}_proj"] = ("BF16", (size.experts, into, out))
-            tensors[f"{experts}{name}_proj_bias"] = ("BF16", (size.experts, out))
-    built = _finish(config, tensors, "bf16", [], size)
+        size, "GptOssForCausalLM", "gpt_oss", num_local_experts=size.experts, num_experts_per_tok=size.top_k,
+        experts_per_token=size.top_k, intermediate_size=size.width,
+        layer_types=["sliding_attention", "full_attention"] * (size.layers // 2), sliding_window=128,
+        swiglu_limit=7.0, attention_bias=True, initial_context_length=4096, rope_scaling=yarn,
+    )  # fmt: skip
+    bf16 = "BF16 mlp.experts.{0}_proj experts {2} {1}"
+    mxfp4 = """
+        U8 mlp.experts.{0}_proj_blocks experts {1} {2}_blocks 16
+        U8 mlp.experts.{0}_proj_scales experts {1} {2}_blocks
+    """
+    experts = (mxfp4 if form == "mxfp4" else bf16) + "\nBF16 mlp.experts.{0}_proj_bias experts {1}\n"
+    rows = f"""{_NORMS}{_ATTENTION}
+        BF16 self_attn.q_proj.bias heads*head
+        BF16 self_attn.k_proj.bias kv_heads*head
+        BF16 self_attn.v_proj.bias kv_heads*head
+        BF16 self_attn.o_proj.bias hidden
+        BF16 self_attn.sinks heads
+        BF16 mlp.router.weight experts hidden
+        BF16 mlp.router.bias experts
+        {experts.format("gate_up", "2*width", "hidden")}
+        {experts.format("down", "hidden", "width")}
+    """
+    blocks = {"hidden_blocks": size.hidden // 32, "width_blocks": size.width // 32}
+    built = _build(config, form, size, ["moe"] * size.layers, {"moe": rows}, {}, **blocks)
     bare = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     method = {"quant_method": "mxfp4", "modules_to_not_convert": bare}
     return built.set(quantization_config=method) if form == "mxfp4" else built
 
 
 def gemma4(form: str = "bf16", size: Size = Size(head=256, heads=8)) -> Built:
-    wide, kinds = 512, ["sliding_attention", "full_attention"] * (size.layers // 2)
+    kinds = ["sliding_attention", "full_attention"] * (size.layers // 2)
+    long = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0}
+    rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}, "full_attention": long}
     config = _common(
-        size,
-        "Gemma4ForCausalLM",
-        "gemma4_text",
-        layer_types=kinds,
-        sliding_window=1024,
-        num_global_key_value_heads=size.kv_heads,
-        global_head_dim=wide,
-        attention_k_eq_v=True,
-        hidden_activation="gelu_pytorch_tanh",
-        enable_moe_block=True,
-        num_experts=size.experts,
-        top_k_experts=size.top_k,
-        moe_intermediate_size=size.width,
-        intermediate_size=2 * size.width,
-        hidden_size_per_layer_input=0,
-        final_logit_softcapping=30.0,
-        num_kv_shared_layers=0,
-        tie_word_embeddings=True,
-        rope_parameters={
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            "full_attention": {
-                "rope_type": "proportional",
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 1000000.0,
-            },
-        },
-    )
+        size, "Gemma4ForCausalLM", "gemma4_text", layer_types=kinds, sliding_window=1024,
+        num_global_key_value_heads=size.kv_heads, global_head_dim=512, attention_k_eq_v=True,
+        hidden_activation="gelu_pytorch_tanh", enable_moe_block=True, num_experts=size.experts,
+        top_k_experts=size.top_k, moe_intermediate_size=size.width, intermediate_size=2 * size.width,
+        hidden_size_per_layer_input=0, final_logit_softcapping=30.0, num_kv_shared_layers=0,
+        tie_word_embeddings=True, rope_parameters=rope,
+    )  # fmt: skip
+    norms = """
+        norm input_layernorm
+        norm post_attention_layernorm
+        norm pre_feedforward_layernorm
+        norm post_feedforward_layernorm
+        norm post_feedforward_layernorm_1
+        norm post_feedforward_layernorm_2
+        norm pre_feedforward_layernorm_2
+    """
+    full_attention = """
+        plain self_attn.q_proj heads*512 hidden
+        plain self_attn.k_proj kv_heads*512 hidden
+        plain self_attn.o_proj hidden heads*512
+        BF16 self_attn.q_norm.weight 512
+        BF16 self_attn.k_norm.weight 512
+    """
+    moe = """
+        BF16 layer_scalar 1
+        BF16 router.scale hidden
+        BF16 router.per_expert_scale experts
+        plain router.proj experts hidden
+        mlp mlp 2*width
+        BF16 experts.gate_up_proj experts 2*width hidden
+        BF16 experts.down_proj experts hidden width
+    """
+    rows = {"sliding_attention": _ATTENTION + _HEAD_NORMS, "full_attention": full_attention}
     root = "model.language_model."
-    tensors: Tensors = {f"{root}norm.weight": ("BF16", (size.hidden,))}
-    tensors |= plain(f"{root}embed_tokens", size.vocab, size.hidden)
-    for layer, kind in enumerate(kinds):
-        at, head = f"{root}layers.{layer}.", wide if kind == "full_attention" else size.head
-        names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-        tensors |= _norms(at, size, *(f"{name}_layernorm" for name in names))
-        more = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
-        tensors |= _norms(at, size, *more)
-        tensors |= _attention(f"{at}self_attn.", replace(size, head=head), plain, norms=True)
-        if kind == "full_attention":
-            del tensors[f"{at}self_attn.v_proj.weight"]
-        tensors[f"{at}layer_scalar"] = ("BF16", (1,))
-        tensors[f"{at}router.scale"] = ("BF16", (size.hidden,))
-        tensors[f"{at}router.per_expert_scale"] = ("BF16", (size.experts,))
-        tensors |= plain(f"{at}router.proj", size.experts, size.hidden)
-        tensors |= _mlp(f"{at}mlp.", 2 * size.width, size, plain)
-        tensors[f"{at}experts.gate_up_proj"] = ("BF16", (size.experts, 2 * size.width, size.hidden))
-        tensors[f"{at}experts.down_proj"] = ("BF16", (size.experts, size.hidden, size.width))
-    return Built(config, tensors)
+    return _build(
+        config, form, size, kinds, {kind: norms + attention + moe for kind, attention in rows.items()}, {},
+        first=f"norm {root}norm\nplain {root}embed_tokens vocab hidden", at=f"{root}layers.", last="",
+    )  # fmt: skip
 
 
 def nemotron_h(form: str = "bf16", size: Size = Size(), pattern: str = "MEM*E") -> Built:
-    linear = FORMATS[form][0]
-    kinds = {"M": "mamba", "E": "moe", "*": "attention"}
-    heads, head, groups, state = 16, 64, 8, 128
-    inner, convolved = heads * head, heads * head + 2 * groups * state
+    names = {"M": "mamba", "E": "moe", "*": "attention"}
     config = _common(
-        size,
-        "NemotronHForCausalLM",
-        "nemotron_h",
-        num_hidden_layers=len(pattern),
-        hybrid_override_pattern=pattern,
-        layers_block_type=[kinds[kind] for kind in pattern],
-        mlp_hidden_act="relu2",
-        mamba_hidden_act="silu",
-        mamba_num_heads=heads,
-        mamba_head_dim=head,
-        n_groups=groups,
-        ssm_state_size=state,
-        conv_kernel=4,
-        chunk_size=128,
-        mamba_ssm_cache_dtype="float32",
-        n_routed_experts=size.experts,
-        num_experts_per_tok=size.top_k,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=size.width,
-        moe_shared_expert_intermediate_size=size.width,
-        intermediate_size=size.width,
-        use_conv_bias=True,
-        use_bias=False,
-        mlp_bias=False,
-        mamba_proj_bias=False,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        layer_norm_epsilon=1e-05,
-        norm_eps=1e-05,
-        time_step_floor=0.0001,
-        time_step_max=0.1,
-        time_step_min=0.001,
-    )
-    tensors: Tensors = {
-        "backbone.embeddings.weight": ("BF16", (size.vocab, size.hidden)),
-        "backbone.norm_f.weight": ("BF16", (size.hidden,)),
-        **plain("lm_head", size.vocab, size.hidden),
+        size, "NemotronHForCausalLM", "nemotron_h", num_hidden_layers=len(pattern),
+        hybrid_override_pattern=pattern, layers_block_type=[names[kind] for kind in pattern],
+        mlp_hidden_act="relu2", mamba_hidden_act="silu", mamba_num_heads=16, mamba_head_dim=64, n_groups=8,
+        ssm_state_size=128, conv_kernel=4, chunk_size=128, mamba_ssm_cache_dtype="float32",
+        n_routed_experts=size.experts, num_experts_per_tok=size.top_k, n_shared_experts=1, n_group=1,
+        topk_group=1, moe_intermediate_size=size.width, moe_shared_expert_intermediate_size=size.width,
+        intermediate_size=size.width, use_conv_bias=True, use_bias=False, mlp_bias=False,
+        mamba_proj_bias=False, norm_topk_prob=True, routed_scaling_factor=2.5, layer_norm_epsilon=1e-05,
+        norm_eps=1e-05, time_step_floor=0.0001, time_step_max=0.1, time_step_min=0.001,
+    )  # fmt: skip
+    rows = {
+        "M": """
+            norm norm
+            plain mixer.in_proj inner+convolved+16 hidden
+            plain mixer.out_proj hidden inner
+            BF16 mixer.conv1d.weight convolved 1 4
+            BF16 mixer.conv1d.bias convolved
+            BF16 mixer.A_log 16
+            BF16 mixer.D 16
+            BF16 mixer.dt_bias 16
+            BF16 mixer.norm.weight inner
+        """,
+        "*": "norm norm\n" + _ATTENTION.replace("linear self_attn.", "plain mixer."),
+        "E": """
+            norm norm
+            plain mixer.gate experts hidden
+            F32 mixer.gate.e_score_correction_bias experts
+            up-down mixer.shared_experts width
+            up-down mixer.experts.* width
+        """,
     }
-    bare = ["lm_head"]
-    for layer, kind in enumerate(pattern):
-        at = f"backbone.layers.{layer}.mixer."
-        tensors[f"backbone.layers.{layer}.norm.weight"] = ("BF16", (size.hidden,))
-        if kind == "M":
-            tensors |= plain(f"{at}in_proj", inner + convolved + heads, size.hidden)
-            tensors |= plain(f"{at}out_proj", size.hidden, inner)
-            tensors[f"{at}conv1d.weight"] = ("BF16", (convolved, 1, 4))
-            tensors[f"{at}conv1d.bias"] = ("BF16", (convolved,))
-            tensors |= {f"{at}{name}": ("BF16", (heads,)) for name in ("A_log", "D", "dt_bias")}
-            tensors[f"{at}norm.weight"] = ("BF16", (inner,))
-            bare += [f"{at}{name}" for name in ("in_proj", "out_proj", "conv1d")]
-        elif kind == "*":
-            tensors |= _attention(at, size, plain)
-            bare += [f"{at}{name}_proj" for name in "qkvo"]
-        else:
-            tensors |= plain(f"{at}gate", size.experts, size.hidden)
-            tensors[f"{at}gate.e_score_correction_bias"] = ("F32", (size.experts,))
-            bare.append(f"{at}gate")
-            places = [f"{at}shared_experts.", *(f"{at}experts.{expert}." for expert in range(size.experts))]
-            for place in places:
-                tensors |= linear(f"{place}up_proj", size.width, size.hidden)
-                tensors |= linear(f"{place}down_proj", size.hidden, size.width)
-    _, quantization, key = FORMATS[form]
-    if quantization is not None:
-        config["quantization_config"] = {**quantization, key: bare}
-    return Built(config, tensors)
+    bare = {
+        "M": "mixer.in_proj mixer.out_proj mixer.conv1d",
+        "*": "mixer.q_proj mixer.k_proj mixer.v_proj mixer.o_proj",
+        "E": "mixer.gate",
+    }
+    first = """
+        BF16 backbone.embeddings.weight vocab hidden
+        norm backbone.norm_f
+        plain lm_head vocab hidden
+    """
+    return _build(
+        config, form, size, pattern, rows, bare, first=first, at="backbone.layers.", last="",
+        inner=16 * 64, convolved=16 * 64 + 2 * 8 * 128,
+    )  # fmt: skip
 
 
 _EVERY = tuple(FORMATS)
@@ -708,113 +575,82 @@ def _quantized_router(form: str) -> Built:
 
 
 _PROJECTIONS = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
+_STACKED = ((".gate_up_proj", ".w13_stacked"), (".experts.down_proj", ".experts.w2_stacked"))
 _EXPERT_7 = "experts.7.down_proj"
-PLANTED: Mapping[str, Planted] = {
+_WHOLE_EXPERT_7 = plain(f"model.layers.0.mlp.{_EXPERT_7}", 256, 1024)
+_DECLARED_FP8 = qwen3("fp8-block").config["quantization_config"]
+_NARROW, _EIGHT_RANKS = Size(heads=8, head=64), ("--tensor-parallel-size", "8")
+_DRAFT = ("--speculative-config", '{"method":"mtp","num_speculative_tokens":1}')
+_ROWS: Mapping[str, tuple[Any, ...]] = {
     # Names and layouts.
-    "experts-as-mixtral": Planted(lambda: qwen3().rename(*_PROJECTIONS), "w13_weight"),
-    "experts-container": Planted(lambda: qwen3().rename((".experts.", ".moe_experts.")), "moe_experts"),
-    "gate-proj-renamed": Planted(lambda: qwen3().rename((".gate_proj.", ".w1_proj.")), "w1_proj"),
-    "router-renamed": Planted(lambda: qwen3().rename((".mlp.gate.", ".mlp.router.")), "router"),
-    "attention-renamed": Planted(lambda: qwen3().rename((".self_attn.", ".attention.")), "attention"),
-    "prefix": Planted(lambda: qwen3().rename(("model.", "language_model.model.")), "language_model"),
-    "no-final-norm": Planted(lambda: qwen3().drop("model.norm."), "norm"),
-    "no-lm-head": Planted(lambda: qwen3().drop("lm_head"), "lm_head"),
-    "fused-swapped": Planted(lambda: _fused(qwen3(), swapped=True), "experts"),
-    "fused-foreign": Planted(
-        lambda: _fused(qwen3()).rename(
-            (".gate_up_proj", ".w13_stacked"), (".experts.down_proj", ".experts.w2_stacked")
-        ),
-        "stacked",
-    ),
-    "llama4-split": Planted(lambda: llama4().rename(("gate_up_proj", "w13_merged")), "w13_merged"),
-    "gpt-oss-blocks-renamed": Planted(lambda: gpt_oss().rename(("_blocks", "_packed")), "packed"),
+    "experts-as-mixtral": (lambda: qwen3().rename(*_PROJECTIONS), "w13_weight"),
+    "experts-container": (lambda: qwen3().rename((".experts.", ".moe_experts.")), "moe_experts"),
+    "gate-proj-renamed": (lambda: qwen3().rename((".gate_proj.", ".w1_proj.")), "w1_proj"),
+    "router-renamed": (lambda: qwen3().rename((".mlp.gate.", ".mlp.router.")), "router"),
+    "attention-renamed": (lambda: qwen3().rename((".self_attn.", ".attention.")), "attention"),
+    "prefix": (lambda: qwen3().rename(("model.", "language_model.model.")), "language_model"),
+    "no-final-norm": (lambda: qwen3().drop("model.norm."), "norm"),
+    "no-lm-head": (lambda: qwen3().drop("lm_head"), "lm_head"),
+    "fused-swapped": (lambda: _fused(qwen3(), swapped=True), "experts"),
+    "fused-foreign": (lambda: _fused(qwen3()).rename(*_STACKED), "stacked"),
+    "llama4-split": (lambda: llama4().rename(("gate_up_proj", "w13_merged")), "w13_merged"),
+    "gpt-oss-blocks-renamed": (lambda: gpt_oss().rename(("_blocks", "_packed")), "packed"),
     # Experts.
-    "expert-missing": Planted(lambda: qwen3().drop(_EXPERT_7), "w2_weight"),
-    "more-experts-in-config": Planted(lambda: qwen3().set(num_experts=16), "gate"),
-    "fewer-experts-in-config": Planted(lambda: qwen3().set(num_experts=4), "gate"),
-    "deepseek-expert-missing": Planted(
-        lambda: deepseek_v3().drop("layers.2.mlp.experts.3.up_proj.weight"), "w13_weight"
-    ),
+    "expert-missing": (lambda: qwen3().drop(_EXPERT_7), "w2_weight"),
+    "more-experts-in-config": (lambda: qwen3().set(num_experts=16), "gate"),
+    "fewer-experts-in-config": (lambda: qwen3().set(num_experts=4), "gate"),
+    "deepseek-expert-missing": (lambda: deepseek_v3().drop("2.mlp.experts.3.up_proj.weight"), "w13_weight"),
     # Scales.
-    "fp8-no-scales": Planted(
-        lambda: qwen3("fp8-block").drop("down_proj.weight_scale_inv"), "w2_weight_scale_inv"
+    "fp8-no-scales": (lambda: qwen3("fp8-block").drop("down_proj.weight_scale_"), "w2_weight_scale_inv"),
+    "fp8-scale-renamed": (lambda: qwen3("fp8-block").rename(("_scale_inv", "_scale")), "weight_scale"),
+    "nvfp4-no-global-scale": (
+        lambda: qwen3("modelopt-nvfp4").drop("experts.3.up_proj.weight_scale_2"), "weight_scale_2",
     ),
-    "fp8-scale-renamed": Planted(
-        lambda: qwen3("fp8-block").rename(("weight_scale_inv", "weight_scale")), "weight_scale"
+    "nvfp4-no-block-scale": (lambda: mixtral("modelopt-nvfp4").drop(".w2.weight_scale"), "w2_weight_scale"),
+    "ct-nvfp4-no-global-scale": (
+        lambda: qwen3("ct-nvfp4").drop("down_proj.weight_global_scale"), "global_scale",
     ),
-    "nvfp4-no-global-scale": Planted(
-        lambda: qwen3("modelopt-nvfp4").drop("experts.3.up_proj.weight_scale_2"),
-        "weight_scale_2",
-    ),
-    "nvfp4-no-block-scale": Planted(
-        lambda: mixtral("modelopt-nvfp4").drop(".w2.weight_scale"), "w2_weight_scale"
-    ),
-    "ct-nvfp4-no-global-scale": Planted(
-        lambda: qwen3("ct-nvfp4").drop("down_proj.weight_global_scale"), "global_scale"
-    ),
-    "w4a16-no-scales": Planted(lambda: qwen3("ct-w4a16").drop("down_proj.weight_scale"), "scale"),
-    "channel-no-scales": Planted(
-        lambda: glm4("fp8-channel").drop("experts.5.gate_proj.weight_scale"), "weight_scale"
+    "w4a16-no-scales": (lambda: qwen3("ct-w4a16").drop("down_proj.weight_scale"), "scale"),
+    "channel-no-scales": (
+        lambda: glm4("fp8-channel").drop("experts.5.gate_proj.weight_scale"), "weight_scale",
     ),
     # Shapes.
-    "expert-too-small": Planted(lambda: qwen3().reshape(_EXPERT_7, (256, 960)), "w2_weight"),
-    "expert-too-large": Planted(lambda: qwen3().reshape(_EXPERT_7, (256, 1280)), _EXPERT_7),
-    "k-proj-too-large": Planted(lambda: qwen3().reshape("k_proj", (2048, 256)), "k_proj"),
-    "other-width-in-config": Planted(lambda: qwen3().set(moe_intermediate_size=768), "experts"),
-    "q-proj-other-hidden": Planted(lambda: qwen3().reshape("q_proj", (2048, 512)), "q_proj"),
-    "other-hidden-in-config": Planted(lambda: mixtral().set(hidden_size=512), "model.embed_tokens"),
-    "fewer-words": Planted(lambda: qwen3().reshape("lm_head", (384, 256)), "lm_head"),
-    "fp8-scales-of-other-blocks": Planted(
-        lambda: qwen3("fp8-block").reshape("experts.1.up_proj.weight_scale_inv", (16, 4)), "up_proj"
+    "expert-too-small": (lambda: qwen3().reshape(_EXPERT_7, (256, 960)), "w2_weight"),
+    "expert-too-large": (lambda: qwen3().reshape(_EXPERT_7, (256, 1280)), _EXPERT_7),
+    "k-proj-too-large": (lambda: qwen3().reshape("k_proj", (2048, 256)), "k_proj"),
+    "other-width-in-config": (lambda: qwen3().set(moe_intermediate_size=768), "experts"),
+    "q-proj-other-hidden": (lambda: qwen3().reshape("q_proj", (2048, 512)), "q_proj"),
+    "other-hidden-in-config": (lambda: mixtral().set(hidden_size=512), "model.embed_tokens"),
+    "fewer-words": (lambda: qwen3().reshape("lm_head", (384, 256)), "lm_head"),
+    "fp8-scales-of-other-blocks": (
+        lambda: qwen3("fp8-block").reshape("experts.1.up_proj.weight_scale_inv", (16, 4)), "up_proj",
     ),
     # Types.
-    "fp8-not-declared": Planted(
-        lambda: replace(
-            made := qwen3("fp8-block"),
-            config={key: value for key, value in made.config.items() if key != "quantization_config"},
-        ),
-        "weight",
-    ),
-    "bf16-declared-fp8": Planted(
-        lambda: qwen3().set(quantization_config=qwen3("fp8-block").config["quantization_config"]),
-        "scale",
-    ),
+    "fp8-not-declared": (lambda: qwen3("fp8-block").unset("quantization_config"), "weight"),
+    "bf16-declared-fp8": (lambda: qwen3().set(quantization_config=_DECLARED_FP8), "scale"),
     # Blocks, groups and sizes that do not divide.
-    "block-at-tp": Planted(
-        lambda: qwen3("fp8-block", Size(heads=8, head=64)), "64", flags=("--tensor-parallel-size", "8")
-    ),
-    "group-at-tp": Planted(
-        lambda: qwen3("ct-w4a16", Size(heads=8, head=64)), "64", flags=("--tensor-parallel-size", "8")
-    ),
-    "heads-at-tp": Planted(qwen3, "3", flags=("--tensor-parallel-size", "3")),
-    "stages": Planted(qwen3, "", flags=("--pipeline-parallel-size", "4")),
+    "block-at-tp": (lambda: qwen3("fp8-block", _NARROW), "64", *_EIGHT_RANKS),
+    "group-at-tp": (lambda: qwen3("ct-w4a16", _NARROW), "64", *_EIGHT_RANKS),
+    "heads-at-tp": (qwen3, "3", "--tensor-parallel-size", "3"),
+    "stages": (qwen3, "", "--pipeline-parallel-size", "4"),
     # Ignore lists and methods.
-    "ignore-list-empty": Planted(lambda: qwen3("modelopt-nvfp4").quantize(ignore=["lm_head"]), "mlp.gate"),
-    "router-quantized": Planted(lambda: _quantized_router("modelopt-nvfp4"), "mlp.gate"),
-    "gptq-expert-plain": Planted(
-        lambda: qwen3("gptq").drop(_EXPERT_7).add(**plain(f"model.layers.0.mlp.{_EXPERT_7}", 256, 1024)),
-        _EXPERT_7,
-    ),
-    "unknown-method": Planted(
-        lambda: qwen3().set(quantization_config={"quant_method": "hqq_next"}), "hqq_next"
-    ),
-    "unknown-architecture": Planted(lambda: qwen3().set(architectures=["Qwen9MoeForCausalLM"]), "Qwen9Moe"),
-    "unknown-model-type": Planted(lambda: qwen3().set(model_type="qwen9_moe"), "qwen9_moe"),
-    "method-of-another": Planted(qwen3, "awq", flags=("--quantization", "awq")),
+    "ignore-list-empty": (lambda: qwen3("modelopt-nvfp4").quantize(ignore=["lm_head"]), "mlp.gate"),
+    "router-quantized": (lambda: _quantized_router("modelopt-nvfp4"), "mlp.gate"),
+    "gptq-expert-plain": (lambda: qwen3("gptq").drop(_EXPERT_7).add(**_WHOLE_EXPERT_7), _EXPERT_7),
+    "unknown-method": (lambda: qwen3().set(quantization_config={"quant_method": "hqq_next"}), "hqq_next"),
+    "unknown-architecture": (lambda: qwen3().set(architectures=["Qwen9MoeForCausalLM"]), "Qwen9Moe"),
+    "unknown-model-type": (lambda: qwen3().set(model_type="qwen9_moe"), "qwen9_moe"),
+    "method-of-another": (qwen3, "awq", "--quantization", "awq"),
     # Drafts and flags.
-    "draft-head-missing": Planted(
-        lambda: deepseek_v3(draft=1).drop("model.layers.3."),
-        "layer 3",
-        flags=("--speculative-config", '{"method":"mtp","num_speculative_tokens":1}'),
-    ),
-    "draft-experts-missing": Planted(
-        lambda: deepseek_v3(draft=1).drop("model.layers.3.mlp.experts.2."),
-        "w13_weight",
-        flags=("--speculative-config", '{"method":"mtp","num_speculative_tokens":1}'),
-    ),
-    "misspelt-flag": Planted(qwen3, "--tensor-paralel", flags=("--tensor-paralel", "2")),
-    "unknown-backend": Planted(qwen3, "cutlas", flags=("--moe-backend", "cutlas")),
-    "length": Planted(qwen3, "max_model_len", flags=("--max-model-len", "100000")),
+    "draft-head-missing": (lambda: deepseek_v3(draft=1).drop("model.layers.3."), "layer 3", *_DRAFT),
+    "draft-experts-missing": (lambda: deepseek_v3(draft=1).drop("3.mlp.experts.2."), "w13_weight", *_DRAFT),
+    "misspelt-flag": (qwen3, "--tensor-paralel", "--tensor-paralel", "2"),
+    "unknown-backend": (qwen3, "cutlas", "--moe-backend", "cutlas"),
+    "length": (qwen3, "max_model_len", "--max-model-len", "100000"),
+}  # fmt: skip
+"""Name -> (the checkpoint, what the answer must name, the flags of the command line)."""
+PLANTED: Mapping[str, Planted] = {
+    name: Planted(built, names, tuple(flags)) for name, (built, names, *flags) in _ROWS.items()
 }
 
 
