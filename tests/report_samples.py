@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hostile import TEXTS
 from hypothesis import strategies as st
 
 from moedoctor.results import (
@@ -148,7 +149,7 @@ def full_report() -> Report:
     return report(failing, absent, summary=summary, findings=findings, origin=ORIGIN, capsule=CAPSULE)
 
 
-_texts = st.text(max_size=12)
+_texts = st.text(max_size=12) | st.sampled_from([text[:60] for text in TEXTS if text != "\ud800"])
 _finite = st.floats(allow_nan=False, allow_infinity=False)
 _scalars = st.none() | st.booleans() | st.integers() | _finite | _texts
 _values = st.recursive(
@@ -159,13 +160,21 @@ _values = st.recursive(
 evidences = st.dictionaries(_texts, _values, max_size=3)
 """Evidence of JSON types only."""
 
+crashes = st.builds(
+    lambda death, message, tail: {"death": death, "message": message, "stderr_tail": tail},
+    _texts,
+    _texts,
+    st.lists(_texts, max_size=3),
+)
+"""Evidence of children that died."""
+
 cases = st.builds(
     CaseResult,
     subject=st.sampled_from(("faulty", "fixed", "installed", "vllm@0.19.1")),
     tier=st.sampled_from(Tier),
     parameters=st.dictionaries(_texts, _scalars, max_size=3),
     verdict=st.sampled_from(CaseVerdict),
-    evidence=evidences,
+    evidence=evidences | crashes,
     reason=st.none() | _texts,
     seconds=st.floats(0, 1e6),
     device=st.sampled_from(("cpu", "cuda:0")),

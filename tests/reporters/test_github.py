@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
-from hostile import ACTED_ON, TEXTS
-from hypothesis import given
-from report_samples import HOSTILE, full_report, report, reports, scenario
+from report_readers import GITHUB_COMMAND
+from report_samples import full_report, report, scenario
 
 from moedoctor.reporters.github import MAX_SUMMARY_BYTES, GithubReporter, step_summary
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.text import summarize
-from moedoctor.results import Report, ScenarioVerdict
-
-COMMAND = re.compile(r"::(error|warning|notice) ([^:]*)::(.*)")
+from moedoctor.results import Report
 
 
 def _commands(report: Report) -> list[tuple[str, dict[str, str], str]]:
@@ -23,7 +18,7 @@ def _commands(report: Report) -> list[tuple[str, dict[str, str], str]]:
     assert last == summarize(report)
     commands = []
     for line in lines:
-        match = COMMAND.fullmatch(line)
+        match = GITHUB_COMMAND.fullmatch(line)
         assert match, line
         pairs = (part.partition("=") for part in match[2].split(","))
         properties = {key: _unescape(value, ":,") for key, _, value in pairs}
@@ -66,23 +61,6 @@ def test_each_regression_is_an_error() -> None:
     findings = ("MD001: 5 % worse", "MD002: worse")
     title = {"title": "moedoctor: worse than the baseline"}
     assert _commands(report(scenario(), findings=findings)) == [("error", title, text) for text in findings]
-
-
-@given(reports)
-def test_text_cannot_add_a_command(report: Report) -> None:
-    worth = sum(scenario.verdict is not ScenarioVerdict.PROVED for scenario in report.scenarios)
-    assert len(_commands(report)) == worth + len(report.findings)
-
-
-def test_hostile_text_stays_in_its_command() -> None:
-    hostile = report(scenario("found", title=HOSTILE, reason=HOSTILE, file=HOSTILE), findings=(HOSTILE,))
-    assert len(_commands(hostile)) == 2
-    for text in TEXTS:
-        whole = GithubReporter().render(
-            report(scenario("found", title=text, reason=text, file=text, name=text))
-        )
-        assert not ACTED_ON.search(whole)
-        assert whole.count("\n") == 2
 
 
 def test_the_job_summary_is_the_markdown() -> None:

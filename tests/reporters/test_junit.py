@@ -6,11 +6,8 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from hostile import TEXTS, problem
-from hypothesis import given
-from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped
-from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, reports, scenario
+from report_samples import POINTS, case, crashed, full_report, report, scenario
 
 from moedoctor.reporters.junit import JunitReporter
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, ScenarioResult
@@ -129,46 +126,6 @@ def test_regressions_fail() -> None:
     suite = _root(report(scenario(), findings=("MD001: worse", "MD002: worse")))[-1]
     assert (suite.get("name"), suite.get("failures")) == ("baseline", "2")
     assert [failure.get("message") for failure in suite.iter("failure")] == ["MD001: worse", "MD002: worse"]
-
-
-@given(reports)
-def test_the_counts_match_the_tests(report: Report) -> None:
-    root = _root(report)
-    for element in (root, *root):
-        pairs = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
-        for attribute, tag in pairs.items():
-            assert int(element.get(attribute, "-1")) == len(list(element.iter(tag)))
-
-
-def test_hostile_text_stays_text() -> None:
-    result = scenario(
-        "failed",
-        case(
-            "fixed", "reproduced", {HOSTILE: HOSTILE}, figure=HOSTILE, evidence={"x": HOSTILE}, reason=HOSTILE
-        ),
-        case("faulty", "error", evidence={"death": HOSTILE, "message": HOSTILE, "stderr_tail": [HOSTILE]}),
-        title=HOSTILE,
-        reason=HOSTILE,
-        name="\ufffe]]>",
-        claims=(ClaimResult(HOSTILE, HOSTILE, ClaimVerdict.CONFIRMED, {HOSTILE: HOSTILE}),),
-    )
-    root = _root(report(result, environment={HOSTILE: HOSTILE}, findings=(HOSTILE,)))
-    assert {element.tag for element in root.iter()} == {
-        *("testsuites", "testsuite", "properties", "property", "testcase", "failure", "error", "system-out")
-    }
-    (failure, _) = root.iter("failure")
-    assert "<b>&bold</b>" in failure.get("message", "")
-
-
-@given(st.sampled_from(TEXTS), st.sampled_from(TEXTS))
-def test_xml_that_is_read_as_a_log_makes_nothing_act(first: str, second: str) -> None:
-    evidence = {"death": first, "message": second, "stderr_tail": [first, second]}
-    cases = [
-        case("faulty", "error", evidence=evidence, reason=first),
-        case("fixed", "clean", evidence={second: first}),
-    ]
-    whole = report(scenario("error", *cases, title=first, reason=second, name=first), findings=(first,))
-    assert not problem(JunitReporter().render(whole))
 
 
 def test_escaping_a_command_keeps_the_text() -> None:

@@ -6,8 +6,8 @@ import re
 
 from hypothesis import example, given
 from hypothesis import strategies as st
-from markdown_it import MarkdownIt
-from report_samples import HOSTILE, POINTS, case, crashed, full_report, report, scenario
+from report_readers import MARKDOWN
+from report_samples import POINTS, case, crashed, full_report, report, scenario
 
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.markdown_page import escape, link_source, to_markdown
@@ -15,8 +15,6 @@ from moedoctor.reporters.page import Paragraph, Picture
 from moedoctor.reporters.text import summarize
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
 from moedoctor.text import join_lines
-
-PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 
 
 def _render(report: Report) -> str:
@@ -26,7 +24,7 @@ def _render(report: Report) -> str:
 def _shown(markdown: str) -> list[str]:
     """Return the text of each block as a reader sees it; markup appears as `<type>`."""
     blocks = []
-    for token in PARSER.parse(markdown):
+    for token in MARKDOWN.parse(markdown):
         if token.type == "inline":
             parts = [
                 inner.content
@@ -45,7 +43,7 @@ def _shown(markdown: str) -> list[str]:
 def _tables(markdown: str) -> list[list[str]]:
     """Return the cells of each table, row after row."""
     tables: list[list[str]] = []
-    tokens = PARSER.parse(markdown)
+    tokens = MARKDOWN.parse(markdown)
     for index, token in enumerate(tokens):
         if token.type == "table_open":
             tables.append([])
@@ -85,7 +83,7 @@ def test_escaping_leaves_ordinary_text_readable() -> None:
 
 def test_a_picture_whose_name_holds_markup_stays_one_picture() -> None:
     text = to_markdown([Picture("a) <b> [x](y\n.svg", "a](b) ![c"), Picture("plain_1.svg", "t")])
-    assert [inner.type for token in PARSER.parse(text) for inner in token.children or ()] == ["image"] * 2
+    assert [inner.type for token in MARKDOWN.parse(text) for inner in token.children or ()] == ["image"] * 2
     assert text.endswith("![t](plain_1.svg)\n")
 
 
@@ -149,29 +147,6 @@ def test_claims_have_verdict_figures_reason_and_link() -> None:
     ) in text
 
 
-def test_nothing_in_a_report_is_markup() -> None:
-    result = scenario(
-        "proved",
-        case("faulty", "reproduced", {HOSTILE: HOSTILE}, figure=HOSTILE),
-        case("fixed", "clean", {HOSTILE: 1}),
-        title=HOSTILE,
-        reason=HOSTILE,
-        file=HOSTILE,
-        name=HOSTILE,
-        claims=(ClaimResult(HOSTILE, HOSTILE, ClaimVerdict.CONFIRMED, {HOSTILE: HOSTILE}, HOSTILE),),
-        conclusions={HOSTILE: HOSTILE},
-    )
-    text = _render(report(result, environment={HOSTILE: HOSTILE}, findings=(HOSTILE,)))
-    kinds = {inner.type for token in PARSER.parse(text) for inner in token.children or ()}
-    html = {
-        i.content for token in PARSER.parse(text) for i in token.children or () if i.type == "html_inline"
-    }
-    assert kinds <= {"text", "text_special", "code_inline", "strong_open", "strong_close", "html_inline"}
-    assert html == {"<!-- -->"}
-    assert join_lines(HOSTILE) in _shown(text)
-    assert len(_tables(text)[1]) == 3 * 4
-
-
 def test_stderr_of_a_crash_cannot_end_its_code_block() -> None:
     evidence = {
         "death": "silent",
@@ -180,7 +155,7 @@ def test_stderr_of_a_crash_cannot_end_its_code_block() -> None:
     }
     cases = [case("faulty", "error", evidence=evidence), crashed("installed", POINTS[0])]
     text = _render(report(scenario("error", *cases)))
-    fences = [token.content for token in PARSER.parse(text) if token.type == "fence"]
+    fences = [token.content for token in MARKDOWN.parse(text) if token.type == "fence"]
     assert fences == ["```\n# heading\n`````\n<b>\n", "Traceback\n[red]last words[/]\n"]
     assert "Died: installed kernel tokens=128 top_k=2 scoring=softmax: illegal memory access: CUDA error" in (
         text.replace("*", "")

@@ -7,7 +7,7 @@ import re
 from hostile import TEXTS, problem
 from hypothesis import example, given
 from hypothesis import strategies as st
-from markdown_it import MarkdownIt
+from report_readers import MARKDOWN
 from report_samples import HOSTILE
 from rich.cells import cell_len
 
@@ -31,7 +31,6 @@ from moedoctor.reporters.table import MIN_WIDTH, to_text
 from moedoctor.reporters.text import has_unsteady
 from moedoctor.text import join_lines
 
-PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 STYLES = ("", "bold", "dim", "code", "source", "error")
 texts = (
     st.text(max_size=20)
@@ -59,7 +58,7 @@ blocks = (
 def test_any_page_is_plain_text_in_markdown(page: list[Block]) -> None:
     text = to_markdown(page)
     assert not problem(text)
-    tokens = PARSER.parse(text)
+    tokens = MARKDOWN.parse(text)
     inner = [child for token in tokens for child in token.children or ()]
     kinds = {child.type for child in inner}
     plain = {"text", "text_special", "softbreak", "strong_open", "strong_close", "code_inline"}

@@ -1,0 +1,105 @@
+"""Every format: found by name, valid for any report, and text of a stranger stays text in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hostile import problem
+from hypothesis import given
+from report_readers import READERS
+from report_samples import HOSTILE, case, full_report, report, reports, scenario
+
+from moedoctor import catalogue
+from moedoctor.reporters.table import TableReporter
+from moedoctor.results import Report, ReportError, from_json, load_report, to_json
+
+REPORTERS = catalogue.load_reporters()
+
+
+def list_stored_runs() -> list[Path]:
+    found = []
+    for path in sorted((Path(__file__).parents[2] / "reports").rglob("*.json")):
+        with contextlib.suppress(ReportError):  # a report of another command
+            if load_report(path).command == "run":
+                found.append(path)
+    return found
+
+
+def test_ours_are_found_through_the_entry_points() -> None:
+    assert set(REPORTERS) >= set(READERS)
+    for name in READERS:
+        assert type(REPORTERS[name]).__module__ == f"moedoctor.reporters.{name}"
+
+
+@given(reports)
+def test_any_report_is_valid_in_every_format_and_the_same_from_a_file(whole: Report) -> None:
+    again = from_json(Report, json.loads(to_json(whole)))
+    for name, read in READERS.items():
+        text = REPORTERS[name].render(whole)
+        assert text == REPORTERS[name].render(again)
+        assert text.endswith("\n")
+        lines = [line for line in text.split("\n") if not (name == "github" and line.startswith("::"))]
+        assert not problem("\n".join(lines)), name
+        read(text, whole)
+
+
+def test_numbers_that_json_lacks_and_keys_that_are_not_text_read_as_the_ones_in_memory() -> None:
+    original = report(
+        scenario("found", case("installed", "reproduced", evidence={"x": (1.5, float("nan")), 8: HOSTILE})),
+        *full_report().scenarios,
+    )
+    again = from_json(Report, json.loads(to_json(original)))
+    for reporter in REPORTERS.values():
+        assert reporter.render(original) == reporter.render(again)
+
+
+QUICK = ("markdown", "junit", "github", "sarif")
+
+
+@pytest.mark.parametrize(
+    ("formats", "width"),
+    [(QUICK, 60), pytest.param(set(READERS) - {*QUICK, "table"}, 100, marks=pytest.mark.slow)],
+)
+def test_no_stored_run_takes_more_than_a_format_may_or_than_120_lines(
+    formats: Iterable[str], width: int
+) -> None:
+    runs = list_stored_runs()
+    assert len(runs) > 20
+    for path in runs:
+        stored = load_report(path)
+        for name in formats:
+            READERS[name](REPORTERS[name].render(stored), stored)
+        assert len(TableReporter().render(stored, width=width).splitlines()) <= 120, path
+
+
+@pytest.mark.parametrize("name", sorted(set(READERS) - {"table"}))
+def test_formats_for_machines_ignore_colour_and_width(name: str) -> None:
+    whole = full_report()
+    assert REPORTERS[name].render(whole, colour=True, width=60) == REPORTERS[name].render(whole)
+
+
+def test_json_is_readable_and_indented() -> None:
+    whole = dataclasses.replace(full_report(), findings=("3 µs → 4 µs",))
+    text = REPORTERS["json"].render(whole)
+    assert text.startswith('{\n  "schema_version": 1,\n  "moedoctor": "0.1.0",\n')
+    assert '"3 µs → 4 µs"' in text
+
+
+def test_no_format_needs_torch_and_only_the_table_needs_rich() -> None:
+    code = (
+        "import sys\nfrom moedoctor.results import Report, Summary\n"
+        "for name in ('github', 'html', 'json', 'junit', 'markdown', 'table'):\n"
+        "    module = __import__(f'moedoctor.reporters.{name}', fromlist=['x'])\n"
+        "    kind = getattr(module, name.capitalize() + 'Reporter')\n"
+        "    if name != 'table': kind().render(Report('run', {}, (), Summary(), version='0'))\n"
+        "print(sorted({'torch', 'rich'} & set(sys.modules)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
