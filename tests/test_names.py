@@ -44,59 +44,7 @@ def test_empty_names_are_noticed(tmp_path: Path) -> None:
 
 VERBS = frozenset((Path(__file__).parent / "verbs.txt").read_text(encoding="utf-8").split())
 PREDICATES = frozenset({"is", "are", "has", "can", "may", "does", "did", "was", "must"})
-GIVEN = frozenset(
-    {
-        "_maybe_offload_to_cpu",
-        "absent",
-        "backends",
-        "claim",
-        "dataclass_schema",
-        "debug_once",
-        "device_loading_context",
-        "engine",
-        "evidence",
-        "faulty",
-        "fileno",
-        "fixed",
-        "fleet",
-        "grouped_topk",
-        "groups",
-        "implementation",
-        "in_lab",
-        "init_logger",
-        "installed",
-        "is_supported_config",
-        "isatty",
-        "kernel",
-        "library",
-        "main",
-        "may_reinitialize_input_batch",
-        "measured",
-        "model",
-        "moe_forward",
-        "only",
-        "option",
-        "post_init",
-        "preflight",
-        "problems",
-        "readable",
-        "readinto",
-        "relative_error",
-        "releases",
-        "reportinfo",
-        "repr_failure",
-        "resident",
-        "rows",
-        "runtest",
-        "schema",
-        "to",
-        "topk_sigmoid",
-        "topk_softmax",
-        "unavailable",
-        "untested",
-        "writable",
-    }
-)
+GIVEN = frozenset((Path(__file__).parent / "given_names.txt").read_text(encoding="utf-8").split())
 """Names of others (Python, pytest, pydantic, vLLM, Typer), of what packages implement for a failure (a lab
 has a method for each tier), and of public functions in the field's terms."""
 OPENINGS = frozenset({"What", "Whether", "Who", "How", "Where", "Why", "Which", "When"})

@@ -184,21 +184,6 @@ for group in {GROUPS!r}:
     assert {"moedoctor.cli", "moedoctor.subjects.ours:FixedSubject", fault} <= checked
 
 
-WORDS = (["--help"], ["--version"], ["run", "--help"], ["list"], ["explain", "MD001"])
-
-
-@pytest.mark.parametrize("words", WORDS)
-def test_commands_that_only_answer_import_no_torch(words: list[str]) -> None:
-    code = (
-        "import runpy\n"
-        "try: runpy.run_module('moedoctor', run_name='__main__')\n"
-        "except SystemExit as end: code = end.code\n"
-        f"print('HEAVY', [name for name in {HEAVY!r} if name in sys.modules], code or 0)\n"
-    )
-    answer = run_python(code, *words)
-    assert answer.stdout.rstrip().endswith("HEAVY [] 0"), answer.stdout + answer.stderr
-
-
 @pytest.mark.parametrize(("available", "outcome"), [(False, "1 passed, 1 skipped"), (True, "2 passed")])
 def test_gpu_tests_are_skipped_and_counted_without_a_gpu(
     tmp_path: Path, available: bool, outcome: str

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hostile import OF_KEYS, OF_NAMES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -123,82 +124,6 @@ IPV4 = st.tuples(*[st.integers(1, 255)] * 4).map(lambda parts: ".".join(map(str,
 IPV6 = st.ip_addresses(network="2001:db8::/32").map(str)
 MAC = st.binary(min_size=6, max_size=6)
 
-OF_NAMES = r"""
-/home/{}/models
-/home/{}
-/Users/Ann {}/models
-/Users/ann {}/x
-'/Users/Ann {}'
-C:\Users\{}\x
-C:\Users\Ann {}\x
-C:\\Users\\ann {}\\x
-D:/Users/{}/x
-/mnt/c/Users/{}/x
-/scratch/{}/models/x
-/data2/{}/run
-*.{}.internal
-file:///home/{}/x
-\\wsl$\Ubuntu\home\{}\x
-USER={}
-HOSTNAME={}
-MASTER_ADDR={}
-{}@example.org
-a.b+{}@mail.example.co.uk
-{}@gpubox:~/models
-ann@{}:/data
-{}-7.internal
-password={}
-Password: {}
-pwd={}
-passwd="Ann {}"
-passphrase: {}
-passphrase {}
-secret_key={}
-SECRET-KEY {}
-aws_secret_access_key = {}
---api-key {}
---api-key={}
-['--api-key', '{}']
-API_KEY={}
-X-Api-Key: {}
-api_key=['x', '{}']
-client_secret: {}
-{{"password": "{}"}}
-{{\"password\": \"a {}\"}}
---hf-token {}
-HF_TOKEN={}
-token={}
-Authorization: Bearer {}
-Authorization: Basic {}==
-"authorization": "Bearer {}"
-Cookie: a=b; session={}
-Set-Cookie: session={}; Path=/
-https://{}:pw@example.org/x
-https://ann:{}@example.org/x
-https://{}@example.org
-postgresql://ann:{}@db/x
-tcp://{}:8000
-https://example.org/x?a=1&access_token={}&b=2
-https://example.org/x?sig={}
-http://{}:8000/v1
-https://a.example.org/x,https://ann:{}@example.org/y
-""".strip().splitlines()
-OF_KEYS = """
-hf_{}
-ghp_{}
-gho_{}
-github_pat_{}
-AIza{}
-ya29.{}
-nvapi-{}
-npm_{}
-sk-{}
-sk-proj-{}
-Bearer {}
-eyJ{}.e30.x
-https://example.org/hf_{}
-key {}
-""".strip().splitlines()
 OF_IPV4 = ("peer {} left", "{}", "{}.", "tcp://{}:8000", "http://{}/x", "host={}", "({})")
 OF_IPV6 = ("peer {} left", "[{}]:8000", "peer:{}", "http://[{}]:8000/x")
 PLANTED: Mapping[str, st.SearchStrategy[Any]] = {

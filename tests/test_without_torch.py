@@ -53,6 +53,9 @@ ALSO_ANSWER = (
     "run MD009",
     "bench --cache --trace zipf --capacity 8 --policy lru",
     "lint checkpoint --fix copy",
+    "--help",
+    "--version",
+    "run --help",
 )
 
 
@@ -76,9 +79,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def blocked(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """Variables under which torch, Triton and numpy are not there, for children too."""
+    """Variables under which torch, Triton, numpy, vLLM and FlashInfer are not there, for children too."""
     folder = tmp_path_factory.mktemp("blocked")
-    for name in ("torch", "triton", "numpy"):
+    for name in ("torch", "triton", "numpy", "vllm", "flashinfer"):
         missing = f"raise ModuleNotFoundError(\"No module named '{name}'\", name='{name}')\n"
         (folder / f"{name}.py").write_text(missing)
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
@@ -179,7 +182,6 @@ def test_the_wheel_answers_in_an_environment_without_torch(place: Path, tmp_path
     built = _run([*pip, str(ROOT), "-w", str(tmp_path)], tmp_path, os.environ)
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.stat().st_size < 3_000_000
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     bin = tmp_path / "venv" / "bin"
     assert _run([sys.executable, "-m", "venv", str(bin.parent)], tmp_path, environ).returncode == 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -90,16 +88,3 @@ def test_json_is_readable_and_indented() -> None:
     text = REPORTERS["json"].render(whole)
     assert text.startswith('{\n  "schema_version": 1,\n  "moedoctor": "0.1.0",\n')
     assert '"3 µs → 4 µs"' in text
-
-
-def test_no_format_needs_torch_and_only_the_table_needs_rich() -> None:
-    code = (
-        "import sys\nfrom moedoctor.results import Report, Summary\n"
-        "for name in ('github', 'html', 'json', 'junit', 'markdown', 'table'):\n"
-        "    module = __import__(f'moedoctor.reporters.{name}', fromlist=['x'])\n"
-        "    kind = getattr(module, name.capitalize() + 'Reporter')\n"
-        "    if name != 'table': kind().render(Report('run', {}, (), Summary(), version='0'))\n"
-        "print(sorted({'torch', 'rich'} & set(sys.modules)))"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == "[]\n"

@@ -35,6 +35,7 @@ REPORTS = (*STORED, *CALLED, "bench of engines", "fleet")
 WITH_PICTURES = ("bench of backends", "bench of engines")
 SCHEMES = ("light", "dark")
 WIDTHS = (390, 1440)
+OPEN_ALL = "(all) => all.forEach((each) => { each.open = true; })"
 
 Open = Callable[..., Any]
 
@@ -112,32 +113,6 @@ def test_it_opens_within_a_second_and_is_not_wider_than_the_screen(
     assert light == (scheme == "light")
 
 
-@pytest.mark.parametrize("name", REPORTS)
-def test_the_answer_says_what_was_looked_at_what_was_found_and_what_to_do(show: Open, name: str) -> None:
-    page = show(name, script=False)
-    first = page.locator("main > *").nth(1)
-    assert first.get_attribute("id") == "answer"
-    assert first.locator("dt").all_inner_texts() == ["Looked at", "Found", "What to do"]
-    looked_at, found, to_do = first.locator("dd").all_inner_texts()
-    assert looked_at.strip()
-    assert found.strip() not in ("", looked_at.strip())
-    assert to_do.strip()
-
-
-@pytest.mark.parametrize("name", REPORTS)
-def test_the_keyboard_reaches_everything_that_a_click_opens(show: Open, name: str) -> None:
-    page = show(name)
-    count = """() => [...document.querySelectorAll("summary, button, a[href], input, select")]
-        .filter((each) => each.checkVisibility()).map((each) => each.tabIndex)"""
-    places = page.evaluate(count)
-    assert places
-    assert set(places) == {0}
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "skip"
-    page.keyboard.press("Enter")
-    page.wait_for_function("document.activeElement.id === 'answer'")
-
-
 def rows(page: Any, table: int = 0) -> list[list[str]]:
     """Return the texts of the visible rows of a table."""
     script = """(tables, n) => [...tables[n].tBodies[0].rows].filter((row) => !row.hidden)
@@ -199,7 +174,7 @@ def test_a_link_of_the_overview_opens_its_section_and_evidence_is_behind_a_click
 
 def test_long_tables_are_cut_and_shown_whole_on_demand(show: Open) -> None:
     page = show("release")
-    page.locator("details.section").evaluate_all("(all) => all.forEach((each) => { each.open = true; })")
+    page.locator("details.section").evaluate_all(OPEN_ALL)
     more = page.get_by_role("button", name="Show all").first
     words = more.inner_text()
     hidden = page.locator("tbody tr[hidden]").count()
@@ -231,21 +206,26 @@ def test_pictures_are_not_empty(show: Open, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_without_its_script_the_page_has_every_text(show: Open, name: str) -> None:
-    with_script, without = show(name), show(name, script=False)
-    plain = without.locator("main").evaluate("(main) => main.textContent.replaceAll(/\\s+/g, ' ')")
-    assert without.locator("tbody tr[hidden]").count() == 0
-    assert without.locator("input, button, select").count() == 0
-    cells = with_script.locator("td").evaluate_all(
-        "(cells) => cells.map((cell) => cell.textContent.replaceAll(/\\s+/g, ' ').trim())"
+def test_without_its_script_the_page_begins_with_the_answer_has_every_text_and_opens_on_paper(
+    show: Open, name: str
+) -> None:
+    cells = (
+        show(name)
+        .locator("td")
+        .evaluate_all("(cells) => cells.map((cell) => cell.textContent.replaceAll(/\\s+/g, ' ').trim())")
     )
+    page = show(name, script=False)
+    first = page.locator("main > *").nth(1)
+    assert first.get_attribute("id") == "answer"
+    assert first.locator("dt").all_inner_texts() == ["Looked at", "Found", "What to do"]
+    looked_at, found, to_do = (text.strip() for text in first.locator("dd").all_inner_texts())
+    assert looked_at
+    assert found not in ("", looked_at)
+    assert to_do
+    plain = page.locator("main").evaluate("(main) => main.textContent.replaceAll(/\\s+/g, ' ')")
+    assert page.locator("tbody tr[hidden], input, button, select").count() == 0
     assert cells
     assert not [cell for cell in cells if cell not in plain]
-
-
-@pytest.mark.parametrize("name", REPORTS)
-def test_on_paper_everything_is_open(show: Open, name: str) -> None:
-    page = show(name, script=False)
     inside = page.locator("details:not([open]) > .body").first
     assert not inside.is_visible()
     page.emulate_media(media="print")
@@ -260,8 +240,16 @@ FOCUS = """() => {
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_what_has_the_focus_is_seen_and_keys_sort_open_and_filter(show: Open, name: str) -> None:
+def test_keys_reach_sort_open_and_filter_everything_and_the_focus_is_seen(show: Open, name: str) -> None:
     page = show(name)
+    count = """() => [...document.querySelectorAll("summary, button, a[href], input, select")]
+        .filter((each) => each.checkVisibility()).map((each) => each.tabIndex)"""
+    assert set(page.evaluate(count)) == {0}
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    assert page.evaluate(FOCUS)
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.activeElement.id === 'answer'")
     for _ in range(STOPS):
         page.keyboard.press("Tab")
         outlined = page.evaluate(FOCUS)
@@ -274,7 +262,7 @@ def test_what_has_the_focus_is_seen_and_keys_sort_open_and_filter(show: Open, na
         first.press(key)
         opened.append(first.evaluate("(summary) => summary.parentElement.open"))
     assert opened == [opened[0], not opened[0], opened[0]]
-    page.locator("details").evaluate_all("(all) => all.forEach((each) => { each.open = true; })")
+    page.locator("details").evaluate_all(OPEN_ALL)
     heads = page.locator("main .table > table th:has(button)")
     assert not [head for head in heads.all_inner_texts() if not head.strip()]
     if heads.count():
@@ -296,7 +284,7 @@ def test_paper_has_every_row_or_says_how_many_a_filter_left(show: Open, name: st
         timeout=5000,
     )
     page.emulate_media(media="screen")
-    page.locator("details").evaluate_all("(all) => all.forEach((each) => { each.open = true; })")
+    page.locator("details").evaluate_all(OPEN_ALL)
     search = page.get_by_label("Filter").first
     if not search.count():
         return

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from report_samples import ENVIRONMENT, HOSTILE, case, crashed, full_report, report
 
 from moedoctor.reporters.text import (
@@ -17,15 +15,6 @@ from moedoctor.reporters.text import (
     summarize,
 )
 from moedoctor.text import clean, join_lines
-
-
-@given(st.text(alphabet=st.characters() | st.sampled_from("\x1b[]m\x07\x9b\r\n\t;0\udc80\u202e\u2028")))
-def test_cleaned_text_has_lines_and_printable_characters_only(text: str) -> None:
-    cleaned = clean(text)
-    assert clean(cleaned) == cleaned
-    assert not any(character < " " and character != "\n" for character in cleaned)
-    assert not any(character in "\x7f\x9b\x85\u2028\u202e\udc80" for character in cleaned)
-    assert "\n" not in join_lines(text)
 
 
 def test_cleaning_keeps_the_text() -> None:

@@ -36,8 +36,12 @@ ROOT = TESTS.parent
 if __name__ in ("__main__", "__mp_main__"):  # pytest has set its own path
     sys.path[:0] = [str(ROOT), str(TESTS)]
 
+from hostile import (  # noqa: E402
+    OF_KEYS,
+    OF_NAMES,
+    echoes_too_much,
+)
 from hostile import TEXTS as HOSTILE  # noqa: E402
-from hostile import echoes_too_much  # noqa: E402
 from hostile import problem as acted_on  # noqa: E402
 
 MOST_SECONDS = 10.0
@@ -344,44 +348,19 @@ def secrets(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
 
     def planted() -> tuple[str, str]:
         """Return a text and the part of it that nobody may read."""
-        word, key = some(12, letters[:26]), some(36)
         number = ".".join(str(pick.randint(11, 250)) for _ in range(4))
-        return pick.choice(
+        word, key = f"zq{some(10, letters[:26])}", f"aZ9{some(33)}"
+        form, secret = pick.choice(
             (
-                (f"/home/{word}/models/x", word),
-                (f"/Users/{word} {word}/models", word),
-                (f"C:\\Users\\{word}\\models", word),
-                (f"C:\\Users\\Ann {word}\\models", word),
-                (f"'/home/{word}'", word),
-                (f'{{"password": "{word} {word}", "x": 1}}', word),
-                (f"['--api-key', '{word}']", word),
-                (f"eyJ{some(20)}.{some(30)}.{some(20)}", "eyJ"),
-                (f"MASTER_ADDR={word}", word),
-                (f"tcp://{word}:8000", word),
-                (f"https://example.org/x?access_token={word}&y=1", word),
-                (f"token hf_{key}", key),
-                (f"ghp_{key}", key),
-                (f"AKIA{some(16, letters[26:])}", "AKIA"),
-                (f"AIza{some(35)}", "AIza"),
-                (f"nvapi-{some(64)}", "nvapi-"),
-                (f"npm_{key}", key),
-                (f"sk-proj-{some(48)}", "sk-proj-"),
-                (f"password={word}", word),
-                (f"pwd={word}", word),
-                (f"passphrase: {word}", word),
-                (f"secret_key={word}", word),
-                (f"--api-key {word}", word),
-                (f"Authorization: Bearer {key}", key),
-                (f"Authorization: Basic {key}==", key),
-                (f"Cookie: session={key}", key),
-                (f"https://{word}:{key}@example.org/x", key),
-                (f"{word}@example.org", word),
-                (f"tcp://{number}:8000", number),
-                (f"peer {number} left", number),
-                (f"fe80::{some(4, '0123456789abcdef')}:12ff:fe34:5678", "12ff:fe34"),
-                ("de:ad:be:ef:12:" + some(2, "0123456789abcdef"), "de:ad:be:ef"),
+                *((form, word) for form in OF_NAMES),
+                *((form, key) for form in OF_KEYS),
+                *((form, number) for form in ("tcp://{}:8000", "peer {} left")),
+                ("AKIA{}", some(16, letters[26:])),
+                (f"fe80::{some(4, '0123456789abcdef')}:{{}}:5678", "12ff:fe34"),
+                ("{}:12:" + some(2, "0123456789abcdef"), "de:ad:be:ef"),
             )
         )
+        return form.format(secret), secret
 
     lines = (
         "RuntimeError: b_scales is not on GPU; {}",
@@ -403,34 +382,16 @@ def secrets(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
 
 def _crash_report(text: str, secret: str, format: str) -> tuple[int, str | None]:
     """Return what a report of a child that raised `text` shows of `secret`, if it shows it."""
+    from report_samples import case, report, scenario
+
     from moedoctor import catalogue
     from moedoctor.processes import deaths
-    from moedoctor.results import (
-        CaseResult,
-        CaseVerdict,
-        Report,
-        ScenarioResult,
-        ScenarioVerdict,
-        Summary,
-        Tier,
-    )
 
     tail = deaths.last_lines(f"first\n{text}\n")
     crash = replace(deaths.from_exception(RuntimeError(text)), stderr_tail=tail)
-    case = CaseResult(
-        "faulty", Tier.MODEL, {}, CaseVerdict.ERROR, evidence=crash.to_evidence(), reason=crash.message
-    )
-    scenario = ScenarioResult(
-        id="MD901",
-        name="dying",
-        title="t",
-        verdict=ScenarioVerdict.ERROR,
-        file="x.yaml",
-        reason=crash.message,
-        cases=(case,),
-    )
-    report = Report("run", {}, (scenario,), Summary(error=1), version="0")
-    shown = catalogue.load_reporters()[format].render(report, colour=False, width=None)
+    died = case("faulty", "error", evidence=crash.to_evidence(), reason=crash.message)
+    whole = report(scenario("error", died, reason=crash.message))
+    shown = catalogue.load_reporters()[format].render(whole, colour=False, width=None)
     return 3, f"-f {format} shows {secret!r} of {text!r}" if secret in shown else None
 
 
