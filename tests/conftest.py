@@ -56,10 +56,7 @@ for _signal in (*interrupts.SIGNALS, signal.SIGQUIT):
         signal.signal(_signal, signal.default_int_handler if _signal == signal.SIGINT else signal.SIG_DFL)
 
 settings.register_profile(
-    "moedoctor",
-    deadline=None,
-    max_examples=50,
-    suppress_health_check=[HealthCheck.too_slow],
+    "moedoctor", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 # The same examples in every CI run: a red build there can be repeated here.
 settings.register_profile("ci", settings.get_profile("moedoctor"), derandomize=True, database=None)

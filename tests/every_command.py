@@ -15,6 +15,7 @@ from moedoctor.trace import capsule as capsules
 
 REPORTS = Path(__file__).parents[1] / "reports"
 
+TRACE = "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4"
 CALLS = {
     "check": ["check", "--release", "0.19.1", "--sm", "12.0"],
     "triage": ["triage", "a.log"],
@@ -28,19 +29,13 @@ CALLS = {
     "replay": ["replay", "a.capsule", "--device", "cpu", "--backend", "REFERENCE"],
     "capsule": ["capsule", "show", "a.capsule"],
     "run": ["run", "MD010", "--subject", "faulty"],
-    "bench": [
-        "bench",
-        "--cache",
-        "--trace",
-        "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4",
-        "--capacity",
-        "8",
-    ],
+    "bench": f"bench --cache --trace {TRACE} --capacity 8".split(),
     "fleet": ["fleet", "run", "parity", "--from-reports", "fleet"],
     "backends": ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask", "--backend", "MARLIN"],
 }
 """Command -> a call of it."""
-MORE_CALLS = {
+MORE_TRACE = "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4"
+CALLS = {
     "triage of three files": ["triage", "a.log", "b.log", "c.log"],
     "backends of each scheme": ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask"],
     "plan that does not fit": ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "8"],

@@ -6,9 +6,9 @@ import re
 
 TEXTS = (
     "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "\x1b]8;;https://example.org\x1b\\link", "\x9b2J",
-    "\x9d0;title\x9c", "::error file=x::planted", "\n::set-output name=x::y", "\r\n \t::add-mask::e", "##[error]planted",
-    "##vso[task.setvariable variable=x]y", "\u202egnirts\u202c", "\u2067gnirts\u2069",
-    "\u2028::warning::x\x85", "\x00", "\x7f", "a\rb", "|cell|<script>alert(1)</script>",
+    "\x9d0;title\x9c", "::error file=x::planted", "\n::set-output name=x::y", "\r\n \t::add-mask::e",
+    "##[error]planted", "##vso[task.setvariable variable=x]y", "\u202egnirts\u202c",
+    "\u2067gnirts\u2069", "\u2028::warning::x\x85", "\x00", "\x7f", "a\rb", "|cell|<script>alert(1)</script>",
     "<img src=x onerror=alert(1)> ![x](https://example.org/x.png) [y](javascript:x) @somebody `@else",
     "--> ]]> &amp; <!-- ", "`${jndi:ldap://x}`", "\ud800", "é中🙂", "9" * 5000, "x" * 100_000,
     "many words " * 500, "../" * 50 + "etc/passwd", "[" * 3000, "[red]x[/] [/]", "{{7*7}}", "$x$ $\\frac{$",

@@ -16,23 +16,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Ties, both zeros, values that differ by less than a softmax score can tell, scores that underflow, the
 # ends of float32, NaN and Inf.
 _VALUES = (
-    0.0,
-    -0.0,
-    1.0,
-    1.0,
-    2.0,
-    -3.0,
-    1e-9,
-    2e-9,
-    90.0,
-    -95.0,
-    200.0,
-    -200.0,
-    3.4e38,
-    -3.4e38,
-    INF,
-    -INF,
-    NAN,
+    *(0.0, -0.0, 1.0, 1.0, 2.0, -3.0, 1e-9, 2e-9, 90.0, -95.0, 200.0, -200.0),
+    *(3.4e38, -3.4e38, INF, -INF, NAN),
 )
 
 GROUP_EDGES = [

@@ -113,10 +113,7 @@ def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, m
         (["compare", "a.json", "b.json"], "a.json:1:"),
         (["compare", "a.json"], "Missing argument"),
         (["frob"], "No such command 'frob'"),
-        (
-            ["backends", "--moe-backend", "marlin"],
-            " backends -- vllm serve MODEL --moe-backend …; see",
-        ),
+        (["backends", "--moe-backend", "marlin"], " backends -- vllm serve MODEL --moe-backend …; see"),
         (["preflight", "vllm", "serve", "m", "-tp", "2"], "-tp: the options of a server follow"),
         (
             ["plan", "--max-model-len", "5"],

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -213,17 +211,3 @@ def test_only_settings_of_the_stack_are_shown_and_none_that_identifies() -> None
         "VLLM_USE_FLASHINFER_MOE_FP4": "1",
     }
     assert facts["cuda_visible_devices"] == "GPU-***"
-
-
-def test_collecting_imports_no_torch_and_takes_a_fraction_of_a_second() -> None:
-    code = (
-        "import sys, time; from moedoctor.environment import collect; start = time.perf_counter(); collect();"
-        "heavy = {'torch', 'triton', 'vllm', 'flashinfer'};"
-        "print(time.perf_counter() - start, sorted(heavy & set(sys.modules)))"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    seconds, heavy = answer.stdout.split(maxsplit=1)
-    assert heavy.strip() == "[]"
-    assert float(seconds) < 2.0  # some 20 ms without a GPU; room for a busy machine and for NVML

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from scripts_of_tests import load_script
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 SOURCE = "vllm-project/vllm#39593"
 ENVIRONMENT = {"gpu": "NVIDIA H200", "vllm": "0.33.0", "torch": "2.14.0"}
 MADE = {"command_line": "moedoctor bench --engine"}
@@ -29,24 +28,14 @@ size:
 @pytest.fixture
 def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script in an empty repository with one document, one scenario and one promise."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    spec = importlib.util.spec_from_file_location("made_blocks", SCRIPTS / "made_blocks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("made_blocks", monkeypatch)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     for name in ("docs", "scenarios", "evidence", "reports/nvidia-h200-vllm-0.33.0"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "evidence" / "promises.yaml").write_text(PROMISES)
+    asked = {"subject": "a kernel", "conditions": "a GPU"}
     claims = [
-        {
-            "key": "cost",
-            "text": "it costs 30 %",
-            "source": SOURCE,
-            "subject": "a kernel",
-            "conditions": "a GPU",
-        },
+        {"key": "cost", "text": "it costs 30 %", "source": SOURCE} | asked,
         {"key": "speed", "text": "ours is fast", "source": "moedoctor"},
     ]
     (tmp_path / "scenarios" / "nan_routing.yaml").write_text(json.dumps({"id": "MD001", "claims": claims}))
@@ -135,15 +124,9 @@ def test_a_promise_is_kept_broken_or_not_run(blocks: ModuleType) -> None:
 
 def test_kernels_are_divided_where_both_are_right(blocks: ModuleType) -> None:
     document = write(blocks, "kernels")
+    common = {"quantization": "fp8", "model": "m"}
     rows = [
-        {
-            "backend": name,
-            "quantization": "fp8",
-            "model": "m",
-            "tokens": tokens,
-            "right": right,
-            "time_us": time,
-        }
+        {**common, "backend": name, "tokens": tokens, "right": right, "time_us": time}
         for name, tokens, right, time in (
             ("OURS", 1, True, 5.0),
             ("MARLIN", 1, True, 10.0),

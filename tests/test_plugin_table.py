@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts_of_tests import load_script
 
 from moedoctor.plugin.extensions import load_evidence
 
@@ -17,14 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location("plugin_table", ROOT / "scripts" / "plugin_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "plugin_table", module)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("plugin_table", monkeypatch)
 
 
 def report(**changes: Any) -> dict[str, Any]:

@@ -156,11 +156,7 @@ REFUSED = "setup: moedoctor needs Python 3.10 or newer, and "
             {},
             f"{REFUSED}'python3' is Python 3.9.1; choose one that is: make run PYTHON=python3.12\n",
         ),
-        (
-            {"python3": "3.9"},
-            {},
-            "3.9.1; install one, or name it: make run PYTHON=/path/to/python3",
-        ),
+        ({"python3": "3.9"}, {}, "3.9.1; install one, or name it: make run PYTHON=/path/to/python3"),
         ({}, {}, "there is no working 'python3'; install one"),
         ({"python3": "3.11"}, {"NO_ENSUREPIP": "1"}, "apt-get install python3.11-venv"),
     ],

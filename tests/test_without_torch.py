@@ -110,13 +110,7 @@ print("RESULTS", json.dumps(results))
 
 def _run(command: Sequence[str], place: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command,
-        capture_output=True,
-        encoding="utf-8",
-        cwd=place,
-        env=dict(environ),
-        timeout=300,
-        check=False,
+        command, capture_output=True, encoding="utf-8", cwd=place, env=dict(environ), timeout=300, check=False
     )
 
 

@@ -122,8 +122,7 @@ def test_every_gpu_test_and_every_release_of_upstream_tests_has_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "verdict"),
-    [("assert True", "kept"), ("assert False", "broken"), ("pytest.skip()", "broken")],
+    ("body", "verdict"), [("assert True", "kept"), ("assert False", "broken"), ("pytest.skip()", "broken")]
 )
 def test_a_run_of_tests_is_judged_by_what_passed_and_failed(body: str, verdict: str, tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"

@@ -125,19 +125,8 @@ def test_the_wheel_goes_to_the_node_without_moedoctor(
 ) -> None:
     add("lacks")
     wheel = tmp_path / "wheel"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(wheel),
-        _ROOT,
-    ]
-    subprocess.run(command, check=True)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "-w", str(wheel), _ROOT], check=True)
     (file,) = wheel.glob("*.whl")
     _, document, _ = _fleet(tmp_path, cluster.address, "check", "--runtime-env", str(file))
     assert _statuses(document) == {"answered": 2}

@@ -95,7 +95,7 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=12,
 )
-_KEYS = (
+_KEYS = [
     "schema_version",
     "moedoctor",
     "environment",
@@ -105,7 +105,7 @@ _KEYS = (
     "items",
     "cases",
     "summary",
-)
+]
 
 
 @given(report=st.dictionaries(st.sampled_from(_KEYS), _JSON), sums=_JSON)

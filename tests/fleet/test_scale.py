@@ -47,11 +47,8 @@ def test_ten_thousand_nodes_take_little_more_than_reading_and_little_memory(
     usual["environment"].update(vllm="0.33.0", flashinfer="0.7.2.post1", driver="580.95", gpu="NVIDIA H200")
     usual["environment"]["gpus"] = [{"name": "NVIDIA H200", "capability": "9.0", "visible": True}] * 8
     odd = {}
-    for node, (key, value) in {
-        17: ("flashinfer", "0.6.6"),
-        4040: ("flashinfer", "0.6.6"),
-        77: ("driver", "570"),
-    }.items():
+    old = ("flashinfer", "0.6.6")
+    for node, (key, value) in {17: old, 4040: old, 77: ("driver", "570")}.items():
         odd[node] = copy.deepcopy(usual)
         odd[node]["environment"][key] = value
     odd[17].setdefault("findings", []).append({"id": "MD011", "title": "rows"})
@@ -64,22 +61,10 @@ def test_ten_thousand_nodes_take_little_more_than_reading_and_little_memory(
             "env": {**report["environment"]["env"], "VLLM_PORT": str(20_000 + node)},
         }
         (folder / f"node-{node:05d}.json").write_text(json.dumps({**report, "environment": own}))
-    command = [
-        sys.executable,
-        "-c",
-        _MEASURED,
-        str(folder),
-        "fleet",
-        arguments[0],
-        "--from-reports",
-        str(folder),
-        "--format",
-        "json",
-    ]
+    options = ["--from-reports", str(folder), "--format", "json", "--show-hosts"]
+    command = [sys.executable, "-c", _MEASURED, str(folder), "fleet", arguments[0], *options]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [*command, "--show-hosts"], capture_output=True, text=True, check=False, env=environ
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     document = json.loads(done.stdout)
     used, seconds, reading = map(float, done.stderr.splitlines()[-1].split())
     size = len(json.dumps(usual))

@@ -13,7 +13,7 @@ from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.markdown_page import escape, link_source, to_markdown
 from moedoctor.reporters.page import Paragraph, Picture
 from moedoctor.reporters.text import summarize
-from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
+from moedoctor.results import Report
 from moedoctor.text import join_lines
 
 
@@ -132,21 +132,6 @@ def test_the_whole_report() -> None:
     assert len(cases) == 4 * (1 + 4 + 4 + 1 + 4 + 2)
 
 
-def test_claims_have_verdict_figures_reason_and_link() -> None:
-    claims = (
-        ClaimResult(
-            "the clamp is free", "vllm-project/vllm#39391", ClaimVerdict.CONFIRMED, {"a_us": 3.43125}
-        ),
-        ClaimResult("it costs 30 %", "a talk", ClaimVerdict.REFUTED, {}, "it costs 35 %"),
-    )
-    text = _render(report(scenario(claims=claims)))
-    assert (
-        "- **confirmed** the clamp is free ([vllm-project/vllm#39391]"
-        "(https://github.com/vllm-project/vllm/issues/39391))\n  - a_us = 3.431\n"
-        "- **refuted** it costs 30 % (a talk)\n  - it costs 35 %\n"
-    ) in text
-
-
 def test_stderr_of_a_crash_cannot_end_its_code_block() -> None:
     evidence = {
         "death": "silent",
@@ -160,10 +145,6 @@ def test_stderr_of_a_crash_cannot_end_its_code_block() -> None:
     assert "Died: installed kernel tokens=128 top_k=2 scoring=softmax: illegal memory access: CUDA error" in (
         text.replace("*", "")
     )
-
-
-def test_a_finished_run_is_not_called_interrupted() -> None:
-    assert "Interrupted" not in _render(report(scenario(), summary=Summary(interrupted=False)))
 
 
 def test_a_command_in_backticks_is_code_and_nothing_else_becomes_it() -> None:

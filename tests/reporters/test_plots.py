@@ -93,10 +93,6 @@ def test_bounds_differ_in_their_dashes() -> None:
     assert len(styles(drawn, "stroke")) == 2
 
 
-def test_other_data_give_another_picture() -> None:
-    assert draw() != draw(series=(Series("lru", [8, 16, 32], [0.2, 0.4, 0.6]), *LINES[1:]))
-
-
 @given(st.lists(st.tuples(st.floats(0, 300), st.floats(8, 30)), min_size=1, max_size=8))
 def test_no_label_covers_another(labels: list[tuple[float, float]]) -> None:
     labels = sorted(labels)

@@ -146,11 +146,6 @@ def test_more_results_than_github_shows_are_cut_worst_first_and_counted() -> Non
     assert note["message"]["text"] == "20006 more findings are left out"
 
 
-def test_more_rules_than_github_takes_are_cut() -> None:
-    found = [Finding(f"R{number}", "note", "t", "m", "a.py") for number in range(25_005)]
-    assert len(read_sarif(to_sarif(Findings("check", found)))["tool"]["driver"]["rules"]) == MOST_RESULTS
-
-
 def test_a_log_is_below_10_megabytes_and_says_what_is_left_out() -> None:
     noise = Random(0)
     found = [

@@ -65,11 +65,6 @@ def _has_format(command: Any) -> bool:
     return any(option.name == "format" for option in command.params) or any(map(_has_format, inner.values()))
 
 
-def test_an_unknown_name_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema", "trage"]) == 2
-    assert "triage" in capsys.readouterr().err
-
-
 def test_the_schema_of_a_scenario(capsys: pytest.CaptureFixture[str]) -> None:
     assert schema_of("scenario", capsys)["type"] == "object"
 
@@ -91,14 +86,6 @@ def test_every_command_is_called_here() -> None:
 def test_the_output_of_a_command_is_as_its_schema_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {**CALLS, **MORE_CALLS}[name]
     assert check(arguments[0], arguments, capsys)["command"] == arguments[0]
-
-
-@pytest.mark.parametrize(("options", "key"), [((), "schemes"), (("--scheme", "fp8"), "candidates")])
-def test_backends_for_several_schemes_and_for_one(
-    options: tuple[str, ...], key: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask", *options]
-    assert check("backends", arguments, capsys)[key]
 
 
 @pytest.mark.parametrize("file", sorted(REPORTS.glob("nvidia-*/*.json")), ids=lambda file: file.stem)

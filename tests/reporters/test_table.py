@@ -8,7 +8,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_samples import POINTS, case, crashed, full_report, report, scenario
+from report_samples import POINTS, case, full_report, report, scenario
 from rich.cells import cell_len
 
 from moedoctor.reporters.page import Table
@@ -96,15 +96,6 @@ Conclusions
 moedoctor 0.1.0 run · torch 2.11.0
 """
     )
-
-
-def test_a_crash_is_shown_below_the_table() -> None:
-    cases = [case("faulty", "reproduced"), crashed("installed", POINTS[0]), crashed("installed", POINTS[1])]
-    text = _render(report(scenario("error", *cases)), 200)
-    assert text.index("figure") < text.index(
-        "Died: installed kernel tokens=128 top_k=2 scoring=softmax (and 1 "
-    )
-    assert "\n  Traceback\n  [red]last words[/]\n" in text
 
 
 def test_findings_and_an_interruption_are_shown() -> None:
