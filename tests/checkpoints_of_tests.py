@@ -116,16 +116,10 @@ def _dense(pick: random.Random) -> dict[str, Tensor]:
 
 def _config(quantization: dict[str, Any], **values: Any) -> dict[str, Any]:
     return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": INTERMEDIATE,
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
-        "num_experts": EXPERTS,
-        "quantization_config": quantization,
-        **values,
-    }
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": HIDDEN,
+        "moe_intermediate_size": INTERMEDIATE, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS,
+        "num_experts": EXPERTS, "quantization_config": quantization, **values,
+    }  # fmt: skip
 
 
 def modelopt(shards: int = 1) -> Made:

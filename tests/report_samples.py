@@ -25,15 +25,10 @@ from moedoctor.results import (
 )
 
 ENVIRONMENT: dict[str, Any] = {
-    "gpu": "NVIDIA H200",
-    "driver": "580.159",
-    "torch": "2.11.0",
-    "vllm": "0.21.0",
-    "flashinfer": None,
-    "cpu": "a processor",
-    "env": {"VLLM_MOE": "1"},
+    "gpu": "NVIDIA H200", "driver": "580.159", "torch": "2.11.0", "vllm": "0.21.0", "flashinfer": None,
+    "cpu": "a processor", "env": {"VLLM_MOE": "1"},
     "gpus": [{"name": "NVIDIA H200", "memory_bytes": 150754820096}],
-}
+}  # fmt: skip
 
 CAPSULE: dict[str, Any] = json.loads(Path(__file__).with_name("replay_report.json").read_text("utf-8"))
 """What `moedoctor replay tests/trace/engine_wrong_scale.moecapsule --format json` wrote."""

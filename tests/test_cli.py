@@ -134,15 +134,10 @@ def test_bad_input_is_exit_2_and_one_line(
 @pytest.mark.parametrize(
     "line",
     [
-        "{}",
-        "--{}",
-        "run MD001 --subject {}",
-        "run MD001 --device {}x",
-        "explain {}",
-        "plan --model {}",
+        "{}", "--{}", "run MD001 --subject {}", "run MD001 --device {}x", "explain {}", "plan --model {}",
         "show {}",
     ],
-)
+)  # fmt: skip
 def test_no_argument_reaches_the_terminal_raw_or_in_full(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,16 +174,10 @@ def test_a_scenario_whose_name_is_markup_does_not_break_the_progress_bar(
 
 
 TAKES_A_FILE = {
-    "run": ["run", "MD001"],
-    "check": ["check"],
-    "triage": ["triage", "-"],
-    "backends": ["backends", "--sm", "9.0"],
-    "lint": ["lint", "."],
-    "audit": ["audit", "."],
-    "plan": ["plan", "--model", "qwen3-30b-a3b"],
-    "bench": ["bench", "--cache"],
-    "show": ["show", "a.json"],
-}
+    "run": ["run", "MD001"], "check": ["check"], "triage": ["triage", "-"],
+    "backends": ["backends", "--sm", "9.0"], "lint": ["lint", "."], "audit": ["audit", "."],
+    "plan": ["plan", "--model", "qwen3-30b-a3b"], "bench": ["bench", "--cache"], "show": ["show", "a.json"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -94,18 +94,12 @@ def test_two_gpus_with_their_facts() -> None:
 @pytest.mark.parametrize(
     ("setting", "gpu", "visible"),
     [
-        ("0,1", "NVIDIA H200", [True, True]),
-        ("1", "NVIDIA GB10", [False, True]),
-        ("", None, [False, False]),
-        ("-1", None, [False, False]),
-        ("0,-1,1", "NVIDIA H200", [True, False]),
-        ("7,0", None, [False, False]),
-        ("GPU-bbbb2222-0000", "NVIDIA GB10", [False, True]),
-        ("GPU-bbbb", "NVIDIA GB10", [False, True]),
-        ("GPU-", None, [False, False]),
-        ("MIG-cccc3333", "NVIDIA H200", [True, True]),
+        ("0,1", "NVIDIA H200", [True, True]), ("1", "NVIDIA GB10", [False, True]), ("", None, [False, False]),
+        ("-1", None, [False, False]), ("0,-1,1", "NVIDIA H200", [True, False]), ("7,0", None, [False, False]),
+        ("GPU-bbbb2222-0000", "NVIDIA GB10", [False, True]), ("GPU-bbbb", "NVIDIA GB10", [False, True]),
+        ("GPU-", None, [False, False]), ("MIG-cccc3333", "NVIDIA H200", [True, True]),
     ],
-)
+)  # fmt: skip
 def test_the_gpu_is_the_first_that_cuda_programs_see(
     setting: str, gpu: str | None, visible: list[bool]
 ) -> None:
@@ -191,16 +185,11 @@ def test_facts_that_files_of_the_system_hold(path: str, text: str, fact: str, ex
 
 def test_only_settings_of_the_stack_are_shown_and_none_that_identifies() -> None:
     environ = {
-        "PATH": "/usr/bin",
-        "HF_TOKEN": "hf_AbCdEfGhIjKlMnOp",
-        "MY_VLLM_X": "1",
-        "VLLM_USE_FLASHINFER_MOE_FP4": "1",
-        "VLLM_API_KEY": "abc",
-        "VLLM_CACHE_ROOT": "/home/alice/.cache/vllm",
-        "NCCL_DEBUG_FILE": "/tmp/nccl.workstation-7.log",
-        "TORCH_CUDA_ARCH_LIST": "9.0 12.0a",
-        "CUDA_VISIBLE_DEVICES": "GPU-8f6d2a10-1111-2222",
-    }
+        "PATH": "/usr/bin", "HF_TOKEN": "hf_AbCdEfGhIjKlMnOp", "MY_VLLM_X": "1",
+        "VLLM_USE_FLASHINFER_MOE_FP4": "1", "VLLM_API_KEY": "abc",
+        "VLLM_CACHE_ROOT": "/home/alice/.cache/vllm", "NCCL_DEBUG_FILE": "/tmp/nccl.workstation-7.log",
+        "TORCH_CUDA_ARCH_LIST": "9.0 12.0a", "CUDA_VISIBLE_DEVICES": "GPU-8f6d2a10-1111-2222",
+    }  # fmt: skip
     facts = collect_trace_facts(environ=environ)
     assert facts["env"] == {
         "CUDA_VISIBLE_DEVICES": "GPU-***",

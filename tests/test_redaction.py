@@ -43,26 +43,17 @@ def test_a_setting_named_like_a_secret_or_a_host_is_hidden(name: str, value: str
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        ("/data/people/alice/models", "~/models"),
-        ("/home/bob/.cache:/opt/cuda", "~/.cache:/opt/cuda"),
-        ("/Users/bob/x", "~/x"),
-        ("/root/.cache", "~/.cache"),
-        ("/rootfs/x", "/rootfs/x"),
-        ("/scratch/alice/run", f"/scratch/{HIDDEN}/run"),
-        ("malice", "malice"),
-        ("gpubox7", HIDDEN),
-        ("see gpubox7.lab.example now", f"see {HIDDEN} now"),
-        ("tcp://10.0.0.7:29500", f"tcp://{HIDDEN}"),
-        ("https://me:pw@mirror.example/x", f"https://{HIDDEN}"),
-        ("10.0.0.7", HIDDEN),
+        ("/data/people/alice/models", "~/models"), ("/home/bob/.cache:/opt/cuda", "~/.cache:/opt/cuda"),
+        ("/Users/bob/x", "~/x"), ("/root/.cache", "~/.cache"), ("/rootfs/x", "/rootfs/x"),
+        ("/scratch/alice/run", f"/scratch/{HIDDEN}/run"), ("malice", "malice"), ("gpubox7", HIDDEN),
+        ("see gpubox7.lab.example now", f"see {HIDDEN} now"), ("tcp://10.0.0.7:29500", f"tcp://{HIDDEN}"),
+        ("https://me:pw@mirror.example/x", f"https://{HIDDEN}"), ("10.0.0.7", HIDDEN),
         ("GPU-8f6d2a10-1111-2222-3333-444455556666,GPU-9a1b", f"GPU-{HIDDEN},GPU-{HIDDEN}"),
-        ("MIG-GPU-8f6d2a10-1111/1/0", f"MIG-GPU-{HIDDEN}"),
-        ("hf_AbCdEfGhIjKlMnOp", HIDDEN),
+        ("MIG-GPU-8f6d2a10-1111/1/0", f"MIG-GPU-{HIDDEN}"), ("hf_AbCdEfGhIjKlMnOp", HIDDEN),
         ("model/hf_quant_config.json: no quant_algo", "model/hf_quant_config.json: no quant_algo"),
-        ("0123456789abcdef0123456789abcdef", HIDDEN),
-        ("aB3aB3aB3aB3aB3aB3aB3aB3", HIDDEN),
+        ("0123456789abcdef0123456789abcdef", HIDDEN), ("aB3aB3aB3aB3aB3aB3aB3aB3", HIDDEN),
     ],
-)
+)  # fmt: skip
 def test_identifying_text_is_hidden_in_values(value: str, shown: str) -> None:
     assert ALICE.mask_setting("VLLM_X", value) == shown
 
@@ -70,15 +61,10 @@ def test_identifying_text_is_hidden_in_values(value: str, shown: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        "",
-        "1",
-        "0,1",
-        "9.0 10.0a 12.0+PTX",
-        "FLASHINFER_CUTLASS_MXFP4_MXFP8_BF16",
-        "throughput",
+        "", "1", "0,1", "9.0 10.0a 12.0+PTX", "FLASHINFER_CUTLASS_MXFP4_MXFP8_BF16", "throughput",
         "/usr/local/cuda-13.0",
     ],
-)
+)  # fmt: skip
 def test_settings_that_explain_a_failure_stay_readable(value: str) -> None:
     assert ALICE.mask_setting("VLLM_X", value) == value
 

@@ -55,17 +55,11 @@ def test_the_records_have_the_keys_of_the_schema_in_the_documented_order() -> No
         assert set(written) == set(described["properties"])
     assert list(DOCUMENT)[:4] == ["schema_version", "moedoctor", "command", "origin"]
     assert first["cases"][0] == {
-        "subject": "faulty",
-        "tier": "model",
-        "device": "cpu",
-        "parameters": {"tokens": 128, "top_k": 2, "scoring": "softmax"},
-        "verdict": "reproduced",
-        "expected": "reproduced",
-        "figure": "13 of 128 rows",
-        "evidence": {"rows": 13},
-        "reason": None,
+        "subject": "faulty", "tier": "model", "device": "cpu",
+        "parameters": {"tokens": 128, "top_k": 2, "scoring": "softmax"}, "verdict": "reproduced",
+        "expected": "reproduced", "figure": "13 of 128 rows", "evidence": {"rows": 13}, "reason": None,
         "seconds": 0.0,
-    }
+    }  # fmt: skip
 
 
 STORED = [

@@ -201,18 +201,10 @@ def test_escaped_and_shortened_text() -> None:
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        (None, "null"),
-        (True, "true"),
-        (False, "false"),
-        (0, "0"),
-        (1.5, "1.5"),
-        ("none", "'none'"),
-        ("a\nb", r"'a\nb'"),
-        ([1], "a list"),
-        ((), "a list"),
-        ({}, "a mapping"),
+        (None, "null"), (True, "true"), (False, "false"), (0, "0"), (1.5, "1.5"), ("none", "'none'"),
+        ("a\nb", r"'a\nb'"), ([1], "a list"), ((), "a list"), ({}, "a mapping"),
     ],
-)
+)  # fmt: skip
 def test_show(value: object, shown: str) -> None:
     assert show(value) == shown
 
@@ -247,26 +239,13 @@ REFUSED = {
     "a boolean to some readers": ["yes", "Yes", "YES", "no", "No", "NO", "on", "ON", "off", "Off", "OFF"],
     "a date to some readers": ["2001-01-01", "2001-1-1", "2001-12-14t21:59:43.1-05:00", "2001-12-14 21:59"],
     "ambiguous": [
-        "010",
-        "-01",
-        "0x1F",
-        "0o17",
-        "0b11",
-        "1_000",
-        "1_0.5",
-        "1:30",
-        "-1:30:59.5",
-        "0_",
-        "00",
-        "0._",
-        "-1.5_0",
-        ".5_",
-        "1_0.5e+3",
+        "010", "-01", "0x1F", "0o17", "0b11", "1_000", "1_0.5", "1:30", "-1:30:59.5", "0_", "00", "0._",
+        "-1.5_0", ".5_", "1_0.5e+3",
     ],
     "not finite": [".inf", "-.Inf", "+.INF", ".nan", ".NaN", "1e999", "-1.0e400"],
     "too large": [str(MAX_INT + 1), str(-MAX_INT - 1), "9" * 21, "1" * 1_000_000],
     "a surrogate": ["a\ud800"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", VALUES)
@@ -336,21 +315,11 @@ def test_data_of_a_good_file() -> None:
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ((), 2),
-        (("name",), 2),
-        (("flow",), 3),
-        (("flow", 3), 3),
-        (("block",), 4),
-        (("block", 0), 5),
-        (("block", 0, "a"), 5),
-        (("block", 1), 6),
-        (("block", 1, "b"), 6),
-        (("block", 1, "b", "c"), 7),
-        (("block", 1, "b", "missing", 7), 6),
-        (("missing",), 2),
-        (("folded",), 8),
+        ((), 2), (("name",), 2), (("flow",), 3), (("flow", 3), 3), (("block",), 4), (("block", 0), 5),
+        (("block", 0, "a"), 5), (("block", 1), 6), (("block", 1, "b"), 6), (("block", 1, "b", "c"), 7),
+        (("block", 1, "b", "missing", 7), 6), (("missing",), 2), (("folded",), 8),
     ],
-)
+)  # fmt: skip
 def test_line_of_a_path(path: tuple[str | int, ...], line: int) -> None:
     source = parse_yaml(GOOD)
     assert source.find_line(path) == source.find_line(source.keep_known(path)) == line

@@ -17,14 +17,9 @@ from moedoctor.fixes.backends.release_tables import load_releases as vllm_releas
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"vllm", "flashinfer-python", "torch", "vllm-gguf-plugin"}
 REPOSITORIES = {
-    "vllm-project/vllm",
-    "vllm-project/vllm-gguf-plugin",
-    "flashinfer-ai/flashinfer",
-    "NVIDIA/cutlass",
-    "NVIDIA/Megatron-LM",
-    "NVIDIA/TensorRT-LLM",
-    "sgl-project/sglang",
-}
+    "vllm-project/vllm", "vllm-project/vllm-gguf-plugin", "flashinfer-ai/flashinfer", "NVIDIA/cutlass",
+    "NVIDIA/Megatron-LM", "NVIDIA/TensorRT-LLM", "sgl-project/sglang",
+}  # fmt: skip
 ENTRIES = pytest.mark.parametrize("entry", load_entries().values(), ids=lambda entry: entry.id)
 RULES = [(entry, rule) for entry in load_entries().values() for rule in entry.affects]
 

@@ -96,16 +96,9 @@ _JSON = st.recursive(
     max_leaves=12,
 )
 _KEYS = [
-    "schema_version",
-    "moedoctor",
-    "environment",
-    "findings",
-    "problems",
-    "scenarios",
-    "items",
-    "cases",
+    "schema_version", "moedoctor", "environment", "findings", "problems", "scenarios", "items", "cases",
     "summary",
-]
+]  # fmt: skip
 
 
 @given(report=st.dictionaries(st.sampled_from(_KEYS), _JSON), sums=_JSON)

@@ -29,21 +29,12 @@ def test_cleaning_keeps_the_text() -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, "none"),
-        (True, "true"),
-        (13, "13"),
-        (3.43125, "3.431"),
-        (1234567.0, "1234567"),
-        (12345.67, "12345.7"),
-        (0.00001234, "1.234e-05"),
-        (float("nan"), "nan"),
-        ("two\nlines", "two lines"),
-        ([1, 2], "[1, 2]"),
-        (list(range(20)), "[0, 1, 2, 3, 4, 5, … 20 in all]"),
-        ({"a": 1.0}, "{a: 1}"),
+        (None, "none"), (True, "true"), (13, "13"), (3.43125, "3.431"), (1234567.0, "1234567"),
+        (12345.67, "12345.7"), (0.00001234, "1.234e-05"), (float("nan"), "nan"), ("two\nlines", "two lines"),
+        ([1, 2], "[1, 2]"), (list(range(20)), "[0, 1, 2, 3, 4, 5, … 20 in all]"), ({"a": 1.0}, "{a: 1}"),
         ("x" * 1000, "x" * 140 + "… (1000 characters)"),
     ],
-)
+)  # fmt: skip
 def test_values_are_shortened(value: object, text: str) -> None:
     assert format_value(value) == text
 

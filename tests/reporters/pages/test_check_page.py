@@ -23,16 +23,11 @@ def result() -> CheckResult:
 
 def finding(**changed: Any) -> Finding:
     values: dict[str, Any] = {
-        "id": "MD001",
-        "name": "nan_routing",
-        "title": "a title",
-        "severity": "error",
-        "confidence": 0.9,
-        "why": "why it is so",
-        "needs": "a flag",
+        "id": "MD001", "name": "nan_routing", "title": "a title", "severity": "error", "confidence": 0.9,
+        "why": "why it is so", "needs": "a flag",
         "evidence": {"vllm": "0.18.0", "variables": {"VLLM_X": "1"}, "builds_for": ["120"]},
         "next_step": "do this",
-    }
+    }  # fmt: skip
     return Finding(**{**values, **changed})
 
 
