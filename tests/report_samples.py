@@ -32,30 +32,17 @@ ENVIRONMENT: dict[str, Any] = {
 
 CAPSULE: dict[str, Any] = json.loads(Path(__file__).with_name("replay_report.json").read_text("utf-8"))
 """What `moedoctor replay tests/trace/engine_wrong_scale.moecapsule --format json` wrote."""
+_GPU_STATE: dict[str, Any] = {
+    "index": 0, "name": "NVIDIA H200", "samples": 8, "busy_samples": 6,
+    "sm_clock_mhz": {"min": 1965.0, "median": 1980.0, "max": 1980.0}, "sm_clock_limit_mhz": 1980.0,
+    "power_limit_watts": 700.0, "throttle_reasons": {"power_cap": 0.5},
+}  # fmt: skip
 ORIGIN: dict[str, Any] = {
-    "date": "2026-11-23T04:05:06Z",
-    "version": "0.1.0",
-    "commit": "0123456789abcdef0123456789abcdef01234567",
-    "dirty": False,
-    "command_line": "moedoctor run MD001",
+    "date": "2026-11-23T04:05:06Z", "version": "0.1.0", "commit": "0123456789abcdef0123456789abcdef01234567",
+    "dirty": False, "command_line": "moedoctor run MD001",
     "again": ["git checkout 0123456789abcdef0123456789abcdef01234567", "VLLM_MOE=1 moedoctor run MD001"],
-    "iterations": {"cases_run": 13},
-    "gpu_state": {
-        "interval_seconds": 0.25,
-        "gpus": [
-            {
-                "index": 0,
-                "name": "NVIDIA H200",
-                "samples": 8,
-                "busy_samples": 6,
-                "sm_clock_mhz": {"min": 1965.0, "median": 1980.0, "max": 1980.0},
-                "sm_clock_limit_mhz": 1980.0,
-                "power_limit_watts": 700.0,
-                "throttle_reasons": {"power_cap": 0.5},
-            }
-        ],
-    },
-}
+    "iterations": {"cases_run": 13}, "gpu_state": {"interval_seconds": 0.25, "gpus": [_GPU_STATE]},
+}  # fmt: skip
 
 HOSTILE = (
     "[red]no markup[/] | `code` <b>&bold</b> \x1b[31mred\x1b[0m \x00\x07 :smile: %0A::error::x *a* _b_ "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,15 @@ ROOT = Path(__file__).parent.parent
 EMPTY = {"one", "said", "seen", "both", "told"}
 
 
+@functools.cache
+def list_nodes(text: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(text)))
+
+
 def find_empty_names(text: str) -> set[str]:
     """Return the empty names that the code gives to variables, parameters, functions and classes."""
     found = set()
-    for node in ast.walk(ast.parse(text)):
+    for node in list_nodes(text):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.arg)):
@@ -38,7 +44,7 @@ OPENINGS = frozenset({"What", "Whether", "Who", "How", "Where", "Why", "Which", 
 
 def list_definitions() -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
     for path in sorted((ROOT / "moedoctor").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in list_nodes(path.read_text(encoding="utf-8")):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
 

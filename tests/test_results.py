@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from report_samples import HOSTILE, case, full_report, report, scenario
 
 from moedoctor.reporters.schemas import make_schema
 from moedoctor.results import (
-    MAX_REPORT_BYTES,
     CaseResult,
     ClaimResult,
     Report,
@@ -128,20 +126,14 @@ def test_keys_of_a_later_version_are_ignored_and_ours_may_be_absent() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("environment",), [], "environment: must be a mapping"),
         (("scenarios",), {}, "scenarios: must be a list"),
         (("scenarios", 0, "verdict"), "maybe", "scenarios[0].verdict: must be 'proved', 'found'"),
-        (("scenarios", 0, "line"), 0, "scenarios[0].line: must be greater than or equal to 1, not 0"),
         ((*CASE, "tier"), ["model"], "scenarios[0].cases[1].tier: must be 'model'"),
-        ((*CASE, "seconds"), "1", "seconds: must be a valid number, not '1'"),
         ((*CASE, "seconds"), -1, "seconds: must be greater than or equal to 0, not -1"),
         ((*CASE, "parameters", "top_k"), [2], "parameters.top_k: must be"),
         ((*CASE, "evidence"), None, "evidence: must be a mapping (key: value), not null"),
         (("scenarios", 0, "claims", 0, "reason"), 3, "claims[0].reason: must be text"),
-        (("summary", "proved"), -1, "summary.proved: must be greater than or equal to 0, not -1"),
-        (("summary", "cases", "clean"), 0.5, "summary.cases.clean: must be a valid integer"),
         (("summary", "interrupted"), 0, "summary.interrupted: must be a valid boolean"),
-        (("findings", 0), None, "findings[0]: must be text"),
     ],
 )
 def test_wrong_values_are_refused_with_their_path(path: tuple[Any, ...], value: Any, message: str) -> None:
@@ -226,16 +218,6 @@ def test_a_bad_file_gives_one_line_with_its_place(tmp_path: Path, content: str |
     assert message in shown
     assert len(shown) < 400
     assert shown.isprintable()
-
-
-def test_files_that_cannot_be_a_report_are_refused(tmp_path: Path) -> None:
-    with (tmp_path / "huge.json").open("wb") as stream:
-        stream.truncate(MAX_REPORT_BYTES + 1)
-    os.mkfifo(tmp_path / "pipe")
-    for name, message in (("none.json", "no such file"), ("", "is a folder"), ("huge.json", "too large"),
-                          ("pipe", "is a pipe"), ("a\x00b", "is not a file name")):  # fmt: skip
-        with pytest.raises(ReportError, match=message):
-            load_report(tmp_path / name)
 
 
 @given(st.binary(max_size=60) | st.text(alphabet='{}[]":,0eN\\a\n', max_size=40).map(str.encode))

@@ -30,7 +30,6 @@ from moedoctor.text import (
     find_closest,
     format_message,
     join_lines,
-    join_path,
     list_names,
     parse_scalar,
     parse_yaml,
@@ -38,8 +37,6 @@ from moedoctor.text import (
     read_text,
     read_yaml,
     shorten,
-    show,
-    suggest_nearest,
     walk,
 )
 
@@ -198,33 +195,6 @@ def test_escaped_and_shortened_text() -> None:
     assert shorten("x" * 30, 25) == "x" * 5 + "… (30 characters)"
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (None, "null"), (True, "true"), (False, "false"), (0, "0"), (1.5, "1.5"), ("none", "'none'"),
-        ("a\nb", r"'a\nb'"), ([1], "a list"), ((), "a list"), ({}, "a mapping"),
-    ],
-)  # fmt: skip
-def test_show(value: object, shown: str) -> None:
-    assert show(value) == shown
-
-
-def test_dotted() -> None:
-    assert join_path(()) == ""
-    assert join_path(("claims", 0, "thresholds", "a\nb")) == r"claims[0].thresholds.a\nb"
-    assert join_path((0, "a")) == "[0].a"
-
-
-def test_nearest() -> None:
-    assert suggest_nearest("topk", ["tokens", "top_k"]) == "did you mean top_k?"
-    assert suggest_nearest("TOP_K", ["tokens", "top_k"]) == "did you mean top_k?"
-    assert suggest_nearest("zzz", ["a", "b"]) == "expected one of a, b"
-    assert suggest_nearest("zzz", ["a"]) == "expected a"
-    assert suggest_nearest("zzz", []) == "expected nothing here"
-    many = suggest_nearest("zzz", [f"name{index}" for index in range(50)])
-    assert many.endswith("name11 …")
-
-
 VALUES: dict[str, YamlScalar] = {
     "": None, "~": None, "null": None, "Null": None, "NULL": None,
     "true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False,
@@ -378,11 +348,6 @@ def test_the_file_is_read_as_such(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_bytes(b"#" * (MAX_YAML_BYTES + 1))
     with pytest.raises(TextFileError, match="too large"):
         read_yaml(tmp_path / "b.yaml")
-
-
-def test_billion_laughs_is_refused_at_its_first_anchor() -> None:
-    rows = ['a0: &a0 "lol"'] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
-    assert error_of("\n".join(rows)).line == 1
 
 
 def test_the_limits_are_not_below_what_they_say() -> None:

@@ -90,9 +90,10 @@ def blocked(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 @pytest.fixture(scope="module")
 def ended(place: Path, blocked: Mapping[str, str]) -> Mapping[str, Any]:
     """Run all lines in interpreters without torch: line -> exit code, stdout, stderr."""
-    lines = [f"{name} {words}" for name, (words, _) in ANSWERS.items()]
-    lines += [f"{name} {words}" for name, words in NEED_TORCH.items()]
-    code = """
+    return _run_lines(sys.executable, place, blocked, *ALSO_ANSWER, FIX)
+
+
+_RUN_LINES = """
 import contextlib, io, json, sys
 from moedoctor.cli import main
 results = {}
@@ -103,9 +104,15 @@ for line in sys.argv[1:]:
     results[line] = (code, out.getvalue(), err.getvalue())
 print("RESULTS", json.dumps(results))
 """
-    answer = _run([sys.executable, "-c", code, *lines, *ALSO_ANSWER, FIX], place, blocked)
+
+
+def _run_lines(python: str, place: Path, environ: Mapping[str, str], *more: str) -> Mapping[str, Any]:
+    """Run the lines of all commands, and more, in one process of that interpreter."""
+    lines = [f"{name} {words}" for name, (words, _) in ANSWERS.items()]
+    lines += [f"{name} {words}" for name, words in NEED_TORCH.items()]
+    answer = _run([python, "-c", _RUN_LINES, *lines, *more], place, environ)
     assert answer.returncode == 0, answer.stderr
-    return json.loads(answer.stdout.rpartition("RESULTS ")[2])
+    return json.loads(answer.stdout.rpartition("RESULTS ")[2])  # type: ignore[no-any-return]
 
 
 def _run(command: Sequence[str], place: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -185,15 +192,11 @@ def test_the_wheel_answers_in_an_environment_without_torch(place: Path, tmp_path
     assert installed.returncode == 0, installed.stderr
     heavy = "import importlib.util as u; print([n for n in ('torch', 'triton', 'numpy') if u.find_spec(n)])"
     assert _run([str(bin / "python"), "-c", heavy], tmp_path, environ).stdout.strip() == "[]"
-    for command, (words, expected) in ANSWERS.items():
-        answer = _run([str(bin / "moedoctor"), command, *words.split()], place, environ)
-        assert (answer.returncode, bool(answer.stdout.strip())) == (expected, True), answer.stderr
-        assert "torch" not in answer.stderr
-    for command, words in NEED_TORCH.items():
-        answer = _run([str(bin / "moedoctor"), command, *words.split()], place, environ)
-        assert (answer.returncode, answer.stdout) == (2, ""), answer.stderr
-        assert answer.stderr.splitlines()[-1].endswith(NEEDS_TORCH)
-        assert "Traceback" not in answer.stderr
+    ended = _run_lines(str(bin / "python"), place, environ)
+    for command in ANSWERS:
+        test_what_answers_without_torch_answers(ended, command)
+    for command in NEED_TORCH:
+        test_what_needs_torch_says_so_in_one_line(ended, command)
     # A node asks with Ray, which the extra brings. A torch that is broken is a finding.
     installed = _run([str(bin / "pip"), "install", "-q", f"{wheel}[fleet]"], tmp_path, environ)
     assert installed.returncode == 0, installed.stderr

@@ -77,10 +77,7 @@ PACKAGES = '      packages: {vllm: ">=0.17.1,<0.20.0", vllm-gguf-plugin: ">=0"}\
         ("name: made_up", "name: Made-Up", 3, "name: must match pattern"),
         ("name: made_up\n", "", 2, "name: is missing"),
         ("where: nowhere", "wehre: nowhere", 5, "wehre: unknown key, did you mean where?"),
-        ('title: "a failure: made up"', 'title: "a failure', 6, "not valid YAML"),
-        ('title: "a failure: made up"', "title: a failure: made up", 4, "quote a text that holds ': '"),
         ('title: "a failure: made up"', "title: ", 4, "title: must be text"),
-        ('fixed: "no"', "fixed: no", 6, "'no' is a boolean to some readers"),
         ("severity: error", "severity: fatal", 9, "affects[0].severity: must be 'error', 'wa"),
         ("confidence: 0.5", "confidence: 1.5", 10, "affects[0].confidence"),
         ("<0.20.0", "<the next", 12, "is not a version range"),
@@ -111,11 +108,3 @@ def test_a_file_must_have_the_name_of_its_id(tmp_path: Path) -> None:
     assert load_entry(right).id == "MD901"
     with pytest.raises(EntryError, match=r"entries/MD902.md:2: id MD901, expected MD902"):
         load_entry(wrong)
-
-
-@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"---\n\x00", WHOLE.encode() + b"\x1b[31m"])
-def test_a_file_that_is_not_text_is_refused(tmp_path: Path, data: bytes) -> None:
-    file = tmp_path / "MD901.md"
-    file.write_bytes(data)
-    with pytest.raises(EntryError, match=r"entries/MD901.md:\d+: "):
-        load_entry(file)

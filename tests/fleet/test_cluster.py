@@ -200,7 +200,9 @@ def test_eight_nodes_take_at_most_three_seconds_more_than_the_slowest(
         add("right")
     cluster.wait_for_nodes()
     more, commands = [], []
-    for _ in range(4):  # the best of them: other work on this machine counts against us
+    for _ in range(4):  # the best of them counts: other work on this machine counts against us
+        if more and min(more) < 3:
+            break
         started = time.monotonic()
         _, document, _ = _fleet(tmp_path, cluster.address, "check")
         took = time.monotonic() - started

@@ -46,12 +46,6 @@ def test_each_node_is_in_one_group_and_equal_nodes_are_together(members: list[Me
                 assert room[left.name] == room[right.name]
 
 
-@given(facts=_FACTS, count=st.integers(1, 20))
-def test_identical_nodes_are_one_group(facts: dict[str, str], count: int) -> None:
-    members = [Member(f"node-{index}", "H200", facts) for index in range(count)]
-    assert len(group(members).groups) == 1
-
-
 @given(
     facts=_FACTS,
     fact=st.sampled_from(["driver", "vLLM", "kernel", "new"]),

@@ -46,10 +46,6 @@ def test_each_verdict_has_its_level(verdict: str, level: str) -> None:
     assert _commands(report(result)) == [(level, place, f"{result.title}\nwhy: 5 %, or so")]
 
 
-def test_a_proved_scenario_has_no_annotation() -> None:
-    assert GithubReporter().render(report(scenario())) == summarize(report(scenario())) + "\n"
-
-
 def test_the_text_of_a_command() -> None:
     result = scenario("found", file="a,b:c%.yaml", reason="50 %\r\n::warning::x", title="t")
     assert GithubReporter().render(report(result)).splitlines()[0] == (

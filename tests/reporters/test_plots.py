@@ -162,12 +162,9 @@ def test_a_logarithmic_axis_has_ticks_around_its_lines(values: list[float], tick
     assert {f"{tick:g}" for tick in inside} <= set(shown)
 
 
-def test_a_logarithmic_axis_has_no_place_for_zero() -> None:
+def test_a_picture_that_cannot_be_drawn_is_refused() -> None:
     with pytest.raises(ValueError, match="no place for 0"):
         draw(log_y=True, series=(Series("a line", [1, 2], [0.0, 1.0]),))
-
-
-def test_no_lines_are_refused() -> None:
     with pytest.raises(ValueError, match="series"):
         draw(series=())
 

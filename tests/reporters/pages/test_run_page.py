@@ -179,23 +179,6 @@ def test_shared_parameters_are_those_of_every_case() -> None:
     assert find_shared_parameters(mixed) == {"b": 1}
 
 
-def test_cases_are_grouped_by_subject_tier_and_device_in_their_order() -> None:
-    mixed = [case(subject, "clean", point) for point in POINTS for subject in ("faulty", "vllm@0.19.1")]
-    table = rows(*mixed, case("vllm@0.19.1", "clean", device="cuda:1"))
-    assert list(dict.fromkeys(group for group, *_ in table)) == [
-        "faulty · model",
-        "vllm@0.19.1 · kernel · cuda:0",
-        "vllm@0.19.1 · kernel · cuda:1",
-    ]
-    assert table[0] == ("faulty · model", "top_k=2 scoring=softmax", "clean", "0 of 128 rows")
-
-
-def test_a_row_names_what_varies_and_leaves_null_out() -> None:
-    points = [{"experts": 8, "groups": None, "seed": 0}, {"experts": 64, "groups": 4, "seed": 0}]
-    table = rows(*(case("fixed", "clean", point) for point in points))
-    assert [label for _, label, *_ in table] == ["experts=8", "experts=64 groups=4"]
-
-
 def test_cases_skipped_for_one_reason_share_a_row() -> None:
     reasons = ["no vllm", "no vllm", "too large", "no vllm"]
     skipped = [
