@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from hostile import problem
-from hypothesis import given
+from hypothesis import example, given
 from report_readers import READERS
-from report_samples import HOSTILE, case, full_report, report, reports, scenario
+from report_samples import HOSTILE, STRANGE, case, full_report, report, reports, scenario
 
 from moedoctor import catalogue
 from moedoctor.reporters.table import TableReporter
@@ -36,7 +36,18 @@ def test_ours_are_found_through_the_entry_points() -> None:
         assert type(REPORTERS[name]).__module__ == f"moedoctor.reporters.{name}"
 
 
+def make_strange_report() -> Report:
+    """Return a report in which a child died with each text of a stranger, which is everywhere else too."""
+    scenarios = []
+    for text in STRANGE:
+        evidence = {"death": text, "message": text, "stderr_tail": [text, text]}
+        died = case("faulty", "error", {text: text}, figure=text, reason=text, evidence=evidence)
+        scenarios.append(scenario("error", died, title=text, reason=text, file=text, name=text))
+    return report(*scenarios, findings=tuple(STRANGE), environment={text: text for text in STRANGE})
+
+
 @given(reports)
+@example(make_strange_report())
 def test_any_report_is_valid_in_every_format_and_the_same_from_a_file(whole: Report) -> None:
     again = from_json(Report, json.loads(to_json(whole)))
     for name, read in READERS.items():
