@@ -34,8 +34,7 @@ CALLS = {
     "backends": ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask", "--backend", "MARLIN"],
 }
 """Command -> a call of it."""
-MORE_TRACE = "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4"
-CALLS = {
+MORE_CALLS = {
     "triage of three files": ["triage", "a.log", "b.log", "c.log"],
     "backends of each scheme": ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask"],
     "plan that does not fit": ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "8"],
