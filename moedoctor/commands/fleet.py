@@ -156,7 +156,7 @@ def fleet(
     from moedoctor.fleet.rows import mask
     from moedoctor.fleet.store import Store, StoreError
     from moedoctor.processes.streams import leave
-    from moedoctor.reporters.pages.fleet import FleetDocument, find_in_fleet, make_fleet_page, summarize
+    from moedoctor.reporters.pages.fleet import find_in_fleet, make_fleet_page, summarize
 
     given = (command, *(arguments or ()))
     _check_arguments(given)
@@ -196,17 +196,17 @@ def fleet(
     )
     deliver(
         make_fleet_page(result, full=full),
-        FleetDocument.from_report(result),
+        result,
         format=format,
         output=output,
         summary=summarize(result),
-        code=result.exit_code,
+        code=result.summary.exit_code,
         reasons=result.closing,
         masked=True,
         full=full,
         findings=lambda: find_in_fleet(result),
     )
-    code = interrupts.exit_code(otherwise=result.exit_code)
+    code = interrupts.exit_code(otherwise=result.summary.exit_code)
     return leave(code) if connection.is_lost else code
 
 

@@ -11,6 +11,7 @@ from moedoctor.commands.options import FULL_FORMATS, deliver
 if TYPE_CHECKING:
     from moedoctor.diagnose.check.records import CheckResult
     from moedoctor.diagnose.preflight.records import PreflightDocument
+    from moedoctor.fleet.report import FleetReport
     from moedoctor.reporters.findings import Findings
     from moedoctor.reporters.json import Document
     from moedoctor.reporters.page import Block
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from moedoctor.reporters.pages.backends import BackendsDocument
     from moedoctor.reporters.pages.compare import CompareDocument
     from moedoctor.reporters.pages.explain import Catalogue, Explained
-    from moedoctor.reporters.pages.fleet import FleetDocument
     from moedoctor.reporters.pages.lint import LintDocument
     from moedoctor.reporters.pages.plan import PlanDocument
     from moedoctor.reporters.pages.replay import CapsuleDocument, ReplayDocument
@@ -104,10 +104,9 @@ def _show_audit(document: AuditDocument, wanted: Wanted) -> Shown:
     return page, summary, lambda: findings.find_in_audit(items, document.wrong, summary)
 
 
-def _show_fleet(document: FleetDocument, wanted: Wanted) -> Shown:
+def _show_fleet(report: FleetReport, wanted: Wanted) -> Shown:
     from moedoctor.reporters.pages.fleet import find_in_fleet, make_fleet_page, summarize
 
-    report = document.report()
     return make_fleet_page(report, full=wanted.full), summarize(report), lambda: find_in_fleet(report)
 
 

@@ -10,7 +10,7 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from moedoctor.fleet.facts import Member, is_better_higher
@@ -59,16 +59,20 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Nodes with the same facts."""
+class NodeGroup:
+    """Nodes with the same facts. The first group is the largest."""
 
-    members: tuple[str, ...]
+    group: int
+    """Its number, from 1 on."""
     kind: str
-    facts: Mapping[str, str]
-    findings: Mapping[str, str]
+    """The models of the GPUs."""
+    nodes: tuple[str, ...]
     compared_with: int | None
     """The number of the group that it is compared with; None for the largest one."""
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[Difference, ...]
+    findings: Mapping[str, str]
+    facts: Mapping[str, str] | None = field(default=None, metadata={"sparse": True})
+    """Of the first group only; each other group has `differences`."""
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
@@ -80,7 +84,7 @@ class Group:
 class Grouping:
     """The groups, the largest first, and the facts that are not compared."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[NodeGroup, ...]
     individual: Mapping[str, int]
     """Facts with another value on most nodes -> how many values. They make no groups."""
     not_read: Mapping[str, int]
@@ -170,7 +174,8 @@ def group(members: Sequence[Member]) -> Grouping:
         first = min(inside, key=lambda member: member.name)
         facts = {fact: first.facts.get(fact, ABSENT) for fact in sorted(shared)}
         findings = dict(sorted(first.findings.items()))
-        groups.append(Group(names, key[0], facts, findings, other, differences))
+        compared_with, shown = (None, facts) if other is None else (other + 1, None)
+        groups.append(NodeGroup(number + 1, key[0], names, compared_with, differences, findings, shown))
     return Grouping(tuple(groups), dict(sorted(individual.items())), dict(sorted(not_read.items())))
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 from moedoctor.fleet import parity
 from moedoctor.fleet.facts import NO_GPU, Member, make_member
 from moedoctor.fleet.groups import (
     Difference,
-    Grouping,
+    NodeGroup,
     NumberSpread,
     Outlier,
     find_outliers,
@@ -22,55 +22,84 @@ from moedoctor.fleet.rows import SKIPPED, Place, Row, Status
 
 
 @dataclass(frozen=True)
-class FleetReport:
-    """The whole answer."""
+class Node:
+    """A node, or a GPU of one."""
 
+    name: str
+    status: Status
+    reason: str | None
+    """Why it gave no report that can be compared."""
+    group: int | None
+    seconds: float | None
+    """What the command took there."""
+    start_seconds: float | None = field(default=None, kw_only=True)
+    """What starting a Ray worker took there; 0 if one was there."""
+    file: str | None
+    """The node's own report, in the folder `reports`."""
+
+
+@dataclass(frozen=True)
+class NodesWithFinding:
+    """The number of nodes that call something wrong."""
+
+    id: str
+    nodes: int
+
+
+@dataclass(frozen=True)
+class FleetSummary:
+    """Nodes by what became of them, and the releases of moedoctor that answered."""
+
+    statuses: Mapping[str, int]
+    moedoctor_versions: Mapping[str, int]
+    interrupted: bool
+    exit_code: int
+    """1 if something is wrong, 2 if no node answered or every node's own answer is 2, else 0."""
+
+
+@dataclass(frozen=True)
+class FleetReport:
+    """The groups of a fleet, and what differs; each node's report is named by its file."""
+
+    command: ClassVar[str] = "fleet"
     question: tuple[str, ...]
     """The command with its arguments, as the nodes got it."""
-    rows: tuple[tuple[str, Row], ...]
-    """(name, row) of every node or GPU, by name; the rows hold no reports any more."""
-    grouping: Grouping
+    per: Literal["node", "gpu"]
+    reports: str | None
+    """Where the nodes' reports are."""
+    nodes: tuple[Node, ...]
+    groups: tuple[NodeGroup, ...]
+    individual: Mapping[str, int]
+    not_read: Mapping[str, int]
     outliers: tuple[Outlier, ...]
     bits: parity.Judgement | None
-    versions: Mapping[str, int]
-    per_gpu: bool = False
-    folder: str | None = None
-    """Where the nodes' reports are."""
-    exit_codes: tuple[int, ...] = ()
-    interrupted: bool = False
-    numbers: tuple[NumberSpread, ...] = ()
-    """The numbers of equal GPUs, also if they are too few for an outlier."""
-
-    @property
-    def unanswered(self) -> tuple[tuple[str, Row], ...]:
-        """The nodes of which nothing can be compared."""
-        return tuple((name, row) for name, row in self.rows if row.status is not Status.ANSWERED)
-
-    @property
-    def findings(self) -> Mapping[str, int]:
-        """Finding -> on how many nodes it strikes."""
-        counts: Counter[str] = Counter()
-        for one_group in self.grouping.groups:
-            counts.update(dict.fromkeys(one_group.findings, len(one_group.members)))
-        return dict(sorted(counts.items()))
+    findings: tuple[NodesWithFinding, ...]
+    summary: FleetSummary
+    numbers: tuple[NumberSpread, ...] = field(default=(), metadata={"sparse": True})
+    """The numbers of equal GPUs, also if they are too few for an outlier. Older releases wrote none."""
 
     @property
     def noun(self) -> str:
         """The thing that is counted."""
-        return "GPU" if self.per_gpu else "node"
+        return "GPU" if self.per == "gpu" else "node"
+
+    @property
+    def unanswered(self) -> tuple[Node, ...]:
+        """The nodes of which nothing can be compared."""
+        return tuple(node for node in self.nodes if node.status is not Status.ANSWERED)
 
     @property
     def reasons(self) -> tuple[str, ...]:
         """The reasons for the exit code 1."""
-        total = sum(len(one_group.members) for one_group in self.grouping.groups)
-        reasons = [f"{name} on {count} of {total} {self.noun}s" for name, count in self.findings.items()]
-        for one_group in self.grouping.groups:
-            for difference in one_group.wrong:
+        total = sum(len(each.nodes) for each in self.groups)
+        reasons = [f"{each.id} on {each.nodes} of {total} {self.noun}s" for each in self.findings]
+        for each in self.groups:
+            for difference in each.wrong:
                 if not difference.fact.startswith("finding "):
-                    names = ", ".join(one_group.members[:3])
-                    more = f" and {len(one_group.members) - 3} more" if len(one_group.members) > 3 else ""
+                    names = ", ".join(each.nodes[:3])
+                    more = f" and {len(each.nodes) - 3} more" if len(each.nodes) > 3 else ""
                     reasons.append(f"{names}{more}: {describe(difference)}: {difference.rule}")
-        kinds = {name: each.kind for each in self.grouping.groups for name in each.members}
+        kinds = {name: each.kind for each in self.groups for name in each.nodes}
         for outlier in self.outliers:
             if outlier.worse and kinds[outlier.name] != NO_GPU:
                 figures = f"{outlier.value:.4g}, the median {outlier.median:.4g}"
@@ -78,27 +107,17 @@ class FleetReport:
         if self.bits is not None:
             reasons += [f"{odd.name}: {odd.case}: {odd.what}" for odd in self.bits.oddities]
             reasons += self.bits.undecided
-        failed = [row for _, row in self.unanswered if row.status not in SKIPPED]
-        for status, count in sorted(Counter(row.status.value for row in failed).items()):
-            reasons.append(f"{count} of {len(self.rows)} {self.noun}s: {status}")
+        failed = Counter(node.status.value for node in self.unanswered if node.status not in SKIPPED)
+        for status, count in sorted(failed.items()):
+            reasons.append(f"{count} of {len(self.nodes)} {self.noun}s: {status}")
         return tuple(reasons)
-
-    @property
-    def exit_code(self) -> int:
-        """1 if something is wrong, 2 if no node answered or every node's own answer is 2, else 0."""
-        refused = [row for _, row in self.unanswered if row.status is Status.REFUSED]
-        if refused and len(refused) == len(self.rows):
-            return 2
-        if self.reasons:
-            return 1
-        return 2 if set(self.exit_codes) <= {2} else 0
 
     @property
     def closing(self) -> tuple[str, ...]:
         """The reasons, also of the exit code 2."""
-        if self.reasons or self.exit_code != 2:
+        if self.reasons or self.summary.exit_code != 2:
             return self.reasons
-        if not self.exit_codes:
+        if len(self.unanswered) == len(self.nodes):
             return (f"no {self.noun} answered, so nothing was checked",)
         return (f"every {self.noun} answered with exit code 2: nothing could be checked there",)
 
@@ -111,7 +130,7 @@ class Collector:
         self._rows: list[tuple[Row, Member | None, Mapping[str, Any]]] = []
         """(row without its report, its facts, the report of its bits)"""
         self._versions: Counter[str] = Counter()
-        self._exit_codes: list[int] = []
+        self._exit_codes: set[int] = set()
 
     def add(self, row: Row) -> None:
         """Take a row; its report is read and let go."""
@@ -121,7 +140,7 @@ class Collector:
         member, bits = None, report if report.get("command") == "fleet parity" else {}
         if row.status is Status.ANSWERED:
             member = make_member(row, "")
-            self._exit_codes.append(row.exit_code)
+            self._exit_codes.add(row.exit_code)
         self._rows.append((replace(row, report=None, checksums={}), member, bits))
 
     def report(
@@ -138,19 +157,41 @@ class Collector:
         named = [(name, *taken) for name, taken in zip(names, ordered, strict=True)]
         members = [replace(member, name=name) for name, _, member, _ in named if member]
         bits = {name: bits for name, _, member, bits in named if member and bits}
-        return FleetReport(
-            tuple(question),
-            tuple((name, row) for name, row, _, _ in named),
-            group(members),
-            find_outliers(members),
-            parity.judge(bits) if bits else None,
-            dict(sorted(self._versions.items())),
-            per_gpu,
-            folder,
-            tuple(sorted(self._exit_codes)),
-            interrupted,
-            summarize_numbers(members),
+        grouping = group(members)
+        groups = {name: each.group for each in grouping.groups for name in each.nodes}
+        found: Counter[str] = Counter()
+        for each in grouping.groups:
+            found.update(dict.fromkeys(each.findings, len(each.nodes)))
+        statuses = Counter(row.status.value for row, _, _ in ordered)
+        versions = dict(sorted(self._versions.items()))
+        report = FleetReport(
+            question=tuple(question),
+            per="gpu" if per_gpu else "node",
+            reports=folder,
+            nodes=tuple(
+                Node(
+                    name,
+                    row.status,
+                    row.reason,
+                    groups.get(name),
+                    row.seconds,
+                    row.file,
+                    start_seconds=row.start_seconds,
+                )
+                for name, row, _, _ in named
+            ),
+            groups=grouping.groups,
+            individual=grouping.individual,
+            not_read=grouping.not_read,
+            outliers=find_outliers(members),
+            bits=parity.judge(bits) if bits else None,
+            findings=tuple(NodesWithFinding(*item) for item in sorted(found.items())),
+            summary=FleetSummary(dict(sorted(statuses.items())), versions, interrupted, 0),
+            numbers=summarize_numbers(members),
         )
+        refused = statuses[Status.REFUSED.value] == len(report.nodes) > 0
+        code = 2 if refused else 1 if report.reasons else 2 if self._exit_codes <= {2} else 0
+        return replace(report, summary=replace(report.summary, exit_code=code))
 
     def _order(self, place: Place) -> tuple[str, str, str]:
         """Return what sorts the rows. Files do not hold hosts, and give the numbers that the nodes gave."""

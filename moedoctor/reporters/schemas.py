@@ -31,7 +31,7 @@ DOCUMENTS: Mapping[str, str] = {
     "show": "moedoctor.results:Report",
     "replay": f"{_PAGES}.replay:ReplayDocument",
     "capsule": f"{_PAGES}.replay:CapsuleDocument",
-    "fleet": f"{_PAGES}.fleet:FleetDocument",
+    "fleet": "moedoctor.fleet.report:FleetReport",
 }
 """Command -> the type of its output: a dataclass, or a union of them."""
 

@@ -166,18 +166,18 @@ def test_nodes_have_the_same_numbers_in_the_report_of_their_files(tmp_path: Path
     store = Store.create(tmp_path / "reports", {"question": ["check"]})
     places = [Place("id-2", "host-a", "0"), Place("id-2", "host-a", "1"), Place("id-1", "host-b", "0")]
     asked = [store.write(read_answer(place, _answer(), python="3.12.1")) for place in places]
-    names = {row.file: name for name, row in _compare(asked).rows}
+    names = {node.file: node.name for node in _compare(asked).nodes}
     stored = _compare(read_folder(store.folder))
-    assert {row.file: name for name, row in stored.rows} == names
+    assert {node.file: node.name for node in stored.nodes} == names
     assert sorted(names.values()) == ["node-0001 GPU 0", "node-0002 GPU 0", "node-0002 GPU 1"]
 
 
 def test_a_fleet_without_an_answer_is_not_called_sound() -> None:
     busy = make_failed_row(_PLACE, Status.BUSY, "waited 60 s for 2 GPUs")
     sound = read_answer(_PLACE, _answer({**_REPORT, "findings": []}))
-    assert _compare([busy]).exit_code == 2
+    assert _compare([busy]).summary.exit_code == 2
     assert "no node answered" in _compare([busy]).closing[0]
-    assert _compare([busy, sound]).exit_code == 0
+    assert _compare([busy, sound]).summary.exit_code == 0
 
 
 def test_a_late_command_says_what_it_did_last() -> None:

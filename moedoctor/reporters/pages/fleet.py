@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import moedoctor
-from moedoctor.fleet.groups import Difference, Group, Grouping, NumberSpread, Outlier
-from moedoctor.fleet.parity import Judgement
+from moedoctor.fleet.groups import Difference, NumberSpread
 from moedoctor.fleet.report import FleetReport, describe
-from moedoctor.fleet.rows import SKIPPED, Place, Row, Status
+from moedoctor.fleet.rows import SKIPPED, Status
 from moedoctor.reporters.findings import Finding, Findings
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Table
 from moedoctor.reporters.text import count_of, format_value
@@ -55,29 +53,29 @@ def make_fleet_page(report: FleetReport, *, full: bool = False) -> list[Block]:
     ):
         page.extend(blocks)
     page.extend(_show_largest(report, most))
-    if report.folder is not None:
-        page.append(Paragraph(f"Every {report.noun}'s report: {report.folder}"))
+    if report.reports is not None:
+        page.append(Paragraph(f"Every {report.noun}'s report: {report.reports}"))
     page.extend(_suggest_steps(report, most))
     return page
 
 
 def _suggest_steps(report: FleetReport, most: _Most) -> Iterator[Block]:
     """Give what to do next, a line for each kind of trouble."""
-    for name in list(report.findings)[:3]:
-        if _ENTRY.fullmatch(name):
-            yield Step(("run ", Span(f"moedoctor explain {name}", "code"), " for what to do about it"))
-    groups = [group for group in report.grouping.groups if not all(map(_ENTRY.fullmatch, group.findings))]
+    for finding in report.findings[:3]:
+        if _ENTRY.fullmatch(finding.id):
+            yield Step(("run ", Span(f"moedoctor explain {finding.id}", "code"), " for what to do about it"))
+    groups = [group for group in report.groups if not all(map(_ENTRY.fullmatch, group.findings))]
     if report.question[0] == "check" and groups:
-        members = [name for group in groups for name in group.members]
+        members = [name for group in groups for name in group.nodes]
         problems = [name for group in groups for name in group.findings if not _ENTRY.fullmatch(name)]
         what = _list_names(list(dict.fromkeys(problems)), replace(most, names=2))
         named = _list_names(members, replace(most, names=3))
         yield Step(("run ", Span("moedoctor check", "code"), f" on {named} for what to do about {what}"))
-    for group in report.grouping.groups[1:4]:
+    for group in report.groups[1:4]:
         facts = [each.fact for each in group.wrong if not each.fact.startswith("finding ")]
         if facts:
             shown = ", ".join(facts[:3]) + (f" and {len(facts) - 3} more" if len(facts) > 3 else "")
-            named = _list_names(group.members, replace(most, names=3))
+            named = _list_names(group.nodes, replace(most, names=3))
             yield Step(f"give {named} what the others have: {shown}")
     odd = [each.name for each in report.bits.oddities] if report.bits is not None else []
     slow = [outlier.name for outlier in report.outliers if outlier.worse]
@@ -86,18 +84,18 @@ def _suggest_steps(report: FleetReport, most: _Most) -> Iterator[Block]:
         yield Step(
             f"ask {named} once more; what stays odd in the second answer is the hardware or its driver"
         )
-    if any(row.status not in SKIPPED for _, row in report.unanswered):
-        command = f"moedoctor fleet {' '.join(report.question)} --resume {report.folder}"
+    if any(node.status not in SKIPPED for node in report.unanswered):
+        command = f"moedoctor fleet {' '.join(report.question)} --resume {report.reports}"
         yield Step(("run ", Span(command, "code"), " to ask only those that gave no report"))
 
 
 def summarize(report: FleetReport) -> str:
     """Return ``64 nodes · 62 answered · 2 groups · 1 finding · 0 outliers · 2 without an answer``."""
-    answered = len(report.rows) - len(report.unanswered)
+    answered = len(report.nodes) - len(report.unanswered)
     parts = [
-        count_of(len(report.rows), report.noun),
+        count_of(len(report.nodes), report.noun),
         f"{answered} answered",
-        count_of(len(report.grouping.groups), "group"),
+        count_of(len(report.groups), "group"),
         count_of(len(report.findings), "finding"),
         count_of(len(report.outliers), "outlier"),
     ]
@@ -107,29 +105,28 @@ def summarize(report: FleetReport) -> str:
 
 
 def _show_groups(report: FleetReport, most: _Most) -> Iterator[Block]:
-    groups = report.grouping.groups
+    groups = report.groups
     if len(groups) < 2:
-        answered = len(groups[0].members) if groups else 0
+        answered = len(groups[0].nodes) if groups else 0
         if answered > 1:
             yield Paragraph(f"All {answered} {report.noun}s that answered are equal.")
         elif answered:
             yield Paragraph(f"A single {report.noun} answered: there is none to compare it with.")
         return
-    total = sum(len(group.members) for group in groups)
+    total = sum(len(group.nodes) for group in groups)
     yield Heading("What differs")
     for number, group in enumerate(groups[1 : most.groups + 1], 2):
         differences = _order(group.differences)
         shown = "; ".join(describe(difference) for difference in differences[: most.differences])
         if len(differences) > most.differences:
             shown += f"; and {len(differences) - most.differences} more, which --full or --format json lists"
-        names = _list_names(group.members, most)
-        title = f"{len(group.members)} of {count_of(total, report.noun)}: {shown}: {names}"
+        names = _list_names(group.nodes, most)
+        title = f"{len(group.nodes)} of {count_of(total, report.noun)}: {shown}: {names}"
         lines = [
             ("wrong", rule) for rule in dict.fromkeys(str(difference.rule) for difference in group.wrong)
         ]
-        compared = f"group {(group.compared_with or 0) + 1}"
-        if group.compared_with:
-            lines.append(("compared with", f"{compared}, the largest with {group.kind}"))
+        if group.compared_with != 1:
+            lines.append(("compared with", f"group {group.compared_with}, the largest with {group.kind}"))
         yield Item("error" if group.wrong else "note", f"group {number}, {title}", lines)
     if len(groups) > most.groups + 1:
         yield Paragraph(f"{len(groups) - most.groups - 1} more groups; --full or --format json lists all.")
@@ -146,8 +143,8 @@ def _order(differences: Sequence[Difference]) -> list[Difference]:
 def _show_unanswered(report: FleetReport, most: _Most) -> Iterator[Block]:
     """Give the nodes without an answer, with the same reason in one row."""
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, row in report.unanswered:
-        reasons[(row.status.value, row.reason or "")].append(name)
+    for node in report.unanswered:
+        reasons[(node.status.value, node.reason or "")].append(node.name)
     if reasons:
         yield Heading("Without an answer")
         rows = [
@@ -223,29 +220,30 @@ def _show_numbers(report: FleetReport, most: _Most) -> Iterator[Block]:
 
 
 def _show_not_compared(report: FleetReport) -> Iterator[Block]:
-    individual, not_read = report.grouping.individual, report.grouping.not_read
-    if individual or not_read:
+    if report.individual or report.not_read:
         yield Heading("Not compared")
         rows = [
-            (fact, f"{count} different values: most have their own") for fact, count in individual.items()
+            (fact, f"{count} different values: most have their own")
+            for fact, count in report.individual.items()
         ]
         rows += [
-            (fact, f"not read in time on {count_of(count, report.noun)}") for fact, count in not_read.items()
+            (fact, f"not read in time on {count_of(count, report.noun)}")
+            for fact, count in report.not_read.items()
         ]
         yield Table(("fact", "why"), rows)
 
 
 def _show_largest(report: FleetReport, most: _Most) -> Iterator[Block]:
-    if not report.grouping.groups:
+    if not report.groups:
         return
-    largest = report.grouping.groups[0]
-    yield Heading(f"The largest group: {count_of(len(largest.members), report.noun)}, {largest.kind}")
-    yield Paragraph(_list_names(largest.members, most))
+    largest = report.groups[0]
+    yield Heading(f"The largest group: {count_of(len(largest.nodes), report.noun)}, {largest.kind}")
+    yield Paragraph(_list_names(largest.nodes, most))
     for name, title in largest.findings.items():
         yield Item("error", f"{name}: {title}")
     rows = [
         (fact, value)
-        for fact, value in largest.facts.items()
+        for fact, value in (largest.facts or {}).items()
         if value != "none" and not fact.startswith("finding ")
     ]
     yield Table(("fact", "value"), rows)
@@ -260,165 +258,12 @@ def find_in_fleet(report: FleetReport) -> Findings:
     """Return each reason of the exit code as a finding; groups without one passed, nodes may be skipped."""
     rule = f"fleet-{report.question[0]}"
     found = [Finding(rule, "error", reason, reason, "fleet", key=(reason,)) for reason in report.closing]
-    odd = {name for group in report.grouping.groups if group.findings for name in group.members}
-    passed = [name for name, row in report.rows if row.status is Status.ANSWERED and name not in odd]
+    odd = {name for group in report.groups if group.findings for name in group.nodes}
+    passed = [node.name for node in report.nodes if node.status is Status.ANSWERED and node.name not in odd]
     skipped = [
-        (name, f"{row.status.value}: {row.reason}")
-        for name, row in report.unanswered
-        if row.status in SKIPPED
+        (node.name, f"{node.status.value}: {node.reason}")
+        for node in report.unanswered
+        if node.status in SKIPPED
     ]
     titles = {rule: ("what is wrong in a fleet", "A node has a finding, or differs in a way that is wrong.")}
     return Findings(f"fleet {report.question[0]}", found, passed, skipped, summarize(report), titles)
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node, or a GPU of one."""
-
-    name: str
-    status: Status
-    reason: str | None
-    """Why it gave no report that can be compared."""
-    group: int | None
-    seconds: float | None
-    """What the command took there."""
-    start_seconds: float | None = field(default=None, kw_only=True)
-    """What starting a Ray worker took there; 0 if one was there."""
-    file: str | None
-    """The node's own report, in the folder `reports`."""
-
-
-@dataclass(frozen=True)
-class NodeGroup:
-    """Nodes with the same facts. The first group is the largest."""
-
-    group: int
-    kind: str
-    """The models of the GPUs."""
-    nodes: tuple[str, ...]
-    compared_with: int | None
-    differences: tuple[Difference, ...]
-    findings: Mapping[str, str]
-    facts: Mapping[str, str] | None = field(default=None, metadata={"sparse": True})
-    """Of the first group only; each other group has `differences`."""
-
-
-@dataclass(frozen=True)
-class NodesWithFinding:
-    """The number of nodes that call something wrong."""
-
-    id: str
-    nodes: int
-
-
-@dataclass(frozen=True)
-class FleetSummary:
-    """Nodes by what became of them, and the releases of moedoctor that answered."""
-
-    statuses: Mapping[str, int]
-    moedoctor_versions: Mapping[str, int]
-    interrupted: bool
-    exit_code: int
-
-
-@dataclass(frozen=True)
-class FleetDocument:
-    """The groups of a fleet, and what differs; each node's report is named by its file."""
-
-    command: ClassVar[str] = "fleet"
-    question: tuple[str, ...]
-    per: Literal["node", "gpu"]
-    reports: str | None
-    nodes: tuple[Node, ...]
-    groups: tuple[NodeGroup, ...]
-    individual: Mapping[str, int]
-    not_read: Mapping[str, int]
-    outliers: tuple[Outlier, ...]
-    bits: Judgement | None
-    findings: tuple[NodesWithFinding, ...]
-    summary: FleetSummary
-    numbers: tuple[NumberSpread, ...] = field(default=(), metadata={"sparse": True})
-    """Absent in what older releases wrote."""
-
-    @classmethod
-    def from_report(cls, report: FleetReport) -> FleetDocument:
-        """Return the document of a report. Groups are counted from 1."""
-        groups = tuple(
-            NodeGroup(
-                number,
-                group.kind,
-                group.members,
-                None if group.compared_with is None else group.compared_with + 1,
-                group.differences,
-                group.findings,
-                group.facts if group.compared_with is None else None,
-            )
-            for number, group in enumerate(report.grouping.groups, 1)
-        )
-        numbers = {name: group.group for group in groups for name in group.nodes}
-        statuses = Counter(row.status.value for _, row in report.rows)
-        return cls(
-            report.question,
-            "gpu" if report.per_gpu else "node",
-            report.folder,
-            tuple(
-                Node(
-                    name,
-                    row.status,
-                    row.reason,
-                    numbers.get(name),
-                    row.seconds,
-                    row.file,
-                    start_seconds=row.start_seconds,
-                )
-                for name, row in report.rows
-            ),
-            groups,
-            report.grouping.individual,
-            report.grouping.not_read,
-            report.outliers,
-            report.bits,
-            tuple(NodesWithFinding(name, count) for name, count in report.findings.items()),
-            FleetSummary(
-                dict(sorted(statuses.items())), report.versions, report.interrupted, report.exit_code
-            ),
-            report.numbers,
-        )
-
-    def report(self) -> FleetReport:
-        """Return the report that this is the document of."""
-        groups = tuple(
-            Group(
-                each.nodes,
-                each.kind,
-                each.facts or {},
-                each.findings,
-                None if each.compared_with is None else each.compared_with - 1,
-                each.differences,
-            )
-            for each in self.groups
-        )
-        rows = (
-            Row(
-                Place(node.name, node.name),
-                node.status,
-                node.reason,
-                node.seconds,
-                node.start_seconds,
-                file=node.file,
-            )
-            for node in self.nodes
-        )
-        return FleetReport(
-            self.question,
-            tuple((row.place.name, row) for row in rows),
-            Grouping(groups, self.individual, self.not_read),
-            self.outliers,
-            self.bits,
-            self.summary.moedoctor_versions,
-            self.per == "gpu",
-            self.reports,
-            (self.summary.exit_code,),
-            self.summary.interrupted,
-            self.numbers,
-        )
