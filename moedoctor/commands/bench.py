@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from moedoctor.commands.options import (
     FULL_FORMATS,
@@ -15,6 +13,7 @@ from moedoctor.commands.options import (
     Output,
     PageFormat,
     choose_from,
+    declare,
     deliver,
     end_measurement,
     number,
@@ -28,156 +27,106 @@ if TYPE_CHECKING:
     from moedoctor.reporters.pages.bench import Bench
 
 
+@declare(
+    backend=option(
+        "NAME[:QUANTIZATION][,...]|all", "MoE backends to check and time, by vLLM's names; may be repeated."
+    ),
+    model=option(
+        "NAME|FOLDER",
+        "Model whose MoE layer is timed: a preset or a folder with config.json; may be repeated. "
+        "Default: qwen3-30b-a3b. With --engine, the folder of the model that is served, or "
+        "random[:KEY=VALUE,...] for random weights.",
+    ),
+    hidden=option("N", "Hidden size of a layer of your own, instead of --model.", min=16, max=65536),
+    intermediate=option("N", "Intermediate size of one expert, with --hidden.", min=16, max=65536),
+    experts=option("N", "number of experts, with --hidden.", min=1, max=4096),
+    top_k=option("N", "Experts a token, with --hidden.", min=1, max=256),
+    activation=option("NAME", "Activation of the experts: silu, gelu_tanh or relu2, with --hidden."),
+    quantization=option(
+        "NAME", "Quantizations to time: nvfp4, fp8, fp8-block, bf16. Default: all of a backend."
+    ),
+    tokens=option("N[,N...]", "Numbers of tokens in a call, 1 to 8192."),
+    routing=option(
+        "NAME", "How tokens choose experts: balanced, zipf, zipf:SKEW or FILE.moecapsule. Or use --trace."
+    ),
+    timeout=option(
+        "SECONDS",
+        "Seconds that the backends of one package may take.",
+        number("--timeout", "seconds, above 0 and below 1e+06", most=1e6),
+    ),
+    plot=option(
+        "FILE", "Also draw latency over tokens to this SVG file, with --backend.", callback=require_writable
+    ),
+    cache="Replay expert routing through the policies of an expert cache.",
+    trace=option(
+        "FILE|zipf[:KEY=VALUE,...]", "Routing trace. Default: a recorded one that comes with moedoctor."
+    ),
+    capacity=option(
+        "N[,N...]", "Cache sizes to replay, in slots a layer. Default: top-k, doubled up to all experts."
+    ),
+    policy=option("NAME", "Cache policies to replay: lru, lfu, lfru, aging or belady. Default: all."),
+    batch=option(
+        "N[,N...]",
+        "Sequences at once: with --engine several numbers, default 1,8; with --cache one number, "
+        "default the calls of the trace itself.",
+    ),
+    scope=option(
+        "NAME",
+        "layer for one cache a layer, global for one cache for all layers.",
+        choose_from("--scope", "moedoctor.bench.cache.replay:SCOPES"),
+    ),
+    engine="Start vLLM itself with --model FOLDER and time its decode, on a GPU.",
+    variant=option(
+        "NAME='VAR=VALUE … --flag …'",
+        "An engine with these variables and flags of vllm serve, with --engine; may be repeated. The "
+        "others are compared with the first.",
+    ),
+    reference="Also compare tokens with MoE layers computed in float32, with --engine.",
+    control="Also give each engine wrong experts, which its tokens must show, with --engine.",
+    together="Start all engines at once and let them take turns, with --engine. They must fit on the GPU "
+    "together.",
+    repeats=option("N", "How often each engine is timed in a round, with --engine.", min=1, max=200),
+    moe_backend=option(
+        "NAME[,...]", "Values of vLLM's --moe-backend to compare, with --engine. Default: auto."
+    ),
+    fixes=option(
+        "NAME[,...]", "Fixes of moedoctor to compare with none, with --engine; A+B for two in one engine."
+    ),
+    arguments=option("JSON", "More arguments of vllm.LLM, with --engine, such as '{\"cpu_offload_gb\": 4}'."),
+    rounds=option(
+        "N", "How often each engine is started, in turn with the others, with --engine.", min=1, max=20
+    ),
+)
 def bench(
-    backend: Annotated[
-        list[str] | None,
-        option(
-            "NAME[:QUANTIZATION][,...]|all",
-            "MoE backends to check and time, by vLLM's names; may be repeated.",
-        ),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        option(
-            "NAME|FOLDER",
-            "Model whose MoE layer is timed: a preset or a folder with config.json; may be repeated. "
-            "Default: qwen3-30b-a3b. With --engine, the folder of the model that is served, or "
-            "random[:KEY=VALUE,...] for random weights.",
-        ),
-    ] = None,
-    hidden: Annotated[
-        int | None, option("N", "Hidden size of a layer of your own, instead of --model.", min=16, max=65536)
-    ] = None,
-    intermediate: Annotated[
-        int | None, option("N", "Intermediate size of one expert, with --hidden.", min=16, max=65536)
-    ] = None,
-    experts: Annotated[int | None, option("N", "number of experts, with --hidden.", min=1, max=4096)] = None,
-    top_k: Annotated[int | None, option("N", "Experts a token, with --hidden.", min=1, max=256)] = None,
-    activation: Annotated[
-        str, option("NAME", "Activation of the experts: silu, gelu_tanh or relu2, with --hidden.")
-    ] = "silu",
-    quantization: Annotated[
-        list[str] | None,
-        option("NAME", "Quantizations to time: nvfp4, fp8, fp8-block, bf16. Default: all of a backend."),
-    ] = None,
-    tokens: Annotated[list[str] | None, option("N[,N...]", "Numbers of tokens in a call, 1 to 8192.")] = None,
-    routing: Annotated[
-        str,
-        option(
-            "NAME", "How tokens choose experts: balanced, zipf, zipf:SKEW or FILE.moecapsule. Or use --trace."
-        ),
-    ] = "balanced",
+    backend: list[str] | None = None,
+    model: list[str] | None = None,
+    hidden: int | None = None,
+    intermediate: int | None = None,
+    experts: int | None = None,
+    top_k: int | None = None,
+    activation: str = "silu",
+    quantization: list[str] | None = None,
+    tokens: list[str] | None = None,
+    routing: str = "balanced",
     device: Device = "auto",
-    timeout: Annotated[
-        float,
-        option(
-            "SECONDS",
-            "Seconds that the backends of one package may take.",
-            number("--timeout", "seconds, above 0 and below 1e+06", most=1e6),
-        ),
-    ] = 900.0,
-    plot: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "Also draw latency over tokens to this SVG file, with --backend.",
-            callback=require_writable,
-        ),
-    ] = None,
-    cache: Annotated[
-        bool, typer.Option("--cache", help="Replay expert routing through the policies of an expert cache.")
-    ] = False,
-    trace: Annotated[
-        str | None,
-        option(
-            "FILE|zipf[:KEY=VALUE,...]", "Routing trace. Default: a recorded one that comes with moedoctor."
-        ),
-    ] = None,
-    capacity: Annotated[
-        list[str] | None,
-        option(
-            "N[,N...]", "Cache sizes to replay, in slots a layer. Default: top-k, doubled up to all experts."
-        ),
-    ] = None,
-    policy: Annotated[
-        list[str] | None,
-        option("NAME", "Cache policies to replay: lru, lfu, lfru, aging or belady. Default: all."),
-    ] = None,
-    batch: Annotated[
-        list[str] | None,
-        option(
-            "N[,N...]",
-            "Sequences at once: with --engine several numbers, default 1,8; with --cache one number, "
-            "default the calls of the trace itself.",
-        ),
-    ] = None,
-    scope: Annotated[
-        str,
-        option(
-            "NAME",
-            "layer for one cache a layer, global for one cache for all layers.",
-            choose_from("--scope", "moedoctor.bench.cache.replay:SCOPES"),
-        ),
-    ] = "layer",
-    engine: Annotated[
-        bool,
-        typer.Option("--engine", help="Start vLLM itself with --model FOLDER and time its decode, on a GPU."),
-    ] = False,
-    variant: Annotated[
-        list[str] | None,
-        option(
-            "NAME='VAR=VALUE … --flag …'",
-            "An engine with these variables and flags of vllm serve, with --engine; may be repeated. The "
-            "others are compared with the first.",
-        ),
-    ] = None,
-    reference: Annotated[
-        bool,
-        typer.Option(
-            "--reference", help="Also compare tokens with MoE layers computed in float32, with --engine."
-        ),
-    ] = False,
-    control: Annotated[
-        bool,
-        typer.Option(
-            "--control",
-            help="Also give each engine wrong experts, which its tokens must show, with --engine.",
-        ),
-    ] = False,
-    together: Annotated[
-        bool,
-        typer.Option(
-            "--together",
-            help="Start all engines at once and let them take turns, with --engine. They must fit on the GPU "
-            "together.",
-        ),
-    ] = False,
-    repeats: Annotated[
-        int, option("N", "How often each engine is timed in a round, with --engine.", min=1, max=200)
-    ] = 5,
-    moe_backend: Annotated[
-        list[str] | None,
-        option("NAME[,...]", "Values of vLLM's --moe-backend to compare, with --engine. Default: auto."),
-    ] = None,
-    fixes: Annotated[
-        list[str] | None,
-        option(
-            "NAME[,...]", "Fixes of moedoctor to compare with none, with --engine; A+B for two in one engine."
-        ),
-    ] = None,
-    arguments: Annotated[
-        str | None,
-        option("JSON", "More arguments of vllm.LLM, with --engine, such as '{\"cpu_offload_gb\": 4}'."),
-    ] = None,
-    rounds: Annotated[
-        int,
-        option(
-            "N",
-            "How often each engine is started, in turn with the others, with --engine.",
-            min=1,
-            max=20,
-        ),
-    ] = 1,
+    timeout: float = 900.0,
+    plot: Path | None = None,
+    cache: bool = False,
+    trace: str | None = None,
+    capacity: list[str] | None = None,
+    policy: list[str] | None = None,
+    batch: list[str] | None = None,
+    scope: str = "layer",
+    engine: bool = False,
+    variant: list[str] | None = None,
+    reference: bool = False,
+    control: bool = False,
+    together: bool = False,
+    repeats: int = 5,
+    moe_backend: list[str] | None = None,
+    fixes: list[str] | None = None,
+    arguments: str | None = None,
+    rounds: int = 1,
     format: PageFormat = "table",
     output: Output = None,
     full: Full = False,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -23,6 +23,7 @@ from moedoctor.commands.options import (
     Output,
     choose_from,
     convert_errors,
+    declare,
     deliver,
     number,
     option,
@@ -46,95 +47,71 @@ PARITY = ("run", "parity")
 _NOT_THERE = ("-o", "--output", "-f", "--format")
 
 
+@declare(
+    command=typer.Argument(
+        metavar="COMMAND",
+        parser=choose_from("fleet", tuple(_COMMANDS)),
+        help="check, run, bench, audit or lint. `run parity` names GPUs that compute other bits.",
+    ),
+    arguments=typer.Argument(
+        metavar="ARGUMENTS", help="Arguments and options of that command, with paths of the nodes."
+    ),
+    address=option(
+        "auto|HOST:PORT|local",
+        "The Ray cluster: this machine's, that of a head, or a new one on this machine alone.",
+    ),
+    nodes=option(
+        "NAME[,...]",
+        "Ask only these nodes: hosts, addresses or starts of Ray's ids; * and ? match. Default: all.",
+    ),
+    per=option(
+        "node|gpu",
+        "Run once a node, or once a GPU. Default: gpu for bench and run parity, else node.",
+        choose_from("--per", ("node", "gpu")),
+    ),
+    idle_only=typer.Option(
+        "--idle-only/--no-idle-only",
+        help="Ask Ray for a CPU and all GPUs of each node, and leave a node that is busy alone. "
+        "Default: on for run and bench.",
+    ),
+    node_timeout=option(
+        "SECONDS",
+        "Seconds that the command may take on a node. Default: 300, for run and bench 3600.",
+        number("--node-timeout", "seconds, above 0 and at most 86400", most=86_400),
+    ),
+    wait=option(
+        "SECONDS",
+        "Seconds that a node may take to start; with --idle-only, to become idle.",
+        number("--wait", "seconds, above 0 and at most 86400", most=86_400),
+    ),
+    runtime_env=option(
+        "WHEEL", "Send this wheel of moedoctor to nodes that lack it or have another version; nothing stays."
+    ),
+    reports=option(
+        "FOLDER",
+        "A new folder for the nodes' reports, written as they come. Default: one in the cache folder.",
+    ),
+    resume=option("FOLDER", "Go on with the reports in this folder: ask only the nodes without an answer."),
+    from_reports=option(
+        "FOLDER",
+        "Ask nobody: compare the JSON reports in this folder, one file a node, gathered by any means.",
+    ),
+    show_hosts="Name hosts in files too. A terminal always shows them.",
+)
 def fleet(
-    command: Annotated[
-        str,
-        typer.Argument(
-            metavar="COMMAND",
-            parser=choose_from("fleet", tuple(_COMMANDS)),
-            help="check, run, bench, audit or lint. `run parity` names GPUs that compute other bits.",
-        ),
-    ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="ARGUMENTS", help="Arguments and options of that command, with paths of the nodes."
-        ),
-    ] = None,
-    address: Annotated[
-        str,
-        option(
-            "auto|HOST:PORT|local",
-            "The Ray cluster: this machine's, that of a head, or a new one on this machine alone.",
-        ),
-    ] = "auto",
-    nodes: Annotated[
-        list[str] | None,
-        option(
-            "NAME[,...]",
-            "Ask only these nodes: hosts, addresses or starts of Ray's ids; * and ? match. Default: all.",
-        ),
-    ] = None,
-    per: Annotated[
-        str | None,
-        option(
-            "node|gpu",
-            "Run once a node, or once a GPU. Default: gpu for bench and run parity, else node.",
-            choose_from("--per", ("node", "gpu")),
-        ),
-    ] = None,
-    idle_only: Annotated[
-        bool | None,
-        typer.Option(
-            "--idle-only/--no-idle-only",
-            help="Ask Ray for a CPU and all GPUs of each node, and leave a node that is busy alone. "
-            "Default: on for run and bench.",
-        ),
-    ] = None,
-    node_timeout: Annotated[
-        float | None,
-        option(
-            "SECONDS",
-            "Seconds that the command may take on a node. Default: 300, for run and bench 3600.",
-            number("--node-timeout", "seconds, above 0 and at most 86400", most=86_400),
-        ),
-    ] = None,
-    wait: Annotated[
-        float,
-        option(
-            "SECONDS",
-            "Seconds that a node may take to start; with --idle-only, to become idle.",
-            number("--wait", "seconds, above 0 and at most 86400", most=86_400),
-        ),
-    ] = 60.0,
-    runtime_env: Annotated[
-        Path | None,
-        option(
-            "WHEEL",
-            "Send this wheel of moedoctor to nodes that lack it or have another version; nothing stays.",
-        ),
-    ] = None,
-    reports: Annotated[
-        Path | None,
-        option(
-            "FOLDER",
-            "A new folder for the nodes' reports, written as they come. Default: one in the cache folder.",
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        option("FOLDER", "Go on with the reports in this folder: ask only the nodes without an answer."),
-    ] = None,
-    from_reports: Annotated[
-        Path | None,
-        option(
-            "FOLDER",
-            "Ask nobody: compare the JSON reports in this folder, one file a node, gathered by any means.",
-        ),
-    ] = None,
-    show_hosts: Annotated[
-        bool, typer.Option("--show-hosts", help="Name hosts in files too. A terminal always shows them.")
-    ] = False,
+    command: str,
+    arguments: list[str] | None = None,
+    address: str = "auto",
+    nodes: list[str] | None = None,
+    per: str | None = None,
+    idle_only: bool | None = None,
+    node_timeout: float | None = None,
+    wait: float = 60.0,
+    runtime_env: Path | None = None,
+    reports: Path | None = None,
+    resume: Path | None = None,
+    from_reports: Path | None = None,
+    show_hosts: bool = False,
     format: CheckFormat = "table",
     output: Output = None,
     full: Full = False,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -32,6 +32,7 @@ FULL_FORMATS = ("markdown", "html")
 """The formats of a file that a person reads at leisure: they also get the environment."""
 _MAX_REASONS = 10
 _WORD = re.compile(r"\w{4,}")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class InputError(Exception):
@@ -50,6 +51,23 @@ def convert_errors(*kinds: type[Exception]) -> Iterator[None]:
 def option(metavar: str, help: str, parser: Callable[[str], Any] | None = None, **more: Any) -> Any:
     """Return an option with the name of its value in the help; `parser` reads the value."""
     return typer.Option(metavar=metavar, help=help, parser=parser, **more)
+
+
+def declare(**declared: Any) -> Callable[[_Function], _Function]:
+    """Give the parameters of a command their options, by name; a text is the help of a plain flag.
+
+    The options stand together as a table, and the signature keeps the types and defaults.
+    """
+
+    def annotate(function: _Function) -> _Function:
+        types = get_type_hints(function)
+        for name, made in declared.items():
+            if isinstance(made, str):
+                made = typer.Option(f"--{name.replace('_', '-')}", help=made)
+            function.__annotations__[name] = Annotated[types[name], made]
+        return function
+
+    return annotate
 
 
 def choose_from(name: str, known: Sequence[str] | str) -> Callable[[str], str]:

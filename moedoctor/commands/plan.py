@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
 from moedoctor.commands.options import (
     Full,
@@ -12,6 +11,7 @@ from moedoctor.commands.options import (
     PageFormat,
     choose_from,
     convert_errors,
+    declare,
     number,
     option,
 )
@@ -20,131 +20,99 @@ from moedoctor.commands.pages import deliver_document
 _SCHEMES = "moedoctor.diagnose.plan.plan:SCHEMES"
 
 
+@declare(
+    model=option("NAME|FOLDER", "The model: a preset such as qwen3-30b-a3b, or a folder with config.json."),
+    gpu_memory=option("GIB", "Memory of the GPU in GiB, or of each GPU.", number("--gpu-memory")),
+    tensor_parallel_size=option(
+        "GPUS",
+        "GPUs that share each layer, as in vLLM's --tensor-parallel-size. All figures are of each GPU.",
+        number("--tensor-parallel-size", "a whole number from 1 to 1024", most=1024, whole=True),
+    ),
+    utilization=option(
+        "SHARE",
+        "Share of the GPU's memory that vLLM may use, as in its --gpu-memory-utilization.",
+        number("--utilization", "0 to 1", zero=True, most=1),
+    ),
+    available_kv=option(
+        "GIB", "Memory of the KV cache from vLLM's log; replaces --gpu-memory.", number("--available-kv")
+    ),
+    context=option(
+        "TOKENS",
+        "Tokens of one request. Default: the longest context of the model.",
+        number("--context", whole=True),
+    ),
+    kv_dtype=option(
+        "TYPE",
+        "Type of the KV cache: bf16 or fp8.",
+        choose_from("--kv-dtype", "moedoctor.diagnose.plan.plan:KV_TYPES"),
+    ),
+    block_size=option(
+        "TOKENS", "Tokens of one KV block. Hybrid models raise it.", number("--block-size", whole=True)
+    ),
+    batched_tokens=option(
+        "TOKENS",
+        "Tokens of one batch, as in vLLM's --max-num-batched-tokens.",
+        number("--batched-tokens", whole=True),
+    ),
+    scheme=option(
+        "NAME",
+        "Quantization of the experts: nvfp4, mxfp4, fp8 or bf16. Default: from config.json; nvfp4 "
+        "for a preset.",
+        choose_from("--scheme", _SCHEMES),
+    ),
+    other_scheme=option(
+        "NAME",
+        "Quantization of all other weights: nvfp4, mxfp4, fp8 or bf16.",
+        choose_from("--other-scheme", _SCHEMES),
+    ),
+    backend=option("NAME", "MoE backend whose workspace is counted, by vLLM's name."),
+    workspace=option(
+        "GIB",
+        "Measured workspace of the backend; replaces the computed one.",
+        number("--workspace", "GiB, 0 or more", zero=True, most=1e9),
+    ),
+    offload=option(
+        "GIB",
+        "Weights that are kept in host memory, in GiB of each GPU.",
+        number("--offload", "GiB, 0 or more", zero=True, most=1e9),
+    ),
+    offload_mode=option(
+        "MODE",
+        "How offloaded weights reach the GPU: uva reads what is used, copy moves all in every step.",
+        choose_from("--offload-mode", "moedoctor.diagnose.plan.plan:MODES"),
+    ),
+    expert_cache=option("SLOTS", "Experts a layer that an expert cache keeps on the GPU."),
+    hit_rate=option(
+        "SHARE",
+        "Hit rate of the expert cache, from bench --cache. Default: that of uniform routing.",
+        number("--hit-rate", "0 to 1", zero=True, most=1),
+    ),
+    pcie=option(
+        "GB/S",
+        "Measured bandwidth from host memory to the GPU, in GB/s. Default: that of PCIe 5.0 x16 by its "
+        "specification.",
+        number("--pcie"),
+    ),
+)
 def plan(
-    model: Annotated[
-        str, option("NAME|FOLDER", "The model: a preset such as qwen3-30b-a3b, or a folder with config.json.")
-    ],
-    gpu_memory: Annotated[
-        float | None, option("GIB", "Memory of the GPU in GiB, or of each GPU.", number("--gpu-memory"))
-    ] = None,
-    tensor_parallel_size: Annotated[
-        int,
-        option(
-            "GPUS",
-            "GPUs that share each layer, as in vLLM's --tensor-parallel-size. All figures are of each GPU.",
-            number("--tensor-parallel-size", "a whole number from 1 to 1024", most=1024, whole=True),
-        ),
-    ] = 1,
-    utilization: Annotated[
-        float,
-        option(
-            "SHARE",
-            "Share of the GPU's memory that vLLM may use, as in its --gpu-memory-utilization.",
-            number("--utilization", "0 to 1", zero=True, most=1),
-        ),
-    ] = 0.9,
-    available_kv: Annotated[
-        float | None,
-        option(
-            "GIB", "Memory of the KV cache from vLLM's log; replaces --gpu-memory.", number("--available-kv")
-        ),
-    ] = None,
-    context: Annotated[
-        int | None,
-        option(
-            "TOKENS",
-            "Tokens of one request. Default: the longest context of the model.",
-            number("--context", whole=True),
-        ),
-    ] = None,
-    kv_dtype: Annotated[
-        str,
-        option(
-            "TYPE",
-            "Type of the KV cache: bf16 or fp8.",
-            choose_from("--kv-dtype", "moedoctor.diagnose.plan.plan:KV_TYPES"),
-        ),
-    ] = "bf16",
-    block_size: Annotated[
-        int,
-        option(
-            "TOKENS",
-            "Tokens of one KV block. Hybrid models raise it.",
-            number("--block-size", whole=True),
-        ),
-    ] = 16,
-    batched_tokens: Annotated[
-        int,
-        option(
-            "TOKENS",
-            "Tokens of one batch, as in vLLM's --max-num-batched-tokens.",
-            number("--batched-tokens", whole=True),
-        ),
-    ] = 8192,
-    scheme: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "Quantization of the experts: nvfp4, mxfp4, fp8 or bf16. Default: from config.json; nvfp4 "
-            "for a preset.",
-            choose_from("--scheme", _SCHEMES),
-        ),
-    ] = None,
-    other_scheme: Annotated[
-        str,
-        option(
-            "NAME",
-            "Quantization of all other weights: nvfp4, mxfp4, fp8 or bf16.",
-            choose_from("--other-scheme", _SCHEMES),
-        ),
-    ] = "bf16",
-    backend: Annotated[
-        str, option("NAME", "MoE backend whose workspace is counted, by vLLM's name.")
-    ] = "MARLIN",
-    workspace: Annotated[
-        float | None,
-        option(
-            "GIB",
-            "Measured workspace of the backend; replaces the computed one.",
-            number("--workspace", "GiB, 0 or more", zero=True, most=1e9),
-        ),
-    ] = None,
-    offload: Annotated[
-        float,
-        option(
-            "GIB",
-            "Weights that are kept in host memory, in GiB of each GPU.",
-            number("--offload", "GiB, 0 or more", zero=True, most=1e9),
-        ),
-    ] = 0.0,
-    offload_mode: Annotated[
-        str,
-        option(
-            "MODE",
-            "How offloaded weights reach the GPU: uva reads what is used, copy moves all in every step.",
-            choose_from("--offload-mode", "moedoctor.diagnose.plan.plan:MODES"),
-        ),
-    ] = "uva",
-    expert_cache: Annotated[
-        int | None, option("SLOTS", "Experts a layer that an expert cache keeps on the GPU.")
-    ] = None,
-    hit_rate: Annotated[
-        float | None,
-        option(
-            "SHARE",
-            "Hit rate of the expert cache, from bench --cache. Default: that of uniform routing.",
-            number("--hit-rate", "0 to 1", zero=True, most=1),
-        ),
-    ] = None,
-    pcie: Annotated[
-        float | None,
-        option(
-            "GB/S",
-            "Measured bandwidth from host memory to the GPU, in GB/s. Default: that of PCIe 5.0 x16 by its "
-            "specification.",
-            number("--pcie"),
-        ),
-    ] = None,
+    model: str,
+    gpu_memory: float | None = None,
+    tensor_parallel_size: int = 1,
+    utilization: float = 0.9,
+    available_kv: float | None = None,
+    context: int | None = None,
+    kv_dtype: str = "bf16",
+    block_size: int = 16,
+    batched_tokens: int = 8192,
+    scheme: str | None = None,
+    other_scheme: str = "bf16",
+    backend: str = "MARLIN",
+    workspace: float | None = None,
+    offload: float = 0.0,
+    offload_mode: str = "uva",
+    expert_cache: int | None = None,
+    hit_rate: float | None = None,
+    pcie: float | None = None,
     format: PageFormat = "table",
     output: Output = None,
     full: Full = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -16,6 +16,7 @@ from moedoctor.commands.options import (
     InputError,
     Output,
     convert_errors,
+    declare,
     number,
     option,
     parse_names,
@@ -36,75 +37,54 @@ _MOST_SIZE = 64
 _MOST_RANK = 4096
 
 
+@declare(
+    command=typer.Argument(
+        metavar="-- vllm serve MODEL ...",
+        help="Command line of the server. MODEL is a checkpoint folder, its config.json, a repository in "
+        "the Hugging Face cache, or a file that `moedoctor preflight headers FOLDER` wrote.",
+    ),
+    memory=option(
+        "GIB",
+        "Memory of one GPU. Default: that of this machine's GPU, else 80.",
+        number("--memory", most=1e6),
+    ),
+    gpus=option("N", "GPUs of the server's machine.", number("--gpus", "1 to 1024", most=1024, whole=True)),
+    python=option("FILE", "Ask the vLLM of this Python instead of the installed one."),
+    wheel=option("FILE", "Ask the vLLM of this wheel, or of a folder with the package vllm."),
+    releases=option("FILE,...", "Ask these wheels, folders or Pythons, too, and compare the answers."),
+    sizes=option(
+        "N",
+        "Ask for each tensor-parallel size up to N, with and without expert parallelism, too.",
+        number("--sizes", "1 to 64", most=_MOST_SIZE, whole=True),
+    ),
+    rank=option("R,...", "Ranks to ask. Default: the first, the last, and one of each stage."),
+    compose=option("FILE", "Read the command line from a compose file."),
+    script=option("FILE", "Read the LLM(...) call of a Python script, which is not run."),
+    trust_remote_code="Let the checkpoint's own code run here, if the command line says so.",
+    fail_on=option(
+        "NAME,...", "Exit with 1 for these: refused, wrong, cannot-say, warning. Default: refused,wrong."
+    ),
+    ignore=option("TEXT,...", "Leave out findings whose rule or tensor contains one of these."),
+    timeout=option("SECONDS", "Limit for one release.", number("--timeout", most=86400)),
+    verbose=typer.Option("--verbose", "-v", help="Show also what is done with weights after loading."),
+)
 def preflight(
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- vllm serve MODEL ...",
-            help="Command line of the server. MODEL is a checkpoint folder, its config.json, a repository in "
-            "the Hugging Face cache, or a file that `moedoctor preflight headers FOLDER` wrote.",
-        ),
-    ] = None,
+    command: list[str] | None = None,
     sm: Capability = None,
-    memory: Annotated[
-        float | None,
-        option(
-            "GIB",
-            "Memory of one GPU. Default: that of this machine's GPU, else 80.",
-            number("--memory", most=1e6),
-        ),
-    ] = None,
-    gpus: Annotated[
-        float,
-        option("N", "GPUs of the server's machine.", number("--gpus", "1 to 1024", most=1024, whole=True)),
-    ] = 8,
-    python: Annotated[
-        Path | None, option("FILE", "Ask the vLLM of this Python instead of the installed one.")
-    ] = None,
-    wheel: Annotated[
-        Path | None, option("FILE", "Ask the vLLM of this wheel, or of a folder with the package vllm.")
-    ] = None,
-    releases: Annotated[
-        list[str] | None,
-        option("FILE,...", "Ask these wheels, folders or Pythons, too, and compare the answers."),
-    ] = None,
-    sizes: Annotated[
-        float | None,
-        option(
-            "N",
-            "Ask for each tensor-parallel size up to N, with and without expert parallelism, too.",
-            number("--sizes", "1 to 64", most=_MOST_SIZE, whole=True),
-        ),
-    ] = None,
-    rank: Annotated[
-        list[str] | None,
-        option("R,...", "Ranks to ask. Default: the first, the last, and one of each stage."),
-    ] = None,
-    compose: Annotated[Path | None, option("FILE", "Read the command line from a compose file.")] = None,
-    script: Annotated[
-        Path | None, option("FILE", "Read the LLM(...) call of a Python script, which is not run.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code", help="Let the checkpoint's own code run here, if the command line says so."
-        ),
-    ] = False,
-    fail_on: Annotated[
-        list[str] | None,
-        option(
-            "NAME,...", "Exit with 1 for these: refused, wrong, cannot-say, warning. Default: refused,wrong."
-        ),
-    ] = None,
-    ignore: Annotated[
-        list[str] | None, option("TEXT,...", "Leave out findings whose rule or tensor contains one of these.")
-    ] = None,
-    timeout: Annotated[
-        float, option("SECONDS", "Limit for one release.", number("--timeout", most=86400))
-    ] = 600.0,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show also what is done with weights after loading.")
-    ] = False,
+    memory: float | None = None,
+    gpus: float = 8,
+    python: Path | None = None,
+    wheel: Path | None = None,
+    releases: list[str] | None = None,
+    sizes: float | None = None,
+    rank: list[str] | None = None,
+    compose: Path | None = None,
+    script: Path | None = None,
+    trust_remote_code: bool = False,
+    fail_on: list[str] | None = None,
+    ignore: list[str] | None = None,
+    timeout: float = 600.0,
+    verbose: bool = False,
     format: CheckFormat = "table",
     output: Output = None,
     full: Full = False,

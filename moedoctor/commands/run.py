@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -21,6 +21,7 @@ from moedoctor.commands.options import (
     Verbose,
     choose_from,
     convert_errors,
+    declare,
     make_folder,
     number,
     option,
@@ -40,99 +41,78 @@ _CAPSULE_SECONDS = 300.0
 _CAPSULE_SUFFIX = ".moecapsule"
 
 
+@declare(
+    targets=typer.Argument(
+        metavar="PATH|NAME|ID",
+        help="Scenario files, folders, names or ids. Default: all scenarios that come with moedoctor.",
+    ),
+    only=option(
+        "ID|KEY=VALUE",
+        "Run only cases with KEY=VALUE (a parameter, subject, tier, id or name), or of this id.",
+    ),
+    subject=option(
+        "NAME", "Run only this subject: faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z."
+    ),
+    vllm_kernels=option(
+        "X.Y.Z=PATH",
+        "Also test vLLM X.Y.Z, with the kernels from this wheel or .so file, as subject vllm@X.Y.Z.",
+    ),
+    flashinfer=option(
+        "X.Y.Z=PATH",
+        "Also test FlashInfer X.Y.Z, with the sources from this wheel or folder, as subject "
+        "flashinfer@X.Y.Z.",
+    ),
+    timeout=option(
+        "SECONDS",
+        "Seconds that a case may take. Default: the time in the scenario file.",
+        number("--timeout", "seconds, more than 0 and at most 86400", most=86_400),
+    ),
+    time_budget=option(
+        "SECONDS",
+        "End the run after so many seconds and list what is left. Cheap cases of all failures run first. "
+        f"Default: {_TIME_BUDGET:g} for a table of all failures on a terminal, without --strict and "
+        "--baseline; else no end.",
+        number("--time-budget", "seconds, more than 0 and at most 86400", most=86_400),
+    ),
+    thorough="Run everything, however long it takes.",
+    jobs=typer.Option(
+        "--jobs", "-j", metavar="N", min=1, help="CPU cases at the same time. Default: one a core."
+    ),
+    strict="Exit with code 1 also if something was skipped.",
+    fail_on=option(
+        "SEVERITY",
+        "What gives exit code 1: error, warning (also absent and skipped scenarios) or never.",
+        choose_from("--fail-on", ("error", "warning", "never")),
+    ),
+    baseline=option("FILE", "A JSON report that this run must not be worse than."),
+    keep_capsules=option(
+        "DIR",
+        "Keep MoE calls that turn out wrong in this folder, for `moedoctor replay`. Not the control's. "
+        "Engines of a case record theirs, from vLLM 0.21.0 on, if a MoE call can show the failure.",
+        callback=make_folder,
+    ),
+    capsule=option("FILE", "Also describe this recorded MoE call in the report; with --format markdown."),
+)
 def run(
-    targets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PATH|NAME|ID",
-            help="Scenario files, folders, names or ids. Default: all scenarios that come with moedoctor.",
-        ),
-    ] = None,
+    targets: list[str] | None = None,
     format: ReportFormat = "table",
     output: Output = None,
     full: Full = False,
-    only: Annotated[
-        list[str] | None,
-        option(
-            "ID|KEY=VALUE",
-            "Run only cases with KEY=VALUE (a parameter, subject, tier, id or name), or of this id.",
-        ),
-    ] = None,
-    subject: Annotated[
-        list[str] | None,
-        option("NAME", "Run only this subject: faulty, fixed, installed, vllm@X.Y.Z or flashinfer@X.Y.Z."),
-    ] = None,
-    vllm_kernels: Annotated[
-        list[str] | None,
-        option(
-            "X.Y.Z=PATH",
-            "Also test vLLM X.Y.Z, with the kernels from this wheel or .so file, as subject vllm@X.Y.Z.",
-        ),
-    ] = None,
-    flashinfer: Annotated[
-        list[str] | None,
-        option(
-            "X.Y.Z=PATH",
-            "Also test FlashInfer X.Y.Z, with the sources from this wheel or folder, as subject "
-            "flashinfer@X.Y.Z.",
-        ),
-    ] = None,
+    only: list[str] | None = None,
+    subject: list[str] | None = None,
+    vllm_kernels: list[str] | None = None,
+    flashinfer: list[str] | None = None,
     device: Device = "auto",
-    timeout: Annotated[
-        float | None,
-        option(
-            "SECONDS",
-            "Seconds that a case may take. Default: the time in the scenario file.",
-            number("--timeout", "seconds, more than 0 and at most 86400", most=86_400),
-        ),
-    ] = None,
-    time_budget: Annotated[
-        float | None,
-        option(
-            "SECONDS",
-            "End the run after so many seconds and list what is left. Cheap cases of all failures run first. "
-            f"Default: {_TIME_BUDGET:g} for a table of all failures on a terminal, without --strict and "
-            "--baseline; else no end.",
-            number("--time-budget", "seconds, more than 0 and at most 86400", most=86_400),
-        ),
-    ] = None,
-    thorough: Annotated[
-        bool, typer.Option("--thorough", help="Run everything, however long it takes.")
-    ] = False,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            "--jobs", "-j", metavar="N", min=1, help="CPU cases at the same time. Default: one a core."
-        ),
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with code 1 also if something was skipped.")
-    ] = False,
-    fail_on: Annotated[
-        str,
-        option(
-            "SEVERITY",
-            "What gives exit code 1: error, warning (also absent and skipped scenarios) or never.",
-            choose_from("--fail-on", ("error", "warning", "never")),
-        ),
-    ] = "error",
-    baseline: Annotated[
-        Path | None, option("FILE", "A JSON report that this run must not be worse than.")
-    ] = None,
+    timeout: float | None = None,
+    time_budget: float | None = None,
+    thorough: bool = False,
+    jobs: int | None = None,
+    strict: bool = False,
+    fail_on: str = "error",
+    baseline: Path | None = None,
     tolerance: Tolerance = None,
-    keep_capsules: Annotated[
-        Path | None,
-        option(
-            "DIR",
-            "Keep MoE calls that turn out wrong in this folder, for `moedoctor replay`. Not the control's. "
-            "Engines of a case record theirs, from vLLM 0.21.0 on, if a MoE call can show the failure.",
-            callback=make_folder,
-        ),
-    ] = None,
-    capsule: Annotated[
-        Path | None,
-        option("FILE", "Also describe this recorded MoE call in the report; with --format markdown."),
-    ] = None,
+    keep_capsules: Path | None = None,
+    capsule: Path | None = None,
     verbose: Verbose = False,
 ) -> int:
     """Reproduce failures, apply the fix, prove it.
