@@ -24,11 +24,11 @@ from moedoctor.commands.options import (
     choose_from,
     convert_errors,
     declare,
-    deliver,
     number,
     option,
     split_texts,
 )
+from moedoctor.commands.pages import deliver_document
 from moedoctor.commands.run import run
 from moedoctor.processes import interrupts
 from moedoctor.text import print_message
@@ -133,7 +133,6 @@ def fleet(
     from moedoctor.fleet.rows import mask
     from moedoctor.fleet.store import Store, StoreError
     from moedoctor.processes.streams import leave
-    from moedoctor.reporters.pages.fleet import find_in_fleet, make_fleet_page, summarize
 
     given = (command, *(arguments or ()))
     _check_arguments(given)
@@ -171,19 +170,16 @@ def fleet(
         folder=str(mask(_relate_folder(folder, output), "")),
         interrupted=interrupts.get_signal() is not None,
     )
-    deliver(
-        make_fleet_page(result, full=full),
+    code = deliver_document(
         result,
-        format=format,
-        output=output,
-        summary=summarize(result),
+        format,
+        output,
+        full=full,
         code=result.summary.exit_code,
         reasons=result.closing,
         masked=True,
-        full=full,
-        findings=lambda: find_in_fleet(result),
     )
-    code = interrupts.exit_code(otherwise=result.summary.exit_code)
+    code = interrupts.exit_code(otherwise=code)
     return leave(code) if connection.is_lost else code
 
 

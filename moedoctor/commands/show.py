@@ -20,7 +20,7 @@ from moedoctor.commands.options import (
     deliver,
     render,
 )
-from moedoctor.commands.pages import PAGES, Wanted
+from moedoctor.commands.pages import PAGES, Wanted, make_page
 from moedoctor.text import join_lines, shorten, suggest_expected
 
 
@@ -67,6 +67,7 @@ def _render_run(path: Path, format: str, output: Path | None, *, full: bool, ver
 def _deliver_page(path: Path, document: dict[str, Any], wanted: Wanted, output: Path | None) -> None:
     """Show the report of a command that gives a page. Raises ReportError and InputError."""
     from moedoctor.reporters.json import Head
+    from moedoctor.reporters.pages.bench import read_bench
     from moedoctor.reporters.schemas import import_document_type
     from moedoctor.results import ReportError, check_version, from_json
 
@@ -74,10 +75,10 @@ def _deliver_page(path: Path, document: dict[str, Any], wanted: Wanted, output: 
     check_version(document, file)
     from_json(Head, {"schema_version": 1, **document}, file)
     stored: Any = from_json(import_document_type(command), document, file)
-    if command == "bench":  # each kind of benchmark reads its own part
-        stored = document
     try:
-        page, summary, findings = PAGES[command](stored, wanted)
+        if command == "bench":  # each kind of benchmark reads its own part
+            stored = read_bench(document)
+        page, summary, findings = make_page(command, stored, wanted)
         formats = PAGE_FORMATS if findings is None else CHECK_FORMATS
         if wanted.format not in formats:
             raise InputError(f"--format {wanted.format}: {suggest_expected(wanted.format, formats)}")

@@ -64,9 +64,10 @@ def triage(
             refused.append(error)
     if not results:
         raise InputError("; ".join(map(str, refused)))
-    reasons = describe_findings(results)
+    document = TriageDocument.from_results(results)
+    reasons = describe_findings(document)
     return deliver_document(
-        TriageDocument.from_results(results),
+        document,
         format,
         output,
         full=full,

@@ -18,9 +18,9 @@ from moedoctor.text import TextFileError, join_lines, list_names, read_text
 if TYPE_CHECKING:
     from moedoctor.diagnose.check.records import CheckResult
     from moedoctor.diagnose.preflight.records import PreflightDocument
-    from moedoctor.diagnose.triage.triage import Triage
-    from moedoctor.reporters.pages.audit import AuditItem
+    from moedoctor.reporters.pages.audit import AuditDocument
     from moedoctor.reporters.pages.lint import LintDocument
+    from moedoctor.reporters.pages.triage import TriageDocument
 
 Level = Literal["error", "warning", "note"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "note")
@@ -215,21 +215,23 @@ def find_in_lint(document: LintDocument, summary: str) -> Findings:
     return Findings("lint", found, passed, skipped, summary, titles)
 
 
-def find_in_triage(results: Sequence[tuple[str, Triage]], summary: str) -> Findings:
+def find_in_triage(document: TriageDocument, summary: str) -> Findings:
     """Return the known failures that texts show; what is only possible is a note."""
     found = []
-    for name, result in results:
-        for kind, level in (("findings", "error"), ("possible", "note")):
-            for finding in getattr(result, kind):
+    levels: tuple[tuple[str, Level], ...] = (("findings", "error"), ("possible", "note"))
+    for part in document.split():
+        for kind, level in levels:
+            for finding in getattr(part, kind):
                 message = f"{finding.excerpt}. {finding.next_step}"
-                place, line, sure = make_relative(name), finding.line, finding.confidence
+                place, line, sure = make_relative(part.file), finding.line, finding.confidence
                 title = load_entries()[finding.id].title
-                found.append(Finding(finding.id, _choose_level(level), title, message, place, line, sure))
+                found.append(Finding(finding.id, level, title, message, place, line, sure))
     return Findings("triage", found, summary=summary)
 
 
-def find_in_audit(items: Sequence[AuditItem], words: Mapping[int, str], summary: str) -> Findings:
-    """Return the files that a GPU cannot use; `words` says by index what is wrong with each."""
+def find_in_audit(document: AuditDocument, summary: str) -> Findings:
+    """Return the files that a GPU cannot use."""
+    items = document.items
     found = [
         Finding(
             "MD004",
@@ -239,7 +241,7 @@ def find_in_audit(items: Sequence[AuditItem], words: Mapping[int, str], summary:
             make_relative(items[index].path),
             key=(items[index].module or "",),
         )
-        for index, text in words.items()
+        for index, text in document.wrong.items()
     ]
     return Findings("audit", found, summary=summary)
 

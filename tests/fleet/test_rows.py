@@ -194,7 +194,7 @@ def test_junit_has_a_failure_for_each_reason_and_a_test_for_each_sound_node() ->
     ]
     rows.append(replace(rows[2], place=Place("id-3", "host-3"), status=Status.HUNG, report=None))
     result = _compare(rows)
-    suite = ElementTree.fromstring(to_junit(find_in_fleet(result)))[0]
+    suite = ElementTree.fromstring(to_junit(find_in_fleet(result, "")))[0]
     failed = [case.attrib["name"] for case in suite if case.find("failure") is not None]
     passed = [case.attrib["name"] for case in suite if len(case) == 0]
     assert failed == [f"fleet-check {reason}" for reason in result.reasons]

@@ -254,7 +254,7 @@ def _list_names(names: Sequence[str], most: _Most) -> str:
     return f"{shown} and {len(names) - most.names} more" if len(names) > most.names else shown
 
 
-def find_in_fleet(report: FleetReport) -> Findings:
+def find_in_fleet(report: FleetReport, summary: str) -> Findings:
     """Return each reason of the exit code as a finding; groups without one passed, nodes may be skipped."""
     rule = f"fleet-{report.question[0]}"
     found = [Finding(rule, "error", reason, reason, "fleet", key=(reason,)) for reason in report.closing]
@@ -266,4 +266,4 @@ def find_in_fleet(report: FleetReport) -> Findings:
         if node.status in SKIPPED
     ]
     titles = {rule: ("what is wrong in a fleet", "A node has a finding, or differs in a way that is wrong.")}
-    return Findings(f"fleet {report.question[0]}", found, passed, skipped, summarize(report), titles)
+    return Findings(f"fleet {report.question[0]}", found, passed, skipped, summary, titles)

@@ -28,7 +28,7 @@ def make_plan_page(document: PlanDocument) -> list[Block]:
     page: list[Block] = [
         Heading(f"plan for {shape.name}: computed from {shape.source}; nothing was measured", 1)
     ]
-    page.append(Paragraph(Span(summarize(result), "bold")))
+    page.append(Paragraph(Span(summarize(document), "bold")))
     notes = result.notes
     if result.missing_bytes:  # the first notes are the answer, and what helps
         page.append(Step(notes[1]))
@@ -38,8 +38,9 @@ def make_plan_page(document: PlanDocument) -> list[Block]:
     return page
 
 
-def summarize(result: Plan) -> str:
+def summarize(document: PlanDocument) -> str:
     """Return what fits, or how much memory is missing."""
+    result = document.plan
     if result.missing_bytes:
         return result.notes[0]
     weights = f"{_format_gib(result.on_device_bytes)} of weights on the GPU"

@@ -73,31 +73,28 @@ class TriageDocument:
         )
         return cls(order_findings("findings"), order_findings("possible"), misses, looked_at)
 
-    def to_results(self) -> list[tuple[str, Triage]]:
-        """Return what `from_results` was made of."""
-        several = len(self.looked_at) > 1
+    def split(self) -> list[TriageDocument]:
+        """Return a document of each input."""
+        if len(self.looked_at) < 2:
+            return [self]
 
-        def select_rows(rows: Sequence[Any], file: str | None) -> tuple[Any, ...]:
-            return tuple(row for row in rows if not several or row.file == file)
+        def select_rows(rows: tuple[Any, ...], file: str | None) -> tuple[Any, ...]:
+            return tuple(row for row in rows if row.file == file)
 
         return [
-            (
-                each.file or "the text",
-                Triage(
-                    select_rows(self.findings, each.file),
-                    each.releases,
-                    select_rows(self.possible, each.file),
-                    select_rows(self.near_misses, each.file),
-                    each.gpus,
-                    each.moe_backends,
-                    each.bytes,
-                    each.other_releases,
-                    each.command_shown,
-                    each.error,
-                ),
+            TriageDocument(
+                select_rows(self.findings, each.file),
+                select_rows(self.possible, each.file),
+                select_rows(self.near_misses, each.file),
+                (each,),
             )
             for each in self.looked_at
         ]
+
+    @property
+    def file(self) -> str:
+        """The name of the first input."""
+        return self.looked_at[0].file or "the text"
 
 
 def _name_file(result: Triage, file: str) -> Triage:
@@ -108,62 +105,58 @@ def _name_file(result: Triage, file: str) -> Triage:
     return replace(result, **rows)
 
 
-def triage_page(results: Sequence[tuple[str, Triage]]) -> list[Block]:
+def triage_page(document: TriageDocument) -> list[Block]:
     """Return what each text shows: findings, then what is possible, then what was looked at."""
     page: list[Block] = []
-    for name, result in results:
-        if len(results) > 1:
-            page.append(Heading(name))
-        page += _make_page(result)
-    page.append(Paragraph(f"{count_line(results)}."))
-    if found := [finding for _, result in results for finding in result.findings]:
-        page.append(Step(_explain(max(found, key=lambda finding: finding.confidence).id)))
+    for part in document.split():
+        if len(document.looked_at) > 1:
+            page.append(Heading(part.file))
+        page += _make_page(part, part.looked_at[0])
+    page.append(Paragraph(f"{count_line(document)}."))
+    if document.findings:
+        page.append(Step(_explain(document.findings[0].id)))
     return page
 
 
-def _make_page(result: Triage) -> list[Block]:
-    page: list[Block] = [_make_item(finding) for finding in result.findings]
-    if not result.findings:
-        page.append(Paragraph(_UNDECIDED if result.possible else _NOTHING))
-    page += [_show_possible(finding) for finding in result.possible]
-    if not result.findings:
-        for miss in result.near_misses:
+def _make_page(part: TriageDocument, read: LookedAt) -> list[Block]:
+    """Return what one text shows."""
+    page: list[Block] = [_make_item(finding) for finding in part.findings]
+    if not part.findings:
+        page.append(Paragraph(_UNDECIDED if part.possible else _NOTHING))
+    page += [_show_possible(finding) for finding in part.possible]
+    if not part.findings:
+        for miss in part.near_misses:
             title = f"not it, line {miss.line}: {load_entries()[miss.id].title}"
             page.append(Item(miss.id, title, [("", miss.reason)]))
-        if result.error:
-            page.append(_show_error(result.error))
-    parts = [f"{count_of(result.bytes_read, 'byte')} were read", _describe_releases(result)]
-    parts.append(f"GPU: {join_some(result.gpus, 4)}" if result.gpus else "no GPU")
-    parts.append(
-        f"MoE backend: {join_some(result.backends, 4)}" if result.backends else "no MoE backend of vLLM"
-    )
+        if read.error:
+            title = f"line {read.error.line}: no entry explains this message"
+            page.append(Item("error", title, [("", Span(read.error.excerpt, "code"))]))
+    parts = [f"{count_of(read.bytes, 'byte')} were read", _describe_releases(read)]
+    parts.append(f"GPU: {join_some(read.gpus, 4)}" if read.gpus else "no GPU")
+    backends = join_some(read.moe_backends, 4)
+    parts.append(f"MoE backend: {backends}" if backends else "no MoE backend of vLLM")
     page.append(Paragraph(f"Looked at: {'; '.join(parts)}."))
-    if result.error and result.error.next_step:
-        page.append(Step(result.error.next_step))
-    elif not any(finding.grade is Grade.CERTAIN for finding in result.findings):
-        page.append(Step(f"to be sure, paste more: {', '.join(_list_lacking(result))}."))
+    if read.error and read.error.next_step:
+        page.append(Step(read.error.next_step))
+    elif not any(finding.grade is Grade.CERTAIN for finding in part.findings):
+        page.append(Step(f"to be sure, paste more: {', '.join(_list_lacking(read))}."))
     return page
 
 
-def _show_error(error: OpenError) -> Item:
-    lines: list[tuple[str, Text]] = [("", Span(error.excerpt, "code"))]
-    return Item("error", f"line {error.line}: no entry explains this message", lines)
-
-
-def _describe_releases(result: Triage) -> str:
-    if result.releases:
-        return f"the text names {result.releases}"
-    if result.other_releases:
-        return f"the text names {result.other_releases}, but not as the release that failed"
+def _describe_releases(read: LookedAt) -> str:
+    if read.releases:
+        return f"the text names {read.releases}"
+    if read.other_releases:
+        return f"the text names {read.other_releases}, but not as the release that failed"
     return "the text names no release"
 
 
-def _list_lacking(result: Triage) -> list[str]:
+def _list_lacking(read: LookedAt) -> list[str]:
     """Return the facts that a text about a failure should have, and this one has not."""
     lacking = {
-        "the release (`vllm --version`)": not result.releases,
-        "the GPU": not result.gpus,
-        "the whole command line": not result.command_shown,
+        "the release (`vllm --version`)": not read.releases,
+        "the GPU": not read.gpus,
+        "the whole command line": not read.command_shown,
         "the variables that begin with VLLM_": True,
         "the 30 lines before the error": True,
     }
@@ -202,20 +195,19 @@ def _explain(id: str) -> str:
     return f"`moedoctor explain {id}`"
 
 
-def describe_findings(results: Sequence[tuple[str, Triage]]) -> list[str]:
+def describe_findings(document: TriageDocument) -> list[str]:
     """Return a line for each certain or likely failure: what it is, how sure, and where."""
     entries = load_entries()
     return [
-        f"{name}, line {finding.line}: {finding.id} is {finding.grade.value}: {entries[finding.id].title}"
-        for name, result in results
-        for finding in result.findings
+        f"{part.file}, line {each.line}: {each.id} is {each.grade.value}: {entries[each.id].title}"
+        for part in document.split()
+        for each in part.findings
     ]
 
 
-def count_line(results: Sequence[tuple[str, Triage]]) -> str:
+def count_line(document: TriageDocument) -> str:
     """Return ``2 known failures found, 1 possible``."""
-    found = {finding.id for _, result in results for finding in result.findings}
-    possible = {finding.id for _, result in results for finding in result.possible} - found
-    return f"{count_of(len(found), 'known failure')} found" + (
-        f", {len(possible)} possible" if possible else ""
-    )
+    found = {finding.id for finding in document.findings}
+    possible = {finding.id for finding in document.possible} - found
+    more = f", {len(possible)} possible" if possible else ""
+    return f"{count_of(len(found), 'known failure')} found{more}"

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from moedoctor.diagnose.triage.triage import Finding, Grade, Triage, triage
-from moedoctor.reporters.pages.triage import triage_page
+from moedoctor.reporters.pages.triage import TriageDocument, triage_page
 from moedoctor.reporters.table import to_text
 
 
@@ -131,7 +131,9 @@ def test_a_release_in_the_text_is_named(text: str) -> None:
 
 
 def show(text: str) -> str:
-    return " ".join(to_text(triage_page([("stdin", read(text))]), width=120).split())
+    return " ".join(
+        to_text(triage_page(TriageDocument.from_results([("stdin", read(text))])), width=120).split()
+    )
 
 
 def test_another_release_than_the_one_that_failed_is_named_as_such() -> None:
