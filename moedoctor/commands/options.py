@@ -59,7 +59,7 @@ def declare(**declared: Any) -> Callable[[_Function], _Function]:
     The options stand together as a table, and the signature keeps the types and defaults.
     """
 
-    def annotate(function: _Function) -> _Function:
+    def attach(function: _Function) -> _Function:
         types = get_type_hints(function)
         for name, made in declared.items():
             if isinstance(made, str):
@@ -67,7 +67,7 @@ def declare(**declared: Any) -> Callable[[_Function], _Function]:
             function.__annotations__[name] = Annotated[types[name], made]
         return function
 
-    return annotate
+    return attach
 
 
 def choose_from(name: str, known: Sequence[str] | str) -> Callable[[str], str]:

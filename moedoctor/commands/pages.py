@@ -34,7 +34,7 @@ class _Kind(NamedTuple):
     """Arguments of the page."""
 
 
-def _be_full_in_files(wanted: Wanted) -> Mapping[str, bool]:
+def _fill_files(wanted: Wanted) -> Mapping[str, bool]:
     return {"full": wanted.format in FULL_FORMATS}
 
 
@@ -60,7 +60,7 @@ PAGES: Mapping[str, _Kind] = {
     "plan": _Kind("pages.plan:make_plan_page", "pages.plan:summarize"),
     "backends": _Kind("pages.backends:make_backends_page", "pages.backends:summarize"),
     "compare": _Kind("pages.compare:make_compare_page", "pages.compare:summarize"),
-    "replay": _Kind("pages.replay:replay_page", "pages.replay:answer_of", options=_be_full_in_files),
+    "replay": _Kind("pages.replay:replay_page", "pages.replay:answer_of", options=_fill_files),
     "capsule": _Kind("pages.replay:make_capsule_page", "pages.replay:describe_capsule"),
     "explain": _Kind(
         "pages.explain:Explained.make_page",
@@ -68,7 +68,7 @@ PAGES: Mapping[str, _Kind] = {
         options=lambda wanted: {"brief": wanted.format == "table" and not wanted.verbose},
     ),
     "list": _Kind("pages.explain:Catalogue.make_page", "pages.explain:Catalogue.summarize"),
-    "bench": _Kind("pages.bench:make_bench_page", "pages.bench:summarize", options=_be_full_in_files),
+    "bench": _Kind("pages.bench:make_bench_page", "pages.bench:summarize", options=_fill_files),
 }
 """Command -> what shows its document; a report of `run` is rendered as a whole."""
 
