@@ -30,9 +30,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.plugin.extensions import ALL, FIXES, TRACES, Extension, Need, read_choice
+from moedoctor.plugin.known_code import Read, find_difference
 from moedoctor.text import format_message, print_message
 
 VARIABLE = "MOEDOCTOR_FIXES"
@@ -165,12 +167,35 @@ def list_known_releases() -> Sequence[str]:
     return tuple(backend_tables.load_releases())
 
 
-def need(extension: Extension, version: str) -> tuple[Need, str]:
-    """Return whether the extension is made for a release, and the reason if it is not."""
+def find_base(version: str) -> str | None:
+    """Return the known release that a version is or follows, 0.33.0 for 0.33.1.dev5, or None."""
     known = list_known_releases()
-    if version not in known:
+    try:
+        own = Version(Version(version).base_version)
+    except InvalidVersion:
+        return None
+    return (
+        version
+        if version in known
+        else next((each for each in reversed(known) if Version(each) <= own), None)
+    )
+
+
+def need(name: str, extension: Extension, version: str, read: Read | None = None) -> tuple[Need, str]:
+    """Return whether a fix or trace is made for a version of vLLM, and the reason if it is not.
+
+    For a build that is no known release it is, if all functions that it changes or relies on are those of the
+    known release before it; `read` gives vLLM's files, by default those of the installed vLLM.
+    """
+    known, base = list_known_releases(), find_base(version)
+    if base is None:
         return Need.REFUSED, f"it is none of the releases that the fixes know ({known[0]} to {known[-1]})"
-    return extension.need(version)
+    state, reason = extension.need(base)
+    if state is not Need.MADE_FOR or base == version:
+        return state, reason
+    if different := find_difference(name, base, read):
+        return Need.REFUSED, f"its {different} is not that of {base}"
+    return state, f"same code as {base} where this {'trace' if name in TRACES else 'fix'} changes it"
 
 
 def _apply_extension(kind: str, name: str, extension: Extension) -> Sequence[str]:
@@ -178,13 +203,15 @@ def _apply_extension(kind: str, name: str, extension: Extension) -> Sequence[str
     version = "of unknown release"
     try:
         version = read_vllm_version()
-        state, reason = need(extension, version)
+        state, reason = need(name, extension, version)
         if state is Need.UNNEEDED:
             log("moedoctor: vLLM %s does not need the %s %s: %s", version, kind, name, reason)
             return ()
         if state is Need.REFUSED:
             raise FixError(reason)
-        return (f"{name} ({importlib.import_module(extension.module).apply(version)})",)
+        if reason:
+            log("moedoctor: %s: %s: %s", name, version, reason)
+        return (f"{name} ({importlib.import_module(extension.module).apply(find_base(version))})",)
     except Exception as error:
         reason = str(error) if isinstance(error, FixError) else f"{type(error).__name__}: {error}"
         why = type(error) if isinstance(error, FixError) else FixError

@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from moedoctor.plugin.extensions import FIXES, TRACES, Extension, Need
-from moedoctor.plugin.register import FixError, Patch, need, read_vllm_version
+from moedoctor.plugin.register import FixError, Patch, find_base, need, read_vllm_version
 
 
 def check_sources() -> dict[str, dict[str, Any]]:
@@ -26,7 +26,7 @@ def check_sources() -> dict[str, dict[str, Any]]:
 
 
 def _check(name: str, extension: Extension, version: str) -> dict[str, Any]:
-    state, reason = need(extension, version)
+    state, reason = need(name, extension, version)
     if state is not Need.MADE_FOR:
         return {"basis": state.value, "reason": reason}
     os.environ.update(extension.example)
@@ -39,7 +39,7 @@ def _check(name: str, extension: Extension, version: str) -> dict[str, Any]:
 
     Patch.check = check  # type: ignore[method-assign]
     try:
-        importlib.import_module(extension.module).apply(version)
+        importlib.import_module(extension.module).apply(find_base(version))
     except FixError as error:
         raise FixError(f"{name} was made for vLLM {version}, but: {error}") from None
     finally:

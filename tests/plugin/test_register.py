@@ -200,12 +200,12 @@ def test_only_1_makes_fixes_optional(fixes: Callable[..., None], value: str, sto
 def test_an_unknown_release_is_left_unchanged(
     fixes: Callable[..., None], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    reason = "to vLLM 0.99.0: it is none of the releases that the fixes know (0.17.1 to 0.33.0)"
-    fixes("0.99.0", MOEDOCTOR_FIXES="all")
+    reason = "to vLLM 0.16.0: it is none of the releases that the fixes know (0.17.1 to 0.33.0)"
+    fixes("0.16.0", MOEDOCTOR_FIXES="all")
     register.register()
     assert f"moedoctor: left out: the fix good is not applied {reason}" in caplog.messages
     assert not (tmp_path / "active.json").exists()
-    fixes("0.99.0", MOEDOCTOR_FIXES="good")
+    fixes("0.16.0", MOEDOCTOR_FIXES="good")
     with pytest.raises(SystemExit, match=re.escape(reason)):
         register.register()
 

@@ -88,7 +88,7 @@ def check(
     pinning, reports = _ask_children(machine, probes, attempt)
     packages = attempt("packages", lambda: compare_packages(machine)) or ()
     findings = _find_failures(machine, attempt)
-    plugin = attempt("moedoctor_fixes", lambda: probes.fix_plugin(environ, vllm))
+    plugin = attempt("moedoctor_fixes", lambda: probes.fix_plugin(environ, vllm, target.read_source))
     folders = asdict(cache) if cache else None
     result = CheckResult(
         environment={

@@ -29,6 +29,7 @@ class Probes:
     flashinfer: Callable[[], Collected] | None = collect_flashinfer
     nvcc: Callable[[Mapping[str, str]], Tool | None] = _find_nvcc
     jit_cache: Callable[[Mapping[str, str]], JitCache] = read_jit_cache
-    fix_plugin: Callable[[Mapping[str, str], str | None], Mapping[str, Any]] = fix_plugin.state
+    fix_plugin: Callable[..., Mapping[str, Any]] = fix_plugin.state
+    """Takes variables, the version of vLLM, and `read`."""
     requires: Callable[[str], Iterable[str] | None] = importlib.metadata.requires
     """The requirements of a distribution."""

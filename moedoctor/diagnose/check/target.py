@@ -86,6 +86,13 @@ class Target:
         folder = self.sources.package_folder("vllm")
         return self.source or (None if folder is None else ReleaseSource(folder.parent))
 
+    def read_source(self, file: str) -> str:
+        """Return the text of a file of vLLM, such as ``vllm/envs.py``. Raises SourceError."""
+        source = self.find_source()
+        if source is None:
+            raise SourceError("vLLM's source is not here")
+        return source.read_text(file)
+
 
 def ask_python(path: Path) -> Target:
     """Return the environment of the interpreter at `path`. Raises TargetError."""
@@ -234,7 +241,7 @@ def _limit_probes(
         vllm=None,
         flashinfer=None,
         requires=lambda name: requires.get(_normalize(name)),
-        fix_plugin=lambda environ, vllm: fix_plugin.state(environ, vllm, plugins),
+        fix_plugin=lambda environ, vllm, read: fix_plugin.state(environ, vllm, read, plugins),
     )
 
 

@@ -222,7 +222,7 @@ def record_calls(folder: Path, when: str) -> None:
     `when` says which call, as MOEDOCTOR_RECORD_WHEN does. A request that sets `RECORD` itself keeps its own.
     """
     global _recorder
-    able = need(TRACES["record"], read_vllm_version())[0] is Need.MADE_FOR
+    able = need("record", TRACES["record"], read_vllm_version())[0] is Need.MADE_FOR
     _recorder = {RECORD: str(folder), "MOEDOCTOR_RECORD_WHEN": when} if able else {}
 
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import ast
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from moedoctor.entries import find_reports_folder
 from moedoctor.entries.entry import Entry, Evidence, Question
+from moedoctor.plugin.known_code import find_name, is_docstring, list_names
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
 
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 """What `ast` raises for text that is not Python, or that is nested on purpose."""
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 PARSERS = (
     *("vllm/engine/arg_utils.py", "vllm/entrypoints/openai/cli_args.py"),
     *("vllm/entrypoints/cli/serve.py", "vllm/utils/argparse_utils.py"),
@@ -117,7 +117,7 @@ class Inquiry:
                     given = [word.value for word in node.args if isinstance(word, ast.Constant)]
                     flags |= {word for word in given if isinstance(word, str) and word.startswith("-")}
                 elif isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
-                    named = (name for part in node.body for name in _list_names(part))
+                    named = (name for part in node.body for name in list_names(part))
                     flags |= {f"--{name.replace('_', '-')}" for name in named}
         return frozenset(flags)
 
@@ -146,17 +146,8 @@ def find_place(tree: ast.Module, path: str) -> ast.AST | None:
     """Return a function, class or assignment by its path, ``Class.method``; the file for an empty path."""
     place: ast.AST | None = tree
     for name in path.split(".") if path else ():
-        named = [node for node in getattr(place, "body", ()) if name in _list_names(node)]
-        place = named[-1] if named else None
+        place = None if place is None else find_name(place, name)
     return place
-
-
-def _list_names(node: ast.stmt) -> Iterator[str]:
-    if isinstance(node, _DEFINITIONS):
-        yield node.name
-    elif isinstance(node, ast.Assign | ast.AnnAssign):
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def _find_evidence(evidence: Evidence, nodes: Sequence[ast.AST]) -> int | None:
@@ -189,11 +180,6 @@ def _list_nodes(place: ast.AST) -> list[ast.AST]:
     for node in nodes:
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [part for part in body if not _is_docstring(part)] or [ast.Pass()]  # type: ignore[attr-defined]
+            node.body = [part for part in body if not is_docstring(part)] or [ast.Pass()]  # type: ignore[attr-defined]
         nodes += ast.iter_child_nodes(node)
     return nodes
-
-
-def _is_docstring(node: ast.AST) -> bool:
-    value = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)

@@ -44,6 +44,8 @@ def test_an_unknown_build_is_read_and_never_all_clear(version: str, tmp_path: Pa
     assert all("as in 0.33.0" in line and ".py:" in line for line in result.read)
     assert result.exit_code == 2
     assert any("not known for this build: MD001" in reason for reason in result.reasons)
+    offload = result.environment["moedoctor_fixes"]["known"]["offload"]
+    assert offload["basis"] == "refused", "the made-up source is another one"
     repacked = get_finding(result, "MD013")
     assert repacked is not None
     assert repacked.evidence["vllm"] == version

@@ -1,0 +1,172 @@
+"""Functions are recognized by their code: the same in another layout, another one after any change of it."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedoctor.plugin import known_code, register
+from moedoctor.plugin.extensions import FIXES, TRACES, Extension, Need
+from moedoctor.plugin.known_code import Code, find_difference, load_table
+from moedoctor.plugin.register import find_base, list_known_releases, need
+
+RUNNER = '''
+from vllm.base import Base as Root, helper
+
+
+class Runner(Root):
+    def step(self, rows: int = 3) -> None:
+        """Run a step."""
+        # a comment
+        return self.model(rows, name="x")
+'''
+FILES = {
+    "vllm/runner.py": RUNNER,
+    "vllm/base/__init__.py": "from .inner import Base\n\n\ndef helper():\n    return 1\n",
+    "vllm/base/inner.py": "class Base:\n    def sleep(self, level=1):\n        return level\n",
+}
+NEEDS = ["vllm.runner:Runner.step", "vllm.runner:Runner.sleep", "vllm.runner.helper"]
+
+
+def hash_all(files: Mapping[str, str]) -> list[str | None]:
+    code = Code(lambda file: files[file])
+    return [code.hash(name) for name in NEEDS]
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes = dict(zip(NEEDS, ({"0.33.0": each} for each in hash_all(FILES)), strict=True))
+    table = {"needs": {"offload": {"0.33.0": NEEDS}}, "functions": hashes}
+    monkeypatch.setattr(known_code, "load_table", lambda: table)
+
+
+def change(file: str, old: str, new: str) -> dict[str, str]:
+    assert old in FILES[file]
+    return {**FILES, file: FILES[file].replace(old, new)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("# a comment", "# another one"),
+        ('"""Run a step."""', '"""Run."""'),
+        ('"""Run a step."""', ""),
+        (": int = 3", " = 3"),
+        ('rows, name="x"', "rows,\n            name='x',\n        "),
+    ],
+)
+@pytest.mark.usefixtures("stored")
+def test_layout_comments_and_annotations_do_not_count(old: str, new: str) -> None:
+    assert find_difference("offload", "0.33.0", change("vllm/runner.py", old, new).__getitem__) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "name"),
+    [
+        ("vllm/runner.py", '"x"', '"y"', NEEDS[0]),
+        ("vllm/runner.py", "= 3", "= 4", NEEDS[0]),
+        ("vllm/runner.py", "def step", "def leap", NEEDS[0]),
+        ("vllm/runner.py", "class Runner", "class Walker", NEEDS[0]),
+        ("vllm/runner.py", "    def step", "    @property\n    def step", NEEDS[0]),
+        ("vllm/runner.py", "Runner(Root)", "Runner", NEEDS[1]),
+        ("vllm/base/inner.py", "return level", "return -level", NEEDS[1]),
+        ("vllm/base/__init__.py", "return 1", "return 2", NEEDS[2]),
+        ("vllm/base/__init__.py", "def helper", "def helped", NEEDS[2]),
+        ("vllm/runner.py", "class Runner", "class (Runner", NEEDS[0]),
+    ],
+)
+@pytest.mark.usefixtures("stored")
+def test_the_function_that_differs_is_named(file: str, old: str, new: str, name: str) -> None:
+    assert find_difference("offload", "0.33.0", change(file, old, new).__getitem__) == name
+
+
+@pytest.mark.usefixtures("stored")
+def test_what_was_not_compared_is_never_the_same() -> None:
+    assert find_difference("offload", "0.33.0", FILES.__getitem__) is None
+    assert "was not compared" in str(find_difference("offload", "0.32.0", FILES.__getitem__))
+    assert "was not compared" in str(find_difference("moe", "0.33.0", FILES.__getitem__))
+    load = known_code.load_table()
+    load["functions"][NEEDS[1]].clear()
+    assert find_difference("offload", "0.33.0", FILES.__getitem__) == NEEDS[1]
+
+
+@pytest.mark.parametrize(
+    "text", ["from vllm.runner import step as Runner\n", "(" * 9999, "x = " + "-" * 99_999 + "1"]
+)
+def test_hostile_files_are_no_code(text: str) -> None:
+    assert Code(lambda file: text).hash("vllm.runner:Runner.step") is None
+
+
+def test_every_mutation_of_a_function_changes_its_hash() -> None:
+    code = RUNNER.replace(": int = 3", " = 3").replace(" -> None", "")
+    tree = ast.parse(code)
+    own = known_code.hash_code(tree)
+    for number, node in enumerate(ast.walk(tree)):
+        changed = list(ast.walk(ast.parse(code)))
+        twin: Any = changed[number]
+        for field in ("id", "attr", "name", "arg"):
+            if isinstance(getattr(twin, field, None), str):
+                setattr(twin, field, "changed")
+                assert known_code.hash_code(changed[0]) != own, ast.dump(node)
+
+
+@pytest.mark.parametrize(
+    ("version", "base"),
+    [
+        ("0.33.0", "0.33.0"),
+        ("0.33.1.dev5", "0.33.0"),
+        ("0.34.0rc1", "0.33.0"),
+        ("0.33.0rc1", "0.33.0"),
+        ("0.27.1.post2", "0.27.1"),
+        ("0.16.9", None),
+        ("dev-build", None),
+    ],
+)
+def test_a_build_follows_a_known_release(version: str, base: str | None) -> None:
+    assert find_base(version) == base
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_build_with_the_same_code_gets_the_fix() -> None:
+    def ask(version: str, files: Mapping[str, str]) -> tuple[Need, str]:
+        return need("offload", FIXES["offload"], version, files.__getitem__)
+
+    same = "same code as 0.33.0 where this fix changes it"
+    assert ask("0.33.1.dev5", FILES) == (Need.MADE_FOR, same)
+    changed = change("vllm/runner.py", '"x"', '"y"')
+    assert ask("0.33.1.dev5", changed) == (Need.REFUSED, f"its {NEEDS[0]} is not that of 0.33.0")
+    assert ask("0.33.0", changed) == (Need.MADE_FOR, "")
+    assert ask("0.16.0", FILES)[0] is Need.REFUSED
+
+
+@pytest.mark.usefixtures("stored")
+def test_the_log_says_which_code_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "made_up_fix.py").write_text("def apply(version):\n    return f'for {version}'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(register, "read_vllm_version", lambda: "0.33.1.dev5")
+    monkeypatch.setattr(known_code, "read_installed", FILES.__getitem__)
+    active = register._apply_extension("fix", "offload", Extension("made_up_fix"))
+    assert active == ("offload (for 0.33.0)",)
+    line = "moedoctor: offload: 0.33.1.dev5: same code as 0.33.0 where this fix changes it"
+    assert line in caplog.messages
+
+
+def test_the_table_has_the_newest_release_and_only_known_ones() -> None:
+    table = load_table()
+    assert table["needs"].keys() == {*FIXES, *TRACES}
+    newest = list_known_releases()[-1]
+    for name, extension in {**FIXES, **TRACES}.items():
+        rows = table["needs"][name]
+        assert set(rows) <= set(list_known_releases())
+        assert (newest in rows) is (extension.need(newest)[0] is Need.MADE_FOR)
+        for release, functions in rows.items():
+            assert functions
+            assert all(release in table["functions"][each] for each in functions), (name, release)
+    assert json.dumps(table)
