@@ -63,14 +63,25 @@ _DENIED_BEFORE = re.compile(
     rf"(?:\w{{1,12}} ){{0,2}}{_FOUND}\w{{0,6}}\b{_SAME_CLAUSE}$"
     r"|\b(?:no|without|neither|nor)(?: (?:more|any|an?|single|such|sign of|trace of)){0,2} \W{0,3}$"
     r"|\bnot (?:an?|the|this|that)? ?\W{0,3}$"
+    r"|\b(?:unlike|instead of|rather than|different (?:from|than)|not the same as|contrary to)"
+    r"(?: [\w#']{1,20}){0,5}[ \"'(:]{1,3}$"
+    r"|(?<!not )(?<!n't )(?<!never )\b(?:fix|solv|resolv|mend|cur|avoid|got rid of)\w{0,3}"
+    r"(?: (?:the|this|that|my|our|an?|error|message|crash)){0,3}[ \"'(]{1,3}$"
+)
+_ATTRIBUTED = re.compile(
+    r"(?:#\d{2,6}|\b(?:thread|report|issue|post|ticket)s?|\bother (?:people|users)|\bsomebody else|\bothers)"
+    r"(?: \w{1,12}){0,3} (?:(?:has|had|have|was|is|are|about|mention|report|show|say|quote|describe)s?\b"
+    r"(?: the| an?)?)(?: (?:error|message|line|crash))?[ \"':(]{1,3}$"
 )
 _DENIED_AFTER = re.compile(
-    r"[\"' ]{0,3}(?:(?:error|warning|crash|message) )?(?:(?:do|did|does|was|is|has)(?: not|n't)|never"
-    r"|no longer) (?:happen|occur|appear|seen|show up|reproducible)\w{0,4}"
-    r"(?: (?:any ?more|here|for (?:me|us)|on (?:my|our) \w{1,12}))?"
-    r"\W{0,3}(?:$|[.;,!?])"
+    r"[\"') ]{0,3}(?:(?:error|warning|crash|message) )?"
+    r"(?:(?:(?:do|did|does|was|is|has)(?: not|n't)|never|no longer) "
+    r"(?:happen|occur|appear|seen|show up|reproducible)\w{0,4}"
+    r"(?: (?:any ?more|here|for (?:me|us)|on (?:my|our) \w{1,12}))?\W{0,3}(?:$|[.;,!?])"
+    r"|(?:(?:is|was|are|were|got|has been|have been) (?:now )?(?:gone|fixed|solved|resolved|mended)|went away"
+    r"|disappeared)\b)"
 )
-_ERROR_NAME = re.compile(r"(?:error|warning|exception): ")
+_ERROR_NAME = re.compile(r"\b[\w.]{0,60}(?:error|warning|exception): (?:[^:.;?!\"]{0,200})$")
 _POSSIBLE = re.compile(
     r"\b(?:may|might|could|can|would|will|should|avoids?|prevents?|risk of|potentially)"
     r"(?: (?:be|also|still|even|then|cause|lead to|result in|produce|give|become|an?|the)){0,4} \W{0,2}$"
@@ -79,8 +90,19 @@ _POSSIBLE = re.compile(
 
 def is_denied(text: str, start: int, end: int) -> bool:
     """Return True if a text in lower case says that what stands from `start` to `end` did not happen."""
-    before = _ERROR_NAME.sub("", text[max(0, start - _CLAUSE) : start])
-    return bool(_DENIED_BEFORE.search(before) or _DENIED_AFTER.match(text, end))
+    start, end = _find_quotation(text, start, end)
+    before = text[max(0, start - _CLAUSE) : start]
+    return bool(_DENIED_BEFORE.search(before) or _ATTRIBUTED.search(before) or _DENIED_AFTER.match(text, end))
+
+
+def _find_quotation(text: str, start: int, end: int) -> tuple[int, int]:
+    """Return the place of the quotation or of the message with its error's name that holds a place."""
+    first = max(0, start - 2 * _CLAUSE)
+    opening, closing = text.rfind('"', first, start), text.find('"', end, end + 2 * _CLAUSE)
+    if opening >= 0 and text.count('"', first, start) % 2 == 1:
+        return opening, closing + 1 if closing >= 0 else end
+    name = _ERROR_NAME.search(text, first, start)
+    return (name.start() if name else start), end
 
 
 def is_possible(text: str, start: int) -> bool:

@@ -8,7 +8,7 @@ for the content of the stream.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import BinaryIO
@@ -91,6 +91,8 @@ class Passages:
     stream: BinaryIO
     anchors: Sequence[bytes]
     rare_anchors: Sequence[bytes]
+    watch: Callable[[Sequence[bytes], Sequence[int]], None] = lambda lines, numbers: None
+    """Takes every line with its number, whatever is looked at closely."""
     _shapes: dict[int, int] = field(default_factory=dict)
     _fresh_bytes: int = 0
     _patterns: int = 0
@@ -119,6 +121,7 @@ class Passages:
         """Yield the passages in the order of their lines."""
         window, numbers, pieces = [b""], [0], set[int]()
         for lines, line_numbers, line_pieces in self._lines:
+            self.watch(lines, line_numbers)
             shift = len(window)
             window += lines
             numbers += line_numbers
@@ -175,7 +178,9 @@ class Passages:
         text = b"\n".join(window).lower()
         hits: dict[int, list[Account]] = {}
         for account in searched:
-            for hit in find_lines(text, account):
+            positions = find_lines(text, account.anchor)
+            account.spend(len(positions) / _HITS_EACH)
+            for hit in positions:
                 hits.setdefault(hit, []).append(account)
         done = first - 1
         for hit in sorted(hits):
@@ -258,16 +263,15 @@ class Account:
         self.spent += patterns
 
 
-def find_lines(text: bytes, account: Account) -> list[int]:
-    """Return the positions of the lines of `text`, from 0, that hold the word of `account`, in order."""
-    anchor, positions = account.anchor, list[int]()
-    position, start, at = 0, 0, text.find(account.anchor)
+def find_lines(text: bytes, word: bytes) -> list[int]:
+    """Return the positions of the lines of `text`, from 0, that hold a word, in order."""
+    positions = list[int]()
+    position, start, at = 0, 0, text.find(word)
     while at >= 0:
         position += text.count(b"\n", start, at)
         positions.append(position)
         start = text.find(b"\n", at)
-        at = text.find(anchor, start) if start >= 0 else -1
-    account.spend(len(positions) / _HITS_EACH)
+        at = text.find(word, start) if start >= 0 else -1
     return positions
 
 

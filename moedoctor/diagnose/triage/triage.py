@@ -11,14 +11,16 @@ import enum
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
+from moedoctor.diagnose.triage.cause import Cause, Errors
 from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, release_words
 from moedoctor.diagnose.triage.line_text import is_denied, is_possible
 from moedoctor.diagnose.triage.log_text import Passage, Passages
+from moedoctor.diagnose.triage.settings_in_text import Settings
 from moedoctor.diagnose.triage.signatures import Clue, Signature, find_clues, load_clues, load_signatures
 from moedoctor.entries import load_entries
 from moedoctor.redaction import Redactor
@@ -38,15 +40,6 @@ _LACKING = 0.25
 """A group of clues that a signature asks for and the text lacks. The finding is then possible at best."""
 _OTHER_ENGINE = 0.04
 _NEAR_MISSES = 5
-_ERROR = re.compile(
-    r"^(?:\w{1,40}\.){0,6}\w{0,40}(?:error|exception|keyboardinterrupt|systemexit)\b: ?\S"
-    r"|^(?:\w{1,20} ){1,3}error: \S"
-)
-_ASK_LOADING = (
-    "if it came while the weights were loaded, ask the release which tensor does not fit, without a GPU: "
-    "`moedoctor preflight -- vllm serve ...`"
-)
-_COMMAND = re.compile(r"\bvllm serve [\w/~.-]|api_server --\w|non-default args")
 _OURS = re.compile(r"^.{0,40}\bmoedoctor: |\bmd\d{3} (?:[a-z]{1,20}_){1,3}[a-z]{1,20}\b")
 """A line of moedoctor's plug-in or of a report, in lower case: it names failures that were looked for."""
 _FIRST_LINES = 2_000
@@ -122,16 +115,6 @@ class NearMiss:
 
 
 @dataclass(frozen=True)
-class OpenError:
-    """An error message that no entry explains."""
-
-    line: int
-    excerpt: str
-    next_step: str
-    """The command that may explain it, or an empty string."""
-
-
-@dataclass(frozen=True)
 class Triage:
     """The findings about a text, best first, and the facts that they rest on."""
 
@@ -147,10 +130,10 @@ class Triage:
     bytes_read: int = 0
     other_releases: str = ""
     """Releases that the text names, but not as the ones that failed."""
-    command_shown: bool = False
-    """True if the text shows the arguments of the server."""
-    error: OpenError | None = None
-    """The first loading error, else the last error, of a text without findings."""
+    settings: Settings = field(default_factory=Settings)
+    """How the server was started."""
+    error: Cause | None = None
+    """The error that ended the server."""
 
 
 @dataclass
@@ -182,19 +165,17 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     facts, notes = Facts(), dict[str, _Notes]()
     once = load_clues().keys() - _list_placed()
     settled: set[str] = set()
-    error: Passage | None = None
-    command_shown = False
+    settings = Settings()
+    errors = Errors()
     passages = Passages(
-        stream, [word.encode() for word in _ANCHORS], [word.encode() for word in _RARE_ANCHORS]
+        stream, [word.encode() for word in _ANCHORS], [word.encode() for word in _RARE_ANCHORS], errors.read
     )
     for passage in passages:
         middle = passage.text[passage.start : passage.end]
         if _OURS.search(middle):
             continue
         facts.read(middle)
-        command_shown = command_shown or bool(_COMMAND.search(middle))
-        if not passage.warned and _ERROR.search(middle):
-            error = passage
+        settings.read(passage.shown)
         if passage.of_vllm and "vllm_log" not in settled:
             settled.add("vllm_log")
             notes.setdefault("vllm_log", _Notes()).add(passage.line, (passage.shown, 0, 0))
@@ -212,7 +193,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
                     settled.add(clue.name)
     lines = {name: note.list_lines() for name, note in notes.items()}
     redactor = redactor or Redactor()
-    reader = _Reader(lines, notes, facts, redactor)
+    reader = _Reader(lines, notes, facts, settings, redactor)
     best: dict[str, Finding] = {}
     for signature in load_signatures():
         finding = reader.find(signature)
@@ -229,25 +210,16 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         backends=facts.list_backends(),
         bytes_read=passages.bytes_read,
         other_releases=facts.summarize_others(),
-        command_shown=command_shown,
-        error=_find_open_error(notes.get("loading_error"), error, ordered, redactor),
+        settings=settings.mask(redactor),
+        error=_mask_cause(errors.find_cause(), redactor),
     )
 
 
-def _find_open_error(
-    loading: _Notes | None, last: Passage | None, findings: Sequence[Finding], redactor: Redactor
-) -> OpenError | None:
-    """Return the first loading error, else the last error, unless a finding explains it."""
-    if loading is not None:
-        line, excerpt = next(iter(loading.excerpts.items()))
-        step = _ASK_LOADING
-    elif last is not None:
-        line, excerpt, step = last.line, (last.shown, 0, len(last.shown)), ""
-    else:
+def _mask_cause(cause: Cause | None, redactor: Redactor) -> Cause | None:
+    if cause is None:
         return None
-    if any(finding.grade is not Grade.POSSIBLE or finding.line == line for finding in findings):
-        return None
-    return OpenError(line, _mask(excerpt, redactor), step)
+    excerpt = _mask((cause.excerpt, 0, min(len(cause.excerpt), _EXCERPT)), redactor)
+    return replace(cause, excerpt=excerpt, place=escape(redactor.mask(cause.place)))
 
 
 @cache
@@ -319,6 +291,7 @@ class _Reader:
     """The lines of each clue."""
     notes: Mapping[str, _Notes]
     facts: Facts
+    settings: Settings
     redactor: Redactor
     misses: dict[str, NearMiss] = field(default_factory=dict)
     """The first near miss of each failure."""
@@ -343,7 +316,7 @@ class _Reader:
             line=line,
             excerpt=_mask(self.notes[name].excerpts.get(line, (name.replace("_", " "), 0, 0)), self.redactor),
             confidence=confidence,
-            next_step=fit_step(signature.next or entry.next, self.facts),
+            next_step=self.settings.explain_repetition(fit_step(signature.next or entry.next, self.facts)),
             grade=_judge(confidence),
             why=why,
             missing=missing,

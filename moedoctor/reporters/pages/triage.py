@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from moedoctor.diagnose.triage.triage import Finding, Grade, NearMiss, OpenError, Triage
+from moedoctor.diagnose.triage.cause import Cause
+from moedoctor.diagnose.triage.settings_in_text import Settings
+from moedoctor.diagnose.triage.triage import Finding, Grade, NearMiss, Triage
 from moedoctor.entries import load_entries
 from moedoctor.entries.entry import record_hint
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Text
@@ -14,13 +16,14 @@ from moedoctor.reporters.text import count_of
 from moedoctor.text import join_some
 
 _MISSING = 3
-
+_RELEASE_DECIDES = ("loading_names", "loading_shapes", "quantization", "backend", "installation", "unknown")
+_GPU_DECIDES = ("quantization", "backend", "compile")
+_COMMAND_DECIDES = ("backend", "memory", "collective", "kernel_fault", "unknown")
+"""Classes of errors that this fact makes surer."""
 
 _UNDECIDED = "The text is not enough to tell. It may be one of these:"
-_NOTHING = (
-    "No known failure in this text. The server may still be broken in another way: "
-    "`moedoctor list` shows the failures that are known."
-)
+_NOTHING = "No known failure in this text{}. `moedoctor list` shows the failures that are known."
+_NO_ERROR = ", and no error that ended the server"
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class LookedAt:
     gpus: tuple[str, ...]
     moe_backends: tuple[str, ...]
     other_releases: str = field(default="", kw_only=True)
-    command_shown: bool = field(default=False, kw_only=True)
-    error: OpenError | None = field(default=None, kw_only=True, metadata={"sparse": True})
+    settings: Settings = field(default_factory=Settings, kw_only=True)
+    error: Cause | None = field(default=None, kw_only=True, metadata={"sparse": True})
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class TriageDocument:
                 each.gpus,
                 each.backends,
                 other_releases=each.other_releases,
-                command_shown=each.command_shown,
+                settings=each.settings,
                 error=each.error,
                 file=name,
             )
@@ -121,26 +124,37 @@ def triage_page(document: TriageDocument) -> list[Block]:
 def _make_page(part: TriageDocument, read: LookedAt) -> list[Block]:
     """Return what one text shows."""
     page: list[Block] = [_make_item(finding) for finding in part.findings]
+    if read.error and all(finding.line != read.error.line for finding in part.findings):
+        page.insert(0, _show_cause(read.error))
     if not part.findings:
-        page.append(Paragraph(_UNDECIDED if part.possible else _NOTHING))
+        nothing = _NOTHING.format("" if read.error else _NO_ERROR)
+        page.append(Paragraph(_UNDECIDED if part.possible else nothing))
     page += [_show_possible(finding) for finding in part.possible]
     if not part.findings:
         for miss in part.near_misses:
             title = f"not it, line {miss.line}: {load_entries()[miss.id].title}"
             page.append(Item(miss.id, title, [("", miss.reason)]))
-        if read.error:
-            title = f"line {read.error.line}: no entry explains this message"
-            page.append(Item("error", title, [("", Span(read.error.excerpt, "code"))]))
     parts = [f"{count_of(read.bytes, 'byte')} were read", _describe_releases(read)]
     parts.append(f"GPU: {join_some(read.gpus, 4)}" if read.gpus else "no GPU")
-    backends = join_some(read.moe_backends, 4)
-    parts.append(f"MoE backend: {backends}" if backends else "no MoE backend of vLLM")
+    parts.append(
+        f"MoE backend: {join_some(read.moe_backends, 4)}" if read.moe_backends else "no MoE backend of vLLM"
+    )
+    parts += _describe_settings(read.settings)
     page.append(Paragraph(f"Looked at: {'; '.join(parts)}."))
-    if read.error and read.error.next_step:
-        page.append(Step(read.error.next_step))
-    elif not any(finding.grade is Grade.CERTAIN for finding in part.findings):
-        page.append(Step(f"to be sure, paste more: {', '.join(_list_lacking(read))}."))
+    if lacking := _list_lacking(part, read):
+        page.append(Step(f"to be sure, paste more: {', '.join(lacking)}."))
     return page
+
+
+def _show_cause(cause: Cause) -> Item:
+    lines: list[tuple[str, Text]] = [("", Span(cause.excerpt, "code"))]
+    if cause.place:
+        lines.append(("raised in", f"{cause.place}{f' ({cause.owner})' if cause.owner else ''}"))
+    if cause.note:
+        lines.append(("but", cause.note))
+    if cause.next_step:
+        lines.append(("do", cause.next_step))
+    return Item("error", f"line {cause.line}: {cause.says}", lines)
 
 
 def _describe_releases(read: LookedAt) -> str:
@@ -151,14 +165,32 @@ def _describe_releases(read: LookedAt) -> str:
     return "the text names no release"
 
 
-def _list_lacking(read: LookedAt) -> list[str]:
-    """Return the facts that a text about a failure should have, and this one has not."""
+def _describe_settings(settings: Settings) -> list[str]:
+    """Return what the text tells of the server's start, in a few words each."""
+    flags = [f"--{name} {value}".strip() for name, value in settings.flags.items()]
+    variables = [f"{name}={value}" for name, value in settings.variables.items()]
+    libraries = [f"{name} {version}" for name, version in settings.libraries.items()]
+    known = [*libraries, *(["WSL"] if settings.wsl else [])]
+    return [
+        *(", ".join(known) for _ in known[:1]),
+        *(
+            f"{name}: {join_some(values, 6)}"
+            for name, values in (("flags", flags), ("variables", variables))
+            if values
+        ),
+    ]
+
+
+def _list_lacking(part: TriageDocument, read: LookedAt) -> list[str]:
+    """Return the facts that would change the answer, and that the text does not have."""
+    kind = read.error.kind if read.error else ""
+    sure = any(finding.grade is Grade.CERTAIN for finding in part.findings)
+    undecided = not sure and bool(part.findings or part.possible)
     lacking = {
-        "the release (`vllm --version`)": not read.releases,
-        "the GPU": not read.gpus,
-        "the whole command line": not read.command_shown,
-        "the variables that begin with VLLM_": True,
-        "the 30 lines before the error": True,
+        "the release (`vllm --version`)": not read.releases and (undecided or kind in _RELEASE_DECIDES),
+        "the GPU": not read.gpus and not sure and (bool(part.possible) or kind in _GPU_DECIDES),
+        "the whole command line": not read.settings.shown and (undecided or kind in _COMMAND_DECIDES),
+        "the 30 lines before the error": not sure and read.error is not None and not read.error.place,
     }
     return [fact for fact, is_lacking in lacking.items() if is_lacking]
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moedoctor.diagnose.triage.triage import Finding, Grade, Triage, triage
 from moedoctor.reporters.pages.triage import TriageDocument, triage_page
@@ -36,6 +40,37 @@ def test_a_failure_that_the_text_denies_is_a_near_miss(text: str, id: str) -> No
     assert (result.findings, result.possible) == ((), ())
     reasons = {miss.id: miss.reason for miss in result.near_misses}
     assert reasons[id] == "the text says that it did not happen"
+
+
+LINES = sorted(
+    line
+    for row in yaml.safe_load((Path(__file__).parent / "lines.yaml").read_text(encoding="utf-8"))
+    if read(line := row["text"].strip().splitlines()[0]).findings
+)
+DENIED = (
+    *('I could not reproduce "{}"', 'We do not see "{}" any more', 'I never got "{}".', 'No "{}" any more'),
+    *('Unlike the reports of "{}", our server starts', 'This is not "{}".', 'It starts without "{}"'),
+    *('"{}" is fixed since we upgraded', 'We fixed "{}"; now it hangs', 'Instead of "{}" it hangs'),
+    *(
+        'The message "{}" is gone',
+        'This is different from "{}"',
+        'Upgrading resolved the "{}"',
+        '"{}" went away',
+    ),
+    *('Issue #12345 has "{}", ours hangs', 'Other people report "{}", we have none'),
+)
+SAID = (
+    *("{}", 'I get "{}"', "It ends with {}", 'After an upgrade: "{}" and nothing helps'),
+    *("The server does not start: {}", "I could not find out why: {}", 'It is not fixed: "{}"'),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(LINES), st.sampled_from(DENIED), st.sampled_from(SAID))
+def test_a_line_counts_as_the_sentence_around_it_says(line: str, denial: str, statement: str) -> None:
+    assert read(denial.format(line)).findings == ()
+    result = read(statement.format(line))
+    assert result.findings or result.possible
 
 
 @pytest.mark.parametrize(
@@ -142,10 +177,16 @@ def test_another_release_than_the_one_that_failed_is_named_as_such() -> None:
 
 
 def test_what_the_text_has_is_not_asked_for_again() -> None:
-    whole = "vLLM API server version 0.33.0\nvllm serve m --moe-backend marlin on an H200\nit hangs"
-    asked = show(whole).partition("paste more: ")[2]
-    assert "VLLM_" in asked
-    assert not any(word in asked for word in ("--version", "GPU", "command line"))
+    error = "RuntimeError: Unknown recipe"
+    for facts, words in {
+        "vLLM API server version 0.33.0": "the release",
+        "vllm serve m --moe-backend marlin": "the whole command line",
+        "an H200": "the GPU",
+        f'File "vllm/x.py", line 1, in f\n{error}': "the 30 lines before",
+    }.items():
+        assert words in show(f"vLLM MoE\n{error}").partition("paste more: ")[2]
+        assert words not in show(f"{facts}\n{error}").partition("paste more: ")[2]
+    assert "paste more" not in show("INFO the server is ready")
 
 
 @pytest.mark.parametrize(
@@ -174,5 +215,5 @@ def test_a_loading_error_leads_to_preflight_and_is_no_known_failure(line: str) -
 def test_an_error_that_no_entry_explains_is_shown() -> None:
     error = read("INFO fine\nValueError: Unknown quantization method: xyz\nINFO bye").error
     assert error is not None
-    assert (error.line, error.next_step) == (2, "")
-    assert read("RuntimeError: CUDA error: an illegal memory access was encountered").error is None
+    assert (error.line, error.kind) == (2, "quantization")
+    assert read("INFO fine").error is None

@@ -73,7 +73,7 @@ def test_table(report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]) 
     )
     assert lines[-2:] == ["1 known failure found.", "Next: `moedoctor explain MD003`"]
     triage_command([str(healthy)], "table", None)
-    assert capsys.readouterr().out.startswith("No known failure in this text.")
+    assert capsys.readouterr().out.startswith("No known failure in this text, and no error")
 
 
 def test_the_text_cannot_add_markdown(

@@ -1,0 +1,365 @@
+"""The error that ended a server: the root of its chain of exceptions, where it was raised, and its class.
+
+Every line is read, in constant memory. Tracebacks are followed for each process apart, since ranks write at
+once. Of the errors of the last incident the first counts that is no echo of another one: vLLM's parent
+process, other ranks and launchers only tell that something ended. `causes.yaml` has the classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from moedoctor.diagnose.triage.line_text import split_prefix
+from moedoctor.diagnose.triage.log_text import find_lines
+
+_COMMON = (b"rror", b"Traceback")
+_NEEDLES = (
+    *(
+        *_COMMON,
+        b"xception",
+        b'File "',
+        b"illed",
+        b"egfault",
+        b"egmentation",
+        b"SIG",
+        b"oom-",
+        b"nterrupt",
+        b"NVRM: Xid",
+    ),
+    *(b"terminate called", b"what():", b"atchdog", b"died", b"xit code", b"xitcode"),
+)
+"""A line without any of them, and outside a traceback, is no error. In the middle of a large text only the
+common ones are looked for: the others tell of an end."""
+_BLOCKING = re.compile(rb"(?<!passing )CUDA_LAUNCH_BLOCKING\W{1,4}1\b")
+_TRACEBACK = "Traceback (most recent call last):"
+_LINKS = {
+    "The above exception was the direct cause of the following exception:": "cause",
+    "During handling of the above exception, another exception occurred:": "context",
+}
+_FRAME = re.compile(r'File "([^"]{1,400})", line (\d{1,7}), in (.{1,120})')
+_EXCEPTION = re.compile(
+    r"(?P<type>(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,80})(?:\(\w{1,60}\))?(?:: (?P<message>.*)|:?$)"
+)
+_NAMES_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Exit|Iteration|Empty|Timeout|Failed|Resources)$")
+_BARE = re.compile(
+    r"(?:\w{1,40}\.){0,6}\w{0,40}(?:Error|Exception|KeyboardInterrupt)\b: ?\S"
+    r"|(?:[\w./-]{1,80} ){0,3}error: \S"
+    r"|(?:terminate called after|what\(\): )|Segmentation fault|Fatal Python error|!!!!!!! Segfault|Killed\b"
+    r"|.{0,300}(?:Watchdog caught collective|died unexpectedly|oom-kill|OOMKilled|NVRM: Xid"
+    r"|\bexit ?code:? ?(?:-\d|137|139)\b|\b(?:SIGKILL|SIGSEGV|SIGABRT|SIGBUS)\b)"
+    r"|(?:RuntimeError|Triton Error|CUDA (?:driver )?error|NCCL error)\b",
+)
+_WRAPPER = re.compile(
+    r"[Ss]ee (?:the )?(?:root cause|stack trace|error log|logs?)\b|check the (?:stack trace|logs?) above"
+    r"|EngineDeadError|engine (?:core|process)\b.{0,40}(?:failed|died)|ChildFailedError|ActorDiedError"
+    r"|ray\.exceptions\.|RayTaskError|cancelled|CancelledError|KeyboardInterrupt|SystemExit|BrokenPipe"
+    r"|failed with error .{0,300}(?:check|see)|returned non-zero exit status|HTTPException",
+    re.IGNORECASE,
+)
+"""An error that only tells of another one."""
+_ECHO = re.compile(
+    r"connection (?:closed|reset|refused|aborted)|broken ?pipe|remote process exited|EOFError|socket closed"
+    r"|unhandled system error|communicator was aborted|stopiteration|resource_tracker|process group has been"
+    r"|heartbeat|peer (?:closed|disconnected)|died unexpectedly|terminate called after throwing",
+    re.IGNORECASE,
+)
+"""What the other ranks say when one of them has gone."""
+_PROBES = ("ImportError", "ModuleNotFoundError", "KeyError", "AttributeError", "Empty", "StopIteration")
+"""Exceptions that code catches to go another way; the one raised then is the error."""
+_PROCESS = re.compile(
+    r"[(\[]([^()\[\]]{0,80}(?:pid|rank)[ =]?\d{1,9}[^()\[\]]{0,40})[)\]]|\brank ?(\d{1,5})\]"
+)
+_PLUMBING = re.compile(
+    r"torch/(?:nn/modules/|_ops\.py|utils/_contextlib|_tensor\.py|_library/)|contextlib\.py|functools\.py"
+    r"|importlib/|<frozen|<string>|multiprocessing/|threading\.py|concurrent/"
+)
+_PACKAGE = re.compile(r".*?(?:site-packages/|dist-packages/|/python3\.\d{1,2}/|(?=/vllm/vllm/)/vllm/)")
+_MOST_ERRORS, _MOST_PROCESSES, _MOST_FRAMES, _MOST_LINES = 200, 256, 60, 300_000
+_APART = 400
+"""Lines between two errors that do not belong together."""
+_MOST_MESSAGE, _CONTINUED = 2_000, 6
+
+
+@dataclass(frozen=True)
+class Cause:
+    """The error that ended the server, as far as the text tells."""
+
+    line: int
+    excerpt: str
+    kind: str
+    """Its class: a name of `causes.yaml`, such as ``memory``, or ``unknown``."""
+    says: str
+    """The class in a person's words, with what the text tells of it."""
+    place: str
+    """The frame where it was raised, ``file:line, in function``; empty without a traceback."""
+    owner: str
+    """Whose code that is."""
+    next_step: str
+    """The command that may explain it, or an empty string."""
+    note: str = ""
+    """What must not be believed of this text."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line ``File "…", line …, in …`` of a traceback."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{_PACKAGE.sub('', self.file, count=1)}:{self.line}, in {self.function}"
+
+
+@dataclass
+class _Error:
+    """An exception of a traceback, or a line that tells of an end without one."""
+
+    line: int
+    text: str
+    frames: Sequence[Frame] = ()
+    link: str = ""
+    """How it follows from `before`: "cause", "context", or an empty string."""
+    before: _Error | None = None
+    lines_after: list[str] = field(default_factory=list)
+
+    @property
+    def type(self) -> str:
+        match = _EXCEPTION.match(self.text)
+        return match["type"].rpartition(".")[2] if match else ""
+
+    @property
+    def whole(self) -> str:
+        """The message with the lines that continue it."""
+        return " ".join((self.text, *self.lines_after))[:_MOST_MESSAGE]
+
+    def find_root(self) -> _Error:
+        """Return the first exception of the chain that is not a mere probe."""
+        chain = [self]
+        while chain[-1].before is not None:
+            chain.append(chain[-1].before)
+        for earlier, later in zip(reversed(chain), [*reversed(chain)][1:], strict=False):
+            if later.link == "context" and earlier.type in _PROBES:
+                continue
+            return earlier
+        return self
+
+
+@dataclass
+class _Open:
+    """A traceback that is being read."""
+
+    frames: deque[Frame] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
+    link: str = ""
+    before: _Error | None = None
+    idle: int = 0
+    """Lines since the last frame."""
+    ignored: bool = False
+
+
+class Errors:
+    """Collects the errors of a text, line by line."""
+
+    def __init__(self) -> None:
+        self._found: list[_Error] = []
+        self._latest: deque[_Error] = deque(maxlen=_MOST_ERRORS)
+        self._open: dict[str, _Open] = {}
+        self._last: dict[str, _Error] = {}
+        self._continued: dict[str, int] = {}
+        self._link: dict[str, str] = {}
+        self._skipped: dict[str, bool] = {}
+        self._looked_at = 0
+        self._waiting = deque[tuple[Sequence[bytes], Sequence[int]]]()
+        self._needles: Sequence[bytes] = _NEEDLES
+        self.launch_blocking = False
+        """True if the text sets ``CUDA_LAUNCH_BLOCKING=1``."""
+
+    def read(self, lines: Sequence[bytes], numbers: Sequence[int]) -> None:
+        """Take in lines, as they stand in the text, with their numbers."""
+        self._waiting.append((lines, numbers))
+        if len(self._waiting) > 2:
+            self._search(*self._waiting.popleft())
+            self._needles = _COMMON
+
+    def _search(self, lines: Sequence[bytes], numbers: Sequence[int]) -> None:
+        block = b"\n".join(lines)
+        if b"CUDA_LAUNCH" in block:
+            self.launch_blocking |= _BLOCKING.search(block) is not None
+        at = 0
+        for hit in [*sorted({hit for word in self._needles for hit in find_lines(block, word)}), len(lines)]:
+            while at < hit and (self._open or self._continued):
+                self._read_line(lines[at], numbers[at])
+                at += 1
+            if at <= hit < len(lines):
+                self._read_line(lines[hit], numbers[hit])
+                at = hit + 1
+
+    def _read_line(self, line: bytes, number: int) -> None:
+        self._looked_at += 1
+        if self._looked_at > _MOST_LINES:
+            self._open.clear()
+            self._continued.clear()
+            return
+        prefix, text = split_prefix(line)
+        match = _PROCESS.search(prefix)
+        process = (match[1] or match[2] or "") if match else ""
+        warned = "warning " in prefix
+        if text.endswith(_TRACEBACK):
+            ignored = warned or self._skipped.pop(process, False)
+            link, before = self._link.pop(process, ""), self._last.get(process)
+            if len(self._open) < _MOST_PROCESSES:
+                self._open[process] = _Open(link=link, before=before if link else None, ignored=ignored)
+            self._continued.pop(process, None)
+            return
+        if text in _LINKS:
+            self._link[process] = _LINKS[text]
+            return
+        if text.startswith("Exception ignored in"):
+            self._skipped[process] = True
+            return
+        if _FRAME.match(text) and process not in self._open and len(self._open) < _MOST_PROCESSES:
+            self._open[process] = _Open(ignored=warned)  # people paste the end of a traceback
+        traceback = self._open.get(process)
+        if traceback is not None and self._read_traceback(traceback, process, text, number):
+            return
+        if process in self._continued and self._read_continuation(process, prefix, text):
+            return
+        if not warned and _BARE.match(text) and (traceback is None or not traceback.frames):
+            self._add(process, _Error(number, text))
+
+    def _read_traceback(self, traceback: _Open, process: str, text: str, number: int) -> bool:
+        """Take in a line of a traceback; return False if it is none."""
+        if frame := _FRAME.match(text):
+            traceback.frames.append(Frame(frame[1], int(frame[2]), frame[3]))
+            traceback.idle = 0
+            return True
+        traceback.idle += 1
+        match = _EXCEPTION.match(text) if traceback.frames else None
+        if match and (match["message"] is not None or _NAMES_ERROR.search(match["type"])):
+            del self._open[process]
+            error = _Error(number, text, tuple(traceback.frames), traceback.link, traceback.before)
+            if not traceback.ignored:
+                self._add(process, error)
+            return True
+        if traceback.idle > _CONTINUED:
+            del self._open[process]
+            return False
+        return bool(traceback.frames)
+
+    def _add(self, process: str, error: _Error) -> None:
+        (self._found if len(self._found) < _MOST_ERRORS else self._latest).append(error)
+        self._last[process] = error
+        self._continued[process] = _CONTINUED
+
+    def _read_continuation(self, process: str, prefix: str, text: str) -> bool:
+        """Take in a line after an exception, which may continue its message."""
+        left = self._continued[process] - 1
+        if not text or left < 0 or _BARE.match(text) or ("error" in prefix and not text[:1].islower()):
+            if text:
+                self._continued.pop(process, None)
+            return not text
+        self._continued[process] = left
+        self._last[process].lines_after.append(text[:500])
+        return True
+
+    def find_cause(self) -> Cause | None:
+        """Return the error that ended the server; None for a text without one. Reads what waits."""
+        self._needles = _NEEDLES
+        while self._waiting:
+            self._search(*self._waiting.popleft())
+        errors = [*self._found, *self._latest]
+        if not errors:
+            return None
+        incident = [errors[-1]]
+        for error in reversed(errors[:-1]):
+            if incident[-1].line - error.line > _APART:
+                break
+            incident.append(error)
+        last_of_chain = {id(error.before) for error in errors if error.before is not None}
+        roots = [error.find_root() for error in reversed(incident) if id(error) not in last_of_chain]
+        error = min(roots, key=_rank_echo)  # the first of the best
+        return _describe(error, self.launch_blocking)
+
+
+def _rank_echo(error: _Error) -> int:
+    """Return 0 for an exception with its traceback, more for what only tells of another error."""
+    if _WRAPPER.search(error.text):
+        return 3
+    if _ECHO.search(error.text):
+        return 2
+    return 0 if error.frames else 1
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row of `causes.yaml`: what an error of a class looks like."""
+
+    kind: str
+    says: str
+    message: re.Pattern[str] | None
+    frames: re.Pattern[str] | None
+    step: str
+
+    def matches(self, text: str, frames: str) -> bool:
+        """Return True if the message and the frames are those of this row."""
+        return all(
+            pattern is None or pattern.search(where)
+            for pattern, where in ((self.message, text), (self.frames, frames))
+        )
+
+
+@cache
+def load_rules() -> tuple[tuple[Rule, ...], Mapping[str, str]]:
+    """Return the rules, in order, and the owners of code by a pattern of its path."""
+    data = yaml.safe_load((files("moedoctor.diagnose.triage") / "causes.yaml").read_text(encoding="utf-8"))
+    return tuple(_read_rules(data["classes"])), data["owners"]
+
+
+def _read_rules(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Rule]:
+    rows = [(kind, body, row) for kind, body in classes.items() for row in body["rules"]]
+    for kind, body, row in sorted(rows, key=lambda row: row[2].get("order", 5)):
+        message, frames = (
+            re.compile(row[key], re.IGNORECASE) if key in row else None for key in ("message", "frames")
+        )
+        yield Rule(kind, f"{body['name']}: {row['says']}", message, frames, row.get("step", body["step"]))
+
+
+def _describe(error: _Error, launch_blocking: bool) -> Cause:
+    rules, owners = load_rules()
+    frames = "\n".join(map(str, error.frames))
+    rule = next((rule for rule in rules if rule.matches(error.whole, frames)), None)
+    own = [frame for frame in error.frames if not _PLUMBING.search(str(frame))] or error.frames
+    frame = own[-1] if own else None
+    owner = next((name for pattern, name in owners.items() if frame and re.search(pattern, str(frame))), "")
+    note = ""
+    if rule and rule.kind == "kernel_fault" and frame and not launch_blocking:
+        note = (
+            "CUDA reports a fault at a later call, so this frame and its owner may be innocent; "
+            "CUDA_LAUNCH_BLOCKING=1 makes it report where it is"
+        )
+    return Cause(
+        line=error.line,
+        excerpt=_shorten_message(error),
+        kind=rule.kind if rule else "unknown",
+        says=rule.says if rule else "an error that no class fits",
+        place=str(frame) if frame else "",
+        owner=owner,
+        next_step=rule.step if rule else "",
+        note=note,
+    )
+
+
+def _shorten_message(error: _Error) -> str:
+    """Return the message; of one that only counts problems, as pydantic's, with what follows."""
+    if re.search(r"\d validation errors? for|:$", error.text) and error.lines_after:
+        return " ".join((error.text, *error.lines_after[:2]))
+    return error.text

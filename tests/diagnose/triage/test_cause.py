@@ -1,0 +1,223 @@
+"""The error that ended a server: its root among chains, ranks and wrappers, and its class."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedoctor.diagnose.triage.cause import Cause, Errors, load_rules
+from moedoctor.diagnose.triage.log_text import Lines
+from moedoctor.diagnose.triage.triage import triage
+
+LOGS = Path(__file__).parent / "logs"
+# Engines of vLLM on an H200: name -> class and the beginning of the root error, if the log ends in one.
+ENGINES = {
+    "assertion_other|index_minus_one": ("kernel_fault", "torch.AcceleratorError: CUDA error: device"),
+    "attention": ("installation", "ModuleNotFoundError: No module named 'flashinfer'"),
+    r"backend_(?:.*)(?<!marlin_bf16)": ("backend", "ValueError: "),
+    "bad_config": ("arguments", "AssertionError: num_heads (3)"),
+    "block_size": ("backend", "ValueError: Selected backend AttentionBackendEnum"),
+    "data_parallel": ("arguments", "ValueError: LLM(data_parallel_size=4) is not supported"),
+    "graph_break_other|.*(?:offload|fp8|stale)_compiled": ("compile", "torch._dynamo.exc.Unsupported: "),
+    "host_tensor_other": ("offload", "RuntimeError: Expected all tensors to be on the same"),
+    "illegal_other": ("kernel_fault", "torch.AcceleratorError: CUDA error: an illegal memory"),
+    "misaligned_other": ("kernel_fault", "torch.AcceleratorError: CUDA error: misaligned address"),
+    "kv_type|modes|no_sequences|pipeline|too_long|two_gpus|utilization|wrong_dtype": (
+        "arguments",
+        "pydantic_core._pydantic_core.ValidationError: ",
+    ),
+    "little_memory": ("memory", "AssertionError: Error in memory profiling."),
+    "load_format": ("arguments", "ValueError: Load format "),
+    "no_folder": ("tokenizer_download", "huggingface_hub.errors.HFValidationError: "),
+    "no_memory": ("memory", "torch.OutOfMemoryError: CUDA out of memory."),
+    "no_room": ("memory", "ValueError: No available memory for the cache blocks."),
+    "offload_fp8_cutlass|stale_cutlass": ("backend", "ValueError: vLLM CUTLASS FP8 MoE backend is disabled"),
+    "offload_(?:emulation|fp8_triton|fp8_tensor_triton)": ("offload", "ValueError: Pointer argument "),
+    "offload_(?:everything|fp8_marlin|fp8_tensor_marlin|humming|marlin|marlin_kv|nvfp4_default)": (
+        "offload",
+        "RuntimeError: ",
+    ),
+    "prompt_too_long": ("arguments", "vllm.exceptions.VLLMValidationError: "),
+    "speculative": ("tokenizer_download", "pydantic_core._pydantic_core.ValidationError: 1 validation error"),
+    "stale_channel_cutlass": ("kernel_fault", "RuntimeError: cutlass_group_gemm_caller"),
+    "truncated": ("tokenizer_download", "safetensors._safetensors_rust.SafetensorError: "),
+    "unknown_model": ("installation", "pydantic_core._pydantic_core.ValidationError: "),
+    "wrong_shape": ("loading_shapes", "RuntimeError: The size of tensor a (128)"),
+}  # fmt: skip
+
+
+def find(text: str) -> Cause | None:
+    errors = Errors()
+    for lines, numbers, _ in Lines(io.BytesIO(text.encode())):
+        errors.read(lines, numbers)
+    return errors.find_cause()
+
+
+@pytest.mark.parametrize("log", sorted(LOGS.glob("*/*.log")), ids=lambda log: f"{log.parent.name}-{log.stem}")
+def test_the_root_and_class_of_each_engine(log: Path) -> None:
+    text = log.read_text(encoding="utf-8")
+    found = find(text)
+    expected = next((value for name, value in ENGINES.items() if re.fullmatch(name, log.stem)), None)
+    if expected is None:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.kind, found.excerpt[: len(expected[1])]) == expected
+    assert expected[1] in text.splitlines()[found.line - 1]
+    assert found.place or log.stem in ("no_folder",)
+
+
+PREFIXES = (
+    "",
+    "(EngineCore pid=7) ERROR 11-28 10:00:00 [core.py:9] ",
+    "vllm-1  | (Worker_TP1 pid=8) ",
+    "[rank3]: ",
+)
+WRAPPERS = (
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+    "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above)",
+    "Exception: WorkerProc initialization failed due to an exception in a background process. See trace",
+    "torch.distributed.DistBackendError: Connection closed by peer",
+)
+HEAD = "Traceback (most recent call last):"
+CAUSE = "The above exception was the direct cause of the following exception:"
+DURING = "During handling of the above exception, another exception occurred:"
+MESSAGES = st.sampled_from(
+    [
+        "KeyError: 'layers.0.experts.w2_weight'",
+        "ValueError: no such thing",
+        "AssertionError",
+        "x.y.OddError: é",
+    ]
+)
+
+
+def traceback(message: str, prefix: str = "", depth: int = 2) -> list[str]:
+    frames = [
+        line
+        for at in range(depth)
+        for line in (
+            f'  File "/usr/lib/python3/site-packages/vllm/m{at}.py", line {at + 1}, in f{at}',
+            "    raise ValueError(",
+            "          ^^^^^^^^^^^",
+        )
+    ]
+    return [prefix + line for line in (HEAD, *frames, message)]
+
+
+@given(
+    MESSAGES, st.sampled_from(PREFIXES), st.integers(1, 90), st.lists(st.sampled_from(WRAPPERS), max_size=3)
+)
+def test_wrappers_and_chains_lead_to_the_root(
+    root: str, prefix: str, depth: int, wrappers: list[str]
+) -> None:
+    lines = ["INFO the server starts", *traceback(root, prefix, depth)]
+    line = len(lines)
+    lines += [prefix, prefix + CAUSE, prefix, *traceback("RuntimeError: loading failed", prefix)]
+    for wrapper in wrappers:
+        lines += ["INFO shutdown", *traceback(wrapper)]
+    found = find("\n".join(lines))
+    assert found is not None
+    assert (found.line, found.excerpt) == (line, root)
+    assert found.place == f"vllm/m{depth - 1}.py:{depth}, in f{depth - 1}"
+
+
+@given(st.randoms(use_true_random=False), st.integers(2, 5))
+def test_ranks_that_write_at_once_are_told_apart(random: object, ranks: int) -> None:
+    errors = [
+        traceback(
+            f"ValueError: rank {rank}", f"(Worker_TP{rank} pid={rank}) ERROR 11-28 10:00:00 [a.py:1] ", 6
+        )
+        for rank in range(ranks)
+    ]
+    lines = []
+    while any(errors):
+        rank = random.choice([at for at, left in enumerate(errors) if left])  # type: ignore[attr-defined]
+        lines.append(errors[rank].pop(0))
+    found = find("\n".join(lines))
+    assert found is not None
+    first = min(at for at, line in enumerate(lines, 1) if "ValueError: rank" in line)
+    assert (found.line, found.place) == (first, "vllm/m5.py:6, in f5")
+
+
+@pytest.mark.parametrize(
+    ("link", "first", "root"),
+    [
+        (CAUSE, "KeyError: 'x'", "KeyError: 'x'"),
+        (DURING, "KeyError: 'x'", "RuntimeError: second"),
+        (DURING, "ValueError: first", "ValueError: first"),
+    ],
+)
+def test_a_probe_is_no_root_of_what_was_raised_while_it_was_handled(link: str, first: str, root: str) -> None:
+    found = find("\n".join([*traceback(first), "", link, "", *traceback("RuntimeError: second")]))
+    assert found is not None
+    assert found.excerpt == root
+
+
+def test_what_did_not_end_the_server_is_no_cause() -> None:
+    warned = traceback("ValueError: no tokenizer", "(Main pid=1) WARNING 11-28 10:00:00 [a.py:1] ")
+    ignored = ["Exception ignored in: <function f>", *traceback("TypeError: 'NoneType'")]
+    assert find("\n".join([*warned, *ignored, "INFO ready"])) is None
+    early = [*traceback("ValueError: a bad request"), *["INFO step"] * 500]
+    found = find("\n".join([*early, *traceback("MemoryError: the end")]))
+    assert found is not None
+    assert found.kind == "memory"
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_frame_of_a_fault_is_believed_only_if_launches_block(blocking: bool) -> None:
+    fault = "RuntimeError: CUDA error: an illegal memory access was encountered"
+    hint = "For debugging consider passing CUDA_LAUNCH_BLOCKING=1"
+    set_by = ["CUDA_LAUNCH_BLOCKING=1 vllm serve m"] if blocking else []
+    found = find("\n".join([*set_by, *traceback(fault), hint]))
+    assert found is not None
+    assert bool(found.note) is not blocking
+
+
+def test_a_rare_word_at_the_end_of_a_large_log_is_found() -> None:
+    noise = "INFO 11-28 10:00:00 [loggers.py:259] Engine 000: Avg throughput: 5 tokens/s\n" * 60_000
+    found = find(f"{noise}Killed\n")
+    assert found is not None
+    assert (found.line, found.kind) == (60_001, "killed")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        HEAD,
+        '  File "x.py", line 1, in f',
+        "ValueError: a",
+        "(Worker pid={}) ValueError: b",
+        f"(W pid={{}}) {HEAD}",
+    ],
+)
+def test_hostile_repetition_is_read_in_bounded_memory(line: str) -> None:
+    errors = Errors()
+    for number in range(0, 40_000, 1_000):
+        errors.read(
+            [line.format(at).encode() for at in range(number, number + 1_000)], range(number, number + 1_000)
+        )
+    errors.find_cause()
+    sizes = [len(value) for value in vars(errors).values() if hasattr(value, "__len__")]
+    assert max(sizes) <= 40_000
+    assert len(errors._found) <= 200 >= len(errors._latest)
+
+
+def test_every_class_names_a_person_what_to_do_next() -> None:
+    rules, owners = load_rules()
+    assert len({rule.kind for rule in rules}) >= 12
+    assert all(rule.step and rule.says and (rule.message or rule.frames) for rule in rules)
+    assert owners
+
+
+def test_the_cause_is_masked_and_bounded() -> None:
+    secret = "hf_" + "aB3dE5gH7jK9mN1pQ3sT5vW7xY9zA1bC3d"
+    found = triage(io.BytesIO(f"ValueError: token {secret} {'x' * 5_000}".encode())).error
+    assert found is not None
+    assert secret not in found.excerpt
+    assert len(found.excerpt) < 400
