@@ -34,7 +34,7 @@ _MOST, _CALL_LINES = 200, 30
 
 @dataclass
 class Settings:
-    """The start of a server. Filled line by line."""
+    """The start of a server."""
 
     flags: dict[str, str] = field(default_factory=dict)
     """Flag without dashes -> its value, or an empty string; of command lines, compose files and calls."""
@@ -44,6 +44,12 @@ class Settings:
     wsl: bool = False
     shown: bool = False
     """True if the text shows the arguments of the server."""
+
+
+@dataclass
+class SettingsReader(Settings):
+    """The start of a server, filled line by line."""
+
     _continued: bool = False
     _call: int = 0
     """Lines of a Python call that may still come."""

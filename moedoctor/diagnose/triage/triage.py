@@ -20,7 +20,7 @@ from moedoctor.diagnose.triage.cause import Cause, Errors
 from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, release_words
 from moedoctor.diagnose.triage.line_text import is_denied, is_possible
 from moedoctor.diagnose.triage.log_text import Passage, Passages
-from moedoctor.diagnose.triage.settings_in_text import Settings
+from moedoctor.diagnose.triage.settings_in_text import Settings, SettingsReader
 from moedoctor.diagnose.triage.signatures import Clue, Signature, find_clues, load_clues, load_signatures
 from moedoctor.entries import load_entries
 from moedoctor.redaction import Redactor
@@ -165,7 +165,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     facts, notes = Facts(), dict[str, _Notes]()
     once = load_clues().keys() - _list_placed()
     settled: set[str] = set()
-    settings = Settings()
+    settings = SettingsReader()
     errors = Errors()
     passages = Passages(
         stream, [word.encode() for word in _ANCHORS], [word.encode() for word in _RARE_ANCHORS], errors.read
@@ -291,7 +291,7 @@ class _Reader:
     """The lines of each clue."""
     notes: Mapping[str, _Notes]
     facts: Facts
-    settings: Settings
+    settings: SettingsReader
     redactor: Redactor
     misses: dict[str, NearMiss] = field(default_factory=dict)
     """The first near miss of each failure."""

@@ -69,7 +69,8 @@ def test_table(report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]) 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("MD003       certain, line 2: quantization scales offloaded off the GPU")
     assert (
-        "Looked at: 96 bytes were read; the text names vLLM 0.18.0; no GPU; no MoE backend of vLLM." in lines
+        "Looked at: 96 bytes were read; the text names vLLM 0.18.0; no GPU; no MoE backend of vLLM; WSL."
+        in lines
     )
     assert lines[-2:] == ["1 known failure found.", "Next: `moedoctor explain MD003`"]
     triage_command([str(healthy)], "table", None)
