@@ -131,8 +131,8 @@ class Fault(ABC):
     """The dotted name of the module that measures; only the child imports it.
 
     It has one function for each tier of the fault, called ``model``, ``library``, ``kernel`` or ``engine``:
-    (case, parameters, release) -> Observation. `case.subject` says what to measure; `release` is the code of
-    a named release, else None.
+    (case, parameters, release) -> Observation or its evidence. `case.subject` says what to measure; `release`
+    is the code of a named release, else None.
     """
     claims: tuple[ClaimTest, ...] = ()
     together: int = 1
@@ -140,6 +140,8 @@ class Fault(ABC):
     measure no time and need little memory."""
     installed_package: str = "vllm"
     """The package that the subject `installed` is about, by its key in the environment."""
+    summary: str = ""
+    """A format string of the parameters, for `describe`: ``E={experts} K={top_k}``."""
 
     def faulty(self, case: Case) -> Any:
         """Return the failing algorithm, for `observe`. Runs in the child; not needed with a lab."""
@@ -161,10 +163,8 @@ class Fault(ABC):
         if self.lab is None:
             raise NotImplementedError(f"{self.name}: define `observe` or name a `lab`")
         experiment = getattr(importlib.import_module(self.lab), case.tier.value)
-        observation: Observation = experiment(
-            case, self.parameters.model_validate(case.parameters), implementation
-        )
-        return observation
+        measured = experiment(case, self.parameters.model_validate(case.parameters), implementation)
+        return measured if isinstance(measured, Observation) else Observation(measured)
 
     @abstractmethod
     def judge(self, case: Case, observation: Observation) -> Judgement:
@@ -188,7 +188,8 @@ class Fault(ABC):
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:
         """Return the parameters of a case in a few words, for tables and test names."""
-        return " ".join(f"{key}={value}" for key, value in parameters.items())
+        summary = self.summary or " ".join(f"{key}={{{key}}}" for key in parameters)
+        return summary.format(**parameters)
 
 
 Sources = Mapping[str, str]

@@ -23,8 +23,6 @@ class IgnoreError(Exception):
 
 @dataclass(frozen=True)
 class Ignore:
-    """A rule of ``--ignore``."""
-
     id: str
     """The id of a finding, or the first words of a title without one."""
     reason: str

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -22,6 +23,7 @@ from moedoctor.results import (
     ClaimVerdict,
     Evidence,
     Observation,
+    Scalar,
     Tier,
     UnavailableError,
 )
@@ -30,6 +32,7 @@ __all__ = [
     "ClaimCases",
     "ClaimJudgement",
     "ClaimTest",
+    "EngineFault",
     "Explanation",
     "Fault",
     "Judgement",
@@ -41,6 +44,7 @@ __all__ = [
     "group_by_release",
     "in_lab",
     "judge_counts",
+    "list_tiers",
     "need_gpu",
     "only",
     "releases",
@@ -59,9 +63,41 @@ class Parameters(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Parameters:
-        for problem in self.problems():
+        for problem in (*self.problems(), *_find_misfits(self.model_dump())):
             raise ValueError(problem)
         return self
+
+
+def _find_misfits(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what does not fit together among parameters that many failures have."""
+    ranks, rank = given.get("ranks", 1), given.get("rank", 0)
+    if given.get("top_k", 0) > given.get("experts", math.inf):
+        yield f"top_k: {given['top_k']} is more than experts {given['experts']}"
+    if given.get("experts", 0) % ranks:
+        yield f"ranks: {ranks} does not divide experts {given['experts']}"
+    if rank >= ranks:
+        yield f"rank: must be below ranks {ranks}, not {rank}"
+
+
+class EngineFault(Fault):
+    """A failure with two kinds of points: those that give the parameter `engine_by` are for real engines."""
+
+    engine_by: str = "engine"
+    engine_summary: str = "engines, {engine}"
+    """As `summary`, of those points."""
+
+    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
+        return (parameters[self.engine_by] is not None) == (tier is Tier.ENGINE)
+
+    def describe(self, parameters: Mapping[str, Scalar]) -> str:
+        if parameters[self.engine_by] is not None:
+            return self.engine_summary.format(**parameters)
+        return super().describe(parameters)
+
+
+def list_tiers(*ours: Tier, **others: Tier) -> dict[str, tuple[Tier, ...]]:
+    """Return `Fault.tiers`: those of ``faulty`` and ``fixed``, and the tier of each other kind of subject."""
+    return {"faulty": ours, "fixed": ours, **{kind: (tier,) for kind, tier in others.items()}}
 
 
 @dataclass(frozen=True)
@@ -178,7 +214,6 @@ def decide(holds: bool, evidence: Evidence, reason: str | None = None) -> ClaimJ
 
 
 def untested(reason: str, evidence: Evidence | None = None) -> ClaimJudgement:
-    """Return untested, with the reason."""
     return ClaimJudgement(ClaimVerdict.UNTESTED, evidence or {}, reason)
 
 

@@ -72,7 +72,6 @@ class Fields:
         return value
 
     def make_error(self, name: str, value: Any, expected: str) -> ConfigError:
-        """Return the error for the field `name` with `value`."""
         actual = "is missing" if value is None else f"is {shorten_value(value)}"
         return ConfigError(f"{self.where}: {name} {actual}, expected {expected}")
 

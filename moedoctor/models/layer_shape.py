@@ -43,7 +43,6 @@ class LayerShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one routed expert."""
         return (self.w13_rows + self.intermediate) * self.hidden
 
     def count_weight_bytes(self, experts: int, bits: float) -> int:

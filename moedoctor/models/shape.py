@@ -164,7 +164,6 @@ class ModelShape:
         )
 
     def count_expert_parameters(self) -> int:
-        """Return the parameters of all routed experts of all layers."""
         layer = self.experts.layer
         return self.experts.count * layer.experts * layer.expert_parameters
 

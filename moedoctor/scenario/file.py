@@ -87,6 +87,11 @@ Values = Annotated[
 """One value, or the values of a dimension of the matrix; always a list after it is read."""
 
 
+def _declare_optional(description: str) -> Any:
+    """Return the field of a text that may be left out; no editor offers its default."""
+    return Field(default="", description=description, json_schema_extra=_drop_default)
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
@@ -100,25 +105,15 @@ class ClaimDocument(_Strict):
     thresholds: dict[Name, Finite] = Field(
         default={}, description="The figures that decide; exactly the names that the fault's test reads."
     )
-    subject: Line = Field(
-        default="",
-        description="What the statement is about: the model, kernel or release that it names.",
-        json_schema_extra=_drop_default,
+    subject: Line = _declare_optional(
+        "What the statement is about: the model, kernel or release that it names."
     )
-    conditions: Line = Field(
-        default="",
-        description="Where it was said to hold, or was measured.",
-        json_schema_extra=_drop_default,
+    conditions: Line = _declare_optional("Where it was said to hold, or was measured.")
+    gpu: Line = _declare_optional(
+        "The GPU of the statement's figures; no other GPU confirms or refutes them."
     )
-    gpu: Line = Field(
-        default="",
-        description="The GPU of the statement's figures; no other GPU confirms or refutes them.",
-        json_schema_extra=_drop_default,
-    )
-    stand_in: Line = Field(
-        default="",
-        description="What the scenario measures in place of the subject; this decides nothing.",
-        json_schema_extra=_drop_default,
+    stand_in: Line = _declare_optional(
+        "What the scenario measures in place of the subject; this decides nothing."
     )
 
     def qualify(
@@ -146,15 +141,9 @@ class ScenarioDocument(_Strict):
     """A moedoctor scenario: one known failure, the cases to run and what is expected of them."""
 
     id: Name = Field(description="Catalogue id of the known failure, e.g. MD001.")
-    name: Name = Field(
-        default="",
-        description="Catalogue name of the same failure, e.g. nan_routing; may be left out.",
-        json_schema_extra=_drop_default,
-    )
-    title: Line = Field(
-        default="",
-        description="What the scenario shows, in one line; left out, the title of the known failure.",
-        json_schema_extra=_drop_default,
+    name: Name = _declare_optional("Catalogue name of the same failure, e.g. nan_routing; may be left out.")
+    title: Line = _declare_optional(
+        "What the scenario shows, in one line; left out, the title of the known failure."
     )
     subjects: Annotated[tuple[Name, ...], Field(min_length=1, max_length=100)] = Field(
         default=("faulty", "fixed", "installed"),
@@ -233,7 +222,13 @@ def load(
     except TextFileError as error:
         raise ScenarioError(file, error.line, error.message) from None
     try:
-        fault = _find_fault(document, faults)
+        fault = faults.get(document.id)
+        if fault is None:
+            message = f"unknown id {show(document.id)}, {suggest_nearest(document.id, faults)}"
+            raise _InvalidValueError(("id",), message)
+        if document.name not in ("", fault.name):
+            message = f"{show(document.name)} is not {fault.id}, expected {fault.name}"
+            raise _InvalidValueError(("name",), message)
         _check_subjects(document, fault, subject_kind)
         _check_claims(document, fault)
         return Scenario(
@@ -258,17 +253,6 @@ class _InvalidValueError(Exception):
         """`path` is the place of the value; `name` is what to call it if that differs."""
         super().__init__(f"{join_path(name or path)}: {message}")
         self.path = path
-
-
-def _find_fault(document: ScenarioDocument, faults: Mapping[str, Fault]) -> Fault:
-    fault = faults.get(document.id)
-    if fault is None:
-        raise _InvalidValueError(
-            ("id",), f"unknown id {show(document.id)}, {suggest_nearest(document.id, faults)}"
-        )
-    if document.name not in ("", fault.name):
-        raise _InvalidValueError(("name",), f"{show(document.name)} is not {fault.id}, expected {fault.name}")
-    return fault
 
 
 def _check_distinct(names: Sequence[str], list_: str, *inside: str) -> None:
@@ -336,7 +320,12 @@ def expand(document: ScenarioDocument, model: type[BaseModel]) -> tuple[Mapping[
         for index, block in enumerate(document.matrix)
     ]
     has_matrix = "matrix" in document.model_fields_set
-    _check_size(blocks, ("matrix",) if has_matrix else ("parameters",))
+    # Counted, not expanded: a hundred short lists make more points than there is memory.
+    total = sum(math.prod(map(len, block.values())) for block in blocks)
+    if total > MAX_POINTS:
+        count = str(total) if total < 10**9 else "over a billion"
+        message = f"expands to {count} points, expected at most {MAX_POINTS}"
+        raise _InvalidValueError(("matrix",) if has_matrix else ("parameters",), message)
     points: dict[str, Mapping[str, Scalar]] = {}
     for index, block in enumerate(blocks):
         where: YamlPath = ("matrix", index) if has_matrix else ("parameters",)
@@ -351,14 +340,6 @@ def _read_dimensions(block: Mapping[str, Sequence[Scalar]], path: YamlPath) -> d
         name: [((*path, name, index), value) for index, value in enumerate(values)]
         for name, values in block.items()
     }
-
-
-def _check_size(blocks: Sequence[Mapping[str, Sequence[_Value]]], path: YamlPath) -> None:
-    # Counted, not expanded: a hundred short lists make more points than there is memory.
-    total = sum(math.prod(len(values) for values in block.values()) for block in blocks)
-    if total > MAX_POINTS:
-        count = str(total) if total < 10**9 else "over a billion"
-        raise _InvalidValueError(path, f"expands to {count} points, expected at most {MAX_POINTS}")
 
 
 def _make_point(

@@ -6,9 +6,23 @@ from typing import Any
 
 from moedoctor.environment import explain_missing_gpu
 from moedoctor.interfaces import Fault, Sources, SubjectProvider
-from moedoctor.results import Tier, UnavailableError
+from moedoctor.results import Case, Tier, UnavailableError
 
-__all__ = ["ReleaseSubject", "Sources", "SubjectProvider", "UnavailableError", "explain_missing_gpu"]
+__all__ = [
+    "OwnSubject",
+    "ReleaseSubject",
+    "Sources",
+    "SubjectProvider",
+    "UnavailableError",
+    "explain_missing_gpu",
+]
+
+
+class OwnSubject(SubjectProvider):
+    """A subject whose implementation the fault itself gives: `Fault.faulty`, `fixed` or `installed`."""
+
+    def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
+        return getattr(fault, self.kind)(case)
 
 
 class ReleaseSubject(SubjectProvider):

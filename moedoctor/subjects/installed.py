@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from moedoctor.environment import explain_missing_gpu
-from moedoctor.interfaces import Fault, Sources, SubjectProvider
-from moedoctor.results import Case, Tier
+from moedoctor.interfaces import Fault, Sources
+from moedoctor.results import Tier
+from moedoctor.subjects.base import OwnSubject
 
 
-class InstalledSubject(SubjectProvider):
+class InstalledSubject(OwnSubject):
     """The implementation that a fault takes from the package that it is about: `Fault.installed`."""
 
     kind = "installed"
@@ -22,6 +23,3 @@ class InstalledSubject(SubjectProvider):
         if not environment.get(fault.installed_package):
             return f"{fault.installed_package} is not installed here"
         return explain_missing_gpu(environment) if tier in (Tier.KERNEL, Tier.ENGINE) else None
-
-    def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
-        return fault.installed(case)

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from moedoctor.environment import explain_missing_gpu
-from moedoctor.interfaces import Fault, Sources, SubjectProvider
-from moedoctor.results import Case, Tier
+from moedoctor.interfaces import Fault, Sources
+from moedoctor.results import Tier
+from moedoctor.subjects.base import OwnSubject
 
 
-class _Ours(SubjectProvider):
+class _Ours(OwnSubject):
     """Always there, but a tier may need a GPU or a real engine."""
 
     def unavailable(
@@ -27,15 +28,9 @@ class FaultySubject(_Ours):
     kind = "faulty"
     rank = 0
 
-    def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
-        return fault.faulty(case)
-
 
 class FixedSubject(_Ours):
     """Ours, from `moedoctor.fixes`."""
 
     kind = "fixed"
     rank = 1
-
-    def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
-        return fault.fixed(case)

@@ -42,8 +42,6 @@ class OddExpert:
 
 @dataclass(frozen=True)
 class BackendTensor:
-    """One tensor of the backend."""
-
     name: str
     of: str | None
     """The capsule's tensor that it holds; None if it is none of them."""
@@ -116,7 +114,6 @@ def _find_forms(own: torch.Tensor, stored: torch.Tensor, *, gated: bool) -> list
 
 
 def _yield_forms(stored: torch.Tensor, *, gated: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (form, `stored` in it)."""
     yield AS_STORED, stored
     raw = stored.view(torch.uint8) if stored.element_size() == 1 else stored
     exchanged = None

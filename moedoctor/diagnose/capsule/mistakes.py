@@ -17,8 +17,6 @@ RIGHT = "right"
 
 @dataclass(frozen=True)
 class Mistake:
-    """One known mistake."""
-
     name: str
     steps: tuple[str, ...]
     """The steps that go wrong; in one of them, or in all at once."""

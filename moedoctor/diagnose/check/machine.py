@@ -102,7 +102,6 @@ class Machine:
         return folder is not None and bool(_try(lambda: self.sources.exists(str(folder / rest))))
 
     def list_requirements(self, distribution: str) -> Iterable[str]:
-        """Return the requirements in the metadata of an installed distribution."""
         return _try(lambda: self.metadata_requires(distribution)) or ()
 
 

@@ -42,7 +42,6 @@ class Finding:
         *,
         needs: str | None = None,
     ) -> Finding:
-        """Return a finding about `entry`."""
         names = (entry.id, entry.name, entry.title)
         return cls(*names, severity, confidence, why, needs, evidence, next_step)
 

@@ -217,7 +217,6 @@ def add_gpu(target: Target, capability: str) -> Target:
 
 
 def put_on_wsl(target: Target) -> Target:
-    """Return the environment on WSL 2."""
     facts = {**target.facts, "wsl": True, "kernel": "6.6 (assumed)"}
     note = "the WSL kernel: 4.19.121 or newer is assumed"
     return replace(

@@ -56,8 +56,6 @@ CHECKS: Mapping[str, Check] = _load_checks()
 
 @dataclass(frozen=True)
 class Place:
-    """One place of a finding."""
-
     tensor: str
     shard: str
     """The file that holds it."""
@@ -137,27 +135,22 @@ class Lint:
 
     @property
     def shards(self) -> int:
-        """The number of files that were read."""
         return len({info.shard for info in self.checkpoint.tensors.values()})
 
     @property
     def tensors(self) -> int:
-        """The number of tensors in them."""
         return len(self.checkpoint.tensors)
 
     @cached_property
     def modules(self) -> Mapping[str, Module]:
-        """The modules by name."""
         return group(self.checkpoint)
 
     @cached_property
     def config(self) -> Declared | None:
-        """The quantization by config.json."""
         return from_config(self.checkpoint.config)
 
     @cached_property
     def hf_quant(self) -> Declared | None:
-        """The quantization by hf_quant_config.json."""
         return from_hf_quant(self.checkpoint.hf_quant)
 
     @cached_property

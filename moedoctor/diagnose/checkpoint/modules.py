@@ -31,8 +31,6 @@ _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<expert>\d{1,9})\.(?P<projecti
 
 @dataclass(frozen=True, slots=True)
 class ExpertName:
-    """One projection of one expert."""
-
     layer: str
     """``model.layers.3.mlp.experts``."""
     expert: int
@@ -90,7 +88,6 @@ class Module:
 
 
 def group(checkpoint: Checkpoint) -> dict[str, Module]:
-    """Return the modules of a checkpoint by name."""
     grouped: dict[str, Parts] = {}
     for name, info in checkpoint.tensors.items():
         module, _, part = name.rpartition(".")

@@ -165,7 +165,6 @@ class Declared:
         return self.make_patterns(self.excluded)
 
     def make_patterns(self, names: Sequence[str]) -> Patterns:
-        """Return `names` as patterns of excluded modules."""
         return Patterns(names, substrings=self.method != "compressed-tensors")
 
 
@@ -180,16 +179,20 @@ def find_quantization_config(config: Mapping[str, Any]) -> Any:
 
 
 def from_config(file: JsonFile) -> Declared | None:
-    """Return what config.json declares, or None."""
     value = find_quantization_config(file.value)
     if not isinstance(value, dict):
         return None
     method = value.get("quant_method")
     method = method.lower() if isinstance(method, str) else None
     if "config_groups" in value and method in (None, "compressed-tensors"):
-        return _read_compressed_tensors(file, value, method)
+        groups, algo = read_groups(value), value.get("format")
+        algo, size = algo if isinstance(algo, str) else None, groups[0].group_size if groups else None
+        return _declare(file, value, method, algo, Rules(None, groups), size, "ignore")
     if method == "fp8":
-        return _read_block_fp8(file, value)
+        static = value.get("activation_scheme") == "static"
+        rule = Rule("fp8", "fp8", static, None, _read_block(value.get("weight_block_size")))
+        keys = ("modules_to_not_convert", "ignored_layers")
+        return _declare(file, value, method, "fp8", Rules(None, (rule,)), None, *keys)
     inner = value.get("quantization")
     return _read_modelopt(file, inner if isinstance(inner, dict) else value, method)
 
@@ -203,10 +206,7 @@ def from_hf_quant(file: JsonFile | None) -> Declared | None:
 
 
 def _read_modelopt(file: JsonFile, value: Mapping[str, Any], method: str | None) -> Declared:
-    algo = _read_upper(value.get("quant_algo"))
-    key = "exclude_modules" if "exclude_modules" in value else "ignore"
-    kv = value.get("kv_cache_quant_algo")
-    groups = read_groups(value)
+    algo, groups = _read_upper(value.get("quant_algo")), read_groups(value)
     size = value.get("group_size")
     if size is None and groups:
         size = groups[0].group_size
@@ -217,42 +217,25 @@ def _read_modelopt(file: JsonFile, value: Mapping[str, Any], method: str | None)
         # Without a list of layers, the groups that ModelOpt writes for other readers have the rules.
         layers = value.get("quantized_layers")
         rules = Rules(None, groups) if layers is None and groups else Rules(read_layers(layers))
-    return Declared(
-        file,
-        method,
-        algo,
-        rules,
-        kv.upper()
-        if isinstance(kv, str) and kv.lower() not in ("", "none", "auto")
-        else _read_kv_scheme(value),
-        size,
-        _read_strings(value.get(key)),
-        key,
-    )
+    kv = value.get("kv_cache_quant_algo")
+    kv = kv.upper() if isinstance(kv, str) and kv.lower() not in ("", "none", "auto") else None
+    return _declare(file, value, method, algo, rules, size, "exclude_modules", "ignore", kv=kv)
 
 
-def _read_compressed_tensors(file: JsonFile, value: Mapping[str, Any], method: str | None) -> Declared:
-    groups, algo = read_groups(value), value.get("format")
-    return Declared(
-        file,
-        method,
-        algo if isinstance(algo, str) else None,
-        Rules(None, groups),
-        _read_kv_scheme(value),
-        groups[0].group_size if groups else None,
-        _read_strings(value.get("ignore")),
-        "ignore",
-    )
-
-
-def _read_block_fp8(file: JsonFile, value: Mapping[str, Any]) -> Declared:
-    key = "modules_to_not_convert" if "modules_to_not_convert" in value else "ignored_layers"
-    static = value.get("activation_scheme") == "static"
-    rule = Rule("fp8", "fp8", static, None, _read_block(value.get("weight_block_size")))
-    rules = Rules(None, (rule,))
-    return Declared(
-        file, "fp8", "fp8", rules, _read_kv_scheme(value), None, _read_strings(value.get(key)), key
-    )
+def _declare(
+    file: JsonFile,
+    value: Mapping[str, Any],
+    method: str | None,
+    algo: str | None,
+    rules: Rules,
+    size: int | None,
+    *keys: str,
+    kv: str | None = None,
+) -> Declared:
+    """Return a declaration whose excluded modules are under the first of `keys` that `value` has."""
+    key = next((key for key in keys if key in value), keys[-1])
+    excluded = _read_strings(value.get(key))
+    return Declared(file, method, algo, rules, kv or _read_kv_scheme(value), size, excluded, key)
 
 
 def read_layers(layers: Any) -> dict[str, Rule]:

@@ -47,8 +47,6 @@ class RepairError(CheckpointError):
 
 @dataclass
 class Repairs:
-    """The repairs of a checkpoint."""
-
     json_files: Mapping[str, str] = field(default_factory=dict)
     """Name -> corrected text."""
     tensors: dict[str, bytes] = field(default_factory=dict)
@@ -62,8 +60,6 @@ class Repairs:
 
 @dataclass(frozen=True)
 class Repaired:
-    """A repaired checkpoint."""
-
     result: Lint
     """The lint of the new folder."""
     changed: tuple[str, ...]

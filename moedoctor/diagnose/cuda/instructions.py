@@ -131,7 +131,6 @@ def list_lacking(target: Target, instructions: Sequence[Instruction], cuda: Cuda
 
 
 def find_ptx_version(cuda: CudaVersion) -> str:
-    """Return the PTX version for the compiler of this CUDA release."""
     return PTX_OF_CUDA[max(release for release in PTX_OF_CUDA if release <= max(cuda, (12, 0)))]
 
 
@@ -141,7 +140,6 @@ def find_compilers(environ: Mapping[str, str] | None = None) -> tuple[Tool, ...]
 
 
 def find_compiler(cuda: tuple[int, int], compilers: Sequence[Tool]) -> Tool | None:
-    """Return the compiler of this CUDA release, if it is among them."""
     return next((compiler for compiler in compilers if compiler.cuda == cuda), None)
 
 
@@ -199,7 +197,6 @@ def _compile(compiler: Tool, target: Target, statements: str) -> Outcome:
 def try_targets(
     compiler: Tool, targets: Sequence[str] = TARGETS, instructions: Sequence[Instruction] = INSTRUCTIONS
 ) -> Acceptance:
-    """Try every instruction for every target."""
     return {target: try_instructions(compiler, Target.parse(target), instructions) for target in targets}
 
 

@@ -26,8 +26,6 @@ _NEEDS_SUFFIX = re.compile(r"fused_moe|gemm|fp4")
 
 @dataclass(frozen=True)
 class CachedModule:
-    """A module in the cache."""
-
     release: str
     targets: tuple[Target, ...]
     """The targets in the folder's name; empty if FlashInfer did not find one."""
@@ -86,8 +84,6 @@ class JitFolder:
 
 @dataclass(frozen=True)
 class JitCache:
-    """The cache of this user."""
-
     path: str
     """The folder in which FlashInfer looks; not redacted."""
     folders: tuple[JitFolder, ...]

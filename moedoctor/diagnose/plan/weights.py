@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,10 @@ def count_checkpoint_bytes(folder: Path) -> int | None:
     index = _read(folder, INDEX)
     if index is not None:
         shards = index.value.get("weight_map")
-        if not isinstance(shards, dict) or not all(_is_plain(shard) for shard in shards.values()):
+        if not isinstance(shards, dict) or not all(
+            isinstance(shard, str) and Path(shard).name == shard and "\0" not in shard
+            for shard in shards.values()
+        ):  # names of files in the folder itself
             raise PlanError(f"{folder / INDEX}: weight_map names no files, expected tensors and their shards")
         files = [folder / shard for shard in sorted(set(shards.values()))]
         missing = [file.name for file in files if not file.is_file()]
@@ -83,7 +86,10 @@ def _list_expert_schemes(value: Mapping[str, Any], path: Path) -> set[str]:
     method = str(value.get("quant_method") or "").lower()
     grouped = method in ("", "compressed-tensors") or method.startswith("modelopt")
     if grouped and isinstance(value.get("config_groups"), dict) and not value.get("quant_algo"):
-        return {_read_group(rule, path) for rule in _select_expert_groups(read_groups(value))}
+        groups = read_groups(value)
+        named = [rule for rule in groups if any(map(_IN_TARGET.search, rule.targets))]
+        of_linear = [rule for rule in groups if "Linear" in rule.targets]
+        return {_read_group(rule, path) for rule in named or of_linear or groups}
     if method in _METHODS:
         return {_METHODS[method]}
     if method and not method.startswith("modelopt"):
@@ -94,12 +100,6 @@ def _list_expert_schemes(value: Mapping[str, Any], path: Path) -> set[str]:
         return {_read_algo(value.get("quant_algo"), path)}
     layers = read_layers(value.get("quantized_layers"))
     return {_read_algo(rule.name, path) for name, rule in layers.items() if _EXPERTS.search(name)} or {"bf16"}
-
-
-def _select_expert_groups(groups: Sequence[Rule]) -> Sequence[Rule]:
-    """Return the groups that name the experts, else the groups of every ``Linear``, else all."""
-    named = [rule for rule in groups if any(map(_IN_TARGET.search, rule.targets))]
-    return named or [rule for rule in groups if "Linear" in rule.targets] or groups
 
 
 def _read_group(rule: Rule, path: Path) -> str:
@@ -128,11 +128,6 @@ def _read(folder: Path, name: str) -> JsonFile | None:
         return read_json(folder, name)
     except CheckpointError as error:
         raise PlanError(f"{folder}: {error}") from None
-
-
-def _is_plain(name: Any) -> bool:
-    """Return True if it is the name of a file in the folder itself."""
-    return isinstance(name, str) and Path(name).name == name and "\0" not in name
 
 
 def _add_sizes(files: Iterable[Path]) -> int | None:

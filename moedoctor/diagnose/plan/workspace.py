@@ -41,8 +41,6 @@ _MARLIN_COLUMNS = 256
 
 @dataclass(frozen=True)
 class Workspace:
-    """The workspace of a backend."""
-
     bytes: int | None
     """None if it is not known."""
     how: str

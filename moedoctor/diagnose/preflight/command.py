@@ -58,7 +58,6 @@ class ServeCommand:
 
 
 def _drop_flags(words: Sequence[str], valued: Any, switches: Any) -> Iterator[str]:
-    """Yield the words without these flags and their values."""
     skip = False
     for word in words:
         name = word.partition("=")[0].replace("_", "-") if word.startswith("-") else word
@@ -78,12 +77,8 @@ def read_words(words: Sequence[str]) -> ServeCommand:
         command = command[1:]
     if command and command[0] == "serve":
         command = command[1:]
-    return _put_model_first(command, served.settings)
-
-
-def _put_model_first(words: Sequence[str], variables: Mapping[str, str]) -> ServeCommand:
     given, rest = None, []
-    following = iter(words)
+    following = iter(command)
     for word in following:
         if word == "--model":
             given = next(following, None)
@@ -95,7 +90,7 @@ def _put_model_first(words: Sequence[str], variables: Mapping[str, str]) -> Serv
         if not rest or rest[0].startswith("-"):
             raise CommandError("the command line names no model, expected: -- vllm serve MODEL [flags]")
         given = rest.pop(0)
-    return ServeCommand((given, *rest), dict(variables))
+    return ServeCommand((given, *rest), dict(served.settings))
 
 
 def read_compose(path: Path) -> ServeCommand:
@@ -108,7 +103,8 @@ def read_compose(path: Path) -> ServeCommand:
     found = {
         name: service
         for name, service in (services.items() if isinstance(services, Mapping) else ())
-        if isinstance(service, Mapping) and _runs_vllm(service)
+        if isinstance(service, Mapping)
+        and _IMAGE.search(" ".join(str(service.get(key, "")) for key in ("image", "entrypoint", "command")))
     }
     if len(found) != 1:
         many = f"{len(found)} services run vLLM ({', '.join(found)})" if found else "no service runs vLLM"
@@ -123,13 +119,6 @@ def read_compose(path: Path) -> ServeCommand:
     own = {key: text for key, text in variables.items() if key.upper().startswith(_PREFIXES)}
     return replace(
         command, variables={**own, **command.variables}, notes=(f"the service {name} of {path.name}",)
-    )
-
-
-def _runs_vllm(service: Mapping[str, Any]) -> bool:
-    return (
-        _IMAGE.search(" ".join(str(service.get(key, "")) for key in ("image", "entrypoint", "command")))
-        is not None
     )
 
 
@@ -156,7 +145,10 @@ def read_script(path: Path) -> ServeCommand:
     except (TextFileError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CommandError(f"{path}: cannot be read as Python: {error}") from error
     calls = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name_of(node.func) in _ENGINES
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", getattr(node.func, "id", "")) in _ENGINES  # vllm.LLM or LLM
     ]
     if not calls:
         raise CommandError(f"{path}: calls neither {' nor '.join(sorted(_ENGINES))}, expected such a call")
@@ -172,10 +164,6 @@ def read_script(path: Path) -> ServeCommand:
         except (ValueError, TypeError):
             notes.append(f"{path.name}:{node.lineno}: {name} is no literal and was not read")
     return ServeCommand(tuple(words), {}, tuple(notes))
-
-
-def _name_of(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _read_literal(node: ast.expr | None) -> Any:

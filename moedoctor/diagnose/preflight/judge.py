@@ -96,15 +96,8 @@ def judge_start(
 def answer_unasked(release: str, words: Sequence[str], why: str) -> StartAnswer:
     """Return the answer for a release that gave none."""
     finding = _make("cannot-say", why, "Run this in the environment of the server, or name it with --python.")
-    return StartAnswer(
-        release,
-        tuple(words),
-        Verdict.CANNOT_SAY,
-        f"{release} could not be asked: {why}",
-        finding.next_step,
-        (),
-        (finding,),
-    )
+    reason = f"{release} could not be asked: {why}"
+    return StartAnswer(release, tuple(words), Verdict.CANNOT_SAY, reason, finding.next_step, (), (finding,))
 
 
 def _make(rule: str, message: str, next_step: str, **more: Any) -> PreflightFinding:
@@ -193,7 +186,12 @@ def _find_holes(reply: Mapping[str, Any], release: str) -> Iterator[PreflightFin
             extent = "never written" if is_empty else f"written in part, the first to {hole['written']:.1%}"
             count = sum(each["count"] for _, each in rows.values())
             message = f"{count} parameters are {extent} ({_join(list(rows))}){unread}"
-            yield _make("not-written", message, _advise_hole(skipped), rank=rank, tensor=hole["example"])
+            step = (
+                "Rename the tensors as the release reads them, or ask another release: --releases A,B."
+                if skipped
+                else "The checkpoint lacks these tensors: export it again, or compare it with the original."
+            )
+            yield _make("not-written", message, step, rank=rank, tensor=hole["example"])
     large = reply.get("too_large", ())
     if large:
         first = large[0]
@@ -217,12 +215,6 @@ def _find_holes(reply: Mapping[str, Any], release: str) -> Iterator[PreflightFin
             f"{release} reads nothing of {_join(skipped)}",
             "Check that these are meant to be unused.",
         )
-
-
-def _advise_hole(skipped: Sequence[str]) -> str:
-    if skipped:
-        return "Rename the tensors as the release reads them, or ask another release: --releases A,B."
-    return "The checkpoint lacks these tensors: export it again, or compare it with the original."
 
 
 def _join(patterns: Sequence[str]) -> str:
@@ -254,31 +246,21 @@ def _find_memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[PreflightFindin
 
 def conclude(findings: Sequence[PreflightFinding], release: str, asked: Any) -> tuple[Verdict, str, str]:
     """Return the verdict with its reason and next step."""
-    by_rule: dict[str, PreflightFinding] = {}
-    for finding in findings:
-        by_rule.setdefault(finding.rule, finding)
-    if "refused" in by_rule:
-        refused = by_rule["refused"]
+    by_rule = {finding.rule: finding for finding in reversed(findings)}  # the first of each rule
+    if refused := by_rule.get("refused"):
         where = f", rank {refused.rank}" if refused.rank is not None else ""
         tensor = f" ({refused.tensor})" if refused.tensor else ""
         return Verdict.REFUSED, f"{release} stops{where}: {refused.message}{tensor}", refused.next_step
-    if "cannot-say" in by_rule:
-        unknown = by_rule["cannot-say"]
-        return (
-            Verdict.CANNOT_SAY,
-            f"{release} was not asked to the end: {unknown.message}",
-            unknown.next_step,
-        )
+    if unknown := by_rule.get("cannot-say"):
+        reason = f"{release} was not asked to the end: {unknown.message}"
+        return Verdict.CANNOT_SAY, reason, unknown.next_step
     for rule in ("not-written", "cut", "converted"):
-        if rule in by_rule:
-            return Verdict.WRONG, by_rule[rule].message, by_rule[rule].next_step
+        if wrong := by_rule.get(rule):
+            return Verdict.WRONG, wrong.message, wrong.next_step
     if "load" not in asked:
         reason = f"{release} builds the model; its weights were not looked at"
-        return (
-            Verdict.STARTS,
-            reason,
-            "Give the checkpoint, or its headers: `moedoctor preflight headers FOLDER`.",
-        )
+        step = "Give the checkpoint, or its headers: `moedoctor preflight headers FOLDER`."
+        return Verdict.STARTS, reason, step
     step = by_rule["kv-cache"].next_step if "kv-cache" in by_rule else ""
     return Verdict.STARTS, f"{release} loads everything that it has parameters for", step
 

@@ -21,12 +21,6 @@ class Verdict(Enum):
     """A library is missing, a substituted answer failed, or moedoctor itself did."""
 
 
-EXIT_CODES: Mapping[Verdict, int] = {
-    Verdict.STARTS: 0,
-    Verdict.REFUSED: 1,
-    Verdict.WRONG: 1,
-    Verdict.CANNOT_SAY: 2,
-}
 RULES: Mapping[str, tuple[str, str]] = {
     "refused": ("error", "The release's own code refuses the start"),
     "not-written": ("error", "A parameter is never written, or only in part"),

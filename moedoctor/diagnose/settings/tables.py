@@ -78,7 +78,6 @@ class Settings:
     """Name -> its spans, oldest first."""
 
     def list_at(self, release: str) -> Mapping[str, Setting]:
-        """Return the settings of this release by name."""
         place = self.releases.index(release)
         return {
             name: span
@@ -115,7 +114,6 @@ class Settings:
 
 @functools.cache
 def load_vllm_variables() -> Settings:
-    """Return the ``VLLM_*`` variables."""
     return _load("vllm_variables.json", tuple(load_releases()))
 
 
@@ -128,7 +126,6 @@ def load_flashinfer_variables() -> Settings:
 
 @functools.cache
 def load_vllm_flags() -> Settings:
-    """Return the flags of `vllm serve`."""
     return _load("vllm_flags.json", tuple(load_releases()))
 
 

@@ -32,12 +32,13 @@ def find_unconsidered(
 ) -> tuple[SettingFinding, ...]:
     """Return the settings that may change what the experts run on, and that the answer leaves out."""
     flags = read_flags(command, release)
-    alone = asks_for_experts(flags) and not read_parallelism(command, release)[0]
-    return (
-        *(_find_ignored(flags, release) if alone else ()),
-        *_find_flags(flags, release),
-        *_find_variables(release, environ),
-    )
+    ignored = []
+    if asks_for_experts(flags) and not read_parallelism(command, release)[0]:
+        given = [str(flag) for flag in flags if flag.name == EXPERT_PARALLEL]
+        message = "vLLM splits experts over more than one GPU only, and this server has one"
+        source = f"vLLM {release}: fused_moe/config.py"
+        ignored.append(SettingFinding(given[-1], "ignored", message, None, source))
+    return (*ignored, *_find_flags(flags, release), *_find_variables(release, environ))
 
 
 def list_others(release: str, environ: Mapping[str, str], command: Sequence[str]) -> tuple[str, ...]:
@@ -49,12 +50,6 @@ def list_others(release: str, environ: Mapping[str, str], command: Sequence[str]
     variables = [name for name in sorted(environ) if name in known and not known[name].moe]
     variables += [name for name in sorted(environ) if name in load_flashinfer_variables().rows]
     return tuple(dict.fromkeys([*flags, *(name for name in variables if name not in governing)]))
-
-
-def _find_ignored(flags: Sequence[GivenFlag], release: str) -> Iterator[SettingFinding]:
-    given = [flag for flag in flags if flag.name == EXPERT_PARALLEL]
-    message = "vLLM splits experts over more than one GPU only, and this server has one"
-    yield SettingFinding(str(given[-1]), "ignored", message, None, f"vLLM {release}: fused_moe/config.py")
 
 
 def _find_flags(flags: Sequence[GivenFlag], release: str) -> Iterator[SettingFinding]:

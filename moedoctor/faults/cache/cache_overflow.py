@@ -15,6 +15,7 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
+    list_tiers,
     untested,
 )
 from moedoctor.results import Case, CaseVerdict, Observation, Tier, find_worst
@@ -29,8 +30,6 @@ EAGER = "_eager_wall_clock"
 
 
 class CacheOverflowParameters(Parameters):
-    """One point of the matrix."""
-
     experts: int = Field(128, ge=2, le=1024)
     capacity: int = Field(32, ge=1, le=1024, description="slots")
     top_k: int = Field(8, ge=1, le=64)
@@ -39,8 +38,6 @@ class CacheOverflowParameters(Parameters):
     seed: int = Field(0, ge=0)
 
     def problems(self) -> Iterator[str]:
-        if self.top_k > self.experts:
-            yield f"top_k: {self.top_k} is more than experts {self.experts}"
         if self.capacity >= min(self.experts, self.tokens * self.top_k):
             yield f"capacity: {self.capacity} slots hold every expert that the call can need"
 
@@ -106,7 +103,8 @@ class CacheOverflowFault(Fault):
 
     id = "MD007"
     parameters = CacheOverflowParameters
-    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
+    tiers = list_tiers(Tier.MODEL)
+    summary = "E={experts} C={capacity} K={top_k} T={tokens}"
     lab = "moedoctor.faults.cache.cache_overflow_lab"
     claims = (judge_group_cost, judge_cold_swap, judge_published_table)
 
@@ -124,7 +122,3 @@ class CacheOverflowFault(Fault):
         return Judgement(
             CaseVerdict.CLEAN, f"{needs}: refused; in {evidence['groups']} groups 0 of {rows} tokens wrong"
         )
-
-    def describe(self, parameters: Any) -> str:
-        shape = f"E={parameters['experts']} C={parameters['capacity']} K={parameters['top_k']}"
-        return f"{shape} T={parameters['tokens']}"

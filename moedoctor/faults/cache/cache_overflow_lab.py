@@ -12,7 +12,7 @@ from moedoctor.fixes.expert_cache import CacheOverflow, ExpertCache
 from moedoctor.fixes.moe.forward import moe_forward
 from moedoctor.reference.expert_cache import PrCache, Problem, differ
 from moedoctor.reference.moe import MoeWeights, forward
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 
 _HIDDEN, _INTERMEDIATE = 64, 32
 
@@ -64,14 +64,14 @@ def make_grouped(problem: Problem, capacity: int) -> Layer:
     return compute_prefill
 
 
-def model(case: Case, parameters: CacheOverflowParameters, release: object) -> Observation:
+def model(case: Case, parameters: CacheOverflowParameters, release: object) -> Evidence:
     """Compute prefills that need more experts than there are slots."""
     return measure(parameters, case.device, make_truncating if case.subject == "faulty" else make_grouped)
 
 
 def measure(
     parameters: CacheOverflowParameters, device: str, make: Callable[[Problem, int], Layer]
-) -> Observation:
+) -> Evidence:
     """Compare the layer that `make` returns with the layer without a cache."""
     draw = torch.Generator().manual_seed(parameters.seed)
     problem = Problem.make(parameters.experts, _HIDDEN, _INTERMEDIATE, device, parameters.seed)
@@ -92,15 +92,13 @@ def measure(
         worst, groups = max(worst, difference.worst), max(groups, result.groups)
         dropped += result.dropped
         refusals.append(result.refused)
-    return Observation(
-        {
-            "needed": needed,
-            "rows": parameters.prefills * parameters.tokens,
-            "wrong_rows": wrong,
-            "worst_error": worst,
-            "dropped_experts": dropped,
-            "groups": groups,
-            "refused": all(refusals),
-            "message": refusals[0],
-        }
-    )
+    return {
+        "needed": needed,
+        "rows": parameters.prefills * parameters.tokens,
+        "wrong_rows": wrong,
+        "worst_error": worst,
+        "dropped_experts": dropped,
+        "groups": groups,
+        "refused": all(refusals),
+        "message": refusals[0],
+    }

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import ClaimCases, ClaimJudgement, Fault, Judgement, Parameters, claim, decide
+from moedoctor.faults.base import (
+    ClaimCases,
+    ClaimJudgement,
+    Fault,
+    Judgement,
+    Parameters,
+    claim,
+    decide,
+    list_tiers,
+)
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier, find_worst
 
 LAB = "moedoctor.faults.cache.self_evicting_cache_lab"
 
 
 class SelfEvictingCacheParameters(Parameters):
-    """One point of the matrix."""
-
     routing: Literal["zipf", "trace"] = Field(
         "zipf", description="trace: the first layer of the recorded trace that ships with moedoctor"
     )
@@ -106,7 +113,8 @@ class SelfEvictingCache(Fault):
 
     id = "MD006"
     parameters = SelfEvictingCacheParameters
-    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
+    tiers = list_tiers(Tier.MODEL)
+    summary = "{routing} E={experts} C={capacity} K={top_k} clock={clock}"
     lab = LAB
     claims = (judge_lfru_at_half, judge_lru_monopoly, judge_lfru_speed)
 
@@ -135,7 +143,3 @@ class SelfEvictingCache(Fault):
             if case.subject == "faulty" and "wrong_calls" in case.evidence
         ]
         return {"faulty": rows} if rows else {}
-
-    def describe(self, parameters: Any) -> str:
-        shape = f"{parameters['routing']} E={parameters['experts']} C={parameters['capacity']}"
-        return f"{shape} K={parameters['top_k']} clock={parameters['clock']}"

@@ -13,7 +13,7 @@ from moedoctor.fixes.eviction import CacheTable, SlotTable, replay, simulate
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.reference.expert_cache import PrCache, Problem, PrRule, differ
 from moedoctor.reference.moe import MoeWeights, forward
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 from moedoctor.trace.format import RoutingTrace
 from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
 
@@ -57,7 +57,7 @@ def make_fix(parameters: SelfEvictingCacheParameters, problem: Problem) -> Teste
     return TestedCache(SlotTable(parameters.experts, parameters.capacity, "lfru"), acquire, cache.engine)
 
 
-def model(case: Case, parameters: SelfEvictingCacheParameters, release: object) -> Observation:
+def model(case: Case, parameters: SelfEvictingCacheParameters, release: object) -> Evidence:
     """Replay the bookkeeping over all calls, and compute some of them with real weights."""
     return measure(parameters, case.device, make_control if case.subject == "faulty" else make_fix)
 
@@ -66,8 +66,7 @@ def measure(
     parameters: SelfEvictingCacheParameters,
     device: str,
     make: Callable[[SelfEvictingCacheParameters, Problem], TestedCache],
-) -> Observation:
-    """Measure the cache that `make` returns."""
+) -> Evidence:
     trace = _load_routing(parameters)
     experts, capacity = parameters.experts, parameters.capacity
     if (trace.num_experts, trace.top_k) != (experts, parameters.top_k):
@@ -82,16 +81,14 @@ def measure(
         name: simulate(calls, num_experts=experts, capacity=capacity, policy=name).hit_rate
         for name in ("lru", "belady")
     }
-    return Observation(
-        {
-            "calls": stats.calls,
-            "wrong_calls": stats.wrong,
-            "hit_rate": stats.hit_rate,
-            "lru_hit_rate": bounds["lru"],
-            "belady_hit_rate": bounds["belady"],
-            **_compute(parameters, trace, problem, cache),
-        }
-    )
+    return {
+        "calls": stats.calls,
+        "wrong_calls": stats.wrong,
+        "hit_rate": stats.hit_rate,
+        "lru_hit_rate": bounds["lru"],
+        "belady_hit_rate": bounds["belady"],
+        **_compute(parameters, trace, problem, cache),
+    }
 
 
 def _load_routing(parameters: SelfEvictingCacheParameters) -> RoutingTrace:

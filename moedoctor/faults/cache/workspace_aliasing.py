@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -15,6 +15,7 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
+    list_tiers,
     only,
 )
 from moedoctor.results import Case, CaseVerdict, Observation, Tier, find_worst
@@ -25,8 +26,6 @@ RESULTS = {"what apply returns": False, "the result before apply copies it": Tru
 
 
 class WorkspaceAliasingParameters(Parameters):
-    """One point of the matrix."""
-
     alias: Literal["sum", "results", "input"] = Field(
         "sum",
         description="what shares memory with the kernel's output: the running sum, the results that are "
@@ -39,8 +38,6 @@ class WorkspaceAliasingParameters(Parameters):
     seed: int = Field(0, ge=0)
 
     def problems(self) -> Iterator[str]:
-        if self.top_k > self.experts:
-            yield f"top_k: {self.top_k} is more than experts {self.experts}"
         if self.experts % self.groups:
             yield f"groups: {self.groups} does not divide experts {self.experts}"
 
@@ -70,7 +67,8 @@ class WorkspaceAliasing(Fault):
 
     id = "MD019"
     parameters = WorkspaceAliasingParameters
-    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,), "installed": (Tier.KERNEL,)}
+    tiers = list_tiers(Tier.MODEL, installed=Tier.KERNEL)
+    summary = "{alias} {groups} groups E={experts}"
     lab = LAB
     claims = (judge_modular_kernel,)
 
@@ -84,6 +82,3 @@ class WorkspaceAliasing(Fault):
         if evidence["same_memory"]:
             figure += f"; {evidence['same_memory']} of {groups} results at the first one's address"
         return Judgement(CaseVerdict.REPRODUCED, figure)
-
-    def describe(self, parameters: Any) -> str:
-        return f"{parameters['alias']} {parameters['groups']} groups E={parameters['experts']}"

@@ -13,7 +13,7 @@ from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import moe_forward
 from moedoctor.reference.expert_cache import Problem, differ
 from moedoctor.reference.moe import MoeWeights, forward
-from moedoctor.results import Case, Observation, UnavailableError
+from moedoctor.results import Case, Evidence, UnavailableError
 
 _HIDDEN, _INTERMEDIATE = 128, 64
 _FLOAT32, _BFLOAT16 = 1e-4, 0.03
@@ -111,12 +111,12 @@ def run_vllm_kernel(call: Call, *, unfinished: bool = False) -> Summed:
     return Summed(summed.output.float(), summed.addresses)
 
 
-def model(case: Case, parameters: WorkspaceAliasingParameters, release: object) -> Observation:
+def model(case: Case, parameters: WorkspaceAliasingParameters, release: object) -> Evidence:
     """Compute with the shared workspace, or with ours."""
     return measure(parameters, case.device, share_workspace if case.subject == "faulty" else own_sum)
 
 
-def kernel(case: Case, parameters: WorkspaceAliasingParameters, release: object) -> Observation:
+def kernel(case: Case, parameters: WorkspaceAliasingParameters, release: object) -> Evidence:
     """Compute with the installed vLLM's modular kernel."""
     return measure(parameters, case.device, run_vllm_kernel, _BFLOAT16)
 
@@ -126,7 +126,7 @@ def measure(
     device: str,
     run: Callable[[Call], Summed],
     tolerance: float = _FLOAT32,
-) -> Observation:
+) -> Evidence:
     """Compare the sum over groups with one call that has all experts."""
     draw = torch.Generator().manual_seed(parameters.seed)
     problem = Problem.make(parameters.experts, _HIDDEN, _INTERMEDIATE, device, parameters.seed)
@@ -138,15 +138,13 @@ def measure(
     call = Call(problem, x.clone(), topk_weights, topk_ids, parameters.groups, parameters.alias)
     summed = run(call)
     difference = differ(summed.output, expected, tolerance)
-    return Observation(
-        {
-            "rows": parameters.tokens,
-            "wrong_rows": int(difference.rows.sum()),
-            "worst_error": difference.worst,
-            "same_memory": summed.addresses.count(summed.addresses[0]),
-            "calls": len(summed.addresses),
-        }
-    )
+    return {
+        "rows": parameters.tokens,
+        "wrong_rows": int(difference.rows.sum()),
+        "worst_error": difference.worst,
+        "same_memory": summed.addresses.count(summed.addresses[0]),
+        "calls": len(summed.addresses),
+    }
 
 
 def measure_modular_kernel(device: str) -> list[dict[str, Any]]:
@@ -156,7 +154,7 @@ def measure_modular_kernel(device: str) -> list[dict[str, Any]]:
         run = functools.partial(run_vllm_kernel, unfinished=unfinished)
         for groups in (2, 4):
             parameters = WorkspaceAliasingParameters.model_validate({"groups": groups})
-            evidence = measure(parameters, device, run, _BFLOAT16).evidence
+            evidence = measure(parameters, device, run, _BFLOAT16)
             counts = {key: evidence[key] for key in ("wrong_rows", "rows", "same_memory")}
             rows.append({"what": result, "groups": groups, **counts})
     return rows

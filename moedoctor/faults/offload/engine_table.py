@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from moedoctor.interfaces import Judgement
-from moedoctor.results import CaseVerdict, Evidence, Observation
+from moedoctor.results import CaseVerdict, Evidence
 from moedoctor.upstream.engine import offload_table
 from moedoctor.upstream.engine.experiment import Outcome
 
 
-def measure(backends: Sequence[str], mode: str, places: Sequence[str], *, fixed: bool) -> Observation:
+def measure(backends: Sequence[str], mode: str, places: Sequence[str], *, fixed: bool) -> Evidence:
     """Run the engines, if `fixed` with MOEDOCTOR_FIXES=offload. Raises UnavailableError if none can run."""
-    return Observation(offload_table.measure(backends, mode, places, "offload" if fixed else ""))
+    return offload_table.measure(backends, mode, places, "offload" if fixed else "")
 
 
 def judge(table: Evidence) -> Judgement:

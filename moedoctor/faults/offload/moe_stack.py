@@ -13,8 +13,6 @@ NAMES = ("experts.w13_weight", "experts.w2_weight")
 
 @dataclass(frozen=True)
 class StackShape:
-    """The size of the stack."""
-
     layers: int
     experts: int
     hidden: int

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from moedoctor.faults.base import Parameters
+from moedoctor.faults.base import EngineFault, Parameters, list_tiers
 from moedoctor.faults.offload import engine_table
-from moedoctor.interfaces import Fault, Judgement
+from moedoctor.interfaces import Judgement
 from moedoctor.results import (
     UNKNOWN_CAUSE,
     Case,
@@ -68,20 +68,16 @@ class OffloadGarbageParameters(Parameters):
         return value
 
 
-class OffloadGarbage(Fault):
+class OffloadGarbage(EngineFault):
     """A mapped view of host memory does not keep the memory: weights become what is written there next."""
 
     id = "MD008"
     parameters = OffloadGarbageParameters
-    tiers = {
-        "faulty": (Tier.MODEL, Tier.KERNEL),
-        "fixed": (Tier.MODEL, Tier.KERNEL),
-        "installed": (Tier.ENGINE,),
-    }
+    tiers = list_tiers(Tier.MODEL, Tier.KERNEL, installed=Tier.ENGINE)
     lab = "moedoctor.faults.offload.offload_garbage_lab"
-
-    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        return (parameters["mode"] is not None) == (tier is Tier.ENGINE)
+    summary = "a weight of {bytes} bytes"
+    engine_by = "mode"
+    engine_summary = "{model}, {mode}, {moe_backend}, {access}, fixes: {fixes}"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence
@@ -107,14 +103,8 @@ class OffloadGarbage(Fault):
             **compare_backends_without_offload(results),
         }
 
-    def describe(self, parameters: Any) -> str:
-        if parameters["mode"] is not None:
-            model = parameters["model"] or "tiny checkpoints"
-            return (
-                f"{model}, {parameters['mode']}, {parameters['moe_backend']}, {parameters['access']},"
-                f" fixes: {parameters['fixes']}"
-            )
-        return f"a weight of {parameters['bytes']} bytes"
+    def describe(self, parameters: Mapping[str, Scalar]) -> str:
+        return super().describe({**parameters, "model": parameters["model"] or "tiny checkpoints"})
 
 
 def judge_own_model(evidence: Evidence) -> Judgement:

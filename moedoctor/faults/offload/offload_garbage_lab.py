@@ -24,7 +24,7 @@ from moedoctor.faults.offload import engine_table
 from moedoctor.faults.offload.offload_garbage import OffloadGarbageParameters
 from moedoctor.fixes.offload.pinned import describe_bytes, view_on_device
 from moedoctor.processes.ask import find_working_folder
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.engine.experiment import Ran, Trial, run_trials, shorten_error
 from moedoctor.upstream.engine.offload_table import BACKENDS, EAGER, ON_GPU, SEEN_IN, UNPINNED, UVA
@@ -35,13 +35,13 @@ _LOGPROBS = 5
 _PROMPT_CALLS = 16
 
 
-def model(case: Case, parameters: OffloadGarbageParameters, release: None) -> Observation:
+def model(case: Case, parameters: OffloadGarbageParameters, release: None) -> Evidence:
     """A simulated pool of pinned memory."""
     fixed = case.subject == "fixed"
     return observe(parameters, Pool().allocate, lambda block: block if fixed else block.view(-1))
 
 
-def kernel(case: Case, parameters: OffloadGarbageParameters, release: None) -> Observation:
+def kernel(case: Case, parameters: OffloadGarbageParameters, release: None) -> Evidence:
     """torch's pinned memory and a GPU."""
     need_gpu()
 
@@ -60,7 +60,7 @@ def kernel(case: Case, parameters: OffloadGarbageParameters, release: None) -> O
     return observe(parameters, allocate, view)
 
 
-def engine(case: Case, parameters: OffloadGarbageParameters, release: None) -> Observation:
+def engine(case: Case, parameters: OffloadGarbageParameters, release: None) -> Evidence:
     """Engines of the installed vLLM. Raises UnavailableError if none can run."""
     assert parameters.mode is not None
     if parameters.model is None:
@@ -68,7 +68,7 @@ def engine(case: Case, parameters: OffloadGarbageParameters, release: None) -> O
         return engine_table.measure(tuple(BACKENDS), parameters.mode, (ON_GPU, UVA), fixed=fixed)
     trials = [own_model_trial(parameters, offload=False), own_model_trial(parameters, offload=True)]
     _, with_offload = run_trials(trials, parallel=2 if fit_together(parameters) else 1)
-    return Observation(compare(with_offload, parameters))
+    return compare(with_offload, parameters)
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def observe(
     parameters: OffloadGarbageParameters,
     allocate: Callable[[int], torch.Tensor],
     view: Callable[[torch.Tensor], torch.Tensor],
-) -> Observation:
+) -> Evidence:
     """Offload a weight, drop its host tensor, fill a new buffer of the same size, and use the weight.
 
     `allocate` returns a block of pinned memory, uint8 [n]; `view` returns what the device sees of a block.
@@ -95,15 +95,13 @@ def observe(
     later = allocate(parameters.bytes)
     later.fill_(255)
     after = on_device.clone().cpu()  # [n]; the kernel of clone reads over the bus
-    return Observation(
-        {
-            "right_before": before,
-            "memory_was_reused": later.data_ptr() == first,
-            "weights_changed": float((after != weight).double().mean()),
-            "same_bits": bool(after.double() @ x == expected),
-            "error": None,
-        }
-    )
+    return {
+        "right_before": before,
+        "memory_was_reused": later.data_ptr() == first,
+        "weights_changed": float((after != weight).double().mean()),
+        "same_bits": bool(after.double() @ x == expected),
+        "error": None,
+    }
 
 
 class Pool:

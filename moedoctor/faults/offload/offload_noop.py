@@ -7,14 +7,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters, group_by_release
+from moedoctor.faults.base import Parameters, group_by_release, list_tiers
 from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
 
 class OffloadNoopParameters(Parameters):
-    """One point of the matrix."""
-
     cause: Literal["repacked", "v2_runner"] = Field(
         "repacked",
         description="weights that are repacked after loading, or the V2 model runner (a real engine alone)",
@@ -26,12 +24,8 @@ class OffloadNoop(Fault):
 
     id = "MD013"
     parameters = OffloadNoopParameters
-    tiers = {
-        "faulty": (Tier.MODEL, Tier.ENGINE),
-        "fixed": (Tier.MODEL, Tier.ENGINE),
-        "installed": (Tier.LIBRARY,),
-        "vllm": (Tier.LIBRARY,),
-    }
+    tiers = list_tiers(Tier.MODEL, Tier.ENGINE, installed=Tier.LIBRARY, vllm=Tier.LIBRARY)
+    summary = "{cause}"
     lab = "moedoctor.faults.offload.offload_noop_lab"
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
@@ -63,6 +57,3 @@ class OffloadNoop(Fault):
                 if evidence["host_bytes_with_plug_in"] >= evidence["asked_bytes"]
             ],
         }
-
-    def describe(self, parameters: Mapping[str, Scalar]) -> str:
-        return str(parameters["cause"])

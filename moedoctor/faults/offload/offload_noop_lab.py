@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from moedoctor.faults.offload.offload_noop import OffloadNoopParameters
 from moedoctor.plugin.offload_fix import MARK, remove_marks
 from moedoctor.plugin.register import read_vllm_version
-from moedoctor.results import Case, Observation, UnavailableError
+from moedoctor.results import Case, Evidence, UnavailableError
 from moedoctor.upstream.engine.engine import EngineResult
 from moedoctor.upstream.engine.experiment import run_trials, write_checkpoints
 from moedoctor.upstream.engine.offload_table import EAGER, UVA, make_trial
@@ -47,19 +47,19 @@ MakeContext = Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]
 """Makes `device_loading_context` for a function that gives the GPU a view of host memory."""
 
 
-def model(case: Case, parameters: OffloadNoopParameters, release: None) -> Observation:
+def model(case: Case, parameters: OffloadNoopParameters, release: None) -> Evidence:
     """The failing algorithm; for `fixed` inside the plug-in's wrapper."""
-    return Observation(find_places(replace_data, make_remembering, fixed=case.subject == "fixed"))
+    return find_places(replace_data, make_remembering, fixed=case.subject == "fixed")
 
 
-def library(case: Case, parameters: OffloadNoopParameters, release: ReleaseSource | None) -> Observation:
+def library(case: Case, parameters: OffloadNoopParameters, release: ReleaseSource | None) -> Evidence:
     """The release's functions, also inside the plug-in's wrapper. Raises SourceError, UnavailableError."""
     functions = load_upstream(release or ReleaseSource.installed())
     patched = find_places(*functions, fixed=True)
-    return Observation({**find_places(*functions), "host_bytes_with_plug_in": patched["host_bytes"]})
+    return {**find_places(*functions), "host_bytes_with_plug_in": patched["host_bytes"]}
 
 
-def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Observation:
+def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Evidence:
     """One engine with its expert weights offloaded, as MARLIN repacks them.
 
     `v2_runner`: on the V2 model runner, for `fixed` on the older one. `repacked`: on the older one, for
@@ -76,7 +76,7 @@ def engine(case: Case, parameters: OffloadNoopParameters, release: None) -> Obse
             probe="moedoctor.upstream.engine.probes:locate_weights",
         )
         (ran,) = run_trials([replace(uva, request=request, control=None)])
-    return Observation(collect_engine_evidence(ran.result, environ))
+    return collect_engine_evidence(ran.result, environ)
 
 
 def choose_engine_variables(cause: str, fixed: bool, release: Version) -> dict[str, str]:

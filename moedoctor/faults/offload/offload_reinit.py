@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters, find_first_after, group_by_release
+from moedoctor.faults.base import Parameters, find_first_after, group_by_release, list_tiers
 from moedoctor.interfaces import Fault, Judgement
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
 
 
 class OffloadReinitParameters(Parameters):
-    """One point of the matrix."""
-
     layout: Literal["hybrid", "block_size"] = Field(
         "hybrid", description="groups of a hybrid model's KV cache, or one group with --block-size"
     )
@@ -26,12 +24,8 @@ class OffloadReinit(Fault):
 
     id = "MD009"
     parameters = OffloadReinitParameters
-    tiers = {
-        "faulty": (Tier.MODEL,),
-        "fixed": (Tier.MODEL,),
-        "installed": (Tier.LIBRARY,),
-        "vllm": (Tier.LIBRARY,),
-    }
+    tiers = list_tiers(Tier.MODEL, installed=Tier.LIBRARY, vllm=Tier.LIBRARY)
+    summary = "{layout} offload={offload_gb} GB"
     lab = "moedoctor.faults.offload.offload_reinit_lab"
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
@@ -55,6 +49,3 @@ class OffloadReinit(Fault):
         refusing = [name for name in order if any(case.verdict is reproduced for case in groups[name])]
         first_fixed = find_first_after(order, refusing)
         return {"releases_run": order, "refusing": refusing, "first_fixed_of_these": first_fixed}
-
-    def describe(self, parameters: Mapping[str, Scalar]) -> str:
-        return f"{parameters['layout']} offload={parameters['offload_gb']} GB"

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 from moedoctor.faults.offload.offload_reinit import OffloadReinitParameters
 from moedoctor.plugin.offload_fix import skip_assertion
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 FILE = "vllm/v1/worker/gpu_model_runner.py"
@@ -27,16 +27,16 @@ Rebuild = Callable[[Any, Any, list[int]], None]
 """(runner, KV-cache config, kernel block sizes): gives the runner another `input_batch` if it needs one."""
 
 
-def model(case: Case, parameters: OffloadReinitParameters, release: None) -> Observation:
+def model(case: Case, parameters: OffloadReinitParameters, release: None) -> Evidence:
     """The failing algorithm; for `fixed` inside the plug-in's wrapper."""
     return observe(parameters, skip_assertion(refuse) if case.subject == "fixed" else refuse)
 
 
-def library(case: Case, parameters: OffloadReinitParameters, release: ReleaseSource | None) -> Observation:
+def library(case: Case, parameters: OffloadReinitParameters, release: ReleaseSource | None) -> Evidence:
     """The release's own function, also inside the plug-in's wrapper. Raises SourceError, UnavailableError."""
     rebuild = load_upstream(release or ReleaseSource.installed())
     patched = try_rebuild(skip_assertion(rebuild), LAYOUTS[parameters.layout], parameters.offload_gb)
-    return Observation({**observe(parameters, rebuild).evidence, "with_offload_and_plug_in": patched})
+    return {**observe(parameters, rebuild), "with_offload_and_plug_in": patched}
 
 
 def refuse(runner: Any, kv_cache_config: Any, kernel_block_sizes: list[int]) -> None:
@@ -47,17 +47,15 @@ def refuse(runner: Any, kv_cache_config: Any, kernel_block_sizes: list[int]) -> 
         runner.input_batch = ("made for", tuple(sizes))
 
 
-def observe(parameters: OffloadReinitParameters, rebuild: Rebuild) -> Observation:
+def observe(parameters: OffloadReinitParameters, rebuild: Rebuild) -> Evidence:
     """Run the function with offload, and in two situations in which it never failed."""
     sizes = LAYOUTS[parameters.layout]
-    return Observation(
-        {
-            "block_sizes": list(sizes),
-            "with_offload": try_rebuild(rebuild, sizes, parameters.offload_gb),
-            "without_offload": try_rebuild(rebuild, sizes, 0.0),
-            "default_sizes": try_rebuild(rebuild, DEFAULT, parameters.offload_gb),
-        }
-    )
+    return {
+        "block_sizes": list(sizes),
+        "with_offload": try_rebuild(rebuild, sizes, parameters.offload_gb),
+        "without_offload": try_rebuild(rebuild, sizes, 0.0),
+        "default_sizes": try_rebuild(rebuild, DEFAULT, parameters.offload_gb),
+    }
 
 
 def try_rebuild(rebuild: Rebuild, sizes: Sequence[int], offload_gb: float) -> str:

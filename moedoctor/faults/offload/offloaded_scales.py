@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, untested
+from moedoctor.faults.base import ClaimCases, EngineFault, Parameters, claim, decide, list_tiers, untested
 from moedoctor.faults.offload import engine_table
-from moedoctor.interfaces import ClaimJudgement, Fault, Judgement
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
+from moedoctor.interfaces import ClaimJudgement, Judgement
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
 from moedoctor.upstream.engine.experiment import Outcome
 from moedoctor.upstream.engine.offload_table import CONTROLS, COPIES
 
@@ -19,8 +19,6 @@ _CELL = ("backend", "mode", "experts")
 
 
 class OffloadedScalesParameters(Parameters):
-    """One point of the matrix."""
-
     layers: int = Field(4, ge=3, le=64)
     seed: int = Field(0, ge=0)
     engine: Literal["eager", "compiled"] | None = Field(
@@ -97,21 +95,15 @@ def judge_config(evidence: Evidence, error: str) -> Judgement:
     return Judgement(CaseVerdict.CLEAN, f"the same bits as without offload; {place}")
 
 
-class OffloadedScales(Fault):
+class OffloadedScales(EngineFault):
     """A kernel gets the scales that the quantization config kept, and checks where they are."""
 
     id = "MD003"
     parameters = OffloadedScalesParameters
-    tiers = {
-        "faulty": (Tier.MODEL, Tier.KERNEL, Tier.ENGINE),
-        "fixed": (Tier.MODEL, Tier.KERNEL, Tier.ENGINE),
-        "vllm": (Tier.KERNEL,),
-    }
+    tiers = list_tiers(Tier.MODEL, Tier.KERNEL, Tier.ENGINE, vllm=Tier.KERNEL)
+    summary = "{layers} quantised MoE layers"
     lab = "moedoctor.faults.offload.offloaded_scales_lab"
     claims = (judge_marlin_refuses, judge_stale_reference, judge_marlin_crashes)
-
-    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        return (parameters["engine"] is not None) == (tier is Tier.ENGINE)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence
@@ -131,11 +123,6 @@ class OffloadedScales(Fault):
                 rows.setdefault(tuple(key.values()), key)[column] = describe_outcome(row)
         table = [row for row in rows.values() if row["experts"] not in CONTROLS]
         return {"table_of_vllm_37883": table} if rows else {}
-
-    def describe(self, parameters: Any) -> str:
-        if parameters["engine"] is not None:
-            return f"engines, {parameters['engine']}"
-        return f"{parameters['layers']} quantised MoE layers"
 
 
 _LONG_DETAIL = (Outcome.OTHER, Outcome.ROUNDING, Outcome.NO_OFFLOAD, Outcome.NO_FIX, Outcome.NO_CONTROL)

@@ -11,19 +11,19 @@ from moedoctor.faults.base import need_gpu
 from moedoctor.faults.offload import engine_table
 from moedoctor.faults.offload.offloaded_scales import OffloadedScalesParameters
 from moedoctor.faults.offload.stale_config import QuantizedExperts, offload_and_run, run_simulated
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 from moedoctor.upstream.engine.offload_table import COMPILED, PLACES, TABLE, WEIGHTS
 
 if TYPE_CHECKING:
     from moedoctor.upstream.releases.moe_kernels import MoeKernels
 
 
-def model(case: Case, parameters: OffloadedScalesParameters, release: None) -> Observation:
+def model(case: Case, parameters: OffloadedScalesParameters, release: None) -> Evidence:
     """Simulated layers, whose kernel checks where the scales are."""
     return run_simulated(case.subject, parameters.layers, parameters.seed, checks=True)
 
 
-def kernel(case: Case, parameters: OffloadedScalesParameters, release: MoeKernels | None) -> Observation:
+def kernel(case: Case, parameters: OffloadedScalesParameters, release: MoeKernels | None) -> Evidence:
     """vLLM's Marlin operator. A named release runs under vLLM's path without UVA, as `faulty` does."""
     from moedoctor.upstream.releases.moe_kernels import MoeKernels
 
@@ -32,10 +32,10 @@ def kernel(case: Case, parameters: OffloadedScalesParameters, release: MoeKernel
     stack, x = make_marlin_stack(
         release or MoeKernels.installed(), parameters.layers, case.device, parameters.seed
     )
-    return Observation({"operator": "moe_wna16_marlin_gemm", **offload_and_run(case.subject, stack, x)})
+    return {"operator": "moe_wna16_marlin_gemm", **offload_and_run(case.subject, stack, x)}
 
 
-def engine(case: Case, parameters: OffloadedScalesParameters, release: None) -> Observation:
+def engine(case: Case, parameters: OffloadedScalesParameters, release: None) -> Evidence:
     """The table of vllm#37883."""
     mode = str(parameters.engine)
     places = PLACES if mode == COMPILED else (*PLACES, WEIGHTS)

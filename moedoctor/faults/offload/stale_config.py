@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from moedoctor.fixes.offloader import offload
 from moedoctor.reference.offload_paths import offload_by_functional_call
-from moedoctor.results import Observation
+from moedoctor.results import Evidence
 
 NAMES = ("w13_weight", "w13_weight_scale")
 
@@ -31,7 +31,6 @@ class DeviceMemory:
         self._ranges: list[tuple[StorageWeakRef, int, int]] = []
 
     def admit(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Declare `tensor` device memory."""
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         # Weakly: freed memory is not the device's any more, and its address is soon used by another tensor.
@@ -39,7 +38,6 @@ class DeviceMemory:
         return tensor
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `tensor` on the device."""
         return self.admit(tensor.clone())
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -104,12 +102,12 @@ def make_simulated_stack(layers: int, memory: DeviceMemory, *, checks: bool, see
     return stack
 
 
-def run_simulated(subject: str, layers: int, seed: int, *, checks: bool) -> Observation:
+def run_simulated(subject: str, layers: int, seed: int, *, checks: bool) -> Evidence:
     """`offload_and_run` for simulated layers."""
     memory = DeviceMemory()
     stack = make_simulated_stack(layers, memory, checks=checks, seed=seed)
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))  # [T, K]
-    return Observation(offload_and_run(subject, stack, x, memory))
+    return offload_and_run(subject, stack, x, memory)
 
 
 @torch.no_grad()

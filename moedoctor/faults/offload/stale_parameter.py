@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters
+from moedoctor.faults.base import Parameters, list_tiers
 from moedoctor.faults.offload.offloaded_scales import judge_config
 from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Crash, Death, Evidence, Observation, Scalar, Tier
@@ -16,8 +16,6 @@ _SIMULATED = ("checks", "unchecked")
 
 
 class StaleParameterParameters(Parameters):
-    """One point of the matrix."""
-
     backend: Literal["checks", "unchecked", "triton", "torch", "vllm_marlin", "vllm_cutlass"] = Field(
         "unchecked", description="whose product gets the stale reference; checks exists at tier model alone"
     )
@@ -30,7 +28,8 @@ class StaleParameter(Fault):
 
     id = "MD020"
     parameters = StaleParameterParameters
-    tiers = {"faulty": (Tier.MODEL, Tier.KERNEL), "fixed": (Tier.MODEL, Tier.KERNEL)}
+    tiers = list_tiers(Tier.MODEL, Tier.KERNEL)
+    summary = "backend {backend}"
     lab = "moedoctor.faults.offload.stale_parameter_lab"
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
@@ -60,6 +59,3 @@ class StaleParameter(Fault):
             if case.subject == "faulty" and case.verdict in (CaseVerdict.REPRODUCED, CaseVerdict.CLEAN)
         ]
         return {"backends": rows} if rows else {}
-
-    def describe(self, parameters: Any) -> str:
-        return f"backend {parameters['backend']}"

@@ -15,18 +15,18 @@ from moedoctor.faults.offload.stale_config import (
     run_simulated,
 )
 from moedoctor.faults.offload.stale_parameter import StaleParameterParameters
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 
 _EXPERTS, _WIDTH, _TOKENS = 4, 256, 512
 
 
-def model(case: Case, parameters: StaleParameterParameters, release: None) -> Observation:
+def model(case: Case, parameters: StaleParameterParameters, release: None) -> Evidence:
     """Simulated layers, whose kernel checks where the scales are or reads any address."""
     checks = parameters.backend == "checks"
     return run_simulated(case.subject, parameters.layers, parameters.seed, checks=checks)
 
 
-def kernel(case: Case, parameters: StaleParameterParameters, release: None) -> Observation:
+def kernel(case: Case, parameters: StaleParameterParameters, release: None) -> Evidence:
     """The product of one backend on a GPU."""
     from moedoctor.upstream.releases.moe_kernels import MoeKernels
 
@@ -36,7 +36,7 @@ def kernel(case: Case, parameters: StaleParameterParameters, release: None) -> O
         stack, x = make_marlin_stack(kernels, parameters.layers, case.device, parameters.seed)
     else:
         stack, x = _make_int8_stack(parameters, case.device)
-    return Observation(offload_and_run(case.subject, stack, x))
+    return offload_and_run(case.subject, stack, x)
 
 
 def _make_int8_stack(parameters: StaleParameterParameters, device: str) -> tuple[nn.Sequential, torch.Tensor]:

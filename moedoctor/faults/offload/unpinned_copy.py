@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, untested
+from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, list_tiers, untested
 from moedoctor.interfaces import ClaimJudgement, Fault, Judgement
 from moedoctor.results import (
     Case,
@@ -84,7 +84,8 @@ class UnpinnedCopy(Fault):
 
     id = "MD002"
     parameters = UnpinnedCopyParameters
-    tiers = {"faulty": (Tier.MODEL, Tier.KERNEL), "fixed": (Tier.MODEL, Tier.KERNEL)}
+    tiers = list_tiers(Tier.MODEL, Tier.KERNEL)
+    summary = "{direction} of {bytes} bytes"
     lab = LAB
     claims = (judge_crash_3,)
 
@@ -112,6 +113,3 @@ class UnpinnedCopy(Fault):
             if case.subject == "faulty" and "pinned_busy" in case.evidence
         ]
         return {"hazards_without_waiting": rows} if rows else {}
-
-    def describe(self, parameters: Any) -> str:
-        return f"{parameters['direction']} of {parameters['bytes']} bytes"

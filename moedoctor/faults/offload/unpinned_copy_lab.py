@@ -20,7 +20,7 @@ from moedoctor.faults.offload.late_device import LateDevice
 from moedoctor.faults.offload.unpinned_copy import CELLS, PAGEABLE, UnpinnedCopyParameters
 from moedoctor.fixes.offload.prefetch import CopyEngine, CudaEngine, Pipeline, Region, Unit
 from moedoctor.fixes.offloader import offload
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 
 _OLD, _NEW = 1, 2
 """Bytes that memory holds before and after it is used again."""
@@ -33,7 +33,7 @@ OneCopy = Callable[[str, int, bool, bool], bool]
 """(direction, bytes, pinned, busy) -> whether old or overwritten bytes came out."""
 
 
-def model(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Observation:
+def model(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Evidence:
     """Copies of a simulated device that is late."""
     ours = case.subject == "fixed"
     # The offloader fetches with blocking copies, and a simulated device would have to know that it must wait.
@@ -44,7 +44,7 @@ def model(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Obse
     return _measure(parameters, _make_simulated_copy(ours), through[parameters.direction] if ours else None)
 
 
-def kernel(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Observation:
+def kernel(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Evidence:
     """Copies on a GPU."""
     need_gpu()
     ours = case.subject == "fixed"
@@ -54,7 +54,7 @@ def kernel(case: Case, parameters: UnpinnedCopyParameters, release: None) -> Obs
     )
 
 
-def _measure(parameters: UnpinnedCopyParameters, copy_once: OneCopy, through: str | None) -> Observation:
+def _measure(parameters: UnpinnedCopyParameters, copy_once: OneCopy, through: str | None) -> Evidence:
     """The share of stale copies in each cell; `through`: the code of ours that copies."""
     evidence: dict[str, Any] = {"copies_a_cell": parameters.copies}
     if through is not None:
@@ -66,7 +66,7 @@ def _measure(parameters: UnpinnedCopyParameters, copy_once: OneCopy, through: st
             for _ in range(parameters.copies)
         )
         evidence[cell] = stale / parameters.copies
-    return Observation(evidence)
+    return evidence
 
 
 def _make_simulated_copy(ours: bool) -> OneCopy:
@@ -191,9 +191,9 @@ def _fill(nbytes: int, value: int, **options: Any) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8, **options)  # [nbytes]
 
 
-def measure_crash_3(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
+def measure_crash_3(unit: str, device: str, sources: Mapping[str, str]) -> Evidence:
     """The two measurements of the claim `measure_crash_3`."""
-    return Observation(measure_pageable_weights(device) if unit == PAGEABLE else measure_host_address(device))
+    return measure_pageable_weights(device) if unit == PAGEABLE else measure_host_address(device)
 
 
 @torch.no_grad()

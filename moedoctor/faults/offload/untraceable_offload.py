@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters
+from moedoctor.faults.base import EngineFault, Parameters, list_tiers
 from moedoctor.faults.offload import engine_table
-from moedoctor.interfaces import Fault, Judgement
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier, find_worst
+from moedoctor.interfaces import Judgement
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier, find_worst
 
 FAILING = "2.10.0 to 2.12.1 and 2.14.0 to 2.15.0"
 """The releases of torch whose Dynamo refuses: both ends of each range have a stored report."""
 
 
 class UntraceableOffloadParameters(Parameters):
-    """One point of the matrix."""
-
     compiler: Literal["eager", "aot_eager", "inductor"] = Field(
         "eager", description="the backend of torch.compile; Dynamo traces before any of them"
     )
@@ -33,21 +31,14 @@ class UntraceableOffloadParameters(Parameters):
     )
 
 
-class UntraceableOffload(Fault):
+class UntraceableOffload(EngineFault):
     """A compiled forward gathers its weights by `state_dict()`."""
 
     id = "MD005"
     parameters = UntraceableOffloadParameters
-    tiers = {
-        "faulty": (Tier.MODEL, Tier.ENGINE),
-        "fixed": (Tier.MODEL, Tier.ENGINE),
-        "installed": (Tier.LIBRARY,),
-        "vllm": (Tier.LIBRARY,),
-    }
+    tiers = list_tiers(Tier.MODEL, Tier.ENGINE, installed=Tier.LIBRARY, vllm=Tier.LIBRARY)
+    summary = "torch.compile with {compiler}, {layers} MoE layers"
     lab = "moedoctor.faults.offload.untraceable_offload_lab"
-
-    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        return (parameters["engine"] is not None) == (tier is Tier.ENGINE)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence
@@ -83,8 +74,3 @@ class UntraceableOffload(Fault):
                 dynamo = case.evidence["telling_line"] or "traces it"
                 return {"torch": case.evidence["torch"], "dynamo": dynamo}
         return {}
-
-    def describe(self, parameters: Any) -> str:
-        if parameters["engine"] is not None:
-            return f"engines, {parameters['engine']}"
-        return f"torch.compile with {parameters['compiler']}, {parameters['layers']} MoE layers"

@@ -17,7 +17,7 @@ from moedoctor.faults.offload.moe_stack import NAMES, StackShape, make_stack
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffloadParameters
 from moedoctor.fixes.offloader import offload
 from moedoctor.reference.offload_paths import offload_by_functional_call
-from moedoctor.results import Case, Observation, UnavailableError
+from moedoctor.results import Case, Evidence, UnavailableError
 from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
@@ -26,19 +26,17 @@ Apply = Callable[[nn.Sequential], Any]
 FILE = "vllm/model_executor/offloader/uva.py"
 
 
-def model(case: Case, parameters: UntraceableOffloadParameters, release: None) -> Observation:
+def model(case: Case, parameters: UntraceableOffloadParameters, release: None) -> Evidence:
     """vLLM's path without UVA and without pinned memory, restated, or our offloader."""
     return observe(parameters, case.device, fixed if case.subject == "fixed" else faulty)
 
 
-def library(
-    case: Case, parameters: UntraceableOffloadParameters, release: ReleaseSource | None
-) -> Observation:
+def library(case: Case, parameters: UntraceableOffloadParameters, release: ReleaseSource | None) -> Evidence:
     """The own code of the installed vLLM or of a named release. Raises SourceError, UnavailableError."""
     return observe(parameters, case.device, load_upstream(release or ReleaseSource.installed()))
 
 
-def engine(case: Case, parameters: UntraceableOffloadParameters, release: None) -> Observation:
+def engine(case: Case, parameters: UntraceableOffloadParameters, release: None) -> Evidence:
     """Compiled engines: without offload, and with offload and without UVA."""
     fixed = case.subject == "fixed"
     return engine_table.measure(("BF16 TRITON",), str(parameters.engine), (ON_GPU, COPIES), fixed=fixed)
@@ -114,7 +112,7 @@ def pretend_on_gpu(layer: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply) -> Observation:
+def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply) -> Evidence:
     """Compile the stack without and with offload, as one graph, and compare the outputs."""
     shape = StackShape(
         layers=parameters.layers,
@@ -138,21 +136,16 @@ def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply)
         message, _, _ = str(error).partition("from user code:")  # what follows are places on this machine
         lines = [line.strip() for line in message.splitlines() if line.strip()]
         telling = next((line for line in lines if line.startswith("Explanation:")), lines[0])
-        return Observation(
-            {**evidence, "error": "\n".join(lines[:8]), "telling_line": telling.removeprefix("Explanation: ")}
-        )
-    return Observation(
-        {
-            **evidence,
-            "graphs": 1,  # fullgraph=True raises at the first break, so it was one graph
-            "same_bits": all(torch.equal(output, expected) for output in outputs),
-            "distance": measure_distance(outputs, expected),
-            **measure_allowance(shape, device, parameters.seed, x, parameters.compiler),
-            "host_bytes": (
-                keep.report().host_bytes if keep is not None else shape.layers * shape.layer_bytes
-            ),
-        }
-    )
+        telling = telling.removeprefix("Explanation: ")
+        return {**evidence, "error": "\n".join(lines[:8]), "telling_line": telling}
+    return {
+        **evidence,
+        "graphs": 1,  # fullgraph=True raises at the first break, so it was one graph
+        "same_bits": all(torch.equal(output, expected) for output in outputs),
+        "distance": measure_distance(outputs, expected),
+        **measure_allowance(shape, device, parameters.seed, x, parameters.compiler),
+        "host_bytes": (keep.report().host_bytes if keep is not None else shape.layers * shape.layer_bytes),
+    }
 
 
 def measure_distance(outputs: Sequence[torch.Tensor], expected: torch.Tensor) -> float:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from moedoctor.interfaces import Fault, Judgement
-from moedoctor.results import Case, CaseVerdict, Evidence, Observation, Scalar, Tier
+from moedoctor.faults.base import EngineFault, Judgement, list_tiers
+from moedoctor.results import Case, CaseVerdict, Evidence, Observation, Tier
 
 MoeBackend = Annotated[
     Literal["marlin", "humming", "emulation"] | None,
@@ -16,18 +15,14 @@ MoeBackend = Annotated[
 ]
 
 
-class CheckpointFault(Fault):
+class CheckpointFault(EngineFault):
     """A point with a `moe_backend` is for real engines, which load the damaged or the repaired checkpoint."""
 
-    tiers: Mapping[str, tuple[Tier, ...]] = {
-        "faulty": (Tier.MODEL, Tier.ENGINE),
-        "fixed": (Tier.MODEL, Tier.ENGINE),
-    }
+    tiers = list_tiers(Tier.MODEL, Tier.ENGINE)
+    engine_by = "moe_backend"
+    engine_summary = "vLLM with {moe_backend}"
     lints: ClassVar[bool] = True
     """Whether `moedoctor lint` names it; the evidence then lists under ``lint`` what lint finds."""
-
-    def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
-        return (parameters["moe_backend"] is not None) == (tier is Tier.ENGINE)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence

@@ -19,7 +19,7 @@ from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
 from moedoctor.reference.moe_layer import Problem, compute_expected, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.results import Case, Evidence, Observation
+from moedoctor.results import Case, Evidence
 from moedoctor.trace.wrong_calls import keep_if_wrong
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_backend, run_engines
 
@@ -40,7 +40,7 @@ class Changes(NamedTuple):
     damaged: Change
     repaired: Change
 
-    def engine(self, case: Case, parameters: Any, release: object) -> Observation:
+    def engine(self, case: Case, parameters: Any, release: object) -> Evidence:
         """Load the damaged or the repaired checkpoint into vLLM; the `engine` of a lab."""
         return compare_engines(self, parameters.moe_backend, repaired=case.subject == "fixed")
 
@@ -115,7 +115,7 @@ def stack_projection(tensors: Tensors, name: str, experts: int) -> Nvfp4:
 
 def compare_engines(
     changes: Changes, moe_backend: str | None, *, repaired: bool, run: Run = run_engines
-) -> Observation:
+) -> Evidence:
     """Compare vLLM on the damaged or the repaired checkpoint with vLLM on the reference checkpoint.
 
     If the two agree to within rounding, vLLM read the checkpoint as it was meant. Raises UnavailableError if
@@ -137,16 +137,14 @@ def compare_engines(
                 for label, folder in folders.items()
             ]
         )
-    return Observation(
-        {
-            "vllm": second.version,
-            "moe_backend": second.log.moe_backend,
-            "reference_error": None if first.error is None else first.error.message,
-            "error": None if second.error is None else second.error.message,
-            "allowed_difference": CLOSE,
-            **_count_differences(first, second),
-        }
-    )
+    return {
+        "vllm": second.version,
+        "moe_backend": second.log.moe_backend,
+        "reference_error": None if first.error is None else first.error.message,
+        "error": None if second.error is None else second.error.message,
+        "allowed_difference": CLOSE,
+        **_count_differences(first, second),
+    }
 
 
 def _count_differences(first: EngineResult, second: EngineResult) -> Evidence:

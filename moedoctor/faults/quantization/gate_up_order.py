@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters
+from moedoctor.faults.base import Parameters, list_tiers
 from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
 from moedoctor.results import Tier
 
@@ -29,8 +29,6 @@ class GateUpOrderParameters(Parameters):
     moe_backend: MoeBackend = None
 
     def problems(self) -> Iterator[str]:
-        if self.top_k > self.experts:
-            yield f"top_k: {self.top_k} is more than experts {self.experts}"
         if self.mistake != "not_swapped" and self.quantization != "nvfp4":
             yield f"mistake: {self.quantization} has no block scales; expected not_swapped"
 
@@ -41,10 +39,6 @@ class GateUpOrder(CheckpointFault):
     id = "MD017"
     together = 4
     parameters = GateUpOrderParameters
-    tiers = {
-        "faulty": (Tier.MODEL, Tier.ENGINE),
-        "fixed": (Tier.MODEL, Tier.ENGINE),
-        "installed": (Tier.LIBRARY,),
-    }
+    tiers = list_tiers(Tier.MODEL, Tier.ENGINE, installed=Tier.LIBRARY)
     lints: ClassVar[bool] = False
     lab = "moedoctor.faults.quantization.gate_up_order_lab"

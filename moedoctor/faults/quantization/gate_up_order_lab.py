@@ -22,7 +22,7 @@ from moedoctor.fixes.moe.weight_layout import put_up_first
 from moedoctor.reference.checkpoints import Tensors
 from moedoctor.reference.moe import Weight, dequantize_expert
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 
 Loader = Callable[[Weight], Weight]
 """w13 [E, 2I, H] of the checkpoint -> w13 that the kernel is given."""
@@ -39,27 +39,27 @@ def forget_exchange(w13: Weight, *, mistake: str) -> Weight:
     return replace(swapped, packed=w13.packed)
 
 
-def model(case: Case, parameters: GateUpOrderParameters, release: object) -> Observation:
+def model(case: Case, parameters: GateUpOrderParameters, release: object) -> Evidence:
     """Run the kernel with the loader that forgets, or with ours."""
     control = functools.partial(forget_exchange, mistake=parameters.mistake)
     return measure(parameters, case.device, control if case.subject == "faulty" else put_up_first)
 
 
-def library(case: Case, parameters: GateUpOrderParameters, release: object) -> Observation:
+def library(case: Case, parameters: GateUpOrderParameters, release: object) -> Evidence:
     """Run the kernel with the installed vLLM's function."""
     from moedoctor.upstream.releases import installed
 
     return measure(parameters, case.device, installed.put_up_first)
 
 
-def measure(parameters: GateUpOrderParameters, device: str, load: Loader) -> Observation:
+def measure(parameters: GateUpOrderParameters, device: str, load: Loader) -> Evidence:
     """Compare the kernel's output on what `load` makes of a checkpoint's weight with the reference."""
     problem = make_routed_layer(parameters, parameters.quantization, device)
     layer = problem.layer
     output = run_up_first_kernel(
         problem.x, load(layer.w13), layer.w2, problem.topk_weights, problem.topk_ids, parameters.activation
     )
-    return Observation({"mistake": parameters.mistake, **compare_output(output, problem)})
+    return {"mistake": parameters.mistake, **compare_output(output, problem)}
 
 
 def run_up_first_kernel(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -41,14 +41,10 @@ class GlobalScaleMismatch(CheckpointFault):
     id = "MD014"
     parameters = GlobalScaleMismatchParameters
     lab = "moedoctor.faults.quantization.global_scale_mismatch_lab"
+    summary = "up/gate scale {ratio:g}, kept: {merged}"
 
     def judge_tensors(self, evidence: Evidence) -> Judgement:
         errors = {name: find_worst(way["worst_token_error"]) for name, way in evidence["ways"].items()}
         figure = ", ".join(f"{name}: output off by {error:.1%}" for name, error in errors.items())
         wrong = find_worst(*errors.values()) > ROUNDING
         return Judgement(CaseVerdict.REPRODUCED if wrong else CaseVerdict.CLEAN, figure)
-
-    def describe(self, parameters: Any) -> str:
-        if parameters["moe_backend"] is not None:
-            return f"vLLM with {parameters['moe_backend']}"
-        return f"up/gate scale {parameters['ratio']:g}, kept: {parameters['merged']}"

@@ -21,7 +21,7 @@ from moedoctor.reference.agreement import relative_error
 from moedoctor.reference.checkpoints import Tensors
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.reference.nvfp4 import Nvfp4, dequantize, quantize
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 
 Loader = Callable[[Nvfp4, Nvfp4, Nvfp4], tuple[Nvfp4, Nvfp4]]
 """gate [E, I, H], up [E, I, H] and down [E, H, I] of a checkpoint -> w13 [E, 2I, H] and w2 [E, H, I]."""
@@ -44,7 +44,7 @@ def rescale(gate: Nvfp4, up: Nvfp4, down: Nvfp4) -> tuple[Nvfp4, Nvfp4]:
     return checkpoint_scales.rescale(gate, up), down
 
 
-def model(case: Case, parameters: GlobalScaleMismatchParameters, release: object) -> Observation:
+def model(case: Case, parameters: GlobalScaleMismatchParameters, release: object) -> Evidence:
     """Compare the layer's output through each loader with the checkpoint's own values in float32."""
     loaders: dict[str, Loader] = {"rescaled": rescale, "folded": checkpoint_scales.fold}
     if case.subject == "faulty":
@@ -80,7 +80,7 @@ def model(case: Case, parameters: GlobalScaleMismatchParameters, release: object
             "worst_token_error": round(float(errors.max()), 6),
             "mean_token_error": round(float(errors.mean()), 6),
         }
-    return Observation({"lint": loaded.lint, "tokens": parameters.tokens, "ways": ways})
+    return {"lint": loaded.lint, "tokens": parameters.tokens, "ways": ways}
 
 
 def share_scale(tensors: Tensors, config: dict[str, Any]) -> None:

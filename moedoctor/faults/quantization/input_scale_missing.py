@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -51,6 +51,7 @@ class InputScaleMissing(CheckpointFault):
     id = "MD015"
     parameters = InputScaleMissingParameters
     lab = "moedoctor.faults.quantization.input_scale_missing_lab"
+    summary = "{damage}{memory}, taken {taken}"
 
     def judge_tensors(self, evidence: Evidence) -> Judgement:
         if evidence["nonfinite_tokens"]:
@@ -63,8 +64,7 @@ class InputScaleMissing(CheckpointFault):
         wrong = error > WORSE * healthy
         return Judgement(CaseVerdict.REPRODUCED if wrong else CaseVerdict.CLEAN, figure)
 
-    def describe(self, parameters: Any) -> str:
-        if parameters["moe_backend"] is not None:
-            return f"vLLM with {parameters['moe_backend']}"
+    def describe(self, parameters: Mapping[str, Any]) -> str:
         memory = f", memory held {parameters['memory']}" if parameters["memory"] else ""
-        return f"{parameters['damage'].replace('_', ' ')}{memory}, taken {parameters['taken']}"
+        damage = parameters["damage"].replace("_", " ")
+        return super().describe({**parameters, "damage": damage, "memory": memory})

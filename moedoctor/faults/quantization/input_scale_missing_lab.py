@@ -23,7 +23,7 @@ from moedoctor.reference.agreement import relative_error
 from moedoctor.reference.checkpoints import Tensors
 from moedoctor.reference.fp8 import E4M3_MAX
 from moedoctor.reference.nvfp4 import dequantize
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 
 Loader = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(scales of the checkpoint [E], NaN if it has none; contents of the memory before loading [E]; activations
@@ -41,7 +41,7 @@ def load_checked(scales: torch.Tensor, memory: torch.Tensor, x: torch.Tensor) ->
     return repair_input_scales(scales, x)
 
 
-def model(case: Case, parameters: InputScaleMissingParameters, release: object) -> Observation:
+def model(case: Case, parameters: InputScaleMissingParameters, release: object) -> Evidence:
     """Compare the layer's output with the loaded scales, and with those of the whole checkpoint."""
     load: Loader = load_unchecked if case.subject == "faulty" else load_checked
     experts = parameters.experts
@@ -61,16 +61,14 @@ def model(case: Case, parameters: InputScaleMissingParameters, release: object) 
     output = _compute_layer(damaged, x, ids, used)  # [T, H]
     finite = output.isfinite().all(1)  # [T]
     errors = relative_error(output, expected)[finite]  # [finite tokens]
-    return Observation(
-        {
-            "lint": damaged.lint,
-            "tokens": parameters.tokens,
-            "nonfinite_tokens": int((~finite).sum()),
-            "silent_tokens": int((output == 0).all(1).sum()),
-            "error": round(float(errors.max()), 6) if len(errors) else None,
-            "healthy_error": round(float(relative_error(healthy, expected).max()), 6),
-        }
-    )
+    return {
+        "lint": damaged.lint,
+        "tokens": parameters.tokens,
+        "nonfinite_tokens": int((~finite).sum()),
+        "silent_tokens": int((output == 0).all(1).sum()),
+        "error": round(float(errors.max()), 6) if len(errors) else None,
+        "healthy_error": round(float(relative_error(healthy, expected).max()), 6),
+    }
 
 
 def _make_checkpoint(parameters: InputScaleMissingParameters, damaged: Sequence[int]) -> Loaded:
@@ -149,7 +147,6 @@ def _read_scales(loaded: Loaded, name: str, experts: int) -> torch.Tensor:
 
 
 def clear_input_scales(tensors: Tensors, config: dict[str, Any]) -> None:
-    """Set all input scales to zero."""
     for name in tensors:
         if name.endswith("input_scale"):
             tensors[name] = torch.tensor(0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -72,6 +72,7 @@ class KvScalesMissing(CheckpointFault):
     id = "MD012"
     parameters = KvScalesMissingParameters
     lab = "moedoctor.faults.quantization.kv_scales_missing_lab"
+    summary = "{part} up to {size:g}"
     claims = (judge_triton_garbage,)
 
     def judge_tensors(self, evidence: Evidence) -> Judgement:
@@ -100,8 +101,3 @@ class KvScalesMissing(CheckpointFault):
         )
         wrong = distance > max(ENGINE_FLOOR, ENGINE_WORSE * control)
         return Judgement(CaseVerdict.REPRODUCED if wrong else CaseVerdict.CLEAN, figure)
-
-    def describe(self, parameters: Any) -> str:
-        if parameters["moe_backend"] is not None:
-            return f"vLLM with {parameters['moe_backend']}"
-        return f"{parameters['part']} up to {parameters['size']:g}"

@@ -23,7 +23,7 @@ from moedoctor.fixes.moe.checkpoint_scales import compute_kv_scale
 from moedoctor.reference.agreement import relative_error
 from moedoctor.reference.checkpoints import Change, Tensors
 from moedoctor.reference.fp8 import E4M3_MAX, round_trip
-from moedoctor.results import Case, Evidence, Observation
+from moedoctor.results import Case, Evidence
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_backend, run_engines
 
 Scale = Callable[[torch.Tensor], float]
@@ -45,12 +45,12 @@ def scale_1(values: torch.Tensor) -> float:
     return 1.0
 
 
-def model(case: Case, parameters: KvScalesMissingParameters, release: object) -> Observation:
+def model(case: Case, parameters: KvScalesMissingParameters, release: object) -> Evidence:
     """Compute attention with a scale of 1.0, or with the scales that we compute."""
     return measure(parameters, scale_1 if case.subject == "faulty" else compute_kv_scale)
 
 
-def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Observation:
+def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Evidence:
     """Compare attention through an FP8 cache with attention without a cache, on one checkpoint."""
     draw = torch.Generator().manual_seed(parameters.seed + 2)
     x = torch.randn(parameters.tokens, parameters.hidden, generator=draw)  # [T, H]
@@ -78,18 +78,16 @@ def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Observation:
         query, round_trip(keys, compute_kv_scale(keys)), round_trip(values, compute_kv_scale(values))
     )  # [T, D]
     steps = torch.stack((keys / k_scale, values / v_scale)).abs()  # [2, T, D]
-    return Observation(
-        {
-            "lint": loaded.lint,
-            "nonfinite_tokens": int((~output.isfinite().all(1)).sum()),
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "saturated": round(float((steps > E4M3_MAX).float().mean()), 6),
-            "lost": round(float((steps < _SMALLEST / 2).float().mean()), 6),
-            "error": round(_mean_error(output, expected), 6),
-            "computed_error": round(_mean_error(computed, expected), 6),
-        }
-    )
+    return {
+        "lint": loaded.lint,
+        "nonfinite_tokens": int((~output.isfinite().all(1)).sum()),
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "saturated": round(float((steps > E4M3_MAX).float().mean()), 6),
+        "lost": round(float((steps < _SMALLEST / 2).float().mean()), 6),
+        "error": round(_mean_error(output, expected), 6),
+        "computed_error": round(_mean_error(computed, expected), 6),
+    }
 
 
 def compute_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -154,12 +152,12 @@ def calibrate_kv_scales(tensors: Tensors, config: dict[str, Any]) -> None:
     _ship(tensors, compute_kv_scale(keys.norm(dim=2)), compute_kv_scale(values))
 
 
-def engine(case: Case, parameters: KvScalesMissingParameters, release: object) -> Observation:
+def engine(case: Case, parameters: KvScalesMissingParameters, release: object) -> Evidence:
     """Load the checkpoint into vLLM."""
     return compare_engines(str(parameters.moe_backend), repaired=case.subject == "fixed")
 
 
-def compare_engines(moe_backend: str, *, repaired: bool, run: Run | None = None) -> Observation:
+def compare_engines(moe_backend: str, *, repaired: bool, run: Run | None = None) -> Evidence:
     """Compare vLLM on the checkpoint without scales, or with them, with the two controls.
 
     The repaired checkpoint is also given to TRITON_ATTN with controls of its own, for the claim about it.
@@ -184,7 +182,7 @@ def compare_engines(moe_backend: str, *, repaired: bool, run: Run | None = None)
         )
     groups = [results[start : start + len(changes)] for start in range(0, len(results), len(changes))]
     first, *others = (_collect_evidence(*group) for group in zip(backends, groups, strict=True))
-    return Observation({**first, **({"triton_attn": others[0]} if others else {})})
+    return {**first, **({"triton_attn": others[0]} if others else {})}
 
 
 def _request(folder: str, label: str, moe_backend: str, attention_backend: str) -> EngineRequest:

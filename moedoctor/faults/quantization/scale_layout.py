@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters
+from moedoctor.faults.base import Parameters, list_tiers
 from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
 from moedoctor.results import Tier
 
@@ -29,8 +29,6 @@ class ScaleLayoutParameters(Parameters):
     moe_backend: MoeBackend = None
 
     def problems(self) -> Iterator[str]:
-        if self.top_k > self.experts:
-            yield f"top_k: {self.top_k} is more than experts {self.experts}"
         if self.mistake == "stale_padding" and (self.hidden // 16) % 4 == 0:
             yield "hidden: stale_padding needs padded columns; expected no multiple of 64"
 
@@ -41,10 +39,6 @@ class ScaleLayout(CheckpointFault):
     id = "MD018"
     together = 4
     parameters = ScaleLayoutParameters
-    tiers = {
-        "faulty": (Tier.MODEL, Tier.ENGINE),
-        "fixed": (Tier.MODEL, Tier.ENGINE),
-        "installed": (Tier.KERNEL,),
-    }
+    tiers = list_tiers(Tier.MODEL, Tier.ENGINE, installed=Tier.KERNEL)
     lints: ClassVar[bool] = False
     lab = "moedoctor.faults.quantization.scale_layout_lab"

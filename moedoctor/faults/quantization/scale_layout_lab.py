@@ -19,7 +19,7 @@ from moedoctor.fixes.moe.weight_layout import TILE_COLUMNS, TILE_ROWS, flatten_s
 from moedoctor.reference.checkpoints import Tensors
 from moedoctor.reference.moe_layer import compute_expected
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 
 # E = experts, M = rows of a weight, S = its block scales a row
 
@@ -64,7 +64,6 @@ def find_places(rows: int, columns: int, device: torch.device) -> torch.Tensor:
 
 
 def read_tiles_by_row(block_scales: torch.Tensor) -> torch.Tensor:
-    """Read tiles row by row."""
     rows, columns = block_scales.shape[-2:]
     _, padded_columns = pad_shape(rows, columns)
     tiles = tile_scales(block_scales).view(torch.uint8)
@@ -100,20 +99,20 @@ CONTROLS: dict[str, Kernel] = {
 """Mistake -> a kernel with the loader that does not fit it."""
 
 
-def model(case: Case, parameters: ScaleLayoutParameters, release: object) -> Observation:
+def model(case: Case, parameters: ScaleLayoutParameters, release: object) -> Evidence:
     """Compute with the loader that does not fit, or with ours."""
     fix = TiledKernel(tile_scales)
     return measure(parameters, case.device, CONTROLS[parameters.mistake] if case.subject == "faulty" else fix)
 
 
-def kernel(case: Case, parameters: ScaleLayoutParameters, release: object) -> Observation:
+def kernel(case: Case, parameters: ScaleLayoutParameters, release: object) -> Evidence:
     """Compute with the installed vLLM's function."""
     from moedoctor.upstream.releases import installed
 
     return measure(parameters, case.device, TiledKernel(installed.tile_scales))
 
 
-def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Observation:
+def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Evidence:
     """Compare a layer with the scales that `read` gives with the reference."""
     problem = make_routed_layer(parameters, "nvfp4", device)
     w13, w2 = problem.layer.w13, problem.layer.w2
@@ -126,14 +125,12 @@ def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Obs
     )
     output = compute_expected(replace(problem, layer=tested), "none")  # [T, H]
     scales = w13.block_scales.shape[1:]
-    return Observation(
-        {
-            "mistake": parameters.mistake,
-            "scales": list(scales),
-            "scales_in_tiles": list(pad_shape(*scales)),
-            **compare_output(output, problem),
-        }
-    )
+    return {
+        "mistake": parameters.mistake,
+        "scales": list(scales),
+        "scales_in_tiles": list(pad_shape(*scales)),
+        **compare_output(output, problem),
+    }
 
 
 def tile_checkpoint(tensors: Tensors, config: dict[str, Any]) -> None:

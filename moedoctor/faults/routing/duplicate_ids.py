@@ -24,6 +24,7 @@ from moedoctor.faults.base import (
     claim,
     decide,
     judge_counts,
+    list_tiers,
     releases,
     untested,
 )
@@ -72,12 +73,6 @@ class DuplicateIdsParameters(Parameters):
     seed: int = Field(0, ge=0)
 
     def problems(self) -> Iterator[str]:
-        if self.top_k > self.experts:
-            yield f"top_k: {self.top_k} is more than experts {self.experts}"
-        if self.experts % self.ranks:
-            yield f"ranks: {self.ranks} does not divide experts {self.experts}"
-        if self.rank >= self.ranks:
-            yield f"rank: must be below ranks {self.ranks}, not {self.rank}"
         if self.finalize == "no_filling" and self.ranks < 2:
             yield "finalize: no_filling is taken with two ranks or more; expected ranks: 2"
 
@@ -286,12 +281,7 @@ class DuplicateIds(Fault):
     id = "MD011"
     together = 4
     parameters = DuplicateIdsParameters
-    tiers = {
-        "faulty": (Tier.MODEL, Tier.KERNEL),
-        "fixed": (Tier.MODEL, Tier.KERNEL),
-        "installed": (Tier.KERNEL,),
-        "flashinfer": (Tier.KERNEL,),
-    }
+    tiers = list_tiers(Tier.MODEL, Tier.KERNEL, installed=Tier.KERNEL, flashinfer=Tier.KERNEL)
     lab = "moedoctor.faults.routing.duplicate_ids_lab"
     claims = (judge_illegal_access, judge_bounds_check, judge_maps, judge_boundary, judge_whole_runner)
     installed_package = "flashinfer"

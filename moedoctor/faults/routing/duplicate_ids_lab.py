@@ -17,7 +17,7 @@ import torch
 
 from moedoctor.faults.routing.duplicate_ids import DuplicateIdsParameters
 from moedoctor.fixes.expert_ids import deduplicate
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 from moedoctor.upstream.flashinfer.probe import FlashInferProbe, RoutingMaps
 
 HIDDEN = 64
@@ -31,18 +31,18 @@ _OUTSIDE = 2.0**40
 _MEMORY = {"garbage": GARBAGE, "zeros": 0, "minus_one": -1}
 
 
-def model(case: Case, parameters: DuplicateIdsParameters, release: None) -> Observation:
+def model(case: Case, parameters: DuplicateIdsParameters, release: None) -> Evidence:
     """Observe the restated sort."""
     return observe(parameters, ThreeStepModel(), guard=case.subject == "fixed")
 
 
-def kernel(case: Case, parameters: DuplicateIdsParameters, release: FlashInferProbe | None) -> Observation:
+def kernel(case: Case, parameters: DuplicateIdsParameters, release: FlashInferProbe | None) -> Evidence:
     """Observe a release's own code, or that of the installed FlashInfer."""
     code = release or FlashInferProbe.installed(case.device)
     return observe(parameters, code, guard=case.subject == "fixed")
 
 
-def observe(parameters: DuplicateIdsParameters, code: Any, *, guard: bool = False) -> Observation:
+def observe(parameters: DuplicateIdsParameters, code: Any, *, guard: bool = False) -> Evidence:
     """Build the maps, finalize, and count the rows whose sum is right.
 
     `code` is a `ThreeStepModel` or a `FlashInferProbe`. With `guard` the ids are made distinct first.
@@ -74,9 +74,9 @@ def observe(parameters: DuplicateIdsParameters, code: Any, *, guard: bool = Fals
             all_to_all=parameters.finalize == "no_filling",
         )
     except ReadOutOfBoundsError as error:
-        return Observation({**evidence, "rows": parameters.tokens, "entries_out_of_bounds": error.entries})
+        return {**evidence, "rows": parameters.tokens, "entries_out_of_bounds": error.entries}
     del buffer  # it had to live until here, because finalize may read beside the rows
-    return Observation({**evidence, **_count_rows(parameters, ids, out, expected, without_repeats)})
+    return {**evidence, **_count_rows(parameters, ids, out, expected, without_repeats)}
 
 
 def make_ids(parameters: DuplicateIdsParameters) -> torch.Tensor:

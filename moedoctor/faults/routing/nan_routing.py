@@ -23,6 +23,7 @@ from moedoctor.faults.base import (
     find_first_after,
     group_by_release,
     judge_counts,
+    list_tiers,
     only,
     releases,
     untested,
@@ -44,8 +45,6 @@ _SUMMED = (
 
 
 class NanRoutingParameters(Parameters):
-    """One point of the matrix."""
-
     router: Literal["softmax", "sigmoid", "grouped"] = "softmax"
     tokens: int = Field(96, ge=1, le=65_536, description="rows of logits; every other one is clean")
     experts: int = Field(128, ge=1, le=1024)
@@ -62,8 +61,6 @@ class NanRoutingParameters(Parameters):
     seed: int = Field(0, ge=0)
 
     def problems(self) -> Iterator[str]:
-        if self.top_k > self.experts:
-            yield f"top_k: {self.top_k} is more than experts {self.experts}"
         groups, used = self.num_groups, self.topk_groups
         if self.router != "grouped":
             if groups is not None or used is not None:
@@ -267,22 +264,12 @@ class NanRouting(Fault):
     id = "MD001"
     together = 4
     parameters = NanRoutingParameters
-    tiers = {
-        "faulty": (Tier.MODEL,),
-        "fixed": (Tier.MODEL,),
-        "installed": (Tier.KERNEL,),
-        "vllm": (Tier.KERNEL,),
-    }
+    tiers = list_tiers(Tier.MODEL, installed=Tier.KERNEL, vllm=Tier.KERNEL)
+    summary = "{router} E={experts} K={top_k} {dtype}"
     lab = "moedoctor.faults.routing.nan_routing_lab"
     claims = (
-        *(
-            judge_same_expert,
-            judge_always_distinct,
-            judge_separate_launch,
-            judge_fused_is_free,
-            judge_fp8_clamps_nan,
-        ),
-        *(judge_padding_holds_nan, judge_padding_holds_nan_dp),
+        *(judge_same_expert, judge_always_distinct, judge_separate_launch, judge_fused_is_free),
+        *(judge_fp8_clamps_nan, judge_padding_holds_nan, judge_padding_holds_nan_dp),
     )
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
@@ -312,7 +299,5 @@ class NanRouting(Fault):
         }
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:
-        shape = (
-            f"{parameters['router']} E={parameters['experts']} K={parameters['top_k']} {parameters['dtype']}"
-        )
-        return shape if parameters["bias"] == "none" else f"{shape} {parameters['bias']} bias"
+        bias = "" if parameters["bias"] == "none" else f" {parameters['bias']} bias"
+        return super().describe(parameters) + bias

@@ -15,7 +15,7 @@ from moedoctor.fixes import routing as fixes
 from moedoctor.fixes.routing import TopK
 from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import find_differing_rows
-from moedoctor.results import Case, Observation
+from moedoctor.results import Case, Evidence
 from moedoctor.upstream.releases.moe_kernels import MoeKernels
 from moedoctor.upstream.releases.old_topk import find_winners, repeat_argmax, topk_softmax
 
@@ -28,19 +28,19 @@ WELL_DEFINED_KINDS = (CLEAN, NEG_INF, ALL_EQUAL)
 """Rows whose softmax is finite: every implementation must agree on them."""
 
 
-def model(case: Case, parameters: NanRoutingParameters, release: None) -> Observation:
+def model(case: Case, parameters: NanRoutingParameters, release: None) -> Evidence:
     """Count what the failing argmax does, or ours under both NaN policies."""
     if case.subject == "faulty":
         return count(parameters, case.device, {"greater-than argmax": FaultyRouting()})
     return count(parameters, case.device, {policy: FixedRouting(policy) for policy in ("zero", "finite")})
 
 
-def kernel(case: Case, parameters: NanRoutingParameters, release: MoeKernels | None) -> Observation:
+def kernel(case: Case, parameters: NanRoutingParameters, release: MoeKernels | None) -> Evidence:
     """Count what a release's kernels do, or those of the installed vLLM."""
     return count(parameters, case.device, {"kernel": release or MoeKernels.installed()})
 
 
-def count(parameters: NanRoutingParameters, device: str, variants: Mapping[str, Any]) -> Observation:
+def count(parameters: NanRoutingParameters, device: str, variants: Mapping[str, Any]) -> Evidence:
     """Route rows of every kind through each variant and add up what comes out."""
     rows = make_rows(
         parameters.tokens,
@@ -68,7 +68,7 @@ def count(parameters: NanRoutingParameters, device: str, variants: Mapping[str, 
         **totals,
         "duplicates_by_kind": dict(sorted(duplicates_by_kind.items())),
     }
-    return Observation({**evidence, "example": example} if example else evidence)
+    return {**evidence, "example": example} if example else evidence
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from moedoctor.faults.base import (
     claim,
     decide,
     judge_counts,
+    list_tiers,
     untested,
 )
 from moedoctor.results import Case, Crash, Observation, Scalar, Tier
@@ -40,12 +41,6 @@ class SentinelIdsParameters(Parameters):
     seed: int = Field(0, ge=0)
 
     def problems(self) -> Iterator[str]:
-        if self.top_k > self.experts:
-            yield f"top_k: {self.top_k} is more than experts {self.experts}"
-        if self.experts % self.ranks:
-            yield f"ranks: {self.ranks} does not divide experts {self.experts}"
-        if self.rank >= self.ranks:
-            yield f"rank: must be below ranks {self.ranks}, not {self.rank}"
         if self.use != "expert_map" and self.ranks > 1:
             yield f"ranks: {self.use} knows no ranks; expected use: expert_map"
 
@@ -160,7 +155,7 @@ class SentinelIds(Fault):
     id = "MD016"
     together = 4
     parameters = SentinelIdsParameters
-    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
+    tiers = list_tiers(Tier.MODEL)
     lab = "moedoctor.faults.routing.sentinel_ids_lab"
     claims = (judge_upstream_paths, judge_alignment)
 

@@ -20,7 +20,7 @@ from moedoctor.faults.routing.sentinel_ids import IDS, SentinelIdsParameters
 from moedoctor.fixes.expert_ids import find_local_ids, replace_sentinels
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import Problem, compute_expected, make_layer, make_problem
-from moedoctor.results import Case, Observation, UnavailableError
+from moedoctor.results import Case, Evidence, UnavailableError
 from moedoctor.upstream.releases.installed import align_block_size, describe_installed_release
 
 _STALE = 64.0
@@ -45,27 +45,25 @@ class Used(NamedTuple):
     """float32 [T]"""
 
 
-def model(case: Case, parameters: SentinelIdsParameters, release: None) -> Observation:
+def model(case: Case, parameters: SentinelIdsParameters, release: None) -> Evidence:
     """Compare each token's sum with that over its real pairs."""
     uses = FAULTY if case.subject == "faulty" else FIXED
     return observe(parameters, uses[parameters.use](make_batch(parameters)))
 
 
-def observe(parameters: SentinelIdsParameters, used: Used) -> Observation:
+def observe(parameters: SentinelIdsParameters, used: Used) -> Evidence:
     """Count the rows that are wrong, and the empty pairs that an expert was given."""
     batch = make_batch(parameters)
     is_empty = batch.ids < 0  # [T, K]
     local = torch.where(is_empty, -1, batch.expert_map[batch.ids.clamp_min(0).long()])  # [T, K]
     given = is_empty & (used.experts >= 0)  # [T, K]
-    return Observation(
-        {
-            "rows": parameters.tokens,
-            "rows_wrong": int((used.sums != _sum_weighted(batch, local)).sum()),
-            "empty_slots": int(is_empty.sum()),
-            "empty_slots_given_to_an_expert": int(given.sum()),
-            "expert": int(used.experts[given][0]) if bool(given.any()) else None,
-        }
-    )
+    return {
+        "rows": parameters.tokens,
+        "rows_wrong": int((used.sums != _sum_weighted(batch, local)).sum()),
+        "empty_slots": int(is_empty.sum()),
+        "empty_slots_given_to_an_expert": int(given.sum()),
+        "expert": int(used.experts[given][0]) if bool(given.any()) else None,
+    }
 
 
 def make_batch(parameters: SentinelIdsParameters) -> Batch:

@@ -16,6 +16,7 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
+    list_tiers,
     untested,
 )
 from moedoctor.fixes.arch.targets import NEWEST_CUDA_MAJOR, OLDEST_CUDA, parse_cuda
@@ -25,8 +26,6 @@ _LAB = "moedoctor.faults.selection.arch_suffix_lab"
 
 
 class ArchSuffixParameters(Parameters):
-    """One point of the matrix."""
-
     capability: Literal["10.0", "10.3", "11.0", "12.0", "12.1"] = Field(
         "12.0", description="the GPU's; older ones get their MoE targets from no list"
     )
@@ -123,7 +122,7 @@ class ArchSuffix(Fault):
 
     id = "MD004"
     parameters = ArchSuffixParameters
-    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,), "installed": (Tier.LIBRARY,)}
+    tiers = list_tiers(Tier.MODEL, installed=Tier.LIBRARY)
     lab = _LAB
     claims = (judge_a_lacks_instructions, judge_f_needs_cuda, judge_list_is_workaround)
     installed_package = "flashinfer"

@@ -36,7 +36,7 @@ from moedoctor.fixes.arch.targets import (
     parse_cuda,
 )
 from moedoctor.processes.cuda_tools import Tool
-from moedoctor.results import Case, Observation, UnavailableError
+from moedoctor.results import Case, Evidence, UnavailableError
 from moedoctor.upstream.flashinfer.context import FlashInferContext
 
 FAULTY_RELEASE = "0.6.6"
@@ -46,12 +46,12 @@ Resolver = Callable[[Capability, CudaVersion, str | None], ArchReading]
 """(capability, CUDA release, arch list) -> the targets of the MoE module, or an error."""
 
 
-def model(case: Case, parameters: ArchSuffixParameters, release: None) -> Observation:
+def model(case: Case, parameters: ArchSuffixParameters, release: None) -> Evidence:
     """Observe FlashInfer 0.5.0 to 0.6.6 as restated in `moedoctor.fixes.arch.flashinfer`, or ours."""
     return observe(parameters, faulty if case.subject == "faulty" else fixed)
 
 
-def library(case: Case, parameters: ArchSuffixParameters, release: None) -> Observation:
+def library(case: Case, parameters: ArchSuffixParameters, release: None) -> Evidence:
     """Observe the installed FlashInfer's own choice."""
     return observe(parameters, FlashInferContext.installed().resolve)
 
@@ -68,22 +68,18 @@ def fixed(capability: Capability, cuda: CudaVersion, arch_list: str | None) -> A
     return ArchReading(tuple(decision.target for decision in decisions))
 
 
-def observe(parameters: ArchSuffixParameters, resolve: Resolver) -> Observation:
+def observe(parameters: ArchSuffixParameters, resolve: Resolver) -> Evidence:
     """Ask `resolve` for its targets and try each of them."""
     gpu, cuda = parse_capability(parameters.capability), parse_cuda(parameters.cuda)
     compiler = _Compiler(cuda, find_compiler(cuda, find_compilers()))
     reading = resolve(gpu, cuda, parameters.arch_list)
-    return Observation(
-        {
-            "targets": list(reading.targets),
-            "error": reading.error,
-            "checked": [_check(name, gpu, compiler) for name in reading.targets],
-            "would_do": [str(target) for target in _list_working_targets(gpu, compiler)]
-            if reading.error
-            else [],
-            "decided_by": str(compiler.tool) if compiler.tool else "what such a ptxas accepted",
-        }
-    )
+    return {
+        "targets": list(reading.targets),
+        "error": reading.error,
+        "checked": [_check(name, gpu, compiler) for name in reading.targets],
+        "would_do": [str(target) for target in _list_working_targets(gpu, compiler)] if reading.error else [],
+        "decided_by": str(compiler.tool) if compiler.tool else "what such a ptxas accepted",
+    }
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ releases answered and read when the tables were made is added to the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -21,12 +21,13 @@ from moedoctor.faults.base import (
     Parameters,
     claim,
     decide,
+    list_tiers,
     untested,
 )
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends.release_tables import CAPABILITIES, load_releases, load_tables
 from moedoctor.fixes.backends.requests import NVFP4_VARIABLE
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
 
 
 class BackendOverrideParameters(Parameters):
@@ -177,14 +178,10 @@ class BackendOverride(Fault):
 
     id = "MD010"
     parameters = BackendOverrideParameters
-    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,), "installed": (Tier.LIBRARY,)}
+    tiers = list_tiers(Tier.MODEL, installed=Tier.LIBRARY)
     lab = "moedoctor.faults.selection.backend_override_lab"
-    claims = (
-        judge_no_override,
-        judge_no_variable,
-        judge_gemm_crashes,
-        judge_marlin_by_default,
-    )
+    summary = "{release} {scheme} {capability} {setting}"
+    claims = (judge_no_override, judge_no_variable, judge_gemm_crashes, judge_marlin_by_default)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence
@@ -213,7 +210,3 @@ class BackendOverride(Fault):
             "settings_honoured_by_the_fix": len(honoured),
             "releases": len({case.parameters["release"] for case in fixed}),
         }
-
-    def describe(self, parameters: Mapping[str, Scalar]) -> str:
-        where = f"{parameters['release']} {parameters['scheme']} {parameters['capability']}"
-        return f"{where} {parameters['setting']}"

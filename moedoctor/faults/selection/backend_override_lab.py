@@ -11,7 +11,7 @@ from moedoctor.diagnose.settings.tables import load_vllm_variables
 from moedoctor.faults.selection.backend_override import NEMOTRON, BackendOverrideParameters
 from moedoctor.fixes import backends
 from moedoctor.fixes.backends import requests
-from moedoctor.results import Case, Observation, UnavailableError
+from moedoctor.results import Case, Evidence, UnavailableError
 from moedoctor.upstream.selection.installed import InstalledSelection, Started, find_installed_release
 from moedoctor.upstream.selection.oracle import Layer
 
@@ -20,12 +20,12 @@ Start = Callable[[BackendOverrideParameters, Mapping[str, str], Sequence[str]], 
 _COMMAND = ("vllm", "serve", "MODEL")
 
 
-def model(case: Case, parameters: BackendOverrideParameters, release: None) -> Observation:
+def model(case: Case, parameters: BackendOverrideParameters, release: None) -> Evidence:
     """Observe vLLM's own selection as the tables have it, or ours."""
     return observe(parameters, start_upstream if case.subject == "faulty" else start_ours)
 
 
-def library(case: Case, parameters: BackendOverrideParameters, release: None) -> Observation:
+def library(case: Case, parameters: BackendOverrideParameters, release: None) -> Evidence:
     """Observe the installed vLLM. Raises UnavailableError if it is another release."""
     installed = InstalledSelection.from_this_environment(parameters.release)
 
@@ -39,7 +39,7 @@ def library(case: Case, parameters: BackendOverrideParameters, release: None) ->
     return observe(parameters, start)
 
 
-def observe(parameters: BackendOverrideParameters, start: Start) -> Observation:
+def observe(parameters: BackendOverrideParameters, start: Start) -> Evidence:
     """Start once with the setting and once without."""
     environ: dict[str, str] = {}
     command = list(_COMMAND)
@@ -49,7 +49,7 @@ def observe(parameters: BackendOverrideParameters, start: Start) -> Observation:
         name, _, value = parameters.setting.partition("=")
         environ[name] = value
     without = start(parameters, {}, _COMMAND)
-    return Observation({**asdict(start(parameters, environ, command)), "without": without.selected})
+    return {**asdict(start(parameters, environ, command)), "without": without.selected}
 
 
 def start_upstream(

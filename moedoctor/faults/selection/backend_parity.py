@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from moedoctor.bench.moe.backends import UPSTREAM
-from moedoctor.faults.base import Explanation, Fault, Judgement, Parameters
+from moedoctor.faults.base import Explanation, Fault, Judgement, Parameters, list_tiers
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier
 
@@ -79,7 +79,7 @@ class BackendParity(Fault):
     name = "backend_parity"
     title = "an MoE backend that computes something else than the reference"
     parameters = BackendParityParameters
-    tiers = {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,), "installed": (Tier.KERNEL,)}
+    tiers = list_tiers(Tier.MODEL, installed=Tier.KERNEL)
     explanation = Explanation(
         mechanism="Backends lay out weights and scales each in its own way, and a wrong layout gives finite "
         "numbers and no error. A comparison that averages over tokens or allows an absolute error passes "

@@ -12,17 +12,17 @@ from moedoctor.faults.selection.backend_parity import BackendParityParameters
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.agreement import choose_bounds
 from moedoctor.reference.moe_layer import make_layer, make_problem
-from moedoctor.results import Case, Observation, UnavailableError
+from moedoctor.results import Case, Evidence, UnavailableError
 
 
-def model(case: Case, parameters: BackendParityParameters, release: None) -> Observation:
+def model(case: Case, parameters: BackendParityParameters, release: None) -> Evidence:
     """Compare the reference, or our backend, with the reference."""
     variant = parameters.variant
     own = Reference if case.subject == "faulty" else Ours
     return observe(parameters, case.device, own(variant.quantization, variant.activations))
 
 
-def kernel(case: Case, parameters: BackendParityParameters, release: None) -> Observation:
+def kernel(case: Case, parameters: BackendParityParameters, release: None) -> Evidence:
     """Compare the installed backend. Raises UnavailableError if it cannot run here."""
     backend = create(parameters.variant)
     reason = backend.unavailable(_shape(parameters), case.device)
@@ -31,7 +31,7 @@ def kernel(case: Case, parameters: BackendParityParameters, release: None) -> Ob
     return observe(parameters, case.device, backend)
 
 
-def observe(parameters: BackendParityParameters, device: str, backend: Any) -> Observation:
+def observe(parameters: BackendParityParameters, device: str, backend: Any) -> Evidence:
     """Compare `backend` with the reference. Raises UnavailableError if it refuses ids of -1."""
     reason = backend.check_empty_slots() if parameters.ids in ("empty", "fewer") else None
     if reason is not None:
@@ -41,14 +41,12 @@ def observe(parameters: BackendParityParameters, device: str, backend: Any) -> O
     problem = make_problem(layer, parameters.tokens, variant.activations, seed=parameters.seed, device=device)
     problem = replace(problem, topk_ids=make_unusual_ids(problem.topk_ids, parameters.ids))
     result = check_parity(backend, problem)
-    return Observation(
-        {
-            "computed_by": variant.label,
-            "activations_quantised": variant.activations,
-            "bounds": asdict(choose_bounds(variant.activations)),
-            **result.to_evidence(),
-        }
-    )
+    return {
+        "computed_by": variant.label,
+        "activations_quantised": variant.activations,
+        "bounds": asdict(choose_bounds(variant.activations)),
+        **result.to_evidence(),
+    }
 
 
 def _shape(parameters: BackendParityParameters) -> LayerShape:

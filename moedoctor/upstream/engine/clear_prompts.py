@@ -44,8 +44,6 @@ Prompt = list[int] | str
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of an engine to the prompts."""
-
     tokens: Sequence[Sequence[int]]
     logprobs: Sequence[Sequence[Mapping[str, float]]]
     """For each prompt and step: token id -> logprob, of the `LOGPROBS` best."""
@@ -98,7 +96,6 @@ def find_clear(answers: Answers) -> list[int]:
 
 
 def compare(answers: Answers, reference: Answers) -> Comparison:
-    """Compare the answers on the reference's clear prompts."""
     clear = find_clear(reference)
     same = sum(list(answers.tokens[prompt]) == list(reference.tokens[prompt]) for prompt in clear)
     apart = [measure_distance(answers.logprobs[prompt], reference.logprobs[prompt]) for prompt in clear]

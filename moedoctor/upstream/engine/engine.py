@@ -119,8 +119,6 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class EngineError:
-    """The failure of an engine."""
-
     kind: str
     """The exception's class with its module, or the way in which the process died."""
     message: str
@@ -154,7 +152,6 @@ class LogFacts:
 
 
 def read_log(text: str) -> LogFacts:
-    """Return the facts in the log `text`."""
     lines = {name: pattern.search(text) for name, pattern in _LOG.items()}
     refused = tuple(dict.fromkeys(match[0] for match in _REFUSED.finditer(text)))
     return LogFacts(**{name: match[1] for name, match in lines.items() if match}, refused=refused)

@@ -64,8 +64,6 @@ class Outcome(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Trial:
-    """One engine of an experiment."""
-
     request: EngineRequest
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The columns that name the engine in a row of the report."""
@@ -105,7 +103,6 @@ def run_trials(trials: Sequence[Trial], *, parallel: int = PARALLEL) -> list[Ran
 
 
 def attach_controls(trials: Sequence[Trial], results: Sequence[EngineResult]) -> list[Ran]:
-    """Put each result beside that of its trial's control."""
     by_label = {trial.request.label: result for trial, result in zip(trials, results, strict=True)}
     return [
         Ran(trial, result, None if trial.control is None else by_label[trial.control])

@@ -79,7 +79,11 @@ class FlashInferProbe:
         overwritten.
         """
         tokens, top_k = ids.shape
-        maps = memory if isinstance(memory, RoutingMaps) else _make_empty_maps(ids, experts, memory)
+        if isinstance(memory, RoutingMaps):
+            maps = memory
+        else:
+            places, inverse = (ids.new_full((tokens * top_k,), memory) for _ in range(2))
+            maps = RoutingMaps(False, places, inverse, ids.new_zeros(experts + 1, dtype=torch.int64))
         written = (maps.row_of_permuted, maps.permuted_of_row, maps.first_offset)
         common = (tokens, experts, top_k, start)
         taken = self._call("fused", ids, *written, *common)
@@ -127,16 +131,6 @@ class FlashInferProbe:
             message = self.library.moedoctor_probe_error().decode("utf-8", "replace")
             raise RuntimeError(f"FlashInfer {self.release}: {message}")
         return code
-
-
-def _make_empty_maps(ids: torch.Tensor, experts: int, value: int) -> RoutingMaps:
-    size, device = ids.numel(), ids.device
-    return RoutingMaps(
-        False,
-        torch.full((size,), value, dtype=torch.int32, device=device),
-        torch.full((size,), value, dtype=torch.int32, device=device),
-        torch.zeros(experts + 1, dtype=torch.int64, device=device),
-    )
 
 
 @functools.cache

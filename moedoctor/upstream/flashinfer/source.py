@@ -51,8 +51,6 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class FlashInferSource:
-    """The sources of one release."""
-
     release: str
     package: Path
     """The folder ``flashinfer``, with ``data`` and ``jit`` in it."""

@@ -164,16 +164,15 @@ def _build_nvfp4(
         holder,
         w13_weight=layer.w13.packed.clone(),
         w13_weight_scale=layer.w13.block_scales.clone(),
-        w13_weight_scale_2=layer.w13.global_scale[:, None].repeat(
-            1, gates
-        ),  # [E, 2], or [E, 1] without a gate
+        # [E, 2], or [E, 1] without a gate
+        w13_weight_scale_2=layer.w13.global_scale[:, None].repeat(1, gates),
         w2_weight=layer.w2.packed.clone(),
         w2_weight_scale=layer.w2.block_scales.clone(),
         w2_weight_scale_2=layer.w2.global_scale.clone(),
         w13_input_scale=_make_scale(layer.input_scale, device, experts),
         w2_input_scale=_make_scale(layer.intermediate_scale, device, experts),
     )
-    w13, w13_scale, w13_scale_2, a13_scale, w2, w2_scale, w2_scale_2, a2_scale = call(
+    converted = call(
         oracle.convert_to_nvfp4_moe_kernel_format,
         nvfp4_backend=backend,
         layer=holder,
@@ -187,17 +186,10 @@ def _build_nvfp4(
         a2_scale=holder.w2_input_scale.data,
         is_act_and_mul=config.is_act_and_mul,
     )
-    _hold(
-        holder,
-        w13_weight=w13,
-        w13_weight_scale=w13_scale,
-        w13_weight_scale_2=w13_scale_2,
-        w13_input_scale=a13_scale,
-        w2_weight=w2,
-        w2_weight_scale=w2_scale,
-        w2_weight_scale_2=w2_scale_2,
-        w2_input_scale=a2_scale,
-    )
+    parts = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+    names = [f"{matrix}_{part}" for matrix in ("w13", "w2") for part in parts]
+    _hold(holder, **dict(zip(names, converted, strict=True)))
+    w13, w13_scale, w13_scale_2, a13_scale, w2, w2_scale, w2_scale_2, a2_scale = converted
     quant_config = call(
         oracle.make_nvfp4_moe_quant_config,
         backend=backend,
@@ -248,8 +240,6 @@ _QUANTIZATIONS = {
 
 
 class VllmBackend(Backend):
-    """One backend of vLLM's for one quantization."""
-
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
         self._quantization = _QUANTIZATIONS[variant.quantization]
@@ -285,7 +275,9 @@ class VllmBackend(Backend):
         if kernel_class is None:
             raise UnavailableError(f"{self.variant.name}: {reason}")
         holder = _make_layer(layer.shape, config)
-        with _set_engine():
+        # Some of vLLM's constructors ask for a current configuration.
+        engine = importlib.import_module("vllm.config")
+        with engine.set_current_vllm_config(engine.VllmConfig()):
             oracle = load(self._quantization.oracle)
             try:
                 kernel, w13, w2 = self._quantization.build(
@@ -295,8 +287,9 @@ class VllmBackend(Backend):
                 if _NOT_INSTALLED not in str(error):
                     raise
                 raise UnavailableError(f"{self.variant.name}: vLLM says: {error}") from error
-        if self.variant.name == "HUMMING":
-            _set_forward_context()
+        if self.variant.name == "HUMMING":  # it asks for a forward pass, of this child's whole life
+            module: Any = importlib.import_module("vllm.forward_context")
+            module._forward_context = module.create_forward_context(None, engine.VllmConfig())
         return VllmKernel(kernel, w13, w2, layer.shape)
 
     def _check_scales(self, weight: Fp8) -> None:
@@ -430,17 +423,3 @@ def _start(device: str, *, fresh: bool = False) -> None:
         workspace.reset_workspace_manager()
     if not workspace.is_workspace_manager_initialized():
         workspace.init_workspace_manager(torch.device(device))
-
-
-def _set_engine() -> contextlib.AbstractContextManager[Any]:
-    """Make vLLM's default configuration the current one, because some of its constructors ask for it."""
-    config = importlib.import_module("vllm.config")
-    manager: contextlib.AbstractContextManager[Any] = config.set_current_vllm_config(config.VllmConfig())
-    return manager
-
-
-def _set_forward_context() -> None:
-    """Make a forward pass on one rank current for the life of this child, because HUMMING asks for it."""
-    module: Any = importlib.import_module("vllm.forward_context")
-    config = importlib.import_module("vllm.config").VllmConfig()
-    module._forward_context = module.create_forward_context(None, config)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import importlib.metadata
-import importlib.util
 import os
 import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from moedoctor.processes.ask import answer
@@ -29,12 +27,17 @@ def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     sys.stdout = sys.stderr  # vLLM prints; the answer goes through its own file
+    from moedoctor.upstream.preflight.operators import define_operators
     from moedoctor.upstream.preflight.substitutes import Gpu, substitute_torch, substitute_vllm
-    from moedoctor.upstream.selection.substitute import _OPERATORS, SubstituteError
+    from moedoctor.upstream.releases.wheel import find_package_folders
+    from moedoctor.upstream.selection.substitute import OPERATORS, SubstituteError, loads_extension
 
     gpu = Gpu(tuple(request["capability"]), request["memory"], request["gpus"])
     gone = substitute_torch(gpu)
-    operators = define_operators(_OPERATORS)
+    operators = sum(
+        define_operators(folder, partial(loads_extension, folder=folder), OPERATORS)
+        for folder in find_package_folders("vllm")
+    )
     try:
         notes, missing = substitute_vllm(gpu)
     except SubstituteError as error:
@@ -50,19 +53,6 @@ def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     }
     for command in request["commands"]:
         yield ask_command(command, request)
-
-
-def define_operators(leave: Mapping[str, Any]) -> int:
-    """Define the operators that the installed release's compiled parts declare; return how many."""
-    from moedoctor.upstream.preflight.operators import define_operators
-    from moedoctor.upstream.selection.substitute import loads_extension
-
-    spec = importlib.util.find_spec("vllm")
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    made = 0
-    for folder in map(Path, folders):
-        made += define_operators(folder, partial(loads_extension, folder=folder), leave)
-    return made
 
 
 def list_versions() -> dict[str, str]:

@@ -35,19 +35,9 @@ Headers = Mapping[str, Sequence[tuple[str, str, Sequence[int]]]]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _LOOKS = frozenset(
     {
-        *(
-            "__get__",
-            "__len__",
-            "__repr__",
-            "__hash__",
-            "data_ptr",
-            "dim",
-            "element_size",
-            "get_device",
-            "numel",
-        ),
-        *("is_contiguous", "is_floating_point", "ndimension", "nelement", "size", "storage_offset", "stride"),
-        "untyped_storage",
+        *("__get__", "__len__", "__repr__", "__hash__", "data_ptr", "dim", "element_size", "get_device"),
+        *("numel", "is_contiguous", "is_floating_point", "ndimension", "nelement", "size", "storage_offset"),
+        *("stride", "untyped_storage"),
     }
 )
 """Functions that look at a tensor and take nothing from it."""
@@ -138,24 +128,26 @@ class OnMeta(TorchFunctionMode):
 
     def _note(self, function: Any, arguments: Any) -> None:
         """Count what an operation writes and reads."""
+
+        def take(value: Any) -> tuple[Stored, torch.Tensor] | None:
+            """Return the tensor of the checkpoint that `value` is a view of, which is then used."""
+            name = None
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                name = self._by_storage.get(value.untyped_storage()._cdata)
+            if name is None:
+                return None
+            self.stored[name].used = True
+            return self.stored[name], value
+
         source = None
         for each in arguments[:2]:
-            if isinstance(each, torch.Tensor) and each.is_meta:
-                name = self._by_storage.get(each.untyped_storage()._cdata)
-                if name is not None:
-                    self.stored[name].used = True
-                    source = (self.stored[name], each)
+            source = take(each) or source
         if function not in _WRITES or not isinstance(arguments[0], torch.Tensor):
             return
         target = arguments[0]
         if function is torch.Tensor.__setitem__:
             target = target[arguments[1]]
-            value = arguments[2]
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                name = self._by_storage.get(value.untyped_storage()._cdata)
-                if name is not None:
-                    self.stored[name].used = True
-                    source = (self.stored[name], value)
+            source = take(arguments[2]) or source
         if function is torch.Tensor.fill_ and source is None and not self.stored:
             return
         key = target.untyped_storage()._cdata

@@ -63,7 +63,7 @@ def describe_error(stage: str, error: BaseException) -> dict[str, Any]:
         "stage": stage,
         "type": type(error).__name__,
         "message": " ".join(str(error).split())[:_MOST_TEXT],
-        "at": [_place(frame) for frame in inside[-3:]],
+        "at": [f"vllm/{frame.filename.rpartition('/vllm/')[2]}:{frame.lineno}" for frame in inside[-3:]],
         "line": (inside[-1].line or "")[:200] if inside else "",
         "last_module": "" if last is None else _find_package(last.filename),
         "cause": _explain_inspection(error),
@@ -81,10 +81,6 @@ def _explain_inspection(error: BaseException) -> str:
     except Exception as cause:
         return f"{type(cause).__name__}: {' '.join(str(cause).split())[:_MOST_TEXT]}"
     return "it can be imported"
-
-
-def _place(frame: traceback.FrameSummary) -> str:
-    return f"vllm/{frame.filename.rpartition('/vllm/')[2]}:{frame.lineno}"
 
 
 def _find_package(file: str) -> str:
@@ -219,9 +215,8 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
     seconds: dict[str, float] = answer["seconds"]
     compilation = config.compilation_config
     config.load_config.device = "meta"
-    compilation.mode = type(
-        compilation.mode
-    ).NONE  # its passes name compiled operators when they are imported
+    # Its passes name compiled operators when they are imported.
+    compilation.mode = type(compilation.mode).NONE
     for registry in ("static_forward_context", "static_all_moe_layers"):
         if hasattr(compilation, registry):
             getattr(compilation, registry).clear()
@@ -333,6 +328,8 @@ def _is_padding(
     owners: Mapping[str, Any], name: str, shape: Sequence[int], share: float, config: Any
 ) -> bool:
     """Return True if the rest of an expert parameter is what the release adds to round its sizes up."""
+    from vllm.distributed import parallel_state
+
     owner = owners.get(name.rpartition(".")[0])
     text, parallel = config.model_config.hf_text_config, config.parallel_config
     hidden = getattr(text, "hidden_size", None)
@@ -340,7 +337,8 @@ def _is_padding(
     padded_width = getattr(owner, "intermediate_size_per_partition", None)
     if not (isinstance(hidden, int) and isinstance(width, int) and padded_width and len(shape) > 1):
         return False
-    place = 0 if getattr(owner, "use_ep", False) else _find_rank(parallel)
+    is_whole = getattr(owner, "use_ep", False) or parallel.tensor_parallel_size == 1
+    place = 0 if is_whole else int(parallel_state.get_tensor_model_parallel_rank())
     own_width = max(0, min(padded_width, width - place * padded_width)) / padded_width
     own_hidden = min(1.0, hidden / (getattr(owner, "hidden_size", hidden) or hidden))
     expected = {own_width, own_hidden, own_width * own_hidden}
@@ -351,12 +349,6 @@ def _is_unused_bias(owners: Mapping[str, Any], name: str) -> bool:
     """Return True for the bias of experts that have none: GPTQ's method makes one in any case."""
     moe = getattr(owners.get(name.rpartition(".")[0]), "moe_config", None)
     return name.endswith("_bias") and getattr(moe, "has_bias", None) is False
-
-
-def _find_rank(parallel: Any) -> int:
-    from vllm.distributed import parallel_state
-
-    return int(parallel_state.get_tensor_model_parallel_rank()) if parallel.tensor_parallel_size > 1 else 0
 
 
 # After loading.
@@ -383,9 +375,8 @@ def plan_kv_cache(config: Any, weights: int) -> dict[str, Any]:
         if spec:
             specs[name] = spec
     if getattr(config.cache_config, "kv_cache_layout", "") is None:
-        config.cache_config.kv_cache_layout = (
-            "LBNHC"  # the engine core would ask its workers; the need is the same
-        )
+        # The engine core would ask its workers; the need is the same.
+        config.cache_config.kv_cache_layout = "LBNHC"
     share = config.cache_config.gpu_memory_utilization
     left = int(current_platform.get_device_total_memory() * share) - weights
     answer = {"layers": len(specs), "left": left, "blocks": None, "tokens": None, "refused": ""}

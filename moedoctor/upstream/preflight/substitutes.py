@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,36 +73,29 @@ def _make_placeholder(name: str) -> Any:
 
 
 _COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
-_SILENT = ("empty_cache", "synchronize", "reset_peak_memory_stats")
-
+_CALLS: Mapping[str, Callable[[Gpu], Any]] = {
+    "cuda.get_device_properties": Gpu.describe,
+    "cuda.get_device_capability": lambda gpu: gpu.capability,
+    "cuda.get_device_name": lambda gpu: gpu.describe().name,
+    "cuda.mem_get_info": lambda gpu: (gpu.memory, gpu.memory),
+    "cuda.current_device": lambda gpu: 0,
+    "cuda.set_device": lambda gpu: None,
+    "accelerator.is_available": lambda gpu: True,
+    "accelerator.current_device_index": lambda gpu: 0,
+    "accelerator.set_device_index": lambda gpu: None,
+    **dict.fromkeys(("cuda.device_count", "accelerator.device_count"), lambda gpu: gpu.count),
+    **dict.fromkeys(("cuda.max_memory_allocated", "accelerator.max_memory_allocated"), lambda gpu: 0),
+    **{
+        f"{place}.{name}": lambda gpu: None
+        for place in ("cuda", "accelerator")
+        for name in ("empty_cache", "synchronize", "reset_peak_memory_stats")
+    },
+}
+"""Functions of torch -> what they return, whatever they are given."""
 TORCH = (
-    Substitution(("torch:cuda.get_device_properties",), _return_constant(Gpu.describe)),
-    Substitution(("torch:cuda.get_device_capability",), _return_constant(lambda gpu: gpu.capability)),
-    Substitution(("torch:cuda.get_device_name",), _return_constant(lambda gpu: gpu.describe().name)),
-    Substitution(("torch:cuda.mem_get_info",), _return_constant(lambda gpu: (gpu.memory, gpu.memory))),
+    *(Substitution((f"torch:{name}",), _return_constant(answer)) for name, answer in _CALLS.items()),
     Substitution(("torch:cuda.Stream",), lambda gpu: _make_placeholder("Stream")),
     Substitution(("torch:cuda.Event",), lambda gpu: _make_placeholder("Event")),
-    Substitution(("torch:accelerator.is_available",), _return_constant(lambda gpu: True)),
-    *(
-        Substitution((f"torch:{place}",), _return_constant(lambda gpu: gpu.count))
-        for place in ("cuda.device_count", "accelerator.device_count")
-    ),
-    *(
-        Substitution((f"torch:{place}",), _return_constant(lambda gpu: 0))
-        for place in (
-            "cuda.current_device",
-            "accelerator.current_device_index",
-            "cuda.max_memory_allocated",
-            "accelerator.max_memory_allocated",
-        )
-    ),
-    *(
-        Substitution((f"torch:{place}.{name}",), _return_constant(lambda gpu: None))
-        for place in ("cuda", "accelerator")
-        for name in _SILENT
-    ),
-    Substitution(("torch:cuda.set_device",), _return_constant(lambda gpu: None)),
-    Substitution(("torch:accelerator.set_device_index",), _return_constant(lambda gpu: None)),
     Substitution(("torch:version.cuda",), lambda gpu: torch.version.cuda or "13.0"),
 )
 """Put there before vLLM is imported, which reads some of it while it is imported."""

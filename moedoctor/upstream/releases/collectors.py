@@ -40,7 +40,6 @@ class Collected:
 
 
 def collect_vllm(seconds: float = SECONDS) -> Collected:
-    """Return what ``vllm collect-env`` reports."""
     return _collect("vllm", seconds)
 
 

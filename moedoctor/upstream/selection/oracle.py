@@ -84,7 +84,13 @@ class Oracle:
             "vllm.model_executor.layers.fused_moe.activation"
         ).MoEActivation
         engine: Any = importlib.import_module("vllm.config.vllm")
-        engine._current_vllm_config = _make_engine_config()
+        # What selection reads of the engine: the model's type and quantization.
+        text = types.SimpleNamespace(model_type=None)
+        model = types.SimpleNamespace(quantization_config=None, hf_text_config=text, hf_config=text)
+        parallel = types.SimpleNamespace(enable_dbo=False, enable_eplb=False)
+        engine._current_vllm_config = types.SimpleNamespace(
+            model_config=model, parallel_config=parallel, weight_transfer_config=None
+        )
         self.keys = importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils")
 
     def list_activations(self) -> tuple[str, ...]:
@@ -180,11 +186,3 @@ class _Listener:
         supported, reason = self._kernel.is_supported_config(self._kernel, *arguments)
         self._answers.append(Answer(self._backend, self._kernel.__name__, bool(supported), reason))
         return (False if self._to_the_end else supported), reason
-
-
-def _make_engine_config() -> Any:
-    """Return what selection reads of the engine's configuration: the model's type and quantization."""
-    text = types.SimpleNamespace(model_type=None)
-    model = types.SimpleNamespace(quantization_config=None, hf_text_config=text, hf_config=text)
-    parallel = types.SimpleNamespace(enable_dbo=False, enable_eplb=False)
-    return types.SimpleNamespace(model_config=model, parallel_config=parallel, weight_transfer_config=None)

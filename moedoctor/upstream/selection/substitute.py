@@ -10,12 +10,13 @@ import contextlib
 import functools
 import importlib
 import importlib.machinery
-import importlib.util
 import sys
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from moedoctor.upstream.releases.wheel import find_package_folders
 
 EXTENSIONS = (
     "_C",
@@ -146,11 +147,10 @@ def _stand_in_for_extensions() -> tuple[str, ...]:
     """Make empty modules for the compiled parts that do not load, and the operators that selection asks."""
     import torch
 
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
+    folders = find_package_folders("vllm")
+    if not folders:
         raise SubstituteError("vllm is not installed here")
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    missing = [name for name in EXTENSIONS if not loads_extension(name, folder)]
+    missing = [name for name in EXTENSIONS if not loads_extension(name, folders[0])]
     for name in missing:
         full = f"vllm.{name}"
         # What was imported on the way remembers that the compiled part is missing.
@@ -163,7 +163,7 @@ def _stand_in_for_extensions() -> tuple[str, ...]:
         module.__spec__ = importlib.machinery.ModuleSpec(full, None)
         sys.modules[full] = module
     answered = []
-    for name, answer in _OPERATORS.items():
+    for name, answer in OPERATORS.items():
         with contextlib.suppress(AttributeError):
             getattr(torch.ops._C, name)
             continue
@@ -197,7 +197,7 @@ def _answers_yes(look: Callable[[], Any]) -> bool:
 
 
 _CACHED = (type(functools.lru_cache(lambda: None)),)
-_OPERATORS = {
+OPERATORS = {
     # csrc/libtorch_stable/quantization/w8a8/cutlass/scaled_mm_entry.cu, built with CUDA 12.9 or 13.
     "cutlass_group_gemm_supported": lambda capability: capability >= 90,
     "cutlass_scaled_mm_supports_fp8": lambda capability: capability >= 89,

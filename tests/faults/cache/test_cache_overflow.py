@@ -40,7 +40,7 @@ def without_the_last_group(problem: Problem, capacity: int) -> Layer:
 
 @pytest.mark.parametrize("make", [silent, without_the_last_group])
 def test_the_judge_notices_silence_and_a_lost_group(make: Callable[[Problem, int], Layer]) -> None:
-    observation = measure(CacheOverflowParameters(**POINT), "cpu", make)
+    observation = Observation(measure(CacheOverflowParameters(**POINT), "cpu", make))
     assert FAULT.judge(case(FAULT, "fixed", **POINT), observation).verdict is CaseVerdict.REPRODUCED
 
 

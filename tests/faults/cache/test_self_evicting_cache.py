@@ -12,7 +12,7 @@ from moedoctor.faults.cache.self_evicting_cache import SelfEvictingCache, SelfEv
 from moedoctor.fixes.eviction import SlotTable
 from moedoctor.interfaces import Measurement
 from moedoctor.reference.expert_cache import Problem
-from moedoctor.results import CaseVerdict, ClaimVerdict
+from moedoctor.results import CaseVerdict, ClaimVerdict, Observation
 from moedoctor.trace.format import save
 from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
 
@@ -43,7 +43,9 @@ def wrong_weights(parameters: SelfEvictingCacheParameters, problem: Problem) -> 
 
 def test_a_wrong_output_counts_even_if_the_bookkeeping_is_right() -> None:
     point = case(FAULT, experts=8, capacity=8, top_k=2, calls=50, computed=8)
-    observation = lab.measure(SelfEvictingCacheParameters(**point.parameters), "cpu", wrong_weights)
+    observation = Observation(
+        lab.measure(SelfEvictingCacheParameters(**point.parameters), "cpu", wrong_weights)
+    )
     assert observation.evidence["wrong_calls"] == 0
     assert FAULT.judge(point, observation).verdict is CaseVerdict.REPRODUCED
 

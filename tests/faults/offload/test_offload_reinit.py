@@ -7,7 +7,7 @@ import pytest
 from moedoctor.faults.offload.offload_reinit import OffloadReinit, OffloadReinitParameters
 from moedoctor.faults.offload.offload_reinit_lab import FILE, mock_runner, observe, refuse, try_rebuild
 from moedoctor.plugin.offload_fix import skip_assertion
-from moedoctor.results import Case, CaseResult, CaseVerdict, Tier, UnavailableError
+from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier, UnavailableError
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
 from tests.faults.offload.cases import run_case
 
@@ -40,7 +40,7 @@ def test_a_release_is_run_from_its_file(tmp_path: Path, check: str, verdict: Cas
 
 
 def test_a_function_that_never_rebuilds_is_not_clean() -> None:
-    observation = observe(OffloadReinitParameters(), lambda runner, config, sizes: None)
+    observation = Observation(observe(OffloadReinitParameters(), lambda runner, config, sizes: None))
     assert OffloadReinit().judge(CASE, observation).verdict is CaseVerdict.ERROR
 
 

@@ -147,7 +147,7 @@ def test_wrong_weights_in_one_compiled_layer_are_more_than_rounding(number: int 
         return untraceable_offload_lab.fixed(stack)
 
     parameters = UntraceableOffload().parameters(compiler="aot_eager", layers=3)
-    observation = untraceable_offload_lab.observe(parameters, "cpu", exchange)
+    observation = Observation(untraceable_offload_lab.observe(parameters, "cpu", exchange))
     assert 0 < observation.evidence["allowed_distance"] < observation.evidence["wrong_weights_distance"]
     judgement = UntraceableOffload().judge(Case("MD005", "fixed", Tier.MODEL, {}), observation)
     assert judgement.verdict is (CaseVerdict.CLEAN if number is None else CaseVerdict.REPRODUCED)

@@ -109,7 +109,7 @@ def test_a_fix_that_forgets_the_scales_is_noticed() -> None:
     def careless(w13: Any) -> Any:
         return replace(put_up_first(w13), block_scales=w13.block_scales)
 
-    evidence = gate_up_order_lab.measure(GateUpOrderParameters(), "cpu", careless).evidence
+    evidence = gate_up_order_lab.measure(GateUpOrderParameters(), "cpu", careless)
     assert ORDER.judge_tensors(evidence).verdict is CaseVerdict.REPRODUCED
 
 
@@ -117,7 +117,7 @@ def test_a_fix_that_exchanges_two_tiles_is_noticed() -> None:
     def careless(scales: torch.Tensor) -> torch.Tensor:
         return tile_scales(scales.view(torch.uint8).roll(128, 1).view(scales.dtype))
 
-    evidence = scale_layout_lab.measure(ScaleLayoutParameters(), "cpu", TiledKernel(careless)).evidence
+    evidence = scale_layout_lab.measure(ScaleLayoutParameters(), "cpu", TiledKernel(careless))
     assert LAYOUT.judge_tensors(evidence).verdict is CaseVerdict.REPRODUCED
 
 

@@ -39,7 +39,7 @@ def evidence(repaired: bool = False, *, moved: dict[str, float] | None = None, *
 
     with pytest.MonkeyPatch.context() as patch:  # no engine reads the checkpoints, so none is written
         patch.setattr(checkpoint_lab, "write_qwen3_moe", lambda folder, **given: folder)
-        return lab.compare_engines("marlin", repaired=repaired, run=run).evidence
+        return lab.compare_engines("marlin", repaired=repaired, run=run)
 
 
 def test_a_change_much_larger_than_rounding_is_reproduced() -> None:

@@ -71,10 +71,10 @@ def test_each_repeated_slot_leaves_one_entry_unwritten_and_no_other(point: dict[
 @given(points)
 def test_distinct_ids_and_deduplicated_ones_give_the_right_sum(point: dict[str, Any]) -> None:
     chosen = parameters(**point)
-    guarded = lab.observe(chosen, lab.ThreeStepModel(), guard=True).evidence
+    guarded = lab.observe(chosen, lab.ThreeStepModel(), guard=True)
     assert guarded["rows_right"] == guarded["rows"]
     if chosen.ids in ("distinct", "sentinel"):
-        plain = lab.observe(chosen, lab.ThreeStepModel()).evidence
+        plain = lab.observe(chosen, lab.ThreeStepModel())
         assert plain["rows_right"] == plain["rows"]
 
 
@@ -134,7 +134,9 @@ class Unchecked(lab.ThreeStepModel):
 
 
 def test_a_row_taken_from_before_the_buffer_is_a_read_out_of_bounds() -> None:
-    observation = lab.observe(parameters(ids="one_repeat", memory="minus_one"), Unchecked())
+    observation = Observation(
+        lab.observe(parameters(ids="one_repeat", memory="minus_one"), Unchecked())
+    )
     assert (observation.evidence["rows_out_of_bounds"], observation.evidence["rows_wrong"]) == (300, 0)
     judged = FAULT.judge(case(FAULT), observation)
     assert judged.verdict is CaseVerdict.REPRODUCED
@@ -143,7 +145,7 @@ def test_a_row_taken_from_before_the_buffer_is_a_read_out_of_bounds() -> None:
         (parameters(ids="one_repeat"), Unchecked()),
         (parameters(tokens=30, experts=80, top_k=64), lab.ThreeStepModel()),  # many stale rows
     ):
-        stale = lab.observe(point, code).evidence
+        stale = lab.observe(point, code)
         assert (stale["rows_out_of_bounds"], stale["rows_wrong"] > 0) == (0, True)
 
 

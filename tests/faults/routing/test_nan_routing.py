@@ -36,7 +36,7 @@ def parameters(**given: Any) -> NanRoutingParameters:
 
 
 def judged(given: NanRoutingParameters, routing: Any) -> tuple[CaseVerdict, Mapping[str, Any]]:
-    observation = count(given, "cpu", {"kernel": routing})
+    observation = Observation(count(given, "cpu", {"kernel": routing}))
     return FAULT.judge(Case("MD001", "fixed", Tier.MODEL, {}), observation).verdict, observation.evidence
 
 

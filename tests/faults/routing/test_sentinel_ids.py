@@ -50,7 +50,7 @@ def test_minus_one_wraps_to_the_last_expert() -> None:
     batch = make_batch(SentinelIdsParameters())
     used = FAULTY["expert_map"](batch)
     assert (used.experts[batch.ids < 0] == 31).all()
-    evidence = observe(SentinelIdsParameters(), used).evidence
+    evidence = observe(SentinelIdsParameters(), used)
     assert (evidence["empty_slots"], evidence["empty_slots_given_to_an_expert"]) == (64, 64)
     assert evidence["expert"] == 31
 

@@ -43,7 +43,7 @@ def scenario() -> Scenario:
 
 def judged(resolve: lab.Resolver, **parameters: Any) -> tuple[CaseVerdict, str, Mapping[str, Any]]:
     point = ArchSuffixParameters(**parameters)
-    observation = lab.observe(point, resolve)
+    observation = Observation(lab.observe(point, resolve))
     judgement = FAULT.judge(Case("MD004", "faulty", Tier.MODEL, point.model_dump(mode="json")), observation)
     return judgement.verdict, judgement.figure, observation.evidence
 

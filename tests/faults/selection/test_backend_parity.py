@@ -111,7 +111,7 @@ def test_a_backend_that_is_wrong_only_with_unusual_ids_is_noticed(ids: str) -> N
     for kind, verdict in (("distinct", CaseVerdict.CLEAN), (ids, CaseVerdict.REPRODUCED)):
         point = case("installed", ids=kind)
         parameters = BackendParityParameters.model_validate(dict(point.parameters))
-        observation = observe(parameters, "cpu", Forgetful("nvfp4"))
+        observation = Observation(observe(parameters, "cpu", Forgetful("nvfp4")))
         assert FAULT.judge(point, observation).verdict is verdict
 
 
