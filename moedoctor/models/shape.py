@@ -28,7 +28,6 @@ class AttentionLayers:
         return 2 * self.num_kv_heads * self.head_dim
 
     def count_parameters(self, hidden_size: int) -> int:
-        """Return the parameters of one layer."""
         queries = self.num_heads * self.head_dim * (2 if self.output_gate else 1)
         keys_values = self.num_kv_heads * self.head_dim * (1 if self.shared_kv else 2)
         return hidden_size * (queries + keys_values + self.num_heads * self.head_dim)
@@ -56,7 +55,6 @@ class LatentAttentionLayers:
         return self.kv_rank + self.rope_dim
 
     def count_parameters(self, hidden_size: int) -> int:
-        """Return the parameters of one layer."""
         queries = self.num_heads * (self.nope_dim + self.rope_dim)
         rank = self.query_rank
         query = hidden_size * queries if rank is None else rank * (hidden_size + queries)

@@ -93,7 +93,6 @@ class Computation:
         self._outs.clear()
 
     def select_tokens(self, tokens: Sequence[int]) -> Computation:
-        """Return the call of some of its tokens."""
         rows, problem = torch.tensor(list(tokens)), self.problem
         chosen = replace(
             problem,

@@ -79,7 +79,6 @@ def join(first: Deviation, second: Deviation) -> Deviation | None:
 
 
 def name_mistakes(deviation: Deviation) -> tuple[str, ...]:
-    """Return the mistakes in it, each once."""
     return tuple(dict.fromkeys(option for _, option in deviation))
 
 

@@ -135,10 +135,12 @@ class Lint:
 
     @property
     def shards(self) -> int:
+        """The number of files that were read."""
         return len({info.shard for info in self.checkpoint.tensors.values()})
 
     @property
     def tensors(self) -> int:
+        """The number of tensors in them."""
         return len(self.checkpoint.tensors)
 
     @cached_property
@@ -147,10 +149,12 @@ class Lint:
 
     @cached_property
     def config(self) -> Declared | None:
+        """The quantization by config.json."""
         return from_config(self.checkpoint.config)
 
     @cached_property
     def hf_quant(self) -> Declared | None:
+        """The quantization by hf_quant_config.json."""
         return from_hf_quant(self.checkpoint.hf_quant)
 
     @cached_property

@@ -31,6 +31,8 @@ _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<expert>\d{1,9})\.(?P<projecti
 
 @dataclass(frozen=True, slots=True)
 class ExpertName:
+    """One projection of one expert."""
+
     layer: str
     """``model.layers.3.mlp.experts``."""
     expert: int

@@ -126,7 +126,6 @@ def takes(target: Target, instruction: Instruction, cuda: CudaVersion) -> bool:
 
 
 def list_lacking(target: Target, instructions: Sequence[Instruction], cuda: CudaVersion) -> tuple[str, ...]:
-    """Return the names of the `instructions` that `target` does not take."""
     return tuple(instruction.name for instruction in instructions if not takes(target, instruction, cuda))
 
 

@@ -16,6 +16,8 @@ from moedoctor.fixes.arch.targets import Capability
 
 @dataclass(frozen=True)
 class LibraryUse:
+    """The GPUs and models that use a library."""
+
     uses: Callable[[Capability], bool]
     gpus: str
     """The GPUs in words: ``9.x``."""

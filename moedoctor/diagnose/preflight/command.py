@@ -27,8 +27,6 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """A server's start."""
-
     words: tuple[str, ...]
     """After ``vllm serve``; the model comes first."""
     variables: Mapping[str, str]
@@ -45,7 +43,6 @@ class ServeCommand:
         return replace(self, words=(model, *self.words[1:]))
 
     def use_sizes(self, tensor_parallel: int, expert_parallel: bool) -> ServeCommand:
-        """Return the same start with other sizes."""
         kept = list(
             _drop_flags(self.words, {"--tensor-parallel-size", "-tp"}, {"--enable-expert-parallel", "-ep"})
         )

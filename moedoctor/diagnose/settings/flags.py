@@ -45,8 +45,6 @@ class Served:
 
 @dataclass(frozen=True)
 class GivenFlag:
-    """One flag of the command line."""
-
     written: str
     """The flag as it was given, without its value."""
     name: str | None

@@ -43,7 +43,6 @@ class Found:
 
 
 def find_scheme(command: Sequence[str], release: str) -> Found:
-    """Return the scheme of the experts of the model that a command line serves."""
     if not command:
         return Found(SCHEMES, "no model is named: give --scheme, or a server's command line after --")
     given = [flag.value for flag in read_flags(command, release) if flag.name == "--quantization"]

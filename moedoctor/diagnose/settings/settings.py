@@ -155,7 +155,6 @@ def _check_variable(name: str, value: str, known: Settings, release: str) -> Ite
 
 
 def _report_absent(name: str, value: str, known: Settings, release: str, product: str) -> SettingFinding:
-    """Return the finding for a variable that this release does not read."""
     here, setting, better = known.list_at(release), f"{name}={value}", _find_replacement(name, value, release)
     if absence := known.explain_absence(name, release):
         problem, other, source = absence

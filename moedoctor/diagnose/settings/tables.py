@@ -139,20 +139,16 @@ def load_replacements() -> Mapping[str, Any]:
 def _load(name: str, releases: tuple[str, ...]) -> Settings:
     rows: dict[str, list[Setting]] = {}
     for row in _read(name)["rows"]:
-        rows.setdefault(row["name"], []).append(_read_setting(row))
+        first, _, last = row["releases"].partition("-")
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in row.items()
+            if key not in ("releases", "default")
+        }
+        rows.setdefault(row["name"], []).append(Setting(first=first, last=last or first, **values))
     return Settings(releases, {setting: tuple(spans) for setting, spans in rows.items()})
 
 
 def _read(name: str) -> Any:
     folder = files("moedoctor.diagnose.settings") / "data"
     return json.loads((folder / name).read_text(encoding="utf-8"))
-
-
-def _read_setting(row: Mapping[str, Any]) -> Setting:
-    first, _, last = row["releases"].partition("-")
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in row.items()
-        if key not in ("releases", "default")
-    }
-    return Setting(first=first, last=last or first, **values)

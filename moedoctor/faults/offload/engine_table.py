@@ -1,22 +1,12 @@
-"""The engine tier of MD003, MD005 and MD008: vllm#37883's table, run and judged.
-
-The engines themselves are in `moedoctor.upstream.engine.offload_table`.
-"""
+"""The engine tier of MD003, MD005 and MD008: vllm#37883's table, which `offload_table` runs, judged."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from moedoctor.interfaces import Judgement
 from moedoctor.results import CaseVerdict, Evidence
-from moedoctor.upstream.engine import offload_table
 from moedoctor.upstream.engine.experiment import Outcome
-
-
-def measure(backends: Sequence[str], mode: str, places: Sequence[str], *, fixed: bool) -> Evidence:
-    """Run the engines, if `fixed` with MOEDOCTOR_FIXES=offload. Raises UnavailableError if none can run."""
-    return offload_table.measure(backends, mode, places, "offload" if fixed else "")
 
 
 def judge(table: Evidence) -> Judgement:

@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from moedoctor.faults.base import need_gpu
-from moedoctor.faults.offload import engine_table
 from moedoctor.faults.offload.offloaded_scales import OffloadedScalesParameters
 from moedoctor.faults.offload.stale_config import QuantizedExperts, offload_and_run, run_simulated
 from moedoctor.results import Case, Evidence
-from moedoctor.upstream.engine.offload_table import COMPILED, PLACES, TABLE, WEIGHTS
+from moedoctor.upstream.engine.offload_table import COMPILED, PLACES, TABLE, WEIGHTS, measure
 
 if TYPE_CHECKING:
     from moedoctor.upstream.releases.moe_kernels import MoeKernels
@@ -39,7 +38,7 @@ def engine(case: Case, parameters: OffloadedScalesParameters, release: None) -> 
     """The table of vllm#37883."""
     mode = str(parameters.engine)
     places = PLACES if mode == COMPILED else (*PLACES, WEIGHTS)
-    return engine_table.measure(TABLE, mode, places, fixed=case.subject == "fixed")
+    return measure(TABLE, mode, places, fixed=case.subject == "fixed")
 
 
 def make_marlin_stack(

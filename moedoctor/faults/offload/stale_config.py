@@ -31,6 +31,7 @@ class DeviceMemory:
         self._ranges: list[tuple[StorageWeakRef, int, int]] = []
 
     def admit(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Declare `tensor` device memory."""
         storage = tensor.untyped_storage()
         start = storage.data_ptr()
         # Weakly: freed memory is not the device's any more, and its address is soon used by another tensor.

@@ -12,13 +12,12 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from moedoctor.faults.offload import engine_table
 from moedoctor.faults.offload.moe_stack import NAMES, StackShape, make_stack
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffloadParameters
 from moedoctor.fixes.offloader import offload
 from moedoctor.reference.offload_paths import offload_by_functional_call
 from moedoctor.results import Case, Evidence, UnavailableError
-from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU
+from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, measure
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 Apply = Callable[[nn.Sequential], Any]
@@ -39,7 +38,7 @@ def library(case: Case, parameters: UntraceableOffloadParameters, release: Relea
 def engine(case: Case, parameters: UntraceableOffloadParameters, release: None) -> Evidence:
     """Compiled engines: without offload, and with offload and without UVA."""
     fixed = case.subject == "fixed"
-    return engine_table.measure(("BF16 TRITON",), str(parameters.engine), (ON_GPU, COPIES), fixed=fixed)
+    return measure(("BF16 TRITON",), str(parameters.engine), (ON_GPU, COPIES), fixed=fixed)
 
 
 def faulty(stack: nn.Sequential) -> None:
@@ -48,7 +47,6 @@ def faulty(stack: nn.Sequential) -> None:
 
 
 def fixed(stack: nn.Sequential) -> Any:
-    """Our offloader."""
     return offload(stack, 1 << 40, patterns=("experts",), keep_below=0)
 
 

@@ -50,7 +50,6 @@ def keep_unchanged(tensors: Tensors, config: dict[str, Any]) -> None:
 
 
 def list_expert_prefixes() -> Iterator[str]:
-    """Yield the prefix of every expert's tensors."""
     for layer in range(LAYERS):
         for expert in range(EXPERTS):
             yield f"model.layers.{layer}.mlp.experts.{expert}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moedoctor.diagnose.capsule.computation import find_repeats
 from moedoctor.faults.routing.duplicate_ids import DuplicateIdsParameters
 from moedoctor.fixes.expert_ids import deduplicate
 from moedoctor.results import Case, Evidence
@@ -52,7 +53,7 @@ def observe(parameters: DuplicateIdsParameters, code: Any, *, guard: bool = Fals
     eighths = torch.arange(1, ids.numel() + 1).reshape(ids.shape) % 4 + 1  # [T, K]
     weights = (eighths / 8).to(code.device)  # [T, K]
     expected = _compute_sums(parameters, ids, weights)  # [T, H]
-    without_repeats = _compute_sums(parameters, ids, weights.masked_fill(_find_repeats(ids), 0.0))  # [T, H]
+    without_repeats = _compute_sums(parameters, ids, weights.masked_fill(find_repeats(ids), 0.0))  # [T, H]
     if guard:
         ids, weights = deduplicate(ids, weights)
     maps = code.build_maps(
@@ -105,7 +106,7 @@ def map_figures(parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any
     return {
         "local_slots": int(local.sum()),
         "sorted_rows": used,
-        "repeated_slots": int((_find_repeats(ids).t().reshape(-1) & local).sum()),
+        "repeated_slots": int((find_repeats(ids).t().reshape(-1) & local).sum()),
         "unwritten_entries": int((local & ~written).sum()),
         "tokens": ids.shape[0],
     }
@@ -133,13 +134,6 @@ def _find_local(parameters: DuplicateIdsParameters, ids: torch.Tensor) -> torch.
     experts = parameters.experts // parameters.ranks
     own = ids - experts * parameters.rank  # [T, K]
     return (own >= 0) & (own < experts)
-
-
-def _find_repeats(ids: torch.Tensor) -> torch.Tensor:
-    """bool [T, K]: pairs whose expert is that of an earlier pair of the token."""
-    same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & (ids >= 0).unsqueeze(2)  # [T, K, K]
-    place = torch.arange(ids.shape[1], device=ids.device)  # [K]
-    return (same & (place[None, :] < place[:, None])).any(2)
 
 
 def _compute_output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:

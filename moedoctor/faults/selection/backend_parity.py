@@ -33,8 +33,6 @@ _NAMES = Literal[
 
 
 class BackendParityParameters(Parameters):
-    """One layer, and the backend that is compared with it."""
-
     backend: _NAMES = Field("MARLIN", description="vLLM's own name of the backend")
     quantization: Literal["nvfp4", "fp8", "fp8-block", "bf16"] = "nvfp4"
     activation: Literal["silu", "gelu_tanh", "relu2"] = "silu"

@@ -96,6 +96,7 @@ def find_clear(answers: Answers) -> list[int]:
 
 
 def compare(answers: Answers, reference: Answers) -> Comparison:
+    """Compare the answers on the reference's clear prompts."""
     clear = find_clear(reference)
     same = sum(list(answers.tokens[prompt]) == list(reference.tokens[prompt]) for prompt in clear)
     apart = [measure_distance(answers.logprobs[prompt], reference.logprobs[prompt]) for prompt in clear]

@@ -159,8 +159,6 @@ def read_log(text: str) -> LogFacts:
 
 @dataclass(frozen=True)
 class EngineResult:
-    """The answers of one engine, or its failure."""
-
     label: str
     tokens: tuple[tuple[int, ...], ...] = ()
     """Generated ids for each prompt."""

@@ -77,15 +77,16 @@ OFFLOADER = "UVAOffloader"
 """The offloader of `--cpu-offload-gb` in vLLM's log, with UVA and without."""
 
 
-def measure(backends: Sequence[str], mode: str, places: Sequence[str], fixes: str) -> dict[str, Any]:
+def measure(backends: Sequence[str], mode: str, places: Sequence[str], *, fixed: bool) -> dict[str, Any]:
     """Run the engines of all backends that this vLLM has, and return the table.
 
-    Raises UnavailableError if no engine can run.
+    If `fixed`, with MOEDOCTOR_FIXES=offload. Raises UnavailableError if no engine can run.
     """
     need_engine()
     backends = [backend for backend in backends if has_backend(*BACKENDS[backend])]
     with write_checkpoints(*(BACKENDS[backend][0] for backend in backends)) as folders:
-        return make_evidence(run_trials(list_trials(backends, mode, places, fixes, folders)))
+        trials = list_trials(backends, mode, places, "offload" if fixed else "", folders)
+        return make_evidence(run_trials(trials))
 
 
 def list_trials(

@@ -51,6 +51,7 @@ _QUESTIONS = _REDUCED | {
     torch.allclose,
     torch.equal,
 }
+_INDICES = (torch.int32, torch.int64, torch.bool)
 _MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory}
 
 
@@ -114,7 +115,9 @@ class OnMeta(TorchFunctionMode):
         if function in _MOVES:
             if function is torch.Tensor.cuda:
                 return arguments[0].to("meta")
-            if function is torch.Tensor.pin_memory or _is_index(first):
+            is_real = first is not None and not first.is_meta
+            # Real integers, such as the places of a rank's experts: their values are read.
+            if function is torch.Tensor.pin_memory or (is_real and arguments[0].dtype in _INDICES):
                 return arguments[0]
             arguments = tuple("meta" if _is_cuda(each) else each for each in arguments)
         return function(*arguments, **options)
@@ -185,13 +188,6 @@ class OnMeta(TorchFunctionMode):
 
 def _locate(view: torch.Tensor) -> tuple[Any, ...]:
     return (view.storage_offset(), tuple(view.shape), view.stride())
-
-
-def _is_index(tensor: torch.Tensor | None) -> bool:
-    """Return True for real integers, such as the places of a rank's experts: their values are read."""
-    return (
-        tensor is not None and not tensor.is_meta and tensor.dtype in (torch.int32, torch.int64, torch.bool)
-    )
 
 
 def _is_cuda(device: Any) -> bool:

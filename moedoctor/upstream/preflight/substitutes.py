@@ -62,10 +62,6 @@ def _return_constant(value: Callable[[Gpu], Any]) -> Callable[[Gpu], Any]:
     return lambda gpu: lambda *_, **__: value(gpu)
 
 
-def _return_from_class(value: Callable[[Gpu], Any]) -> Callable[[Gpu], Any]:
-    return lambda gpu: classmethod(lambda cls, *_, **__: value(gpu))
-
-
 def _make_placeholder(name: str) -> Any:
     """Make a class for streams and events: modules create them, and nothing runs them."""
     methods = {each: lambda self, *_, **__: None for each in ("__init__", "record", "wait", "synchronize")}
@@ -186,7 +182,7 @@ def substitute_vllm(gpu: Gpu) -> tuple[list[str], list[str]]:
     platforms: Any = importlib.import_module("vllm.platforms")
     platform = type(platforms.current_platform)
     for name, answer in PLATFORM.items():
-        setattr(platform, name, _return_from_class(answer)(gpu))
+        setattr(platform, name, classmethod(_return_constant(answer)(gpu)))
     gone = list(_apply(VLLM, gpu))
     wrapped = [_make_real(target) for target in REAL_TENSORS]
     if not any(wrapped):

@@ -40,6 +40,7 @@ class Collected:
 
 
 def collect_vllm(seconds: float = SECONDS) -> Collected:
+    """Return what ``vllm collect-env`` reports."""
     return _collect("vllm", seconds)
 
 

@@ -26,8 +26,6 @@ class SourceError(Exception):
 
 @dataclass(frozen=True)
 class ReleaseSource:
-    """The Python files of one release."""
-
     path: Path
     """A wheel, or the folder that holds the package ``vllm``."""
 

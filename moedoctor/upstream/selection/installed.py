@@ -23,8 +23,6 @@ from moedoctor.upstream.selection.substitute import SubstituteError
 
 @dataclass(frozen=True)
 class Started:
-    """The result of starting with a setting."""
-
     selected: str | None
     refused: str = ""
     """Why the start was refused; empty if it was not."""

@@ -54,8 +54,6 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """One selection of vLLM's."""
-
     answers: tuple[Answer, ...]
     """In the order in which vLLM asks; a backend with two kernels comes twice."""
     chosen: str | None
@@ -94,7 +92,6 @@ class Oracle:
         self.keys = importlib.import_module("vllm.model_executor.layers.quantization.utils.quant_utils")
 
     def list_activations(self) -> tuple[str, ...]:
-        """Return the activations that this release knows."""
         return tuple(activation.value for activation in self.activation)
 
     def ask(self, capability: tuple[int, int], layer: Layer) -> Asked:

@@ -28,8 +28,6 @@ _LARGEST_CODE = {"nvfp4": 6.0, "fp8": 448.0}
 
 @dataclass(frozen=True)
 class _Scale:
-    """One tensor of scales that was read."""
-
     value: float
     """Its largest value; its only value if it has one."""
     module: Module
