@@ -73,10 +73,7 @@ def read_ignore(text: str, known: Sequence[str] = ()) -> Ignore:
 
 
 def sort_out(
-    found: Sequence[T],
-    rules: Sequence[Ignore],
-    name: Callable[[T], tuple[Sequence[str], str]],
-    today: date,
+    found: Sequence[T], rules: Sequence[Ignore], name: Callable[[T], tuple[Sequence[str], str]], today: date
 ) -> tuple[tuple[T, ...], tuple[Ignored, ...]]:
     """Return the findings that count, and those that a rule leaves out. `name` gives ids and title."""
     valid = [rule for rule in rules if not rule.has_ended(today)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -38,6 +37,7 @@ __all__ = [
     "Judgement",
     "Measurement",
     "Parameters",
+    "RoutedParameters",
     "claim",
     "decide",
     "find_first_after",
@@ -63,20 +63,26 @@ class Parameters(BaseModel):
 
     @model_validator(mode="after")
     def _fits(self) -> Parameters:
-        for problem in (*self.problems(), *_find_misfits(self.model_dump())):
+        for problem in (*self._find_misfits(), *self.problems()):
             raise ValueError(problem)
         return self
 
+    def _find_misfits(self) -> Iterator[str]:
+        yield from ()
 
-def _find_misfits(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what does not fit together among parameters that many failures have."""
-    ranks, rank = given.get("ranks", 1), given.get("rank", 0)
-    if given.get("top_k", 0) > given.get("experts", math.inf):
-        yield f"top_k: {given['top_k']} is more than experts {given['experts']}"
-    if given.get("experts", 0) % ranks:
-        yield f"ranks: {ranks} does not divide experts {given['experts']}"
-    if rank >= ranks:
-        yield f"rank: must be below ranks {ranks}, not {rank}"
+
+class RoutedParameters(Parameters):
+    """Parameters with `experts` and `top_k`, and maybe `ranks` and `rank`, which must fit together."""
+
+    def _find_misfits(self) -> Iterator[str]:
+        given = {"ranks": 1, "rank": 0, **self.model_dump()}
+        experts, top_k, ranks, rank = (given[name] for name in ("experts", "top_k", "ranks", "rank"))
+        if top_k > experts:
+            yield f"top_k: {top_k} is more than experts {experts}"
+        if experts % ranks:
+            yield f"ranks: {ranks} does not divide experts {experts}"
+        if rank >= ranks:
+            yield f"rank: must be below ranks {ranks}, not {rank}"
 
 
 class EngineFault(Fault):

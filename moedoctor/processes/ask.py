@@ -310,12 +310,7 @@ def search_path() -> str:
 
 def make_helper_environment() -> dict[str, str]:
     """The environment of a process that helps an engine: it sees no GPU, and records nothing itself."""
-    return {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "MOEDOCTOR_RECORD": "",
-        "PYTHONPATH": search_path(),
-    }
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "MOEDOCTOR_RECORD": "", "PYTHONPATH": search_path()}
 
 
 def _watch(file: IO[bytes], start: int, watch: Callable[[Any], None]) -> int:

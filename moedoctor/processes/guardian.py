@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 NO_FOLDER = 71
 """Exit status of a guardian that cannot make the child's folder."""
@@ -133,11 +133,9 @@ def main() -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-@contextlib.contextmanager
-def make_temporary_folder() -> Iterator[str]:
+def make_temporary_folder() -> contextlib.AbstractContextManager[str]:
     """Give a folder that is gone afterwards, also if this process is killed."""
-    with tempfile.TemporaryDirectory(dir=_own_folder(), ignore_cleanup_errors=True) as folder:
-        yield folder
+    return tempfile.TemporaryDirectory(dir=_own_folder(), ignore_cleanup_errors=True)
 
 
 @functools.cache

@@ -53,11 +53,9 @@ def exit_code(otherwise: int = 130) -> int:
     return 128 + _noted[0] if _noted else otherwise
 
 
-@contextlib.contextmanager
-def raise_signals() -> Iterator[None]:
+def raise_signals() -> contextlib.AbstractContextManager[None]:
     """Raise Interrupted in the main thread for the first signal, and note the others."""
-    with _handle_within(_raise):
-        yield
+    return _handle_within(_raise)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from vllm_stub import write_files
 
 from moedoctor.plugin import offload_fix
 from moedoctor.reference.checkpoints import write_qwen3_moe
-from moedoctor.upstream.engine.probes import list_pipelines, take_off_the_host
+from moedoctor.upstream.engine.probes import list_pipelines, serve_from_gpu
 from tests.plugin.test_offload_fix import stub
 from tests.real_vllm import WITHOUT_GPU, ask_child, read_release
 
@@ -216,7 +216,7 @@ def test_the_operator_reads_weights_from_the_host(make: Maker, shape: Shape) -> 
     made.take_over()
     compiled = torch.compile(made.model, fullgraph=True)
     copied = compiled(X)
-    assert take_off_the_host(made.model) == made.offloader._moedoctor_offload.report().host_bytes
+    assert serve_from_gpu(made.model)["bytes"] == made.offloader._moedoctor_offload.report().host_bytes
     assert torch.equal(made.run(), expected)
     assert torch.equal(compiled(X), copied), "the same compiled code, with weights from elsewhere"
     for pipeline in list_pipelines(made.model):

@@ -363,11 +363,7 @@ class _Call:
         return sorted(set(found))
 
     def _make_explanation(
-        self,
-        mistakes: tuple[str, ...],
-        deviation: Deviation,
-        prediction: torch.Tensor,
-        **places: Any,
+        self, mistakes: tuple[str, ...], deviation: Deviation, prediction: torch.Tensor, **places: Any
     ) -> Explanation:
         """Return the explanation by `prediction` [T, H]; `places` are its experts, tokens and values."""
         self.compared += 1

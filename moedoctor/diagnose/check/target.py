@@ -225,10 +225,7 @@ def put_on_wsl(target: Target) -> Target:
 
 
 def _limit_probes(
-    probes: Probes,
-    why: str,
-    requires: Mapping[str, Iterable[str]],
-    plugins: Sequence[tuple[str, str]] | None,
+    probes: Probes, why: str, requires: Mapping[str, Iterable[str]], plugins: Sequence[tuple[str, str]] | None
 ) -> Probes:
     """Return the probes without those that import packages; `why` says so.
 

@@ -8,12 +8,7 @@ from dataclasses import replace
 
 from moedoctor.diagnose.preflight.ask import Question
 from moedoctor.diagnose.preflight.judge import NOT_SEEN, conclude
-from moedoctor.diagnose.preflight.records import (
-    PreflightDocument,
-    PreflightSummary,
-    StartAnswer,
-    Verdict,
-)
+from moedoctor.diagnose.preflight.records import PreflightDocument, PreflightSummary, StartAnswer, Verdict
 
 _NAMES = {Verdict.REFUSED: "refused", Verdict.WRONG: "wrong", Verdict.CANNOT_SAY: "cannot-say"}
 

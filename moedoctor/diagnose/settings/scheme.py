@@ -14,11 +14,7 @@ from moedoctor.diagnose.settings.flags import read_flags
 from moedoctor.fixes.backends.release_tables import SCHEMES
 from moedoctor.text import shorten
 
-_BY_METHOD: Mapping[str, str] = {
-    "modelopt_fp4": "nvfp4",
-    "mxfp4": "mxfp4",
-    "gpt_oss_mxfp4": "mxfp4",
-}
+_BY_METHOD: Mapping[str, str] = {"modelopt_fp4": "nvfp4", "mxfp4": "mxfp4", "gpt_oss_mxfp4": "mxfp4"}
 """Values of ``--quantization`` and of ``quant_method`` that name a scheme by themselves."""
 
 _BY_MODEL: Mapping[str, str] = {"gpt_oss": "swigluoai", "gemma4_text": "gelu_tanh"}

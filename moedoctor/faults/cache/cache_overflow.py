@@ -12,7 +12,7 @@ from moedoctor.faults.base import (
     ClaimJudgement,
     Fault,
     Judgement,
-    Parameters,
+    RoutedParameters,
     claim,
     decide,
     list_tiers,
@@ -29,7 +29,7 @@ EAGER = "_eager_wall_clock"
 """Suffix of the eager columns; as `moedoctor.bench.cache.groups.EAGER`, which loads torch."""
 
 
-class CacheOverflowParameters(Parameters):
+class CacheOverflowParameters(RoutedParameters):
     experts: int = Field(128, ge=2, le=1024)
     capacity: int = Field(32, ge=1, le=1024, description="slots")
     top_k: int = Field(8, ge=1, le=64)

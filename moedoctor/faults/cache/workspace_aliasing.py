@@ -12,7 +12,7 @@ from moedoctor.faults.base import (
     ClaimJudgement,
     Fault,
     Judgement,
-    Parameters,
+    RoutedParameters,
     claim,
     decide,
     list_tiers,
@@ -25,7 +25,7 @@ RESULTS = {"what apply returns": False, "the result before apply copies it": Tru
 """What the claim is measured on -> whether it is taken before the kernel copies it."""
 
 
-class WorkspaceAliasingParameters(Parameters):
+class WorkspaceAliasingParameters(RoutedParameters):
     alias: Literal["sum", "results", "input"] = Field(
         "sum",
         description="what shares memory with the kernel's output: the running sum, the results that are "

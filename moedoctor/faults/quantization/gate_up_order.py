@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters, list_tiers
+from moedoctor.faults.base import RoutedParameters, list_tiers
 from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
 from moedoctor.results import Tier
 
 
-class GateUpOrderParameters(Parameters):
+class GateUpOrderParameters(RoutedParameters):
     """One layer, handed to a kernel that reads the up half first."""
 
     quantization: Literal["nvfp4", "fp8", "bf16"] = "nvfp4"

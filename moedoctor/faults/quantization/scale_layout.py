@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters, list_tiers
+from moedoctor.faults.base import RoutedParameters, list_tiers
 from moedoctor.faults.quantization.checkpoint import CheckpointFault, MoeBackend
 from moedoctor.results import Tier
 
 
-class ScaleLayoutParameters(Parameters):
+class ScaleLayoutParameters(RoutedParameters):
     """One NVFP4 layer and a kernel that reads its block scales in one order."""
 
     mistake: Literal["linear_given", "swizzled_given", "stale_padding"] = Field(

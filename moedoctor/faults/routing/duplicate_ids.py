@@ -20,7 +20,7 @@ from moedoctor.faults.base import (
     ClaimJudgement,
     Fault,
     Judgement,
-    Parameters,
+    RoutedParameters,
     claim,
     decide,
     judge_counts,
@@ -52,7 +52,7 @@ ERROR = "error"
 """Another death than an illegal access, such as a hang. It does not show what finalize does."""
 
 
-class DuplicateIdsParameters(Parameters):
+class DuplicateIdsParameters(RoutedParameters):
     """One point of the matrix: a call of the routing maps and finalize."""
 
     tokens: int = Field(300, ge=1, le=16_384)

@@ -17,7 +17,7 @@ from moedoctor.faults.base import (
     ClaimJudgement,
     Fault,
     Judgement,
-    Parameters,
+    RoutedParameters,
     claim,
     decide,
     find_first_after,
@@ -44,7 +44,7 @@ _SUMMED = (
 """Columns of the conclusions, summed over the cases of a release."""
 
 
-class NanRoutingParameters(Parameters):
+class NanRoutingParameters(RoutedParameters):
     router: Literal["softmax", "sigmoid", "grouped"] = "softmax"
     tokens: int = Field(96, ge=1, le=65_536, description="rows of logits; every other one is clean")
     experts: int = Field(128, ge=1, le=1024)

@@ -13,7 +13,7 @@ from moedoctor.faults.base import (
     Fault,
     Judgement,
     Measurement,
-    Parameters,
+    RoutedParameters,
     claim,
     decide,
     judge_counts,
@@ -23,7 +23,7 @@ from moedoctor.faults.base import (
 from moedoctor.results import Case, Crash, Observation, Scalar, Tier
 
 
-class SentinelIdsParameters(Parameters):
+class SentinelIdsParameters(RoutedParameters):
     """One point of the matrix: a batch in which some ids are -1."""
 
     use: Literal["expert_map", "gather", "row_map"] = Field(

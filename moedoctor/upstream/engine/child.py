@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from moedoctor.plugin import record
 from moedoctor.processes.ask import answer
 from moedoctor.results import to_plain
+from moedoctor.upstream.engine.decode_speed import generate
 
 _SETS = ("cpu_offload_params", "offload_params")
 """Arguments that vLLM wants as sets, which JSON does not have."""
@@ -68,10 +69,12 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[N
         probe = yield from _look(response, probe)
     with _time_stage(response, "generate"):
         yield
-        outputs = _generate(vllm, llm, request)
+        has_text = any(isinstance(prompt, str) for prompt in request["prompts"])
+        limits = {"max_tokens": request["max_tokens"], "logprobs": request["logprobs"]}
+        kinds = {"ignore_eos": not has_text, "detokenize": has_text}
+        best = generate(llm, request["prompts"], temperature=0.0, **limits, **kinds)
     if cuda is not None:
         cuda.synchronize()  # an illegal access shows only at the next synchronization
-    best = [output.outputs[0] for output in outputs]
     response["tokens"] = [list(output.token_ids) for output in best]
     response["texts"] = [str(output.text or "") for output in best]
     if request["logprobs"] is not None:
@@ -135,21 +138,6 @@ def _time_stage(response: dict[str, Any], name: str) -> Iterator[None]:
         yield
     finally:
         response["seconds"][name] = round(before + time.monotonic() - started, 2)
-
-
-def _generate(vllm: Any, llm: Any, request: Mapping[str, Any]) -> Any:
-    text = any(isinstance(prompt, str) for prompt in request["prompts"])
-    sampling = vllm.SamplingParams(
-        temperature=0.0,
-        max_tokens=request["max_tokens"],
-        logprobs=request["logprobs"],
-        ignore_eos=not text,
-        detokenize=text,
-    )
-    prompts = [
-        prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in request["prompts"]
-    ]
-    return llm.generate(prompts, sampling)
 
 
 def _probe(request: Mapping[str, Any], llm: Any) -> Any:

@@ -152,9 +152,9 @@ def _draw(llm: Any, batch: int, tokens: int) -> float:
 
 
 def generate(llm: Any, prompts: Sequence[Prompt], **sampling: Any) -> list[Any]:
-    """Generate without an end and without text; return the output of each prompt."""
+    """Return the output of each prompt; without an end and without text unless `sampling` says otherwise."""
     vllm: Any = importlib.import_module("vllm")
-    parameters = vllm.SamplingParams(ignore_eos=True, detokenize=False, **sampling)
+    parameters = vllm.SamplingParams(**{"ignore_eos": True, "detokenize": False, **sampling})
     given = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
     return [output.outputs[0] for output in llm.generate(given, parameters, use_tqdm=False)]
 
@@ -189,24 +189,19 @@ def _take_turns(
         yield turn
 
 
-@contextmanager
-def record_step_events() -> Iterator[list[tuple[Any, Any]]]:
+def record_step_events() -> contextlib.AbstractContextManager[list[tuple[Any, Any]]]:
     """Time the steps of the vLLM in this process, including what a trace launches.
 
     The list gets a pair of events for each step: from before and after the model's call, or with the V2 model
     runner, which has no function for that call, from before its inputs are prepared to after the call. So
     that runner's times hold work of the host. The list stays empty without a GPU.
     """
-
-    def list_runners() -> list[tuple[Any, str]]:
-        return [(importlib.import_module(module).GPUModelRunner, name) for module, name in _STEPS_OF_RUNNERS]
-
-    with _record_events(list_runners) as pairs:
-        yield pairs
+    return _record_events(
+        lambda: [(importlib.import_module(module).GPUModelRunner, name) for module, name in _STEPS_OF_RUNNERS]
+    )
 
 
-@contextmanager
-def record_graph_events() -> Iterator[list[tuple[Any, Any]]]:
+def record_graph_events() -> contextlib.AbstractContextManager[list[tuple[Any, Any]]]:
     """Time the replays of CUDA graphs in this process, from before to after each.
 
     Of full graphs there is one for each decode step, and hardly any work of the host is between its events.
@@ -214,8 +209,7 @@ def record_graph_events() -> Iterator[list[tuple[Any, Any]]]:
     """
     import torch
 
-    with _record_events(lambda: [(torch.cuda.CUDAGraph, "replay")]) as pairs:
-        yield pairs
+    return _record_events(lambda: [(torch.cuda.CUDAGraph, "replay")])
 
 
 @contextmanager

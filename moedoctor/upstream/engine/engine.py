@@ -256,11 +256,7 @@ def run_engine(request: EngineRequest) -> EngineResult:
         allocated=answer.get("allocated"),
         host_bytes=answer.get("host_bytes"),
         probe=answer.get("probe"),
-        seconds={
-            **_read_loading(ended.log),
-            **answer.get("seconds", {}),
-            "total": round(ended.seconds, 2),
-        },
+        seconds={**_read_loading(ended.log), **answer.get("seconds", {}), "total": round(ended.seconds, 2)},
     )
 
 

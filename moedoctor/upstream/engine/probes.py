@@ -26,14 +26,9 @@ def locate_weights(llm: Any, names: str = "") -> dict[str, Any]:
     A CUDA tensor of torch may be a view of host memory. Only parameters whose name contains `names` count.
     Returns ``{"bytes": {place: bytes}, "parameters": [{"name", "bytes", "place"}]}``.
     """
-    return sum_weights_by_place(get_model(llm), names)
-
-
-def sum_weights_by_place(model: Any, names: str = "") -> dict[str, Any]:
-    """`locate_weights` for the parameters of a torch module."""
     places: dict[str, int] = {}
     parameters = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in get_model(llm).named_parameters():
         if names not in name or not parameter.numel():  # an empty parameter has no address to ask about
             continue
         place, size = locate_memory(parameter), parameter.numel() * parameter.element_size()
@@ -53,7 +48,7 @@ def count_bytes_on_host(model: Any, names: str = "") -> dict[str, int]:
 
     Bytes are on the host if they are mapped, on the CPU, or in the blocks that the fix `offload` copies from.
     """
-    places = sum_weights_by_place(model, names)["bytes"]
+    places = locate_weights(model, names)["bytes"]
     stored = sum(
         region.nbytes
         for pipeline in list_pipelines(model)
@@ -165,13 +160,8 @@ def serve_from_gpu(llm: Any) -> dict[str, Any]:
     The compiled code stays the same and copies as before, but out of GPU memory. What was on the host is
     overwritten, so reading it would show. Returns ``{"bytes": moved}``.
     """
-    return {"bytes": take_off_the_host(get_model(llm))}
-
-
-def take_off_the_host(model: Any) -> int:
-    """`serve_from_gpu` for a torch module; returns the bytes that were moved."""
     moved = 0
-    for pipeline in list_pipelines(model):
+    for pipeline in list_pipelines(get_model(llm)):
         pipeline.settle()
         device = pipeline.buffers[0].device
         copies = [replace(unit, host=unit.host.to(device, copy=True)) for unit in pipeline.units]
@@ -179,7 +169,7 @@ def take_off_the_host(model: Any) -> int:
             unit.host.fill_(255)
             moved += unit.host.numel()
         pipeline.units = copies
-    return moved
+    return {"bytes": moved}
 
 
 def list_pipelines(model: Any) -> list[Any]:
@@ -191,7 +181,12 @@ def list_pipelines(model: Any) -> list[Any]:
 
 
 def get_model(llm: Any) -> Any:
-    """Return the model of the only worker, which is in this process. Raises ValueError for several."""
+    """Return the model of the only worker, which is in this process. Raises ValueError for several.
+
+    Of a torch module, return the module.
+    """
+    if not hasattr(llm, "apply_model"):
+        return llm
     models = llm.apply_model(lambda model: model)
     if len(models) != 1:
         raise ValueError(f"{len(models)} workers answered; expected one")

@@ -141,10 +141,5 @@ def _load_library(path: str) -> ctypes.CDLL:
     library.moedoctor_probe_tokens_per_block.restype = _LONG
     library.moedoctor_probe_fused.argtypes = [*[_POINTER] * 4, _LONG, _INT, _INT, _INT, _POINTER]
     library.moedoctor_probe_three_step.argtypes = [*[_POINTER] * 8, _LONG, _INT, _INT, _INT, _POINTER]
-    library.moedoctor_probe_finalize.argtypes = [
-        *[_POINTER] * 7,
-        *[_LONG] * 4,
-        *[_INT] * 3,
-        _POINTER,
-    ]
+    library.moedoctor_probe_finalize.argtypes = [*[_POINTER] * 7, *[_LONG] * 4, *[_INT] * 3, _POINTER]
     return library

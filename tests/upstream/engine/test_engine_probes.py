@@ -133,7 +133,7 @@ def test_bytes_by_place() -> None:
     found = probes.locate_weights(Engine(model))
     assert found["bytes"] == {"cpu": 32}
     assert found["parameters"][1] == {"name": "layers.1.weight", "bytes": 16, "place": "cpu"}
-    assert probes.sum_weights_by_place(model, "layers.0")["bytes"] == {"cpu": 16}
+    assert probes.locate_weights(model, "layers.0")["bytes"] == {"cpu": 16}
 
 
 def test_bytes_on_the_host_are_counted_in_every_place() -> None:
@@ -197,7 +197,7 @@ def test_weights_are_served_from_the_device_and_no_longer_from_the_host() -> Non
         assert served["bytes"] >= handle.report().host_bytes > 0
         assert all(torch.equal(model(x), expected) for _ in range(2))
     assert bool(handle.get_host_weight("0.weight").isnan().all()), "what was on the host could still be read"
-    assert probes.take_off_the_host(nn.Linear(2, 2)) == 0
+    assert probes.serve_from_gpu(nn.Linear(2, 2)) == {"bytes": 0}
 
 
 def test_scales_of_the_kv_cache() -> None:
