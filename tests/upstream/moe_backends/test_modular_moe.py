@@ -9,7 +9,7 @@ from moedoctor.faults.cache.workspace_aliasing import RESULTS, WorkspaceAliasing
 from moedoctor.faults.cache.workspace_aliasing_lab import kernel, measure_modular_kernel
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.reference.moe_backend import Variant
-from moedoctor.results import Case, CaseVerdict, Tier, UnavailableError
+from moedoctor.results import Case, CaseVerdict, Observation, Tier, UnavailableError
 from moedoctor.upstream.moe_backends import backends, modular_moe
 
 
@@ -63,7 +63,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def verdict(alias: str) -> CaseVerdict:
     parameters = WorkspaceAliasingParameters(alias=alias, groups=4, experts=16, top_k=4, tokens=8)
     case = Case("MD019", "installed", Tier.KERNEL, parameters.model_dump())
-    return WorkspaceAliasing().judge(case, kernel(case, parameters, None)).verdict
+    return WorkspaceAliasing().judge(case, Observation(kernel(case, parameters, None))).verdict
 
 
 @pytest.mark.parametrize("alias", ["sum", "results"])
