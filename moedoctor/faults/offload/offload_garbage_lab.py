@@ -24,9 +24,10 @@ from moedoctor.faults.offload.offload_garbage import OffloadGarbageParameters
 from moedoctor.fixes.offload.pinned import describe_bytes, view_on_device
 from moedoctor.processes.ask import find_working_folder
 from moedoctor.results import Case, Evidence
+from moedoctor.upstream.engine import offload_table
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.engine.experiment import Ran, Trial, run_trials, shorten_error
-from moedoctor.upstream.engine.offload_table import BACKENDS, EAGER, ON_GPU, SEEN_IN, UNPINNED, UVA, measure
+from moedoctor.upstream.engine.offload_table import BACKENDS, EAGER, ON_GPU, SEEN_IN, UNPINNED, UVA
 from moedoctor.upstream.engine.probes import find_first_difference
 
 _SECONDS = 1500.0
@@ -64,7 +65,7 @@ def engine(case: Case, parameters: OffloadGarbageParameters, release: None) -> E
     assert parameters.mode is not None
     if parameters.model is None:
         fixed = parameters.fixes == "offload"
-        return measure(tuple(BACKENDS), parameters.mode, (ON_GPU, UVA), fixed=fixed)
+        return offload_table.measure(tuple(BACKENDS), parameters.mode, (ON_GPU, UVA), fixed=fixed)
     trials = [own_model_trial(parameters, offload=False), own_model_trial(parameters, offload=True)]
     _, with_offload = run_trials(trials, parallel=2 if fit_together(parameters) else 1)
     return compare(with_offload, parameters)

@@ -11,7 +11,8 @@ from moedoctor.faults.base import need_gpu
 from moedoctor.faults.offload.offloaded_scales import OffloadedScalesParameters
 from moedoctor.faults.offload.stale_config import QuantizedExperts, offload_and_run, run_simulated
 from moedoctor.results import Case, Evidence
-from moedoctor.upstream.engine.offload_table import COMPILED, PLACES, TABLE, WEIGHTS, measure
+from moedoctor.upstream.engine import offload_table
+from moedoctor.upstream.engine.offload_table import COMPILED, PLACES, TABLE, WEIGHTS
 
 if TYPE_CHECKING:
     from moedoctor.upstream.releases.moe_kernels import MoeKernels
@@ -38,7 +39,7 @@ def engine(case: Case, parameters: OffloadedScalesParameters, release: None) -> 
     """The table of vllm#37883."""
     mode = str(parameters.engine)
     places = PLACES if mode == COMPILED else (*PLACES, WEIGHTS)
-    return measure(TABLE, mode, places, fixed=case.subject == "fixed")
+    return offload_table.measure(TABLE, mode, places, fixed=case.subject == "fixed")
 
 
 def make_marlin_stack(

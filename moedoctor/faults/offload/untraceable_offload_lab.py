@@ -17,7 +17,8 @@ from moedoctor.faults.offload.untraceable_offload import UntraceableOffloadParam
 from moedoctor.fixes.offloader import offload
 from moedoctor.reference.offload_paths import offload_by_functional_call
 from moedoctor.results import Case, Evidence, UnavailableError
-from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, measure
+from moedoctor.upstream.engine import offload_table
+from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 Apply = Callable[[nn.Sequential], Any]
@@ -38,7 +39,7 @@ def library(case: Case, parameters: UntraceableOffloadParameters, release: Relea
 def engine(case: Case, parameters: UntraceableOffloadParameters, release: None) -> Evidence:
     """Compiled engines: without offload, and with offload and without UVA."""
     fixed = case.subject == "fixed"
-    return measure(("BF16 TRITON",), str(parameters.engine), (ON_GPU, COPIES), fixed=fixed)
+    return offload_table.measure(("BF16 TRITON",), str(parameters.engine), (ON_GPU, COPIES), fixed=fixed)
 
 
 def faulty(stack: nn.Sequential) -> None:

@@ -151,11 +151,13 @@ def test_only_the_fixed_engine_has_the_fix(
     assert not fault.has_point(Tier.MODEL, parameters)
     assert not fault.has_point(Tier.ENGINE, fault.parameters().model_dump())
     asked: list[Any] = []
-    monkeypatch.setattr(offload_table, "measure", lambda *given: asked.append(given) or COUNTS)
+    monkeypatch.setattr(
+        offload_table, "measure", lambda *given, fixed: asked.append((*given, fixed)) or COUNTS
+    )
     for subject in ("faulty", "fixed"):
         assert run_case(fault, subject, Tier.ENGINE, engine=mode).verdict is CaseVerdict.CLEAN
     assert [(len(names), *given) for names, *given in asked] == [
-        (backends, mode, places, fixes) for fixes in ("", "offload")
+        (backends, mode, places, fixed) for fixed in (False, True)
     ]
     assert fault.describe(parameters) == f"engines, {mode}"
     judgement = fault.judge(

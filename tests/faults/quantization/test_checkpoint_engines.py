@@ -23,7 +23,7 @@ from moedoctor.faults.quantization.scale_layout import ScaleLayout
 from moedoctor.faults.quantization.scale_layout_lab import CHANGES as MD018
 from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
 from moedoctor.reference.nvfp4 import dequantize
-from moedoctor.results import Case, CaseVerdict, Death, Observation, Tier
+from moedoctor.results import Case, CaseVerdict, Death, Evidence, Tier
 from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult
 
 STEP = {"1": -0.1, "2": -2.0}
@@ -47,7 +47,7 @@ def results(
     return result("reference", 1, STEP), second
 
 
-def compare(answer: tuple[EngineResult, EngineResult], changes: Changes = MD014) -> Observation:
+def compare(answer: tuple[EngineResult, EngineResult], changes: Changes = MD014) -> Evidence:
     return compare_engines(changes, "marlin", repaired=False, run=lambda requests: list(answer))
 
 
@@ -58,7 +58,7 @@ def _unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verdict(answer: tuple[EngineResult, EngineResult]) -> CaseVerdict:
-    return GlobalScaleMismatch().judge_engines(compare(answer).evidence).verdict
+    return GlobalScaleMismatch().judge_engines(compare(answer)).verdict
 
 
 RIGHT, FAILED = results(), results(error="out of memory")[1]
@@ -148,7 +148,7 @@ def test_a_point_with_a_backend_is_only_for_engines(
     assert {tier for tier in tiers if fault.has_point(tier, tensors)} == tiers - {Tier.ENGINE}
     asked: list[tuple[str, bool]] = []
 
-    def compare_instead(changes: Changes, moe_backend: str, *, repaired: bool) -> Observation:
+    def compare_instead(changes: Changes, moe_backend: str, *, repaired: bool) -> Evidence:
         asked.append((moe_backend, repaired))
         return compare(results(tokens=2), changes)
 
