@@ -134,9 +134,7 @@ class Unchecked(lab.ThreeStepModel):
 
 
 def test_a_row_taken_from_before_the_buffer_is_a_read_out_of_bounds() -> None:
-    observation = Observation(
-        lab.observe(parameters(ids="one_repeat", memory="minus_one"), Unchecked())
-    )
+    observation = Observation(lab.observe(parameters(ids="one_repeat", memory="minus_one"), Unchecked()))
     assert (observation.evidence["rows_out_of_bounds"], observation.evidence["rows_wrong"]) == (300, 0)
     judged = FAULT.judge(case(FAULT), observation)
     assert judged.verdict is CaseVerdict.REPRODUCED
