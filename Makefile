@@ -25,7 +25,7 @@ RELEASES ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: docs evidence help setup run test lint format schema readme reports plugintable baseline browser test-upstream releases backendreports slow stress
+.PHONY: docs evidence help setup run test lint format schema readme reports plugintable baseline browser test-upstream release releases backendreports slow stress
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -55,6 +55,9 @@ test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .
 
 releases: setup ## run the scenarios of vLLM's and torch's own code on a CPU, release by release, and write reports/releases anew; by hand
 	@RELEASES='$(RELEASES)' sh scripts/releases.sh
+
+release: setup ## fetch the wheel of vLLM V and say what it changes and what needs a person; docs/releases.md is the checklist
+	@$(BIN)/python scripts/release.py $(V) $(ARGS)
 
 lint: setup ## format, lint, types, import contracts, scenario schema, made blocks of the documents
 	@$(BIN)/ruff format --check .
