@@ -64,7 +64,7 @@ def find_setting_problems(machine: Machine) -> Iterator[Problem]:
 def _find_dead(machine: Machine) -> tuple[SettingFinding, ...]:
     vllm, flashinfer = machine.find_version("vllm"), machine.find_version("flashinfer-python")
     release = load_vllm_variables().find_release(vllm or "")
-    if release is None and vllm is not None:  # older than the tables
+    if release is None and vllm is not None and machine.build.variables is None:  # older than the tables
         findings = check_flashinfer(flashinfer or "", machine.variables)
     else:
         newest = load_vllm_variables().releases[-1]

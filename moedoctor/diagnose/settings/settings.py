@@ -110,9 +110,9 @@ def correct_by_source(
         elif variables is not None and finding.problem == "unknown" and finding.name not in variables:
             message = f"neither a known release nor {ENVS} of this vLLM declares it"
             kept.append(replace(finding, message=message))
-        elif finding.problem in _ABSENT:
-            kept += [finding] if variables is not None and finding.name not in variables else []
-        elif variables is None or finding.name in variables:
+        elif variables is None:  # a near name or a removed one is still worth a look, a new one is not
+            kept += [finding] if finding.problem not in ("unknown", "not_yet") else []
+        elif (finding.name in variables) is (finding.problem not in _ABSENT):
             kept.append(finding)
     known = load_vllm_variables().list_at(release)
     message = f"{ENVS} of this vLLM does not declare it"
