@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from moedoctor.diagnose.checkpoint.repair import Repaired
 
 
-_CAPABILITY = "9.0"
-"""The compute capability that vLLM is asked about on a machine without a GPU."""
-
-
 def lint(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A folder with config.json and safetensors files.")
@@ -101,9 +97,8 @@ def lint(
 
 def _ask_installed(result: Lint, *, wanted: bool) -> None:
     """Let the installed vLLM load the checkpoint, or note why it was not asked. Raises InputError."""
-    from moedoctor import environment
     from moedoctor.diagnose.preflight.ask import find_installed
-    from moedoctor.diagnose.preflight.checkpoint_load import ask_load
+    from moedoctor.diagnose.preflight.checkpoint_load import ask_load, find_capability
     from moedoctor.diagnose.preflight.model import ModelError
     from moedoctor.processes import interrupts
 
@@ -112,9 +107,8 @@ def _ask_installed(result: Lint, *, wanted: bool) -> None:
         result.not_asked = "--no-ask" if release is not None else "vLLM is not installed here"
         return
     print_message(f"asking vLLM {release.name}, which takes seconds; --no-ask leaves that out")
-    major, minor = (environment.collect()["capability"] or _CAPABILITY).split(".")
     with convert_errors(ModelError), interrupts.hold_signals():
-        ask_load(result, release, (int(major), int(minor)))
+        ask_load(result, release, find_capability())
 
 
 def _check_fix(folder: Path, fix: Path) -> None:

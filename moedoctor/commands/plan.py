@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import typer
+
 from moedoctor.commands.options import (
     Full,
+    InputError,
     Output,
     PageFormat,
     choose_from,
@@ -93,6 +96,11 @@ _SCHEMES = "moedoctor.diagnose.plan.plan:SCHEMES"
         "specification.",
         number("--pcie"),
     ),
+    ask=typer.Option(
+        "--ask",
+        help="Take the size of the weights from the installed vLLM, which builds the model without its "
+        "weights. Needs a folder or config.json, and takes seconds.",
+    ),
 )
 def plan(
     model: str,
@@ -113,6 +121,7 @@ def plan(
     expert_cache: int | None = None,
     hit_rate: float | None = None,
     pcie: float | None = None,
+    ask: bool = False,
     format: PageFormat = "table",
     output: Output = None,
     full: Full = False,
@@ -135,6 +144,7 @@ def plan(
 
     with convert_errors(ConfigError, PlanError):
         shape = find_model(model)
+        built, release = _ask_installed(model, tensor_parallel_size) if ask else (None, "")
         expert_scheme, source = (scheme, None) if scheme is not None else _find_scheme(Path(model))
         request = PlanRequest(
             shape=shape,
@@ -142,6 +152,8 @@ def plan(
             scheme_source=source,
             other_scheme=other_scheme,
             checkpoint_bytes=count_checkpoint_bytes(Path(model)) if os.path.isdir(model) else None,
+            built_bytes=built,
+            built_by=release,
             tensor_parallel=tensor_parallel_size,
             gpu_bytes=to_bytes(gpu_memory),
             utilization=utilization,
@@ -169,6 +181,21 @@ def plan(
         code=0 if result.kv.concurrency >= 1 else 1,
         reasons=[reason],
     )
+
+
+def _ask_installed(model: str, tensor_parallel: int) -> tuple[int, str]:
+    """Return (bytes of the parameters of one GPU, release) by the installed vLLM. Raises InputError."""
+    from moedoctor.diagnose.preflight.ask import find_installed
+    from moedoctor.diagnose.preflight.checkpoint_load import find_capability, measure_weights
+    from moedoctor.diagnose.preflight.model import ModelError, open_model
+    from moedoctor.processes import interrupts
+
+    if (release := find_installed()) is None:
+        raise InputError(
+            "--ask: vllm is not installed here; `moedoctor preflight --wheel FILE` shows its sizes"
+        )
+    with convert_errors(ModelError), open_model(model) as opened, interrupts.hold_signals():
+        return measure_weights(opened, tensor_parallel, release, find_capability()), release.name
 
 
 def _find_scheme(model: Path) -> tuple[str, str | None]:

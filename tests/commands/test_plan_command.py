@@ -7,6 +7,8 @@ import pytest
 from moedoctor.cli import main
 from moedoctor.commands.options import InputError
 from moedoctor.commands.plan import plan as plan_command
+from moedoctor.diagnose.preflight import ask, checkpoint_load
+from moedoctor.diagnose.preflight.records import StartAnswer, Verdict
 
 ISSUE = ["plan", "--model", "nemotron-3-super-120b", "--kv-dtype", "fp8", "--context", "262144"]
 
@@ -193,3 +195,29 @@ def test_a_model_that_does_not_fit_has_its_table_and_exit_code_1(capsys):
     assert "exit code 1: does not fit" in err
     assert main([*command, "--tensor-parallel-size", "8"]) == 0
     assert "every size is of each GPU" in capsys.readouterr().out
+
+
+def test_the_installed_vllm_says_how_large_its_parameters_are(tmp_path, capsys, monkeypatch):
+    model_folder(tmp_path, {})
+    asked = []
+
+    def ask_release(release, commands, question, headers):
+        asked.append(commands[0].words[1:])
+        return [answer]
+
+    answer = StartAnswer("0.33.0", (), Verdict.STARTS, "", "", (), (), weight_bytes=(SIZE, 2 * SIZE))
+    monkeypatch.setattr(ask, "find_installed", lambda: ask.Release("0.33.0"))
+    monkeypatch.setattr(checkpoint_load, "ask_release", ask_release)
+    inputs, result = planned(tmp_path, capsys, ask=True, scheme="bf16", tensor_parallel_size=2)
+    assert inputs["built_by"] == "0.33.0"
+    assert result["expert_bytes"] + result["other_bytes"] == 2 * SIZE
+    assert asked == [("--tensor-parallel-size", "2")]
+    answer = StartAnswer("0.33.0", (), Verdict.REFUSED, "0.33.0 stops: why", "", (), ())
+    with pytest.raises(InputError, match="0.33.0 stops: why"):
+        plan_command(str(tmp_path), gpu_memory=1, ask=True)
+    answer = StartAnswer("0.33.0", (), Verdict.STARTS, "", "", (), (), weight_bytes=(10,))
+    with pytest.raises(InputError, match="give the right --scheme"):
+        plan_command(str(tmp_path), gpu_memory=1, ask=True, scheme="bf16")
+    monkeypatch.setattr(ask, "find_installed", lambda: None)
+    with pytest.raises(InputError, match="vllm is not installed here"):
+        plan_command(str(tmp_path), gpu_memory=1, ask=True)

@@ -39,6 +39,10 @@ class PlanRequest:
     """The scheme of everything else."""
     checkpoint_bytes: int | None = None
     """Bytes of the checkpoint's weights, or None to compute them from the shape."""
+    built_bytes: int | None = None
+    """Bytes of the parameters that a vLLM built for one GPU; replaces what the checkpoint's size gives."""
+    built_by: str = ""
+    """The release that built them."""
     tensor_parallel: int = 1
     """GPUs that share each layer; every size of memory is then of each GPU."""
     gpu_bytes: int | None = None
@@ -118,7 +122,15 @@ def _plan(request: PlanRequest) -> Plan:
     expert_bytes = round(shape.count_expert_parameters() * SCHEMES[request.scheme])
     other_bytes = round(shape.count_other_parameters() * SCHEMES[request.other_scheme])
     notes = []
-    if request.checkpoint_bytes is not None:
+    if request.built_bytes is not None:
+        other_bytes = request.built_bytes - expert_bytes
+        if other_bytes <= 0:
+            raise PlanError(
+                f"vLLM {request.built_by} builds {request.built_bytes / GIB:.2f} GiB, and experts in "
+                f"{request.scheme} alone are {expert_bytes / GIB:.2f} GiB; give the right --scheme"
+            )
+        notes.append(f"weights: the parameters that vLLM {request.built_by} builds, before it repacks them")
+    elif request.checkpoint_bytes is not None:
         all_experts = round(whole.count_expert_parameters() * SCHEMES[request.scheme])
         _check_size(request, request.checkpoint_bytes, all_experts)
         share = shape.count_other_parameters() / whole.count_other_parameters()

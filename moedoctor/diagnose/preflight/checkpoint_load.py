@@ -1,11 +1,12 @@
-"""Asks a vLLM release to load a checkpoint that `lint` checks, and adds what it does to the findings."""
+"""Asks a vLLM release to load a checkpoint: for the findings of `lint`, and for the sizes of `plan`."""
 
 from __future__ import annotations
 
+from moedoctor import environment
 from moedoctor.diagnose.checkpoint.findings import Lint
 from moedoctor.diagnose.preflight.ask import Question, Release, ask_release
 from moedoctor.diagnose.preflight.command import ServeCommand
-from moedoctor.diagnose.preflight.model import read_headers
+from moedoctor.diagnose.preflight.model import Model, ModelError, read_headers
 
 _CHECKS = {
     "refused": "load_refused",
@@ -16,6 +17,12 @@ _CHECKS = {
 """Rule of preflight -> check of lint."""
 _MEMORY, _GPUS = 80 << 30, 8
 """Memory decides nothing while a checkpoint is loaded."""
+
+
+def find_capability() -> tuple[int, int]:
+    """Return the compute capability of this machine's GPU, or 9.0 without one."""
+    major, minor = (environment.collect()["capability"] or "9.0").split(".")
+    return int(major), int(minor)
 
 
 def ask_load(checked: Lint, release: Release, capability: tuple[int, int], seconds: float = 600.0) -> None:
@@ -41,8 +48,22 @@ def ask_load(checked: Lint, release: Release, capability: tuple[int, int], secon
     checked.loaded_by = f"{where}: {'loads without an error' if loads else 'stops'}"
     if loads:  # the loader's own answer about names
         checked.drop("expert_names_unknown")
+        checked.drop("name_skipped")
     for finding in answer.findings:
         if finding.rule in _CHECKS:
             info = checkpoint.tensors.get(finding.tensor)
             shard = info.shard if info is not None else "config.json"
             checked.add(_CHECKS[finding.rule], finding.tensor or "config.json", shard, finding.message)
+
+
+def measure_weights(model: Model, tensor_parallel: int, release: Release, capability: tuple[int, int]) -> int:
+    """Return the bytes of the parameters that the fullest rank of a release builds.
+
+    Raises ModelError if it does not build the model, and Interrupted inside `interrupts.hold_signals`.
+    """
+    words = (str(model.folder), "--tensor-parallel-size", str(tensor_parallel))
+    question = Question(capability, _MEMORY, max(_GPUS, tensor_parallel))
+    (answer,) = ask_release(release, [ServeCommand(words, {})], question, model.headers)
+    if not answer.weight_bytes:
+        raise ModelError(answer.reason)
+    return max(answer.weight_bytes)

@@ -56,7 +56,9 @@ def summarize(document: PlanDocument) -> str:
 def _list_rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
     kv, traffic, experts = result.kv, result.traffic, request.shape.experts
     rest = f" in {request.other_scheme}"
-    if request.checkpoint_bytes is not None:
+    if request.built_bytes is not None:
+        rest = ": the rest of vLLM's parameters"
+    elif request.checkpoint_bytes is not None:
         rest = ": the checkpoint's rest"
     held = f"{experts.count} layers × {experts.layer.experts} experts in {request.scheme}"
     rows = [
