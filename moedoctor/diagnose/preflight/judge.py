@@ -19,7 +19,7 @@ from moedoctor.diagnose.preflight.records import (
     StartAnswer,
     Verdict,
 )
-from moedoctor.text import shorten
+from moedoctor.text import format_size, shorten
 
 STAGES: Mapping[str, str] = {
     "arguments": "reads the command line",
@@ -83,11 +83,11 @@ def judge_start(
         kv_tokens=min(
             (row["kv"]["tokens"] for row in ranks if row.get("kv", {}).get("tokens")), default=None
         ),
-        after=tuple(
-            sorted({each["problem"] for row in ranks for each in row.get("after", ()) if each["problem"]})
-        ),
+        backends=tuple(_list_backends(ranks)),
+        after=tuple(dict.fromkeys(_describe_after(ranks))),
         notes=tuple(_list_notes(environment, ranks)),
         versions=versions,
+        import_seconds=environment.get("seconds", 0.0),
         seconds=round(sum(sum(row["seconds"].values()) for row in (reply, *ranks)), 1),
         peak_memory=reply.get("peak_memory", 0),
     )
@@ -279,6 +279,8 @@ def _list_stages(
             outcome = "stopped" if verdict is Verdict.REFUSED else "cannot say"
         if outcome != "not asked" or stage not in ("draft", "adapters"):
             yield StageAnswer(stage, outcome, words, round(seconds[stage], 1))
+    if "after" in seconds:  # it never decides: what could not be done is listed beside it
+        yield StageAnswer("after", "passed", "prepares the weights", round(seconds["after"], 1))
 
 
 def _count_layers(ranks: Sequence[Mapping[str, Any]]) -> Iterator[LayerCount]:
@@ -288,6 +290,33 @@ def _count_layers(ranks: Sequence[Mapping[str, Any]]) -> Iterator[LayerCount]:
             yield LayerCount(**layer)
         for layer in row.get("draft", {}).get("layers", ()):
             yield LayerCount(**{**layer, "kind": f"draft {layer['kind']}"})
+
+
+def _list_backends(ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """Yield (layers, MoE backend, why it is not used) for the first rank, and for its draft."""
+    for row in ranks[:1]:
+        for kind, model in (("experts", row), ("draft experts", row.get("draft", {}))):
+            used = {
+                _plain(layer["backend"]) for layer in model.get("layers", ()) if layer["kind"] == "experts"
+            }
+            for backend, reason in model.get("backends", ()):
+                if _plain(backend) not in used:
+                    yield kind, backend, reason or "it takes this layer, and another one comes before it"
+
+
+def _plain(backend: str) -> str:
+    return re.sub(r"[\W_]", "", backend).lower()
+
+
+def _describe_after(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what repacking needs beside the loaded weights, and what could not be done with them here."""
+    for row in ranks:
+        for each in sorted(row.get("after", ()), key=lambda each: -each["new"]):
+            if each["problem"]:
+                yield f"{each['method']}: not done here, so its memory is not known: {each['problem']}"
+            elif each["new"]:
+                size = f"{format_size(each['new'])} of new tensors beside the old ones of a layer"
+                yield f"{each['method']}: {size}; what its kernels take for themselves is not known"
 
 
 def _list_notes(environment: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:

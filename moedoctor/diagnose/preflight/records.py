@@ -93,12 +93,17 @@ class StartAnswer:
     """Bytes of the parameters of each rank, the draft's too."""
     kv_tokens: int | None = None
     """Tokens of KV cache beside the weights of the fullest rank if activations took nothing."""
+    backends: tuple[tuple[str, str, str], ...] = ()
+    """With -v: (``experts`` or ``draft experts``, MoE backend that is not used, why)."""
     after: tuple[str, ...] = ()
-    """What could not be done with the weights after loading. It never decides."""
+    """With -v: what follows loading: memory for new tensors of a layer, and what could not be done here."""
     notes: tuple[str, ...] = ()
     """Substitutions that a release does not have, and answers that rest on them."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    import_seconds: float = 0.0
+    """Until vLLM was imported, once for all command lines of a release."""
     seconds: float = 0.0
+    """Of all stages."""
     peak_memory: int = 0
     """Bytes of the process that asked."""
 

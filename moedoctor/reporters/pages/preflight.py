@@ -102,8 +102,13 @@ def _describe(answer: StartAnswer) -> Iterator[Block]:
     if answer.kv_tokens is not None:
         facts.append(("KV cache, if activations took nothing", f"{answer.kv_tokens:,} tokens"))
     facts += [(name, version) for name, version in answer.versions.items()]
-    facts.append(("seconds, peak memory", f"{answer.seconds:.1f} s, {answer.peak_memory / _GIB:.2f} GiB"))
+    facts.append(
+        ("seconds to import vLLM, of all stages", f"{answer.import_seconds:.1f}, {answer.seconds:.1f}")
+    )
+    facts.append(("peak memory of the process that asked", f"{answer.peak_memory / _GIB:.2f} GiB"))
     yield Fold("What was asked", [Table(("fact", "value"), facts)])
+    if answer.backends:
+        yield Fold("MoE backends that are not used", [Table(("layers", "backend", "why"), answer.backends)])
     if answer.after:
         yield Fold("After loading, which never decides", [Bullets(answer.after)])
     if answer.notes:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from moedoctor.models.tensor_names import name_pattern
 from moedoctor.processes.ask import answer
 
 _SHOWN = ("vllm", "torch", "transformers", "compressed-tensors", "flashinfer-python", "humming-kernels")
@@ -116,8 +117,6 @@ def ask_command(command: Mapping[str, Any], request: Mapping[str, Any]) -> dict[
 
 def describe_taken(on_meta: Any, tensor_parallel: int) -> dict[str, Any]:
     """Return the names that no rank took anything of, and the tensors of which every rank left out a part."""
-    from moedoctor.upstream.preflight.meta import name_pattern
-
     taken: collections.Counter[str] = collections.Counter()
     skipped: collections.Counter[str] = collections.Counter()
     too_large = []

@@ -7,7 +7,6 @@ were written of each storage, and those that were read of each tensor of the che
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,7 +31,6 @@ DTYPES = {
 }
 Headers = Mapping[str, Sequence[tuple[str, str, Sequence[int]]]]
 """Path of a file -> its tensors as (name, dtype of safetensors, shape)."""
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _LOOKS = frozenset(
     {
         *("__get__", "__len__", "__repr__", "__hash__", "data_ptr", "dim", "element_size", "get_device"),
@@ -208,8 +206,3 @@ def _keeps_meaning(stored: torch.dtype, parameter: torch.dtype) -> bool:
 
 def _show_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def name_pattern(name: str) -> str:
-    """Return a tensor's name with N in place of each number: the same for all layers and experts."""
-    return _NUMBER.sub("N", name)

@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
-from moedoctor.upstream.preflight.meta import OnMeta, name_pattern
+from moedoctor.models.tensor_names import name_pattern
+from moedoctor.upstream.preflight.meta import OnMeta
+from moedoctor.upstream.selection.oracle import explain_others, hear_selections
 
 STAGES = ("arguments", "config", "groups", "build", "load", "draft", "memory", "adapters", "after")
 """In the order in which they run. `after`, what is done with loaded weights, never decides."""
@@ -222,9 +224,19 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
             getattr(compilation, registry).clear()
     default_loader.safetensors_weights_iterator = on_meta.read_weights
 
-    def build(model_config: Any) -> Any:
-        with base_loader.set_default_torch_dtype(model_config.dtype), torch.device("meta"):
-            return base_loader.initialize_model(vllm_config=config, model_config=model_config)
+    def build(model_config: Any, row: dict[str, Any]) -> Any:
+        heard: list[tuple[Any, ...]] = []
+        with contextlib.ExitStack() as stack:
+            if post:
+                stack.enter_context(hear_selections(heard))
+            stack.enter_context(base_loader.set_default_torch_dtype(model_config.dtype))
+            stack.enter_context(torch.device("meta"))
+            model = base_loader.initialize_model(vllm_config=config, model_config=model_config)
+        row |= {"bytes": count_bytes(model), "layers": describe_layers(model)}
+        # One question of each scheme: the layers of a model differ in nothing that a kernel asks about.
+        questions = {type(question[0]): question for question in reversed(heard)}
+        row["backends"] = [each for question in questions.values() for each in explain_others(question)]
+        return model
 
     def load(model: Any, model_config: Any) -> dict[str, Any]:
         on_meta.watch()
@@ -237,9 +249,7 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
 
     with set_current_vllm_config(config), on_meta:
         with run_stage("build", seconds):
-            model = build(config.model_config)
-            answer["bytes"] = count_bytes(model)
-            answer["layers"] = describe_layers(model)
+            model = build(config.model_config, answer)
         if not on_meta.has_headers:
             return
         with run_stage("load", seconds):
@@ -247,8 +257,8 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
         speculative = config.speculative_config
         if getattr(speculative, "draft_model_config", None) is not None:
             with run_stage("draft", seconds):
-                draft = build(speculative.draft_model_config)
-                answer["draft"] = {"bytes": count_bytes(draft), "layers": describe_layers(draft)}
+                answer["draft"] = {}
+                draft = build(speculative.draft_model_config, answer["draft"])
                 answer["draft"]["loaded"] = load(draft, speculative.draft_model_config)
         with contextlib.suppress(StageError), run_stage("memory", seconds):
             answer["kv"] = plan_kv_cache(config, answer["bytes"] + answer.get("draft", {}).get("bytes", 0))
@@ -275,6 +285,8 @@ def describe_layers(model: Any) -> list[dict[str, Any]]:
             continue
         name = type(method).__name__
         is_moe = "moe" in name.lower()
+        if (scheme := getattr(module, "scheme", None)) is not None:
+            name += f", {type(scheme).__name__}"
         kind = "experts" if is_moe else "linear"
         if not is_moe and not hasattr(module, "input_size"):
             kind = "embedding"
@@ -408,18 +420,33 @@ def load_adapters(model: Any, config: Any, arguments: Any) -> dict[str, Any]:
 
 
 def process_weights(model: Any) -> list[dict[str, Any]]:
-    """Call `process_weights_after_loading` for each layer; return each different outcome, with a count."""
+    """Call `process_weights_after_loading` for each layer; return each different outcome, with a count.
+
+    ``new`` are the bytes of the tensors that replace others in one layer, and exist beside them for a moment.
+    """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    counts: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str, int]] = Counter()
     for _, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
             problem = ""
+            before = list_storages(module)
             try:
                 method.process_weights_after_loading(module)
             except Exception as error:
                 record = describe_error("after", error)
                 problem = f"{record['type']}: {record['message'][:200]} ({''.join(record['at'][-1:])})"
-            counts[type(method).__name__, problem] += 1
-    return [{"method": name, "problem": why, "count": count} for (name, why), count in counts.items()]
+            after = list_storages(module)
+            new = sum(after[key].nbytes() for key in after.keys() - before.keys())
+            counts[type(method).__name__, problem, new] += 1
+    return [
+        {"method": name, "problem": why, "new": new, "count": count}
+        for (name, why, new), count in counts.items()
+    ]
+
+
+def list_storages(module: Any) -> dict[int, Any]:
+    """Return the storages of a module's own parameters and buffers, which live as long as the answer."""
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}

@@ -13,7 +13,9 @@ import importlib
 import importlib.util
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
+from unittest import mock
 
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.upstream.moe_backends.moe_config import make_moe_config
@@ -183,3 +185,59 @@ class _Listener:
         supported, reason = self._kernel.is_supported_config(self._kernel, *arguments)
         self._answers.append(Answer(self._backend, self._kernel.__name__, bool(supported), reason))
         return (False if self._to_the_end else supported), reason
+
+
+@contextlib.contextmanager
+def hear_selections(heard: list[tuple[Any, ...]]) -> Iterator[None]:
+    """Record what vLLM asks kernel classes while it builds layers: (backend, arguments of the question)."""
+    seen: set[Any] = set()
+    with contextlib.ExitStack() as stack:
+
+        def watch(kernel: Any, backend: Any) -> None:
+            ask = kernel.is_supported_config
+
+            def note(cls: Any, *arguments: Any) -> Any:
+                heard.append((backend, *arguments))
+                return ask(cls, *arguments)
+
+            seen.add(kernel)
+            stack.enter_context(mock.patch.object(kernel, "is_supported_config", staticmethod(note)))
+
+        def listen(original: Callable[[Any], Any], backend: Any) -> Any:
+            kernels = original(backend)
+            for kernel in kernels if isinstance(kernels, list) else [kernels]:
+                if kernel not in seen:
+                    watch(kernel, backend)
+            return kernels
+
+        for name in sorted({*_MODULES.values(), "fp8"}):
+            with contextlib.suppress(ImportError):
+                module = importlib.import_module(f"{ORACLES}.{name}")
+                if original := getattr(module, "backend_to_kernel_cls", None):
+                    change = mock.patch.object(module, "backend_to_kernel_cls", partial(listen, original))
+                    stack.enter_context(change)
+        yield
+
+
+def explain_others(question: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
+    """Yield (backend, why it does not take a layer), for each backend of the layer's scheme.
+
+    `question` is one that `hear_selections` recorded. The reason is empty for a backend that takes the layer.
+    """
+    backend, *arguments = question
+    module = importlib.import_module(type(backend).__module__)
+    for other in type(backend):
+        refusals: dict[str, None] = {}
+        try:
+            kernels = module.backend_to_kernel_cls(other)
+            for kernel in kernels if isinstance(kernels, list) else [kernels]:
+                supported, reason = kernel.is_supported_config(kernel, *arguments)
+                if supported:
+                    refusals = {"": None}
+                    break
+                refusals[reason or "no reason is given"] = None
+        except ValueError:  # a name without kernels for this scheme
+            continue
+        except Exception as error:
+            refusals = {f"cannot be asked here: {' '.join(str(error).split())}": None}
+        yield str(other.value), "; ".join(refusals)

@@ -134,6 +134,32 @@ def test_too_little_memory_is_a_warning() -> None:
     assert "--max-model-len" in answer.next_step
 
 
+def test_backends_that_are_not_used_have_a_reason() -> None:
+    layers = [{"kind": "experts", "method": "Fp8MoEMethod", "backend": "FLASHINFER_TRTLLM", "count": 2}]
+    reasons = [["FlashInfer TRTLLM", ""], ["TRITON", ""], ["MARLIN", "no such device"]]
+    row = {**rank(), "layers": layers, "backends": reasons, "draft": {"backends": [["EMULATION", "slow"]]}}
+    assert [(kind, backend) for kind, backend, _ in judge(row).backends] == [
+        ("experts", "TRITON"),
+        ("experts", "MARLIN"),
+        ("draft experts", "EMULATION"),
+    ]
+    assert [reason for *_, reason in judge(row).backends][1:] == ["no such device", "slow"]
+
+
+def test_repacking_that_was_not_done_is_not_known() -> None:
+    after = [
+        {"method": "MarlinMoE", "problem": "", "new": 3 << 20, "count": 2},
+        {"method": "HummingMoE", "problem": "ImportError: humming", "new": 0, "count": 2},
+        {"method": "Linear", "problem": "", "new": 0, "count": 9},
+    ]
+    seconds = {**rank()["seconds"], "after": 2.0}
+    answer = judge({**rank(), "after": after, "seconds": seconds}, {**rank(1), "after": after})
+    assert (answer.stages[-1].stage, answer.stages[-1].seconds) == ("after", 2.0)
+    first, second = answer.after
+    assert first.startswith("MarlinMoE: 3.1 MB of new tensors beside the old ones of a layer")
+    assert second == "HummingMoE: not done here, so its memory is not known: ImportError: humming"
+
+
 def test_what_pydantic_writes_around_a_message_goes() -> None:
     text = (
         "1 validation error for ModelConfig Value error, Unknown method: x [type=value_error, input_value=1]"

@@ -1,5 +1,6 @@
 """The installed vLLM is asked: sound checkpoints are no alarm, and planted mistakes are found and named."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,18 @@ def test_planted_mistakes_are_found_and_named(tmp_path: Path) -> None:
             missed[name] = answer.reason
     # A release may accept a layout that another one refuses.
     assert len(missed) <= 2, missed
+
+
+def test_each_backend_that_is_left_out_has_the_releases_reason(tmp_path: Path) -> None:
+    folder = write_headers(tmp_path / "m", SOUND["qwen3-fp8-block"]())
+    command = ServeCommand((str(folder), "--max-model-len", "512"), {})
+    question = replace(QUESTION, post=True)
+    (answer,) = ask_release(Release("installed"), [command], question, read_headers(folder))
+    assert "after" in {stage.stage for stage in answer.stages}
+    assert answer.import_seconds > 0
+    reasons = {backend: reason for _, backend, reason in answer.backends}
+    used = {layer.backend for layer in answer.layers if layer.kind == "experts"}
+    assert len(used) == 1
+    assert not used & set(reasons)
+    assert "MARLIN" in reasons
+    assert any("activation format" in reason for reason in reasons.values())
