@@ -25,7 +25,7 @@ RELEASES ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: docs evidence help setup run test lint format schema readme reports plugintable baseline browser test-upstream release releases backendreports slow stress
+.PHONY: docs evidence help setup run test lint format schema readme reports plugintable baseline browser test-upstream release releases names backendreports slow stress
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -58,6 +58,9 @@ releases: setup ## run the scenarios of vLLM's and torch's own code on a CPU, re
 
 release: setup ## fetch the wheel of vLLM V and say what it changes and what needs a person; docs/releases.md is the checklist
 	@$(BIN)/python scripts/release.py $(V) $(ARGS)
+
+names: setup ## write anew which names of tensors each release of VLLM reads, for `moedoctor lint`; in .venv-upstream
+	@VLLM='$(VLLM)' TORCH='$(TORCH)' RUN='scripts/read_names.py' sh scripts/test_upstream.sh
 
 lint: setup ## format, lint, types, import contracts, scenario schema, made blocks of the documents
 	@$(BIN)/ruff format --check .

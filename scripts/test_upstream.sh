@@ -4,6 +4,7 @@
 #
 # VLLM    the releases, with spaces between
 # TORCH   the torch release to install; empty: any that pyproject.toml allows
+# RUN     what Python runs; empty: pytest with the tests marked `upstream`
 # ARGS    more arguments for pytest
 set -eu
 cd "$(dirname "$0")/.."
@@ -15,6 +16,6 @@ for release in ${VLLM:-0.21.0}; do
     vllm_folder "$release"
     say "vllm $release, flashinfer-python $(pinned "$home/releases/$release" flashinfer-python)"
     # Python finds packages and their metadata there first.
-    PYTHONPATH="$(pwd)/$home/releases/$release" "$home/bin/python" -m pytest -m upstream ${ARGS:-} || failed="$failed $release"
+    PYTHONPATH="$(pwd)/$home/releases/$release" "$home/bin/python" ${RUN:--m pytest -m upstream} ${ARGS:-} || failed="$failed $release"
 done
 [ -z "$failed" ] || fail "failed with vllm$failed"

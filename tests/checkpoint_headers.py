@@ -557,13 +557,25 @@ class Planted:
 
 def _fused(built: Built, *, swapped: bool = False) -> Built:
     """Keep all experts in two tensors a layer, as transformers 5 saves them."""
-    size, kept = Size(), {name: entry for name, entry in built.tensors.items() if ".experts." not in name}
-    for layer in range(size.layers):
-        at = f"model.layers.{layer}.mlp.experts."
-        up, down = (2 * size.width, size.hidden), (size.hidden, size.width)
-        kept[f"{at}gate_up_proj"] = ("BF16", (size.experts, *(up[::-1] if swapped else up)))
-        kept[f"{at}down_proj"] = ("BF16", (size.experts, *(down[::-1] if swapped else down)))
+    kept: Tensors = {}
+    for name, entry in built.tensors.items():
+        at, inside, rest = name.partition(".experts.")
+        if not inside:
+            kept[name] = entry
+        elif rest in ("0.gate_proj.weight", "0.w1.weight"):
+            width, hidden = entry[1]
+            experts = len({each.split(".")[-3] for each in built.tensors if each.startswith(f"{at}{inside}")})
+            up, down = (2 * width, hidden), (hidden, width)
+            kept[f"{at}.experts.gate_up_proj"] = ("BF16", (experts, *(up[::-1] if swapped else up)))
+            kept[f"{at}.experts.down_proj"] = ("BF16", (experts, *(down[::-1] if swapped else down)))
     return replace(built, tensors=kept)
+
+
+FUSED: Mapping[str, Callable[[], Built]] = {
+    f"{name}-fused": (lambda name=name: _fused(SOUND[f"{name}-bf16"]()))
+    for name in ("qwen3", "mixtral", "minimax-m2", "glm4", "deepseek-v3", "qwen3-next")
+}
+"""A layout that some releases read, and others skip or refuse."""
 
 
 def _quantized_router(form: str) -> Built:

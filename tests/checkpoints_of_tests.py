@@ -239,6 +239,7 @@ def compressed_groups() -> Made:
 def fused(transposed: bool = False) -> Made:
     """NVFP4 with all experts of a layer in one tensor: [experts, N, K], or `transposed` [experts, K, N]."""
     made, pick = modelopt(), random.Random(8)
+    made.config["architectures"] = ["Qwen3VLMoeForConditionalGeneration"]
     made.tensors = {name: tensor for name, tensor in made.tensors.items() if ".experts." not in name}
     shapes = {"gate_up_proj": (2 * INTERMEDIATE, HIDDEN), "down_proj": (HIDDEN, INTERMEDIATE)}
     for layer in range(LAYERS):

@@ -213,7 +213,7 @@ def test_the_installed_vllm_says_how_large_its_parameters_are(tmp_path, capsys, 
     assert result["expert_bytes"] + result["other_bytes"] == 2 * SIZE
     assert asked == [("--tensor-parallel-size", "2")]
     answer = StartAnswer("0.33.0", (), Verdict.REFUSED, "0.33.0 stops: why", "", (), ())
-    with pytest.raises(InputError, match="0.33.0 stops: why"):
+    with pytest.raises(InputError, match=r"0\.33\.0 stops: why"):
         plan_command(str(tmp_path), gpu_memory=1, ask=True)
     answer = StartAnswer("0.33.0", (), Verdict.STARTS, "", "", (), (), weight_bytes=(10,))
     with pytest.raises(InputError, match="give the right --scheme"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moedoctor.diagnose.checkpoint.checkpoint import read_checkpoint
-from moedoctor.diagnose.checkpoint.checks import config, experts, scales, tensors
+from moedoctor.diagnose.checkpoint.checks import config, experts, names, scales, tensors
 from moedoctor.diagnose.checkpoint.findings import Lint
 
 _CHECKS = (
@@ -16,6 +16,7 @@ _CHECKS = (
     config.check_excluded,
     experts.check_experts,
     experts.check_names,
+    names.check_read,
     experts.check_config_shapes,
     tensors.check_parts,
     tensors.check_shapes,

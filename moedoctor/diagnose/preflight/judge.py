@@ -297,14 +297,16 @@ def _list_backends(ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, st
     for row in ranks[:1]:
         for kind, model in (("experts", row), ("draft experts", row.get("draft", {}))):
             used = {
-                _plain(layer["backend"]) for layer in model.get("layers", ()) if layer["kind"] == "experts"
+                _normalize(layer["backend"])
+                for layer in model.get("layers", ())
+                if layer["kind"] == "experts"
             }
             for backend, reason in model.get("backends", ()):
-                if _plain(backend) not in used:
+                if _normalize(backend) not in used:
                     yield kind, backend, reason or "it takes this layer, and another one comes before it"
 
 
-def _plain(backend: str) -> str:
+def _normalize(backend: str) -> str:
     return re.sub(r"[\W_]", "", backend).lower()
 
 

@@ -21,7 +21,7 @@ import torch
 
 from moedoctor.models.tensor_names import name_pattern
 from moedoctor.upstream.preflight.meta import OnMeta
-from moedoctor.upstream.selection.oracle import explain_others, hear_selections
+from moedoctor.upstream.selection.oracle import explain_others, record_selections
 
 STAGES = ("arguments", "config", "groups", "build", "load", "draft", "memory", "adapters", "after")
 """In the order in which they run. `after`, what is done with loaded weights, never decides."""
@@ -228,7 +228,7 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
         heard: list[tuple[Any, ...]] = []
         with contextlib.ExitStack() as stack:
             if post:
-                stack.enter_context(hear_selections(heard))
+                stack.enter_context(record_selections(heard))
             stack.enter_context(base_loader.set_default_torch_dtype(model_config.dtype))
             stack.enter_context(torch.device("meta"))
             model = base_loader.initialize_model(vllm_config=config, model_config=model_config)

@@ -188,9 +188,9 @@ class _Listener:
 
 
 @contextlib.contextmanager
-def hear_selections(heard: list[tuple[Any, ...]]) -> Iterator[None]:
+def record_selections(heard: list[tuple[Any, ...]]) -> Iterator[None]:
     """Record what vLLM asks kernel classes while it builds layers: (backend, arguments of the question)."""
-    seen: set[Any] = set()
+    watched: set[Any] = set()
     with contextlib.ExitStack() as stack:
 
         def watch(kernel: Any, backend: Any) -> None:
@@ -200,13 +200,13 @@ def hear_selections(heard: list[tuple[Any, ...]]) -> Iterator[None]:
                 heard.append((backend, *arguments))
                 return ask(cls, *arguments)
 
-            seen.add(kernel)
+            watched.add(kernel)
             stack.enter_context(mock.patch.object(kernel, "is_supported_config", staticmethod(note)))
 
         def listen(original: Callable[[Any], Any], backend: Any) -> Any:
             kernels = original(backend)
             for kernel in kernels if isinstance(kernels, list) else [kernels]:
-                if kernel not in seen:
+                if kernel not in watched:
                     watch(kernel, backend)
             return kernels
 
@@ -222,7 +222,7 @@ def hear_selections(heard: list[tuple[Any, ...]]) -> Iterator[None]:
 def explain_others(question: tuple[Any, ...]) -> Iterator[tuple[str, str]]:
     """Yield (backend, why it does not take a layer), for each backend of the layer's scheme.
 
-    `question` is one that `hear_selections` recorded. The reason is empty for a backend that takes the layer.
+    `question` is one of `record_selections`. The reason is empty for a backend that takes the layer.
     """
     backend, *arguments = question
     module = importlib.import_module(type(backend).__module__)

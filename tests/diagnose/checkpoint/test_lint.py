@@ -392,10 +392,10 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
         ),
         "an expert's name that is in no model": (
             rename("experts.2.gate_proj", "experts.2.w1_proj"),
-            {"expert_names_unknown": "experts.2.w1_proj", "expert_missing": "experts.2.gate_proj"},
+            {"name_skipped": "experts.2.w1_proj", "expert_missing": "experts.2.gate_proj"},
         ),
         "names of gates that are in no model": (
-            rename("gate_proj", "w1_proj"),
+            [config(architectures=["Qwen9MoeForCausalLM"]), rename("gate_proj", "w1_proj")],
             {"expert_names_unknown": "experts.0.w1_proj"},
         ),
         "all experts under another name": (
@@ -404,11 +404,11 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
         ),
         "names of two parts": (
             rename("up_proj", "ffn.up_proj"),
-            {"expert_names_unknown": "ffn.up_proj", "expert_missing": "up_proj"},
+            {"name_skipped": "ffn.up_proj", "expert_missing": "up_proj"},
         ),
         "names of no model": (
             [without("experts", "gate_proj"), rename("up_proj", "fc1"), rename("down_proj", "fc2")],
-            {"expert_names_unknown": "fc1"},
+            {"name_skipped": "fc1"},
         ),
         "another width in config.json": (
             config(moe_intermediate_size=96),
@@ -598,7 +598,10 @@ CLEAN: dict[str, tuple[Base, list[Change]]] = {
     "no gates": (modelopt, [without("experts", "gate_proj"), config(mlp_hidden_act="relu2")]),
     "other names": (
         modelopt,
-        [rename("gate_proj", "w1"), rename("up_proj", "w3"), rename("down_proj", "w2")],
+        [
+            config(architectures=["MixtralForCausalLM"]),
+            *(rename("gate_proj", "w1"), rename("up_proj", "w3"), rename("down_proj", "w2")),
+        ],
     ),
     "experts in a latent space": (modelopt, [config(hidden_size=80, moe_latent_size=64)]),
     "a width for each layer": (modelopt, [config(moe_intermediate_size=[96, 128])]),
@@ -664,7 +667,8 @@ def test_each_damage_gives_its_finding_and_no_other(
 
 def test_every_check_has_a_case() -> None:
     named = {check for cases in DAMAGE.values() for _, expected in cases.values() for check in expected}
-    assert named == {name for name, check in CHECKS.items() if not check.asked}
+    # test_names.py has a case for releases before the newest one.
+    assert named == {name for name, row in CHECKS.items() if not row.asked} - {"name_skipped_before"}
 
 
 @pytest.mark.parametrize(
