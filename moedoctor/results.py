@@ -338,13 +338,26 @@ def find_worst(*scores: float | str) -> float:
     return max((math.inf if math.isnan(number) else number for number in numbers), default=0.0)
 
 
-def to_json(record: Any, indent: int | None = 2) -> str:
+def to_json(record: Any, lines: int = 4) -> str:
     """Return any record as strict JSON that ends with a line end; equal records give equal text.
 
-    What a terminal might act on is escaped: the text can be printed, and its data is exact.
+    Items down to `lines` levels have a line each: a case of a run, a row of a table. What a terminal might
+    act on is escaped: the text can be printed, and its data is exact.
     """
-    document = json.dumps(to_plain(record), indent=indent, ensure_ascii=False, allow_nan=False)
-    return escape_json(document) + "\n"
+    return escape_json(_write_lines(to_plain(record), lines, "\n")) + "\n"
+
+
+def _write_lines(value: Any, levels: int, line: str) -> str:
+    if not levels or not value or not isinstance(value, (dict, list)):
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    inner = f"{line}  "
+    if isinstance(value, list):
+        return f"[{','.join(inner + _write_lines(item, levels - 1, inner) for item in value)}{line}]"
+    items = (
+        f"{inner}{json.dumps(key, ensure_ascii=False)}: {_write_lines(item, levels - 1, inner)}"
+        for key, item in value.items()
+    )
+    return f"{{{','.join(items)}{line}}}"
 
 
 def to_plain(value: Any, path: _Path = ()) -> Any:

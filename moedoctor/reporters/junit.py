@@ -129,7 +129,7 @@ def _add_case(suite: ET.Element, classname: str, scenario: ScenarioResult, case:
     last_words = "\n".join(line for note in crash_notes([case]) for line in (note.message, *note.stderr_tail))
     _test(suite, classname, name, case.seconds, outcome, kind, message, last_words)
     if outcome != "skipped":
-        output = f"{case.verdict.value}: {explain_case(case)}\n{to_json(case.evidence, indent=None)}"
+        output = f"{case.verdict.value}: {explain_case(case)}\n{to_json(case.evidence, lines=0)}"
         ET.SubElement(suite[-1], "system-out").text = _escape_xml(output.rstrip())
 
 
