@@ -12,13 +12,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from typing import Any
-
-import yaml
 
 from moedoctor.diagnose.triage.line_text import split_prefix
 from moedoctor.diagnose.triage.log_text import find_lines
+from moedoctor.diagnose.triage.signatures import load_data
 
 _COMMON = (b"rror", b"Traceback")
 _NEEDLES = (
@@ -34,7 +32,8 @@ _NEEDLES = (
         b"nterrupt",
         b"NVRM: Xid",
     ),
-    *(b"terminate called", b"what():", b"atchdog", b"died", b"xit code", b"xitcode"),
+    *(b"terminate called", b"what():", b"atchdog", b"died", b"xit code", b"xitcode", b"broadcast block"),
+    b"startup complete",
 )
 """A line without any of them, and outside a traceback, is no error. In the middle of a large text only the
 common ones are looked for: the others tell of an end."""
@@ -51,9 +50,10 @@ _EXCEPTION = re.compile(
 _NAMES_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Exit|Iteration|Empty|Timeout|Failed|Resources)$")
 _BARE = re.compile(
     r"(?:\w{1,40}\.){0,6}\w{0,40}(?:Error|Exception|KeyboardInterrupt)\b: ?\S"
-    r"|(?:[\w./-]{1,80} ){0,3}error: \S"
+    r"|(?:[\w./:-]{1,80} ){0,3}error: \S|\S{1,80}: line \d{1,6}: {1,4}\d{1,9} (?:Killed|Segmentation|Aborted)"
     r"|(?:terminate called after|what\(\): )|Segmentation fault|Fatal Python error|!!!!!!! Segfault|Killed\b"
-    r"|.{0,300}(?:Watchdog caught collective|died unexpectedly|oom-kill|OOMKilled|NVRM: Xid"
+    r"|.{0,300}(?:Watchdog caught collective|No available shared memory broadcast block|died unexpectedly"
+    r"|oom-kill|OOMKilled|NVRM: Xid"
     r"|\bexit ?code:? ?(?:-\d|137|139)\b|\b(?:SIGKILL|SIGSEGV|SIGABRT|SIGBUS)\b)"
     r"|(?:RuntimeError|Triton Error|CUDA (?:driver )?error|NCCL error)\b",
 )
@@ -61,7 +61,7 @@ _WRAPPER = re.compile(
     r"[Ss]ee (?:the )?(?:root cause|stack trace|error log|logs?)\b|check the (?:stack trace|logs?) above"
     r"|EngineDeadError|engine (?:core|process)\b.{0,40}(?:failed|died)|ChildFailedError|ActorDiedError"
     r"|ray\.exceptions\.|RayTaskError|cancelled|CancelledError|KeyboardInterrupt|SystemExit|BrokenPipe"
-    r"|failed with error .{0,300}(?:check|see)|returned non-zero exit status|HTTPException",
+    r"|worker failed with error|returned non-zero exit status|HTTPException",
     re.IGNORECASE,
 )
 """An error that only tells of another one."""
@@ -85,7 +85,12 @@ _PACKAGE = re.compile(r".*?(?:site-packages/|dist-packages/|/python3\.\d{1,2}/|(
 _MOST_ERRORS, _MOST_PROCESSES, _MOST_FRAMES, _MOST_LINES = 200, 256, 60, 300_000
 _APART = 400
 """Lines between two errors that do not belong together."""
-_MOST_MESSAGE, _CONTINUED = 2_000, 6
+_MOST_MESSAGE, _KEPT, _CONTINUED = 2_000, 6, 60
+_TOLD = re.compile(
+    r"\S{1,300}(?::\d+|\(\d+\)): (?:fatal )?error: "
+    r"|(?:nvcc|ptxas|cicc|\S{0,60}ld)\S{0,20} +(?:fatal|error) *:|Value error, |\S{0,80}: undefined reference"
+)
+"""What a compiler, linker or validator says in the message of the exception that ends it."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,8 @@ class _Error:
     """How it follows from `before`: "cause", "context", or an empty string."""
     before: _Error | None = None
     lines_after: list[str] = field(default_factory=list)
+    told: tuple[int, str] | None = None
+    """The line after it, and its number, in which a compiler or validator tells what is wrong."""
 
     @property
     def type(self) -> str:
@@ -140,7 +147,8 @@ class _Error:
     @property
     def whole(self) -> str:
         """The message with the lines that continue it."""
-        return " ".join((self.text, *self.lines_after))[:_MOST_MESSAGE]
+        told = self.told[1] if self.told else ""
+        return " ".join((self.text, told, *self.lines_after))[:_MOST_MESSAGE]
 
     def find_root(self) -> _Error:
         """Return the first exception of the chain that is not a mere probe."""
@@ -148,7 +156,9 @@ class _Error:
         while chain[-1].before is not None:
             chain.append(chain[-1].before)
         for earlier, later in zip(reversed(chain), [*reversed(chain)][1:], strict=False):
-            if later.link == "context" and earlier.type in _PROBES:
+            if earlier.type == "CalledProcessError" and earlier.told is None:
+                continue
+            if (later.link == "context" and earlier.type in _PROBES) or earlier.text == later.type:
                 continue
             return earlier
         return self
@@ -178,6 +188,8 @@ class Errors:
         self._link: dict[str, str] = {}
         self._skipped: dict[str, bool] = {}
         self._looked_at = 0
+        self._ready = 0
+        """The line that says that the server is ready: what was before did not end it."""
         self._waiting = deque[tuple[Sequence[bytes], Sequence[int]]]()
         self._needles: Sequence[bytes] = _NEEDLES
         self.launch_blocking = False
@@ -220,6 +232,8 @@ class Errors:
                 self._open[process] = _Open(link=link, before=before if link else None, ignored=ignored)
             self._continued.pop(process, None)
             return
+        if "Application startup complete" in text:
+            self._ready = number
         if text in _LINKS:
             self._link[process] = _LINKS[text]
             return
@@ -231,10 +245,11 @@ class Errors:
         traceback = self._open.get(process)
         if traceback is not None and self._read_traceback(traceback, process, text, number):
             return
-        if process in self._continued and self._read_continuation(process, prefix, text):
+        if process in self._continued and self._read_continuation(process, text, number):
             return
         if not warned and _BARE.match(text) and (traceback is None or not traceback.frames):
-            self._add(process, _Error(number, text))
+            link = self._link.pop(process, "")
+            self._add(process, _Error(number, text, (), link, self._last.get(process) if link else None))
 
     def _read_traceback(self, traceback: _Open, process: str, text: str, number: int) -> bool:
         """Take in a line of a traceback; return False if it is none."""
@@ -250,7 +265,7 @@ class Errors:
             if not traceback.ignored:
                 self._add(process, error)
             return True
-        if traceback.idle > _CONTINUED:
+        if traceback.idle > _KEPT:
             del self._open[process]
             return False
         return bool(traceback.frames)
@@ -260,15 +275,20 @@ class Errors:
         self._last[process] = error
         self._continued[process] = _CONTINUED
 
-    def _read_continuation(self, process: str, prefix: str, text: str) -> bool:
+    def _read_continuation(self, process: str, text: str, number: int) -> bool:
         """Take in a line after an exception, which may continue its message."""
         left = self._continued[process] - 1
-        if not text or left < 0 or _BARE.match(text) or ("error" in prefix and not text[:1].islower()):
+        error = self._last[process]
+        told = _TOLD.match(text)
+        if not text or left < 0 or (_BARE.match(text) and not told):
             if text:
                 self._continued.pop(process, None)
             return not text
         self._continued[process] = left
-        self._last[process].lines_after.append(text[:500])
+        if told and error.told is None:
+            error.told = number, text[:500]
+        if len(error.lines_after) < _KEPT:
+            error.lines_after.append(text[:500])
         return True
 
     def find_cause(self) -> Cause | None:
@@ -276,7 +296,7 @@ class Errors:
         self._needles = _NEEDLES
         while self._waiting:
             self._search(*self._waiting.popleft())
-        errors = [*self._found, *self._latest]
+        errors = [error for error in (*self._found, *self._latest) if error.line > self._ready]
         if not errors:
             return None
         incident = [errors[-1]]
@@ -320,7 +340,7 @@ class Rule:
 @cache
 def load_rules() -> tuple[tuple[Rule, ...], Mapping[str, str]]:
     """Return the rules, in order, and the owners of code by a pattern of its path."""
-    data = yaml.safe_load((files("moedoctor.diagnose.triage") / "causes.yaml").read_text(encoding="utf-8"))
+    data = load_data("causes.yaml")
     return tuple(_read_rules(data["classes"])), data["owners"]
 
 
@@ -347,8 +367,8 @@ def _describe(error: _Error, launch_blocking: bool) -> Cause:
             "CUDA_LAUNCH_BLOCKING=1 makes it report where it is"
         )
     return Cause(
-        line=error.line,
-        excerpt=_shorten_message(error),
+        line=error.told[0] if error.told else error.line,
+        excerpt=f"{error.told[1]} ({error.type})" if error.told else error.text,
         kind=rule.kind if rule else "unknown",
         says=rule.says if rule else "an error that no class fits",
         place=str(frame) if frame else "",
@@ -356,10 +376,3 @@ def _describe(error: _Error, launch_blocking: bool) -> Cause:
         next_step=rule.step if rule else "",
         note=note,
     )
-
-
-def _shorten_message(error: _Error) -> str:
-    """Return the message; of one that only counts problems, as pydantic's, with what follows."""
-    if re.search(r"\d validation errors? for|:$", error.text) and error.lines_after:
-        return " ".join((error.text, *error.lines_after[:2]))
-    return error.text

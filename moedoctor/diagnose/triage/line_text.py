@@ -23,7 +23,7 @@ _PREFIX = "|".join(
         # journald, syslog
         r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?:[\w.-]{1,80} )?[\w./@-]{1,80}(?:\[\d{1,8}\])?:(?:\s|$)",
         r"\[(?:pod/)[\w./-]{1,200}\](?:\s|$)",  # kubectl logs --prefix
-        r"[\w.-]{1,80}[-_]\d{1,3} {1,20}\|(?:\s|$)",  # docker compose
+        r"[\w.-]{1,80}(?:[-_]\d{1,3} {1,20}| {2,20})\|(?:\s|$)",  # docker compose
         r"\[(?:default\d{1,4}|rank ?\d{1,5}|\d{1,4},\d{1,4})\](?:<std(?:out|err)>)?: ?",  # torchrun, mpirun
         r"\((?=[^()]{0,200}\b(?:pid|rank)=)[^()]{1,200}\) ?",  # vLLM's and Ray's workers
         # vLLM, today and before
@@ -65,7 +65,7 @@ _DENIED_BEFORE = re.compile(
     r"|\bnot (?:an?|the|this|that)? ?\W{0,3}$"
     r"|\b(?:unlike|instead of|rather than|different (?:from|than)|not the same as|contrary to)"
     r"(?: [\w#']{1,20}){0,5}[ \"'(:]{1,3}$"
-    r"|(?<!not )(?<!n't )(?<!never )\b(?:fix|solv|resolv|mend|cur|avoid|got rid of)\w{0,3}"
+    r"|(?<!not )(?<!n't )(?<!never )\b(?:fixed|solved|resolved|mended|cured|avoided|got rid of)"
     r"(?: (?:the|this|that|my|our|an?|error|message|crash)){0,3}[ \"'(]{1,3}$"
 )
 _ATTRIBUTED = re.compile(

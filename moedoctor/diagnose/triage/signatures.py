@@ -116,11 +116,16 @@ def load_signatures() -> tuple[Signature, ...]:
 
 @cache
 def _load_families() -> Sequence[Mapping[str, Any]]:
-    # The C loader takes a tenth of the time; PyYAML without libyaml does not have it.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     folder = files("moedoctor.diagnose.triage") / "signatures_data"
     names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
-    return [yaml.load((folder / name).read_text(encoding="utf-8"), loader) for name in names]
+    return [load_data(f"signatures_data/{name}") for name in names]
+
+
+def load_data(name: str) -> Any:
+    """Return a YAML file of this package."""
+    # The C loader takes a tenth of the time; PyYAML without libyaml does not have it.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load((files("moedoctor.diagnose.triage") / name).read_text(encoding="utf-8"), loader)
 
 
 def _read_clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) -> Clue:
