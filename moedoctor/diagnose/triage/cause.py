@@ -86,7 +86,7 @@ _MOST_ERRORS, _MOST_PROCESSES, _MOST_FRAMES, _MOST_LINES = 200, 256, 60, 300_000
 _APART = 400
 """Lines between two errors that do not belong together."""
 _MOST_MESSAGE, _KEPT, _CONTINUED = 2_000, 6, 60
-_TOLD = re.compile(
+_DETAIL = re.compile(
     r"\S{1,300}(?::\d+|\(\d+\)): (?:fatal )?error: "
     r"|(?:nvcc|ptxas|cicc|\S{0,60}ld)\S{0,20} +(?:fatal|error) *:|Value error, |\S{0,80}: undefined reference"
 )
@@ -136,7 +136,7 @@ class _Error:
     """How it follows from `before`: "cause", "context", or an empty string."""
     before: _Error | None = None
     lines_after: list[str] = field(default_factory=list)
-    told: tuple[int, str] | None = None
+    detail: tuple[int, str] | None = None
     """The line after it, and its number, in which a compiler or validator tells what is wrong."""
 
     @property
@@ -147,8 +147,8 @@ class _Error:
     @property
     def whole(self) -> str:
         """The message with the lines that continue it."""
-        told = self.told[1] if self.told else ""
-        return " ".join((self.text, told, *self.lines_after))[:_MOST_MESSAGE]
+        detail = self.detail[1] if self.detail else ""
+        return " ".join((self.text, detail, *self.lines_after))[:_MOST_MESSAGE]
 
     def find_root(self) -> _Error:
         """Return the first exception of the chain that is not a mere probe."""
@@ -156,7 +156,7 @@ class _Error:
         while chain[-1].before is not None:
             chain.append(chain[-1].before)
         for earlier, later in zip(reversed(chain), [*reversed(chain)][1:], strict=False):
-            if earlier.type == "CalledProcessError" and earlier.told is None:
+            if earlier.type == "CalledProcessError" and earlier.detail is None:
                 continue
             if (later.link == "context" and earlier.type in _PROBES) or earlier.text == later.type:
                 continue
@@ -279,14 +279,14 @@ class Errors:
         """Take in a line after an exception, which may continue its message."""
         left = self._continued[process] - 1
         error = self._last[process]
-        told = _TOLD.match(text)
-        if not text or left < 0 or (_BARE.match(text) and not told):
+        detail = _DETAIL.match(text)
+        if not text or left < 0 or (_BARE.match(text) and not detail):
             if text:
                 self._continued.pop(process, None)
             return not text
         self._continued[process] = left
-        if told and error.told is None:
-            error.told = number, text[:500]
+        if detail and error.detail is None:
+            error.detail = number, text[:500]
         if len(error.lines_after) < _KEPT:
             error.lines_after.append(text[:500])
         return True
@@ -367,8 +367,8 @@ def _describe(error: _Error, launch_blocking: bool) -> Cause:
             "CUDA_LAUNCH_BLOCKING=1 makes it report where it is"
         )
     return Cause(
-        line=error.told[0] if error.told else error.line,
-        excerpt=f"{error.told[1]} ({error.type})" if error.told else error.text,
+        line=error.detail[0] if error.detail else error.line,
+        excerpt=f"{error.detail[1]} ({error.type})" if error.detail else error.text,
         kind=rule.kind if rule else "unknown",
         says=rule.says if rule else "an error that no class fits",
         place=str(frame) if frame else "",
