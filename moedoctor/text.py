@@ -203,7 +203,10 @@ _ESCAPE_SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]?"  # also the start of a string that never ends: what follows is evidence
 )
 _LINE_END = re.compile("\r\n|[\r\v\f\x85\u2028\u2029]")
-_UNSEEN = "\xad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\U000e0000-\U000e007f"
+_UNSEEN = (
+    "\xad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff"
+    "\U000e0000-\U000e007f"
+)
 """Characters that are invisible, or that reorder the text around them."""
 _INVISIBLE = re.compile(f"[\x00-\x08\x0e-\x1f\x7f-\x9f\ud800-\udfff{_UNSEEN}]")
 # JSON itself escapes only what is below U+0020.
