@@ -111,7 +111,7 @@ def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, m
         (["plan", "--model", "x", "--scheme", "int3"], "--scheme int3: expected one of bf16, fp8"),
         (["audit"], "Missing argument"),
         (["compare", "a.json", "b.json"], "a.json:1:"),
-        (["compare", "a.json"], "Missing argument"),
+        (["compare", "a.json"], "expected two JSON reports"),
         (["frob"], "No such command 'frob'"),
         (["backends", "--moe-backend", "marlin"], " backends -- vllm serve MODEL --moe-backend …; see"),
         (["preflight", "vllm", "serve", "m", "-tp", "2"], "-tp: the options of a server follow"),

@@ -47,6 +47,7 @@ class BackendOverrideParameters(Parameters):
         if self.release not in known:
             oldest, *_, newest = known
             yield f"release: must be a release of the tables, {oldest} to {newest}, not '{self.release}'"
+            return
         if self.capability not in CAPABILITIES:
             yield f"capability: must be one of {', '.join(CAPABILITIES)}, quoted, not '{self.capability}'"
         if not self.setting.startswith("--") and "=" not in self.setting:
