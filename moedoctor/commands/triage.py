@@ -45,11 +45,12 @@ def triage(
     output: Output = None,
     full: Full = False,
 ) -> int:
-    """Find known failures in a log or a bug report.
+    """Find what ended a server, and known failures, in a log or a bug report.
 
-    Says what the failure is, how sure that is and why, whether your release has it, and what to do. A text
-    that does not decide gives a list of possible failures and what to paste next. Exit code 1 if a failure
-    is certain or likely.
+    The first error of all processes, where it was raised, its class and what explains it; then the known
+    failures: how sure that is and why, whether your release has it, and what to do. A text that does not
+    decide gives a list of possible failures and what to paste next. Exit code 1 if a failure is certain or
+    likely.
     """
     from moedoctor.reporters.pages.triage import TriageDocument, describe_findings
 
