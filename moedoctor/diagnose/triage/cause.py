@@ -81,7 +81,7 @@ _PLUMBING = re.compile(
     r"torch/(?:nn/modules/|_ops\.py|utils/_contextlib|_tensor\.py|_library/)|contextlib\.py|functools\.py"
     r"|importlib/|<frozen|<string>|multiprocessing/|threading\.py|concurrent/"
 )
-_PACKAGE = re.compile(r".*?(?:site-packages/|dist-packages/|/python3\.\d{1,2}/|(?=/vllm/vllm/)/vllm/)")
+_ROOT = re.compile(r"(?:site|dist)-packages/|/python3\.\d{1,2}/|/vllm/(?=vllm/)")
 _MOST_ERRORS, _MOST_PROCESSES, _MOST_FRAMES, _MOST_LINES = 200, 256, 60, 300_000
 _APART = 400
 """Lines between two errors that do not belong together."""
@@ -122,7 +122,8 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        return f"{_PACKAGE.sub('', self.file, count=1)}:{self.line}, in {self.function}"
+        root = max((match.end() for match in _ROOT.finditer(self.file)), default=0)
+        return f"{self.file[root:]}:{self.line}, in {self.function}"
 
 
 @dataclass

@@ -11,6 +11,7 @@ from moedoctor.fixes.backends import Selection
 from moedoctor.fixes.backends.requests import Request
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table, Text
 from moedoctor.reporters.text import count_of
+from moedoctor.text import shorten
 
 
 @dataclass(frozen=True)
@@ -183,4 +184,4 @@ def describe_setting(finding: SettingFinding) -> str:
     kind = finding.problem.replace("_", " ")
     better = f"; use {finding.instead}" if finding.instead else ""
     where = f" [{finding.source}]" if finding.source else ""
-    return f"{finding.setting}: {kind}: {finding.message}{better}{where}"
+    return f"{shorten(finding.setting, 120)}: {kind}: {finding.message}{better}{where}"
