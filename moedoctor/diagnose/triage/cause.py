@@ -20,20 +20,18 @@ from moedoctor.diagnose.triage.signatures import load_data
 
 _COMMON = (b"rror", b"Traceback")
 _NEEDLES = (
+    *(*_COMMON, b"xception", b'File "', b"illed", b"egfault", b"egmentation", b"SIG", b"oom-"),
     *(
-        *_COMMON,
-        b"xception",
-        b'File "',
-        b"illed",
-        b"egfault",
-        b"egmentation",
-        b"SIG",
-        b"oom-",
         b"nterrupt",
         b"NVRM: Xid",
+        b"terminate called",
+        b"what():",
+        b"atchdog",
+        b"died",
+        b"xit code",
+        b"xitcode",
     ),
-    *(b"terminate called", b"what():", b"atchdog", b"died", b"xit code", b"xitcode", b"broadcast block"),
-    b"startup complete",
+    *(b"broadcast block", b"startup complete"),
 )
 """A line without any of them, and outside a traceback, is no error. In the middle of a large text only the
 common ones are looked for: the others tell of an end."""
@@ -187,7 +185,8 @@ class Errors:
         self._last: dict[str, _Error] = {}
         self._continued: dict[str, int] = {}
         self._link: dict[str, str] = {}
-        self._skipped: dict[str, bool] = {}
+        self._skipped: set[str] = set()
+        self._processes: set[str] = set()
         self._looked_at = 0
         self._ready = 0
         """The line that says that the server is ready: what was before did not end it."""
@@ -225,12 +224,16 @@ class Errors:
         prefix, text = split_prefix(line)
         match = _PROCESS.search(prefix)
         process = (match[1] or match[2] or "") if match else ""
+        if len(self._processes) < _MOST_PROCESSES:
+            self._processes.add(process)
+        elif process not in self._processes:
+            process = ""
         warned = "warning " in prefix
         if text.endswith(_TRACEBACK):
-            ignored = warned or self._skipped.pop(process, False)
+            ignored = warned or process in self._skipped
+            self._skipped.discard(process)
             link, before = self._link.pop(process, ""), self._last.get(process)
-            if len(self._open) < _MOST_PROCESSES:
-                self._open[process] = _Open(link=link, before=before if link else None, ignored=ignored)
+            self._open[process] = _Open(link=link, before=before if link else None, ignored=ignored)
             self._continued.pop(process, None)
             return
         if "Application startup complete" in text:
@@ -239,9 +242,9 @@ class Errors:
             self._link[process] = _LINKS[text]
             return
         if text.startswith("Exception ignored in"):
-            self._skipped[process] = True
+            self._skipped.add(process)
             return
-        if _FRAME.match(text) and process not in self._open and len(self._open) < _MOST_PROCESSES:
+        if _FRAME.match(text) and process not in self._open:
             self._open[process] = _Open(ignored=warned)  # people paste the end of a traceback
         traceback = self._open.get(process)
         if traceback is not None and self._read_traceback(traceback, process, text, number):

@@ -28,6 +28,7 @@ _LIBRARIES = {
     "driver": re.compile(r"\bdriver(?: version)?\W{1,12}(\d{3}\.\d{2,3}(?:\.\d{2})?)\b"),
 }
 _WSL = re.compile(r"\bwsl ?2?\b|microsoft-standard-wsl")
+_ADVISED = re.compile(r"\b(?:add|use|try) `?--([a-z][a-z0-9-]*)(?: ([\w-]+))?")
 _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 _MOST, _CALL_LINES = 200, 30
 
@@ -82,13 +83,17 @@ class SettingsReader(Settings):
 
     def explain_repetition(self, step: str) -> str:
         """Return a next step with what it recommends and the text sets already, which then did not help."""
-        flags = (flag for flag in re.findall(r"--([a-z][a-z0-9-]+)", step) if flag in self.flags)
+        flags = (
+            f"--{name} {value}".strip()
+            for name, value in _ADVISED.findall(step)
+            if self.flags.get(name) in ([value] if value else ["", "True"])
+        )
         variables = (
             f"{name}={value}"
             for name, value in re.findall(r"\b([A-Z][A-Z0-9_]{4,60})=([\w.]{1,40})", step)
             if self.variables.get(name) == value
         )
-        again = dict.fromkeys((*(f"--{flag}" for flag in flags if "`moedoctor" not in step), *variables))
+        again = dict.fromkeys((*flags, *variables))
         return f"{step}; the text sets {' and '.join(again)} already" if again else step
 
     def mask(self, redactor: Redactor) -> Settings:

@@ -221,7 +221,7 @@ def test_hostile_repetition_is_read_in_bounded_memory(line: str) -> None:
         )
     errors.find_cause()
     sizes = [len(value) for value in vars(errors).values() if hasattr(value, "__len__")]
-    assert max(sizes) <= 40_000
+    assert max(sizes) <= 257
     assert len(errors._found) <= 200 >= len(errors._latest)
 
 

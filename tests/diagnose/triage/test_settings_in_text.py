@@ -1,0 +1,61 @@
+"""The start of a server is read from command lines, compose files, logs and calls, without its secrets."""
+
+from __future__ import annotations
+
+import pytest
+
+from moedoctor.diagnose.triage.settings_in_text import SettingsReader
+from moedoctor.redaction import Redactor
+
+
+def read(text: str) -> SettingsReader:
+    settings = SettingsReader()
+    for line in text.splitlines():
+        settings.read(line)
+    return settings
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm serve m --moe-backend marlin --tensor-parallel-size 2",
+        "vllm serve m \\\n  --moe-backend marlin \\\n  --tensor-parallel-size=2",
+        '- "--moe-backend=marlin"\n- "--tensor-parallel-size=2"',
+        "INFO non-default args: {'moe_backend': 'marlin', 'tensor_parallel_size': 2}",
+        'llm = LLM(\n    model="m",\n    moe_backend="marlin",\n    tensor_parallel_size=2,\n)',
+    ],
+)
+def test_flags_of_every_way_to_start(text: str) -> None:
+    flags = read(text).flags
+    assert (flags["moe-backend"], flags["tensor-parallel-size"]) == ("marlin", "2")
+
+
+def test_words_beside_a_flag_set_nothing() -> None:
+    assert read("It works with --enforce-eager. consider passing CUDA_LAUNCH_BLOCKING=1").flags == {}
+    assert read("For debugging consider passing CUDA_LAUNCH_BLOCKING=1").variables == {}
+
+
+def test_secrets_are_left_out() -> None:
+    text = "vllm serve m --api-key abc123secret --port 8000\nexport VLLM_API_KEY=abc123secret VLLM_PORT=1"
+    shown = read(text).mask(Redactor())
+    assert "abc123secret" not in str(shown)
+    assert (shown.flags, shown.variables) == ({"port": "8000"}, {"VLLM_PORT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("step", "again"),
+    [
+        ("add `--enforce-eager`, or make UVA available", "--enforce-eager"),
+        ("use --moe-backend marlin", "--moe-backend marlin"),
+        ("set VLLM_MOE_SKIP_PADDING=0", "VLLM_MOE_SKIP_PADDING=0"),
+        ("use --moe-backend triton", ""),
+        ("use `--moe-backend`", ""),
+        ("compare a greedy answer with `--cpu-offload-gb` and one without", ""),
+        ("set VLLM_MOE_SKIP_PADDING=1", ""),
+    ],
+)
+def test_only_what_the_text_sets_to_that_value_is_said_to_be_set(step: str, again: str) -> None:
+    start = "VLLM_MOE_SKIP_PADDING=0 vllm serve m --enforce-eager --moe-backend marlin --cpu-offload-gb 4"
+    assert read(start).explain_repetition(step) == (
+        f"{step}; the text sets {again} already" if again else step
+    )
