@@ -1,4 +1,4 @@
-"""The twenty entries are complete, and what they name exists in moedoctor and upstream."""
+"""The entries are complete, and what they name exists in moedoctor and upstream."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ REPOSITORIES = {
     "vllm-project/vllm", "vllm-project/vllm-gguf-plugin", "flashinfer-ai/flashinfer", "NVIDIA/cutlass",
     "NVIDIA/Megatron-LM", "NVIDIA/TensorRT-LLM", "sgl-project/sglang",
 }  # fmt: skip
+WITHOUT_SCENARIO = {
+    "block_shards",
+    "expert_lora",
+    "expert_names",
+    "ignore_list",
+    "repack_memory",
+}
+"""Failures that are recognized and have no control here, a name a line."""
 ENTRIES = pytest.mark.parametrize("entry", load_entries().values(), ids=lambda entry: entry.id)
 RULES = [(entry, rule) for entry in load_entries().values() for rule in entry.affects]
 
@@ -30,9 +38,13 @@ def words(entry: Entry) -> str:
 
 
 def test_the_catalogue_is_complete_and_in_order() -> None:
-    assert list(load_entries()) == [f"MD{number:03}" for number in range(1, 21)]
+    ids = list(load_entries())
+    assert ids == sorted(ids)
+    assert ids[:20] == [f"MD{number:03}" for number in range(1, 21)]
     scenarios = {file.stem for file in find_builtin_folder().glob("*.yaml")}
-    assert {entry.name for entry in load_entries().values()} == scenarios - {"backend_parity"}
+    names = {entry.name for entry in load_entries().values()}
+    assert names - WITHOUT_SCENARIO == scenarios - {"backend_parity"}
+    assert not WITHOUT_SCENARIO & scenarios
 
 
 @ENTRIES
@@ -79,7 +91,7 @@ def test_an_entry_is_found_by_id_and_name(text: str) -> None:
 
 
 def test_an_unknown_entry_is_not_found() -> None:
-    assert find_entry("MD021") is None
+    assert find_entry("MD999") is None
     assert find_entry("") is None
 
 

@@ -190,26 +190,34 @@ def test_what_the_text_has_is_not_asked_for_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "id"),
     [
-        "KeyError: 'layers.0.mlp.experts.w2_weight'",
-        "AttributeError: 'Qwen3MoeMLP' object has no attribute 'w2_weight'",
-        "AttributeError: Layer layers.0.experts has no parameter 'w2_weightection' for checkpoint weight 'x'",
-        "AssertionError: Tried to load weights of size torch.Size([16, 512])to a parameter of size [8, 512]",
-        "RuntimeError: The size of tensor a (192) must match the size of tensor b (256) at dimension 0",
-        "ValueError: input size 192 is not divisible by weight quantization block_n = 128.",
-        "ValueError: Following weights were not initialized from checkpoint: {'lm_head.weight'}",
-        "ValueError: There is no module or parameter named 'gate' in Qwen3MoeForCausalLM",
+        ("KeyError: 'layers.0.mlp.experts.w2_weight'", "MD021"),
+        ("AttributeError: 'Qwen3MoeMLP' object has no attribute 'w2_weight'", ""),
+        (
+            "AttributeError: Layer x.experts has no parameter 'w2_weightection' for checkpoint weight 'x'",
+            "MD021",
+        ),
+        (
+            "AssertionError: Tried to load weights of size torch.Size([16, 512])to a parameter of [8, 512]",
+            "",
+        ),
+        ("RuntimeError: The size of tensor a (192) must match the size of tensor b (256) at dimension 0", ""),
+        ("ValueError: input size 192 is not divisible by weight quantization block_n = 128.", "MD022"),
+        ("ValueError: Following weights were not initialized from checkpoint: {'lm_head.weight'}", ""),
+        ("ValueError: There is no module or parameter named 'gate' in Qwen3MoeForCausalLM", ""),
     ],
 )
-def test_a_loading_error_leads_to_preflight_and_is_no_known_failure(line: str) -> None:
+def test_a_loading_error_leads_to_preflight_whether_or_not_it_is_known(line: str, id: str) -> None:
     result = read(f"INFO Loading weights\n{line}\nINFO the engine ends")
-    assert (result.findings, result.possible) == ((), ())
+    assert [finding.id for finding in result.findings] == ([id] if id else [])
+    assert all(finding.grade is Grade.LIKELY for finding in result.findings)
+    assert result.possible == ()
     assert result.error is not None
     assert result.error.next_step
     assert result.error.excerpt == line
-    assert "`moedoctor preflight -- vllm serve ...`" in show(line)
-    assert "No known failure" in show(line)
+    assert "`moedoctor preflight" in show(line)
+    assert ("No known failure" in show(line)) is (id == "")
 
 
 def test_an_error_that_no_entry_explains_is_shown() -> None:

@@ -40,7 +40,7 @@ def test_each_failure_has_texts_about_it_and_lookalikes() -> None:
 
 def test_each_failure_has_a_signature_a_name_and_a_next_step() -> None:
     ids = {signature.id for signature in load_signatures()}
-    assert ids == set(load_entries()) == {f"MD{number:03d}" for number in range(1, 21)}
+    assert ids == set(load_entries())
 
 
 def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:
