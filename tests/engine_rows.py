@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from moedoctor.reporters.pages.bench import make_bench_document
-from moedoctor.reporters.pages.bench_engines import EngineBench
+from moedoctor.reporters.pages.bench import Bench, make_bench_document
 from moedoctor.results import to_plain
 
 
@@ -18,7 +17,8 @@ def speed_row(variant: str, batch: int, rate: float) -> dict[str, Any]:
 
 def engine_document(speeds: Sequence[dict[str, Any]], *engines: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON document of a benchmark of engines."""
-    bench = EngineBench("a model", 64, {}, False, engines, tuple(speeds), {"gpu": "a GPU"}, origin=None)
+    facts = {"model": "a model", "tokens": 64, "arguments": {}, "together": False}
+    bench = Bench("engines", {**facts, "engines": engines, "speeds": speeds}, {"gpu": "a GPU"})
     document: dict[str, Any] = to_plain(make_bench_document(bench))
     del document["origin"]
     return {"schema_version": 1, **document}

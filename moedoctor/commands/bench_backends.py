@@ -31,7 +31,8 @@ from moedoctor.origin import record_origin
 from moedoctor.redaction import Redactor
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.reporters.output import show_progress
-from moedoctor.reporters.pages.bench_backends import BackendBench, list_charts
+from moedoctor.reporters.pages.bench import Bench
+from moedoctor.reporters.pages.bench_backends import list_charts
 from moedoctor.text import print_message, suggest_expected
 from moedoctor.trace.format import TraceError, load
 
@@ -175,7 +176,7 @@ def measure(
     device: str,
     timeout: float,
     named: Sequence[str],
-) -> BackendBench:
+) -> Bench:
     """Check and time every backend on every layer, in child processes.
 
     `named` are the backends as the user wrote them. Raises InputError if none of them can run here.
@@ -203,21 +204,18 @@ def measure(
     if all("unavailable" in row for row in rows):
         away = sorted({str(row["unavailable"]) for row in rows})
         raise InputError(f"--backend {', '.join(named)}: {'; '.join(away)}; {_INSTEAD}")
-    return BackendBench(
-        layers={name: {**asdict(shape), "source": source} for name, (shape, source) in layers.items()},
-        routing=routing_name,
-        device=str(facts.get("gpu") or "GPU") if device.startswith("cuda") else "CPU",
-        rows=Redactor.from_this_process().record(tuple(rows)),
-        roofline=roofline,
-        harness=harness,
-        environment=facts,
-        exit_code=1 if any(row.get("wrong") or "failed" in row for row in rows) else 0,
-        origin=record_origin(
-            variables=facts.get("env"),
-            gpu_state=readings.state,
-            iterations={"rounds": _describe_rounds(rows)},
-        ),
-    )
+    figures = {
+        "layers": {name: {**asdict(shape), "source": source} for name, (shape, source) in layers.items()},
+        "routing": routing_name,
+        "device": str(facts.get("gpu") or "GPU") if device.startswith("cuda") else "CPU",
+        "roofline": roofline,
+        "harness": harness,
+        "rows": Redactor.from_this_process().record(rows),
+    }
+    code = int(any(row.get("wrong") or "failed" in row for row in rows))
+    iterations = {"rounds": _describe_rounds(rows)}
+    origin = record_origin(variables=facts.get("env"), gpu_state=readings.state, iterations=iterations)
+    return Bench("backends", figures, facts, code, origin)
 
 
 def _describe_rounds(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -241,9 +239,9 @@ def _check_runnable(
         raise InputError(f"--backend {', '.join(named)}: {reason}; {_INSTEAD}")
 
 
-def draw_pictures(bench: BackendBench, plot: Path) -> None:
+def draw_pictures(bench: Bench, plot: Path) -> None:
     """Write the latency of each layer as a picture. If none can be drawn, a line on stderr says so."""
-    drawn = [charts[0] for name in bench.layers if (charts := list_charts(bench, name))]
+    drawn = [charts[0] for name in bench.figures["layers"] if (charts := list_charts(bench.figures, name))]
     for chart in drawn:
         alone = len(drawn) == 1
         draw_picture(chart, plot if alone else plot.with_name(f"{plot.stem}_{chart.name}{plot.suffix}"))

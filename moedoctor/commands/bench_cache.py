@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 
 from moedoctor import environment
@@ -13,7 +13,8 @@ from moedoctor.commands.options import convert_errors, parse_numbers
 from moedoctor.origin import record_origin
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.output import inspect_terminal, show_progress
-from moedoctor.reporters.pages.bench_cache import CacheBench, list_charts
+from moedoctor.reporters.pages.bench import Bench
+from moedoctor.reporters.pages.bench_cache import list_charts
 from moedoctor.reporters.plots import PlotError, draw_terminal_chart
 from moedoctor.text import print_message
 from moedoctor.trace.format import RoutingTrace, TraceError, load
@@ -29,7 +30,7 @@ def measure(
     policies: Sequence[str],
     batch: int | None,
     scope: str,
-) -> CacheBench:
+) -> Bench:
     """Replay a trace through every policy at every capacity.
 
     The exit code is 1 if a call would be wrong. Raises InputError.
@@ -47,17 +48,21 @@ def measure(
             trace, capacities=capacities, policies=policies, batch=batch, scope=scope, progress=progress
         )
     redactor = Redactor.from_this_process()
-    return CacheBench(
-        trace=redactor.mask(name),
-        facts=replace(facts, model=redactor.mask(facts.model)),
-        made=redactor.record(trace.made),
-        scope=scope,
-        batch=batch,
-        points=tuple(points),
-        environment=machine,
-        exit_code=1 if any(point.stats.wrong for point in points) else 0,
-        origin=record_origin(variables=machine.get("env"), iterations={"calls_replayed": facts.calls}),
-    )
+    figures = {
+        "trace": {
+            "source": redactor.mask(name),
+            **asdict(facts),
+            "model": redactor.mask(facts.model),
+            "made": redactor.record(trace.made),
+        },
+        "scope": scope,
+        "batch": batch,
+        "replay_unit": "call",
+        "points": [point.to_figures(facts) for point in points],
+    }
+    code = int(any(point.stats.wrong for point in points))
+    origin = record_origin(variables=machine.get("env"), iterations={"calls_replayed": facts.calls})
+    return Bench("cache", figures, machine, code, origin)
 
 
 def _trace(given: str | None) -> tuple[str, RoutingTrace]:
@@ -69,13 +74,13 @@ def _trace(given: str | None) -> tuple[str, RoutingTrace]:
     return given, load(Path(given))
 
 
-def print_charts(bench: CacheBench, output: Path | None) -> None:
+def print_charts(bench: Bench, output: Path | None) -> None:
     """Draw the charts below the table, if a terminal with colors shows it."""
     colour, width = inspect_terminal(output)
     if not colour or width is None:
         return
     try:
-        for chart in list_charts(bench):
+        for chart in list_charts(bench.figures):
             print(f"\n{draw_terminal_chart(chart, width=min(width, 100))}", end="")
     except PlotError as error:
         print_message(f"no chart: {error}")

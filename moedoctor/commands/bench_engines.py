@@ -24,7 +24,7 @@ from moedoctor.origin import record_origin
 from moedoctor.plugin.extensions import FIXES
 from moedoctor.redaction import Redactor
 from moedoctor.reporters.output import show_progress
-from moedoctor.reporters.pages.bench_engines import EngineBench
+from moedoctor.reporters.pages.bench import Bench
 from moedoctor.text import print_message, shorten
 
 _BACKEND = re.compile(r"[a-z0-9_]{1,60}")
@@ -129,7 +129,7 @@ def _read_arguments(given: str | None) -> Mapping[str, Any]:
     return arguments
 
 
-def measure(plan: engines.Plan) -> EngineBench:
+def measure(plan: engines.Plan) -> Bench:
     """Run and time the engines. Raises InputError if none can run here."""
     facts = environment.collect()
     reason = explain_missing_gpu(facts) or (None if facts.get("vllm") else "vLLM is not installed here")
@@ -144,21 +144,18 @@ def measure(plan: engines.Plan) -> EngineBench:
         measured = engines.measure(replace(plan, model=model), progress=progress)
     redactor = Redactor.from_this_process()
     rows = [engines.drop_empty(row) for row in measured.engines]
-    return EngineBench(
-        model=redactor.mask(str(plan.model)),
-        tokens=plan.tokens,
-        arguments=redactor.record(dict(plan.arguments)),
-        together=plan.together,
-        engines=redactor.record(tuple(rows)),
-        speeds=tuple(engines.drop_empty(row) for row in measured.speeds),
-        environment=facts,
-        exit_code=1 if any("wrong" in row or "failed" in row for row in rows) else 0,
-        origin=record_origin(
-            variables=facts.get("env"),
-            gpu_state=readings.state,
-            iterations={"rounds": plan.rounds, "repeats": plan.repeats, "new_tokens": plan.tokens},
-        ),
-    )
+    figures = {
+        "model": redactor.mask(str(plan.model)),
+        "tokens": plan.tokens,
+        "arguments": redactor.record(dict(plan.arguments)),
+        "together": plan.together,
+        "engines": redactor.record(rows),
+        "speeds": [engines.drop_empty(row) for row in measured.speeds],
+    }
+    code = int(any("wrong" in row or "failed" in row for row in rows))
+    iterations = {"rounds": plan.rounds, "repeats": plan.repeats, "new_tokens": plan.tokens}
+    origin = record_origin(variables=facts.get("env"), gpu_state=readings.state, iterations=iterations)
+    return Bench("engines", figures, facts, code, origin)
 
 
 @contextlib.contextmanager

@@ -76,7 +76,7 @@ def _deliver_page(path: Path, document: dict[str, Any], wanted: Wanted, output: 
     from_json(Head, {"schema_version": 1, **document}, file)
     stored: Any = from_json(import_document_type(command), document, file)
     try:
-        if command == "bench":  # each kind of benchmark reads its own part
+        if command == "bench":
             stored = read_bench(document)
         page, summary, findings = make_page(command, stored, wanted)
         formats = PAGE_FORMATS if findings is None else CHECK_FORMATS
@@ -94,7 +94,7 @@ def _deliver_page(path: Path, document: dict[str, Any], wanted: Wanted, output: 
         )
     except ReportError:
         raise
-    except (LookupError, StopIteration, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, StopIteration, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         # Each value has the type that it needs, but names what is not there.
         why = shorten(join_lines(f"{type(error).__name__}: {error}"))
         raise ReportError(

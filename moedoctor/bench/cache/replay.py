@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moedoctor.fixes.eviction import ONLINE_POLICIES, POLICIES, CacheStats, SlotTable, replay, simulate
 from moedoctor.trace.format import Call, RoutingTrace
@@ -52,6 +53,22 @@ class ReplayPoint:
     def hit_rate(self) -> float:
         """Hits over accesses, 0 to 1."""
         return self.stats.hit_rate
+
+    def to_figures(self, facts: TraceFacts) -> dict[str, Any]:
+        """Return the point as JSON has it; `facts` are those of its trace."""
+        return {
+            "policy": self.policy,
+            "capacity": self.capacity,
+            "share_resident": self.capacity / facts.num_experts,
+            "hit_rate": self.hit_rate,
+            "hits": self.stats.hits,
+            "misses": self.stats.misses,
+            "wrong_calls": self.stats.wrong,
+            "overflowing_calls": self.overflowing,
+            "layer_calls": self.stats.calls,
+            "misses_per_token": self.stats.misses / facts.tokens,
+            "hit_rate_by_layer": self.hit_rate_by_layer,
+        }
 
 
 def collect_trace_facts(trace: RoutingTrace, batch: int | None = None) -> TraceFacts:

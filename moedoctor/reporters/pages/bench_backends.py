@@ -1,94 +1,45 @@
-"""`moedoctor bench --backend`: what it measured as a record, as JSON, as a page and as pictures."""
+"""`moedoctor bench --backend`: what it measured as a page and as pictures."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
-
-from pydantic import Field
-from typing_extensions import Required, TypedDict
+from typing import Any
 
 from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
 from moedoctor.reporters.pages.backend_charts import make_label, make_layer_charts
 from moedoctor.reporters.text import UNSTEADY_REMARK, is_unsteady, time_unit
-from moedoctor.results import ReportError, from_json
-from moedoctor.text import show
+
+Figures = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class BackendBench:
-    """Everything that `moedoctor bench --backend` measured."""
-
-    layers: Mapping[str, Mapping[str, Any]]
-    """Name of the layer -> its sizes, and where they come from."""
-    routing: str
-    device: str
-    rows: tuple[Mapping[str, Any], ...]
-    roofline: Mapping[str, Any]
-    harness: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    exit_code: int = 0
-    origin: Mapping[str, Any] | None = None
-    """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
-
-
-def make_figures(bench: BackendBench) -> dict[str, Any]:
-    """Return the figures as JSON has them."""
-    facts = ("layers", "routing", "device", "roofline", "harness", "rows")
-    return {name: getattr(bench, name) for name in facts}
-
-
-def read_figures(figures: Any, common: Mapping[str, Any]) -> BackendBench:
-    """Return the record of `figures` with the fields that all kinds have. Raises ReportError."""
-    from_json(_Backends, figures)
-    _check_together("harness", figures["harness"])
-    for index, row in enumerate(figures["rows"]):
-        where = f"rows[{index}]"
-        if row["model"] not in figures["layers"]:
-            raise ReportError("report", f"{where}.model: {show(row['model'])}: expected one of the layers")
-        _check_together(where, row)
-        no_result = row.keys().isdisjoint(("time_us", "unavailable", "failed"))
-        if no_result and not isinstance(row.get("wrong"), str):
-            raise ReportError("report", f"{where}.wrong: must be text")
-    return from_json(BackendBench, {**figures, **common})
-
-
-def _check_together(where: str, values: Mapping[str, Any]) -> None:
-    for key, others in _GO_TOGETHER.items():
-        for other in others if key in values else ():
-            if other not in values:
-                raise ReportError("report", f"{where}.{other}: is missing, expected a value")
-
-
-def summarize(bench: BackendBench) -> str:
+def summarize(figures: Figures) -> str:
     """Return how many points were timed, and what is wrong."""
-    timed = sum("time_us" in row for row in bench.rows)
-    wrong = sum(bool(row.get("wrong")) for row in bench.rows)
-    untrusted = sum(_is_untrusted(row) for row in bench.rows)
-    failed = sum("failed" in row for row in bench.rows) - untrusted
-    away = sum("unavailable" in row for row in bench.rows)
+    timed = sum("time_us" in row for row in figures["rows"])
+    wrong = sum(bool(row.get("wrong")) for row in figures["rows"])
+    untrusted = sum(_is_untrusted(row) for row in figures["rows"])
+    failed = sum("failed" in row for row in figures["rows"]) - untrusted
+    away = sum("unavailable" in row for row in figures["rows"])
     line = f"{timed} points timed, {wrong} wrong, {failed} failed, {away} not available"
-    if unsteady := sum(map(_is_unsteady, bench.rows)):
+    if unsteady := sum(map(_is_unsteady, figures["rows"])):
         line += f", {unsteady} with a spread that makes the time worthless"
     return f"{line}, {untrusted} by a comparison that is not to be trusted" if untrusted else line
 
 
-def list_reasons(bench: BackendBench) -> list[str]:
+def list_reasons(figures: Figures) -> list[str]:
     """Return a line for each point that is wrong or failed."""
-    bad = (row for row in bench.rows if row.get("wrong") or "failed" in row)
+    bad = (row for row in figures["rows"] if row.get("wrong") or "failed" in row)
     return list(dict.fromkeys(f"{row['model']}: {_describe_untimed(row)}" for row in bad))
 
 
-def list_blocks(bench: BackendBench, *, full: bool = False) -> list[Block]:
+def list_blocks(figures: Figures, *, full: bool = False) -> list[Block]:
     """Return a table and pictures for each layer; all kinds take `full`."""
-    page: list[Block] = [Paragraph(f"{bench.device} · {bench.routing} routing")]
-    for name, facts in bench.layers.items():
-        own = [row for row in bench.rows if row["model"] == name]
+    page: list[Block] = [Paragraph(f"{figures['device']} · {figures['routing']} routing")]
+    for name, facts in figures["layers"].items():
+        own = [row for row in figures["rows"] if row["model"] == name]
         page += [Heading(name), Paragraph(_describe_sizes(facts))]
-        page += [Picture("", chart.title, chart) for chart in list_charts(bench, name)]
+        page += [Picture("", chart.title, chart) for chart in list_charts(figures, name)]
         unit = time_unit(float(row["time_us"]) for row in own if "time_us" in row)
         timed = [_format_cells(row, unit) for row in own if "time_us" in row]
         if timed:
@@ -99,15 +50,16 @@ def list_blocks(bench: BackendBench, *, full: bool = False) -> list[Block]:
             page.append(Table(header, rows, "l" + "r" * (len(header) - 1)))
         if rest := list(dict.fromkeys(_describe_untimed(row) for row in own if "time_us" not in row)):
             page.append(Bullets(rest))
-    page.append(Bullets(list(_list_remarks(bench))))
+    page.append(Bullets(list(_list_remarks(figures))))
     return page
 
 
-def list_charts(bench: BackendBench, layer: str) -> list[Chart]:
+def list_charts(figures: Figures, layer: str) -> list[Chart]:
     """Return the charts of one layer: latency first; none if nothing was timed."""
-    caption = f"{_describe_sizes(bench.layers[layer])}; {bench.routing} routing; {bench.device}"
-    rows = [row for row in bench.rows if row["model"] == layer and "time_us" in row]
-    return make_layer_charts(layer, rows, bench.roofline, name=make_slug(layer), caption=caption)
+    sizes = _describe_sizes(figures["layers"][layer])
+    caption = f"{sizes}; {figures['routing']} routing; {figures['device']}"
+    rows = [row for row in figures["rows"] if row["model"] == layer and "time_us" in row]
+    return make_layer_charts(layer, rows, figures["roofline"], name=make_slug(layer), caption=caption)
 
 
 def make_slug(name: str) -> str:
@@ -189,31 +141,31 @@ def _describe_untimed(row: Mapping[str, Any]) -> str:
     return f"{where}: WRONG, so not timed: {row['wrong']}"
 
 
-def _list_remarks(bench: BackendBench) -> Iterator[str]:
-    how = sorted({str(row["timed"]) for row in bench.rows if "timed" in row})
+def _list_remarks(figures: Figures) -> Iterator[str]:
+    how = sorted({str(row["timed"]) for row in figures["rows"] if "timed" in row})
     if how:
         columns = ""
-        if any("warm_us" in row for row in bench.rows):
+        if any("warm_us" in row for row in figures["rows"]):
             columns = "; warm: the same without overwriting the L2 cache; eager: launched from Python"
         yield (
             f"time: median of a call ({', '.join(how)}){columns}. Moved: the bytes of the experts that were "
             "chosen, the input and the output; GB/s and roofline are computed from them."
         )
-    if any(map(_is_unsteady, bench.rows)):
+    if any(map(_is_unsteady, figures["rows"])):
         yield UNSTEADY_REMARK
-    if any("peak_memory_bytes" in row for row in bench.rows):
+    if any("peak_memory_bytes" in row for row in figures["rows"]):
         yield "peak: the GPU memory of a call, with the layer's weights and its input."
-    if any("controls_noticed" in row for row in bench.rows):
-        where = ""
-        if any("controls_missed" in row for row in bench.rows):  # older reports planted none in large layers
+    if any("controls_noticed" in row for row in figures["rows"]):
+        where = ""  # older reports planted none in large layers
+        if any("controls_missed" in row for row in figures["rows"]):
             where = "; those in weights and scales in a layer of few experts if the backend takes one"
         yield f"controls: how many of the planted faults the comparison noticed{where}."
-    roofline = bench.roofline
+    roofline = figures["roofline"]
     flops = ", ".join(f"{value / 1e12:.3g} TFLOP/s {name}" for name, value in roofline["flops"].items())
     yield f"Roofline, measured here: {roofline['bytes_per_second'] / 1e9:.4g} GB/s, {flops}."
-    if "graph_overhead" in bench.harness:
-        yield _describe_harness(bench.harness)
-    if any(row.get("deterministic") is False for row in bench.rows):
+    if "graph_overhead" in figures["harness"]:
+        yield _describe_harness(figures["harness"])
+    if any(row.get("deterministic") is False for row in figures["rows"]):
         yield "* the bits differ from call to call."
 
 
@@ -237,79 +189,3 @@ def _describe_harness(cost: Mapping[str, Any]) -> str:
         f"{'within' if cost['within_limit'] else 'NOT within'} 2 % of kernel and gap; {theirs} "
         f"({cost['do_bench_overhead']:+.1%})."
     )
-
-
-# The shape of a stored report, which is checked before it is shown.
-
-_Positive = Annotated[int, Field(ge=1)]
-_Figure = Annotated[float, Field(ge=0)]
-_Change = Annotated[float, Field(ge=-1)]
-
-
-class _Layer(TypedDict):
-    hidden: _Positive
-    intermediate: _Positive
-    experts: _Positive
-    top_k: _Positive
-    activation: str
-
-
-class _Roofline(TypedDict):
-    bytes_per_second: _Figure
-    flops: dict[str, _Figure]
-
-
-class _Harness(TypedDict, total=False):
-    graph_overhead: _Change
-    graph_us: _Figure
-    graph_cold_us: _Figure
-    graph_cold_overhead: _Change
-    do_bench_us: _Figure
-    launch_us: _Figure
-    kernel_us: _Figure
-    launch_gap_us: _Change
-    do_bench_overhead: _Change
-    within_limit: bool
-
-
-class _Row(TypedDict, total=False):
-    backend: Required[str]
-    quantization: Required[str]
-    model: Required[str]
-    tokens: _Positive
-    active_experts: Annotated[int, Field(ge=0)]
-    time_us: _Figure
-    time_us_p20: _Figure
-    time_us_p80: _Figure
-    warm_us: _Figure
-    eager_us: _Figure
-    tflops: _Figure
-    gigabytes_per_second: _Figure
-    roofline_share: _Figure
-    bytes: _Figure
-    workspace_bytes: _Figure
-    peak_memory_bytes: _Figure
-    controls_noticed: str
-    cosine: float
-    deterministic: bool
-    timed: str
-
-
-class _Backends(TypedDict):
-    layers: dict[str, _Layer]
-    routing: str
-    device: str
-    roofline: _Roofline
-    harness: _Harness
-    rows: list[_Row]
-
-
-_GO_TOGETHER = {
-    "graph_overhead": ("graph_us", "graph_cold_us", "graph_cold_overhead", "do_bench_us"),
-    "launch_us": ("kernel_us", "launch_gap_us", "do_bench_overhead", "within_limit"),
-    "time_us": (
-        *("tokens", "active_experts", "time_us_p20", "time_us_p80", "tflops", "gigabytes_per_second"),
-        *("roofline_share", "cosine", "deterministic", "timed"),
-    ),
-}
-"""Key -> the keys that must be there too if it is."""

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from engine_rows import engine_document, speed_row
 
-from moedoctor.reporters.pages.bench import read_bench
 from moedoctor.reporters.pages.bench_engines import list_charts
 from moedoctor.reporters.plots import draw_svg
 
 
 def message(*rows: dict[str, Any]) -> str:
-    (chart,) = list_charts(read_bench(engine_document(rows)))
+    (chart,) = list_charts(engine_document(rows)["bench"]["engines"])
     return chart.title
 
 
@@ -39,7 +38,7 @@ def test_each_engine_is_a_line_with_bars_and_wrong_ones_are_not_drawn() -> None:
     names, batches = ("marlin", "triton"), (1, 8)
     rows = [speed_row(name, batch, 50.0 * batch) for name in names for batch in batches]
     wrong = {"variant": "cutlass", "wrong": "0 of 9 clear prompts"}
-    (chart,) = list_charts(read_bench(engine_document(rows, wrong)))
+    (chart,) = list_charts(engine_document(rows, wrong)["bench"]["engines"])
     assert [line.name for line in chart.series] == ["marlin", "triton"]
     assert [(list(line.x), list(line.low)) for line in chart.series] == [([1, 8], [49.0, 392.0])] * 2
     words = re.findall(r">([^<>]+)</text>", draw_svg(chart, caption=True))
@@ -48,4 +47,4 @@ def test_each_engine_is_a_line_with_bars_and_wrong_ones_are_not_drawn() -> None:
 
 def test_without_a_timed_engine_there_is_no_picture() -> None:
     failed = {"variant": "cutlass", "failed": "no kernel image"}
-    assert list_charts(read_bench(engine_document([], failed))) == []
+    assert list_charts(engine_document([], failed)["bench"]["engines"]) == []
