@@ -68,7 +68,7 @@ lint: setup ## format, lint, types, import contracts, scenario schema, made bloc
 	@$(BIN)/mypy --strict moedoctor
 	@$(BIN)/lint-imports
 	@$(BIN)/python scripts/check_size.py
-	@$(BIN)/python -m moedoctor.scenario.file --check scenarios/schema.json
+	@$(BIN)/python scripts/scenario_schema.py --check
 	@$(BIN)/python scripts/made_blocks.py
 	@$(BIN)/python scripts/draw_design.py --check
 	@$(BIN)/python scripts/plugin_table.py
@@ -78,7 +78,7 @@ format: setup ## format the code, and fix what can be fixed by itself
 	@$(BIN)/ruff check --fix .
 
 schema: setup ## write scenarios/schema.json anew from moedoctor/scenario/file.py
-	@$(BIN)/python -m moedoctor.scenario.file scenarios/schema.json
+	@$(BIN)/python scripts/scenario_schema.py
 
 readme: setup ## make the made blocks of all documents anew from code and reports, and draw docs/design.svg
 	@$(BIN)/python scripts/made_blocks.py --write
@@ -95,7 +95,7 @@ plugintable: setup ## write the data of `moedoctor check` and the table of docs/
 	@$(BIN)/python scripts/made_blocks.py --write
 
 backendreports: setup ## write reports/backends anew from the tables of `moedoctor backends`
-	@$(BIN)/python -m moedoctor.commands.backends reports/backends
+	@$(BIN)/python scripts/backend_reports.py reports/backends
 
 evidence: setup ## judge what moedoctor promises by the stored reports; NAMES="..." makes these reports first, on a GPU
 	@$(BIN)/python evidence/promises.py $(NAMES)

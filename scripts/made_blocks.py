@@ -92,9 +92,15 @@ def help_text() -> str:
 
 def failures() -> str:
     """Return the catalogue as a table."""
-    from moedoctor.commands.list import make_readme_table
+    from moedoctor.entries import load_entries
+    from moedoctor.reporters.markdown_page import to_markdown
+    from moedoctor.reporters.page import Span, Table
 
-    return make_readme_table()
+    rows = [
+        (Span(entry.id, "code"), entry.name, entry.title, entry.where, entry.fixed)
+        for entry in load_entries().values()
+    ]
+    return to_markdown([Table(("id", "name", "failure", "who has it", "fixed in"), rows)]).rstrip("\n")
 
 
 def plugin_table() -> str:

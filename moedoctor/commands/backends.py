@@ -404,18 +404,3 @@ def _compiles(release: str, environ: Mapping[str, str]) -> bool:
     on_path = None if home else shutil.which("nvcc")
     nvcc = on_path or shutil.which(os.fspath(Path(home or "/usr/local/cuda", "bin", "nvcc")))
     return nvcc is not None and shutil.which("ninja") is not None
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write the reports in `reports/backends`: ``python -m moedoctor.commands.backends FOLDER``."""
-    from moedoctor.reporters.pages.backend_pages import write_reports
-
-    if len(arguments) != 1:
-        print("usage: python -m moedoctor.commands.backends FOLDER", file=sys.stderr)
-        return 2
-    write_reports(Path(arguments[0]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

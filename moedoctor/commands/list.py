@@ -1,4 +1,4 @@
-"""`moedoctor list`, and the same catalogue as the table of README.md."""
+"""`moedoctor list`."""
 
 from __future__ import annotations
 
@@ -65,16 +65,3 @@ def list_rows() -> list[Row]:
         others = catalogue.load_faults_beside({row.name for row in rows})
     rows += [Row(fault.id, fault.name, True, fault.title, "", "") for fault in others]
     return sorted(rows, key=lambda row: row.id)
-
-
-def make_readme_table() -> str:
-    """Return our failures as the table of README.md, without a line end at its end."""
-    from moedoctor.entries import load_entries
-    from moedoctor.reporters.markdown_page import to_markdown
-    from moedoctor.reporters.page import Span, Table
-
-    rows = [
-        (Span(entry.id, "code"), entry.name, entry.title, entry.where, entry.fixed)
-        for entry in load_entries().values()
-    ]
-    return to_markdown([Table(("id", "name", "failure", "who has it", "fixed in"), rows)]).rstrip("\n")

@@ -1,7 +1,4 @@
-"""Scenario files: YAML in, a fully checked `Scenario` out, or one line that says what to change.
-
-``python -m moedoctor.scenario.file [--check] FILE`` writes the JSON schema that editors read, or compares it.
-"""
+"""Scenario files: YAML in, a fully checked `Scenario` out, or one line that says what to change."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import itertools
 import json
 import math
 import re
-import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -361,27 +357,3 @@ def _make_point(
     if first["type"] == "extra_forbidden":
         path = path[:-1]
     raise _InvalidValueError(path, message, name=("parameters", name) if name else ("parameters",))
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Write the JSON schema to a file, or with ``--check`` compare: 0 the same, 1 different, 2 usage."""
-    files = [Path(argument) for argument in arguments if argument != "--check"]
-    if len(files) != 1:
-        print("usage: python -m moedoctor.scenario.file [--check] FILE", file=sys.stderr)
-        return 2
-    (file,) = files
-    text = json.dumps(make_schema(), indent=2) + "\n"
-    if "--check" not in arguments:
-        from moedoctor.processes.files import write
-
-        write(file, text)
-    elif not file.is_file() or file.read_text(encoding="utf-8") != text:
-        print(
-            f"{file}: differs from the models; run: python -m moedoctor.scenario.file {file}", file=sys.stderr
-        )
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from moedoctor.commands.list import make_readme_table
 from moedoctor.entries import find_builtin_folder, find_entry, load_entries
 from moedoctor.entries.entry import Entry, Rule
 from moedoctor.faults.offload.untraceable_offload import FAILING
@@ -93,12 +92,3 @@ def test_an_entry_is_found_by_id_and_name(text: str) -> None:
 def test_an_unknown_entry_is_not_found() -> None:
     assert find_entry("MD999") is None
     assert find_entry("") is None
-
-
-def test_the_readme_table_has_a_row_for_each_entry() -> None:
-    head, line, *rows = make_readme_table().splitlines()
-    assert (head.count("|"), line) == (6, "| --- | --- | --- | --- | --- |")
-    assert [row.split("`")[1] for row in rows] == list(load_entries())
-    assert all(row.count("|") == 6 for row in rows)
-    first = load_entries()["MD001"]
-    assert all(text in rows[0] for text in (first.name, first.title, first.where, first.fixed))

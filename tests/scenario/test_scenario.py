@@ -1,6 +1,5 @@
 """Scenario files: what a good one becomes, what is refused in which words, and the schema for editors."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenario_fakes import BASE, CLAIM, FAULTS, FULL, HEAD, load_text, subject_kind
+from scripts_of_tests import load_script
 
 from moedoctor.results import CaseVerdict, ClaimVerdict, Scalar, Tier
 from moedoctor.scenario import file as module
@@ -398,17 +398,15 @@ def test_editors_refuse_what_is_there_twice(key: str) -> None:
         jsonschema.validate(yaml.safe_load(BASE + f"{key}: [model, model]\n"), module.make_schema())
 
 
-def test_the_schema_in_the_repository_is_up_to_date() -> None:
-    assert module.main(["--check", str(TESTS.parent / "scenarios" / "schema.json")]) == 0
-
-
-def test_schema_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "schema.json"
+def test_the_script_writes_and_compares_the_schema(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, file = load_script("scenario_schema", monkeypatch), tmp_path / "schema.json"
     for change in (lambda: None, lambda: file.write_text(file.read_text().replace("MD001", "MD002"))):
         change()
-        assert module.main(["--check", str(file)]) == 1
-        assert f"run: python -m moedoctor.scenario.file {file}" in capsys.readouterr().err
-        assert module.main([str(file)]) == 0
-        assert json.loads(file.read_text()) == module.make_schema()
-        assert module.main(["--check", str(file)]) == 0
-    assert module.main([]) == module.main(["a", "b"]) == 2
+        monkeypatch.setattr("sys.argv", ["scenario_schema.py", "--check"])
+        assert script.main(file) == 1
+        assert "run: make schema" in capsys.readouterr().err
+        monkeypatch.setattr("sys.argv", ["scenario_schema.py"])
+        assert script.main(file) == 0
+        assert file.read_text() == (TESTS.parent / "scenarios" / "schema.json").read_text()

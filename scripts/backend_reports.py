@@ -1,8 +1,12 @@
-"""Writes the reports in `reports/backends`: what each release selects, one table a GPU family."""
+"""Writes the reports in `reports/backends`: what each release selects, one table a GPU family.
+
+Usage: ``backend_reports.py FOLDER``.
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,3 +160,9 @@ def _index() -> str:
 
 def _name_file(capability: str) -> str:
     return f"sm{capability.replace('.', '')}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: backend_reports.py FOLDER")
+    write_reports(Path(sys.argv[1]))
