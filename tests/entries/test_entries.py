@@ -20,10 +20,7 @@ REPOSITORIES = {
     "NVIDIA/Megatron-LM", "NVIDIA/TensorRT-LLM", "sgl-project/sglang",
 }  # fmt: skip
 WITHOUT_SCENARIO = {
-    "block_shards",
     "expert_lora",
-    "expert_names",
-    "ignore_list",
     "repack_memory",
 }
 """Failures that are recognized and have no control here, a name a line."""

@@ -88,6 +88,15 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"alias": "output"}, "alias"),
     ],
     "MD020": [({"backend": "cpu"}, "backend")],
+    "MD021": [
+        ({"mistake": "one_tensor"}, "0.33.0 reads one_tensor"),
+        ({"loader": "0.27.0"}, "loader"),
+    ],
+    "MD022": [
+        ({"intermediate": 192, "tensor_parallel": 5}, "does not divide intermediate"),
+        ({"tensor_parallel": 9}, "less than or equal"),
+    ],
+    "MD023": [({"format": "gptq"}, "format")],
     "PARITY": [
         ({"backend": "TRITON", "quantization": "nvfp4"}, "nvfp4 has MARLIN"),
         ({"top_k": 8, "experts": 8}, "must be less than experts"),

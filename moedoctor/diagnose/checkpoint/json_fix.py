@@ -84,7 +84,10 @@ def _find_settings(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _correct_excluded(modules: Mapping[str, Module], declared: Declared) -> list[str]:
-    """Return the list of excluded modules without quantized ones and with those that it lacks."""
+    """Return the list of excluded modules without quantized ones and with those that it lacks.
+
+    Every matrix that is not quantized is named, also a router or a head: some models build them quantized.
+    """
     quantised = [module.name for module in modules.values() if module.kind not in (None, "none")]
     right = [
         pattern
@@ -95,7 +98,10 @@ def _correct_excluded(modules: Mapping[str, Module], declared: Declared) -> list
     lacking = sorted(
         module.name
         for module in modules.values()
-        if module.kind == "none" and module.is_projection and not patterns.match(module.name)
+        if module.kind == "none"
+        and (module.is_projection or len(module.stored.shape) == 2)
+        and "embed" not in module.name
+        and not patterns.match(module.name)
     )
     return [*right, *lacking]
 

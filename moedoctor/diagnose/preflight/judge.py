@@ -6,6 +6,7 @@ comes from a missing library, a substituted answer or moedoctor is no refusal: t
 
 from __future__ import annotations
 
+import io
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from moedoctor.diagnose.preflight.records import (
     StartAnswer,
     Verdict,
 )
+from moedoctor.diagnose.triage.triage import triage
 from moedoctor.text import format_size, shorten
 
 STAGES: Mapping[str, str] = {
@@ -62,7 +64,9 @@ def judge_start(
     ranks = reply.get("ranks", ())
     error = reply.get("error") or next((row["error"] for row in ranks if "error" in row), None)
     rank = next((row["rank"] for row in ranks if "error" in row), None)
-    findings = [*_find_errors(error, rank, environment), *_find_holes(reply, release), *_find_memory(ranks)]
+    quantization = str(reply.get("config", {}).get("quantization") or "")
+    findings = [*_find_errors(error, rank, environment, quantization), *_find_holes(reply, release)]
+    findings += _find_memory(ranks)
     asked = {stage for row in ranks for stage in row["seconds"]} | set(reply.get("seconds", {}))
     verdict, reason, step = conclude(findings, release, asked)
     config = reply.get("config", {})
@@ -120,7 +124,7 @@ def is_refusal(error: Mapping[str, Any], environment: Mapping[str, Any]) -> bool
 
 
 def _find_errors(
-    error: Mapping[str, Any] | None, rank: int | None, environment: Mapping[str, Any]
+    error: Mapping[str, Any] | None, rank: int | None, environment: Mapping[str, Any], quantization: str
 ) -> Iterator[PreflightFinding]:
     """Yield the exception that ended the start, as a refusal or as what cannot be said."""
     if error is None:
@@ -132,7 +136,8 @@ def _find_errors(
         text += f" (raised by transformers {environment.get('versions', {}).get('transformers', '')})"
     where = {"rank": rank, "tensor": error.get("tensor", ""), "source": "".join(error["at"][-1:])}
     if is_refusal(error, environment):
-        yield _make("refused", text, _advise(error), **where)
+        known = find_known(f"{text}\nMoE, quantization {quantization}\n{where['source']}")
+        yield _make("refused", text, _advise(error), **where, id=known)
     else:
         lacks = "; ".join(f"{each['name']}{each['required']}" for each in environment.get("unsatisfied", ()))
         step = (
@@ -141,6 +146,11 @@ def _find_errors(
             else "Run this in the server's environment."
         )
         yield _make("cannot-say", f"{STAGES.get(error['stage'], error['stage'])}: {text}", step, **where)
+
+
+def find_known(text: str) -> str:
+    """Return the id of the known failure that `triage` finds in a refusal; empty if there is none."""
+    return next((finding.id for finding in triage(io.BytesIO(text.encode())).findings), "")
 
 
 def clean_message(message: str) -> str:
@@ -191,7 +201,8 @@ def _find_holes(reply: Mapping[str, Any], release: str) -> Iterator[PreflightFin
                 if skipped
                 else "The checkpoint lacks these tensors: export it again, or compare it with the original."
             )
-            yield _make("not-written", message, step, rank=rank, tensor=hole["example"])
+            known = "MD021" if any("expert" in pattern for pattern in skipped) else ""
+            yield _make("not-written", message, step, rank=rank, tensor=hole["example"], id=known)
     large = reply.get("too_large", ())
     if large:
         first = large[0]
@@ -208,6 +219,7 @@ def _find_holes(reply: Mapping[str, Any], release: str) -> Iterator[PreflightFin
             f"{len(names)} tensors are stored as {stored} and copied into {parameter} without a scale",
             "Declare the quantization in config.json, and ignore only the layers that are not quantized.",
             tensor=names[0],
+            id="MD023",
         )
     if skipped and not holes:
         yield _make(

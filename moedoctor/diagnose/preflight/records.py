@@ -47,6 +47,8 @@ class PreflightFinding:
     """The tensor of the checkpoint, or the parameter of the model, as an example."""
     source: str = ""
     """File and line in vLLM."""
+    id: str = field(default="", metadata={"sparse": True})
+    """The known failure that it is, such as MD021; empty for another one."""
 
 
 @dataclass(frozen=True)

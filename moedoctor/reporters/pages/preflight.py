@@ -50,7 +50,9 @@ def _describe_gpu(document: PreflightDocument) -> str:
 
 def _list_findings(answer: StartAnswer) -> Iterator[Block]:
     for finding in answer.findings:
-        lines = [("tensor", finding.tensor), ("vLLM", finding.source), ("next", finding.next_step)]
+        known = f"`moedoctor explain {finding.id}`" if finding.id else ""
+        lines = [("tensor", finding.tensor), ("vLLM", finding.source)]
+        lines += [("known failure", known), ("next", finding.next_step)]
         yield Item(finding.level, f"{finding.rule}: {finding.message}", [line for line in lines if line[1]])
 
 

@@ -165,3 +165,29 @@ def test_what_pydantic_writes_around_a_message_goes() -> None:
         "1 validation error for ModelConfig Value error, Unknown method: x [type=value_error, input_value=1]"
     )
     assert clean_message(text) == "Unknown method: x"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "id"),
+    [
+        ("KeyError", "'layers.0.mlp.experts.w2_weight'", "MD021"),
+        ("ValueError", "The output_size of gate's and up's weight = 80 is not divisible by x", "MD022"),
+        ("ValueError", "Detected some but not all shards of a.qkv_proj are quantized.", "MD023"),
+        ("AssertionError", "Tried to load weights of size torch.Size([16, 512])to a parameter of size "
+         "torch.Size([16, 256])", "MD023"),
+        ("ValueError", "Total number of attention heads (28) must be divisible by 8", ""),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_known_failure(kind: str, message: str, id: str) -> None:
+    answer = judge(rank(error=error(kind=kind, message=message)), config={"quantization": "modelopt_fp4"})
+    assert [finding.id for finding in answer.findings] == [id]
+
+
+def test_skipped_experts_and_converted_weights_are_known_failures() -> None:
+    skipped = [{"pattern": "model.layers.N.mlp.experts.N.w1_proj.weight", "count": 8}]
+    answer = judge(rank(holes=[hole("model.layers.N.mlp.experts.w13_weight", 0.5)]), skipped=skipped)
+    assert {finding.rule: finding.id for finding in answer.findings} == {"not-written": "MD021"}
+    answer = judge(rank(holes=[hole("model.layers.N.mlp.experts.w2_weight_scale")]))
+    assert {finding.rule: finding.id for finding in answer.findings} == {"not-written": ""}
+    answer = judge(rank(cast=[("a.weight", "F8_E4M3", "BF16")]))
+    assert {finding.rule: finding.id for finding in answer.findings} == {"converted": "MD023"}
