@@ -1,12 +1,11 @@
 """Settings of Python and of hypothesis, and skips of tests that this machine cannot run."""
 
-from __future__ import annotations
-
 import atexit
 import copy
 import functools
 import gc
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -103,6 +102,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if reason:
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module")
+def asked_once() -> Iterator[None]:
+    """Ask a child once about the same capsule, not for each test and format: each child imports torch."""
+    from moedoctor.diagnose.capsule import replay
+
+    ask = replay.ask
+    answers: dict[tuple[bytes, str], dict[str, Any]] = {}
+
+    def remembered(module: str, request: dict[str, Any], *, seconds: float) -> dict[str, Any]:
+        path = Path(request["path"])
+        if not path.is_file():
+            return ask(module, request, seconds=seconds)
+        key = path.read_bytes(), json.dumps({**request, "path": path.name, "seconds": seconds})
+        if key not in answers:
+            answers[key] = ask(module, request, seconds=seconds)
+        return copy.deepcopy(answers[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "ask", remembered)
+        yield
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """Text that a stranger may have written, secrets in it, and what no output may hold."""
 
-from __future__ import annotations
-
 import re
+from pathlib import Path
 
 TEXTS = (
     "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "\x1b]8;;https://example.org\x1b\\link", "\x9b2J",
@@ -14,82 +13,10 @@ TEXTS = (
     "many words " * 500, "../" * 50 + "etc/passwd", "[" * 3000, "[red]x[/] [/]", "{{7*7}}", "$x$ $\\frac{$",
     "%s%n" * 50, "-", "",
 )  # fmt: skip
-OF_NAMES = r"""
-/home/{}/models
-/home/{}
-/Users/Ann {}/models
-/Users/ann {}/x
-'/Users/Ann {}'
-C:\Users\{}\x
-C:\Users\Ann {}\x
-C:\\Users\\ann {}\\x
-D:/Users/{}/x
-/mnt/c/Users/{}/x
-/scratch/{}/models/x
-/data2/{}/run
-*.{}.internal
-file:///home/{}/x
-\\wsl$\Ubuntu\home\{}\x
-USER={}
-HOSTNAME={}
-MASTER_ADDR={}
-{}@example.org
-a.b+{}@mail.example.co.uk
-{}@gpubox:~/models
-ann@{}:/data
-{}-7.internal
-password={}
-Password: {}
-pwd={}
-passwd="Ann {}"
-passphrase: {}
-passphrase {}
-secret_key={}
-SECRET-KEY {}
-aws_secret_access_key = {}
---api-key {}
---api-key={}
-['--api-key', '{}']
-API_KEY={}
-X-Api-Key: {}
-api_key=['x', '{}']
-client_secret: {}
-{{"password": "{}"}}
-{{\"password\": \"a {}\"}}
---hf-token {}
-HF_TOKEN={}
-token={}
-Authorization: Bearer {}
-Authorization: Basic {}==
-"authorization": "Bearer {}"
-Cookie: a=b; session={}
-Set-Cookie: session={}; Path=/
-https://{}:pw@example.org/x
-https://ann:{}@example.org/x
-https://{}@example.org
-postgresql://ann:{}@db/x
-tcp://{}:8000
-https://example.org/x?a=1&access_token={}&b=2
-https://example.org/x?sig={}
-http://{}:8000/v1
-https://a.example.org/x,https://ann:{}@example.org/y
-""".strip().splitlines()
-OF_KEYS = """
-hf_{}
-ghp_{}
-gho_{}
-github_pat_{}
-AIza{}
-ya29.{}
-nvapi-{}
-npm_{}
-sk-{}
-sk-proj-{}
-Bearer {}
-eyJ{}.e30.x
-https://example.org/hf_{}
-key {}
-""".strip().splitlines()
+OF_NAMES, OF_KEYS = (
+    Path(__file__).with_name(f"secret_{kind}.txt").read_text("utf-8").splitlines()
+    for kind in ("names", "keys")
+)
 """Texts that hold a secret word, or a secret key of 36 letters and digits, at {}."""
 ACTED_ON = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"

@@ -113,30 +113,6 @@ def test_a_setting_that_the_installed_source_declares_is_not_called_unknown(
     assert answer(capsys, environ, sm="9.0", command=[*line, "--never-was", "3"], ask=False)[0] == 1
 
 
-def test_a_note_if_vllm_may_not_find_flashinfer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "does not require flashinfer-cubin" in answer(capsys, sm="12.0", release="0.17.1")[1]
-    assert "flashinfer-cubin" not in answer(capsys, sm="12.0", release="0.19.0")[1]
-    assert "flashinfer-cubin" not in answer(capsys, sm="8.0", release="0.17.1")[1]
-
-
-def test_relu2_is_taken_as_nemotron_means_it(capsys: pytest.CaptureFixture[str]) -> None:
-    text = answer(capsys, sm="12.0", activation="relu2")[1]
-    assert "relu2_no_mul" in text.splitlines()[0]
-    assert "relu2 layers have no gate" in text
-
-
-def test_a_forced_backend(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = answer(capsys, sm="12.0", release="0.21.0", backend="MARLIN")
-    assert code == 0
-    assert "MARLIN would work: runs with MarlinExperts; ask for it with --moe-backend marlin" in text
-    code, text = answer(capsys, sm="12.0", release="0.21.0", backend="flashinfer_trtllm")
-    assert code == 1
-    assert "FLASHINFER_TRTLLM would not work" in text
-    code, text = answer(capsys, sm="10.0", scheme="mxfp4", release="0.18.0", backend="MARLIN")
-    assert code == 1
-    assert "this release has no flag or variable for it" in text
-
-
 @pytest.mark.parametrize(
     ("request_", "environ", "reason"),
     [
@@ -366,18 +342,6 @@ def test_settings_that_the_answer_does_not_consider_are_named(capsys: pytest.Cap
     assert "not about linear layers or a draft model" in plain
 
 
-def test_a_short_flag_gives_the_answer_of_the_long_one(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = [
-        answer(capsys, sm="12.0", release="0.33.0", format="json", command=["vllm", "serve", "m", *flags])[1]
-        for flags in (["-tp", "2", "-ep"], ["--tensor-parallel-size", "2", "--enable-expert-parallel"])
-    ]
-    short, long = (json.loads(text) for text in answers)
-    assert (short["parallel"], short["candidates"]) == ("ep", long["candidates"])
-    alone = answer(capsys, sm="12.0", release="0.33.0", command=["vllm", "serve", "m", "-ep"])
-    assert alone[0] == 1
-    assert "-ep: ignored: vLLM splits experts over more than one GPU only" in alone[1]
-
-
 @pytest.mark.parametrize(
     ("sm", "advice"),
     [
@@ -415,11 +379,3 @@ def test_the_activation_comes_from_the_checkpoint_or_is_said_to_be_assumed(
     text = answer(capsys, **request)[1]
     assert text.splitlines()[0].endswith(f" · {activation}")
     assert note in text
-
-
-def test_deepgemm_may_be_switched_off_for_a_type_of_model(capsys: pytest.CaptureFixture[str]) -> None:
-    request: dict[str, Any] = {"sm": "12.0", "scheme": "fp8-block"}
-    assert "not considered: model_type" not in answer(capsys, release="0.32.0", **request)[1]
-    assert "not considered: model_type" in answer(capsys, release="0.33.0", **request)[1]
-    switched_on = answer(capsys, {"VLLM_USE_DEEP_GEMM": "1"}, release="0.33.0", **request)[1]
-    assert "not considered: model_type" not in switched_on, "vLLM asks for no type then"

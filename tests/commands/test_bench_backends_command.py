@@ -10,6 +10,7 @@ from moedoctor.bench.moe import run as moe_run
 from moedoctor.commands import bench_backends
 from moedoctor.trace.format import RoutingTrace, save
 
+LIMITS = {"bytes_per_second": 1e9, "flops": {"bf16": 1e12}}
 TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--top-k", "2"]
 
 
@@ -17,8 +18,10 @@ def bench(*arguments: str) -> int:
     return cli.main(["bench", *arguments])
 
 
-@pytest.mark.slow
-def test_reference_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reference_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_backends, "measure_machine", lambda device: (LIMITS, {}))
     report, picture = tmp_path / "report.json", tmp_path / "plot.svg"
     code = bench(
         "--backend", "reference,marlin", "--quantization", "nvfp4", *TINY, "--tokens", "1,5",
@@ -44,8 +47,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, object]) -> list[
         asked.extend(tasks)
         return [{"backend": "OURS", "quantization": "nvfp4", "model": tasks[0].model, **row} for row in rows]
 
-    limits = {"bytes_per_second": 1e9, "flops": {"bf16": 1e12}}
-    monkeypatch.setattr(bench_backends, "measure_machine", lambda device: (limits, {}))
+    monkeypatch.setattr(bench_backends, "measure_machine", lambda device: (LIMITS, {}))
     monkeypatch.setattr(bench_backends, "measure_tasks", answer)
     return asked
 
@@ -107,22 +109,22 @@ def test_routes_out_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("trace", "message"),
+    ("ids", "experts", "message"),
     [
-        (RoutingTrace([0, 1, 2, 3], 8, 2, ("a",), (2,)), "choose 2 of 8 experts, those of custom 2 of 4"),
-        (RoutingTrace([0, 1, 2, 3], 4, 1, ("a",), (4,)), "choose 1 of 4 experts, those of custom 2 of 4"),
-        (RoutingTrace([0, -1, -1, 3], 4, 2, ("a",), (2,)), "no row without an empty slot"),
+        ([0, 1, 2, 3], 8, "choose 2 of 8 experts, those of custom 2 of 4"),
+        ([0, -1, -1, 3], 4, "no row without an empty slot"),
     ],
 )
 def test_a_trace_that_does_not_fit_is_refused_before_anything_is_measured(
-    trace: RoutingTrace,
+    ids: list[int],
+    experts: int,
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "trace.safetensors"
-    save(trace, path)
+    save(RoutingTrace(ids, experts, 2, ("a",), (2,)), path)
     asked = measured(monkeypatch, WRONG)
     assert bench("--backend", "OURS", *TINY, "--trace", str(path)) == 2
     err = capsys.readouterr().err

@@ -31,16 +31,8 @@ def test_the_report_is_stored_and_shown(
     facts = {"gpu": "a GPU", "capability": "9.0", "gpus": [], "vllm": "0.21.0", "torch_cuda": "13.0"}
     monkeypatch.setattr(environment, "collect", lambda: facts)
     stored = tmp_path / "report.json"
-    arguments = [
-        "--engine",
-        "--model",
-        str(model),
-        "--variant",
-        "base=",
-        "--variant",
-        "bad=MOEDOCTOR_FIXES=moe",
-    ]
-    assert bench(*arguments, "--batch", "1,2", "--format", "json", "-o", str(stored)) == 1
+    arguments = ("--engine", "--model", str(model), "--batch", "1,2", "--format", "json", "-o", str(stored))
+    assert bench(*arguments, "--variant", "base=", "--variant", "bad=MOEDOCTOR_FIXES=moe") == 1
     summary = capsys.readouterr().err
     assert "batch 2: base" in summary
     assert "1 failed" in summary

@@ -1,7 +1,5 @@
 """`moedoctor compare --release A B`: what an upgrade changes for a GPU and a command line."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -86,22 +84,3 @@ def test_a_release_compared_with_itself_changes_nothing(capsys: pytest.CaptureFi
     code, document = compare(capsys, "0.33.0", "v0.33.0", "--sm", "12.0")
     assert code == 0
     assert not any(document[name] for name in ("regressions", "improvements", "notes"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["compare"], "expected two JSON reports, BASELINE and CURRENT, or --release A B"),
-        (["compare", "one.json"], "expected two JSON reports"),
-        (["compare", "--release", "0.33.0", "9.9"], "--release 9.9: the tables know 0.17.1"),
-        (["compare", "--release", "0.33.0", "0.32.0", "--sm", "13"], "--sm 13: expected one of"),
-        (["compare", "none.json", "none.json"], "none.json"),
-    ],
-)
-def test_wrong_usage_is_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.out == ""

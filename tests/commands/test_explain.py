@@ -1,20 +1,15 @@
 """`moedoctor explain`: entries in every format, their evidence, and failures of other projects."""
 
-import dataclasses
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from report_samples import report, scenario
 
-from moedoctor import catalogue
 from moedoctor.commands.explain import _find, explain
 from moedoctor.entries import load_entries
 from moedoctor.entries.entry import SECTIONS
-from moedoctor.interfaces import Explanation
 from moedoctor.reporters.json import JsonReporter, to_document, to_json
 from moedoctor.reporters.markdown_page import link_source, to_markdown
 from moedoctor.reporters.pages import explain as page
@@ -65,20 +60,6 @@ def test_every_entry_is_explained_in_full(id: str) -> None:
     assert [link["url"] for link in data["links"]] == [link.url for link in entry.links]
 
 
-def test_an_entry_without_a_scenario_says_that_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "list_registered_names", lambda: frozenset({"nan_routing"}))
-    assert explain_text("MD002", "markdown").endswith(f"\n{page.NOT_YET}\n")
-    assert "Run it:" not in explain_text("MD002", "markdown")
-    assert explain_text("MD001", "markdown").endswith("\nRun it: `moedoctor run MD001`\n")
-    assert json.loads(explain_text("MD002", "json"))["runs"] is False
-
-
-@pytest.mark.usefixtures("reports_read_once")
-@pytest.mark.parametrize("name", ["nan-routing", "NAN_ROUTING", "md001"])
-def test_names_are_taken_in_any_case(name: str) -> None:
-    assert explain_text(name, "markdown") == explain_text("MD001", "markdown")
-
-
 @pytest.mark.usefixtures("reports_read_once")
 @pytest.mark.parametrize("id", load_entries())
 def test_an_entry_fits_on_two_screens_without_figures(id: str) -> None:
@@ -89,17 +70,6 @@ def test_an_entry_fits_on_two_screens_without_figures(id: str) -> None:
         assert " ".join(claim.text.split()) in " ".join(brief.split())
     if explained.runs:
         assert f"moedoctor explain {id} -v" in " ".join(brief.split())
-
-
-def test_the_table_has_figures_with_verbose_only(capsys: pytest.CaptureFixture[str]) -> None:
-    explain("MD001", "table")
-    brief = capsys.readouterr().out
-    explain("MD001", "table", verbose=True)
-    assert "nvidia-h200: confirmed:" in capsys.readouterr().out
-    explain("MD001", "markdown")
-    assert "nvidia-h200: confirmed:" in capsys.readouterr().out
-    assert "What happens" in brief
-    assert "nvidia-h200" not in brief
 
 
 def evidence(folder: Path, machine: str, verdict: ClaimVerdict, reason: str | None) -> None:
@@ -149,24 +119,3 @@ def test_a_failure_of_another_project_explains_itself() -> None:
     assert text.startswith("# MD901 dying: a case that ends in the way it is told to\n")
     assert "\n## What happens\n\nm\n" in text
     assert text.endswith("\nRun it: `moedoctor run MD901`\n")
-
-
-@pytest.mark.usefixtures("dying_plugin")
-def test_a_failure_without_an_explanation_is_still_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = catalogue.load_faults_beside({entry.name for entry in load_entries().values()})
-    fault = next(fault for fault in beside if fault.id == "MD901")
-    monkeypatch.setattr(type(fault), "explanation", None)
-    text = explain_text("MD901", "markdown")
-    assert "##" not in text
-    assert "Run it" in text
-    link = dataclasses.replace(Explanation("m", "a", "d", "f"), links=("https://example.org",))
-    monkeypatch.setattr(type(fault), "explanation", link)
-    assert "\n- https://example.org\n" in explain_text("MD901", "markdown")
-
-
-def test_explaining_loads_no_fault() -> None:
-    probe = (
-        "import sys\nfrom moedoctor.commands.explain import explain\nexplain('MD001', 'table')\n"
-        "assert 'moedoctor.faults.routing.nan_routing' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", probe], check=True)

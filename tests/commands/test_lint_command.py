@@ -1,9 +1,7 @@
 """`moedoctor lint`: formats, exit codes, corrected copies, and the time and memory of a large checkpoint."""
 
-import itertools
 import json
 import re
-import resource
 import struct
 import subprocess
 import sys
@@ -12,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from checkpoints_of_tests import INDEX, Made, block_fp8, f32, modelopt, write_safetensors
+from checkpoints_of_tests import INDEX, Made, block_fp8, f32, modelopt
 
 from moedoctor import environment
 from moedoctor.cli import main
@@ -32,38 +30,25 @@ def broken() -> Made:
     return made
 
 
-def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lint_command(broken().write(tmp_path), "json") == 1
-    document = json.loads(capsys.readouterr().out)
-    assert document["schema_version"] == 1
-    assert document["summary"]["exit_code"] == 1
-    (finding,) = document["findings"]
-    assert finding.keys() == {"id", "check", "line", "evidence", "confidence", "next_step", "level"}
-    assert finding["id"] == "MD014"
-    (place,) = finding["evidence"]["places"]
-    values = (f"{UP.replace('up', 'gate')}.weight_scale_2", "model.safetensors", "gate 0.00015625, up 0.0003")
-    assert place == dict(zip(("tensor", "shard", "value"), values, strict=True))
-
-
-@pytest.mark.parametrize("format", ["table", "markdown", "json"])
 def test_a_remark_alone_is_reported_and_gives_no_exit_code(
-    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = block_fp8()
     made.config["num_attention_heads"] = 8  # 128 rows in blocks of 32 do not divide by 8
-    assert lint_command(made.write(tmp_path), format) == 0
+    assert lint_command(made.write(tmp_path)) == 0
     out = capsys.readouterr().out
-    assert "not for TP 8 (fits: 1, 2, 4)" in out
-    if format == "json":
-        document = json.loads(out)
-        assert document["summary"]["exit_code"] == 0
-        assert [finding["evidence"]["remark"] for finding in document["findings"]] == [True]
-    else:
-        assert "nothing wrong was found" in out
-        assert "emark" in out
-        assert "0 kinds of damage and 1 remark in" in out
+    for words in (
+        "not for TP 8 (fits: 1, 2, 4)",
+        "nothing wrong was found",
+        "0 kinds of damage and 1 remark in",
+    ):
+        assert words in out
+    assert lint_command(tmp_path, "json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["summary"]["exit_code"] == 0
+    assert [finding["evidence"]["remark"] for finding in document["findings"]] == [True]
     made.tensors[f"{UP}.weight_scale_inv"] = f32(*[0.0] * 8, shape=(4, 2))
-    assert lint_command(made.write(tmp_path), format) == 1
+    assert lint_command(made.write(tmp_path), "json") == 1
 
 
 def test_an_accepted_finding_does_not_fail_and_is_shown(
@@ -252,21 +237,6 @@ def test_fix_writes_nothing_if_nothing_can_be_repaired(
     assert [file.name for file in tmp_path.iterdir()] == ["c"]
 
 
-def test_every_finding_has_its_effect_and_how_many_more_places(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = modelopt()
-    for expert in range(4):
-        for layer in range(2):
-            made.tensors[f"model.layers.{layer}.mlp.experts.{expert}.up_proj.weight_scale_2"] = f32(3e-4)
-    assert lint_command(made.write(tmp_path)) == 1
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert lines[1].startswith("damage")
-    assert lines[2].startswith("effect: an engine keeps one global scale")
-    assert "and 3 more places" in lines
-    assert next(line for line in lines if line.startswith("Next: ")).startswith("Next: `--fix DIR` writes")
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "hf_quant_config.json"])
 def test_a_truncated_file_is_a_finding(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever its length, a file that was cut is nothing but truncated."""
@@ -289,32 +259,6 @@ def test_a_pointer_of_git_lfs_was_never_downloaded(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(pointer)
     (finding,) = lint(folder).findings
     assert "git lfs pull" in finding.places[0].value
-
-
-def large(folder: Path, shards: int, tensors: int) -> None:
-    """A checkpoint of many tensors: each expert has 12, the layers as many experts as it takes."""
-    folder.mkdir()
-    modules = (
-        f"model.layers.{number // 128}.mlp.experts.{number % 128}.{projection}"
-        for number in range(tensors)
-        for projection in ("gate_proj", "up_proj", "down_proj")
-    )
-    weight_map: dict[str, str] = {}
-    parts = {
-        "weight": ("U8", (16, 16), b"\x12" * 256),
-        "weight_scale": ("F8_E4M3", (16, 2), b"\x48" * 32),
-        "weight_scale_2": f32(1e-4),
-        "input_scale": f32(1e-2),
-    }
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        own = itertools.islice(modules, tensors // shards // 4)
-        held = {f"{module}.{part}": tensor for module in own for part, tensor in parts.items()}
-        write_safetensors(folder / file, held)
-        weight_map.update(dict.fromkeys(held, file))
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
-    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
 
 
 PROBE = """
@@ -355,17 +299,3 @@ def test_a_header_of_nested_lists_costs_no_more_memory_than_its_text(tmp_path: P
     header = b'{"t": {"shape": [' + b"[]," * 6_000_000 + b"[]]}}"
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     assert lint_in_a_child(folder)[0] < 120
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.slow
-def test_sixty_shards_of_200_000_tensors(tmp_path: Path) -> None:
-    large(tmp_path / "c", 60, 200_000)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    megabytes, tensors, shards = lint_in_a_child(tmp_path / "c")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert shards == 60
-    assert tensors >= 199_000
-    assert megabytes < 500
-    # Processor time, because other programs on the machine hardly change it.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from moedoctor.processes.ask import Ended
 from moedoctor.reporters.schemas import make_schema
 
 ENVIRONMENT = {"versions": {"vllm": "0.33.0"}, "unsatisfied": [], "gone": ["torch:cuda.x"], "seconds": 1.0}
-Reply = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def make_reply(command: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,10 +171,3 @@ def test_foreign_code_does_not_run_unless_it_is_asked_for(
     assert "was left out" in capsys.readouterr().out
     assert call(release, model, "--trust-remote-code", options=("--trust-remote-code",)) == 0
     assert ["--trust-remote-code" in words for words in asked] == [False, True]
-
-
-def test_headers_are_packed(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pack = tmp_path / "pack.zip"
-    assert main(["preflight", "headers", str(model), "-o", str(pack)]) == 0
-    assert pack.is_file()
-    assert "vllm serve" in capsys.readouterr().err

@@ -1,43 +1,20 @@
 """`moedoctor replay` and `moedoctor capsule`, as a person calls them."""
 
-import copy
 import json
 import shutil
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from moedoctor.cli import main
 from moedoctor.commands.bench_backends import find_routing
 from moedoctor.commands.options import InputError
-from moedoctor.diagnose.capsule import replay as capsule_replay
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.trace.capsule import drop_weights, load, save
+from moedoctor.trace.capsule import load, save
 from tests.capsules import computation, make_capsule, noisy, with_output
 
-
-@pytest.fixture(scope="module", autouse=True)
-def asked_once() -> Iterator[None]:
-    """Ask a child once about the same capsule, not for each test and format: each child imports torch."""
-    ask = capsule_replay.ask
-    answers: dict[tuple[bytes, str], dict[str, Any]] = {}
-
-    def remembered(module: str, request: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
-        path = Path(request["path"])
-        if not path.is_file():
-            return ask(module, request, seconds=seconds)
-        rest = {**request, "path": path.name, "seconds": seconds}
-        key = path.read_bytes(), json.dumps(rest)
-        if key not in answers:
-            answers[key] = ask(module, request, seconds=seconds)
-        return copy.deepcopy(answers[key])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capsule_replay, "ask", remembered)
-        yield
+pytestmark = pytest.mark.usefixtures("asked_once")
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +79,6 @@ def test_what_nothing_explains_is_said_with_what_is_right_here(
         assert ("cuda_driver" in capsys.readouterr().out) == shown
 
 
-def test_the_answer_comes_first(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(wrong)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert "the gate and up halves of w13 swapped (MD017)" in " ".join(lines[1:4])
-    assert any(line.startswith("tokens of expert 0") for line in lines)
-    assert any(line.startswith("token 0") for line in lines)
-
-
 def test_a_right_output_is_nothing_found(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(make_capsule("fp8", "fp8"), Path("right.moecapsule"))
     assert main(["replay", "right.moecapsule"]) == 0
@@ -138,19 +107,6 @@ def test_a_call_without_output_says_what_the_backends_computed(
     assert "moedoctor triage LOG" in text
     assert main(["capsule", "show", "died.moecapsule"]) == 0
     assert "judges the recorded output" not in capsys.readouterr().out
-
-
-def test_inputs_alone_are_said_to_be_inputs(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of all calls that the ring leaves, only the last one has weights."""
-    capsule = drop_weights(load(wrong))
-    inputs = {name: tensor for name, tensor in capsule.tensors.items() if name != "output"}
-    save(replace(capsule, tensors=inputs), Path("before.moecapsule"))
-    assert "kB" in capsys.readouterr().err
-    for arguments in (["replay"], ["replay", "--backend", "OURS"], ["capsule", "show"]):
-        assert main([*arguments, "before.moecapsule"]) == 0
-        text = capsys.readouterr().out
-        assert "Next:" not in text
-        assert arguments[0] == "capsule" or "inputs only" in text
 
 
 def test_bench_takes_the_ids_of_a_capsule(wrong: Path) -> None:

@@ -45,11 +45,8 @@ def stored(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return stored
 
 
-@pytest.mark.parametrize(
-    "name",
-    # A replay computes the call again, and a check asks this machine.
-    [pytest.param(name, marks=[pytest.mark.slow] if name in ("replay", "check") else []) for name in STORED],
-)
+@pytest.mark.usefixtures("asked_once")
+@pytest.mark.parametrize("name", STORED)
 def test_a_stored_report_is_shown_as_its_command_writes_it(
     name: str, stored: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,28 +105,20 @@ def test_a_damaged_report_is_shown_or_refused_in_one_line(
         assert len(written.err) < 700
 
 
+EMPTY: dict[str, Any] = {"environment": {}, "summary": {}, "scenarios": []}
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
         ([], "must be a mapping"),
-        ({}, "command: is missing, expected a value"),
         ({"command": ["check"]}, "command"),
         (
             {"command": "check", "schema_version": 2, "moedoctor": "9"},
-            "this moedoctor reads schema_version 1",
+            "reads schema_version 1",
         ),
         ({"command": "lint", "moedoctor": "1"}, "is missing"),
-        (
-            {
-                "command": "bench",
-                "moedoctor": "1",
-                "environment": {},
-                "bench": {"x": 1},
-                "summary": {},
-                "scenarios": [],
-            },
-            "do not fit",
-        ),
+        ({"command": "bench", "moedoctor": "1", **EMPTY, "bench": {"x": 1}}, "do not fit"),
     ],
 )
 def test_what_is_no_report_is_refused(
