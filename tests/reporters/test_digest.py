@@ -1,7 +1,5 @@
 """The digest of a report: it fits into an issue, and what differs is in it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

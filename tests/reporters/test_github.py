@@ -1,7 +1,5 @@
 """Workflow commands and the job summary of GitHub Actions."""
 
-from __future__ import annotations
-
 import pytest
 from report_readers import GITHUB_COMMAND
 from report_samples import full_report, report, scenario

@@ -1,7 +1,5 @@
 """An HTML report is well-formed, has no reference to anything outside it, and text in it stays text."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

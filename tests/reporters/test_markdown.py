@@ -1,7 +1,5 @@
 """Markdown, read back by a CommonMark parser."""
 
-from __future__ import annotations
-
 import re
 
 from hypothesis import example, given

@@ -1,7 +1,5 @@
 """Every kind of block in Markdown and at a terminal: readable, and its text is never markup."""
 
-from __future__ import annotations
-
 import re
 
 from hostile import TEXTS, problem

@@ -1,19 +1,17 @@
 """The table at a terminal."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_samples import POINTS, case, full_report, report, scenario
+from report_samples import full_report
 from rich.cells import cell_len
 
 from moedoctor.reporters.page import Table
 from moedoctor.reporters.table import MIN_WIDTH, TableReporter, to_text
-from moedoctor.results import ClaimResult, ClaimVerdict, Report, Summary
+from moedoctor.results import Report
 
 WIDTHS = (60, 80, 120, 200)
 
@@ -36,76 +34,6 @@ def test_lines_fit_and_verdicts_stay_whole(width: int) -> None:
         assert word in found
 
 
-def test_a_scenario_at_eighty_columns() -> None:
-    long = "none of 128 rows holds a duplicate id, and every weight is finite"
-    claim = ("the clamp is free", "vllm-project/vllm#39391", ClaimVerdict.CONFIRMED, {"a_us": 3.43}, "it is")
-    result = scenario(
-        "found",
-        *[case("faulty", "reproduced", point, figure=f"{index} rows") for index, point in enumerate(POINTS)],
-        case("fixed", "clean", POINTS[0], figure=long),
-        case("installed", "reproduced", POINTS[0]),
-        claims=(ClaimResult(*claim),),
-        conclusions={"first_fixed_release": "0.20.0"},
-        reason="the installed release shows it in 1 cases",
-        line=3,
-    )
-    summary = Summary(exit_code=1, reasons=("MD001 nan_routing: it is shown",))
-    text = _render(report(result, environment={"torch": "2.11.0"}, summary=summary), 80)
-    assert (
-        text
-        == """\
-- 0 proved · 1 found · 0 absent · 0 failed · 0 skipped · 0 error — cases: 5
-  reproduced, 1 clean, 0 skipped
-- The control, our restatement of the failure, shows it in 1 of 1 scenario
-- Our fix removes it in 1 of 1
-- Your vLLM, with its FlashInfer: affected by 1 (MD001), clean of 0
-- exit code 1: MD001 nan_routing: it is shown
-
-Next: `moedoctor explain MD001` says what to do today about the first failure
-
-verdict  failure            control  our fix  your vLLM
-──────────────────────────────────────────────────────────
-found    MD001 nan_routing  4/4      1/1      affected 1/1
-
-MD001 nan_routing: found
-NaN router logits give one token the same expert K times
-Why: the installed release shows it in 1 cases
-scenarios/nan_routing.yaml:3 · all cases: tokens=128
-
-  parameters                   verdict     figure
-────────────────────────────────────────────────────────────────────────────────
-faulty · model
-  top_k=2 scoring=softmax      reproduced  0 rows
-  top_k=8 scoring=softmax      reproduced  1 rows
-  top_k=2 scoring=sigmoid      reproduced  2 rows
-  top_k=8 scoring=sigmoid      reproduced  3 rows
-fixed · model
-  top_k=2 scoring=softmax      clean       none of 128 rows holds a duplicate
-                                           id, and every weight is finite
-installed · kernel · cuda:0
-  top_k=2 scoring=softmax      reproduced  13 of 128 rows
-
-Claims
-confirmed   the clamp is free (vllm-project/vllm#39391)
-            it is
-            a_us = 3.43
-
-Conclusions
-- first fixed release: 0.20.0
-
-moedoctor 0.1.0 run · torch 2.11.0
-"""
-    )
-
-
-def test_findings_and_an_interruption_are_shown() -> None:
-    stopped = report(scenario(), findings=("MD001: worse", "MD002: worse"), summary=Summary(interrupted=True))
-    text = _render(stopped)
-    assert "regression  MD001: worse\nregression  MD002: worse\n" in text
-    assert "\nInterrupted: not every case ran.\n\nverdict " in text
-    assert "Interrupted" not in _render(dataclasses.replace(stopped, summary=Summary()))
-
-
 def test_colour_is_used_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = full_report()
     plain = _render(whole)
@@ -120,7 +48,6 @@ def test_colour_is_used_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None
     assert [line.rstrip() for line in stripped.split("\n")] == plain.split("\n")
 
 
-Row = tuple[str, ...]
 LONG = (
     ("", "backend", "why"),
     [("+", "FLASHINFER_CUTEDSL_BATCHED", "would work; something_long_without_a_gap comes before it")],

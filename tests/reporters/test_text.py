@@ -1,18 +1,11 @@
 """Functions for text that all formats use."""
 
-from __future__ import annotations
-
 import pytest
-from report_samples import ENVIRONMENT, HOSTILE, case, crashed, full_report, report
+from report_samples import HOSTILE, case, crashed
 
 from moedoctor.reporters.text import (
     explain_case,
-    format_environment,
-    format_evidence,
-    format_parameters,
     format_value,
-    list_figures,
-    summarize,
 )
 from moedoctor.text import clean, join_lines
 
@@ -39,13 +32,6 @@ def test_values_are_shortened(value: object, text: str) -> None:
     assert format_value(value) == text
 
 
-def test_parameters_and_figures_as_text() -> None:
-    parameters = {"tokens": 128, "bias": False, "scoring": "softmax"}
-    assert format_parameters(parameters) == "tokens=128 bias=false scoring=softmax"
-    assert list(list_figures({"a": {"b": 1, "c": {}}, "d": "x"})) == [("a.b", "1"), ("d", "x")]
-    assert format_evidence({"kernel_us": 3.43125, "rows": 13}) == "kernel_us = 3.431, rows = 13"
-
-
 def test_the_figure_that_decides() -> None:
     for verdict, fields, expected in (
         ("reproduced", {"figure": "13 rows"}, "13 rows"),
@@ -56,22 +42,3 @@ def test_the_figure_that_decides() -> None:
     ):
         assert explain_case(case("faulty", verdict, **fields)) == expected
     assert explain_case(crashed("installed")) == "illegal memory access"
-
-
-def test_the_line_of_counts() -> None:
-    assert summarize(report()) == (
-        "0 proved · 0 found · 0 absent · 0 failed · 0 skipped · 0 error — "
-        "cases: 0 reproduced, 0 clean, 0 skipped"
-    )
-    assert summarize(full_report()) == (
-        "0 proved · 0 found · 1 absent · 0 failed · 0 skipped · 1 error — "
-        "cases: 8 reproduced, 6 clean, 4 skipped, 1 error"
-    )
-
-
-def test_the_line_of_facts() -> None:
-    assert format_environment(report(environment={**ENVIRONMENT, "python": "3.11.4"})) == (
-        "moedoctor 0.1.0 run · gpu NVIDIA H200 · driver 580.159 · torch 2.11.0 · vllm 0.21.0 · "
-        "flashinfer none · python 3.11.4"
-    )
-    assert format_environment(report(environment={})) == "moedoctor 0.1.0 run"

@@ -103,15 +103,6 @@ def test_a_wrong_backend_has_no_time() -> None:
     assert "µs" not in text.split("Roofline")[0]
 
 
-@pytest.mark.parametrize("format", ["table", "markdown"])
-def test_an_empty_column_is_left_out(format: str) -> None:
-    row = {key: value for key, value in TIMED.items() if key not in ("workspace_bytes", "warm_us")}
-    text = render(change(rows=[row]), format)
-    assert "workspace" not in text
-    assert "warm" not in text.split("Roofline")[0]
-    assert "eager" in text
-
-
 def test_a_name_cannot_break_a_table() -> None:
     lines = render(BENCH, "markdown").splitlines()
     assert "## m\\|1" in lines
@@ -192,10 +183,6 @@ def test_a_title_compares_only_backends_of_the_same_quantization_and_the_answer_
 def test_a_time_of_zero_is_left_out_of_the_pictures() -> None:
     zero = {**TIMED, "tokens": 64, "time_us_p20": 0.0}
     assert named(change(rows=[TIMED, zero]))[""].series[0].x == [8]
-
-
-def test_without_times_there_are_no_pictures() -> None:
-    assert not list_charts(change(rows=[WRONG]).figures, "m|1")
 
 
 def test_a_slug_is_a_file_name() -> None:

@@ -1,7 +1,5 @@
 """The report of `bench --cache`: JSON that reads back, charts, and the page."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -44,13 +42,6 @@ def test_hit_rate_is_drawn_against_the_optimum() -> None:
     }
     nearest = max(shares, key=lambda name: shares[name])
     assert rates.title.startswith(f"{nearest} reaches {shares[nearest]:.0%} ")
-
-
-def test_without_an_optimum_no_title_names_it() -> None:
-    points = [point for point in POINTS if point.policy != "belady"]
-    (rates,) = list_charts(figures(points))
-    assert rates.title == "Hit rate over capacity"
-    assert not [line for line in rates.series if line.bound]
 
 
 def test_calls_that_overflow_have_no_optimum_to_reach() -> None:

@@ -1,7 +1,5 @@
 """The report of `bench --engine`: its picture, and a title that says no more than the figures."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

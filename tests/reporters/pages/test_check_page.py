@@ -1,7 +1,5 @@
 """The page and the JSON of `check`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -49,15 +47,6 @@ def test_a_finding_shows_its_reason_evidence_and_next_step() -> None:
     )
 
 
-def test_a_page_without_findings_is_short() -> None:
-    clean = check(
-        sources({"vllm": "0.33.0", "torch": "2.14.0", "flashinfer-python": "0.7.2.post1"}), probes()
-    )
-    text = to_text(make_check_page(clean))
-    assert "Known failures" not in text
-    assert text.splitlines()[1].startswith("0 errors · 0 warnings · 0 problems")
-
-
 def test_without_vllm_the_page_says_so_below_the_counts() -> None:
     bare = check(sources({"torch": "2.13.0"}), probes())
     lines = to_text(make_check_page(bare)).splitlines()
@@ -85,40 +74,26 @@ def test_the_first_line_counts() -> None:
     ("facts", "name", "text"),
     [
         ({"gpus": None}, "GPU", "unknown"),
-        ({"gpus": []}, "GPU", "none"),
         ({"gpus": [{"name": "A", "visible": False}]}, "GPU", "none of 1 is visible to CUDA programs"),
         (
             {"gpus": [{"name": "H200", "capability": "9.0", "memory_bytes": 141 << 30, "visible": True}] * 4},
             "GPU",
             "4 × H200 (9.0, 141 GiB)",
         ),
-        ({"gpus": [{"name": None, "visible": True}]}, "GPU", "unknown"),
-        ({"cuda_driver": "13.0"}, "driver", "none"),
         ({"driver": "580.1", "cuda_driver": "13.0"}, "driver", "580.1 (CUDA 13.0)"),
         ({"nvcc": "13.0.88", "torch_cuda": "12.9"}, "CUDA toolkit", "nvcc 13.0.88, torch is built for 12.9"),
-        ({"torch": "2.13.0"}, "CUDA toolkit", "no nvcc, torch without CUDA"),
         (
             {"torch": "2.14.0", "collector_errors": {"torch_cuda": "FileNotFoundError"}},
             "CUDA toolkit",
             "no nvcc, what torch is built for is not known",
         ),
-        ({}, "CUDA toolkit", "no nvcc, no torch"),
-        ({}, "pinned memory", "unknown"),
         ({"pinned_memory": {"works": False, "reason": "no"}}, "pinned memory", "FAILS: no"),
         ({"locked_memory_limit_bytes": 8 << 20}, "locked memory", "at most 8 MiB for a process"),
-        ({"locked_memory_limit_bytes": "unlimited"}, "locked memory", "unlimited"),
         ({"vllm": None}, "vllm", "not installed"),
         ({"vllm": None, "collector_errors": {"vllm": "x"}}, "vllm", "unknown"),
         ({"collector_errors": {"vllm": "OSError: x"}}, "no vllm", "OSError: x"),
-        ({"flashinfer": "0.7.2"}, "JIT cache", "unknown"),
-        (
-            {"flashinfer": "0.7.2", "flashinfer_jit_folders": {"path": "~/c", "folders": []}},
-            "JIT cache",
-            "~/c: empty",
-        ),
         ({"env": {"VLLM_A": "1", "FLASHINFER_B": "2"}}, "variables", "VLLM_A=1 FLASHINFER_B=2"),
         ({"collectors": {"vllm": {"error": "no answer"}}}, "vllm says", "nothing: no answer"),
-        ({"collectors": {"vllm": {"x": 1}}}, "vllm says", "1 facts, see --format json"),
     ],
 )
 def test_facts_in_words(facts: dict[str, Any], name: str, text: str) -> None:

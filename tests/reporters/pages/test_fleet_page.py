@@ -1,7 +1,5 @@
 """The page of a fleet: whatever a node calls itself or says, nothing that reads the output acts on it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -89,21 +87,6 @@ def test_a_report_names_the_folder_beside_it_so_that_they_can_be_moved(tmp_path:
     assert document["reports"] == "answers"
     assert all((tmp_path / document["reports"] / node["file"]).is_file() for node in document["nodes"])
     assert str(tmp_path) not in report.read_text()
-
-
-def test_full_markdown_lists_what_the_digest_cuts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_answers(tmp_path / "reports")
-    for number in range(80):
-        place = Place(f"own-{number}", "")
-        report = parity_report(driver=f"{500 + number // 2}.1")
-        row = Row(place, Status.ANSWERED, report=report)
-        (tmp_path / "reports" / f"own-{number:02d}.json").write_text(to_json(to_document(row)))
-    digest, _ = _output(tmp_path / "reports", "markdown", capsys)
-    full, _ = _output(tmp_path / "reports", "markdown", capsys, "--full")
-    assert "driver 534.1" in full
-    assert "driver 534.1" not in digest
-    assert "more groups" in digest
-    assert "more groups" not in full
 
 
 def test_two_gpus_show_their_numbers_though_none_can_be_far_from_the_other(

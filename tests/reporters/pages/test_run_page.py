@@ -1,12 +1,8 @@
 """The page of a run: the answer first, the worst failure first, each case counted, 120 lines at most."""
 
-from __future__ import annotations
-
-import contextlib
 import dataclasses
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -21,7 +17,6 @@ from moedoctor.reporters.pages.run import (
     Detail,
     crash_notes,
     find_installed_answer,
-    find_shared_parameters,
     run_page,
 )
 from moedoctor.reporters.table import TableReporter, to_text
@@ -32,25 +27,10 @@ from moedoctor.results import (
     ClaimResult,
     ClaimVerdict,
     Report,
-    ReportError,
     ScenarioVerdict,
-    Summary,
     Unfinished,
-    load_report,
 )
 from moedoctor.text import escape_commands
-
-ROOT = Path(__file__).parents[3]
-ALL = ROOT / "reports" / "baselines" / "cpu.json"
-
-
-@pytest.fixture(scope="module")
-def stored() -> list[Report]:
-    found = []
-    for path in sorted((ROOT / "reports").rglob("*.json")):
-        with contextlib.suppress(ReportError):  # a report of another command
-            found.append(load_report(path))
-    return [each for each in found if each.command == "run"]
 
 
 def lines_of(given_report: Report, width: int | None = None) -> list[str]:
@@ -59,14 +39,6 @@ def lines_of(given_report: Report, width: int | None = None) -> list[str]:
 
 def flat(given_report: Report, width: int | None = None) -> str:
     return " ".join(" ".join(lines_of(given_report, width)).split())
-
-
-def test_the_whole_run_has_a_line_and_a_block_for_each_failure() -> None:
-    whole = load_report(ALL)
-    text = "\n".join(lines_of(whole))
-    for each in whole.scenarios:
-        assert len(re.findall(rf"^\w+ +{each.id} ", text, re.MULTILINE)) == 2
-    assert "without details" not in text
 
 
 @given(reports)
@@ -157,26 +129,12 @@ def test_claims_that_were_not_tested_are_left_out_but_not_with_v() -> None:
     assert "claim untested" in TableReporter(verbose=True).render(short)
 
 
-def test_many_regressions_are_counted() -> None:
-    text = flat(report(scenario(), findings=tuple(f"MD001: worse {number}" for number in range(30))))
-    assert "MD001: worse 19" in text
-    assert "MD001: worse 20" not in text
-    assert "10 more in the whole report" in text
-
-
 def rows(*members: CaseResult, detail: Detail = Detail.CASES) -> list[tuple[str, str, str, str]]:
     """Return the rows of the table of cases as text."""
     *_, fold = run_page(report(scenario("proved", *members)), detail)
     assert isinstance(fold, Fold)
     (table,) = (block for block in fold.blocks if isinstance(block, Table))
     return [tuple(cell.text if isinstance(cell, Span) else cell for cell in row) for row in table.rows]  # type: ignore[misc]
-
-
-def test_shared_parameters_are_those_of_every_case() -> None:
-    assert find_shared_parameters([case("faulty", "clean", point) for point in POINTS]) == {"tokens": 128}
-    assert find_shared_parameters([]) == {}
-    mixed = [case("faulty", "clean", {"a": 1, "b": 1, "c": 1}), case("fixed", "clean", {"a": True, "b": 1})]
-    assert find_shared_parameters(mixed) == {"b": 1}
 
 
 def test_cases_skipped_for_one_reason_share_a_row() -> None:
@@ -214,21 +172,10 @@ def test_equal_crashes_appear_once() -> None:
     assert notes[1].stderr_tail == ()
 
 
-def test_stderr_is_cleaned_line_by_line() -> None:
-    evidence = {"death": "silent", "message": "m\n\x1b[1mx", "stderr_tail": ["a\rb", "\x1b[31mc\x00"]}
-    (note,) = crash_notes([case("fixed", "error", evidence=evidence)])
-    assert (note.message, note.stderr_tail) == ("m x", ("a", "b", "c"))
-    (note,) = crash_notes([case("fixed", "error", evidence={"death": "silent", "stderr_tail": "one text"})])
-    assert note.stderr_tail == ("one text",)
-
-
-def test_the_next_step_runs_the_file_that_failed(stored: list[Report]) -> None:
-    scenario = dataclasses.replace(
-        stored[0].scenarios[0], id="MD001", name="nan_routing", verdict=ScenarioVerdict.FAILED
-    )
+def test_the_next_step_runs_the_file_that_failed() -> None:
     for file, target in (("scenarios/nan_routing.yaml", "MD001"), ("my runs/nan.yaml", "'my runs/nan.yaml'")):
-        report = dataclasses.replace(stored[0], scenarios=(dataclasses.replace(scenario, file=file),))
-        assert f"`moedoctor run {target} -v` shows the cases" in flat(report)
+        failed = scenario("failed", case("faulty", "clean"), case("fixed", "clean"), file=file)
+        assert f"`moedoctor run {target} -v` shows the cases" in flat(report(failed))
 
 
 def test_an_unfinished_run_clears_nothing_and_lists_what_is_left_with_its_cost() -> None:
@@ -254,22 +201,6 @@ def test_an_unfinished_run_clears_nothing_and_lists_what_is_left_with_its_cost()
         assert "at most 10 min" in words
         assert "`moedoctor run --thorough` runs everything" in words
         assert "MD008 offload_garbage: skipped" not in text, "a failure of which nothing ran has one row"
-
-
-def test_an_interrupted_run_names_what_did_not_run_in_one_line() -> None:
-    reason = "interrupted before it finished"
-    stopped = [
-        scenario(
-            "skipped",
-            case("faulty", "skipped", reason=reason),
-            id=f"MD{number:03}",
-            unfinished=Unfinished("interrupted", {"faulty": 1}, 0, 60.0),
-        )
-        for number in range(1, 21)
-    ]
-    text = to_text(run_page(report(*stopped, summary=Summary(interrupted=True)), Detail.SHORT), width=120)
-    assert text.count("interrupted") == 1, text
-    assert "20 cases and 0 claims of 20 failures did not run" in text
 
 
 def test_a_failure_without_a_case_for_the_installed_release_names_the_command_that_looks_for_it() -> None:
