@@ -1,9 +1,6 @@
 """The entries are complete, and what they name exists in moedoctor and upstream."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -13,7 +10,6 @@ from moedoctor.entries.entry import Entry, Rule
 from moedoctor.faults.offload.untraceable_offload import FAILING
 from moedoctor.fixes.backends.release_tables import load_releases as vllm_releases
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = {"vllm", "flashinfer-python", "torch", "vllm-gguf-plugin"}
 REPOSITORIES = {
     "vllm-project/vllm", "vllm-project/vllm-gguf-plugin", "flashinfer-ai/flashinfer", "NVIDIA/cutlass",

@@ -1,7 +1,5 @@
 """An entry file is read completely, or refused with the number of the wrong line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

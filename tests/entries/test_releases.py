@@ -1,7 +1,5 @@
 """What entries say about releases rests on stored reports, or says that it does not."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -172,24 +172,6 @@ def test_a_crash_does_not_affect_the_next_case() -> None:
     assert len({*pids, os.getpid()}) == len(pids) + 1, "every case has a process of its own"
 
 
-def test_a_case_knows_where_moedoctor_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    answered = outcome("answers")
-    assert isinstance(answered, Observation)
-    assert answered.evidence["called_in"] == str(tmp_path)
-
-
-def test_cpu_jobs_run_side_by_side() -> None:
-    started = time.monotonic()
-    run_requests([job("hang", timeout=1.5) for _ in range(4)], parallel=4)
-    assert time.monotonic() - started < 4 * 1.5
-
-
-def test_gpu_jobs_run_one_at_a_time_per_device() -> None:
-    jobs = [job("answers", device=device) for device in ("cuda:0", "cuda:0", "cuda:1", "cpu", "cpu")]
-    assert pool._choose_startable([0, 1, 2, 3, 4], [], jobs, parallel=1) == [0, 2, 3]
-
-
 @given(
     st.lists(st.tuples(st.sampled_from(["cuda:0", "cuda:1"]), st.integers(1, 4)), min_size=1, max_size=12),
     st.integers(0, 3),
@@ -211,9 +193,7 @@ def test_gpu_jobs_share_a_gpu_as_far_as_each_allows(
             assert all(job.together <= len(here) for job in left), "whatever may start is started"
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_kills_the_children_and_keeps_what_finished(number: int) -> None:
     reported: list[Finished] = []
 

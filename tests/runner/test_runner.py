@@ -130,10 +130,7 @@ def test_claims_are_measured_against_their_thresholds(
     measured, gpu, dead = result(tmp_path, CLAIMS.replace("LIMIT", limit)).claims
     assert (measured.verdict, measured.evidence) == (verdict, {"value": 3})
     assert (gpu.verdict, gpu.reason) == (ClaimVerdict.UNTESTED, "needs an NVIDIA GPU, none is visible")
-    assert (dead.verdict, dead.evidence["message"]) == (
-        ClaimVerdict.UNTESTED,
-        "KeyError: 'boom'",
-    )
+    assert (dead.verdict, dead.evidence["message"]) == (ClaimVerdict.UNTESTED, "KeyError: 'boom'")
 
 
 @pytest.mark.parametrize(
@@ -167,13 +164,6 @@ def test_claims_share_one_measurement(tmp_path: Path) -> None:
     (scenario,) = plan(load_targets(["MD010"]), Options(), NO_GPU)
     assert len(scenario.claims) == 4
     assert len(scenario.runs) == len(scenario.cases) + 1
-
-
-def test_progress_counts_every_job(tmp_path: Path) -> None:
-    steps: list[tuple[int, int, str]] = []
-    report(tmp_path, "", progress=lambda done, total, what: steps.append((done, total, what)))
-    assert [step[:2] for step in steps] == [(0, 2), (1, 2), (2, 2)]
-    assert steps[1][2] == "dying faulty"
 
 
 def test_a_run_that_was_cut_short_is_not_proved(tmp_path: Path) -> None:

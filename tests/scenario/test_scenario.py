@@ -10,7 +10,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scenario_fakes import BASE, CLAIM, FAULTS, FULL, HEAD, load_text, subject_kind
-from scripts_of_tests import load_script
 
 from moedoctor.results import CaseVerdict, ClaimVerdict, Scalar, Tier
 from moedoctor.scenario import file as module
@@ -150,24 +149,19 @@ BAD_SHAPE = [
     (BASE + "timeout: '60'\n", 5, "timeout: must be a valid number, not '60'"),
     (BASE + "timeout: 0\n", 5, "timeout: must be greater than 0, not 0"),
     (BASE + "subjects: faulty\n", 5, "subjects: " + LIST + "'faulty'"),
-    (BASE + "subjects: []\n", 5, "subjects: must not be empty"),
     (BASE + f"subjects: [{'a, ' * 101}]\n", 5, "subjects: must have at most 100 items"),
     (BASE + "tiers: []\n", 5, "tiers: must not be empty"),
     (BASE + "tiers:\n- modle\n", 6, "tiers[0]: must be 'model', 'library', 'kernel' or 'engine', not"),
-    (BASE + "expect: {}\n", 5, "expect: must not be empty"),
     (BASE + "expect:\n  faulty: x\n", 6, "expect.faulty: must be 'reproduced' or 'clean', not 'x'"),
     (HEAD + "parameters: {a: []}\n", 4, "parameters.a: must not be empty"),
     (HEAD + "parameters:\n  a: {b: 1}\n", 5, "parameters.a: must be text, a number, true, fa"),
-    (BASE + "matrix: []\n", 5, "matrix: must not be empty"),
     (BASE + "matrix:\n- a\n", 6, "matrix[0]: " + MAPPING + "'a'"),
-    (BASE + "claims: [a]\n", 5, "claims[0]: " + MAPPING + "'a'"),
     (BASE + "claims:\n- key: plain\n", 6, "claims[0].text: is missing, expected a value"),
     (BASE + CLAIM + "    sources: a\n", 9, "claims[0].sources: unknown key, did you mean source?"),
     (BASE + CLAIM + "    thresholds: {a: b}\n", 9, "claims[0].thresholds.a: must be a valid n"),
 ]
 BAD_VALUE = [
     (BASE.replace("MD001", "MD03"), 1, "id: unknown id 'MD03', expected one of MD00"),
-    (BASE.replace("MD001", "zz"), 1, "unknown id 'zz', expected one of MD001, MD002"),
     (BASE.replace("nan_routing", "nan"), 2, "name: 'nan' is not MD001, expected nan_routing"),
     (BASE + "subjects:\n- fixed\n- fauly\n", 7, "unknown subject 'fauly', did you mean faulty?"),
     (BASE + "subjects: [emulatr]\n", 5, "did you mean emulator?"),
@@ -181,8 +175,6 @@ BAD_VALUE = [
     (THRESHOLDS + "      max_row: 1\n", 11, "unknown threshold, did you mean max_rows?"),
     (BASE + PLAIN.replace("}", ", thresholds: {x: 1}}"), 6, "expected nothing here"),
     (BASE + "timeout: 1\nid: MD002\n", 6, "duplicate key 'id', first on line 1"),
-    (BASE + "a: [\n", 6, "not valid YAML"),
-    ("", 1, "is empty"),
 ]
 BAD_POINT = [
     (HEAD, 1, "parameters.tokens: is missing, expected a value"),
@@ -195,7 +187,6 @@ BAD_POINT = [
     (BASE + "matrix: [{note: loud}]\n", 5, "parameters.note: must not be loud"),
     (BASE + "matrix:\n- top_k:\n  - 8\n  - 16\n", 8, "parameters.top_k: 16 is more than experts 8"),
     (HEAD + "parameters:\n  top_k: 9\n  tokens: 1\n", 5, "parameters.top_k: 9 is more than exp"),
-    (BASE + "matrix:\n- experts: 2\n- experts: 1\n", 7, "parameters.top_k: 2 is more than e"),
     (BASE + "matrix:\n- {}\n- tokens: 13000\n", 7, "parameters: these values bring bad luck"),
 ]
 
@@ -396,17 +387,3 @@ def test_editors_refuse_what_the_loader_refuses(text: str) -> None:
 def test_editors_refuse_what_is_there_twice(key: str) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(yaml.safe_load(BASE + f"{key}: [model, model]\n"), module.make_schema())
-
-
-def test_the_script_writes_and_compares_the_schema(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script, file = load_script("scenario_schema", monkeypatch), tmp_path / "schema.json"
-    for change in (lambda: None, lambda: file.write_text(file.read_text().replace("MD001", "MD002"))):
-        change()
-        monkeypatch.setattr("sys.argv", ["scenario_schema.py", "--check"])
-        assert script.main(file) == 1
-        assert "run: make schema" in capsys.readouterr().err
-        monkeypatch.setattr("sys.argv", ["scenario_schema.py"])
-        assert script.main(file) == 0
-        assert file.read_text() == (TESTS.parent / "scenarios" / "schema.json").read_text()
