@@ -1,7 +1,5 @@
 """What becomes of a node's task, with a Ray that ends it as the test says."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

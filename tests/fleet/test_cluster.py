@@ -1,12 +1,9 @@
 """`moedoctor fleet` on a real Ray cluster of processes on this machine: nodes die, hang and lack things."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -44,9 +41,12 @@ if "wheel" not in "".join(sys.path):
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A cluster, alone on this machine: the nodes of two at once would share its cores and Ray's ports."""
+    """A cluster, alone on this machine: the nodes of two at once would share its cores and Ray's ports.
+
+    Each test adds its nodes and removes them; the last one kills the head.
+    """
     from ray.cluster_utils import Cluster
 
     with Path(tempfile.gettempdir(), "moedoctor-ray.lock").open("w") as lock:
@@ -59,8 +59,8 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
-def add(cluster: Any, tmp_path: Path) -> Callable[[str], Any]:
-    """Add a node of a kind: `right`, `lacks`, or one of `_KINDS`."""
+def add(cluster: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Give a function that adds a node of a kind: `right`, `lacks`, or one of `_KINDS`."""
 
     def add_node(kind: str = "right", **more: Any) -> Any:
         path = _ROOT
@@ -77,7 +77,11 @@ def add(cluster: Any, tmp_path: Path) -> Callable[[str], Any]:
             path = f"{folder}{os.pathsep}{_ROOT}"
         return cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": path}, **more)
 
-    return add_node
+    yield add_node
+    for node in list(cluster.worker_nodes):
+        cluster.remove_node(node)
+    if "gcs_server" in cluster.head_node.all_processes:
+        cluster.wait_for_nodes()
 
 
 def _start(tmp_path: Path, address: str, *arguments: str) -> subprocess.Popen[str]:
@@ -187,49 +191,6 @@ class _Holder:
         return True
 
 
-@pytest.mark.alone
-def test_eight_nodes_take_at_most_three_seconds_more_than_the_slowest(
-    cluster: Any, add: Callable[..., Any], tmp_path: Path
-) -> None:
-    """A node's own time is from the start of the Ray worker there to the end of the command.
-
-    Eight nodes share the cores of this machine, and so does each with the driver; each starts a worker anew
-    for each call.
-    """
-    for _ in range(7):
-        add("right")
-    cluster.wait_for_nodes()
-    more, commands = [], []
-    for _ in range(4):  # the best of them counts: other work on this machine counts against us
-        if more and min(more) < 3:
-            break
-        started = time.monotonic()
-        _, document, _ = _fleet(tmp_path, cluster.address, "check")
-        took = time.monotonic() - started
-        assert _statuses(document) == {"answered": 8}
-        nodes = document["nodes"]
-        assert all(node["start_seconds"] >= 0 for node in nodes)
-        more.append(took - max(node["seconds"] + node["start_seconds"] for node in nodes))
-        commands.append(took - max(node["seconds"] for node in nodes))
-    print(f"seconds beyond the slowest node: {more}; beyond its command alone: {commands}")
-    assert min(more) < 3, more
-
-
-def test_a_dead_head_costs_no_report(cluster: Any, add: Callable[..., Any], tmp_path: Path) -> None:
-    """Ray ends a driver that has no head for 60 s, without a word of ours."""
-    add("right")
-    add("hangs")
-    process = _start(tmp_path, cluster.address, "check", "--node-timeout", "100")
-    _wait_for_stored(tmp_path, 2)
-    cluster.head_node.kill_gcs_server()
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == 1, err
-    document = json.loads(out)
-    assert _statuses(document) == {"answered": 2, "died": 1}
-    (reason,) = {node["reason"] for node in document["nodes"]} - {None}
-    assert reason == "the head of the Ray cluster died before this node answered"
-
-
 def test_both_gpus_of_a_node_are_asked_after_another_call(
     cluster: Any, add: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -244,6 +205,22 @@ def test_both_gpus_of_a_node_are_asked_after_another_call(
     assert list(document["bits"]["compared"].values()) == [2]
 
 
+def test_a_dead_head_costs_no_report(cluster: Any, add: Callable[..., Any], tmp_path: Path) -> None:
+    """Ray ends a driver that has no head for 60 s, without a word of ours."""
+    add("right")
+    add("hangs")
+    process = _start(tmp_path, cluster.address, "check", "--node-timeout", "100")
+    _wait_for_stored(tmp_path, 2)
+    cluster.global_state.disconnect()  # it would end this process, as it ends a driver
+    cluster.head_node.kill_gcs_server()
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 1, err
+    document = json.loads(out)
+    assert _statuses(document) == {"answered": 2, "died": 1}
+    (reason,) = {node["reason"] for node in document["nodes"]} - {None}
+    assert reason == "the head of the Ray cluster died before this node answered"
+
+
 def test_an_address_that_does_not_answer(tmp_path: Path) -> None:
     for address in ("127.0.0.1:1", "auto", "nonsense", "ray://127.0.0.1:1"):
         code, _, err = _fleet(tmp_path, address, "check")
@@ -252,9 +229,9 @@ def test_an_address_that_does_not_answer(tmp_path: Path) -> None:
         assert f"--address {address}" in err
 
 
-@pytest.mark.parametrize("words", [None, b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\4" + b"\0" * 5])
+@pytest.mark.parametrize("words", [None, b"", b"\0\0\0\4" + b"\0" * 5])
 def test_a_port_that_is_not_of_ray_is_one_line_within_seconds(words: bytes | None, tmp_path: Path) -> None:
-    """It says nothing, hangs up, or speaks HTTP, or HTTP/2 as Ray does."""
+    """It hangs up, says nothing, or speaks HTTP/2 as Ray does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken: list[socket.socket] = []
 
@@ -278,36 +255,6 @@ def test_a_port_that_is_not_of_ray_is_one_line_within_seconds(words: bytes | Non
     assert len(err.splitlines()) == 1, err
 
 
-def test_ray_started_by_hand_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with Slurm: a head and a node, each started by a shell. The driver needs the cluster's token."""
-    ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    folder = Path(tempfile.mkdtemp(prefix="moedoctor-ray-"))  # a path of pytest is too long for a socket
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    options = ["--num-cpus", "1", "--disable-usage-stats"]
-    head = [*ray, "start", "--head", "--port", str(port), "--include-dashboard=false"]
-    started = [
-        [*head, "--temp-dir", str(folder), *options],
-        [*ray, "start", "--address", f"127.0.0.1:{port}", *options],
-    ]
-    try:
-        for command in started:
-            subprocess.run(command, check=True, capture_output=True, timeout=100)
-        monkeypatch.delenv("RAY_AUTH_MODE")
-        _, document, err = _fleet(tmp_path, f"127.0.0.1:{port}", "check")
-        assert _statuses(document) == {"answered": 2}, err
-        monkeypatch.setenv("RAY_AUTH_TOKEN", "fedcba9876543210")
-        code, _, err = _fleet(tmp_path, f"127.0.0.1:{port}", "check")
-        assert (code, len(err.splitlines())) == (2, 1), err
-        assert "set RAY_AUTH_TOKEN" in err
-    finally:
-        _end_of(str(folder))
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def test_ray_that_is_missing(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(\"No module named 'ray'\", name='ray')")
     command = [sys.executable, "-m", "moedoctor", "fleet", "check"]
@@ -317,11 +264,9 @@ def test_ray_that_is_missing(tmp_path: Path) -> None:
     assert done.stderr == "moedoctor: Ray is not installed; run `pip install 'ray>=2.40'` beside moedoctor\n"
 
 
-def test_a_local_ray_without_gpus_computes_parity_on_the_cpu(tmp_path: Path) -> None:
-    code, document, err = _fleet(tmp_path, "local", "run", "parity")
-    assert code == 0, err
-    assert document["bits"]["oddities"] == []
-    assert document["bits"]["compared"] != {}
+def test_a_local_ray_is_one_node(tmp_path: Path) -> None:
+    code, document, err = _fleet(tmp_path, "local", "check", "--release", "0.19.1", "--sm", "12.0")
+    assert (code, _statuses(document)) == (1, {"answered": 1}), err
 
 
 def _wait_for_stored(folder: Path, count: int) -> None:
@@ -340,17 +285,3 @@ def _processes(word: str) -> dict[int, str]:
             if word.encode() in command + (folder / "environ").read_bytes():
                 found[int(folder.name)] = command.replace(b"\0", b" ").decode(errors="replace")
     return found
-
-
-def _end_of(word: str) -> None:
-    """End the processes of a Ray that was started by hand."""
-    for name, end in (("raylet/raylet", signal.SIGTERM), ("", signal.SIGKILL)):
-        for number, command in _processes(word).items():
-            if name in command and number != os.getpid():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(number, end)
-        deadline = time.monotonic() + 10  # a raylet ends its workers and agents, which have other names
-        while time.monotonic() < deadline and any(
-            "raylet/raylet" in each for each in _processes(word).values()
-        ):
-            time.sleep(0.1)

@@ -1,8 +1,7 @@
 """Grouping and statistics: the order of nodes changes nothing, and the odd one is named."""
 
-from __future__ import annotations
-
 import random
+import time
 
 import pytest
 from hypothesis import given
@@ -84,6 +83,13 @@ def test_a_fact_that_each_node_has_of_its_own_makes_no_groups() -> None:
     grouping = group(members)
     assert grouping.individual == {"VLLM_HOST_IP": 8}
     assert [len(each.nodes) for each in grouping.groups] == [7, 1]
+
+
+def test_ten_thousand_nodes_are_grouped_in_seconds() -> None:
+    members = [Member(f"node-{n}", "H200", {"port": str(n), "driver": "580"}) for n in range(10_000)]
+    started = time.process_time()
+    assert len(group(members).groups) == 1
+    assert time.process_time() - started < 10
 
 
 def test_a_checksum_that_one_node_had_no_time_for_is_not_compared() -> None:

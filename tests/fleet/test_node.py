@@ -1,7 +1,5 @@
 """What runs on a node, without Ray: a command with its limit and its last words, and checksums of caches."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

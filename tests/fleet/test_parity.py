@@ -1,7 +1,5 @@
 """Which GPU the bits convict, and that a computation on a CPU gives the same bits twice."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

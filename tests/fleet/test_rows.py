@@ -1,7 +1,5 @@
 """Whatever a node sends becomes a row, escaped and masked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import replace
