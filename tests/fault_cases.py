@@ -1,7 +1,5 @@
 """Cases and measurements of known failures, for their tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

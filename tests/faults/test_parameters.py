@@ -19,20 +19,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         ({"router": "grouped", "topk_groups": 2}, "the grouped router needs"),
         ({"num_groups": 4}, "only the grouped router has groups"),
-        ({"dtype": "int8"}, "dtype"),
-        ({"experts": "8"}, "experts"),
         ({"tolerance": 1}, "tolerance"),
     ],
-    "MD002": [({"direction": "up"}, "direction")],
-    "MD003": [({"layers": 2}, "layers")],
     "MD004": [
-        ({"capability": "9.0"}, "capability"),
         ({"cuda": "11.8"}, "must be a release from 12.0 to 13.x"),
         ({"cuda": "13.0.88"}, "must be a release"),
-        ({"cuda": "14.0"}, "must be a release"),
         ({"arch_list": "x" * 201}, "arch_list"),
     ],
-    "MD005": [({"compiler": "none"}, "compiler")],
     "MD006": [
         ({"top_k": 9, "capacity": 8}, "that is MD007"),
         ({"capacity": 200}, "more than experts"),
@@ -43,18 +36,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"tokens": 1, "capacity": 8, "top_k": 8}, "hold every expert"),
         ({"experts": 8, "top_k": 9}, MORE_EXPERTS),
     ],
-    "MD008": [
-        ({"bytes": 1}, "1024"),
-        ({"arguments": "[1]"}, "must be a JSON object"),
-        ({"arguments": "max_model_len=4"}, "must be a JSON object"),
-    ],
+    "MD008": [({"bytes": 1}, "1024"), ({"arguments": "[1]"}, "must be a JSON object")],
     "MD010": [
         ({"release": "0.16.0"}, "must be a release of the tables"),
         ({"capability": "9.9"}, "must be one of 7.0"),
         ({"setting": "MARLIN"}, "must be NAME=VALUE or a flag"),
         ({"wants": "BANANA"}, "wants: vLLM 0.21.0 has"),
         ({"activation": "situ"}, "activation: vLLM 0.21.0 knows"),
-        ({"scheme": "int8"}, "Input should be 'nvfp4'"),
     ],
     "MD011": [
         ({"experts": 8, "top_k": 9}, MORE_EXPERTS),
@@ -62,8 +50,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"ranks": 2, "rank": 2}, "below ranks 2"),
         ({"finalize": "no_filling"}, "two ranks or more"),
     ],
-    "MD012": [({"size": 0.0}, "greater than")],
-    "MD014": [({"ratio": 1.05}, "rounding hides it"), ({"ratio": 0.0}, "greater than")],
+    "MD014": [({"ratio": 1.05}, "rounding hides it")],
     "MD015": [
         ({"damage": "zero", "memory": "nan"}, "memory"),
         ({"damage": "absent"}, "memory"),
@@ -81,29 +68,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"experts": 8, "top_k": 9}, MORE_EXPERTS),
     ],
     "MD018": [({"mistake": "stale_padding"}, "padded columns"), ({"experts": 8, "top_k": 9}, MORE_EXPERTS)],
-    "MD019": [
-        ({"groups": 3}, "does not divide"),
-        ({"experts": 8, "top_k": 9}, MORE_EXPERTS),
-        ({"groups": 1}, "greater than"),
-        ({"alias": "output"}, "alias"),
-    ],
-    "MD020": [({"backend": "cpu"}, "backend")],
-    "MD021": [
-        ({"mistake": "one_tensor"}, "0.33.0 reads one_tensor"),
-        ({"loader": "0.27.0"}, "loader"),
-    ],
-    "MD022": [
-        ({"intermediate": 192, "tensor_parallel": 5}, "does not divide intermediate"),
-        ({"tensor_parallel": 9}, "less than or equal"),
-    ],
-    "MD023": [({"format": "gptq"}, "format")],
+    "MD019": [({"groups": 3}, "does not divide"), ({"experts": 8, "top_k": 9}, MORE_EXPERTS)],
+    "MD021": [({"mistake": "one_tensor"}, "0.33.0 reads one_tensor")],
+    "MD022": [({"intermediate": 192, "tensor_parallel": 5}, "does not divide intermediate")],
     "PARITY": [
         ({"backend": "TRITON", "quantization": "nvfp4"}, "nvfp4 has MARLIN"),
         ({"top_k": 8, "experts": 8}, "must be less than experts"),
         ({"hidden": 200}, "multiple of 128"),
         ({"top_k": 1, "ids": "duplicates"}, "at least 2"),
-        ({"tokens": 2, "ids": "empty"}, "at least 3"),
-        ({"backend": "NONSENSE"}, "backend"),
     ],
 }
 NEEDED = {"MD010": {"release": "0.21.0", "setting": "VLLM_NVFP4_MOE_BACKEND=MARLIN", "wants": "MARLIN"}}

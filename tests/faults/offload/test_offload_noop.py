@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from moedoctor.faults.offload import offload_noop_lab
 from moedoctor.faults.offload.offload_noop import OffloadNoop
-from moedoctor.faults.offload.offload_noop_lab import collect_engine_evidence, find_places, make_remembering
+from moedoctor.faults.offload.offload_noop_lab import collect_engine_evidence
 from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier, UnavailableError
 from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import find_builtin_file, load_scenario
@@ -70,18 +70,6 @@ def test_a_release_that_keeps_the_parameter_leaves_changed_weights_on_the_gpu(tm
         "repacked_weights_stay_on_the_gpu": ["0.33.0"],
         "of_these_mended_by_the_plug_in": ["0.33.0"],
     }
-
-
-def test_weights_that_are_left_alone_are_not_copied_again() -> None:
-    """The mark of unchanged weights stays, so the fix costs nothing for them."""
-    calls: list[int] = []
-
-    def idle(layer: object, name: str, new: object) -> None:
-        calls.append(1)
-
-    evidence = find_places(idle, make_remembering, fixed=True)
-    assert calls == [1, 1]
-    assert verdict_of(evidence) is CaseVerdict.CLEAN
 
 
 def test_the_plan_holds_each_point_at_its_own_tiers() -> None:

@@ -8,7 +8,7 @@ from moedoctor.faults.offload.offload_reinit import OffloadReinit, OffloadReinit
 from moedoctor.faults.offload.offload_reinit_lab import FILE, mock_runner, observe, refuse, try_rebuild
 from moedoctor.plugin.offload_fix import skip_assertion
 from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier, UnavailableError
-from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
+from moedoctor.upstream.releases.release_source import ReleaseSource
 from tests.faults.offload.cases import run_case
 
 CASE = Case("MD009", "faulty", Tier.MODEL, {"layout": "hybrid", "offload_gb": 4.0})
@@ -54,16 +54,6 @@ def test_the_plug_in_restores_the_configuration() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         skip_assertion(failing)(runner)
     assert runner.offload_config.uva.cpu_offload_gb == 4.0
-
-
-def test_missing_source(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="cannot be read"):
-        ReleaseSource(tmp_path).read_text(FILE)
-    source = release(tmp_path, "pass")
-    with pytest.raises(SourceError, match="has no class Other"):
-        source.load_function(FILE, "Other.method", {})
-    with pytest.raises(SourceError, match="has no function"):
-        source.load_function(FILE, "GPUModelRunner.other", {})
 
 
 def test_the_first_fixed_of_the_available_releases() -> None:

@@ -18,18 +18,6 @@ from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, PLACES, UVA,
 from tests.faults.offload.cases import run_case
 
 
-def test_device_memory_is_accessed_by_address() -> None:
-    memory = DeviceMemory()
-    tensor = memory.upload(torch.zeros(8))
-    assert memory.holds(tensor[3:])
-    assert not memory.holds(tensor.clone())
-    ground = torch.zeros(8)
-    tenant = memory.admit(torch.from_dlpack(ground))
-    assert memory.holds(ground)
-    del tenant
-    assert not memory.holds(ground), "freed memory is not the device's any more"
-
-
 def test_scales_that_stay_on_the_device_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stale reference is the only reason that the control fails."""
     x = torch.randn(16, 64)

@@ -97,23 +97,6 @@ def test_the_old_content_of_the_memory_decides_the_symptom(memory: str, finalize
     assert (fixed.verdict, fixed.figure) == (CaseVerdict.CLEAN, "300 of 300 rows are right, three-step")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "last"),
-    [(1, 8, 510), (128, 8, 510), (129, 8, 254), (256, 8, 254), (257, 8, 0), (1, 10, 0)],
-)
-def test_the_largest_number_of_experts_of_the_fused_prologue(tokens: int, top_k: int, last: int) -> None:
-    taken = [experts for experts in range(1, 600) if lab.takes_fused(tokens, top_k, experts)]
-    assert taken == list(range(1, last + 1))
-
-
-def test_ids_of_each_kind() -> None:
-    assert (lab.make_ids(parameters(ids="one_expert", ranks=2, rank=1)) == 64).all()
-    repeat = lab.make_ids(parameters(ids="one_repeat", ranks=2, rank=1))
-    assert (repeat[:, 0] == repeat[:, 1]).all()
-    assert (repeat[:, 0] >= 64).all()
-    assert (lab.make_ids(parameters(ids="sentinel"))[::2, 4:] == -1).all()
-
-
 def test_an_illegal_access_is_the_symptom_and_another_death_is_not() -> None:
     crash = Crash(Death.ILLEGAL_MEMORY_ACCESS, "CUDA error: an illegal memory access was encountered")
     assert FAULT.judge_crash(case(FAULT), crash).verdict is CaseVerdict.REPRODUCED

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 
 from moedoctor.faults.routing import sentinel_ids as md016
 from moedoctor.faults.routing import sentinel_ids_lab as lab
-from moedoctor.faults.routing.sentinel_ids import SentinelIds, SentinelIdsParameters
-from moedoctor.faults.routing.sentinel_ids_lab import FAULTY, make_batch, observe
+from moedoctor.faults.routing.sentinel_ids import SentinelIds
 from moedoctor.interfaces import Measurement
 from moedoctor.results import CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip
 from moedoctor.upstream.releases.installed import describe_installed_release
@@ -44,15 +43,6 @@ def test_the_fix_is_always_right_and_the_control_wrong_if_it_can_be(point: dict,
     expected = CaseVerdict.CLEAN if point["ranks"] == 4 else CaseVerdict.REPRODUCED
     assert run(FAULT, "faulty", use=use, **point)[0].verdict is expected
     assert run(FAULT, "fixed", use=use, **point)[0].verdict is CaseVerdict.CLEAN
-
-
-def test_minus_one_wraps_to_the_last_expert() -> None:
-    batch = make_batch(SentinelIdsParameters())
-    used = FAULTY["expert_map"](batch)
-    assert (used.experts[batch.ids < 0] == 31).all()
-    evidence = observe(SentinelIdsParameters(), used)
-    assert (evidence["empty_slots"], evidence["empty_slots_given_to_an_expert"]) == (64, 64)
-    assert evidence["expert"] == 31
 
 
 def test_empty_slots_of_weight_zero_are_noticed_too() -> None:

@@ -12,15 +12,7 @@ from moedoctor.faults.selection import arch_suffix_lab as lab
 from moedoctor.faults.selection.arch_suffix import ArchSuffix, ArchSuffixParameters
 from moedoctor.fixes.arch.flashinfer import ArchReading
 from moedoctor.interfaces import Measurement
-from moedoctor.results import (
-    Case,
-    CaseResult,
-    CaseVerdict,
-    ClaimVerdict,
-    Observation,
-    Tier,
-    UnavailableError,
-)
+from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
 from moedoctor.scenario.file import Scenario, load
 
 FAULT = ArchSuffix()
@@ -104,27 +96,6 @@ def test_each_symptom_and_no_other(
         assert verdict is CaseVerdict.CLEAN
     else:
         assert (verdict, shown) == (CaseVerdict.REPRODUCED, figure)
-
-
-def test_conclusions_count_the_symptoms() -> None:
-    def result(subject: str, answer: lab.Resolver, **parameters: str) -> CaseResult:
-        verdict, figure, evidence = judged(answer, **parameters)
-        return CaseResult(subject, Tier.MODEL, parameters, verdict, evidence, figure=figure)
-
-    results = [
-        result("faulty", answers("120")),
-        result("faulty", answers("120+PTX")),
-        result("faulty", answers(error="no")),
-        result("faulty", answers("120a"), capability="12.1"),
-        result("faulty", answers("120")),
-        result("fixed", answers("120f")),
-    ]
-    assert FAULT.conclude(results) == {
-        "symptoms": {
-            "faulty": {"does not load": 1, "missing instructions": 2, "no target": 1, "unknown target": 1}
-        }
-    }
-    assert FAULT.conclude(results[-1:]) == {}
 
 
 def decide(key: str, evidence: Mapping[str, Any], **limits: float) -> tuple[ClaimVerdict, str]:

@@ -13,7 +13,7 @@ from vllm_stub import write
 from moedoctor.faults.selection.backend_override import BackendOverride
 from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.interfaces import Measurement
-from moedoctor.results import CaseResult, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
+from moedoctor.results import CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
 from moedoctor.scenario import file as scenario
 
 FAULT = BackendOverride()
@@ -176,23 +176,6 @@ def test_the_claims_are_put_to_the_installed_package(stub: Path) -> None:
     assert answers["automatic"] == "MARLIN", "the stub's VLLM_CUTLASS wants a gate"
     assert (answers["with_flag_marlin"], answers["with_flag_cutlass"]) == ("MARLIN", "VLLM_CUTLASS")
     assert (answers["gemm_declared"], answers["variable_declared"]) == (False, False)
-
-
-def test_the_conclusion_of_all_cases() -> None:
-    def result(subject: str, verdict: CaseVerdict, release: str, **evidence: Any) -> CaseResult:
-        return CaseResult(subject, Tier.MODEL, {**SEED, "release": release}, verdict, evidence)
-
-    results = [
-        result("faulty", CaseVerdict.REPRODUCED, "0.21.0", warned=False),
-        result("faulty", CaseVerdict.REPRODUCED, "0.33.0", warned=True),
-        result("fixed", CaseVerdict.CLEAN, "0.21.0", selected="MARLIN"),
-        result("fixed", CaseVerdict.CLEAN, "0.33.0", selected="VLLM_CUTLASS"),
-    ]
-    assert FAULT.conclude(results) == {
-        "settings_without_a_word": 1,
-        "settings_honoured_by_the_fix": 1,
-        "releases": 2,
-    }
 
 
 @pytest.fixture

@@ -13,14 +13,7 @@ from moedoctor.faults.selection.backend_parity_lab import observe
 from moedoctor.reference.agreement import Bounds
 from moedoctor.reference.moe_backend import Prepared
 from moedoctor.reference.moe_layer import Layer
-from moedoctor.results import (
-    Case,
-    CaseResult,
-    CaseVerdict,
-    Observation,
-    Tier,
-    UnavailableError,
-)
+from moedoctor.results import Case, CaseVerdict, Observation, Tier, UnavailableError
 
 FAULT = BackendParity()
 
@@ -123,20 +116,3 @@ def test_a_backend_without_support_for_empty_slots_gets_none() -> None:
     parameters = BackendParityParameters.model_validate(dict(case("installed", ids="empty").parameters))
     with pytest.raises(UnavailableError, match="no -1"):
         observe(parameters, "cpu", Refuses("nvfp4"))
-
-
-def test_conclusions_name_right_wrong_and_skipped_backends() -> None:
-    def result(verdict: CaseVerdict, **parameters: str) -> CaseResult:
-        return CaseResult("installed", Tier.KERNEL, case("installed", **parameters).parameters, verdict)
-
-    results = [
-        result(CaseVerdict.CLEAN),
-        result(CaseVerdict.CLEAN, ids="duplicates"),
-        result(CaseVerdict.REPRODUCED, backend="EMULATION"),
-        result(CaseVerdict.SKIPPED, backend="VLLM_CUTLASS"),
-    ]
-    assert FAULT.conclude(results) == {
-        "right": ["MARLIN nvfp4 silu", "MARLIN nvfp4 silu duplicates"],
-        "wrong": ["EMULATION nvfp4 silu"],
-        "not_run": ["VLLM_CUTLASS nvfp4 silu"],
-    }
