@@ -118,9 +118,9 @@ class Fault(ABC):
     id: str
     """``MD001`` …"""
     name: str = cast(str, _FromEntry())
-    """The catalogue name, also the scenario's file name. For MD001 to MD020 the entry has it."""
+    """The catalogue name, also the scenario's file name. For failures of our catalogue the entry has it."""
     title: str = cast(str, _FromEntry())
-    """The failure in one line. For MD001 to MD020 the entry has it."""
+    """The failure in one line. For failures of our catalogue the entry has it."""
     explanation: Explanation | None = None
     """None for the entries of moedoctor's own catalogue, which have a file each in `moedoctor/entries/`."""
     parameters: type[BaseModel]

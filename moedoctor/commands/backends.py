@@ -201,7 +201,12 @@ def backends(
             request=asked,
             settings=_mask_findings([*settings, *unconsidered, *_find_switch(selection)], variables, environ),
             disagreements=list_disagreements(selection, heard) if heard else (),
-            notes=(*notes, *_list_assumptions(selection, here=here), _ONLY_EXPERTS),
+            notes=(
+                *notes,
+                *_list_assumptions(selection, here=here),
+                *_list_failures(selection),
+                _ONLY_EXPERTS,
+            ),
             exit_code=0,
             instead_of=instead_of,
         )
@@ -292,6 +297,20 @@ def _find_switch(selection: Selection) -> tuple[SettingFinding, ...]:
     source = "vllm/utils/deep_gemm.py: should_auto_disable_deep_gemm"
     message = f"vLLM leaves {selection.chosen} out on Blackwell for types of models that it lists"
     return (SettingFinding("model_type", "not_considered", message, None, source, True),)
+
+
+def _list_failures(selection: Selection) -> tuple[str, ...]:
+    """Return a note if the selected backend is known to fail on this GPU in this release: MD031."""
+    from packaging.version import Version
+
+    from moedoctor.entries import load_entries
+
+    entry, release = load_entries()["MD031"], Version(selection.release)
+    on_12 = selection.capability.partition(".")[0] == "12"
+    if not on_12 or "DEEPGEMM" not in (selection.chosen or ""):
+        return ()
+    struck = any(Version(part.first) <= release <= Version(part.last) for part in entry.releases)
+    return (f"MD031: {entry.affects[0].why}; {entry.next}",) if struck else ()
 
 
 def _ask(

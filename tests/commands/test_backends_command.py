@@ -379,3 +379,14 @@ def test_the_activation_comes_from_the_checkpoint_or_is_said_to_be_assumed(
     text = answer(capsys, **request)[1]
     assert text.splitlines()[0].endswith(f" · {activation}")
     assert note in text
+
+
+@pytest.mark.parametrize(
+    ("release", "sm", "named"),
+    [("0.24.0", "12.0", True), ("0.27.1", "12.1", True), ("0.28.0", "12.0", False), ("0.24.0", "9.0", False)],
+)
+def test_a_deepgemm_without_kernels_for_the_gpu_is_named(
+    release: str, sm: str, named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = answer(capsys, sm=sm, scheme="fp8-block", release=release)[1]
+    assert ("MD031: this vLLM selects DeepGEMM" in text) is named

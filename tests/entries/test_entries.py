@@ -10,14 +10,31 @@ from moedoctor.entries.entry import Entry, Rule
 from moedoctor.faults.offload.untraceable_offload import FAILING
 from moedoctor.fixes.backends.release_tables import load_releases as vllm_releases
 
-PACKAGES = {"vllm", "flashinfer-python", "torch", "vllm-gguf-plugin"}
+PACKAGES = {
+    "vllm",
+    "flashinfer-python",
+    "torch",
+    "vllm-gguf-plugin",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+    "triton_kernels",
+}
 REPOSITORIES = {
     "vllm-project/vllm", "vllm-project/vllm-gguf-plugin", "flashinfer-ai/flashinfer", "NVIDIA/cutlass",
-    "NVIDIA/Megatron-LM", "NVIDIA/TensorRT-LLM", "sgl-project/sglang",
+    "NVIDIA/Megatron-LM", "NVIDIA/TensorRT-LLM", "sgl-project/sglang", "deepseek-ai/DeepGEMM",
 }  # fmt: skip
 WITHOUT_SCENARIO = {
+    "autotune_fault",
+    "collectives_out_of_step",
+    "deepgemm_selected",
+    "default_moe_config",
+    "draft_backend",
     "expert_lora",
+    "foreign_kernel",
+    "logits_stride",
     "repack_memory",
+    "shared_expert_parallel",
+    "triton_kernels_version",
 }
 """Failures that are recognized and have no control here, a name a line."""
 ENTRIES = pytest.mark.parametrize("entry", load_entries().values(), ids=lambda entry: entry.id)

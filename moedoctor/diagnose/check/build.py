@@ -51,7 +51,8 @@ def inspect_build(version: str | None, source: ReleaseSource | None) -> Build:
     if inquiry is None and known:
         return Build()
     entries = load_entries().values()
-    readings = {each.id: inquiry.read(each) for each in entries if inquiry and each.questions}
+    asked = [each for each in entries if any(question.decides for question in each.questions)]
+    readings = {each.id: inquiry.read(each) for each in asked if inquiry}
     if known:
         readings = {
             id: reading for id, reading in readings.items() if not _is_as_released(id, reading, release)

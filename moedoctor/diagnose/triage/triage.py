@@ -54,7 +54,8 @@ _RARE_ANCHORS = (
     *("invalid value", "scaling factor", "to store kv", "must match w3", "scales should not be"),
     *("unique experts requested", "finalizemoerouting", "group_gemm", "not supported on", "conditional"),
     *("no kernel image", "or higher", "unsupported gpu", "no supported cuda arch", "deployment config"),
-    *("size padding for",),
+    *("size padding for", "assertionerror", "watchdog caught", "broadcast block", "cudnn", "triton kernels"),
+    *("no module named", "autotun"),
 )
 """Words of messages that name a failure."""
 _ANCHORS = (

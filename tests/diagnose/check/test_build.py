@@ -39,7 +39,7 @@ def get_finding(result: CheckResult, id: str) -> Finding | None:
 @pytest.mark.parametrize("version", BUILDS)
 def test_an_unknown_build_is_read_and_never_all_clear(version: str, tmp_path: Path) -> None:
     result = check_build(write_source(tmp_path, "0.33.0"), version)
-    assert [line[:5] for line in result.unknown] == ["MD001"]
+    assert [line[:5] for line in result.unknown] == ["MD001", "MD031"]
     assert [line[:5] for line in result.read] == READ
     assert all("as in 0.33.0" in line and ".py:" in line for line in result.read)
     assert result.exit_code == 2
@@ -132,7 +132,7 @@ def test_a_folder_and_a_wheel_are_read(tmp_path: Path, capsys: pytest.CaptureFix
         document = json.loads(capsys.readouterr().out)
         assert document["environment"]["vllm"] == version
         assert len(document["read"]) == len(READ)
-        assert [line[:5] for line in document["unknown"]] == ["MD001"]
+        assert [line[:5] for line in document["unknown"]] == ["MD001", "MD031"]
 
 
 @pytest.mark.parametrize(
@@ -155,5 +155,7 @@ def test_a_release_that_is_newer_than_the_known_ones_is_not_refused(
     assert main(["check", "--release", "0.34.0", "--sm", "9.0", "--format", "json"]) == 2
     document = json.loads(capsys.readouterr().out)
     assert document["environment"]["vllm"] == "0.34.0"
-    assert len(document["unknown"]) == len(READ) + 2  # MD001 is asked, MD010 rests on tables
+    assert (
+        len(document["unknown"]) == len(READ) + 3
+    )  # MD001 is asked, MD010 rests on tables, MD031 on what is compiled
     assert "which is not known" in document["target"]

@@ -14,6 +14,7 @@ from moedoctor.processes.cuda_tools import Tool
 
 H200 = ("NVIDIA H200", "9.0")
 RTX_5090 = ("NVIDIA GeForce RTX 5090", "12.0")
+B200 = ("NVIDIA B200", "10.0")
 GB10 = ("NVIDIA GB10", "12.1")
 VLLM_018 = {"vllm": "0.18.0", "torch": "2.10.0+cu129", "flashinfer-python": "0.6.6"}
 VLLM_033 = {"vllm": "0.33.0", "torch": "2.14.0+cu130", "flashinfer-python": "0.7.2.post1"}
@@ -132,6 +133,22 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
     ("MD020", {**AT_11, "vllm": "0.33.0"}, H200, WSL, {}, "warning"),
     ("MD020", VLLM_018, H200, LINUX, {}, None),
     ("MD020", VLLM_018, H200, LINUX, {NO_UVA: "1"}, "warning"),
+    # DeepGEMM is selected on 12.x from 0.24.0 on, and two of its copies have no kernels for it.
+    ("MD031", {"vllm": "0.23.0"}, RTX_5090, LINUX, {}, None),
+    ("MD031", {"vllm": "0.24.0"}, RTX_5090, LINUX, {}, "error"),
+    ("MD031", {"vllm": "0.24.0"}, RTX_5090, LINUX, {"VLLM_USE_DEEP_GEMM": "0"}, None),
+    ("MD031", {"vllm": "0.24.0"}, H200, LINUX, {}, None),
+    ("MD031", {"vllm": "0.25.1"}, RTX_5090, LINUX, {}, None),
+    ("MD031", {"vllm": "0.27.1"}, RTX_5090, LINUX, {}, "error"),
+    ("MD031", {"vllm": "0.28.0"}, RTX_5090, LINUX, {}, None),
+    ("MD032", {"vllm": "0.27.0", "flashinfer-python": "0.6.15"}, B200, LINUX, {}, "note"),
+    ("MD032", {"vllm": "0.27.0", "flashinfer-python": "0.6.15"}, H200, LINUX, {}, None),
+    ("MD033", {"vllm": "0.25.1", "nvidia-cudnn-cu13": "9.19.0.56"}, RTX_5090, LINUX, {}, "warning"),
+    ("MD033", {"vllm": "0.25.1", "nvidia-cudnn-cu12": "9.22.0.52"}, RTX_5090, LINUX, {}, "warning"),
+    ("MD033", {"vllm": "0.25.1", "nvidia-cudnn-cu13": "9.23.1.3"}, RTX_5090, LINUX, {}, None),
+    ("MD033", {"vllm": "0.25.1", "nvidia-cudnn-cu13": "9.19.0.56"}, H200, LINUX, {}, None),
+    ("MD034", {"vllm": "0.30.0"}, H200, LINUX, {}, None),
+    ("MD034", {"vllm": "0.30.0", "triton_kernels": "1.0.0"}, H200, LINUX, {}, "warning"),
 ]
 
 
