@@ -25,15 +25,12 @@ REPOSITORIES = {
 }  # fmt: skip
 WITHOUT_SCENARIO = {
     "autotune_fault",
-    "collectives_out_of_step",
     "deepgemm_selected",
     "default_moe_config",
     "draft_backend",
     "expert_lora",
     "foreign_kernel",
-    "logits_stride",
     "repack_memory",
-    "shared_expert_parallel",
     "triton_kernels_version",
 }
 """Failures that are recognized and have no control here, a name a line."""

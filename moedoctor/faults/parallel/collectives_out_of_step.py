@@ -1,0 +1,47 @@
+"""MD028: ranks that do not call the same collectives wait for each other."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from moedoctor.faults.base import Fault, Judgement, Parameters, judge_counts, list_tiers
+from moedoctor.results import Case, Observation, Tier
+
+
+class CollectivesOutOfStepParameters(Parameters):
+    """One point of the matrix: a step of several data-parallel ranks."""
+
+    way: Literal["idle_rank", "sizes_differ", "order_differs"] = Field(
+        "idle_rank",
+        description="the last rank has no tokens and returns early; pads to a size of its own; or splits its "
+        "batch in two without asking",
+    )
+    ranks: int = Field(2, ge=2, le=8)
+    layers: int = Field(2, ge=2, le=16)
+    tokens: int = Field(6, ge=2, le=64, description="of the first rank; the others have fewer")
+    seconds: float = Field(2.0, ge=0.5, le=60.0, description="limit of a collective")
+
+
+_SYMPTOMS = {
+    "ranks_waiting": "{} of {ranks} ranks wait until the limit; {named}",
+    "ranks_stopped": "{} of {ranks} ranks stopped; {named}",
+    "ranks_wrong": "{} of {ranks} ranks have wrong values",
+}
+
+
+class CollectivesOutOfStep(Fault):
+    """A hang, an assertion or wrong values, because one rank takes another path."""
+
+    id = "MD028"
+    together = 4
+    parameters = CollectivesOutOfStepParameters
+    tiers = list_tiers(Tier.MODEL)
+    summary = "{way} on {ranks} ranks"
+    lab = "moedoctor.faults.parallel.collectives_out_of_step_lab"
+
+    def judge(self, case: Case, observation: Observation) -> Judgement:
+        return judge_counts(
+            observation.evidence, _SYMPTOMS, "{ranks} of {ranks} ranks end with the right values"
+        )
