@@ -10,6 +10,7 @@ import typer
 
 from moedoctor import __version__
 from moedoctor.commands.audit import audit
+from moedoctor.commands.autopsy import autopsy
 from moedoctor.commands.backends import backends
 from moedoctor.commands.bench import bench
 from moedoctor.commands.capsule import capsule
@@ -71,6 +72,7 @@ for command in (
     preflight,
     check,
     triage,
+    autopsy,
     explain,
     list_,
     backends,

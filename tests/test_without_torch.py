@@ -32,6 +32,7 @@ ANSWERS: Mapping[str, tuple[str, int]] = {
     "backends": ("--sm 12.0 --release 0.33.0 -- vllm serve MODEL --moe-backend marlin", 0),
     "lint": ("checkpoint", 0),
     "audit": ("checkpoint", 0),
+    "autopsy": ("server.log", 0),
     "plan": ("--model qwen3-30b-a3b --gpu-memory 80", 0),
     "compare": (f"{BASELINE} {BASELINE}", 0),
     "show": (BASELINE, 0),

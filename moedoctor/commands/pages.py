@@ -51,6 +51,7 @@ PAGES: Mapping[str, _Kind] = {
         "findings:find_in_audit",
         lambda wanted: {"brief": wanted.format == "table"},
     ),
+    "autopsy": _Kind("pages.autopsy:make_autopsy_page", "pages.autopsy:summarize"),
     "fleet": _Kind(
         "pages.fleet:make_fleet_page",
         "pages.fleet:summarize",

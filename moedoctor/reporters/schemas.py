@@ -23,6 +23,7 @@ DOCUMENTS: Mapping[str, str] = {
     "list": f"{_PAGES}.explain:Catalogue",
     "backends": f"{_PAGES}.backends:BackendsDocument",
     "lint": f"{_PAGES}.lint:LintDocument",
+    "autopsy": "moedoctor.diagnose.autopsy.autopsy:AutopsyDocument",
     "audit": f"{_PAGES}.audit:AuditDocument",
     "plan": f"{_PAGES}.plan:PlanDocument",
     "preflight": "moedoctor.diagnose.preflight.records:PreflightDocument",

@@ -54,6 +54,7 @@ NAMED = [
     ("triage", "x.log"), ("show", "x.json"), ("compare", "x.json"), ("run", "x.yaml"),
     ("run --baseline", "x.json"),
     ("audit", "x.so"), ("audit", "x.cubin"), ("audit", "x.whl"), ("audit", "build.ninja"), ("lint", "x"),
+    ("autopsy", "x.core"),
     ("plan --model", "config.json"), ("bench --cache --trace", "x.safetensors"),
     ("run --vllm-kernels 0.21.0=", "x.so"), ("run --vllm-kernels 0.21.0=", "x.whl"),
     ("run --flashinfer 0.6.6=", "x.whl"),

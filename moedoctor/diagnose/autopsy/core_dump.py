@@ -1,0 +1,352 @@
+"""NVIDIA's core dump of a GPU, read without NVIDIA's tools.
+
+A dump is an ELF file of machine 190 whose sections are tables; the rows are the structures of the CUDA
+toolkit's `cudacoredump.h`. A table's section names its parent: `sh_link` is the parent's section, `sh_info`
+its row. A row may be longer than the fields read here, since newer drivers append to it. The images are the
+kernels' own ELF files after loading, so their symbols and line tables have addresses of the GPU.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from moedoctor.diagnose.autopsy.line_table import find_line
+from moedoctor.text import open_file
+
+MOST_SECTIONS = 2_000_000
+"""A dump of 132 SMs that are all busy has 130,000, and 900,000 with all their registers."""
+MOST_ROWS = 30_000_000
+"""Of all tables that are read; a row takes half a microsecond."""
+_MOST_LINES = 64 * 2**20
+"""Bytes of a line table."""
+_MOST_FAULTS = 100
+_LONGEST_NAME = 4096
+_EM_CUDA, _ET_CORE = 190, 4
+_IMAGE, _DEVICES, _SMS, _GRIDS, _BLOCKS, _WARPS, _LANES, _MODULES, _META = (
+    0x80000000 + kind for kind in (7, 9, 11, 12, 13, 14, 15, 16, 22)
+)
+_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+EXCEPTIONS: Mapping[int, str] = {
+    **{1: "illegal address", 2: "stack overflow", 3: "stack overflow", 4: "illegal instruction"},
+    **{5: "address out of range", 6: "misaligned address", 7: "invalid address space"},
+    **{8: "invalid program counter", 9: "stack overflow", 10: "illegal address", 11: "misaligned address"},
+    **{12: "device assertion", 13: "system call failed", 14: "illegal address", 15: "illegal atomic"},
+    **{16: "illegal atomic", 17: "cluster address out of range", 18: "cluster block not present"},
+    **{19: "stack overwritten", 20: "tensor memory access", 21: "tensor memory leak"},
+    **{22: "call requires a newer driver", 23: "misaligned program counter", 24: "program counter overflow"},
+}
+"""CUDBGException_t of `cudadebugger.h`, CUDA 13.1, in words."""
+
+
+class DumpError(ValueError):
+    """The file is no core dump of a GPU, or a damaged one."""
+
+
+class _Section(NamedTuple):
+    name: int
+    kind: int
+    address: int
+    offset: int
+    size: int
+    link: int
+    info: int
+    row: int
+
+
+@dataclass
+class _Budget:
+    """The rows that may still be read."""
+
+    left: int = MOST_ROWS
+
+    def spend(self, rows: int) -> None:
+        self.left -= rows
+        if self.left < 0:
+            raise DumpError(f"its tables have more than {MOST_ROWS:,} rows")
+
+
+@dataclass(frozen=True)
+class _Elf:
+    """An ELF file of 64 bits within `data`, from `begin` on. Raises DumpError for what does not fit."""
+
+    data: mmap.mmap
+    begin: int
+    end: int
+    budget: _Budget
+
+    def unpack(self, form: struct.Struct, offset: int) -> tuple[int, ...]:
+        """Return the fields at an offset from the file's begin."""
+        place = self.begin + offset
+        if not self.begin <= place <= self.end - form.size:
+            raise DumpError(f"it ends at byte {self.end}, before what stands at byte {place}")
+        return form.unpack_from(self.data, place)
+
+    @cached_property
+    def header(self) -> tuple[int, ...]:
+        """The fields of the ELF header after its identification."""
+        if bytes(self.data[self.begin : self.begin + 6]) != b"\x7fELF\x02\x01":
+            raise DumpError("it is no ELF file of 64 bits, least significant byte first")
+        return self.unpack(_HEADER, 0)[1:]
+
+    @cached_property
+    def sections(self) -> list[_Section]:
+        """The section headers; as many as their table says, within bounds."""
+        table, row, count = self.header[5], self.header[10], self.header[11]
+        if not table:
+            return []
+        if not count:  # more than 65,535: the first header has the number
+            count = _SECTION.unpack(self.slice(table, _SECTION.size))[5]
+        if row != _SECTION.size or count > MOST_SECTIONS:
+            raise DumpError(
+                f"it has {count:,} sections of {row} bytes; expected up to {MOST_SECTIONS:,} of 64"
+            )
+        self.budget.spend(count)
+        found = _SECTION.iter_unpack(self.slice(table, count * row))
+        return [_Section(s[0], s[1], s[3], s[4], s[5], s[6], s[7], s[9]) for s in found]
+
+    def slice(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes at an offset."""
+        place = self.begin + offset
+        if min(offset, size) < 0 or place + size > self.end:
+            raise DumpError(f"it ends at byte {self.end}, and a part of it should end at byte {place + size}")
+        return self.data[place : place + size]
+
+    def list_rows(self, section: _Section, form: struct.Struct) -> Iterator[tuple[int, ...]]:
+        """Yield the first fields of each row of a table."""
+        if section.size and section.row < form.size:
+            raise DumpError(f"rows of a table have {section.row} bytes; expected {form.size} or more")
+        places = range(0, section.size - form.size + 1, section.row or form.size)
+        self.budget.spend(len(places))
+        for offset in places:
+            yield self.unpack(form, section.offset + offset)
+
+    def get_row(self, section: _Section, index: int, form: struct.Struct) -> tuple[int, ...]:
+        """Return the first fields of one row of a table."""
+        if (index + 1) * section.row > section.size:
+            raise DumpError(f"a table has no row {index}")
+        return self.unpack(form, section.offset + index * section.row)
+
+    def get_section(self, index: int, kind: int) -> _Section:
+        """Return the section of an index, which must be of a kind."""
+        if index >= len(self.sections) or self.sections[index].kind != kind:
+            raise DumpError(f"section {index} is not the table that another one names as its parent")
+        return self.sections[index]
+
+    def read_text(self, table: _Section, offset: int) -> str:
+        """Return a string of a string table."""
+        end = min(table.size - offset, _LONGEST_NAME)
+        return self.slice(table.offset + offset, end).partition(b"\0")[0].decode("utf-8", "replace")
+
+
+_GRID = struct.Struct("<7Q10I")
+_BLOCK = struct.Struct("<Q3I")
+_WARP = struct.Struct("<Q5I")
+_LANE = struct.Struct("<2Q5I")
+_DEVICE = struct.Struct("<3Q10I")
+_META_ROW = struct.Struct("<Q4I")
+_HANDLE = struct.Struct("<Q")
+_SM = struct.Struct("<4IQ")
+Size = tuple[int, int, int]
+_Key = tuple[int, int, int]
+"""Grid, exception and address of the instruction."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that was on the GPU when the dump was written."""
+
+    symbol: str
+    """The name in its image; empty if the dump has no symbol for it."""
+    grid: Size
+    block: Size
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An exception of one instruction of one kernel."""
+
+    kernel: Kernel
+    exception: str
+    code: int
+    """CUDBGException_t."""
+    function: str | None
+    """The device function of the kernel that holds the instruction, if that is another symbol."""
+    source: str | None
+    """FILE:LINE, if the image has a line table."""
+    block: Size | None
+    thread: Size | None
+    """The first thread that faulted; None if only its SM has the exception."""
+    warps: int | None
+    blocks: int | None
+    """How many faulted in this way."""
+
+
+@dataclass(frozen=True)
+class CoreDump:
+    """The content of a dump."""
+
+    gpu: str
+    capability: str
+    driver: str | None
+    cuda: str | None
+    kernels: tuple[Kernel, ...]
+    faults: tuple[Fault, ...]
+
+
+def is_core_dump(file: Path) -> bool:
+    """Return True if the file begins as CUDA's core dumps do."""
+    with open_file(file, expected="a core dump of CUDA, or a log") as stream:
+        head = stream.read(20)
+    return head[:4] == b"\x7fELF" and struct.unpack_from("<2H", head.ljust(20), 16) == (_ET_CORE, _EM_CUDA)
+
+
+def read_core_dump(file: Path) -> CoreDump:
+    """Read a dump. Raises DumpError for a file that is none, and TextFileError."""
+    with open_file(file, expected="a core dump of CUDA") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size < _HEADER.size:
+            raise DumpError("it is too short for a core dump")
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(_Elf(data, 0, size, _Budget())).read()
+
+
+@dataclass
+class _Reader:
+    elf: _Elf
+    images: dict[int, _Elf] = field(default_factory=dict)
+    """Handle of a module -> its image."""
+
+    def read(self) -> CoreDump:
+        if self.elf.header[:2] != (_ET_CORE, _EM_CUDA):
+            raise DumpError("it is an ELF file, and not a core dump that CUDA wrote")
+        kinds: dict[int, list[_Section]] = {}
+        for section in self.elf.sections:
+            kinds.setdefault(section.kind, []).append(section)
+        for section in kinds.get(_IMAGE, ()):
+            modules = self.elf.get_section(section.link, _MODULES)
+            handle = self.elf.get_row(modules, section.info, _HANDLE)[0]
+            begin = self.elf.begin + section.offset
+            end = min(begin + section.size, self.elf.end)
+            self.images[handle] = _Elf(self.elf.data, begin, end, self.elf.budget)
+        grids = {
+            row[0]: row for section in kinds.get(_GRIDS, ()) for row in self.elf.list_rows(section, _GRID)
+        }
+        kernels = {number: self._describe(row) for number, row in grids.items()}
+        found = self._find_in_lanes(kinds.get(_LANES, ())) or self._find_in_sms(kinds.get(_SMS, ()), grids)
+        faults = tuple(self._explain(key, places, grids, kernels) for key, places in found.items())
+        gpu, capability = self._read_device(kinds)
+        driver, cuda = self._read_versions(kinds)
+        return CoreDump(gpu, capability, driver, cuda, tuple(kernels.values()), faults)
+
+    def _describe(self, row: tuple[int, ...]) -> Kernel:
+        name, _ = self._find_symbol(row[4], row[3])
+        return Kernel(name, _make_size(row[11:14]), _make_size(row[14:17]))
+
+    def _find_in_lanes(self, lanes: Sequence[_Section]) -> dict[_Key, list[tuple[Size, Size]]]:
+        """Return the (block, thread) of each warp that faulted, by grid, exception and instruction."""
+        found: dict[_Key, list[tuple[Size, Size]]] = {}
+        for section in lanes:
+            rows = [row for row in self.elf.list_rows(section, _LANE) if row[6]]
+            if not rows:
+                continue
+            warps = self.elf.get_section(section.link, _WARPS)
+            warp = self.elf.get_row(warps, section.info, _WARP)
+            block = self.elf.get_row(self.elf.get_section(warps.link, _BLOCKS), warps.info, _BLOCK)
+            place = warp[0] if warp[5] else rows[0][0]  # the instruction at fault, if the GPU knows it
+            key = block[0], rows[0][6], place
+            if key in found or len(found) < _MOST_FAULTS:
+                found.setdefault(key, []).append((_make_size(block[1:4]), _make_size(rows[0][3:6])))
+        return found
+
+    def _find_in_sms(
+        self, sms: Sequence[_Section], grids: Mapping[int, tuple[int, ...]]
+    ) -> dict[_Key, list[tuple[Size, Size]]]:
+        """Return the exceptions that only the SMs have, since the warps had ended; blocks are not known."""
+        rows = [row for section in sms if section.row >= _SM.size for row in self.elf.list_rows(section, _SM)]
+        keys = [(next(iter(grids)), row[2], row[4]) for row in rows if row[2] and row[3] and len(grids) == 1]
+        return {key: [] for key in keys[:_MOST_FAULTS]}
+
+    def _explain(
+        self,
+        key: _Key,
+        places: Sequence[tuple[Size, Size]],
+        grids: Mapping[int, tuple[int, ...]],
+        kernels: Mapping[int, Kernel],
+    ) -> Fault:
+        grid, code, place = key
+        if grid not in grids:
+            raise DumpError(f"a block is of grid {grid}, which no table has")
+        name, source = self._find_symbol(grids[grid][4], place)
+        block, thread = places[0] if places else (None, None)
+        return Fault(
+            kernel=kernels[grid],
+            exception=EXCEPTIONS.get(code, f"exception {code}"),
+            code=code,
+            function=name if name and name != kernels[grid].symbol else None,
+            source=source,
+            block=block,
+            thread=thread,
+            warps=len(places) or None,
+            blocks=len({block for block, _ in places}) or None,
+        )
+
+    def _find_symbol(self, handle: int, place: int) -> tuple[str, str | None]:
+        """Return the innermost function at an address of the GPU, and its line; ("", None) for none."""
+        image = self.images.get(handle)
+        if image is None:
+            return "", None
+        best: tuple[int, str] | None = None
+        names = {section.name: section for section in image.sections}
+        for section in image.sections:
+            if section.kind != 2 or section.link >= len(image.sections):  # SHT_SYMTAB
+                continue
+            texts = image.sections[section.link]
+            for name, info, _, _, value, size in image.list_rows(section, _SYMBOL):
+                inside = value and info & 15 == 2 and value <= place < value + size  # STT_FUNC
+                if inside and (best is None or size < best[0]):
+                    best = size, image.read_text(texts, name)
+        index = image.header[12]
+        if best is None or index >= len(image.sections):
+            return "", None
+        titles = image.sections[index]
+        lines = next((s for n, s in names.items() if image.read_text(titles, n) == ".debug_line"), None)
+        if lines is None or lines.size > _MOST_LINES:
+            return best[1], None
+        return best[1], find_line(image.slice(lines.offset, lines.size), place)
+
+    def _read_device(self, kinds: Mapping[int, list[_Section]]) -> tuple[str, str]:
+        for section in kinds.get(_DEVICES, ()):
+            for row in self.elf.list_rows(section, _DEVICE):
+                return self._read_name(row[0]), f"{row[11]}.{row[12]}"
+        raise DumpError("it names no GPU")
+
+    def _read_versions(self, kinds: Mapping[int, list[_Section]]) -> tuple[str | None, str | None]:
+        """Return the versions of driver and CUDA, which dumps have since driver 565."""
+        for section in kinds.get(_META, ()):
+            row = self.elf.unpack(_META_ROW, section.offset)
+            return f"{row[1]}.{row[2]}", f"{row[3]}.{row[4]}"
+        return None, None
+
+    def _read_name(self, offset: int) -> str:
+        """Return a text of the string table that does not name sections."""
+        index = self.elf.header[12]
+        if index == 0xFFFF and self.elf.sections:
+            index = self.elf.sections[0].link
+        for number, section in enumerate(self.elf.sections):
+            if section.kind == 3 and number != index:
+                return self.elf.read_text(section, offset)
+        return "unknown GPU"
+
+
+def _make_size(values: tuple[int, ...]) -> Size:
+    x, y, z = values
+    return x, y, z

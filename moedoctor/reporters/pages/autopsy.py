@@ -1,0 +1,80 @@
+"""The page of `moedoctor autopsy`."""
+
+from __future__ import annotations
+
+from moedoctor.diagnose.autopsy.autopsy import AutopsyDocument, KernelFault
+from moedoctor.diagnose.autopsy.core_dump import Size
+from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Table
+from moedoctor.reporters.text import count_of
+from moedoctor.text import join_some
+
+
+def make_autopsy_page(document: AutopsyDocument) -> list[Block]:
+    """Return the answer, each fault, what to do next, and what was read."""
+    page: list[Block] = [Heading("moedoctor: autopsy", 1), Paragraph(Span(summarize(document), "bold"))]
+    page += [Item("error", _name(fault), _list_lines(fault)) for fault in document.faults]
+    notes = [f"{each.file}: {each.note}" for each in document.examined if each.note]
+    page += [Bullets(notes)] if notes else []
+    if document.next_steps:
+        page += [Heading("Next"), Bullets(document.next_steps)]
+    rows = [
+        (each.file, each.kind, _describe_gpu(each.gpu, each.capability), each.driver or "–")
+        for each in document.examined
+    ]
+    page += [Heading("Read"), Table(("file", "kind", "GPU", "driver"), rows)]
+    running = [name for each in document.examined for name in each.running if name]
+    if running:
+        page.append(Paragraph(f"On the GPU without a fault of their own: {join_some(running)}"))
+    return page
+
+
+def summarize(document: AutopsyDocument) -> str:
+    """Return ``vllm::moe::topkGating faulted (illegal address): vLLM's routing …``."""
+    if not document.faults:
+        return "No kernel is known to have faulted"
+    first = document.faults[0]
+    others = len({(fault.symbol, fault.code) for fault in document.faults}) - 1
+    more = f" · {count_of(others, 'more fault')}" if others else ""
+    return f"{_name(first)} faulted ({first.exception}): {_name_owner(first)}{more}"
+
+
+def _name(fault: KernelFault) -> str:
+    return fault.kernel or "A kernel without a name in the dump"
+
+
+def _name_owner(fault: KernelFault) -> str:
+    return fault.owner.what if fault.owner else "whose it is, no rule tells"
+
+
+def _list_lines(fault: KernelFault) -> list[tuple[str, str]]:
+    lines = [
+        ("exception", f"{fault.exception} (CUDBG_EXCEPTION {fault.code})"),
+        ("whose", _name_owner(fault)),
+    ]
+    if fault.owner and fault.owner.installed:
+        lines.append(("installed here", f"{fault.owner.name} {fault.owner.installed}"))
+    if fault.source:
+        lines.append(("source", fault.source))
+    if fault.function:
+        lines.append(("in", fault.function))
+    if fault.grid and fault.block_size and fault.block and fault.thread:
+        lines.append(("launched", f"{_show(fault.grid)} blocks of {_show(fault.block_size)} threads"))
+        lines.append(("first", f"thread {_show_place(fault.thread)} of block {_show_place(fault.block)}"))
+    if fault.warps is not None and fault.blocks is not None:
+        lines.append(("faulted", f"{count_of(fault.warps, 'warp')} in {count_of(fault.blocks, 'block')}"))
+    if fault.symbol != fault.kernel:
+        lines.append(("symbol", fault.symbol))
+    lines.append(("read in", fault.file if fault.line is None else f"{fault.file}:{fault.line}"))
+    return lines
+
+
+def _show(size: Size) -> str:
+    return " × ".join(map(str, size))
+
+
+def _show_place(place: Size) -> str:
+    return ",".join(map(str, place))
+
+
+def _describe_gpu(gpu: str | None, capability: str | None) -> str:
+    return f"{gpu} ({capability})" if gpu else "–"

@@ -1,0 +1,212 @@
+"""Core dumps of an H200 (driver 580.159) are read as cuda-gdb 13.0 reads them; hostile ones end in one line.
+
+The dumps in `dumps` are real ones of planted faults, of which only what names the fault was kept: tables, the
+first warps that faulted, and of the images the symbols and line tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import lzma
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moedoctor.cli import main
+from moedoctor.diagnose.autopsy.core_dump import DumpError, read_core_dump
+from moedoctor.diagnose.autopsy.line_table import find_line
+from moedoctor.diagnose.autopsy.owners import demangle, find_owner
+from moedoctor.reporters.schemas import make_schema
+
+DUMPS = Path(__file__).parent / "dumps"
+GATHER = (
+    "gather_expert",
+    "illegal address",
+    [16, 1, 1],
+    [128, 1, 1],
+    [3, 0, 0],
+    [96, 0, 0],
+    "dump_case.py:14",
+)
+FAULTS = {
+    "triton_graph": ("Triton", *GATHER),
+    "light": ("Triton", *GATHER),
+    "vllm_topk": (
+        *("vLLM", "vllm::moe::topkGating", "illegal address"),
+        *([256, 1, 1], [32, 4, 1], [8, 0, 0], [0, 1, 0], None),
+    ),
+    "cublas": (
+        *("cuBLAS", "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "illegal address"),
+        *([2, 66, 1], [384, 1, 1], [0, 4, 0], [256, 0, 0], None),
+    ),
+    "device_assert": (
+        *("PyTorch", "at::native::index_elementwise_kernel", "device assertion"),
+        *([1, 1, 1], [128, 1, 1], [0, 0, 0], [0, 0, 0], None),
+    ),
+    "misaligned_store": (
+        *(None, "misaligned_store", "misaligned address"),
+        *([2, 1, 1], [32, 1, 1], [0, 0, 0], [0, 0, 0], None),
+    ),
+    "overflow_stack": (
+        *(None, "overflow_stack", "address out of range"),
+        *([2, 1, 1], [32, 1, 1], [0, 0, 0], [0, 0, 0], None),
+    ),
+}
+"""Owner, and as cuda-gdb names them: kernel, exception, grid, block size, block, thread and line."""
+LOG = """[14:35] coredump: Detected an exception of type CUDBG_EXCEPTION_WARP_ILLEGAL_ADDRESS (14)
+[14:35] coredump:   - PC 0x7fb9437a2000
+[14:35] coredump:   #0\t0x7fb9437a2070\t_ZN4vllm3moe10topkGatingILi4E
+"""
+TRACEBACK = """Traceback (most recent call last):
+  File "/srv/vllm/v1/worker/gpu_model_runner.py", line 7, in execute_model
+    torch.cuda.synchronize()
+torch.AcceleratorError: CUDA error: an illegal memory access was encountered
+"""
+
+
+def unpack(folder: Path, name: str) -> Path:
+    file = folder / f"{name}.core"
+    file.write_bytes(lzma.decompress((DUMPS / f"{name}.xz").read_bytes()))
+    return file
+
+
+def examine(path: Path, capsys: pytest.CaptureFixture[str], code: int) -> Any:
+    assert main(["autopsy", str(path), "--format", "json"]) == code
+    document = json.loads(capsys.readouterr().out)
+    jsonschema.validate(document, make_schema("autopsy"))
+    return document
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_dump_names_what_cuda_gdb_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    document = examine(unpack(tmp_path, name), capsys, 1)
+    (fault,) = document["faults"]
+    found = [
+        (fault["owner"] or {"name": None})["name"],
+        *(fault[key] for key in ("kernel", "exception", "grid", "block_size", "block", "thread")),
+        fault["source"] and fault["source"].rpartition("/")[2],
+    ]
+    assert found == list(FAULTS[name])
+    assert fault["function"] == ("deep" if name == "overflow_stack" else None)
+    (examined,) = document["examined"]
+    assert (examined["gpu"], examined["capability"], examined["cuda"]) == ("NVIDIA H200", "9.0", "13.0")
+
+
+def test_only_a_kernel_of_moe_layers_sends_to_replay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.moecapsule").write_bytes(b"")
+    unpack(tmp_path, "vllm_topk")
+    assert "moedoctor replay a.moecapsule" in examine(tmp_path, capsys, 1)["next_steps"][0]
+    (step,) = examine(unpack(tmp_path, "cublas"), capsys, 1)["next_steps"]
+    assert "no kernel that only MoE layers use" in step
+
+
+def test_a_trap_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = examine(unpack(tmp_path, "run_trap"), capsys, 0)
+    assert not document["faults"]
+    assert document["examined"][0]["running"] == ["run_trap"]
+
+
+def test_an_exception_that_only_the_sm_has(tmp_path: Path) -> None:
+    """The warps had ended: their lanes are without exception."""
+    file = unpack(tmp_path, "triton_graph")
+    data = bytearray(file.read_bytes())
+    table, count = struct.unpack_from("<Q", data, 40)[0], struct.unpack_from("<H", data, 60)[0]
+    for index in range(count):
+        _, kind, _, _, offset, size, _, _, _, row = struct.unpack_from(
+            "<IIQQQQIIQQ", data, table + 64 * index
+        )
+        for place in range(offset, offset + size, row) if kind == 0x8000000F else ():
+            data[place + 32 : place + 36] = bytes(4)
+    file.write_bytes(data)
+    (fault,) = read_core_dump(file).faults
+    assert (fault.kernel.symbol, fault.code, fault.block, fault.warps) == ("gather_expert", 14, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "faults", "note"),
+    [
+        (LOG, ["vllm::moe::topkGating"], None),
+        (TRACEBACK, [], "may be innocent"),
+        ("CUDA_LAUNCH_BLOCKING=1 vllm serve m\n" + TRACEBACK, [], "is the place"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4 GiB\n", [], "no kernel faulted"),
+        ("INFO: Application startup complete.\n", [], "no error"),
+    ],
+)
+def test_a_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, faults: list[str], note: str | None
+) -> None:
+    file = tmp_path / "server.log"
+    file.write_text(text)
+    document = examine(file, capsys, int(bool(faults)))
+    assert [fault["kernel"] for fault in document["faults"]] == faults
+    assert (note or "") in (document["examined"][0]["note"] or "")
+    assert any("CUDA_ENABLE_COREDUMP" in step for step in document["next_steps"]) == (
+        note == "may be innocent"
+    )
+
+
+@given(st.data())
+def test_a_damaged_dump_ends_in_one_line(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(["triton_graph", "overflow_stack", "run_trap"]))
+    file = unpack(tmp_path_factory.mktemp("dump"), name)
+    content = bytearray(file.read_bytes())
+    used = [place for place, byte in enumerate(content) if byte]
+    for _ in range(data.draw(st.integers(1, 8))):
+        place = data.draw(st.sampled_from(used))
+        value = data.draw(st.sampled_from([0, 1, 0x7F, 0xFF]))
+        content[place : place + data.draw(st.sampled_from([1, 4, 8]))] = bytes([value]) * 8
+    file.write_bytes(content[: data.draw(st.integers(64, len(content)))])
+    with contextlib.suppress(DumpError):
+        read_core_dump(file)
+
+
+@pytest.mark.parametrize("size", [10 * 2**30, 2_600])
+def test_a_sparse_or_cut_file_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int
+) -> None:
+    file = unpack(tmp_path, "triton_graph")
+    with file.open("r+b") as stream:
+        stream.seek(40)
+        stream.write(struct.pack("<Q", 4096))  # the section table: zeros of the hole
+        stream.truncate(size)
+    begun = time.monotonic()
+    assert main(["autopsy", str(file)]) == 2
+    assert time.monotonic() - begun < 5
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@given(st.binary(max_size=200))
+def test_any_line_table_is_read(data: bytes) -> None:
+    find_line(struct.pack("<IHI", len(data) + 6, 2, 20) + data, 16)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "source", "name", "owner", "moe"),
+    [
+        ("_ZN16marlin_moe_wna166MarlinILl1EEEvv", None, "marlin_moe_wna16::Marlin", "vLLM", True),
+        ("fused_moe_kernel", "site/vllm/model_executor/layers/fused_moe/fused_moe.py:1", None, "vLLM", True),
+        ("triton_poi_fused_add_0", None, None, "torch.compile", False),
+        ("_Z17ncclDevKernel_Genv", None, "ncclDevKernel_Gen", "NCCL", False),
+        ("$outer$_ZN2at6native12_GLOBAL__N_13addEv", None, "at::native::(anonymous)::add", "PyTorch", False),
+        ("my_kernel", None, None, None, False),
+    ],
+)
+def test_whose_a_kernel_is(
+    symbol: str, source: str | None, name: str | None, owner: str | None, moe: bool
+) -> None:
+    assert demangle(symbol) == (name or symbol)
+    found = find_owner(symbol, source)
+    assert (found.name if found else None, bool(found and found.moe)) == (owner, moe)
