@@ -48,6 +48,10 @@ def lint(
         bool,
         typer.Option("--ask/--no-ask", help="Also ask the installed vLLM to load it, which takes seconds."),
     ] = True,
+    adapter: Annotated[
+        Path | None,
+        option("DIR", "Also ask the installed vLLM to apply the LoRA adapter in this folder."),
+    ] = None,
     fail_on: FailOn = "warning",
     ignore: IgnoreOption = None,
     full: Full = False,
@@ -70,7 +74,7 @@ def lint(
     rules = read_ignores(ignore, lambda given: [*CHECKS, *filter(None, (row.id for row in CHECKS.values()))])
     with convert_errors(CheckpointError):
         result = lint(checkpoint)
-    _ask_installed(result, wanted=ask)
+    _ask_installed(result, adapter, wanted=ask)
     folder = str(result.checkpoint.folder)
     repaired, missing = None, None
     try:
@@ -95,20 +99,28 @@ def lint(
     return code
 
 
-def _ask_installed(result: Lint, *, wanted: bool) -> None:
+def _ask_installed(result: Lint, adapter: Path | None, *, wanted: bool) -> None:
     """Let the installed vLLM load the checkpoint, or note why it was not asked. Raises InputError."""
     from moedoctor.diagnose.preflight.ask import find_installed
-    from moedoctor.diagnose.preflight.checkpoint_load import ask_load, find_capability
+    from moedoctor.diagnose.preflight.checkpoint_load import (
+        ask_load,
+        find_capability,
+        make_adapter_flags,
+    )
     from moedoctor.diagnose.preflight.model import ModelError
     from moedoctor.processes import interrupts
 
     release = find_installed()
+    if adapter is not None and (release is None or not wanted):
+        why = "--no-ask" if release is not None else "vLLM is not installed here"
+        raise InputError(f"--adapter: {why}; expected a vLLM that can be asked")
     if release is None or not wanted:
         result.not_asked = "--no-ask" if release is not None else "vLLM is not installed here"
         return
     print_message(f"asking vLLM {release.name}, which takes seconds; --no-ask leaves that out")
     with convert_errors(ModelError), interrupts.hold_signals():
-        ask_load(result, release, find_capability())
+        flags = () if adapter is None else make_adapter_flags(adapter)
+        ask_load(result, release, find_capability(), flags=flags)
 
 
 def _check_fix(folder: Path, fix: Path) -> None:

@@ -299,3 +299,48 @@ def test_a_header_of_nested_lists_costs_no_more_memory_than_its_text(tmp_path: P
     header = b'{"t": {"shape": [' + b"[]," * 6_000_000 + b"[]]}}"
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     assert lint_in_a_child(folder)[0] < 120
+
+
+ADAPTERS = {
+    "refused": ("stopped", "refused", ["adapter_refused"]),
+    "in part": ("passed", "adapter-unused", ["adapter_unused"]),
+}
+
+
+@pytest.mark.parametrize(("outcome", "rule", "checks"), ADAPTERS.values(), ids=ADAPTERS)
+def test_an_adapter_is_applied_by_the_installed_vllm(
+    outcome: str,
+    rule: str,
+    checks: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def ask_release(release: ask.Release, commands: Any, *_: Any) -> Any:
+        asked.append(commands[0].words[1:])
+        finding = PreflightFinding(rule, "error", "its own words", "")
+        stages = (StageAnswer("load", "passed"), StageAnswer("adapters", outcome))
+        return [StartAnswer("0.33.0", ("m",), Verdict.STARTS, "a reason", "", stages, (finding,))]
+
+    monkeypatch.setattr(ask, "find_installed", lambda: ask.Release("0.33.0"))
+    monkeypatch.setattr(checkpoint_load, "ask_release", ask_release)
+    folder, adapter = modelopt().write(tmp_path / "model"), tmp_path / "adapter"
+    adapter.mkdir()
+    config = adapter / "adapter_config.json"
+    command = ["lint", str(folder), "--adapter", str(adapter), "--format", "json"]
+    for text in ("{}", '{"r": 513}', '{"r": "8"}', "["):
+        config.write_text(text)
+        assert main(command) == 2
+        assert "is no adapter" in capsys.readouterr().err
+    config.write_text('{"r": 24}')
+    assert main(command) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert [(row["id"], row["check"]) for row in document["findings"]] == [("MD029", checks[0])]
+    flags = ("--enable-lora", "--max-lora-rank", "32", "--lora-modules", f"adapter={adapter.resolve()}")
+    assert asked == [flags]
+    assert main([*command, "--no-ask"]) == 2
+    monkeypatch.setattr(ask, "find_installed", lambda: None)
+    assert main(command) == 2
+    assert "--adapter: vLLM is not installed here" in capsys.readouterr().err

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from moedoctor import environment
 from moedoctor.diagnose.checkpoint.findings import Lint
 from moedoctor.diagnose.preflight.ask import Question, Release, ask_release
 from moedoctor.diagnose.preflight.command import ServeCommand
 from moedoctor.diagnose.preflight.model import Model, ModelError, read_headers
+from moedoctor.text import TextFileError, read_text
 
 _CHECKS = {
     "refused": "load_refused",
     "not-written": "not_written",
     "cut": "tensor_cut",
     "converted": "weights_converted",
+    "adapter-unused": "adapter_unused",
 }
 """Rule of preflight -> check of lint."""
 _MEMORY, _GPUS = 80 << 30, 8
 """Memory decides nothing while a checkpoint is loaded."""
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What ``--max-lora-rank`` takes in every release."""
 
 
 def find_capability() -> tuple[int, int]:
@@ -25,8 +32,28 @@ def find_capability() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def ask_load(checked: Lint, release: Release, capability: tuple[int, int], seconds: float = 600.0) -> None:
-    """Add what the release does with the checkpoint while it builds and loads the model.
+def make_adapter_flags(adapter: Path) -> tuple[str, ...]:
+    """Return the flags with which vLLM serves the adapter in a folder. Raises ModelError."""
+    try:
+        rank = json.loads(read_text(adapter / "adapter_config.json", 1 << 20))["r"]
+        largest = next(size for size in _RANKS if size >= rank)
+    except (TextFileError, OSError, ValueError, LookupError, TypeError, StopIteration) as error:
+        raise ModelError(
+            f"{adapter}: is no adapter, expected a folder with adapter_config.json and its rank 'r', at most "
+            f"{_RANKS[-1]}"
+        ) from error
+    place = f"adapter={adapter.resolve()}"
+    return "--enable-lora", "--max-lora-rank", str(largest), "--lora-modules", place
+
+
+def ask_load(
+    checked: Lint,
+    release: Release,
+    capability: tuple[int, int],
+    seconds: float = 600.0,
+    flags: tuple[str, ...] = (),
+) -> None:
+    """Add what the release does with the checkpoint while it builds and loads the model, with more flags.
 
     Raises ModelError for headers that cannot be read, and Interrupted inside `interrupts.hold_signals`.
     """
@@ -36,7 +63,9 @@ def ask_load(checked: Lint, release: Release, capability: tuple[int, int], secon
         return
     folder = checkpoint.folder.resolve()
     question = Question(capability, _MEMORY, _GPUS, seconds=seconds)
-    (answer,) = ask_release(release, [ServeCommand((str(folder),), {})], question, read_headers(folder))
+    (answer,) = ask_release(
+        release, [ServeCommand((str(folder), *flags), {})], question, read_headers(folder)
+    )
     outcomes = {stage.stage: stage.outcome for stage in answer.stages}
     loads = outcomes.get("load") == "passed"
     if not loads and "stopped" not in (outcomes.get("build"), outcomes.get("load")):
@@ -53,7 +82,9 @@ def ask_load(checked: Lint, release: Release, capability: tuple[int, int], secon
         if finding.rule in _CHECKS:
             info = checkpoint.tensors.get(finding.tensor)
             shard = info.shard if info is not None else "config.json"
-            checked.add(_CHECKS[finding.rule], finding.tensor or "config.json", shard, finding.message)
+            refuses = finding.rule == "refused" and outcomes.get("adapters") == "stopped"
+            check = "adapter_refused" if refuses else _CHECKS[finding.rule]
+            checked.add(check, finding.tensor or "config.json", shard, finding.message)
 
 
 def measure_weights(model: Model, tensor_parallel: int, release: Release, capability: tuple[int, int]) -> int:

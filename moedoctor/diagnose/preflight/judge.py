@@ -43,7 +43,8 @@ _LIBRARIES = frozenset(
 )
 _DEVICE = re.compile(
     r"[Mm]eta(?: backend| tensor|\b.{0,200}device)|libcuda|NVML|CUDA (?:driver|error|runtime)|_OpNamespace|"
-    r"_C_?\w* object|no kernel image|not compiled with CUDA|No module named|Triton is not installed",
+    r"_C_?\w* object|no kernel image|not compiled with CUDA|No module named|Triton is not installed|"
+    r"Old-style modular kernel|must provide a moe_kernel",  # experts whose weights could not be prepared here
 )
 """Messages of what a machine without the GPU cannot do."""
 _LIBRARY_CONFIG = re.compile(r"transformers|does not recognize this architecture|model type", re.IGNORECASE)
@@ -62,11 +63,13 @@ def judge_start(
     versions = environment.get("versions", {})
     release = versions.get("vllm", "unknown")
     ranks = reply.get("ranks", ())
-    error = reply.get("error") or next((row["error"] for row in ranks if "error" in row), None)
+    adapters = [each for row in ranks for each in row.get("adapters", {}).get("adapters", ())]
+    errors = [reply.get("error"), *(row.get("error") for row in (*ranks, *adapters))]
+    error = next(filter(None, errors), None)
     rank = next((row["rank"] for row in ranks if "error" in row), None)
     quantization = str(reply.get("config", {}).get("quantization") or "")
     findings = [*_find_errors(error, rank, environment, quantization), *_find_holes(reply, release)]
-    findings += _find_memory(ranks)
+    findings += [*_find_adapters(adapters, release), *_find_memory(ranks)]
     asked = {stage for row in ranks for stage in row["seconds"]} | set(reply.get("seconds", {}))
     verdict, reason, step = conclude(findings, release, asked)
     config = reply.get("config", {})
@@ -229,6 +232,16 @@ def _find_holes(reply: Mapping[str, Any], release: str) -> Iterator[PreflightFin
         )
 
 
+def _find_adapters(adapters: Sequence[Mapping[str, Any]], release: str) -> Iterator[PreflightFinding]:
+    """Yield a finding for each adapter with parts that no layer takes."""
+    for unplaced, name in {tuple(each["unplaced"]): each["name"] for each in adapters}.items():
+        if unplaced:
+            message = f"{release} applies nothing of {_join(unplaced)} of the adapter {name}"
+            step = "Convert the adapter to the layout of this model, or merge it into the weights."
+            known = "MD029" if any("expert" in part for part in unplaced) else ""
+            yield _make("adapter-unused", message, step, id=known)
+
+
 def _join(patterns: Sequence[str]) -> str:
     """Return names of tensors, each after the first one without the parts that it shares with that."""
     first = patterns[0].split(".")
@@ -266,7 +279,7 @@ def conclude(findings: Sequence[PreflightFinding], release: str, asked: Any) -> 
     if unknown := by_rule.get("cannot-say"):
         reason = f"{release} was not asked to the end: {unknown.message}"
         return Verdict.CANNOT_SAY, reason, unknown.next_step
-    for rule in ("not-written", "cut", "converted"):
+    for rule in ("not-written", "cut", "converted", "adapter-unused"):
         if wrong := by_rule.get(rule):
             return Verdict.WRONG, wrong.message, wrong.next_step
     if "load" not in asked:

@@ -26,6 +26,7 @@ RULES: Mapping[str, tuple[str, str]] = {
     "not-written": ("error", "A parameter is never written, or only in part"),
     "cut": ("error", "The release reads a part of a tensor only"),
     "converted": ("error", "Stored numbers are converted without their scale"),
+    "adapter-unused": ("error", "The release leaves out a part of an adapter"),
     "cannot-say": ("warning", "A stage could not be asked"),
     "kv-cache": ("warning", "The longest request does not fit beside the weights"),
     "not-read": ("note", "The release reads nothing of a tensor"),

@@ -23,7 +23,7 @@ from moedoctor.models.tensor_names import name_pattern
 from moedoctor.upstream.preflight.meta import OnMeta
 from moedoctor.upstream.selection.oracle import explain_others, record_selections
 
-STAGES = ("arguments", "config", "groups", "build", "load", "draft", "memory", "adapters", "after")
+STAGES = ("arguments", "config", "groups", "build", "load", "draft", "memory", "after", "adapters")
 """In the order in which they run. `after`, what is done with loaded weights, never decides."""
 _PARSERS = ("common.cli_args", "launchers.cli_args", "openai.cli_args", "cli.serve")
 """Modules below vllm.entrypoints that have had `make_arg_parser`; the last one imports a web server."""
@@ -262,12 +262,13 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
                 answer["draft"]["loaded"] = load(draft, speculative.draft_model_config)
         with contextlib.suppress(StageError), run_stage("memory", seconds):
             answer["kv"] = plan_kv_cache(config, answer["bytes"] + answer.get("draft", {}).get("bytes", 0))
+        # Since 0.28.0 the layer that adds adapters to experts asks for their kernel, which is made here.
+        if post or config.lora_config is not None:
+            with contextlib.suppress(StageError), run_stage("after", seconds):
+                answer["after"] = process_weights(model)
         if config.lora_config is not None:
             with run_stage("adapters", seconds):
                 answer["adapters"] = load_adapters(model, config, arguments)
-        if post:
-            with contextlib.suppress(StageError), run_stage("after", seconds):
-                answer["after"] = process_weights(model)
 
 
 def count_bytes(model: Any) -> int:
@@ -401,7 +402,10 @@ def plan_kv_cache(config: Any, weights: int) -> dict[str, Any]:
 
 
 def load_adapters(model: Any, config: Any, arguments: Any) -> dict[str, Any]:
-    """Wrap the layers for LoRA and read each adapter of ``--lora-modules``, by the worker's own manager."""
+    """Wrap the layers for LoRA and apply each adapter of ``--lora-modules``, by the worker's own manager.
+
+    ``unplaced`` are the parts of an adapter that no layer takes: the manager leaves them out in silence.
+    """
     from vllm.lora.request import LoRARequest
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
@@ -410,9 +414,12 @@ def load_adapters(model: Any, config: Any, arguments: Any) -> dict[str, Any]:
     manager = runner.lora_manager
     answer: dict[str, Any] = {"wrapped": len(manager._adapter_manager.modules), "adapters": []}
     for number, module in enumerate(getattr(arguments, "lora_modules", None) or (), 1):
-        row = {"name": module.name, "modules": 0, "error": None}
+        row = {"name": module.name, "modules": 0, "unplaced": [], "error": None}
         try:
-            row["modules"] = len(manager._load_adapter(LoRARequest(module.name, number, module.path)).loras)
+            manager.add_adapter(LoRARequest(module.name, number, module.path))
+            parts = manager._adapter_manager.get_adapter(number).loras
+            placed = manager._adapter_manager.modules.keys()
+            row |= {"modules": len(parts), "unplaced": sorted(parts.keys() - placed)[:50]}
         except Exception as error:
             row["error"] = describe_error("adapters", error)
         answer["adapters"].append(row)

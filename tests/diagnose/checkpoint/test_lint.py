@@ -763,6 +763,7 @@ def test_the_value_the_id_and_the_line(tmp_path: Path) -> None:
         **dict.fromkeys(("expert_names_unknown", "name_skipped", "name_skipped_before"), "MD021"),
         **dict.fromkeys(("block_shared", "does_not_tile"), "MD022"),
         **dict.fromkeys(("excluded_quantised", "unquantised_not_excluded", "weights_converted"), "MD023"),
+        **dict.fromkeys(("adapter_refused", "adapter_unused"), "MD029"),
     }
 
 

@@ -191,3 +191,25 @@ def test_skipped_experts_and_converted_weights_are_known_failures() -> None:
     assert {finding.rule: finding.id for finding in answer.findings} == {"not-written": ""}
     answer = judge(rank(cast=[("a.weight", "F8_E4M3", "BF16")]))
     assert {finding.rule: finding.id for finding in answer.findings} == {"converted": "MD023"}
+
+
+def test_an_adapter_is_refused_or_left_out_in_part() -> None:
+    def apply(**row: Any) -> StartAnswer:
+        adapter = {"name": "a", "modules": 1, "unplaced": [], "error": None, **row}
+        return judge(rank(adapters={"wrapped": 2, "adapters": [adapter]}))
+
+    assert apply().verdict is Verdict.STARTS
+    message = "While loading /a, expected target modules in {'q_proj'} but received ['m.experts.0.up_proj']."
+    refused = apply(error=error("adapters", message=message))
+    assert (refused.verdict, refused.findings[0].id) == (Verdict.REFUSED, "MD029")
+    assert [row.outcome for row in refused.stages if row.stage == "adapters"] == ["stopped"]
+    for name, id in (("model.layers.0.mlp.experts.base_layer", "MD029"), ("model.x", "")):
+        wrong = apply(unplaced=[name])
+        assert (wrong.verdict, wrong.findings[0].id) == (Verdict.WRONG, id)
+        assert wrong.reason == f"0.33.0 applies nothing of {name} of the adapter a"
+
+
+def test_experts_whose_kernel_could_not_be_made_here_are_no_refusal() -> None:
+    """A release wants it before it applies adapters; an engine has it by then."""
+    for message in ("Old-style modular kernel not supported.", "Fused MoE must provide a moe_kernel."):
+        assert judge(rank(error=error("adapters", "RuntimeError", message))).verdict is Verdict.CANNOT_SAY
