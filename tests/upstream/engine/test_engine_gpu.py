@@ -22,11 +22,10 @@ def test_marlin_without_uva(tmp_path: Path, fixes: str, outcome: str) -> None:
     folder = str(write_qwen3_moe(tmp_path / "model", scheme="nvfp4"))
     trials = [make_trial("NVFP4 MARLIN", "eager", place, folder, fixes) for place in (ON_GPU, UVA, COPIES)]
     rows = make_evidence(run_trials(trials))["table"]
-    assert {row["experts"]: row["outcome"] for row in rows} == {
-        ON_GPU: "control",
-        UVA: "same tokens",
-        COPIES: outcome,
-    }
+    outcomes = {row["experts"]: row["outcome"] for row in rows}
+    assert (outcomes[ON_GPU], outcomes[COPIES]) == ("control", outcome)
+    # Repacking takes what is read through UVA back to the GPU (MD013), from some release on.
+    assert outcomes[UVA] in ("same tokens", *(() if fixes else ("back on the GPU",)))
 
 
 def test_the_first_wrong_layer_of_the_users_model_is_named(tmp_path: Path) -> None:
