@@ -137,8 +137,15 @@ recorded() {
 
 flashinfer() {
     local sources=() release
-    for release in 0.6.6 0.6.8.post1 0.6.13 0.7.2.post1; do sources+=("$release=${FLASHINFER:?}/$release"); done
-    "$python" -m moedoctor.upstream.flashinfer.probe_build "${sources[@]}" # side by side, before anything waits for one
+    for release in 0.6.6 0.6.8.post1 0.6.13 0.7.2.post1; do
+        sources+=("$release=${FLASHINFER:?}/$release")
+        # Compile the probes side by side, before anything waits for one.
+        "$python" -c 'import pathlib, sys
+from moedoctor.upstream.flashinfer.probe_build import build, plan_build
+from moedoctor.upstream.flashinfer.source import find_source
+build(plan_build(find_source(sys.argv[1], pathlib.Path(sys.argv[2])), "90a"))' "$release" "$FLASHINFER/$release" &
+    done
+    wait
     write duplicate_ids run duplicate_ids "${sources[@]/#/--flashinfer=}"
 }
 

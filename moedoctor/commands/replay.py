@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,36 +45,28 @@ def replay(
     Compares the recorded output with the float32 reference, explains a wrong one by known mistakes, and runs
     backends on the same inputs. Exit code 1 if the recorded output is wrong.
     """
+    from moedoctor.bench.moe import backends
     from moedoctor.diagnose.capsule.replay import ReplayError, replay
     from moedoctor.environment import collect, explain_missing_gpu
-    from moedoctor.reporters.pages.replay import ReplayDocument, answer_of
+    from moedoctor.reporters.pages.replay import answer_of
 
     names = split_texts(backend)
-    _check_names(names)
+    for name in names:
+        if not backends.find(name):
+            raise InputError(f"--backend {name}: expected all, or one of {', '.join(backends.list_names())}")
+
+    def find_variants(record: Mapping[str, Any]) -> Sequence[Any]:
+        quantization = record["quantization"] if record["block"] is None else "fp8-block"
+        found = (variant for name in names for variant in backends.find(name, (quantization,)))
+        return tuple(dict.fromkeys(found))
+
     facts = collect()
     check_gpu(device, facts)
     if device == "auto":
         device = "cpu" if not names or explain_missing_gpu(facts) else "cuda:0"
     with convert_errors(ReplayError):
-        result = replay(capsule, lambda record: _find_variants(names, record), device, seconds=timeout)
-    document = ReplayDocument.from_result(result, capsule.name, facts)
+        document = replay(capsule, find_variants, device, seconds=timeout)
+    document = replace(document, environment=facts)
     return deliver_document(
         document, format, output, full=full, code=document.exit_code, reasons=[answer_of(document)]
     )
-
-
-def _check_names(names: Sequence[str]) -> None:
-    from moedoctor.bench.moe import backends
-
-    for name in names:
-        if not backends.find(name):
-            raise InputError(f"--backend {name}: expected all, or one of {', '.join(backends.list_names())}")
-
-
-def _find_variants(names: Sequence[str], record: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the backends of these names for the capsule's weights."""
-    from moedoctor.bench.moe import backends
-
-    quantization = record["quantization"] if record["block"] is None else "fp8-block"
-    found = (variant for name in names for variant in backends.find(name, (quantization,)))
-    return tuple(dict.fromkeys(found))

@@ -195,8 +195,7 @@ def _describe(capsule: Path) -> Mapping[str, Any]:
     from moedoctor.reporters.pages.replay import replay_document
 
     with convert_errors(ReplayError):
-        result = replay(capsule, lambda record: (), "cpu", seconds=_CAPSULE_SECONDS)
-    return replay_document(result, capsule.name)
+        return replay_document(replay(capsule, lambda record: (), "cpu", seconds=_CAPSULE_SECONDS))
 
 
 def _name_capsules(report: Report, folder: Path) -> None:

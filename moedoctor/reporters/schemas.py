@@ -30,7 +30,7 @@ DOCUMENTS: Mapping[str, str] = {
     "bench": f"{__name__}:BenchReport",
     "compare": f"{_PAGES}.compare:CompareDocument",
     "show": "moedoctor.results:Report",
-    "replay": f"{_PAGES}.replay:ReplayDocument",
+    "replay": "moedoctor.diagnose.capsule.replay:ReplayDocument",
     "capsule": f"{_PAGES}.replay:CapsuleDocument",
     "fleet": "moedoctor.fleet.report:FleetReport",
 }

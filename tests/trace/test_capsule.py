@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from moedoctor.diagnose.capsule.replay import Replay, judge
+from moedoctor.diagnose.capsule.replay import CapsuleFacts, ReplayDocument, judge
 from moedoctor.reference.agreement import agree, choose_bounds
-from moedoctor.reporters.pages.replay import ReplayDocument, answer_of
+from moedoctor.reporters.pages.replay import answer_of
+from moedoctor.results import from_json
 from moedoctor.trace.capsule import (
     FORMAT,
     VERSION,
@@ -311,8 +312,11 @@ def test_a_call_without_output_is_not_judged_and_says_why(tmp_path: Path) -> Non
     tensors = {name: tensor for name, tensor in whole.tensors.items() if name != "output"}
     record = whole.record.model_copy(update={"reason": "the last call before the process died"})
     save(Capsule(record, tensors), tmp_path / "call.moecapsule")
-    result = Replay(**judge(load(tmp_path / "call.moecapsule")), backends=[])
+    judged = judge(load(tmp_path / "call.moecapsule"))
+    result = ReplayDocument(
+        "call.moecapsule", from_json(CapsuleFacts, judged.pop("facts")), **judged, backends=()
+    )
     assert (result.judged, result.right) == (False, None)
-    assert answer_of(ReplayDocument.from_result(result, "call.moecapsule")).startswith(
+    assert answer_of(result).startswith(
         "the call has no output to judge (the last call before the process died)"
     )

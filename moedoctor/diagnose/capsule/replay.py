@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moedoctor.processes.ask import ChildError, answer, ask
 from moedoctor.reference.moe_backend import Variant
+from moedoctor.results import from_json
 
 if TYPE_CHECKING:
     import torch
@@ -51,20 +52,53 @@ class BackendReplay:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """The finding about a capsule."""
+class Tensor:
+    """One tensor of a capsule."""
 
-    facts: Mapping[str, Any]
-    """See `moedoctor.trace.capsule.describe`."""
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CapsuleFacts:
+    """The facts about a capsule, as `moedoctor.trace.capsule.describe` says."""
+
+    record: Mapping[str, Any]
+    bytes: int
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def has_output(self) -> bool:
+        """True if the output of the call was recorded."""
+        return any(tensor.name == "output" for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class ReplayDocument:
+    """The verdict on a recorded call, what explains it if it is wrong, and what backends compute."""
+
+    command: ClassVar[str] = "replay"
+    summary: ClassVar[Mapping[str, Any]] = {}
+    file: str
+    capsule: CapsuleFacts
     judged: bool
     """True if the recorded output could be compared with the reference."""
     right: bool | None
     recorded: Mapping[str, Any]
     """The agreement of the recorded output with the reference; empty if it was not judged."""
     diagnosis: Mapping[str, Any]
-    backend_tensors: Sequence[Mapping[str, Any]] = ()
+    backend_tensors: tuple[Mapping[str, Any], ...]
     """The backend's tensors, see `moedoctor.diagnose.capsule.layouts.BackendTensor`."""
-    backends: Sequence[BackendReplay] = ()
+    backends: tuple[BackendReplay, ...]
+    environment: Mapping[str, Any] | None = field(default=None, metadata={"sparse": True})
+    """The machine that replayed; None in reports of older releases."""
+
+    @property
+    def exit_code(self) -> int:
+        """1 if the recorded output is wrong, else 0."""
+        return 1 if self.right is False else 0
 
 
 def replay(
@@ -74,7 +108,7 @@ def replay(
     *,
     seconds: float,
     progress: Callable[[str], None] = lambda text: None,
-) -> Replay:
+) -> ReplayDocument:
     """Replay the capsule in `path` with the backends that `variants` returns for its record.
 
     Each child has `seconds`. Raises ReplayError if the capsule cannot be read or computed.
@@ -98,7 +132,8 @@ def replay(
         if _CAPSULE_ERROR in found:  # such as a capsule without weights
             found = {"unavailable": found[_CAPSULE_ERROR]}
         results.append(BackendReplay(variant.name, variant.quantization, variant.activations, **found))
-    return Replay(**judged, backends=results)
+    facts = from_json(CapsuleFacts, judged.pop("facts"))
+    return ReplayDocument(path.name, facts, **judged, backends=tuple(results))
 
 
 def _carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +150,7 @@ def _carry_out(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judge(capsule: Capsule) -> dict[str, Any]:
-    """Return what `Replay` says without backends, as plain data. Raises CapsuleError if it lacks weights."""
+    """Return the verdict without backends, as plain data. Raises CapsuleError if it lacks weights."""
     from moedoctor.diagnose.capsule.explain import diagnose
     from moedoctor.diagnose.capsule.layouts import compare_backend_tensors
     from moedoctor.reference.agreement import agree, choose_bounds, relative_error

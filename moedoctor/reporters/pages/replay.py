@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import moedoctor
 from moedoctor.diagnose.capsule.mistakes import BY_NAME
-from moedoctor.diagnose.capsule.replay import BackendReplay, Replay
+from moedoctor.diagnose.capsule.replay import BackendReplay, CapsuleFacts, ReplayDocument
 from moedoctor.reporters.json import to_document
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table
 from moedoctor.reporters.pages.machine import make_environment_table
@@ -29,30 +29,6 @@ _NEAREST = {"global_scale_wrong": "MD014"}
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """One tensor of a capsule."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    bytes: int
-
-
-@dataclass(frozen=True)
-class CapsuleFacts:
-    """The facts about a capsule, as `moedoctor.trace.capsule.describe` says."""
-
-    record: Mapping[str, Any]
-    bytes: int
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def has_output(self) -> bool:
-        """True if the output of the call was recorded."""
-        return any(tensor.name == "output" for tensor in self.tensors)
-
-
-@dataclass(frozen=True)
 class CapsuleDocument(CapsuleFacts):
     """The answer of `moedoctor capsule show` about a file."""
 
@@ -60,49 +36,8 @@ class CapsuleDocument(CapsuleFacts):
     file: str
 
 
-@dataclass(frozen=True)
-class ReplayDocument:
-    """The verdict on a recorded call, what explains it if it is wrong, and what backends compute."""
-
-    command: ClassVar[str] = "replay"
-    summary: ClassVar[Mapping[str, Any]] = {}
-    file: str
-    capsule: CapsuleFacts
-    judged: bool
-    right: bool | None
-    recorded: Mapping[str, Any]
-    diagnosis: Mapping[str, Any]
-    backend_tensors: tuple[Mapping[str, Any], ...]
-    backends: tuple[BackendReplay, ...]
-    environment: Mapping[str, Any] | None = field(default=None, metadata={"sparse": True})
-    """The machine that replayed; None in reports of older releases."""
-
-    @classmethod
-    def from_result(
-        cls, result: Replay, file: str, environment: Mapping[str, Any] | None = None
-    ) -> ReplayDocument:
-        """Return the document of a replayed file."""
-        return cls(
-            file,
-            from_json(CapsuleFacts, result.facts),
-            result.judged,
-            result.right,
-            result.recorded,
-            result.diagnosis,
-            tuple(result.backend_tensors),
-            tuple(result.backends),
-            environment,
-        )
-
-    @property
-    def exit_code(self) -> int:
-        """1 if the recorded output is wrong, else 0."""
-        return 1 if self.right is False else 0
-
-
-def replay_document(result: Replay, file: str) -> dict[str, Any]:
+def replay_document(document: ReplayDocument) -> dict[str, Any]:
     """Return a replay as part of the report of a run."""
-    document = ReplayDocument.from_result(result, file)
     head = {"schema_version": SCHEMA_VERSION, "moedoctor": moedoctor.__version__}
     return {**head, **to_document(document), "summary": {"exit_code": document.exit_code}}
 

@@ -2,20 +2,15 @@
 
 A result is kept under release and architecture and reused while the probe, the release's header, the flags
 and the CUDA release are the same. A build takes about a minute on one core and 1.2 GB of memory.
-
-``python -m moedoctor.upstream.flashinfer.probe_build X.Y.Z=PATH ... [--arch 90a]`` builds ahead of time,
-all releases side by side, and prints where each is.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 
 from moedoctor.processes.cuda_tools import Tool, find_tools, run_tool
-from moedoctor.upstream.flashinfer.source import FlashInferSource, find_source
+from moedoctor.upstream.flashinfer.source import FlashInferSource
 from moedoctor.upstream.releases.wheel import KernelError, cache_folder, find_package_folders
 
 _SECONDS = 900.0
@@ -139,34 +134,3 @@ def _run_nvcc(plan: BuildPlan, arguments: Sequence[str]) -> None:
     causes = (re.search(pattern, line) and line for pattern in _CAUSES for line in lines)
     cause = next(filter(None, causes), done.first_line)
     raise KernelError(f"{plan.nvcc} does not compile the probe for FlashInfer {plan.source.release}: {cause}")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Build the releases named on the command line. Returns 2 if one cannot be built, with a line for it."""
-    parser = argparse.ArgumentParser(prog="python -m moedoctor.upstream.flashinfer.probe_build")
-    parser.add_argument("releases", nargs="+", type=_release, metavar="X.Y.Z=PATH")
-    parser.add_argument("--arch", default="90a", help="the target as nvcc names it (default: %(default)s)")
-    given = parser.parse_args(arguments)
-
-    def build_release(source: tuple[str, Path]) -> str | KernelError:
-        try:
-            return str(build(plan_build(find_source(*source), given.arch)))
-        except KernelError as error:
-            return error
-
-    with ThreadPoolExecutor(len(given.releases)) as pool:
-        results = list(pool.map(build_release, given.releases))
-    for result in results:
-        print(result, file=sys.stderr if isinstance(result, KernelError) else sys.stdout)
-    return 2 if any(isinstance(result, KernelError) for result in results) else 0
-
-
-def _release(text: str) -> tuple[str, Path]:
-    release, _, path = text.partition("=")
-    if not release or not path:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected X.Y.Z=PATH")
-    return release, Path(path)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
