@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moedoctor.diagnose.plan.kv_cache import KvCache, PlanError, fit_kv_cache
-from moedoctor.diagnose.plan.workspace import Workspace, compute_workspace
+from moedoctor.diagnose.plan.workspace import SCHEMES_OF, Workspace, compute_workspace
 from moedoctor.models.shape import ModelShape
 
 GIB = 1 << 30
@@ -100,6 +100,8 @@ class Plan:
     missing_bytes: int
     """Bytes that the GPU lacks for weights and workspace; 0 if they fit."""
     notes: tuple[str, ...]
+    repack_bytes: int = field(default=0, metadata={"sparse": True})
+    """Bytes of new tensors beside all weights while MARLIN repacks a layer (MD026); 0 for other backends."""
 
 
 def plan(request: PlanRequest) -> Plan:
@@ -150,6 +152,11 @@ def _plan(request: PlanRequest) -> Plan:
     budget = round(request.gpu_bytes * request.utilization) if request.gpu_bytes is not None else None
     left = _count_left(request, budget, on_device, space, notes)
     available = max(0, left)
+    # The old tensors of a layer go when all of its new ones are there.
+    repacks = request.backend == "MARLIN" and request.scheme in SCHEMES_OF["MARLIN"]
+    repack = expert_bytes // shape.experts.count if repacks else 0
+    if request.gpu_bytes is not None and on_device <= request.gpu_bytes < on_device + repack:
+        notes.append(f"loading: {repack / GIB:.2f} GiB more are needed while MARLIN repacks a layer (MD026)")
     kv = fit_kv_cache(
         shape,
         available_bytes=available,
@@ -174,6 +181,7 @@ def _plan(request: PlanRequest) -> Plan:
         traffic=traffic,
         missing_bytes=max(0, -left),
         notes=tuple(notes),
+        repack_bytes=repack,
     )
 
 

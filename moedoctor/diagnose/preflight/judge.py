@@ -342,7 +342,7 @@ def _describe_after(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             if each["problem"]:
                 yield f"{each['method']}: not done here, so its memory is not known: {each['problem']}"
             elif each["new"]:
-                size = f"{format_size(each['new'])} of new tensors beside the old ones of a layer"
+                size = f"{format_size(each['new'])} of new tensors beside the old ones of a layer (MD026)"
                 yield f"{each['method']}: {size}; what its kernels take for themselves is not known"
 
 

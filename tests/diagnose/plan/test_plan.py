@@ -254,3 +254,19 @@ def _show(request: PlanRequest) -> str:
     from moedoctor.reporters.table import to_text
 
     return to_text(make_plan_page(PlanDocument(request, plan(request))), width=None)
+
+
+def test_marlin_needs_the_experts_of_one_layer_more_while_it_repacks():
+    """48 layers of 128 experts of 3 x 2048 x 768 weights: 0.5625 bytes each in NVFP4."""
+    request = PlanRequest(QWEN, "nvfp4", gpu_bytes=80 * GIB)
+    layer = 128 * 3 * 2048 * 768 * 9 // 16
+    made = plan(request)
+    assert made.repack_bytes == layer
+    assert not any("MD026" in note for note in made.notes)
+    little = replace(request, gpu_bytes=made.on_device_bytes + layer - 1, utilization=1.0)
+    (note,) = (note for note in plan(little).notes if "MD026" in note)
+    assert note.startswith(f"loading: {layer / GIB:.2f} GiB more are needed")
+    enough = replace(little, gpu_bytes=made.on_device_bytes + layer)
+    assert not any("MD026" in note for note in plan(enough).notes)
+    for change in ({"backend": "TRITON", "scheme": "fp8"}, {"scheme": "bf16"}):
+        assert plan(replace(request, gpu_bytes=200 * GIB, **change)).repack_bytes == 0
