@@ -18,7 +18,6 @@ from moedoctor.results import Case, Evidence
 _BLOCK = 128
 _LEAST = 32
 """The smallest block of a Triton kernel, by `refine_fp8_moe_block_shape`."""
-_NAMES = ("gate", "up", "down")
 
 
 def model(case: Case, parameters: BlockShardsParameters, release: object) -> Evidence:
@@ -30,7 +29,6 @@ def model(case: Case, parameters: BlockShardsParameters, release: object) -> Evi
         name: torch.rand(-(-rows // _BLOCK), -(-columns // _BLOCK), generator=generator)
         for name, (rows, columns) in shapes.items()
     }
-    take = take_ours if case.subject == "fixed" else take_upstream
     ranks = 1 if parameters.expert_parallel else parameters.tensor_parallel
     size, wrong, total = width // ranks, 0, 0
     for rank in range(ranks):
@@ -38,7 +36,10 @@ def model(case: Case, parameters: BlockShardsParameters, release: object) -> Evi
         for name, (rows, columns) in shapes.items():
             place = (range(rows), part) if name == "down" else (part, range(columns))
             try:
-                given = take(stored[name], name, ranks, place, parameters)  # [N, K]
+                if case.subject == "fixed":
+                    given = expand_scales(*take_shard_scales(stored[name], (_BLOCK, _BLOCK), *place))
+                else:
+                    given = take_upstream(stored[name], name, ranks, place, parameters)  # [N, K]
             except (ValueError, RuntimeError) as error:
                 stopped = f"rank {rank}, {name}: {type(error).__name__}: {error}"
                 return {"stopped": stopped, "wrong": None, "right": None}
@@ -51,13 +52,6 @@ def model(case: Case, parameters: BlockShardsParameters, release: object) -> Evi
         "wrong": f"{wrong / total:.1%} of the weights have the scale of another block" if wrong else None,
         "right": f"all {total} weights on {ranks} ranks have the scale of their block",
     }
-
-
-def take_ours(
-    stored: torch.Tensor, name: str, ranks: int, place: tuple[range, range], parameters: BlockShardsParameters
-) -> torch.Tensor:
-    """Return a scale for each weight of a shard, by `take_shard_scales`."""
-    return expand_scales(*take_shard_scales(stored, (_BLOCK, _BLOCK), *place))
 
 
 def take_upstream(

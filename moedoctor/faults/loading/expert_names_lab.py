@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def model(case: Case, parameters: ExpertNamesParameters, release: object) -> Evi
         for name, tensor in make_expert_tensors("bf16", drawn).items():
             tensors[f"{_LAYER}experts.{expert}.{name}"] = tensor
     expected, _ = load(tensors, parameters)
-    CHANGES[parameters.mistake](tensors)
+    change_names(tensors, parameters.mistake)
     given = rename_experts(tensors, hidden) if case.subject == "fixed" else tensors
     try:
         loaded, skipped = load(given, parameters)
@@ -52,7 +52,7 @@ def library(case: Case, parameters: ExpertNamesParameters, release: object) -> E
     """Ask the installed vLLM to load the checkpoint."""
 
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
-        CHANGES[parameters.mistake](tensors)
+        change_names(tensors, parameters.mistake)
 
     sizes = parameters.model_dump(include={"hidden", "intermediate", "experts", "seed"})
     return ask_installed("bf16", change, layers=1, **sizes)
@@ -108,36 +108,29 @@ def make_mapping(experts: int, *, fused: bool) -> Iterator[Entry]:
             yield owner, f"experts.{expert}.{name}.", expert, shard
 
 
-def _rename(*pairs: tuple[str, str]) -> Callable[[Tensors], None]:
-    def change(tensors: Tensors) -> None:
-        for name in [name for name in tensors if ".mlp.experts." in name]:
-            new = name
-            for old, other in pairs:
-                new = new.replace(old, other)
-            tensors[new] = tensors.pop(name)
-
-    return change
-
-
-def _stack(gate_up: str, down: str) -> Callable[[Tensors], None]:
-    """Return a change that puts all experts of each layer into two tensors, [E, 2I, H] and [E, H, I]."""
-
-    def change(tensors: Tensors) -> None:
-        layers = dict.fromkeys(name.partition("experts.")[0] for name in tensors if ".mlp.experts." in name)
-        for layer in layers:
-            parts: dict[str, list[torch.Tensor]] = {}
-            for name in [name for name in tensors if name.startswith(f"{layer}experts.")]:
-                parts.setdefault(name.split(".")[-2], []).append(tensors.pop(name))
-            gate, up, w2 = (torch.stack(parts[name]) for name in ("gate_proj", "up_proj", "down_proj"))
-            tensors |= {f"{layer}experts.{gate_up}": torch.cat([gate, up], 1), f"{layer}experts.{down}": w2}
-
-    return change
+def change_names(tensors: Tensors, mistake: Mistake) -> None:
+    """Rename the experts of layer 0, or put them into two tensors, [E, 2I, H] and [E, H, I]."""
+    names = [name for name in tensors if name.startswith(f"{_LAYER}experts.")]
+    for name in names if mistake in RENAMED else ():
+        new = name
+        for old, other in RENAMED[mistake]:
+            new = new.replace(old, other)
+        tensors[new] = tensors.pop(name)
+    if mistake in STACKED:
+        parts: dict[str, list[torch.Tensor]] = {}
+        for name in names:
+            parts.setdefault(name.split(".")[-2], []).append(tensors.pop(name))
+        gate, up, w2 = (torch.stack(parts[name]) for name in ("gate_proj", "up_proj", "down_proj"))
+        gate_up, down = (f"{_LAYER}experts.{name}" for name in STACKED[mistake])
+        tensors |= {gate_up: torch.cat([gate, up], 1), down: w2}
 
 
-CHANGES: Mapping[Mistake, Callable[[Tensors], None]] = {
-    "gate_renamed": _rename(("gate_proj", "w1_proj")),
-    "other_family": _rename(("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")),
-    "numbered": _rename((".experts.", ".experts.expert_")),
-    "one_tensor": _stack("gate_up_proj", "down_proj"),
-    "one_tensor_renamed": _stack("gate_up_projection", "down_projection"),
+RENAMED: Mapping[str, Sequence[tuple[str, str]]] = {
+    "gate_renamed": [("gate_proj", "w1_proj")],
+    "other_family": [("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")],
+    "numbered": [(".experts.", ".experts.expert_")],
+}
+STACKED: Mapping[str, Sequence[str]] = {
+    "one_tensor": ("gate_up_proj", "down_proj"),
+    "one_tensor_renamed": ("gate_up_projection", "down_projection"),
 }

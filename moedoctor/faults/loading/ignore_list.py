@@ -32,7 +32,6 @@ class IgnoreListParameters(Parameters):
     mistake: Literal["nothing", "other_names", "one_part", "prefix"] = Field(
         "other_names", description="what is wrong with the list"
     )
-    seed: int = Field(0, ge=0)
 
 
 class IgnoreList(LoadingFault):
@@ -62,10 +61,9 @@ def model(case: Case, parameters: IgnoreListParameters, release: object) -> Evid
     """Compare what the list says of each module with its tensors; the fix is the list of `lint --fix`."""
     from moedoctor.reference.checkpoints import write_qwen3_moe
 
-    sizes = {**_SIZES, "seed": parameters.seed}
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
         damaged = Path(name) / "damaged"
-        folder = write_qwen3_moe(damaged, scheme=parameters.format, change=make_change(parameters), **sizes)
+        folder = write_qwen3_moe(damaged, scheme=parameters.format, change=make_change(parameters), **_SIZES)
         found = lint(folder)
         if case.subject == "fixed":
             folder = Path(name) / "repaired"
@@ -117,24 +115,28 @@ WRONG: Mapping[str, Callable[[list[str]], list[str]]] = {
 """Mistake -> the wrong list, from the right one."""
 
 
+def match_parts(name: str, match: Callable[[str], bool], message: str) -> bool:
+    """Match a module, or all parts of a fused one. Raises ValueError if only some of them match."""
+    last = name.rpartition(".")[2]
+    if match(name) or last not in FUSED:
+        return match(name)
+    shards = {match(name.replace(last, part)) for part in FUSED[last]}
+    if len(shards) > 1:
+        raise ValueError(message.format(name))
+    return shards.pop()
+
+
 def is_skipped_exactly(name: str, ignored: Sequence[str]) -> bool:
     """FP8: vllm/model_executor/layers/quantization/utils/quant_utils.py:619-693 of 0.33.0, mode exact."""
-    last = name.rpartition(".")[2]
-    if last in FUSED and name not in ignored:
-        skipped = {name.replace(last, part) in ignored for part in FUSED[last]}
-        if len(skipped) > 1:
-            raise ValueError(f"Detected some but not all shards of {name} are quantized.")
-        return skipped.pop()
     if "experts" in name:
         return any(name in each for each in ignored if "experts" in each)
-    return name in ignored
+    message = "Detected some but not all shards of {} are quantized."
+    return match_parts(name, ignored.__contains__, message)
 
 
 def is_excluded(name: str, ignored: Sequence[str]) -> bool:
     """ModelOpt: vllm/model_executor/layers/quantization/modelopt.py:191-226 of 0.33.0."""
-    if not ignored:
-        return False
-    if is_skipped_exactly(name, ignored):
+    if ignored and is_skipped_exactly(name, ignored):
         return True
     short = name.removeprefix("language_model.")
     return any((each != name and (each in name or each in short)) or fnmatch(name, each) for each in ignored)
@@ -149,13 +151,7 @@ def is_ignored(name: str, ignored: Sequence[str]) -> bool:
             for each in ignored
         )
 
-    last = name.rpartition(".")[2]
-    if match(name) or last not in FUSED:
-        return match(name)
-    shards = {match(name.replace(last, part)) for part in FUSED[last]}
-    if len(shards) > 1:
-        raise ValueError(f"Found different quantization schemes for the shards of {name}.")
-    return shards.pop()
+    return match_parts(name, match, "Found different quantization schemes for the shards of {}.")
 
 
 RULES: Mapping[Format, Callable[[str, Sequence[str]], bool]] = {
