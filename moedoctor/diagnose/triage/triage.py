@@ -39,7 +39,8 @@ _CRASH_ONLY = 0.1
 _LACKING = 0.25
 """A group of clues that a signature asks for and the text lacks. The finding is then possible at best."""
 _OTHER_ENGINE = 0.04
-_NEAR_MISSES = 5
+_NEAR_MISSES, _NEAR_MISS = 5, 0.3
+"""So many near misses are shown, of failures that would be as sure as this without what excludes them."""
 _OURS = re.compile(r"^.{0,40}\bmoedoctor: |\bmd\d{3} (?:[a-z]{1,20}_){1,3}[a-z]{1,20}\b")
 """A line of moedoctor's plug-in or of a report, in lower case: it names failures that were looked for."""
 _FIRST_LINES = 2_000
@@ -309,7 +310,8 @@ class _Reader:
             return None
         reason = self.facts.explain_exclusion(signature) or self._explain_misfit(signature)
         if reason:
-            self.misses.setdefault(signature.id, NearMiss(signature.id, line, reason))
+            if confidence >= _NEAR_MISS:
+                self.misses.setdefault(signature.id, NearMiss(signature.id, line, reason))
             return None
         entry = load_entries()[signature.id]
         return Finding(
