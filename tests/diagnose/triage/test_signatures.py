@@ -47,7 +47,11 @@ def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:
     groups = [
         (*signature.shows, *signature.unless, *signature.unless_near) for signature in load_signatures()
     ]
-    groups += [group for signature in load_signatures() for group in (*signature.near, *signature.anywhere)]
+    groups += [
+        group
+        for signature in load_signatures()
+        for group in (*signature.near, *signature.needs, *signature.anywhere)
+    ]
     groups += [evidence.names for signature in load_signatures() for evidence in signature.evidence]
     named = {name for group in groups for name in group}
     assert named - load_clues().keys() == set()
