@@ -256,7 +256,7 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
             answer["loaded"] = load(model, config.model_config)
         speculative = config.speculative_config
         if getattr(speculative, "draft_model_config", None) is not None:
-            with run_stage("draft", seconds):
+            with run_stage("draft", seconds), use_draft_backend(config):
                 answer["draft"] = {}
                 draft = build(speculative.draft_model_config, answer["draft"])
                 answer["draft"]["loaded"] = load(draft, speculative.draft_model_config)
@@ -269,6 +269,23 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
         if config.lora_config is not None:
             with run_stage("adapters", seconds):
                 answer["adapters"] = load_adapters(model, config, arguments)
+
+
+@contextlib.contextmanager
+def use_draft_backend(config: Any) -> Iterator[None]:
+    """Give the draft model the MoE backend of its own that --speculative-config names, as vLLM does.
+
+    Up to 0.18.1 there is no such field. Model runner V2 reads it from 0.30.0 on (MD030).
+    """
+    own = getattr(config.speculative_config, "moe_backend", None)
+    of_target = getattr(config.kernel_config, "moe_backend", None)
+    if own is not None:
+        config.kernel_config.moe_backend = own
+    try:
+        yield
+    finally:
+        if own is not None:
+            config.kernel_config.moe_backend = of_target
 
 
 def count_bytes(model: Any) -> int:

@@ -225,3 +225,10 @@ def test_an_error_that_no_entry_explains_is_shown() -> None:
     assert error is not None
     assert (error.line, error.kind) == (2, "quantization")
     assert read("INFO fine").error is None
+
+
+def test_not_it_is_said_only_of_what_a_reader_might_think_of() -> None:
+    crash = "FP8 MoE on an H100, vLLM 0.33.0\nCUDA error: an illegal memory access was encountered"
+    assert read(crash).near_misses == ()
+    report = "MoE, vLLM 0.33.0: on NaN the router picks the same expert K times"
+    assert [miss.id for miss in read(report).near_misses] == ["MD001"]
