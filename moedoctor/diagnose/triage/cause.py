@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from moedoctor.diagnose.triage.line_text import split_prefix
+from moedoctor.diagnose.triage.line_text import is_denied, is_possible, split_prefix
 from moedoctor.diagnose.triage.log_text import find_lines
 from moedoctor.diagnose.triage.signatures import load_data
 
@@ -49,17 +49,21 @@ _NAMES_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Exit|Iteration|Empty|Ti
 _BARE = re.compile(
     r"(?:\w{1,40}\.){0,6}\w{0,40}(?:Error|Exception|KeyboardInterrupt)\b: ?\S"
     r"|(?:[\w./:-]{1,80} ){0,3}error: \S|\S{1,80}: line \d{1,6}: {1,4}\d{1,9} (?:Killed|Segmentation|Aborted)"
+    r"|(?:\[ {0,6}\d{1,9}\.\d{1,9}\] )?(?:Out of memory|Memory cgroup out of memory): Killed process"
     r"|(?:terminate called after|what\(\): )|Segmentation fault|Fatal Python error|!!!!!!! Segfault|Killed\b"
     r"|.{0,300}(?:Watchdog caught collective|No available shared memory broadcast block|died unexpectedly"
     r"|oom-kill|OOMKilled|NVRM: Xid"
     r"|\bexit ?code:? ?(?:-\d|137|139)\b|\b(?:SIGKILL|SIGSEGV|SIGABRT|SIGBUS)\b)"
     r"|(?:RuntimeError|Triton Error|CUDA (?:driver )?error|NCCL error)\b",
 )
+_TOLD = re.compile(r"\b((?:[A-Za-z_]\w{0,60}\.){0,6}\w{0,60}(?:Error|Exception): ['\"]?\w.{0,300})")
+"""An error that a sentence or a title tells of."""
 _WRAPPER = re.compile(
     r"[Ss]ee (?:the )?(?:root cause|stack trace|error log|logs?)\b|check the (?:stack trace|logs?) above"
     r"|EngineDeadError|engine (?:core|process)\b.{0,40}(?:failed|died)|ChildFailedError|ActorDiedError"
     r"|ray\.exceptions\.|RayTaskError|cancelled|CancelledError|KeyboardInterrupt|SystemExit|BrokenPipe"
-    r"|worker failed with error|returned non-zero exit status|HTTPException",
+    r"|worker failed with error|[Ee]ngine core initialization failed|returned non-zero exit status"
+    r"|HTTPException",
     re.IGNORECASE,
 )
 """An error that only tells of another one."""
@@ -192,6 +196,8 @@ class Errors:
         """The line that says that the server is ready: what was before did not end it."""
         self._waiting = deque[tuple[Sequence[bytes], Sequence[int]]]()
         self._needles: Sequence[bytes] = _NEEDLES
+        self._told: _Error | None = None
+        """The first error that only a sentence tells of."""
         self.launch_blocking = False
         """True if the text sets ``CUDA_LAUNCH_BLOCKING=1``."""
 
@@ -254,6 +260,10 @@ class Errors:
         if not warned and _BARE.match(text) and (traceback is None or not traceback.frames):
             link = self._link.pop(process, "")
             self._add(process, _Error(number, text, (), link, self._last.get(process) if link else None))
+        elif self._told is None and not prefix and (told := _TOLD.search(text)):
+            lower, place = text.lower(), told.start()
+            if not (is_denied(lower, place, told.end()) or is_possible(lower, place)):
+                self._told = _Error(number, told[1])
 
     def _read_traceback(self, traceback: _Open, process: str, text: str, number: int) -> bool:
         """Take in a line of a traceback; return False if it is none."""
@@ -302,7 +312,7 @@ class Errors:
             self._search(*self._waiting.popleft())
         errors = [error for error in (*self._found, *self._latest) if error.line > self._ready]
         if not errors:
-            return None
+            return _describe(self._told, self.launch_blocking) if self._told else None
         incident = [errors[-1]]
         for error in reversed(errors[:-1]):
             if incident[-1].line - error.line > _APART:

@@ -27,7 +27,7 @@ _PREFIX = "|".join(
         r"\[(?:default\d{1,4}|rank ?\d{1,5}|\d{1,4},\d{1,4})\](?:<std(?:out|err)>)?: ?",  # torchrun, mpirun
         r"\((?=[^()]{0,200}\b(?:pid|rank)=)[^()]{1,200}\) ?",  # vLLM's and Ray's workers
         # vLLM, today and before
-        r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) {1,8}\d\d-\d\d \d\d:\d\d:\d\d "
+        r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) {1,8}(?:\d\d-\d\d \d\d:\d\d:\d\d )?"
         r"(?:\[[^\]]{1,100}|[\w.]{1,60}:\d{1,6})\] ?",
         r"(?:&gt;|>)+ ?",  # a quotation
         r"(?:[-*+•]|\d{1,3}[.)]) {1,4}(?:\[[ xX]\] )?",  # a list

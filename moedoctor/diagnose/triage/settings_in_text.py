@@ -9,7 +9,9 @@ from moedoctor.redaction import Redactor
 from moedoctor.text import escape
 
 _COMMAND = re.compile(r"\bvllm serve [\w/~.$-]|api_server (?:\\|--\w)|\bvllm bench ")
-_FLAG = re.compile(r"--([a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*)(?:(?:=| (?!-))[\"']?([^\s\"'\\,\]]+))?")
+_FLAG = re.compile(
+    r"--([a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*)(?:(?:=| (?!-))[\"']?([^\s\"'\\,\]<>|&;{][^\s\"'\\,\]]*))?"
+)
 _ARGUMENTS = re.compile(r"non-default args\W{1,3}")
 _ARGUMENT = re.compile(
     r"['\"]?\b([a-z][a-z0-9]*(?:_[a-z0-9]+)+|model|dtype|quantization)['\"]? ?[:=] ?['\"]?([^\s'\",){}]+)"
