@@ -1,7 +1,5 @@
 """A report of `bench --engine` with made-up figures: nothing here was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stand-ins for engines: a package `vllm` whose `LLM` does what its arguments say, and results of engines."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Made-up sources of vLLM that answer the questions of the entries as a known release does."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,11 +30,7 @@ def make_place(place: str, evidence: tuple[Evidence, ...], declared: tuple[str, 
 
 
 def write_source(
-    folder: Path,
-    release: str,
-    *,
-    changed: Mapping[str, str] | None = None,
-    declared: tuple[str, ...] = (),
+    folder: Path, release: str, *, changed: Mapping[str, str] | None = None, declared: tuple[str, ...] = ()
 ) -> Path:
     """Write a vLLM that answers as `release`, but for `changed` answers, by names such as MD009.asserts."""
     places: dict[tuple[str, str], list[Evidence]] = {}

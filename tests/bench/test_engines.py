@@ -183,12 +183,6 @@ def test_with_too_few_clear_prompts_nothing_is_compared(model: Path) -> None:
     assert len(measured.speeds) == 2
 
 
-def test_a_logprob_that_is_not_finite_is_wrong(model: Path) -> None:
-    run = run_of([result(), result(lead=float("nan"))])
-    measured = measure(plan(model, BASE, Variant("nan")), run=run)
-    assert measured.engines[1].wrong == "a logprob is not finite"
-
-
 @pytest.mark.parametrize(("shift", "wrong"), [(50, False), (0, True)])
 def test_a_planted_fault_that_changes_no_token_is_a_failure_of_the_comparison(
     model: Path, shift: int, wrong: bool

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.bench.cache.replay import SCOPES, choose_capacities, collect_trace_facts, replay_trace
+from moedoctor.bench.cache.replay import collect_trace_facts, replay_trace
 from moedoctor.trace.format import RoutingTrace
 from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
 
@@ -23,21 +23,6 @@ def test_hand_checked_hits() -> None:
     assert not any(point.overflowing for point in replay_trace(SMALL, capacities=[2]))
     # In three slots all three experts fit: 0, 1 and 2 miss once each.
     assert set(rates(SMALL, 3).values()) == {5 / 8}
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-def test_progress_counts_every_point_once(scope: str) -> None:
-    steps: list[tuple[int, int, str]] = []
-    points = replay_trace(
-        SMALL,
-        capacities=[2, 3],
-        scope=scope,
-        progress=lambda done, total, what: steps.append((done, total, what)),
-    )
-    assert [(done, total) for done, total, _ in steps] == [(done, len(points)) for done in range(len(points))]
-    assert [what for _, _, what in steps] == [
-        f"{point.policy} with {point.capacity} slots" for point in points
-    ]
 
 
 def test_facts_checked_by_hand() -> None:
@@ -87,11 +72,6 @@ def test_one_cache_for_all_layers_gives_slots_to_the_layer_that_needs_them() -> 
     assert rates(trace, 1)["lru"] == pytest.approx((39 + 0) / 80)
     alone = rates(trace, 2, policies=["lru"], scope="global")["lru"]
     assert alone == pytest.approx((39 + 38) / 80)
-
-
-def test_capacities_double_up_to_every_expert() -> None:
-    trace = draw_zipf_trace(ZipfSettings(experts=60, top_k=4, rows=4, streams=1, layers=1))
-    assert choose_capacities(trace) == [4, 8, 16, 32, 60]
 
 
 @pytest.mark.parametrize("capacities", [[], [0], [4, -1]])

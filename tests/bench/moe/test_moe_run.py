@@ -43,23 +43,6 @@ def test_a_child_that_dies_costs_only_its_own_task() -> None:
 
 
 @pytest.mark.usefixtures("fake_child")
-def test_progress_counts_the_points_of_all_packages() -> None:
-    shown: list[tuple[int, int, str]] = []
-    tasks = [task("first", tokens=(1, 8)), task("last"), task("other", "TRITON", (1, 8))]
-    measure_tasks(tasks, "cpu", ROOFLINE, seconds=30, progress=lambda *point: shown.append(point))
-    assert {total for _, total, _ in shown} == {5}
-    assert [done for done, _, _ in shown] == sorted(done for done, _, _ in shown)
-    assert {done for done, _, what in shown if "loading" in what} == {0, 3}
-
-
-@pytest.mark.usefixtures("fake_child")
-def test_a_task_that_raises_costs_only_itself() -> None:
-    rows = measure_tasks([task("raises"), task("last")], "cpu", ROOFLINE, seconds=30)
-    assert outcomes(rows) == [("OURS", "raises", True), ("OURS", "last", False)]
-    assert rows[0]["failed"] == "ValueError: no"
-
-
-@pytest.mark.usefixtures("fake_child")
 @pytest.mark.parametrize("model", ["dies at 8", "raises at 8", "raises CUDA at 8"])
 def test_a_death_or_an_error_costs_the_number_of_tokens_that_it_was_at(model: str) -> None:
     tasks = [task(model, tokens=(1, 8, 64, 512)), task("last", tokens=(1, 8))]
@@ -118,15 +101,6 @@ def test_the_child_goes_on_after_a_number_of_tokens_that_raises(monkeypatch: pyt
         ("row", 3),
         ("end", None),
     ]
-
-
-def test_a_layer_that_cannot_be_made_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from moedoctor.bench.moe import bench as moe_bench
-
-    monkeypatch.setattr(moe_bench, "make_layer", lambda *sizes, **options: 1 / 0)
-    task = LayerTask(Variant("REFERENCE", "bf16"), "tiny", SHAPE, (1, 2))
-    events = moe_run.measure_requested({"device": "cpu", "roofline": ROOFLINE, "tasks": [asdict(task)]})
-    assert [next(events)["event"] for _ in range(3)] == ["task", "failed", "end"]
 
 
 @pytest.mark.usefixtures("fake_child")

@@ -128,14 +128,6 @@ def test_layers_that_differ_are_noticed_whatever_their_size(change: Any, tokens:
     assert sum(len(row) for row in recorded(state)["outputs"][0]["projection"]) <= 128
 
 
-def test_bytes_by_place() -> None:
-    model = Model((1.0, 2.0))
-    found = probes.locate_weights(Engine(model))
-    assert found["bytes"] == {"cpu": 32}
-    assert found["parameters"][1] == {"name": "layers.1.weight", "bytes": 16, "place": "cpu"}
-    assert probes.locate_weights(model, "layers.0")["bytes"] == {"cpu": 16}
-
-
 def test_bytes_on_the_host_are_counted_in_every_place() -> None:
     from moedoctor.fixes.offloader import offload
 

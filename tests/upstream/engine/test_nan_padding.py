@@ -1,6 +1,5 @@
 """Engines with the NaN trace: rows of engines that ran or died, and two data-parallel ranks added up."""
 
-import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,11 +60,7 @@ def verdict(key: str, rows: list[dict[str, Any]], limits: dict[str, float]) -> C
 
 
 @pytest.mark.parametrize(
-    ("dead", "expected"),
-    [
-        ((), ClaimVerdict.CONFIRMED),
-        (("1 GPU, FLASH_ATTN",), ClaimVerdict.UNTESTED),
-    ],
+    ("dead", "expected"), [((), ClaimVerdict.CONFIRMED), (("1 GPU, FLASH_ATTN",), ClaimVerdict.UNTESTED)]
 )
 def test_an_engine_that_died_confirms_nothing_about_padding(
     started: list[Any], monkeypatch: pytest.MonkeyPatch, dead: tuple[str, ...], expected: ClaimVerdict
@@ -97,14 +92,6 @@ def test_the_ranks_differ_only_in_rank_and_load() -> None:
     assert first.environ["MOEDOCTOR_TRACE"] == "nan"
     assert len(first.prompts) > len(second.prompts) > 0
     assert first.max_tokens > second.max_tokens
-
-
-def test_ports_in_use_are_skipped() -> None:
-    first = nan_padding.free_ports(4)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", first + 2))
-        taken.listen()
-        assert nan_padding.free_ports(4) != first
 
 
 def rank_rows(*results: EngineResult) -> list[dict[str, Any]]:

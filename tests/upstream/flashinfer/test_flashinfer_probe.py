@@ -10,7 +10,7 @@ import pytest
 
 from moedoctor.processes.cuda_tools import Tool, find_tools
 from moedoctor.upstream.flashinfer.probe import _load_library
-from moedoctor.upstream.flashinfer.probe_build import build, name_arch, plan_build, probe_text
+from moedoctor.upstream.flashinfer.probe_build import build, plan_build
 from moedoctor.upstream.flashinfer.source import _SOURCES, KERNELS, FlashInferSource, find_source
 from moedoctor.upstream.releases.wheel import KernelError
 
@@ -153,22 +153,9 @@ def test_another_release_architecture_header_or_flag_is_another_file(source: Fla
     assert plan_build(source, "90a").target != second
 
 
-def test_targets_are_named_as_nvcc_names_them() -> None:
-    assert [name_arch(capability) for capability in ((8, 9), (9, 0), (10, 3), (12, 0))] == [
-        "89",
-        "90a",
-        "103a",
-        "120a",
-    ]
-
-
 def test_the_error_without_nvcc_names_the_next_step(
     source: FlashInferSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moedoctor.upstream.flashinfer.probe_build.find_tools", lambda names: ())
     with pytest.raises(KernelError, match="set CUDA_HOME"):
         plan_build(source, "90a")
-
-
-def test_the_probe_ships_with_the_package() -> None:
-    assert "threeStepBuildExpertMapsSortFirstToken" in probe_text()

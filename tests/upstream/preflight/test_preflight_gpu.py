@@ -3,8 +3,6 @@
 MOEDOCTOR_PREFLIGHT_TABLE names a Markdown file for the table.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -48,10 +48,7 @@ def test_arguments_are_those_of_the_release(release: str) -> None:
 
 @pytest.mark.parametrize(
     ("release", "bias", "reason"),
-    [
-        ("without_bias", torch.zeros(4), "takes no correction bias"),
-        ("unknown", None, "takes tid2eid"),
-    ],
+    [("without_bias", torch.zeros(4), "takes no correction bias"), ("unknown", None, "takes tid2eid")],
 )
 def test_what_a_release_cannot_take_skips_the_case(
     release: str, bias: torch.Tensor | None, reason: str

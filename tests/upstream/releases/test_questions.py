@@ -1,7 +1,5 @@
 """Questions to the source: right on changed sources, and never "clean" for code that has the failure."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import os
