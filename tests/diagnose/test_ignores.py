@@ -40,11 +40,7 @@ def test_a_wrong_rule_is_refused(text: str, part: str) -> None:
 
 
 def test_the_last_day_counts_and_the_next_one_does_not() -> None:
-    rules = [
-        Ignore("A", "why", "2026-11-28"),
-        Ignore("B", "why", "2026-11-27"),
-        Ignore("C", "why", None),
-    ]
+    rules = [Ignore("A", "why", "2026-11-28"), Ignore("B", "why", "2026-11-27"), Ignore("C", "why", None)]
     kept, ignored = sort_out(["a", "b"], rules, lambda text: ([text.upper()], text.upper()), DAY)
     assert kept == ("b",)
     assert [(each.id, each.title, each.reason, each.until) for each in ignored] == [

@@ -178,12 +178,3 @@ def test_what_no_known_mistake_explains_is_not_named(seed: int) -> None:
     assert not found.sound
     assert found.best is None
     assert found.runner_up is not None
-
-
-def test_tokens_that_are_not_finite_are_counted_and_left_out() -> None:
-    call = _call(("fp8", "none", "silu"), 2)
-    output = noisy(call.compute_contributions((("w13", "gate_up_swapped"),)).sum(1))  # [T, H]
-    output[2, 7] = float("nan")
-    found = diagnose(call, output)
-    assert found.agreement.first_nonfinite_token == 2
-    assert found.best.mistakes == ("gate_up_swapped",)

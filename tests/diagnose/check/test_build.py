@@ -1,7 +1,5 @@
 """A vLLM that is no known release is read: no all-clear by a version that says nothing."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path
@@ -133,20 +131,6 @@ def test_a_folder_and_a_wheel_are_read(tmp_path: Path, capsys: pytest.CaptureFix
         assert document["environment"]["vllm"] == version
         assert len(document["read"]) == len(READ)
         assert [line[:5] for line in document["unknown"]] == ["MD001", "MD031"]
-
-
-@pytest.mark.parametrize(
-    ("option", "text"), [("--source", "no such"), ("--wheel", "no such"), ("--wheel", "a folder")]
-)
-def test_what_is_no_vllm_is_one_line(
-    option: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path if text == "a folder" else tmp_path / "none"
-    assert main(["check", option, str(path)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
-    assert "expected" in printed.err
 
 
 def test_a_release_that_is_newer_than_the_known_ones_is_not_refused(

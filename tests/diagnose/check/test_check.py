@@ -9,7 +9,6 @@ from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.pinning import Pinning
 from moedoctor.diagnose.check.records import CheckResult
 from moedoctor.diagnose.cuda.jit_cache import JitCache, JitFolder
-from moedoctor.entries import load_entries
 from moedoctor.processes.cuda_tools import Tool
 
 H200 = ("NVIDIA H200", "9.0")
@@ -90,46 +89,33 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
     ("MD003", VLLM_018, H200, LINUX, {NO_UVA: "1"}, "warning"),  # memory is still pinned, so not MD002
     ("MD003", VLLM_033, H200, LINUX, {NO_UVA: "1", NO_PIN: "1"}, "warning"),
     ("MD004", {"flashinfer-python": "0.6.7"}, RTX_5090, LINUX, {}, "error"),
-    ("MD004", {"flashinfer-python": "0.6.8"}, RTX_5090, LINUX, {}, None),
-    ("MD004", {"flashinfer-python": "0.7.2.post1"}, RTX_5090, LINUX, {}, None),
     ("MD005", VLLM_018, H200, LINUX, {}, None),
     ("MD005", {**AT_11, "vllm": "0.26.0"}, H200, WSL, {}, "warning"),
     # Dynamo of torch 2.13 can trace the offloader; a torch that was not run gets a warning.
     ("MD005", {"vllm": "0.18.0", "torch": "2.9.1"}, H200, WSL, {}, "note"),
     ("MD005", {"vllm": "0.18.0", "torch": "2.10.0"}, H200, WSL, {}, "warning"),
-    ("MD005", {"vllm": "0.27.0", "torch": "2.11.0"}, H200, WSL, {}, "warning"),
     ("MD005", {"vllm": "0.27.0", "torch": "2.12.1"}, H200, WSL, {}, "warning"),
     ("MD005", {"vllm": "0.27.0", "torch": "2.13.0"}, H200, WSL, {}, None),
     ("MD005", {"vllm": "0.33.0", "torch": "2.14.0"}, H200, WSL, {}, "warning"),
-    ("MD005", {"vllm": "0.33.0", "torch": "2.15.0+cu132"}, H200, WSL, {}, "warning"),
     ("MD005", {"vllm": "0.33.0", "torch": "2.15.1"}, H200, WSL, {}, "note"),
     ("MD008", {**AT_11, "vllm": "0.19.1"}, H200, WSL, {}, "note"),
-    ("MD008", {**AT_11, "vllm": "0.20.0"}, H200, WSL, {}, "note"),
-    ("MD009", {**AT_11, "vllm": "0.19.1"}, H200, WSL, {}, "note"),
-    ("MD009", {**AT_11, "vllm": "0.20.0"}, H200, WSL, {}, None),
     ("MD010", {"vllm": "0.23.0"}, H200, LINUX, {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}, None),
     ("MD010", {"vllm": "0.24.0"}, H200, LINUX, {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}, "warning"),
-    ("MD010", {"vllm": "0.28.0"}, H200, LINUX, {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}, None),
-    ("MD010", {"vllm": "0.29.0"}, H200, LINUX, {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}, "warning"),
     ("MD010", {"vllm": "0.18.0"}, H200, LINUX, {"VLLM_NVFP4_MOE_BACKEND": "1"}, "warning"),
     ("MD010", {"vllm": "0.33.0"}, H200, LINUX, {"VLLM_LOGGING_LEVEL": "1"}, None),
     ("MD011", {**AT_11, "vllm": "0.19.1"}, H200, WSL, {}, "error"),
     ("MD011", {**AT_11, "vllm": "0.20.0"}, H200, WSL, {}, "note"),
     # The V2 runner ignores offload until 0.28.0.
     ("MD013", {"vllm": "0.18.0"}, H200, LINUX, {V2: "1"}, "warning"),
-    ("MD013", {"vllm": "0.18.0"}, H200, LINUX, {}, None),
     ("MD013", {"vllm": "0.23.0"}, H200, LINUX, {}, "note"),
-    ("MD013", {"vllm": "0.25.1"}, H200, LINUX, {}, "note"),
     ("MD013", {"vllm": "0.25.1"}, H200, LINUX, {V2: "0"}, None),
     ("MD013", {"vllm": "0.27.1"}, H200, LINUX, {V2: "1"}, "warning"),
     ("MD013", {"vllm": "0.28.0"}, H200, LINUX, {V2: "1"}, None),
-    ("MD013", {"vllm": "0.33.0"}, H200, LINUX, {}, "note"),
     ("MD016", {"vllm": "0.33.0"}, RTX_5090, LINUX, {}, "note"),
     ("MD016", {"vllm": "0.33.0"}, RTX_5090, LINUX, {PADDING: "0"}, None),
     ("MD016", {"vllm": "0.33.0"}, H200, LINUX, {}, "note"),
     ("MD016", {"vllm": "0.26.0"}, RTX_5090, LINUX, {}, None),
     ("MD016", {"vllm": "0.26.0"}, RTX_5090, LINUX, {PADDING: "1"}, "note"),
-    ("MD016", {"vllm": "0.24.0"}, RTX_5090, LINUX, {PADDING: "1"}, None),
     ("MD020", {**AT_11, "vllm": "0.33.0"}, H200, WSL, {}, "warning"),
     ("MD020", VLLM_018, H200, LINUX, {}, None),
     ("MD020", VLLM_018, H200, LINUX, {NO_UVA: "1"}, "warning"),
@@ -254,20 +240,6 @@ def test_each_visible_gpu_is_judged() -> None:
     hidden = {**made.environ, "CUDA_VISIBLE_DEVICES": "0"}
     only = type(made)(**{**vars(two_gpus), "environ": hidden})
     assert found(check(only, probes())) == {}
-
-
-def test_findings_come_worst_first_and_are_complete() -> None:
-    result = check(sources(VLLM_018, gpu=H200, wsl=True, torch_cuda="12.9"), probes())
-    severities = [finding.severity for finding in result.findings]
-    assert severities == sorted(severities)  # error before warning
-    first = [finding.confidence for finding in result.findings if finding.severity == "error"]
-    assert first == sorted(first, reverse=True)
-    for finding in (*result.findings, *result.conditional):
-        entry = load_entries()[finding.id]
-        assert (finding.name, finding.title, finding.line) == (entry.name, entry.title, None)
-        assert 0 < finding.confidence <= 1
-        assert finding.why
-        assert finding.next_step
 
 
 # Problems: faults of the installation that are not in the catalogue.

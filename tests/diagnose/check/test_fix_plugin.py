@@ -1,7 +1,5 @@
 """Whether the fixes would be applied: the variable, the plug-in and vLLM's own filter."""
 
-import subprocess
-import sys
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -19,10 +17,8 @@ OTHERS = EntryPoint("lora", "somebody.plugin:register", fix_plugin.GROUP)
     [
         ({}, (OURS,), False, "is not set"),
         ({"MOEDOCTOR_FIXES": ""}, (OURS,), False, "is not set"),
-        ({"MOEDOCTOR_FIXES": " "}, (OURS,), False, "holds nothing but spaces"),
         ({"MOEDOCTOR_FIXES": ","}, (OURS,), False, "MOEDOCTOR_FIXES=, names no fix; expected backend,"),
         ({"MOEDOCTOR_FIXES": "nonsense"}, (OURS,), False, "vLLM does not start: MOEDOCTOR_FIXES names no"),
-        ({"MOEDOCTOR_FIXES": "nonsense"}, (OTHERS,), False, "names no fix; expected backend, expert_cache,"),
         ({"MOEDOCTOR_FIXES": "offload,xyz"}, (OURS,), False, "names no fix called xyz; expected backend,"),
         ({"MOEDOCTOR_TRACE": "xyz"}, (OURS,), False, "MOEDOCTOR_TRACE names no trace called xyz"),
         ({"MOEDOCTOR_FIXES": "offload,xyz", **ANYWAY}, (OURS,), True, "names offload, and vLLM loads the"),
@@ -33,7 +29,6 @@ OTHERS = EntryPoint("lora", "somebody.plugin:register", fix_plugin.GROUP)
         ({"MOEDOCTOR_FIXES": "backend"}, (OTHERS, OURS), True, "vLLM loads the plug-in moedoctor"),
         ({"MOEDOCTOR_FIXES": "backend", "VLLM_PLUGINS": "lora,moedoctor"}, (OURS,), True, "loads"),
         ({"MOEDOCTOR_FIXES": "backend", "VLLM_PLUGINS": "lora"}, (OURS,), False, "does not name moedoctor"),
-        ({"MOEDOCTOR_FIXES": "backend", "VLLM_PLUGINS": ""}, (OURS,), False, "does not name moedoctor"),
     ],
 )
 def test_the_variable_the_entry_points_and_vllms_filter_decide(
@@ -53,10 +48,7 @@ def test_the_variable_the_entry_points_and_vllms_filter_decide(
 
 @pytest.mark.parametrize(
     ("vllm", "reason"),
-    [
-        (None, "vLLM is not installed here"),
-        ("0.16.0", "none of the releases that the fixes know (0.17.1 to"),
-    ],
+    [(None, "vLLM is not installed here"), ("0.16.0", "none of the releases that the fixes know (0.17.1 to")],
 )
 def test_no_fix_is_active_with_an_unknown_vllm(
     monkeypatch: pytest.MonkeyPatch, vllm: str | None, reason: str
@@ -103,13 +95,3 @@ def test_every_fix_and_trace_is_told_for_a_release(monkeypatch: pytest.MonkeyPat
     untried = fix_plugin.describe_extensions("0.18.1")
     assert (untried["offload"]["basis"], untried["nan"]["basis"]) == ("not tried", "refused")
     assert untried["nan"]["reason"]
-
-
-def test_it_prints_no_warning_and_imports_neither_torch_nor_vllm() -> None:
-    code = (
-        "import sys; from moedoctor.diagnose.check import fix_plugin as f;"
-        "f.state({'MOEDOCTOR_FIXES': 'nonsense,offload'}, '0.33.0');"
-        "print(sorted({'torch', 'vllm'} & set(sys.modules)), f.vllm_plugin.logger.disabled)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (done.stdout.strip(), done.stderr) == ("[] False", "")

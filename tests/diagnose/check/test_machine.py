@@ -40,9 +40,3 @@ def test_path(
     assert (path.uva.value, path.pins.value) == (uva, pins)
     assert path.uva.reason
     assert path.pins.reason
-
-
-def test_the_reason_names_the_variable_that_decides() -> None:
-    path = offload_path("0.33.0", wsl=True, kernel=NEW, variables={DISABLE_UVA: "1"})
-    assert path.uva.reason == f"{DISABLE_UVA}=1 is set"
-    assert WSL_PIN in path.pins.reason

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from moedoctor import environment
 from moedoctor.commands.audit import audit as audit_command
 from moedoctor.commands.options import PAGE_FORMATS
-from moedoctor.diagnose.cuda.audit import NO_TOOL, AuditError, Fate, audit, judge_images
+from moedoctor.diagnose.cuda.audit import NO_TOOL, Fate, audit, judge_images
 from moedoctor.diagnose.cuda.device_code import Image, list_images, read_cubin_target
 from moedoctor.diagnose.cuda.instructions import find_compilers, try_instruction
-from moedoctor.diagnose.cuda.jit_cache import build_images, find_cached_module
+from moedoctor.diagnose.cuda.jit_cache import build_images
 from moedoctor.fixes.arch.targets import Target
 from moedoctor.processes.cuda_tools import Tool, find_tools
 
@@ -229,22 +229,6 @@ def test_a_wheel_is_read_file_by_file(tmp_path: Path) -> None:
     assert not (tmp_path.parent / "b.cubin").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
-        ("gone.so", None, "no such file or directory"),
-        ("text.so", b"hello", "no ELF header"),
-        ("bad.whl", b"PK\x03\x04 no wheel", "cannot be read as a wheel"),
-    ],
-)
-def test_paths_that_cannot_be_audited(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(AuditError, match=words) as refused:
-        audit([tmp_path / name], GPU, None)
-    assert str(refused.value).startswith(str(tmp_path / name))
-
-
 def test_build_files() -> None:
     images, unreadable = build_images(ninja("120f", "120f", "90a"))
     assert [str(image.target) for image in images] == ["90a", "120f"]
@@ -259,21 +243,6 @@ def test_build_files() -> None:
     ]
     assert build_images(ninja("120+PTX"))[1] == ("compute_120+PTX", "sm_120+PTX")
     assert build_images("nothing here") == ((), ())
-
-
-def test_places_in_the_cache() -> None:
-    base = Path("/home/x/.cache/flashinfer")
-    module = find_cached_module(base / "0.6.6" / "90a_120f" / "cached_ops" / "fused_moe_120" / "build.ninja")
-    assert (module.release, [str(t) for t in module.targets], module.module) == (
-        "0.6.6",
-        ["90a", "120f"],
-        "fused_moe_120",
-    )
-    assert module.needs_suffix
-    bare = find_cached_module(base / "0.6.7" / "cached_ops" / "sampling" / "sampling.so")
-    assert (bare.release, bare.targets, bare.needs_suffix) == ("0.6.7", (), False)
-    assert find_cached_module(Path("/lib/x.so")) is None
-    assert find_cached_module(Path("cached_ops/x")) is None
 
 
 def test_kernels_built_without_their_suffix(tmp_path: Path) -> None:

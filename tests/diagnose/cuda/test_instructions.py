@@ -60,15 +60,6 @@ def test_instructions_compiled_together_give_the_same_results_as_alone() -> None
 
 
 @needs_compiler
-def test_the_compiler_is_quoted() -> None:
-    result = toolchain.try_instructions(COMPILERS[-1], Target(12, 0), toolchain.INSTRUCTIONS)["cvt_e2m1x2"]
-    assert (result.accepted, result.knows_target) == (False, True)
-    assert "not supported on .target 'sm_120'" in result.line
-    unknown = toolchain.try_instruction(COMPILERS[-1], Target(4, 2), None)
-    assert (unknown.accepted, unknown.knows_target) == (False, False)
-
-
-@needs_compiler
 def test_families_are_those_of_the_compiler(tmp_path: Path) -> None:
     """PTX of a family target compiles for exactly those GPUs that `loads_sass` names."""
     newest = COMPILERS[-1]
@@ -91,36 +82,6 @@ def _goes_to(compiler: Tool, source: Target, gpu: Target, folder: Path) -> bool:
     (folder / "probe.ptx").write_text(text)
     options = [f"-arch=sm_{gpu}", "probe.ptx", "-o", "probe.cubin"]
     return run_tool(compiler.path, options, folder=str(folder)).code == 0
-
-
-@needs_compiler
-def test_the_table_in_words() -> None:
-    words = toolchain.summarize(toolchain.try_targets(COMPILERS[0], ["120a", "999f"]))
-    assert words["120a"].startswith("takes tma_load griddepcontrol tensormap_replace setmaxnreg")
-    assert "is not defined" in words["999f"]
-
-
-def test_nvcc_is_used_without_ptxas(only_here: Path) -> None:
-    fake_tool(only_here, "nvcc", "13.0", '[ "$1 $2 $3" = "-cubin -arch=sm_120f probe.ptx" ]')
-    (nvcc,) = toolchain.find_compilers()
-    assert (nvcc.name, nvcc.cuda) == ("nvcc", (13, 0))
-    assert toolchain.try_instruction(nvcc, Target(12, 0, "f"), None).accepted
-    fake_tool(only_here, "ptxas", "13.0")
-    assert [compiler.name for compiler in toolchain.find_compilers()] == ["ptxas"]
-
-
-def test_one_compiler_for_each_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [
-        fake_tool(tmp_path / str(place), "ptxas", cuda) for place, cuda in enumerate(("13.0", "12.9", "12.9"))
-    ]
-    monkeypatch.setattr(cuda_tools, "_list_candidates", lambda names, environ: paths)
-    compilers = toolchain.find_compilers()
-    assert [(str(compiler), compiler.path) for compiler in compilers] == [
-        ("ptxas 12.9.93", str(paths[1])),
-        ("ptxas 13.0.93", str(paths[0])),
-    ]
-    assert toolchain.find_compiler((12, 9), compilers) == compilers[0]
-    assert toolchain.find_compiler((12, 8), compilers) is None
 
 
 def test_files_that_are_not_tools_are_skipped(only_here: Path) -> None:
@@ -184,18 +145,3 @@ def test_a_tool_gets_no_shell_and_no_input(tmp_path: Path) -> None:
     ended = run_tool(str(path), ["$(touch hacked)", "a b"], folder=str(tmp_path))
     assert ended.stdout.splitlines() == ["$(touch hacked)", "a b"]
     assert not (tmp_path / "hacked").exists()
-
-
-def test_what_gpus_need() -> None:
-    assert {instruction.name for instruction in toolchain.list_needed((12, 0))} >= {
-        "mma_mxf4nvf4",
-        "cvt_e2m1x2",
-        "setmaxnreg",
-    }
-    assert toolchain.list_needed((8, 9)) == ()
-    assert "wgmma" in toolchain.list_lacking(Target(9, 0), toolchain.list_needed((9, 0)), (13, 0))
-    assert toolchain.list_lacking(Target(9, 0, "a"), toolchain.list_needed((9, 0)), (13, 0)) == ()
-    assert toolchain.list_lacking(Target(12, 0, "f"), toolchain.list_needed((12, 0)), (13, 0)) == ()
-    assert toolchain.find_ptx_version((12, 7)) == "8.5"
-    assert toolchain.find_ptx_version((13, 9)) == "9.0"
-    assert toolchain.find_ptx_version((11, 0)) == "8.0"

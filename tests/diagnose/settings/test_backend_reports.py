@@ -23,13 +23,3 @@ def test_the_stored_reports_are_what_the_script_writes(
     assert len(kept) == len(families) + 1
     index = (KEPT / "README.md").read_text(encoding="utf-8")
     assert all(f"(sm{family.replace('.', '')}.md)" in index for family in families)
-
-
-def test_the_markdown_is_one_table_a_family() -> None:
-    text = (KEPT / "sm120.md").read_text(encoding="utf-8")
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert len({line.count(" | ") for line in rows}) == 1
-    assert len(rows) == len(set(rows))
-    first = next(line for line in rows if line.startswith("| nvfp4 | tp"))
-    assert "0.17.1 to 0.19.1" in first
-    assert "**FLASHINFER_CUTLASS** (flashinfer_cutlass)" in first

@@ -20,10 +20,6 @@ from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases
 RELEASES = load_vllm_variables().releases
 
 
-def span(first: str, last: str) -> set[str]:
-    return set(RELEASES[RELEASES.index(first) : RELEASES.index(last) + 1])
-
-
 def only_finding(release: str, setting: str, command: str = "", **options: str) -> SettingFinding | None:
     """Return the only finding about NAME=VALUE or about a command line."""
     environ = dict([setting.split("=", 1)]) if setting else {}
@@ -32,48 +28,16 @@ def only_finding(release: str, setting: str, command: str = "", **options: str) 
     return found[0] if found else None
 
 
-SPANS = {
-    "VLLM_USE_FLASHINFER_MOE_FP4": span("0.17.1", "0.23.0"),
-    "VLLM_TEST_FORCE_FP8_MARLIN": span("0.17.1", "0.28.0"),
-    "VLLM_USE_DEEP_GEMM": set(RELEASES),
-    "VLLM_BATCH_INVARIANT": set(RELEASES),  # before 0.19.0 read beside envs.py
-    "VLLM_MOE_SKIP_PADDING": span("0.25.0", "0.33.0"),
-    "VLLM_NVFP4_MOE_BACKEND": set[str](),
-}
 """Variable -> the releases that read it; `make test-upstream` compares the whole table with releases."""
-
-
-@pytest.mark.parametrize("name", SPANS)
-def test_a_variable_is_known_in_exactly_the_releases_that_read_it(name: str) -> None:
-    wrong = ("unknown", "removed", "not_yet", "misspelt", "invalid", "wrong_case")
-    first = min(map(RELEASES.index, SPANS[name]), default=None)
-    for place, release in enumerate(RELEASES):
-        findings = check_settings(release, {name: "1"})
-        absent = "unknown" if first is None else "not_yet" if place < first else "removed"
-        expected = [] if release in SPANS[name] else [absent]
-        assert [finding.problem for finding in findings if finding.problem in wrong] == expected, release
-
-
-def test_defaults_that_changed() -> None:
-    for release, default in (("0.26.0", "0.26.0"), ("0.27.0", "0.33.0")):
-        assert load_vllm_variables().list_at(release)["VLLM_MOE_SKIP_PADDING"].last == default
 
 
 @pytest.mark.parametrize(
     ("release", "setting", "problem", "instead"),
     [
         ("0.33.0", "VLLM_NVFP4_MOE_BACKEND=MARLIN", "unknown", "--moe-backend marlin"),
-        ("0.33.0", "VLLM_NVFP4_MOE_BACKEND=VLLM_CUTLASS", "unknown", "--moe-backend cutlass"),
         ("0.24.0", "VLLM_FLASHINFER_MOE_BACKEND=throughput", "removed", "--moe-backend flashinfer_cutlass"),
-        ("0.24.0", "VLLM_FLASHINFER_MOE_BACKEND=masked_gemm", "removed", "--moe-backend flashinfer_cutedsl"),
         ("0.24.0", "VLLM_USE_FLASHINFER_MOE_FP4=0", "removed", "--moe-backend cutlass (or marlin)"),
         ("0.29.0", "VLLM_TEST_FORCE_FP8_MARLIN=1", "removed", "--moe-backend marlin"),
-        (
-            "0.24.0",
-            "VLLM_NVFP4_GEMM_BACKEND=flashinfer-cutlass",
-            "removed",
-            "--linear-backend flashinfer_cutlass",
-        ),
         ("0.23.0", "VLLM_WSL2_ENABLE_PIN_MEMORY=1", "not_yet", None),
         ("0.33.0", "VLLM_USE_DEEPGEMM=1", "misspelt", "VLLM_USE_DEEP_GEMM=1"),
         ("0.33.0", "VLLM_SOMETHING_ELSE_ALTOGETHER=1", "unknown", None),
@@ -86,11 +50,9 @@ def test_defaults_that_changed() -> None:
             "VLLM_FLASHINFER_MOE_BACKEND=throughput",
         ),
         ("0.18.0", "VLLM_USE_FLASHINFER_MOE_FP4=true", "invalid", "VLLM_USE_FLASHINFER_MOE_FP4=1"),
-        ("0.18.0", "VLLM_USE_FLASHINFER_MOE_FP4=off", "invalid", "VLLM_USE_FLASHINFER_MOE_FP4=0"),
         ("0.18.0", "VLLM_TEST_FORCE_FP8_MARLIN=yes", "silently_off", "VLLM_TEST_FORCE_FP8_MARLIN=1"),
         ("0.18.0", "VLLM_FLASHINFER_MOE_BACKEND=latency", "shadowed", None),
         ("0.33.0", "VLLM_PORT=tcp://10.0.0.1:80", "invalid", None),
-        ("0.33.0", "VLLM_PORT=many", "invalid", None),
         ("0.33.0", "FLASHINFER_FORCE_SM=120f", "unknown", None),
         ("0.33.0", "FLASHINFER_CUDA_ARCHLIST=12.0f", "misspelt", "FLASHINFER_CUDA_ARCH_LIST=12.0f"),
         ("0.17.1", "FLASHINFER_AUTOTUNE_DIR=/tmp/x", "not_yet", None),
@@ -115,7 +77,6 @@ def test_what_does_not_take_effect(release: str, setting: str, problem: str, ins
         ("0.33.0", "vllm_home=/srv"),  # somebody's own
         ("0.33.0", "FLASHINFER_CUDA_ARCH_LIST=12.0f"),
         ("0.17.1", "FLASHINFER_WORKSPACE_BASE=/tmp"),
-        ("0.33.0", "PATH=/bin"),
         ("0.33.0", "VLLM_USE_DEEP_GEMM=1"),
         ("0.33.0", "VLLM_WORKER_MULTIPROC_METHOD=spawn"),
     ],
@@ -150,7 +111,6 @@ def test_a_setting_can_hide_another() -> None:
     ("release", "command", "problem", "instead"),
     [
         ("0.18.0", "--moe-backed marlin", "misspelt", "--moe-backend marlin"),
-        ("0.18.0", "--moe-backend banana", "invalid", None),
         ("0.18.0", "--moe-backend=martin", "invalid", "--moe-backend marlin"),
         ("0.18.0", "--moe-backend humming", "invalid", None),
         ("0.18.0", "--linear-backend marlin", "not_yet", None),
@@ -171,7 +131,6 @@ def test_flags_that_do_not_take_effect(release: str, command: str, problem: str,
     ("command", "moe_backend"),
     [
         ("vllm serve m", "auto"),
-        ("vllm serve m --moe-backend MARLIN", "marlin"),
         ("vllm serve m --moe_backend=Flashinfer-Cutlass", "flashinfer_cutlass"),
         ("vllm serve m --moe-back marlin", "marlin"),
         ('vllm serve m --kernel-config {"moe_backend":"marlin"}', "marlin"),
@@ -215,11 +174,6 @@ def test_every_pinned_flashinfer_is_in_its_table() -> None:
     assert {release.flashinfer for release in load_releases().values()} <= set(
         load_flashinfer_variables().releases
     )
-
-
-def test_an_unknown_release_is_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("release 0.16.0: the tables know 0.17.1 to 0.33.0")):
-        check_settings("0.16.0", {})
 
 
 def test_every_row_has_its_source() -> None:

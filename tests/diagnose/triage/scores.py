@@ -1,10 +1,8 @@
-"""Precision and recall of triage over labeled texts: ``python -m tests.diagnose.triage.scores``.
+"""Precision and recall of triage over labeled texts.
 
 Half of the texts, by a hash of the name, was held back while the rules were written. The texts are reports of
 ours in the style of people, and logs of real engines that `evidence/provoke_failures.py` provoked to fail.
 """
-
-from __future__ import annotations
 
 import io
 import json
@@ -79,21 +77,3 @@ def score(texts: Iterable[Labelled]) -> Score:
         wrong += [(text.name, id) for id in sorted(found - text.ids)]
         missed += [(text.name, id) for id in sorted(text.ids - found)]
     return Score(count, right, tuple(wrong), tuple(missed))
-
-
-def main() -> None:
-    """Print a row for each half of each kind, and what is wrong in the half that was looked at."""
-    texts = list(labelled())
-    for kind in ("report", "log"):
-        for held_back in (False, True):
-            half = score(text for text in texts if text.kind == kind and text.held_back is held_back)
-            print(
-                f"{kind:7}{'held back' if held_back else 'looked at':10}{half.texts:4} texts  "
-                f"precision {half.precision:.2f}  recall {half.recall:.2f}"
-            )
-            if not held_back:
-                print("  wrong", *half.wrong, "\n  missed", *half.missed)
-
-
-if __name__ == "__main__":
-    main()

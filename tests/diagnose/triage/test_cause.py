@@ -1,7 +1,5 @@
 """The error that ended a server: its root among chains, ranks and wrappers, and its class."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Which releases a text names, and which failures they exclude."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,9 +10,7 @@ from moedoctor.entries import load_entries
 
 VLLM = {
     "vllm api server version 0.18.0": (0, 18, 0, 0),
-    "vllm version                 : 0.24.0": (0, 24, 0, 0),
     "vllm: 0.18.2rc1.dev25+gef53395e2 (built from main)": (0, 18, 2, -1),
-    "vllm version: v0.18.2rc1.dev54+g73f48ce55": (0, 18, 2, -1),
     "initializing a v1 llm engine (v0.19.1) with config: model='x'": (0, 19, 1, 0),
     "vllm==0.5.3": (0, 5, 3, 0),
     "| vllm | 0.17.1 |": (0, 17, 1, 0),
@@ -25,7 +21,6 @@ VLLM = {
     "▀▄▀ █  version 0.20.2rc1.dev562+g1c78f76c2.d20260521": (0, 20, 2, -1),
     # Other numbers are not the release at fault.
     "it will be removed in vllm v0.24.0": None,
-    "the v4 codepath will become unmaintained in vllm v0.22.0": None,
     "fixed in vllm 0.20.0": None,
     "upgrading to vllm 0.20.0 helped": None,
     "vllm 0.1.dev20073+g8e685d198": None,

@@ -1,7 +1,5 @@
 """Triage takes from a text what the text says: denials, possibilities, devices, words, releases, errors."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 
@@ -149,20 +147,6 @@ def test_words_are_not_backends(words: str) -> None:
     assert read(f"MoE: --moe-backend {words}, moe_backend {words}").backends == ()
     assert read(f"{words}: vllm serve X --moe-backend marlin").backends == ("MARLIN",)
     assert read("Using 'FlashInfer TRTLLM' Unquantized MoE backend").backends == ("FLASHINFER_TRTLLM",)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Name: vllm\nVersion: 0.33.0",
-        "I run release 0.33.0 of vLLM",
-        "vLLM (version 0.33.0)",
-        "After upgrading to vLLM 0.33.0 the server crashes",
-        "We upgraded to vLLM 0.33.0 and it crashes",
-    ],
-)
-def test_a_release_in_the_text_is_named(text: str) -> None:
-    assert read(text).releases == "vLLM 0.33.0"
 
 
 def show(text: str) -> str:

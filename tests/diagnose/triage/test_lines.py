@@ -1,7 +1,5 @@
 """Every line under "How to see it", and every line of the releases, is recognized alone."""
 
-from __future__ import annotations
-
 import io
 import random
 import re

@@ -1,7 +1,5 @@
 """Reading a log: encodings, line numbers, passages, and bounded memory."""
 
-from __future__ import annotations
-
 import codecs
 import io
 import subprocess
@@ -70,11 +68,6 @@ def test_a_word_that_a_terminal_broke_is_glued() -> None:
     )
 
 
-def test_a_repeated_shape_counts_four_times() -> None:
-    data = "\n".join(f"request {index:08x} took {index} ms" for index in range(1000)).encode()
-    assert len(passages(data)) == 4
-
-
 def many(count: int, text: str = "step") -> list[str]:
     """Return lines that all differ in shape."""
     letters = "ghijklmnopqrstuvwxyz"
@@ -104,22 +97,6 @@ def test_a_word_of_every_line_does_not_hide_what_another_word_shows(monkeypatch:
     found = shown("\n".join(lines).encode())
     assert found[201] == "an illegal access"
     assert 5 < len([value for value in found.values() if value.startswith("moe")]) < 100
-
-
-def test_an_account_wakes_with_the_bytes_read() -> None:
-    account = log_text.Account(b"moe", first=100, bytes_each=1_000)
-    assert account.is_awake(0)
-    account.spend(100)
-    assert not account.is_awake(0)
-    assert not account.is_awake(24_000)
-    assert account.is_awake(26_000)
-    account.spend(20)
-    assert account.is_awake(26_000), "what is left is spent before it sleeps again"
-
-
-def test_which_lines_hold_a_word() -> None:
-    assert log_text.find_lines(b"moe moe\nx\n\nsome moe\nmo\ne", b"moe") == [0, 3]
-    assert log_text.find_lines(b"", b"moe") == []
 
 
 def test_a_long_line_is_looked_at_in_pieces_and_keeps_its_number() -> None:

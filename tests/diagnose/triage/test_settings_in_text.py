@@ -1,7 +1,5 @@
 """The start of a server is read from command lines, compose files, logs and calls, without its secrets."""
 
-from __future__ import annotations
-
 import pytest
 
 from moedoctor.diagnose.triage.settings_in_text import SettingsReader

@@ -1,7 +1,5 @@
 """Each known failure is found in texts about it and not in texts that only resemble them."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections import Counter

@@ -1,13 +1,8 @@
 """Findings in realistic texts: wrapped, prefixed, quoted, encoded, large and hostile."""
 
-from __future__ import annotations
-
-import html
 import io
-import json
 import random
 import re
-import textwrap
 import time
 from collections.abc import Callable
 
@@ -31,32 +26,6 @@ def read(text: str | bytes, redactor: Redactor | None = None) -> Triage:
 
 def ids(text: str | bytes) -> set[str]:
     return {finding.id for finding in read(text).findings}
-
-
-def each_line(change: Callable[[str], str]) -> Callable[[str], bytes]:
-    return lambda text: "\n".join(change(line) for line in text.splitlines()).encode()
-
-
-WRAPPERS: dict[str, Callable[[str], bytes]] = {
-    "utf-16": lambda text: text.encode("utf-16"),
-    "latin-1": lambda text: text.encode("latin-1", "replace") + b"\nfin \xe9\xff",
-    "docker json": each_line(lambda line: json.dumps({"log": line + "\n", "stream": "stderr", "time": "x"})),
-    "worker": each_line(lambda line: f"(Worker_TP1 pid=9) ERROR 04-22 10:00:00 [core.py:700] {line}"),
-    "html quote": each_line(lambda line: f"&gt; {html.escape(html.escape(line))}"),
-    "page": each_line(lambda line: f'<p dir="auto"><span>{html.escape(line)}</span></p>'),
-    "code fence": lambda text: f"```text\n{text}\n```\n".encode(),
-    "in the middle": lambda text: ("ordinary line\n" * 50 + text + "\nordinary line" * 50).encode(),
-    "wrapped at words": each_line(lambda line: textwrap.fill(line, 100, break_long_words=False)),
-    "wrapped by a terminal": each_line(lambda line: "\n".join(re.findall(".{1,120}", line))),
-}
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_what_is_around_a_text_does_not_change_what_it_shows(name: str) -> None:
-    found = {thread.source: ids(WRAPPERS[name](thread.text)) ^ thread.ids for thread in THREADS}
-    changed = {source: difference for source, difference in found.items() if difference}
-    # A few texts need a phrase that a hard wrap breaks in several places.
-    assert len(changed) <= (3 if name.startswith("wrapped") else 0), changed
 
 
 def test_the_line_and_the_excerpt() -> None:
@@ -96,27 +65,12 @@ def test_the_best_comes_first() -> None:
     assert all(0.5 < finding.confidence <= 1 for finding in findings)
 
 
-def test_two_signs_give_more_confidence_than_one() -> None:
-    story = (
-        "\n" * 20
-        + "The scales were offloaded to CPU and the Marlin MoE kernel fails. NVFP4, --cpu-offload-gb 4\n"
-    )
-    crash = "\n" * 20 + "RuntimeError: b_scales is not on GPU"
-    assert read(story).findings[0].confidence < read(crash).findings[0].confidence
-    assert read(crash).findings[0].confidence < read(story + crash).findings[0].confidence
-
-
 @pytest.mark.parametrize(("distance", "found"), [(5, {"MD008"}), (60, set())])
 def test_clues_are_combined_only_if_they_are_near_each_other(distance: int, found: set[str]) -> None:
     flag, symptom = "vllm serve X-NVFP4 --cpu-offload-gb 8", "The output is garbage."
     between = "\n" * distance
     assert ids(flag + between + symptom) == found
     assert ids(symptom + between + flag) == found
-
-
-def test_a_first_line_gives_more_confidence_than_a_later_line() -> None:
-    story = "--cpu-offload-gb 20 does not reduce VRAM usage at all, vllm 0.26.0"
-    assert read("\n" * 30 + story).findings[0].confidence < read(story).findings[0].confidence
 
 
 TRITON = "ValueError: Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)\n"
@@ -227,23 +181,6 @@ def test_a_report_in_the_middle_of_a_large_log() -> None:
     assert 60_000 < found[0].line < 60_010
 
 
-def test_fifty_megabytes_a_second() -> None:
-    line = '(APIServer pid={}) INFO:     10.0.{}.{}:{} - "POST /v1/chat/completions HTTP/1.1" 200 OK'
-    lines = [
-        line.format(index % 7, index % 255, index % 199, 30_000 + index % 20_000) for index in range(100_000)
-    ]
-    lines[::100] = [
-        f"(Worker_TP{index % 8} pid={index}) INFO 04-22 [fused_moe.py:{index}] step {index}"
-        for index in range(1000)
-    ]
-    data = "\n".join(lines).encode() * 3
-    read("warm up the patterns of moe, offload and flashinfer")
-    started = time.process_time()
-    read(data)
-    rate = len(data) / 1e6 / (time.process_time() - started)
-    assert rate > 50, f"{rate:.0f} MB/s"
-
-
 def talkative_log(size: int) -> bytes:
     """Return lines about experts that all differ in shape."""
     pick = random.Random(1)
@@ -261,7 +198,7 @@ def talkative_log(size: int) -> bytes:
 @pytest.mark.alone
 def test_a_log_of_new_lines_about_experts_costs_little_more_than_a_search_for_the_words() -> None:
     """The speed is compared with a plain search for the same words (about 120 MB/s)."""
-    data = talkative_log(24_000_000)
+    data = talkative_log(12_000_000)
     words = [*triage_module._ANCHORS, *triage_module._RARE_ANCHORS]
 
     def seconds(work: Callable[[], object]) -> float:
@@ -287,27 +224,10 @@ def test_a_crash_in_a_log_that_talks_about_experts_is_found() -> None:
 
 
 PROBES = (
-    "moe ",
-    "nan router ",
-    "[w1, w3] [gate, up] ",
-    "block scales swizzled linear ",
-    "cpu offload weights experts ",
-    "expert ids -1 index ",
-    "!",
-    "(pid=",
-    "> ",
-    '{"log":"',
-    "&amp;gt;",
-    "\x1b[",
-    "<a ",
-    "\\n",
-    "no kv scales missing ",
-    "vllm version 0.",
-    "VLLM_USE_FLASHINFER_MOE_FP4=",
-    "Apr 22 10:00:00 a ",
-    "accuracy: a a a ",
-    "((((",
-)
+    "moe ", "nan router ", "[w1, w3] [gate, up] ", "cpu offload weights experts ", "expert ids -1 index ",
+    "!", "(pid=", "> ", '{"log":"', "&amp;gt;", "\x1b[", "<a ", "\\n", "vllm version 0.",
+    "VLLM_USE_FLASHINFER_MOE_FP4=", "Apr 22 10:00:00 a ", "accuracy: a a a ", "((((",
+)  # fmt: skip
 
 
 def one_line(probe: str, size: int) -> bytes:

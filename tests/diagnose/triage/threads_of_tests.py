@@ -1,7 +1,5 @@
 """Read the labeled texts of `threads`: short texts of ours in the style of the named threads."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
