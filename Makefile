@@ -47,7 +47,7 @@ slow: setup browser ## run the tests that take minutes, then those that measure 
 	@$(BIN)/python -m pytest -n auto -m 'slow and not alone' $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/python -m pytest -n 0 -m 'slow and alone' $(ARGS) || [ $$? -eq 5 ]
 
-stress: setup ## ten minutes of hostile input and injected faults; writes reports/stress.md
+stress: setup ## minutes of hostile input and injected faults; writes reports/stress.md
 	@$(BIN)/python tests/stress/stress.py -o reports/stress.md $(ARGS)
 
 test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .venv-upstream

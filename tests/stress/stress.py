@@ -3,9 +3,8 @@
 ``python tests/stress/stress.py -o reports/stress.md`` is `make stress`. `test_stress.py` runs a short form. A
 trial fails if moedoctor shows a traceback, ends with a code that it must not have, takes
 too long, prints what a terminal may act on, lets a planted secret through, or leaves a process or folder.
+Damaged scenarios and checkpoints, children that die and pipes for files have tests in `make test`.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -174,38 +173,6 @@ def mutated_json(pick: random.Random, data: Any) -> Any:
                 others = (None, True, -1, 10**30, 1.5, [], {}, [[[]]], {"a": None})
                 holder[key] = pick.choice((*HOSTILE, *others))
     return data
-
-
-def scenarios(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
-    """Damaged scenario files, loaded as `run` loads them; none is run."""
-    texts = [file.read_bytes() for file in sorted((ROOT / "scenarios").rglob("*.yaml"))]
-    path = folder / "scenario.yaml"
-    while True:
-        path.write_bytes(mutated(pick, pick.choice(texts)))
-        tell(tally, path.read_bytes()[:60].__repr__(), "run", str(path), "--only", "stress=none", codes=(2,))
-        yield
-
-
-def checkpoints(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
-    """Damaged checkpoints through `lint` and `plan`."""
-    import shutil
-
-    import checkpoints_of_tests as made
-
-    makers = (made.modelopt, made.compressed, made.block_fp8, made.mixed, made.compressed_groups, made.fused)
-    whole = [maker().write(folder / f"whole{number}") for number, maker in enumerate(makers)]
-    while True:
-        source, target = pick.choice(whole), folder / "checkpoint"
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(source, target)
-        file = pick.choice(sorted(target.iterdir()))
-        if file.suffix == ".json" and pick.random() < 0.6:
-            file.write_text(json.dumps(mutated_json(pick, json.loads(file.read_text()))))
-        else:
-            file.write_bytes(mutated(pick, file.read_bytes()))
-        command = pick.choice(("lint", "lint", "plan"))
-        tell(tally, f"{command} {source.name} {file.name}", command, str(target), "-f", pick.choice(FORMATS))
-        yield
 
 
 def reports(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
@@ -395,39 +362,6 @@ def _crash_report(text: str, secret: str, format: str) -> tuple[int, str | None]
     return 3, f"-f {format} shows {secret!r} of {text!r}" if secret in shown else None
 
 
-def deaths(pick: random.Random, folder: Path, tally: Tally) -> Iterator[None]:
-    """Children that die in every way beside healthy ones, through the pool."""
-    from dying_faults import ERRORS, WAYS
-
-    from moedoctor.results import Case, Observation, Tier
-    from moedoctor.runner.child import Request
-    from moedoctor.runner.pool import run_requests
-
-    ways = [way for way in (*ERRORS, *WAYS) if way != "imports_torch"]
-    everyone = {"faulty": "", "fixed": "answers", "third": "answers", "absent": False}
-    symptoms = {"symptom_faulty": True, "symptom_fixed": False}
-
-    def job(way: str) -> Request:
-        case = Case("MD901", "faulty", Tier.MODEL, {**everyone, **symptoms, "faulty": way})
-        return Request("MD901", {}, 1.5 if way.startswith("hang") else 30.0, case=case)
-
-    while True:
-        chosen = [pick.choice(ways) for _ in range(3)]
-        order = [*chosen, *["answers"] * 3]
-        pick.shuffle(order)
-        started = time.monotonic()
-        ended = run_requests([job(way) for way in order], parallel=pick.randint(1, 4))
-        took = time.monotonic() - started
-        harmed = [
-            done for way, done in zip(order, ended, strict=True)
-            if way == "answers" and not isinstance(done.outcome, Observation)
-        ]  # fmt: skip
-        wrong = f"harmed {harmed}" if harmed else f"took {took:.0f} s" if took > 60 else None
-        for way in chosen:
-            tally.record(0, wrong, f"{way} among {order}")
-        yield
-
-
 RUN_SCENARIO = """\
 id: MD901
 title: children that hang
@@ -548,15 +482,6 @@ def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[No
         "id: MD901\nname: dying\ntitle: t\ntiers: [model]\nparameters: {symptom_fixed: true}\n"
     )
     run = f"PYTHONPATH={os.pathsep.join([str(TESTS / 'dying_plugin'), str(ROOT)])} {me} run {scenario}"
-    linked, zero, below = folder / "linked", _device(folder, "zero", 5), folder / "many" / "sub"
-    linked.symlink_to(fifo)
-    below.mkdir(parents=True)
-    for name in ("a.cubin", "b.so", "c.whl", "build.ninja"):
-        os.mkfifo(below / name)
-    unusable = (
-        f'{sys.executable} -c "import sys, tempfile; tempfile._candidate_tempdir_list = lambda: []; '
-        'from moedoctor.cli import main; sys.exit(main(sys.argv[1:]))"'
-    )
     commands: dict[str, tuple[str, tuple[int, ...]]] = {
         "ascii stdout": (f"PYTHONIOENCODING=ascii {me} triage {log}", (0, 1)),
         "latin-1 locale": (f"LC_ALL=C PYTHONUTF8=0 PYTHONIOENCODING=latin-1 {me} explain MD003", (0,)),
@@ -624,29 +549,8 @@ def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[No
             (0,),
         ),
         "-o symlink": (f"{me} triage {log} -f markdown -o {link} && test -L {link}; test -L {link}", (0, 1)),
-        "fifo as input": (f"timeout 20 {me} triage {fifo} < /dev/null", (2,)),
-        "zero as input": (f"timeout 20 {me} triage /dev/zero", (2,)),
-        "fifo as scenario": (f"timeout 20 {me} run {fifo}", (2,)),
-        "fifo as checkpoint": (f"timeout 20 {me} lint {fifo}", (2,)),
-        "zero as report": (f"timeout 20 {me} show /dev/zero", (2,)),
-        "zero as binary": (f"timeout 20 {me} audit /dev/zero", (2,)),
-        "zero as plan": (f"timeout 20 {me} plan /dev/zero", (2,)),
-        **{
-            f"{name} in {command}": (f"timeout 20 {me} {command}{path}", (2,))
-            for name, path in (("fifo", linked), ("zero", zero), ("loop", loop), ("long name", "n" * 300))
-            for command in (
-                "triage ", "show ", f"compare {stored} ", "run ", "audit ", "lint ", "plan --model ",
-                "bench --cache --trace ", "run MD001 --baseline ", "run --vllm-kernels 0.21.0=",
-            )
-        },
         "fifo as stdin": (f"timeout 20 {me} triage - < <(cat {log})", (0, 1)),
         "process substitution": (f"timeout 20 {me} triage <(cat {log})", (2,)),
-        "fifos below a folder": (f"timeout 20 {me} audit {below.parent}", (0,)),
-        "no working directory, relative": (
-            f"mkdir -p {gone} && cd {gone} && rmdir {gone} && PYTHONPATH={ROOT} {me} run x.yaml", (2,)
-        ),
-        "no folder for temporary files": (f"{unusable} run MD012", (2,)),
-        "long name": (f"{me} show {'n' * 5000}", (2,)),
         "no working directory": (
             f"mkdir -p {gone} && cd {gone} && rmdir {gone} && PYTHONPATH={ROOT} {me} triage {log}", (0, 1)
         ),
@@ -688,15 +592,12 @@ def environments(pick: random.Random, folder: Path, tally: Tally) -> Iterator[No
 
 Trials = Callable[[random.Random, Path, Tally], Iterator[None]]
 CLASSES: dict[str, tuple[Trials, int]] = {
-    "scenario mutants": (scenarios, 5000),
-    "damaged checkpoints": (checkpoints, 1000),
     "damaged reports": (reports, 1000),
     "damaged binaries": (binaries, 500),
     "hostile arguments": (arguments, 1000),
     "planted secrets": (secrets, 2000),
-    "ways of dying": (deaths, 60),
     "signals at random moments": (signals, 100),
-    "odd environments": (environments, 121),
+    "odd environments": (environments, 69),
 }
 """Name -> (trials, how many the full form tries). Secrets: 200 for each format, in logs and in exceptions."""
 
