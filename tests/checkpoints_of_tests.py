@@ -1,7 +1,5 @@
 """Tiny valid quantized MoE checkpoints, which tests then damage."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

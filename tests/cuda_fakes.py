@@ -1,7 +1,5 @@
 """Stand-ins for CUDA's tools and files, for machines that have neither."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A call of every command that writes JSON, with a working directory in which all of them answer."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

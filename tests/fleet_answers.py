@@ -1,7 +1,5 @@
 """A folder with the answers of a fleet that has everything that a report can show."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

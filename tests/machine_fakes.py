@@ -1,7 +1,5 @@
 """Made-up machines: sources of facts about a GPU, a system and a set of packages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path

@@ -3,8 +3,6 @@
 Neighbors on the same processor take clock and caches, which processor time counts as ours.
 """
 
-from __future__ import annotations
-
 import time
 
 _USUAL = 0.0078

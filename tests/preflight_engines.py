@@ -4,8 +4,6 @@
 all of them has the same tokens as one that loads the sound checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

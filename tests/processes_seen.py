@@ -1,7 +1,5 @@
 """Whether a process still runs, for tests of what ends them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Readers of each format of a report: they parse it with tools of others, and check what always holds."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """Reports for tests: a full one written by hand, and hypothesis strategies for any report."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

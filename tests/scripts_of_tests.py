@@ -1,7 +1,5 @@
 """Loads a script of `scripts/` as a module, for its tests."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plug-ins of other projects that cannot be used are named and left out; everything else runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line: exit codes, streams and files."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -82,53 +80,6 @@ def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, m
     assert "- 1 proved · 0 found" in table
     assert table.splitlines()[-1].startswith("Next: ")
     assert moedoctor("show", str(tmp_path / "none.json"))[0] == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["run", "MD0011"], "did you mean MD011?"),
-        (["run", "no/such/file.yaml"], "no/such/file.yaml:1:"),
-        (["run", "--format", "pdf"], "--format pdf: expected one of"),
-        (["run", "--fail-on", "sometimes"], "--fail-on sometimes: expected one of error, warning, never"),
-        (
-            ["run", "--subject", "vllm-0.19.1"],
-            "--subject vllm-0.19.1: expected one of faulty, fixed, installed, ",
-        ),
-        (["run", "--only", "experts"], "--only experts: expected KEY=VALUE"),
-        (["run", "--only", "experts=7"], "leave no case to run"),
-        (["run", "--vllm-kernels", "0.19.1"], "expected X.Y.Z=PATH"),
-        (["run", "--vllm-kernels", "0.19.1=/no/such.whl"], "/no/such.whl: cannot be read (no such file"),
-        (["run", "--device", "tpu"], "--device tpu: expected auto, cpu or cuda:N"),
-        (["run", "--timeout", "0"], "--timeout 0: expected seconds, more than 0"),
-        (["run", "--timeout", "soon"], "--timeout soon: expected seconds, more than 0"),
-        (["run", "--jobs", "0"], "Invalid value for '--jobs'"),
-        (["run", "--tolerance", "a lot"], "a lot"),
-        (["run", "--baseline", "/no/such.json"], "/no/such.json:1:"),
-        (["run", "-o", "/no/such/folder/report.json"], "its folder does not exist"),
-        (["run", "--bogus"], "--bogus"),
-        (["explain", "MD0001"], "did you mean MD001?"),
-        (["plan", "--model", "x", "--scheme", "int3"], "--scheme int3: expected one of bf16, fp8"),
-        (["audit"], "Missing argument"),
-        (["compare", "a.json", "b.json"], "a.json:1:"),
-        (["compare", "a.json"], "expected two JSON reports"),
-        (["frob"], "No such command 'frob'"),
-        (["backends", "--moe-backend", "marlin"], " backends -- vllm serve MODEL --moe-backend …; see"),
-        (["preflight", "vllm", "serve", "m", "-tp", "2"], "-tp: the options of a server follow"),
-        (
-            ["plan", "--max-model-len", "5"],
-            "--max-model-len is an option of vLLM and not of this command; see",
-        ),
-        (["backends", "--relaese", "5"], "No such option: --relaese (Possible options: --release); see"),
-    ],
-)
-def test_bad_input_is_exit_2_and_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == 2
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert (len(printed.err.splitlines()), printed.out) == (1, "")
 
 
 @pytest.mark.parametrize(
@@ -276,20 +227,3 @@ def test_a_signal_kills_the_children_and_prints_what_finished(tmp_path: Path, nu
     report = json.loads(stdout)
     assert [case["verdict"] for case in report["scenarios"][0]["cases"]] == ["reproduced", "skipped"]
     assert (report["summary"]["exit_code"], report["summary"]["interrupted"]) == (128 + number, True)
-
-
-def test_the_help_names_the_type_of_every_value_and_no_option_by_its_value() -> None:
-    """Without a metavar of ours the help would show the name of a Python type.
-
-    Typer 0.27.2 takes a metavar that is the parameter's name for the option: `--when WHEN` became `--WHEN`.
-    """
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    options = [
-        (f"{name} {option.opts[-1]}", option)
-        for name, command in commands.items()
-        for option in command.params
-        if option.param_type_name == "option"
-    ]
-    assert [name for name, option in options if not option.is_flag and option.metavar is None] == []
-    single = [(name, option) for name, option in options if len(option.opts) == 1]
-    assert [name for name, option in single if option.metavar == option.name.upper()] == []

@@ -1,7 +1,5 @@
 """The comparison of two reports."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -19,7 +17,6 @@ from moedoctor.comparison import (
     Tolerance,
     check_comparable,
     compare,
-    group_of,
     judge_metric,
     list_held,
     list_metrics,
@@ -220,11 +217,6 @@ def test_metrics_of_cases_claims_and_conclusions_are_compared() -> None:
     assert wide == Comparison()
 
 
-def test_a_metric_in_only_one_report_is_a_note() -> None:
-    comparison = _compare(scenario(conclusions={"a_us": 1.0}), scenario(conclusions={"b_us": 1.0}))
-    assert (comparison.regressions, [change.what for change in comparison.notes]) == ((), ["a_us", "b_us"])
-
-
 def _on(**facts: Any) -> Report:
     fast = facts.pop("us", 1.0)
     return report(scenario(conclusions={"a_us": fast}), environment={**ENVIRONMENT, **facts})
@@ -258,29 +250,9 @@ def test_reports_about_different_things_cannot_be_compared(fact: str) -> None:
         compare(_on(**{fact: "other"}), _on(**{fact: None}), Tolerance())
 
 
-def test_findings_are_the_regressions_in_one_line_each() -> None:
-    worse = scenario("failed", case("fixed", "reproduced"), reason="it came back")
-    comparison = _compare(scenario("proved", case("fixed", "clean")), worse)
-    assert comparison.findings == (
-        "MD001: verdict proved -> failed: worse than the baseline (it came back)",
-        'MD001 fixed/model/cpu scoring="softmax" tokens=128 top_k=2: verdict clean -> reproduced: '
-        "fixed should be clean",
-    )
-
-
 LOWER = ("kernel_us", "load_ms", "start_seconds", "ours_vllm_ratio")
 HIGHER = ("copy_gb_s", "tokens_per_second")
 positive = st.floats(1e-3, 1e6)
-
-
-def test_the_end_of_the_name_gives_the_group() -> None:
-    groups = {
-        "kernel_us": "latency", "rows[0].load_ms": "latency", "start_seconds": "latency",
-        "ours_vllm_ratio": "ratio", "copy_gb_s": "bandwidth", "tokens_per_second": "throughput",
-        "rows_with_duplicates": None, "kernel_us.spread": None, "seconds": None, "bonus": None,
-        "status": None,
-    }  # fmt: skip
-    assert {name: group_of(name) for name in groups} == groups
 
 
 def test_metrics_are_found_inside_mappings_and_lists() -> None:
@@ -310,16 +282,6 @@ def test_a_change_within_the_tolerance_is_not_reported(
     name: str, baseline: float, share: float, limit: float
 ) -> None:
     assert judge_metric(name, baseline, baseline * (1 + share * limit), Tolerance(limit)) is None
-
-
-def test_the_reason_names_the_change_and_the_tolerance() -> None:
-    assert judge_metric("kernel_us", 2.0, 2.5, Tolerance(0.025)) == (
-        "regression",
-        "25.0% higher, tolerated 2.5%",
-    )
-    assert judge_metric("copy_gb_s", 50.0, 40.0, Tolerance()) == ("regression", "20.0% lower, tolerated 5%")
-    assert judge_metric("kernel_us", 100.0, 105.0, Tolerance(0.05)) is None
-    assert judge_metric("kernel_us", 1.0, 1.05, Tolerance(0.05)) is None
 
 
 def test_figures_without_a_usable_baseline() -> None:
@@ -355,14 +317,11 @@ def test_tolerances_are_read(text: str | tuple[str, ...], expected: Tolerance) -
     [
         ("", "tolerance '': expected a percentage such as 5%"),
         ("5", "tolerance '5': expected a percentage"),
-        ("-5%", "tolerance '-5%': expected a percentage"),
         ("nan%", "expected a percentage"),
         ("latency:5%,", "tolerance '': expected"),
-        ("latency:", "tolerance 'latency:': expected"),
         ("2000%", "expected 0% to 1000%"),
         ("latncy:5%", "unknown metric latncy, expected one of latency, ratio, bandwidth, throughput"),
         ("5%,6%", "the general tolerance is given twice"),
-        ("ratio:5%,ratio=6%", "ratio is given twice"),
         ("9" * 5000 + "%", "expected a percentage"),
     ],
 )

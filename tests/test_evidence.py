@@ -1,10 +1,7 @@
 """Every stored report is listed, agrees with its Markdown, and holds no path of the machine."""
 
-from __future__ import annotations
-
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -20,24 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = sorted((ROOT / "reports").glob("nvidia-*"))
 REPORTS = sorted(file for folder in FOLDERS for file in folder.glob("*.json"))
 SCRIPT = ROOT / "evidence" / "reports.sh"
-_NVML = """
-from types import SimpleNamespace
-
-NVML_ERROR_LIBRARY_NOT_FOUND, NVML_ERROR_DRIVER_NOT_LOADED = 12, 9
-NVMLError = OSError
-NAMES = {names}
-
-def nvmlInit(): pass
-def nvmlShutdown(): pass
-def nvmlDeviceGetCount(): return len(NAMES)
-def nvmlDeviceGetHandleByIndex(index): return index
-def nvmlDeviceGetUUID(handle): return f"GPU-{{handle}}"
-def nvmlDeviceGetCudaComputeCapability(handle): return 9, 0
-def nvmlDeviceGetMemoryInfo(handle): return SimpleNamespace(total=80 << 30)
-def nvmlDeviceGetName(handle): return NAMES[handle]
-def nvmlSystemGetCudaDriverVersion_v2(): return 13000
-def nvmlSystemGetDriverVersion(): return "580.0"
-"""
 """Python's bindings of NVML on a machine with these GPUs."""
 _HOME = re.compile(r"(?<![\w.])/(work|root|home|tmp)/\w")
 _CUT = re.compile(r"interrupted\b")
@@ -125,77 +104,3 @@ def test_every_case_of_a_recorded_call_has_its_report() -> None:
     cases = importlib.import_module("evidence.record_engines").CASES
     listed = re.findall(r"(?m)^ +recorded_(\w+)\) recorded (\w+) ;;", SCRIPT.read_text())
     assert listed == [(name, name) for name in cases]
-
-
-def evidence(*names: str, out: Path | str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHON": sys.executable, "OUT": str(out), **variables}
-    return subprocess.run([str(SCRIPT), *names], capture_output=True, text=True, timeout=120, env=environ)
-
-
-def test_the_script_refuses_a_name_that_it_does_not_know(tmp_path: Path) -> None:
-    answer = evidence("nonsense", out=tmp_path)
-    assert answer.returncode == 1
-    assert "no report is named 'nonsense'" in answer.stderr
-
-
-def test_a_report_that_is_there_is_skipped_and_a_share_takes_its_part(tmp_path: Path) -> None:
-    """A report of another release, or one that was cut, is made again."""
-    whole = {"summary": {"error": 0, "interrupted": False}, "environment": {"vllm": None}}
-    for name, change in {
-        "sentinel_ids": {},
-        "offload_kernels": {"environment": {"vllm": "0.1.0"}},
-        "offload_copies": {"summary": {"interrupted": True}},
-        "moe_backends_bf16": {"summary": {"reasons": ["interrupted before everything was measured"]}},
-    }.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({**whole, **change}))
-    names = ("sentinel_ids", "offload_kernels", "offload_copies", "moe_backends_bf16")
-    # With no time left nothing starts, so the messages show what would be made.
-    answer = evidence(*names, out=tmp_path, LIMIT="1")
-    assert "sentinel_ids is there" in answer.stderr
-    assert "failed: offload_kernels offload_copies moe_backends_bf16" in answer.stderr
-    assert (
-        "failed: sentinel_ids offload_kernels offload_copies moe_backends_bf16"
-        in evidence(*names, out=tmp_path, LIMIT="1", FRESH="1").stderr
-    )
-    assert (
-        "failed: offload_kernels moe_backends_bf16\n"
-        in evidence(*names, out=tmp_path, LIMIT="1", SHARE="2/2").stderr
-    )
-
-
-@pytest.mark.parametrize(
-    ("names", "release", "folder"),
-    [
-        (["NVIDIA H200"], "0.21.0", "nvidia-h200"),
-        (["NVIDIA H200", "NVIDIA H100 80GB HBM3"], "0.33.0", "nvidia-h200-vllm-0.33.0"),
-        (["NVIDIA H100 80GB HBM3"], "0.21.0", "nvidia-h100-vllm-0.21.0"),
-        (["NVIDIA A100-SXM4-80GB"], "0.33.0", "nvidia-a100-sxm4-vllm-0.33.0"),
-        (["NVIDIA GeForce RTX 5090"], "0.33.0", "nvidia-geforce-rtx-5090-vllm-0.33.0"),
-    ],
-)
-def test_reports_go_to_the_folder_of_the_first_gpu_and_the_release(
-    names: list[str], release: str, folder: str, tmp_path: Path
-) -> None:
-    (tmp_path / "pynvml.py").write_text(_NVML.format(names=names))
-    package = tmp_path / f"vllm-{release}.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}\n")
-    # No report has this name, so nothing starts.
-    answer = evidence("nonsense", out="", PYTHONPATH=str(tmp_path), CUDA_VISIBLE_DEVICES="0")
-    assert f"evidence: reports go to reports/{folder}\n" in answer.stderr
-
-
-def test_without_a_gpu_the_folder_must_be_named(tmp_path: Path) -> None:
-    (tmp_path / "pynvml.py").write_text(_NVML.format(names=[]))
-    answer = evidence("sentinel_ids", out="", PYTHONPATH=str(tmp_path))
-    assert answer.returncode == 2
-    assert "set OUT" in answer.stderr
-    assert "evidence: sentinel_ids" not in answer.stderr
-
-
-@pytest.mark.parametrize("name", ["fleet_bench", "recorded_nan_eager"])
-def test_a_report_does_not_start_when_no_time_is_left(name: str, tmp_path: Path) -> None:
-    answer = evidence(name, out=tmp_path / "out", LIMIT="1")
-    assert f"no time is left for {name}" in answer.stderr
-    assert f"failed: {name}" in answer.stderr
-    assert not (tmp_path / "out").exists()

@@ -1,7 +1,5 @@
 """The exit code of a report."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks that are made from code and reports: a figure that changes in a JSON file makes the check fail."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import ModuleType
@@ -120,65 +118,3 @@ def test_a_promise_is_kept_broken_or_not_run(blocks: ModuleType) -> None:
         )
         blocks.main(["--write"])
         assert f"| {shown} | [NVIDIA H200, vLLM 0.33.0]" in document.read_text()
-
-
-def test_kernels_are_divided_where_both_are_right(blocks: ModuleType) -> None:
-    document = write(blocks, "kernels")
-    common = {"quantization": "fp8", "model": "m"}
-    rows = [
-        {**common, "backend": name, "tokens": tokens, "right": right, "time_us": time}
-        for name, tokens, right, time in (
-            ("OURS", 1, True, 5.0),
-            ("MARLIN", 1, True, 10.0),
-            ("OURS", 8, True, 5.0),
-            ("MARLIN", 8, False, None),
-            ("MARLIN", 64, True, 7.0),
-        )
-    ]
-    store(blocks, "moe_backends", command="bench", bench={"backends": {"rows": rows}})
-    blocks.main(["--write"])
-    assert "| m, fp8 beside MARLIN | 0.50 |  |  |" in document.read_text()
-
-
-def test_an_index_has_a_row_for_each_report_of_its_folder(blocks: ModuleType) -> None:
-    document = write(blocks, "reports", "reports/nvidia-h200-vllm-0.33.0/README.md")
-    store_claims(blocks, "+55 %")
-    origin = {
-        "command_line": "moedoctor replay x --format json -o …/y.json",
-        "date": "2026-11-27T1",
-        "dirty": True,
-    }
-    summary = {"reasons": ["the output is wrong", "more"], "interrupted": True}
-    store(blocks, "recorded", command="replay", origin={**origin, "commit": "0123456789"}, summary=summary)
-    blocks.main(["--write"])
-    text = document.read_text()
-    assert "| [nan_routing](nan_routing.json) |  |  | proved: MD001; claims refuted: 1 |" in text
-    made = "2026-11-27 0123456, and changes that were not committed"
-    assert f"| `moedoctor replay x` | {made} | the output is wrong; cut before its end |" in text
-
-
-def test_help_and_catalogue_are_the_real_ones(blocks: ModuleType) -> None:
-    catalogue, commands = write(blocks, "failures"), write(blocks, "help", "README.md")
-    blocks.main(["--write"])
-    assert "| `MD020` | stale_parameter |" in catalogue.read_text()
-    assert "```text\n$ moedoctor --help\nUsage: moedoctor [OPTIONS]" in commands.read_text()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("<!-- made: claims -->\n", "docs/page.md: a block needs"),
-        ("<!-- made:end -->\n", "docs/page.md: a block needs"),
-        ("<!-- made: claims -->\n<!-- made: claims -->\n<!-- made:end -->\n", "docs/page.md: a block needs"),
-        (
-            "\n<!-- made: clams -->\n<!-- made:end -->\n",
-            "docs/page.md:2: no kind 'clams' of block; known: help",
-        ),
-    ],
-)
-def test_a_block_that_cannot_be_made_is_refused(
-    blocks: ModuleType, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
-    (blocks.ROOT / "docs" / "page.md").write_text(text)
-    assert blocks.main(["--write"]) == 2
-    assert capsys.readouterr().err.startswith(message)

@@ -1,7 +1,5 @@
 """Names say what a thing is, functions are named by verbs, and docstrings open with a verb or the thing."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The origin of a report: date, commit, command line, and the lines that make it again."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

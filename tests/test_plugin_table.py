@@ -1,8 +1,5 @@
 """The table of the plug-in: what counts as a run in an engine, and that releases and reasons are told."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Any
 
@@ -71,26 +68,6 @@ def test_a_call_that_an_engine_recorded_counts_where_it_was_replayed(script: Any
     assert script.ran_with(elsewhere) == set()
     of_a_model = {**replayed, "capsule": {"record": {**record, "environment": {}}}}
     assert script.ran_with(of_a_model) == set()
-
-
-def test_a_new_report_changes_the_table(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "a-gpu"
-    folder.mkdir()
-    (folder / "new.json").write_text(json.dumps(report()))
-    monkeypatch.setattr(script, "REPORTS", tmp_path)
-    known = script.evidence()
-    assert known["0.33.0"]["offload"] == {"basis": "ran in an engine", "reports": ["a-gpu/new"]}
-    assert known["0.30.0"]["offload"] == {"basis": "source checked"}
-    table = script.table(known)
-    assert "ran in an engine ([report](../reports/a-gpu/new.md))" in table
-    assert "| 0.17.1 to 0.19.1 |" in table, "releases that are alike share a row"
-    assert "- `routing` is not needed in 0.20.0 to 0.33.0: 0.20.0 and later" in table
-    assert "- `expert_cache` is refused in 0.17.1 to 0.20.2, 0.22.0 to 0.27.0: " in table
-
-
-def test_a_scenario_says_itself_what_its_engines_start(script: Any) -> None:
-    assert script.started_by("nan_padding_dp.yaml") == {"nan"}
-    assert script.started_by("own_model.yaml") == script.started_by("") == set()
 
 
 def test_reports_that_the_data_names_are_there() -> None:

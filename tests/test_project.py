@@ -1,8 +1,5 @@
 """The packaging: a complete wheel, entry points that load, and a start without torch."""
 
-from __future__ import annotations
-
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -15,7 +12,6 @@ import pytest
 from packaging.requirements import Requirement
 
 import moedoctor
-from moedoctor.entries import find_builtin_folder, find_reports_folder
 from moedoctor.reporters.schemas import DOCUMENTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,19 +102,6 @@ for name in sys.argv[1:]:
     assert set(loaded) == {"torch False"}
 
 
-def test_a_checkout_reads_its_own_scenarios_and_evidence() -> None:
-    assert find_builtin_folder() == ROOT / "scenarios"
-    assert find_reports_folder() == ROOT / "reports"
-
-
-def test_a_package_without_scenarios_says_where_it_looked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("moedoctor.entries._PACKAGE", tmp_path / "moedoctor")
-    with pytest.raises(FileNotFoundError, match=r"_scenarios.*scenarios.*install moedoctor again"):
-        find_builtin_folder()
-
-
 def test_the_source_distribution_holds_what_tests_and_builds_need(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -139,6 +122,7 @@ def test_the_metadata_of_the_wheel_says_what_it_needs(wheel: Path) -> None:
     needs = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     always = {need.name.lower() for need in needs if not (need.marker and "extra" in str(need.marker))}
     assert " ".join(sorted(always)) == "jinja2 nvidia-ml-py packaging pydantic pyyaml rich safetensors typer"
+    assert {str(need.marker) for need in needs if need.name == "ray"} >= {'extra == "fleet"'}
     # Installing moedoctor must not change the torch that it examines.
     torches = [need for need in needs if need.name == "torch"]
     assert {str(need.marker) for need in torches} == {'extra == "torch"', 'extra == "dev"'}
@@ -147,10 +131,6 @@ def test_the_metadata_of_the_wheel_says_what_it_needs(wheel: Path) -> None:
 
 def test_the_wheel_is_small(wheel: Path) -> None:
     assert wheel.stat().st_size < 3_000_000
-
-
-def test_the_installed_version_is_the_written_one() -> None:
-    assert importlib.metadata.version("moedoctor") == moedoctor.__version__, "run make setup"
 
 
 def test_what_answers_without_torch_imports_nothing_heavy() -> None:
@@ -182,25 +162,3 @@ for group in {GROUPS!r}:
     checked = set(answer.stdout.split())
     fault = "moedoctor.faults.routing.nan_routing:NanRouting"
     assert {"moedoctor.cli", "moedoctor.subjects.ours:FixedSubject", fault} <= checked
-
-
-@pytest.mark.parametrize(("available", "outcome"), [(False, "1 passed, 1 skipped"), (True, "2 passed")])
-def test_gpu_tests_are_skipped_and_counted_without_a_gpu(
-    tmp_path: Path, available: bool, outcome: str
-) -> None:
-    """Run the tests in a separate folder with a fake torch."""
-    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())
-    (tmp_path / "torch.py").write_text(f"class cuda:\n    is_available = staticmethod(lambda: {available})\n")
-    (tmp_path / "test_it.py").write_text(
-        "import pytest\n\n\ndef test_anywhere(): pass\n\n\n@pytest.mark.gpu\ndef test_gpu(): pass\n"
-    )
-    arguments = ["-m", "pytest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-    answer = subprocess.run(
-        [sys.executable, *arguments, "--rootdir", str(tmp_path), str(tmp_path)],
-        capture_output=True,
-        encoding="utf-8",
-        cwd=tmp_path,
-        timeout=60,
-        check=False,
-    )
-    assert outcome in answer.stdout.splitlines()[-1], answer.stdout + answer.stderr

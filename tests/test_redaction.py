@@ -1,7 +1,5 @@
 """Names of persons and machines and secrets are removed from reports."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -125,66 +123,7 @@ PLANTED: Mapping[str, st.SearchStrategy[Any]] = {
 }
 """Text -> what to plant in it."""
 
-INNOCENT = """
-vLLM API server version 0.33.0
-CUDA 13.0.88.1
-nvidia-cudnn-cu12==9.10.2.21
-NCCL 2.14.0.1
-"version": "2.14.0.1"
-5.15.167.4-microsoft-standard-WSL2
-libcudnn.so.9.10.2.21
-driver 580.95.05
-vllm@0.19.1
-vllm==0.11.2.post1+cu129
-[core.py:866]
-File "/opt/vllm/x.py", line 3, in forward
-0x7f3c00000000
-[128, 4096, 1536]
-torch.float8_e4m3fn
-tensor([1.0, nan])
-12:00:00.123
-2026-11-22
-std::vector<int>
-a::b
-x[1::2]
-dead::f(x)
-CompressedTensorsW4A4Nvfp4MoEMethod
-hf_quant_config.json
-hf_hub_download
-npm_config_cache
-https://github.com/vllm-project/vllm/issues/39593
-https://docs.vllm.ai/en/latest/home/index.html#a
-git+https://github.com/vllm-project/vllm.git@v0.11.0
-https://huggingface.co/Qwen/Qwen3-30B-A3B?x=1
-http://localhost:8000/v1
-https://…
-file:///opt/x
-api_key=None
-token: 128
-output token: 4.2 ms
-eos_token: </s>
-max_token=128
-topk_ids: [[1, 2]]
-CUDA error: an illegal memory access
-/usr/local/cuda-13.0/bin
-threading.local
-*.experts.w13_weight
-/data/models/qwen3/config.json
-/mnt/nvme0/x
-key=value
-host memory
-12.3 GiB
-a@b.weight
-kernel
-token
-password
-MoE: 128 experts
-basic block
-%d
-é中🙂
-{
-—
-""".strip().splitlines()
+INNOCENT = (ROOT / "tests" / "innocent.txt").read_text("utf-8").splitlines()
 DIGEST = "0a" * 32
 INNOCENT += [f"sha256:{DIGEST}", f"| file_sha256 | {DIGEST} |", f"commit {DIGEST[:40]}"]
 

@@ -1,7 +1,5 @@
 """`make release`: what a release changes for moedoctor, and the table of answers, byte for byte."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

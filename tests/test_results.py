@@ -1,9 +1,6 @@
 """Records to and from JSON: writing, reading back, and the messages of refusals."""
 
-from __future__ import annotations
-
 import copy
-import dataclasses
 import enum
 import json
 import math
@@ -18,46 +15,13 @@ from hypothesis import strategies as st
 from report_samples import HOSTILE, case, full_report, report, scenario
 
 from moedoctor.reporters.schemas import make_schema
-from moedoctor.results import (
-    CaseResult,
-    ClaimResult,
-    Report,
-    ReportError,
-    ScenarioResult,
-    Summary,
-    Tier,
-    find_worst,
-    from_json,
-    load_report,
-    to_json,
-    to_plain,
-)
+from moedoctor.results import Report, ReportError, Tier, find_worst, from_json, load_report, to_json, to_plain
 
 SCHEMA = make_schema("run")
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 DOCUMENT = to_plain(full_report())
 REPORTS = Path(__file__).parent.parent / "reports"
 CASE = ("scenarios", 0, "cases", 1)
-
-
-def test_the_records_have_the_keys_of_the_schema_in_the_documented_order() -> None:
-    kinds, first = SCHEMA["$defs"], DOCUMENT["scenarios"][0]
-    for kind, written, described in (
-        (Report, DOCUMENT, SCHEMA),
-        (ScenarioResult, first, kinds["ScenarioResult"]),
-        (CaseResult, first["cases"][0], kinds["CaseResult"]),
-        (ClaimResult, first["claims"][0], kinds["ClaimResult"]),
-        (Summary, DOCUMENT["summary"], kinds["Summary"]),
-    ):
-        assert len(written) == len(dataclasses.fields(kind))
-        assert set(written) == set(described["properties"])
-    assert list(DOCUMENT)[:4] == ["schema_version", "moedoctor", "command", "origin"]
-    assert first["cases"][0] == {
-        "subject": "faulty", "tier": "model", "device": "cpu",
-        "parameters": {"tokens": 128, "top_k": 2, "scoring": "softmax"}, "verdict": "reproduced",
-        "expected": "reproduced", "figure": "13 of 128 rows", "evidence": {"rows": 13}, "reason": None,
-        "seconds": 0.0,
-    }  # fmt: skip
 
 
 STORED = [
@@ -128,11 +92,8 @@ def test_keys_of_a_later_version_are_ignored_and_ours_may_be_absent() -> None:
     [
         (("scenarios",), {}, "scenarios: must be a list"),
         (("scenarios", 0, "verdict"), "maybe", "scenarios[0].verdict: must be 'proved', 'found'"),
-        ((*CASE, "tier"), ["model"], "scenarios[0].cases[1].tier: must be 'model'"),
         ((*CASE, "seconds"), -1, "seconds: must be greater than or equal to 0, not -1"),
-        ((*CASE, "parameters", "top_k"), [2], "parameters.top_k: must be"),
         ((*CASE, "evidence"), None, "evidence: must be a mapping (key: value), not null"),
-        (("scenarios", 0, "claims", 0, "reason"), 3, "claims[0].reason: must be text"),
         (("summary", "interrupted"), 0, "summary.interrupted: must be a valid boolean"),
     ],
 )
@@ -204,7 +165,6 @@ def _with(old: str, new: str) -> str:
         (_with('"gpu": "NVIDIA H200"', '"gpu": NaN'), "the number NaN is not finite"),
         (_with('"gpu": "NVIDIA H200"', '"gpu": 1e999'), "the number 1e999 is not finite"),
         (_with('"gpu": "NVIDIA H200"', f'"gpu": {"9" * 5000}'), "a number of too many digits"),
-        (_with('"tier": "model"', '"tier": "cloud"'), "scenarios[0].cases[0].tier: must be 'model'"),
         ("[" * 200_000, "nested too deeply"),
     ],
 )
