@@ -367,6 +367,13 @@ def _read_rules(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Rule]:
         yield Rule(kind, f"{body['name']}: {row['says']}", message, frames, row.get("step", body["step"]))
 
 
+def make_wrong_output(line: int, excerpt: str) -> Cause:
+    """Return the cause of a text without an error whose line tells of wrong output."""
+    body = load_data("causes.yaml")["classes"]["wrong_output"]
+    says = f"{body['name']}: {body['says']}"
+    return Cause(line, excerpt, "wrong_output", says, place="", owner="", next_step=body["step"])
+
+
 def _describe(error: _Error, launch_blocking: bool) -> Cause:
     rules, owners = load_rules()
     frames = "\n".join(map(str, error.frames))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.cause import Cause, Errors
+from moedoctor.diagnose.triage.cause import Cause, Errors, make_wrong_output
 from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, release_words
 from moedoctor.diagnose.triage.line_text import is_denied, is_possible
 from moedoctor.diagnose.triage.log_text import Passage, Passages
@@ -203,6 +203,10 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             best[signature.id] = _choose_surer(best.get(signature.id), finding)
     ordered = sorted(best.values(), key=lambda finding: (-finding.confidence, finding.id))
     findings = tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE)
+    error = errors.find_cause()
+    if error is None and not findings and (wrong := notes.get("wrong")):
+        line = wrong.list_lines()[0]
+        error = make_wrong_output(line, wrong.excerpts[line][0])
     return Triage(
         findings=findings,
         releases=facts.summarize(),
@@ -213,7 +217,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         bytes_read=passages.bytes_read,
         other_releases=facts.summarize_others(),
         settings=settings.mask(redactor),
-        error=_mask_cause(errors.find_cause(), redactor),
+        error=_mask_cause(error, redactor),
     )
 
 

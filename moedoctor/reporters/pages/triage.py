@@ -18,7 +18,7 @@ from moedoctor.text import join_some
 _MISSING = 3
 _RELEASE_DECIDES = ("loading_names", "loading_shapes", "quantization", "backend", "installation", "unknown")
 _GPU_DECIDES = ("quantization", "backend", "compile")
-_COMMAND_DECIDES = ("backend", "memory", "collective", "kernel_fault", "unknown")
+_COMMAND_DECIDES = ("backend", "memory", "collective", "kernel_fault", "wrong_output", "unknown")
 """Classes of errors that this fact makes surer."""
 
 _UNDECIDED = "The text is not enough to tell. It may be one of these:"
@@ -190,7 +190,9 @@ def _list_lacking(part: TriageDocument, read: LookedAt) -> list[str]:
         "the release (`vllm --version`)": not read.releases and (undecided or kind in _RELEASE_DECIDES),
         "the GPU": not read.gpus and not sure and (bool(part.possible) or kind in _GPU_DECIDES),
         "the whole command line": not read.settings.shown and (undecided or kind in _COMMAND_DECIDES),
-        "the 30 lines before the error": not sure and read.error is not None and not read.error.place,
+        "the 30 lines before the error": not sure
+        and read.error is not None
+        and not (read.error.place or kind == "wrong_output"),
     }
     return [fact for fact, is_lacking in lacking.items() if is_lacking]
 

@@ -236,3 +236,30 @@ def test_the_cause_is_masked_and_bounded() -> None:
     assert found is not None
     assert secret not in found.excerpt
     assert len(found.excerpt) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "excerpt"),
+    [
+        ("It stops while loading with a KeyError: 'layers.0.experts.w2_weight'", "loading_names", "KeyError"),
+        ("There is no KeyError: 'layers.0.experts.w2_weight' any more", None, None),
+        ("INFO 11-28 10:00:00 [a.py:1] retried after TimeoutError: slow", None, None),
+        (
+            "ERROR [core.py:9] TimeoutError: RPC call to sample_tokens timed out.",
+            "collective",
+            "TimeoutError",
+        ),
+        (
+            "[12.5] Out of memory: Killed process 7 (VLLM)\nRuntimeError: Engine core initialization failed.",
+            *("killed", "Killed process"),
+        ),
+        ("The NVFP4 model answers with garbage: !!!!!!!!!!!!", "wrong_output", "garbage"),
+        ("The answers are no garbage since 0.24.0", None, None),
+    ],
+)
+def test_what_a_sentence_tells_is_the_cause_only_without_an_error(
+    text: str, kind: str | None, excerpt: str | None
+) -> None:
+    found = triage(io.BytesIO(text.encode())).error
+    assert (found.kind if found else None) == kind
+    assert not found or (excerpt or "") in found.excerpt
