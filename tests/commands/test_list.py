@@ -17,10 +17,10 @@ def shown(capsys: pytest.CaptureFixture[str], format: str) -> str:
 def test_every_entry_is_listed_with_who_has_it_and_what_fixes_it(capsys: pytest.CaptureFixture[str]) -> None:
     listed = json.loads(shown(capsys, "json"))
     assert listed["schema_version"] == 1
-    rows = listed["catalogue"]
-    assert [row["id"] for row in rows][:20] == list(load_entries())
+    rows = listed["catalogue"][: len(load_entries())]
+    assert [row["id"] for row in rows] == list(load_entries())
     registered = catalogue.list_registered_names()
-    for row in rows[:20]:
+    for row in rows:
         assert row["scenario"] is (row["name"] in registered)
         entry = load_entries()[row["id"]]
         values = (row["title"], row["affects"], row["fixed_in"])
