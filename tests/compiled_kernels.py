@@ -4,8 +4,6 @@ A launcher is called with tensors that are on a GPU and have no memory. Its kern
 types, constants and options of that call, assembled by the ptxas that Triton brings, and not run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

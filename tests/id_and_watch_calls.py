@@ -1,7 +1,6 @@
 """Checks of the kernels for expert ids and the NaN trace against torch; a script for Triton's interpreter."""
 
-from __future__ import annotations
-
+import itertools
 import sys
 
 import torch
@@ -12,6 +11,7 @@ from moedoctor.kernels.watch import launch_begin, launch_end, launch_watch, laun
 from moedoctor.trace import nan_state
 
 SHAPES = ((1, 1), (5, 2), (40, 8), (300, 10), (3, 33))
+FIELDS = [nan_state.ROWS, nan_state.STEPS_FOUND, nan_state.FIRST_STEP, nan_state.LAST_STEP]
 
 
 def make_ids(tokens: int, top_k: int, experts: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -101,8 +101,7 @@ def check_watch(device: str) -> None:
                 theirs.end()
         assert header.tolist() == theirs.header.tolist(), (index, header, theirs.header)
         # Which of two kinds in one tensor comes first is open; which of two points does is not.
-        fields = [nan_state.ROWS, nan_state.STEPS_FOUND, nan_state.FIRST_STEP, nan_state.LAST_STEP]
-        assert found[..., fields].tolist() == theirs.found[..., fields].tolist(), (index, found)
+        assert found[..., FIELDS].tolist() == theirs.found[..., FIELDS].tolist(), (index, found)
         assert _order(found) == _order(theirs.found), (index, found, theirs.found)
 
 
@@ -132,9 +131,35 @@ def check_watch_three(device: str) -> None:
             if active:
                 theirs.watch_last(1, last)
         assert header.tolist() == theirs.header.tolist(), (step, header, theirs.header)
-        fields = [nan_state.ROWS, nan_state.STEPS_FOUND, nan_state.FIRST_STEP, nan_state.LAST_STEP]
-        assert found[..., fields].tolist() == theirs.found[..., fields].tolist(), (step, found)
+        assert found[..., FIELDS].tolist() == theirs.found[..., FIELDS].tolist(), (step, found)
     assert header[nan_state.STEPS].item() == 4
+
+
+def check_watch_groups(device: str) -> None:
+    """Rows in groups, with and without masks, are classified as on the CPU; a step begins twice."""
+    mask = torch.tensor([1, 0, 0, 1], dtype=torch.int8)
+    counts = set()
+    cases = (3, 4, 0), (4, 4, 0), (4, 6, 4), (5, 6, 5), (nan_state.ALL_REAL, nan_state.ALL_REAL, 0)
+    for (real, padded, masked), number, group in itertools.product(cases, (4, 8, 9), (0, 1, 2)):
+        for padding in (None, mask) if 4 * group == number else (None,):
+            x = torch.full((number, 3), float("nan"))
+            x[0, 1] = float("inf")
+            theirs = nan_state.NanState("cpu", 4)
+            header, found = theirs.header.to(device, copy=True), theirs.found.to(device, copy=True)
+            for _ in range(2):
+                launch_begin(header, real, padded)
+                nan_state.begin_step(theirs.header, real, padded)
+            header[nan_state.MASKED] = theirs.header[nan_state.MASKED] = masked
+            there = None if padding is None else padding.to(device)
+            launch_watch(x.to(device), header, found, 1, there, group=group)
+            nan_state.watch_rows(x, theirs.header, theirs.found, padding, 1, group)
+            case = (real, padded, masked, number, group, padding)
+            assert found[..., FIELDS].tolist() == theirs.found[..., FIELDS].tolist(), case
+            counts.add(tuple(theirs.found[1, ::2, nan_state.ROWS].tolist()))
+            launch_end(header)
+            nan_state.end_step(theirs.header)
+            assert header.tolist() == theirs.header.tolist(), case
+    assert {(3, 1, 0), (0, 0, 8), (2, 2, 0), (4, 4, 0), (9, 0, 0)} <= counts, counts
 
 
 def _order(found: torch.Tensor) -> list[int]:
@@ -157,6 +182,7 @@ CHECKS = {
     "deduplicate float64": lambda device: check_deduplicate(device, torch.int64, torch.float64),
     "watch": check_watch,
     "watch three": check_watch_three,
+    "watch groups": check_watch_groups,
 }
 
 if __name__ == "__main__":

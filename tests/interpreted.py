@@ -3,8 +3,6 @@
 Each needs a process of its own, because Triton decides at import whether it interprets.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

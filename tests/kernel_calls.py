@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from routing_cases import GROUP_EDGES, Call, assert_agrees, rows_of_every_kind
 
-from moedoctor.kernels.routing import half_softmax
 from moedoctor.kernels.routing.launch import Shape, launch_topk
 from moedoctor.kernels.routing.sorting import sort_lane, split_lanes
 
@@ -71,26 +70,6 @@ def _group_edges() -> None:
         assert ids.tolist() == [expected], (row, bias, policy, ids)
 
 
-def _clean_rows_once() -> None:
-    """Rows without special values must not be routed a second time: it would be right, and slow."""
-    stored = []
-    store = half_softmax.store_routes
-
-    def counted(*arguments: Any) -> None:
-        stored.append(1)
-        store(*arguments)
-
-    half_softmax.store_routes = counted
-    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for policy in ("zero", "finite", None):
-        launch(Call("topk_softmax", x, 3, {"nan_policy": policy}), device="cpu", shape=Shape(2, 8, 2, 1))
-        assert len(stored) == 4, (policy, stored)
-        stored.clear()
-    x[0] = float("nan")
-    launch(Call("topk_softmax", x, 3, {"nan_policy": "zero"}), device="cpu", shape=Shape(2, 8, 2, 1))
-    assert len(stored) == 5, stored
-
-
 def _inf_ranks_by_logit() -> None:
     """Under "finite" a row that holds an Inf is ranked by its logits, although these scores are all 1."""
     x = torch.tensor([[30.0, 20.0, float("inf"), 25.0], [30.0, 20.0, 26.0, 25.0]])
@@ -120,7 +99,6 @@ def _sorts_every_arrangement() -> None:
 
 _CHECKS = {
     "group edges": _group_edges,
-    "clean rows once": _clean_rows_once,
     "inf ranks by logit": _inf_ranks_by_logit,
     "sorts every arrangement": _sorts_every_arrangement,
 }

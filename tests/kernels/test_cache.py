@@ -1,7 +1,5 @@
 """The expert cache's kernels in Triton's interpreter, against the engine ``host`` and the reference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from tests.interpreted import run_check
         "wrong_ids many_ids reseeded",
         pytest.param("stateful packed_exponents mapped", marks=pytest.mark.slow),
         pytest.param("forward grouped", marks=pytest.mark.slow),
-        pytest.param("broken broken_twice policies between streamed", marks=pytest.mark.slow),
+        pytest.param("broken policies between streamed", marks=pytest.mark.slow),
     ],
 )
 def test_interpreted(checks: str) -> None:
@@ -29,7 +27,7 @@ def test_interpreted(checks: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", LOWERINGS)
+@pytest.mark.parametrize("capability", [LOWERINGS[0], LOWERINGS[-1]])  # none uses tensor cores
 def test_compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bookkeeping of few and many experts and ids, and the copies."""
     monkeypatch.setattr(transfer, "find_device_address", lambda memory, device: 0)

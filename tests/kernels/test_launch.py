@@ -25,9 +25,7 @@ def _assert_covers(shape: launch.Shape, columns: int, top_k: int) -> None:
 
 
 @given(st.integers(0, 200_000), st.integers(1, 512), st.data())
-def test_half_softmax_shapes_hold_every_expert_and_pick(
-    tokens: int, experts: int, data: st.DataObject
-) -> None:
+def test_half_softmax_shapes_hold_every_expert_and_pick(tokens, experts, data):
     top_k = data.draw(st.integers(1, min(experts, 16)))
     shape = launch.choose_half_softmax_shape(tokens, experts)
     _assert_covers(shape, experts, top_k)
@@ -40,9 +38,7 @@ def test_half_softmax_shapes_hold_every_expert_and_pick(
     st.sampled_from([2, 4, 8]),
     st.data(),
 )
-def test_topk_shapes_give_each_group_its_own_lanes(
-    groups: int, size: int, element_size: int, data: st.DataObject
-) -> None:
+def test_topk_shapes_give_each_group_its_own_lanes(groups, size, element_size, data):
     experts = groups * size
     top_k = data.draw(st.integers(1, experts))
     shape = launch.choose_topk_shape(data.draw(st.integers(0, 200_000)), experts, top_k, groups, element_size)
@@ -111,17 +107,3 @@ def test_every_launch_is_on_the_gpu_of_its_tensors_and_no_grid_overflows() -> No
     # At least; a launch that is written in another way must not be missed.
     for name, number in {"launch.py": 8, "watch.py": 4, "lookup.py": 2, "transfer.py": 2}.items():
         assert launched.count(name) >= number, name
-
-
-def test_one_kernel_reads_the_second_and_third_dimension_of_its_grid() -> None:
-    readers = {
-        place: [path.name for path in (ROOT / "moedoctor").rglob("*.py") if place in path.read_text()]
-        for place in ("program_id(1)", "program_id(2)", "num_programs(1)", "program_id(axis=")
-    }
-    products = ["products.py"]
-    assert readers == {
-        "program_id(1)": products,
-        "program_id(2)": products,
-        "num_programs(1)": [],
-        "program_id(axis=": [],
-    }

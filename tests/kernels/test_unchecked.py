@@ -1,7 +1,5 @@
 """The kernels of MD020: the first reads any address, the second lets Triton check its argument."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A kernel that is launched again must have been compiled for the same kind of arguments."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from unittest.mock import MagicMock, call

@@ -1,11 +1,8 @@
 """The NaN locator and outputs of other shapes than the step's, or of other types than tensors."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ import torch
 from moedoctor.trace import NanLocator
 from moedoctor.trace.nan_report import Finding, NanReport
 from moedoctor.trace.nan_state import NanState
-from tests.interpreted import run_check
 
 NAN, INF = float("nan"), float("inf")
 BATCH, TOKENS, HEADS = 2, 5, 3
@@ -201,8 +197,3 @@ def test_two_points_cannot_have_the_same_name() -> None:
     model = Gives(lambda x: x)
     model.model = torch.nn.Linear(2, 2)
     assert NanLocator(model)._state.names == ["Gives", "model"]
-
-
-def test_the_kernels_classify_rows_like_the_reference() -> None:
-    pytest.importorskip("triton")
-    run_check(Path(__file__).parent / "interpreted_watch.py")
