@@ -1,7 +1,5 @@
 """Runs code with the installed vLLM in a process of its own, for tests marked `upstream`."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

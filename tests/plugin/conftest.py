@@ -1,7 +1,5 @@
 """What the tests of the plug-in share: a clean process before and after each test."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

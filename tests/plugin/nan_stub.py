@@ -2,12 +2,9 @@
 
     nan_stub.py FOLDER_OF_THE_STUB HOW
 
-is a process with the trace in the stub, which ends as vLLM's own processes do. `run`: this process runs a
-step. `fork`, `fork again`, `spawn`: a child does, and ends as the engine does at SIGTERM. `inherit`: this
-process runs a step, and a fork of it runs none.
+is a process with the trace in the stub, which ends as vLLM's own processes do. `fork`, `spawn`: a child runs
+a step, and ends as the engine does at SIGTERM. `inherit`: this process runs a step, and a fork runs none.
 """
-
-from __future__ import annotations
 
 import importlib
 import multiprocessing
@@ -188,10 +185,8 @@ def child(stub: str, run: bool, apply: bool) -> None:
 
 if __name__ == "__main__":
     folder, how = sys.argv[1:]
-    work(folder, run=how in ("run", "inherit"), apply=True)
-    if how != "run":
-        context = multiprocessing.get_context("spawn" if how == "spawn" else "fork")
-        again = how in ("spawn", "fork again")
-        process = context.Process(target=child, args=(folder, how != "inherit", again))
-        process.start()
-        process.join()
+    work(folder, run=how == "inherit", apply=True)
+    context = multiprocessing.get_context("spawn" if how == "spawn" else "fork")
+    process = context.Process(target=child, args=(folder, how != "inherit", how == "spawn"))
+    process.start()
+    process.join()

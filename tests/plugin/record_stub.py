@@ -5,8 +5,6 @@
 is a process that records one step, in which the second layer gives NaN, and ends.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The fix `backend` inside a stub of vLLM: the variable is honored, and vLLM's reasons are logged."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types
@@ -41,9 +39,7 @@ def moe_backend(arguments: Any) -> str:
 
 
 @pytest.mark.parametrize("version", list_known_releases())
-def test_the_variable_is_honoured_in_every_release(
-    stub: Stub, caplog: pytest.LogCaptureFixture, version: str
-) -> None:
+def test_the_variable_is_honoured_in_every_release(stub, caplog, version):
     config = stub(version)(described={"quant_algo": "NVFP4"}).create_engine_config(headless=True)
     assert config.kernel_config.moe_backend == "marlin"
     assert f"active in vLLM {version}: backend (MARLIN for NVFP4 MoE" in caplog.messages[0]
@@ -80,12 +76,8 @@ def test_the_flag_and_other_models_come_first(stub: Stub, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize(("hidden_act", "cutlass"), [("silu", "would work"), ("relu2", "without a gate")])
 def test_if_the_variable_decides_the_reasons_are_those_of_the_tables(
-    stub: Stub,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    hidden_act: str,
-    cutlass: str,
-) -> None:
+    stub, monkeypatch, caplog, hidden_act, cutlass
+):
     arguments = stub("0.18.0")(quantization="modelopt_fp4")
     platform = types.SimpleNamespace(get_device_capability=lambda: (12, 0))
     monkeypatch.setattr(importlib.import_module("vllm.platforms"), "_current_platform", platform)
@@ -106,14 +98,8 @@ def test_if_the_variable_decides_the_reasons_are_those_of_the_tables(
     ],
 )
 def test_a_name_that_cannot_be_honoured_stops_the_engine_unless_the_fix_is_optional(
-    stub: Stub,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-    version: str,
-    backend: str,
-    words: str,
-) -> None:
+    stub, monkeypatch, caplog, capsys, version, backend, words
+):
     arguments = stub(version, backend)
     with pytest.raises(SystemExit) as stopped:
         arguments(quantization="modelopt_fp4").create_engine_config()
@@ -129,12 +115,7 @@ def test_a_name_that_cannot_be_honoured_stops_the_engine_unless_the_fix_is_optio
     assert any("left out: backend: " in line and words in line for line in caplog.messages)
 
 
-def test_a_failure_while_honouring_stops_the_engine(
-    stub: Stub,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_failure_while_honouring_stops_the_engine(stub, monkeypatch, caplog, capsys):
     def broken(config: Any) -> bool:
         raise KeyError("quantization")
 

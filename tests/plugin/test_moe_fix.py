@@ -1,7 +1,5 @@
 """What the fix `moe` refuses, and its variable; no vLLM is needed."""
 
-from __future__ import annotations
-
 import sys
 import types
 from typing import Any
@@ -71,10 +69,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"in_dtype": "torch.float32"}, "activations are torch.float32"),
         ({"swiglu_limit": 7.0}, "clamps the activation"),
         ({"method": "Mxfp4MoEMethod"}, "Mxfp4MoEMethod holds its weights in another way"),
-        (
-            {"method": "Fp8PerTensorOnlineMoEMethod"},
-            "quantizes while it loads; leave --quantization out",
-        ),
+        ({"method": "Fp8PerTensorOnlineMoEMethod"}, "quantizes while it loads; leave --quantization out"),
         ({"capability": (7, 5)}, "compute capability 7.5; expected 8.0"),
         ({"capability": (12, 1)}, None),
         ({"is_cuda": False}, "NVIDIA"),
@@ -85,9 +80,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"MOEDOCTOR_MOE": "reference", "enforce_eager": True}, None),
     ],
 )
-def test_what_cannot_be_computed_is_refused(
-    machine: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str | None
-) -> None:
+def test_what_cannot_be_computed_is_refused(machine, monkeypatch, changes, reason):
     """Upper-case names are variables."""
     changes = dict(changes)
     made = method(changes.pop("method", "Fp8MoEMethod"))
@@ -124,9 +117,7 @@ def wrap(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
-def test_an_optional_fix_leaves_a_refused_layer_to_vllm(
-    machine: Any, wrap: Any, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
-) -> None:
+def test_an_optional_fix_leaves_a_refused_layer_to_vllm(machine, wrap, monkeypatch, capability):
     """vLLM selects a backend right after the constructor that is wrapped."""
     machine.capability = capability
     ours, done = capability >= moe_fix.LEAST_CAPABILITY, []

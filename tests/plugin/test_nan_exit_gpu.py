@@ -1,7 +1,5 @@
 """The report at the exit of a real engine in a forked process, vLLM's default. About a minute."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The fix `offload` inside stubs that are shaped like the supported releases."""
 
-from __future__ import annotations
-
 import importlib
 import types
 from pathlib import Path
@@ -14,7 +12,6 @@ from torch import nn
 from vllm_stub import write, write_files
 
 from moedoctor.fixes.offload import storage as offload_storage
-from moedoctor.fixes.offloader import offload
 from moedoctor.plugin import offload_fix
 from tests.real_vllm import ask_child
 
@@ -164,9 +161,7 @@ def wrapped(budget: int, *, uva: bool = False, layers: int = 3) -> tuple[list[nn
 
 
 @pytest.mark.parametrize("version", ["0.19.1", VERSION, "0.29.0", "0.33.0"])
-def test_every_release_is_patched_and_computes_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
-) -> None:
+def test_every_release_is_patched_and_computes_the_same(tmp_path, monkeypatch, caplog, version):
     stub(tmp_path, monkeypatch, version)
     active = offload_fix.apply(version)
     assert ("rebuilt" in active) == (version < "0.20.0")
@@ -225,9 +220,7 @@ def no_room(*arguments: Any) -> Any:
 @pytest.mark.parametrize(
     "reason", ["ValueError: module: 1.mask is a meta tensor", "OutOfMemoryError: no room"]
 )
-def test_if_ours_cannot_take_over_vllm_offloads_as_before(
-    patched: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
-) -> None:
+def test_if_ours_cannot_take_over_vllm_offloads_as_before(patched, monkeypatch, caplog, reason):
     """An engine that asked for ours by name stops."""
     modules, offloader = wrapped(1 << 20)
     x = torch.randn(5, 160)
@@ -250,22 +243,7 @@ def test_if_ours_cannot_take_over_vllm_offloads_as_before(
     assert f"ours could not take over from vLLM: {reason}" in caplog.messages[0]
 
 
-def test_buffers_are_not_made_in_blocks_that_repacking_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = []
-
-    def taking(*arguments: Any, **options: Any) -> Any:
-        order.append("buffers")
-        return offload(*arguments, **options)
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("released"))
-    pending = [offload_fix._Layer(Layer(), torch.device("cpu"), None) for _ in range(3)]
-    offload_fix._take_over(pending, taking, pin=False)
-    assert order == ["released", "buffers"]
-
-
-def test_an_engine_that_copies_has_no_graphs_and_its_own_cache(
-    patched: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_copies_has_no_graphs_and_its_own_cache(patched, monkeypatch):
     made = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     mapped = made(cpu_offload_gb=1.0).create_engine_config()
     assert (mapped.additional_config, mapped.graphs) == (None, "full")

@@ -1,7 +1,5 @@
 """The plug-in itself: inactive by default, stops vLLM if it cannot do what was asked."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -107,18 +105,14 @@ def fixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None
 
 
 @pytest.mark.parametrize("value", ["", " , "])
-def test_nothing_is_applied_by_default(
-    fixes: Callable[..., None], caplog: pytest.LogCaptureFixture, tmp_path: Path, value: str
-) -> None:
+def test_nothing_is_applied_by_default(fixes, caplog, tmp_path, value):
     fixes(MOEDOCTOR_FIXES=value)
     register.register()
     assert caplog.messages == []
     assert not (tmp_path / "active.json").exists()
 
 
-def test_fixes_and_traces_are_applied_and_logged_once(
-    fixes: Callable[..., None], caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_fixes_and_traces_are_applied_and_logged_once(fixes, caplog, tmp_path):
     fixes(MOEDOCTOR_FIXES="GOOD, good,healed", MOEDOCTOR_TRACE="all")
     for _ in range(3):
         register.register()
@@ -142,14 +136,8 @@ PROBLEMS = {
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("value", ["{}", "good,{}", "{},all"])
 def test_what_was_asked_for_by_name_stops_the_engine_unless_it_is_optional(
-    fixes: Callable[..., None],
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    name: str,
-    value: str,
-) -> None:
+    fixes, caplog, capfd, monkeypatch, tmp_path, name, value
+):
     fixes(MOEDOCTOR_FIXES=value.format(name))
     plugins = types.SimpleNamespace(plugins_loaded=True)
     monkeypatch.setitem(sys.modules, "vllm.plugins", plugins)
@@ -169,9 +157,7 @@ def test_what_was_asked_for_by_name_stops_the_engine_unless_it_is_optional(
     assert ("good (for 0.21.0)" in caplog.text) is ("," in value)
 
 
-def test_all_leaves_out_what_cannot_be_applied(
-    fixes: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_leaves_out_what_cannot_be_applied(fixes, caplog):
     fixes(MOEDOCTOR_FIXES="all")
     register.register()
     assert caplog.messages == [
@@ -197,9 +183,7 @@ def test_only_1_makes_fixes_optional(fixes: Callable[..., None], value: str, sto
         register.register()
 
 
-def test_an_unknown_release_is_left_unchanged(
-    fixes: Callable[..., None], caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_an_unknown_release_is_left_unchanged(fixes, caplog, tmp_path):
     reason = "to vLLM 0.16.0: it is none of the releases that the fixes know (0.17.1 to 0.33.0)"
     fixes("0.16.0", MOEDOCTOR_FIXES="all")
     register.register()
@@ -210,9 +194,7 @@ def test_an_unknown_release_is_left_unchanged(
         register.register()
 
 
-def test_a_release_that_cannot_be_read_stops_the_engine(
-    fixes: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_cannot_be_read_stops_the_engine(fixes, monkeypatch):
     def broken() -> str:
         raise RuntimeError("no metadata")
 
@@ -247,12 +229,7 @@ def test_every_fix_and_trace_of_the_tables_can_be_applied(module: Extension) -> 
 
 
 @pytest.mark.parametrize("optional", ["0", "1"])
-def test_a_log_line_holds_nothing_that_a_terminal_acts_on(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-    optional: str,
-) -> None:
+def test_a_log_line_holds_nothing_that_a_terminal_acts_on(monkeypatch, caplog, capfd, optional):
     monkeypatch.setenv(register.VARIABLE, "\x1b]0;title\x07\n::error::x\x9b" + "y" * 1000)
     monkeypatch.setenv(register.OPTIONAL, optional)
     with contextlib.suppress(SystemExit):

@@ -1,7 +1,5 @@
 """The fix `routing` on the functions of a stub of vLLM 0.19.1."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

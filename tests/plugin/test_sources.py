@@ -1,7 +1,5 @@
 """Every patch of the plug-in against the Python source of the installed vLLM, and the stored answers."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ CODE = (
     "import json; from moedoctor.plugin.sources import check_sources;"
     "print('\\nANSWER ' + json.dumps(check_sources()))"
 )
-START = "from moedoctor.plugin.register import register; register()"
 
 
 @pytest.mark.upstream
@@ -31,38 +28,6 @@ def test_every_patch_fits_the_installed_release_and_the_stored_answers_say_so() 
     for row in answer.values():
         row.pop("patches", None)
     assert STORED[release] == answer
-
-
-@pytest.mark.upstream
-@pytest.mark.parametrize("name", [*FIXES, *TRACES])
-def test_what_the_installed_release_refuses_stops_it(name: str) -> None:
-    release = read_release()
-    if STORED[release][name]["basis"] != "refused":
-        pytest.skip(f"vLLM {release} does not refuse {name}")
-    variable = "MOEDOCTOR_FIXES" if name in FIXES else "MOEDOCTOR_TRACE"
-    answer, lines = ask_child(
-        "try:\n    " + START + "\nexcept SystemExit as stopped:\n    print('ANSWER', stopped.code)",
-        **{variable: name, **FIXES.get(name, TRACES.get(name, FIXES["backend"])).example},
-    )
-    assert answer == 1
-    reason = STORED[release][name]["reason"]
-    assert any(f"{name} is not applied to vLLM {release}: {reason}" in line for line in lines)
-
-
-TOPK = """
-import inspect, json
-from vllm import _custom_ops
-from moedoctor.plugin.routing_fix import wrap_topk
-parameters = lambda function: list(inspect.signature(function).parameters)
-functions = (_custom_ops.topk_softmax, wrap_topk(None, ours=None))
-print("ANSWER " + json.dumps([parameters(function) for function in functions]))
-"""
-
-
-@pytest.mark.upstream
-def test_our_topk_takes_what_the_installed_release_passes() -> None:
-    (passed, taken), _ = ask_child(TOPK)
-    assert passed == taken[: len(passed)]
 
 
 def test_all_known_releases_are_stored_and_those_that_make_test_upstream_asks_are_among_them() -> None:

@@ -1,7 +1,5 @@
 """New weights for a running engine are refused while a fix holds copies of the old ones in host memory."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import types
@@ -61,9 +59,7 @@ def ask(worker: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.21.0", "0.33.0"])
-def test_new_weights_are_refused_only_while_a_fix_holds_the_old_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
+def test_new_weights_are_refused_only_while_a_fix_holds_the_old_ones(tmp_path, monkeypatch, version):
     worker = started(tmp_path, monkeypatch, version)
     transfer = ["transfer"] * (version >= "0.21.0")
     assert ask(worker) == []
@@ -91,9 +87,7 @@ def test_new_weights_are_refused_only_while_a_fix_holds_the_old_ones(
     assert ask(worker) == []
 
 
-def test_an_engine_whose_weights_stay_on_the_gpu_takes_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_whose_weights_stay_on_the_gpu_takes_new_ones(tmp_path, monkeypatch):
     worker = started(tmp_path, monkeypatch, "0.33.0")
     offloader = wrapped(0)[1]
     offloader.post_init()
