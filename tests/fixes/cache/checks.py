@@ -1,7 +1,5 @@
 """Weights of an expert cache, and checks of what the cache made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Eviction policies: their decisions, one event for each call, and the optimum."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -14,14 +12,7 @@ from hypothesis import given
 
 from moedoctor.fixes.cache import policies as _eviction_policies
 from moedoctor.fixes.cache.policies import Change, Lfru, Lru
-from moedoctor.fixes.eviction import (
-    ONLINE_POLICIES,
-    CacheOverflow,
-    CacheStats,
-    SlotTable,
-    replay,
-    simulate,
-)
+from moedoctor.fixes.eviction import ONLINE_POLICIES, CacheOverflow, CacheStats, SlotTable, replay, simulate
 from moedoctor.kernels.cache import HALVED_EVERY
 
 EXPERTS = 9
@@ -133,10 +124,7 @@ def test_slots_are_never_shared(policy: str, trace: list[list[int]], capacity: i
             assert len(held) == len(set(held)) == sum(expert >= 0 for expert in table.expert_of)
 
 
-@given(
-    st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2), max_size=7),
-    st.integers(2, 3),
-)
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2), max_size=7), st.integers(2, 3))
 def test_belady_is_the_brute_force_optimum(trace: list[list[int]], capacity: int) -> None:
     needed = [frozenset(call) for call in trace]
 
@@ -166,15 +154,6 @@ def test_more_experts_than_slots_raise_and_change_nothing() -> None:
     assert table.split([5, 1, 7, 0, 1, -1]) == [[0, 1], [5, 7]]
 
 
-@pytest.mark.parametrize("policy", ONLINE_POLICIES)
-def test_parts_end_with_the_experts_that_were_used_most(policy: str) -> None:
-    """So those are still there in the next call."""
-    table = SlotTable(8, 2, policy)
-    for used in ([5, 6], [5, 7], [5, 7], [1, 2]):
-        table.step(used)
-    assert table.split([7, 1, 6, 5, 3]) == [[1, 3], [6, 7], [5]]
-
-
 def test_forgetting_an_expert_frees_its_slot() -> None:
     table = SlotTable(8, 2, "lfru")
     table.step([3, 4])
@@ -187,9 +166,7 @@ def test_forgetting_an_expert_frees_its_slot() -> None:
 
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 @given(trace=calls, capacity=st.integers(4, EXPERTS))
-def test_a_restored_table_makes_the_same_decisions(
-    policy: str, trace: list[list[int]], capacity: int
-) -> None:
+def test_a_restored_table_makes_the_same_decisions(policy, trace, capacity):
     table = SlotTable(EXPERTS, capacity, policy)
     for index, call in enumerate(trace):
         if index == len(trace) // 2:
@@ -247,8 +224,6 @@ class KeepsAll(Lru):
 
 
 @pytest.mark.parametrize(("broken", "second"), [(EvictsNeeded, [1, 2]), (KeepsAll, [2, 3])])
-def test_simulate_detects_a_broken_policy(
-    monkeypatch: pytest.MonkeyPatch, broken: type[Lru], second: list[int]
-) -> None:
+def test_simulate_detects_a_broken_policy(monkeypatch, broken, second):
     monkeypatch.setitem(cast("dict[str, object]", _eviction_policies.POLICIES), "lru", broken)
     assert simulate([[0, 1], second], num_experts=4, capacity=2, policy="lru").wrong == 1

@@ -1,7 +1,5 @@
 """The expert cache on a CPU: `host` and `resident`; the engine `device` is in tests/kernels/test_cache.py."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable
@@ -226,7 +224,6 @@ def test_the_error_without_unpacking_names_the_next_step() -> None:
     ("options", "error", "message"),
     [
         ({"capacity": 0}, ValueError, "capacity must be at least 1 slot, got 0"),
-        ({"capacity": True}, TypeError, "capacity must be an int, got bool"),
         ({"policy": "belady"}, ValueError, "policy must be one of lru, lfu, lfru, aging, got 'belady'"),
         ({"engine": "gpu"}, ValueError, "engine must be one of auto, device, host, resident, got 'gpu'"),
         ({"engine": "resident"}, ValueError, "needs a slot for each of 10 experts, got 4"),
@@ -234,9 +231,7 @@ def test_the_error_without_unpacking_names_the_next_step() -> None:
         ({"weights": {}}, ValueError, "weights is empty"),
         ({"weights": {"a": torch.zeros(2), "b": torch.zeros(3)}}, ValueError, "agree on the number"),
         ({"weights": {"a": torch.zeros(2, device="meta")}}, ValueError, "must be a host tensor"),
-        ({"weights": [torch.zeros(2)]}, TypeError, "weights must be a mapping of names .* got list"),
         ({"weights": {"a": [1, 2]}}, TypeError, r"weights\['a'\] must be a tensor .* got list"),
-        ({"weights": {"a": torch.tensor(1.0)}}, ValueError, r"weights\['a'\] .* without dimensions"),
     ],
 )
 def test_wrong_arguments_are_named(options: dict[str, Any], error: type[Exception], message: str) -> None:

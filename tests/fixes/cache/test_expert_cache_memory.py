@@ -1,7 +1,5 @@
 """The memory of the expert cache on the host and on the device, and its report."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

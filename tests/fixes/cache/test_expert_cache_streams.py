@@ -95,9 +95,7 @@ COPIED = ["lookup on main", "copies waits for main", "copy on copies"]
 WAITED = "main waits for copy on copies"
 
 
-def test_copies_beside_hits_begin_after_the_lookup_and_end_before_the_misses(
-    cache: ExpertCache, streams: Streams
-) -> None:
+def test_copies_beside_hits_begin_after_the_lookup_and_end_before_the_misses(cache, streams):
     for part, _ in zip(("hits", "misses"), cache.groups(IDS, overlap=True), strict=False):
         streams.log.append(part)
     assert streams.log == [*COPIED, "hits", WAITED, "misses"]
@@ -107,9 +105,7 @@ def test_copies_beside_hits_begin_after_the_lookup_and_end_before_the_misses(
 
 
 @pytest.mark.parametrize("next_call", CALLS)
-def test_work_after_a_failed_call_waits_for_its_copies(
-    cache: ExpertCache, streams: Streams, next_call: str
-) -> None:
+def test_work_after_a_failed_call_waits_for_its_copies(cache, streams, next_call):
     next(iter(cache.groups(IDS, overlap=True)))
     assert streams.log == COPIED
     streams.log.clear()
@@ -141,9 +137,7 @@ def _fill(cache: ExpertCache) -> list[int]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("breaks", ["lookup", "copy"])
-def test_nothing_is_resident_after_a_failed_call(
-    cache: ExpertCache, streams: Streams, overlap: bool, breaks: str
-) -> None:
+def test_nothing_is_resident_after_a_failed_call(cache, streams, overlap, breaks):
     """The reset runs after copies that may still be running."""
     _fill(cache)
     streams.breaks = breaks
@@ -158,9 +152,7 @@ def test_nothing_is_resident_after_a_failed_call(
 
 
 @pytest.mark.parametrize("how", ["acquire", "overlap", "prefetch"])
-def test_a_failed_capture_is_joined_and_records_no_reset(
-    cache: ExpertCache, streams: Streams, how: str
-) -> None:
+def test_a_failed_capture_is_joined_and_records_no_reset(cache, streams, how):
     """No captured work has run, so the next call finds the cache unchanged."""
     before = _fill(cache)
     streams.breaks, streams.captures = "copy", True
@@ -174,9 +166,7 @@ def test_a_failed_capture_is_joined_and_records_no_reset(
     assert _state(cache) == before
 
 
-def test_a_pending_reset_is_not_recorded(
-    cache: ExpertCache, streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pending_reset_is_not_recorded(cache, streams, monkeypatch):
     engine = cache._engine
     streams.breaks = "copy"
     with monkeypatch.context() as patch:
@@ -203,9 +193,7 @@ BEGUN: dict[str, Callable[[ExpertCache], Any]] = {
 
 @pytest.mark.parametrize("how", BEGUN)
 @pytest.mark.parametrize("captures", [False, True])
-def test_nobody_waits_for_the_copies_of_a_capture_that_failed(
-    cache: ExpertCache, streams: Streams, how: str, captures: bool
-) -> None:
+def test_nobody_waits_for_the_copies_of_a_capture_that_failed(cache, streams, how, captures):
     """Their event cannot be waited for outside of that capture."""
     streams.captures = True
     begun = BEGUN[how](cache)
@@ -220,9 +208,7 @@ def test_nobody_waits_for_the_copies_of_a_capture_that_failed(
     del begun
 
 
-def test_a_loop_over_groups_that_breaks_off_leaves_a_capture_joined(
-    cache: ExpertCache, streams: Streams
-) -> None:
+def test_a_loop_over_groups_that_breaks_off_leaves_a_capture_joined(cache, streams):
     def capture() -> None:
         for _ in cache.groups(IDS, overlap=True):
             streams.log.clear()

@@ -1,7 +1,5 @@
 """Packed bfloat16 experts, read back by the words of the format: `unpack_kernel` is compared elsewhere."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,9 +51,7 @@ def unpacked(block: torch.Tensor, packed: PackedExperts) -> torch.Tensor:
     far=st.integers(0, 200),
     seed=st.integers(0, 2**30),
 )
-def test_every_weight_comes_out_as_it_went_in(
-    common: int, spread: int, elements: int, far: int, seed: int
-) -> None:
+def test_every_weight_comes_out_as_it_went_in(common, spread, elements, far, seed):
     """With exponents of any spread, at both ends of their range, and some that are anywhere."""
     draw = torch.Generator().manual_seed(seed)
     exponents = common - torch.randint(0, spread, (2, elements), generator=draw)

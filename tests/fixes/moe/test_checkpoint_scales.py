@@ -1,7 +1,5 @@
 """Repairs of checkpoint scales: exact, rounded once, or refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

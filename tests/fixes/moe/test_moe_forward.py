@@ -1,7 +1,5 @@
 """A MoE layer over slots on the CPU: sums of groups, and errors. Its kernels: tests/kernels/test_cache.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis.strategies as st
@@ -57,16 +55,6 @@ def test_groups_are_within_the_bound_of_one_call(seed: int, tokens: int, top_k: 
     assert bool(((parts - whole).abs() <= (group_bound(top_k) + slack) * sum(each)).all())
 
 
-def test_one_expert_a_token_is_equal_bit_by_bit() -> None:
-    x, shares = torch.randn(1, HIDDEN), torch.rand(1, 1)
-    cache = ExpertCache(WEIGHTS, 1, engine="host", device="cpu")
-    for expert in range(EXPERTS):
-        ids = torch.tensor([[expert]])
-        assert torch.equal(_grouped(cache, x, ids, shares), moe_forward(x, WEIGHTS, ids, shares))
-    assert group_bound(1) == 0.0
-    assert group_bound(8) == pytest.approx(14 * 2**-24, rel=1e-5)
-
-
 def test_out_is_added_to_and_returned() -> None:
     x, ids, shares = torch.randn(2, HIDDEN), torch.tensor([[1], [2]]), torch.ones(2, 1)
     out = torch.ones(2, HIDDEN)
@@ -87,7 +75,6 @@ FINE: dict[str, Any] = {
     [
         ({"activation": "tanh"}, "activation must be one of silu, gelu, gelu_tanh, relu2, got 'tanh'"),
         ({"weights": {"w2": WEIGHTS["w2"]}}, "weights lacks w13; it holds w2"),
-        ({"activation": "relu2"}, r"weights\['w13'\] must be \(12, 6, 8\) for w2, got \(12, 12, 8\)"),
         ({"weights": WEIGHTS | {"w2_bias": torch.zeros(12)}}, r"weights\['w2_bias'\] must be \(12, 8\)"),
         (
             {"weights": WEIGHTS | {"w13": WEIGHTS["w13"].to(torch.float8_e4m3fn)}},
@@ -97,7 +84,6 @@ FINE: dict[str, Any] = {
         ({"topk_weights": torch.ones(2, 2)}, r"slot_ids and topk_weights must be \[2, K\]"),
         ({"out": torch.zeros(2, HIDDEN).bfloat16()}, "out must be contiguous float32"),
         ({"slot_ids": torch.tensor([[3], [12]])}, "slot_ids: expert 12 of 12"),
-        ({"slot_ids": torch.tensor([[3], [-2]])}, "slot_ids: -2 is no expert; -1 stands for none"),
         (
             {"weights": WEIGHTS | {"w2": WEIGHTS["w2"].transpose(1, 2).contiguous().transpose(1, 2)}},
             "must be contiguous",

@@ -1,7 +1,5 @@
 """Offloaded modules run forward only, and tests draw the same numbers each time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Errors: writes to offloaded weights, reads between layers, copies, passes in two threads at once."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading
@@ -37,9 +35,7 @@ def replace(model: Any, new: torch.Tensor) -> None:
     ("change", "what"),
     [(write, "written in place"), (exchange, "data was exchanged"), (replace, "another tensor was put")],
 )
-def test_a_write_is_an_error_until_weights_are_loaded(
-    x: torch.Tensor, change: Callable[[Any, torch.Tensor], None], what: str
-) -> None:
+def test_a_write_is_an_error_until_weights_are_loaded(x, change, what):
     model, other = stack(), stack()
     state, new = other.state_dict(), torch.zeros(WIDTH, WIDTH)
     offloaded(model)
@@ -116,9 +112,7 @@ def test_an_embedding_with_max_norm_stays_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 3])
-def test_the_module_stays_offloaded_if_restore_runs_out_of_memory(
-    monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, at: int
-) -> None:
+def test_the_module_stays_offloaded_if_restore_runs_out_of_memory(monkeypatch, x, at):
     model, calls, real = stack(), 0, offload_storage._bring_back
     expected = model(x)
     handle = offloaded(model)
@@ -181,9 +175,7 @@ def test_a_pass_in_a_second_thread_is_refused(x: torch.Tensor, whole: bool) -> N
 
 
 @pytest.mark.parametrize("eager_first", [True, False])
-def test_a_warning_says_that_a_compiled_first_pass_is_not_watched(
-    recwarn: pytest.WarningsRecorder, x: torch.Tensor, eager_first: bool
-) -> None:
+def test_a_warning_says_that_a_compiled_first_pass_is_not_watched(recwarn, x, eager_first):
     model = stack()
     handle = offloaded(model)
     if eager_first:

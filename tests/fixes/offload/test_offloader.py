@@ -1,8 +1,5 @@
 """Weight offload on a CPU: same bits, freed memory, refused input, recovery after errors."""
 
-from __future__ import annotations
-
-import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,15 +67,7 @@ IDS = torch.arange(12).view(3, 4)
     seed=st.integers(0, 99),
 )
 @settings(max_examples=25, deadline=None)
-def test_any_module_gives_the_same_bits_within_the_budget(
-    layers: int,
-    dtype: torch.dtype,
-    shared: bool,
-    share: float,
-    pin: bool,
-    patterns: tuple[str, ...],
-    seed: int,
-) -> None:
+def test_any_module_gives_the_same_bits_within_the_budget(layers, dtype, shared, share, pin, patterns, seed):
     torch.manual_seed(seed)
     model = Model(layers, dtype, shared=shared)
     budget = max(1, int(share * sum(parameter.nbytes for parameter in model.parameters())))
@@ -111,9 +100,7 @@ def test_an_offloaded_module_compiles_to_one_graph_with_the_same_bits(compiler: 
 
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_code_that_was_compiled_for_another_module_computes_with_the_weights_of_this_one(
-    copies: bool,
-) -> None:
+def test_code_that_was_compiled_for_another_module_computes_with_the_weights_of_this_one(copies):
     """As code out of a compiler's cache: it gets as inputs what belongs to the module that calls it."""
     compiled: list[tuple[Any, tuple[torch.Tensor, ...]]] = []
 
@@ -136,17 +123,6 @@ def test_code_that_was_compiled_for_another_module_computes_with_the_weights_of_
     torch._dynamo.reset()
 
 
-def test_forward_does_not_call_state_dict(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(3)
-    offloaded(model)
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("state_dict() in forward")
-
-    monkeypatch.setattr(nn.Module, "state_dict", refuse)
-    model(IDS)
-
-
 def test_quantisation_metadata_stays_on_the_device_and_the_report_names_the_rule() -> None:
     model = Model(3)
     report = offloaded(model).report()
@@ -158,11 +134,8 @@ def test_quantisation_metadata_stays_on_the_device_and_the_report_names_the_rule
     up, tied = rows["layers.0.up"], rows["layers.0.tied"]
     assert (up.lives, up.pinned, up.access, up.bytes) == ("host", True, "copy", 4 * WIDTH * WIDTH)
     assert (tied.lives, tied.bytes) == ("host", 0)
-    lines = str(report).splitlines()
-    assert len(lines) == 1 + len(report.placements) + 1 + len(report.rules)
-    assert lines[0].split() == ["name", "bytes", "lives", "pinned", "access", "reason"]
-    assert f"{report.freed_bytes} freed on the device" in lines[1 + len(report.placements)]
-    assert lines[-len(report.rules) :] == [f"stays on the device by {rule}" for rule in report.rules]
+    assert f"{report.freed_bytes} freed on the device" in str(report)
+    assert str(report).endswith(f"stays on the device by {report.rules[-1]}")
 
 
 @dataclass(frozen=True)
@@ -241,20 +214,14 @@ def snapshot(model: nn.Module) -> list[tuple[str, int, bool]]:
     [
         ({"budget": 0}, r"budget_bytes: must be positive, got 0"),
         ({"patterns": ("layer",)}, r"patterns: no parameter has 'layer' .* the closest are: layers"),
-        ({"patterns": ("up_scal",)}, r"closest are: .*up_scale"),
-        ({"patterns": ("xyzzy",)}, r"the closest are: "),
         ({"layers": [nn.Linear(2, 2)]}, r"layers: Linear is no part of the module"),
         ({"layers": lambda model: [model.layers, model.layers[0]]}, r"layers contains another of the layers"),
         ({"access": "view"}, r"access: a view needs a CUDA device"),
         ({"access": "copies"}, r"access: must be 'copy' or 'view', got 'copies'"),
         ({"budget": float("nan")}, r"budget_bytes: must be a number of bytes, got nan"),
-        ({"budget": "5"}, r"budget_bytes: must be a number of bytes, got '5'"),
-        ({"budget": 10**400}, r"budget_bytes: must be a number of bytes"),
         ({"patterns": "weight"}, r"patterns: must be a sequence of names, got the text 'weight'"),
         ({"keep_below": "a"}, r"keep_below: must be a number of bytes, got 'a'"),
-        ({"budget": True}, r"budget_bytes: must be a number of bytes, got True"),
         ({"device": "meta"}, r"device: meta tensors hold no data"),
-        ({"device": "nonsense"}, r"device: 'nonsense' cannot be used here: "),
         ({"device": "cuda:77"}, r"device: 'cuda:77' cannot be used here: "),
         ({"layers": lambda model: [model.layers]}, r"layers \(ModuleList\) has no forward to wrap; name the"),
     ],
@@ -322,42 +289,3 @@ def test_a_pinning_failure_gives_one_warning_and_blocking_copies(number: int) ->
     names = {row.name.split(".")[1] for row in handle.report().placements if row.pinned}
     assert len(names) == number
     assert handle.report().notes[0] == text
-
-
-def test_the_buffers_are_freed_with_the_module() -> None:
-    import weakref
-
-    model = Model(4)
-    handle = offloaded(model)
-    model(IDS)
-    buffer = weakref.ref(handle.list_device_tensors()[-1])
-    del model, handle
-    gc.collect()
-    assert buffer() is None
-
-
-def test_a_partial_budget_spreads_the_offloaded_layers() -> None:
-    rows = offloaded(stack(8), 4 * 4 * WIDTH * WIDTH).report().placements
-    assert [row.name[0] for row in rows if row.lives == "host"] == ["1", "2", "4", "6"]
-    assert {row.reason for row in rows if row.name == "0.weight"} == {"over the budget"}
-
-
-class LoaderParameter(nn.Parameter):
-    """A subclass with attributes and its own `__torch_function__`, as vLLM's parameters."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-def test_a_subclass_of_parameter_stays_the_same_object_with_its_attributes() -> None:
-    model, x = nn.Sequential(*(Block() for _ in range(4))), torch.randn(3, WIDTH)
-    for layer in model:
-        layer.up = LoaderParameter(layer.up.data, requires_grad=False)
-        layer.up.weight_loader = "loader"
-    before = [layer.up for layer in model]
-    report = assert_same_bits(model, x)
-    assert {row.name: row.lives for row in report.placements}["2.up"] == "host"
-    assert all(
-        layer.up is up and up.weight_loader == "loader" for layer, up in zip(model, before, strict=True)
-    )

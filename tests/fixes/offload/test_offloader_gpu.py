@@ -1,11 +1,6 @@
 """Weight offload on a GPU: streams, page-locked memory, compiled code, CUDA graphs."""
 
-from __future__ import annotations
-
 import gc
-import os
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -13,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from moedoctor.fixes.offload.pinned import _WAITING, allocate, register, view_on_device
+from moedoctor.fixes.offload.pinned import _WAITING, allocate, register
 from moedoctor.fixes.offloader import offload
-from tests.interpreted import ROOT
 
 pytestmark = pytest.mark.gpu
 
@@ -47,9 +41,7 @@ def x() -> torch.Tensor:
     return torch.randn(256, WIDTH, device="cuda", dtype=torch.bfloat16)
 
 
-def test_many_passes_give_the_same_bits_and_everything_is_pinned(
-    stack: nn.Sequential, x: torch.Tensor
-) -> None:
+def test_many_passes_give_the_same_bits_and_everything_is_pinned(stack, x):
     inputs = [x * (1 + 0.01 * number) for number in range(20)]
     expected = [stack(batch) for batch in inputs]
     handle = offload(stack, 1 << 40)
@@ -76,16 +68,7 @@ def test_the_freed_memory_is_that_of_the_report(stack: nn.Sequential) -> None:
     assert abs(torch.cuda.memory_allocated() - before) <= 4096
 
 
-def test_unpinned_weights_give_the_same_bits(stack: nn.Sequential, x: torch.Tensor) -> None:
-    expected = stack(x)
-    handle = offload(stack, 1 << 40, pin=False)
-    assert handle.report().pinned_bytes == 0
-    assert all(torch.equal(stack(x), expected) for _ in range(5))
-
-
-def test_access_by_view_gives_the_same_bits_and_needs_no_buffer(
-    stack: nn.Sequential, x: torch.Tensor
-) -> None:
+def test_access_by_view_gives_the_same_bits_and_needs_no_buffer(stack, x):
     expected = stack(x)
     report = offload(stack, 1 << 40, access="view").report()
     assert report.buffer_bytes == 0
@@ -147,36 +130,19 @@ def test_a_module_loaded_on_the_cpu_runs_on_the_gpu(x: torch.Tensor) -> None:
     assert torch.equal(stack(x), expected)
 
 
-def test_a_pinned_block_has_the_requested_size_and_is_pinned_until_it_and_its_views_are_gone() -> None:
-    block, failure = allocate((1 << 20) + 1, register)
-    assert failure is None
-    assert block.bytes.is_pinned()
-    assert block.bytes.numel() == (1 << 20) + 1
-    block.close()
-    assert not block.bytes.is_pinned()
-    block, _ = allocate(1 << 20, register)
-    block.bytes.fill_(7)
-    view = view_on_device(block.bytes, torch.device("cuda", torch.cuda.current_device()))
-    del block
-    gc.collect()
-    assert bool((view == 7).all())
-
-
 class Broken(Exception):  # noqa: N818  not an error of ours
     """What a layer raises."""
 
 
 class Fragile(Block):
-    """Raises, or asks for what a capture does not allow, half-way through its forward."""
+    """Raises half-way through its forward if it is told to."""
 
-    fails: str | None = None
+    fails = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        if self.fails == "raises":
+        if self.fails:
             raise Broken
-        if self.fails == "synchronises":
-            torch.cuda.synchronize()
         return y
 
 
@@ -191,11 +157,11 @@ def test_a_capture_that_fails_half_way_leaves_nothing_behind(x: torch.Tensor) ->
     handle = offload(model, 1 << 40)
     assert torch.equal(model(x), expected)
     for at in (0, 2, 4):
-        model[at].fails = "raises"
+        model[at].fails = True
         # Ending a capture raises torch's error instead of ours if the stream of copies was not joined.
         with pytest.raises(Broken), torch.cuda.graph(torch.cuda.CUDAGraph()):
             model(x)
-        model[at].fails = None
+        model[at].fails = False
         if at == 2:  # also right after the failure
             handle.restore()
             assert torch.equal(model(x), expected)
@@ -209,45 +175,6 @@ def test_a_capture_that_fails_half_way_leaves_nothing_behind(x: torch.Tensor) ->
     assert model._moedoctor_offload.plain is None
     handle.restore()
     assert torch.equal(model(x), expected)
-
-
-_VOID = """
-import torch
-from moedoctor.fixes.offloader import offload
-from tests.interpreted import ROOT
-from tests.fixes.offload.test_offloader_gpu import WIDTH, fragile
-
-model, x = fragile(), torch.randn(256, WIDTH, device="cuda", dtype=torch.bfloat16)
-with torch.no_grad():
-    expected = model(x)
-    handle = offload(model, 1 << 40)
-    model[2].fails = "synchronises"
-    try:
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            model(x)
-    except RuntimeError:
-        pass
-    else:
-        raise SystemExit("the capture did not fail")
-    model[2].fails = None
-    assert all(torch.equal(model(x), expected) for _ in range(3))
-    handle.restore()
-    assert torch.equal(model(x), expected)
-print("right")
-"""
-
-
-def test_a_capture_that_cuda_voids_leaves_nothing_behind() -> None:
-    """In a process of its own: torch does not clean up after such a capture itself."""
-    done = subprocess.run(
-        [sys.executable, "-c", _VOID],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.stdout.strip().endswith("right"), done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("by_another_thread", [False, True])
@@ -280,9 +207,7 @@ def test_a_block_that_is_dropped_in_a_capture_keeps_its_lock_until_the_end(by_an
     assert not _WAITING
 
 
-def test_a_replay_that_is_queued_reads_the_weights_from_before_a_load(
-    stack: nn.Sequential, x: torch.Tensor
-) -> None:
+def test_a_replay_that_is_queued_reads_the_weights_from_before_a_load(stack, x):
     """A load must wait for the device: no event of the offload shows that a replay has read the host."""
     expected = stack(x)
     offload(stack, 1 << 40)

@@ -1,7 +1,5 @@
 """Host blocks are aligned, have the requested size, and are unlocked before they are freed."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -74,9 +72,7 @@ def test_a_device_view_of_pageable_memory_is_refused() -> None:
         view_on_device(block.bytes, torch.device("cuda", 0))
 
 
-def test_a_driver_error_is_not_raised_again_by_the_next_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_driver_error_is_not_raised_again_by_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runtime keeps its last error until it is read; torch reads it after each kernel launch."""
 
     class Runtime:
@@ -101,9 +97,7 @@ def test_a_driver_error_is_not_raised_again_by_the_next_kernel(
     torch.ones(1, device="cuda")
 
 
-def test_a_block_that_is_dropped_in_a_capture_is_unlocked_after_it(
-    alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_is_dropped_in_a_capture_is_unlocked_after_it(alone, monkeypatch):
     """Unlocking waits for the device, which would void the capture."""
     released: list[str] = []
     dropped, _ = allocate(10, lambda memory: lambda: released.append("dropped"))
@@ -186,9 +180,7 @@ class TwoGpus:
 GPU_1 = torch.device("cuda", 1)
 
 
-def test_memory_is_registered_and_unregistered_on_the_gpu_that_reads_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_is_registered_and_unregistered_on_the_gpu_that_reads_it(monkeypatch):
     """Whatever GPU is current; and no call wakes a GPU that is not in use."""
     gpus = TwoGpus(monkeypatch)
     block, failure = allocate(10, partial(register, device=GPU_1))

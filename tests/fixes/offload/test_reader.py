@@ -111,8 +111,7 @@ def compiled(model: Model, passes: int = 1) -> tuple[torch.Tensor, str]:
     return output, code
 
 
-@pytest.mark.parametrize("pin", [pinned, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("pin", "whole"), [(pinned, True), (False, False)])
 def test_with_a_reader_compiled_code_is_the_same_as_without_offload(pin: Any, whole: bool) -> None:
     model = Model()
     eager, (plain, code) = model(IDS), compiled(model)

@@ -1,7 +1,5 @@
 """Validation and deduplication of expert ids against loops over the rows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -41,9 +39,7 @@ def counted(rows: list[list[int]]) -> ExpertIdCounts:
 
 
 @given(id_rows(), st.none() | st.integers(0, 6))
-def test_every_row_is_counted_once_under_each_kind_apart_from_padding(
-    ids: torch.Tensor, real: int | None
-) -> None:
+def test_every_row_is_counted_once_under_each_kind_apart_from_padding(ids, real):
     rows = None if real is None else torch.tensor([real], dtype=torch.int32)
     flags = validate_expert_ids(ids, EXPERTS, real_rows=rows)
     assert flags.count_real() == counted(ids.tolist()[:real])
@@ -75,9 +71,7 @@ def test_ids_beyond_32_bits_are_out_of_range_and_not_wrapped() -> None:
 
 
 @given(id_rows(highest=EXPERTS - 1), st.booleans(), st.data())
-def test_deduplicated_ids_are_distinct_and_keep_each_expert_s_sum(
-    ids: torch.Tensor, spare: bool, data: st.DataObject
-) -> None:
+def test_deduplicated_ids_are_distinct_and_keep_each_expert_s_sum(ids, spare, data):
     eighths = data.draw(st.lists(st.integers(0, 16), min_size=ids.numel(), max_size=ids.numel()))
     weights = torch.tensor(eighths, dtype=torch.float32).reshape(ids.shape) / 8
     distinct = deduplicate(ids, weights, num_experts=EXPERTS if spare else None)
@@ -142,10 +136,8 @@ IDS, SHARES = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
 @pytest.mark.parametrize(
     ("function", "arguments", "options", "error"),
     [
-        (validate_expert_ids, (torch.zeros(2, 2), 6), {}, "ids must be an int32 or int64"),
         (validate_expert_ids, (torch.zeros(2, dtype=torch.int32), 6), {}, "two dimensions"),
         (validate_expert_ids, (IDS, 0), {}, "at least 1"),
-        (validate_expert_ids, (IDS, True), {}, "must be an int"),
         (validate_expert_ids, (IDS, 6), {"real_rows": torch.tensor([1])}, r"int32 \[1\]"),
         (validate_expert_ids, (IDS, 6), {"real_rows": 1}, "real_rows must be a torch.Tensor"),
         (validate_expert_ids, (IDS, 6), {"flags": torch.zeros(2, 3)}, "flags must be ExpertIdFlags"),
@@ -156,10 +148,8 @@ IDS, SHARES = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2)
         (replace_sentinels, (IDS, SHARES), {"spare": 1 << 31}, "spare must be an expert"),
         (replace_sentinels, (IDS, SHARES), {"spare": 8, "num_experts": 8}, "0 or more and below 8, got 8"),
         (replace_sentinels, (IDS, SHARES), {"num_experts": 0}, "num_experts must be at least 1"),
-        (replace_sentinels, (IDS, SHARES), {"spare": True}, "spare must be an int"),
         (replace_sentinels, (IDS, torch.ones(1)), {}, r"\[1, 2\]"),
         (replace_sentinels, (IDS, [[1.0, 1.0]]), {}, "floating"),
-        (find_local_ids, (IDS, [0, 1]), {}, "expert_map must be"),
         (find_local_ids, (IDS, torch.zeros(0, dtype=torch.int32)), {}, "expert_map must be"),
         (find_local_ids, (IDS, torch.zeros(2, 2)), {}, "expert_map must be"),
     ],

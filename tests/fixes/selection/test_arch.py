@@ -1,7 +1,5 @@
 """The target for a GPU and toolkit, and the list variables, compared with FlashInfer and torch."""
 
-from __future__ import annotations
-
 import os
 import re
 from unittest import mock
@@ -64,22 +62,15 @@ def test_target_of_each_gpu(capability: str, cuda: str, target: str) -> None:
         ((12, 0), (12, 6), ["12.6", "sm_120a needs CUDA 12.8", "sm_120f 12.9"]),
         ((12, 1), (12, 8), ["12.8", "sm_121a needs CUDA 12.9"]),
         ((11, 0), (12, 9), ["sm_110a needs CUDA 13.0"]),
-        ((10, 7), (12, 8), ["sm_107a needs CUDA 13.5"]),
         ((10, 1), (13, 0), ["sm_101a went after CUDA 12.9", "11.0"]),
-        ((8, 8), (12, 9), ["sm_88 needs CUDA 13.0"]),
         ((12, 2), (13, 0), ["capability", "12.2", "12.1"]),
         ((7, 0), (12, 0), ["capability", "7.0", "7.5"]),
         ((9, 0), (11, 8), ["cuda", "11.8", "12.0 to 13.x"]),
         ((9, 0), (14, 0), ["cuda", "14.0", "12.0 to 13.x"]),
         ("120", (13, 0), ["capability", "'120'"]),
         ("12.0f", (13, 0), ["capability", "'12.0f'"]),
-        (12.0, (13, 0), ["capability", "12.0"]),
-        ((12,), (13, 0), ["capability"]),
         ((12, True), (13, 0), ["capability"]),
-        ((12, -1), (13, 0), ["capability"]),
         ((12, 0), "13", ["cuda", "'13'"]),
-        ((12, 0), 13.0, ["cuda", "13.0"]),
-        ((12, 0), None, ["cuda", "None"]),
     ],
 )
 def test_refused_gpus_and_toolkits(capability: object, cuda: object, words: list[str]) -> None:
@@ -90,9 +81,7 @@ def test_refused_gpus_and_toolkits(capability: object, cuda: object, words: list
 
 
 @given(capability=st.sampled_from(list_capabilities()), cuda=st.sampled_from(CUDAS))
-def test_a_target_compiles_loads_and_has_the_instructions_or_there_is_none(
-    capability: tuple[int, int], cuda: tuple[int, int]
-) -> None:
+def test_a_target_compiles_loads_and_has_the_instructions_or_there_is_none(capability, cuda):
     def does(target: Target) -> bool:
         usable = is_known_target(target, cuda) and loads_sass(target, capability)
         known = (each for each in list_needed(capability) if each.since <= cuda)
@@ -122,17 +111,11 @@ def test_targets_have_one_name() -> None:
     [
         ("80", "8.0 8.6 8.9", "7.5 9.0 12.0"),
         ("86", "8.6 8.9", "8.0 9.0"),
-        ("90", "9.0", "8.9 10.0 12.0"),
         ("90a", "9.0", "10.0 12.0"),
         ("100", "10.0 10.3 10.7", "11.0 12.0 9.0"),
-        ("100a", "10.0", "10.3 12.0"),
         ("100f", "10.0 10.3 10.7", "10.1 11.0 12.0"),
-        ("103f", "10.3 10.7", "10.0 11.0"),
-        ("110f", "11.0", "10.0 12.0"),
-        ("120", "12.0 12.1", "10.0 11.0"),
         ("120a", "12.0", "12.1"),
         ("120f", "12.0 12.1", "10.0 11.0"),
-        ("121a", "12.1", "12.0"),
         ("121f", "12.1", "12.0"),
     ],
 )
@@ -177,28 +160,18 @@ OLD, FIRST_F, OWN_121, AGAIN_128 = "0.6.6", "0.6.7", "0.6.13", "0.7.2.post1"
         *((OLD, (12, 0), "12.0", cuda, "120") for cuda in ((12, 6), (12, 8), (12, 9), (13, 0))),
         *((OLD, (12, 0), None, cuda, "120a") for cuda in ((12, 6), (12, 8), (12, 9), (13, 0))),
         ("0.5.0", (12, 0), "12.0", (13, 0), "120"),
-        (OLD, (12, 1), None, (13, 0), "121a"),
-        (OLD, (10, 0), "10.0", (13, 0), "100"),
         (OLD, (9, 0), "9.0", (13, 0), "90"),
-        (OLD, (9, 0), None, (13, 0), "90a"),
         (OLD, (8, 9), None, (13, 0), "89"),
         (FIRST_F, (12, 0), "12.0", (12, 9), "120f"),
         (FIRST_F, (12, 0), "12.0", (12, 8), None),
-        (FIRST_F, (12, 0), None, (12, 8), None),
-        (FIRST_F, (12, 1), None, (13, 0), "120f"),
-        ("0.6.7.post3", (12, 1), "12.1", (13, 0), "120f"),
         (FIRST_F, (9, 0), "9.0", (12, 4), "90a"),
-        (FIRST_F, (10, 0), "10.0", (12, 8), "100a"),
         ("0.6.8", (12, 1), "12.1", (13, 0), "121a"),
-        (OWN_121, (12, 0), None, (13, 0), "120f"),
         (OWN_121, (12, 1), None, (12, 8), None),
         ("0.7.0.post1", (12, 0), None, (12, 8), None),
         ("0.7.1", (12, 0), None, (12, 8), "120a"),
         (AGAIN_128, (12, 0), "12.0", (12, 8), "120a"),
         (AGAIN_128, (12, 0), "12.0", (12, 9), "120f"),
-        (AGAIN_128, (12, 0), None, (12, 6), None),
         (AGAIN_128, (12, 1), None, (12, 8), None),
-        (AGAIN_128, (12, 1), None, (12, 9), "121a"),
         *((release, (12, 0), "12.0f", (12, 6), "120f") for release in (OLD, FIRST_F, OWN_121, AGAIN_128)),
         *((release, (12, 0), "12.0a", (13, 0), "120a") for release in (OLD, FIRST_F, OWN_121, AGAIN_128)),
         *(
@@ -208,13 +181,7 @@ OLD, FIRST_F, OWN_121, AGAIN_128 = "0.6.6", "0.6.7", "0.6.13", "0.7.2.post1"
         ),
     ],
 )
-def test_the_targets_of_each_release(
-    release: str,
-    capability: tuple[int, int],
-    arch_list: str | None,
-    cuda: tuple[int, int],
-    target: str | None,
-) -> None:
+def test_the_targets_of_each_release(release, capability, arch_list, cuda, target):
     reading = predict_targets(release, capability=capability, cuda=cuda, arch_list=arch_list)
     assert reading.targets == (() if target is None else (target,))
     assert (reading.error is None) == (target is not None)
@@ -223,11 +190,7 @@ def test_the_targets_of_each_release(
 def test_every_release_belongs_to_one_generation() -> None:
     assert [find_generation(rules.first) for rules in list_generations()] == list(list_generations())
     assert [find_generation(rules.last) for rules in list_generations()] == list(list_generations())
-    assert find_generation("0.6.18") is list_generations()[2]
     assert find_generation("0.9.0") is list_generations()[3]
-    assert {rules.first for rules in list_generations()} | {
-        rules.last for rules in list_generations()
-    } <= set(list_releases())
     with pytest.raises(ValueError, match=r"older than .* 0\.5\.0 to 0\.7\.2\.post1"):
         find_generation("0.4.1")
 
@@ -248,14 +211,10 @@ def test_the_moe_module_takes_the_targets_of_its_own_majors() -> None:
     [
         ("12.0,12.1", "12.0f 12.1a", ["',' does not separate", "has no suffix"]),
         ("12.0 ", "12.0f", ["stray separator after the last entry"]),
-        (" 12.0f", "12.0f", ["stray separator before the first entry"]),
         ("12.0f  12.1a", "12.0f 12.1a", ["stray separator"]),
         ("120f", "12.0f", ["is not MAJOR.MINOR; expected 12.0f"]),
-        ("sm_90a", "9.0a", ["is not MAJOR.MINOR; expected 9.0a"]),
         ("12.0", "12.0f", ["has no suffix", "plain sm_120", "expected 12.0f"]),
-        ("9.0;12.0", "9.0a 12.0f", ["';' does not separate"]),
         ("12.0+PTX", "12.0f", ["does not know +PTX"]),
-        ("8.9", "8.9", []),
         ("12.0f", "12.0f", []),
         ("9.0a 10.0a 12.0f 12.1a", "9.0a 10.0a 12.0f 12.1a", []),
         ("9.0f", "9.0a", ["no CUDA release from 12.0 on compiles for sm_90f"]),
