@@ -3,8 +3,6 @@
 Registered by `tests/conftest.py` through the same entry-point groups that other projects use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

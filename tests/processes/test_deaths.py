@@ -1,7 +1,5 @@
 """Crashes are classified by CUDA's messages and exit statuses; secrets in stderr are masked."""
 
-from __future__ import annotations
-
 import pytest
 
 from moedoctor.processes import deaths
@@ -30,15 +28,9 @@ def test_text_of_cuda_is_classified(text: str, death: Death | None) -> None:
     assert deaths.classify(text) is death
 
 
-def test_a_signal_without_a_name() -> None:
-    assert deaths.from_exit(-63, "").message == "killed by signal 63"
-
-
-def test_a_kill_by_the_kernel_is_explained() -> None:
-    assert "memory runs out" in deaths.from_exit(-9, "").message
-
-
 def test_stderr_is_more_specific_than_the_signal() -> None:
+    assert deaths.from_exit(-63, "").message == "killed by signal 63"
+    assert "memory runs out" in deaths.from_exit(-9, "").message
     ended = deaths.from_exit(-6, "noise\nCUDA error: device-side assert triggered\nmore noise\n")
     assert (ended.death, ended.message) == (Death.DEVICE_ASSERT, "CUDA error: device-side assert triggered")
 

@@ -1,7 +1,5 @@
 """Files are written whole or not at all, never in place of something else, and leave nothing beside them."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,9 +39,7 @@ def make_device(path: Path) -> None:
 @pytest.mark.parametrize(
     "use", [check_writable, lambda path: write(path, "x"), lambda path: append(path, "x")]
 )
-def test_what_is_not_a_file_is_refused_and_stays(
-    tmp_path: Path, make: Callable[[Path], None], linked: bool, use: Callable[[Path], None]
-) -> None:
+def test_what_is_not_a_file_is_refused_and_stays(tmp_path, make, linked, use):
     node = tmp_path / "node"
     make(node)
     before = os.lstat(node)
@@ -67,9 +62,7 @@ def test_what_is_not_a_file_is_refused_and_stays(
     umask=st.integers(0, 0o777),
     links=st.lists(st.booleans(), max_size=4),
 )
-def test_any_text_reaches_the_target_of_any_links_with_the_right_mode(
-    text: str, old_mode: int | None, umask: int, links: list[bool]
-) -> None:
+def test_any_text_reaches_the_target_of_any_links_with_the_right_mode(text, old_mode, umask, links):
     with tempfile.TemporaryDirectory() as folder:
         target = path = Path(folder, "target")
         if old_mode is not None:
@@ -112,9 +105,7 @@ def test_names_that_cannot_exist_are_found_before_the_run(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("call", ["open", "fchmod", "fdopen", "replace"])
-def test_an_error_leaves_the_old_file_and_nothing_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_an_error_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch, call):
     target = tmp_path / "report"
     target.write_text("old")
 
@@ -221,9 +212,7 @@ def tree(top: Path) -> dict[str, tuple[int, int, str]]:
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("trap", TRAPS)
 @pytest.mark.parametrize("mode", [0o1777, 0o1770])
-def test_what_another_user_put_into_a_shared_folder_is_refused(
-    tmp_path: Path, mode: int, trap: str, use: str
-) -> None:
+def test_what_another_user_put_into_a_shared_folder_is_refused(tmp_path, mode, trap, use):
     shared, victim = make_folders(tmp_path, mode)
     path = TRAPS[trap](shared, victim)
     before = tree(tmp_path)
@@ -268,9 +257,7 @@ def test_a_hard_link_reaches_no_other_file(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_nothing_is_added_to_a_file_that_another_user_makes_in_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_added_to_a_file_that_another_user_makes_in_between(tmp_path, monkeypatch):
     shared, victim = make_folders(tmp_path, 0o1777)
     real = os.open
 
@@ -287,9 +274,7 @@ def test_nothing_is_added_to_a_file_that_another_user_makes_in_between(
 
 
 @pytest.mark.parametrize(("call", "argument"), [("open", "out"), ("open", ".moedoctor."), ("replace", "")])
-def test_a_folder_that_is_exchanged_in_between_leads_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, argument: str
-) -> None:
+def test_a_folder_that_is_exchanged_in_between_leads_nowhere(tmp_path, monkeypatch, call, argument):
     (tmp_path / "out").mkdir()
     (tmp_path / "victim").mkdir()
     real = getattr(os, call)

@@ -1,7 +1,5 @@
 """Signals end moedoctor with their exit code, without a traceback, and leave no folder."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -84,9 +82,7 @@ def test_a_caller_of_the_library_keeps_its_own_handlers() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT, signal.SIGTERM])
-def test_a_temporary_folder_is_removed_however_the_process_ends(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_temporary_folder_is_removed_however_the_process_ends(tmp_path, number):
     process = start(
         "interrupts.install()\n"
         "with guardian.make_temporary_folder() as folder:\n"

@@ -1,7 +1,5 @@
 """Standard streams that are full, closed, slow or lack a character lose no report and show no traceback."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

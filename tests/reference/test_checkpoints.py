@@ -1,7 +1,5 @@
 """Tiny checkpoints: what is written is what was asked for, and dequantizes to about the same weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -54,23 +52,6 @@ def test_quantized_weights_are_those_of_bf16(tmp_path: Path) -> None:
             assert scale.shape == size
             assert (weight.float() * scale - expected).norm() < 0.05 * expected.norm()
     assert torch.equal(four[f"{EXPERT}.gate_proj.weight_scale_2"], four[f"{EXPERT}.up_proj.weight_scale_2"])
-
-
-def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
-    made = [write_qwen3_moe(tmp_path / str(i), scheme="nvfp4", seed=seed) for i, seed in enumerate((3, 3, 4))]
-    first, second, third = [(folder / "model.safetensors").read_bytes() for folder in made]
-    assert first == second
-    assert first != third
-
-
-def test_a_checkpoint_can_be_broken(tmp_path: Path) -> None:
-    def zero(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-        tensors[f"{EXPERT}.down_proj.input_scale"].zero_()
-        config["norm_topk_prob"] = False
-
-    tensors, config = read(write_qwen3_moe(tmp_path, scheme="nvfp4", change=zero))
-    assert tensors[f"{EXPERT}.down_proj.input_scale"] == 0
-    assert config["norm_topk_prob"] is False
 
 
 @pytest.mark.parametrize(

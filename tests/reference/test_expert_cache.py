@@ -1,7 +1,5 @@
 """The restated rule of PR 37190: hand-checked steps, and that it does lose experts where ours does not."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The reference of a MoE layer, against a loop over tokens in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -74,9 +72,7 @@ def test_against_a_loop_over_tokens(activation: str, scaled: bool) -> None:
         (0, "swish", "expected silu, gelu, gelu_tanh, relu2"),
     ],
 )
-def test_an_id_out_of_range_and_an_unknown_activation_are_refused(
-    bad: int, activation: str, message: str
-) -> None:
+def test_an_id_out_of_range_and_an_unknown_activation_are_refused(bad, activation, message):
     x, topk_weights, ids = inputs()
     ids[0, 0] = bad
     with pytest.raises(ValueError, match=message):

@@ -1,13 +1,11 @@
 """The oracle against results worked out by hand and against the rule restated one expert at a time."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from hypothesis import given
-from routing_cases import GROUP_EDGES, Call, calls
+from routing_cases import Call, calls
 
 from moedoctor.reference import routing as reference
 
@@ -34,35 +32,6 @@ def test_the_bias_decides_the_choice_and_not_the_weight() -> None:
     torch.testing.assert_close(weights, torch.tensor([[0.5]]))
 
 
-@pytest.mark.parametrize(
-    ("row", "policy", "expected"),
-    [
-        ([1.0, NAN, 3.0], "zero", [0, 1]),
-        ([1.0, INF, 3.0], "zero", [0, 1]),
-        ([-INF, -INF, -INF], "zero", [0, 1]),
-        ([-INF, 2.0, -INF], "zero", [1, 0]),
-        ([1.0, NAN, 3.0], "finite", [2, 0]),
-        ([1.0, INF, 3.0], "finite", [1, 2]),
-        ([NAN, -INF, NAN], "finite", [1, 0]),
-        ([NAN, NAN, NAN], "finite", [0, 1]),
-        ([0.0, 500.0, 1.0], "zero", [1, 0]),
-        ([0.0, 500.0, 1.0], "finite", [1, 0]),
-        ([-INF, 500.0, 1.0], "finite", [1, 2]),
-    ],
-)
-def test_softmax_rows_that_hold_no_ordinary_numbers(
-    row: list[float], policy: str, expected: list[int]
-) -> None:
-    _, ids = reference.topk_softmax(torch.tensor([row]), 2, nan_policy=policy)
-    assert ids.tolist() == [expected]
-
-
-def test_an_all_nan_row_has_uniform_weights_under_finite_and_none_under_zero() -> None:
-    row = torch.full((1, 4), NAN)
-    assert reference.topk_softmax(row, 2, nan_policy="finite")[0].tolist() == [[0.25, 0.25]]
-    assert reference.topk_softmax(row, 2, nan_policy="zero")[0].tolist() == [[0.0, 0.0]]
-
-
 def test_groups_by_hand() -> None:
     row = torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.6, 0.1]]).logit()
     best_expert, _ = reference.grouped_topk(row, 1, num_groups=3, topk_groups=1)
@@ -70,14 +39,6 @@ def test_groups_by_hand() -> None:
     # With a bias the sum of two counts: 0.9 + 0.0, 0.5 + 0.5, 0.6 + 0.1.
     _, ids = reference.grouped_topk(row, 2, num_groups=3, topk_groups=1, bias=torch.zeros(6))
     assert ids.tolist() == [[2, 3]]
-
-
-@pytest.mark.parametrize(("row", "bias", "policy", "expected"), GROUP_EDGES)
-def test_groups_without_finite_numbers(
-    row: list[float], bias: list[float], policy: str, expected: list[int]
-) -> None:
-    _, ids = Call.group_edge(row, bias, policy).of(reference)
-    assert ids.tolist() == [expected]
 
 
 @given(calls())

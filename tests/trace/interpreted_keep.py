@@ -1,7 +1,5 @@
 """Recordings in Triton's interpreter; a script for `test_call_keeper`."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"

@@ -1,7 +1,5 @@
 """A model of a CUDA stream: what is launched happens in order, but later than the host goes on."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Models that are shaped like those of transformers, in its old and its stacked form, and small real ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls are compared with the reference by a process beside the one that serves."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
@@ -68,9 +66,7 @@ def test_right_and_wrong_calls_are_told_apart(judge: CallJudge, call: Capsule) -
     assert judge.is_right(call) is True, "the process goes on after a wrong call"
 
 
-def test_what_cannot_be_compared_has_a_reason_and_the_process_goes_on(
-    judge: CallJudge, call: Capsule
-) -> None:
+def test_what_cannot_be_compared_has_a_reason_and_the_process_goes_on(judge, call):
     unknown = call.record.model_copy(update={"layer": "model.layers.9.mlp.experts"})
     with pytest.raises(CapsuleError, match=r"has no weights of model\.layers\.9\.mlp\.experts\.0"):
         judge.is_right(replace(call, record=unknown))
@@ -85,9 +81,7 @@ def test_the_process_gives_way_and_is_in_a_session_of_its_own(judge: CallJudge, 
     assert os.getsid(child.pid) == child.pid != os.getsid(0)
 
 
-def test_a_process_that_hangs_or_dies_is_said_and_the_next_call_starts_another(
-    judge: CallJudge, call: Capsule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_hangs_or_dies_is_said_and_the_next_call_starts_another(judge, call, monkeypatch):
     """A process that hangs does not even read a long call, because the pipe holds little."""
     assert judge.is_right(call)
     child = judge._child

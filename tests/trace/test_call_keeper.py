@@ -1,7 +1,5 @@
 """Which call a recording keeps."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,9 +70,7 @@ def is_of_one_call(capsule: Capsule) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_capsule_holds_one_call_however_late_the_device_is(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_a_capsule_holds_one_call_however_late_the_device_is(monkeypatch, seed):
     """The device goes on while a call is compared, and copies of the steps before that still arrive."""
     stream, chance, mixed = LateStream(monkeypatch), random.Random(seed), []
     random.seed(seed)
@@ -98,9 +94,7 @@ def test_a_capsule_holds_one_call_however_late_the_device_is(
 
 
 @pytest.mark.parametrize(("behind", "most"), [(1, 20), (12, 40)])
-def test_nan_is_saved_while_the_server_is_never_idle(
-    monkeypatch: pytest.MonkeyPatch, behind: int, most: int
-) -> None:
+def test_nan_is_saved_while_the_server_is_never_idle(monkeypatch, behind, most):
     """As with asynchronous scheduling: whenever it is asked, the last steps have not ended."""
     stream = LateStream(monkeypatch)
     watched = Watched("nan")

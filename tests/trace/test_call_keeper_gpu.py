@@ -1,7 +1,5 @@
 """Recordings in CUDA graphs, on a GPU that is always a few steps behind."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Capsules come back as they were, and whatever is wrong with a file is one line."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -129,20 +127,6 @@ def test_a_backend_that_takes_one_of_two_global_scales_is_past_the_bound() -> No
     )
     wrong = Capsule(capsule.record, {**capsule.tensors, "output": merged.compute_expected().bfloat16()})
     assert find_failing_tokens(wrong)
-
-
-def test_the_size_is_said_before_it_is_written(tmp_path: Path) -> None:
-    path, lines = tmp_path / "call.moecapsule", []
-    capsule = make_capsule()
-
-    def say(line: str) -> None:
-        lines.append(line)
-        assert not path.exists()
-
-    save(capsule, path, say)
-    size = path.stat().st_size
-    assert lines == [f"{path}: {size / 1e6:.1f} MB, 8 tokens, 8 experts, weights recorded"]
-    assert 0 <= capsule.size - size < 10_000
 
 
 def test_backend_tensors_follow_their_experts() -> None:
@@ -276,9 +260,7 @@ def _changed(change: dict[str, Any], scheme: tuple[str, str], path: Path) -> Cap
 
 @given(change=_CHANGES, scheme=st.sampled_from(SCHEMES))
 @settings(max_examples=60, suppress_health_check=ALLOWED)
-def test_any_record_and_any_tensors_are_a_call_or_one_line(
-    change: dict[str, Any], scheme: tuple[str, str], tmp_path: Path
-) -> None:
+def test_any_record_and_any_tensors_are_a_call_or_one_line(change, scheme, tmp_path):
     """Whatever fields, types, shapes and values are; what is computed is what `replay` begins with."""
     capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
     if capsule is not None:
@@ -290,7 +272,7 @@ def test_any_record_and_any_tensors_are_a_call_or_one_line(
 
 @pytest.mark.slow
 @given(change=_CHANGES, scheme=st.sampled_from(SCHEMES))
-@settings(max_examples=200, suppress_health_check=ALLOWED)
+@settings(max_examples=80, suppress_health_check=ALLOWED)
 def test_any_capsule_is_judged(change: dict[str, Any], scheme: tuple[str, str], tmp_path: Path) -> None:
     capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
     if capsule is not None:

@@ -4,11 +4,7 @@ The global scale of w13 was multiplied in the backend's weights after loading, a
 call (`evidence/reports.sh recorded_scale_graphs`).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-
-import pytest
 
 from moedoctor.cli import main
 from moedoctor.diagnose.capsule.replay import judge
@@ -30,19 +26,7 @@ def test_the_wrong_call_is_found_and_the_expert_is_named() -> None:
     assert diagnosis["runner_up"]["cosine"] < 0.99
 
 
-def test_what_the_backend_got_shows_the_planted_scale() -> None:
-    capsule = load(FILE)
-    assert (capsule.record.backend, capsule.record.packages["vllm"]) == ("MarlinExperts", "0.33.0")
-    ratios = capsule.tensors["backend.w13_weight_scale_2"] / capsule.tensors["w13_scale"]  # [U]
-    usual = ratios.median()
-    factors = dict(zip(capsule.expert_ids, (ratios / usual).tolist(), strict=True))
-    assert factors.pop(3) == pytest.approx(64)
-    assert list(factors.values()) == pytest.approx([1.0] * len(factors))
-
-
-def test_the_answer_names_the_entry_and_that_the_kernel_did_not_do_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_answer_names_the_entry_and_that_the_kernel_did_not_do_it(capsys):
     assert main(["replay", str(FILE)]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert (

@@ -1,7 +1,5 @@
 """The experts of a checkpoint come into a capsule as they were written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +56,6 @@ def test_fp8_blocks_of_gate_and_up_follow_each_other(tmp_path: Path) -> None:
     ).repeat_interleave(128, 1)
     held = Fp8(tensors["w13"], tensors["w13_scale"], (128, 128), 2).dequantize(0)
     assert torch.equal(held[128:], weight)
-
-
-def test_a_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To open it for each tensor took nine tenths of a comparison."""
-    import safetensors
-
-    files = ExpertFiles(write_qwen3_moe(tmp_path, scheme="nvfp4"))
-    opened, original = [], safetensors.safe_open
-    monkeypatch.setattr(
-        safetensors, "safe_open", lambda *path, **how: (opened.append(path), original(*path, **how))[1]
-    )
-    files.read_tensors(LAYER, [0, 2, 5], "nvfp4")
-    files.read_tensors(LAYER, [1], "nvfp4")
-    assert len(opened) == 1
 
 
 def test_what_is_not_there_is_one_line(tmp_path: Path) -> None:

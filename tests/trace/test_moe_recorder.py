@@ -1,7 +1,5 @@
 """Calls of Hugging Face's MoE blocks in their old and their stacked form, eager and compiled."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The NaN locator reports what it did not check, and leaves models unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -95,19 +93,6 @@ ELSEWHERE: dict[str, Callable[[torch.Tensor], Any]] = {
     "nested": lambda x: torch.nested.nested_tensor([x, x[:1]]),
     "jagged": lambda x: torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged),
 }
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*")
-@pytest.mark.parametrize("kind", ELSEWHERE)
-def test_unreadable_outputs_are_skipped_and_counted(kind: str) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Gives(ELSEWHERE[kind]))
-    with torch.no_grad(), NanLocator(model) as locator:
-        for _ in range(2):  # a module counts once
-            model(torch.full((3, 4), NAN))
-    report = locator.report()
-    assert report.first_real == Finding("0", "NaN", 1, 1)
-    assert (report.looked_at, report.passed_over, report.not_reached) == (1, 2, 0)
-    assert "2 outputs on other devices or layouts were not looked at" in report.to_text()
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*")

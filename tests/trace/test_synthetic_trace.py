@@ -1,7 +1,5 @@
 """Synthetic routing: repeatable, with the documented distribution, one-line errors for bad settings."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -49,12 +47,9 @@ def test_settings_are_read_from_text() -> None:
     ("text", "message"),
     [
         ("zipf:colour=3", "'colour=3' is none of experts"),
-        ("zipf:experts", "'experts' is none of"),
         ("zipf:experts=many", "experts is 'many', expected a number"),
-        ("zipf:experts=1.5", "experts is '1.5'"),
         ("zipf:experts=0", "experts is 0"),
         ("zipf:top_k=200", "top_k up to experts"),
-        ("zipf:skew=-1", "skew from 0 to 10"),
         ("zipf:skew=nan", "skew from 0 to 10"),
         ("zipf:rows=1000000000", "expected fewer rows"),
     ],

@@ -1,7 +1,5 @@
 """The trace file: save and load, batches, and one-line errors for other files."""
 
-from __future__ import annotations
-
 import json
 import random
 import stat
@@ -35,9 +33,7 @@ def make(
     streams=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple),
     seed=st.integers(0, 99),
 )
-def test_a_saved_trace_loads_unchanged(
-    tmp_path_factory: pytest.TempPathFactory, experts: int, layers: int, streams: tuple[int, ...], seed: int
-) -> None:
+def test_a_saved_trace_loads_unchanged(tmp_path_factory, experts, layers, streams, seed):
     path = tmp_path_factory.mktemp("trace") / "t.safetensors"
     trace = make(experts, 2, layers, streams, seed)
     save(trace, path)
@@ -49,9 +45,7 @@ def test_a_saved_trace_loads_unchanged(
 
 
 @pytest.mark.parametrize(("experts", "bytes_an_id"), [(255, 1), (256, 2)])
-def test_missing_experts_are_kept_and_small_ids_take_one_byte(
-    tmp_path: Path, experts: int, bytes_an_id: int
-) -> None:
+def test_missing_experts_are_kept_and_small_ids_take_one_byte(tmp_path, experts, bytes_an_id):
     path = tmp_path / "t.safetensors"
     save(RoutingTrace([-1, experts - 1] * 1000, experts, 2, ("a",), (1,) * 1000), path)
     again = load(path)
@@ -132,9 +126,7 @@ BAD_FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("metadata", "tensors", "message"), BAD_FILES, ids=[case[2] for case in BAD_FILES])
-def test_a_file_that_is_not_a_trace_is_refused_in_one_line(
-    tmp_path: Path, metadata: dict[str, Any], tensors: dict[str, Any], message: str
-) -> None:
+def test_a_file_that_is_not_a_trace_is_refused_in_one_line(tmp_path, metadata, tensors, message):
     path = tmp_path / "t.safetensors"
     path.write_bytes(to_bytes({**TENSORS, **tensors}, {**METADATA, **metadata}))
     with pytest.raises(TraceError, match=message) as caught:

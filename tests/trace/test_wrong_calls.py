@@ -1,7 +1,5 @@
 """Wrong calls of a run are kept as capsules that replay can judge; right ones are not."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
