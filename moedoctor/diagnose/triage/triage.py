@@ -56,7 +56,7 @@ _RARE_ANCHORS = (
     *("unique experts requested", "finalizemoerouting", "group_gemm", "not supported on", "conditional"),
     *("no kernel image", "or higher", "unsupported gpu", "no supported cuda arch", "deployment config"),
     *("size padding for", "assertionerror", "watchdog caught", "broadcast block", "cudnn", "triton kernels"),
-    *("no module named", "autotun", "isinstance(lora"),
+    *("no module named", "autotun", "isinstance(lora", "_lora is not none", "param_data.shape"),
 )
 """Words of messages that name a failure."""
 _ANCHORS = (

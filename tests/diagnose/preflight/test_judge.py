@@ -196,6 +196,9 @@ def test_an_adapter_is_refused_or_left_out_in_part() -> None:
     refused = apply(error=error("adapters", message=message))
     assert (refused.verdict, refused.findings[0].id) == (Verdict.REFUSED, "MD029")
     assert [row.outcome for row in refused.stages if row.stage == "adapters"] == ["stopped"]
+    assert apply(error=error("adapters", message="LoRA rank 64 is greater")).findings[0].id == ""
+    long = f"expected target modules in {{{', '.join(f'experts.{n}' for n in range(900))}"
+    assert apply(error=error("adapters", message=long)).findings[0].id == "MD029"
     for name, id in (("model.layers.0.mlp.experts.base_layer", "MD029"), ("model.x", "")):
         wrong = apply(unplaced=[name])
         assert (wrong.verdict, wrong.findings[0].id) == (Verdict.WRONG, id)

@@ -1,10 +1,13 @@
 """The installed vLLM is asked: sound checkpoints are no alarm, and planted mistakes are found and named."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_headers import PLANTED, SOUND, Built, write_headers
+from safetensors.torch import save_file
 
 from moedoctor.diagnose.preflight.ask import Question, Release, ask_release
 from moedoctor.diagnose.preflight.command import ServeCommand
@@ -65,3 +68,46 @@ def test_each_backend_that_is_left_out_has_the_releases_reason(tmp_path: Path) -
     assert not used & set(reasons)
     assert "MARLIN" in reasons
     assert any("activation format" in reason for reason in reasons.values())
+
+
+def write_adapter(folder: Path, *modules: tuple[str, int, int, int]) -> Path:
+    """Write an adapter for modules of layer 0 of Qwen3-MoE: (name, columns, rows, experts in one tensor)."""
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    tensors = {}
+    for name, columns, rows, experts in modules:
+        place = f"base_model.model.model.layers.0.{name}"
+        tensors[f"{place}.lora_A.weight"] = torch.zeros(8 * experts, columns)
+        tensors[f"{place}.lora_B.weight"] = torch.zeros(rows, 8 * experts)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_adapters_are_applied_refused_or_left_out(tmp_path: Path) -> None:
+    each = [
+        [(f"mlp.experts.{expert}.{name}_proj", 256, 1024, 1) for name in ("gate", "up")]
+        + [(f"mlp.experts.{expert}.down_proj", 1024, 256, 1)]
+        for expert in range(8)
+    ]
+    attention, stacked = ("self_attn.q_proj", 256, 2048, 1), ("mlp.experts.base_layer", 256, 2048, 8)
+    adapters = {
+        "attention": ([attention], Verdict.STARTS),
+        "every expert": ([module for expert in each for module in expert], Verdict.STARTS),
+        "one expert": (each[3], Verdict.REFUSED),
+        "a foreign name": ([("mlp.experts.0.linear_1", 256, 1024, 1)], Verdict.REFUSED),
+        "stacked": ([stacked, ("mlp.experts", 1024, 256, 8)], Verdict.REFUSED),
+        "half of the stacked": ([attention, stacked], Verdict.WRONG),
+    }
+    build = SOUND["qwen3-bf16"]()
+    starts = {
+        name: (build, ("--max-model-len", "512", "--enable-lora", "--lora-modules", f"a={folder}"))
+        for name, (modules, _) in adapters.items()
+        for folder in [write_adapter(tmp_path / f"adapter {name}", *modules)]
+    }
+    answers = ask(tmp_path, starts)
+    assert {name: answer.verdict for name, answer in answers.items()} == {
+        name: verdict for name, (_, verdict) in adapters.items()
+    }
+    found = [finding.id for answer in answers.values() for finding in answer.findings]
+    assert found == ["MD029"] * 4
