@@ -71,6 +71,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "MD019": [({"groups": 3}, "does not divide"), ({"experts": 8, "top_k": 9}, MORE_EXPERTS)],
     "MD021": [({"mistake": "one_tensor"}, "0.33.0 reads one_tensor")],
     "MD022": [({"intermediate": 192, "tensor_parallel": 5}, "does not divide intermediate")],
+    "MD024": [({"width": 60}, "leaves no padding"), ({"experts": 8, "top_k": 9, "width": 16}, MORE_EXPERTS)],
+    "MD027": [({"ranks": 3, "experts": 9}, "is no multiple of ranks 3")],
     "PARITY": [
         ({"backend": "TRITON", "quantization": "nvfp4"}, "nvfp4 has MARLIN"),
         ({"top_k": 8, "experts": 8}, "must be less than experts"),
