@@ -260,10 +260,10 @@ class Errors:
         if not warned and _BARE.match(text) and (traceback is None or not traceback.frames):
             link = self._link.pop(process, "")
             self._add(process, _Error(number, text, (), link, self._last.get(process) if link else None))
-        elif self._told is None and not prefix and (told := _TOLD.search(text)):
-            lower, place = text.lower(), told.start()
-            if not (is_denied(lower, place, told.end()) or is_possible(lower, place)):
-                self._told = _Error(number, told[1])
+        elif self._told is None and not prefix and (match := _TOLD.search(text)):
+            lower, place = text.lower(), match.start()
+            if not (is_denied(lower, place, match.end()) or is_possible(lower, place)):
+                self._told = _Error(number, match[1])
 
     def _read_traceback(self, traceback: _Open, process: str, text: str, number: int) -> bool:
         """Take in a line of a traceback; return False if it is none."""
