@@ -87,13 +87,6 @@ def test_links(tmp_path: Path) -> None:
     assert read_text(tmp_path / "link.yaml", LIMIT) == "a: 1"
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
-def test_pipes_and_devices_do_not_block(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero"), Path("/dev/tty")):
-        assert "pipe, socket or device" in file_error(path).message
-
-
 def test_a_pipe_swapped_in_after_the_first_look_does_not_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
