@@ -4,8 +4,10 @@ kernels' code."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 FILES = {
     "vllm/__init__.py": "__version__ = '{version}'\n",
@@ -261,7 +263,22 @@ def write(folder: Path, version: str = "0.21.0", **replaced: str) -> Path:
     return folder
 
 
-def forget() -> None:
-    """Let the next `import vllm` look for the package again."""
-    for name in [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]:
-        del sys.modules[name]
+@contextmanager
+def forget() -> Iterator[None]:
+    """Let `import vllm` look for the package again; what was imported before comes back at the end.
+
+    A real vLLM cannot be imported twice: torch refuses types that it registers.
+    """
+
+    def take() -> dict[str, ModuleType]:
+        names = [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]
+        return {name: sys.modules.pop(name) for name in names}
+
+    before = take()
+    try:
+        yield
+    finally:
+        after = take()
+        place = getattr(after.get("vllm"), "__file__", None) or "nowhere"
+        is_real = (Path(place).parent / "_version.py").is_file()
+        sys.modules.update(before or (after if is_real else {}))

@@ -18,8 +18,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     ):
         monkeypatch.delenv(name, raising=False)
     register._register.cache_clear()
-    forget()
-    with caplog.at_level(logging.INFO, "vllm.moedoctor"):
+    with forget(), caplog.at_level(logging.INFO, "vllm.moedoctor"):
         yield
     register._register.cache_clear()
-    forget()

@@ -1,14 +1,13 @@
 """MD010: the control loses settings, the fix answers each, and only a real package decides claims."""
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fault_cases import case, claim_of, run
-from vllm_stub import write
+from vllm_stub import forget, write
 
 from moedoctor.faults.selection.backend_override import BackendOverride
 from moedoctor.fixes.backends.release_tables import load_releases
@@ -180,14 +179,9 @@ def test_the_claims_are_put_to_the_installed_package(stub: Path) -> None:
 
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    def forget() -> None:
-        for name in [module for module in sys.modules if module == "vllm" or module.startswith("vllm.")]:
-            del sys.modules[name]
-
-    forget()
-    monkeypatch.syspath_prepend(str(write(tmp_path)))
-    yield tmp_path
-    forget()
+    with forget():
+        monkeypatch.syspath_prepend(str(write(tmp_path)))
+        yield tmp_path
 
 
 def test_an_installed_package_is_asked_with_the_setting_in_its_environment(stub: Path) -> None:
