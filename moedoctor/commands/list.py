@@ -59,9 +59,9 @@ def list_rows() -> list[Row]:
     with convert_errors(catalogue.PluginError):
         runs = catalogue.list_registered_names()
         rows = [
-            Row(entry.id, entry.name, entry.name in runs, entry.title, entry.where, entry.fixed)
+            Row(entry.id, entry.name, entry.name in runs, entry.title, entry.where, entry.fixed, entry.family)
             for entry in load_entries().values()
         ]
         others = catalogue.load_faults_beside({row.name for row in rows})
-    rows += [Row(fault.id, fault.name, True, fault.title, "", "") for fault in others]
+    rows += [Row(fault.id, fault.name, True, fault.title, "", "", "") for fault in others]
     return sorted(rows, key=lambda row: row.id)

@@ -200,6 +200,10 @@ class Link:
     """What is there, in a few words."""
 
 
+Family = Literal["routing", "offload", "cache", "quantization", "selection", "loading", "parallel"]
+"""The subject of a failure, which is also its folder in `moedoctor.faults`."""
+
+
 class Entry(_Strict):
     """One known failure in words, in Markdown."""
 
@@ -207,6 +211,7 @@ class Entry(_Strict):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*(?:_[a-z0-9]+)*$")]
     title: Line
     """The failure in one line."""
+    family: Family
     releases: tuple[Affected, ...] = ()
     """The releases that it strikes; empty if it is not up to a release."""
     questions: tuple[Question, ...] = ()

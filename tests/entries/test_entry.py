@@ -12,6 +12,7 @@ WHOLE = """---
 id: MD901
 name: made_up
 title: "a failure: made up"
+family: routing
 where: nowhere
 fixed: "no"
 next: look twice
@@ -74,21 +75,21 @@ PACKAGES = '      packages: {vllm: ">=0.17.1,<0.20.0", vllm-gguf-plugin: ">=0"}\
         ("id: MD901", "id: MD1", 2, "id: must match pattern"),
         ("name: made_up", "name: Made-Up", 3, "name: must match pattern"),
         ("name: made_up\n", "", 2, "name: is missing"),
-        ("where: nowhere", "wehre: nowhere", 5, "wehre: unknown key, did you mean where?"),
+        ("where: nowhere", "wehre: nowhere", 6, "wehre: unknown key, did you mean where?"),
         ('title: "a failure: made up"', "title: ", 4, "title: must be text"),
-        ("severity: error", "severity: fatal", 9, "affects[0].severity: must be 'error', 'wa"),
-        ("confidence: 0.5", "confidence: 1.5", 10, "affects[0].confidence"),
-        ("<0.20.0", "<the next", 12, "is not a version range"),
-        (">=0.17.1,<0.20.0", ">=0.17.1 || 1", 12, "is not a version range"),
-        ("needs:", "nedes:", 14, "affects[0].nedes: unknown key"),
-        ("    why: because\n", "", 9, "affects[0].why: is missing"),
-        (PACKAGES, "", 11, "must name packages"),
-        ("## Fix\n", "", 17, "How to see it, Links, expected What happens, Who"),
-        ("## Fix\n", "## Cure\n", 17, "Cure"),
-        ("Nobody.", "", 21, "the section Who is affected is empty"),
-        ("---\n## What", "---\nwords\n## What", 17, "has text before its first section"),
-        ("- https://example.org/2", "- http://example.org/2", 32, "expected '- https://… what is there'"),
-        ("/1 the report", "/1", 31, "expected '- https://… what is there'"),
+        ("severity: error", "severity: fatal", 10, "affects[0].severity: must be 'error', 'wa"),
+        ("confidence: 0.5", "confidence: 1.5", 11, "affects[0].confidence"),
+        ("<0.20.0", "<the next", 13, "is not a version range"),
+        (">=0.17.1,<0.20.0", ">=0.17.1 || 1", 13, "is not a version range"),
+        ("needs:", "nedes:", 15, "affects[0].nedes: unknown key"),
+        ("    why: because\n", "", 10, "affects[0].why: is missing"),
+        (PACKAGES, "", 12, "must name packages"),
+        ("## Fix\n", "", 18, "How to see it, Links, expected What happens, Who"),
+        ("## Fix\n", "## Cure\n", 18, "Cure"),
+        ("Nobody.", "", 22, "the section Who is affected is empty"),
+        ("---\n## What", "---\nwords\n## What", 18, "has text before its first section"),
+        ("- https://example.org/2", "- http://example.org/2", 33, "expected '- https://… what is there'"),
+        ("/1 the report", "/1", 32, "expected '- https://… what is there'"),
     ],
 )
 def test_an_error_has_its_line(old: str, new: str, line: int, message: str) -> None:

@@ -93,6 +93,7 @@ HEAD = """---
 id: MD901
 name: made_up
 title: made up
+family: routing
 releases:
   - package: vllm
     first: "0.18.0"

@@ -6,10 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from moedoctor.entries import find_builtin_folder, find_reports_folder
-from moedoctor.entries.entry import SECTIONS, Entry, Link, record_hint
+from moedoctor.entries.entry import SECTIONS, Entry, Family, Link, record_hint
 from moedoctor.interfaces import Fault
 from moedoctor.reporters.page import (
     Answer,
@@ -171,6 +171,8 @@ class Row:
     """The releases that it strikes."""
     fixed_in: str
     """The release that fixes it, or ``no``."""
+    family: str
+    """Its subject, such as ``routing``; empty for a failure of another project."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +183,20 @@ class Catalogue:
     catalogue: tuple[Row, ...]
 
     def make_page(self) -> list[Block]:
-        """Return the catalogue as a table, and how to get more of it."""
-        cells = [(row.id, row.title, row.affects, row.fixed_in) for row in self.catalogue]
+        """Return the catalogue by families, and how to get more of it."""
+        page: list[Block] = [Heading("Known failures", 1)]
+        for family in (*get_args(Family), ""):
+            cells = [
+                (row.id, row.title, row.affects, row.fixed_in)
+                for row in self.catalogue
+                if row.family == family
+            ]
+            if cells:
+                titles = ("id", "failure", "affects", "fixed in")
+                page += [Heading(family or "others"), Table(titles, cells)]
         details, run = Span("moedoctor explain ID", "code"), Span("moedoctor run ID", "code")
         more = Step((details, " gives details, ", run, " runs one"))
-        return [Heading("Known failures", 1), Table(("id", "failure", "affects", "fixed in"), cells), more]
+        return [*page, more]
 
     def summarize(self) -> str:
         """Return ``21 known failures; moedoctor runs 19 of them; no release fixes 7``."""
