@@ -2,6 +2,7 @@
 
 import copy
 import json
+import lzma
 from pathlib import Path
 
 from capsules import computation, make_capsule, noisy, with_output
@@ -17,6 +18,7 @@ TRACE = "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4"
 CALLS = {
     "check": ["check", "--release", "0.19.1", "--sm", "12.0"],
     "triage": ["triage", "a.log"],
+    "autopsy": ["autopsy", "a.core"],
     "explain": ["explain", "MD001"],
     "list": ["list"],
     "lint": ["lint", "model"],
@@ -36,6 +38,7 @@ MORE_CALLS = {
     "triage of three files": ["triage", "a.log", "b.log", "c.log"],
     "backends of each scheme": ["backends", "--sm", "12.0", "--release", "0.21.0", "--no-ask"],
     "plan that does not fit": ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "8"],
+    "autopsy of a log": ["autopsy", "a.log"],
     "audit without a GPU": ["audit", "cache/empty"],
 }
 """Calls whose pages have another shape."""
@@ -46,6 +49,8 @@ def prepare(folder: Path) -> None:
     (folder / "a.log").write_text("vLLM 0.19.1\nRuntimeError: b_scales is not on GPU\n")
     (folder / "b.log").write_text("Using 'MARLIN' NvFp4 MoE backend\nthe answer is !!!!!!!!\n")
     (folder / "c.log").write_text("everything is fine\n")
+    dump = REPORTS.parent / "tests" / "diagnose" / "autopsy" / "dumps" / "vllm_topk.xz"
+    (folder / "a.core").write_bytes(lzma.decompress(dump.read_bytes()))
     made = modelopt()
     made.tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_2"] = f32(3e-4)
     made.write(folder / "model")
