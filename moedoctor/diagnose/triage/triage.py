@@ -57,6 +57,7 @@ _RARE_ANCHORS = (
     *("no kernel image", "or higher", "unsupported gpu", "no supported cuda arch", "deployment config"),
     *("size padding for", "assertionerror", "watchdog caught", "broadcast block", "cudnn", "triton kernels"),
     *("no module named", "autotun", "isinstance(lora", "_lora is not none", "param_data.shape"),
+    *("available shared", "matmul_ogs"),
 )
 """Words of messages that name a failure."""
 _ANCHORS = (
