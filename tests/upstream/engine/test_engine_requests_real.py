@@ -37,7 +37,7 @@ def requests(folder: Path) -> Iterator[EngineRequest]:
     for trial in nan_padding.rank_trials(str(folder), "DEP=2", nan_padding.CONFIGS["DEP=2"]):
         yield trial.request
     variant = engines.Variant.parse("offload=MOEDOCTOR_FIXES=offload")
-    yield engines.request_for(engines.Plan(folder, [variant]), variant)
+    yield engines.make_request(engines.Plan(folder, [variant]), variant)
 
 
 def test_every_argument_and_variable_is_one_of_the_release(vllm: Any, tmp_path: Path) -> None:
