@@ -21,9 +21,9 @@ from moedoctor.diagnose.autopsy.line_table import find_line
 from moedoctor.text import open_file
 
 MOST_SECTIONS = 2_000_000
-"""A dump of 132 SMs that are all busy has 130,000, and 900,000 with all their registers."""
+"""A dump of 132 SMs that are all busy has 130,000, and 850,000 with all their registers."""
 MOST_ROWS = 30_000_000
-"""Of all tables that are read; a row takes half a microsecond."""
+"""Of all tables that are read."""
 _MOST_LINES = 64 * 2**20
 """Bytes of a line table."""
 _MOST_FAULTS = 100

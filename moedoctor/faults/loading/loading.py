@@ -5,6 +5,7 @@ from __future__ import annotations
 from moedoctor.faults.base import Judgement, list_tiers
 from moedoctor.interfaces import Fault
 from moedoctor.results import Case, CaseVerdict, Observation, Tier
+from moedoctor.text import shorten
 
 
 class LoadingFault(Fault):
@@ -16,7 +17,7 @@ class LoadingFault(Fault):
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence
         if evidence["stopped"]:
-            return Judgement(CaseVerdict.REPRODUCED, f"stops: {str(evidence['stopped'])[:160]}")
+            return Judgement(CaseVerdict.REPRODUCED, f"stops: {shorten(str(evidence['stopped']), 160)}")
         if evidence["wrong"]:
-            return Judgement(CaseVerdict.REPRODUCED, f"no error, and {str(evidence['wrong'])[:160]}")
+            return Judgement(CaseVerdict.REPRODUCED, f"no error, and {shorten(str(evidence['wrong']), 160)}")
         return Judgement(CaseVerdict.CLEAN, str(evidence["right"])[:160])
