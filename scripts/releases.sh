@@ -9,7 +9,8 @@ set -eu
 cd "$(dirname "$0")/.."
 . scripts/environments.sh
 out=reports/releases
-# A torch release runs the model tiers of all scenarios, a vLLM release the scenarios whose CPU tiers run its code.
+# A torch release runs the failure that depends on torch, a vLLM release the scenarios whose CPU tiers run its code.
+torch_scenarios="untraceable_offload"
 vllm_scenarios="arch_suffix untraceable_offload offload_reinit backend_override offload_noop gate_up_order"
 function_scenarios="offload_reinit offload_noop"
 
@@ -29,7 +30,7 @@ while read -r package release; do
     "" | "#"*) ;;
     torch)
         torch_environment "$release"
-        report "torch-$release" ".venv-releases/torch-$release" "" --only tier=model
+        report "torch-$release" ".venv-releases/torch-$release" "" $torch_scenarios --only tier=model
         ;;
     vllm)
         vllm_folder "$release"
