@@ -1,7 +1,4 @@
-"""Runs scripts of kernel checks in Triton's interpreter.
-
-Each needs a process of its own, because Triton decides at import whether it interprets.
-"""
+"""Runs scripts of kernel checks in Triton's interpreter, each in a process of its own."""
 
 import importlib.util
 import os
@@ -22,8 +19,15 @@ def run_check(script: str | Path, *arguments: str) -> str:
     """Run `script` of ``tests/`` and return its output; fail with the end of its errors."""
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::RuntimeWarning", str(ROOT / "tests" / script), *arguments],
-        env=os.environ | {"PYTHONPATH": path, "TRITON_INTERPRET": "1"},
+        [
+            sys.executable,
+            "-W",
+            "ignore::RuntimeWarning",
+            str(ROOT / "tests" / "interpret.py"),
+            str(ROOT / "tests" / script),
+            *arguments,
+        ],
+        env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=300,
