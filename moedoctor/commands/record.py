@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moedoctor.commands.options import InputError, convert_errors, number, option
 from moedoctor.text import format_size, print_message
 
+if TYPE_CHECKING:
+    from moedoctor.diagnose.autopsy.dump_request import DumpRequest
+
 _PATIENCE = 120.0
 """Seconds for what is still being written when the command has ended."""
 _MOST_LINES = 10
+_REPLAY_SECONDS = 60.0
+"""For each backend that computes the last call of a dead engine again."""
 
 
 def record(
@@ -31,7 +40,11 @@ def record(
             "first: the first call. call=LAYER:N: the Nth call of a layer, such as "
             "call=model.layers.3.mlp.experts:17. crash: the last calls of every layer if the engine dies; "
             "each call is copied to pinned host memory first, up to 16 MiB a layer. Where memory cannot be "
-            "pinned, as on WSL, every layer waits for its copies, and CUDA graphs must be off. "
+            "pinned, as on WSL, every layer waits for its copies, and CUDA graphs must be off. CUDA is asked "
+            "for a core dump, so that the end names the kernel that faulted; CUDA then ends the process with "
+            "SIGABRT, also where Python would have caught the error. The dump is asked for without the "
+            "contents of memory, but registers may hold parts of weights and prompts; nothing is uploaded. "
+            "Variables with CUDA_COREDUMP in their name that you set are kept. "
             "mismatch=RATE: the first call that the float32 reference finds wrong; in a share RATE of the "
             "steps one layer's call is compared, by a process beside the engine on the CPU, with weights "
             "that are read from the checkpoint; while that goes on, no other call is compared. On an H200 "
@@ -51,13 +64,19 @@ def record(
             number("--max-size", most=100_000),
         ),
     ] = 256.0,
+    keep: Annotated[
+        bool,
+        typer.Option("--keep", help="Keep CUDA's core dumps, which are else deleted when they were read."),
+    ] = False,
 ) -> int:
     """Run a command and record the MoE call of its vLLM that shows a failure.
 
     Sets MOEDOCTOR_RECORD, MOEDOCTOR_RECORD_WHEN and MOEDOCTOR_RECORD_SIZE for the command, which moedoctor's
     plug-in reads in every process of vLLM 0.21.0 and later. The exit code is the command's, or 2 if it
-    is 0 and no MoE layer was watched.
+    is 0 and no MoE layer was watched. If a kernel faulted under --when crash, `moedoctor autopsy` and
+    `moedoctor replay` answer at the end, also in a JSON file in the folder, which `moedoctor show` reads.
     """
+    from moedoctor.diagnose.autopsy.dump_request import DumpRequest
     from moedoctor.processes.files import OutputError, make_folder
     from moedoctor.trace.call_keeper import Wish
 
@@ -73,13 +92,23 @@ def record(
         "MOEDOCTOR_RECORD_WHEN": when,
         "MOEDOCTOR_RECORD_SIZE": f"{max_size:g}",
     }
-    code = _run(command, environ)
+    dumps = DumpRequest.make(folder, environ) if when.strip() == "crash" else None
+    try:
+        code = _run(
+            command, {**environ, **(dumps.variables if dumps else {})}, dumps.limit if dumps else None
+        )
+    except InputError:
+        if dumps:
+            dumps.clear()
+        raise
     _wait_for_writers(folder)
     new = set(folder.iterdir()) - before
     capsules = sorted(file for file in new if file.suffix == ".moecapsule")
     marks = [file for file in new if file.suffix == ".watched"]
     for mark in marks:
         mark.unlink(missing_ok=True)
+    if dumps:
+        _explain_crash(dumps, capsules, folder, code, keep=keep)
     if not capsules and not marks:
         print_message(
             "record: no MoE layer was watched, so nothing is known about its calls: expected a command that "
@@ -90,8 +119,8 @@ def record(
     return code
 
 
-def _run(command: list[str], environ: dict[str, str]) -> int:
-    """Return the exit code of a command; 128 and the signal if one ended it."""
+def _run(command: list[str], environ: dict[str, str], watch: Callable[[], None] | None) -> int:
+    """Return the exit code of a command; 128 and the signal if one ended it. Calls `watch` each second."""
     try:
         child = subprocess.Popen(command, env=environ)
     except OSError as error:
@@ -102,8 +131,13 @@ def _run(command: list[str], environ: dict[str, str]) -> int:
         signal.SIGTERM: lambda number, _: child.send_signal(number),
     }
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    code = None
     try:
-        code = child.wait()
+        while code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = child.wait(1 if watch else None)
+            if watch:
+                watch()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -127,6 +161,47 @@ def _wait_for_writers(folder: Path) -> None:
         print_message(f"record: something still writes to {folder} after {_PATIENCE:g} s")
     finally:
         os.close(lock)
+
+
+def _explain_crash(
+    request: DumpRequest, capsules: Sequence[Path], folder: Path, code: int, *, keep: bool
+) -> None:
+    """Say which kernel faulted, compute its call again, and store the answer; then clear dumps away."""
+    from moedoctor.commands.pages import deliver_document
+    from moedoctor.diagnose.autopsy.autopsy import examine_files, find_last_call
+    from moedoctor.diagnose.autopsy.dump_request import MOST_BYTES
+    from moedoctor.diagnose.autopsy.known_tensors import read_record
+    from moedoctor.diagnose.autopsy.replay_call import is_of_call, replay_call
+    from moedoctor.redaction import Redactor
+    from moedoctor.reporters.pages.autopsy import describe_replay
+
+    dumps = request.list_dumps()
+    if dumps:
+        most = format_size(MOST_BYTES)
+        found = examine_files(
+            [*dumps, *capsules],
+            lambda line: print_message(f"record: {line} (a core dump of more than {most} is emptied)"),
+        )
+        document = Redactor.from_this_process().record(found)
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is the command's
+            deliver_document(document, "table", None, full=False)
+        last = find_last_call({file: read_record(file) for file in capsules}, [file.name for file in dumps])
+        if last and is_of_call(document.faults):
+            print_message(f"record: every backend computes {last.name} again, which may take minutes")
+            replayed = replay_call(last, read_record(last), seconds=_REPLAY_SECONDS)
+            document = replace(document, replay=replayed)
+            print_message(f"record: {describe_replay(replayed)}")
+        deliver_document(document, "json", folder / f"autopsy-{os.getpid()}.json", full=False)
+    elif code:
+        print_message(
+            "record: no kernel is known to have faulted: CUDA wrote no core dump, and the command ended with "
+            f"{code}"
+        )
+    if keep:
+        request.keep(folder)
+    elif dumps and request.ours:
+        print_message("record: the core dumps were read and are deleted; --keep keeps them")
+    request.clear()
 
 
 def _say(capsules: list[Path], folder: Path) -> None:

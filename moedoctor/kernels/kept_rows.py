@@ -191,7 +191,7 @@ class SavedCalls:
     """
 
     header: torch.Tensor
-    """int32 [P, 2]: the step, and the tokens that the call had"""
+    """int64 [P, 6]: the step, the tokens that the call had, the addresses of x, ids, weights and logits"""
     x: torch.Tensor
     """[P, R, H]"""
     ids: torch.Tensor
@@ -205,10 +205,12 @@ class SavedCalls:
         """Do what `moedoctor.kernels.save_call.launch_save` does, with torch. Waits for the device."""
         self.check(call)
         place, rows = step % len(self.header), min(len(call.x), self.x.shape[1])
+        addresses = []
         for _, tensor, saved in list_parts(call, self):
+            addresses.append(-1 if tensor is None else tensor.data_ptr())
             if tensor is not None:
                 saved[place, :rows] = tensor[:rows].to("cpu", saved.dtype)
-        self.header[place] = torch.tensor([step, len(call.x)], dtype=torch.int32)
+        self.header[place] = torch.tensor([step, len(call.x), *addresses])
 
     def check(self, call: MoeInput) -> None:
         """Raise ValueError if a call does not fit this memory."""

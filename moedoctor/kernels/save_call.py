@@ -44,8 +44,15 @@ def save_call_kernel(
     step = tl.load(step_ptr)
     place = (step % places).to(tl.int64)
     if row == 0:
-        tl.store(saved_header_ptr + place * 2, step)
-        tl.store(saved_header_ptr + place * 2 + 1, rows)
+        header_ptr = saved_header_ptr + place * 6
+        tl.store(header_ptr, step)
+        tl.store(header_ptr + 1, rows)
+        tl.store(header_ptr + 2, x_ptr.to(tl.int64))
+        if has_ids:
+            tl.store(header_ptr + 3, ids_ptr.to(tl.int64))
+            tl.store(header_ptr + 4, weights_ptr.to(tl.int64))
+        if has_logits:
+            tl.store(header_ptr + 5, logits_ptr.to(tl.int64))
     target = place * room + row
     copy_row(x_ptr + row * hidden, saved_x_ptr + target * hidden, hidden, BLOCK)
     if has_ids:

@@ -22,6 +22,7 @@ from moedoctor.plugin.process_end import ProcessEnd
 from moedoctor.plugin.record_layers import (
     check_folder,
     is_routed_by_kernel,
+    list_addresses,
     make_watched_layer,
     overwrites,
 )
@@ -252,7 +253,9 @@ class EngineRecorder:
                 if self.ring is None:
                     self._numbers[key] = self.keeper.add(layer_of_runner)
                 else:
-                    self._numbers[key] = self.ring.add(layer_of_runner.record, self.model)
+                    known = {"addresses": list_addresses(getattr(runner, "routed_experts", layer))}
+                    record = layer_of_runner.record.model_copy(update=known)
+                    self._numbers[key] = self.ring.add(record, self.model)
                 if self._numbers[key] is not None:
                     self._mark_active()
             except Exception as error:

@@ -84,6 +84,14 @@ def make_watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None])
     )
 
 
+def list_addresses(layer: Any) -> dict[str, tuple[int, int]]:
+    """Return address and bytes of each parameter of a layer; its name says if it is in the host's memory."""
+    return {
+        name if parameter.is_cuda else f"{name} (host memory)": (parameter.data_ptr(), parameter.nbytes)
+        for name, parameter in layer.named_parameters(recurse=False)
+    }
+
+
 def _route(router: Any, x: Any, logits: Any) -> tuple[Any, Any]:
     """Return weights and ids [T, K], as vLLM's own router chooses them."""
     weights, ids = router.select_experts(hidden_states=x, router_logits=logits)

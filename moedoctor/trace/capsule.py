@@ -109,6 +109,8 @@ class Record(BaseModel):
     packages: dict[Line, Line] = {}
     environment: dict[Line, Line] = {}
     """Masked variables."""
+    addresses: dict[Line, tuple[int, int]] = {}
+    """Address on the GPU and bytes of the layer's and the call's tensors, if the process died."""
 
     @property
     def shape(self) -> LayerShape:

@@ -54,7 +54,7 @@ class Place:
     def list_tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Return name, type and shape of each tensor of `SavedCalls`, in their order in the memory."""
         ring = (PLACES, self.rows)
-        yield "header", torch.int32, (PLACES, 2)
+        yield "header", torch.int64, (PLACES, 6)
         yield "x", getattr(torch, self.dtype), (*ring, self.hidden)
         yield "ids", torch.int32, (*ring, self.top_k)
         yield "weights", torch.float32, (*ring, self.top_k)
@@ -175,9 +175,14 @@ class CrashRing:
             saved.header.fill_(-1)
         if not self.blocking:
             self.blocking = not pin(saved.header, place.count_bytes(), call.x.device)
-        checkpoint_name = None if checkpoint is None else str(checkpoint)
+        given = (call.x, call.ids, call.weights, call.logits)
         self._note(
-            {"place": asdict(place), "record": record.model_dump_json(), "checkpoint": checkpoint_name}
+            {
+                "place": asdict(place),
+                "record": record.model_dump_json(),
+                "checkpoint": None if checkpoint is None else str(checkpoint),
+                "row_bytes": [0 if part is None else part.shape[-1] * part.element_size() for part in given],
+            }
         )
         self._saved[layer] = saved
         return saved

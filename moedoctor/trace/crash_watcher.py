@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from moedoctor.trace.capsule import Capsule
 
 _DIED = "the process died"
+_ADDRESSES = ("x", "topk_ids", "topk_weights", "router_logits")
+"""What the addresses in a call's header are of."""
 
 
 class _Call(NamedTuple):
@@ -113,7 +115,7 @@ def _list_calls(memory: int, layers: list[dict[str, Any]]) -> list[_Call]:
     calls = [
         _Call(int(step), number, ring)
         for number, layer in enumerate(layers)
-        for ring, (step, _) in enumerate(_view(memory, layer).header.tolist())
+        for ring, (step, *_) in enumerate(_view(memory, layer).header.tolist())
         if step >= 0
     ]
     return sorted(calls, reverse=True)
@@ -131,7 +133,7 @@ def _read_capsule(
 
     record = Record.model_validate_json(layer["record"])
     saved = _view(memory, layer)
-    count = int(saved.header[call.ring, 1])
+    _, count, *addresses = saved.header[call.ring].tolist()
     rows = min(count, saved.x.shape[1])
 
     def copy_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,8 +159,14 @@ def _read_capsule(
     logits = copy_rows(saved.logits)
     if bool(logits.any()):
         tensors["router_logits"] = logits
+    highest = int(tensors["topk_ids"].max())
+    if highest >= record.experts:
+        reason += f"; its topk_ids name expert {highest}, and the layer has {record.experts}"
+    found = zip(_ADDRESSES, addresses, layer["row_bytes"], strict=True)
+    calls = {name: (address, count * size) for name, address, size in found if address > 0}
     more = {
         "reason": reason[:1000],
+        "addresses": {**record.addresses, **calls},
         "call": call.step,
         "tokens": tuple(range(rows)),
         "call_tokens": count,

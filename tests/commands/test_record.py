@@ -1,20 +1,30 @@
 """`moedoctor record`: the command's exit code, its variables, and what is said at the end."""
 
+import json
+import lzma
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import jsonschema
 import pytest
 
 from moedoctor.cli import main
 from moedoctor.commands.run import _name_capsules
+from moedoctor.diagnose.autopsy import dump_request, replay_call
+from moedoctor.diagnose.autopsy.known_tensors import read_record
+from moedoctor.diagnose.capsule.replay import BackendReplay
+from moedoctor.reporters.schemas import make_schema
 from moedoctor.results import CaseResult, CaseVerdict, Tier
-from moedoctor.trace.capsule import save
+from moedoctor.trace.capsule import Capsule, save
 from tests.capsules import make_capsule
+from tests.diagnose.autopsy.test_autopsy import DUMPS
 from tests.interpreted import ROOT
 
 _SHOW = """
@@ -87,3 +97,114 @@ def test_run_says_which_wrong_calls_it_kept(tmp_path: Path, capsys: pytest.Captu
     assert f"kept {folder / 'a.moecapsule'}\n" in words
     assert "a wrong call is not kept: full" in words
     assert "no new capsule" not in words
+
+
+_CRASH = """
+import os, shutil, sys
+from pathlib import Path
+for name in ("ENABLE_COREDUMP_ON_EXCEPTION", "COREDUMP_GENERATION_FLAGS", "COREDUMP_FILE"):
+    print(os.environ[f"CUDA_{name}"], flush=True)
+dump, capsule = sys.argv[1:]
+process = os.getpid()
+shutil.copy(dump, os.environ["CUDA_COREDUMP_FILE"].replace("%p", str(process)))
+shutil.copy(capsule, f"{os.environ['MOEDOCTOR_RECORD']}/layer-call3-{process}.moecapsule")
+os.abort()
+"""
+"""What a process does whose kernel faults, if CUDA was asked for a dump."""
+
+
+@pytest.fixture
+def crash(tmp_path: Path) -> list[str]:
+    """Return a command that leaves a dump of a MoE kernel and a capsule of a call."""
+    dump, file = tmp_path / "planted.core", tmp_path / "planted.moecapsule"
+    dump.write_bytes(lzma.decompress((DUMPS / "vllm_topk.xz").read_bytes()))
+    capsule = make_capsule("bf16", tokens=2)
+    record = capsule.record.model_copy(update={"layer": "model.layers.1.mlp.experts", "call": 3})
+    save(Capsule(record, capsule.tensors), file)
+    return [sys.executable, "-c", _CRASH, str(dump), str(file)]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_crash_is_named_and_its_call_is_computed_again(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    crash: list[str],
+    keep: bool,
+) -> None:
+    replayed: list[str] = []
+
+    def compute(path: Path, find: Any, device: str, *, seconds: float) -> Any:
+        record = read_record(path)
+        replayed.append(f"{record['layer']} {device} {len(find(record))}")
+        failed = {"MARLIN": "AcceleratorError: CUDA error: an illegal memory access", "HPC": "no SM"}
+        names = ("MARLIN", "TRITON", "HPC", "HUMMING")
+        results = [BackendReplay(name, "bf16", "none", failed=failed.get(name)) for name in names]
+        results[3] = replace(results[3], unavailable="no")
+        return SimpleNamespace(backends=results)
+
+    monkeypatch.setattr(replay_call, "replay", compute)
+    monkeypatch.setattr(replay_call, "explain_missing_gpu", lambda facts: None)
+    monkeypatch.setenv("CUDA_COREDUMP_GENERATION_FLAGS", "skip_global_memory")
+    folder = tmp_path / "capsules"
+    assert record(tmp_path, "--when", "crash", *["--keep"] * keep, "--", *crash) == 128 + signal.SIGABRT
+    out, err = capfd.readouterr()
+    enabled, flags, file = out.split()
+    assert (enabled, flags, Path(file).name) == ("1", "skip_global_memory", "cuda.%p.core")
+    assert replayed == ["model.layers.1.mlp.experts cuda:0 4"]
+    answer = "vllm::moe::topkGating faulted (illegal address)"
+    assert err.index(answer) < err.index("MARLIN faulted again on call 3 of model.layers.1.mlp.experts")
+    (stored,) = folder.glob("autopsy-*.json")
+    document = json.loads(stored.read_text())
+    jsonschema.validate(document, make_schema("autopsy"))
+    found = [document["replay"][key] for key in ("faulted", "computed", "failed")]
+    assert found == [["MARLIN"], ["TRITON"], ["HPC: no SM"]]
+    assert not list(folder.glob("dumps-*"))
+    dumps = list(folder.glob("cuda.*.core"))
+    assert [dump.stat().st_mode & 0o777 for dump in dumps] == [0o600] * keep
+
+
+def test_a_users_own_place_for_dumps_is_used_and_left_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, crash: list[str]
+) -> None:
+    (tmp_path / "core.of.yesterday").write_bytes(b"")
+    os.utime(tmp_path / "core.of.yesterday", (0, 0))
+    monkeypatch.setenv("CUDA_COREDUMP_FILE", str(tmp_path / "core.of.%p"))
+    assert record(tmp_path, "--when", "crash", "--", *crash) == 128 + signal.SIGABRT
+    err = capfd.readouterr().err
+    assert "vllm::moe::topkGating faulted" in err
+    assert "Not computed again: call 3" in " ".join(err.split())
+    assert len(list(tmp_path.glob("core.of.*"))) == 2
+    assert "deleted" not in err
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL"])
+def test_a_death_without_a_dump_blames_no_kernel(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    code = f"import os, signal; os.kill(os.getpid(), signal.{name})"
+    number = signal.Signals[name].value
+    assert record(tmp_path, "--when", "crash", "--", sys.executable, "-c", code) == 128 + number
+    reason = f"CUDA wrote no core dump, and the command ended with {128 + number}"
+    assert f"no kernel is known to have faulted: {reason}" in capfd.readouterr().err
+
+
+def test_a_dump_that_is_too_large_is_emptied_while_it_grows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dump_request, "MOST_BYTES", 1000)
+    code = """
+import os, time
+with open(os.environ["CUDA_COREDUMP_FILE"], "wb", buffering=0) as file:
+    file.write(b"\\x7fELF" + bytes(2000))
+    until = time.monotonic() + 20
+    while os.fstat(file.fileno()).st_size and time.monotonic() < until:
+        time.sleep(0.05)
+print(os.stat(file.name).st_size)
+os.abort()
+"""
+    assert record(tmp_path, "--when", "crash", "--", sys.executable, "-c", code) == 128 + signal.SIGABRT
+    out, err = capfd.readouterr()
+    assert out == "0\n"
+    assert "it is too short for a core dump (a core dump of more than 1.0 kB is emptied)" in err
+    assert "No kernel is known to have faulted" in err

@@ -76,5 +76,5 @@ def test_recordings(capability: int, dtype: torch.dtype, routes_itself: bool) ->
         launch_step(kept.header, 3, -1, 0, frees=True)
         launch_keep(kept, 0, MoeCall(given, x))
         ring = [memory.unsqueeze(0) for memory in (kept.x, kept.ids, kept.weights, kept.logits)]
-        launch_save(SavedCalls(_empty(1, 2), *ring), _empty(1), given)
+        launch_save(SavedCalls(_empty(1, 6, dtype=torch.int64), *ring), _empty(1), given)
     assert len({kernel.metadata.name for kernel in kernels}) == 3

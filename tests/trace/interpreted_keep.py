@@ -122,7 +122,7 @@ def check_that_wider_calls_are_refused() -> None:
     """Nothing is written outside of the memory for a layer."""
     kept = KeptRows.make(ROOM, SIZES[0], make_header(torch.device("cpu")))
     saved = SavedCalls(
-        torch.full((2, 2), -1, dtype=torch.int32),
+        torch.full((2, 6), -1),
         *(torch.zeros(2, 2, width) for width in (SIZES[0].hidden, 3, 3, 9)),
     )
     launch_step(kept.header, 3, 1, 1, frees=False)

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from moedoctor.diagnose.autopsy.core_dump import EXCEPTIONS, DumpError, Size, is_core_dump, read_core_dump
+from moedoctor.diagnose.autopsy.cuda_gdb import ask_cuda_gdb
+from moedoctor.diagnose.autopsy.known_tensors import (
+    KnownTensor,
+    find_given,
+    find_nearest,
+    list_tensors,
+    read_record,
+)
 from moedoctor.diagnose.autopsy.owners import Owner, demangle, find_owner
 from moedoctor.diagnose.triage.cause import Errors
 from moedoctor.text import escape, read_bytes
 
 MOST_FILES = 64
+SUFFIX = ".moecapsule"
 _MOST_LOG = 64 * 2**20
 _MOST_FAULTS = 100
 _DETECTED = re.compile(rb"coredump: Detected an exception of type (\w{1,80}) \((\d{1,3})\)")
 _FRAME = re.compile(rb"coredump: {0,8}#0\s{1,8}0x[0-9a-f]{1,16}\s{1,8}(\S.{0,2000})")
-DUMP = (
-    "CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 CUDA_ENABLE_LIGHTWEIGHT_COREDUMP=1 CUDA_COREDUMP_FILE=cuda.%p.core "
-    "vllm serve …"
-)
-"""A command that a fault ends with a core dump without the contents of memory. `skip_abort` is not among its
-flags: on an H200 with driver 580 the program then went on as if nothing had happened."""
+_PROCESS = re.compile(r"cuda\.(\d{1,10})\.core")
 _RECORD = "moedoctor record --when crash -- vllm serve …"
 
 
@@ -52,6 +57,14 @@ class KernelFault:
     """The first thread that faulted, in its block. None in a log, like the sizes and counts."""
     warps: int | None = None
     blocks: int | None = None
+    address: str | None = None
+    """The address that the first thread's instruction used, such as ``0x7f2a5be00180``."""
+    tensor: str | None = None
+    """The recorded tensor that the address is in, or the last one before it that the kernel was given."""
+    past_end: int | None = None
+    """Bytes from the end of that tensor to the address; below 0 the address is in the tensor."""
+    given: tuple[str, ...] = ()
+    """The recorded tensors that parameters of the kernel point to."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,25 @@ class Examined:
     running: tuple[str, ...] = ()
     """The kernels that were on the GPU and did not fault."""
     note: str | None = None
+    debugger: tuple[str, ...] = ()
+    """The stack and the next instruction of the first thread that faulted, as cuda-gdb shows them."""
+    no_debugger: str | None = None
+    """The reason why cuda-gdb was not used, and the dump was read by moedoctor alone."""
+
+
+@dataclass(frozen=True)
+class CallReplay:
+    """The last recorded call, computed again by every backend that runs here, each in its own process."""
+
+    capsule: str
+    layer: str
+    call: int
+    faulted: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    """``NAME: why`` of backends that failed without a fault of a kernel."""
+    problem: str | None = None
+    """The reason why no backend ran."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +119,8 @@ class AutopsyDocument:
     faults: tuple[KernelFault, ...]
     examined: tuple[Examined, ...]
     next_steps: tuple[str, ...]
+    replay: CallReplay | None = None
+    """None if no call was computed again."""
 
     @property
     def summary(self) -> AutopsySummary:
@@ -100,23 +134,54 @@ def examine(path: Path) -> AutopsyDocument:
 
     Raises DumpError for a damaged dump and for a folder without anything to read, TextFileError and OSError.
     """
+    return examine_files(_list_files(path))
+
+
+def examine_files(files: Sequence[Path], refuse: Callable[[str], None] | None = None) -> AutopsyDocument:
+    """Return what dumps, logs and capsules say together.
+
+    With `refuse`, all but the capsules are dumps, and it takes a line about each damaged one. Without it, a
+    damaged dump raises DumpError.
+    """
     faults: list[KernelFault] = []
     examined: list[Examined] = []
-    for file in _list_files(path):
-        if file.suffix == ".moecapsule":
-            examined.append(Examined(escape(file.name), "capsule"))
-        elif is_core_dump(file):
-            found, what = _read_dump(file)
-            faults += found
-            examined.append(what)
-        else:
-            found, what = _read_log(file)
-            faults += found
-            examined.append(what)
-    capsules = [each.file for each in examined if each.kind == "capsule"]
+    records = {file: read_record(file) for file in files if file.suffix == SUFFIX}
+    tensors = list_tensors(records.values())
+    for file in files:
+        if file in records:
+            examined.append(Examined(_name(file), "capsule"))
+            continue
+        try:
+            is_dump = refuse is not None or is_core_dump(file)
+            found, what = _read_dump(file, tensors) if is_dump else _read_log(file)
+        except DumpError as error:
+            if refuse is None:
+                raise
+            refuse(f"{_name(file)}: {error}")
+            continue
+        faults += found
+        examined.append(what)
+    call = find_last_call(records, [each.file for each in examined])
     return AutopsyDocument(
-        tuple(faults[:_MOST_FAULTS]), tuple(examined), tuple(_advise(faults, capsules, examined))
+        tuple(faults[:_MOST_FAULTS]), tuple(examined), tuple(_advise(faults, call, examined))
     )
+
+
+def find_last_call(records: Mapping[Path, Mapping[str, Any]], files: Sequence[str]) -> Path | None:
+    """Return the capsule of the last call, if possible of a process that left a dump, and with weights."""
+    processes = tuple(f"-{match[1]}{SUFFIX}" for file in files if (match := _PROCESS.search(file)))
+
+    def rank(file: Path) -> tuple[bool, bool, int]:
+        of_dump = file.name.endswith(processes) if processes else True
+        return of_dump, records[file].get("weights") == "recorded", file.stat().st_size
+
+    return max(records, key=rank, default=None)
+
+
+def _name(file: Path) -> str:
+    """Return a path that can be used in the folder where moedoctor was called."""
+    here = os.path.relpath(file)
+    return escape(str(file) if here.startswith("..") else here)
 
 
 def _list_files(path: Path) -> list[Path]:
@@ -125,7 +190,7 @@ def _list_files(path: Path) -> list[Path]:
     files = sorted(
         file
         for file in path.iterdir()
-        if file.is_file() and not file.is_symlink() and (file.suffix == ".moecapsule" or is_core_dump(file))
+        if file.is_file() and not file.is_symlink() and (file.suffix == SUFFIX or is_core_dump(file))
     )
     if not files:
         raise DumpError("no core dump of CUDA and no capsule is in this folder")
@@ -136,11 +201,13 @@ def _list_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_dump(file: Path) -> tuple[list[KernelFault], Examined]:
+def _read_dump(file: Path, tensors: Sequence[KnownTensor]) -> tuple[list[KernelFault], Examined]:
     dump = read_core_dump(file)
+    given = [find_given(fault.parameters, tensors) for fault in dump.faults]
+    near = [find_nearest(fault.address, own, tensors) for fault, own in zip(dump.faults, given, strict=True)]
     faults = [
         KernelFault(
-            file=escape(file.name),
+            file=_name(file),
             line=None,
             kernel=escape(demangle(fault.kernel.symbol)),
             symbol=escape(fault.kernel.symbol),
@@ -155,16 +222,21 @@ def _read_dump(file: Path) -> tuple[list[KernelFault], Examined]:
             thread=fault.thread,
             warps=fault.warps,
             blocks=fault.blocks,
+            address=None if fault.address is None else hex(fault.address),
+            tensor=tensor.name if tensor else None,
+            past_end=fault.address - tensor.end if fault.address is not None and tensor else None,
+            given=tuple(known.name for known in own),
         )
-        for fault in dump.faults
+        for fault, own, tensor in zip(dump.faults, given, near, strict=True)
     ]
     faulted = {fault.kernel for fault in dump.faults}
     running = [escape(demangle(kernel.symbol)) for kernel in dump.kernels if kernel not in faulted]
     note = (
         None if faults else "the dump records no exception of the GPU: it was asked for, or a kernel trapped"
     )
+    debugged = ask_cuda_gdb(file)
     return faults, Examined(
-        escape(file.name),
+        _name(file),
         "core dump",
         escape(dump.gpu),
         dump.capability,
@@ -172,6 +244,8 @@ def _read_dump(file: Path) -> tuple[list[KernelFault], Examined]:
         dump.cuda,
         tuple(dict.fromkeys(running)),
         note,
+        debugged.lines,
+        debugged.problem,
     )
 
 
@@ -187,7 +261,7 @@ def _read_log(file: Path) -> tuple[list[KernelFault], Examined]:
             symbol = match[1].decode("utf-8", "replace").strip()
             faults.append(
                 KernelFault(
-                    file=escape(file.name),
+                    file=_name(file),
                     line=exception[0],
                     kernel=escape(demangle(symbol)),
                     symbol=escape(symbol),
@@ -197,7 +271,7 @@ def _read_log(file: Path) -> tuple[list[KernelFault], Examined]:
                 )
             )
             exception = None
-    return faults, Examined(escape(file.name), "log", note=None if faults else _judge_log(lines))
+    return faults, Examined(_name(file), "log", note=None if faults else _judge_log(lines))
 
 
 def _judge_log(lines: Sequence[bytes]) -> str:
@@ -215,15 +289,13 @@ def _judge_log(lines: Sequence[bytes]) -> str:
     return f"line {cause.line}: a kernel faulted; launches were blocking, so {cause.place} is the place"
 
 
-def _advise(
-    faults: Sequence[KernelFault], capsules: Sequence[str], examined: Sequence[Examined]
-) -> Iterator[str]:
+def _advise(faults: Sequence[KernelFault], call: Path | None, examined: Sequence[Examined]) -> Iterator[str]:
     """Give what to do next, from what was found."""
     owners = [fault.owner for fault in faults if fault.owner]
     if any(owner.moe for owner in owners):
         yield (
-            f"moedoctor replay {capsules[0]}: computes the last recorded call again"
-            if capsules
+            f"moedoctor replay {_name(call)} --backend all: computes the last recorded call again"
+            if call
             else f"{_RECORD}: keeps the calls before the crash, which `moedoctor replay` computes again"
         )
     if owners and not any(owner.moe for owner in owners):
@@ -232,4 +304,4 @@ def _advise(
             "line of Python that launched it: what it was given comes from there"
         )
     if not faults and any("does not name" in (each.note or "") for each in examined):
-        yield f"{DUMP}: then `moedoctor autopsy` names the kernel"
+        yield f"{_RECORD}: asks CUDA for a core dump, and names the kernel"

@@ -29,8 +29,8 @@ _MOST_LINES = 64 * 2**20
 _MOST_FAULTS = 100
 _LONGEST_NAME = 4096
 _EM_CUDA, _ET_CORE = 190, 4
-_IMAGE, _DEVICES, _SMS, _GRIDS, _BLOCKS, _WARPS, _LANES, _MODULES, _META = (
-    0x80000000 + kind for kind in (7, 9, 11, 12, 13, 14, 15, 16, 22)
+_REGISTERS, _IMAGE, _DEVICES, _SMS, _GRIDS, _BLOCKS, _WARPS, _LANES, _MODULES, _PARAMETERS, _META = (
+    0x80000000 + kind for kind in (5, 7, 9, 11, 12, 13, 14, 15, 16, 18, 22)
 )
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -45,6 +45,13 @@ EXCEPTIONS: Mapping[int, str] = {
     **{22: "call requires a newer driver", 23: "misaligned program counter", 24: "program counter overflow"},
 }
 """CUDBGException_t of `cudadebugger.h`, CUDA 13.1, in words."""
+_LOADS = {0x980: 12, 0x981: 12, 0x9A8: 8}
+_STORES = {0x985: 12, 0x986: 12, 0x98E: 12, 0x9A6: 12, 0xFAE: 11}
+"""Instructions on global memory of GPUs of 8.x to 12.x, as nvdisasm shows them, and four bits that say that
+the address is two registers and an offset. 0xFAE is LDGSTS, which writes to no register."""
+_STEP = 16
+"""Bytes of an instruction."""
+_MOST_STEPS, _MOST_PARAMETERS = 64, 512
 
 
 class DumpError(ValueError):
@@ -154,10 +161,23 @@ _LANE = struct.Struct("<2Q5I")
 _DEVICE = struct.Struct("<3Q10I")
 _META_ROW = struct.Struct("<Q4I")
 _HANDLE = struct.Struct("<Q")
+_WORDS = struct.Struct("<2Q")
 _SM = struct.Struct("<4IQ")
 Size = tuple[int, int, int]
 _Key = tuple[int, int, int]
 """Grid, exception and address of the instruction."""
+
+
+class _Lane(NamedTuple):
+    """The first thread of a warp that faulted."""
+
+    block: Size
+    thread: Size
+    table: int
+    """The section of its warp's lanes."""
+    row: int
+    next: int
+    """The address of its next instruction."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +208,10 @@ class Fault:
     warps: int | None
     blocks: int | None
     """How many faulted in this way."""
+    address: int | None
+    """The address that the first thread's instruction used; None if no register has it any more."""
+    parameters: tuple[int, ...]
+    """The kernel's parameters, eight bytes each: some are addresses."""
 
 
 @dataclass(frozen=True)
@@ -241,8 +265,9 @@ class _Reader:
             row[0]: row for section in kinds.get(_GRIDS, ()) for row in self.elf.list_rows(section, _GRID)
         }
         kernels = {number: self._describe(row) for number, row in grids.items()}
-        found = self._find_in_lanes(kinds.get(_LANES, ())) or self._find_in_sms(kinds.get(_SMS, ()), grids)
-        faults = tuple(self._explain(key, places, grids, kernels) for key, places in found.items())
+        found = self._find_in_lanes() or self._find_in_sms(kinds.get(_SMS, ()), grids)
+        given = self._read_parameters(kinds.get(_PARAMETERS, ()))
+        faults = tuple(self._explain(key, lanes, grids, kernels, given) for key, lanes in found.items())
         gpu, capability = self._read_device(kinds)
         driver, cuda = self._read_versions(kinds)
         return CoreDump(gpu, capability, driver, cuda, tuple(kernels.values()), faults)
@@ -251,25 +276,29 @@ class _Reader:
         name, _ = self._find_symbol(row[4], row[3])
         return Kernel(name, _make_size(row[11:14]), _make_size(row[14:17]))
 
-    def _find_in_lanes(self, lanes: Sequence[_Section]) -> dict[_Key, list[tuple[Size, Size]]]:
-        """Return the (block, thread) of each warp that faulted, by grid, exception and instruction."""
-        found: dict[_Key, list[tuple[Size, Size]]] = {}
-        for section in lanes:
-            rows = [row for row in self.elf.list_rows(section, _LANE) if row[6]]
+    def _find_in_lanes(self) -> dict[_Key, list[_Lane]]:
+        """Return the first thread of each warp that faulted, by grid, exception and instruction."""
+        found: dict[_Key, list[_Lane]] = {}
+        for table, section in enumerate(self.elf.sections):
+            if section.kind != _LANES:
+                continue
+            rows = [row for row in enumerate(self.elf.list_rows(section, _LANE)) if row[1][6]]
             if not rows:
                 continue
             warps = self.elf.get_section(section.link, _WARPS)
             warp = self.elf.get_row(warps, section.info, _WARP)
             block = self.elf.get_row(self.elf.get_section(warps.link, _BLOCKS), warps.info, _BLOCK)
-            place = warp[0] if warp[5] else rows[0][0]  # the instruction at fault, if the GPU knows it
-            key = block[0], rows[0][6], place
+            row, lane = rows[0]
+            place = warp[0] if warp[5] else lane[0]  # the instruction at fault, if the GPU knows it
+            key = block[0], lane[6], place
             if key in found or len(found) < _MOST_FAULTS:
-                found.setdefault(key, []).append((_make_size(block[1:4]), _make_size(rows[0][3:6])))
+                thread = _Lane(_make_size(block[1:4]), _make_size(lane[3:6]), table, row, lane[0])
+                found.setdefault(key, []).append(thread)
         return found
 
     def _find_in_sms(
         self, sms: Sequence[_Section], grids: Mapping[int, tuple[int, ...]]
-    ) -> dict[_Key, list[tuple[Size, Size]]]:
+    ) -> dict[_Key, list[_Lane]]:
         """Return the exceptions that only the SMs have, since the warps had ended; blocks are not known."""
         rows = [row for section in sms if section.row >= _SM.size for row in self.elf.list_rows(section, _SM)]
         keys = [(next(iter(grids)), row[2], row[4]) for row in rows if row[2] and row[3] and len(grids) == 1]
@@ -278,26 +307,73 @@ class _Reader:
     def _explain(
         self,
         key: _Key,
-        places: Sequence[tuple[Size, Size]],
+        lanes: Sequence[_Lane],
         grids: Mapping[int, tuple[int, ...]],
         kernels: Mapping[int, Kernel],
+        parameters: Mapping[int, tuple[int, ...]],
     ) -> Fault:
         grid, code, place = key
         if grid not in grids:
             raise DumpError(f"a block is of grid {grid}, which no table has")
         name, source = self._find_symbol(grids[grid][4], place)
-        block, thread = places[0] if places else (None, None)
+        first = lanes[0] if lanes else None
         return Fault(
             kernel=kernels[grid],
             exception=EXCEPTIONS.get(code, f"exception {code}"),
             code=code,
             function=name if name and name != kernels[grid].symbol else None,
             source=source,
-            block=block,
-            thread=thread,
-            warps=len(places) or None,
-            blocks=len({block for block, _ in places}) or None,
+            block=first.block if first else None,
+            thread=first.thread if first else None,
+            warps=len(lanes) or None,
+            blocks=len({lane.block for lane in lanes}) or None,
+            address=self._find_address(self.images.get(grids[grid][4]), place, first) if first else None,
+            parameters=parameters.get(grid, ()),
         )
+
+    def _read_parameters(self, sections: Sequence[_Section]) -> dict[int, tuple[int, ...]]:
+        """Return the parameters of each grid that has some."""
+        found = {}
+        for section in sections:
+            grid = self.elf.get_row(self.elf.get_section(section.link, _GRIDS), section.info, _GRID)[0]
+            count = min(section.size // 8, _MOST_PARAMETERS)
+            found[grid] = struct.unpack(f"<{count}Q", self.elf.slice(section.offset, 8 * count))
+        return found
+
+    def _find_address(self, image: _Elf | None, place: int, lane: _Lane) -> int | None:
+        """Return the address that a thread's instruction at `place` used, from the thread's registers.
+
+        None if it is no known instruction, and if it or a later one may have written to these registers: the
+        result of a load often goes where its address was.
+        """
+        code = image and next(
+            (s for s in image.sections if s.kind == 1 and 0 <= place - s.address < s.size), None
+        )
+        steps = range(place, max(lane.next, place + _STEP), _STEP)
+        if not image or not code or len(steps) > _MOST_STEPS:
+            return None
+        words = [image.unpack(_WORDS, code.offset + step - code.address) for step in steps]
+        low, high = words[0]
+        kind, base = low & 0xFFF, low >> 24 & 255
+        if {**_LOADS, **_STORES}.get(kind) != high >> 24 & 15:
+            return None
+        for word, _ in words:
+            # A result has up to four registers.
+            if word & 0xFFF not in _STORES and base - 3 <= word >> 16 & 255 <= base + 1:
+                return None
+        registers = next(
+            (
+                s
+                for s in self.elf.sections
+                if s[1] == _REGISTERS and (s.link, s.info) == (lane.table, lane.row)
+            ),
+            None,
+        )
+        if registers is None or 4 * base + 8 > registers.size:
+            return None
+        (address,) = self.elf.unpack(_HANDLE, registers.offset + 4 * base)
+        offset, bits = (low >> 32 & 0xFFF, 12) if kind == 0xFAE else (low >> 40, 24)
+        return address + offset - (offset >> (bits - 1) << bits)
 
     def _find_symbol(self, handle: int, place: int) -> tuple[str, str | None]:
         """Return the innermost function at an address of the GPU, and its line; ("", None) for none."""

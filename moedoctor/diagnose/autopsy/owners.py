@@ -26,6 +26,8 @@ class Owner:
     """The release of its package in this environment, which need not be that of the dump."""
     moe: bool
     """True if the kernel computes a part of a MoE layer."""
+    mended: str | None = None
+    """The release of its package that mended a fault of such kernels, and the entry about it."""
 
 
 def find_owner(symbol: str, source: str | None) -> Owner | None:
@@ -33,7 +35,8 @@ def find_owner(symbol: str, source: str | None) -> Owner | None:
     texts = {"name": demangle(symbol), "symbol": symbol[:_LONGEST], "source": (source or "")[:_LONGEST]}
     for rule in _load_rules():
         if all(re.search(rule[key], text) for key, text in texts.items() if key in rule):
-            return Owner(rule["owner"], rule["what"], _find_release(rule["package"]), rule.get("moe", False))
+            release = _find_release(rule["package"])
+            return Owner(rule["owner"], rule["what"], release, rule.get("moe", False), rule.get("mended"))
     return None
 
 

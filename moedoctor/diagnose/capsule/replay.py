@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moedoctor.processes.ask import ChildError, answer, ask
+from moedoctor.processes.deaths import classify, find_first_line
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.results import from_json
 
@@ -273,6 +274,11 @@ def _run_backend(capsule: Capsule, variant: Variant, device: str) -> dict[str, A
         outputs = [prepared(x, moved.topk_weights, moved.topk_ids).float().cpu() for _ in range(3)]
     except UnavailableError as error:
         return {"unavailable": str(error)}
+    except Exception as error:
+        if classify(str(error)) is None:
+            raise
+        # The first line of a fault of CUDA names it, and the last line of the log need not.
+        return {"failed": f"{type(error).__name__}: {find_first_line(str(error))}"}
     bounds = choose_bounds(variant.activations)
     output = outputs[0]  # [T, H]
     reference = agree(output, compute_expected(problem, variant.activations), bounds)

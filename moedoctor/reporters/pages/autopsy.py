@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moedoctor.diagnose.autopsy.autopsy import AutopsyDocument, KernelFault
+from moedoctor.diagnose.autopsy.autopsy import AutopsyDocument, CallReplay, KernelFault
 from moedoctor.diagnose.autopsy.core_dump import Size
 from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Table
 from moedoctor.reporters.text import count_of
@@ -12,8 +12,15 @@ from moedoctor.text import join_some
 def make_autopsy_page(document: AutopsyDocument) -> list[Block]:
     """Return the answer, each fault, what to do next, and what was read."""
     page: list[Block] = [Heading("moedoctor: autopsy", 1), Paragraph(Span(summarize(document), "bold"))]
+    if document.replay:
+        page.append(Paragraph(describe_replay(document.replay)))
     page += [Item("error", _name(fault), _list_lines(fault)) for fault in document.faults]
-    notes = [f"{each.file}: {each.note}" for each in document.examined if each.note]
+    notes = [
+        f"{each.file}: {note}"
+        for each in document.examined
+        for note in (each.note, each.no_debugger and f"read without a debugger: {each.no_debugger}")
+        if note
+    ]
     page += [Bullets(notes)] if notes else []
     if document.next_steps:
         page += [Heading("Next"), Bullets(document.next_steps)]
@@ -22,6 +29,7 @@ def make_autopsy_page(document: AutopsyDocument) -> list[Block]:
         for each in document.examined
     ]
     page += [Heading("Read"), Table(("file", "kind", "GPU", "driver"), rows)]
+    page += [Bullets(each.debugger) for each in document.examined if each.debugger]
     running = [name for each in document.examined for name in each.running if name]
     if running:
         page.append(Paragraph(f"On the GPU without a fault of their own: {join_some(running)}"))
@@ -36,6 +44,22 @@ def summarize(document: AutopsyDocument) -> str:
     others = len({(fault.symbol, fault.code) for fault in document.faults}) - 1
     more = f" · {count_of(others, 'more fault')}" if others else ""
     return f"{_name(first)} faulted ({first.exception}): {_name_owner(first)}{more}"
+
+
+def describe_replay(replay: CallReplay) -> str:
+    """Return ``MARLIN faults again on call 17 of LAYER; OURS and TRITON compute it``."""
+    call = f"call {replay.call} of {replay.layer}, the last recorded one"
+    if replay.problem:
+        return f"Not computed again: {call}: {replay.problem}"
+    others = [f"{join_some(replay.computed)} computed it"] if replay.computed else []
+    others += replay.failed
+    if replay.faulted:
+        return "; ".join([f"{join_some(replay.faulted)} faulted again on {call}", *others])
+    if not replay.computed:
+        return "; ".join([f"No backend computed {call}", *others])
+    return "; ".join(
+        [f"No backend that runs here faults on {call}, alone: what ran before it matters", *others]
+    )
 
 
 def _name(fault: KernelFault) -> str:
@@ -53,6 +77,8 @@ def _list_lines(fault: KernelFault) -> list[tuple[str, str]]:
     ]
     if fault.owner and fault.owner.installed:
         lines.append(("installed here", f"{fault.owner.name} {fault.owner.installed}"))
+    if fault.owner and fault.owner.mended:
+        lines.append(("mended in", fault.owner.mended))
     if fault.source:
         lines.append(("source", fault.source))
     if fault.function:
@@ -62,10 +88,23 @@ def _list_lines(fault: KernelFault) -> list[tuple[str, str]]:
         lines.append(("first", f"thread {_show_place(fault.thread)} of block {_show_place(fault.block)}"))
     if fault.warps is not None and fault.blocks is not None:
         lines.append(("faulted", f"{count_of(fault.warps, 'warp')} in {count_of(fault.blocks, 'block')}"))
+    if fault.address:
+        lines.append(("address", f"{fault.address}{_describe_place(fault)}"))
+    if fault.given:
+        lines.append(("given", join_some(fault.given)))
     if fault.symbol != fault.kernel:
         lines.append(("symbol", fault.symbol))
     lines.append(("read in", fault.file if fault.line is None else f"{fault.file}:{fault.line}"))
     return lines
+
+
+def _describe_place(fault: KernelFault) -> str:
+    """Return ``, 4,096 bytes past the end of w13_weight of LAYER``."""
+    if fault.past_end is None:
+        return ""
+    if fault.past_end < 0:
+        return f", in {fault.tensor}"
+    return f", {fault.past_end:,} bytes past the end of {fault.tensor}"
 
 
 def _show(size: Size) -> str:

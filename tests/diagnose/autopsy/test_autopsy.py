@@ -106,7 +106,10 @@ def test_only_a_kernel_of_moe_layers_sends_to_replay(
 ) -> None:
     (tmp_path / "a.moecapsule").write_bytes(b"")
     unpack(tmp_path, "vllm_topk")
-    assert "moedoctor replay a.moecapsule" in examine(tmp_path, capsys, 1)["next_steps"][0]
+    assert (
+        f"moedoctor replay {tmp_path}/a.moecapsule --backend all"
+        in examine(tmp_path, capsys, 1)["next_steps"][0]
+    )
     (step,) = examine(unpack(tmp_path, "cublas"), capsys, 1)["next_steps"]
     assert "no kernel that only MoE layers use" in step
 
@@ -151,7 +154,7 @@ def test_a_log(
     document = examine(file, capsys, int(bool(faults)))
     assert [fault["kernel"] for fault in document["faults"]] == faults
     assert (note or "") in (document["examined"][0]["note"] or "")
-    assert any("CUDA_ENABLE_COREDUMP" in step for step in document["next_steps"]) == (
+    assert any("asks CUDA for a core dump" in step for step in document["next_steps"]) == (
         note == "may be innocent"
     )
 

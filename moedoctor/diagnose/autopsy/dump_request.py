@@ -1,0 +1,73 @@
+"""Asks CUDA for core dumps of the processes of a command, and clears them away when they were read."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ENABLE, FLAGS, FILE = (
+    "CUDA_ENABLE_COREDUMP_ON_EXCEPTION",
+    "CUDA_COREDUMP_GENERATION_FLAGS",
+    "CUDA_COREDUMP_FILE",
+)
+WITHOUT_MEMORY = (
+    "skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,skip_local_memory,"
+    "skip_constbank_memory"
+)
+"""CUDA_ENABLE_LIGHTWEIGHT_COREDUMP=1 did not do it: with driver 580 such a dump held the memory of the GPU.
+`skip_abort` is not among the flags: with it, the program went on as if nothing had happened."""
+MOST_BYTES = 2 * 2**30
+"""Of a dump. One of an H200 with all its registers and no memory has some hundred megabytes."""
+
+
+@dataclass(frozen=True)
+class DumpRequest:
+    """The variables for a command, and the place of its dumps."""
+
+    variables: Mapping[str, str]
+    folder: Path
+    """A folder of this record, for this user only."""
+    started: float
+    ours: bool
+    """False if the user's own CUDA_COREDUMP_FILE says where dumps go: these stay as they are."""
+
+    @classmethod
+    def make(cls, folder: Path, environ: Mapping[str, str]) -> DumpRequest:
+        """Make the folder for dumps in `folder`. A variable that `environ` has is kept. Raises OSError."""
+        private = Path(tempfile.mkdtemp(prefix="dumps-", dir=folder))
+        wanted = {ENABLE: "1", FLAGS: WITHOUT_MEMORY, FILE: str(private / "cuda.%p.core")}
+        variables = {name: environ.get(name) or value for name, value in wanted.items()}
+        return cls(variables, private, time.time(), variables[FILE] == wanted[FILE])
+
+    def list_dumps(self) -> list[Path]:
+        """Return the dumps that were written since the request."""
+        pattern = Path(os.path.abspath(re.sub("%[a-zA-Z]", "*", self.variables[FILE])))
+        return sorted(
+            file
+            for file in pattern.parent.glob(pattern.name)
+            if file.is_file() and not file.is_symlink() and file.stat().st_mtime >= self.started - 1
+        )
+
+    def limit(self) -> None:
+        """Empty dumps of ours that are too large, also while they are written."""
+        for file in self.list_dumps() if self.ours else ():
+            with suppress(OSError):
+                if file.stat().st_size > MOST_BYTES:
+                    os.truncate(file, 0)
+
+    def keep(self, folder: Path) -> None:
+        """Move dumps of ours to `folder`, for this user only. Raises OSError."""
+        for file in self.list_dumps() if self.ours else ():
+            file.chmod(0o600)
+            file.rename(folder / file.name)
+
+    def clear(self) -> None:
+        """Delete dumps of ours that were not kept."""
+        shutil.rmtree(self.folder, ignore_errors=True)
