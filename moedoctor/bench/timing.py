@@ -186,20 +186,42 @@ def time_cold(
     Overwriting and calling in turn is captured into one graph, overwriting alone into another. The time is
     the difference of their replays, taken in turn.
     """
+    measure, graph = _make_cold_measures({"": call}, device, launches)[""]
+    spread = Spread.summarize([measure() for _ in range(rounds)])
+    check(graph.compute_again())
+    return spread
+
+
+def compare_cold(
+    calls: Mapping[str, Call], device: str, *, baseline: str, launches: int = 20, rounds: int = _ROUNDS
+) -> Comparison:
+    """Time several callables in turn as `time_cold` does. Raises KeyError if `baseline` is not a name."""
+    measures = _make_cold_measures(calls, device, launches)
+    return compare_rounds(
+        {name: measure for name, (measure, _) in measures.items()}, baseline=baseline, rounds=rounds
+    )
+
+
+def _make_cold_measures(
+    calls: Mapping[str, Call], device: str, launches: int
+) -> dict[str, tuple[Callable[[], float], CallGraph]]:
+    """Return what measures each call with a cold L2 cache, and the graph that it is in."""
     size = torch.cuda.get_device_properties(device).L2_cache_size
     scratch = torch.empty(2 * size, dtype=torch.uint8, device=device)
+    flush = CallGraph(scratch.zero_, launches)
+    flush()
 
-    def call_cold() -> object:
-        scratch.zero_()
-        return call()
+    def make_measure(call: Call) -> tuple[Callable[[], float], CallGraph]:
+        def call_cold() -> object:
+            scratch.zero_()
+            return call()
 
-    with_call, flush = CallGraph(call_cold, launches), CallGraph(scratch.zero_, launches)
-    for measure in (with_call, flush):
-        measure()
-    # A difference of two times: noise can make that of a very short call negative.
-    spread = Spread.summarize([max(0.0, with_call() - flush()) for _ in range(rounds)])
-    check(with_call.compute_again())
-    return spread
+        graph = CallGraph(call_cold, launches)
+        graph()
+        # A difference of two times: noise can make that of a very short call negative.
+        return lambda: max(1e-3, graph() - flush()), graph
+
+    return {name: make_measure(call) for name, call in calls.items()}
 
 
 def measure_seconds(call: Callable[[], object], device: str | torch.device) -> float:

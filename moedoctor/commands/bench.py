@@ -57,6 +57,11 @@ if TYPE_CHECKING:
     plot=option(
         "FILE", "Also draw latency over tokens to this SVG file, with --backend.", callback=require_writable
     ),
+    tune=option(
+        "FOLDER",
+        "Also look for faster tiles of vLLM's Triton kernel, with --backend TRITON, and write them there "
+        "as files for VLLM_TUNED_CONFIG_FOLDER. Takes minutes a layer.",
+    ),
     cache="Replay expert routing through the policies of an expert cache.",
     trace=option(
         "FILE|zipf[:KEY=VALUE,...]", "Routing trace. Default: a recorded one that comes with moedoctor."
@@ -111,6 +116,7 @@ def bench(
     device: Device = "auto",
     timeout: float = 900.0,
     plot: Path | None = None,
+    tune: Path | None = None,
     cache: bool = False,
     trace: str | None = None,
     capacity: list[str] | None = None,
@@ -177,7 +183,7 @@ def bench(
         layers = bench_backends.find_layers(model or (), sizes, activation)
         load = bench_backends.find_routing(routing, trace, layers)
         measured = bench_backends.measure(
-            variants, layers, load, tokens=tokens, device=device, timeout=timeout, named=backend
+            variants, layers, load, tokens=tokens, device=device, timeout=timeout, named=backend, tune=tune
         )
         if plot is not None:
             bench_backends.draw_pictures(measured, plot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from moedoctor.models.config_fields import ConfigError
 from moedoctor.models.layer_shape import QUANTIZATIONS, LayerShape
 from moedoctor.models.presets import find_model
 from moedoctor.origin import record_origin
+from moedoctor.processes.files import write
 from moedoctor.redaction import Redactor
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.reporters.output import show_progress
@@ -176,21 +178,27 @@ def measure(
     device: str,
     timeout: float,
     named: Sequence[str],
+    tune: Path | None = None,
 ) -> Bench:
     """Check and time every backend on every layer, in child processes.
 
-    `named` are the backends as the user wrote them. Raises InputError if none of them can run here.
+    `named` are the backends as the user wrote them. With `tune`, tiles of vLLM's Triton kernel are written
+    into that folder. Raises InputError if no backend can run here, or none has tiles to tune.
     """
     counts = parse_numbers("--tokens", tokens, _MAX_TOKENS, f"1 to {_MAX_TOKENS}, such as 1,64,4096")
     facts = environment.collect()
     if device == "auto":
         device = "cpu" if explain_missing_gpu(facts) else "cuda:0"
     check_gpu(device, facts)
+    if tune is not None and not any(map(_has_tiles, variants)):
+        raise InputError(
+            f"--tune {tune}: only vLLM's Triton kernel has such files; expected --backend TRITON"
+        )
     _check_runnable(variants, named, device, facts)
     counts = counts or (_CPU_TOKENS if device == "cpu" else _GPU_TOKENS)
     routing_name, load = routing
     tasks = [
-        LayerTask(variant, name, shape, counts, load)
+        LayerTask(variant, name, shape, counts, load, tune is not None and _has_tiles(variant))
         for variant in variants
         for name, (shape, _) in layers.items()
     ]
@@ -212,10 +220,31 @@ def measure(
         "harness": harness,
         "rows": Redactor.from_this_process().record(rows),
     }
+    if tune is not None:
+        figures["tuned"] = _write_tiles(rows, tune)
     code = int(any(row.get("wrong") or "failed" in row for row in rows))
     iterations = {"rounds": _describe_rounds(rows)}
     origin = record_origin(variables=facts.get("env"), gpu_state=readings.state, iterations=iterations)
     return Bench("backends", figures, facts, code, origin)
+
+
+def _has_tiles(variant: Variant) -> bool:
+    return variant.name == "TRITON" and variant.quantization != "nvfp4"
+
+
+def _write_tiles(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
+    """Write the tiles found into vLLM's files, beside those of other numbers of tokens; return the names."""
+    files: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if tiles := row.get("tiles"):
+            files.setdefault(tiles["file_name"], {})[str(row["tokens"])] = tiles["found"]
+    for name, found in files.items():
+        path = folder / name
+        with convert_errors(OSError, ValueError):
+            folder.mkdir(parents=True, exist_ok=True)
+            before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            write(path, json.dumps(before | found, indent=4) + "\n")
+    return sorted(files)
 
 
 def _describe_rounds(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -131,3 +131,36 @@ def test_a_trace_that_does_not_fit_is_refused_before_anything_is_measured(
     assert message in err
     assert err.count("\n") == 1
     assert not asked
+
+
+def test_tiles_are_written_beside_those_of_other_numbers_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, rule = "E=4,N=32,device_name=NVIDIA_H200.json", {"BLOCK_SIZE_M": 16, "num_warps": 4}
+    (tmp_path / name).write_text('{"1": {"BLOCK_SIZE_M": 32}, "64": {"BLOCK_SIZE_M": 64}}')
+    tiles = {"file_name": name, "rule": rule, "found": rule | {"num_warps": 8}, "rule_us": 3.0}
+    tiles |= {"found_us": 2.0, "ratio": 1.5}
+    row = {
+        "tokens": 1,
+        "deterministic": True,
+        "roofline_share": 0.5,
+        "gigabytes_per_second": 1.0,
+        "tflops": 1.0,
+    }
+    row |= {"time_us": 3.0, "time_us_p20": 3.0, "time_us_p80": 3.0}
+    asked = measured(monkeypatch, row | {"tiles": tiles})
+    assert bench("--backend", "TRITON,OURS", "--device", "cpu", "--tune", str(tmp_path), *TINY) == 0
+    assert [task.tune for task in asked] == [
+        task.variant.name == "TRITON" and task.variant.quantization != "nvfp4" for task in asked
+    ]
+    written = json.loads((tmp_path / name).read_text())
+    assert written == {"1": tiles["found"], "64": {"BLOCK_SIZE_M": 64}}
+    shown = capsys.readouterr().out
+    assert "1.50" in shown
+    assert "num_warps 8" in shown
+    assert f"written: {name}" in shown
+
+
+def test_tiles_of_a_backend_without_such_files_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench("--backend", "MARLIN", "--device", "cpu", "--tune", "tiles", *TINY) == 2
+    assert "only vLLM's Triton kernel has such files; expected --backend TRITON" in capsys.readouterr().err

@@ -58,7 +58,7 @@ def measure(task: LayerTask, device: str, roofline: Roofline) -> Iterator[dict[s
             "event": "row",
             **head,
             "tokens": tokens,
-            **_measure_point(backend, prepared, problem, roofline, few),
+            **_measure_point(backend, prepared, problem, roofline, few, tune=task.tune),
         }
     del layer, prepared, problem
     gc.collect()
@@ -117,7 +117,13 @@ def _check_few_experts(task: LayerTask, device: str, backend: Backend) -> Parity
 
 
 def _measure_point(
-    backend: Backend, prepared: Prepared, problem: Problem, roofline: Roofline, few: ParityResult
+    backend: Backend,
+    prepared: Prepared,
+    problem: Problem,
+    roofline: Roofline,
+    few: ParityResult,
+    *,
+    tune: bool,
 ) -> dict[str, Any]:
     started = time.perf_counter()
     device, activations = str(problem.x.device), backend.variant.activations
@@ -138,6 +144,12 @@ def _measure_point(
             row |= {"right": False, "wrong": str(error)}
         else:
             row |= memory | _describe_times(times, work, roofline, activations)
+            if tune:
+                from moedoctor.bench.moe.triton_tiles import tune_tiles
+
+                shape, tokens = problem.layer.shape, problem.x.shape[0]
+                right = partial(check, "with other tiles")
+                row["tiles"] = tune_tiles(call, shape, backend.variant.quantization, tokens, device, right)
     row["seconds"] = round(time.perf_counter() - started, 2)
     return row
 

@@ -31,3 +31,5 @@ class LayerTask:
     shape: LayerShape
     tokens: tuple[int, ...]
     routing: Routing = Routing()
+    tune: bool = False
+    """Also look for faster tiles of vLLM's Triton kernel."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moedoctor.reporters.chart import Chart
@@ -48,10 +48,53 @@ def list_blocks(figures: Figures, *, full: bool = False) -> list[Block]:
             rows = [[row[title] for title in header] for row in timed]
             header = [f"{title} ({unit[0]})" if title in _TIMES else title for title in header]
             page.append(Table(header, rows, "l" + "r" * (len(header) - 1)))
+        page += _list_tiles(own, unit)
         if rest := list(dict.fromkeys(_describe_untimed(row) for row in own if "time_us" not in row)):
             page.append(Bullets(rest))
+    if "tuned" in figures:
+        page.append(Bullets([f"written: {name}" for name in figures["tuned"]]))
+        page.append(Paragraph("VLLM_TUNED_CONFIG_FOLDER names the folder of these files to vLLM."))
     page.append(Bullets(list(_list_remarks(figures))))
     return page
+
+
+def _list_tiles(rows: Sequence[Mapping[str, Any]], unit: tuple[str, float, int]) -> Iterator[Block]:
+    """Yield the table of what vLLM's rule for tiles costs; nothing if nothing was tuned."""
+    tuned = [row for row in rows if "tiles" in row]
+    if not tuned:
+        return
+    name, size, decimals = unit
+    cells = [
+        [
+            str(row["quantization"]),
+            str(row["tokens"]),
+            *(
+                f"{tiles[key] / size:.{decimals}f}" if key in tiles else "none"
+                for key in ("rule_us", "file_us", "found_us")
+            ),
+            *(f"{tiles[key]:.2f}" if key in tiles else "" for key in ("file_ratio", "ratio")),
+            ", ".join(
+                f"{key} {value}" for key, value in tiles["found"].items() if tiles["rule"].get(key) != value
+            )
+            or "the rule's",
+        ]
+        for row in tuned
+        for tiles in (row["tiles"],)
+    ]
+    header = [
+        "TRITON",
+        "tokens",
+        f"rule ({name})",
+        "vLLM's file",
+        "found",
+        "file is",
+        "found is",
+        "tiles found",
+    ]
+    yield Table(header, cells, "lrrrrrrl")
+    yield Paragraph(
+        "file is, found is: times as fast as vLLM's rule for tiles, in turn with a cold L2 cache."
+    )
 
 
 def list_charts(figures: Figures, layer: str) -> list[Chart]:
