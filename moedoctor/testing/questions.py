@@ -1,0 +1,166 @@
+"""Questions to a router, MoE kernel, expert cache or offloader, and the answers. Imports no torch."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import yaml
+
+from moedoctor.results import from_json
+
+KINDS = ("router", "moe", "cache", "offloader")
+CHECKS = {"router": "check_router", "moe": "check_moe", "cache": "check_expert_cache"}
+CHECKS["offloader"] = "check_offloader"
+"""Kind -> the public function that asks."""
+Sizes = Mapping[str, int]
+"""``tokens``, ``experts``, ``top_k`` and so on: what a problem is built with, beside the seed."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One thing that is asked of every implementation of a kind. The YAML file of the kind holds them."""
+
+    name: str
+    asks: str
+    why: str
+    """The effect of a wrong answer."""
+    who: str
+    """The implementations that must pass it."""
+    sizes: tuple[Sizes, ...]
+    """The problems, from small to large."""
+    entry: str | None = None
+    """The id of the known failure that shows this."""
+    may_refuse: bool = False
+    """True if an error before anything is computed is a right answer."""
+    needs: str | None = None
+    """The parameter without which a function cannot be asked."""
+
+
+@functools.cache
+def load_questions(kind: str) -> Mapping[str, Question]:
+    """Return the questions of a kind by name, in the order in which they are asked."""
+    file = Path(__file__).with_name(f"{kind}.yaml")
+    data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    questions = [
+        from_json(Question, {"sizes": data["sizes"], **each}, file.name) for each in data["questions"]
+    ]
+    return {question.name: question for question in questions}
+
+
+class Setting(NamedTuple):
+    """The part of a problem that questions share."""
+
+    variant: str = ""
+    """``fp8 silu``; empty if the kind has none."""
+    options: Mapping[str, Any] = MappingProxyType({})
+    """Those of the public functions, as the target or the caller declares them."""
+    device: str = "cpu"
+    seed: int = 0
+
+
+class UnfitError(Exception):
+    """Raised by the builder of a problem for sizes that make no such problem."""
+
+
+def takes(function: Any, parameter: str) -> bool:
+    """Return True if a function has that parameter, or takes any keyword."""
+    parameters = inspect.signature(function).parameters
+    return parameter in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+class Verdict(str, enum.Enum):
+    """The kinds of answers."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    REFUSED = "refused"
+    """A Python error, before a wrong result could be used."""
+    CRASHED = "crashed"
+    """The process died, did not end, or lost the GPU."""
+    SKIPPED = "skipped"
+    """Not asked: the reason says why."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of one implementation to one question."""
+
+    question: str
+    variant: str
+    """Such as ``fp8 silu``; empty if the kind has none."""
+    verdict: Verdict
+    passes: bool
+    """True if it is right, was not asked, or may be as it is: a refusal that is allowed, or documented."""
+    reason: str | None = None
+    """What is wrong, the error, or why it was not asked."""
+    entry: str | None = None
+    sizes: Sizes | None = None
+    """The smallest failing example that was found; None for a right answer."""
+    repeat: str | None = None
+    """One line of Python that asks this again."""
+    undefined: str | None = None
+    """Where the implementation documents that it leaves this case undefined."""
+
+
+@dataclass(frozen=True)
+class ConformSummary:
+    """The number of answers of each kind, and how many of them do not pass."""
+
+    right: int
+    wrong: int
+    refused: int
+    crashed: int
+    skipped: int
+    failed: int
+
+
+@dataclass(frozen=True)
+class ConformReport:
+    """The answers of one implementation to all questions of its kind."""
+
+    command: ClassVar[str] = "conform"
+    target: str
+    kind: str
+    package: str
+    """The package that was asked, with its version: ``vllm 0.33.0``."""
+    machine: str
+    seed: int
+    options: Mapping[str, Any]
+    answers: tuple[Answer, ...] = field(default=())
+
+    @property
+    def summary(self) -> ConformSummary:
+        """The counts."""
+        verdicts = [answer.verdict for answer in self.answers]
+        counts = {verdict.value: verdicts.count(verdict) for verdict in Verdict}
+        return ConformSummary(**counts, failed=len(self.failed))
+
+    @property
+    def failed(self) -> Sequence[Answer]:
+        """The answers that do not pass."""
+        return [answer for answer in self.answers if not answer.passes]
+
+    @property
+    def badge(self) -> str:
+        """One line for a README: ``moedoctor router: 15 of 15 right``."""
+        counts = self.summary
+        asked = len(self.answers) - counts.skipped
+        others = ((counts.wrong, "wrong"), (counts.crashed, "crashed"), (counts.refused, "refused"))
+        more = "".join(f", {count} {word}" for count, word in others if count)
+        return f"moedoctor {self.kind}: {counts.right} of {asked} right{more}"
+
+    def __str__(self) -> str:
+        lines = [f"{self.target} ({self.package}, {self.machine}, seed {self.seed})", self.badge]
+        for answer in self.answers:
+            if answer.verdict is not Verdict.RIGHT:
+                name = " ".join(filter(None, (answer.variant, answer.question)))
+                lines.append(f"  {name}: {answer.verdict.value}: {answer.reason}")
+                lines += [f"    {answer.repeat}"] if answer.repeat else []
+        return "\n".join(lines)

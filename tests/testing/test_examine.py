@@ -1,0 +1,106 @@
+"""The examination itself: children, crashes, small examples, and what a target declares."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moedoctor.testing import TargetError, check_expert_cache, check_moe, check_router
+from moedoctor.testing.examine import name_target
+
+PLANTED = str(Path(__file__).with_name("planted.py"))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_crash_and_a_hang_are_answers_and_the_others_are_asked() -> None:
+    questions = ("ordinary", "nan_rows", "nan_entry", "equal_logits", "bias")
+    report = check_router(f"{PLANTED}:die_of_nan", only=questions, seconds=4)
+    answers = {answer.question: answer for answer in report.answers}
+    assert [answers[name].verdict.value for name in questions] == [
+        "right", "crashed", "crashed", "right", "skipped",
+    ]  # fmt: skip
+    assert "SIGABRT" in str(answers["nan_rows"].reason)
+    assert answers["nan_rows"].entry == "MD001"
+    assert answers["nan_entry"].reason == "no answer within 4 s"
+    assert answers["bias"].reason == "takes no bias"
+    assert [answer.question for answer in report.failed] == ["nan_rows", "nan_entry"]
+    assert report.badge == "moedoctor router: 2 of 4 right, 2 crashed"
+
+
+def test_the_smallest_example_is_found_and_its_line_repeats_it() -> None:
+    report = check_router(f"{PLANTED}:route_one_expert_of_equals", only=("equal_logits",), seed=3)
+    (answer,) = report.answers
+    assert answer.sizes == {"tokens": 1, "experts": 2, "top_k": 2}
+    assert answer.repeat is not None
+    assert "seed=3" in answer.repeat
+    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    ended = subprocess.run(
+        [sys.executable, "-c", answer.repeat],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=120,
+        check=False,
+    )
+    assert f"equal_logits: wrong: {answer.reason}" in ended.stdout, ended.stderr
+
+
+def test_a_refusal_counts_apart_and_where_it_is_not_allowed_it_fails() -> None:
+    report = check_expert_cache(f"{PLANTED}:Declared", only=("unknown_ids", "ordinary", "skipped_ids"))
+    found = {answer.question: (answer.verdict.value, answer.passes) for answer in report.answers}
+    assert found == {
+        "ordinary": ("right", True),
+        "unknown_ids": ("refused", True),
+        "skipped_ids": ("refused", True),  # documented as undefined
+    }
+    assert {answer.undefined for answer in report.answers} == {None, "ids must be experts"}
+    assert check_router(f"{PLANTED}:pad_tokens", only=("renormalized",)).badge.endswith("0 of 0 right")
+
+
+def test_a_format_that_is_refused_is_not_asked_about_and_a_mistake_is_named() -> None:
+    report = check_moe(
+        f"{PLANTED}:swapped",
+        formats=("bf16", "mxfp4"),
+        activations=("silu", "gelu"),
+        only=("ordinary", "no_tokens"),
+    )
+    found = {(answer.variant, answer.question): answer for answer in report.answers}
+    first = found["bf16 silu", "ordinary"]
+    assert str(first.reason).endswith("as with the gate and up halves of w13 swapped")
+    assert first.sizes is not None
+    assert first.sizes["tokens"] == first.sizes["experts"] == first.sizes["top_k"] == 1
+    assert found["bf16 gelu", "ordinary"].verdict.value == "refused"
+    assert found["bf16 gelu", "no_tokens"].reason == "refuses bf16 gelu"
+    assert [answer.variant for answer in report.failed] == [
+        "bf16 silu",
+        "bf16 silu",
+        "mxfp4 silu",
+        "mxfp4 silu",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nowhere_at_all:fn", "No module named 'nowhere_at_all'"),
+        (f"{PLANTED}:nothing", "has no attribute 'nothing'"),
+        ("absent.py:fn", "No such file"),
+        ("fn", "expected package.module:name or file.py:name"),
+    ],
+)
+def test_a_target_that_is_not_there_is_one_line(target: str, message: str) -> None:
+    with pytest.raises(TargetError, match=message) as caught:
+        check_router(target)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_function_is_found_by_its_name_and_a_nested_one_is_refused() -> None:
+    from moedoctor.fixes.routing import topk_softmax
+
+    assert name_target(topk_softmax) == "moedoctor.fixes.routing:topk_softmax"
+    nested: Any = lambda logits, top_k: None  # noqa: E731
+    with pytest.raises(ValueError, match="not at the top level of a module"):
+        check_router(nested)
