@@ -176,6 +176,7 @@ def test_a_users_own_place_for_dumps_is_used_and_left_alone(
     assert "Not computed again: call 3" in " ".join(err.split())
     assert len(list(tmp_path.glob("core.of.*"))) == 2
     assert "deleted" not in err
+    assert "too short" not in err, "a dump of an earlier day is not read"
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL"])

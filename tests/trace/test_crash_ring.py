@@ -69,6 +69,9 @@ def check_left(capsules: dict[str, Capsule], end: str) -> None:
         assert bool((capsule.tensors["x"] == step * 10 + layer).all())
         assert capsule.tensors["topk_ids"].flatten().tolist() == list(range(8))
         assert "output" not in capsule.tensors
+        sizes = {"x": 512, "topk_ids": 64, "topk_weights": 32, "router_logits": 128}
+        assert {key: size for key, (_, size) in capsule.record.addresses.items()} == sizes
+        assert all(address > 0 for address, _ in capsule.record.addresses.values())
         assert capsule.record.weights == ("recorded" if last else "none")
         assert capsule.record.reason == f"{'the last call' if last else 'a call'} before {end}"
     assert capsules[name_of(1, 3)].tensors["w13"].shape == (8, 128, 64)

@@ -13,8 +13,8 @@ from moedoctor.diagnose.autopsy.core_dump import EXCEPTIONS, DumpError, Size, is
 from moedoctor.diagnose.autopsy.cuda_gdb import ask_cuda_gdb
 from moedoctor.diagnose.autopsy.known_tensors import (
     KnownTensor,
-    find_given,
-    find_nearest,
+    TensorPlace,
+    find_places,
     list_tensors,
     read_record,
 )
@@ -59,12 +59,8 @@ class KernelFault:
     blocks: int | None = None
     address: str | None = None
     """The address that the first thread's instruction used, such as ``0x7f2a5be00180``."""
-    tensor: str | None = None
-    """The recorded tensor that the address is in, or the last one before it that the kernel was given."""
-    past_end: int | None = None
-    """Bytes from the end of that tensor to the address; below 0 the address is in the tensor."""
-    given: tuple[str, ...] = ()
-    """The recorded tensors that parameters of the kernel point to."""
+    tensors: tuple[TensorPlace, ...] = ()
+    """The recorded tensors that the kernel was given, and those that hold the address, the nearest first."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +199,6 @@ def _list_files(path: Path) -> list[Path]:
 
 def _read_dump(file: Path, tensors: Sequence[KnownTensor]) -> tuple[list[KernelFault], Examined]:
     dump = read_core_dump(file)
-    given = [find_given(fault.parameters, tensors) for fault in dump.faults]
-    near = [find_nearest(fault.address, own, tensors) for fault, own in zip(dump.faults, given, strict=True)]
     faults = [
         KernelFault(
             file=_name(file),
@@ -223,11 +217,9 @@ def _read_dump(file: Path, tensors: Sequence[KnownTensor]) -> tuple[list[KernelF
             warps=fault.warps,
             blocks=fault.blocks,
             address=None if fault.address is None else hex(fault.address),
-            tensor=tensor.name if tensor else None,
-            past_end=fault.address - tensor.end if fault.address is not None and tensor else None,
-            given=tuple(known.name for known in own),
+            tensors=find_places(fault.address, fault.parameters, tensors),
         )
-        for fault, own, tensor in zip(dump.faults, given, near, strict=True)
+        for fault in dump.faults
     ]
     faulted = {fault.kernel for fault in dump.faults}
     running = [escape(demangle(kernel.symbol)) for kernel in dump.kernels if kernel not in faulted]

@@ -1,4 +1,4 @@
-"""The tensors whose addresses a recording noted, and the one that an address of a dump is in or behind."""
+"""The tensors whose addresses a recording noted, and where an address of a dump is beside them."""
 
 from __future__ import annotations
 
@@ -6,27 +6,32 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moedoctor.text import escape, open_file, shorten
 
 _MOST_HEADER = 4 * 2**20
 
 
-@dataclass(frozen=True)
-class KnownTensor:
+class KnownTensor(NamedTuple):
     """A tensor on the GPU."""
 
-    name: str
-    """``w13_weight of model.layers.1.mlp.experts``"""
     address: int
     size: int
     """Bytes."""
+    name: str
+    """``w13_weight of model.layers.1.mlp.experts``"""
 
-    @property
-    def end(self) -> int:
-        """The first address behind it."""
-        return self.address + self.size
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A recorded tensor that the kernel was given, or that holds the address of a fault."""
+
+    name: str
+    size: int
+    """Bytes."""
+    offset: int | None
+    """The address of the fault, in bytes from the tensor's first one; None if the address is not known."""
 
 
 def read_record(file: Path) -> dict[str, Any]:
@@ -41,31 +46,25 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def list_tensors(records: Iterable[dict[str, Any]]) -> tuple[KnownTensor, ...]:
-    """Return the tensors that records of capsules name, each address once, in the order of addresses."""
-    found: dict[int, KnownTensor] = {}
+    """Return the tensors that records of capsules name."""
+    found: dict[KnownTensor, None] = {}
     for record in records:
         named = record.get("addresses")
         for name, place in named.items() if isinstance(named, dict) else ():
             if isinstance(place, list) and len(place) == 2 and all(type(part) is int for part in place):
                 shown = escape(shorten(f"{name} of {record.get('layer')}", 300))
-                found.setdefault(place[0], KnownTensor(shown, place[0], place[1]))
-    return tuple(sorted(found.values(), key=lambda tensor: tensor.address))
+                found[KnownTensor(place[0], place[1], shown)] = None
+    return tuple(found)
 
 
-def find_given(parameters: Iterable[int], tensors: Sequence[KnownTensor]) -> tuple[KnownTensor, ...]:
-    """Return the tensors that a kernel's parameters point into."""
-    found = (
-        tensor for place in parameters for tensor in tensors if tensor.address <= place < max(tensor.end, 1)
-    )
-    return tuple(dict.fromkeys(found))
-
-
-def find_nearest(
-    address: int | None, given: Sequence[KnownTensor], tensors: Sequence[KnownTensor]
-) -> KnownTensor | None:
-    """Return the tensor that holds an address, or else the last one before it that the kernel was given."""
-    if address is None:
-        return None
-    inside = [tensor for tensor in tensors if tensor.address <= address < tensor.end]
-    before = [tensor for tensor in given if tensor.end <= address]
-    return inside[-1] if inside else max(before, key=lambda tensor: tensor.end, default=None)
+def find_places(
+    address: int | None, parameters: Sequence[int], tensors: Iterable[KnownTensor]
+) -> tuple[TensorPlace, ...]:
+    """Return the tensors that parameters point into or that hold the address, the nearest first."""
+    known = [*parameters, *([] if address is None else [address])]
+    found = [
+        TensorPlace(tensor.name, tensor.size, None if address is None else address - tensor.address)
+        for tensor in tensors
+        if any(0 <= place - tensor.address < tensor.size for place in known)
+    ]
+    return tuple(sorted(found, key=lambda place: max(-(place.offset or 0), (place.offset or 0) - place.size)))

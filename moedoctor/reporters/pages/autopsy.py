@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from moedoctor.diagnose.autopsy.autopsy import AutopsyDocument, CallReplay, KernelFault
 from moedoctor.diagnose.autopsy.core_dump import Size
+from moedoctor.diagnose.autopsy.known_tensors import TensorPlace
 from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Table
 from moedoctor.reporters.text import count_of
 from moedoctor.text import join_some
+
+_MOST_TENSORS = 4
 
 
 def make_autopsy_page(document: AutopsyDocument) -> list[Block]:
@@ -89,22 +92,23 @@ def _list_lines(fault: KernelFault) -> list[tuple[str, str]]:
     if fault.warps is not None and fault.blocks is not None:
         lines.append(("faulted", f"{count_of(fault.warps, 'warp')} in {count_of(fault.blocks, 'block')}"))
     if fault.address:
-        lines.append(("address", f"{fault.address}{_describe_place(fault)}"))
-    if fault.given:
-        lines.append(("given", join_some(fault.given)))
+        lines.append(("address", fault.address))
+    lines += [("tensor", _describe_place(tensor)) for tensor in fault.tensors[:_MOST_TENSORS]]
     if fault.symbol != fault.kernel:
         lines.append(("symbol", fault.symbol))
     lines.append(("read in", fault.file if fault.line is None else f"{fault.file}:{fault.line}"))
     return lines
 
 
-def _describe_place(fault: KernelFault) -> str:
-    """Return ``, 4,096 bytes past the end of w13_weight of LAYER``."""
-    if fault.past_end is None:
-        return ""
-    if fault.past_end < 0:
-        return f", in {fault.tensor}"
-    return f", {fault.past_end:,} bytes past the end of {fault.tensor}"
+def _describe_place(tensor: TensorPlace) -> str:
+    """Return ``w13_weight of LAYER: the address is 4,096 bytes past its end``."""
+    if tensor.offset is None:
+        return f"the kernel was given {tensor.name}"
+    if tensor.offset < 0:
+        return f"{tensor.name}: the address is {-tensor.offset:,} bytes before it"
+    if tensor.offset < tensor.size:
+        return f"{tensor.name}: the address is in it, at byte {tensor.offset:,} of {tensor.size:,}"
+    return f"{tensor.name}: the address is {tensor.offset - tensor.size:,} bytes past its end"
 
 
 def _show(size: Size) -> str:

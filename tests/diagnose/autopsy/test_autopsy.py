@@ -1,7 +1,8 @@
 """Core dumps of an H200 (driver 580.159) are read as cuda-gdb 13.0 reads them; hostile ones end in one line.
 
 The dumps in `dumps` are real ones of planted faults, of which only what names the fault was kept: tables, the
-first warps that faulted, and of the images the symbols and line tables.
+first warps that faulted, and of the images the symbols and line tables. `misaligned_store` also has registers
+of the first threads, the kernel's parameter and its code.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import lzma
+import os
 import struct
 import time
 from pathlib import Path
@@ -114,6 +116,104 @@ def test_only_a_kernel_of_moe_layers_sends_to_replay(
     assert "no kernel that only MoE layers use" in step
 
 
+STORE = 0x0000040402007986, 0x000FE2000C101D04
+"""STG.E.128 desc[UR4][R2.64+0x4], R4: the instruction that faulted."""
+BASE = 0x7FEA1FE00000
+"""R2 and R3 of the first thread, and the kernel's parameter."""
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        (STORE, BASE + 4),
+        ((0x00060FD002117FAE, 0x000FE8000B901C44), BASE - 0x30),  # LDGSTS.E [R17+0x60], [R2.64+-0x30]
+        ((0x0100008002117FAE, 0x000FE8000B921844), BASE + 0x80),  # LDGSTS.E [R17+0x1000], [R2.64+0x80]
+        ((0x00010006020C7981, 0x000EA2000C1E1D00), BASE + 0x100),  # LDG.E.128 R12, [R2.64+0x100]
+        ((0xFFFFF8080200798E, 0x000FE2000C10E784), BASE - 8),  # RED.E.ADD [R2.64+-0x8], R8
+        ((0x0000000802037981, 0x000EA2000C1E1900), None),  # LDG.E R3, [R2.64]: the address is overwritten
+        ((0x0000040402147984, 0x000FE2000C101D04), None),  # LDS R20, [R2+0x4]: another memory
+    ],
+)
+def test_the_address_of_the_instruction_at_fault(
+    tmp_path: Path, words: tuple[int, int], address: int | None
+) -> None:
+    file = unpack(tmp_path, "misaligned_store")
+    data = file.read_bytes()
+    assert data.count(struct.pack("<2Q", *STORE)) == 1
+    file.write_bytes(data.replace(struct.pack("<2Q", *STORE), struct.pack("<2Q", *words)))
+    (fault,) = read_core_dump(file).faults
+    assert (fault.address, fault.parameters) == (address, (BASE,))
+
+
+def write_record(file: Path, **record: Any) -> None:
+    """Write a capsule that has nothing but its record."""
+    header = json.dumps({"__metadata__": {"record": json.dumps(record)}}).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ((BASE, 64), "w13_weight of layer 1: the address is in it, at byte 4 of 64"),
+        ((BASE, 1), "w13_weight of layer 1: the address is 3 bytes past its end"),
+        ((BASE - 64, 80), "w13_weight of layer 1: the address is in it, at byte 68 of 80"),
+        ((BASE + 2, 64), "w13_weight of layer 1: the address is in it, at byte 2 of 64"),
+        ((BASE - 64, 64), None),
+        (("x", 64), None),
+    ],
+)
+def test_an_address_in_or_behind_a_recorded_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: tuple[int, int], says: str | None
+) -> None:
+    unpack(tmp_path, "misaligned_store")
+    for name in ("a", "b"):  # calls of the same layer
+        addresses = {"w13_weight": place, "x": (1 << 40, 64)}
+        write_record(tmp_path / f"{name}.moecapsule", layer="layer 1", addresses=addresses)
+    main(["autopsy", str(tmp_path), "--format", "markdown"])
+    shown = capsys.readouterr().out
+    assert (says or "") in shown
+    assert ("of layer 1" in shown) == bool(says)
+
+
+def test_the_last_call_of_the_process_that_left_the_dump(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unpack(tmp_path, "vllm_topk").rename(tmp_path / "cuda.77.core")
+    write_record(tmp_path / "a-177.moecapsule", weights="recorded")
+    write_record(tmp_path / "x-77.moecapsule", weights="none", reason="longer than the others")
+    write_record(tmp_path / "y-77.moecapsule", weights="recorded")
+    assert f"{tmp_path}/y-77.moecapsule --backend all" in examine(tmp_path, capsys, 1)["next_steps"][0]
+
+
+DEBUGGER = """#!/bin/sh
+for part; do
+    case $part in "target cudacore "*) cmp "${part#target cudacore }" DUMP || exit 1; esac
+done
+[ "$(ulimit -v) $PWD $1 $2 $3 $5" = "8388608 / -nx -nh -batch set auto-load off" ] || exit 1
+echo "Opening GPU coredump"
+echo "#0  0x00007f in  topkGating<<<(256,1,1),(32,4,1)>>> ()"
+echo "#0  0x00007f in topkGating<<<(256,1,1),(32,4,1)>>> ()"
+echo "=> 0x7f <topkGating+288>:	FMNMX R9, R4, R5"
+"""
+
+
+def test_cuda_gdb_is_asked_within_bounds_and_without_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, tool, path = unpack(tmp_path, "vllm_topk"), tmp_path / "cuda-gdb", os.environ["PATH"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "cuda-gdb is not on PATH" in examine(file, capsys, 1)["examined"][0]["no_debugger"]
+    tool.write_text(DEBUGGER.replace("DUMP", str(file)))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{path}")
+    frame = "#0 0x00007f in topkGating<<<(256,1,1),(32,4,1)>>> ()"
+    examined = examine(file, capsys, 1)["examined"][0]
+    assert examined["debugger"] == [frame, "=> 0x7f <topkGating+288>: FMNMX R9, R4, R5"]
+    tool.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
+    examined = examine(file, capsys, 1)["examined"][0]
+    assert (examined["debugger"], examined["no_debugger"]) == ([], "cuda-gdb: broken")
+
+
 def test_a_trap_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = examine(unpack(tmp_path, "run_trap"), capsys, 0)
     assert not document["faults"]
@@ -205,6 +305,7 @@ def test_any_line_table_is_read(data: bytes) -> None:
         ("_Z17ncclDevKernel_Genv", None, "ncclDevKernel_Gen", "NCCL", False),
         ("$outer$_ZN2at6native12_GLOBAL__N_13addEv", None, "at::native::(anonymous)::add", "PyTorch", False),
         ("my_kernel", None, None, None, False),
+        ("cudnn_generated_fort_native_sm120_matMul_pointwise_knob_3", None, None, "cuDNN", False),
     ],
 )
 def test_whose_a_kernel_is(
@@ -213,3 +314,4 @@ def test_whose_a_kernel_is(
     assert demangle(symbol) == (name or symbol)
     found = find_owner(symbol, source)
     assert (found.name if found else None, bool(found and found.moe)) == (owner, moe)
+    assert (found.mended if found else None) == ("cuDNN 9.23.1 (MD033)" if owner == "cuDNN" else None)
