@@ -13,8 +13,11 @@ TORCH ?=
 # More arguments for the command that a target runs: make run ARGS="MD001 --format json"
 ARGS ?=
 
-# The vLLM releases that `make test-upstream` installs and asks, with spaces between.
-VLLM ?= 0.17.1 0.19.1 0.21.0 0.27.1 0.30.0 0.33.0
+# The vLLM releases that `make test-upstream` installs and asks, with spaces between; empty: those of scripts/releases.txt.
+VLLM ?=
+
+# The release for `make release`, such as 0.34.0.
+V ?=
 
 # The reports that `make evidence` makes, of evidence/promises.yaml; empty: none, it judges what is stored.
 NAMES ?=
@@ -25,7 +28,7 @@ RELEASES ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: docs evidence help setup run test lint format schema readme reports plugintable baseline browser test-upstream release releases names backendreports slow stress
+.PHONY: docs evidence help setup run test lint format schema readme reports plugintable baseline browser test-upstream release releases backendreports slow stress
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -56,11 +59,10 @@ test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .
 releases: setup ## run the scenarios of vLLM's and torch's own code on a CPU, release by release, and write reports/releases anew; by hand
 	@RELEASES='$(RELEASES)' sh scripts/releases.sh
 
-release: setup ## fetch the wheel of vLLM V and say what it changes and what needs a person; docs/releases.md is the checklist
-	@$(BIN)/python scripts/release.py $(V) $(ARGS)
-
-names: setup ## write anew which names of tensors each release of VLLM reads, for `moedoctor lint`; in .venv-upstream
-	@VLLM='$(VLLM)' TORCH='$(TORCH)' RUN='scripts/read_names.py' sh scripts/test_upstream.sh
+release: setup ## make all tables anew with vLLM V and say what it changes and what needs a person; docs/releases.md
+	@status=0; TORCH='$(TORCH)' $(BIN)/python scripts/release $(V) || status=$$?; [ $$status -le 1 ] && \
+		RELEASES='vllm $(V)' sh scripts/releases.sh && \
+		$(MAKE) --no-print-directory plugintable backendreports reports readme && exit $$status
 
 lint: setup ## format, lint, types, import contracts, scenario schema, made blocks of the documents
 	@$(BIN)/ruff format --check .

@@ -11,6 +11,11 @@ say() {
     echo "$(basename "$0" .sh): $*" >&2
 }
 
+# The releases of vLLM that are tested, oldest first.
+vllm_releases() {
+    sed -n 's/^vllm //p' scripts/releases.txt
+}
+
 # Installs with the pip of environment $1.
 install() {
     environment=$1

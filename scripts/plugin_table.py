@@ -1,19 +1,17 @@
 """Tells for each fix and trace of the vLLM plug-in what is known of it in each release, from stored reports.
 
-``--sources FOLDER`` asks the releases in it, such as .venv-upstream/releases, whether the patches fit their
-source, and stores the answers. ``--write`` makes the data for `moedoctor check`. Without arguments it must be
-what it would be. scripts/made_blocks.py puts the table into docs/plugin.md.
+``--write`` makes the data for `moedoctor check`. Without arguments it must be what it would be.
+`make release` asks a release if the patches fit its source. scripts/made_blocks.py puts the table into
+docs/plugin.md.
 
-Exit code: 0 everything is up to date, 1 something is not, 2 a release does not answer.
+Exit code: 0 everything is up to date, 1 something is not.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,77 +20,13 @@ from typing import Any
 from packaging.version import Version
 
 from moedoctor.plugin.extensions import FIXES, TRACES, Basis
-from moedoctor.plugin.known_code import Code
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "reports"
 SOURCES = REPORTS / "plugin" / "sources.json"
-CODE = ROOT / "moedoctor" / "plugin" / "known_code.json"
 EVIDENCE = ROOT / "moedoctor" / "plugin" / "evidence.json"
 ENGINES = ROOT / "scenarios" / "engine"
 EXTENSIONS = {**FIXES, **TRACES}
-
-
-def ask(releases: Path) -> None:
-    """Store what each release in the folder answers. Exits with 2 if one does not."""
-    python = releases.parent / "bin" / "python"
-    answers: dict[str, Any] = {}
-    needs: dict[str, dict[str, list[str]]] = {name: {} for name in EXTENSIONS}
-    hashes: dict[str, dict[str, str]] = {}
-    for folder in sorted((file.parent for file in releases.glob("*/.complete")), key=_version):
-        done = subprocess.run(
-            [str(python), "-m", "moedoctor.plugin.sources"],
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder.resolve()}"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        answer = next((line for line in done.stdout.splitlines() if line.startswith("ANSWER ")), None)
-        if answer is None:
-            print(f"plugin_table: vLLM {folder.name}: {done.stderr[-300:]}", file=sys.stderr)
-            raise SystemExit(2)
-        rows = json.loads(answer.removeprefix("ANSWER "))
-        answers[folder.name] = {name: _without_patches(row) for name, row in rows.items()}
-        keep_code(folder, rows, needs, hashes)
-    CODE.write_text(pack_code(needs, hashes), encoding="utf-8")
-    SOURCES.parent.mkdir(exist_ok=True)
-    SOURCES.write_text(_json(answers), encoding="utf-8")
-
-
-def keep_code(
-    folder: Path,
-    rows: Mapping[str, Mapping[str, Any]],
-    needs: Mapping[str, dict[str, list[str]]],
-    hashes: dict[str, dict[str, str]],
-) -> None:
-    """Add the functions that each extension needs in a release, and their hashes there.
-
-    A function that is not found in the source is left out of `hashes`, so that it is never taken as the same.
-    """
-    code = Code(lambda file: (folder / file).read_text(encoding="utf-8"))
-    for name, row in rows.items():
-        if "patches" in row:
-            needs[name][folder.name] = list(dict.fromkeys(row["patches"]))
-        for function in row.get("patches", ()):
-            if (found := code.hash(function)) is not None:
-                hashes.setdefault(function, {})[folder.name] = found
-
-
-def pack_code(needs: Mapping[str, Mapping[str, list[str]]], hashes: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the table of `moedoctor.plugin.known_code`, with a line for each function and release."""
-    names = sorted({name for rows in needs.values() for each in rows.values() for name in each})
-    numbers = {name: number for number, name in enumerate(names)}
-    functions = [f"{json.dumps(name)}: {json.dumps(hashes.get(name, {}))}" for name in names]
-    wanted = [
-        f"{json.dumps(extension)}: "
-        + json.dumps({release: [numbers[name] for name in each] for release, each in rows.items()})
-        for extension, rows in needs.items()
-    ]
-    return f'{{"functions": {_join_rows(functions)},\n "needs": {_join_rows(wanted)}}}\n'
-
-
-def _join_rows(rows: list[str]) -> str:
-    return "{\n  " + ",\n  ".join(rows) + "\n }"
 
 
 def evidence() -> dict[str, dict[str, Any]]:
@@ -200,22 +134,12 @@ def _cell(row: Mapping[str, Any]) -> str:
     return " ".join((row["basis"], *links)) if row else ""
 
 
-def _without_patches(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != "patches"}
-
-
-def _version(folder: Path) -> Version:
-    return Version(folder.name)
-
-
 def _json(document: Any) -> str:
     return json.dumps(document, indent=1) + "\n"
 
 
 def main(arguments: list[str]) -> int:
     """Carry out the arguments; see the top of the file."""
-    if "--sources" in arguments:
-        ask(Path(arguments[arguments.index("--sources") + 1]))
     data = _json(evidence())
     if "--write" in arguments:
         EVIDENCE.write_text(data, encoding="utf-8")

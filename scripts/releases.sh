@@ -42,6 +42,7 @@ while read -r package release; do
     functions) # MD009 and MD013 read them out of the wheels; no vLLM is installed
         set --
         for version in $release; do
+            [ "$version" != newest ] || version=$(vllm_releases | tail -n 1)
             wheel=$(vllm_wheel "$version")
             set -- "$@" --vllm-kernels "$version=$wheel"
         done

@@ -2,9 +2,8 @@
 # Runs the tests marked `upstream` against real releases of vLLM, each with the FlashInfer and Humming that it requires.
 # No GPU is needed. Everything is kept in .venv-upstream, about 1 GB a release; what is there is not fetched again.
 #
-# VLLM    the releases, with spaces between
+# VLLM    the releases, with spaces between; empty: those of scripts/releases.txt
 # TORCH   the torch release to install; empty: any that pyproject.toml allows
-# RUN     what Python runs; empty: pytest with the tests marked `upstream`
 # ARGS    more arguments for pytest
 set -eu
 cd "$(dirname "$0")/.."
@@ -12,10 +11,10 @@ cd "$(dirname "$0")/.."
 
 upstream_environment
 failed=
-for release in ${VLLM:-0.21.0}; do
+for release in ${VLLM:-$(vllm_releases)}; do
     vllm_folder "$release"
     say "vllm $release, flashinfer-python $(pinned "$home/releases/$release" flashinfer-python)"
     # Python finds packages and their metadata there first.
-    PYTHONPATH="$(pwd)/$home/releases/$release" "$home/bin/python" ${RUN:--m pytest -m upstream} ${ARGS:-} || failed="$failed $release"
+    PYTHONPATH="$(pwd)/$home/releases/$release" "$home/bin/python" -m pytest -m upstream ${ARGS:-} || failed="$failed $release"
 done
 [ -z "$failed" ] || fail "failed with vllm$failed"

@@ -12,8 +12,9 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 def load_script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Return a fresh module of the script, whose imports of other scripts work."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    file = SCRIPTS / f"{name}.py"
+    monkeypatch.syspath_prepend(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

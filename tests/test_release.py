@@ -1,41 +1,133 @@
-"""`make release`: what a release changes for moedoctor, and the table of answers, byte for byte."""
+"""`make release`: tables come back byte for byte; changes, and what needs a person, are named."""
 
-import importlib.util
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
+from real_vllm import read_release
+from scripts_of_tests import load_script
 from vllm_sources import rename, write_source
 
 from moedoctor.fixes.backends.release_tables import load_releases
 
 ROOT = Path(__file__).resolve().parent.parent
+RELEASES = list(load_releases())
+PINS = list(dict.fromkeys(release.flashinfer for release in load_releases().values()))
+BACKENDS = "moedoctor/fixes/backends/data"
+SETTINGS = "moedoctor/diagnose/settings/data"
+NAMES = "moedoctor/diagnose/checkpoint/read_names.json"
+LISTED = "scripts/releases.txt"
+ROWS = [
+    *(f"{BACKENDS}/{name}.json" for name in ("bf16", "fp8", "fp8-block", "mxfp4", "nvfp4", "nvfp4-w4a16")),
+    *(f"{SETTINGS}/{name}.json" for name in ("vllm_flags", "vllm_variables", "flashinfer_variables")),
+]
+"""Tables in which a row holds for a run of releases."""
+BY_RELEASE = [
+    *(f"{BACKENDS}/releases.json", "moedoctor/plugin/known_code.json"),
+    *("reports/plugin/sources.json", "reports/sources/answers.json"),
+]
 
 
-@pytest.fixture(scope="module")
-def release() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("release", ROOT / "scripts" / "release.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return load_script("release/tables", monkeypatch)
 
 
-def test_the_answers_of_all_releases_come_back_byte_for_byte(release: ModuleType, tmp_path: Path) -> None:
-    for name in load_releases():
-        write_source(tmp_path / name, name)
-    assert release.ask_releases(tmp_path) == release.TABLE.read_text(encoding="utf-8")
+def list_releases(file: str) -> list[str]:
+    return PINS if "flashinfer" in file else RELEASES
+
+
+@pytest.mark.parametrize("file", ROWS)
+def test_rows_that_are_taken_out_and_put_back_are_the_same(file: str, tables: Any, tmp_path: Path) -> None:
+    stored, releases = tables.read_json(ROOT / file), list_releases(file)
+    for rows in [rows for rows in stored.values() if isinstance(rows, list)]:
+        for release in (releases[0], releases[-5], releases[-1]):
+            own = tables.spread_rows(rows, releases)[release]
+            kept = tables.replace_rows(rows, release, (), releases)
+            again = tables.replace_rows(kept, release, own, releases)
+            assert (kept != rows) == bool(own)
+            assert sorted(again, key=lambda row: row.get("name", "")) == rows
+    tables.write_json(tmp_path / "same.json", stored)
+    assert (tmp_path / "same.json").read_bytes() == (ROOT / file).read_bytes()
+
+
+def remove_release(root: Path, tables: Any, release: str) -> None:
+    """Remove a release, and a FlashInfer that no other one requires, from all data below `root`.
+
+    A row that began in it begins in the next release then, and nothing says at which line of that source.
+    """
+
+    def drop(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: drop(each) for key, each in value.items() if key != release}
+        return value
+
+    def cut(rows: Any, gone: str, known: list[str]) -> Any:
+        if not isinstance(rows, list):
+            return rows
+        began = [row for row in rows if row["releases"].partition("-")[0] == gone]
+        for row in began:
+            row.update({key: "gone" for key in ("source", "moe") if key in row})
+        given = tables.spread_rows(rows, known)
+        del given[gone]
+        return sorted(tables.merge_rows(given), key=lambda row: row.get("name", ""))
+
+    for file in BY_RELEASE:
+        levels = 1 if file.endswith("answers.json") else 2
+        tables.write_json(root / file, drop(tables.read_json(root / file)), levels)
+    pin = load_releases()[release].flashinfer
+    required = [each.flashinfer for name, each in load_releases().items() if name != release]
+    for file in ROWS:
+        gone = pin if "flashinfer" in file else release
+        if gone not in required:
+            table = tables.read_json(root / file)
+            cleared = {key: cut(rows, gone, list_releases(file)) for key, rows in table.items()}
+            tables.write_json(root / file, cleared)
+    names = tables.read_json(root / NAMES)
+    for row in names:
+        row["releases"] = [name for name in row["releases"] if name != release]
+    tables.write_json(root / NAMES, [row for row in names if row["releases"]], levels=1)
+    listed = (root / LISTED).read_text(encoding="utf-8")
+    (root / LISTED).write_text(listed.replace(f"vllm {release}\n", ""), encoding="utf-8")
+
+
+@pytest.mark.upstream
+def test_a_release_that_was_removed_everywhere_comes_back_byte_for_byte(tables: Any, tmp_path: Path) -> None:
+    release, home = read_release(), ROOT / ".venv-upstream"
+    following = RELEASES[RELEASES.index(release) + 1 :][:1]
+    if missing := [name for name in following if not (home / "releases" / name / ".complete").exists()]:
+        pytest.skip(f"{missing[0]}, which follows {release}, was not fetched")
+    for name in ("moedoctor", "scenarios", "scripts", "tests", "reports/sources", "reports/plugin"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / ".venv-upstream").symlink_to(home)
+    (tmp_path / "scripts" / "environments.sh").write_text(
+        "upstream_environment() { :; }\nvllm_folder() { :; }\n"
+    )
+    remove_release(tmp_path, tables, release)
+    files = [file for file in (*ROWS, *BY_RELEASE, NAMES, LISTED) if release in (ROOT / file).read_text()]
+    before = [file for file in files if (tmp_path / file).read_bytes() == (ROOT / file).read_bytes()]
+    done = subprocess.run(
+        [sys.executable, "scripts/release", release],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert not before
+    assert done.returncode in (0, 1)
+    assert not [file for file in files if (tmp_path / file).read_bytes() != (ROOT / file).read_bytes()]
 
 
 def test_what_begins_and_what_needs_a_person_is_named(
-    release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    release = load_script("release/__main__", monkeypatch)
     folder = write_source(tmp_path / "0.34.0", "0.33.0", changed={"MD009.asserts": "affected"})
     rename(folder, "vllm/model_executor/utils.py", "replace_parameter")
-    monkeypatch.setattr("sys.argv", ["release.py", "0.34.0", "--folder", str(tmp_path)])
-    assert release.main() == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = list(release.compare("0.33.0", folder))
     runner = "vllm/v1/worker/gpu_model_runner.py"
     place = "moedoctor/entries/MD009.md, question asserts"
     assert any(line.startswith(f"entry: {place}: clean -> affected: {runner}:") for line in lines)

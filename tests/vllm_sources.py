@@ -37,7 +37,7 @@ def write_source(
     for entry in load_entries().values():
         for question in entry.questions:
             name = f"{entry.id}.{question.name}"
-            value = (changed or {}).get(name) or load_answers()["answers"][name][release]
+            value = (changed or {}).get(name) or load_answers()[name][release]
             places.setdefault((question.file, question.place), []).extend(_choose(question, value))
     texts: dict[str, str] = {}
     for (file, place), evidence in places.items():

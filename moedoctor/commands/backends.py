@@ -111,7 +111,7 @@ def backends(
         OneScheme,
         list_reasons,
     )
-    from moedoctor.upstream.selection.agreement import list_disagreements
+    from moedoctor.upstream.selection.agreement import adopt, list_disagreements
 
     environ = dict(os.environ)
     facts = environment.collect()
@@ -154,56 +154,53 @@ def backends(
         several = len(found.schemes) > 1
         taken = "the scheme of the experts is not known" if several else f"taken as {found.schemes[0]}"
         notes = (f"{taken}: {found.why}", *notes)
+    alone = len(found.schemes) == 1
+    libraries = find_libraries(release, environ) if here and alone else None
+    flashinfer = facts.get("flashinfer") if here and alone else None
+    with convert_errors(ValueError):
+        selections = [
+            select(**{**question, "scheme": each}, moe_backend=moe_backend) for each in found.schemes
+        ]
+        scheme = found.schemes[0] if alone else None
+        more: dict[str, Any] = {"flashinfer": flashinfer, "scheme": scheme, "takes": takes}
+        findings = correct(check_settings(release, variables, line.command, **more))
+        heard: Sequence[Heard] = ()
+        if ask and (build or (here and alone)):
+            heard, answers = _ask(selections, build or release, moe_backend, variables, findings)
+            notes += answers
+        if libraries is not None:
+            libraries |= heard[0].libraries if heard else {}
+            selections = [select(**question, moe_backend=moe_backend, libraries=libraries)]
+        each_asked = _request_each(backend, question, found.schemes) if backend and not alone else ()
+        asked = request(backend, **question, libraries=libraries) if backend and alone else None
+    if build and heard:
+        instead_of = (
+            f"vllm {build} is not in the tables: its own code was asked; settings are judged as in {release}"
+        )
+        selections = [adopt(*each, build) for each in zip(selections, heard, strict=True)]
     report: BackendsDocument
-    if len(found.schemes) > 1:
-        with convert_errors(ValueError):
-            selections = [
-                select(**{**question, "scheme": each}, moe_backend=moe_backend) for each in found.schemes
-            ]
-            asked_each = _request_each(backend, question, found.schemes) if backend else ()
-        findings = check_settings(release, variables, line.command, scheme=None, takes=takes)
-        findings = correct(findings)
+    selection, findings = selections[0], (*findings, *unconsidered)
+    if not alone:
         report = EachScheme(
-            release=release,
+            release=selection.release,
             capability=question["capability"],
             scheme=None,
             schemes=tuple(selections),
-            request=tuple(asked_each) or None,
-            settings=_mask_findings([*findings, *unconsidered], variables, environ),
+            request=tuple(each_asked) or None,
+            settings=_mask_findings(findings, variables, environ),
             notes=(*notes, _ONLY_EXPERTS),
             exit_code=0,
             instead_of=instead_of,
         )
     else:
-        heard: Heard | None = None
-        with convert_errors(ValueError):
-            libraries = find_libraries(release, environ) if here else None
-            selection = select(**question, moe_backend=moe_backend)
-            flashinfer = facts.get("flashinfer") if here else None
-            settings = check_settings(
-                release,
-                variables,
-                line.command,
-                flashinfer=flashinfer,
-                scheme=question["scheme"],
-                takes=takes,
-            )
-            settings = correct(settings)
-            if here and ask:
-                heard, answers = _ask(selection, moe_backend, variables, settings)
-                libraries = {**(libraries or {}), **heard.libraries} if heard else libraries
-                notes += answers
-            if libraries is not None:
-                selection = select(**question, moe_backend=moe_backend, libraries=libraries)
-            asked = request(backend, **question, libraries=libraries) if backend else None
         report = OneScheme(
             **vars(selection),
             request=asked,
-            settings=_mask_findings([*settings, *unconsidered, *_find_switch(selection)], variables, environ),
-            disagreements=list_disagreements(selection, heard) if heard else (),
+            settings=_mask_findings([*findings, *_find_switch(selection)], variables, environ),
+            disagreements=list_disagreements(selection, heard[0]) if heard and here else (),
             notes=(
                 *notes,
-                *_list_assumptions(selection, here=here),
+                *_list_assumptions(selection, here=here or bool(heard)),
                 *_list_failures(selection),
                 _ONLY_EXPERTS,
             ),
@@ -314,21 +311,25 @@ def _list_failures(selection: Selection) -> tuple[str, ...]:
 
 
 def _ask(
-    selection: Selection, moe_backend: str, environ: Mapping[str, str], findings: Sequence[SettingFinding]
-) -> tuple[Heard | None, tuple[str, ...]]:
-    """Return the answer of the installed vLLM to the same question, and notes."""
-    from moedoctor.upstream.selection.agreement import AgreementError, ask_installed
+    selections: Sequence[Selection],
+    version: str,
+    moe_backend: str,
+    environ: Mapping[str, str],
+    findings: Sequence[SettingFinding],
+) -> tuple[Sequence[Heard], tuple[str, ...]]:
+    """Return the answers of the installed vLLM to the same questions, and notes."""
+    from moedoctor.upstream.selection.agreement import AgreementError, ask_all
 
     if any(finding.stops for finding in findings):
-        return None, ("the installed vLLM was not asked, because it stops at a setting",)
+        return (), ("the installed vLLM was not asked, because it stops at a setting",)
     if sys.stderr.isatty():
         print_message("asking the installed vLLM, which takes seconds")
     try:
-        heard = ask_installed(selection, moe_backend=moe_backend, environ=environ)
+        heard = ask_all(selections, moe_backend=moe_backend, environ=environ)
     except AgreementError as error:
-        return None, (str(error),)
-    agreed = f"the installed vLLM {selection.release} was asked about {len(heard.supported)} backends"
-    return heard, (agreed, *heard.notes)
+        return (), (str(error),)
+    count = len({backend for each in heard for backend in each.supported})
+    return heard, (f"the installed vLLM {version} was asked about {count} backends", *heard[0].notes)
 
 
 def _list_assumptions(selection: Selection, *, here: bool) -> tuple[str, ...]:

@@ -1,8 +1,7 @@
 """Compares vLLM's functions with those of the known releases, by their syntax trees: nothing is imported.
 
-Layout, comments, docstrings and annotations do not count. `scripts/plugin_table.py` makes known_code.json:
-for each function that a fix or trace changes or relies on, its hash in each release, and which functions each
-of them needs.
+Layout, comments, docstrings and annotations do not count. `make release` makes known_code.json: for each
+function that a fix or trace changes or relies on, its hash in each release, and what each of them needs.
 """
 
 from __future__ import annotations
@@ -29,18 +28,20 @@ _MOST_STEPS = 6
 
 
 def find_difference(extension: str, release: str, read: Read | None = None) -> str | None:
-    """Return the first function of an extension that is not the one of a known release, or None.
+    """Return why the functions of an extension are not known to be those of a release, or None if they are.
 
     `read` gives vLLM's files, by default those of the installed vLLM.
     """
     table, code = load_table(), Code(read or read_installed)
     needed = table["needs"].get(extension, {}).get(release)
     if needed is None:
-        return f"code, which was not compared for {extension} in {release},"
+        return f"no functions of {release} are stored for {extension}, so nothing was compared"
     for name in needed:
-        expected = table["functions"][name].get(release)
-        if expected is None or code.hash(name) != expected:
-            return str(name)
+        expected, actual = table["functions"][name].get(release), code.hash(name)
+        if expected is None:
+            return f"{name} of {release} is not stored, so it was not compared"
+        if actual != expected:
+            return f"its {name} is not that of {release}" if actual else f"{name} was not found in it"
     return None
 
 

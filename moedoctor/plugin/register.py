@@ -194,7 +194,7 @@ def need(name: str, extension: Extension, version: str, read: Read | None = None
     if state is not Need.MADE_FOR or base == version:
         return state, reason
     if different := find_difference(name, base, read):
-        return Need.REFUSED, f"its {different} is not that of {base}"
+        return Need.REFUSED, different
     return state, f"same code as {base} where this {'trace' if name in TRACES else 'fix'} changes it"
 
 

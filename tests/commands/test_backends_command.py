@@ -102,13 +102,14 @@ def test_a_setting_that_the_installed_source_declares_is_not_called_unknown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write_source(tmp_path, "0.33.0", declared=("VLLM_BRAND_NEW_MOE_KNOB",))
-    file = tmp_path / "vllm" / "engine" / "arg_utils.py"
-    file.parent.mkdir(parents=True)
-    file.write_text("group.add_argument('--brand-new', type=int)\n")
+    for place, flag in (("engine/arg_utils.py", "--brand-new"), ("entrypoints/cli/other.py", "--newer")):
+        file = tmp_path / "vllm" / place
+        file.parent.mkdir(parents=True)
+        file.write_text(f"group.add_argument('{flag}', type=int)\n")
     machine(monkeypatch, vllm="0.34.1.dev5")
     monkeypatch.setattr(ReleaseSource, "installed", lambda: ReleaseSource(tmp_path))
     environ = {"VLLM_BRAND_NEW_MOE_KNOB": "1"}
-    line = ["vllm", "serve", "m", "--brand-new", "3"]
+    line = ["vllm", "serve", "m", "--brand-new", "3", "--newer", "4"]
     assert answer(capsys, environ, sm="9.0", command=line, ask=False)[0] == 0
     assert answer(capsys, environ, sm="9.0", command=[*line, "--never-was", "3"], ask=False)[0] == 1
 
@@ -214,7 +215,7 @@ def test_the_installed_vllm_is_asked_and_its_disagreement_is_a_finding(
     machine(monkeypatch, capability="12.0", vllm="0.21.0")
     monkeypatch.setattr(command, "find_libraries", lambda *where: {"flashinfer": True})
     heard = Heard("MARLIN", None, {"FLASHINFER_CUTLASS": False, "MARLIN": True}, ("a note",))
-    monkeypatch.setattr(backend_agreement, "ask_installed", lambda *arguments, **options: heard)
+    monkeypatch.setattr(backend_agreement, "ask_all", lambda *arguments, **options: (heard,))
     code, text = answer(capsys)
     assert code == 1
     assert "The installed vLLM disagrees with the tables" in text
@@ -223,13 +224,37 @@ def test_the_installed_vllm_is_asked_and_its_disagreement_is_a_finding(
     assert "disagrees" not in answer(capsys, release="0.20.0")[1]  # it is not the release that is installed
     assert answer(capsys, ask=False)[0] == 0
 
-    def silent(*arguments: Any, **options: Any) -> Heard:
+    def silent(*arguments: Any, **options: Any) -> tuple[Heard, ...]:
         raise AgreementError("the installed vllm did not answer within 180 s")
 
-    monkeypatch.setattr(backend_agreement, "ask_installed", silent)
+    monkeypatch.setattr(backend_agreement, "ask_all", silent)
     code, text = answer(capsys)
     assert code == 0
     assert "did not answer within 180 s" in text
+
+
+def test_an_installed_build_that_is_no_release_answers_by_its_own_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, capability="12.0", vllm="0.34.1.dev5")
+    supported = {"BRAND_NEW": True, "MARLIN": True, "VLLM_CUTLASS": False}
+    heard = Heard("BRAND_NEW", None, supported, ("a note",), {}, {"VLLM_CUTLASS": "kernel is too old"})
+    monkeypatch.setattr(backend_agreement, "ask_all", lambda given, **options: [heard for _ in given])
+    code, text = answer(capsys)
+    lines = text.splitlines()
+    own = "vllm 0.34.1.dev5 is not in the tables: its own code was asked; settings are judged as in 0.33.0"
+    assert (code, lines[0]) == (0, own)
+    assert lines[2].startswith("vLLM 0.34.1.dev5 · ")
+    assert "BRAND_NEW is selected (its own code)" in text
+    assert "kernel is too old" in text
+    assert "disagrees" not in text
+    assert json.loads(answer(capsys, scheme=None, format="json")[1])["schemes"][0]["chosen"] == "BRAND_NEW"
+    assert answer(capsys, strict=True)[0] == 2
+    refused = Heard(None, "nothing fits", {"MARLIN": False})
+    monkeypatch.setattr(backend_agreement, "ask_all", lambda given, **options: [refused for _ in given])
+    code, text = answer(capsys)
+    assert (code, "vLLM 0.34.1.dev5 does not start: nothing fits" in text) == (1, True)
+    assert "answered for 0.33.0" in answer(capsys, ask=False)[1].splitlines()[0]
 
 
 def test_libraries_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,31 +61,38 @@ def test_layout_comments_and_annotations_do_not_count(old: str, new: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "name"),
+    ("file", "old", "new", "difference"),
     [
-        ("vllm/runner.py", '"x"', '"y"', NEEDS[0]),
-        ("vllm/runner.py", "= 3", "= 4", NEEDS[0]),
-        ("vllm/runner.py", "class Runner", "class Walker", NEEDS[0]),
-        ("vllm/runner.py", "    def step", "    @property\n    def step", NEEDS[0]),
-        ("vllm/runner.py", "Runner(Root)", "Runner", NEEDS[1]),
-        ("vllm/base/inner.py", "return level", "return -level", NEEDS[1]),
-        ("vllm/base/__init__.py", "return 1", "return 2", NEEDS[2]),
-        ("vllm/runner.py", "class Runner", "class (Runner", NEEDS[0]),
+        ("vllm/runner.py", '"x"', '"y"', f"its {NEEDS[0]} is not that of 0.33.0"),
+        ("vllm/runner.py", "= 3", "= 4", f"its {NEEDS[0]} is not that of 0.33.0"),
+        ("vllm/runner.py", "class Runner", "class Walker", f"{NEEDS[0]} was not found in it"),
+        (
+            "vllm/runner.py",
+            "    def step",
+            "    @property\n    def step",
+            f"its {NEEDS[0]} is not that of 0.33.0",
+        ),
+        ("vllm/runner.py", "Runner(Root)", "Runner", f"{NEEDS[1]} was not found in it"),
+        ("vllm/base/inner.py", "return level", "return -level", f"its {NEEDS[1]} is not that of 0.33.0"),
+        ("vllm/base/__init__.py", "return 1", "return 2", f"its {NEEDS[2]} is not that of 0.33.0"),
+        ("vllm/runner.py", "class Runner", "class (Runner", f"{NEEDS[0]} was not found in it"),
     ],
 )
 @pytest.mark.usefixtures("stored")
-def test_the_function_that_differs_is_named(file: str, old: str, new: str, name: str) -> None:
-    assert find_difference("offload", "0.33.0", change(file, old, new).__getitem__) == name
+def test_the_function_that_differs_is_named(file: str, old: str, new: str, difference: str) -> None:
+    assert find_difference("offload", "0.33.0", change(file, old, new).__getitem__) == difference
 
 
 @pytest.mark.usefixtures("stored")
 def test_what_was_not_compared_is_never_the_same() -> None:
     assert find_difference("offload", "0.33.0", FILES.__getitem__) is None
-    assert "was not compared" in str(find_difference("offload", "0.32.0", FILES.__getitem__))
-    assert "was not compared" in str(find_difference("moe", "0.33.0", FILES.__getitem__))
+    for extension, release in (("offload", "0.32.0"), ("moe", "0.33.0")):
+        nothing = f"no functions of {release} are stored for {extension}, so nothing was compared"
+        assert find_difference(extension, release, FILES.__getitem__) == nothing
     load = known_code.load_table()
     load["functions"][NEEDS[1]].clear()
-    assert find_difference("offload", "0.33.0", FILES.__getitem__) == NEEDS[1]
+    missing = f"{NEEDS[1]} of 0.33.0 is not stored, so it was not compared"
+    assert find_difference("offload", "0.33.0", FILES.__getitem__) == missing
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def inspect_build(version: str | None, source: ReleaseSource | None) -> Build:
 
 
 def _is_as_released(id: str, reading: Reading, release: str) -> bool:
-    stored = load_answers()["answers"]
+    stored = load_answers()
     return all(answer.value == stored[f"{id}.{name}"][release] for name, answer in reading.answers.items())
 
 

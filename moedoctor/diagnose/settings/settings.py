@@ -7,7 +7,7 @@ the release has.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from packaging.version import Version
@@ -96,7 +96,7 @@ def correct_by_source(
     release: str,
     environ: Mapping[str, str],
     variables: frozenset[str] | None,
-    flags: frozenset[str] = frozenset(),
+    flags: Container[str] = (),
 ) -> tuple[SettingFinding, ...]:
     """Correct the findings for `release` by what a build like it declares in its own source.
 

@@ -1,7 +1,7 @@
 """The settings of each release: the tables of `data` as records.
 
-`scripts/extract_settings.py` makes the tables from the releases' own sources; every row names its file and
-line. `replacements.json` is written by hand.
+`make release` makes them from the releases' own sources; every row names its file and line.
+`replacements.json` is written by hand.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tables of `data` as records: the kernels of each vLLM release, what each takes, and their order.
 
-`scripts/backend_tables.py` makes them from what the releases themselves answer. Every row names its source.
+`make release` makes them from what the releases themselves answer. Every row names its source.
 """
 
 from __future__ import annotations

@@ -11,20 +11,17 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from moedoctor.entries import find_reports_folder
 from moedoctor.entries.entry import Entry, Evidence, Question
-from moedoctor.plugin.known_code import find_name, is_docstring, list_names
+from moedoctor.plugin.known_code import find_name, is_docstring
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
 
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 """What `ast` raises for text that is not Python, or that is nested on purpose."""
-PARSERS = (
-    *("vllm/engine/arg_utils.py", "vllm/entrypoints/openai/cli_args.py"),
-    *("vllm/entrypoints/cli/serve.py", "vllm/utils/argparse_utils.py"),
-)
-"""The files that declare the flags of `vllm serve`."""
+FLAGS = ("vllm/engine/arg_utils.py", "vllm/entrypoints", "vllm/utils/argparse_utils.py")
+"""The files that declare the flags of vLLM's commands, and a folder of such files."""
 ENVS = "vllm/envs.py"
 """The file that declares the variables."""
 Value = Literal["affected", "clean", "unknown"]
@@ -107,38 +104,40 @@ class Inquiry:
         keys = [key.value for key in table.value.keys if isinstance(key, ast.Constant)]
         return frozenset(key for key in keys if isinstance(key, str))
 
-    def list_flags(self) -> frozenset[str]:
-        """Return the flags of `vllm serve` that the parser's files declare by name or as a field."""
-        flags: set[str] = set()
-        for file in PARSERS:
+    def list_flags(self) -> Mapping[str, tuple[str, str]]:
+        """Return the flags that the source declares: flag -> (``file:line``, its long form)."""
+        flags: dict[str, tuple[str, str]] = {}
+        for file in (file for each in FLAGS for file in self.source.list_files(each)):
             tree = self.parse(file)
             for node in ast.walk(tree) if isinstance(tree, ast.Module) else ():
                 if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument":
-                    given = [word.value for word in node.args if isinstance(word, ast.Constant)]
-                    flags |= {word for word in given if isinstance(word, str) and word.startswith("-")}
+                    words = [word.value for word in node.args if isinstance(word, ast.Constant)]
+                    names = [word for word in words if isinstance(word, str) and word.startswith("-")]
+                    long = next((name for name in names if name.startswith("--")), "")
+                    for name in names:
+                        flags.setdefault(name, (f"{file}:{node.lineno}", long))
                 elif isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
-                    named = (name for part in node.body for name in list_names(part))
-                    flags |= {f"--{name.replace('_', '-')}" for name in named}
-        return frozenset(flags)
+                    for part in node.body:
+                        if isinstance(part, ast.AnnAssign):
+                            name = f"--{ast.unparse(part.target).replace('_', '-')}"
+                            flags.setdefault(name, (f"{file}:{part.lineno}", name))
+        return flags
 
     def read(self, entry: Entry) -> Reading:
         """Return what the source says about an entry that has questions."""
         answers = {each.name: self.answer(each) for each in entry.questions if each.decides}
         given = {name: answer.value for name, answer in answers.items()}
-        stored = load_answers()
-        same = [
-            release
-            for release in stored["releases"]
-            if {name: stored["answers"][f"{entry.id}.{name}"][release] for name in given} == given
-        ]
+        stored = {name: load_answers()[f"{entry.id}.{name}"] for name in given}
+        releases = list(next(iter(stored.values()), ()))
+        same = [each for each in releases if {name: row[each] for name, row in stored.items()} == given]
         return Reading(None if "unknown" in given.values() or not same else same[-1], answers)
 
 
 @functools.cache
-def load_answers() -> Mapping[str, Any]:
-    """Return the answers of all known releases: ``{"releases", "answers": {"MD009.asserts": {…}}}``."""
+def load_answers() -> Mapping[str, Mapping[str, Value]]:
+    """Return the answers of all known releases: question such as ``MD009.asserts`` -> release -> answer."""
     path = find_reports_folder() / "sources" / "answers.json"
-    table: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    table: Mapping[str, Mapping[str, Value]] = json.loads(path.read_text(encoding="utf-8"))
     return table
 
 

@@ -7,6 +7,7 @@ names that the caller gives. Every line that runs is upstream's own; the caller 
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.results import UnavailableError
-from moedoctor.text import TextFileError, read_bytes
+from moedoctor.text import TextFileError, read_bytes, walk
 from moedoctor.upstream.releases.wheel import KernelError, find_package_folders, open_wheel
 
 _MAX_BYTES = 8 << 20
@@ -52,6 +53,20 @@ class ReleaseSource:
         except (KeyError, KernelError) as error:
             raise SourceError(f"{self.path.name}: {member} cannot be read: {error}") from error
         return data.decode("utf-8", errors="replace")
+
+    def list_files(self, path: str) -> list[str]:
+        """Return `path` if it is a Python file, else the Python files below it; none for a hostile tree."""
+        if path.endswith(".py"):
+            return [path]
+        names: list[str] = []
+        if not os.path.isdir(self.path):
+            with open_wheel(self.path) as wheel:
+                names = wheel.namelist()
+        with contextlib.suppress(TextFileError):
+            found = [parent / name for parent, each in walk(self.path / path) for name in each]
+            names = [file.relative_to(self.path).as_posix() for file in found]
+        python = [name for name in names if name.startswith(path) and name.endswith(".py")]
+        return sorted(python, key=lambda name: name.split("/"))
 
     def load_function(self, member: str, name: str, names: Mapping[str, Any]) -> Any:
         """Return the function ``name`` or ``Class.name`` of a file; it can use only `names`.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from moedoctor.fixes.backends import Selection
+from moedoctor.fixes.backends import Candidate, Selection
 from moedoctor.processes.ask import ChildError, answer, ask
 from moedoctor.upstream.selection.oracle import Layer, Oracle
 from moedoctor.upstream.selection.substitute import SubstituteError
@@ -31,11 +31,8 @@ class Heard:
     """Parts that were left out or answered in upstream's place."""
     libraries: Mapping[str, bool] = field(default_factory=dict)
     """Optional library -> whether vLLM finds it here."""
-
-
-def ask_installed(selection: Selection, **options: Any) -> Heard:
-    """Put the question of `selection` to the vLLM of this environment; options as for `ask_all`."""
-    return ask_all([selection], **options)[0]
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    """Backend -> the first reason that vLLM gives against it."""
 
 
 def ask_all(
@@ -74,6 +71,32 @@ def list_disagreements(selection: Selection, heard: Heard) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def adopt(selection: Selection, heard: Heard, build: str) -> Selection:
+    """Return the selection of a build that the tables do not know, as it was heard from its own code.
+
+    `selection` is that of the known release before it, whose flags are kept.
+    """
+    source = f"the code of vLLM {build}"
+    flags = {each.backend: each.flag for each in selection.candidates}
+    there = {**heard.supported, **({heard.chosen: True} if heard.chosen else {})}
+    fitting = {
+        name: "chosen" if name == heard.chosen else "would work" for name, fits in there.items() if fits
+    }
+    why = {**dict.fromkeys(there, "vLLM gives no reason"), **heard.refusals, **fitting}
+    return replace(
+        selection,
+        release=build,
+        candidates=tuple(
+            Candidate(name, fits, name == heard.chosen, why[name], flags.get(name), True, (), source)
+            for name, fits in there.items()
+        ),
+        chosen=heard.chosen,
+        decided_by="its own code",
+        error=None if heard.chosen else f"vLLM {build} does not start: {heard.error}",
+        source=source,
+    )
+
+
 def _make_question(selection: Selection, moe_backend: str) -> dict[str, Any]:
     layer = Layer(
         selection.scheme,
@@ -102,10 +125,13 @@ def _answer_question(oracle: Oracle, question: Mapping[str, Any], libraries: Map
     major, _, minor = question["capability"].partition(".")
     asked = oracle.ask((int(major), int(minor)), Layer(**question["layer"]))
     supported: dict[str, bool] = {}
+    refusals: dict[str, str] = {}
     for kernel in asked.answers:
         if kernel.kernel:
             supported[kernel.backend] = supported.get(kernel.backend, False) or kernel.supported
-    return Heard(asked.chosen, asked.error, supported, oracle.substitute.notes, libraries)
+            if kernel.reason:
+                refusals.setdefault(kernel.backend, kernel.reason)
+    return Heard(asked.chosen, asked.error, supported, oracle.substitute.notes, libraries, refusals)
 
 
 if __name__ == "__main__":

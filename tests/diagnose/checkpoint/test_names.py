@@ -1,4 +1,4 @@
-"""Names of tensors are compared with what releases read, by the table that `make names` wrote."""
+"""Names of tensors are compared with what releases read, by the table that `make release` wrote."""
 
 from pathlib import Path
 

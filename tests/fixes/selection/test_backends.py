@@ -1,8 +1,7 @@
 """The selection tables against known facts of the releases, and properties of every point.
 
-The tables were compared with the releases' own code at 263 172 points when they were made (`check` of
-scripts/backend_tables.py, which needs the releases' sources). What is written down here comes from reading
-those sources.
+`make release` compares the tables with the release's own code at some 11,000 points. What is written down
+here comes from reading the sources.
 """
 
 import json

@@ -11,9 +11,9 @@ pytestmark = pytest.mark.upstream
 
 
 def test_the_table_is_what_this_release_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    read_names = load_script("read_names", monkeypatch)
+    names = load_script("release/names", monkeypatch)
     stored = json.loads(TABLE.read_text(encoding="utf-8"))
-    release, rows = read_names.ask_rows()
+    release, rows = names.ask_rows()
     if not any(release in row["releases"] for row in stored):
-        pytest.skip(f"the table has nothing of {release}: make names VLLM={release}")
-    assert read_names.merge_rows(stored, release, rows) == stored
+        pytest.skip(f"the table has nothing of {release}: make release V={release}")
+    assert names.merge_rows(stored, release, rows) == stored

@@ -157,7 +157,7 @@ def test_a_reading_is_that_of_the_newest_release_with_these_answers(
     entry = load_entries()["MD009"]
     (question,) = entry.questions
     stored = {"1": "affected", "2": "clean", "3": "clean"}
-    table = {"releases": ["1", "2", "3"], "answers": {"MD009.asserts": stored}}
+    table = {"MD009.asserts": stored}
     monkeypatch.setattr(questions, "load_answers", lambda: table)
     for evidence, release in ((question.affected, "1"), (question.clean[0], "3"), (None, None)):
         text = make_place(question.place, (evidence,)) if evidence else "x = 1\n"

@@ -61,8 +61,8 @@ def test_one_process_answers_for_any_capability_activation_and_scheme(stub: Path
 @pytest.mark.usefixtures("light_torch")
 def test_the_flag_is_passed_on(stub: Path) -> None:
     plain = select("12.0", "nvfp4", release="0.21.0")
-    assert agreement.ask_installed(plain, moe_backend="marlin").chosen == "MARLIN"
-    refused = agreement.ask_installed(plain, moe_backend="triton")
+    assert agreement.ask_all([plain], moe_backend="marlin")[0].chosen == "MARLIN"
+    (refused,) = agreement.ask_all([plain], moe_backend="triton")
     assert refused.chosen is None
     assert "is not supported for NvFP4" in (refused.error or "")
 
@@ -71,7 +71,7 @@ def test_the_flag_is_passed_on(stub: Path) -> None:
 def test_the_answer_lists_the_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there = "def has_deep_gemm():\n    return True\n\ndef has_humming():\n    raise OSError('broken')\n"
     monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, import_utils=there)}:{ROOT}")
-    heard = agreement.ask_installed(select("12.0", "nvfp4", release="0.21.0"))
+    (heard,) = agreement.ask_all([select("12.0", "nvfp4", release="0.21.0")])
     assert heard.libraries == {"flashinfer": False, "deep_gemm": True, "humming": False}
 
 
@@ -121,7 +121,7 @@ def test_a_vllm_that_cannot_answer_gives_the_reason(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, **replaced)}:{ROOT}")
     with pytest.raises(agreement.AgreementError, match=message):
-        agreement.ask_installed(select("12.0", "nvfp4", release="0.21.0"))
+        agreement.ask_all([select("12.0", "nvfp4", release="0.21.0")])
 
 
 def test_a_platform_that_vllm_has_chosen_already_is_replaced_everywhere(stub: Path) -> None:
@@ -186,5 +186,5 @@ def test_the_installed_vllm_agrees_with_the_tables() -> None:
 def test_the_installed_vllm_takes_the_flag(flag: str) -> None:
     release = importlib.metadata.version("vllm").partition("+")[0]
     selection = select("12.0", "nvfp4", release=release, moe_backend=flag)
-    heard = agreement.ask_installed(selection, moe_backend=flag)
+    (heard,) = agreement.ask_all([selection], moe_backend=flag)
     assert heard.chosen == selection.chosen is not None

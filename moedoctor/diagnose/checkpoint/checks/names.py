@@ -13,7 +13,7 @@ from moedoctor.diagnose.checkpoint.findings import Lint
 from moedoctor.models.tensor_names import name_pattern
 
 TABLE = Path(__file__).parent.parent / "read_names.json"
-"""Made by `make names`: a row for each architecture, quantization and layout that some releases read.
+"""Made by `make release`: a row for each architecture, quantization and layout that some releases read.
 
 Below a ``silent`` module they skip every tensor whose name is not in ``read``; a ``loud`` module stops them.
 """

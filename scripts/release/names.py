@@ -1,8 +1,8 @@
 """Asks the installed vLLM which names of tensors it reads, and where it skips others in silence.
 
-`make names` writes read_names.json of moedoctor/diagnose/checkpoint anew for each release of VLLM, so that
-`lint` needs none. The checkpoints are those of tests/checkpoint_headers.py. A made-up tensor is added below
-each module of one: if the release starts all the same, it skips every name there that it does not know.
+Puts the release into read_names.json of moedoctor/diagnose/checkpoint, so that `lint` needs no vLLM. The
+checkpoints are those of tests/checkpoint_headers.py. A made-up tensor is added below each module of one: if
+the release starts all the same, it skips every name there that it does not know.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from tables import ROOT, read_json, write_json
 
-from checkpoint_headers import FUSED, SOUND, Built, write_headers  # noqa: E402
+sys.path.append(str(ROOT / "tests"))
 
-from moedoctor.diagnose.checkpoint.checkpoint import read_checkpoint  # noqa: E402
-from moedoctor.diagnose.checkpoint.checks.names import TABLE  # noqa: E402
-from moedoctor.diagnose.checkpoint.findings import Lint  # noqa: E402
-from moedoctor.diagnose.preflight.ask import Question, Release, ask_release  # noqa: E402
-from moedoctor.diagnose.preflight.command import ServeCommand  # noqa: E402
-from moedoctor.diagnose.preflight.model import read_headers  # noqa: E402
-from moedoctor.diagnose.preflight.records import Verdict  # noqa: E402
-from moedoctor.models.tensor_names import name_pattern  # noqa: E402
+from checkpoint_headers import FUSED, SOUND, Built, write_headers
+
+from moedoctor.diagnose.checkpoint.checkpoint import read_checkpoint
+from moedoctor.diagnose.checkpoint.checks.names import TABLE
+from moedoctor.diagnose.checkpoint.findings import Lint
+from moedoctor.diagnose.preflight.ask import Question, Release, ask_release
+from moedoctor.diagnose.preflight.command import ServeCommand
+from moedoctor.diagnose.preflight.model import read_headers
+from moedoctor.diagnose.preflight.records import Verdict
+from moedoctor.models.tensor_names import name_pattern
 
 QUESTION = Question((9, 0), 80 << 30, 8, seconds=3600)
 _OTHER = "moedoctor_other"
@@ -107,19 +108,6 @@ def merge_rows(stored: list[Row], release: str, rows: list[Row]) -> list[Row]:
     return sorted(merged.values(), key=lambda row: (row["architecture"], row["quantization"], row["read"]))
 
 
-def write_rows(rows: list[Mapping[str, Any]]) -> None:
-    """Write the table, a row a line."""
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    TABLE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-
-
-def main() -> int:
-    release, rows = ask_rows()
-    stored = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else []
-    write_rows(merge_rows(stored, release, rows))
-    print(f"{TABLE.relative_to(ROOT)}: {len(rows)} rows of vLLM {release}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    asked, own = ask_rows()
+    write_json(TABLE, merge_rows(read_json(TABLE), asked, own), levels=1)

@@ -1,37 +1,29 @@
-"""Reads out of unpacked releases which settings there are: variables of vLLM and FlashInfer, and vLLM's
-flags.
+"""Reads out of an unpacked release which settings there are: variables of vLLM and FlashInfer, vLLM's flags.
 
-    python scripts/extract_settings.py --vllm FOLDER --flashinfer FOLDER
-
-Each FOLDER holds one folder a release, named by its version, with the unpacked wheel in it: the releases in
-moedoctor/fixes/backends/data/releases.json and the FlashInfer releases that they pin. The syntax trees show
-which names are read and where. What a variable makes of a value is found by reading it with that value.
-Writes the tables in moedoctor/diagnose/settings/data.
+The syntax trees show which names are read and where. What a variable makes of a value is found by reading it
+with that value. The tables are those in moedoctor/diagnose/settings/data.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
-import json
 import logging
 import os
 import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backend_tables import merge
-from packaging.version import Version
+from tables import ROOT, Row, read_json, replace_rows, write_json
 
-from moedoctor.fixes.backends.release_tables import load_releases
-from moedoctor.processes import files
+from moedoctor.upstream.releases.questions import Inquiry
+from moedoctor.upstream.releases.release_source import ReleaseSource
 
-OUT = Path(__file__).resolve().parent.parent / "moedoctor" / "diagnose" / "settings" / "data"
+OUT = ROOT / "moedoctor" / "diagnose" / "settings" / "data"
 PROBES = ("0", "1", "2", "-1", "true", "True", "false", "yes", "on", "1.5", "banana")
 NAMES = {"VLLM": re.compile(r"VLLM_[A-Z0-9_]+"), "FLASHINFER": re.compile(r"FLASHINFER_[A-Z0-9_]+")}
 MOE_CODE = (
@@ -45,41 +37,26 @@ READERS = {"vllm_is_batch_invariant": "VLLM_BATCH_INVARIANT"}
 _GETENV = re.compile(r'getenv\(\s*"(FLASHINFER_[A-Z0-9_]+)"')
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--vllm", type=Path, required=True)
-    parser.add_argument("--flashinfer", type=Path, required=True)
-    options = parser.parse_args()
-    vllm, flashinfer = folders(options.vllm), folders(options.flashinfer)
-    pins = dict.fromkeys(release.flashinfer for release in load_releases().values())
-    assert [list(vllm), list(flashinfer)] == [list(load_releases()), list(pins)], (
-        "not the releases of the tables"
-    )
-    OUT.mkdir(exist_ok=True)
+def write_settings(folder: Path, flashinfer: str, releases: Sequence[str], pins: Sequence[str]) -> None:
+    """Put the release in `folder`, and the FlashInfer that it requires, into the tables.
+
+    `releases` are the known ones of vLLM and this, `pins` those of FlashInfer, oldest first.
+    """
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    write("vllm_variables.json", vllm, lambda folder: dict(vllm_variables(folder)))
-    write("flashinfer_variables.json", flashinfer, lambda folder: dict(flashinfer_variables(folder)))
-    write("vllm_flags.json", vllm, flags)
+    write_table("vllm_variables.json", folder.name, vllm_variables(folder), releases)
+    write_table("flashinfer_variables.json", flashinfer, flashinfer_variables(folder), pins)
+    write_table("vllm_flags.json", folder.name, flags(folder), releases)
 
 
-def folders(root: Path) -> dict[str, Path]:
-    paths = [folder for folder in root.iterdir() if re.fullmatch(r"[\d.]+(post\d+)?", folder.name)]
-    return {folder.name: folder for folder in sorted(paths, key=lambda folder: Version(folder.name))}
-
-
-def write(name: str, folders: Mapping[str, Path], read: Callable[[Path], dict[str, dict[str, Any]]]) -> None:
-    """One row for each name and run of consecutive releases in which its facts are the same."""
-    settings = (
-        (release, {"name": name, **facts})
-        for release, folder in folders.items()
-        for name, facts in read(folder).items()
-    )
-    rows = sorted(merge(settings, list(folders)), key=lambda row: row["name"])
-    lines = [json.dumps({"name": row["name"], **row}, ensure_ascii=False) for row in rows]
-    text = ",\n  ".join(lines)
-    files.write(OUT / name, f'{{"rows": [\n  {text}\n ]}}\n')
-    print(f"{name}: {len(lines)} rows over {len(folders)} releases")
+def write_table(
+    name: str, release: str, settings: Iterable[tuple[str, Row]], releases: Sequence[str]
+) -> None:
+    """Put the settings of a release, name -> facts, into a table that is sorted by name."""
+    rows = [{"name": setting, **facts} for setting, facts in settings]
+    merged = replace_rows(read_json(OUT / name)["rows"], release, rows, releases)
+    ordered = [{"name": row["name"], **row} for row in sorted(merged, key=lambda row: row["name"])]
+    write_json(OUT / name, {"rows": ordered})
 
 
 def trees(folder: Path, mentioning: str) -> Iterator[tuple[str, ast.Module]]:
@@ -254,42 +231,14 @@ def flashinfer_variables(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield name, {"source": source}
 
 
-def flags(release: Path) -> dict[str, dict[str, Any]]:
-    """Every flag of `vllm serve`, as the engine's parser has it if another command has the name, too."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name, row in all_flags(release):
-        rows.setdefault(name, row)
-    return rows
-
-
-def all_flags(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The flags that are added by name, and those made of the front end's dataclass fields."""
-    root = release / "vllm"
-    files = [
-        root / "engine" / "arg_utils.py",
-        *sorted((root / "entrypoints").rglob("*.py")),
-        root / "utils" / "argparse_utils.py",
-    ]
-    choices = literals(root / "config")
-    for file in [path for path in files if path.is_file()]:
-        where = file.relative_to(release).as_posix()
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
-                names = [
-                    argument.value
-                    for argument in node.args
-                    if isinstance(argument, ast.Constant) and str(argument.value).startswith("-")
-                ]
-                long = next((str(name) for name in names if str(name).startswith("--")), "")
-                for name in map(str, names):
-                    other = {"of": long} if long not in ("", name) else {}
-                    yield name, {**choices.get(name, {}), **other, "source": f"{where}:{node.lineno}"}
-            if isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
-                for field in node.body:
-                    if isinstance(field, ast.AnnAssign):
-                        flag = f"--{ast.unparse(field.target).replace('_', '-')}"
-                        yield flag, {"source": f"{where}:{field.lineno}"}
+def flags(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Give every flag, as the engine's parser has it if another command has the name, too."""
+    choices = literals(release / "vllm" / "config")
+    for name, (source, long) in Inquiry(ReleaseSource(release)).list_flags().items():
+        yield (
+            name,
+            {**choices.get(name, {}), **({"of": long} if long not in ("", name) else {}), "source": source},
+        )
 
 
 def literals(config: Path) -> dict[str, dict[str, Any]]:
@@ -315,7 +264,3 @@ def literals(config: Path) -> dict[str, dict[str, Any]]:
 
 def flat(value: Any) -> Iterable[str]:
     return value if isinstance(value, tuple) else (value,)
-
-
-if __name__ == "__main__":
-    main()

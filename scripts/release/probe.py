@@ -1,8 +1,7 @@
 """Asks one importable vLLM release for everything that the backend tables are made of; prints JSON.
 
-Run by `scripts/backend_tables.py` once a release, with the release's sources (an unpacked wheel) on
-PYTHONPATH, together with the FlashInfer and Humming that it pins. No GPU is used: see
-`moedoctor.upstream.selection.substitute`.
+The release's sources (an unpacked wheel) are on PYTHONPATH, together with the FlashInfer and Humming that it
+pins. No GPU is used: see `moedoctor.upstream.selection.substitute`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -65,7 +63,7 @@ def main() -> None:
             if flag != "auto":
                 on_request[scheme][flag] = requested(oracle, scheme, flag, automatic[scheme], numbers)
     needs = {scheme: needed(oracle, scheme, [flag for flag in flags if flag != "auto"]) for scheme in SCHEMES}
-    json.dump(
+    answers = json.dumps(
         {
             "activations": oracle.list_activations(),
             "flags": flags,
@@ -76,9 +74,9 @@ def main() -> None:
             "with_variables": {scheme: with_variables(oracle, scheme, numbers) for scheme in SCHEMES},
             "overridden": {scheme: overridden(oracle, scheme, numbers) for scheme in SCHEMES},
             "texts": list(numbers),
-        },
-        sys.stdout,
+        }
     )
+    print(f"ANSWER {answers}")
 
 
 def requested(oracle: Oracle, scheme: str, flag: str, automatic: list[list[Any]], numbers: Texts) -> Any:

@@ -1,44 +1,30 @@
-"""Makes the tables in moedoctor/fixes/backends/data out of unpacked vLLM releases, and checks them.
-
-    python scripts/backend_tables.py make --vllm FOLDER --answers FOLDER --libraries FOLDER [--ask PYTHON]
-    python scripts/backend_tables.py check FOLDER
-
-`--vllm` holds one folder a release with the unpacked wheel in it. With `--ask`, each release is asked first
-(scripts/probe_backends.py) by that interpreter, which needs what `import vllm` needs. `--libraries` holds
-flashinfer-python/VERSION and humming-kernels/VERSION, as `pip install --no-deps --target` leaves them. The
-answers are kept in `--answers`, one JSON file a release. `handwritten.yaml` has what a release does not
-answer, and `releases.json` keeps the CUDA release of each wheel, which is not in its metadata.
+"""Turns the answers of one release (probe.py) into rows of the tables in moedoctor/fixes/backends/data.
 
 A kernel's answers are taken apart into the predicates that vLLM asks one after the other (device, gate,
 activation, scheme, parallelism). If that does not give back every single answer, the rest is kept as
-exceptions, so a table is exact or the derivation fails. `check` compares `moedoctor.fixes.backends` with the
-kept answers, point by point; it prints every difference and ends with 1 if there is one.
+exceptions, so a table is exact or the derivation fails. `list_differences` compares what
+`moedoctor.fixes.backends` selects with the answers, point by point.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
+from tables import ROOT, read_json, replace_rows, write_json
 
 from moedoctor.fixes.backends import SCHEMES, select
 from moedoctor.fixes.backends.release_tables import PARALLEL, Point
-from moedoctor.processes.files import write
 from moedoctor.upstream.selection.substitute import LIBRARIES
 
-ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "moedoctor" / "fixes" / "backends" / "data"
+RELEASES = OUT / "releases.json"
 FUSED_MOE = "vllm/model_executor/layers/fused_moe"
 MXFP4 = "vllm/model_executor/layers/quantization/mxfp4.py"
 ORACLES = {
@@ -53,73 +39,22 @@ SELECTS = ("_get_priority_backends_for_gpt_oss", "_get_priority_backends", "sele
 NOT_HERE = "is not supported for"
 THERE = dict.fromkeys(LIBRARIES, True)
 """The releases were asked with every optional library pretended to be there."""
+_NVCC = re.compile(rb"Cuda compilation tools, release ([\d.]+)")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    making = commands.add_parser("make", help="write the tables anew")
-    making.add_argument("--vllm", type=Path, required=True)
-    making.add_argument("--answers", type=Path, required=True)
-    making.add_argument("--ask", type=Path)
-    making.add_argument("--libraries", type=Path, required=True)
-    checking = commands.add_parser("check", help="compare the tables with kept answers")
-    checking.add_argument("answers", type=Path)
-    options = parser.parse_args()
-    if options.command == "check":
-        return check(options.answers)
-    make(options.vllm, options.answers, options.libraries, options.ask)
-    return 0
-
-
-def make(vllm: Path, answers: Path, libraries: Path, python: Path | None) -> None:
-    folders = sorted(
-        (folder for folder in vllm.iterdir() if re.fullmatch(r"[\d.]+", folder.name)),
-        key=lambda folder: Version(folder.name),
-    )
-    if python:
-        for folder in folders:
-            ask(folder, python, libraries, answers / f"{folder.name}.json")
-    releases = {
-        folder.name: Release(folder, answers / f"{folder.name}.json", libraries) for folder in folders
-    }
-    about = {name: release.about() for name, release in releases.items()}
-    dump(OUT / "releases.json", {"releases": about}, "releases")
+def write_backends(folder: Path, answers: Mapping[str, Any], releases: Sequence[str]) -> None:
+    """Put the release in `folder` into all tables. `releases` are the known ones and this, oldest first."""
+    release = Release(folder, answers)
+    known = {**read_json(RELEASES)["releases"], folder.name: release.about()}
+    write_json(RELEASES, {"releases": {name: known[name] for name in releases}})
     for scheme in ORACLES:
-        rows = {
-            key: merge(
-                [(name, row) for name, release in releases.items() for row in getattr(release, key)(scheme)],
-                list(releases),
-            )
-            for key in ("orders", "flags", "kernels")
-        }
-        for row in itertools.chain(*rows.values()):
-            row["source"] = f"{row['releases'].partition('-')[0]}: {row['source']}"
-        dump(OUT / f"{scheme}.json", {"scheme": scheme, **rows}, *rows)
-
-
-def ask(folder: Path, python: Path, libraries: Path, answers: Path) -> None:
-    pins = pinned(folder)
-    paths = [folder]
-    for package, default in (("flashinfer-python", None), ("humming-kernels", "0.1.2")):
-        version = pins.get(package, default)
-        if version:
-            paths.append(libraries / package / version)
-    environment = {
-        **{
-            name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "FLASHINFER_"))
-        },
-        "PYTHONPATH": os.pathsep.join(map(str, [*paths, ROOT])),
-        "VLLM_HAS_FLASHINFER_CUBIN": "1",  # else FlashInfer counts as missing without nvcc
-    }
-    script = Path(__file__).with_name("probe_backends.py")
-    done = subprocess.run(
-        [str(python), str(script)], env=environment, capture_output=True, encoding="utf-8", check=True
-    )
-    write(answers, next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    print(f"{folder.name}: asked")
+        table = read_json(OUT / f"{scheme}.json")
+        for key in ("orders", "flags", "kernels"):
+            rows = [
+                {**row, "source": f"{folder.name}: {row['source']}"} for row in getattr(release, key)(scheme)
+            ]
+            table[key] = replace_rows(table[key], folder.name, rows, releases)
+        write_json(OUT / f"{scheme}.json", table)
 
 
 def pinned(folder: Path) -> dict[str, str]:
@@ -127,35 +62,37 @@ def pinned(folder: Path) -> dict[str, str]:
     return dict(re.findall(r"^Requires-Dist: ([\w-]+)(?:\[\w+\])?==([\w.]+)\s*$", metadata, re.MULTILINE))
 
 
+def read_cuda(folder: Path) -> str:
+    """Return the CUDA release that compiled the MoE kernels of an unpacked wheel."""
+    for file in sorted((folder / "vllm").glob("_moe_C*.so")):
+        if match := _NVCC.search(file.read_bytes()):
+            return match[1].decode()
+    raise FileNotFoundError(f"{folder}/vllm: no _moe_C*.so names the CUDA release that compiled it")
+
+
 class Release:
     """One release: its answers, and where in its sources they come from."""
 
-    def __init__(self, folder: Path, answers: Path, libraries: Path) -> None:
-        self.folder, self.libraries = folder, libraries
-        self.answers: dict[str, Any] = json.loads(answers.read_text(encoding="utf-8"))
-        self.texts = [json.loads(text) for text in self.answers["texts"]]
+    def __init__(self, folder: Path, answers: Mapping[str, Any]) -> None:
+        self.folder, self.answers = folder, answers
+        self.texts = [json.loads(text) for text in answers["texts"]]
         self.lines = {**dict(definitions(folder, MXFP4)), **dict(definitions(folder, FUSED_MOE))}
-        self.grids = {scheme: self._grid(self.answers["automatic"][scheme]) for scheme in ORACLES}
+        self.grids = {scheme: self._grid(answers["automatic"][scheme]) for scheme in ORACLES}
 
     def about(self) -> dict[str, Any]:
         pins = pinned(self.folder)
-        provides = ["triton_kernels"]
-        provides += ["deep_gemm"] if (self.folder / "vllm" / "third_party" / "deep_gemm").is_dir() else []
-        provides += [
-            name
-            for name, package in (("flashinfer", "flashinfer-python"), ("humming", "humming-kernels"))
-            if package in pins
-        ]
-        # FlashInfer carries a copy of b12x from 0.7.2.post1 on.
-        pinned_flashinfer = self.libraries / "flashinfer-python" / pins["flashinfer-python"]
-        provides += ["b12x"] if (pinned_flashinfer / "b12x").is_dir() else []
-        known = json.loads((OUT / "releases.json").read_text(encoding="utf-8"))["releases"]
+        optional = {
+            "deep_gemm": (self.folder / "vllm" / "third_party" / "deep_gemm").is_dir(),
+            "flashinfer": "flashinfer-python" in pins,
+            "humming": "humming-kernels" in pins,
+            "b12x": (self.folder / "b12x").is_dir(),  # FlashInfer carries a copy from 0.7.2.post1 on
+        }
         return {
             "torch": pins["torch"],
-            "cuda": known.get(self.folder.name, {}).get("cuda"),
+            "cuda": read_cuda(self.folder),
             "flashinfer": pins.get("flashinfer-python"),
             "flashinfer_cubin": pins.get("flashinfer-cubin"),
-            "provides": sorted(provides),
+            "provides": sorted(["triton_kernels", *(name for name, has in optional.items() if has)]),
             "activations": self.answers["activations"],
             "moe_backends": self.answers["flags"],
         }
@@ -264,22 +201,6 @@ def definitions(release: Path, folder: str) -> Iterable[tuple[str, str]]:
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 yield f"{node.name}@{file.stem}", f"{file.relative_to(release).as_posix()}:{node.lineno}"
                 yield node.name, f"{file.relative_to(release).as_posix()}:{node.lineno}"
-
-
-def dump(file: Path, table: Mapping[str, Any], *lists: str) -> None:
-    """JSON with one row a line."""
-    parts = []
-    for name, value in table.items():
-        if name in lists and isinstance(value, list):
-            text = "[\n    " + ",\n    ".join(json.dumps(row, ensure_ascii=False) for row in value) + "\n  ]"
-        elif name in lists:
-            rows = (f"{json.dumps(key)}: {json.dumps(row)}" for key, row in value.items())
-            text = "{\n    " + ",\n    ".join(rows) + "\n  }"
-        else:
-            text = json.dumps(value)
-        parts.append(f"  {json.dumps(name)}: {text}")
-    write(file, "{\n" + ",\n".join(parts) + "\n}\n")
-    print(f"{file.name}: {', '.join(f'{len(table[name])} {name}' for name in lists)}")
 
 
 # --- From answers to rows ----------------------------------------------------------------------
@@ -431,43 +352,19 @@ def pack(values: Sequence[str], axis: Sequence[str]) -> str:
     return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else " ".join(run) for run in runs)
 
 
-def merge(rows: Iterable[tuple[str, dict[str, Any]]], releases: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each run of consecutive releases in which its facts are the same; the source, and the file
-    of MoE code that reads it, are the first's."""
-    runs: dict[str, list[Any]] = {}
-    done: list[list[Any]] = []
-    for release, row in rows:
-        place = releases.index(release)
-        known = {name: value for name, value in row.items() if name not in ("source", "moe")}
-        facts = json.dumps({**known, "moe": "moe" in row})
-        run = runs.get(facts)
-        if run is None or place > run[1] + 1:
-            run = runs[facts] = [release, place, row]
-            done.append(run)
-        run[1] = place
-    return [
-        {"releases": first if first == releases[last] else f"{first}-{releases[last]}", **row}
-        for first, last, row in done
-    ]
-
-
 # --- The check --------------------------------------------------------------------------------
 
 
-def check(folder: Path) -> int:
-    compared, wrong = 0, Counter[str]()
-    for file in sorted(folder.glob("*.json")):
-        answers = json.loads(file.read_text(encoding="utf-8"))
-        texts = [json.loads(text) for text in answers["texts"]]
-        for scheme in SCHEMES:
-            for options, row in questions(answers, scheme):
-                compared += 1
-                for difference in differences(file.stem, scheme, options, row, texts):
-                    wrong[f"{file.stem} {scheme} {options} {difference}"] += 1
-    for difference, count in wrong.most_common(60):
-        print(f"{count} x {difference}")
-    print(f"{compared} selections compared, {sum(wrong.values())} differences")
-    return 1 if wrong else 0
+def list_differences(release: str, answers: Mapping[str, Any]) -> list[str]:
+    """Return what `select` answers otherwise than a release, most frequent first, as ``12 x nvfp4 …``."""
+    texts = [json.loads(text) for text in answers["texts"]]
+    wrong = Counter(
+        f"{scheme} {options} {difference}"
+        for scheme in SCHEMES
+        for options, row in questions(answers, scheme)
+        for difference in differences(release, scheme, options, row, texts)
+    )
+    return [f"{count} x {difference}" for difference, count in wrong.most_common()]
 
 
 def questions(answers: Mapping[str, Any], scheme: str) -> Iterator[tuple[dict[str, Any], Sequence[Any]]]:
@@ -507,7 +404,3 @@ def differences(
         if each.backend in fits and each.supported != fits[each.backend]:
             where = f"({capability} {parallel} {activation})"
             yield f"{each.backend} supported: {each.supported}, upstream {fits[each.backend]} {where}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

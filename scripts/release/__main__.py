@@ -1,0 +1,137 @@
+"""Makes all tables anew with a vLLM release and says what it changes and what needs a person.
+
+    python scripts/release 0.34.0
+
+docs/releases.md is the checklist. The release and the libraries that it requires are fetched into
+.venv-upstream/releases, whose environment asks it. Rows that begin in the known release after it name a place
+in that source, so this one is asked too. Exit code 1 if something needs a person.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from backends import RELEASES, list_differences, pinned, write_backends
+from packaging.version import Version
+from patches import write_patches
+from settings import write_settings
+from tables import ROOT, read_json, sort_releases, write_json
+
+from moedoctor.diagnose.upgrade import compare_releases
+from moedoctor.entries import load_entries
+from moedoctor.fixes.backends import release_tables
+from moedoctor.plugin.extensions import FIXES, TRACES, Need
+from moedoctor.plugin.known_code import find_difference
+from moedoctor.upstream.releases.questions import Inquiry, load_answers
+from moedoctor.upstream.releases.release_source import ReleaseSource
+
+HOME = ROOT / ".venv-upstream"
+ANSWERS = ROOT / "reports" / "sources" / "answers.json"
+LISTED = ROOT / "scripts" / "releases.txt"
+FETCH = '. scripts/environments.sh && upstream_environment && vllm_folder "$1"'
+
+
+def main(release: str) -> int:
+    """Make the tables and print the lines."""
+    known = list(read_json(RELEASES)["releases"])
+    releases = sorted({*known, release}, key=Version)
+    place = releases.index(release)
+    before, lines = releases[place - 1], []
+    for name in releases[place : place + 2]:
+        subprocess.run(["sh", "-c", FETCH, "sh", name], cwd=ROOT, check=True)
+        if name == release:
+            lines += compare(before, HOME / "releases" / name)
+        lines += make_tables(HOME / "releases" / name, releases, names=name == release)
+    add_to_list(release)
+    for capability in release_tables.CAPABILITIES:
+        for sentences in compare_releases(before, release, capability, {}, ()).values():
+            lines += sentences
+    print("\n".join(dict.fromkeys(lines)) or f"{release} is like {before} in everything that was read")
+    return int(any(line.startswith("person") for line in lines))
+
+
+def make_tables(folder: Path, releases: Sequence[str], *, names: bool) -> Iterator[str]:
+    """Put a release into all tables, with or without that of tensor names; yield what needs a person."""
+    answers = ask(folder, "scripts/release/probe.py", VLLM_HAS_FLASHINFER_CUBIN="1")  # else nvcc is needed
+    write_backends(folder, answers, releases)
+    for cached in (release_tables.load_releases, release_tables.load_tables, release_tables._load_data):
+        cached.cache_clear()
+    if different := list_differences(folder.name, answers):
+        place = "moedoctor/fixes/backends/data/handwritten.yaml"
+        yield f"person: {place}: {len(different)} selections of {folder.name} differ, such as {different[0]}"
+    pins = dict.fromkeys(row.flashinfer for row in release_tables.load_releases().values())
+    write_settings(folder, pinned(folder)["flashinfer-python"], releases, list(pins))
+    write_json(ANSWERS, ask_questions(folder, releases), levels=1)
+    load_answers.cache_clear()
+    try:
+        write_patches(folder, ask(folder, "-m", "moedoctor.plugin.sources"), releases)
+        if names:
+            ask(folder, "scripts/release/names.py")
+    except subprocess.CalledProcessError as error:
+        yield f"person: {' '.join(error.cmd[1:])}: {error.stderr.strip().splitlines()[-1]}"
+
+
+def ask(folder: Path, *command: str, **variables: str) -> Any:
+    """Run a script in a child that can import the release; return the JSON that it prints after ANSWER."""
+    names = [name for name in os.environ if not name.startswith(("VLLM_", "FLASHINFER_"))]
+    environment = {**{name: os.environ[name] for name in names}, **variables}
+    environment["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
+    done = subprocess.run(
+        [str(HOME / "bin" / "python"), *command],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+    )
+    return json.loads(done.stdout.rpartition("ANSWER ")[2].partition("\n")[0] or "null")
+
+
+def ask_questions(folder: Path, releases: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the stored answers with those of the release in `folder`: question -> release -> answer."""
+    inquiry, stored = Inquiry(ReleaseSource(folder)), read_json(ANSWERS)
+    return {
+        name: sort_releases({**stored.get(name, {}), folder.name: inquiry.answer(question).value}, releases)
+        for entry in load_entries().values()
+        for question in entry.questions
+        for name in [f"{entry.id}.{question.name}"]
+    }
+
+
+def add_to_list(release: str) -> None:
+    """Add a release to those that `make test-upstream` and `make releases` run."""
+    head, *rest = re.split(r"(?m)^(?=vllm )", LISTED.read_text(encoding="utf-8"))
+    *lines, tail = "".join(rest).partition("\n\n")
+    names = sorted({release, *"".join(lines[:1]).replace("vllm ", "").split()}, key=Version)
+    LISTED.write_text(head + "".join(f"vllm {name}\n" for name in names) + "\n" + tail, encoding="utf-8")
+
+
+def compare(before: str, folder: Path) -> Iterator[str]:
+    """Yield a line for each answer of the release in `folder` that differs; "person" needs one."""
+    source = ReleaseSource(folder)
+    inquiry, stored = Inquiry(source), load_answers()
+    for entry in load_entries().values():
+        for question in entry.questions:
+            answer, was = inquiry.answer(question), stored[f"{entry.id}.{question.name}"][before]
+            if answer.value != was:
+                who = "person" if answer.value == "unknown" else "entry"
+                place = f"moedoctor/entries/{entry.id}.md, question {question.name}"
+                yield f"{who}: {place}: {was} -> {answer.value}: {answer.where}"
+    if inquiry.list_variables() is None:
+        yield "person: moedoctor/upstream/releases/questions.py: envs.py has its variables in another form"
+    for name, extension in {**FIXES, **TRACES}.items():
+        if extension.need(before)[0] is Need.MADE_FOR:
+            different = find_difference(name, before, source.read_text)
+            if different:
+                yield f"person: {extension.module.replace('.', '/')}.py: {different}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
