@@ -374,23 +374,16 @@ def _mask_findings(
 
 def _release(asked_for: str | None, installed: str | None) -> tuple[str, str]:
     """Return a release of the tables, and why it is this one if it is another. Raises InputError."""
-    from packaging.version import InvalidVersion, Version
+    from moedoctor.plugin.register import find_base, list_known_releases
 
-    from moedoctor.fixes.backends.release_tables import load_releases
-
-    known = list(load_releases())
+    known = list_known_releases()
     if asked_for is not None:
         return choose_release(asked_for)
     if installed is None:
         return known[-1], f"vllm is not installed here: answered for {known[-1]}, the newest in the tables"
-    if _strip_local(installed) in known:
-        return _strip_local(installed), ""
-    try:
-        version = Version(installed)
-    except InvalidVersion:
-        version = Version("0")
-    nearest = next((name for name in reversed(known) if Version(name) <= version), known[0])
-    return nearest, f"vllm {installed} is not in the tables: answered for {nearest}"
+    nearest = find_base(_strip_local(installed)) or known[0]
+    same = nearest == _strip_local(installed)
+    return nearest, "" if same else f"vllm {installed} is not in the tables: answered for {nearest}"
 
 
 def _strip_local(version: str) -> str:

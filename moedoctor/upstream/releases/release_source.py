@@ -55,18 +55,13 @@ class ReleaseSource:
         return data.decode("utf-8", errors="replace")
 
     def list_files(self, path: str) -> list[str]:
-        """Return `path` if it is a Python file, else the Python files below it; none for a hostile tree."""
+        """Return `path` if it is a Python file, else those below it: none in a wheel or a hostile tree."""
         if path.endswith(".py"):
             return [path]
-        names: list[str] = []
-        if not os.path.isdir(self.path):
-            with open_wheel(self.path) as wheel:
-                names = wheel.namelist()
+        found: list[Path] = []
         with contextlib.suppress(TextFileError):
-            found = [parent / name for parent, each in walk(self.path / path) for name in each]
-            names = [file.relative_to(self.path).as_posix() for file in found]
-        python = [name for name in names if name.startswith(path) and name.endswith(".py")]
-        return sorted(python, key=lambda name: name.split("/"))
+            found += (parent / name for parent, names in walk(self.path / path) for name in names)
+        return [file.relative_to(self.path).as_posix() for file in sorted(found) if file.suffix == ".py"]
 
     def load_function(self, member: str, name: str, names: Mapping[str, Any]) -> Any:
         """Return the function ``name`` or ``Class.name`` of a file; it can use only `names`.
