@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -31,7 +31,7 @@ _NEEDLES = (
         b"xit code",
         b"xitcode",
     ),
-    *(b"broadcast block", b"startup complete"),
+    *(b"broadcast block", b"startup complete", b"fatal"),
 )
 """A line without any of them, and outside a traceback, is no error. In the middle of a large text only the
 common ones are looked for: the others tell of an end."""
@@ -50,6 +50,7 @@ _BARE = re.compile(
     r"(?:\w{1,40}\.){0,6}\w{0,40}(?:Error|Exception|KeyboardInterrupt)\b: ?\S"
     r"|(?:[\w./:-]{1,80} ){0,3}error: \S|\S{1,80}: line \d{1,6}: {1,4}\d{1,9} (?:Killed|Segmentation|Aborted)"
     r"|(?:\[ {0,6}\d{1,9}\.\d{1,9}\] )?(?:Out of memory|Memory cgroup out of memory): Killed process"
+    r"|(?:nvcc|ptxas)\S{0,20} +fatal\b"
     r"|(?:terminate called after|what\(\): )|Segmentation fault|Fatal Python error|!!!!!!! Segfault|Killed\b"
     r"|.{0,300}(?:Watchdog caught collective|No available shared memory broadcast block|died unexpectedly"
     r"|oom-kill|OOMKilled|NVRM: Xid"
@@ -88,9 +89,11 @@ _MOST_ERRORS, _MOST_PROCESSES, _MOST_FRAMES, _MOST_LINES = 200, 256, 60, 300_000
 _APART = 400
 """Lines between two errors that do not belong together."""
 _MOST_MESSAGE, _KEPT, _CONTINUED = 2_000, 6, 60
+_MOST_HINTS = 2
 _DETAIL = re.compile(
     r"\S{1,300}(?::\d+|\(\d+\)): (?:fatal )?error: "
-    r"|(?:nvcc|ptxas|cicc|\S{0,60}ld)\S{0,20} +(?:fatal|error) *:|Value error, |\S{0,80}: undefined reference"
+    r"|(?:nvcc|ptxas|cicc|\S{0,60}ld)\S{0,20} +(?:fatal|error) *:|(?:Value error|Assertion failed), "
+    r"|\S{0,80}: undefined reference"
 )
 """What a compiler, linker or validator says in the message of the exception that ends it."""
 
@@ -263,7 +266,7 @@ class Errors:
         elif self._told is None and not prefix and (match := _TOLD.search(text)):
             lower, place = text.lower(), match.start()
             if not (is_denied(lower, place, match.end()) or is_possible(lower, place)):
-                self._told = _Error(number, match[1])
+                self._told = _Error(number, match[1], lines_after=[text[:place]])
 
     def _read_traceback(self, traceback: _Open, process: str, text: str, number: int) -> bool:
         """Take in a line of a traceback; return False if it is none."""
@@ -367,22 +370,38 @@ def _read_rules(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Rule]:
         yield Rule(kind, f"{body['name']}: {row['says']}", message, frames, row.get("step", body["step"]))
 
 
-def make_wrong_output(line: int, excerpt: str) -> Cause:
-    """Return the cause of a text without an error whose line tells of wrong output."""
-    body = load_data("causes.yaml")["classes"]["wrong_output"]
-    says = f"{body['name']}: {body['says']}"
-    return Cause(line, excerpt, "wrong_output", says, place="", owner="", next_step=body["step"])
+def find_told_cause(lines: Mapping[str, tuple[int, str]]) -> Cause | None:
+    """Return the class of the first line that tells of a failure in words; None without one.
+
+    `lines` has the first line of each clue, with its number.
+    """
+    told = [
+        (*lines[clue], kind, body)
+        for kind, body in load_data("causes.yaml")["classes"].items()
+        for clue in body.get("told", ())
+        if clue in lines
+    ]
+    if not told:
+        return None
+    line, excerpt, kind, body = min(told, key=lambda row: row[0])
+    return Cause(line, excerpt, kind, f"{body['name']}: {body['says']}", "", "", body["step"])
+
+
+def list_hints(kind: str, clues: Collection[str]) -> list[str]:
+    """Return what a text with these clues should try first, for an error of a class."""
+    rows = load_data("causes.yaml")["hints"]
+    return [row["try"] for row in rows if kind in row["kinds"] and row["if"] in clues][:_MOST_HINTS]
 
 
 def _describe(error: _Error, launch_blocking: bool) -> Cause:
     rules, owners = load_rules()
     frames = "\n".join(map(str, error.frames))
-    rule = next((rule for rule in rules if rule.matches(error.whole, frames)), None)
+    rule = next(rule for rule in rules if rule.matches(error.whole, frames))  # the last one matches all
     own = [frame for frame in error.frames if not _PLUMBING.search(str(frame))] or error.frames
     frame = own[-1] if own else None
     owner = next((name for pattern, name in owners.items() if frame and re.search(pattern, str(frame))), "")
     note = ""
-    if rule and rule.kind == "kernel_fault" and frame and not launch_blocking:
+    if rule.kind == "kernel_fault" and frame and not launch_blocking:
         note = (
             "CUDA reports a fault at a later call, so this frame and its owner may be innocent; "
             "CUDA_LAUNCH_BLOCKING=1 makes it report where it is"
@@ -390,10 +409,10 @@ def _describe(error: _Error, launch_blocking: bool) -> Cause:
     return Cause(
         line=error.detail[0] if error.detail else error.line,
         excerpt=f"{error.detail[1]} ({error.type})" if error.detail else error.text,
-        kind=rule.kind if rule else "unknown",
-        says=rule.says if rule else "an error that no class fits",
+        kind=rule.kind,
+        says=rule.says,
         place=str(frame) if frame else "",
         owner=owner,
-        next_step=rule.step if rule else "",
+        next_step=rule.step,
         note=note,
     )

@@ -85,6 +85,8 @@ class Signature:
     """True if the failure is wrong numbers without a crash: a text about a crash only is hardly about it."""
     next: str = ""
     """The next step if the one of the entry does not follow from this text."""
+    releases: str = ""
+    """What to say of releases if the entry's ranges are not about this text."""
 
 
 _WORD = r"[a-z0-9]+"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.cause import Cause, Errors, make_wrong_output
+from moedoctor.diagnose.triage.cause import Cause, Errors, find_told_cause, list_hints
 from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, release_words
 from moedoctor.diagnose.triage.line_text import is_denied, is_possible
 from moedoctor.diagnose.triage.log_text import Passage, Passages
@@ -205,9 +205,14 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     ordered = sorted(best.values(), key=lambda finding: (-finding.confidence, finding.id))
     findings = tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE)
     error = errors.find_cause()
-    if error is None and not findings and (wrong := notes.get("wrong")):
-        line = wrong.list_lines()[0]
-        error = make_wrong_output(line, wrong.excerpts[line][0])
+    if error is None and not findings:
+        first = {name: min(note.excerpts.items()) for name, note in notes.items()}
+        error = find_told_cause(
+            {name: (line, _mask(where, redactor)) for name, (line, where) in first.items()}
+        )
+    if error is not None:
+        steps = (*list_hints(error.kind, notes.keys()), error.next_step)
+        error = replace(error, next_step=settings.explain_repetition("; ".join(steps)))
     return Triage(
         findings=findings,
         releases=facts.summarize(),
@@ -328,7 +333,7 @@ class _Reader:
             grade=_judge(confidence),
             why=why,
             missing=missing,
-            releases=release_words(entry, self.facts),
+            releases=signature.releases or release_words(entry, self.facts),
         )
 
     def _is_any_here(self, names: tuple[str, ...]) -> bool:

@@ -18,7 +18,9 @@ from moedoctor.text import join_some
 _MISSING = 3
 _RELEASE_DECIDES = ("loading_names", "loading_shapes", "quantization", "backend", "installation", "unknown")
 _GPU_DECIDES = ("quantization", "backend", "compile")
-_COMMAND_DECIDES = ("backend", "memory", "collective", "kernel_fault", "wrong_output", "unknown")
+_COMMAND_DECIDES = (
+    *("backend", "memory", "collective", "kernel_fault", "wrong_output", "hang", "speed", "unknown"),
+)
 """Classes of errors that this fact makes surer."""
 
 _UNDECIDED = "The text is not enough to tell. It may be one of these:"
@@ -192,7 +194,10 @@ def _list_lacking(part: TriageDocument, read: LookedAt) -> list[str]:
         "the whole command line": not read.settings.shown and (undecided or kind in _COMMAND_DECIDES),
         "the 30 lines before the error": not sure
         and read.error is not None
-        and not (read.error.place or kind == "wrong_output"),
+        and not (read.error.place or kind in ("wrong_output", "speed")),
+        "the log up to its last line": read.error is None
+        and read.settings.shown
+        and not (part.findings or part.possible),
     }
     return [fact for fact, is_lacking in lacking.items() if is_lacking]
 
@@ -222,7 +227,7 @@ def _show_possible(finding: Finding) -> Item:
                 "; ".join([*finding.missing[:_MISSING], *(["…"] if finding.missing[_MISSING:] else [])]),
             )
         )
-    return Item(finding.id, title, [*lines, ("more", _explain(finding.id))])
+    return Item(finding.id, title, [*lines, ("do", finding.next_step), ("more", _explain(finding.id))])
 
 
 def _explain(id: str) -> str:

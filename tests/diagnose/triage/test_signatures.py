@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.triage.signatures import Clue, find_clues, load_clues, load_signatures
+from moedoctor.diagnose.triage.signatures import Clue, find_clues, load_clues, load_data, load_signatures
 from moedoctor.diagnose.triage.triage import triage
 from moedoctor.entries import load_entries
 from tests.diagnose.triage.threads_of_tests import Thread, threads
@@ -51,6 +51,9 @@ def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:
         for group in (*signature.near, *signature.needs, *signature.anywhere)
     ]
     groups += [evidence.names for signature in load_signatures() for evidence in signature.evidence]
+    causes = load_data("causes.yaml")
+    groups += [tuple(body.get("told", ())) for body in causes["classes"].values()]
+    groups += [(hint["if"],) for hint in causes["hints"]]
     named = {name for group in groups for name in group}
     assert named - load_clues().keys() == set()
     assert load_clues().keys() - named - {"foreign", "vllm", "loading_error"} == set()
