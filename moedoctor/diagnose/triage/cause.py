@@ -21,17 +21,8 @@ from moedoctor.diagnose.triage.signatures import load_data
 _COMMON = (b"rror", b"Traceback")
 _NEEDLES = (
     *(*_COMMON, b"xception", b'File "', b"illed", b"egfault", b"egmentation", b"SIG", b"oom-"),
-    *(
-        b"nterrupt",
-        b"NVRM: Xid",
-        b"terminate called",
-        b"what():",
-        b"atchdog",
-        b"died",
-        b"xit code",
-        b"xitcode",
-    ),
-    *(b"broadcast block", b"startup complete", b"fatal"),
+    *(b"nterrupt", b"NVRM: Xid", b"terminate called", b"what():", b"atchdog", b"died", b"xit code"),
+    *(b"xitcode", b"broadcast block", b"startup complete", b"fatal"),
 )
 """A line without any of them, and outside a traceback, is no error. In the middle of a large text only the
 common ones are looked for: the others tell of an end."""
@@ -57,7 +48,7 @@ _BARE = re.compile(
     r"|\bexit ?code:? ?(?:-\d|137|139)\b|\b(?:SIGKILL|SIGSEGV|SIGABRT|SIGBUS)\b)"
     r"|(?:RuntimeError|Triton Error|CUDA (?:driver )?error|NCCL error)\b",
 )
-_TOLD = re.compile(r"\b((?:[A-Za-z_]\w{0,60}\.){0,6}\w{0,60}(?:Error|Exception): ['\"]?\w.{0,300})")
+_TOLD = re.compile(r"\b((?:[A-Za-z_]\w{0,60}(?:\.|::)){0,6}\w{0,60}(?:Error|[Ee]xception): ['\"]?\w.{0,300})")
 """An error that a sentence or a title tells of."""
 _WRAPPER = re.compile(
     r"[Ss]ee (?:the )?(?:root cause|stack trace|error log|logs?)\b|check the (?:stack trace|logs?) above"
@@ -370,20 +361,20 @@ def _read_rules(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Rule]:
         yield Rule(kind, f"{body['name']}: {row['says']}", message, frames, row.get("step", body["step"]))
 
 
-def find_told_cause(lines: Mapping[str, tuple[int, str]]) -> Cause | None:
-    """Return the class of the first line that tells of a failure in words; None without one.
+def find_told_cause(places: Mapping[str, tuple[int, int, str]]) -> Cause | None:
+    """Return the class of what a text tells first in words; None if it tells of no failure.
 
-    `lines` has the first line of each clue, with its number.
+    `places` has the first line of each clue: its number, the place of the clue in it, and its text.
     """
     told = [
-        (*lines[clue], kind, body)
+        (*places[clue], kind, body)
         for kind, body in load_data("causes.yaml")["classes"].items()
         for clue in body.get("told", ())
-        if clue in lines
+        if clue in places
     ]
     if not told:
         return None
-    line, excerpt, kind, body = min(told, key=lambda row: row[0])
+    line, _, excerpt, kind, body = min(told, key=lambda row: row[:2])
     return Cause(line, excerpt, kind, f"{body['name']}: {body['says']}", "", "", body["step"])
 
 

@@ -17,7 +17,7 @@ _ARGUMENT = re.compile(
     r"['\"]?\b([a-z][a-z0-9]*(?:_[a-z0-9]+)+|model|dtype|quantization)['\"]? ?[:=] ?['\"]?([^\s'\",){}]+)"
 )
 _CALL = re.compile(r"\b(?:LLM|(?:Async)?EngineArgs)\(")
-_ITEM = re.compile(r"^[-\"'\[ ]{0,4}--[a-z]")
+_ITEM = re.compile(r"^[-\"'\[ ]{0,4}--[a-z][\w-]*(?![\w-]|: |:$)")  # not "--enforce-eager: helps"
 _VARIABLE = re.compile(
     r"(?<!passing )\b((?:VLLM|FLASHINFER|CUDA|NCCL|PYTORCH|TORCH|TRITON|MOEDOCTOR)_[A-Z0-9_]{2,60})"
     r"(?:=|[\"']?: )[\"']?([^\s\"',;]{1,80})"

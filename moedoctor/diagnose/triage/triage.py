@@ -21,7 +21,14 @@ from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, release_wor
 from moedoctor.diagnose.triage.line_text import is_denied, is_possible
 from moedoctor.diagnose.triage.log_text import Passage, Passages
 from moedoctor.diagnose.triage.settings_in_text import Settings, SettingsReader
-from moedoctor.diagnose.triage.signatures import Clue, Signature, find_clues, load_clues, load_signatures
+from moedoctor.diagnose.triage.signatures import (
+    Clue,
+    Signature,
+    find_clues,
+    load_clues,
+    load_data,
+    load_signatures,
+)
 from moedoctor.entries import load_entries
 from moedoctor.redaction import Redactor
 from moedoctor.text import escape
@@ -48,26 +55,6 @@ _LAST_LINES = 500
 _EXCERPTS = 40
 _ENOUGH = 20_000
 """After so many lines with a clue, it is not looked for any more."""
-_RARE_ANCHORS = (
-    *("illegal memory", "memory access fault", "runtimeerror", "valueerror", "implementederror"),
-    *("illegal instruction", "not on gpu", "is_cuda", "from triton", "uva is", "pin_memory=", "cpu tensor"),
-    *("ordereddict", "setattr", "input batch when cpu", "noopoffloader", "environment variable"),
-    *("invalid value", "scaling factor", "to store kv", "must match w3", "scales should not be"),
-    *("unique experts requested", "finalizemoerouting", "group_gemm", "not supported on", "conditional"),
-    *("no kernel image", "or higher", "unsupported gpu", "no supported cuda arch", "deployment config"),
-    *("size padding for", "assertionerror", "watchdog caught", "broadcast block", "cudnn", "triton kernels"),
-    *("no module named", "autotun", "isinstance(lora", "_lora is not none", "param_data.shape"),
-    *("available shared", "matmul_ogs"),
-)
-"""Words of messages that name a failure."""
-_ANCHORS = (
-    *("moe", "expert", "offload", "illegal", "flashinfer", "fp4", "scal", "swizzl", "lfru", "backend"),
-    *("arch_list", "sm_12", "compute_12", "wsl", "uva", "same device", "dynamo", "may_reinit", "xid"),
-    *("cuda arch", "llm engine", "server version"),
-)
-"""Words of log lines, tracebacks and reports that are near clues."""
-
-
 _Excerpt = tuple[str, int, int]
 """A line, and where in it the clue starts and ends."""
 
@@ -170,9 +157,9 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     settled: set[str] = set()
     settings = SettingsReader()
     errors = Errors()
-    passages = Passages(
-        stream, [word.encode() for word in _ANCHORS], [word.encode() for word in _RARE_ANCHORS], errors.read
-    )
+    anchors = load_data("anchors.yaml")
+    common, rare = ([word.encode() for word in anchors[kind].split("|")] for kind in ("common", "rare"))
+    passages = Passages(stream, common, rare, errors.read)
     for passage in passages:
         middle = passage.text[passage.start : passage.end]
         if _OURS.search(middle):
@@ -206,9 +193,9 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     findings = tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE)
     error = errors.find_cause()
     if error is None and not findings:
-        first = {name: min(note.excerpts.items()) for name, note in notes.items()}
+        first = ((name, *min(note.excerpts.items())) for name, note in notes.items())
         error = find_told_cause(
-            {name: (line, _mask(where, redactor)) for name, (line, where) in first.items()}
+            {name: (line, where[1], _mask(where, redactor)) for name, line, where in first}
         )
     if error is not None:
         steps = (*list_hints(error.kind, notes.keys()), error.next_step)
