@@ -19,8 +19,8 @@ from triton.runtime import interpreter
 def patch_language_once_a_launch() -> None:
     """Let a launch patch both modules of the language, and a call of a device function none."""
     patch = interpreter._patch_lang
-    both = SimpleNamespace(__globals__={"tl": language, "core": language.core})
-    interpreter._patch_lang = lambda kernel: patch(both)
+    holder = SimpleNamespace(__globals__={"tl": language, "core": language.core})
+    interpreter._patch_lang = lambda kernel: patch(holder)
     interpreter.InterpretedFunction.__call__ = lambda function, *args, **options: function.rewrite()(
         *args, **options
     )

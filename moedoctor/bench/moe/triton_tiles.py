@@ -57,18 +57,18 @@ def tune_tiles(
     files = module.get_moe_configs(shape.experts, shape.intermediate, dtype, *(block or (None, None)))
     passed_over: list[str] = []
 
-    def with_tiles(tiles: Tiles) -> Callable[[], object]:
+    def take_tiles(tiles: Tiles) -> Callable[[], object]:
         def run() -> object:
             with override(dict(tiles)):
                 return call()
 
         return run
 
-    launches = choose_launches(time_cold(with_tiles(rule), device, launches=1, rounds=3).median, most=20)
+    launches = choose_launches(time_cold(take_tiles(rule), device, launches=1, rounds=3).median, most=20)
 
     def time_tiles(tiles: Tiles) -> float:
         try:
-            return time_cold(with_tiles(tiles), device, launches=launches, rounds=3, check=check).median
+            return time_cold(take_tiles(tiles), device, launches=launches, rounds=3, check=check).median
         except Exception as error:
             if "CUDA error" in str(error):  # the context is lost
                 raise
@@ -80,9 +80,9 @@ def tune_tiles(
         for name, values in _CHOICES.items()
     }
     found, tried = search_tiles(rule, time_tiles, choices)
-    calls = {"rule": with_tiles(rule), "found": with_tiles(found)}
+    calls = {"rule": take_tiles(rule), "found": take_tiles(found)}
     if files:
-        calls["file"] = with_tiles(files[min(files, key=lambda count: abs(int(count) - tokens))])
+        calls["file"] = take_tiles(files[min(files, key=lambda count: abs(int(count) - tokens))])
     times = compare_cold(calls, device, baseline="rule", launches=launches, rounds=_ROUNDS)
     facts: dict[str, Any] = {
         "file_name": module.get_config_file_name(shape.experts, shape.intermediate, dtype, block),
