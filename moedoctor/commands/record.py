@@ -175,7 +175,7 @@ def _explain_crash(
     from moedoctor.redaction import Redactor
     from moedoctor.reporters.pages.autopsy import describe_replay
 
-    dumps = request.list_dumps()
+    dumps = request.keep(folder) if keep else request.list_dumps()
     if dumps:
         most = format_size(MOST_BYTES)
         found = examine_files(
@@ -187,7 +187,7 @@ def _explain_crash(
             deliver_document(document, "table", None, full=False)
         last = find_last_call({file: read_record(file) for file in capsules}, [file.name for file in dumps])
         if last and is_of_call(document.faults):
-            print_message(f"record: every backend computes {last.name} again, which may take minutes")
+            print_message(f"record: every backend that runs here computes {last.name} again")
             replayed = replay_call(last, read_record(last), seconds=_REPLAY_SECONDS)
             document = replace(document, replay=replayed)
             print_message(f"record: {describe_replay(replayed)}")
@@ -197,9 +197,7 @@ def _explain_crash(
             "record: no kernel is known to have faulted: CUDA wrote no core dump, and the command ended with "
             f"{code}"
         )
-    if keep:
-        request.keep(folder)
-    elif dumps and request.ours:
+    if dumps and request.ours and not keep:
         print_message("record: the core dumps were read and are deleted; --keep keeps them")
     request.clear()
 

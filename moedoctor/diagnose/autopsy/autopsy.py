@@ -22,7 +22,8 @@ from moedoctor.diagnose.autopsy.owners import Owner, demangle, find_owner
 from moedoctor.diagnose.triage.cause import Errors
 from moedoctor.text import escape, read_bytes
 
-MOST_FILES = 64
+MOST_FILES = 1024
+"""A recording leaves two capsules a layer."""
 SUFFIX = ".moecapsule"
 _MOST_LOG = 64 * 2**20
 _MOST_FAULTS = 100

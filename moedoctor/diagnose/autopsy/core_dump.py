@@ -249,6 +249,11 @@ class _Reader:
     images: dict[int, _Elf] = field(default_factory=dict)
     """Handle of a module -> its image."""
 
+    @cached_property
+    def registers(self) -> dict[tuple[int, int], _Section]:
+        """The registers of each thread, by the section of its warp's lanes and its row there."""
+        return {(part.link, part.info): part for part in self.elf.sections if part.kind == _REGISTERS}
+
     def read(self) -> CoreDump:
         if self.elf.header[:2] != (_ET_CORE, _EM_CUDA):
             raise DumpError("it is an ELF file, and not a core dump that CUDA wrote")
@@ -361,14 +366,7 @@ class _Reader:
             # A result has up to four registers.
             if word & 0xFFF not in _STORES and base - 3 <= word >> 16 & 255 <= base + 1:
                 return None
-        registers = next(
-            (
-                s
-                for s in self.elf.sections
-                if s[1] == _REGISTERS and (s.link, s.info) == (lane.table, lane.row)
-            ),
-            None,
-        )
+        registers = self.registers.get((lane.table, lane.row))
         if registers is None or 4 * base + 8 > registers.size:
             return None
         (address,) = self.elf.unpack(_HANDLE, registers.offset + 4 * base)

@@ -62,11 +62,13 @@ class DumpRequest:
                 if file.stat().st_size > MOST_BYTES:
                     os.truncate(file, 0)
 
-    def keep(self, folder: Path) -> None:
-        """Move dumps of ours to `folder`, for this user only. Raises OSError."""
-        for file in self.list_dumps() if self.ours else ():
+    def keep(self, folder: Path) -> list[Path]:
+        """Move dumps of ours to `folder`, for this user only. Return all dumps. Raises OSError."""
+        if not self.ours:
+            return self.list_dumps()
+        for file in self.list_dumps():
             file.chmod(0o600)
-            file.rename(folder / file.name)
+        return [file.rename(folder / file.name) for file in self.list_dumps()]
 
     def clear(self) -> None:
         """Delete dumps of ours that were not kept."""

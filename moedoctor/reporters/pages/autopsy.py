@@ -30,7 +30,10 @@ def make_autopsy_page(document: AutopsyDocument) -> list[Block]:
     rows = [
         (each.file, each.kind, _describe_gpu(each.gpu, each.capability), each.driver or "–")
         for each in document.examined
+        if each.kind != "capsule"
     ]
+    capsules = sum(each.kind == "capsule" for each in document.examined)
+    rows += [(count_of(capsules, "capsule"), "recorded calls", "–", "–")] if capsules else []
     page += [Heading("Read"), Table(("file", "kind", "GPU", "driver"), rows)]
     page += [Bullets(each.debugger) for each in document.examined if each.debugger]
     running = [name for each in document.examined for name in each.running if name]
