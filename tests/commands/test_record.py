@@ -104,6 +104,7 @@ import os, shutil, sys
 from pathlib import Path
 for name in ("ENABLE_COREDUMP_ON_EXCEPTION", "COREDUMP_GENERATION_FLAGS", "COREDUMP_FILE"):
     print(os.environ[f"CUDA_{name}"], flush=True)
+assert int(Path("/proc/self/coredump_filter").read_text(), 16) == 0
 dump, capsule = sys.argv[1:]
 process = os.getpid()
 shutil.copy(dump, os.environ["CUDA_COREDUMP_FILE"].replace("%p", str(process)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from moedoctor.bench.moe import backends
 from moedoctor.diagnose.autopsy.autopsy import CallReplay, KernelFault
-from moedoctor.diagnose.capsule.replay import BackendReplay, ReplayError, replay
+from moedoctor.diagnose.capsule.replay import ReplayError, replay
 from moedoctor.environment import collect, explain_missing_gpu
 from moedoctor.processes.deaths import classify
 from moedoctor.results import Death
@@ -42,21 +42,12 @@ def replay_call(capsule: Path, record: Mapping[str, Any], *, seconds: float) -> 
     except ReplayError as error:
         return replace(call, problem=str(error))
     ran = [backend for backend in document.backends if backend.unavailable is None]
-    faulted = [backend.backend for backend in ran if backend.failed and _has_faulted(backend.failed)]
+    failed = {backend.backend: backend.failed for backend in ran if backend.failed}
+    faulted = [name for name, why in failed.items() if classify(why) in _FAULTS or "SIGABRT" in why]
     return replace(
         call,
         faulted=tuple(faulted),
         computed=tuple(backend.backend for backend in ran if backend.failed is None),
-        failed=tuple(
-            _describe(backend) for backend in ran if backend.failed and backend.backend not in faulted
-        ),
+        failed=tuple(f"{name}: {why}" for name, why in failed.items() if name not in faulted),
         problem=None if ran else "no backend runs here",
     )
-
-
-def _has_faulted(failed: str) -> bool:
-    return classify(failed) in _FAULTS or "SIGABRT" in failed
-
-
-def _describe(backend: BackendReplay) -> str:
-    return f"{backend.backend}: {backend.failed}"
