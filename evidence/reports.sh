@@ -200,6 +200,20 @@ moe_backends() {
     write moe_backends bench --backend all "${models[@]}" --tokens "$tokens" --timeout 600
 }
 
+# What vLLM's rule for tiles costs, without the files that vLLM has for some layers, and with better ones. As above, compiled first.
+moe_tiles() {
+    local models scratch
+    all_models
+    scratch=$(mktemp -d)
+    tune() { doctor bench --backend "$@" --tokens "$tokens" --tune "$scratch" --timeout 170 --format json -o "$(mktemp -p "$scratch")" 2>> "$scratch/log" & }
+    for ((i = 1; i < ${#models[@]}; i += 2)); do
+        tune TRITON:bf16 --model "${models[i]}"
+        tune TRITON:fp8 --model "${models[i]}"
+    done
+    wait
+    write moe_tiles bench --backend TRITON:bf16,TRITON:fp8 "${models[@]}" --tokens "$tokens" --timeout 1500 --tune "$scratch"
+}
+
 # backends_of_all NAME BACKENDS TOKENS: layers of all models. HUMMING compiles for more than a minute a model.
 backends_of_all() {
     local models
@@ -244,6 +258,7 @@ make_report() {
         moe_backends_fp8_block) backends_of_all moe_backends_fp8_block OURS:fp8-block,TRITON:fp8-block,MARLIN:fp8-block "$decode" ;; # idle; -, 104 s
         moe_backends_humming) backends_of_all moe_backends_humming OURS:nvfp4,MARLIN:nvfp4,HUMMING:nvfp4 "$decode" ;; # idle; -, 339 s
         moe_backends_bf16) backends_of_all moe_backends_bf16 OURS:bf16,TRITON:bf16 "$decode,$prefill" ;; # idle; -, 87 s
+        moe_tiles) moe_tiles ;;                                                                   # idle
         moe_backends) moe_backends ;;                                                             # idle
         offload_copies) write offload_copies run MD002 MD020 ;;                                   # idle; 57 s, -
         offload_kernels) write offload_kernels run MD003 MD008 --only tier=kernel ;;              # 10 s, -
