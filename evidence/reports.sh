@@ -251,6 +251,7 @@ make_report() {
         recorded_swap_eager) recorded swap_eager ;;                                               # -, 101 s
         recorded_halves_graphs) recorded halves_graphs ;;                                         # -, 135 s
         sentinel_ids) write sentinel_ids run MD016 ;;                                             # 13 s, 415 s
+        logits_stride) write logits_stride run MD024 $(kernels 0.19.1 0.20.0 0.21.0 0.27.1 0.33.0) ;;  # -
         backend_override) write backend_override run MD010 ;;                                     # 143 s, 59 s
         weight_layouts) write weight_layouts run MD017 MD018 --only tier=kernel ;;                # 263 s, 61 s
         moe_backends_nvfp4) backends_of_all moe_backends_nvfp4 OURS:nvfp4,MARLIN:nvfp4 "$decode" ;;     # idle; -, 79 s
