@@ -366,15 +366,15 @@ def find_told_cause(places: Mapping[str, tuple[int, int, str]]) -> Cause | None:
 
     `places` has the first line of each clue: its number, the place of the clue in it, and its text.
     """
-    told = [
+    rows = [
         (*places[clue], kind, body)
         for kind, body in load_data("causes.yaml")["classes"].items()
         for clue in body.get("told", ())
         if clue in places
     ]
-    if not told:
+    if not rows:
         return None
-    line, _, excerpt, kind, body = min(told, key=lambda row: row[:2])
+    line, _, excerpt, kind, body = min(rows, key=lambda row: row[:2])
     return Cause(line, excerpt, kind, f"{body['name']}: {body['says']}", "", "", body["step"])
 
 
