@@ -50,6 +50,8 @@ OF_VLLM = re.compile(
 )
 """Prefixes of log lines that only vLLM writes, in lower case."""
 
+BELOW_ERROR = re.compile(r"\b(?:debug|info|warning) ")
+"""The level of a line that tells of no failure, in a prefix in lower case."""
 _FOUND = (
     r"(?:reproduc|se(?:e|en|ing)\b|saw\b|show|get\b|getting\b|got\b|hit\b|observ|find\b|found\b|log(?:s|ged)?\b|print"
     r"|contain|encounter|produce|trigger|rais|throw|give)"

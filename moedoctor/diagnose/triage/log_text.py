@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.line_text import OF_VLLM, split_prefix
+from moedoctor.diagnose.triage.line_text import BELOW_ERROR, OF_VLLM, split_prefix
 
 BLOCK = 1 << 19
 """Bytes read at a time."""
@@ -76,7 +76,7 @@ class Passage:
     of_vllm: bool = False
     """True if a logger of vLLM wrote the middle line, as its prefix shows."""
     warned: bool = False
-    """True if a logger wrote the middle line as a warning: what it tells of did not stop the server."""
+    """True if a logger wrote the middle line below the level of an error: it did not stop the server."""
 
 
 @dataclass
@@ -151,7 +151,9 @@ class Passages:
             if account is not None:
                 account.spend(_BASE * (1 + len(passage.text) // _LONG))
             prefix = prefixes[index]
-            yield replace(passage, of_vllm=bool(OF_VLLM.search(prefix)), warned="warning " in prefix)
+            yield replace(
+                passage, of_vllm=bool(OF_VLLM.search(prefix)), warned=bool(BELOW_ERROR.search(prefix))
+            )
 
     def _choose_lines(self, window: list[bytes], pieces: set[int]) -> Iterator[tuple[int, Account | None]]:
         """Yield (position of a line to look at, account to charge), in order."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -263,3 +264,13 @@ def test_what_a_sentence_tells_is_the_cause_only_without_an_error(
     found = triage(io.BytesIO(text.encode())).error
     assert (found.kind if found else None) == kind
     assert not found or (excerpt or "") in found.excerpt
+
+
+TOLD = yaml.safe_load((LOGS.parent / "told.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("row", TOLD, ids=lambda row: row["text"][:40])
+def test_what_a_text_tells_has_a_class_and_a_step_of_its_own(row: dict[str, str | None]) -> None:
+    found = triage(io.BytesIO(str(row["text"]).encode())).error
+    assert (found.kind if found else None) == row["kind"]
+    assert not found or (row.get("try") or "") in found.next_step
