@@ -113,6 +113,10 @@ def pretend_on_gpu(layer: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply) -> Evidence:
     """Compile the stack without and with offload, as one graph, and compare the outputs."""
+    if device == "cpu" and parameters.compiler == "inductor":
+        from torch._inductor import config
+
+        config.cpp.vec_isa_ok = False  # or g++ compiles nine programs to learn which instructions it may use
     shape = StackShape(
         layers=parameters.layers,
         experts=parameters.experts,
