@@ -9,6 +9,7 @@ import importlib
 import io
 import itertools
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,8 +92,19 @@ def draw_svg(chart: Chart, *, caption: bool) -> str:
             figure.set_facecolor("none")
             axes.set_facecolor("none")
         text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return text.getvalue().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return _shorten(text.getvalue())
+
+
+def _shorten(drawn: str) -> str:
+    """Return the same picture in fewer characters: one font for all texts, hundredths of a point."""
+
+    def shorten_tag(tag: re.Match[str]) -> str:
+        fewer = re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\s+", " ", tag[0]))
+        return re.sub(r"font-family: 'DejaVu Sans'; | transform=\"rotate\(-0 [^\"]*\"", "", fewer)
+
+    drawn = re.sub(r"<\w[^>]*>", shorten_tag, re.sub(r">\s+<", ">\n<", drawn))
+    return drawn.replace("<svg ", "<svg font-family=\"'DejaVu Sans', Verdana, sans-serif\" ", 1)
 
 
 def _tick_label(value: float) -> str:
