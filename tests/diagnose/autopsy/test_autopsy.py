@@ -263,7 +263,7 @@ def test_a_log(
 def test_a_damaged_dump_ends_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    name = data.draw(st.sampled_from(["triton_graph", "overflow_stack", "run_trap"]))
+    name = data.draw(st.sampled_from(["triton_graph", "overflow_stack", "run_trap", "misaligned_store"]))
     file = unpack(tmp_path_factory.mktemp("dump"), name)
     content = bytearray(file.read_bytes())
     used = [place for place, byte in enumerate(content) if byte]
