@@ -283,7 +283,9 @@ def explain_missing_gpu(environment: Mapping[str, Any]) -> str | None:
     if not environment.get("gpu"):
         return "needs an NVIDIA GPU, none is visible"
     if not environment.get("torch_cuda"):
-        return f"torch {environment.get('torch')} is built without CUDA: no use of the {environment['gpu']}"
+        torch = environment.get("torch")
+        why = f"torch {torch} is built without CUDA" if torch else "torch is not installed"
+        return f"{why}, so {environment['gpu']} cannot be used"
     return None
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moedoctor.entries import load_entries
 from moedoctor.entries.entry import Evidence, Question
+from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.upstream.releases.questions import load_answers
 
 FILLER = ("first = second + 1", "if ready:\n    call(first, name='x')", "other = [item for item in items]")
@@ -37,7 +38,8 @@ def write_source(
     for entry in load_entries().values():
         for question in entry.questions:
             name = f"{entry.id}.{question.name}"
-            value = (changed or {}).get(name) or load_answers()[name][release]
+            key = release if question.file.startswith("vllm/") else load_releases()[release].flashinfer
+            value = (changed or {}).get(name) or load_answers()[name][key]
             places.setdefault((question.file, question.place), []).extend(_choose(question, value))
     texts: dict[str, str] = {}
     for (file, place), evidence in places.items():

@@ -117,10 +117,10 @@ class Evidence(_Strict):
 
 
 class Question(_Strict):
-    """A question to the Python source of vLLM, which is read and not imported."""
+    """A question to the Python source of vLLM or FlashInfer, which is read and not imported."""
 
     name: Name
-    file: Annotated[str, Field(pattern=r"^vllm/[\w/]+\.py$")]
+    file: Annotated[str, Field(pattern=r"^(vllm|flashinfer)/[\w/]+\.py$")]
     place: Annotated[str, Field(pattern=r"^(\w+(\.\w+)*)?$")] = ""
     """The function, ``Class.method``, class or variable to read; empty for the whole file."""
     affected: Evidence
@@ -128,7 +128,7 @@ class Question(_Strict):
     clean: tuple[Evidence, ...] = ()
     """Ways in which the source shows that the failure is absent; without any, the answer is never "clean"."""
     decides: bool = True
-    """False if only the words of the entry rest on it, and no rule does."""
+    """False if no build is judged by it: only words of the entry, or a range of FlashInfer, rest on it."""
 
 
 class Run(_Strict):

@@ -22,10 +22,11 @@ from backends import RELEASES, list_differences, pinned, write_backends
 from packaging.version import Version
 from patches import write_patches
 from settings import write_settings
-from tables import ROOT, read_json, sort_releases, write_json
+from tables import ROOT, read_json, write_json
 
 from moedoctor.diagnose.upgrade import compare_releases
 from moedoctor.entries import load_entries
+from moedoctor.entries.entry import Question
 from moedoctor.fixes.backends import release_tables
 from moedoctor.plugin.extensions import FIXES, TRACES, Need
 from moedoctor.plugin.known_code import find_difference
@@ -68,7 +69,7 @@ def make_tables(folder: Path, releases: Sequence[str], *, names: bool) -> Iterat
         yield f"person: {place}: {len(different)} selections of {folder.name} differ, such as {different[0]}"
     pins = dict.fromkeys(row.flashinfer for row in release_tables.load_releases().values())
     write_settings(folder, pinned(folder)["flashinfer-python"], releases, list(pins))
-    write_json(ANSWERS, ask_questions(folder, releases), levels=1)
+    write_json(ANSWERS, ask_questions(folder), levels=1)
     load_answers.cache_clear()
     try:
         write_patches(folder, ask(folder, "-m", "moedoctor.plugin.sources"), releases)
@@ -94,15 +95,28 @@ def ask(folder: Path, *command: str, **variables: str) -> Any:
     return json.loads(done.stdout.rpartition("ANSWER ")[2].partition("\n")[0] or "null")
 
 
-def ask_questions(folder: Path, releases: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Return the stored answers with those of the release in `folder`: question -> release -> answer."""
-    inquiry, stored = Inquiry(ReleaseSource(folder)), read_json(ANSWERS)
-    return {
-        name: sort_releases({**stored.get(name, {}), folder.name: inquiry.answer(question).value}, releases)
-        for entry in load_entries().values()
-        for question in entry.questions
-        for name in [f"{entry.id}.{question.name}"]
-    }
+def ask_questions(folder: Path) -> dict[str, dict[str, str]]:
+    """Return the stored answers with those of the release in `folder`: question -> release -> answer.
+
+    A question about FlashInfer is put to the FlashInfer in the folder.
+    """
+    inquiry, stored, flashinfer = (
+        Inquiry(ReleaseSource(folder)),
+        read_json(ANSWERS),
+        pinned(folder)["flashinfer-python"],
+    )
+    answers: dict[str, dict[str, str]] = {}
+    for name, question in list_questions():
+        release = folder.name if question.file.startswith("vllm/") else flashinfer
+        row = {**stored.get(name, {}), release: inquiry.answer(question).value}
+        answers[name] = dict(sorted(row.items(), key=lambda item: Version(item[0])))
+    return answers
+
+
+def list_questions() -> Iterator[tuple[str, Question]]:
+    """Yield the questions of all entries, with names such as ``MD009.asserts``."""
+    for entry in load_entries().values():
+        yield from ((f"{entry.id}.{question.name}", question) for question in entry.questions)
 
 
 def add_to_list(release: str) -> None:
@@ -116,14 +130,14 @@ def add_to_list(release: str) -> None:
 def compare(before: str, folder: Path) -> Iterator[str]:
     """Yield a line for each answer of the release in `folder` that differs; "person" needs one."""
     source = ReleaseSource(folder)
-    inquiry, stored = Inquiry(source), load_answers()
-    for entry in load_entries().values():
-        for question in entry.questions:
-            answer, was = inquiry.answer(question), stored[f"{entry.id}.{question.name}"][before]
-            if answer.value != was:
-                who = "person" if answer.value == "unknown" else "entry"
-                place = f"moedoctor/entries/{entry.id}.md, question {question.name}"
-                yield f"{who}: {place}: {was} -> {answer.value}: {answer.where}"
+    inquiry, flashinfer = Inquiry(source), release_tables.load_releases()[before].flashinfer
+    for name, question in list_questions():
+        release = before if question.file.startswith("vllm/") else flashinfer
+        answer, was = inquiry.answer(question), load_answers()[name][release]
+        if answer.value != was:
+            who = "person" if answer.value == "unknown" else "entry"
+            place = f"moedoctor/entries/{name[:5]}.md, question {question.name}"
+            yield f"{who}: {place}: {was} -> {answer.value}: {answer.where}"
     if inquiry.list_variables() is None:
         yield "person: moedoctor/upstream/releases/questions.py: envs.py has its variables in another form"
     for name, extension in {**FIXES, **TRACES}.items():

@@ -19,6 +19,7 @@ def write_patches(folder: Path, answers: Mapping[str, Mapping[str, Any]], releas
 
     A function that is not found in the source has no hash, so that it is never taken as the same.
     """
+    load_table.cache_clear()
     release, code = folder.name, Code(lambda file: (folder / file).read_text(encoding="utf-8"))
     needs, functions = (dict(load_table()[key]) for key in ("needs", "functions"))
     for name, row in answers.items():

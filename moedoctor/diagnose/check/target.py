@@ -24,7 +24,7 @@ from moedoctor.environment import Sources
 from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.processes.cuda_tools import run_tool
 from moedoctor.text import shorten
-from moedoctor.upstream.releases.questions import ENVS
+from moedoctor.upstream.releases.questions import ENVS, Inquiry
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
 
 THIS = "this Python"
@@ -158,9 +158,11 @@ def describe_source(path: Path) -> Target:
     """Return the vLLM in a wheel, or in a folder that holds ``vllm``, on Linux. Raises TargetError."""
     source = ReleaseSource(path)
     try:
-        source.read_text(ENVS)
-    except (SourceError, OSError, ValueError) as error:
-        raise TargetError(f"{error}; expected a wheel of vLLM, or a folder that holds {ENVS}") from None
+        tree = Inquiry(source).parse(ENVS)
+    except OSError as error:
+        tree = str(error)
+    if isinstance(tree, str):
+        raise TargetError(f"{tree}; expected a wheel of vLLM, or a folder that holds {ENVS}")
     lines = _read_metadata(source).splitlines()
     packages = {match[1]: match[2] for match in map(_PIN.match, lines) if match}
     version = next((match[1] for match in map(_VERSION.match, lines) if match), "of unknown version")

@@ -92,7 +92,7 @@ class Inquiry:
             except SourceError as error:
                 self.trees[file] = str(error)
             except _UNREADABLE:
-                self.trees[file] = f"{file} cannot be parsed"
+                self.trees[file] = f"{self.source.path.name}: {file} cannot be parsed"
         return self.trees[file]
 
     def list_variables(self) -> frozenset[str] | None:
