@@ -97,18 +97,17 @@ def record(
         code = _run(
             command, {**environ, **(dumps.variables if dumps else {})}, dumps.limit if dumps else None
         )
-    except InputError:
+        _wait_for_writers(folder)
+        new = set(folder.iterdir()) - before
+        capsules = sorted(file for file in new if file.suffix == ".moecapsule")
+        marks = [file for file in new if file.suffix == ".watched"]
+        for mark in marks:
+            mark.unlink(missing_ok=True)
+        if dumps:
+            _explain_crash(dumps, capsules, folder, code, keep=keep)
+    finally:
         if dumps:
             dumps.clear()
-        raise
-    _wait_for_writers(folder)
-    new = set(folder.iterdir()) - before
-    capsules = sorted(file for file in new if file.suffix == ".moecapsule")
-    marks = [file for file in new if file.suffix == ".watched"]
-    for mark in marks:
-        mark.unlink(missing_ok=True)
-    if dumps:
-        _explain_crash(dumps, capsules, folder, code, keep=keep)
     if not capsules and not marks:
         print_message(
             "record: no MoE layer was watched, so nothing is known about its calls: expected a command that "
@@ -166,7 +165,7 @@ def _wait_for_writers(folder: Path) -> None:
 def _explain_crash(
     request: DumpRequest, capsules: Sequence[Path], folder: Path, code: int, *, keep: bool
 ) -> None:
-    """Say which kernel faulted, compute its call again, and store the answer; then clear dumps away."""
+    """Say which kernel faulted, compute its call again, and store the answer."""
     from moedoctor.commands.pages import deliver_document
     from moedoctor.diagnose.autopsy.autopsy import examine_files, find_last_call
     from moedoctor.diagnose.autopsy.dump_request import MOST_BYTES
@@ -199,7 +198,6 @@ def _explain_crash(
         )
     if dumps and request.ours and not keep:
         print_message("record: the core dumps were read and are deleted; --keep keeps them")
-    request.clear()
 
 
 def _say(capsules: list[Path], folder: Path) -> None:

@@ -210,3 +210,8 @@ os.abort()
     assert out == "0\n"
     assert "it is too short for a core dump (a core dump of more than 1.0 kB is emptied)" in err
     assert "No kernel is known to have faulted" in err
+
+
+def test_no_folder_for_dumps_is_left_if_the_command_cannot_be_run(tmp_path: Path) -> None:
+    assert record(tmp_path, "--when", "crash", "--", str(tmp_path / "nothing")) == 2
+    assert not list((tmp_path / "capsules").iterdir())

@@ -20,7 +20,7 @@ from moedoctor.diagnose.autopsy.known_tensors import (
 )
 from moedoctor.diagnose.autopsy.owners import Owner, demangle, find_owner
 from moedoctor.diagnose.triage.cause import Errors
-from moedoctor.text import escape, read_bytes
+from moedoctor.text import TextFileError, escape, read_bytes
 
 MOST_FILES = 1024
 """A recording leaves two capsules a layer."""
@@ -151,7 +151,7 @@ def examine_files(files: Sequence[Path], refuse: Callable[[str], None] | None = 
         try:
             is_dump = refuse is not None or is_core_dump(file)
             found, what = _read_dump(file, tensors) if is_dump else _read_log(file)
-        except DumpError as error:
+        except (DumpError, TextFileError, OSError) as error:
             if refuse is None:
                 raise
             refuse(f"{_name(file)}: {error}")

@@ -45,7 +45,7 @@ EXCEPTIONS: Mapping[int, str] = {
     **{22: "call requires a newer driver", 23: "misaligned program counter", 24: "program counter overflow"},
 }
 """CUDBGException_t of `cudadebugger.h`, CUDA 13.1, in words."""
-_LOADS = {0x980: 12, 0x981: 12, 0x9A8: 8}
+_LOADS = {0x980: 12, 0x981: 12}
 _STORES = {0x985: 12, 0x986: 12, 0x98E: 12, 0x9A6: 12, 0xFAE: 11}
 """Instructions on global memory of GPUs of 8.x to 12.x, as nvdisasm shows them, and four bits that say that
 the address is two registers and an offset. 0xFAE is LDGSTS, which writes to no register."""

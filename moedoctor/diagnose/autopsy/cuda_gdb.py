@@ -35,7 +35,7 @@ def ask_cuda_gdb(file: Path) -> Debugged:
         return Debugged(
             (), "cuda-gdb is not on PATH; it is part of the CUDA toolkit and shows inlined functions"
         )
-    # The file has a name without spaces in a folder of ours: cuda-gdb splits its commands at spaces.
+    # cuda-gdb splits its commands at spaces, and this path to the file has none.
     commands = [f"target cudacore /proc/{os.getpid()}/fd/{{}}", "bt", "x/i $pc"]
     with file.open("rb") as stream:
         commands[0] = commands[0].format(stream.fileno())
