@@ -41,13 +41,13 @@ run: setup ## run every built-in scenario
 	@$(BIN)/moedoctor run $(ARGS)
 
 test: setup ## run the tests
-	@$(BIN)/python -m pytest -n auto $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 browser: ## fetch axe-core, which checks HTML reports for accessibility, and say how to install a browser
 	@sh scripts/browser.sh
 
 slow: setup browser ## run the tests that take minutes, then those that measure times, one by one
-	@$(BIN)/python -m pytest -n auto -m 'slow and not alone' $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not alone' $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/python -m pytest -n 0 -m 'slow and alone' $(ARGS) || [ $$? -eq 5 ]
 
 stress: setup ## minutes of hostile input and injected faults; writes reports/stress.md

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,10 +26,11 @@ def list_reports() -> Iterator[Path]:
 
 
 def render(file: Path) -> str:
-    """Return the page of a stored report."""
+    """Return the page of a stored report; its charts are not drawn, only named."""
     from moedoctor.commands.show import show
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+    undrawn = patch("moedoctor.reporters.plots.draw")
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()), undrawn:
         page = Path(folder) / f"{file.stem}.md"  # charts beside a page have its name
         show(file, "markdown", page, full=True)
         return page.read_text(encoding="utf-8")

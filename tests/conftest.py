@@ -105,24 +105,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module")
-def asked_once() -> Iterator[None]:
-    """Ask a child once about the same capsule, not for each test and format: each child imports torch."""
+def replayed_here() -> Iterator[None]:
+    """Ask children for one judgment and one backend, and replay the rest here: each child imports torch."""
     from moedoctor.diagnose.capsule import replay
+    from moedoctor.results import to_plain
 
-    ask = replay.ask
-    answers: dict[tuple[bytes, str], dict[str, Any]] = {}
+    ask, asked = replay.ask, set[bool]()
 
-    def remembered(module: str, request: dict[str, Any], *, seconds: float) -> dict[str, Any]:
-        path = Path(request["path"])
-        if not path.is_file():
-            return ask(module, request, seconds=seconds)
-        key = path.read_bytes(), json.dumps({**request, "path": path.name, "seconds": seconds})
-        if key not in answers:
-            answers[key] = ask(module, request, seconds=seconds)
-        return copy.deepcopy(answers[key])
+    def answer(module: str, request: dict[str, Any], *, seconds: float) -> Any:
+        kind = "variant" in request
+        if kind in asked and Path(request["path"]).is_file():
+            return json.loads(json.dumps(to_plain(replay._carry_out(request))))
+        asked.add(kind)
+        return ask(module, request, seconds=seconds)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "ask", remembered)
+        patch.setattr(replay, "ask", answer)
         yield
 
 

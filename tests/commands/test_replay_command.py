@@ -14,7 +14,7 @@ from moedoctor.models.layer_shape import LayerShape
 from moedoctor.trace.capsule import load, save
 from tests.capsules import computation, make_capsule, noisy, with_output
 
-pytestmark = pytest.mark.usefixtures("asked_once")
+pytestmark = pytest.mark.usefixtures("replayed_here")
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,27 @@ The global scale of w13 was multiplied in the backend's weights after loading, a
 call (`evidence/reports.sh recorded_scale_graphs`).
 """
 
+import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from moedoctor.cli import main
-from moedoctor.diagnose.capsule.replay import judge
+from moedoctor.diagnose.capsule import replay
+from moedoctor.results import to_plain
 from moedoctor.trace.capsule import load
 
 FILE = Path(__file__).parent / "engine_wrong_scale.moecapsule"
 
 
-def test_the_wrong_call_is_found_and_the_expert_is_named() -> None:
-    result = judge(load(FILE))
+@pytest.fixture(scope="module")
+def result() -> Any:
+    """What a child of `moedoctor replay` answers."""
+    return json.loads(json.dumps(to_plain(replay.judge(load(FILE)))))
+
+
+def test_the_wrong_call_is_found_and_the_expert_is_named(result: dict[str, Any]) -> None:
     recorded, diagnosis = result["recorded"], result["diagnosis"]
     assert (result["judged"], result["right"]) == (True, False)
     assert (recorded["wrong_tokens"], recorded["cosine_token"]) == (1, 2)
@@ -26,7 +36,8 @@ def test_the_wrong_call_is_found_and_the_expert_is_named() -> None:
     assert diagnosis["runner_up"]["cosine"] < 0.99
 
 
-def test_the_answer_names_the_entry_and_that_the_kernel_did_not_do_it(capsys):
+def test_the_answer_names_the_entry_and_that_the_kernel_did_not_do_it(capsys, result, monkeypatch):
+    monkeypatch.setattr(replay, "ask", lambda module, request, seconds: result)
     assert main(["replay", str(FILE)]) == 1
     text = " ".join(capsys.readouterr().out.split())
     assert (
