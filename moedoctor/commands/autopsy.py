@@ -27,7 +27,8 @@ def autopsy(
 
     Reads the core dump that CUDA writes with CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1, without a GPU and without
     NVIDIA's tools, or what CUDA_COREDUMP_SHOW_PROGRESS=1 wrote into a log. A dump may hold weights and
-    prompts; nothing leaves this machine. Exit code 1 if a kernel faulted.
+    prompts; nothing leaves this machine. `moedoctor record --when crash` asks CUDA for a dump without memory.
+    Exit code 1 if a kernel faulted.
     """
     from moedoctor.diagnose.autopsy.autopsy import examine
     from moedoctor.diagnose.autopsy.core_dump import DumpError
