@@ -16,6 +16,7 @@ from moedoctor.commands.bench import bench
 from moedoctor.commands.capsule import capsule
 from moedoctor.commands.check import check
 from moedoctor.commands.compare import compare
+from moedoctor.commands.conform import conform
 from moedoctor.commands.explain import explain
 from moedoctor.commands.fleet import fleet
 from moedoctor.commands.lint import lint
@@ -80,6 +81,7 @@ for command in (
     audit,
     plan,
     bench,
+    conform,
     compare,
     show,
     record,

@@ -52,6 +52,9 @@ PAGES: Mapping[str, _Kind] = {
         lambda wanted: {"brief": wanted.format == "table"},
     ),
     "autopsy": _Kind("pages.autopsy:make_autopsy_page", "pages.autopsy:summarize"),
+    "conform": _Kind(
+        "pages.conform:make_conform_page", "pages.conform:summarize", "pages.conform:find_in_conform"
+    ),
     "fleet": _Kind(
         "pages.fleet:make_fleet_page",
         "pages.fleet:summarize",

@@ -25,6 +25,7 @@ DOCUMENTS: Mapping[str, str] = {
     "lint": f"{_PAGES}.lint:LintDocument",
     "autopsy": "moedoctor.diagnose.autopsy.autopsy:AutopsyDocument",
     "audit": f"{_PAGES}.audit:AuditDocument",
+    "conform": "moedoctor.testing.questions:ConformReport",
     "plan": f"{_PAGES}.plan:PlanDocument",
     "preflight": "moedoctor.diagnose.preflight.records:PreflightDocument",
     "bench": f"{__name__}:BenchReport",

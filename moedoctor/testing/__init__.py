@@ -3,20 +3,28 @@
     from moedoctor.testing import check_router
     print(check_router("my_kernels.routing:topk_softmax"))
 
-Each question runs in a child process, with a fixed seed. An implementation may declare its options in an
-attribute ``moedoctor``, a dictionary; `moedoctor.testing.adapters` has examples. No function here raises for
+Each question runs in a child process, with a fixed seed. An implementation may declare its options with
+`declare`; `moedoctor.testing.adapters` has examples. No function here raises for
 a wrong answer: `ConformReport.failed` lists them, each with a line that repeats it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import TypedDict, Unpack
 
 from moedoctor.testing.examine import TargetError, examine
-from moedoctor.testing.questions import Answer, ConformReport, Question, Sizes, Verdict, load_questions
+from moedoctor.testing.questions import (
+    Answer,
+    ConformReport,
+    Question,
+    Sizes,
+    Verdict,
+    declare,
+    load_questions,
+)
 
 __all__ = [
     "Answer",
@@ -28,6 +36,7 @@ __all__ = [
     "check_moe",
     "check_offloader",
     "check_router",
+    "declare",
     "load_questions",
 ]
 
@@ -74,7 +83,7 @@ def check_moe(
     activations: Sequence[str] | None = None,
     gate: str | None = None,
     block_scales: str | None = None,
-    inputs: str | None = None,
+    inputs: str | Mapping[str, str] | None = None,
     **how: Unpack[How],
 ) -> ConformReport:
     """Ask a MoE kernel: ``fn(hidden_states, w13, w2, topk_weights, topk_ids, scales) -> [T, H]``.
@@ -87,9 +96,9 @@ def check_moe(
     parameter ``activation``. The layout: `gate` ``first`` (default), ``last`` or ``interleaved``, and
     `block_scales` ``linear`` (default) or ``swizzled`` in tiles of 128x4. `inputs`: the format to which `fn`
     rounds activations: ``none`` (default), ``fp8_token`` or ``fp8_block``, or ``fp8`` and ``nvfp4`` with
-    scales ``w13_input`` and ``w2_input``. Errors as `check_router`.
+    scales ``w13_input`` and ``w2_input``; or one for each format. Errors as `check_router`.
     """
-    options = {"formats": formats, "activations": activations, "gate": gate}
+    options: dict[str, Any] = {"formats": formats, "activations": activations, "gate": gate}
     options |= {"block_scales": block_scales, "inputs": inputs}
     return examine(fn, "moe", options, **how)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from moedoctor.processes.ask import answer, find_working_folder
 from moedoctor.processes.deaths import classify, find_first_line
-from moedoctor.results import Death, UnavailableError
+from moedoctor.results import Death
 from moedoctor.testing.questions import KINDS, Question, Setting, Sizes, UnfitError, load_questions, takes
 
 _STARTING = 300.0
@@ -68,7 +68,7 @@ def answer_request(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield {"event": "target", **about, **_describe(package or target.__module__, request["device"])}
     module = importlib.import_module(f"moedoctor.testing.{kind}")
     done = {tuple(key) for key in request["done"]}
-    for variant in getattr(module, "list_variants", lambda options: ("",))(options):
+    for variant in getattr(module, "list_variants", lambda target, options: ("",))(target, options):
         setting = Setting(variant, options, request["device"], request["seed"])
         refused: str | None = None
         for question in load_questions(kind).values():
@@ -109,14 +109,9 @@ def _ask(
         except UnfitError as error:
             unfit = str(error)
             continue
-        except UnavailableError as error:
-            yield {"event": "answer", "verdict": "skipped", "reason": find_first_line(str(error))}
-            return
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            if classify(text) not in (None, Death.OUT_OF_MEMORY):
-                print(find_first_line(text), file=sys.stderr, flush=True)
-                os._exit(1)  # the context is lost; another child goes on
+            _end_without_gpu(text)
             # An implementation that refuses a format is not wrong.
             allowed = bool(setting.variant) and question.name == _FIRST
             event = {"event": "answer", "verdict": "refused", "reason": find_first_line(text)}
@@ -131,6 +126,13 @@ def _ask(
     yield {"event": "answer", **({"verdict": "right"} if asked else {"verdict": "skipped", "reason": unfit})}
 
 
+def _end_without_gpu(text: str) -> None:
+    """End this process if an error says that it lost its GPU; another child goes on."""
+    if classify(text) not in (None, Death.OUT_OF_MEMORY):
+        print(find_first_line(text), file=sys.stderr, flush=True)
+        os._exit(1)
+
+
 def _shrink(ask: Callable[[Sizes], str | None], sizes: dict[str, int], reason: str) -> tuple[Sizes, str]:
     """Return smaller sizes for which the answer is wrong as well, and what is wrong then."""
     left, smaller = _MOST_SHRINKS, True
@@ -141,7 +143,8 @@ def _shrink(ask: Callable[[Sizes], str | None], sizes: dict[str, int], reason: s
                 left -= 1
                 try:
                     other = ask({**sizes, name: step})
-                except Exception:  # these sizes make no problem, or are refused
+                except Exception as error:  # these sizes make no problem, or are refused
+                    _end_without_gpu(f"{type(error).__name__}: {error}")
                     continue
                 if other is not None:
                     sizes, reason, smaller = {**sizes, name: step}, other, True
@@ -161,12 +164,13 @@ def _describe(package: str, device: str) -> dict[str, str]:
 
     torch.set_num_threads(1)  # the problems are small, and other processes may be busy
     top = package.split(".")[0]
-    name = next(iter(importlib.metadata.packages_distributions().get(top, ())), top)
+    name = next(iter(importlib.metadata.packages_distributions().get(top, ())), package)
     try:
         version = f"{name} {importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
         version = name
     place = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
+    place += ", Triton's interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
     return {"package": version, "machine": f"{place}, torch {torch.__version__}"}
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from moedoctor.processes import interrupts
 from moedoctor.processes.ask import Ended, run_module
 from moedoctor.processes.deaths import from_exit
 from moedoctor.testing.questions import (
@@ -60,7 +61,6 @@ def examine(
     sizes: Sizes | None = None,
     seed: int = 0,
     seconds: float = 60.0,
-    progress: Callable[[str], None] = lambda text: None,
 ) -> ConformReport:
     """Ask `target` the questions of `kind`, or those named in `only`, on `device`.
 
@@ -74,14 +74,14 @@ def examine(
     request |= {"only": list(only), "sizes": sizes, "seconds": seconds}
     answers: dict[tuple[str, str], Answer] = {}
     about: dict[str, Any] = {}
-    while True:
-        child = run_module(
-            _CHILD,
-            {**request, "done": [list(key) for key in answers]},
-            seconds=_LONGEST,
-            caches=_CACHES,
-            watch=lambda event: progress(f"{event.get('variant', '')} {event.get('question', '')}".strip()),
-        )
+    going = True
+    while going:
+        with interrupts.hold_signals():
+            try:
+                asked = {**request, "done": [list(key) for key in answers]}
+                child = run_module(_CHILD, asked, seconds=_LONGEST, caches=_CACHES)
+            except interrupts.Interrupted as stop:
+                child = stop.ended
         at: Mapping[str, Any] | None = None
         for event in child.answers:
             if event["event"] == "unusable":
@@ -93,17 +93,20 @@ def examine(
             else:
                 at = None
                 answers[event["variant"], event["question"]] = _make_answer(event, about, request)
-        if child.problem is None:
-            break
-        if at is None:
+        going = child.problem is not None and not child.interrupted
+        if child.problem is not None and at is None:
             raise TargetError(f"{name}: {child.problem}")
-        event = {**at, "verdict": "crashed", "reason": _explain_death(child, seconds)}
-        answers[at["variant"], at["question"]] = _make_answer(event, about, request)
+        if at is not None:
+            verdict = "skipped" if child.interrupted else "crashed"
+            event = {**at, "verdict": verdict, "reason": _explain_death(child, seconds)}
+            answers[at["variant"], at["question"]] = _make_answer(event, about, request)
     facts = (about["kind"], about["package"], about["machine"], seed, about["options"])
     return ConformReport(name, *facts, tuple(answers.values()))
 
 
 def _explain_death(child: Ended, seconds: float) -> str:
+    if child.interrupted:
+        return "interrupted, with the questions after it"
     late = child.code is None or "Timeout (" in child.log  # the text of faulthandler
     return f"no answer within {seconds:g} s" if late else from_exit(child.code or 0, child.log).message
 

@@ -17,10 +17,9 @@ from moedoctor.reference.agreement import Bounds, agree, choose_bounds
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe_layer import Layer, compute_expected, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
-from moedoctor.testing.questions import Setting, UnfitError, takes
+from moedoctor.testing.questions import FORMATS, Setting, UnfitError, takes
 
 # T = tokens, E = experts, K = top_k, H = hidden size, I = intermediate size
-FORMATS = ("bf16", "fp8", "fp8-block", "nvfp4", "mxfp4")
 _UNITS = {"bf16": 8, "fp8": 16, "fp8-block": 16, "nvfp4": 16, "mxfp4": 32}
 """Format -> what hidden and intermediate size must be multiples of."""
 _MX_BLOCK = 32
@@ -84,23 +83,20 @@ def _choose_two(problem: Problem) -> None:
 
 
 def _break_idle(problem: Problem) -> None:
-    """Put NaN into the weights or scales of experts that no token has."""
+    """Put NaN into the weights of experts that no token has."""
     _choose_two(problem)
-    problem.layer = replace(problem.layer, w13=_put_nan(problem.layer.w13), w2=_put_nan(problem.layer.w2))
-    for _, scales in problem.codes.values():
-        scales[:-2] = 255  # the code of NaN
     if problem.experts < 3:
         raise UnfitError("no expert is idle")
+    for weight in _take_bf16(problem):
+        weight[:-2] = torch.nan
 
 
-def _put_nan(weight: Any) -> Any:
-    if isinstance(weight, Fp8):
-        return replace(weight, scale=_put_nan(weight.scale))
-    if isinstance(weight, Nvfp4):
-        return replace(weight, global_scale=_put_nan(weight.global_scale))
-    broken = weight.clone()
-    broken[:-2] = torch.nan
-    return broken
+def _take_bf16(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    w13, w2 = problem.layer.w13, problem.layer.w2
+    if problem.layer.quantization != "bf16" or not isinstance(w13, torch.Tensor):
+        raise UnfitError("asked of bf16 only")
+    assert isinstance(w2, torch.Tensor)
+    return w13, w2
 
 
 def _break_token(problem: Problem) -> None:
@@ -116,11 +112,9 @@ def _scale_weights(problem: Problem) -> None:
 
 def _raise_values(problem: Problem) -> None:
     """Make values between the products larger than float16 holds."""
-    if problem.layer.quantization != "bf16":
-        raise UnfitError("the scales are those of the format")
-    assert isinstance(problem.layer.w13, torch.Tensor)
-    assert isinstance(problem.layer.w2, torch.Tensor)
-    problem.layer = replace(problem.layer, w13=problem.layer.w13 * 1024, w2=problem.layer.w2 / 1024)
+    w13, w2 = _take_bf16(problem)
+    w13 *= 1024
+    w2 /= 1024
 
 
 def _pad_columns(tensor: torch.Tensor, value: float) -> torch.Tensor:
@@ -159,8 +153,8 @@ CHANGES: Mapping[str, Callable[[Problem], None]] = {
     "unknown_ids": _put_unknown,
     "weights_as_given": _scale_weights,
     "large_values": _raise_values,
-    "unwritten_memory": _skip_ids,
-    "earlier_calls": _skip_ids,
+    "unwritten_memory": _leave,
+    "earlier_calls": _leave,
     "padded_hidden": _pad_hidden,
     "padded_ids": _pad_ids,
     "int64_ids": _cast_ids,
@@ -169,10 +163,11 @@ CHANGES: Mapping[str, Callable[[Problem], None]] = {
 """Question -> what it does to an ordinary problem."""
 
 
-def list_variants(options: Mapping[str, Any]) -> Sequence[str]:
+def list_variants(fn: Callable[..., Any], options: Mapping[str, Any]) -> Sequence[str]:
     """Return ``fp8 silu`` and so on."""
+    formats = options.get("formats", FORMATS if takes(fn, "scales") else ("bf16",))
     activations = options.get("activations", ("silu",))
-    return [f"{form} {activation}" for form in options.get("formats", FORMATS) for activation in activations]
+    return [f"{form} {activation}" for form in formats for activation in activations]
 
 
 def ask(fn: Callable[..., Any], question: str, sizes: Mapping[str, int], how: Setting) -> str | None:
@@ -183,6 +178,7 @@ def ask(fn: Callable[..., Any], question: str, sizes: Mapping[str, int], how: Se
     if form != "bf16" and not takes(fn, "scales"):
         raise TypeError("it has no parameter scales")
     inputs = how.options.get("inputs", "none")
+    inputs = inputs if isinstance(inputs, str) else inputs[form]
     problem = build(sizes, form, activation, inputs, how.device, how.seed)
     CHANGES[question](problem)
     w13, w2, scales = convert(problem, how.options, inputs)
@@ -196,7 +192,7 @@ def ask(fn: Callable[..., Any], question: str, sizes: Mapping[str, int], how: Se
     given = (problem.x, problem.topk_weights, problem.topk_ids)
     before = [tensor.clone() for tensor in (*given, w13, w2)]
     if question == "earlier_calls":
-        call(problem.x * 64, problem.topk_weights, problem.topk_ids.clamp(min=0))
+        call(problem.x * 64, problem.topk_weights, problem.topk_ids)
     with _fill_new_memory() if question == "unwritten_memory" else contextlib.nullcontext():
         output = call(*given)
     names = ("hidden_states", "topk_weights", "topk_ids", "w13", "w2")

@@ -5,20 +5,23 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import yaml
 
 from moedoctor.results import from_json
 
 KINDS = ("router", "moe", "cache", "offloader")
+FORMATS = ("bf16", "fp8", "fp8-block", "nvfp4", "mxfp4")
+"""Formats of the weights of a MoE kernel."""
 CHECKS = {"router": "check_router", "moe": "check_moe", "cache": "check_expert_cache"}
 CHECKS["offloader"] = "check_offloader"
 """Kind -> the public function that asks."""
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 Sizes = Mapping[str, int]
 """``tokens``, ``experts``, ``top_k`` and so on: what a problem is built with, beside the seed."""
 
@@ -69,6 +72,20 @@ class UnfitError(Exception):
     """Raised by the builder of a problem for sizes that make no such problem."""
 
 
+def declare(**declared: Any) -> Callable[[_Function], _Function]:
+    """Return a decorator that declares options of the checks with a function, such as ``formats``.
+
+    Also ``kind``, ``package`` (the package that is asked, if another one than the function's) and
+    ``undefined``: question -> where the documentation leaves the case undefined.
+    """
+
+    def attach(function: _Function) -> _Function:
+        function.moedoctor = declared  # type: ignore[attr-defined]
+        return function
+
+    return attach
+
+
 def takes(function: Any, parameter: str) -> bool:
     """Return True if a function has that parameter, or takes any keyword."""
     parameters = inspect.signature(function).parameters
@@ -107,6 +124,11 @@ class Answer:
     """One line of Python that asks this again."""
     undefined: str | None = None
     """Where the implementation documents that it leaves this case undefined."""
+
+    @property
+    def name(self) -> str:
+        """The variant and the question."""
+        return f"{self.variant} {self.question}".strip()
 
 
 @dataclass(frozen=True)
@@ -159,8 +181,7 @@ class ConformReport:
     def __str__(self) -> str:
         lines = [f"{self.target} ({self.package}, {self.machine}, seed {self.seed})", self.badge]
         for answer in self.answers:
-            if answer.verdict is not Verdict.RIGHT:
-                name = " ".join(filter(None, (answer.variant, answer.question)))
-                lines.append(f"  {name}: {answer.verdict.value}: {answer.reason}")
+            if answer.verdict not in (Verdict.RIGHT, Verdict.SKIPPED):
+                lines.append(f"  {answer.name}: {answer.verdict.value}: {answer.reason}")
                 lines += [f"    {answer.repeat}"] if answer.repeat else []
         return "\n".join(lines)

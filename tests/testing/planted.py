@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from moedoctor.fixes.routing import grouped_topk, topk_softmax
-from moedoctor.reference.expert_cache import PrCache
 from moedoctor.testing.adapters.reference import compute
+from moedoctor.testing.adapters.vllm_37190 import Provider
 from moedoctor.testing.moe import order_rows
 
 Weights = Mapping[str, torch.Tensor]
@@ -245,16 +245,6 @@ class SharesState(Cache):
         self.expert_of = self.shared.setdefault(capacity, self.expert_of)
 
 
-class Published(PrCache):
-    """The provider of vllm#37190."""
-
-    def __init__(self, weights: Weights, capacity: int) -> None:
-        super().__init__(weights, capacity, device="cpu")
-
-    def prepare(self, ids: torch.Tensor) -> tuple[Weights, torch.Tensor]:
-        return self.slots, PrCache.acquire(self, ids)
-
-
 def plant(
     change: Callable[[dict[str, Any]], None],
     finish: Callable[[torch.Tensor, dict[str, Any]], Any] | None = None,
@@ -337,19 +327,17 @@ def saturate(call: dict[str, Any]) -> None:
 
 
 def leave_unwritten(output: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
-    fresh, used = torch.empty_like(output), (call["ids"] >= 0).any(1)
-    fresh[used] = output[used]
+    fresh = torch.empty_like(output)
+    fresh[:-1] = output[:-1]
     return fresh
 
 
-BUFFER: dict[str, torch.Tensor] = {}
+BUFFER: dict[torch.Size, torch.Tensor] = {}
 
 
-def keep_buffer(output: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
-    used = (call["ids"] >= 0).any(1)
-    stale = BUFFER.get("output", torch.zeros(0))
-    BUFFER["output"] = torch.where(used[:, None], output, stale if stale.shape == output.shape else 0)
-    return BUFFER["output"]
+def add_to_buffer(output: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
+    BUFFER[output.shape] = BUFFER.get(output.shape, 0) + output
+    return BUFFER[output.shape]
 
 
 def ignore_stride(*names: str) -> Callable[..., Any]:
@@ -463,7 +451,7 @@ PLANTED: Mapping[str, Mapping[str, Any]] = {
     },
     "cache": {
         "ordinary": ShiftsSlots,
-        "needed_experts_stay": Published,
+        "needed_experts_stay": Provider,
         "evicted_experts_return": KeepsMapping,
         "repeated_ids": DropsRepeated,
         "skipped_ids": WrapsSkipped,
@@ -491,7 +479,7 @@ PLANTED: Mapping[str, Mapping[str, Any]] = {
         "weights_as_given": plant(normalize_shares),
         "large_values": plant(saturate),
         "unwritten_memory": plant(keep, leave_unwritten),
-        "earlier_calls": plant(keep, keep_buffer),
+        "earlier_calls": plant(keep, add_to_buffer),
         "padded_hidden": ignore_stride("x"),
         "padded_ids": ignore_stride("ids", "shares"),
         "int64_ids": plant(halve_int64),

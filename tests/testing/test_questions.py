@@ -17,7 +17,7 @@ def ask(kind: str, name: str, implementation: Any) -> str | None:
     """Return what is wrong with the first answer that is not right; a refusal that is allowed is right."""
     module, question = importlib.import_module(f"moedoctor.testing.{kind}"), load_questions(kind)[name]
     options = {**getattr(implementation, "moedoctor", {}), **OPTIONS.get(name, {})}
-    for variant in getattr(module, "list_variants", lambda options: ("",))(options):
+    for variant in getattr(module, "list_variants", lambda *_: ("",))(implementation, options):
         for sizes in question.sizes:
             try:
                 reason = module.ask(implementation, name, sizes, Setting(variant, options))
