@@ -178,6 +178,29 @@ def kernels_table(document: Path, formats: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
+def conform_table(document: Path, _: Sequence[str]) -> str:
+    """Return who answers what, and below it the answers that are not right, with the line that repeats each."""
+    cells, lines = [], []
+    for file in sorted((ROOT / "reports" / "conform").glob("*.json")):
+        report = _read(file)
+        counts, answers = report["summary"], report["answers"]
+        undefined = sum(bool(each["undefined"]) for each in answers)
+        shown = [str(counts[name]) for name in ("right", "wrong", "crashed", "refused")]
+        about = f"{report['package']} on {report['machine']}"
+        cells.append((_link(document, file.stem, file), about, *shown, str(undefined)))
+        for each in answers:
+            if each["verdict"] in ("wrong", "crashed"):
+                name = " ".join(filter(None, (each["variant"], each["question"])))
+                why = (
+                    f"{each['reason']}; documented: {each['undefined']}"
+                    if each["undefined"]
+                    else each["reason"]
+                )
+                lines.append(f"- {file.stem}, {name}: {each['verdict']}: {why}  \n  `{each['repeat']}`")
+    head = ("implementation", "package and machine", "right", "wrong", "crashed", "refused", "undefined")
+    return "\n\n".join([_table(head, cells), *(["\n".join(lines)] if lines else [])])
+
+
 def reports_table(document: Path, _: Sequence[str]) -> str:
     """Return a row for each stored report in the document's folder."""
     cells = []
@@ -221,6 +244,7 @@ KINDS: Mapping[str, Callable[[Path, Sequence[str]], str]] = {
     "promises": promises_table,
     "kernels": kernels_table,
     "reports": reports_table,
+    "conform": conform_table,
 }
 
 

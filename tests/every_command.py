@@ -24,6 +24,7 @@ CALLS = {
     "lint": ["lint", "model"],
     "preflight": ["preflight", "--sm", "9.0", "--wheel", "release", "--script", "serve.py"],
     "audit": ["audit", "cache", "--sm", "12.0"],
+    "conform": ["conform", "router.py:route", "--question", "ordinary,nan_rows"],
     "plan": ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "32"],
     "compare": ["compare", "old.json", "new.json"],
     "replay": ["replay", "a.capsule", "--device", "cpu", "--backend", "REFERENCE"],
@@ -66,6 +67,8 @@ def prepare(folder: Path) -> None:
     (folder / "cache" / "empty").mkdir(parents=True)
     (folder / "release" / "vllm").mkdir(parents=True)
     (folder / "release" / "vllm" / "__init__.py").touch()
+    route = "def route(logits, top_k):\n    return logits.float().softmax(1).topk(top_k)\n"
+    (folder / "router.py").write_text(route)
     (folder / "serve.py").write_text("LLM('model')")
     (folder / "cache" / "a.so").write_bytes(b"\x7fELF")
     (folder / "cache" / "ours.cubin").write_bytes(fake_cubin(120))

@@ -40,6 +40,7 @@ ANSWERS: Mapping[str, tuple[str, int]] = {
 NEED_TORCH: Mapping[str, str] = {
     "run": "MD001",
     "bench": "--backend REFERENCE",
+    "conform": "moedoctor.fixes.routing:topk_softmax",
     "record": "-- true",
     "replay": "call.moecapsule",
     "capsule": "show call.moecapsule",

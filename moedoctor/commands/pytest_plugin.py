@@ -1,5 +1,7 @@
 """The pytest plug-in: ``pytest --moedoctor scenarios/`` makes a test of each scenario in a file or folder.
 
+``pytest --moe-router package.module:name`` makes one of each question of `moedoctor conform`.
+
 A scenario passes if it is proved or absent, is skipped if all its cases are, and else fails. A failure shows
 its evidence (``-rP`` shows that of the others), and ``--junitxml`` has it as properties. Each case runs in a
 process of its own, as with `moedoctor run`. Without the option nothing of moedoctor is imported.
@@ -16,10 +18,17 @@ import pytest
 
 if TYPE_CHECKING:
     from moedoctor.results import ScenarioResult
+    from moedoctor.testing import Answer
 
 _SUFFIXES = (".yaml", ".yml")
 _KEYS = re.compile(rb"^(id|subjects|expect|claims)\s*:", re.MULTILINE)
 _MOST_HEAD = 65_536
+_ASKED = {
+    "--moe-router": "router",
+    "--moe-kernel": "moe",
+    "--moe-cache": "cache",
+    "--moe-offloader": "offloader",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,6 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=False,
         help="run moedoctor's scenarios (.yaml) in the given files and folders as tests",
     )
+    for option, kind in _ASKED.items():
+        group.addoption(
+            option,
+            action="append",
+            default=[],
+            metavar="TARGET",
+            help=f"ask this {kind} each question of `moedoctor conform` as a test; may be repeated",
+        )
+    group.addoption("--moe-device", default="cpu", help="where the targets run: cpu (default) or cuda:0")
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -121,3 +139,76 @@ def list_sections(result: ScenarioResult) -> Iterator[tuple[str, str]]:
         yield words, f"{case.verdict.value}: {explain_case(case)}\n{to_json(case.evidence)}"
     for claim in result.claims:
         yield f"moedoctor claim {claim.verdict.value}", f"{claim.text}\n{to_json(claim.evidence)}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Add the questions to each target, before others select or mark tests."""
+    for option, kind in _ASKED.items():
+        for target in config.getoption(option):
+            from moedoctor.testing import load_questions
+
+            examined = Examined(target, kind, config.getoption("--moe-device"), session)
+            items += [
+                QuestionItem.from_parent(
+                    session, name=f"{option[2:]} {target} {name}", question=name, of=examined
+                )
+                for name in load_questions(kind)
+            ]
+
+
+class Examined:
+    """The answers of one target; all questions that are left in the session are asked at once."""
+
+    def __init__(self, target: str, kind: str, device: str, session: pytest.Session) -> None:
+        self._target, self._kind, self._device, self._session = target, kind, device, session
+        self._answers: list[Answer] | None = None
+
+    def list_answers(self, question: str) -> list[Answer]:
+        """Return the answers to a question, one for each variant. Raises TargetError."""
+        from moedoctor.testing.examine import examine
+
+        if self._answers is None:
+            items = [
+                each for each in self._session.items if isinstance(each, QuestionItem) and each.of is self
+            ]
+            only = [each.question for each in items]
+            report = examine(self._target, self._kind, device=self._device, only=only)
+            self._answers = list(report.answers)
+        return [answer for answer in self._answers if answer.question == question]
+
+
+class QuestionItem(pytest.Item):
+    """One question to one target as a test."""
+
+    def __init__(self, *, question: str, of: Examined, **options: Any) -> None:
+        super().__init__(**options)
+        self.question, self.of = question, of
+
+    def runtest(self) -> None:
+        """Ask. Raises ScenarioFailed, or pytest's skip."""
+        from moedoctor.testing import TargetError, Verdict
+
+        try:
+            answers = self.of.list_answers(self.question)
+        except TargetError as error:
+            raise ScenarioFailed(str(error)) from None
+        failed = [answer for answer in answers if not answer.passes]
+        if failed:
+            lines = (f"{each.name}: {each.verdict.value}: {each.reason}\n  {each.repeat}" for each in failed)
+            raise ScenarioFailed("\n".join(lines))
+        if all(answer.verdict is Verdict.SKIPPED for answer in answers):
+            reason = answers[0].reason if answers else "it was not asked"
+            raise pytest.skip.Exception(reason or "", _use_item_location=True)
+
+    def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
+        """Show a wrong answer by its words, and anything else as pytest does."""
+        if isinstance(excinfo.value, ScenarioFailed):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Return the name; a question has no place in a file."""
+        return self.path, 0, self.name

@@ -12,13 +12,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from moedoctor.processes.ask import answer, find_working_folder
 from moedoctor.processes.deaths import classify, find_first_line
 from moedoctor.results import Death
 from moedoctor.testing.questions import KINDS, Question, Setting, Sizes, UnfitError, load_questions, takes
+from moedoctor.text import explain_missing_torch, read_text
 
+_MOST_SOURCE = 10_000_000
 _STARTING = 300.0
 """Seconds in which a child has to import the target: vLLM takes half a minute, on a cold disk more."""
 _STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 64, 128, 256)
@@ -35,6 +38,7 @@ def load_target(text: str) -> Any:
     folder = find_working_folder()
     if place.endswith(".py"):
         file = os.path.join(folder, place)
+        read_text(Path(file), _MOST_SOURCE)  # a pipe or device would be waited for
         module_name = os.path.splitext(os.path.basename(file))[0]
         spec = importlib.util.spec_from_file_location(module_name, file)
         assert spec is not None
@@ -59,7 +63,8 @@ def answer_request(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if kind not in KINDS:
             raise TypeError(f"its kind is not clear: give --kind, one of {', '.join(KINDS)}")
     except Exception as error:
-        yield {"event": "unusable", "reason": find_first_line(f"{type(error).__name__}: {error}")}
+        reason = explain_missing_torch(error) or f"{type(error).__name__}: {error}"
+        yield {"event": "unusable", "reason": find_first_line(reason)}
         return
     undefined, package = declared.pop("undefined", {}), declared.pop("package", None)
     declared.pop("kind", None)

@@ -54,7 +54,7 @@ NAMED = [
     ("triage", "x.log"), ("show", "x.json"), ("compare", "x.json"), ("run", "x.yaml"),
     ("run --baseline", "x.json"),
     ("audit", "x.so"), ("audit", "x.cubin"), ("audit", "x.whl"), ("audit", "build.ninja"), ("lint", "x"),
-    ("autopsy", "x.core"),
+    ("autopsy", "x.core"), ("conform", "x.py"),
     ("plan --model", "config.json"), ("bench --cache --trace", "x.safetensors"),
     ("run --vllm-kernels 0.21.0=", "x.so"), ("run --vllm-kernels 0.21.0=", "x.whl"),
     ("run --flashinfer 0.6.6=", "x.whl"),
@@ -79,6 +79,8 @@ def ends(capsys: pytest.CaptureFixture[str], command: str, path: Path) -> tuple[
     """Return the exit code of a command on `path`, and what it printed; check that this is one line."""
     words = command.split()
     words = [*words[:-1], f"{words[-1]}{path}"] if command.endswith("=") else [*words, str(path)]
+    if command == "conform":
+        words[-1] += ":fn"
     if command == "compare":
         words.append(str(path))
     signal.alarm(MOST_SECONDS)

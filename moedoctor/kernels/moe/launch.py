@@ -216,6 +216,8 @@ def run_experts(
     FP8. Weights are multiplied as `x`'s type, with `RowTile` as float32; sums are float32, and values between
     the products have `x`'s type.
     """
+    # The kernels read rows that are packed, and a caller may give part of a wider buffer.
+    x, topk_weights, topk_ids = x.contiguous(), topk_weights.contiguous(), topk_ids.contiguous()
     hidden_size = x.shape[1]
     num_experts, pairs = w13.values.shape[0], topk_ids.numel()
     gated = activation != "relu2"
