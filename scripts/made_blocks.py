@@ -179,7 +179,7 @@ def kernels_table(document: Path, formats: Sequence[str]) -> str:
 
 
 def conform_table(document: Path, _: Sequence[str]) -> str:
-    """Return who answers what, and below it the answers that are not right, with the line that repeats each."""
+    """Return who answers what, and below it the wrong answers, with the line that repeats each."""
     cells, lines = [], []
     for file in sorted((ROOT / "reports" / "conform").glob("*.json")):
         report = _read(file)
@@ -191,12 +191,9 @@ def conform_table(document: Path, _: Sequence[str]) -> str:
         for each in answers:
             if each["verdict"] in ("wrong", "crashed"):
                 name = " ".join(filter(None, (each["variant"], each["question"])))
-                why = (
-                    f"{each['reason']}; documented: {each['undefined']}"
-                    if each["undefined"]
-                    else each["reason"]
-                )
-                lines.append(f"- {file.stem}, {name}: {each['verdict']}: {why}  \n  `{each['repeat']}`")
+                why = [each["reason"], *(["documented: " + each["undefined"]] if each["undefined"] else [])]
+                words = f"- {file.stem}, {name}: {each['verdict']}: {'; '.join(why)}"
+                lines.append(f"{words}  \n  `{each['repeat']}`")
     head = ("implementation", "package and machine", "right", "wrong", "crashed", "refused", "undefined")
     return "\n\n".join([_table(head, cells), *(["\n".join(lines)] if lines else [])])
 

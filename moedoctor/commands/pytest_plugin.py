@@ -151,12 +151,9 @@ def pytest_collection_modifyitems(
             from moedoctor.testing import load_questions
 
             examined = Examined(target, kind, config.getoption("--moe-device"), session)
-            items += [
-                QuestionItem.from_parent(
-                    session, name=f"{option[2:]} {target} {name}", question=name, of=examined
-                )
-                for name in load_questions(kind)
-            ]
+            for question in load_questions(kind):
+                name = f"{option[2:]} {target} {question}"
+                items.append(QuestionItem.from_parent(session, name=name, question=question, of=examined))
 
 
 class Examined:
