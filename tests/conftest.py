@@ -104,19 +104,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+_asked = set[bool]()
+
+
 @pytest.fixture(scope="module")
 def replayed_here() -> Iterator[None]:
     """Ask children for one judgment and one backend, and replay the rest here: each child imports torch."""
     from moedoctor.diagnose.capsule import replay
     from moedoctor.results import to_plain
 
-    ask, asked = replay.ask, set[bool]()
+    ask = replay.ask
 
     def answer(module: str, request: dict[str, Any], *, seconds: float) -> Any:
         kind = "variant" in request
-        if kind in asked and Path(request["path"]).is_file():
+        if kind in _asked and Path(request["path"]).is_file():
             return json.loads(json.dumps(to_plain(replay._carry_out(request))))
-        asked.add(kind)
+        _asked.add(kind)
         return ask(module, request, seconds=seconds)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -34,7 +34,7 @@ REPORTS = [
 ]
 
 _texts = st.sampled_from(
-    ("", "short", HOSTILE, "x" * 5_000, "word " * 2_000, "<details>" * 400, "```\n" * 99)
+    ("", "short", HOSTILE, "x" * 2_000, "word " * 500, "<details>" * 100, "```\n" * 50)
 )
 _blocks = st.recursive(
     st.one_of(
@@ -45,7 +45,7 @@ _blocks = st.recursive(
         st.builds(
             lambda cells, rows: Table(["a"] * len(cells), [cells] * rows),
             st.lists(_texts, min_size=1, max_size=4),
-            st.integers(0, 40),
+            st.integers(0, 20),
         ),
         st.builds(Preformatted, _texts),
         st.builds(Prose, _texts),

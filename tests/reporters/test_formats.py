@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from hostile import problem
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from report_readers import READERS
 from report_samples import HOSTILE, STRANGE, case, full_report, report, reports, scenario
 
@@ -42,6 +42,7 @@ def make_strange_report() -> Report:
     return report(*scenarios, findings=tuple(STRANGE), environment={text: text for text in STRANGE})
 
 
+@settings(max_examples=20)
 @given(reports)
 @example(make_strange_report())
 def test_any_report_is_valid_in_every_format_and_the_same_from_a_file(whole: Report) -> None:

@@ -79,7 +79,7 @@ def test_every_command_is_called_here() -> None:
     assert {*CALLS, "show", "scenario"} == NAMES
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("folder", "replayed_here")
 @pytest.mark.parametrize("name", [*CALLS, *MORE_CALLS])
 def test_the_output_of_a_command_is_as_its_schema_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {**CALLS, **MORE_CALLS}[name]
