@@ -77,6 +77,8 @@ _PLUMBING = re.compile(
 )
 _ROOT = re.compile(r"(?:site|dist)-packages/|/python3\.\d{1,2}/|/vllm/(?=vllm/)")
 _MOST_ERRORS, _MOST_PROCESSES, _MOST_FRAMES, _MOST_LINES = 200, 256, 60, 300_000
+_COMMAND = re.compile(r"(?:^| )--[a-z]|^\$ ")
+"""A command line: what people paste below an error is no part of its message."""
 _APART = 400
 """Lines between two errors that do not belong together."""
 _MOST_MESSAGE, _KEPT, _CONTINUED = 2_000, 6, 60
@@ -288,7 +290,7 @@ class Errors:
         left = self._continued[process] - 1
         error = self._last[process]
         detail = _DETAIL.match(text)
-        if not text or left < 0 or (_BARE.match(text) and not detail):
+        if not text or left < 0 or (_BARE.match(text) and not detail) or _COMMAND.search(text):
             if text:
                 self._continued.pop(process, None)
             return not text
@@ -374,7 +376,7 @@ def find_told_cause(places: Mapping[str, tuple[int, int, str]]) -> Cause | None:
     ]
     if not rows:
         return None
-    line, _, excerpt, kind, body = min(rows, key=lambda row: row[:2])
+    line, _, excerpt, kind, body = min(rows, key=lambda row: (row[3] == "unknown", *row[:2]))
     return Cause(line, excerpt, kind, f"{body['name']}: {body['says']}", "", "", body["step"])
 
 
