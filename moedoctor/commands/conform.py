@@ -36,6 +36,14 @@ def conform(
         ),
     ] = None,
     question: Annotated[list[str] | None, option("NAME", "Ask only this question. May be repeated.")] = None,
+    scoring: Annotated[
+        str | None,
+        option(
+            "SCORING",
+            "How a router scores: softmax (default) or sigmoid.",
+            choose_from("--scoring", ("softmax", "sigmoid")),
+        ),
+    ] = None,
     formats: Annotated[
         list[str] | None,
         option("NAMES", "Formats of a MoE kernel's weights: bf16, fp8, fp8-block, nvfp4, mxfp4."),
@@ -80,6 +88,7 @@ def conform(
         "formats": parse_names("--formats", formats, FORMATS) or None,
         "activations": parse_names("--activation", activation, ACTIVATIONS) or None,
         "gate": gate,
+        "scoring": scoring,
     }
     with convert_errors(TargetError):
         report = examine(target, kind, options, device=device, only=only, seed=seed, seconds=seconds)

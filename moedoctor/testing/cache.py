@@ -149,11 +149,17 @@ def _make_layer(experts: int, dtype: torch.dtype, draw: torch.Generator) -> dict
 def _compute(
     cache: Any, ids: torch.Tensor, x: torch.Tensor, shares: torch.Tensor, slots: int
 ) -> torch.Tensor | None:
-    """Return float32 [T, H] of the layer with the slots that the cache gives; None for too few or many."""
-    if hasattr(cache, "groups") and len(ids[ids >= 0].unique()) > slots:
+    """Return float32 [T, H] of the layer with the slots that the cache gives; None for too few or many.
+
+    A call that is refused is computed in groups if the cache has them.
+    """
+    acquire = cache.acquire if hasattr(cache, "acquire") else cache.prepare
+    try:
+        parts = (acquire(ids),)
+    except Exception:
+        if not hasattr(cache, "groups"):
+            raise
         parts = cache.groups(ids)
-    else:
-        parts = ((cache.acquire if hasattr(cache, "acquire") else cache.prepare)(ids),)
     total = torch.zeros_like(x)  # [T, H]
     for weights, slot_ids in map(_read, parts):
         if slot_ids.shape != ids.shape:

@@ -23,6 +23,8 @@ from moedoctor.testing.questions import FORMATS, Setting, UnfitError, takes
 _UNITS = {"bf16": 8, "fp8": 16, "fp8-block": 16, "nvfp4": 16, "mxfp4": 32}
 """Format -> what hidden and intermediate size must be multiples of."""
 _MX_BLOCK = 32
+_MOST_NAMED = 4096
+"""Elements of the hidden states up to which a wrong output is explained; it takes seconds for more."""
 _BOUNDS = Bounds(cosine=0.9998, norm=0.02, element=0.03, matched=0.99, worst=0.1)
 """Of kernels that do not quantize activations; wide enough for sums and intermediates in bfloat16."""
 
@@ -70,7 +72,7 @@ def _skip_all(problem: Problem) -> None:
 
 
 def _put_unknown(problem: Problem) -> None:
-    problem.topk_ids[0, 0] = problem.experts
+    problem.topk_ids[0, 0], problem.topk_ids[0, -1] = problem.experts, -2
     problem.topk_ids[-1, -1] = 1 << 24
 
 
@@ -182,6 +184,8 @@ def ask(fn: Callable[..., Any], question: str, sizes: Mapping[str, int], how: Se
     problem = build(sizes, form, activation, inputs, how.device, how.seed)
     CHANGES[question](problem)
     w13, w2, scales = convert(problem, how.options, inputs)
+    if question == "unknown_ids":
+        w13, w2 = _put_between_nan(w13), _put_between_nan(w2)
     more = {"scales": scales, "activation": activation, "format": form}
     named = {name: value for name, value in more.items() if takes(fn, name)}
 
@@ -305,12 +309,21 @@ def _name_mistake(problem: moe_layer.Problem, output: torch.Tensor, inputs: str)
     from moedoctor.diagnose.capsule.explain import diagnose
     from moedoctor.diagnose.capsule.mistakes import BY_NAME
 
-    if problem.layer.quantization == "mxfp4" or problem.x.is_cuda:
+    if problem.layer.quantization == "mxfp4" or problem.x.is_cuda or problem.x.numel() > _MOST_NAMED:
         return ""
     best = diagnose(Computation(problem, inputs), output).best
     names = best.mistakes if best is not None else ()
     words = [BY_NAME[name].words for name in names if name in BY_NAME]
     return f": as with {' and '.join(words)}" if words else ""
+
+
+def _put_between_nan(weight: torch.Tensor) -> torch.Tensor:
+    """Return `weight` [E, ...] in memory that holds NaN in the place of two experts before and behind it."""
+    raw = _view_bytes(weight)
+    wide = raw.new_zeros(len(raw) + 4, *raw.shape[1:])
+    wide.view(torch.uint8).fill_(255)  # NaN in every floating type
+    wide[2:-2] = raw
+    return wide.view(weight.dtype)[2:-2]
 
 
 @contextlib.contextmanager

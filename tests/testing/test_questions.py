@@ -1,41 +1,59 @@
-"""Each question is answered rightly by a sound implementation and wrongly by one with a planted mistake."""
+"""Each question is answered rightly by a sound implementation and ours, and wrongly by a planted mistake."""
 
-import importlib
 from typing import Any
 
 import pytest
 
+from moedoctor.fixes import routing
+from moedoctor.fixes.expert_cache import ExpertCache
+from moedoctor.fixes.offloader import offload
 from moedoctor.testing import load_questions
-from moedoctor.testing.questions import KINDS, Setting, UnfitError
+from moedoctor.testing.adapters import ours
+from moedoctor.testing.questions import KINDS
+from tests.interpreted import needs_triton, run_check
+from tests.testing.asking import ask
 from tests.testing.planted import PLANTED, SOUND
 
 QUESTIONS = [(kind, name) for kind in KINDS for name in load_questions(kind)]
-OPTIONS = {"scores_of_zero": {"scoring": "sigmoid"}}
-
-
-def ask(kind: str, name: str, implementation: Any) -> str | None:
-    """Return what is wrong with the first answer that is not right; a refusal that is allowed is right."""
-    module, question = importlib.import_module(f"moedoctor.testing.{kind}"), load_questions(kind)[name]
-    options = {**getattr(implementation, "moedoctor", {}), **OPTIONS.get(name, {})}
-    for variant in getattr(module, "list_variants", lambda *_: ("",))(implementation, options):
-        for sizes in question.sizes:
-            try:
-                reason = module.ask(implementation, name, sizes, Setting(variant, options))
-            except UnfitError:
-                reason = None
-            except Exception as error:
-                reason = None if question.may_refuse else f"{type(error).__name__}: {error}"
-            if reason is not None:
-                return f"{variant} {sizes}: {reason}"
-    return None
+OPTIONS: dict[str, Any] = {"scores_of_zero": {"scoring": "sigmoid"}}
+OURS = {
+    "topk_softmax": ("router", routing.topk_softmax, {}),
+    "topk_sigmoid": ("router", routing.topk_sigmoid, {"scoring": "sigmoid"}),
+    "grouped_topk": ("router", routing.grouped_topk, {"scoring": "sigmoid"}),
+    "cache": ("cache", ExpertCache, {}),
+    "offloader": ("offloader", offload, {}),
+    "grouped products": ("moe", ours.run_grouped, {}),
+}
+KERNELS = {
+    "kernels": ("moe", ours.run_experts, {}),
+    "slots": ("moe", ours.run_slots, {}),
+    "device cache": ("cache", ours.make_device_cache, {}),
+}
 
 
 @pytest.mark.parametrize(("kind", "name"), QUESTIONS)
-def test_a_sound_implementation_is_right(kind: str, name: str) -> None:
-    if OPTIONS.get(name) is None:
-        assert ask(kind, name, SOUND[kind]) is None
+def test_a_planted_mistake_is_wrong_and_a_sound_implementation_right(kind: str, name: str) -> None:
+    options = OPTIONS.get(name, {})
+    assert list(ask(kind, PLANTED[kind][name], options, [name]))
+    assert options or not list(ask(kind, SOUND[kind], options, [name]))
 
 
-@pytest.mark.parametrize(("kind", "name"), QUESTIONS)
-def test_a_planted_mistake_is_wrong(kind: str, name: str) -> None:
-    assert ask(kind, name, PLANTED[kind][name]) is not None
+@pytest.mark.parametrize("name", OURS)
+def test_ours_are_right(name: str) -> None:
+    kind, implementation, options = OURS[name]
+    assert not list(ask(kind, implementation, options))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "asked", ["router:route cache:make_device_cache", "moe:run_slots", "moe:run_experts"]
+)
+def test_our_kernels_are_right_in_the_interpreter(asked: str) -> None:
+    run_check("testing/asking.py", *asked.split())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*OURS, *KERNELS])
+def test_ours_are_right_on_a_gpu(name: str) -> None:
+    kind, implementation, options = {**OURS, **KERNELS}[name]
+    assert not list(ask(kind, implementation, options, device="cuda:0"))

@@ -145,19 +145,6 @@ class Config:
     weight: torch.Tensor
 
 
-def test_a_config_that_holds_an_offloaded_parameter_sees_the_fetched_weight() -> None:
-    class Configured(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = Config(self.up)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) @ self.config.weight
-
-    report = assert_same_bits(nn.Sequential(*(Configured() for _ in range(5))), torch.randn(3, WIDTH))
-    assert {row.name: row.lives for row in report.placements}["0.up"] == "host"
-
-
 def test_a_weight_that_a_config_holds_as_another_tensor_stays_on_the_device() -> None:
     model = Model(4)
     model.layers[1].config = {"inner": [Config(model.layers[1].up.detach())]}  # type: ignore[assignment]

@@ -51,18 +51,6 @@ def test_groups_with_nan_or_infinity(row, bias, policy, expected):
     assert Call.group_edge(row, bias, policy).of(routing).ids.tolist() == [expected]
 
 
-@given(calls())
-def test_strides_do_not_matter(call: Call) -> None:
-    tokens, experts = call.logits.shape
-    wide = torch.zeros(experts, 2 * tokens, dtype=call.logits.dtype)
-    wide[:, ::2] = call.logits.t()
-    strided = wide[:, ::2].t()
-    assert min(tokens, experts) < 2 or not strided.is_contiguous()
-    weights, ids = Call(call.name, strided, call.top_k, call.options).of(routing)
-    assert torch.equal(ids, call.of(routing).ids)
-    assert torch.equal(weights, call.of(routing).weights)
-
-
 def test_the_last_bits_of_a_strided_sigmoid_are_those_of_a_contiguous_one() -> None:
     logits = torch.zeros(3, 11)  # [T, E]
     logits[1, 10] = -13.0
