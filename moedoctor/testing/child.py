@@ -19,7 +19,7 @@ from moedoctor.processes.ask import answer, find_working_folder
 from moedoctor.processes.deaths import classify, find_first_line
 from moedoctor.results import Death
 from moedoctor.testing.questions import KINDS, Question, Setting, Sizes, UnfitError, load_questions, takes
-from moedoctor.text import explain_missing_torch, read_text
+from moedoctor.text import TextFileError, explain_missing_torch, read_text
 
 _MOST_SOURCE = 10_000_000
 _STARTING = 300.0
@@ -38,7 +38,10 @@ def load_target(text: str) -> Any:
     folder = find_working_folder()
     if place.endswith(".py"):
         file = os.path.join(folder, place)
-        read_text(Path(file), _MOST_SOURCE)  # a pipe or device would be waited for
+        try:
+            read_text(Path(file), _MOST_SOURCE)  # the import would wait for a pipe
+        except TextFileError as error:
+            raise ImportError(error.message) from None
         module_name = os.path.splitext(os.path.basename(file))[0]
         spec = importlib.util.spec_from_file_location(module_name, file)
         assert spec is not None

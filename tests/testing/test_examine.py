@@ -87,7 +87,7 @@ def test_a_format_that_is_refused_is_not_asked_about_and_a_mistake_is_named() ->
     [
         ("nowhere_at_all:fn", "No module named 'nowhere_at_all'"),
         (f"{PLANTED}:nothing", "has no attribute 'nothing'"),
-        ("absent.py:fn", "No such file"),
+        ("absent.py:fn", "no such file"),
         ("fn", "expected package.module:name or file.py:name"),
     ],
 )
