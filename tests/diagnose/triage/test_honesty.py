@@ -216,3 +216,16 @@ def test_not_it_is_said_only_of_what_a_reader_might_think_of() -> None:
     assert read(crash).near_misses == ()
     report = "MoE, vLLM 0.33.0: on NaN the router picks the same expert K times"
     assert [miss.id for miss in read(report).near_misses] == ["MD001"]
+
+
+def test_a_fix_of_one_conversion_is_not_claimed_for_another() -> None:
+    memory = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB. MoE on MARLIN, vLLM 0.24.0\n"
+    )
+    frames = {"awq": "in gptq_marlin_moe_repack", "bf16": "in convert_moe_weights_to_flashinfer_layout"}
+    for frame in frames.values():
+        text = f'{memory}File "/x/vllm/model_executor/layers/y.py", line 3, {frame}'
+        assert "not for this conversion" in find(text, "MD026").releases
+    fp4 = f'{memory}NVFP4\nFile "/x/vllm/model_executor/layers/y.py", line 3, in repack_weight'
+    assert "0.26.0" in find(fp4, "MD026").releases
+    assert "not for this" not in find(fp4, "MD026").releases

@@ -57,3 +57,8 @@ def test_only_what_the_text_sets_to_that_value_is_said_to_be_set(step: str, agai
     assert read(start).explain_repetition(step) == (
         f"{step}; the text sets {again} already" if again else step
     )
+
+
+def test_what_was_tried_in_a_list_is_not_how_the_server_starts() -> None:
+    reader = read("--enforce-eager: stable\n--max-model-len 4096\n- --kv-cache-dtype=fp8")
+    assert reader.flags == {"max-model-len": "4096", "kv-cache-dtype": "fp8"}
