@@ -62,7 +62,7 @@ releases: setup ## run the scenarios of vLLM's and torch's own code on a CPU, re
 release: setup ## make all tables anew with vLLM V and say what it changes and what needs a person; docs/releases.md
 	@status=0; TORCH='$(TORCH)' $(BIN)/python scripts/release $(V) || status=$$?; [ $$status -le 1 ] && \
 		RELEASES='vllm $(V)' sh scripts/releases.sh && \
-		$(MAKE) --no-print-directory plugintable backendreports reports readme && exit $$status
+		make --no-print-directory plugintable backendreports reports readme && exit $$status
 
 lint: setup ## format, lint, types, import contracts, scenario schema, made blocks of the documents
 	@$(BIN)/ruff format --check .

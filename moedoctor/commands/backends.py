@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -101,7 +102,7 @@ def backends(
     from moedoctor import environment
     from moedoctor.diagnose.settings.flags import read_parallelism, split_command
     from moedoctor.diagnose.settings.scheme import Found, find_scheme
-    from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
+    from moedoctor.diagnose.settings.settings import check_settings, correct_by_source, find_moe_backend
     from moedoctor.diagnose.settings.unconsidered import find_unconsidered
     from moedoctor.fixes.backends import select
     from moedoctor.fixes.backends.requests import request, works
@@ -111,6 +112,9 @@ def backends(
         OneScheme,
         list_reasons,
     )
+    from moedoctor.results import UnavailableError
+    from moedoctor.upstream.releases.questions import Inquiry
+    from moedoctor.upstream.releases.release_source import ReleaseSource
     from moedoctor.upstream.selection.agreement import adopt, list_disagreements
 
     environ = dict(os.environ)
@@ -144,7 +148,6 @@ def backends(
     moe_backend = find_moe_backend(line.command, release)
     notes += (*activation_notes, *_list_readings(variables, line.command, question))
     build = facts.get("vllm") if instead_of and asked_for is None else None
-    correct = functools.partial(_correct_by_source, release=release, environ=variables, build=build)
     takes = functools.partial(works, schemes=found.schemes, **question)
     # Of an installed vLLM, the libraries are looked up as this variable says.
     looked_up = ("VLLM_HAS_FLASHINFER_CUBIN",) if here else ()
@@ -163,10 +166,17 @@ def backends(
         ]
         scheme = found.schemes[0] if alone else None
         more: dict[str, Any] = {"flashinfer": flashinfer, "scheme": scheme, "takes": takes}
-        findings = correct(check_settings(release, variables, line.command, **more))
+        findings = check_settings(release, variables, line.command, **more)
+        with contextlib.suppress(UnavailableError):
+            if build:
+                inquiry = Inquiry(ReleaseSource.installed())
+                declared = (inquiry.list_variables(), inquiry.list_flags())
+                findings = correct_by_source(findings, release, variables, *declared)
         heard: Sequence[Heard] = ()
         if ask and (build or (here and alone)):
-            heard, answers = _ask(selections, build or release, moe_backend, variables, findings)
+            # A build may take what the release before it stops at.
+            stopping = () if build else findings
+            heard, answers = _ask(selections, build or release, moe_backend, variables, stopping)
             notes += answers
         if libraries is not None:
             libraries |= heard[0].libraries if heard else {}
@@ -213,24 +223,6 @@ def backends(
     else:
         report = replace(report, exit_code=int(bool(why)))
     return deliver_document(report, format, output, full=full, code=report.exit_code, reasons=why)
-
-
-def _correct_by_source(
-    findings: Sequence[SettingFinding], *, release: str, environ: Mapping[str, str], build: str | None
-) -> tuple[SettingFinding, ...]:
-    """Return the findings, for an installed `build` that is no known release by what its source declares."""
-    from moedoctor.diagnose.settings.settings import correct_by_source
-    from moedoctor.results import UnavailableError
-    from moedoctor.upstream.releases.questions import Inquiry
-    from moedoctor.upstream.releases.release_source import ReleaseSource
-
-    if build is None:
-        return tuple(findings)
-    try:
-        inquiry = Inquiry(ReleaseSource.installed())
-    except UnavailableError:
-        return tuple(findings)
-    return correct_by_source(findings, release, environ, inquiry.list_variables(), inquiry.list_flags())
 
 
 def _request_each(backend: str, question: Mapping[str, Any], schemes: Sequence[str]) -> Sequence[str]:
@@ -328,7 +320,7 @@ def _ask(
         heard = ask_all(selections, moe_backend=moe_backend, environ=environ)
     except AgreementError as error:
         return (), (str(error),)
-    count = len({backend for each in heard for backend in each.supported})
+    count = len({backend for each in heard for backend in each.refusals})
     return heard, (f"the installed vLLM {version} was asked about {count} backends", *heard[0].notes)
 
 

@@ -4,7 +4,8 @@
 
 docs/releases.md is the checklist. The release and the libraries that it requires are fetched into
 .venv-upstream/releases, whose environment asks it. Rows that begin in the known release after it name a place
-in that source, so this one is asked too. Exit code 1 if something needs a person.
+in that source, so this one is asked too. Exit code 1 if something needs a person, 2 if the release cannot be
+fetched.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def main(release: str) -> int:
     place = releases.index(release)
     before, lines = releases[place - 1], []
     for name in releases[place : place + 2]:
-        subprocess.run(["sh", "-c", FETCH, "sh", name], cwd=ROOT, check=True)
+        if subprocess.run(["sh", "-c", FETCH, "sh", name], cwd=ROOT, check=False).returncode:
+            return 2
         if name == release:
             lines += compare(before, HOME / "releases" / name)
         lines += make_tables(HOME / "releases" / name, releases, names=name == release)
@@ -148,4 +150,7 @@ def compare(before: str, folder: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    if not re.fullmatch(r"\d+(\.\d+)+(\.post\d+)?", "".join(sys.argv[1:])):
+        print("release: expected one release of vLLM: make release V=0.34.0", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(main(sys.argv[1]))

@@ -214,7 +214,7 @@ def test_the_installed_vllm_is_asked_and_its_disagreement_is_a_finding(
 ) -> None:
     machine(monkeypatch, capability="12.0", vllm="0.21.0")
     monkeypatch.setattr(command, "find_libraries", lambda *where: {"flashinfer": True})
-    heard = Heard("MARLIN", None, {"FLASHINFER_CUTLASS": False, "MARLIN": True}, ("a note",))
+    heard = Heard("MARLIN", None, {"FLASHINFER_CUTLASS": "no", "MARLIN": ""}, ("a note",))
     monkeypatch.setattr(backend_agreement, "ask_all", lambda *arguments, **options: (heard,))
     code, text = answer(capsys)
     assert code == 1
@@ -237,8 +237,8 @@ def test_an_installed_build_that_is_no_release_answers_by_its_own_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, capability="12.0", vllm="0.34.1.dev5")
-    supported = {"BRAND_NEW": True, "MARLIN": True, "VLLM_CUTLASS": False}
-    heard = Heard("BRAND_NEW", None, supported, ("a note",), {}, {"VLLM_CUTLASS": "kernel is too old"})
+    refusals = {"BRAND_NEW": "", "MARLIN": "", "VLLM_CUTLASS": "kernel is too old"}
+    heard = Heard("BRAND_NEW", None, refusals, ("a note",))
     monkeypatch.setattr(backend_agreement, "ask_all", lambda given, **options: [heard for _ in given])
     code, text = answer(capsys)
     lines = text.splitlines()
@@ -250,10 +250,11 @@ def test_an_installed_build_that_is_no_release_answers_by_its_own_code(
     assert "disagrees" not in text
     assert json.loads(answer(capsys, scheme=None, format="json")[1])["schemes"][0]["chosen"] == "BRAND_NEW"
     assert answer(capsys, strict=True)[0] == 2
-    refused = Heard(None, "nothing fits", {"MARLIN": False})
+    refused = Heard(None, "nothing fits", {"MARLIN": "no"})
     monkeypatch.setattr(backend_agreement, "ask_all", lambda given, **options: [refused for _ in given])
     code, text = answer(capsys)
     assert (code, "vLLM 0.34.1.dev5 does not start: nothing fits" in text) == (1, True)
+    assert "does not start: nothing fits" in answer(capsys, command=["vllm", "--moe-backend", "new"])[1]
     assert "answered for 0.33.0" in answer(capsys, ask=False)[1].splitlines()[0]
 
 

@@ -170,7 +170,9 @@ def describe_source(path: Path) -> Target:
     target = _describe(name, f"{name} is only read", {**packages, "vllm": version}, None)
     exists = functools.partial(_has_file, source)
     sources = replace(target.sources, package_folder=lambda package: Path(package), exists=exists)
-    return replace(target, sources=sources, source=source)
+    unasked = "the MoE backend that it selects: `moedoctor backends` can only ask an installed vLLM"
+    left_out = (*target.not_looked_at, unasked)
+    return replace(target, sources=sources, source=source, not_looked_at=left_out)
 
 
 def _read_metadata(source: ReleaseSource) -> str:

@@ -25,14 +25,12 @@ class Heard:
 
     chosen: str | None
     error: str | None
-    supported: Mapping[str, bool]
-    """Backend -> whether any of its kernels takes the layer, in the order in which vLLM asks."""
+    refusals: Mapping[str, str]
+    """Backend -> why none of its kernels takes the layer, empty if one does; in the order of vLLM."""
     notes: tuple[str, ...] = ()
     """Parts that were left out or answered in upstream's place."""
     libraries: Mapping[str, bool] = field(default_factory=dict)
     """Optional library -> whether vLLM finds it here."""
-    refusals: Mapping[str, str] = field(default_factory=dict)
-    """Backend -> the first reason that vLLM gives against it."""
 
 
 def ask_all(
@@ -40,7 +38,6 @@ def ask_all(
     *,
     moe_backend: str = "auto",
     environ: Mapping[str, str] | None = None,
-    timeout: float = TIMEOUT,
 ) -> tuple[Heard, ...]:
     """Put several questions to the vLLM of this environment, with `environ` set over its variables.
 
@@ -48,7 +45,7 @@ def ask_all(
     """
     questions = [_make_question(selection, moe_backend) for selection in selections]
     try:
-        reply = ask("moedoctor.upstream.selection.agreement", questions, seconds=timeout, environ=environ)
+        reply = ask("moedoctor.upstream.selection.agreement", questions, seconds=TIMEOUT, environ=environ)
     except ChildError as error:
         raise AgreementError(f"the installed vllm could not be asked: {error}") from None
     if "problem" in reply:
@@ -62,11 +59,11 @@ def list_disagreements(selection: Selection, heard: Heard) -> tuple[str, ...]:
     if selection.chosen != heard.chosen:
         lines.append(f"selected: {heard.chosen or heard.error}; the tables say {selection.chosen or 'none'}")
     known = {candidate.backend: candidate for candidate in selection.candidates}
-    for backend, supported in heard.supported.items():
+    for backend, refusal in heard.refusals.items():
         if backend not in known:
             lines.append(f"{backend}: not in the tables")
-        elif known[backend].supported != supported:
-            verb = "takes this layer" if supported else "does not take this layer"
+        elif known[backend].supported is bool(refusal):
+            verb = "does not take this layer" if refusal else "takes this layer"
             lines.append(f"{backend}: {verb}; the tables say: {known[backend].reason}")
     return tuple(lines)
 
@@ -78,18 +75,16 @@ def adopt(selection: Selection, heard: Heard, build: str) -> Selection:
     """
     source = f"the code of vLLM {build}"
     flags = {each.backend: each.flag for each in selection.candidates}
-    there = {**heard.supported, **({heard.chosen: True} if heard.chosen else {})}
-    fitting = {
-        name: "chosen" if name == heard.chosen else "would work" for name, fits in there.items() if fits
-    }
-    why = {**dict.fromkeys(there, "vLLM gives no reason"), **heard.refusals, **fitting}
+    refusals = {**heard.refusals, **({heard.chosen: ""} if heard.chosen else {})}
+    candidates = []
+    for name, refusal in refusals.items():
+        chosen = name == heard.chosen
+        why = refusal or ("chosen" if chosen else "would work")
+        candidates.append(Candidate(name, not refusal, chosen, why, flags.get(name), True, (), source))
     return replace(
         selection,
         release=build,
-        candidates=tuple(
-            Candidate(name, fits, name == heard.chosen, why[name], flags.get(name), True, (), source)
-            for name, fits in there.items()
-        ),
+        candidates=tuple(candidates),
         chosen=heard.chosen,
         decided_by="its own code",
         error=None if heard.chosen else f"vLLM {build} does not start: {heard.error}",
@@ -124,14 +119,12 @@ def _respond(questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _answer_question(oracle: Oracle, question: Mapping[str, Any], libraries: Mapping[str, bool]) -> Heard:
     major, _, minor = question["capability"].partition(".")
     asked = oracle.ask((int(major), int(minor)), Layer(**question["layer"]))
-    supported: dict[str, bool] = {}
     refusals: dict[str, str] = {}
     for kernel in asked.answers:
         if kernel.kernel:
-            supported[kernel.backend] = supported.get(kernel.backend, False) or kernel.supported
-            if kernel.reason:
-                refusals.setdefault(kernel.backend, kernel.reason)
-    return Heard(asked.chosen, asked.error, supported, oracle.substitute.notes, libraries, refusals)
+            refusal = "" if kernel.supported else kernel.reason or "vLLM gives no reason"
+            refusals[kernel.backend] = refusal and refusals.get(kernel.backend, refusal)
+    return Heard(asked.chosen, asked.error, refusals, oracle.substitute.notes, libraries)
 
 
 if __name__ == "__main__":

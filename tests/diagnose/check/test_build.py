@@ -131,6 +131,7 @@ def test_a_folder_and_a_wheel_are_read(tmp_path: Path, capsys: pytest.CaptureFix
         assert document["environment"]["vllm"] == version
         assert len(document["read"]) == len(READ)
         assert [line[:5] for line in document["unknown"]] == ["MD001", "MD031"]
+        assert any(line.startswith("the MoE backend that it selects:") for line in document["not_looked_at"])
 
 
 @pytest.mark.parametrize("text", ["x = " + "(" * 9999, "\0", "-" * 99_999 + "1"])

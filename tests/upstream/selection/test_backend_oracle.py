@@ -49,13 +49,14 @@ def test_one_process_answers_for_any_capability_activation_and_scheme(stub: Path
         ]
     )
     for heard, supported in zip(answers, expected.values(), strict=True):
-        assert heard.supported == dict(zip(named, supported, strict=True))
+        assert [not why for why in map(heard.refusals.get, named)] == list(supported)
+        assert list(heard.refusals) == list(named)
         assert (heard.chosen, heard.error) == (named[supported.index(True)], None)
         assert any("do not load here" in note for note in heard.notes)
     assert nothing.chosen is None
     assert nothing.error == "No NvFp4 MoE backend supports the deployment configuration."
     assert ungated.chosen == "MARLIN"
-    assert (unquantized.chosen, unquantized.supported) == ("TRITON", {}), "it selects without kernels"
+    assert (unquantized.chosen, unquantized.refusals) == ("TRITON", {}), "it selects without kernels"
 
 
 @pytest.mark.usefixtures("light_torch")
@@ -87,22 +88,25 @@ def test_a_backend_that_cannot_be_imported_is_skipped(
     works, stops = agreement.ask_all(
         [select(capability, "nvfp4", release="0.21.0") for capability in ("12.0", "8.0")]
     )
-    assert (works.chosen, works.supported["MARLIN"]) == ("VLLM_CUTLASS", False)
+    assert works.chosen == "VLLM_CUTLASS"
+    assert works.refusals["MARLIN"].startswith("cannot be imported: ")
     assert (stops.chosen, stops.error) == (None, "No module named 'no_such_library'")
 
 
 def test_disagreements_are_named() -> None:
     selection = select("12.0", "nvfp4", release="0.21.0")
     agreed = agreement.Heard(
-        selection.chosen, None, {candidate.backend: candidate.supported for candidate in selection.candidates}
+        selection.chosen,
+        None,
+        {each.backend: "" if each.supported else "no" for each in selection.candidates},
     )
     assert agreement.list_disagreements(selection, agreed) == ()
-    other = agreement.Heard("MARLIN", None, {**agreed.supported, "FLASHINFER_CUTLASS": False, "NEW": True})
+    other = agreement.Heard("MARLIN", None, {**agreed.refusals, "FLASHINFER_CUTLASS": "no", "NEW": ""})
     lines = agreement.list_disagreements(selection, other)
     assert lines[0] == "selected: MARLIN; the tables say FLASHINFER_CUTLASS"
     assert lines[1].startswith("FLASHINFER_CUTLASS: does not take this layer; the tables say: chosen")
     assert lines[2] == "NEW: not in the tables"
-    assert agreement.list_disagreements(selection, agreement.Heard(None, "broken", agreed.supported))[
+    assert agreement.list_disagreements(selection, agreement.Heard(None, "broken", agreed.refusals))[
         0
     ].startswith("selected: broken")
 
@@ -178,7 +182,7 @@ def test_the_installed_vllm_agrees_with_the_tables() -> None:
             if "CUTEDSL" not in line or find_spec("cutlass") is not None
         ]
     assert wrong == []
-    assert sum(len(line.supported) for line in answers) > 1000
+    assert sum(len(line.refusals) for line in answers) > 1000
 
 
 @pytest.mark.upstream
