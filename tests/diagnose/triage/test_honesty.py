@@ -101,7 +101,6 @@ def test_a_warning_tells_of_no_crash() -> None:
 @pytest.mark.parametrize(
     ("line", "advice"),
     [
-        ("NotImplementedError: No FP8 MoE backend supports the deployment configuration.", "every backend"),
         (
             "ValueError: FP8 MoE backend 'DEEPGEMM' does not support the deployment configuration since "
             "kernel does not support current device cuda.",
@@ -229,3 +228,9 @@ def test_a_fix_of_one_conversion_is_not_claimed_for_another() -> None:
     fp4 = f'{memory}NVFP4\nFile "/x/vllm/model_executor/layers/y.py", line 3, in repack_weight'
     assert "0.26.0" in find(fp4, "MD026").releases
     assert "not for this" not in find(fp4, "MD026").releases
+
+
+def test_a_refusal_by_every_backend_is_a_failed_setting_only_if_one_was_set() -> None:
+    line = "NotImplementedError: No NvFp4 MoE backend supports the deployment configuration."
+    assert find(line, "MD010").grade is Grade.POSSIBLE
+    assert find(f"vllm serve m --moe-backend marlin\n{line}", "MD010").grade is Grade.LIKELY
