@@ -62,7 +62,7 @@ releases: setup ## run the scenarios of vLLM's and torch's own code on a CPU, re
 release: setup ## make all tables anew with vLLM V and say what it changes and what needs a person; docs/releases.md
 	@status=0; TORCH='$(TORCH)' $(BIN)/python scripts/release $(V) || status=$$?; [ $$status -le 1 ] && \
 		RELEASES='vllm $(V)' sh scripts/releases.sh && \
-		make --no-print-directory plugintable backendreports reports readme && exit $$status
+		make --no-print-directory backendreports reports readme && exit $$status
 
 lint: setup ## format, lint, types, import contracts, scenario schema, made blocks of the documents
 	@$(BIN)/ruff format --check .
@@ -70,31 +70,24 @@ lint: setup ## format, lint, types, import contracts, scenario schema, made bloc
 	@$(BIN)/mypy --strict moedoctor
 	@$(BIN)/lint-imports
 	@$(BIN)/python scripts/check_size.py
-	@$(BIN)/python scripts/scenario_schema.py --check
 	@$(BIN)/python scripts/made_blocks.py
-	@$(BIN)/python scripts/draw_design.py --check
-	@$(BIN)/python scripts/plugin_table.py
 
 format: setup ## format the code, and fix what can be fixed by itself
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-schema: setup ## write scenarios/schema.json anew from moedoctor/scenario/file.py
-	@$(BIN)/python scripts/scenario_schema.py
-
-readme: setup ## make the made blocks of all documents anew from code and reports, and draw docs/design.svg
+readme: setup ## make anew what is made from code and reports: blocks of documents, scenarios/schema.json, the plug-in's data, docs/design.svg
 	@$(BIN)/python scripts/made_blocks.py --write
-	@$(BIN)/python scripts/draw_design.py
+
+schema: readme ## the same, for scenarios/schema.json
+
+plugintable: readme ## the same, for the data of `moedoctor check` and the table of docs/plugin.md
 
 docs: setup ## build the documentation in out/site; open out/site/index.html
 	@$(BIN)/python -m mkdocs build --quiet $(ARGS)
 
 reports: setup ## write the page of each stored report anew from its JSON
 	@$(BIN)/python scripts/stored_pages.py --write
-
-plugintable: setup ## write the data of `moedoctor check` and the table of docs/plugin.md from the reports
-	@$(BIN)/python scripts/plugin_table.py --write
-	@$(BIN)/python scripts/made_blocks.py --write
 
 backendreports: setup ## write reports/backends anew from the tables of `moedoctor backends`
 	@$(BIN)/python scripts/backend_reports.py reports/backends

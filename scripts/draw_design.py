@@ -4,7 +4,7 @@ The layers are those of the import contract in pyproject.toml, with the first li
 docstring. The way is what the function `run` of `moedoctor/commands/run.py` calls, in its order, and what
 `moedoctor/runner/run.py` calls in turn.
 
-With ``--check`` nothing is written. Exit code: 0 the picture is current, 1 it is not.
+scripts/made_blocks.py writes it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from moedoctor.processes.files import write
-
 ROOT = Path(__file__).resolve().parent.parent
-PICTURE = ROOT / "docs" / "design.svg"
 SKIP = {"text", "redaction", "results"}
 """Layers whose helpers are called everywhere: they would hide the way of the run."""
 ROW, LEFT, NAME, STEP = 30, 16, 106, 620
@@ -144,19 +141,3 @@ def picture() -> str:
 
 def _short(text: str) -> str:
     return escape(text if len(text) <= 82 else text[:81].rstrip() + "…")
-
-
-def main(arguments: list[str]) -> int:
-    """Write the picture, or check it."""
-    drawn = picture()
-    if "--check" in arguments:
-        current = PICTURE.exists() and PICTURE.read_text(encoding="utf-8") == drawn
-        if not current:
-            print("docs/design.svg is not what the code says: make readme", file=sys.stderr)
-        return 0 if current else 1
-    write(PICTURE, drawn)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Writes the blocks of the documents that are made from the code and from stored reports, and checks them.
+"""Writes what is made from the code and from stored reports, blocks of documents and files, and checks it.
 
 A block begins with ``<!-- made: KIND WORDS -->`` and ends with ``<!-- made:end -->``. `KINDS` says what each
 kind is. With ``--write`` every block becomes what it would be now; without it each must be so already.
@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import draw_design
+import plugin_table
 import yaml
 from packaging.version import Version
 
 from moedoctor.results import ClaimVerdict
-from moedoctor.scenario.file import ClaimDocument
+from moedoctor.scenario.file import ClaimDocument, make_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"^(<!-- made: (\w+)([^\n]*?) -->\n)(.*?)^<!-- made:end -->$", re.MULTILINE | re.DOTALL)
@@ -101,13 +103,6 @@ def failures() -> str:
         for entry in load_entries().values()
     ]
     return to_markdown([Table(("id", "name", "failure", "who has it", "fixed in"), rows)]).rstrip("\n")
-
-
-def plugin_table() -> str:
-    """Return what is known of each fix and trace in each release of vLLM."""
-    import plugin_table
-
-    return plugin_table.table(plugin_table.evidence())
 
 
 def claims_table(document: Path, ids: Sequence[str]) -> str:
@@ -236,7 +231,7 @@ def outcome(report: Mapping[str, Any]) -> str:
 KINDS: Mapping[str, Callable[[Path, Sequence[str]], str]] = {
     "help": lambda document, words: help_text(),
     "failures": lambda document, words: failures(),
-    "plugin": lambda document, words: plugin_table(),
+    "plugin": lambda document, words: plugin_table.table(plugin_table.evidence()),
     "claims": claims_table,
     "promises": promises_table,
     "kernels": kernels_table,
@@ -351,24 +346,34 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
 
 
+OTHERS: Mapping[Path, Callable[[], str]] = {
+    ROOT / "scenarios" / "schema.json": lambda: json.dumps(make_schema(), indent=2) + "\n",
+    ROOT / "docs" / "design.svg": draw_design.picture,
+    ROOT / "moedoctor" / "plugin" / "evidence.json": lambda: (
+        json.dumps(plugin_table.evidence(), indent=1) + "\n"
+    ),
+}
+"""Files that are made as a whole: the schema that editors read, a picture, the data of `moedoctor check`."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Check; with ``--write`` write what is not up to date."""
-    stale = []
-    for document in documents():
+    stale = 0
+    makers = {**OTHERS, **{file: functools.partial(with_blocks, file) for file in documents()}}
+    for file, make in makers.items():
         try:
-            made = with_blocks(document)
+            made = make()
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2
-        if made != document.read_text(encoding="utf-8"):
-            stale.append(document)
+        if not file.is_file() or made != file.read_text(encoding="utf-8"):
             if "--write" in arguments:
-                document.write_text(made, encoding="utf-8")
-    if "--write" in arguments:
-        return 0
-    for document in stale:
-        print(f"{document.relative_to(ROOT)}: a made block is not up to date: make readme", file=sys.stderr)
-    return 1 if stale else 0
+                file.write_text(made, encoding="utf-8")
+            else:
+                stale = 1
+                what = "" if file in OTHERS else "a made block "
+                print(f"{file.relative_to(ROOT)}: {what}is not up to date: make readme", file=sys.stderr)
+    return stale
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """Tells for each fix and trace of the vLLM plug-in what is known of it in each release, from stored reports.
 
-``--write`` makes the data for `moedoctor check`. Without arguments it must be what it would be.
-`make release` asks a release if the patches fit its source. scripts/made_blocks.py puts the table into
-docs/plugin.md.
-
-Exit code: 0 everything is up to date, 1 something is not.
+scripts/made_blocks.py writes it for `moedoctor check` and puts the table into docs/plugin.md. `make release`
+asks a release if the patches fit its source.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +20,6 @@ from moedoctor.plugin.extensions import FIXES, TRACES, Basis
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "reports"
 SOURCES = REPORTS / "plugin" / "sources.json"
-EVIDENCE = ROOT / "moedoctor" / "plugin" / "evidence.json"
 ENGINES = ROOT / "scenarios" / "engine"
 EXTENSIONS = {**FIXES, **TRACES}
 
@@ -132,22 +127,3 @@ def _cell(row: Mapping[str, Any]) -> str:
     """Return the basis, and the first of the reports that it rests on."""
     links = [f"([report](../reports/{report}.md))" for report in row.get("reports", ())[:1]]
     return " ".join((row["basis"], *links)) if row else ""
-
-
-def _json(document: Any) -> str:
-    return json.dumps(document, indent=1) + "\n"
-
-
-def main(arguments: list[str]) -> int:
-    """Carry out the arguments; see the top of the file."""
-    data = _json(evidence())
-    if "--write" in arguments:
-        EVIDENCE.write_text(data, encoding="utf-8")
-    elif EVIDENCE.read_text(encoding="utf-8") != data:
-        print(f"{EVIDENCE.relative_to(ROOT)} is not up to date: run make plugintable", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -28,6 +28,7 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script in an empty repository with one document, one scenario and one promise."""
     module = load_script("made_blocks", monkeypatch)
     monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "OTHERS", {})
     for name in ("docs", "scenarios", "evidence", "reports/nvidia-h200-vllm-0.33.0"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "evidence" / "promises.yaml").write_text(PROMISES)

@@ -134,7 +134,7 @@ class Known:
 
 @functools.cache
 def load_evidence() -> Mapping[str, Mapping[str, Known]]:
-    """Return what is known: release -> name of an extension. `scripts/plugin_table.py` makes the data."""
+    """Return what is known: release -> name of an extension. `make readme` makes the data."""
     text = files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
     return {
         release: {
