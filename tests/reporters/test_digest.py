@@ -33,9 +33,7 @@ REPORTS = [
     if file.parent.name != "sources"
 ]
 
-_texts = st.sampled_from(
-    ("", "short", HOSTILE, "x" * 2_000, "word " * 500, "<details>" * 100, "```\n" * 50)
-)
+_texts = st.sampled_from(("", "short", HOSTILE, "x" * 2_000, "word " * 500, "<details>" * 100, "```\n" * 50))
 _blocks = st.recursive(
     st.one_of(
         st.builds(Heading, _texts),

@@ -60,7 +60,7 @@ def test_a_capsule_comes_back_as_it_was(scheme: tuple[str, str], activation: str
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True), st.sampled_from(SCHEMES))
-@settings(max_examples=8)
+@settings(max_examples=15)
 def test_some_tokens_compute_what_they_computed_among_all(tokens: list[int], scheme: tuple[str, str]) -> None:
     capsule = made(*scheme, halves=True, unusual=True, seed=3)
     part = keep_tokens(capsule, tokens)
@@ -74,7 +74,7 @@ def test_some_tokens_compute_what_they_computed_among_all(tokens: list[int], sch
 
 
 @given(st.integers(20_000, 700_000), st.sets(st.integers(0, 7)))
-@settings(max_examples=8)
+@settings(max_examples=15)
 def test_a_capsule_keeps_to_its_size(limit: int, wrong: set[int]) -> None:
     """Whole, or the token that is furthest off, or of a right call as many as fit."""
     capsule = _with_wrong(made(), sorted(wrong))
@@ -199,7 +199,7 @@ def test_ids_without_weights_are_refused(tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=25, suppress_health_check=ALLOWED)
+@settings(max_examples=40, suppress_health_check=ALLOWED)
 def test_damaged_bytes_are_a_capsule_or_one_error(data: Any, tmp_path: Path) -> None:
     path = tmp_path / "damaged.moecapsule"
     save(keep_tokens(made(), [0]), path)
@@ -259,7 +259,7 @@ def _changed(change: dict[str, Any], scheme: tuple[str, str], path: Path) -> Cap
 
 
 @given(change=_CHANGES, scheme=st.sampled_from(SCHEMES))
-@settings(max_examples=30, suppress_health_check=ALLOWED)
+@settings(max_examples=60, suppress_health_check=ALLOWED)
 def test_any_record_and_any_tensors_are_a_call_or_one_line(change, scheme, tmp_path):
     """Whatever fields, types, shapes and values are; what is computed is what `replay` begins with."""
     capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
