@@ -12,7 +12,7 @@ from moedoctor import __version__
 from moedoctor.commands.audit import audit
 from moedoctor.commands.autopsy import autopsy
 from moedoctor.commands.backends import backends
-from moedoctor.commands.bench import bench
+from moedoctor.commands.bench.bench import bench
 from moedoctor.commands.capsule import capsule
 from moedoctor.commands.check import check
 from moedoctor.commands.compare import compare

@@ -1,1 +1,1 @@
-"""The commands, one file each: the options, what is checked, and what is called."""
+"""The commands, one file each, and a room for `bench`: the options, what is checked, and what is called."""

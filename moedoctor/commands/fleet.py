@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from moedoctor.commands.audit import audit
-from moedoctor.commands.bench import bench
+from moedoctor.commands.bench.bench import bench
 from moedoctor.commands.check import check
 from moedoctor.commands.lint import lint
 from moedoctor.commands.options import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moedoctor.cli import main
-from moedoctor.commands.bench_backends import find_routing
+from moedoctor.commands.bench.backends import find_routing
 from moedoctor.commands.options import InputError
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.trace.capsule import load, save

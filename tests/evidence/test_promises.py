@@ -13,7 +13,7 @@ import pytest
 from evidence.promises import FILE, ROOT, Promise, judge_folder, load_promises, look_up, main, run_command
 from moedoctor import cli
 from moedoctor.bench.engines import EngineRow, Plan, SpeedRow
-from moedoctor.commands import bench_engines
+from moedoctor.commands.bench import engines
 from moedoctor.commands.options import InputError
 
 PROMISES = load_promises()
@@ -32,7 +32,7 @@ def test_each_command_is_one_that_users_have_and_its_values_are_in_its_report(
         plans.append(plan)
         raise InputError("enough")
 
-    monkeypatch.setattr(bench_engines, "measure", measure)
+    monkeypatch.setattr(engines, "measure", measure)
     assert cli.main(shlex.split(command)) == 2
     (plan,) = plans
     fields = {"engines": EngineRow, "speeds": SpeedRow}

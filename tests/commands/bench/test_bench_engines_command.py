@@ -8,7 +8,7 @@ import engine_stub
 import pytest
 
 from moedoctor import cli, environment
-from moedoctor.commands import bench_engines
+from moedoctor.commands.bench import engines
 from moedoctor.commands.options import InputError
 
 
@@ -75,7 +75,7 @@ def test_backends_and_fixes_are_short_forms_of_variants(
         plans.append(plan)
         raise InputError("enough")
 
-    monkeypatch.setattr(bench_engines, "measure", measure)
+    monkeypatch.setattr(engines, "measure", measure)
     assert bench("--engine", "--model", str(model), *options) == 2
     assert [variant.name for variant in plans[0].variants] == names
     fixed = [variant for variant in plans[0].variants if variant.name.endswith("moe")]
@@ -83,8 +83,8 @@ def test_backends_and_fixes_are_short_forms_of_variants(
 
 
 def test_random_weights_are_written_for_the_engines_and_gone_afterwards() -> None:
-    with bench_engines.write_random(Path("random:layers=1")) as folder:
+    with engines.write_random(Path("random:layers=1")) as folder:
         assert (folder / "config.json").is_file()
     assert not folder.exists()
-    with pytest.raises(InputError, match="hidden: 8"), bench_engines.write_random(Path("random:hidden=8")):
+    with pytest.raises(InputError, match="hidden: 8"), engines.write_random(Path("random:hidden=8")):
         pass

@@ -7,7 +7,7 @@ import pytest
 
 from moedoctor import cli
 from moedoctor.bench.moe import run as moe_run
-from moedoctor.commands import bench_backends
+from moedoctor.commands.bench import backends
 from moedoctor.trace.format import RoutingTrace, save
 
 LIMITS = {"bytes_per_second": 1e9, "flops": {"bf16": 1e12}}
@@ -21,7 +21,7 @@ def bench(*arguments: str) -> int:
 def test_reference_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_backends, "measure_machine", lambda device: (LIMITS, {}))
+    monkeypatch.setattr(backends, "measure_machine", lambda device: (LIMITS, {}))
     report, picture = tmp_path / "report.json", tmp_path / "plot.svg"
     code = bench(
         "--backend", "reference,marlin", "--quantization", "nvfp4", *TINY, "--tokens", "1,5",
@@ -47,8 +47,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, *rows: dict[str, object]) -> list[
         asked.extend(tasks)
         return [{"backend": "OURS", "quantization": "nvfp4", "model": tasks[0].model, **row} for row in rows]
 
-    monkeypatch.setattr(bench_backends, "measure_machine", lambda device: (LIMITS, {}))
-    monkeypatch.setattr(bench_backends, "measure_tasks", answer)
+    monkeypatch.setattr(backends, "measure_machine", lambda device: (LIMITS, {}))
+    monkeypatch.setattr(backends, "measure_tasks", answer)
     return asked
 
 

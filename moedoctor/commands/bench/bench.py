@@ -159,9 +159,9 @@ def bench(
         raise InputError(f"bench: {given_names[0]} belongs to --engine; expected it, too")
     batches = parse_numbers("--batch", batch, 1024, "1 to 1024, such as 1,8")
     if engine:
-        from moedoctor.commands import bench_engines
+        from moedoctor.commands.bench import engines
 
-        plan = bench_engines.make_plan(
+        plan = engines.make_plan(
             model or (),
             variant,
             moe_backend,
@@ -174,33 +174,33 @@ def bench(
             control=control,
             together=together,
         )
-        return _write_report(bench_engines.measure(plan), format, output, full=full)
+        return _write_report(engines.measure(plan), format, output, full=full)
     if backend:
-        from moedoctor.commands import bench_backends
+        from moedoctor.commands.bench import backends
 
-        variants = bench_backends.find_variants(backend, quantization)
+        variants = backends.find_variants(backend, quantization)
         sizes = {"--hidden": hidden, "--intermediate": intermediate, "--experts": experts, "--top-k": top_k}
-        layers = bench_backends.find_layers(model or (), sizes, activation)
-        load = bench_backends.find_routing(routing, trace, layers)
-        measured = bench_backends.measure(
+        layers = backends.find_layers(model or (), sizes, activation)
+        load = backends.find_routing(routing, trace, layers)
+        measured = backends.measure(
             variants, layers, load, tokens=tokens, device=device, timeout=timeout, named=backend, tune=tune
         )
         if plot is not None:
-            bench_backends.draw_pictures(measured, plot)
+            backends.draw_pictures(measured, plot)
         return _write_report(measured, format, output, full=full)
     if cache:
-        from moedoctor.commands import bench_cache
+        from moedoctor.commands.bench.cache import measure, print_charts
         from moedoctor.fixes.eviction import POLICIES
 
         policies = parse_names("--policy", policy, POLICIES) or POLICIES
         if len(batches) > 1:
             raise InputError(f"--batch {','.join(map(str, batches))}: expected one number with --cache")
-        replayed = bench_cache.measure(
+        replayed = measure(
             trace, capacity, policies=policies, batch=batches[0] if batches else None, scope=scope
         )
         code = _write_report(replayed, format, output, full=full)
         if format == "table":
-            bench_cache.print_charts(replayed, output)
+            print_charts(replayed, output)
         return code
     raise InputError("bench: say what to measure: --backend NAME, --engine or --cache")
 

@@ -1,0 +1,1 @@
+"""What `moedoctor bench` measures: backends, an expert cache, or engines."""
