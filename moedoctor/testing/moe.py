@@ -57,18 +57,10 @@ def _repeat_ids(problem: Problem) -> None:
     problem.topk_ids[::2, 1] = problem.topk_ids[::2, 0]
 
 
-def _skip_ids(problem: Problem) -> None:
+def _skip_ids(problem: Problem, weight: float = 0.5) -> None:
     problem.topk_ids[::2, 0] = -1
     problem.topk_ids[1::3] = -1
-
-
-def _skip_ids_with_nan(problem: Problem) -> None:
-    _skip_ids(problem)
-    problem.topk_weights[problem.topk_ids < 0] = torch.nan
-
-
-def _skip_all(problem: Problem) -> None:
-    problem.topk_ids[:] = -1
+    problem.topk_weights[problem.topk_ids < 0] = weight
 
 
 def _put_unknown(problem: Problem) -> None:
@@ -77,7 +69,7 @@ def _put_unknown(problem: Problem) -> None:
 
 
 def _choose_two(problem: Problem) -> None:
-    """Send every token to two neighboring experts, so that the others are idle."""
+    """Send every token to the last two experts, so that the others are idle."""
     lanes = torch.arange(problem.topk_ids.shape[1], device=problem.x.device)  # [K]
     problem.topk_ids[:] = torch.where(lanes < 2, problem.experts - 1 - lanes, -1)
     if problem.topk_ids.shape[1] > 2:
@@ -85,7 +77,6 @@ def _choose_two(problem: Problem) -> None:
 
 
 def _break_idle(problem: Problem) -> None:
-    """Put NaN into the weights of experts that no token has."""
     _choose_two(problem)
     if problem.experts < 3:
         raise UnfitError("no expert is idle")
@@ -102,14 +93,12 @@ def _take_bf16(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _break_token(problem: Problem) -> None:
-    problem.x[0] = torch.nan
-    problem.first = 1
+    problem.x[0], problem.first = torch.nan, 1
 
 
 def _scale_weights(problem: Problem) -> None:
-    problem.topk_weights *= torch.tensor([2.5, -0.5], device=problem.x.device).repeat(
-        problem.topk_ids.shape[1]
-    )[: problem.topk_ids.shape[1]]
+    problem.topk_weights *= 2.5
+    problem.topk_weights[:, ::2] *= -0.2
 
 
 def _raise_values(problem: Problem) -> None:
@@ -119,48 +108,35 @@ def _raise_values(problem: Problem) -> None:
     w2 /= 1024
 
 
-def _pad_columns(tensor: torch.Tensor, value: float) -> torch.Tensor:
-    wide = tensor.new_full((tensor.shape[0], tensor.shape[1] + 8), value)
-    wide[:, : tensor.shape[1]] = tensor
-    return wide[:, : tensor.shape[1]]
-
-
-def _pad_hidden(problem: Problem) -> None:
-    problem.x = _pad_columns(problem.x, 9.0)
-
-
-def _pad_ids(problem: Problem) -> None:
-    problem.topk_ids = _pad_columns(problem.topk_ids, 0)
-    problem.topk_weights = _pad_columns(problem.topk_weights, 1.0)
+def _pad(problem: Problem, *names: str) -> None:
+    for name in names:
+        tensor = getattr(problem, name)  # [T, N]
+        wide = tensor.new_ones(tensor.shape[0], tensor.shape[1] + 8)
+        wide[:, : tensor.shape[1]] = tensor
+        setattr(problem, name, wide[:, : tensor.shape[1]])
 
 
 def _cast_ids(problem: Problem) -> None:
     problem.topk_ids = problem.topk_ids.long()
 
 
-def _leave(problem: Problem) -> None:
-    pass
-
-
-CHANGES: Mapping[str, Callable[[Problem], None]] = {
-    "ordinary": _leave,
-    "odd_sizes": _leave,
+CHANGES: Mapping[str, Callable[[Problem], Any]] = {
+    **dict.fromkeys(
+        ("ordinary", "odd_sizes", "unwritten_memory", "earlier_calls", "no_tokens"), lambda _: None
+    ),
     "one_busy_expert": _choose_two,
     "broken_idle_experts": _break_idle,
     "broken_token": _break_token,
     "repeated_ids": _repeat_ids,
     "skipped_ids": _skip_ids,
-    "skipped_weights": _skip_ids_with_nan,
-    "all_skipped": _skip_all,
+    "skipped_weights": lambda problem: _skip_ids(problem, torch.nan),
+    "all_skipped": lambda problem: problem.topk_ids.fill_(-1),
     "unknown_ids": _put_unknown,
     "weights_as_given": _scale_weights,
     "large_values": _raise_values,
-    "unwritten_memory": _leave,
-    "earlier_calls": _leave,
-    "padded_hidden": _pad_hidden,
-    "padded_ids": _pad_ids,
+    "padded_hidden": lambda problem: _pad(problem, "x"),
+    "padded_ids": lambda problem: _pad(problem, "topk_ids", "topk_weights"),
     "int64_ids": _cast_ids,
-    "no_tokens": _leave,
 }
 """Question -> what it does to an ordinary problem."""
 

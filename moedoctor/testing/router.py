@@ -38,35 +38,23 @@ def _mask_half(call: Call) -> None:
         raise UnfitError("fewer experts are left than top_k")
 
 
-def _pad_rows(call: Call) -> None:
-    tokens, experts = call.logits.shape
-    wide = call.logits.new_full((tokens, experts + 5), 100.0)  # [T, E + 5]
-    wide[:, :experts] = call.logits
-    call.logits = wide[:, :experts]
+def _pad_rows(logits: torch.Tensor) -> torch.Tensor:
+    tokens, experts = logits.shape
+    wide = logits.new_full((tokens, experts + 5), 100.0)  # [T, E + 5]
+    wide[:, :experts] = logits
+    return wide[:, :experts]
 
 
-def _store_by_column(call: Call) -> None:
-    call.logits = call.logits.t().contiguous().t()
+def _change(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Call], None]:
+    def change_logits(call: Call) -> None:
+        call.logits = change(call.logits)
 
-
-def _cast(dtype: torch.dtype) -> Callable[[Call], None]:
-    def cast(call: Call) -> None:
-        call.logits = call.logits.to(dtype)
-
-    return cast
-
-
-def _scale(call: Call) -> None:
-    call.logits *= 1e4
+    return change_logits
 
 
 def _lower(call: Call) -> None:
     """Make the scores of every second row zero, as sigmoid computes them, and ask for a sum of 1."""
     call.logits[::2] -= 500.0
-    call.options["renormalize"] = True
-
-
-def _ask_for_sum(call: Call) -> None:
     call.options["renormalize"] = True
 
 
@@ -84,27 +72,20 @@ def _add_groups(call: Call) -> None:
     call.logits[:, 0], call.logits[:, -1] = 9.0, 8.0
 
 
-def _leave(call: Call) -> None:
-    pass
-
-
-CHANGES: Mapping[str, Callable[[Call], None]] = {
-    "ordinary": _leave,
-    "bfloat16_logits": _cast(torch.bfloat16),
-    "float16_logits": _cast(torch.float16),
+CHANGES: Mapping[str, Callable[[Call], Any]] = {
+    **dict.fromkeys(("ordinary", "every_expert", "odd_experts", "no_tokens"), lambda call: None),
+    "bfloat16_logits": _change(torch.Tensor.bfloat16),
+    "float16_logits": _change(torch.Tensor.half),
     "nan_rows": lambda call: _put(call, torch.nan),
     "nan_entry": lambda call: _put(call, torch.nan, call.logits.shape[1] // 2),
     "inf_entry": lambda call: _put(call, torch.inf, call.logits.shape[1] // 2),
     "masked_experts": _mask_half,
     "masked_rows": lambda call: _put(call, -torch.inf),
     "equal_logits": lambda call: _put(call, 1.5),
-    "large_logits": _scale,
-    "padded_rows": _pad_rows,
-    "column_major": _store_by_column,
-    "every_expert": _leave,
-    "odd_experts": _leave,
-    "no_tokens": _leave,
-    "renormalized": _ask_for_sum,
+    "large_logits": _change(lambda logits: logits * 1e4),
+    "padded_rows": _change(_pad_rows),
+    "column_major": _change(lambda logits: logits.t().contiguous().t()),
+    "renormalized": lambda call: call.options.update(renormalize=True),
     "scores_of_zero": _lower,
     "bias": _add_bias,
     "groups": _add_groups,

@@ -6,77 +6,49 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moedoctor.bench.moe.own_backends import Grouped, convert_weights
 from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import moe_forward
-from moedoctor.models.layer_shape import LayerShape
+from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe_layer import Layer
-from moedoctor.testing.adapters.reference import read
+from moedoctor.testing.adapters.reference import adapt
 from moedoctor.testing.questions import declare
 
 _FORMATS = ("bf16", "fp8", "fp8-block", "nvfp4")
 _CURVES = ("silu", "gelu", "gelu_tanh", "relu2")
 
 
-@declare(kind="moe", formats=_FORMATS, activations=_CURVES)
-def run_experts(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    scales: Mapping[str, torch.Tensor],
-    format: str,
-    activation: str,
-) -> torch.Tensor:
-    """Compute a whole layer by the kernels of `moedoctor.kernels.moe`."""
+def _run_experts(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
     from moedoctor.kernels.moe.launch import run_experts
 
-    weights = (
-        convert_weights(read(w13, scales, "w13", format)),
-        convert_weights(read(w2, scales, "w2", format)),
-    )
-    return run_experts(hidden_states, *weights, topk_weights, topk_ids, activation=activation)
+    weights = convert_weights(layer.w13), convert_weights(layer.w2)
+    return run_experts(x, *weights, topk_weights, topk_ids, activation=layer.shape.activation)
 
 
-@declare(kind="moe", formats=("bf16", "fp8"), activations=_CURVES)
-def run_slots(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    scales: Mapping[str, torch.Tensor],
-    activation: str,
-) -> torch.Tensor:
-    """Compute over the slots of an expert cache; an expert is a slot here."""
-    named = {f"{name}_scale": scale for name, scale in scales.items()}
-    return moe_forward(
-        hidden_states, {"w13": w13, "w2": w2, **named}, topk_ids, topk_weights, activation=activation
-    )
+def _run_slots(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    weights: dict[str, Any] = {"w13": layer.w13, "w2": layer.w2}
+    for name, weight in list(weights.items()):
+        if isinstance(weight, Fp8):
+            weights |= {name: weight.values, f"{name}_scale": weight.scale}
+    return moe_forward(x, weights, topk_ids, topk_weights, activation=layer.shape.activation)
 
 
-@declare(kind="moe", package="torch", formats=_FORMATS)
-def run_grouped(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    scales: Mapping[str, torch.Tensor],
-    format: str,
-    activation: str,
-) -> torch.Tensor:
-    """Compute with torch's `grouped_mm` between a sort and a sum of ours."""
-    weights = (read(w13, scales, "w13", format), read(w2, scales, "w2", format))
-    shape = LayerShape(hidden_states.shape[1], w2.shape[2], len(w2), topk_ids.shape[1], activation)
-    layer = Layer(shape, format, *weights)
-    return Grouped.dequantize(layer, "none")(hidden_states, topk_weights, topk_ids)
+def _run_grouped(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    return Grouped.dequantize(layer, "none")(x, topk_weights, topk_ids)
+
+
+run_experts = adapt(_run_experts, formats=_FORMATS, activations=_CURVES)
+"""Computes a whole layer by the kernels of `moedoctor.kernels.moe`."""
+run_slots = adapt(_run_slots, formats=("bf16", "fp8"), activations=_CURVES)
+"""Computes over the slots of an expert cache; an expert is a slot here."""
+run_grouped = adapt(_run_grouped, formats=_FORMATS, package="torch")
+"""Computes with torch's `grouped_mm` between a sort and a sum of ours."""
 
 
 @declare(kind="router")
-def route(logits: torch.Tensor, top_k: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logits: Tensor, top_k: int, **options: Any) -> tuple[Tensor, Tensor]:
     """Route by the kernel of `moedoctor.kernels.routing`, also in Triton's interpreter."""
     from moedoctor.kernels.routing.launch import launch_topk
 
@@ -86,6 +58,6 @@ def route(logits: torch.Tensor, top_k: int, **options: Any) -> tuple[torch.Tenso
     return weights, ids
 
 
-def make_device_cache(weights: Mapping[str, torch.Tensor], capacity: int, device: str) -> ExpertCache:
+def make_device_cache(weights: Mapping[str, Tensor], capacity: int, device: str) -> ExpertCache:
     """Return an expert cache whose bookkeeping is a kernel."""
     return ExpertCache(weights, capacity, engine="device", device=device)

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moedoctor.testing.questions import declare
 
 _MODEL = "transformers.models.qwen3_moe.modeling_qwen3_moe"
 
 
-def _make_experts(w13: torch.Tensor, w2: torch.Tensor, implementation: str) -> Any:
+def _make_experts(w13: Tensor, w2: Tensor, implementation: str) -> Any:
     config = SimpleNamespace(
         num_experts=len(w2),
         hidden_size=w2.shape[1],
@@ -29,33 +30,21 @@ def _make_experts(w13: torch.Tensor, w2: torch.Tensor, implementation: str) -> A
 
 
 @declare(package="transformers")
-def run_eager(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> torch.Tensor:
+def run_eager(x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
     """Compute expert by expert."""
-    output: torch.Tensor = _make_experts(w13, w2, "eager")(hidden_states, topk_ids.long(), topk_weights)
+    output: Tensor = _make_experts(w13, w2, "eager")(x, topk_ids.long(), topk_weights)
     return output
 
 
 @declare(package="transformers")
-def run_grouped(
-    hidden_states: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> torch.Tensor:
+def run_grouped(x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
     """Compute with torch's grouped product."""
-    output: torch.Tensor = _make_experts(w13, w2, "grouped_mm")(hidden_states, topk_ids.long(), topk_weights)
+    output: Tensor = _make_experts(w13, w2, "grouped_mm")(x, topk_ids.long(), topk_weights)
     return output
 
 
 @declare(package="transformers")
-def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Route by Qwen3-MoE's router, without the product that makes the logits."""
     module: Any = importlib.import_module(_MODEL)
     module.F = SimpleNamespace(linear=lambda hidden_states, weight: hidden_states)
