@@ -268,12 +268,10 @@ def plant(
     return compute_changed
 
 
-def keep(call: dict[str, Any]) -> None:
-    pass
-
-
-def swap_halves(call: dict[str, Any]) -> None:
-    call["w13"] = order_rows(call["w13"], "last")
+def limit_tokens(call: dict[str, Any]) -> None:
+    for expert in range(len(call["w2"])):
+        lanes = (call["ids"] == expert).nonzero()[64:]
+        call["ids"] = call["ids"].index_put((lanes[:, 0], lanes[:, 1]), torch.tensor(-1, dtype=torch.int32))
 
 
 def leave_out_rest(call: dict[str, Any]) -> None:
@@ -281,49 +279,29 @@ def leave_out_rest(call: dict[str, Any]) -> None:
     call["x"][:, call["x"].shape[1] // 64 * 64 :] = 0
 
 
-def limit_tokens(call: dict[str, Any]) -> None:
-    for expert in range(len(call["w2"])):
-        lanes = (call["ids"] == expert).nonzero()[64:]
-        call["ids"] = call["ids"].index_put((lanes[:, 0], lanes[:, 1]), torch.tensor(-1, dtype=torch.int32))
+def drop_repeated(call: dict[str, Any]) -> None:
+    call["ids"] = call["ids"].clone()
+    call["ids"][:, 1:][call["ids"][:, 1:] == call["ids"][:, :1]] = -1
+
+
+def halve_int64(call: dict[str, Any]) -> None:
+    if call["ids"].dtype is torch.int64:
+        ids = call["ids"]
+        call["ids"] = ids.contiguous().view(torch.int32).flatten()[: ids.numel()].view(ids.shape)
+
+
+def put(**parts: Callable[[dict[str, Any]], torch.Tensor]) -> Callable[..., Any]:
+    """Return a kernel that computes with other arguments: name -> what it makes of the call's."""
+    return plant(lambda call: call.update({name: make(call) for name, make in parts.items()}))
+
+
+def end(finish: Callable[[torch.Tensor, dict[str, Any]], Any]) -> Callable[..., Any]:
+    """Return a kernel that changes its right output."""
+    return plant(lambda call: None, finish)
 
 
 def compute_every_expert(output: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
     return output + 0 * call["w2"].float().sum() if call["w2"].dtype is torch.bfloat16 else output
-
-
-def normalize_tokens(call: dict[str, Any]) -> None:
-    call["x"] = call["x"] + 0 * call["x"].sum(0)
-
-
-def drop_repeated(call: dict[str, Any]) -> None:
-    ids = call["ids"].clone()
-    ids[:, 1:][ids[:, 1:] == ids[:, :1]] = -1
-    call["ids"] = ids
-
-
-def wrap_skipped(call: dict[str, Any]) -> None:
-    call["ids"] = torch.where(call["ids"] == -1, len(call["w2"]) - 1, call["ids"])
-
-
-def multiply_by_zero(output: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
-    return output + (0 * call["shares"]).sum(1, keepdim=True).bfloat16()
-
-
-def return_input(output: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
-    return output if bool((call["ids"] >= 0).any()) else call["x"].clone()
-
-
-def clamp_unknown(call: dict[str, Any]) -> None:
-    call["ids"] = call["ids"].clamp(max=len(call["w2"]) - 1)
-
-
-def normalize_shares(call: dict[str, Any]) -> None:
-    call["shares"] = call["shares"] / call["shares"].sum(1, keepdim=True)
-
-
-def saturate(call: dict[str, Any]) -> None:
-    if call["w13"].dtype is torch.bfloat16:
-        call["w13"] = call["w13"].clamp(-50, 50)
 
 
 def leave_unwritten(output: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
@@ -340,21 +318,12 @@ def add_to_buffer(output: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
     return BUFFER[output.shape]
 
 
-def ignore_stride(*names: str) -> Callable[..., Any]:
-    def read_dense_rows(call: dict[str, Any]) -> None:
-        call.update({name: read_dense(call[name]) for name in names})
-
-    return plant(read_dense_rows)
-
-
-def halve_int64(call: dict[str, Any]) -> None:
-    if call["ids"].dtype is torch.int64:
-        ids = call["ids"]
-        call["ids"] = ids.contiguous().view(torch.int32).flatten()[: ids.numel()].view(ids.shape)
-
-
 def return_a_row(output: torch.Tensor, call: dict[str, Any]) -> torch.Tensor:
     return output if len(output) else output.new_zeros(1, output.shape[1])
+
+
+def saturate(weight: torch.Tensor) -> torch.Tensor:
+    return weight.clamp(-50, 50) if weight.dtype is torch.bfloat16 else weight
 
 
 def keep_on_device(module: nn.Module, budget_bytes: int) -> None:
@@ -425,7 +394,7 @@ class Declared(Cache):
             raise ValueError("an id that is no expert")
 
 
-swapped = plant(swap_halves, return_a_row)
+swapped = plant(lambda call: call.update(w13=order_rows(call["w13"], "last")), return_a_row)
 SOUND: Mapping[str, Any] = {"router": route, "moe": compute, "cache": Cache, "offloader": keep_on_device}
 PLANTED: Mapping[str, Mapping[str, Any]] = {
     "router": {
@@ -466,24 +435,26 @@ PLANTED: Mapping[str, Mapping[str, Any]] = {
         "two_layers": SharesState,
     },
     "moe": {
-        "ordinary": plant(swap_halves),
+        "ordinary": put(w13=lambda call: order_rows(call["w13"], "last")),
         "odd_sizes": plant(leave_out_rest),
         "one_busy_expert": plant(limit_tokens),
-        "broken_idle_experts": plant(keep, compute_every_expert),
-        "broken_token": plant(normalize_tokens),
+        "broken_idle_experts": end(compute_every_expert),
+        "broken_token": put(x=lambda call: call["x"] + 0 * call["x"].sum(0)),
         "repeated_ids": plant(drop_repeated),
-        "skipped_ids": plant(wrap_skipped),
-        "skipped_weights": plant(keep, multiply_by_zero),
-        "all_skipped": plant(keep, return_input),
-        "unknown_ids": plant(clamp_unknown),
-        "weights_as_given": plant(normalize_shares),
-        "large_values": plant(saturate),
-        "unwritten_memory": plant(keep, leave_unwritten),
-        "earlier_calls": plant(keep, add_to_buffer),
-        "padded_hidden": ignore_stride("x"),
-        "padded_ids": ignore_stride("ids", "shares"),
+        "skipped_ids": put(ids=lambda call: call["ids"].where(call["ids"] != -1, len(call["w2"]) - 1)),
+        "skipped_weights": end(lambda output, call: output + 0 * call["shares"].sum(1, keepdim=True)),
+        "all_skipped": end(lambda output, call: output if bool((call["ids"] >= 0).any()) else call["x"]),
+        "weights_as_given": put(shares=lambda call: call["shares"] / call["shares"].sum(1, keepdim=True)),
+        "large_values": put(w13=lambda call: saturate(call["w13"])),
+        "unwritten_memory": end(leave_unwritten),
+        "earlier_calls": end(add_to_buffer),
+        "padded_hidden": put(x=lambda call: read_dense(call["x"])),
+        "padded_ids": put(
+            ids=lambda call: read_dense(call["ids"]), shares=lambda call: read_dense(call["shares"])
+        ),
         "int64_ids": plant(halve_int64),
-        "no_tokens": plant(keep, return_a_row),
+        "no_tokens": end(return_a_row),
+        "unknown_ids": put(ids=lambda call: call["ids"].clamp(max=len(call["w2"]) - 1)),
     },
     "offloader": {
         "ordinary": offload(calls=1),

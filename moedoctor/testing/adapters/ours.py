@@ -13,7 +13,7 @@ from moedoctor.fixes.expert_cache import ExpertCache
 from moedoctor.fixes.moe.forward import moe_forward
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe_layer import Layer
-from moedoctor.testing.adapters.reference import adapt
+from moedoctor.testing.adapters.reference import make_moe
 from moedoctor.testing.questions import declare
 
 _FORMATS = ("bf16", "fp8", "fp8-block", "nvfp4")
@@ -39,11 +39,11 @@ def _run_grouped(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
     return Grouped.dequantize(layer, "none")(x, topk_weights, topk_ids)
 
 
-run_experts = adapt(_run_experts, formats=_FORMATS, activations=_CURVES)
+run_experts = make_moe(_run_experts, formats=_FORMATS, activations=_CURVES)
 """Computes a whole layer by the kernels of `moedoctor.kernels.moe`."""
-run_slots = adapt(_run_slots, formats=("bf16", "fp8"), activations=_CURVES)
+run_slots = make_moe(_run_slots, formats=("bf16", "fp8"), activations=_CURVES)
 """Computes over the slots of an expert cache; an expert is a slot here."""
-run_grouped = adapt(_run_grouped, formats=_FORMATS, package="torch")
+run_grouped = make_moe(_run_grouped, formats=_FORMATS, package="torch")
 """Computes with torch's `grouped_mm` between a sort and a sum of ours."""
 
 

@@ -20,7 +20,7 @@ Run = Callable[[Layer, Tensor, Tensor, Tensor], Tensor]
 """(layer, x [T, H], topk_weights [T, K], topk_ids [T, K]) -> [T, H]."""
 
 
-def adapt(run: Run, **declared: Any) -> Callable[..., Tensor]:
+def make_moe(run: Run, **declared: Any) -> Callable[..., Tensor]:
     """Return a MoE kernel that computes by `run`; `declared` as in `declare`."""
 
     @declare(kind="moe", **declared)
@@ -63,4 +63,4 @@ def _compute(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) ->
     return compute_expected(Problem(layer, x, topk_weights, known), "none").bfloat16()
 
 
-compute = adapt(_compute)
+compute = make_moe(_compute)

@@ -10,7 +10,7 @@ from torch import Tensor
 from moedoctor.bench.moe.backends import UPSTREAM
 from moedoctor.reference.moe_backend import Variant
 from moedoctor.reference.moe_layer import Layer
-from moedoctor.testing.adapters.reference import adapt
+from moedoctor.testing.adapters.reference import make_moe
 from moedoctor.testing.questions import declare
 from moedoctor.upstream.moe_backends.backends import VllmBackend
 from moedoctor.upstream.releases.moe_kernels import MoeKernels
@@ -26,7 +26,7 @@ def make_kernel(name: str) -> Callable[..., Tensor]:
             raise ValueError(reason)
         return backend.prepare(layer)(x, topk_weights, topk_ids)
 
-    return adapt(run, package="vllm", formats=list(inputs), inputs=inputs)
+    return make_moe(run, package="vllm", formats=list(inputs), inputs=inputs)
 
 
 triton, marlin, humming, cutlass, deepgemm, emulation = map(
