@@ -176,7 +176,8 @@ def _describe(package: str, device: str) -> dict[str, str]:
     try:
         version = f"{name} {importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
-        version = name
+        own = getattr(sys.modules.get(top), "__version__", None)
+        version = f"{top} {own}" if own else name
     place = torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
     place += ", Triton's interpreter" if os.environ.get("TRITON_INTERPRET") == "1" else ""
     return {"package": version, "machine": f"{place}, torch {torch.__version__}"}
