@@ -77,6 +77,15 @@ def test_the_wheel_holds_the_package_its_scenarios_and_nothing_else(wheel: Path)
     assert all(name.startswith(("moedoctor/", info)) for name in names)
 
 
+def test_the_wheel_holds_no_report_that_no_command_reads(wheel: Path) -> None:
+    """`explain` reads runs, questions to releases have answers, and `bench` and `plan` take a trace."""
+    prefix = "moedoctor/_reports/"
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.startswith(prefix)]
+        reports = [name for name in names if not name.startswith((f"{prefix}sources/", f"{prefix}traces/"))]
+        assert {json.loads(archive.read(name))["command"] for name in reports} == {"run"}
+
+
 def test_the_package_of_the_wheel_finds_its_own_scenarios_evidence_and_schemas(
     wheel: Path, tmp_path: Path
 ) -> None:
