@@ -8,7 +8,10 @@ copy starts only when it is needed.
 With this fix vLLM still chooses the parameters and loads the weights. After they are loaded and repacked, the
 offloader takes over. Every parameter, the same object as before, is then on the GPU for good: the large ones
 in buffers that are filled ahead of each layer, scales and other small ones by themselves. Nothing is swapped
-in `forward`, so nothing holds a host address. With UVA nothing is changed.
+in `forward`, so nothing holds a host address.
+
+A buffer that a module made of a weight gets what was loaded (`moedoctor.fixes.offload.views`), also with
+UVA, where nothing else is changed.
 
 Weights cannot be reloaded into such an engine: `weight_reload` refuses it.
 """
@@ -41,7 +44,7 @@ _ADDITIONAL = "additional_config=self.additional_config"
 _LOADING = "device_loading_context"
 _UNPINNED = "host memory is not pinned"
 _OFFLOADER = "vllm.model_executor.offloader.base"
-_PENDING = "_moedoctor_layers"
+_PENDING, _VIEWS = "_moedoctor_layers", "_moedoctor_views"
 _HANDLE = "_moedoctor_offload"
 _RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 _ENTRY, _READER = "_forward_entry", "_forward_impl"
@@ -50,17 +53,20 @@ _ENTRY, _READER = "_forward_entry", "_forward_impl"
 def apply(version: str) -> str:
     """Apply the fix; see `moedoctor.plugin.register`."""
     offload = importlib.import_module("moedoctor.fixes.offloader").offload
+    views = importlib.import_module("moedoctor.fixes.offload.views")
     finishing = functools.partial(_wrap_post_init, offload=offload)
+    collecting = functools.partial(_collect_modules, find_views=views.find_views)
+    loading_model = functools.partial(_wrap_worker_load_model, fill_views=views.fill_views)
     arguments = "vllm.engine.arg_utils:EngineArgs"
     uva, loading = "vllm.model_executor.offloader.uva:UVAOffloader", "vllm.model_executor.model_loader.utils"
     runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
     rebuild, sizes = "may_reinitialize_input_batch", "self kv_cache_config kernel_block_sizes"
     loads = ("self.model_runner.load_model(",)
     patches = (
-        Patch(uva, "_maybe_offload_to_cpu", _collect_modules, "self module", _WRAPS),
+        Patch(uva, "_maybe_offload_to_cpu", collecting, "self module", _WRAPS),
         Patch(uva, "post_init", finishing, "self"),
         Patch(_OFFLOADER, "get_offloader", None),
-        Patch(weight_reload.WORKER, "load_model", _wrap_worker_load_model, "self", loads),
+        Patch(weight_reload.WORKER, "load_model", loading_model, "self", loads),
         Patch(arguments, "create_engine_config", _wrap_create_engine_config, "self", (_ADDITIONAL,)),
         Patch(runner, rebuild, skip_assertion, sizes, (_ASSERTS,), "offload_config", releases=_ASSERTING),
         Patch(loading, _LOADING, remove_marks, "module target_device", (MARK,), releases=_KEEPING_MARKS),
@@ -68,6 +74,7 @@ def apply(version: str) -> str:
     weight_reload.apply(version)
     apply_patches(NAME, version, patches)
     active = ["without UVA weights are copied ahead of each layer, scales stay on the GPU"]
+    active.append("buffers made of weights are filled")
     if version in SpecifierSet(_ASSERTING):
         active.append("the input batch may be rebuilt")
     if version in SpecifierSet(_KEEPING_MARKS):
@@ -86,15 +93,16 @@ class _Layer:
     """vLLM's own `forward` around it, which is off for the time being."""
 
 
-def _collect_modules(original: Any) -> Any:
+def _collect_modules(original: Any, *, find_views: Callable[[Any], list[Any]]) -> Any:
     """Wrap `_maybe_offload_to_cpu`: leave the module's own `forward` in place and remember the module.
 
-    With UVA it does not touch `forward`, so nothing is remembered.
+    With UVA it does not touch `forward`, so only buffers made of weights are remembered.
     """
 
     def _maybe_offload_to_cpu(self: Any, module: Any, *arguments: Any, **options: Any) -> Any:
         first = next(iter(module.parameters()), None)
         device = None if first is None else first.device  # it is moved to the host below
+        self.__dict__.setdefault(_VIEWS, []).extend(find_views(module))
         before = module.__dict__.get("forward")
         result = original(self, module, *arguments, **options)
         vllm_forward = module.__dict__.get("forward")
@@ -130,8 +138,8 @@ def _wrap_post_init(original: Any, *, offload: Callable[..., Any]) -> Any:
     return post_init
 
 
-def _wrap_worker_load_model(original: Any) -> Any:
-    """Wrap the worker's `load_model`: some model runners do not call `post_init`.
+def _wrap_worker_load_model(original: Any, *, fill_views: Callable[[Sequence[Any]], int]) -> Any:
+    """Wrap the worker's `load_model`: fill buffers, and call `post_init` where the model runner does not.
 
     V1 returns before it with STOCK_TORCH_COMPILE, and V2 has no such call before 0.28.0.
     """
@@ -141,6 +149,11 @@ def _wrap_worker_load_model(original: Any) -> Any:
         offloader = importlib.import_module(_OFFLOADER).get_offloader()
         if _PENDING in vars(offloader):
             offloader.post_init()
+        views = vars(offloader).get(_VIEWS, ())
+        if filled := fill_views(views):
+            weight_reload.hold(NAME, views[0])
+            names = ", ".join(sorted({view.name.rpartition(".")[2] for view in views}))
+            logger.info("moedoctor: offload: %d buffers made of weights are filled: %s", filled, names)
         return result
 
     return load_model

@@ -42,7 +42,7 @@ class UVAOffloader(BaseOffloader):
         moved = False
         for name, p in module.named_parameters():
             if self.cpu_offload_bytes < self.budget:
-                p.data = p.data.to(device="cpu")
+                p.data = p.data.to(device="cpu").clone()
                 self.cpu_offload_bytes += p.nbytes
                 moved = True
         if not self.uva_offloading and moved:
@@ -210,6 +210,33 @@ def test_it_takes_over_if_the_runner_leaves_out_post_init(patched: None, calls: 
     assert all("forward" in vars(module) for module in modules), "each waits for its weights"
     with torch.no_grad():
         assert [tuple(module(x).shape) for module in modules] == [(5, 160)] * 3
+
+
+@pytest.mark.parametrize("uva", [True, False])
+def test_a_buffer_made_of_a_weight_gets_what_is_loaded(patched: None, uva: bool) -> None:
+    """As `MambaMixer2` makes it; the weight gets its memory, then its numbers."""
+    base = importlib.import_module("vllm.model_executor.offloader.base")
+    worker = importlib.import_module("vllm.v1.worker.gpu_worker").Worker
+    layer = Layer()
+    layer.register_buffer("rows", layer.weight.view(-1), persistent=False)
+    layer.register_buffer("other", torch.zeros(7))
+
+    def load_model() -> None:
+        offloader = importlib.import_module("vllm.model_executor.offloader.uva").UVAOffloader(
+            1 << 20, uva=uva
+        )
+        base.instance = offloader
+        offloader._maybe_offload_to_cpu(layer)
+        layer.weight.data.fill_(2.0)
+        layer.other.fill_(3.0)
+        assert not bool((layer.rows == 2.0).any()), "the failure"
+
+    loaded = worker(types.SimpleNamespace(load_model=load_model, get_model=lambda: None))
+    loaded.load_model()
+    assert bool((layer.rows == 2.0).all())
+    assert bool((layer.other == 3.0).all())
+    with pytest.raises(RuntimeError, match="reload_weights is refused: the fix offload"):
+        loaded.reload_weights()
 
 
 def no_room(*arguments: Any) -> Any:

@@ -59,8 +59,13 @@ def tune_tiles(
 
     def take_tiles(tiles: Tiles) -> Callable[[], object]:
         def run() -> object:
-            with override(dict(tiles)):
-                return call()
+            failure: Exception | None = None
+            with override(dict(tiles)):  # after an error in it, vLLM would go on with these tiles
+                try:
+                    return call()
+                except Exception as error:
+                    failure = error
+            raise failure
 
         return run
 

@@ -52,6 +52,9 @@ class OffloadGarbageParameters(Parameters):
     )
     fixes: Literal["none", "offload"] = Field("none", description="MOEDOCTOR_FIXES of the engines")
     online: bool = Field(False, description="whether the model may be downloaded")
+    cause: Literal["freed", "view"] = Field(
+        "freed", description="of a weight: its host memory is freed early, or a buffer was made of it before"
+    )
     bytes: int = Field(1 << 20, ge=1024, le=1 << 28, description="of the offloaded weight")
     seed: int = Field(0, ge=0)
 
@@ -69,7 +72,7 @@ class OffloadGarbageParameters(Parameters):
 
 
 class OffloadGarbage(EngineFault):
-    """A mapped view of host memory does not keep the memory: weights become what is written there next."""
+    """Offloaded weights whose host memory is freed early, or of which a buffer was made before they moved."""
 
     id = "MD008"
     parameters = OffloadGarbageParameters
@@ -84,6 +87,12 @@ class OffloadGarbage(EngineFault):
         if case.tier is Tier.ENGINE:
             tiny = case.parameters["model"] is None
             return engine_table.judge(evidence) if tiny else judge_own_model(evidence)
+        if case.parameters["cause"] == "view":
+            if evidence["weights_changed"]:
+                share = f"{evidence['weights_changed']:.0%}"
+                text = f"{share} of a buffer made of the weight is not what was loaded, without any error"
+                return Judgement(CaseVerdict.REPRODUCED, text)
+            return Judgement(CaseVerdict.CLEAN, "the buffer made of the weight is what was loaded")
         if evidence["weights_changed"]:
             share = f"{evidence['weights_changed']:.0%}"
             return Judgement(
@@ -96,7 +105,7 @@ class OffloadGarbage(EngineFault):
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Return whether garbage was seen, and where backends differ without any offload."""
         restated = any(case.subject == "faulty" and case.evidence for case in results)
-        doubt = {UNKNOWN_CAUSE: "no cause of vllm#38718 is known, so the fix may not be a fix of it"}
+        doubt = {UNKNOWN_CAUSE: "nobody upstream has confirmed a cause of vllm#38718, so this may not be it"}
         return {
             **(doubt if restated else {}),
             **count_garbage_in_engines(results),

@@ -22,6 +22,7 @@ import torch
 from moedoctor.faults.base import need_gpu
 from moedoctor.faults.offload.offload_garbage import OffloadGarbageParameters
 from moedoctor.fixes.offload.pinned import describe_bytes, view_on_device
+from moedoctor.fixes.offload.views import fill_views, find_views
 from moedoctor.processes.ask import find_working_folder
 from moedoctor.results import Case, Evidence
 from moedoctor.upstream.engine import offload_table
@@ -36,14 +37,18 @@ _PROMPT_CALLS = 16
 
 
 def model(case: Case, parameters: OffloadGarbageParameters, release: None) -> Evidence:
-    """A simulated pool of pinned memory."""
+    """A simulated pool of pinned memory, or a buffer that a module made of a weight."""
     fixed = case.subject == "fixed"
+    if parameters.cause == "view":
+        return observe_view(parameters, fixed=fixed)
     return observe(parameters, Pool().allocate, lambda block: block if fixed else block.view(-1))
 
 
 def kernel(case: Case, parameters: OffloadGarbageParameters, release: None) -> Evidence:
     """torch's pinned memory and a GPU."""
     need_gpu()
+    if parameters.cause == "view":
+        return observe_view(parameters, fixed=case.subject == "fixed", device=case.device)
 
     def allocate(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # [n]
@@ -69,6 +74,31 @@ def engine(case: Case, parameters: OffloadGarbageParameters, release: None) -> E
     trials = [own_model_trial(parameters, offload=False), own_model_trial(parameters, offload=True)]
     _, with_offload = run_trials(trials, parallel=2 if fit_together(parameters) else 1)
     return compare(with_offload, parameters)
+
+
+@torch.no_grad()
+def observe_view(parameters: OffloadGarbageParameters, *, fixed: bool, device: str = "cpu") -> Evidence:
+    """Make a buffer of a weight as vLLM's `MambaMixer2` does, offload the weight, load it, read the buffer.
+
+    vLLM's `UVAOffloader` gives a parameter other memory (``p.data = …``) when its layer was made, and the
+    checkpoint is loaded into that memory.
+    """
+    generator = torch.Generator().manual_seed(parameters.seed)
+    loaded = torch.randint(1, 120, (parameters.bytes // 4, 1, 4), dtype=torch.uint8, generator=generator)
+    module: Any = torch.nn.Module()
+    weight = torch.nn.Parameter(torch.zeros_like(loaded, device=device), requires_grad=False)  # [C, 1, 4]
+    module.weight = weight
+    module.register_buffer("conv_weights", weight.view(-1, 4), persistent=False)  # [C, 4]
+    views = find_views(module)
+    weight.data = weight.data.to("cpu", copy=True)
+    weight.data.copy_(loaded)
+    if fixed:
+        fill_views(views)
+    changed = module.conv_weights.cpu() != loaded[:, 0]  # [C, 4]
+    return {
+        "weights_changed": float(changed.double().mean()),
+        "weight_loaded": bool((weight == loaded).all()),
+    }
 
 
 @torch.no_grad()
