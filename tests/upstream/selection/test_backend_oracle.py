@@ -7,6 +7,8 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm_stub import FILES, write
@@ -14,6 +16,7 @@ from vllm_stub import FILES, write
 from moedoctor.fixes.backends import select
 from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases
 from moedoctor.upstream.selection import agreement
+from moedoctor.upstream.selection.oracle import Answer, Asked
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -91,6 +94,20 @@ def test_a_backend_that_cannot_be_imported_is_skipped(
     assert works.chosen == "VLLM_CUTLASS"
     assert works.refusals["MARLIN"].startswith("cannot be imported: ")
     assert (stops.chosen, stops.error) == (None, "No module named 'no_such_library'")
+
+
+def test_a_backend_fits_if_any_of_its_kernels_does() -> None:
+    heard_of = [
+        ("A", True, None),
+        ("A", False, "no"),
+        ("B", False, None),
+        ("C", False, "no"),
+        ("C", True, None),
+    ]
+    kernels = tuple(Answer(name, "Kernel", fits, reason) for name, fits, reason in heard_of)
+    oracle: Any = SimpleNamespace(ask=lambda *_: Asked(kernels, "A"), substitute=SimpleNamespace(notes=()))
+    heard = agreement._answer_question(oracle, {"capability": "9.0", "layer": {"scheme": "nvfp4"}}, {})
+    assert heard.refusals == {"A": "", "B": "vLLM gives no reason", "C": ""}
 
 
 def test_disagreements_are_named() -> None:
