@@ -42,13 +42,14 @@ if __name__ == "__main__":
 
     few = {"tokens": 3, "experts": 5, "top_k": 2}
     for asked in sys.argv[1:]:
-        kind, name = asked.split(":")
+        kind, name, *formats = asked.split(":")
+        options = {"activations": ("silu",), "formats": formats}
         size = {"moe": {**few, "hidden": 48, "intermediate": 32}, "cache": {**few, "slots": 4}, "router": few}
         wrong = list(
             ask(
                 kind,
                 getattr(ours, name),
-                {"activations": ("silu",)} if kind == "moe" else {},
+                options if kind == "moe" else {},
                 sizes=size[kind],
             )
         )

@@ -46,7 +46,7 @@ def test_ours_are_right(name: str) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    "asked", ["router:route cache:make_device_cache", "moe:run_slots", "moe:run_experts"]
+    "asked", ["router:route cache:make_device_cache", "moe:run_slots:bf16:fp8", "moe:run_experts:bf16:nvfp4"]
 )
 def test_our_kernels_are_right_in_the_interpreter(asked: str) -> None:
     run_check("testing/asking.py", *asked.split())
