@@ -69,7 +69,7 @@ def judge_start(
     rank = next((row["rank"] for row in ranks if "error" in row), None)
     quantization = str(reply.get("config", {}).get("quantization") or "")
     findings = [*_find_errors(error, rank, environment, quantization), *_find_holes(reply, release)]
-    findings += [*_find_adapters(adapters, release), *_find_memory(ranks)]
+    findings += [*_find_stale_buffers(ranks), *_find_adapters(adapters, release), *_find_memory(ranks)]
     asked = {stage for row in ranks for stage in row["seconds"]} | set(reply.get("seconds", {}))
     verdict, reason, step = conclude(findings, release, asked)
     config = reply.get("config", {})
@@ -234,6 +234,17 @@ def _find_holes(reply: Mapping[str, Any], release: str) -> Iterator[PreflightFin
         )
 
 
+def _find_stale_buffers(ranks: Sequence[Mapping[str, Any]]) -> Iterator[PreflightFinding]:
+    """Yield a finding if CPU offload moves weights of which the model made buffers."""
+    stale: Sequence[str] = next((row["stale"] for row in ranks if row.get("stale")), ())
+    if stale:
+        message = (
+            f"--cpu-offload-gb moves weights of which buffers were made: up to {len(stale)} are never loaded"
+        )
+        step = "Add --cpu-offload-params experts, or set MOEDOCTOR_FIXES=offload."
+        yield _make("stale-buffer", f"{message} ({stale[0]})", step, tensor=stale[0], id="MD008")
+
+
 def _find_adapters(adapters: Sequence[Mapping[str, Any]], release: str) -> Iterator[PreflightFinding]:
     """Yield a finding for each adapter with parts that no layer takes."""
     for unplaced, name in {tuple(each["unplaced"]): each["name"] for each in adapters}.items():
@@ -281,7 +292,7 @@ def conclude(findings: Sequence[PreflightFinding], release: str, asked: Any) -> 
     if unknown := by_rule.get("cannot-say"):
         reason = f"{release} was not asked to the end: {unknown.message}"
         return Verdict.CANNOT_SAY, reason, unknown.next_step
-    for rule in ("not-written", "cut", "converted", "adapter-unused"):
+    for rule in ("not-written", "stale-buffer", "cut", "converted", "adapter-unused"):
         if wrong := by_rule.get(rule):
             return Verdict.WRONG, wrong.message, wrong.next_step
     if "load" not in asked:

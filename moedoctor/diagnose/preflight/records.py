@@ -24,6 +24,7 @@ class Verdict(Enum):
 RULES: Mapping[str, tuple[str, str]] = {
     "refused": ("error", "The release's own code refuses the start"),
     "not-written": ("error", "A parameter is never written, or only in part"),
+    "stale-buffer": ("error", "A buffer keeps the memory that an offloaded weight left"),
     "cut": ("error", "The release reads a part of a tensor only"),
     "converted": ("error", "Stored numbers are converted without their scale"),
     "adapter-unused": ("error", "The release leaves out a part of an adapter"),

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import io
 import math
+import os
 import re
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -233,6 +236,7 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
             stack.enter_context(torch.device("meta"))
             model = base_loader.initialize_model(vllm_config=config, model_config=model_config)
         row |= {"bytes": count_bytes(model), "layers": describe_layers(model)}
+        row["stale"] = list_stale_buffers(model, config)
         # One question of each scheme: the layers of a model differ in nothing that a kernel asks about.
         questions = {type(question[0]): question for question in reversed(heard)}
         row["backends"] = [each for question in questions.values() for each in explain_others(question)]
@@ -292,6 +296,25 @@ def count_bytes(model: Any) -> int:
     """Return the bytes of a model's parameters; two names of one storage count once."""
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in model.parameters()}
     return sum(storages.values())
+
+
+def list_stale_buffers(model: Any, config: Any) -> list[str]:
+    """Return the buffers made of a weight that --cpu-offload-gb moves before it is loaded (MD008)."""
+    uva = getattr(getattr(config, "offload_config", None), "uva", None)
+    if not getattr(uva, "cpu_offload_gb", 0) or "offload" in os.environ.get("MOEDOCTOR_FIXES", ""):
+        return []
+    spec = importlib.util.find_spec("vllm.v1.worker.gpu.model_runner")
+    source = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
+    if getattr(config, "use_v2_model_runner", False) and "set_offloader(" not in source:
+        return []  # it offloads nothing (MD013)
+    chosen = getattr(uva, "cpu_offload_params", None) or ()
+    weights = {weight.untyped_storage()._cdata: name for name, weight in model.named_parameters()}
+    moved = {
+        storage: name
+        for storage, name in weights.items()
+        if not chosen or any(f".{part}." in f".{name}." for part in chosen)
+    }
+    return [name for name, buffer in model.named_buffers() if buffer.untyped_storage()._cdata in moved]
 
 
 def describe_layers(model: Any) -> list[dict[str, Any]]:

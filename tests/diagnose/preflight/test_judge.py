@@ -97,6 +97,15 @@ def test_empty_parameters_are_wrong_answers() -> None:
     assert "50.0%" in answer.findings[1].message
 
 
+def test_buffers_of_weights_that_offload_moves_are_wrong_answers() -> None:
+    answer = judge({**rank(), "stale": ["layers.0.conv", "layers.1.conv"]}, rank())
+    assert answer.verdict is Verdict.WRONG
+    assert "up to 2 are never loaded (layers.0.conv)" in answer.reason
+    assert [(finding.rule, finding.id) for finding in answer.findings] == [("stale-buffer", "MD008")]
+    assert "--cpu-offload-params experts" in answer.next_step
+    assert judge({**rank(), "stale": []}).verdict is Verdict.STARTS
+
+
 @pytest.mark.parametrize(
     "sound",
     [

@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from moedoctor.upstream.preflight.stages import use_draft_backend
+from moedoctor.upstream.preflight.stages import list_stale_buffers, use_draft_backend
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,35 @@ def test_a_draft_that_is_refused_leaves_the_backend_of_the_target() -> None:
 def _refuse(config: SimpleNamespace) -> None:
     with use_draft_backend(config):
         raise ValueError("refused")
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "chosen", "v2", "fixes", "expected"),
+    [
+        (1, set(), False, "", ["mixer.conv_weights"]),
+        (0, set(), False, "", []),
+        (1, {"experts"}, False, "", []),
+        (1, {"mixer"}, False, "", ["mixer.conv_weights"]),
+        (1, set(), False, "moe,offload", []),
+        (1, set(), True, "", []),  # without a vLLM there is no V2 runner that offloads
+    ],
+)
+def test_buffers_of_weights_that_offload_moves_are_named(
+    gigabytes: int,
+    chosen: set[str],
+    v2: bool,
+    fixes: str,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOEDOCTOR_FIXES", fixes)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with torch.device("meta"):
+        mixer, model = torch.nn.Linear(4, 6), torch.nn.Module()
+        mixer.weight.data = mixer.weight.data.unsqueeze(1)
+        mixer.register_buffer("conv_weights", mixer.weight.view(6, 4), persistent=False)
+        mixer.register_buffer("own", torch.zeros(6, 4))
+        model.mixer = mixer
+    uva = SimpleNamespace(cpu_offload_gb=gigabytes, cpu_offload_params=chosen)
+    config = SimpleNamespace(offload_config=SimpleNamespace(uva=uva), use_v2_model_runner=v2)
+    assert list_stale_buffers(model, config) == expected
