@@ -45,6 +45,7 @@ def test_ours_are_right(name: str) -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked", ["router:route cache:make_device_cache", "moe:run_slots:bf16:fp8", "moe:run_experts:bf16:nvfp4"]
 )
