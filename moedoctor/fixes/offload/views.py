@@ -40,9 +40,15 @@ def find_views(module: nn.Module) -> list[WeightView]:
 def fill_views(views: Iterable[WeightView]) -> int:
     """Copy the weights into the buffers whose memory they left; return how many these are.
 
-    The buffers stay where they are, on the GPU. Call it after the weights are loaded.
+    The buffers stay where they are, on the GPU. A weight that was repacked is another one and is left out.
+    Call it after the weights are loaded.
     """
-    left = [view for view in views if view.buffer.data_ptr() != view.weight.data_ptr()]
+    left = [
+        view
+        for view in views
+        if view.buffer.data_ptr() != view.weight.data_ptr()
+        and (view.buffer.numel(), view.buffer.dtype) == (view.weight.numel(), view.weight.dtype)
+    ]
     for view in left:
-        view.buffer.copy_(view.weight.view(view.buffer.shape))
+        view.buffer.copy_(view.weight.reshape(view.buffer.shape))
     return len(left)

@@ -24,6 +24,9 @@ def test_views_of_whole_weights_are_found_and_filled_once_the_weight_left_them()
     assert torch.equal(inner.rows, torch.arange(24.0).view(6, 4))
     assert inner.rows.data_ptr() == place, "kernels and graphs may hold its address"
     assert not inner.own.any()
+    weight.data = torch.zeros(6, 2)
+    assert fill_views(views) == 0, "a repacked weight is another one"
+    assert torch.equal(inner.rows, torch.arange(24.0).view(6, 4))
 
 
 MIXER = (
