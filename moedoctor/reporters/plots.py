@@ -103,7 +103,7 @@ def _shorten(drawn: str) -> str:
         fewer = re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\s+", " ", tag[0]))
         return re.sub(r"font-family: 'DejaVu Sans'; | transform=\"rotate\(-0 [^\"]*\"", "", fewer)
 
-    drawn = re.sub(r"<\w[^>]*>", shorten_tag, re.sub(r">\s+<", ">\n<", drawn))
+    drawn = re.sub(r"<\w[^<>]*>", shorten_tag, re.sub(r">\s+<", ">\n<", drawn))
     return drawn.replace("<svg ", "<svg font-family=\"'DejaVu Sans', Verdana, sans-serif\" ", 1)
 
 
