@@ -632,7 +632,7 @@ _ROWS: Mapping[str, tuple[Any, ...]] = {
     "k-proj-too-large": (lambda: qwen3().reshape("k_proj", (2048, 256)), "k_proj"),
     "other-width-in-config": (lambda: qwen3().set(moe_intermediate_size=768), "experts"),
     "q-proj-other-hidden": (lambda: qwen3().reshape("q_proj", (2048, 512)), "q_proj"),
-    "other-hidden-in-config": (lambda: mixtral().set(hidden_size=512), "model.embed_tokens"),
+    "other-hidden-in-config": (lambda: mixtral().set(hidden_size=512), "lm_head"),
     "fewer-words": (lambda: qwen3().reshape("lm_head", (384, 256)), "lm_head"),
     "fp8-scales-of-other-blocks": (
         lambda: qwen3("fp8-block").reshape("experts.1.up_proj.weight_scale_inv", (16, 4)), "up_proj",
