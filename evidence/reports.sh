@@ -250,6 +250,7 @@ make_report() {
         recorded_scale_graphs) recorded scale_graphs ;;                                           # 125 s, 148 s
         recorded_swap_eager) recorded swap_eager ;;                                               # -, 101 s
         recorded_halves_graphs) recorded halves_graphs ;;                                         # -, 135 s
+        crash_engines) "$python" evidence/crash_engines.py "$out" --seconds "${LIMIT:-270}" >&2 ;; # ten engines at once; -, -
         sentinel_ids) write sentinel_ids run MD016 ;;                                             # 13 s, 415 s
         logits_stride) write logits_stride run MD024 $(kernels 0.19.1 0.20.0 0.21.0 0.27.1 0.33.0) ;;  # -
         backend_override) write backend_override run MD010 ;;                                     # 143 s, 59 s

@@ -21,7 +21,7 @@ SCRIPT = ROOT / "evidence" / "reports.sh"
 _HOME = re.compile(r"(?<![\w.])/(work|root|home|tmp)/\w")
 _CUT = re.compile(r"interrupted\b")
 """The first reason of a benchmark that a signal ended; it has no verdicts and so no other mark."""
-_PART = re.compile(r"_(marlin|humming|emulation|cpu)$")
+_PART = re.compile(r"_(marlin|humming|emulation|cpu)$|(?<=^crash_engines)_\w+$")
 """A part of what the script makes, without a GPU, or made while other engines used the host."""
 
 

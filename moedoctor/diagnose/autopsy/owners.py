@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -14,6 +16,14 @@ import yaml
 _LONGEST = 4096
 _PART = re.compile(r"\d{1,4}")
 _OWNERS = Path(__file__).with_name("owners.yaml")
+_SHIP_KERNELS = {
+    "vllm": "vLLM",
+    "torch": "PyTorch",
+    "flashinfer-python": "FlashInfer",
+    "flashinfer-jit-cache": "FlashInfer",
+    "deep-gemm": "DeepGEMM",
+}
+"""The owner by distribution, of those that ship libraries with kernels."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +41,19 @@ class Owner:
 
 
 def find_owner(symbol: str, source: str | None) -> Owner | None:
-    """Return whose kernel a symbol is; None if no rule fits."""
+    """Return whose kernel a symbol is; None if no rule fits and not exactly one installed package has it."""
     texts = {"name": demangle(symbol), "symbol": symbol[:_LONGEST], "source": (source or "")[:_LONGEST]}
     for rule in _load_rules():
         if all(re.search(rule[key], text) for key, text in texts.items() if key in rule):
             release = _find_release(rule["package"])
             return Owner(rule["owner"], rule["what"], release, rule.get("moe", False), rule.get("mended"))
-    return None
+    # Several packages compile templates such as cutlass::device_kernel, each with arguments of its own.
+    found = _find_libraries(symbol) if symbol.startswith("_Z") and len(symbol) <= _LONGEST else {}
+    if len(found) != 1:
+        return None
+    [(package, library)] = found.items()
+    of_experts = package == "vllm" and "GroupProblemShape" in symbol
+    return Owner(_SHIP_KERNELS[package], f"a kernel in {library}", _find_release(package), of_experts)
 
 
 def demangle(symbol: str) -> str:
@@ -63,6 +79,30 @@ def demangle(symbol: str) -> str:
 def _load_rules() -> list[dict[str, Any]]:
     rules: list[dict[str, Any]] = yaml.safe_load(_OWNERS.read_text(encoding="utf-8"))
     return rules
+
+
+@cache
+def _find_libraries(symbol: str) -> dict[str, str]:
+    """Return the library of each installed package that registers a kernel of this mangled name."""
+    name = b"\0" + symbol.encode() + b"\0"
+    found = {}
+    for package in _SHIP_KERNELS:
+        for path in _list_libraries(package):
+            try:
+                with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                    if content.find(name) >= 0:
+                        found[package] = path.name
+            except (OSError, ValueError):
+                continue  # an empty file, or one that may not be read
+    return found
+
+
+def _list_libraries(package: str) -> Iterator[Path]:
+    try:
+        files = metadata.files(package) or []
+    except metadata.PackageNotFoundError:
+        return
+    yield from (Path(str(file.locate())) for file in files if ".so" in file.suffixes)
 
 
 @cache

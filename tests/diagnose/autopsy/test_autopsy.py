@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.cli import main
+from moedoctor.diagnose.autopsy import owners
 from moedoctor.diagnose.autopsy.core_dump import DumpError, read_core_dump
 from moedoctor.diagnose.autopsy.line_table import find_line
 from moedoctor.diagnose.autopsy.owners import demangle, find_owner
@@ -315,3 +316,25 @@ def test_whose_a_kernel_is(
     found = find_owner(symbol, source)
     assert (found.name if found else None, bool(found and found.moe)) == (owner, moe)
     assert (found.mended if found else None) == ("cuDNN 9.23.1 (MD033)" if owner == "cuDNN" else None)
+
+
+def test_a_template_belongs_to_the_only_installed_package_that_has_it_with_these_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUTLASS's kernels have one name in several packages, so the whole mangled name decides."""
+    symbol = "_ZN7cutlass13device_kernelIN4ours17GroupProblemShapeEEEvNT_6ParamsE"
+    names = {
+        "vllm": [symbol],
+        "torch": [symbol + "x", "x" + symbol, symbol.replace("4ours", "6theirs")],
+        "flashinfer-python": [symbol.replace("4ours", "6theirs")],
+    }
+    for package, kernels in names.items():
+        content = b"".join(b"\0" + kernel.encode() + b"\0" for kernel in kernels)
+        (tmp_path / f"{package}.so").write_bytes(b"\x7fELF" + content)
+    monkeypatch.setattr(owners, "_list_libraries", lambda package: [tmp_path / f"{package}.so"])
+    owners._find_libraries.cache_clear()
+    found = find_owner(symbol, None)
+    assert found is not None
+    assert (found.name, found.what, found.moe) == ("vLLM", "a kernel in vllm.so", True)
+    assert find_owner(symbol.replace("4ours", "6theirs"), None) is None
+    assert find_owner(symbol.replace("4ours", "7nobodys"), None) is None
