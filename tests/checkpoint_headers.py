@@ -641,8 +641,8 @@ _ROWS: Mapping[str, tuple[Any, ...]] = {
     "fp8-not-declared": (lambda: qwen3("fp8-block").unset("quantization_config"), "weight"),
     "bf16-declared-fp8": (lambda: qwen3().set(quantization_config=_DECLARED_FP8), "scale"),
     # Blocks, groups and sizes that do not divide.
-    "block-at-tp": (lambda: qwen3("fp8-block", _NARROW), "64", *_EIGHT_RANKS),
-    "group-at-tp": (lambda: qwen3("ct-w4a16", _NARROW), "64", *_EIGHT_RANKS),
+    "block-at-tp": (lambda: qwen3("fp8-block", _NARROW), "self_attn.o_proj", *_EIGHT_RANKS),
+    "group-at-tp": (lambda: qwen3("ct-w4a16", _NARROW), "self_attn.o_proj", *_EIGHT_RANKS),
     "heads-at-tp": (qwen3, "3", "--tensor-parallel-size", "3"),
     "stages": (qwen3, "", "--pipeline-parallel-size", "4"),
     # Ignore lists and methods.

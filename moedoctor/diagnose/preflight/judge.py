@@ -47,6 +47,8 @@ _DEVICE = re.compile(
     r"Old-style modular kernel|must provide a moe_kernel",  # experts whose weights could not be prepared here
 )
 """Messages of what a machine without the GPU cannot do."""
+_QUOTED = re.compile(r"'(\w+(?:\.\w+)+)'")
+"""A tensor or layer in an error message."""
 _LIBRARY_CONFIG = re.compile(r"transformers|does not recognize this architecture|model type", re.IGNORECASE)
 NOT_SEEN = (
     "kernels: nothing was compiled or run",
@@ -68,7 +70,10 @@ def judge_start(
     error = next(filter(None, errors), None)
     rank = next((row["rank"] for row in ranks if "error" in row), None)
     quantization = str(reply.get("config", {}).get("quantization") or "")
-    findings = [*_find_errors(error, rank, environment, quantization), *_find_holes(reply, release)]
+    skipped = [each["pattern"] for each in reply.get("skipped", ())]
+    unread = f"; {release} reads nothing of {_join(skipped)}" if skipped else ""
+    findings = [*_find_errors(error, rank, environment, quantization, unread)]
+    findings += _find_holes(reply, release, skipped, unread)
     findings += [*_find_stale_buffers(ranks), *_find_adapters(adapters, release), *_find_memory(ranks)]
     asked = {stage for row in ranks for stage in row["seconds"]} | set(reply.get("seconds", {}))
     verdict, reason, step = conclude(findings, release, asked)
@@ -127,7 +132,11 @@ def is_refusal(error: Mapping[str, Any], environment: Mapping[str, Any]) -> bool
 
 
 def _find_errors(
-    error: Mapping[str, Any] | None, rank: int | None, environment: Mapping[str, Any], quantization: str
+    error: Mapping[str, Any] | None,
+    rank: int | None,
+    environment: Mapping[str, Any],
+    quantization: str,
+    unread: str,
 ) -> Iterator[PreflightFinding]:
     """Yield the exception that ended the start, as a refusal or as what cannot be said."""
     if error is None:
@@ -137,8 +146,11 @@ def _find_errors(
     text += f" ({error['cause']})" if error["cause"] else ""
     if error["last_module"] == "transformers":
         text += f" (raised by transformers {environment.get('versions', {}).get('transformers', '')})"
-    where = {"rank": rank, "tensor": error.get("tensor", ""), "source": "".join(error["at"][-1:])}
+    named = _QUOTED.search(error["message"]) if error["stage"] in ("build", "load", "draft") else None
+    tensor = error.get("tensor") or (named[1] if named is not None else "")
+    where = {"rank": rank, "tensor": tensor, "source": "".join(error["at"][-1:])}
     if is_refusal(error, environment):
+        text += unread if "not initialized" in error["message"] else ""
         known = find_known(f"{text}\nMoE, quantization {quantization}\n{where['source']}")
         if error["stage"] == "adapters" and "expert" in error["message"]:  # its end is cut off
             known = "MD029"
@@ -168,7 +180,7 @@ def _advise(error: Mapping[str, Any]) -> str:
     """Return what to do about a refusal of this stage."""
     if error["stage"] == "arguments":
         return "Correct the flag; `moedoctor backends -- vllm serve ...` names the settings of a release."
-    if re.search(r"divisible|divide|partition|parallel", error["message"]):
+    if re.search(r"divisible|divide|partition|parallel", error["message"] or error["line"]):
         return "Choose other sizes: --sizes 8 shows which ones this model loads with."
     if error["stage"] in ("load", "draft") and error.get("tensor"):
         return (
@@ -178,12 +190,13 @@ def _advise(error: Mapping[str, Any]) -> str:
     return "Change what the message names, or ask another release: --releases A,B."
 
 
-def _find_holes(reply: Mapping[str, Any], release: str) -> Iterator[PreflightFinding]:
+def _find_holes(
+    reply: Mapping[str, Any], release: str, skipped: Sequence[str], unread: str
+) -> Iterator[PreflightFinding]:
     """Yield parameters that were not wholly written, and tensors that were cut, converted or not read."""
     ranks = reply.get("ranks", ())
     if any("error" in row for row in ranks):
         return
-    skipped = [each["pattern"] for each in reply.get("skipped", ())]
     holes: dict[str, tuple[int, Mapping[str, Any]]] = {}
     casts: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in ranks:
@@ -193,7 +206,6 @@ def _find_holes(reply: Mapping[str, Any], release: str) -> Iterator[PreflightFin
                     holes.setdefault(hole["pattern"], (row["rank"], hole))
             for name, stored, parameter in loaded.get("cast", ()):
                 casts[stored, parameter].append(name)
-    unread = f"; {release} reads nothing of {_join(skipped)}" if skipped else ""
     for is_empty in (True, False):
         rows = {pattern: row for pattern, row in holes.items() if (row[1]["written"] == 0) == is_empty}
         if rows:
@@ -287,7 +299,8 @@ def conclude(findings: Sequence[PreflightFinding], release: str, asked: Any) -> 
     by_rule = {finding.rule: finding for finding in reversed(findings)}  # the first of each rule
     if refused := by_rule.get("refused"):
         where = f", rank {refused.rank}" if refused.rank is not None else ""
-        tensor = f" ({refused.tensor})" if refused.tensor else ""
+        is_named = not refused.tensor or f"'{refused.tensor}'" in refused.message
+        tensor = "" if is_named else f" ({refused.tensor})"
         return Verdict.REFUSED, f"{release} stops{where}: {refused.message}{tensor}", refused.next_step
     if unknown := by_rule.get("cannot-say"):
         reason = f"{release} was not asked to the end: {unknown.message}"

@@ -105,7 +105,7 @@ def ask_command(command: Mapping[str, Any], request: Mapping[str, Any]) -> dict[
                 reply["ranks"].append(row)
                 if "error" in row:
                     break
-            else:
+            if not on_meta.current:  # the checkpoint was read to its end
                 reply |= describe_taken(on_meta, config.parallel_config.tensor_parallel_size)
         except stages.StageError as stop:
             reply["error"] = stop.record

@@ -81,7 +81,7 @@ class OnMeta(TorchFunctionMode):
         self.taken: dict[str, tuple[bool, float, list[int]]] = {}
         """Tensor -> (a rank took it, largest share that a rank read of it, shape), of all ranks so far."""
         self.current = ""
-        """The tensor that the loader took last."""
+        """The tensor that the loader took last; empty before the first one and after the last one."""
         self._by_storage: dict[int, str] = {}
 
     @property
@@ -169,6 +169,7 @@ class OnMeta(TorchFunctionMode):
                 self._by_storage[tensor.untyped_storage()._cdata] = name
                 self.current = name
                 yield name, tensor
+        self.current = ""
 
     def end_rank(self) -> None:
         """Add what this rank took of the checkpoint to what others took."""

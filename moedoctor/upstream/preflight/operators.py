@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-_TEXT = re.compile(rb"(?<![\x20-\x7e])[\x20-\x7e]{10,4000}(?=\x00)")
+_TEXT = re.compile(rb"[\x20-\x7e]{10,4000}\Z")
+_MOST_TEXT = 4000
 _SCHEMA = re.compile(
     r"([A-Za-z_]\w*(?:\.\w+)?) ?(\(.*\)) ?-> ?(\(?[A-Z(].{0,80}|\(\)|(?:bool|int|float|str)(?:\[\])?)"
 )
@@ -41,11 +42,11 @@ def define_operators(folder: Path, loads: Callable[[str], bool], leave: Collecti
         stem = module.removesuffix("_stable_libtorch")
         if stem not in _NAMESPACES:
             continue
-        is_there = loads(module)
+        is_there, schemas = loads(module), list(read_schemas(file))
         for namespace in _NAMESPACES[stem]:
             library = torch.library.Library(namespace, "FRAGMENT")
             _KEPT.append(library)
-            for name, schema in read_schemas(file):
+            for name, schema in schemas:
                 if name in leave:
                     continue
                 with contextlib.suppress(RuntimeError, ValueError):  # a type that this torch does not have
@@ -61,6 +62,11 @@ def read_schemas(file: Path) -> Iterator[tuple[str, str]]:
     """Yield (name, schema) of the operators that a shared object declares."""
     if file.stat().st_size > _MOST_BYTES:
         return
-    for text in _TEXT.findall(file.read_bytes()):
-        if b"->" in text and (match := _SCHEMA.fullmatch(" ".join(text.decode().split()))):
+    data = file.read_bytes()
+    arrow = data.find(b"->")  # few bytes of machine code look like one, and to match each byte takes seconds
+    while arrow >= 0:
+        end = data.find(b"\0", arrow)
+        found = _TEXT.search(data, max(0, arrow - _MOST_TEXT), end) if 0 < end < arrow + _MOST_TEXT else None
+        if found and (match := _SCHEMA.fullmatch(" ".join(found[0].decode().split()))):
             yield match[1], f"{match[1]}{match[2]} -> {match[3]}"
+        arrow = data.find(b"->", end if found else arrow + 2)

@@ -75,6 +75,13 @@ def describe_error(stage: str, error: BaseException) -> dict[str, Any]:
     }
 
 
+def find_module(error: BaseException | None) -> str:
+    """Return the name of the innermost layer that was being built: vLLM passes it on as `prefix`."""
+    frames = traceback.walk_tb(error.__traceback__ if error is not None else None)
+    named = [frame.f_locals.get("prefix") for frame, _ in frames]
+    return next((name for name in reversed(named) if isinstance(name, str) and name), "")
+
+
 def _explain_inspection(error: BaseException) -> str:
     """Return why a model class cannot be imported: vLLM prints that, and raises another message."""
     match = re.search(r"Model architectures \['(\w+)'.{0,200}failed to be inspected", str(error))
@@ -208,7 +215,8 @@ def run_rank(config: Any, arguments: Any, rank: int, on_meta: OnMeta, *, post: b
             join_groups(config, rank)
         _run_model(config, arguments, on_meta, answer, post=post)
     except StageError as stop:
-        answer["error"] = {**stop.record, "tensor": on_meta.current}
+        module = find_module(stop.__cause__) if "load" not in seconds else ""
+        answer["error"] = {**stop.record, "tensor": on_meta.current or module}
     answer["questions"] = on_meta.questions
     return answer
 
@@ -358,7 +366,13 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
             key = (name_pattern(name), tuple(parameter.shape), round(share, 4))
             holes.setdefault(key, []).append(name)
     owners = dict(model.named_modules())
-    cast = [(name, *stored.cast) for name, stored in on_meta.stored.items() if stored.cast is not None]
+    # Nothing reads the zero points of symmetric GPTQ: 0.21.0 keeps them in the model's dtype.
+    is_symmetric = getattr(config.quant_config, "is_sym", False)
+    cast = [
+        (name, *stored.cast)
+        for name, stored in on_meta.stored.items()
+        if stored.cast is not None and not (is_symmetric and name.endswith(".qzeros"))
+    ]
     return {
         "tensors": len(on_meta.stored),
         "holes": [

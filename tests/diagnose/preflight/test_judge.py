@@ -62,6 +62,21 @@ def test_only_the_releases_own_error_is_a_refusal(given: dict[str, Any], verdict
     assert [row.outcome for row in answer.stages if row.stage == given["stage"]] != ["passed"]
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (error(message="no 'a.b' in it"), "no 'a.b' in it (t)"),
+        (error(message="no 'a.b' in it", tensor=""), "no 'a.b' in it"),
+        (error(message="Following weights were not initialized: {'norm.weight'}", tensor=""), "of a.N.w1"),
+        (error("build", message="", line="assert rows % group_size == 0"), "group_size == 0 (t)"),
+    ],
+)
+def test_a_refusal_names_its_tensor_once(given: dict[str, Any], reason: str) -> None:
+    answer = judge(rank(error=given), skipped=[{"pattern": "a.N.w1", "count": 2}])
+    assert answer.reason.endswith(reason)
+    assert answer.findings[0].tensor in ("t", "a.b", "norm.weight")
+
+
 def test_arguments_are_refused_without_a_frame() -> None:
     given = error("arguments", message="unrecognized arguments: --x", at=[], last_module="moedoctor")
     answer = judge(error=given)

@@ -1,11 +1,14 @@
-"""The draft model is built with the MoE backend that it is given, the target with its own."""
+"""The stages of a start, without a vLLM."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moedoctor.upstream.preflight.stages import list_stale_buffers, use_draft_backend
+from moedoctor.upstream.preflight.meta import OnMeta
+from moedoctor.upstream.preflight.operators import read_schemas
+from moedoctor.upstream.preflight.stages import find_module, list_stale_buffers, use_draft_backend
 
 
 @pytest.mark.parametrize(
@@ -71,3 +74,25 @@ def test_buffers_of_weights_that_offload_moves_are_named(
     uva = SimpleNamespace(cpu_offload_gb=gigabytes, cpu_offload_params=chosen)
     config = SimpleNamespace(offload_config=SimpleNamespace(uva=uva), use_v2_model_runner=v2)
     assert list_stale_buffers(model, config) == expected
+
+
+def test_schemas_are_found_between_machine_code(tmp_path: Path) -> None:
+    file = tmp_path / "_C.so"
+    schemas = ["f(Tensor x) -> ()", "g.out(Tensor(a!) x, int n=1) -> Tensor"]
+    noise = b"\x00\xff->\x00 ->\xfe" + b"->" * 3000 + b"\x00a line -> of text\x00"
+    file.write_bytes(noise + b"\x90".join(each.encode() + b"\x00" for each in schemas) + noise + b"h() -> ()")
+    assert [schema for _, schema in read_schemas(file)] == schemas
+
+
+def test_errors_name_the_layer_or_the_tensor_that_was_read() -> None:
+    def build(prefix: str) -> None:
+        if prefix == "model.layers.0":
+            raise ValueError("64 rows")
+        build(prefix="model.layers.0")
+
+    with pytest.raises(ValueError, match="64 rows") as raised:
+        build("model")
+    assert find_module(raised.value) == "model.layers.0"
+    on_meta = OnMeta({"/f": [("a", "BF16", [2]), ("b", "BF16", [2])]})
+    assert [(name, on_meta.current) for name, _ in on_meta.read_weights(["/f"])] == [("a", "a"), ("b", "b")]
+    assert on_meta.current == ""
