@@ -30,20 +30,34 @@ def make_place(place: str, evidence: tuple[Evidence, ...], declared: tuple[str, 
     return body + "\n"
 
 
+def make_code(file: str, place: str, evidence: tuple[Evidence, ...], declared: tuple[str, ...] = ()) -> str:
+    """Return the text of a file, Python or CUDA, in which a place holds this evidence."""
+    if file.endswith(".py"):
+        return make_place(place, evidence, declared)
+    lines = " ".join(line for each in evidence for line in each.code)
+    comment = "// Says { if ( in words.\n/* and (\nmore */\n"
+    return f"{comment}__global__ void {place}(int* ids) {{\n  int i = 0;\n  {lines}\n}}\n"
+
+
 def write_source(
     folder: Path, release: str, *, changed: Mapping[str, str] | None = None, declared: tuple[str, ...] = ()
 ) -> Path:
     """Write a vLLM that answers as `release`, but for `changed` answers, by names such as MD009.asserts."""
     places: dict[tuple[str, str], list[Evidence]] = {}
+    asked = [(each.file, each.place) for entry in load_entries().values() for each in entry.questions]
     for entry in load_entries().values():
         for question in entry.questions:
             name = f"{entry.id}.{question.name}"
-            key = release if question.file.startswith("vllm/") else load_releases()[release].flashinfer
+            key = release if question.package == "vllm" else load_releases()[release].flashinfer
             value = (changed or {}).get(name) or load_answers()[name][key]
-            places.setdefault((question.file, question.place), []).extend(_choose(question, value))
-    texts: dict[str, str] = {}
+            inner = (place for file, place in asked if file == question.file)
+            place = next((each for each in inner if each.startswith(f"{question.place}.")), question.place)
+            places.setdefault((question.file, place), []).extend(_choose(question, value))
+    given = (file for row in places.values() for each in row for file, there in each.files.items() if there)
+    texts = dict.fromkeys(given, "#pragma once\n")
     for (file, place), evidence in places.items():
-        texts[file] = texts.get(file, "") + make_place(place, tuple(evidence), declared)
+        texts[file] = texts.get(file, "") + make_code(file, place, tuple(evidence), declared)
+    texts.setdefault("flashinfer/__init__.py", "__version__ = '0'\n")
     for file, text in texts.items():
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,7 @@ from moedoctor.text import print_message
 if TYPE_CHECKING:
     from moedoctor.diagnose.settings.tables import SettingFinding
     from moedoctor.fixes.backends import Selection
+    from moedoctor.upstream.releases.questions import Inquiry
     from moedoctor.upstream.selection.agreement import Heard
 
 _ALIASES = {"relu2": "relu2_no_mul"}
@@ -100,11 +101,19 @@ def backends(
     code 1 if a setting does not take effect, no backend is selected, or --backend would not work.
     """
     from moedoctor import environment
-    from moedoctor.diagnose.settings.flags import read_parallelism, split_command
+    from moedoctor.diagnose.settings.flags import MOE_BACKEND, read_parallelism, split_command
     from moedoctor.diagnose.settings.scheme import Found, find_scheme
-    from moedoctor.diagnose.settings.settings import check_settings, correct_by_source, find_moe_backend
+    from moedoctor.diagnose.settings.settings import (
+        check_settings,
+        correct_flags,
+        correct_variables,
+        find_moe_backend,
+    )
+    from moedoctor.diagnose.settings.tables import load_vllm_variables
     from moedoctor.diagnose.settings.unconsidered import find_unconsidered
-    from moedoctor.fixes.backends import select
+    from moedoctor.fixes.arch.flashinfer import list_releases as list_flashinfer_releases
+    from moedoctor.fixes.backends import AUTO, select
+    from moedoctor.fixes.backends.release_tables import load_releases
     from moedoctor.fixes.backends.requests import request, works
     from moedoctor.reporters.pages.backends import (
         BackendsDocument,
@@ -112,10 +121,7 @@ def backends(
         OneScheme,
         list_reasons,
     )
-    from moedoctor.results import UnavailableError
-    from moedoctor.upstream.releases.questions import Inquiry
-    from moedoctor.upstream.releases.release_source import ReleaseSource
-    from moedoctor.upstream.selection.agreement import adopt, list_disagreements
+    from moedoctor.upstream.selection.agreement import adopt, list_disagreements, request_from_build
 
     environ = dict(os.environ)
     facts = environment.collect()
@@ -148,6 +154,10 @@ def backends(
     moe_backend = find_moe_backend(line.command, release)
     notes += (*activation_notes, *_list_readings(variables, line.command, question))
     build = facts.get("vllm") if instead_of and asked_for is None else None
+    inquiry = _find_inquiry("vllm") if build else None
+    choices = inquiry.list_choices() if inquiry else {}
+    values = choices.get(MOE_BACKEND, ())
+    is_new = moe_backend in values and moe_backend not in load_releases()[release].moe_backends
     takes = functools.partial(works, schemes=found.schemes, **question)
     # Of an installed vLLM, the libraries are looked up as this variable says.
     looked_up = ("VLLM_HAS_FLASHINFER_CUBIN",) if here else ()
@@ -159,19 +169,19 @@ def backends(
         notes = (f"{taken}: {found.why}", *notes)
     alone = len(found.schemes) == 1
     libraries = find_libraries(release, environ) if here and alone else None
-    flashinfer = facts.get("flashinfer") if here and alone else None
+    flashinfer = facts.get("flashinfer") if (here or build) and alone else None
+    in_tables = AUTO if is_new else moe_backend
     with convert_errors(ValueError):
-        selections = [
-            select(**{**question, "scheme": each}, moe_backend=moe_backend) for each in found.schemes
-        ]
+        selections = [select(**{**question, "scheme": each}, moe_backend=in_tables) for each in found.schemes]
         scheme = found.schemes[0] if alone else None
         more: dict[str, Any] = {"flashinfer": flashinfer, "scheme": scheme, "takes": takes}
         findings = check_settings(release, variables, line.command, **more)
-        with contextlib.suppress(UnavailableError):
-            if build:
-                inquiry = Inquiry(ReleaseSource.installed())
-                declared = (inquiry.list_variables(), inquiry.list_flags())
-                findings = correct_by_source(findings, release, variables, *declared)
+        if inquiry is not None:
+            own = (load_vllm_variables(), release, inquiry.list_variables())
+            findings = correct_variables(findings, variables, *own)
+            findings = correct_flags(findings, line.command, release, inquiry.list_flags(), choices)
+        if flashinfer is not None and flashinfer not in list_flashinfer_releases():
+            findings = _correct_flashinfer(findings, variables, flashinfer)
         heard: Sequence[Heard] = ()
         if ask and (build or (here and alone)):
             # A build may take what the release before it stops at.
@@ -181,13 +191,19 @@ def backends(
         if libraries is not None:
             libraries |= heard[0].libraries if heard else {}
             selections = [select(**question, moe_backend=moe_backend, libraries=libraries)]
+        if build and heard:
+            instead_of = f"vllm {build} is not in the tables: its own code was asked"
+            instead_of += f"; settings are judged as in {release}"
+            selections = [adopt(*each, build, values) for each in zip(selections, heard, strict=True)]
+        elif is_new:
+            notes += (f"{release} has no {MOE_BACKEND} {moe_backend}: answered without it",)
         each_asked = _request_each(backend, question, found.schemes) if backend and not alone else ()
-        asked = request(backend, **question, libraries=libraries) if backend and alone else None
-    if build and heard:
-        instead_of = (
-            f"vllm {build} is not in the tables: its own code was asked; settings are judged as in {release}"
-        )
-        selections = [adopt(*each, build) for each in zip(selections, heard, strict=True)]
+        if backend is None or not alone:
+            asked = None
+        elif build and heard:
+            asked = request_from_build(backend, selections[0], values, variables)
+        else:
+            asked = request(backend, **question, libraries=libraries)
     report: BackendsDocument
     selection, findings = selections[0], (*findings, *unconsidered)
     if not alone:
@@ -223,6 +239,32 @@ def backends(
     else:
         report = replace(report, exit_code=int(bool(why)))
     return deliver_document(report, format, output, full=full, code=report.exit_code, reasons=why)
+
+
+def _find_inquiry(package: str) -> Inquiry | None:
+    """Return an inquiry into the source of an installed package, or None if it is not here."""
+    from moedoctor.results import UnavailableError
+    from moedoctor.upstream.releases.questions import Inquiry
+    from moedoctor.upstream.releases.release_source import ReleaseSource
+
+    with contextlib.suppress(UnavailableError):
+        return Inquiry(ReleaseSource.installed(package))
+    return None
+
+
+def _correct_flashinfer(
+    findings: tuple[SettingFinding, ...], variables: Mapping[str, str], version: str
+) -> tuple[SettingFinding, ...]:
+    """Correct the findings about variables by the installed FlashInfer, which is no known release."""
+    from moedoctor.diagnose.settings.settings import correct_variables
+    from moedoctor.diagnose.settings.tables import load_flashinfer_variables
+
+    known, inquiry = load_flashinfer_variables(), _find_inquiry("flashinfer")
+    release = known.find_release(version)
+    if release is None:
+        return findings
+    declared = inquiry.list_flashinfer_variables() if inquiry else None
+    return correct_variables(findings, variables, known, release, declared)
 
 
 def _request_each(backend: str, question: Mapping[str, Any], schemes: Sequence[str]) -> Sequence[str]:

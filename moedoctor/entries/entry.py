@@ -28,6 +28,7 @@ flag that is off by default, or the evidence is weaker; ``note``: it takes a fla
 or the checkpoint, the model or other code decides."""
 
 _FENCE = "---"
+_FILE = r"^(vllm|flashinfer)/[\w/]+\.(py|cuh)$"
 _LINK = re.compile(r"- (https://[^\s<>\"'`]+) (\S.*)")
 
 
@@ -99,28 +100,27 @@ class Rule(_Strict):
 class Evidence(_Strict):
     """Marks in the code of a place. All that are given must hold; comments and docstrings do not count."""
 
-    code: tuple[Line, ...] = ()
+    code: tuple[Annotated[str, Field(min_length=1, max_length=400)], ...] = ()
     """Expressions or statements that the place holds, in any layout."""
     text: tuple[Line, ...] = ()
     """Words within one of its strings."""
     without: tuple[Line, ...] = ()
     """Words that neither its names nor its strings contain, in any case of letters."""
+    files: dict[Annotated[str, Field(pattern=_FILE)], bool] = {}
+    """File of the package -> whether it must be there."""
 
     @model_validator(mode="after")
     def _names_something(self) -> Evidence:
-        if not (self.code or self.text or self.without):
-            raise ValueError("must have code, text or without")
-        for code in self.code:
-            if len(ast.parse(code).body) != 1:
-                raise ValueError(f"{code!r} is not one expression or statement")
+        if not (self.code or self.text or self.without or self.files):
+            raise ValueError("must have code, text, without or files")
         return self
 
 
 class Question(_Strict):
-    """A question to the Python source of vLLM or FlashInfer, which is read and not imported."""
+    """A question to the source of vLLM or FlashInfer, Python or CUDA, which is read and not run."""
 
     name: Name
-    file: Annotated[str, Field(pattern=r"^(vllm|flashinfer)/[\w/]+\.py$")]
+    file: Annotated[str, Field(pattern=_FILE)]
     place: Annotated[str, Field(pattern=r"^(\w+(\.\w+)*)?$")] = ""
     """The function, ``Class.method``, class or variable to read; empty for the whole file."""
     affected: Evidence
@@ -128,7 +128,19 @@ class Question(_Strict):
     clean: tuple[Evidence, ...] = ()
     """Ways in which the source shows that the failure is absent; without any, the answer is never "clean"."""
     decides: bool = True
-    """False if no build is judged by it: only words of the entry, or a range of FlashInfer, rest on it."""
+    """False if no build is judged by it: only words of the entry rest on it."""
+
+    @property
+    def package(self) -> Literal["vllm", "flashinfer"]:
+        return "vllm" if self.file.startswith("vllm/") else "flashinfer"
+
+    @model_validator(mode="after")
+    def _is_code(self) -> Question:
+        marks = [code for each in (self.affected, *self.clean) for code in each.code]
+        for code in marks if self.file.endswith(".py") else ():
+            if len(ast.parse(code).body) != 1:
+                raise ValueError(f"{code!r} is not one expression or statement")
+        return self
 
 
 class Run(_Strict):

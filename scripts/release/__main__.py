@@ -109,7 +109,7 @@ def ask_questions(folder: Path) -> dict[str, dict[str, str]]:
     )
     answers: dict[str, dict[str, str]] = {}
     for name, question in list_questions():
-        release = folder.name if question.file.startswith("vllm/") else flashinfer
+        release = folder.name if question.package == "vllm" else flashinfer
         row = {**stored.get(name, {}), release: inquiry.answer(question).value}
         answers[name] = dict(sorted(row.items(), key=lambda item: Version(item[0])))
     return answers
@@ -134,7 +134,7 @@ def compare(before: str, folder: Path) -> Iterator[str]:
     source = ReleaseSource(folder)
     inquiry, flashinfer = Inquiry(source), release_tables.load_releases()[before].flashinfer
     for name, question in list_questions():
-        release = before if question.file.startswith("vllm/") else flashinfer
+        release = before if question.package == "vllm" else flashinfer
         answer, was = inquiry.answer(question), load_answers()[name][release]
         if answer.value != was:
             who = "person" if answer.value == "unknown" else "entry"

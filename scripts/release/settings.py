@@ -233,34 +233,8 @@ def flashinfer_variables(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def flags(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Give every flag, as the engine's parser has it if another command has the name, too."""
-    choices = literals(release / "vllm" / "config")
-    for name, (source, long) in Inquiry(ReleaseSource(release)).list_flags().items():
-        yield (
-            name,
-            {**choices.get(name, {}), **({"of": long} if long not in ("", name) else {}), "source": source},
-        )
-
-
-def literals(config: Path) -> dict[str, dict[str, Any]]:
-    """The choices of the flags that decide MoE backends, from the Literal that types their field."""
-    flag_of = {
-        "MoEBackend": "--moe-backend",
-        "All2AllBackend": "--all2all-backend",
-        "LinearBackend": "--linear-backend",
-    }
-    choices: dict[str, dict[str, Any]] = {}
-    for file in sorted(config.glob("*.py")):
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if (
-                isinstance(node, ast.Assign)
-                and ast.unparse(node.targets[0]) in flag_of
-                and isinstance(node.value, ast.Subscript)
-            ):
-                choices[flag_of[ast.unparse(node.targets[0])]] = {
-                    "choices": list(flat(ast.literal_eval(node.value.slice)))
-                }
-    return choices
-
-
-def flat(value: Any) -> Iterable[str]:
-    return value if isinstance(value, tuple) else (value,)
+    inquiry = Inquiry(ReleaseSource(release))
+    choices = inquiry.list_choices()
+    for name, (source, long) in inquiry.list_flags().items():
+        listed = {"choices": list(choices[name])} if name in choices else {}
+        yield name, {**listed, **({"of": long} if long not in ("", name) else {}), "source": source}

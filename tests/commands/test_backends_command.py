@@ -102,16 +102,42 @@ def test_a_setting_that_the_installed_source_declares_is_not_called_unknown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     write_source(tmp_path, "0.33.0", declared=("VLLM_BRAND_NEW_MOE_KNOB",))
-    for place, flag in (("engine/arg_utils.py", "--brand-new"), ("entrypoints/cli/other.py", "--newer")):
-        file = tmp_path / "vllm" / place
-        file.parent.mkdir(parents=True)
-        file.write_text(f"group.add_argument('{flag}', type=int)\n")
-    machine(monkeypatch, vllm="0.34.1.dev5")
-    monkeypatch.setattr(ReleaseSource, "installed", lambda: ReleaseSource(tmp_path))
-    environ = {"VLLM_BRAND_NEW_MOE_KNOB": "1"}
+    for place, text in (
+        ("vllm/engine/arg_utils.py", "group.add_argument('--brand-new', type=int)\n"),
+        ("vllm/entrypoints/cli/other.py", "group.add_argument('--newer', type=int)\n"),
+        ("vllm/config/kernel.py", "MoEBackend = Literal['auto', 'marlin', 'brand_new']\n"),
+        ("flashinfer/new.py", "os.environ['FLASHINFER_BRAND_NEW']\n"),
+    ):
+        file = tmp_path / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    machine(monkeypatch, vllm="0.34.1.dev5", flashinfer="0.8.0.dev1")
+    monkeypatch.setattr(ReleaseSource, "installed", lambda package: ReleaseSource(tmp_path))
+    environ = {"VLLM_BRAND_NEW_MOE_KNOB": "1", "FLASHINFER_BRAND_NEW": "1"}
     line = ["vllm", "serve", "m", "--brand-new", "3", "--newer", "4"]
     assert answer(capsys, environ, sm="9.0", command=line, ask=False)[0] == 0
     assert answer(capsys, environ, sm="9.0", command=[*line, "--never-was", "3"], ask=False)[0] == 1
+    assert answer(capsys, {"FLASHINFER_NEVER_WAS": "1"}, sm="9.0", ask=False)[0] == 1
+    code, text = answer(capsys, sm="9.0", command=["vllm", "--moe-backend", "Brand-New"], ask=False)
+    assert (code, "0.33.0 has no --moe-backend brand_new: answered without it" in text) == (0, True)
+    code, text = answer(capsys, sm="9.0", command=["vllm", "--moe-backend", "humming"], ask=False)
+    assert (code, "this vLLM takes auto, marlin, brand_new, and stops" in text) == (1, True)
+    asked = []
+
+    def ask_own(given: Any, *, moe_backend: str = "auto", environ: Any) -> list[Heard]:
+        asked.append(moe_backend)
+        chosen = "BRAND_NEW" if moe_backend == "brand_new" else "MARLIN"
+        return [Heard(chosen, None, {"BRAND_NEW": "", "MARLIN": "", "OTHER": "too old"}) for _ in given]
+
+    monkeypatch.setattr(backend_agreement, "ask_all", ask_own)
+    code, text = answer(capsys, sm="9.0", command=["vllm", "--moe-backend", "brand_new"])
+    assert (code, asked, "BRAND_NEW is selected" in text) == (0, ["brand_new"], True)
+    for name, works, how in (("brand-new", True, "--moe-backend brand_new"), ("other", False, None)):
+        _, text = answer(capsys, sm="9.0", backend=name, format="json")
+        request = json.loads(text)["request"]
+        assert (request["works"], request["how"]) == (works, how)
+    assert cli.main(["backends", "--sm", "9.0", "--scheme", "nvfp4", "--backend", "never_was"]) == 2
+    assert "not a MoE backend of vLLM 0.34.1.dev5 for nvfp4; it has BRAND_NEW" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

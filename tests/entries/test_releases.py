@@ -10,6 +10,7 @@ from packaging.version import Version
 
 from moedoctor.entries import find_reports_folder, load_entries
 from moedoctor.entries.entry import Affected, Entry, Run, parse_entry
+from moedoctor.fixes.arch.flashinfer import list_releases
 from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.results import load_report
 from moedoctor.text import TextFileError
@@ -155,13 +156,13 @@ def test_a_report_outside_of_the_folder_is_refused() -> None:
 )
 def test_since_and_up_to_are_those_of_the_sources_of_all_releases(question: str, words: str) -> None:
     id, _, name = question.partition(".")
-    affected, clean = (list_releases(id, name, value) for value in ("affected", "clean"))
+    affected, clean = (list_answered(id, name, value) for value in ("affected", "clean"))
     text = (ROOT / "moedoctor" / "entries" / f"{id}.md").read_text()
     given = {"first": affected[0], "last": affected[-1], "clean": clean[0] if clean else ""}
     assert words.format(**given) in text
 
 
-def list_releases(id: str, name: str, value: str) -> list[str]:
+def list_answered(id: str, name: str, value: str) -> list[str]:
     """Return the known releases whose source gave this answer."""
     row = load_answers()[f"{id}.{name}"]
     return [release for release, answer in row.items() if answer == value]
@@ -170,32 +171,30 @@ def list_releases(id: str, name: str, value: str) -> list[str]:
 def test_all_known_releases_were_asked_all_questions() -> None:
     asked = {f"{entry.id}.{each.name}" for entry in load_entries().values() for each in entry.questions}
     assert load_answers().keys() == asked
-    pins = dict.fromkeys(release.flashinfer for release in load_releases().values())
+    known = {"vllm": list(load_releases()), "flashinfer": list(list_releases())}
+    assert {release.flashinfer for release in load_releases().values()} <= {*known["flashinfer"]}
     for entry in load_entries().values():
         for question in entry.questions:
-            row = load_answers()[f"{entry.id}.{question.name}"]
-            if question.file.startswith("vllm/"):
-                assert list(row) == list(load_releases())
-            else:
-                assert pins.keys() <= row.keys()
-                assert not question.decides, "its answers are by releases of FlashInfer"
+            assert list(load_answers()[f"{entry.id}.{question.name}"]) == known[question.package]
+        packages = {question.package for question in entry.questions if question.decides}
+        assert len(packages) <= 1, "a reading is that of one package"
 
 
 @pytest.mark.parametrize("entry", load_entries().values(), ids=lambda entry: entry.id)
 def test_ranges_are_those_of_the_answers_and_no_run_contradicts_them(entry: Entry) -> None:
-    for name in (each.name for each in entry.questions if each.decides):
-        assert not list_releases(entry.id, name, "unknown")
     for affected in entry.releases:
         if affected.question is None:
             read = entry.unread or entry.id == "MD010"
             assert read or affected.basis == "run", "MD010 rests on the tables of variables"
             continue
         asked = {each.name: each for each in entry.questions}[affected.question]
-        assert asked.file.startswith(f"{affected.package}/")
-        assert asked.decides is (affected.package == "vllm")
+        assert (asked.package, asked.decides) == (affected.package, True)
         known = list(load_answers()[f"{entry.id}.{asked.name}"])
-        struck = list_releases(entry.id, asked.name, "affected")
-        assert (struck[0], struck[-1]) == (affected.first, affected.last)
-        assert struck == known[known.index(struck[0]) : known.index(struck[-1]) + 1]
+        ranges = [each for each in entry.releases if each.question == asked.name]
+        spans = [known[known.index(each.first) : known.index(each.last) + 1] for each in ranges]
+        struck = list_answered(entry.id, asked.name, "affected")
+        assert struck == [release for span in spans for release in span]
+        unknown = list_answered(entry.id, asked.name, "unknown")
+        assert not [release for release in unknown if known.index(release) > known.index(struck[0])]
         for run in affected.runs:
             assert (run.release in struck) is run.strikes

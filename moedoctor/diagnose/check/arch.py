@@ -24,8 +24,9 @@ def find_arch_failures(entry: Entry, machine: Machine) -> Iterator[Finding]:
     release = machine.find_version("flashinfer-python")
     if release is None:
         return
-    for capability in machine.capabilities:
-        yield from _build(entry, machine, release, capability)
+    like = machine.build.find_release(entry.id) or ("flashinfer" in machine.build.known and release)
+    for capability in machine.capabilities if like else ():
+        yield from _build(entry, machine, str(like), capability)
     wrong = {
         f"{folder.release}/{'_'.join(folder.targets)}": list(folder.lacking)
         for folder in machine.jit_cache.folders
@@ -41,6 +42,7 @@ def find_arch_failures(entry: Entry, machine: Machine) -> Iterator[Finding]:
 
 
 def _build(entry: Entry, machine: Machine, release: str, capability: str) -> Iterator[Finding]:
+    """Yield a finding if a FlashInfer that chooses targets as `release` builds wrongly for a GPU."""
     setting = machine.variables.get(FLASHINFER_LIST)
     try:
         gpu, cuda = parse_capability(capability), parse_cuda(machine.cuda or "")
@@ -51,7 +53,7 @@ def _build(entry: Entry, machine: Machine, release: str, capability: str) -> Ite
     if why is None:
         return
     evidence: dict[str, Any] = {
-        "flashinfer": release,
+        "flashinfer": machine.find_version("flashinfer-python"),
         "capability": capability,
         "cuda": machine.cuda,
         "builds_for": list(reading.targets),

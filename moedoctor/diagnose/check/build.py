@@ -1,27 +1,31 @@
-"""The vLLM that is checked, if it is no known release or was changed: then its source is asked."""
+"""Asks the source of the vLLM and FlashInfer that are checked, if their versions do not tell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from moedoctor.entries import load_entries
-from moedoctor.entries.entry import Entry
+from moedoctor.entries.entry import PACKAGES, Entry
+from moedoctor.fixes.arch.flashinfer import list_releases
 from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.upstream.releases.questions import ENVS, Inquiry, Reading, load_answers
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
+ASKED = {"vllm": ENVS, "flashinfer": "flashinfer/__init__.py"}
+"""Package -> a file that its source must have to be asked."""
+
 
 @dataclass(frozen=True)
 class Build:
-    """The answers of the source of a vLLM. Empty for a known release whose source is as it was released."""
+    """The answers of the sources. Empty for known releases whose source is as it was released."""
 
     readings: Mapping[str, Reading] = field(default_factory=dict)
     """Entry -> what was read, for the entries whose answer the version does not give."""
-    known: bool = True
-    """True if the version is that of a known release."""
-    variables: frozenset[str] | None = None
-    """The variables that envs.py declares, if the version is not known; None if they cannot be read."""
+    known: frozenset[str] = frozenset(ASKED)
+    """The packages whose version is that of a known release."""
+    variables: Mapping[str, frozenset[str] | None] = field(default_factory=dict)
+    """Package that is not known -> the variables that it declares; None if they cannot be read."""
     unknown: tuple[str, ...] = ()
     """What is not known for this build, each with the reason."""
 
@@ -34,30 +38,45 @@ class Build:
         """The answers that were read, a line for each entry."""
         names = {entry.id: entry.name for entry in load_entries().values()}
         return tuple(
-            f"{id} {names[id]}: as in {reading.release}: "
+            f"{id} {names[id]}: as in {'' if reading.package == 'vllm' else 'FlashInfer '}{reading.release}: "
             + ", ".join(f"{name} {each.value} ({each.where})" for name, each in reading.answers.items())
             for id, reading in self.readings.items()
             if reading.release is not None
         )
 
 
-def inspect_build(version: str | None, source: ReleaseSource | None) -> Build:
-    """Return what the source of vLLM `version` says; `source` is None if none of it is here."""
-    release = (version or "").partition("+")[0]
-    known = version is None or release in load_releases()
-    inquiry = None if source is None else Inquiry(source)
-    if inquiry is not None and isinstance(inquiry.parse(ENVS), str):
-        inquiry = None
-    if inquiry is None and known:
-        return Build()
+def inspect_build(
+    versions: Mapping[str, str | None], find_source: Callable[[str], ReleaseSource | None]
+) -> Build:
+    """Return what the sources of vLLM and FlashInfer say.
+
+    `versions` are those of both packages, None if one is absent; `find_source` gives None if none of its
+    source is here.
+    """
+    releases = {"vllm": list(load_releases()), "flashinfer": list_releases()}
+    names = {package: (versions[package] or "").partition("+")[0] for package in ASKED}
+    known = frozenset(package for package in ASKED if names[package] in ("", *releases[package]))
+    sources = {package: find_source(package) for package in ASKED}
+    inquiries = {package: Inquiry(source) for package, source in sources.items() if source is not None}
+    inquiries = {
+        package: each
+        for package, each in inquiries.items()
+        if not isinstance(each.parse(ASKED[package]), str)
+    }
     entries = load_entries().values()
-    asked = [each for each in entries if any(question.decides for question in each.questions)]
-    readings = {each.id: inquiry.read(each) for each in asked if inquiry}
-    if known:
-        readings = {
-            id: reading for id, reading in readings.items() if not _is_as_released(id, reading, release)
-        }
-    variables = inquiry.list_variables() if inquiry and not known else None
+    readings = {}
+    for entry in entries:
+        asked = next((question.package for question in entry.questions if question.decides), None)
+        if asked is None or asked not in inquiries or not names[asked]:
+            continue
+        reading = inquiries[asked].read(entry)
+        if asked not in known or not _is_as_released(entry.id, reading, names[asked]):
+            readings[entry.id] = reading
+    variables: dict[str, frozenset[str] | None] = dict.fromkeys(ASKED.keys() - known)
+    for package in variables.keys() & inquiries.keys():
+        inquiry = inquiries[package]
+        is_vllm = package == "vllm"
+        variables[package] = inquiry.list_variables() if is_vllm else inquiry.list_flashinfer_variables()
     build = Build(readings, known, variables)
     unknown = [f"{each.id} {each.name}: {why}" for each in entries for why in _explain_unknown(each, build)]
     return Build(readings, known, variables, tuple(unknown))
@@ -69,15 +88,16 @@ def _is_as_released(id: str, reading: Reading, release: str) -> bool:
 
 
 def _explain_unknown(entry: Entry, build: Build) -> Iterator[str]:
-    """Give the reason that an entry about releases of vLLM is not known for a build, if it is not."""
-    if all(affected.package != "vllm" for affected in entry.releases):
-        return
+    """Give the reason that an entry about releases is not known for a build, if it is not."""
+    packages = {affected.package for affected in entry.releases}
     if entry.id in build.readings:
         if build.readings[entry.id].release is None:
-            yield build.readings[entry.id].where
-    elif not build.known and entry.unread:
-        yield entry.unread
-    elif not build.known and entry.questions:
-        yield "the source of this vLLM is not here"
-    elif not build.known and build.variables is None:
-        yield f"the variables of {ENVS} cannot be read"
+            yield entry.unread or build.readings[entry.id].where
+        return
+    for package in sorted(packages & (ASKED.keys() - build.known)):
+        if entry.unread and not entry.questions:
+            yield entry.unread
+        elif entry.questions:
+            yield f"the source of this {PACKAGES[package]} is not here"
+        elif build.variables[package] is None:
+            yield f"the variables of {ASKED[package]} cannot be read"

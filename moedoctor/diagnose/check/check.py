@@ -27,7 +27,7 @@ from moedoctor.diagnose.check.target import Target
 from moedoctor.diagnose.cuda.jit_cache import JitCache
 from moedoctor.diagnose.ignores import SEVERITIES, Ignore, list_idle, sort_out
 from moedoctor.entries import load_entries
-from moedoctor.entries.entry import Entry
+from moedoctor.entries.entry import PACKAGES, Entry
 from moedoctor.environment import Sources, explain_missing_gpu
 from moedoctor.redaction import Redactor
 
@@ -68,8 +68,9 @@ def check(
     nvcc = attempt("nvcc", lambda: probes.nvcc(environ))
     cache = attempt("jit_cache", lambda: probes.jit_cache(environ))
     vllm = facts.get("vllm")
-    unreadable = Build(known=False, unknown=("vLLM's source: it could not be read",))
-    build = attempt("source", lambda: inspect_build(vllm, target.find_source())) or unreadable
+    unreadable = Build(known=frozenset(), unknown=("vLLM's source: it could not be read",))
+    versions = {"vllm": vllm, "flashinfer": facts.get("flashinfer")}
+    build = attempt("source", lambda: inspect_build(versions, target.find_source)) or unreadable
     machine = Machine(
         facts,
         sources,
@@ -188,16 +189,20 @@ def _observe(entry: Entry, machine: Machine, attempt: _Attempts) -> Iterable[Fin
 
 def _apply_rules(entry: Entry, machine: Machine) -> Iterator[Finding]:
     """Yield the finding of the first rule of `entry` that fits."""
-    vllm, like = machine.find_version("vllm"), machine.build.find_release(entry.id)
-    if like is not None:
-        machine = replace(machine, facts={**machine.facts, "vllm": like})
+    reading = machine.build.readings.get(entry.id)
+    version, like = None, machine.build.find_release(entry.id)
+    if reading is not None and like is not None:
+        version = machine.facts.get(reading.package)
+        machine = replace(machine, facts={**machine.facts, reading.package: like})
     for rule in entry.affects:
         evidence = match_condition(rule.when, machine)
         if evidence is None:
             continue
-        if like is not None and "vllm" in evidence:
-            read = machine.build.readings[entry.id].where
-            evidence = {**evidence, "vllm": vllm, "read from this vLLM's source": read}
+        if version is not None and reading is not None:
+            package = "vllm" if reading.package == "vllm" else "flashinfer-python"
+            if package in evidence:
+                words = f"read from this {PACKAGES[reading.package]}'s source"
+                evidence = {**evidence, package: version, words: reading.where}
         confidence = rule.confidence
         if not machine.capabilities and not rule.when.any_set:  # a setting has no effect, GPU or not
             evidence = {**evidence, "gpu": "none here; it strikes where this environment runs on one"}

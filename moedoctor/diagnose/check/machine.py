@@ -117,7 +117,7 @@ def match_condition(condition: Condition, machine: Machine) -> dict[str, Any] | 
         return None
     if any(variables.get(name) == value for name, value in condition.variables_not.items()):
         return None
-    declared = machine.build.variables or ()
+    declared = {name for names in machine.build.variables.values() for name in names or ()}
     present = [name for name in condition.any_set if name in variables and name not in declared]
     if condition.any_set and not present:
         return None

@@ -10,9 +10,13 @@ from moedoctor.diagnose.check.records import Finding, Problem
 from moedoctor.diagnose.settings.settings import (
     check_flashinfer,
     check_settings,
-    correct_by_source,
+    correct_variables,
 )
-from moedoctor.diagnose.settings.tables import SettingFinding, load_vllm_variables
+from moedoctor.diagnose.settings.tables import (
+    SettingFinding,
+    load_flashinfer_variables,
+    load_vllm_variables,
+)
 from moedoctor.entries.entry import Entry
 
 _BACKEND = re.compile(r"FLASHINFER|MOE|BACKEND|MARLIN|GEMM|FP[48]|CUTLASS|TRTLLM|CUTEDSL|B12X", re.IGNORECASE)
@@ -63,15 +67,23 @@ def find_setting_problems(machine: Machine) -> Iterator[Problem]:
 
 def _find_dead(machine: Machine) -> tuple[SettingFinding, ...]:
     vllm, flashinfer = machine.find_version("vllm"), machine.find_version("flashinfer-python")
-    release = load_vllm_variables().find_release(vllm or "")
-    if release is None and vllm is not None and machine.build.variables is None:  # older than the tables
+    declared = machine.build.variables
+    tables = {"vllm": load_vllm_variables(), "flashinfer": load_flashinfer_variables()}
+    releases = {
+        "vllm": tables["vllm"].find_release(vllm or ""),
+        "flashinfer": tables["flashinfer"].find_release(flashinfer or ""),
+    }
+    if (
+        releases["vllm"] is None and vllm is not None and declared.get("vllm") is None
+    ):  # older than the tables
         findings = check_flashinfer(flashinfer or "", machine.variables)
     else:
-        newest = load_vllm_variables().releases[-1]
-        findings = check_settings(release or newest, machine.variables, flashinfer=flashinfer)
-        if not machine.build.known:
-            declared = machine.build.variables
-            findings = correct_by_source(findings, release or newest, machine.variables, declared)
+        release = releases["vllm"] = releases["vllm"] or tables["vllm"].releases[-1]
+        findings = check_settings(release, machine.variables, flashinfer=flashinfer)
+    for package, names in declared.items():
+        version = releases[package]
+        if version is not None:
+            findings = correct_variables(findings, machine.variables, tables[package], version, names)
     asked = {"VLLM": vllm, "FLASHINFER": vllm or flashinfer}
     return tuple(
         finding

@@ -6,7 +6,6 @@ Another Python is asked for its metadata in a child of its own: nothing of its p
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -81,9 +80,9 @@ class Target:
     source: ReleaseSource | None = None
     """The source of vLLM, if it is not where its package is."""
 
-    def find_source(self) -> ReleaseSource | None:
-        """Return the source of the vLLM of this environment, or None if there is none."""
-        folder = self.sources.package_folder("vllm")
+    def find_source(self, package: str = "vllm") -> ReleaseSource | None:
+        """Return the source of vLLM or FlashInfer in this environment, or None if there is none."""
+        folder = self.sources.package_folder(package)
         return self.source or (None if folder is None else ReleaseSource(folder.parent))
 
     def read_source(self, file: str) -> str:
@@ -168,8 +167,7 @@ def describe_source(path: Path) -> Target:
     version = next((match[1] for match in map(_VERSION.match, lines) if match), "of unknown version")
     name = f"vLLM {version} in {path.name or path}"
     target = _describe(name, f"{name} is only read", {**packages, "vllm": version}, None)
-    exists = functools.partial(_has_file, source)
-    sources = replace(target.sources, package_folder=lambda package: Path(package), exists=exists)
+    sources = replace(target.sources, package_folder=lambda package: Path(package), exists=source.has_file)
     unasked = "the MoE backend that it selects: `moedoctor backends` can only ask an installed vLLM"
     left_out = (*target.not_looked_at, unasked)
     return replace(target, sources=sources, source=source, not_looked_at=left_out)
@@ -185,13 +183,6 @@ def _read_metadata(source: ReleaseSource) -> str:
         with contextlib.suppress(SourceError):
             texts.append(source.read_text(file))
     return "\n".join(texts)
-
-
-def _has_file(source: ReleaseSource, file: str) -> bool:
-    try:
-        return bool(source.read_text(file))
-    except SourceError:
-        return False
 
 
 def _describe(name: str, only: str, packages: Mapping[str, str], cuda: str | None) -> Target:

@@ -37,7 +37,8 @@ __all__ = [
     "SettingFinding",
     "check_flashinfer",
     "check_settings",
-    "correct_by_source",
+    "correct_flags",
+    "correct_variables",
     "find_moe_backend",
 ]
 
@@ -91,37 +92,65 @@ def check_settings(
     return tuple(sorted(findings, key=lambda finding: finding.takes_effect))
 
 
-def correct_by_source(
+def correct_variables(
     findings: Sequence[SettingFinding],
-    release: str,
     environ: Mapping[str, str],
-    variables: frozenset[str] | None,
-    flags: Container[str] = (),
+    known: Settings,
+    version: str,
+    declared: frozenset[str] | None,
 ) -> tuple[SettingFinding, ...]:
-    """Correct the findings for `release` by what a build like it declares in its own source.
+    """Correct the findings about variables by those that a build like release `version` declares itself.
 
-    `variables` are those of its envs.py, None if they are not known; `flags` those of its parser.
+    `known` are all variables of the package; `declared` is None if those of the build are not known.
     """
+    is_vllm = known is load_vllm_variables()
+    prefix, source = ("VLLM_", f"{ENVS} of this vLLM") if is_vllm else ("FLASHINFER_", "this FlashInfer")
     kept = []
     for finding in findings:
-        if not finding.name.startswith("VLLM_"):
-            if finding.problem not in _ABSENT or finding.name.partition(".")[0] not in flags:
-                kept.append(finding)
-        elif variables is not None and finding.problem == "unknown" and finding.name not in variables:
-            message = f"neither a known release nor {ENVS} of this vLLM declares it"
-            kept.append(replace(finding, message=message))
-        elif variables is None:  # a near name or a removed one is still worth a look, a new one is not
-            kept += [finding] if finding.problem not in ("unknown", "not_yet") else []
-        elif (finding.name in variables) is (finding.problem not in _ABSENT):
+        if not finding.name.startswith(prefix):
             kept.append(finding)
-    known = load_vllm_variables().list_at(release)
-    message = f"{ENVS} of this vLLM does not declare it"
-    gone = sorted(environ.keys() & known.keys() - variables) if variables is not None else ()
+        elif declared is not None and finding.problem == "unknown" and finding.name not in declared:
+            message = f"neither a known release nor {source} declares it"
+            kept.append(replace(finding, message=message))
+        elif declared is None:  # a near name or a removed one is still worth a look, a new one is not
+            kept += [finding] if finding.problem not in ("unknown", "not_yet") else []
+        elif (finding.name in declared) is (finding.problem not in _ABSENT):
+            kept.append(finding)
+    here, message = known.list_at(version), f"{source} does not declare it"
+    gone = sorted(environ.keys() & here.keys() - declared) if declared is not None else ()
     kept += [
-        SettingFinding(f"{name}={environ[name]}", "removed", message, None, ENVS)
+        SettingFinding(f"{name}={environ[name]}", "removed", message, None, ENVS if is_vllm else "flashinfer")
         for name in gone
-        if known[name].kind != "elsewhere"
+        if here[name].kind != "elsewhere" and here[name].source.partition(":")[0].endswith(".py")
     ]
+    return tuple(kept)
+
+
+def correct_flags(
+    findings: Sequence[SettingFinding],
+    command: Sequence[str],
+    release: str,
+    flags: Container[str],
+    choices: Mapping[str, Sequence[str]],
+) -> tuple[SettingFinding, ...]:
+    """Correct the findings about flags by those that a build like `release` declares in its own parser.
+
+    `choices` are the values that it declares for the flags that choose backends.
+    """
+    given = [flag for flag in read_flags(command, release) if flag.name in choices]
+    taken = {str(flag): (flag.value or "").strip().lower().replace("-", "_") for flag in given}
+    kept = []
+    for finding in findings:
+        listed = choices.get(finding.name, ())
+        is_new = finding.problem in ("invalid", "wrong_case") and taken.get(finding.setting) in listed
+        if not is_new and (finding.problem not in _ABSENT or finding.name.partition(".")[0] not in flags):
+            kept.append(finding)
+    refused = {finding.setting for finding in kept if finding.stops}
+    for flag in given:
+        listed = choices[flag.name or ""]
+        if taken[str(flag)] not in listed and str(flag) not in refused:
+            message = f"this vLLM takes {', '.join(listed)}, and stops"
+            kept.append(SettingFinding(str(flag), "invalid", message, None, "vllm/config", stops=True))
     return tuple(kept)
 
 

@@ -28,14 +28,14 @@ class SourceError(Exception):
 @dataclass(frozen=True)
 class ReleaseSource:
     path: Path
-    """A wheel, or the folder that holds the package ``vllm``."""
+    """A wheel, or the folder that holds the package ``vllm`` or ``flashinfer``."""
 
     @classmethod
-    def installed(cls) -> ReleaseSource:
-        """Return the vLLM of this environment, which is not imported. Raises UnavailableError."""
-        folders = find_package_folders("vllm")
+    def installed(cls, package: str = "vllm") -> ReleaseSource:
+        """Return a package of this environment, which is not imported. Raises UnavailableError."""
+        folders = find_package_folders(package)
         if not folders:
-            raise UnavailableError("vllm is not installed here")
+            raise UnavailableError(f"{package} is not installed here")
         return cls(folders[0].parent)
 
     def read_text(self, member: str) -> str:
@@ -53,6 +53,12 @@ class ReleaseSource:
         except (KeyError, KernelError) as error:
             raise SourceError(f"{self.path.name}: {member} cannot be read: {error}") from error
         return data.decode("utf-8", errors="replace")
+
+    def has_file(self, member: str) -> bool:
+        try:
+            return bool(self.read_text(member))
+        except SourceError:
+            return False
 
     def list_files(self, path: str) -> list[str]:
         """Return `path` if it is a Python file, else those below it: none in a wheel or a hostile tree."""

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moedoctor.fixes.backends import Candidate, Selection
+from moedoctor.fixes.backends.requests import Request
 from moedoctor.processes.ask import ChildError, answer, ask
 from moedoctor.upstream.selection.oracle import Layer, Oracle
 from moedoctor.upstream.selection.substitute import SubstituteError
@@ -68,13 +69,15 @@ def list_disagreements(selection: Selection, heard: Heard) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def adopt(selection: Selection, heard: Heard, build: str) -> Selection:
+def adopt(selection: Selection, heard: Heard, build: str, values: Sequence[str] = ()) -> Selection:
     """Return the selection of a build that the tables do not know, as it was heard from its own code.
 
-    `selection` is that of the known release before it, whose flags are kept.
+    `selection` is that of the known release before it, whose flags are kept; `values` are those that the
+    build's --moe-backend takes.
     """
     source = f"the code of vLLM {build}"
-    flags = {each.backend: each.flag for each in selection.candidates}
+    flags: dict[str, str | None] = {name: name.lower() for name in heard.refusals if name.lower() in values}
+    flags |= {each.backend: each.flag for each in selection.candidates if each.flag}
     refusals = {**heard.refusals, **({heard.chosen: ""} if heard.chosen else {})}
     candidates = []
     for name, refusal in refusals.items():
@@ -89,6 +92,32 @@ def adopt(selection: Selection, heard: Heard, build: str) -> Selection:
         decided_by="its own code",
         error=None if heard.chosen else f"vLLM {build} does not start: {heard.error}",
         source=source,
+    )
+
+
+def request_from_build(
+    backend: str, selection: Selection, values: Sequence[str], environ: Mapping[str, str]
+) -> Request:
+    """Say if a backend works in a build whose `selection` was adopted, and how to ask for it.
+
+    A value of its --moe-backend is put to its own code. Raises ValueError if it does not have the backend or
+    does not answer.
+    """
+    wanted = backend.strip().lower().replace("-", "_")
+    if wanted in values:
+        try:
+            (own,) = ask_all([selection], moe_backend=wanted, environ=environ)
+        except AgreementError as error:
+            raise ValueError(str(error)) from None
+        reason = own.error or f"its own code selects {own.chosen}"
+        return Request(own.chosen or backend, own.chosen is not None, reason, f"--moe-backend {wanted}")
+    for each in selection.candidates:
+        if each.backend.lower().replace(" ", "_") == wanted:
+            how = f"--moe-backend {each.flag}" if each.flag else None
+            return Request(each.backend, each.supported, each.reason, how)
+    known = ", ".join(each.backend for each in selection.candidates)
+    raise ValueError(
+        f"{backend}: not a MoE backend of vLLM {selection.release} for {selection.scheme}; it has {known}"
     )
 
 

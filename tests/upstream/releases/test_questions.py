@@ -4,10 +4,11 @@ import ast
 import copy
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
-from vllm_sources import FILLER, make_place
+from vllm_sources import FILLER, make_code
 
 from moedoctor.entries import load_entries
 from moedoctor.entries.entry import Evidence, Question
@@ -21,9 +22,21 @@ ASKED = [
     for entry in load_entries().values()
     for question in entry.questions
 ]
+PYTHON = [each for each in ASKED if each.values[0].file.endswith(".py")]  # type: ignore[attr-defined]
 
 
-def ask(tmp_path: Path, question: Question, text: str | bytes | None) -> str:
+def make(question: Question, *evidence: Evidence, declared: tuple[str, ...] = ()) -> str:
+    return make_code(question.file, question.place, evidence, declared)
+
+
+def ask(
+    tmp_path: Path, question: Question, text: str | bytes | None, evidence: Evidence | None = None
+) -> str:
+    """Ask a made-up source that has `text`, and of other files those that `evidence` wants."""
+    for name, there in evidence.files.items() if evidence else ():
+        other = tmp_path / name
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("text" if there else "")
     file = tmp_path / question.file
     file.parent.mkdir(parents=True, exist_ok=True)
     if text is not None:
@@ -33,15 +46,16 @@ def ask(tmp_path: Path, question: Question, text: str | bytes | None) -> str:
 
 @pytest.mark.parametrize("question", ASKED)
 def test_the_marks_give_the_answers(question: Question, tmp_path: Path) -> None:
-    assert ask(tmp_path, question, make_place(question.place, (question.affected,))) == "affected"
+    affected = question.affected
+    assert ask(tmp_path, question, make(question, affected), affected) == "affected"
     for evidence in question.clean:
-        assert ask(tmp_path, question, make_place(question.place, (evidence,))) == "clean"
+        assert ask(tmp_path, question, make(question, evidence), evidence) == "clean"
 
 
 @pytest.mark.parametrize("question", ASKED)
 def test_a_place_that_is_gone_is_unknown(question: Question, tmp_path: Path) -> None:
     assert ask(tmp_path, question, None) == "unknown"
-    text = make_place(question.place, (question.affected,))
+    text = make(question, question.affected)
     if question.place:
         renamed = text.replace(question.place.split(".")[-1], "renamed_place")
         assert ask(tmp_path, question, renamed) == "unknown"
@@ -54,7 +68,7 @@ def test_marks_in_comments_and_docstrings_do_not_count(question: Question, tmp_p
     if not marks or any("'" in mark for mark in marks):
         pytest.skip("this failure shows by what is not there")
     comments = "\n".join(f"# {mark}" for mark in marks)
-    text = make_place(question.place, ()) + comments + "\n"
+    text = make(question) + comments + "\n"
     assert ask(tmp_path, question, text) != "affected"
 
 
@@ -82,14 +96,14 @@ def mutate(tree: ast.Module, chance: random.Random) -> None:
         chance.shuffle(node.body)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("question", ASKED)
+@pytest.mark.parametrize("question", PYTHON)
 def test_no_mutation_of_affected_code_is_clean(question: Question, tmp_path: Path) -> None:
     # Code with a failure names it more than once; one change does not hide it.
     words = [word for each in question.clean for word in each.without if word.isidentifier()]
-    text = make_place(question.place, (question.affected,))
+    text = make(question, question.affected)
     if words and question.place != "environment_variables":
         text = text.replace(FILLER[0], "; ".join(f"self.{word}_buffer = 1" for word in words), 1)
-    assert ask(tmp_path, question, text) == "affected"
+    assert ask(tmp_path, question, text, question.affected) == "affected"
     tree, chance = ast.parse(text), random.Random(question.name)
     for _ in range(100):
         changed = copy.deepcopy(tree)
@@ -98,7 +112,7 @@ def test_no_mutation_of_affected_code_is_clean(question: Question, tmp_path: Pat
         assert ask(tmp_path, question, text) != "clean", text
 
 
-@pytest.mark.parametrize("question", ASKED)
+@pytest.mark.parametrize("question", PYTHON)
 def test_no_mutation_of_the_mark_of_a_fix_is_clean(question: Question, tmp_path: Path) -> None:
     for code in (code for evidence in question.clean for code in evidence.code):
         for number, _ in enumerate(ast.walk(ast.parse(code))):
@@ -106,8 +120,21 @@ def test_no_mutation_of_the_mark_of_a_fix_is_clean(question: Question, tmp_path:
             mutate_node(list(ast.walk(changed))[number])
             mutated = ast.unparse(ast.fix_missing_locations(changed))
             if mutated != ast.unparse(ast.parse(code)):
-                text = make_place(question.place, (Evidence(code=(mutated,)),), (KEY,))
+                text = make(question, Evidence(code=(mutated,)), declared=(KEY,))
                 assert ask(tmp_path, question, text) != "clean", text
+
+
+@pytest.mark.parametrize("question", [each for each in ASKED if each not in PYTHON])
+def test_cuda_code_that_is_changed_is_unknown(question: Question, tmp_path: Path) -> None:
+    text = make(question, question.affected)
+    reindented = text.replace("{", "\n{\n").replace(";", "; // } as before\n  /* { */")
+    assert ask(tmp_path, question, reindented) == "affected"
+    (mark,) = question.affected.code
+    for word in set(re.findall(r"\w+|==|\{|;", mark)):
+        assert ask(tmp_path, question, text.replace(mark, mark.replace(word, "changed"))) == "unknown"
+    for hostile in (text + "(" * 100_000, f"{question.place}(" * 60_000, '"' * 99_999, "/*" * 99_999):
+        assert ask(tmp_path, question, hostile) in ("affected", "unknown")
+    assert ask(tmp_path, question, text + " " * (1 << 20)) == "unknown"
 
 
 def mutate_node(node: ast.AST) -> None:
@@ -160,6 +187,6 @@ def test_a_reading_is_that_of_the_newest_release_with_these_answers(
     table = {"MD009.asserts": stored}
     monkeypatch.setattr(questions, "load_answers", lambda: table)
     for evidence, release in ((question.affected, "1"), (question.clean[0], "3"), (None, None)):
-        text = make_place(question.place, (evidence,)) if evidence else "x = 1\n"
+        text = make(question, evidence) if evidence else "x = 1\n"
         ask(tmp_path, question, text)
         assert Inquiry(ReleaseSource(tmp_path)).read(entry).release == release
