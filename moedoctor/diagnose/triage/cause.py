@@ -137,6 +137,8 @@ class _Error:
     lines_after: list[str] = field(default_factory=list)
     detail: tuple[int, str] | None = None
     """The line after it, and its number, in which a compiler or validator tells what is wrong."""
+    context: str = ""
+    """The sentence before it, which may be about something else."""
 
     @property
     def type(self) -> str:
@@ -147,7 +149,7 @@ class _Error:
     def whole(self) -> str:
         """The message with the lines that continue it."""
         detail = self.detail[1] if self.detail else ""
-        return " ".join((self.text, detail, *self.lines_after))[:_MOST_MESSAGE]
+        return " ".join((self.text, detail, *self.lines_after, self.context))[:_MOST_MESSAGE]
 
     def find_root(self) -> _Error:
         """Return the first exception of the chain that is not a mere probe."""
@@ -259,7 +261,7 @@ class Errors:
         elif self._told is None and not prefix and (match := _TOLD.search(text)):
             lower, place = text.lower(), match.start()
             if not (is_denied(lower, place, match.end()) or is_possible(lower, place)):
-                self._told = _Error(number, match[1], lines_after=[text[:place]])
+                self._told = _Error(number, match[1], context=text[:place])
 
     def _read_traceback(self, traceback: _Open, process: str, text: str, number: int) -> bool:
         """Take in a line of a traceback; return False if it is none."""
@@ -389,7 +391,9 @@ def list_hints(kind: str, clues: Collection[str]) -> list[str]:
 def _describe(error: _Error, launch_blocking: bool) -> Cause:
     rules, owners = load_rules()
     frames = "\n".join(map(str, error.frames))
-    rule = next(rule for rule in rules if rule.matches(error.whole, frames))  # the last one matches all
+    rule = next(rule for rule in rules if rule.matches(error.text if error.context else error.whole, frames))
+    if rule is rules[-1]:  # it matches all
+        rule = next(rule for rule in rules if rule.matches(error.whole, frames))
     own = [frame for frame in error.frames if not _PLUMBING.search(str(frame))] or error.frames
     frame = own[-1] if own else None
     owner = next((name for pattern, name in owners.items() if frame and re.search(pattern, str(frame))), "")

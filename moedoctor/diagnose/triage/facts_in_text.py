@@ -27,9 +27,11 @@ _VLLM = (
     rf"|^version\W{{1,4}}{_NUMBER} .{{0,30}}vllm"
 )
 _FLASHINFER = rf"flashinfer(?:[-_](?:python|cubin))?(?: version)?\W{{1,30}}?{_NUMBER}"
+_BARE = r"(?:\b(?:in|on|with|since|to|from|under)|^|[,.;(]) ?v?(0\.(?:1[7-9]|[2-9]\d)\.\d{1,2})(?![.\w]*\w)"
+"""A number that is a release of vLLM, and of nothing else that texts name without its name."""
 _NOT_ABOUT = (
     r"deprecat|unmaintained|will be removed|removed in|(?:fixed|resolved|landed|merged|works|working|fine"
-    r"|good|available) (?:in|on|with|since|by|as of)"
+    r"|good|right|correct|available) (?:in|on|with|since|by|as of)"
     r"|(?<!after )(?<!since )(?:upgrad|updat)(?:e|es|ing) (?:to|vllm)|downgrad|requires? "
     r"|needs? |at least|target"
 )
@@ -75,15 +77,17 @@ class Facts:
         for product, pattern, releases in (
             ("vllm", _VLLM, self.vllm),
             ("flashinfer", _FLASHINFER, self.flashinfer),
+            ("0.", _BARE, self.vllm),
         ):
             if len(releases) >= _MOST or not any(word in line for word in (product, "version", "llm engine")):
                 continue
             for match in re.finditer(pattern, line):
                 text = next(filter(None, match.groups()))
-                another = re.search(_NOT_ABOUT, line[max(0, match.start() - 40) : match.start()])
+                start = match.start(match.lastindex or 0) if product == "0." else match.start()
+                another = re.search(_NOT_ABOUT, line[max(0, start - 40) : start])
                 if (release := parse(text)) and not another:
                     releases.add(release)
-                elif release and product == "vllm":
+                elif release and product != "flashinfer":
                     self.other_vllm.add(release)
         self._read_gpus(line)
         if "moe" in line and len(self.backends) < _MOST:

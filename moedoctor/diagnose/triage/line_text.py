@@ -59,6 +59,7 @@ _FOUND = (
 _SAME_CLAUSE = (
     r"(?:(?!\b(?:but|yet|however|why|how|what|unless|until|always|every|reliably|only)\b)[^:.;?!]){0,60}"
 )
+_QUOTED = r"(?: (?:the|this|that|my|our|an?|error|message|crash|line)){0,3}[ \"'(]{1,3}$"
 _DENIED_BEFORE = re.compile(
     r"(?:\b(?:could|do|does|did|was|were|is|are|have|has|would)(?: not|n't)|\bcan(?: ?not|'t)|\bunable to"
     rf"|\bfail(?:s|ed)? to|\bnever|\bno longer|\bnobody) "
@@ -68,20 +69,29 @@ _DENIED_BEFORE = re.compile(
     r"|\b(?:unlike|instead of|rather than|different (?:from|than)|not the same as|contrary to)"
     r"(?: [\w#']{1,20}){0,5}[ \"'(:]{1,3}$"
     r"|(?<!not )(?<!n't )(?<!never )\b(?:fixed|solved|resolved|mended|cured|avoided|got rid of)"
-    r"(?: (?:the|this|that|my|our|an?|error|message|crash)){0,3}[ \"'(]{1,3}$"
+    rf"{_QUOTED}"
+    rf"|\b(?:tr(?:y|ied|ying)|want(?:ed)?)(?: hard)? to (?:get|see|hit|trigger|provoke|reproduce|raise){_QUOTED}"
+    r"|(?<!\bi )(?<!\bwe )\b(?:would|should|might|may|could)(?: (?:also|then|even))?"
+    rf" (?:see|get|hit|expect|show|print|log|raise|find){_QUOTED}"
 )
 _ATTRIBUTED = re.compile(
-    r"(?:#\d{2,6}|\b(?:thread|report|issue|post|ticket)s?|\bother (?:people|users)|\bsomebody else|\bothers)"
+    r"(?:#\d{2,6}|\b(?:thread|report|issue|post|ticket|page)s?|\bother (?:people|users)|\bsomebody else|\bothers)"
     r"(?: \w{1,12}){0,3} (?:(?:has|had|have|was|is|are|about|mention|report|show|say|quote|describe)s?\b"
     r"(?: the| an?)?)(?: (?:error|message|line|crash))?[ \"':(]{1,3}$"
+    rf"|\b(?:others|other (?:people|users)|somebody else) (?:see|saw|get|got|have|had|hit)(?: that)?{_QUOTED}"
+    r"|\b(?:others|some(?:body|one)|colleagues?|guide|docs|documentation|blog|article)(?: \w{1,12}){0,2}"
+    rf" (?:claim|said|say|wrote|write|mention|suggest|think|believe)(?:s|ed)?(?: that|:)?{_QUOTED}"
 )
 _DENIED_AFTER = re.compile(
     r"[\"') ]{0,3}(?:(?:error|warning|crash|message) )?"
     r"(?:(?:(?:do|did|does|was|is|has)(?: not|n't)|never|no longer) "
-    r"(?:happen|occur|appear|seen|show up|reproducible)\w{0,4}"
+    r"(?:happen|occur|appear|seen|show up|comes? up|reproducible|in (?:my|our|the) logs?)\w{0,4}"
     r"(?: (?:any ?more|here|for (?:me|us)|on (?:my|our) \w{1,12}))?\W{0,3}(?:$|[.;,!?])"
     r"|(?:(?:is|was|are|were|got|has been|have been) (?:now )?(?:gone|fixed|solved|resolved|mended)|went away"
     r"|disappeared)\b)"
+    r"|[^.;?!]{0,80}\b(?:but|and|yet|though) (?:i|we|it|(?:the|my|our) (?:server|engine|model))\b"
+    r"[^.;?!]{0,40}? (?:never|(?:do|did|does)(?: not|n't)) (?:happen|occur|appear|rais|show|see|saw|get|got|hit)\w{0,4}"
+    r"(?: it| that| this)?(?: here| at all| for (?:me|us))?\W{0,3}(?:$|[.;,!?])"
 )
 _ERROR_NAME = re.compile(r"\b[\w.]{0,60}(?:error|warning|exception): (?:[^:.;?!\"]{0,200})$")
 _POSSIBLE = re.compile(
@@ -91,7 +101,10 @@ _POSSIBLE = re.compile(
 
 
 def is_denied(text: str, start: int, end: int) -> bool:
-    """Return True if a text in lower case says that what stands from `start` to `end` did not happen."""
+    """Return True if a text in lower case does not say that what stands from `start` to `end` happened here.
+
+    It denies it, or tells of others, of an attempt, or of what one would see.
+    """
     start, end = _find_quotation(text, start, end)
     before = text[max(0, start - _CLAUSE) : start]
     return bool(_DENIED_BEFORE.search(before) or _ATTRIBUTED.search(before) or _DENIED_AFTER.match(text, end))

@@ -327,11 +327,11 @@ class _Reader:
         return any(name in self.lines for name in names)
 
     def _note_denial(self, signature: Signature) -> None:
-        """Note a near miss if the text says that what shows a failure did not happen."""
+        """Note a near miss if the text has what shows a failure, and does not say that it happened here."""
         denied = [self.lines[f"no {name}"][0] for name in signature.shows if f"no {name}" in self.lines]
         if denied and all(map(self._is_any_here, signature.needs)):
             self.misses.setdefault(
-                signature.id, NearMiss(signature.id, denied[0], "the text says that it did not happen")
+                signature.id, NearMiss(signature.id, denied[0], "the text does not say that it happened here")
             )
 
     def _list_support(self, signature: Signature) -> list[str]:

@@ -37,7 +37,7 @@ def test_a_failure_that_the_text_denies_is_a_near_miss(text: str, id: str) -> No
     result = read(text)
     assert (result.findings, result.possible) == ((), ())
     reasons = {miss.id: miss.reason for miss in result.near_misses}
-    assert reasons[id] == "the text says that it did not happen"
+    assert reasons[id] == "the text does not say that it happened here"
 
 
 LINES = sorted(
@@ -56,10 +56,15 @@ DENIED = (
         '"{}" went away',
     ),
     *('Issue #12345 has "{}", ours hangs', 'Other people report "{}", we have none'),
+    *('I tried to get "{}", but the server starts and never raises it', 'If it failed, one would see "{}"'),
+    *('A colleague claims that "{}" comes from a setting', 'I read in #38718 that others see "{}"'),
+    *('With MARLIN "{}" never comes up here', 'The guide says that "{}" may be printed'),
 )
 SAID = (
     *("{}", 'I get "{}"', "It ends with {}", 'After an upgrade: "{}" and nothing helps'),
     *("The server does not start: {}", "I could not find out why: {}", 'It is not fixed: "{}"'),
+    *('I tried to start it, but got "{}"', 'With 0.33.0 "{}", but 0.32.0 does not show it'),
+    *('"{}", and I never saw it before', 'Our users get "{}"', 'If I set it I get "{}"'),
 )
 
 
@@ -156,7 +161,17 @@ def show(text: str) -> str:
 
 def test_another_release_than_the_one_that_failed_is_named_as_such() -> None:
     assert "names vLLM 0.19.1, but not as the release that failed" in show("It works in vLLM 0.19.1")
-    assert "the text names no release" in show("It fails")
+    assert "names vLLM 0.19.1, but not as the release that failed" in show("Answers are right in 0.19.1")
+    for text in ("Since upgrading to 0.24.0 it fails", "It fails. 0.24.0, RTX 5090"):
+        assert "the text names vLLM 0.24.0;" in show(text)
+    assert "the text names no release" in show("It fails with torchvision 0.26.0")
+
+
+def test_an_error_in_a_sentence_is_of_its_own_class() -> None:
+    claim = 'A colleague claims that "no kernel image is available for execution on the device" comes'
+    error = read(f"{claim} from a suffix. What we have is: torch.OutOfMemoryError: CUDA out of memory.").error
+    assert error is not None
+    assert error.kind == "memory"
 
 
 def test_what_the_text_has_is_not_asked_for_again() -> None:
