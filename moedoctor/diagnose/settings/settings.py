@@ -313,6 +313,11 @@ def _find_undecisive(
         source = governing[mine[0]][name]
         shadowed = [backend_requests.find_shadowed_variables(key, release, environ) for key in mine]
         if all(_is_decided_by_flag(moe_backend, key, release) for key in mine):
+            linear = name in load_replacements()["linear_too"]["names"]
+            if linear and any(key.startswith("fp8") for key in mine):
+                message = f"--moe-backend {moe_backend} chooses for experts; linear layers follow it"
+                yield SettingFinding(setting, "other_layers", message, None, source, True)
+                continue
             message = f"does not decide the MoE backend: --moe-backend {moe_backend} comes before it"
             yield SettingFinding(setting, "shadowed", message, None, source)
         elif all(name in variables for variables in shadowed):

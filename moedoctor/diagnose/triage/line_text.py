@@ -70,12 +70,14 @@ _DENIED_BEFORE = re.compile(
     r"(?: [\w#']{1,20}){0,5}[ \"'(:]{1,3}$"
     r"|(?<!not )(?<!n't )(?<!never )\b(?:fixed|solved|resolved|mended|cured|avoided|got rid of)"
     rf"{_QUOTED}"
-    rf"|\b(?:tr(?:y|ied|ying)|want(?:ed)?)(?: hard)? to (?:get|see|hit|trigger|provoke|reproduce|raise){_QUOTED}"
+    r"|\b(?:tr(?:y|ied|ying)|want(?:ed)?)(?: hard)?"
+    rf" to (?:get|see|hit|trigger|provoke|reproduce|raise){_QUOTED}"
     r"|(?<!\bi )(?<!\bwe )\b(?:would|should|might|may|could)(?: (?:also|then|even))?"
     rf" (?:see|get|hit|expect|show|print|log|raise|find){_QUOTED}"
 )
 _ATTRIBUTED = re.compile(
-    r"(?:#\d{2,6}|\b(?:thread|report|issue|post|ticket|page)s?|\bother (?:people|users)|\bsomebody else|\bothers)"
+    r"(?:#\d{2,6}|\b(?:thread|report|issue|post|ticket|page)s?"
+    r"|\bother (?:people|users)|\bsomebody else|\bothers)"
     r"(?: \w{1,12}){0,3} (?:(?:has|had|have|was|is|are|about|mention|report|show|say|quote|describe)s?\b"
     r"(?: the| an?)?)(?: (?:error|message|line|crash))?[ \"':(]{1,3}$"
     rf"|\b(?:others|other (?:people|users)|somebody else) (?:see|saw|get|got|have|had|hit)(?: that)?{_QUOTED}"
@@ -90,7 +92,8 @@ _DENIED_AFTER = re.compile(
     r"|(?:(?:is|was|are|were|got|has been|have been) (?:now )?(?:gone|fixed|solved|resolved|mended)|went away"
     r"|disappeared)\b)"
     r"|[^.;?!]{0,80}\b(?:but|and|yet|though) (?:i|we|it|(?:the|my|our) (?:server|engine|model))\b"
-    r"[^.;?!]{0,40}? (?:never|(?:do|did|does)(?: not|n't)) (?:happen|occur|appear|rais|show|see|saw|get|got|hit)\w{0,4}"
+    r"[^.;?!]{0,40}? (?:never|(?:do|did|does)(?: not|n't))"
+    r" (?:happen|occur|appear|rais|show|see|saw|get|got|hit)\w{0,4}"
     r"(?: it| that| this)?(?: here| at all| for (?:me|us))?\W{0,3}(?:$|[.;,!?])"
 )
 _ERROR_NAME = re.compile(r"\b[\w.]{0,60}(?:error|warning|exception): (?:[^:.;?!\"]{0,200})$")

@@ -107,6 +107,10 @@ def select(
     candidates = {
         name: _judge_backend(table, name, point, scheme, there, allowed, name in automatic) for name in names
     }
+    for name in order.refused.keys() & candidates.keys():
+        if candidates[name].supported:
+            reason = order.refused[name]
+            candidates[name] = replace(candidates[name], supported=False, kernels=(), reason=reason)
     refusal = None if value == AUTO else _explain_refusal(table, flag, value, scheme, release)
     tried, left_out, decided, forced = list(order.backends), order.removed, order.decided_by, order.forced
     if value != AUTO and flag is not None and flag.ignored and not refusal:
@@ -164,6 +168,8 @@ class _Order(NamedTuple):
     backends: tuple[str, ...]
     removed: Mapping[str, str]
     """Backend -> which variable leaves it out."""
+    refused: Mapping[str, str]
+    """The same for backends that vLLM refuses on request, too."""
     allowed: frozenset[str]
     """Backends that a variable allows."""
     decided_by: str
@@ -175,6 +181,7 @@ def _order(table: Tables, point: Point, environ: Mapping[str, str]) -> _Order:
     order = table.order(point)
     left, allowed, decided = list(order.backends), set[str](), "automatic"
     removed: dict[str, str] = {}
+    refused: dict[str, str] = {}
     for override in table.overrides:
         rule = next((rule for rule in override.rules if applies(rule, point, environ)), None)
         if rule is None:
@@ -184,19 +191,21 @@ def _order(table: Tables, point: Point, environ: Mapping[str, str]) -> _Order:
             allowed.update(rule.backends)
             decided = shown
             continue
-        if rule.effect == "remove":
+        if rule.effect == "refuse":
+            refused |= {backend: f"{shown} leaves it out" for backend in rule.backends}
+        if rule.effect in ("remove", "refuse"):
             remaining = [backend for backend in left if backend not in rule.backends]
         else:
             known = {kernel.backend for kernel in table.kernels}
             remaining, left = [backend for backend in rule.backends if backend in known], [*order.backends]
         removed |= {backend: f"{shown} leaves it out" for backend in left if backend not in remaining}
         left = remaining
-        if rule.effect != "remove":
+        if rule.effect in ("only", "force"):
             forced = rule.effect == "force"
-            return _Order(tuple(left), removed, frozenset(allowed), shown, forced, override.source)
+            return _Order(tuple(left), removed, refused, frozenset(allowed), shown, forced, override.source)
         if removed and decided == "automatic":
             decided = shown
-    return _Order(tuple(left), removed, frozenset(allowed), decided, False, order.source)
+    return _Order(tuple(left), removed, refused, frozenset(allowed), decided, False, order.source)
 
 
 def applies(rule: Rule, point: Point, environ: Mapping[str, str]) -> bool:

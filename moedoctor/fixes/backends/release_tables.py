@@ -139,7 +139,7 @@ class Rule(_Row):
 
     when: Mapping[str, bool | str | None]
     effect: str
-    """remove, only, force or allow."""
+    """remove, refuse, only, force or allow."""
     backends: tuple[str, ...]
     capabilities: Values = None
 

@@ -107,6 +107,13 @@ def test_a_setting_can_hide_another() -> None:
     ] * 2
 
 
+@pytest.mark.parametrize(("scheme", "effect"), [("fp8-block", True), ("mxfp4", False)])
+def test_a_switch_of_linear_layers_too_takes_effect_beside_the_flag(scheme: str, effect: bool) -> None:
+    command = ["vllm", "serve", "m", "--moe-backend", "triton"]
+    (found,) = check_settings("0.33.0", {"VLLM_USE_DEEP_GEMM": "0"}, command, scheme=scheme)
+    assert found.takes_effect is effect
+
+
 @pytest.mark.parametrize(
     ("release", "command", "problem", "instead"),
     [

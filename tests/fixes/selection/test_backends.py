@@ -51,6 +51,7 @@ FP4, BACKEND, FORCE = (
 BF16 = {"VLLM_USE_FLASHINFER_MOE_FP16": "1"}
 FLAG, MXFP8 = "--moe-backend", "FLASHINFER_TRTLLM_MXFP4_MXFP8"
 DEEP_GEMM_OFF = {"environ": {"VLLM_USE_DEEP_GEMM": "0"}}
+EXPERTS_OFF = {"environ": {"VLLM_MOE_USE_DEEP_GEMM": "0"}}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,10 @@ DEEP_GEMM_OFF = {"environ": {"VLLM_USE_DEEP_GEMM": "0"}}
         ("0.17.1", "9.0", "bf16", {"environ": BF16, "ep": True, "dp": True}, "TRITON"),
         ("0.33.0", "9.0", "fp8-block", {"environ": {"VLLM_USE_DEEP_GEMM": "1"}}, "DEEPGEMM"),
         ("0.33.0", "12.0", "fp8-block", DEEP_GEMM_OFF, "TRITON"),
+        ("0.33.0", "10.0", "fp8-block", {**DEEP_GEMM_OFF, "moe_backend": "deep_gemm"}, None),
+        ("0.33.0", "10.0", "mxfp4", {**DEEP_GEMM_OFF, "moe_backend": "deep_gemm"}, None),
+        ("0.33.0", "10.0", "mxfp4", {"moe_backend": "deep_gemm"}, "DEEPGEMM_MXFP4"),
+        ("0.33.0", "9.0", "fp8-block", {**EXPERTS_OFF, "moe_backend": "deep_gemm"}, "DEEPGEMM"),
         ("0.27.0", "8.0", "bf16", {"moe_backend": "batched_triton"}, "BATCHED_TRITON"),  # brings its format
     ],
 )
