@@ -192,7 +192,7 @@ def _order(table: Tables, point: Point, environ: Mapping[str, str]) -> _Order:
             decided = shown
             continue
         if rule.effect == "refuse":
-            refused |= {backend: f"{shown} leaves it out" for backend in rule.backends}
+            refused |= dict.fromkeys(rule.backends, f"{shown} leaves it out")
         if rule.effect in ("remove", "refuse"):
             remaining = [backend for backend in left if backend not in rule.backends]
         else:

@@ -395,6 +395,10 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
             rename("mlp.experts", "mlp.moe_experts"),
             {"expert_names_unknown": "model.layers.0.mlp.gate"},
         ),
+        "experts beside the place where the model has them": (
+            rename("mlp.experts", "ffn.experts"),
+            {"expert_names_unknown": "ffn.experts"},
+        ),
         "names of no model": (
             [without("experts", "gate_proj"), rename("up_proj", "fc1"), rename("down_proj", "fc2")],
             {"name_skipped": "fc1"},
@@ -440,7 +444,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
         "TP": (config(num_attention_heads=8), {"does_not_tile": "proj"}),
         "gate and up end inside a block": (
             narrow_blocks(112),
-            {"block_shared": "gate_proj", "does_not_tile": "down_proj"},
+            {"block_shared": "gate_proj"},  # no size of tensor parallelism helps, so none is advised
         ),
     },
     lambda: modelopt(3): {
@@ -568,6 +572,7 @@ CLEAN: dict[str, tuple[Base, list[Change]]] = {
         [
             config(architectures=["MixtralForCausalLM"]),
             *(rename("gate_proj", "w1"), rename("up_proj", "w3"), rename("down_proj", "w2")),
+            rename(".mlp.", ".block_sparse_moe."),
         ],
     ),
     "experts in a latent space": (modelopt, [config(hidden_size=80, moe_latent_size=64)]),

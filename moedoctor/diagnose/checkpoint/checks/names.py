@@ -17,6 +17,7 @@ TABLE = Path(__file__).parent.parent / "read_names.json"
 
 Below a ``silent`` module they skip every tensor whose name is not in ``read``; a ``loud`` module stops them.
 """
+_EXPERT = ".experts."
 _OPTIONAL = ("g_idx", "zero_point", "_scale_float")
 """The ends of names that a checkpoint may lack."""
 Row = Mapping[str, Any]
@@ -52,6 +53,12 @@ def check_read(checked: Lint) -> None:
         checked.add(check, name, checked.checkpoint.tensors[name].shard, value)
         if check == "name_skipped":  # it says the same, and how sure that is
             checked.drop("expert_names_unknown")
+    experts = {each for row in of_model for each in row["read"] if _EXPERT in each}
+    if not skipped and rows and experts and experts.isdisjoint(by_pattern):
+        for name in [name for pattern, alike in by_pattern.items() if _EXPERT in pattern for name in alike]:
+            shard = checked.checkpoint.tensors[name].shard
+            lacks = min(each for row in rows for each in row["read"] if _EXPERT in each)
+            checked.add("expert_names_unknown", name, shard, f"{lacks} is missing")
 
 
 def _list_skipped(

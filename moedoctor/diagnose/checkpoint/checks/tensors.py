@@ -127,6 +127,8 @@ def check_shapes(checked: Lint) -> None:
             checked.add("block_shared", module.name, weight.shard, value)
         elif wrong := _find_untiled(projection, shape, units, tp_sizes):
             checked.add("does_not_tile", module.name, weight.shard, wrong)
+    if any(finding.check == "block_shared" for finding in checked.findings):
+        checked.drop("does_not_tile")  # no size helps, so none is advised
 
 
 def _find_untiled(
