@@ -106,7 +106,7 @@ def count_fp8_nan(unit: str, device: str, sources: Mapping[str, str]) -> dict[st
     quantised = quantize_to_fp8(_find_library(unit, sources), values).float()  # [T, N]
     sound = (quantised[~nan] - values[~nan].float()).abs() <= values[~nan].float().abs() / 16 + 2**-9
     if not bool(sound.all()):
-        raise RuntimeError("the quantisation kernel is wrong on finite values, so its NaN means nothing")
+        raise RuntimeError("the quantization kernel is wrong on finite values, so its NaN means nothing")
     became = quantised[nan]
     return {
         "nan_values": int(nan.sum()),

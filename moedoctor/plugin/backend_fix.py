@@ -66,7 +66,7 @@ def _wrap_create_engine_config(original: Any, *, version: str) -> Any:
         try:
             honoured = _apply_variable(config, read_wanted_backend(os.environ, version))
         except Exception as error:
-            refuse(NAME, f"{NVFP4_VARIABLE} could not be honoured: {type(error).__name__}: {error}")
+            refuse(NAME, f"{NVFP4_VARIABLE} could not be honored: {type(error).__name__}: {error}")
             return config
         if honoured:
             # vLLM looks at no other backend now, so it has no reasons to log; the tables have.

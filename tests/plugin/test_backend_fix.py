@@ -124,10 +124,10 @@ def test_a_failure_while_honouring_stops_the_engine(stub, monkeypatch, caplog, c
     with pytest.raises(SystemExit):
         arguments.create_engine_config()
     (line,) = capsys.readouterr().err.splitlines()
-    assert "backend is refused: VLLM_NVFP4_MOE_BACKEND could not be honoured: KeyError" in line
+    assert "backend is refused: VLLM_NVFP4_MOE_BACKEND could not be honored: KeyError" in line
     monkeypatch.setenv("MOEDOCTOR_FIXES_OPTIONAL", "1")
     assert moe_backend(arguments) == "auto"
-    assert any("could not be honoured: KeyError" in line for line in caplog.messages)
+    assert any("could not be honored: KeyError" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize(

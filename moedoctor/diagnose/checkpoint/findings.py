@@ -168,7 +168,7 @@ class Lint:
     def scheme(self) -> str:
         """The quantization that the JSON files declare, in a few words."""
         schemes = dict.fromkeys(f"{declared.method} {declared.algo}" for declared in self.declared)
-        return " and ".join(schemes) or "no quantisation"
+        return " and ".join(schemes) or "no quantization"
 
     @property
     def not_read(self) -> tuple[str, ...]:

@@ -72,9 +72,9 @@ def find_expert_scheme(config: Path) -> tuple[str, str]:
         file = _read(path.parent, path.name)
         value = file.value.get("quantization") if file is not None else None
     if value is None:
-        return "bf16", f"{config.name} names no quantisation"
+        return "bf16", f"{config.name} names no quantization"
     if not isinstance(value, dict):
-        raise PlanError(f"{path}: its quantisation is no object; give --scheme")
+        raise PlanError(f"{path}: its quantization is not an object; give --scheme")
     schemes = _list_expert_schemes(value, path)
     if len(schemes) != 1:
         shown = " and ".join(sorted(schemes)) or "nothing"

@@ -45,7 +45,7 @@ RULES = (
     f"vector: at most one dimension and at most {_VECTOR >> 20} MiB",
     "small: fewer bytes than keep_below",
     "shared: its memory belongs to something that stays, to another layer, or is held under another tensor"
-    " by an object of the module, such as a quantisation config",
+    " by an object of the module, such as a quantization config",
     "reader: a hook before its layer's forward may read it, or a module outside of its layer owns it too",
     "written: the table of an embedding with max_norm, whose forward changes it",
     "kind: buffers, tensor subclasses, conjugate or negated views, and parameters outside of any layer",

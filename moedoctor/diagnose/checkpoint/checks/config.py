@@ -30,7 +30,7 @@ def check_algo(checked: Lint) -> None:
         elif not declared.judged:
             continue
         elif scheme in _COMPARED and scheme not in kinds:
-            value = f"tensors are {shown or 'not quantised'}"
+            value = f"tensors are {shown or 'not quantized'}"
             checked.add("quant_algo_tensors", f"{scheme} declared", file.name, value, file, "quant_algo")
         elif scheme in (*_COMPARED, "mixed"):
             _check_layers(checked, declared)
@@ -66,7 +66,7 @@ def _check_layers(checked: Lint, declared: Declared) -> None:
             # The targets of a group may name more than is quantized; the list of excluded modules decides.
             listed = (layers or {}).get(module.name)
             if listed is not None and listed.scheme in _COMPARED:
-                wrong = f"not quantised, declared {listed.name}"
+                wrong = f"not quantized, declared {listed.name}"
         else:
             module_rule = declared.rules.find(module.name)
             # Excluded modules that are quantized have their own check.
