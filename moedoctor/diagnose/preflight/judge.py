@@ -74,7 +74,8 @@ def judge_start(
     unread = f"; {release} reads nothing of {_join(skipped)}" if skipped else ""
     findings = [*_find_errors(error, rank, environment, quantization, unread)]
     findings += _find_holes(reply, release, skipped, unread)
-    findings += [*_find_stale_buffers(ranks), *_find_adapters(adapters, release), *_find_memory(ranks)]
+    findings += [*_find_unbalanced(ranks), *_find_stale_buffers(ranks)]
+    findings += [*_find_adapters(adapters, release), *_find_memory(ranks)]
     asked = {stage for row in ranks for stage in row["seconds"]} | set(reply.get("seconds", {}))
     verdict, reason, step = conclude(findings, release, asked)
     config = reply.get("config", {})
@@ -120,6 +121,8 @@ def is_refusal(error: Mapping[str, Any], environment: Mapping[str, Any]) -> bool
     """Return True if an exception is the release's own answer to the command line and checkpoint."""
     if error["stage"] not in STAGES or error["stage"] == "memory":
         return False
+    if error["message"].startswith("EPLB is not supported"):
+        return True
     if error["type"] in _LIBRARIES or error["last_module"] == "moedoctor" or not error["at"]:
         return (error["stage"], error["type"]) == ("arguments", "ValueError")
     if error["cause"] or _DEVICE.search(error["message"]):
@@ -244,6 +247,14 @@ def _find_holes(
             f"{release} reads nothing of {_join(skipped)}",
             "Check that these are meant to be unused.",
         )
+
+
+def _find_unbalanced(ranks: Sequence[Mapping[str, Any]]) -> Iterator[PreflightFinding]:
+    """Yield a refusal if --enable-eplb is set for a model that the release does not balance."""
+    name = next((row["unbalanced"] for row in ranks if row.get("unbalanced")), "")
+    if name:
+        message = f"--enable-eplb: {name} does not say which experts to move, and the first step asserts that"
+        yield _make("refused", message, "Leave --enable-eplb out; it changes no answer.", id="MD038")
 
 
 def _find_stale_buffers(ranks: Sequence[Mapping[str, Any]]) -> Iterator[PreflightFinding]:

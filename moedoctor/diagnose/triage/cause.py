@@ -195,7 +195,7 @@ class Errors:
         self._waiting = deque[tuple[Sequence[bytes], Sequence[int]]]()
         self._needles: Sequence[bytes] = _NEEDLES
         self._told: _Error | None = None
-        """The first error that only a sentence tells of."""
+        """The first error that only a sentence or a line of code tells of."""
         self.launch_blocking = False
         """True if the text sets ``CUDA_LAUNCH_BLOCKING=1``."""
 
@@ -280,6 +280,9 @@ class Errors:
         if traceback.idle > _KEPT:
             del self._open[process]
             return False
+        if text.startswith("raise ") and self._told is None and not traceback.ignored:
+            # A paste that ends before the exception itself.
+            self._told = _Error(number, text[6:], tuple(traceback.frames))
         return bool(traceback.frames)
 
     def _add(self, process: str, error: _Error) -> None:

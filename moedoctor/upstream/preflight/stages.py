@@ -245,6 +245,7 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
             model = base_loader.initialize_model(vllm_config=config, model_config=model_config)
         row |= {"bytes": count_bytes(model), "layers": describe_layers(model)}
         row["stale"] = list_stale_buffers(model, config)
+        row["unbalanced"] = find_unbalanced(model, config)
         # One question of each scheme: the layers of a model differ in nothing that a kernel asks about.
         questions = {type(question[0]): question for question in reversed(heard)}
         row["backends"] = [each for question in questions.values() for each in explain_others(question)]
@@ -323,6 +324,19 @@ def list_stale_buffers(model: Any, config: Any) -> list[str]:
         if not chosen or any(f".{part}." in f".{name}." for part in chosen)
     }
     return [name for name, buffer in model.named_buffers() if buffer.untyped_storage()._cdata in moved]
+
+
+def find_unbalanced(model: Any, config: Any) -> str:
+    """Return the class of a model that --enable-eplb stops in its first step (MD038), or an empty string.
+
+    Model runner V2 goes on without balancing. What is inside a multimodal model counts, as since 0.22.0.
+    """
+    if not config.parallel_config.enable_eplb or getattr(config, "use_v2_model_runner", False):
+        return ""
+    from vllm.model_executor.models.interfaces import is_mixture_of_experts
+
+    inner = model.get_language_model() if hasattr(model, "get_language_model") else model
+    return "" if any(map(is_mixture_of_experts, (model, inner))) else type(model).__name__
 
 
 def describe_layers(model: Any) -> list[dict[str, Any]]:

@@ -49,6 +49,7 @@ def judge(*ranks: Any, environment: dict[str, Any] = ENVIRONMENT, **reply: Any) 
         (error("groups"), Verdict.REFUSED),
         (error(kind="ModuleNotFoundError", message="No module named 'humming'"), Verdict.CANNOT_SAY),
         (error(kind="NotImplementedError"), Verdict.CANNOT_SAY),
+        (error(kind="NotImplementedError", message="EPLB is not supported X."), Verdict.REFUSED),
         (error(last_module="moedoctor"), Verdict.CANNOT_SAY),
         (error(message="libcuda.so cannot found"), Verdict.CANNOT_SAY),
         (error(message="aten::foo with arguments from the Meta backend"), Verdict.CANNOT_SAY),
@@ -119,6 +120,13 @@ def test_buffers_of_weights_that_offload_moves_are_wrong_answers() -> None:
     assert [(finding.rule, finding.id) for finding in answer.findings] == [("stale-buffer", "MD008")]
     assert "--cpu-offload-params experts" in answer.next_step
     assert judge({**rank(), "stale": []}).verdict is Verdict.STARTS
+
+
+def test_a_model_that_is_not_balanced_is_refused() -> None:
+    answer = judge(rank(unbalanced="PhiMoEForCausalLM"), rank())
+    assert (answer.verdict, answer.findings[0].id) == (Verdict.REFUSED, "MD038")
+    assert "--enable-eplb: PhiMoEForCausalLM" in answer.reason
+    assert judge(rank(unbalanced="")).verdict is Verdict.STARTS
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The stages of a start, without a vLLM."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,12 @@ import torch
 
 from moedoctor.upstream.preflight.meta import OnMeta
 from moedoctor.upstream.preflight.operators import read_schemas
-from moedoctor.upstream.preflight.stages import find_module, list_stale_buffers, use_draft_backend
+from moedoctor.upstream.preflight.stages import (
+    find_module,
+    find_unbalanced,
+    list_stale_buffers,
+    use_draft_backend,
+)
 
 
 @pytest.mark.parametrize(
@@ -96,3 +102,22 @@ def test_errors_name_the_layer_or_the_tensor_that_was_read() -> None:
     on_meta = OnMeta({"/f": [("a", "BF16", [2]), ("b", "BF16", [2])]})
     assert [(name, on_meta.current) for name, _ in on_meta.read_weights(["/f"])] == [("a", "a"), ("b", "b")]
     assert on_meta.current == ""
+
+
+@pytest.mark.parametrize(
+    ("flag", "v2", "model", "expected"),
+    [
+        (True, False, SimpleNamespace(), "SimpleNamespace"),
+        (True, False, SimpleNamespace(num_moe_layers=2), ""),
+        (True, False, SimpleNamespace(get_language_model=lambda: SimpleNamespace(num_moe_layers=2)), ""),
+        (True, True, SimpleNamespace(), ""),
+        (False, False, SimpleNamespace(), ""),
+    ],
+)
+def test_a_model_that_eplb_cannot_balance_is_named(
+    flag: bool, v2: bool, model: SimpleNamespace, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interfaces = SimpleNamespace(is_mixture_of_experts=lambda model: hasattr(model, "num_moe_layers"))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.interfaces", interfaces)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=flag), use_v2_model_runner=v2)
+    assert find_unbalanced(model, config) == expected
