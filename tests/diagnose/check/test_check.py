@@ -135,6 +135,10 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
     ("MD033", {"vllm": "0.25.1", "nvidia-cudnn-cu13": "9.19.0.56"}, H200, LINUX, {}, None),
     ("MD034", {"vllm": "0.30.0"}, H200, LINUX, {}, None),
     ("MD034", {"vllm": "0.30.0", "triton_kernels": "1.0.0"}, H200, LINUX, {}, "warning"),
+    ("MD036", {"vllm": "0.28.0", "flashinfer-python": "0.6.17"}, B200, LINUX, {}, "warning"),
+    ("MD036", {"vllm": "0.28.0", "flashinfer-python": "0.6.16.post3"}, B200, LINUX, {}, "note"),
+    ("MD036", {"vllm": "0.29.0", "flashinfer-python": "0.6.18"}, B200, LINUX, {}, None),
+    ("MD036", {"vllm": "0.28.0", "flashinfer-python": "0.6.17"}, H200, LINUX, {}, None),
 ]
 
 
