@@ -261,7 +261,7 @@ def _correct_flashinfer(
 
     known, inquiry = load_flashinfer_variables(), _find_inquiry("flashinfer")
     release = known.find_release(version)
-    if release is None:
+    if release is None or not any(name.upper().startswith("FLASHINFER_") for name in variables):
         return findings
     declared = inquiry.list_flashinfer_variables() if inquiry else None
     return correct_variables(findings, variables, known, release, declared)

@@ -5,13 +5,14 @@ Everything comes from the tables and from the entries' rules; nothing is install
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.records import Finding
 from moedoctor.diagnose.check.target import add_gpu, describe_release
 from moedoctor.diagnose.ignores import SEVERITIES
-from moedoctor.diagnose.settings.flags import read_parallelism, split_command
+from moedoctor.diagnose.settings.flags import read_flags, read_parallelism, split_command
 from moedoctor.diagnose.settings.scheme import find_scheme
 from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
 from moedoctor.diagnose.settings.tables import load_vllm_flags, load_vllm_variables
@@ -21,6 +22,7 @@ from moedoctor.text import join_some
 Change = tuple[str, str]
 """``regressions``, ``improvements`` or ``notes``, and a sentence."""
 _SHOWN = 12
+_FLAG = re.compile(r"--[a-z0-9-]*[a-z0-9]")
 
 
 def compare_releases(
@@ -34,7 +36,7 @@ def compare_releases(
     served = split_command(command)
     variables = {**environ, **served.settings}
     changes = [
-        *_compare_failures(before, after, capability),
+        *_compare_failures(before, after, capability, served.command),
         *_compare_settings(before, after, variables, served.command),
         *_compare_names(before, after),
     ]
@@ -93,8 +95,11 @@ def _compare_names(before: str, after: str) -> Iterator[Change]:
                 yield "notes", f"{len(names)} {kind} are {verb}: {join_some(sorted(names), _SHOWN)}"
 
 
-def _compare_failures(before: str, after: str, capability: str | None) -> Iterator[Change]:
+def _compare_failures(
+    before: str, after: str, capability: str | None, command: Sequence[str]
+) -> Iterator[Change]:
     old, new = (_list_failures(release, capability) for release in (before, after))
+    given = {flag.name for flag in read_flags(command, after)}
     for id in sorted(old.keys() | new.keys()):
         was, now = old.get(id), new.get(id)
         if was and now:
@@ -105,8 +110,11 @@ def _compare_failures(before: str, after: str, capability: str | None) -> Iterat
             elif was.why != now.why:
                 yield "notes", f"{id} {now.name} has another cause: {now.why}{_explain_needs(now)}"
         elif now:
-            group = "notes" if now.severity == "note" else "regressions"
-            yield group, f"{id} {now.name} begins ({now.severity}): {now.why}{_explain_needs(now)}"
+            # A note is a failure that takes a flag; with the flag on the command line it may strike.
+            flags = [flag for flag in _FLAG.findall(now.needs or "") if flag in given]
+            group = "notes" if now.severity == "note" and not flags else "regressions"
+            has = f", and this command line has {', '.join(flags)}" if flags else ""
+            yield group, f"{id} {now.name} begins ({now.severity}): {now.why}{_explain_needs(now)}{has}"
         elif was:
             yield "improvements", f"{id} {was.name} ends ({was.severity}): {was.why}"
 

@@ -42,6 +42,14 @@ def test_an_entry_with_two_causes_is_named(capsys: pytest.CaptureFixture[str]) -
     assert any(text.startswith("MD013 offload_noop has another cause: functions of 0.33.0") for text in notes)
 
 
+def test_a_failure_begins_for_a_command_line_that_has_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    for line, code in (("vllm serve m --cpu-offload-gb 4", 1), ("vllm serve m", 0)):
+        got, document = compare(capsys, "0.32.0", "0.33.0", "--sm", "9.0", "--", line)
+        texts = document["regressions" if code else "notes"]
+        (text,) = (each for each in texts if each.startswith("MD013 offload_noop begins (note)"))
+        assert (got, text.endswith("and this command line has --cpu-offload-gb")) == (code, bool(code))
+
+
 def test_flags_and_variables_of_the_command_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

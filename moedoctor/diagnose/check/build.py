@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from moedoctor.entries import load_entries
@@ -46,12 +46,14 @@ class Build:
 
 
 def inspect_build(
-    versions: Mapping[str, str | None], find_source: Callable[[str], ReleaseSource | None]
+    versions: Mapping[str, str | None],
+    find_source: Callable[[str], ReleaseSource | None],
+    environ: Iterable[str] = (),
 ) -> Build:
     """Return what the sources of vLLM and FlashInfer say.
 
     `versions` are those of both packages, None if one is absent; `find_source` gives None if none of its
-    source is here.
+    source is here; `environ` are the names of the variables that are set.
     """
     releases = {"vllm": list(load_releases()), "flashinfer": list_releases()}
     names = {package: (versions[package] or "").partition("+")[0] for package in ASKED}
@@ -75,8 +77,12 @@ def inspect_build(
     variables: dict[str, frozenset[str] | None] = dict.fromkeys(ASKED.keys() - known)
     for package in variables.keys() & inquiries.keys():
         inquiry = inquiries[package]
-        is_vllm = package == "vllm"
-        variables[package] = inquiry.list_variables() if is_vllm else inquiry.list_flashinfer_variables()
+        if package == "vllm":
+            variables[package] = inquiry.list_variables()
+        elif any(
+            name.upper().startswith("FLASHINFER_") for name in environ
+        ):  # else it takes seconds for nothing
+            variables[package] = inquiry.list_flashinfer_variables()
     build = Build(readings, known, variables)
     unknown = [f"{each.id} {each.name}: {why}" for each in entries for why in _explain_unknown(each, build)]
     return Build(readings, known, variables, tuple(unknown))

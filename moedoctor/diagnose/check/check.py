@@ -70,7 +70,7 @@ def check(
     vllm = facts.get("vllm")
     unreadable = Build(known=frozenset(), unknown=("vLLM's source: it could not be read",))
     versions = {"vllm": vllm, "flashinfer": facts.get("flashinfer")}
-    build = attempt("source", lambda: inspect_build(versions, target.find_source)) or unreadable
+    build = attempt("source", lambda: inspect_build(versions, target.find_source, environ)) or unreadable
     machine = Machine(
         facts,
         sources,

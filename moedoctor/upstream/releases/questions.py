@@ -160,9 +160,10 @@ class Inquiry:
         return frozenset(key for key in keys if isinstance(key, str))
 
     def list_flashinfer_variables(self) -> frozenset[str]:
-        """Return the variables that Python files of FlashInfer name."""
+        """Return the variables that Python files of FlashInfer name, but for libraries in its data folder."""
         names: set[str] = set()
-        for file in self.source.list_files("flashinfer"):
+        files = self.source.list_files("flashinfer")
+        for file in (each for each in files if not each.startswith("flashinfer/data/")):
             with contextlib.suppress(SourceError):
                 names.update(_FLASHINFER_NAME.findall(self.source.read_text(file)))
         return frozenset(names)

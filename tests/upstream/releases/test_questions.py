@@ -5,6 +5,7 @@ import copy
 import os
 import random
 import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from vllm_sources import FILLER, make_code
 
 from moedoctor.entries import load_entries
 from moedoctor.entries.entry import Evidence, Question
+from moedoctor.plugin.known_code import list_names
 from moedoctor.upstream.releases import questions
-from moedoctor.upstream.releases.questions import Inquiry
+from moedoctor.upstream.releases.questions import Inquiry, load_answers
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 KEY = "VLLM_MOE_SKIP_PADDING"
@@ -122,6 +124,32 @@ def test_no_mutation_of_the_mark_of_a_fix_is_clean(question: Question, tmp_path:
             if mutated != ast.unparse(ast.parse(code)):
                 text = make(question, Evidence(code=(mutated,)), declared=(KEY,))
                 assert ask(tmp_path, question, text) != "clean", text
+
+
+@pytest.mark.upstream
+@pytest.mark.parametrize("question", ASKED)
+def test_a_real_source_answers_as_stored_and_no_mutation_of_it_is_clean(
+    question: Question, request: pytest.FixtureRequest
+) -> None:
+    source = ReleaseSource.installed(question.package)
+    package = "vllm" if question.package == "vllm" else "flashinfer-python"
+    stored = load_answers()[request.node.callspec.id.replace("-", ".", 1)]
+    answer = Inquiry(source).answer(question).value
+    assert answer == stored[metadata.version(package).partition("+")[0]]
+    if answer != "affected" or not question.clean:
+        return
+    own, scope = ast.parse(source.read_text(question.file)), []
+    for name in question.place.split(".") if question.place else ():  # the place alone, as files are large
+        own_body = (scope[-1] if scope else own).body  # type: ignore[attr-defined]
+        own_body[:] = [node for node in own_body if name in list_names(node)]
+        scope += own_body[-1:]
+    chance = random.Random(question.name)
+    for _ in range(100):
+        changed = copy.deepcopy(own)
+        mutate(changed, chance)
+        ast.fix_missing_locations(changed)
+        asked = Inquiry(source, {question.file: changed}).answer(question).value
+        assert asked != "clean", ast.unparse(changed)
 
 
 @pytest.mark.parametrize("question", [each for each in ASKED if each not in PYTHON])
