@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
+BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 Linear = Callable[[str, int, int], Tensors]
 
@@ -120,6 +120,20 @@ def gptq(name: str, out: int, into: int) -> Tensors:
     }
 
 
+def modelopt_fp8(name: str, out: int, into: int) -> Tensors:
+    scalars = {f"{name}.{scale}": ("F32", ()) for scale in ("weight_scale", "input_scale")}
+    return {f"{name}.weight": ("F8_E4M3", (out, into)), **scalars}
+
+
+def ct_w8a8(name: str, out: int, into: int) -> Tensors:
+    return {f"{name}.weight": ("I8", (out, into)), f"{name}.weight_scale": ("BF16", (out, 1))}
+
+
+def awq(name: str, out: int, into: int) -> Tensors:
+    parts = {"qweight": ("I32", (into, out // 8)), "qzeros": ("I32", (into // 128, out // 8))}
+    return {f"{name}.{part}": e for part, e in {**parts, "scales": ("BF16", (into // 128, out))}.items()}
+
+
 def _group(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, form: str) -> dict[str, Any]:
     activations = {"input_activations": inputs, "output_activations": None}
     group = {"targets": ["Linear"], "weights": weights, **activations}
@@ -129,6 +143,7 @@ def _group(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, form: s
 
 _FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
 _OPT = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 _FP8_WEIGHTS = {**_FP8, "strategy": "channel", "dynamic": False}
@@ -153,6 +168,17 @@ FORMATS: Mapping[str, tuple[Linear, Mapping[str, Any] | None, str]] = {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
         "lm_head": False,
     }, ""),
+    "modelopt-fp8": (modelopt_fp8, {
+        "quant_method": "modelopt", "quant_algo": "FP8",
+        "producer": {"name": "modelopt", "version": "0.40.0"},
+    }, "ignore"),
+    "ct-w8a8": (ct_w8a8, _group(
+        {**_INT8, "strategy": "channel", "dynamic": False}, {**_INT8, "strategy": "token", "dynamic": True},
+        "int-quantized",
+    ), "ignore"),
+    "awq": (awq, {
+        "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
+    }, "modules_to_not_convert"),
 }  # fmt: skip
 """Name -> (how a layer is stored, quantization_config, the key of layers that are not quantized)."""
 
@@ -525,7 +551,7 @@ def nemotron_h(form: str = "bf16", size: Size = Size(), pattern: str = "MEM*E") 
     )  # fmt: skip
 
 
-_EVERY = tuple(FORMATS)
+_EVERY = tuple(FORMATS)[:7]
 ARCHITECTURES: Mapping[str, tuple[Callable[..., Built], tuple[str, ...]]] = {
     "qwen3": (qwen3, _EVERY),
     "mixtral": (mixtral, _EVERY),
@@ -543,6 +569,19 @@ SOUND: Mapping[str, Callable[[], Built]] = {
     for name, (build, forms) in ARCHITECTURES.items()
     for form in forms
 }
+_FP8S_AND_FP4S = ("fp8-channel", "modelopt-fp8", "modelopt-nvfp4", "ct-nvfp4")
+_MORE = {
+    **dict.fromkeys(("qwen3", "mixtral"), ("modelopt-fp8", "ct-w8a8", "awq")),
+    **dict.fromkeys(("minimax-m2", "glm4"), ("modelopt-fp8", "awq")),
+    **dict.fromkeys(("deepseek-v3", "qwen3-next"), (*_FP8S_AND_FP4S, "awq")),
+    "nemotron-h": ("modelopt-fp8",),
+}
+MORE: Mapping[str, Callable[[], Built]] = {
+    f"{name}-{form}": (lambda build=ARCHITECTURES[name][0], form=form: build(form))
+    for name, forms in _MORE.items()
+    for form in forms
+}
+"""Sound checkpoints in further formats, which only preflight is asked about."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ import json
 import lzma
 from pathlib import Path
 
+from capsules import computation, make_capsule, noisy, with_output
 from checkpoints_of_tests import f32, modelopt
 from cuda_fakes import fake_cubin
 from fleet_answers import write_answers
 
-from capsules import computation, make_capsule, noisy, with_output
 from moedoctor.trace import capsule as capsules
 
 REPORTS = Path(__file__).parents[1] / "reports"

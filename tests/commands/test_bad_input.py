@@ -5,8 +5,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-
 from capsules import make_capsule
+
 from moedoctor import environment
 from moedoctor.cli import main
 from moedoctor.trace.capsule import save

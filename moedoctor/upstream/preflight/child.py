@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import importlib.metadata
 import os
 import resource
@@ -52,6 +53,7 @@ def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         "operators": operators,
         "seconds": round(time.perf_counter() - started, 1),
     }
+    gc.freeze()  # what was imported stays: to look through it again takes a tenth of the time
     for command in request["commands"]:
         yield ask_command(command, request)
 

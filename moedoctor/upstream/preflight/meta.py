@@ -97,8 +97,10 @@ class OnMeta(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, kinds: Any, arguments: Any = (), options: Mapping[str, Any] | None = None
     ) -> Any:
+        if getattr(function, "__name__", "") in _LOOKS:  # most of the calls of a loader
+            return function(*arguments, **(options or {}))
         options = dict(options or {})
-        if self.watching and getattr(function, "__name__", "") not in _LOOKS:
+        if self.watching:
             self._note(function, arguments)
         if "device" in options and (_is_cuda(options["device"]) or type(options["device"]) is int):
             options["device"] = "meta"

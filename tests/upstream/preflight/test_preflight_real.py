@@ -1,12 +1,16 @@
-"""The installed vLLM is asked: sound checkpoints are no alarm, and planted mistakes are found and named."""
+"""The installed vLLM is asked: sound checkpoints are no alarm, and planted mistakes are found and named.
+
+MOEDOCTOR_PREFLIGHT_REPORT names a folder for the pages with the answers, such as reports/preflight.
+"""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_headers import PLANTED, SOUND, Built, write_headers
+from checkpoint_headers import MORE, PLANTED, SOUND, Built, write_headers
 from safetensors.torch import save_file
 
 from moedoctor.diagnose.preflight.ask import Question, Release, ask_release
@@ -29,16 +33,31 @@ def ask(root: Path, starts: dict[str, tuple[Built, tuple[str, ...]]]) -> dict[st
     return dict(zip(starts, answers, strict=True))
 
 
+def write_page(kind: str, title: str, columns: list[str], rows: list[list[str]], answer: StartAnswer) -> None:
+    """Write a table of what a release answered, if a folder for it is named."""
+    if folder := os.environ.get("MOEDOCTOR_PREFLIGHT_REPORT"):
+        cells = [columns, ["---"] * len(columns), *([each.replace("|", "/") for each in row] for row in rows)]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+        asked = ", ".join(map(" ".join, answer.versions.items()))
+        page = f"# {title}\n\n{asked}; compute capability 9.0, no GPU, no weights\n\n{table}\n"
+        Path(folder, f"{kind}-{answer.release}.md").write_text(page)
+
+
 def test_sound_checkpoints_are_no_alarm(tmp_path: Path) -> None:
-    """Ten architectures in every format, at sizes 1, 2 and 8, with expert parallelism too."""
-    sizes = [("1",), ("2",), ("8",), ("8", "--enable-expert-parallel")]
+    """Ten architectures in the formats that releases have for them, at TP 1, 2 and 8, with EP too."""
+    sizes = {"TP 1": ["1"], "TP 2": ["2"], "TP 8": ["8"]}
+    sizes |= {f"EP {size}": [size, "--enable-expert-parallel"] for size in ("2", "8")}
+    sound = {**SOUND, **MORE}
     starts = {
-        f"{name} {' '.join(size)}": (build(), ("--max-model-len", "512", "--tensor-parallel-size", *size))
-        for name, build in SOUND.items()
-        for size in sizes
+        f"{name} {size}": (build(), ("--max-model-len", "512", "--tensor-parallel-size", *words))
+        for name, build in sound.items()
+        for size, words in sizes.items()
     }
     answers = ask(tmp_path, starts)
     wrong = {name: answer.reason for name, answer in answers.items() if answer.verdict is not Verdict.STARTS}
+    rows = [[name, *(answers[f"{name} {size}"].verdict.value for size in sizes)] for name in sound]
+    title = f"Sound checkpoints: {len(answers) - len(wrong)} of {len(answers)} start"
+    write_page("sound", title, ["checkpoint", *sizes], rows, answers["qwen3-bf16 TP 1"])
     # Gemma 4 has no head_dim of its own in transformers 5.2x, which releases before 0.30 do not know.
     wrong = {name: why for name, why in wrong.items() if "transformers" not in why}
     assert not wrong
@@ -46,11 +65,17 @@ def test_sound_checkpoints_are_no_alarm(tmp_path: Path) -> None:
 
 def test_planted_mistakes_are_found_and_named(tmp_path: Path) -> None:
     answers = ask(tmp_path, {name: (each.built(), each.flags) for name, each in PLANTED.items()})
-    missed = {}
+    missed, rows = {}, []
     for name, answer in answers.items():
         text = " ".join([answer.reason, *(f"{each.message} {each.tensor}" for each in answer.findings)])
         if answer.verdict not in (Verdict.REFUSED, Verdict.WRONG) or PLANTED[name].names not in text:
             missed[name] = answer.reason
+        tensor = answer.findings[0].tensor if answer.findings else ""
+        is_found = "**no**" if name in missed else "yes"
+        rows.append([name, is_found, answer.verdict.value, f"`{tensor}`" * bool(tensor), answer.reason[:160]])
+    title = f"Planted mistakes: {len(rows) - len(missed)} of {len(rows)} are found and named"
+    columns = ["mistake", "found", "answer", "tensor or layer", "why"]
+    write_page("planted", title, columns, rows, answers["expert-missing"])
     # A release may accept a layout that another one refuses.
     assert len(missed) <= 2, missed
 
