@@ -26,7 +26,7 @@ _VLLM = (
     rf"|llm engine \({_NUMBER}\) with config|[█▄▀] {{1,3}}version {_NUMBER}"
     rf"|^version\W{{1,4}}{_NUMBER} .{{0,30}}vllm"
 )
-_FLASHINFER = rf"flashinfer(?:[-_](?:python|cubin))?(?: version)?\W{{1,30}}?{_NUMBER}"
+_FLASHINFER = rf"flashinfer(?:[-_](?:python|cubin)|\.__version__)?(?: version)?\W{{1,30}}?{_NUMBER}"
 _BARE = r"(?:\b(?:in|on|with|since|to|from|under)|^|[,.;(]) ?v?(0\.(?:1[7-9]|[2-9]\d)\.\d{1,2})(?![.\w]*\w)"
 """A number that is a release of vLLM, and of nothing else that texts name without its name."""
 _NOT_ABOUT = (
