@@ -5,7 +5,7 @@
 docs/releases.md is the checklist. The release and the libraries that it requires are fetched into
 .venv-upstream/releases, whose environment asks it. Rows that begin in the known release after it name a place
 in that source, so this one is asked too. Exit code 1 if something needs a person, 2 if the release cannot be
-fetched.
+fetched, 3 if it cannot be read.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,4 +154,9 @@ if __name__ == "__main__":
     if not re.fullmatch(r"\d+(\.\d+)+(\.post\d+)?", "".join(sys.argv[1:])):
         print("release: expected one release of vLLM: make release V=0.34.0", file=sys.stderr)
         sys.exit(2)
-    sys.exit(main(sys.argv[1]))
+    try:
+        code = main(sys.argv[1])
+    except Exception:
+        traceback.print_exc()
+        code = 3  # Python's own code, 1, would mean that only a person is needed
+    sys.exit(code)

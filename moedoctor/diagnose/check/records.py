@@ -85,9 +85,9 @@ class CheckResult:
     not_looked_at: tuple[str, ...] = ()
     """The parts that this answer does not cover, each with the reason."""
     read: tuple[str, ...] = field(default=(), metadata={"sparse": True})
-    """What was read from the source of a vLLM that is no known release, or that was changed."""
+    """What was read from the source of a vLLM or FlashInfer that is no known release, or that was changed."""
     unknown: tuple[str, ...] = field(default=(), metadata={"sparse": True})
-    """What is not known for this build of vLLM, each with the reason."""
+    """What is not known for this vLLM or FlashInfer, each with the reason."""
     ignored: tuple[Ignored, ...] = field(default=(), metadata={"sparse": True})
     """Findings and problems that `--ignore` leaves out."""
     fail_on: str = field(default="warning", metadata={"sparse": True})

@@ -31,7 +31,7 @@ def make_check_page(result: CheckResult) -> list[Block]:
     page += _show_findings(result)
     for heading, lines in (
         ("Not known for this build", result.unknown),
-        ("Read from this vLLM's source", result.read),
+        ("Read from the source", result.read),
         ("Not looked at", result.not_looked_at),
     ):
         page += [Heading(heading), Bullets(lines)] if lines else []
