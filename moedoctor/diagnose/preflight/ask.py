@@ -114,7 +114,8 @@ def ask_release(
     version = environment.get("versions", {}).get("vllm", release.name)
     replies = ended.answers[1:]
     answers = [
-        judge_start(reply, environment, each.words) for reply, each in zip(replies, commands, strict=False)
+        judge_start(reply, environment, each.words, each.variables)
+        for reply, each in zip(replies, commands, strict=False)
     ]
     return [*answers, *(answer_unasked(version, each.words, why) for each in commands[len(answers) :])]
 

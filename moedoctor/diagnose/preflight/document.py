@@ -36,7 +36,7 @@ def _find_failure(answer: StartAnswer, fail_on: Sequence[str]) -> str:
     """Return why an answer fails; empty if it does not."""
     if _NAMES.get(answer.verdict) in fail_on:
         return answer.reason
-    warnings = [each.message for each in answer.findings if each.rule == "kv-cache"]
+    warnings = [each.message for each in answer.findings if each.rule in ("kv-cache", "setting")]
     return "; ".join(warnings) if "warning" in fail_on else ""
 
 

@@ -20,6 +20,7 @@ from moedoctor.diagnose.preflight.records import (
     StartAnswer,
     Verdict,
 )
+from moedoctor.diagnose.settings.settings import check_settings
 from moedoctor.diagnose.triage.triage import triage
 from moedoctor.text import format_size, shorten
 
@@ -59,7 +60,10 @@ NOT_SEEN = (
 
 
 def judge_start(
-    reply: Mapping[str, Any], environment: Mapping[str, Any], words: Sequence[str]
+    reply: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    words: Sequence[str],
+    variables: Mapping[str, str] | None = None,
 ) -> StartAnswer:
     """Return the answer to one command line from what the child reported."""
     versions = environment.get("versions", {})
@@ -76,6 +80,7 @@ def judge_start(
     findings += _find_holes(reply, release, skipped, unread)
     findings += [*_find_unbalanced(ranks), *_find_stale_buffers(ranks)]
     findings += [*_find_adapters(adapters, release), *_find_memory(ranks)]
+    findings += _find_settings(release, words, variables or {})
     asked = {stage for row in ranks for stage in row["seconds"]} | set(reply.get("seconds", {}))
     verdict, reason, step = conclude(findings, release, asked)
     config = reply.get("config", {})
@@ -303,6 +308,24 @@ def _find_memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[PreflightFindin
                 rank=row["rank"],
             )
             return
+
+
+def _find_settings(
+    release: str, words: Sequence[str], variables: Mapping[str, str]
+) -> Iterator[PreflightFinding]:
+    """Yield flags and variables without effect, as the tables of `backends` know them."""
+    try:
+        settings = check_settings(release.partition("+")[0], variables, ("vllm", "serve", *words))
+    except ValueError:  # a release that the tables do not know
+        return
+    for each in settings:
+        if not each.takes_effect and not each.stops:
+            step = (
+                f"Use {each.instead}."
+                if each.instead
+                else "`moedoctor backends -- vllm serve ...` says more."
+            )
+            yield _make("setting", f"{each.setting}: {each.message}", step, source=each.source, id="MD010")
 
 
 def conclude(findings: Sequence[PreflightFinding], release: str, asked: Any) -> tuple[Verdict, str, str]:

@@ -29,6 +29,7 @@ RULES: Mapping[str, tuple[str, str]] = {
     "converted": ("error", "Stored numbers are converted without their scale"),
     "adapter-unused": ("error", "The release leaves out a part of an adapter"),
     "cannot-say": ("warning", "A stage could not be asked"),
+    "setting": ("warning", "A flag or variable has no effect"),
     "kv-cache": ("warning", "The longest request does not fit beside the weights"),
     "not-read": ("note", "The release reads nothing of a tensor"),
 }

@@ -71,7 +71,7 @@ def _compare(document: PreflightDocument) -> Iterator[Block]:
         )
         weights = f"{max(answer.weight_bytes) / _GIB:.1f}" if answer.weight_bytes else ""
         rows.append((answer.release, size, _ANSWERS[answer.verdict][0], weights, answer.reason))
-    yield Table(("vLLM", "sizes", "answer", "GiB a rank", "why"), rows)
+    yield Table(("vLLM", "sizes", "answer", "GiB a rank", "why"), list(dict.fromkeys(rows)))
 
 
 def _read_sizes(answer: StartAnswer) -> str:

@@ -113,6 +113,18 @@ def test_empty_parameters_are_wrong_answers() -> None:
     assert "50.0%" in answer.findings[1].message
 
 
+def test_settings_without_effect_are_warnings() -> None:
+    words = ("M", "--moe-backend", "marlin")
+    reply = {"seconds": {"arguments": 0.1}, "ranks": [rank()]}
+    answer = judge_start(
+        reply, ENVIRONMENT, words, {"VLLM_NVFP4_MOE_BACKEND": "marlin", "VLLM_USE_DEEP_GEMM": "0"}
+    )
+    assert answer.verdict is Verdict.STARTS
+    [finding] = answer.findings
+    assert (finding.rule, finding.level, finding.id) == ("setting", "warning", "MD010")
+    assert finding.message.startswith("VLLM_NVFP4_MOE_BACKEND=marlin: ")
+
+
 def test_buffers_of_weights_that_offload_moves_are_wrong_answers() -> None:
     answer = judge({**rank(), "stale": ["layers.0.conv", "layers.1.conv"]}, rank())
     assert answer.verdict is Verdict.WRONG
