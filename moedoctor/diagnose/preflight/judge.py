@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from moedoctor.diagnose.plan.kv_cache import PlanError
+from moedoctor.diagnose.plan.workspace import Workspace, compute_workspace
 from moedoctor.diagnose.preflight.records import (
     RULES,
     LayerCount,
@@ -22,6 +24,7 @@ from moedoctor.diagnose.preflight.records import (
 )
 from moedoctor.diagnose.settings.settings import check_settings
 from moedoctor.diagnose.triage.triage import triage
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.text import format_size, shorten
 
 STAGES: Mapping[str, str] = {
@@ -98,6 +101,7 @@ def judge_start(
         weight_bytes=tuple(
             row["bytes"] + row.get("draft", {}).get("bytes", 0) for row in ranks if "bytes" in row
         ),
+        memory=tuple(_describe_memory(max(ranks, key=lambda row: row.get("bytes", 0), default={}))),
         kv_tokens=min(
             (row["kv"]["tokens"] for row in ranks if row.get("kv", {}).get("tokens")), default=None
         ),
@@ -404,6 +408,31 @@ def _describe_after(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             elif each["new"]:
                 size = f"{format_size(each['new'])} of new tensors beside the old ones of a layer (MD026)"
                 yield f"{each['method']}: {size}; what its kernels take for themselves is not known"
+
+
+def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what a rank needs beside its weights, as `plan` computes it, with the shapes of the release."""
+    layer = rank.get("experts") or {}
+    used = next((row for row in rank.get("layers", ()) if row["kind"] == "experts" and row["backend"]), None)
+    if not layer or used is None:
+        return
+    if layer["host_bytes"]:
+        host = min(layer["host_bytes"], rank["bytes"])
+        yield "weights on the host, at most", format_size(host)
+    backend = used["backend"].upper().replace(" ", "_")
+    repacked = format_size(layer["bytes"]) if backend == "MARLIN" else "nothing that is known; see -v"
+    yield "new tensors while a layer of experts is repacked (MD026)", repacked
+    method = used["method"].lower()
+    scheme = next((name for name in ("nvfp4", "mxfp4", "fp8") if name in method), "bf16")
+    sizes = (layer["hidden"], layer["intermediate"], layer["experts"], layer["top_k"])
+    try:
+        shape = LayerShape(*sizes, "silu" if layer["is_gated"] else "relu2")
+        space = compute_workspace(backend, scheme, shape, layer["tokens"])
+    except (PlanError, ValueError):
+        space = Workspace(None, f"{backend} was measured on no GPU yet, so nothing is computed for it;")
+    known = format_size(space.bytes) if space.bytes is not None else "not known"
+    why = "" if space.bytes is not None else f": {space.how.partition(';')[0]}"
+    yield f"workspace of {backend} for {layer['tokens']:,} tokens", f"{known}{why}"
 
 
 def _list_notes(environment: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -96,6 +96,8 @@ class StartAnswer:
     """The ranks that were asked."""
     weight_bytes: tuple[int, ...] = ()
     """Bytes of the parameters of each rank, the draft's too."""
+    memory: tuple[tuple[str, str], ...] = ()
+    """What the fullest rank needs beside its weights, as (what, size or why it is not known)."""
     kv_tokens: int | None = None
     """Tokens of KV cache beside the weights of the fullest rank if activations took nothing."""
     backends: tuple[tuple[str, str, str], ...] = ()

@@ -101,6 +101,7 @@ def _describe(answer: StartAnswer) -> Iterator[Block]:
     ]
     ranks = zip(answer.ranks, answer.weight_bytes, strict=False)
     facts += [(f"weights of rank {rank}", f"{size / _GIB:.2f} GiB") for rank, size in ranks]
+    facts += answer.memory
     if answer.kv_tokens is not None:
         facts.append(("KV cache, if activations took nothing", f"{answer.kv_tokens:,} tokens"))
     facts += [(name, version) for name, version in answer.versions.items()]

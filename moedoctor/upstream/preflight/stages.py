@@ -244,6 +244,7 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
             stack.enter_context(torch.device("meta"))
             model = base_loader.initialize_model(vllm_config=config, model_config=model_config)
         row |= {"bytes": count_bytes(model), "layers": describe_layers(model)}
+        row["experts"] = describe_experts(model, config)
         row["stale"] = list_stale_buffers(model, config)
         row["unbalanced"] = find_unbalanced(model, config)
         # One question of each scheme: the layers of a model differ in nothing that a kernel asks about.
@@ -305,6 +306,25 @@ def count_bytes(model: Any) -> int:
     """Return the bytes of a model's parameters; two names of one storage count once."""
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in model.parameters()}
     return sum(storages.values())
+
+
+def describe_experts(model: Any, config: Any) -> dict[str, Any]:
+    """Return the shape of a rank's first layer of experts, and what decides its memory; empty without one."""
+    layer = next((each for each in model.modules() if hasattr(each, "moe_config")), None)
+    if layer is None:
+        return {}
+    moe, width = layer.moe_config, "intermediate_size_per_partition"
+    offload = getattr(getattr(config, "offload_config", None), "uva", None)
+    return {
+        "hidden": moe.hidden_dim,
+        "intermediate": getattr(moe, width, None) or getattr(layer, width),
+        "experts": moe.num_local_experts,
+        "top_k": moe.experts_per_token,
+        "is_gated": getattr(moe, "is_act_and_mul", True),
+        "bytes": count_bytes(layer),
+        "tokens": config.scheduler_config.max_num_batched_tokens,
+        "host_bytes": int(getattr(offload, "cpu_offload_gb", 0) * 2**30),
+    }
 
 
 def list_stale_buffers(model: Any, config: Any) -> list[str]:

@@ -113,6 +113,27 @@ def test_empty_parameters_are_wrong_answers() -> None:
     assert "50.0%" in answer.findings[1].message
 
 
+@pytest.mark.parametrize(
+    ("backend", "method", "workspace"),
+    [
+        ("TRITON", "Fp8MoEMethod", "30.9 MB"),
+        ("MARLIN", "ModelOptNvFp4FusedMoE", "60.8 MB"),
+        ("HUMMING", "Fp8MoEMethod", "not known: HUMMING for fp8 was measured on no GPU yet"),
+        ("a new one", "Fp8MoEMethod", "not known: A_NEW_ONE was measured on no GPU yet"),
+    ],
+)
+def test_memory_is_that_of_plan(backend: str, method: str, workspace: str) -> None:
+    sizes = {"hidden": 256, "intermediate": 1024, "experts": 8, "top_k": 2, "is_gated": True}
+    experts = {**sizes, "bytes": 10_000_000, "tokens": 2048, "host_bytes": 2**30}
+    layers = [{"kind": "experts", "method": method, "backend": backend, "count": 2}]
+    facts = dict(judge(rank(experts=experts, layers=layers, bytes=2**31)).memory)
+    assert facts["weights on the host, at most"] == "1073.7 MB"
+    repacked = facts["new tensors while a layer of experts is repacked (MD026)"]
+    assert repacked == ("10.0 MB" if backend == "MARLIN" else "nothing that is known; see -v")
+    assert facts[f"workspace of {backend.upper().replace(' ', '_')} for 2,048 tokens"].startswith(workspace)
+    assert judge(rank()).memory == ()
+
+
 def test_settings_without_effect_are_warnings() -> None:
     words = ("M", "--moe-backend", "marlin")
     reply = {"seconds": {"arguments": 0.1}, "ranks": [rank()]}
