@@ -26,6 +26,7 @@ from packaging.version import Version
 
 from moedoctor.results import ClaimVerdict
 from moedoctor.scenario.file import ClaimDocument, make_schema
+from moedoctor.upstream.engine.clear_prompts import TOKENS
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"^(<!-- made: (\w+)([^\n]*?) -->\n)(.*?)^<!-- made:end -->$", re.MULTILINE | re.DOTALL)
@@ -137,9 +138,13 @@ def promises_table(document: Path, names: Sequence[str]) -> str:
             file = folder / f"{promise.report}.json"
             for _, verdict, value in judge_folder(folder, [promise]) if file.exists() else ():
                 machine = _link(document, _machine(_read(file)), file)
-                rows.append((*about, _number(value), f"**{verdict}**", machine))
+                measured = _count_prompts(_read(file), promise.value) or _number(value)
+                rows.append((*about, measured, f"**{verdict}**", machine))
         cells += rows or [(*about, "", "not run", "")]
-    return _table(("name", "promise", "bound", "measured", "verdict", "on"), cells)
+    table = _table(("name", "promise", "bound", "measured", "verdict", "on"), cells)
+    if not any(row[3].endswith(" prompts") for row in cells):
+        return table
+    return f"{table}\n\nPrompts are those that the other engine decides clearly at each of {TOKENS} tokens."
 
 
 def kernels_table(document: Path, formats: Sequence[str]) -> str:
@@ -332,6 +337,15 @@ def _link(document: Path, text: str, report: Path | None) -> str:
         return text
     page = report.with_suffix(".md")
     return f"[{text}]({os.path.relpath(page if page.exists() else report, document.parent)})"
+
+
+def _count_prompts(report: Any, place: str) -> str:
+    """Return of how many prompts the tokens are the same; nothing for a value that is no share of prompts."""
+    from promises import look_up  # evidence/promises.py
+
+    if re.search(r"\.(?:tokens|reference)_of$", place) is None:
+        return ""
+    return f"{' of '.join(str(look_up(report, each)) for each in place.split(' / '))} prompts"
 
 
 def _number(value: Any) -> str:

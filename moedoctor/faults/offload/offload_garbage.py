@@ -144,7 +144,7 @@ def judge_own_model(evidence: Evidence) -> Judgement:
         reason = f"{expected!r} is not in the answer without offload either, so offload is not the cause"
         return Judgement(CaseVerdict.ERROR, "the control is wrong", reason)
     if evidence["same_tokens"]:
-        return Judgement(CaseVerdict.CLEAN, "the same tokens with and without offload")
+        return Judgement(CaseVerdict.CLEAN, "the same tokens of one prompt with and without offload")
     unexplained = f"{expected!r} is not in the answer" if missing else _find_other_cause(evidence)
     place = f"other tokens from number {evidence['tokens_alike'] + 1} on"
     if unexplained is not None:
