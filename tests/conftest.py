@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -138,3 +139,15 @@ def dying_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for registry in (catalogue.load_faults, catalogue.load_subjects, catalogue.load_reporters):
         registry.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no browser; run `make browser`, which says how to install one")
+    with sync_api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield started
+        started.close()

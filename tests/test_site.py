@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -98,3 +99,15 @@ def test_every_file_of_docs_is_in_the_navigation(site: Path) -> None:
     start = (site / "index.html").read_text(encoding="utf-8")
     for guide in (ROOT / "docs").glob("*.md"):
         assert f'href="{guide.stem}.html"' in start, guide.name
+
+
+def test_on_a_phone_the_last_column_and_whole_lines_of_code_are_on_the_screen(
+    site: Path, browser: Any
+) -> None:
+    page = browser.new_context(viewport={"width": 390, "height": 844}).new_page()
+    wide = (
+        "(all) => all.filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.innerText)"
+    )
+    for name in ("index", "start", "design", "wsl", "entries/MD002"):
+        page.goto((site / f"{name}.html").as_uri())
+        assert page.locator("article pre > code, article .md-typeset__scrollwrap").evaluate_all(wide) == []

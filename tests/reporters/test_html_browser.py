@@ -5,7 +5,6 @@
 
 import contextlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 AXE = ROOT / ".browser" / "package" / "axe.min.js"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 STORED = {
     "run": "baselines/cpu.json",
     "release": "releases/vllm-0.17.1.json",
@@ -44,18 +42,6 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip("no browser; run `make browser`, which says how to install one")
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
-@pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return a page of every command: of stored reports, of calls, and of made-up engines and nodes."""
     pytest.importorskip("matplotlib")
@@ -71,7 +57,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     calls["fleet"] = ["fleet", "run", "parity", "--from-reports", "fleet"]
     with contextlib.chdir(folder):
         for name, call in calls.items():
-            assert main([*call, "-o", f"{name}.html"]) in (0, 1)
+            assert main([*call, "-o", f"{name}.html"]) < 3
     return {name: folder / f"{name}.html" for name in calls}
 
 
