@@ -9,6 +9,7 @@ Exit code: 0 every block is what it would be, 1 one is not, 2 a block cannot be 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -24,9 +25,11 @@ import plugin_table
 import yaml
 from packaging.version import Version
 
+from moedoctor.entries import load_entries
 from moedoctor.results import ClaimVerdict
 from moedoctor.scenario.file import ClaimDocument, make_schema
 from moedoctor.upstream.engine.clear_prompts import TOKENS
+from moedoctor.upstream.releases.questions import load_answers
 
 ROOT = Path(__file__).resolve().parent.parent
 _BLOCK = re.compile(r"^(<!-- made: (\w+)([^\n]*?) -->\n)(.*?)^<!-- made:end -->$", re.MULTILINE | re.DOTALL)
@@ -95,7 +98,6 @@ def help_text() -> str:
 
 def failures() -> str:
     """Return the catalogue as a table."""
-    from moedoctor.entries import load_entries
     from moedoctor.reporters.markdown_page import to_markdown
     from moedoctor.reporters.page import Span, Table
 
@@ -145,6 +147,19 @@ def promises_table(document: Path, names: Sequence[str]) -> str:
     if not any(row[3].endswith(" prompts") for row in cells):
         return table
     return f"{table}\n\nPrompts are those that the other engine decides clearly at each of {TOKENS} tokens."
+
+
+def answers_table() -> str:
+    """Return what the source of each known release answers to the questions of the entries."""
+    files = {
+        f"{entry.id}.{each.name}": each.file for entry in load_entries().values() for each in entry.questions
+    }
+    cells = []
+    for name, answers in load_answers().items():
+        runs = [(answer, list(run)) for answer, run in itertools.groupby(answers, answers.__getitem__)]
+        spans = (f"{' to '.join(dict.fromkeys((run[0], run[-1])))}: {answer}" for answer, run in runs)
+        cells.append((f"`{name}`", f"`{files[name]}`", "; ".join(spans)))
+    return _table(("question", "read in", "releases of vLLM, or of FlashInfer for its files"), cells)
 
 
 def kernels_table(document: Path, formats: Sequence[str]) -> str:
@@ -242,6 +257,7 @@ KINDS: Mapping[str, Callable[[Path, Sequence[str]], str]] = {
     "kernels": kernels_table,
     "reports": reports_table,
     "conform": conform_table,
+    "answers": lambda document, words: answers_table(),
 }
 
 
