@@ -123,8 +123,9 @@ def _load_families() -> Sequence[Mapping[str, Any]]:
     return [load_data(f"signatures_data/{name}") for name in names]
 
 
+@cache
 def load_data(name: str) -> Any:
-    """Return a YAML file of this package."""
+    """Return a YAML file of this package, read once: callers do not change it."""
     # The C loader takes a tenth of the time; PyYAML without libyaml does not have it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load((files("moedoctor.diagnose.triage") / name).read_text(encoding="utf-8"), loader)
