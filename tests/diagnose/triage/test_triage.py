@@ -173,12 +173,12 @@ def test_a_text_about_another_engine_is_no_finding() -> None:
 def test_a_report_in_the_middle_of_a_large_log() -> None:
     noise = "\n".join(
         f"INFO 04-22 12:00:{index % 60:02d} [loggers.py:259] Engine 000: Avg throughput: {index}.5 tokens/s"
-        for index in range(60_000)
+        for index in range(20_000)
     )
     report = next(thread for thread in POSITIVE if thread.source.startswith("the same as a log"))
     found = read(f"{noise}\n{report.text}\n{noise}").findings
     assert [finding.id for finding in found] == ["MD002", "MD020"]
-    assert 60_000 < found[0].line < 60_010
+    assert 20_000 < found[0].line < 20_010
 
 
 def talkative_log(size: int) -> bytes:
@@ -247,16 +247,14 @@ def lines_of(probe: str, size: int) -> bytes:
 )
 def test_time_is_linear(text: Callable[[str, int], bytes], probe: str) -> None:
     def seconds(size: int) -> float:
-        """Return the better of two, in case garbage collection slows a run."""
-        data, times = text(probe, size), []
-        for _ in range(2):
-            started = time.process_time()
-            read(data)
-            times.append(time.process_time() - started)
-        return min(times)
+        data = text(probe, size)
+        started = time.process_time()
+        read(data)
+        return time.process_time() - started
 
     seconds(10_000)
-    assert seconds(600_000) < 3 * seconds(300_000) + 0.1
+    # Quadratic time would take 16 times as long. Garbage collection may slow one run, hardly two.
+    assert any(seconds(400_000) < 6 * seconds(100_000) + 0.1 for _ in range(2))
 
 
 @settings(max_examples=150, deadline=None)

@@ -66,12 +66,11 @@ def run_release(tmp_path: Path, **changed: str) -> CaseResult:
 @pytest.mark.parametrize(
     ("changed", "verdict", "figure"),
     [
-        ({}, CaseVerdict.CLEAN, "torch "),
         ({"skip": 'p.device.type == "cpu"'}, CaseVerdict.CLEAN, "torch "),
         ({"state": "(list(module.named_parameters()), breakpoint())[0]"}, CaseVerdict.REPRODUCED, "torch "),
         ({"value": "value * 2"}, CaseVerdict.REPRODUCED, "compiles, and gives other numbers"),
     ],
-    ids=["traced", "from a GPU only", "a broken graph", "other numbers"],
+    ids=["from a GPU only", "a broken graph", "other numbers"],
 )
 def test_a_release_is_judged_by_its_own_code(
     tmp_path: Path, changed: dict[str, str], verdict: CaseVerdict, figure: str
@@ -117,7 +116,7 @@ def test_a_nan_in_a_later_pass_is_not_a_small_difference() -> None:
     )
 
 
-@pytest.mark.parametrize("number", [None, 0, 2])
+@pytest.mark.parametrize("number", [None, 2])
 def test_wrong_weights_in_one_compiled_layer_are_more_than_rounding(number: int | None) -> None:
     """The layer `number` has the weights of the next one, or no layer has."""
 

@@ -107,7 +107,7 @@ def test_no_mutation_of_affected_code_is_clean(question: Question, tmp_path: Pat
         text = text.replace(FILLER[0], "; ".join(f"self.{word}_buffer = 1" for word in words), 1)
     assert ask(tmp_path, question, text, question.affected) == "affected"
     tree, chance = ast.parse(text), random.Random(question.name)
-    for _ in range(100):
+    for _ in range(30):
         changed = copy.deepcopy(tree)
         mutate(changed, chance)
         text = ast.unparse(ast.fix_missing_locations(changed))
