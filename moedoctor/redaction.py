@@ -97,12 +97,13 @@ _SHAPED = re.compile(
   | (?P<random>(?<!_)[a-z0-9]{{24,}}(?!\w))
   | (?P<mail>(?<![\w.+-])[\w.+-]+@(?:[\w-]+\.)+[a-z]{{2,24}}(?![\w@(\[]))
   | (?P<prompt>(?<![\w.+-])[\w.+-]+@[a-z][\w.-]*(?=:[~/\\]))
-  | (?P<wildcard>(?<=\*\.)(?:[a-z0-9-]+\.)+(?:local|internal|lan|corp|intranet|localdomain)(?![\w(]))
+  | (?P<wildcard>(?<=\*\.)(?:[a-z0-9-]+\.)+(?:local|internal|lan|corp|intranet|localdomain
+      |com|net|org|edu|gov|io|ai|cloud|dev)(?![\w(]|\.\w))
   | (?P<internal>(?<![\w.-])(?:[a-z0-9-]+\.)+(?:local|internal|lan|corp|intranet|localdomain)(?![\w(]))
   )
   | (?P<home>[\\/]{{1,4}}(?:home|users|documents[ ]and[ ]settings)[\\/]{{1,4}})
       {_NAME}(?:(?:[ ]{_NAME}){{1,3}}(?=[\\/])|(?P<rest>(?:[ ]{_NAME}){{1,3}})(?=["':)]|$))?
-  | (?P<disk>(?<![\w.~…-])/(?:data|scratch|lustre|gpfs|nfs|fsx)\d{{0,2}}/)
+  | (?P<disk>(?<![\w.~…-])/(?:mnt/)?(?:data|scratch|lustre|gpfs|nfs|fsx)\d{{0,2}}/)
       (?!(?:{_NOBODYS})s?/){_NAME}(?=/)
   | (?P<root>/root(?<![\w.~-]/root)\b)""",
     re.VERBOSE | re.MULTILINE,

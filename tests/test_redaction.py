@@ -43,6 +43,8 @@ def test_a_setting_named_like_a_secret_or_a_host_is_hidden(name: str, value: str
     [
         ("/data/people/alice/models", "~/models"), ("/home/bob/.cache:/opt/cuda", "~/.cache:/opt/cuda"),
         ("/Users/bob/x", "~/x"), ("/root/.cache", "~/.cache"), ("/rootfs/x", "/rootfs/x"),
+        ("/mnt/nfs/carol/run", f"/mnt/nfs/{HIDDEN}/run"), ("*.intra.acme.net,x", f"*.{HIDDEN},x"),
+        ("*.net.0.weight", "*.net.0.weight"),
         ("/scratch/alice/run", f"/scratch/{HIDDEN}/run"), ("malice", "malice"), ("gpubox7", HIDDEN),
         ("see gpubox7.lab.example now", f"see {HIDDEN} now"), ("tcp://10.0.0.7:29500", f"tcp://{HIDDEN}"),
         ("https://me:pw@mirror.example/x", f"https://{HIDDEN}"), ("10.0.0.7", HIDDEN),
