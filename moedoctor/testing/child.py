@@ -102,10 +102,10 @@ def _ask(
 ) -> Iterator[dict[str, Any]]:
     """Yield an event before each problem, and the answer: the first that is not right, made smaller."""
 
-    def ask(sizes: Sizes) -> str | None:
+    def ask(sizes: Sizes, named: bool = False) -> str | None:
         faulthandler.dump_traceback_later(request["seconds"], exit=True)
         try:
-            return compute(question.name, sizes, setting)
+            return compute(question.name, sizes, setting._replace(named=named))
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -129,6 +129,7 @@ def _ask(
         if reason is not None:
             if not request["sizes"]:
                 sizes, reason = _shrink(ask, dict(sizes), reason)
+            reason = ask(sizes, named=True) or reason
             yield {"event": "answer", "verdict": "wrong", "reason": reason, "sizes": sizes}
             return
     yield {"event": "answer", **({"verdict": "right"} if asked else {"verdict": "skipped", "reason": unfit})}

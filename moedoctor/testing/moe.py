@@ -179,7 +179,7 @@ def ask(fn: Callable[..., Any], question: str, sizes: Mapping[str, int], how: Se
     for name, now, then in zip(names, (*given, w13, w2), before, strict=True):
         if not torch.equal(_view_bytes(now), _view_bytes(then)):
             return f"{name} was written to"
-    return judge(problem, output, inputs)
+    return judge(problem, output, inputs, named=how.named)
 
 
 def build(
@@ -261,7 +261,7 @@ def order_rows(tensor: torch.Tensor, gate: str) -> torch.Tensor:
     return ordered
 
 
-def judge(problem: Problem, output: torch.Tensor, inputs: str) -> str | None:
+def judge(problem: Problem, output: torch.Tensor, inputs: str, *, named: bool) -> str | None:
     """Return what is wrong with `output` [T, H] of the problem, or None."""
     if output.shape != problem.x.shape:
         return f"the output is {list(output.shape)}, expected {list(problem.x.shape)}"
@@ -274,7 +274,7 @@ def judge(problem: Problem, output: torch.Tensor, inputs: str) -> str | None:
         return None
     bounds = _BOUNDS if inputs == "none" else choose_bounds(inputs)
     agreement = agree(output[problem.first :].float(), expected, bounds)
-    if agreement.reason is None or problem.first:
+    if agreement.reason is None or problem.first or not named:
         return agreement.reason
     return f"{agreement.reason}{_name_mistake(given, output, inputs)}"
 

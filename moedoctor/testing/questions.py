@@ -66,6 +66,8 @@ class Setting(NamedTuple):
     """Those of the public functions, as the target or the caller declares them."""
     device: str = "cpu"
     seed: int = 0
+    named: bool = True
+    """False if a wrong answer need not say which mistake explains it, which takes most of the time."""
 
 
 class UnfitError(Exception):

@@ -1,8 +1,5 @@
 """The examination itself: children, crashes, small examples, and what a target declares."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ from moedoctor.testing import TargetError, check_expert_cache, check_moe, check_
 from moedoctor.testing.examine import name_target
 
 PLANTED = str(Path(__file__).with_name("planted.py"))
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_crash_and_a_hang_are_answers_and_the_others_are_asked() -> None:
@@ -30,22 +26,14 @@ def test_a_crash_and_a_hang_are_answers_and_the_others_are_asked() -> None:
     assert report.badge == "moedoctor router: 2 of 4 right, 2 crashed"
 
 
-def test_the_smallest_example_is_found_and_its_line_repeats_it() -> None:
+def test_the_smallest_example_is_found_and_its_line_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
     report = check_router(f"{PLANTED}:route_one_expert_of_equals", only=("equal_logits",), seed=3)
     (answer,) = report.answers
     assert answer.sizes == {"tokens": 1, "experts": 2, "top_k": 2}
     assert answer.repeat is not None
     assert "seed=3" in answer.repeat
-    path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
-    ended = subprocess.run(
-        [sys.executable, "-c", answer.repeat],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=120,
-        check=False,
-    )
-    assert f"equal_logits: wrong: {answer.reason}" in ended.stdout, ended.stderr
+    exec(answer.repeat, {})
+    assert f"equal_logits: wrong: {answer.reason}" in capsys.readouterr().out
 
 
 def test_a_refusal_counts_apart_and_where_it_is_not_allowed_it_fails() -> None:
@@ -57,7 +45,6 @@ def test_a_refusal_counts_apart_and_where_it_is_not_allowed_it_fails() -> None:
         "skipped_ids": ("refused", True),  # documented as undefined
     }
     assert {answer.undefined for answer in report.answers} == {None, "ids must be experts"}
-    assert check_router(f"{PLANTED}:pad_tokens", only=("renormalized",)).badge.endswith("0 of 0 right")
 
 
 def test_a_format_that_is_refused_is_not_asked_about_and_a_mistake_is_named() -> None:
@@ -86,7 +73,7 @@ def test_a_format_that_is_refused_is_not_asked_about_and_a_mistake_is_named() ->
     ("target", "message"),
     [
         ("nowhere_at_all:fn", "No module named 'nowhere_at_all'"),
-        (f"{PLANTED}:nothing", "has no attribute 'nothing'"),
+        ("moedoctor.text:nothing", "has no attribute 'nothing'"),
         ("absent.py:fn", "no such file"),
         ("fn", "expected package.module:name or file.py:name"),
     ],

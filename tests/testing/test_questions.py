@@ -34,7 +34,6 @@ KERNELS = {
 @pytest.mark.parametrize(("kind", "name"), QUESTIONS)
 def test_a_planted_mistake_is_wrong_and_a_sound_implementation_right(kind: str, name: str) -> None:
     options = OPTIONS.get(name, {})
-    # The first wrong answer is enough: to name the mistake of each takes most of the time.
     assert any(ask(kind, PLANTED[kind][name], options, [name]))
     assert options or not list(ask(kind, SOUND[kind], options, [name]))
 

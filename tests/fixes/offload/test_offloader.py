@@ -79,7 +79,7 @@ def test_any_module_gives_the_same_bits_within_the_budget(layers, dtype, shared,
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:weights are no longer prefetched")
 def test_an_offloaded_module_compiles_to_one_graph_with_the_same_bits(compiler: str) -> None:
     model = Model(4)

@@ -32,9 +32,7 @@ def test_agrees_with_the_reference(call: Call) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("experts", "top_k"), [(8, 2), (60, 4), (64, 6), (128, 8), (160, 6), (256, 8), (384, 9), (512, 10)]
-)
+@pytest.mark.parametrize(("experts", "top_k"), [(60, 4), (128, 8), (512, 10)])
 def test_agrees_on_rows_of_every_kind(experts: int, top_k: int, dtype: torch.dtype) -> None:
     x = rows_of_every_kind(experts, dtype)
     bias = torch.linspace(-0.5, 0.5, experts)
