@@ -74,6 +74,7 @@ _DENIED_BEFORE = re.compile(
     rf" to (?:get|see|hit|trigger|provoke|reproduce|raise){_QUOTED}"
     r"|(?<!\bi )(?<!\bwe )\b(?:would|should|might|may|could)(?: (?:also|then|even))?"
     rf" (?:see|get|hit|expect|show|print|log|raise|find){_QUOTED}"
+    rf"|\bwhether{_QUOTED}"
 )
 _ATTRIBUTED = re.compile(
     r"(?:#\d{2,6}|\b(?:thread|report|issue|post|ticket|page)s?"
@@ -90,7 +91,8 @@ _DENIED_AFTER = re.compile(
     r"(?:happen|occur|appear|seen|show up|comes? up|reproducible|in (?:my|our|the) logs?)\w{0,4}"
     r"(?: (?:any ?more|here|for (?:me|us)|on (?:my|our) \w{1,12}))?\W{0,3}(?:$|[.;,!?])"
     r"|(?:(?:is|was|are|were|got|has been|have been) (?:now )?(?:gone|fixed|solved|resolved|mended)|went away"
-    r"|disappeared)\b)"
+    r"|disappeared|is history)\b)"
+    r"|[^.;?!]{0,40}\b(?:found|finds?) (?:nothing|none|no match)\b"
     r"|[^.;?!]{0,80}\b(?:but|and|yet|though) (?:i|we|it|(?:the|my|our) (?:server|engine|model))\b"
     r"[^.;?!]{0,40}? (?:never|(?:do|did|does)(?: not|n't))"
     r" (?:happen|occur|appear|rais|show|see|saw|get|got|hit)\w{0,4}"

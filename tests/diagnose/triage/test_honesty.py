@@ -58,6 +58,7 @@ DENIED = (
     *('Issue #12345 has "{}", ours hangs', 'Other people report "{}", we have none'),
     *('I tried to get "{}", but the server starts and never raises it', 'If it failed, one would see "{}"'),
     *('A colleague claims that "{}" comes from a setting', 'I read in #38718 that others see "{}"'),
+    *('"{}" is history', 'I wonder whether "{}" can come', 'We grep for "{}" and found nothing'),
     *('With MARLIN "{}" never comes up here', 'The guide says that "{}" may be printed'),
 )
 SAID = (
