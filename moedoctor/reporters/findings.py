@@ -250,7 +250,8 @@ def find_in_preflight(document: PreflightDocument, summary: str) -> Findings:
     """Return what is wrong with a start; the same start in other releases and sizes are other items."""
     from moedoctor.diagnose.preflight.records import RULES, Verdict
 
-    place = make_relative(os.path.join(document.model, "config.json"))
+    config = os.path.join(document.model, "config.json")
+    place = make_relative(config)
     found, passed, skipped = [], [], []
     for answer in document.answers:
         start = f"vLLM {answer.release}: vllm serve {' '.join(answer.words)}"
@@ -259,7 +260,8 @@ def find_in_preflight(document: PreflightDocument, summary: str) -> Findings:
         elif answer.verdict is Verdict.CANNOT_SAY:
             skipped.append((start, answer.reason))
         for finding in answer.findings:
-            title, message = RULES[finding.rule][1], f"{finding.message}. {finding.next_step}"
+            title = RULES[finding.rule][1]
+            message = f"{finding.message.rstrip('.')}. {finding.next_step}"
             key = (answer.release, *answer.words[1:], finding.tensor)
             found.append(
                 Finding(
@@ -268,12 +270,28 @@ def find_in_preflight(document: PreflightDocument, summary: str) -> Findings:
                     title,
                     message,
                     place,
+                    find_field(config, finding.message),
                     key=key,
                     logical=finding.tensor or start,
                 )
             )
     titles = {name: (title, "") for name, (_, title) in RULES.items()}
     return Findings("preflight", found, passed, skipped, summary, titles)
+
+
+def find_field(config: str, message: str) -> int | None:
+    """Return the line of the first field of a config.json that a message is about; None if there is none."""
+    lines: list[str] = []
+    with contextlib.suppress(TextFileError, OSError):
+        lines = read_text(Path(config), _MOST_PINNING).splitlines()
+    topics = (
+        ("quantiz", "quantization_config"),
+        ("rchitecture", "architectures"),
+        ("model type", "model_type"),
+    )
+    words = set(re.findall(r"\w+", message)) | {field for topic, field in topics if topic in message}
+    named = (re.match(r'\s*"(\w+)"\s*:', line) for line in lines)
+    return next((number for number, field in enumerate(named, 1) if field and field[1] in words), None)
 
 
 def _choose_level(severity: str) -> Level:

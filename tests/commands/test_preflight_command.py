@@ -14,6 +14,7 @@ from moedoctor.cli import main
 from moedoctor.commands import hooks
 from moedoctor.diagnose.preflight import ask
 from moedoctor.processes.ask import Ended
+from moedoctor.reporters.findings import find_field
 from moedoctor.reporters.schemas import make_schema
 
 ENVIRONMENT = {"versions": {"vllm": "0.33.0"}, "unsatisfied": [], "gone": ["torch:cuda.x"], "seconds": 1.0}
@@ -171,3 +172,20 @@ def test_foreign_code_does_not_run_unless_it_is_asked_for(
     assert "was left out" in capsys.readouterr().out
     assert call(release, model, "--trust-remote-code", options=("--trust-remote-code",)) == 0
     assert ["--trust-remote-code" in words for words in asked] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("num_experts does not fit", 3),
+        ("Unknown quantization method: x", 4),
+        ("Model architectures ['X'] are not supported", 2),
+        ("nothing of it", None),
+    ],
+)
+def test_a_finding_has_its_line_of_the_config(tmp_path: Path, message: str, line: int | None) -> None:
+    config = {"architectures": ["X"], "num_experts": 8, "quantization_config": {}}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config, indent=1).replace('[\n  "X"\n ]', '["X"]'))
+    assert find_field(str(file), message) == line
+    assert find_field(str(tmp_path / "none.json"), message) is None
