@@ -151,6 +151,7 @@ def record(name: str, folder: Path, seconds: float) -> tuple[int, dict[str, floa
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",  # OpenMP of a forked engine would wait for its parent
         "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")]),
     }
     if name == "stale_parameter":

@@ -195,17 +195,31 @@ def test_github_format_writes_the_step_summary(
     assert "MD901" in summary.read_text()
 
 
-def test_every_command_that_prints_can_write_to_a_file_instead() -> None:
-    def commands(group: Any) -> list[Any]:
-        inner = getattr(group, "commands", {})
-        return [found for each in inner.values() for found in (commands(each) or [each])]
+def _list_commands(group: Any) -> list[Any]:
+    inner = getattr(group, "commands", {})
+    return [found for each in inner.values() for found in (_list_commands(each) or [each])]
 
+
+COMMANDS = _list_commands(typer.main.get_command(app))
+
+
+def test_every_command_that_prints_can_write_to_a_file_instead() -> None:
     without = [
         command.name
-        for command in commands(typer.main.get_command(app))
+        for command in COMMANDS
         if not any("--output" in option.opts for option in command.params)
     ]
     assert without == ["copy"]  # which writes the file that it names
+
+
+def test_no_value_has_the_name_of_its_option() -> None:
+    """Typer 0.27 would name the option like its value, in capitals."""
+    options = [(command.name, option) for command in COMMANDS for option in command.params]
+    assert not [
+        (command, option.name)
+        for command, option in options
+        if option.metavar == option.name.upper() and len(option.opts) == 1 and option.opts[0].startswith("--")
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

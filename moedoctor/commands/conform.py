@@ -30,7 +30,7 @@ def conform(
     kind: Annotated[
         str | None,
         option(
-            "KIND",
+            "NAME",
             "router, moe, cache or offloader. Default: what TARGET declares, or its parameters say.",
             choose_from("--kind", "moedoctor.testing.questions:KINDS"),
         ),
@@ -39,7 +39,7 @@ def conform(
     scoring: Annotated[
         str | None,
         option(
-            "SCORING",
+            "FUNCTION",
             "How a router scores: softmax (default) or sigmoid.",
             choose_from("--scoring", ("softmax", "sigmoid")),
         ),
@@ -61,7 +61,7 @@ def conform(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
     seconds: Annotated[
-        float, option("SECONDS", "The time after which a problem is a crash.", number("--seconds"))
+        float, option("S", "The time after which a problem is a crash.", number("--seconds"))
     ] = 60.0,
     device: Device = "cpu",
     format: CheckFormat = "table",

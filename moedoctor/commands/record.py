@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _PATIENCE = 120.0
 """Seconds for what is still being written when the command has ended."""
 _MOST_LINES = 10
+_CAPSULE = ".moecapsule"
 _REPLAY_SECONDS = 60.0
 """For each backend that computes the last call of a dead engine again."""
 
@@ -93,17 +94,28 @@ def record(
         "MOEDOCTOR_RECORD_SIZE": f"{max_size:g}",
     }
     dumps = DumpRequest.make(folder, environ) if when.strip() == "crash" else None
+    explained = False
+
+    def list_new(suffix: str) -> list[Path]:
+        return sorted(file for file in set(folder.iterdir()) - before if file.suffix == suffix)
+
+    def watch() -> None:
+        nonlocal explained
+        if dumps is None:
+            return
+        dumps.limit()
+        if not explained and dumps.is_outlived():
+            explained = True
+            print_message("record: a process of the command died, and the command still runs")
+            _explain_crash(dumps, list_new(_CAPSULE), folder, None, keep=keep)
+
     try:
-        code = _run(
-            command, {**environ, **(dumps.variables if dumps else {})}, dumps.limit if dumps else None
-        )
+        code = _run(command, {**environ, **(dumps.variables if dumps else {})}, watch if dumps else None)
         _wait_for_writers(folder)
-        new = set(folder.iterdir()) - before
-        capsules = sorted(file for file in new if file.suffix == ".moecapsule")
-        marks = [file for file in new if file.suffix == ".watched"]
+        capsules, marks = list_new(_CAPSULE), list_new(".watched")
         for mark in marks:
             mark.unlink(missing_ok=True)
-        if dumps:
+        if dumps and not explained:
             _explain_crash(dumps, capsules, folder, code, keep=keep)
     finally:
         if dumps:
@@ -163,7 +175,7 @@ def _wait_for_writers(folder: Path) -> None:
 
 
 def _explain_crash(
-    request: DumpRequest, capsules: Sequence[Path], folder: Path, code: int, *, keep: bool
+    request: DumpRequest, capsules: Sequence[Path], folder: Path, code: int | None, *, keep: bool
 ) -> None:
     """Say which kernel faulted, compute its call again, and store the answer."""
     from moedoctor.commands.pages import deliver_document

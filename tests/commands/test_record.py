@@ -165,6 +165,26 @@ def test_a_crash_is_named_and_its_call_is_computed_again(
     assert [dump.stat().st_mode & 0o777 for dump in dumps] == [0o600] * keep
 
 
+def test_a_crash_is_named_though_the_command_waits_for_good(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, crash: list[str]
+) -> None:
+    monkeypatch.setattr(dump_request, "PATIENCE", 0.5)
+    code = """
+import os, subprocess, sys, time
+from pathlib import Path
+engine = subprocess.Popen(sys.argv[1:])  # nobody waits for it
+until = time.monotonic() + 30
+while not list(Path(os.environ["MOEDOCTOR_RECORD"]).glob("autopsy-*.json")) and time.monotonic() < until:
+    time.sleep(0.05)
+sys.exit(5 if time.monotonic() < until else 6)
+"""
+    assert record(tmp_path, "--when", "crash", "--", sys.executable, "-c", code, *crash) == 5
+    err = capfd.readouterr().err
+    assert err.index("the command still runs") < err.index("vllm::moe::topkGating faulted")
+    assert err.count("the command still runs") == 1
+    assert len(list((tmp_path / "capsules").glob("autopsy-*.json"))) == 1
+
+
 def test_a_users_own_place_for_dumps_is_used_and_left_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, crash: list[str]
 ) -> None:

@@ -25,6 +25,8 @@ WITHOUT_MEMORY = (
 `skip_abort` is not among the flags: with it, the program went on as if nothing had happened."""
 MOST_BYTES = 2 * 2**30
 """Of a dump. One of an H200 with all its registers and no memory has some hundred megabytes."""
+PATIENCE = 10.0
+"""Seconds that a command gets to end after one of its processes died."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,18 @@ class DumpRequest:
                 if file.stat().st_size > MOST_BYTES:
                     os.truncate(file, 0)
 
+    def is_outlived(self) -> bool:
+        """Return True if what wrote the dumps is dead, and has been for a while: the command does not end.
+
+        vLLM's `LLM` waits for good if the process of its engine dies.
+        """
+        dumps = self.list_dumps() if self.ours else []
+        return (
+            bool(dumps)
+            and time.time() - max(file.stat().st_mtime for file in dumps) > PATIENCE
+            and not any(_runs(file.name.split(".")[1]) for file in dumps)
+        )
+
     def keep(self, folder: Path) -> list[Path]:
         """Move dumps of ours to `folder`, for this user only. Return all dumps. Raises OSError."""
         if not self.ours:
@@ -76,3 +90,12 @@ class DumpRequest:
     def clear(self) -> None:
         """Delete dumps of ours that were not kept."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _runs(process: str) -> bool:
+    """Return True unless a process has ended; one that nobody waits for has ended, too."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in (b"Z", b"X")

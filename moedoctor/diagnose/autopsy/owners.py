@@ -52,7 +52,7 @@ def find_owner(symbol: str, source: str | None) -> Owner | None:
     if len(found) != 1:
         return None
     [(package, library)] = found.items()
-    of_experts = package == "vllm" and "GroupProblemShape" in symbol
+    of_experts = package == "vllm" and "group_gemm" in symbol
     return Owner(_SHIP_KERNELS[package], f"a kernel in {library}", _find_release(package), of_experts)
 
 

@@ -322,7 +322,7 @@ def test_a_template_belongs_to_the_only_installed_package_that_has_it_with_these
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUTLASS's kernels have one name in several packages, so the whole mangled name decides."""
-    symbol = "_ZN7cutlass13device_kernelIN4ours17GroupProblemShapeEEEvNT_6ParamsE"
+    symbol = "_ZN7cutlass13device_kernelIN4ours21cutlass_3x_group_gemmEEEvNT_6ParamsE"
     names = {
         "vllm": [symbol],
         "torch": [symbol + "x", "x" + symbol, symbol.replace("4ours", "6theirs")],
