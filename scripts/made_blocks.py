@@ -193,6 +193,33 @@ def kernels_table(document: Path, formats: Sequence[str]) -> str:
     return "\n\n".join(parts)
 
 
+def tiles_table(document: Path, _: Sequence[str]) -> str:
+    """Return how much faster other tiles are than the rule of vLLM's Triton kernel for experts."""
+    parts = []
+    for file, report in _reports():
+        tried: dict[str, list[dict[str, float]]] = {}
+        for row in report.get("bench", {}).get("backends", {}).get("rows", ()):
+            if row.get("tiles"):
+                tried.setdefault(f"{row['model']}, {row['quantization']}", []).append(row["tiles"])
+        cells = [
+            (
+                layer,
+                str(len(batches)),
+                _span([tiles["ratio"] for tiles in batches]),
+                _span([tiles["file_ratio"] for tiles in batches if "file_ratio" in tiles]),
+            )
+            for layer, batches in tried.items()
+        ]
+        if cells:
+            about = f"{_link(document, file.stem, file)}, {_machine(report)}; times as fast as the rule:"
+            parts += [about, _table(("layer", "batches", "best tiles found", "vLLM's own file"), cells)]
+    return "\n\n".join(parts)
+
+
+def _span(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "none"
+
+
 def conform_table(document: Path, _: Sequence[str]) -> str:
     """Return who answers what, and below it the wrong answers, with the line that repeats each."""
     cells, lines = [], []
@@ -255,6 +282,7 @@ KINDS: Mapping[str, Callable[[Path, Sequence[str]], str]] = {
     "claims": claims_table,
     "promises": promises_table,
     "kernels": kernels_table,
+    "tiles": tiles_table,
     "reports": reports_table,
     "conform": conform_table,
     "answers": lambda document, words: answers_table(),

@@ -1,4 +1,4 @@
-"""The pictures of `moedoctor bench --backend`: latency and bandwidth against the limit, and the roofline."""
+"""The pictures of `moedoctor bench --backend`: latency against the limit, and the roofline."""
 
 from __future__ import annotations
 
@@ -48,32 +48,7 @@ def make_layer_charts(
         log_x=log_x,
         log_y=True,
     )
-    bandwidth = roofline["bytes_per_second"] / 1e9
-    tokens = sorted({row["tokens"] for each in lines.values() for row in each})
-    ends = (tokens[0], tokens[-1]) if log_x else (tokens[0],)
-    best = max((row for each in lines.values() for row in each), key=lambda row: row["gigabytes_per_second"])
-    share = best["gigabytes_per_second"] / bandwidth
-    charts = [
-        latency,
-        Chart(
-            f"{name}_bandwidth",
-            f"{make_label(best)} reaches {share:.0%} of the measured bandwidth at {best['tokens']} tokens",
-            y_label="GB/s of experts, input and output",
-            series=(
-                *(
-                    Series.from_records(key, each, "tokens", "gigabytes_per_second")
-                    for key, each in lines.items()
-                ),
-                Series(f"limit, {bandwidth:.4g} GB/s", ends, [bandwidth] * len(ends), bound=True),
-            ),
-            caption=f"{what} Bytes of the chosen experts, the input and the output over the median time.",
-            x_label="tokens",
-            log_x=log_x,
-            log_y=True,
-            headline=False,
-        ),
-    ]
-    return [*charts, *_make_roofline(lines, roofline, name=f"{name}_roofline", what=what)]
+    return [latency, *_make_roofline(lines, roofline, name=f"{name}_roofline", what=what)]
 
 
 def make_label(row: Row) -> str:

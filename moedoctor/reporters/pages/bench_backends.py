@@ -98,10 +98,12 @@ def _list_tiles(rows: Sequence[Mapping[str, Any]], unit: tuple[str, float, int])
 
 
 def list_charts(figures: Figures, layer: str) -> list[Chart]:
-    """Return the charts of one layer: latency first; none if nothing was timed."""
+    """Return the charts of one layer, latency first; none if nothing was timed, or tiles were tried."""
     sizes = _describe_sizes(figures["layers"][layer])
     caption = f"{sizes}; {figures['routing']} routing; {figures['device']}"
     rows = [row for row in figures["rows"] if row["model"] == layer and "time_us" in row]
+    if any("tiles" in row for row in rows):
+        return []
     return make_layer_charts(layer, rows, figures["roofline"], name=make_slug(layer), caption=caption)
 
 
