@@ -28,7 +28,7 @@ RELEASES ?=
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: docs evidence help setup run test lint format schema readme reports plugintable baseline browser test-upstream release releases backendreports slow stress
+.PHONY: docs evidence help setup run test lint format schema readme reports plugintable baseline browser test-upstream release releases backendreports slow
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
@@ -49,9 +49,6 @@ browser: ## fetch axe-core, which checks HTML reports for accessibility, and say
 slow: setup browser ## run the tests that take minutes, then those that measure times, one by one
 	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not alone' $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/python -m pytest -n 0 -m 'slow and alone' $(ARGS) || [ $$? -eq 5 ]
-
-stress: setup ## minutes of hostile input and injected faults; writes reports/stress.md
-	@$(BIN)/python tests/stress/stress.py -o reports/stress.md $(ARGS)
 
 test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .venv-upstream
 	@VLLM='$(VLLM)' TORCH='$(TORCH)' ARGS='$(ARGS)' sh scripts/test_upstream.sh

@@ -47,8 +47,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     reports = [
         {_report_name(path): path} for path in _sources() if path.endswith("README.md") and "/" in path
     ]
-    reports.append({"Known mistakes, planted and named": "reports/capsules/planted_mistakes.md"})
-    reports.append({"What moedoctor itself survives": "reports/stress.md"})
     named = set(re.findall(r"[\w-]+\.md", str(config.nav)))
     guides = [path.name for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in named]
     filled = []
