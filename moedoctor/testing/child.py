@@ -105,7 +105,10 @@ def _ask(
     def ask(sizes: Sizes, named: bool = False) -> str | None:
         faulthandler.dump_traceback_later(request["seconds"], exit=True)
         try:
-            return compute(question.name, sizes, setting._replace(named=named))
+            reason = compute(question.name, sizes, setting._replace(named=named))
+            if setting.device.startswith("cuda"):
+                _raise_pending_error(setting.device)
+            return reason
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -133,6 +136,14 @@ def _ask(
             yield {"event": "answer", "verdict": "wrong", "reason": reason, "sizes": sizes}
             return
     yield {"event": "answer", **({"verdict": "right"} if asked else {"verdict": "skipped", "reason": unfit})}
+
+
+def _raise_pending_error(device: str) -> None:
+    """Raise the error that a launch left for whoever launches next, such as one without blocks."""
+    import torch
+
+    torch.zeros(1, device=device)  # its launch looks for it
+    torch.cuda.synchronize(device)
 
 
 def _end_without_gpu(text: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -99,7 +100,11 @@ def examine(
         if at is not None:
             verdict = "skipped" if child.interrupted else "crashed"
             event = {**at, "verdict": verdict, "reason": _explain_death(child, seconds)}
-            answers[at["variant"], at["question"]] = _make_answer(event, about, request)
+            answer = _make_answer(event, about, request)
+            # An interrupted examination is no pass.
+            answers[at["variant"], at["question"]] = replace(
+                answer, passes=answer.passes and not child.interrupted
+            )
     facts = (about["kind"], about["package"], about["machine"], seed, about["options"])
     return ConformReport(name, *facts, tuple(answers.values()))
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from moedoctor.processes.ask import Ended
 from moedoctor.testing import TargetError, check_expert_cache, check_moe, check_router
-from moedoctor.testing.examine import name_target
+from moedoctor.testing.examine import examine, name_target
 
 PLANTED = str(Path(__file__).with_name("planted.py"))
 
@@ -24,6 +25,31 @@ def test_a_crash_and_a_hang_are_answers_and_the_others_are_asked() -> None:
     assert answers["bias"].reason == "takes no bias"
     assert [answer.question for answer in report.failed] == ["nan_rows", "nan_entry"]
     assert report.badge == "moedoctor router: 2 of 4 right, 2 crashed"
+
+
+def test_an_examination_that_was_interrupted_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = {
+        "event": "target",
+        "kind": "router",
+        "package": "x 1",
+        "machine": "CPU",
+        "options": {},
+        "undefined": {},
+    }
+    at = {"variant": "", "question": "nan_rows"}
+    events = (
+        target,
+        {"event": "answer", "variant": "", "question": "ordinary", "verdict": "right"},
+        {"event": "begin", **at, "sizes": {"tokens": 1}},
+    )
+    ended = Ended(events, None, "", 1.0, 60.0, interrupted=True)
+    monkeypatch.setitem(examine.__globals__, "run_module", lambda *_, **__: ended)
+    report = check_router("x:y")
+    assert [(answer.question, answer.passes) for answer in report.answers] == [
+        ("ordinary", True),
+        ("nan_rows", False),
+    ]
+    assert [answer.reason for answer in report.failed] == ["interrupted, with the questions after it"]
 
 
 def test_the_smallest_example_is_found_and_its_line_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
