@@ -115,16 +115,14 @@ def named(bench: Bench) -> dict[str, Chart]:
     return {chart.name.removeprefix("m-1").lstrip("_"): chart for chart in list_charts(bench.figures, "m|1")}
 
 
-def test_pictures_show_latency_and_bandwidth_against_the_limit_and_the_roofline() -> None:
+def test_pictures_show_latency_against_the_limit_and_the_roofline() -> None:
     found = named(BENCH)
-    assert list(found) == ["", "bandwidth", "roofline"]
+    assert list(found) == ["", "roofline"]
     latency, limit = found[""].series
     assert (latency.name, limit.name) == ("MARLIN nvfp4", "limit nvfp4")
     assert (latency.x, latency.y, latency.low, latency.high) == ([8, 64], [12.5] * 2, [12.0] * 2, [13.0] * 2)
     assert limit.bound
     assert limit.y == pytest.approx([12.5 * 0.61] * 2)
-    measured, bandwidth = found["bandwidth"].series
-    assert (measured.y, bandwidth.y) == ([2345.0] * 2, [4000.0] * 2)
     points, roof = found["roofline"].series
     assert points.x == pytest.approx([2000 / (7 << 20)] * 2)
     assert points.y == [1.5, 1.5]
