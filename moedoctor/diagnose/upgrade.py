@@ -22,7 +22,7 @@ from moedoctor.text import join_some
 Change = tuple[str, str]
 """``regressions``, ``improvements`` or ``notes``, and a sentence."""
 _SHOWN = 12
-_FLAG = re.compile(r"--[a-z0-9-]*[a-z0-9]")
+_FLAG = re.compile(r"--[a-z0-9]+(?:-[a-z0-9]+)*")
 
 
 def compare_releases(

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
-_TEXT = re.compile(rb"[\x20-\x7e]{10,4000}\Z")
+_NO_TEXT = re.compile(rb"[^\x20-\x7e]")
 _MOST_TEXT = 4000
 _SCHEMA = re.compile(
-    r"([A-Za-z_]\w*(?:\.\w+)?) ?(\(.*\)) ?-> ?(\(?[A-Z(].{0,80}|\(\)|(?:bool|int|float|str)(?:\[\])?)"
+    r"\b([A-Za-z_]\w{0,99}(?:\.\w{1,99})?) ?(\(.{0,4000}\)) ?-> "
+    r"?(\(?[A-Z(].{0,80}|\(\)|(?:bool|int|float|str)(?:\[\])?)"
 )
 _NAMESPACES = {
     "_C": ("_C", "_C_cache_ops", "_C_cuda_utils", "_C_custom_ar"),
@@ -66,7 +67,8 @@ def read_schemas(file: Path) -> Iterator[tuple[str, str]]:
     arrow = data.find(b"->")  # few bytes of machine code look like one, and to match each byte takes seconds
     while arrow >= 0:
         end = data.find(b"\0", arrow)
-        found = _TEXT.search(data, max(0, arrow - _MOST_TEXT), end) if 0 < end < arrow + _MOST_TEXT else None
-        if found and (match := _SCHEMA.fullmatch(" ".join(found[0].decode().split()))):
+        near = data[max(0, arrow - _MOST_TEXT) : end] if 0 < end < arrow + _MOST_TEXT else b""
+        found = _NO_TEXT.split(near)[-1].decode()
+        if match := _SCHEMA.fullmatch(" ".join(found.split())):
             yield match[1], f"{match[1]}{match[2]} -> {match[3]}"
         arrow = data.find(b"->", end if found else arrow + 2)

@@ -64,7 +64,7 @@ DENIED = (
 SAID = (
     *("{}", 'I get "{}"', "It ends with {}", 'After an upgrade: "{}" and nothing helps'),
     *("The server does not start: {}", "I could not find out why: {}", 'It is not fixed: "{}"'),
-    *('I tried to start it, but got "{}"', 'With 0.33.0 "{}", but 0.32.0 does not show it'),
+    *('I tried to start it, but got "{}"', 'With this one "{}", but the other does not show it'),
     *('"{}", and I never saw it before', 'Our users get "{}"', 'If I set it I get "{}"'),
 )
 
