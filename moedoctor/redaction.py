@@ -328,6 +328,8 @@ def _is_version(found: str, before: str, after: str) -> bool:
     parts = found.split(".")
     if any(int(part) > 255 or (len(part) > 1 and part[0] == "0") for part in parts):
         return True  # no address has such a part
+    if parts[0] == "0":
+        return True  # 0.0.0.0/8 are no machines
     return bool(_VERSION_BEFORE.search(before) or _VERSION_AFTER.match(after))
 
 

@@ -25,7 +25,9 @@ CASE = ("scenarios", 0, "cases", 1)
 
 
 STORED = [
-    file for file in sorted(REPORTS.glob("[nr]*/*.json")) if not file.stem.startswith(("fleet", "recorded_"))
+    file
+    for file in sorted(REPORTS.glob("[nr]*/*.json"))
+    if not file.stem.startswith(("fleet", "recorded_", "crash_engines_"))
 ]
 
 

@@ -140,7 +140,7 @@ def test_without_a_scheme_in_the_config_modelopts_file_decides(tmp_path, capsys)
         ),
         ({"config_groups": {}}, "stores experts in nothing; give the --scheme"),
         ({"config_groups": {"group_0": {"targets": 7, "weights": 7}}}, "not floats of 4 or 8 bits"),
-        ("fp8", "its quantisation is no object; give --scheme"),
+        ("fp8", "its quantization is not an object; give --scheme"),
     ],
 )
 def test_an_unknown_scheme_is_refused_in_one_line(declared, message, tmp_path):
