@@ -13,6 +13,7 @@ from scripts_of_tests import load_script
 from vllm_sources import rename, write_source
 
 from moedoctor.fixes.backends.release_tables import load_releases
+from moedoctor.upstream.releases.questions import load_answers
 
 ROOT = Path(__file__).resolve().parent.parent
 RELEASES = list(load_releases())
@@ -21,6 +22,7 @@ BACKENDS = "moedoctor/fixes/backends/data"
 SETTINGS = "moedoctor/diagnose/settings/data"
 NAMES = "moedoctor/diagnose/checkpoint/read_names.json"
 LISTED = "scripts/releases.txt"
+ENTRIES = "moedoctor/entries"
 ROWS = [
     *(f"{BACKENDS}/{name}.json" for name in ("bf16", "fp8", "fp8-block", "mxfp4", "nvfp4", "nvfp4-w4a16")),
     *(f"{SETTINGS}/{name}.json" for name in ("vllm_flags", "vllm_variables", "flashinfer_variables")),
@@ -55,7 +57,30 @@ def test_rows_that_are_taken_out_and_put_back_are_the_same(file: str, tables: An
     assert (tmp_path / "same.json").read_bytes() == (ROOT / file).read_bytes()
 
 
-def remove_release(root: Path, tables: Any, release: str) -> None:
+def test_ranges_of_entries_are_made_from_the_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = load_script("release/ranges", monkeypatch)
+    entries = shutil.copytree(ROOT / ENTRIES, tmp_path / "entries")
+    answers = load_answers()
+    assert not list(ranges.write_ranges(entries, answers))
+    older = {
+        name: {key: value for key, value in row.items() if key != RELEASES[-1]}
+        for name, row in answers.items()
+    }
+    ended = list(ranges.write_ranges(entries, older))
+    assert ended == ["person: moedoctor/entries/MD013.md: a range of question repacked ended"]
+    changed = {
+        file.name for file in list_entries() if file.read_bytes() != (entries / file.name).read_bytes()
+    }
+    assert {"MD002.md", "MD008.md"} <= changed
+    assert not list(ranges.write_ranges(entries, answers))
+    assert all(file.read_bytes() == (entries / file.name).read_bytes() for file in list_entries())
+
+
+def list_entries() -> list[Path]:
+    return sorted((ROOT / ENTRIES).glob("MD*.md"))
+
+
+def remove_release(root: Path, tables: Any, ranges: Any, release: str) -> None:
     """Remove a release, and a FlashInfer that no other one requires, from all data below `root`.
 
     A row that began in it begins in the next release then, and nothing says at which line of that source.
@@ -79,6 +104,7 @@ def remove_release(root: Path, tables: Any, release: str) -> None:
     for file in BY_RELEASE:
         levels = 1 if file.endswith("answers.json") else 2
         tables.write_json(root / file, drop(tables.read_json(root / file)), levels)
+    list(ranges.write_ranges(root / ENTRIES, tables.read_json(root / BY_RELEASE[-1])))
     pin = load_releases()[release].flashinfer
     required = [each.flashinfer for name, each in load_releases().items() if name != release]
     for file in ROWS:
@@ -96,7 +122,9 @@ def remove_release(root: Path, tables: Any, release: str) -> None:
 
 
 @pytest.mark.upstream
-def test_a_release_that_was_removed_everywhere_comes_back_byte_for_byte(tables: Any, tmp_path: Path) -> None:
+def test_a_release_that_was_removed_everywhere_comes_back_byte_for_byte(
+    tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     release, home = read_release(), ROOT / ".venv-upstream"
     following = RELEASES[RELEASES.index(release) + 1 :][:1]
     if missing := [name for name in following if not (home / "releases" / name / ".complete").exists()]:
@@ -107,10 +135,11 @@ def test_a_release_that_was_removed_everywhere_comes_back_byte_for_byte(tables: 
     (tmp_path / "scripts" / "environments.sh").write_text(
         "upstream_environment() { :; }\nvllm_folder() { :; }\n"
     )
-    remove_release(tmp_path, tables, release)
+    remove_release(tmp_path, tables, load_script("release/ranges", monkeypatch), release)
 
     def list_changed() -> set[str]:
-        files = (*ROWS, *BY_RELEASE, NAMES, LISTED)
+        entries = (f"{ENTRIES}/{file.name}" for file in list_entries())
+        files = (*ROWS, *BY_RELEASE, NAMES, LISTED, *entries)
         return {file for file in files if (tmp_path / file).read_bytes() != (ROOT / file).read_bytes()}
 
     removed = list_changed()

@@ -23,6 +23,7 @@ from typing import Any
 from backends import RELEASES, list_differences, pinned, write_backends
 from packaging.version import Version
 from patches import write_patches
+from ranges import write_ranges
 from settings import write_settings
 from tables import ROOT, read_json, write_json
 
@@ -54,6 +55,7 @@ def main(release: str) -> int:
             lines += compare(before, HOME / "releases" / name)
         lines += make_tables(HOME / "releases" / name, releases, names=name == release)
     add_to_list(release)
+    lines += write_ranges(ROOT / "moedoctor" / "entries", read_json(ANSWERS))
     for capability in release_tables.CAPABILITIES:
         for sentences in compare_releases(before, release, capability, {}, ()).values():
             lines += sentences
