@@ -196,13 +196,14 @@ def _explain_crash(
         document = Redactor.from_this_process().record(found)
         with contextlib.redirect_stdout(sys.stderr):  # stdout is the command's
             deliver_document(document, "table", None, full=False)
+        answer = folder / f"autopsy-{os.getpid()}.json"
+        deliver_document(document, "json", answer, full=False)  # the replay may take minutes, and be ended
         last = find_last_call({file: read_record(file) for file in capsules}, [file.name for file in dumps])
         if last and is_of_call(document.faults):
             print_message(f"record: every backend that runs here computes {last.name} again")
             replayed = replay_call(last, read_record(last), seconds=_REPLAY_SECONDS)
-            document = replace(document, replay=replayed)
             print_message(f"record: {describe_replay(replayed)}")
-        deliver_document(document, "json", folder / f"autopsy-{os.getpid()}.json", full=False)
+            deliver_document(replace(document, replay=replayed), "json", answer, full=False)
     elif code:
         print_message(
             "record: no kernel is known to have faulted: CUDA wrote no core dump, and the command ended with "

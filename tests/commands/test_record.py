@@ -133,11 +133,13 @@ def test_a_crash_is_named_and_its_call_is_computed_again(
     crash: list[str],
     keep: bool,
 ) -> None:
-    replayed: list[str] = []
+    folder, replayed = tmp_path / "capsules", list[str]()
 
     def compute(path: Path, find: Any, device: str, *, seconds: float) -> Any:
         record = read_record(path)
-        replayed.append(f"{record['layer']} {device} {len(find(record))}")
+        replayed.append(
+            f"{len(list(folder.glob('autopsy-*.json')))} {record['layer']} {device} {len(find(record))}"
+        )
         failed = {"MARLIN": "AcceleratorError: CUDA error: an illegal memory access", "HPC": "no SM"}
         names = ("MARLIN", "TRITON", "HPC", "HUMMING")
         results = [BackendReplay(name, "bf16", "none", failed=failed.get(name)) for name in names]
@@ -147,12 +149,11 @@ def test_a_crash_is_named_and_its_call_is_computed_again(
     monkeypatch.setattr(replay_call, "replay", compute)
     monkeypatch.setattr(replay_call, "explain_missing_gpu", lambda facts: None)
     monkeypatch.setenv("CUDA_COREDUMP_GENERATION_FLAGS", "skip_global_memory")
-    folder = tmp_path / "capsules"
     assert record(tmp_path, "--when", "crash", *["--keep"] * keep, "--", *crash) == 128 + signal.SIGABRT
     out, err = capfd.readouterr()
     enabled, flags, file = out.split()
     assert (enabled, flags, Path(file).name) == ("1", "skip_global_memory", "cuda.%p.core")
-    assert replayed == ["model.layers.1.mlp.experts cuda:0 4"]
+    assert replayed == ["1 model.layers.1.mlp.experts cuda:0 4"]  # an answer that a kill cannot lose
     answer = "vllm::moe::topkGating faulted (illegal address)"
     assert err.index(answer) < err.index("MARLIN faulted again on call 3 of model.layers.1.mlp.experts")
     (stored,) = folder.glob("autopsy-*.json")
