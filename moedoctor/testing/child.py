@@ -11,6 +11,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,11 +105,15 @@ def _ask(
 
     def ask(sizes: Sizes, named: bool = False) -> str | None:
         faulthandler.dump_traceback_later(request["seconds"], exit=True)
+        raise_pending = partial(_raise_pending_error, setting.device)
         try:
             reason = compute(question.name, sizes, setting._replace(named=named))
-            if setting.device.startswith("cuda"):
-                _raise_pending_error(setting.device)
+            raise_pending()
             return reason
+        except Exception:
+            with suppress(Exception):  # of the same launch; the next question must not find it
+                raise_pending()
+            raise
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -142,8 +147,9 @@ def _raise_pending_error(device: str) -> None:
     """Raise the error that a launch left for whoever launches next, such as one without blocks."""
     import torch
 
-    torch.zeros(1, device=device)  # its launch looks for it
-    torch.cuda.synchronize(device)
+    if device.startswith("cuda"):
+        torch.zeros(1, device=device)  # its launch looks for it
+        torch.cuda.synchronize(device)
 
 
 def _end_without_gpu(text: str) -> None:

@@ -273,6 +273,9 @@ def judge(problem: Problem, output: torch.Tensor, inputs: str, *, named: bool) -
     if not len(expected):
         return None
     bounds = _BOUNDS if inputs == "none" else choose_bounds(inputs)
+    # The share of a long row; one element is 6 % of a row of 16, and many rows are asked.
+    slack = 3 * math.sqrt((1 - bounds.matched) / output.shape[1])
+    bounds = replace(bounds, matched=bounds.matched - slack)
     agreement = agree(output[problem.first :].float(), expected, bounds)
     if agreement.reason is None or problem.first or not named:
         return agreement.reason

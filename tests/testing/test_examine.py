@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from moedoctor.processes.ask import Ended
-from moedoctor.testing import TargetError, check_expert_cache, check_moe, check_router
+from moedoctor.testing import TargetError, check_expert_cache, check_moe, check_router, child
 from moedoctor.testing.examine import examine, name_target
+from moedoctor.testing.questions import Setting, load_questions
 
 PLANTED = str(Path(__file__).with_name("planted.py"))
 
@@ -50,6 +51,30 @@ def test_an_examination_that_was_interrupted_is_no_pass(monkeypatch: pytest.Monk
         ("nan_rows", False),
     ]
     assert [answer.reason for answer in report.failed] == ["interrupted, with the questions after it"]
+
+
+def test_an_error_that_a_refused_launch_leaves_is_not_the_next_questions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = ["invalid argument"]
+
+    def raise_pending(device: str) -> None:
+        if left:
+            raise RuntimeError(left.pop())
+
+    def compute(name: str, sizes: Any, setting: Setting) -> None:
+        if name == "no_tokens":
+            raise ValueError("no token")
+
+    monkeypatch.setattr(child, "_raise_pending_error", raise_pending)
+    questions = load_questions("router")
+    request = {"seconds": 60.0, "sizes": {"tokens": 1}}
+    first, second = (
+        list(child._ask(compute, questions[name], Setting(), request))[-1]
+        for name in ("no_tokens", "renormalized")
+    )
+    assert (first["verdict"], first["reason"]) == ("refused", "ValueError: no token")
+    assert second["verdict"] == "right"
 
 
 def test_the_smallest_example_is_found_and_its_line_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
