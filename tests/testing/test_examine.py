@@ -70,7 +70,7 @@ def test_an_error_that_a_refused_launch_leaves_is_not_the_next_questions(
     questions = load_questions("router")
     request = {"seconds": 60.0, "sizes": {"tokens": 1}}
     first, second = (
-        list(child._ask(compute, questions[name], Setting(), request))[-1]
+        list(child._ask(compute, questions[name], Setting(device="cuda:0"), request))[-1]
         for name in ("no_tokens", "renormalized")
     )
     assert (first["verdict"], first["reason"]) == ("refused", "ValueError: no token")
