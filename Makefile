@@ -73,7 +73,7 @@ format: setup ## format the code, and fix what can be fixed by itself
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-readme: setup ## make anew what is made from code and reports: blocks of documents, scenarios/schema.json, the plug-in's data, docs/design.svg
+readme: setup ## make anew what is made from code and reports: blocks of documents, scenarios/schema.json, the plug-in's data
 	@$(BIN)/python scripts/made_blocks.py --write
 
 schema: readme ## the same, for scenarios/schema.json

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import draw_design
+import design_table
 import plugin_table
 import yaml
 from packaging.version import Version
@@ -278,6 +278,7 @@ def outcome(report: Mapping[str, Any]) -> str:
 KINDS: Mapping[str, Callable[[Path, Sequence[str]], str]] = {
     "help": lambda document, words: help_text(),
     "failures": lambda document, words: failures(),
+    "layers": lambda document, words: _table(*design_table.table()),
     "plugin": lambda document, words: plugin_table.table(plugin_table.evidence()),
     "claims": claims_table,
     "promises": promises_table,
@@ -406,12 +407,11 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 OTHERS: Mapping[Path, Callable[[], str]] = {
     ROOT / "scenarios" / "schema.json": lambda: json.dumps(make_schema(), indent=2) + "\n",
-    ROOT / "docs" / "design.svg": draw_design.picture,
     ROOT / "moedoctor" / "plugin" / "evidence.json": lambda: (
         json.dumps(plugin_table.evidence(), indent=1) + "\n"
     ),
 }
-"""Files that are made as a whole: the schema that editors read, a picture, the data of `moedoctor check`."""
+"""Files that are made as a whole: the schema that editors read, and the data of `moedoctor check`."""
 
 
 def main(arguments: Sequence[str]) -> int:

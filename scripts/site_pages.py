@@ -11,15 +11,15 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from typer.cli import get_docs_for_click
 from typer.main import get_command
 
 from moedoctor import catalogue
-from moedoctor.cli import EPILOG, app
+from moedoctor.cli import app
 from moedoctor.diagnose.triage.signatures import Clue, load_clues, load_signatures
 from moedoctor.entries import load_entries
 from moedoctor.entries.entry import Entry
@@ -276,33 +276,9 @@ def _phrases(clue: Clue) -> str:
 
 
 def _commands() -> str:
-    command: Any = get_command(app)
-    lines = ["# Commands", "", _plain(command.help or ""), "", _plain(EPILOG)]
+    command = get_command(app)
     context = command.context_class(command, info_name="moedoctor")
-    for name, child in command.commands.items():
-        lines += _command(child, name, context, 2)
-    return "\n".join([*lines, ""])
-
-
-def _command(command: Any, name: str, parent: Any, level: int) -> Iterator[str]:
-    context = command.context_class(command, info_name=name, parent=parent)
-    yield from ("", f"{'#' * level} moedoctor {context.command_path.removeprefix('moedoctor ')}", "")
-    yield from ("```text", " ".join(command.get_usage(context).removeprefix("Usage: ").split()), "```", "")
-    for paragraph in (command.help or "").split("\n\n"):
-        yield from (_plain(" ".join(paragraph.split())), "")
-    rows = list(_parameters(command, context))
-    if rows:
-        yield from (_row("argument or option", "what it does"), _row("---", "---"), *rows)
-    for inner, child in getattr(command, "commands", {}).items():
-        yield from _command(child, inner, context, level + 1)
-
-
-def _parameters(command: Any, context: Any) -> Iterator[str]:
-    for parameter in command.get_params(context):
-        if parameter.param_type_name == "argument":
-            yield _row(_code(parameter.metavar or parameter.name.upper()), _plain(parameter.help or ""))
-        elif record := parameter.get_help_record(context):
-            yield _row(_code(record[0]), _plain(record[1]))
+    return get_docs_for_click(obj=command, ctx=context, name="moedoctor", title="Commands")
 
 
 def _code(text: str, kind: str = "name") -> str:

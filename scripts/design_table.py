@@ -1,10 +1,10 @@
-"""Draws docs/design.svg from the code: the layers, and the way of `moedoctor run` through them.
+"""Finds in the code what docs/design.md shows: the layers, and the way of `moedoctor run` through them.
 
 The layers are those of the import contract in pyproject.toml, with the first line of each package's
 docstring. The way is what the function `run` of `moedoctor/commands/run.py` calls, in its order, and what
 `moedoctor/runner/run.py` calls in turn.
 
-scripts/made_blocks.py writes it.
+scripts/made_blocks.py writes the table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +23,6 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 SKIP = {"text", "redaction", "results"}
 """Layers whose helpers are called everywhere: they would hide the way of the run."""
-ROW, LEFT, NAME, STEP = 30, 16, 106, 620
-"""Height of a row, and columns in pixels: margin, names, steps."""
 
 
 class Step(NamedTuple):
@@ -36,7 +33,7 @@ class Step(NamedTuple):
     """``scenario.targets: load_targets``."""
 
 
-def layers() -> list[str]:
+def list_layers() -> list[str]:
     """Return the layers from the top down."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = project["tool"]["importlinter"]["contracts"]
@@ -44,15 +41,15 @@ def layers() -> list[str]:
     return [name.strip("()") for line in contract["layers"] for name in line.split(" | ")]
 
 
-def summary(layer: str) -> str:
+def summarize(layer: str) -> str:
     """Return the first sentence of a layer's docstring."""
     package = ROOT / "moedoctor" / layer / "__init__.py"
     file = package if package.exists() else ROOT / "moedoctor" / f"{layer}.py"
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    return text.split("\n\n")[0].replace("\n", " ").replace("`", "").split(". ")[0].rstrip(".:")
+    return text.split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".:")
 
 
-def calls(module: str, function: str) -> list[Step]:
+def list_calls(module: str, function: str) -> list[Step]:
     """Return the calls of one function into other layers, each once, in the order of the text."""
     file = (ROOT / module.replace(".", "/")).with_suffix(".py")
     tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -81,17 +78,17 @@ def calls(module: str, function: str) -> list[Step]:
     return list(dict.fromkeys(steps(own[function].body)))
 
 
-def way() -> list[Step]:
+def list_steps() -> list[Step]:
     """Return the steps of a run, from the command line to the report."""
     steps = [Step("cli", "cli: main"), Step("commands", "commands.run: run")]
-    for step in calls("moedoctor.commands.run", "run"):
+    for step in list_calls("moedoctor.commands.run", "run"):
         steps.append(step)
         if step.name == "runner.run: run":
-            steps += [*calls("moedoctor.runner.run", "run"), *_judging()]
+            steps += [*list_calls("moedoctor.runner.run", "run"), *_list_judging()]
     return list(dict.fromkeys(steps))
 
 
-def _judging() -> list[Step]:
+def _list_judging() -> list[Step]:
     """Return the methods of a failure that the verdicts call."""
     text = (ROOT / "moedoctor" / "runner" / "judge.py").read_text(encoding="utf-8")
     names = dict.fromkeys(
@@ -104,40 +101,10 @@ def _judging() -> list[Step]:
     return [Step("faults", f"fault.{name}") for name in names]
 
 
-def picture() -> str:
-    """Return the picture as SVG."""
-    names, steps = layers(), way()
-    rows = {name: 56 + ROW * index for index, name in enumerate(names)}
-    width, height = STEP + 26 * len(steps) + 300, 56 + ROW * len(names) + 12
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="13" '
-        'font-family="DejaVu Sans, Verdana, sans-serif">',
-        "<title>The layers of moedoctor, and the way of moedoctor run through them</title>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="24" font-weight="bold">A layer imports only the layers below it</text>',
-        f'<text x="{STEP}" y="24" font-weight="bold">moedoctor run, step by step</text>',
-    ]
-    for index, (name, top) in enumerate(rows.items()):
-        shade = "#eef3f8" if index % 2 else "#f8fafc"
-        parts += [
-            f'<rect x="8" y="{top - 19}" width="{width - 16}" height="{ROW - 2}" fill="{shade}"/>',
-            f'<text x="{LEFT}" y="{top}" font-weight="bold">{escape(name)}</text>',
-            f'<text x="{LEFT + NAME}" y="{top}" font-size="11" fill="#59636e">{_short(summary(name))}</text>',
-        ]
-    points = [(STEP + 12 + 26 * index, rows[step.layer] - 4) for index, step in enumerate(steps)]
-    line = " ".join(f"{x},{y}" for x, y in points)
-    parts.append(f'<polyline points="{line}" fill="none" stroke="#0072b2" stroke-width="1.5"/>')
-    for number, (x, y) in enumerate(points, 1):
-        parts += [
-            f'<circle cx="{x}" cy="{y}" r="9" fill="#0072b2"/>',
-            f'<text x="{x}" y="{y + 4}" font-size="10" fill="#ffffff" text-anchor="middle">{number}</text>',
-        ]
-    left, top = STEP + 26 * len(steps) + 20, 56
-    for number, step in enumerate(steps, 1):
-        label = f"{number} {escape(step.name)}"
-        parts.append(f'<text x="{left}" y="{top + 22 * (number - 1)}" font-size="12">{label}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _short(text: str) -> str:
-    return escape(text if len(text) <= 82 else text[:81].rstrip() + "…")
+def table() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the head and rows of the table: a layer, its subject, and the numbered steps of a run in it."""
+    steps: dict[str, list[str]] = {}
+    for number, step in enumerate(list_steps(), 1):
+        steps.setdefault(step.layer, []).append(f"{number}. `{step.name}`")
+    rows = [(f"`{name}`", summarize(name), "<br>".join(steps.get(name, ()))) for name in list_layers()]
+    return ("layer", "what it is", "steps of `moedoctor run`, in order"), rows
