@@ -1,11 +1,13 @@
 """The cases of `provoke_failures.py`: `CASES` is the table `failure_cases.yaml`.
 
-The functions damage a checkpoint (`Case.change`) or break something after the engine has started
+The functions below damage a checkpoint (`Case.change`) or break something after the engine has started
 (`Case.after`).
 """
 
 from __future__ import annotations
 
+import fnmatch
+import functools
 import os
 import signal
 from collections.abc import Mapping
@@ -29,6 +31,9 @@ class Case:
     scheme: str = "bf16"
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
+    multiply: Mapping[str, float] = field(default_factory=dict)
+    drop: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
     change: str = ""
     after: str = ""
     releases: tuple[str, ...] = ()
@@ -41,17 +46,22 @@ CASES: Mapping[str, Case] = {
 }
 
 
-# What damages a checkpoint.
-
-
-def fp8_kv(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    config["quantization_config"]["kv_cache_quant_algo"] = "FP8"
-
-
-def mismatch(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    for name in tensors:
-        if name.endswith("up_proj.weight_scale_2"):
-            tensors[name] = tensors[name] * 2
+def damage(case: Case, tensors: dict[str, Any], config: dict[str, Any]) -> None:
+    """Damage a checkpoint as a case asks."""
+    for pattern, factor in case.multiply.items():
+        for name in fnmatch.filter(tensors, pattern):
+            tensors[name] = tensors[name] * factor
+    for name in fnmatch.filter(tensors, case.drop):
+        del tensors[name]
+    for path, value in case.config.items():
+        *outer, key = path.split(".")
+        place = functools.reduce(dict.__getitem__, outer, config)
+        if value is None:
+            del place[key]
+        else:
+            place[key] = value
+    if case.change:
+        globals()[case.change](tensors, config)
 
 
 def _rescale(tensors: dict[str, Any], dims: tuple[int, ...]) -> None:
@@ -95,58 +105,14 @@ def scale_of_channel(tensors: dict[str, Any], config: dict[str, Any]) -> None:
     }
 
 
-def zero_input_scales(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    for name in tensors:
-        if name.endswith(".input_scale"):
-            tensors[name] = tensors[name] * 0
-
-
-def without_input_scales(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    for name in [name for name in tensors if name.endswith(".input_scale")]:
-        del tensors[name]
-
-
-def without_weight(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    del tensors["model.layers.1.self_attn.o_proj.weight"]
-
-
-def without_scale(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    for name in [name for name in tensors if name.endswith("3.down_proj.weight_scale")]:
-        del tensors[name]
-
-
 def other_shape(tensors: dict[str, Any], config: dict[str, Any]) -> None:
     tensors["model.layers.0.mlp.experts.0.gate_proj.weight"] = tensors["lm_head.weight"].clone()
-
-
-def broken_config(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    del config["architectures"], config["model_type"]
-
-
-def without_router(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    del tensors["model.layers.0.mlp.gate.weight"]
-
-
-def more_experts(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    config["num_experts"] *= 2
-
-
-def nan_weights(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    tensors["model.layers.1.mlp.gate.weight"].fill_(float("nan"))
 
 
 def swapped(tensors: dict[str, Any], config: dict[str, Any]) -> None:
     for name in [name for name in tensors if "gate_proj" in name]:
         other = name.replace("gate_proj", "up_proj")
         tensors[name], tensors[other] = tensors[other], tensors[name]
-
-
-def odd_heads(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    config["num_attention_heads"] = 3
-
-
-def other_model(tensors: dict[str, Any], config: dict[str, Any]) -> None:
-    config["architectures"] = ["NobodysMoeForCausalLM"]
 
 
 # What breaks after the engine has started.
@@ -157,14 +123,17 @@ def _read_far(address):  # type: ignore[no-untyped-def]
     triton_language.store(address, triton_language.load(address + (1 << 42)))
 
 
-def illegal_access() -> None:
-    """Read far outside of a tensor, with a kernel that has nothing to do with experts."""
+def _launch(function: Any, *size: int) -> None:
     import torch
     import triton
 
-    kernel: Any = triton.jit(_read_far)
-    kernel[(1,)](torch.zeros(4, device="cuda"))
+    triton.jit(function)[(1,)](torch.zeros(size, device="cuda"))
     torch.cuda.synchronize()
+
+
+def illegal_access() -> None:
+    """Read far outside of a tensor, with a kernel that has nothing to do with experts."""
+    _launch(_read_far, 4)
 
 
 def no_memory() -> None:
@@ -239,11 +208,7 @@ def _unknown_name(address):  # type: ignore[no-untyped-def]
 
 def compile_error() -> None:
     """Compile a Triton kernel with an unknown name."""
-    import torch
-    import triton
-
-    kernel: Any = triton.jit(_unknown_name)
-    kernel[(1,)](torch.zeros(4, device="cuda"))
+    _launch(_unknown_name, 4)
 
 
 def _large_tiles(address):  # type: ignore[no-untyped-def]
@@ -254,11 +219,7 @@ def _large_tiles(address):  # type: ignore[no-untyped-def]
 
 def shared_memory() -> None:
     """Multiply tiles that are too large for the shared memory."""
-    import torch
-    import triton
-
-    kernel: Any = triton.jit(_large_tiles)
-    kernel[(1,)](torch.zeros(1024, 1024, device="cuda"))
+    _launch(_large_tiles, 1024, 1024)
 
 
 def misaligned() -> None:

@@ -11,6 +11,7 @@ log is there, or among the tests, are not run again. It needs a GPU, vLLM and mo
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -52,8 +53,9 @@ def run_engine(name: str, folder: Path) -> None:
     from moedoctor.reference.checkpoints import write_qwen3_moe
 
     case = CASES[name]
-    change = getattr(failure_cases, case.change) if case.change else None
-    model = write_qwen3_moe(folder / "model", scheme=case.scheme, change=change)  # type: ignore[arg-type]
+    model = write_qwen3_moe(
+        folder / "model", scheme=case.scheme, change=functools.partial(failure_cases.damage, case)
+    )  # type: ignore[arg-type]
     arguments: dict[str, Any] = {
         "model": str(model),
         "skip_tokenizer_init": True,
