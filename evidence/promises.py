@@ -1,28 +1,34 @@
-"""Runs the commands of `promises.yaml` where there is a GPU, stores their JSON, and judges each promise.
+"""Makes the reports of `promises.yaml` and `reports.yaml` where there is a GPU, and judges each promise.
 
     make evidence                          every promise beside the stored reports, without running anything
     make evidence NAMES="moe_speed_bf16"   run these commands here, store their reports, and judge them
 
-A promise is kept, broken, or not run. Exit code 1 if one is broken, 2 for wrong usage. A command of moedoctor
-writes its own report. For pytest and `make test-upstream` a short one is made of their JUnit XML.
+A promise is kept, broken, or not run. Exit code 1 if one is broken, 2 for wrong usage. Commands and scripts
+write their own reports. For pytest and `make test-upstream` a short one is made of their JUnit XML. `make
+reports` makes the pages of what is stored.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import json
+import os
 import re
 import shlex
+import string
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import yaml
+
+from moedoctor.models.presets import list_presets
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "evidence" / "promises.yaml"
@@ -35,26 +41,39 @@ _SELECTOR = re.compile(r"\[(\w+)=([^\]]*)\]")
 
 
 @dataclass(frozen=True)
-class Promise:
-    """A statement about moedoctor that one of its commands measures."""
+class Report:
+    """A stored report, and the command that makes it; the files in YAML explain the fields."""
 
     report: str
     command: str
-    words: str
-    value: str
-    """A place such as ``bench.engines.speeds[variant=moe][batch=8].ratio``, or one place over another."""
-    bound: str
-    """``>= 1.2``, ``<= 0.05``, ``== MARLIN`` or ``has a word``."""
-    needs: str = ""
+    needs: str = field(default="", kw_only=True)
+    first: str = field(default="", kw_only=True)
+    took: str = field(default="", kw_only=True)
 
     @property
     def is_of_tests(self) -> bool:
         """Return True if the command runs tests and not moedoctor."""
         return self.command.startswith(("pytest ", "make "))
 
+    @property
+    def is_of_upstream(self) -> bool:
+        """Return True for tests of vLLM releases, which need no GPU: their reports are of no machine."""
+        return self.command.startswith("make ")
+
     def find_report(self, folder: Path) -> Path:
         """Return the file of the report in the folder of a machine; that of tests is below it."""
         return (folder / "tests" if self.is_of_tests else folder) / f"{self.report}.json"
+
+
+@dataclass(frozen=True)
+class Promise(Report):
+    """A statement about moedoctor that one of its commands measures."""
+
+    words: str
+    value: str
+    """A place such as ``bench.engines.speeds[variant=moe][batch=8].ratio``, or one place over another."""
+    bound: str
+    """``>= 1.2``, ``<= 0.05``, ``== MARLIN`` or ``has a word``."""
 
     def judge(self, document: Any) -> tuple[str, Any]:
         """Return ``kept`` or ``broken`` with the value; a value that is missing keeps nothing.
@@ -79,6 +98,19 @@ class Promise:
             "has": lambda: limit in str(value),
         }[kind]()
         return "kept" if holds else "broken", value
+
+
+def load_reports() -> dict[str, Report]:
+    """Return every report by its name."""
+    rows = {
+        name: {key: value for key, value in row.items() if key != "promises"}
+        for file in (FILE, FILE.with_name("reports.yaml"))
+        for name, row in yaml.safe_load(file.read_text(encoding="utf-8")).items()
+    }
+    return {
+        name: Report(name, **{**row, "command": " ".join(row["command"].split())})
+        for name, row in rows.items()
+    }
 
 
 def load_promises(file: Path = FILE) -> list[Promise]:
@@ -133,34 +165,50 @@ def folder_of_this_machine() -> Path:
     return REPORTS / f"{re.sub(r'[^A-Za-z0-9]+', '-', name).lower()}-vllm-{facts['vllm']}"
 
 
-def run_command(promise: Promise, folder: Path, limit: float | None) -> None:
-    """Run the command of a promise and store its report; exit code 1 is a result, too."""
-    file = promise.find_report(folder)
+def run_command(report: Report, folder: Path, limit: float | None) -> None:
+    """Run the command of a report and store it; exit code 1 is a result, too.
+
+    Raises SystemExit for a variable that the command names and that is not set.
+    """
+    file = report.find_report(folder)
     file.parent.mkdir(parents=True, exist_ok=True)
-    words = shlex.split(promise.command)
-    print(f"evidence: {promise.report}", file=sys.stderr)
+    print(f"evidence: {report.report}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as scratch:
         junit = Path(scratch) / "junit.xml"
+        models = " ".join(f"--model {name}" for name in list_presets())
+        own = {"OUT": str(folder), "SCRATCH": scratch, "MODELS": models, "PYTHON": sys.executable}
+        environ = {"RAY": "local", **os.environ, **own}
+        try:
+            text = string.Template(report.command).substitute(environ)
+        except KeyError as error:
+            raise SystemExit(
+                f"evidence: {report.report}: set {error.args[0]}, as reports.yaml says"
+            ) from None
+        words = [_find_file(word) for word in shlex.split(text)]
         if words[0] == "pytest":
             words = [sys.executable, "-m", *words, "-n", "0", f"--junitxml={junit}"]
         elif words[0] == "make":
             words.append(f"ARGS=--junitxml={junit}")
+        elif words[0] == "python":
+            words[0] = sys.executable
         else:
             words = [sys.executable, "-m", "moedoctor", *words, "--format", "json", "-o", str(file)]
-        try:
-            code: int | str = subprocess.run(words, timeout=limit, cwd=ROOT, check=False).returncode
-        except subprocess.TimeoutExpired:
-            code = "it took too long"
-        if promise.is_of_tests and junit.is_file():
-            file.write_text(json.dumps(summarize_tests(junit, promise.command), indent=1) + "\n")
-            return
-    if code not in (0, 1):
-        print(f"evidence: {promise.report}: exit code {code}", file=sys.stderr)
+        if report.first:
+            subprocess.run(["bash", "-c", report.first], env=environ, cwd=ROOT, check=False)
+        # What is late gets SIGINT, so that it writes what finished.
+        late = ["timeout", "--signal", "INT", "--kill-after", "20", str(limit)] if limit else []
+        code = subprocess.run([*late, *words], env=environ, cwd=ROOT, check=False).returncode
+        if report.is_of_tests and junit.is_file():
+            file.write_text(json.dumps(summarize_tests(junit, report.command), indent=1) + "\n")
+        elif code not in (0, 1):
+            print(f"evidence: {report.report}: exit code {code}", file=sys.stderr)
 
 
-def is_of_upstream(promise: Promise) -> bool:
-    """Return True for tests of vLLM releases, which need no GPU: their reports are of no machine."""
-    return promise.command.startswith("make ")
+def _find_file(word: str) -> str:
+    """Return a word whose path ends with ``/*`` with the first file there."""
+    name, equals, path = word.rpartition("=")
+    found = sorted(glob.glob(path)) if path.endswith("/*") else []
+    return f"{name}{equals}{found[0]}" if found else word
 
 
 def summarize_tests(junit: Path, command: str) -> dict[str, Any]:
@@ -193,22 +241,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=float, help="seconds that a command may take")
     given = parser.parse_args(arguments)
-    promises = load_promises()
-    known = list(dict.fromkeys(promise.report for promise in promises))
+    promises, reports = load_promises(), load_reports()
     for name in given.names:
-        if name not in known:
-            parser.error(f"no report is named {name!r}; expected some of {', '.join(known)}")
+        if name not in reports:
+            parser.error(f"no report is named {name!r}; expected some of {', '.join(reports)}")
     machines = [given.folder] if given.folder else sorted(REPORTS.glob("nvidia-*"))
     upstream = given.folder or REPORTS / "upstream"
     if given.names:
         promises = [promise for promise in promises if promise.report in given.names]
+        chosen = [reports[name] for name in given.names]
         if not given.folder:
-            machines = [] if all(map(is_of_upstream, promises)) else [folder_of_this_machine()]
-        for promise in {promise.report: promise for promise in promises}.values():
-            run_command(promise, upstream if is_of_upstream(promise) else machines[0], given.limit)
+            machines = [] if all(each.is_of_upstream for each in chosen) else [folder_of_this_machine()]
+        for report in chosen:
+            run_command(report, upstream if report.is_of_upstream else machines[0], given.limit)
     broken = 0
     for folder in dict.fromkeys([*machines, upstream]):
-        here = [each for each in promises if given.folder or is_of_upstream(each) == (folder == upstream)]
+        here = [each for each in promises if given.folder or each.is_of_upstream == (folder == upstream)]
         for promise, verdict, value in judge_folder(folder, here):
             shown = f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)[:80]
             print(f"{folder.name}  {verdict:8} {promise.report}: {promise.words}: {shown} ({promise.bound})")

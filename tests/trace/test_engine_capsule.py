@@ -1,7 +1,7 @@
 """A call of an engine of vLLM 0.33.0 (H100, MARLIN, CUDA graphs) whose expert 3 got 64 times its scale.
 
 The global scale of w13 was multiplied in the backend's weights after loading, and `mismatch=1` recorded the
-call (`evidence/reports.sh recorded_scale_graphs`).
+call (`make evidence NAMES=recorded_scale_graphs`).
 """
 
 import json
