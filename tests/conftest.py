@@ -105,27 +105,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-_asked = set[bool]()
-
-
 @pytest.fixture(scope="module")
-def replayed_here() -> Iterator[None]:
-    """Ask children for one judgment and one backend, and replay the rest here: each child imports torch."""
+def replayed_here() -> Iterator[set[bool]]:
+    """Replay here and not in children, each of which imports torch.
+
+    The next judgment is left to a child if False is put into the set, the next backend if True is.
+    """
     from moedoctor.diagnose.capsule import replay
     from moedoctor.results import to_plain
 
-    ask = replay.ask
+    ask, left = replay.ask, set[bool]()
 
     def answer(module: str, request: dict[str, Any], *, seconds: float) -> Any:
         kind = "variant" in request
-        if kind in _asked and Path(request["path"]).is_file():
+        if kind not in left and Path(request["path"]).is_file():
             return json.loads(json.dumps(to_plain(replay._carry_out(request))))
-        _asked.add(kind)
+        left.discard(kind)
         return ask(module, request, seconds=seconds)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "ask", answer)
-        yield
+        yield left
 
 
 @pytest.fixture
@@ -139,6 +139,19 @@ def dying_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for registry in (catalogue.load_faults, catalogue.load_subjects, catalogue.load_reporters):
         registry.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def server_without_torch() -> Iterator[None]:
+    """Start the process that forks the cases without torch: it takes seconds, and no dying case needs it."""
+    from moedoctor.runner import pool
+
+    start = pool._Server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "_server", None)
+        patch.setattr(pool, "_Server", lambda without: start({"torch": "left out of this test", **without}))
+        yield
+        pool._stop_server()
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,15 @@ import copy
 import json
 import lzma
 from pathlib import Path
+from typing import Any
 
 from capsules import computation, make_capsule, noisy, with_output
 from checkpoints_of_tests import f32, modelopt
 from cuda_fakes import fake_cubin
 from fleet_answers import write_answers
+from typer.main import get_command
 
+from moedoctor.cli import app
 from moedoctor.trace import capsule as capsules
 
 REPORTS = Path(__file__).parents[1] / "reports"
@@ -74,3 +77,22 @@ def prepare(folder: Path) -> None:
     (folder / "cache" / "ours.cubin").write_bytes(fake_cubin(120))
     (folder / "cache" / "other").mkdir()
     (folder / "cache" / "other" / "theirs.cubin").write_bytes(fake_cubin(90))
+
+
+def explain_refusal(words: list[str]) -> str | None:
+    """Return why the command line does not take `words`, or None. Nothing is run.
+
+    The exceptions are those of click, of which Typer may bring its own copy.
+    """
+    command: Any = get_command(app)
+    if len(words) == 1 and words[0] in command.commands:  # its name in a sentence
+        return None
+    context, name = None, "moedoctor"
+    try:
+        while True:
+            context = command.make_context(name, words, parent=context)
+            if not hasattr(command, "resolve_command"):
+                return None
+            name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+    except Exception as error:
+        return f"{name}: {type(error).__name__} {error}"

@@ -8,12 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.main import get_command
+from every_command import explain_refusal
 
-from moedoctor.cli import app
 from moedoctor.entries import load_entries
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,25 +110,6 @@ def printed_commands(text: str) -> Iterator[list[str]]:
         yield words[: min(ends, default=len(words))]
 
 
-def refusal(words: list[str]) -> str | None:
-    """Return why the command line does not take `words`, or None. Nothing is run.
-
-    The exceptions are those of click, of which Typer may bring its own copy.
-    """
-    command: Any = get_command(app)
-    if len(words) == 1 and words[0] in command.commands:  # its name in a sentence
-        return None
-    context, name = None, "moedoctor"
-    try:
-        while True:
-            context = command.make_context(name, words, parent=context)
-            if not hasattr(command, "resolve_command"):
-                return None
-            name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
-    except Exception as error:
-        return f"{name}: {type(error).__name__} {error}"
-
-
 @pytest.mark.parametrize(
     "file",
     [
@@ -144,7 +123,7 @@ def refusal(words: list[str]) -> str | None:
 def test_every_printed_command_is_one(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # options of a folder make it
     for words in printed_commands(file.read_text(encoding="utf-8")):
-        assert refusal(words) is None, words
+        assert explain_refusal(words) is None, words
 
 
 def unknown_targets(text: str) -> set[str]:
@@ -185,4 +164,4 @@ def test_figures_of_guides_stand_in_made_blocks() -> None:
 )
 def test_a_command_that_does_not_exist_is_noticed(text: str) -> None:
     (words,) = printed_commands(text)
-    assert refusal(words)
+    assert explain_refusal(words)

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,8 +27,9 @@ def find_empty_names(text: str) -> set[str]:
 
 
 def test_no_name_is_empty() -> None:
+    words = re.compile(rf"\b_*(?:{'|'.join(EMPTY)})_*\b")
     files = [file for folder in ("moedoctor", "scripts", "tests") for file in (ROOT / folder).rglob("*.py")]
-    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    texts = {file: text for file in files if words.search(text := file.read_text(encoding="utf-8"))}
     assert not {file: names for file, text in texts.items() if (names := find_empty_names(text))}
     assert find_empty_names("def _said(told):\n    for one in told:\n        seen = both = one\n") == EMPTY
 

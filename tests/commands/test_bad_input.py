@@ -88,7 +88,6 @@ CASES = [
     ("replay a.moecapsule --backend MARLN", "--backend MARLN: expected all, or one of"),
     ("capsule copy a.moecapsule x --max-size 0.01", "one token and its experts need"),
     ("capsule copy a.moecapsule no/x", "no/x: its folder does not exist"),
-    ("run gate_up_order --subject installed --capsule nothing.moecapsule", "nothing.moecapsule"),
     ("run MD0011", "did you mean MD011?"),
     ("run no/such/file.yaml", "no/such/file.yaml:1:"),
     ("run --format pdf", "--format pdf: expected one of"),

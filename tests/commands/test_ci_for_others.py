@@ -14,12 +14,10 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 import yaml
-from checkpoint_headers import Size, qwen3, write_headers
 from checkpoints_of_tests import f32, modelopt
+from every_command import explain_refusal
 
 from moedoctor.commands import hooks
-
-pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
@@ -105,21 +103,51 @@ def test_a_damaged_checkpoint_fails_the_action(tmp_path: Path) -> None:
     assert "MD014" in (tmp_path / "GITHUB_STEP_SUMMARY").read_text()
 
 
-def test_the_action_asks_each_release_about_the_words_of_a_command_line(tmp_path: Path) -> None:
-    """Both releases are empty packages: they cannot be asked, which fails here because it is chosen to."""
-    write_headers(tmp_path / "my model", qwen3(size=Size(layers=1)))
-    for name in ("0.33.0", "0.30.0"):
-        (tmp_path / name / "vllm").mkdir(parents=True)
-        (tmp_path / name / "vllm" / "__init__.py").touch()
+RECORDER = r"""#!/usr/bin/env bash
+# A Python that keeps the words of each call in a file of its own, writes a report of one letter, and fails
+# unless it is to show one.
+if [[ $1 == -c ]]; then exec PYTHON "$@"; fi
+printf '%s\0' "$@" > "$(mktemp "CALLS/XXXXXX")"
+code=$([[ $3 == show ]] && echo 0 || echo 2)
+while (($#)); do
+    if [[ $1 == --output ]]; then printf x > "$2"; fi
+    shift
+done
+exit "$code"
+"""
+
+
+class Recorder:
+    """A Python in whose place the action runs a script, and the words of each call of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.calls, self.path = folder / "calls", folder / "python"
+        self.calls.mkdir()
+        self.path.write_text(RECORDER.replace("PYTHON", sys.executable).replace("CALLS", str(self.calls)))
+        self.path.chmod(0o755)
+
+    def list_calls(self, command: str) -> list[list[str]]:
+        """Return the words of the calls of this command of moedoctor."""
+        calls = (file.read_text().split("\0")[:-1] for file in self.calls.iterdir())
+        return [words[3:] for words in calls if words[:3] == ["-m", "moedoctor", command]]
+
+
+def test_the_action_asks_each_release_about_the_words_of_a_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     command = "vllm serve 'my model'\n  --tensor-parallel-size 2"
     asked = {"preflight": command, "vllm": "0.33.0\n0.30.0\n", "sm": "9.0", "fail-on": "cannot-say"}
-    runner = Runner(tmp_path, python=sys.executable, install="none", check="false", **asked)
-    assert runner.run() == 1, runner.shown
-    reports = tmp_path / "moedoctor-reports"
-    assert {file.name for file in reports.iterdir()} == {"preflight.json", "preflight.sarif"}
-    answers = json.loads((reports / "preflight.json").read_text())["answers"]
-    assert [answer["release"] for answer in answers] == ["0.33.0", "0.30.0"]
-    assert answers[0]["words"] == ["my model", "--tensor-parallel-size", "2"]
+    recorder = Recorder(tmp_path)
+    runner = Runner(tmp_path, python=str(recorder.path), install="none", check="false", **asked)
+    assert runner.run() == 2
+    (words,) = recorder.list_calls("preflight")
+    assert words == [
+        *("--fail-on=cannot-say", "--wheel=0.33.0", "--releases=0.30.0", "--sm=9.0", "--format", "json"),
+        *("--output", "moedoctor-reports/preflight.json", "--", "vllm", "serve", "my model"),
+        *("--tensor-parallel-size", "2"),
+    ]
+    assert explain_refusal(["preflight", *words]) is None
 
 
 ORDER = "touch pwned; $(touch pwned) `touch pwned`\ntouch pwned\n::error::$IFS*"
@@ -127,21 +155,24 @@ HOSTILE = ["-x$(touch pwned)`touch pwned`", f"-x;{ORDER}", f"-x ';{ORDER}", f'-x
 VALUES = ("output", "release", "sm", "checkpoint", "preflight", "vllm", "fail-on", "scenarios", "baseline")
 
 
-@pytest.mark.parametrize(
-    ("codes", "inputs"),
-    [
-        *(({2}, dict.fromkeys(VALUES, text)) for text in HOSTILE),
-        ({127}, {"python": HOSTILE[1]}),
-        ({1, 2}, {"install": HOSTILE[1], "check": "false"}),  # what pip ends with
-        ({0}, {"check": HOSTILE[1], "sarif": HOSTILE[1]}),
-    ],
-    ids=["substitution", "lines", "quotes", "double quotes", "python", "install", "switches"],
-)
-def test_a_hostile_input_runs_nothing(tmp_path: Path, codes: set[int], inputs: dict[str, str]) -> None:
-    runner = Runner(tmp_path, **{"python": sys.executable, "install": "none", **inputs})
-    assert runner.run() in codes, runner.shown
+@pytest.mark.parametrize("text", HOSTILE, ids=["substitution", "lines", "quotes", "double quotes"])
+def test_a_hostile_input_runs_nothing(tmp_path: Path, text: str) -> None:
+    recorder = Recorder(tmp_path)
+    runner = Runner(tmp_path, python=str(recorder.path), install="none", **dict.fromkeys(VALUES, text))
+    assert runner.run() == 2
     assert not list(tmp_path.rglob("*pwned"))
-    assert "\n::error::" not in runner.shown, "a line like this is a command for GitHub's runner"
+    assert f"--release={text}" in recorder.list_calls("check")[0]
+    assert recorder.list_calls("lint")[0][-2:] == ["--", text]
+    assert f"--fail-on={text}" in recorder.list_calls("preflight")[0]
+    assert f"--baseline={text}" in recorder.list_calls("run")[0]
+    assert len(recorder.list_calls("show")) == 2 * 4
+    runner.values |= {f"inputs.{name}": text for name in ("check", "sarif")}
+    assert runner.run() == 2
+    runner.values["inputs.install"] = text
+    assert runner.run() == 2
+    runner.values["inputs.python"] = text
+    assert runner.run() == 127
+    assert not list(tmp_path.rglob("*pwned"))
 
 
 @pytest.mark.slow
@@ -238,41 +269,86 @@ def test_every_hook_of_pre_commit_runs(tmp_path: Path, monkeypatch: pytest.Monke
     assert hooks.main(["other"]) == 2
 
 
-@pytest.fixture
-def scenarios(pytester: pytest.Pytester) -> pytest.Pytester:
-    folder = pytester.mkdir("scenarios")
-    text = (ROOT / "scenarios" / "sentinel_ids.yaml").read_text(encoding="utf-8")
-    (folder / "good.yaml").write_text(text)
-    return pytester
-
-
-def plain_pytest(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     installed = any(entry.name == "moedoctor" for entry in entry_points(group="pytest11"))
     plugin = [] if installed else ["-p", "moedoctor.commands.pytest_plugin"]
-    return pytester.runpytest_subprocess(*plugin, *arguments)
-
-
-def test_without_the_option_nothing_is_collected_and_nothing_of_moedoctor_is_imported(
-    scenarios: pytest.Pytester,
-) -> None:
-    scenarios.makepyfile(
-        """
-        import sys
-
-        def test_modules():
-            ours = {name for name in sys.modules if name.startswith("moedoctor")}
-            assert ours <= {"moedoctor", "moedoctor.commands", "moedoctor.commands.pytest_plugin"}, ours
-            assert "torch" not in sys.modules
-        """
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *arguments]
+    search = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    plain_pytest(scenarios).assert_outcomes(passed=1)
 
 
-def test_a_scenario_is_a_test_and_its_evidence_is_in_junit(scenarios: pytest.Pytester) -> None:
-    scenarios.makefile(".yaml", docker_compose="services: {}")
-    result = plain_pytest(scenarios, "--moedoctor", ".", "-k", "MD016 or nothing", "--junitxml", "junit.xml")
-    result.assert_outcomes(passed=1)
-    (case,) = ElementTree.parse(scenarios.path / "junit.xml").iter("testcase")
+def test_without_the_option_nothing_is_collected_and_nothing_of_moedoctor_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "scenario.yaml").write_text(SCENARIO)
+    (tmp_path / "test_modules.py").write_text(
+        """
+import sys
+
+def test_modules():
+    ours = {name for name in sys.modules if name.startswith("moedoctor")}
+    assert ours <= {"moedoctor", "moedoctor.commands", "moedoctor.commands.pytest_plugin"}, ours
+    assert "torch" not in sys.modules
+"""
+    )
+    ended = run_pytest(tmp_path)
+    assert "1 passed in" in ended.stdout, ended.stdout
+
+
+SCENARIO = (ROOT / "scenarios" / "sentinel_ids.yaml").read_text(encoding="utf-8")
+BREAK_ONE = """
+import moedoctor.runner.run as module
+from dataclasses import replace
+from moedoctor.results import ScenarioVerdict
+
+run = module.run
+
+def break_one(*given):
+    report = run(*given)
+    change = {"verdict": ScenarioVerdict.FAILED, "reason": "broken"}
+    changed = [replace(each, **change) if "bad" in each.file else each for each in report.scenarios]
+    return replace(report, scenarios=tuple(changed))
+
+module.run = break_one
+"""
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, ElementTree.Element]]:
+    """Run pytest once on a folder of scenarios and a file that is none: its output, and name -> test."""
+    folder = tmp_path_factory.mktemp("scenarios")
+    (folder / "conftest.py").write_text(BREAK_ONE)
+    inside = {
+        "good": SCENARIO,
+        "bad": "id: MD016\nsubjects: [faulty]\nparameters: {use: expert_map}\n",
+        "absent": "id: MD013\nname: offload_noop\nsubjects: [installed]\n",
+        "wrong": "id: MD016\nsubjects: 3\n",
+        "docker_compose": "services: {}",
+    }
+    (folder / "below").mkdir()
+    for name, text in inside.items():
+        (folder / "below" / f"{name}.yaml").write_text(text)
+    (folder / "named.yaml").write_text("services: {}")
+    more = ("--continue-on-collection-errors", "-rs", "--junitxml", "junit.xml")
+    ended = run_pytest(folder, "--moedoctor", "below", "named.yaml", *more)
+    tests = ElementTree.parse(folder / "junit.xml").iter("testcase")
+    return ended.stdout, {f"{test.get('classname')} {test.get('name')}": test for test in tests}
+
+
+def find_test(tests: dict[str, ElementTree.Element], part: str) -> ElementTree.Element:
+    (found,) = (test for name, test in tests.items() if part in name)
+    return found
+
+
+def test_a_scenario_is_a_test_and_its_evidence_is_in_junit(scenarios: Any) -> None:
+    output, tests = scenarios
+    assert "1 failed, 1 passed, 1 skipped, 2 errors" in output, output
+    case = find_test(tests, "good")
     properties = {each.get("name"): each.get("value") for each in case.iter("property")}
     assert properties["moedoctor verdict"] == "proved"
     figures = [value for name, value in properties.items() if "faulty model use=expert_map" in str(name)]
@@ -280,39 +356,16 @@ def test_a_scenario_is_a_test_and_its_evidence_is_in_junit(scenarios: pytest.Pyt
     assert all('"rows_wrong": ' in str(value) for value in figures)
 
 
-def test_a_file_that_is_named_and_is_no_scenario_is_an_error(pytester: pytest.Pytester) -> None:
-    pytester.makefile(".yaml", wrong="id: MD016\nsubjects: 3\n")
-    result = plain_pytest(pytester, "--moedoctor", "wrong.yaml")
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*wrong.yaml*"])
-    plain_pytest(pytester, "--moedoctor", ".").assert_outcomes(errors=1)
+def test_what_is_no_scenario_is_an_error_where_it_is_named_or_looks_like_one(scenarios: Any) -> None:
+    output, tests = scenarios
+    assert find_test(tests, "wrong").find("error") is not None
+    assert find_test(tests, "named").find("error") is not None
+    assert "docker_compose" not in output
 
 
-def test_a_scenario_that_cannot_run_here_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
-    pytester.makefile(".yaml", a="id: MD013\nname: offload_noop\nsubjects: [installed]\n")
-    result = plain_pytest(pytester, "--moedoctor", "a.yaml", "-rs")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["SKIPPED*a.yaml*: *"])
+def test_a_scenario_that_cannot_run_here_is_skipped_with_the_reason(scenarios: Any) -> None:
+    assert re.search(r"SKIPPED.*absent\.yaml.*: \S", scenarios[0])
 
 
-def test_a_failing_scenario_shows_its_evidence(scenarios: pytest.Pytester) -> None:
-    scenarios.makeconftest(
-        """
-        import moedoctor.runner.run as module
-        from dataclasses import replace
-        from moedoctor.results import ScenarioVerdict
-
-        run = module.run
-
-        def broken(*given):
-            report = run(*given)
-            change = {"verdict": ScenarioVerdict.FAILED, "reason": "broken"}
-            failed = [replace(each, **change) for each in report.scenarios]
-            return replace(report, scenarios=tuple(failed))
-
-        module.run = broken
-        """
-    )
-    result = plain_pytest(scenarios, "--moedoctor", "scenarios/good.yaml")
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["MD016 sentinel_ids is failed: broken", "*moedoctor faulty model*"])
+def test_a_failing_scenario_shows_its_evidence(scenarios: Any) -> None:
+    assert re.search(r"MD016 sentinel_ids is failed: broken.*moedoctor faulty model", scenarios[0], re.DOTALL)

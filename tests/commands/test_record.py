@@ -4,8 +4,8 @@ import json
 import lzma
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from moedoctor.results import CaseResult, CaseVerdict, Tier
 from moedoctor.trace.capsule import Capsule, save
 from tests.capsules import make_capsule
 from tests.diagnose.autopsy.test_autopsy import DUMPS
-from tests.interpreted import ROOT
 
 _SHOW = """
 import os
@@ -71,17 +70,17 @@ def test_what_was_recorded_is_named_and_the_exit_code_is_the_commands(
 
 
 def test_a_signal_reaches_the_command_and_gives_its_code(tmp_path: Path) -> None:
-    code = "import time; print('up', flush=True); time.sleep(60)"
-    arguments = ["record", "-o", str(tmp_path / "capsules"), "--", sys.executable, "-c", code]
-    with subprocess.Popen(
-        [sys.executable, "-m", "moedoctor", *arguments],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:
-        assert process.stdout.readline() == b"up\n"
-        time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 128 + signal.SIGTERM
+    up = tmp_path / "up"
+    code = f"import time; open({str(up)!r}, 'w').close(); time.sleep(60)"
+
+    def interrupt() -> None:
+        until = time.monotonic() + 30
+        while not up.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt).start()
+    assert record(tmp_path, "--", sys.executable, "-c", code) == 128 + signal.SIGTERM
 
 
 def test_run_says_which_wrong_calls_it_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

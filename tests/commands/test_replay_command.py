@@ -34,7 +34,10 @@ def wrong(swapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return Path(shutil.copy(swapped, "wrong.moecapsule"))
 
 
-def test_a_wrong_output_is_named_and_found(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_output_is_named_and_found(
+    wrong: Path, replayed_here: set[bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    replayed_here.update((False, True))
     assert main(["replay", str(wrong), "--backend", "OURS,REFERENCE,MARLIN", "--format", "json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["command"] == "replay"

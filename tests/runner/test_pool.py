@@ -18,7 +18,9 @@ from moedoctor.runner import pool
 from moedoctor.runner.child import Request
 from moedoctor.runner.pool import Finished, RunInterruptedError, run_requests
 
-pytestmark = pytest.mark.usefixtures("dying_plugin")
+pytestmark = pytest.mark.usefixtures("dying_plugin", "server_without_torch")
+
+START = pool._Server
 
 
 def job(way: str, timeout: float = 60.0, device: str = "cpu") -> Request:
@@ -138,6 +140,7 @@ def test_a_torch_that_cannot_be_imported_is_the_cause(
 ) -> None:
     (tmp_path / "torch.py").write_text(torch)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(pool, "_Server", START)
     monkeypatch.setattr(pool, "_IMPORT_SECONDS", 3.0)
     pool._stop_server()
     try:
@@ -193,25 +196,28 @@ def test_gpu_jobs_share_a_gpu_as_far_as_each_allows(
             assert all(job.together <= len(here) for job in left), "whatever may start is started"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_kills_the_children_and_keeps_what_finished(number: int) -> None:
+def test_a_signal_kills_the_children_and_keeps_what_finished() -> None:
     reported: list[Finished] = []
 
     def after_first(child: Finished) -> None:
         reported.append(child)
-        threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
 
     started = time.monotonic()
     with pytest.raises(RunInterruptedError) as stop:
         run_requests([job("answers"), job("hang", timeout=600)], parallel=1, on_finished=after_first)
     assert time.monotonic() - started < 30
     assert [child.index for child in stop.value.finished] == [0]
-    assert stop.value.number == number
+    assert stop.value.number == signal.SIGTERM
     assert _below(os.getpid()) == set()
 
 
 @pytest.mark.gpu
-def test_real_cuda_faults_are_classified_and_do_not_affect_the_next_case() -> None:
+def test_real_cuda_faults_are_classified_and_do_not_affect_the_next_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_Server", START)
+    pool._stop_server()
     deaths = {
         "gpu_illegal_memory_access": Death.ILLEGAL_MEMORY_ACCESS,
         "gpu_illegal_instruction": Death.ILLEGAL_INSTRUCTION,

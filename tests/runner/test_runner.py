@@ -15,7 +15,7 @@ from moedoctor.runner.run import run
 from moedoctor.scenario.file import load
 from moedoctor.scenario.targets import load_targets
 
-pytestmark = pytest.mark.usefixtures("dying_plugin")
+pytestmark = pytest.mark.usefixtures("dying_plugin", "server_without_torch")
 
 NO_GPU: dict[str, Any] = {"gpu": None, "torch": "2.13.0", "vllm": None}
 
@@ -186,11 +186,11 @@ def test_a_run_that_was_cut_short_is_not_proved(tmp_path: Path) -> None:
 def test_a_time_budget_ends_a_run_and_leaves_the_rest_with_its_cost(tmp_path: Path) -> None:
     report(tmp_path, "")  # starts the server, which is no part of the budget here
     text = "subjects: [faulty, fixed, third]\nparameters: {third: hang}\ntimeout: 40\n"
-    ended = report(tmp_path, text, time_budget=3)
+    ended = report(tmp_path, text, time_budget=1)
     (scenario,) = ended.scenarios
     assert [verdict.value for _, verdict in verdicts(scenario)] == ["reproduced", "clean", "skipped"]
     assert (scenario.verdict, ended.summary.interrupted) == (ScenarioVerdict.SKIPPED, False)
-    assert scenario.reason == "--time-budget 3 s ended before every case had run"
+    assert scenario.reason == "--time-budget 1 s ended before every case had run"
     left = scenario.unfinished
     assert (left.cases, left.claims, left.measured) == ({"third": 1}, 0, True)
     assert 0 < left.seconds < 40, "from the cases of the same tier that ran"
