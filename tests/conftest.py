@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 import typer.main
 from hypothesis import HealthCheck, settings
 
-from moedoctor import environment
+from moedoctor import environment, origin
 from moedoctor.processes import interrupts
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -49,6 +49,15 @@ def _remember_gpus() -> None:
 
 
 _remember_gpus()
+
+
+def _remember_checkout() -> None:
+    """Ask git once about this checkout, not in a new child for each report of a test."""
+    describe, describe_once = origin.describe_checkout, functools.cache(origin.describe_checkout)
+    origin.describe_checkout = lambda folder=None: describe(folder) if folder else describe_once()
+
+
+_remember_checkout()
 
 # Programs in the background of a shell ignore Ctrl-C, and those of nohup a closed terminal; tests send both.
 for _signal in (*interrupts.SIGNALS, signal.SIGQUIT):
@@ -129,16 +138,26 @@ def replayed_here() -> Iterator[set[bool]]:
 
 
 @pytest.fixture
-def dying_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The known failure of `tests/dying_plugin`, found through its entry point like another project's."""
+def find_plugins_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Give a function that makes the plug-ins of a folder known as if its project was installed."""
     from moedoctor import catalogue
 
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "dying_plugin"))
-    for registry in (catalogue.load_faults, catalogue.load_subjects, catalogue.load_reporters):
-        registry.cache_clear()
-    yield
-    for registry in (catalogue.load_faults, catalogue.load_subjects, catalogue.load_reporters):
-        registry.cache_clear()
+    def forget() -> None:
+        for registry in (catalogue.load_faults, catalogue.load_subjects, catalogue.load_reporters):
+            registry.cache_clear()
+
+    def find_in(folder: Path) -> None:
+        monkeypatch.syspath_prepend(str(folder))
+        forget()
+
+    yield find_in
+    forget()
+
+
+@pytest.fixture
+def dying_plugin(find_plugins_in: Callable[[Path], None]) -> None:
+    """The known failure of `tests/dying_plugin`, found through its entry point like another project's."""
+    find_plugins_in(Path(__file__).parent / "dying_plugin")
 
 
 @pytest.fixture(scope="module")

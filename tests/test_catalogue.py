@@ -1,7 +1,7 @@
 """Plug-ins of other projects that cannot be used are named and left out; everything else runs."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,10 @@ BROKEN = {
     "other": ("class Plugin: pass", "is not a moedoctor.interfaces.Fault"),
 }
 DISTRIBUTION = "Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n"
-CACHED = (catalogue.load_faults, catalogue.load_subjects, catalogue.load_reporters, catalogue._try_loading)
 
 
 @pytest.fixture
-def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, find_plugins_in: Callable[[Path], None]) -> Path:
     """A project whose plug-ins break in every way, beside one whose plug-ins work."""
     for name, (text, _) in BROKEN.items():
         (tmp_path / f"{name}_plugin.py").write_text(text)
@@ -32,14 +31,11 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (info / "METADATA").write_text(DISTRIBUTION)
     entries = (f"{name} = {name}_plugin:Plugin" for name in BROKEN)
     (info / "entry_points.txt").write_text("\n".join(["[moedoctor.faults]", *entries, ""]))
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "dying_plugin"))
-    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(catalogue, "_LOAD_SECONDS", 2.0)
-    for function in CACHED:
-        function.cache_clear()
-    yield info
-    for function in CACHED:
-        function.cache_clear()
+    catalogue._try_loading.cache_clear()
+    find_plugins_in(Path(__file__).parent / "dying_plugin")
+    find_plugins_in(tmp_path)
+    return info
 
 
 @pytest.mark.usefixtures("others")

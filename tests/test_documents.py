@@ -4,23 +4,21 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from every_command import explain_refusal
 
+from moedoctor.cli import main
 from moedoctor.entries import load_entries
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def example(tmp_path: Path, find_plugins_in: Callable[[Path], None]) -> Path:
     """Write the files that CONTRIBUTING shows, with the entry point of an installed package."""
-    folder = tmp_path_factory.mktemp("example")
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     files = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", text, flags=re.DOTALL))
     assert set(files) == {
@@ -34,34 +32,25 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files[f"{info}/METADATA"] = "Metadata-Version: 2.1\nName: my-failures\nVersion: 1.0\n"
     files[f"{info}/entry_points.txt"] = f"[moedoctor.faults]\nslow_sum = {entry_point}\n"
     for name, content in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(content, encoding="utf-8")
-    return folder
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    find_plugins_in(tmp_path)
+    return tmp_path
 
 
-def run_in(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join((str(folder), str(ROOT)))
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths},
-        timeout=120,
-        check=False,
-    )
-
-
-def test_the_example_is_proved_and_its_claim_confirmed(example: Path) -> None:
-    ended = run_in(example, "moedoctor", "run", "slow_sum.yaml", "--format", "json")
-    assert ended.returncode == 0, ended.stderr
-    (scenario,) = json.loads(ended.stdout)["scenarios"]
+def test_the_example_is_proved_and_its_claim_confirmed(
+    example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(example)
+    assert main(["run", "slow_sum.yaml", "--format", "json"]) == 0
+    (scenario,) = json.loads(capsys.readouterr().out)["scenarios"]
     assert (scenario["verdict"], scenario["claims"][0]["verdict"]) == ("proved", "confirmed")
     assert [case["figure"] for case in scenario["cases"]][:2] == [
         "4096 ones make 2048",
         "8192 ones make 2048",
     ]
-    assert "a sum in half precision" in run_in(example, "moedoctor", "explain", "MD902").stdout
+    assert main(["explain", "MD902"]) == 0
+    assert "a sum in half precision" in capsys.readouterr().out
 
 
 def test_only_install_lines_and_addresses_that_exist_are_printed() -> None:

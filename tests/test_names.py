@@ -10,15 +10,10 @@ ROOT = Path(__file__).parent.parent
 EMPTY = {"one", "said", "seen", "both", "told"}
 
 
-@functools.cache
-def list_nodes(text: str) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(text)))
-
-
 def find_empty_names(text: str) -> set[str]:
     """Return the empty names that the code gives to variables, parameters, functions and classes."""
     found = set()
-    for node in list_nodes(text):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.arg)):
@@ -27,7 +22,7 @@ def find_empty_names(text: str) -> set[str]:
 
 
 def test_no_name_is_empty() -> None:
-    words = re.compile(rf"\b_*(?:{'|'.join(EMPTY)})_*\b")
+    words = re.compile(rf"\b_*(?:{'|'.join(EMPTY)})_*\b\s*(?:[-+*/@%&|^<>]*=|[]:,)(]|in\b)")
     files = [file for folder in ("moedoctor", "scripts", "tests") for file in (ROOT / folder).rglob("*.py")]
     texts = {file: text for file in files if words.search(text := file.read_text(encoding="utf-8"))}
     assert not {file: names for file, text in texts.items() if (names := find_empty_names(text))}
@@ -42,11 +37,21 @@ has a method for each tier), and of public functions in the field's terms."""
 OPENINGS = frozenset({"What", "Whether", "Who", "How", "Where", "Why", "Which", "When"})
 
 
-def list_definitions() -> Iterator[tuple[str, ast.FunctionDef | ast.ClassDef]]:
-    for path in sorted((ROOT / "moedoctor").rglob("*.py")):
-        for node in list_nodes(path.read_text(encoding="utf-8")):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
+def walk_statements(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+            yield child
+            yield from walk_statements(child)
+
+
+@functools.cache
+def list_definitions() -> list[tuple[str, ast.FunctionDef | ast.ClassDef]]:
+    return [
+        (f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node)
+        for path in sorted((ROOT / "moedoctor").rglob("*.py"))
+        for node in walk_statements(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    ]
 
 
 def is_verb(function: ast.FunctionDef) -> bool:

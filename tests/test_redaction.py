@@ -172,9 +172,9 @@ def test_what_the_project_publishes_is_unchanged() -> None:
             lines = [line for line in lines if not line.startswith('  "node": ')]
             # Of a list of digests each has a line, behind no word that says what it is.
             lines = [line for line in lines if not re.fullmatch(r' +"[0-9a-f]{64}",?', line)]
-        new = set(lines) - checked
-        assert {line for line in new if Redactor().mask(line) != line} == set(), file
-        checked |= new
+        text = "\n".join(line for line in lines if line not in checked)
+        assert Redactor().mask(text) == text, file
+        checked.update(lines)
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,11 @@ def test_what_the_project_publishes_is_unchanged() -> None:
      "/Users/a b ", "sk-", "eyJ", "password=", "passphrase ", 'secret="', 'secret=\\"', "cookie=", "token:",
      "--secret_", "BEGIN PRIVATE KEY-----", "aB1", "aa:", ".local", "[", "\\", "'\"", "f", "é", "bearer "],
 )  # fmt: skip
-def test_a_quarter_of_a_megabyte_of_hostile_text_takes_less_than_half_a_second(piece: str) -> None:
-    """Or on a slow machine a second, and then not four times as long as half of it."""
-    most = _seconds_to_mask(piece * (250_000 // len(piece)), enough=0.5)
-    if most >= 0.5:
-        assert most < min(2.0, 3 * _seconds_to_mask(piece * (125_000 // len(piece)), enough=0.0) + 0.25)
+def test_100_kilobytes_of_hostile_text_take_less_than_a_fifth_of_a_second(piece: str) -> None:
+    """Or on a slow machine four times that, and then not four times as long as half of the text."""
+    most = _seconds_to_mask(piece * (100_000 // len(piece)), enough=0.2)
+    if most >= 0.2:
+        assert most < min(0.8, 3 * _seconds_to_mask(piece * (50_000 // len(piece)), enough=0.0) + 0.1)
 
 
 def _seconds_to_mask(text: str, enough: float) -> float:

@@ -18,7 +18,7 @@ from tests.checkpoints_of_tests import f32, modelopt
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_TORCH = explain_missing_torch("No module named 'torch'") or "?"
-BASELINE = str(ROOT / "reports" / "baselines" / "cpu.json")
+BASELINE = str(ROOT / "reports" / "nvidia-h200" / "sentinel_ids.json")
 
 # Command -> its arguments and exit code. `check` finds no vLLM in this Python: 2, with a report on stdout.
 ANSWERS: Mapping[str, tuple[str, int]] = {
@@ -50,7 +50,7 @@ ALSO_ANSWER = (
     "check --release 0.33.0 --format html -o check.html --sm 8.0",
     f"show {BASELINE} --format html -o show.html",
     "run MD009",
-    "bench --cache --trace zipf --capacity 8 --policy lru",
+    "bench --cache --trace zipf:experts=16,top_k=2,layers=2,rows=64,streams=4 --capacity 8",
     "lint checkpoint --fix copy",
     "--help",
     "--version",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 from collections.abc import Iterator, Sequence
@@ -249,6 +250,7 @@ def _choose_widths(table: Table, columns: int) -> list[int]:
     if spare < 0 or columns > _WIDEST or sum(most) <= sum(least) + spare:
         return [] if spare < 0 else most
 
+    @functools.cache  # each step below asks again about most widths of most columns
     def count_lines(index: int, width: int) -> list[int]:
         return [_count_lines(each[:_COUNTED], width) for each in words[index][:_LOOKED_AT]]
 
