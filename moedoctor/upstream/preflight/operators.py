@@ -10,6 +10,7 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,6 +30,8 @@ _NAMESPACES = {
 _MOST_BYTES = 2 << 30
 _KEPT: list[torch.library.Library] = []
 """A library that is collected takes its operators with it."""
+_IDLE: dict[str, torch.library.Library] = {}
+"""Operator -> the library that lets it do nothing with meta tensors."""
 
 
 def define_operators(folder: Path, loads: Callable[[str], bool], leave: Collection[str] = ()) -> int:
@@ -55,8 +58,33 @@ def define_operators(folder: Path, loads: Callable[[str], bool], leave: Collecti
                         library.define(schema)
                         made += 1
                     if schema.endswith("-> ()"):
-                        library.impl(name, lambda *_, **__: None, "Meta")
+                        _do_nothing(f"{namespace}::{name}")
+    _prefer_fakes()
     return made
+
+
+def _do_nothing(operator: str) -> None:
+    """Let an operator do nothing with meta tensors. Raises RuntimeError if it does not exist."""
+    namespace, _, name = operator.partition("::")
+    library = torch.library.Library(namespace, "IMPL")
+    library.impl(name, lambda *_, **__: None, "Meta")
+    _IDLE[operator] = library
+
+
+def _prefer_fakes() -> None:
+    """Let a release's own ``register_fake`` replace what was given to its operator here.
+
+    torch refuses a second one, which would end an import where the compiled parts load.
+    """
+    original = torch.library.register_fake
+
+    def register(operator: Any, *arguments: Any, **options: Any) -> Any:
+        library = _IDLE.pop(operator, None) if isinstance(operator, str) else None
+        if library is not None:
+            library._destroy()
+        return original(operator, *arguments, **options)
+
+    torch.library.register_fake = register
 
 
 def read_schemas(file: Path) -> Iterator[tuple[str, str]]:

@@ -147,9 +147,11 @@ def compare(name: str, answer: StartAnswer, engines: dict[str, Any], built: Buil
     errors = re.findall(r"^(?:.*\] )?(\w+(?:Error|Exception|Exit): .+)", engine["text"], re.MULTILINE)
     return {
         "name": name,
-        "preflight": {Verdict.REFUSED: "refused", Verdict.WRONG: "wrong"}.get(
-            answer.verdict, answer.verdict.value
-        ),
+        "preflight": {
+            Verdict.REFUSED: "refused",
+            Verdict.WRONG: "wrong",
+            Verdict.CANNOT_SAY: f"cannot say: {answer.reason[:200]}",
+        }.get(answer.verdict, answer.verdict.value),
         "stage": f"{stage}" if same_stage or not refusal else f"{stage}, not the same",
         "started": engine["started"],
         "error": errors[0] if errors and not engine["stage"] else engine["text"],
