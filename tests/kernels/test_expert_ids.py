@@ -7,28 +7,17 @@ from tests.interpreted import needs_triton, run_check
 
 pytestmark = needs_triton
 
-IDS = ("ids int32", "ids int64", "ids with a step")
-DEDUPLICATE = (
-    "deduplicate",
-    "deduplicate int64",
-    "deduplicate float16",
-    "deduplicate bfloat16",
-    "deduplicate float64",
-)
+INTERPRETED = ("ids int64", "ids with a step", "deduplicate bfloat16", "deduplicate float64")
 WATCH = ("watch", "watch three", "watch groups")
+COMPILED = ("ids int32", "deduplicate", "deduplicate int64", "deduplicate float16")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [pytest.param(IDS, marks=pytest.mark.slow), (*DEDUPLICATE, *WATCH)],
-    ids=["ids", "deduplicate and watch"],
-)
-def test_interpreted(names: tuple[str, ...]) -> None:
-    run_check("id_and_watch_calls.py", *names)
+def test_interpreted() -> None:
+    run_check("id_and_watch_calls.py", *INTERPRETED, *WATCH)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*IDS, *DEDUPLICATE, *WATCH])
+@pytest.mark.parametrize("name", [*INTERPRETED, *WATCH, *COMPILED])
 def test_on_a_gpu(name: str) -> None:
     from id_and_watch_calls import CHECKS
 
