@@ -18,7 +18,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedoctor.cli import main
@@ -260,6 +260,7 @@ def test_a_log(
     )
 
 
+@settings(max_examples=25)
 @given(st.data())
 def test_a_damaged_dump_ends_in_one_line(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -16,7 +16,7 @@ from tests.capsules import SCHEMES, computation, make_capsule, noisy
 
 _CALLS = [(*scheme, activation) for scheme in SCHEMES for activation in ("silu", "relu2")]
 _CELLS = [
-    pytest.param(call, 4 + (place + place // 2) % 2, marks=[] if place in (0, 5) else pytest.mark.slow)
+    pytest.param(call, 4 + (place + place // 2) % 2, marks=[] if place in (5, 8) else pytest.mark.slow)
     for place, call in enumerate(_CALLS)
 ]
 
@@ -45,12 +45,10 @@ def _judge(tally: planting.Tally) -> None:
 
 def test_planted_mistakes_are_named_first() -> None:
     tally = planting.Tally()
-    for seed, scheme in enumerate(_CALLS):
+    for seed, scheme in list(enumerate(_CALLS))[1::3]:
         call = _call(scheme, seed)
-        every = planting.deviations(call)
-        planting.plant(
-            tally, "/".join(scheme), call, random.Random(seed).sample(every, len(every) // 20), seed
-        )
+        planted = random.Random(seed).sample(planting.deviations(call), 3)
+        planting.plant(tally, "/".join(scheme), call, planted, seed)
     _judge(tally)
 
 
@@ -78,8 +76,9 @@ def test_a_large_call_is_explained_by_a_few_of_its_tokens(monkeypatch: pytest.Mo
     tally, seed = planting.Tally(), 2
     call = _call(_CALLS[2], seed)
     every, draw = planting.deviations(call), random.Random(seed)
-    planting.plant(tally, "", call, [*every, *draw.sample(list(list_pairs(every)), 4)], seed)
-    planting.plant_places(tally, "", call, draw.sample(every, 12), seed)
+    pairs = draw.sample(list(list_pairs(every)), 2)
+    planting.plant(tally, "", call, [*draw.sample(every, len(every) // 4), *pairs], seed)
+    planting.plant_places(tally, "", call, draw.sample(every, 6), seed)
     _judge(tally)
 
 
@@ -110,7 +109,8 @@ def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str], seed
     call = _call(scheme, seed)
     ids, right = call.problem.topk_ids, call.compute_contributions()  # [T, K], [T, K, H]
     chance = random.Random(seed)
-    for deviation in planting.deviations(call):
+    every = planting.deviations(call)
+    for deviation in chance.sample(every, len(every) // 2):
         expert = chance.choice(ids.unique().tolist())
         wrong = call.compute_contributions(deviation)  # [T, K, H]
         mixed = torch.where((ids == expert)[..., None], wrong, right).sum(1)  # [T, H]
@@ -122,7 +122,7 @@ def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str], seed
         assert found.best.experts == (expert,), (deviation, found)
 
 
-@pytest.mark.parametrize("scheme", _CALLS[::5])
+@pytest.mark.parametrize("scheme", _CALLS[1::5])
 def test_two_mistakes_at_once_are_named_unless_one_of_them_explains_it(scheme: tuple[str, str, str]) -> None:
     call = _call(scheme, 6)
     right = call.compute_contributions().sum(1)  # [T, H]
@@ -141,7 +141,7 @@ def test_two_mistakes_at_once_are_named_unless_one_of_them_explains_it(scheme: t
         assert planted in named or (single and set(name_mistakes(single[0])) in named), (deviation, named)
 
 
-@pytest.mark.parametrize("scheme", _CALLS[::5])
+@pytest.mark.parametrize("scheme", _CALLS[1::5])
 def test_an_expert_with_other_weights_is_named(scheme: tuple[str, str, str]) -> None:
     call, foreign = _call(scheme, 8), _call(scheme, 9)
     ids, right = call.problem.topk_ids, call.compute_contributions()  # [T, K], [T, K, H]

@@ -112,7 +112,7 @@ ENTRIES = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ENTRIES, st.integers(-1, 1), st.randoms(use_true_random=False))
 def test_an_accepted_header_can_be_loaded(
     tmp_path: Path, entries: list[tuple[str, int, int, int]], more: int, pick: Random
@@ -153,9 +153,9 @@ def seconds(call: Callable[[], object]) -> float:
 def test_many_names_and_one_twice_take_no_longer_than_their_text(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     empty = json.dumps(u8(0, 0))
-    names = ", ".join(f'"t{number}": {empty}' for number in [*range(80_000), 79_999])
+    names = ", ".join(f'"t{number}": {empty}' for number in [*range(30_000), 29_999])
     path.write_bytes(header(f"{{{names}}}".encode(), data=b""))
-    with pytest.raises(CheckpointError, match="t79999 twice"):
+    with pytest.raises(CheckpointError, match="t29999 twice"):
         read_header(path)
     assert seconds(lambda: read_header(path)) < 5
     keys = ", ".join(f'"{number}":0' for number in [*range(200), 199])
@@ -166,12 +166,12 @@ def test_many_names_and_one_twice_take_no_longer_than_their_text(tmp_path: Path)
 
 def test_an_index_that_names_many_tensors_too_many_takes_no_longer_than_its_text(tmp_path: Path) -> None:
     made = modelopt(3)
-    ghosts = {f"model.ghost.{number}.weight": "model-00001-of-00003.safetensors" for number in range(40_000)}
+    ghosts = {f"model.ghost.{number}.weight": "model-00001-of-00003.safetensors" for number in range(20_000)}
     made.change_index = lambda index: index["weight_map"].update(ghosts)
     folder = made.write(tmp_path)
     assert seconds(lambda: lint(folder)) < 5
     (finding,) = lint(folder).findings
-    assert (finding.check, finding.count) == ("index_disagrees", 40_000)
+    assert (finding.check, finding.count) == ("index_disagrees", 20_000)
     lines = (folder / INDEX).read_text().splitlines()
     assert "model.ghost.0.weight" in lines[finding.line - 1]
 
@@ -181,11 +181,11 @@ def test_an_index_that_names_many_tensors_twice_takes_no_longer_than_its_text(tm
     text = (folder / INDEX).read_text()
     lines = "".join(
         f'"model.ghost.{number // 2}.weight": "model-00001-of-00003.safetensors",\n'
-        for number in range(60_000)
+        for number in range(30_000)
     )
     (folder / INDEX).write_text(text.replace('"weight_map": {', f'"weight_map": {{\n{lines}'))
     assert seconds(lambda: lint(folder)) < 5
-    assert {finding.check: finding.count for finding in lint(folder).findings}["tensor_duplicated"] == 30_000
+    assert {finding.check: finding.count for finding in lint(folder).findings}["tensor_duplicated"] == 15_000
 
 
 def test_long_lists_of_excluded_modules_that_differ_take_no_longer_than_their_text(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ VALUES = st.recursive(
 HEADER_BYTES = st.builds(header, st.binary(max_size=400), st.none() | st.integers(0, 400))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(HEADER_BYTES | VALUES.map(lambda value: header({"t": value})))
 def test_no_header_raises_anything_else(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "model.safetensors"
@@ -330,7 +330,7 @@ PLACES = [
 ]
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(PLACES),
     st.sampled_from([None, "modelopt", "compressed-tensors", "fp8"]),

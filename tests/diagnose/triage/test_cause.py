@@ -197,10 +197,10 @@ def test_the_frame_of_a_fault_is_believed_only_if_launches_block(blocking: bool)
 
 
 def test_a_rare_word_at_the_end_of_a_large_log_is_found() -> None:
-    noise = "INFO 11-28 10:00:00 [loggers.py:259] Engine 000: Avg throughput: 5 tokens/s\n" * 60_000
+    noise = "INFO 11-28 10:00:00 [loggers.py:259] Engine 000: Avg throughput: 5 tokens/s\n" * 20_000
     found = find(f"{noise}Killed\n")
     assert found is not None
-    assert (found.line, found.kind) == (60_001, "killed")
+    assert (found.line, found.kind) == (20_001, "killed")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_rare_word_at_the_end_of_a_large_log_is_found() -> None:
 )
 def test_hostile_repetition_is_read_in_bounded_memory(line: str) -> None:
     errors = Errors()
-    for number in range(0, 40_000, 1_000):
+    for number in range(0, 10_000, 1_000):
         errors.read(
             [line.format(at).encode() for at in range(number, number + 1_000)], range(number, number + 1_000)
         )

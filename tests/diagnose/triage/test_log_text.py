@@ -119,14 +119,14 @@ PROBE = """
 import sys
 from moedoctor.diagnose.triage.triage import triage
 class Stream:
-    left = 200 * 2**20
+    left = 160 * 2**20
     count = 0
     def read(self, size):
         size = min(size, self.left)
         self.left -= size
         self.count += 1
-        if 100 < self.count < 260:
-            return b"zq" * (size // 2)  # 80 MB without the end of a line
+        if 60 < self.count < 180:
+            return b"zq" * (size // 2)  # 60 MB without the end of a line
         line = b"INFO [loggers.py:%d] Engine 000: Avg throughput: %d tokens/s, KV cache usage: 1.%d%%\\n"
         if self.count % 3 == 0:
             line = b"zq" * 300_000 + b"%d %d %d"
