@@ -63,11 +63,9 @@ def test_a_late_error_of_a_backend_is_its_reason(rows_of: Any) -> None:
     assert row["unavailable"] == "not built for this"
 
 
-@pytest.mark.parametrize("tokens", [(1, 5), (5,)])
-def test_faults_are_planted_in_every_run_whatever_the_size(tokens: tuple[int, ...]) -> None:
-    large = LayerShape(64, 32, 1024, 4)  # with 1024 experts; weights are changed with 8
-    rows = measured(replace(TASK, shape=large, tokens=tokens))
-    assert [row["controls_noticed"] for row in rows] == ["11 of 11"] * len(tokens)
+def test_faults_are_planted_in_every_run_whatever_the_size() -> None:
+    rows = measured(replace(WIDE, tokens=(1, 5)))  # 32 experts; weights are changed with 8
+    assert [row["controls_noticed"] for row in rows] == ["11 of 11"] * 2
     assert all(row["controls_missed"] == [] for row in rows)
 
 

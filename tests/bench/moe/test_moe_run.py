@@ -90,7 +90,8 @@ def test_the_child_goes_on_after_a_number_of_tokens_that_raises(monkeypatch: pyt
 
     monkeypatch.setattr(moe_bench, "make_routes", raises_at_2)
     task = LayerTask(Variant("REFERENCE", "bf16"), "tiny", SHAPE, (1, 2, 3))
-    events = moe_run.measure_requested({"device": "cpu", "roofline": ROOFLINE, "tasks": [asdict(task)]})
+    tasks = [asdict(task), asdict(LayerTask(Variant("MARLIN", "nvfp4"), "tiny", SHAPE, (1,)))]
+    events = list(moe_run.measure_requested({"device": "cpu", "roofline": ROOFLINE, "tasks": tasks}))
     assert [(event["event"], event.get("tokens")) for event in events] == [
         ("task", None),
         ("point", 1),
@@ -99,8 +100,11 @@ def test_the_child_goes_on_after_a_number_of_tokens_that_raises(monkeypatch: pyt
         ("failed", 2),
         ("point", 3),
         ("row", 3),
+        ("task", None),
+        ("row", None),
         ("end", None),
     ]
+    assert events[-2]["unavailable"] == "needs an NVIDIA GPU that torch can use"
 
 
 @pytest.mark.usefixtures("fake_child")
@@ -111,14 +115,8 @@ def test_a_machine_that_cannot_be_measured() -> None:
 
 
 def test_a_real_child_on_the_cpu() -> None:
-    tasks = [
-        LayerTask(Variant("REFERENCE", "nvfp4"), "tiny", SHAPE, (1, 5)),
-        LayerTask(Variant("MARLIN", "nvfp4"), "tiny", SHAPE, (1,)),
-    ]
-    rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=120)
-    by_backend = {row["backend"]: row for row in rows}
-    assert by_backend["MARLIN"]["unavailable"] == "needs an NVIDIA GPU that torch can use"
-    row = by_backend["REFERENCE"]
+    task = LayerTask(Variant("REFERENCE", "nvfp4"), "tiny", SHAPE, (1, 5))
+    _, row = measure_tasks([task], "cpu", ROOFLINE, seconds=120)
     assert row["tokens"] == 5
     assert row["right"] is True
     assert row["controls_noticed"] == "11 of 11"

@@ -57,7 +57,7 @@ def test_every_planted_fault_is_noticed_at_every_scheme_and_no_right_result_is_r
     assert result.right
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_dropped_expert_of_22_is_noticed_with_fp4_activations(seed: int) -> None:
     """FP4 activations have wide bounds, and an expert may add an eighth of what another adds."""
     shape = LayerShape(256, 128, 64, 22, "relu2")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,11 @@ def test_other_answers_are_noticed_and_missing_ones_prove_nothing(
 @pytest.mark.parametrize(
     ("changes", "ids"), [(MD014, {"MD014"}), (MD015, {"MD015"}), (MD017, set()), (MD018, set())]
 )
-def test_lint_reports_visible_damage_and_no_repair(changes: Changes, ids: set[str]) -> None:
+def test_lint_reports_visible_damage_and_no_repair(
+    changes: Changes, ids: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = partial(write_qwen3_moe, hidden=128)
+    monkeypatch.setattr(checkpoint_lab, "write_qwen3_moe", small)
     findings: dict[str, set[str]] = {}
 
     def run(requests: list[EngineRequest]) -> list[EngineResult]:

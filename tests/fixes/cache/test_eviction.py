@@ -89,7 +89,7 @@ def skewed(seed: int, experts: int, calls: int) -> list[list[int]]:
 @pytest.mark.parametrize("capacity", [5, 30, 90])
 @pytest.mark.parametrize("policy", ONLINE_POLICIES)
 def test_decisions_among_many_experts_match_the_plain_rule(policy: str, capacity: int) -> None:
-    assert_decides_as_naive(SlotTable(120, capacity, policy), skewed(0, 120, 1500))
+    assert_decides_as_naive(SlotTable(120, capacity, policy), skewed(0, 120, 1000))
 
 
 @pytest.mark.parametrize("capacity", [30, 90])
@@ -202,7 +202,7 @@ def test_ids_of_none_and_empty_calls() -> None:
 @given(seed=st.integers(0, 1000), capacity=st.integers(1, 20))
 def test_simulate_matches_a_table(policy: str, seed: int, capacity: int) -> None:
     """Calls are unsorted, have repeats, and some need more experts than there are slots."""
-    trace = skewed(seed, 20, 80)
+    trace = skewed(seed, 20, 40)
     for calls in (trace, [sorted(set(call)) for call in trace]):
         expected = replay(calls, SlotTable(20, capacity, policy))
         assert simulate(calls, num_experts=20, capacity=capacity, policy=policy) == expected

@@ -43,7 +43,7 @@ def unpacked(block: torch.Tensor, packed: PackedExperts) -> torch.Tensor:
     return (low.int() & 0x80) << 8 | torch.tensor(exponents, dtype=torch.int32) << 7 | low.int() & 0x7F
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     common=st.integers(0, 255),
     spread=st.integers(1, 14),

@@ -139,10 +139,9 @@ def test_any_mix_of_layers_gives_the_same_bits(kinds, listed, runs, share, seed)
 OFFLOADED = sorted(set(KINDS) - {"weight_norm", "spectral_norm"})
 
 
-@pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("kind", OFFLOADED)
-def test_four_layers_of_each_kind_are_offloaded(kind: str, listed: bool) -> None:
-    model, x = Mixed([kind] * 4, listed=listed).eval().requires_grad_(False), torch.randn(2, 5, WIDTH)
+def test_four_layers_of_each_kind_are_offloaded(kind: str) -> None:
+    model, x = Mixed([kind] * 4, listed=True).eval().requires_grad_(False), torch.randn(2, 5, WIDTH)
     assert assert_same_bits(model, x).host_bytes > 0
 
 

@@ -82,7 +82,7 @@ def test_any_module_gives_the_same_bits_within_the_budget(layers, dtype, shared,
 @pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:weights are no longer prefetched")
 def test_an_offloaded_module_compiles_to_one_graph_with_the_same_bits(compiler: str) -> None:
-    model = Model(4)
+    model = Model(3)
     expected = torch.compile(model, fullgraph=True, backend=compiler)(IDS)
     torch._dynamo.reset()
     offloaded(model)

@@ -111,11 +111,10 @@ def compiled(model: Model, passes: int = 1) -> tuple[torch.Tensor, str]:
     return output, code
 
 
-@pytest.mark.parametrize(("pin", "whole"), [(pinned, True), (False, False)])
-def test_with_a_reader_compiled_code_is_the_same_as_without_offload(pin: Any, whole: bool) -> None:
+def test_with_a_reader_compiled_code_is_the_same_as_without_offload() -> None:
     model = Model()
     eager, (plain, code) = model(IDS), compiled(model)
-    report = inside(model, root=model if whole else None, pin=pin).report()
+    report = inside(model, root=model).report()
     assert report.host_bytes == LAYERS * WIDTH * WIDTH * 2
     torch._dynamo.reset()
     output, with_offload = compiled(model, passes=3)

@@ -24,7 +24,7 @@ def assert_equals_reference(call: Call) -> None:
     torch.testing.assert_close(weights, expected_weights, rtol=1e-6, atol=0)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(calls())
 def test_agrees_with_the_reference(call: Call) -> None:
     """Which follows the module's rule: tests/reference/test_routing.py checks it row by row."""
