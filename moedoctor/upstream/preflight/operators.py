@@ -58,12 +58,12 @@ def define_operators(folder: Path, loads: Callable[[str], bool], leave: Collecti
                         library.define(schema)
                         made += 1
                     if schema.endswith("-> ()"):
-                        _do_nothing(f"{namespace}::{name}")
-    _prefer_fakes()
+                        _skip_meta(f"{namespace}::{name}")
+    _replace_by_fakes()
     return made
 
 
-def _do_nothing(operator: str) -> None:
+def _skip_meta(operator: str) -> None:
     """Let an operator do nothing with meta tensors. Raises RuntimeError if it does not exist."""
     namespace, _, name = operator.partition("::")
     library = torch.library.Library(namespace, "IMPL")
@@ -71,7 +71,7 @@ def _do_nothing(operator: str) -> None:
     _IDLE[operator] = library
 
 
-def _prefer_fakes() -> None:
+def _replace_by_fakes() -> None:
     """Let a release's own ``register_fake`` replace what was given to its operator here.
 
     torch refuses a second one, which would end an import where the compiled parts load.

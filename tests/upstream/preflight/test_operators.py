@@ -28,8 +28,8 @@ def test_an_operator_that_is_there_takes_the_releases_own_fake(
     loaded.define(schema)
     monkeypatch.setattr(torch.library, "register_fake", refuse_second)
     assert define_operators(tmp_path, lambda name: True) == 0
-    seen, x = [], torch.empty(2, device="meta")
+    shapes, x = [], torch.empty(2, device="meta")
     torch.ops._moe_C.moedoctor_probe.out(x, out=x)  # does nothing
-    torch.library.register_fake("_moe_C::moedoctor_probe.out")(lambda x, *, out: seen.append(out.shape))
+    torch.library.register_fake("_moe_C::moedoctor_probe.out")(lambda x, *, out: shapes.append(out.shape))
     torch.ops._moe_C.moedoctor_probe.out(x, out=x)
-    assert seen == [x.shape]
+    assert shapes == [x.shape]

@@ -41,7 +41,10 @@ VARIABLES = {
 }
 STAGES = (("draft", r"spec_decode/"), ("load", r"in load_weights\b"), ("build", r"in initialize_model\b"))
 """Stage -> what a traceback has if the engine stopped there."""
-DRAFTS = {"draft-experts-missing"}  # a draft's mistakes cost speed, not tokens
+SAME_TOKENS = {
+    "draft-experts-missing",  # a draft's mistakes cost speed
+    "nvfp4-no-global-scale",  # vLLM takes the gate's for both halves, and warns
+}
 Starts = dict[str, tuple[Built, tuple[str, ...]]]
 
 
@@ -101,7 +104,7 @@ def judge_engines(root: Path, starts: Starts, gpus: int, title: str) -> None:
     wrong = [row for row in rows if not row["agrees"]]
     assert rows
     assert len(wrong) <= 0.05 * len(rows), wrong
-    assert {row["name"] for row in rows if row["preflight"] == "wrong" and row["same_tokens"]} <= DRAFTS
+    assert {row["name"] for row in rows if row["preflight"] == "wrong" and row["same_tokens"]} <= SAME_TOKENS
 
 
 def test_engines_do_what_preflight_says(tmp_path: Path) -> None:
