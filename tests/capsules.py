@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from evidence.planting import noisy
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.moe_layer import make_layer, make_problem
 from moedoctor.trace.capsule import Capsule, make_whole_capsule
-
-__all__ = ["SCHEMES", "computation", "make_capsule", "noisy", "with_output"]
 
 SCHEMES = (
     ("nvfp4", "none"),
@@ -65,3 +62,13 @@ def computation(capsule: Capsule) -> Computation:
 def with_output(capsule: Capsule, output: torch.Tensor) -> Capsule:
     """Return the capsule with another output [T, H]."""
     return Capsule(capsule.record, {**capsule.tensors, "output": output.bfloat16()})
+
+
+def noisy(output: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """Return `output` [T, H] as a kernel gives it: the order of sums and bfloat16 move each element."""
+    draw = torch.Generator().manual_seed(seed)
+    unit = output.norm(dim=1, keepdim=True) / output.shape[1] ** 0.5  # [T, 1]
+    own = output * torch.randn(output.shape, generator=draw)  # [T, H]
+    shared = unit * torch.randn(output.shape, generator=draw)  # [T, H]
+    changed: torch.Tensor = output + 2.0**-10 * (own + shared)  # [T, H]
+    return changed.bfloat16()
