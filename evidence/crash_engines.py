@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import failure_cases
+from engines import ENVIRON, generate, list_arguments
 
 _FAR = 1 << 22
 _BLOCKS_OF_EXPERTS = 7
@@ -88,7 +89,7 @@ def plant_far_ids(module: Any, flag: Path | None) -> None:
 def run_engine(name: str, folder: Path) -> None:
     """Start the engine of a case in this process, let it answer, and end it."""
     import torch
-    from vllm import LLM, ModelRegistry, SamplingParams
+    from vllm import LLM, ModelRegistry
     from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
     from moedoctor.reference.checkpoints import write_qwen3_moe
@@ -100,34 +101,14 @@ def run_engine(name: str, folder: Path) -> None:
         scheme="fp8" if stale else "bf16",
         change=failure_cases.scale_of_channel if stale else None,
     )
-    offload = {"moe_backend": "cutlass", "cpu_offload_gb": 0.01, "cpu_offload_params": {"experts"}}
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "attention_backend": "TRITON_ATTN",
-        "moe_backend": "triton",
-        "gpu_memory_utilization": 0.04,
-        "kv_cache_memory_bytes": 64 << 20,
-        "max_model_len": 256,
-        "max_num_batched_tokens": 256,
-        "max_num_seqs": 4,
-        **({"compilation_config": {"mode": 0}} if case.graphs else {"enforce_eager": True}),
-        **(offload if stale else {}),
-    }
+    more: dict[str, Any] = {"compilation_config": {"mode": 0}} if case.graphs else {"enforce_eager": True}
+    if stale:
+        more |= {"cpu_offload_gb": 0.01, "cpu_offload_params": {"experts"}}
+    arguments = list_arguments(model, 0.04, moe_backend="cutlass" if stale else "triton", **more)
     if stale:
         (folder / "began").touch()  # it dies in the profile run
     llm = LLM(**arguments)
-
-    def generate() -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
-        prompts: Any = [{"prompt_token_ids": list(range(3, 19))}, {"prompt_token_ids": [5, 6, 7]}]
-        print(
-            "tokens",
-            [list(each.outputs[0].token_ids) for each in llm.generate(prompts, sampling)],
-            flush=True,
-        )
-
-    generate()
+    print("tokens", generate(llm), flush=True)
     (folder / "began").touch()
     if case.after:
         getattr(failure_cases, case.after)()
@@ -135,7 +116,7 @@ def run_engine(name: str, folder: Path) -> None:
         (folder / "flag").touch()
         if case.graphs:
             _switches[True].fill_(_FAR)
-        generate()
+        print("tokens", generate(llm), flush=True)
     torch.cuda.synchronize()
     print("no fault", flush=True)
 
@@ -146,11 +127,8 @@ def record(name: str, folder: Path, seconds: float) -> tuple[int, dict[str, floa
     here = Path(__file__).resolve()
     environ = {
         **os.environ,
+        **ENVIRON,
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(CASES[name].server)),
-        "VLLM_USE_DEEP_GEMM": "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
         "OMP_NUM_THREADS": "1",  # OpenMP of a forked engine would wait for its parent
         "PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")]),
     }

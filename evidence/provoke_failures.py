@@ -28,27 +28,19 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import failure_cases
+from engines import ENVIRON, generate, list_arguments
 from failure_cases import CASES
 
 STORED = Path(__file__).resolve().parents[1] / "tests" / "diagnose" / "triage" / "logs"
 MOST_LINES = 250
 """Of a longer log the first and the last lines are kept."""
-ENVIRON = {
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "DO_NOT_TRACK": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 def run_engine(name: str, folder: Path) -> None:
     """Start the engine of a case in this process, and let it answer two prompts."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     from moedoctor.reference.checkpoints import write_qwen3_moe
 
@@ -56,17 +48,7 @@ def run_engine(name: str, folder: Path) -> None:
     model = write_qwen3_moe(
         folder / "model", scheme=case.scheme, change=functools.partial(failure_cases.damage, case)
     )  # type: ignore[arg-type]
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "attention_backend": "TRITON_ATTN",
-        "gpu_memory_utilization": 0.05,
-        "kv_cache_memory_bytes": 64 << 20,
-        "max_model_len": 256,
-        "max_num_batched_tokens": 256,
-        "max_num_seqs": 4,
-        **case.arguments,
-    }
+    arguments = list_arguments(model, **case.arguments)
     if case.after == "truncated":
         os.truncate(model / "model.safetensors", 4096)
     if "cpu_offload_params" in arguments:
@@ -74,9 +56,7 @@ def run_engine(name: str, folder: Path) -> None:
     llm = LLM(**arguments)
     if case.after not in ("", "truncated"):
         getattr(failure_cases, case.after)()
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
-    prompts: Any = [{"prompt_token_ids": list(range(3, 19))}, {"prompt_token_ids": [5, 6, 7]}]
-    print("tokens:", [list(output.outputs[0].token_ids) for output in llm.generate(prompts, sampling)])
+    print("tokens:", generate(llm))
 
 
 @dataclass

@@ -23,16 +23,16 @@ from typing import Any, BinaryIO
 
 from moedoctor.reference.checkpoints import write_qwen3_moe
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from engines import ENVIRON, generate, list_arguments
+
 _ENGINE_SECONDS = 280
 _REPLAY_SECONDS = 200
 _ENVIRON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
 }
+_PROMPTS = ((5, 9, 17, 40, 41), (7, 8))
 _TINY = {"layers": 3}
 _WIDE = {"layers": 2, "hidden": 1024, "intermediate": 512, "experts": 32, "top_k": 4}
 """Experts of a size that the allocator gives back to the GPU."""
@@ -145,31 +145,19 @@ def run_engine(case: Case, model: Path, calls: Path) -> None:
 
     started = time.monotonic()
     llm = vllm.LLM(
-        str(model),
-        skip_tokenizer_init=True,
-        attention_backend="TRITON_ATTN",
-        moe_backend="marlin" if case.scheme == "nvfp4" else "triton",
-        enforce_eager=not case.graphs,
-        kv_cache_memory_bytes=64 << 20,
-        gpu_memory_utilization=0.05,
-        max_model_len=256,
-        max_num_batched_tokens=256,
-        max_num_seqs=4,
-        **({"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}} if case.graphs else {}),
+        **list_arguments(
+            model,
+            moe_backend="marlin" if case.scheme == "nvfp4" else "triton",
+            enforce_eager=not case.graphs,
+            **({"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4]}} if case.graphs else {}),
+        )
     )
     print(f"record_engines: up after {time.monotonic() - started:.0f} s", flush=True)
-    sampling = vllm.SamplingParams(temperature=0, max_tokens=24, detokenize=False, ignore_eos=True)
-    prompts: Any = [{"prompt_token_ids": [5, 9, 17, 40, 41]}, {"prompt_token_ids": [7, 8]}]
-
-    def tokens() -> list[list[int]]:
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
-
-    print("record_engines: sound", tokens(), flush=True)
+    print("record_engines: sound", generate(llm, _PROMPTS, 24), flush=True)
     if case.plant is not None:
         print("record_engines: planted", llm.apply_model(case.plant), flush=True)
     for _ in range(60):
-        print("record_engines: after", tokens(), flush=True)
+        print("record_engines: after", generate(llm, _PROMPTS, 24), flush=True)
         time.sleep(0.15)  # the rows are on their way to the host
         if any(_capsules(calls)):
             return
@@ -214,7 +202,7 @@ def _moedoctor(
     # `timeout` ends what a command started, too.
     limit = ["timeout", "--signal", "INT", "--kill-after", "20", str(seconds)]
     command = [*limit, sys.executable, "-m", "moedoctor", *arguments]
-    variables = {**os.environ, **_ENVIRON, **environ}
+    variables = {**os.environ, **ENVIRON, **_ENVIRON, **environ}
     done = subprocess.run(
         command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
     )
