@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.fixes.backends import Selection, select
-from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases
+from moedoctor.fixes.backends.release_tables import PARALLEL, SCHEMES, load_releases
 from moedoctor.processes.files import write
 from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.page import Heading, Paragraph, Span, Table, Text
@@ -34,7 +34,6 @@ ACTIVATIONS = {
     "relu2_no_mul": " without a gate (relu2, as Nemotron)",
     "swigluoai": " as gpt-oss (swigluoai)",
 }
-PARALLEL = {"tp": (False, False), "ep": (True, False), "dp": (False, True), "dp+ep": (True, True)}
 LAYERS = (
     *((scheme, "silu") for scheme in SCHEMES if scheme != "mxfp4"),
     ("nvfp4", "relu2_no_mul"),
@@ -58,9 +57,9 @@ class Line:
 
 
 def write_reports(folder: Path) -> list[Path]:
-    """Write ``sm75.md`` … and an index into `folder`, and make it if it is missing."""
+    """Write ``sm75.md`` … into `folder`, and make it if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    texts = {folder / "README.md": _index()}
+    texts = {}
     for capability, name in FAMILIES.items():
         lines = [
             line for scheme, activation in LAYERS for line in _make_lines(capability, scheme, activation)
@@ -100,9 +99,16 @@ def _make_lines(capability: str, scheme: str, activation: str) -> Iterator[Line]
     """Give the runs of releases; parallel settings with the same runs share their lines."""
     alike: dict[Any, list[str]] = {}
     runs: dict[str, list[tuple[Selection, ...]]] = {}
-    for parallel, (ep, dp) in PARALLEL.items():
+    for parallel in PARALLEL:
         selections = [
-            select(capability, scheme, release=release, ep=ep, dp=dp, activation=activation)
+            select(
+                capability,
+                scheme,
+                release=release,
+                ep="ep" in parallel,
+                dp="dp" in parallel,
+                activation=activation,
+            )
             for release in load_releases()
         ]
         runs[parallel] = [tuple(group) for _, group in itertools.groupby(selections, key=_answer)]
@@ -140,22 +146,6 @@ def _write_cells(line: Line) -> list[Text]:
     reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in why.items())
     layer = line.first.scheme + ACTIVATIONS[line.first.activation]
     return [layer, ", ".join(line.parallel), selected, ", ".join(others) or "none", reasons or "none"]
-
-
-def _index() -> str:
-    lines = [
-        "# Which MoE backend vLLM selects",
-        "",
-        "One report a GPU family, written by `make backendreports` from the tables of `moedoctor backends`.",
-        "Nothing here was measured on a GPU: it is what the selection code of each release answers.",
-        "",
-        "| capability | GPU | report |",
-        "|---|---|---|",
-    ]
-    for capability, name in FAMILIES.items():
-        stem = _name_file(capability)
-        lines.append(f"| {capability} | {name} | [Markdown]({stem}.md) |")
-    return "\n".join(lines) + "\n"
 
 
 def _name_file(capability: str) -> str:

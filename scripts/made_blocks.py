@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,9 @@ import design_table
 import plugin_table
 import yaml
 from packaging.version import Version
+from typer.testing import CliRunner
 
+from moedoctor.cli import app
 from moedoctor.entries import load_entries
 from moedoctor.results import ClaimVerdict
 from moedoctor.scenario.file import ClaimDocument, make_schema
@@ -78,20 +79,8 @@ def with_blocks(document: Path) -> str:
 
 def help_text() -> str:
     """Return what ``moedoctor --help`` prints in 100 columns without color."""
-    left_out = {"GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS"}
-    keep = {name: value for name, value in os.environ.items() if name not in left_out}
-    width = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    answer = subprocess.run(
-        [str(Path(sys.executable).with_name("moedoctor")), "--help"],
-        capture_output=True,
-        encoding="utf-8",
-        env={**keep, **width, "PYTHONIOENCODING": "utf-8"},
-        cwd=ROOT,
-        timeout=60,
-        check=False,
-    )
-    if answer.returncode:
-        raise ValueError("moedoctor --help fails; run it to see why")
+    width = {"terminal_width": 98, "max_content_width": 98}  # click leaves a margin of two columns
+    answer = CliRunner().invoke(app, ["--help"], prog_name="moedoctor", color=False, **width)
     lines = "\n".join(line.rstrip() for line in answer.stdout.strip().splitlines())
     return f"```text\n$ moedoctor --help\n{lines}\n```"
 

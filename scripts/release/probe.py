@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from moedoctor.fixes.backends import release_tables
-from moedoctor.fixes.backends.release_tables import SCHEMES
+from moedoctor.fixes.backends.release_tables import PARALLEL, SCHEMES
 from moedoctor.upstream.selection.oracle import Answer, Layer, Oracle
 from moedoctor.upstream.selection.substitute import LIBRARIES
 
 CAPABILITIES = tuple(tuple(map(int, name.split("."))) for name in release_tables.CAPABILITIES)
-PARALLEL = {"tp": (False, False), "ep": (True, False), "dp": (False, True), "dp+ep": (True, True)}
 
 USES = ("FP4", "FP8", "FP16", "MXFP4_BF16", "MXFP4_MXFP8", "MXFP4_MXFP8_CUTLASS")
 CHOICES = ("throughput", "latency", "masked_gemm")
@@ -102,10 +101,8 @@ def grid(
     rows = []
     for capability in capabilities:
         oracle.substitute.use(capability)
-        for (name, (ep, dp)), activation in itertools.product(
-            PARALLEL.items(), activations or oracle.list_activations()
-        ):
-            asked = oracle.ask_again(Layer(scheme, activation, ep, dp, moe_backend))
+        for name, activation in itertools.product(PARALLEL, activations or oracle.list_activations()):
+            asked = oracle.ask_again(Layer(scheme, activation, "ep" in name, "dp" in name, moe_backend))
             answers = [numbers.setdefault(json.dumps(plain(each)), len(numbers)) for each in asked.answers]
             outcome = {"chosen": asked.chosen, "error": None if asked.chosen else asked.error}
             number = numbers.setdefault(json.dumps(outcome), len(numbers))
