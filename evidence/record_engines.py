@@ -11,6 +11,7 @@ stays in `OUT/recorded_CASE`. It needs a GPU, and vLLM and moedoctor in one envi
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -65,17 +67,10 @@ def _parameter(model: Any, wanted: str) -> tuple[str, Any]:
     )
 
 
-def spoil_scale(model: Any) -> object:
-    """Make the global scale of expert 3 NaN."""
+def multiply_scale(factor: float, model: Any) -> object:
+    """Multiply the global scale of expert 3."""
     name, scales = _parameter(model, "w13_weight_scale_2")
-    scales.data[3] = float("nan")
-    return name
-
-
-def enlarge_scale(model: Any) -> object:
-    """Multiply the global scale of expert 3 by 64."""
-    name, scales = _parameter(model, "w13_weight_scale_2")
-    scales.data[3] *= 64.0
+    scales.data[3] *= factor
     return name
 
 
@@ -127,6 +122,7 @@ def halve_up_scale(tensors: dict[str, Any], config: dict[str, Any]) -> None:
             tensors[name] = tensors[name] * 0.5
 
 
+spoil_scale, enlarge_scale = partial(multiply_scale, math.nan), partial(multiply_scale, 64.0)
 CASES = {
     "nan_graphs": Case(spoil_scale, True, "nvfp4", "nan", _TINY),
     "nan_eager": Case(spoil_scale, False, "nvfp4", "nan", _TINY),

@@ -350,7 +350,7 @@ def tune(given: argparse.Namespace, shapes: dict[str, LayerShape], tokens: Seque
             _print_errors(
                 pool.submit(compile_layer, shape, quantization, 1, tiles)
                 for shape in shapes.values()
-                for tiles in _pair_all(*(list_row_tiles(shape, second) for second in (False, True)))
+                for tiles in _pair_all(list_row_tiles(shape, False), list_row_tiles(shape, True))
             )
         for name, shape in shapes.items():
             if until - time.monotonic() < 15:
@@ -442,21 +442,17 @@ def write_table(report: dict[str, Any], shapes: dict[str, LayerShape]) -> None:
     """Add the fastest tiles to `TABLE`, in place of older ones of the same layer and number of pairs."""
     table = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {"layers": []}
     table["gpus"] = sorted({*table.get("gpus", ()), report["environment"]["gpu"]})
-    for row in report["rows"]:
-        if "us" not in row:
-            continue
+    layers = {tuple(each["layer"]): {row["pairs"]: row for row in each["tiles"]} for each in table["layers"]}
+    for row in (row for row in report["rows"] if "us" in row):
         shape = shapes[row["model"]]
-        key = [_KINDS[report["quantization"]], shape.hidden, shape.intermediate, shape.gated, shape.experts]
-        layer = next((layer for layer in table["layers"] if layer["layer"] == key), None)
-        if layer is None:
-            layer = {"layer": key, "tiles": []}
-            table["layers"].append(layer)
+        key = (_KINDS[report["quantization"]], shape.hidden, shape.intermediate, shape.gated, shape.experts)
         pairs = row["tokens"] * shape.top_k
         first, second = (_omit_defaults(tile) for tile in row["tiles"])
-        layer["tiles"] = [kept for kept in layer["tiles"] if kept["pairs"] != pairs]
-        layer["tiles"].append({"pairs": pairs, "first": first, "second": second})
-        layer["tiles"].sort(key=lambda entry: int(entry["pairs"]))
-    table["layers"].sort(key=lambda layer: str(layer["layer"]))
+        layers.setdefault(key, {})[pairs] = {"pairs": pairs, "first": first, "second": second}
+    table["layers"] = [
+        {"layer": list(key), "tiles": [tiles for _, tiles in sorted(rows.items())]}
+        for key, rows in sorted(layers.items(), key=lambda layer: str(list(layer[0])))
+    ]
     write(TABLE, json.dumps(table, indent=1) + "\n")
 
 

@@ -24,6 +24,7 @@ from moedoctor.diagnose.triage.signatures import Clue, load_clues, load_signatur
 from moedoctor.entries import load_entries
 from moedoctor.entries.entry import Entry
 from moedoctor.reporters.markdown_page import to_markdown
+from moedoctor.reporters.page import Table
 from moedoctor.reporters.pages.explain import Explained
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -177,23 +178,14 @@ def _with_links_to_entries(page: str, own: str) -> str:
 
 
 def _entry_list() -> str:
-    rows = [
-        _row(f"[{entry.id}]({entry.id}.md)", _plain(entry.title), _plain(entry.where), _plain(entry.fixed))
-        for entry in load_entries().values()
-    ]
-    return "\n".join(
-        [
-            "# Known failures",
-            "",
-            "A page for each: who has it, what to do today, where it is fixed, how it works, and its claims.",
-            "Looking for a text in a log? See [In trouble](../symptoms.md).",
-            "",
-            _row("id", "failure", "who has it", "fixed in"),
-            _row("---", "---", "---", "---"),
-            *rows,
-            "",
-        ]
-    )
+    rows = [(entry.id, entry.title, entry.where, entry.fixed) for entry in load_entries().values()]
+    table = to_markdown([Table(("id", "failure", "who has it", "fixed in"), rows)])
+    return f"""# Known failures
+
+A page for each: who has it, what to do today, where it is fixed, how it works, and its claims.
+Looking for a text in a log? See [In trouble](../symptoms.md).
+
+{_with_links_to_entries(table, "")}"""
 
 
 def _symptoms() -> str:

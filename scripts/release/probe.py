@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Sequence
 from typing import Any, get_args
+from unittest.mock import patch
 
 from moedoctor.fixes.backends import release_tables
 from moedoctor.fixes.backends.release_tables import PARALLEL, SCHEMES
@@ -44,8 +45,10 @@ ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {"VLLM_NVFP4_GEMM_BACKEND": "marlin"},
     {"VLLM_NVFP4_GEMM_BACKEND": "MARLIN"},
 )
-
-
+"""What the variables that ever meant something are set to."""
+FEW = (((8, 0), (9, 0), (10, 0), (12, 0)), ("silu",))
+LEADING = ("VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8", "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS")
+"""The variables that lead to kernels which nothing else leads to."""
 Texts = dict[str, int]
 """Text -> its number, because the same few answers come back thousands of times."""
 
@@ -70,8 +73,17 @@ def main() -> None:
             "automatic": automatic,
             "on_request": on_request,
             "needs": needs,
-            "with_variables": {scheme: with_variables(oracle, scheme, numbers) for scheme in SCHEMES},
-            "overridden": {scheme: overridden(oracle, scheme, numbers) for scheme in SCHEMES},
+            "with_variables": {
+                scheme: [
+                    [name, grid_with(oracle, scheme, numbers, {name: "1"})]
+                    for name in (LEADING if scheme == "mxfp4" else ())
+                ]
+                for scheme in SCHEMES
+            },
+            "overridden": {
+                scheme: [[each, grid_with(oracle, scheme, numbers, each, *FEW)] for each in ENVIRONMENTS]
+                for scheme in SCHEMES
+            },
             "texts": list(numbers),
         }
     )
@@ -111,29 +123,12 @@ def grid(
     return rows
 
 
-def overridden(oracle: Oracle, scheme: str, numbers: Texts) -> list[list[Any]]:
-    """[variables, rows of `grid` with these set]: what the variables that ever meant something do."""
-    rows_found = []
-    for variables in ENVIRONMENTS:
-        os.environ.update(variables)
-        try:
-            rows = grid(oracle, scheme, "auto", numbers, [(8, 0), (9, 0), (10, 0), (12, 0)], ("silu",))
-        finally:
-            for name in variables:
-                del os.environ[name]
-        rows_found.append([variables, rows])
-    return rows_found
-
-
-def with_variables(oracle: Oracle, scheme: str, numbers: Texts) -> list[list[Any]]:
-    """[variable, rows of the whole grid] for the variables that lead to kernels which nothing else leads
-    to."""
-    rows_found = []
-    for name in ("VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8", "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS"):
-        os.environ[name] = "1"
-        rows_found += [[name, grid(oracle, scheme, "auto", numbers)]] if scheme == "mxfp4" else []
-        del os.environ[name]
-    return rows_found
+def grid_with(
+    oracle: Oracle, scheme: str, numbers: Texts, variables: dict[str, str], *where: Any
+) -> list[list[Any]]:
+    """Return the rows of `grid` with these variables set."""
+    with patch.dict(os.environ, variables):
+        return grid(oracle, scheme, "auto", numbers, *where)
 
 
 def plain(answer: Answer) -> list[Any]:
