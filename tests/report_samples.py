@@ -134,12 +134,13 @@ STRANGE = [*(text[:60] for text in TEXTS if text != "\ud800"), "\ufffe]]>"]
 _texts = st.text(max_size=12) | st.sampled_from(STRANGE)
 _finite = st.floats(allow_nan=False, allow_infinity=False)
 _scalars = st.none() | st.booleans() | st.integers() | _finite | _texts
-_values = st.recursive(
+json_values = st.recursive(
     _scalars,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_texts, inner, max_size=3),
     max_leaves=5,
 )
-evidences = st.dictionaries(_texts, _values, max_size=3)
+"""Values that JSON has, with texts of strangers."""
+evidences = st.dictionaries(_texts, json_values, max_size=3)
 """Evidence of JSON types only."""
 
 crashes = st.builds(
@@ -200,3 +201,9 @@ reports = st.builds(
     findings=st.lists(_texts, max_size=2).map(tuple),
     schema_version=st.just(1),
 )
+
+
+def list_places(value: Any) -> list[tuple[Any, Any]]:
+    """Return the mapping or list and the key of every value inside a document."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, item in items for place in ((value, key), *list_places(item))]

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_samples import ENVIRONMENT, POINTS, case, report, reports, scenario
 
@@ -46,6 +46,7 @@ def _cases(before: str, after: str, subject: str = "installed") -> Comparison:
     return _compare(scenario("proved", case(subject, before)), scenario("proved", case(subject, after)))
 
 
+@settings(max_examples=25)
 @given(reports)
 def test_a_report_is_no_worse_than_itself(record: Report) -> None:
     comparison = compare(record, record, Tolerance(0.0))
@@ -54,6 +55,7 @@ def test_a_report_is_no_worse_than_itself(record: Report) -> None:
     assert compare(again, record, Tolerance(0.0)) == compare(record, again, Tolerance(0.0)) == comparison
 
 
+@settings(max_examples=25)
 @given(reports.filter(lambda record: record.scenarios), st.data())
 def test_any_worse_scenario_verdict_is_a_regression(record: Report, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(record.scenarios) - 1))

@@ -99,12 +99,6 @@ def test_the_gpu_is_the_first_that_cuda_programs_see(
     assert "2222" not in json.dumps(facts)
 
 
-def test_a_lost_gpu_does_not_hide_the_other() -> None:
-    facts = collect_trace_facts(nvml=two_gpus(lost=(0,)))
-    assert facts["gpu"] == "NVIDIA GB10"
-    assert facts["gpus"][0] == {"name": None, "capability": None, "memory_bytes": None, "visible": True}
-
-
 @pytest.mark.parametrize(
     ("error", "gpus", "errors"),
     [

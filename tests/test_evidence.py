@@ -48,14 +48,10 @@ def test_a_page_that_differs_from_its_json_is_found_and_written_again(
 
 
 @pytest.mark.parametrize("file", REPORTS, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_a_report_names_no_folder_of_the_machine(file: Path) -> None:
-    text = file.read_text().replace("/tmp/capsules", "")  # a promise's command names this folder
-    assert not _HOME.search(text)
-
-
-@pytest.mark.parametrize("file", REPORTS, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_a_report_is_whole_and_of_the_release_that_its_folder_names(file: Path) -> None:
-    report = json.loads(file.read_text())
+def test_a_report_is_whole_names_no_folder_and_is_of_the_release_of_its_own(file: Path) -> None:
+    text = file.read_text()
+    assert not _HOME.search(text.replace("/tmp/capsules", "")), "but that of a promise's command"
+    report = json.loads(text)
     index = (file.parent / "README.md").read_text()
     (line,) = [line for line in index.splitlines() if f"]({file.stem}.md)" in line]
     summary = report["summary"]

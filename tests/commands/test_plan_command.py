@@ -119,14 +119,6 @@ def test_without_an_option_the_scheme_comes_from_the_config(declared, scheme, tm
     assert planned(tmp_path, capsys, scheme="mxfp4")[0]["scheme"] == "mxfp4", "an explicit one stands"
 
 
-def test_without_a_scheme_in_the_config_modelopts_file_decides(tmp_path, capsys):
-    model_folder(tmp_path, {})
-    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    inputs, found = planned(tmp_path, capsys)
-    assert inputs["scheme"] == "fp8"
-    assert "scheme: fp8, by ModelOpt's file beside config.json" in found["notes"]
-
-
 @pytest.mark.parametrize(
     ("declared", "message"),
     [

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from checkpoint_headers import Size, qwen3, write_headers
 
@@ -15,7 +14,6 @@ from moedoctor.commands import hooks
 from moedoctor.diagnose.preflight import ask
 from moedoctor.processes.ask import Ended
 from moedoctor.reporters.findings import find_field
-from moedoctor.reporters.schemas import make_schema
 
 ENVIRONMENT = {"versions": {"vllm": "0.33.0"}, "unsatisfied": [], "gone": ["torch:cuda.x"], "seconds": 1.0}
 
@@ -83,10 +81,9 @@ def test_the_answer_comes_first(release: Path, model: Path, capsys: pytest.Captu
     assert any("--sizes 8" in line for line in lines[:6])
 
 
-def test_the_document_has_its_schema(release: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_size_has_an_answer(release: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(release, model, options=("--sizes", "2", "--format", "json")) == 0
     document = json.loads(capsys.readouterr().out)
-    jsonschema.validate(document, make_schema("preflight"))
     assert [answer["verdict"] for answer in document["answers"]] == ["starts"] * 3 + ["refused"] * 2
     assert document["answers"][0]["notes"] == [
         "not in this release, so not answered in its place: torch:cuda.x"

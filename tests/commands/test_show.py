@@ -18,6 +18,7 @@ import pytest
 from every_command import CALLS, MORE_CALLS, prepare
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from report_samples import json_values, list_places
 
 import moedoctor
 from moedoctor.cli import main
@@ -123,19 +124,6 @@ def test_a_stored_report_is_valid_and_shown_as_its_command_writes_it(
             assert re.sub(_CHANGES, "", shown.out) == written
 
 
-_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(0, 1e9) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Return the path of every value in a document, without the document's own."""
-    steps = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [found for step, inner in steps for found in ((*path, step), *places(inner, (*path, step)))]
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_damaged_report_is_shown_or_refused_in_one_line(
@@ -143,14 +131,11 @@ def test_a_damaged_report_is_shown_or_refused_in_one_line(
 ) -> None:
     name = data.draw(st.sampled_from(sorted(STORED)))
     document = json.loads(stored(name).read_text())
-    *steps, last = data.draw(st.sampled_from(places(document)))
-    inside = document
-    for step in steps:
-        inside = inside[step]
+    inside, last = data.draw(st.sampled_from(list_places(document)))
     if data.draw(st.booleans()):
         del inside[last]
     else:
-        inside[last] = data.draw(_values)
+        inside[last] = data.draw(json_values)
     damaged = tmp_path / "damaged.json"
     damaged.write_text(json.dumps(document))
     format = data.draw(st.sampled_from((*PAGE_FORMATS, "sarif")))

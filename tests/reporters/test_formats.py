@@ -31,7 +31,7 @@ def make_strange_report() -> Report:
     return report(*scenarios, findings=tuple(STRANGE), environment={text: text for text in STRANGE})
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(reports)
 @example(make_strange_report())
 def test_any_report_is_valid_in_every_format_and_the_same_from_a_file(whole: Report) -> None:

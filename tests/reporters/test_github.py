@@ -51,12 +51,6 @@ def test_the_text_of_a_command() -> None:
     )
 
 
-def test_each_regression_is_an_error() -> None:
-    findings = ("MD001: 5 % worse", "MD002: worse")
-    title = {"title": "moedoctor: worse than the baseline"}
-    assert _commands(report(scenario(), findings=findings)) == [("error", title, text) for text in findings]
-
-
 def test_the_job_summary_is_the_markdown() -> None:
     assert step_summary(full_report()) == MarkdownReporter(full=True).render(full_report())
 

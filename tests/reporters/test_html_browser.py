@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from engine_rows import engine_document, speed_row
-from every_command import CALLS, MORE_CALLS, prepare
+from every_command import CALLS, prepare
 from fleet_answers import write_answers
 
 from moedoctor.cli import main
@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[2]
 AXE = ROOT / ".browser" / "package" / "axe.min.js"
 STORED = {
     "run": "baselines/cpu.json",
-    "release": "releases/vllm-0.17.1.json",
     "bench of backends": "nvidia-h200/moe_backends.json",
 }
-CALLED = {name: call for name, call in {**CALLS, **MORE_CALLS}.items() if name not in ("run", "bench")}
+CALLED = {name: CALLS[name] for name in ("check", "explain", "lint", "plan", "replay")}
+"""These pages have every kind of block: items, prose, places of files, tables and records."""
 REPORTS = (*STORED, *CALLED, "bench of engines", "fleet")
 SCHEMES = ("light", "dark")
 WIDTHS = (390, 1440)

@@ -88,16 +88,6 @@ def test_a_crash_has_its_kind_its_message_and_the_end_of_stderr() -> None:
     assert error.text == f"{message}\nTraceback\n[red]last words[/]"
 
 
-def test_reasons_of_failures_and_skips() -> None:
-    skipped = case("vllm@0.18.0", "skipped", reason="give its kernels")
-    found = scenario("found", case("installed", "reproduced"), skipped)
-    absent = scenario("absent", case("faulty", "clean"), reason="torch 2.13 traces it")
-    root = _root(report(found, absent))
-    messages = {tag: [outcome.get("message") for outcome in root.iter(tag)] for tag in ("failure", "skipped")}
-    assert messages["failure"] == ["installed is reproduced: 13 of 128 rows"]
-    assert messages["skipped"] == ["give its kernels", "absent: torch 2.13 traces it"]
-
-
 def test_claims_conclusions_and_facts_are_properties() -> None:
     claim = ClaimResult(
         "it is free", "vllm-project/vllm#39391", ClaimVerdict.REFUTED, {"a_us": 3.5}, "it is not"

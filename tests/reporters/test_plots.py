@@ -61,12 +61,6 @@ def test_every_name_label_and_tick_is_text_in_the_picture() -> None:
     assert "a remark" not in words(draw_svg(CHART, caption=False))
 
 
-def test_only_coordinates_are_rounded() -> None:
-    drawn = draw(title="0.123456")
-    assert "0.123456" in words(drawn)
-    assert not re.search(r"\.\d{3}", drawn.replace("0.123456", "").partition("<svg")[2])
-
-
 def test_lines_differ_in_more_than_colour_and_a_spread_has_bars() -> None:
     plain = replace(CHART, series=tuple(replace(line, low=(), high=(), bound=False) for line in LINES))
     drawn = draw_svg(plain, caption=False)

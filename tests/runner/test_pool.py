@@ -51,11 +51,7 @@ def crash(way: str, timeout: float = 60.0) -> Crash:
     ("way", "death", "message", "last_words"),
     [
         ("illegal_memory_access", Death.ILLEGAL_MEMORY_ACCESS, "illegal memory access", ""),
-        ("illegal_instruction", Death.ILLEGAL_INSTRUCTION, "illegal instruction", ""),
-        ("device_assert", Death.DEVICE_ASSERT, "device-side assert", ""),
         ("device_assert_abort", Death.DEVICE_ASSERT, "device-side assert triggered", ""),
-        ("no_kernel_image", Death.NO_KERNEL_IMAGE, "no kernel image", ""),
-        ("cuda_error", Death.CUDA_ERROR, "unspecified launch failure", ""),
         ("out_of_memory", Death.OUT_OF_MEMORY, "MemoryError: no more", ""),
         ("exception", Death.EXCEPTION, "KeyError: 'w13_weight'", "KeyError"),
         ("system_exit", Death.EXCEPTION, "SystemExit: 3", ""),

@@ -54,12 +54,9 @@ def test_proved_when_the_control_shows_it_and_the_fix_does_not(tmp_path: Path) -
     ("parameters", "verdict", "reason"),
     [
         ("{symptom_fixed: true}", ScenarioVerdict.FAILED, "fixed was reproduced, expected clean"),
-        ("{symptom_faulty: false}", ScenarioVerdict.FAILED, "faulty was clean"),
-        ("{symptom_fixed: [false, true]}", ScenarioVerdict.FAILED, "fixed was reproduced"),
         ("{symptom_faulty: false, absent: true}", ScenarioVerdict.ABSENT, "told to be absent"),
         # A fix that misbehaves is never absent.
         ("{symptom_faulty: false, symptom_fixed: true, absent: true}", ScenarioVerdict.FAILED, "was"),
-        ("{fixed: signal}", ScenarioVerdict.ERROR, "killed by SIGSEGV"),
         ("{fixed: skip}", ScenarioVerdict.SKIPPED, "no such thing here"),
         ("{fixed: [answers, skip]}", ScenarioVerdict.SKIPPED, "1 points ran with only one of"),
     ],
@@ -68,13 +65,6 @@ def test_verdict_and_reason(tmp_path: Path, parameters: str, verdict: ScenarioVe
     scenario = result(tmp_path, f"parameters: {parameters}\n")
     assert scenario.verdict is verdict
     assert reason in str(scenario.reason)
-
-
-@pytest.mark.parametrize("subject", ["faulty", "fixed"])
-def test_a_control_or_a_fix_alone_proves_nothing(tmp_path: Path, subject: str) -> None:
-    scenario = result(tmp_path, "", Options(subjects=(subject,)))
-    assert scenario.verdict is ScenarioVerdict.SKIPPED
-    assert "nothing is proved" in str(scenario.reason)
 
 
 def test_timeout_of_the_options_overrides_the_scenario(tmp_path: Path) -> None:

@@ -141,12 +141,8 @@ BAD_SHAPE = [
     ("title: A title\n", 1, "id: is missing, expected a value"),
     (BASE + "subject: [faulty]\n", 5, "subject: unknown key, did you mean subjects?"),
     (BASE.replace("title", "titel"), 3, "titel: unknown key, did you mean title?"),
-    (BASE + "zzz: 1\n", 5, "zzz: unknown key, expected one of id, name, title, subjects"),
-    (BASE + "'': 1\n", 5, "unknown key"),
     (BASE + "k" * 900 + ": 1\n", 5, "k" * 40 + "… (900 characters): unknown key"),
-    (BASE + "yy: 1\nzz: 1\n", 5, "yy: unknown key"),
     (BASE.replace("MD001", "5"), 1, "id: " + TEXT + "5"),
-    (BASE + "timeout: '60'\n", 5, "timeout: must be a valid number, not '60'"),
     (BASE + "timeout: 0\n", 5, "timeout: must be greater than 0, not 0"),
     (BASE + "subjects: faulty\n", 5, "subjects: " + LIST + "'faulty'"),
     (BASE + f"subjects: [{'a, ' * 101}]\n", 5, "subjects: must have at most 100 items"),
@@ -154,19 +150,14 @@ BAD_SHAPE = [
     (BASE + "tiers:\n- modle\n", 6, "tiers[0]: must be 'model', 'library', 'kernel' or 'engine', not"),
     (BASE + "expect:\n  faulty: x\n", 6, "expect.faulty: must be 'reproduced' or 'clean', not 'x'"),
     (HEAD + "parameters: {a: []}\n", 4, "parameters.a: must not be empty"),
-    (HEAD + "parameters:\n  a: {b: 1}\n", 5, "parameters.a: must be text, a number, true, fa"),
-    (BASE + "matrix:\n- a\n", 6, "matrix[0]: " + MAPPING + "'a'"),
     (BASE + "claims:\n- key: plain\n", 6, "claims[0].text: is missing, expected a value"),
-    (BASE + CLAIM + "    sources: a\n", 9, "claims[0].sources: unknown key, did you mean source?"),
     (BASE + CLAIM + "    thresholds: {a: b}\n", 9, "claims[0].thresholds.a: must be a valid n"),
 ]
 BAD_VALUE = [
     (BASE.replace("MD001", "MD03"), 1, "id: unknown id 'MD03', expected one of MD00"),
     (BASE.replace("nan_routing", "nan"), 2, "name: 'nan' is not MD001, expected nan_routing"),
     (BASE + "subjects:\n- fixed\n- fauly\n", 7, "unknown subject 'fauly', did you mean faulty?"),
-    (BASE + "subjects: [emulatr]\n", 5, "did you mean emulator?"),
     (BASE + "subjects: [fixed, faulty,\n fixed]\n", 6, "subjects[2]: 'fixed' is there twice"),
-    (BASE + "expect:\n  fixd: clean\n", 6, "expect.fixd: unknown subject 'fixd', did you"),
     (BASE + "tiers: [engine]\n", 5, "tiers[0]: MD001 has no tier engine, expected model, kernel"),
     (BASE + CLAIM.replace("same_", "sane_"), 6, "'sane_expert', did you mean same_expert?"),
     (BASE + PLAIN + PLAIN.split("\n")[1], 7, "claims[1].key: 'plain' is there twice"),
@@ -180,7 +171,6 @@ BAD_POINT = [
     (HEAD, 1, "parameters.tokens: is missing, expected a value"),
     (HEAD + "matrix:\n- {tokens: 1}\n- {top_k: 1}\n", 6, "parameters.tokens: is missing"),
     (BASE + "matrix:\n- {}\n- {topk: 8}\n", 7, "parameters.topk: unknown key, did you mean top_k?"),
-    (HEAD + "parameters:\n  token: 1\n", 5, "parameters.token: unknown key, did you"),
     (HEAD + "parameters: {tokens: '4'}\n", 4, INTEGER + "'4'"),
     (HEAD + "parameters:\n  tokens:\n  - 1\n  - -1\n", 7, "parameters.tokens: must be greater than or eq"),
     (BASE + "matrix: [{router: x}]\n", 5, "parameters.router: must be 'softmax' or 'sigmoid', not 'x'"),
@@ -261,7 +251,7 @@ PIECES = st.sampled_from([*"abcyn019.-_+:?,[]{}#&*!|>'\"%@`\\~=<x/ \t\n\r\ufeff\
 TEXTS = st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=500)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.binary(max_size=4096) | TEXTS.map(str.encode))
 def test_any_bytes_are_a_scenario_or_an_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     assert_scenario_or_error(tmp_path_factory.getbasetemp(), data)
@@ -271,7 +261,7 @@ DAMAGE = [*"[]{}:'\"\t\n#\0é0", "", "- ", "  "]
 DAMAGE += ["null", "1e999", "yes", "&a ", "*a", "!x ", "[[1]]", "{a: 1}", "-1"]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.integers(0, len(FULL)), st.integers(0, 12), st.sampled_from(DAMAGE))
 def test_a_damaged_file_is_a_scenario_or_an_error(
     tmp_path_factory: pytest.TempPathFactory, at: int, cut: int, put: str

@@ -111,12 +111,3 @@ def test_two_gpus_show_their_numbers_though_none_can_be_far_from_the_other(
         assert "12 more; --full or --format json lists all." in shown
         assert main([*command, "--full"]) == 0
         assert "tokens=39" in capsys.readouterr().out
-
-
-def test_a_problem_that_is_no_entry_has_a_step(capsys: pytest.CaptureFixture[str]) -> None:
-    stored = Path(__file__).parents[3] / "reports" / "nvidia-h200-vllm-0.33.0" / "fleet_check.json"
-    document = json.loads(stored.read_text())
-    (problem_of_it,) = (each["id"] for each in document["findings"])
-    assert main(["show", str(stored), "--format", "markdown"]) == 0
-    (steps,) = re.findall(r"\*\*To do:\*\* (.*)", capsys.readouterr().out)
-    assert f"moedoctor check on {document['nodes'][0]['name']} for what to do about {problem_of_it}" in steps

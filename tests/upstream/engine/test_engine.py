@@ -55,9 +55,7 @@ def test_a_message_does_not_hold_the_folder_that_vllm_is_installed_in() -> None:
     ("model", "kind", "stage", "death"),
     [
         ("raise", "RuntimeError", "load", Death.EXCEPTION),
-        ("illegal", "RuntimeError", "load", Death.ILLEGAL_MEMORY_ACCESS),
         ("abort", "signal", "process", Death.SIGNAL),
-        ("exit", "silent", "process", Death.SILENT),
     ],
 )
 def test_ways_of_failing(model: str, kind: str, stage: str, death: Death) -> None:

@@ -64,21 +64,6 @@ def test_equal_bits_equal_digest_and_the_first_layer_that_differs() -> None:
     assert first[0]["norm"] == pytest.approx(update_and_residual)
 
 
-def test_the_first_layer_that_differs() -> None:
-    found = probes.find_first_difference(layer_outputs(1.0, 2.0, 3.0), layer_outputs(1.0, 2.001, 9.0))
-    assert (found["first_bit"], found["first_layer"], found["layers_compared"]) == ("layers.1", "layers.2", 3)
-    assert probes.find_first_difference(layer_outputs(1.0), layer_outputs(1.0)) == {
-        "layers_compared": 1,
-        "calls_compared": 1,
-        "until_parting": False,
-        "first_bit": None,
-        "first_layer": None,
-    }
-    broken = probes.find_first_difference(layer_outputs(1.0, 2.0), layer_outputs(1.0, math.nan))
-    assert (broken["first_layer"], broken["relative_difference"]) == ("layers.1", "not finite")
-    assert probes.find_first_difference(None, layer_outputs(1.0))["layers_compared"] == 0
-
-
 @pytest.mark.parametrize(
     ("later", "pieces", "equal_tokens", "expected"),
     [

@@ -117,15 +117,6 @@ def test_the_table_has_a_row_per_rank_and_a_total() -> None:
     assert [row.get("error") for row in alone] == [None, "process: hang: no answer"]
 
 
-def test_on_one_gpu_each_rank_is_a_host_of_its_own() -> None:
-    trials = nan_padding.rank_trials("model", "DP=2", {}, shared=True)
-    first, second = (trial.request.environ for trial in trials)
-    assert {key for key in first if first[key] != second[key]} == {"VLLM_DP_RANK", "NCCL_HOSTID"}
-    assert first["VLLM_DP_RANK_LOCAL"] == "0"
-    alone = nan_padding.rank_trials("model", "DP=2", {})
-    assert not any("NCCL_HOSTID" in trial.request.environ for trial in alone)
-
-
 @pytest.mark.parametrize(("gpus", "where"), [(1, " on one GPU"), (2, "")])
 def test_both_ranks_run_side_by_side_for_each_config(
     started: list[Any], monkeypatch: pytest.MonkeyPatch, gpus: int, where: str

@@ -145,20 +145,6 @@ def test_other_tokens_are_rounding_only_if_the_same_code_gives_the_same_bits(
     assert judge(figures).verdict is verdict
 
 
-def test_the_table_compares_with_both_controls() -> None:
-    figures = make_table(with_fix((1, 9, 3)), from_gpu((1, 9, 3)))
-    copied, second = figures["table"][2:]
-    assert copied["detail"] == f"prompt 1, token 2: 9, not 2; same tokens and logprobs {SAME_GRAPH}"
-    assert (second["outcome"], second["detail"][:15]) == ("control", "prompt 1, token")
-    assert judge(figures).figure.startswith(
-        "1 of 2 cells give the tokens of the run without offload, 1 those of the same"
-    )
-    assert copied["same_bits_in_the_same_code"] is True
-    row = make_table(with_fix(logprob=-0.25), from_gpu())["table"][2]
-    assert row["same_bits_in_the_same_code"] is False
-    assert row["detail"] == f"logprobs differ by up to 0.25; other tokens and logprobs {SAME_GRAPH}"
-
-
 def test_eager_engines_and_uva_are_never_excused() -> None:
     eager = evidence([answered(), with_fix((1, 9, 3))], places=(ON_GPU, COPIES), fixes="offload")
     assert eager["table"][1]["outcome"] == "other tokens"
@@ -194,31 +180,12 @@ def test_weights_that_were_moved_back_to_the_gpu_prove_nothing() -> None:
     row = figures["table"][1]
     assert (row["outcome"], row["detail"]) == ("back on the GPU", "7 of 16 bytes are on the host (MD013)")
     assert (figures["moved_back"], figures["same"], figures["not_offloaded"]) == (1, 1, 0)
-    judgement = judge(figures)
-    assert judgement.verdict is CaseVerdict.CLEAN
-    assert str(judgement.figure).startswith(
-        "1 of 2 cells give the tokens of the run without offload; in 1 most"
-    )
-    alone = judge(evidence([answered(), back], places=(ON_GPU, UVA)))
-    assert (alone.verdict, alone.figure) == (CaseVerdict.ERROR, "nothing was offloaded")
+    assert judge(figures).verdict is CaseVerdict.CLEAN
+    assert judge(evidence([answered(), back], places=(ON_GPU, UVA))).verdict is CaseVerdict.ERROR
     half = evidence([answered(), answered(probe={"host_bytes": 8, "parameter_bytes": 16}), answered()])
     assert half["moved_back"] == 0
     other = answered((1, 9, 3), probe={"host_bytes": 7, "parameter_bytes": 16})
     assert evidence([answered(), other, answered()])["other_tokens"] == 1
-
-
-def test_counts_bytes_and_errors() -> None:
-    frame = 'File "vllm/model_executor/offloader/uva.py", line 120, in forward'
-    crash = died(f"b_scales is not on GPU\nfrom user code:\n   {frame}")
-    figures = evidence([answered(probe=None, log=LogFacts()), answered((1, 2, 4)), crash])
-    assert [figures[name] for name in ("cells", "same", "other_tokens", "crashed")] == [2, 0, 1, 1]
-    rows = figures["table"]
-    assert [(row["host_bytes"], row["parameter_bytes"]) for row in rows[:2]] == [(None, None), (8, 16)]
-    assert [row["offloader"] for row in rows[:2]] == [None, "UVAOffloader"]
-    (error,) = figures["errors"]
-    assert error["message"].startswith("b_scales is not on GPU")
-    assert error["offloader_frame"] == 'File "vllm/model_executor/offloader/uva.py", line 120, in forward'
-    assert judge(figures).figure.startswith("2 of 2 cells fail: NVFP4 MARLIN, UVA: prompt 1, token 3")
 
 
 def test_each_backend_has_its_own_control() -> None:

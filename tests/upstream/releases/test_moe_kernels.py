@@ -68,24 +68,6 @@ def test_a_library_that_does_not_load_says_so_in_one_line(tmp_path: Path) -> Non
     assert str(tmp_path) not in str(caught.value), "reports go to others"
 
 
-def test_what_fails_with_the_runtime_loaded_is_not_that_it_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels of CUDA 12 that lack a symbol of this torch, with the runtime beside them."""
-    reasons = ["libcudart.so.12: cannot open shared object file", "undefined symbol: _ZN3c10"]
-
-    def load(path: str) -> None:
-        raise OSError(reasons.pop(0))
-
-    monkeypatch.setattr(torch.ops, "load_library", load)
-    monkeypatch.setattr(moe_kernels.ctypes, "CDLL", lambda *given, **options: None)
-    for name in ("moe_C.so", "libcudart.so.12"):
-        tmp_path.joinpath(name).write_bytes(b"\x7fELF" + bytes(60))
-    with pytest.raises(KernelError, match="undefined symbol") as caught:
-        MoeKernels.load(tmp_path / "moe_C.so")
-    assert "libcudart" not in str(caught.value)
-
-
 class Ops:
     """Replaces ``torch.ops._moe_C`` of a release and records its arguments."""
 

@@ -74,10 +74,14 @@ def test_marks_in_comments_and_docstrings_do_not_count(question: Question, tmp_p
     assert ask(tmp_path, question, text) != "affected"
 
 
-def mutate(tree: ast.Module, chance: random.Random) -> None:
-    """Change one thing in a file: a name, a constant, an operator, an order. No statement is removed."""
+def mutate(tree: ast.Module, chance: random.Random, number: int | None = None) -> None:
+    """Change one thing in a file: a name, a constant, an operator, an order. No statement is removed.
+
+    `number` is that of the node in the order of `ast.walk`; without it, one is drawn.
+    """
     nodes = list(ast.walk(tree))
-    node = chance.choice([each for each in nodes if not isinstance(each, ast.expr_context | ast.Module)])
+    some = [each for each in nodes if not isinstance(each, ast.expr_context | ast.Module)]
+    node = chance.choice(some) if number is None else nodes[number]
     if isinstance(node, ast.Name):
         for each in nodes:
             if isinstance(each, ast.Name) and each.id == node.id:
@@ -119,7 +123,7 @@ def test_no_mutation_of_the_mark_of_a_fix_is_clean(question: Question, tmp_path:
     for code in (code for evidence in question.clean for code in evidence.code):
         for number, _ in enumerate(ast.walk(ast.parse(code))):
             changed = ast.parse(code)
-            mutate_node(list(ast.walk(changed))[number])
+            mutate(changed, random.Random(number), number)
             mutated = ast.unparse(ast.fix_missing_locations(changed))
             if mutated != ast.unparse(ast.parse(code)):
                 text = make(question, Evidence(code=(mutated,)), declared=(KEY,))
@@ -163,15 +167,6 @@ def test_cuda_code_that_is_changed_is_unknown(question: Question, tmp_path: Path
     for hostile in (text + "(" * 100_000, f"{question.place}(" * 60_000, '"' * 99_999, "/*" * 99_999):
         assert ask(tmp_path, question, hostile) in ("affected", "unknown")
     assert ask(tmp_path, question, text + " " * (1 << 20)) == "unknown"
-
-
-def mutate_node(node: ast.AST) -> None:
-    if isinstance(node, ast.Name):
-        node.id = "changed"
-    elif isinstance(node, ast.Attribute):
-        node.attr = "changed"
-    elif isinstance(node, ast.Constant):
-        node.value = "changed"
 
 
 @pytest.mark.parametrize(

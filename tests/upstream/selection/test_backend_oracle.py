@@ -145,6 +145,7 @@ def test_a_vllm_that_cannot_answer_gives_the_reason(
         agreement.ask_all([select("12.0", "nvfp4", release="0.21.0")])
 
 
+@pytest.mark.usefixtures("light_torch")
 def test_a_platform_that_vllm_has_chosen_already_is_replaced_everywhere(stub: Path) -> None:
     """As on a machine with a GPU, and in releases that read the platform during import."""
     code = """
