@@ -58,13 +58,7 @@ def test_a_malformed_list_of_plug_ins_is_one_error(others: Path) -> None:
 
 
 @pytest.mark.parametrize(("module", "code"), [("another.project", 2), ("moedoctor.reporters.table", 3)])
-def test_a_reporter_that_raises_does_not_lose_the_report(
-    module: str,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_reporter_that_raises_does_not_lose_the_report(module, code, tmp_path, monkeypatch, capsys):
     def render(*_: object, **__: object) -> str:
         raise KeyError("colour")
 

@@ -57,9 +57,7 @@ FAILS = "parameters: {symptom_fixed: true}\n"
         (SKIP, ("--fail-on", "warning"), 1),
     ],
 )
-def test_exit_code_of_a_run(
-    tmp_path: Path, moedoctor: Run, text: str, options: tuple[str, ...], code: int
-) -> None:
+def test_exit_code_of_a_run(tmp_path, moedoctor, text, options, code):
     ended, out, err = moedoctor("run", write(tmp_path, text), "--format", "json", *options)
     summary = json.loads(out)["summary"]
     assert (ended, summary["exit_code"], bool(summary["reasons"])) == (code, code, code != 0)
@@ -89,9 +87,7 @@ def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, m
         "show {}",
     ],
 )  # fmt: skip
-def test_no_argument_reaches_the_terminal_raw_or_in_full(
-    line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_argument_reaches_the_terminal_raw_or_in_full(line, capsys):
     for text in filter(None, TEXTS):
         assert main([part.replace("{}", text) for part in line.split(" ")]) == 2
         printed = capsys.readouterr()
@@ -100,9 +96,7 @@ def test_no_argument_reaches_the_terminal_raw_or_in_full(
         assert len(printed.err.splitlines()) == 1
 
 
-def test_an_error_of_ours_is_shown_without_what_a_terminal_acts_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_ours_is_shown_without_what_a_terminal_acts_on(monkeypatch, capsys):
     def broken(*arguments: object) -> None:
         raise RuntimeError("\x1b]0;t\x07\n::error::x\n##[error]\x9b")
 
@@ -113,9 +107,7 @@ def test_an_error_of_ours_is_shown_without_what_a_terminal_acts_on(
     assert not problem(printed)
 
 
-def test_a_scenario_whose_name_is_markup_does_not_break_the_progress_bar(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_scenario_whose_name_is_markup_does_not_break_the_progress_bar(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stderr", terminal)
@@ -134,9 +126,7 @@ TAKES_A_FILE = {
 @pytest.mark.parametrize(
     "arguments", [*TAKES_A_FILE.values(), ["list"], ["explain", "MD001"], ["compare", "a.json", "b.json"]]
 )
-def test_every_command_checks_its_format_and_output_first(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_checks_its_format_and_output_first(arguments, capsys):
     assert main([*arguments, "--format", "pdf"]) == 2
     assert "--format pdf: expected one of " in capsys.readouterr().err
     if arguments[0] in TAKES_A_FILE:
@@ -168,9 +158,7 @@ def test_baseline_catches_what_got_worse(tmp_path: Path, moedoctor: Run) -> None
     assert (code, out.splitlines()[-1], err) == (0, "Next: nothing changed; keep the baseline", "")
 
 
-def test_a_terminal_that_shows_the_reasons_gets_them_once(
-    tmp_path: Path, moedoctor: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_shows_the_reasons_gets_them_once(tmp_path, moedoctor, monkeypatch):
     file, baseline, other = write(tmp_path), str(tmp_path / "before.json"), str(tmp_path / "out.txt")
     moedoctor("run", file, "--format", "json", "-o", baseline)
     write(tmp_path, FAILS)
@@ -186,9 +174,7 @@ def test_a_terminal_that_shows_the_reasons_gets_them_once(
     assert moedoctor(*arguments, "-o", other)[2].endswith(piped)
 
 
-def test_github_format_writes_the_step_summary(
-    tmp_path: Path, moedoctor: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_github_format_writes_the_step_summary(tmp_path, moedoctor, monkeypatch):
     summary = tmp_path / "summary.md"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     assert moedoctor("run", write(tmp_path, FAILS), "--format", "github")[1].startswith("::error file=")

@@ -280,9 +280,7 @@ def test_direction_follows_the_name(name: str, baseline: float, change: float, u
 
 
 @given(st.sampled_from(LOWER + HIGHER), positive, st.floats(-1, 1), st.floats(0, 0.9))
-def test_a_change_within_the_tolerance_is_not_reported(
-    name: str, baseline: float, share: float, limit: float
-) -> None:
+def test_a_change_within_the_tolerance_is_not_reported(name, baseline, share, limit):
     assert judge_metric(name, baseline, baseline * (1 + share * limit), Tolerance(limit)) is None
 
 

@@ -38,9 +38,7 @@ def example(tmp_path: Path, find_plugins_in: Callable[[Path], None]) -> Path:
     return tmp_path
 
 
-def test_the_example_is_proved_and_its_claim_confirmed(
-    example: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_is_proved_and_its_claim_confirmed(example, monkeypatch, capsys):
     monkeypatch.chdir(example)
     assert main(["run", "slow_sum.yaml", "--format", "json"]) == 0
     (scenario,) = json.loads(capsys.readouterr().out)["scenarios"]

@@ -90,9 +90,7 @@ def test_two_gpus_with_their_facts() -> None:
         ("GPU-", None, [False, False]), ("MIG-cccc3333", "NVIDIA H200", [True, True]),
     ],
 )  # fmt: skip
-def test_the_gpu_is_the_first_that_cuda_programs_see(
-    setting: str, gpu: str | None, visible: list[bool]
-) -> None:
+def test_the_gpu_is_the_first_that_cuda_programs_see(setting, gpu, visible):
     facts = collect_trace_facts(nvml=two_gpus(), environ={"CUDA_VISIBLE_DEVICES": setting})
     assert facts["gpu"] == gpu
     assert [gpu["visible"] for gpu in facts["gpus"]] == visible
@@ -129,9 +127,7 @@ def test_the_cuda_of_torch_is_read_from_its_source(text: str, expected: str | No
     ("version", "expected"),
     [("2.9.0+cu128", "12.8"), ("2.13.0+cu130", "13.0"), ("2.13.0+cpu", None), ("2.13.0", None)],
 )
-def test_without_its_folder_the_local_version_gives_the_cuda_of_torch(
-    version: str, expected: str | None
-) -> None:
+def test_without_its_folder_the_local_version_gives_the_cuda_of_torch(version, expected):
     assert collect_trace_facts({"torch": version}, package_folder=lambda name: None)["torch_cuda"] == expected
 
 

@@ -31,9 +31,7 @@ def test_the_markdown_of_a_report_is_the_page_of_its_json(file: Path) -> None:
     assert pages.render(file) == file.with_suffix(".md").read_text(encoding="utf-8"), "run: make reports"
 
 
-def test_a_page_that_differs_from_its_json_is_found_and_written_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_that_differs_from_its_json_is_found_and_written_again(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "reports" / "nvidia-h200"
     folder.mkdir(parents=True)
     text = (ROOT / "reports" / "nvidia-h200" / "sentinel_ids.json").read_text()

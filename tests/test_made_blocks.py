@@ -69,9 +69,7 @@ def write(blocks: ModuleType, kind: str, place: str = "docs/page.md") -> Path:
     return document
 
 
-def test_a_changed_figure_makes_the_check_fail(
-    blocks: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_figure_makes_the_check_fail(blocks, capsys):
     document = write(blocks, "claims MD001")
     store_claims(blocks, "+55 %")
     assert blocks.main(["--write"]) == 0

@@ -59,9 +59,7 @@ def test_an_installed_package_has_no_commit(tmp_path: Path) -> None:
     assert describe_checkout(tmp_path) == (None, None)
 
 
-def test_the_lines_that_make_a_report_again_name_code_variables_and_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_lines_that_make_a_report_again_name_code_variables_and_command(monkeypatch):
     monkeypatch.setattr("moedoctor.origin.describe_checkout", lambda: ("0" * 40, True))
     variables = {"VLLM_A": "two words", "VLLM_KEY": "***", "CUDA_HOME": "/usr", "VLLM_PATH": "/a/b"}
     token = ARGUMENTS.set(("run", "MD001", "--only", "a b"))

@@ -86,9 +86,7 @@ def test_the_wheel_holds_no_report_that_no_command_reads(wheel: Path) -> None:
         assert {json.loads(archive.read(name))["command"] for name in reports} == {"run"}
 
 
-def test_the_package_of_the_wheel_finds_its_own_scenarios_evidence_and_schemas(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_the_package_of_the_wheel_finds_its_own_scenarios_evidence_and_schemas(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     package = (tmp_path / "moedoctor").resolve()

@@ -122,9 +122,7 @@ def remove_release(root: Path, tables: Any, ranges: Any, release: str) -> None:
 
 
 @pytest.mark.upstream
-def test_a_release_that_was_removed_everywhere_comes_back_byte_for_byte(
-    tables: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_was_removed_everywhere_comes_back_byte_for_byte(tables, tmp_path, monkeypatch):
     release, home = read_release(), ROOT / ".venv-upstream"
     following = RELEASES[RELEASES.index(release) + 1 :][:1]
     if missing := [name for name in following if not (home / "releases" / name / ".complete").exists()]:
@@ -154,9 +152,7 @@ def test_a_release_that_was_removed_everywhere_comes_back_byte_for_byte(
     assert not list_changed() & {*removed, *ROWS}
 
 
-def test_what_begins_and_what_needs_a_person_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_begins_and_what_needs_a_person_is_named(tmp_path, monkeypatch):
     release = load_script("release/__main__", monkeypatch)
     folder = write_source(tmp_path / "0.34.0", "0.33.0", changed={"MD009.asserts": "affected"})
     rename(folder, "vllm/model_executor/utils.py", "replace_parameter")

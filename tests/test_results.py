@@ -175,9 +175,7 @@ def test_a_bad_file_gives_one_line_with_its_place(tmp_path: Path, content: str |
 
 
 @given(st.binary(max_size=60) | st.text(alphabet='{}[]":,0eN\\a\n', max_size=40).map(str.encode))
-def test_no_bytes_give_anything_but_a_report_error(
-    tmp_path_factory: pytest.TempPathFactory, content: bytes
-) -> None:
+def test_no_bytes_give_anything_but_a_report_error(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "fuzz.json"
     path.write_bytes(content)
     with pytest.raises(ReportError) as caught:

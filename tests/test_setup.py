@@ -105,9 +105,7 @@ REFUSED = "setup: moedoctor needs Python 3.10 or newer, and "
         ({"python3": "3.11"}, {"NO_ENSUREPIP": "1"}, "apt-get install python3.11-venv"),
     ],
 )
-def test_a_python_that_does_not_do_is_refused_with_what_to_do(
-    clone: Clone, pythons: dict[str, str], environ: dict[str, str], message: str
-) -> None:
+def test_a_python_that_does_not_do_is_refused_with_what_to_do(clone, pythons, environ, message):
     (clone.tools / "python3").unlink()
     for name, release in pythons.items():
         clone.add_python(name, release)

@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -101,9 +100,7 @@ def test_every_file_of_docs_is_in_the_navigation(site: Path) -> None:
         assert f'href="{guide.stem}.html"' in start, guide.name
 
 
-def test_on_a_phone_the_last_column_and_whole_lines_of_code_are_on_the_screen(
-    site: Path, browser: Any
-) -> None:
+def test_on_a_phone_the_last_column_and_whole_lines_of_code_are_on_the_screen(site, browser):
     page = browser.new_context(viewport={"width": 390, "height": 844}).new_page()
     wide = (
         "(all) => all.filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.innerText)"

@@ -86,9 +86,7 @@ def test_links(tmp_path: Path) -> None:
     assert read_text(tmp_path / "link.yaml", LIMIT) == "a: 1"
 
 
-def test_a_pipe_swapped_in_after_the_first_look_does_not_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipe_swapped_in_after_the_first_look_does_not_block(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").touch()
     honest = os.stat(tmp_path / "file")

@@ -148,9 +148,7 @@ def test_what_needs_torch_says_so_in_one_line(ended: Mapping[str, Any], command:
     assert "pip install torch" in NEEDS_TORCH
 
 
-def test_a_repair_that_needs_torch_leaves_the_findings_and_no_folder(
-    ended: Mapping[str, Any], place: Path
-) -> None:
+def test_a_repair_that_needs_torch_leaves_the_findings_and_no_folder(ended, place):
     code, out, err = ended[FIX]
     assert (code, "input scale" in out) == (2, True), err
     assert err.splitlines()[-1].endswith(NEEDS_TORCH)

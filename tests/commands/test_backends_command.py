@@ -51,9 +51,7 @@ def test_the_table_and_its_markdown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "VLLM_X\\|Y=a&lt;b" in text
 
 
-def test_this_machine_is_the_default(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_machine_is_the_default(capsys, monkeypatch):
     machine(monkeypatch, capability="9.0", vllm="0.21.0+cu130", flashinfer="0.6.8.post1")
     monkeypatch.setattr(command, "find_libraries", lambda *where: {"flashinfer": True})
     code, text = answer(capsys, ask=False)
@@ -67,9 +65,7 @@ def test_without_vllm_the_newest_release_is_answered_for(capsys: pytest.CaptureF
     assert "vllm is not installed here: answered for 0.33.0" in text
 
 
-def test_a_vllm_between_the_tables(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_between_the_tables(capsys, monkeypatch):
     def silent(*arguments: Any, **options: Any) -> tuple[Heard, ...]:
         raise AgreementError("the installed vllm did not answer")
 
@@ -97,9 +93,7 @@ def test_a_newer_release_is_answered_as_the_newest(release: str, capsys: pytest.
     assert answer(capsys, sm="9.0", release="0.33.0", strict=True)[0] == 0
 
 
-def test_a_setting_that_the_installed_source_declares_is_not_called_unknown(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_setting_that_the_installed_source_declares_is_not_called_unknown(capsys, monkeypatch, tmp_path):
     write_source(tmp_path, "0.33.0", declared=("VLLM_BRAND_NEW_MOE_KNOB",))
     for place, text in (
         ("vllm/engine/arg_utils.py", "group.add_argument('--brand-new', type=int)\n"),
@@ -150,9 +144,7 @@ def test_a_setting_that_the_installed_source_declares_is_not_called_unknown(
         ({}, {"VLLM_NVFP4_GEMM_BACKEND": "marlin"}, ""),  # it has an effect on linear layers
     ],
 )
-def test_an_exit_code_has_its_reasons_on_stderr_and_in_the_json(
-    capsys: pytest.CaptureFixture[str], request_: dict[str, Any], environ: dict[str, str], reason: str
-) -> None:
+def test_an_exit_code_has_its_reasons_on_stderr_and_in_the_json(capsys, request_, environ, reason):
     with mock.patch.dict(os.environ, environ, clear=True):
         code = backends(
             **{"scheme": "nvfp4", "sm": "12.0", "release": "0.21.0", "format": "json", **request_}
@@ -174,9 +166,7 @@ def test_an_exit_code_has_its_reasons_on_stderr_and_in_the_json(
         (["-h"], {}, 0, "FLASHINFER_CUTLASS is selected (automatic)"),  # the server's own flag, not ours
     ],
 )
-def test_a_server_is_judged_by_its_command_line_and_variables(
-    line: list[str], environ: dict[str, str], code: int, expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_is_judged_by_its_command_line_and_variables(line, environ, code, expected, capsys):
     arguments = ["backends", "--sm", "12.0", "--release", "0.18.0", "--scheme", "nvfp4", "--no-ask"]
     arguments += ["--", "vllm", "serve", "m"]
     with mock.patch.dict(os.environ, environ, clear=True):
@@ -231,9 +221,7 @@ def test_every_option_reaches_the_document(tmp_path: Path, capsys: pytest.Captur
     assert report["disagreements"] == []
 
 
-def test_the_installed_vllm_is_asked_and_its_disagreement_is_a_finding(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_installed_vllm_is_asked_and_its_disagreement_is_a_finding(capsys, monkeypatch):
     machine(monkeypatch, capability="12.0", vllm="0.21.0")
     monkeypatch.setattr(command, "find_libraries", lambda *where: {"flashinfer": True})
     heard = Heard("MARLIN", None, {"FLASHINFER_CUTLASS": "no", "MARLIN": ""}, ("a note",))
@@ -255,9 +243,7 @@ def test_the_installed_vllm_is_asked_and_its_disagreement_is_a_finding(
     assert "did not answer within 180 s" in text
 
 
-def test_an_installed_build_that_is_no_release_answers_by_its_own_code(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_build_that_is_no_release_answers_by_its_own_code(capsys, monkeypatch):
     machine(monkeypatch, capability="12.0", vllm="0.34.1.dev5")
     refusals = {"BRAND_NEW": "", "MARLIN": "", "VLLM_CUTLASS": "kernel is too old"}
     heard = Heard("BRAND_NEW", None, refusals, ("a note",))
@@ -309,9 +295,7 @@ def test_libraries_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 TRITON = ["vllm", "serve", "Qwen/Qwen3-30B-A3B", "--moe-backend", "triton"]
 
 
-def test_where_the_scheme_is_not_known_there_is_an_answer_for_each(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_where_the_scheme_is_not_known_there_is_an_answer_for_each(capsys):
     request: dict[str, Any] = {"sm": "9.0", "release": "0.33.0", "scheme": None, "format": "json"}
     code, text = answer(capsys, command=TRITON, backend="MARLIN", **request)
     document = json.loads(text)
@@ -383,9 +367,7 @@ def test_settings_that_the_answer_does_not_consider_are_named(capsys: pytest.Cap
         ("9.0", None),
     ],
 )
-def test_no_backend_is_advised_that_the_table_refuses(
-    sm: str, advice: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_backend_is_advised_that_the_table_refuses(sm, advice, capsys):
     text = answer(capsys, {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}, sm=sm, release="0.33.0")[1]
     if advice is None:
         assert "Next: use" not in text
@@ -418,8 +400,6 @@ def test_the_activation_comes_from_the_checkpoint_or_is_said_to_be_assumed(
     ("release", "sm", "named"),
     [("0.24.0", "12.0", True), ("0.27.1", "12.1", True), ("0.28.0", "12.0", False), ("0.24.0", "9.0", False)],
 )
-def test_a_deepgemm_without_kernels_for_the_gpu_is_named(
-    release: str, sm: str, named: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_deepgemm_without_kernels_for_the_gpu_is_named(release, sm, named, capsys):
     text = answer(capsys, sm=sm, scheme="fp8-block", release=release)[1]
     assert ("MD031: this vLLM selects DeepGEMM" in text) is named

@@ -111,9 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("line", "message"), CASES, ids=[line for line, _ in CASES])
-def test_bad_input_is_one_line_and_exit_code_2(
-    line: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(line, message, folder, monkeypatch, capsys):
     nothing = dict.fromkeys(("gpu", "capability", "vllm", "flashinfer"))
     facts = {**environment.collect(), **nothing, "gpus": []}
     monkeypatch.setattr(environment, "collect", lambda: facts)

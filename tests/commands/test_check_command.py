@@ -89,9 +89,7 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "other" / "bin" / "python"
 
 
-def test_another_python_is_asked_for_its_metadata_and_imports_nothing(
-    other: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_python_is_asked_for_its_metadata_and_imports_nothing(other, capsys):
     assert main(["check", "--python", str(other), "--format", "json"]) == 1
     document = json.loads(capsys.readouterr().out)
     facts = document["environment"]
@@ -119,9 +117,7 @@ def test_a_python_without_vllm_is_no_all_clear(tmp_path: Path, capsys: pytest.Ca
         (["--release", "v0.33.0", "--sm", "9.0", "--wsl"], {"MD003", "MD005", "MD020"}),
     ],
 )
-def test_a_described_environment(
-    options: list[str], ids: set[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_described_environment(options, ids, capsys):
     code = main(["check", *options, "--format", "json"])
     document = json.loads(capsys.readouterr().out)
     assert {finding["id"] for finding in document["findings"]} == ids
@@ -159,14 +155,7 @@ def test_an_accepted_finding_does_not_fail_and_is_shown(capsys: pytest.CaptureFi
         ("README.md", "vllm==0.33.0\n", None),
     ],
 )
-def test_an_annotation_is_at_the_line_that_pins_the_package(
-    name: str,
-    text: str,
-    line: int | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_annotation_is_at_the_line_that_pins_the_package(name, text, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text(text)
     command = ["check", "--release", "0.33.0", "--sm", "9.0", "--wsl", "--format"]

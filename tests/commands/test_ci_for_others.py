@@ -132,9 +132,7 @@ class Recorder:
         return [words[3:] for words in calls if words[:3] == ["-m", "moedoctor", command]]
 
 
-def test_the_action_asks_each_release_about_the_words_of_a_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_action_asks_each_release_about_the_words_of_a_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = "vllm serve 'my model'\n  --tensor-parallel-size 2"
     asked = {"preflight": command, "vllm": "0.33.0\n0.30.0\n", "sm": "9.0", "fail-on": "cannot-say"}
@@ -218,9 +216,7 @@ def test_the_action_installs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert reports == {f"{name}.{kind}" for name in ("check", "lint") for kind in ("json", "sarif")}
 
 
-def test_a_folder_without_weights_is_named_and_not_passed_in_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_weights_is_named_and_not_passed_in_silence(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "config.json").write_text("{}")
@@ -233,9 +229,7 @@ def test_a_folder_without_weights_is_named_and_not_passed_in_silence(
     assert lint["require_serial"] is True  # else two processes lint the folder of two files
 
 
-def test_a_hook_lints_a_folder_once_and_takes_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hook_lints_a_folder_once_and_takes_options(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     checkpoint(tmp_path / "model")
     files = ["model/config.json", "model/hf_quant_config.json"]

@@ -50,9 +50,7 @@ def test_a_failure_begins_for_a_command_line_that_has_its_flag(capsys: pytest.Ca
         assert (got, text.endswith("and this command line has --cpu-offload-gb")) == (code, bool(code))
 
 
-def test_flags_and_variables_of_the_command_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_and_variables_of_the_command_line(capsys, monkeypatch):
     line = ("--", "vllm serve m --calculate-kv-scales")
     code, document = compare(capsys, "0.27.1", "0.33.0", "--sm", "9.0", *line)
     assert code == 1
@@ -80,9 +78,7 @@ def test_backends_of_the_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("no backend" in text or "--moe-backend" in text for text in refused)
 
 
-def test_without_a_gpu_it_says_that_backends_were_not_compared(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_it_says_that_backends_were_not_compared(capsys, monkeypatch):
     monkeypatch.setattr(environment, "collect", lambda *sources: {})
     notes = compare(capsys, "0.32.0", "0.33.0")[1]["notes"]
     assert any("no GPU is visible here; name one: --sm 12.0" in text for text in notes)

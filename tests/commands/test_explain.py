@@ -96,9 +96,7 @@ def test_claims_show_the_figures_of_each_machine(tmp_path: Path, monkeypatch: py
     assert claim["outcomes"][1] == dict(zip(("machine", "verdict", "reason"), values, strict=True))
 
 
-def test_an_unreadable_report_is_named_and_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unreadable_report_is_named_and_left_out(tmp_path, monkeypatch, capsys):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "run.json").write_text("{")
     monkeypatch.setattr(page, "find_reports_folder", lambda: tmp_path)

@@ -106,9 +106,7 @@ def test_a_file_that_is_named(kind: str, tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*IN_A_CHECKPOINT, "hf_quant_config.json"])
-def test_a_file_of_a_checkpoint(
-    kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_a_checkpoint(kind, name, tmp_path, capsys):
     folder = modelopt(2).write(tmp_path / "checkpoint")
     (folder / name).unlink(missing_ok=True)
     KINDS[kind](folder / name)
@@ -131,9 +129,7 @@ def test_files_below_a_folder(kind: str, tmp_path: Path, capsys: pytest.CaptureF
     assert ends(capsys, "run", tmp_path / "x.yaml" / "sub")[0] == 2
 
 
-def test_a_file_that_cannot_be_read_does_not_hide_its_neighbours(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_read_does_not_hide_its_neighbours(tmp_path, capsys):
     from cuda_fakes import fake_cubin
 
     os.mkfifo(tmp_path / "a.cubin")
@@ -146,9 +142,7 @@ def test_a_file_that_cannot_be_read_does_not_hide_its_neighbours(
     assert "cannot be read as a wheel" in " ".join(printed.split())
 
 
-def test_a_wheel_cannot_make_us_unpack_or_list_without_a_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_cannot_make_us_unpack_or_list_without_a_limit(tmp_path, capsys, monkeypatch):
     path = tmp_path / "bomb.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr("a.cubin", bytes(70 << 20))  # more than a cubin may have
@@ -180,9 +174,7 @@ def test_without_a_working_directory(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "working directory was removed" in ends(capsys, "run", Path("x.yaml"))[1]
 
 
-def test_without_a_folder_for_temporary_files(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_for_temporary_files(capsys, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/nowhere"])
     monkeypatch.setattr("moedoctor.runner.pool._server", None)

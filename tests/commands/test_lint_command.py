@@ -30,9 +30,7 @@ def broken() -> Made:
     return made
 
 
-def test_a_remark_alone_is_reported_and_gives_no_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_remark_alone_is_reported_and_gives_no_exit_code(tmp_path, capsys):
     made = block_fp8()
     made.config["num_attention_heads"] = 8  # 128 rows in blocks of 32 do not divide by 8
     assert lint_command(made.write(tmp_path)) == 0
@@ -81,16 +79,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize(("stage", "outcome", "rule", "check", "code"), ANSWERS.values(), ids=ANSWERS)
-def test_an_installed_vllm_is_asked_to_load(
-    stage: str,
-    outcome: str,
-    rule: str,
-    check: str | None,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_installed_vllm_is_asked_to_load(stage, outcome, rule, check, code, tmp_path, monkeypatch, capsys):
     def ask_release(release: ask.Release, commands: Any, question: ask.Question, headers: Any) -> Any:
         assert question.capability == (9, 0)
         finding = PreflightFinding(rule, "error", "its own words", "", tensor=f"{UP}.weight")
@@ -126,9 +115,7 @@ def test_a_release_that_loads_the_names_decides(tmp_path: Path, monkeypatch: pyt
     assert result.findings == ()
 
 
-def test_impossible_paths_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_impossible_paths_are_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     made, long = modelopt(), "a" * 5000
     for name in [name for name in made.tensors if name.endswith("k_scale")]:
@@ -191,9 +178,7 @@ def test_fix_removes_a_kv_cache_without_scales_and_keeps_half_a_character(tmp_pa
     assert json.loads((tmp_path / "fix" / "config.json").read_text("utf-8"))["producer"] == "\ud800 é"
 
 
-def test_fix_corrects_the_scheme_of_both_files_and_the_advice_is_the_copy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fix_corrects_the_scheme_of_both_files_and_the_advice_is_the_copy(tmp_path, capsys):
     made = modelopt()
     made.config["quantization_config"]["quant_algo"] = "FP8"
     made.tensors[f"{UP}.weight_scale_2"] = f32(3e-4)
@@ -205,9 +190,7 @@ def test_fix_corrects_the_scheme_of_both_files_and_the_advice_is_the_copy(
     assert lint(tmp_path / "fix").findings == ()
 
 
-def test_fix_writes_nothing_if_nothing_can_be_repaired(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fix_writes_nothing_if_nothing_can_be_repaired(tmp_path, capsys):
     made = modelopt()
     del made.tensors[f"{UP}.weight_scale_2"]
     folder = made.write(tmp_path / "c")
@@ -289,14 +272,7 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize(("outcome", "rule", "checks"), ADAPTERS.values(), ids=ADAPTERS)
-def test_an_adapter_is_applied_by_the_installed_vllm(
-    outcome: str,
-    rule: str,
-    checks: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_adapter_is_applied_by_the_installed_vllm(outcome, rule, checks, tmp_path, monkeypatch, capsys):
     asked: list[tuple[str, ...]] = []
 
     def ask_release(release: ask.Release, commands: Any, *_: Any) -> Any:

@@ -104,9 +104,7 @@ def test_what_fails_is_chosen(release: Path, model: Path, options: tuple[str, ..
     assert call(release, model, "--tensor-parallel-size", "2", options=options) == code
 
 
-def test_every_release_decides_the_exit_code_and_no_other_size_does(
-    release: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_release_decides_the_exit_code_and_no_other_size_does(release, model, monkeypatch, capsys):
     other = release.parent / "0.30.0"
     other.joinpath("vllm").mkdir(parents=True)
     other.joinpath("vllm", "__init__.py").touch()
@@ -131,9 +129,7 @@ def test_every_release_decides_the_exit_code_and_no_other_size_does(
     assert "0.30.0 stops, rank 0: ValueError" in capsys.readouterr().err
 
 
-def test_a_hook_asks_about_each_file_of_headers(
-    release: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hook_asks_about_each_file_of_headers(release, model, tmp_path, monkeypatch):
     def run(words: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(words, main(words[3:]))
 
@@ -146,18 +142,14 @@ def test_a_hook_asks_about_each_file_of_headers(
     assert hooks.main([*options, "--", "--tensor-parallel-size", "2", *packs]) == 1
 
 
-def test_a_release_that_dies_cannot_say(
-    release: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_release_that_dies_cannot_say(release, model, monkeypatch, capsys):
     ended = Ended((ENVIRONMENT,), -9, "", 1.0, 600.0)
     monkeypatch.setattr(ask, "run_module", lambda *_, **__: ended)
     assert call(release, model) == 2
     assert "cannot say: 0.33.0 could not be asked: killed by SIGKILL" in capsys.readouterr().out
 
 
-def test_foreign_code_does_not_run_unless_it_is_asked_for(
-    release: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_foreign_code_does_not_run_unless_it_is_asked_for(release, model, monkeypatch, capsys):
     asked: list[Any] = []
 
     def run_module(module: str, request: Any, **options: Any) -> Ended:

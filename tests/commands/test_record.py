@@ -38,9 +38,7 @@ def record(tmp_path: Path, *arguments: str) -> int:
     return main(["record", "-o", str(tmp_path / "capsules"), *arguments])
 
 
-def test_the_command_gets_the_variables_and_keeps_its_options(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_gets_the_variables_and_keeps_its_options(tmp_path, capfd):
     options = ("--when", "first", "--max-size", "1.5", "--")
     assert record(tmp_path, *options, sys.executable, "-c", _SHOW, "--when") == 2
     out, err = capfd.readouterr()
@@ -55,9 +53,7 @@ def test_only_a_watched_layer_gives_an_all_clear(tmp_path: Path, capfd: pytest.C
     assert not list((tmp_path / "capsules").iterdir())
 
 
-def test_what_was_recorded_is_named_and_the_exit_code_is_the_commands(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_recorded_is_named_and_the_exit_code_is_the_commands(tmp_path, capsys):
     (tmp_path / "capsules").mkdir()
     older, new = (tmp_path / "capsules" / f"{name}.moecapsule" for name in ("older", "new"))
     save(make_capsule("bf16", tokens=2), older)
@@ -125,13 +121,7 @@ def crash(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_crash_is_named_and_its_call_is_computed_again(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    crash: list[str],
-    keep: bool,
-) -> None:
+def test_a_crash_is_named_and_its_call_is_computed_again(tmp_path, capfd, monkeypatch, crash, keep):
     folder, replayed = tmp_path / "capsules", list[str]()
 
     def compute(path: Path, find: Any, device: str, *, seconds: float) -> Any:
@@ -165,9 +155,7 @@ def test_a_crash_is_named_and_its_call_is_computed_again(
     assert [dump.stat().st_mode & 0o777 for dump in dumps] == [0o600] * keep
 
 
-def test_a_crash_is_named_though_the_command_waits_for_good(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, crash: list[str]
-) -> None:
+def test_a_crash_is_named_though_the_command_waits_for_good(tmp_path, capfd, monkeypatch, crash):
     monkeypatch.setattr(dump_request, "PATIENCE", 0.5)
     code = """
 import os, subprocess, sys, time
@@ -185,9 +173,7 @@ sys.exit(5 if time.monotonic() < until else 6)
     assert len(list((tmp_path / "capsules").glob("autopsy-*.json"))) == 1
 
 
-def test_a_users_own_place_for_dumps_is_used_and_left_alone(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, crash: list[str]
-) -> None:
+def test_a_users_own_place_for_dumps_is_used_and_left_alone(tmp_path, capfd, monkeypatch, crash):
     (tmp_path / "core.of.yesterday").write_bytes(b"")
     os.utime(tmp_path / "core.of.yesterday", (0, 0))
     monkeypatch.setenv("CUDA_COREDUMP_FILE", str(tmp_path / "core.of.%p"))
@@ -201,9 +187,7 @@ def test_a_users_own_place_for_dumps_is_used_and_left_alone(
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL"])
-def test_a_death_without_a_dump_blames_no_kernel(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_death_without_a_dump_blames_no_kernel(tmp_path, capfd, name):
     code = f"import os, signal; os.kill(os.getpid(), signal.{name})"
     number = signal.Signals[name].value
     assert record(tmp_path, "--when", "crash", "--", sys.executable, "-c", code) == 128 + number
@@ -211,9 +195,7 @@ def test_a_death_without_a_dump_blames_no_kernel(
     assert f"no kernel is known to have faulted: {reason}" in capfd.readouterr().err
 
 
-def test_a_dump_that_is_too_large_is_emptied_while_it_grows(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dump_that_is_too_large_is_emptied_while_it_grows(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(dump_request, "MOST_BYTES", 1000)
     code = """
 import os, time

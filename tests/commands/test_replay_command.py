@@ -34,9 +34,7 @@ def wrong(swapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return Path(shutil.copy(swapped, "wrong.moecapsule"))
 
 
-def test_a_wrong_output_is_named_and_found(
-    wrong: Path, replayed_here: set[bool], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_output_is_named_and_found(wrong, replayed_here, capsys):
     replayed_here.update((False, True))
     assert main(["replay", str(wrong), "--backend", "OURS,REFERENCE,MARLIN", "--format", "json"]) == 1
     document = json.loads(capsys.readouterr().out)
@@ -59,9 +57,7 @@ def test_a_wrong_output_is_named_and_found(
     assert marlin["unavailable"]
 
 
-def test_what_nothing_explains_is_said_with_what_is_right_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_nothing_explains_is_said_with_what_is_right_here(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     capsule = make_capsule("nvfp4")
     broken = (capsule.tensors["topk_ids"] == 5).any(1)  # [T]
@@ -97,9 +93,7 @@ def test_a_copy_without_weights_is_not_judged(wrong: Path, capsys: pytest.Captur
     assert "not judged" in capsys.readouterr().out
 
 
-def test_a_call_without_output_says_what_the_backends_computed(
-    wrong: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_call_without_output_says_what_the_backends_computed(wrong, capsys):
     capsule = load(wrong)
     inputs = {name: tensor for name, tensor in capsule.tensors.items() if name != "output"}
     save(replace(capsule, tensors=inputs), Path("died.moecapsule"))
@@ -133,9 +127,7 @@ def test_a_run_describes_a_capsule(wrong: Path, capsys: pytest.CaptureFixture[st
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-def test_weights_with_scales_of_blocks_go_to_the_backends_for_blocks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_with_scales_of_blocks_go_to_the_backends_for_blocks(tmp_path, capsys):
     path = tmp_path / "blocks.moecapsule"
     save(make_capsule("fp8", "fp8_block"), path)
     arguments = ["replay", str(path), "--backend", "OURS,TRITON", "--device", "cpu", "--format", "json"]

@@ -105,9 +105,7 @@ def test_the_json_of_a_run_is_as_its_schema_says(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.usefixtures("replayed_here")
 @pytest.mark.parametrize("name", STORED)
-def test_a_stored_report_is_valid_and_shown_as_its_command_writes_it(
-    name: str, stored: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stored_report_is_valid_and_shown_as_its_command_writes_it(name, stored, capsys):
     path, (command, *_) = stored(name), STORED[name]
     document = json.loads(path.read_text())
     check_json(document, command)
@@ -126,9 +124,7 @@ def test_a_stored_report_is_valid_and_shown_as_its_command_writes_it(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_damaged_report_is_shown_or_refused_in_one_line(
-    data: st.DataObject, stored: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_report_is_shown_or_refused_in_one_line(data, stored, tmp_path, capsys):
     name = data.draw(st.sampled_from(sorted(STORED)))
     document = json.loads(stored(name).read_text())
     inside, last = data.draw(st.sampled_from(list_places(document)))
@@ -165,9 +161,7 @@ EMPTY: dict[str, Any] = {"environment": {}, "summary": {}, "scenarios": []}
         ({"command": "bench", "moedoctor": "1", **EMPTY, "bench": {"x": 1}}, "do not fit"),
     ],
 )
-def test_what_is_no_report_is_refused(
-    document: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_report_is_refused(document, message, tmp_path, capsys):
     path = tmp_path / "a.json"
     path.write_text(json.dumps(document))
     assert main(["show", str(path)]) == 2
@@ -178,9 +172,7 @@ def test_what_is_no_report_is_refused(
 
 
 @pytest.mark.parametrize("name", ["triage", "lint", "plan", "compare"])
-def test_the_line_that_makes_a_report_again_does(
-    name: str, stored: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_line_that_makes_a_report_again_does(name, stored, monkeypatch):
     path = stored(name)
     first = json.loads(path.read_text())
     line = first["origin"]["again"][-1]
@@ -197,9 +189,7 @@ def test_the_line_that_makes_a_report_again_does(
     assert again == first
 
 
-def test_a_report_that_is_shown_keeps_its_origin_and_what_it_ended_with(
-    stored: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_that_is_shown_keeps_its_origin_and_what_it_ended_with(stored, capsys):
     path = stored("lint")
     document = json.loads(path.read_text())
     document["origin"]["date"] = "2001-02-03T04:05:06Z"

@@ -85,9 +85,7 @@ def test_rules_name_packages_and_releases_that_exist(entry: Entry, rule: Rule) -
 
 
 @ENTRIES
-def test_notes_say_what_they_depend_on_and_come_last_because_the_first_matching_rule_wins(
-    entry: Entry,
-) -> None:
+def test_notes_say_what_they_depend_on_and_come_last_because_the_first_matching_rule_wins(entry):
     severities = [rule.severity for rule in entry.affects]
     assert severities == sorted(severities, key=lambda severity: severity == "note")
     assert all(rule.needs for rule in entry.affects if rule.severity == "note")

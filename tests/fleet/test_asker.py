@@ -62,13 +62,7 @@ def _rows(monkeypatch: pytest.MonkeyPatch, stream: _Stream, *, gpus: int) -> lis
     ((_STARTED,), 0, (1, 1)),
     ((_MISSING,), 0, (0, 0)),
 ])  # fmt: skip
-def test_a_task_that_ends_after_its_answers_adds_no_row(
-    end: type[Exception],
-    words: tuple[str, ...],
-    gpus: int,
-    died: tuple[int, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_task_that_ends_after_its_answers_adds_no_row(end, words, gpus, died, monkeypatch):
     """`died` is how many rows say so after an end of its own and after the death of its worker."""
     rows = _rows(monkeypatch, _Stream(*words, end=end), gpus=gpus)
     others = words.count(_ANSWER) + words.count(_MISSING)

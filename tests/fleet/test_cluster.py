@@ -124,9 +124,7 @@ def test_each_odd_node_is_a_row(cluster: Any, add: Callable[..., Any], tmp_path:
     assert all(Path(document["reports"], node["file"]).exists() for node in document["nodes"])
 
 
-def test_the_wheel_goes_to_the_node_without_moedoctor(
-    cluster: Any, add: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_wheel_goes_to_the_node_without_moedoctor(cluster, add, tmp_path):
     add("lacks")
     wheel = tmp_path / "wheel"
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
@@ -191,9 +189,7 @@ class _Holder:
         return True
 
 
-def test_both_gpus_of_a_node_are_asked_after_another_call(
-    cluster: Any, add: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_both_gpus_of_a_node_are_asked_after_another_call(cluster, add, tmp_path):
     """The GPUs are Ray's numbers only; this machine computes on its CPU for each."""
     made = add("right", num_gpus=2)
     options = ("--show-hosts", "--nodes", made.node_id)

@@ -51,9 +51,7 @@ def test_each_node_is_in_one_group_and_equal_nodes_are_together(members: list[Me
     count=st.integers(3, 20),
     odd=st.integers(0),
 )
-def test_one_odd_node_is_named_with_what_differs(
-    facts: dict[str, str], fact: str, count: int, odd: int
-) -> None:
+def test_one_odd_node_is_named_with_what_differs(facts, fact, count, odd):
     members = [Member(f"node-{index:02d}", "H200", facts) for index in range(count)]
     name = f"node-{odd % count:02d}"
     members[odd % count] = Member(name, "H200", {**facts, fact: "odd"})
@@ -128,9 +126,7 @@ def _measured(values: list[float], number: str = "copy_gb_per_second") -> list[M
     factor=st.sampled_from([0.3, 3.0]),
     number=st.sampled_from(["copy_gb_per_second", "layer_us decode"]),
 )
-def test_one_far_number_is_named_and_judged_by_its_unit(
-    values: list[float], factor: float, number: str
-) -> None:
+def test_one_far_number_is_named_and_judged_by_its_unit(values, factor, number):
     members = _measured([*values, 100 * factor], number)
     found = {outlier.name: outlier for outlier in find_outliers(members)}
     odd = found[members[-1].name]

@@ -73,9 +73,7 @@ def test_reading_what_a_child_writes_does_not_move_its_place(tmp_path: Path) -> 
         assert os.lseek(file.fileno(), 0, os.SEEK_CUR) == 4
 
 
-def test_caches_of_kernels_have_checksums(
-    module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_of_kernels_have_checksums(module, tmp_path, monkeypatch):
     module.write_text("print('{}')\n")
     monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
     monkeypatch.delenv("FLASHINFER_CUBIN_DIR", raising=False)

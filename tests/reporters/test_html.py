@@ -156,9 +156,7 @@ def test_a_picture_is_part_of_the_page_in_its_colours() -> None:
     assert [element.text for element in root.iter("figcaption")] == ["how", "how"]
 
 
-def test_without_matplotlib_the_page_says_so_and_lacks_only_the_picture(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_matplotlib_the_page_says_so_and_lacks_only_the_picture(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     text = to_html([Heading("a", 1), Picture("", CHART.title, CHART), Paragraph("after it")])
     check_html(text)

@@ -86,9 +86,7 @@ def show(browser: Any, files: dict[str, Path]) -> Iterator[Open]:
 
 
 @pytest.mark.parametrize(("name", "width", "scheme"), PAIRWISE)
-def test_it_opens_within_a_second_and_is_not_wider_than_the_screen(
-    show: Open, files: dict[str, Path], name: str, width: int, scheme: str
-) -> None:
+def test_it_opens_within_a_second_and_is_not_wider_than_the_screen(show, files, name, width, scheme):
     page = show(name, width=width, scheme=scheme)
     assert files[name].stat().st_size <= 2_000_000
     timing = page.evaluate("performance.getEntriesByType('navigation')[0].toJSON()")
@@ -148,9 +146,7 @@ def test_a_link_of_the_overview_opens_its_section_and_evidence_is_behind_a_click
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_without_its_script_the_page_begins_with_the_answer_has_every_text_and_opens_on_paper(
-    show: Open, name: str
-) -> None:
+def test_without_its_script_the_page_begins_with_the_answer_has_every_text_and_opens_on_paper(show, name):
     cells = (
         show(name)
         .locator("td")

@@ -62,9 +62,7 @@ def test_cases_with_the_expected_verdict_pass() -> None:
         ("error", crashed("vllm@0.19.1"), "vllm@0.19.1/kernel/cuda:0", "error"),
     ],
 )
-def test_cases_with_another_verdict_do_not_pass(
-    verdict: str, member: object, name: str, outcome: str
-) -> None:
+def test_cases_with_another_verdict_do_not_pass(verdict, member, name, outcome):
     assert _outcomes(scenario(verdict, member)) == {name: outcome}  # type: ignore[arg-type]
 
 

@@ -1,16 +1,14 @@
 """Markdown, read back by a CommonMark parser."""
 
-import re
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 from report_readers import MARKDOWN
-from report_samples import POINTS, case, crashed, full_report, report, scenario
+from report_samples import POINTS, case, crashed, report, scenario
 
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.markdown_page import escape, link_source, to_markdown
 from moedoctor.reporters.page import Paragraph, Picture
-from moedoctor.reporters.text import summarize
 from moedoctor.results import Report
 from moedoctor.text import join_lines
 
@@ -79,36 +77,6 @@ def test_sources_become_links() -> None:
         "[a/b#1](https://github.com/a/b/issues/1), [c/d#2](https://github.com/c/d/issues/2) and \\*x\\*"
     )
     assert link_source("a blog](javascript:x)") == "a blog\\](javascript:x)"
-
-
-def test_the_whole_report() -> None:
-    whole = full_report()
-    text = _render(whole)
-    shown = _shown(text)
-    headings = re.findall(r"^#+ .*$", text, re.M)
-    assert headings == [
-        "# moedoctor 0.1.0: run",
-        "## Worse than the baseline",
-        "## engine_wrong_scale.moecapsule: model.layers.1.mlp.experts",
-        "### What explains it",
-        "### How much of each expert and token",
-        "### What the backend got",
-        "### The call",
-        "## MD001 nan_routing: error",
-        "### Claims",
-        "### Conclusions",
-    ]
-    for folded in ("MD005 untraceable_offload: absent", "Environment"):
-        assert f"<details><summary>{folded}</summary>" in text
-    assert any(summarize(whole) in block for block in shown)
-    assert "Interrupted: not every case ran." in shown
-    assert any(block.endswith("MD001 faulty: verdict reproduced -> clean") for block in shown)
-    rows = [
-        line
-        for line in text.splitlines()
-        if line.startswith(("| faulty", "| fixed", "| installed", "| vllm"))
-    ]
-    assert len(rows) == 4 + 4 + 1 + 4 + 2
 
 
 def test_stderr_of_a_crash_cannot_end_its_code_block() -> None:

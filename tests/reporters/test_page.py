@@ -98,45 +98,6 @@ PAGE = (
 )
 
 
-def test_a_page_in_markdown() -> None:
-    assert (
-        to_markdown(PAGE)
-        == """\
-# a \\# title
-
-**bold** and `moedoctor run`
-
-- one
-- \\- two
-
-- **error** text ([a/b#1](https://github.com/a/b/issues/1))
-  - next: do this
-  - more
-- **note** second
-
-| name | size |
-| --- | ---: |
-| x | 1 |
-| y\\|z | 22 |
-
-| group | label | n |
-| --- | --- | --- |
-| g | a | 1 |
-| g | b | 2 |
-| alone |  | 3 |
-
-````text
-a  ```
-b
-````
-
-![a \\[plot\\]](plot.svg)
-
-*as it is*
-"""
-    )
-
-
 def test_a_page_at_a_terminal() -> None:
     assert (
         to_text(PAGE)

@@ -58,9 +58,7 @@ def test_fingerprints_stay_if_lines_and_figures_change() -> None:
     )
 
 
-def test_a_checkpoint_names_its_file_and_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_names_its_file_and_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     damaged(tmp_path / "model")
@@ -83,9 +81,7 @@ def damaged(folder: Path) -> None:
     checkpoint.write(folder)
 
 
-def test_a_log_names_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_names_its_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     line = "RuntimeError: b_scales is not on GPU\n"
     log = tmp_path / "logs" / "a b.log"
@@ -100,9 +96,7 @@ def test_a_log_names_its_line(
     assert list_fingerprints(again) == list_fingerprints(run)
 
 
-def test_kernels_that_a_gpu_cannot_use_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kernels_that_a_gpu_cannot_use_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "a.cubin").write_bytes(fake_cubin(90))

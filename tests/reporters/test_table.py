@@ -64,9 +64,7 @@ RATES = (
 
 @pytest.mark.parametrize("table", [LONG, OVERVIEW, RATES], ids=["cards", "words", "on its side"])
 @pytest.mark.parametrize("width", [60, 80, 120, None])
-def test_no_word_breaks_at_sixty_columns(
-    table: tuple[tuple[str, ...], list[tuple[str, ...]]], width: int
-) -> None:
+def test_no_word_breaks_at_sixty_columns(table, width):
     header, rows = table
     text = to_text([Table(header, rows)], width=width)
     assert max(map(cell_len, text.splitlines())) <= (width or 1000)
@@ -84,9 +82,7 @@ def test_no_word_breaks_at_sixty_columns(
     st.booleans(),
     st.sampled_from((1, 40, 90)),
 )
-def test_no_cell_of_a_table_is_lost_at_any_width(
-    rows: list[tuple[str, ...]], width: int, grouped: bool, longest: int
-) -> None:
+def test_no_cell_of_a_table_is_lost_at_any_width(rows, width, grouped, longest):
     header = ("group", *(f"{number}" * longest for number in range(len(rows[0]))))
     text = to_text([Table(header, [("g", *row) for row in rows], grouped=grouped)], width=width)
     assert max(map(cell_len, text.splitlines())) <= width

@@ -49,9 +49,7 @@ def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     ("fault", "name", "when"),
     [("MD014", "global_scale_mismatch", "mismatch=1"), ("MD015", "input_scale_missing", "nan")],
 )
-def test_an_engine_records_the_call_that_shows_the_failure(
-    observe: Any, tmp_path: Path, fault: str, name: str, when: str
-) -> None:
+def test_an_engine_records_the_call_that_shows_the_failure(observe, tmp_path, fault, name, when):
     evidence = observe(fault)
     (capsule,) = evidence["capsules"]
     assert capsule.startswith(f"{name}-fixed-engine-")
@@ -60,9 +58,7 @@ def test_an_engine_records_the_call_that_shows_the_failure(
     assert evidence["fixes"] is None, "a recording must not pass for the fix that a case asked for"
 
 
-def test_what_an_earlier_run_left_is_not_named_unless_it_was_written_again(
-    observe: Any, tmp_path: Path
-) -> None:
+def test_what_an_earlier_run_left_is_not_named_unless_it_was_written_again(observe, tmp_path):
     (capsule,) = observe("MD014")["capsules"]
     older = (tmp_path / "kept" / capsule).with_name("older.moecapsule")
     older.touch()
@@ -83,9 +79,7 @@ def test_other_engines_do_not_record(observe: Any, tmp_path: Path, case: str, op
 
 
 @pytest.mark.parametrize("release", ["0.20.0", "99.0.0"])
-def test_a_release_that_cannot_record_runs_without(
-    observe: Any, monkeypatch: pytest.MonkeyPatch, release: str
-) -> None:
+def test_a_release_that_cannot_record_runs_without(observe, monkeypatch, release):
     monkeypatch.setattr(engine, "read_vllm_version", lambda: release)
     assert observe("MD014") == {"fixes": None}
 

@@ -131,9 +131,7 @@ def test_a_child_that_breaks_things_harms_no_sibling(way: str, message: str | No
         ),
     ],
 )
-def test_a_torch_that_cannot_be_imported_is_the_cause(
-    torch: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_that_cannot_be_imported_is_the_cause(torch, message, tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(torch)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(pool, "_Server", START)
@@ -176,9 +174,7 @@ def test_a_crash_does_not_affect_the_next_case() -> None:
     st.integers(0, 3),
     st.integers(1, 4),
 )
-def test_gpu_jobs_share_a_gpu_as_far_as_each_allows(
-    given_jobs: list[tuple[str, int]], already: int, parallel: int
-) -> None:
+def test_gpu_jobs_share_a_gpu_as_far_as_each_allows(given_jobs, already, parallel):
     jobs = [replace(job("answers", device=device), together=together) for device, together in given_jobs]
     running = pool._choose_startable(range(len(jobs)), [], jobs, parallel)[:already]
     waiting = [index for index in range(len(jobs)) if index not in running]
@@ -209,9 +205,7 @@ def test_a_signal_kills_the_children_and_keeps_what_finished() -> None:
 
 
 @pytest.mark.gpu
-def test_real_cuda_faults_are_classified_and_do_not_affect_the_next_case(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_real_cuda_faults_are_classified_and_do_not_affect_the_next_case(monkeypatch):
     monkeypatch.setattr(pool, "_Server", START)
     pool._stop_server()
     deaths = {

@@ -83,9 +83,7 @@ def test_timeout_of_the_options_overrides_the_scenario(tmp_path: Path) -> None:
         ("has_point", ""),
     ],
 )
-def test_what_a_plug_in_raises_is_an_error_of_its_scenario_alone(
-    tmp_path: Path, method: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_plug_in_raises_is_an_error_of_its_scenario_alone(tmp_path, method, text, monkeypatch):
     def fail(*_: object) -> None:
         raise KeyError("its own mistake")
 
@@ -114,9 +112,7 @@ CLAIMS = """claims:
 
 
 @pytest.mark.parametrize(("limit", "verdict"), [("3", ClaimVerdict.CONFIRMED), ("4", ClaimVerdict.REFUTED)])
-def test_claims_are_measured_against_their_thresholds(
-    tmp_path: Path, limit: str, verdict: ClaimVerdict
-) -> None:
+def test_claims_are_measured_against_their_thresholds(tmp_path, limit, verdict):
     measured, gpu, dead = result(tmp_path, CLAIMS.replace("LIMIT", limit)).claims
     assert (measured.verdict, measured.evidence) == (verdict, {"value": 3})
     assert (gpu.verdict, gpu.reason) == (ClaimVerdict.UNTESTED, "needs an NVIDIA GPU, none is visible")

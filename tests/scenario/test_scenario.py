@@ -104,9 +104,7 @@ BLOCK = st.dictionaries(st.sampled_from(["tokens", "experts", "scale"]), VALUES,
 
 
 @given(st.lists(BLOCK, min_size=1, max_size=4))
-def test_the_points_are_those_of_the_blocks(
-    tmp_path_factory: pytest.TempPathFactory, blocks: list[dict[str, list[int]]]
-) -> None:
+def test_the_points_are_those_of_the_blocks(tmp_path_factory, blocks):
     shared = yaml.safe_dump({"parameters": {"tokens": 5, "experts": 50, "top_k": 1}, "matrix": blocks})
     found = [
         (point["tokens"], point["experts"], point["scale"])
@@ -263,9 +261,7 @@ DAMAGE += ["null", "1e999", "yes", "&a ", "*a", "!x ", "[[1]]", "{a: 1}", "-1"]
 
 @settings(max_examples=100)
 @given(st.integers(0, len(FULL)), st.integers(0, 12), st.sampled_from(DAMAGE))
-def test_a_damaged_file_is_a_scenario_or_an_error(
-    tmp_path_factory: pytest.TempPathFactory, at: int, cut: int, put: str
-) -> None:
+def test_a_damaged_file_is_a_scenario_or_an_error(tmp_path_factory, at, cut, put):
     assert_scenario_or_error(tmp_path_factory.getbasetemp(), (FULL[:at] + put + FULL[at + cut :]).encode())
 
 

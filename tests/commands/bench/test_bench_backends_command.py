@@ -18,9 +18,7 @@ def bench(*arguments: str) -> int:
     return cli.main(["bench", *arguments])
 
 
-def test_reference_end_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reference_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(backends, "measure_machine", lambda device: (LIMITS, {}))
     report, picture = tmp_path / "report.json", tmp_path / "plot.svg"
     code = bench(
@@ -62,21 +60,13 @@ WRONG = {"tokens": 1, "right": False, "wrong": "1 of 1 tokens: cosine 0", "cosin
         ({"failed": "the process ended with -6: abort"}, 1, "OURS nvfp4: FAILED: the process ended"),
     ],
 )
-def test_a_wrong_backend_gets_no_time_and_exit_code_1(
-    row: dict[str, object],
-    code: int,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_wrong_backend_gets_no_time_and_exit_code_1(row, code, expected, monkeypatch, capsys):
     measured(monkeypatch, row)
     assert bench("--backend", "OURS", *TINY) == code
     assert expected in capsys.readouterr().out
 
 
-def test_a_backend_that_cannot_run_gives_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_backend_that_cannot_run_gives_exit_code_2(monkeypatch, capsys):
     measured(monkeypatch, {"unavailable": "vLLM says: no"})
     assert bench("--backend", "OURS", *TINY) == 2
     assert "OURS: vLLM says: no; what runs here" in capsys.readouterr().err
@@ -133,9 +123,7 @@ def test_a_trace_that_does_not_fit_is_refused_before_anything_is_measured(
     assert not asked
 
 
-def test_tiles_are_written_beside_those_of_other_numbers_of_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tiles_are_written_beside_those_of_other_numbers_of_tokens(tmp_path, monkeypatch, capsys):
     name, rule = "E=4,N=32,device_name=NVIDIA_H200.json", {"BLOCK_SIZE_M": 16, "num_warps": 4}
     (tmp_path / name).write_text('{"1": {"BLOCK_SIZE_M": 32}, "64": {"BLOCK_SIZE_M": 64}}')
     tiles = {"file_name": name, "rule": rule, "found": rule | {"num_warps": 8}, "rule_us": 3.0}

@@ -67,9 +67,7 @@ def test_markdown_has_its_picture_beside_it(capsys: pytest.CaptureFixture[str], 
     assert "| seed | 0 |" in text
 
 
-def test_a_trace_file_is_replayed_and_its_text_cannot_format(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_trace_file_is_replayed_and_its_text_cannot_format(capsys, tmp_path):
     trace = draw_zipf_trace(ZipfSettings.parse(ZIPF))
     path = tmp_path / "t.safetensors"
     save(type(trace)(**{**vars(trace), "model": "<b>\x1b[31mmodel</b>"}), path)

@@ -25,9 +25,7 @@ def bench(*arguments: str) -> int:
     return cli.main(["bench", *arguments])
 
 
-def test_the_report_is_stored_and_shown(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_is_stored_and_shown(model, tmp_path, monkeypatch, capsys):
     facts = {"gpu": "a GPU", "capability": "9.0", "gpus": [], "vllm": "0.21.0", "torch_cuda": "13.0"}
     monkeypatch.setattr(environment, "collect", lambda: facts)
     stored = tmp_path / "report.json"
@@ -66,9 +64,7 @@ def test_the_report_is_stored_and_shown(
         (["--variant", "base="], ["base"]),
     ],
 )
-def test_backends_and_fixes_are_short_forms_of_variants(
-    model: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], names: list[str]
-) -> None:
+def test_backends_and_fixes_are_short_forms_of_variants(model, monkeypatch, options, names):
     plans = []
 
     def measure(plan: Any) -> Any:

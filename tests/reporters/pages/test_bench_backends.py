@@ -119,9 +119,7 @@ def timed(backend: str, *times: float, quantization: str = "nvfp4") -> list[dict
         ({"A": (1, 1, 3), "B": (2, 2, 2)}, "time of a call over the number of tokens"),
     ],
 )
-def test_the_title_says_what_the_times_say_beyond_their_spread(
-    times: dict[str, tuple[float, ...]], text: str
-) -> None:
+def test_the_title_says_what_the_times_say_beyond_their_spread(times, text):
     rows = [row for backend, values in times.items() for row in timed(backend, *values)]
     assert write_messages("m", rows) == [f"m: {text}"]
 

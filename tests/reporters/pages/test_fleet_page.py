@@ -65,9 +65,7 @@ def test_no_name_or_fact_of_a_node_is_acted_on(tmp_path: Path, capsys: pytest.Ca
             assert "&lt;script&gt;alert(1)" in shown
 
 
-def test_hosts_are_shown_if_asked_for_and_numbered_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hosts_are_shown_if_asked_for_and_numbered_else(tmp_path, capsys):
     _write_fleet(tmp_path / "reports", ["gpu-host-17"])
     for format in FORMATS:
         assert "gpu-host-17" in _output(tmp_path / "reports", format, capsys)[0], format
@@ -89,9 +87,7 @@ def test_a_report_names_the_folder_beside_it_so_that_they_can_be_moved(tmp_path:
     assert str(tmp_path) not in report.read_text()
 
 
-def test_two_gpus_show_their_numbers_though_none_can_be_far_from_the_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_gpus_show_their_numbers_though_none_can_be_far_from_the_other(tmp_path, capsys):
     for number, speed in enumerate((100.0, 104.0)):
         report = parity_report(speed=speed)
         report["layers"] = [{"case": "decode", "tokens": count, "layer_us": count} for count in range(40)]

@@ -14,9 +14,7 @@ from moedoctor.upstream.engine import decode_speed
 
 
 @pytest.mark.parametrize("used", decode_speed._STEPS_OF_RUNNERS)
-def test_each_step_is_between_events_until_they_are_removed(
-    monkeypatch: pytest.MonkeyPatch, used: tuple[str, str]
-) -> None:
+def test_each_step_is_between_events_until_they_are_removed(monkeypatch, used):
     clock = [0.0]
     monkeypatch.setattr("torch.cuda.Event", make_clocked(clock))
 

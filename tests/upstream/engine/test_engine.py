@@ -92,9 +92,7 @@ TWO_ROWS = [{"row": 1}, {"row": 2}]
         ("exit", "silent", "process", "ended with exit status 7 and no answer"),
     ],
 )
-def test_an_engine_that_fails_in_its_probe_keeps_what_it_measured(
-    then: str, kind: str, stage: str, message: str
-) -> None:
+def test_an_engine_that_fails_in_its_probe_keeps_what_it_measured(then, kind, stage, message):
     result = measure(then)
     assert (result.error.kind, result.error.stage) == (kind, stage)
     assert re.fullmatch(message, result.error.message)

@@ -74,9 +74,7 @@ def test_equal_bits_equal_digest_and_the_first_layer_that_differs() -> None:
         ((2.0, 9.0), 2, 1, ("layers.0", 3, True)),
     ],
 )
-def test_calls_are_compared_until_the_tokens_differ_and_no_further(
-    later: tuple[float, ...], pieces: int, equal_tokens: int, expected: Any
-) -> None:
+def test_calls_are_compared_until_the_tokens_differ_and_no_further(later, pieces, equal_tokens, expected):
     control = layer_outputs(1.0, later=(2.0, 3.0, 4.0), pieces=pieces)
     found = probes.find_first_difference(
         control, layer_outputs(1.0, later=later, pieces=pieces), equal_tokens

@@ -62,9 +62,7 @@ def verdict(key: str, rows: list[dict[str, Any]], limits: dict[str, float]) -> C
 @pytest.mark.parametrize(
     ("dead", "expected"), [((), ClaimVerdict.CONFIRMED), (("1 GPU, FLASH_ATTN",), ClaimVerdict.UNTESTED)]
 )
-def test_an_engine_that_died_confirms_nothing_about_padding(
-    started: list[Any], monkeypatch: pytest.MonkeyPatch, dead: tuple[str, ...], expected: ClaimVerdict
-) -> None:
+def test_an_engine_that_died_confirms_nothing_about_padding(started, monkeypatch, dead, expected):
     run(monkeypatch, started, *dead)
     rows = nan_padding.measure_padding({})
     assert verdict("padding_holds_nan", rows, {"min_share": 0.95}) is expected
@@ -118,9 +116,7 @@ def test_the_table_has_a_row_per_rank_and_a_total() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "where"), [(1, " on one GPU"), (2, "")])
-def test_both_ranks_run_side_by_side_for_each_config(
-    started: list[Any], monkeypatch: pytest.MonkeyPatch, gpus: int, where: str
-) -> None:
+def test_both_ranks_run_side_by_side_for_each_config(started, monkeypatch, gpus, where):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     rows = nan_padding.measure_parallel_padding({})
     assert started == [

@@ -117,9 +117,7 @@ FAILED_BUILDS = {
 
 
 @pytest.mark.parametrize("name", FAILED_BUILDS)
-def test_a_failed_build_shows_the_line_that_names_the_cause(
-    name: str, source: FlashInferSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_build_shows_the_line_that_names_the_cause(name, source, tmp_path, monkeypatch):
     printed, cause = FAILED_BUILDS[name]
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
@@ -145,9 +143,7 @@ def test_another_release_architecture_header_or_flag_is_another_file(source: Fla
     assert plan_build(source, "90a").target != second
 
 
-def test_the_error_without_nvcc_names_the_next_step(
-    source: FlashInferSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_without_nvcc_names_the_next_step(source, monkeypatch):
     monkeypatch.setattr("moedoctor.upstream.flashinfer.probe_build.find_tools", lambda names: ())
     with pytest.raises(KernelError, match="set CUDA_HOME"):
         plan_build(source, "90a")

@@ -51,9 +51,7 @@ def test_without_vllm_a_layer_is_refused_with_the_reason() -> None:
         ),
     ],
 )
-def test_scales_of_another_kind_are_refused(
-    monkeypatch: pytest.MonkeyPatch, quantization: str, weights: str, message: str
-) -> None:
+def test_scales_of_another_kind_are_refused(monkeypatch, quantization, weights, message):
     monkeypatch.setattr(backends, "_start", lambda device, fresh: None)
     with pytest.raises(UnavailableError, match=message):
         backends.VllmBackend(Variant("TRITON", quantization)).prepare(make_layer(SHAPE, weights))

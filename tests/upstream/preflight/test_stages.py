@@ -26,9 +26,7 @@ from moedoctor.upstream.preflight.stages import (
         (None, "marlin"),
     ],
 )
-def test_only_the_draft_gets_the_backend_of_the_draft(
-    speculative: SimpleNamespace | None, backend: str
-) -> None:
+def test_only_the_draft_gets_the_backend_of_the_draft(speculative, backend):
     config = SimpleNamespace(
         speculative_config=speculative, kernel_config=SimpleNamespace(moe_backend="marlin")
     )
@@ -61,14 +59,7 @@ def _refuse(config: SimpleNamespace) -> None:
         (1, set(), True, "", []),  # without a vLLM there is no V2 runner that offloads
     ],
 )
-def test_buffers_of_weights_that_offload_moves_are_named(
-    gigabytes: int,
-    chosen: set[str],
-    v2: bool,
-    fixes: str,
-    expected: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_buffers_of_weights_that_offload_moves_are_named(gigabytes, chosen, v2, fixes, expected, monkeypatch):
     monkeypatch.setenv("MOEDOCTOR_FIXES", fixes)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with torch.device("meta"):
@@ -114,9 +105,7 @@ def test_errors_name_the_layer_or_the_tensor_that_was_read() -> None:
         (False, False, SimpleNamespace(), ""),
     ],
 )
-def test_a_model_that_eplb_cannot_balance_is_named(
-    flag: bool, v2: bool, model: SimpleNamespace, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_eplb_cannot_balance_is_named(flag, v2, model, expected, monkeypatch):
     interfaces = SimpleNamespace(is_mixture_of_experts=lambda model: hasattr(model, "num_moe_layers"))
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.interfaces", interfaces)
     config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=flag), use_v2_model_runner=v2)

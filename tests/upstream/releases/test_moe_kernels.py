@@ -50,9 +50,7 @@ def test_arguments_are_those_of_the_release(release: str) -> None:
     ("release", "bias", "reason"),
     [("without_bias", torch.zeros(4), "takes no correction bias"), ("unknown", None, "takes tid2eid")],
 )
-def test_what_a_release_cannot_take_skips_the_case(
-    release: str, bias: torch.Tensor | None, reason: str
-) -> None:
+def test_what_a_release_cannot_take_skips_the_case(release, bias, reason):
     with pytest.raises(UnavailableError, match=reason):
         fill(schema(release), values(bias))
 
@@ -106,9 +104,7 @@ def test_grouped_topk_that_a_release_lacks_skips_the_case(bias: torch.Tensor | N
         kernels.grouped_topk(torch.zeros(2, 8), 4, num_groups=2, topk_groups=1, bias=bias)
 
 
-def test_the_cuda_runtime_that_is_missing_is_loaded_and_the_kernels_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cuda_runtime_that_is_missing_is_loaded_and_the_kernels_again(tmp_path, monkeypatch):
     """For a release built for CUDA 12, torch raises an error whose cause is the loader's message."""
     library, runtime = tmp_path / "moe_C.so", tmp_path / "libcudart.so.12"
     for file in (library, runtime):

@@ -132,9 +132,7 @@ def test_no_mutation_of_the_mark_of_a_fix_is_clean(question: Question, tmp_path:
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("question", ASKED)
-def test_a_real_source_answers_as_stored_and_no_mutation_of_it_is_clean(
-    question: Question, request: pytest.FixtureRequest
-) -> None:
+def test_a_real_source_answers_as_stored_and_no_mutation_of_it_is_clean(question, request):
     source = ReleaseSource.installed(question.package)
     package = "vllm" if question.package == "vllm" else "flashinfer-python"
     stored = load_answers()[request.node.callspec.id.replace("-", ".", 1)]
@@ -201,9 +199,7 @@ def test_large_files_links_and_pipes_get_one_line(tmp_path: Path) -> None:
     assert all(answer.value == "unknown" and "\n" not in answer.where for answer in answers)
 
 
-def test_a_reading_is_that_of_the_newest_release_with_these_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reading_is_that_of_the_newest_release_with_these_answers(tmp_path, monkeypatch):
     entry = load_entries()["MD009"]
     (question,) = entry.questions
     stored = {"1": "affected", "2": "clean", "3": "clean"}

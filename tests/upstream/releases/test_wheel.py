@@ -60,9 +60,7 @@ def test_a_shared_object_is_taken_as_it_is(tmp_path: Path) -> None:
         ("broken.whl", b"PK\x03\x04 nonsense", "cannot be read as a wheel"),
     ],
 )
-def test_what_cannot_hold_kernels_is_refused(
-    tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
+def test_what_cannot_hold_kernels_is_refused(tmp_path, name, content, message):
     file = tmp_path / name
     if content is not None:
         file.write_bytes(content)

@@ -80,9 +80,7 @@ def test_the_answer_lists_the_libraries(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("light_torch")
-def test_a_backend_that_cannot_be_imported_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_cannot_be_imported_is_skipped(tmp_path, monkeypatch):
     """Selection does not reach it on this GPU, so vLLM works."""
     body = "def backend_to_kernel_cls(backend):\n"
     broken = f"{body}    if backend.value == 'MARLIN':\n        import no_such_library\n"
@@ -137,9 +135,7 @@ def test_disagreements_are_named() -> None:
         ({"config": "import os\nos._exit(3)\n"}, "could not be asked: exit status 3: it printed nothing"),
     ],
 )
-def test_a_vllm_that_cannot_answer_gives_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: dict[str, str], message: str
-) -> None:
+def test_a_vllm_that_cannot_answer_gives_the_reason(tmp_path, monkeypatch, replaced, message):
     monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, **replaced)}:{ROOT}")
     with pytest.raises(agreement.AgreementError, match=message):
         agreement.ask_all([select("12.0", "nvfp4", release="0.21.0")])

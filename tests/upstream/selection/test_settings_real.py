@@ -46,9 +46,7 @@ def test_every_flag_of_the_real_parser_is_known(answer: tuple[str, dict[str, lis
 
 
 @pytest.mark.upstream
-def test_the_choices_are_those_of_the_real_parser(
-    answer: tuple[str, dict[str, list[str]], list[str]],
-) -> None:
+def test_the_choices_are_those_of_the_real_parser(answer):
     release, flags, _ = answer
     known = load_vllm_flags().list_at(release)
     for name in ("--moe-backend", "--all2all-backend", "--linear-backend"):
@@ -58,9 +56,7 @@ def test_the_choices_are_those_of_the_real_parser(
 
 
 @pytest.mark.upstream
-def test_the_variables_are_those_that_it_declares(
-    answer: tuple[str, dict[str, list[str]], list[str]],
-) -> None:
+def test_the_variables_are_those_that_it_declares(answer):
     release, _, variables = answer
     declared = {
         name for name, row in load_vllm_variables().list_at(release).items() if row.kind != "elsewhere"
