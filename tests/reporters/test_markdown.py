@@ -1,6 +1,5 @@
 """Markdown, read back by a CommonMark parser."""
 
-
 from hypothesis import example, given
 from hypothesis import strategies as st
 from report_readers import MARKDOWN
