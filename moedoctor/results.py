@@ -349,7 +349,7 @@ def to_json(record: Any, lines: int = 4) -> str:
 
 def _write_lines(value: Any, levels: int, line: str) -> str:
     if not levels or not value or not isinstance(value, (dict, list)):
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     inner = f"{line}  "
     if isinstance(value, list):
         return f"[{','.join(inner + _write_lines(item, levels - 1, inner) for item in value)}{line}]"
