@@ -52,8 +52,9 @@ def find_owner(symbol: str, source: str | None) -> Owner | None:
     if len(found) != 1:
         return None
     [(package, library)] = found.items()
-    of_experts = package == "vllm" and "group_gemm" in symbol
-    return Owner(_SHIP_KERNELS[package], f"a kernel in {library}", _find_release(package), of_experts)
+    name, of_experts = _SHIP_KERNELS[package], package == "vllm" and "group_gemm" in symbol
+    what = f"{name}'s {'product of experts' if of_experts else 'kernel'}, in {library}"
+    return Owner(name, what, _find_release(package), of_experts)
 
 
 def demangle(symbol: str) -> str:

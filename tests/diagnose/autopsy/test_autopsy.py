@@ -336,6 +336,6 @@ def test_a_template_belongs_to_the_only_installed_package_that_has_it_with_these
     owners._find_libraries.cache_clear()
     found = find_owner(symbol, None)
     assert found is not None
-    assert (found.name, found.what, found.moe) == ("vLLM", "a kernel in vllm.so", True)
+    assert (found.name, found.what, found.moe) == ("vLLM", "vLLM's product of experts, in vllm.so", True)
     assert find_owner(symbol.replace("4ours", "6theirs"), None) is None
     assert find_owner(symbol.replace("4ours", "7nobodys"), None) is None
