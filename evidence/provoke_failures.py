@@ -72,13 +72,11 @@ class Engine:
     def text(self) -> str:
         """Return what the engine printed, with the paths of this machine replaced."""
         text = (self.folder / "log").read_bytes().decode("utf-8", "replace")
-        own = str(Path(__file__).resolve().parents[1])
-        for path, shown in (
-            (str(self.folder), "/models"),
-            (_packages(), "/site-packages"),
-            (own, "/repository"),
-        ):
-            text = text.replace(path, shown)
+        packages, own = (
+            Path(file).resolve().parents[1] for file in (import_module("vllm").__file__, __file__)
+        )
+        for path, shown in ((self.folder, "/models"), (packages, "/site-packages"), (own, "/repository")):
+            text = text.replace(str(path), shown)
         return text
 
 
@@ -191,12 +189,6 @@ def run_cases(names: list[str], out: Path, *, end: float, each: float, parallel:
             together = parallel
     for name in waiting:
         print(f"{name}: no time left", flush=True)
-
-
-def _packages() -> str:
-    """Return the folder that vLLM is in."""
-    spec = find_spec("vllm")
-    return str(Path(spec.origin).parents[1]) if spec and spec.origin else "/site-packages"
 
 
 def _argument_names() -> frozenset[str]:

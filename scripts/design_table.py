@@ -10,6 +10,7 @@ scripts/made_blocks.py writes the table.
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,14 +92,7 @@ def list_steps() -> list[Step]:
 def _list_judging() -> list[Step]:
     """Return the methods of a failure that the verdicts call."""
     text = (ROOT / "moedoctor" / "runner" / "judge.py").read_text(encoding="utf-8")
-    names = dict.fromkeys(
-        node.func.attr
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value).endswith("fault")
-    )
-    return [Step("faults", f"fault.{name}") for name in names]
+    return [Step("faults", f"fault.{name}") for name in re.findall(r"\bfault\.(\w+)\(", text)]
 
 
 def table() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -302,7 +302,8 @@ def _claims() -> Sequence[Claim]:
 @functools.cache
 def _asked() -> Mapping[tuple[str, str], ClaimDocument]:
     """Return the claims of others that the scenarios ask about, by the id of the failure and the text."""
-    scenarios = sorted(map(_yaml, (ROOT / "scenarios").rglob("*.yaml")), key=lambda data: data["id"])
+    files = (ROOT / "scenarios").rglob("*.yaml")
+    scenarios = sorted((yaml.safe_load(file.read_bytes()) for file in files), key=lambda data: data["id"])
     documents = [
         (scenario["id"], ClaimDocument.model_validate(claim))
         for scenario in scenarios
@@ -346,10 +347,6 @@ def _reports() -> Sequence[tuple[Path, Mapping[str, Any]]]:
 @functools.cache
 def _read(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _yaml(file: Path) -> Any:
-    return yaml.safe_load(file.read_text(encoding="utf-8"))
 
 
 def _machine(report: Mapping[str, Any]) -> str:

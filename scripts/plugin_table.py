@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,14 @@ def ran_with(report: Mapping[str, Any]) -> set[str]:
             if (case["tier"], case["verdict"]) == ("engine", "clean"):
                 active = str(case["evidence"].get("fixes") or "")
                 ran |= {name for name in EXTENSIONS if re.search(rf"(^|; ){name} \(", active)}
-        measured = [row for claim in scenario["claims"] for row in _rows(claim)]
-        if any("error" not in row for row in measured):
-            ran |= started_by(Path(scenario.get("file") or "").name)
-        if any(_layers_of_ours(claim) for claim in scenario["claims"]):
-            ran.add("moe")
+        for claim in scenario["claims"]:
+            rows = (claim.get("evidence") or {}).get("rows", ())
+            # The rows that decided a claim.
+            if claim["verdict"] != "untested" and any("error" not in row for row in rows):
+                ran |= started_by(Path(scenario.get("file") or "").name)
+            # An engine counted layers that `moe` computed, whatever became of the engines beside it.
+            if any(row.get("layers_by_moedoctor") and row["outcome"] == "same tokens" for row in rows):
+                ran.add("moe")
     return ran
 
 
@@ -80,18 +83,6 @@ def _named(text: str) -> set[str]:
     values = re.findall(r"\bMOEDOCTOR_(?:FIXES|TRACE)=([\w,]+)", text)
     named = {name for value in values for name in value.split(",")}
     return EXTENSIONS.keys() & (named | ({"record"} if "MOEDOCTOR_RECORD=" in text else set()))
-
-
-def _rows(claim: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Give the rows that decided a claim."""
-    if claim["verdict"] != "untested":
-        yield from (claim.get("evidence") or {}).get("rows", ())
-
-
-def _layers_of_ours(claim: Mapping[str, Any]) -> bool:
-    """Whether an engine counted layers that `moe` computed, whatever became of the engines beside it."""
-    rows = (claim.get("evidence") or {}).get("rows", ())
-    return any(row.get("layers_by_moedoctor") and row["outcome"] == "same tokens" for row in rows)
 
 
 def table(known: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:

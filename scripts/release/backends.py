@@ -257,7 +257,9 @@ def predicates(answers: Mapping[Point, str]) -> dict[str, Any]:
         {"reason": reason, **box}
         for reason in dict.fromkeys(refused.values())
         for box in boxes(
-            [p for p in refused if refused[p] == reason], open_to_all - _others(refused, reason), axes
+            [p for p in refused if refused[p] == reason],
+            open_to_all - {point for point, each in refused.items() if each != reason},
+            axes,
         )
     ]
     for point, answer in answers.items():
@@ -276,10 +278,6 @@ def _passes(name: str, answers: Sequence[str]) -> bool:
     return any(each != name for each in answers if each not in own) or bool(
         answers and len(own) == len(answers)
     )
-
-
-def _others(refused: Mapping[Point, str], reason: str) -> frozenset[Point]:
-    return frozenset(point for point, each in refused.items() if each != reason)
 
 
 def first_failing(row: Mapping[str, Any], point: Point) -> str:

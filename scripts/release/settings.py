@@ -156,7 +156,11 @@ def facts(name: str, reader: ast.expr, read: Callable[[], Any]) -> dict[str, Any
     call = next((part for part in calls if "with_choices" in ast.unparse(part.func)), None)
     if call is not None:
         choices = ast.literal_eval(
-            next(part for part in (*call.args, *(k.value for k in call.keywords)) if is_choices(part))
+            next(
+                part
+                for part in (*call.args, *(k.value for k in call.keywords))
+                if isinstance(part, ast.List | ast.Tuple) and len(part.elts) > 1
+            )
         )
         sensitive = not any(
             k.arg == "case_sensitive" and ast.unparse(k.value) == "False" for k in call.keywords
@@ -169,10 +173,6 @@ def facts(name: str, reader: ast.expr, read: Callable[[], Any]) -> dict[str, Any
             **shown,
         }
     return {**kind({value: outcome(name, value, read) for value in PROBES}), **shown}
-
-
-def is_choices(node: ast.expr) -> bool:
-    return isinstance(node, ast.List | ast.Tuple) and len(node.elts) > 1
 
 
 def kind(outcomes: Mapping[str, tuple[bool, Any]]) -> dict[str, Any]:
