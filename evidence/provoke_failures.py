@@ -72,9 +72,8 @@ class Engine:
     def text(self) -> str:
         """Return what the engine printed, with the paths of this machine replaced."""
         text = (self.folder / "log").read_bytes().decode("utf-8", "replace")
-        packages, own = (
-            Path(file).resolve().parents[1] for file in (import_module("vllm").__file__, __file__)
-        )
+        packages = Path(import_module("vllm").__file__ or "").parents[1]
+        own = Path(__file__).resolve().parents[1]
         for path, shown in ((self.folder, "/models"), (packages, "/site-packages"), (own, "/repository")):
             text = text.replace(str(path), shown)
         return text

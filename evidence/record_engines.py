@@ -178,9 +178,8 @@ def record(name: str, out: Path) -> Path | None:
 
 def replay(name: str, capsule: Path, out: Path) -> None:
     """Write what replay says of a call on the GPU and without it."""
-    on_gpu: tuple[list[str], dict[str, str]] = (["--backend", CASES[name].backends], {})
-    on_cpu: tuple[list[str], dict[str, str]] = ([], {"CUDA_VISIBLE_DEVICES": ""})
-    for stem, (backends, environ) in {name: on_gpu, f"{name}_cpu": on_cpu}.items():
+    on_gpu, on_cpu = ["--backend", CASES[name].backends], {"CUDA_VISIBLE_DEVICES": ""}
+    for stem, backends, environ in ((name, on_gpu, {}), (f"{name}_cpu", [], on_cpu)):
         report = out / f"recorded_{stem}.json"
         command = ["replay", str(capsule), *backends, "--format", "json", "-o", str(report)]
         print(
@@ -199,10 +198,8 @@ def _moedoctor(
     limit = ["timeout", "--signal", "INT", "--kill-after", "20", str(seconds)]
     command = [*limit, sys.executable, "-m", "moedoctor", *arguments]
     variables = {**os.environ, **ENVIRON, **_ENVIRON, **environ}
-    done = subprocess.run(
-        command, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
-    )
-    return done.returncode
+    streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+    return subprocess.run(command, env=variables, check=False, **streams).returncode
 
 
 def main() -> int:

@@ -85,14 +85,11 @@ def list_steps() -> list[Step]:
     for step in list_calls("moedoctor.commands.run", "run"):
         steps.append(step)
         if step.name == "runner.run: run":
-            steps += [*list_calls("moedoctor.runner.run", "run"), *_list_judging()]
+            # The methods of a failure that the verdicts call.
+            judge = (ROOT / "moedoctor" / "runner" / "judge.py").read_text(encoding="utf-8")
+            steps += list_calls("moedoctor.runner.run", "run")
+            steps += [Step("faults", f"fault.{name}") for name in re.findall(r"\bfault\.(\w+)\(", judge)]
     return list(dict.fromkeys(steps))
-
-
-def _list_judging() -> list[Step]:
-    """Return the methods of a failure that the verdicts call."""
-    text = (ROOT / "moedoctor" / "runner" / "judge.py").read_text(encoding="utf-8")
-    return [Step("faults", f"fault.{name}") for name in re.findall(r"\bfault\.(\w+)\(", text)]
 
 
 def table() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

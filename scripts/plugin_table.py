@@ -63,19 +63,14 @@ def ran_with(report: Mapping[str, Any]) -> set[str]:
                 ran |= {name for name in EXTENSIONS if re.search(rf"(^|; ){name} \(", active)}
         for claim in scenario["claims"]:
             rows = (claim.get("evidence") or {}).get("rows", ())
-            # The rows that decided a claim.
-            if claim["verdict"] != "untested" and any("error" not in row for row in rows):
-                ran |= started_by(Path(scenario.get("file") or "").name)
+            decided = claim["verdict"] != "untested" and any("error" not in row for row in rows)
+            file = ENGINES / Path(scenario.get("file") or "").name
+            if decided and file.is_file():
+                ran |= _named(file.read_text("utf-8"))
             # An engine counted layers that `moe` computed, whatever became of the engines beside it.
             if any(row.get("layers_by_moedoctor") and row["outcome"] == "same tokens" for row in rows):
                 ran.add("moe")
     return ran
-
-
-def started_by(scenario: str) -> set[str]:
-    """Return the extensions that a scenario of ``scenarios/engine/`` names, as ``MOEDOCTOR_TRACE=nan``."""
-    file = ENGINES / scenario
-    return _named(file.read_text("utf-8")) if file.is_file() else set()
 
 
 def _named(text: str) -> set[str]:
