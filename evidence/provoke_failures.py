@@ -33,7 +33,8 @@ import failure_cases
 from engines import ENVIRON, generate, list_arguments
 from failure_cases import CASES
 
-STORED = Path(__file__).resolve().parents[1] / "tests" / "diagnose" / "triage" / "logs"
+_ROOT = Path(__file__).resolve().parents[1]
+STORED = _ROOT / "tests" / "diagnose" / "triage" / "logs"
 MOST_LINES = 250
 """Of a longer log the first and the last lines are kept."""
 
@@ -73,8 +74,8 @@ class Engine:
         """Return what the engine printed, with the paths of this machine replaced."""
         text = (self.folder / "log").read_bytes().decode("utf-8", "replace")
         packages = Path(import_module("vllm").__file__ or "").parents[1]
-        own = Path(__file__).resolve().parents[1]
-        for path, shown in ((self.folder, "/models"), (packages, "/site-packages"), (own, "/repository")):
+        names = {self.folder: "/models", packages: "/site-packages", _ROOT: "/repository"}
+        for path, shown in names.items():
             text = text.replace(str(path), shown)
         return text
 

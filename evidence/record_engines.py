@@ -182,9 +182,8 @@ def replay(name: str, capsule: Path, out: Path) -> None:
     for stem, backends, environ in ((name, on_gpu, {}), (f"{name}_cpu", [], on_cpu)):
         report = out / f"recorded_{stem}.json"
         command = ["replay", str(capsule), *backends, "--format", "json", "-o", str(report)]
-        print(
-            f"{stem}: replay ended with {_moedoctor(command, _REPLAY_SECONDS, environ=environ)}", flush=True
-        )
+        code = _moedoctor(command, _REPLAY_SECONDS, environ=environ)
+        print(f"{stem}: replay ended with {code}", flush=True)
         if report.exists():
             page = str(report.with_suffix(".md"))
             _moedoctor(["show", str(report), "--format", "markdown", "--full", "-o", page], _REPLAY_SECONDS)
