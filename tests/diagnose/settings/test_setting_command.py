@@ -6,6 +6,9 @@ from hypothesis import strategies as st
 
 from moedoctor.diagnose.settings.flags import read_flags, read_parallelism, split_command
 from moedoctor.diagnose.settings.tables import load_replacements, load_vllm_flags
+from tests.cases import load_cases
+
+CASES = load_cases(__file__)
 
 IMAGE = "vllm/vllm-openai:v0.21.0"
 
@@ -65,19 +68,7 @@ def test_how_it_is_split(flags: str, split: tuple[bool, bool]) -> None:
     assert read_parallelism(["vllm", "serve", "m", *flags.split()], "0.21.0") == split
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [
-        ("--disable-offline-docs", "--enable-offline-docs"),
-        ("--enable-fastapi-docs", "--disable-fastapi-docs"),
-        ("--moe-backend-of-mine", None),
-        ("-ep", "--enable-expert-parallel"),
-        ("-sc", "--speculative-config"),
-        ("-cc.mode=3", "--compilation-config"),
-        ("-O3", "--optimization-level"),
-        ("-dp2", None),
-    ],
-)
+@pytest.mark.parametrize(("written", "meant"), CASES["what_a_flag_is_taken_for"])
 def test_what_a_flag_is_taken_for(written: str, meant: str | None) -> None:
     (flag,) = read_flags([written], "0.33.0")
     assert flag.name == meant

@@ -7,6 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.diagnose.triage.line_text import OF_VLLM, clean, split_prefix
+from tests.cases import load_cases
+
+CASES = load_cases(__file__)
 
 MESSAGE = "RuntimeError: b_scales is not on GPU"
 
@@ -53,27 +56,7 @@ def test_a_line_of_decoration_becomes_empty(line: str) -> None:
     assert clean(line.encode()) == ""
 
 
-@pytest.mark.parametrize(
-    ("line", "left"),
-    [
-        (
-            "finalizeMoeRoutingKernel<__nv_bfloat16, float>(int const*)",
-            "finalizeMoeRoutingKernel<__nv_bfloat16, float>(int const*)",
-        ),
-        (
-            "| FLASHINFER_CUTLASS | compute_120a | garbage |",
-            "| FLASHINFER_CUTLASS | compute_120a | garbage |",
-        ),
-        ("topk_ids is -1", "topk_ids is -1"),
-        ("VLLM\\_NVFP4\\_MOE\\_BACKEND", "VLLM_NVFP4_MOE_BACKEND"),
-        ("a &amp;lt; b &#39;c&#39;", "a < b 'c'"),
-        ('{"not": "a log line"}', '{"not": "a log line"}'),
-        ('{ broken json "log"', '{ broken json "log"'),
-        ("two\\nlines", "two lines"),
-        ("\u201cb_scales\u201d isn\u2019t", '"b_scales" isn\'t'),
-        ("vllm serve X \u2014cpu-offload-gb 4", "vllm serve X --cpu-offload-gb 4"),
-    ],
-)
+@pytest.mark.parametrize(("line", "left"), CASES["the_rest_of_a_line_stays"])
 def test_the_rest_of_a_line_stays(line: str, left: str) -> None:
     assert clean(line.encode()) == left
 
@@ -82,16 +65,7 @@ def test_other_encodings_are_read_as_windows_writes_them() -> None:
     assert clean("größer als –".encode("cp1252")) == "größer als –"
 
 
-@pytest.mark.parametrize(
-    ("line", "of_vllm"),
-    [
-        ("(EngineCore_DP0 pid=90) ERROR 03-22 09:01:09 [core.py:1098] boom", True),
-        ("2026-11-22T10:00:00Z stderr F (Worker_TP1 pid=9) boom", True),
-        ("INFO 04-22 10:00:00 [core.py:700] boom", True),
-        ("INFO 04-22 10:00:00 [my_service.py:700] boom", False),
-        ("boom (EngineCore pid=3)", False),
-    ],
-)
+@pytest.mark.parametrize(("line", "of_vllm"), CASES["a_prefix_of_vllm_is_known"])
 def test_a_prefix_of_vllm_is_known(line: str, of_vllm: bool) -> None:
     prefix, text = split_prefix(line.encode())
     assert bool(OF_VLLM.search(prefix)) is of_vllm

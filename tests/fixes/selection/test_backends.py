@@ -24,6 +24,9 @@ from moedoctor.fixes.backends.requests import (
     read_wanted_backend,
     request,
 )
+from tests.cases import load_cases
+
+CASES = load_cases(__file__)
 
 RELEASES = tuple(load_releases())
 DATA = Path(backend_tables.__file__).parent / "data"
@@ -229,15 +232,7 @@ def test_a_missing_library_never_adds_a_backend(point: dict, release: str, libra
     assert {each.backend for each in without if each.supported} <= with_it
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"capability": "9.5"}, "capability 9.5: expected one of 7.0"),
-        ({"scheme": "int4"}, "scheme int4: expected one of nvfp4"),
-        ({"release": "0.34.0"}, "release 0.34.0: the tables know 0.17.1 to 0.33.0"),
-        ({"activation": "situ", "release": "0.17.1"}, "activation situ: vLLM 0.17.1 knows silu"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), CASES["unknown_arguments_are_refused"])
 def test_unknown_arguments_are_refused(arguments: dict[str, str], message: str) -> None:
     everything = {"capability": "9.0", "scheme": "nvfp4", "release": "0.33.0", **arguments}
     with pytest.raises(ValueError, match=re.escape(message)):
