@@ -10,6 +10,9 @@ from moedoctor.plugin import known_code
 from moedoctor.plugin.extensions import FIXES, TRACES, Need
 from moedoctor.plugin.known_code import Code, find_difference, load_table
 from moedoctor.plugin.register import find_base, list_known_releases, need
+from tests.cases import load_cases
+
+CASES = load_cases(__file__)
 
 RUNNER = '''
 from vllm.base import Base as Root, helper
@@ -46,15 +49,7 @@ def change(file: str, old: str, new: str) -> dict[str, str]:
     return {**FILES, file: FILES[file].replace(old, new)}
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("# a comment", "# another one"),
-        ('"""Run a step."""', ""),
-        (": int = 3", " = 3"),
-        ('rows, name="x"', "rows,\n            name='x',\n        "),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), CASES["layout_comments_and_annotations_do_not_count"])
 @pytest.mark.usefixtures("stored")
 def test_layout_comments_and_annotations_do_not_count(old: str, new: str) -> None:
     assert find_difference("offload", "0.33.0", change("vllm/runner.py", old, new).__getitem__) is None
@@ -115,17 +110,7 @@ def test_every_mutation_of_a_function_changes_its_hash() -> None:
                 assert known_code.hash_code(changed[0]) != own, ast.dump(node)
 
 
-@pytest.mark.parametrize(
-    ("version", "base"),
-    [
-        ("0.33.0", "0.33.0"),
-        ("0.33.1.dev5", "0.33.0"),
-        ("0.33.0rc1", "0.33.0"),
-        ("0.27.1.post2", "0.27.1"),
-        ("0.16.9", None),
-        ("dev-build", None),
-    ],
-)
+@pytest.mark.parametrize(("version", "base"), CASES["a_build_follows_a_known_release"])
 def test_a_build_follows_a_known_release(version: str, base: str | None) -> None:
     assert find_base(version) == base
 

@@ -48,24 +48,9 @@ def test_nothing_is_lost_or_made_up(words: list[str]) -> None:
     assert set(found.settings) <= {word.removeprefix("-e").partition("=")[0] for word in before}
 
 
-@pytest.mark.parametrize(
-    ("flags", "split"),
-    [
-        ("", (False, False)),
-        ("--enable-expert-parallel", (False, False)),  # vLLM needs more than one GPU for it
-        ("-tp 2 --enable-expert-parallel", (True, False)),
-        ("-tp 2 -ep", (True, False)),
-        ("-ep -dp 2", (True, True)),
-        ("-e -pcp 2", (True, False)),  # any unique beginning is enough
-        ("-ep --config a.yaml", (True, False)),  # whose sizes are not read
-        ("--enable-expert-parallel --no-enable-expert-parallel", (False, False)),
-        ("--data-parallel-size 2", (False, True)),
-        ("-dp=4 -dp 1", (False, False)),
-        ("-tp 8 --enable-expert-parallel --data-parallel-size=8", (True, True)),
-    ],
-)
-def test_how_it_is_split(flags: str, split: tuple[bool, bool]) -> None:
-    assert read_parallelism(["vllm", "serve", "m", *flags.split()], "0.21.0") == split
+@pytest.mark.parametrize(("flags", "split"), CASES["how_it_is_split"])
+def test_how_it_is_split(flags: str, split: list[bool]) -> None:
+    assert read_parallelism(["vllm", "serve", "m", *flags.split()], "0.21.0") == tuple(split)
 
 
 @pytest.mark.parametrize(("written", "meant"), CASES["what_a_flag_is_taken_for"])

@@ -41,23 +41,7 @@ def test_what_does_not_take_effect(release: str, setting: str, problem: str, ins
     assert found.setting == setting
 
 
-@pytest.mark.parametrize(
-    ("release", "setting"),
-    [
-        ("0.18.0", "VLLM_TEST_FORCE_FP8_MARLIN=TRUE"),  # read in lower case
-        ("0.18.0", "VLLM_TEST_FORCE_FP8_MARLIN=false"),
-        ("0.18.0", "VLLM_USE_FLASHINFER_MOE_FP4=0"),
-        ("0.33.0", "VLLM_LOGGING_LEVEL=DEBUG"),
-        ("0.33.0", "VLLM_SERVICE_HOST=10.0.0.1"),  # Kubernetes
-        ("0.33.0", "VLLM_PORT_8000_TCP_ADDR=10.0.0.1"),
-        ("0.33.0", "VLLM_CUSTOM_ALLREDUCE_ALGO=1"),  # read by compiled code alone
-        ("0.33.0", "vllm_home=/srv"),  # somebody's own
-        ("0.33.0", "FLASHINFER_CUDA_ARCH_LIST=12.0f"),
-        ("0.17.1", "FLASHINFER_WORKSPACE_BASE=/tmp"),
-        ("0.33.0", "VLLM_USE_DEEP_GEMM=1"),
-        ("0.33.0", "VLLM_WORKER_MULTIPROC_METHOD=spawn"),
-    ],
-)
+@pytest.mark.parametrize(("release", "setting"), CASES["no_false_alarm"])
 def test_no_false_alarm(release: str, setting: str) -> None:
     assert only_finding(release, setting) is None
 

@@ -105,15 +105,7 @@ def test_only_weight_only_backends_take_weight_only_nvfp4(release: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "capability", "scheme", "release", "options", "supported"),
-    [
-        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.18.0", {"activation": "relu2_no_mul"}, False),
-        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.19.0", {"activation": "relu2_no_mul"}, True),
-        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.20.0", {"ep": True}, False),
-        ("B12X", "12.0", "nvfp4", "0.33.0", {}, True),  # its FlashInfer carries b12x along
-        ("B12X", "12.0", "nvfp4", "0.32.0", {"libraries": {"b12x": True}}, True),
-        ("DEEPGEMM", "9.0", "fp8-block", "0.20.0", {}, True),  # the first that brings DeepGEMM
-        ("FLASHINFER_CUTLASS", "10.0", "fp8-block", "0.18.0", {}, False),
-    ],
+    CASES["which_layers_a_backend_takes"],
 )
 def test_which_layers_a_backend_takes(backend, capability, scheme, release, options, supported):
     assert candidate(backend, capability, scheme, release, **options).supported is supported
