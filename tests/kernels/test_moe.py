@@ -29,9 +29,6 @@ from moedoctor.reference.moe_layer import make_layer, make_problem
 from tests.compiled_kernels import compile_launches, make_empty_layer
 from tests.interpreted import run_check
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
-
-
 # A process takes seconds to start, so each holds many cases; a failure names its case.
 INTERPRETED = (
     # One pair after another, and more blocks than a grid has rows. Every code in each place of a word.
@@ -79,12 +76,6 @@ COMPILED = {
     "decoding": "e4m3 decoding,16,64,256,4,3 decoding,16,128,128,4,3 decoding,32,128,128,4,3 "
     "decoding,64,128,128,4,3 decoding,128,128,64,8,3 decoding,16,32,128,2,3 decoding,8,16,256,1,3",
     "plan": "plan,64,0.0,40,5 plan,64,0.3,40,512 plan,64,0.3,5000,512 plan,64,1.0,5000,5",
-} | {
-    f"{kind},{activation}": " ".join(
-        f"{kind},{activation},{sizes}" for sizes in ("1,512,256", "16,160,96", "17,512,256", "300,704,352")
-    )
-    for kind in ("nvfp4", "fp8", "fp8-block", "bf16")
-    for activation in ACTIVATIONS
 }
 
 

@@ -77,21 +77,3 @@ def test_compiled(experts: int, top_k: int, options: dict[str, int], dtype: str,
             renormalize=bias,
             **grouped,
         )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [0, 1, 3, 1024, 1027, 8192])
-def test_public_functions_on_a_gpu(tokens: int) -> None:
-    from routing_cases import Call, assert_agrees
-
-    from moedoctor.fixes import routing
-
-    x = torch.randn(tokens, 128, generator=torch.Generator().manual_seed(tokens)).bfloat16()
-    for name in ("topk_softmax", "topk_sigmoid"):
-        for strided in (x.cuda(), x.t().contiguous().cuda().t()):
-            weights, ids = getattr(routing, name)(strided, 8, renormalize=True)
-            assert weights.is_cuda
-            assert ids.is_cuda
-            assert_agrees(weights.cpu(), ids.cpu(), Call(name, x, 8, {"renormalize": True}))
-    with pytest.raises(ValueError, match=r"bias must be on the device of logits, cuda:0, got cpu"):
-        routing.topk_softmax(x.cuda(), 8, bias=torch.zeros(128))
