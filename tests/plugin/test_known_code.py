@@ -55,24 +55,7 @@ def test_layout_comments_and_annotations_do_not_count(old: str, new: str) -> Non
     assert find_difference("offload", "0.33.0", change("vllm/runner.py", old, new).__getitem__) is None
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "difference"),
-    [
-        ("vllm/runner.py", '"x"', '"y"', f"its {NEEDS[0]} is not that of 0.33.0"),
-        ("vllm/runner.py", "= 3", "= 4", f"its {NEEDS[0]} is not that of 0.33.0"),
-        ("vllm/runner.py", "class Runner", "class Walker", f"{NEEDS[0]} was not found in it"),
-        (
-            "vllm/runner.py",
-            "    def step",
-            "    @property\n    def step",
-            f"its {NEEDS[0]} is not that of 0.33.0",
-        ),
-        ("vllm/runner.py", "Runner(Root)", "Runner", f"{NEEDS[1]} was not found in it"),
-        ("vllm/base/inner.py", "return level", "return -level", f"its {NEEDS[1]} is not that of 0.33.0"),
-        ("vllm/base/__init__.py", "return 1", "return 2", f"its {NEEDS[2]} is not that of 0.33.0"),
-        ("vllm/runner.py", "class Runner", "class (Runner", f"{NEEDS[0]} was not found in it"),
-    ],
-)
+@pytest.mark.parametrize(("file", "old", "new", "difference"), CASES["the_function_that_differs_is_named"])
 @pytest.mark.usefixtures("stored")
 def test_the_function_that_differs_is_named(file: str, old: str, new: str, difference: str) -> None:
     assert find_difference("offload", "0.33.0", change(file, old, new).__getitem__) == difference
