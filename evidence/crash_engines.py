@@ -104,7 +104,9 @@ def run_engine(name: str, folder: Path) -> None:
     more: dict[str, Any] = {"compilation_config": {"mode": 0}} if case.graphs else {"enforce_eager": True}
     if stale:
         more |= {"cpu_offload_gb": 0.01, "cpu_offload_params": {"experts"}}
-    arguments = list_arguments(model, 0.04, moe_backend="cutlass" if stale else "triton", **more)
+    arguments = list_arguments(
+        model, gpu_memory_utilization=0.04, moe_backend="cutlass" if stale else "triton", **more
+    )
     if stale:
         (folder / "began").touch()  # it dies in the profile run
     llm = LLM(**arguments)

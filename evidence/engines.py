@@ -1,4 +1,4 @@
-"""What the engines of the scripts in this folder share: a tiny model, two prompts, and quiet surroundings."""
+"""What engines of these scripts share with those of moedoctor: arguments for a tiny model, and prompts."""
 
 from __future__ import annotations
 
@@ -6,30 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ENVIRON = {
-    "VLLM_USE_DEEP_GEMM": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "DO_NOT_TRACK": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+from moedoctor.upstream.engine.engine import ARGUMENTS, ENVIRON
+
+__all__ = ["ENVIRON", "generate", "list_arguments"]
 PROMPTS = (range(3, 19), (5, 6, 7))
 
 
-def list_arguments(model: Path, share: float = 0.05, **more: Any) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a tiny model; `share` is that of the GPU's memory."""
-    return {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "attention_backend": "TRITON_ATTN",
-        "gpu_memory_utilization": share,
-        "kv_cache_memory_bytes": 64 << 20,
-        "max_model_len": 256,
-        "max_num_batched_tokens": 256,
-        "max_num_seqs": 4,
-        **more,
-    }
+def list_arguments(model: Path, **more: Any) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` for a tiny model."""
+    return {"model": str(model), "skip_tokenizer_init": True, **ARGUMENTS, **more}
 
 
 def generate(llm: Any, prompts: Sequence[Sequence[int]] = PROMPTS, tokens: int = 8) -> list[list[int]]:

@@ -30,10 +30,6 @@ from engines import ENVIRON, generate, list_arguments
 
 _ENGINE_SECONDS = 280
 _REPLAY_SECONDS = 200
-_ENVIRON = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-}
 _PROMPTS = ((5, 9, 17, 40, 41), (7, 8))
 _TINY = {"layers": 3}
 _WIDE = {"layers": 2, "hidden": 1024, "intermediate": 512, "experts": 32, "top_k": 4}
@@ -196,7 +192,7 @@ def _moedoctor(
     # `timeout` ends what a command started, too.
     limit = ["timeout", "--signal", "INT", "--kill-after", "20", str(seconds)]
     command = [*limit, sys.executable, "-m", "moedoctor", *arguments]
-    variables = {**os.environ, **ENVIRON, **_ENVIRON, **environ}
+    variables = {**os.environ, **ENVIRON, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", **environ}
     streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
     return subprocess.run(command, env=variables, check=False, **streams).returncode
 

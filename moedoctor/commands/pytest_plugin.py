@@ -87,7 +87,21 @@ class ScenarioFailed(Exception):  # noqa: N818 (what pytest shows as the name of
     """A scenario whose verdict is a failure; as text, the verdict and its reason."""
 
 
-class ScenarioItem(pytest.Item):
+class JudgedItem(pytest.Item):
+    """A test that raises ScenarioFailed."""
+
+    def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
+        """Show a verdict or a wrong answer by its words, and anything else as pytest does."""
+        return (
+            str(excinfo.value) if isinstance(excinfo.value, ScenarioFailed) else super().repr_failure(excinfo)
+        )
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Return where the scenario is; a question has no place in a file."""
+        return self.path, 0, self.name
+
+
+class ScenarioItem(JudgedItem):
     """One scenario as a test."""
 
     def __init__(self, *, scenario: Any, **options: Any) -> None:
@@ -117,16 +131,6 @@ class ScenarioItem(pytest.Item):
         if VERDICTS[result.verdict].wrong:
             why = result.reason or result.title
             raise ScenarioFailed(f"{result.id} {result.name} is {result.verdict.value}: {why}")
-
-    def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
-        """Show a verdict in one line, and anything else as pytest does."""
-        if isinstance(excinfo.value, ScenarioFailed):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo)
-
-    def reportinfo(self) -> tuple[Path, int, str]:
-        """Return where the scenario is."""
-        return self.path, 0, self.name
 
 
 def list_sections(result: ScenarioResult) -> Iterator[tuple[str, str]]:
@@ -177,7 +181,7 @@ class Examined:
         return [answer for answer in self._answers if answer.question == question]
 
 
-class QuestionItem(pytest.Item):
+class QuestionItem(JudgedItem):
     """One question to one target as a test."""
 
     def __init__(self, *, question: str, of: Examined, **options: Any) -> None:
@@ -199,13 +203,3 @@ class QuestionItem(pytest.Item):
         if all(answer.verdict is Verdict.SKIPPED for answer in answers):
             reason = answers[0].reason if answers else "it was not asked"
             raise pytest.skip.Exception(reason or "", _use_item_location=True)
-
-    def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
-        """Show a wrong answer by its words, and anything else as pytest does."""
-        if isinstance(excinfo.value, ScenarioFailed):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo)
-
-    def reportinfo(self) -> tuple[Path, int, str]:
-        """Return the name; a question has no place in a file."""
-        return self.path, 0, self.name
