@@ -19,7 +19,7 @@ VLLM ?=
 # The release for `make release`, such as 0.34.0.
 V ?=
 
-# The reports that `make evidence` makes, of evidence/promises.yaml; empty: none, it judges what is stored.
+# The reports that `make evidence` makes, of evidence/promises.yaml and reports.yaml; empty: none, it judges what is stored.
 NAMES ?=
 
 # The releases that `make releases` runs, such as "torch 2.14.0"; empty: all of scripts/releases.txt.

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
 from moedoctor.diagnose.check import fix_plugin
 from moedoctor.diagnose.check.pinning import make_untried
 from moedoctor.diagnose.check.probes import Probes
@@ -101,8 +103,12 @@ def ask_python(path: Path) -> Target:
         )
     # A relative name without a slash would be searched for on PATH.
     answer = _ask(Path(os.path.abspath(path)))
-    packages = {_normalize(name): str(look_up) for name, look_up in answer["packages"].items()}
-    requires = {_normalize(name): tuple(map(str, lines)) for name, lines in answer["requires"].items()}
+    packages: dict[str, str] = {
+        canonicalize_name(name): str(look_up) for name, look_up in answer["packages"].items()
+    }
+    requires: dict[str, tuple[str, ...]] = {
+        canonicalize_name(name): tuple(map(str, lines)) for name, lines in answer["requires"].items()
+    }
     plugins = tuple((str(name), str(value)) for name, value in answer["plugins"])
     folders = {name: Path(str(folder)) for name, folder in answer["folders"].items()}
     asked_for = f"{path} was only asked for its metadata"
@@ -231,20 +237,15 @@ def _limit_probes(
         pinning=lambda: make_untried(why),
         vllm=None,
         flashinfer=None,
-        requires=lambda name: requires.get(_normalize(name)),
+        requires=lambda name: requires.get(canonicalize_name(name)),
         fix_plugin=lambda environ, vllm, read: fix_plugin.state(environ, vllm, read, plugins),
     )
 
 
 def _make_lookup(packages: Mapping[str, str]) -> Any:
     def look_up(name: str) -> str:
-        if _normalize(name) not in packages:
+        if canonicalize_name(name) not in packages:
             raise PackageNotFoundError(name)
-        return packages[_normalize(name)]
+        return packages[canonicalize_name(name)]
 
     return look_up
-
-
-def _normalize(name: str) -> str:
-    """Return the name of a distribution as PEP 503 compares it."""
-    return re.sub(r"[-_.]+", "-", str(name)).lower()

@@ -8,6 +8,7 @@ folders distort.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import re
@@ -39,25 +40,19 @@ class Collected:
     error: str | None = None
 
 
-def collect_vllm(seconds: float = SECONDS) -> Collected:
-    """Return what ``vllm collect-env`` reports."""
-    return _collect("vllm", seconds)
-
-
-def collect_flashinfer(seconds: float = SECONDS) -> Collected:
-    """Return what ``flashinfer collect-env`` reports; releases before 0.6.16 have no such command."""
-    return _collect("flashinfer", seconds)
-
-
-def _collect(package: str, seconds: float) -> Collected:
+def _collect(package: str) -> Collected:
     redactor = Redactor.from_this_process()
     try:
-        facts = ask("moedoctor.upstream.releases.collectors", package, seconds=seconds, caches=CACHES)
+        facts = ask("moedoctor.upstream.releases.collectors", package, seconds=SECONDS, caches=CACHES)
     except ChildError as error:
         return Collected(error=redactor.mask(str(error)))
     if "error" in facts:
         return Collected(error=redactor.mask(str(facts["error"])))
     return Collected(_shorten(redactor.record(facts)))
+
+
+collect_vllm, collect_flashinfer = (functools.partial(_collect, name) for name in ("vllm", "flashinfer"))
+"""Return what ``collect-env`` of the package reports; FlashInfer before 0.6.16 has no such command."""
 
 
 def _shorten(value: Any) -> Any:
