@@ -191,7 +191,7 @@ def test_a_wrong_type_is_named_with_what_was_expected(config: str, key: str) -> 
         assert "\n" not in text
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(known=st.sampled_from(KNOWN), value=JSON | st.sampled_from(["4", "MEM*E", ["full_attention"] * 4]))
 def test_any_field_value_gives_a_plan_or_a_one_line_error(known: tuple[str, str], value: Any) -> None:
     config, key = known

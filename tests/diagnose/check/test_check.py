@@ -116,18 +116,7 @@ def test_the_expert_cache_is_recognised_by_its_file() -> None:
 
 @pytest.mark.parametrize(
     ("release", "gpu", "cuda", "setting", "reason"),
-    [
-        ("0.6.6", H200, (13, 0), "9.0", "plain 90"),
-        ("0.6.6", H200, (13, 0), "9.0a", None),
-        ("0.6.7", H200, (13, 0), "9.0", None),
-        ("0.7.2", H200, (13, 0), "9.0 ", "cannot read FLASHINFER_CUDA_ARCH_LIST"),
-        ("0.7.2", H200, (13, 0), "8.0", "does not run on this GPU"),
-        ("0.6.8", RTX_5090, (12, 8), None, "no architecture to build for"),
-        ("0.7.2", RTX_5090, (12, 8), None, None),
-        ("0.7.2", GB10, (12, 8), None, "no architecture to build for"),
-        ("0.7.2", GB10, (13, 0), "12.0f", None),
-        ("0.7.2", GB10, (13, 0), "12.0a", "does not run on this GPU"),
-    ],
+    CASES["what_flashinfer_would_build_is_judged_for_this_gpu"],
 )
 def test_what_flashinfer_would_build_is_judged_for_this_gpu(
     release: str, gpu: tuple[str, str], cuda: tuple[int, int], setting: str | None, reason: str | None

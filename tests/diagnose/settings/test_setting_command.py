@@ -14,16 +14,7 @@ IMAGE = "vllm/vllm-openai:v0.21.0"
 
 
 @pytest.mark.parametrize(
-    ("line", "settings", "command"),
-    [
-        ("vllm serve m --x", {}, "vllm serve m --x"),
-        ("VLLM_A=1 nice -n 5 /opt/bin/vllm serve m", {"VLLM_A": "1"}, "/opt/bin/vllm serve m"),
-        ("python -m vllm.entrypoints.openai.api_server --model m", {}, None),
-        (f"docker run -e VLLM_A=x=y --env=FLASHINFER_B=2 {IMAGE} --model m", {"VLLM_A": "x=y"}, None),
-        (f"docker run -eVLLM_A=1 -e HF_TOKEN=secret {IMAGE}", {"VLLM_A": "1"}, IMAGE),
-        ("serve m --moe-backend marlin", {}, "serve m --moe-backend marlin"),
-        ("", {}, ""),
-    ],
+    ("line", "settings", "command"), CASES["the_launcher_and_its_variables_are_separated"]
 )
 def test_the_launcher_and_its_variables_are_separated(
     line: str, settings: dict[str, str], command: str | None
