@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from evidence.promises import FILE, ROOT, Promise, judge_folder, load_promises, look_up, main, run_command
+from evidence.promises import (
+    FILE,
+    ROOT,
+    Promise,
+    judge_folder,
+    load_promises,
+    load_reports,
+    look_up,
+    main,
+    run_command,
+)
 from moedoctor import cli
 from moedoctor.bench.engines import EngineRow, Plan, SpeedRow
 from moedoctor.commands.bench import engines
@@ -122,3 +132,13 @@ def test_a_name_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str])
     assert stopped.value.code == 2
     assert "no report is named 'nonsense'" in capsys.readouterr().err
     assert FILE.name == "promises.yaml"
+
+
+def test_a_variable_that_a_command_needs_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {name for row in load_reports().values() for name in re.findall(r"\$(\w+)", row.command)}
+    assert given == {"OUT", "SCRATCH", "MODELS", "RAY", "KERNELS", "FLASHINFER"}
+    monkeypatch.delenv("KERNELS", raising=False)
+    with pytest.raises(SystemExit, match="logits_stride: set KERNELS"):
+        run_command(load_reports()["logits_stride"], tmp_path, None)
