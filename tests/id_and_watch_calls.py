@@ -27,6 +27,8 @@ def check_ids(device: str, dtype: torch.dtype = torch.int32) -> None:
     for seed, (tokens, top_k) in enumerate(SHAPES):
         experts = 64
         ids = make_ids(tokens, top_k, experts, seed, dtype)
+        if dtype == torch.int64:  # int32 would make expert 1 of it
+            ids[1::3, 0] = (1 << 32) + 1
         wide = torch.full((top_k, tokens * 2), -1, dtype=dtype)  # strides of their own
         wide[:, ::2] = ids.t()
         real = torch.tensor([tokens // 2], dtype=torch.int32)
@@ -140,7 +142,7 @@ def check_watch_groups(device: str) -> None:
     mask = torch.tensor([1, 0, 0, 1], dtype=torch.int8)
     counts = set()
     cases = (3, 4, 0), (4, 4, 0), (4, 6, 4), (5, 6, 5), (nan_state.ALL_REAL, nan_state.ALL_REAL, 0)
-    rows = (4, 1), (8, 2), (8, 0), (9, 0), (9, 2)  # and their groups
+    rows = (4, 1), (8, 1), (8, 2), (8, 0), (9, 0), (9, 2)  # and their groups
     for (real, padded, masked), (number, group) in itertools.product(cases, rows):
         for padding in (None, mask) if 4 * group == number else (None,):
             x = torch.full((number, 3), float("nan"))
