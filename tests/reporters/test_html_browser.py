@@ -42,7 +42,7 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def files(tmp_path_factory: pytest.TempPathFactory, replayed_here: set[bool]) -> dict[str, Path]:
     """Return a page of every command: of stored reports, of calls, and of made-up engines and nodes."""
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("html")
