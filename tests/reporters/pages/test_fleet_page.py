@@ -85,25 +85,3 @@ def test_a_report_names_the_folder_beside_it_so_that_they_can_be_moved(tmp_path:
     assert document["reports"] == "answers"
     assert all((tmp_path / document["reports"] / node["file"]).is_file() for node in document["nodes"])
     assert str(tmp_path) not in report.read_text()
-
-
-def test_two_gpus_show_their_numbers_though_none_can_be_far_from_the_other(tmp_path, capsys):
-    for number, speed in enumerate((100.0, 104.0)):
-        report = parity_report(speed=speed)
-        report["layers"] = [{"case": "decode", "tokens": count, "layer_us": count} for count in range(40)]
-        row = Row(Place("id-1", "", str(number)), Status.ANSWERED, report=report)
-        (tmp_path / f"gpu-{number}.json").write_text(to_json(to_document(row)))
-    arguments = ["fleet", "run", "parity", "--from-reports", str(tmp_path), "--format"]
-    stored = tmp_path / "stored" / "fleet.json"
-    stored.parent.mkdir()
-    assert main([*arguments, "json", "-o", str(stored)]) == 0
-    for command in ([*arguments, "markdown"], ["show", str(stored), "--format", "markdown"]):
-        assert main(command) == 0
-        shown = capsys.readouterr().out
-        assert "## Numbers of NVIDIA H200" in shown
-        assert "| copy_on_device_gb_per_second memory | 2 | 102 | 2 | 100 | 104 |" in shown
-        assert "| layer_us decode tokens=27 | 2 | 27 | 0 | 27 | 27 |" in shown
-        assert "tokens=28" not in shown
-        assert "12 more; --full or --format json lists all." in shown
-        assert main([*command, "--full"]) == 0
-        assert "tokens=39" in capsys.readouterr().out
