@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -37,12 +39,17 @@ def test_each_format_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([f"{PLANTED}:Cache", "--question", "groups"], "it is a cache, which has no question groups"),
+        ([f"{PLANTED}:Cache", "--question", "groups"], ":Cache: it is a cache, which has no question groups"),
         ([f"{PLANTED}:Cache", "--question", "nothing"], "--question nothing: expected"),
         ([f"{PLANTED}:Cache", "--formats", "int3"], "--formats int3: expected"),
     ],
 )
-def test_wrong_usage_is_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_one_line(words, message, monkeypatch, capsys):
+    """The child that knows what the target is has answered no question."""
+    nothing = SimpleNamespace(answers=(), kind="cache")
+    monkeypatch.setattr(
+        import_module("moedoctor.testing.examine"), "examine", lambda *given, **options: nothing
+    )
     assert main(["conform", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
