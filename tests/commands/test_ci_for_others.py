@@ -347,7 +347,7 @@ def test_a_scenario_is_a_test_and_its_evidence_is_in_junit(scenarios: Any) -> No
     assert properties["moedoctor verdict"] == "proved"
     figures = [value for name, value in properties.items() if "faulty model use=expert_map" in str(name)]
     assert figures
-    assert all('"rows_wrong": ' in str(value) for value in figures)
+    assert all('"rows_wrong":' in str(value) for value in figures)
 
 
 def test_what_is_no_scenario_is_an_error_where_it_is_named_or_looks_like_one(scenarios: Any) -> None:

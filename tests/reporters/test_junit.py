@@ -38,7 +38,7 @@ def test_a_scenario_is_a_suite_and_a_case_is_a_test() -> None:
         "name": "faulty/model tokens=128 top_k=2 scoring=softmax",
         "time": "0.000",
     }
-    assert first.findtext("system-out") == 'reproduced: 13 of 128 rows\n{"rows": 13}'
+    assert first.findtext("system-out") == 'reproduced: 13 of 128 rows\n{"rows":13}'
 
 
 def test_cases_with_the_expected_verdict_pass() -> None:
