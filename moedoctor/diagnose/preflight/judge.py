@@ -110,7 +110,7 @@ def judge_start(
         notes=tuple(_list_notes(environment, ranks)),
         versions=versions,
         import_seconds=environment.get("seconds", 0.0),
-        seconds=round(sum(sum(row["seconds"].values()) for row in (reply, *ranks)), 1),
+        seconds=reply.get("elapsed", 0.0),
         peak_memory=reply.get("peak_memory", 0),
     )
 

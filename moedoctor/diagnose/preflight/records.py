@@ -110,9 +110,9 @@ class StartAnswer:
     import_seconds: float = 0.0
     """Until vLLM was imported, once for all command lines of a release."""
     seconds: float = 0.0
-    """Of all stages."""
+    """Of all stages, two ranks at the same time."""
     peak_memory: int = 0
-    """Bytes of the process that asked."""
+    """Bytes of the processes that asked, at most."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _describe(answer: StartAnswer) -> Iterator[Block]:
     if answer.stages:
         yield Heading("Stages")
         rows = [(row.stage, row.outcome, row.detail, f"{row.seconds:.1f}") for row in answer.stages]
-        yield Table(("stage", "outcome", "the server", "seconds"), rows)
+        yield Table(("stage", "outcome", "the server", "seconds, all ranks"), rows)
     if answer.layers:
         yield Heading("Layers")
         yield Table(
@@ -106,9 +106,9 @@ def _describe(answer: StartAnswer) -> Iterator[Block]:
         facts.append(("KV cache, if activations took nothing", f"{answer.kv_tokens:,} tokens"))
     facts += [(name, version) for name, version in answer.versions.items()]
     facts.append(
-        ("seconds to import vLLM, of all stages", f"{answer.import_seconds:.1f}, {answer.seconds:.1f}")
+        ("seconds to import vLLM, and then to ask", f"{answer.import_seconds:.1f}, {answer.seconds:.1f}")
     )
-    facts.append(("peak memory of the process that asked", f"{answer.peak_memory / _GIB:.2f} GiB"))
+    facts.append(("peak memory of the processes that asked, at most", f"{answer.peak_memory / _GIB:.2f} GiB"))
     yield Fold("What was asked", [Table(("fact", "value"), facts)])
     if answer.backends:
         yield Fold("MoE backends that are not used", [Table(("layers", "backend", "why"), answer.backends)])

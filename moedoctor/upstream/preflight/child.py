@@ -10,8 +10,10 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 from moedoctor.models.tensor_names import name_pattern
@@ -19,12 +21,17 @@ from moedoctor.processes.ask import answer
 
 _SHOWN = ("vllm", "torch", "transformers", "compressed-tensors", "flashinfer-python", "humming-kernels")
 _MOST_RANKS = 6
+_OBJECTS = 100_000
+"""New objects after which garbage is looked for: a loader makes very many, and few of them are garbage."""
+_Rank = tuple[dict[str, Any], dict[str, tuple[bool, float, list[int]]], bool]
+"""What a rank did, what it took of each tensor (`OnMeta.taken`), and True if it came to the last tensor."""
 _MOST_ROWS = 50
 
 
 def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the environment, then an answer for each command line, in order."""
     started = time.perf_counter()
+    gc.disable()  # imports make hundreds of thousands of objects, and all of them stay
     limit = request["memory_limit"]
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -53,7 +60,9 @@ def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         "operators": operators,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    gc.freeze()  # what was imported stays: to look through it again takes a tenth of the time
+    gc.freeze()
+    gc.set_threshold(_OBJECTS)
+    gc.enable()
     for command in request["commands"]:
         yield ask_command(command, request)
 
@@ -96,33 +105,65 @@ def ask_command(command: Mapping[str, Any], request: Mapping[str, Any]) -> dict[
     from moedoctor.upstream.preflight import stages
     from moedoctor.upstream.preflight.meta import OnMeta
 
+    started = time.perf_counter()
     reply: dict[str, Any] = {"words": command["words"], "seconds": {}, "ranks": []}
     with set_variables(command.get("variables", {})):
         try:
             config, arguments = stages.configure(command["words"], reply["seconds"])
             reply["config"] = stages.describe_config(config)
-            on_meta = OnMeta(request["headers"])
-            for rank in choose_ranks(config.parallel_config, request.get("ranks")):
+
+            def run(rank: int) -> _Rank:
+                on_meta = OnMeta(request["headers"])
                 row = stages.run_rank(config, arguments, rank, on_meta, post=request["post"])
-                reply["ranks"].append(row)
-                if "error" in row:
-                    break
-            if not on_meta.current:  # the checkpoint was read to its end
-                reply |= describe_taken(on_meta, config.parallel_config.tensor_parallel_size)
+                return row, on_meta.taken, not on_meta.current
+
+            ranks = fork_ranks(run, choose_ranks(config.parallel_config, request.get("ranks")))
+            broken = (place for place, (row, _, _) in enumerate(ranks, 1) if "error" in row)
+            ranks = ranks[: next(broken, None)]
+            reply["ranks"] = [row for row, _, _ in ranks]
+            if ranks[-1][2]:
+                taken = [taken for _, taken, _ in ranks]
+                reply |= describe_taken(taken, config.parallel_config.tensor_parallel_size)
         except stages.StageError as stop:
             reply["error"] = stop.record
         except Exception as error:
             reply["error"] = {**stages.describe_error("config", error), "last_module": "moedoctor"}
-    reply["peak_memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # An upper bound: the ranks of two processes share most of their memory.
+    processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)[: len(reply["ranks"]) or 1]
+    reply["peak_memory"] = sum(resource.getrusage(each).ru_maxrss for each in processes) * 1024
+    reply["elapsed"] = round(time.perf_counter() - started, 1)
     return reply
 
 
-def describe_taken(on_meta: Any, tensor_parallel: int) -> dict[str, Any]:
+def fork_ranks(run: Callable[[int], _Rank], ranks: Sequence[int]) -> list[_Rank]:
+    """Return what `run` answers for each rank: the first one here, the others in forks at the same time."""
+    first, *others = ranks
+    if not others:
+        return [run(first)]
+    workers = max(1, min(len(others), (os.cpu_count() or 1) - 1))
+    # A fork has the functions and objects of this process, which cannot be sent to another one.
+    with ProcessPoolExecutor(workers, get_context("fork"), _RUN.append, (run,)) as pool:
+        answers = pool.map(_run_rank, others)
+        return [run(first), *answers]
+
+
+_RUN: list[Callable[[int], _Rank]] = []
+
+
+def _run_rank(rank: int) -> _Rank:
+    return _RUN[0](rank)
+
+
+def describe_taken(
+    ranks: Sequence[Mapping[str, tuple[bool, float, list[int]]]], tensor_parallel: int
+) -> dict[str, Any]:
     """Return the names that no rank took anything of, and the tensors of which every rank left out a part."""
     taken: collections.Counter[str] = collections.Counter()
     skipped: collections.Counter[str] = collections.Counter()
     too_large = []
-    for name, (used, share, shape) in on_meta.taken.items():
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        rows = [rank[name] for rank in ranks if name in rank]
+        used, share, shape = any(row[0] for row in rows), max(row[1] for row in rows), rows[0][2]
         (taken if used else skipped)[name_pattern(name)] += 1
         if 0 < share * tensor_parallel < 1 - 1e-6:
             too_large.append({"tensor": name, "shape": shape, "read": round(share, 4)})

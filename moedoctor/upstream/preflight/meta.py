@@ -51,6 +51,8 @@ _QUESTIONS = _REDUCED | {
 }
 _INDICES = (torch.int32, torch.int64, torch.bool)
 _MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory}
+_UNIQUE = {torch.unique, torch.Tensor.unique}
+_ANSWERED = _QUESTIONS | _MOVES | _UNIQUE
 
 
 @dataclass
@@ -58,9 +60,8 @@ class Stored:
     """A tensor of the checkpoint while it is loaded."""
 
     tensor: torch.Tensor
-    file: str
-    used: bool = False
-    """An operation has taken it, not only its shape."""
+    """Kept, so that no other storage gets the place of its own."""
+    storage: int
     read: dict[tuple[Any, ...], int] = field(default_factory=dict)
     """Region -> elements that were copied out of it."""
     cast: tuple[str, str] | None = None
@@ -79,10 +80,12 @@ class OnMeta(TorchFunctionMode):
         self.written: dict[int, dict[tuple[Any, ...], int]] = {}
         self.stored: dict[str, Stored] = {}
         self.taken: dict[str, tuple[bool, float, list[int]]] = {}
-        """Tensor -> (a rank took it, largest share that a rank read of it, shape), of all ranks so far."""
+        """Tensor -> (True if something took it, share of it that was read, shape), draft included."""
         self.current = ""
         """The tensor that the loader took last; empty before the first one and after the last one."""
-        self._by_storage: dict[int, str] = {}
+        self._by_storage: dict[int, Stored] = {}
+        self._unused: set[int] = set()
+        """Storages of the checkpoint whose shape alone was looked at: no operation took them."""
 
     @property
     def has_headers(self) -> bool:
@@ -92,16 +95,18 @@ class OnMeta(TorchFunctionMode):
     def watch(self) -> None:
         """Begin to count anew."""
         self.watching = True
-        self.written, self.stored, self._by_storage, self.current = {}, {}, {}, ""
+        self.written, self.stored, self._by_storage, self._unused, self.current = {}, {}, {}, set(), ""
 
     def __torch_function__(
         self, function: Any, kinds: Any, arguments: Any = (), options: Mapping[str, Any] | None = None
     ) -> Any:
         if getattr(function, "__name__", "") in _LOOKS:  # most of the calls of a loader
             return function(*arguments, **(options or {}))
-        options = dict(options or {})
-        if self.watching:
+        if self.watching and (self._unused or function in _WRITES):
             self._note(function, arguments)
+        if not options and function not in _ANSWERED:
+            return function(*arguments)
+        options = dict(options or {})
         if "device" in options and (_is_cuda(options["device"]) or type(options["device"]) is int):
             options["device"] = "meta"
         if options.pop("pin_memory", False):
@@ -110,7 +115,7 @@ class OnMeta(TorchFunctionMode):
         if first is not None and first.is_meta:
             if function in _QUESTIONS and not (function in _REDUCED and (len(arguments) > 1 or options)):
                 return self._answer(function)
-            if function in (torch.unique, torch.Tensor.unique):
+            if function in _UNIQUE:
                 return first.flatten()[:1]  # a sound checkpoint has one scale in all shards
         if function in _MOVES:
             if function is torch.Tensor.cuda:
@@ -131,33 +136,18 @@ class OnMeta(TorchFunctionMode):
 
     def _note(self, function: Any, arguments: Any) -> None:
         """Count what an operation writes and reads."""
-
-        def take(value: Any) -> tuple[Stored, torch.Tensor] | None:
-            """Return the tensor of the checkpoint that `value` is a view of, which is then used."""
-            name = None
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                name = self._by_storage.get(value.untyped_storage()._cdata)
-            if name is None:
-                return None
-            self.stored[name].used = True
-            return self.stored[name], value
-
-        source = None
-        for each in arguments[:2]:
-            source = take(each) or source
-        if function not in _WRITES or not isinstance(arguments[0], torch.Tensor):
+        takes = [each for each in arguments[:3] if isinstance(each, torch.Tensor) and each.is_meta]
+        keys = [each.untyped_storage()._cdata for each in takes]
+        self._unused.difference_update(keys)
+        if function not in _WRITES or not takes or takes[0] is not arguments[0]:
             return
-        target = arguments[0]
-        if function is torch.Tensor.__setitem__:
-            target = target[arguments[1]]
-            source = take(arguments[2]) or source
-        if function is torch.Tensor.fill_ and source is None and not self.stored:
+        if function is torch.Tensor.fill_ and not self.stored:
             return
-        key = target.untyped_storage()._cdata
+        target = takes[0][arguments[1]] if function is torch.Tensor.__setitem__ else takes[0]
         # The same region twice, such as a shape that each shard has, counts once.
-        self.written.setdefault(key, {})[_locate(target)] = target.numel()
-        if source is not None and function is torch.Tensor.copy_:
-            stored, view = source
+        self.written.setdefault(keys[0], {})[_locate(target)] = target.numel()
+        stored, view = self._by_storage.get(keys[-1]), takes[-1]
+        if stored is not None and function is torch.Tensor.copy_:
             stored.read[_locate(view)] = view.numel()
             if not _keeps_meaning(view.dtype, target.dtype) and view.numel() > 1:
                 stored.cast = (_show_dtype(view.dtype), _show_dtype(target.dtype))
@@ -166,20 +156,22 @@ class OnMeta(TorchFunctionMode):
         """Yield the tensors of safetensors files from their headers, in place of vLLM's iterator."""
         for file in sorted(map(str, files)):
             for name, dtype, shape in self._headers.get(os.path.realpath(file), ()):
-                tensor = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-                self.stored[name] = Stored(tensor, file)
-                self._by_storage[tensor.untyped_storage()._cdata] = name
+                with torch._C.DisableTorchFunction():
+                    tensor = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+                    storage = tensor.untyped_storage()._cdata
+                self.stored[name] = self._by_storage[storage] = Stored(tensor, storage)
+                self._unused.add(storage)
                 self.current = name
                 yield name, tensor
         self.current = ""
 
     def end_rank(self) -> None:
-        """Add what this rank took of the checkpoint to what others took."""
+        """Add what a model of this rank took of the checkpoint."""
         self.watching = False
         for name, stored in self.stored.items():
             used, share, shape = self.taken.get(name, (False, 0.0, list(stored.tensor.shape)))
             read = min(1.0, sum(stored.read.values()) / max(1, stored.tensor.numel()))
-            self.taken[name] = (used or stored.used, max(share, read), shape)
+            self.taken[name] = (used or stored.storage not in self._unused, max(share, read), shape)
 
     def share_written(self, parameter: torch.Tensor) -> float:
         """Return the share of a parameter's elements that were written at least once, at most 1."""

@@ -96,7 +96,7 @@ def read_schemas(file: Path) -> Iterator[tuple[str, str]]:
     while arrow >= 0:
         end = data.find(b"\0", arrow)
         near = data[max(0, arrow - _MOST_TEXT) : end] if 0 < end < arrow + _MOST_TEXT else b""
-        found = _NO_TEXT.split(near)[-1].decode()
+        found = _NO_TEXT.split(near.rpartition(b"\0")[2])[-1].decode()
         if match := _SCHEMA.fullmatch(" ".join(found.split())):
             yield match[1], f"{match[1]}{match[2]} -> {match[3]}"
         arrow = data.find(b"->", end if found else arrow + 2)

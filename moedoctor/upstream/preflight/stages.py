@@ -31,8 +31,8 @@ STAGES = ("arguments", "config", "groups", "build", "load", "draft", "memory", "
 _PARSERS = ("common.cli_args", "launchers.cli_args", "openai.cli_args", "cli.serve")
 """Modules below vllm.entrypoints that have had `make_arg_parser`; the last one imports a web server."""
 _MOST_TEXT = 4000
-_PASSED_ON = "return function(*arguments, **options)"
-"""The line of `OnMeta` that calls torch."""
+_PASSED_ON = "return function(*arguments"
+"""The lines of `OnMeta` that call torch begin so."""
 
 
 class StageError(Exception):
@@ -415,7 +415,7 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
                 "shape": list(shape),
                 "written": share,
                 "padded": _is_padding(owners, names[0], shape, share, config),
-                "unused": _is_unused_bias(owners, names[0]),
+                "unused": _is_unused(owners, names[0]),
                 "count": len(names),
                 "example": names[0],
             }
@@ -446,10 +446,19 @@ def _is_padding(
     return any(each < 1 and math.isclose(share, each, abs_tol=2e-3) for each in expected)
 
 
-def _is_unused_bias(owners: Mapping[str, Any], name: str) -> bool:
-    """Return True for the bias of experts that have none: GPTQ's method makes one in any case."""
-    moe = getattr(owners.get(name.rpartition(".")[0]), "moe_config", None)
-    return name.endswith("_bias") and getattr(moe, "has_bias", None) is False
+def _is_unused(owners: Mapping[str, Any], name: str) -> bool:
+    """Return True for what a method makes for experts in any case, and does not use for these.
+
+    That is GPTQ's bias of experts that have none, and a scale of inputs that MARLIN does not quantize.
+    """
+    owner = owners.get(name.rpartition(".")[0])
+    moe, method = getattr(owner, "moe_config", None), getattr(owner, "quant_method", None)
+    if moe is None or method is None:
+        return False
+    if name.endswith("_bias"):
+        return getattr(moe, "has_bias", None) is False
+    is_input_scale = re.search(r"_input_(?:global_)?scale$", name) is not None
+    return is_input_scale and _find_kernel(owner, method) == "MARLIN"
 
 
 # After loading.

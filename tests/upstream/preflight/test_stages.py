@@ -1,12 +1,15 @@
 """The stages of a start, without a vLLM."""
 
+import os
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from moedoctor.upstream.preflight.child import fork_ranks
 from moedoctor.upstream.preflight.meta import OnMeta
 from moedoctor.upstream.preflight.operators import read_schemas
 from moedoctor.upstream.preflight.stages import (
@@ -79,6 +82,40 @@ def test_schemas_are_found_between_machine_code(tmp_path: Path) -> None:
     noise = b"\x00\xff->\x00 ->\xfe" + b"->" * 3000 + b"\x00a line -> of text\x00"
     file.write_bytes(noise + b"\x90".join(each.encode() + b"\x00" for each in schemas) + noise + b"h() -> ()")
     assert [schema for _, schema in read_schemas(file)] == schemas
+
+
+def test_shares_that_are_written_and_read_are_counted() -> None:
+    headers = [("cut", "BF16", (8, 2)), ("looked at", "BF16", (4, 2)), ("whole", "BF16", (4, 2))]
+    on_meta = OnMeta({"/f": headers})
+    parameter = torch.empty(8, 2, dtype=torch.float16, device="meta")
+    with on_meta:
+        on_meta.watch()
+        for name, tensor in on_meta.read_weights(["/f"]):
+            if name == "cut":
+                parameter[4:6].copy_(tensor.narrow(0, 0, 2))
+            elif name == "whole":
+                parameter.narrow(0, 0, 4).copy_(tensor)
+                parameter.narrow(0, 0, 4).copy_(tensor)
+            else:
+                assert tensor.shape == (4, 2)
+    on_meta.end_rank()
+    assert on_meta.share_written(parameter) == 0.75
+    shares = {name: (used, share) for name, (used, share, _) in on_meta.taken.items()}
+    assert shares == {"cut": (True, 0.25), "looked at": (False, 0), "whole": (True, 1)}
+
+
+def test_the_first_rank_is_asked_here_and_the_others_in_forks() -> None:
+    def run(rank: int) -> tuple[dict[str, int], dict[str, tuple[bool, float, list[int]]], bool]:
+        if rank == 9 and os.getpid() != parent:
+            os._exit(1)  # as if the system ended it
+        return {"rank": rank, "process": os.getpid()}, {}, True
+
+    parent = os.getpid()
+    rows = [row for row, _, _ in fork_ranks(run, [0, 3, 7])]
+    assert [row["rank"] for row in rows] == [0, 3, 7]
+    assert [row["process"] == parent for row in rows] == [True, False, False]
+    with pytest.raises(BrokenProcessPool):
+        fork_ranks(run, [0, 9])
 
 
 def test_errors_name_the_layer_or_the_tensor_that_was_read() -> None:
