@@ -105,6 +105,10 @@ def ct_nvfp4(name: str, out: int, into: int) -> Tensors:
     return {**packed, f"{name}.weight_scale": ("F8_E4M3", (out, into // 16)), **scalars}
 
 
+def ct_nvfp4a16(name: str, out: int, into: int) -> Tensors:
+    return {n: entry for n, entry in ct_nvfp4(name, out, into).items() if "input" not in n}
+
+
 def ct_w4a16(name: str, out: int, into: int) -> Tensors:
     packed = {f"{name}.weight_packed": ("I32", (out, into // 8)), f"{name}.weight_shape": ("I64", (2,))}
     return {**packed, f"{name}.weight_scale": ("BF16", (out, into // 128))}
@@ -129,6 +133,25 @@ def ct_w8a8(name: str, out: int, into: int) -> Tensors:
     return {f"{name}.weight": ("I8", (out, into)), f"{name}.weight_scale": ("BF16", (out, 1))}
 
 
+def ct_fp8_block(name: str, out: int, into: int) -> Tensors:
+    scales = (-(-out // 128), -(-into // 128))
+    return {f"{name}.weight": ("F8_E4M3", (out, into)), f"{name}.weight_scale": ("BF16", scales)}
+
+
+def ct_w8a16(name: str, out: int, into: int) -> Tensors:
+    packed = {f"{name}.weight_packed": ("I32", (out, into // 4)), f"{name}.weight_shape": ("I64", (2,))}
+    return {**packed, f"{name}.weight_scale": ("BF16", (out, 1))}
+
+
+def ct_mxfp4(name: str, out: int, into: int) -> Tensors:
+    scale = {f"{name}.weight_scale": ("U8", (out, into // 32))}
+    return {f"{name}.weight_packed": ("U8", (out, into // 2)), **scale}
+
+
+def mxfp8(name: str, out: int, into: int) -> Tensors:
+    return {f"{name}.weight": ("F8_E4M3", (out, into)), f"{name}.weight_scale": ("U8", (out, into // 32))}
+
+
 def awq(name: str, out: int, into: int) -> Tensors:
     parts = {"qweight": ("I32", (into, out // 8)), "qzeros": ("I32", (into // 128, out // 8))}
     return {f"{name}.{part}": e for part, e in {**parts, "scales": ("BF16", (into // 128, out))}.items()}
@@ -145,6 +168,7 @@ _FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_g
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 _INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+_MX = {"symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
 _OPT = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 _FP8_WEIGHTS = {**_FP8, "strategy": "channel", "dynamic": False}
 _FP8_INPUTS = {**_FP8, "strategy": "token", "dynamic": True}
@@ -176,6 +200,24 @@ FORMATS: Mapping[str, tuple[Linear, Mapping[str, Any] | None, str]] = {
         {**_INT8, "strategy": "channel", "dynamic": False}, {**_INT8, "strategy": "token", "dynamic": True},
         "int-quantized",
     ), "ignore"),
+    "fp8-static": (modelopt_fp8, {"quant_method": "fp8", "activation_scheme": "static"}, "ignored_layers"),
+    "ct-fp8-block": (ct_fp8_block, _group(
+        {**_FP8, "strategy": "block", "block_structure": [128, 128], "dynamic": False},
+        {**_FP8, "strategy": "group", "group_size": 128, "dynamic": True}, "float-quantized",
+    ), "ignore"),
+    "ct-w8a16": (ct_w8a16, _group(
+        {**_INT8, "strategy": "channel", "group_size": -1, "dynamic": False}, None, "pack-quantized",
+    ), "ignore"),
+    "ct-nvfp4a16": (
+        ct_nvfp4a16, _group({**_FP4, "dynamic": False}, None, "nvfp4-pack-quantized"), "ignore",
+    ),
+    "ct-mxfp4": (
+        ct_mxfp4, _group({"num_bits": 4, "type": "float", **_MX}, None, "mxfp4-pack-quantized"), "ignore",
+    ),
+    "modelopt-mxfp8": (mxfp8, {
+        "quant_method": "modelopt", "quant_algo": "MXFP8",
+        "producer": {"name": "modelopt", "version": "0.40.0"},
+    }, "ignore"),
     "awq": (awq, {
         "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
     }, "modules_to_not_convert"),
@@ -412,13 +454,20 @@ def llama4(form: str = "bf16", size: Size = Size()) -> Built:
         moe_layers=list(range(size.layers)), no_rope_layers=[1] * size.layers, attention_chunk_size=2048,
         use_qk_norm=True, attn_temperature_tuning=False,
     )  # fmt: skip
-    rows = f"""{_NORMS}{_ATTENTION}
-        plain feed_forward.router experts hidden
-        mlp feed_forward.shared_expert width
+    fused = """
         BF16 feed_forward.experts.gate_up_proj experts hidden 2*width
         BF16 feed_forward.experts.down_proj experts width hidden
     """
-    return _build(config, form, size, ["moe"] * size.layers, {"moe": rows}, {})
+    # vLLM turns q_proj and k_proj, and cannot turn the scales of blocks: publishers leave attention as it is.
+    rows = f"""{_NORMS}{_ATTENTION.replace("linear", "plain")}
+        plain feed_forward.router experts hidden
+        mlp feed_forward.shared_expert width
+        {fused if form == "bf16" else "mlp feed_forward.experts.* width"}
+    """
+    bare = " ".join(f"self_attn.{side}_proj" for side in "qkvo")
+    return _build(
+        config, form, size, ["moe"] * size.layers, {"moe": rows}, {"moe": f"feed_forward.router {bare}"}
+    )
 
 
 def gpt_oss(form: str = "mxfp4", size: Size = Size(experts=8)) -> Built:
@@ -478,26 +527,30 @@ def gemma4(form: str = "bf16", size: Size = Size(head=256, heads=8)) -> Built:
         norm pre_feedforward_layernorm_2
     """
     full_attention = """
-        plain self_attn.q_proj heads*512 hidden
-        plain self_attn.k_proj kv_heads*512 hidden
-        plain self_attn.o_proj hidden heads*512
+        linear self_attn.q_proj heads*512 hidden
+        linear self_attn.k_proj kv_heads*512 hidden
+        linear self_attn.o_proj hidden heads*512
         BF16 self_attn.q_norm.weight 512
         BF16 self_attn.k_norm.weight 512
     """
-    moe = """
+    fused = """
+        BF16 experts.gate_up_proj experts 2*width hidden
+        BF16 experts.down_proj experts hidden width
+    """
+    moe = f"""
         BF16 layer_scalar 1
         BF16 router.scale hidden
         BF16 router.per_expert_scale experts
         plain router.proj experts hidden
         mlp mlp 2*width
-        BF16 experts.gate_up_proj experts 2*width hidden
-        BF16 experts.down_proj experts hidden width
+        {fused if form == "bf16" else "mlp experts.* width"}
     """
     rows = {"sliding_attention": _ATTENTION + _HEAD_NORMS, "full_attention": full_attention}
     root = "model.language_model."
     return _build(
-        config, form, size, kinds, {kind: norms + attention + moe for kind, attention in rows.items()}, {},
-        first=f"norm {root}norm\nplain {root}embed_tokens vocab hidden", at=f"{root}layers.", last="",
+        config, form, size, kinds, {kind: norms + attention + moe for kind, attention in rows.items()},
+        dict.fromkeys(rows, "router.proj"), first=f"norm {root}norm\nplain {root}embed_tokens vocab hidden",
+        at=f"{root}layers.", last="",
     )  # fmt: skip
 
 
@@ -569,19 +622,25 @@ SOUND: Mapping[str, Callable[[], Built]] = {
     for name, (build, forms) in ARCHITECTURES.items()
     for form in forms
 }
-_FP8S_AND_FP4S = ("fp8-channel", "modelopt-fp8", "modelopt-nvfp4", "ct-nvfp4")
-_MORE = {
-    **dict.fromkeys(("qwen3", "mixtral"), ("modelopt-fp8", "ct-w8a8", "awq")),
-    **dict.fromkeys(("minimax-m2", "glm4"), ("modelopt-fp8", "awq")),
-    **dict.fromkeys(("deepseek-v3", "qwen3-next"), (*_FP8S_AND_FP4S, "awq")),
-    "nemotron-h": ("modelopt-fp8",),
-}
+_NEVER_READ = {"gpt-oss": tuple(FORMATS), "gemma4": ("gptq",)}
+"""Formats of these that no release reads for an architecture."""
 MORE: Mapping[str, Callable[[], Built]] = {
-    f"{name}-{form}": (lambda build=ARCHITECTURES[name][0], form=form: build(form))
-    for name, forms in _MORE.items()
-    for form in forms
+    f"{name}-{form}": (lambda build=build, form=form: build(form))
+    for name, (build, forms) in ARCHITECTURES.items()
+    for form in FORMATS
+    if form not in (*forms, *_NEVER_READ.get(name, ()))
 }
 """Sound checkpoints in further formats, which only preflight is asked about."""
+SINCE: Mapping[str, str] = {
+    "modelopt-mxfp8": "0.27.1",
+    "llama4-ct-w8a16": "0.27.1",
+    **{f"nemotron-h-{form}": "0.30.0" for form in ("fp8-block", "gptq", "fp8-static", "ct-mxfp4", "awq")},
+}
+"""End of a name -> the first of the asked releases that reads it.
+
+0.21.0 raises for experts in MXFP8, and up to 0.27.1 some methods keep half of the memory for a gate that
+Nemotron-H does not have.
+"""
 
 
 @dataclass(frozen=True)

@@ -203,4 +203,6 @@ OPERATORS = {
     "cutlass_scaled_mm_supports_fp8": lambda capability: capability >= 89,
     "cutlass_scaled_mm_supports_block_fp8": lambda capability: capability >= 90,
     "cutlass_scaled_mm_supports_fp4": lambda capability: capability >= 100,
+    # csrc/libtorch_stable/quantization/fp4/mxfp4_experts_quant.cu
+    "mxfp4_experts_quant_supported": lambda capability: 100 <= capability < 120,
 }
