@@ -382,17 +382,14 @@ def _count_layers(ranks: Sequence[Mapping[str, Any]]) -> Iterator[LayerCount]:
 
 
 def _list_backends(ranks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """Yield (layers, MoE backend, why it is not used) for the first rank, and for its draft."""
+    """Yield (layers, backend or kernel, why it is not used) for the first rank, and for its draft."""
     for row in ranks[:1]:
-        for kind, model in (("experts", row), ("draft experts", row.get("draft", {}))):
-            used = {
-                _normalize(layer["backend"])
-                for layer in model.get("layers", ())
-                if layer["kind"] == "experts"
-            }
-            for backend, reason in model.get("backends", ()):
+        for draft, model in (("", row), ("draft ", row.get("draft", {}))):
+            used = {_normalize(layer["backend"]) for layer in model.get("layers", ())}
+            for kind, backend, reason in model.get("backends", ()):
                 if _normalize(backend) not in used:
-                    yield kind, backend, reason or "it takes this layer, and another one comes before it"
+                    why = reason or "it takes this layer, and another one comes before it"
+                    yield f"{draft}{kind}", backend, why
 
 
 def _normalize(backend: str) -> str:

@@ -101,7 +101,7 @@ class StartAnswer:
     kv_tokens: int | None = None
     """Tokens of KV cache beside the weights of the fullest rank if activations took nothing."""
     backends: tuple[tuple[str, str, str], ...] = ()
-    """With -v: (``experts`` or ``draft experts``, MoE backend that is not used, why)."""
+    """With -v: (kind of layers, as in `LayerCount`; MoE backend or linear kernel that is not used; why)."""
     after: tuple[str, ...] = ()
     """With -v: what follows loading: memory for new tensors of a layer, and what could not be done here."""
     notes: tuple[str, ...] = ()

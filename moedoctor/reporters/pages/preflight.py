@@ -111,7 +111,8 @@ def _describe(answer: StartAnswer) -> Iterator[Block]:
     facts.append(("peak memory of the processes that asked, at most", f"{answer.peak_memory / _GIB:.2f} GiB"))
     yield Fold("What was asked", [Table(("fact", "value"), facts)])
     if answer.backends:
-        yield Fold("MoE backends that are not used", [Table(("layers", "backend", "why"), answer.backends)])
+        columns = ("layers", "backend or kernel", "why")
+        yield Fold("Backends and kernels that are not used", [Table(columns, answer.backends)])
     if answer.after:
         yield Fold("After loading, which never decides", [Bullets(answer.after)])
     if answer.notes:

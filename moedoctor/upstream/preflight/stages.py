@@ -24,6 +24,7 @@ import torch
 
 from moedoctor.models.tensor_names import name_pattern
 from moedoctor.upstream.preflight.meta import OnMeta
+from moedoctor.upstream.selection.linear_kernels import CHOOSERS, Offers, explain_kernels, record_offers
 from moedoctor.upstream.selection.oracle import explain_others, record_selections
 
 STAGES = ("arguments", "config", "groups", "build", "load", "draft", "memory", "after", "adapters")
@@ -237,9 +238,11 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
 
     def build(model_config: Any, row: dict[str, Any]) -> Any:
         heard: list[tuple[Any, ...]] = []
+        offers: Offers = {}
         with contextlib.ExitStack() as stack:
             if post:
                 stack.enter_context(record_selections(heard))
+                stack.enter_context(record_offers(offers))
             stack.enter_context(base_loader.set_default_torch_dtype(model_config.dtype))
             stack.enter_context(torch.device("meta"))
             model = base_loader.initialize_model(vllm_config=config, model_config=model_config)
@@ -249,7 +252,9 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
         row["unbalanced"] = find_unbalanced(model, config)
         # One question of each scheme: the layers of a model differ in nothing that a kernel asks about.
         questions = {type(question[0]): question for question in reversed(heard)}
-        row["backends"] = [each for question in questions.values() for each in explain_others(question)]
+        rows = [("experts", *each) for question in questions.values() for each in explain_others(question)]
+        kernels = [_find_kernel(module) for module in model.modules()]
+        row["backends"] = [*rows, *(("linear", *each) for each in explain_kernels(kernels, offers))]
         return model
 
     def load(model: Any, model_config: Any) -> dict[str, Any]:
@@ -373,23 +378,28 @@ def describe_layers(model: Any) -> list[dict[str, Any]]:
         kind = "experts" if is_moe else "linear"
         if not is_moe and not hasattr(module, "input_size"):
             kind = "embedding"
-        counts[kind, name, _find_kernel(module, method)] += 1
+        counts[kind, name, _name_kernel(_find_kernel(module))] += 1
     return [
         {"kind": kind, "method": method, "backend": backend, "count": count}
         for (kind, method, backend), count in sorted(counts.items())
     ]
 
 
-def _find_kernel(module: Any, method: Any) -> str:
-    """Return the backend of a MoE method or the kernel of a linear scheme; empty if it names none."""
-    for name, value in vars(method).items():
-        if name.endswith("backend") and value is not None:
-            return str(getattr(value, "name", value))
-    for owner in (method, getattr(module, "scheme", None)):
+def _find_kernel(module: Any) -> Any:
+    """Return the backend of a MoE method, or the kernel object of a linear scheme; None without one."""
+    for owner in (getattr(module, "quant_method", None), getattr(module, "scheme", None)):
         for name, value in vars(owner).items() if owner is not None else ():
-            if name.endswith("kernel") and value is not None:
-                return type(value).__name__
-    return ""
+            if value is not None and (
+                name.endswith("backend") or type(value).__module__.startswith(CHOOSERS)
+            ):
+                return value
+    return None
+
+
+def _name_kernel(kernel: Any) -> str:
+    if kernel is None or isinstance(kernel, str):
+        return kernel or ""
+    return str(getattr(kernel, "name", type(kernel).__name__))
 
 
 def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
@@ -452,13 +462,13 @@ def _is_unused(owners: Mapping[str, Any], name: str) -> bool:
     That is GPTQ's bias of experts that have none, and a scale of inputs that MARLIN does not quantize.
     """
     owner = owners.get(name.rpartition(".")[0])
-    moe, method = getattr(owner, "moe_config", None), getattr(owner, "quant_method", None)
-    if moe is None or method is None:
+    moe = getattr(owner, "moe_config", None)
+    if moe is None:
         return False
     if name.endswith("_bias"):
         return getattr(moe, "has_bias", None) is False
     is_input_scale = re.search(r"_input_(?:global_)?scale$", name) is not None
-    return is_input_scale and _find_kernel(owner, method) == "MARLIN"
+    return is_input_scale and _name_kernel(_find_kernel(owner)) == "MARLIN"
 
 
 # After loading.

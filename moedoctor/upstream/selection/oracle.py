@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import pkgutil
 import types
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -210,9 +211,10 @@ def record_selections(heard: list[tuple[Any, ...]]) -> Iterator[None]:
                     watch(kernel, backend)
             return kernels
 
-        for name in sorted({*_MODULES.values(), "fp8"}):
+        package: Any = importlib.import_module(ORACLES)
+        for found in pkgutil.iter_modules(package.__path__):
             with contextlib.suppress(ImportError):
-                module = importlib.import_module(f"{ORACLES}.{name}")
+                module = importlib.import_module(f"{ORACLES}.{found.name}")
                 if original := getattr(module, "backend_to_kernel_cls", None):
                     change = mock.patch.object(module, "backend_to_kernel_cls", partial(listen, original))
                     stack.enter_context(change)

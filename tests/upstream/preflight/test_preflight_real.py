@@ -93,12 +93,13 @@ def test_each_backend_that_is_left_out_has_the_releases_reason(tmp_path: Path) -
     (answer,) = ask_release(Release("installed"), [command], question, read_headers(folder))
     assert "after" in {stage.stage for stage in answer.stages}
     assert answer.import_seconds > 0
-    reasons = {backend: reason for _, backend, reason in answer.backends}
-    used = {layer.backend for layer in answer.layers if layer.kind == "experts"}
-    assert len(used) == 1
-    assert not used & set(reasons)
-    assert "MARLIN" in reasons
-    assert any("activation format" in reason for reason in reasons.values())
+    for kind, other in (("experts", "MARLIN"), ("linear", "MarlinFP8ScaledMMLinearKernel")):
+        reasons = {backend: reason for layers, backend, reason in answer.backends if layers == kind}
+        used = {layer.backend for layer in answer.layers if layer.kind == kind and layer.backend}
+        assert len(used) == 1
+        assert not used & set(reasons)
+        assert other in reasons
+        assert any("support" in reason for reason in reasons.values())
 
 
 def write_adapter(folder: Path, *modules: tuple[str, int, int, int]) -> Path:
