@@ -54,6 +54,8 @@ _DEVICE = re.compile(
 _QUOTED = re.compile(r"'(\w+(?:\.\w+)+)'")
 """A tensor or layer in an error message."""
 _LIBRARY_CONFIG = re.compile(r"transformers|does not recognize this architecture|model type", re.IGNORECASE)
+_LEAST_BYTES = 1000
+"""Scales of a KV cache are less, and nobody has to know."""
 NOT_SEEN = (
     "kernels: nothing was compiled or run",
     "real memory: peaks while weights are loaded and repacked, and what other processes hold",
@@ -106,7 +108,7 @@ def judge_start(
             (row["kv"]["tokens"] for row in ranks if row.get("kv", {}).get("tokens")), default=None
         ),
         backends=tuple(_list_backends(ranks)),
-        after=tuple(dict.fromkeys(_describe_after(ranks))),
+        after=tuple(dict.fromkeys(_describe_after(ranks))) if reply.get("post") else (),
         notes=tuple(_list_notes(environment, ranks)),
         versions=versions,
         import_seconds=environment.get("seconds", 0.0),
@@ -402,25 +404,37 @@ def _describe_after(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for each in sorted(row.get("after", ()), key=lambda each: -each["new"]):
             if each["problem"]:
                 yield f"{each['method']}: not done here, so its memory is not known: {each['problem']}"
-            elif each["new"]:
-                size = f"{format_size(each['new'])} of new tensors beside the old ones of a layer (MD026)"
-                yield f"{each['method']}: {size}; what its kernels take for themselves is not known"
+            elif each["new"] >= _LEAST_BYTES:
+                sizes = f"{format_size(each['new'])} beside the loaded weights of a layer meanwhile (MD026)"
+                yield f"{each['method']}: {sizes}, {format_size(max(0, each['left']))} afterwards"
 
 
 def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what a rank needs beside its weights, as `plan` computes it, with the shapes of the release."""
-    layer = rank.get("experts") or {}
-    used = next((row for row in rank.get("layers", ()) if row["kind"] == "experts" and row["backend"]), None)
+    """Yield what a rank needs beside its weights: by the release's own code, and as `plan` computes it."""
+    layer, rows = rank.get("experts") or {}, rank.get("after", ())
+    used = next((row for row in rank.get("layers", ()) if row["kind"] == "experts"), None)
     if not layer or used is None:
         return
     if layer["host_bytes"]:
         host = min(layer["host_bytes"], rank["bytes"])
         yield "weights on the host, at most", format_size(host)
+    problem = next((row["problem"] for row in rows if row["problem"]), "")
+    new = [row["new"] for row in rows if row["kind"] == "experts" and not row["problem"]]
+    if new:
+        yield "new tensors while a layer of experts is repacked (MD026)", format_size(max(new))
+    if rows:
+        left = sum(max(0, row["left"]) * row["count"] for row in rows)
+        peak = format_size(rank["bytes"] + left + max(row["new"] for row in rows))
+        yield "weights while they are repacked, at most", f"not known: {problem}" if problem else peak
     backend = used["backend"].upper().replace(" ", "_")
-    repacked = format_size(layer["bytes"]) if backend == "MARLIN" else "nothing that is known; see -v"
-    yield "new tensors while a layer of experts is repacked (MD026)", repacked
+    if not backend:
+        return
     method = used["method"].lower()
     scheme = next((name for name in ("nvfp4", "mxfp4", "fp8") if name in method), "bf16")
+    if backend == "MARLIN":  # its workspace is that of weights in any format
+        scheme = "nvfp4"
+    elif "int8" in method:  # activations of a byte
+        scheme = "fp8"
     sizes = (layer["hidden"], layer["intermediate"], layer["experts"], layer["top_k"])
     try:
         shape = LayerShape(*sizes, "silu" if layer["is_gated"] else "relu2")
@@ -428,7 +442,7 @@ def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     except (PlanError, ValueError):
         space = Workspace(None, f"{backend} was measured on no GPU yet, so nothing is computed for it;")
     known = format_size(space.bytes) if space.bytes is not None else "not known"
-    why = "" if space.bytes is not None else f": {space.how.partition(';')[0]}"
+    why = "" if space.bytes is not None else f": {re.split('[:;]', space.how)[0]}"
     yield f"workspace of {backend} for {layer['tokens']:,} tokens", f"{known}{why}"
 
 

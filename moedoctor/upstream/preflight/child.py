@@ -106,7 +106,7 @@ def ask_command(command: Mapping[str, Any], request: Mapping[str, Any]) -> dict[
     from moedoctor.upstream.preflight.meta import OnMeta
 
     started = time.perf_counter()
-    reply: dict[str, Any] = {"words": command["words"], "seconds": {}, "ranks": []}
+    reply: dict[str, Any] = {"words": command["words"], "post": request["post"], "seconds": {}, "ranks": []}
     with set_variables(command.get("variables", {})):
         try:
             config, arguments = stages.configure(command["words"], reply["seconds"])

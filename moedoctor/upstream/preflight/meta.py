@@ -1,18 +1,22 @@
 """Meta tensors in place of device memory, and headers in place of weights; what is written is counted.
 
 `OnMeta` sends what asks for a CUDA device to the meta device. While it watches, it keeps the regions that
-were written of each storage, and those that were read of each tensor of the checkpoint.
+were written of each storage, and those that were read of each tensor of the checkpoint. `NewMemory` counts
+the bytes that weights take while they are repacked.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 DTYPES = {
     "F64": torch.float64,
@@ -50,7 +54,7 @@ _QUESTIONS = _REDUCED | {
     torch.equal,
 }
 _INDICES = (torch.int32, torch.int64, torch.bool)
-_MOVES = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory}
+_MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.pin_memory}
 _UNIQUE = {torch.unique, torch.Tensor.unique}
 _ANSWERED = _QUESTIONS | _MOVES | _UNIQUE
 
@@ -118,6 +122,8 @@ class OnMeta(TorchFunctionMode):
             if function in _UNIQUE:
                 return first.flatten()[:1]  # a sound checkpoint has one scale in all shards
         if function in _MOVES:
+            if function is torch.Tensor.cpu:  # numpy unpacks zero points
+                return torch.zeros(first.shape, dtype=first.dtype) if first is not None else None
             if function is torch.Tensor.cuda:
                 return arguments[0].to("meta")
             is_real = first is not None and not first.is_meta
@@ -177,6 +183,41 @@ class OnMeta(TorchFunctionMode):
         """Return the share of a parameter's elements that were written at least once, at most 1."""
         regions = self.written.get(parameter.untyped_storage()._cdata, {})
         return min(1.0, sum(regions.values()) / max(1, parameter.numel()))
+
+
+class NewMemory(TorchDispatchMode):
+    """Counts the bytes of meta tensors that are made beside those of a layer."""
+
+    def __init__(self, loaded: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._loaded = {each.untyped_storage()._cdata: each.untyped_storage() for each in loaded}
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(
+        self, function: Any, kinds: Any, arguments: Any = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
+        answer = function(*arguments, **(options or {}))
+        given = {storage._cdata for storage in _list_storages((arguments, options))}
+        made = [each for each in _list_storages(answer) if each._cdata not in given]
+        self._made |= {each._cdata: (StorageWeakRef(each), each.nbytes()) for each in made}
+        self.peak = max(self.peak, self.count_made())
+        return answer
+
+    def count_made(self) -> int:
+        """Return the bytes of the tensors that were made and still live."""
+        self._made = {key: row for key, row in self._made.items() if not row[0].expired()}
+        return sum(size for _, size in self._made.values())
+
+    def count_left(self, layer: Iterable[torch.Tensor]) -> int:
+        """Return how many bytes more than before a layer takes, which has these tensors now."""
+        kept = {each.untyped_storage()._cdata for each in layer}
+        return self.count_made() - sum(s.nbytes() for key, s in self._loaded.items() if key not in kept)
+
+
+def _list_storages(values: Any) -> list[torch.UntypedStorage]:
+    tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor) and each.is_meta)
+    return [each.untyped_storage() for each in tensors]
 
 
 def _locate(view: torch.Tensor) -> tuple[Any, ...]:

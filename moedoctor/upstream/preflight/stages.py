@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from moedoctor.models.tensor_names import name_pattern
-from moedoctor.upstream.preflight.meta import OnMeta
+from moedoctor.upstream.preflight.meta import NewMemory, OnMeta
 from moedoctor.upstream.selection.linear_kernels import CHOOSERS, Offers, explain_kernels, record_offers
 from moedoctor.upstream.selection.oracle import explain_others, record_selections
 
@@ -281,10 +281,9 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
                 answer["draft"]["loaded"] = load(draft, speculative.draft_model_config)
         with contextlib.suppress(StageError), run_stage("memory", seconds):
             answer["kv"] = plan_kv_cache(config, answer["bytes"] + answer.get("draft", {}).get("bytes", 0))
-        # Since 0.28.0 the layer that adds adapters to experts asks for their kernel, which is made here.
-        if post or config.lora_config is not None:
-            with contextlib.suppress(StageError), run_stage("after", seconds):
-                answer["after"] = process_weights(model)
+        with contextlib.suppress(StageError), run_stage("after", seconds):
+            # Since 0.28.0 the layer that adds adapters to experts asks for their kernel, which is made here.
+            answer["after"] = process_weights(model, every=config.lora_config is not None)
         if config.lora_config is not None:
             with run_stage("adapters", seconds):
                 answer["adapters"] = load_adapters(model, config, arguments)
@@ -326,7 +325,6 @@ def describe_experts(model: Any, config: Any) -> dict[str, Any]:
         "experts": moe.num_local_experts,
         "top_k": moe.experts_per_token,
         "is_gated": getattr(moe, "is_act_and_mul", True),
-        "bytes": count_bytes(layer),
         "tokens": config.scheduler_config.max_num_batched_tokens,
         "host_bytes": int(getattr(offload, "cpu_offload_gb", 0) * 2**30),
     }
@@ -368,21 +366,23 @@ def describe_layers(model: Any) -> list[dict[str, Any]]:
     """Return how many layers of each kind take which quantization method and backend."""
     counts: Counter[tuple[str, str, str]] = Counter()
     for _, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is None:
-            continue
-        name = type(method).__name__
-        is_moe = "moe" in name.lower()
-        if (scheme := getattr(module, "scheme", None)) is not None:
-            name += f", {type(scheme).__name__}"
-        kind = "experts" if is_moe else "linear"
-        if not is_moe and not hasattr(module, "input_size"):
-            kind = "embedding"
-        counts[kind, name, _name_kernel(_find_kernel(module))] += 1
+        if getattr(module, "quant_method", None) is not None:
+            counts[(*_describe_method(module), _name_kernel(_find_kernel(module)))] += 1
     return [
         {"kind": kind, "method": method, "backend": backend, "count": count}
         for (kind, method, backend), count in sorted(counts.items())
     ]
+
+
+def _describe_method(module: Any) -> tuple[str, str]:
+    """Return (kind of a layer, as `LayerCount` has it; its quantization method, with the scheme)."""
+    name = type(module.quant_method).__name__
+    is_moe = "moe" in name.lower()
+    if (scheme := getattr(module, "scheme", None)) is not None:
+        name += f", {type(scheme).__name__}"
+    if is_moe:
+        return "experts", name
+    return "linear" if hasattr(module, "input_size") else "embedding", name
 
 
 def _find_kernel(module: Any) -> Any:
@@ -533,34 +533,31 @@ def load_adapters(model: Any, config: Any, arguments: Any) -> dict[str, Any]:
     return answer
 
 
-def process_weights(model: Any) -> list[dict[str, Any]]:
-    """Call `process_weights_after_loading` for each layer; return each different outcome, with a count.
+def process_weights(model: Any, *, every: bool) -> list[dict[str, Any]]:
+    """Call `process_weights_after_loading` for a layer of each kind and shape, or for every layer.
 
-    ``new`` are the bytes of the tensors that replace others in one layer, and exist beside them for a moment.
+    Return a row for each kind and shape: ``new`` are the bytes that a layer takes beside its loaded weights
+    meanwhile, at most, and ``left`` those that it takes more afterwards.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    counts: Counter[tuple[str, str, int]] = Counter()
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for _, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase):
-            problem = ""
-            before = list_storages(module)
+        if not isinstance(method, QuantizeMethodBase):
+            continue
+        kind, name = _describe_method(module)
+        parts = [(part, each.shape, each.dtype) for part, each in module.named_parameters(recurse=False)]
+        row = rows.setdefault((name, *parts), {"kind": kind, "method": name, "problem": "", "count": 0})
+        row["count"] += 1
+        if row["count"] > 1 and not every:
+            continue
+        with NewMemory((*module.parameters(), *module.buffers())) as memory:
             try:
                 method.process_weights_after_loading(module)
             except Exception as error:
                 record = describe_error("after", error)
-                problem = f"{record['type']}: {record['message'][:200]} ({''.join(record['at'][-1:])})"
-            after = list_storages(module)
-            new = sum(after[key].nbytes() for key in after.keys() - before.keys())
-            counts[type(method).__name__, problem, new] += 1
-    return [
-        {"method": name, "problem": why, "new": new, "count": count}
-        for (name, why, new), count in counts.items()
-    ]
-
-
-def list_storages(module: Any) -> dict[int, Any]:
-    """Return the storages of a module's own parameters and buffers, which live as long as the answer."""
-    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
+                where = "".join(record["at"][-1:])
+                row["problem"] = f"{record['type']}: {record['message'][:200]} ({where})"
+        row |= {"new": memory.peak, "left": memory.count_left((*module.parameters(), *module.buffers()))}
+    return list(rows.values())

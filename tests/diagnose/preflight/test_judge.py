@@ -119,12 +119,26 @@ def test_empty_parameters_are_wrong_answers() -> None:
 @pytest.mark.parametrize(("backend", "method", "workspace"), CASES["memory_is_that_of_plan"])
 def test_memory_is_that_of_plan(backend: str, method: str, workspace: str) -> None:
     sizes = {"hidden": 256, "intermediate": 1024, "experts": 8, "top_k": 2, "is_gated": True}
-    experts = {**sizes, "bytes": 10_000_000, "tokens": 2048, "host_bytes": 2**30}
+    experts = {**sizes, "tokens": 2048, "host_bytes": 2**30}
     layers = [{"kind": "experts", "method": method, "backend": backend, "count": 2}]
-    facts = dict(judge(rank(experts=experts, layers=layers, bytes=2**31)).memory)
+    after = [
+        {
+            "kind": "experts",
+            "method": method,
+            "problem": "",
+            "new": 10_000_000,
+            "left": 2_000_000,
+            "count": 2,
+        },
+        {"kind": "linear", "method": "Linear", "problem": "", "new": 20_000_000, "left": 0, "count": 9},
+    ]
+    facts = dict(judge(rank(experts=experts, layers=layers, bytes=2_000_000_000, after=after)).memory)
     assert facts["weights on the host, at most"] == "1073.7 MB"
-    repacked = facts["new tensors while a layer of experts is repacked (MD026)"]
-    assert repacked == ("10.0 MB" if backend == "MARLIN" else "nothing that is known; see -v")
+    assert facts["new tensors while a layer of experts is repacked (MD026)"] == "10.0 MB"
+    assert facts["weights while they are repacked, at most"] == "2024.0 MB"
+    after[1]["problem"] = "ImportError: humming"
+    facts = dict(judge(rank(experts=experts, layers=layers, bytes=2_000_000_000, after=after)).memory)
+    assert facts["weights while they are repacked, at most"] == "not known: ImportError: humming"
     assert facts[f"workspace of {backend.upper().replace(' ', '_')} for 2,048 tokens"].startswith(workspace)
     assert judge(rank()).memory == ()
 
@@ -205,15 +219,19 @@ def test_backends_that_are_not_used_have_a_reason() -> None:
 
 def test_repacking_that_was_not_done_is_not_known() -> None:
     after = [
-        {"method": "MarlinMoE", "problem": "", "new": 3 << 20, "count": 2},
-        {"method": "HummingMoE", "problem": "ImportError: humming", "new": 0, "count": 2},
-        {"method": "Linear", "problem": "", "new": 0, "count": 9},
+        {"method": "MarlinMoE", "problem": "", "new": 3 << 20, "left": 0},
+        {"method": "HummingMoE", "problem": "ImportError: humming", "new": 0, "left": 0},
+        {"method": "Linear", "problem": "", "new": 0, "left": 0},
     ]
     seconds = {**rank()["seconds"], "after": 2.0}
-    answer = judge({**rank(), "after": after, "seconds": seconds}, {**rank(1), "after": after})
+    ranks = [{**rank(), "after": after, "seconds": seconds}, {**rank(1), "after": after}]
+    answer = judge(*ranks, post=True)
+    assert judge(*ranks).after == ()
     assert (answer.stages[-1].stage, answer.stages[-1].seconds) == ("after", 2.0)
     first, second = answer.after
-    assert first.startswith("MarlinMoE: 3.1 MB of new tensors beside the old ones of a layer")
+    assert (
+        first == "MarlinMoE: 3.1 MB beside the loaded weights of a layer meanwhile (MD026), 0.0 kB afterwards"
+    )
     assert second == "HummingMoE: not done here, so its memory is not known: ImportError: humming"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moedoctor.upstream.preflight.child import fork_ranks
-from moedoctor.upstream.preflight.meta import OnMeta
+from moedoctor.upstream.preflight.meta import NewMemory, OnMeta
 from moedoctor.upstream.preflight.operators import read_schemas
 from moedoctor.upstream.preflight.stages import (
     find_module,
@@ -102,6 +102,17 @@ def test_shares_that_are_written_and_read_are_counted() -> None:
     assert on_meta.share_written(parameter) == 0.75
     shares = {name: (used, share) for name, (used, share, _) in on_meta.taken.items()}
     assert shares == {"cut": (True, 0.25), "looked at": (False, 0), "whole": (True, 1)}
+
+
+def test_memory_that_repacking_takes_is_counted() -> None:
+    layer = torch.nn.Linear(4, 8, bias=False, device="meta")  # 128 bytes
+    with NewMemory(layer.parameters()) as memory:
+        rows = [row.clone() for row in layer.weight]
+        layer.weight = torch.nn.Parameter(torch.stack(rows).view(4, 8))
+        del rows
+        layer.register_buffer("scale", torch.zeros(2, device="meta"))
+    assert memory.peak == 256
+    assert memory.count_left([*layer.parameters(), *layer.buffers()]) == 8
 
 
 def test_the_first_rank_is_asked_here_and_the_others_in_forks() -> None:
