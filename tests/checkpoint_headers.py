@@ -632,14 +632,15 @@ MORE: Mapping[str, Callable[[], Built]] = {
 }
 """Sound checkpoints in further formats, which only preflight is asked about."""
 SINCE: Mapping[str, str] = {
+    "llama4-awq": "0.27.1",
     "modelopt-mxfp8": "0.27.1",
     "llama4-ct-w8a16": "0.27.1",
     **{f"nemotron-h-{form}": "0.30.0" for form in ("fp8-block", "gptq", "fp8-static", "ct-mxfp4", "awq")},
 }
-"""End of a name -> the first of the asked releases that reads it.
+"""End of a name -> the first of the asked releases that reads it at every size.
 
-0.21.0 raises for experts in MXFP8, and up to 0.27.1 some methods keep half of the memory for a gate that
-Nemotron-H does not have.
+0.21.0 raises for experts in MXFP8, and for Llama 4 in AWQ with expert parallelism. Up to 0.27.1 some methods
+keep half of the memory of Nemotron-H's experts for a gate that these do not have.
 """
 
 

@@ -2,6 +2,10 @@
 
 import re
 
+OPTIONAL = re.compile(
+    r"(?:^|[._])(?:[qkv]|prob)_scale$|zero_point$|g_idx(?:_sort_indices)?$|\.[qkv]_scale_float$"
+)
+"""Parameters that a sound checkpoint may lack: a release gives them a value of its own."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 

@@ -63,6 +63,8 @@ class Question:
     post: bool = False
     trust_remote_code: bool = False
     seconds: float = 600.0
+    names: bool = True
+    """Without a checkpoint: make the tensors that the release would read, and load them."""
 
 
 def find_installed() -> Release | None:

@@ -93,7 +93,7 @@ def measure_weights(model: Model, tensor_parallel: int, release: Release, capabi
     Raises ModelError if it does not build the model, and Interrupted inside `interrupts.hold_signals`.
     """
     words = (str(model.folder), "--tensor-parallel-size", str(tensor_parallel))
-    question = Question(capability, _MEMORY, max(_GPUS, tensor_parallel))
+    question = Question(capability, _MEMORY, max(_GPUS, tensor_parallel), names=False)
     (answer,) = ask_release(release, [ServeCommand(words, {})], question, model.headers)
     if not answer.weight_bytes:
         raise ModelError(answer.reason)

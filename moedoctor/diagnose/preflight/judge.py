@@ -25,6 +25,7 @@ from moedoctor.diagnose.preflight.records import (
 from moedoctor.diagnose.settings.settings import check_settings
 from moedoctor.diagnose.triage.triage import triage
 from moedoctor.models.layer_shape import LayerShape
+from moedoctor.models.tensor_names import OPTIONAL
 from moedoctor.text import format_size, shorten
 
 STAGES: Mapping[str, str] = {
@@ -38,10 +39,6 @@ STAGES: Mapping[str, str] = {
     "adapters": "loads the adapters",
 }
 """Stage -> what the server does then."""
-_OPTIONAL = re.compile(
-    r"(?:^|[._])(?:[qkv]|prob)_scale$|zero_point$|g_idx(?:_sort_indices)?$|\.[qkv]_scale_float$"
-)
-"""Parameters that a sound checkpoint may lack: the release gives them a value of its own."""
 _LIBRARIES = frozenset(
     {"ImportError", "ModuleNotFoundError", "NotImplementedError", "MemoryError", "RecursionError"}
 )
@@ -56,6 +53,7 @@ _QUOTED = re.compile(r"'(\w+(?:\.\w+)+)'")
 _LIBRARY_CONFIG = re.compile(r"transformers|does not recognize this architecture|model type", re.IGNORECASE)
 _LEAST_BYTES = 1000
 """Scales of a KV cache are less, and nobody has to know."""
+_GIVE_HEADERS = "Give the checkpoint, or its headers: `moedoctor preflight headers FOLDER`."
 NOT_SEEN = (
     "kernels: nothing was compiled or run",
     "real memory: peaks while weights are loaded and repacked, and what other processes hold",
@@ -88,6 +86,9 @@ def judge_start(
     findings += _find_settings(release, words, variables or {})
     asked = {stage for row in ranks for stage in row["seconds"]} | set(reply.get("seconds", {}))
     verdict, reason, step = conclude(findings, release, asked)
+    if "made" in reply and verdict is Verdict.STARTS and "load" in asked:
+        reason = f"{release} loads the tensors that its own mapping names; a checkpoint was not looked at"
+        step = _GIVE_HEADERS
     config = reply.get("config", {})
     return StartAnswer(
         release=release,
@@ -109,7 +110,7 @@ def judge_start(
         ),
         backends=tuple(_list_backends(ranks)),
         after=tuple(dict.fromkeys(_describe_after(ranks))) if reply.get("post") else (),
-        notes=tuple(_list_notes(environment, ranks)),
+        notes=tuple(_list_notes(environment, reply)),
         versions=versions,
         import_seconds=environment.get("seconds", 0.0),
         seconds=reply.get("elapsed", 0.0),
@@ -216,7 +217,7 @@ def _find_holes(
     for row in ranks:
         for loaded in (row.get("loaded", {}), row.get("draft", {}).get("loaded", {})):
             for hole in loaded.get("holes", ()):
-                if not (hole["padded"] or hole["unused"]) and not _OPTIONAL.search(hole["pattern"]):
+                if not (hole["padded"] or hole["unused"]) and not OPTIONAL.search(hole["pattern"]):
                     holes.setdefault(hole["pattern"], (row["rank"], hole))
             for name, stored, parameter in loaded.get("cast", ()):
                 casts[stored, parameter].append(name)
@@ -350,8 +351,7 @@ def conclude(findings: Sequence[PreflightFinding], release: str, asked: Any) -> 
             return Verdict.WRONG, wrong.message, wrong.next_step
     if "load" not in asked:
         reason = f"{release} builds the model; its weights were not looked at"
-        step = "Give the checkpoint, or its headers: `moedoctor preflight headers FOLDER`."
-        return Verdict.STARTS, reason, step
+        return Verdict.STARTS, reason, _GIVE_HEADERS
     step = by_rule["kv-cache"].next_step if "kv-cache" in by_rule else ""
     return Verdict.STARTS, f"{release} loads everything that it has parameters for", step
 
@@ -446,12 +446,16 @@ def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield f"workspace of {backend} for {layer['tokens']:,} tokens", f"{known}{why}"
 
 
-def _list_notes(environment: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _list_notes(environment: Mapping[str, Any], reply: Mapping[str, Any]) -> Iterator[str]:
+    if reply.get("made"):
+        yield f"no checkpoint, and its names cannot be made, so loading was not asked: {reply['made']}"
+    elif "made" in reply:
+        yield "no checkpoint: names, types and shapes are those that the release's own mapping reads"
     for target in environment.get("gone", ()):
         yield f"not in this release, so not answered in its place: {target}"
     for each in environment.get("unsatisfied", ()):
         here = f"{each['name']} {each['version']} is here, the release requires {each['required']}"
         yield f"{here}: answers about configurations may differ from the server's"
-    questions = sum(row.get("questions", 0) for row in ranks)
+    questions = sum(row.get("questions", 0) for row in reply.get("ranks", ()))
     if questions:
         yield f"{questions} questions about values were answered as for a sound checkpoint"

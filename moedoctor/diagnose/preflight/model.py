@@ -68,20 +68,15 @@ def open_model(name: str) -> Iterator[Model]:
             notes = (f"{name}: the newest snapshot in the Hugging Face cache",)
         if not os.path.isfile(folder / "config.json"):
             raise ModelError(f"{name}: has no config.json, expected a checkpoint folder")
-        headers = read_headers(folder)
-        if not headers:
-            notes += (
-                "no safetensors files: loading was not asked, only arguments, config, groups and build",
-            )
-        yield Model(folder, headers, notes)
+        yield Model(folder, read_headers(folder), notes)
 
 
 def _fill_folder(path: Path, folder: Path) -> str:
-    """Make a folder of a config.json, or of a file that `pack_headers` wrote. Return a note."""
+    """Make a folder of a config.json, or of a file that `pack_headers` wrote; return a note."""
     if path.suffix == ".json":
         with _convert_errors(path):
             folder.joinpath("config.json").write_bytes(read_bytes(path, _MOST_JSON, "a config.json"))
-        return f"{path.name} alone: no names or shapes of tensors are known"
+        return f"{path.name} alone, without a checkpoint"
     unpack_headers(path, folder)
     return f"{path.name}: headers of a checkpoint, without its weights"
 

@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
-from moedoctor.models.tensor_names import name_pattern
+from moedoctor.models.tensor_names import OPTIONAL, name_pattern
 from moedoctor.processes.ask import answer
 
 _SHOWN = ("vllm", "torch", "transformers", "compressed-tensors", "flashinfer-python", "humming-kernels")
@@ -26,6 +26,7 @@ _OBJECTS = 100_000
 _Rank = tuple[dict[str, Any], dict[str, tuple[bool, float, list[int]]], bool]
 """What a rank did, what it took of each tensor (`OnMeta.taken`), and True if it came to the last tensor."""
 _MOST_ROWS = 50
+_ONE_GPU = ("--tensor-parallel-size=1", "--pipeline-parallel-size=1", "--data-parallel-size=1")
 
 
 def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -111,9 +112,12 @@ def ask_command(command: Mapping[str, Any], request: Mapping[str, Any]) -> dict[
         try:
             config, arguments = stages.configure(command["words"], reply["seconds"])
             reply["config"] = stages.describe_config(config)
+            headers = request["headers"]
+            if not headers and request["names"]:
+                headers, reply["made"] = make_headers(command["words"])
 
             def run(rank: int) -> _Rank:
-                on_meta = OnMeta(request["headers"])
+                on_meta = OnMeta(headers)
                 row = stages.run_rank(config, arguments, rank, on_meta, post=request["post"])
                 return row, on_meta.taken, not on_meta.current
 
@@ -133,6 +137,36 @@ def ask_command(command: Mapping[str, Any], request: Mapping[str, Any]) -> dict[
     reply["peak_memory"] = sum(resource.getrusage(each).ru_maxrss for each in processes) * 1024
     reply["elapsed"] = round(time.perf_counter() - started, 1)
     return reply
+
+
+def make_headers(words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return the tensors that the release would read for a configuration, and why there are none.
+
+    They are made for one GPU, and read by the release's own loader.
+    """
+    from moedoctor.upstream.preflight import stages
+    from moedoctor.upstream.preflight.meta import MADE, OnMeta
+
+    try:
+        config, arguments = stages.configure([*words, *_ONE_GPU], {})
+        if config.speculative_config is not None:
+            return {}, "the tensors of a draft model are not made"
+        row = stages.run_rank(config, arguments, 0, OnMeta({}), post=False, names=True)
+        if "error" not in row:
+            headers = {MADE: row["tensors"]}
+            on_meta = OnMeta(headers)
+            row = stages.run_rank(config, arguments, 0, on_meta, post=False)
+    except stages.StageError as stop:
+        row = {"error": stop.record}
+    if "error" in row:
+        return {}, f"{row['error']['type']}: {row['error']['message'][:300]}"
+    holes = [
+        hole["pattern"]
+        for hole in row["loaded"]["holes"]
+        if not (hole["padded"] or hole["unused"] or OPTIONAL.search(hole["pattern"]))
+    ]
+    holes += [each["pattern"] for each in describe_taken([on_meta.taken], 1)["skipped"]]
+    return ({}, f"the loader does not read {holes[0]} as it was made") if holes else (headers, "")
 
 
 def fork_ranks(run: Callable[[int], _Rank], ranks: Sequence[int]) -> list[_Rank]:

@@ -33,6 +33,8 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8),
 }
+MADE = os.sep + "names of the release"
+"""In place of a file, if there is none: its tensors were made by `names.list_tensors`."""
 Headers = Mapping[str, Sequence[tuple[str, str, Sequence[int]]]]
 """Path of a file -> its tensors as (name, dtype of safetensors, shape)."""
 _LOOKS = frozenset(
@@ -96,6 +98,11 @@ class OnMeta(TorchFunctionMode):
         """True if the checkpoint has tensors: a config alone has none."""
         return bool(self._headers)
 
+    @property
+    def is_made(self) -> bool:
+        """True if the tensors are those that the release would read, and not a checkpoint's."""
+        return MADE in self._headers
+
     def watch(self) -> None:
         """Begin to count anew."""
         self.watching = True
@@ -106,10 +113,14 @@ class OnMeta(TorchFunctionMode):
     ) -> Any:
         if getattr(function, "__name__", "") in _LOOKS:  # most of the calls of a loader
             return function(*arguments, **(options or {}))
-        if self.watching and (self._unused or function in _WRITES):
-            self._note(function, arguments)
+        is_noted = self.watching and (self._unused or function in _WRITES)
         if not options and function not in _ANSWERED:
-            return function(*arguments)
+            answer = function(*arguments)  # first, so that an error is torch's and not ours
+            if is_noted:
+                self._note(function, arguments)
+            return answer
+        if is_noted:
+            self._note(function, arguments)
         options = dict(options or {})
         if "device" in options and (_is_cuda(options["device"]) or type(options["device"]) is int):
             options["device"] = "meta"
@@ -189,7 +200,7 @@ class NewMemory(TorchDispatchMode):
     """Counts the bytes of meta tensors that are made beside those of a layer."""
 
     def __init__(self, loaded: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._loaded = {each.untyped_storage()._cdata: each.untyped_storage() for each in loaded}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from moedoctor.models.tensor_names import name_pattern
-from moedoctor.upstream.preflight.meta import NewMemory, OnMeta
-from moedoctor.upstream.selection.linear_kernels import CHOOSERS, Offers, explain_kernels, record_offers
+from moedoctor.upstream.preflight.meta import MADE, NewMemory, OnMeta
+from moedoctor.upstream.preflight.names import find_kernel, is_unused, list_tensors, name_kernel
+from moedoctor.upstream.selection.linear_kernels import Offers, explain_kernels, record_offers
 from moedoctor.upstream.selection.oracle import explain_others, record_selections
 
 STAGES = ("arguments", "config", "groups", "build", "load", "draft", "memory", "after", "adapters")
@@ -32,8 +33,8 @@ STAGES = ("arguments", "config", "groups", "build", "load", "draft", "memory", "
 _PARSERS = ("common.cli_args", "launchers.cli_args", "openai.cli_args", "cli.serve")
 """Modules below vllm.entrypoints that have had `make_arg_parser`; the last one imports a web server."""
 _MOST_TEXT = 4000
-_PASSED_ON = "return function(*arguments"
-"""The lines of `OnMeta` that call torch begin so."""
+_PASSED_ON = "function(*arguments"
+"""In the lines of `OnMeta` that call torch."""
 
 
 class StageError(Exception):
@@ -207,14 +208,19 @@ _GROUPS: list[Any] = []
 # One rank.
 
 
-def run_rank(config: Any, arguments: Any, rank: int, on_meta: OnMeta, *, post: bool) -> dict[str, Any]:
-    """Return what one rank does with the checkpoint: times, layers, what was not written, an error."""
+def run_rank(
+    config: Any, arguments: Any, rank: int, on_meta: OnMeta, *, post: bool, names: bool = False
+) -> dict[str, Any]:
+    """Return what one rank does with the checkpoint: times, layers, what was not written, an error.
+
+    With `names`, it ends with the build, and has the tensors that the model would read as ``tensors``.
+    """
     answer: dict[str, Any] = {"rank": rank, "seconds": {}}
     seconds: dict[str, float] = answer["seconds"]
     try:
         with run_stage("groups", seconds):
             join_groups(config, rank)
-        _run_model(config, arguments, on_meta, answer, post=post)
+        _run_model(config, arguments, on_meta, answer, post=post, names=names)
     except StageError as stop:
         module = find_module(stop.__cause__) if "load" not in seconds else ""
         answer["error"] = {**stop.record, "tensor": on_meta.current or module}
@@ -222,7 +228,9 @@ def run_rank(config: Any, arguments: Any, rank: int, on_meta: OnMeta, *, post: b
     return answer
 
 
-def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, Any], *, post: bool) -> None:
+def _run_model(
+    config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, Any], *, post: bool, names: bool
+) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import base_loader, default_loader, get_model_loader
 
@@ -235,6 +243,9 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
         if hasattr(compilation, registry):
             getattr(compilation, registry).clear()
     default_loader.safetensors_weights_iterator = on_meta.read_weights
+    if on_meta.is_made:  # there is no file to look for
+        loader: Any = default_loader.DefaultModelLoader
+        loader._get_weights_iterator = lambda *_: on_meta.read_weights([MADE])
 
     def build(model_config: Any, row: dict[str, Any]) -> Any:
         heard: list[tuple[Any, ...]] = []
@@ -253,7 +264,7 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
         # One question of each scheme: the layers of a model differ in nothing that a kernel asks about.
         questions = {type(question[0]): question for question in reversed(heard)}
         rows = [("experts", *each) for question in questions.values() for each in explain_others(question)]
-        kernels = [_find_kernel(module) for module in model.modules()]
+        kernels = [find_kernel(module) for module in model.modules()]
         row["backends"] = [*rows, *(("linear", *each) for each in explain_kernels(kernels, offers))]
         return model
 
@@ -269,6 +280,8 @@ def _run_model(config: Any, arguments: Any, on_meta: OnMeta, answer: dict[str, A
     with set_current_vllm_config(config), on_meta:
         with run_stage("build", seconds):
             model = build(config.model_config, answer)
+            if names:
+                answer["tensors"] = list(list_tensors(model))
         if not on_meta.has_headers:
             return
         with run_stage("load", seconds):
@@ -367,7 +380,8 @@ def describe_layers(model: Any) -> list[dict[str, Any]]:
     counts: Counter[tuple[str, str, str]] = Counter()
     for _, module in model.named_modules():
         if getattr(module, "quant_method", None) is not None:
-            counts[(*_describe_method(module), _name_kernel(_find_kernel(module)))] += 1
+            kind, name = _describe_method(module)
+            counts[kind, name, name_kernel(find_kernel(module))] += 1
     return [
         {"kind": kind, "method": method, "backend": backend, "count": count}
         for (kind, method, backend), count in sorted(counts.items())
@@ -383,23 +397,6 @@ def _describe_method(module: Any) -> tuple[str, str]:
     if is_moe:
         return "experts", name
     return "linear" if hasattr(module, "input_size") else "embedding", name
-
-
-def _find_kernel(module: Any) -> Any:
-    """Return the backend of a MoE method, or the kernel object of a linear scheme; None without one."""
-    for owner in (getattr(module, "quant_method", None), getattr(module, "scheme", None)):
-        for name, value in vars(owner).items() if owner is not None else ():
-            if value is not None and (
-                name.endswith("backend") or type(value).__module__.startswith(CHOOSERS)
-            ):
-                return value
-    return None
-
-
-def _name_kernel(kernel: Any) -> str:
-    if kernel is None or isinstance(kernel, str):
-        return kernel or ""
-    return str(getattr(kernel, "name", type(kernel).__name__))
 
 
 def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
@@ -425,7 +422,7 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
                 "shape": list(shape),
                 "written": share,
                 "padded": _is_padding(owners, names[0], shape, share, config),
-                "unused": _is_unused(owners, names[0]),
+                "unused": is_unused(owners, names[0]),
                 "count": len(names),
                 "example": names[0],
             }
@@ -454,21 +451,6 @@ def _is_padding(
     own_hidden = min(1.0, hidden / (getattr(owner, "hidden_size", hidden) or hidden))
     expected = {own_width, own_hidden, own_width * own_hidden}
     return any(each < 1 and math.isclose(share, each, abs_tol=2e-3) for each in expected)
-
-
-def _is_unused(owners: Mapping[str, Any], name: str) -> bool:
-    """Return True for what a method makes for experts in any case, and does not use for these.
-
-    That is GPTQ's bias of experts that have none, and a scale of inputs that MARLIN does not quantize.
-    """
-    owner = owners.get(name.rpartition(".")[0])
-    moe = getattr(owner, "moe_config", None)
-    if moe is None:
-        return False
-    if name.endswith("_bias"):
-        return getattr(moe, "has_bias", None) is False
-    is_input_scale = re.search(r"_input_(?:global_)?scale$", name) is not None
-    return is_input_scale and _name_kernel(_find_kernel(owner)) == "MARLIN"
 
 
 # After loading.

@@ -202,6 +202,15 @@ def test_weights_that_were_not_looked_at_are_no_all_clear() -> None:
     assert (answer.verdict, "weights were not looked at" in answer.reason) == (Verdict.STARTS, True)
 
 
+@pytest.mark.parametrize(("problem", "words"), [("", "own mapping reads"), ("KeyError: x", "cannot be made")])
+def test_names_that_were_made_are_no_checkpoint(problem: str, words: str) -> None:
+    row = rank() if not problem else {**rank(), "seconds": {"groups": 0.1, "build": 0.1}}
+    answer = judge(row, made=problem)
+    assert (answer.verdict, "not looked at" in answer.reason) == (Verdict.STARTS, True)
+    assert "moedoctor preflight headers" in answer.next_step
+    assert words in answer.notes[0]
+
+
 def test_too_little_memory_is_a_warning() -> None:
     answer = judge(rank(kv={"refused": "No available memory", "tokens": None}))
     assert (answer.verdict, answer.findings[0].level) == (Verdict.STARTS, "warning")
