@@ -34,6 +34,7 @@ _QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_PLUGINS": "",
+    "OMP_NUM_THREADS": "1",  # a fork of a process with OpenMP's threads hangs
 }
 
 
