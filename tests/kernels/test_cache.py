@@ -17,9 +17,8 @@ from tests.interpreted import run_check
     "checks",
     [
         "wrong_ids many_ids reseeded",
-        pytest.param("stateful packed_exponents mapped", marks=pytest.mark.slow),
-        pytest.param("forward grouped", marks=pytest.mark.slow),
-        pytest.param("broken policies between streamed", marks=pytest.mark.slow),
+        pytest.param("forward grouped mapped streamed", marks=pytest.mark.slow),
+        pytest.param("stateful packed_exponents broken policies between", marks=pytest.mark.slow),
     ],
 )
 def test_interpreted(checks: str) -> None:

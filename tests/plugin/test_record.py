@@ -187,7 +187,7 @@ def _run_until(model: Model, condition: Callable[[], object]) -> int:
         assert time.monotonic() < until
         step(model)
         steps += 1
-        time.sleep(0.002)
+        time.sleep(0.02)
     return steps
 
 

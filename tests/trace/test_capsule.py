@@ -272,7 +272,7 @@ def test_any_record_and_any_tensors_are_a_call_or_one_line(change, scheme, tmp_p
 
 @pytest.mark.slow
 @given(change=_CHANGES, scheme=st.sampled_from(SCHEMES))
-@settings(max_examples=80, suppress_health_check=ALLOWED)
+@settings(max_examples=40, suppress_health_check=ALLOWED)
 def test_any_capsule_is_judged(change: dict[str, Any], scheme: tuple[str, str], tmp_path: Path) -> None:
     capsule = _changed(change, scheme, tmp_path / "any.moecapsule")
     if capsule is not None:

@@ -95,13 +95,12 @@ def test_only_calls_inside_a_step_and_the_context_are_recorded() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_keeps_its_hooks(backend: str) -> None:
+def test_a_compiled_model_keeps_its_hooks() -> None:
     torch._dynamo.reset()
     router = Router()
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), router)
     with NanLocator(model) as locator:
-        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         x = torch.ones(3, 4)
         for ids in ([[0, 1], [2, 3], [4, 5]], [[0, 1], [2, 2], [-1, 7]], [[0, 1], [2, 3], [4, 5]]):
             router.ids.copy_(torch.tensor(ids))
