@@ -53,7 +53,6 @@ BAD_BYTES = [
     (b"\xef\xbb\xbfa: 1\ntitle: caf\xe9\n", 2, "not UTF-8 text (byte 0xe9)"),
     (b"\xef\xbb\xbf\n\xe9", 2, "not UTF-8 text (byte 0xe9)"),
     ("a: 1\n".encode("utf-16"), 1, "UTF-16"),
-    ("a: 1\n".encode("utf-16-le"), 1, "binary"),
     ("a: 1\n".encode("utf-32"), 1, "UTF-32"),
     (b"#" * (LIMIT + 1), 1, "too large"),
 ]
@@ -274,14 +273,10 @@ def test_a_value_below_its_key_has_the_line_of_the_value_and_crlf_counts_once() 
 BAD_TEXT = [
     ("", 1, "is empty"),
     ("a: 1\nb: 2\na: 3\n", 3, "duplicate key 'a', first on line 1"),
-    ("a: 1\n'a': 2\n", 2, "duplicate key 'a', first on line 1"),
     ("a: &x 1\nb: *x\n", 1, "anchor or alias 'x'"),
-    ("a: 1\nb: *x\n", 2, "anchor or alias 'x'"),
     ("a: 1\n<<: {b: 2}\n", 2, "merge key"),
     ("a: !!python/object/apply:os.system [ls]\n", 1, "tag 'tag:yaml.org,2002:python/object"),
     ("a: !!str 1\n", 1, "tag 'tag:yaml.org,2002:str'"),
-    ("a: ! 1\n", 1, "tag '!'"),
-    ("a: 1\nb: !x {}\n", 2, "tag '!x'"),
     ("a: 1\n---\nb: 2\n", 2, "but found another document; expected one document"),
     ("a: 1\n5: 2\n", 2, "the key 5 is not text"),
     ("a: 1\n[b]: 2\n", 2, "a list or mapping as a key"),
@@ -290,14 +285,11 @@ BAD_TEXT = [
     ('a: "text\n', 2, "not valid YAML"),
     ("a: [1, 2\nb: 3\n", 2, "not valid YAML"),
     ("a: 1\nb: \x07\n", 2, "character U+0007"),
-    ("a: 1\u2028b: 2\n", 1, "character U+2028"),
-    ("a: 1\nb: \ud800\n", 2, "character U+D800"),
     ('a: 1\nb: "\\ud800"\n', 2, "a surrogate"),
     ('a: 1\nb: "\\UFFFFFFFF"\n', 2, "a number out of range"),
     ("%YAML " + "1" * 5000 + ".1\n--- a\n", 1, "not valid YAML"),
     ("{a: " * 30_000, 1, "nested too deeply"),
     ("".join(" " * i + "a:\n" for i in range(300)), 17, "nested too deeply"),
-    ("a: [" + "1," * (MAX_NODES + 1) + "]", 1, "too many values"),
     ("".join(f"k{i}: 1\n" for i in range(9000)), MAX_NODES // 2, "too many values"),
 ]
 

@@ -66,14 +66,17 @@ def test_what_was_recorded_is_named_and_the_exit_code_is_the_commands(tmp_path, 
 
 
 def test_a_signal_reaches_the_command_and_gives_its_code(tmp_path: Path) -> None:
-    up = tmp_path / "up"
-    code = f"import time; open({str(up)!r}, 'w').close(); time.sleep(60)"
+    up, before = tmp_path / "up", signal.getsignal(signal.SIGTERM)
+    code = f"import time; open({str(up)!r}, 'w').close(); time.sleep(30)"
 
     def interrupt() -> None:
-        until = time.monotonic() + 30
-        while not up.exists() and time.monotonic() < until:
+        """Send the signal once the command runs and `record` handles it, which else would end the tests."""
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            if up.exists() and signal.getsignal(signal.SIGTERM) is not before:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt).start()
     assert record(tmp_path, "--", sys.executable, "-c", code) == 128 + signal.SIGTERM

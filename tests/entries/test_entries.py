@@ -10,15 +10,8 @@ from moedoctor.entries.entry import Entry, Rule
 from moedoctor.faults.offload.untraceable_offload import FAILING
 from moedoctor.fixes.backends.release_tables import load_releases as vllm_releases
 
-PACKAGES = {
-    "vllm",
-    "flashinfer-python",
-    "torch",
-    "vllm-gguf-plugin",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
-    "triton_kernels",
-}
+PACKAGES = {"vllm", "flashinfer-python", "torch", "vllm-gguf-plugin", "triton_kernels"}
+PACKAGES |= {"nvidia-cudnn-cu12", "nvidia-cudnn-cu13"}
 REPOSITORIES = {
     "vllm-project/vllm", "vllm-project/vllm-gguf-plugin", "flashinfer-ai/flashinfer", "NVIDIA/cutlass",
     "NVIDIA/Megatron-LM", "NVIDIA/TensorRT-LLM", "sgl-project/sglang", "deepseek-ai/DeepGEMM",
