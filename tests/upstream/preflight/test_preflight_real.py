@@ -5,13 +5,14 @@ MOEDOCTOR_PREFLIGHT_REPORT names a folder for the pages with the answers, such a
 
 import json
 import os
+import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_headers import MORE, PLANTED, SINCE, SOUND, Built, write_headers
+from checkpoint_headers import MORE, PLANTED, SINCE, SOUND, Built, Size, deepseek_v3, qwen3, write_headers
 from packaging.version import Version
 from safetensors.torch import save_file
 
@@ -122,6 +123,30 @@ def test_a_config_alone_has_the_names_of_the_release(tmp_path: Path) -> None:
     assert [answer.notes[-1] for answer in answers if "own mapping" not in answer.reason] == []
     assert "cannot be made" in " ".join(unknown.notes)
     assert {row.stage: row.outcome for row in unknown.stages}["load"] == "not asked"
+
+
+LARGE = {
+    "30B": (lambda: qwen3("bf16", Size(48, 128, 8, 2048, 768, 32, 4, 128, 151_936)), "1", 20, 2),
+    "DeepSeek-V3": (
+        lambda: deepseek_v3("fp8-block", Size(61, 256, 8, 7168, 2048, 128, 128, 128, 129_280)), "8", 60, 3,
+    ),
+}  # fmt: skip
+"""Name -> (checkpoint, tensor-parallel size, most seconds, most GiB), on two cores with nothing beside."""
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize("name", LARGE)
+def test_large_checkpoints_take_seconds(name: str, tmp_path: Path) -> None:
+    """18,867 tensors on one GPU, and 90,000 on two ranks of eight; with the import of vLLM."""
+    build, size, seconds, gib = LARGE[name]
+    built = build()
+    started = time.perf_counter()
+    answer = ask(tmp_path, {name: (built, ("--max-model-len", "512", "--tensor-parallel-size", size))})[name]
+    took = time.perf_counter() - started
+    assert answer.verdict is Verdict.STARTS, answer.reason
+    assert took <= seconds, {stage.stage: stage.seconds for stage in answer.stages}
+    assert answer.peak_memory <= gib << 30
 
 
 def write_adapter(folder: Path, *modules: tuple[str, int, int, int]) -> Path:
