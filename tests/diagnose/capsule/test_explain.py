@@ -187,7 +187,7 @@ def test_a_mistake_in_some_experts_names_them(scheme: tuple[str, str, str], seed
     assert outcomes.keys().isdisjoint((WRONG, NOT_NAMED)), outcomes
 
 
-@pytest.mark.parametrize("scheme", _CALLS[1::5])
+@pytest.mark.parametrize("scheme", _CALLS[5::5])
 def test_two_mistakes_at_once_are_named_unless_one_of_them_explains_it(scheme: tuple[str, str, str]) -> None:
     call = _call(scheme, 6)
     pairs = random.Random(6).sample(list(list_pairs(list_all(call))), 2)
@@ -195,7 +195,7 @@ def test_two_mistakes_at_once_are_named_unless_one_of_them_explains_it(scheme: t
     assert outcomes.keys().isdisjoint((WRONG, NOT_NAMED)), outcomes
 
 
-@pytest.mark.parametrize("scheme", _CALLS[1::5])
+@pytest.mark.parametrize("scheme", _CALLS[5::5])
 def test_an_expert_with_other_weights_is_named(scheme: tuple[str, str, str]) -> None:
     call, foreign = _call(scheme, 8), _call(scheme, 9)
     ids, right = call.problem.topk_ids, call.compute_contributions()  # [T, K], [T, K, H]
