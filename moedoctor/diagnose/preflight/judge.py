@@ -412,6 +412,8 @@ def _describe_after(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what a rank needs beside its weights: by the release's own code, and as `plan` computes it."""
     layer, rows = rank.get("experts") or {}, rank.get("after", ())
+    if (left := rank.get("kv", {}).get("left")) is not None:
+        yield "left for the KV cache, if activations took nothing", format_size(max(0, left))
     used = next((row for row in rank.get("layers", ()) if row["kind"] == "experts"), None)
     if not layer or used is None:
         return
