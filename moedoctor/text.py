@@ -49,6 +49,9 @@ class TextFileError(Exception):
         self.line = line
         self.message = message
 
+    def __str__(self) -> str:
+        return self.message
+
 
 def read_text(path: Path, limit: int, expected: str = "a text file") -> str:
     """Return the text of the regular file at `path`: UTF-8, at most `limit` bytes; drops a byte order mark.

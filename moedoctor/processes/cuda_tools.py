@@ -10,11 +10,15 @@ import functools
 import importlib.util
 import os
 import re
+import selectors
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from moedoctor.processes.guardian import end_tree
 
 _RELEASE = re.compile(r"release (\d+)\.(\d+), V(\d+\.\d+\.\d+)")
 _VERSION_SECONDS = 20.0
@@ -67,21 +71,49 @@ def run_tool(
 ) -> Outcome:
     """Run the tool at `path` without a shell, in `folder`, for `seconds` at most.
 
-    Output is cut after 64 MiB. Raises OSError if it cannot start.
+    It is ended after 64 MiB of output. Nothing that it started in its session is left. Raises OSError if it
+    cannot start.
     """
-    try:
-        done = subprocess.run(
-            [path, *arguments],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Outcome(None, "", f"{Path(path).name}: no answer within {seconds:g} s")
-    stdout, stderr = (text[:_MAX_TEXT].decode("utf-8", "replace") for text in (done.stdout, done.stderr))
-    return Outcome(done.returncode, stdout, stderr)
+    pipe, until = subprocess.PIPE, time.monotonic() + seconds
+    with subprocess.Popen(
+        [path, *arguments],
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        start_new_session=True,
+    ) as process:
+        try:
+            texts = _read_pipes(process, until)
+            if max(map(len, texts)) < _MAX_TEXT:
+                process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return Outcome(None, "", f"{Path(path).name}: no answer within {seconds:g} s")
+        finally:
+            end_tree(process.pid)
+    stdout, stderr = (text.decode("utf-8", "replace") for text in texts)
+    return Outcome(process.returncode, stdout, stderr)
+
+
+def _read_pipes(process: subprocess.Popen[bytes], until: float) -> list[bytearray]:
+    """Return stdout and stderr, up to their ends or to the bound of one. Raises TimeoutExpired."""
+    assert process.stdout
+    assert process.stderr
+    texts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
+    with selectors.DefaultSelector() as selector:
+        for pipe in texts:
+            selector.register(pipe, selectors.EVENT_READ)
+        while selector.get_map() and max(map(len, texts.values())) < _MAX_TEXT:
+            left = until - time.monotonic()
+            ready = selector.select(left) if left > 0 else []
+            if not ready:
+                raise subprocess.TimeoutExpired(process.args, left)
+            for key, _ in ready:
+                chunk = os.read(key.fd, 1 << 16)
+                texts[key.fd] += chunk
+                if not chunk:
+                    selector.unregister(key.fd)
+    return list(texts.values())
 
 
 def _list_candidates(names: Sequence[str], environ: Mapping[str, str]) -> Iterator[Path]:

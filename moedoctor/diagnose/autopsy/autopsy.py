@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from moedoctor.diagnose.autopsy.core_dump import EXCEPTIONS, DumpError, Size, is_core_dump, read_core_dump
-from moedoctor.diagnose.autopsy.cuda_gdb import ask_cuda_gdb
+from moedoctor.diagnose.autopsy.core_dump import (
+    EXCEPTIONS,
+    DumpError,
+    Size,
+    is_core_dump,
+    is_elf,
+    read_core_dump,
+)
+from moedoctor.diagnose.autopsy.cuda_gdb import SECONDS, ask_cuda_gdb
 from moedoctor.diagnose.autopsy.known_tensors import (
     KnownTensor,
     TensorPlace,
@@ -144,13 +152,14 @@ def examine_files(files: Sequence[Path], refuse: Callable[[str], None] | None = 
     examined: list[Examined] = []
     records = {file: read_record(file) for file in files if file.suffix == SUFFIX}
     tensors = list_tensors(records.values())
+    until = time.monotonic() + SECONDS
     for file in files:
         if file in records:
             examined.append(Examined(_name(file), "capsule"))
             continue
         try:
-            is_dump = refuse is not None or is_core_dump(file)
-            found, what = _read_dump(file, tensors) if is_dump else _read_log(file)
+            is_dump = refuse is not None or is_elf(file)
+            found, what = _read_dump(file, tensors, until) if is_dump else _read_log(file)
         except (DumpError, TextFileError, OSError) as error:
             if refuse is None:
                 raise
@@ -198,7 +207,9 @@ def _list_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_dump(file: Path, tensors: Sequence[KnownTensor]) -> tuple[list[KernelFault], Examined]:
+def _read_dump(
+    file: Path, tensors: Sequence[KnownTensor], until: float
+) -> tuple[list[KernelFault], Examined]:
     dump = read_core_dump(file)
     faults = [
         KernelFault(
@@ -227,7 +238,7 @@ def _read_dump(file: Path, tensors: Sequence[KnownTensor]) -> tuple[list[KernelF
     note = (
         None if faults else "the dump records no exception of the GPU: it was asked for, or a kernel trapped"
     )
-    debugged = ask_cuda_gdb(file)
+    debugged = ask_cuda_gdb(file, until)
     return faults, Examined(
         _name(file),
         "core dump",
@@ -275,10 +286,9 @@ def _judge_log(lines: Sequence[bytes]) -> str:
         return "no error ended what this log is of"
     if cause.kind != "kernel_fault":
         return f"line {cause.line}: {cause.says}: no kernel faulted, as far as this log tells"
-    if cause.note:
-        return (
-            f"line {cause.line}: a kernel faulted, which the log does not name; {cause.place} may be innocent"
-        )
+    if cause.note or not cause.place:
+        innocent = f"; {cause.place} may be innocent" if cause.place else ""
+        return f"line {cause.line}: a kernel faulted, which the log does not name{innocent}"
     return f"line {cause.line}: a kernel faulted; launches were blocking, so {cause.place} is the place"
 
 

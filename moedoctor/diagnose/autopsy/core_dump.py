@@ -22,10 +22,10 @@ from moedoctor.text import open_file
 
 MOST_SECTIONS = 2_000_000
 """A dump of 132 SMs that are all busy has 130,000, and 850,000 with all their registers."""
-MOST_ROWS = 30_000_000
-"""Of all tables that are read."""
-_MOST_LINES = 64 * 2**20
-"""Bytes of a line table."""
+MOST_ROWS = 5_000_000
+"""Of all tables that are read: ten seconds."""
+MOST_LINES = 8 * 2**20
+"""Bytes of all line tables that are read: ten seconds."""
 _MOST_FAULTS = 100
 _LONGEST_NAME = 4096
 _EM_CUDA, _ET_CORE = 190, 4
@@ -71,9 +71,10 @@ class _Section(NamedTuple):
 
 @dataclass
 class _Budget:
-    """The rows that may still be read."""
+    """The rows, and the bytes of line tables, that may still be read."""
 
     left: int = MOST_ROWS
+    lines: int = field(default_factory=lambda: MOST_LINES)
 
     def spend(self, rows: int) -> None:
         self.left -= rows
@@ -228,9 +229,18 @@ class CoreDump:
 
 def is_core_dump(file: Path) -> bool:
     """Return True if the file begins as CUDA's core dumps do."""
+    head = _read_head(file)
+    return is_elf(file) and struct.unpack_from("<2H", head.ljust(20), 16) == (_ET_CORE, _EM_CUDA)
+
+
+def is_elf(file: Path) -> bool:
+    """Return True for any ELF file, such as a core file of the system: it is no log."""
+    return _read_head(file)[:4] == b"\x7fELF"
+
+
+def _read_head(file: Path) -> bytes:
     with open_file(file, expected="a core dump of CUDA, or a log") as stream:
-        head = stream.read(20)
-    return head[:4] == b"\x7fELF" and struct.unpack_from("<2H", head.ljust(20), 16) == (_ET_CORE, _EM_CUDA)
+        return stream.read(20)
 
 
 def read_core_dump(file: Path) -> CoreDump:
@@ -393,8 +403,9 @@ class _Reader:
             return "", None
         titles = image.sections[index]
         lines = next((s for n, s in names.items() if image.read_text(titles, n) == ".debug_line"), None)
-        if lines is None or lines.size > _MOST_LINES:
+        if lines is None or lines.size > image.budget.lines:
             return best[1], None
+        image.budget.lines -= lines.size
         return best[1], find_line(image.slice(lines.offset, lines.size), place)
 
     def _read_device(self, kinds: Mapping[int, list[_Section]]) -> tuple[str, str]:

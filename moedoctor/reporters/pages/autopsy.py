@@ -5,7 +5,7 @@ from __future__ import annotations
 from moedoctor.diagnose.autopsy.autopsy import AutopsyDocument, CallReplay, KernelFault
 from moedoctor.diagnose.autopsy.core_dump import Size
 from moedoctor.diagnose.autopsy.known_tensors import TensorPlace
-from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Table
+from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Step, Table
 from moedoctor.reporters.text import count_of
 from moedoctor.text import join_some
 
@@ -25,8 +25,7 @@ def make_autopsy_page(document: AutopsyDocument) -> list[Block]:
         if note
     ]
     page += [Bullets(notes)] if notes else []
-    if document.next_steps:
-        page += [Heading("Next"), Bullets(document.next_steps)]
+    page += map(Step, document.next_steps)
     rows = [
         (each.file, each.kind, _describe_gpu(each.gpu, each.capability), each.driver or "–")
         for each in document.examined

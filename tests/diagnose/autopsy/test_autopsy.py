@@ -22,10 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedoctor.cli import main
-from moedoctor.diagnose.autopsy import owners
+from moedoctor.diagnose.autopsy import core_dump, owners
 from moedoctor.diagnose.autopsy.core_dump import DumpError, read_core_dump
 from moedoctor.diagnose.autopsy.line_table import find_line
 from moedoctor.diagnose.autopsy.owners import demangle, find_owner
+from moedoctor.processes import cuda_tools
 from moedoctor.reporters.schemas import make_schema
 
 DUMPS = Path(__file__).parent / "dumps"
@@ -115,6 +116,8 @@ def test_only_a_kernel_of_moe_layers_sends_to_replay(
     )
     (step,) = examine(unpack(tmp_path, "cublas"), capsys, 1)["next_steps"]
     assert "no kernel that only MoE layers use" in step
+    main(["autopsy", str(tmp_path / "cublas.core"), "--format", "markdown"])
+    assert f"**To do:** {step[:30]}" in capsys.readouterr().out
 
 
 STORE = 0x0000040402007986, 0x000FE2000C101D04
@@ -213,6 +216,19 @@ def test_cuda_gdb_is_asked_within_bounds_and_without_scripts(
     tool.write_text("#!/bin/sh\necho broken >&2\nexit 1\n")
     examined = examine(file, capsys, 1)["examined"][0]
     assert (examined["debugger"], examined["no_debugger"]) == ([], "cuda-gdb: broken")
+    # One that starts what outlives it, prints without end, or hangs; the next dump gets no time.
+    monkeypatch.setattr(cuda_tools, "_MAX_TEXT", 1 << 20)
+    tool.write_text(f"#!/bin/sh\nsleep 99 &\necho $! > {tmp_path}/pid\nexec cat /dev/zero\n")
+    begun = time.monotonic()
+    assert "characters)" in examine(file, capsys, 1)["examined"][0]["no_debugger"]
+    assert time.monotonic() - begun < 15
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    unpack(tmp_path, "light")
+    monkeypatch.setattr("moedoctor.diagnose.autopsy.autopsy.SECONDS", 0.3)
+    tool.write_text("#!/bin/sh\nexec sleep 99\n")
+    problems = [each["no_debugger"] for each in examine(tmp_path, capsys, 1)["examined"]]
+    assert ["no answer" in problems[0], "the dumps before it" in problems[1]] == [True, True]
 
 
 def test_a_trap_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,6 +258,7 @@ def test_an_exception_that_only_the_sm_has(tmp_path: Path) -> None:
     [
         (LOG, ["vllm::moe::topkGating"], None),
         (TRACEBACK, [], "may be innocent"),
+        (TRACEBACK.splitlines()[-1], [], "does not name"),
         ("CUDA_LAUNCH_BLOCKING=1 vllm serve m\n" + TRACEBACK, [], "is the place"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4 GiB\n", [], "no kernel faulted"),
         ("INFO: Application startup complete.\n", [], "no error"),
@@ -256,7 +273,7 @@ def test_a_log(
     assert [fault["kernel"] for fault in document["faults"]] == faults
     assert (note or "") in (document["examined"][0]["note"] or "")
     assert any("asks CUDA for a core dump" in step for step in document["next_steps"]) == (
-        note == "may be innocent"
+        note in ("may be innocent", "does not name")
     )
 
 
@@ -291,6 +308,27 @@ def test_a_sparse_or_cut_file_is_refused_at_once(
     assert main(["autopsy", str(file)]) == 2
     assert time.monotonic() - begun < 5
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_what_is_no_dump_and_no_log_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    core = tmp_path / "core.77"
+    core.write_bytes(b"\x7fELF\x02\x01" + bytes(10) + struct.pack("<2H", 4, 62) + bytes(100))
+    for file, says in [
+        (tmp_path / "none", "cannot be read (no such file"),
+        (core, "it is an ELF file, and not a core dump"),
+    ]:
+        assert main(["autopsy", str(file)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"moedoctor: {file}: {says}")
+
+
+def test_a_line_table_beyond_the_bound_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = unpack(tmp_path, "light")
+    (fault,) = read_core_dump(file).faults
+    assert fault.source
+    monkeypatch.setattr(core_dump, "MOST_LINES", 100)
+    (fault,) = read_core_dump(file).faults
+    assert fault.source is None
 
 
 @given(st.binary(max_size=200))
