@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -53,10 +54,10 @@ class DumpRequest:
 
     def list_dumps(self) -> list[Path]:
         """Return the dumps that were written since the request."""
-        pattern = Path(os.path.abspath(re.sub("%[a-zA-Z]", "*", self.variables[FILE])))
+        pattern = os.path.abspath(re.sub("%[a-zA-Z]", "*", glob.escape(self.variables[FILE])))
         return sorted(
             file
-            for file in pattern.parent.glob(pattern.name)
+            for file in map(Path, glob.glob(pattern))
             if file.is_file() and not file.is_symlink() and file.stat().st_mtime >= self.started - 1
         )
 

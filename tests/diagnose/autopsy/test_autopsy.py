@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from moedoctor.cli import main
 from moedoctor.diagnose.autopsy import core_dump, owners
 from moedoctor.diagnose.autopsy.core_dump import DumpError, read_core_dump
+from moedoctor.diagnose.autopsy.dump_request import DumpRequest
 from moedoctor.diagnose.autopsy.line_table import find_line
 from moedoctor.diagnose.autopsy.owners import demangle, find_owner
 from moedoctor.processes import cuda_tools
@@ -322,6 +323,18 @@ def test_what_is_no_dump_and_no_log_gets_one_line(tmp_path: Path, capsys: pytest
         assert line.startswith(f"moedoctor: {file}: {says}")
 
 
+def test_dumps_stay_where_the_variable_of_the_user_sends_them(tmp_path: Path) -> None:
+    folder = tmp_path / "[a]" / "host"
+    folder.mkdir(parents=True)
+    wanted = {"CUDA_COREDUMP_FILE": f"{tmp_path}/[a]/%h/mine.%p", "CUDA_COREDUMP_GENERATION_FLAGS": "mine"}
+    request = DumpRequest.make(tmp_path, wanted)
+    assert request.variables == {**wanted, "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1"}
+    (folder / "mine.77").write_bytes(b"")
+    assert request.keep(tmp_path) == [folder / "mine.77"]
+    request.clear()
+    assert list(tmp_path.iterdir()) == [tmp_path / "[a]"]
+
+
 def test_a_line_table_beyond_the_bound_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = unpack(tmp_path, "light")
     (fault,) = read_core_dump(file).faults
@@ -341,6 +354,7 @@ def test_any_line_table_is_read(data: bytes) -> None:
     [
         ("_ZN16marlin_moe_wna166MarlinILl1EEEvv", None, "marlin_moe_wna16::Marlin", "vLLM", True),
         ("fused_moe_kernel", "site/vllm/model_executor/layers/fused_moe/fused_moe.py:1", None, "vLLM", True),
+        ("_matmul_ogs", "site/vllm/third_party/triton_kernels/matmul_ogs.py:1", None, "Triton", True),
         ("triton_poi_fused_add_0", None, None, "torch.compile", False),
         ("_Z17ncclDevKernel_Genv", None, "ncclDevKernel_Gen", "NCCL", False),
         ("$outer$_ZN2at6native12_GLOBAL__N_13addEv", None, "at::native::(anonymous)::add", "PyTorch", False),
