@@ -15,6 +15,6 @@ for release in ${VLLM:-$(vllm_releases)}; do
     vllm_folder "$release"
     say "vllm $release, flashinfer-python $(pinned "$home/releases/$release" flashinfer-python)"
     # Python finds packages and their metadata there first.
-    PYTHONPATH="$(pwd)/$home/releases/$release" "$home/bin/python" -m pytest -m upstream ${ARGS:-} || failed="$failed $release"
+    PYTHONPATH="$(pwd)/$home/releases/$release" "$home/bin/python" -m pytest -m "upstream and not slow" ${ARGS:-} || failed="$failed $release"
 done
 [ -z "$failed" ] || fail "failed with vllm$failed"
