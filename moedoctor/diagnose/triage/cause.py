@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from moedoctor.diagnose.triage.line_text import is_denied, is_possible, split_prefix
+from moedoctor.diagnose.triage.line_text import Quotations, Stance, is_possible, read_stance, split_prefix
 from moedoctor.diagnose.triage.log_text import find_lines
 from moedoctor.diagnose.triage.signatures import load_data
 
@@ -22,7 +22,7 @@ _COMMON = (b"rror", b"Traceback")
 _NEEDLES = (
     *(*_COMMON, b"xception", b'File "', b"illed", b"egfault", b"egmentation", b"SIG", b"oom-"),
     *(b"nterrupt", b"NVRM: Xid", b"terminate called", b"what():", b"atchdog", b"died", b"xit code"),
-    *(b"xitcode", b"broadcast block", b"startup complete", b"fatal"),
+    *(b"xitcode", b"broadcast block", b"startup complete", b"fatal", b"access fault"),
 )
 """A line without any of them, and outside a traceback, is no error. In the middle of a large text only the
 common ones are looked for: the others tell of an end."""
@@ -46,6 +46,7 @@ _BARE = re.compile(
     r"|.{0,300}(?:Watchdog caught collective|No available shared memory broadcast block|died unexpectedly"
     r"|oom-kill|OOMKilled|NVRM: Xid"
     r"|\bexit ?code:? ?(?:-\d|137|139)\b|\b(?:SIGKILL|SIGSEGV|SIGABRT|SIGBUS)\b)"
+    r"|Memory access fault by GPU\b"
     r"|(?:RuntimeError|Triton Error|CUDA (?:driver )?error|NCCL error)\b",
 )
 _TOLD = re.compile(r"\b((?:[A-Za-z_]\w{0,60}(?:\.|::)){0,6}\w{0,60}(?:Error|[Ee]xception): ['\"]?\w.{0,300})")
@@ -194,6 +195,7 @@ class Errors:
         """The line that says that the server is ready: what was before did not end it."""
         self._waiting = deque[tuple[Sequence[bytes], Sequence[int]]]()
         self._needles: Sequence[bytes] = _NEEDLES
+        self._quotations = Quotations(alone=False)
         self._told: _Error | None = None
         """The first error that only a sentence or a line of code tells of."""
         self.launch_blocking = False
@@ -216,8 +218,10 @@ class Errors:
                 self._read_line(lines[at], numbers[at])
                 at += 1
             if at <= hit < len(lines):
-                self._read_line(lines[hit], numbers[hit])
+                if not self._quotations.is_of_another(lines, hit):
+                    self._read_line(lines[hit], numbers[hit])
                 at = hit + 1
+        self._quotations.leave(lines, len(lines))
 
     def _read_line(self, line: bytes, number: int) -> None:
         self._looked_at += 1
@@ -260,7 +264,8 @@ class Errors:
             self._add(process, _Error(number, text, (), link, self._last.get(process) if link else None))
         elif self._told is None and not prefix and (match := _TOLD.search(text)):
             lower, place = text.lower(), match.start()
-            if not (is_denied(lower, place, match.end()) or is_possible(lower, place)):
+            stance = read_stance(lower, place, lower.index(":", place), (0, len(lower)))
+            if stance is Stance.STATED and not is_possible(lower, place):
                 self._told = _Error(number, match[1], context=text[:place])
 
     def _read_traceback(self, traceback: _Open, process: str, text: str, number: int) -> bool:

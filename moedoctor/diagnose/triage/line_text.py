@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import html
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 _ANSI = (
     r"(?:\x1b|\^\[|#033|\\x1b|\\u001b|\\033|\\e)\[[0-9;?]{0,20}[A-Za-z]"
@@ -43,6 +46,12 @@ _STRIPPED = {
 """What is removed, and what word processors and web pages put in place of quotes and hyphens."""
 _CLAUSE = 120
 """Characters before a phrase that may deny it."""
+_QUOTATION = 60
+"""Lines of a quotation in which its introduction is looked for."""
+_OWN = re.compile(rb"\b(?:i|we|my|our|mine|it|log|output|traceback|server|with)\b[^.]{0,80}:\W{0,3}$")
+_CHANGE = re.compile(
+    rb"\s{0,8}[-*+] {1,4}(?:\[[\w /+-]{1,30}\] ?){0,3}(?:fix|avoid|prevent|handle|resolve|correct)\w{0,3} "
+)
 OF_VLLM = re.compile(
     r"\((?:enginecore|apiserver|worker|vllmworker|rayworkerwrapper|mainprocess)[^()]{0,80}pid="
     r"|\[?(?:core|multiproc_executor|uniproc_executor|gpu_worker|gpu_model_runner|api_server|serve"
@@ -53,7 +62,8 @@ OF_VLLM = re.compile(
 BELOW_ERROR = re.compile(r"\b(?:debug|info|warning) ")
 """The level of a line that tells of no failure, in a prefix in lower case."""
 _FOUND = (
-    r"(?:reproduc|se(?:e|en|ing)\b|saw\b|show|get\b|getting\b|got\b|hit\b|observ|find\b|found\b|log(?:s|ged)?\b|print"
+    r"(?:reproduc|se(?:e|en|ing)\b|saw\b|show|get\b|getting\b|got\b|hit\b|observ|find\b|found\b"
+    r"|log(?:s|ged)?\b|print"
     r"|contain|encounter|produce|trigger|rais|throw|give)"
 )
 _SAME_CLAUSE = (
@@ -86,33 +96,147 @@ _ATTRIBUTED = re.compile(
     rf" (?:claim|said|say|wrote|write|mention|suggest|think|believe)(?:s|ed)?(?: that|:)?{_QUOTED}"
 )
 _DENIED_AFTER = re.compile(
-    r"[\"') ]{0,3}(?:(?:error|warning|crash|message) )?"
+    r"[\"') ]{0,3}(?:(?:error|warning|crash|message|bug|failure) )?"
+    r"(?:(?:with|on|in|under|for|from|of|during|at) [^;,:?!\"]{1,50}? )?"
     r"(?:(?:(?:do|did|does|was|is|has)(?: not|n't)|never|no longer) "
     r"(?:happen|occur|appear|seen|show up|comes? up|reproducible|in (?:my|our|the) logs?)\w{0,4}"
     r"(?: (?:any ?more|here|for (?:me|us)|on (?:my|our) \w{1,12}))?\W{0,3}(?:$|[.;,!?])"
-    r"|(?:(?:is|was|are|were|got|has been|have been) (?:now )?(?:gone|fixed|solved|resolved|mended)|went away"
-    r"|disappeared|is history)\b)"
+    r"|(?:(?:is|was|are|were|got|has been|have been) (?:now |long )?"
+    r"(?:gone|fixed|solved|resolved|mended|history|past|over|no more"
+    r"|(?:my|our|a user's) (?:own )?(?:mistake|fault))"
+    r"|went away|disappeared)\b)"
     r"|[^.;?!]{0,40}\b(?:found|finds?) (?:nothing|none|no match)\b"
     r"|[^.;?!]{0,80}\b(?:but|and|yet|though) (?:i|we|it|(?:the|my|our) (?:server|engine|model))\b"
     r"[^.;?!]{0,40}? (?:never|(?:do|did|does)(?: not|n't))"
     r" (?:happen|occur|appear|rais|show|see|saw|get|got|hit)\w{0,4}"
     r"(?: it| that| this)?(?: here| at all| for (?:me|us))?\W{0,3}(?:$|[.;,!?])"
 )
-_ERROR_NAME = re.compile(r"\b[\w.]{0,60}(?:error|warning|exception): (?:[^:.;?!\"]{0,200})$")
+_SENTENCE = r"(?:[^.;?!]|\.(?=\S)){0,100}$"
+"""The rest of a sentence up to a phrase. A point inside a release ends no sentence."""
+_BUT_NOW = r"(?:(?!\b(?:but|yet|however|now|today|since|works?|worked|fine)\b)(?:[^.;?!]|\.(?=\S))){0,100}$"
+_ANYBODY = r"(?:(?:any|some|every)(?:body|one)|others|folks|(?<!our )(?<!my )(?:people|users)|those)"
+_TOLD_BEFORE = re.compile(
+    rf"\b(?:if|when(?:ever)?|once|should|in case) (?:you|one|{_ANYBODY})\b{_SENTENCE}"
+    rf"|\b(?:suppos(?:e|ing)|assum(?:e|ing)|imagine|in case|in the event)\b{_SENTENCE}"
+    rf"|\b{_ANYBODY} (?:(?:who|that|may|might|can|also|with) ){{0,3}}"
+    rf"(?:see|saw|get|got|hit|hav|had|report|encounter|run)\w{{0,3}}\b{_SENTENCE}"
+    rf"|\bfor (?:reference|comparison|the record)\b{_SENTENCE}"
+    rf"|\b(?:would|could|may|might)(?! not\b| (?:like|love|appreciate|be (?:glad|happy|grateful)))"
+    r" (?:\w{1,12} ){1,6}\W{0,3}$"
+    r"|\bused to (?:see|get|have|hit|die|crash|fail|stop|end|abort|rais|hang|giv|show|print|suffer"
+    r"|be)\w{0,3}\b"
+    rf"{_BUT_NOW}"
+    r"|\bno longer (?:see|get|hav|hit|die|crash|fail|stop|end|abort|rais|hang|giv|show|print|suffer)\w{0,3}\b"
+    rf"{_BUT_NOW}"
+    rf"|\b(?:previously|formerly|earlier|in the past|back then|until (?:last|the|we|i|then"
+    rf"|v?0\.))\b{_BUT_NOW}"
+    r"|\b(?:afraid|scared|worr(?:y|ied)|fear|wonder(?:ing)?|tests? (?:that|which) (?:check|assert"
+    r"|expect)s?)\b"
+    rf"{_SENTENCE}"
+    rf"|(?:^|[.;!?] )had (?:i|we|it|the|you)\b{_SENTENCE}"
+    rf"|\b(?:an?|any|every|each) \w{{1,20}} (?:that|which|who) (?:has|gets|shows|prints)\b{_SENTENCE}"
+    r"|\b(?:no longer|used to) \W{0,2}$"
+    r"|\b(?:old|former|earlier|previous|known) (?:(?:crash|error|failure|message|bug) )?\W{0,2}$"
+    r"|\b(?:about|avoid(?:s|ing)?|document|explain|mention(?:s|ed|ing)?|prevent(?:s|ing)?|retry"
+    r"|handles?|catch(?:es)?"
+    r"|against|(?:search|look|grep|ask)(?:e?s|ed|ing)? for)(?: the| an?)? \W{0,2}$"
+    r"|\btest_\w{1,80}\W{0,3}$"
+)
+"""What tells of others, of an earlier time, of a test, or of what may happen, in the same line."""
+_QUESTION = re.compile(
+    r"(?:^|[.;!?] )(?:do|does|did|is|are|was|has|have|had|will|can|could|would) "
+    r"(?:(?!\b(?:why|how|what|fix|solve|know|help)\b)(?:[^.;?!]|\.(?=\S))){0,100}$"
+)
+_OPEN_END = re.compile(r"(?!.{0,80}\b(?:normal|expected|intended|right|correct)\b)[^.;!]{0,120}\?")
+"""The end of a question about an event; one that asks if the event is right says that it happened."""
+_HAPPENED = re.compile(
+    r"(?:(?:[:;,.!?>(|-]|= |--|\b(?:hi|but|and|then|is|this|why|with one))"
+    r"|\b(?:gets?|got|getting|sees?|saw|seeing|hits?|hitting|ha[sd]|have|receiv\w{1,3}"
+    r"|thr[eo]w\w{0,3}|rais\w{1,3}"
+    r"|die[sd]?|dying|crash\w{0,3}|fail\w{0,3}|end\w{0,3}|stop\w{0,4}|abort\w{0,3}|exit\w{0,3}"
+    r"|says?|said|shows?"
+    r"|prints?|printed|gives?|gave|reports?|returns?|produces?|logs?|logged|errors?"
+    r"|encounter\w{0,3}|caus\w{1,3}"
+    r"|trigger\w{0,3}|leads?|led|results?|resulted|find|found|caught|runs?|ran|went|goes|comes?|came|due)"
+    r"(?:(?: [\w-]{1,20}){0,5} (?:with|of|by|on|in|at|up|out|down|to|into|as|from|for))?)"
+    r"(?: (?:the|an?|this|that|following|same|such|error|message|exception|crash|traceback|log|warning|again"
+    r"|my|our)){0,4}"
+    r"[ \"'(:]{0,3}$"
+)
+"""What a text says right before a message that came: a verb, or only punctuation."""
+_TOLD_AFTER = re.compile(
+    r"[\"')]{0,2} (?:(?:error|warning|crash|message|line) )?(?:should|could|would|may|might|ought|can)\b"
+    r"|[^.;?!]{0,60}\bis (?:documented|expected|known"
+    rf"|what (?:#|the (?:issue|thread|report|docs)|{_ANYBODY}))\b"
+    r"|\W{1,3}(?:passed|skipped|xfail)\b"
+    r"|[^.;?!]{0,60}, (?:says|said|according to|as \w{1,12} (?:says|writes|wrote))\b"
+    r"|[^.;?!]{0,20} (?:is|was) (?:[\w']{1,12} ){0,2}(?:problem|bug|issue|history)\b"
+    r"|[^;?!]{0,200} \(#\d{3,6}\)(?: by @[\w-]{1,40})?$"
+    r"|[^.;?!]{0,60}\b(?:works|runs) (?:now|again)\b"
+)
+_ERROR_NAME = re.compile(
+    r"\b(?:(?:cuda|triton|nccl) )?[\w.]{0,60}(?:error|warning|exception): "
+    r"(?:(?:cuda|triton|nccl) (?:driver )?error: )?(?:[^:.;?!\"]{0,200})$"
+)
 _POSSIBLE = re.compile(
     r"\b(?:may|might|could|can|would|will|should|avoids?|prevents?|risk of|potentially)"
     r"(?: (?:be|also|still|even|then|cause|lead to|result in|produce|give|become|an?|the)){0,4} \W{0,2}$"
 )
 
 
-def is_denied(text: str, start: int, end: int) -> bool:
-    """Return True if a text in lower case does not say that what stands from `start` to `end` happened here.
+class Stance(enum.Enum):
+    """The way in which a text speaks of an event."""
 
-    It denies it, or tells of others, of an attempt, or of what one would see.
+    STATED = ""
+    """It happened here."""
+    TOLD = "told"
+    """It happened to others or earlier, or it may happen: here it is possible at most."""
+    DENIED = "denied"
+
+
+def read_stance(text: str, start: int, end: int, line: tuple[int, int]) -> Stance:
+    """Return how a text in lower case speaks of what is written from `start` to `end`.
+
+    `line` is the place of its line in the text: a pasted line is no part of the sentence before it.
     """
     start, end = _find_quotation(text, start, end)
     before = text[max(0, start - _CLAUSE) : start]
-    return bool(_DENIED_BEFORE.search(before) or _ATTRIBUTED.search(before) or _DENIED_AFTER.match(text, end))
+    if _DENIED_BEFORE.search(before) or _ATTRIBUTED.search(before) or _DENIED_AFTER.match(text, end):
+        return Stance.DENIED
+    in_line = text[max(line[0], start - 2 * _CLAUSE) : start]
+    after = text[end : max(end, line[1])]
+    possible = _TOLD_BEFORE.search(in_line) or (_QUESTION.search(in_line) and _OPEN_END.match(after))
+    only_mentioned = text[start] == '"' and in_line and not _HAPPENED.search(in_line)
+    return Stance.TOLD if possible or only_mentioned or _TOLD_AFTER.match(after) else Stance.STATED
+
+
+@dataclass
+class Quotations:
+    """Knows the lines that tell of another text: items of a list of changes, and quotations (``> …``)."""
+
+    alone: bool
+    """The answer for a quotation without words above it."""
+    _above: bytes | None = None
+    """The last line of the lines before that is no quotation."""
+
+    def is_of_another(self, lines: Sequence[bytes], index: int) -> bool:
+        """Return True if the line at `index` is an item, or quoted below words that do not own it."""
+        if not _is_quoted(lines[index]):
+            return _CHANGE.match(lines[index].lower()) is not None
+        above = self._find_words(lines, index)
+        return self.alone if above is None else not _OWN.search(above.lower())
+
+    def leave(self, lines: Sequence[bytes], end: int) -> None:
+        """Forget the lines before `end`: the next ones come without them."""
+        self._above = self._find_words(lines, end)
+
+    def _find_words(self, lines: Sequence[bytes], end: int) -> bytes | None:
+        last = reversed(lines[max(0, end - _QUOTATION) : end])
+        return next((line for line in last if line.strip() and not _is_quoted(line)), self._above)
+
+
+def _is_quoted(line: bytes) -> bool:
+    return line.lstrip().startswith((b">", b"&gt;"))
 
 
 def _find_quotation(text: str, start: int, end: int) -> tuple[int, int]:

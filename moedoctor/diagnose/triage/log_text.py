@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.line_text import BELOW_ERROR, OF_VLLM, split_prefix
+from moedoctor.diagnose.triage.line_text import BELOW_ERROR, OF_VLLM, Quotations, split_prefix
 
 BLOCK = 1 << 19
 """Bytes read at a time."""
@@ -77,6 +77,8 @@ class Passage:
     """True if a logger of vLLM wrote the middle line, as its prefix shows."""
     warned: bool = False
     """True if a logger wrote the middle line below the level of an error: it did not stop the server."""
+    of_another: bool = False
+    """True if the middle line is quoted from another text."""
 
 
 @dataclass
@@ -100,6 +102,7 @@ class Passages:
 
     def __post_init__(self) -> None:
         self._lines = Lines(self.stream)
+        self._quotations = Quotations(alone=True)
         common = (anchor for anchor in self.anchors if anchor not in self.rare_anchors)
         self._accounts = (
             *(Account(anchor, FIRST_RARE, _BYTES_EACH_RARE) for anchor in self.rare_anchors),
@@ -128,6 +131,7 @@ class Passages:
             pieces |= {shift + piece for piece in line_pieces}
             yield from self._yield_passages(window, numbers, pieces)
             done = len(window) - 2
+            self._quotations.leave(window, done)
             window, numbers = window[done:], numbers[done:]
             pieces = {piece - done for piece in pieces if piece >= done}
         yield from self._yield_passages([*window, b""], [*numbers, 0], pieces)
@@ -152,7 +156,10 @@ class Passages:
                 account.spend(_BASE * (1 + len(passage.text) // _LONG))
             prefix = prefixes[index]
             yield replace(
-                passage, of_vllm=bool(OF_VLLM.search(prefix)), warned=bool(BELOW_ERROR.search(prefix))
+                passage,
+                of_vllm=bool(OF_VLLM.search(prefix)),
+                warned=bool(BELOW_ERROR.search(prefix)),
+                of_another=self._quotations.is_of_another(window, index),
             )
 
     def _choose_lines(self, window: list[bytes], pieces: set[int]) -> Iterator[tuple[int, Account | None]]:

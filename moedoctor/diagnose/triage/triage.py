@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from moedoctor.diagnose.triage.cause import Cause, Errors, find_told_cause, list_hints
 from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, release_words
-from moedoctor.diagnose.triage.line_text import is_denied, is_possible
+from moedoctor.diagnose.triage.line_text import Stance, is_possible, read_stance
 from moedoctor.diagnose.triage.log_text import Passage, Passages
 from moedoctor.diagnose.triage.settings_in_text import Settings, SettingsReader
 from moedoctor.diagnose.triage.signatures import (
@@ -133,6 +133,8 @@ class _Notes:
     first: list[int] = field(default_factory=list)
     last: deque[int] = field(default_factory=lambda: deque(maxlen=_LAST_LINES))
     excerpts: dict[int, _Excerpt] = field(default_factory=dict)
+    mentions: set[int] = field(default_factory=set)
+    """Lines that tell of it without saying that it happened here."""
     count: int = 0
 
     def add(self, line: int, excerpt: _Excerpt) -> None:
@@ -174,12 +176,15 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         passages.charge(len(open_clues) * (1 + len(passage.text) // _LONG))
         for clue in open_clues:
             if place := _place(passage, clue):
-                line, excerpt, stated = place
-                note = notes.setdefault(clue.name if stated else f"no {clue.name}", _Notes())
+                line, excerpt, stance = place
+                denied = stance is Stance.DENIED
+                note = notes.setdefault(f"no {clue.name}" if denied else clue.name, _Notes())
                 note.add(line, excerpt)
-                if not stated:
+                if denied:
                     continue
-                if clue.name in once or note.count >= _ENOUGH:
+                if stance is Stance.TOLD:
+                    note.mentions.add(line)
+                elif clue.name in once or note.count >= _ENOUGH:
                     settled.add(clue.name)
     lines = {name: note.list_lines() for name, note in notes.items()}
     redactor = redactor or Redactor()
@@ -193,9 +198,13 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     findings = tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE)
     error = errors.find_cause()
     if error is None and not findings:
-        first = ((name, *min(note.excerpts.items())) for name, note in notes.items())
+        first = {
+            name: min((line, excerpt) for line, excerpt in note.excerpts.items() if line not in note.mentions)
+            for name, note in notes.items()
+            if note.excerpts.keys() - note.mentions
+        }
         error = find_told_cause(
-            {name: (line, where[1], _mask(where, redactor)) for name, line, where in first}
+            {name: (line, where[1], _mask(where, redactor)) for name, (line, where) in first.items()}
         )
     if error is not None:
         steps = (*list_hints(error.kind, notes.keys()), error.next_step)
@@ -253,16 +262,19 @@ def _judge(confidence: float) -> Grade:
     return Grade.LIKELY if confidence > _LIKELY else Grade.POSSIBLE
 
 
-def _place(passage: Passage, clue: Clue) -> tuple[int, _Excerpt, bool] | None:
-    """Return the line of a clue in a passage, its place there, and False if the text denies it.
+def _place(passage: Passage, clue: Clue) -> tuple[int, _Excerpt, Stance] | None:
+    """Return the line of a clue in a passage, its place there, and how the text speaks of it.
 
     Returns None if the clue is not there.
     """
     pattern = re.compile(clue.pattern)  # from the module's own cache
     if clue.cased:
         match = pattern.search(passage.shown)
-        return (passage.line, (passage.shown, *match.span()), True) if match else None
-    denied = None
+        if match is None:
+            return None
+        stance = _read_stance(passage, *(passage.start + at for at in match.span()))
+        return passage.line, (passage.shown, *match.span()), stance
+    weaker = None
     for match in pattern.finditer(passage.text):
         if match.start() >= passage.end:
             break
@@ -272,14 +284,22 @@ def _place(passage: Passage, clue: Clue) -> tuple[int, _Excerpt, bool] | None:
             place = max(1, passage.line - (start < 0)), (passage.shown, *span)
             if clue.event and (passage.warned or is_possible(passage.text, match.start())):
                 continue
-            if not is_denied(passage.text, *match.span()):
-                return *place, True
-            denied = *place, False
+            stance = _read_stance(passage, *match.span())
+            if stance is Stance.STATED:
+                return *place, stance
+            if weaker is None or stance is Stance.TOLD:
+                weaker = *place, stance
     # Only a match across a joint: elsewhere gluing makes one word of two.
     for match in pattern.finditer(passage.glued or ""):
         if any(match.start() < joint < match.end() for joint in passage.joints):
-            return passage.line, (passage.shown, 0, 0), True
-    return denied
+            return passage.line, (passage.shown, 0, 0), Stance.TOLD if passage.of_another else Stance.STATED
+    return weaker
+
+
+def _read_stance(passage: Passage, start: int, end: int) -> Stance:
+    first = passage.start if start >= passage.start else 0
+    stance = read_stance(passage.text, start, end, (first, passage.end))
+    return Stance.TOLD if stance is Stance.STATED and passage.of_another else stance
 
 
 @dataclass
@@ -303,6 +323,9 @@ class _Reader:
             return None
         name, line = place
         confidence, why, missing = self._weigh(signature, line)
+        if line in self.notes[name].mentions or self._is_proposal():
+            confidence = min(confidence, _LIKELY)
+            why = (*why, "but the text tells of it and does not say that it happened here")
         if confidence < _LEAST or not all(map(self._is_any_here, signature.needs)):
             return None
         reason = self.facts.explain_exclusion(signature) or self._explain_misfit(signature)
@@ -322,6 +345,9 @@ class _Reader:
             missing=missing,
             releases=signature.releases or release_words(entry, self.facts),
         )
+
+    def _is_proposal(self) -> bool:
+        return self.lines.get("proposal", [_HEADLINES + 1])[0] <= _HEADLINES
 
     def _is_any_here(self, names: tuple[str, ...]) -> bool:
         return any(name in self.lines for name in names)
@@ -343,7 +369,8 @@ class _Reader:
     def _find_clue(self, signature: Signature) -> tuple[str, int] | None:
         """Return the clue that shows a failure, and the first of its lines with the clues it needs nearby."""
         for name in signature.shows:
-            for line in self.lines.get(name, ()):
+            mentions = self.notes[name].mentions if name in self.notes else ()
+            for line in sorted(self.lines.get(name, ()), key=lambda line: line in mentions):
                 near = all(
                     _is_any_near(self.lines, group, line, signature.within) for group in signature.near
                 )

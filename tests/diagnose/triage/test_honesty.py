@@ -54,16 +54,43 @@ DENIED = (
     *('"{}" is history', 'I wonder whether "{}" can come', 'We grep for "{}" and found nothing'),
     *('With MARLIN "{}" never comes up here', 'The guide says that "{}" may be printed'),
 )
+TOLD = (
+    *(
+        'If you set X, you get "{}"',
+        'When you combine these two, you get "{}"',
+        'In case you see "{}", upgrade',
+    ),
+    *('We used to see "{}" until an upgrade', 'Previously "{}" came up, all is well', 'The old crash "{}"'),
+    *(
+        'People who see "{}" have an old wheel',
+        'For reference: "{}" is what #37883 is about.',
+        'Had we kept it, "{}"',
+    ),
+    *('Does 0.33.0 still have the "{}" bug?', 'I am afraid of "{}"', 'A test which checks for "{}" passes'),
+    *('Our alert watches for the text "{}"', 'retry_on = ["{}"]', 'grep -c "{}" server.log', 'We avoid "{}"'),
+    *("Somebody wrote:\n> {}\nOurs is slow.", "- [Bugfix] Fix {} (#37883)", 'test_it["{}"] PASSED'),
+    *(
+        "Feature request: better messages\n\n> {}\n",
+        "Release notes\n\n{}\n",
+        '"{}" with X is history since 0.30.0',
+    ),
+)
 SAID = (
     *("{}", 'I get "{}"', "It ends with {}", 'After an upgrade: "{}" and nothing helps'),
     *("The server does not start: {}", "I could not find out why: {}", 'It is not fixed: "{}"'),
     *('I tried to start it, but got "{}"', 'With this one "{}", but the other does not show it'),
+    *(
+        "Our log:\n> {}",
+        'Does anyone know why I get "{}"?',
+        "When I start it: {}",
+        "Previously it worked, now: {}",
+    ),
     *('"{}", and I never saw it before', 'Our users get "{}"', 'If I set it I get "{}"'),
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(LINES), st.sampled_from(DENIED), st.sampled_from(SAID))
+@given(st.sampled_from(LINES), st.sampled_from((*DENIED, *TOLD)), st.sampled_from(SAID))
 def test_a_line_counts_as_the_sentence_around_it_says(line: str, denial: str, statement: str) -> None:
     assert read(denial.format(line)).findings == ()
     result = read(statement.format(line))
