@@ -223,14 +223,14 @@ def _inline_svg(drawn: str, number: int, title: str) -> str:
     """Return the SVG as a part of a page, with the page's colors and ids that no other picture has."""
     from markupsafe import escape
 
-    from moedoctor.reporters.plots import COLOURS, GRID, INK, QUIET
+    from moedoctor.reporters.plots import COLORS, GRID, INK, QUIET
 
     _, mark, text = drawn.partition("<svg")
     tag, end, text = text.partition(">")
     text = _remove_between(_remove_between(text, "<metadata>", "</metadata>"), "<style", "</style>")
     label = f' role="img" focusable="false" aria-label="{escape(join_lines(title))}"'
     text = _NAMESPACES.sub("", f"{mark}{label}{_SIZE.sub('', tag)}{end}{text}").rstrip()
-    for index, colour in enumerate(COLOURS):
+    for index, colour in enumerate(COLORS):
         text = text.replace(colour, f"var(--line-{index + 1})")
     for name, colour in (("ink", INK), ("quiet", QUIET), ("rule", GRID)):
         text = text.replace(colour, f"var(--{name})")

@@ -19,7 +19,7 @@ from moedoctor.processes.files import write
 from moedoctor.reporters.chart import Chart, Series
 from moedoctor.text import explain_missing_package, join_lines
 
-COLOURS = ("#0060a0", "#b34700", "#007a55", "#9c3f7c", "#1b7893", "#8a6100", "#5b4b9a", "#6b5a2b")
+COLORS = ("#0060a0", "#b34700", "#007a55", "#9c3f7c", "#1b7893", "#8a6100", "#5b4b9a", "#6b5a2b")
 """Distinct for people with any kind of color vision, and dark enough for text on white."""
 INK, QUIET, GRID = "#1f2328", "#59636e", "#e3e6ea"
 _SHAPES = "os^DvPX*"
@@ -207,7 +207,7 @@ def _choose_looks(series: Sequence[Series]) -> list[dict[str, Any]]:
             bounds += 1
             continue
         marker = {"marker": _SHAPES[free % len(_SHAPES)], "linestyle": _DASHES[free % len(_DASHES)]}
-        looks.append({"color": COLOURS[free % len(COLOURS)], **marker})
+        looks.append({"color": COLORS[free % len(COLORS)], **marker})
         free += 1
     return looks
 

@@ -63,7 +63,7 @@ _WIDEST = 10_000
 """A wider page does not wrap: there is no width to choose."""
 _SIDE_BY_SIDE = 6
 """Rows that a table on its side may have: they become columns."""
-_COLOURS = {
+_COLORS = {
     "good": "green",
     "bad": "bold red",
     "warn": "yellow",
@@ -71,7 +71,7 @@ _COLOURS = {
     "quiet": "dim",
     "odd": "magenta",
 }
-_STYLES = {word: _COLOURS[tone] for word, tone in TONES.items()} | {"bold": "bold", "dim": "dim"}
+_STYLES = {word: _COLORS[tone] for word, tone in TONES.items()} | {"bold": "bold", "dim": "dim"}
 
 
 class TableReporter(Reporter):

@@ -100,76 +100,76 @@ _NONE_RAN = "no release's own code ran: --flashinfer X.Y.Z=PATH"
 
 
 def _count_by_release(given: ClaimCases, ids: Sequence[str] = ("one_expert", "one_repeat")) -> Behavior:
-    behaviour: dict[str, Counter[str]] = {}
+    behavior: dict[str, Counter[str]] = {}
     for case in given.cases:
         named = case.subject.startswith("flashinfer@") and case.verdict is not CaseVerdict.SKIPPED
         if named and case.parameters["ids"] in ids:
-            behaviour.setdefault(case.subject, Counter())[describe_behavior(case)] += 1
-    return {name: behaviour[name] for name in releases(list(behaviour), "flashinfer")}
+            behavior.setdefault(case.subject, Counter())[describe_behavior(case)] += 1
+    return {name: behavior[name] for name in releases(list(behavior), "flashinfer")}
 
 
-def _make_table(behaviour: Behavior) -> Evidence:
-    return {"releases": [{"release": name, **counts} for name, counts in behaviour.items()]}
+def _make_table(behavior: Behavior) -> Evidence:
+    return {"releases": [{"release": name, **counts} for name, counts in behavior.items()]}
 
 
 def _judge(
-    given: ClaimCases, limit: str, values: float | Iterable[float], behaviour: Behavior, reason: str
+    given: ClaimCases, limit: str, values: float | Iterable[float], behavior: Behavior, reason: str
 ) -> ClaimJudgement:
     """Judge `values` by the threshold `limit`, and name the cases that ended in another error.
 
     Without those errors the counts might be higher. So they leave open a count that is below its limit.
     """
-    errors = {name: counts[ERROR] for name, counts in behaviour.items() if ERROR in counts}
+    errors = {name: counts[ERROR] for name, counts in behavior.items() if ERROR in counts}
     reason += "".join(f"; {name}: {count} cases ended in another error" for name, count in errors.items())
     holds = given.keeps(limit, values)
     is_below = holds is limit.startswith("max_")
     if errors and is_below:
-        return untested(reason, _make_table(behaviour))
-    return decide(holds, _make_table(behaviour), reason)
+        return untested(reason, _make_table(behavior))
+    return decide(holds, _make_table(behavior), reason)
 
 
 @claim("illegal_access", thresholds=("min_releases",))
 def judge_illegal_access(given: ClaimCases) -> ClaimJudgement:
     """Judge how many releases read out of bounds for some content of the map's memory, noticed or not."""
-    behaviour = _count_by_release(given)
-    if not behaviour:
+    behavior = _count_by_release(given)
+    if not behavior:
         return untested(_NONE_RAN)
-    crashing = [name for name, counts in behaviour.items() if counts[ILLEGAL]]
-    beside = [name for name, counts in behaviour.items() if counts[OUT_OF_BOUNDS]]
+    crashing = [name for name, counts in behavior.items() if counts[ILLEGAL]]
+    beside = [name for name, counts in behavior.items() if counts[OUT_OF_BOUNDS]]
     reason = f"illegal accesses in {', '.join(crashing) or 'no release'}"
     if beside:
         reason += f"; rows from beside the expert rows read without an error in {', '.join(beside)}"
-    return _judge(given, "min_releases", len({*crashing, *beside}), behaviour, reason)
+    return _judge(given, "min_releases", len({*crashing, *beside}), behavior, reason)
 
 
 @claim("bounds_check", thresholds=("max_cases",))
 def judge_bounds_check(given: ClaimCases) -> ClaimJudgement:
     """Judge the reads out of bounds, noticed or not, of the releases that have the bounds check."""
-    behaviour = {
+    behavior = {
         name: counts
         for name, counts in _count_by_release(given).items()
         if Version(name.partition("@")[2]) >= Version(BOUNDS_CHECK)
     }
-    if not behaviour:
+    if not behavior:
         return untested(f"no release from {BOUNDS_CHECK} on ran: --flashinfer X.Y.Z=PATH")
-    newest, newest_counts = list(behaviour.items())[-1]
+    newest, newest_counts = list(behavior.items())[-1]
     reason = f"{newest}: " + ", ".join(f"{what} in {count} cases" for what, count in newest_counts.items())
-    bad = [counts[ILLEGAL] + counts[OUT_OF_BOUNDS] for counts in behaviour.values()]
-    return _judge(given, "max_cases", bad, behaviour, reason)
+    bad = [counts[ILLEGAL] + counts[OUT_OF_BOUNDS] for counts in behavior.values()]
+    return _judge(given, "max_cases", bad, behavior, reason)
 
 
 @claim("whole_runner")
 def judge_whole_runner(given: ClaimCases) -> ClaimJudgement:
     """Leave the claim open, for only maps and finalize are compiled. Name what they did with one expert."""
-    behaviour = _count_by_release(given, ids=("one_expert",))
+    behavior = _count_by_release(given, ids=("one_expert",))
     reason = "the whole cutlass_fused_moe was not built"
-    if not behaviour:
+    if not behavior:
         return untested(f"{reason}; nor did its maps and finalize run")
     crashes = ", ".join(
-        f"{name} in {counts[ILLEGAL]} of {counts.total()} cases" for name, counts in behaviour.items()
+        f"{name} in {counts[ILLEGAL]} of {counts.total()} cases" for name, counts in behavior.items()
     )
     reason += f"; its maps and finalize alone, all tokens on one expert, crash: {crashes}"
-    return untested(reason, _make_table(behaviour))
+    return untested(reason, _make_table(behavior))
 
 
 # --- Claims that measurements in the release's own code decide ------------------------------------------
