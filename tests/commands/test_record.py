@@ -189,6 +189,11 @@ def test_a_users_own_place_for_dumps_is_used_and_left_alone(tmp_path, capfd, mon
     assert "too short" not in err, "a dump of an earlier day is not read"
 
 
+def test_a_user_who_asks_cuda_for_dumps_finds_them_where_cuda_puts_them(tmp_path):
+    asked = dump_request.DumpRequest.make(tmp_path, {dump_request.ENABLE: "1"})
+    assert (asked.variables[dump_request.FILE], asked.ours) == ("core_%t_%h_%p.nvcudmp", False)
+
+
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL"])
 def test_a_death_without_a_dump_blames_no_kernel(tmp_path, capfd, name):
     code = f"import os, signal; os.kill(os.getpid(), signal.{name})"

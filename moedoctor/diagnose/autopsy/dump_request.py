@@ -18,6 +18,8 @@ ENABLE, FLAGS, FILE = (
     "CUDA_COREDUMP_GENERATION_FLAGS",
     "CUDA_COREDUMP_FILE",
 )
+_DEFAULT_FILE = "core_%t_%h_%p.nvcudmp"
+"""CUDA's own, in the folder of the command."""
 WITHOUT_MEMORY = (
     "skip_nonrelocated_elf_images,skip_global_memory,skip_shared_memory,skip_local_memory,"
     "skip_constbank_memory"
@@ -39,18 +41,20 @@ class DumpRequest:
     """A folder of this record, for this user only."""
     started: float
     ours: bool
-    """False if the user's own CUDA_COREDUMP_FILE says where dumps go: these stay as they are."""
+    """False if the user's own variables ask for dumps, or say where they go: these stay as they are."""
 
     @classmethod
     def make(cls, folder: Path, environ: Mapping[str, str]) -> DumpRequest:
         """Make the folder for dumps in `folder`. A variable that `environ` has is kept. Raises OSError."""
         private = Path(tempfile.mkdtemp(prefix="dumps-", dir=folder))
-        wanted = {ENABLE: "1", FLAGS: WITHOUT_MEMORY, FILE: str(private / "cuda.%p.core")}
+        own = str(private / "cuda.%p.core")
+        # Who asks CUDA for dumps himself looks for them where CUDA puts them.
+        wanted = {ENABLE: "1", FLAGS: WITHOUT_MEMORY, FILE: _DEFAULT_FILE if environ.get(ENABLE) else own}
         with suppress(OSError):
             # CUDA calls abort(), and a core file of the system would hold the memory of the host.
             Path("/proc/self/coredump_filter").write_text("0")
         variables = {name: environ.get(name) or value for name, value in wanted.items()}
-        return cls(variables, private, time.time(), variables[FILE] == wanted[FILE])
+        return cls(variables, private, time.time(), variables[FILE] == own)
 
     def list_dumps(self) -> list[Path]:
         """Return the dumps that were written since the request."""
