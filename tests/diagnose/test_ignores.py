@@ -5,9 +5,6 @@ from datetime import date
 import pytest
 
 from moedoctor.diagnose.ignores import Ignore, IgnoreError, fails, list_idle, read_ignore, sort_out
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 DAY = date(2026, 11, 28)
 
@@ -25,7 +22,18 @@ def test_a_rule_is_read(text: str, expected: Ignore) -> None:
     assert read_ignore(text) == expected
 
 
-@pytest.mark.parametrize(("text", "part"), CASES["a_wrong_rule_is_refused"])
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("MD016", "expected ID=REASON"),
+        ("MD016=", "expected ID=REASON"),
+        ("=reason", "expected ID=REASON"),
+        ("MD016=until 2027-01-31", "expected ID=REASON"),
+        ("MD016=reason until 2027-02-30", "expected a date such as 2027-01-31"),
+        ("MD016=reason until 31.1.2027", "expected a date such as 2027-01-31"),
+        ("MD061=reason", "expected one of"),
+    ],
+)
 def test_a_wrong_rule_is_refused(text: str, part: str) -> None:
     with pytest.raises(IgnoreError, match=part):
         read_ignore(text, known=("MD016", "scale_zero"))
@@ -57,6 +65,14 @@ def test_the_words_of_a_title_name_a_problem_without_an_id() -> None:
     assert sort_out(found, rules, name, DAY)[0] == ("flashinfer-cubins are gone",)
 
 
-@pytest.mark.parametrize(("fail_on", "expected"), CASES["a_severity_and_worse_ones_fail"])
+@pytest.mark.parametrize(
+    ("fail_on", "expected"),
+    [
+        ("error", [True, False, False]),
+        ("warning", [True, True, False]),
+        ("note", [True, True, True]),
+        ("never", [False, False, False]),
+    ],
+)
 def test_a_severity_and_worse_ones_fail(fail_on: str, expected: list[bool]) -> None:
     assert [fails(severity, fail_on) for severity in ("error", "warning", "note")] == expected

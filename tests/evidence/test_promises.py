@@ -25,9 +25,6 @@ from moedoctor import cli
 from moedoctor.bench.engines import EngineRow, Plan, SpeedRow
 from moedoctor.commands.bench import engines
 from moedoctor.commands.options import InputError
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 PROMISES = load_promises()
 COMMANDS = dict.fromkeys(promise.command for promise in PROMISES if not promise.is_of_tests)
@@ -70,12 +67,36 @@ DOCUMENT = {
 }
 
 
-@pytest.mark.parametrize(("place", "value"), CASES["a_place_names_one_value_or_none"])
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("rows[name=c].x", 4.0),
+        ("rows[name=a.b][n=1].x", 2.0),
+        ("rows[n=1].x", None),  # two rows
+        ("rows[name=d].x", None),
+        ("words", "one two"),
+        ("words.more", None),
+        ("nothing.at.all", None),
+    ],
+)
 def test_a_place_names_one_value_or_none(place: str, value: Any) -> None:
     assert look_up(DOCUMENT, place) == value
 
 
-@pytest.mark.parametrize(("value", "bound", "verdict"), CASES["a_bound_is_kept_or_broken"])
+@pytest.mark.parametrize(
+    ("value", "bound", "verdict"),
+    [
+        ("rows[name=c].x / rows[name=a.b].x", ">= 2.0", "kept"),
+        ("rows[name=c].x / rows[name=a.b].x", ">= 2.1", "broken"),
+        ("rows[name=c].x", "<= 4", "kept"),
+        ("rows[name=c].x", "<= 3.9", "broken"),
+        ("rows[name=c].name", "== c", "kept"),
+        ("rows[name=c].name", "== d", "broken"),
+        ("words", "has two", "kept"),
+        ("words", "has three", "broken"),
+        ("rows[name=d].x", ">= 0", "broken"),
+    ],
+)
 def test_a_bound_is_kept_or_broken(value: str, bound: str, verdict: str) -> None:
     assert Promise("x", "run /tmp/x", "words", value, bound).judge(DOCUMENT)[0] == verdict
 

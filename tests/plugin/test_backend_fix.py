@@ -12,9 +12,6 @@ from vllm_stub import write
 
 from moedoctor.plugin import backend_fix
 from moedoctor.plugin.register import list_known_releases, register
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle.nvfp4"
 Stub = Callable[..., Any]
@@ -94,7 +91,11 @@ def test_if_the_variable_decides_the_reasons_are_those_of_the_tables(
 
 @pytest.mark.parametrize(
     ("version", "backend", "words"),
-    CASES["a_name_that_cannot_be_honoured_stops_the_engine_unless_the_fix_is_optional"],
+    [
+        ("0.21.0", "HUMMING", "0.21.0 has no such NVFP4 MoE backend; it has cutlass"),
+        # The engine must know of this backend before its parallel settings are made.
+        ("0.33.0", "FLASHINFER_MOE_EP_CUTEDSL", "ask with --moe-backend flashinfer_moe_ep_cutedsl"),
+    ],
 )
 def test_a_name_that_cannot_be_honoured_stops_the_engine_unless_the_fix_is_optional(
     stub, monkeypatch, caplog, capsys, version, backend, words
@@ -129,7 +130,17 @@ def test_a_failure_while_honouring_stops_the_engine(stub, monkeypatch, caplog, c
     assert any("could not be honored: KeyError" in line for line in caplog.messages)
 
 
-@pytest.mark.parametrize(("quantization", "described", "nvfp4"), CASES["which_models_are_nvfp4"])
+@pytest.mark.parametrize(
+    ("quantization", "described", "nvfp4"),
+    [
+        ("modelopt_fp4", None, True),
+        ("modelopt_mixed", {"layers": {"a": "NVFP4"}}, True),
+        ("compressed-tensors", {"format": "nvfp4-pack-quantized"}, True),
+        (None, None, False),
+        ("fp8", {"quant_method": "fp8"}, False),
+        ("mxfp4", {"quant_method": "mxfp4"}, False),
+    ],
+)
 def test_which_models_are_nvfp4(quantization: str | None, described: Any, nvfp4: bool) -> None:
     hf_config = types.SimpleNamespace(quantization_config=described)
     model = types.SimpleNamespace(quantization=quantization, hf_config=hf_config)

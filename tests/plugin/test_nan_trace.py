@@ -252,7 +252,7 @@ def test_experts_that_are_added_up_later_are_not_looked_at(model: Model) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "printing"), [("spawn", 1), ("inherit", 0)])
+@pytest.mark.parametrize(("how", "printing"), [("fork", 1), ("spawn", 1), ("inherit", 0)])
 def test_the_process_that_ran_prints_once(tmp_path: Path, how: str, printing: int) -> None:
     write_stub(tmp_path)
     done = subprocess.run(

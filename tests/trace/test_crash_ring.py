@@ -14,7 +14,7 @@ from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.trace import crash_ring, crash_watcher
 from moedoctor.trace.capsule import SUFFIX, Capsule, Record, load
 from moedoctor.trace.crash_ring import CrashRing
-from tests.interpreted import ROOT
+from tests.interpreted import ROOT, needs_triton
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 LAYERS = 3
@@ -77,10 +77,14 @@ def check_left(capsules: dict[str, Capsule], end: str) -> None:
     assert capsules[name_of(1, 3)].tensors["w13"].shape == (8, 128, 64)
 
 
-def test_the_last_calls_of_every_layer_outlive_their_process(tmp_path: Path, model: Path) -> None:
+@needs_triton
+@pytest.mark.parametrize(
+    ("how", "interpret"), [("SIGKILL", "1"), pytest.param("abort", "0", marks=pytest.mark.slow)]
+)
+def test_the_last_calls_of_every_layer_outlive_their_process(tmp_path, model, how, interpret):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.trace.test_crash_ring", str(tmp_path), str(model)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "tests.trace.test_crash_ring", str(tmp_path), str(model), how],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": interpret},
         capture_output=True,  # until the watcher is through as well, for it has the same stderr
         text=True,
         timeout=120,
@@ -120,4 +124,4 @@ def test_the_end_of_the_process_decides_what_is_written(tmp_path, model, monkeyp
 
 if __name__ == "__main__":
     save_calls(Path(sys.argv[1]), Path(sys.argv[2]))
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.abort() if sys.argv[3] == "abort" else os.kill(os.getpid(), signal.SIGKILL)

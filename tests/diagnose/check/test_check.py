@@ -10,7 +10,6 @@ from moedoctor.diagnose.check.pinning import Pinning
 from moedoctor.diagnose.check.records import CheckResult
 from moedoctor.diagnose.cuda.jit_cache import JitCache, JitFolder
 from moedoctor.processes.cuda_tools import Tool
-from tests.cases import load_cases
 
 H200 = ("NVIDIA H200", "9.0")
 RTX_5090 = ("NVIDIA GeForce RTX 5090", "12.0")
@@ -67,23 +66,92 @@ def test_no_packages() -> None:
     assert result.environment["collectors"] == {}
 
 
-GPUS = {"H200": H200, "RTX_5090": RTX_5090, "B200": B200}
-CASES = load_cases(__file__)
+V2, PADDING = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_MOE_SKIP_PADDING"
+NO_UVA, NO_PIN = (f"VLLM_WEIGHT_OFFLOADING_DISABLE_{name}" for name in ("UVA", "PIN_MEMORY"))
+AT_11 = {"torch": "2.11.0", "flashinfer-python": "0.6.8.post1"}
+WSL, LINUX = True, False
+STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], str | None]] = [
+    # entry, packages, GPU, WSL, variables, severity
+    ("MD001", {**AT_11, "vllm": "0.19.1"}, H200, WSL, {}, "error"),
+    ("MD001", {**AT_11, "vllm": "0.20.0"}, H200, WSL, {}, "note"),
+    ("MD001", {**VLLM_018, "vllm": "0.18.2rc1.dev25+gef53395e2"}, H200, LINUX, {}, "error"),
+    ("MD001", {**AT_11, "vllm": "dev-build"}, H200, WSL, {}, None),
+    ("MD002", {**AT_11, "vllm": "0.33.0"}, H200, WSL, {}, "note"),
+    # Some models use the V2 model runner, which does not start in this case.
+    ("MD002", {"vllm": "0.21.0"}, H200, WSL, {}, "note"),
+    ("MD002", {"vllm": "0.22.0"}, H200, WSL, {}, "error"),
+    ("MD002", {"vllm": "0.22.0"}, H200, WSL, {V2: "0"}, "note"),
+    ("MD002", {"vllm": "0.29.0"}, H200, WSL, {}, "error"),
+    ("MD002", {"vllm": "0.30.0"}, H200, WSL, {}, "note"),
+    ("MD002", {"vllm": "0.25.1"}, H200, LINUX, {NO_PIN: "1"}, "note"),
+    ("MD003", {**AT_11, "vllm": "0.33.0"}, H200, WSL, {}, "warning"),
+    ("MD003", VLLM_018, H200, LINUX, {}, None),
+    ("MD003", VLLM_018, H200, LINUX, {NO_UVA: "1"}, "warning"),  # memory is still pinned, so not MD002
+    ("MD003", VLLM_033, H200, LINUX, {NO_UVA: "1", NO_PIN: "1"}, "warning"),
+    ("MD004", {"flashinfer-python": "0.6.7"}, RTX_5090, LINUX, {}, "error"),
+    ("MD005", VLLM_018, H200, LINUX, {}, None),
+    ("MD005", {**AT_11, "vllm": "0.26.0"}, H200, WSL, {}, "warning"),
+    # Dynamo of torch 2.13 can trace the offloader; a torch that was not run gets a warning.
+    ("MD005", {"vllm": "0.18.0", "torch": "2.9.1"}, H200, WSL, {}, "note"),
+    ("MD005", {"vllm": "0.18.0", "torch": "2.10.0"}, H200, WSL, {}, "warning"),
+    ("MD005", {"vllm": "0.27.0", "torch": "2.12.1"}, H200, WSL, {}, "warning"),
+    ("MD005", {"vllm": "0.27.0", "torch": "2.13.0"}, H200, WSL, {}, None),
+    ("MD005", {"vllm": "0.33.0", "torch": "2.14.0"}, H200, WSL, {}, "warning"),
+    ("MD005", {"vllm": "0.33.0", "torch": "2.15.1"}, H200, WSL, {}, "note"),
+    ("MD008", {**AT_11, "vllm": "0.19.1"}, H200, WSL, {}, "note"),
+    ("MD010", {"vllm": "0.23.0"}, H200, LINUX, {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}, None),
+    ("MD010", {"vllm": "0.24.0"}, H200, LINUX, {"VLLM_USE_FLASHINFER_MOE_FP4": "1"}, "warning"),
+    ("MD010", {"vllm": "0.18.0"}, H200, LINUX, {"VLLM_NVFP4_MOE_BACKEND": "1"}, "warning"),
+    ("MD010", {"vllm": "0.33.0"}, H200, LINUX, {"VLLM_LOGGING_LEVEL": "1"}, None),
+    ("MD011", {**AT_11, "vllm": "0.19.1"}, H200, WSL, {}, "error"),
+    ("MD011", {**AT_11, "vllm": "0.20.0"}, H200, WSL, {}, "note"),
+    # The V2 runner ignores offload until 0.28.0.
+    ("MD013", {"vllm": "0.18.0"}, H200, LINUX, {V2: "1"}, "warning"),
+    ("MD013", {"vllm": "0.23.0"}, H200, LINUX, {}, "note"),
+    ("MD013", {"vllm": "0.25.1"}, H200, LINUX, {V2: "0"}, None),
+    ("MD013", {"vllm": "0.27.1"}, H200, LINUX, {V2: "1"}, "warning"),
+    ("MD013", {"vllm": "0.28.0"}, H200, LINUX, {V2: "1"}, None),
+    ("MD016", {"vllm": "0.33.0"}, RTX_5090, LINUX, {}, "note"),
+    ("MD016", {"vllm": "0.33.0"}, RTX_5090, LINUX, {PADDING: "0"}, None),
+    ("MD016", {"vllm": "0.33.0"}, H200, LINUX, {}, "note"),
+    ("MD016", {"vllm": "0.26.0"}, RTX_5090, LINUX, {}, None),
+    ("MD016", {"vllm": "0.26.0"}, RTX_5090, LINUX, {PADDING: "1"}, "note"),
+    ("MD020", {**AT_11, "vllm": "0.33.0"}, H200, WSL, {}, "warning"),
+    ("MD020", VLLM_018, H200, LINUX, {}, None),
+    ("MD020", VLLM_018, H200, LINUX, {NO_UVA: "1"}, "warning"),
+    # DeepGEMM is selected on 12.x from 0.24.0 on, and two of its copies have no kernels for it.
+    ("MD031", {"vllm": "0.23.0"}, RTX_5090, LINUX, {}, None),
+    ("MD031", {"vllm": "0.24.0"}, RTX_5090, LINUX, {}, "error"),
+    ("MD031", {"vllm": "0.24.0"}, RTX_5090, LINUX, {"VLLM_USE_DEEP_GEMM": "0"}, None),
+    ("MD031", {"vllm": "0.24.0"}, H200, LINUX, {}, None),
+    ("MD031", {"vllm": "0.25.1"}, RTX_5090, LINUX, {}, None),
+    ("MD031", {"vllm": "0.27.1"}, RTX_5090, LINUX, {}, "error"),
+    ("MD031", {"vllm": "0.28.0"}, RTX_5090, LINUX, {}, None),
+    ("MD032", {"vllm": "0.27.0", "flashinfer-python": "0.6.15"}, B200, LINUX, {}, "note"),
+    ("MD032", {"vllm": "0.27.0", "flashinfer-python": "0.6.15"}, H200, LINUX, {}, None),
+    ("MD033", {"vllm": "0.25.1", "nvidia-cudnn-cu13": "9.19.0.56"}, RTX_5090, LINUX, {}, "warning"),
+    ("MD033", {"vllm": "0.25.1", "nvidia-cudnn-cu12": "9.22.0.52"}, RTX_5090, LINUX, {}, "warning"),
+    ("MD033", {"vllm": "0.25.1", "nvidia-cudnn-cu13": "9.23.1.3"}, RTX_5090, LINUX, {}, None),
+    ("MD033", {"vllm": "0.25.1", "nvidia-cudnn-cu13": "9.19.0.56"}, H200, LINUX, {}, None),
+    ("MD034", {"vllm": "0.30.0"}, H200, LINUX, {}, None),
+    ("MD034", {"vllm": "0.30.0", "triton_kernels": "1.0.0"}, H200, LINUX, {}, "warning"),
+    ("MD036", {"vllm": "0.28.0", "flashinfer-python": "0.6.17"}, B200, LINUX, {}, "warning"),
+    ("MD036", {"vllm": "0.28.0", "flashinfer-python": "0.6.16.post3"}, B200, LINUX, {}, "note"),
+    ("MD036", {"vllm": "0.29.0", "flashinfer-python": "0.6.18"}, B200, LINUX, {}, None),
+    ("MD036", {"vllm": "0.28.0", "flashinfer-python": "0.6.17"}, H200, LINUX, {}, None),
+]
 
 
-@pytest.mark.parametrize(
-    ("id", "packages", "gpu", "system", "environ", "severity"), CASES["the_severity_of_an_entry_on_a_machine"]
-)
+@pytest.mark.parametrize(("id", "packages", "gpu", "wsl", "environ", "severity"), STRUCK)
 def test_the_severity_of_an_entry_on_a_machine(
     id: str,
     packages: dict[str, str],
-    gpu: str,
-    system: str,
+    gpu: tuple[str, str],
+    wsl: bool,
     environ: dict[str, str],
     severity: str | None,
 ) -> None:
-    machine = {"gpu": GPUS[gpu], "wsl": system == "WSL"}
-    result = check(sources(packages, **machine, environ=environ), probes())
+    result = check(sources(packages, gpu=gpu, wsl=wsl, environ=environ), probes())
     findings = {finding.id: finding for finding in (*result.findings, *result.conditional)}
     assert (findings[id].severity if id in findings else None) == severity
     if id == "MD010" and severity:
@@ -116,7 +184,18 @@ def test_the_expert_cache_is_recognised_by_its_file() -> None:
 
 @pytest.mark.parametrize(
     ("release", "gpu", "cuda", "setting", "reason"),
-    CASES["what_flashinfer_would_build_is_judged_for_this_gpu"],
+    [
+        ("0.6.6", H200, (13, 0), "9.0", "plain 90"),
+        ("0.6.6", H200, (13, 0), "9.0a", None),
+        ("0.6.7", H200, (13, 0), "9.0", None),
+        ("0.7.2", H200, (13, 0), "9.0 ", "cannot read FLASHINFER_CUDA_ARCH_LIST"),
+        ("0.7.2", H200, (13, 0), "8.0", "does not run on this GPU"),
+        ("0.6.8", RTX_5090, (12, 8), None, "no architecture to build for"),
+        ("0.7.2", RTX_5090, (12, 8), None, None),
+        ("0.7.2", GB10, (12, 8), None, "no architecture to build for"),
+        ("0.7.2", GB10, (13, 0), "12.0f", None),
+        ("0.7.2", GB10, (13, 0), "12.0a", "does not run on this GPU"),
+    ],
 )
 def test_what_flashinfer_would_build_is_judged_for_this_gpu(
     release: str, gpu: tuple[str, str], cuda: tuple[int, int], setting: str | None, reason: str | None

@@ -10,9 +10,6 @@ from packaging.version import Version
 
 from moedoctor.diagnose.check.packages import Fit, compare_packages
 from moedoctor.fixes.backends.release_tables import load_releases
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 
 def machine(packages: Mapping[str, str], requires: tuple[str, ...] = (), **facts: str | None) -> Any:
@@ -70,14 +67,30 @@ def test_an_unknown_release_is_asked_for_its_own_pins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "installed", "ok"), CASES["kernel_packages_must_be_of_flashinfers_release"]
+    ("package", "installed", "ok"),
+    [
+        ("flashinfer-cubin", "0.6.6", True),
+        ("flashinfer-cubin", "0.6.4", False),
+        ("flashinfer-jit-cache", "0.6.6+cu129", True),
+        ("flashinfer-jit-cache", "0.6.66+cu129", False),
+    ],
 )
 def test_kernel_packages_must_be_of_flashinfers_release(package: str, installed: str, ok: bool) -> None:
     found = fits({"flashinfer-python": "0.6.6", package: installed})
     assert found == {f"{package} by flashinfer-python": ("0.6.6", ok)}
 
 
-@pytest.mark.parametrize(("vllm", "torch_cuda", "ok"), CASES["vllm_and_torch_share_a_major_release_of_cuda"])
+@pytest.mark.parametrize(
+    ("vllm", "torch_cuda", "ok"),
+    [
+        ("0.19.1", "12.8", True),
+        ("0.19.1", "13.0", False),
+        ("0.19.1+cu130", "13.0", True),
+        ("0.20.0", "13.0", True),
+        ("0.20.0", "12.9", False),
+        ("0.20.0+cu129", "12.9", True),
+    ],
+)
 def test_vllm_and_torch_share_a_major_release_of_cuda(vllm: str, torch_cuda: str, ok: bool) -> None:
     found = fits({"vllm": vllm}, torch_cuda=torch_cuda)
     assert found["torch's CUDA by vllm"][1] is ok

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoints_of_tests import (
+    EXPERTS,
     Made,
     block_fp8,
     compressed,
@@ -26,7 +27,6 @@ from moedoctor.diagnose.checkpoint.findings import CHECKS, Lint
 from moedoctor.diagnose.checkpoint.json_fix import correct
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.reporters.pages.lint import LintDocument
-from tests.cases import load_cases
 
 E = "model.layers.1.mlp.experts.2"
 UP, GATE, DOWN = f"{E}.up_proj", f"{E}.gate_proj", f"{E}.down_proj"
@@ -239,35 +239,7 @@ def groups_in_place_of_a_list(settings: Settings) -> None:
     }
 
 
-def unlist(settings: Settings) -> None:
-    del settings["quantized_layers"][UP]
-
-
-def undeclare(made: Made) -> None:
-    del made.config["quantization_config"]
-
-
-def add_group_without_weights(settings: Settings) -> None:
-    settings["config_groups"]["a"] = {"targets": ["A"], "weights": None}
-
-
 # Changes to the index and to files.
-
-
-def name_ghost(weight_map: dict[str, str]) -> None:
-    weight_map["ghost"] = "model-00001-of-00003.safetensors"
-
-
-def unname(weight_map: dict[str, str]) -> None:
-    del weight_map[f"{UP}.weight"]
-
-
-def remove_second_shard(folder: Path) -> None:
-    (folder / "model-00002-of-00003.safetensors").unlink()
-
-
-def cut_second_shard(folder: Path) -> None:
-    os.truncate(folder / "model-00002-of-00003.safetensors", 9_000)
 
 
 @change
@@ -306,8 +278,249 @@ def twice(folder: Path) -> None:
     write_safetensors(path, {name: tensors[name] for name in (*last, other)})
 
 
+def parts_of(*modules: str) -> list[str]:
+    parts = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+    return [f"{module}.{part}" for module in modules for part in parts]
+
+
 def downs(part: str, *values: float, shape: tuple[int, ...] = ()) -> list[Change]:
     return [set_(f"{E[:-1]}{expert}.down_proj.{part}", *values, shape=shape) for expert in range(4)]
+
+
+Base = Callable[[], Made]
+Expected = dict[str, str]
+"""A part of the tensor's name that each check must report."""
+DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
+    modelopt: {
+        "one k scale absent": (drop(f"{K}.k_scale"), {"kv_scales_missing": ATTENTION}),
+        "a k scale of zero": (set_(f"{K}.k_scale", 0.0), {"kv_scales_missing": "k_scale"}),
+        "gate scale a little off": (set_(f"{GATE}.weight_scale_2", 1.57e-4), {"global_scale_mismatch": GATE}),
+        "input scale absent": (drop(f"{UP}.input_scale"), {"input_scale_missing": UP}),
+        "input scale zero": (set_(f"{UP}.input_scale", 0.0), {"input_scale_zero": UP}),
+        "input scale denormal": (set_(f"{UP}.input_scale", 1e-40), {"input_scale_zero": UP}),
+        "input scale negative": (set_(f"{UP}.input_scale", -0.1), {"scale_negative": UP}),
+        "input scale infinite": (set_(f"{UP}.input_scale", INFINITE), {"scale_nan": UP}),
+        "input scale far off": (set_(f"{DOWN}.input_scale", 1e-8), {"scale_spread": DOWN}),
+        "global scale zero": (set_(f"{DOWN}.weight_scale_2", 0.0), {"scale_zero": DOWN}),
+        "global scale denormal": (set_(f"{DOWN}.weight_scale_2", 1e-39), {"scale_subnormal": DOWN}),
+        "global scale far off": (set_(f"{DOWN}.weight_scale_2", 0.9), {"scale_spread": "down_proj"}),
+        "global scale inverted": (
+            set_(f"{DOWN}.weight_scale_2", 8000.0),
+            {"scale_inverted": DOWN, "scale_spread": "down_proj"},
+        ),
+        "block scale negative": (codes(f"{UP}.weight_scale", 0x30, 0xB8), {"scale_negative": UP}),
+        "block scale zero": (codes(f"{UP}.weight_scale", 0x00), {"scale_zero": UP}),
+        "a few subnormal": (codes(f"{UP}.weight_scale", 1, 2, 7), {"scale_subnormal": UP}),
+        "block scales of one expert as small as they go": (
+            [codes(f"{module}.weight_scale", 0x08, every=True) for module in (UP, GATE, DOWN)],
+            {"scale_spread": E},
+        ),
+        "down far from gate in a whole layer": (
+            downs("weight_scale_2", 1.25e-9),
+            {"scale_spread": "layers.1.mlp.experts.0.down_proj"},
+        ),
+        "zero scales far behind zero weights": (zeros_behind_zeros, {"scale_zero": UP}),
+        "algo unknown": (in_both_files(quant_algo="NVFP5"), {"quant_algo_unknown": "quant_algo"}),
+        "algo absent": ([quant(quant_algo=None), no_hf_quant], {"quant_algo_missing": "quant_algo"}),
+        "method of no ModelOpt": (
+            [quant(quant_method="modelopt_nonsense"), no_hf_quant],
+            {"quant_algo_unknown": "quant_method"},
+        ),
+        "declared FP8, is NVFP4": (in_both_files(quant_algo="FP8"), {"quant_algo_tensors": "fp8"}),
+        "files disagree: KV": (
+            hf_quant(kv_cache_quant_algo=None),
+            {"config_disagrees": "kv_cache_quant_algo"},
+        ),
+        "files disagree: excluded": (
+            hf_quant(exclude_modules=["lm_head", "model.layers.*.self_attn*"]),
+            {"config_disagrees": "mlp.gate"},
+        ),
+        "group size of no NVFP4": (in_both_files(group_size=32), {"group_size_tensors": "group_size"}),
+        "excluded and quantised": (add_nvfp4(Q, 64, 64), {"excluded_quantised": Q}),
+        "not excluded, not quantised": (
+            [quant(ignore=["lm_head"]), no_hf_quant],
+            {"unquantised_not_excluded": "self_attn"},
+        ),
+        "expert in BF16": (to_bf16(UP, 128, 64), {"experts_mixed": UP, "unquantised_not_excluded": UP}),
+        "expert in FP8": (to_fp8, {"experts_mixed": DOWN, "quant_algo_tensors": DOWN}),
+        "scale without weight": (drop(f"{UP}.weight"), {"weight_missing": UP, "expert_missing": UP}),
+        "block scales absent": (drop(f"{UP}.weight_scale"), {"scale_missing": f"{UP}.weight_scale"}),
+        "global scale absent": (drop(f"{UP}.weight_scale_2"), {"scale_missing": f"{UP}.weight_scale_2"}),
+        "block scales of another shape": (
+            resize(f"{UP}.weight_scale", "F8_E4M3", (128, 2), 256),
+            {"shape_mismatch": UP},
+        ),
+        "F4 weight: block scales for twice the columns": (
+            [
+                resize(f"{UP}.weight", "F4", (128, 64), 4096),
+                resize(f"{UP}.weight_scale", "F8_E4M3", (128, 8), 1024),
+            ],
+            {"shape_mismatch": f"{UP}.weight_scale"},
+        ),
+        "block scales as F32": (resize(f"{UP}.weight_scale", "F32", (128, 4), 2048), {"dtype_mismatch": UP}),
+        "two global scales": (set_(f"{UP}.weight_scale_2", 1e-4, 1e-4, shape=(2,)), {"shape_mismatch": UP}),
+        "expert absent": (drop(*parts_of(UP, GATE, DOWN)), {"expert_missing": E}),
+        "projection absent": (drop(*parts_of(UP)), {"expert_missing": UP}),
+        "no experts beside a router": (without("layers.1.mlp.experts"), {"expert_missing": "layers.1.mlp"}),
+        "neither experts nor a router": (without("layers.1.mlp"), {"expert_missing": "model.layers.1"}),
+        "a layer absent in the middle": (
+            [without("layers.0."), config(num_hidden_layers=None)],
+            {"expert_missing": "model.layers.0"},
+        ),
+        "fewer layers than declared": (config(num_hidden_layers=5), {"expert_missing": "model.layers.4"}),
+        "up absent in all layers": (without("experts", "up_proj"), {"expert_missing": "0.up_proj"}),
+        "up absent in experts without gates": (
+            [without("experts", "gate_proj"), without("layers.1", "up_proj"), config(hidden_act="relu2")],
+            {"expert_missing": "layers.1.mlp.experts.0.up_proj"},
+        ),
+        "more experts than declared": (config(num_experts=3), {"expert_extra": "experts.3"}),
+        "fewer experts than declared": (config(num_experts=5), {"expert_missing": "experts.4"}),
+        "projections that are fused": (
+            [add_nvfp4(Q, 64, 64), add_nvfp4(K, 64, 64, 2e-4), add_nvfp4(V, 64, 64, 2e-4)],
+            {"fused_scale_mismatch": Q, "excluded_quantised": V},
+        ),
+        "AWQ without input scales": (
+            [without(".input_scale"), in_both_files(quant_algo="NVFP4_AWQ")],
+            {"input_scale_missing": "experts"},
+        ),
+        "an expert's name that is in no model": (
+            rename("experts.2.gate_proj", "experts.2.w1_proj"),
+            {"name_skipped": "experts.2.w1_proj", "expert_missing": "experts.2.gate_proj"},
+        ),
+        "names of gates that are in no model": (
+            [config(architectures=["Qwen9MoeForCausalLM"]), rename("gate_proj", "w1_proj")],
+            {"expert_names_unknown": "experts.0.w1_proj"},
+        ),
+        "all experts under another name": (
+            rename("mlp.experts", "mlp.moe_experts"),
+            {"expert_names_unknown": "model.layers.0.mlp.gate"},
+        ),
+        "experts beside the place where the model has them": (
+            rename("mlp.experts", "ffn.experts"),
+            {"expert_names_unknown": "ffn.experts"},
+        ),
+        "names of no model": (
+            [without("experts", "gate_proj"), rename("up_proj", "fc1"), rename("down_proj", "fc2")],
+            {"name_skipped": "fc1"},
+        ),
+        "another width in config.json": (
+            config(moe_intermediate_size=96),
+            {"config_shape_mismatch": "experts.0.gate_proj"},
+        ),
+        "another hidden size in config.json": (config(hidden_size=80), {"config_shape_mismatch": "experts"}),
+        "shapes: no whole blocks": (narrow(72), {"block_incomplete": "down_proj"}),
+        "shapes: TP": (narrow(112), {"does_not_tile": "down_proj"}),
+    },
+    compressed: {
+        "up scale": (set_(f"{UP}.weight_global_scale", 999.0, shape=(1,)), {"global_scale_mismatch": GATE}),
+        "input scale absent": (drop(f"{UP}.input_global_scale"), {"input_scale_missing": UP}),
+        "far off": (set_(f"{DOWN}.weight_global_scale", 9e7, shape=(1,)), {"scale_spread": "down_proj"}),
+        "inverted": (
+            set_(f"{DOWN}.weight_global_scale", 1e-4, shape=(1,)),
+            {"scale_inverted": DOWN, "scale_spread": DOWN},
+        ),
+        "block scale NaN": (codes(f"{UP}.weight_scale", 0xFF), {"scale_nan": UP}),
+        "block scales of one projection": (
+            codes(f"{UP}.weight_scale", 0x08, every=True),
+            {"scale_spread": UP},
+        ),
+        "quantisation not declared": (
+            lambda made: made.config.pop("quantization_config"),
+            {"quant_algo_missing": "nvfp4"},
+        ),
+        "groups without a type": (
+            quant(config_groups={"g": {"weights": {"num_bits": 3}}}),
+            {"quant_algo_unknown": "config_groups"},
+        ),
+    },
+    block_fp8: {
+        "down far from gate": (
+            downs("weight_scale_inv", *[1e-7] * 8, shape=(2, 4)),
+            {"scale_spread": "down_proj.weight_scale_inv"},
+        ),
+        "scale NaN": (set_(f"{UP}.weight_scale_inv", *[NAN] * 8, shape=(4, 2)), {"scale_nan": UP}),
+        "shape": (set_(f"{UP}.weight_scale_inv", *[0.1] * 4, shape=(2, 2)), {"shape_mismatch": UP}),
+        "scale absent": (drop(f"{UP}.weight_scale_inv"), {"scale_missing": f"{UP}.weight_scale_inv"}),
+        "TP": (config(num_attention_heads=8), {"does_not_tile": "proj"}),
+        "gate and up end inside a block": (
+            narrow_blocks(112),
+            {"block_shared": "gate_proj"},  # no size of tensor parallelism helps, so none is advised
+        ),
+    },
+    lambda: modelopt(3): {
+        "index: tensor in no shard": (
+            index(lambda weight_map: weight_map.update(ghost="model-00001-of-00003.safetensors")),
+            {"index_disagrees": "ghost"},
+        ),
+        "index: another shard": (index(another_shard), {"index_disagrees": UP}),
+        "index: tensor not named": (
+            index(lambda weight_map: weight_map.pop(f"{UP}.weight")),
+            {"index_disagrees": UP},
+        ),
+        "index: tensor named twice": (files(repeated_key), {"tensor_duplicated": UP}),
+        "a shard absent": (
+            files(lambda folder: (folder / "model-00002-of-00003.safetensors").unlink()),
+            {"shard_missing": "38 tensors", "expert_missing": "", "scale_missing": "", "weight_missing": ""},
+        ),
+        "a shard cut short": (
+            files(lambda folder: os.truncate(folder / "model-00002-of-00003.safetensors", 9_000)),
+            {"file_truncated": "all of its tensors"},
+        ),
+        "tensor in two shards": (files(twice), {"tensor_duplicated": "weight_scale_2"}),
+    },
+    lambda: modelopt(2): {"shard not named": (files(one_shard_more), {"index_disagrees": "all"})},
+    mixed: {
+        "NVFP4 without input scales": (
+            without("experts", ".input_scale"),
+            {"input_scale_missing": "experts"},
+        ),
+        "FP8 without input scales": (without("attn", ".input_scale"), {"input_scale_missing": "attn"}),
+        "another scheme": (in_both(relist(quant_algo="FP8")), {"quant_algo_tensors": UP}),
+        "the files disagree": (
+            in_config(relist(quant_algo="NVFP4_AWQ", group_size=16)),
+            {"config_disagrees": UP},
+        ),
+        "unknown": (in_both(relist(quant_algo="NVFP5")), {"quant_algo_unknown": UP}),
+        "mixed within": (in_both(relist(quant_algo="MIXED_PRECISION")), {"quant_algo_unknown": UP}),
+        "no algorithm": (in_both(relist()), {"quant_algo_missing": UP}),
+        "not listed": (
+            in_both(lambda settings: settings["quantized_layers"].pop(UP)),
+            {"quant_algo_tensors": UP},
+        ),
+        "an empty list": (in_both_files(quantized_layers={}), {"quant_algo_missing": "quantized_layers"}),
+        "group size": (
+            in_both(relist(quant_algo="NVFP4", group_size=32)),
+            {"group_size_tensors": "group_size"},
+        ),
+        "listed, excluded, not quantised": ([to_bf16(Q, 64, 64), exclude(Q)], {"quant_algo_tensors": Q}),
+    },
+    compressed_groups: {
+        "input scales": (without("attn", ".input_scale"), {"input_scale_missing": "self_attn"}),
+        "global input scales": (without("input_global_scale"), {"input_scale_missing": "experts"}),
+        "exchanged": (group(0, targets=["re:.*self_attn.*"]), {"quant_algo_tensors": Q}),
+        "no target": (group(1, targets=["re:.*o_proj"]), {"quant_algo_tensors": Q}),
+        "a type": (weights(1, type="x"), {"quant_algo_unknown": "config_groups"}),
+    },
+    fused: {
+        "input scale": (without(f"{FUSED}_input_scale"), {"input_scale_missing": f"{FUSED}_input_scale"}),
+        "global scale": (without(f"{FUSED}_weight_scale_2"), {"scale_missing": f"{FUSED}_weight_scale_2"}),
+        "experts": (config(num_experts=EXPERTS + 1), {"expert_missing": FUSED}),
+        "no experts": (without("1.mlp.experts"), {"expert_missing": "model.layers.1.mlp.gate"}),
+        "block scales": (
+            resize(f"{FUSED}_weight_scale", "F8_E4M3", (4, 256, 2), 2048),
+            {"shape_mismatch": f"{FUSED}_weight_scale"},
+        ),
+        "a name that is in no model": (
+            rename("gate_up_proj", "gate_up_projection"),
+            {"expert_names_unknown": "experts.gate_up_projection"},
+        ),
+        "zero": (codes(f"{FUSED}_weight_scale", 0, every=True), {"scale_zero": f"{FUSED}_weight_scale"}),
+        "NaN": (
+            set_(f"{FUSED}_weight_scale_2", 1e-4, NAN, 1.0, 1.0, shape=(4,)),
+            {"scale_nan": f"{FUSED}_weight_scale_2"},
+        ),
+    },
+}
 
 
 def bf16() -> Made:
@@ -321,49 +534,66 @@ def bf16() -> Made:
     return made
 
 
-BASES: dict[str, Callable[[], Made]] = {
-    **{
-        make.__name__: make
-        for make in (modelopt, compressed, block_fp8, mixed, compressed_groups, fused, bf16)
-    },
-    "modelopt in 2 shards": lambda: modelopt(2),
-    "modelopt in 3 shards": lambda: modelopt(3),
-    "compressed in 2 shards": lambda: compressed(2),
-    "fused, transposed": lambda: fused(transposed=True),
+CLEAN: dict[str, tuple[Base, list[Change]]] = {
+    "modelopt": (modelopt, []),
+    "modelopt sharded": (lambda: modelopt(3), []),
+    "packed": (compressed, []),
+    "packed sharded": (lambda: compressed(2), []),
+    "block fp8": (block_fp8, []),
+    "mixed": (mixed, []),
+    "mixed, listed by layer": (mixed, [in_both(listed_by_layer)]),
+    "mixed, by groups": (mixed, [no_hf_quant, in_config(groups_in_place_of_a_list)]),
+    "groups": (compressed_groups, []),
+    "groups, all by patterns": (compressed_groups, [group(1, targets=["re:.*self_attn.*"])]),
+    "a group without weights": (
+        compressed,
+        [in_config(lambda settings: settings["config_groups"].update(a={"targets": ["A"], "weights": None}))],
+    ),
+    "a group with a pattern that is not read": (compressed_groups, [group(0, targets=["re:(?!x).*"])]),
+    "experts in one tensor": (fused, []),
+    "experts in one tensor, listed singly": (fused, [in_both(fused_experts_listed_singly)]),
+    "experts in one tensor, transposed": (lambda: fused(transposed=True), []),
+    "a dense layer that config.json names": (modelopt, [dense(0), config(first_k_dense_replace=1)]),
+    "a dense layer that it does not name": (modelopt, [dense(0)]),
+    "a layer without an MLP that it names": (
+        modelopt,
+        [without("layers.0.mlp."), config(mlp_only_layers=[0])],
+    ),
+    "every second layer": (modelopt, [without("layers.0.mlp."), config(decoder_sparse_step=2)]),
+    "a hybrid": (modelopt, [hybrid]),
+    "a layer of prediction": (modelopt, [prediction_layer]),
+    "nothing but a layer of prediction": (
+        modelopt,
+        [without("layers.0."), rename("layers.1.", "layers.61."), config(num_hidden_layers=61)],
+    ),
+    "no gates": (modelopt, [without("experts", "gate_proj"), config(mlp_hidden_act="relu2")]),
+    "other names": (
+        modelopt,
+        [
+            config(architectures=["MixtralForCausalLM"]),
+            *(rename("gate_proj", "w1"), rename("up_proj", "w3"), rename("down_proj", "w2")),
+            rename(".mlp.", ".block_sparse_moe."),
+        ],
+    ),
+    "experts in a latent space": (modelopt, [config(hidden_size=80, moe_latent_size=64)]),
+    "a width for each layer": (modelopt, [config(moe_intermediate_size=[96, 128])]),
+    "a width under another name": (
+        modelopt,
+        [config(moe_intermediate_size=None, moe_ffn_hidden_size=128, intermediate_size=96)],
+    ),
+    "a BF16 checkpoint": (bf16, []),
+    "an F4 weight with its right scales": (modelopt, [resize(f"{UP}.weight", "F4", (128, 64), 4096)]),
+    # Healthy layers are within the factor that is reported by a wide margin: 1 beside 448.
+    "block scales ten times apart": (modelopt, [codes(f"{UP}.weight_scale", 0x38, every=True)]),
+    "a scale of zero over weights of zero": (
+        modelopt,
+        [codes(f"{UP}.weight_scale", 0x00), codes(f"{UP}.weight", *[0x80] * 8)],
+    ),
+    "weights alone need no input scales": (
+        modelopt,
+        [without(".input_scale"), in_both_files(quant_algo="W4A16_NVFP4")],
+    ),
 }
-MODULES = {"E": E, "UP": UP, "GATE": GATE, "DOWN": DOWN, "FUSED": FUSED, "ATTENTION": ATTENTION}
-MODULES |= {"Q": Q, "K": K, "V": V}
-CASES = load_cases(__file__)
-
-
-def read_value(value: Any) -> Any:
-    """Return a value of a case with the names of modules in the place of ``{UP}`` and others."""
-    if isinstance(value, dict):
-        return {key: read_value(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [read_value(each) for each in value]
-    return value.format_map(MODULES) if isinstance(value, str) else value
-
-
-def read_change(row: Any) -> Any:
-    """Return a function above by its name, or what it returns: ``{drop: ['{UP}.weight']}``."""
-    if isinstance(row, str):
-        return globals()[row]
-    ((name, given),) = row.items()
-    if name in ("in_both", "in_config", "files", "index"):
-        return globals()[name](read_change(given))
-    given = [given] if isinstance(given, dict) else given
-    named = given[-1] if given and isinstance(given[-1], dict) else {}
-    return globals()[name](*read_value(given[: len(given) - bool(named)]), **read_value(named))
-
-
-def make_checkpoint(base: str, changes: list[Any]) -> Made:
-    made = BASES[base]()
-    for row in changes:
-        change = read_change(row)
-        for each in change if isinstance(change, list) else [change]:
-            each(made)
-    return made
 
 
 def checked(made: Made, folder: Path) -> tuple[Lint, dict[str, str]]:
@@ -373,24 +603,34 @@ def checked(made: Made, folder: Path) -> tuple[Lint, dict[str, str]]:
     }
 
 
-@pytest.mark.parametrize(("base", "name", "changes"), CASES["a_clean_checkpoint_has_no_findings"])
-def test_a_clean_checkpoint_has_no_findings(base: str, name: str, changes: list[Any], tmp_path: Path) -> None:
-    made = make_checkpoint(base, changes)
+@pytest.mark.parametrize(("base", "changes"), CLEAN.values(), ids=CLEAN)
+def test_a_clean_checkpoint_has_no_findings(base: Base, changes: list[Change], tmp_path: Path) -> None:
+    made = base()
+    for change in changes:
+        change(made)
     result, found = checked(made, tmp_path)
-    assert found == {}, name
+    assert found == {}
     assert result.tensors == len(made.tensors)
     assert result.block_scales_seen == 1
 
 
-@pytest.mark.parametrize(
-    ("base", "name", "changes", "expected"), CASES["each_damage_gives_its_finding_and_no_other"]
-)
+CASES = [
+    pytest.param(base, changes if isinstance(changes, list) else [changes], expected, id=name)
+    for base, cases in DAMAGE.items()
+    for name, (changes, expected) in cases.items()
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "expected"), CASES)
 def test_each_damage_gives_its_finding_and_no_other(
-    base: str, name: str, changes: list[Any], expected: dict[str, str], tmp_path: Path
+    base: Base, changes: list[Change], expected: Expected, tmp_path: Path
 ) -> None:
-    result, found = checked(make_checkpoint(base, changes), tmp_path)
-    assert found.keys() == expected.keys(), (name, found)
-    for check, tensor in read_value(expected).items():
+    made = base()
+    for change in changes:
+        change(made)
+    result, found = checked(made, tmp_path)
+    assert found.keys() == expected.keys(), found
+    for check, tensor in expected.items():
         assert tensor in found[check]
     for finding in result.findings:
         assert finding.count >= 1
@@ -398,15 +638,31 @@ def test_each_damage_gives_its_finding_and_no_other(
 
 
 def test_every_check_has_a_case() -> None:
-    cases = CASES["each_damage_gives_its_finding_and_no_other"]
-    named = {check for *_, expected in cases for check in expected}
+    named = {check for cases in DAMAGE.values() for _, expected in cases.values() for check in expected}
     # test_names.py has a case for releases before the newest one.
     assert named == {name for name, row in CHECKS.items() if not row.asked} - {"name_skipped_before"}
 
 
-@pytest.mark.parametrize(("base", "changes"), CASES["corrected_files_are_clean"])
-def test_corrected_files_are_clean(base: str, changes: list[Any], tmp_path: Path) -> None:
-    folder = make_checkpoint(base, changes).write(tmp_path)
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [
+        (mixed, in_both(relist(quant_algo="FP8"))),
+        (mixed, in_both(relist(quant_algo="NVFP5"))),
+        (mixed, in_both(lambda settings: settings["quantized_layers"].pop(UP))),
+        (mixed, in_both_files(quantized_layers={})),
+        (mixed, in_config(relist(quant_algo="FP8"))),
+        (mixed, in_both(relist(quant_algo="NVFP4", group_size=32))),
+        (mixed, to_bf16(Q, 64, 64)),
+        (modelopt, in_both_files(group_size=32)),
+        (modelopt, quant(quant_algo="FP8")),
+        (modelopt, hf_quant(kv_cache_quant_algo=None, group_size=32, exclude_modules=["lm_head"])),
+        (modelopt, quant(ignore=["lm_head", "model.layers.0.mlp.experts*"])),
+    ],
+)
+def test_corrected_files_are_clean(base: Base, change: Change, tmp_path: Path) -> None:
+    made = base()
+    change(made)
+    folder = made.write(tmp_path)
     result = lint(folder)
     assert result.findings
     for name, text in correct(result, CHECKS).items():

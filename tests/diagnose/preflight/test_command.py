@@ -11,15 +11,25 @@ from moedoctor.diagnose.preflight.command import (
     read_script,
     read_words,
 )
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 
-@pytest.mark.parametrize(("line", "words", "variables"), CASES["words"])
-def test_words(line: str, words: list[str], variables: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("line", "words", "variables"),
+    [
+        ("vllm serve M --x 1", ("M", "--x", "1"), {}),
+        ("VLLM_A=1 FOO=2 vllm serve M", ("M",), {"VLLM_A": "1"}),
+        ("python -m vllm.entrypoints.openai.api_server --x 1 --model M", ("M", "--x", "1"), {}),
+        (
+            "docker run -e VLLM_A=1 vllm/vllm-openai:v0.33.0 --model=M -tp 2",
+            ("M", "-tp", "2"),
+            {"VLLM_A": "1"},
+        ),
+        ("vllm serve --model M", ("M",), {}),
+    ],
+)
+def test_words(line: str, words: tuple[str, ...], variables: dict[str, str]) -> None:
     command = read_words(line.split())
-    assert (list(command.words), dict(command.variables)) == (words, variables)
+    assert (command.words, dict(command.variables)) == (words, variables)
 
 
 @pytest.mark.parametrize("line", ["vllm serve", "vllm serve --tensor-parallel-size 2", "vllm"])
@@ -48,7 +58,15 @@ def test_compose(tmp_path: Path) -> None:
     assert command.variables == {"VLLM_A": "1"}
 
 
-@pytest.mark.parametrize(("text", "message"), CASES["a_compose_file_without_one_server"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("services: {web: {image: nginx}}", "no service runs vLLM"),
+        ("services: {a: {image: vllm}, b: {image: vllm}}", "2 services run vLLM"),
+        ("[1", r"compose\.yaml:1: not valid YAML"),
+        ("3", "no service runs vLLM"),
+    ],
+)
 def test_a_compose_file_without_one_server(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "compose.yaml"
     path.write_text(text)
@@ -70,7 +88,14 @@ def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
     assert "max_model_len is no literal" in command.notes[-1]
 
 
-@pytest.mark.parametrize(("text", "message"), CASES["a_script_without_a_model"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print(1)", "expected such a call"),
+        ("LLM(model=name)", "the model is no text"),
+        ("LLM(", "as Python"),
+    ],
+)
 def test_a_script_without_a_model(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "serve.py"
     path.write_text(text)

@@ -6,15 +6,21 @@ from hypothesis import strategies as st
 
 from moedoctor.diagnose.settings.flags import read_flags, read_parallelism, split_command
 from moedoctor.diagnose.settings.tables import load_replacements, load_vllm_flags
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 IMAGE = "vllm/vllm-openai:v0.21.0"
 
 
 @pytest.mark.parametrize(
-    ("line", "settings", "command"), CASES["the_launcher_and_its_variables_are_separated"]
+    ("line", "settings", "command"),
+    [
+        ("vllm serve m --x", {}, "vllm serve m --x"),
+        ("VLLM_A=1 nice -n 5 /opt/bin/vllm serve m", {"VLLM_A": "1"}, "/opt/bin/vllm serve m"),
+        ("python -m vllm.entrypoints.openai.api_server --model m", {}, None),
+        (f"docker run -e VLLM_A=x=y --env=FLASHINFER_B=2 {IMAGE} --model m", {"VLLM_A": "x=y"}, None),
+        (f"docker run -eVLLM_A=1 -e HF_TOKEN=secret {IMAGE}", {"VLLM_A": "1"}, IMAGE),
+        ("serve m --moe-backend marlin", {}, "serve m --moe-backend marlin"),
+        ("", {}, ""),
+    ],
 )
 def test_the_launcher_and_its_variables_are_separated(
     line: str, settings: dict[str, str], command: str | None
@@ -39,12 +45,39 @@ def test_nothing_is_lost_or_made_up(words: list[str]) -> None:
     assert set(found.settings) <= {word.removeprefix("-e").partition("=")[0] for word in before}
 
 
-@pytest.mark.parametrize(("flags", "split"), CASES["how_it_is_split"])
-def test_how_it_is_split(flags: str, split: list[bool]) -> None:
-    assert read_parallelism(["vllm", "serve", "m", *flags.split()], "0.21.0") == tuple(split)
+@pytest.mark.parametrize(
+    ("flags", "split"),
+    [
+        ("", (False, False)),
+        ("--enable-expert-parallel", (False, False)),  # vLLM needs more than one GPU for it
+        ("-tp 2 --enable-expert-parallel", (True, False)),
+        ("-tp 2 -ep", (True, False)),
+        ("-ep -dp 2", (True, True)),
+        ("-e -pcp 2", (True, False)),  # any unique beginning is enough
+        ("-ep --config a.yaml", (True, False)),  # whose sizes are not read
+        ("--enable-expert-parallel --no-enable-expert-parallel", (False, False)),
+        ("--data-parallel-size 2", (False, True)),
+        ("-dp=4 -dp 1", (False, False)),
+        ("-tp 8 --enable-expert-parallel --data-parallel-size=8", (True, True)),
+    ],
+)
+def test_how_it_is_split(flags: str, split: tuple[bool, bool]) -> None:
+    assert read_parallelism(["vllm", "serve", "m", *flags.split()], "0.21.0") == split
 
 
-@pytest.mark.parametrize(("written", "meant"), CASES["what_a_flag_is_taken_for"])
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("--disable-offline-docs", "--enable-offline-docs"),
+        ("--enable-fastapi-docs", "--disable-fastapi-docs"),
+        ("--moe-backend-of-mine", None),
+        ("-ep", "--enable-expert-parallel"),
+        ("-sc", "--speculative-config"),
+        ("-cc.mode=3", "--compilation-config"),
+        ("-O3", "--optimization-level"),
+        ("-dp2", None),
+    ],
+)
 def test_what_a_flag_is_taken_for(written: str, meant: str | None) -> None:
     (flag,) = read_flags([written], "0.33.0")
     assert flag.name == meant

@@ -7,9 +7,6 @@ import pytest
 from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, parse, release_words
 from moedoctor.diagnose.triage.signatures import Signature
 from moedoctor.entries import load_entries
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 VLLM = {
     "vllm api server version 0.18.0": (0, 18, 0, 0),
@@ -57,7 +54,22 @@ def about(*lines: str) -> Facts:
     return facts
 
 
-@pytest.mark.parametrize(("lines", "releases", "allowed"), CASES["releases_rule_a_signature_in_or_out"])
+@pytest.mark.parametrize(
+    ("lines", "releases", "allowed"),
+    [
+        (["vllm 0.20.0"], {"fixed": "0.20.0"}, False),
+        (["vllm 0.19.1"], {"fixed": "0.20.0"}, True),
+        (["vllm 0.20.0rc1.dev3"], {"fixed": "0.20.0"}, True),
+        (["vllm 0.19.1", "vllm 0.21.0"], {"fixed": "0.20.0"}, True),
+        ([], {"fixed": "0.20.0"}, True),
+        (["vllm 0.5.3"], {"since": "0.17.1"}, False),
+        (["vllm 0.17.1"], {"since": "0.17.1"}, True),
+        ([], {"since": "0.24.0", "needs_version": True}, False),
+        (["vllm 0.24.0"], {"since": "0.24.0", "needs_version": True}, True),
+        (["flashinfer 0.6.8"], {"flashinfer_fixed": "0.6.8"}, False),
+        (["flashinfer 0.6.6"], {"flashinfer_fixed": "0.6.8"}, True),
+    ],
+)
 def test_releases_rule_a_signature_in_or_out(
     lines: list[str], releases: dict[str, Any], allowed: bool
 ) -> None:
@@ -70,7 +82,13 @@ def test_the_summary_names_both() -> None:
     assert about().summarize() == ""
 
 
-@pytest.mark.parametrize(("line", "gpus"), CASES["a_capability_with_a_dot_is_read_whole"])
+@pytest.mark.parametrize(
+    ("line", "gpus"),
+    [
+        ("rtx blackwell (sm12.0), only sm9.0 and sm10.x are checked", ["SM 12.0", "SM 9.0"]),
+        ("sm_86 and sm 12.1 and compute capability 8.9.", ["SM 8.6", "SM 12.1", "SM 8.9"]),
+    ],
+)
 def test_a_capability_with_a_dot_is_read_whole(line: str, gpus: list[str]) -> None:
     facts = Facts()
     facts.read(line)

@@ -4,9 +4,6 @@ import pytest
 
 from moedoctor.diagnose.triage.settings_in_text import SettingsReader
 from moedoctor.redaction import Redactor
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 
 def read(text: str) -> SettingsReader:
@@ -16,7 +13,16 @@ def read(text: str) -> SettingsReader:
     return settings
 
 
-@pytest.mark.parametrize("text", CASES["flags_of_every_way_to_start"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "vllm serve m --moe-backend marlin --tensor-parallel-size 2",
+        "vllm serve m \\\n  --moe-backend marlin \\\n  --tensor-parallel-size=2",
+        '- "--moe-backend=marlin"\n- "--tensor-parallel-size=2"',
+        "INFO non-default args: {'moe_backend': 'marlin', 'tensor_parallel_size': 2}",
+        'llm = LLM(\n    model="m",\n    moe_backend="marlin",\n    tensor_parallel_size=2,\n)',
+    ],
+)
 def test_flags_of_every_way_to_start(text: str) -> None:
     flags = read(text).flags
     assert (flags["moe-backend"], flags["tensor-parallel-size"]) == ("marlin", "2")
@@ -34,7 +40,18 @@ def test_secrets_are_left_out() -> None:
     assert (shown.flags, shown.variables) == ({"port": "8000"}, {"VLLM_PORT": "1"})
 
 
-@pytest.mark.parametrize(("step", "again"), CASES["only_what_the_text_sets_to_that_value_is_said_to_be_set"])
+@pytest.mark.parametrize(
+    ("step", "again"),
+    [
+        ("add `--enforce-eager`, or make UVA available", "--enforce-eager"),
+        ("use --moe-backend marlin", "--moe-backend marlin"),
+        ("set VLLM_MOE_SKIP_PADDING=0", "VLLM_MOE_SKIP_PADDING=0"),
+        ("use --moe-backend triton", ""),
+        ("use `--moe-backend`", ""),
+        ("compare a greedy answer with `--cpu-offload-gb` and one without", ""),
+        ("set VLLM_MOE_SKIP_PADDING=1", ""),
+    ],
+)
 def test_only_what_the_text_sets_to_that_value_is_said_to_be_set(step: str, again: str) -> None:
     start = "VLLM_MOE_SKIP_PADDING=0 vllm serve m --enforce-eager --moe-backend marlin --cpu-offload-gb 4"
     assert read(start).explain_repetition(step) == (

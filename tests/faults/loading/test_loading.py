@@ -16,21 +16,42 @@ from moedoctor.faults.loading import loading_lab
 from moedoctor.faults.loading.block_shards import judge_320
 from moedoctor.faults.loading.ignore_list import is_excluded, is_ignored, is_skipped_exactly
 from moedoctor.results import CaseResult, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 NAMES, SHARDS, LIST = (catalogue.load_faults()[id] for id in ("MD021", "MD022", "MD023"))
 
 
-@pytest.mark.parametrize(("loader", "mistake", "figure"), CASES["a_name_is_skipped_or_stops_the_loader"])
+@pytest.mark.parametrize(
+    ("loader", "mistake", "figure"),
+    [
+        ("0.21.0", "gate_renamed", "no error, and 33%"),
+        ("0.33.0", "gate_renamed", "no error, and 33%"),
+        ("0.21.0", "one_tensor", "no error, and 100%"),
+        ("0.21.0", "one_tensor_renamed", "no error, and 100%"),
+        ("0.33.0", "one_tensor_renamed", "stops: AttributeError: Layer model.layers.0.mlp.experts has no"),
+    ],
+)
 def test_a_name_is_skipped_or_stops_the_loader(loader: str, mistake: str, figure: str) -> None:
     judgement, evidence = run(NAMES, loader=loader, mistake=mistake)
     assert judgement.figure.startswith(figure)
     assert (evidence["stopped"] is None) is (evidence.get("skipped", 0) > 0)
 
 
-@pytest.mark.parametrize(("loader", "width", "ranks", "figure"), CASES["a_shard_is_refused_or_right"])
+@pytest.mark.parametrize(
+    ("loader", "width", "ranks", "figure"),
+    [
+        ("0.28.0", 768, 2, "all "),
+        (
+            "0.28.0",
+            768,
+            4,
+            "stops: rank 0, gate: ValueError: The output_size of gate's and up's weight = 192",
+        ),
+        ("0.33.0", 768, 4, "all "),
+        ("0.33.0", 192, 1, "stops: rank 0, gate: RuntimeError: The size of tensor a (3) must match the size"),
+        ("0.33.0", 192, 3, "all "),
+        ("0.33.0", 320, 4, "stops: rank 0, gate: ValueError: The output_size of gate's and up's weight = 80"),
+    ],
+)
 def test_a_shard_is_refused_or_right(loader: str, width: int, ranks: int, figure: str) -> None:
     judgement, _ = run(SHARDS, loader=loader, intermediate=width, tensor_parallel=ranks)
     assert judgement.figure.startswith(figure)

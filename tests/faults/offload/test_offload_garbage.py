@@ -26,10 +26,7 @@ from moedoctor.upstream.engine import offload_table
 from moedoctor.upstream.engine.engine import EngineResult, LogFacts
 from moedoctor.upstream.engine.engine import _write_request as document_of
 from moedoctor.upstream.engine.experiment import Ran
-from tests.cases import load_cases
 from tests.faults.offload.cases import run_case
-
-CASES = load_cases(__file__)
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,7 +34,22 @@ ROOT = Path(__file__).parents[3]
 REPRODUCED, CLEAN, ERROR = CaseVerdict.REPRODUCED, CaseVerdict.CLEAN, CaseVerdict.ERROR
 
 
-@pytest.mark.parametrize(("table", "text"), CASES["whether_garbage_was_seen"])
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ({"cells": 2, "same": 1, "other_tokens": 1}, "reproduced in 1 of 2 engines with offload: 1 give"),
+        (
+            {"cells": 3, "same": 2, "other_tokens": 0, "not_offloaded": 1},
+            "not reproduced on this GPU in any of 2",
+        ),
+        ({"cells": 2, "same": 0, "other_tokens": 0, "not_offloaded": 2}, None),
+        (
+            {"cells": 5, "same": 4, "other_tokens": 0, "not_offloaded": 0, "moved_back": 1},
+            "not reproduced on this GPU in any of 4",
+        ),
+        ({"same_bits": True}, None),
+    ],
+)
 def test_whether_garbage_was_seen(table: dict[str, Any], text: str | None) -> None:
     case = CaseResult("installed", Tier.ENGINE, {}, CLEAN, table)
     conclusions = OffloadGarbage().conclude([case])
@@ -92,7 +104,15 @@ def test_the_engines_of_the_users_model(tmp_path: Path, monkeypatch: pytest.Monk
     assert own_model_trial(changed(model="mine"), offload=False).request.model == str(tmp_path / "mine")
 
 
-@pytest.mark.parametrize(("arguments", "together"), CASES["two_engines_run_together_only_if_both_fit"])
+@pytest.mark.parametrize(
+    ("arguments", "together"),
+    [
+        ('{"gpu_memory_utilization": 0.4, "kv_cache_memory_bytes": 1}', True),
+        ('{"gpu_memory_utilization": 0.4}', False),
+        ('{"gpu_memory_utilization": 0.6, "kv_cache_memory_bytes": 1}', False),
+        ("{}", False),
+    ],
+)
 def test_two_engines_run_together_only_if_both_fit(arguments: str, together: bool) -> None:
     assert fit_together(changed(arguments=arguments)) is together
 

@@ -14,9 +14,6 @@ from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.interfaces import Measurement
 from moedoctor.results import CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
 from moedoctor.scenario import file as scenario
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 FAULT = BackendOverride()
 FILE = Path(__file__).resolve().parents[3] / "scenarios" / "backend_override.yaml"
@@ -39,7 +36,34 @@ def load() -> scenario.Scenario:
 
 
 @pytest.mark.parametrize(
-    ("release", "setting", "others", "selected", "warned", "advice"), CASES["selection_warning_and_advice"]
+    ("release", "setting", "others", "selected", "warned", "advice"),
+    [
+        ("0.18.0", "VLLM_NVFP4_GEMM_BACKEND=marlin", {}, "FLASHINFER_CUTLASS", False, "--moe-backend marlin"),
+        (
+            "0.33.0",
+            "VLLM_USE_FLASHINFER_MOE_FP4=0",
+            {"wants": "VLLM_CUTLASS"},
+            "FLASHINFER_CUTLASS",
+            True,
+            "--moe-backend cutlass",
+        ),
+        (
+            "0.18.0",
+            "--moe-backend marlin",
+            {"scheme": "mxfp4", "capability": "9.0"},
+            "TRITON",
+            False,
+            "VLLM_MXFP4_USE_MARLIN=1",
+        ),
+        (
+            "0.21.0",
+            "vllm_test_force_fp8_marlin=1",
+            {"scheme": "fp8", "capability": "9.0"},
+            "FLASHINFER_CUTLASS",
+            False,
+            "--moe-backend marlin",
+        ),
+    ],
 )
 def test_selection_warning_and_advice(
     release: str, setting: str, others: dict[str, str], selected: str, warned: bool, advice: str
@@ -54,7 +78,15 @@ def test_selection_warning_and_advice(
     assert judged.figure == f"no effect, and a message: use {advice}"
 
 
-@pytest.mark.parametrize(("setting", "wants", "figure"), CASES["an_obeyed_or_refused_setting_is_no_failure"])
+@pytest.mark.parametrize(
+    ("setting", "wants", "figure"),
+    [
+        ("VLLM_TEST_FORCE_FP8_MARLIN=1", "MARLIN", "MARLIN selected, as asked for"),
+        ("--moe-backend MARLIN", "MARLIN", "MARLIN selected, as asked for"),
+        ("VLLM_USE_FLASHINFER_MOE_FP4=true", "VLLM_CUTLASS", "refused: "),
+        ("VLLM_NVFP4_GEMM_BACKEND=MARLIN", "MARLIN", "refused: the choices are case sensitive"),
+    ],
+)
 def test_an_obeyed_or_refused_setting_is_no_failure(setting: str, wants: str, figure: str) -> None:
     judged, _ = run(FAULT, "faulty", release="0.23.0", setting=setting, wants=wants)
     assert judged.verdict is CaseVerdict.CLEAN
@@ -93,7 +125,21 @@ def judge(key: str, answers: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
 
 
 @pytest.mark.parametrize(
-    ("key", "changed", "verdict", "why"), CASES["the_claims_of_38971_are_decided_by_what_a_release_answers"]
+    ("key", "changed", "verdict", "why"),
+    [
+        ("no_override", {}, "refuted", "--moe-backend marlin selects MARLIN"),
+        ("no_override", {"with_flag_marlin": "VLLM_CUTLASS"}, "confirmed", "marlin selects VLLM_CUTLASS"),
+        ("no_variable", {}, "confirmed", "does not declare it; VLLM_NVFP4_MOE_BACKEND changes nothing"),
+        ("no_variable", {"variable_declared": True}, "refuted", "0.17.1: declares it"),
+        ("no_variable", {"with_variable_MARLIN": "MARLIN"}, "refuted", "changes the selection"),
+        ("gemm_crashes", {}, "confirmed", "MARLIN: ValueError: Invalid value 'MARLIN'; marlin: taken"),
+        ("gemm_crashes", {"gemm_capitals": ""}, "refuted", "MARLIN: taken"),
+        ("gemm_crashes", {"gemm_declared": False}, "untested", "does not read it any more"),
+        ("marlin_by_default", {}, "refuted", "selects FLASHINFER_CUTLASS on SM120"),
+        ("marlin_by_default", {"automatic": "MARLIN"}, "confirmed", "selects MARLIN on SM120"),
+        ("marlin_by_default", {"vllm": "0.21.0"}, "untested", "the claim is about 0.17.1"),
+        ("marlin_by_default", {"flashinfer_usable": False}, "untested", "with FlashInfer"),
+    ],
 )
 def test_the_claims_of_38971_are_decided_by_what_a_release_answers(
     key: str, changed: dict[str, Any], verdict: str, why: str
@@ -103,7 +149,18 @@ def test_the_claims_of_38971_are_decided_by_what_a_release_answers(
     assert why in reason
 
 
-@pytest.mark.parametrize(("key", "recorded"), CASES["without_a_vllm_nothing_is_confirmed_or_refuted"])
+@pytest.mark.parametrize(
+    ("key", "recorded"),
+    [
+        ("no_override", "--moe-backend marlin selects MARLIN in 24 of 24 releases"),
+        ("no_variable", "0 of 24 releases read it"),
+        ("gemm_crashes", "12 of the 12 releases that read it (to 0.23.0) refuse MARLIN"),
+        (
+            "marlin_by_default",
+            "FLASHINFER_CUTLASS on SM120 if FlashInfer is usable, and MARLIN if it counts as missing",
+        ),
+    ],
+)
 def test_without_a_vllm_nothing_is_confirmed_or_refuted(key: str, recorded: str) -> None:
     verdict, reason = judge(key, {"not_asked": "vllm is not installed here"})
     assert verdict is ClaimVerdict.UNTESTED

@@ -34,9 +34,6 @@ from moedoctor.fixes.arch.targets import (
     parse_capability,
     parse_cuda,
 )
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 CUDAS = [(12, minor) for minor in range(10)] + [(13, minor) for minor in range(6)]
 
@@ -59,7 +56,23 @@ def test_target_of_each_gpu(capability: str, cuda: str, target: str) -> None:
     assert decision.list_entry == Target.parse(target).dotted
 
 
-@pytest.mark.parametrize(("capability", "cuda", "words"), CASES["refused_gpus_and_toolkits"])
+@pytest.mark.parametrize(
+    ("capability", "cuda", "words"),
+    [
+        ((12, 0), (12, 6), ["12.6", "sm_120a needs CUDA 12.8", "sm_120f 12.9"]),
+        ((12, 1), (12, 8), ["12.8", "sm_121a needs CUDA 12.9"]),
+        ((11, 0), (12, 9), ["sm_110a needs CUDA 13.0"]),
+        ((10, 1), (13, 0), ["sm_101a went after CUDA 12.9", "11.0"]),
+        ((12, 2), (13, 0), ["capability", "12.2", "12.1"]),
+        ((7, 0), (12, 0), ["capability", "7.0", "7.5"]),
+        ((9, 0), (11, 8), ["cuda", "11.8", "12.0 to 13.x"]),
+        ((9, 0), (14, 0), ["cuda", "14.0", "12.0 to 13.x"]),
+        ("120", (13, 0), ["capability", "'120'"]),
+        ("12.0f", (13, 0), ["capability", "'12.0f'"]),
+        ((12, True), (13, 0), ["capability"]),
+        ((12, 0), "13", ["cuda", "'13'"]),
+    ],
+)
 def test_refused_gpus_and_toolkits(capability: object, cuda: object, words: list[str]) -> None:
     with pytest.raises(ValueError, match=re.escape(words[0])) as refused:
         resolve_arch(capability, cuda)  # type: ignore[arg-type]
@@ -93,7 +106,19 @@ def test_targets_have_one_name() -> None:
             Target.parse(text)
 
 
-@pytest.mark.parametrize(("target", "runs", "does_not"), CASES["where_machine_code_runs"])
+@pytest.mark.parametrize(
+    ("target", "runs", "does_not"),
+    [
+        ("80", "8.0 8.6 8.9", "7.5 9.0 12.0"),
+        ("86", "8.6 8.9", "8.0 9.0"),
+        ("90a", "9.0", "10.0 12.0"),
+        ("100", "10.0 10.3 10.7", "11.0 12.0 9.0"),
+        ("100f", "10.0 10.3 10.7", "10.1 11.0 12.0"),
+        ("120a", "12.0", "12.1"),
+        ("120f", "12.0 12.1", "10.0 11.0"),
+        ("121f", "12.1", "12.0"),
+    ],
+)
 def test_where_machine_code_runs(target: str, runs: str, does_not: str) -> None:
     code = Target.parse(target)
     assert [gpu for gpu in runs.split() if not loads_sass(code, parse_capability(gpu))] == []
@@ -181,7 +206,23 @@ def test_the_moe_module_takes_the_targets_of_its_own_majors() -> None:
     assert "no target" in str(absent.error)
 
 
-@pytest.mark.parametrize(("text", "suggestion", "expected"), CASES["what_is_wrong_with_a_flashinfer_list"])
+@pytest.mark.parametrize(
+    ("text", "suggestion", "expected"),
+    [
+        ("12.0,12.1", "12.0f 12.1a", ["',' does not separate", "has no suffix"]),
+        ("12.0 ", "12.0f", ["stray separator after the last entry"]),
+        ("12.0f  12.1a", "12.0f 12.1a", ["stray separator"]),
+        ("120f", "12.0f", ["is not MAJOR.MINOR; expected 12.0f"]),
+        ("12.0", "12.0f", ["has no suffix", "plain sm_120", "expected 12.0f"]),
+        ("12.0+PTX", "12.0f", ["does not know +PTX"]),
+        ("12.0f", "12.0f", []),
+        ("9.0a 10.0a 12.0f 12.1a", "9.0a 10.0a 12.0f 12.1a", []),
+        ("9.0f", "9.0a", ["no CUDA release from 12.0 on compiles for sm_90f"]),
+        ("banana", None, ["is not a target"]),
+        ("13.5", None, ["no CUDA release"]),
+        ("", None, ["is empty", "unset it"]),
+    ],
+)
 def test_what_is_wrong_with_a_flashinfer_list(text: str, suggestion: str | None, expected: list[str]) -> None:
     explained = explain_arch_list(text, variable=FLASHINFER_LIST)
     assert explained.suggestions.get(FLASHINFER_LIST) == suggestion
@@ -261,7 +302,20 @@ def test_torchs_suggestions_are_taken_by_torch() -> None:
     assert explain_arch_list("Hopper", variable=TORCH_LIST).problems == ()
 
 
-@pytest.mark.parametrize(("text", "capability", "cuda", "targets"), CASES["a_list_is_read_for_a_gpu"])
+@pytest.mark.parametrize(
+    ("text", "capability", "cuda", "targets"),
+    [
+        (None, "12.0", "13.0", ["120f"]),
+        ("", "12.0", "13.0", ["120f"]),
+        ("12.0,12.1", "12.0", "13.0", ["120f", "121a"]),
+        ("12.0 12.0f 120f", "12.0", "13.0", ["120f"]),
+        ("12.0f", "12.0", "12.8", ["120a"]),
+        ("12.0a", "12.1", "13.0", ["120a", "121a"]),
+        ("12.0a", "12.0", "13.0", ["120a"]),
+        ("9.0", "12.0", "13.0", ["90a", "120f"]),
+        ("12.0+PTX", "12.0", "13.0", ["120f"]),
+    ],
+)
 def test_a_list_is_read_for_a_gpu(text: str | None, capability: str, cuda: str, targets: list[str]) -> None:
     decisions = resolve_arch_list(text, capability, cuda)
     assert [decision.target for decision in decisions] == targets

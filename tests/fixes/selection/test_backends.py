@@ -24,9 +24,6 @@ from moedoctor.fixes.backends.requests import (
     read_wanted_backend,
     request,
 )
-from tests.cases import load_cases
-
-CASES = load_cases(__file__)
 
 RELEASES = tuple(load_releases())
 DATA = Path(backend_tables.__file__).parent / "data"
@@ -51,10 +48,44 @@ FP4, BACKEND, FORCE = (
     "VLLM_FLASHINFER_MOE_BACKEND",
     "VLLM_TEST_FORCE_FP8_MARLIN",
 )
+BF16 = {"VLLM_USE_FLASHINFER_MOE_FP16": "1"}
+FLAG, MXFP8 = "--moe-backend", "FLASHINFER_TRTLLM_MXFP4_MXFP8"
+DEEP_GEMM_OFF = {"environ": {"VLLM_USE_DEEP_GEMM": "0"}}
+EXPERTS_OFF = {"environ": {"VLLM_MOE_USE_DEEP_GEMM": "0"}}
 
 
 @pytest.mark.parametrize(
-    ("release", "capability", "scheme", "options", "chosen"), CASES["what_a_release_selects"]
+    ("release", "capability", "scheme", "options", "chosen"),
+    [
+        ("0.18.0", "10.0", "nvfp4", {}, "FLASHINFER_TRTLLM"),
+        ("0.20.2", "11.0", "nvfp4", {}, "FLASHINFER_CUTLASS"),
+        ("0.21.0", "11.0", "nvfp4", {}, "VLLM_CUTLASS"),  # FlashInfer's kernels lost 11.0 there
+        ("0.32.0", "9.0", "nvfp4", {}, "HUMMING"),  # preferred on 9.0 alone, from 0.32.0 on
+        ("0.32.0", "8.9", "nvfp4", {}, "MARLIN"),
+        ("0.19.0", "7.0", "nvfp4", {}, None),
+        ("0.20.0", "7.0", "nvfp4", {}, "EMULATION"),
+        ("0.23.0", "12.0", "fp8-block", {}, "TRITON"),
+        ("0.24.0", "12.0", "fp8-block", {}, "DEEPGEMM"),
+        ("0.18.0", "8.9", "fp8", {}, "TRITON"),
+        ("0.18.0", "8.0", "fp8", {}, "MARLIN"),
+        ("0.19.1", "10.0", "bf16", {}, "TRITON"),
+        ("0.20.0", "10.0", "bf16", {}, "FlashInfer TRTLLM"),
+        ("0.18.0", "9.0", "fp8-block", {"ep": True}, "FLASHINFER_CUTLASS"),
+        ("0.33.0", "12.0", "bf16", {"dp": True}, "TRITON"),
+        ("0.33.0", "9.0", "nvfp4", {"libraries": {"humming": False}}, "MARLIN"),
+        ("0.33.0", "12.0", "nvfp4", {"libraries": {"flashinfer": False}}, "VLLM_CUTLASS"),
+        ("0.17.1", "9.0", "mxfp4", {"environ": {"VLLM_MXFP4_USE_MARLIN": "1"}}, "MARLIN"),
+        ("0.17.1", "10.0", "bf16", {"environ": BF16}, "FlashInfer TRTLLM"),
+        ("0.17.1", "9.0", "bf16", {"environ": BF16, "ep": True}, "FlashInfer CUTLASS"),
+        ("0.17.1", "9.0", "bf16", {"environ": BF16, "ep": True, "dp": True}, "TRITON"),
+        ("0.33.0", "9.0", "fp8-block", {"environ": {"VLLM_USE_DEEP_GEMM": "1"}}, "DEEPGEMM"),
+        ("0.33.0", "12.0", "fp8-block", DEEP_GEMM_OFF, "TRITON"),
+        ("0.33.0", "10.0", "fp8-block", {**DEEP_GEMM_OFF, "moe_backend": "deep_gemm"}, None),
+        ("0.33.0", "10.0", "mxfp4", {**DEEP_GEMM_OFF, "moe_backend": "deep_gemm"}, None),
+        ("0.33.0", "10.0", "mxfp4", {"moe_backend": "deep_gemm"}, "DEEPGEMM_MXFP4"),
+        ("0.33.0", "9.0", "fp8-block", {**EXPERTS_OFF, "moe_backend": "deep_gemm"}, "DEEPGEMM"),
+        ("0.27.0", "8.0", "bf16", {"moe_backend": "batched_triton"}, "BATCHED_TRITON"),  # brings its format
+    ],
 )
 def test_what_a_release_selects(release, capability, scheme, options, chosen):
     selection = select(capability, scheme, release=release, **options)
@@ -71,21 +102,54 @@ def test_only_weight_only_backends_take_weight_only_nvfp4(release: str) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "capability", "scheme", "release", "options", "supported"),
-    CASES["which_layers_a_backend_takes"],
+    [
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.18.0", {"activation": "relu2_no_mul"}, False),
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.19.0", {"activation": "relu2_no_mul"}, True),
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.20.0", {"ep": True}, False),
+        ("B12X", "12.0", "nvfp4", "0.33.0", {}, True),  # its FlashInfer carries b12x along
+        ("B12X", "12.0", "nvfp4", "0.32.0", {"libraries": {"b12x": True}}, True),
+        ("DEEPGEMM", "9.0", "fp8-block", "0.20.0", {}, True),  # the first that brings DeepGEMM
+        ("FLASHINFER_CUTLASS", "10.0", "fp8-block", "0.18.0", {}, False),
+    ],
 )
 def test_which_layers_a_backend_takes(backend, capability, scheme, release, options, supported):
     assert candidate(backend, capability, scheme, release, **options).supported is supported
 
 
 @pytest.mark.parametrize(
-    ("backend", "capability", "scheme", "release", "options", "reason"), CASES["reasons_name_what_is_missing"]
+    ("backend", "capability", "scheme", "release", "options", "reason"),
+    [
+        ("FLASHINFER_TRTLLM", "12.0", "nvfp4", "0.21.0", {}, "capability 12.0, only for 10.0 to 10.7"),
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.21.0", {"ep": True}, "expert parallelism"),
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.18.0", {"activation": "relu2_no_mul"}, "without a gate"),
+        ("FLASHINFER_CUTLASS", "12.0", "nvfp4", "0.21.0", {"activation": "gelu"}, "does not compute gelu"),
+        ("AITER", "9.0", "fp8", "0.21.0", {}, "for ROCm only"),
+        ("BATCHED_TRITON", "9.0", "fp8", "0.21.0", {}, "batched"),
+        ("MARLIN", "12.0", "nvfp4", "0.21.0", {}, "would work; FLASHINFER_CUTLASS comes before it"),
+        ("FLASHINFER_B12X", "12.0", "nvfp4", "0.22.0", {}, "on request: --moe-backend flashinfer_b12x"),
+        ("FlashInfer TRTLLM", "10.0", "bf16", "0.17.1", {}, "only with VLLM_USE_FLASHINFER_MOE_FP16=1"),
+        ("DEEPGEMM", "12.0", "fp8-block", "0.33.0", DEEP_GEMM_OFF, "VLLM_USE_DEEP_GEMM=0 leaves it out"),
+    ],
 )
 def test_reasons_name_what_is_missing(backend, capability, scheme, release, options, reason):
     assert reason in candidate(backend, capability, scheme, release, **options).reason
 
 
 @pytest.mark.parametrize(
-    ("release", "environ", "chosen"), CASES["variables_have_the_effect_of_their_release"]
+    ("release", "environ", "chosen"),
+    [
+        ("0.18.0", {}, "FLASHINFER_CUTLASS"),
+        ("0.18.0", {FP4: "0"}, "VLLM_CUTLASS"),  # not MARLIN, as vllm#37883 takes for granted
+        ("0.18.0", {FP4: "1"}, "FLASHINFER_CUTLASS"),
+        ("0.18.0", {FP4: "1", BACKEND: "latency"}, "FLASHINFER_CUTLASS"),  # TRTLLM is for 10.x
+        ("0.18.0", {FP4: "1", BACKEND: "masked_gemm"}, None),
+        ("0.18.0", {FORCE: "1"}, "MARLIN"),
+        ("0.18.0", {FP4: "1", FORCE: "1"}, "FLASHINFER_CUTLASS"),
+        ("0.23.0", {FP4: "0"}, "VLLM_CUTLASS"),
+        ("0.24.0", {FP4: "0"}, "FLASHINFER_CUTLASS"),  # removed
+        ("0.28.0", {FORCE: "1"}, "MARLIN"),
+        ("0.29.0", {FORCE: "1"}, "FLASHINFER_CUTLASS"),  # removed
+    ],
 )
 def test_variables_have_the_effect_of_their_release(release, environ, chosen):
     selection = select("12.0", "nvfp4", release=release, environ=environ)
@@ -102,7 +166,16 @@ def test_the_flag_comes_before_every_variable() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "capability", "scheme", "release", "works", "how", "reason"),
-    CASES["the_way_to_ask_is_one_that_the_release_has"],
+    [
+        # MXFP4 layers take no flag before 0.19.0, and no variable after 0.23.0.
+        ("MARLIN", "9.0", "mxfp4", "0.18.0", True, "VLLM_MXFP4_USE_MARLIN=1", "runs with"),
+        ("MARLIN", "9.0", "mxfp4", "0.19.0", True, "--moe-backend marlin", "runs with"),
+        ("MARLIN", "12.0", "mxfp4", "0.18.0", True, None, "chosen by itself"),
+        ("MARLIN", "10.0", "mxfp4", "0.18.0", False, None, "no flag or variable"),
+        (MXFP8, "10.0", "mxfp4", "0.21.0", True, "VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8=1", "runs with"),
+        ("FLASHINFER_TRTLLM", "12.0", "nvfp4", "0.33.0", False, f"{FLAG} flashinfer_trtllm", "10.0 to 10.7"),
+        ("cutlass", "9.0", "fp8", "0.33.0", False, None, "is refused"),
+    ],
 )
 def test_the_way_to_ask_is_one_that_the_release_has(backend, capability, scheme, release, works, how, reason):
     asked = request(backend, capability, scheme, release=release)
@@ -156,7 +229,15 @@ def test_a_missing_library_never_adds_a_backend(point: dict, release: str, libra
     assert {each.backend for each in without if each.supported} <= with_it
 
 
-@pytest.mark.parametrize(("arguments", "message"), CASES["unknown_arguments_are_refused"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capability": "9.5"}, "capability 9.5: expected one of 7.0"),
+        ({"scheme": "int4"}, "scheme int4: expected one of nvfp4"),
+        ({"release": "0.34.0"}, "release 0.34.0: the tables know 0.17.1 to 0.33.0"),
+        ({"activation": "situ", "release": "0.17.1"}, "activation situ: vLLM 0.17.1 knows silu"),
+    ],
+)
 def test_unknown_arguments_are_refused(arguments: dict[str, str], message: str) -> None:
     everything = {"capability": "9.0", "scheme": "nvfp4", "release": "0.33.0", **arguments}
     with pytest.raises(ValueError, match=re.escape(message)):
