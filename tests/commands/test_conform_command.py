@@ -56,6 +56,7 @@ def test_wrong_usage_is_one_line(words, message, monkeypatch, capsys):
     assert message in err
 
 
+@pytest.mark.slow
 def test_pytest_has_an_item_for_each_question_that_a_project_can_mark(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "import pytest\n"

@@ -180,6 +180,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Maker]:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_experts_are_fetched_inside_the_operator(make: Maker, caplog: pytest.LogCaptureFixture) -> None:
     made = make(NEWER)
     eager, (plain, code) = made.run(), made.compiled()

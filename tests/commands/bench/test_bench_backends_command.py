@@ -18,6 +18,7 @@ def bench(*arguments: str) -> int:
     return cli.main(["bench", *arguments])
 
 
+@pytest.mark.slow
 def test_reference_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(backends, "measure_machine", lambda device: (LIMITS, {}))
     report, picture = tmp_path / "report.json", tmp_path / "plot.svg"

@@ -25,6 +25,7 @@ def bench(*arguments: str) -> int:
     return cli.main(["bench", *arguments])
 
 
+@pytest.mark.slow
 def test_the_report_is_stored_and_shown(model, tmp_path, monkeypatch, capsys):
     facts = {"gpu": "a GPU", "capability": "9.0", "gpus": [], "vllm": "0.21.0", "torch_cuda": "13.0"}
     monkeypatch.setattr(environment, "collect", lambda: facts)

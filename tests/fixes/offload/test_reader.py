@@ -111,6 +111,7 @@ def compiled(model: Model, passes: int = 1) -> tuple[torch.Tensor, str]:
     return output, code
 
 
+@pytest.mark.slow
 def test_with_a_reader_compiled_code_is_the_same_as_without_offload() -> None:
     model = Model()
     eager, (plain, code) = model(IDS), compiled(model)

@@ -81,12 +81,13 @@ TWO_ROWS = [{"row": 1}, {"row": 2}]
 @pytest.mark.parametrize(
     ("then", "kind", "stage", "message"),
     [
-        (
+        pytest.param(
             "sleep",
             "hang",
             "process",
             r"no answer within 8 s: import took \d s, load \d s, generate \d s; "
             r"probe had run for [1-8] s and had 2 rows",
+            marks=pytest.mark.slow,
         ),
         ("raise", "RuntimeError", "probe", "no memory is left"),
         ("exit", "silent", "process", "ended with exit status 7 and no answer"),
