@@ -197,6 +197,7 @@ def _explain_crash(
         with contextlib.redirect_stdout(sys.stderr):  # stdout is the command's
             deliver_document(document, "table", None, full=False)
         answer = folder / f"autopsy-{os.getpid()}.json"
+        answer.touch(0o600)  # what is written over it keeps its mode
         deliver_document(document, "json", answer, full=False)  # the replay may take minutes, and be ended
         last = find_last_call({file: read_record(file) for file in capsules}, [file.name for file in dumps])
         if last and is_of_call(document.faults):

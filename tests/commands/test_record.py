@@ -149,6 +149,7 @@ def test_a_crash_is_named_and_its_call_is_computed_again(tmp_path, capfd, monkey
     answer = "vllm::moe::topkGating faulted (illegal address)"
     assert err.index(answer) < err.index("MARLIN faulted again on call 3 of model.layers.1.mlp.experts")
     (stored,) = folder.glob("autopsy-*.json")
+    assert stored.stat().st_mode & 0o777 == 0o600
     document = json.loads(stored.read_text())
     jsonschema.validate(document, make_schema("autopsy"))
     found = [document["replay"][key] for key in ("faulted", "computed", "failed")]

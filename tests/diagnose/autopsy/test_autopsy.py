@@ -358,6 +358,7 @@ def test_any_line_table_is_read(data: bytes) -> None:
         ("triton_poi_fused_add_0", None, None, "torch.compile", False),
         ("_Z17ncclDevKernel_Genv", None, "ncclDevKernel_Gen", "NCCL", False),
         ("$outer$_ZN2at6native12_GLOBAL__N_13addEv", None, "at::native::(anonymous)::add", "PyTorch", False),
+        ("ampere_sgemm_32x32_sliced1x4_tn", None, None, "cuBLAS", False),
         ("my_kernel", None, None, None, False),
         ("cudnn_generated_fort_native_sm120_matMul_pointwise_knob_3", None, None, "cuDNN", False),
     ],
