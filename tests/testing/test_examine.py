@@ -5,13 +5,15 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from moedoctor.processes.ask import Ended
 from moedoctor.results import to_plain
-from moedoctor.testing import TargetError, check_expert_cache, check_moe, check_router, child
+from moedoctor.testing import TargetError, check_expert_cache, check_moe, check_router, child, moe
 from moedoctor.testing.examine import examine, name_target
 from moedoctor.testing.questions import Setting, load_questions
 
@@ -83,9 +85,7 @@ def test_an_examination_that_was_interrupted_is_no_pass(monkeypatch: pytest.Monk
     assert [answer.reason for answer in report.failed] == ["interrupted, with the questions after it"]
 
 
-def test_an_error_that_a_refused_launch_leaves_is_not_the_next_questions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_that_a_refused_launch_leaves_is_not_the_next_questions(monkeypatch):
     left = ["invalid argument"]
 
     def raise_pending(device: str) -> None:
@@ -108,6 +108,24 @@ def test_an_error_that_a_refused_launch_leaves_is_not_the_next_questions(
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(("hidden", "wrong", "right"), [(16, 1, True), (256, 5, True), (256, 13, False)])
+def test_a_short_row_may_miss_an_element_and_no_row_a_share(monkeypatch, hidden, wrong, right):
+    expected = torch.randn(4, hidden, generator=torch.Generator().manual_seed(0))
+    allowance = expected.norm(dim=1, keepdim=True) / hidden**0.5 + expected.abs()
+    output = expected + 0.035 * allowance * (torch.arange(hidden) < wrong)  # 0.03 would match
+    monkeypatch.setattr(moe, "compute_expected", lambda given, inputs: expected)
+    ids = torch.zeros(4, 1, dtype=torch.int32)
+    fields = {
+        "x": output,
+        "topk_ids": ids,
+        "topk_weights": ids.float(),
+        "experts": 1,
+        "first": 0,
+        "layer": None,
+    }
+    assert (moe.judge(SimpleNamespace(**fields), output, "none", named=False) is None) == right
+
+
 def test_the_smallest_example_is_found_and_its_line_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
     report = check_router(f"{PLANTED}:route_one_expert_of_equals", only=("equal_logits",), seed=3)
     (answer,) = report.answers

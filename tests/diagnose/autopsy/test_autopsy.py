@@ -90,9 +90,7 @@ def examine(path: Path, capsys: pytest.CaptureFixture[str], code: int) -> Any:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_dump_names_what_cuda_gdb_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_dump_names_what_cuda_gdb_names(tmp_path, capsys, name):
     document = examine(unpack(tmp_path, name), capsys, 1)
     (fault,) = document["faults"]
     found = [
@@ -106,9 +104,7 @@ def test_a_dump_names_what_cuda_gdb_names(
     assert (examined["gpu"], examined["capability"], examined["cuda"]) == ("NVIDIA H200", "9.0", "13.0")
 
 
-def test_only_a_kernel_of_moe_layers_sends_to_replay(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_kernel_of_moe_layers_sends_to_replay(tmp_path, capsys):
     (tmp_path / "a.moecapsule").write_bytes(b"")
     unpack(tmp_path, "vllm_topk")
     assert (
@@ -139,9 +135,7 @@ BASE = 0x7FEA1FE00000
         ((0x0000040402147984, 0x000FE2000C101D04), None),  # LDS R20, [R2+0x4]: another memory
     ],
 )
-def test_the_address_of_the_instruction_at_fault(
-    tmp_path: Path, words: tuple[int, int], address: int | None
-) -> None:
+def test_the_address_of_the_instruction_at_fault(tmp_path, words, address):
     file = unpack(tmp_path, "misaligned_store")
     data = file.read_bytes()
     assert data.count(struct.pack("<2Q", *STORE)) == 1
@@ -167,9 +161,7 @@ def write_record(file: Path, **record: Any) -> None:
         (("x", 64), None),
     ],
 )
-def test_an_address_in_or_behind_a_recorded_tensor(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: tuple[int, int], says: str | None
-) -> None:
+def test_an_address_in_or_behind_a_recorded_tensor(tmp_path, capsys, place, says):
     unpack(tmp_path, "misaligned_store")
     for name in ("a", "b"):  # calls of the same layer
         addresses = {"w13_weight": place, "x": (1 << 40, 64)}
@@ -180,9 +172,7 @@ def test_an_address_in_or_behind_a_recorded_tensor(
     assert ("of layer 1" in shown) == bool(says)
 
 
-def test_the_last_call_of_the_process_that_left_the_dump(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_call_of_the_process_that_left_the_dump(tmp_path, capsys):
     unpack(tmp_path, "vllm_topk").rename(tmp_path / "cuda.77.core")
     write_record(tmp_path / "a-177.moecapsule", weights="recorded")
     write_record(tmp_path / "x-77.moecapsule", weights="none", reason="longer than the others")
@@ -202,9 +192,7 @@ echo "=> 0x7f <topkGating+288>:	FMNMX R9, R4, R5"
 """
 
 
-def test_cuda_gdb_is_asked_within_bounds_and_without_scripts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_gdb_is_asked_within_bounds_and_without_scripts(tmp_path, capsys, monkeypatch):
     file, tool, path = unpack(tmp_path, "vllm_topk"), tmp_path / "cuda-gdb", os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "cuda-gdb is not on PATH" in examine(file, capsys, 1)["examined"][0]["no_debugger"]
@@ -265,9 +253,7 @@ def test_an_exception_that_only_the_sm_has(tmp_path: Path) -> None:
         ("INFO: Application startup complete.\n", [], "no error"),
     ],
 )
-def test_a_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, faults: list[str], note: str | None
-) -> None:
+def test_a_log(tmp_path, capsys, text, faults, note):
     file = tmp_path / "server.log"
     file.write_text(text)
     document = examine(file, capsys, int(bool(faults)))
@@ -280,9 +266,7 @@ def test_a_log(
 
 @settings(max_examples=25)
 @given(st.data())
-def test_a_damaged_dump_ends_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_a_damaged_dump_ends_in_one_line(tmp_path_factory, data):
     name = data.draw(st.sampled_from(["triton_graph", "overflow_stack", "run_trap", "misaligned_store"]))
     file = unpack(tmp_path_factory.mktemp("dump"), name)
     content = bytearray(file.read_bytes())
@@ -297,9 +281,7 @@ def test_a_damaged_dump_ends_in_one_line(
 
 
 @pytest.mark.parametrize("size", [10 * 2**30, 2_600])
-def test_a_sparse_or_cut_file_is_refused_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int
-) -> None:
+def test_a_sparse_or_cut_file_is_refused_at_once(tmp_path, capsys, size):
     file = unpack(tmp_path, "triton_graph")
     with file.open("r+b") as stream:
         stream.seek(40)
@@ -363,9 +345,7 @@ def test_any_line_table_is_read(data: bytes) -> None:
         ("cudnn_generated_fort_native_sm120_matMul_pointwise_knob_3", None, None, "cuDNN", False),
     ],
 )
-def test_whose_a_kernel_is(
-    symbol: str, source: str | None, name: str | None, owner: str | None, moe: bool
-) -> None:
+def test_whose_a_kernel_is(symbol, source, name, owner, moe):
     assert demangle(symbol) == (name or symbol)
     found = find_owner(symbol, source)
     assert (found.name if found else None, bool(found and found.moe)) == (owner, moe)
