@@ -64,27 +64,10 @@ def test_exit_code_of_a_run(tmp_path, moedoctor, text, options, code):
     assert err == "".join(f"moedoctor: exit code {code}: {reason}\n" for reason in summary["reasons"])
 
 
-def test_a_stored_report_is_complete_and_shown_in_every_format(tmp_path: Path, moedoctor: Run) -> None:
-    scenario, target = write(tmp_path), tmp_path / "out.json"
-    code, out, err = moedoctor("run", scenario, "--format", "json", "-o", str(target))
-    assert (code, out) == (0, "")
-    assert "1 proved" in err
-    assert {file.name for file in tmp_path.iterdir()} == {"a.yaml", "out.json"}
-    stored = json.loads(target.read_text())
-    assert stored["summary"]["proved"] == 1
-    assert json.loads(moedoctor("show", str(target), "--format", "json")[1]) == stored
-    _, table, _ = moedoctor("show", str(target))
-    assert "\x1b" not in table, "no colour without a terminal"
-    assert "- 1 proved · 0 found" in table
-    assert table.splitlines()[-1].startswith("Next: ")
-    assert moedoctor("show", str(tmp_path / "none.json"))[0] == 2
-
-
 @pytest.mark.parametrize(
     "line",
     [
-        "{}", "--{}", "run MD001 --subject {}", "run MD001 --device {}x", "explain {}", "plan --model {}",
-        "show {}",
+        "{}", "--{}", "plan --model {}", "show {}",
     ],
 )  # fmt: skip
 def test_no_argument_reaches_the_terminal_raw_or_in_full(line, capsys):

@@ -10,21 +10,6 @@ from moedoctor.commands.plan import plan as plan_command
 from moedoctor.diagnose.preflight import ask, checkpoint_load
 from moedoctor.diagnose.preflight.records import StartAnswer, Verdict
 
-ISSUE = ["plan", "--model", "nemotron-3-super-120b", "--kv-dtype", "fp8", "--context", "262144"]
-
-
-def test_the_table_shows_the_issues_row_and_what_was_computed(capsys):
-    assert main([*ISSUE, "--available-kv", "16.79"]) == 0
-    shown = capsys.readouterr().out
-    assert "732,160  as vLLM 0.17.1 to 0.20.0 print them" in shown
-    assert "nothing was measured" in shown
-
-
-def test_a_context_that_does_not_fit_gives_exit_code_1(capsys):
-    assert main([*ISSUE, "--available-kv", "0.5"]) == 1
-    assert "not one request of 262144 tokens fits" in capsys.readouterr().out
-
-
 CONFIG = {
     "hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 4,
     "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,

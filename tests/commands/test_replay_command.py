@@ -35,7 +35,7 @@ def wrong(swapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def test_a_wrong_output_is_named_and_found(wrong, replayed_here, capsys):
-    replayed_here.update((False, True))
+    replayed_here.add(True)
     assert main(["replay", str(wrong), "--backend", "OURS,REFERENCE,MARLIN", "--format", "json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["command"] == "replay"
@@ -78,12 +78,6 @@ def test_what_nothing_explains_is_said_with_what_is_right_here(tmp_path, monkeyp
         assert ("cuda_driver" in capsys.readouterr().out) == shown
 
 
-def test_a_right_output_is_nothing_found(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(make_capsule("fp8", "fp8"), Path("right.moecapsule"))
-    assert main(["replay", "right.moecapsule"]) == 0
-    assert "agrees with the float32 reference" in capsys.readouterr().out
-
-
 def test_a_copy_without_weights_is_not_judged(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["capsule", "copy", str(wrong), "bare.moecapsule", "--without-weights"]) == 0
     assert load(Path("bare.moecapsule")).record.weights == "none"
@@ -118,13 +112,11 @@ def test_bench_takes_the_ids_of_a_capsule(wrong: Path) -> None:
 
 
 def test_a_run_describes_a_capsule(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["run", "gate_up_order", "--subject", "installed", "--capsule"]
-    assert main([*arguments, str(wrong), "--format", "markdown"]) == 0
+    arguments = ["run", "gate_up_order", "--subject", "installed", "--capsule", str(wrong)]
+    assert main([*arguments, "--format", "markdown"]) == 0
     text = capsys.readouterr().out
     assert "## wrong.moecapsule" in text
     assert "the gate and up halves of w13 swapped (MD017)" in text
-    assert main([*arguments, "nothing.moecapsule"]) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
 def test_weights_with_scales_of_blocks_go_to_the_backends_for_blocks(tmp_path, capsys):

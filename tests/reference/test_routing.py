@@ -1,4 +1,4 @@
-"""The oracle against results worked out by hand and against the rule restated one expert at a time."""
+"""The oracle against the rule restated one expert at a time, and its groups by hand."""
 
 import math
 
@@ -8,28 +8,6 @@ from hypothesis import given
 from routing_cases import Call, calls
 
 from moedoctor.reference import routing as reference
-
-NAN, INF = float("nan"), float("inf")
-
-
-def test_softmax_by_hand() -> None:
-    weights, ids = reference.topk_softmax(torch.tensor([[0.0, math.log(2), math.log(5)]]), 2)
-    assert ids.tolist() == [[2, 1]]
-    torch.testing.assert_close(weights, torch.tensor([[5 / 8, 2 / 8]]))
-
-
-def test_sigmoid_by_hand() -> None:
-    weights, ids = reference.topk_sigmoid(torch.tensor([[0.0, math.log(3), -INF]]), 3, renormalize=True)
-    assert ids.tolist() == [[1, 0, 2]]
-    torch.testing.assert_close(weights, torch.tensor([[0.75 / 1.25, 0.5 / 1.25, 0.0]]))
-
-
-def test_the_bias_decides_the_choice_and_not_the_weight() -> None:
-    weights, ids = reference.topk_sigmoid(
-        torch.tensor([[0.0, math.log(3)]]), 1, bias=torch.tensor([1.0, 0.0])
-    )
-    assert ids.tolist() == [[0]]
-    torch.testing.assert_close(weights, torch.tensor([[0.5]]))
 
 
 def test_groups_by_hand() -> None:
