@@ -251,3 +251,10 @@ def fused(transposed: bool = False) -> Made:
             made.tensors[f"{tensor}_weight_scale_2"] = f32(*[1.25e-4] * EXPERTS, shape=(EXPERTS,))
             made.tensors[f"{tensor}_input_scale"] = f32(3e-3)
     return made
+
+
+def damaged() -> Made:
+    """Give a checkpoint with MD014: an up half whose global scale is not that of its gate half."""
+    made = modelopt()
+    made.tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_2"] = f32(3e-4)
+    return made

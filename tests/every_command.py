@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from capsules import computation, make_capsule, noisy, with_output
-from checkpoints_of_tests import f32, modelopt
+from checkpoints_of_tests import damaged
 from cuda_fakes import fake_cubin
 from fleet_answers import write_answers
 from typer.main import get_command
@@ -55,9 +55,7 @@ def prepare(folder: Path) -> None:
     (folder / "c.log").write_text("everything is fine\n")
     dump = REPORTS.parent / "tests" / "diagnose" / "autopsy" / "dumps" / "vllm_topk.xz"
     (folder / "a.core").write_bytes(lzma.decompress(dump.read_bytes()))
-    made = modelopt()
-    made.tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_2"] = f32(3e-4)
-    made.write(folder / "model")
+    damaged().write(folder / "model")
     report = json.loads((REPORTS / "nvidia-h200" / "sentinel_ids.json").read_text())
     (folder / "old.json").write_text(json.dumps(report))
     worse = copy.deepcopy(report)

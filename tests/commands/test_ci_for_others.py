@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 import yaml
-from checkpoints_of_tests import f32, modelopt
+from checkpoints_of_tests import damaged
 from every_command import explain_refusal
 
 from moedoctor.commands import hooks
@@ -86,14 +86,8 @@ class Runner:
         return ended
 
 
-def checkpoint(folder: Path) -> None:
-    made = modelopt()
-    made.tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_2"] = f32(3e-4)
-    made.write(folder)
-
-
 def test_a_damaged_checkpoint_fails_the_action(tmp_path: Path) -> None:
-    checkpoint(tmp_path / "a model")
+    damaged().write(tmp_path / "a model")
     runner = Runner(tmp_path, python=sys.executable, install="none", check="false", checkpoint="a model")
     assert runner.run() == 1
     reports = tmp_path / "moedoctor-reports"
@@ -207,7 +201,7 @@ def test_the_action_installs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     others = [path for path in sys.path if path.endswith("site-packages")]  # which has what moedoctor needs
     (site / "others.pth").write_text("\n".join(others))
     monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip's word for: build with what is there
-    checkpoint(tmp_path / "model")
+    damaged().write(tmp_path / "model")
     inputs = {"python": str(tmp_path / "venv" / "bin" / "python"), "checkpoint": "model"}
     runner = Runner(tmp_path, release="0.33.0", sm="12.0", **inputs)
     runner.values["github.action_path"] = str(source)
@@ -231,7 +225,7 @@ def test_a_folder_without_weights_is_named_and_not_passed_in_silence(tmp_path, m
 
 def test_a_hook_lints_a_folder_once_and_takes_options(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    checkpoint(tmp_path / "model")
+    damaged().write(tmp_path / "model")
     files = ["model/config.json", "model/hf_quant_config.json"]
     assert hooks.main(["lint", "--ignore=MD014=known", *files]) == 0
     assert capsys.readouterr().out.count("known") == 1
@@ -245,7 +239,7 @@ def test_every_hook_of_pre_commit_runs(tmp_path: Path, monkeypatch: pytest.Monke
     good, bad = tmp_path / "scenarios" / "good.yaml", tmp_path / "scenarios" / "bad.yaml"
     good.write_text((ROOT / "scenarios" / "sentinel_ids.yaml").read_text())
     bad.write_text("id: MD016\nsubjects: 3\n")
-    checkpoint(tmp_path / "model")
+    damaged().write(tmp_path / "model")
     given = {
         "moedoctor-lint": (["model/config.json", "model/hf_quant_config.json"], 1),
         "moedoctor-preflight": (["--sm=9.0", "--wheel=nowhere.whl", "model.headers.zip"], 2),

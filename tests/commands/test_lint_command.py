@@ -24,12 +24,6 @@ from moedoctor.diagnose.preflight.records import PreflightFinding, StageAnswer, 
 UP = "model.layers.1.mlp.experts.2.up_proj"
 
 
-def broken() -> Made:
-    made = modelopt()
-    made.tensors[f"{UP}.weight_scale_2"] = f32(3e-4)
-    return made
-
-
 def test_a_remark_alone_is_reported_and_gives_no_exit_code(tmp_path, capsys):
     made = block_fp8()
     made.config["num_attention_heads"] = 8  # 128 rows in blocks of 32 do not divide by 8

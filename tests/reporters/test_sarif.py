@@ -1,12 +1,11 @@
 """SARIF of every command that has it, against the standard's schema and the limits of code scanning."""
 
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from checkpoints_of_tests import f32, modelopt
+from checkpoints_of_tests import damaged
 from cuda_fakes import fake_cubin
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,8 +59,7 @@ def test_fingerprints_stay_if_lines_and_figures_change() -> None:
 
 def test_a_checkpoint_names_its_file_and_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    damaged(tmp_path / "model")
+    damaged().write(tmp_path / "model")
     run = by_command(capsys, "lint", "model")
     uris = {
         result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for result in run["results"]
@@ -73,12 +71,6 @@ def test_a_checkpoint_names_its_file_and_line(tmp_path, monkeypatch, capsys):
     config = tmp_path / "model" / "config.json"
     config.write_text("\n\n\n" + config.read_text())
     assert list_fingerprints(by_command(capsys, "lint", "model")) == first
-
-
-def damaged(folder: Path) -> None:
-    checkpoint = modelopt()
-    checkpoint.tensors["model.layers.1.mlp.experts.2.up_proj.weight_scale_2"] = f32(3e-4)
-    checkpoint.write(folder)
 
 
 def test_a_log_names_its_line(tmp_path, monkeypatch, capsys):

@@ -14,7 +14,7 @@ from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.records import CheckResult, Finding
 from moedoctor.entries import load_entries
 
-BUILDS = ("0.34.1.dev5+gabc123", "0.33.1", "0.34.0rc1", "0.33.0.post1", "dev-build")
+BUILDS = ("0.34.1.dev5+gabc123", "0.33.0.post1", "dev-build")
 READ = [
     id
     for id, entry in load_entries().items()
@@ -59,13 +59,6 @@ def test_an_unknown_build_is_read_and_never_all_clear(version: str, tmp_path: Pa
     assert repacked.evidence["vllm"] == version
     assert "vllm/model_executor/utils.py:" in repacked.evidence["read from this vLLM's source"]
     assert get_finding(result, "MD009") is None
-
-
-def test_a_build_has_the_failures_that_its_source_shows(tmp_path: Path) -> None:
-    result = check_build(write_source(tmp_path, "0.19.1"), "0.34.1.dev5")
-    finding = get_finding(result, "MD009")
-    assert finding is not None
-    assert RUNNER in finding.evidence["read from this vLLM's source"]
 
 
 def test_a_place_that_is_gone_is_listed(tmp_path: Path) -> None:

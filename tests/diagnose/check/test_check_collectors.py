@@ -63,20 +63,6 @@ def test_a_probe_that_fails(name: str) -> None:
         assert "hf_abc" not in text
 
 
-@pytest.mark.parametrize("name", list(environment.COLLECTORS))
-def test_a_fact_whose_collector_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "COLLECTORS", {**environment.COLLECTORS, name: broken})
-    monkeypatch.setattr(environment.collect, "__defaults__", (None, environment.COLLECTORS))
-    result = check(machine(), probes())
-    assert result.environment[name] is None
-    assert "OSError" in result.environment["collector_errors"][name]
-    expected = {"vllm": set(), "wsl": {"MD001"}}.get(name, {"MD001", "MD003"})
-    assert expected <= {finding.id for finding in result.findings}
-    if name == "wsl":
-        assert "MD003" not in {finding.id for finding in result.findings}, "whether UVA is on is not known"
-    assert len(texts(result)) == 3
-
-
 def test_everything_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     all_broken = dict.fromkeys(environment.COLLECTORS, broken)
     monkeypatch.setattr(environment.collect, "__defaults__", (None, all_broken))
@@ -97,15 +83,6 @@ def test_a_collector_that_says_why_it_cannot_is_a_fact() -> None:
     assert "vllm says" in to_text(make_check_page(result))
     assert "nothing: no answer within 30 s" in to_text(make_check_page(result))
     assert result.environment["collectors"]["flashinfer"]["FlashInfer"]
-
-
-def test_upstreams_collectors_run_only_with_their_package() -> None:
-    def never() -> Collected:
-        raise AssertionError
-
-    result = check(sources({"torch": "2.13.0"}, gpu=GPU), probes(vllm=never, flashinfer=never))
-    assert result.environment["collectors"] == {}
-    assert result.environment["collector_errors"] == {}
 
 
 def test_nothing_private_is_shown() -> None:

@@ -28,9 +28,6 @@ def only_finding(release: str, setting: str, command: str = "", **options: str) 
     return found[0] if found else None
 
 
-"""Variable -> the releases that read it; `make test-upstream` compares the whole table with releases."""
-
-
 @pytest.mark.parametrize(
     ("release", "setting", "problem", "instead"),
     [

@@ -12,7 +12,6 @@ from moedoctor.reference import routing as reference
 
 NAN, INF = float("nan"), float("inf")
 UNGROUPED = (routing.topk_softmax, routing.topk_sigmoid)
-POLICIES = ("zero", "finite")
 
 
 def assert_equals_reference(call: Call) -> None:
