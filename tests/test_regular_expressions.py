@@ -1,4 +1,4 @@
-"""No regular expression of the package is slow: each is measured with 200 kB of the worst text for it."""
+"""No regular expression of the package is slow: each is measured with 400 kB of the worst text for it."""
 
 import ast
 import itertools
@@ -23,7 +23,7 @@ pytestmark = [
 
 PACKAGE = Path(moedoctor.__file__).parent
 FUNCTIONS = ("compile", "search", "match", "fullmatch", "finditer", "findall", "sub", "split")
-SMALL, LARGE, MOST_SECONDS = 2_000, 200_000, 0.4
+SMALL, LARGE, MOST_SECONDS = 2_000, 400_000, 1.2
 SHARES = 4
 WHOLE_NAMES = ("_NEEDED", "_PARTS")
 """Passed to another module, which matches whole names with them."""
@@ -174,7 +174,9 @@ def is_slow(expression: Expression) -> str | None:
     texts = hostile(expression)
     costs = {piece: seconds(expression, piece, head, SMALL) for piece, head in texts.items()}
     for piece in sorted(costs, key=lambda piece: -costs[piece])[:4]:
-        if seconds(expression, piece, texts[piece], LARGE) > MOST_SECONDS:
+        # Half of the text takes a quarter of the time if that grows with the square; else the whole is quick.
+        is_suspect = seconds(expression, piece, texts[piece], LARGE // 2) > MOST_SECONDS / 5
+        if is_suspect and seconds(expression, piece, texts[piece], LARGE) > MOST_SECONDS:
             return f"{expression.where}: {expression.pattern!r} on {piece!r}, repeated"
     return None
 
@@ -188,7 +190,7 @@ def timer() -> Iterator[None]:
 
 @pytest.mark.usefixtures("timer")
 @pytest.mark.parametrize("share", range(SHARES))
-def test_no_expression_is_slow_on_200_kilobytes(share: int) -> None:
+def test_no_expression_is_slow_on_400_kilobytes(share: int) -> None:
     """Each share is a test of its own, so that several workers can measure."""
     all_of_them = list(expressions())
     assert len(all_of_them) > 60
