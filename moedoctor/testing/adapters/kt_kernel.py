@@ -58,7 +58,7 @@ def _list_scales(scales: Mapping[str, Tensor], name: str, weight: Tensor, format
     return scales[name].float().contiguous()
 
 
-def _point(experts: Tensor | None, count: int) -> list[list[int]]:
+def _list_addresses(experts: Tensor | None, count: int) -> list[list[int]]:
     """Return the addresses of each expert's tensor, for one NUMA node."""
     return [[0] * count if experts is None else [each.data_ptr() for each in experts]]
 
@@ -93,9 +93,11 @@ def make_kernel(classes: Mapping[str, str]) -> Callable[..., Tensor]:
         s2 = _list_scales(scales, "w2", w2, format)
         gate, up = w13.chunk(2, 1)  # each [E, I, ...]
         gate_scale, up_scale = (None, None) if s13 is None else s13.chunk(2, 1)
-        config.gate_projs, config.up_projs, config.down_projs = (_point(w, experts) for w in (gate, up, w2))
+        config.gate_projs, config.up_projs, config.down_projs = (
+            _list_addresses(w, experts) for w in (gate, up, w2)
+        )
         config.gate_scales, config.up_scales, config.down_scales = (
-            _point(scale, experts) for scale in (gate_scale, up_scale, s2)
+            _list_addresses(scale, experts) for scale in (gate_scale, up_scale, s2)
         )
         if format != "bf16":
             config.quant_config.bits = 4 if format in ("mxfp4", "nvfp4") else 8
