@@ -67,7 +67,8 @@ def test_exit_code_of_a_run(tmp_path, moedoctor, text, options, code):
 @pytest.mark.parametrize(
     "line",
     [
-        "{}", "--{}", "plan --model {}", "show {}",
+        "{}", "--{}", "run MD001 --subject {}", "run MD001 --device {}x", "explain {}", "plan --model {}",
+        "show {}",
     ],
 )  # fmt: skip
 def test_no_argument_reaches_the_terminal_raw_or_in_full(line, capsys):

@@ -89,9 +89,7 @@ def blocked(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 @pytest.fixture(scope="module")
 def ended(place: Path, blocked: Mapping[str, str]) -> Mapping[str, Any]:
     """Run all lines in interpreters without torch: line -> exit code, stdout, stderr."""
-    lines = [f"{name} {words}" for name, (words, _) in ANSWERS.items()]
-    lines += [f"{name} {words}" for name, words in NEED_TORCH.items()]
-    return _run_lines(sys.executable, place, blocked, *lines, *ALSO_ANSWER, FIX)
+    return _run_lines(sys.executable, place, blocked, *ALSO_ANSWER, FIX)
 
 
 _RUN_LINES = """
@@ -107,9 +105,11 @@ print("RESULTS", json.dumps(results))
 """
 
 
-def _run_lines(python: str, place: Path, environ: Mapping[str, str], *lines: str) -> Mapping[str, Any]:
-    """Run the lines in one process of that interpreter."""
-    answer = _run([python, "-c", _RUN_LINES, *lines], place, environ)
+def _run_lines(python: str, place: Path, environ: Mapping[str, str], *more: str) -> Mapping[str, Any]:
+    """Run the lines of all commands, and more, in one process of that interpreter."""
+    lines = [f"{name} {words}" for name, (words, _) in ANSWERS.items()]
+    lines += [f"{name} {words}" for name, words in NEED_TORCH.items()]
+    answer = _run([python, "-c", _RUN_LINES, *lines, *more], place, environ)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout.rpartition("RESULTS ")[2])  # type: ignore[no-any-return]
 
@@ -162,7 +162,7 @@ def test_a_torch_that_is_there_and_broken_is_another_matter() -> None:
 
 @pytest.mark.slow
 def test_the_wheel_answers_in_an_environment_without_torch(place: Path, tmp_path: Path) -> None:
-    """Build the wheel, install it as a person would, and run commands that read files of the wheel."""
+    """Build the wheel, install it as a person would, and run every command."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     built = _run([*pip, str(ROOT), "-w", str(tmp_path)], tmp_path, os.environ)
     assert built.returncode == 0, built.stderr
@@ -176,11 +176,11 @@ def test_the_wheel_answers_in_an_environment_without_torch(place: Path, tmp_path
     assert installed.returncode == 0, installed.stderr
     heavy = "import importlib.util as u; print([n for n in ('torch', 'triton', 'numpy') if u.find_spec(n)])"
     assert _run([str(bin / "python"), "-c", heavy], tmp_path, environ).stdout.strip() == "[]"
-    reading = {name: f"{name} {ANSWERS[name][0]}" for name in ("list", "backends", "plan", "schema")}
-    ended = _run_lines(str(bin / "python"), place, environ, *reading.values(), "run MD001")
-    for command in reading:
+    ended = _run_lines(str(bin / "python"), place, environ)
+    for command in ANSWERS:
         test_what_answers_without_torch_answers(ended, command)
-    test_what_needs_torch_says_so_in_one_line(ended, "run")
+    for command in NEED_TORCH:
+        test_what_needs_torch_says_so_in_one_line(ended, command)
     # A torch that is broken is a finding.
     (site,) = bin.parent.glob("lib/python*/site-packages")
     (site / "torch").mkdir()

@@ -112,11 +112,13 @@ def test_bench_takes_the_ids_of_a_capsule(wrong: Path) -> None:
 
 
 def test_a_run_describes_a_capsule(wrong: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["run", "gate_up_order", "--subject", "installed", "--capsule", str(wrong)]
-    assert main([*arguments, "--format", "markdown"]) == 0
+    arguments = ["run", "gate_up_order", "--subject", "installed", "--capsule"]
+    assert main([*arguments, str(wrong), "--format", "markdown"]) == 0
     text = capsys.readouterr().out
     assert "## wrong.moecapsule" in text
     assert "the gate and up halves of w13 swapped (MD017)" in text
+    assert main([*arguments, "nothing.moecapsule"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
 def test_weights_with_scales_of_blocks_go_to_the_backends_for_blocks(tmp_path, capsys):

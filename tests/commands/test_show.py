@@ -171,7 +171,7 @@ def test_what_is_no_report_is_refused(document, message, tmp_path, capsys):
     assert len(written.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["lint", "plan"])
+@pytest.mark.parametrize("name", ["triage", "lint", "plan", "compare"])
 def test_the_line_that_makes_a_report_again_does(name, stored, monkeypatch):
     path = stored(name)
     first = json.loads(path.read_text())

@@ -39,9 +39,9 @@ def _unescape(text: str, more: str) -> str:
     ],
 )
 def test_each_verdict_has_its_level(verdict: str, level: str) -> None:
-    result = scenario(verdict, file="a,b:c%.yaml", reason="why: 5 %0A or so", line=3)
+    result = scenario(verdict, file="a,b:c%.yaml", reason="why: 5 %0A\r\n::warning::x", line=3)
     place = {"file": "a,b:c%.yaml", "line": "3", "title": f"MD001 nan_routing: {verdict}"}
-    assert _commands(report(result)) == [(level, place, f"{result.title}\nwhy: 5 %0A or so")]
+    assert _commands(report(result)) == [(level, place, f"{result.title}\nwhy: 5 %0A ::warning::x")]
 
 
 def test_the_job_summary_is_the_markdown() -> None:

@@ -47,7 +47,7 @@ def test_ours_are_right(name: str) -> None:
 @needs_triton
 @pytest.mark.slow
 def test_our_kernels_are_right_in_the_interpreter() -> None:
-    asked = "router:route cache:make_device_cache moe:run_slots:fp8 moe:run_experts:nvfp4"
+    asked = "router:route cache:make_device_cache moe:run_slots:bf16:fp8 moe:run_experts:bf16:nvfp4"
     run_check("testing/asking.py", *asked.split())
 
 

@@ -156,7 +156,7 @@ def _plan(request: PlanRequest) -> Plan:
     repacks = request.backend == "MARLIN" and request.scheme in SCHEMES_OF["MARLIN"]
     repack = expert_bytes // shape.experts.count if repacks else 0
     if request.gpu_bytes is not None and on_device <= request.gpu_bytes < on_device + repack:
-        notes.append(f"loading: {repack / GIB:.2f} GiB more are needed while MARLIN repacks a layer (MD026)")
+        notes.append(f"loading: at least {repack / GIB:.2f} GiB more while MARLIN repacks a layer (MD026)")
     kv = fit_kv_cache(
         shape,
         available_bytes=available,

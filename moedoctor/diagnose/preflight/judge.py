@@ -427,7 +427,7 @@ def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if rows:
         left = sum(max(0, row["left"]) * row["count"] for row in rows)
         peak = format_size(rank["bytes"] + left + max(row["new"] for row in rows))
-        yield "weights while they are repacked, at most", f"not known: {problem}" if problem else peak
+        yield "weights while they are repacked, at least", f"not known: {problem}" if problem else peak
     backend = used["backend"].upper().replace(" ", "_")
     if not backend:
         return

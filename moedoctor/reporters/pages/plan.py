@@ -88,7 +88,7 @@ def _list_rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]
     ]
     if result.repack_bytes:
         how = "new experts of one layer beside all weights; FP4 up to vLLM 0.25.1: a third more (MD026)"
-        rows.append(("while weights are repacked", _format_gib(result.repack_bytes), how))
+        rows.append(("while weights are repacked, at least", _format_gib(result.repack_bytes), how))
     if result.budget_bytes is not None:
         rows.append(
             ("GPU budget", _format_gib(result.budget_bytes), f"memory × utilization {request.utilization:g}")

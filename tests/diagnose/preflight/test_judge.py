@@ -142,10 +142,10 @@ def test_memory_is_that_of_plan(backend: str, method: str, workspace: str) -> No
     assert facts["left for the KV cache, if activations took nothing"] == "5.0 MB"
     assert facts["weights on the host, at most"] == "1073.7 MB"
     assert facts["new tensors while a layer of experts is repacked (MD026)"] == "10.0 MB"
-    assert facts["weights while they are repacked, at most"] == "2024.0 MB"
+    assert facts["weights while they are repacked, at least"] == "2024.0 MB"
     after[1]["problem"] = "ImportError: humming"
     facts = dict(judge(rank(**known, after=after)).memory)
-    assert facts["weights while they are repacked, at most"] == "not known: ImportError: humming"
+    assert facts["weights while they are repacked, at least"] == "not known: ImportError: humming"
     assert facts[f"workspace of {backend.upper().replace(' ', '_')} for 2,048 tokens"].startswith(workspace)
     assert judge(rank()).memory == ()
 
