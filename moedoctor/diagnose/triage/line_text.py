@@ -221,7 +221,7 @@ class Quotations:
 
     def is_of_another(self, lines: Sequence[bytes], index: int) -> bool:
         """Return True if the line at `index` is an item, or quoted below words that do not own it."""
-        if not _is_quoted(lines[index]):
+        if not is_quoted(lines[index]):
             return _CHANGE.match(lines[index].lower()) is not None
         above = self._find_words(lines, index)
         return self.alone if above is None else not _OWN.search(above.lower())
@@ -232,10 +232,11 @@ class Quotations:
 
     def _find_words(self, lines: Sequence[bytes], end: int) -> bytes | None:
         last = reversed(lines[max(0, end - _QUOTATION) : end])
-        return next((line for line in last if line.strip() and not _is_quoted(line)), self._above)
+        return next((line for line in last if line.strip() and not is_quoted(line)), self._above)
 
 
-def _is_quoted(line: bytes) -> bool:
+def is_quoted(line: bytes) -> bool:
+    """Return True for a line of a quotation in Markdown."""
     return line.lstrip().startswith((b">", b"&gt;"))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.line_text import BELOW_ERROR, OF_VLLM, Quotations, split_prefix
+from moedoctor.diagnose.triage.line_text import BELOW_ERROR, OF_VLLM, Quotations, is_quoted, split_prefix
 
 BLOCK = 1 << 19
 """Bytes read at a time."""
@@ -148,7 +148,11 @@ class Passages:
             if alone:
                 passage = _make_passage("", cleaned[index], "", numbers[index], False)
             else:
-                before, after = ("" if near in pieces else cleaned[near] for near in (index - 1, index + 1))
+                quoted = is_quoted(window[index])  # a quotation and the words below it are no sentence
+                before, after = (
+                    "" if near in pieces or is_quoted(window[near]) != quoted else cleaned[near]
+                    for near in (index - 1, index + 1)
+                )
                 longest = max(map(len, window[index - 1 : index + 1]))
                 wrapped = longest >= _TERMINAL and (account is not None or self._fresh_bytes <= THOROUGH)
                 passage = _make_passage(before, cleaned[index], after, numbers[index], wrapped)
@@ -232,9 +236,8 @@ def _make_passage(before: str, shown: str, after: str, number: int, wrapped: boo
     head, middle, tail = before[-_NEIGHBOUR:].lower(), shown.lower(), after[:_NEIGHBOUR].lower()
     start = len(head) + 1 if head else 0
     text = f"{head} {middle}" if head else middle
-    glued = None
-    if wrapped and (_may_break(head, middle) or _may_break(middle, tail)):
-        glued = f"{head}{middle}{tail}"
+    breaks = wrapped and (_may_break(head, middle) or _may_break(middle, tail))
+    glued = f"{head}{middle}{tail}" if breaks else None
     joints = (len(head), len(head) + len(middle))
     return Passage(number, shown, f"{text} {tail}" if tail else text, start, len(text), glued, joints)
 

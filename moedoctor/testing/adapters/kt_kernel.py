@@ -31,9 +31,6 @@ _AVX2 = {
 }
 _GROUPS = {"fp8-block": 128, "mxfp4": 32, "nvfp4": 16}
 """Format -> columns that share a scale."""
-_THREADS = 2
-_MOST_TOKENS = 512
-"""`chunked_prefill_size` of the wrapper."""
 
 
 @functools.cache
@@ -41,7 +38,7 @@ def _start_workers() -> Any:
     """Return the queue of the workers; a process has one."""
     extension = importlib.import_module("kt_kernel").kt_kernel_ext
     pool = extension.WorkerPoolConfig()
-    pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [_THREADS]
+    pool.subpool_count, pool.subpool_numa_map, pool.subpool_thread_count = 1, [0], [2]
     return extension.CPUInfer(pool)
 
 
@@ -88,9 +85,9 @@ def make_kernel(classes: Mapping[str, str]) -> Callable[..., Tensor]:
         experts, top_k, rows = len(w2), topk_ids.shape[1], w13.shape[1] // 2
         on_gpu = torch.zeros(experts, dtype=torch.bool)
         config = moe.MOEConfig(experts, top_k, x.shape[1], rows, on_gpu.data_ptr())
-        config.pool, config.max_len = workers.backend_, _MOST_TOKENS
-        s13 = _list_scales(scales, "w13", w13, format)
-        s2 = _list_scales(scales, "w2", w2, format)
+        config.pool = workers.backend_
+        config.max_len = 512  # `chunked_prefill_size` of the wrapper
+        s13, s2 = (_list_scales(scales, name, w, format) for name, w in (("w13", w13), ("w2", w2)))
         gate, up = w13.chunk(2, 1)  # each [E, I, ...]
         gate_scale, up_scale = (None, None) if s13 is None else s13.chunk(2, 1)
         config.gate_projs, config.up_projs, config.down_projs = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moedoctor.diagnose.triage.triage import Finding, Grade, Triage, triage
@@ -97,6 +97,7 @@ SAID = (
 
 
 @settings(max_examples=150, deadline=None)
+@example("Unknown vLLM environment variable detected: VLLM_USE_FLASHINFER_MOE_FP4", "X:\n> {}\nSlow.", "{}")
 @given(st.sampled_from(LINES), st.sampled_from((*DENIED, *TOLD)), st.sampled_from(SAID))
 def test_a_line_counts_as_the_sentence_around_it_says(line: str, denial: str, statement: str) -> None:
     assert read(denial.format(line)).findings == ()
