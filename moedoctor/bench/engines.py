@@ -125,6 +125,10 @@ class EngineRow:
     """Of `tokens_of` clear prompts, so many have the base's tokens although all experts are wrong."""
     gpu_bytes: int | None = None
     """After loading, without the KV cache if its size is logged."""
+    load_peak_bytes: int | None = None
+    """Beyond what weights hold afterwards, while they are loaded and repacked."""
+    planned_peak_bytes: int | None = None
+    """The same as `moedoctor plan` computes it, without what a layer keeps."""
     host_bytes: int | None = None
     kv_cache_tokens: int | None = None
     freed_to_kv_cache: float | None = None
@@ -325,6 +329,7 @@ def _describe(
         "wrong": to_base.problem,
         **({"tokens_same": to_base.same, "tokens_of": to_base.clear} if to_base.is_compared else {}),
         "gpu_bytes": _count_held_bytes(first),
+        "load_peak_bytes": first.load_peak,
         "host_bytes": first.host_bytes,
         "kv_cache_tokens": _count_kv_cache_tokens(first),
         "load_s": round(statistics.median(result.seconds.get("load", 0.0) for result in results), 1),

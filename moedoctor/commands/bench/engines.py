@@ -15,11 +15,16 @@ from typing import Any
 
 from moedoctor import environment
 from moedoctor.bench import engines
-from moedoctor.bench.engines import Variant
+from moedoctor.bench.engines import EngineRow, Variant
 from moedoctor.bench.gpu_state import sample_gpus
 from moedoctor.bench.random_model import PREFIX, RandomModel
 from moedoctor.commands.options import InputError, split_texts
+from moedoctor.diagnose.plan.kv_cache import PlanError
+from moedoctor.diagnose.plan.repacking import compute_repacking
+from moedoctor.diagnose.plan.weights import find_expert_scheme
 from moedoctor.environment import explain_missing_gpu
+from moedoctor.models.config_fields import ConfigError
+from moedoctor.models.presets import find_model
 from moedoctor.origin import record_origin
 from moedoctor.plugin.extensions import FIXES
 from moedoctor.redaction import Redactor
@@ -142,8 +147,8 @@ def measure(plan: engines.Plan) -> Bench:
     ):
         progress = bar if sys.stderr.isatty() else _print_progress
         measured = engines.measure(replace(plan, model=model), progress=progress)
+        rows = [engines.drop_empty(_add_planned_peak(row, model)) for row in measured.engines]
     redactor = Redactor.from_this_process()
-    rows = [engines.drop_empty(row) for row in measured.engines]
     figures = {
         "model": redactor.mask(str(plan.model)),
         "tokens": plan.tokens,
@@ -156,6 +161,17 @@ def measure(plan: engines.Plan) -> Bench:
     iterations = {"rounds": plan.rounds, "repeats": plan.repeats, "new_tokens": plan.tokens}
     origin = record_origin(variables=facts.get("env"), gpu_state=readings.state, iterations=iterations)
     return Bench("engines", figures, facts, code, origin)
+
+
+def _add_planned_peak(row: EngineRow, model: Path) -> EngineRow:
+    """Return the row with the peak that `moedoctor plan` computes for its backend, if that was measured."""
+    if row.load_peak_bytes is None or not row.moe_backend:
+        return row
+    with contextlib.suppress(ConfigError, PlanError):
+        scheme, _ = find_expert_scheme(model / "config.json")
+        layer = find_model(str(model)).experts.layer
+        return replace(row, planned_peak_bytes=compute_repacking(row.moe_backend, scheme, layer).bytes)
+    return row
 
 
 @contextlib.contextmanager

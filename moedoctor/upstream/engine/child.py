@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import gc
 import importlib
 import shlex
 import sys
@@ -55,7 +56,7 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[N
         yield
         vllm = importlib.import_module("vllm")
     response["version"] = str(vllm.__version__)
-    with _time_stage(response, "load"):
+    with _time_stage(response, "load"), _watch_loading(response):
         yield
         given = {**request["arguments"], **_read_flags(request["flags"])}
         llm = vllm.LLM(**{key: set(value) if key in _SETS else value for key, value in given.items()})
@@ -127,6 +128,35 @@ def _look(response: dict[str, Any], probe: Callable[[], Any]) -> Generator[None,
             response["probe"] = to_plain(so_far)
             yield
     return None
+
+
+@contextlib.contextmanager
+def _watch_loading(response: dict[str, Any]) -> Iterator[None]:
+    """Note in `response` the bytes that torch held while weights were loaded beyond those it held afterwards.
+
+    vLLM's default loaders are watched, in this process. The KV cache and warm-up come later and do not count.
+    """
+    loader: Any = None
+    with contextlib.suppress(ImportError):
+        loader = importlib.import_module("vllm.model_executor.model_loader.base_loader").BaseModelLoader
+    if loader is None:
+        yield
+        return
+    load = loader.load_model
+
+    def load_model(*arguments: Any, **options: Any) -> Any:
+        model = load(*arguments, **options)
+        cuda = importlib.import_module("torch").cuda
+        if cuda.is_available():
+            gc.collect()
+            response["load_peak"] = int(cuda.max_memory_allocated() - cuda.memory_allocated())
+        return model
+
+    loader.load_model = load_model
+    try:
+        yield
+    finally:
+        loader.load_model = load
 
 
 @contextlib.contextmanager

@@ -174,6 +174,8 @@ class EngineResult:
     log: LogFacts = field(default_factory=LogFacts)
     allocated: int | None = None
     """Bytes that torch held on the GPU after loading; None without a GPU."""
+    load_peak: int | None = None
+    """Bytes that torch held at most while weights were loaded and repacked, beyond those held afterwards."""
     host_bytes: int | None = None
     """Memory of the engine's process on the host after loading; None if the system does not say."""
     probe: Any = None
@@ -254,6 +256,7 @@ def run_engine(request: EngineRequest) -> EngineResult:
         fixes="; ".join(active) or None,
         log=read_log(ended.log),
         allocated=answer.get("allocated"),
+        load_peak=answer.get("load_peak"),
         host_bytes=answer.get("host_bytes"),
         probe=answer.get("probe"),
         seconds={**_read_loading(ended.log), **answer.get("seconds", {}), "total": round(ended.seconds, 2)},

@@ -8,6 +8,7 @@ import engine_stub
 import pytest
 
 from moedoctor import cli, environment
+from moedoctor.bench.engines import EngineRow
 from moedoctor.commands.bench import engines
 from moedoctor.commands.options import InputError
 
@@ -85,3 +86,19 @@ def test_random_weights_are_written_for_the_engines_and_gone_afterwards() -> Non
     assert not folder.exists()
     with pytest.raises(InputError, match="hidden: 8"), engines.write_random(Path("random:hidden=8")):
         pass
+
+
+@pytest.mark.parametrize(
+    ("scheme", "backend", "peak", "planned"),
+    [
+        ("bf16", "TRITON", 5, 0),
+        ("fp8", "MARLIN", 5, 8 * 256 * 256 * 2 + 256 * 256),
+        ("fp8", "MARLIN", None, None),  # the engine did not start, or is in other processes
+        ("bf16", "FLASHINFER_TRTLLM", 5, None),
+        ("bf16", "", 5, None),
+    ],
+)
+def test_the_peak_of_loading_is_beside_that_of_plan(scheme, backend, peak, planned):
+    with engines.write_random(Path(f"random:layers=1,scheme={scheme}")) as folder:
+        row = EngineRow("a", "", moe_backend=backend, load_peak_bytes=peak)
+        assert engines._add_planned_peak(row, folder).planned_peak_bytes == planned

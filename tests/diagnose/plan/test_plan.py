@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from moedoctor.diagnose.plan.kv_cache import PlanError, fit_kv_cache
 from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
+from moedoctor.diagnose.plan.repacking import compute_repacking
 from moedoctor.models.config import shape_of
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.models.presets import list_presets, load_preset
 
 SUPER = load_preset("nemotron-3-super-120b")
@@ -266,3 +268,19 @@ def test_marlin_needs_the_experts_of_one_layer_more_while_it_repacks():
     assert not any("MD026" in note for note in plan(enough).notes)
     for change in ({"backend": "TRITON", "scheme": "fp8"}, {"scheme": "bf16"}):
         assert plan(replace(request, gpu_bytes=200 * GIB, **change)).repack_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "scheme", "measured"),
+    [
+        ("TRITON", "bf16", 0),
+        ("TRITON", "fp8", 0),
+        ("MARLIN", "fp8", 68_157_440),
+        ("MARLIN", "fp8", 68_157_952),  # ModelOpt
+        ("MARLIN", "nvfp4", 98_566_656),
+    ],
+)
+def test_repacking_takes_what_an_h200_showed(backend, scheme, measured):
+    """vLLM 0.33.0, 32 experts: torch rounds each tensor to 512 bytes."""
+    computed = compute_repacking(backend, scheme, LayerShape(1024, 512, 32, 8)).bytes
+    assert computed == pytest.approx(measured, rel=2e-4)

@@ -188,3 +188,23 @@ def test_flags_are_read_by_vllms_parser_and_replace_arguments(monkeypatch: pytes
     assert given == {"gpu_memory_utilization": 0.92}
     with pytest.raises(ValueError, match="vLLM's parser refuses --nonsense: "):
         child._read_flags(["--nonsense"])
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_peak_of_loading_is_what_goes_when_weights_are_loaded(is_there, monkeypatch):
+    """An error of vLLM passes, and its loader is as before."""
+    cuda = types.SimpleNamespace(
+        is_available=lambda: is_there, max_memory_allocated=lambda: 50, memory_allocated=lambda: 20
+    )
+    loader = type("BaseModelLoader", (), {"load_model": lambda self, name: name.upper()})
+    original = loader.load_model
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    name = "vllm.model_executor.model_loader.base_loader"
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(BaseModelLoader=loader))
+    response: dict[str, Any] = {}
+    with pytest.raises(AttributeError), child._watch_loading(response):
+        loader().load_model(loader().load_model(name="tiny") == "TINY")
+    assert response == ({"load_peak": 30} if is_there else {})
+    assert loader.load_model is original
