@@ -48,13 +48,17 @@ _MOST_RANK = 4096
         "Memory of one GPU. Default: that of this machine's GPU, else 80.",
         number("--memory", most=1e6),
     ),
-    gpus=option("N", "GPUs of the server's machine.", number("--gpus", "1 to 1024", most=1024, whole=True)),
+    gpus=option(
+        "N",
+        "GPUs of the server's machine. Default: those of this machine, or 8 with --sm.",
+        number("--gpus", "1 to 1024", most=1024, whole=True),
+    ),
     python=option("FILE", "Ask the vLLM of this Python instead of the installed one."),
     wheel=option("FILE", "Ask the vLLM of this wheel, or of a folder with the package vllm."),
     releases=option("FILE,...", "Ask these wheels, folders or Pythons, too, and compare the answers."),
     sizes=option(
         "N",
-        "Ask for each tensor-parallel size up to N, with and without expert parallelism, too.",
+        "Ask for the tensor-parallel sizes 1, 2, 4 ... and N, with and without expert parallelism, too.",
         number("--sizes", "1 to 64", most=_MOST_SIZE, whole=True),
     ),
     rank=option("R,...", "Ranks to ask. Default: the first, the last, and one of each stage."),
@@ -64,15 +68,17 @@ _MOST_RANK = 4096
     fail_on=option(
         "NAME,...", "Exit with 1 for these: refused, wrong, cannot-say, warning. Default: refused,wrong."
     ),
-    ignore=option("TEXT,...", "Leave out findings whose rule or tensor contains one of these."),
+    ignore=option("TEXT,...", "Leave out findings of these rules, or whose tensor contains one of these."),
     timeout=option("SECONDS", "Limit for one release.", number("--timeout", most=86400)),
-    verbose=typer.Option("--verbose", "-v", help="Show also what is done with weights after loading."),
+    verbose=typer.Option(
+        "--verbose", "-v", help="Show also why other backends are not used, and what happens after loading."
+    ),
 )
 def preflight(
     command: list[str] | None = None,
     sm: Capability = None,
     memory: float | None = None,
-    gpus: float = 8,
+    gpus: float | None = None,
     python: Path | None = None,
     wheel: Path | None = None,
     releases: list[str] | None = None,
@@ -188,7 +194,7 @@ def _find_installed() -> Release:
 def _make_question(
     sm: str | None,
     memory: float | None,
-    gpus: float,
+    gpus: float | None,
     rank: list[str] | None,
     facts: Mapping[str, Any],
     *,
@@ -205,6 +211,7 @@ def _make_question(
     if not capability:
         raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
     gpu: Mapping[str, Any] = next(iter(facts.get("gpus") or ()), {})
+    count = gpus or (len(facts.get("gpus") or ()) if sm is None else 0) or 8
     gib = memory or (gpu.get("memory_bytes") or 80 * 2**30) / 2**30
     major, _, minor = capability.partition(".")
     for text in split_texts(rank):
@@ -212,10 +219,12 @@ def _make_question(
             raise InputError(f"--rank {shorten(text)}: expected numbers from 0 to {_MOST_RANK}")
     ranks = tuple(sorted({int(text) for text in split_texts(rank)}))
     return Question(
-        (int(major), int(minor)), int(gib * 2**30), int(gpus), ranks or None, post, trust, timeout
+        (int(major), int(minor)), int(gib * 2**30), int(count), ranks or None, post, trust, timeout
     )
 
 
 def _list_sizes(start: ServeCommand, most: float | None) -> list[ServeCommand]:
-    sizes = [2**power for power in range(7) if 2**power <= (most or 0)]
+    sizes = sorted(
+        {*(2**power for power in range(7) if 2**power <= (most or 0)), *([int(most)] if most else [])}
+    )
     return [start.use_sizes(size, expert) for size in sizes for expert in (False, True)]

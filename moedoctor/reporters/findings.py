@@ -250,7 +250,8 @@ def find_in_preflight(document: PreflightDocument, summary: str) -> Findings:
     """Return what is wrong with a start; the same start in other releases and sizes are other items."""
     from moedoctor.diagnose.preflight.records import RULES, Verdict
 
-    config = os.path.join(document.model, "config.json")
+    model = document.model  # a config.json alone and a pack of headers are files
+    config = model if os.path.isfile(model) else os.path.join(model, "config.json")
     place = make_relative(config)
     found, passed, skipped = [], [], []
     for answer in document.answers:

@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 from checkpoint_headers import Size, qwen3, write_headers
 
+from moedoctor import environment
 from moedoctor.cli import main
 from moedoctor.commands import hooks
 from moedoctor.diagnose.preflight import ask
 from moedoctor.processes.ask import Ended
 from moedoctor.reporters.findings import find_field
 
-ENVIRONMENT = {"versions": {"vllm": "0.33.0"}, "unsatisfied": [], "gone": ["torch:cuda.x"], "seconds": 1.0}
+ENVIRONMENT = {
+    "versions": {"vllm": "0.33.0"},
+    "unsatisfied": [],
+    "answered": ["answered in their place: a"],
+    "gone": ["torch:cuda.x"],
+    "seconds": 1.0,
+}
 
 
 def make_reply(command: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,6 +35,8 @@ def make_reply(command: Mapping[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"rank": 0, "seconds": seconds, "bytes": 1 << 30, "layers": layers}
     row["loaded"] = {"holes": [], "cast": []}
     row["kv"] = {"tokens": 1000, "refused": ""}
+    if "--max-model-len" in words:
+        row["kv"] = {"tokens": None, "refused": "no room", "left": -1 << 30, "weights": 2 << 30}
     if size > 1:
         frame = {
             "at": ["vllm/linear.py:7"],
@@ -79,14 +88,38 @@ def test_the_answer_comes_first(release: Path, model: Path, capsys: pytest.Captu
     lines = capsys.readouterr().out.splitlines()
     assert "starts: no: 0.33.0 stops, rank 0: ValueError: 64 is not divisible by 128" in " ".join(lines[1:4])
     assert any("--sizes 8" in line for line in lines[:6])
+    assert sum("is not divisible" in line for line in lines) == 1
+    assert call(release, model, "--max-model-len", "9", options=("--fail-on", "warning")) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "starts: with more memory: rank 0: the weights take 2.00 GiB, and vLLM may use 1.00" in lines[1]
+
+
+@pytest.mark.parametrize("part", ["", "config.json", "pack.headers.zip"])
+def test_a_finding_is_in_the_file_that_was_given(part, release, model, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["preflight", "headers", "model", "-o", "model/pack.headers.zip"])
+    call(release, Path("model", part), "--tensor-parallel-size", "2", options=("--format", "sarif"))
+    (found,) = json.loads(capsys.readouterr().out)["runs"][0]["results"]
+    file = found["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+    assert file == f"model/{part or 'config.json'}"
+
+
+def test_a_machine_that_is_asked_about_has_its_own_gpus(release, model, monkeypatch, capsys):
+    machine = {"capability": "12.0", "gpus": [{"memory_bytes": 32 << 30}]}
+    monkeypatch.setattr(environment, "collect", lambda: machine)
+    named = ("preflight", "--wheel", str(release), "--format", "json")
+    for options, count in (((), 1), (("--sm", "9.0"), 8), (("--gpus", "2"), 2)):
+        assert main([*named, *options, "--", "vllm", "serve", str(model)]) == 0
+        assert json.loads(capsys.readouterr().out)["gpu"]["count"] == count
 
 
 def test_every_size_has_an_answer(release: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(release, model, options=("--sizes", "2", "--format", "json")) == 0
+    assert call(release, model, options=("--sizes", "3", "--format", "json")) == 0
     document = json.loads(capsys.readouterr().out)
-    assert [answer["verdict"] for answer in document["answers"]] == ["starts"] * 3 + ["refused"] * 2
+    assert [answer["verdict"] for answer in document["answers"]] == ["starts"] * 3 + ["refused"] * 4
     assert document["answers"][0]["notes"] == [
-        "not in this release, so not answered in its place: torch:cuda.x"
+        "answered in their place: a",
+        "not in this release, so not answered in its place: torch:cuda.x",
     ]
 
 

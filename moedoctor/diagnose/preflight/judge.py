@@ -26,7 +26,7 @@ from moedoctor.diagnose.settings.settings import check_settings
 from moedoctor.diagnose.triage.triage import triage
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.models.tensor_names import OPTIONAL
-from moedoctor.text import format_size, shorten
+from moedoctor.text import shorten
 
 STAGES: Mapping[str, str] = {
     "arguments": "reads the command line",
@@ -78,7 +78,7 @@ def judge_start(
     rank = next((row["rank"] for row in ranks if "error" in row), None)
     quantization = str(reply.get("config", {}).get("quantization") or "")
     skipped = [each["pattern"] for each in reply.get("skipped", ())]
-    unread = f"; {release} reads nothing of {_join(skipped)}" if skipped else ""
+    unread = f"{release} reads nothing of {_join(skipped)}" if skipped else ""
     findings = [*_find_errors(error, rank, environment, quantization, unread)]
     findings += _find_holes(reply, release, skipped, unread)
     findings += [*_find_unbalanced(ranks), *_find_stale_buffers(ranks)]
@@ -86,7 +86,7 @@ def judge_start(
     findings += _find_settings(release, words, variables or {})
     asked = {stage for row in ranks for stage in row["seconds"]} | set(reply.get("seconds", {}))
     verdict, reason, step = conclude(findings, release, asked)
-    if "made" in reply and verdict is Verdict.STARTS and "load" in asked:
+    if "made" in reply and verdict is Verdict.STARTS and "load" in asked and not step:
         reason = f"{release} loads the tensors that its own mapping names; a checkpoint was not looked at"
         step = _GIVE_HEADERS
     config = reply.get("config", {})
@@ -165,7 +165,7 @@ def _find_errors(
     tensor = error.get("tensor") or (named[1] if named is not None else "")
     where = {"rank": rank, "tensor": tensor, "source": "".join(error["at"][-1:])}
     if is_refusal(error, environment):
-        text += unread if "not initialized" in error["message"] else ""
+        text += f"; {unread}" if unread and "not initialized" in error["message"] else ""
         known = find_known(f"{text}\nMoE, quantization {quantization}\n{where['source']}")
         if error["stage"] == "adapters" and "expert" in error["message"]:  # its end is cut off
             known = "MD029"
@@ -221,13 +221,19 @@ def _find_holes(
                     holes.setdefault(hole["pattern"], (row["rank"], hole))
             for name, stored, parameter in loaded.get("cast", ()):
                 casts[stored, parameter].append(name)
+    missing = next((row["loaded"]["missing"] for row in ranks if row.get("loaded", {}).get("missing")), ())
+    cause = unread
+    if missing:
+        cause = f"{unread}, and finds no " if unread else f"{release} finds no "
+        cause += missing[0] + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+    cause += ": " if cause else ""
     for is_empty in (True, False):
         rows = {pattern: row for pattern, row in holes.items() if (row[1]["written"] == 0) == is_empty}
         if rows:
             rank, hole = next(iter(rows.values()))
             extent = "never written" if is_empty else f"written in part, the first to {hole['written']:.1%}"
             count = sum(each["count"] for _, each in rows.values())
-            message = f"{count} parameters are {extent} ({_join(list(rows))}){unread}"
+            message = f"{cause}{count} parameters are {extent} ({_join(list(rows))})"
             step = (
                 "Rename the tensors as the release reads them, or ask another release: --releases A,B."
                 if skipped
@@ -254,11 +260,7 @@ def _find_holes(
             id="MD023",
         )
     if skipped and not holes:
-        yield _make(
-            "not-read",
-            f"{release} reads nothing of {_join(skipped)}",
-            "Check that these are meant to be unused.",
-        )
+        yield _make("not-read", unread, "Check that these are meant to be unused.")
 
 
 def _find_unbalanced(ranks: Sequence[Mapping[str, Any]]) -> Iterator[PreflightFinding]:
@@ -305,16 +307,22 @@ def _join(patterns: Sequence[str]) -> str:
 
 
 def _find_memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[PreflightFinding]:
-    """Yield a warning if vLLM's own arithmetic finds no room for the KV cache."""
+    """Yield a warning if the weights do not fit, or if vLLM's own arithmetic finds no room for a request."""
     for row in ranks:
-        if refused := row.get("kv", {}).get("refused"):
-            yield _make(
-                "kv-cache",
-                f"rank {row['rank']}: {shorten(refused, 300)}",
-                "Lower --max-model-len, raise --gpu-memory-utilization, or use more GPUs.",
-                rank=row["rank"],
-            )
+        kv = row.get("kv", {})
+        if refused := kv.get("refused"):
+            text = shorten(refused, 300)
+            step = "Lower --max-model-len, raise --gpu-memory-utilization, or use more GPUs."
+            if kv["left"] < 0:
+                usable = _format_gib(kv["left"] + kv["weights"])
+                text = f"the weights take {_format_gib(kv['weights'])}, and vLLM may use {usable} of a GPU"
+                step = "Use more GPUs, a quantized checkpoint or --cpu-offload-gb; ask `moedoctor plan`."
+            yield _make("kv-cache", f"rank {row['rank']}: {text}", step, rank=row["rank"])
             return
+
+
+def _format_gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
 
 
 def _find_settings(
@@ -352,8 +360,9 @@ def conclude(findings: Sequence[PreflightFinding], release: str, asked: Any) -> 
     if "load" not in asked:
         reason = f"{release} builds the model; its weights were not looked at"
         return Verdict.STARTS, reason, _GIVE_HEADERS
-    step = by_rule["kv-cache"].next_step if "kv-cache" in by_rule else ""
-    return Verdict.STARTS, f"{release} loads everything that it has parameters for", step
+    if memory := by_rule.get("kv-cache"):
+        return Verdict.STARTS, memory.message, memory.next_step
+    return Verdict.STARTS, f"{release} finds the weights of every parameter", ""
 
 
 def _list_stages(
@@ -361,13 +370,18 @@ def _list_stages(
 ) -> Iterator[StageAnswer]:
     """Yield each stage of the start with its outcome, and the time that it took over all ranks."""
     seconds: dict[str, float] = defaultdict(float)
-    for row in (reply, *reply.get("ranks", ())):
+    ranks = reply.get("ranks", ())
+    for row in (reply, *ranks):
         for stage, took in row.get("seconds", {}).items():
             seconds[stage] += took
     for stage, words in STAGES.items():
         outcome = "passed" if stage in seconds else "not asked"
         if error is not None and error["stage"] == stage:
             outcome = "stopped" if verdict is Verdict.REFUSED else "cannot say"
+        if stage == "memory" and any(row.get("kv", {}).get("refused") for row in ranks):
+            outcome = "warning"
+        if stage == "memory" and any("problem" in row.get("kv", {}) for row in ranks):
+            outcome = "cannot say"
         if outcome != "not asked" or stage not in ("draft", "adapters"):
             yield StageAnswer(stage, outcome, words, round(seconds[stage], 1))
     if "after" in seconds:  # it never decides: what could not be done is listed beside it
@@ -405,28 +419,28 @@ def _describe_after(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             if each["problem"]:
                 yield f"{each['method']}: not done here, so its memory is not known: {each['problem']}"
             elif each["new"] >= _LEAST_BYTES:
-                sizes = f"{format_size(each['new'])} beside the loaded weights of a layer meanwhile (MD026)"
-                yield f"{each['method']}: {sizes}, {format_size(max(0, each['left']))} afterwards"
+                sizes = f"{_format_gib(each['new'])} beside the loaded weights of a layer meanwhile (MD026)"
+                yield f"{each['method']}: {sizes}, {_format_gib(max(0, each['left']))} afterwards"
 
 
 def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what a rank needs beside its weights: by the release's own code, and as `plan` computes it."""
     layer, rows = rank.get("experts") or {}, rank.get("after", ())
     if (left := rank.get("kv", {}).get("left")) is not None:
-        yield "left for the KV cache, if activations took nothing", format_size(max(0, left))
+        yield "left for the KV cache, if activations took nothing", _format_gib(max(0, left))
     used = next((row for row in rank.get("layers", ()) if row["kind"] == "experts"), None)
     if not layer or used is None:
         return
     if layer["host_bytes"]:
         host = min(layer["host_bytes"], rank["bytes"])
-        yield "weights on the host, at most", format_size(host)
+        yield "weights on the host, at most", _format_gib(host)
     problem = next((row["problem"] for row in rows if row["problem"]), "")
     new = [row["new"] for row in rows if row["kind"] == "experts" and not row["problem"]]
     if new:
-        yield "new tensors while a layer of experts is repacked (MD026)", format_size(max(new))
+        yield "new tensors while a layer of experts is repacked (MD026)", _format_gib(max(new))
     if rows:
         left = sum(max(0, row["left"]) * row["count"] for row in rows)
-        peak = format_size(rank["bytes"] + left + max(row["new"] for row in rows))
+        peak = _format_gib(rank["bytes"] + left + max(row["new"] for row in rows))
         yield "weights while they are repacked, at least", f"not known: {problem}" if problem else peak
     backend = used["backend"].upper().replace(" ", "_")
     if not backend:
@@ -443,7 +457,7 @@ def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         space = compute_workspace(backend, scheme, shape, layer["tokens"])
     except (PlanError, ValueError):
         space = Workspace(None, f"{backend} was measured on no GPU yet, so nothing is computed for it;")
-    known = format_size(space.bytes) if space.bytes is not None else "not known"
+    known = _format_gib(space.bytes) if space.bytes is not None else "not known"
     why = "" if space.bytes is not None else f": {re.split('[:;]', space.how)[0]}"
     yield f"workspace of {backend} for {layer['tokens']:,} tokens", f"{known}{why}"
 
@@ -453,11 +467,15 @@ def _list_notes(environment: Mapping[str, Any], reply: Mapping[str, Any]) -> Ite
         yield f"no checkpoint, and its names cannot be made, so loading was not asked: {reply['made']}"
     elif "made" in reply:
         yield "no checkpoint: names, types and shapes are those that the release's own mapping reads"
+    yield from environment.get("answered", ())
     for target in environment.get("gone", ()):
         yield f"not in this release, so not answered in its place: {target}"
     for each in environment.get("unsatisfied", ()):
         here = f"{each['name']} {each['version']} is here, the release requires {each['required']}"
         yield f"{here}: answers about configurations may differ from the server's"
-    questions = sum(row.get("questions", 0) for row in reply.get("ranks", ()))
+    ranks = reply.get("ranks", ())
+    for problem in dict.fromkeys(row["kv"]["problem"] for row in ranks if "problem" in row.get("kv", {})):
+        yield f"KV cache was not planned: {problem}"
+    questions = sum(row.get("questions", 0) for row in ranks)
     if questions:
         yield f"{questions} questions about values were answered as for a sound checkpoint"

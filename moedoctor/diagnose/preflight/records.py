@@ -70,7 +70,7 @@ class LayerCount:
     """Layers that take the same quantization method and backend."""
 
     kind: str
-    """``experts``, ``linear`` or ``embedding``; with ``draft `` before it, of the draft model."""
+    """``experts``, ``linear``, ``attention`` or ``embedding``; after ``draft ``, of the draft model."""
     method: str
     backend: str
     count: int

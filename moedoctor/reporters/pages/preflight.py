@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 
-from moedoctor.diagnose.preflight.records import PreflightDocument, StartAnswer, Verdict
+from moedoctor.diagnose.preflight.records import RULES, PreflightDocument, StartAnswer, Verdict
 from moedoctor.reporters.page import Block, Bullets, Fold, Heading, Item, Paragraph, Span, Table
 from moedoctor.reporters.text import count_of
 
 _ANSWERS = {
-    Verdict.STARTS: ("starts: yes", "good"),
-    Verdict.REFUSED: ("starts: no", "error"),
-    Verdict.WRONG: ("starts, and answers wrongly", "error"),
-    Verdict.CANNOT_SAY: ("cannot say", "warning"),
+    Verdict.STARTS: "starts: yes",
+    Verdict.REFUSED: "starts: no",
+    Verdict.WRONG: "starts, and answers wrongly",
+    Verdict.CANNOT_SAY: "cannot say",
 }
 _GIB = 2**30
+_USUAL = ("None", "False", "1", "auto")
+"""Values of a configuration that need no row."""
 
 
 def build_preflight_page(document: PreflightDocument) -> list[Block]:
@@ -23,37 +26,55 @@ def build_preflight_page(document: PreflightDocument) -> list[Block]:
     first = document.answers[0]
     page: list[Block] = [
         Heading(f"moedoctor preflight: vLLM {first.release} on {_describe_gpu(document)}", 1),
-        Paragraph(Span(f"{_ANSWERS[first.verdict][0]}: {first.reason}", "bold")),
+        Paragraph(Span(f"{_name_answer(first)}: {first.reason}", "bold")),
     ]
     if first.next_step:
         page.append(Paragraph(f"Next: {first.next_step}"))
     page.append(Paragraph(Span(f"vllm serve {shlex.join(first.words)}", "code")))
+    if document.notes:
+        page.append(Bullets(document.notes))
     page += _list_findings(first)
     page += _compare(document)
     page += _describe(first)
     page += [Heading("Not seen by this command"), Bullets(document.not_seen)]
-    if document.notes:
-        page += [Heading("Notes"), Bullets(document.notes)]
+    if first.notes:
+        page += [Heading("Notes"), Bullets(first.notes)]
     return page
 
 
 def summarize(document: PreflightDocument) -> str:
     """Return ``starts: no · vLLM 0.33.0 · 2 findings``."""
     first = document.answers[0]
-    return f"{_ANSWERS[first.verdict][0]} · vLLM {first.release} · {count_of(len(first.findings), 'finding')}"
+    return f"{_name_answer(first)} · vLLM {first.release} · {count_of(len(first.findings), 'finding')}"
+
+
+def _name_answer(answer: StartAnswer) -> str:
+    lacks_memory = any(finding.rule == "kv-cache" for finding in answer.findings)
+    if lacks_memory and answer.verdict is Verdict.STARTS:
+        return "starts: with more memory"
+    return _ANSWERS[answer.verdict]
 
 
 def _describe_gpu(document: PreflightDocument) -> str:
     gpu = document.gpu
-    return f"{gpu['count']} × compute capability {gpu['capability']}, {gpu['memory_gib']:g} GiB"
+    gpus = count_of(gpu["count"], "GPU")
+    return f"{gpus} of compute capability {gpu['capability']} with {gpu['memory_gib']:g} GiB"
 
 
 def _list_findings(answer: StartAnswer) -> Iterator[Block]:
+    """Give each finding; what the first lines say of it already is not said again."""
     for finding in answer.findings:
+        is_answer = finding.message in answer.reason
         known = f"`moedoctor explain {finding.id}`" if finding.id else ""
-        lines = [("tensor", finding.tensor), ("vLLM", finding.source)]
-        lines += [("known failure", known), ("next", finding.next_step)]
-        yield Item(finding.level, f"{finding.rule}: {finding.message}", [line for line in lines if line[1]])
+        step = "" if finding.next_step == answer.next_step else finding.next_step
+        lines = [
+            ("tensor", finding.tensor),
+            ("vLLM", finding.source),
+            ("known failure", known),
+            ("next", step),
+        ]
+        title = RULES[finding.rule][1] if is_answer else finding.message
+        yield Item(finding.level, f"{finding.rule}: {title}", [line for line in lines if line[1]])
 
 
 def _compare(document: PreflightDocument) -> Iterator[Block]:
@@ -63,26 +84,18 @@ def _compare(document: PreflightDocument) -> Iterator[Block]:
     yield Heading("Other releases and sizes")
     rows = []
     for answer in document.answers:
-        config = answer.config
-        size = (
-            f"TP {config['tensor_parallel']}{' EP' if config['expert_parallel'] else ''}"
-            if config
-            else _read_sizes(answer)
-        )
         weights = f"{max(answer.weight_bytes) / _GIB:.1f}" if answer.weight_bytes else ""
-        rows.append((answer.release, size, _ANSWERS[answer.verdict][0], weights, answer.reason))
+        reason = answer.reason if answer.findings else ""
+        rows.append((answer.release, _read_sizes(answer), _name_answer(answer), weights, reason))
     yield Table(("vLLM", "sizes", "answer", "GiB a rank", "why"), list(dict.fromkeys(rows)))
 
 
 def _read_sizes(answer: StartAnswer) -> str:
-    words = list(answer.words)
-    place = (
-        len(words) - 1 - words[::-1].index("--tensor-parallel-size")
-        if "--tensor-parallel-size" in words
-        else -1
-    )
-    size = words[place + 1] if 0 <= place < len(words) - 1 else "1"
-    return f"TP {size}{' EP' if '--enable-expert-parallel' in words else ''}"
+    """Return ``TP 2 EP``: a release that stops at its arguments reads no sizes."""
+    line = " ".join(answer.words)
+    sizes = re.findall(r"(?<!\S)(?:-tp|--tensor[-_]parallel[-_]size)[ =](\d+)", line) or ["1"]
+    has_experts = re.search(r"(?<!\S)(?:-ep|--enable[-_]expert[-_]parallel)(?!\S)", line)
+    return f"TP {sizes[-1]}{' EP' if has_experts else ''}"
 
 
 def _describe(answer: StartAnswer) -> Iterator[Block]:
@@ -96,15 +109,20 @@ def _describe(answer: StartAnswer) -> Iterator[Block]:
             ("kind", "method", "backend", "layers"),
             [(row.kind, row.method, row.backend or "–", str(row.count)) for row in answer.layers],
         )
-    facts = [
-        (name.replace("_", " "), str(value)) for name, value in answer.config.items() if value is not None
-    ]
     ranks = zip(answer.ranks, answer.weight_bytes, strict=False)
-    facts += [(f"weights of rank {rank}", f"{size / _GIB:.2f} GiB") for rank, size in ranks]
-    facts += answer.memory
+    memory = [(f"weights of rank {rank}", f"{size / _GIB:.2f} GiB") for rank, size in ranks]
+    memory += answer.memory
     if answer.kv_tokens is not None:
-        facts.append(("KV cache, if activations took nothing", f"{answer.kv_tokens:,} tokens"))
-    facts += [(name, version) for name, version in answer.versions.items()]
+        memory.append(("KV cache, if activations took nothing", f"{answer.kv_tokens:,} tokens"))
+    if memory:
+        yield Heading("Memory")
+        yield Table(("what", "size"), memory)
+    facts = [
+        (name.replace("_", " "), str(value))
+        for name, value in answer.config.items()
+        if str(value) not in _USUAL
+    ]
+    facts += answer.versions.items()
     facts.append(
         ("seconds to import vLLM, and then to ask", f"{answer.import_seconds:.1f}, {answer.seconds:.1f}")
     )
@@ -115,5 +133,3 @@ def _describe(answer: StartAnswer) -> Iterator[Block]:
         yield Fold("Backends and kernels that are not used", [Table(columns, answer.backends)])
     if answer.after:
         yield Fold("After loading, which never decides", [Bullets(answer.after)])
-    if answer.notes:
-        yield Fold("Substituted answers", [Bullets(answer.notes)])

@@ -16,7 +16,7 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ STAGES = ("arguments", "config", "groups", "build", "load", "draft", "memory", "
 """In the order in which they run. `after`, what is done with loaded weights, never decides."""
 _PARSERS = ("common.cli_args", "launchers.cli_args", "openai.cli_args", "cli.serve")
 """Modules below vllm.entrypoints that have had `make_arg_parser`; the last one imports a web server."""
+_KINDS = {"moe": "experts", "kvcache": "attention", "embedding": "embedding"}
+"""Part of a quantization method's name -> the kind of its layers; the others are linear."""
 _MOST_TEXT = 4000
 _PASSED_ON = "function(*arguments"
 """In the lines of `OnMeta` that call torch."""
@@ -292,8 +294,13 @@ def _run_model(
                 answer["draft"] = {}
                 draft = build(speculative.draft_model_config, answer["draft"])
                 answer["draft"]["loaded"] = load(draft, speculative.draft_model_config)
-        with contextlib.suppress(StageError), run_stage("memory", seconds):
-            answer["kv"] = plan_kv_cache(config, answer["bytes"] + answer.get("draft", {}).get("bytes", 0))
+        try:
+            with run_stage("memory", seconds):
+                weights = answer["bytes"] + answer.get("draft", {}).get("bytes", 0)
+                host = answer["experts"].get("host_bytes", 0)
+                answer["kv"] = plan_kv_cache(config, max(0, weights - host))
+        except StageError as stop:
+            answer["kv"] = {"problem": f"{stop.record['type']}: {stop.record['message'][:200]}"}
         with contextlib.suppress(StageError), run_stage("after", seconds):
             # Since 0.28.0 the layer that adds adapters to experts asks for their kernel, which is made here.
             answer["after"] = process_weights(model, every=config.lora_config is not None)
@@ -391,12 +398,10 @@ def describe_layers(model: Any) -> list[dict[str, Any]]:
 def _describe_method(module: Any) -> tuple[str, str]:
     """Return (kind of a layer, as `LayerCount` has it; its quantization method, with the scheme)."""
     name = type(module.quant_method).__name__
-    is_moe = "moe" in name.lower()
+    kind = next((kind for part, kind in _KINDS.items() if part in name.lower()), "linear")
     if (scheme := getattr(module, "scheme", None)) is not None:
         name += f", {type(scheme).__name__}"
-    if is_moe:
-        return "experts", name
-    return "linear" if hasattr(module, "input_size") else "embedding", name
+    return kind, name
 
 
 def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
@@ -414,8 +419,12 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
         for name, stored in on_meta.stored.items()
         if stored.cast is not None and not (is_symmetric and name.endswith(".qzeros"))
     ]
+    missing: list[str] = []
+    if holes:
+        with contextlib.suppress(Exception):  # the release does not name the tensors of every model
+            missing = list_missing(model, on_meta.stored)
     return {
-        "tensors": len(on_meta.stored),
+        "missing": missing[:50],
         "holes": [
             {
                 "pattern": pattern,
@@ -430,6 +439,14 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
         ],
         "cast": cast[:50],
     }
+
+
+def list_missing(model: Any, stored: Iterable[str]) -> list[str]:
+    """Return the tensors that the release looks for beside those of the checkpoint, and does not find."""
+    given = {name: name_pattern(name).rpartition(".")[0].rpartition(".")[0] for name in stored}
+    near = set(given.values())
+    names = (name for name, _, _ in list_tensors(model) if name not in given)
+    return [name for name in names if name_pattern(name).rpartition(".")[0].rpartition(".")[0] in near]
 
 
 def _is_padding(
@@ -481,13 +498,13 @@ def plan_kv_cache(config: Any, weights: int) -> dict[str, Any]:
         config.cache_config.kv_cache_layout = "LBNHC"
     share = config.cache_config.gpu_memory_utilization
     left = int(current_platform.get_device_total_memory() * share) - weights
-    answer = {"layers": len(specs), "left": left, "blocks": None, "tokens": None, "refused": ""}
+    left = getattr(config.cache_config, "kv_cache_memory_bytes", None) or left
+    answer = {"layers": len(specs), "weights": weights, "left": left, "tokens": None, "refused": ""}
     try:
         made = plan(config, [specs], [left], *([groups(config, [specs])] if groups else []))
     except ValueError as error:
         return {**answer, "refused": " ".join(str(error).split())[:_MOST_TEXT]}
-    blocks = made[0].num_blocks
-    return {**answer, "blocks": blocks, "tokens": blocks * config.cache_config.block_size}
+    return {**answer, "tokens": made[0].num_blocks * config.cache_config.block_size}
 
 
 def load_adapters(model: Any, config: Any, arguments: Any) -> dict[str, Any]:

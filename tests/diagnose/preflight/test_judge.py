@@ -105,10 +105,11 @@ def test_another_transformers_decides_nothing(newer: bool, message: str, verdict
 
 def test_empty_parameters_are_wrong_answers() -> None:
     holes = [hole("layers.N.w13"), hole("layers.N.w2", 0.5)]
-    answer = judge(rank(holes=holes), skipped=[{"pattern": "layers.N.w1", "count": 2}])
+    loaded = {"holes": holes, "cast": [], "missing": ["layers.0.gate", "layers.1.gate"]}
+    answer = judge({**rank(), "loaded": loaded}, skipped=[{"pattern": "layers.N.w1", "count": 2}])
     assert answer.verdict is Verdict.WRONG
     assert "2 parameters are never written (layers.N.w13)" in answer.reason
-    assert "reads nothing of layers.N.w1" in answer.reason
+    assert "reads nothing of layers.N.w1, and finds no layers.0.gate and 1 more" in answer.reason
     assert [finding.rule for finding in answer.findings] == ["not-written", "not-written"]
     assert "50.0%" in answer.findings[1].message
 
@@ -116,8 +117,8 @@ def test_empty_parameters_are_wrong_answers() -> None:
 @pytest.mark.parametrize(
     ("backend", "method", "workspace"),
     [
-        ("TRITON", "Fp8MoEMethod", "30.9 MB"),
-        ("MARLIN", "ModelOptNvFp4FusedMoE", "60.8 MB"),
+        ("TRITON", "Fp8MoEMethod", "0.03 GiB"),
+        ("MARLIN", "ModelOptNvFp4FusedMoE", "0.06 GiB"),
         ("HUMMING", "Fp8MoEMethod", "not known: HUMMING for fp8 was measured on no GPU yet"),
         ("a new one", "Fp8MoEMethod", "not known: A_NEW_ONE was measured on no GPU yet"),
     ],
@@ -139,10 +140,10 @@ def test_memory_is_that_of_plan(backend: str, method: str, workspace: str) -> No
     ]
     known = {"experts": experts, "layers": layers, "bytes": 2_000_000_000, "kv": {"left": 5_000_000}}
     facts = dict(judge(rank(**known, after=after)).memory)
-    assert facts["left for the KV cache, if activations took nothing"] == "5.0 MB"
-    assert facts["weights on the host, at most"] == "1073.7 MB"
-    assert facts["new tensors while a layer of experts is repacked (MD026)"] == "10.0 MB"
-    assert facts["weights while they are repacked, at least"] == "2024.0 MB"
+    assert facts["left for the KV cache, if activations took nothing"] == "0.00 GiB"
+    assert facts["weights on the host, at most"] == "1.00 GiB"
+    assert facts["new tensors while a layer of experts is repacked (MD026)"] == "0.01 GiB"
+    assert facts["weights while they are repacked, at least"] == "1.88 GiB"
     after[1]["problem"] = "ImportError: humming"
     facts = dict(judge(rank(**known, after=after)).memory)
     assert facts["weights while they are repacked, at least"] == "not known: ImportError: humming"
@@ -218,10 +219,29 @@ def test_names_that_were_made_are_no_checkpoint(problem: str, words: str) -> Non
     assert words in answer.notes[0]
 
 
-def test_too_little_memory_is_a_warning() -> None:
-    answer = judge(rank(kv={"refused": "No available memory", "tokens": None}))
+@pytest.mark.parametrize("checkpoint", [{}, {"made": ""}])
+@pytest.mark.parametrize(
+    ("left", "message", "step"),
+    [
+        (-24 << 30, "rank 0: the weights take 56.00 GiB, and vLLM may use 32.00 GiB", "--cpu-offload-gb"),
+        (1 << 20, "rank 0: 1 GiB KV cache is needed", "--max-model-len"),
+    ],
+)
+def test_too_little_memory_is_a_warning_and_the_reason(left, message, step, checkpoint) -> None:
+    kv = {"refused": "1 GiB KV cache is needed", "tokens": None, "left": left, "weights": 56 << 30}
+    answer = judge(rank(kv=kv), **checkpoint)
     assert (answer.verdict, answer.findings[0].level) == (Verdict.STARTS, "warning")
-    assert "--max-model-len" in answer.next_step
+    assert message in answer.reason
+    assert step in answer.next_step
+    assert {row.stage: row.outcome for row in answer.stages}["memory"] == "warning"
+
+
+def test_memory_that_could_not_be_planned_is_not_passed() -> None:
+    """The engine plans it otherwise: an error of ours is none of the start."""
+    answer = judge(rank(kv={"problem": "ImportError: no get_kv_cache_configs"}))
+    assert answer.verdict is Verdict.STARTS
+    assert {row.stage: row.outcome for row in answer.stages}["memory"] == "cannot say"
+    assert "KV cache was not planned: ImportError: no get_kv_cache_configs" in answer.notes
 
 
 def test_backends_that_are_not_used_have_a_reason() -> None:
@@ -246,7 +266,8 @@ def test_repacking_that_was_not_done_is_not_known() -> None:
     assert (answer.stages[-1].stage, answer.stages[-1].seconds) == ("after", 2.0)
     first, second = answer.after
     assert (
-        first == "MarlinMoE: 3.1 MB beside the loaded weights of a layer meanwhile (MD026), 0.0 kB afterwards"
+        first
+        == "MarlinMoE: 0.00 GiB beside the loaded weights of a layer meanwhile (MD026), 0.00 GiB afterwards"
     )
     assert second == "HummingMoE: not done here, so its memory is not known: ImportError: humming"
 
