@@ -650,7 +650,7 @@ class Planted:
 
     built: Callable[[], Built]
     names: str
-    """What the answer must name: a tensor, a flag or a key."""
+    """A regular expression of what the answer must name: a tensor, a flag or a key."""
     flags: tuple[str, ...] = ()
 
 
@@ -694,7 +694,7 @@ _NARROW, _EIGHT_RANKS = Size(heads=8, head=64), ("--tensor-parallel-size", "8")
 _DRAFT = ("--speculative-config", '{"method":"mtp","num_speculative_tokens":1}')
 _ROWS: Mapping[str, tuple[Any, ...]] = {
     # Names and layouts.
-    "experts-as-mixtral": (lambda: qwen3().rename(*_PROJECTIONS), "w13_weight"),
+    "experts-as-mixtral": (lambda: qwen3().rename(*_PROJECTIONS), "w13_weight|w1.weight"),
     "experts-container": (lambda: qwen3().rename((".experts.", ".moe_experts.")), "moe_experts"),
     "gate-proj-renamed": (lambda: qwen3().rename((".gate_proj.", ".w1_proj.")), "w1_proj"),
     "router-renamed": (lambda: qwen3().rename((".mlp.gate.", ".mlp.router.")), "router"),
@@ -726,7 +726,7 @@ _ROWS: Mapping[str, tuple[Any, ...]] = {
         lambda: glm4("fp8-channel").drop("experts.5.gate_proj.weight_scale"), "weight_scale",
     ),
     # Shapes.
-    "expert-too-small": (lambda: qwen3().reshape(_EXPERT_7, (256, 960)), "w2_weight"),
+    "expert-too-small": (lambda: qwen3().reshape(_EXPERT_7, (256, 960)), "w2_weight|7.down_proj"),
     "expert-too-large": (lambda: qwen3().reshape(_EXPERT_7, (256, 1280)), _EXPERT_7),
     "k-proj-too-large": (lambda: qwen3().reshape("k_proj", (2048, 256)), "k_proj"),
     "other-width-in-config": (lambda: qwen3().set(moe_intermediate_size=768), "experts"),

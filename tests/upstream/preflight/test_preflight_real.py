@@ -5,6 +5,7 @@ MOEDOCTOR_PREFLIGHT_REPORT names a folder for the pages with the answers, such a
 
 import json
 import os
+import re
 import time
 from dataclasses import replace
 from importlib.metadata import version
@@ -83,7 +84,7 @@ def test_planted_mistakes_are_found_and_named(tmp_path: Path) -> None:
     missed, rows = {}, []
     for name, answer in answers.items():
         text = " ".join([answer.reason, *(f"{each.message} {each.tensor}" for each in answer.findings)])
-        if answer.verdict not in (Verdict.REFUSED, Verdict.WRONG) or PLANTED[name].names not in text:
+        if answer.verdict not in (Verdict.REFUSED, Verdict.WRONG) or not re.search(PLANTED[name].names, text):
             missed[name] = answer.reason
         tensor = answer.findings[0].tensor if answer.findings else ""
         is_found = "**no**" if name in missed else "yes"
