@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moedoctor.diagnose.plan.kv_cache import KvCache, PlanError, fit_kv_cache
-from moedoctor.diagnose.plan.workspace import SCHEMES_OF, Workspace, compute_workspace
+from moedoctor.diagnose.plan.repacking import Repacking, compute_repacking
+from moedoctor.diagnose.plan.workspace import Workspace, compute_workspace
 from moedoctor.models.shape import ModelShape
 
 GIB = 1 << 30
@@ -100,8 +101,9 @@ class Plan:
     missing_bytes: int
     """Bytes that the GPU lacks for weights and workspace; 0 if they fit."""
     notes: tuple[str, ...]
-    repack_bytes: int = field(default=0, metadata={"sparse": True})
-    """Bytes of new tensors beside all weights while MARLIN repacks a layer (MD026); 0 for other backends."""
+    repack_bytes: int | None = field(default=None, metadata={"sparse": True})
+    """Bytes beside the weights while the backend repacks a layer (MD026); None if they are not known."""
+    repack_how: str | None = field(default=None, metadata={"sparse": True})
 
 
 def plan(request: PlanRequest) -> Plan:
@@ -152,11 +154,13 @@ def _plan(request: PlanRequest) -> Plan:
     budget = round(request.gpu_bytes * request.utilization) if request.gpu_bytes is not None else None
     left = _count_left(request, budget, on_device, space, notes)
     available = max(0, left)
-    # The old tensors of a layer go when all of its new ones are there.
-    repacks = request.backend == "MARLIN" and request.scheme in SCHEMES_OF["MARLIN"]
-    repack = expert_bytes // shape.experts.count if repacks else 0
-    if request.gpu_bytes is not None and on_device <= request.gpu_bytes < on_device + repack:
-        notes.append(f"loading: at least {repack / GIB:.2f} GiB more while MARLIN repacks a layer (MD026)")
+    repacking = _compute_repacking(request, expert_bytes)
+    more, free = repacking.bytes or 0, (request.gpu_bytes or 0) - on_device
+    if 0 <= free < more:
+        notes.append(
+            f"loading: {request.backend} needs {more / GIB:.2f} GiB more while it repacks a layer, and "
+            f"{free / GIB:.2f} GiB are left beside the weights (MD026)"
+        )
     kv = fit_kv_cache(
         shape,
         available_bytes=available,
@@ -181,8 +185,19 @@ def _plan(request: PlanRequest) -> Plan:
         traffic=traffic,
         missing_bytes=max(0, -left),
         notes=tuple(notes),
-        repack_bytes=repack,
+        repack_bytes=repacking.bytes,
+        repack_how=repacking.how,
     )
+
+
+def _compute_repacking(request: PlanRequest, expert_bytes: int) -> Repacking:
+    """Return what repacking takes beside the weights on the GPU."""
+    repacking = compute_repacking(request.backend, request.scheme, request.shape.experts.layer)
+    if not repacking.bytes or not request.offload_bytes:
+        return repacking
+    # An offloaded layer comes to the GPU to be repacked.
+    layer = min(request.offload_bytes, expert_bytes // request.shape.experts.count)
+    return Repacking(repacking.bytes + layer, f"the offloaded layer itself, {repacking.how}")
 
 
 def _check_size(request: PlanRequest, size: int, expert_bytes: int) -> None:

@@ -10,9 +10,11 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from moedoctor.diagnose.plan.kv_cache import PlanError
+from moedoctor.diagnose.plan.repacking import compute_repacking
 from moedoctor.diagnose.plan.workspace import Workspace, compute_workspace
 from moedoctor.diagnose.preflight.records import (
     RULES,
@@ -417,7 +419,7 @@ def _describe_after(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for row in ranks:
         for each in sorted(row.get("after", ()), key=lambda each: -each["new"]):
             if each["problem"]:
-                yield f"{each['method']}: not done here, so its memory is not known: {each['problem']}"
+                yield f"{each['method']}: not done here: {each['problem']}"
             elif each["new"] >= _LEAST_BYTES:
                 sizes = f"{_format_gib(each['new'])} beside the loaded weights of a layer meanwhile (MD026)"
                 yield f"{each['method']}: {sizes}, {_format_gib(max(0, each['left']))} afterwards"
@@ -434,32 +436,39 @@ def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if layer["host_bytes"]:
         host = min(layer["host_bytes"], rank["bytes"])
         yield "weights on the host, at most", _format_gib(host)
-    problem = next((row["problem"] for row in rows if row["problem"]), "")
-    new = [row["new"] for row in rows if row["kind"] == "experts" and not row["problem"]]
-    if new:
-        yield "new tensors while a layer of experts is repacked (MD026)", _format_gib(max(new))
+    backend, method = used["backend"].upper().replace(" ", "_"), used["method"].lower()
+    scheme = next((name for name in ("nvfp4", "mxfp4", "fp8") if name in method), "bf16")
+    activation = "silu" if layer["is_gated"] else "relu2"
+    shape = LayerShape(layer["hidden"], layer["intermediate"], layer["experts"], 1, activation)
     if rows:
-        left = sum(max(0, row["left"]) * row["count"] for row in rows)
-        peak = _format_gib(rank["bytes"] + left + max(row["new"] for row in rows))
-        yield "weights while they are repacked, at least", f"not known: {problem}" if problem else peak
-    backend = used["backend"].upper().replace(" ", "_")
+        yield from _describe_repacking(rank, compute_repacking(backend, scheme, shape).bytes)
     if not backend:
         return
-    method = used["method"].lower()
-    scheme = next((name for name in ("nvfp4", "mxfp4", "fp8") if name in method), "bf16")
     if backend == "MARLIN":  # its workspace is that of weights in any format
         scheme = "nvfp4"
     elif "int8" in method:  # activations of a byte
         scheme = "fp8"
-    sizes = (layer["hidden"], layer["intermediate"], layer["experts"], layer["top_k"])
     try:
-        shape = LayerShape(*sizes, "silu" if layer["is_gated"] else "relu2")
-        space = compute_workspace(backend, scheme, shape, layer["tokens"])
+        space = compute_workspace(backend, scheme, replace(shape, top_k=layer["top_k"]), layer["tokens"])
     except (PlanError, ValueError):
         space = Workspace(None, f"{backend} was measured on no GPU yet, so nothing is computed for it;")
     known = _format_gib(space.bytes) if space.bytes is not None else "not known"
     why = "" if space.bytes is not None else f": {re.split('[:;]', space.how)[0]}"
     yield f"workspace of {backend} for {layer['tokens']:,} tokens", f"{known}{why}"
+
+
+def _describe_repacking(rank: Mapping[str, Any], computed: int | None) -> Iterator[tuple[str, str]]:
+    """Yield what repacking takes beside the weights; `computed` are the bytes if they were not counted."""
+    rows, how = rank["after"], ""
+    new = [row["new"] for row in rows if row["kind"] == "experts" and not row["problem"]]
+    problem = next((row["problem"] for row in rows if row["problem"]), "")
+    if problem and not new and computed is not None:
+        new, how, problem = [computed], ", as `moedoctor plan` computes it", ""
+    if new:
+        yield "new tensors while a layer of experts is repacked (MD026)", _format_gib(max(new)) + how
+    left = sum(max(0, row["left"]) * row["count"] for row in rows)
+    peak = _format_gib(rank["bytes"] + left + max(*new, *(row["new"] for row in rows)))
+    yield "weights while they are repacked", f"not known: {problem}" if problem else peak
 
 
 def _list_notes(environment: Mapping[str, Any], reply: Mapping[str, Any]) -> Iterator[str]:

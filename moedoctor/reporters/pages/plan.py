@@ -86,9 +86,9 @@ def _list_rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]
         ),
         (f"workspace of {request.backend}", _format_gib(space.bytes), space.how),
     ]
-    if result.repack_bytes:
-        how = "new experts of one layer beside all weights; FP4 up to vLLM 0.25.1: a third more (MD026)"
-        rows.append(("while weights are repacked, at least", _format_gib(result.repack_bytes), how))
+    if result.repack_how is not None:
+        how = f"beside the weights, while vLLM loads (MD026): {result.repack_how}"
+        rows.append((f"repacking for {request.backend}", _format_gib(result.repack_bytes), how))
     if result.budget_bytes is not None:
         rows.append(
             ("GPU budget", _format_gib(result.budget_bytes), f"memory × utilization {request.utilization:g}")

@@ -58,7 +58,8 @@ _QUESTIONS = _REDUCED | {
 _INDICES = (torch.int32, torch.int64, torch.bool)
 _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.pin_memory}
 _UNIQUE = {torch.unique, torch.Tensor.unique}
-_ANSWERED = _QUESTIONS | _MOVES | _UNIQUE
+_ABOVE = {torch.Tensor.__gt__, torch.Tensor.gt, torch.gt}
+_ANSWERED = _QUESTIONS | _MOVES | _UNIQUE | _ABOVE
 
 
 @dataclass
@@ -129,9 +130,13 @@ class OnMeta(TorchFunctionMode):
         first = arguments[0] if arguments and isinstance(arguments[0], torch.Tensor) else None
         if first is not None and first.is_meta:
             if function in _QUESTIONS and not (function in _REDUCED and (len(arguments) > 1 or options)):
-                return self._answer(function)
+                return self._answer(function, first)
             if function in _UNIQUE:
                 return first.flatten()[:1]  # a sound checkpoint has one scale in all shards
+            if function in _ABOVE and arguments[1:] == (0,):
+                mask = function(*arguments)
+                mask.is_of_scales = True
+                return mask
         if function in _MOVES:
             if function is torch.Tensor.cpu:  # numpy unpacks zero points
                 return torch.zeros(first.shape, dtype=first.dtype) if first is not None else None
@@ -144,11 +149,11 @@ class OnMeta(TorchFunctionMode):
             arguments = tuple("meta" if _is_cuda(each) else each for each in arguments)
         return function(*arguments, **options)
 
-    def _answer(self, function: Any) -> Any:
-        """Answer a question about values as a sound checkpoint would: no NaN, all equal."""
+    def _answer(self, function: Any, asked: torch.Tensor) -> Any:
+        """Answer a question about values as a sound checkpoint would: no NaN, all equal, scales above 0."""
         self.questions += 1
         if function in _REDUCED:
-            return torch.tensor(function in (torch.all, torch.Tensor.all))
+            return torch.tensor(function in (torch.all, torch.Tensor.all) or hasattr(asked, "is_of_scales"))
         return True if function in (torch.Tensor.__bool__, torch.allclose, torch.equal) else 1
 
     def _note(self, function: Any, arguments: Any) -> None:
@@ -208,11 +213,17 @@ class NewMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, kinds: Any, arguments: Any = (), options: Mapping[str, Any] | None = None
     ) -> Any:
-        answer = function(*arguments, **(options or {}))
+        places, mask = 0, arguments[1][0] if function is torch.ops.aten.index.Tensor else None
+        if mask is not None and mask.is_meta and mask.dtype is torch.bool:
+            # At most all of it is selected. torch makes the places first, an int64 for each dimension.
+            places = torch.int64.itemsize * mask.dim() * mask.numel()
+            answer = arguments[0].new_empty((mask.numel(), *arguments[0].shape[mask.dim() :]))
+        else:
+            answer = function(*arguments, **(options or {}))
         given = {storage._cdata for storage in _list_storages((arguments, options))}
         made = [each for each in _list_storages(answer) if each._cdata not in given]
         self._made |= {each._cdata: (StorageWeakRef(each), each.nbytes()) for each in made}
-        self.peak = max(self.peak, self.count_made())
+        self.peak = max(self.peak, self.count_made() + places)
         return answer
 
     def count_made(self) -> int:

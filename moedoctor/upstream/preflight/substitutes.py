@@ -64,8 +64,9 @@ def _return_constant(value: Callable[[Gpu], Any]) -> Callable[[Gpu], Any]:
 
 
 def _make_placeholder(name: str) -> Any:
-    """Make a class for streams and events: modules create them, and nothing runs them."""
-    methods = {each: lambda self, *_, **__: None for each in ("__init__", "record", "wait", "synchronize")}
+    """Make a class for streams, events and devices: modules create them, and nothing runs them."""
+    names = ("__init__", "__enter__", "__exit__", "record", "wait", "synchronize")
+    methods = {each: lambda self, *_, **__: None for each in names}
     return type(name, (), methods)
 
 
@@ -93,6 +94,7 @@ TORCH = (
     *(Substitution((f"torch:{name}",), _return_constant(answer)) for name, answer in _CALLS.items()),
     Substitution(("torch:cuda.Stream",), lambda gpu: _make_placeholder("Stream")),
     Substitution(("torch:cuda.Event",), lambda gpu: _make_placeholder("Event")),
+    Substitution(("torch:cuda.device",), lambda gpu: _make_placeholder("device")),
     Substitution(("torch:version.cuda",), lambda gpu: torch.version.cuda or "13.0"),
 )
 """Put there before vLLM is imported, which reads some of it while it is imported."""

@@ -1,6 +1,7 @@
 """`plan` against the figures of vllm#38971 and against cases worked by hand."""
 
 import dataclasses
+import re
 from dataclasses import replace
 
 import pytest
@@ -254,20 +255,24 @@ def _show(request: PlanRequest) -> str:
     return to_text(make_plan_page(PlanDocument(request, plan(request))), width=None)
 
 
-def test_marlin_needs_the_experts_of_one_layer_more_while_it_repacks():
+def test_repacking_needs_memory_beside_the_weights_and_for_a_layer_that_is_offloaded():
     """48 layers of 128 experts of 3 x 2048 x 768 weights: 0.5625 bytes each in NVFP4."""
     request = PlanRequest(QWEN, "nvfp4", gpu_bytes=80 * GIB)
-    layer = 128 * 3 * 2048 * 768 * 9 // 16
-    made = plan(request)
-    assert made.repack_bytes == layer
+    made, layer, w13 = plan(request), 128 * 3 * 2048 * 768 * 9 // 16, 128 * 2 * 2048 * 768
+    assert made.repack_bytes == w13 * 3 // 4 + 35 * w13 // 16
     assert not any("MD026" in note for note in made.notes)
-    little = replace(request, gpu_bytes=made.on_device_bytes + layer - 1, utilization=1.0)
+    little = replace(request, gpu_bytes=made.on_device_bytes + made.repack_bytes - 1, utilization=1.0)
     (note,) = (note for note in plan(little).notes if "MD026" in note)
-    assert note.startswith(f"loading: at least {layer / GIB:.2f} GiB more while")
-    enough = replace(little, gpu_bytes=made.on_device_bytes + layer)
+    assert note.startswith(f"loading: MARLIN needs {made.repack_bytes / GIB:.2f} GiB more while")
+    enough = replace(little, gpu_bytes=little.gpu_bytes + 1)
     assert not any("MD026" in note for note in plan(enough).notes)
-    for change in ({"backend": "TRITON", "scheme": "fp8"}, {"scheme": "bf16"}):
-        assert plan(replace(request, gpu_bytes=200 * GIB, **change)).repack_bytes == 0
+    assert plan(replace(request, offload_bytes=GIB)).repack_bytes == made.repack_bytes + layer
+    assert plan(replace(request, backend="TRITON", scheme="fp8")).repack_bytes == 0
+    unknown = replace(request, backend="VLLM_CUTLASS")
+    assert plan(unknown).repack_bytes is None
+    assert re.search(
+        r"repacking for VLLM_CUTLASS +not known +.*: not computed for VLLM_CUTLASS", _show(unknown)
+    )
 
 
 @pytest.mark.parametrize(
@@ -278,6 +283,8 @@ def test_marlin_needs_the_experts_of_one_layer_more_while_it_repacks():
         ("MARLIN", "fp8", 68_157_440),
         ("MARLIN", "fp8", 68_157_952),  # ModelOpt
         ("MARLIN", "nvfp4", 98_566_656),
+        ("HUMMING", "fp8", 69_207_040),
+        ("HUMMING", "nvfp4", 39_847_936),
     ],
 )
 def test_repacking_takes_what_an_h200_showed(backend, scheme, measured):

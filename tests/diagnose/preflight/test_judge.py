@@ -115,16 +115,18 @@ def test_empty_parameters_are_wrong_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "method", "workspace"),
+    ("backend", "method", "workspace", "repacking"),
     [
-        ("TRITON", "Fp8MoEMethod", "0.03 GiB"),
-        ("MARLIN", "ModelOptNvFp4FusedMoE", "0.06 GiB"),
-        ("HUMMING", "Fp8MoEMethod", "not known: HUMMING for fp8 was measured on no GPU yet"),
-        ("a new one", "Fp8MoEMethod", "not known: A_NEW_ONE was measured on no GPU yet"),
+        ("TRITON", "Fp8MoEMethod", "0.03 GiB", ("0.00", "1.88 GiB")),
+        ("MARLIN", "ModelOptNvFp4FusedMoE", "0.03 GiB", ("1.15", "3.01 GiB")),
+        ("HUMMING", "Fp8MoEMethod", "not known: HUMMING for fp8 was", ("0.81", "2.67 GiB")),
+        ("a new one", "Fp8MoEMethod", "not known: A_NEW_ONE was measured on no GPU yet", None),
     ],
 )
-def test_memory_is_that_of_plan(backend: str, method: str, workspace: str) -> None:
-    sizes = {"hidden": 256, "intermediate": 1024, "experts": 8, "top_k": 2, "is_gated": True}
+def test_memory_is_that_of_plan(
+    backend: str, method: str, workspace: str, repacking: tuple[str, str] | None
+) -> None:
+    sizes = {"hidden": 256, "intermediate": 1024, "experts": 800, "top_k": 2, "is_gated": True}
     experts = {**sizes, "tokens": 2048, "host_bytes": 2**30}
     layers = [{"kind": "experts", "method": method, "backend": backend, "count": 2}]
     after = [
@@ -143,10 +145,17 @@ def test_memory_is_that_of_plan(backend: str, method: str, workspace: str) -> No
     assert facts["left for the KV cache, if activations took nothing"] == "0.00 GiB"
     assert facts["weights on the host, at most"] == "1.00 GiB"
     assert facts["new tensors while a layer of experts is repacked (MD026)"] == "0.01 GiB"
-    assert facts["weights while they are repacked, at least"] == "1.88 GiB"
+    assert facts["weights while they are repacked"] == "1.88 GiB"
     after[1]["problem"] = "ImportError: humming"
     facts = dict(judge(rank(**known, after=after)).memory)
-    assert facts["weights while they are repacked, at least"] == "not known: ImportError: humming"
+    assert facts["weights while they are repacked"] == "not known: ImportError: humming"
+    after[1]["problem"], after[0]["problem"] = "", "ImportError: humming"
+    facts = dict(judge(rank(**known, after=after)).memory)
+    names = ("new tensors while a layer of experts is repacked (MD026)", "weights while they are repacked")
+    expected = (None, "not known: ImportError: humming")
+    if repacking is not None:
+        expected = (f"{repacking[0]} GiB, as `moedoctor plan` computes it", repacking[1])
+    assert tuple(map(facts.get, names)) == expected
     assert facts[f"workspace of {backend.upper().replace(' ', '_')} for 2,048 tokens"].startswith(workspace)
     assert judge(rank()).memory == ()
 
@@ -269,7 +278,7 @@ def test_repacking_that_was_not_done_is_not_known() -> None:
         first
         == "MarlinMoE: 0.00 GiB beside the loaded weights of a layer meanwhile (MD026), 0.00 GiB afterwards"
     )
-    assert second == "HummingMoE: not done here, so its memory is not known: ImportError: humming"
+    assert second == "HummingMoE: not done here: ImportError: humming"
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,19 @@ def test_memory_that_repacking_takes_is_counted() -> None:
     assert memory.count_left([*layer.parameters(), *layer.buffers()]) == 8
 
 
+def test_a_selection_by_a_mask_takes_its_places_and_at_most_all_values() -> None:
+    """24 scales: a factor of those above 0 is computed, as `_nvfp4_compute_scale_factor` does."""
+    scales = torch.empty(2, 3, 4, device="meta")
+    with OnMeta({}), NewMemory([scales]) as memory:
+        mask = scales > 0
+        assert mask.any(), "a sound checkpoint has scales above 0"
+        assert not (scales > 448).any()
+        assert not (scales == 0).any()
+        assert scales[mask].max().shape == ()
+        assert scales[:, [0, 2]].shape == (2, 2, 4)
+    assert memory.peak == 24 + 24 * 3 * 8 + 24 * 4
+
+
 def test_the_first_rank_is_asked_here_and_the_others_in_forks() -> None:
     def run(rank: int) -> tuple[dict[str, int], dict[str, tuple[bool, float, list[int]]], bool]:
         if rank == 9 and os.getpid() != parent:
