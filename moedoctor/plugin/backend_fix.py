@@ -64,11 +64,11 @@ def _wrap_create_engine_config(original: Any, *, version: str) -> Any:
     def create_engine_config(self: Any, *arguments: Any, **options: Any) -> Any:
         config = original(self, *arguments, **options)
         try:
-            honoured = _apply_variable(config, read_wanted_backend(os.environ, version))
+            honored = _apply_variable(config, read_wanted_backend(os.environ, version))
         except Exception as error:
             refuse(NAME, f"{NVFP4_VARIABLE} could not be honored: {type(error).__name__}: {error}")
             return config
-        if honoured:
+        if honored:
             # vLLM looks at no other backend now, so it has no reasons to log; the tables have.
             with contextlib.suppress(Exception):
                 for line in explain_selection(config, version):

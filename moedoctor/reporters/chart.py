@@ -18,7 +18,7 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     bound: bool = False
-    """A limit that the other lines are compared with: dashed, in grey."""
+    """A limit that the other lines are compared with: dashed, in gray."""
     low: Sequence[float] = ()
     """Lower and upper end of the spread at each point; empty for none."""
     high: Sequence[float] = ()

@@ -196,7 +196,7 @@ def _spread(wanted: Sequence[float], heights: Sequence[float], low: float, high:
 
 
 def _choose_looks(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """Return color, marker and dashes of each line; a bound is grey and has no markers."""
+    """Return color, marker and dashes of each line; a bound is gray and has no markers."""
     looks: list[dict[str, Any]] = []
     free = bounds = 0
     for line in series:

@@ -193,8 +193,8 @@ def _route_to_neighbor(problem: Problem) -> Problem:
     ids = problem.topk_ids.clone()  # [T, K]
     experts, used = problem.layer.shape.experts, set(ids[-1].tolist())
     lane = _find_strongest(problem, -1)
-    neighbours = [(int(ids[-1, lane]) + step) % experts for step in range(1, experts)]
-    ids[-1, lane] = next((expert for expert in neighbours if expert not in used), neighbours[0])
+    neighbors = [(int(ids[-1, lane]) + step) % experts for step in range(1, experts)]
+    ids[-1, lane] = next((expert for expert in neighbors if expert not in used), neighbors[0])
     return replace(problem, topk_ids=ids)
 
 

@@ -122,8 +122,8 @@ class Grouped(Prepared):
         return total.index_add_(0, tokens, weighted).bfloat16()
 
     def _round(self, values: torch.Tensor, scale: float) -> torch.Tensor:
-        quantise = make_quantizer(self.activations, scale)
-        return values if quantise is None else quantise(values.float()).bfloat16()
+        quantize = make_quantizer(self.activations, scale)
+        return values if quantize is None else quantize(values.float()).bfloat16()
 
     def _activate(self, up: torch.Tensor) -> torch.Tensor:
         """Return bfloat16 [S, I] of the first product [S, 2I] or [S, I]; the curve itself is in float32."""

@@ -41,7 +41,7 @@ class Computation:
     """The format in which the backend quantizes activations: ``nvfp4``, ``fp8`` or ``none``."""
     half_scales: torch.Tensor | None = None
     """float32 [E, 2]: factors of the gate and up rows of w13 beside its global scale; None if they are 1."""
-    neighbours: torch.Tensor | None = None
+    neighbors: torch.Tensor | None = None
     """[E]: the place of the expert with the next id, -1 if it is not held; None if all experts are held."""
     last: int | None = None
     """The place of the layer's last expert; None if it is not held."""
@@ -148,7 +148,7 @@ class Computation:
             return ids, torch.zeros_like(weights)
         if option == "expert_off_by_one":
             experts = self.problem.layer.shape.experts
-            following = torch.arange(1, experts + 1) % experts if self.neighbours is None else self.neighbours
+            following = torch.arange(1, experts + 1) % experts if self.neighbors is None else self.neighbors
             moved = following.to(ids)[ids.long().clamp(min=0)]  # [T, K]
             return torch.where(ids < 0, ids, torch.where(moved < 0, ids, moved)), weights
         if option == "duplicate_summed_once":
@@ -244,14 +244,14 @@ class Computation:
         return activate(up, right)
 
     def _quantize(self, values: torch.Tensor, option: str, scale: float) -> torch.Tensor:
-        quantise = make_quantizer(self.activations, scale)
-        if quantise is None or option == "activations_not_quantized":
+        quantize = make_quantizer(self.activations, scale)
+        if quantize is None or option == "activations_not_quantized":
             return values
-        rounded: torch.Tensor = quantise(values.flatten(0, -2).bfloat16().float()).unflatten(
+        rounded: torch.Tensor = quantize(values.flatten(0, -2).bfloat16().float()).unflatten(
             0, values.shape[:-1]
         )
         if option == "activations_quantized_twice":
-            again: torch.Tensor = quantise((rounded / scale).flatten(0, -2)).unflatten(0, values.shape[:-1])
+            again: torch.Tensor = quantize((rounded / scale).flatten(0, -2)).unflatten(0, values.shape[:-1])
             return again
         return rounded * scale if option == "activation_scale_twice" else rounded
 

@@ -213,7 +213,7 @@ def make_computation(capsule: Capsule) -> Computation:
         capsule.to_problem(),
         capsule.record.activations,
         half_scales=capsule.compare_half_scales(),
-        neighbours=following,
+        neighbors=following,
         last=place.get(experts - 1),
     )
 

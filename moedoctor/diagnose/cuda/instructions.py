@@ -70,7 +70,7 @@ INSTRUCTIONS = (
     # Registers of specialized warps.
     Instruction("setmaxnreg", "setmaxnreg.inc.sync.aligned.u32 240;", _ALL, True, (12, 0)),
     Instruction("wgmma", "wgmma.fence.sync.aligned;", frozenset({9}), True, (12, 0)),  # Hopper's MMA
-    # MMA and tensor memory of data-centre Blackwell.
+    # MMA and tensor memory of data-center Blackwell.
     Instruction("tcgen05", _TCGEN05, frozenset({10, 11}), True, (12, 8)),
     Instruction("mma_mxf4nvf4", _MMA, frozenset({12}), True, (12, 8)),  # block-scaled FP4 MMA
     Instruction("cvt_e2m1x2", _CVT, _BLACKWELL, True, (12, 8)),  # conversion to FP4

@@ -104,7 +104,7 @@ def _count_extra_bytes(name: str, scheme: str, layer: LayerShape, tokens: int) -
         return {"FP8 input": tokens * layer.hidden}
     if name == "EMULATION":
         return {
-            "dequantised weights": layer.experts * layer.expert_parameters * MODEL_BYTES,
+            "dequantized weights": layer.experts * layer.expert_parameters * MODEL_BYTES,
             "rounded activations": (tokens * layer.hidden + rows * layer.intermediate) * MODEL_BYTES,
         }
     return {}

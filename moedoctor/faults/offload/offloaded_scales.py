@@ -101,7 +101,7 @@ class OffloadedScales(EngineFault):
     id = "MD003"
     parameters = OffloadedScalesParameters
     tiers = list_tiers(Tier.MODEL, Tier.KERNEL, Tier.ENGINE, vllm=Tier.KERNEL)
-    summary = "{layers} quantised MoE layers"
+    summary = "{layers} quantized MoE layers"
     lab = "moedoctor.faults.offload.offloaded_scales_lab"
     claims = (judge_marlin_refuses, judge_stale_reference, judge_marlin_crashes)
 

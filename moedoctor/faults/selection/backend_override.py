@@ -205,9 +205,9 @@ class BackendOverride(Fault):
         ]
         silent = [case for case in lost if not case.evidence.get("warned")]
         fixed = [case for case in results if case.subject == "fixed"]
-        honoured = [case for case in fixed if case.evidence.get("selected") == case.parameters["wants"]]
+        honored = [case for case in fixed if case.evidence.get("selected") == case.parameters["wants"]]
         return {
             "settings_without_a_word": len(silent),
-            "settings_honoured_by_the_fix": len(honoured),
+            "settings_honoured_by_the_fix": len(honored),
             "releases": len({case.parameters["release"] for case in fixed}),
         }

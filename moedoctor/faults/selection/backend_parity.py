@@ -68,7 +68,7 @@ class BackendParity(Fault):
         "numbers and no error. A comparison that averages over tokens or allows an absolute error passes "
         "outputs that are wrong in a few tokens, or all zero.",
         affected="Any backend, most of all after an upgrade or on a new GPU.",
-        detection="`moedoctor run backend_parity`: inputs on the quantisation grid, output and workspace "
+        detection="`moedoctor run backend_parity`: inputs on the quantization grid, output and workspace "
         "poisoned before each call, every token compared by itself, and faults planted in the same run. The "
         "control `faulty` is reproduced if every planted fault was noticed.",
         fix="Choose a backend that is right (`moedoctor backends`); `fixed` is ours.",
