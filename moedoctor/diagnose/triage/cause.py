@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -47,10 +47,15 @@ _BARE = re.compile(
     r"|oom-kill|OOMKilled|NVRM: Xid"
     r"|\bexit ?code:? ?(?:-\d|137|139)\b|\b(?:SIGKILL|SIGSEGV|SIGABRT|SIGBUS)\b)"
     r"|Memory access fault by GPU\b"
-    r"|(?:RuntimeError|Triton Error|CUDA (?:driver )?error|NCCL error)\b",
+    r"|(?:RuntimeError|Triton Error|(?:Failed: )?C(?:UDA|uda) (?:driver )?error|NCCL error)\b",
 )
-_TOLD = re.compile(r"\b((?:[A-Za-z_]\w{0,60}(?:\.|::)){0,6}\w{0,60}(?:Error|[Ee]xception): ['\"]?\w.{0,300})")
-"""An error that a sentence or a title tells of."""
+_TOLD = re.compile(
+    r"\b((?:[A-Za-z_]\w{0,60}(?:\.|::)){0,6}\w{0,60}(?:Error|[Ee]xception)(?:: |\()['\"]?\w.{0,300}"
+    r"|(?:vllm|serve|ptxas|nvcc|\w{1,30}\.py):? (?:error|fatal) ?: \w[^|]{0,300}"
+    r"|assert [\w.]{1,80}(?: [!%<=>]|\().{0,300})"
+)
+"""An error that a sentence, a title or a cell of a table tells of."""
+_HEADLINE = re.compile(r"(?:title: ?)?\[(?!feature|rfc|doc)[\w ]{1,20}\]:? ?|title: ?", re.IGNORECASE)
 _WRAPPER = re.compile(
     r"[Ss]ee (?:the )?(?:root cause|stack trace|error log|logs?)\b|check the (?:stack trace|logs?) above"
     r"|EngineDeadError|engine (?:core|process)\b.{0,40}(?:failed|died)|ChildFailedError|ActorDiedError"
@@ -131,7 +136,7 @@ class _Error:
 
     line: int
     text: str
-    frames: Sequence[Frame] = ()
+    frames: deque[Frame] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
     link: str = ""
     """How it follows from `before`: "cause", "context", or an empty string."""
     before: _Error | None = None
@@ -170,9 +175,8 @@ class _Error:
 class _Open:
     """A traceback that is being read."""
 
-    frames: deque[Frame] = field(default_factory=lambda: deque(maxlen=_MOST_FRAMES))
-    link: str = ""
-    before: _Error | None = None
+    error: _Error
+    """Its exception, which comes last: before that, the line with the last frame."""
     idle: int = 0
     """Lines since the last frame."""
     ignored: bool = False
@@ -198,11 +202,17 @@ class Errors:
         self._quotations = Quotations(alone=False)
         self._told: _Error | None = None
         """The first error that only a sentence or a line of code tells of."""
+        self._headline: tuple[int, str] | None = None
+        """The headline of a report and its line; an empty one without it."""
+        self._cut: _Error | None = None
+        """The first traceback whose exception the text does not have."""
         self.launch_blocking = False
         """True if the text sets ``CUDA_LAUNCH_BLOCKING=1``."""
 
     def read(self, lines: Sequence[bytes], numbers: Sequence[int]) -> None:
         """Take in lines, as they stand in the text, with their numbers."""
+        if self._headline is None:
+            self._headline = _find_headline(lines[:3])
         self._waiting.append((lines, numbers))
         if len(self._waiting) > 2:
             self._search(*self._waiting.popleft())
@@ -241,7 +251,8 @@ class Errors:
             ignored = warned or process in self._skipped
             self._skipped.discard(process)
             link, before = self._link.pop(process, ""), self._last.get(process)
-            self._open[process] = _Open(link=link, before=before if link else None, ignored=ignored)
+            error = _Error(number, text, link=link, before=before if link else None)
+            self._open[process] = _Open(error, ignored=ignored)
             self._continued.pop(process, None)
             return
         if "Application startup complete" in text:
@@ -253,42 +264,48 @@ class Errors:
             self._skipped.add(process)
             return
         if _FRAME.match(text) and process not in self._open:
-            self._open[process] = _Open(ignored=warned)  # people paste the end of a traceback
+            # People paste the end of a traceback.
+            self._open[process] = _Open(_Error(number, text), ignored=warned)
         traceback = self._open.get(process)
         if traceback is not None and self._read_traceback(traceback, process, text, number):
             return
         if process in self._continued and self._read_continuation(process, text, number):
             return
-        if not warned and _BARE.match(text) and (traceback is None or not traceback.frames):
+        if not warned and _BARE.match(text) and (traceback is None or not traceback.error.frames):
             link = self._link.pop(process, "")
-            self._add(process, _Error(number, text, (), link, self._last.get(process) if link else None))
-        elif self._told is None and not prefix and (match := _TOLD.search(text)):
+            before = self._last.get(process) if link else None
+            self._add(process, _Error(number, text, link=link, before=before))
+        elif self._told is None and not prefix.strip("#> ") and (match := _TOLD.search(text)):
             lower, place = text.lower(), match.start()
-            stance = read_stance(lower, place, lower.index(":", place), (0, len(lower)))
+            name = re.split(r"[:(]", match[1], maxsplit=1)[0]
+            stance = read_stance(lower, place, place + len(name), (0, len(lower)))
             if stance is Stance.STATED and not is_possible(lower, place):
                 self._told = _Error(number, match[1], context=text[:place])
 
     def _read_traceback(self, traceback: _Open, process: str, text: str, number: int) -> bool:
         """Take in a line of a traceback; return False if it is none."""
+        error = traceback.error
         if frame := _FRAME.match(text):
-            traceback.frames.append(Frame(frame[1], int(frame[2]), frame[3]))
-            traceback.idle = 0
+            error.frames.append(Frame(frame[1], int(frame[2]), frame[3]))
+            error.line, error.text, traceback.idle = number, text, 0
             return True
         traceback.idle += 1
-        match = _EXCEPTION.match(text) if traceback.frames else None
+        match = _EXCEPTION.match(text) if error.frames else None
         if match and (match["message"] is not None or _NAMES_ERROR.search(match["type"])):
             del self._open[process]
-            error = _Error(number, text, tuple(traceback.frames), traceback.link, traceback.before)
+            error.line, error.text = number, text
             if not traceback.ignored:
                 self._add(process, error)
             return True
         if traceback.idle > _KEPT:
             del self._open[process]
+            if error.frames and not traceback.ignored:
+                self._cut = self._cut or error
             return False
         if text.startswith("raise ") and self._told is None and not traceback.ignored:
             # A paste that ends before the exception itself.
-            self._told = _Error(number, text[6:], tuple(traceback.frames))
-        return bool(traceback.frames)
+            self._told = _Error(number, text[6:], error.frames)
+        return bool(error.frames)
 
     def _add(self, process: str, error: _Error) -> None:
         (self._found if len(self._found) < _MOST_ERRORS else self._latest).append(error)
@@ -328,6 +345,26 @@ class Errors:
         roots = [error.find_root() for error in reversed(incident) if id(error) not in last_of_chain]
         error = min(roots, key=_rank_echo)  # the first of the best
         return _describe(error, self.launch_blocking)
+
+    def find_hint(self) -> Cause | None:
+        """Return the class of the headline and of a traceback without its end; None if they say nothing."""
+        cuts = (each.error for each in self._open.values() if each.error.frames and not each.ignored)
+        cut = self._cut or next(cuts, None)
+        line, text = self._headline or (0, "")
+        cause = _describe(replace(cut or _Error(line, ""), text=text), self.launch_blocking)
+        if cut is None:
+            return cause if cause.kind != "unknown" else None
+        return replace(cause, excerpt=cut.text, note="the text has no exception for this traceback: paste it")
+
+
+def _find_headline(lines: Sequence[bytes]) -> tuple[int, str]:
+    """Return the number and the words of a report's headline; no words if the text has none."""
+    for number, line in enumerate(lines, 1):
+        prefix, text = split_prefix(line)
+        tag = _HEADLINE.match(text)
+        if text and (tag or "#" in prefix):
+            return number, text[tag.end() if tag else 0 :]
+    return 0, ""
 
 
 def _rank_echo(error: _Error) -> int:
@@ -402,7 +439,7 @@ def _describe(error: _Error, launch_blocking: bool) -> Cause:
     rule = next(rule for rule in rules if rule.matches(error.text if error.context else error.whole, frames))
     if rule is rules[-1]:  # it matches all
         rule = next(rule for rule in rules if rule.matches(error.whole, frames))
-    own = [frame for frame in error.frames if not _PLUMBING.search(str(frame))] or error.frames
+    own = [frame for frame in error.frames if not _PLUMBING.search(str(frame))] or [*error.frames]
     frame = own[-1] if own else None
     owner = next((name for pattern, name in owners.items() if frame and re.search(pattern, str(frame))), "")
     note = ""

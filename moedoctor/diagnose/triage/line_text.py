@@ -44,6 +44,9 @@ _STRIPPED = {
     **dict.fromkeys(map(ord, "\u2010\u2011\u2212"), "-"),
 }
 """What is removed, and what word processors and web pages put in place of quotes and hyphens."""
+_CJK = "[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]"
+_SCRIPTS = re.compile(rf"(?<=\w)(?={_CJK})(?<!{_CJK})|(?<={_CJK})(?=\w)(?!{_CJK})")
+"""A joint of words of another script: `\b` finds none."""
 _CLAUSE = 120
 """Characters before a phrase that may deny it."""
 _QUOTATION = 60
@@ -255,13 +258,11 @@ def is_possible(text: str, start: int) -> bool:
     return bool(_POSSIBLE.search(text[max(0, start - _CLAUSE) : start]))
 
 
-def clean(line: bytes) -> str:
-    """Return the words of a line with single spaces, or an empty string for a line of decoration."""
-    return split_prefix(line)[1]
-
-
 def split_prefix(line: bytes) -> tuple[str, str]:
-    """Return the prefixes of a line, in lower case, and its words as `clean` returns them."""
+    """Return the prefixes of a line, in lower case, and its words with single spaces.
+
+    A line of decoration has no words.
+    """
     text = _decode(line).replace("\r", " ").strip()
     if text[:1] == "{" and '"' in text:
         text = _read_json_message(text)
@@ -277,6 +278,7 @@ def split_prefix(line: bytes) -> tuple[str, str]:
     text = text.translate(_STRIPPED).replace("**", "")
     if "\u2013" in text or "\u2014" in text:
         text = re.sub("(?<![^ ])[\u2013\u2014](?=[a-z])", "--", text)  # an option after a correction
+    text = re.sub(_SCRIPTS, " ", text)
     whole = text
     for _ in range(8):
         text = text.lstrip()

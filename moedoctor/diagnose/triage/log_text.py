@@ -236,15 +236,11 @@ def _make_passage(before: str, shown: str, after: str, number: int, wrapped: boo
     head, middle, tail = before[-_NEIGHBOUR:].lower(), shown.lower(), after[:_NEIGHBOUR].lower()
     start = len(head) + 1 if head else 0
     text = f"{head} {middle}" if head else middle
-    breaks = wrapped and (_may_break(head, middle) or _may_break(middle, tail))
+    joined = ((head, middle), (middle, tail))  # a terminal may have broken a word between the two
+    breaks = wrapped and any(len(first) >= _TERMINAL // 2 and second for first, second in joined)
     glued = f"{head}{middle}{tail}" if breaks else None
     joints = (len(head), len(head) + len(middle))
     return Passage(number, shown, f"{text} {tail}" if tail else text, start, len(text), glued, joints)
-
-
-def _may_break(first: str, second: str) -> bool:
-    """Return True if a terminal may have broken a word between these two lines."""
-    return len(first) >= _TERMINAL // 2 and bool(second)
 
 
 @dataclass

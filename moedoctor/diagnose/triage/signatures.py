@@ -31,9 +31,7 @@ class Clue:
     """Lower-case phrases between ``|``. Every match of the pattern holds at least one, and each starts
     where a word starts: the pattern is tried only on text with a needle."""
     pattern: str
-    """A regular expression; its repetitions are bounded, so that a search takes linear time."""
-    cased: bool = False
-    """True if the pattern is tried on the text as written, not on the text in lower case."""
+    """A regular expression for text in lower case; bounded repetitions let a search take linear time."""
     event: bool = False
     """True for what happens to a server: a text that says that it may happen does not show it."""
     says: str = ""
@@ -143,7 +141,7 @@ def _read_clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) 
         name,
         needles,
         pattern + texts.get("or", ""),
-        **{key: row[key] for key in ("cased", "event", "says") if key in row},
+        **{key: row[key] for key in ("event", "says") if key in row},
     )
 
 

@@ -203,9 +203,10 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             for name, note in notes.items()
             if note.excerpts.keys() - note.mentions
         }
-        error = find_told_cause(
+        in_words = find_told_cause(
             {name: (line, where[1], _mask(where, redactor)) for name, (line, where) in first.items()}
         )
+        error = in_words if in_words and in_words.kind != "unknown" else errors.find_hint() or in_words
     if error is not None:
         steps = (*list_hints(error.kind, notes.keys()), error.next_step)
         error = replace(error, next_step=settings.explain_repetition("; ".join(steps)))
@@ -268,12 +269,6 @@ def _place(passage: Passage, clue: Clue) -> tuple[int, _Excerpt, Stance] | None:
     Returns None if the clue is not there.
     """
     pattern = re.compile(clue.pattern)  # from the module's own cache
-    if clue.cased:
-        match = pattern.search(passage.shown)
-        if match is None:
-            return None
-        stance = _read_stance(passage, *(passage.start + at for at in match.span()))
-        return passage.line, (passage.shown, *match.span()), stance
     weaker = None
     for match in pattern.finditer(passage.text):
         if match.start() >= passage.end:

@@ -23,6 +23,7 @@ _COMMAND_DECIDES = (
 )
 """Classes of errors that this fact makes surer."""
 
+_KINDS = ("findings", "possible", "near_misses")
 _UNDECIDED = "The text is not enough to tell. It may be one of these:"
 _NOTHING = "No known failure in this text{}. `moedoctor list` shows the failures that are known."
 _NO_ERROR = ", and no error that ended the server"
@@ -56,13 +57,11 @@ class TriageDocument:
     @classmethod
     def from_results(cls, results: Sequence[tuple[str, Triage]]) -> TriageDocument:
         """Return the document of inputs by name; with several inputs each finding names its file."""
-        named = [(name, _name_file(result, name) if len(results) > 1 else result) for name, result in results]
-
-        def order_findings(kind: str) -> tuple[Finding, ...]:
-            found = [finding for _, result in named for finding in getattr(result, kind)]
-            return tuple(sorted(found, key=lambda finding: -finding.confidence))
-
-        misses = tuple(miss for _, result in named for miss in result.near_misses)
+        rows: dict[str, Any] = {}
+        for kind in _KINDS:
+            named = ((name if len(results) > 1 else None, getattr(result, kind)) for name, result in results)
+            found = [replace(each, file=file) for file, part in named for each in part]
+            rows[kind] = tuple(sorted(found, key=lambda each: -getattr(each, "confidence", 0)))
         looked_at = tuple(
             LookedAt(
                 each.bytes_read,
@@ -74,40 +73,24 @@ class TriageDocument:
                 error=each.error,
                 file=name,
             )
-            for name, each in named
+            for name, each in results
         )
-        return cls(order_findings("findings"), order_findings("possible"), misses, looked_at)
+        return cls(**rows, looked_at=looked_at)
 
     def split(self) -> list[TriageDocument]:
         """Return a document of each input."""
         if len(self.looked_at) < 2:
             return [self]
-
-        def select_rows(rows: tuple[Any, ...], file: str | None) -> tuple[Any, ...]:
-            return tuple(row for row in rows if row.file == file)
-
-        return [
-            TriageDocument(
-                select_rows(self.findings, each.file),
-                select_rows(self.possible, each.file),
-                select_rows(self.near_misses, each.file),
-                (each,),
-            )
-            for each in self.looked_at
-        ]
+        parts = []
+        for each in self.looked_at:
+            rows = {kind: [row for row in getattr(self, kind) if row.file == each.file] for kind in _KINDS}
+            parts.append(TriageDocument(**{kind: tuple(rows[kind]) for kind in _KINDS}, looked_at=(each,)))
+        return parts
 
     @property
     def file(self) -> str:
         """The name of the first input."""
         return self.looked_at[0].file or "the text"
-
-
-def _name_file(result: Triage, file: str) -> Triage:
-    rows: dict[str, Any] = {
-        kind: tuple(replace(each, file=file) for each in getattr(result, kind))
-        for kind in ("findings", "possible", "near_misses")
-    }
-    return replace(result, **rows)
 
 
 def triage_page(document: TriageDocument) -> list[Block]:
@@ -125,13 +108,13 @@ def triage_page(document: TriageDocument) -> list[Block]:
 
 def _make_page(part: TriageDocument, read: LookedAt) -> list[Block]:
     """Return what one text shows."""
-    page: list[Block] = [_make_item(finding) for finding in part.findings]
+    page: list[Block] = [_show_finding(finding) for finding in part.findings]
     if read.error and all(finding.line != read.error.line for finding in part.findings):
         page.insert(0, _show_cause(read.error))
     if not part.findings:
         nothing = _NOTHING.format("" if read.error else _NO_ERROR)
         page.append(Paragraph(_UNDECIDED if part.possible else nothing))
-    page += [_show_possible(finding) for finding in part.possible]
+    page += [_show_finding(finding) for finding in part.possible]
     if not part.findings:
         for miss in part.near_misses:
             title = f"not it, line {miss.line}: {load_entries()[miss.id].title}"
@@ -196,38 +179,27 @@ def _list_lacking(part: TriageDocument, read: LookedAt) -> list[str]:
         and read.error is not None
         and not (read.error.place or kind in ("wrong_output", "speed")),
         "the log up to its last line": read.error is None
-        and read.settings.shown
+        and bool(read.settings.shown or read.releases or read.gpus)
         and not (part.findings or part.possible),
     }
     return [fact for fact, is_lacking in lacking.items() if is_lacking]
 
 
-def _make_item(finding: Finding) -> Item:
-    entry = load_entries()[finding.id]
+def _show_finding(finding: Finding) -> Item:
+    """Return a failure with its reasons; if the text does not decide, with what would decide it."""
+    entry, level = load_entries()[finding.id], "error" if finding.grade is Grade.CERTAIN else "warning"
+    title = f"{finding.grade.value}, line {finding.line}: {entry.title}"
+    do, more = ("do", finding.next_step), ("more", _explain(finding.id))
     lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
-    lines.append(
-        ("why", "; ".join(("the line above", *finding.why)) if finding.why else "the line above alone")
-    )
-    lines += [("releases", finding.releases), ("do", finding.next_step)]
+    if finding.grade is Grade.POSSIBLE:
+        missing = [*finding.missing[:_MISSING], *("…" for _ in finding.missing[_MISSING : _MISSING + 1])]
+        lines += [("likely if", "; ".join(missing))] if missing else []
+        return Item(finding.id, title, [*lines, do, more])
+    why = "; ".join(("the line above", *finding.why)) if finding.why else "the line above alone"
+    lines += [("why", why), ("releases", finding.releases), do]
     if hint := record_hint(entry):
         lines.append(("record", hint))
-    lines.append(("more", _explain(finding.id)))
-    title = f"{finding.grade.value}, line {finding.line}: {entry.title} (confidence {finding.confidence:.2f})"
-    return Item(finding.id, title, lines, "error" if finding.grade is Grade.CERTAIN else "warning")
-
-
-def _show_possible(finding: Finding) -> Item:
-    """Return a failure that the text does not decide, and what would decide it."""
-    title = f"possible, line {finding.line}: {load_entries()[finding.id].title}"
-    lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
-    if finding.missing:
-        lines.append(
-            (
-                "likely if",
-                "; ".join([*finding.missing[:_MISSING], *(["…"] if finding.missing[_MISSING:] else [])]),
-            )
-        )
-    return Item(finding.id, title, [*lines, ("do", finding.next_step), ("more", _explain(finding.id))])
+    return Item(finding.id, f"{title} (confidence {finding.confidence:.2f})", [*lines, more], level)
 
 
 def _explain(id: str) -> str:

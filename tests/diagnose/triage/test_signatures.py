@@ -80,8 +80,6 @@ def test_repetitions_in_patterns_are_bounded() -> None:
 @pytest.mark.parametrize("clue", load_clues().values(), ids=lambda clue: clue.name)
 def test_needles_start_with_the_text_of_a_clue(clue: Clue) -> None:
     """In every line of the labeled texts, the index of words finds each clue that matches."""
-    if clue.cased:
-        return
     pattern = re.compile(clue.pattern)
     for thread in THREADS:
         for line in thread.text.lower().splitlines():
@@ -90,9 +88,7 @@ def test_needles_start_with_the_text_of_a_clue(clue: Clue) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "clue", [clue for clue in load_clues().values() if not clue.cased], ids=lambda clue: clue.name
-)
+@pytest.mark.parametrize("clue", load_clues().values(), ids=lambda clue: clue.name)
 def test_the_alternatives_of_a_pattern_have_needles(clue: Clue) -> None:
     """Of texts made from a pattern nearly all have a needle. Some join words that no text joins."""
     held: list[tuple[str, bool]] = []
