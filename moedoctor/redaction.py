@@ -345,7 +345,9 @@ def _is_ipv6(found: str) -> bool:
 
 
 def _has_words(found: str) -> bool:
-    """Return True for a name made of words that can be spoken: CompressedTensorsW4A4Nvfp4MoEMethod."""
+    """Return True for a name made of words that can be spoken, or a class: B12xFp8BlockScaledMMKernel."""
+    if re.search(r"(?:Kernel|Method|Block|Builder|ForCausalLM)$", found):
+        return True
     words = [word.lower() for word in re.findall("[A-Z]?[a-z]{3,}|[A-Z]{4,6}", found)]
     spoken = [
         word

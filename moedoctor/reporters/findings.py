@@ -61,6 +61,8 @@ class Finding:
     """What the finding is, beside rule and file: the same in every run and if lines move."""
     logical: str = ""
     """What the finding is about if it is no file: the environment, a tensor."""
+    item: str = ""
+    """What was looked at, as the findings' `passed` name it; empty for the rule."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,9 @@ def find_in_preflight(document: PreflightDocument, summary: str) -> Findings:
             passed.append(start)
         elif answer.verdict is Verdict.CANNOT_SAY:
             skipped.append((start, answer.reason))
-        for finding in answer.findings:
+        # A start that passed or was not decided is an item already.
+        is_listed = answer.verdict in (Verdict.STARTS, Verdict.CANNOT_SAY)
+        for number, finding in enumerate(answer.findings):
             title = RULES[finding.rule][1]
             message = f"{finding.message.rstrip('.')}. {finding.next_step}"
             key = (answer.release, *answer.words[1:], finding.tensor)
@@ -274,6 +278,7 @@ def find_in_preflight(document: PreflightDocument, summary: str) -> Findings:
                     find_field(config, finding.message),
                     key=key,
                     logical=finding.tensor or start,
+                    item=f"{start}: {finding.rule}" if number or is_listed else start,
                 )
             )
     titles = {name: (title, "") for name, (_, title) in RULES.items()}

@@ -73,7 +73,7 @@ def to_junit(findings: Findings) -> str:
     classname = f"moedoctor.{findings.command}"
     for finding in findings.found:
         place = f"{finding.file}:{finding.line}" if finding.line else finding.file
-        name = join_lines(f"{finding.rule} {finding.title}")
+        name = join_lines(finding.item or f"{finding.rule} {finding.title}")
         if finding.level == "note":
             _test(suite, classname, name)
             ET.SubElement(suite[-1], "system-out").text = _escape_xml(join_lines(finding.message))

@@ -1,6 +1,7 @@
 """`moedoctor preflight`: the answer first, and an exit code that CI can use. The release is a stub."""
 
 import json
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,6 +93,14 @@ def test_the_answer_comes_first(release: Path, model: Path, capsys: pytest.Captu
     assert call(release, model, "--max-model-len", "9", options=("--fail-on", "warning")) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "starts: with more memory: rank 0: the weights take 2.00 GiB, and vLLM may use 1.00" in lines[1]
+
+
+def test_each_size_is_an_item_and_a_report_says_what_to_do(release, model, capsys) -> None:
+    call(release, model, options=("--sizes", "2", "--format", "junit"))
+    names = re.findall(r'testcase .*name="([^"]+)"', capsys.readouterr().out)
+    assert len({name for name in names if name.startswith("vLLM 0.33.0: vllm serve ")}) == len(names) == 5
+    call(release, model, "--tensor-parallel-size", "2", options=("--format", "markdown"))
+    assert "**To do:** Choose other sizes: --sizes 8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("part", ["", "config.json", "pack.headers.zip"])

@@ -93,7 +93,7 @@ def find_release(text: str) -> Release:
             raise ReleaseError(str(error)) from error
     if not os.access(path, os.X_OK):
         raise ReleaseError(f"{shorten(text)}: is neither a wheel nor a program; expected a Python")
-    return Release(path.name, python=os.path.abspath(path))
+    return Release(shorten(text), python=os.path.abspath(path))
 
 
 def ask_release(

@@ -223,11 +223,12 @@ def _find_holes(
                     holes.setdefault(hole["pattern"], (row["rank"], hole))
             for name, stored, parameter in loaded.get("cast", ()):
                 casts[stored, parameter].append(name)
-    missing = next((row["loaded"]["missing"] for row in ranks if row.get("loaded", {}).get("missing")), ())
+    lists = (row.get("loaded", {}).get("missing") for row in ranks)
+    missing = next(filter(None, lists), None)
     cause = unread
     if missing:
         cause = f"{unread}, and finds no " if unread else f"{release} finds no "
-        cause += missing[0] + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+        cause += missing["first"] + (f" and {missing['count'] - 1} more" if missing["count"] > 1 else "")
     cause += ": " if cause else ""
     for is_empty in (True, False):
         rows = {pattern: row for pattern, row in holes.items() if (row[1]["written"] == 0) == is_empty}

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 
 from moedoctor.diagnose.preflight.records import RULES, PreflightDocument, StartAnswer, Verdict
-from moedoctor.reporters.page import Block, Bullets, Fold, Heading, Item, Paragraph, Span, Table
+from moedoctor.reporters.page import Block, Bullets, Fold, Heading, Item, Paragraph, Span, Step, Table
 from moedoctor.reporters.text import count_of
 
 _ANSWERS = {
@@ -29,7 +29,7 @@ def build_preflight_page(document: PreflightDocument) -> list[Block]:
         Paragraph(Span(f"{_name_answer(first)}: {first.reason}", "bold")),
     ]
     if first.next_step:
-        page.append(Paragraph(f"Next: {first.next_step}"))
+        page.append(Step(first.next_step))
     page.append(Paragraph(Span(f"vllm serve {shlex.join(first.words)}", "code")))
     if document.notes:
         page.append(Bullets(document.notes))
@@ -73,8 +73,10 @@ def _list_findings(answer: StartAnswer) -> Iterator[Block]:
             ("known failure", known),
             ("next", step),
         ]
+        lines = [line for line in lines if line[1]]
         title = RULES[finding.rule][1] if is_answer else finding.message
-        yield Item(finding.level, f"{finding.rule}: {title}", [line for line in lines if line[1]])
+        if lines or not is_answer:
+            yield Item(finding.level, f"{finding.rule}: {title}", lines)
 
 
 def _compare(document: PreflightDocument) -> Iterator[Block]:

@@ -424,7 +424,7 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
         with contextlib.suppress(Exception):  # the release does not name the tensors of every model
             missing = list_missing(model, on_meta.stored)
     return {
-        "missing": missing[:50],
+        "missing": {"first": missing[0], "count": len(missing)} if missing else {},
         "holes": [
             {
                 "pattern": pattern,
@@ -443,10 +443,12 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
 
 def list_missing(model: Any, stored: Iterable[str]) -> list[str]:
     """Return the tensors that the release looks for beside those of the checkpoint, and does not find."""
-    given = {name: name_pattern(name).rpartition(".")[0].rpartition(".")[0] for name in stored}
-    near = set(given.values())
-    names = (name for name, _, _ in list_tensors(model) if name not in given)
-    return [name for name in names if name_pattern(name).rpartition(".")[0].rpartition(".")[0] in near]
+    given = set(stored)
+    patterns = {name_pattern(name) for name in given}
+    near = {pattern[:place] for pattern in patterns for place, each in enumerate(pattern) if each == "."}
+    lacking = [name for name, _, _ in list_tensors(model) if name not in given]
+    # A model whose checkpoints have other prefixes is not named as they are.
+    return [name for name in lacking if re.sub(r"(\.N)?\.\w+\.\w+$", "", name_pattern(name)) in near]
 
 
 def _is_padding(

@@ -105,7 +105,7 @@ def test_another_transformers_decides_nothing(newer: bool, message: str, verdict
 
 def test_empty_parameters_are_wrong_answers() -> None:
     holes = [hole("layers.N.w13"), hole("layers.N.w2", 0.5)]
-    loaded = {"holes": holes, "cast": [], "missing": ["layers.0.gate", "layers.1.gate"]}
+    loaded = {"holes": holes, "cast": [], "missing": {"first": "layers.0.gate", "count": 2}}
     answer = judge({**rank(), "loaded": loaded}, skipped=[{"pattern": "layers.N.w1", "count": 2}])
     assert answer.verdict is Verdict.WRONG
     assert "2 parameters are never written (layers.N.w13)" in answer.reason

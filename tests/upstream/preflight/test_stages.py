@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moedoctor.upstream.preflight import stages
 from moedoctor.upstream.preflight.child import fork_ranks
 from moedoctor.upstream.preflight.meta import NewMemory, OnMeta
 from moedoctor.upstream.preflight.operators import read_schemas
@@ -74,6 +75,20 @@ def test_buffers_of_weights_that_offload_moves_are_named(gigabytes, chosen, v2, 
     uva = SimpleNamespace(cpu_offload_gb=gigabytes, cpu_offload_params=chosen)
     config = SimpleNamespace(offload_config=SimpleNamespace(uva=uva), use_v2_model_runner=v2)
     assert list_stale_buffers(model, config) == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "missing"),
+    [
+        (["a.0.experts.0.gate.weight", "lm_head.weight"], ["a.0.experts.1.gate.weight"]),
+        (["a.0.experts.gate_stacked", "lm_head.weight"], [f"a.0.experts.{n}.gate.weight" for n in "01"]),
+        (["language.a.0.experts.gate_stacked"], []),  # other prefixes: names would be wrong
+    ],
+)
+def test_tensors_that_are_looked_for_in_vain_are_named(stored, missing, monkeypatch):
+    names = [*(f"a.0.experts.{n}.gate.weight" for n in "01"), "lm_head.weight"]
+    monkeypatch.setattr(stages, "list_tensors", lambda model: ((name, "BF16", []) for name in names))
+    assert stages.list_missing(None, stored) == missing
 
 
 def test_schemas_are_found_between_machine_code(tmp_path: Path) -> None:
