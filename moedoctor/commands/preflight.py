@@ -124,7 +124,7 @@ def preflight(
     rules = parse_names("--fail-on", fail_on, _FAIL_ON) or _FAIL_ON[:2]
     starts = [start, *_list_sizes(start, sizes)]
     answers: list[StartAnswer] = []
-    with convert_errors(ModelError), open_model(start.model) as model, interrupts.hold_signals():
+    with convert_errors(ModelError), open_model(*start.source) as model, interrupts.hold_signals():
         folders = [each.use_model(str(model.folder)) for each in starts]
         for place, release in enumerate(asked):
             print_message(f"asking vLLM {release.name}, which takes seconds")

@@ -185,10 +185,11 @@ def test_a_hook_asks_about_each_file_of_headers(release, model, tmp_path, monkey
 
 
 def test_a_release_that_dies_cannot_say(release, model, monkeypatch, capsys):
-    ended = Ended((ENVIRONMENT,), -9, "", 1.0, 600.0)
-    monkeypatch.setattr(ask, "run_module", lambda *_, **__: ended)
-    assert call(release, model) == 2
-    assert "cannot say: 0.33.0 could not be asked: killed by SIGKILL" in capsys.readouterr().out
+    for code, text in ((-9, "killed by SIGKILL"), (None, "no answer within 600 s\nNext: Give it more time")):
+        ended = Ended((ENVIRONMENT,), code, "", 1.0, 600.0)
+        monkeypatch.setattr(ask, "run_module", lambda *_, ended=ended, **__: ended)
+        assert call(release, model) == 2
+        assert f"cannot say: 0.33.0 could not be asked: {text}" in capsys.readouterr().out
 
 
 def test_foreign_code_does_not_run_unless_it_is_asked_for(release, model, monkeypatch, capsys):

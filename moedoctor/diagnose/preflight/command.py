@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ class ServeCommand:
     def model(self) -> str:
         """The model, as it was given."""
         return self.words[0]
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """The model and its revision."""
+        pairs = pairwise([word for each in self.words for word in each.split("=", 1)])
+        return self.model, next((value for flag, value in pairs if flag == "--revision"), "main")
 
     def use_model(self, model: str) -> ServeCommand:
         """Return the same start of another model."""

@@ -26,7 +26,7 @@ def drop_ignored(answer: StartAnswer, ignored: Sequence[str]) -> StartAnswer:
     verdict, reason, step = conclude(kept, answer.release, asked)
     if verdict is Verdict.STARTS:
         reason = f"{answer.release}: nothing was found but what --ignore leaves out"
-    note = f"{len(answer.findings) - len(kept)} findings are ignored"
+    note = f"findings that --ignore leaves out: {len(answer.findings) - len(kept)}"
     return replace(
         answer, findings=kept, verdict=verdict, reason=reason, next_step=step, notes=(*answer.notes, note)
     )

@@ -122,7 +122,10 @@ def judge_start(
 
 def answer_unasked(release: str, words: Sequence[str], why: str) -> StartAnswer:
     """Return the answer for a release that gave none."""
-    finding = _make("cannot-say", why, "Run this in the environment of the server, or name it with --python.")
+    step = "Run this in the environment of the server, or name it with --python."
+    if why.startswith("no answer within"):
+        step = "Give it more time: --timeout SECONDS."
+    finding = _make("cannot-say", why, step)
     reason = f"{release} could not be asked: {why}"
     return StartAnswer(release, tuple(words), Verdict.CANNOT_SAY, reason, finding.next_step, (), (finding,))
 

@@ -52,7 +52,7 @@ class Model:
 
 
 @contextlib.contextmanager
-def open_model(name: str) -> Iterator[Model]:
+def open_model(name: str, revision: str = "main") -> Iterator[Model]:
     """Give the folder of a model; a temporary one is gone afterwards. Raises ModelError."""
     with tempfile.TemporaryDirectory(prefix="moedoctor-preflight-") as scratch:
         path = Path(name)
@@ -64,8 +64,8 @@ def open_model(name: str) -> Iterator[Model]:
         elif os.path.isdir(path):
             folder = path.absolute()
         else:
-            folder = find_cached(name)
-            notes = (f"{name}: the newest snapshot in the Hugging Face cache",)
+            folder = find_cached(name, revision)
+            notes = (f"{name}: snapshot {folder.name} of the Hugging Face cache",)
         if not os.path.isfile(folder / "config.json"):
             raise ModelError(f"{name}: has no config.json, expected a checkpoint folder")
         yield Model(folder, read_headers(folder), notes)
@@ -81,20 +81,21 @@ def _fill_folder(path: Path, folder: Path) -> str:
     return f"{path.name}: headers of a checkpoint, without its weights"
 
 
-def find_cached(name: str) -> Path:
-    """Return the newest snapshot of a repository in the Hugging Face cache. Raises ModelError."""
+def find_cached(name: str, revision: str = "main") -> Path:
+    """Return the snapshot of a repository in the Hugging Face cache that vLLM takes. Raises ModelError."""
     home = os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
-    snapshots: list[Path] = []
-    if _REPOSITORY.fullmatch(name):
-        root = cache / f"models--{name.replace('/', '--')}" / "snapshots"
-        snapshots = [each for each in root.glob("*") if (each / "config.json").is_file()]
-    if not snapshots:
+    root = cache / f"models--{name.replace('/', '--')}"
+    with contextlib.suppress(OSError):
+        revision = (root / "refs" / revision).read_text(encoding="utf-8").strip()
+    folder = root / "snapshots" / revision
+    if not _REPOSITORY.fullmatch(name) or not (folder / "config.json").is_file():
         raise ModelError(
             f"{name}: is no folder here and not in the Hugging Face cache; expected a checkpoint folder, its "
-            "config.json, or a file that `moedoctor preflight headers FOLDER` wrote"
+            "config.json, or a file that `moedoctor preflight headers FOLDER` wrote. Without weights: "
+            f"`hf download {name} --include '*.json'`"
         )
-    return max(snapshots, key=lambda each: each.stat().st_mtime)
+    return folder
 
 
 def read_headers(folder: Path) -> dict[str, list[tuple[str, str, tuple[int, ...]]]]:

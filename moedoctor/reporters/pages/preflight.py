@@ -58,7 +58,7 @@ def _name_answer(answer: StartAnswer) -> str:
 def _describe_gpu(document: PreflightDocument) -> str:
     gpu = document.gpu
     gpus = count_of(gpu["count"], "GPU")
-    return f"{gpus} of compute capability {gpu['capability']} with {gpu['memory_gib']:g} GiB"
+    return f"{gpus}: compute capability {gpu['capability']}, {gpu['memory_gib']:g} GiB"
 
 
 def _list_findings(answer: StartAnswer) -> Iterator[Block]:
@@ -101,10 +101,11 @@ def _read_sizes(answer: StartAnswer) -> str:
 
 
 def _describe(answer: StartAnswer) -> Iterator[Block]:
-    if answer.stages:
-        yield Heading("Stages")
-        rows = [(row.stage, row.outcome, row.detail, f"{row.seconds:.1f}") for row in answer.stages]
-        yield Table(("stage", "outcome", "the server", "seconds, all ranks"), rows)
+    if not answer.stages:  # it gave no answer
+        return
+    yield Heading("Stages")
+    rows = [(row.stage, row.outcome, row.detail, f"{row.seconds:.1f}") for row in answer.stages]
+    yield Table(("stage", "outcome", "the server", "seconds, all ranks"), rows)
     if answer.layers:
         yield Heading("Layers")
         yield Table(

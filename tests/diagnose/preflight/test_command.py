@@ -43,6 +43,8 @@ def test_sizes_replace_those_of_the_line() -> None:
         ("M", "-tp", "4", "--enable_expert_parallel", "--tensor-parallel-size=8", "-x"), {}
     )
     assert command.use_sizes(2, False).words == ("M", "-x", "--tensor-parallel-size", "2")
+    assert command.source == ("M", "main")
+    assert ServeCommand(("M", "-x", "--revision=abc"), {}).source == ("M", "abc")
     assert command.use_sizes(1, True).words[-1] == "--enable-expert-parallel"
     assert ServeCommand(("M", "--trust_remote_code", "-x"), {}).drop_trust().words == ("M", "-x")
 

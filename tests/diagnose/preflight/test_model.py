@@ -36,8 +36,14 @@ def test_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
     write_headers(snapshot, qwen3(size=Size(layers=1)))
+    write_headers(snapshot.with_name("newer"), qwen3(size=Size(layers=1)))
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")  # what vLLM takes, without --revision
     with open_model("org/name") as model:
         assert model.folder == snapshot
+    with open_model("org/name", "newer") as model:
+        assert model.folder == snapshot.with_name("newer")
     for name in ("org/other", "../../etc", "name"):
         with pytest.raises(ModelError, match="not in the Hugging Face cache"), open_model(name):
             pass
