@@ -79,7 +79,10 @@ _RULES: Mapping[tuple[str, str], tuple[str, Callable[[LayerShape], int]]] = {
         "repacked experts, and 35 bytes for each scale while a factor for all of them is computed",
         _count_marlin_nvfp4,
     ),
-    ("MARLIN", "mxfp4"): ("repacked experts, and three copies of the scales", _count_marlin_mxfp4),
+    ("MARLIN", "mxfp4"): (
+        "repacked experts, and three copies of the scales; to vLLM 0.25.1 a list of them, too",
+        _count_marlin_mxfp4,
+    ),
     ("HUMMING", "fp8"): ("w13 padded and repacked, and its scales four times", _count_humming_fp8),
     ("HUMMING", "nvfp4"): ("w13 padded and repacked, and its scales three times", _count_humming_nvfp4),
 }

@@ -318,7 +318,9 @@ def _find_memory(ranks: Sequence[Mapping[str, Any]]) -> Iterator[PreflightFindin
         kv = row.get("kv", {})
         if refused := kv.get("refused"):
             text = shorten(refused, 300)
-            step = "Lower --max-model-len, raise --gpu-memory-utilization, or use more GPUs."
+            step = (
+                "Lower --max-model-len, raise --gpu-memory-utilization or --cpu-offload-gb, or use more GPUs."
+            )
             if kv["left"] < 0:
                 usable = _format_gib(kv["left"] + kv["weights"])
                 text = f"the weights take {_format_gib(kv['weights'])}, and vLLM may use {usable} of a GPU"
@@ -432,14 +434,17 @@ def _describe_after(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what a rank needs beside its weights: by the release's own code, and as `plan` computes it."""
     layer, rows = rank.get("experts") or {}, rank.get("after", ())
-    if (left := rank.get("kv", {}).get("left")) is not None:
-        yield "left for the KV cache, if activations took nothing", _format_gib(max(0, left))
+    kv = rank.get("kv", {})
+    if "left" in kv:
+        usable = _format_gib(max(0, kv["left"] + kv["weights"]))
+        size = f"{_format_gib(max(0, kv['left']))} of {usable} that vLLM may use of a GPU"
+        yield "left for the KV cache, if activations took nothing", size
     used = next((row for row in rank.get("layers", ()) if row["kind"] == "experts"), None)
     if not layer or used is None:
         return
     if layer["host_bytes"]:
         host = min(layer["host_bytes"], rank["bytes"])
-        yield "weights on the host, at most", _format_gib(host)
+        yield "of these on the host, at most", _format_gib(host)
     backend, method = used["backend"].upper().replace(" ", "_"), used["method"].lower()
     scheme = next((name for name in ("nvfp4", "mxfp4", "fp8") if name in method), "bf16")
     activation = "silu" if layer["is_gated"] else "relu2"
@@ -463,16 +468,22 @@ def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _describe_repacking(rank: Mapping[str, Any], computed: int | None) -> Iterator[tuple[str, str]]:
     """Yield what repacking takes beside the weights; `computed` are the bytes if they were not counted."""
-    rows, how = rank["after"], ""
-    new = [row["new"] for row in rows if row["kind"] == "experts" and not row["problem"]]
-    problem = next((row["problem"] for row in rows if row["problem"]), "")
-    if problem and not new and computed is not None:
-        new, how, problem = [computed], ", as `moedoctor plan` computes it", ""
-    if new:
+    rows, how = [dict(row) for row in rank["after"]], ""
+    experts = [row for row in rows if row["kind"] == "experts"]
+    if computed is not None and all(row["problem"] for row in experts):
+        how = ", as `moedoctor plan` computes it"
+        for row in experts:
+            row |= {"new": computed, "problem": ""}
+    if new := [row["new"] for row in experts if not row["problem"]]:
         yield "new tensors while a layer of experts is repacked (MD026)", _format_gib(max(new)) + how
+    host = min(rank["experts"]["host_bytes"], rank["bytes"])
     left = sum(max(0, row["left"]) * row["count"] for row in rows)
-    peak = _format_gib(rank["bytes"] + left + max(*new, *(row["new"] for row in rows)))
-    yield "weights while they are repacked", f"not known: {problem}" if problem else peak
+    # A layer that is offloaded comes to the GPU to be repacked.
+    more = max(row["new"] + (row["size"] if host else 0) for row in rows)
+    peak, memory = rank["bytes"] - host + left + more, rank.get("kv", {}).get("memory")
+    shown = _format_gib(peak) + (", more than the GPU has" if memory is not None and peak > memory else "")
+    problem = next((row["problem"] for row in rows if row["problem"]), "")
+    yield "weights on the GPU while they are repacked", f"not known: {problem}" if problem else shown
 
 
 def _list_notes(environment: Mapping[str, Any], reply: Mapping[str, Any]) -> Iterator[str]:

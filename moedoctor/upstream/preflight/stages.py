@@ -537,8 +537,8 @@ def load_adapters(model: Any, config: Any, arguments: Any) -> dict[str, Any]:
 def process_weights(model: Any, *, every: bool) -> list[dict[str, Any]]:
     """Call `process_weights_after_loading` for a layer of each kind and shape, or for every layer.
 
-    Return a row for each kind and shape: ``new`` are the bytes that a layer takes beside its loaded weights
-    meanwhile, at most, and ``left`` those that it takes more afterwards.
+    Return a row for each kind and shape: ``size`` are the bytes of a loaded layer, ``new`` those that
+    it takes beside them meanwhile, at most, and ``left`` those that it takes more afterwards.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
@@ -549,7 +549,8 @@ def process_weights(model: Any, *, every: bool) -> list[dict[str, Any]]:
             continue
         kind, name = _describe_method(module)
         parts = [(part, each.shape, each.dtype) for part, each in module.named_parameters(recurse=False)]
-        row = rows.setdefault((name, *parts), {"kind": kind, "method": name, "problem": "", "count": 0})
+        row = {"kind": kind, "method": name, "problem": "", "count": 0, "size": count_bytes(module)}
+        row = rows.setdefault((name, *parts), row)
         row["count"] += 1
         if row["count"] > 1 and not every:
             continue

@@ -114,47 +114,48 @@ def test_empty_parameters_are_wrong_answers() -> None:
     assert "50.0%" in answer.findings[1].message
 
 
+ON_GPU = "weights on the GPU while they are repacked"
+
+
 @pytest.mark.parametrize(
     ("backend", "method", "workspace", "repacking"),
     [
-        ("TRITON", "Fp8MoEMethod", "0.03 GiB", ("0.00", "1.88 GiB")),
-        ("MARLIN", "ModelOptNvFp4FusedMoE", "0.03 GiB", ("1.15", "3.01 GiB")),
-        ("HUMMING", "Fp8MoEMethod", "not known: HUMMING for fp8 was", ("0.81", "2.67 GiB")),
+        ("TRITON", "Fp8MoEMethod", "0.03 GiB", ("0.00", "9.50")),
+        ("MARLIN", "ModelOptNvFp4FusedMoE", "0.03 GiB", ("1.15", "10.65")),
+        ("HUMMING", "Fp8MoEMethod", "not known: HUMMING for fp8 was", ("0.81", "10.31")),
         ("a new one", "Fp8MoEMethod", "not known: A_NEW_ONE was measured on no GPU yet", None),
     ],
 )
 def test_memory_is_that_of_plan(
     backend: str, method: str, workspace: str, repacking: tuple[str, str] | None
 ) -> None:
+    gib, names = 1 << 30, ("new tensors while a layer of experts is repacked (MD026)", ON_GPU)
     sizes = {"hidden": 256, "intermediate": 1024, "experts": 800, "top_k": 2, "is_gated": True}
-    experts = {**sizes, "tokens": 2048, "host_bytes": 2**30}
+    experts = {**sizes, "tokens": 2048, "host_bytes": gib}
     layers = [{"kind": "experts", "method": method, "backend": backend, "count": 2}]
+    of_experts = {"new": gib, "left": gib // 4, "count": 2, "size": 2 * gib}
+    of_linear = {"new": 3 * gib // 2, "left": 0, "count": 9, "size": gib // 4}
     after = [
-        {
-            "kind": "experts",
-            "method": method,
-            "problem": "",
-            "new": 10_000_000,
-            "left": 2_000_000,
-            "count": 2,
-        },
-        {"kind": "linear", "method": "Linear", "problem": "", "new": 20_000_000, "left": 0, "count": 9},
+        {"kind": "experts", "method": method, "problem": "", **of_experts},
+        {"kind": "linear", "method": "Linear", "problem": "", **of_linear},
     ]
-    known = {"experts": experts, "layers": layers, "bytes": 2_000_000_000, "kv": {"left": 5_000_000}}
-    facts = dict(judge(rank(**known, after=after)).memory)
-    assert facts["left for the KV cache, if activations took nothing"] == "0.00 GiB"
-    assert facts["weights on the host, at most"] == "1.00 GiB"
-    assert facts["new tensors while a layer of experts is repacked (MD026)"] == "0.01 GiB"
-    assert facts["weights while they are repacked"] == "1.88 GiB"
+    kv = {"left": gib, "weights": 7 * gib, "memory": 12 * gib}
+    known = {"experts": experts, "layers": layers, "bytes": 8 * gib, "kv": kv, "after": after}
+    facts = dict(judge(rank(**known)).memory)
+    assert facts["left for the KV cache, if activations took nothing"].startswith("1.00 GiB of 8.00 GiB")
+    assert facts["of these on the host, at most"] == "1.00 GiB"
+    assert tuple(map(facts.get, names)) == ("1.00 GiB", "10.50 GiB"), "an offloaded layer comes to the GPU"
+    experts["host_bytes"], kv["memory"] = 0, 9 * gib
+    facts = dict(judge(rank(**known)).memory)
+    assert facts[ON_GPU] == "10.00 GiB, more than the GPU has"
+    experts["host_bytes"], kv["memory"] = gib, 12 * gib
     after[1]["problem"] = "ImportError: humming"
-    facts = dict(judge(rank(**known, after=after)).memory)
-    assert facts["weights while they are repacked"] == "not known: ImportError: humming"
+    assert dict(judge(rank(**known)).memory)[ON_GPU] == "not known: ImportError: humming"
     after[1]["problem"], after[0]["problem"] = "", "ImportError: humming"
-    facts = dict(judge(rank(**known, after=after)).memory)
-    names = ("new tensors while a layer of experts is repacked (MD026)", "weights while they are repacked")
+    facts = dict(judge(rank(**known)).memory)
     expected = (None, "not known: ImportError: humming")
     if repacking is not None:
-        expected = (f"{repacking[0]} GiB, as `moedoctor plan` computes it", repacking[1])
+        expected = (f"{repacking[0]} GiB, as `moedoctor plan` computes it", f"{repacking[1]} GiB")
     assert tuple(map(facts.get, names)) == expected
     assert facts[f"workspace of {backend.upper().replace(' ', '_')} for 2,048 tokens"].startswith(workspace)
     assert judge(rank()).memory == ()
