@@ -549,8 +549,8 @@ def process_weights(model: Any, *, every: bool) -> list[dict[str, Any]]:
             continue
         kind, name = _describe_method(module)
         parts = [(part, each.shape, each.dtype) for part, each in module.named_parameters(recurse=False)]
-        row = {"kind": kind, "method": name, "problem": "", "count": 0, "size": count_bytes(module)}
-        row = rows.setdefault((name, *parts), row)
+        first = {"kind": kind, "method": name, "problem": "", "count": 0, "size": count_bytes(module)}
+        row = rows.setdefault((name, *parts), first)
         row["count"] += 1
         if row["count"] > 1 and not every:
             continue
