@@ -172,7 +172,7 @@ def _plan(request: PlanRequest) -> Plan:
     if not kv.blocks and left >= 0:
         notes.append("not one block of KV cache fits")
     elif left >= 0 and kv.concurrency < 1:
-        notes.append(f"not one request of {request.context} tokens fits: lower --context")
+        notes.append(f"not one request of {request.context} tokens fits: lower --context, or raise --offload")
     return Plan(
         expert_bytes=expert_bytes,
         other_bytes=other_bytes,
