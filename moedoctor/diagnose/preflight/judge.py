@@ -16,6 +16,7 @@ from typing import Any
 from moedoctor.diagnose.plan.kv_cache import PlanError
 from moedoctor.diagnose.plan.repacking import compute_repacking
 from moedoctor.diagnose.plan.workspace import Workspace, compute_workspace
+from moedoctor.diagnose.preflight.command import TRUST
 from moedoctor.diagnose.preflight.records import (
     RULES,
     LayerCount,
@@ -53,6 +54,7 @@ _DEVICE = re.compile(
 _QUOTED = re.compile(r"'(\w+(?:\.\w+)+)'")
 """A tensor or layer in an error message."""
 _LIBRARY_CONFIG = re.compile(r"transformers|does not recognize this architecture|model type", re.IGNORECASE)
+_LEFT_OUT = f"{TRUST} was left out"
 _LEAST_BYTES = 1000
 """Scales of a KV cache are less, and nobody has to know."""
 _GIVE_HEADERS = "Give the checkpoint, or its headers: `moedoctor preflight headers FOLDER`."
@@ -77,6 +79,9 @@ def judge_start(
     adapters = [each for row in ranks for each in row.get("adapters", {}).get("adapters", ())]
     errors = [reply.get("error"), *(row.get("error") for row in (*ranks, *adapters))]
     error = next(filter(None, errors), None)
+    is_left_out = TRUST in words and TRUST not in reply.get("words", words)
+    if error is not None and error["stage"] == "config" and is_left_out:
+        error = {**error, "cause": _LEFT_OUT}
     rank = next((row["rank"] for row in ranks if "error" in row), None)
     quantization = str(reply.get("config", {}).get("quantization") or "")
     skipped = [each["pattern"] for each in reply.get("skipped", ())]
@@ -182,6 +187,8 @@ def _find_errors(
             if lacks
             else "Run this in the server's environment."
         )
+        if error["cause"] == _LEFT_OUT:
+            step = f"Give {TRUST} to preflight, too: it runs the checkpoint's own code here."
         yield _make("cannot-say", f"{STAGES.get(error['stage'], error['stage'])}: {text}", step, **where)
 
 
@@ -289,7 +296,11 @@ def _find_stale_buffers(ranks: Sequence[Mapping[str, Any]]) -> Iterator[Prefligh
 
 
 def _find_adapters(adapters: Sequence[Mapping[str, Any]], release: str) -> Iterator[PreflightFinding]:
-    """Yield a finding for each adapter with parts that no layer takes."""
+    """Yield a finding for each adapter with parts that no layer takes, or with those of another shape."""
+    for misfits, name in {tuple(each.get("misfits", ())): each["name"] for each in adapters}.items():
+        if misfits:
+            message = f"{len(misfits)} tensors of the adapter {name} do not fit: {misfits[0]}"
+            yield _make("adapter-shape", message, "Use an adapter of this model: vLLM compares no shapes.")
     for unplaced, name in {tuple(each["unplaced"]): each["name"] for each in adapters}.items():
         if unplaced:
             message = f"{release} applies nothing of {_join(unplaced)} of the adapter {name}"
@@ -362,7 +373,7 @@ def conclude(findings: Sequence[PreflightFinding], release: str, asked: Any) -> 
     if unknown := by_rule.get("cannot-say"):
         reason = f"{release} was not asked to the end: {unknown.message}"
         return Verdict.CANNOT_SAY, reason, unknown.next_step
-    for rule in ("not-written", "stale-buffer", "cut", "converted", "adapter-unused"):
+    for rule in ("not-written", "stale-buffer", "cut", "converted", "adapter-unused", "adapter-shape"):
         if wrong := by_rule.get(rule):
             return Verdict.WRONG, wrong.message, wrong.next_step
     if "load" not in asked:

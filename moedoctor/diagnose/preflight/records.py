@@ -28,6 +28,7 @@ RULES: Mapping[str, tuple[str, str]] = {
     "cut": ("error", "The release reads a part of a tensor only"),
     "converted": ("error", "Stored numbers are converted without their scale"),
     "adapter-unused": ("error", "The release leaves out a part of an adapter"),
+    "adapter-shape": ("error", "A tensor of an adapter has another shape than its weight"),
     "cannot-say": ("warning", "A stage could not be asked"),
     "setting": ("warning", "A flag or variable has no effect"),
     "kv-cache": ("warning", "The longest request does not fit beside the weights"),

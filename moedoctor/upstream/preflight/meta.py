@@ -178,6 +178,8 @@ class OnMeta(TorchFunctionMode):
         """Yield the tensors of safetensors files from their headers, in place of vLLM's iterator."""
         for file in sorted(map(str, files)):
             for name, dtype, shape in self._headers.get(os.path.realpath(file), ()):
+                if dtype not in DTYPES:
+                    raise ValueError(f"{name} has the type {dtype}, which is not known here")
                 with torch._C.DisableTorchFunction():
                     tensor = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
                     storage = tensor.untyped_storage()._cdata

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from moedoctor.models.tensor_names import name_pattern
-from moedoctor.upstream.preflight.meta import MADE, NewMemory, OnMeta
+from moedoctor.upstream.preflight.meta import MADE, NewMemory, OnMeta, Stored
 from moedoctor.upstream.preflight.names import find_kernel, is_unused, list_tensors, name_kernel
 from moedoctor.upstream.selection.linear_kernels import Offers, explain_kernels, record_offers
 from moedoctor.upstream.selection.oracle import explain_others, record_selections
@@ -35,6 +35,8 @@ _PARSERS = ("common.cli_args", "launchers.cli_args", "openai.cli_args", "cli.ser
 _KINDS = {"moe": "experts", "kvcache": "attention", "embedding": "embedding"}
 """Part of a quantization method's name -> the kind of its layers; the others are linear."""
 _MOST_TEXT = 4000
+_MODULES = re.compile(r"(?<=target modules in )\{[^}]*\}")
+"""The modules of all experts in a message about an adapter, whose own module comes after them."""
 _PASSED_ON = "function(*arguments"
 """In the lines of `OnMeta` that call torch."""
 
@@ -71,7 +73,7 @@ def describe_error(stage: str, error: BaseException) -> dict[str, Any]:
     return {
         "stage": stage,
         "type": type(error).__name__,
-        "message": " ".join(str(error).split())[:_MOST_TEXT],
+        "message": _MODULES.sub("{…}", " ".join(str(error).split()))[:_MOST_TEXT],
         "at": [f"vllm/{frame.filename.rpartition('/vllm/')[2]}:{frame.lineno}" for frame in inside[-3:]],
         "line": (inside[-1].line or "")[:200] if inside else "",
         "last_module": "" if last is None else _find_package(last.filename),
@@ -288,6 +290,7 @@ def _run_model(
             return
         with run_stage("load", seconds):
             answer["loaded"] = load(model, config.model_config)
+        stored = on_meta.stored
         speculative = config.speculative_config
         if getattr(speculative, "draft_model_config", None) is not None:
             with run_stage("draft", seconds), use_draft_backend(config):
@@ -306,7 +309,7 @@ def _run_model(
             answer["after"] = process_weights(model, every=config.lora_config is not None)
         if config.lora_config is not None:
             with run_stage("adapters", seconds):
-                answer["adapters"] = load_adapters(model, config, arguments)
+                answer["adapters"] = load_adapters(model, config, arguments, stored)
 
 
 @contextlib.contextmanager
@@ -509,7 +512,7 @@ def plan_kv_cache(config: Any, weights: int) -> dict[str, Any]:
     return {**answer, "tokens": made[0].num_blocks * config.cache_config.block_size}
 
 
-def load_adapters(model: Any, config: Any, arguments: Any) -> dict[str, Any]:
+def load_adapters(model: Any, config: Any, arguments: Any, stored: Mapping[str, Stored]) -> dict[str, Any]:
     """Wrap the layers for LoRA and apply each adapter of ``--lora-modules``, by the worker's own manager.
 
     ``unplaced`` are the parts of an adapter that no layer takes: the manager leaves them out in silence.
@@ -528,10 +531,33 @@ def load_adapters(model: Any, config: Any, arguments: Any) -> dict[str, Any]:
             parts = manager._adapter_manager.get_adapter(number).loras
             placed = manager._adapter_manager.modules.keys()
             row |= {"modules": len(parts), "unplaced": sorted(parts.keys() - placed)[:50]}
+            row["misfits"] = find_misfits(Path(module.path, "adapter_model.safetensors"), stored)
         except Exception as error:
             row["error"] = describe_error("adapters", error)
         answer["adapters"].append(row)
     return answer
+
+
+def find_misfits(file: Path, stored: Mapping[str, Stored]) -> list[str]:
+    """Return the tensors of an adapter whose rows or columns are not those of the checkpoint's weight.
+
+    vLLM copies a smaller one into a part of its buffer, and the layer gets a wrong product.
+    """
+    from safetensors import safe_open
+
+    misfits: list[str] = []
+    if not file.is_file():
+        return misfits
+    with safe_open(file, "pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+            weight, shape = stored.get(f"{module}.weight"), opened.get_slice(name).get_shape()
+            if weight is None or not weight.tensor.is_floating_point() or len(shape) != weight.tensor.dim():
+                continue
+            place = {"A.weight": 1, "B.weight": 0}.get(part)  # (rank, columns) and (rows, rank)
+            if place is not None and shape[place] != weight.tensor.shape[place]:
+                misfits.append(f"{name} {shape}, for a weight {list(weight.tensor.shape)}")
+    return misfits
 
 
 def process_weights(model: Any, *, every: bool) -> list[dict[str, Any]]:

@@ -326,6 +326,25 @@ def test_an_adapter_is_refused_or_left_out_in_part() -> None:
         assert (wrong.verdict, wrong.findings[0].id) == (Verdict.WRONG, id)
         assert wrong.reason == f"0.33.0 applies nothing of {name} of the adapter a"
 
+    row = {"name": "a", "unplaced": [], "misfits": ["q.lora_A.weight [8, 128], for a weight [256, 256]"]}
+    misfit = judge(rank(adapters={"adapters": [row]}))
+    assert (misfit.verdict, misfit.findings[0].rule) == (Verdict.WRONG, "adapter-shape")
+    assert misfit.reason == f"1 tensors of the adapter a do not fit: {row['misfits'][0]}"
+
+
+@pytest.mark.parametrize(
+    ("words", "verdict"), [((), Verdict.REFUSED), (("--trust-remote-code",), Verdict.CANNOT_SAY)]
+)
+def test_a_model_whose_own_code_was_left_out_is_not_refused(words, verdict) -> None:
+    reply = {
+        "words": ["M"],
+        "error": error("config", message="contains custom code"),
+        "seconds": {"config": 0.1},
+    }
+    answer = judge_start(reply, ENVIRONMENT, ("M", *words))
+    assert answer.verdict is verdict
+    assert ("--trust-remote-code" in answer.next_step) == bool(words)
+
 
 def test_experts_whose_kernel_could_not_be_made_here_are_no_refusal() -> None:
     """A release wants it before it applies adapters; an engine has it by then."""

@@ -190,6 +190,7 @@ def test_adapters_are_applied_refused_or_left_out(tmp_path: Path) -> None:
         "a foreign name": ([("mlp.experts.0.linear_1", 256, 1024, 1)], Verdict.REFUSED),
         "stacked": ([stacked, ("mlp.experts", 1024, 256, 8)], Verdict.REFUSED),
         "half of the stacked": ([attention, stacked], Verdict.WRONG),
+        "a smaller model's": ([("self_attn.q_proj", 128, 2048, 1)], Verdict.WRONG),
     }
     build = SOUND["qwen3-bf16"]()
     starts = {

@@ -91,6 +91,12 @@ def test_tensors_that_are_looked_for_in_vain_are_named(stored, missing, monkeypa
     assert stages.list_missing(None, stored) == missing
 
 
+def test_a_refused_adapter_names_its_module_and_not_those_of_the_model() -> None:
+    error = ValueError(f"expected target modules in {set(range(2000))} but received ['m.linear_1'].")
+    message = stages.describe_error("adapters", error)["message"]
+    assert message == "expected target modules in {…} but received ['m.linear_1']."
+
+
 def test_schemas_are_found_between_machine_code(tmp_path: Path) -> None:
     file = tmp_path / "_C.so"
     schemas = ["f(Tensor x) -> ()", "g.out(Tensor(a!) x, int n=1) -> Tensor"]
