@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -28,7 +27,7 @@ from moedoctor.commands.pages import deliver_document
 from moedoctor.text import print_message, shorten
 
 if TYPE_CHECKING:
-    from moedoctor.diagnose.preflight.ask import Question, Release
+    from moedoctor.diagnose.preflight.ask import Release
     from moedoctor.diagnose.preflight.command import ServeCommand
     from moedoctor.diagnose.preflight.records import StartAnswer
 
@@ -100,7 +99,6 @@ def preflight(
     The release's own parser, model class, loader and backend selection run on the checkpoint's headers. Exit
     code 1 if it would not start or would answer wrongly, 2 if that cannot be said.
     """
-    from moedoctor import environment
     from moedoctor.diagnose.preflight import ask
     from moedoctor.diagnose.preflight.command import TRUST
     from moedoctor.diagnose.preflight.document import drop_ignored, make_document
@@ -117,10 +115,8 @@ def preflight(
                 "--python and --wheel name two releases, expected one; the others go to --releases"
             )
         asked = [*(found or [_find_installed()]), *(ask.find_release(text) for text in split_texts(releases))]
-    facts = environment.collect() if sm is None or memory is None else {}
-    question = _make_question(
-        sm, memory, gpus, rank, facts, timeout=timeout, post=verbose, trust=trust_remote_code
-    )
+    gpu = _find_gpu(sm, memory, gpus)
+    question = ask.Question(*gpu, _parse_ranks(rank), verbose, trust_remote_code, timeout)
     rules = parse_names("--fail-on", fail_on, _FAIL_ON) or _FAIL_ON[:2]
     starts = [start, *_list_sizes(start, sizes)]
     answers: list[StartAnswer] = []
@@ -191,36 +187,30 @@ def _find_installed() -> Release:
     return release
 
 
-def _make_question(
-    sm: str | None,
-    memory: float | None,
-    gpus: float | None,
-    rank: list[str] | None,
-    facts: Mapping[str, Any],
-    *,
-    timeout: float,
-    post: bool,
-    trust: bool,
-) -> Question:
-    """Return the question about a start: the GPU is this machine's unless it is given. Raises InputError."""
-    from moedoctor.diagnose.preflight.ask import Question
+def _find_gpu(sm: str | None, memory: float | None, gpus: float | None) -> tuple[tuple[int, int], int, int]:
+    """Return capability, bytes and number of the server's GPUs: this machine's unless they are given.
 
-    capability = (
-        require_capability(sm or str(facts.get("capability") or "")) if sm or facts.get("capability") else ""
-    )
+    Raises InputError without a capability.
+    """
+    from moedoctor import environment
+
+    facts = environment.collect() if sm is None or memory is None else {}
+    capability = sm or facts.get("capability")
     if not capability:
         raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
-    gpu: Mapping[str, Any] = next(iter(facts.get("gpus") or ()), {})
-    count = gpus or (len(facts.get("gpus") or ()) if sm is None else 0) or 8
-    gib = memory or (gpu.get("memory_bytes") or 80 * 2**30) / 2**30
-    major, _, minor = capability.partition(".")
-    for text in split_texts(rank):
+    major, _, minor = require_capability(str(capability)).partition(".")
+    own = facts.get("gpus") or ()
+    size = int(memory * 2**30) if memory else own and own[0].get("memory_bytes")
+    count = gpus or (len(own) if sm is None else 0)
+    return (int(major), int(minor)), size or 80 << 30, int(count or 8)
+
+
+def _parse_ranks(rank: list[str] | None) -> tuple[int, ...] | None:
+    texts = split_texts(rank)
+    for text in texts:
         if not (text.isascii() and text.isdigit() and int(text[:9]) <= _MOST_RANK):
             raise InputError(f"--rank {shorten(text)}: expected numbers from 0 to {_MOST_RANK}")
-    ranks = tuple(sorted({int(text) for text in split_texts(rank)}))
-    return Question(
-        (int(major), int(minor)), int(gib * 2**30), int(count), ranks or None, post, trust, timeout
-    )
+    return tuple(sorted({int(text) for text in texts})) or None
 
 
 def _list_sizes(start: ServeCommand, most: float | None) -> list[ServeCommand]:

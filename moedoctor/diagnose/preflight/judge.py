@@ -511,6 +511,8 @@ def _list_notes(environment: Mapping[str, Any], reply: Mapping[str, Any]) -> Ite
     ranks = reply.get("ranks", ())
     for problem in dict.fromkeys(row["kv"]["problem"] for row in ranks if "problem" in row.get("kv", {})):
         yield f"KV cache was not planned: {problem}"
+    if "flashinfer-python" not in environment.get("versions", {}):
+        yield "FlashInfer is not here: a server that has it may choose other backends"
     questions = sum(row.get("questions", 0) for row in ranks)
     if questions:
         yield f"{questions} questions about values were answered as for a sound checkpoint"

@@ -44,10 +44,8 @@ def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     gpu = Gpu(tuple(request["capability"]), request["memory"], request["gpus"])
     gone = substitute_torch(gpu)
-    operators = sum(
+    for folder in find_package_folders("vllm"):
         define_operators(folder, partial(loads_extension, folder=folder), OPERATORS)
-        for folder in find_package_folders("vllm")
-    )
     try:
         notes, missing = substitute_vllm(gpu)
     except SubstituteError as error:
@@ -58,7 +56,6 @@ def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         "unsatisfied": list_unsatisfied(),
         "answered": notes,
         "gone": [*gone, *missing],
-        "operators": operators,
         "seconds": round(time.perf_counter() - started, 1),
     }
     gc.freeze()

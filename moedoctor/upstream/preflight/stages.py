@@ -431,7 +431,6 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
         "holes": [
             {
                 "pattern": pattern,
-                "shape": list(shape),
                 "written": share,
                 "padded": _is_padding(owners, names[0], shape, share, config),
                 "unused": is_unused(owners, names[0]),
@@ -504,7 +503,7 @@ def plan_kv_cache(config: Any, weights: int) -> dict[str, Any]:
     share = config.cache_config.gpu_memory_utilization
     left = int(current_platform.get_device_total_memory() * share) - weights
     left = getattr(config.cache_config, "kv_cache_memory_bytes", None) or left
-    answer = {"layers": len(specs), "weights": weights, "left": left, "tokens": None, "refused": ""}
+    answer = {"weights": weights, "left": left, "tokens": None, "refused": ""}
     try:
         made = plan(config, [specs], [left], *([groups(config, [specs])] if groups else []))
     except ValueError as error:
@@ -523,14 +522,14 @@ def load_adapters(model: Any, config: Any, arguments: Any, stored: Mapping[str, 
     runner: Any = type("Runner", (LoRAModelRunnerMixin,), {})()
     runner.load_lora_model(model, config, torch.device("meta"))
     manager = runner.lora_manager
-    answer: dict[str, Any] = {"wrapped": len(manager._adapter_manager.modules), "adapters": []}
+    answer: dict[str, Any] = {"adapters": []}
     for number, module in enumerate(getattr(arguments, "lora_modules", None) or (), 1):
-        row = {"name": module.name, "modules": 0, "unplaced": [], "error": None}
+        row = {"name": module.name, "unplaced": [], "error": None}
         try:
             manager.add_adapter(LoRARequest(module.name, number, module.path))
             parts = manager._adapter_manager.get_adapter(number).loras
             placed = manager._adapter_manager.modules.keys()
-            row |= {"modules": len(parts), "unplaced": sorted(parts.keys() - placed)[:50]}
+            row["unplaced"] = sorted(parts.keys() - placed)[:50]
             row["misfits"] = find_misfits(Path(module.path, "adapter_model.safetensors"), stored)
         except Exception as error:
             row["error"] = describe_error("adapters", error)
