@@ -60,7 +60,7 @@ _LEAST_BYTES = 1000
 _GIVE_HEADERS = "Give the checkpoint, or its headers: `moedoctor preflight headers FOLDER`."
 NOT_SEEN = (
     "kernels: nothing was compiled or run",
-    "real memory: peaks while weights are loaded and repacked, and what other processes hold",
+    "real memory: activations, CUDA graphs, the host while weights are loaded, and other processes",
     "values of the weights: NaN, wrong scales, damaged bytes",
     "downloads, and code that a checkpoint brings (trust_remote_code)",
 )
@@ -444,12 +444,17 @@ def _describe_after(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what a rank needs beside its weights: by the release's own code, and as `plan` computes it."""
-    layer, rows = rank.get("experts") or {}, rank.get("after", ())
+    yield from _describe_experts(rank)
     kv = rank.get("kv", {})
     if "left" in kv:
         usable = _format_gib(max(0, kv["left"] + kv["weights"]))
         size = f"{_format_gib(max(0, kv['left']))} of {usable} that vLLM may use of a GPU"
         yield "left for the KV cache, if activations took nothing", size
+
+
+def _describe_experts(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield where the weights of a rank with experts are, and what repacking and a call take beside them."""
+    layer, rows = rank.get("experts") or {}, rank.get("after", ())
     used = next((row for row in rank.get("layers", ()) if row["kind"] == "experts"), None)
     if not layer or used is None:
         return
