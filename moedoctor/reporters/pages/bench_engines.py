@@ -79,11 +79,11 @@ def _list_remarks(figures: Figures) -> Iterator[str]:
 
 
 def list_charts(figures: Figures) -> list[Chart]:
-    """Return tokens per second over the batch, a line for each engine; none if nothing was timed."""
+    """Return tokens per second over the batch, a line for each engine; none for one batch, which is a table."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in sorted(figures["speeds"], key=lambda row: int(row["batch"])):
         lines.setdefault(row["variant"], []).append(row)
-    if not lines:
+    if len({row["batch"] for row in figures["speeds"]}) < 2:
         return []
     return [
         Chart(
@@ -96,7 +96,7 @@ def list_charts(figures: Figures) -> list[Chart]:
             ),
             caption=f"{figures['model']}: {figures['tokens']} new tokens for each sequence. Medians, bars "
             "from p20 to p80.",
-            log_x=len({row["batch"] for row in figures["speeds"]}) > 1,
+            log_x=True,
         )
     ]
 

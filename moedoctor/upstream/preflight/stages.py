@@ -138,10 +138,15 @@ def configure(words: Sequence[str], seconds: dict[str, float]) -> tuple[Any, Any
 
 def _import_parser() -> Any:
     for place in _PARSERS:
-        with contextlib.suppress(ImportError):
-            module = importlib.import_module(f"vllm.entrypoints.{place}")
-            if hasattr(module, "make_arg_parser"):
-                return module
+        name = f"vllm.entrypoints.{place}"
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not name.startswith(error.name or name):
+                raise  # the module is there and misses another library
+            continue
+        if hasattr(module, "make_arg_parser"):
+            return module
     raise ImportError(f"none of vllm.entrypoints.{{{', '.join(_PARSERS)}}} has make_arg_parser")
 
 

@@ -43,6 +43,7 @@ def test_each_engine_is_a_line_with_bars_and_wrong_ones_are_not_drawn() -> None:
     assert {"marlin", "triton", "batch (sequences) (log scale)", "1", "8"} <= set(words)
 
 
-def test_without_a_timed_engine_there_is_no_picture() -> None:
+def test_without_a_timed_engine_or_a_second_batch_there_is_no_picture() -> None:
     failed = {"variant": "cutlass", "failed": "no kernel image"}
-    assert list_charts(engine_document([], failed)["bench"]["engines"]) == []
+    for rows in ([], [speed_row("triton", 8, 100.0), speed_row("marlin", 8, 90.0)]):
+        assert list_charts(engine_document(rows, failed)["bench"]["engines"]) == []

@@ -192,3 +192,16 @@ def test_a_model_that_eplb_cannot_balance_is_named(flag, v2, model, expected, mo
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.interfaces", interfaces)
     config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=flag), use_v2_model_runner=v2)
     assert find_unbalanced(model, config) == expected
+
+
+def test_a_library_that_the_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only modules of vLLM itself may be missing, in releases that have the parser elsewhere."""
+    missing = {"vllm.entrypoints.common.cli_args": "vllm.entrypoints.common"}
+
+    def load(name: str) -> None:
+        missed = missing.get(name, "httpx")
+        raise ModuleNotFoundError(f"No module named {missed!r}", name=missed)
+
+    monkeypatch.setattr(stages.importlib, "import_module", load)
+    with pytest.raises(ModuleNotFoundError, match="httpx"):
+        stages._import_parser()
