@@ -158,23 +158,18 @@ def read_script(path: Path) -> ServeCommand:
         raise CommandError(f"{path}: calls neither {' nor '.join(sorted(_ENGINES))}, expected such a call")
     call = min(calls, key=lambda node: node.lineno)
     named = {each.arg: each.value for each in call.keywords if each.arg is not None}
-    model = _read_literal(named.pop("model", call.args[0] if call.args else None))
-    if not isinstance(model, str):
-        raise CommandError(f'{path}:{call.lineno}: the model is no text, expected LLM(model="...")')
-    words, notes = [model], [f"{path.name}:{call.lineno}"]
+    named |= dict(zip(("model",), call.args, strict=False))
+    values, notes = {}, [f"{path.name}:{call.lineno}"]
     for name, node in named.items():
         try:
-            words += _make_flag(name, ast.literal_eval(node))
+            values[name] = ast.literal_eval(node)
         except (ValueError, TypeError):
             notes.append(f"{path.name}:{node.lineno}: {name} is no literal and was not read")
-    return ServeCommand(tuple(words), {}, tuple(notes))
-
-
-def _read_literal(node: ast.expr | None) -> Any:
-    try:
-        return None if node is None else ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return None
+    model = values.pop("model", None)
+    if not isinstance(model, str):
+        raise CommandError(f'{path}:{call.lineno}: the model is no text, expected LLM(model="...")')
+    flags = (word for name, value in values.items() for word in _make_flag(name, value))
+    return ServeCommand((model, *flags), {}, tuple(notes))
 
 
 def _make_flag(name: str, value: Any) -> list[str]:

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
+from unittest import mock
 
 from moedoctor.models.tensor_names import OPTIONAL, name_pattern
 from moedoctor.processes.ask import answer
@@ -79,22 +80,18 @@ def list_unsatisfied() -> list[dict[str, Any]]:
     from packaging.requirements import Requirement
     from packaging.version import Version
 
-    broken = []
+    broken, versions = [], list_versions()
     for text in importlib.metadata.requires("vllm") or ():
         requirement = Requirement(text)
-        if requirement.name not in ("transformers", "compressed-tensors"):
+        name, marker, required = requirement.name, requirement.marker, requirement.specifier
+        if name not in ("transformers", "compressed-tensors") or (
+            marker and not marker.evaluate({"extra": ""})
+        ):
             continue
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            version = "0"
-        if not requirement.specifier.contains(version, prereleases=True):
-            required = [Version(each.version) for each in requirement.specifier]
-            newer = Version(version) >= max(required)
-            row = {"name": requirement.name, "version": version, "required": str(requirement.specifier)}
-            broken.append({**row, "newer": newer})
+        version = versions.get(name, "0")
+        if not required.contains(version, prereleases=True):
+            newer = all(Version(version) >= Version(each.version) for each in required)
+            broken.append({"name": name, "version": version, "required": str(required), "newer": newer})
     return broken
 
 
@@ -105,7 +102,7 @@ def ask_command(command: Mapping[str, Any], request: Mapping[str, Any]) -> dict[
 
     started = time.perf_counter()
     reply: dict[str, Any] = {"words": command["words"], "post": request["post"], "seconds": {}, "ranks": []}
-    with set_variables(command.get("variables", {})):
+    with mock.patch.dict(os.environ, command.get("variables", {})):
         try:
             config, arguments = stages.configure(command["words"], reply["seconds"])
             reply["config"] = stages.describe_config(config)
@@ -201,21 +198,6 @@ def describe_taken(
     # With expert parallelism a rank skips the experts of others: a pattern counts if nothing of it was read.
     unread = [{"pattern": each, "count": count} for each, count in skipped.items() if not taken[each]]
     return {"skipped": unread, "too_large": too_large[:_MOST_ROWS]}
-
-
-@contextlib.contextmanager
-def set_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for one command line."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def choose_ranks(parallel: Any, wanted: Sequence[int] | None) -> list[int]:
