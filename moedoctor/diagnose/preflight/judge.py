@@ -497,7 +497,7 @@ def _describe_repacking(rank: Mapping[str, Any], computed: int | None) -> Iterat
     # A layer that is offloaded comes to the GPU to be repacked.
     more = max(row["new"] + (row["size"] if host else 0) for row in rows)
     peak, memory = rank["bytes"] - host + left + more, rank.get("kv", {}).get("memory")
-    shown = _format_gib(peak) + (", more than the GPU has" if memory is not None and peak > memory else "")
+    shown = _format_gib(peak) + (f"; the GPU has {_format_gib(memory)}" if memory is not None else "")
     problem = next((row["problem"] for row in rows if row["problem"]), "")
     yield "weights on the GPU while they are repacked", f"not known: {problem}" if problem else shown
 

@@ -68,8 +68,8 @@ def _list_remarks(figures: Figures) -> Iterator[str]:
         yield "control same: the same count while every router has the rows of other experts."
     if any("load_peak_bytes" in row for row in figures["engines"]):
         yield (
-            "load peak: what torch held at most while weights were loaded and repacked, beyond what they take "
-            "afterwards (MD026); planned peak: the same as `moedoctor plan` computes it without offload."
+            "load peak: what torch held at most while weights were loaded and repacked, beyond what they "
+            "take afterwards (MD026); planned peak: the same as `moedoctor plan` computes it without offload."
         )
     if figures["together"]:
         yield "All engines were up at once and took turns, so the KV cache has a fixed size."
