@@ -7,13 +7,11 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-import yaml
-
 from moedoctor.results import from_json
+from moedoctor.text import load_yaml
 
 KINDS = ("router", "moe", "cache", "offloader")
 FORMATS = ("bf16", "fp8", "fp8-block", "nvfp4", "mxfp4")
@@ -49,10 +47,9 @@ class Question:
 @functools.cache
 def load_questions(kind: str) -> Mapping[str, Question]:
     """Return the questions of a kind by name, in the order in which they are asked."""
-    file = Path(__file__).with_name(f"{kind}.yaml")
-    data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    data = load_yaml("moedoctor.testing", f"{kind}.yaml")
     questions = [
-        from_json(Question, {"sizes": data["sizes"], **each}, file.name) for each in data["questions"]
+        from_json(Question, {"sizes": data["sizes"], **each}, f"{kind}.yaml") for each in data["questions"]
     ]
     return {question.name: question for question in questions}
 

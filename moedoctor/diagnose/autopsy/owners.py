@@ -11,11 +11,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
+from moedoctor.text import load_yaml
 
 _LONGEST = 4096
 _PART = re.compile(r"\d{1,4}")
-_OWNERS = Path(__file__).with_name("owners.yaml")
 _SHIP_KERNELS = {
     "vllm": "vLLM",
     "torch": "PyTorch",
@@ -78,7 +77,7 @@ def demangle(symbol: str) -> str:
 
 @cache
 def _load_rules() -> list[dict[str, Any]]:
-    rules: list[dict[str, Any]] = yaml.safe_load(_OWNERS.read_text(encoding="utf-8"))
+    rules: list[dict[str, Any]] = load_yaml("moedoctor.diagnose.autopsy", "owners.yaml")
     return rules
 
 

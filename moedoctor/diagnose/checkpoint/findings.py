@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.resources import files
-
-import yaml
 
 from moedoctor.diagnose.checkpoint.checkpoint import Checkpoint, JsonFile
 from moedoctor.diagnose.checkpoint.modules import Module, group
 from moedoctor.diagnose.checkpoint.quantization import Declared, Rule, from_config, from_hf_quant
+from moedoctor.text import load_yaml
 
 SHOWN = 5
 """Places that a finding lists; the rest are counted."""
@@ -41,8 +39,7 @@ class Check:
 
 
 def _load_checks() -> Mapping[str, Check]:
-    text = (files("moedoctor.diagnose.checkpoint") / "checks.yaml").read_text(encoding="utf-8")
-    table = yaml.safe_load(text)
+    table = load_yaml("moedoctor.diagnose.checkpoint", "checks.yaml")
     steps = table["next_steps"]
     return {
         name: Check(**{"id": None, **row, "next_step": steps.get(row["next_step"], row["next_step"])})

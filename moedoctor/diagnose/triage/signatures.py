@@ -16,7 +16,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import yaml
+from moedoctor.text import load_yaml
 
 WITHIN = 12
 """Lines that a clue may be away from the one it supports: a few paragraphs, or the top of a traceback."""
@@ -124,9 +124,7 @@ def _load_families() -> Sequence[Mapping[str, Any]]:
 @cache
 def load_data(name: str) -> Any:
     """Return a YAML file of this package, read once: callers do not change it."""
-    # The C loader takes a tenth of the time; PyYAML without libyaml does not have it.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load((files("moedoctor.diagnose.triage") / name).read_text(encoding="utf-8"), loader)
+    return load_yaml("moedoctor.diagnose.triage", name)
 
 
 def _read_clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) -> Clue:

@@ -10,7 +10,6 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 Capability = tuple[int, int]
@@ -95,11 +94,9 @@ def show(version: tuple[int, int]) -> str:
 @functools.cache
 def load_arch_data() -> Mapping[str, Any]:
     """The contents of ``data.yaml``."""
-    import yaml
+    from moedoctor.text import load_yaml
 
-    data: Mapping[str, Any] = yaml.safe_load(
-        (files("moedoctor.fixes.arch") / "data.yaml").read_text(encoding="utf-8")
-    )
+    data: Mapping[str, Any] = load_yaml("moedoctor.fixes.arch", "data.yaml")
     return data
 
 

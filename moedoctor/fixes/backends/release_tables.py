@@ -212,9 +212,8 @@ def load_tables(scheme: str, release: str) -> Tables:
 
 @functools.cache
 def _load_data(name: str) -> Any:
-    text = (files("moedoctor.fixes.backends") / "data" / name).read_text(encoding="utf-8")
     if name.endswith(".json"):
-        return json.loads(text)
-    import yaml
+        return json.loads((files("moedoctor.fixes.backends") / "data" / name).read_text(encoding="utf-8"))
+    from moedoctor.text import load_yaml
 
-    return yaml.safe_load(text)
+    return load_yaml("moedoctor.fixes.backends", f"data/{name}")

@@ -24,7 +24,7 @@ from moedoctor.diagnose.preflight.model import read_headers
 from moedoctor.diagnose.preflight.records import StartAnswer, Verdict
 
 pytestmark = pytest.mark.upstream
-QUESTION = Question((9, 0), 80 << 30, 8, seconds=1200)
+QUESTION = Question((9, 0), 80 << 30, 8, seconds=3600)
 installed = Version(version("vllm")) if find_spec("vllm") else Version("0")
 OLD_PYTHON = "type 'array.array' is not subscriptable"
 """FlashInfer 0.6.16, which 0.27.1 requires, stops several GPUs so before Python 3.12."""
