@@ -25,6 +25,7 @@ import torch
 from moedoctor.models.tensor_names import name_pattern
 from moedoctor.upstream.preflight.meta import MADE, NewMemory, OnMeta, Stored
 from moedoctor.upstream.preflight.names import find_kernel, is_unused, list_tensors, name_kernel
+from moedoctor.upstream.preflight.substitutes import put
 from moedoctor.upstream.selection.linear_kernels import Offers, explain_kernels, record_offers
 from moedoctor.upstream.selection.oracle import explain_others, record_selections
 
@@ -199,7 +200,7 @@ def join_groups(config: Any, rank: int) -> None:
         "init_model_parallel_group": make_without_queue,
     }
     for name, change in changes.items():
-        setattr(state, name, change)
+        put(state, name, change)
     parallel = config.parallel_config
     sizes = [parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
     if hasattr(parallel, "prefill_context_parallel_size"):
@@ -251,10 +252,10 @@ def _run_model(
     for registry in ("static_forward_context", "static_all_moe_layers"):
         if hasattr(compilation, registry):
             getattr(compilation, registry).clear()
-    default_loader.safetensors_weights_iterator = on_meta.read_weights
+    put(default_loader, "safetensors_weights_iterator", on_meta.read_weights)
     if on_meta.is_made:  # there is no file to look for
-        loader: Any = default_loader.DefaultModelLoader
-        loader._get_weights_iterator = lambda *_: on_meta.read_weights([MADE])
+        loader = default_loader.DefaultModelLoader
+        put(loader, "_get_weights_iterator", lambda *_: on_meta.read_weights([MADE]))
 
     def build(model_config: Any, row: dict[str, Any]) -> Any:
         heard: list[tuple[Any, ...]] = []

@@ -204,6 +204,12 @@ def substitute_vllm(gpu: Gpu) -> tuple[list[str], list[str]]:
     return list(installed.notes), gone
 
 
+def put(owner: Any, name: str, value: Any) -> None:
+    """Put `value` in place of an attribute. Raises AttributeError if this release does not have it."""
+    getattr(owner, name)
+    setattr(owner, name, value)
+
+
 def _apply(rows: Sequence[Substitution], gpu: Gpu) -> Iterator[str]:
     """Put the answers in place, and yield each row that no target of this release takes."""
     for row in rows:

@@ -19,6 +19,7 @@ from moedoctor.upstream.preflight.stages import (
     list_stale_buffers,
     use_draft_backend,
 )
+from moedoctor.upstream.preflight.substitutes import put
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,11 @@ def test_tensors_that_are_looked_for_in_vain_are_named(stored, missing, monkeypa
     names = [*(f"a.0.experts.{n}.gate.weight" for n in "01"), "lm_head.weight"]
     monkeypatch.setattr(stages, "list_tensors", lambda model: ((name, "BF16", []) for name in names))
     assert stages.list_missing(None, stored) == missing
+
+
+def test_a_substitution_without_a_target_is_an_error() -> None:
+    with pytest.raises(AttributeError, match="_node_count"):
+        put(SimpleNamespace(), "_node_count", None)
 
 
 def test_a_refused_adapter_names_its_module_and_not_those_of_the_model() -> None:
