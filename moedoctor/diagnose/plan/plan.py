@@ -193,9 +193,9 @@ def _plan(request: PlanRequest) -> Plan:
 def _compute_repacking(request: PlanRequest, expert_bytes: int) -> Repacking:
     """Return what repacking takes beside the weights on the GPU."""
     repacking = compute_repacking(request.backend, request.scheme, request.shape.experts.layer)
-    if not repacking.bytes or not request.offload_bytes:
+    if not repacking.bytes or not request.offload_bytes or request.offload_mode == "uva":
         return repacking
-    # An offloaded layer comes to the GPU to be repacked.
+    # Without UVA the old weights of an offloaded layer come to the GPU, too (`device_loading_context`).
     layer = min(request.offload_bytes, expert_bytes // request.shape.experts.count)
     return Repacking(repacking.bytes + layer, f"the offloaded layer itself, {repacking.how}")
 

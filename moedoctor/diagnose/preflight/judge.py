@@ -494,8 +494,9 @@ def _describe_repacking(rank: Mapping[str, Any], computed: int | None) -> Iterat
         yield "new tensors while a layer of experts is repacked (MD026)", _format_gib(max(new)) + how
     host = min(rank["experts"]["host_bytes"], rank["bytes"])
     left = sum(max(0, row["left"]) * row["count"] for row in rows)
-    # A layer that is offloaded comes to the GPU to be repacked.
-    more = max(row["new"] + (row["size"] if host else 0) for row in rows)
+    # Without UVA the old weights of an offloaded layer come to the GPU to be repacked.
+    comes = host and not rank["experts"].get("has_uva")
+    more = max(row["new"] + (row["size"] if comes else 0) for row in rows)
     peak, memory = rank["bytes"] - host + left + more, rank.get("kv", {}).get("memory")
     shown = _format_gib(peak) + (f"; the GPU has {_format_gib(memory)}" if memory is not None else "")
     problem = next((row["problem"] for row in rows if row["problem"]), "")

@@ -356,6 +356,7 @@ def describe_experts(model: Any, config: Any) -> dict[str, Any]:
         "is_gated": getattr(moe, "is_act_and_mul", True),
         "tokens": config.scheduler_config.max_num_batched_tokens,
         "host_bytes": int(getattr(offload, "cpu_offload_gb", 0) * 2**30),
+        "has_uva": os.environ.get("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "0") != "1",
     }
 
 

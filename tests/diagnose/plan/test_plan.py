@@ -266,7 +266,9 @@ def test_repacking_needs_memory_beside_the_weights_and_for_a_layer_that_is_offlo
     assert note.startswith(f"loading: MARLIN needs {made.repack_bytes / GIB:.2f} GiB more while")
     enough = replace(little, gpu_bytes=little.gpu_bytes + 1)
     assert not any("MD026" in note for note in plan(enough).notes)
-    assert plan(replace(request, offload_bytes=GIB)).repack_bytes == made.repack_bytes + layer
+    for mode, more in {"uva": 0, "copy": layer}.items():
+        offloaded = replace(request, offload_bytes=GIB, offload_mode=mode)
+        assert plan(offloaded).repack_bytes == made.repack_bytes + more
     assert plan(replace(request, backend="TRITON", scheme="fp8")).repack_bytes == 0
     unknown = replace(request, backend="VLLM_CUTLASS")
     assert plan(unknown).repack_bytes is None

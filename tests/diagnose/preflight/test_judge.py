@@ -146,7 +146,9 @@ def test_memory_is_that_of_plan(
     assert facts["of these on the host, at most"] == "1.00 GiB"
     there = "; the GPU has 12.00 GiB"
     assert tuple(map(facts.get, names)) == ("1.00 GiB", f"10.50 GiB{there}"), "an offloaded layer comes back"
-    experts["host_bytes"] = 0
+    experts["has_uva"] = True
+    assert dict(judge(rank(**known)).memory)[ON_GPU] == f"9.00 GiB{there}"
+    experts |= {"host_bytes": 0, "has_uva": False}
     assert dict(judge(rank(**known)).memory)[ON_GPU] == f"10.00 GiB{there}"
     experts["host_bytes"] = gib
     after[1]["problem"] = "ImportError: humming"
