@@ -48,6 +48,8 @@ def summarize(document: PlanDocument) -> str:
     fits = "fits" if kv.concurrency >= 1 else "does not fit"
     if kv.concurrency >= 1 and result.workspace.bytes is None:
         fits = "fits before the workspace, which is not known"
+    if kv.concurrency >= 1 and any(note.startswith("loading: ") for note in result.notes):
+        fits = "fits only after loading, which needs more than the GPU has (MD026)"
     return (
         f"{fits}: {weights}, {kv.tokens_printed_from_0_21:,} KV tokens, {kv.concurrency:.2f} requests at once"
     )
