@@ -79,7 +79,7 @@ def _list_remarks(figures: Figures) -> Iterator[str]:
 
 
 def list_charts(figures: Figures) -> list[Chart]:
-    """Return tokens per second over the batch, a line for each engine; none for one batch, which is a table."""
+    """Return tokens per second over the batch, a line for each engine; none for one batch: a table has it."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in sorted(figures["speeds"], key=lambda row: int(row["batch"])):
         lines.setdefault(row["variant"], []).append(row)
