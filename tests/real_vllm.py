@@ -34,7 +34,7 @@ def ask_child(code: str, *arguments: str, **environ: str) -> tuple[Any, list[str
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         env={**os.environ, "HF_HUB_OFFLINE": "1", **environ},
         check=False,
     )
