@@ -99,6 +99,8 @@ def test_each_size_is_an_item_and_a_report_says_what_to_do(release, model, capsy
     call(release, model, options=("--sizes", "2", "--format", "junit"))
     names = re.findall(r'testcase .*name="([^"]+)"', capsys.readouterr().out)
     assert len({name for name in names if name.startswith("vLLM 0.33.0: vllm serve ")}) == len(names) == 5
+    call(release, model, options=("--sizes", "2", "--format", "github"))
+    assert "starts: yes · vLLM 0.33.0 · 0 findings · 2 of 4 others start" in capsys.readouterr().out
     call(release, model, "--tensor-parallel-size", "2", options=("--format", "markdown"))
     assert "**To do:** Choose other sizes: --sizes 8" in capsys.readouterr().out
 

@@ -45,7 +45,9 @@ def build_preflight_page(document: PreflightDocument) -> list[Block]:
 def summarize(document: PreflightDocument) -> str:
     """Return ``starts: no · vLLM 0.33.0 · 2 findings``."""
     first = document.answers[0]
-    return f"{_name_answer(first)} · vLLM {first.release} · {count_of(len(first.findings), 'finding')}"
+    others = [answer.verdict is Verdict.STARTS for answer in document.answers[1:]]
+    more = f" · {sum(others)} of {len(others)} others start" if others else ""
+    return f"{_name_answer(first)} · vLLM {first.release} · {count_of(len(first.findings), 'finding')}{more}"
 
 
 def _name_answer(answer: StartAnswer) -> str:
