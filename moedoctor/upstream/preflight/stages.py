@@ -16,7 +16,7 @@ import re
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -432,7 +432,9 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
     missing: list[str] = []
     if holes:
         with contextlib.suppress(Exception):  # the release does not name the tensors of every model
-            missing = list_missing(model, on_meta.stored)
+            missing = list_missing(
+                model, on_meta.stored, [name for names in holes.values() for name in names]
+            )
     return {
         "missing": {"first": missing[0], "count": len(missing)} if missing else {},
         "holes": [
@@ -450,14 +452,15 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
     }
 
 
-def list_missing(model: Any, stored: Iterable[str]) -> list[str]:
-    """Return the tensors that the release looks for beside those of the checkpoint, and does not find."""
-    given = set(stored)
-    patterns = {name_pattern(name) for name in given}
-    near = {pattern[:place] for pattern in patterns for place, each in enumerate(pattern) if each == "."}
-    lacking = [name for name, _, _ in list_tensors(model) if name not in given]
-    # A model whose checkpoints have other prefixes is not named as they are.
-    return [name for name in lacking if re.sub(r"(\.N)?\.\w+\.\w+$", "", name_pattern(name)) in near]
+def list_missing(model: Any, stored: Collection[str], holes: Iterable[str]) -> list[str]:
+    """Return the tensors that the release looks for and does not find, for these parameters.
+
+    It is empty if the tensors of other modules have other names: then these would not be right, either.
+    """
+    modules = [name.replace(".routed_experts", "").split(".")[:-1] for name in holes]
+    near = tuple(".".join(parts[:-1] or parts) + "." for parts in modules)
+    lacking = [name for name, _, _ in list_tensors(model) if name not in stored]
+    return lacking if all(name.startswith(near) for name in lacking) else []
 
 
 def _is_padding(

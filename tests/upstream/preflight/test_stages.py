@@ -81,15 +81,17 @@ def test_buffers_of_weights_that_offload_moves_are_named(gigabytes, chosen, v2, 
 @pytest.mark.parametrize(
     ("stored", "missing"),
     [
-        (["a.0.experts.0.gate.weight", "lm_head.weight"], ["a.0.experts.1.gate.weight"]),
-        (["a.0.experts.gate_stacked", "lm_head.weight"], [f"a.0.experts.{n}.gate.weight" for n in "01"]),
-        (["language.a.0.experts.gate_stacked"], []),  # other prefixes: names would be wrong
+        (["a.0.experts.0.gate.weight", "embed.weight"], ["a.0.experts.1.gate.weight"]),
+        (["a.0.experts.gate_stacked", "embed.weight"], [f"a.0.experts.{n}.gate.weight" for n in "01"]),
+        (["a.0.experts.gate_stacked", "embed_tokens.weight"], []),  # the release's names are others
     ],
 )
 def test_tensors_that_are_looked_for_in_vain_are_named(stored, missing, monkeypatch):
-    names = [*(f"a.0.experts.{n}.gate.weight" for n in "01"), "lm_head.weight"]
+    names = [*(f"a.0.experts.{n}.gate.weight" for n in "01"), "embed.weight"]
     monkeypatch.setattr(stages, "list_tensors", lambda model: ((name, "BF16", []) for name in names))
-    assert stages.list_missing(None, stored) == missing
+    holes = ["a.0.experts.routed_experts.w13_weight"]
+    assert stages.list_missing(None, stored, holes) == missing
+    assert stages.list_missing(None, names[:2], ["embed.weight"]) == names[2:]
 
 
 def test_a_substitution_without_a_target_is_an_error() -> None:
