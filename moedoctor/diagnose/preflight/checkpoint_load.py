@@ -18,6 +18,7 @@ _CHECKS = {
     "cut": "tensor_cut",
     "converted": "weights_converted",
     "adapter-unused": "adapter_unused",
+    "adapter-shape": "adapter_unused",
 }
 """Rule of preflight -> check of lint."""
 _MEMORY, _GPUS = 80 << 30, 8

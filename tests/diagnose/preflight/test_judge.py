@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from moedoctor.diagnose.preflight import checkpoint_load
 from moedoctor.diagnose.preflight.judge import judge_start
-from moedoctor.diagnose.preflight.records import StartAnswer, Verdict
+from moedoctor.diagnose.preflight.records import RULES, StartAnswer, Verdict
 
 ENVIRONMENT: dict[str, Any] = {"versions": {"vllm": "0.33.0", "transformers": "5.20.0"}, "unsatisfied": []}
 STAGES = ("groups", "build", "load", "memory")
@@ -346,6 +347,11 @@ def test_a_model_whose_own_code_was_left_out_is_not_refused(words, verdict) -> N
     answer = judge_start(reply, ENVIRONMENT, ("M", *words))
     assert answer.verdict is verdict
     assert ("--trust-remote-code" in answer.next_step) == bool(words)
+
+
+def test_lint_knows_what_decides_a_start_without_flags() -> None:
+    errors = {rule for rule, (level, _) in RULES.items() if level == "error"}
+    assert checkpoint_load._CHECKS.keys() == errors - {"stale-buffer"}
 
 
 def test_experts_whose_kernel_could_not_be_made_here_are_no_refusal() -> None:
