@@ -39,19 +39,9 @@ def make_reply(command: Mapping[str, Any]) -> dict[str, Any]:
     if "--max-model-len" in words:
         row["kv"] = {"tokens": None, "refused": "no room", "left": -1 << 30, "weights": 2 << 30}
     if size > 1:
-        frame = {
-            "at": ["vllm/linear.py:7"],
-            "line": "",
-            "last_module": "vllm",
-            "cause": "",
-            "tensor": "q_proj",
-        }
-        row["error"] = {
-            "stage": "load",
-            "type": "ValueError",
-            "message": "64 is not divisible by 128",
-            **frame,
-        }
+        error = {"stage": "load", "type": "ValueError", "message": "64 is not divisible by 128"}
+        frame = {"at": ["vllm/linear.py:7"], "line": "", "last_module": "vllm", "cause": ""}
+        row["error"] = {**error, **frame, "tensor": "q_proj"}
     return {"words": words, "seconds": {"arguments": 0.1, "config": 0.1}, "ranks": [row], "config": config}
 
 
@@ -158,10 +148,7 @@ def test_every_release_decides_the_exit_code_and_no_other_size_does(release, mod
         is_other = str(other) in options["environ"]["PYTHONPATH"]
         size = "2" if is_other else "1"
         answers = [
-            {
-                **make_reply({"words": [*each["words"], "--tensor-parallel-size", size]}),
-                "words": each["words"],
-            }
+            make_reply({"words": [*each["words"], "--tensor-parallel-size", size]}) | {"words": each["words"]}
             for each in request["commands"]
         ]
         return Ended(

@@ -61,7 +61,7 @@ class StageAnswer:
 
     stage: str
     outcome: str
-    """``passed``, ``stopped``, ``cannot say`` or ``not asked``."""
+    """``passed``, ``warning`` (of memory), ``stopped``, ``cannot say`` or ``not asked``."""
     detail: str = ""
     seconds: float = 0.0
 

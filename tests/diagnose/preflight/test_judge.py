@@ -15,14 +15,8 @@ STAGES = ("groups", "build", "load", "memory")
 def error(
     stage: str = "load", kind: str = "ValueError", message: str = "wrong", **more: Any
 ) -> dict[str, Any]:
-    frames = {
-        "at": ["vllm/a.py:1"],
-        "line": "assert a == b",
-        "last_module": "vllm",
-        "cause": "",
-        "tensor": "t",
-    }
-    return {"stage": stage, "type": kind, "message": message, **frames, **more}
+    frames = {"at": ["vllm/a.py:1"], "line": "assert a == b", "last_module": "vllm", "cause": ""}
+    return {"stage": stage, "type": kind, "message": message, **frames, "tensor": "t", **more}
 
 
 def rank(number: int = 0, **more: Any) -> dict[str, Any]:
