@@ -61,8 +61,6 @@ class Chart:
     log_x: bool = False
     log_y: bool = False
     y_range: tuple[float, float] | None = None
-    headline: bool = True
-    """Whether its message belongs to what the report found."""
     also: tuple[str, ...] = ()
     """What else its figures say, for what the report found: a picture has one message as its title."""
 

@@ -205,7 +205,7 @@ def report_answer(page: Page, document: Mapping[str, Any], found: Sequence[str])
     messages = [
         message
         for block in walk_blocks(page)
-        if isinstance(block, Picture) and block.chart is not None and block.chart.headline
+        if isinstance(block, Picture) and block.chart is not None
         for message in (block.chart.title, *block.chart.also)
     ]
     facts = format_facts(document.get("environment") or {})

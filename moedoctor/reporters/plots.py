@@ -1,7 +1,4 @@
-"""Line charts: as an SVG file by matplotlib, and as text for a terminal by plotext.
-
-Both libraries are optional: the extra ``moedoctor[plots]`` brings them.
-"""
+"""Line charts as SVG files by matplotlib, which the extra ``moedoctor[plots]`` brings."""
 
 from __future__ import annotations
 
@@ -30,8 +27,6 @@ _PLOT = 3.3
 _NAME_POINTS = 10.0
 _LABEL, _TITLE, _NOTE = 24, 72, 116
 """Inches, points, and letters a line: of a name at a line's end, of the title, of the caption."""
-_MARKERS = "ox+*#@%&"
-"""For a terminal without color."""
 _MOST_TICKS = 8
 
 
@@ -212,44 +207,6 @@ def _choose_looks(series: Sequence[Series]) -> list[dict[str, Any]]:
     return looks
 
 
-def draw_terminal_chart(chart: Chart, *, width: int = 80, height: int = 22, colour: bool = True) -> str:
-    """Return the chart as text of `width` columns, with the names of its lines below.
-
-    Raises PlotError without plotext, ValueError for 0 or less on a logarithmic axis.
-    """
-    series, log_x, log_y = chart.series, chart.log_x, chart.log_y
-    plot = import_library("plotext")
-    figure = getattr(plot, "figure", None)
-    if figure is None:
-        raise PlotError("plotext is older than 6: pip install -U plotext")
-    levels = place_log_ticks(series) if log_y else []
-    figure.clear()
-    figure.theme("colorless")
-    figure.plot_size(width, height)
-    figure.title(join_lines(chart.title))
-    figure.label(join_lines(chart.x_label), "x")
-    figure.label(join_lines(chart.y_label), "y")
-    names = []
-    for index, (line, look) in enumerate(zip(series, _choose_looks(series), strict=True)):
-        x = [math.log2(value) for value in line.x] if log_x else list(line.x)
-        y = [math.log10(value) for value in line.y] if log_y else list(line.y)
-        shade: tuple[int, ...] = tuple(bytes.fromhex(look["color"][1:]))
-        character = _MARKERS[index % len(_MARKERS)]
-        marker = plot.marker("braille", shade) if colour else character
-        figure.draw(figure.signal(x, y, marker=marker).lines())
-        key = "\x1b[38;2;{};{};{}m━━\x1b[0m".format(*shade) if colour else character
-        names.append((key, line.name, len(line.name) + (2 if colour else 1)))
-    if log_y:
-        figure.ruler("y").ticks([math.log10(level) for level in levels], [f"{level:g}" for level in levels])
-    ticks = sorted({value for line in series for value in line.x})
-    places = [math.log2(value) for value in ticks] if log_x else ticks
-    figure.ruler("x").ticks(places, [_tick_label(value) for value in ticks])
-    text = str(figure.build().string())
-    figure.clear()
-    text = text if colour else str(plot.uncolorize(text))
-    return text.rstrip("\n") + "\n" + _write_legend(names, width)
-
-
 def import_library(name: str) -> Any:
     """Import a library. Raises PlotError, with what to install, if it is missing."""
     try:
@@ -276,16 +233,3 @@ def _place_ticks(values: Sequence[float]) -> list[float]:
     last = next((index for index, step in enumerate(steps) if step >= max(values)), len(steps) - 1)
     ticks = steps[first : last + 1]
     return ticks if len(ticks) <= _MOST_TICKS else [10.0**power for power in powers]
-
-
-def _write_legend(names: Sequence[tuple[str, str, int]], width: int) -> str:
-    """Return (key, name, columns of both) of each line, in as few lines of `width` columns as possible."""
-    lines: list[str] = []
-    used = 0
-    for key, name, columns in names:
-        if not lines or used + columns + 3 > width:
-            lines.append("")
-            used = 0
-        lines[-1] += f"  {key} {name}"
-        used += columns + 3
-    return "\n".join(lines) + "\n"

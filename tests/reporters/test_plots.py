@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.reporters.chart import Chart, Series
-from moedoctor.reporters.plots import PlotError, _spread, draw_svg, draw_terminal_chart, place_log_ticks
+from moedoctor.reporters.plots import PlotError, _spread, draw_svg, place_log_ticks
 from moedoctor.reporters.plots import draw as draw_file
 from moedoctor.text import join_lines
 
@@ -126,26 +126,8 @@ def test_a_picture_that_cannot_be_drawn_is_refused() -> None:
 
 def test_a_missing_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "plotext", None)
     with pytest.raises(PlotError, match=r"needs matplotlib, .*: pip install matplotlib"):
         draw_svg(CHART, caption=True)
-    with pytest.raises(PlotError, match="needs plotext"):
-        draw_terminal_chart(CHART)
-
-
-@pytest.mark.parametrize("colour", [True, False])
-def test_the_terminal_chart_names_its_lines_and_fits(colour: bool) -> None:
-    pytest.importorskip("plotext")
-    text = draw_terminal_chart(replace(CHART, log_x=True), width=70, colour=colour)
-    for word in ("lfru is best", "lru", "lfru", "optimum", "slots", "32"):
-        assert word in text
-    if not colour:
-        assert "\x1b" not in text
-    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
-    assert max(map(len, plain.splitlines())) <= 70
-    assert plain.splitlines()[-1].split() == (
-        ["━━", "lru", "━━", "lfru", "━━", "optimum"] if colour else ["o", "lru", "x", "lfru", "+", "optimum"]
-    )
 
 
 @pytest.mark.parametrize(
@@ -153,10 +135,8 @@ def test_the_terminal_chart_names_its_lines_and_fits(colour: bool) -> None:
 )
 def test_names_from_a_report_are_plain_text(text: str) -> None:
     """They may hold what a terminal acts on, and what matplotlib would read as mathematics."""
-    pytest.importorskip("plotext")
     hostile = replace(CHART, title=text, caption=text, series=(Series(text, [1, 2], [1, 2]),))
     drawn = draw_svg(hostile, caption=True)
     assert not problem(drawn)
     assert not elements(drawn, "script")
     assert words(drawn).count(join_lines(text)) == 3
-    assert not problem(draw_terminal_chart(hostile, colour=False))

@@ -189,7 +189,7 @@ def bench(
             backends.draw_pictures(measured, plot)
         return _write_report(measured, format, output, full=full)
     if cache:
-        from moedoctor.commands.bench.cache import measure, print_charts
+        from moedoctor.commands.bench.cache import measure
         from moedoctor.fixes.eviction import POLICIES
 
         policies = parse_names("--policy", policy, POLICIES) or POLICIES
@@ -198,10 +198,7 @@ def bench(
         replayed = measure(
             trace, capacity, policies=policies, batch=batches[0] if batches else None, scope=scope
         )
-        code = _write_report(replayed, format, output, full=full)
-        if format == "table":
-            print_charts(replayed, output)
-        return code
+        return _write_report(replayed, format, output, full=full)
     raise InputError("bench: say what to measure: --backend NAME, --engine or --cache")
 
 

@@ -12,11 +12,8 @@ from moedoctor.bench.cache.shipped import SHIPPED, load_shipped_trace
 from moedoctor.commands.options import convert_errors, parse_numbers
 from moedoctor.origin import record_origin
 from moedoctor.redaction import Redactor
-from moedoctor.reporters.output import inspect_terminal, show_progress
+from moedoctor.reporters.output import show_progress
 from moedoctor.reporters.pages.bench import Bench
-from moedoctor.reporters.pages.bench_cache import list_charts
-from moedoctor.reporters.plots import PlotError, draw_terminal_chart
-from moedoctor.text import print_message
 from moedoctor.trace.format import RoutingTrace, TraceError, load
 from moedoctor.trace.synthetic import PREFIX, ZipfSettings, draw_zipf_trace
 
@@ -72,15 +69,3 @@ def _trace(given: str | None) -> tuple[str, RoutingTrace]:
     if given == PREFIX or given.startswith(f"{PREFIX}:"):
         return given, draw_zipf_trace(ZipfSettings.parse(given))
     return given, load(Path(given))
-
-
-def print_charts(bench: Bench, output: Path | None) -> None:
-    """Draw the charts below the table, if a terminal with colors shows it."""
-    colour, width = inspect_terminal(output)
-    if not colour or width is None:
-        return
-    try:
-        for chart in list_charts(bench.figures):
-            print(f"\n{draw_terminal_chart(chart, width=min(width, 100))}", end="")
-    except PlotError as error:
-        print_message(f"no chart: {error}")

@@ -1,4 +1,4 @@
-"""The pictures of `moedoctor bench --backend`: latency against the limit, and the roofline."""
+"""The picture of `moedoctor bench --backend`: latency against the limit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ _NO_RIVALS = ("OURS", "REFERENCE", "EMULATION")
 """Backends that ours is not compared with: a reference and a stand-in are slow by design."""
 
 
-def make_layer_charts(
-    layer: str, rows: Sequence[Row], roofline: Mapping[str, Any], *, name: str, caption: str
-) -> list[Chart]:
-    """Return the charts of one layer; none if nothing was timed.
+def make_layer_charts(layer: str, rows: Sequence[Row], *, name: str, caption: str) -> list[Chart]:
+    """Return the chart of one layer; none if nothing was timed.
 
     `rows` are those of the layer, `name` is the first part of the names of the charts, and `caption` names
     the layer's sizes, the routing and the device.
@@ -48,7 +46,7 @@ def make_layer_charts(
         log_x=log_x,
         log_y=True,
     )
-    return [latency, *_make_roofline(lines, roofline, name=f"{name}_roofline", what=what)]
+    return [latency]
 
 
 def make_label(row: Row) -> str:
@@ -114,54 +112,4 @@ def _limit(lines: Mapping[str, Sequence[Row]], size: float) -> list[Series]:
     return [
         Series(f"limit {name}", list(times), list(times.values()), bound=True)
         for name, times in limits.items()
-    ]
-
-
-def _make_roofline(
-    lines: Mapping[str, Sequence[Row]], roofline: Mapping[str, Any], *, name: str, what: str
-) -> list[Chart]:
-    """Return the roofline plot, if the report holds the operations and bytes of each call."""
-    points = {
-        key: [{**row, "intensity": row["flops"] / row["bytes"]} for row in rows]
-        for key, rows in lines.items()
-        if all(row.get(figure, 0) > 0 for row in rows for figure in ("flops", "bytes", "tflops"))
-    }
-    if not points or not roofline["flops"]:
-        return []
-    bandwidth = roofline["bytes_per_second"]
-    intensities = [row["intensity"] for rows in points.values() for row in rows]
-    ridges = [flops / bandwidth for flops in roofline["flops"].values()]
-    low, high = min(intensities) / 1.5, max(*intensities, *ridges) * 2
-    roofs = [
-        Series(
-            f"{kind} {flops / 1e12:.4g} TFLOP/s",
-            (low, flops / bandwidth, high),
-            (low * bandwidth / 1e12, flops / 1e12, flops / 1e12),
-            bound=True,
-        )
-        for kind, flops in roofline["flops"].items()
-    ]
-    best = max((row for rows in points.values() for row in rows), key=lambda row: row["roofline_share"])
-    return [
-        Chart(
-            name,
-            f"{make_label(best)} comes nearest to its limit: {best['roofline_share']:.0%} "
-            f"at {best['tokens']} tokens",
-            x_label="operations for each byte moved (FLOP/byte)",
-            y_label="arithmetic (TFLOP/s)",
-            series=(
-                *(
-                    Series(
-                        key, [row["flops"] / row["bytes"] for row in rows], [row["tflops"] for row in rows]
-                    )
-                    for key, rows in points.items()
-                ),
-                *roofs,
-            ),
-            caption=f"{what} A point is a number of tokens. Limits, measured here: "
-            f"{bandwidth / 1e9:.4g} GB/s and the arithmetic of each type.",
-            log_x=True,
-            log_y=True,
-            headline=False,
-        )
     ]

@@ -104,7 +104,7 @@ def list_charts(figures: Figures, layer: str) -> list[Chart]:
     rows = [row for row in figures["rows"] if row["model"] == layer and "time_us" in row]
     if any("tiles" in row for row in rows):
         return []
-    return make_layer_charts(layer, rows, figures["roofline"], name=make_slug(layer), caption=caption)
+    return make_layer_charts(layer, rows, name=make_slug(layer), caption=caption)
 
 
 def make_slug(name: str) -> str:

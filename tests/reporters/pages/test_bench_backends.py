@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.json import to_json
 from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.pages.backend_charts import write_messages
@@ -74,26 +73,13 @@ def test_a_comparison_that_missed_a_control_is_a_failure_but_not_of_the_backend(
     assert render(read_bench(json.loads(render(bench, "json"))), "table") == text
 
 
-def named(bench: Bench) -> dict[str, Chart]:
-    return {chart.name.removeprefix("m-1").lstrip("_"): chart for chart in list_charts(bench.figures, "m|1")}
-
-
-def test_pictures_show_latency_against_the_limit_and_the_roofline() -> None:
-    found = named(BENCH)
-    assert list(found) == ["", "roofline"]
-    latency, limit = found[""].series
+def test_the_picture_shows_latency_against_the_limit() -> None:
+    (chart,) = list_charts(BENCH.figures, "m|1")
+    latency, limit = chart.series
     assert (latency.name, limit.name) == ("MARLIN nvfp4", "limit nvfp4")
     assert (latency.x, latency.y, latency.low, latency.high) == ([8, 64], [12.5] * 2, [12.0] * 2, [13.0] * 2)
     assert limit.bound
     assert limit.y == pytest.approx([12.5 * 0.61] * 2)
-    points, roof = found["roofline"].series
-    assert points.x == pytest.approx([2000 / (7 << 20)] * 2)
-    assert points.y == [1.5, 1.5]
-    # The roof rises with the bandwidth up to the ridge, then it is flat.
-    assert roof.y[0] == pytest.approx(roof.x[0] * 4.0)
-    assert roof.x[1] == pytest.approx(6e14 / 4e12)
-    assert roof.y[1:] == (600.0, 600.0)
-    assert "600 TFLOP/s" in roof.name
 
 
 def timed(backend: str, *times: float, quantization: str = "nvfp4") -> list[dict[str, object]]:
@@ -135,7 +121,8 @@ def test_a_title_compares_only_backends_of_the_same_quantization_and_the_answer_
 
 def test_a_time_of_zero_is_left_out_of_the_pictures() -> None:
     zero = {**TIMED, "tokens": 64, "time_us_p20": 0.0}
-    assert named(change(rows=[TIMED, zero]))[""].series[0].x == [8]
+    (chart,) = list_charts(change(rows=[TIMED, zero]).figures, "m|1")
+    assert chart.series[0].x == [8]
 
 
 def test_a_slug_is_a_file_name() -> None:
