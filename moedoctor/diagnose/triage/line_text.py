@@ -84,10 +84,7 @@ _DENIED_BEFORE = re.compile(
     r"|(?<!not )(?<!n't )(?<!never )\b(?:fixed|solved|resolved|mended|cured|avoided|got rid of)"
     rf"{_QUOTED}"
     r"|\b(?:tr(?:y|ied|ying)|want(?:ed)?)(?: hard)?"
-    rf" to (?:get|see|hit|trigger|provoke|reproduce|raise){_QUOTED}"
-    r"|(?<!\bi )(?<!\bwe )\b(?:would|should|might|may|could)(?: (?:also|then|even))?"
-    rf" (?:see|get|hit|expect|show|print|log|raise|find){_QUOTED}"
-    rf"|\bwhether{_QUOTED}"
+    rf" to (?:get|see|hit|trigger|provoke|reproduce|raise){_QUOTED}|\bwhether{_QUOTED}"
 )
 _ATTRIBUTED = re.compile(
     r"(?:#\d{2,6}|\b(?:thread|report|issue|post|ticket|page)s?"
@@ -95,8 +92,6 @@ _ATTRIBUTED = re.compile(
     r"(?: \w{1,12}){0,3} (?:(?:has|had|have|was|is|are|about|mention|report|show|say|quote|describe)s?\b"
     r"(?: the| an?)?)(?: (?:error|message|line|crash))?[ \"':(]{1,3}$"
     rf"|\b(?:others|other (?:people|users)|somebody else) (?:see|saw|get|got|have|had|hit)(?: that)?{_QUOTED}"
-    r"|\b(?:others|some(?:body|one)|colleagues?|guide|docs|documentation|blog|article)(?: \w{1,12}){0,2}"
-    rf" (?:claim|said|say|wrote|write|mention|suggest|think|believe)(?:s|ed)?(?: that|:)?{_QUOTED}"
 )
 _DENIED_AFTER = re.compile(
     r"[\"') ]{0,3}(?:(?:error|warning|crash|message|bug|failure) )?"
@@ -106,8 +101,7 @@ _DENIED_AFTER = re.compile(
     r"(?: (?:any ?more|here|for (?:me|us)|on (?:my|our) \w{1,12}))?\W{0,3}(?:$|[.;,!?])"
     r"|(?:(?:is|was|are|were|got|has been|have been) (?:now |long )?"
     r"(?:gone|fixed|solved|resolved|mended|history|past|over|no more"
-    r"|(?:my|our|a user's) (?:own )?(?:mistake|fault))"
-    r"|went away|disappeared)\b)"
+    r"|(?:my|our|a user's) (?:own )?(?:mistake|fault))|went away|disappeared)\b)"
     r"|[^.;?!]{0,40}\b(?:found|finds?) (?:nothing|none|no match)\b"
     r"|[^.;?!]{0,80}\b(?:but|and|yet|though) (?:i|we|it|(?:the|my|our) (?:server|engine|model))\b"
     r"[^.;?!]{0,40}? (?:never|(?:do|did|does)(?: not|n't))"
@@ -117,32 +111,22 @@ _DENIED_AFTER = re.compile(
 _SENTENCE = r"(?:[^.;?!]|\.(?=\S)){0,100}$"
 """The rest of a sentence up to a phrase. A point inside a release ends no sentence."""
 _BUT_NOW = r"(?:(?!\b(?:but|yet|however|now|today|since|works?|worked|fine)\b)(?:[^.;?!]|\.(?=\S))){0,100}$"
-_ANYBODY = r"(?:(?:any|some|every)(?:body|one)|others|folks|(?<!our )(?<!my )(?:people|users)|those)"
 _TOLD_BEFORE = re.compile(
-    rf"\b(?:if|when(?:ever)?|once|should|in case) (?:you|one|{_ANYBODY})\b{_SENTENCE}"
-    rf"|\b(?:suppos(?:e|ing)|assum(?:e|ing)|imagine|in case|in the event)\b{_SENTENCE}"
-    rf"|\b{_ANYBODY} (?:(?:who|that|may|might|can|also|with) ){{0,3}}"
-    rf"(?:see|saw|get|got|hit|hav|had|report|encounter|run)\w{{0,3}}\b{_SENTENCE}"
-    rf"|\bfor (?:reference|comparison|the record)\b{_SENTENCE}"
+    r"\b(?:suppos(?:e|ing)|assum(?:e|ing)|imagine|in case|in the event|for (?:reference|comparison)"
+    rf"|for the record)\b{_SENTENCE}"
     rf"|\b(?:would|could|may|might)(?! not\b| (?:like|love|appreciate|be (?:glad|happy|grateful)))"
     r" (?:\w{1,12} ){1,6}\W{0,3}$"
-    r"|\bused to (?:see|get|have|hit|die|crash|fail|stop|end|abort|rais|hang|giv|show|print|suffer"
-    r"|be)\w{0,3}\b"
-    rf"{_BUT_NOW}"
-    r"|\bno longer (?:see|get|hav|hit|die|crash|fail|stop|end|abort|rais|hang|giv|show|print|suffer)\w{0,3}\b"
-    rf"{_BUT_NOW}"
+    r"|\b(?:used to|no longer) (?:see|get|hav|hit|die|crash|fail|stop|end|abort|rais|hang|giv|show|print"
+    rf"|be|suffer)\w{{0,3}}\b{_BUT_NOW}"
     rf"|\b(?:previously|formerly|earlier|in the past|back then|until (?:last|the|we|i|then"
     rf"|v?0\.))\b{_BUT_NOW}"
     r"|\b(?:afraid|scared|worr(?:y|ied)|fear|wonder(?:ing)?|tests? (?:that|which) (?:check|assert"
     r"|expect)s?)\b"
-    rf"{_SENTENCE}"
-    rf"|(?:^|[.;!?] )had (?:i|we|it|the|you)\b{_SENTENCE}"
-    rf"|\b(?:an?|any|every|each) \w{{1,20}} (?:that|which|who) (?:has|gets|shows|prints)\b{_SENTENCE}"
+    rf"{_SENTENCE}|(?:^|[.;!?] )had (?:i|we|it|the|you)\b{_SENTENCE}"
     r"|\b(?:no longer|used to) \W{0,2}$"
     r"|\b(?:old|former|earlier|previous|known) (?:(?:crash|error|failure|message|bug) )?\W{0,2}$"
     r"|\b(?:about|avoid(?:s|ing)?|document|explain|mention(?:s|ed|ing)?|prevent(?:s|ing)?|retry"
-    r"|handles?|catch(?:es)?"
-    r"|against|(?:search|look|grep|ask)(?:e?s|ed|ing)? for)(?: the| an?)? \W{0,2}$"
+    r"|handles?|catch(?:es)?|against|(?:search|look|grep|ask)(?:e?s|ed|ing)? for)(?: the| an?)? \W{0,2}$"
     r"|\btest_\w{1,80}\W{0,3}$"
 )
 """What tells of others, of an earlier time, of a test, or of what may happen, in the same line."""
@@ -157,26 +141,35 @@ _HAPPENED = re.compile(
     r"|\b(?:gets?|got|getting|sees?|saw|seeing|hits?|hitting|ha[sd]|have|receiv\w{1,3}"
     r"|thr[eo]w\w{0,3}|rais\w{1,3}"
     r"|die[sd]?|dying|crash\w{0,3}|fail\w{0,3}|end\w{0,3}|stop\w{0,4}|abort\w{0,3}|exit\w{0,3}"
-    r"|says?|said|shows?"
-    r"|prints?|printed|gives?|gave|reports?|returns?|produces?|logs?|logged|errors?"
+    r"|says?|said|shows?|prints?|printed|gives?|gave|reports?|returns?|produces?|logs?|logged|errors?"
     r"|encounter\w{0,3}|caus\w{1,3}"
     r"|trigger\w{0,3}|leads?|led|results?|resulted|find|found|caught|runs?|ran|went|goes|comes?|came|due)"
     r"(?:(?: [\w-]{1,20}){0,5} (?:with|of|by|on|in|at|up|out|down|to|into|as|from|for))?)"
     r"(?: (?:the|an?|this|that|following|same|such|error|message|exception|crash|traceback|log|warning|again"
-    r"|my|our)){0,4}"
-    r"[ \"'(:]{0,3}$"
+    r"|my|our)){0,4}[ \"'(:]{0,3}$"
 )
 """What a text says right before a message that came: a verb, or only punctuation."""
 _TOLD_AFTER = re.compile(
     r"[\"')]{0,2} (?:(?:error|warning|crash|message|line) )?(?:should|could|would|may|might|ought|can)\b"
     r"|[^.;?!]{0,60}\bis (?:documented|expected|known"
-    rf"|what (?:#|the (?:issue|thread|report|docs)|{_ANYBODY}))\b"
+    rf"|what (?:#|the (?:issue|thread|report|docs)|others|those|anybody|somebody))\b"
     r"|\W{1,3}(?:passed|skipped|xfail)\b"
     r"|[^.;?!]{0,60}, (?:says|said|according to|as \w{1,12} (?:says|writes|wrote))\b"
     r"|[^.;?!]{0,20} (?:is|was) (?:[\w']{1,12} ){0,2}(?:problem|bug|issue|history)\b"
-    r"|[^;?!]{0,200} \(#\d{3,6}\)(?: by @[\w-]{1,40})?$"
-    r"|[^.;?!]{0,60}\b(?:works|runs) (?:now|again)\b"
+    r"|[^;?!]{0,200} \(#\d{3,6}\)(?: by @[\w-]{1,40})?$|[^.;?!]{0,60}\b(?:works|runs) (?:now|again)\b"
 )
+_OWNER = re.compile(r"\b(?:i|i'm|i've|i'd|we|we're|we've|my|mine|our|ours|me|us|here)\b")
+_OTHERS = re.compile(
+    r"^\W{0,3}(?:(?:and|so|what|that|then|because|since|as|for|if|when|whenever|once|should|the|an?|any)"
+    r" ){0,2}(?:you|your|they|their|he|she|his|her|who|whoever|one|others|folks|those|nobody"
+    r"|(?:any|some|every)(?:body|one)|users?|people|customers?|colleagues?|reviewers?|vendors?|docs|guide"
+    r"|documentation|(?:early|earlier|former|previous) \w{1,20}|\w{1,20} (?:that|which|who) (?:has|gets))"
+    r"\b|\b(?:will|would|should|must|shall|might|may) (?:(?!not\b)\w{1,12} ){0,3}?(?:see|print|raise|get|say"
+    r"|show|log|hit|find|expect|met|end|stop|answer|appear|fail|crash|die)\b|\bguards? against\b"
+)
+_CONDITION = re.compile(r"\W{0,3}(?:if|when|whenever|unless|for (?:you|them|him|her|others))\b")
+_CLAUSE_END = re.compile(r"(?:[.;!?]|(?<!say)(?<!says)(?<!said):)(?:\s|$)|, (?:but|and|so|though|yet) ")
+"""A clause that names others, or a condition, and no owner, tells of others."""
 _ERROR_NAME = re.compile(
     r"\b(?:(?:cuda|triton|nccl) )?[\w.]{0,60}(?:error|warning|exception): "
     r"(?:(?:cuda|triton|nccl) (?:driver )?error: )?(?:[^:.;?!\"]{0,200})$"
@@ -209,33 +202,43 @@ def read_stance(text: str, start: int, end: int, line: tuple[int, int]) -> Stanc
     in_line = text[max(line[0], start - 2 * _CLAUSE) : start]
     after = text[end : max(end, line[1])]
     possible = _TOLD_BEFORE.search(in_line) or (_QUESTION.search(in_line) and _OPEN_END.match(after))
+    clause = _CLAUSE_END.split(in_line.rstrip(" :\"'("))[-1]
+    rest = _CLAUSE_END.split(after, maxsplit=1)[0].partition(", ")[0]
+    others = _OTHERS.search(clause.rpartition(", ")[2]) or _CONDITION.match(rest)
+    of_others = others and not _OWNER.search(f"{clause} {rest}")
     only_mentioned = text[start] == '"' and in_line and not _HAPPENED.search(in_line)
-    return Stance.TOLD if possible or only_mentioned or _TOLD_AFTER.match(after) else Stance.STATED
+    return (
+        Stance.TOLD if possible or of_others or only_mentioned or _TOLD_AFTER.match(after) else Stance.STATED
+    )
 
 
 @dataclass
 class Quotations:
-    """Knows the lines that tell of another text: items of a list of changes, and quotations (``> …``)."""
+    """Knows the lines that tell of another text: items of a list of changes, quotations (``> …``), code."""
 
     alone: bool
     """The answer for a quotation without words above it."""
-    _above: bytes | None = None
-    """The last line of the lines before that is no quotation."""
+    _before: Sequence[bytes] = ()
+    """The last lines before those that are looked at."""
 
     def is_of_another(self, lines: Sequence[bytes], index: int) -> bool:
-        """Return True if the line at `index` is an item, or quoted below words that do not own it."""
-        if not is_quoted(lines[index]):
-            return _CHANGE.match(lines[index].lower()) is not None
-        above = self._find_words(lines, index)
-        return self.alone if above is None else not _OWN.search(above.lower())
+        """Return True for an item, and for a quotation or code below words that tell of others."""
+        above = self._list_above(lines, index)
+        if is_quoted(lines[index]):
+            words = next((line for line in reversed(above) if line.strip() and not is_quoted(line)), None)
+            return self.alone if words is None else not _OWN.search(words.lower())
+        fence = max((at for at, line in enumerate(above) if line.startswith(b"```")), default=0)
+        words = next((line.rstrip() for line in reversed(above[:fence]) if line.strip()), b"")
+        text = f'{words.decode(errors="replace").lower() if words.endswith(b":") else ":"} "'
+        stance = read_stance(text, len(text) - 1, len(text), (0, len(text)))
+        return stance is not Stance.STATED or _CHANGE.match(lines[index].lower()) is not None
 
     def leave(self, lines: Sequence[bytes], end: int) -> None:
-        """Forget the lines before `end`: the next ones come without them."""
-        self._above = self._find_words(lines, end)
+        """Forget the lines before `end`, but for the last ones: the next ones come without them."""
+        self._before = self._list_above(lines, end)
 
-    def _find_words(self, lines: Sequence[bytes], end: int) -> bytes | None:
-        last = reversed(lines[max(0, end - _QUOTATION) : end])
-        return next((line for line in last if line.strip() and not is_quoted(line)), self._above)
+    def _list_above(self, lines: Sequence[bytes], index: int) -> Sequence[bytes]:
+        return [*self._before, *lines[max(0, index - _QUOTATION) : index]][-_QUOTATION:]
 
 
 def is_quoted(line: bytes) -> bool:

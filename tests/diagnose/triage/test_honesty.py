@@ -76,6 +76,8 @@ TOLD = (
     *('Does 0.33.0 still have the "{}" bug?', 'I am afraid of "{}"', 'A test which checks for "{}" passes'),
     *('Our alert watches for the text "{}"', 'retry_on = ["{}"]', 'grep -c "{}" server.log', 'We avoid "{}"'),
     *("Somebody wrote:\n> {}\nOurs is slow.", "- [Bugfix] Fix {} (#37883)", 'test_it["{}"] PASSED'),
+    *("A user will see:\n\n```\n{}\n```", '"{}" for you must be an old wheel', 'It prints "{}" if X is set'),
+    *('Your log has "{}", so upgrade', '@x, who had "{}" in spring, runs 0.33.0 today'),
     *(
         "Feature request: better messages\n\n> {}\n",
         "Release notes\n\n{}\n",
@@ -92,6 +94,7 @@ SAID = (
         "When I start it: {}",
         "Previously it worked, now: {}",
     ),
+    *("What my server prints:\n\n```\n{}\n```", 'After the re-upload, the start ends with "{}"'),
     *('"{}", and I never saw it before', 'Our users get "{}"', 'If I set it I get "{}"'),
 )
 
