@@ -87,9 +87,8 @@ _DENIED_BEFORE = re.compile(
     rf" to (?:get|see|hit|trigger|provoke|reproduce|raise){_QUOTED}|\bwhether{_QUOTED}"
 )
 _ATTRIBUTED = re.compile(
-    r"(?:#\d{2,6}|\b(?:thread|report|issue|post|ticket|page)s?"
-    r"|\bother (?:people|users)|\bsomebody else|\bothers)"
-    r"(?: \w{1,12}){0,3} (?:(?:has|had|have|was|is|are|about|mention|report|show|say|quote|describe)s?\b"
+    r"(?:#\d{2,6}|\b(?:thread|report|issue|post|ticket|page)s?|\bother (?:people|users)|\bsomebody else"
+    r"|\bothers)(?: \w{1,12}){0,3} (?:(?:has|had|have|was|is|are|about|mention|report|show|say|quote)s?\b"
     r"(?: the| an?)?)(?: (?:error|message|line|crash))?[ \"':(]{1,3}$"
     rf"|\b(?:others|other (?:people|users)|somebody else) (?:see|saw|get|got|have|had|hit)(?: that)?{_QUOTED}"
 )
@@ -206,10 +205,8 @@ def read_stance(text: str, start: int, end: int, line: tuple[int, int]) -> Stanc
     rest = _CLAUSE_END.split(after, maxsplit=1)[0].partition(", ")[0]
     others = _OTHERS.search(clause.rpartition(", ")[2]) or _CONDITION.match(rest)
     of_others = others and not _OWNER.search(f"{clause} {rest}")
-    only_mentioned = text[start] == '"' and in_line and not _HAPPENED.search(in_line)
-    return (
-        Stance.TOLD if possible or of_others or only_mentioned or _TOLD_AFTER.match(after) else Stance.STATED
-    )
+    mentioned = text[start] == '"' and in_line and not _HAPPENED.search(in_line)
+    return Stance.TOLD if possible or of_others or mentioned or _TOLD_AFTER.match(after) else Stance.STATED
 
 
 @dataclass

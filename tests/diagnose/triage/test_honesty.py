@@ -62,6 +62,8 @@ DENIED = (
     *('With MARLIN "{}" never comes up here', 'The guide says that "{}" may be printed'),
 )
 TOLD = (
+    *("A user will see:\n\n```\n{}\n```", '"{}" for you must be an old wheel', 'It prints "{}" if X is set'),
+    *('Your log has "{}", so upgrade', '@x, who had "{}" in spring, runs 0.33.0 today'),
     *(
         'If you set X, you get "{}"',
         'When you combine these two, you get "{}"',
@@ -76,8 +78,6 @@ TOLD = (
     *('Does 0.33.0 still have the "{}" bug?', 'I am afraid of "{}"', 'A test which checks for "{}" passes'),
     *('Our alert watches for the text "{}"', 'retry_on = ["{}"]', 'grep -c "{}" server.log', 'We avoid "{}"'),
     *("Somebody wrote:\n> {}\nOurs is slow.", "- [Bugfix] Fix {} (#37883)", 'test_it["{}"] PASSED'),
-    *("A user will see:\n\n```\n{}\n```", '"{}" for you must be an old wheel', 'It prints "{}" if X is set'),
-    *('Your log has "{}", so upgrade', '@x, who had "{}" in spring, runs 0.33.0 today'),
     *(
         "Feature request: better messages\n\n> {}\n",
         "Release notes\n\n{}\n",
@@ -85,6 +85,7 @@ TOLD = (
     ),
 )
 SAID = (
+    *("What you see in my log:\n\n```\n{}\n```", 'Since the early export, the start ends with "{}"'),
     *("{}", 'I get "{}"', "It ends with {}", 'After an upgrade: "{}" and nothing helps'),
     *("The server does not start: {}", "I could not find out why: {}", 'It is not fixed: "{}"'),
     *('I tried to start it, but got "{}"', 'With this one "{}", but the other does not show it'),
@@ -94,13 +95,14 @@ SAID = (
         "When I start it: {}",
         "Previously it worked, now: {}",
     ),
-    *("What my server prints:\n\n```\n{}\n```", 'After the re-upload, the start ends with "{}"'),
     *('"{}", and I never saw it before', 'Our users get "{}"', 'If I set it I get "{}"'),
 )
 
 
 @settings(max_examples=150, deadline=None)
 @example("Unknown vLLM environment variable detected: VLLM_USE_FLASHINFER_MOE_FP4", "X:\n> {}\nSlow.", "{}")
+@example("RuntimeError: b_scales is not on GPU", TOLD[0], SAID[0])
+@example("RuntimeError: b_scales is not on GPU", TOLD[1], SAID[1])
 @given(st.sampled_from(LINES), st.sampled_from((*DENIED, *TOLD)), st.sampled_from(SAID))
 def test_a_line_counts_as_the_sentence_around_it_says(line: str, denial: str, statement: str) -> None:
     assert read(denial.format(line)).findings == ()
@@ -114,6 +116,7 @@ def test_a_line_counts_as_the_sentence_around_it_says(line: str, denial: str, st
         "I cannot reproduce it every time: RuntimeError: b_scales is not on GPU",
         "I could not find out why b_scales is not on GPU",
         "There is no traceback but b_scales is not on GPU",
+        "What you see in my log is RuntimeError: b_scales is not on GPU",
         "The server does not show anything else. b_scales is not on GPU",
     ],
 )
