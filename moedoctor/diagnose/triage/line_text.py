@@ -151,7 +151,7 @@ _HAPPENED = re.compile(
 _TOLD_AFTER = re.compile(
     r"[\"')]{0,2} (?:(?:error|warning|crash|message|line) )?(?:should|could|would|may|might|ought|can)\b"
     r"|[^.;?!]{0,60}\bis (?:documented|expected|known"
-    rf"|what (?:#|the (?:issue|thread|report|docs)|others|those|anybody|somebody))\b"
+    r"|what (?:#|the (?:issue|thread|report|docs)|others|those|anybody|somebody))\b"
     r"|\W{1,3}(?:passed|skipped|xfail)\b"
     r"|[^.;?!]{0,60}, (?:says|said|according to|as \w{1,12} (?:says|writes|wrote))\b"
     r"|[^.;?!]{0,20} (?:is|was) (?:[\w']{1,12} ){0,2}(?:problem|bug|issue|history)\b"
