@@ -44,8 +44,7 @@ _BARE = re.compile(
     r"|(?:nvcc|ptxas)\S{0,20} +fatal\b"
     r"|(?:terminate called after|what\(\): )|Segmentation fault|Fatal Python error|!!!!!!! Segfault|Killed\b"
     r"|.{0,300}(?:Watchdog caught collective|No available shared memory broadcast block|died unexpectedly"
-    r"|oom-kill|OOMKilled|NVRM: Xid"
-    r"|\bexit ?code:? ?(?:-\d|137|139)\b|\b(?:SIGKILL|SIGSEGV|SIGABRT|SIGBUS)\b)"
+    r"|oom-kill|OOMKilled|NVRM: Xid|\bexit ?code:? ?(?:-\d|137|139)\b|\b(?:SIGKILL|SIGSEGV|SIGABRT|SIGBUS)\b)"
     r"|Memory access fault by GPU\b"
     r"|(?:RuntimeError|Triton Error|(?:Failed: )?C(?:UDA|uda) (?:driver )?error|NCCL error)\b",
 )
@@ -264,8 +263,7 @@ class Errors:
             self._skipped.add(process)
             return
         if _FRAME.match(text) and process not in self._open:
-            # People paste the end of a traceback.
-            self._open[process] = _Open(_Error(number, text), ignored=warned)
+            self._open[process] = _Open(_Error(number, text), ignored=warned)  # pasted without its start
         traceback = self._open.get(process)
         if traceback is not None and self._read_traceback(traceback, process, text, number):
             return

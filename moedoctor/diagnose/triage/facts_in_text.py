@@ -21,8 +21,7 @@ _BETWEEN = (
 _VLLM = (
     rf"vllm(?: api server)?[ _-]version\W{{0,40}}?{_NUMBER}"
     rf"|\bvllm(?:-openai)?(?:['_\W]{{1,4}}(?:{_BETWEEN})){{0,3}}[_\W]{{1,4}}?{_NUMBER}"
-    rf"|(?:^|\s){_NUMBER}(?: release)? of vllm\b"
-    rf"|vllm-openai:[\w.-]{{1,60}}\W{{1,4}}{_NUMBER}"
+    rf"|(?:^|\s){_NUMBER}(?: release)? of vllm\b|vllm-openai:[\w.-]{{1,60}}\W{{1,4}}{_NUMBER}"
     rf"|llm engine \({_NUMBER}\) with config|[█▄▀] {{1,3}}version {_NUMBER}"
     rf"|^version\W{{1,4}}{_NUMBER} .{{0,30}}vllm"
 )
@@ -38,8 +37,7 @@ _NOT_ABOUT = (
 _GPU = re.compile(
     r"(?:geforce )?\b(?:rtx(?: pro)? \d{4}(?: ?(?:ti|super|d|ada|blackwell)\b){0,2}|rtx ?a\d{4}"
     r"|gh200|gb200|gb300|gb10|h100|h200|h800|h20|b100|b200|b300|a100|a800|l40s?|v100|p100"
-    r"|(?:nvidia|tesla) (?:a10g?|l4|l20|t4)"
-    r"|dgx spark|jetson (?:agx )?(?:thor|orin)|mi\d{3}x?)\b(?![-_/.]\w)"
+    r"|(?:nvidia|tesla) (?:a10g?|l4|l20|t4)|dgx spark|jetson (?:agx )?(?:thor|orin)|mi\d{3}x?)\b(?![-_/.]\w)"
 )
 _CAPABILITY = re.compile(
     r"\bsm_?(\d{2,3})[af]?\b(?!\.[\dx]| or (?:higher|newer|later|above))"
@@ -47,8 +45,7 @@ _CAPABILITY = re.compile(
 )
 _BACKEND = re.compile(
     r"using '?([a-z][a-z0-9_]{2,40}(?: [a-z]{2,20}(?='))?)'? (?:backend for )?"
-    r"(?:\w{1,20} )?moe(?: backend)?\b"
-    r"|moe backend '?([a-z][a-z0-9_]{2,40})'? (?:does not|is not)"
+    r"(?:\w{1,20} )?moe(?: backend)?\b|moe backend '?([a-z][a-z0-9_]{2,40})'? (?:does not|is not)"
     r"|--moe-backend[ =]{1,2}'?\"?([a-z][a-z0-9_]{2,40})|moe_backend\W{1,5}([a-z][a-z0-9_]{2,40})"
 )
 _MOST = 64

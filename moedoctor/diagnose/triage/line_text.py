@@ -15,8 +15,7 @@ _ANSI = (
 )
 _TAG = (
     r"</?(?:a|b|blockquote|br|code|dd|details|div|dl|dt|em|font|h[1-6]|hr|i|img|kbd|li|ol|p|pre|s|span"
-    r"|strong|sub"
-    r"|summary|sup|table|tbody|td|th|thead|tr|tt|u|ul)\b[^<>]{0,2000}>|<!--|-->"
+    r"|strong|sub|summary|sup|table|tbody|td|th|thead|tr|tt|u|ul)\b[^<>]{0,2000}>|<!--|-->"
 )
 _STAMP = r"\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d))?"
 _PREFIX = "|".join(
@@ -66,8 +65,7 @@ BELOW_ERROR = re.compile(r"\b(?:debug|info|warning) ")
 """The level of a line that tells of no failure, in a prefix in lower case."""
 _FOUND = (
     r"(?:reproduc|se(?:e|en|ing)\b|saw\b|show|get\b|getting\b|got\b|hit\b|observ|find\b|found\b"
-    r"|log(?:s|ged)?\b|print"
-    r"|contain|encounter|produce|trigger|rais|throw|give)"
+    r"|log(?:s|ged)?\b|print|contain|encounter|produce|trigger|rais|throw|give)"
 )
 _SAME_CLAUSE = (
     r"(?:(?!\b(?:but|yet|however|why|how|what|unless|until|always|every|reliably|only)\b)[^:.;?!]){0,60}"
@@ -217,9 +215,16 @@ class Quotations:
     """The answer for a quotation without words above it."""
     _before: Sequence[bytes] = ()
     """The last lines before those that are looked at."""
+    _lines: Sequence[bytes] = ()
+    _fenced: bool = False
+    """True if `_lines`, or those before them, have a block of code: most logs have none."""
 
     def is_of_another(self, lines: Sequence[bytes], index: int) -> bool:
         """Return True for an item, and for a quotation or code below words that tell of others."""
+        if lines is not self._lines:
+            self._lines, self._fenced = lines, b"```" in b"\n".join([*self._before, *lines])
+        if not self._fenced and not is_quoted(lines[index]):
+            return _CHANGE.match(lines[index].lower()) is not None
         above = self._list_above(lines, index)
         if is_quoted(lines[index]):
             words = next((line for line in reversed(above) if line.strip() and not is_quoted(line)), None)
@@ -278,7 +283,7 @@ def split_prefix(line: bytes) -> tuple[str, str]:
     text = text.translate(_STRIPPED).replace("**", "")
     if "\u2013" in text or "\u2014" in text:
         text = re.sub("(?<![^ ])[\u2013\u2014](?=[a-z])", "--", text)  # an option after a correction
-    text = re.sub(_SCRIPTS, " ", text)
+    text = text if text.isascii() else re.sub(_SCRIPTS, " ", text)
     whole = text
     for _ in range(8):
         text = text.lstrip()
