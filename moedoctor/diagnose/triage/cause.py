@@ -300,7 +300,7 @@ class Errors:
             if error.frames and not traceback.ignored:
                 self._cut = self._cut or error
             return False
-        if text.startswith("raise ") and self._told is None and not traceback.ignored:
+        if re.match(r"raise [a-z_.]{0,80}[A-Z]", text) and self._told is None and not traceback.ignored:
             # A paste that ends before the exception itself.
             self._told = _Error(number, text[6:], error.frames)
         return bool(error.frames)
