@@ -636,11 +636,15 @@ SINCE: Mapping[str, str] = {
     "modelopt-mxfp8": "0.27.1",
     "llama4-ct-w8a16": "0.27.1",
     **{f"nemotron-h-{form}": "0.30.0" for form in ("fp8-block", "gptq", "fp8-static", "ct-mxfp4", "awq")},
+    **{
+        f"deepseek-v3-{form}": "0.19.1" for form in FORMATS if form == "fp8-channel" or form.startswith("ct-")
+    },
 }
 """End of a name -> the first of the asked releases that reads it at every size.
 
-0.21.0 raises for experts in MXFP8, and for Llama 4 in AWQ with expert parallelism. Up to 0.27.1 some methods
-keep half of the memory of Nemotron-H's experts for a gate that these do not have.
+0.17.1 finds no scheme of compressed-tensors for DeepSeek's fused projection. 0.21.0 raises for experts in
+MXFP8, and for Llama 4 in AWQ with expert parallelism. Up to 0.27.1 some methods keep half of the memory of
+Nemotron-H's experts for a gate that these do not have.
 """
 
 
