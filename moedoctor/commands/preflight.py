@@ -57,7 +57,7 @@ _MOST_RANK = 4096
     releases=option("FILE,...", "Ask these wheels, folders or Pythons, too, and compare the answers."),
     sizes=option(
         "N",
-        "Ask for the tensor-parallel sizes 1, 2, 4 ... and N, with and without expert parallelism, too.",
+        "Ask for the tensor-parallel sizes 1 to 8, 16, 32 and N, with and without expert parallelism, too.",
         number("--sizes", "1 to 64", most=_MOST_SIZE, whole=True),
     ),
     rank=option("R,...", "Ranks to ask. Default: the first, the last, and one of each stage."),
@@ -214,7 +214,7 @@ def _parse_ranks(rank: list[str] | None) -> tuple[int, ...] | None:
 
 
 def _list_sizes(start: ServeCommand, most: float | None) -> list[ServeCommand]:
-    sizes = sorted(
-        {*(2**power for power in range(7) if 2**power <= (most or 0)), *([int(most)] if most else [])}
-    )
+    """Return the start at each size up to `most`; above 8 at powers of two, which is what heads divide by."""
+    count = int(most or 0)
+    sizes = [size for size in range(1, count + 1) if size <= 8 or not size & (size - 1) or size == count]
     return [start.use_sizes(size, expert) for size in sizes for expert in (False, True)]

@@ -115,9 +115,12 @@ def test_a_machine_that_is_asked_about_has_its_own_gpus(release, model, monkeypa
 
 
 def test_every_size_has_an_answer(release: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(release, model, options=("--sizes", "3", "--format", "json")) == 0
+    assert call(release, model, options=("--sizes", "10", "--format", "json")) == 0
     document = json.loads(capsys.readouterr().out)
-    assert [answer["verdict"] for answer in document["answers"]] == ["starts"] * 3 + ["refused"] * 4
+    first, *others = document["answers"]
+    sizes = [answer["words"][answer["words"].index("--tensor-parallel-size") + 1] for answer in others]
+    assert sizes == [str(size) for size in (1, 2, 3, 4, 5, 6, 7, 8, 10) for _ in range(2)]
+    assert [answer["verdict"] for answer in (first, *others)] == ["starts"] * 3 + ["refused"] * 16
     assert document["answers"][0]["notes"] == [
         "answered in their place: a",
         "not in this release, so not answered in its place: torch:cuda.x",

@@ -403,7 +403,9 @@ def _list_stages(
             outcome = "cannot say"
         if outcome != "not asked" or stage not in ("draft", "adapters"):
             yield StageAnswer(stage, outcome, words, round(seconds[stage], 1))
-    if "after" in seconds:  # it never decides: what could not be done is listed beside it
+    if (
+        reply.get("post") and "after" in seconds
+    ):  # it never decides: what could not be done is listed beside it
         yield StageAnswer("after", "passed", "prepares the weights", round(seconds["after"], 1))
 
 

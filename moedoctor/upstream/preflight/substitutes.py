@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from moedoctor.upstream.preflight.meta import MADE, OnMeta
 from moedoctor.upstream.selection import substitute
 
 
@@ -202,6 +203,59 @@ def substitute_vllm(gpu: Gpu) -> tuple[list[str], list[str]]:
     if not any(wrapped):
         gone.append(" or ".join(REAL_TENSORS))
     return list(installed.notes), gone
+
+
+def join_groups(config: Any, rank: int) -> None:
+    """Become `rank` of the world of `config`, in process groups that talk to nobody."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state as state
+
+    if dist.is_initialized():
+        state.destroy_model_parallel()
+        state.destroy_distributed_environment()
+    kept: Any = _GROUPS or (dist.init_process_group, dist.new_group, state.init_model_parallel_group)
+    _GROUPS[:] = kept
+    start, new_group, make = kept
+
+    def start_fake(*_: Any, world_size: int = -1, rank: int = -1, **__: Any) -> None:
+        start(backend="fake", store=FakeStore(), world_size=world_size, rank=rank)
+
+    def make_without_queue(*arguments: Any, **options: Any) -> Any:
+        return make(*arguments, **{**options, "use_message_queue_broadcaster": False})
+
+    dist.init_process_group = start_fake
+    dist.new_group = lambda ranks=None, backend=None, **_: new_group(ranks, backend="fake")
+    changes: dict[str, Callable[..., Any]] = {
+        "_node_count": lambda group: 1,
+        "in_the_same_node_as": lambda group, source_rank=0: [True] * dist.get_world_size(group),
+        "init_model_parallel_group": make_without_queue,
+    }
+    for name, change in changes.items():
+        put(state, name, change)
+    parallel = config.parallel_config
+    sizes = [parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
+    if hasattr(parallel, "prefill_context_parallel_size"):
+        sizes.append(parallel.prefill_context_parallel_size)
+    context = {"decode_context_model_parallel_size": parallel.decode_context_parallel_size}
+    with set_current_vllm_config(config):
+        state.init_distributed_environment(parallel.world_size, rank, "tcp://127.0.0.1:1", rank, "nccl")
+        state.ensure_model_parallel_initialized(*sizes, **context)
+
+
+_GROUPS: list[Any] = []
+"""The functions of torch and vLLM that `join_groups` replaced, as they were."""
+
+
+def substitute_reading(on_meta: OnMeta) -> None:
+    """Let vLLM's loader read names, shapes and types from headers, or those that the release would write."""
+    from vllm.model_executor.model_loader import default_loader
+
+    put(default_loader, "safetensors_weights_iterator", on_meta.read_weights)
+    if on_meta.is_made:  # there is no file to look for
+        loader = default_loader.DefaultModelLoader
+        put(loader, "_get_weights_iterator", lambda *_: on_meta.read_weights([MADE]))
 
 
 def put(owner: Any, name: str, value: Any) -> None:
