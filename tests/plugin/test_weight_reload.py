@@ -3,7 +3,6 @@
 import gc
 import importlib
 import types
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ class Model(torch.nn.Module):
 
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
     """Return the worker of an engine of this release that has loaded its model."""
-    monkeypatch.setattr(weight_reload, "_HOLDERS", weakref.WeakKeyDictionary())
     stub(tmp_path, monkeypatch, version)
     offload_fix.apply(version)
     weight_reload.apply(version)  # for another fix
