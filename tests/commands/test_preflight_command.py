@@ -124,7 +124,6 @@ def test_every_size_has_an_answer(release: Path, model: Path, capsys: pytest.Cap
     assert document["answers"][0]["notes"] == [
         "answered in their place: a",
         "not in this release, so not answered in its place: torch:cuda.x",
-        "FlashInfer is not here: a server that has it may choose other backends",
     ]
 
 

@@ -514,13 +514,15 @@ def _list_notes(environment: Mapping[str, Any], reply: Mapping[str, Any]) -> Ite
     for target in environment.get("gone", ()):
         yield f"not in this release, so not answered in its place: {target}"
     for each in environment.get("unsatisfied", ()):
-        here = f"{each['name']} {each['version']} is here, the release requires {each['required']}"
-        yield f"{here}: answers about configurations may differ from the server's"
+        name, version = each["name"], each["version"] or "(none)"
+        here = f"{name} {version} is here, the release requires {each['required']}"
+        what = (
+            "backends" if name in ("flashinfer-python", "humming-kernels") else "answers about configurations"
+        )
+        yield f"{here}: {what} may differ from the server's"
     ranks = reply.get("ranks", ())
     for problem in dict.fromkeys(row["kv"]["problem"] for row in ranks if "problem" in row.get("kv", {})):
         yield f"KV cache was not planned: {problem}"
-    if "flashinfer-python" not in environment.get("versions", {}):
-        yield "FlashInfer is not here: a server that has it may choose other backends"
     questions = sum(row.get("questions", 0) for row in ranks)
     if questions:
         yield f"{questions} questions about values were answered as for a sound checkpoint"

@@ -76,7 +76,7 @@ def list_versions() -> dict[str, str]:
 
 
 def list_unsatisfied() -> list[dict[str, Any]]:
-    """Return the requirements on transformers and compressed-tensors that this environment breaks."""
+    """Return the release's requirements on packages of `_SHOWN`, but torch, that this environment breaks."""
     from packaging.requirements import Requirement
     from packaging.version import Version
 
@@ -84,13 +84,11 @@ def list_unsatisfied() -> list[dict[str, Any]]:
     for text in importlib.metadata.requires("vllm") or ():
         requirement = Requirement(text)
         name, marker, required = requirement.name, requirement.marker, requirement.specifier
-        if name not in ("transformers", "compressed-tensors") or (
-            marker and not marker.evaluate({"extra": ""})
-        ):
+        if name not in _SHOWN or name == "torch" or (marker and not marker.evaluate({"extra": ""})):
             continue
-        version = versions.get(name, "0")
-        if not required.contains(version, prereleases=True):
-            newer = all(Version(version) >= Version(each.version) for each in required)
+        version = versions.get(name, "")
+        if not version or not required.contains(version, prereleases=True):
+            newer = bool(version) and all(Version(version) >= Version(each.version) for each in required)
             broken.append({"name": name, "version": version, "required": str(required), "newer": newer})
     return broken
 

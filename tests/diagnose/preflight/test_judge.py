@@ -98,6 +98,13 @@ def test_another_transformers_decides_nothing(newer: bool, message: str, verdict
     assert any("the release requires <5" in note for note in answer.notes)
 
 
+def test_kernels_that_the_release_requires_and_that_are_missing_are_named() -> None:
+    """With HUMMING, 0.33.0 refuses on 9.0 what it loads with MARLIN."""
+    missing = {"name": "humming-kernels", "version": "", "required": "==0.1.19", "newer": False}
+    (note,) = judge(rank(), environment={**ENVIRONMENT, "unsatisfied": [missing]}).notes
+    assert note.startswith("humming-kernels (none) is here, the release requires ==0.1.19: backends")
+
+
 def test_empty_parameters_are_wrong_answers() -> None:
     holes = [hole("layers.N.w13"), hole("layers.N.w2", 0.5)]
     loaded = {"holes": holes, "cast": [], "missing": {"first": "layers.0.gate", "count": 2}}

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -28,6 +29,8 @@ QUESTION = Question((9, 0), 80 << 30, 8, seconds=3600)
 installed = Version(version("vllm")) if find_spec("vllm") else Version("0")
 OLD_PYTHON = "type 'array.array' is not subscriptable"
 """FlashInfer 0.6.16, which 0.27.1 requires, stops several GPUs so before Python 3.12."""
+NO_CHANNELS = 'assert weight_quant.strategy == "group"'
+"""0.33.0 asserts it of all backends but MARLIN, and prefers HUMMING on 9.0: W8A16 by channel stops there."""
 
 
 def ask(root: Path, starts: dict[str, tuple[Built, tuple[str, ...]]]) -> dict[str, StartAnswer]:
@@ -65,6 +68,8 @@ def test_sound_checkpoints_are_no_alarm(tmp_path: Path) -> None:
     wrong = {name: answer.reason for name, answer in answers.items() if answer.verdict is not Verdict.STARTS}
     rows = [[name, *(answers[f"{name} {size}"].verdict.value for size in sizes)] for name in sound]
     title = f"Sound checkpoints: {len(answers) - len(wrong)} of {len(answers)} start"
+    reasons = Counter(why.partition(" (")[0] for why in wrong.values())
+    rows += [[f"{count} of them: {why}", *[""] * len(sizes)] for why, count in reasons.most_common()]
     write_page("sound", title, ["checkpoint", *sizes], rows, answers["qwen3-bf16 TP 1"])
     # Gemma 4 has no head_dim of its own in transformers 5.2x, which releases before 0.30 do not know.
     newer = tuple(name for name, since in SINCE.items() if installed < Version(since))
@@ -73,6 +78,7 @@ def test_sound_checkpoints_are_no_alarm(tmp_path: Path) -> None:
         for name, why in wrong.items()
         if "transformers" not in why
         and OLD_PYTHON not in why
+        and NO_CHANNELS not in why
         and not name.rpartition(" ")[0].rpartition(" ")[0].endswith(newer)
     }
     assert not wrong
