@@ -6,6 +6,7 @@ of merged layers, and the experts. The release's loader then says whether they a
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -112,7 +113,7 @@ def name_kernel(kernel: Any) -> str:
 def is_unused(owners: Mapping[str, Any], name: str) -> bool:
     """Return True for what a method makes for experts in any case, and does not use for these.
 
-    That is GPTQ's bias of experts that have none, and a scale of inputs that MARLIN does not quantize.
+    That is GPTQ's bias of experts that have none, and a scale of inputs that MARLIN or HUMMING does not read.
     """
     owner = owners.get(name.rpartition(".")[0])
     moe = getattr(owner, "moe_config", None)
@@ -120,5 +121,6 @@ def is_unused(owners: Mapping[str, Any], name: str) -> bool:
         return False
     if name.endswith("_bias"):
         return getattr(moe, "has_bias", None) is False
-    is_input_scale = re.search(r"_input_(?:global_)?scale$", name) is not None
-    return is_input_scale and name_kernel(find_kernel(owner)) == "MARLIN"
+    # HUMMING reads such a scale only if this variable asks for it, whatever the checkpoint has.
+    unread = ["MARLIN"] if "VLLM_HUMMING_INPUT_QUANT_CONFIG" in os.environ else ["MARLIN", "HUMMING"]
+    return bool(re.search(r"_input_(?:global_)?scale$", name)) and name_kernel(find_kernel(owner)) in unread
