@@ -1,4 +1,4 @@
-"""Runs a script in Triton's interpreter: ``python tests/interpret.py SCRIPT ARGUMENT …``.
+"""Runs scripts in Triton's interpreter: ``python tests/interpret.py '[["SCRIPT", "ARGUMENT", …], …]'``.
 
 The interpreter replaces the functions of Triton's language anew for each call of a device function, which
 takes five sixths of the time of our kernels. Here a launch replaces them once.
@@ -8,6 +8,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # Triton decides at import whether it interprets
 
+import json
 import runpy
 import sys
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ def patch_language_once_a_launch() -> None:
 
 if __name__ == "__main__":
     patch_language_once_a_launch()
-    del sys.argv[0]
-    sys.path[0] = os.path.dirname(sys.argv[0])
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    for check in json.loads(sys.argv[1]):
+        sys.argv[:] = check
+        sys.path[0] = os.path.dirname(sys.argv[0])
+        runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,9 +1,11 @@
-"""Runs scripts of kernel checks in Triton's interpreter, each in a process of its own."""
+"""Runs scripts of kernel checks in Triton's interpreter, in a process of their own."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,23 +17,24 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-def run_check(script: str | Path, *arguments: str) -> str:
-    """Run `script` of ``tests/`` and return its output; fail with the end of its errors."""
+def run_check(script: str | Path, *arguments: str) -> None:
+    """Run one script of ``tests/``; fail with the end of its errors."""
+    run_checks((str(script), *arguments))
+
+
+def run_checks(*checks: Sequence[str]) -> None:
+    """Run scripts of ``tests/``, each with its arguments; fail with the end of their errors.
+
+    They share one process, because most of them take less time than the imports of torch and Triton.
+    """
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    scripts = json.dumps([[str(ROOT / "tests" / script), *arguments] for script, *arguments in checks])
     done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore::RuntimeWarning",
-            str(ROOT / "tests" / "interpret.py"),
-            str(ROOT / "tests" / script),
-            *arguments,
-        ],
+        [sys.executable, "-W", "ignore::RuntimeWarning", str(ROOT / "tests" / "interpret.py"), scripts],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout

@@ -306,17 +306,18 @@ def wrong_ids() -> None:
         assert cache.resident() == [3] + [-1] * 7, "2**32 + 5 is not expert 5"
 
 
+@mock.patch("moedoctor.fixes.moe.forward._MOST_DECODE_PAIRS", 16)
 def grouped() -> None:
     """Groups that are resident one after another, or hits and then misses, give the bits of one call."""
     draw = torch.Generator().manual_seed(0)
     half, quarter = torch.bfloat16, torch.float8_e4m3fn
     for tokens, experts, capacity, dtype, engine, overlap in (
-        (90, 5, 2, half, "device", False),
-        (90, 5, 2, quarter, "host", False),
+        (30, 5, 2, half, "device", False),
+        (30, 5, 2, quarter, "host", False),
         (4, 5, 2, torch.float32, "device", False),
         (4, 5, 2, torch.float32, "host", False),
         (2, 9, 6, half, "device", True),  # pair by pair
-        (90, 5, 5, half, "device", True),  # in tiles
+        (30, 5, 5, half, "device", True),  # in tiles
         (2, 3, 1, half, "device", True),
     ):
         weights = random_weights(draw, experts, dtype, bias=dtype is half)
@@ -379,8 +380,8 @@ class Breaking:
 
 def broken() -> None:
     """After a call that fails at any step, the state is right and the next call uses the right experts."""
-    kinds = (torch.OutOfMemoryError("out of memory"), KeyboardInterrupt())
-    for how, error, after, where in product(CALLS, kinds, (False, True), ("copies", "lookup")):
+    kinds = (torch.OutOfMemoryError("out of memory"), False), (KeyboardInterrupt(), True)
+    for how, (error, after), where in product(CALLS, kinds, ("copies", "lookup")):
         if (how, where) == ("seed", "lookup"):
             continue  # it has none
         for at in (1, 2) if how == "groups" else (1,):
@@ -447,7 +448,7 @@ def streamed() -> None:
         caches = [ExpertCache(layer, SLOTS, engine="device", device="cpu", packed=packed) for layer in layers]
         assert all(cache.packed is packed for cache in caches)
         stream = LayerStream(caches)
-        for number in (0, 1, 2, 0, 2, 2, 1):
+        for number in (0, 1, 0, 2, 2):
             with stream.fetch(number) as weights:
                 for name, tensor in layers[number].items():
                     assert torch.equal(weights[name].view(torch.uint8), tensor.view(torch.uint8)), name

@@ -1,19 +1,15 @@
-"""The kernels for expert ids and for the NaN trace: interpreted on any machine, compiled on a GPU."""
+"""The kernels for expert ids and for the NaN trace on a GPU, and their checks in the interpreter."""
 
 import pytest
 import torch
 
-from tests.interpreted import needs_triton, run_check
+from tests.interpreted import needs_triton
 
 pytestmark = needs_triton
 
 INTERPRETED = ("ids int64", "ids with a step", "deduplicate bfloat16", "deduplicate float64")
 WATCH = ("watch", "watch three", "watch groups")
 COMPILED = ("ids int32", "deduplicate", "deduplicate int64", "deduplicate float16")
-
-
-def test_interpreted() -> None:
-    run_check("id_and_watch_calls.py", *INTERPRETED, *WATCH)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
-"""The kernels of a MoE layer against the reference: interpreted on any machine, compiled on a GPU.
+"""The kernels of a MoE layer against the reference, compiled on a GPU, and what they are launched with.
 
-Those over the slots of an expert cache are also in `test_cache` and, on a GPU, in `test_expert_cache_gpu`.
+Those over the slots of an expert cache are in `test_expert_cache_gpu`; all of them in `test_interpreted`.
 """
 
 import re
@@ -27,35 +27,6 @@ from moedoctor.reference import e2m1
 from moedoctor.reference.agreement import choose_bounds
 from moedoctor.reference.moe_layer import make_layer, make_problem
 from tests.compiled_kernels import compile_launches, make_empty_layer
-from tests.interpreted import run_check
-
-# A process takes seconds to start, so each holds many cases; a failure names its case.
-INTERPRETED = (
-    # One pair after another, and more blocks than a grid has rows. Every code in each place of a word.
-    "bf16,silu,1,96,32 rows decoding,64,128,128,4,2 e4m3",
-    # Small and large blocks of a plan, pairs without an expert, more pairs than the kernel reads at once.
-    "plan,1,0.3,40,5 plan,16,0.0,40,5 plan,16,0.5,2,5 plan,64,1.0,40,5 plan,64,0.3,1500,5",
-    # Random formats, scales, biases, activations, sizes, and types of input and ids.
-    *(f"random,{seed}" for seed in range(8)),
-    # A scale for a matrix, a half, a row, a block; masked rows and columns; programs that share a token's
-    # experts, in several turns, one of them not full.
-    *(f"fp8_rows,{seed}" for seed in (4, 5, 8, 11, 13)),
-    # bfloat16 holds values near 1e-13 as well as those near 1; they meet codes that are close to 2**-126.
-    "shared,3,1,2 small,bfloat16,-40",
-)
-MORE = (
-    "fp8-block,relu2,9,288,160 nvfp4,silu,1,32,16 nvfp4,gelu_tanh,20,96,48",
-    *(f"random,{seed}" for seed in range(8, 24)),
-    *(f"fp8_rows,{seed}" for seed in (0, 3, 12, 14)),
-    "shared,5,2,3 small,float16,-8",
-)
-
-
-@pytest.mark.parametrize(
-    "checks", [INTERPRETED, pytest.param(MORE, marks=pytest.mark.slow)], ids=["", "more"]
-)
-def test_interpreted(checks: tuple[str, ...]) -> None:
-    assert run_check("expert_cases.py", *" ".join(checks).split()).strip() == "agreed"
 
 
 def test_the_table_of_measured_tiles() -> None:

@@ -1,13 +1,12 @@
-"""The Triton kernels against the reference: interpreted on any machine, compiled on a GPU."""
+"""The Triton kernels of routing against the reference, compiled on a GPU, and cases for the interpreter."""
 
-import json
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from tests.interpreted import needs_triton, run_check
+from tests.interpreted import needs_triton
 
 pytestmark = needs_triton
 POLICIES = ("zero", "finite")
@@ -34,14 +33,6 @@ INTERPRETED: list[tuple[str, int, int, str, tuple[int, ...], dict[str, Any]]] = 
 """Function, experts, top-k, type, shape of the launch, options."""
 SHAPES = {8: (2, 8), 60: (4,), 64: (6,), 128: (8, 20), 160: (6,), 256: (8,), 384: (8, 33), 512: (10, 16)}
 """Experts -> top-k, compiled on a GPU."""
-
-
-def test_interpreted() -> None:
-    cases = [
-        (*case, options | {"nan_policy": policy}) for *case, options in INTERPRETED for policy in POLICIES
-    ]
-    edges = ("group edges", "inf ranks by logit", "sorts every arrangement")
-    run_check("kernel_calls.py", *map(json.dumps, cases), *edges)
 
 
 GROUPS = ((8, 2, 4, 2), (8, 3, 8, 4), (60, 4, 3, 2), (64, 6, 8, 3), (128, 8, 16, 4))

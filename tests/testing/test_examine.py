@@ -126,6 +126,7 @@ def test_a_short_row_may_miss_an_element_and_no_row_a_share(monkeypatch, hidden,
     assert (moe.judge(SimpleNamespace(**fields), output, "none", named=False) is None) == right
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_smallest_example_is_found_and_its_line_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
     report = check_router(f"{PLANTED}:route_one_expert_of_equals", only=("equal_logits",), seed=3)
     (answer,) = report.answers

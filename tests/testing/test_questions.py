@@ -10,7 +10,6 @@ from moedoctor.fixes.offloader import offload
 from moedoctor.testing import load_questions
 from moedoctor.testing.adapters import ours
 from moedoctor.testing.questions import KINDS
-from tests.interpreted import needs_triton, run_check
 from tests.testing.asking import ask
 from tests.testing.planted import PLANTED, SOUND
 
@@ -42,13 +41,6 @@ def test_a_planted_mistake_is_wrong_and_a_sound_implementation_right(kind: str, 
 def test_ours_are_right(name: str) -> None:
     kind, implementation, options = OURS[name]
     assert not list(ask(kind, implementation, options))
-
-
-@needs_triton
-@pytest.mark.slow
-def test_our_kernels_are_right_in_the_interpreter() -> None:
-    asked = "router:route cache:make_device_cache moe:run_slots:bf16:fp8 moe:run_experts:bf16:nvfp4"
-    run_check("testing/asking.py", *asked.split())
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Recordings in Triton's interpreter; a script for `test_call_keeper`."""
+"""Recordings in Triton's interpreter; a script."""
 
 import os
 
@@ -144,4 +144,3 @@ if __name__ == "__main__":
     check_rows_with_nan()
     check_that_a_wanted_call_is_kept_once()
     check_that_wider_calls_are_refused()
-    print("agreed")

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch
 from moedoctor.kernels.kept_rows import KeptRows, MoeCall, MoeInput
 from moedoctor.trace.call_keeper import CallKeeper, WatchedLayer, Wish
 from moedoctor.trace.capsule import Capsule, Record
-from tests.interpreted import needs_triton, run_check
 from tests.trace.late_stream import LateStream
 
 NAN = float("nan")
@@ -164,19 +162,6 @@ def test_a_call_that_does_not_fit_is_refused_in_one_line() -> None:
     assert [capsule.record.layer for capsule in watched.made] == ["layers.1.experts"]
 
 
-def test_a_layer_that_runs_again_in_a_step_adds_nothing_to_its_call() -> None:
-    """A draft model runs several times in a step."""
-    watched = Watched("call=layers.0:1")
-    watched.keeper.begin(3)
-    for step in (1, 2):
-        watched.step = step
-        watched.keeper.watch(0, watched.call(0))
-    watched.keeper.end()
-    watched.keeper.collect()
-    (capsule,) = watched.made
-    assert is_of_one_call(capsule)
-
-
 def test_an_error_of_ours_ends_the_recording_and_not_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched("nan")
     watched.run_step(nan=2)
@@ -190,11 +175,6 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_forward(monkeypatch: py
     assert watched.warned == ["no more calls are watched: RuntimeError: no memory"]
     watched.keeper.collect()
     assert [capsule.record.call for capsule in watched.made] == [1], "what was kept before is saved"
-
-
-@needs_triton
-def test_the_call_that_was_asked_for_is_kept() -> None:
-    assert run_check(Path(__file__).parent / "interpreted_keep.py").strip() == "agreed"
 
 
 def test_a_wish_is_read_or_is_one_line() -> None:

@@ -79,7 +79,7 @@ def check_left(capsules: dict[str, Capsule], end: str) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("how", "interpret"), [("SIGKILL", "1"), pytest.param("abort", "0", marks=pytest.mark.slow)]
+    ("how", "interpret"), [("SIGKILL", "0"), pytest.param("abort", "1", marks=pytest.mark.slow)]
 )
 def test_the_last_calls_of_every_layer_outlive_their_process(tmp_path, model, how, interpret):
     done = subprocess.run(

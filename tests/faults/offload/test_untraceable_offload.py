@@ -125,7 +125,7 @@ def test_wrong_weights_in_one_compiled_layer_are_more_than_rounding(number: int 
             stack[number].experts.load_state_dict(stack[(number + 1) % 3].experts.state_dict())
         return untraceable_offload_lab.fixed(stack)
 
-    parameters = UntraceableOffload().parameters(compiler="aot_eager", layers=3)
+    parameters = UntraceableOffload().parameters(compiler="aot_eager", **SMALL)
     observation = Observation(untraceable_offload_lab.observe(parameters, "cpu", exchange))
     assert 0 < observation.evidence["allowed_distance"] < observation.evidence["wrong_weights_distance"]
     judgement = UntraceableOffload().judge(Case("MD005", "fixed", Tier.MODEL, {}), observation)

@@ -1,4 +1,4 @@
-"""The expert cache on a CPU: `host` and `resident`; the engine `device` is in tests/kernels/test_cache.py."""
+"""The expert cache on a CPU: `host` and `resident`; `device`: tests/kernels/test_interpreted.py."""
 
 import sys
 import threading

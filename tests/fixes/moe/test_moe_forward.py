@@ -1,4 +1,4 @@
-"""A MoE layer over slots on the CPU: sums of groups, and errors. Its kernels: tests/kernels/test_cache.py."""
+"""A MoE layer over slots on the CPU: sums of groups, errors; kernels: tests/kernels/test_interpreted.py."""
 
 from typing import Any
 

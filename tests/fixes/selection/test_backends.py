@@ -52,6 +52,19 @@ BF16 = {"VLLM_USE_FLASHINFER_MOE_FP16": "1"}
 FLAG, MXFP8 = "--moe-backend", "FLASHINFER_TRTLLM_MXFP4_MXFP8"
 DEEP_GEMM_OFF = {"environ": {"VLLM_USE_DEEP_GEMM": "0"}}
 EXPERTS_OFF = {"environ": {"VLLM_MOE_USE_DEEP_GEMM": "0"}}
+VARIABLES: list[tuple[str, dict[str, str], str]] = [
+    ("0.18.0", {}, "FLASHINFER_CUTLASS"),
+    ("0.18.0", {FP4: "0"}, "VLLM_CUTLASS"),  # not MARLIN, as vllm#37883 takes for granted
+    ("0.18.0", {FP4: "1"}, "FLASHINFER_CUTLASS"),
+    ("0.18.0", {FP4: "1", BACKEND: "latency"}, "FLASHINFER_CUTLASS"),  # TRTLLM is for 10.x
+    ("0.18.0", {FORCE: "1"}, "MARLIN"),
+    ("0.18.0", {FP4: "1", FORCE: "1"}, "FLASHINFER_CUTLASS"),
+    ("0.23.0", {FP4: "0"}, "VLLM_CUTLASS"),
+    ("0.24.0", {FP4: "0"}, "FLASHINFER_CUTLASS"),  # removed
+    ("0.28.0", {FORCE: "1"}, "MARLIN"),
+    ("0.29.0", {FORCE: "1"}, "FLASHINFER_CUTLASS"),  # removed
+]
+"""On 12.0 with NVFP4: release, variables, and what it chooses."""
 
 
 @pytest.mark.parametrize(
@@ -85,6 +98,7 @@ EXPERTS_OFF = {"environ": {"VLLM_MOE_USE_DEEP_GEMM": "0"}}
         ("0.33.0", "10.0", "mxfp4", {"moe_backend": "deep_gemm"}, "DEEPGEMM_MXFP4"),
         ("0.33.0", "9.0", "fp8-block", {**EXPERTS_OFF, "moe_backend": "deep_gemm"}, "DEEPGEMM"),
         ("0.27.0", "8.0", "bf16", {"moe_backend": "batched_triton"}, "BATCHED_TRITON"),  # brings its format
+        *((release, "12.0", "nvfp4", {"environ": given}, chosen) for release, given, chosen in VARIABLES),
     ],
 )
 def test_what_a_release_selects(release, capability, scheme, options, chosen):
@@ -101,27 +115,12 @@ def test_only_weight_only_backends_take_weight_only_nvfp4(release: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "capability", "scheme", "release", "options", "supported"),
-    [
-        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.18.0", {"activation": "relu2_no_mul"}, False),
-        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.19.0", {"activation": "relu2_no_mul"}, True),
-        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.20.0", {"ep": True}, False),
-        ("B12X", "12.0", "nvfp4", "0.33.0", {}, True),  # its FlashInfer carries b12x along
-        ("B12X", "12.0", "nvfp4", "0.32.0", {"libraries": {"b12x": True}}, True),
-        ("DEEPGEMM", "9.0", "fp8-block", "0.20.0", {}, True),  # the first that brings DeepGEMM
-        ("FLASHINFER_CUTLASS", "10.0", "fp8-block", "0.18.0", {}, False),
-    ],
-)
-def test_which_layers_a_backend_takes(backend, capability, scheme, release, options, supported):
-    assert candidate(backend, capability, scheme, release, **options).supported is supported
-
-
-@pytest.mark.parametrize(
     ("backend", "capability", "scheme", "release", "options", "reason"),
     [
         ("FLASHINFER_TRTLLM", "12.0", "nvfp4", "0.21.0", {}, "capability 12.0, only for 10.0 to 10.7"),
-        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.21.0", {"ep": True}, "expert parallelism"),
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.20.0", {"ep": True}, "expert parallelism"),
         ("VLLM_CUTLASS", "12.0", "nvfp4", "0.18.0", {"activation": "relu2_no_mul"}, "without a gate"),
+        ("VLLM_CUTLASS", "12.0", "nvfp4", "0.19.0", {"activation": "relu2_no_mul"}, "would work"),
         ("FLASHINFER_CUTLASS", "12.0", "nvfp4", "0.21.0", {"activation": "gelu"}, "does not compute gelu"),
         ("AITER", "9.0", "fp8", "0.21.0", {}, "for ROCm only"),
         ("BATCHED_TRITON", "9.0", "fp8", "0.21.0", {}, "batched"),
@@ -129,33 +128,14 @@ def test_which_layers_a_backend_takes(backend, capability, scheme, release, opti
         ("FLASHINFER_B12X", "12.0", "nvfp4", "0.22.0", {}, "on request: --moe-backend flashinfer_b12x"),
         ("FlashInfer TRTLLM", "10.0", "bf16", "0.17.1", {}, "only with VLLM_USE_FLASHINFER_MOE_FP16=1"),
         ("DEEPGEMM", "12.0", "fp8-block", "0.33.0", DEEP_GEMM_OFF, "VLLM_USE_DEEP_GEMM=0 leaves it out"),
+        ("DEEPGEMM", "9.0", "fp8-block", "0.20.0", {}, "would work"),  # the first that brings DeepGEMM
+        ("FLASHINFER_CUTLASS", "10.0", "fp8-block", "0.18.0", {}, "takes fp8-block on 9.0 only"),
+        ("B12X", "12.0", "nvfp4", "0.33.0", {}, "would work; only on request"),  # its FlashInfer has b12x
+        ("B12X", "12.0", "nvfp4", "0.32.0", {"libraries": {"b12x": True}}, "would work; only on request"),
     ],
 )
 def test_reasons_name_what_is_missing(backend, capability, scheme, release, options, reason):
     assert reason in candidate(backend, capability, scheme, release, **options).reason
-
-
-@pytest.mark.parametrize(
-    ("release", "environ", "chosen"),
-    [
-        ("0.18.0", {}, "FLASHINFER_CUTLASS"),
-        ("0.18.0", {FP4: "0"}, "VLLM_CUTLASS"),  # not MARLIN, as vllm#37883 takes for granted
-        ("0.18.0", {FP4: "1"}, "FLASHINFER_CUTLASS"),
-        ("0.18.0", {FP4: "1", BACKEND: "latency"}, "FLASHINFER_CUTLASS"),  # TRTLLM is for 10.x
-        ("0.18.0", {FP4: "1", BACKEND: "masked_gemm"}, None),
-        ("0.18.0", {FORCE: "1"}, "MARLIN"),
-        ("0.18.0", {FP4: "1", FORCE: "1"}, "FLASHINFER_CUTLASS"),
-        ("0.23.0", {FP4: "0"}, "VLLM_CUTLASS"),
-        ("0.24.0", {FP4: "0"}, "FLASHINFER_CUTLASS"),  # removed
-        ("0.28.0", {FORCE: "1"}, "MARLIN"),
-        ("0.29.0", {FORCE: "1"}, "FLASHINFER_CUTLASS"),  # removed
-    ],
-)
-def test_variables_have_the_effect_of_their_release(release, environ, chosen):
-    selection = select("12.0", "nvfp4", release=release, environ=environ)
-    assert selection.chosen == chosen
-    if chosen is None:
-        assert "FLASHINFER_CUTEDSL was asked for" in (selection.error or "")
 
 
 def test_the_flag_comes_before_every_variable() -> None:
@@ -252,6 +232,9 @@ def test_flags_that_a_release_does_not_take() -> None:
     assert "not for nvfp4" in (other.error or "")
     ignored = select("9.0", "mxfp4", release="0.18.0", moe_backend="marlin")
     assert (ignored.chosen, ignored.decided_by) == ("TRITON", "automatic")
+    named = select("12.0", "nvfp4", release="0.18.0", environ={FP4: "1", BACKEND: "masked_gemm"})
+    assert named.chosen is None
+    assert "FLASHINFER_CUTEDSL was asked for" in (named.error or "")
     with pytest.raises(ValueError, match=r"not a MoE backend of vLLM 0\.18\.0 for nvfp4; it has FLASH"):
         request("BANANA", "12.0", "nvfp4", release="0.18.0")
 

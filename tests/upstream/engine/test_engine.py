@@ -101,12 +101,6 @@ def test_an_engine_that_fails_in_its_probe_keeps_what_it_measured(then, kind, st
     assert {"import", "load", "generate"} <= set(result.seconds)
 
 
-def test_the_last_value_of_a_probe_counts() -> None:
-    result = measure("")
-    assert (result.error, result.probe) == (None, TWO_ROWS)
-    assert set(result.seconds) == {"import", "load", "generate", "probe", "total"}
-
-
 def test_killed_engines_ran_side_by_side_and_name_their_stage_and_what_was_logged() -> None:
     started = time.monotonic()
     requests = [EngineRequest("sleep", PROMPTS, seconds=3, label=str(index)) for index in range(3)]
