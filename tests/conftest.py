@@ -127,7 +127,7 @@ def replayed_here() -> Iterator[set[bool]]:
 
     def answer(module: str, request: dict[str, Any], *, seconds: float) -> Any:
         kind = "variant" in request
-        if kind not in left and Path(request["path"]).is_file():
+        if kind not in left:
             return json.loads(json.dumps(to_plain(replay._carry_out(request))))
         left.discard(kind)
         return ask(module, request, seconds=seconds)

@@ -16,7 +16,7 @@ from moedoctor.cli import app
 from moedoctor.trace import capsule as capsules
 
 REPORTS = Path(__file__).parents[1] / "reports"
-
+PLANTED = Path(__file__).parent / "testing" / "planted.py"
 TRACE = "zipf:experts=16,top_k=2,layers=2,rows=64,streams=4"
 CALLS = {
     "check": ["check", "--release", "0.19.1", "--sm", "12.0"],
@@ -27,7 +27,10 @@ CALLS = {
     "lint": ["lint", "model"],
     "preflight": ["preflight", "--sm", "9.0", "--wheel", "release", "--script", "serve.py"],
     "audit": ["audit", "cache", "--sm", "12.0"],
-    "conform": ["conform", "router.py:route", "--question", "ordinary,nan_rows"],
+    "conform": [
+        *("conform", f"{PLANTED}:route_one_expert_of_equals", "--kind", "router"),
+        *("--question", "ordinary,equal_logits,bias"),
+    ],
     "plan": ["plan", "--model", "qwen3-30b-a3b", "--gpu-memory", "32"],
     "compare": ["compare", "old.json", "new.json"],
     "replay": ["replay", "a.capsule", "--device", "cpu", "--backend", "REFERENCE"],
@@ -68,8 +71,6 @@ def prepare(folder: Path) -> None:
     (folder / "cache" / "empty").mkdir(parents=True)
     (folder / "release" / "vllm").mkdir(parents=True)
     (folder / "release" / "vllm" / "__init__.py").touch()
-    route = "def route(logits, top_k):\n    return logits.float().softmax(1).topk(top_k)\n"
-    (folder / "router.py").write_text(route)
     (folder / "serve.py").write_text("LLM('model')")
     (folder / "cache" / "a.so").write_bytes(b"\x7fELF")
     (folder / "cache" / "ours.cubin").write_bytes(fake_cubin(120))

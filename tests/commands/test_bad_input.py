@@ -100,16 +100,16 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model, a config.json that cannot be read, a capsule and a text."""
+    """Return a folder with a model, a config.json that cannot be read, and a capsule."""
     made = tmp_path_factory.mktemp("bad")
     for name, config in (("model", {"vocab_size": 100}), ("bad", {"num_hidden_layers": 0})):
         (made / name).mkdir()
         (made / name / "config.json").write_text(json.dumps(config))
-    (made / "text.moecapsule").write_text("no capsule at all, just text")
     save(make_capsule("nvfp4"), made / "a.moecapsule")
     return made
 
 
+@pytest.mark.usefixtures("replayed_here")
 @pytest.mark.parametrize(("line", "message"), CASES, ids=[line for line, _ in CASES])
 def test_bad_input_is_one_line_and_exit_code_2(line, message, folder, monkeypatch, capsys):
     nothing = dict.fromkeys(("gpu", "capability", "vllm", "flashinfer"))

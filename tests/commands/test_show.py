@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import jsonschema
 import pytest
@@ -171,7 +172,7 @@ def test_what_is_no_report_is_refused(document, message, tmp_path, capsys):
     assert len(written.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["triage", "lint", "plan", "compare"])
+@pytest.mark.parametrize("name", ["triage", "lint"])
 def test_the_line_that_makes_a_report_again_does(name, stored, monkeypatch):
     path = stored(name)
     first = json.loads(path.read_text())
@@ -200,3 +201,19 @@ def test_a_report_that_is_shown_keeps_its_origin_and_what_it_ended_with(stored, 
     assert "2001-02-03T04:05:06Z" in written.out
     assert "a reason of its own" in written.out
     assert written.err == ""
+
+
+def test_each_format_of_an_examination_says_the_same(stored, tmp_path, capsys):
+    path = stored("conform")
+    report = json.loads(path.read_text())
+    assert [(each["question"], each["verdict"]) for each in report["answers"]] == [
+        ("ordinary", "right"), ("equal_logits", "wrong"), ("bias", "skipped"),
+    ]  # fmt: skip
+    assert report["summary"]["failed"] == 1
+    assert "equal_logits: wrong: row 0: an expert is chosen twice" in "".join(report["summary"]["reasons"])
+    for suffix in ("md", "html", "xml", "sarif"):
+        assert main(["show", str(path), "-o", str(tmp_path / f"a.{suffix}")]) == 0
+    assert "moedoctor router: 1 of 2 right, 1 wrong" in (tmp_path / "a.md").read_text()
+    (failure,) = ElementTree.parse(tmp_path / "a.xml").iter("failure")
+    assert "check_router(" in (failure.get("message") or "") + (failure.text or "")
+    assert "equal_logits" in (tmp_path / "a.html").read_text()

@@ -139,12 +139,15 @@ def test_an_accepted_header_can_be_loaded(tmp_path, entries, more, pick):
     assert ours == theirs
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Return the processor time: other programs on the machine do not change it much."""
+def call_in_time(call: Callable[..., Any], path: Path) -> Any:
+    """Return the result of a call, or its error, that takes less than 5 s of the processor."""
     started = time.process_time()
-    with contextlib.suppress(CheckpointError):
-        call()
-    return time.process_time() - started
+    try:
+        result = call(path)
+    except CheckpointError as error:
+        result = str(error)
+    assert time.process_time() - started < 5
+    return result
 
 
 def test_many_names_and_one_twice_take_no_longer_than_their_text(tmp_path: Path) -> None:
@@ -152,13 +155,10 @@ def test_many_names_and_one_twice_take_no_longer_than_their_text(tmp_path: Path)
     empty = json.dumps(u8(0, 0))
     names = ", ".join(f'"t{number}": {empty}' for number in [*range(30_000), 29_999])
     path.write_bytes(header(f"{{{names}}}".encode(), data=b""))
-    with pytest.raises(CheckpointError, match="t29999 twice"):
-        read_header(path)
-    assert seconds(lambda: read_header(path)) < 5
+    assert "t29999 twice" in call_in_time(read_header, path)
     keys = ", ".join(f'"{number}":0' for number in [*range(200), 199])
     path.write_bytes(header(f'{{"t": {{{keys}}}}}'.encode(), data=b""))
-    with pytest.raises(CheckpointError, match="names 199 twice"):
-        read_header(path)
+    assert "names 199 twice" in call_in_time(read_header, path)
 
 
 def test_an_index_that_names_many_tensors_too_many_takes_no_longer_than_its_text(tmp_path: Path) -> None:
@@ -166,8 +166,7 @@ def test_an_index_that_names_many_tensors_too_many_takes_no_longer_than_its_text
     ghosts = {f"model.ghost.{number}.weight": "model-00001-of-00003.safetensors" for number in range(20_000)}
     made.change_index = lambda index: index["weight_map"].update(ghosts)
     folder = made.write(tmp_path)
-    assert seconds(lambda: lint(folder)) < 5
-    (finding,) = lint(folder).findings
+    (finding,) = call_in_time(lint, folder).findings
     assert (finding.check, finding.count) == ("index_disagrees", 20_000)
     lines = (folder / INDEX).read_text().splitlines()
     assert "model.ghost.0.weight" in lines[finding.line - 1]
@@ -181,8 +180,8 @@ def test_an_index_that_names_many_tensors_twice_takes_no_longer_than_its_text(tm
         for number in range(30_000)
     )
     (folder / INDEX).write_text(text.replace('"weight_map": {', f'"weight_map": {{\n{lines}'))
-    assert seconds(lambda: lint(folder)) < 5
-    assert {finding.check: finding.count for finding in lint(folder).findings}["tensor_duplicated"] == 15_000
+    counts = {finding.check: finding.count for finding in call_in_time(lint, folder).findings}
+    assert counts["tensor_duplicated"] == 15_000
 
 
 def test_long_lists_of_excluded_modules_that_differ_take_no_longer_than_their_text(tmp_path: Path) -> None:
@@ -190,8 +189,7 @@ def test_long_lists_of_excluded_modules_that_differ_take_no_longer_than_their_te
     made.config["quantization_config"]["quant_method"] = "awq"  # excluded modules are not checked
     made.config["quantization_config"]["ignore"] = [f"a{number}" for number in range(20_000)]
     made.hf_quant["quantization"]["exclude_modules"] = [f"b{number}" for number in range(20_000)]
-    folder = made.write(tmp_path)
-    assert seconds(lambda: lint(folder)) < 5
+    assert call_in_time(lint, made.write(tmp_path)).tensors == len(made.tensors)
 
 
 KEYS = st.sampled_from(["dtype", "shape", "data_offsets", "x"])
