@@ -7,7 +7,7 @@ from report_samples import POINTS, case, crashed, report, scenario
 
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.markdown_page import escape, link_source, to_markdown
-from moedoctor.reporters.page import Paragraph, Picture
+from moedoctor.reporters.page import Paragraph
 from moedoctor.results import Report
 from moedoctor.text import join_lines
 
@@ -60,12 +60,6 @@ def test_escaping_leaves_ordinary_text_readable() -> None:
     )
     for text in ("for @somebody", "@somebody", "(@somebody", "`@somebody", "_@somebody", "é@somebody/team"):
         assert "@<!-- -->somebody" in escape(text)
-
-
-def test_a_picture_whose_name_holds_markup_stays_one_picture() -> None:
-    text = to_markdown([Picture("a) <b> [x](y\n.svg", "a](b) ![c"), Picture("plain_1.svg", "t")])
-    assert [inner.type for token in MARKDOWN.parse(text) for inner in token.children or ()] == ["image"] * 2
-    assert text.endswith("![t](plain_1.svg)\n")
 
 
 def test_sources_become_links() -> None:

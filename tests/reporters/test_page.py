@@ -53,6 +53,7 @@ blocks = (
 @example(
     [Paragraph("::error::x"), Preformatted("::error::x\n \t::y\n##[z]"), Paragraph(Span("##[z]", "code"))]
 )
+@example([Picture("a) <b> [x](y\n.svg", "a](b) ![c")])
 def test_any_page_is_plain_text_in_markdown(page: list[Block]) -> None:
     text = to_markdown(page)
     assert not problem(text)

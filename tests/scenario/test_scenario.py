@@ -9,11 +9,11 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scenario_fakes import BASE, CLAIM, FAULTS, FULL, HEAD, load_text, subject_kind
+from scenario_fakes import BASE, CLAIM, FULL, HEAD, load_text
 
 from moedoctor.results import CaseVerdict, ClaimVerdict, Scalar, Tier
 from moedoctor.scenario import file as module
-from moedoctor.text import MAX_YAML_BYTES, escape
+from moedoctor.text import MAX_YAML_BYTES
 from tests.machine_speed import slowness
 
 TESTS = Path(__file__).parent.parent
@@ -222,14 +222,6 @@ def test_an_error_is_one_line_whatever_it_quotes() -> None:
     assert str(error).startswith(r"a\nb\x1b[2J.yaml:7: line\r\nline \u202e xxx")
     assert str(error).isprintable()
     assert len(str(error)) < 500
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    for path, message in ((tmp_path, "is a folder"), (tmp_path / "new\nline\x1b.yaml", "no such file")):
-        with pytest.raises(module.ScenarioError, match=message) as caught:
-            module.load(path, faults=FAULTS, subject_kind=subject_kind)
-        assert str(caught.value).startswith(f"{escape(str(path))}:1: ")
-        assert str(caught.value).isprintable()
 
 
 def assert_scenario_or_error(folder: Path, data: bytes) -> None:
