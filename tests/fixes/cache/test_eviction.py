@@ -110,20 +110,6 @@ def test_the_sorted_residents_of_lfru_do_not_change_decisions(
     assert min(steps) < 0 < max(steps)
 
 
-@pytest.mark.parametrize("policy", ONLINE_POLICIES)
-@given(trace=calls, capacity=st.integers(1, EXPERTS))
-def test_slots_are_never_shared(policy: str, trace: list[list[int]], capacity: int) -> None:
-    table = SlotTable(EXPERTS, capacity, policy)
-    for call in trace:
-        for part in table.split(call):
-            loads = table.plan(part)
-            assert len({load.slot for load in loads}) == len(loads)
-            for expert in part:
-                assert table.expert_of[table.slot_of[expert]] == expert
-            held = [slot for slot in table.slot_of if slot >= 0]
-            assert len(held) == len(set(held)) == sum(expert >= 0 for expert in table.expert_of)
-
-
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2), max_size=7), st.integers(2, 3))
 def test_belady_is_the_brute_force_optimum(trace: list[list[int]], capacity: int) -> None:
     needed = [frozenset(call) for call in trace]
