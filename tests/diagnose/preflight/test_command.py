@@ -60,22 +60,6 @@ def test_compose(tmp_path: Path) -> None:
     assert command.variables == {"VLLM_A": "1"}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("services: {web: {image: nginx}}", "no service runs vLLM"),
-        ("services: {a: {image: vllm}, b: {image: vllm}}", "2 services run vLLM"),
-        ("[1", r"compose\.yaml:1: not valid YAML"),
-        ("3", "no service runs vLLM"),
-    ],
-)
-def test_a_compose_file_without_one_server(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "compose.yaml"
-    path.write_text(text)
-    with pytest.raises(CommandError, match=message):
-        read_compose(path)
-
-
 def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
     path = tmp_path / "serve.py"
     path.write_text(
@@ -91,15 +75,23 @@ def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("read", "name", "text", "message"),
     [
-        ("print(1)", "expected such a call"),
-        ("LLM(model=name)", "the model is no text"),
-        ("LLM(", "as Python"),
+        (read_compose, "compose.yaml", "services: {web: {image: nginx}}", "no service runs vLLM"),
+        (
+            read_compose,
+            "compose.yaml",
+            "services: {a: {image: vllm}, b: {image: vllm}}",
+            "2 services run vLLM",
+        ),
+        (read_compose, "compose.yaml", "[1", r"compose\.yaml:1: not valid YAML"),
+        (read_compose, "compose.yaml", "3", "no service runs vLLM"),
+        (read_script, "serve.py", "print(1)", "expected such a call"),
+        (read_script, "serve.py", "LLM(model=name)", "the model is no text"),
+        (read_script, "serve.py", "LLM(", "as Python"),
     ],
 )
-def test_a_script_without_a_model(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "serve.py"
-    path.write_text(text)
+def test_a_file_without_one_server_or_its_model_is_refused(tmp_path, read, name, text, message):
+    (tmp_path / name).write_text(text)
     with pytest.raises(CommandError, match=message):
-        read_script(path)
+        read(tmp_path / name)
