@@ -201,8 +201,9 @@ class Errors:
         self._quotations = Quotations(alone=False)
         self._told: _Error | None = None
         """The first error that only a sentence or a line of code tells of."""
-        self._headline: tuple[int, str] | None = None
-        """The headline of a report and its line; an empty one without it."""
+        self.headline = (0, "")
+        """The line and the words of a report's headline; 0 and no words without one."""
+        self._started = False
         self._cut: _Error | None = None
         """The first traceback whose exception the text does not have."""
         self.launch_blocking = False
@@ -210,8 +211,8 @@ class Errors:
 
     def read(self, lines: Sequence[bytes], numbers: Sequence[int]) -> None:
         """Take in lines, as they stand in the text, with their numbers."""
-        if self._headline is None:
-            self._headline = _find_headline(lines[:3])
+        if not self._started:
+            self.headline, self._started = _find_headline(lines[:3]), True
         self._waiting.append((lines, numbers))
         if len(self._waiting) > 2:
             self._search(*self._waiting.popleft())
@@ -348,7 +349,7 @@ class Errors:
         """Return the class of the headline and of a traceback without its end; None if they say nothing."""
         cuts = (each.error for each in self._open.values() if each.error.frames and not each.ignored)
         cut = self._cut or next(cuts, None)
-        line, text = self._headline or (0, "")
+        line, text = self.headline
         cause = _describe(replace(cut or _Error(line, ""), text=text), self.launch_blocking)
         if cut is None:
             return cause if cause.kind != "unknown" else None

@@ -35,8 +35,10 @@ from moedoctor.text import escape
 
 _EXCERPT = 160
 _LONG = 500
-_HEADLINES, _HEADLINE = 3, 0.1
-"""The first lines of a report name its subject."""
+_HEADLINES = 3
+"""A headline is one of the first lines."""
+_SUBJECT = 2.5
+"""A headline names the subject of its report: the odds of what it shows are so many times higher."""
 _STEP = 0.01
 _AGREEMENT = 0.04
 _SUREST = 0.98
@@ -188,7 +190,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
                     settled.add(clue.name)
     lines = {name: note.list_lines() for name, note in notes.items()}
     redactor = redactor or Redactor()
-    reader = _Reader(lines, notes, facts, settings, redactor)
+    reader = _Reader(lines, notes, facts, settings, redactor, errors.headline[0])
     best: dict[str, Finding] = {}
     for signature in load_signatures():
         finding = reader.find(signature)
@@ -307,6 +309,8 @@ class _Reader:
     facts: Facts
     settings: SettingsReader
     redactor: Redactor
+    headline: int = 0
+    """The line of the report's headline, or 0."""
     misses: dict[str, NearMiss] = field(default_factory=dict)
     """The first near miss of each failure."""
 
@@ -381,11 +385,10 @@ class _Reader:
     def _weigh(self, signature: Signature, line: int) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
         """Return the confidence with all evidence, what speaks for and against it, and what is missing."""
         confidence = signature.confidence
-        if line <= _HEADLINES and _LIKELY < confidence < _CERTAIN:
-            confidence = min(
-                confidence + _HEADLINE, _CERTAIN - _STEP
-            )  # the place alone makes nothing certain
         odds = confidence / (1 - confidence)
+        if line == self.headline and confidence < _CERTAIN:
+            surest = _CERTAIN - _STEP  # the place alone makes nothing certain
+            odds = min(odds * _SUBJECT, surest / (1 - surest))
         why = self._list_support(signature)
         against: list[str] = []
         missing: list[str] = []
