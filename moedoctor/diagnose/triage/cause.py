@@ -64,6 +64,7 @@ _WRAPPER = re.compile(
     re.IGNORECASE,
 )
 """An error that only tells of another one."""
+_WRAPS = 3
 _ECHO = re.compile(
     r"connection (?:closed|reset|refused|aborted)|broken ?pipe|remote process exited|EOFError|socket closed"
     r"|unhandled system error|communicator was aborted|stopiteration|resource_tracker|process group has been"
@@ -240,6 +241,8 @@ class Errors:
             self._continued.clear()
             return
         prefix, text = split_prefix(line)
+        if prefix.lstrip().startswith("#"):
+            self._continued.clear()  # a heading in Markdown
         match = _PROCESS.search(prefix)
         process = (match[1] or match[2] or "") if match else ""
         if len(self._processes) < _MOST_PROCESSES:
@@ -343,7 +346,9 @@ class Errors:
         last_of_chain = {id(error.before) for error in errors if error.before is not None}
         roots = [error.find_root() for error in reversed(incident) if id(error) not in last_of_chain]
         error = min(roots, key=_rank_echo)  # the first of the best
-        return _describe(error, self.launch_blocking)
+        cause = _describe(error, self.launch_blocking)
+        hint = self.find_hint() if _rank_echo(error) == _WRAPS else None
+        return hint if hint and hint.kind != "unknown" else cause
 
     def find_hint(self) -> Cause | None:
         """Return the class of the headline and of a traceback without its end; None if they say nothing."""
@@ -369,7 +374,7 @@ def _find_headline(lines: Sequence[bytes]) -> tuple[int, str]:
 def _rank_echo(error: _Error) -> int:
     """Return 0 for an exception with its traceback, more for what only tells of another error."""
     if _WRAPPER.search(error.text):
-        return 3
+        return _WRAPS
     if _ECHO.search(error.text):
         return 2
     return 0 if error.frames else 1

@@ -164,7 +164,10 @@ _OTHERS = re.compile(
     r"\b|\b(?:will|would|should|must|shall|might|may) (?:(?!not\b)\w{1,12} ){0,3}?(?:see|print|raise|get|say"
     r"|show|log|hit|find|expect|met|end|stop|answer|appear|fail|crash|die)\b|\bguards? against\b"
 )
-_CONDITION = re.compile(r"\W{0,3}(?:if|when|whenever|unless|for (?:you|them|him|her|others))\b")
+_CONDITION = re.compile(
+    r"\W{0,3}(?:if|when(?! \w{3,20}ing\b)|whenever|unless|for (?:you|them|him|her|others))\b"
+)
+"""A condition, and not the circumstances of what happened: "when loading"."""
 _CLAUSE_END = re.compile(r"(?:[.;!?]|(?<!say)(?<!says)(?<!said):)(?:\s|$)|, (?:but|and|so|though|yet) ")
 """A clause that names others, or a condition, and no owner, tells of others."""
 _ERROR_NAME = re.compile(

@@ -199,7 +199,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     ordered = sorted(best.values(), key=lambda finding: (-finding.confidence, finding.id))
     findings = tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE)
     error = errors.find_cause()
-    if error is None and not findings:
+    if error is None and "solved_told" not in notes:
         first = {
             name: min((line, excerpt) for line, excerpt in note.excerpts.items() if line not in note.mentions)
             for name, note in notes.items()
@@ -209,7 +209,9 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             {name: (line, where[1], _mask(where, redactor)) for name, (line, where) in first.items()}
         )
         error = in_words if in_words and in_words.kind != "unknown" else errors.find_hint() or in_words
-    if error is not None:
+        if findings and error:  # they say what to do
+            error = replace(error, next_step="") if error.kind != "unknown" else None
+    if error is not None and error.next_step:
         steps = (*list_hints(error.kind, notes.keys()), error.next_step)
         error = replace(error, next_step=settings.explain_repetition("; ".join(steps)))
     return Triage(
