@@ -51,7 +51,8 @@ _BARE = re.compile(
 _TOLD = re.compile(
     r"\b((?:[A-Za-z_]\w{0,60}(?:\.|::)){0,6}\w{0,60}(?:Error|[Ee]xception)(?:: |\()['\"]?\w.{0,300}"
     r"|(?:vllm|serve|ptxas|nvcc|\w{1,30}\.py):? (?:error|fatal) ?: \w[^|]{0,300}"
-    r"|assert [\w.]{1,80}(?: [!%<=>]|\().{0,300})"
+    r"|assert [\w.]{1,80}(?: [!%<=>]|\().{0,300}"
+    r"|(?:(?<=raised )|(?<=raises )|(?<= a bare )|(?<=with an )|(?<=with a ))\w{2,60}Error\b.{0,300})"
 )
 """An error that a sentence, a title or a cell of a table tells of."""
 _HEADLINE = re.compile(r"(?:title: ?)?\[(?!feature|rfc|doc)[\w ]{1,20}\]:? ?|title: ?", re.IGNORECASE)
@@ -279,7 +280,7 @@ class Errors:
             self._add(process, _Error(number, text, link=link, before=before))
         elif self._told is None and not prefix.strip("#> ") and (match := _TOLD.search(text)):
             lower, place = text.lower(), match.start()
-            name = re.split(r"[:(]", match[1], maxsplit=1)[0]
+            name = re.split(r"[:( ]", match[1], maxsplit=1)[0]
             stance = read_stance(lower, place, place + len(name), (0, len(lower)))
             if stance is Stance.STATED and not is_possible(lower, place):
                 self._told = _Error(number, match[1], context=text[:place])

@@ -165,9 +165,10 @@ _OTHERS = re.compile(
     r"|show|log|hit|find|expect|met|end|stop|answer|appear|fail|crash|die)\b|\bguards? against\b"
 )
 _CONDITION = re.compile(
-    r"\W{0,3}(?:if|when(?! \w{3,20}ing\b)|whenever|unless|for (?:you|them|him|her|others))\b"
+    r"\W{0,3}(?:if|unless|when(?:ever)? (?:you|they|he|she|users?|people|(?:some|any)(?:one|body))"
+    r"|for (?:you|them|him|her|others))\b"
 )
-"""A condition, and not the circumstances of what happened: "when loading"."""
+"""A condition; "when loading" is a circumstance of what happened."""
 _CLAUSE_END = re.compile(r"(?:[.;!?]|(?<!say)(?<!says)(?<!said):)(?:\s|$)|, (?:but|and|so|though|yet) ")
 """A clause that names others, or a condition, and no owner, tells of others."""
 _ERROR_NAME = re.compile(

@@ -199,18 +199,12 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     ordered = sorted(best.values(), key=lambda finding: (-finding.confidence, finding.id))
     findings = tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE)
     error = errors.find_cause()
-    if error is None and "solved_told" not in notes:
-        first = {
-            name: min((line, excerpt) for line, excerpt in note.excerpts.items() if line not in note.mentions)
-            for name, note in notes.items()
-            if note.excerpts.keys() - note.mentions
-        }
-        in_words = find_told_cause(
-            {name: (line, where[1], _mask(where, redactor)) for name, (line, where) in first.items()}
-        )
-        error = in_words if in_words and in_words.kind != "unknown" else errors.find_hint() or in_words
-        if findings and error:  # they say what to do
-            error = replace(error, next_step="") if error.kind != "unknown" else None
+    if error is None or (error.kind == "unknown" and not error.place):
+        told = _find_told_error(errors, notes, redactor, bool(findings))
+        if error is None or told is None or told.kind == "unknown":
+            error = error or told
+        else:
+            error = replace(told, line=error.line, excerpt=error.excerpt)
     if error is not None and error.next_step:
         steps = (*list_hints(error.kind, notes.keys()), error.next_step)
         error = replace(error, next_step=settings.explain_repetition("; ".join(steps)))
@@ -226,6 +220,26 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         settings=settings.mask(redactor),
         error=_mask_cause(error, redactor),
     )
+
+
+def _find_told_error(
+    errors: Errors, notes: Mapping[str, _Notes], redactor: Redactor, explained: bool
+) -> Cause | None:
+    """Return the class of what a text without an exception tells; without a step if a finding has one."""
+    if "solved_told" in notes:
+        return None
+    first = {
+        name: min((line, excerpt) for line, excerpt in note.excerpts.items() if line not in note.mentions)
+        for name, note in notes.items()
+        if note.excerpts.keys() - note.mentions
+    }
+    told = find_told_cause(
+        {name: (line, where[1], _mask(where, redactor)) for name, (line, where) in first.items()}
+    )
+    cause = told if told and told.kind != "unknown" else errors.find_hint() or told
+    if cause is None or not explained:
+        return cause
+    return replace(cause, next_step="") if cause.kind != "unknown" else None
 
 
 def _mask_cause(cause: Cause | None, redactor: Redactor) -> Cause | None:
