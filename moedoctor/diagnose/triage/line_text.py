@@ -158,7 +158,7 @@ _TOLD_AFTER = re.compile(
 _OWNER = re.compile(r"\b(?:i|i'm|i've|i'd|we|we're|we've|my|mine|our|ours|me|us|here)\b")
 _OTHERS = re.compile(
     r"^\W{0,3}(?:(?:and|so|what|that|then|because|since|as|for|if|when|whenever|once|should|the|an?|any)"
-    r" ){0,2}(?:you|your|they|their|he|she|his|her|who|whoever|one|others|folks|those|nobody"
+    r" ){0,2}(?:you|your|they|he|she|who|whoever|(?:their|his|her) (?:\w{1,12} )?(?:server|engine|setup|machine|log|model|report|vllm)|one|others|folks|those|nobody"
     r"|(?:any|some|every)(?:body|one)|users?|people|customers?|colleagues?|reviewers?|vendors?|docs|guide"
     r"|documentation|(?:early|earlier|former|previous) \w{1,20}|\w{1,20} (?:that|which|who) (?:has|gets))"
     r"\b|\b(?:will|would|should|must|shall|might|may) (?:(?!not\b)\w{1,12} ){0,3}?(?:see|print|raise|get|say"

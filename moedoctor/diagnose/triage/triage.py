@@ -362,7 +362,8 @@ class _Reader:
         )
 
     def _is_proposal(self) -> bool:
-        return self.lines.get("proposal", [_HEADLINES + 1])[0] <= _HEADLINES
+        """Return True for a headline of a proposal, if no engine's log follows it."""
+        return self.lines.get("proposal", [_HEADLINES + 1])[0] <= _HEADLINES and "vllm_log" not in self.lines
 
     def _is_any_here(self, names: tuple[str, ...]) -> bool:
         return any(name in self.lines for name in names)
