@@ -55,6 +55,8 @@ _TOLD = re.compile(
     r"|(?:(?<=raised )|(?<=raises )|(?<= a bare )|(?<=with an )|(?<=with a ))\w{2,60}Error\b.{0,300})"
 )
 """An error that a sentence, a title or a cell of a table tells of."""
+_LIST = "#>-*+•0123456789.) "
+"""The marks before a sentence: of a heading, a quotation, or an item of a list."""
 _HEADLINE = re.compile(r"(?:title: ?)?\[(?!feature|rfc|doc)[\w ]{1,20}\]:? ?|title: ?", re.IGNORECASE)
 _WRAPPER = re.compile(
     r"[Ss]ee (?:the )?(?:root cause|stack trace|error log|logs?)\b|check the (?:stack trace|logs?) above"
@@ -242,8 +244,8 @@ class Errors:
             self._continued.clear()
             return
         prefix, text = split_prefix(line)
-        if prefix.lstrip().startswith("#"):
-            self._continued.clear()  # a heading in Markdown
+        if prefix.lstrip().startswith("#") or line.startswith(b"```"):
+            self._continued.clear()  # a heading, or the end of a block of code
         match = _PROCESS.search(prefix)
         process = (match[1] or match[2] or "") if match else ""
         if len(self._processes) < _MOST_PROCESSES:
@@ -278,7 +280,7 @@ class Errors:
             link = self._link.pop(process, "")
             before = self._last.get(process) if link else None
             self._add(process, _Error(number, text, link=link, before=before))
-        elif self._told is None and not prefix.strip("#> ") and (match := _TOLD.search(text)):
+        elif self._told is None and not prefix.strip(_LIST) and (match := _TOLD.search(text)):
             lower, place = text.lower(), match.start()
             name = re.split(r"[:( ]", match[1], maxsplit=1)[0]
             stance = read_stance(lower, place, place + len(name), (0, len(lower)))

@@ -201,9 +201,9 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     error = errors.find_cause()
     if error is None or (error.kind == "unknown" and not error.place):
         told = _find_told_error(errors, notes, redactor, bool(findings))
-        if error is None or told is None or told.kind == "unknown":
-            error = error or told
-        else:
+        if error is None:
+            error = told
+        elif told is not None and told.kind not in ("unknown", "wrong_output", "speed"):
             error = replace(told, line=error.line, excerpt=error.excerpt)
     if error is not None and error.next_step:
         steps = (*list_hints(error.kind, notes.keys()), error.next_step)
