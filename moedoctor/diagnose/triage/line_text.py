@@ -6,8 +6,11 @@ import enum
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+
+from moedoctor.diagnose.triage.signatures import join_fragments, load_data
 
 _ANSI = (
     r"(?:\x1b|\^\[|#033|\\x1b|\\u001b|\\033|\\e)\[[0-9;?]{0,20}[A-Za-z]"
@@ -63,122 +66,15 @@ OF_VLLM = re.compile(
 
 BELOW_ERROR = re.compile(r"\b(?:debug|info|warning) ")
 """The level of a line that tells of no failure, in a prefix in lower case."""
-_FOUND = (
-    r"(?:reproduc|se(?:e|en|ing)\b|saw\b|show|get\b|getting\b|got\b|hit\b|observ|find\b|found\b"
-    r"|log(?:s|ged)?\b|print|contain|encounter|produce|trigger|rais|throw|give)"
-)
-_SAME_CLAUSE = (
-    r"(?:(?!\b(?:but|yet|however|why|how|what|unless|until|always|every|reliably|only)\b)[^:.;?!]){0,60}"
-)
-_QUOTED = r"(?: (?:the|this|that|my|our|an?|error|message|crash|line)){0,3}[ \"'(]{1,3}$"
-_DENIED_BEFORE = re.compile(
-    r"(?:\b(?:could|do|does|did|was|were|is|are|have|has|would)(?: not|n't)|\bcan(?: ?not|'t)|\bunable to"
-    rf"|\bfail(?:s|ed)? to|\bnever|\bno longer|\bnobody) "
-    rf"(?:\w{{1,12}} ){{0,2}}{_FOUND}\w{{0,6}}\b{_SAME_CLAUSE}$"
-    r"|\b(?:no|without|neither|nor)(?: (?:more|any|an?|single|such|sign of|trace of)){0,2} \W{0,3}$"
-    r"|\bnot (?:an?|the|this|that)? ?\W{0,3}$"
-    r"|\b(?:unlike|instead of|rather than|different (?:from|than)|not the same as|contrary to)"
-    r"(?: [\w#']{1,20}){0,5}[ \"'(:]{1,3}$"
-    r"|(?<!not )(?<!n't )(?<!never )\b(?:fixed|solved|resolved|mended|cured|avoided|got rid of)"
-    rf"{_QUOTED}"
-    r"|\b(?:tr(?:y|ied|ying)|want(?:ed)?)(?: hard)?"
-    rf" to (?:get|see|hit|trigger|provoke|reproduce|raise){_QUOTED}|\bwhether{_QUOTED}"
-)
-_ATTRIBUTED = re.compile(
-    r"(?:#\d{2,6}|\b(?:thread|report|issue|post|ticket|page)s?|\bother (?:people|users)|\bsomebody else"
-    r"|\bothers)(?: \w{1,12}){0,3} (?:(?:has|had|have|was|is|are|about|mention|report|show|say|quote)s?\b"
-    r"(?: the| an?)?)(?: (?:error|message|line|crash))?[ \"':(]{1,3}$"
-    rf"|\b(?:others|other (?:people|users)|somebody else) (?:see|saw|get|got|have|had|hit)(?: that)?{_QUOTED}"
-)
-_DENIED_AFTER = re.compile(
-    r"[\"') ]{0,3}(?:(?:error|warning|crash|message|bug|failure) )?"
-    r"(?:(?:with|on|in|under|for|from|of|during|at) [^;,:?!\"]{1,50}? )?"
-    r"(?:(?:(?:do|did|does|was|is|has)(?: not|n't)|never|no longer) "
-    r"(?:happen|occur|appear|seen|show up|comes? up|reproducible|in (?:my|our|the) logs?)\w{0,4}"
-    r"(?: (?:any ?more|here|for (?:me|us)|on (?:my|our) \w{1,12}))?\W{0,3}(?:$|[.;,!?])"
-    r"|(?:(?:is|was|are|were|got|has been|have been) (?:now |long )?"
-    r"(?:gone|fixed|solved|resolved|mended|history|past|over|no more"
-    r"|(?:my|our|a user's) (?:own )?(?:mistake|fault))|went away|disappeared)\b)"
-    r"|[^.;?!]{0,40}\b(?:found|finds?) (?:nothing|none|no match)\b"
-    r"|[^.;?!]{0,80}\b(?:but|and|yet|though) (?:i|we|it|(?:the|my|our) (?:server|engine|model))\b"
-    r"[^.;?!]{0,40}? (?:never|(?:do|did|does)(?: not|n't))"
-    r" (?:happen|occur|appear|rais|show|see|saw|get|got|hit)\w{0,4}"
-    r"(?: it| that| this)?(?: here| at all| for (?:me|us))?\W{0,3}(?:$|[.;,!?])"
-)
-_SENTENCE = r"(?:[^.;?!]|\.(?=\S)){0,100}$"
-"""The rest of a sentence up to a phrase. A point inside a release ends no sentence."""
-_BUT_NOW = r"(?:(?!\b(?:but|yet|however|now|today|since|works?|worked|fine)\b)(?:[^.;?!]|\.(?=\S))){0,100}$"
-_TOLD_BEFORE = re.compile(
-    r"\b(?:suppos(?:e|ing)|assum(?:e|ing)|imagine|in case|in the event|for (?:reference|comparison)"
-    rf"|for the record)\b{_SENTENCE}"
-    rf"|\b(?:would|could|may|might)(?! not\b| (?:like|love|appreciate|be (?:glad|happy|grateful)))"
-    r" (?:\w{1,12} ){1,6}\W{0,3}$"
-    r"|\b(?:used to|no longer) (?:see|get|hav|hit|die|crash|fail|stop|end|abort|rais|hang|giv|show|print"
-    rf"|be|suffer)\w{{0,3}}\b{_BUT_NOW}"
-    rf"|\b(?:previously|formerly|earlier|in the past|back then|until (?:last|the|we|i|then"
-    rf"|v?0\.))\b{_BUT_NOW}"
-    r"|\b(?:afraid|scared|worr(?:y|ied)|fear|wonder(?:ing)?|tests? (?:that|which) (?:check|assert"
-    r"|expect)s?)\b"
-    rf"{_SENTENCE}|(?:^|[.;!?] )had (?:i|we|it|the|you)\b{_SENTENCE}"
-    r"|\b(?:no longer|used to) \W{0,2}$"
-    r"|\b(?:old|former|earlier|previous|known) (?:(?:crash|error|failure|message|bug) )?\W{0,2}$"
-    r"|\b(?:about|avoid(?:s|ing)?|document|explain|mention(?:s|ed|ing)?|prevent(?:s|ing)?|retry"
-    r"|handles?|catch(?:es)?|against|(?:search|look|grep|ask)(?:e?s|ed|ing)? for)(?: the| an?)? \W{0,2}$"
-    r"|\btest_\w{1,80}\W{0,3}$"
-)
-"""What tells of others, of an earlier time, of a test, or of what may happen, in the same line."""
-_QUESTION = re.compile(
-    r"(?:^|[.;!?] )(?:do|does|did|is|are|was|has|have|had|will|can|could|would) "
-    r"(?:(?!\b(?:why|how|what|fix|solve|know|help)\b)(?:[^.;?!]|\.(?=\S))){0,100}$"
-)
-_OPEN_END = re.compile(r"(?!.{0,80}\b(?:normal|expected|intended|right|correct)\b)[^.;!]{0,120}\?")
-"""The end of a question about an event; one that asks if the event is right says that it happened."""
-_HAPPENED = re.compile(
-    r"(?:(?:[:;,.!?>(|-]|= |--|\b(?:hi|but|and|then|is|this|why|with one))"
-    r"|\b(?:gets?|got|getting|sees?|saw|seeing|hits?|hitting|ha[sd]|have|receiv\w{1,3}"
-    r"|thr[eo]w\w{0,3}|rais\w{1,3}"
-    r"|die[sd]?|dying|crash\w{0,3}|fail\w{0,3}|end\w{0,3}|stop\w{0,4}|abort\w{0,3}|exit\w{0,3}"
-    r"|says?|said|shows?|prints?|printed|gives?|gave|reports?|returns?|produces?|logs?|logged|errors?"
-    r"|encounter\w{0,3}|caus\w{1,3}"
-    r"|trigger\w{0,3}|leads?|led|results?|resulted|find|found|caught|runs?|ran|went|goes|comes?|came|due)"
-    r"(?:(?: [\w-]{1,20}){0,5} (?:with|of|by|on|in|at|up|out|down|to|into|as|from|for))?)"
-    r"(?: (?:the|an?|this|that|following|same|such|error|message|exception|crash|traceback|log|warning|again"
-    r"|my|our)){0,4}[ \"'(:]{0,3}$"
-)
-"""What a text says right before a message that came: a verb, or only punctuation."""
-_TOLD_AFTER = re.compile(
-    r"[\"')]{0,2} (?:(?:error|warning|crash|message|line) )?(?:should|could|would|may|might|ought|can)\b"
-    r"|[^.;?!]{0,60}\bis (?:documented|expected|known"
-    r"|what (?:#|the (?:issue|thread|report|docs)|others|those|anybody|somebody))\b"
-    r"|\W{1,3}(?:passed|skipped|xfail)\b"
-    r"|[^.;?!]{0,60}, (?:says|said|according to|as \w{1,12} (?:says|writes|wrote))\b"
-    r"|[^.;?!]{0,20} (?:is|was) (?:[\w']{1,12} ){0,2}(?:problem|bug|issue|history)\b"
-    r"|[^;?!]{0,200} \(#\d{3,6}\)(?: by @[\w-]{1,40})?$|[^.;?!]{0,60}\b(?:works|runs) (?:now|again)\b"
-)
-_OWNER = re.compile(r"\b(?:i|i'm|i've|i'd|we|we're|we've|my|mine|our|ours|me|us|here)\b")
-_OTHERS = re.compile(
-    r"^\W{0,3}(?:(?:and|so|what|that|then|because|since|as|for|if|when|whenever|once|should|the|an?|any)"
-    r" ){0,2}(?:you|your|they|he|she|who|whoever|(?:their|his|her) (?:\w{1,12} )?(?:server|engine|setup|machine|log|model|report|vllm)|one|others|folks|those|nobody"
-    r"|(?:any|some|every)(?:body|one)|users?|people|customers?|colleagues?|reviewers?|vendors?|docs|guide"
-    r"|documentation|(?:early|earlier|former|previous) \w{1,20}|\w{1,20} (?:that|which|who) (?:has|gets))"
-    r"\b|\b(?:will|would|should|must|shall|might|may) (?:(?!not\b)\w{1,12} ){0,3}?(?:see|print|raise|get|say"
-    r"|show|log|hit|find|expect|met|end|stop|answer|appear|fail|crash|die)\b|\bguards? against\b"
-)
-_CONDITION = re.compile(
-    r"\W{0,3}(?:if|unless|when(?:ever)? (?:you|they|he|she|users?|people|(?:some|any)(?:one|body))"
-    r"|for (?:you|them|him|her|others))\b"
-)
-"""A condition; "when loading" is a circumstance of what happened."""
-_CLAUSE_END = re.compile(r"(?:[.;!?]|(?<!say)(?<!says)(?<!said):)(?:\s|$)|, (?:but|and|so|though|yet) ")
-"""A clause that names others, or a condition, and no owner, tells of others."""
-_ERROR_NAME = re.compile(
-    r"\b(?:(?:cuda|triton|nccl) )?[\w.]{0,60}(?:error|warning|exception): "
-    r"(?:(?:cuda|triton|nccl) (?:driver )?error: )?(?:[^:.;?!\"]{0,200})$"
-)
-_POSSIBLE = re.compile(
-    r"\b(?:may|might|could|can|would|will|should|avoids?|prevents?|risk of|potentially)"
-    r"(?: (?:be|also|still|even|then|cause|lead to|result in|produce|give|become|an?|the)){0,4} \W{0,2}$"
-)
+
+
+@cache
+def _load_words() -> Mapping[str, re.Pattern[str]]:
+    """Return the patterns of `stance.yaml` by name."""
+    data = load_data("stance.yaml")
+    return {
+        name: re.compile(join_fragments(text, data["fragments"])) for name, text in data["patterns"].items()
+    }
 
 
 class Stance(enum.Enum):
@@ -196,19 +92,24 @@ def read_stance(text: str, start: int, end: int, line: tuple[int, int]) -> Stanc
 
     `line` is the place of its line in the text: a pasted line is no part of the sentence before it.
     """
+    words = _load_words()
     start, end = _find_quotation(text, start, end)
     before = text[max(0, start - _CLAUSE) : start]
-    if _DENIED_BEFORE.search(before) or _ATTRIBUTED.search(before) or _DENIED_AFTER.match(text, end):
+    denied = words["denied_before"].search(before) or words["attributed"].search(before)
+    if denied or words["denied_after"].match(text, end):
         return Stance.DENIED
     in_line = text[max(line[0], start - 2 * _CLAUSE) : start]
     after = text[end : max(end, line[1])]
-    possible = _TOLD_BEFORE.search(in_line) or (_QUESTION.search(in_line) and _OPEN_END.match(after))
-    clause = _CLAUSE_END.split(in_line.rstrip(" :\"'("))[-1]
-    rest = _CLAUSE_END.split(after, maxsplit=1)[0].partition(", ")[0]
-    others = _OTHERS.search(clause.rpartition(", ")[2]) or _CONDITION.match(rest)
-    of_others = others and not _OWNER.search(f"{clause} {rest}")
-    mentioned = text[start] == '"' and in_line and not _HAPPENED.search(in_line)
-    return Stance.TOLD if possible or of_others or mentioned or _TOLD_AFTER.match(after) else Stance.STATED
+    asked = words["question"].search(in_line) and words["open_end"].match(after)
+    possible = asked or words["told_before"].search(in_line)
+    clause = words["clause_end"].split(in_line.rstrip(" :\"'("))[-1]
+    rest = words["clause_end"].split(after, maxsplit=1)[0].partition(", ")[0]
+    others = words["others"].search(clause.rpartition(", ")[2]) or words["condition"].match(rest)
+    # A clause that names others, or a condition, and no owner, tells of others.
+    of_others = others and not words["owner"].search(f"{clause} {rest}")
+    mentioned = text[start] == '"' and in_line and not words["happened"].search(in_line)
+    told = possible or of_others or mentioned or words["told_after"].match(after)
+    return Stance.TOLD if told else Stance.STATED
 
 
 @dataclass
@@ -258,13 +159,13 @@ def _find_quotation(text: str, start: int, end: int) -> tuple[int, int]:
     opening, closing = text.rfind('"', first, start), text.find('"', end, end + 2 * _CLAUSE)
     if opening >= 0 and text.count('"', first, start) % 2 == 1:
         return opening, closing + 1 if closing >= 0 else end
-    name = _ERROR_NAME.search(text, first, start)
+    name = _load_words()["error_name"].search(text, first, start)
     return (name.start() if name else start), end
 
 
 def is_possible(text: str, start: int) -> bool:
     """Return True if a text in lower case says that what begins at `start` may happen, not that it did."""
-    return bool(_POSSIBLE.search(text[max(0, start - _CLAUSE) : start]))
+    return bool(_load_words()["possible"].search(text[max(0, start - _CLAUSE) : start]))
 
 
 def split_prefix(line: bytes) -> tuple[str, str]:

@@ -129,7 +129,7 @@ def load_data(name: str) -> Any:
 
 def _read_clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) -> Clue:
     """Return a clue: one pattern, or two patterns in either order at most `gap` characters apart."""
-    texts = {key: _join(row[key], fragments) for key in ("pattern", "beside", "or") if key in row}
+    texts = {key: join_fragments(row[key], fragments) for key in ("pattern", "beside", "or") if key in row}
     pattern = texts["pattern"]
     if "beside" in texts:
         beside, gap = texts["beside"], f".{{0,{row['gap']}}}?"
@@ -152,7 +152,7 @@ def _read_signature(row: Mapping[str, Any]) -> Signature:
     return Signature(**rest, evidence=evidence)
 
 
-def _join(text: str | Sequence[str], fragments: Mapping[str, Any]) -> str:
+def join_fragments(text: str | Sequence[str], fragments: Mapping[str, Any]) -> str:
     """Join the lines of a text and put fragments in place of their names in double braces."""
     joined = "".join(text)
     for name, fragment in reversed(list(fragments.items())):
