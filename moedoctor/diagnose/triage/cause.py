@@ -55,7 +55,7 @@ _TOLD = re.compile(
     r"|(?:(?<=raised )|(?<=raises )|(?<= a bare )|(?<=with an )|(?<=with a ))\w{2,60}Error\b.{0,300})"
 )
 """An error that a sentence, a title or a cell of a table tells of."""
-_LIST = "#>-*+•0123456789.) "
+_LIST = "#>-*+• "
 """The marks before a sentence: of a heading, a quotation, or an item of a list."""
 _HEADLINE = re.compile(r"(?:title: ?)?\[(?!feature|rfc|doc)[\w ]{1,20}\]:? ?|title: ?", re.IGNORECASE)
 _WRAPPER = re.compile(
