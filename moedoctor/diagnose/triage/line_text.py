@@ -108,8 +108,8 @@ def read_stance(text: str, start: int, end: int, line: tuple[int, int]) -> Stanc
     # A clause that names others, or a condition, and no owner, tells of others.
     of_others = others and not words["owner"].search(f"{clause} {rest}")
     mentioned = text[start] == '"' and in_line and not words["happened"].search(in_line)
-    told = possible or of_others or mentioned or words["told_after"].match(after)
-    return Stance.TOLD if told else Stance.STATED
+    tale = possible or of_others or mentioned or words["told_after"].match(after)
+    return Stance.TOLD if tale else Stance.STATED
 
 
 @dataclass

@@ -200,11 +200,11 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     findings = tuple(finding for finding in ordered if finding.grade is not Grade.POSSIBLE)
     error = errors.find_cause()
     if error is None or (error.kind == "unknown" and not error.place):
-        told = _find_told_error(errors, notes, redactor, bool(findings))
+        in_words = _find_told_error(errors, notes, redactor, bool(findings))
         if error is None:
-            error = told
-        elif told is not None and told.kind not in ("unknown", "wrong_output", "speed"):
-            error = replace(told, line=error.line, excerpt=error.excerpt)
+            error = in_words
+        elif in_words is not None and in_words.kind not in ("unknown", "wrong_output", "speed"):
+            error = replace(in_words, line=error.line, excerpt=error.excerpt)
     if error is not None and error.next_step:
         steps = (*list_hints(error.kind, notes.keys()), error.next_step)
         error = replace(error, next_step=settings.explain_repetition("; ".join(steps)))
@@ -233,10 +233,10 @@ def _find_told_error(
         for name, note in notes.items()
         if note.excerpts.keys() - note.mentions
     }
-    told = find_told_cause(
+    in_words = find_told_cause(
         {name: (line, where[1], _mask(where, redactor)) for name, (line, where) in first.items()}
     )
-    cause = told if told and told.kind != "unknown" else errors.find_hint() or told
+    cause = in_words if in_words and in_words.kind != "unknown" else errors.find_hint() or in_words
     if cause is None or not explained:
         return cause
     return replace(cause, next_step="") if cause.kind != "unknown" else None
