@@ -100,7 +100,9 @@ def traceback(message: str, prefix: str = "", depth: int = 2) -> list[str]:
 @given(
     MESSAGES, st.sampled_from(PREFIXES), st.integers(1, 90), st.lists(st.sampled_from(WRAPPERS), max_size=3)
 )
-def test_wrappers_and_chains_lead_to_the_root(root, prefix, depth, wrappers):
+def test_wrappers_and_chains_lead_to_the_root(
+    root: str, prefix: str, depth: int, wrappers: list[str]
+) -> None:
     lines = ["INFO the server starts", *traceback(root, prefix, depth)]
     line = len(lines)
     lines += [prefix, prefix + CAUSE, prefix, *traceback("RuntimeError: loading failed", prefix)]

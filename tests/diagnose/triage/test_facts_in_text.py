@@ -1,5 +1,7 @@
 """Which releases a text names, and which failures they exclude."""
 
+from typing import Any
+
 import pytest
 
 from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, parse, release_words
@@ -68,7 +70,9 @@ def about(*lines: str) -> Facts:
         (["flashinfer 0.6.6"], {"flashinfer_fixed": "0.6.8"}, True),
     ],
 )
-def test_releases_rule_a_signature_in_or_out(lines, releases, allowed):
+def test_releases_rule_a_signature_in_or_out(
+    lines: list[str], releases: dict[str, Any], allowed: bool
+) -> None:
     reason = about(*lines).explain_exclusion(Signature("MD001", ("moe",), 0.8, **releases))
     assert (not reason) is allowed
 
