@@ -487,10 +487,7 @@ def parse_json(text: str, file: str) -> Any:
     """Return the data in strict JSON text, as `read_json` does; errors name `file`. Raises ReportError."""
     try:
         return json.loads(
-            text,
-            object_pairs_hook=_require_unique,
-            parse_constant=_parse_finite,
-            parse_float=_parse_finite,
+            text, object_pairs_hook=_require_unique, parse_constant=_parse_finite, parse_float=_parse_finite
         )
     except json.JSONDecodeError as error:
         raise ReportError(file, f"not JSON: {error.msg}", error.lineno) from None

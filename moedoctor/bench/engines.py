@@ -130,6 +130,8 @@ class EngineRow:
     planned_peak_bytes: int | None = None
     """The same as `moedoctor plan` computes it, without what a layer keeps."""
     host_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    """The most that the engine's process held on the host up to the end of loading, mapped files included."""
     kv_cache_tokens: int | None = None
     freed_to_kv_cache: float | None = None
     """How much of the GPU memory that its weights take less than the base's went to the KV cache."""
@@ -331,6 +333,7 @@ def _describe(
         "gpu_bytes": _count_held_bytes(first),
         "load_peak_bytes": first.load_peak,
         "host_bytes": first.host_bytes,
+        "host_peak_bytes": first.host_peak,
         "kv_cache_tokens": _count_kv_cache_tokens(first),
         "load_s": round(statistics.median(result.seconds.get("load", 0.0) for result in results), 1),
     }

@@ -261,11 +261,7 @@ def time_eager(call: Callable[[], object], *, check: Check = lambda output: None
 
 
 def time_wall(
-    call: Callable[[], object],
-    *,
-    seconds: float = 0.5,
-    least: int = 3,
-    check: Check = lambda output: None,
+    call: Callable[[], object], *, seconds: float = 0.5, least: int = 3, check: Check = lambda output: None
 ) -> Spread:
     """Return microseconds a call on a CPU."""
     call()

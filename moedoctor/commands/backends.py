@@ -115,12 +115,7 @@ def backends(
     from moedoctor.fixes.backends import AUTO, select
     from moedoctor.fixes.backends.release_tables import load_releases
     from moedoctor.fixes.backends.requests import request, works
-    from moedoctor.reporters.pages.backends import (
-        BackendsDocument,
-        EachScheme,
-        OneScheme,
-        list_reasons,
-    )
+    from moedoctor.reporters.pages.backends import BackendsDocument, EachScheme, OneScheme, list_reasons
     from moedoctor.upstream.selection.agreement import adopt, list_disagreements, request_from_build
 
     environ = dict(os.environ)

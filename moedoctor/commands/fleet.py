@@ -171,13 +171,7 @@ def fleet(
         interrupted=interrupts.get_signal() is not None,
     )
     code = deliver_document(
-        result,
-        format,
-        output,
-        full=full,
-        code=result.summary.exit_code,
-        reasons=result.closing,
-        masked=True,
+        result, format, output, full=full, code=result.summary.exit_code, reasons=result.closing, masked=True
     )
     code = interrupts.exit_code(otherwise=code)
     return leave(code) if connection.is_lost else code

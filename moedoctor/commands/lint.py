@@ -49,8 +49,7 @@ def lint(
         typer.Option("--ask/--no-ask", help="Also ask the installed vLLM to load it, which takes seconds."),
     ] = True,
     adapter: Annotated[
-        Path | None,
-        option("DIR", "Also ask the installed vLLM to apply the LoRA adapter in this folder."),
+        Path | None, option("DIR", "Also ask the installed vLLM to apply the LoRA adapter in this folder.")
     ] = None,
     fail_on: FailOn = "warning",
     ignore: IgnoreOption = None,
@@ -102,11 +101,7 @@ def lint(
 def _ask_installed(result: Lint, adapter: Path | None, *, wanted: bool) -> None:
     """Let the installed vLLM load the checkpoint, or note why it was not asked. Raises InputError."""
     from moedoctor.diagnose.preflight.ask import find_installed
-    from moedoctor.diagnose.preflight.checkpoint_load import (
-        ask_load,
-        find_capability,
-        make_adapter_flags,
-    )
+    from moedoctor.diagnose.preflight.checkpoint_load import ask_load, find_capability, make_adapter_flags
     from moedoctor.diagnose.preflight.model import ModelError
     from moedoctor.processes import interrupts
 

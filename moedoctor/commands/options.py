@@ -198,8 +198,7 @@ CheckFormat = Annotated[
     str, _format("Format of the output: table, json, markdown, html, junit, github or sarif.", CHECK_FORMATS)
 ]
 Full = Annotated[
-    bool,
-    typer.Option("--full", help="Write all of a Markdown report, not a digest that fits into an issue."),
+    bool, typer.Option("--full", help="Write all of a Markdown report, not a digest that fits into an issue.")
 ]
 Output = Annotated[
     Path | None,
@@ -229,8 +228,7 @@ IgnoreOption = Annotated[
     ),
 ]
 Verbose = Annotated[
-    bool,
-    typer.Option("--verbose", "-v", help="Show every case and every claim in the table, not 120 lines."),
+    bool, typer.Option("--verbose", "-v", help="Show every case and every claim in the table, not 120 lines.")
 ]
 Tolerance = Annotated[
     list[str] | None,

@@ -137,10 +137,7 @@ def _run(command: list[str], environ: dict[str, str], watch: Callable[[], None] 
     except OSError as error:
         raise InputError(f"{command[0]} cannot be run: {error.strerror}") from error
     # Ctrl-C reaches the command by itself; what ends only this process is passed on.
-    handlers = {
-        signal.SIGINT: lambda *_: None,
-        signal.SIGTERM: lambda number, _: child.send_signal(number),
-    }
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda number, _: child.send_signal(number)}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     code = None
     try:

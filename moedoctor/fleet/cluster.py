@@ -15,15 +15,7 @@ from typing import Any
 
 from moedoctor.fleet import node as node_module
 from moedoctor.fleet.connection import ClusterError, Head
-from moedoctor.fleet.rows import (
-    Place,
-    Row,
-    Status,
-    make_failed_row,
-    mask_line,
-    quote_last_line,
-    read_answer,
-)
+from moedoctor.fleet.rows import Place, Row, Status, make_failed_row, mask_line, quote_last_line, read_answer
 from moedoctor.processes import interrupts
 from moedoctor.results import ReportError, parse_json
 from moedoctor.text import join_lines, shorten, suggest_expected

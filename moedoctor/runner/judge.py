@@ -143,11 +143,7 @@ def _describe_exception(what: str, error: Exception) -> str:
 
 
 def _judge_claims(
-    plan: Plan,
-    cases: Sequence[CaseResult],
-    ended: Mapping[Planned, Finished],
-    stop: str,
-    gpu: str | None,
+    plan: Plan, cases: Sequence[CaseResult], ended: Mapping[Planned, Finished], stop: str, gpu: str | None
 ) -> Iterator[ClaimResult]:
     tests = {test.key: test for test in plan.fault.claims}
     for claim in plan.scenario.claims:

@@ -94,11 +94,7 @@ def run_requests(
 
 class _Run:
     def __init__(
-        self,
-        requests: Sequence[Request],
-        parallel: int,
-        on_finished: Callable[[Finished], None],
-        end: float,
+        self, requests: Sequence[Request], parallel: int, on_finished: Callable[[Finished], None], end: float
     ) -> None:
         self.requests = requests
         self.parallel = parallel

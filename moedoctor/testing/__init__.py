@@ -60,11 +60,7 @@ class How(TypedDict, total=False):
 
 
 def check_router(
-    fn: Target,
-    *,
-    scoring: str | None = None,
-    renormalize: bool | None = None,
-    **how: Unpack[How],
+    fn: Target, *, scoring: str | None = None, renormalize: bool | None = None, **how: Unpack[How]
 ) -> ConformReport:
     """Ask a router: ``fn(logits [T, E], top_k) -> (weights [T, K], ids [T, K])``.
 
@@ -103,12 +99,7 @@ def check_moe(
     return examine(fn, "moe", options, **how)
 
 
-def check_expert_cache(
-    make: Target,
-    *,
-    dtype: str | None = None,
-    **how: Unpack[How],
-) -> ConformReport:
+def check_expert_cache(make: Target, *, dtype: str | None = None, **how: Unpack[How]) -> ConformReport:
     """Ask an expert cache: ``make(weights, capacity)`` with host tensors ``w13`` [E, 2I, H] and ``w2``.
 
     It returns an object with ``acquire(topk_ids)`` or ``prepare(topk_ids)``. Either returns (weights, slots)
@@ -120,10 +111,7 @@ def check_expert_cache(
     return examine(make, "cache", {"dtype": dtype}, **how)
 
 
-def check_offloader(
-    make: Target,
-    **how: Unpack[How],
-) -> ConformReport:
+def check_offloader(make: Target, **how: Unpack[How]) -> ConformReport:
     """Ask an offloader: ``make(module, budget_bytes)`` moves weights of `module` to the host, in place.
 
     Its outputs must stay the same bit for bit. Errors as `check_router`.

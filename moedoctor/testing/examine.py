@@ -16,14 +16,7 @@ from typing import Any
 from moedoctor.processes import interrupts
 from moedoctor.processes.ask import Ended, run_module
 from moedoctor.processes.deaths import from_exit
-from moedoctor.testing.questions import (
-    CHECKS,
-    Answer,
-    ConformReport,
-    Sizes,
-    Verdict,
-    load_questions,
-)
+from moedoctor.testing.questions import CHECKS, Answer, ConformReport, Sizes, Verdict, load_questions
 
 _CHILD = "moedoctor.testing.child"
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")

@@ -31,11 +31,7 @@ def test_every_entry_is_listed_with_who_has_it_and_what_fixes_it(capsys: pytest.
 
 @pytest.mark.parametrize(
     ("words", "ids"),
-    [
-        (["b_scales is not on gpu"], {"MD003"}),
-        (["DYNAMO"], {"MD005"}),
-        (["no such words"], set()),
-    ],
+    [(["b_scales is not on gpu"], {"MD003"}), (["DYNAMO"], {"MD005"}), (["no such words"], set())],
 )
 def test_words_search_titles_and_messages(words, ids, capsys):
     assert list_(words, format="json") == 0

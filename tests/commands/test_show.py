@@ -154,10 +154,7 @@ EMPTY: dict[str, Any] = {"environment": {}, "summary": {}, "scenarios": []}
     [
         ([], "must be a mapping"),
         ({"command": ["check"]}, "command"),
-        (
-            {"command": "check", "schema_version": 2, "moedoctor": "9"},
-            "reads schema_version 1",
-        ),
+        ({"command": "check", "schema_version": 2, "moedoctor": "9"}, "reads schema_version 1"),
         ({"command": "lint", "moedoctor": "1"}, "is missing"),
         ({"command": "bench", "moedoctor": "1", **EMPTY, "bench": {"x": 1}}, "do not fit"),
     ],

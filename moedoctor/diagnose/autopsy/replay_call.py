@@ -14,12 +14,7 @@ from moedoctor.environment import collect, explain_missing_gpu
 from moedoctor.processes.deaths import classify
 from moedoctor.results import Death
 
-_FAULTS = (
-    Death.ILLEGAL_MEMORY_ACCESS,
-    Death.ILLEGAL_INSTRUCTION,
-    Death.DEVICE_ASSERT,
-    Death.CUDA_ERROR,
-)
+_FAULTS = (Death.ILLEGAL_MEMORY_ACCESS, Death.ILLEGAL_INSTRUCTION, Death.DEVICE_ASSERT, Death.CUDA_ERROR)
 
 
 def is_of_call(faults: Sequence[KernelFault]) -> bool:

@@ -7,16 +7,8 @@ from collections.abc import Iterator
 
 from moedoctor.diagnose.check.machine import Machine, match_condition
 from moedoctor.diagnose.check.records import Finding, Problem
-from moedoctor.diagnose.settings.settings import (
-    check_flashinfer,
-    check_settings,
-    correct_variables,
-)
-from moedoctor.diagnose.settings.tables import (
-    SettingFinding,
-    load_flashinfer_variables,
-    load_vllm_variables,
-)
+from moedoctor.diagnose.settings.settings import check_flashinfer, check_settings, correct_variables
+from moedoctor.diagnose.settings.tables import SettingFinding, load_flashinfer_variables, load_vllm_variables
 from moedoctor.entries.entry import Entry
 
 _BACKEND = re.compile(r"FLASHINFER|MOE|BACKEND|MARLIN|GEMM|FP[48]|CUTLASS|TRTLLM|CUTEDSL|B12X", re.IGNORECASE)

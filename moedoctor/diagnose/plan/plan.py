@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moedoctor.diagnose.plan.kv_cache import KvCache, PlanError, fit_kv_cache
-from moedoctor.diagnose.plan.repacking import Repacking, compute_repacking
+from moedoctor.diagnose.plan.repacking import Repacking, compute_host_peak, compute_repacking
 from moedoctor.diagnose.plan.workspace import Workspace, compute_workspace
 from moedoctor.models.shape import ModelShape
 
@@ -104,6 +104,9 @@ class Plan:
     repack_bytes: int | None = field(default=None, metadata={"sparse": True})
     """Bytes beside the weights while the backend repacks a layer (MD026); None if they are not known."""
     repack_how: str | None = field(default=None, metadata={"sparse": True})
+    host_peak_bytes: int | None = field(default=None, metadata={"sparse": True})
+    """A bound of what loading takes on the host for each GPU, without the pages of mapped files."""
+    host_peak_how: str | None = field(default=None, metadata={"sparse": True})
 
 
 def plan(request: PlanRequest) -> Plan:
@@ -146,7 +149,8 @@ def _plan(request: PlanRequest) -> Plan:
         notes.append(f"scheme: {request.scheme}, {request.scheme_source}")
     embeddings = round(shape.count_embedding_parameters() * SCHEMES[request.other_scheme])
     request = replace(request, shape=shape)
-    traffic = _count_traffic(request, expert_bytes, max(0, other_bytes - embeddings))
+    layer_bytes = max(0, other_bytes - embeddings)
+    traffic = _count_traffic(request, expert_bytes, layer_bytes)
     on_device = expert_bytes + other_bytes - traffic.host_bytes + traffic.device_bytes
     space = compute_workspace(request.backend, request.scheme, shape.experts.layer, request.batched_tokens)
     if request.workspace_bytes is not None:
@@ -155,6 +159,7 @@ def _plan(request: PlanRequest) -> Plan:
     left = _count_left(request, budget, on_device, space, notes)
     available = max(0, left)
     repacking = _compute_repacking(request, expert_bytes)
+    host = _compute_host_peak(request, expert_bytes, layer_bytes)
     more, free = repacking.bytes or 0, (request.gpu_bytes or 0) - on_device
     if 0 <= free < more:
         notes.append(
@@ -187,6 +192,8 @@ def _plan(request: PlanRequest) -> Plan:
         notes=tuple(notes),
         repack_bytes=repacking.bytes,
         repack_how=repacking.how,
+        host_peak_bytes=host.bytes,
+        host_peak_how=host.how,
     )
 
 
@@ -198,6 +205,27 @@ def _compute_repacking(request: PlanRequest, expert_bytes: int) -> Repacking:
     # Without UVA the old weights of an offloaded layer come to the GPU, too (`device_loading_context`).
     layer = min(request.offload_bytes, expert_bytes // request.shape.experts.count)
     return Repacking(repacking.bytes + layer, f"the offloaded layer itself, {repacking.how}")
+
+
+def _compute_host_peak(request: PlanRequest, expert_bytes: int, layer_bytes: int) -> Repacking:
+    """Return a bound of what weights take on the host while they are loaded, beside the mapped files.
+
+    `layer_bytes` are the bytes of the decoder layers beside their experts.
+    """
+    experts, embeddings = request.shape.experts, request.shape.vocab_size * request.shape.hidden_size
+    weights = experts.layer.experts * experts.layer.hidden * int(2 * SCHEMES[request.scheme]) // 2
+    w13, w2 = weights * experts.layer.w13_rows, weights * experts.layer.intermediate
+    if request.cache_slots is not None:
+        how = "moedoctor's store of all experts, each tensor locked in its own size, and one layer's copy"
+        return Repacking(expert_bytes + expert_bytes // experts.count, how)
+    if not request.offload_bytes:
+        largest = max(w13, round(embeddings * SCHEMES[request.other_scheme]))
+        return Repacking(largest, "one tensor at a time: embeddings, or w13 of a layer; the files are mapped")
+    rest = (expert_bytes + layer_bytes) // experts.count - w13 - w2  # may be many small parameters
+    layers = math.ceil(request.offload_bytes * experts.count / (expert_bytes + layer_bytes))
+    pinned = compute_host_peak([w13, w2] * layers, limit=request.offload_bytes)
+    how = "torch rounds each pinned parameter up to a power of two, and its copy lives meanwhile; computed"
+    return Repacking(pinned + 2 * max(0, rest) * layers, how)
 
 
 def _check_size(request: PlanRequest, size: int, expert_bytes: int) -> None:

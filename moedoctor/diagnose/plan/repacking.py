@@ -1,12 +1,13 @@
-"""The GPU memory that a backend takes for a moment to repack a layer's experts after loading (MD026).
+"""The memory that loading takes for a moment: to repack experts on the GPU (MD026), and on the host.
 
 vLLM converts one layer at a time, and the loaded tensors of a layer go when all of its new ones are there.
 The figures are the allocations of vLLM 0.33.0; the tests compare them with peaks that an H200 showed.
+Those of the host are bounds: they are read from that release and from torch, and were not measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from moedoctor.models.layer_shape import LayerShape
@@ -31,6 +32,21 @@ def compute_repacking(backend: str, scheme: str, layer: LayerShape) -> Repacking
     tile = _TILES.get(backend, 1)
     w2 = layer.experts * layer.hidden * -(-layer.intermediate // tile) * tile
     return Repacking(count(layer, w2 * layer.w13_rows // layer.intermediate, w2), how)
+
+
+def compute_host_peak(sizes: Iterable[int], limit: int) -> int:
+    """Return the bytes of the host, at most, while ``--cpu-offload-gb`` moves parameters of these sizes.
+
+    `UVAOffloader` takes parameters in their order until `limit` is reached. Each is copied to the host, and
+    the copy to pinned memory, which torch rounds up to a power of two; both exist for a moment.
+    """
+    moved = pinned = peak = 0
+    for size in sizes:
+        if moved >= limit:
+            break
+        moved, pinned = moved + size, pinned + (1 << (size - 1).bit_length() if size else 0)
+        peak = max(peak, pinned + size)
+    return peak
 
 
 def _count_marlin_fp8(layer: LayerShape, w13: int, w2: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from moedoctor.diagnose.plan.kv_cache import PlanError
-from moedoctor.diagnose.plan.repacking import compute_repacking
+from moedoctor.diagnose.plan.repacking import compute_host_peak, compute_repacking
 from moedoctor.diagnose.plan.workspace import Workspace, compute_workspace
 from moedoctor.diagnose.preflight.command import TRUST
 from moedoctor.diagnose.preflight.records import (
@@ -463,6 +463,11 @@ def _describe_experts(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if layer["host_bytes"]:
         host = min(layer["host_bytes"], rank["bytes"])
         yield "of these on the host, at most", _format_gib(host)
+        peak = compute_host_peak(layer["moved"], layer["host_bytes"])
+        yield "host memory while they are moved, at most", f"{_format_gib(peak)}, pinned as torch rounds it"
+    elif "loaded" in rank:
+        largest = f"{_format_gib(rank['loaded']['largest'])}: one tensor at a time, of mapped files"
+        yield "host memory for weights while they are loaded, at most", largest
     backend, method = used["backend"].upper().replace(" ", "_"), used["method"].lower()
     scheme = next((name for name in ("nvfp4", "mxfp4", "fp8") if name in method), "bf16")
     activation = "silu" if layer["is_gated"] else "relu2"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ def make_plan_page(document: PlanDocument) -> list[Block]:
     if result.missing_bytes:  # the first notes are the answer, and what helps
         page.append(Step(notes[1]))
         notes = notes[2:]
-    page.append(Table(("what", "how much", "how it is computed"), _list_rows(request, result), "lrl"))
+    page.append(Table(("what", "how much", "how it is computed"), list(_list_rows(request, result)), "lrl"))
     page.append(Bullets(notes))
     return page
 
@@ -55,82 +55,51 @@ def summarize(document: PlanDocument) -> str:
     )
 
 
-def _list_rows(request: PlanRequest, result: Plan) -> list[tuple[str, str, str]]:
-    kv, traffic, experts = result.kv, result.traffic, request.shape.experts
+def _list_rows(request: PlanRequest, result: Plan) -> Iterator[tuple[str, str, str]]:
+    kv, traffic, experts, gib = result.kv, result.traffic, request.shape.experts, _format_gib
     rest = f" in {request.other_scheme}"
     if request.built_bytes is not None:
         rest = ": the rest of vLLM's parameters"
     elif request.checkpoint_bytes is not None:
         rest = ": the checkpoint's rest"
     held = f"{experts.count} layers × {experts.layer.experts} experts in {request.scheme}"
-    rows = [
-        ("expert weights", _format_gib(result.expert_bytes), held),
-        ("other weights", _format_gib(result.other_bytes), f"attention, shared experts, embeddings{rest}"),
-    ]
-    if result.on_host_bytes:
-        rows.append(
-            (
-                "weights on the host",
-                _format_gib(result.on_host_bytes),
-                "pinned memory that the host must have",
-            )
-        )
     if request.tensor_parallel > 1:
+        yield "GPUs", f"{request.tensor_parallel}", "every size is of each GPU"
         held += f", 1/{request.tensor_parallel} of each"
-        rows[0] = ("expert weights", _format_gib(result.expert_bytes), held)
-        rows.insert(0, ("GPUs", f"{request.tensor_parallel}", "every size is of each GPU"))
-    space, groups = result.workspace, count_of(kv.groups, "group")
-    rows += [
-        (
-            "weights on the GPU",
-            _format_gib(result.on_device_bytes),
-            "with the slots of an expert cache, if any",
-        ),
-        (f"workspace of {request.backend}", _format_gib(space.bytes), space.how),
-    ]
+    yield "expert weights", gib(result.expert_bytes), held
+    yield "other weights", gib(result.other_bytes), f"attention, shared experts, embeddings{rest}"
+    if result.on_host_bytes:
+        yield "weights on the host", gib(result.on_host_bytes), "pinned memory that the host must have"
+    if result.host_peak_how is not None:
+        yield "host while loading, at most", gib(result.host_peak_bytes), result.host_peak_how
+    yield "weights on the GPU", gib(result.on_device_bytes), "with the slots of an expert cache, if any"
+    yield f"workspace of {request.backend}", gib(result.workspace.bytes), result.workspace.how
     if result.repack_how is not None:
         how = f"beside the weights, while vLLM loads (MD026): {result.repack_how}"
-        rows.append((f"repacking for {request.backend}", _format_gib(result.repack_bytes), how))
+        yield f"repacking for {request.backend}", gib(result.repack_bytes), how
     if result.budget_bytes is not None:
-        rows.append(
-            ("GPU budget", _format_gib(result.budget_bytes), f"memory × utilization {request.utilization:g}")
-        )
+        yield "GPU budget", gib(result.budget_bytes), f"memory × utilization {request.utilization:g}"
     if result.missing_bytes:
-        rows.append(
-            (
-                "missing",
-                _format_gib(result.missing_bytes),
-                "what weights and workspace take beyond the budget",
-            )
-        )
-    rows += [
-        (
-            "KV memory",
-            _format_gib(result.available_kv_bytes),
-            f"{kv.blocks:,} blocks of {kv.block_bytes:,} bytes",
-        ),
-        ("KV block", f"{kv.block_size:,} tokens", f"{groups} of {kv.layers_per_group} layers"),
-        ("KV of one token", f"{kv.bytes_per_token:,} bytes", f"attention layers only, {request.kv_type}"),
-    ]
+        yield "missing", gib(result.missing_bytes), "what weights and workspace take beyond the budget"
+    blocks = f"{kv.blocks:,} blocks of {kv.block_bytes:,} bytes"
+    yield "KV memory", gib(result.available_kv_bytes), blocks
+    groups = f"{count_of(kv.groups, 'group')} of {kv.layers_per_group} layers"
+    yield "KV block", f"{kv.block_size:,} tokens", groups
+    yield "KV of one token", f"{kv.bytes_per_token:,} bytes", f"attention layers only, {request.kv_type}"
     if kv.state_bytes_per_request:
         state = f"{kv.state_bytes_per_request / (1 << 20):.1f} MiB"
-        rows.append(("state of one request", state, "recurrent layers"))
-    rows += [
-        ("KV tokens", f"{kv.tokens_printed_to_0_20:,}", "as vLLM 0.17.1 to 0.20.0 print them"),
-        ("KV tokens", f"{kv.tokens_printed_from_0_21:,}", "as vLLM 0.21.0 and newer print them"),
-        ("concurrency", f"{kv.concurrency:.2f}", f"requests of {request.context:,} tokens at once"),
-        ("PCIe per token", f"{traffic.bytes_per_token / 1e6:,.1f} MB", traffic.how),
-    ]
+        yield "state of one request", state, "recurrent layers"
+    yield "KV tokens", f"{kv.tokens_printed_to_0_20:,}", "as vLLM 0.17.1 to 0.20.0 print them"
+    yield "KV tokens", f"{kv.tokens_printed_from_0_21:,}", "as vLLM 0.21.0 and newer print them"
+    yield "concurrency", f"{kv.concurrency:.2f}", f"requests of {request.context:,} tokens at once"
+    yield "PCIe per token", f"{traffic.bytes_per_token / 1e6:,.1f} MB", traffic.how
     if traffic.tokens_per_second is not None:
-        name = "bound by PCIe" if traffic.is_bound else "estimate by PCIe"
-        limit = (
-            "nothing with this traffic is faster"
-            if traffic.is_bound
-            else "for uniform routing: no bound, real routing is faster or slower"
-        )
+        name, limit = "bound by PCIe", "nothing with this traffic is faster"
+        if not traffic.is_bound:
+            name = "estimate by PCIe"
+            limit = "for uniform routing: no bound, real routing is faster or slower"
         speed = f"one request at {request.bandwidth / 1e9:.1f} GB/s ({request.bandwidth_source}); {limit}"
-        rows.append((name, f"{traffic.tokens_per_second:.1f} tokens/s", speed))
-    return rows
+        yield name, f"{traffic.tokens_per_second:.1f} tokens/s", speed
 
 
 def _format_gib(size: int | None) -> str:

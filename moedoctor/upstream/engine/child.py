@@ -60,7 +60,7 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[N
         yield
         given = {**request["arguments"], **_read_flags(request["flags"])}
         llm = vllm.LLM(**{key: set(value) if key in _SETS else value for key, value in given.items()})
-    response["host_bytes"] = _read_resident_bytes()
+    response["host_bytes"], response["host_peak"] = map(_read_status, ("VmRSS:", "VmHWM:"))
     torch = sys.modules.get("torch")
     in_use = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
     cuda = torch.cuda if torch is not None and in_use else None
@@ -109,11 +109,11 @@ def _read_flags(flags: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in vars(parser.parse_args(list(flags))).items() if name != "model"}
 
 
-def _read_resident_bytes() -> int | None:
-    """Return the host memory that this process holds; None if the system does not say."""
+def _read_status(name: str) -> int | None:
+    """Return the bytes of a line of this process's status; None if the system does not say."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) << 10
+        return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
     return None
 
 

@@ -178,6 +178,8 @@ class EngineResult:
     """Bytes that torch held at most while weights were loaded and repacked, beyond those held afterwards."""
     host_bytes: int | None = None
     """Memory of the engine's process on the host after loading; None if the system does not say."""
+    host_peak: int | None = None
+    """The most that it held up to then, pages of mapped files included."""
     probe: Any = None
     """The probe's result, or the last value that it yielded before the engine failed."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -258,6 +260,7 @@ def run_engine(request: EngineRequest) -> EngineResult:
         allocated=answer.get("allocated"),
         load_peak=answer.get("load_peak"),
         host_bytes=answer.get("host_bytes"),
+        host_peak=answer.get("host_peak"),
         probe=answer.get("probe"),
         seconds={**_read_loading(ended.log), **answer.get("seconds", {}), "total": round(ended.seconds, 2)},
     )

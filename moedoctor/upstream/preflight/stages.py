@@ -38,6 +38,7 @@ _KINDS = {"moe": "experts", "kvcache": "attention", "embedding": "embedding"}
 _MOST_TEXT = 4000
 _MODULES = re.compile(r"(?<=target modules in )\{[^}]*\}")
 """The modules of all experts in a message about an adapter, whose own module comes after them."""
+_LAYER = re.compile(r"\.\d+\.")
 _PASSED_ON = "function(*arguments"
 """In the lines of `OnMeta` that call torch."""
 
@@ -307,26 +308,30 @@ def describe_experts(model: Any, config: Any) -> dict[str, Any]:
         "is_gated": getattr(moe, "is_act_and_mul", True),
         "tokens": config.scheduler_config.max_num_batched_tokens,
         "host_bytes": int(getattr(offload, "cpu_offload_gb", 0) * 2**30),
+        "moved": [each.nbytes for name, each in list_movable(model, offload).items() if _LAYER.search(name)],
         "has_uva": os.environ.get("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "0") != "1",
     }
+
+
+def list_movable(model: Any, uva: Any) -> dict[str, Any]:
+    """Return the parameters that --cpu-offload-gb may move, by name, in their order."""
+    if not getattr(uva, "cpu_offload_gb", 0):
+        return {}
+    chosen = getattr(uva, "cpu_offload_params", None) or ()
+    weights = model.named_parameters()
+    return {n: each for n, each in weights if not chosen or any(f".{c}." in f".{n}." for c in chosen)}
 
 
 def list_stale_buffers(model: Any, config: Any) -> list[str]:
     """Return the buffers made of a weight that --cpu-offload-gb moves before it is loaded (MD008)."""
     uva = getattr(getattr(config, "offload_config", None), "uva", None)
-    if not getattr(uva, "cpu_offload_gb", 0) or "offload" in os.environ.get("MOEDOCTOR_FIXES", ""):
+    if "offload" in os.environ.get("MOEDOCTOR_FIXES", ""):
         return []
     spec = importlib.util.find_spec("vllm.v1.worker.gpu.model_runner")
     source = Path(spec.origin).read_text(encoding="utf-8") if spec is not None and spec.origin else ""
     if getattr(config, "use_v2_model_runner", False) and "set_offloader(" not in source:
         return []  # it offloads nothing (MD013)
-    chosen = getattr(uva, "cpu_offload_params", None) or ()
-    weights = {weight.untyped_storage()._cdata: name for name, weight in model.named_parameters()}
-    moved = {
-        storage: name
-        for storage, name in weights.items()
-        if not chosen or any(f".{part}." in f".{name}." for part in chosen)
-    }
+    moved = {weight.untyped_storage()._cdata for weight in list_movable(model, uva).values()}
     return [name for name, buffer in model.named_buffers() if buffer.untyped_storage()._cdata in moved]
 
 
@@ -400,6 +405,7 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
             for (pattern, shape, share), names in holes.items()
         ],
         "cast": cast[:50],
+        "largest": max((each.tensor.nbytes for each in on_meta.stored.values()), default=0),
     }
 
 

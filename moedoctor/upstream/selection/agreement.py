@@ -35,10 +35,7 @@ class Heard:
 
 
 def ask_all(
-    selections: Sequence[Selection],
-    *,
-    moe_backend: str = "auto",
-    environ: Mapping[str, str] | None = None,
+    selections: Sequence[Selection], *, moe_backend: str = "auto", environ: Mapping[str, str] | None = None
 ) -> tuple[Heard, ...]:
     """Put several questions to the vLLM of this environment, with `environ` set over its variables.
 

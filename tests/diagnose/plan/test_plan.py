@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moedoctor.diagnose.plan.kv_cache import PlanError, fit_kv_cache
 from moedoctor.diagnose.plan.plan import GIB, PlanRequest, plan
-from moedoctor.diagnose.plan.repacking import compute_repacking
+from moedoctor.diagnose.plan.repacking import compute_host_peak, compute_repacking
 from moedoctor.models.config import shape_of
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.models.presets import list_presets, load_preset
@@ -56,10 +56,7 @@ def test_pages_that_cannot_be_unified_are_refused():
     odd = replace(shape.attention[0], num_kv_heads=3)
     with pytest.raises(PlanError, match="do not divide"):
         fit_kv_cache(
-            replace(shape, attention=(odd, shape.attention[1])),
-            available_bytes=GIB,
-            context=1024,
-            kv_bytes=2,
+            replace(shape, attention=(odd, shape.attention[1])), available_bytes=GIB, context=1024, kv_bytes=2
         )
 
 
@@ -265,6 +262,21 @@ def test_repacking_needs_memory_beside_the_weights_and_for_a_layer_that_is_offlo
     assert re.search(
         r"repacking for VLLM_CUTLASS +not known +.*: not computed for VLLM_CUTLASS", _show(unknown)
     )
+
+
+def test_the_host_holds_pinned_weights_as_torch_rounds_them_and_a_copy():
+    """Sizes of 3 and 5 reach a limit of 7: blocks of 4 and 8, and the copy of 5. w13 of Qwen is 0.75 GiB."""
+    assert compute_host_peak([3, 5, 6], 7) == 4 + 8 + 5
+    assert compute_host_peak([8, 1], 8) == 8 + 8
+    request = PlanRequest(QWEN, "bf16", gpu_bytes=80 * GIB)
+    made, w13 = plan(request), 128 * 2 * 2048 * 768 * 2
+    assert made.host_peak_bytes == w13
+    cached = plan(replace(request, cache_slots=8))
+    assert cached.host_peak_bytes == made.expert_bytes // 48 * 49
+    assert "host while loading, at most" in _show(request)
+    rest = made.other_bytes - QWEN.count_embedding_parameters() * 2
+    everything = plan(replace(request, offload_bytes=made.expert_bytes + rest)).host_peak_bytes
+    assert everything == pytest.approx(48 * (GIB + GIB // 2) + w13 + 2 * rest, rel=1e-2)
 
 
 @pytest.mark.parametrize(

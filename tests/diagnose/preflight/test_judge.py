@@ -20,7 +20,7 @@ def error(
 
 
 def rank(number: int = 0, **more: Any) -> dict[str, Any]:
-    loaded = {"holes": more.pop("holes", []), "cast": more.pop("cast", [])}
+    loaded = {"holes": more.pop("holes", []), "cast": more.pop("cast", []), "largest": 0}
     return {"rank": number, "seconds": dict.fromkeys(STAGES, 0.1), "bytes": 1, "loaded": loaded, **more}
 
 
@@ -110,7 +110,7 @@ def test_kernels_that_the_release_requires_and_that_are_missing_are_named() -> N
 
 def test_empty_parameters_are_wrong_answers() -> None:
     holes = [hole("layers.N.w13"), hole("layers.N.w2", 0.5)]
-    loaded = {"holes": holes, "cast": [], "missing": {"first": "layers.0.gate", "count": 2}}
+    loaded = {"holes": holes, "cast": [], "largest": 0, "missing": {"first": "layers.0.gate", "count": 2}}
     answer = judge({**rank(), "loaded": loaded}, skipped=[{"pattern": "layers.N.w1", "count": 2}])
     assert answer.verdict is Verdict.WRONG
     assert "2 parameters are never written (layers.N.w13)" in answer.reason
@@ -136,7 +136,7 @@ def test_memory_is_that_of_plan(
 ) -> None:
     gib, names = 1 << 30, ("new tensors while a layer of experts is repacked (MD026)", ON_GPU)
     sizes = {"hidden": 256, "intermediate": 1024, "experts": 800, "top_k": 2, "is_gated": True}
-    experts = {**sizes, "tokens": 2048, "host_bytes": gib}
+    experts = {**sizes, "tokens": 2048, "host_bytes": gib, "moved": [3 * gib // 4] * 3}
     layers = [{"kind": "experts", "method": method, "backend": backend, "count": 2}]
     of_experts = {"new": gib, "left": gib // 4, "count": 2, "size": 2 * gib}
     of_linear = {"new": 3 * gib // 2, "left": 0, "count": 9, "size": gib // 4}
@@ -149,6 +149,7 @@ def test_memory_is_that_of_plan(
     facts = dict(judge(rank(**known)).memory)
     assert facts["left for the KV cache, if activations took nothing"].startswith("1.00 GiB of 8.00 GiB")
     assert facts["of these on the host, at most"] == "1.00 GiB"
+    assert facts["host memory while they are moved, at most"].startswith("2.75 GiB")
     there = "; the GPU has 12.00 GiB"
     assert tuple(map(facts.get, names)) == ("1.00 GiB", f"10.50 GiB{there}"), "an offloaded layer comes back"
     experts["has_uva"] = True

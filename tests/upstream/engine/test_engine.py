@@ -53,10 +53,7 @@ def test_a_message_does_not_hold_the_folder_that_vllm_is_installed_in() -> None:
 
 @pytest.mark.parametrize(
     ("model", "kind", "stage", "death"),
-    [
-        ("raise", "RuntimeError", "load", Death.EXCEPTION),
-        ("abort", "signal", "process", Death.SIGNAL),
-    ],
+    [("raise", "RuntimeError", "load", Death.EXCEPTION), ("abort", "signal", "process", Death.SIGNAL)],
 )
 def test_ways_of_failing(model: str, kind: str, stage: str, death: Death) -> None:
     error = run_engine(EngineRequest(model, PROMPTS)).error

@@ -76,6 +76,8 @@ def test_buffers_of_weights_that_offload_moves_are_named(gigabytes, chosen, v2, 
     uva = SimpleNamespace(cpu_offload_gb=gigabytes, cpu_offload_params=chosen)
     config = SimpleNamespace(offload_config=SimpleNamespace(uva=uva), use_v2_model_runner=v2)
     assert list_stale_buffers(model, config) == expected
+    moved = {"mixer.weight", "mixer.bias"} if gigabytes and chosen != {"experts"} else set()
+    assert set(stages.list_movable(model, uva)) == moved
 
 
 @pytest.mark.parametrize(
