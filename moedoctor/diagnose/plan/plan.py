@@ -68,6 +68,10 @@ class PlanRequest:
     bandwidth_source: str = SPECIFICATION
 
 
+_LEAST_PACKED = 5 / 8
+"""Of 16 bits, those that each weight takes in the cache's packed blocks: sign, mantissa, two bits of code."""
+
+
 @dataclass(frozen=True)
 class Traffic:
     """The place of offloaded weights and what a token moves, in bytes."""
@@ -315,7 +319,10 @@ def _count_traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) ->
     if request.cache_slots is not None:
         rate, how = _find_hit_rate(request, request.cache_slots)
         cached = round(experts.count * request.cache_slots * expert)
-        return move(expert_bytes, cached, active * (1 - rate), how)
+        least, packed = (
+            (_LEAST_PACKED, "; packed, at least 62.5 % of BF16") if request.scheme == "bf16" else (1, "")
+        )
+        return move(expert_bytes, cached, active * (1 - rate) * least, how + packed)
     if request.hit_rate is not None:
         raise PlanError(
             f"--hit-rate {request.hit_rate:g}: is of an expert cache; give --expert-cache SLOTS as well"
