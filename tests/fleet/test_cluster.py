@@ -175,10 +175,10 @@ def test_a_busy_node_is_left_alone(cluster: Any, add: Callable[..., Any], tmp_pa
     try:
         holder = ray.remote(num_cpus=0, num_gpus=1)(_Holder).remote()
         ray.get(holder.ready.remote())
-        _, document, _ = _fleet(tmp_path, cluster.address, "check", "--idle-only", "--wait", "3")
+        _, document, _ = _fleet(tmp_path, cluster.address, "check", "--idle-only", "--wait", "15")
         assert _statuses(document) == {"answered": 1, "busy": 1}
         (reason,) = {node["reason"] for node in document["nodes"]} - {None}
-        assert reason.startswith("waited 3 s for 2 GPUs and 1 CPU; free in the cluster: 1 of 2 GPUs, ")
+        assert reason.startswith("waited 15 s for 2 GPUs and 1 CPU; free in the cluster: 1 of 2 GPUs, ")
     finally:
         ray.shutdown()
     # Both GPUs of the node are asked after other calls. They are Ray's numbers only: both compute on the CPU.
