@@ -319,10 +319,9 @@ def _count_traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) ->
     if request.cache_slots is not None:
         rate, how = _find_hit_rate(request, request.cache_slots)
         cached = round(experts.count * request.cache_slots * expert)
-        least, packed = (
-            (_LEAST_PACKED, "; packed, at least 62.5 % of BF16") if request.scheme == "bf16" else (1, "")
-        )
-        return move(expert_bytes, cached, active * (1 - rate) * least, how + packed)
+        least = _LEAST_PACKED if request.scheme == "bf16" else 1
+        how += f"; packed, at least {least:.1%} of BF16" if least < 1 else ""
+        return move(expert_bytes, cached, active * (1 - rate) * least, how)
     if request.hit_rate is not None:
         raise PlanError(
             f"--hit-rate {request.hit_rate:g}: is of an expert cache; give --expert-cache SLOTS as well"

@@ -519,12 +519,12 @@ def _list_notes(environment: Mapping[str, Any], reply: Mapping[str, Any]) -> Ite
     for target in environment.get("gone", ()):
         yield f"not in this release, so not answered in its place: {target}"
     for each in environment.get("unsatisfied", ()):
-        name, version = each["name"], each["version"] or "(none)"
-        here = f"{name} {version} is here, the release requires {each['required']}"
+        name, version = each["name"], each["version"]
+        here = f"{name} {version} is here" if version else f"{name} is not here"
         what = (
             "backends" if name in ("flashinfer-python", "humming-kernels") else "answers about configurations"
         )
-        yield f"{here}: {what} may differ from the server's"
+        yield f"{here}, the release requires {each['required']}: {what} may differ from the server's"
     ranks = reply.get("ranks", ())
     for problem in dict.fromkeys(row["kv"]["problem"] for row in ranks if "problem" in row.get("kv", {})):
         yield f"KV cache was not planned: {problem}"

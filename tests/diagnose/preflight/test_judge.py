@@ -105,7 +105,7 @@ def test_kernels_that_the_release_requires_and_that_are_missing_are_named() -> N
     """With HUMMING, 0.33.0 refuses on 9.0 what it loads with MARLIN."""
     missing = {"name": "humming-kernels", "version": "", "required": "==0.1.19", "newer": False}
     (note,) = judge(rank(), environment={**ENVIRONMENT, "unsatisfied": [missing]}).notes
-    assert note.startswith("humming-kernels (none) is here, the release requires ==0.1.19: backends")
+    assert note.startswith("humming-kernels is not here, the release requires ==0.1.19: backends")
 
 
 def test_empty_parameters_are_wrong_answers() -> None:
