@@ -91,6 +91,12 @@ def takes(function: Any, parameter: str) -> bool:
     return parameter in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
+def requires(function: Any, parameter: str) -> bool:
+    """Return True if a function cannot be called without that parameter."""
+    found = inspect.signature(function).parameters.get(parameter)
+    return found is not None and found.default is found.empty
+
+
 class Verdict(str, enum.Enum):
     """The kinds of answers."""
 

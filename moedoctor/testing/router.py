@@ -10,7 +10,7 @@ import torch
 
 from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import find_differing_rows
-from moedoctor.testing.questions import Setting, UnfitError, takes
+from moedoctor.testing.questions import Setting, UnfitError, requires, takes
 
 # T = tokens, E = experts, K = top_k
 
@@ -105,6 +105,8 @@ def ask(fn: Callable[..., Any], question: str, sizes: Mapping[str, int], how: Se
     before = call.logits.clone()
     if takes(fn, "num_groups"):
         call.options = {"num_groups": 1, "topk_groups": 1, **call.options}
+    if requires(fn, "bias"):
+        call.options = {"bias": torch.zeros(experts, device=how.device), **call.options}
     settings = {name: value for name, value in call.options.items() if takes(fn, name)}
     weights, ids = fn(call.logits, top_k, **settings)[:2]
     if how.options.get("renormalize"):

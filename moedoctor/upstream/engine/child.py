@@ -144,6 +144,7 @@ def _watch_loading(response: dict[str, Any]) -> Iterator[None]:
         return
     load = loader.load_model
 
+    @functools.wraps(load)  # fixes look at its parameters and its source
     def load_model(*arguments: Any, **options: Any) -> Any:
         model = load(*arguments, **options)
         cuda = importlib.import_module("torch").cuda
