@@ -13,12 +13,19 @@ from moedoctor.testing.questions import KINDS
 from tests.testing.asking import ask
 from tests.testing.planted import PLANTED, SOUND
 
+
+def route_with_bias(logits: Any, top_k: int, bias: Any, **options: Any) -> Any:
+    """Route as DeepSeek-V3 does: the bias has no default, and a group's score is the sum of its two best."""
+    return routing.grouped_topk(logits, top_k, bias=bias, **options)
+
+
 QUESTIONS = [(kind, name) for kind in KINDS for name in load_questions(kind)]
 OPTIONS: dict[str, Any] = {"scores_of_zero": {"scoring": "sigmoid"}}
 OURS = {
     "topk_softmax": ("router", routing.topk_softmax, {}),
     "topk_sigmoid": ("router", routing.topk_sigmoid, {"scoring": "sigmoid"}),
     "grouped_topk": ("router", routing.grouped_topk, {"scoring": "sigmoid"}),
+    "grouped_topk with a bias": ("router", route_with_bias, {"scoring": "sigmoid"}),
     "cache": ("cache", ExpertCache, {}),
     "offloader": ("offloader", offload, {}),
     "grouped products": ("moe", ours.run_grouped, {}),
