@@ -21,7 +21,7 @@ EXPERTS = (
     # Small and large blocks of a plan, pairs without an expert, more pairs than the kernel reads at once.
     *("plan,1,0.3,40,5", "plan,16,0.0,40,5", "plan,16,0.5,2,5", "plan,64,1.0,40,5", "plan,64,0.3,1500,5"),
     # Random formats, scales, biases, activations, sizes, and types of input and ids.
-    *(f"random,{seed}" for seed in range(8)),
+    *(f"random,{seed}" for seed in range(3)),
     # A scale for a matrix, a half, a row, a block; masked rows and columns; programs that share a token's
     # experts, in several turns, one of them not full.
     *(f"fp8_rows,{seed}" for seed in (4, 5, 8, 11, 13)),
@@ -30,7 +30,7 @@ EXPERTS = (
 )
 MORE = (
     *("fp8-block,relu2,9,288,160", "nvfp4,gelu_tanh,20,96,48", "shared,5,2,3", "small,float16,-8"),
-    *(f"random,{seed}" for seed in range(8, 24)),
+    *(f"random,{seed}" for seed in range(3, 19)),
     *(f"fp8_rows,{seed}" for seed in (0, 3, 12, 14)),
 )
 QUESTIONS = "router:route cache:make_device_cache moe:run_slots:bf16:fp8 moe:run_experts:bf16:nvfp4"

@@ -8,12 +8,7 @@ from report_samples import POINTS, case, crashed, report, scenario
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.markdown_page import escape, link_source, to_markdown
 from moedoctor.reporters.page import Paragraph
-from moedoctor.results import Report
 from moedoctor.text import join_lines
-
-
-def _render(report: Report) -> str:
-    return MarkdownReporter(full=True).render(report)
 
 
 def _shown(markdown: str) -> list[str]:
@@ -79,7 +74,7 @@ def test_stderr_of_a_crash_cannot_end_its_code_block() -> None:
         "stderr_tail": ["```", "# heading", "`````", "\x1b[1m<b>"],
     }
     cases = [case("faulty", "error", evidence=evidence), crashed("installed", POINTS[0])]
-    text = _render(report(scenario("error", *cases)))
+    text = MarkdownReporter(full=True).render(report(scenario("error", *cases)))
     fences = [token.content for token in MARKDOWN.parse(text) if token.type == "fence"]
     assert fences == ["```\n# heading\n`````\n<b>\n", "Traceback\n[red]last words[/]\n"]
     assert "Died: installed kernel tokens=128 top_k=2 scoring=softmax: illegal memory access: CUDA error" in (

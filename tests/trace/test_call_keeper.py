@@ -1,7 +1,6 @@
 """Which call a recording keeps."""
 
 import random
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -14,10 +13,6 @@ from tests.trace.late_stream import LateStream
 NAN = float("nan")
 Sizes = tuple[int, int, int]
 """Hidden size, experts and top_k of a layer."""
-
-
-def no_weights(experts: list[int]) -> Mapping[str, torch.Tensor]:
-    return {}
 
 
 class Watched:
@@ -33,7 +28,7 @@ class Watched:
         for layer, (hidden, experts, top_k) in enumerate(self.sizes):
             size = {"hidden": hidden, "intermediate": 8, "experts": experts, "top_k": top_k}
             kind = {"layer": f"layers.{layer}.experts", "activation": "silu", "quantization": "bf16"}
-            self.keeper.add(WatchedLayer(Record.model_validate(size | kind), no_weights))
+            self.keeper.add(WatchedLayer(Record.model_validate(size | kind), lambda experts: {}))
             self.keeper.watch(layer, self.call(layer))  # the profile run
 
     def call(self, layer: int, fill: float | None = None, rows: int = 3) -> MoeCall:

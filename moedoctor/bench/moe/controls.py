@@ -36,7 +36,7 @@ class Control:
 def list_controls() -> tuple[Control, ...]:
     """Return every control, in the order of reports."""
     return (
-        Control("swapped_gate_up", on_weights=_swap_gate_up, applies=_is_gated),
+        Control("swapped_gate_up", on_weights=lambda layer: put_up_first(layer.w13), applies=_is_gated),
         Control("inverted_global_scale", on_weights=_invert_scale, applies=_has_scale),
         Control("swizzled_for_linear", on_weights=_change_scales(read_tiles_as_rows), applies=_is_nvfp4),
         Control("linear_for_swizzled", on_weights=_change_scales(read_rows_as_tiles), applies=_is_nvfp4),
@@ -95,10 +95,6 @@ def _is_nvfp4(layer: Layer) -> bool:
 
 def _has_blocks(layer: Layer) -> bool:
     return isinstance(layer.w13, Fp8) and layer.w13.block is not None
-
-
-def _swap_gate_up(layer: Layer) -> Weight:
-    return put_up_first(layer.w13)
 
 
 def _invert_scale(layer: Layer) -> Weight:

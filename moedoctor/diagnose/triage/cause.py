@@ -182,6 +182,8 @@ class _Open:
     """Its exception, which comes last: before that, the line with the last frame."""
     idle: int = 0
     """Lines since the last frame."""
+    asserted: str = ""
+    """The statement of the last frame, if it is an assertion: many have no message."""
     ignored: bool = False
 
 
@@ -292,13 +294,14 @@ class Errors:
         error = traceback.error
         if frame := _FRAME.match(text):
             error.frames.append(Frame(frame[1], int(frame[2]), frame[3]))
-            error.line, error.text, traceback.idle = number, text, 0
+            error.line, error.text, traceback.idle, traceback.asserted = number, text, 0, ""
             return True
         traceback.idle += 1
         match = _EXCEPTION.match(text) if error.frames else None
         if match and (match["message"] is not None or _NAMES_ERROR.search(match["type"])):
             del self._open[process]
-            error.line, error.text = number, text
+            is_bare = text == "AssertionError" and traceback.asserted
+            error.line, error.text = number, f"{text}: {traceback.asserted}" if is_bare else text
             if not traceback.ignored:
                 self._add(process, error)
             return True
@@ -307,6 +310,8 @@ class Errors:
             if error.frames and not traceback.ignored:
                 self._cut = self._cut or error
             return False
+        if text.startswith("assert "):
+            traceback.asserted = text[:_MOST_MESSAGE]
         if re.match(r"raise [a-z_.]{0,80}[A-Z]", text) and self._told is None and not traceback.ignored:
             # A paste that ends before the exception itself.
             self._told = _Error(number, text[6:], error.frames)

@@ -27,7 +27,7 @@ def make_autopsy_page(document: AutopsyDocument) -> list[Block]:
     page += [Bullets(notes)] if notes else []
     page += map(Step, document.next_steps)
     rows = [
-        (each.file, each.kind, _describe_gpu(each.gpu, each.capability), each.driver or "–")
+        (each.file, each.kind, f"{each.gpu} ({each.capability})" if each.gpu else "–", each.driver or "–")
         for each in document.examined
         if each.kind != "capsule"
     ]
@@ -119,7 +119,3 @@ def _show(size: Size) -> str:
 
 def _show_place(place: Size) -> str:
     return ",".join(map(str, place))
-
-
-def _describe_gpu(gpu: str | None, capability: str | None) -> str:
-    return f"{gpu} ({capability})" if gpu else "–"

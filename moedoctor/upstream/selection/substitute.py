@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import importlib.machinery
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -101,6 +102,7 @@ def install(libraries: Mapping[str, bool] | None = None) -> Substitute:
     `libraries` says which optional libraries (`flashinfer`, `deep_gemm`, `triton_kernels`, `humming`) vLLM
     is to find; the others are looked for as usual. Raises SubstituteError if vLLM cannot be imported.
     """
+    os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"  # its import would start a compiler
     notes = _stand_in_for_extensions()
     try:
         platforms: Any = importlib.import_module("vllm.platforms")

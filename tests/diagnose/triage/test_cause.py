@@ -114,6 +114,14 @@ def test_wrappers_and_chains_lead_to_the_root(
     assert found.place == f"vllm/m{depth - 1}.py:{depth}, in f{depth - 1}"
 
 
+def test_an_assertion_without_a_message_shows_the_statement_of_its_own_frame() -> None:
+    begin, statement = traceback("AssertionError", depth=1)[:2], "    assert a.size == b.size"
+    for inner, shown in ([], "AssertionError: assert a.size == b.size"), (begin[1:], "AssertionError"):
+        found = find("\n".join([*begin, statement, *inner, "AssertionError"]))
+        assert found is not None
+        assert found.excerpt == shown
+
+
 @given(st.randoms(use_true_random=False), st.integers(2, 5))
 def test_ranks_that_write_at_once_are_told_apart(random: object, ranks: int) -> None:
     errors = [

@@ -55,11 +55,8 @@ CORE = 'common_nvcc_flags = []\nsm90a_nvcc_flags = ["-DFROM_THE_RELEASE"] + comm
 MOE = "def gen_cutlass_fused_moe_sm90_module():\n    nvcc_flags = sm90a_nvcc_flags + []\n"
 
 
-def has_nvcc() -> bool:
-    return any(tool.cuda >= (12, 8) for tool in find_tools(["nvcc"]))
-
-
-needs_nvcc = pytest.mark.skipif(not has_nvcc(), reason="needs nvcc of CUDA 12.8 or later")
+HAS_NVCC = any(tool.cuda >= (12, 8) for tool in find_tools(["nvcc"]))
+needs_nvcc = pytest.mark.skipif(not HAS_NVCC, reason="needs nvcc of CUDA 12.8 or later")
 
 
 @pytest.fixture
