@@ -44,7 +44,7 @@ _MOST_RANK = 4096
     ),
     memory=option(
         "GIB",
-        "Memory of one GPU. Default: that of this machine's GPU, else 80.",
+        "Memory of one GPU. Default: that of this machine's GPU, or 80 with --sm.",
         number("--memory", most=1e6),
     ),
     gpus=option(
@@ -188,21 +188,20 @@ def _find_installed() -> Release:
 
 
 def _find_gpu(sm: str | None, memory: float | None, gpus: float | None) -> tuple[tuple[int, int], int, int]:
-    """Return capability, bytes and number of the server's GPUs: this machine's unless they are given.
+    """Return capability, bytes and number of the server's GPUs: this machine's, unless `sm` names another.
 
     Raises InputError without a capability.
     """
     from moedoctor import environment
 
-    facts = environment.collect() if sm is None or memory is None else {}
+    facts = environment.collect() if sm is None else {}
     capability = sm or facts.get("capability")
     if not capability:
         raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
     major, _, minor = require_capability(str(capability)).partition(".")
     own = facts.get("gpus") or ()
     size = int(memory * 2**30) if memory else own and own[0].get("memory_bytes")
-    count = gpus or (len(own) if sm is None else 0)
-    return (int(major), int(minor)), size or 80 << 30, int(count or 8)
+    return (int(major), int(minor)), size or 80 << 30, int(gpus or len(own) or 8)
 
 
 def _parse_ranks(rank: list[str] | None) -> tuple[int, ...] | None:

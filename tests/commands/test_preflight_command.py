@@ -109,9 +109,10 @@ def test_a_machine_that_is_asked_about_has_its_own_gpus(release, model, monkeypa
     machine = {"capability": "12.0", "gpus": [{"memory_bytes": 32 << 30}]}
     monkeypatch.setattr(environment, "collect", lambda: machine)
     named = ("preflight", "--wheel", str(release), "--format", "json")
-    for options, count in (((), 1), (("--sm", "9.0"), 8), (("--gpus", "2"), 2)):
+    for options, count, size in (((), 1, 32), (("--sm", "9.0"), 8, 80), (("--gpus", "2"), 2, 32)):
         assert main([*named, *options, "--", "vllm", "serve", str(model)]) == 0
-        assert json.loads(capsys.readouterr().out)["gpu"]["count"] == count
+        gpu = json.loads(capsys.readouterr().out)["gpu"]
+        assert (gpu["count"], gpu["memory_gib"]) == (count, size)
 
 
 def test_every_size_has_an_answer(release: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
