@@ -20,7 +20,7 @@ _BETWEEN = (
 )
 _VLLM = (
     rf"vllm(?: api server)?[ _-]version\W{{0,40}}?{_NUMBER}"
-    rf"|\bvllm(?:-openai)?(?:['_\W]{{1,4}}(?:{_BETWEEN})){{0,3}}[_\W]{{1,4}}?{_NUMBER}"
+    rf"|\bvllm(?:-openai(?:-rocm)?)?(?:['_\W]{{1,4}}(?:{_BETWEEN})){{0,3}}[_\W]{{1,4}}?{_NUMBER}"
     rf"|(?:^|\s){_NUMBER}(?: release)? of vllm\b|vllm-openai:[\w.-]{{1,60}}\W{{1,4}}{_NUMBER}"
     rf"|llm engine \({_NUMBER}\) with config|[█▄▀] {{1,3}}version {_NUMBER}"
     rf"|^version\W{{1,4}}{_NUMBER} .{{0,30}}vllm"

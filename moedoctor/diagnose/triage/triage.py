@@ -338,7 +338,7 @@ class _Reader:
             return None
         name, line = place
         confidence, why, missing = self._weigh(signature, line)
-        if line in self.notes[name].mentions or self._is_proposal():
+        if line in self.notes[name].mentions or self._tells_of_others():
             confidence = min(confidence, _LIKELY)
             why = (*why, "but the text tells of it and does not say that it happened here")
         if confidence < _LEAST or not all(map(self._is_any_here, signature.needs)):
@@ -361,9 +361,10 @@ class _Reader:
             releases=signature.releases or release_words(entry, self.facts),
         )
 
-    def _is_proposal(self) -> bool:
-        """Return True for a headline of a proposal, if no engine's log follows it."""
-        return self.lines.get("proposal", [_HEADLINES + 1])[0] <= _HEADLINES and "vllm_log" not in self.lines
+    def _tells_of_others(self) -> bool:
+        """Return True for a proposal, or if the writer's server works, unless an engine's log follows."""
+        proposed = self.lines.get("proposal", [_HEADLINES + 1])[0] <= _HEADLINES
+        return (proposed or "fine_here" in self.lines) and "vllm_log" not in self.lines
 
     def _is_any_here(self, names: tuple[str, ...]) -> bool:
         return any(name in self.lines for name in names)
@@ -443,11 +444,10 @@ def _mask(excerpt: _Excerpt, redactor: Redactor) -> str:
 
 def _is_any_near(lines: Mapping[str, list[int]], names: tuple[str, ...], line: int, within: int) -> bool:
     for name in names:
-        clue_lines = lines.get(name)
-        if clue_lines:
-            at = bisect_left(clue_lines, line - within)
-            if at < len(clue_lines) and clue_lines[at] <= line + within:
-                return True
+        clue_lines = lines.get(name, [])
+        at = bisect_left(clue_lines, line - within)
+        if at < len(clue_lines) and clue_lines[at] <= line + within:
+            return True
     return False
 
 

@@ -10,11 +10,11 @@ from moedoctor.entries import load_entries
 
 VLLM = {
     "vllm api server version 0.18.0": (0, 18, 0, 0),
-    "vllm: 0.18.2rc1.dev25+gef53395e2 (built from main)": (0, 18, 2, -1),
     "initializing a v1 llm engine (v0.19.1) with config: model='x'": (0, 19, 1, 0),
     "vllm==0.5.3": (0, 5, 3, 0),
     "| vllm | 0.17.1 |": (0, 17, 1, 0),
     "image: vllm/vllm-openai:v0.25.1": (0, 25, 1, 0),
+    "docker run --privileged vllm/vllm-openai-rocm:v0.21.0": (0, 21, 0, 0),
     "image: vllm/vllm-openai:nightly-d05da62e (0.29.1rc1.dev422)": (0, 29, 1, -1),
     "vllm 0.26": (0, 26, 0, 0),
     "reproduced with vllm v0.8.3.dev172+g2b93162f": (0, 8, 3, -1),
