@@ -48,10 +48,6 @@ def _build_many_sizes(layers: int, hidden: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(widths[number], widths[number + 1]) for number in range(layers)))
 
 
-def _build_twice(layers: int, hidden: int) -> nn.Module:
-    return _Twice([nn.Linear(hidden, hidden) for _ in range(layers)])
-
-
 def _build_tied(layers: int, hidden: int) -> nn.Module:
     module = nn.Sequential(*(nn.Linear(hidden, hidden) for _ in range(layers)))
     module[-1].weight = module[0].weight
@@ -61,7 +57,7 @@ def _build_tied(layers: int, hidden: int) -> nn.Module:
 MODULES: Mapping[str, Callable[[int, int], nn.Module]] = {
     "ordinary": _build_ordinary,
     "layers_of_many_sizes": _build_many_sizes,
-    "layer_called_twice": _build_twice,
+    "layer_called_twice": lambda layers, hidden: _Twice([nn.Linear(hidden, hidden) for _ in range(layers)]),
     "weight_held_elsewhere": lambda layers, hidden: nn.Sequential(*(_Held(hidden) for _ in range(layers))),
     "tied_weights": _build_tied,
     "state_dict": _build_ordinary,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moedoctor.reporters.findings import Finding, Findings
-from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Table, Text
+from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Table, Text
 from moedoctor.testing.questions import Answer, ConformReport, Verdict, load_questions
 
 
@@ -26,6 +26,10 @@ def make_conform_page(report: ConformReport) -> list[Block]:
             page.append(
                 Item(answer.verdict.value, answer.name, _list_lines(answer), tone=_choose_tone(answer))
             )
+    if report.failed:
+        page.append(
+            Step("mend each answer that does not pass: its line of Python repeats the smallest example")
+        )
     return page
 
 

@@ -25,10 +25,6 @@ from moedoctor.results import (
 from tests.faults.offload.cases import run_case
 
 
-def _without_waiting(self: Pipeline) -> None:
-    self._forget()
-
-
 def _without_order(self: Pipeline, index: int) -> None:
     unit = self.units[index]
     slot = self._slots[unit.slot]
@@ -43,7 +39,7 @@ def _without_joining(self: Pipeline, index: int, unit: Any, slot: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "broken"),
-    [("settle", _without_waiting), ("_start", _without_order), ("_fetch", _without_joining)],
+    [("settle", Pipeline._forget), ("_start", _without_order), ("_fetch", _without_joining)],
 )
 def test_a_fault_of_our_own_pipeline_reproduces_the_failure(
     monkeypatch: pytest.MonkeyPatch, name: str, broken: Any
