@@ -66,8 +66,9 @@ def check_router(
 
     `scoring`: ``softmax`` (default) or ``sigmoid``, as `fn` computes. `renormalize`: True if `fn` always
     divides a row's weights by their sum. If `fn` has the parameters ``renormalize``, ``bias`` [E], or
-    ``num_groups`` and ``topk_groups``, it is asked about these as well. `how` is in `How`. Raises
-    TargetError, and ValueError for a function that a child cannot import.
+    ``num_groups`` and ``topk_groups``, it is asked about these as well. A bias that has no default is zeros
+    unless a question sets it, and with a bias the score of a group is the sum of its two best. `how` is in
+    `How`. Raises TargetError, and ValueError for a function that a child cannot import.
     """
     return examine(fn, "router", {"scoring": scoring, "renormalize": renormalize}, **how)
 

@@ -212,7 +212,7 @@ def test_each_format_of_an_examination_says_the_same(stored, tmp_path, capsys):
         assert main(["show", str(path), "-o", str(tmp_path / f"a.{suffix}")]) == 0
     page = (tmp_path / "a.md").read_text()
     assert "moedoctor router: 1 of 2 right, 1 wrong" in page
-    assert "**To do:** mend each answer" in page
+    assert "**To do:** mend what does not pass" in page
     (failure,) = ElementTree.parse(tmp_path / "a.xml").iter("failure")
     assert "check_router(" in (failure.get("message") or "") + (failure.text or "")
     assert "equal_logits" in (tmp_path / "a.html").read_text()

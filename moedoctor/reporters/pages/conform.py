@@ -27,9 +27,7 @@ def make_conform_page(report: ConformReport) -> list[Block]:
                 Item(answer.verdict.value, answer.name, _list_lines(answer), tone=_choose_tone(answer))
             )
     if report.failed:
-        page.append(
-            Step("mend each answer that does not pass: its line of Python repeats the smallest example")
-        )
+        page.append(Step("mend what does not pass: the Python line below each repeats its smallest example"))
     return page
 
 

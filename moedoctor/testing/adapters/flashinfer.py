@@ -16,7 +16,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Route by `fused_topk_deepseek`. Its outputs hold -7 before, so that what it leaves is seen.
 
-    It refuses a top_k above the square of the number of groups; all of several groups are the same as one.
+    It refuses a top_k above the square of the number of groups, so one group becomes several, all taken.
     """
     experts = logits.shape[1]
     if num_groups == 1 and top_k > 1:

@@ -14,6 +14,7 @@ VLLM = {
     "vllm==0.5.3": (0, 5, 3, 0),
     "| vllm | 0.17.1 |": (0, 17, 1, 0),
     "image: vllm/vllm-openai:v0.25.1": (0, 25, 1, 0),
+    "vllm: 0.18.2rc1.dev25+gef53395e2 (built from main)": (0, 18, 2, -1),
     "docker run --privileged vllm/vllm-openai-rocm:v0.21.0": (0, 21, 0, 0),
     "image: vllm/vllm-openai:nightly-d05da62e (0.29.1rc1.dev422)": (0, 29, 1, -1),
     "vllm 0.26": (0, 26, 0, 0),
