@@ -22,7 +22,7 @@ _COMMON = (b"rror", b"Traceback")
 _NEEDLES = (
     *(*_COMMON, b"xception", b'File "', b"illed", b"egfault", b"egmentation", b"SIG", b"oom-"),
     *(b"nterrupt", b"NVRM: Xid", b"terminate called", b"what():", b"atchdog", b"died", b"xit code"),
-    *(b"xitcode", b"broadcast block", b"startup complete", b"fatal", b"access fault"),
+    *(b"xitcode", b"broadcast block", b"startup complete", b"fatal", b"access fault", b"HSA_STATUS_ERROR"),
 )
 """A line without any of them, and outside a traceback, is no error. In the middle of a large text only the
 common ones are looked for: the others tell of an end."""
@@ -45,7 +45,7 @@ _BARE = re.compile(
     r"|(?:terminate called after|what\(\): )|Segmentation fault|Fatal Python error|!!!!!!! Segfault|Killed\b"
     r"|.{0,300}(?:Watchdog caught collective|No available shared memory broadcast block|died unexpectedly"
     r"|oom-kill|OOMKilled|NVRM: Xid|\bexit ?code:? ?(?:-\d|137|139)\b|\b(?:SIGKILL|SIGSEGV|SIGABRT|SIGBUS)\b)"
-    r"|Memory access fault by GPU\b"
+    r"|Memory access fault by GPU\b|.{0,300}HSA_STATUS_ERROR_"
     r"|(?:RuntimeError|Triton Error|(?:Failed: )?C(?:UDA|uda) (?:driver )?error|NCCL error)\b",
 )
 _TOLD = re.compile(
