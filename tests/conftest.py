@@ -2,6 +2,7 @@
 
 import atexit
 import copy
+import faulthandler
 import functools
 import gc
 import importlib.util
@@ -135,6 +136,34 @@ def replayed_here() -> Iterator[set[bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "ask", answer)
         yield left
+
+
+@pytest.fixture
+def forked_examination(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let children of `conform` be copies of this process: another would take seconds to import torch."""
+    from moedoctor.processes.ask import Ended
+    from moedoctor.results import to_plain
+    from moedoctor.testing import child, examine
+
+    answers, log = tmp_path / "answers", tmp_path / "log"
+
+    def run(module: str, request: Any, **options: Any) -> Any:
+        process = os.fork()
+        if process == 0:
+            try:
+                faulthandler.disable()  # that of pytest
+                sys.stderr = log.open("w")
+                with answers.open("w", buffering=1) as out:
+                    for event in child.answer_request(request):
+                        out.write(json.dumps(to_plain(event)) + "\n")
+                os._exit(0)
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        events = map(json.loads, answers.read_text().splitlines())
+        return Ended(tuple(events), code, log.read_text(), 1.0, 60.0)
+
+    monkeypatch.setitem(examine.__globals__, "run_module", run)
 
 
 @pytest.fixture

@@ -38,8 +38,9 @@ OPENINGS = frozenset({"What", "Whether", "Who", "How", "Where", "Why", "Which", 
 
 
 def walk_statements(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+    """Yield what is below a statement; expressions, which are most of a tree, hold no definitions."""
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, block, ()):
             yield child
             yield from walk_statements(child)
 

@@ -104,7 +104,7 @@ def test_the_json_of_a_run_is_as_its_schema_says(capsys: pytest.CaptureFixture[s
     check_json(json.loads(capsys.readouterr().out), "run")
 
 
-@pytest.mark.usefixtures("replayed_here")
+@pytest.mark.usefixtures("replayed_here", "forked_examination")
 @pytest.mark.parametrize("name", STORED)
 def test_a_stored_report_is_valid_and_shown_as_its_command_writes_it(name, stored, capsys):
     path, (command, *_) = stored(name), STORED[name]

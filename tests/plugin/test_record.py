@@ -20,8 +20,11 @@ from moedoctor.plugin.extensions import TRACES
 from moedoctor.plugin.record import EngineRecorder
 from moedoctor.plugin.register import OptionError
 from moedoctor.reference.checkpoints import write_qwen3_moe
-from moedoctor.trace.capsule import SUFFIX, Capsule, load
+from moedoctor.trace import call_judge
+from moedoctor.trace.call_judge import CallJudge
+from moedoctor.trace.capsule import SUFFIX, Capsule, add_weights, load
 from moedoctor.trace.crash_watcher import write_calls
+from moedoctor.trace.expert_weights import ExpertFiles
 from tests.interpreted import ROOT
 from tests.plugin import record_stub
 from tests.plugin.nan_stub import step
@@ -137,6 +140,24 @@ def test_a_backend_that_routes_by_itself_gets_the_ids_of_vllms_router(engine: En
     assert torch.allclose(capsule.tensors["topk_weights"], weights, atol=1e-6)
 
 
+@pytest.fixture
+def judged_here(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare calls here: the process of `test_call_judge.py` takes seconds to import torch."""
+    child = subprocess.Popen("true")
+    child.wait()
+
+    def is_right(judge: CallJudge, call: Capsule) -> bool:
+        kind = call.record.quantization
+        files = ExpertFiles(checkpoint)
+        return call_judge.is_right(
+            add_weights(call, lambda experts: files.read_tensors(call.record.layer, experts, kind))
+        )
+
+    monkeypatch.setattr(CallJudge, "start", lambda judge: setattr(judge, "_child", child))
+    monkeypatch.setattr(CallJudge, "is_right", is_right)
+
+
+@pytest.mark.usefixtures("judged_here")
 def test_only_a_call_past_the_bound_is_kept(engine, caplog, monkeypatch):
     asked, original = [], record_layers._read_backend_tensors
     monkeypatch.setattr(

@@ -1,9 +1,5 @@
 """The examination itself: children, crashes, small examples, and what a target declares."""
 
-import faulthandler
-import json
-import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +8,6 @@ import pytest
 import torch
 
 from moedoctor.processes.ask import Ended
-from moedoctor.results import to_plain
 from moedoctor.testing import TargetError, check_expert_cache, check_moe, check_router, child, moe
 from moedoctor.testing.examine import examine, name_target
 from moedoctor.testing.questions import Setting, load_questions
@@ -20,31 +15,7 @@ from moedoctor.testing.questions import Setting, load_questions
 PLANTED = str(Path(__file__).with_name("planted.py"))
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let children be copies of this process: another would take seconds to import torch."""
-    answers, log = tmp_path / "answers", tmp_path / "log"
-
-    def run(module: str, request: Any, **options: Any) -> Ended:
-        process = os.fork()
-        if process == 0:
-            try:
-                faulthandler.disable()  # that of pytest
-                sys.stderr = log.open("w")
-                with answers.open("w", buffering=1) as out:
-                    for event in child.answer_request(request):
-                        out.write(json.dumps(to_plain(event)) + "\n")
-                os._exit(0)
-            finally:
-                os._exit(1)
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        events = map(json.loads, answers.read_text().splitlines())
-        return Ended(tuple(events), code, log.read_text(), 1.0, 60.0)
-
-    monkeypatch.setitem(examine.__globals__, "run_module", run)
-
-
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_examination")
 def test_a_crash_and_a_hang_are_answers_and_the_others_are_asked() -> None:
     questions = ("ordinary", "nan_rows", "nan_entry", "equal_logits", "bias")
     report = check_router(f"{PLANTED}:die_of_nan", only=questions, seconds=2)
@@ -107,7 +78,6 @@ def test_an_error_that_a_refused_launch_leaves_is_not_the_next_questions(monkeyp
     assert second["verdict"] == "right"
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("hidden", "wrong", "right"), [(16, 1, True), (256, 5, True), (256, 13, False)])
 def test_a_short_row_may_miss_an_element_and_no_row_a_share(monkeypatch, hidden, wrong, right):
     expected = torch.randn(4, hidden, generator=torch.Generator().manual_seed(0))
@@ -126,7 +96,7 @@ def test_a_short_row_may_miss_an_element_and_no_row_a_share(monkeypatch, hidden,
     assert (moe.judge(SimpleNamespace(**fields), output, "none", named=False) is None) == right
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_examination")
 def test_the_smallest_example_is_found_and_its_line_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
     report = check_router(f"{PLANTED}:route_one_expert_of_equals", only=("equal_logits",), seed=3)
     (answer,) = report.answers
@@ -148,7 +118,7 @@ def test_a_refusal_counts_apart_and_where_it_is_not_allowed_it_fails() -> None:
     assert {answer.undefined for answer in report.answers} == {None, "ids must be experts"}
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.usefixtures("forked_examination")
 def test_a_format_that_is_refused_is_not_asked_about_and_a_mistake_is_named() -> None:
     report = check_moe(
         f"{PLANTED}:swapped",

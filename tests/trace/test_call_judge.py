@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moedoctor.reference.checkpoints import write_qwen3_moe
+from moedoctor.trace import call_judge
 from moedoctor.trace.call_judge import CallJudge
 from moedoctor.trace.call_keeper import make_capsule
 from moedoctor.trace.capsule import Capsule, CapsuleError, Record, add_weights
@@ -79,20 +80,31 @@ def test_the_process_gives_way_and_is_in_a_session_of_its_own(judge: CallJudge, 
     assert child is not None
     assert os.getpriority(os.PRIO_PROCESS, child.pid) >= min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
     assert os.getsid(child.pid) == child.pid != os.getsid(0)
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait(60) == 0, "it ends with its input, as at the end of an engine"
+    judge.close()
 
 
-def test_a_process_that_ends_or_hangs_is_said_and_the_next_call_starts_another(judge, call, monkeypatch):
-    """It ends with its input, as at the end of an engine, and hangs before it has read a long call."""
+def test_a_process_that_ends_or_hangs_is_said_and_the_next_call_starts_another(
+    call: Capsule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after one call, or hangs before it has read a long one. This one does not import torch."""
+    (tmp_path / "judge_of_one.py").write_text(
+        "import sys\n"
+        "sys.stdin.buffer.read(int.from_bytes(sys.stdin.buffer.read(8), 'little'))\n"
+        """print('{"right": true, "error": null}', flush=True)\n"""
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(call_judge, "_MODULE", "judge_of_one")
+    judge = CallJudge(tmp_path)
     assert judge.is_right(call)
     child = judge._child
     assert child is not None
-    assert child.stdin is not None
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), child.stdin.fileno())
     assert child.wait(60) == 0
     with pytest.raises(CapsuleError, match="the process that compares calls ended with 0"):
         judge.is_right(call)
-    assert judge.is_right(call)
+    judge.start()
     child = judge._child
     assert child is not None
     child.send_signal(signal.SIGSTOP)
