@@ -110,14 +110,10 @@ def test_wrong_values_are_refused_with_their_path(path: tuple[Any, ...], value: 
     assert not VALIDATOR.is_valid(data)
 
 
-def test_a_missing_key_and_a_time_beyond_every_float_are_named() -> None:
+def test_a_time_beyond_every_float_is_named() -> None:
     data = copy.deepcopy(DOCUMENT)
     data["scenarios"][0]["cases"][0]["seconds"] = 10**400
     with pytest.raises(ReportError, match="seconds: must be a finite number"):
-        from_json(Report, data)
-    data = copy.deepcopy(DOCUMENT)
-    del data["scenarios"][0]["cases"][3]["verdict"]
-    with pytest.raises(ReportError, match=r"^report: scenarios\[0\].cases\[3\].verdict: is missing"):
         from_json(Report, data)
 
 

@@ -169,9 +169,8 @@ def test_what_is_no_report_is_refused(document, message, tmp_path, capsys):
     assert len(written.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["triage", "lint"])
-def test_the_line_that_makes_a_report_again_does(name, stored, monkeypatch):
-    path = stored(name)
+def test_the_line_that_makes_a_report_again_does(stored, monkeypatch):
+    path = stored("lint")
     first = json.loads(path.read_text())
     line = first["origin"]["again"][-1]
     program = path.with_name("bin") / "moedoctor"

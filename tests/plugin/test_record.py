@@ -143,15 +143,11 @@ def test_a_backend_that_routes_by_itself_gets_the_ids_of_vllms_router(engine: En
 @pytest.fixture
 def judged_here(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare calls here: the process of `test_call_judge.py` takes seconds to import torch."""
-    child = subprocess.Popen("true")
-    child.wait()
+    files, child = ExpertFiles(checkpoint), subprocess.Popen("true")
 
     def is_right(judge: CallJudge, call: Capsule) -> bool:
-        kind = call.record.quantization
-        files = ExpertFiles(checkpoint)
-        return call_judge.is_right(
-            add_weights(call, lambda experts: files.read_tensors(call.record.layer, experts, kind))
-        )
+        layer, kind = call.record.layer, call.record.quantization
+        return call_judge.is_right(add_weights(call, lambda ids: files.read_tensors(layer, ids, kind)))
 
     monkeypatch.setattr(CallJudge, "start", lambda judge: setattr(judge, "_child", child))
     monkeypatch.setattr(CallJudge, "is_right", is_right)

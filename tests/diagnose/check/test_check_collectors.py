@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from machine_fakes import probes, sources
 
-from moedoctor import environment
 from moedoctor.diagnose.check.check import Probes, check
 from moedoctor.environment import Sources
 from moedoctor.reporters.json import to_document, to_json
@@ -61,19 +60,6 @@ def test_a_probe_that_fails(name: str) -> None:
         assert "alice" not in text
         assert "workstation-7" not in text
         assert "hf_abc" not in text
-
-
-def test_everything_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    all_broken = dict.fromkeys(environment.COLLECTORS, broken)
-    monkeypatch.setattr(environment.collect, "__defaults__", (None, all_broken))
-    made = machine(**dict.fromkeys(SOURCES, broken))
-    result = check(made, probes(**dict.fromkeys(PROBES, broken)))
-    assert result.findings == ()
-    # The only finding is that the driver does not answer.
-    assert [problem.what for problem in result.problems] == ["the NVIDIA driver does not answer"]
-    assert len(result.environment["collector_errors"]) >= len(all_broken)
-    for text in texts(result):
-        assert "alice" not in text
 
 
 def test_a_collector_that_says_why_it_cannot_is_a_fact() -> None:

@@ -20,7 +20,6 @@ from moedoctor.fixes.backends.requests import (
     NVFP4_VARIABLE,
     find_governing_variables,
     find_shadowed_variables,
-    find_way_to_ask,
     read_wanted_backend,
     request,
 )
@@ -161,11 +160,6 @@ def test_the_way_to_ask_is_one_that_the_release_has(backend, capability, scheme,
     asked = request(backend, capability, scheme, release=release)
     assert (asked.works, asked.how) == (works, how)
     assert reason in asked.reason
-
-
-def test_a_flag_that_is_ignored_has_another_way() -> None:
-    assert find_way_to_ask("marlin", "mxfp4", "0.18.0") == "VLLM_MXFP4_USE_MARLIN=1"
-    assert find_way_to_ask("banana", "mxfp4", "0.18.0") is None
 
 
 @given(points, st.sampled_from(RELEASES), st.data())

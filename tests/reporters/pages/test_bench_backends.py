@@ -48,16 +48,6 @@ def render(bench: Bench, format: str) -> str:
     return to_markdown(page) if format == "markdown" else to_text(page)
 
 
-@pytest.mark.parametrize("format", ["table", "markdown"])
-def test_every_figure_is_shown(format: str) -> None:
-    text = render(BENCH, format).replace("\\", "")
-    for figure in (
-        *("12.5", "12.0–13.0", "9.0", "99.0", "2345", "61%", "7.0 MiB", "3.0 MiB", "5120.0 MiB", "0.99999 *"),
-        *("11 of 11", "4000 GB/s, 600 TFLOP/s bf16", "20.10 µs cold", "vLLM says: no"),
-    ):
-        assert figure in text, figure
-
-
 UNTRUSTED = {
     **{k: TIMED[k] for k in ("backend", "quantization", "model", "tokens")},
     "wrong": None, "failed": "the comparison did not notice stale_row", "controls_missed": ["stale_row"],
