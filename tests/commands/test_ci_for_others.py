@@ -140,6 +140,12 @@ def test_the_action_asks_each_release_about_the_words_of_a_command_line(tmp_path
         *("--tensor-parallel-size", "2"),
     ]
     assert explain_refusal(["preflight", *words]) is None
+    asked = {"scenarios": "MD016\nMD019\n", "baseline": "base line.json"}
+    assert Runner(tmp_path, python=str(recorder.path), install="none", check="false", **asked).run() == 2
+    (words,) = recorder.list_calls("run")
+    assert words[:1] == ["--baseline=base line.json"]
+    assert words[-3:] == ["--", "MD016", "MD019"]
+    assert explain_refusal(["run", *words]) is None
 
 
 ORDER = "touch pwned; $(touch pwned) `touch pwned`\ntouch pwned\n::error::$IFS*"

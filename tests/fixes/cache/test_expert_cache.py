@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 
 from moedoctor.fixes.eviction import ONLINE_POLICIES, Load, simulate
-from moedoctor.fixes.expert_cache import CacheBusy, ExpertCache, choose_followed
+from moedoctor.fixes.expert_cache import CacheBusy, CacheOverflow, ExpertCache, choose_followed
 from tests.fixes.cache.checks import EXPERTS, WEIGHTS, assert_consistent, assert_holds
 
 id_rows = st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=3, max_size=3), min_size=1, max_size=3)
@@ -68,6 +68,18 @@ def test_the_engine_is_resident_if_every_expert_fits() -> None:
     cache.prefetch(ids)
     cache.seed(ids)
     assert cache.stats.misses == 0
+
+
+def test_overflow_names_needed_and_capacity_and_changes_nothing() -> None:
+    cache = on_host(2)
+    cache.acquire(torch.tensor([[0, 1]]))
+    with pytest.raises(
+        CacheOverflow, match="needs 3 experts and the cache has 2 slots: use groups"
+    ) as caught:
+        cache.acquire(torch.tensor([[0, 4], [5, -1]]))
+    assert caught.value.needed == 3
+    assert cache.resident() == [0, 1]
+    assert cache.stats.calls == 1
 
 
 @pytest.mark.parametrize(("tokens", "real"), [(5, 2), (200, 120), (200, 1), (96, 1 << 30)])
