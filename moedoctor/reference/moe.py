@@ -46,6 +46,17 @@ class MoeWeights:
         return cls(w13, w2, activation, tensors.get("w13_bias"), tensors.get("w2_bias"))
 
 
+Rounding = tuple[torch.dtype, torch.dtype, torch.dtype]
+"""Types of the first product, of the arithmetic of its activation, and of the activated values."""
+ROUNDINGS: tuple[Rounding, ...] = (
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),  # vLLM
+    (torch.bfloat16, torch.float32, torch.float32),  # FlashInfer's CUTLASS kernel
+    (torch.bfloat16, torch.float32, torch.bfloat16),
+    (torch.float32, torch.float32, torch.float32),
+    (torch.float32, torch.float32, torch.bfloat16),
+)
+
+
 def forward(
     x: torch.Tensor,
     weights: MoeWeights,
@@ -54,13 +65,14 @@ def forward(
     *,
     quantize_input: Quantize | None = None,
     quantize_intermediate: Quantize | None = None,
+    rounding: Rounding = ROUNDINGS[0],
 ) -> torch.Tensor:
     """Return float32 [T, H] for `x` [T, H], `topk_weights` [T, K] and `topk_ids` [T, K].
 
     An id of -1 is skipped; an id that a token has twice is added twice. `quantize_input` and
     `quantize_intermediate` change the input [T, H] and the activated values [n, I], as a backend with
-    quantized activations does. Such backends activate in bfloat16, and then so does this function: otherwise
-    a value near the edge between two codes would often get the other code. Raises ValueError for an id
+    quantized activations does. Values to be quantized are rounded before by `rounding`: a value near the edge
+    between two codes often gets the other code where a backend rounds elsewhere. Raises ValueError for an id
     outside -1..E-1 and for an unknown activation.
     """
     if weights.activation not in ACTIVATIONS:
@@ -76,7 +88,9 @@ def forward(
         if quantize_intermediate is None:
             middle = activate(up, weights.activation)  # [n, I]
         else:
-            middle = quantize_intermediate(activate(up.bfloat16(), weights.activation).float())  # [n, I]
+            product, arithmetic, result = rounding
+            activated = activate(up.to(product).to(arithmetic), weights.activation)  # [n, I]
+            middle = quantize_intermediate(activated.to(result).float())  # [n, I]
         out = _multiply(middle, weights.w2, weights.w2_bias, expert)  # [n, H]
         total.index_add_(0, token, out * topk_weights[token, lane].float()[:, None])
     return total

@@ -16,7 +16,7 @@ import torch
 
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1, fp8, nvfp4
-from moedoctor.reference.moe import MoeWeights, Quantize, Weight, forward
+from moedoctor.reference.moe import ROUNDINGS, MoeWeights, Quantize, Weight, forward
 
 _Maker = Callable[[tuple[int, int, int], torch.Generator, str], Weight]
 _SCALE_CODES = (0x30, 0x43)
@@ -119,10 +119,15 @@ def make_problem(
     return Problem(layer, x, torch.softmax(chosen, dim=1), ids.int())
 
 
-def compute_expected(problem: Problem, activations: str) -> torch.Tensor:
-    """Return float32 [T, H], as a backend that quantizes its activations like that computes it."""
+def compute_expected(problem: Problem, activations: str, near: torch.Tensor | None = None) -> torch.Tensor:
+    """Return float32 [T, H], as a backend that quantizes its activations like that computes it.
+
+    Such backends round in different places, see `ROUNDINGS`; with an output `near` [T, H] each token has the
+    rounding that is nearest to it.
+    """
     layer = problem.layer
-    return forward(
+    compute = partial(
+        forward,
         problem.x,
         MoeWeights(layer.w13, layer.w2, layer.shape.activation),
         problem.topk_weights,
@@ -130,6 +135,11 @@ def compute_expected(problem: Problem, activations: str) -> torch.Tensor:
         quantize_input=make_quantizer(activations, layer.input_scale),
         quantize_intermediate=make_quantizer(activations, layer.intermediate_scale),
     )
+    if near is None or activations == "none":
+        return compute()
+    outputs = torch.stack([compute(rounding=rounding) for rounding in ROUNDINGS])  # [roundings, T, H]
+    distances = (outputs - near.float()).norm(dim=2).nan_to_num(math.inf)  # [roundings, T]
+    return outputs[distances.argmin(0), torch.arange(len(near), device=near.device)]
 
 
 def make_quantizer(activations: str, scale: float) -> Quantize | None:

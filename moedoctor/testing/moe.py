@@ -269,7 +269,7 @@ def judge(problem: Problem, output: torch.Tensor, inputs: str, *, named: bool) -
     known = torch.where((ids >= 0) & (ids < problem.experts), ids, -1).int()  # [T, K]
     weights = problem.topk_weights.masked_fill(known < 0, 0.0)  # [T, K]
     given = moe_layer.Problem(problem.layer, problem.x, weights, known)
-    expected = compute_expected(given, inputs)[problem.first :]
+    expected = compute_expected(given, inputs, output)[problem.first :]
     if not len(expected):
         return None
     bounds = _BOUNDS if inputs == "none" else choose_bounds(inputs)

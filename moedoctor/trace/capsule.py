@@ -180,8 +180,12 @@ class Capsule:
         return replace(self, tensors=tensors)
 
     def compute_expected(self) -> torch.Tensor:
-        """Return float32 [T, H], what the reference computes. Raises CapsuleError if it lacks weights."""
-        return compute_expected(self.fold_half_scales().to_problem(), self.record.activations)
+        """Return float32 [T, H], what the reference computes, rounded as the recorded output if there is one.
+
+        Raises CapsuleError if it lacks weights.
+        """
+        problem, near = self.fold_half_scales().to_problem(), self.tensors.get("output")
+        return compute_expected(problem, self.record.activations, near)
 
     def _make_layer(self) -> Layer:
         def scale(name: str) -> float:

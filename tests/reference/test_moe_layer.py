@@ -1,10 +1,13 @@
 import pytest
 import torch
+from torch.nn import functional
 
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference.fp8 import Fp8
+from moedoctor.reference.agreement import agree, choose_bounds
+from moedoctor.reference.fp8 import Fp8, round_trip
 from moedoctor.reference.moe import activate, dequantize_expert
 from moedoctor.reference.moe_layer import (
+    compute_expected,
     make_input,
     make_layer,
     make_problem,
@@ -73,3 +76,21 @@ def test_groups_of_fp8_inputs_have_scales_of_their_own() -> None:
 def test_impossible_shapes_are_refused(sizes: tuple[int, int, int, int], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         LayerShape(*sizes)
+
+
+def test_a_backend_that_activates_in_float32_is_right() -> None:
+    problem = make_problem(make_layer(LayerShape(128, 128, 4, 1), "fp8"), 150, "fp8")
+    layer, ids = problem.layer, problem.topk_ids[:, 0].long()
+    w13, w2 = (torch.stack([dequantize_expert(each, e) for e in range(4)]) for each in (layer.w13, layer.w2))
+    gate, up = torch.einsum("th,tnh->tn", problem.x.float(), w13[ids]).chunk(2, 1)  # [T, I] each
+
+    def compute(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        middle = round_trip(functional.silu(gate) * up, layer.intermediate_scale)  # [T, I]
+        return torch.einsum("ti,thi->th", middle, w2[ids])
+
+    for output, right in ((compute(gate, up), True), (compute(up, gate), False)):
+        near = compute_expected(problem, "fp8", output)
+        assert agree(output, near, choose_bounds("fp8")).right == right
+        assert not agree(output, compute_expected(problem, "fp8"), choose_bounds("fp8")).right, (
+            "vLLM's rounding"
+        )

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from moedoctor.bench.moe import backends
-from moedoctor.bench.moe.parity import ParityResult, check_parity
+from moedoctor.bench.moe.parity import ParityResult, check_parity, expect
 from moedoctor.bench.moe.task import LayerTask, Routing
 from moedoctor.bench.roofline import Roofline
 from moedoctor.bench.timing import LayerTimes, time_layer
 from moedoctor.models.layer_shape import BITS, LayerShape
 from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.reference.moe_backend import Backend, Prepared
-from moedoctor.reference.moe_layer import Problem, compute_expected, make_input, make_layer, make_problem
+from moedoctor.reference.moe_layer import Problem, make_input, make_layer, make_problem
 from moedoctor.results import UnavailableError
 
 _FEW_EXPERTS, _FEW_TOP_K, _FEW_TOKENS = 8, 2, 17
@@ -127,7 +127,8 @@ def _measure_point(
 ) -> dict[str, Any]:
     started = time.perf_counter()
     device, activations = str(problem.x.device), backend.variant.activations
-    expected = compute_expected(problem, activations)  # [T, H]
+    output = prepared(problem.x, problem.topk_weights, problem.topk_ids)  # [T, H]
+    expected = expect(problem, activations, output)  # [T, H]
     parity = check_parity(backend, problem, prepared, weights=False, expected=expected)
     work = _count_work(problem, prepared.bits or BITS[backend.variant.quantization])
     row: dict[str, Any] = {**_describe_parity(parity, few), **work}

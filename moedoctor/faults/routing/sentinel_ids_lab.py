@@ -170,7 +170,7 @@ def measure_path(unit: str, device: str) -> dict[str, Any]:
     poison(prepared, problem.x)
     out = prepared(problem.x, problem.topk_weights, problem.topk_ids).float()  # [T, H]
     _finish(device, _RUNNING)
-    row = _count_rows(problem, out, compute_expected(problem, variant.activations))
+    row = _count_rows(problem, out, compute_expected(problem, variant.activations, out))
     return {"row": row, "vllm": describe_installed_release()}
 
 
