@@ -47,7 +47,6 @@ NEED_TORCH: Mapping[str, str] = {
 }
 FIX = "lint damaged --fix repaired"
 ALSO_ANSWER = (
-    "check --release 0.33.0 --format html -o check.html --sm 8.0",
     f"show {BASELINE} --format html -o show.html",
     "run MD009",
     "bench --cache --trace zipf:experts=16,top_k=2,layers=2,rows=64,streams=4 --capacity 8",
@@ -71,8 +70,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     damaged.write(folder / "damaged")
     save(make_capsule("nvfp4"), folder / "call.moecapsule")
     (folder / "nodes").mkdir()
-    for node in ("a", "b"):
-        assert main(["check", "--release", "0.33.0", "-o", str(folder / "nodes" / f"{node}.json")]) in (0, 1)
+    assert main(["check", "--release", "0.33.0", "-o", str(folder / "nodes" / "a.json")]) in (0, 1)
+    (folder / "nodes" / "b.json").write_text((folder / "nodes" / "a.json").read_text())
     return folder
 
 

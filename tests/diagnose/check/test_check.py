@@ -110,7 +110,6 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
     ("MD013", {"vllm": "0.23.0"}, H200, LINUX, {}, "note"),
     ("MD013", {"vllm": "0.25.1"}, H200, LINUX, {V2: "0"}, None),
     ("MD013", {"vllm": "0.27.1"}, H200, LINUX, {V2: "1"}, "warning"),
-    ("MD013", {"vllm": "0.28.0"}, H200, LINUX, {V2: "1"}, None),
     ("MD016", {"vllm": "0.33.0"}, RTX_5090, LINUX, {}, "note"),
     ("MD016", {"vllm": "0.33.0"}, RTX_5090, LINUX, {PADDING: "0"}, None),
     ("MD016", {"vllm": "0.33.0"}, H200, LINUX, {}, "note"),
@@ -120,13 +119,9 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
     ("MD020", VLLM_018, H200, LINUX, {}, None),
     ("MD020", VLLM_018, H200, LINUX, {NO_UVA: "1"}, "warning"),
     # DeepGEMM is selected on 12.x from 0.24.0 on, and two of its copies have no kernels for it.
-    ("MD031", {"vllm": "0.23.0"}, RTX_5090, LINUX, {}, None),
     ("MD031", {"vllm": "0.24.0"}, RTX_5090, LINUX, {}, "error"),
     ("MD031", {"vllm": "0.24.0"}, RTX_5090, LINUX, {"VLLM_USE_DEEP_GEMM": "0"}, None),
     ("MD031", {"vllm": "0.24.0"}, H200, LINUX, {}, None),
-    ("MD031", {"vllm": "0.25.1"}, RTX_5090, LINUX, {}, None),
-    ("MD031", {"vllm": "0.27.1"}, RTX_5090, LINUX, {}, "error"),
-    ("MD031", {"vllm": "0.28.0"}, RTX_5090, LINUX, {}, None),
     ("MD032", {"vllm": "0.27.0", "flashinfer-python": "0.6.15"}, B200, LINUX, {}, "note"),
     ("MD032", {"vllm": "0.27.0", "flashinfer-python": "0.6.15"}, H200, LINUX, {}, None),
     ("MD033", {"vllm": "0.25.1", "nvidia-cudnn-cu13": "9.19.0.56"}, RTX_5090, LINUX, {}, "warning"),
@@ -137,7 +132,6 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
     ("MD034", {"vllm": "0.30.0", "triton_kernels": "1.0.0"}, H200, LINUX, {}, "warning"),
     ("MD036", {"vllm": "0.28.0", "flashinfer-python": "0.6.17"}, B200, LINUX, {}, "warning"),
     ("MD036", {"vllm": "0.28.0", "flashinfer-python": "0.6.16.post3"}, B200, LINUX, {}, "note"),
-    ("MD036", {"vllm": "0.29.0", "flashinfer-python": "0.6.18"}, B200, LINUX, {}, None),
     ("MD036", {"vllm": "0.28.0", "flashinfer-python": "0.6.17"}, H200, LINUX, {}, None),
 ]
 

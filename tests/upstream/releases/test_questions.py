@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import os
 import random
 import re
 from importlib import metadata
@@ -182,21 +181,6 @@ def test_cuda_code_that_is_changed_is_unknown(question: Question, tmp_path: Path
 def test_hostile_files_are_unknown(text: bytes, tmp_path: Path) -> None:
     for question in (each.values[0] for each in ASKED):
         assert ask(tmp_path, question, text) == "unknown"
-
-
-def test_large_files_links_and_pipes_get_one_line(tmp_path: Path) -> None:
-    question: Question = ASKED[0].values[0]  # type: ignore[assignment]
-    file = tmp_path / question.file
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"#" * (9 << 20))
-    answers = [Inquiry(ReleaseSource(tmp_path)).answer(question)]
-    file.unlink()
-    file.symlink_to(file)
-    answers.append(Inquiry(ReleaseSource(tmp_path)).answer(question))
-    file.unlink()
-    os.mkfifo(file)
-    answers.append(Inquiry(ReleaseSource(tmp_path)).answer(question))
-    assert all(answer.value == "unknown" and "\n" not in answer.where for answer in answers)
 
 
 def test_a_reading_is_that_of_the_newest_release_with_these_answers(tmp_path, monkeypatch):
