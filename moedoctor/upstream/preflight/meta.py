@@ -7,14 +7,20 @@ the bytes that weights take while they are repacked.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import empty
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily, get_overridable_functions
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -93,6 +99,8 @@ class OnMeta(TorchFunctionMode):
         self._by_storage: dict[int, Stored] = {}
         self._unused: set[int] = set()
         """Storages of the checkpoint whose shape alone was looked at: no operation took them."""
+        self._is_inside = False
+        """True inside a replaced function: what it calls is torch's own affair."""
 
     @property
     def has_headers(self) -> bool:
@@ -104,15 +112,50 @@ class OnMeta(TorchFunctionMode):
         """True if the tensors are those that the release would read, and not a checkpoint's."""
         return MADE in self._headers
 
-    def watch(self) -> None:
-        """Begin to count anew."""
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count anew what is written and read in this block, then add what a model of this rank took.
+
+        Torch calls a mode for each look at a shape, too. So here its functions are replaced instead.
+        """
         self.watching = True
         self.written, self.stored, self._by_storage, self._unused, self.current = {}, {}, {}, set(), ""
+        data: Any = torch.Tensor.data
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_pop_mode_temporarily())
+                for owner, name in _list_functions():
+                    function = self._replace(getattr(owner, name))
+                    stack.enter_context(mock.patch.object(owner, name, function))
+                setter = property(data.__get__, self._replace(data.__set__))
+                stack.enter_context(mock.patch.object(torch.Tensor, "data", setter))
+                yield
+        finally:
+            self.watching = False
+            for name, stored in self.stored.items():
+                used, share, shape = self.taken.get(name, (False, 0.0, list(stored.tensor.shape)))
+                read = min(1.0, sum(stored.read.values()) / max(1, stored.tensor.numel()))
+                self.taken[name] = (used or stored.storage not in self._unused, max(share, read), shape)
+
+    def _replace(self, function: Any) -> Callable[..., Any]:
+        """Return a function in place of one of torch, which does what this mode would do."""
+        is_seen = function in _WRITES or function in _ANSWERED
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if self._is_inside or not (is_seen or options or self._unused):
+                return function(*arguments, **options)
+            self._is_inside = True
+            try:
+                return self.__torch_function__(function, (), arguments, options)
+            finally:
+                self._is_inside = False
+
+        return call
 
     def __torch_function__(
         self, function: Any, kinds: Any, arguments: Any = (), options: Mapping[str, Any] | None = None
     ) -> Any:
-        if getattr(function, "__name__", "") in _LOOKS:  # most of the calls of a loader
+        if (name := getattr(function, "__name__", "")) in _LOOKS:  # most of the calls of a loader
             return function(*arguments, **(options or {}))
         is_noted = self.watching and (self._unused or function in _WRITES)
         if not options and function not in _ANSWERED:
@@ -138,13 +181,13 @@ class OnMeta(TorchFunctionMode):
                 mask.is_of_scales = True
                 return mask
         if function in _MOVES:
-            if function is torch.Tensor.cpu:  # numpy unpacks zero points
+            if name == "cpu":  # numpy unpacks zero points
                 return torch.zeros(first.shape, dtype=first.dtype) if first is not None else None
-            if function is torch.Tensor.cuda:
+            if name == "cuda":
                 return arguments[0].to("meta")
             is_real = first is not None and not first.is_meta
             # Real integers, such as the places of a rank's experts: their values are read.
-            if function is torch.Tensor.pin_memory or (is_real and arguments[0].dtype in _INDICES):
+            if name == "pin_memory" or (is_real and arguments[0].dtype in _INDICES):
                 return arguments[0]
             arguments = tuple("meta" if _is_cuda(each) else each for each in arguments)
         return function(*arguments, **options)
@@ -153,8 +196,8 @@ class OnMeta(TorchFunctionMode):
         """Answer a question about values as a sound checkpoint would: no NaN, all equal, scales above 0."""
         self.questions += 1
         if function in _REDUCED:
-            return torch.tensor(function in (torch.all, torch.Tensor.all) or hasattr(asked, "is_of_scales"))
-        return True if function in (torch.Tensor.__bool__, torch.allclose, torch.equal) else 1
+            return torch.tensor(function.__name__ == "all" or hasattr(asked, "is_of_scales"))
+        return True if function.__name__ in ("__bool__", "allclose", "equal") else 1
 
     def _note(self, function: Any, arguments: Any) -> None:
         """Count what an operation writes and reads."""
@@ -163,13 +206,14 @@ class OnMeta(TorchFunctionMode):
         self._unused.difference_update(keys)
         if function not in _WRITES or not takes or takes[0] is not arguments[0]:
             return
-        if function is torch.Tensor.fill_ and not self.stored:
+        name = function.__name__
+        if name == "fill_" and not self.stored:
             return
-        target = takes[0][arguments[1]] if function is torch.Tensor.__setitem__ else takes[0]
+        target = takes[0][arguments[1]] if name == "__setitem__" else takes[0]
         # The same region twice, such as a shape that each shard has, counts once.
         self.written.setdefault(keys[0], {})[_locate(target)] = target.numel()
         stored, view = self._by_storage.get(keys[-1]), takes[-1]
-        if stored is not None and function is torch.Tensor.copy_:
+        if stored is not None and name == "copy_":
             stored.read[_locate(view)] = view.numel()
             if not _keeps_meaning(view.dtype, target.dtype) and view.numel() > 1:
                 stored.cast = (_show_dtype(view.dtype), _show_dtype(target.dtype))
@@ -181,21 +225,13 @@ class OnMeta(TorchFunctionMode):
                 if dtype not in DTYPES:
                     raise ValueError(f"{name} has the type {dtype}, which is not known here")
                 with torch._C.DisableTorchFunction():
-                    tensor = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+                    tensor = empty(shape, dtype=DTYPES[dtype], device="meta")
                     storage = tensor.untyped_storage()._cdata
                 self.stored[name] = self._by_storage[storage] = Stored(tensor, storage)
                 self._unused.add(storage)
                 self.current = name
                 yield name, tensor
         self.current = ""
-
-    def end_rank(self) -> None:
-        """Add what a model of this rank took of the checkpoint."""
-        self.watching = False
-        for name, stored in self.stored.items():
-            used, share, shape = self.taken.get(name, (False, 0.0, list(stored.tensor.shape)))
-            read = min(1.0, sum(stored.read.values()) / max(1, stored.tensor.numel()))
-            self.taken[name] = (used or stored.storage not in self._unused, max(share, read), shape)
 
     def share_written(self, parameter: torch.Tensor) -> float:
         """Return the share of a parameter's elements that were written at least once, at most 1."""
@@ -237,6 +273,22 @@ class NewMemory(TorchDispatchMode):
         """Return how many bytes more than before a layer takes, which has these tensors now."""
         kept = {each.untyped_storage()._cdata for each in layer}
         return self.count_made() - sum(s.nbytes() for key, s in self._loaded.items() if key not in kept)
+
+
+@functools.cache
+def _list_functions() -> list[tuple[Any, str]]:
+    """Return (owner, name) of the functions for which torch calls a mode, but those that only look."""
+    functions = [*itertools.chain(*get_overridable_functions().values()), *_device_constructors()]
+    numbers = set(map(id, functions))  # some cannot be hashed
+    return [
+        *((torch._ops.OpOverloadPacket, "__call__"), (torch._ops.OpOverload, "__call__")),
+        *(
+            (owner, name)
+            for owner in (torch.Tensor, torch, torch.nn.functional, torch.linalg)
+            for name in dir(owner)
+            if name not in _LOOKS and id(getattr(owner, name)) in numbers
+        ),
+    ]
 
 
 def _list_storages(values: Any) -> list[torch.UntypedStorage]:

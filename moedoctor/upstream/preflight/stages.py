@@ -39,7 +39,7 @@ _MOST_TEXT = 4000
 _MODULES = re.compile(r"(?<=target modules in )\{[^}]*\}")
 """The modules of all experts in a message about an adapter, whose own module comes after them."""
 _LAYER = re.compile(r"\.\d+\.")
-_PASSED_ON = "function(*arguments"
+_PASSED_ON = re.compile(r"function(\(\*|, \(\), )arguments")
 """In the lines of `OnMeta` that call torch."""
 
 
@@ -69,7 +69,7 @@ def describe_error(stage: str, error: BaseException) -> dict[str, Any]:
     inside = [frame for frame in frames if "/vllm/" in frame.filename]
     # Torch raises for sizes that do not match, below the mode through which every call goes.
     own = [
-        frame for frame in frames if "/torch/" not in frame.filename and _PASSED_ON not in (frame.line or "")
+        each for each in frames if "/torch/" not in each.filename and not _PASSED_ON.search(each.line or "")
     ]
     last = own[-1] if own else None
     return {
@@ -231,12 +231,8 @@ def _run_model(
         return model
 
     def load(model: Any, model_config: Any) -> dict[str, Any]:
-        on_meta.watch()
-        try:
-            with base_loader.set_default_torch_dtype(model_config.dtype):
-                get_model_loader(config.load_config).load_weights(model, model_config)
-        finally:
-            on_meta.end_rank()
+        with on_meta.watch(), base_loader.set_default_torch_dtype(model_config.dtype):
+            get_model_loader(config.load_config).load_weights(model, model_config)
         return describe_loaded(model, on_meta, config)
 
     with set_current_vllm_config(config), on_meta:

@@ -71,6 +71,17 @@ def _make_placeholder(name: str) -> Any:
     return type(name, (), methods)
 
 
+def _leave_uncompiled(model: Any = None, **_: Any) -> Any:
+    """Return the function itself in place of ``torch.compile``, or a decorator that does."""
+    return model or _leave_uncompiled
+
+
+def _get_source(stacklevel: int) -> str:
+    """Return ``file:line`` of a caller."""
+    frame = sys._getframe(stacklevel)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 _COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
 _CALLS: Mapping[str, Callable[[Gpu], Any]] = {
     "cuda.get_device_properties": Gpu.describe,
@@ -97,6 +108,10 @@ TORCH = (
     Substitution(("torch:cuda.Event",), lambda gpu: _make_placeholder("Event")),
     Substitution(("torch:cuda.device",), lambda gpu: _make_placeholder("device")),
     Substitution(("torch:version.cuda",), lambda gpu: torch.version.cuda or "13.0"),
+    # Nothing is compiled here: the decorator would import torch's compiler, which takes seconds.
+    Substitution(("torch:compile",), lambda gpu: _leave_uncompiled),
+    # For a line number, torch reads and parses the caller's file.
+    Substitution(("torch._library.utils:get_source",), lambda gpu: _get_source),
 )
 """Put there before vLLM is imported, which reads some of it while it is imported."""
 
@@ -134,6 +149,7 @@ PLATFORM = {
 }
 """Methods of vLLM's platform class, by name. A release that lacks one does not ask for it."""
 
+_COMPILER = "torch._inductor.lowering"
 REAL_TENSORS = (
     "vllm.model_executor.layers.fused_moe.layer:determine_expert_map",
     "vllm.model_executor.layers.fused_moe.expert_map_manager:determine_expert_map",
@@ -155,7 +171,13 @@ def substitute_torch(gpu: Gpu) -> list[str]:
             driver = _make_driver(gpu) if name == "nvidia" else backend.driver
             driver.is_active = staticmethod(lambda name=name: name == "nvidia")
             triton.backends.backends[name] = replace(backend, driver=driver)
-    return list(_apply(TORCH, gpu))
+    gone = list(_apply(TORCH, gpu))
+    # vLLM changes torch's compiler when it is imported, if it can be imported: that takes seconds, too.
+    sys.modules[_COMPILER] = None  # type: ignore[assignment]
+    with contextlib.suppress(ImportError):
+        importlib.import_module("vllm")
+    del sys.modules[_COMPILER]
+    return gone
 
 
 def _make_driver(gpu: Gpu) -> Any:

@@ -119,8 +119,7 @@ def test_shares_that_are_written_and_read_are_counted() -> None:
     headers = [("cut", "BF16", (8, 2)), ("looked at", "BF16", (4, 2)), ("whole", "BF16", (4, 2))]
     on_meta = OnMeta({"/f": headers})
     parameter = torch.empty(8, 2, dtype=torch.float16, device="meta")
-    with on_meta:
-        on_meta.watch()
+    with on_meta, on_meta.watch():
         for name, tensor in on_meta.read_weights(["/f"]):
             if name == "cut":
                 parameter[4:6].copy_(tensor.narrow(0, 0, 2))
@@ -129,7 +128,6 @@ def test_shares_that_are_written_and_read_are_counted() -> None:
                 parameter.narrow(0, 0, 4).copy_(tensor)
             else:
                 assert tensor.shape == (4, 2)
-    on_meta.end_rank()
     assert on_meta.share_written(parameter) == 0.75
     shares = {name: (used, share) for name, (used, share, _) in on_meta.taken.items()}
     assert shares == {"cut": (True, 0.25), "looked at": (False, 0), "whole": (True, 1)}
