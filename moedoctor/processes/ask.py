@@ -47,9 +47,9 @@ _QUIET = {
 }
 _MAX_ANSWER_BYTES = 64 << 20
 _MAX_LOG_BYTES = 32 << 20
-_GRACE_SECONDS = 6.0
 CALLED_IN = "_MOEDOCTOR_CALLED_IN"
 """Names the folder in which moedoctor was called; for its children."""
+_GRACE_SECONDS = 6.0
 """The time that a guardian has to end what it guards; it needs milliseconds."""
 
 
@@ -122,7 +122,7 @@ def run_module(
     """
     started, seen_bytes = time.monotonic(), 0
     with open_unnamed_file() as asked, open_unnamed_file() as answers:
-        asked.write(json.dumps(to_plain(request)).encode())
+        asked.write(json.dumps(request, default=to_plain).encode())
         files = (asked.fileno(), answers.fileno())
         variables = {**_QUIET, **(environ or {})}
         with Child(

@@ -71,17 +71,6 @@ def _make_placeholder(name: str) -> Any:
     return type(name, (), methods)
 
 
-def _leave_uncompiled(model: Any = None, **_: Any) -> Any:
-    """Return the function itself in place of ``torch.compile``, or a decorator that does."""
-    return model or _leave_uncompiled
-
-
-def _get_source(stacklevel: int) -> str:
-    """Return ``file:line`` of a caller."""
-    frame = sys._getframe(stacklevel)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 _COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
 _CALLS: Mapping[str, Callable[[Gpu], Any]] = {
     "cuda.get_device_properties": Gpu.describe,
@@ -109,9 +98,12 @@ TORCH = (
     Substitution(("torch:cuda.device",), lambda gpu: _make_placeholder("device")),
     Substitution(("torch:version.cuda",), lambda gpu: torch.version.cuda or "13.0"),
     # Nothing is compiled here: the decorator would import torch's compiler, which takes seconds.
-    Substitution(("torch:compile",), lambda gpu: _leave_uncompiled),
-    # For a line number, torch reads and parses the caller's file.
-    Substitution(("torch._library.utils:get_source",), lambda gpu: _get_source),
+    Substitution(("torch:compile",), lambda gpu: lambda model=None, **_: model or (lambda each: each)),
+    # For the caller's file and line, torch reads and parses the file.
+    Substitution(
+        ("torch._library.utils:get_source",),
+        lambda gpu: lambda level: "{0.f_code.co_filename}:{0.f_lineno}".format(sys._getframe(level)),
+    ),
 )
 """Put there before vLLM is imported, which reads some of it while it is imported."""
 
@@ -174,7 +166,7 @@ def substitute_torch(gpu: Gpu) -> list[str]:
     gone = list(_apply(TORCH, gpu))
     # vLLM changes torch's compiler when it is imported, if it can be imported: that takes seconds, too.
     sys.modules[_COMPILER] = None  # type: ignore[assignment]
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(Exception):  # `substitute_vllm` says why
         importlib.import_module("vllm")
     del sys.modules[_COMPILER]
     return gone
