@@ -61,9 +61,7 @@ def decide(
     if strict or fail_on == "warning":
         found += _list_skips(report, "--strict" if strict else "--fail-on warning")
     if fail_on == "warning":
-        found += [
-            _give_reason(scenario) for scenario in report.scenarios if _is(scenario, ScenarioVerdict.ABSENT)
-        ]
+        found += [_give_reason(each) for each in report.scenarios if _is(each, ScenarioVerdict.ABSENT)]
     if fail_on == "never":
         found = []
     reasons = (*found, *map(_give_reason, ours))

@@ -63,9 +63,7 @@ def compare(
             allowed = comparison.Tolerance.parse(tolerance or ())
             changed = comparison.compare(load_report(baseline), load_report(current), allowed)
         document = CompareDocument.from_changes(changed, baseline.name, current.name)
-    reasons = [
-        f"worse than {'before' if release else 'the baseline'}: {text}" for text in document.regressions
-    ]
+    reasons = [f"worse than {'before' if release else 'the baseline'}: {why}" for why in document.regressions]
     return deliver_document(document, format, output, full=full, code=int(bool(reasons)), reasons=reasons)
 
 

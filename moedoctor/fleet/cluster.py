@@ -215,9 +215,7 @@ class _Asker:
             self.tasks.pop(task.stream, None)
             cancelled = isinstance(error, self._ray.exceptions.TaskCancelledError)
             # Only the first line of Ray's words: the others are advice and addresses.
-            first = next(
-                (line.strip() for line in str(error).splitlines() if line.strip()), "no reason given"
-            )
+            first = next(filter(None, map(str.strip, str(error).splitlines())), "no reason given")
             status = Status.CANCELLED if cancelled else Status.DIED
             self._fail(task, status, f"{type(error).__name__}: {first}")
             return

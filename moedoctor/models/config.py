@@ -168,9 +168,7 @@ def _count_expert_layers(config: Fields, kinds: Sequence[str]) -> int:
     count = kinds.count("moe") if "moe" in kinds else len(kinds) - len(list_dense_layers(config, kinds))
     if not count:
         names = ("first_k_dense_replace", "moe_layer_freq", "mlp_only_layers", "decoder_sparse_step")
-        given = " and ".join(
-            f"{name} {shorten_value(config.values[name])}" for name in names if name in config
-        )
+        given = " and ".join(f"{key} {shorten_value(config.values[key])}" for key in names if key in config)
         raise ConfigError(
             f"{config.where}: {given} leaves none of {len(kinds)} layers with experts, expected at least one"
         )

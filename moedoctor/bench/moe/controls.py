@@ -74,11 +74,7 @@ def list_wrong_problems(problem: Problem, *, weights: bool = True) -> Iterator[t
 
 def make_wrong_outputs(output: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """Return control name -> the output with that fault."""
-    return {
-        control.name: control.on_output(output)
-        for control in list_controls()
-        if control.on_output is not None
-    }
+    return {each.name: each.on_output(output) for each in list_controls() if each.on_output is not None}
 
 
 def _is_gated(layer: Layer) -> bool:

@@ -276,9 +276,7 @@ class _Reader:
             begin = self.elf.begin + section.offset
             end = min(begin + section.size, self.elf.end)
             self.images[handle] = _Elf(self.elf.data, begin, end, self.elf.budget)
-        grids = {
-            row[0]: row for section in kinds.get(_GRIDS, ()) for row in self.elf.list_rows(section, _GRID)
-        }
+        grids = {row[0]: row for part in kinds.get(_GRIDS, ()) for row in self.elf.list_rows(part, _GRID)}
         kernels = {number: self._describe(row) for number, row in grids.items()}
         found = self._find_in_lanes() or self._find_in_sms(kinds.get(_SMS, ()), grids)
         given = self._read_parameters(kinds.get(_PARAMETERS, ()))

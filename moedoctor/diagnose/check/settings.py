@@ -23,11 +23,7 @@ _BETWEEN = 0.5
 def find_setting_failures(entry: Entry, machine: Machine) -> Iterator[Finding]:
     """Yield one finding for all variables about backends without effect that no rule of the entry names."""
     named = next((rule.when.any_set for rule in entry.affects if match_condition(rule.when, machine)), [])
-    dead = [
-        finding
-        for finding in _find_dead(machine)
-        if _BACKEND.search(finding.name) and finding.name not in named
-    ]
+    dead = [each for each in _find_dead(machine) if _BACKEND.search(each.name) and each.name not in named]
     if not dead:
         return
     packages = {name: machine.find_version(name) for name in ("vllm", "flashinfer-python")}

@@ -99,9 +99,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     entries = {name: entry for name, entry in _read_entries(shard, raw).items() if name != "__metadata__"}
     # The tensors of a whole file end with it, so a file that ends earlier was cut.
     end = max((_end(entry) for entry in entries.values()), default=0)
-    tensors = {
-        name: _read_tensor(shard, name, entry, base, max(room, end)) for name, entry in entries.items()
-    }
+    tensors = {key: _read_tensor(shard, key, entry, base, max(room, end)) for key, entry in entries.items()}
     if end > room:
         _check_places(shard, tensors, base, end)
         raise TruncatedError(f"{shard}: has {total} bytes, expected {base + end}")

@@ -315,9 +315,7 @@ def _join(patterns: Sequence[str]) -> str:
     texts = [patterns[0]]
     for pattern in patterns[1:4]:
         parts = pattern.split(".")
-        own = next(
-            (place for place, pair in enumerate(zip(first, parts, strict=False)) if pair[0] != pair[1]), 0
-        )
+        own = next((place for place, (a, b) in enumerate(zip(first, parts, strict=False)) if a != b), 0)
         texts.append(f"…{'.'.join(parts[own:])}" if own else pattern)
     more = f" and {len(patterns) - 4} more" if len(patterns) > 4 else ""
     return ", ".join(texts) + more

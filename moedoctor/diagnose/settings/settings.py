@@ -164,9 +164,7 @@ def check_flashinfer(version: str, environ: Mapping[str, str]) -> tuple[SettingF
     if release is None:
         return ()
     names = sorted(name for name in environ if name.upper().startswith("FLASHINFER_"))
-    return tuple(
-        finding for name in names for finding in _check_variable(name, environ[name], known, release)
-    )
+    return tuple(each for name in names for each in _check_variable(name, environ[name], known, release))
 
 
 def _check_variable(name: str, value: str, known: Settings, release: str) -> Iterator[SettingFinding]:

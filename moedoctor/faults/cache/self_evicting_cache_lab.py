@@ -215,9 +215,7 @@ def measure_lru_monopoly() -> dict[str, Any]:
                 trace, capacities=(capacity,), policies=("lru", "lfru", "belady"), scope=scope
             )
         }
-        by_layer = {
-            name: point.hit_rate_by_layer for name, point in points.items() if point.hit_rate_by_layer
-        }
+        by_layer = {key: point.hit_rate_by_layer for key, point in points.items() if point.hit_rate_by_layer}
         rows += [
             {"slots": capacity, "layer": layer, **{name: rates[layer] for name, rates in by_layer.items()}}
             for layer in range(len(trace.layers))

@@ -40,9 +40,7 @@ class Call(NamedTuple):
     def parts(self) -> list[torch.Tensor]:
         """`topk_ids` [T, K] once a group of consecutive experts, with -1 for the experts of other groups."""
         size = len(self.problem.weights["w13"]) // self.groups
-        return [
-            torch.where(self.topk_ids // size == group, self.topk_ids, -1) for group in range(self.groups)
-        ]
+        return [torch.where(self.topk_ids // size == each, self.topk_ids, -1) for each in range(self.groups)]
 
 
 class Summed(NamedTuple):

@@ -45,9 +45,7 @@ class OffloadNoop(Fault):
         run = {name: cases[-1] for name, cases in group_by_release(results).items()}
         if not run:
             return {}
-        failing = {
-            name: case.evidence for name, case in run.items() if case.verdict is CaseVerdict.REPRODUCED
-        }
+        failing = {key: case.evidence for key, case in run.items() if case.verdict is CaseVerdict.REPRODUCED}
         return {
             "releases_run": list(run),
             "repacked_weights_stay_on_the_gpu": list(failing),

@@ -160,8 +160,7 @@ def _count_differences(first: EngineResult, second: EngineResult) -> Evidence:
             # The engine's process sends a value that is not finite as text.
             nonfinite += sum(1 for value in tested.values() if not math.isfinite(float(value)))
             shared = [
-                abs(float(expected[token]) - float(tested[token]))
-                for token in expected.keys() & tested.keys()
+                abs(float(expected[key]) - float(tested[key])) for key in expected.keys() & tested.keys()
             ]
             largest = max([largest, *(value for value in shared if math.isfinite(value))])
     return {

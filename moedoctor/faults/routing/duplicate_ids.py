@@ -165,9 +165,7 @@ def judge_whole_runner(given: ClaimCases) -> ClaimJudgement:
     reason = "the whole cutlass_fused_moe was not built"
     if not behavior:
         return untested(f"{reason}; nor did its maps and finalize run")
-    crashes = ", ".join(
-        f"{name} in {counts[ILLEGAL]} of {counts.total()} cases" for name, counts in behavior.items()
-    )
+    crashes = ", ".join(f"{name} in {row[ILLEGAL]} of {row.total()} cases" for name, row in behavior.items())
     reason += f"; its maps and finalize alone, all tokens on one expert, crash: {crashes}"
     return untested(reason, _make_table(behavior))
 
@@ -313,9 +311,7 @@ class DuplicateIds(Fault):
                 table.setdefault(self.describe(case.parameters), {})[case.subject] = describe_behavior(case)
         names = list(dict.fromkeys(case.subject for case in results))
         columns = [name for name in names if any(name in row for row in table.values())]
-        rows = [
-            {"call": call, **{name: row.get(name, "") for name in columns}} for call, row in table.items()
-        ]
+        rows = [{"call": call, **{key: row.get(key, "") for key in columns}} for call, row in table.items()]
         return {"finalize": rows} if rows else {}
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:

@@ -70,9 +70,7 @@ def judge_a_lacks_instructions(given: ClaimCases) -> ClaimJudgement:
         return untested("no compiler here knows sm_120a (CUDA 12.8 or later)", figures)
     most, count = max(map(len, refused.values())), len(figures["needed"])
     with_family = [compiler for compiler in refused if "120f" in figures["refused"][compiler]]
-    differing = [
-        compiler for compiler in with_family if figures["refused"][compiler]["120f"] != refused[compiler]
-    ]
+    differing = [each for each in with_family if figures["refused"][each]["120f"] != refused[each]]
     takes = f"all {count}" if most == 0 else f"{count - most} of {count} or more"
     reason = f"120a takes {takes} instructions of a grouped FP4 GEMM on 12.0 in {', '.join(refused)}"
     if with_family:

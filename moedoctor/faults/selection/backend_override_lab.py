@@ -60,9 +60,7 @@ def start_upstream(
     selection = _select(parameters, environ, find_moe_backend(command, release))
     stopping = [finding.message for finding in check_settings(release, environ, command) if finding.stops]
     # vllm/envs.py, validate_environ: names that begin with VLLM_ in capitals and are not declared there.
-    declared = {
-        name for name, row in load_vllm_variables().list_at(release).items() if row.kind != "elsewhere"
-    }
+    declared = {key for key, row in load_vllm_variables().list_at(release).items() if row.kind != "elsewhere"}
     unknown = [name for name in environ if name.startswith("VLLM_") and name not in declared]
     refused = stopping[0] if stopping else (selection.error or "")
     return Started(selection.chosen, refused, warned=bool(unknown))

@@ -109,7 +109,4 @@ def _limit(lines: Mapping[str, Sequence[Row]], size: float) -> list[Series]:
             if row["roofline_share"] > 0:
                 times = limits.setdefault(row["quantization"], {})
                 times[row["tokens"]] = row["time_us"] * row["roofline_share"] / size
-    return [
-        Series(f"limit {name}", list(times), list(times.values()), bound=True)
-        for name, times in limits.items()
-    ]
+    return [Series(f"limit {key}", list(row), list(row.values()), bound=True) for key, row in limits.items()]

@@ -51,12 +51,8 @@ def find_in_conform(report: ConformReport, summary: str) -> Findings:
         )
         for answer in report.failed
     ]
-    passed = [
-        answer.name for answer in report.answers if answer.passes and answer.verdict is not Verdict.SKIPPED
-    ]
-    skipped = [
-        (answer.name, answer.reason or "") for answer in report.answers if answer.verdict is Verdict.SKIPPED
-    ]
+    passed = [each.name for each in report.answers if each.passes and each.verdict is not Verdict.SKIPPED]
+    skipped = [(each.name, each.reason or "") for each in report.answers if each.verdict is Verdict.SKIPPED]
     titles = {question.name: (question.asks, question.why) for question in questions.values()}
     return Findings("conform", found, passed, skipped, summary, titles)
 

@@ -142,9 +142,7 @@ class Explained:
             page.append(Heading("Claims, and what came out"))
         for claim in self.claims:
             # Several reports of one machine may say the same.
-            outcomes = list(
-                dict.fromkeys((outcome.machine, _show_verdict(outcome)) for outcome in claim.outcomes)
-            )
+            outcomes = list(dict.fromkeys((each.machine, _show_verdict(each)) for each in claim.outcomes))
             title = (f"{claim.text} (", Span(claim.source, "source"), ")")
             about = [("about", "; ".join(filter(None, (claim.subject, claim.conditions))))]
             figures = [line for line in (*about, *(outcomes or [("", "not measured yet")])) if line[1]]

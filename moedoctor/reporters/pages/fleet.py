@@ -122,9 +122,7 @@ def _show_groups(report: FleetReport, most: _Most) -> Iterator[Block]:
             shown += f"; and {len(differences) - most.differences} more, which --full or --format json lists"
         names = _list_names(group.nodes, most)
         title = f"{len(group.nodes)} of {count_of(total, report.noun)}: {shown}: {names}"
-        lines = [
-            ("wrong", rule) for rule in dict.fromkeys(str(difference.rule) for difference in group.wrong)
-        ]
+        lines = [("wrong", rule) for rule in dict.fromkeys(str(each.rule) for each in group.wrong)]
         if group.compared_with != 1:
             lines.append(("compared with", f"group {group.compared_with}, the largest with {group.kind}"))
         yield Item("error" if group.wrong else "note", f"group {number}, {title}", lines)

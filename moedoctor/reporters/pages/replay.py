@@ -275,9 +275,7 @@ def _make_row(backend: BackendReplay) -> list[str]:
 def make_capsule_page(facts: CapsuleDocument) -> list[Block]:
     """Return what a capsule holds."""
     file = facts.file
-    rows = [
-        [tensor.name, tensor.type, str(list(tensor.shape)), f"{tensor.bytes:,}"] for tensor in facts.tensors
-    ]
+    rows = [[each.name, each.type, str(list(each.shape)), f"{each.bytes:,}"] for each in facts.tensors]
     judged = facts.has_output and facts.record["weights"] == "recorded"
     steps = [Step(f"`moedoctor replay {escape(file)}` judges the recorded output")] if judged else []
     if not facts.has_output and facts.record["weights"] != "none":

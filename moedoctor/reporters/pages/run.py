@@ -127,11 +127,7 @@ def _give_three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
         f"The control, our restatement of the failure, shows it in {len(shown)} of "
         f"{count_of(len(controls), 'scenario')}" + _name_exceptions(controls, shown)
     )
-    fixes = [
-        scenario
-        for scenario in shown
-        if _list_run_cases(scenario, "fixed") and not _is_unfinished(scenario, "fixed")
-    ]
+    fixes = [each for each in shown if _list_run_cases(each, "fixed") and not _is_unfinished(each, "fixed")]
     removed = [scenario for scenario in fixes if _is_clean(scenario, "fixed")]
     doubts = [
         f"; {each.id}: {each.conclusions[UNKNOWN_CAUSE]}"
@@ -151,9 +147,7 @@ def _give_three_answers(scenarios: Sequence[ScenarioResult]) -> Iterator[str]:
         yield f"Your vLLM, with its FlashInfer: {_count('affected by', affected)}, " + (
             f"{_count('clean of', unaffected)}{left}"
         )
-    subjects = dict.fromkeys(
-        case.subject for scenario in scenarios for case in scenario.cases if "@" in case.subject
-    )
+    subjects = dict.fromkeys(case.subject for each in scenarios for case in each.cases if "@" in case.subject)
     for subject in list(subjects)[:_LISTED]:
         shows = [scenario for scenario in scenarios if _shows(scenario, subject)]
         unaffected = [scenario for scenario in scenarios if _is_clean(scenario, subject)]

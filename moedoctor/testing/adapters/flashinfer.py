@@ -28,9 +28,7 @@ def route(
     """
     experts = logits.shape[1]
     if num_groups == 1 and top_k > 1:
-        fitting = (
-            count for count in range(2, experts // 2 + 1) if experts % count == 0 and count**2 >= top_k
-        )
+        fitting = (size for size in range(2, experts // 2 + 1) if experts % size == 0 and size**2 >= top_k)
         num_groups = topk_groups = next(fitting, 1)
     fused = importlib.import_module("flashinfer.fused_moe").fused_topk_deepseek
     weights = torch.full((len(logits), top_k), -7.0, dtype=logits.dtype, device=logits.device)  # [T, K]

@@ -39,7 +39,7 @@ _MOST_TEXT = 4000
 _MODULES = re.compile(r"(?<=target modules in )\{[^}]*\}")
 """The modules of all experts in a message about an adapter, whose own module comes after them."""
 _LAYER = re.compile(r"\.\d+\.")
-_PASSED_ON = re.compile(r"function(\(\*|, \(\), )arguments")
+_PASSES = re.compile(r"function(\(\*|, \(\), )arguments")
 """In the lines of `OnMeta` that call torch."""
 
 
@@ -68,9 +68,7 @@ def describe_error(stage: str, error: BaseException) -> dict[str, Any]:
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if "/vllm/" in frame.filename]
     # Torch raises for sizes that do not match, below the mode through which every call goes.
-    own = [
-        each for each in frames if "/torch/" not in each.filename and not _PASSED_ON.search(each.line or "")
-    ]
+    own = [each for each in frames if "/torch/" not in each.filename and not _PASSES.search(each.line or "")]
     last = own[-1] if own else None
     return {
         "stage": stage,
@@ -384,9 +382,7 @@ def describe_loaded(model: Any, on_meta: OnMeta, config: Any) -> dict[str, Any]:
     missing: list[str] = []
     if holes:
         with contextlib.suppress(Exception):  # the release does not name the tensors of every model
-            missing = list_missing(
-                model, on_meta.stored, [name for names in holes.values() for name in names]
-            )
+            missing = list_missing(model, on_meta.stored, [name for each in holes.values() for name in each])
     return {
         "missing": {"first": missing[0], "count": len(missing)} if missing else {},
         "holes": [

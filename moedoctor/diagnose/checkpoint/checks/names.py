@@ -93,11 +93,7 @@ def _list_skipped(
         ]
         for name in names:
             place = _begin(name, own)
-            lacks = [
-                [each for each in layout if place not in find_owners(each, own)]
-                for layout in layouts
-                if layout
-            ]
+            lacks = [[each for each in row if place not in find_owners(each, own)] for row in layouts if row]
             if lacks and all(lacks):
                 yield name, lacks[0][0]
 
