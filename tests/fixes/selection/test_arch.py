@@ -19,7 +19,6 @@ from moedoctor.fixes.arch import (
 from moedoctor.fixes.arch.flashinfer import (
     find_generation,
     list_generations,
-    list_releases,
     predict_moe_targets,
     predict_targets,
 )
@@ -175,13 +174,13 @@ OLD, FIRST_F, OWN_121, AGAIN_128 = "0.6.6", "0.6.7", "0.6.13", "0.7.2.post1"
         *((release, (12, 0), "12.0f", (12, 6), "120f") for release in (OLD, FIRST_F, OWN_121, AGAIN_128)),
         *((release, (12, 0), "12.0a", (13, 0), "120a") for release in (OLD, FIRST_F, OWN_121, AGAIN_128)),
         *(
-            (release, (12, 0), text, (13, 0), None)
-            for release in list_releases()
+            (rules.first, (12, 0), text, (13, 0), None)
+            for rules in list_generations()
             for text in ("12.0,12.1", "12.0 ", "120f", "")
         ),
     ],
 )
-def test_the_targets_of_each_release(release, capability, arch_list, cuda, target):
+def test_the_targets_of_a_release(release, capability, arch_list, cuda, target):
     reading = predict_targets(release, capability=capability, cuda=cuda, arch_list=arch_list)
     assert reading.targets == (() if target is None else (target,))
     assert (reading.error is None) == (target is not None)
