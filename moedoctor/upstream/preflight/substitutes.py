@@ -117,6 +117,11 @@ VLLM = (
         _return_constant(lambda gpu: gpu.count),
         until="0.20.2",
     ),
+    # They import ray to ask, and nothing starts ray here.
+    Substitution(
+        ("vllm.ray.lazy_utils:is_ray_initialized", "vllm.ray.lazy_utils:is_in_ray_actor"),
+        _return_constant(lambda gpu: False),
+    ),
     # The swap space is refused by the memory of this machine, which is not the server's.
     Substitution(
         ("vllm.config.cache:get_cpu_memory",), _return_constant(lambda gpu: 1 << 50), until="0.17.1"
