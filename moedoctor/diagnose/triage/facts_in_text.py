@@ -32,14 +32,14 @@ _NOT_ABOUT = (
     r"deprecat|unmaintained|will be removed|removed in|(?:fixed|resolved|landed|merged|works|working|fine"
     r"|good|right|correct|available) (?:in|on|with|since|by|as of)"
     r"|(?<!after )(?<!since )(?<!(?:after|since) (?:the|our) )(?:upgrad|updat)(?:e|es|ing) (?:to|vllm)"
-    r"|downgrad\w* (?:\S+ ){0,3}?to |requires? |needs? |at least|target"
+    r"|downgrad\w{0,5} (?:\S{1,20} ){0,3}?to |requires? |needs? |at least|target"
 )
 # Of words around a release, which is \0: it failed whatever is said of another one, or it was left.
 _FAILED = (
-    r"(?:broke|break|fail|crash|stop|die|hang|garbage|wrong|regress)\w* (?:(?:in|on|with|since|under) )?v?\0"
+    r"(?:broke|break|fail|crash|stop|die|hang|garbage|wrong|regress)\w{0,6} (?:(?:in|on|with|since) )?v?\0"
     r"|\0\W{0,3}(?:still|(?:does|do|did)(?:n.t| not) (?:help|fix|change|solve)|brings? (?:it|this) back)\b"
 )
-_LEFT = r"(?:upgrad|updat|mov)\w* (?:.{0,20}\bfrom )?(?:vllm )?v?\0 to v?\d"
+_LEFT = r"(?:upgrad|updat|mov)\w{0,5} (?:.{0,20}\bfrom )?(?:vllm )?v?\0 to v?\d"
 _GPU = re.compile(
     r"(?:geforce )?\b(?:rtx(?: pro)? \d{4}(?: ?(?:ti|super|d|ada|blackwell)\b){0,2}|rtx ?a\d{4}"
     r"|gh200|gb200|gb300|gb10|h100|h200|h800|h20|b100|b200|b300|a100|a800|l40s?|v100|p100"
