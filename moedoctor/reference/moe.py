@@ -50,7 +50,7 @@ Rounding = tuple[torch.dtype, torch.dtype, torch.dtype]
 """Types of the first product, of the arithmetic of its activation, and of the activated values."""
 ROUNDINGS: tuple[Rounding, ...] = (
     (torch.bfloat16, torch.bfloat16, torch.bfloat16),  # vLLM
-    (torch.bfloat16, torch.float32, torch.float32),  # FlashInfer's CUTLASS kernel
+    (torch.bfloat16, torch.float32, torch.float32),  # FlashInfer 0.7.2's CUTLASS kernel, by its source
     (torch.bfloat16, torch.float32, torch.bfloat16),
     (torch.float32, torch.float32, torch.float32),
     (torch.float32, torch.float32, torch.bfloat16),

@@ -170,10 +170,11 @@ def substitute_torch(gpu: Gpu) -> list[str]:
             triton.backends.backends[name] = replace(backend, driver=driver)
     gone = list(_apply(TORCH, gpu))
     # vLLM changes torch's compiler when it is imported, if it can be imported: that takes seconds, too.
-    sys.modules[_COMPILER] = None  # type: ignore[assignment]
+    is_hidden = sys.modules.setdefault(_COMPILER, None) is None  # type: ignore[arg-type]
     with contextlib.suppress(Exception):  # `substitute_vllm` says why
         importlib.import_module("vllm")
-    del sys.modules[_COMPILER]
+    if is_hidden:
+        del sys.modules[_COMPILER]
     return gone
 
 
