@@ -136,7 +136,7 @@ class Fault(ABC):
     """
     claims: tuple[ClaimTest, ...] = ()
     together: int = 1
-    """The number of its cases that may use one GPU at a time, engines aside. More than 1 is for cases that
+    """The number of its cases of tier kernel that may use one GPU at a time. More than 1 is for cases that
     measure no time and need little memory."""
     installed_package: str = "vllm"
     """The package that the subject `installed` is about, by its key in the environment."""

@@ -15,6 +15,8 @@ from moedoctor.runner.child import Request
 from moedoctor.scenario.file import Scenario
 from moedoctor.text import find_closest, shorten, suggest_expected, suggest_names
 
+_TOGETHER = {Tier.MODEL: 4, Tier.ENGINE: 1}
+"""How many cases of a tier share a GPU, whatever their failure: restated algorithms measure no time."""
 _SUBJECTS = ("faulty", "fixed", "installed", "vllm@X.Y.Z", "flashinfer@X.Y.Z")
 
 
@@ -160,7 +162,7 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
             for point in scenario.points:
                 case = Case(scenario.id, name, tier, point, _choose_device(tier, device))
                 if fault.has_point(tier, point) and _is_selected(case, fault, options):
-                    together = 1 if tier is Tier.ENGINE else fault.together
+                    together = _TOGETHER.get(tier, fault.together)
                     request = Request(
                         fault.id,
                         options.sources,

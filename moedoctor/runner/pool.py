@@ -74,7 +74,7 @@ def run_requests(
 ) -> list[Finished]:
     """Carry out requests: those of ``cpu`` up to `parallel` at once, those of a GPU as each of them allows.
 
-    Most want a GPU of their own; see `Request.together`. After `seconds` the children are killed.
+    A GPU's requests start in order; see `Request.together`. After `seconds` the children are killed.
     Returns what finished, in the order of `requests`. Raises RunInterruptedError, with all children killed,
     on Ctrl-C, SIGTERM and SIGHUP, and ServerError if no process can be started or a request needs a torch
     that is not installed.
@@ -181,17 +181,19 @@ def _choose_startable(
     for index in running:
         sharing.setdefault(requests[index].device, []).append(requests[index].together)
     room = parallel - sum(requests[index].device == "cpu" for index in running)
-    startable = []
+    startable, full = [], set()
     for index in waiting:
         device = requests[index].device
         if device == "cpu" and room > 0:
             room -= 1
             startable.append(index)
-        elif device != "cpu":
+        elif device != "cpu" and device not in full:
             limits = [*sharing.get(device, ()), requests[index].together, parallel]
             if len(limits) - 2 < max(1, min(limits)):
                 sharing.setdefault(device, []).append(requests[index].together)
                 startable.append(index)
+            else:  # nobody overtakes it: it would wait until all others that share had run
+                full.add(device)
     return startable
 
 

@@ -12,7 +12,6 @@ class LoadingFault(Fault):
     """A loader that stops, or that leaves values wrong without an error."""
 
     tiers = list_tiers(Tier.MODEL, installed=Tier.LIBRARY)
-    together = 4
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence

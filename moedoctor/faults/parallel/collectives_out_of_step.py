@@ -35,7 +35,6 @@ class CollectivesOutOfStep(Fault):
     """A hang, an assertion or wrong values, because one rank takes another path."""
 
     id = "MD028"
-    together = 4
     parameters = CollectivesOutOfStepParameters
     tiers = list_tiers(Tier.MODEL)
     summary = "{way} on {ranks} ranks"

@@ -37,7 +37,6 @@ class SharedExpertParallel(Fault):
     """A shared expert that counts for more or less than once."""
 
     id = "MD027"
-    together = 4
     parameters = SharedExpertParallelParameters
     tiers = list_tiers(Tier.MODEL)
     summary = "{mistake} on {ranks} ranks"

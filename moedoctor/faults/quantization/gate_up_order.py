@@ -37,7 +37,6 @@ class GateUpOrder(CheckpointFault):
     """A kernel that reads ``[up; gate]`` given ``[gate; up]``."""
 
     id = "MD017"
-    together = 4
     parameters = GateUpOrderParameters
     tiers = list_tiers(Tier.MODEL, Tier.ENGINE, installed=Tier.LIBRARY)
     lints: ClassVar[bool] = False

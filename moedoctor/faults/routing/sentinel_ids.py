@@ -153,7 +153,6 @@ class SentinelIds(Fault):
     """An id that means "no expert", taken for one."""
 
     id = "MD016"
-    together = 4
     parameters = SentinelIdsParameters
     tiers = list_tiers(Tier.MODEL)
     lab = "moedoctor.faults.routing.sentinel_ids_lab"
