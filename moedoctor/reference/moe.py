@@ -46,14 +46,19 @@ class MoeWeights:
         return cls(w13, w2, activation, tensors.get("w13_bias"), tensors.get("w2_bias"))
 
 
-Rounding = tuple[torch.dtype, torch.dtype, torch.dtype]
-"""Types of the first product, of the arithmetic of its activation, and of the activated values."""
-ROUNDINGS: tuple[Rounding, ...] = (
-    (torch.bfloat16, torch.bfloat16, torch.bfloat16),  # vLLM
-    (torch.bfloat16, torch.float32, torch.float32),  # FlashInfer 0.7.2's CUTLASS kernel, by its source
-    (torch.bfloat16, torch.float32, torch.bfloat16),
-    (torch.float32, torch.float32, torch.float32),
-    (torch.float32, torch.float32, torch.bfloat16),
+Rounding = tuple[torch.dtype, torch.dtype, torch.dtype, float]
+"""Types of the first product, its activation's arithmetic and the activated values; error of the product."""
+ROUNDINGS: tuple[Rounding, ...] = tuple(
+    (*types, error)
+    # Hopper keeps some 13 bits of a sum of FP8 products, and with "fast accumulation" nothing more.
+    for error in (0, 2**-10, -(2**-10))
+    for types in (
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),  # vLLM
+        (torch.bfloat16, torch.float32, torch.float32),  # FlashInfer 0.7.2's CUTLASS kernel, by its source
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32, torch.float32),
+        (torch.float32, torch.float32, torch.bfloat16),
+    )
 )
 
 
@@ -88,8 +93,9 @@ def forward(
         if quantize_intermediate is None:
             middle = activate(up, weights.activation)  # [n, I]
         else:
-            product, arithmetic, result = rounding
-            activated = activate(up.to(product).to(arithmetic), weights.activation)  # [n, I]
+            product, arithmetic, result, error = rounding
+            up = (up * (1 + error)).to(product).to(arithmetic)  # [n, 2I] or [n, I]
+            activated = activate(up, weights.activation)  # [n, I]
             middle = quantize_intermediate(activated.to(result).float())  # [n, I]
         out = _multiply(middle, weights.w2, weights.w2_bias, expert)  # [n, H]
         total.index_add_(0, token, out * topk_weights[token, lane].float()[:, None])

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torch.nn import functional
 
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.agreement import agree, choose_bounds
@@ -78,17 +77,31 @@ def test_impossible_shapes_are_refused(sizes: tuple[int, int, int, int], name: s
         LayerShape(*sizes)
 
 
-def test_a_backend_that_activates_in_float32_is_right() -> None:
-    problem = make_problem(make_layer(LayerShape(128, 128, 4, 1), "fp8"), 150, "fp8")
-    layer, ids = problem.layer, problem.topk_ids[:, 0].long()
-    w13, w2 = (torch.stack([dequantize_expert(each, e) for e in range(4)]) for each in (layer.w13, layer.w2))
-    gate, up = torch.einsum("th,tnh->tn", problem.x.float(), w13[ids]).chunk(2, 1)  # [T, I] each
+def add_up(x: torch.Tensor, weight: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return x [T, K] times weight [N, K] as Hopper sums FP8: 32 terms, cut below 2^-bits of the largest."""
+    total = torch.zeros(len(x), len(weight))  # [T, N]
+    for products in (x[:, None] * weight).split(32, 2):
+        terms = torch.cat([total[..., None], products], 2)  # [T, N, 33]
+        unit = torch.exp2(terms.abs().amax(2, keepdim=True).clamp(min=1e-9).log2().floor() - bits)
+        total = ((terms / unit).trunc() * unit).sum(2)
+    return total
 
-    def compute(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        middle = round_trip(functional.silu(gate) * up, layer.intermediate_scale)  # [T, I]
-        return torch.einsum("ti,thi->th", middle, w2[ids])
 
-    for output, right in ((compute(gate, up), True), (compute(up, gate), False)):
+@pytest.mark.parametrize(
+    ("shape", "tokens", "seed", "bits"),
+    [(LayerShape(128, 128, 1, 1), 150, 0, 40), (LayerShape(48, 16, 1, 1, "relu2"), 6, 91, 13)],
+)
+def test_a_backend_that_activates_in_float32_is_right(
+    shape: LayerShape, tokens: int, seed: int, bits: int
+) -> None:
+    """Also with sums of 13 bits; not with gate and up exchanged, or with scales that are 2 % too large."""
+    problem = make_problem(make_layer(shape, "fp8", seed=seed), tokens, "fp8", seed=seed)
+    w13, w2 = (dequantize_expert(each, 0) for each in (problem.layer.w13, problem.layer.w2))
+    up = add_up(problem.x.float(), w13, bits).bfloat16().float()  # [T, 2I] or [T, I]
+    swapped = up.roll(up.shape[1] // 2, 1)
+    for first, right in ((up, True), (swapped, False), (up * 1.02, False)):
+        middle = round_trip(activate(first, shape.activation), problem.layer.intermediate_scale)  # [T, I]
+        output = add_up(middle, w2, bits)  # [T, H]
         near = compute_expected(problem, "fp8", output)
         assert agree(output, near, choose_bounds("fp8")).right == right
         assert not agree(output, compute_expected(problem, "fp8"), choose_bounds("fp8")).right, (

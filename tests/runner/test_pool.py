@@ -187,7 +187,7 @@ def test_gpu_jobs_share_a_gpu_as_far_as_each_allows(given_jobs, already, paralle
             left = [jobs[index] for index in waiting if index not in busy and jobs[index].device == device]
             assert all(job.together <= len(here) for job in left[:1]), "the first that waits cannot start"
         places = [index in busy for index in waiting if jobs[index].device == device]
-        assert places == sorted(places, reverse=True), "no job overtakes another: it would wait for all of them"
+        assert places == sorted(places, reverse=True), "no job overtakes another"
 
 
 def test_a_signal_kills_the_children_and_keeps_what_finished() -> None:
