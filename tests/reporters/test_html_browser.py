@@ -24,6 +24,7 @@ AXE = ROOT / ".browser" / "package" / "axe.min.js"
 STORED = {
     "run": "baselines/cpu.json",
     "bench of backends": "nvidia-h200/moe_backends.json",
+    "engines": "nvidia-h200-vllm-0.33.0/offload_table_eager.json",
 }
 CALLED = {name: CALLS[name] for name in ("check", "explain", "lint", "plan", "replay")}
 """These pages have every kind of block: items, prose, places of files, tables and records."""
@@ -50,8 +51,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, replayed_here: set[bool]) ->
     prepare(folder)
     if not (folder / "fleet").exists():
         write_answers(folder / "fleet")
-    names, batches = ("marlin", "triton"), (1, 8)
-    rows = [speed_row(name, batch, 50.0 * batch) for name in names for batch in batches]
+    rows = [speed_row(name, batch, 50.0 * batch) for name in ("marlin", "triton") for batch in (1, 8)]
     (folder / "engines.json").write_text(json.dumps(engine_document(rows)))
     calls = {name: ["show", str(ROOT / "reports" / stored)] for name, stored in STORED.items()}
     calls |= {**CALLED, "bench of engines": ["show", "engines.json"]}
