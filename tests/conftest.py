@@ -105,8 +105,23 @@ def pytest_collection() -> Generator[None, object, object]:
         atexit.register(gc.unfreeze)  # libraries complain about objects that are left at the end
 
 
+def _names_marker(path: Path, marker: str) -> bool:
+    return f"mark.{marker}" in path.read_text(encoding="utf-8")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a slow test if slow tests alone run: the imports of all files take 12 s."""
+    if collection_path.name.startswith("test_") and " or " not in config.option.markexpr:
+        wanted = {"slow", "alone"}.intersection(config.option.markexpr.split(" and "))
+        if any(not _names_marker(collection_path, marker) for marker in wanted):
+            return True
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip marked tests that cannot run here, with the reason, and count them."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    assert all(_names_marker(path, "slow") for path in slow), "`pytest_ignore_collect` would not find it"
     for marker, missing in (("gpu", _no_gpu), ("upstream", _no_upstream), ("alone", _not_alone)):
         marked = [item for item in items if item.get_closest_marker(marker)]
         reason = missing() if marked else None

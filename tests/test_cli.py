@@ -193,7 +193,9 @@ def test_no_value_has_the_name_of_its_option() -> None:
 
 
 def test_a_signal_kills_the_children_and_prints_what_finished(tmp_path: Path) -> None:
-    file, hanging = write(tmp_path, "parameters: {fixed: hang}\ntimeout: 600\n"), tmp_path / "hangs"
+    """And a run that was cut short proves nothing, though its control and its fix answered as they should."""
+    text = "subjects: [faulty, fixed, third]\nparameters: {third: hang}\ntimeout: 600\n"
+    file, hanging = write(tmp_path, text), tmp_path / "hangs"
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('left out: it takes seconds')")
     process = subprocess.Popen(
         [sys.executable, "-m", "moedoctor", "run", file, "--format", "json", "-j", "1"],
@@ -209,5 +211,9 @@ def test_a_signal_kills_the_children_and_prints_what_finished(tmp_path: Path) ->
     stdout, stderr = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGINT, stderr
     report = json.loads(stdout)
-    assert [case["verdict"] for case in report["scenarios"][0]["cases"]] == ["reproduced", "skipped"]
+    (scenario,) = report["scenarios"]
+    assert [case["verdict"] for case in scenario["cases"]] == ["reproduced", "clean", "skipped"]
+    assert scenario["cases"][2]["reason"] == "interrupted before it finished"
+    assert scenario["verdict"] == "skipped"
+    assert scenario["reason"] == "interrupted before every case had run"
     assert (report["summary"]["exit_code"], report["summary"]["interrupted"]) == (128 + signal.SIGINT, True)

@@ -183,9 +183,9 @@ def test_the_action_installs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name in ("pyproject.toml", "README.md", "LICENSE", "setup.py"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source)
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    others = [path for path in sys.path if path.endswith("site-packages")]  # which has what moedoctor needs
+    others = [path for path in sys.path if path.endswith("site-packages")]  # pip and what moedoctor needs
     (site / "others.pth").write_text("\n".join(others))
     monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip's word for: build with what is there
     damaged().write(tmp_path / "model")

@@ -1,8 +1,5 @@
 """Scenarios in real child processes: every verdict of a case, a claim and a scenario."""
 
-import os
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -150,23 +147,6 @@ def test_claims_share_one_measurement(tmp_path: Path) -> None:
     (scenario,) = plan(load_targets(["MD010"]), Options(), NO_GPU)
     assert len(scenario.claims) == 4
     assert len(scenario.runs) == len(scenario.cases) + 1
-
-
-def test_a_run_that_was_cut_short_is_not_proved(tmp_path: Path) -> None:
-    def interrupt(done: int, total: int, what: str) -> None:
-        if done == 2:
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-
-    text = "subjects: [faulty, fixed, third]\nparameters: {third: hang}\n"
-    scenario = report(tmp_path, text, progress=interrupt).scenarios[0]
-    assert verdicts(scenario) == [
-        ("faulty", CaseVerdict.REPRODUCED),
-        ("fixed", CaseVerdict.CLEAN),
-        ("third", CaseVerdict.SKIPPED),
-    ]
-    assert scenario.cases[2].reason == "interrupted before it finished"
-    assert scenario.verdict is ScenarioVerdict.SKIPPED
-    assert scenario.reason == "interrupted before every case had run"
 
 
 def test_a_time_budget_ends_a_run_and_leaves_the_rest_with_its_cost(tmp_path: Path) -> None:

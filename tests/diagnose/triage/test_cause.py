@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.diagnose.triage.cause import Cause, Errors, load_rules
 from moedoctor.diagnose.triage.log_text import Lines
 from moedoctor.diagnose.triage.triage import triage
+from moedoctor.text import load_yaml
 
 LOGS = Path(__file__).parent / "logs"
-ENGINES = yaml.safe_load((LOGS.parent / "engines.yaml").read_text(encoding="utf-8"))
+ENGINES = load_yaml("tests.diagnose.triage", "engines.yaml")
 """Name of a log in ``logs`` -> class and beginning of the root error."""
 
 
@@ -218,7 +218,7 @@ def test_the_cause_is_masked_and_bounded() -> None:
     assert len(found.excerpt) < 400
 
 
-TOLD = yaml.safe_load((LOGS.parent / "told.yaml").read_text(encoding="utf-8"))
+TOLD = load_yaml("tests.diagnose.triage", "told.yaml")
 
 
 @pytest.mark.parametrize("row", TOLD, ids=lambda row: row["text"][:40])

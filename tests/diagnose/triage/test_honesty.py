@@ -2,16 +2,15 @@
 
 import functools
 import io
-from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moedoctor.diagnose.triage.triage import Finding, Grade, Triage, triage
 from moedoctor.reporters.pages.triage import TriageDocument, triage_page
 from moedoctor.reporters.table import to_text
+from moedoctor.text import load_yaml
 
 
 def read(text: str) -> Triage:
@@ -44,7 +43,7 @@ def test_a_failure_that_the_text_denies_is_a_near_miss(text: str, id: str) -> No
 @functools.cache
 def list_lines() -> list[str]:
     """Return the first lines of the texts that are a finding alone."""
-    rows = yaml.safe_load((Path(__file__).parent / "lines.yaml").read_text(encoding="utf-8"))
+    rows = load_yaml("tests.diagnose.triage", "lines.yaml")
     return sorted(line for row in rows if read(line := row["text"].strip().splitlines()[0]).findings)
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from moedoctor.diagnose.triage import log_text
 from moedoctor.diagnose.triage.triage import triage
 from moedoctor.entries import load_entries
+from moedoctor.text import load_yaml
 
 HERE = Path(__file__).parent
-LINES: list[dict[str, Any]] = yaml.safe_load((HERE / "lines.yaml").read_text(encoding="utf-8"))
+LINES: list[dict[str, Any]] = load_yaml("tests.diagnose.triage", "lines.yaml")
 RELEASES = Path(__file__).parents[3] / ".venv-upstream" / "releases"
 _NO_MESSAGE = re.compile(r"^(?:moedoctor|vllm|--)\b|^[\w~./*<>-]*/|^[\w.-]+$|^\W*$")
 """Code in an entry that is a command, an option, a path or a name."""
