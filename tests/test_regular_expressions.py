@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import moedoctor
-from moedoctor.diagnose.triage.cause import load_rules
+from moedoctor.diagnose.triage.cause import load_lines, load_rules
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,11 +56,11 @@ def constant(node: ast.expr, known: dict[str, Any]) -> str | bytes | None:
 
 
 def expressions() -> Iterator[Expression]:
-    for number, rule in enumerate(load_rules()[0]):
-        for pattern in filter(None, (rule.message, rule.frames)):
-            yield Expression(
-                f"causes.yaml: {rule.kind}, rule {number}", pattern.pattern, pattern.flags, False
-            )
+    rules = [(rule.kind, pattern) for rule in load_rules()[0] for pattern in (rule.message, rule.frames)]
+    for name, pattern in (*rules, *load_lines().items()):
+        if pattern:
+            start = name in ("bare", "detail")
+            yield Expression(f"causes.yaml: {name}", pattern.pattern, pattern.flags, start)
     for file in sorted(PACKAGE.rglob("*.py")):
         source = file.read_text(encoding="utf-8")
         known: dict[str, Any] = {}

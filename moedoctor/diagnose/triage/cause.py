@@ -20,63 +20,36 @@ from moedoctor.diagnose.triage.signatures import load_data
 
 _COMMON = (b"rror", b"Traceback")
 _NEEDLES = (
-    *(*_COMMON, b"xception", b'File "', b"illed", b"egfault", b"egmentation", b"SIG", b"oom-"),
+    *(*_COMMON, b"xception", b'File "', b"illed", b"egfault", b"egmentation", b"SIG", b"oom-", b"c10d"),
     *(b"nterrupt", b"NVRM: Xid", b"terminate called", b"what():", b"atchdog", b"died", b"xit code"),
     *(b"xitcode", b"broadcast block", b"startup complete", b"fatal", b"access fault", b"HSA_STATUS_ERROR"),
 )
 """A line without any of them, and outside a traceback, is no error. In the middle of a large text only the
 common ones are looked for: the others tell of an end."""
 _BLOCKING = re.compile(rb"(?<!passing )CUDA_LAUNCH_BLOCKING\W{1,4}1\b")
-_TRACEBACK = "Traceback (most recent call last):"
+_TRACEBACK = "Traceback (most recent call last)"
 _LINKS = {
     "The above exception was the direct cause of the following exception:": "cause",
     "During handling of the above exception, another exception occurred:": "context",
 }
-_FRAME = re.compile(r'File "([^"]{1,400})", line (\d{1,7}), in (.{1,120})')
+_FRAME = re.compile(r'File "([^"]{1,400})", line (\d{1,7}), in (\S{1,120})')
+_NOTEBOOK_FRAME = re.compile(r"(?:File )?(\S{1,400}\.py):(\d{1,7})(?:,|:) in ([\w.<>]{1,120})")
+_JOINT = re.compile(
+    r'\\r?\\n|(?<=\S)\s{1,8}(?=File ")|\s{1,8}(?=(?:[a-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception): )'
+)
+"""The places where the lines of a traceback were joined into one."""
 _EXCEPTION = re.compile(
     r"(?P<type>(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,80})(?:\(\w{1,60}\))?(?:: (?P<message>.*)|:?$)"
 )
 _NAMES_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Exit|Iteration|Empty|Timeout|Failed|Resources)$")
-_BARE = re.compile(
-    r"(?:\w{1,40}\.){0,6}\w{0,40}(?:Error|Exception|KeyboardInterrupt)\b: ?\S"
-    r"|(?:[\w./:-]{1,80} ){0,3}error: \S|\S{1,80}: line \d{1,6}: {1,4}\d{1,9} (?:Killed|Segmentation|Aborted)"
-    r"|(?:\[ {0,6}\d{1,9}\.\d{1,9}\] )?(?:Out of memory|Memory cgroup out of memory): Killed process"
-    r"|(?:nvcc|ptxas)\S{0,20} +fatal\b"
-    r"|(?:terminate called after|what\(\): )|Segmentation fault|Fatal Python error|!!!!!!! Segfault|Killed\b"
-    r"|.{0,300}(?:Watchdog caught collective|No available shared memory broadcast block|died unexpectedly"
-    r"|oom-kill|OOMKilled|NVRM: Xid|\bexit ?code:? ?(?:-\d|137|139)\b|\b(?:SIGKILL|SIGSEGV|SIGABRT|SIGBUS)\b)"
-    r"|Memory access fault by GPU\b|.{0,300}HSA_STATUS_ERROR_"
-    r"|(?:RuntimeError|Triton Error|(?:Failed: )?C(?:UDA|uda) (?:driver )?error|NCCL error)\b",
-)
-_TOLD = re.compile(
-    r"\b((?:[A-Za-z_]\w{0,60}(?:\.|::)){0,6}\w{0,60}(?:Error|[Ee]xception)(?:: |\()['\"]?\w.{0,300}"
-    r"|(?:vllm|serve|ptxas|nvcc|\w{1,30}\.py):? (?:error|fatal) ?: \w[^|]{0,300}"
-    r"|assert [\w.]{1,80}(?: [!%<=>]|\().{0,300}"
-    r"|(?:(?<=raised )|(?<=raises )|(?<= a bare )|(?<=with an )|(?<=with a ))\w{2,60}Error\b.{0,300})"
-)
-"""An error that a sentence, a title or a cell of a table tells of."""
 _LIST = "#>-*+• "
 """The marks before a sentence: of a heading, a quotation, or an item of a list."""
 _HEADLINE = re.compile(r"(?:title: ?)?\[(?!feature|rfc|doc)[\w ]{1,20}\]:? ?|title: ?", re.IGNORECASE)
-_WRAPPER = re.compile(
-    r"[Ss]ee (?:the )?(?:root cause|stack trace|error log|logs?)\b|check the (?:stack trace|logs?) above"
-    r"|EngineDeadError|engine (?:core|process)\b.{0,40}(?:failed|died)|ChildFailedError|ActorDiedError"
-    r"|ray\.exceptions\.|RayTaskError|cancelled|CancelledError|KeyboardInterrupt|SystemExit|BrokenPipe"
-    r"|worker failed with error|[Ee]ngine core initialization failed|returned non-zero exit status"
-    r"|HTTPException",
-    re.IGNORECASE,
-)
-"""An error that only tells of another one."""
 _WRAPS = 3
-_ECHO = re.compile(
-    r"connection (?:closed|reset|refused|aborted)|broken ?pipe|remote process exited|EOFError|socket closed"
-    r"|unhandled system error|communicator was aborted|stopiteration|resource_tracker|process group has been"
-    r"|heartbeat|peer (?:closed|disconnected)|died unexpectedly|terminate called after throwing",
-    re.IGNORECASE,
-)
-"""What the other ranks say when one of them has gone."""
 _PROBES = ("ImportError", "ModuleNotFoundError", "KeyError", "AttributeError", "Empty", "StopIteration")
 """Exceptions that code catches to go another way; the one raised then is the error."""
+_LOGGER = re.compile(r"[\w./]{1,80}\.py:\d{1,6}\]")
+"""The place in the code that wrote a line of a log."""
 _PROCESS = re.compile(
     r"[(\[]([^()\[\]]{0,80}(?:pid|rank)[ =]?\d{1,9}[^()\[\]]{0,40})[)\]]|\brank ?(\d{1,5})\]"
 )
@@ -92,12 +65,6 @@ _APART = 400
 """Lines between two errors that do not belong together."""
 _MOST_MESSAGE, _KEPT, _CONTINUED = 2_000, 6, 60
 _MOST_HINTS = 2
-_DETAIL = re.compile(
-    r"\S{1,300}(?::\d+|\(\d+\)): (?:fatal )?error: "
-    r"|(?:nvcc|ptxas|cicc|\S{0,60}ld)\S{0,20} +(?:fatal|error) *:|(?:Value error|Assertion failed), "
-    r"|\S{0,80}: undefined reference"
-)
-"""What a compiler, linker or validator says in the message of the exception that ends it."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +115,8 @@ class _Error:
     """The line after it, and its number, in which a compiler or validator tells what is wrong."""
     context: str = ""
     """The sentence before it, which may be about something else."""
+    logger: str = ""
+    """The place in the code that logged it; empty if it was not logged."""
 
     @property
     def type(self) -> str:
@@ -200,6 +169,8 @@ class Errors:
         self._skipped: set[str] = set()
         self._processes: set[str] = set()
         self._looked_at = 0
+        self._lead: re.Pattern[str] | None = None
+        self._logger = ""
         self._ready = 0
         """The line that says that the server is ready: what was before did not end it."""
         self._waiting = deque[tuple[Sequence[bytes], Sequence[int]]]()
@@ -246,6 +217,22 @@ class Errors:
             self._continued.clear()
             return
         prefix, text = split_prefix(line)
+        joined = _TRACEBACK in text and not text.rstrip(":").endswith(_TRACEBACK)
+        whole = text.replace(_TRACEBACK, f"{_TRACEBACK}\\n")
+        for part in _JOINT.split(whole) if joined else [self._strip_lead(text)]:
+            self._read_text(line, prefix, part.strip(), number)
+
+    def _strip_lead(self, text: str) -> str:
+        """Return a line without what an unknown logger writes before each line, as the frames showed it."""
+        if self._lead is not None and (match := self._lead.match(text)):
+            return text[match.end() :]
+        if (frame := _FRAME.search(text, 0, _MOST_MESSAGE)) is None:
+            return text
+        lead = re.sub(r"\d{1,20}", r"\\d{1,20}", re.escape(text[: frame.start()].rstrip()))
+        self._lead = re.compile(rf"{lead}(?:\b|(?<!\w))\s*")
+        return text[frame.start() :]
+
+    def _read_text(self, line: bytes, prefix: str, text: str, number: int) -> None:
         if prefix.lstrip().startswith("#") or line.startswith(b"```"):
             self._continued.clear()  # a heading, or the end of a block of code
         match = _PROCESS.search(prefix)
@@ -254,8 +241,9 @@ class Errors:
             self._processes.add(process)
         elif process not in self._processes:
             process = ""
+        self._logger = "".join(_LOGGER.findall(prefix))
         warned = "warning " in prefix
-        if text.endswith(_TRACEBACK):
+        if text.rstrip(":").endswith(_TRACEBACK):
             ignored = warned or process in self._skipped
             self._skipped.discard(process)
             link, before = self._link.pop(process, ""), self._last.get(process)
@@ -278,11 +266,12 @@ class Errors:
             return
         if process in self._continued and self._read_continuation(process, text, number):
             return
-        if not warned and _BARE.match(text) and (traceback is None or not traceback.error.frames):
+        bare = None if warned else load_lines()["bare"].match(text)
+        if bare and (traceback is None or not traceback.error.frames):
             link = self._link.pop(process, "")
             before = self._last.get(process) if link else None
             self._add(process, _Error(number, text, link=link, before=before))
-        elif self._told is None and not prefix.strip(_LIST) and (match := _TOLD.search(text)):
+        elif self._told is None and not prefix.strip(_LIST) and (match := load_lines()["told"].search(text)):
             lower, place = text.lower(), match.start()
             name = re.split(r"[:( ]", match[1], maxsplit=1)[0]
             stance = read_stance(lower, place, place + len(name), (0, len(lower)))
@@ -292,7 +281,7 @@ class Errors:
     def _read_traceback(self, traceback: _Open, process: str, text: str, number: int) -> bool:
         """Take in a line of a traceback; return False if it is none."""
         error = traceback.error
-        if frame := _FRAME.match(text):
+        if frame := _FRAME.match(text) or _NOTEBOOK_FRAME.match(text):
             error.frames.append(Frame(frame[1], int(frame[2]), frame[3]))
             error.line, error.text, traceback.idle, traceback.asserted = number, text, 0, ""
             return True
@@ -319,6 +308,7 @@ class Errors:
 
     def _add(self, process: str, error: _Error) -> None:
         (self._found if len(self._found) < _MOST_ERRORS else self._latest).append(error)
+        error.logger = self._logger
         self._last[process] = error
         self._continued[process] = _CONTINUED
 
@@ -326,8 +316,9 @@ class Errors:
         """Take in a line after an exception, which may continue its message."""
         left = self._continued[process] - 1
         error = self._last[process]
-        detail = _DETAIL.match(text)
-        if not text or left < 0 or (_BARE.match(text) and not detail) or _COMMAND.search(text):
+        detail = load_lines()["detail"].match(text)
+        another = load_lines()["bare"].match(text) and not detail
+        if another or not text or left < 0 or self._logger not in ("", error.logger) or _COMMAND.search(text):
             if text:
                 self._continued.pop(process, None)
             return not text
@@ -363,7 +354,9 @@ class Errors:
         cuts = (each.error for each in self._open.values() if each.error.frames and not each.ignored)
         cut = self._cut or next(cuts, None)
         line, text = self.headline
-        cause = _describe(replace(cut or _Error(line, ""), text=text), self.launch_blocking)
+        match = load_lines()["told"].search(text)
+        error = replace(cut or _Error(line, ""), text=match[0] if match else text)
+        cause = _describe(error, self.launch_blocking)
         if cut is None:
             return cause if cause.kind != "unknown" else None
         return replace(cause, excerpt=cut.text, note="the text has no exception for this traceback: paste it")
@@ -381,9 +374,9 @@ def _find_headline(lines: Sequence[bytes]) -> tuple[int, str]:
 
 def _rank_echo(error: _Error) -> int:
     """Return 0 for an exception with its traceback, more for what only tells of another error."""
-    if _WRAPPER.search(error.text):
+    if load_lines()["wrapper"].search(error.text):
         return _WRAPS
-    if _ECHO.search(error.text):
+    if load_lines()["echo"].search(error.text):
         return 2
     return 0 if error.frames else 1
 
@@ -420,6 +413,13 @@ def _read_rules(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Rule]:
             re.compile(row[key], re.IGNORECASE) if key in row else None for key in ("message", "frames")
         )
         yield Rule(kind, f"{body['name']}: {row['says']}", message, frames, row.get("step", body["step"]))
+
+
+@cache
+def load_lines() -> Mapping[str, re.Pattern[str]]:
+    """Return the patterns of lines by what these tell."""
+    rows = load_data("causes.yaml")["lines"]
+    return {name: re.compile("".join(pieces)) for name, pieces in rows.items()}
 
 
 def find_told_cause(places: Mapping[str, tuple[int, int, str]]) -> Cause | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -34,6 +34,8 @@ class Clue:
     """A regular expression for text in lower case; bounded repetitions let a search take linear time."""
     event: bool = False
     """True for what happens to a server: a text that says that it may happen does not show it."""
+    ratio: int = 0
+    """The two numbers of a match must be so many times one another; 0 for a pattern without numbers."""
     says: str = ""
     """The statement of a text with this clue, as the end of a sentence: "weights are on the host"."""
 
@@ -139,7 +141,7 @@ def _read_clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) 
         name,
         needles,
         pattern + texts.get("or", ""),
-        **{key: row[key] for key in ("event", "says") if key in row},
+        **{key: row[key] for key in ("event", "ratio", "says") if key in row},
     )
 
 
@@ -169,10 +171,7 @@ def find_clues(text: str) -> list[Clue]:
     table = _make_table()
     names: set[str] = set()
     for word in set(re.findall(_WORD, text)):
-        needles = table.remembered.get(word)
-        if needles is None:
-            needles = table.find_needles(word)
-        for needle in needles:
+        for needle in table.find_needles(word):
             if needle in text:
                 names |= table.clues[needle]
     for needle in table.without_word:
@@ -200,22 +199,19 @@ class _Table:
                 self.by_start.setdefault(word[0][:_KEY], []).append((word[0], needle))
         self.keys = frozenset(self.by_start)
         self.sizes = sorted(set(map(len, self.keys)))
-        self.remembered: dict[str, tuple[str, ...]] = {}
+        self.find_needles = lru_cache(_REMEMBERED)(self._find_needles)
 
-    def find_needles(self, word: str) -> tuple[str, ...]:
+    def _find_needles(self, word: str) -> tuple[str, ...]:
         """Return the needles that start in `word`: at its start, in a long word anywhere."""
         long = _COMPOUND <= len(word) <= _LONGEST
         places = range(len(word)) if long else range(1)
         keys = self.keys.intersection({word[at : at + size] for size in self.sizes for at in places})
-        needles = tuple(
+        return tuple(
             needle
             for key in keys
             for first, needle in self.by_start[key]
             if (first in word if long else word.startswith(first))
         )
-        if len(self.remembered) < _REMEMBERED:
-            self.remembered[word] = needles
-        return needles
 
 
 @cache

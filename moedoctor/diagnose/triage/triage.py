@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -295,6 +295,8 @@ def _place(passage: Passage, clue: Clue) -> tuple[int, _Excerpt, Stance] | None:
             start = match.start() - passage.start
             span = max(0, start), max(0, match.end() - passage.start)
             place = max(1, passage.line - (start < 0)), (passage.shown, *span)
+            if clue.ratio and max(sizes := [*map(int, match.groups())]) != clue.ratio * min(sizes):
+                continue
             if clue.event and (passage.warned or is_possible(passage.text, match.start())):
                 continue
             stance = _read_stance(passage, *match.span())
@@ -343,7 +345,9 @@ class _Reader:
             why = (*why, "but the text tells of it and does not say that it happened here")
         if confidence < _LEAST or not all(map(self._is_any_here, signature.needs)):
             return None
-        reason = self.facts.explain_exclusion(signature) or self._explain_misfit(signature)
+        against = next((_describe(name) for name in signature.unless if name in self.lines), "")
+        misfit = f"the text says that {against}" if against else ""
+        reason = self.facts.explain_exclusion(signature) or misfit
         if reason:
             if confidence >= _NEAR_MISS:
                 self.misses.setdefault(signature.id, NearMiss(signature.id, line, reason))
@@ -395,11 +399,6 @@ class _Reader:
                     return name, line
         return None
 
-    def _explain_misfit(self, signature: Signature) -> str:
-        """Return why the rest of the text does not fit a signature, or an empty string."""
-        against = [name for name in signature.unless if name in self.lines]
-        return f"the text says that {_describe(against[0])}" if against else ""
-
     def _weigh(self, signature: Signature, line: int) -> tuple[float, tuple[str, ...], tuple[str, ...]]:
         """Return the confidence with all evidence, what speaks for and against it, and what is missing."""
         confidence = signature.confidence
@@ -443,12 +442,8 @@ def _mask(excerpt: _Excerpt, redactor: Redactor) -> str:
 
 
 def _is_any_near(lines: Mapping[str, list[int]], names: tuple[str, ...], line: int, within: int) -> bool:
-    for name in names:
-        clue_lines = lines.get(name, [])
-        at = bisect_left(clue_lines, line - within)
-        if at < len(clue_lines) and clue_lines[at] <= line + within:
-            return True
-    return False
+    placed = (lines.get(name, []) for name in names)
+    return any(bisect_left(near, line - within) < bisect_right(near, line + within) for near in placed)
 
 
 def _cut_around(text: str, start: int, end: int) -> str:

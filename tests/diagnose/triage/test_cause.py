@@ -27,6 +27,12 @@ def find(text: str) -> Cause | None:
     return errors.find_cause()
 
 
+def find_root(text: str) -> Cause:
+    found = find(text)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("log", sorted(LOGS.glob("*/*.log")), ids=lambda log: f"{log.parent.name}-{log.stem}")
 def test_the_root_and_class_of_each_engine(log: Path) -> None:
     text = log.read_text(encoding="utf-8")
@@ -64,6 +70,8 @@ PREFIXES = (
     "(EngineCore pid=7) ERROR 11-28 10:00:00 [core.py:9] ",
     "vllm-1  | (Worker_TP1 pid=8) ",
     "[rank3]: ",
+    "2026-11-28 10:00:00.123 | ERROR    | vllm.engine:run:10 - ",
+    "ERROR:root:",
 )
 WRAPPERS = (
     "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
@@ -74,6 +82,13 @@ WRAPPERS = (
 HEAD = "Traceback (most recent call last):"
 CAUSE = "The above exception was the direct cause of the following exception:"
 DURING = "During handling of the above exception, another exception occurred:"
+HOSTILE = (
+    HEAD,
+    '  File "x.py", line 1, in f',
+    "ValueError: a",
+    "(W pid={}) ValueError: b",
+    f"(W pid={{}}) {HEAD}",
+)
 MESSAGES = st.sampled_from(
     [
         "KeyError: 'layers.0.experts.w2_weight'",
@@ -108,34 +123,33 @@ def test_wrappers_and_chains_lead_to_the_root(
     lines += [prefix, prefix + CAUSE, prefix, *traceback("RuntimeError: loading failed", prefix)]
     for wrapper in wrappers:
         lines += ["INFO shutdown", *traceback(wrapper)]
-    found = find("\n".join(lines))
-    assert found is not None
+    found = find_root("\n".join(lines))
     assert (found.line, found.excerpt) == (line, root)
     assert found.place == f"vllm/m{depth - 1}.py:{depth}, in f{depth - 1}"
+
+
+@pytest.mark.parametrize("joint", ["\\n", " "])
+def test_a_traceback_in_one_line_is_read(joint: str) -> None:
+    found = find_root(joint.join(["{'log': 'ready", *traceback("ValueError: no such thing")]))
+    assert (found.excerpt, found.place) == ("ValueError: no such thing", "vllm/m1.py:2, in f1")
 
 
 def test_an_assertion_without_a_message_shows_the_statement_of_its_own_frame() -> None:
     begin, statement = traceback("AssertionError", depth=1)[:2], "    assert a.size == b.size"
     for inner, shown in ([], "AssertionError: assert a.size == b.size"), (begin[1:], "AssertionError"):
-        found = find("\n".join([*begin, statement, *inner, "AssertionError"]))
-        assert found is not None
+        found = find_root("\n".join([*begin, statement, *inner, "AssertionError"]))
         assert found.excerpt == shown
 
 
 @given(st.randoms(use_true_random=False), st.integers(2, 5))
 def test_ranks_that_write_at_once_are_told_apart(random: object, ranks: int) -> None:
-    errors = [
-        traceback(
-            f"ValueError: rank {rank}", f"(Worker_TP{rank} pid={rank}) ERROR 11-28 10:00:00 [a.py:1] ", 6
-        )
-        for rank in range(ranks)
-    ]
+    prefix = "(Worker_TP{0} pid={0}) ERROR 11-28 10:00:00 [a.py:1] "
+    errors = [traceback(f"ValueError: rank {rank}", prefix.format(rank), 6) for rank in range(ranks)]
     lines = []
     while any(errors):
         rank = random.choice([at for at, left in enumerate(errors) if left])  # type: ignore[attr-defined]
         lines.append(errors[rank].pop(0))
-    found = find("\n".join(lines))
-    assert found is not None
+    found = find_root("\n".join(lines))
     first = min(at for at, line in enumerate(lines, 1) if "ValueError: rank" in line)
     assert (found.line, found.place) == (first, "vllm/m5.py:6, in f5")
 
@@ -149,9 +163,8 @@ def test_ranks_that_write_at_once_are_told_apart(random: object, ranks: int) -> 
     ],
 )
 def test_a_probe_is_no_root_of_what_was_raised_while_it_was_handled(link: str, first: str, root: str) -> None:
-    found = find("\n".join([*traceback(first), "", link, "", *traceback("RuntimeError: second")]))
-    assert found is not None
-    assert found.excerpt == root
+    text = "\n".join([*traceback(first), "", link, "", *traceback("RuntimeError: second")])
+    assert find_root(text).excerpt == root
 
 
 def test_what_did_not_end_the_server_is_no_cause() -> None:
@@ -159,9 +172,7 @@ def test_what_did_not_end_the_server_is_no_cause() -> None:
     ignored = ["Exception ignored in: <function f>", *traceback("TypeError: 'NoneType'")]
     assert find("\n".join([*warned, *ignored, "INFO ready"])) is None
     early = [*traceback("ValueError: a bad request"), *["INFO step"] * 500]
-    found = find("\n".join([*early, *traceback("MemoryError: the end")]))
-    assert found is not None
-    assert found.kind == "memory"
+    assert find_root("\n".join([*early, *traceback("MemoryError: the end")])).kind == "memory"
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -169,34 +180,21 @@ def test_the_frame_of_a_fault_is_believed_only_if_launches_block(blocking: bool)
     fault = "RuntimeError: CUDA error: an illegal memory access was encountered"
     hint = "For debugging consider passing CUDA_LAUNCH_BLOCKING=1"
     set_by = ["CUDA_LAUNCH_BLOCKING=1 vllm serve m"] if blocking else []
-    found = find("\n".join([*set_by, *traceback(fault), hint]))
-    assert found is not None
-    assert bool(found.note) is not blocking
+    assert bool(find_root("\n".join([*set_by, *traceback(fault), hint])).note) is not blocking
 
 
 def test_a_rare_word_at_the_end_of_a_large_log_is_found() -> None:
     noise = "INFO 11-28 10:00:00 [loggers.py:259] Engine 000: Avg throughput: 5 tokens/s\n" * 20_000
-    found = find(f"{noise}Killed\n")
-    assert found is not None
+    found = find_root(f"{noise}Killed\n")
     assert (found.line, found.kind) == (20_001, "killed")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        HEAD,
-        '  File "x.py", line 1, in f',
-        "ValueError: a",
-        "(Worker pid={}) ValueError: b",
-        f"(W pid={{}}) {HEAD}",
-    ],
-)
+@pytest.mark.parametrize("line", HOSTILE)
 def test_hostile_repetition_is_read_in_bounded_memory(line: str) -> None:
     errors = Errors()
     for number in range(0, 10_000, 1_000):
-        errors.read(
-            [line.format(at).encode() for at in range(number, number + 1_000)], range(number, number + 1_000)
-        )
+        numbers = range(number, number + 1_000)
+        errors.read([line.format(at).encode() for at in numbers], numbers)
     errors.find_cause()
     sizes = [len(value) for value in vars(errors).values() if hasattr(value, "__len__")]
     assert max(sizes) <= 257
@@ -223,7 +221,9 @@ TOLD = load_yaml("tests.diagnose.triage", "told.yaml")
 
 @pytest.mark.parametrize("row", TOLD, ids=lambda row: row["text"][:40])
 def test_what_a_text_tells_has_a_class_and_a_step_of_its_own(row: dict[str, str | None]) -> None:
-    found = triage(io.BytesIO(str(row["text"]).encode())).error
+    answer = triage(io.BytesIO(str(row["text"]).encode()))
+    found = answer.error
+    assert {row["id"]} <= {finding.id for finding in answer.findings} if "id" in row else True
     assert (found.kind if found else None) == row["kind"]
     assert not found or (row.get("try") or "") in found.next_step
     assert not found or (row.get("excerpt") or "") in found.excerpt
