@@ -92,7 +92,7 @@ def test_the_alternatives_of_a_pattern_have_needles(clue: Clue) -> None:
     held: list[tuple[str, bool]] = []
 
     @settings(
-        max_examples=12,
+        max_examples=30,
         derandomize=True,
         database=None,
         deadline=None,
