@@ -65,6 +65,8 @@ _APART = 400
 """Lines between two errors that do not belong together."""
 _MOST_MESSAGE, _KEPT, _CONTINUED = 2_000, 6, 60
 _MOST_HINTS = 2
+_MOST_LEADS, _MOST_LEAD = 100, 200
+"""How many prefixes of unknown loggers are learned, and their characters."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class Errors:
         self._processes: set[str] = set()
         self._looked_at = 0
         self._lead: re.Pattern[str] | None = None
+        self._leads = 0
         self._logger = ""
         self._ready = 0
         """The line that says that the server is ready: what was before did not end it."""
@@ -228,8 +231,11 @@ class Errors:
             return text[match.end() :]
         if (frame := _FRAME.search(text, 0, _MOST_MESSAGE)) is None:
             return text
-        lead = re.sub(r"\d{1,20}", r"\\d{1,20}", re.escape(text[: frame.start()].rstrip()))
-        self._lead = re.compile(rf"{lead}(?:\b|(?<!\w))\s*")
+        if self._leads < _MOST_LEADS and frame.start() < _MOST_LEAD:
+            self._leads += 1
+            # One pattern for all of a number: several in a row could match it in countless ways.
+            lead = re.sub(r"\d+", r"\\d+", re.escape(text[: frame.start()].rstrip()))
+            self._lead = re.compile(rf"{lead}(?:\b|(?<!\w))\s*")
         return text[frame.start() :]
 
     def _read_text(self, line: bytes, prefix: str, text: str, number: int) -> None:

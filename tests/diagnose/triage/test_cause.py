@@ -88,6 +88,7 @@ HOSTILE = (
     "ValueError: a",
     "(W pid={}) ValueError: b",
     f"(W pid={{}}) {HEAD}",
+    f"{'9' * 179}{{}}x File 'x.py', line 1, in f".replace("'", '"'),
 )
 MESSAGES = st.sampled_from(
     [
