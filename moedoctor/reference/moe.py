@@ -6,7 +6,7 @@ expert at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,26 +80,48 @@ def forward(
     between two codes often gets the other code where a backend rounds elsewhere. Raises ValueError for an id
     outside -1..E-1 and for an unknown activation.
     """
+    call = x, weights, topk_weights, topk_ids
+    return forward_each(*call, quantize_input, quantize_intermediate, (rounding,))[0]
+
+
+def forward_each(
+    x: torch.Tensor,
+    weights: MoeWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    quantize_input: Quantize | None,
+    quantize_intermediate: Quantize | None,
+    roundings: Sequence[Rounding],
+) -> torch.Tensor:
+    """Return float32 [roundings, T, H] as `forward`; an expert is dequantized once for all of them."""
     if weights.activation not in ACTIVATIONS:
         raise ValueError(f"activation: expected {', '.join(ACTIVATIONS)}, got {weights.activation!r}")
     experts = _count_experts(weights.w13)
     if bool(((topk_ids < -1) | (topk_ids >= experts)).any()):
         raise ValueError(f"topk_ids: expected -1 to {experts - 1}")
     routed_input = x.float() if quantize_input is None else quantize_input(x.float())  # [T, H]
-    total = torch.zeros_like(x, dtype=torch.float32)  # [T, H]
+    total = torch.zeros(len(roundings), *x.shape, dtype=torch.float32, device=x.device)  # [R, T, H]
     for expert in topk_ids[topk_ids >= 0].unique().tolist():
         token, lane = (topk_ids == expert).nonzero(as_tuple=True)  # [n] each
         up = _multiply(routed_input[token], weights.w13, weights.w13_bias, expert)  # [n, 2I] or [n, I]
-        if quantize_intermediate is None:
-            middle = activate(up, weights.activation)  # [n, I]
-        else:
-            product, arithmetic, result, error = rounding
-            up = (up * (1 + error)).to(product).to(arithmetic)  # [n, 2I] or [n, I]
-            activated = activate(up, weights.activation)  # [n, I]
-            middle = quantize_intermediate(activated.to(result).float())  # [n, I]
-        out = _multiply(middle, weights.w2, weights.w2_bias, expert)  # [n, H]
-        total.index_add_(0, token, out * topk_weights[token, lane].float()[:, None])
+        middle = torch.cat(
+            [_activate_rounded(up, weights.activation, each, quantize_intermediate) for each in roundings]
+        )  # [R * n, I]
+        out = _multiply(middle, weights.w2, weights.w2_bias, expert)  # [R * n, H]
+        out = out * topk_weights[token, lane].float().repeat(len(roundings))[:, None]
+        total.index_add_(1, token, out.unflatten(0, (len(roundings), -1)))
     return total
+
+
+def _activate_rounded(
+    up: torch.Tensor, activation: str, rounding: Rounding, quantize: Quantize | None
+) -> torch.Tensor:
+    """Return the activated values [n, I], rounded and quantized if `quantize` is given."""
+    if quantize is None:
+        return activate(up, activation)
+    product, arithmetic, result, error = rounding
+    activated = activate((up * (1 + error)).to(product).to(arithmetic), activation)  # [n, I]
+    return quantize(activated.to(result).float())
 
 
 def activate(up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -16,9 +16,10 @@ import torch
 
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference import e2m1, fp8, nvfp4
-from moedoctor.reference.moe import ROUNDINGS, MoeWeights, Quantize, Weight, forward
+from moedoctor.reference.moe import ROUNDINGS, MoeWeights, Quantize, Weight, forward_each
 
 _Maker = Callable[[tuple[int, int, int], torch.Generator, str], Weight]
+_AT_ONCE = 7  # roundings: their outputs take memory together
 _SCALE_CODES = (0x30, 0x43)
 """E4M3 codes of block scales: 0.5 up to 2.5."""
 _CODE_RMS = 2.93
@@ -127,19 +128,22 @@ def compute_expected(problem: Problem, activations: str, near: torch.Tensor | No
     """
     layer = problem.layer
     compute = partial(
-        forward,
+        forward_each,
         problem.x,
         MoeWeights(layer.w13, layer.w2, layer.shape.activation),
         problem.topk_weights,
         problem.topk_ids,
-        quantize_input=make_quantizer(activations, layer.input_scale),
-        quantize_intermediate=make_quantizer(activations, layer.intermediate_scale),
+        make_quantizer(activations, layer.input_scale),
+        make_quantizer(activations, layer.intermediate_scale),
     )
+    best: torch.Tensor = compute(ROUNDINGS[:1])[0]  # [T, H]
     if near is None or activations == "none":
-        return compute()
-    outputs = torch.stack([compute(rounding=rounding) for rounding in ROUNDINGS])  # [roundings, T, H]
-    distances = (outputs - near.float()).norm(dim=2).nan_to_num(math.inf)  # [roundings, T]
-    return outputs[distances.argmin(0), torch.arange(len(near), device=near.device)]
+        return best
+    for first in range(1, len(ROUNDINGS), _AT_ONCE):
+        outputs = torch.cat([best[None], compute(ROUNDINGS[first : first + _AT_ONCE])])  # [roundings, T, H]
+        distances = (outputs - near.float()).norm(dim=2).nan_to_num(math.inf)  # [roundings, T]
+        best = outputs[distances.argmin(0), torch.arange(len(near), device=near.device)]
+    return best
 
 
 def make_quantizer(activations: str, scale: float) -> Quantize | None:
