@@ -16,7 +16,7 @@ from moedoctor.scenario.file import Scenario
 from moedoctor.text import find_closest, shorten, suggest_expected, suggest_names
 
 _TOGETHER = {Tier.MODEL: 4, Tier.ENGINE: 1}
-"""How many cases of a tier share a GPU, whatever their failure: restated algorithms measure no time."""
+"""Cases of a tier that share a GPU, whatever their failure: restated algorithms measure no time."""
 _SUBJECTS = ("faulty", "fixed", "installed", "vllm@X.Y.Z", "flashinfer@X.Y.Z")
 
 

@@ -66,7 +66,7 @@ _APART = 400
 _MOST_MESSAGE, _KEPT, _CONTINUED = 2_000, 6, 60
 _MOST_HINTS = 2
 _MOST_LEADS, _MOST_LEAD = 100, 200
-"""How many prefixes of unknown loggers are learned, and their characters."""
+"""Prefixes of unknown loggers that are learned, and the characters of one."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Errors:
             return text[match.end() :]
         if (frame := _FRAME.search(text, 0, _MOST_MESSAGE)) is None:
             return text
-        if self._leads < _MOST_LEADS and frame.start() < _MOST_LEAD:
+        if 0 < frame.start() < _MOST_LEAD and self._leads < _MOST_LEADS:
             self._leads += 1
             # One pattern for all of a number: several in a row could match it in countless ways.
             lead = re.sub(r"\d+", r"\\d+", re.escape(text[: frame.start()].rstrip()))

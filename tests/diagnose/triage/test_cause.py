@@ -173,7 +173,8 @@ def test_what_did_not_end_the_server_is_no_cause() -> None:
     ignored = ["Exception ignored in: <function f>", *traceback("TypeError: 'NoneType'")]
     assert find("\n".join([*warned, *ignored, "INFO ready"])) is None
     early = [*traceback("ValueError: a bad request"), *["INFO step"] * 500]
-    assert find_root("\n".join([*early, *traceback("MemoryError: the end")])).kind == "memory"
+    for prefix in ("", "ERROR:root:"):
+        assert find_root("\n".join([*early, *traceback("MemoryError: the end", prefix)])).kind == "memory"
 
 
 @pytest.mark.parametrize("blocking", [True, False])
