@@ -51,8 +51,13 @@ def measure_roofline(device: str) -> Roofline:
     return Roofline(bandwidth, flops)
 
 
-def _measure_bandwidth(device: str, gpu: bool) -> float:
-    data = torch.ones((_GPU_BYTES if gpu else _CPU_BYTES) // 4, device=device)  # float32
+def measure_host_memory() -> float:
+    """Measure the bytes a second of a read-only pass by all cores over more than any cache holds."""
+    return _measure_bandwidth("cpu", gpu=False, nbytes=_GPU_BYTES)
+
+
+def _measure_bandwidth(device: str, gpu: bool, nbytes: int | None = None) -> float:
+    data = torch.ones((nbytes or (_GPU_BYTES if gpu else _CPU_BYTES)) // 4, device=device)  # float32
     return data.numel() * 4 / _time_fastest(data.sum, gpu)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -96,6 +97,16 @@ _SCHEMES = "moedoctor.diagnose.plan.plan:SCHEMES"
         "specification.",
         number("--pcie"),
     ),
+    cpu=option(
+        "GB/S",
+        "Bandwidth at which the CPU reads host memory, in GB/s: with --expert-cache, the bound if the CPU "
+        "computes a part of the missing experts.",
+        number("--cpu"),
+    ),
+    measure=typer.Option(
+        "--measure",
+        help="Measure the value for --cpu on this machine. Needs torch and 2 GiB, and takes seconds.",
+    ),
     ask=typer.Option(
         "--ask",
         help="Take the size of the weights from the installed vLLM, which builds the model without its "
@@ -121,6 +132,8 @@ def plan(
     expert_cache: int | None = None,
     hit_rate: float | None = None,
     pcie: float | None = None,
+    cpu: float | None = None,
+    measure: bool = False,
     ask: bool = False,
     format: PageFormat = "table",
     output: Output = None,
@@ -129,10 +142,10 @@ def plan(
     """Compute what fits on a GPU and how fast it can be.
 
     Weights, workspace, KV tokens, concurrent requests, and the limit that PCIe sets on speed. Nothing is
-    measured. Exit code 1 if the model, or one request of the context, does not fit.
+    measured but with --measure. Exit code 1 if the model, or one request of the context, does not fit.
     """
     from moedoctor.diagnose.plan.kv_cache import PlanError
-    from moedoctor.diagnose.plan.plan import GIB, PCIE_5_X16, SPECIFICATION, PlanRequest, plan
+    from moedoctor.diagnose.plan.plan import GIB, MEASURED, PCIE_5_X16, SPECIFICATION, PlanRequest, plan
     from moedoctor.diagnose.plan.weights import count_checkpoint_bytes
     from moedoctor.diagnose.plan.workspace import check_backend
     from moedoctor.models.config_fields import ConfigError
@@ -142,8 +155,13 @@ def plan(
     def to_bytes(gib: float | None) -> int | None:
         return None if gib is None else round(gib * GIB)
 
+    if measure and cpu is not None:
+        raise InputError("--cpu and --measure exclude each other; give one of them")
+    cpu_bandwidth = None if cpu is None else cpu * 1e9
     with convert_errors(ConfigError, PlanError):
         shape = find_model(model)
+        if measure:
+            cpu_bandwidth = _measure_memory()
         built, release = _ask_installed(model, tensor_parallel_size) if ask else (None, "")
         expert_scheme, source = (scheme, None) if scheme is not None else _find_scheme(Path(model))
         request = PlanRequest(
@@ -170,6 +188,8 @@ def plan(
             hit_rate=hit_rate,
             bandwidth=PCIE_5_X16 if pcie is None else pcie * 1e9,
             bandwidth_source=SPECIFICATION if pcie is None else "given with --pcie",
+            cpu_bandwidth=cpu_bandwidth,
+            cpu_source="" if cpu_bandwidth is None else MEASURED if measure else "given with --cpu",
         )
         result = plan(request)
     reason = result.notes[0] if result.missing_bytes else "not one request of the context fits"
@@ -181,6 +201,15 @@ def plan(
         code=0 if result.kv.concurrency >= 1 else 1,
         reasons=[reason],
     )
+
+
+def _measure_memory() -> float:
+    """Return the bytes a second that all cores read from memory. Raises InputError without torch."""
+    if importlib.util.find_spec("torch") is None:
+        raise InputError("--measure needs torch, which is not installed; give --cpu GB/S")
+    from moedoctor.bench.roofline import measure_host_memory
+
+    return measure_host_memory()
 
 
 def _ask_installed(model: str, tensor_parallel: int) -> tuple[int, str]:

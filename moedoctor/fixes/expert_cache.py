@@ -27,6 +27,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -142,6 +143,11 @@ class ExpertCache:
     def mapping(self) -> torch.Tensor:
         """int32 [E] on the device: each expert's slot, or -1. Always the same tensor, updated in place."""
         return self._engine.mapping
+
+    @property
+    def state(self) -> Any:
+        """The `LookupState` of the engine ``device``, for kernels that work beside it; else None."""
+        return getattr(self._engine, "_state", None)
 
     def acquire(self, ids: torch.Tensor) -> CachedExperts:
         """Make the experts of `ids` [T, K] resident; an id of -1 means no expert and stays -1.

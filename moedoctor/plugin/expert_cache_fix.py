@@ -21,6 +21,7 @@ from moedoctor.kernels.cache import EVERY_ROW
 from moedoctor.plugin import weight_reload
 from moedoctor.plugin.expert_cache_layer import (
     EXPERTS,
+    HostExperts,
     find_host_experts,
     install,
     stream_prompts,
@@ -203,6 +204,8 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     # vLLM kept the experts in pinned memory of torch's own, which torch would keep for later.
     if torch.cuda.is_available():
         torch._C._host_emptyCache()
+    if options.cpu != 0:
+        _start_cpu(find_host_experts(model), options, device)
     memory = [cache.memory for cache in caches]
     order = {"hits first" if layer.hits_first else "copies first" for layer in find_host_experts(model)}
     logger.info(
@@ -221,6 +224,19 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
         buffers / 2**30,
         (sum(layer.saved for layer in memory) - buffers) / 2**30,
     )
+
+
+def _start_cpu(layers: Sequence[HostExperts], options: CacheOptions, device: Any) -> None:
+    """Let the CPU compute a part of the missing experts, or raise SystemExit; ``auto`` goes without it."""
+    from moedoctor.plugin import cpu_experts
+
+    wish = "auto" if options.cpu is None else f"{options.cpu:g}"
+    try:
+        logger.info("moedoctor: expert_cache: cpu=%s: %s", wish, cpu_experts.start(layers, options, device))
+    except UnavailableError as error:
+        if options.cpu is not None:
+            refuse(NAME, f"{VARIABLE}={options.slots}:cpu={wish}: {error}")
+        logger.warning("moedoctor: expert_cache: cpu=%s computes nothing: %s", wish, error)
 
 
 def _create_on_host(original: Any, *, slots: int) -> Any:

@@ -67,6 +67,11 @@ class HostExperts:
         """The number of experts of a token."""
         return int(self._layer.top_k)
 
+    @property
+    def tensor_parallel(self) -> int:
+        """The number of GPUs that share the layer."""
+        return int(getattr(self._layer.moe_config.moe_parallel_config, "tp_size", 1))
+
     def give(self, options: CacheOptions, *, captured: bool) -> ExpertCache:
         """Replace what the layer computes with by a new cache.
 
@@ -252,18 +257,21 @@ def _apply_through(experts: HostExperts, compute: Any, splits: bool) -> Any:
         w2: torch.Tensor,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
+        has_gaps: bool = False,
         **given: Any,
     ) -> torch.Tensor:
+        """Compute the layer; with `has_gaps` some ids are -1, and their pairs add nothing."""
         given.update(hidden_states=hidden_states, topk_weights=topk_weights)
         given["global_num_experts"] = cache.num_experts
         if experts.streams(len(topk_ids)):
             return compute_through_stream(topk_ids, given)
-        many = cache.may_need_groups(topk_ids)
+        unsorted = splits and topk_ids.numel() * hits_first.UNSORTED <= cache.num_experts
+        many = cache.may_need_groups(topk_ids) or (has_gaps and not unsorted)
         given.update(w1=cache.weights["w1"], w2=cache.weights["w2"], expert_map=nowhere if many else None)
         with _choose_tiles_for(cache.num_experts):
             if many:
                 return compute_in_groups(topk_ids, given).to(hidden_states.dtype)
-            if splits and topk_ids.numel() * hits_first.UNSORTED <= cache.num_experts:
+            if unsorted:
                 return hits_first.compute_in_two(cache, kernel.fused_experts, compute, topk_ids, given)
             result: torch.Tensor = compute(topk_ids=cache.acquire(topk_ids).slot_ids, **given)  # [T, H]
             return result

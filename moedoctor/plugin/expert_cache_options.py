@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,12 @@ class CacheOptions:
     """Calls of at least so many tokens pass through two layer buffers instead of the slots; 0 for none. By
     default those in which each expert is asked for twice on average, if the buffers are at most a quarter of
     all experts."""
+    cpu: float | None = 0.0
+    """The share of a short call's missing experts that the CPU computes; None: measured at start."""
+    workers: int | None = None
+    """Threads that compute on the CPU; None: one for each core but two."""
+    nodes: tuple[int, ...] = ()
+    """The NUMA nodes of these threads; empty: the node of the GPU."""
 
 
 _SWITCH = {"0": False, "1": True}
@@ -50,8 +56,20 @@ _OPTIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "engine": (", ".join(ENGINES), {name: name for name in ENGINES}),
     "pin": ("0 or 1", _SWITCH),
     "stream": ("a number of tokens", {}),
+    "cpu": ("auto, or a share from 0 to 1", {"auto": None}),
+    "workers": ("a number of threads from 1 to 64", {}),
+    "nodes": ("numbers of NUMA nodes such as 0 or 0+1", {}),
 }
 """Name of an option -> what is expected, and text -> value."""
+
+
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "stream": lambda text: int(text) if _is_number(text) else None,
+    "cpu": lambda text: float(text) if _is_number(text.replace(".", "", 1)) and float(text) <= 1 else None,
+    "workers": lambda text: int(text) if _is_number(text) and 1 <= int(text) <= 64 else None,
+    "nodes": lambda text: tuple(map(int, text.split("+"))) if all(map(_is_number, text.split("+"))) else None,
+}
+"""Name of an option -> function that returns the value of any other text, or None."""
 
 
 def read_options(text: str) -> CacheOptions:
@@ -67,11 +85,12 @@ def read_options(text: str) -> CacheOptions:
         if name in options:
             raise _make_error(f"the option {name} twice", "each option once")
         expected, values = _OPTIONS[name]
-        if name == "stream" and _is_number(value):
-            values = {value: int(value)}
-        if value not in values:
+        if value in values:
+            options[name] = values[value]
+            continue
+        options[name] = _READERS[name](value) if name in _READERS else None
+        if options[name] is None:
             raise _make_error(f"{name}={show(value)}", expected)
-        options[name] = values[value]
     return CacheOptions(int(slots), **options)
 
 

@@ -11,7 +11,7 @@ from moedoctor.fixes.expert_cache import ExpertCache
 
 UNSORTED = 4
 """TRITON does not sort ids if there are at least so many times as many experts as pairs."""
-_TRITON = "TritonExperts"
+TRITON = "TritonExperts"
 
 
 def can_split(layer: Any) -> bool:
@@ -23,7 +23,7 @@ def can_split(layer: Any) -> bool:
     """
     experts = layer.quant_method.moe_kernel.fused_experts
     described = experts.quant_config
-    return type(experts).__name__ == _TRITON and (
+    return type(experts).__name__ == TRITON and (
         layer.w13_weight.dtype in (torch.bfloat16, torch.float16)
         or described._a2.scale is not None
         or described.block_shape is not None

@@ -9,7 +9,9 @@ import sys
 os.environ["TRITON_INTERPRET"] = "1"
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
+from threading import Timer
 from typing import Any
 from unittest import mock
 
@@ -28,9 +30,11 @@ from moedoctor.fixes.layer_stream import LayerStream
 from moedoctor.fixes.moe.forward import GroupedForward, moe_forward
 from moedoctor.kernels.cache import EVERY_ROW, HALVED_EVERY, transfer
 from moedoctor.kernels.cache.transfer import Transfer
+from moedoctor.plugin import cpu_experts
 from moedoctor.reference.moe import MoeWeights
 from moedoctor.reference.moe import forward as reference
 from tests.fixes.cache.checks import EXPERTS, WEIGHTS, assert_consistent, assert_holds
+from tests.fixes.cache.test_host_workers_gpu import check_sums
 
 SLOTS = 4
 IDS = torch.tensor([[1, 2, 3]])
@@ -454,6 +458,25 @@ def streamed() -> None:
                     assert torch.equal(weights[name].view(torch.uint8), tensor.view(torch.uint8)), name
                 caches[number].seed_from(torch.tensor([[number, 3], [4, 5]]), weights)
             assert_consistent(caches[number], layers[number])
+
+
+def cpus_part() -> None:
+    """The next request waits for a call that broke off, and timing leaves residents and counts."""
+    side = check_sums(torch.device("cpu"))
+    cache, x, weights = side._caches[0], torch.ones(1, 64).bfloat16(), torch.ones(1, 3)
+    cache.seed(torch.arange(6)[None])
+    plant = partial(side._workers._library.moedoctor_fault, side._workers._crew, 0)
+    plant(2)  # hangs
+    Timer(1.0, plant, [0]).start()
+    side.ask(0, x, weights, torch.tensor([[7, 8, 9]], dtype=torch.int32), 256)
+    nothing = torch.tensor([[-1, 12, 3]], dtype=torch.int32)
+    assert torch.equal(side.ask(0, x, weights, nothing, 256), nothing)
+    assert side._workers.box.answers.tolist() == [int(side.stamps[0])] * 2
+    side.add(x)
+    assert x.eq(1).all()
+    with mock.patch.multiple(cpu_experts, CANDIDATES=(0, 256), _TIMED_STEPS=1):
+        assert cpu_experts._choose_all(side, [1], 2)[0].share in (0, 256)
+    assert (cache.resident(), cache.stats.misses) == ([0, 1, 2, 3, 4, 5], 0)
 
 
 if __name__ == "__main__":

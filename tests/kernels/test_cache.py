@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
 from moedoctor.fixes.cache.packed import LANES, SIZE
-from moedoctor.kernels.cache import lookup, transfer
+from moedoctor.kernels.cache import handover, lookup, transfer
 from tests.compiled_kernels import LOWERINGS, compile_launches
 
 
@@ -23,6 +23,11 @@ def test_compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
             lookup.launch_groups(state, ids)
             lookup.launch_lookup(state, ids, torch.empty_like(ids), group=0)
             lookup.launch_lookup(state, ids, torch.empty_like(ids), late=torch.empty_like(ids))
+            if (experts, count) == (128, 64):
+                x, stamp = torch.empty(8, 2048, dtype=torch.bfloat16), torch.empty(64, dtype=torch.int64)
+                box = stamp, ids, ids, torch.empty(64, 8), x
+                handover.launch_ask(state, ids, torch.empty(8, 8), x, stamp, box, 128, 5)
+                handover.launch_add(x, torch.empty(8, 2048), stamp, stamp)
         host = {"whole": torch.empty(128, 4096), "odd": torch.empty(128, 3, dtype=torch.uint8)}
         packed = {"packed": (torch.empty(128, 1, 12_000, dtype=torch.uint8), SIZE, 256, 128)}
         slots = {
@@ -31,4 +36,6 @@ def test_compiled(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
         slots["packed"] = torch.empty(32, SIZE, dtype=torch.bfloat16)
         transfer.Transfer(host, packed, slots, (SIZE, LANES)).launch(state.copies)
     names = {kernel.metadata.name for kernel in kernels}
-    assert names == {"group_kernel", "lookup_kernel", "transfer_kernel", "unpack_kernel"}
+    ours = {"ask_kernel", "add_kernel"}
+    assert names == {"group_kernel", "lookup_kernel", "transfer_kernel", "unpack_kernel", *ours}
+    assert all("fence.acq_rel.sys" in kernel.asm["ptx"] for kernel in kernels if kernel.metadata.name in ours)

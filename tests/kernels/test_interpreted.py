@@ -48,7 +48,7 @@ def test_in_the_interpreter() -> None:
         ("kernel_calls.py", *ROUTING, "group edges", "inf ranks by logit", "sorts every arrangement"),
         ("id_and_watch_calls.py", *IDS, *WATCH),
         ("trace/interpreted_keep.py",),
-        (CACHE, "wrong_ids", "many_ids", "reseeded"),
+        (CACHE, "wrong_ids", "many_ids", "reseeded", "cpus_part"),
         ("expert_cases.py", *EXPERTS),
     )
 

@@ -287,7 +287,7 @@ def summing(**described: Any) -> Layer:
 def test_only_a_backend_whose_rows_are_independent_is_split(fp8, described, splits, monkeypatch):
     layer = summing(**described)
     assert not hits_first.can_split(layer), "SummingExperts is not TRITON"
-    monkeypatch.setattr(hits_first, "_TRITON", "SummingExperts")
+    monkeypatch.setattr(hits_first, "TRITON", "SummingExperts")
     if fp8:
         layer.w13_weight.data = layer.w13_weight.data.to(torch.float8_e4m3fn)
     assert hits_first.can_split(layer) is splits
@@ -487,8 +487,11 @@ def test_the_variable_is_read() -> None:
     assert fix.read_wish({fix.VARIABLE: " 16 "}) == CacheOptions(
         16, policy="aging", packed=True, overlap=True, fill=True
     )
-    every = "8: policy=lfru, packed=0,overlap=0,fill=0,engine=host,pin=0,stream=64,"
-    expected = CacheOptions(8, "lfru", False, False, False, "host", False, 64)
+    every = (
+        "8: policy=lfru, packed=0,overlap=0,fill=0,engine=host,pin=0,stream=64,cpu=0.4,workers=9,nodes=0+1,"
+    )
+    expected = CacheOptions(8, "lfru", False, False, False, "host", False, 64, 0.4, 9, (0, 1))
+    assert fix.read_wish({fix.VARIABLE: "8:cpu=auto"}) == CacheOptions(8, cpu=None)
     assert fix.read_wish({fix.VARIABLE: every}) == expected
     for default in ("1", "backend"):
         assert fix.read_wish({fix.VARIABLE: f"8:overlap={default}"}) == CacheOptions(8)
@@ -504,8 +507,10 @@ BAD_SLOTS = ("0", "-4", "many", "1.5", ":packed=1", "9" * 5000)
         ("8:policy=best", "has policy='best'; expected aging, lfru, lfu, lru"),
         ("8:packed=yes", "has packed='yes'; expected 0 or 1"),
         ("8:overlap=own", "has overlap='own'; expected 0 or 1"),
-        ("8:slots=4", "called 'slots'; expected policy, packed, overlap, fill, engine, pin, stream"),
+        ("8:slots=4", "expected policy, packed, overlap, fill, engine, pin, stream, cpu, workers, nodes"),
         ("8:stream=-1", "has stream='-1'; expected a number of tokens"),
+        *((f"8:cpu={value}", "expected auto, or a share from 0 to 1") for value in ("2", "-1", "1e0", "")),
+        ("8:nodes=0-1", "expected numbers of NUMA nodes"),
         ("8:packed=1,packed=0", "has the option packed twice"),
         ("8:policy=\x1b[31m\n" + "x" * 4000, "expected aging"),
     ],

@@ -20,6 +20,7 @@ MODES = ("uva", "copy")
 PCIE_5_X16 = 32e9 * 16 * 128 / 130 / 8
 """Bytes a second: 16 lanes of 32 GT/s that send 128 bits as 130. Copies over such a link are slower."""
 SPECIFICATION = "PCIe 5.0 x16 by its specification"
+MEASURED = "measured with --measure"
 _GPUS = (2, 4, 8, 16)
 _LEAST_OTHER = 0.5
 """Bytes of a weight outside the experts, in the smallest checkpoint that is believed."""
@@ -66,6 +67,9 @@ class PlanRequest:
     bandwidth: float = PCIE_5_X16
     """Bytes a second from host to device."""
     bandwidth_source: str = SPECIFICATION
+    cpu_bandwidth: float | None = field(default=None, metadata={"sparse": True})
+    """Bytes a second that the CPU reads from its memory, if it computes a part of the cache's misses."""
+    cpu_source: str = field(default="", metadata={"sparse": True})
 
 
 _LEAST_PACKED = 5 / 8
@@ -86,6 +90,10 @@ class Traffic:
     how: str
     is_bound: bool = True
     """False if another hit rate than the assumed one makes an engine faster."""
+    cpu_share: float | None = field(default=None, metadata={"sparse": True})
+    """The share of an expert cache's misses that the CPU computes when both sides end at the same time."""
+    both_tokens_per_second: float | None = field(default=None, metadata={"sparse": True})
+    """`tokens_per_second` if the CPU computes that share, and its memory carries both sides at once."""
 
 
 @dataclass(frozen=True)
@@ -314,7 +322,12 @@ def _count_traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) ->
     def move(host_bytes: int, device_bytes: int, moved: float, how: str) -> Traffic:
         speed = request.bandwidth / moved if moved else None
         assumed = request.cache_slots is not None and request.hit_rate is None
-        return Traffic(host_bytes, device_bytes, moved, speed, how, is_bound=not assumed)
+        traffic = Traffic(host_bytes, device_bytes, moved, speed, how, is_bound=not assumed)
+        if request.cpu_bandwidth is None or not moved:
+            return traffic
+        total = request.bandwidth + request.cpu_bandwidth
+        share = request.cpu_bandwidth / total
+        return replace(traffic, cpu_share=share, both_tokens_per_second=total / moved)
 
     if request.cache_slots is not None:
         rate, how = _find_hit_rate(request, request.cache_slots)
@@ -322,6 +335,8 @@ def _count_traffic(request: PlanRequest, expert_bytes: int, layer_bytes: int) ->
         least = _LEAST_PACKED if request.scheme == "bf16" else 1
         how += f"; packed, at least {least:.1%} of BF16" if least < 1 else ""
         return move(expert_bytes, cached, active * (1 - rate) * least, how)
+    if request.cpu_bandwidth is not None:
+        raise PlanError("--cpu and --measure are of an expert cache; give --expert-cache SLOTS as well")
     if request.hit_rate is not None:
         raise PlanError(
             f"--hit-rate {request.hit_rate:g}: is of an expert cache; give --expert-cache SLOTS as well"

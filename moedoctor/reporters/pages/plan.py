@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from moedoctor.diagnose.plan.plan import GIB, Plan, PlanRequest
+from moedoctor.diagnose.plan.plan import GIB, MEASURED, Plan, PlanRequest
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table
 from moedoctor.reporters.text import count_of
 
@@ -25,9 +25,10 @@ def make_plan_page(document: PlanDocument) -> list[Block]:
     """Return a table of what takes how much, and remarks."""
     request, result = document.inputs, document.plan
     shape = request.shape
-    page: list[Block] = [
-        Heading(f"plan for {shape.name}: computed from {shape.source}; nothing was measured", 1)
-    ]
+    measured = "nothing was measured"
+    if request.cpu_source == MEASURED:
+        measured = "only the host's memory was measured"
+    page: list[Block] = [Heading(f"plan for {shape.name}: computed from {shape.source}; {measured}", 1)]
     page.append(Paragraph(Span(summarize(document), "bold")))
     notes = result.notes
     if result.missing_bytes:  # the first notes are the answer, and what helps
@@ -100,6 +101,14 @@ def _list_rows(request: PlanRequest, result: Plan) -> Iterator[tuple[str, str, s
             limit = "for uniform routing: no bound, real routing is faster or slower"
         speed = f"one request at {request.bandwidth / 1e9:.1f} GB/s ({request.bandwidth_source}); {limit}"
         yield name, f"{traffic.tokens_per_second:.1f} tokens/s", speed
+    if traffic.both_tokens_per_second is not None and request.cpu_bandwidth is not None:
+        how = (
+            f"the CPU computes {traffic.cpu_share:.2f} of the misses at "
+            f"{request.cpu_bandwidth / 1e9:.1f} GB/s ({request.cpu_source}), "
+            "if host memory carries that beside the bus"
+        )
+        name = "bound by both" if traffic.is_bound else "estimate by both"
+        yield name, f"{traffic.both_tokens_per_second:.1f} tokens/s", how
 
 
 def _format_gib(size: int | None) -> str:

@@ -90,6 +90,9 @@ def test_an_expert_cache_moves_the_misses_and_holds_its_slots():
     moved = 48 * 8 * expert * 0.25 * 10 / 16  # packed, or the bound would be below what the cache reaches
     assert found.traffic.bytes_per_token == moved
     assert found.traffic.tokens_per_second == 50e9 / moved
+    beside = replace(request, cpu_bandwidth=75e9, cpu_source="given with --cpu")
+    assert plan(beside).traffic.both_tokens_per_second == pytest.approx(2.5 * found.traffic.tokens_per_second)
+    assert "0.60 of the misses at 75.0 GB/s (given with --cpu)" in " ".join(_show(beside).split())
 
 
 def tiny_shape(**change):
@@ -134,6 +137,7 @@ def test_embeddings_cannot_be_offloaded_and_tied_ones_are_counted_once():
         ({"tensor_parallel": 3}, "--tensor-parallel-size 3: .* heads of 32, which 3 GPUs do not divide"),
         ({"cache_slots": 4}, "expected 8 .top_k. to 128"),
         ({"cache_slots": 16, "offload_bytes": 1}, "exclude each other"),
+        ({"cpu_bandwidth": 75e9}, "--cpu and --measure are of an expert cache"),
         ({"offload_bytes": 900 * GIB}, "expected 0 to 16.90 GiB, the size of the decoder layers"),
         ({"checkpoint_bytes": GIB}, "give the right --scheme"),
         ({"checkpoint_bytes": 57 * GIB}, "holds 57.00 GiB, and with experts in nvfp4 it would be 15.9"),

@@ -1,0 +1,303 @@
+"""Computes a part of the missing experts of short calls on the CPU, while others travel to their slots.
+
+A call of few tokens first asks the workers of `HostWorkers` for some of its missing experts, goes through the
+cache with the others, and adds the workers' sum to the result. `MOEDOCTOR_EXPERT_CACHE=N:cpu=SHARE` sets the
+part of the missing experts, ``cpu=auto`` measures at start which part makes a step fastest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moedoctor.fixes.cache import host_workers
+from moedoctor.fixes.cache.host_workers import MOST_EXPERTS, MOST_TOKENS, HostWorkers
+from moedoctor.fixes.expert_cache import ExpertCache
+from moedoctor.kernels.cache import WHOLE_SHARE
+from moedoctor.plugin import hits_first
+from moedoctor.plugin.expert_cache_layer import HostExperts
+from moedoctor.plugin.expert_cache_options import CacheOptions
+from moedoctor.results import UnavailableError
+
+logger = logging.getLogger("vllm.moedoctor")
+
+_SPARED = 2  # cores: with a worker on each core of a machine, all of them stalled for milliseconds
+CANDIDATES = 0, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256
+"""Shares that are timed, in parts of `WHOLE_SHARE`."""
+_TIMED_LAYERS, _TIMED_STEPS = 4, 8
+_MUCH = 1.5
+_NODES = Path("/sys/devices/system/node")
+_PCI = Path("/sys/bus/pci/devices")
+_RUNNING: list[CpuExperts] = []  # of this process: workers of a second model would take the same cores
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The share of missing experts for calls of so many tokens; seconds of all timed layers' cache steps."""
+
+    tokens: int
+    share: int
+    expected: float  # by the search among all shares
+    measured: float  # measured again, in turn with `plain`
+    plain: float  # without the CPU
+
+
+class CpuExperts:
+    """Asks the workers for the layers of one model, on one GPU."""
+
+    def __init__(self, caches: Sequence[ExpertCache], workers: HostWorkers, device: torch.device) -> None:
+        self._caches, self._workers = caches, workers
+        # The stamp of the last request, and the number of experts that the last call asked for.
+        self.stamps = torch.zeros(2, dtype=torch.int64, device=device)
+        self.shares: dict[int, int] = {}  # number of tokens -> share in parts of `WHOLE_SHARE`
+        self._is_open = False  # workers were asked, and nobody has waited for them
+
+    def ask(
+        self, number: int, x: torch.Tensor, topk_weights: torch.Tensor, ids: torch.Tensor, share: int
+    ) -> torch.Tensor:
+        """Ask for a share of layer `number`'s missing experts; return the ids [T, K] that are left.
+
+        `x` [T, H] is bfloat16. `add` must follow.
+        """
+        from moedoctor.kernels.cache.handover import launch_ask
+
+        if self._is_open:  # a call broke off: its request must be answered before the next one is written
+            self.add(torch.zeros_like(x))
+        box = self._workers.device_box
+        fields = (box.request, box.head, box.ids, box.weights, box.hidden)
+        given = ids.contiguous(), topk_weights.contiguous(), x.contiguous()
+        kept = launch_ask(self._caches[number].state, *given, self.stamps, fields, share, number)
+        self._is_open = True
+        return kept
+
+    def add(self, out: torch.Tensor) -> None:
+        """Wait for what was asked for, on the device, and add it to `out` [T, H]."""
+        from moedoctor.kernels.cache.handover import launch_add
+
+        box = self._workers.device_box
+        launch_add(out, box.sums, box.answers, self.stamps)
+        self._is_open = False
+
+    def wrap(self, number: int, experts: HostExperts) -> Callable[..., torch.Tensor]:
+        """Return the kernel's `apply` of layer `number`, which asks the workers before it computes."""
+        inner = experts.kernel.apply
+
+        def apply(
+            hidden_states: torch.Tensor,
+            w1: torch.Tensor,
+            w2: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            **given: Any,
+        ) -> torch.Tensor:
+            share = self.shares.get(len(topk_ids), 0)
+            usual = topk_ids.numel() <= MOST_EXPERTS and _is_usual(hidden_states, given)
+            if not share or not usual or experts.streams(len(topk_ids)):
+                return inner(hidden_states, w1, w2, topk_weights, topk_ids, **given)  # type: ignore[no-any-return]
+            kept = self.ask(number, hidden_states, topk_weights, topk_ids, share)
+            result: torch.Tensor = inner(
+                hidden_states, w1, w2, topk_weights, kept, has_gaps=True, **given
+            )  # [T, H]
+            self.add(result)
+            return result
+
+        return apply
+
+    def time_step(self, tokens: int, share: int, top_k: int) -> float:
+        """Return seconds of the cache steps of some layers: lookups, copies, and the workers beside them.
+
+        The backend's own products are left out: they take as long for every share, or less. Routing is
+        uniform. Each step is the replay of a CUDA graph on a GPU.
+        """
+        device, caches = self.stamps.device, self._caches[:_TIMED_LAYERS]
+        draw = torch.Generator().manual_seed(tokens)
+        experts = caches[0].num_experts
+        x = torch.zeros(tokens, self._workers.hidden_size, dtype=torch.bfloat16, device=device)  # [T, H]
+        weights = torch.ones(tokens, top_k, device=device)  # [T, K]
+        ids = torch.zeros(len(caches), tokens, top_k, dtype=torch.int32, device=device)  # [layers, T, K]
+
+        def step() -> None:
+            for number, cache in enumerate(caches):
+                kept = self.ask(number, x, weights, ids[number], share) if share else ids[number]
+                for _ in cache.groups(kept, overlap=True):
+                    pass
+                if share:
+                    self.add(x)
+
+        run: Callable[[], Any] = step
+        wait: Callable[[], Any] = time.monotonic
+        if device.type == "cuda":
+            step()  # compiles the kernels, which a capture cannot
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            run, wait = graph.replay, torch.cuda.synchronize
+        seconds = []
+        for _ in range(1 + _TIMED_STEPS):
+            ids.copy_(torch.rand(len(caches), tokens, experts, generator=draw).argsort(-1)[..., :top_k])
+            wait()
+            begin = time.perf_counter()
+            run()
+            wait()
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds[1:])  # the first one warms up; another process may disturb some
+
+
+def _is_usual(x: torch.Tensor, given: Mapping[str, Any]) -> bool:
+    """Return True for a call that the workers can compute: silu, bfloat16, weights applied at the end."""
+    activation = given.get("activation", "silu")
+    name = getattr(activation, "value", activation)
+    return name == "silu" and x.dtype is torch.bfloat16 and not given.get("apply_router_weight_on_input")
+
+
+def choose_share(tokens: int, measure: Callable[[int, int], float]) -> Choice:
+    """Return the fastest share for calls of `tokens`; `measure` (tokens, share) gives a step's seconds.
+
+    The fastest is measured once more, in turn with the step without the CPU, and must win again.
+    """
+    times: dict[int, float] = {}
+    for share in CANDIDATES:
+        times[share] = measure(tokens, share)
+        if times[share] > _MUCH * min(times.values()):  # from here on the CPU is what a step waits for
+            break
+    best = min(times, key=times.__getitem__)
+    if best == 0:
+        return Choice(tokens, 0, times[0], times[0], times[0])
+    again, plain = measure(tokens, best), measure(tokens, 0)
+    if again > plain:
+        return Choice(tokens, 0, times[best], plain, plain)
+    return Choice(tokens, best, times[best], again, plain)
+
+
+def choose_cores(wanted: int | None, nodes: Iterable[int], allowed: Iterable[int]) -> list[int]:
+    """Return the cores for workers: the last of those in NUMA `nodes` that this process may use.
+
+    Raises UnavailableError if there are fewer than `wanted`, or none.
+    """
+    cores = sorted(allowed)
+    local: set[int] = set()
+    for node in nodes:
+        try:
+            local |= _read_list((_NODES / f"node{node}" / "cpulist").read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            raise UnavailableError(f"there is no NUMA node {node}: see `lscpu`") from None
+    cores = [core for core in cores if not local or core in local]
+    count = max(len(cores) - _SPARED, 1) if wanted is None else wanted
+    if count > len(cores):
+        raise UnavailableError(f"workers={count}, and this process may use {len(cores)} cores of the nodes")
+    return cores[-min(count, 64) :]
+
+
+def _read_list(text: str) -> set[int]:
+    """Read a list such as ``0-7,16-23``."""
+    ranges = (part.partition("-") for part in text.strip().split(",") if part)
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def find_gpu_nodes(device: torch.device) -> tuple[int, ...]:
+    """Return the NUMA node of a GPU; empty if the machine names none."""
+    if device.type != "cuda":
+        return ()
+    gpu = torch.cuda.get_device_properties(device)
+    domain, bus, place = (int(getattr(gpu, f"pci_{part}_id", -1)) for part in ("domain", "bus", "device"))
+    folder = _PCI / f"{domain:04x}:{bus:02x}:{place:02x}.0"
+    try:
+        node = int((folder / "numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return ()
+    return (node,) if node >= 0 else ()
+
+
+def find_obstacle(layers: Sequence[HostExperts]) -> str | None:
+    """Return why the CPU cannot compute experts of these layers, or None."""
+    if _RUNNING:
+        return "another model of this process has the workers"
+    for layer in layers:
+        if layer.cache.engine != "device":
+            return f"the cache's engine is {layer.cache.engine}; expected device"
+        if type(layer.kernel.fused_experts).__name__ != hits_first.TRITON:
+            return "the backend keeps experts in a layout of its own; expected --moe-backend triton"
+        if layer.tensor_parallel > 1:
+            return "workers of several processes would share cores; expected no tensor parallelism"
+        if (problem := host_workers.find_problem(layer.store)) is not None:
+            return problem
+    return None
+
+
+def start(layers: Sequence[HostExperts], options: CacheOptions, device: torch.device) -> str:
+    """Let the CPU compute a part of `layers`; return a line for the log. Raises UnavailableError."""
+    if (obstacle := find_obstacle(layers)) is not None:
+        raise UnavailableError(obstacle)
+    nodes = options.nodes or find_gpu_nodes(device)
+    cores = choose_cores(options.workers, nodes, os.sched_getaffinity(0))
+    level, cpu = _choose_level(layers, cores, device)
+    sizes = range(1, min(MOST_TOKENS, MOST_EXPERTS // layers[0].top_k) + 1)
+    if options.cpu is None:
+        timed = [
+            size for size in sizes if size & (size - 1) == 0
+        ]  # others take the share of the next smaller one
+        choices = _choose_all(cpu, timed, layers[0].top_k)
+        cpu.shares = {size: choices[size.bit_length() - 1].share for size in sizes}
+        words = "; ".join(
+            f"{choice.tokens} tokens: share {choice.share / WHOLE_SHARE:g}, "
+            f"expected {choice.expected * 1e3:.2f} ms, measured {choice.measured * 1e3:.2f} ms, "
+            f"{choice.plain * 1e3:.2f} ms without the CPU"
+            for choice in choices
+        )
+    else:
+        cpu.shares = dict.fromkeys(sizes, round(options.cpu * WHOLE_SHARE))
+        words = f"share {options.cpu:g} for 1 to {sizes[-1]} tokens"
+    for number, layer in enumerate(layers):
+        layer.kernel.apply = cpu.wrap(number, layer)
+    _RUNNING.append(cpu)
+    return f"{len(cores)} CPU workers ({level}) on cores {cores[0]} to {cores[-1]}: {words}"
+
+
+def _choose_level(
+    layers: Sequence[HostExperts], cores: Sequence[int], device: torch.device
+) -> tuple[str, CpuExperts]:
+    """Start workers with the vector instructions that make a step fastest: not always the widest."""
+    caches, stores = [layer.cache for layer in layers], [layer.store for layer in layers]
+
+    def start_workers(level: str) -> CpuExperts:
+        return CpuExperts(caches, HostWorkers(stores, cores, device, level=level), device)
+
+    seconds = {}
+    for level in host_workers.find_levels()[:-1]:
+        cpu = start_workers(level)
+        with _keep_caches(cpu):
+            seconds[level] = cpu.time_step(1, WHOLE_SHARE // 2, layers[0].top_k)
+        cpu._workers.stop()
+    best = min(seconds, key=seconds.__getitem__, default="plain")
+    return best, start_workers(best)
+
+
+@contextlib.contextmanager
+def _keep_caches(cpu: CpuExperts) -> Iterator[None]:
+    """Leave the caches that `time_step` uses as they were."""
+    held = [cache.resident() for cache in cpu._caches[:_TIMED_LAYERS]]
+    try:
+        yield
+    finally:
+        for cache, experts in zip(cpu._caches, held, strict=False):
+            cache.seed(torch.tensor([[expert for expert in experts if expert >= 0]], dtype=torch.int32))
+            cache.state.counts.zero_()
+
+
+def _choose_all(cpu: CpuExperts, sizes: Iterable[int], top_k: int) -> list[Choice]:
+    """Time all shares."""
+    with _keep_caches(cpu):
+        return [
+            choose_share(tokens, lambda tokens, share: cpu.time_step(tokens, share, top_k))
+            for tokens in sizes
+        ]

@@ -1,0 +1,51 @@
+"""The CPU's part of a cached layer: the choice of a share, and pairs that are left out."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moedoctor.plugin import cpu_experts
+from moedoctor.plugin.cpu_experts import Choice, CpuExperts, choose_share
+from moedoctor.plugin.expert_cache_layer import find_host_experts
+from tests.plugin.test_expert_cache_fix import Layer, call, draw_call, give_caches
+
+
+@pytest.mark.parametrize(
+    ("seconds", "again", "expected"),
+    [
+        ({0: 1.0, 128: 0.6, 160: 0.7, 192: 0.8}, (0.62, 1.1), Choice(3, 128, 0.6, 0.62, 1.1)),
+        ({0: 1.0, 128: 0.99}, (1.01, 1.0), Choice(3, 0, 0.99, 1.0, 1.0)),  # won once, and lost
+    ],
+)
+def test_the_fastest_share_is_taken_if_it_wins_twice(seconds, again, expected):
+    asked: list[int] = []
+
+    def measure(tokens: int, share: int) -> float:
+        asked.append(share)
+        repeated = asked.count(share) > 1
+        return again[share == 0] if repeated else seconds.get(share, 1.2 if share < 160 else 2.0)
+
+    assert choose_share(3, measure) == expected
+    assert asked.count(256) == (192 in seconds), "shares after one that is much too large are not measured"
+
+
+@pytest.mark.parametrize("slots", [5, 2])
+def test_pairs_of_the_cpu_add_nothing_on_the_gpu(slots, monkeypatch, caplog):
+    """In one group and in several; other calls are those of a cache without the CPU."""
+    model, plain, calls = give_caches([Layer()], slots=slots), Layer(), []
+    (experts,) = find_host_experts(model)
+    side: Any = CpuExperts([], SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
+    side.shares, side.add = {1: 64, 2: 128}, lambda out: calls.append("add")
+    side.ask = lambda number, x, weights, ids, share: calls.append(share) or torch.where(ids < 6, -1, ids)
+    experts.kernel.apply = side.wrap(3, experts)
+    for usual, tokens in ((True, 1), (True, 2), (True, 3), (False, 1)):
+        monkeypatch.setattr(cpu_experts, "_is_usual", lambda x, given, usual=usual: usual)
+        x, ids, weights = draw_call(tokens, torch.Generator().manual_seed(tokens))
+        ids[0] = torch.tensor([2, 9])
+        left = torch.where(ids < 6, 0.0, weights) if usual and tokens < 3 else weights
+        torch.testing.assert_close(call(model[0], x, ids, weights), call(plain, x, ids, left))
+    assert calls == [64, "add", 128, "add"]
+    give_caches([Layer()], cpu=None)
+    assert "computes nothing: the cache's engine is host; expected device" in caplog.text
