@@ -83,10 +83,12 @@ def clone(tmp_path: Path) -> Clone:
 def test_a_fresh_clone_gets_a_venv_and_a_second_call_does_and_says_nothing(clone: Clone) -> None:
     first = clone.setup(TORCH="2.13.0")
     assert first.returncode == 0, first.stderr
-    assert clone.notes() == ["venv 3.11", "torch==2.13.0 --editable .[dev]"]
+    assert clone.notes() == ["venv 3.11", "--no-compile torch==2.13.0 --editable .[dev]"]
     second = clone.setup(TORCH="2.13.0")
     assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
     assert clone.notes() == []
+    clone.setup(PYTHONDONTWRITEBYTECODE="1")  # each import would compile anew
+    assert clone.notes() == ["--editable .[dev]"]
 
 
 REFUSED = "setup: moedoctor needs Python 3.10 or newer, and "
