@@ -84,8 +84,8 @@ fi
 echo "setup: installing moedoctor${TORCH:+ with torch==$TORCH} into .venv; the first time this takes minutes" >&2
 quiet=--quiet
 [ -t 2 ] && quiet=
-# To compile all of torch takes a minute; an import compiles what it needs, unless Python may not write byte code.
-[ -n "${PYTHONDONTWRITEBYTECODE:-}" ] || quiet="$quiet --no-compile"
-.venv/bin/python -m pip install $quiet --disable-pip-version-check --no-input ${TORCH:+"torch==$TORCH"} \
+.venv/bin/python -m pip install $quiet --no-compile --disable-pip-version-check --no-input ${TORCH:+"torch==$TORCH"} \
     --editable '.[dev]' >&2 || fail "installing failed: see above; mend it and run make again"
+# To compile all of torch takes pip a minute; what is imported is compiled once, though later calls may not write it.
+PYTHONDONTWRITEBYTECODE= .venv/bin/python -c 'import torch' || true
 echo "$wanted" >"$stamp"

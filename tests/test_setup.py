@@ -22,7 +22,7 @@ case "$*" in
     cp "$0" .venv/bin/python
     touch .venv/pyvenv.cfg
     echo "venv $release" >>"$LOG" ;;
-"-m pip --version") ;;
+"-m pip --version" | "-c import torch") ;;
 "-m pip install "*)
     echo "$*" >>"$LOG"
     [ -z "${FAIL_INSTALL:-}" ] ;;
@@ -87,8 +87,6 @@ def test_a_fresh_clone_gets_a_venv_and_a_second_call_does_and_says_nothing(clone
     second = clone.setup(TORCH="2.13.0")
     assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
     assert clone.notes() == []
-    clone.setup(PYTHONDONTWRITEBYTECODE="1")  # each import would compile anew
-    assert clone.notes() == ["--editable .[dev]"]
 
 
 REFUSED = "setup: moedoctor needs Python 3.10 or newer, and "
