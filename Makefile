@@ -46,8 +46,9 @@ test: setup ## run the tests
 browser: ## fetch axe-core, which checks HTML reports for accessibility, and say how to install a browser
 	@sh scripts/browser.sh
 
+# One worker more than cores: tests of a Ray cluster wait most of their time.
 slow: setup browser ## run the tests that take minutes, then those that measure times, one by one
-	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'slow and not alone' $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/python -m pytest -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal -m 'slow and not alone' $(ARGS) || [ $$? -eq 5 ]
 	@$(BIN)/python -m pytest -n 0 -m 'slow and alone' $(ARGS) || [ $$? -eq 5 ]
 
 test-upstream: setup ## run the tests that need a real vLLM and FlashInfer, in .venv-upstream

@@ -138,6 +138,8 @@ class Fault(ABC):
     together: int = 1
     """The number of its cases of tier kernel that may use one GPU at a time. More than 1 is for cases that
     measure no time and need little memory."""
+    restated_on_cpu: bool = False
+    """True if its restated algorithm uses no device: cases of tier model run on the CPU of any machine."""
     installed_package: str = "vllm"
     """The package that the subject `installed` is about, by its key in the environment."""
     summary: str = ""

@@ -74,9 +74,7 @@ if [ -e "$stamp" ] && [ -x .venv/bin/python ] && [ "$(cat "$stamp")" = "$wanted"
 fi
 
 moved=
-if [ -e "$stamp" ]; then
-    case $(cat "$stamp") in "$root "*) ;; *) moved=yes ;; esac
-fi
+[ ! -e "$stamp" ] || case $(cat "$stamp") in "$root "*) ;; *) moved=yes ;; esac
 rm -f "$stamp" # from here on, an interruption leaves .venv to be completed by the next call
 if [ -n "$moved" ] || ! usable ||
     { [ -n "${PYTHON:-}" ] && [ "$(release_of "$PYTHON")" != "$(release_of .venv/bin/python)" ]; }; then
@@ -86,6 +84,8 @@ fi
 echo "setup: installing moedoctor${TORCH:+ with torch==$TORCH} into .venv; the first time this takes minutes" >&2
 quiet=--quiet
 [ -t 2 ] && quiet=
-.venv/bin/python -m pip install $quiet --disable-pip-version-check --no-input ${TORCH:+"torch==$TORCH"} \
+.venv/bin/python -m pip install $quiet --no-compile --disable-pip-version-check --no-input ${TORCH:+"torch==$TORCH"} \
     --editable '.[dev]' >&2 || fail "installing failed: see above; mend it and run make again"
+# To compile all of torch takes pip a minute; what is imported is compiled once, though later calls may not write it.
+PYTHONDONTWRITEBYTECODE= .venv/bin/python -c 'import torch' || true
 echo "$wanted" >"$stamp"

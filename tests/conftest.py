@@ -118,8 +118,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+LONG = {"test_interpreted.py", "test_without_torch.py", "test_cluster.py"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip marked tests that cannot run here, with the reason, and count them."""
+    """Skip marked tests that cannot run here, with the reason, and count them. The longest begin first.
+
+    One of them at the end would leave the other cores idle.
+    """
+    items.sort(key=lambda item: item.path.name not in LONG)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     assert all(_names_marker(path, "slow") for path in slow), "`pytest_ignore_collect` would not find it"
     for marker, missing in (("gpu", _no_gpu), ("upstream", _no_upstream), ("alone", _not_alone)):

@@ -71,17 +71,11 @@ class LLM:
             ids = [len(prompt)] if text else [token + shift for token in prompt["prompt_token_ids"]]
             ids = ids[: sampling.options["max_tokens"]]
             time.sleep(0.002 * len(ids))
-            if self.finite:
-                steps = [
-                    {i: types.SimpleNamespace(logprob=-0.5), i + 1: types.SimpleNamespace(logprob=-1.25)}
-                    for i in ids
-                ]
-                output = types.SimpleNamespace(token_ids=ids, text="", logprobs=steps)
-                outputs.append(types.SimpleNamespace(outputs=[output]))
-                continue
-            known, not_known = (types.SimpleNamespace(logprob=value) for value in (-0.5, float("nan")))
-            steps = [{i: known, i + 1: not_known} for i in ids]
-            output = types.SimpleNamespace(token_ids=ids, text="out" if text else "", logprobs=steps)
+            first = types.SimpleNamespace(logprob=-0.5)
+            other = types.SimpleNamespace(logprob=-1.25 if self.finite else float("nan"))
+            steps = [{i: first, i + 1: other} for i in ids]
+            said = "out" if text and not self.finite else ""
+            output = types.SimpleNamespace(token_ids=ids, text=said, logprobs=steps)
             outputs.append(types.SimpleNamespace(outputs=[output]))
         return outputs
 

@@ -52,9 +52,7 @@ FAILS = "parameters: {symptom_fixed: true}\n"
         (FAILS, (), 1),
         (FAILS, ("--fail-on", "never"), 0),
         ("parameters: {fixed: signal}\n", (), 1),  # an error, but of another project
-        (SKIP, (), 0),
         (SKIP, ("--strict",), 1),
-        (SKIP, ("--fail-on", "warning"), 1),
     ],
 )
 def test_exit_code_of_a_run(tmp_path, moedoctor, text, options, code):

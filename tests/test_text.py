@@ -243,15 +243,6 @@ def error_of(text: str) -> TextFileError:
     return caught.value
 
 
-def test_data_of_a_good_file() -> None:
-    assert parse_yaml(GOOD).data == {
-        "name": "text",
-        "flow": [1, 2.5, True, None],
-        "block": [{"a": 1}, {"b": {"c": "1"}}],
-        "folded": "two words\n",
-    }
-
-
 @pytest.mark.parametrize(
     ("path", "line"),
     [

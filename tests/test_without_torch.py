@@ -92,7 +92,9 @@ def ended(place: Path, blocked: Mapping[str, str]) -> Mapping[str, Any]:
 
 
 _RUN_LINES = """
-import contextlib, io, json, sys
+import contextlib, functools, io, json, sys
+import typer.main
+typer.main.get_command = functools.cache(typer.main.get_command)
 from moedoctor.cli import main
 results = {}
 for line in sys.argv[1:]:

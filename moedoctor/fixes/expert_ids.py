@@ -10,12 +10,12 @@ hold.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 import torch
 
+from moedoctor.kernels.device_guard import has_kernels
 from moedoctor.reference import expert_ids as reference
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -105,7 +105,7 @@ def validate_expert_ids(
             raise ValueError(f"{name} must be on the device of ids, {ids.device}, got {value.device}")
     if real_rows is not None and (real_rows.dtype != torch.int32 or real_rows.numel() != 1):
         raise ValueError(f"real_rows must be int32 [1], got {real_rows.dtype} {list(real_rows.shape)}")
-    if _has_kernel(ids):
+    if has_kernels(ids.device):
         from moedoctor.kernels.expert_ids import launch_check
 
         launch_check(ids, num_experts, flags.tensor, real_rows)
@@ -131,7 +131,7 @@ def deduplicate(ids: torch.Tensor, weights: torch.Tensor, *, num_experts: int | 
     if num_experts is not None and num_experts < ids.shape[1]:
         raise ValueError(f"num_experts must be at least top_k {ids.shape[1]}, got {num_experts}")
     use_spare = num_experts is not None
-    if not _has_kernel(ids):
+    if not has_kernels(ids.device):
         return DistinctTopK(*reference.deduplicate(ids, weights, use_spare=use_spare))
     from moedoctor.kernels.expert_ids import launch_deduplicate
 
@@ -183,10 +183,6 @@ def replace_sentinels(
         raise ValueError(f"spare must be an expert, 0 or more{below}, got {spare}")
     empty = (ids < 0) | (ids > largest)  # [T, K]
     return torch.where(empty, spare, ids).to(torch.int32), weights.masked_fill(empty, 0.0)
-
-
-def _has_kernel(ids: torch.Tensor) -> bool:
-    return ids.is_cuda and importlib.util.find_spec("triton") is not None
 
 
 def check_int(name: str, value: int) -> None:

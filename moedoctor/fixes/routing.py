@@ -24,7 +24,6 @@ only by rounding may be in another order than on the CPU.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import NamedTuple
 
 import torch
@@ -36,6 +35,7 @@ from moedoctor.fixes.expert_ids import (
     replace_sentinels,
     validate_expert_ids,
 )
+from moedoctor.kernels.device_guard import has_kernels
 
 __all__ = [
     "TopK",
@@ -144,7 +144,7 @@ def _route(
     """
     _check_routing(logits, top_k, bias, nan_policy)
     _check_groups(logits.shape[1], top_k, num_groups, topk_groups, scoring, scale)
-    if logits.is_cuda and importlib.util.find_spec("triton") is not None:
+    if has_kernels(logits.device):
         from moedoctor.kernels.routing.launch import launch_topk
 
         weights = torch.empty((logits.shape[0], top_k), dtype=torch.float32, device=logits.device)  # [T, K]
@@ -164,7 +164,10 @@ def _route(
         return TopK(weights, ids)
     # torch's CPU activations give other last bits if elements are not side by side.
     x = logits.float().contiguous()  # [T, E]
-    clean = _clean(x) if nan_policy == "finite" else x  # [T, E]
+    clean = x  # [T, E]
+    if nan_policy == "finite":
+        limits = torch.finfo(torch.float32)
+        clean = x.nan_to_num(nan=limits.min, posinf=limits.max, neginf=limits.min)
     score = torch.softmax(clean, dim=-1) if scoring == "softmax" else torch.sigmoid(clean)  # [T, E]
     if nan_policy == "zero":
         score.nan_to_num_(nan=0.0)  # neither activation gives an Inf
@@ -177,12 +180,6 @@ def _route(
         total = weights.sum(dim=-1, keepdim=True)  # [T, 1]
         weights = weights / torch.where(total > 0, total, 1.0)
     return TopK(weights * scale if scale != 1.0 else weights, ids.to(torch.int32))
-
-
-def _clean(x: torch.Tensor) -> torch.Tensor:
-    """Replace NaN and -Inf by the lowest finite float32, +Inf by the highest."""
-    limits = torch.finfo(torch.float32)
-    return torch.where(x.isnan(), limits.min, x.clamp(limits.min, limits.max))
 
 
 def _encode_choices(

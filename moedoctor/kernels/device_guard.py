@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +27,12 @@ def make_current(where: torch.Tensor | torch.device) -> AbstractContextManager[A
     if index < 0 or index == torch.cuda.current_device():
         return _NOTHING_TO_CHANGE
     return torch.cuda.device(index)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Return True if kernels can be compiled for a device: a GPU, and Triton is installed."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def interprets() -> bool:

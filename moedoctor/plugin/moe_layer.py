@@ -204,13 +204,6 @@ def _apply(
     )
 
 
-def _get_workspace_shapes(
-    self: Any, tokens: int, rows: int, width: int, *arguments: Any, **options: Any
-) -> Any:
-    """Return vLLM's shapes of two workspaces, of which we need none, and of the output."""
-    return (0,), (0,), (tokens, width)
-
-
 def _refuse_hook(self: Any, hook: Any) -> None:
     """Raise SystemExit: the hook adds up the experts of a token, which our kernels have done by then."""
     stop_engine(
@@ -238,7 +231,12 @@ def make_experts_class() -> Any:
             "_supports_activation": staticmethod(lambda activation: activation.value in ACTIVATIONS),
             "_supports_parallel_config": yes,
             "supports_expert_map": lambda self: False,
-            "workspace_shapes": _get_workspace_shapes,
+            # Of two workspaces, which we do not need, and of the output [T, H].
+            "workspace_shapes": lambda self, tokens, rows, width, *_, **options: (
+                (0,),
+                (0,),
+                (tokens, width),
+            ),
             "finalize_weight_and_reduce_impl": lambda self: reduce.TopKWeightAndReduceNoOP(),
             "apply": _apply,
         },

@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from moedoctor.plugin.process_end import ProcessEnd
-from moedoctor.plugin.register import Patch, apply_patches
+from moedoctor.plugin.register import Patch, apply_patches, call_after
 from moedoctor.plugin.steps import Steps
 from moedoctor.text import escape, escape_commands, print_message
 from moedoctor.trace.nan_report import NanReport
@@ -203,7 +203,7 @@ def apply(version: str) -> str:
     layers = "vllm.model_executor.layers"
     attention, experts = f"{layers}.attention.attention:Attention", f"{layers}.fused_moe"
     moe, router = f"{experts}.runner.moe_runner:MoERunner", f"{experts}.router.base_router:BaseRouter"
-    made = functools.partial(_call_after, then=trace.wrap_attention)
+    made = functools.partial(call_after, then=trace.wrap_attention)
     routed = ("return topk_weights, topk_ids",)
     patches = [
         Patch(attention, "__init__", made, source=("self.impl = ", "self.layer_name = ")),
@@ -221,11 +221,3 @@ def trace_of_this_process() -> EngineTrace:
     if _active is None:
         raise LookupError("no NaN trace in this process: start it with MOEDOCTOR_TRACE=nan")
     return _active.trace
-
-
-def _call_after(original: Any, then: Any) -> Any:
-    def construct(owner: Any, *arguments: Any, **options: Any) -> None:
-        original(owner, *arguments, **options)
-        then(owner)
-
-    return construct

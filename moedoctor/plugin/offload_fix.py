@@ -25,6 +25,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -243,18 +244,13 @@ def skip_assertion(original: Any) -> Any:
 
     def may_reinitialize_input_batch(self: Any, *arguments: Any, **options: Any) -> Any:
         config = self.offload_config
-        self.offload_config = _NoOffload
+        self.offload_config = SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=0))
         try:
             return original(self, *arguments, **options)
         finally:
             self.offload_config = config
 
     return may_reinitialize_input_batch
-
-
-class _NoOffload:
-    class uva:  # noqa: N801
-        cpu_offload_gb = 0
 
 
 # --- A mark "offloaded" that outlives the memory it was about (MD013) -------------------------------------

@@ -8,6 +8,7 @@ CUDA graphs hold. Weights are read from the checkpoint's files; the backend's ow
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import logging
@@ -26,7 +27,7 @@ from moedoctor.plugin.record_layers import (
     make_watched_layer,
     overwrites,
 )
-from moedoctor.plugin.register import FixError, OptionError, Patch, apply_patches
+from moedoctor.plugin.register import FixError, OptionError, Patch, apply_patches, call_after
 from moedoctor.plugin.steps import Steps
 from moedoctor.trace.protect import format_error, protect
 
@@ -75,14 +76,15 @@ class EngineRecorder:
         """Return True if no more calls are watched."""
         return (self.ring or self.keeper).stopped
 
-    def wrap_method(self, original: Any) -> Any:
-        """Remember the checkpoint when a MoE layer is made, and start what reads it."""
-
-        def construct(method: Any, moe: Any, *arguments: Any, **options: Any) -> None:
-            original(method, moe, *arguments, **options)
-            self._find_checkpoint()
-
-        return construct
+    @protect
+    def find_checkpoint(self, method: Any) -> None:
+        """Remember the checkpoint when the method of a MoE layer is made, and start what reads it."""
+        config = importlib.import_module("vllm.config").get_current_vllm_config()
+        model = None if config.model_config is None else Path(config.model_config.model)
+        self.model = model if model is not None and os.path.isdir(model) else None
+        if self.model is not None and self.keeper.wish.when == "mismatch":
+            with contextlib.suppress(OSError):  # the first comparison tries again, and says so
+                self._judge_of(self.model).start()  # it is ready when the weights are loaded
 
     def wrap_router(self, original: Any) -> Any:
         """Hold what a router gives until its experts have run."""
@@ -179,15 +181,6 @@ class EngineRecorder:
 
     def _warn(self, line: str) -> None:
         logger.warning("moedoctor: record: %s", line)
-
-    @protect
-    def _find_checkpoint(self) -> None:
-        config = importlib.import_module("vllm.config").get_current_vllm_config()
-        model = None if config.model_config is None else Path(config.model_config.model)
-        self.model = model if model is not None and os.path.isdir(model) else None
-        if self.model is not None and self.keeper.wish.when == "mismatch":
-            with contextlib.suppress(OSError):  # the first comparison tries again, and says so
-                self._judge_of(self.model).start()  # it is ready when the weights are loaded
 
     def _collect_always(self) -> None:
         """Save what was kept also while no step follows, as in a server without requests."""
@@ -317,8 +310,9 @@ def apply(version: str) -> str:
     recorder = EngineRecorder(Path(folder), wish)
     moe, router = f"{_FUSED}.runner.moe_runner:MoERunner", f"{_FUSED}.router.base_router:BaseRouter"
     calls, routed = ("self.router.select_experts(",), ("return topk_weights, topk_ids",)
+    made = functools.partial(call_after, then=recorder.find_checkpoint)
     patches = [
-        Patch(f"{_FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", recorder.wrap_method, "moe"),
+        Patch(f"{_FUSED}.fused_moe_method_base:FusedMoEMethodBase", "__init__", made, "moe"),
         Patch(moe, "_apply_quant_method", recorder.wrap_moe, "hidden_states router_logits", calls),
         Patch(router, "select_experts", recorder.wrap_router, "router_logits", routed),
         *Steps(recorder.begin, recorder.end).list_patches(),

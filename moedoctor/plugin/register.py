@@ -277,6 +277,16 @@ class Patch:
             raise FixError(f"there is no {self.owner}: {error}") from None
 
 
+def call_after(original: Any, then: Callable[[Any], Any]) -> Any:
+    """Wrap a constructor: `then` gets what was made."""
+
+    def construct(owner: Any, *arguments: Any, **options: Any) -> None:
+        original(owner, *arguments, **options)
+        then(owner)
+
+    return construct
+
+
 def apply_patches(by: str, version: str, patches: Sequence[Patch]) -> None:
     """Check the patches that release `version` needs, then apply them all for the fix `by`.
 

@@ -88,13 +88,18 @@ class Plan:
 def order_by_cost(plans: Sequence[Plan]) -> list[Planned]:
     """Return what can run: the cheap tiers of all failures first, and in a tier the failure with least to do.
 
-    The cost of a failure in a tier is the sum of the time limits of its cases.
+    A tier begins with the first case of each subject of every failure. The cost of a failure in a tier is the
+    sum of the time limits of its cases.
     """
     units = [unit for plan in plans for unit in plan.runs if unit.skip is None]
     limits: Counter[tuple[str, int]] = Counter()
     for unit in units:
         limits[unit.kind] += int(unit.request.timeout / unit.request.together)
-    return sorted(units, key=lambda unit: (unit.kind[1], limits[unit.kind]))
+    begins: dict[Any, Planned] = {}
+    for unit in units:
+        begins.setdefault((*unit.kind, unit.request.case and unit.request.case.subject), unit)
+    first = set(begins.values())
+    return sorted(units, key=lambda unit: (unit.kind[1], unit not in first, limits[unit.kind]))
 
 
 def plan(scenarios: Sequence[Scenario], options: Options, environment: Mapping[str, Any]) -> list[Plan]:
@@ -160,7 +165,7 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
             runnable.append(name)
         for tier in (tier for tier in tiers if tier in scenario.tiers):
             for point in scenario.points:
-                case = Case(scenario.id, name, tier, point, _choose_device(tier, device))
+                case = Case(scenario.id, name, tier, point, _choose_device(fault, tier, device))
                 if fault.has_point(tier, point) and _is_selected(case, fault, options):
                     together = _TOGETHER.get(tier, fault.together)
                     request = Request(
@@ -212,11 +217,11 @@ def _release(name: str) -> Any:
         return Version("0")
 
 
-def _choose_device(tier: Tier, device: str) -> str:
+def _choose_device(fault: Fault, tier: Tier, device: str) -> str:
     """Return where a tier runs: real kernels and engines always on a GPU, library code never."""
-    if tier is Tier.MODEL:
-        return device
-    return "cpu" if tier is Tier.LIBRARY else (device if device.startswith("cuda") else "cuda:0")
+    if tier is Tier.LIBRARY or (tier is Tier.MODEL and fault.restated_on_cpu):
+        return "cpu"
+    return device if tier is Tier.MODEL or device.startswith("cuda") else "cuda:0"
 
 
 def _is_selected(case: Case, fault: Fault, options: Options) -> bool:

@@ -13,7 +13,6 @@ waits for nothing, so this also works inside CUDA graphs:
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import random
 import threading
 import time
@@ -26,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from moedoctor.kernels import kept_rows as places
-from moedoctor.kernels.device_guard import interprets
+from moedoctor.kernels.device_guard import has_kernels, interprets
 from moedoctor.kernels.kept_rows import KeptRows, MoeCall, Sizes
 from moedoctor.trace.call_judge import is_right
 from moedoctor.trace.capsule import MAX_BYTES, Capsule, CapsuleError, Record, add_weights, fit
@@ -190,8 +189,7 @@ class CallKeeper:
         A step that begins before there is memory for any call is not watched.
         """
         if self._header is None:
-            has_triton = importlib.util.find_spec("triton") is not None
-            self._launches = interprets() or (device.type == "cuda" and has_triton)
+            self._launches = interprets() or has_kernels(device)
             self._header = places.make_header(device)
             self._idle = [HeaderCopy(on_gpu=device.type == "cuda") for _ in range(_COPIES)]
         if sizes not in self._memory:

@@ -9,7 +9,6 @@ rings and notes: a line of JSON for each layer, with its place in the memory, an
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import mmap
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from moedoctor.kernels.device_guard import interprets
+from moedoctor.kernels.device_guard import has_kernels, interprets
 from moedoctor.kernels.host_address import pin
 from moedoctor.kernels.kept_rows import MoeInput, SavedCalls
 from moedoctor.processes.ask import make_helper_environment, open_unnamed_file
@@ -190,8 +189,7 @@ class CrashRing:
     def _start(self, x: torch.Tensor) -> None:
         """Make the memory and start the watcher."""
         self._memory, self._notes = open_unnamed_file(), open_unnamed_file()
-        on_gpu = x.is_cuda and importlib.util.find_spec("triton") is not None
-        self.blocking = not (on_gpu or interprets())
+        self.blocking = not (has_kernels(x.device) or interprets())
         with torch.inference_mode(False):
             self._step = torch.full((1,), self._steps, dtype=torch.int32, device=x.device)
         make_folder(self.folder)

@@ -15,7 +15,7 @@ import torch
 from moedoctor.text import TextFileError, read_text
 from moedoctor.trace.capsule import CapsuleError
 
-_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), (None, "up_proj", "down_proj"))
+PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), (None, "up_proj", "down_proj"))
 """The projections of an expert by the names that checkpoints use; a model without a gate has two."""
 _INDEX = "model.safetensors.index.json"
 _MOST_INDEX_BYTES = 64 << 20
@@ -42,7 +42,7 @@ class ExpertFiles:
         `layer` is the name of the module with the experts, ``model.layers.3.mlp.experts``. Raises
         CapsuleError if the checkpoint does not have them, or not in a form that capsules know.
         """
-        names = next((names for names in _NAMES if self._has(layer, experts[0], names)), None)
+        names = next((names for names in PROJECTIONS if self._has(layer, experts[0], names)), None)
         if names is None:
             raise CapsuleError(f"{self._folder.name} has no weights of {layer}.{experts[0]}")
         gate, up, down = names

@@ -33,10 +33,10 @@ from moedoctor.reference.moe import activate
 from moedoctor.trace.call_keeper import CallKeeper, WatchedLayer, Wish
 from moedoctor.trace.capsule import MAX_BYTES, Capsule, Record, name_file, save
 from moedoctor.trace.crash_ring import CrashRing
+from moedoctor.trace.expert_weights import PROJECTIONS
 from moedoctor.trace.format import TraceError
 from moedoctor.trace.recorder import ROUTERS, WIDTHS, find_beyond_logits, find_ids, find_number
 
-_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), (None, "up_proj", "down_proj"))
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 _ALL = 2**30
 """Rows of a step that are no padding: it is not known which are."""
@@ -50,27 +50,17 @@ def _watch_call(
     recorder: int,
     layer: int,
     x: torch.Tensor,
-    output: torch.Tensor,
-    ids: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    logits: torch.Tensor | None,
-) -> None:
-    _recorders[recorder].keeper.watch(layer, MoeCall(MoeInput(x, ids, weights, logits), output))
-
-
-@torch.library.custom_op("moedoctor::save_moe_input", mutates_args={"state"})
-def _save_input(
-    state: torch.Tensor,
-    recorder: int,
-    layer: int,
-    x: torch.Tensor,
+    output: torch.Tensor | None,
     ids: torch.Tensor,
     weights: torch.Tensor,
     logits: torch.Tensor | None,
 ) -> None:
-    ring = _recorders[recorder].ring
-    assert ring is not None
-    ring.save(layer, MoeInput(x, ids, weights, logits))
+    """Watch a call; without its `output`, save what goes into it."""
+    call, ring = MoeInput(x, ids, weights, logits), _recorders[recorder].ring
+    if output is not None:
+        _recorders[recorder].keeper.watch(layer, MoeCall(call, output))
+    elif ring is not None:
+        ring.save(layer, call)
 
 
 @torch.library.custom_op("moedoctor::watch_step", mutates_args={"state"})
@@ -226,22 +216,16 @@ class MoeRecorder:
                 self.left_out.append(line)
             return None
 
-        def save_input(module: nn.Module, arguments: Any, options: Any) -> None:
+        def watch_call(module: nn.Module, arguments: Any, options: Any, output: Any = None) -> None:
             call = read_call(arguments, options)
-            if call is not None:
-                _save_input(state, number, layer, *call, self._logits.get(layer))
-
-        def watch_call(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
-            call = read_call(arguments, options)
-            if call is not None and isinstance(output, torch.Tensor):
+            if call is not None and (saves or isinstance(output, torch.Tensor)):
                 x, *routed = call
-                _watch_call(state, number, layer, x, _flatten(output), *routed, self._logits.get(layer))
+                result = None if saves else _flatten(output)
+                _watch_call(state, number, layer, x, result, *routed, self._logits.get(layer))
 
+        register = experts.register_forward_pre_hook if saves else experts.register_forward_hook
         self._undo.callback(router.register_forward_hook(keep_logits).remove)
-        if saves:
-            self._undo.callback(experts.register_forward_pre_hook(save_input, with_kwargs=True).remove)
-        else:
-            self._undo.callback(experts.register_forward_hook(watch_call, with_kwargs=True).remove)
+        self._undo.callback(register(watch_call, with_kwargs=True).remove)
 
     def _hook_list(self, layer: int, block: nn.Module, router: nn.Module, width: int) -> None:
         """Watch a block that routes to a list of experts by itself: top-k of the softmax of logits."""
@@ -262,7 +246,7 @@ class MoeRecorder:
             if saves:
                 x = _flatten(arguments[0])  # [T, H]
                 weights, ids = route(x, logits)
-                _save_input(state, number, layer, x, ids, weights, logits)
+                _watch_call(state, number, layer, x, None, ids, weights, logits)
 
         def watch_call(module: nn.Module, arguments: Any, options: Any, output: Any) -> None:
             x = _flatten(_find_first_tensor(arguments, options))  # [T, H]
@@ -351,7 +335,7 @@ def _read_stack(experts: nn.Module) -> _Weights:
 def _read_list(experts: nn.ModuleList) -> _Weights:
     """Return the weights of a list of experts."""
     first = dict(experts[0].named_children())
-    names = next((names for names in _PROJECTIONS if all(name in first for name in names if name)), None)
+    names = next((names for names in PROJECTIONS if all(name in first for name in names if name)), None)
     if names is None:
         has = ", ".join(first) or "nothing"
         raise TraceError(f"an expert has {has}; expected gate_proj, up_proj and down_proj")

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from moedoctor.trace.nan_report import NanReport
-from moedoctor.trace.nan_state import ALL_REAL, NanState
+from moedoctor.trace.nan_state import ALL_REAL, NanState, begin_step, end_step
+from moedoctor.trace.recorder import count_weight_rows
 
 Choice = Callable[[str, torch.nn.Module], bool]
 """(name, module) -> whether its output is watched."""
@@ -129,17 +130,13 @@ class NanLocator:
 
     def _begin(self, module: Any, inputs: Any) -> None:
         if not self._manual:
-            if torch.compiler.is_compiling():
-                torch.ops.moedoctor.begin_step(self._state.header, ALL_REAL, ALL_REAL)
-            else:
-                self._state.begin(ALL_REAL, ALL_REAL)
+            begin = torch.ops.moedoctor.begin_step if torch.compiler.is_compiling() else begin_step
+            begin(self._state.header, ALL_REAL, ALL_REAL)
 
     def _end(self, module: Any, inputs: Any, output: Any) -> None:
         if not self._manual:
-            if torch.compiler.is_compiling():
-                torch.ops.moedoctor.end_step(self._state.header)
-            else:
-                self._state.end()
+            end = torch.ops.moedoctor.end_step if torch.compiler.is_compiling() else end_step
+            end(self._state.header)
 
     def _make_hook(self, point: int, module: torch.nn.Module) -> Callable[[Any, Any, Any], None]:
         state = self._state
@@ -193,7 +190,4 @@ def _are_experts(ids: torch.Tensor, num_experts: int, floating: list[torch.Tenso
 def _count_experts(module: torch.nn.Module) -> int:
     """Return the number of experts that a router chooses from; 0 if the module does not say."""
     count = getattr(module, "num_experts", None)
-    if isinstance(count, int):
-        return count
-    weight = getattr(module, "weight", None)
-    return int(weight.shape[0]) if isinstance(weight, torch.Tensor) and weight.dim() == 2 else 0
+    return count if isinstance(count, int) else count_weight_rows((module,))

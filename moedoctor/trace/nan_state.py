@@ -7,14 +7,13 @@ than the step, and no multiple of it.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 
+from moedoctor.kernels.device_guard import has_kernels
 from moedoctor.reference.expert_ids import count_rows
 from moedoctor.trace.nan_report import Finding, NanReport, PointCounts, RouterCounts
 
@@ -155,7 +154,7 @@ class NanState:
         """Look at three tensors [rows, columns] of the same rows, in the order in which they were made."""
         here = not any(self._is_elsewhere(tensor) for tensor in tensors)
         side_by_side = here and all(tensor.stride(1) == 1 and tensor.element_size() > 1 for tensor in tensors)
-        if has_kernel(tensors[0]) and tensors[0].shape[0] and side_by_side and self.padding is None:
+        if has_kernels(self._device) and tensors[0].shape[0] and side_by_side and self.padding is None:
             from moedoctor.kernels.watch import launch_watch_three
 
             for point in points:
@@ -170,7 +169,7 @@ class NanState:
         """Look at `x` [..., columns], and end the step."""
         here = not self._is_elsewhere(x)
         x = x.reshape(-1, x.shape[-1]) if here and x.dim() != 2 else x  # [rows, columns]
-        if here and has_kernel(x) and x.numel() and self.padding is None:
+        if here and has_kernels(self._device) and x.numel() and self.padding is None:
             from moedoctor.kernels.watch import launch_watch
 
             self.looked.add(point)
@@ -357,7 +356,7 @@ def watch_rows(
     Each element of `padding` int8 [elements] covers `group` consecutive rows. Without it, `group` rows may
     belong to one row of the step, or one, or with 0 any number.
     """
-    if has_kernel(rows):
+    if has_kernels(rows.device):
         from moedoctor.kernels.watch import launch_watch
 
         launch_watch(rows, header, found, point, padding, group=group)
@@ -438,7 +437,7 @@ def _check_ids(
     step: torch.Tensor,
 ) -> None:
     """Add to `counts` as `watch_ids` does; `step` int32 [2]: the number of the step, and 0 if none runs."""
-    if has_kernel(ids):
+    if has_kernels(ids.device):
         from moedoctor.kernels.expert_ids import launch_check
 
         launch_check(ids, num_experts, counts, real_rows, step)
@@ -451,7 +450,7 @@ def _check_ids(
 
 def begin_step(header: torch.Tensor, real: int, padded: int) -> None:
     """Start the next step in the record. A step that still runs, because the model raised, ends."""
-    if has_kernel(header):
+    if has_kernels(header.device):
         from moedoctor.kernels.watch import launch_begin
 
         launch_begin(header, real, padded)
@@ -465,7 +464,7 @@ def begin_step(header: torch.Tensor, real: int, padded: int) -> None:
 
 def end_step(header: torch.Tensor) -> None:
     """Add up what the step showed; does nothing if none runs."""
-    if has_kernel(header):
+    if has_kernels(header.device):
         from moedoctor.kernels.watch import launch_end
 
         launch_end(header)
@@ -477,16 +476,6 @@ def end_step(header: torch.Tensor) -> None:
     header[PADDED_STEPS] += (extra > 0).int()
     header[PAD_TOKENS] += extra
     header[ACTIVE] = 0
-
-
-def has_kernel(x: torch.Tensor) -> bool:
-    """Return True if there are kernels for the device of `x`."""
-    return x.is_cuda and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 # A graph compiler takes an operator as it is, and keeps one that changes its arguments.

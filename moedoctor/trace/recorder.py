@@ -154,7 +154,7 @@ class RoutingRecorder:
         self._undo.callback(router.register_forward_hook(keep_routed).remove)
 
     def _add(self, name: str, *modules: nn.Module) -> _Layer:
-        layer = _Layer(name or "model", find_number(modules, _SIZES) or _count_weight_rows(modules[1:]))
+        layer = _Layer(name or "model", find_number(modules, _SIZES) or count_weight_rows(modules[1:]))
         if not layer.num_experts:
             raise TraceError(
                 f"{layer.name}: cannot tell how many experts it has; expected {' or '.join(_SIZES)}"
@@ -216,7 +216,7 @@ def find_number(modules: tuple[nn.Module, ...], names: tuple[str, ...]) -> int:
     return next((value for value in values if type(value) is int and value > 0), 0)
 
 
-def _count_weight_rows(modules: tuple[nn.Module, ...]) -> int:
+def count_weight_rows(modules: tuple[nn.Module, ...]) -> int:
     """Return the rows of a router's weight, which are the experts."""
     for module in modules:
         weight = getattr(module, "weight", None)

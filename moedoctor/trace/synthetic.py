@@ -15,8 +15,6 @@ from moedoctor.trace.format import RoutingTrace, TraceError
 
 PREFIX = "zipf"
 _MAX_IDS = 50_000_000
-_KINDS = {"skew": float, "drift": float}
-"""Settings that are not integers."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class ZipfSettings:
             if not equals or key not in known:
                 raise TraceError(f"{PREFIX}: '{part[:40]}' is none of {', '.join(known)} with a value")
             try:
-                given[key] = _KINDS.get(key, int)(value)
+                given[key] = type(known[key])(value)
             except ValueError:
                 raise TraceError(f"{PREFIX}: {key} is '{value[:40]}', expected a number") from None
         return cls(**given)  # type: ignore[arg-type]

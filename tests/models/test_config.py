@@ -97,13 +97,6 @@ def test_the_presets_have_the_parameters_that_the_models_have(name, billions, ex
     assert name in list_presets()
 
 
-def test_every_parameter_of_a_tiny_model_is_counted():
-    shape = shape_of(TINY, "tiny", "here")
-    attention = 64 * (4 * 16 + 2 * 2 * 16) + 4 * 16 * 64  # q, k, v, o
-    assert shape.count_other_parameters() == 2 * 100 * 64 + 3 * (attention + 64 * 8)
-    assert shape.count_expert_parameters() == 3 * 8 * 3 * 64 * 32
-
-
 @pytest.mark.parametrize(
     ("named", "ours", "factor"),
     [("silu", "silu", 3), ("gelu_pytorch_tanh", "gelu_tanh", 3), ("swish", "silu", 3), ("relu2", "relu2", 2)],
@@ -212,7 +205,7 @@ def test_a_wrong_type_is_named_with_what_was_expected(config: str) -> None:
             assert "\n" not in text
 
 
-@settings(max_examples=600)
+@settings(max_examples=200)
 @given(known=st.sampled_from(KNOWN), value=JSON | st.sampled_from(["4", "MEM*E", ["full_attention"] * 4]))
 def test_any_field_value_gives_a_plan_or_a_one_line_error(known: tuple[str, str], value: Any) -> None:
     config, key = known

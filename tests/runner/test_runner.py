@@ -1,5 +1,6 @@
 """Scenarios in real child processes: every verdict of a case, a claim and a scenario."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,22 @@ def test_cheap_tiers_of_all_failures_run_first_and_claims_last() -> None:
     assert list(dict.fromkeys(tiers)) == [Tier.MODEL, Tier.KERNEL, Tier.ENGINE, None]
     kernels = [unit.request.fault for unit in units if unit.kind[1] == list(Tier).index(Tier.KERNEL)]
     assert list(dict.fromkeys(kernels)) == ["MD001", "PARITY", "MD008"], "the least to do first"
+    begin = [(unit.request.fault, unit.case.subject) for unit in units[:6]]
+    assert len(set(begin)) == 6, "control and fix of every failure before a second case of one"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [id_ for id_ in catalogue.load_faults() if not id_.startswith("MD9")])
+def test_a_restated_algorithm_uses_a_device_unless_it_is_said_to_stay_on_the_cpu(name: str) -> None:
+    (scenario,) = plan(load_targets([name]), Options(), NO_GPU)
+    case = next(unit.case for unit in scenario.cases if unit.case.tier is Tier.MODEL)
+    assert case.device == "cpu"
+    nowhere, fault = replace(case, device="nowhere"), scenario.fault
+    if fault.restated_on_cpu:
+        fault.observe(nowhere, fault.faulty(nowhere))
+    else:
+        with pytest.raises(RuntimeError, match="nowhere"):
+            fault.observe(nowhere, fault.faulty(nowhere))
 
 
 def test_engines_have_a_gpu_of_their_own_and_cheap_cases_share_one() -> None:

@@ -11,33 +11,19 @@ from moedoctor.reference.moe_backend import Variant
 if TYPE_CHECKING:
     from moedoctor.reference.moe_backend import Backend
 
-UPSTREAM = (
-    Variant("MARLIN", "nvfp4"),
-    Variant("HUMMING", "nvfp4"),
-    Variant("EMULATION", "nvfp4", "nvfp4"),
-    Variant("FLASHINFER_TRTLLM", "nvfp4", "nvfp4"),
-    Variant("FLASHINFER_CUTEDSL", "nvfp4", "nvfp4"),
-    Variant("FLASHINFER_CUTLASS", "nvfp4", "nvfp4"),
-    Variant("VLLM_CUTLASS", "nvfp4", "nvfp4"),
-    Variant("B12X", "nvfp4", "nvfp4"),
-    Variant("FLASHINFER_B12X", "nvfp4", "nvfp4"),
-    Variant("TRITON", "fp8", "fp8"),
-    Variant("MARLIN", "fp8"),
-    Variant("HUMMING", "fp8"),
-    Variant("VLLM_CUTLASS", "fp8", "fp8"),
-    Variant("FLASHINFER_CUTLASS", "fp8", "fp8"),
-    Variant("FLASHINFER_TRTLLM", "fp8", "fp8"),
-    Variant("HPC", "fp8", "fp8"),
-    Variant("TRITON", "fp8-block", "fp8_block"),
-    Variant("MARLIN", "fp8-block"),
-    Variant("HUMMING", "fp8-block"),
-    Variant("DEEPGEMM", "fp8-block", "fp8_block"),
-    Variant("FLASHINFER_CUTLASS", "fp8-block", "fp8_block"),
-    Variant("FLASHINFER_TRTLLM", "fp8-block", "fp8_block"),
-    Variant("HPC", "fp8-block", "fp8_block"),
-    Variant("TRITON", "bf16"),
-    Variant("FLASHINFER_CUTLASS", "bf16"),
-    Variant("FLASHINFER_TRTLLM", "bf16"),
+UPSTREAM = tuple(
+    Variant(name, quantization, activations)
+    for quantization, activations, names in (
+        ("nvfp4", "none", "MARLIN HUMMING"),
+        ("nvfp4", "nvfp4", "EMULATION FLASHINFER_TRTLLM FLASHINFER_CUTEDSL FLASHINFER_CUTLASS VLLM_CUTLASS"),
+        ("nvfp4", "nvfp4", "B12X FLASHINFER_B12X"),
+        ("fp8", "fp8", "TRITON VLLM_CUTLASS FLASHINFER_CUTLASS FLASHINFER_TRTLLM HPC"),
+        ("fp8", "none", "MARLIN HUMMING"),
+        ("fp8-block", "fp8_block", "TRITON DEEPGEMM FLASHINFER_CUTLASS FLASHINFER_TRTLLM HPC"),
+        ("fp8-block", "none", "MARLIN HUMMING"),
+        ("bf16", "none", "TRITON FLASHINFER_CUTLASS FLASHINFER_TRTLLM"),
+    )
+    for name in names.split()
 )
 """Backends of vLLM 0.21.0 to 0.33.0 for one GPU, by vLLM's own names. A release that lacks one refuses it.
 

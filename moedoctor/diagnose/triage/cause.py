@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from moedoctor.diagnose.triage.line_text import Quotations, Stance, is_possible, read_stance, split_prefix
 from moedoctor.diagnose.triage.log_text import find_lines
-from moedoctor.diagnose.triage.signatures import load_data
+from moedoctor.diagnose.triage.signatures import load_data, load_patterns
 
 _COMMON = (b"rror", b"Traceback")
 _NEEDLES = (
@@ -34,10 +34,6 @@ _LINKS = {
 }
 _FRAME = re.compile(r'File "([^"]{1,400})", line (\d{1,7}), in (\S{1,120})')
 _NOTEBOOK_FRAME = re.compile(r"(?:File )?(\S{1,400}\.py):(\d{1,7})(?:,|:) in ([\w.<>]{1,120})")
-_JOINT = re.compile(
-    r'\\r?\\n|(?<=\S)\s{1,8}(?=File ")|\s{1,8}(?=(?:[a-z_]\w{0,60}\.){0,6}[A-Z]\w{0,60}(?:Error|Exception): )'
-)
-"""The places where the lines of a traceback were joined into one."""
 _EXCEPTION = re.compile(
     r"(?P<type>(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,80})(?:\(\w{1,60}\))?(?:: (?P<message>.*)|:?$)"
 )
@@ -50,13 +46,6 @@ _PROBES = ("ImportError", "ModuleNotFoundError", "KeyError", "AttributeError", "
 """Exceptions that code catches to go another way; the one raised then is the error."""
 _LOGGER = re.compile(r"[\w./]{1,80}\.py:\d{1,6}\]")
 """The place in the code that wrote a line of a log."""
-_PROCESS = re.compile(
-    r"[(\[]([^()\[\]]{0,80}(?:pid|rank)[ =]?\d{1,9}[^()\[\]]{0,40})[)\]]|\brank ?(\d{1,5})\]"
-)
-_PLUMBING = re.compile(
-    r"torch/(?:nn/modules/|_ops\.py|utils/_contextlib|_tensor\.py|_library/)|contextlib\.py|functools\.py"
-    r"|importlib/|<frozen|<string>|multiprocessing/|threading\.py|concurrent/"
-)
 _ROOT = re.compile(r"(?:site|dist)-packages/|/python3\.\d{1,2}/|/vllm/(?=vllm/)")
 _MOST_ERRORS, _MOST_PROCESSES, _MOST_FRAMES, _MOST_LINES = 200, 256, 60, 300_000
 _COMMAND = re.compile(r"(?:^| )--[a-z]|^\$ ")
@@ -84,7 +73,7 @@ class Cause:
     owner: str
     """Whose code that is."""
     next_step: str
-    """The command that may explain it, or an empty string."""
+    """What to do, a line each; the first is the most particular one. Empty if a finding has a step."""
     note: str = ""
     """What must not be believed of this text."""
 
@@ -222,7 +211,7 @@ class Errors:
         prefix, text = split_prefix(line)
         joined = _TRACEBACK in text and not text.rstrip(":").endswith(_TRACEBACK)
         whole = text.replace(_TRACEBACK, f"{_TRACEBACK}\\n")
-        for part in _JOINT.split(whole) if joined else [self._strip_lead(text)]:
+        for part in load_lines()["joint"].split(whole) if joined else [self._strip_lead(text)]:
             self._read_text(line, prefix, part.strip(), number)
 
     def _strip_lead(self, text: str) -> str:
@@ -241,7 +230,7 @@ class Errors:
     def _read_text(self, line: bytes, prefix: str, text: str, number: int) -> None:
         if prefix.lstrip().startswith("#") or line.startswith(b"```"):
             self._continued.clear()  # a heading, or the end of a block of code
-        match = _PROCESS.search(prefix)
+        match = load_lines()["process"].search(prefix)
         process = (match[1] or match[2] or "") if match else ""
         if len(self._processes) < _MOST_PROCESSES:
             self._processes.add(process)
@@ -424,8 +413,7 @@ def _read_rules(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Rule]:
 @cache
 def load_lines() -> Mapping[str, re.Pattern[str]]:
     """Return the patterns of lines by what these tell."""
-    rows = load_data("causes.yaml")["lines"]
-    return {name: re.compile("".join(pieces)) for name, pieces in rows.items()}
+    return {**load_patterns("causes.yaml"), **load_patterns("facts.yaml")}
 
 
 def find_told_cause(places: Mapping[str, tuple[int, int, str]]) -> Cause | None:
@@ -445,10 +433,16 @@ def find_told_cause(places: Mapping[str, tuple[int, int, str]]) -> Cause | None:
     return Cause(line, excerpt, kind, f"{body['name']}: {body['says']}", "", "", body["step"])
 
 
-def list_hints(kind: str, clues: Collection[str]) -> list[str]:
-    """Return what a text with these clues should try first, for an error of a class."""
-    rows = load_data("causes.yaml")["hints"]
-    return [row["try"] for row in rows if kind in row["kinds"] and row["if"] in clues][:_MOST_HINTS]
+def list_steps(cause: Cause, clues: Set[str]) -> list[str]:
+    """Return what a text with these clues should try for its error, first what is of it alone."""
+    hints = [
+        row["try"]
+        for row in load_data("causes.yaml")["hints"]
+        if cause.kind in row["kinds"] and clues >= {*row["if"].split("+")}
+        if row.get("unless", "\0") not in cause.says
+    ]
+    own = cause.next_step != load_data("causes.yaml")["classes"][cause.kind]["step"]
+    return [cause.next_step, *hints[:_MOST_HINTS]] if own else [*hints[:_MOST_HINTS], cause.next_step]
 
 
 def _describe(error: _Error, launch_blocking: bool) -> Cause:
@@ -457,7 +451,9 @@ def _describe(error: _Error, launch_blocking: bool) -> Cause:
     rule = next(rule for rule in rules if rule.matches(error.text if error.context else error.whole, frames))
     if rule is rules[-1]:  # it matches all
         rule = next(rule for rule in rules if rule.matches(error.whole, frames))
-    own = [frame for frame in error.frames if not _PLUMBING.search(str(frame))] or [*error.frames]
+    own = [frame for frame in error.frames if not load_lines()["plumbing"].search(str(frame))] or [
+        *error.frames
+    ]
     frame = own[-1] if own else None
     owner = next((name for pattern, name in owners.items() if frame and re.search(pattern, str(frame))), "")
     note = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from moedoctor.diagnose.triage.cause import load_lines
 from moedoctor.diagnose.triage.signatures import Signature
 from moedoctor.entries.entry import PACKAGES, Entry
 
@@ -12,48 +13,7 @@ Release = tuple[int, int, int, int]
 """Major, minor, patch, and 0, or -1 for a build before that release."""
 _OLDEST: Release = (0, 17, 1, 0)
 """The oldest release of vLLM that was looked at."""
-_BACKENDS = "`moedoctor backends`"
 
-_NUMBER = r"v?(\d{1,2}\.\d{1,3}(?:\.\d{1,4})?(?:\.?(?:rc|dev|post|a|b)\d{1,9}){0,3})(?![\d.]*\d)"
-_BETWEEN = (
-    r"s|version|release|image|docker|container|engine|server|build|wheel|is|was|at|on|v1|latest|nightly|from"
-)
-_VLLM = (
-    rf"vllm(?: api server)?[ _-]version\W{{0,40}}?{_NUMBER}"
-    rf"|\bvllm(?:-openai(?:-rocm)?)?(?:['_\W]{{1,4}}(?:{_BETWEEN})){{0,3}}[_\W]{{1,4}}?{_NUMBER}"
-    rf"|(?:^|\s){_NUMBER}(?: release)? of vllm\b|vllm-openai:[\w.-]{{1,60}}\W{{1,4}}{_NUMBER}"
-    rf"|llm engine \({_NUMBER}\) with config|[█▄▀] {{1,3}}version {_NUMBER}"
-    rf"|^version\W{{1,4}}{_NUMBER} .{{0,30}}vllm"
-)
-_FLASHINFER = rf"flashinfer(?:[-_](?:python|cubin)|\.__version__)?(?: version)?\W{{1,30}}?{_NUMBER}"
-_BARE = r"(?:\b(?:in|on|with|since|to|from|under)|^|[,.;(]) ?v?(0\.(?:1[7-9]|[2-9]\d)\.\d{1,2})(?![.\w]*\w)"
-"""A number that is a release of vLLM, and of nothing else that texts name without its name."""
-_NOT_ABOUT = (
-    r"deprecat|unmaintained|will be removed|removed in|(?:fixed|resolved|landed|merged|works|working|fine"
-    r"|good|right|correct|available) (?:in|on|with|since|by|as of)"
-    r"|(?<!after )(?<!since )(?<!(?:after|since) (?:the|our) )(?:upgrad|updat)(?:e|es|ing) (?:to|vllm)"
-    r"|downgrad\w{0,5} (?:\S{1,20} ){0,3}?to |requires? |needs? |at least|target"
-)
-# Of words around a release, which is \0: it failed whatever is said of another one, or it was left.
-_FAILED = (
-    r"(?:broke|break|fail|crash|stop|die|hang|garbage|wrong|regress)\w{0,6} (?:(?:in|on|with|since) )?v?\0"
-    r"|\0\W{0,3}(?:still|(?:does|do|did)(?:n.t| not) (?:help|fix|change|solve)|brings? (?:it|this) back)\b"
-)
-_LEFT = r"(?:upgrad|updat|mov)\w{0,5} (?:.{0,20}\bfrom )?(?:vllm )?v?\0 to v?\d"
-_GPU = re.compile(
-    r"(?:geforce )?\b(?:rtx(?: pro)? \d{4}(?: ?(?:ti|super|d|ada|blackwell)\b){0,2}|rtx ?a\d{4}"
-    r"|gh200|gb200|gb300|gb10|h100|h200|h800|h20|b100|b200|b300|a100|a800|l40s?|v100|p100"
-    r"|(?:nvidia|tesla) (?:a10g?|l4|l20|t4)|dgx spark|jetson (?:agx )?(?:thor|orin)|mi\d{3}x?)\b(?![-_/.]\w)"
-)
-_CAPABILITY = re.compile(
-    r"\bsm_?(\d{2,3})[af]?\b(?!\.[\dx]| or (?:higher|newer|later|above))"
-    r"|(?:\bsm[_ ]?|compute capability\W{0,4})(\d{1,2}\.\d)(?![\d.]*\d)"
-)
-_BACKEND = re.compile(
-    r"using '?([a-z][a-z0-9_]{2,40}(?: [a-z]{2,20}(?='))?)'? (?:backend for )?"
-    r"(?:\w{1,20} )?moe(?: backend)?\b|moe backend '?([a-z][a-z0-9_]{2,40})'? (?:does not|is not)"
-    r"|--moe-backend[ =]{1,2}'?\"?([a-z][a-z0-9_]{2,40})|moe_backend\W{1,5}([a-z][a-z0-9_]{2,40})"
-)
 _MOST = 64
 
 
@@ -74,36 +34,38 @@ class Facts:
 
     def read(self, line: str) -> None:
         """Take in one line, in lower case."""
-        if self._after_name and (version := re.match(rf"version: {_NUMBER}", line)):
-            line = f"vllm {version[1]}"
+        lines = load_lines()
+        if self._after_name and line.startswith("version: "):
+            line = line.replace("version:", "vllm", 1)
         self._after_name = line == "name: vllm"
         for product, pattern, releases in (
-            ("vllm", _VLLM, self.vllm),
-            ("flashinfer", _FLASHINFER, self.flashinfer),
-            ("0.", _BARE, self.vllm),
+            ("vllm", lines["vllm"], self.vllm),
+            ("flashinfer", lines["flashinfer"], self.flashinfer),
+            ("0.", lines["bare_release"], self.vllm),
         ):
             if len(releases) >= _MOST or not any(word in line for word in (product, "version", "llm engine")):
                 continue
-            for match in re.finditer(pattern, line):
+            for match in pattern.finditer(line):
                 text = next(filter(None, match.groups()))
                 start = match.start(match.lastindex or 0) if product == "0." else match.start()
                 around = f"{line[:start][-40:]}\0{line[match.end() :][:40]}"
-                another = re.search(_NOT_ABOUT, around.partition("\0")[0]) and not re.search(_FAILED, around)
-                if (release := parse(text)) and not (another or re.search(_LEFT, around)):
+                before = around.partition("\0")[0]
+                another = lines["not_about"].search(before) and not lines["failed"].search(around)
+                if (release := parse(text)) and not (another or lines["left"].search(around)):
                     releases.add(release)
                 elif release and product != "flashinfer":
                     self.other_vllm.add(release)
         self._read_gpus(line)
         if "moe" in line and len(self.backends) < _MOST:
-            for match in _BACKEND.finditer(line):
+            for match in lines["moe_backend"].finditer(line):
                 self.backends[next(filter(None, match.groups())).upper().replace(" ", "_")] = None
 
     def _read_gpus(self, line: str) -> None:
         if len(self.gpus) >= _MOST or not any(digit in line for digit in "0123456789"):
             return
-        for match in _GPU.finditer(line):
+        for match in load_lines()["gpu"].finditer(line):
             self.gpus[match[0].upper()] = None
-        for match in _CAPABILITY.finditer(line):
+        for match in load_lines()["capability"].finditer(line):
             self.gpus[f"SM {match[2] or f'{match[1][:-1]}.{match[1][-1]}'}"] = None
 
     def explain_exclusion(self, signature: Signature) -> str:
@@ -114,12 +76,12 @@ class Facts:
         if signature.needs_version and not self.vllm:
             return "the text does not say which release of vLLM failed"
         if signature.since and self.vllm and max(self.vllm) < _read_boundary(signature.since):
-            return f"the text names vLLM {_show(max(self.vllm))}, and the failure came with {signature.since}"
+            return f"the text names vLLM {show(max(self.vllm))}, and the failure came with {signature.since}"
         if signature.fixed and self.vllm and min(self.vllm) >= _read_boundary(signature.fixed):
-            return f"the text names vLLM {_show(min(self.vllm))}, and {signature.fixed} fixed the failure"
+            return f"the text names vLLM {show(min(self.vllm))}, and {signature.fixed} fixed the failure"
         fixed = signature.flashinfer_fixed
         if fixed and self.flashinfer and min(self.flashinfer) >= _read_boundary(fixed):
-            return f"the text names FlashInfer {_show(min(self.flashinfer))}, and the failure is older"
+            return f"the text names FlashInfer {show(min(self.flashinfer))}, and the failure is older"
         return ""
 
     def list_backends(self) -> tuple[str, ...]:
@@ -157,7 +119,7 @@ def release_words(entry: Entry, facts: Facts) -> str:
         if not named or not ranges:
             continue
         release = max(named)
-        shown = f"{PACKAGES[package]} {_show(release)}"
+        shown = f"{PACKAGES[package]} {show(release)}"
         fits = [part for part in ranges if _read_boundary(part.first) <= release <= _read_boundary(part.last)]
         if fits:
             sentences.insert(0, f"{shown} has it ({fits[0].range})")
@@ -170,23 +132,6 @@ def release_words(entry: Entry, facts: Facts) -> str:
         else:
             sentences.insert(0, f"{shown} is not among those that are known to have it")
     return "; ".join(sentences)
-
-
-def fit_step(step: str, facts: Facts) -> str:
-    """Return a next step whose `moedoctor backends` asks for the release and the GPU that the text names."""
-    if _BACKENDS not in step:
-        return step
-    from moedoctor.fixes.backends.release_tables import CAPABILITIES
-    from moedoctor.fixes.backends.release_tables import load_releases as list_known_releases
-
-    capabilities = [gpu[3:] for gpu in facts.gpus if gpu.startswith("SM ") and gpu[3:] in CAPABILITIES]
-    releases = [
-        text for text in map(_show, sorted(facts.vllm, reverse=True)) if text in list_known_releases()
-    ]
-    options = "".join(
-        f" --{name} {values[0]}" for name, values in (("sm", capabilities), ("release", releases)) if values
-    )
-    return step.replace(_BACKENDS, f"{_BACKENDS[:-1]}{options}`")
 
 
 def parse(text: str) -> Release | None:
@@ -210,8 +155,9 @@ def _read_boundary(text: str) -> Release:
 
 
 def _list(releases: set[Release]) -> str:
-    return ", ".join(map(_show, sorted(releases)[:4]))
+    return ", ".join(map(show, sorted(releases)[:4]))
 
 
-def _show(release: Release) -> str:
+def show(release: Release) -> str:
+    """Return a release as a text names it."""
     return ".".join(map(str, release[:3])) + ("-dev" if release[3] else "")

@@ -6,11 +6,10 @@ import enum
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from moedoctor.diagnose.triage.signatures import join_fragments, load_data
+from moedoctor.diagnose.triage.signatures import load_patterns
 
 _ANSI = (
     r"(?:\x1b|\^\[|#033|\\x1b|\\u001b|\\033|\\e)\[[0-9;?]{0,20}[A-Za-z]"
@@ -68,15 +67,6 @@ BELOW_ERROR = re.compile(r"\b(?:debug|info|warning) ")
 """The level of a line that tells of no failure, in a prefix in lower case."""
 
 
-@cache
-def _load_words() -> Mapping[str, re.Pattern[str]]:
-    """Return the patterns of `stance.yaml` by name."""
-    data = load_data("stance.yaml")
-    return {
-        name: re.compile(join_fragments(text, data["fragments"])) for name, text in data["patterns"].items()
-    }
-
-
 class Stance(enum.Enum):
     """The way in which a text speaks of an event."""
 
@@ -92,7 +82,7 @@ def read_stance(text: str, start: int, end: int, line: tuple[int, int]) -> Stanc
 
     `line` is the place of its line in the text: a pasted line is no part of the sentence before it.
     """
-    words = _load_words()
+    words = load_patterns("stance.yaml")
     start, end = _find_quotation(text, start, end)
     before = text[max(0, start - _CLAUSE) : start]
     denied = words["denied_before"].search(before) or words["attributed"].search(before)
@@ -159,13 +149,13 @@ def _find_quotation(text: str, start: int, end: int) -> tuple[int, int]:
     opening, closing = text.rfind('"', first, start), text.find('"', end, end + 2 * _CLAUSE)
     if opening >= 0 and text.count('"', first, start) % 2 == 1:
         return opening, closing + 1 if closing >= 0 else end
-    name = _load_words()["error_name"].search(text, first, start)
+    name = load_patterns("stance.yaml")["error_name"].search(text, first, start)
     return (name.start() if name else start), end
 
 
 def is_possible(text: str, start: int) -> bool:
     """Return True if a text in lower case says that what begins at `start` may happen, not that it did."""
-    return bool(_load_words()["possible"].search(text[max(0, start - _CLAUSE) : start]))
+    return bool(load_patterns("stance.yaml")["possible"].search(text[max(0, start - _CLAUSE) : start]))
 
 
 def split_prefix(line: bytes) -> tuple[str, str]:

@@ -5,32 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from moedoctor.diagnose.triage.cause import load_lines
 from moedoctor.redaction import Redactor
 from moedoctor.text import escape
 
-_COMMAND = re.compile(r"\bvllm serve [\w/~.$-]|api_server (?:\\|--\w)|\bvllm bench ")
-_FLAG = re.compile(
-    r"--([a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*)(?:(?:=| (?!-))[\"']?([^\s\"'\\,\]<>|&;{][^\s\"'\\,\]]*))?"
-)
-_ARGUMENTS = re.compile(r"non-default args\W{1,3}")
-_ARGUMENT = re.compile(
-    r"['\"]?\b([a-z][a-z0-9]*(?:_[a-z0-9]+)+|model|dtype|quantization)['\"]? ?[:=] ?['\"]?([^\s'\",){}]+)"
-)
-_CALL = re.compile(r"\b(?:LLM|(?:Async)?EngineArgs)\(")
-_ITEM = re.compile(r"^[-\"'\[ ]{0,4}--[a-z][\w-]*(?![\w-]|: |:$)")  # not "--enforce-eager: helps"
-_VARIABLE = re.compile(
-    r"(?<!passing )\b((?:VLLM|FLASHINFER|CUDA|NCCL|PYTORCH|TORCH|TRITON|MOEDOCTOR)_[A-Z0-9_]{2,60})"
-    r"(?:=|[\"']?: )[\"']?([^\s\"',;]{1,80})"
-)
-_LIBRARIES = {
-    "torch": re.compile(r"\b(?:py)?torch(?: version)?\W{1,20}v?(\d\.\d{1,2}(?:\.\d{1,2})?)(?:\+\w+)?\b"),
-    "cuda": re.compile(
-        r"\bcuda(?: runtime| toolkit| used to build pytorch)?(?: version)?\W{1,12}(1[0-9]\.\d)\b"
-    ),
-    "driver": re.compile(r"\bdriver(?: version)?\W{1,12}(\d{3}\.\d{2,3}(?:\.\d{2})?)\b"),
-}
-_WSL = re.compile(r"\bwsl ?2?\b|microsoft-standard-wsl")
-_ADVISED = re.compile(r"\b(?:add|use|try) `?--([a-z][a-z0-9-]*)(?: ([\w-]+))?")
+_LIBRARIES = ("torch", "cuda", "driver")
 _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 _MOST, _CALL_LINES = 200, 30
 
@@ -47,6 +26,23 @@ class Settings:
     wsl: bool = False
     shown: bool = False
     """True if the text shows the arguments of the server."""
+    model: str = ""
+    """The model that is served, or the first one that the text names."""
+
+    def explain_repetition(self, step: str) -> str:
+        """Return a next step with what it recommends and the text sets already, which then did not help."""
+        flags = (
+            f"--{name} {value}".strip()
+            for name, value in load_lines()["advised"].findall(step)
+            if self.flags.get(name) in ([value] if value else ["", "True"])
+        )
+        variables = (
+            f"{name}={value}"
+            for name, value in re.findall(r"\b([A-Z][A-Z0-9_]{4,60})=([\w.]{1,40})", step)
+            if self.variables.get(name) == value
+        )
+        again = dict.fromkeys((*flags, *variables))
+        return f"{step}; the text sets {' and '.join(again)} already" if again else step
 
 
 @dataclass
@@ -59,44 +55,32 @@ class SettingsReader(Settings):
 
     def read(self, shown: str) -> None:
         """Take in one line as it is written."""
-        lower = shown.lower()
-        command = _COMMAND.search(shown)
-        if command or self._continued or _ITEM.match(shown):
+        lower, lines = shown.lower(), load_lines()
+        command = lines["command"].search(shown)
+        if command or self._continued or lines["item"].match(shown):
             self.shown |= command is not None
-            self._add(_FLAG.findall(shown[command.start() :] if command else shown))
+            self.model = (command and command["model"]) or self.model
+            self._add(lines["flag"].findall(shown[command.start() :] if command else shown))
             self._continued = shown.endswith("\\")
-        if arguments := _ARGUMENTS.search(lower):
+        if arguments := lines["arguments"].search(lower):
             self.shown = True
-            self._add(_ARGUMENT.findall(shown[arguments.end() :]))
-        call = _CALL.search(shown)
+            self._add(lines["argument"].findall(shown[arguments.end() :]))
+        call = lines["call"].search(shown)
         if call or self._call:
             self.shown |= call is not None
-            self._add(_ARGUMENT.findall(shown[call.end() :] if call else shown))
+            self._add(lines["argument"].findall(shown[call.end() :] if call else shown))
             self._call = _CALL_LINES if call else self._call - 1
             if shown.endswith(")"):
                 self._call = 0
-        for name, value in _VARIABLE.findall(shown):
+        if not self.model and (named := lines["model"].search(shown)):
+            self.model = named[0]
+        for name, value in lines["variable"].findall(shown):
             if len(self.variables) < _MOST:
                 self.variables[name] = value.rstrip(".)")
-        for name, pattern in _LIBRARIES.items():
-            if name not in self.libraries and (match := pattern.search(lower)):
+        for name in _LIBRARIES:
+            if name not in self.libraries and (match := lines[name].search(lower)):
                 self.libraries[name] = match[1]
-        self.wsl = self.wsl or ("wsl" in lower and _WSL.search(lower) is not None)
-
-    def explain_repetition(self, step: str) -> str:
-        """Return a next step with what it recommends and the text sets already, which then did not help."""
-        flags = (
-            f"--{name} {value}".strip()
-            for name, value in _ADVISED.findall(step)
-            if self.flags.get(name) in ([value] if value else ["", "True"])
-        )
-        variables = (
-            f"{name}={value}"
-            for name, value in re.findall(r"\b([A-Z][A-Z0-9_]{4,60})=([\w.]{1,40})", step)
-            if self.variables.get(name) == value
-        )
-        again = dict.fromkeys((*flags, *variables))
-        return f"{step}; the text sets {' and '.join(again)} already" if again else step
+        self.wsl = self.wsl or ("wsl" in lower and lines["wsl"].search(lower) is not None)
 
     def mask(self, redactor: Redactor) -> Settings:
         """Return what may be shown: without secrets and control characters."""
@@ -108,7 +92,14 @@ class SettingsReader(Settings):
             }
             for kind in ("flags", "variables")
         }
-        return Settings(masked["flags"], masked["variables"], dict(self.libraries), self.wsl, self.shown)
+        return Settings(
+            masked["flags"],
+            masked["variables"],
+            dict(self.libraries),
+            self.wsl,
+            self.shown,
+            redactor.mask(self.model),
+        )
 
     def _add(self, found: list[tuple[str, str]]) -> None:
         for name, value in found[:_MOST]:

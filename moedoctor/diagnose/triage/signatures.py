@@ -129,6 +129,14 @@ def load_data(name: str) -> Any:
     return load_yaml("moedoctor.diagnose.triage", name)
 
 
+@cache
+def load_patterns(name: str) -> Mapping[str, re.Pattern[str]]:
+    """Return the patterns of a YAML file by name, with its fragments in their places."""
+    data = load_data(name)
+    rows = data["patterns"].items()
+    return {key: re.compile(join_fragments(text, data.get("fragments", {}))) for key, text in rows}
+
+
 def _read_clue(name: str, row: Mapping[str, Any], fragments: Mapping[str, Any]) -> Clue:
     """Return a clue: one pattern, or two patterns in either order at most `gap` characters apart."""
     texts = {key: join_fragments(row[key], fragments) for key in ("pattern", "beside", "or") if key in row}

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.cause import Cause, Errors, find_told_cause, list_hints
-from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, release_words
+from moedoctor.diagnose.triage.advice import Advice
+from moedoctor.diagnose.triage.cause import Cause, Errors, find_told_cause, list_steps
+from moedoctor.diagnose.triage.facts_in_text import Facts, release_words
 from moedoctor.diagnose.triage.line_text import Stance, is_possible, read_stance
 from moedoctor.diagnose.triage.log_text import Passage, Passages
 from moedoctor.diagnose.triage.settings_in_text import Settings, SettingsReader
@@ -190,7 +191,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
                     settled.add(clue.name)
     lines = {name: note.list_lines() for name, note in notes.items()}
     redactor = redactor or Redactor()
-    reader = _Reader(lines, notes, facts, settings, redactor, errors.headline[0])
+    advice = Advice(facts, settings.mask(redactor))
+    reader = _Reader(lines, notes, facts, advice, redactor, errors.headline[0])
     best: dict[str, Finding] = {}
     for signature in load_signatures():
         finding = reader.find(signature)
@@ -206,8 +208,9 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         elif in_words is not None and in_words.kind not in ("unknown", "wrong_output", "speed"):
             error = replace(in_words, line=error.line, excerpt=error.excerpt)
     if error is not None and error.next_step:
-        steps = (*list_hints(error.kind, notes.keys()), error.next_step)
-        error = replace(error, next_step=settings.explain_repetition("; ".join(steps)))
+        steps = [*map(advice.fit, list_steps(error, notes.keys()))]
+        steps[-1:-1] = advice.name_backend(error)
+        error = replace(error, next_step="\n".join((*advice.explain(error), *steps)))
     return Triage(
         findings=findings,
         releases=facts.summarize(),
@@ -217,7 +220,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         backends=facts.list_backends(),
         bytes_read=passages.bytes_read,
         other_releases=facts.summarize_others(),
-        settings=settings.mask(redactor),
+        settings=advice.settings,
         error=_mask_cause(error, redactor),
     )
 
@@ -245,7 +248,7 @@ def _find_told_error(
 def _mask_cause(cause: Cause | None, redactor: Redactor) -> Cause | None:
     if cause is None:
         return None
-    excerpt = _mask((cause.excerpt, 0, min(len(cause.excerpt), _EXCERPT)), redactor)
+    excerpt = _mask((cause.excerpt, 0, min(len(cause.excerpt), 2 * _EXCERPT)), redactor)
     return replace(cause, excerpt=excerpt, place=escape(redactor.mask(cause.place)))
 
 
@@ -325,7 +328,7 @@ class _Reader:
     """The lines of each clue."""
     notes: Mapping[str, _Notes]
     facts: Facts
-    settings: SettingsReader
+    advice: Advice
     redactor: Redactor
     headline: int = 0
     """The line of the report's headline, or 0."""
@@ -358,7 +361,7 @@ class _Reader:
             line=line,
             excerpt=_mask(self.notes[name].excerpts.get(line, (name.replace("_", " "), 0, 0)), self.redactor),
             confidence=confidence,
-            next_step=self.settings.explain_repetition(fit_step(signature.next or entry.next, self.facts)),
+            next_step=self.advice.fit(signature.next or entry.next),
             grade=_judge(confidence),
             why=why,
             missing=missing,

@@ -12,6 +12,7 @@ class LoadingFault(Fault):
     """A loader that stops, or that leaves values wrong without an error."""
 
     tiers = list_tiers(Tier.MODEL, installed=Tier.LIBRARY)
+    restated_on_cpu = True
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         evidence = observation.evidence

@@ -78,6 +78,7 @@ class OffloadGarbage(EngineFault):
     parameters = OffloadGarbageParameters
     tiers = list_tiers(Tier.MODEL, Tier.KERNEL, installed=Tier.ENGINE)
     lab = "moedoctor.faults.offload.offload_garbage_lab"
+    restated_on_cpu = True
     summary = "a weight of {bytes} bytes"
     engine_by = "mode"
     engine_summary = "{model}, {mode}, {moe_backend}, {access}, fixes: {fixes}"

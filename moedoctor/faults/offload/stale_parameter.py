@@ -31,6 +31,7 @@ class StaleParameter(Fault):
     tiers = list_tiers(Tier.MODEL, Tier.KERNEL)
     summary = "backend {backend}"
     lab = "moedoctor.faults.offload.stale_parameter_lab"
+    restated_on_cpu = True
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:
         """Two simulated backends at tier model, real ones on a GPU."""

@@ -87,6 +87,7 @@ class UnpinnedCopy(Fault):
     tiers = list_tiers(Tier.MODEL, Tier.KERNEL)
     summary = "{direction} of {bytes} bytes"
     lab = LAB
+    restated_on_cpu = True
     claims = (judge_crash_3,)
 
     def has_point(self, tier: Tier, parameters: Mapping[str, Scalar]) -> bool:

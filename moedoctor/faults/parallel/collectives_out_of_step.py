@@ -39,6 +39,7 @@ class CollectivesOutOfStep(Fault):
     tiers = list_tiers(Tier.MODEL)
     summary = "{way} on {ranks} ranks"
     lab = "moedoctor.faults.parallel.collectives_out_of_step_lab"
+    restated_on_cpu = True
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         return judge_counts(

@@ -41,6 +41,7 @@ class SharedExpertParallel(Fault):
     tiers = list_tiers(Tier.MODEL)
     summary = "{mistake} on {ranks} ranks"
     lab = "moedoctor.faults.parallel.shared_expert_parallel_lab"
+    restated_on_cpu = True
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         symptoms = {

@@ -41,6 +41,7 @@ class GlobalScaleMismatch(CheckpointFault):
     id = "MD014"
     parameters = GlobalScaleMismatchParameters
     lab = "moedoctor.faults.quantization.global_scale_mismatch_lab"
+    restated_on_cpu = True
     summary = "up/gate scale {ratio:g}, kept: {merged}"
 
     def judge_tensors(self, evidence: Evidence) -> Judgement:

@@ -156,6 +156,7 @@ class SentinelIds(Fault):
     parameters = SentinelIdsParameters
     tiers = list_tiers(Tier.MODEL)
     lab = "moedoctor.faults.routing.sentinel_ids_lab"
+    restated_on_cpu = True
     claims = (judge_upstream_paths, judge_alignment)
 
     def judge(self, case: Case, observation: Observation) -> Judgement:

@@ -122,6 +122,7 @@ class ArchSuffix(Fault):
     parameters = ArchSuffixParameters
     tiers = list_tiers(Tier.MODEL, installed=Tier.LIBRARY)
     lab = _LAB
+    restated_on_cpu = True
     claims = (judge_a_lacks_instructions, judge_f_needs_cuda, judge_list_is_workaround)
     installed_package = "flashinfer"
 

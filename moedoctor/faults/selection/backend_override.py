@@ -181,6 +181,7 @@ class BackendOverride(Fault):
     parameters = BackendOverrideParameters
     tiers = list_tiers(Tier.MODEL, installed=Tier.LIBRARY)
     lab = "moedoctor.faults.selection.backend_override_lab"
+    restated_on_cpu = True
     summary = "{release} {scheme} {capability} {setting}"
     claims = (judge_no_override, judge_no_variable, judge_gemm_crashes, judge_marlin_by_default)
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 ACTIVATIONS = reference.ACTIVATIONS
 """Gated SiLU and GELU (exact, and by tanh), and squared ReLU without a gate."""
-_FLOAT8 = (torch.float8_e4m3fn,)
 _MOST_DECODE_PAIRS = 256
 """With more pairs than this, the pairs of one expert share its weights."""
 
@@ -208,7 +207,7 @@ def _check_weights(weights: Mapping[str, torch.Tensor], hidden_size: int, activa
     for name in ("w13", "w2"):
         if not weights[name].is_contiguous():
             raise ValueError(f"weights[{name!r}] must be contiguous")
-        if weights[name].dtype in _FLOAT8 and f"{name}_scale" not in weights:
+        if weights[name].dtype is torch.float8_e4m3fn and f"{name}_scale" not in weights:
             raise ValueError(f"weights[{name!r}] is float8 and has no {name}_scale")
     if width != hidden_size:
         raise ValueError(f"x must be [T, {width}] for w2, got width {hidden_size}")

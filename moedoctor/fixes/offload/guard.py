@@ -145,7 +145,8 @@ class Watch(TorchDispatchMode):
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return what `forward` returns. Raises RuntimeError if it reads offloaded weights between layers."""
         # Compiled parts would be run eagerly under a mode, and round otherwise.
-        if any(_is_compiled(module) for module in self._root.modules()):
+        modules = self._root.modules()
+        if any(module._compiled_call_impl or "_orig_mod" in module._modules for module in modules):
             output = forward(*args, **kwargs)
             self._pipeline.go_unwatched("in parts compiled")
         else:
@@ -179,10 +180,6 @@ def call_unwatched(function: Callable[..., Any], args: Sequence[Any], kwargs: Ma
         return function(*args, **kwargs)
     finally:
         watch.__enter__()  # type: ignore[no-untyped-call]
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def _reads(func: Any) -> bool:

@@ -13,19 +13,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from moedoctor.kernels.device_guard import make_current
-from moedoctor.kernels.host_address import PinError, find_device_address
-
-__all__ = [
-    "PAGE",
-    "HostBlock",
-    "Pin",
-    "PinError",
-    "Release",
-    "allocate",
-    "describe_bytes",
-    "register",
-    "view_on_device",
-]
+from moedoctor.kernels.host_address import PinError as PinError
+from moedoctor.kernels.host_address import find_device_address
 
 PAGE = 4096
 _MAPPED_AND_PORTABLE = 3

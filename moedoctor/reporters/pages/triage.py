@@ -137,8 +137,8 @@ def _show_cause(cause: Cause) -> Item:
         lines.append(("raised in", f"{cause.place}{f' ({cause.owner})' if cause.owner else ''}"))
     if cause.note:
         lines.append(("but", cause.note))
-    if cause.next_step:
-        lines.append(("do", cause.next_step))
+    steps = cause.next_step.splitlines()
+    lines += [("also" if at else "do", step) for at, step in enumerate(steps)]
     return Item("error", f"line {cause.line}: {cause.says}", lines)
 
 

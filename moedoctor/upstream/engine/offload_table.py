@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moedoctor.results import Death
+from moedoctor.text import load_yaml
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, has_backend, need_engine
 from moedoctor.upstream.engine.experiment import (
     ON_HOST,
@@ -39,7 +40,6 @@ BACKENDS: Mapping[str, tuple[Scheme, str]] = {
 }
 """Name in reports -> (scheme of the checkpoint, ``moe_backend``)."""
 TABLE = ("BF16 TRITON", "NVFP4 MARLIN", "NVFP4 HUMMING", "NVFP4 EMULATION")
-_MARLIN_PROMPTS = ((265, 511, 43, 73, 395), (290, 346, 157, 185, 327), (364, 101, 424, 166, 406, 153, 200))
 ON_GPU, UVA, COPIES = "on the GPU", "UVA", "no UVA, unpinned"
 PLACES = (ON_GPU, UVA, COPIES)
 SAME_GRAPH = "on the GPU, in the graph of the copies"
@@ -47,23 +47,8 @@ CONTROLS = (ON_GPU, SAME_GRAPH)
 WEIGHTS = "no UVA, unpinned, scales on the GPU"
 """As `COPIES`, with ``--cpu-offload-params w13_weight w2_weight``: what can be done without a fix."""
 PROMPTS: Mapping[str, tuple[tuple[int, ...], ...]] = {
-    "BF16 TRITON": (
-        (257, 351, 473, 458, 169, 430, 259, 259),
-        (424, 16, 207, 246, 475, 271),
-        (41, 17, 67, 329, 100, 314, 429, 298, 65),
-    ),
-    "NVFP4 MARLIN": _MARLIN_PROMPTS,
-    "NVFP4 HUMMING": _MARLIN_PROMPTS,  # it leaves activations in 16 bits, too
-    "NVFP4 EMULATION": (
-        (271, 26, 101, 192),
-        (23, 327, 303, 94, 332),
-        (305, 211, 175, 123, 263, 451, 237, 24, 249),
-    ),
-    "FP8 TRITON": (
-        (492, 203, 91, 5, 260, 74, 322),
-        (167, 226, 58, 289, 464, 150),
-        (213, 199, 8, 213, 460, 139, 277, 276, 415),
-    ),
+    name: tuple(map(tuple, prompts))
+    for name, prompts in load_yaml("moedoctor.upstream.engine", "offload_prompts.yaml").items()
 }
 """Of 400 random prompts those whose tokens are decided most clearly: in an eager H200 engine without
 offload the best token leads by at least 0.75 at every step."""

@@ -49,17 +49,6 @@ def test_every_compiler_accepts_what_the_table_says(compiler: Tool) -> None:
 
 
 @needs_compiler
-def test_instructions_compiled_together_give_the_same_results_as_alone() -> None:
-    for compiler in {COMPILERS[0], COMPILERS[-1]}:
-        for target in map(Target.parse, ("120", "120a", "90a")):
-            together = toolchain.try_instructions(compiler, target, toolchain.INSTRUCTIONS)
-            for instruction in toolchain.INSTRUCTIONS:
-                result = together[instruction.name]
-                assert result.accepted is toolchain.try_instruction(compiler, target, instruction).accepted
-                assert result.accepted is not bool(result.line)
-
-
-@needs_compiler
 def test_families_are_those_of_the_compiler(tmp_path: Path) -> None:
     """PTX of a family target compiles for exactly those GPUs that `loads_sass` names."""
     newest = COMPILERS[-1]

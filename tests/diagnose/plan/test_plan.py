@@ -154,22 +154,6 @@ def test_a_model_without_any_cache_is_refused():
         fit_kv_cache(shape, available_bytes=GIB, context=1, kv_bytes=2)
 
 
-def test_a_hybrid_pays_for_its_state_in_whole_blocks():
-    values = {
-        "hidden_size": 64, "vocab_size": 10, "hybrid_override_pattern": "M*E", "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 32, "mamba_num_heads": 2, "mamba_head_dim": 8, "n_groups": 1,
-        "ssm_state_size": 16, "conv_kernel": 4, "n_routed_experts": 4, "num_experts_per_tok": 1,
-        "moe_intermediate_size": 32
-    }  # fmt: skip
-    shape = shape_of(values, "tiny", "here")
-    state = 2 * 8 * 16 * 4 + (16 + 2 * 16) * 3 * 2  # float32 state, BF16 convolution
-    assert shape.recurrent.count_bytes_per_request(2) == state
-    kv = fit_kv_cache(shape, available_bytes=10**6, context=64, kv_bytes=2)
-    assert kv.block_size == 16  # 16 x 128 bytes hold the state of 1,312
-    assert kv.block_bytes == 16 * 128
-    assert kv.blocks_per_request == 64 // 16 + 1
-
-
 def test_a_model_that_does_not_fit_says_by_how_much_and_what_helps():
     request = PlanRequest(QWEN, "nvfp4", gpu_bytes=8 * GIB, context=8192)
     found = plan(request)

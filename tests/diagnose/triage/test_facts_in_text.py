@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from moedoctor.diagnose.triage.facts_in_text import Facts, fit_step, parse, release_words
+from moedoctor.diagnose.triage.advice import Advice
+from moedoctor.diagnose.triage.facts_in_text import Facts, parse, release_words
 from moedoctor.diagnose.triage.signatures import Signature
 from moedoctor.entries import load_entries
 
@@ -102,11 +103,10 @@ def test_a_capability_with_a_dot_is_read_whole(line: str, gpus: list[str]) -> No
 
 def test_the_command_of_a_next_step_asks_for_what_the_text_names() -> None:
     facts = Facts()
-    assert fit_step("run `moedoctor backends` there", facts) == "run `moedoctor backends` there"
+    step = "run `moedoctor backends` there"
+    assert Advice(facts).fit(step) == step
     facts.read("vllm 0.33.0 on sm_120, before that vllm 0.15.0")
-    step = fit_step("run `moedoctor backends` there", facts)
-    assert step == "run `moedoctor backends --sm 12.0 --release 0.33.0` there"
-    assert fit_step("upgrade", facts) == "upgrade"
+    assert Advice(facts).fit(step) == "run `moedoctor backends --sm 12.0 --release 0.33.0` there"
 
 
 def test_a_release_before_the_oldest_is_not_called_unaffected() -> None:
