@@ -35,8 +35,8 @@ FILE = ROOT / "evidence" / "promises.yaml"
 REPORTS = ROOT / "reports"
 _BOUND = re.compile(r"(>=|<=|==|has) (.+)")
 _STEP = re.compile(r"(?P<key>\w+)(?P<selectors>(?:\[\w+=[^\]]*\])*)")
-_PATH = re.compile(r"(?:…|/\w+)/")
-"""The beginning of a path, which reports mask."""
+_PATH = re.compile(r"(?:…|\$\w+|/\w+)/")
+"""The beginning of a path, which reports mask; `$SCRATCH` in a row."""
 _SELECTOR = re.compile(r"\[(\w+)=([^\]]*)\]")
 
 

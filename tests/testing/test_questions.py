@@ -33,6 +33,7 @@ OURS = {
 KERNELS = {
     "kernels": ("moe", ours.run_experts, {}),
     "slots": ("moe", ours.run_slots, {}),
+    "host workers": ("moe", ours.run_host_workers, {}),
     "device cache": ("cache", ours.make_device_cache, {}),
 }
 

@@ -171,8 +171,10 @@ def find_problem(store: ExpertStore) -> str | None:
     if others:
         return f"it has {', '.join(sorted(others))}; expected weights and their scales alone"
     (twice, hidden), _ = store.shapes["w1"]
-    is_odd = hidden % 64 or twice // 2 % 64 if store.packed else hidden % 16
-    if is_odd or tuple(store.shapes["w2"][0]) != (hidden, twice // 2):
+    inner = twice // 2
+    is_odd = hidden % 64 or inner % 64 if store.packed else hidden % 16
+    is_odd = is_odd or inner % min(_describe(store, "w1").scale_rows, inner)  # in rows of gate and up alike
+    if is_odd or tuple(store.shapes["w2"][0]) != (hidden, inner):
         return f"its shapes are {[list(store.shapes[name][0]) for name in ('w1', 'w2')]}"
     return None
 
@@ -191,17 +193,16 @@ def _describe(store: ExpertStore, name: str) -> _Matrix:
         scales = store.tensors[f"_{name}.scale"]  # [E], or [E, rows of blocks, columns of blocks]
         matrix.scales, matrix.scale_stride = scales.data_ptr(), scales[0].numel()
         if scales[0].numel() > 1:
-            matrix.scale_rows, matrix.scale_cols = (
-                _measure_block(rows, scales),
-                _measure_block(cols, scales.mT),
-            )
+            parts = 2 if name == "w1" else 1  # gate and up have blocks of their own
+            matrix.scale_rows = _measure_block(rows // parts, scales.shape[1] // parts)
+            matrix.scale_cols = _measure_block(cols, scales.shape[2])
     return matrix
 
 
-def _measure_block(size: int, scales: torch.Tensor) -> int:
-    """Return how many of `size` rows share a scale: the power of two that gives as many as there are."""
-    fitting = (block for block in (1 << power for power in range(16)) if -(-size // block) == scales.shape[1])
-    return next(fitting, size)
+def _measure_block(size: int, count: int) -> int:
+    """Return how many of `size` rows share one of `count` scales: a power of two, or all."""
+    fitting = (block for block in (1 << power for power in range(16)) if -(-size // block) == count)
+    return min(next(fitting, size), size)
 
 
 @cache

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from moedoctor.bench.moe.own_backends import Grouped, convert_weights
-from moedoctor.fixes.expert_cache import ExpertCache
+from moedoctor.fixes.cache.host_workers import MOST_EXPERTS, MOST_TOKENS, HostWorkers
+from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
 from moedoctor.fixes.moe.forward import moe_forward
+from moedoctor.kernels.cache import WHOLE_SHARE
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe_layer import Layer
 from moedoctor.testing.adapters.reference import make_moe
@@ -45,6 +47,29 @@ run_slots = make_moe(_run_slots, formats=("bf16", "fp8"), activations=_CURVES)
 """Computes over the slots of an expert cache; an expert is a slot here."""
 run_grouped = make_moe(_run_grouped, formats=_FORMATS, package="torch")
 """Computes with torch's `grouped_mm` between a sort and a sum of ours."""
+
+
+@declare(kind="moe", formats=("bf16", "fp8", "fp8-block"))
+def run_host_workers(
+    x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, scales: Mapping[str, Tensor]
+) -> Tensor:
+    """Compute all experts by the workers of an expert cache that has none on the device."""
+    from moedoctor.kernels.cache.handover import launch_add, launch_ask
+
+    weights = {"w1": w13, "w2": w2, "_w1.scale": scales.get("w13"), "_w2.scale": scales.get("w2")}
+    store = ExpertStore({name: weight.cpu() for name, weight in weights.items() if weight is not None})
+    state = ExpertCache(store, 1, engine="device", device=x.device).state
+    workers = HostWorkers([store], [-1, -1], x.device)
+    box, stamps = workers.device_box, torch.zeros(2, dtype=torch.int64, device=x.device)
+    fields = box.request, box.head, box.ids, box.weights, box.hidden
+    result, step = torch.zeros_like(x), max(min(MOST_TOKENS, MOST_EXPERTS // max(topk_ids.shape[1], 1)), 1)
+    for rows in zip(*(each.split(step) for each in (topk_ids, topk_weights, x, result)), strict=True):
+        launch_ask(state, *(each.contiguous() for each in rows[:3]), stamps, fields, WHOLE_SHARE, 0)
+        launch_add(rows[3], box.sums, box.answers, stamps)
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    workers.stop()
+    return result
 
 
 @declare(kind="router")

@@ -15,8 +15,8 @@ from moedoctor.fixes.cache.host_workers import LEVELS, MOST_TOKENS, HostWorkers,
 from moedoctor.fixes.expert_cache import ExpertStore
 from moedoctor.reference.moe import MoeWeights, forward
 
-FORMS, SIZES = ("bf16", "packed", "fp8", "block"), ((16, 16), (48, 40), (256, 320), (400, 129))
-PACKED_SIZES = ((64, 64), (192, 128), (256, 320), (448, 576))
+SIZES = dict.fromkeys(("bf16", "fp8"), ((16, 16), (48, 40), (256, 320), (400, 129)))
+SIZES |= {"packed": ((64, 64), (192, 128), (256, 320), (448, 576)), "block": ((48, 64), (400, 144))}
 USABLE = list(LEVELS)[list(LEVELS).index(find_levels()[0]) :]
 
 
@@ -59,9 +59,13 @@ def ask(crew: HostWorkers, stamp: int, ids: list[int], gates: torch.Tensor, x: t
 
 @pytest.mark.parametrize("level", USABLE)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.sampled_from(FORMS), st.integers(0, 3), st.integers(1, MOST_TOKENS), st.integers(1, 3))
-def test_workers_compute_the_sum_of_float32(level, form, size, tokens, workers):
-    sizes = (PACKED_SIZES if form == "packed" else SIZES)[size]
+@given(
+    st.sampled_from([(form, each) for form in SIZES for each in SIZES[form]]),
+    st.integers(1, MOST_TOKENS),
+    st.integers(1, 3),
+)
+def test_workers_compute_the_sum_of_float32(level, formed, tokens, workers):
+    form, sizes = formed
     (weights, values), draw = make_weights(*sizes, form), torch.Generator().manual_seed(tokens)
     store = ExpertStore(weights, pin=False, packed=form == "packed")
     crew = HostWorkers([store], [-1] * workers, torch.device("cpu"), level=level)
