@@ -33,17 +33,19 @@ TESTS = {promise.command for promise in PROMISES if promise.is_of_tests}
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[:60])
 def test_each_command_is_one_that_users_have_and_its_values_are_in_its_report(
-    command: str, monkeypatch: pytest.MonkeyPatch
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Every variant that a value names is started, every batch is asked for, and every field exists."""
     plans: list[Plan] = []
+    (tmp_path / "random").mkdir()
+    (tmp_path / "random" / "config.json").write_text("{}")
 
     def measure(plan: Plan) -> Any:
         plans.append(plan)
         raise InputError("enough")
 
     monkeypatch.setattr(engines, "measure", measure)
-    assert cli.main(shlex.split(command)) == 2
+    assert cli.main(shlex.split(command.replace("$SCRATCH", str(tmp_path)))) == 2
     (plan,) = plans
     fields = {"engines": EngineRow, "speeds": SpeedRow}
     rows = {

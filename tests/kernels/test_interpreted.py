@@ -33,7 +33,10 @@ MORE = (
     *(f"random,{seed}" for seed in range(3, 19)),
     *(f"fp8_rows,{seed}" for seed in (0, 3, 12, 14)),
 )
-QUESTIONS = "router:route cache:make_device_cache moe:run_slots:bf16:fp8 moe:run_experts:bf16:nvfp4 moe:run_host_workers:bf16"
+QUESTIONS = (
+    "router:route cache:make_device_cache moe:run_slots:bf16:fp8 moe:run_experts:bf16:nvfp4"
+    " moe:run_host_workers:bf16"
+)
 CACHE = "kernels/interpreted_cache.py"
 SLOW = {
     "experts": ("expert_cases.py", *MORE),

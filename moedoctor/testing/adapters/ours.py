@@ -64,7 +64,8 @@ def run_host_workers(
     fields = box.request, box.head, box.ids, box.weights, box.hidden
     result, step = torch.zeros_like(x), max(min(MOST_TOKENS, MOST_EXPERTS // max(topk_ids.shape[1], 1)), 1)
     for rows in zip(*(each.split(step) for each in (topk_ids, topk_weights, x, result)), strict=True):
-        launch_ask(state, *(each.contiguous() for each in rows[:3]), stamps, fields, WHOLE_SHARE, 0)
+        ids, shares, hidden = (each.contiguous() for each in rows[:3])
+        launch_ask(state, ids, shares, hidden, stamps, fields, WHOLE_SHARE, 0)
         launch_add(rows[3], box.sums, box.answers, stamps)
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
