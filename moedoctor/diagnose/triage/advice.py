@@ -127,7 +127,7 @@ class Advice:
             yield (
                 f"by its name {self.settings.model} has {size[1]} billion weights of about {bits:g} bits, "
                 f"{weights:.0f} GiB; {share} of {gpus} x {memory} GB ({name}) is {room:.0f}: {left}; "
-                f"take {'a smaller model' if bits < 5 else 'a 4-bit checkpoint (AWQ, GPTQ, NVFP4)'} or more GPUs"
+                f"take {'a smaller model' if bits < 5 else 'a 4-bit one (AWQ, GPTQ, NVFP4)'} or more GPUs"
             )
 
     def _name_release(self, message: str) -> Iterator[str]:
