@@ -28,26 +28,12 @@ from typing import NamedTuple
 
 import torch
 
-from moedoctor.fixes.expert_ids import (
-    check_int,
-    deduplicate,
-    find_local_ids,
-    replace_sentinels,
-    validate_expert_ids,
-)
+from moedoctor.fixes.expert_ids import check_int
+from moedoctor.fixes.expert_ids import deduplicate as deduplicate
+from moedoctor.fixes.expert_ids import find_local_ids as find_local_ids
+from moedoctor.fixes.expert_ids import replace_sentinels as replace_sentinels
+from moedoctor.fixes.expert_ids import validate_expert_ids as validate_expert_ids
 from moedoctor.kernels.device_guard import has_kernels
-
-__all__ = [
-    "TopK",
-    "deduplicate",
-    "find_local_ids",
-    "grouped_topk",
-    "replace_sentinels",
-    "topk_sigmoid",
-    "topk_softmax",
-    "validate_expert_ids",
-]
-
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NOT_FINITE = -0x7F800001

@@ -89,12 +89,11 @@ def _kind_of(
     row: tl.tensor,
     rows: tl.tensor,
     header_ptr: tl.tensor,
-    padding_ptr: tl.tensor,
-    elements: tl.tensor,
-    group: tl.tensor,
+    padding: tl.tuple,
     has_padding: tl.constexpr,
 ) -> tl.tensor:
     """Return 0 for a real row of `rows`, 2 for padding, 4 if that is not known."""
+    padding_ptr, elements, group = padding
     real, padded = tl.load(header_ptr + _REAL), tl.load(header_ptr + _PADDED)
     masked = tl.load(header_ptr + _MASKED)
     each = rows // tl.maximum(padded, 1)
@@ -116,16 +115,19 @@ def _watch_row(
     rows: tl.tensor,
     stride_row: tl.tensor,
     stride_column: tl.tensor,
-    header_ptr: tl.tensor,
-    entry_ptr: tl.tensor,
-    padding_ptr: tl.tensor,
-    elements: tl.tensor,
-    group: tl.tensor,
+    record: tl.tuple,
+    point: tl.tensor,
+    padding: tl.tuple,
     columns: tl.constexpr,
     has_padding: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Look at one row of `x` [rows, columns] and record at its point's entry if it is not finite."""
+    """Look at one row of `x` [rows, columns] and record at its point's entry if it is not finite.
+
+    `record`: header and found. `padding`: the mask, its elements and the group of each.
+    """
+    header_ptr, found_ptr = record
+    entry_ptr = found_ptr + point * _KINDS * _FIELDS
     is_nan = tl.zeros([BLOCK], tl.int32)  # [BLOCK]
     is_inf = tl.zeros([BLOCK], tl.int32)  # [BLOCK]
     for start in range(0, columns, BLOCK):
@@ -137,7 +139,7 @@ def _watch_row(
     nan, inf = tl.max(is_nan, axis=0), tl.max(is_inf, axis=0)
     if nan + inf > 0:
         step = tl.load(header_ptr + _STEP)
-        kind = _kind_of(row, rows, header_ptr, padding_ptr, elements, group, has_padding)
+        kind = _kind_of(row, rows, header_ptr, padding, has_padding)
         if nan > 0:
             _record(header_ptr, entry_ptr, kind, step)
         if inf > 0:
@@ -183,21 +185,9 @@ def watch_rows_kernel(
     """
     if tl.load(header_ptr + _ACTIVE) != 0:
         row = tl.program_id(0).to(tl.int64)
-        entry = found_ptr + point * _KINDS * _FIELDS
+        record, padding = (header_ptr, found_ptr), (padding_ptr, elements, group)
         _watch_row(
-            x_ptr,
-            row,
-            rows,
-            stride_row,
-            stride_column,
-            header_ptr,
-            entry,
-            padding_ptr,
-            elements,
-            group,
-            columns,
-            has_padding,
-            BLOCK,
+            x_ptr, row, rows, stride_row, stride_column, record, point, padding, columns, has_padding, BLOCK
         )
         # The last program to come here ends the step: all others have read and written what they had to.
         if ends:  # noqa: SIM102, for Triton evaluates both sides of `and`
@@ -230,14 +220,10 @@ def watch_three_kernel(
     if tl.load(header_ptr + _ACTIVE) != 0:
         row = tl.program_id(0).to(tl.int64)
         rows = tl.num_programs(0)
-        a, b, c = (
-            found_ptr + point_a * _KINDS * _FIELDS,
-            found_ptr + point_b * _KINDS * _FIELDS,
-            found_ptr + point_c * _KINDS * _FIELDS,
-        )
-        _watch_row(a_ptr, row, rows, stride_a, 1, header_ptr, a, header_ptr, 0, 0, columns_a, False, BLOCK_A)
-        _watch_row(b_ptr, row, rows, stride_b, 1, header_ptr, b, header_ptr, 0, 0, columns_b, False, BLOCK_B)
-        _watch_row(c_ptr, row, rows, stride_c, 1, header_ptr, c, header_ptr, 0, 0, columns_c, False, BLOCK_C)
+        record, padding = (header_ptr, found_ptr), (header_ptr, 0, 0)
+        _watch_row(a_ptr, row, rows, stride_a, 1, record, point_a, padding, columns_a, False, BLOCK_A)
+        _watch_row(b_ptr, row, rows, stride_b, 1, record, point_b, padding, columns_b, False, BLOCK_B)
+        _watch_row(c_ptr, row, rows, stride_c, 1, record, point_c, padding, columns_c, False, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=["real", "padded"])

@@ -245,8 +245,10 @@ _OURS = "_moedoctor_computes"
 """Attribute of a method: whether its layer is computed by us. A layer that is refused may be left to vLLM."""
 _OURS_NEXT: ContextVar[bool] = ContextVar("moedoctor_computes", default=True)
 """The same of the method that was made last: vLLM selects its backend right after that."""
+_REPLACED: dict[str, str] = {}
+"""Format -> the backend that vLLM selected."""
 _SELECTED: dict[str, tuple[Any, Any]] = {}
-"""Format -> the backend that vLLM selected and its experts, as vLLM holds them; none if it has no backend."""
+"""Format -> that backend and its experts, as vLLM holds them; none if vLLM has no backend."""
 
 
 def _find_stand_in(form: Format) -> Any:
@@ -266,10 +268,13 @@ def _wrap_select(original: Any, *, form: Format, stand_in: Any) -> Any:
             return original(*arguments, **options)
         _SELECTED.pop(form.name, None)
         try:
-            _SELECTED[form.name] = original(*arguments, **options)[:2]
+            _SELECTED[form.name] = selected = original(*arguments, **options)[:2]
+            backend = getattr(selected[0], "value", "its own")
         except (ValueError, NotImplementedError) as error:
             first = str(error).partition("\n")[0]
             logger.warning("moedoctor: vLLM has no backend for these %s experts: %s", form.name, first)
+            backend = "no backend"
+        _REPLACED[form.name] = str(backend)
         return stand_in, make_experts_class()
 
     return select
@@ -315,7 +320,7 @@ def _leave(method: Any, form: Format, reason: str) -> None:
 
 @functools.cache
 def _announce(name: str, computer: str) -> None:
-    backend = getattr(_SELECTED[name][0], "value", "its own") if name in _SELECTED else "no backend"
+    backend = _REPLACED.get(name, "vLLM's backend")
     log(
         "moedoctor: moe: %s experts are computed by %s in place of %s; if the answer is right now, %s was "
         "wrong, or input scales, which are not read here (moedoctor lint CHECKPOINT); if it is still "

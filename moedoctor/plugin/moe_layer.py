@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from moedoctor.plugin.register import stop_engine
 from moedoctor.results import UnavailableError
 
@@ -99,8 +101,6 @@ def _find_fp8_form(method: Any, make: Any, values: Any, scale: Any, halves: int)
 
 def take_nvfp4(names: Nvfp4Names, method: Any, layer: Any, by_reference: bool) -> Read:
     """Take a layer of NVFP4 weights, with activations as they are: W4A16."""
-    import torch
-
     from moedoctor.kernels.moe.expert_weights import ExpertWeights
     from moedoctor.kernels.moe.nvfp4_words import pack_words
     from moedoctor.reference.nvfp4 import Nvfp4
@@ -152,16 +152,12 @@ def _get_bias(layer: Any, name: str) -> Any:
 
 
 def _has_nan(values: Any) -> bool:
-    import torch
-
     codes = values.data.view(torch.uint8).flatten()
     return any(bool(((part & _NAN) == _NAN).any()) for part in codes.split(_CHUNK))
 
 
 def replace(layer: Any, name: str, data: Any) -> None:
     """Make `data` the parameter `name` of `layer`."""
-    import torch
-
     if hasattr(layer, name):
         delattr(layer, name)
     layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
@@ -204,6 +200,13 @@ def _apply(
     )
 
 
+def _get_workspace_shapes(
+    self: Any, tokens: int, rows: int, width: int, *arguments: Any, **options: Any
+) -> Any:
+    """Return vLLM's shapes of two workspaces, of which we need none, and of the output."""
+    return (0,), (0,), (tokens, width)
+
+
 def _refuse_hook(self: Any, hook: Any) -> None:
     """Raise SystemExit: the hook adds up the experts of a token, which our kernels have done by then."""
     stop_engine(
@@ -231,12 +234,7 @@ def make_experts_class() -> Any:
             "_supports_activation": staticmethod(lambda activation: activation.value in ACTIVATIONS),
             "_supports_parallel_config": yes,
             "supports_expert_map": lambda self: False,
-            # Of two workspaces, which we do not need, and of the output [T, H].
-            "workspace_shapes": lambda self, tokens, rows, width, *_, **options: (
-                (0,),
-                (0,),
-                (tokens, width),
-            ),
+            "workspace_shapes": _get_workspace_shapes,
             "finalize_weight_and_reduce_impl": lambda self: reduce.TopKWeightAndReduceNoOP(),
             "apply": _apply,
         },

@@ -17,11 +17,14 @@ import os
 import sys
 from typing import Any
 
+import torch
+
 from moedoctor.plugin.process_end import ProcessEnd
 from moedoctor.plugin.register import Patch, apply_patches, call_after
 from moedoctor.plugin.steps import Steps
 from moedoctor.text import escape, escape_commands, print_message
 from moedoctor.trace.nan_report import NanReport
+from moedoctor.trace.nan_state import NanState
 
 
 class EngineTrace:
@@ -31,7 +34,7 @@ class EngineTrace:
         self.running = False
         self.process: int | None = None
         """The process that made the first layer and owns the record; None before."""
-        self._state: Any = None
+        self._state: NanState | None = None
         self._points: dict[str, int] = {}
         self._router = ""
         self._attention: tuple[str, Any] | None = None
@@ -42,12 +45,8 @@ class EngineTrace:
         """Rows of the attention's output: the rows of this rank."""
 
     @property
-    def state(self) -> Any:
+    def state(self) -> NanState:
         if self._state is None:
-            import torch
-
-            from moedoctor.trace.nan_state import NanState
-
             on_gpu = torch.cuda.is_available()
             device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
             self._state, self.process = NanState(device), os.getpid()

@@ -19,6 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from moedoctor.kernels.kept_rows import MoeCall, MoeInput
 from moedoctor.plugin.process_end import ProcessEnd
 from moedoctor.plugin.record_layers import (
     check_folder,
@@ -29,6 +32,11 @@ from moedoctor.plugin.record_layers import (
 )
 from moedoctor.plugin.register import FixError, OptionError, Patch, apply_patches, call_after
 from moedoctor.plugin.steps import Steps
+from moedoctor.processes.files import make_folder
+from moedoctor.trace.call_judge import CallJudge
+from moedoctor.trace.call_keeper import CallKeeper, Wish
+from moedoctor.trace.capsule import MAX_BYTES, Capsule, name_file, save
+from moedoctor.trace.crash_ring import CrashRing
 from moedoctor.trace.protect import format_error, protect
 
 logger = logging.getLogger("vllm.moedoctor")
@@ -48,10 +56,7 @@ class EngineRecorder:
     The hooks call vLLM's own function outside of what `protect` guards: an error of ours ends the recording.
     """
 
-    def __init__(self, folder: Path, wish: Any) -> None:
-        from moedoctor.trace.call_keeper import CallKeeper
-        from moedoctor.trace.crash_ring import CrashRing
-
+    def __init__(self, folder: Path, wish: Wish) -> None:
         self.folder = folder
         self.ring = CrashRing(folder, wish.max_bytes, self._warn) if wish.when == "crash" else None
         """Saves what goes into each call; else `keeper` looks at what comes out."""
@@ -66,7 +71,7 @@ class EngineRecorder:
         self._now: tuple[int, Any, Any] | None = None
         """Number of the layer that runs, its input and its logits."""
         self._error: str | None = None
-        self._judge: Any = None
+        self._judge: CallJudge | None = None
         """Compares calls for ``mismatch``; None until a MoE layer is made."""
         self._process: int | None = None
         """The process whose calls are watched."""
@@ -150,11 +155,8 @@ class EngineRecorder:
         elif self.keeper.wish.when == "mismatch" and not self.keeper.done:
             logger.warning("moedoctor: record: no call was compared with the reference")
 
-    def save(self, capsule: Any) -> None:
+    def save(self, capsule: Capsule) -> None:
         """Write the capsule."""
-        from moedoctor.processes.files import make_folder
-        from moedoctor.trace.capsule import name_file, save
-
         record = capsule.record
         file = self.folder / name_file(record, os.getpid())
         try:
@@ -170,12 +172,10 @@ class EngineRecorder:
 
     # --- Inside -------------------------------------------------------------------------------------------
 
-    def _is_right(self, capsule: Any) -> bool:
-        return bool(self._judge_of(check_folder(self.model)).is_right(capsule))
+    def _is_right(self, capsule: Capsule) -> bool:
+        return self._judge_of(check_folder(self.model)).is_right(capsule)
 
-    def _judge_of(self, checkpoint: Path) -> Any:
-        from moedoctor.trace.call_judge import CallJudge
-
+    def _judge_of(self, checkpoint: Path) -> CallJudge:
         self._judge = self._judge or CallJudge(checkpoint)
         return self._judge
 
@@ -208,8 +208,6 @@ class EngineRecorder:
     @protect
     def _save_input(self) -> None:
         """Save what goes into the layer that runs, if calls are saved."""
-        from moedoctor.kernels.kept_rows import MoeInput
-
         if self.ring is None or self._now is None:
             return
         number, x, logits = self._now
@@ -226,8 +224,6 @@ class EngineRecorder:
     @protect
     def _end_call(self, runner: Any, call: tuple[int, Any, Any], result: Any) -> None:
         """Look at what came out of a layer."""
-        from moedoctor.kernels.kept_rows import MoeCall, MoeInput
-
         number, x, logits = call
         _, output = result
         if not hasattr(output, "shape"):
@@ -259,8 +255,6 @@ class EngineRecorder:
 
     def _mark_active(self) -> None:
         """Leave a file that shows `moedoctor record` that a MoE layer was watched in this process."""
-        from moedoctor.processes.files import make_folder
-
         try:
             make_folder(self.folder)
             (self.folder / f"{os.getpid()}{WATCHED}").touch(mode=0o600)
@@ -270,8 +264,6 @@ class EngineRecorder:
 
 def _find_device_error() -> str | None:
     """Return what is wrong with the device after an illegal access or an assertion; None if it works."""
-    import torch
-
     if not torch.cuda.is_initialized():
         return None
     try:
@@ -297,8 +289,6 @@ def apply(version: str) -> str:
     folder = os.environ.get(VARIABLE, "").strip()
     if not folder:
         raise FixError(f"{VARIABLE} is not set; expected the folder for capsules")
-    from moedoctor.trace.call_keeper import Wish
-
     text = os.environ.get(WHEN, "").strip() or "nan"
     try:
         wish = Wish.parse(text, _read_max_bytes(os.environ))
@@ -324,8 +314,6 @@ def apply(version: str) -> str:
 
 def _read_max_bytes(environ: Mapping[str, str]) -> int:
     """Return the largest size of a capsule. Raises OptionError."""
-    from moedoctor.trace.capsule import MAX_BYTES
-
     text = environ.get(SIZE, "").strip()
     if not text:
         return MAX_BYTES

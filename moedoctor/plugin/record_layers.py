@@ -9,7 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moedoctor.plugin.register import FixError, read_vllm_version
+from moedoctor.redaction import Redactor, strip_folders
+from moedoctor.trace.call_keeper import WatchedLayer
+from moedoctor.trace.capsule import CapsuleError, Record
+from moedoctor.trace.expert_weights import ExpertFiles
 
 logger = logging.getLogger("vllm.moedoctor")
 
@@ -37,13 +43,8 @@ def is_routed_by_kernel(runner: Any) -> bool:
     return bool(getattr(runner._quant_method, "is_monolithic", False))
 
 
-def make_watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None]) -> Any:
-    """Return the `WatchedLayer` of a MoE layer. Raises FixError if it cannot be recorded."""
-    import torch
-
-    from moedoctor.trace.call_keeper import WatchedLayer
-    from moedoctor.trace.capsule import Record
-
+def make_watched_layer(runner: Any, layer: Any, find: Callable[[], Path | None]) -> WatchedLayer:
+    """Return a MoE layer as it is watched. Raises FixError if it cannot be recorded."""
     method = runner._quant_method
     config, experts = method.moe, getattr(getattr(method, "moe_kernel", None), "fused_experts", method)
     quantization = _QUANTIZATIONS.get(type(method).__name__)
@@ -130,8 +131,6 @@ def _name_activations(method: Any) -> str:
 
 def _read_environment() -> dict[str, str]:
     """Return vLLM's and our variables, masked and without folders: a capsule is passed on."""
-    from moedoctor.redaction import Redactor, strip_folders
-
     redactor = Redactor.from_this_process()
     wanted = ("VLLM_", "MOEDOCTOR_", "CUDA_VISIBLE_DEVICES")
     return {
@@ -143,27 +142,21 @@ def _read_environment() -> dict[str, str]:
 
 def check_folder(folder: Path | None) -> Path:
     """Return the folder. Raises CapsuleError if there is none."""
-    from moedoctor.trace.capsule import CapsuleError
-
     if folder is None:
         raise CapsuleError("the model is no local folder with safetensors files")
     return folder
 
 
 def _read_checkpoint_tensors(
-    find: Callable[[], Path | None], record: Any, experts: list[int]
-) -> Mapping[str, Any]:
+    find: Callable[[], Path | None], record: Record, experts: list[int]
+) -> Mapping[str, torch.Tensor]:
     """Return the weights of some experts as the checkpoint has them; none if it cannot be read."""
-    from moedoctor.trace.capsule import CapsuleError
-    from moedoctor.trace.expert_weights import ExpertFiles
-
     try:
         files = ExpertFiles(check_folder(find()))
-        tensors: Mapping[str, Any] = files.read_tensors(record.layer, experts, record.quantization)
+        return files.read_tensors(record.layer, experts, record.quantization)
     except CapsuleError as error:
         logger.warning("moedoctor: record: the capsule is made without the checkpoint's weights: %s", error)
         return {}
-    return tensors
 
 
 def _read_backend_tensors(layer: Any, total: int, experts: list[int]) -> Mapping[str, Any]:

@@ -8,9 +8,11 @@ answers both calls by `moedoctor.fixes.routing`, with the rule of 0.20.0 (``nan_
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
+import torch
+
+from moedoctor.fixes import routing
 from moedoctor.plugin.register import Patch, apply_patches
 
 _PARAMETERS = "topk_weights topk_ids token_expert_indices gating_output renormalize e_score_correction_bias"
@@ -18,7 +20,6 @@ _PARAMETERS = "topk_weights topk_ids token_expert_indices gating_output renormal
 
 def apply(version: str) -> str:
     """Apply the fix; see `moedoctor.plugin.register`."""
-    routing = importlib.import_module("moedoctor.fixes.routing")
     patches = []
     for name in ("topk_softmax", "topk_sigmoid"):
         wrap = functools.partial(wrap_topk, ours=getattr(routing, name))
@@ -42,8 +43,6 @@ def wrap_topk(original: Any, *, ours: Any) -> Any:
         e_score_correction_bias: Any = None,
         is_padding: Any = None,  # newer releases route no padding rows; here they are routed
     ) -> None:
-        import torch
-
         tokens, top_k = topk_ids.shape
         chosen = ours(gating_output, top_k, renormalize=renormalize, bias=e_score_correction_bias)
         topk_weights.copy_(chosen.weights)  # [T, K]

@@ -42,8 +42,8 @@ class Advice:
 
     def explain(self, cause: Cause) -> Iterator[str]:
         """Yield what the text's own facts say of its error, in sentences."""
-        if cause.kind == "memory":
-            yield from self._compare_memory()
+        if cause.kind in ("memory", "killed", "unknown"):
+            yield from self._compare_memory(1 if cause.kind != "memory" else _TIGHT)
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
         if cause.kind in _SETTINGS_DECIDE:
@@ -107,28 +107,27 @@ class Advice:
     def _write_sizes(self) -> str:
         names = {"tensor-parallel-size": "tensor-parallel-size", "gpu-memory-utilization": "utilization"}
         given = {names[name]: self.settings.flags.get(name, "") for name in names}
-        return "".join(
-            f" --{name} {value}" for name, value in given.items() if re.fullmatch(r"[\d.]+", value)
-        )
+        sizes = (f" --{name} {value}" for name, value in given.items() if re.fullmatch(r"[\d.]+", value))
+        return "".join(sizes)
 
-    def _compare_memory(self) -> Iterator[str]:
-        """Yield the size of the weights by the model's name beside the memory that vLLM may use."""
+    def _compare_memory(self, least: float) -> Iterator[str]:
+        """Yield the size of the weights by the model's name, if it is so large a part of the memory."""
         size = load_lines()["size"].search(self.settings.model)
         name, _, memory = self._gpu
-        if not (size and memory):
-            return
         flags, bits = self.settings.flags, self._scheme.get("bits", 16)
         ranks = [flags.get(f"{kind}-parallel-size", "1") for kind in ("tensor", "pipeline")]
+        if not (size and memory) or (self.facts.several and ranks == ["1", "1"]):
+            return
         gpus = int(ranks[0]) * int(ranks[1]) if all(map(str.isdecimal, ranks)) else 1
         share = flags.get("gpu-memory-utilization", "0.9")
         room = gpus * memory * (float(share) if re.fullmatch(r"0?\.\d{1,4}", share) else 0.9)
         weights = float(size[1]) * 1e9 * bits / 8 / 2**30
-        if weights > _TIGHT * room:
-            left = f"{room - weights:.0f} GiB are left for all else" if weights < room else "they do not fit"
+        if weights > least * room:
+            left = f"{room - weights:.0f} GiB are left" if weights < room else "too much without offload"
             yield (
                 f"by its name {self.settings.model} has {size[1]} billion weights of about {bits:g} bits, "
                 f"{weights:.0f} GiB; {share} of {gpus} x {memory} GB ({name}) is {room:.0f}: {left}; "
-                "take a checkpoint of fewer bits (AWQ, GPTQ, NVFP4) or more GPUs"
+                f"take {'a smaller model' if bits < 5 else 'a 4-bit one (AWQ, GPTQ, NVFP4)'} or more GPUs"
             )
 
     def _name_release(self, message: str) -> Iterator[str]:
@@ -150,11 +149,8 @@ class Advice:
 
         release = self._release or [*load_releases()][-1]
         findings = check_settings(release, self.settings.variables, self._write_command().split())
-        kept = [
-            each
-            for each in findings
-            if not each.takes_effect and (self._release or each.problem == "unknown")
-        ]
+        known = bool(self._release)
+        kept = [each for each in findings if not each.takes_effect and (known or each.problem == "unknown")]
         for finding in kept[:_MOST_SETTINGS]:
             instead = f"; instead: {finding.instead}" if finding.instead else ""
-            yield f"{finding.setting} does nothing here: {finding.message}{instead}"
+            yield f"{finding.setting}: {finding.message}{instead}"

@@ -29,6 +29,8 @@ class Facts:
     """GPUs and compute capabilities, as the text writes them, in order."""
     backends: dict[str, None] = field(default_factory=dict)
     """Words in the place of a MoE backend that was chosen or asked for, in order."""
+    several: bool = False
+    """True if it speaks of several GPUs."""
     _after_name: bool = False
     """True if the line before is ``Name: vllm``, as pip shows it."""
 
@@ -56,6 +58,7 @@ class Facts:
                 elif release and product != "flashinfer":
                     self.other_vllm.add(release)
         self._read_gpus(line)
+        self.several |= lines["several"].search(line) is not None
         if "moe" in line and len(self.backends) < _MOST:
             for match in lines["moe_backend"].finditer(line):
                 self.backends[next(filter(None, match.groups())).upper().replace(" ", "_")] = None

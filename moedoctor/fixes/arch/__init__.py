@@ -7,25 +7,12 @@ The choice of the suffix is that of FlashInfer 0.7.1 and later. The instructions
 on ptxas 12.0 to 13.5; `moedoctor.diagnose.cuda.instructions` tries them on the compilers of this machine.
 """
 
-from moedoctor.fixes.arch.lists import (
-    FLASHINFER_LIST,
-    TORCH_LIST,
-    ArchListExplanation,
-    ListProblem,
-    ListReading,
-    explain_arch_list,
-    resolve_arch_list,
-)
-from moedoctor.fixes.arch.resolve import ArchDecision, resolve_arch
-
-__all__ = [
-    "FLASHINFER_LIST",
-    "TORCH_LIST",
-    "ArchDecision",
-    "ArchListExplanation",
-    "ListProblem",
-    "ListReading",
-    "explain_arch_list",
-    "resolve_arch",
-    "resolve_arch_list",
-]
+from moedoctor.fixes.arch.lists import FLASHINFER_LIST as FLASHINFER_LIST
+from moedoctor.fixes.arch.lists import TORCH_LIST as TORCH_LIST
+from moedoctor.fixes.arch.lists import ArchListExplanation as ArchListExplanation
+from moedoctor.fixes.arch.lists import ListProblem as ListProblem
+from moedoctor.fixes.arch.lists import ListReading as ListReading
+from moedoctor.fixes.arch.lists import explain_arch_list as explain_arch_list
+from moedoctor.fixes.arch.lists import resolve_arch_list as resolve_arch_list
+from moedoctor.fixes.arch.resolve import ArchDecision as ArchDecision
+from moedoctor.fixes.arch.resolve import resolve_arch as resolve_arch

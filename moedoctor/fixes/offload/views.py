@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["WeightView", "fill_views", "find_views"]
-
 
 @dataclass(frozen=True, eq=False)
 class WeightView:

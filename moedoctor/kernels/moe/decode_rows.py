@@ -34,28 +34,30 @@ def _load_words(
     rows: tl.tensor,
     present: tl.tensor,
     first: tl.tensor,
-    depth: tl.constexpr,
-    columns: tl.constexpr,
-    GROUPS: tl.constexpr,
-    quantization: tl.constexpr,
+    shape: tl.constexpr,
 ) -> tl.tuple:
-    """Return (words uint32 [N, 8 * GROUPS], scales [N, 2 * GROUPS]) of `rows` from group `first` on.
+    """Return (words uint32 [N, 8 * G], scales [N, 2 * G]) of `rows` from group `first` on.
 
+    `shape`: depth, GROUPS, quantization and `ExpertWeights.scale_layout` of the weight.
     `scale_row` [N] points to the first scale of each row. The scales of an NVFP4 group, uint32, come twice,
     so that a thread with half of its words need not ask another thread. FP8 has a float32 for each half if
     a scale is for some `columns` only. Else they are zeros [1].
     """
+    depth: tl.constexpr = shape[0]
+    groups: tl.constexpr = shape[1]
+    quantization: tl.constexpr = shape[2]
+    columns: tl.constexpr = shape[3][2]
     width: tl.constexpr = (depth + 63) // 64 * 8 if quantization == "nvfp4" else depth // 4
-    word = first * 8 + tl.arange(0, GROUPS * 8)  # [W]
+    word = first * 8 + tl.arange(0, groups * 8)  # [W]
     inside = present[:, None] & (word < width)[None, :]  # [N, W]
     words = tl.load(weight_ptr + rows[:, None] * width + word[None, :], mask=inside, other=0)
     if quantization == "nvfp4":
-        group = first + tl.arange(0, GROUPS * 2) // 2  # [2 * G]
+        group = first + tl.arange(0, groups * 2) // 2  # [2 * G]
         inside = present[:, None] & (group < width // 8)[None, :]  # [N, 2 * G]
         loaded = tl.load(scale_row[:, None] + group[None, :], mask=inside, other=0)
         scales = loaded.to(tl.uint32, bitcast=True)
     elif columns < depth:
-        column = first * 32 + tl.arange(0, GROUPS * 2) * 16  # [2 * G]
+        column = first * 32 + tl.arange(0, groups * 2) * 16  # [2 * G]
         inside = present[:, None] & (column < depth)[None, :]  # [N, 2 * G]
         scales = tl.load(scale_row[:, None] + (column // columns)[None, :], mask=inside, other=0.0)
     else:
@@ -65,42 +67,29 @@ def _load_words(
 
 @triton.jit
 def _load_values(
-    h_row: tl.tensor,
-    real: tl.tensor,
-    first: tl.tensor,
-    block: tl.constexpr,
-    depth: tl.constexpr,
-    GROUPS: tl.constexpr,
-    quantization: tl.constexpr,
+    h_row: tl.tensor, real: tl.tensor, first: tl.tensor, block: tl.constexpr, shape: tl.constexpr
 ) -> tl.tensor:
     """Return [L, 16 * GROUPS] of the rows [L, 1]: the values for one block of each group from `first` on.
 
     For FP8 it is one block of each half of a group.
     """
-    k = tl.arange(0, GROUPS * 16)  # [16 * G]
-    if quantization == "nvfp4":
+    k = tl.arange(0, shape[1] * 16)  # [16 * G]
+    if shape[2] == "nvfp4":
         place = (first + k // 16) * 64 + block * 16 + k % 16  # [16 * G]
     else:
         place = (first * 2 + k // 8) * 16 + block * 8 + k % 8  # [16 * G]
-    return tl.load(h_row + place[None, :], mask=real[:, None] & (place < depth)[None, :], other=0.0)
+    return tl.load(h_row + place[None, :], mask=real[:, None] & (place < shape[0])[None, :], other=0.0)
 
 
 @triton.jit
-def _load_step(
-    h_row: tl.tensor,
-    real: tl.tensor,
-    first: tl.tensor,
-    depth: tl.constexpr,
-    GROUPS: tl.constexpr,
-    quantization: tl.constexpr,
-) -> tl.tuple:
+def _load_step(h_row: tl.tensor, real: tl.tensor, first: tl.tensor, shape: tl.constexpr) -> tl.tuple:
     """Return what `_load_values` does for each of four blocks. FP8 has two: the others are not used."""
-    block_0 = _load_values(h_row, real, first, 0, depth, GROUPS, quantization)
-    block_1 = _load_values(h_row, real, first, 1, depth, GROUPS, quantization)
+    block_0 = _load_values(h_row, real, first, 0, shape)
+    block_1 = _load_values(h_row, real, first, 1, shape)
     block_2, block_3 = block_0, block_1
-    if quantization == "nvfp4":
-        block_2 = _load_values(h_row, real, first, 2, depth, GROUPS, quantization)
-        block_3 = _load_values(h_row, real, first, 3, depth, GROUPS, quantization)
+    if shape[2] == "nvfp4":
+        block_2 = _load_values(h_row, real, first, 2, shape)
+        block_3 = _load_values(h_row, real, first, 3, shape)
     return block_0, block_1, block_2, block_3
 
 
@@ -233,27 +222,20 @@ def up_rows_kernel(
             gate_bias = tl.load(bias_ptr + row, mask=present, other=0.0).to(tl.float32)  # [N]
             if gated:
                 up_bias = tl.load(bias_ptr + up_row, mask=present, other=0.0).to(tl.float32)  # [N]
-        next_gate = _load_words(
-            weight_ptr, gate_at, row, present, 0, hidden_size, columns, GROUPS, quantization
-        )
+        shape: tl.constexpr = (hidden_size, GROUPS, quantization, scales)
+        next_gate = _load_words(weight_ptr, gate_at, row, present, 0, shape)
         next_up = next_gate
         if gated:
-            next_up = _load_words(
-                weight_ptr, up_at, up_row, present, 0, hidden_size, columns, GROUPS, quantization
-            )
+            next_up = _load_words(weight_ptr, up_at, up_row, present, 0, shape)
         for first in range(0, groups, GROUPS):
             gate_words, up_words = next_gate, next_up
             # The next step's weights are asked for before this step's are used.
             if groups > GROUPS:
                 after = first + GROUPS
-                next_gate = _load_words(
-                    weight_ptr, gate_at, row, present, after, hidden_size, columns, GROUPS, quantization
-                )
+                next_gate = _load_words(weight_ptr, gate_at, row, present, after, shape)
                 if gated:
-                    next_up = _load_words(
-                        weight_ptr, up_at, up_row, present, after, hidden_size, columns, GROUPS, quantization
-                    )
-            x = _load_step(x_row, everywhere, first, hidden_size, GROUPS, quantization)
+                    next_up = _load_words(weight_ptr, up_at, up_row, present, after, shape)
+            x = _load_step(x_row, everywhere, first, shape)
             gate_sums = _add_step(gate_sums, gate_words, x, scaled, quantization)
             if gated:
                 up_sums = _add_step(up_sums, up_words, x, scaled, quantization)
@@ -288,16 +270,15 @@ def _scale_rows(
     lines: tl.tuple,
     column: tl.tensor,
     hidden_size: tl.constexpr,
-    intermediate_size: tl.constexpr,
-    scales: tl.constexpr,
-    quantization: tl.constexpr,
+    shape: tl.constexpr,
 ) -> tl.tensor:
     """Return where the first scale of each line is: in `block_scale`, for FP8 in `scale`."""
-    if quantization == "nvfp4":
-        at = block_scale_ptr + lines[2] * ((intermediate_size + 63) // 64)
+    if shape[2] == "nvfp4":
+        at = block_scale_ptr + lines[2] * ((shape[0] + 63) // 64)
     else:
+        scales: tl.constexpr = shape[3]
         high: tl.constexpr = (hidden_size + scales[1] - 1) // scales[1]
-        across: tl.constexpr = (intermediate_size + scales[2] - 1) // scales[2]
+        across: tl.constexpr = (shape[0] + scales[2] - 1) // scales[2]
         at = scale_ptr + (lines[0] * high + column // scales[1]) * across
     return at
 
@@ -375,12 +356,9 @@ def down_rows_kernel(
     each = start + tl.arange(0, LANES)  # [L]
     lines = _lines(ids_ptr, token, lane, column, top_k, num_experts, hidden_size)
     present = lines[1] & (column < hidden_size)  # [N * L]
-    scale_row = _scale_rows(
-        block_scale_ptr, scale_ptr, lines, column, hidden_size, intermediate_size, scales, quantization
-    )  # [N * L]
-    following = _load_words(
-        weight_ptr, scale_row, lines[2], present, 0, intermediate_size, columns, GROUPS, quantization
-    )
+    shape: tl.constexpr = (intermediate_size, GROUPS, quantization, scales)
+    scale_row = _scale_rows(block_scale_ptr, scale_ptr, lines, column, hidden_size, shape)  # [N * L]
+    following = _load_words(weight_ptr, scale_row, lines[2], present, 0, shape)
     factors = _factors(
         scale_ptr, scale_row, topk_weights_ptr, lines, token * top_k + lane, scaled, quantization
     )  # [N * L] each
@@ -389,7 +367,7 @@ def down_rows_kernel(
         tl.extra.cuda.gdc_wait()
     # Values and weights of the next step are asked for before those of this step are used.
     h_row = h_ptr + (token * top_k + each)[:, None] * intermediate_size  # [L, 1]
-    next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS, quantization)
+    next_h = _load_step(h_row, real, 0, shape)
     total = tl.zeros([BLOCK_N * LANES, GROUPS * 2], tl.float32)
     biases = tl.zeros([BLOCK_N * LANES], tl.float32)
     for turn in tl.static_range(turns):
@@ -399,40 +377,27 @@ def down_rows_kernel(
         if steps > 1:
             for step in range(1, steps):
                 words, h, first = following, next_h, step * GROUPS
-                following = _load_words(
-                    weight_ptr, row_scales, row, now, first, intermediate_size, columns, GROUPS, quantization
-                )
+                following = _load_words(weight_ptr, row_scales, row, now, first, shape)
                 if ahead:
-                    next_h = _load_step(h_row, real, first, intermediate_size, GROUPS, quantization)
+                    next_h = _load_step(h_row, real, first, shape)
                 else:
-                    h = _load_step(h_row, real, first - GROUPS, intermediate_size, GROUPS, quantization)
+                    h = _load_step(h_row, real, first - GROUPS, shape)
                 sums = _add_step(sums, words, h, scaled, quantization)
         words, h = following, next_h
         if not ahead:
-            h = _load_step(h_row, real, (steps - 1) * GROUPS, intermediate_size, GROUPS, quantization)
+            h = _load_step(h_row, real, (steps - 1) * GROUPS, shape)
         if turn + 1 < turns:
             after = (turn + 1) * LANES
             lines = _lines(ids_ptr, token, after + lane, column, top_k, num_experts, hidden_size)
             present = lines[1] & (column < hidden_size)
-            scale_row = _scale_rows(
-                block_scale_ptr,
-                scale_ptr,
-                lines,
-                column,
-                hidden_size,
-                intermediate_size,
-                scales,
-                quantization,
-            )
-            following = _load_words(
-                weight_ptr, scale_row, lines[2], present, 0, intermediate_size, columns, GROUPS, quantization
-            )
+            scale_row = _scale_rows(block_scale_ptr, scale_ptr, lines, column, hidden_size, shape)
+            following = _load_words(weight_ptr, scale_row, lines[2], present, 0, shape)
             place = token * top_k + after + lane
             factors = _factors(scale_ptr, scale_row, topk_weights_ptr, lines, place, scaled, quantization)
             real = _lines(ids_ptr, token, after + each, each, top_k, num_experts, hidden_size)[1]
             h_row += LANES * intermediate_size
             if ahead:
-                next_h = _load_step(h_row, real, 0, intermediate_size, GROUPS, quantization)
+                next_h = _load_step(h_row, real, 0, shape)
         sums = _add_step(sums, words, h, scaled, quantization)
         factor = scale * (REMAINING_SCALE / larger) * share  # [N * L]
         total = tl.fma(sums, tl.broadcast_to(factor[:, None], sums.shape), total)

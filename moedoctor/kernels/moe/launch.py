@@ -147,19 +147,14 @@ def launch_products(
     experts: torch.Tensor | None,
     *,
     activation: str,
-    tiles: tuple[Tile, Tile] | None = None,
-    products: tuple[str, ...] = ("w13", "w2"),
 ) -> None:
     """Compute both products of the rows whose experts are in the slots of `weights`, in two launches.
 
     `experts` int32 [slots] holds the expert in each slot, -1 for a slot to leave out; None if slots are
-    experts. The first product is written to `rows.h`, the second to `rows.product`. `products` selects one of
-    them.
+    experts. The first product is written to `rows.h`, the second to `rows.product`.
     """
-    tiles = tiles or choose_slot_tiles(rows.ids.numel(), len(rows.ends), rows.x.element_size())
+    tiles = choose_slot_tiles(rows.ids.numel(), len(rows.ends), rows.x.element_size())
     for name, tile in zip(("w13", "w2"), tiles, strict=True):
-        if name not in products:
-            continue
         a, out = (rows.x, rows.h) if name == "w13" else (rows.h, rows.product)
         width, weight = out.shape[1], _make_readable(weights[name])
         with make_current(a):

@@ -98,18 +98,7 @@ def half_softmax_kernel(
             ids = tl.where(lost, lane, ids)
             store_routes(weights_ptr, ids_ptr, weights, ids, row, tokens, 1.0, top_k, renormalize)
         else:
-            weights, ids, _ = route_rows(
-                x.to(tl.float32),
-                expert,
-                present,
-                0.0,
-                row_ptr,
-                stride_expert,
-                top_k,
-                "softmax",
-                False,
-                0,
-                0,
-                policy,
-            )
+            kind: tl.constexpr = (top_k, "softmax", False, 0, 0)
+            wide = x.to(tl.float32)
+            weights, ids, _ = route_rows(wide, expert, present, 0.0, row_ptr, stride_expert, kind, policy)
             store_routes(weights_ptr, ids_ptr, weights, ids, row, tokens, 1.0, top_k, renormalize)

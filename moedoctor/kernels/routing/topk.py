@@ -51,19 +51,20 @@ def route_rows(
     bias: tl.tensor,
     row_ptr: tl.tensor,
     stride_expert: tl.tensor,
-    top_k: tl.constexpr,
-    scoring: tl.constexpr,
-    has_bias: tl.constexpr,
-    groups: tl.constexpr,
-    kept_groups: tl.constexpr,
+    kind: tl.constexpr,
     policy: tl.constexpr,
 ) -> tl.tuple:
     """Return weights and ids [lanes, rows] of float32 logits `x` [lanes, rows, width], and the highest code.
 
     Lane k holds the k-th best. Without a policy the highest code [rows] is at least INFINITY_BITS if a choice
     is NaN or +Inf.
-    `expert` and `present` broadcast to `x`; `row_ptr` [rows] points at each row's first logit.
+    `expert` and `present` broadcast to `x`; `row_ptr` [rows] points at each row's first logit. `kind`: top_k,
+    scoring, has_bias, groups and kept_groups.
     """
+    top_k: tl.constexpr = kind[0]
+    scoring: tl.constexpr = kind[1]
+    has_bias: tl.constexpr = kind[2]
+    groups: tl.constexpr = kind[3]
     clean = x
     if policy == "finite":
         clean = tl.where(present, sanitize(x), float("-inf"))
@@ -76,7 +77,7 @@ def route_rows(
     code = choice_code(x, present, clean, score, bias, has_bias, policy)
     code = drop(code, present)
     if groups > 0:
-        code = keep_best_groups(code, groups, kept_groups, has_bias)
+        code = keep_best_groups(code, groups, kind[4], has_bias)
     ids, highest = pick_experts(code, expert, top_k)  # [lanes, rows], [rows]
     # Reading the chosen logits again is cheaper than carrying a second value through every pick.
     chosen = tl.load(row_ptr[None, :] + ids.to(tl.int64) * stride_expert).to(tl.float32)  # [lanes, rows]
@@ -139,20 +140,8 @@ def topk_kernel(
         )  # [lanes, rows, width]
         bias = tl.load(bias_at, mask=present, other=0.0).to(tl.float32)
     # Rows of finite choices are routed alike under every policy: the rare other ones are routed again.
-    weights, ids, highest = route_rows(
-        x,
-        expert,
-        present,
-        bias,
-        row_ptr,
-        stride_expert,
-        top_k,
-        scoring,
-        has_bias,
-        padded_groups,
-        kept_groups,
-        "none",
-    )
+    kind: tl.constexpr = (top_k, scoring, has_bias, padded_groups, kept_groups)
+    weights, ids, highest = route_rows(x, expert, present, bias, row_ptr, stride_expert, kind, "none")
     store_routes(weights_ptr, ids_ptr, weights, ids, row, tokens, scale, top_k, renormalize)
     if policy != "none":
         again = tl.max(highest, axis=0) >= INFINITY_BITS
@@ -164,18 +153,5 @@ def topk_kernel(
             again = again | holds_non_finite(logits)
         if again:
             tl.debug_barrier()  # the same addresses are written again
-            weights, ids, _ = route_rows(
-                x,
-                expert,
-                present,
-                bias,
-                row_ptr,
-                stride_expert,
-                top_k,
-                scoring,
-                has_bias,
-                padded_groups,
-                kept_groups,
-                policy,
-            )
+            weights, ids, _ = route_rows(x, expert, present, bias, row_ptr, stride_expert, kind, policy)
             store_routes(weights_ptr, ids_ptr, weights, ids, row, tokens, scale, top_k, renormalize)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moedoctor.plugin import record
 from moedoctor.processes.ask import answer
 from moedoctor.results import to_plain
 from moedoctor.upstream.engine.decode_speed import generate
@@ -47,7 +46,8 @@ def respond(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             traceback.print_exc()
             response["error"] = {"stage": response["stage"], **describe(error)}
         yield response
-    record.finish()
+    if "moedoctor.plugin.record" in sys.modules:  # else nothing is recorded here
+        sys.modules["moedoctor.plugin.record"].finish()
 
 
 def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[None]:
