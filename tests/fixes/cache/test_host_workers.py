@@ -104,6 +104,7 @@ PLANTED = {"fault(crew._crew, 1, 1)": "worker 1 of 3 (core -1) has ended", QUIET
 PLANTED["fault(crew._crew, 2, 2)"] = "worker 2 of 3 (core -1) is late"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "line"), PLANTED.items())
 def test_a_worker_that_fails_is_named_and_idle_ones_sleep(code: str, line: str | None) -> None:
     """Without a failure the process ends by itself."""
@@ -114,6 +115,7 @@ def test_a_worker_that_fails_is_named_and_idle_ones_sleep(code: str, line: str |
     assert done.stderr.count("moedoctor: ") == bool(line), "one line"
 
 
+@pytest.mark.slow
 def test_every_level_compiles_into_a_private_folder_by_a_real_compiler(monkeypatch, tmp_path):
     """Also for a CPU that this one is not. A variable CC that names no program is not the compiler."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
