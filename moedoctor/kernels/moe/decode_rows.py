@@ -83,14 +83,11 @@ def _load_values(
 
 @triton.jit
 def _load_step(h_row: tl.tensor, real: tl.tensor, first: tl.tensor, shape: tl.constexpr) -> tl.tuple:
-    """Return what `_load_values` does for each of four blocks. FP8 has two: the others are not used."""
-    block_0 = _load_values(h_row, real, first, 0, shape)
-    block_1 = _load_values(h_row, real, first, 1, shape)
-    block_2, block_3 = block_0, block_1
-    if shape[2] == "nvfp4":
-        block_2 = _load_values(h_row, real, first, 2, shape)
-        block_3 = _load_values(h_row, real, first, 3, shape)
-    return block_0, block_1, block_2, block_3
+    """Return what `_load_values` does for each of four blocks, of FP8 for each of two."""
+    blocks: tl.tuple = ()
+    for block in tl.static_range(4 if shape[2] == "nvfp4" else 2):
+        blocks = blocks + (_load_values(h_row, real, first, block, shape),)
+    return blocks
 
 
 @triton.jit

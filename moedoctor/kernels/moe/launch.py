@@ -287,10 +287,7 @@ def _launch_rows(
     with make_current(x):
         up_rows_kernel[(triton.cdiv(intermediate_size, first.block_n) * tokens * top_k,)](
             x,
-            _view_words(w13),
-            w13.scale if w13.block_scales is None else w13.block_scales,
-            w13.scale,
-            w13.scale if w13.bias is None else w13.bias,
+            *_list_pointers(w13),
             topk_ids,
             h,
             ended,
@@ -306,10 +303,7 @@ def _launch_rows(
         )
         down_rows_kernel[(parts * splits * tokens,)](
             h,
-            _view_words(w2),
-            w2.scale if w2.block_scales is None else w2.block_scales,
-            w2.scale,
-            w2.scale if w2.bias is None else w2.bias,
+            *_list_pointers(w2),
             topk_ids,
             topk_weights,
             out,
@@ -328,9 +322,11 @@ def _launch_rows(
         )
 
 
-def _view_words(weight: ExpertWeights) -> torch.Tensor:
-    """Return the values as int32: those of NVFP4 as they are, of FP8 four in each."""
-    return weight.values.view(torch.int32)
+def _list_pointers(weight: ExpertWeights) -> tuple[torch.Tensor, ...]:
+    """Return values (of FP8 four in an int32), block scales, scale and bias; the values for what it lacks."""
+    values = weight.values if weight.quantization == "none" else weight.values.view(torch.int32)
+    parts = (weight.block_scales, weight.scale, weight.bias)
+    return values, *(values if part is None else part for part in parts)
 
 
 def _make_readable(weight: torch.Tensor) -> torch.Tensor:
@@ -411,7 +407,6 @@ def launch_block_product(
     order, blocks = plan or (topk_ids, topk_ids)
     width, depth = out.shape[-1], a.shape[1]
     count = len(blocks) if plan else topk_ids.numel()  # without a plan the pairs of one token
-    values = weight.values if weight.quantization == "none" else _view_words(weight)
     scales = weight.scale_layout(depth)
     block_k = _step(tile, weight, depth)
     with make_current(a):
@@ -420,10 +415,7 @@ def launch_block_product(
                 triton.cdiv(width, tile.block_n), min(count - start, _MOST_ROWS), tile.depth_splits
             ](
                 a,
-                values,
-                values if weight.block_scales is None else weight.block_scales,
-                values if weight.scale is None else weight.scale,
-                values if weight.bias is None else weight.bias,
+                *_list_pointers(weight),
                 out,
                 topk_ids,
                 order,

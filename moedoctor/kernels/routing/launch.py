@@ -57,55 +57,43 @@ def launch_topk(
     (tokens, experts), top_k = logits.shape, ids.shape[1]
     if tokens == 0:
         return
-    policy = nan_policy or "none"
+    policy, size = nan_policy or "none", logits.element_size()
+    half = is_half_softmax(logits, top_k, scoring, bias, num_groups, routed_scaling_factor)
+    if shape is None and half:
+        shape = choose_half_softmax_shape(tokens, experts)
+    shape = shape or choose_topk_shape(tokens, experts, top_k, num_groups, size, policy)
+    programs, places = triton.cdiv(tokens, shape.rows), (tokens, *logits.stride())
+    common = {
+        "experts": experts,
+        "top_k": top_k,
+        "renormalize": renormalize,
+        "policy": policy,
+        "rows": shape.rows,
+        "lanes": shape.lanes,
+        "width": shape.width,
+        "num_warps": shape.warps,
+        "maxnreg": shape.registers,
+    }
+    groups = num_groups if num_groups > 1 else 0
     with make_current(logits):
-        if is_half_softmax(logits, top_k, scoring, bias, num_groups, routed_scaling_factor):
-            shape = shape or choose_half_softmax_shape(tokens, experts)
-            half_softmax_kernel[(triton.cdiv(tokens, shape.rows),)](
-                logits,
-                weights,
-                ids,
-                tokens,
-                logits.stride(0),
-                logits.stride(1),
-                experts=experts,
-                top_k=top_k,
-                renormalize=renormalize,
-                policy=policy,
-                rows=shape.rows,
-                lanes=shape.lanes,
-                width=shape.width,
-                num_warps=shape.warps,
-                maxnreg=shape.registers,
-            )
+        if half:
+            half_softmax_kernel[(programs,)](logits, weights, ids, *places, **common)
             return
-        groups = num_groups if num_groups > 1 else 0
-        shape = shape or choose_topk_shape(tokens, experts, top_k, num_groups, logits.element_size(), policy)
-        topk_kernel[(triton.cdiv(tokens, shape.rows),)](
+        topk_kernel[(programs,)](
             logits,
             logits if bias is None else bias,
             weights,
             ids,
-            tokens,
-            logits.stride(0),
-            logits.stride(1),
+            *places,
             0 if bias is None else bias.stride(0),
             routed_scaling_factor,
-            experts=experts,
-            top_k=top_k,
             scoring=scoring,
             has_bias=bias is not None,
-            renormalize=renormalize,
             groups=groups,
             kept_groups=topk_groups,
             group_size=experts // num_groups,
             padded_groups=triton.next_power_of_2(groups) if groups else 0,
-            policy=policy,
-            rows=shape.rows,
-            lanes=shape.lanes,
-            width=shape.width,
-            num_warps=shape.warps,
-            maxnreg=shape.registers,
+            **common,
         )
 
 
