@@ -1,6 +1,7 @@
 """The memory of the expert cache on the host and on the device, and its report."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ class Locks:
 
 
 def _pin(store: ExpertStore, locks: Locks, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A thread that another test left would put off what is given back until the next allocation.
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.Tensor, "is_pinned", lambda self: False)
