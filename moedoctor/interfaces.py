@@ -181,7 +181,7 @@ class Fault(ABC):
         return Judgement(CaseVerdict.ERROR, crash.death.value.replace("_", " "), crash.message)
 
     def absent(self, results: Sequence[CaseResult]) -> str | None:
-        """Return why the control cannot reproduce here, from what it observed; None if it should have."""
+        """Return why the control cannot reproduce here, from the cases that ran; None if it should have."""
         return None
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:

@@ -202,7 +202,7 @@ def decide(
     ]
     errors = [case for case in ran if case.verdict is CaseVerdict.ERROR]
     only_control = bool(misbehaved) and all(case.subject == CONTROL for case in misbehaved)
-    absent = fault.absent(results) if only_control else None
+    absent = fault.absent(ran) if only_control else None
     if misbehaved and (absent is None or errors):
         first = misbehaved[0]
         expected = expect[first.subject].value

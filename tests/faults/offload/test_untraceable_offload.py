@@ -1,6 +1,7 @@
 """MD005: tracing the control, the fix and a release's own code; rounding."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,16 @@ import torch
 
 from moedoctor.faults.offload import untraceable_offload_lab
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
-from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier, UnavailableError
+from moedoctor.results import (
+    Case,
+    CaseResult,
+    CaseVerdict,
+    Observation,
+    ScenarioVerdict,
+    Tier,
+    UnavailableError,
+)
+from moedoctor.runner.judge import decide
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
 from tests.faults.offload.cases import run_case
 
@@ -142,4 +152,7 @@ def test_only_a_torch_that_traced_every_control_makes_the_failure_absent() -> No
     assert fault.absent([case("faulty", TRACED), case("fixed", refused)]) is not None
     assert fault.absent([case("faulty", TRACED), case("faulty", refused)]) is None
     assert fault.absent([case("fixed", TRACED)]) is None
+    late = replace(case("faulty", {}), verdict=CaseVerdict.SKIPPED)
+    verdict, _ = decide(fault, [case("faulty", TRACED), late], {"faulty": CaseVerdict.REPRODUCED})
+    assert verdict is ScenarioVerdict.ABSENT, "of the cases that ran"
     assert fault.conclude([case("faulty", refused)]) == {"torch": "2.13.0", "dynamo": "setattr"}
