@@ -39,6 +39,7 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, find_plugins_in: Cal
 
 
 @pytest.mark.usefixtures("others")
+@pytest.mark.slow
 def test_a_plug_in_that_breaks_is_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"MD001", "MD901"} <= set(catalogue.load_faults())
     assert {name.partition(":")[2] for name in catalogue.find_left_out()} == set(BROKEN)

@@ -38,6 +38,7 @@ def example(tmp_path: Path, find_plugins_in: Callable[[Path], None]) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_example_is_proved_and_its_claim_confirmed(example, monkeypatch, capsys):
     monkeypatch.chdir(example)
     assert main(["run", "slow_sum.yaml", "--format", "json"]) == 0

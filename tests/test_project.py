@@ -86,6 +86,7 @@ def test_the_wheel_holds_no_report_that_no_command_reads(wheel: Path) -> None:
         assert {json.loads(archive.read(name))["command"] for name in reports} == {"run"}
 
 
+@pytest.mark.slow
 def test_the_package_of_the_wheel_finds_its_own_scenarios_evidence_and_schemas(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)

@@ -73,6 +73,7 @@ def test_what_is_no_variant_is_refused(text: str) -> None:
         Variant.parse(text)
 
 
+@pytest.mark.slow
 def test_real_processes_take_turns_and_only_right_engines_are_timed(model: Path) -> None:
     """The stand-in's `wrong` takes another token; one that does not start stops no other."""
     started = []

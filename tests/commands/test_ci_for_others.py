@@ -86,6 +86,7 @@ class Runner:
         return ended
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_fails_the_action(tmp_path: Path) -> None:
     damaged().write(tmp_path / "a model")
     runner = Runner(tmp_path, python=sys.executable, install="none", check="false", checkpoint="a model")

@@ -82,6 +82,7 @@ def test_a_signal_reaches_the_command_and_gives_its_code(tmp_path: Path) -> None
     assert record(tmp_path, "--", sys.executable, "-c", code) == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_run_says_which_wrong_calls_it_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "kept"
     asked = ["--only", "tier=model", "--only", "use=gather", "--keep-capsules", str(folder)]

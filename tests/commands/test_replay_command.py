@@ -34,6 +34,7 @@ def wrong(swapped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return Path(shutil.copy(swapped, "wrong.moecapsule"))
 
 
+@pytest.mark.slow
 def test_a_wrong_output_is_named_and_found(wrong, replayed_here, capsys):
     replayed_here.add(True)
     assert main(["replay", str(wrong), "--backend", "OURS,REFERENCE,MARLIN", "--format", "json"]) == 1

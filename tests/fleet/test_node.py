@@ -46,6 +46,7 @@ def test_a_command_gets_its_arguments_and_a_gpu_each(module: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_late_command_is_ended_and_its_last_line_is_kept(module: Path) -> None:
     module.write_text(
         "import os, subprocess, sys, time\n"

@@ -222,6 +222,7 @@ def test_a_bad_variable_stops_the_engine(engine: Engine, when: str, size: str) -
         engine.start(when, size=size)
 
 
+@pytest.mark.slow
 def test_what_the_last_step_showed_is_saved_when_the_process_ends(tmp_path: Path, checkpoint: Path) -> None:
     write_stub(tmp_path, checkpoint, newer=True)
     environ = {"MOEDOCTOR_RECORD": str(tmp_path / "capsules"), "MOEDOCTOR_RECORD_WHEN": "nan"}

@@ -49,6 +49,7 @@ def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     ("fault", "name", "when"),
     [("MD014", "global_scale_mismatch", "mismatch=1"), ("MD015", "input_scale_missing", "nan")],
 )
+@pytest.mark.slow
 def test_an_engine_records_the_call_that_shows_the_failure(observe, tmp_path, fault, name, when):
     evidence = observe(fault)
     (capsule,) = evidence["capsules"]
@@ -58,6 +59,7 @@ def test_an_engine_records_the_call_that_shows_the_failure(observe, tmp_path, fa
     assert evidence["fixes"] is None, "a recording must not pass for the fix that a case asked for"
 
 
+@pytest.mark.slow
 def test_what_an_earlier_run_left_is_not_named_unless_it_was_written_again(observe, tmp_path):
     (capsule,) = observe("MD014")["capsules"]
     older = (tmp_path / "kept" / capsule).with_name("older.moecapsule")

@@ -16,6 +16,7 @@ PLANTED = str(Path(__file__).with_name("planted.py"))
 
 
 @pytest.mark.usefixtures("forked_examination")
+@pytest.mark.slow
 def test_a_crash_and_a_hang_are_answers_and_the_others_are_asked() -> None:
     questions = ("ordinary", "nan_rows", "nan_entry", "equal_logits", "bias")
     report = check_router(f"{PLANTED}:die_of_nan", only=questions, seconds=2)
@@ -107,6 +108,7 @@ def test_the_smallest_example_is_found_and_its_line_repeats_it(capsys: pytest.Ca
     assert f"equal_logits: wrong: {answer.reason}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_refusal_counts_apart_and_where_it_is_not_allowed_it_fails() -> None:
     report = check_expert_cache(f"{PLANTED}:Declared", only=("unknown_ids", "ordinary", "skipped_ids"))
     found = {answer.question: (answer.verdict.value, answer.passes) for answer in report.answers}

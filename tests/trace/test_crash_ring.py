@@ -78,6 +78,7 @@ def check_left(capsules: dict[str, Capsule], end: str) -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_last_calls_of_every_layer_outlive_their_process(tmp_path: Path, model: Path) -> None:
     """The process is a copy of this one: another would take seconds to import torch."""
     read, write = os.pipe()

@@ -95,6 +95,7 @@ def test_only_calls_inside_a_step_and_the_context_are_recorded() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_compiled_model_keeps_its_hooks() -> None:
     torch._dynamo.reset()
     router = Router()

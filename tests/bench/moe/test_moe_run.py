@@ -114,6 +114,7 @@ def test_a_machine_that_cannot_be_measured() -> None:
         measure_machine("broken")
 
 
+@pytest.mark.slow
 def test_a_real_child_on_the_cpu() -> None:
     task = LayerTask(Variant("REFERENCE", "nvfp4"), "tiny", SHAPE, (1, 5))
     _, row = measure_tasks([task], "cpu", ROOFLINE, seconds=120)

@@ -127,6 +127,7 @@ def test_cubins_of_real_compilers(compiler: Tool, tmp_path: Path) -> None:
 
 
 @needs_toolkit
+@pytest.mark.slow
 def test_a_library_of_the_real_compiler(tmp_path: Path) -> None:
     sass, ptx = "90a 120f", "80 120f"
     (tmp_path / "k.cu").write_text("__global__ void k(float *p) { p[threadIdx.x] = 1.f; }\n")

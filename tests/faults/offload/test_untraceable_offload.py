@@ -26,6 +26,7 @@ from tests.faults.offload.cases import run_case
 SMALL = {"layers": 3, "experts": 2, "hidden": 16, "intermediate": 16}
 
 
+@pytest.mark.slow
 def test_forward_by_state_dict_is_traced_or_not_by_this_torch_and_ours_always() -> None:
     fault = UntraceableOffload()
     control, fix = (run_case(fault, name, **SMALL) for name in ("faulty", "fixed"))
@@ -127,6 +128,7 @@ def test_a_nan_in_a_later_pass_is_not_a_small_difference() -> None:
 
 
 @pytest.mark.parametrize("number", [None, 2])
+@pytest.mark.slow
 def test_wrong_weights_in_one_compiled_layer_are_more_than_rounding(number: int | None) -> None:
     """The layer `number` has the weights of the next one, or no layer has."""
 

@@ -99,6 +99,7 @@ def test_an_engine_that_fails_in_its_probe_keeps_what_it_measured(then, kind, st
     assert {"import", "load", "generate"} <= set(result.seconds)
 
 
+@pytest.mark.slow
 def test_killed_engines_ran_side_by_side_and_name_their_stage_and_what_was_logged() -> None:
     started = time.monotonic()
     requests = [EngineRequest("sleep", PROMPTS, seconds=3, label=str(index)) for index in range(3)]

@@ -79,6 +79,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FlashInferSource:
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_the_probe_compiles_is_kept_and_calls_what_the_header_has(source: FlashInferSource) -> None:
     plan = plan_build(source, "90a")
     path = build(plan)
