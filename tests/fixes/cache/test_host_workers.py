@@ -16,7 +16,7 @@ from moedoctor.fixes.expert_cache import ExpertStore
 from moedoctor.reference.moe import MoeWeights, forward
 
 SIZES = dict.fromkeys(("bf16", "fp8"), ((16, 16), (48, 40), (256, 320), (400, 129)))
-SIZES |= {"packed": ((64, 64), (192, 128), (256, 320), (448, 576)), "block": ((48, 64), (400, 144))}
+SIZES |= {"packed": ((64, 64), (192, 128), (256, 320), (448, 576)), "block": ((48, 64), (400, 144), (32, 10))}
 USABLE = list(LEVELS)[list(LEVELS).index(find_levels()[0]) :]
 
 
@@ -30,8 +30,13 @@ def make_weights(hidden: int, inner: int, form: str) -> tuple[dict[str, Any], li
         values.append(weights[name].float())
         if form in ("fp8", "block"):
             high, long = (16, 32) if form == "block" else (rows, cols)
-            scale = (torch.rand(5, -(-rows // high), -(-cols // long), generator=draw) + 0.5) / 32
-            values[-1] *= scale.repeat_interleave(high, 1)[:, :rows].repeat_interleave(long, 2)[..., :cols]
+            half = inner if form == "block" and name == "w1" else rows  # gate and up have blocks of their own
+            scale = (
+                torch.rand(5, rows // half, -(-half // high), -(-cols // long), generator=draw) + 0.5
+            ) / 32
+            wide_scale = scale.repeat_interleave(high, 2)[:, :, :half].repeat_interleave(long, 3)[..., :cols]
+            values[-1] *= wide_scale.flatten(1, 2)
+            scale = scale.flatten(1, 2)
             weights[f"_{name}.scale"] = scale if form == "block" else scale.view(5)
     return weights, values
 
@@ -75,6 +80,12 @@ def test_workers_compute_the_sum_of_float32(level, formed, tokens, workers):
         right = compute(values, ids, gates, x)
         assert float((ask(crew, stamp, ids, gates, x) - right).norm()) <= 1e-5 * float(right.norm())
     crew.stop()
+
+
+def test_a_layer_whose_gate_and_up_share_no_whole_blocks_of_scales_is_refused():
+    """A row of gate and the one of up below it, inner rows further, must have scales by one rule."""
+    weights, _ = make_weights(48, 40, "block")
+    assert "shapes" in (host_workers.find_problem(ExpertStore(weights, pin=False)) or "")
 
 
 SCRIPT = """
