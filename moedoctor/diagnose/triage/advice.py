@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -98,7 +99,7 @@ class Advice:
     def _write_command(self) -> str:
         """Return the text's command line, as far as it decides how experts are computed."""
         flags = [
-            f"--{name} {'' if value.lower() == 'true' else value}".strip()
+            f"--{name} {'' if value.lower() == 'true' else shlex.quote(value)}".strip()
             for name, value in self.settings.flags.items()
             if not load_lines()["left_out"].search(name) and value not in ("False", "None", "false")
         ]

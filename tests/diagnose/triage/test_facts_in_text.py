@@ -6,6 +6,7 @@ import pytest
 
 from moedoctor.diagnose.triage.advice import Advice
 from moedoctor.diagnose.triage.facts_in_text import Facts, parse, release_words
+from moedoctor.diagnose.triage.settings_in_text import Settings
 from moedoctor.diagnose.triage.signatures import Signature
 from moedoctor.entries import load_entries
 
@@ -107,6 +108,12 @@ def test_the_command_of_a_next_step_asks_for_what_the_text_names() -> None:
     assert Advice(facts).fit(step) == step
     facts.read("vllm 0.33.0 on sm_120, before that vllm 0.15.0")
     assert Advice(facts).fit(step) == "run `moedoctor backends --sm 12.0 --release 0.33.0` there"
+
+
+def test_a_command_runs_nothing_that_a_text_put_into_a_value() -> None:
+    settings = Settings({"dtype": "a;reboot", "quantization": "$(reboot)"}, model="a/b")
+    fitted = Advice(Facts(), settings).fit("`vllm serve ...`")
+    assert fitted == "`vllm serve a/b --dtype 'a;reboot' --quantization '$(reboot)'`"
 
 
 def test_a_release_before_the_oldest_is_not_called_unaffected() -> None:
