@@ -14,6 +14,7 @@ from moedoctor.bench.engines import REFERENCE, Plan, Variant, make_request, meas
 from moedoctor.upstream.engine.engine import LogFacts
 
 BASE = Variant("base")
+MOE = {"MOEDOCTOR_FIXES": "moe"}
 
 
 @pytest.fixture
@@ -140,21 +141,9 @@ def test_an_engine_that_fails_is_a_row_and_the_next_one_is_the_base(model: Path)
         ({"MOEDOCTOR_FIXES": "all"}, {}, None),
         ({"MOEDOCTOR_TRACE": "nan"}, {}, "nan was asked for and is not active"),
         ({"MOEDOCTOR_RECORD": "x"}, {}, "record was asked for and is not active"),
-        (
-            {"MOEDOCTOR_FIXES": "moe"},
-            {"fixes": "moe (x)"},
-            "no MoE layer of this engine was computed by moedoctor",
-        ),
-        (
-            {"MOEDOCTOR_FIXES": "moe"},
-            {"fixes": "moe (x)", "probe": {"experts": {"MoedoctorExperts": 2}}},
-            None,
-        ),
-        (
-            {"MOEDOCTOR_FIXES": "moe"},
-            {"log": LogFacts(refused=("the fix moe is not applied: x",))},
-            "the fix moe is not applied: x",
-        ),
+        (MOE, {"fixes": "moe (x)"}, "no MoE layer of this engine was computed by moedoctor"),
+        (MOE, {"fixes": "moe (x)", "probe": {"experts": {"MoedoctorExperts": 2}}}, None),
+        (MOE, {"log": LogFacts(refused=("moe is not applied",))}, "moe is not applied"),
     ],
 )
 def test_a_fix_that_is_not_active_is_a_failure(

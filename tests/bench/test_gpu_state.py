@@ -76,13 +76,11 @@ def test_a_driver_that_does_not_answer_is_a_reason() -> None:
     assert summarize([]) == {"not_sampled": "NVML gave no readings"}
 
 
-@pytest.mark.parametrize(
-    ("device", "reason"), [("auto", "no NVIDIA GPU is visible"), ("cpu", "the measurement used no GPU")]
-)
+@pytest.mark.parametrize(("device", "reason"), [("auto", "no NVIDIA GPU"), ("cpu", "used no GPU")])
 def test_without_a_gpu_the_state_says_why(device: str, reason: str) -> None:
     with sample_gpus({"gpu": None, "gpus": []}, device) as readings:
         pass
-    assert readings.state == {"not_sampled": reason}
+    assert reason in readings.state["not_sampled"]
 
 
 @pytest.mark.parametrize(

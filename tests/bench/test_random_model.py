@@ -24,12 +24,10 @@ def test_a_name_that_says_nothing_is_refused(text: str, message: str) -> None:
         RandomModel.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [("random:scheme=x", "scheme is 'x'"), ("random:hidden=8", "hidden: 8")]
-)
+@pytest.mark.parametrize(("text", "message"), [("scheme=x", "scheme is 'x'"), ("hidden=8", "hidden: 8")])
 def test_sizes_and_schemes_that_no_engine_loads_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RandomModel.parse(text).write(tmp_path)
+        RandomModel.parse(f"random:{text}").write(tmp_path)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "nvfp4"])
@@ -54,8 +52,7 @@ def test_each_architecture_has_a_config_and_weights(
 
 
 def test_sizes_are_those_of_the_name(tmp_path: Path) -> None:
-    folder = RandomModel.parse("random:layers=1,experts=4,hidden=64,intermediate=64").write(
-        tmp_path / "model"
-    )
+    sizes = "layers=1,experts=4,hidden=64,intermediate=64"
+    folder = RandomModel.parse(f"random:{sizes}").write(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     assert (config["num_hidden_layers"], config["num_experts"], config["hidden_size"]) == (1, 4, 64)

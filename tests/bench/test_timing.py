@@ -13,11 +13,8 @@ from moedoctor.bench import timing
 def test_spread_interpolates_its_percentiles() -> None:
     spread = timing.Spread.summarize([5.0, 1.0, 3.0, 2.0, 4.0, 6.0])
     assert spread == timing.Spread(median=3.5, p20=2.0, p80=5.0, samples=6)
-    assert spread.to_row("us", scale=1 / 3, offset=-1, digits=2) == {
-        "us": 0.17,
-        "us_p20": -0.33,
-        "us_p80": 0.67,
-    }
+    row = spread.to_row("us", scale=1 / 3, offset=-1, digits=2)
+    assert row == {"us": 0.17, "us_p20": -0.33, "us_p80": 0.67}
     with pytest.raises(ValueError, match="at least one measurement"):
         timing.Spread.summarize([])
 

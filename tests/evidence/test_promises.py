@@ -137,9 +137,8 @@ def test_every_gpu_test_and_every_release_of_upstream_tests_has_a_row() -> None:
 def test_a_run_of_tests_is_judged_by_what_passed_and_failed(body: str, verdict: str, tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text(f"import pytest\n\n\ndef test_it(): {body}\n\n\ndef test_skipped(): pytest.skip()\n")
-    promise = Promise(
-        "gpu_tests_it", f"pytest -p no:cacheprovider {file}", "words", "tests.passed / tests.decided", ">= 1"
-    )
+    command = f"pytest -p no:cacheprovider {file}"
+    promise = Promise("gpu_tests_it", command, "words", "tests.passed / tests.decided", ">= 1")
     run_command(promise, tmp_path, limit=60)
     stored = json.loads((tmp_path / "tests" / "gpu_tests_it.json").read_text())
     assert promise.judge(stored)[0] == verdict

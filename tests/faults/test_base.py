@@ -77,12 +77,9 @@ def test_every_claim_is_in_a_scenario_and_engines_run_by_name_only() -> None:
     by_name = load_targets([str(file) for file in sorted((find_builtin_folder() / "engine").glob("*.yaml"))])
     without_a_name = load_targets(())
     assert not {scenario.file for scenario in by_name} & {scenario.file for scenario in without_a_name}
-    listed = {
-        (scenario.id, claim.key) for scenario in (*by_name, *without_a_name) for claim in scenario.claims
-    }
-    assert listed == {
-        (fault.id, test.key) for fault in catalogue.load_faults().values() for test in fault.claims
-    }
+    scenarios, faults = (*by_name, *without_a_name), catalogue.load_faults().values()
+    listed = {(scenario.id, claim.key) for scenario in scenarios for claim in scenario.claims}
+    assert listed == {(fault.id, test.key) for fault in faults for test in fault.claims}
 
 
 SOURCE = re.compile(r"https://\S+|[\w.-]+/[\w.-]+(#\d+|: .+)")

@@ -1,11 +1,17 @@
-"""Points that no layer has, or that could not show the failure, are refused by name."""
+"""Points that could not show the failure are refused; at the points of scenarios the control alone fails."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
+from fault_cases import run
 from pydantic import ValidationError
 
 from moedoctor import catalogue
+from moedoctor.interfaces import Fault
+from moedoctor.results import CaseVerdict, Tier
+from moedoctor.scenario.targets import load_targets
 
 MORE_EXPERTS = "more than experts 8"
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -92,3 +98,21 @@ def test_impossible_parameters_are_refused(id_: str, wrong: dict[str, Any], mess
     parameters.model_validate(right)
     with pytest.raises(ValidationError, match=message):
         parameters.model_validate({**right, **wrong})
+
+
+torch.set_num_threads(1)
+
+
+def list_points() -> Iterator[Any]:
+    """Yield a point of each scenario; CI runs all of them, with MD005, against the baseline."""
+    for scenario in load_targets(()):
+        fault = catalogue.load_faults()[scenario.id]
+        points = [point for point in scenario.points if fault.has_point(Tier.MODEL, point)]
+        if fault.id != "MD005":
+            yield from (pytest.param(fault, point, id=fault.id) for point in points[:1])
+
+
+@pytest.mark.parametrize(("fault", "point"), list(list_points()))
+def test_the_control_fails_and_the_fix_does_not(fault: Fault, point: Mapping[str, Any]) -> None:
+    assert run(fault, "faulty", **point)[0].verdict is CaseVerdict.REPRODUCED
+    assert run(fault, "fixed", **point)[0].verdict is CaseVerdict.CLEAN

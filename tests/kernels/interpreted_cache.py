@@ -148,9 +148,8 @@ def stateful() -> None:
 def many_ids() -> None:
     """More ids than are compared in registers, more experts than are ranked at once, ids out of range."""
     weights = {"w": torch.randn(200, 8)}
-    device, host = (
-        ExpertCache(weights, 60, engine=engine, device="cpu", policy="lfru") for engine in ("device", "host")
-    )
+    made = partial(ExpertCache, weights, 60, device="cpu", policy="lfru")
+    device, host = made(engine="device"), made(engine="host")
     rows, draw = torch.tensor([EVERY_ROW], dtype=torch.int32), torch.Generator().manual_seed(0)
     for cache in (device, host):
         cache.skip_padding(rows)

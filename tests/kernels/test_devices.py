@@ -142,9 +142,8 @@ def _forward(device: str) -> None:
 def _cache(device: str) -> None:
     weights = {"w": torch.randn(8, 128, 128).bfloat16(), "odd": torch.randn(8, 3)}
     for engine, packed in (("device", False), ("device", True), ("host", False), ("resident", False)):
-        cache = ExpertCache(
-            weights, 8 if engine == "resident" else 4, engine=engine, device=device, packed=packed
-        )
+        slots = 8 if engine == "resident" else 4
+        cache = ExpertCache(weights, slots, engine=engine, device=device, packed=packed)
         assert cache.engine == engine
         assert bool(cache._store.packed) == packed
         for row in ([0, 5, 7], [1, 5, 6]):
@@ -152,10 +151,8 @@ def _cache(device: str) -> None:
             cache.prefetch(ids)
             held = cache.acquire(ids)
             for name, tensor in weights.items():
-                assert torch.equal(held.weights[name][held.slot_ids[0].long()].cpu(), tensor[row]), (
-                    engine,
-                    name,
-                )
+                got = held.weights[name][held.slot_ids[0].long()].cpu()
+                assert torch.equal(got, tensor[row]), (engine, name)
         for part in cache.groups(torch.arange(8, device=device)[None]):
             named = part.slot_ids[0] >= 0
             slots = part.weights["w"][part.slot_ids[0][named].long()]

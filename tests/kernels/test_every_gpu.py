@@ -1,7 +1,15 @@
-"""The smaller kernels, compiled for GPUs that need not be here: the interpreter takes more than compilers."""
+"""The kernels of routing, ids, the NaN trace, recordings and the expert cache, compiled for GPUs not here."""
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="needs Triton: pip install triton")
+
+import pytest
+
+from moedoctor.fixes.cache.packed import LANES, SIZE
+from moedoctor.kernels.cache import handover, lookup, transfer
+from tests.compiled_kernels import LOWERINGS, compile_launches
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
@@ -11,7 +19,6 @@ from moedoctor.kernels.kept_rows import HEADER, KeptRows, MoeCall, MoeInput, Sav
 from moedoctor.kernels.routing.launch import launch_topk
 from moedoctor.kernels.save_call import launch_save
 from moedoctor.kernels.watch import launch_begin, launch_end, launch_watch, launch_watch_three
-from tests.compiled_kernels import LOWERINGS, compile_launches
 
 # None uses tensor cores, so the lowerings between the oldest and the newest add nothing.
 pytestmark = pytest.mark.parametrize(
@@ -75,3 +82,33 @@ def test_recordings(capability: int, dtype: torch.dtype, routes_itself: bool) ->
         ring = [memory.unsqueeze(0) for memory in (kept.x, kept.ids, kept.weights, kept.logits)]
         launch_save(SavedCalls(_empty(1, 6, dtype=torch.int64), *ring), _empty(1), given)
     assert len({kernel.metadata.name for kernel in kernels}) == 3
+
+
+@pytest.mark.slow
+def test_the_expert_cache(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bookkeeping of few and many experts and ids, and the copies."""
+    monkeypatch.setattr(transfer, "find_device_address", lambda memory, device: 0)
+    with compile_launches(capability) as kernels:
+        device = torch.device("cuda")
+        for experts, count in ((128, 64), (512, 64), (128, 4096)):
+            state = lookup.LookupState.make(experts, 32, "lfru" if experts > 128 else "aging", device)
+            ids = torch.empty(count // 8, 8, dtype=torch.int32)
+            lookup.launch_groups(state, ids)
+            lookup.launch_lookup(state, ids, torch.empty_like(ids), group=0)
+            lookup.launch_lookup(state, ids, torch.empty_like(ids), late=torch.empty_like(ids))
+            if (experts, count) == (128, 64):
+                x, stamp = torch.empty(8, 2048, dtype=torch.bfloat16), torch.empty(64, dtype=torch.int64)
+                box = stamp, ids, ids, torch.empty(64, 8), x
+                handover.launch_ask(state, ids, torch.empty(8, 8), x, stamp, box, 128, 5)
+                handover.launch_add(x, torch.empty(8, 2048), stamp, stamp)
+        host = {"whole": torch.empty(128, 4096), "odd": torch.empty(128, 3, dtype=torch.uint8)}
+        packed = {"packed": (torch.empty(128, 1, 12_000, dtype=torch.uint8), SIZE, 256, 128)}
+        slots = {
+            name: torch.empty(32, *tensor.shape[1:], dtype=tensor.dtype) for name, tensor in host.items()
+        }
+        slots["packed"] = torch.empty(32, SIZE, dtype=torch.bfloat16)
+        transfer.Transfer(host, packed, slots, (SIZE, LANES)).launch(state.copies)
+    names = {kernel.metadata.name for kernel in kernels}
+    ours = {"ask_kernel", "add_kernel"}
+    assert names == {"group_kernel", "lookup_kernel", "transfer_kernel", "unpack_kernel", *ours}
+    assert all("fence.acq_rel.sys" in kernel.asm["ptx"] for kernel in kernels if kernel.metadata.name in ours)

@@ -157,12 +157,7 @@ FP8 = torch.zeros(3, 64, 64).to(torch.float8_e4m3fn)
         (FP8, torch.ones(3, 4, 8), (16, 8), "expected columns in multiples of 16, got 8"),
         (FP8, torch.ones(3).bfloat16(), None, r"scale: expected float32, got torch\.bfloat16"),
         (FP8.float(), torch.ones(3), None, "values: expected contiguous float8_e4m3fn"),
-        (
-            FP8[..., :62].contiguous(),
-            torch.ones(3),
-            None,
-            "values: expected columns in multiples of 4, got 62",
-        ),
+        (FP8[..., :62].contiguous(), torch.ones(3), None, "expected columns in multiples of 4, got 62"),
     ],
 )
 def test_fp8_weights_of_another_shape_or_type_are_refused(values, scale, block, message):

@@ -81,19 +81,16 @@ def test_measured_tiles(quantization: str) -> None:
     largest: dict[Any, tuple[int, Any]] = {}
     for (measured, hidden_size, intermediate_size, gated, experts), rows in _load_table().items():
         top_k = min(rows) if quantization != "none" else 8 if gated else 6  # the fewest are one token's
-        layer = {
-            "activation": "silu" if gated else "relu2",
-            "sizes": (experts, hidden_size, intermediate_size, top_k),
-        }
+        sizes = experts, hidden_size, intermediate_size, top_k
+        layer = {"activation": "silu" if gated else "relu2", "sizes": sizes}
         for pairs, tiles in rows.items() if measured == quantization else ():
             first, kind = tiles[0], (gated, type(tiles[0]))
             if isinstance(first, Tile):
                 size = first.stages * (first.block_m + first.block_n * (1 + gated)) * first.block_k
             else:
                 size = first.groups
-            largest[kind] = max(
-                largest.get(kind, (0, None)), (size, (pairs // top_k, tiles, layer)), key=lambda each: each[0]
-            )
+            if size > largest.get(kind, (0, None))[0]:
+                largest[kind] = size, (pairs // top_k, tiles, layer)
     assert largest
     for _, (tokens, tiles, layer) in largest.values():
         _compile(90, quantization, tokens, tiles, **layer)

@@ -23,9 +23,8 @@ def launched(forms: list[Any], version: str, keys: str) -> tuple[list[Any], list
     for number, key in enumerate(keys):
         launch(key, 7, number, num_warps=4)
     assert all(grid == call((7,)) for grid in kernel.__getitem__.call_args_list)
-    return kernel.__getitem__.return_value.mock_calls, [
-        form and form.__getitem__.return_value.mock_calls for form in forms
-    ]
+    of_forms = [form and form.__getitem__.return_value.mock_calls for form in forms]
+    return kernel.__getitem__.return_value.mock_calls, of_forms
 
 
 def test_a_compiled_form_is_reused_only_for_its_own_key() -> None:
@@ -58,9 +57,8 @@ def test_every_kind_of_tensor_gets_a_fitting_kernel() -> None:
         whole = torch.zeros(6 * columns * step + offset, device="cuda", dtype=dtype)
         return whole[offset:].view(6, columns * step)[:, ::step]  # [6, columns]
 
-    kinds = list(
-        itertools.product((1, 16, 33, 2048), (torch.bfloat16, torch.float32, torch.float64), (0, 1), (1, 2))
-    )
+    types = torch.bfloat16, torch.float32, torch.float64
+    kinds = list(itertools.product((1, 16, 33, 2048), types, (0, 1), (1, 2)))
     state = NanState("cuda")
     points = [state.add_point(str(kind)) for kind in kinds]
     for _ in range(2):

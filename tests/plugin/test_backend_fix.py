@@ -1,4 +1,4 @@
-"""The fix `backend` inside a stub of vLLM: the variable is honored, and vLLM's reasons are logged."""
+"""The fix `backend` in a stub and in a real vLLM: the variable is honored, and vLLM's reasons are logged."""
 
 import importlib
 import sys
@@ -12,6 +12,8 @@ from vllm_stub import write
 
 from moedoctor.plugin import backend_fix
 from moedoctor.plugin.register import list_known_releases, register
+from moedoctor.reference.checkpoints import Scheme, write_qwen3_moe
+from tests.real_vllm import ask_child
 
 ORACLE = "vllm.model_executor.layers.fused_moe.oracle.nvfp4"
 Stub = Callable[..., Any]
@@ -59,10 +61,8 @@ def test_hidden_reasons_of_upstream_are_logged(stub: Stub, imported: str) -> Non
     module.logger.info_once("Using 'MARLIN'")
     quiet: Any = importlib.import_module("vllm.logger").init_logger("vllm.engine")
     assert not isinstance(quiet, backend_fix.LouderLogger)
-    assert module.logger.said == [
-        ("info", "since it does not fit", "local"),
-        ("info", "Using 'MARLIN'", "local"),
-    ]
+    lines = "since it does not fit", "Using 'MARLIN'"
+    assert module.logger.said == [("info", line, "local") for line in lines]
 
 
 def test_the_flag_and_other_models_come_first(stub: Stub, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,3 +146,52 @@ def test_which_models_are_nvfp4(quantization: str | None, described: Any, nvfp4:
     model = types.SimpleNamespace(quantization=quantization, hf_config=hf_config)
     assert backend_fix.is_nvfp4(model) is nvfp4
     assert not backend_fix.is_nvfp4(None)
+
+
+CODE = """
+import json, sys
+from moedoctor.upstream.selection.oracle import Layer, Oracle
+oracle = Oracle()
+oracle.substitute.use((12, 0))
+from moedoctor.plugin.register import register
+register()
+from vllm.engine.arg_utils import EngineArgs
+arguments = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, enforce_eager=True, max_model_len=256)
+config = arguments.create_engine_config()
+asked = oracle.ask((12, 0), Layer("nvfp4", "silu", moe_backend=config.kernel_config.moe_backend))
+automatic = oracle.ask((12, 0), Layer("nvfp4", "silu"))
+print("\\nANSWER " + json.dumps([config.kernel_config.moe_backend, asked.chosen, automatic.chosen]))
+"""
+
+
+def configured(folder: Path, scheme: Scheme = "nvfp4", **environ: str) -> tuple[str, str, str, list[str]]:
+    """Return (moe_backend, its selection, the selection without it, the lines of the log)."""
+    answer, lines = ask_child(CODE, str(write_qwen3_moe(folder, scheme=scheme)), **environ)
+    return (*answer, lines)
+
+
+@pytest.mark.upstream
+def test_the_variable_is_honoured_and_the_reasons_are_logged(tmp_path: Path) -> None:
+    environ = {"MOEDOCTOR_FIXES": "backend", "VLLM_NVFP4_MOE_BACKEND": "MARLIN"}
+    moe_backend, asked, automatic, lines = configured(tmp_path, **environ)
+    assert (moe_backend, asked) == ("marlin", "MARLIN")
+    assert automatic != "MARLIN"
+    reasons = [line for line in lines if "FLASHINFER_TRTLLM" in line and "does not support" in line]
+    assert reasons, "what vLLM itself says where it selects automatically"
+    assert all("DEBUG" not in line for line in reasons)
+    assert any("by itself vLLM would select FLASHINFER_CUTLASS" in line for line in lines)
+    assert any("FLASHINFER_TRTLLM: has no kernel for compute capability 12.0" in line for line in lines)
+
+
+@pytest.mark.upstream
+def test_nothing_changes_without_the_fix(tmp_path: Path) -> None:
+    moe_backend, _, automatic, lines = configured(tmp_path, VLLM_NVFP4_MOE_BACKEND="MARLIN")
+    assert (moe_backend, automatic != "MARLIN") == ("auto", True)
+    assert not any("kernel does not support" in line for line in lines)
+    assert any("VLLM_NVFP4_MOE_BACKEND" in line and "Unknown" in line for line in lines)
+
+
+@pytest.mark.upstream
+def test_other_models_are_left_alone(tmp_path: Path) -> None:
+    moe_backend, *_ = configured(tmp_path, "bf16", MOEDOCTOR_FIXES="backend", VLLM_NVFP4_MOE_BACKEND="MARLIN")
+    assert moe_backend == "auto"

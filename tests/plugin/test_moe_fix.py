@@ -122,9 +122,8 @@ def test_an_optional_fix_leaves_a_refused_layer_to_vllm(machine, wrap, monkeypat
     machine.capability = capability
     ours, done = capability >= moe_fix.LEAST_CAPABILITY, []
     monkeypatch.setattr(moe_fix, "take_over", lambda *given, **options: done.append("ours"))
-    construct, select, process = wrap(
-        lambda: ("theirs", "its experts"), lambda self, layer: done.append("theirs")
-    )
+    chosen = "theirs", "its experts"
+    construct, select, process = wrap(lambda: chosen, lambda self, layer: done.append("theirs"))
     made = method()
     if not ours:
         with pytest.raises(SystemExit, match=r"moe is refused: .* 7\.5; .*MOEDOCTOR_FIXES_OPTIONAL=1"):

@@ -181,13 +181,8 @@ COMPUTED = [
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[str]]:
     skip_unless_made_for(FIXES["moe"])
-    folder = str(tmp_path_factory.mktemp("cache"))
-    variables = {
-        "MOEDOCTOR_FIXES": "moe",
-        "TRITON_INTERPRET": "1",
-        "VLLM_CACHE_ROOT": folder,
-        "VLLM_CONFIG_ROOT": folder,
-    }
+    variables = dict.fromkeys(("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT"), str(tmp_path_factory.mktemp("cache")))
+    variables |= {"MOEDOCTOR_FIXES": "moe", "TRITON_INTERPRET": "1"}
     (active, got), lines = ask_child(CODE, json.dumps(COMPUTED), **variables)
     assert active == "MoE layers by moedoctor's kernels"
     return got, lines

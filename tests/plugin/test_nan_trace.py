@@ -70,11 +70,8 @@ def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router(model: M
     assert result.first_padding == Finding("layers.0.attn", "NaN", 1, 1)
     assert result.first_real is None
     (router,) = result.routers
-    assert (router.point, router.repeated, router.first_repeated) == (
-        "layers.0.experts.topk_ids",
-        (0, 1, 0),
-        1,
-    )
+    assert (router.repeated, router.first_repeated) == ((0, 1, 0), 1)
+    assert router.point == "layers.0.experts.topk_ids"
     points = [place.point for place in result.points]
     assert points == ["layers.0.attn", "layers.0.experts.router_logits", "layers.0.experts", "model"]
     assert nan_padding.report(None)["nan_in_padding"] == 1
@@ -238,9 +235,8 @@ def fail(input_ids: torch.Tensor) -> None:
 def test_experts_that_are_added_up_later_are_not_looked_at(model: Model) -> None:
     runner = module("model_executor.layers.fused_moe.runner.moe_runner").MoERunner(model.runner.router)
     finished = types.SimpleNamespace(gemm2_permuted=torch.zeros(8, 8))
-    apply_quant_method = nan_trace.trace_of_this_process().wrap_moe(
-        lambda self, layer, router_logits: (None, finished)
-    )
+    trace = nan_trace.trace_of_this_process()
+    apply_quant_method = trace.wrap_moe(lambda self, layer, router_logits: (None, finished))
     x = torch.full((4, 8), NAN)
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:

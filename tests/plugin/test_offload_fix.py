@@ -244,9 +244,7 @@ def no_room(*arguments: Any) -> Any:
 
 
 @pytest.mark.filterwarnings(r"ignore:.*on the host now. 0\.weight, 1\.weight, 2\.weight$:RuntimeWarning")
-@pytest.mark.parametrize(
-    "reason", ["ValueError: module: 1.mask is a meta tensor", "OutOfMemoryError: no room"]
-)
+@pytest.mark.parametrize("reason", ["ValueError: module: 1.mask is a meta", "OutOfMemoryError: no room"])
 def test_if_ours_cannot_take_over_vllm_offloads_as_before(patched, monkeypatch, caplog, reason):
     """An engine that asked for ours by name stops."""
     modules, offloader = wrapped(1 << 20)
@@ -277,12 +275,9 @@ def test_an_engine_that_copies_has_no_graphs_and_its_own_cache(patched, monkeypa
     monkeypatch.setenv("VLLM_WEIGHT_OFFLOADING_DISABLE_UVA", "1")
     copied = made(cpu_offload_gb=1.0, additional_config={"mine": 1}).create_engine_config()
     assert (copied.additional_config, copied.graphs) == ({"mine": 1, "moedoctor": "offload"}, "none")
-    others = (
-        made(),
-        made(cpu_offload_gb=1.0, offload_backend="prefetch"),
-        made(cpu_offload_gb=1.0, offload_group_size=4),
-    )
-    assert [arguments.create_engine_config().graphs for arguments in others] == ["full"] * 3
+    for others in ({}, {"offload_backend": "prefetch"}, {"offload_group_size": 4}):
+        arguments = made(cpu_offload_gb=1.0 if others else 0.0, **others)
+        assert arguments.create_engine_config().graphs == "full"
     eager = made(cpu_offload_gb=1.0, enforce_eager=True).create_engine_config()
     assert (eager.additional_config, eager.graphs) == ({"moedoctor": "offload"}, "full")
 

@@ -121,10 +121,8 @@ def check_that_a_wanted_call_is_kept_once() -> None:
 def check_that_wider_calls_are_refused() -> None:
     """Nothing is written outside of the memory for a layer."""
     kept = KeptRows.make(ROOM, SIZES[0], make_header(torch.device("cpu")))
-    saved = SavedCalls(
-        torch.full((2, 6), -1),
-        *(torch.zeros(2, 2, width) for width in (SIZES[0].hidden, 3, 3, 9)),
-    )
+    rows = (torch.zeros(2, 2, width) for width in (SIZES[0].hidden, 3, 3, 9))
+    saved = SavedCalls(torch.full((2, 6), -1), *rows)
     launch_step(kept.header, 3, 1, 1, frees=False)
     for layer in (1, 2):
         call = make_call(layer, 3)

@@ -39,9 +39,8 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         gate, up = torch.einsum("th,enh->ten", hidden_states, self.gate_up_proj).chunk(2, -1)
         out = torch.einsum("ten,ehn->teh", self.act_fn(gate) * up, self.down_proj)  # [T, E, H]
-        spread = torch.zeros(len(out), E, dtype=out.dtype).scatter(
-            1, top_k_index, top_k_weights.to(out.dtype)
-        )
+        spread = torch.zeros(len(out), E, dtype=out.dtype)
+        spread = spread.scatter(1, top_k_index, top_k_weights.to(out.dtype))
         return torch.where(spread[..., None] > 0, out * spread[..., None], 0).sum(1) * self.scale
 
 

@@ -22,9 +22,8 @@ class Watched:
         self.sizes, self.step = sizes or ((8, 4, 2),) * 3, 0
         self.made: list[Capsule] = []
         self.warned: list[str] = []
-        self.keeper = CallKeeper(
-            Wish.parse(when), self.made.append, self.warned.append, background=background
-        )
+        ends = self.made.append, self.warned.append
+        self.keeper = CallKeeper(Wish.parse(when), *ends, background=background)
         for layer, (hidden, experts, top_k) in enumerate(self.sizes):
             size = {"hidden": hidden, "intermediate": 8, "experts": experts, "top_k": top_k}
             kind = {"layer": f"layers.{layer}.experts", "activation": "silu", "quantization": "bf16"}

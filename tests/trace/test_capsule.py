@@ -125,9 +125,8 @@ def test_a_backend_that_takes_one_of_two_global_scales_is_past_the_bound() -> No
     assert agree(capsule.tensors["output"].float(), capsule.compute_expected(), choose_bounds("none")).right
     assert find_failing_tokens(capsule) == []
     scale = capsule.tensors["w13_scale"]  # [U, 2]
-    merged = Capsule(
-        capsule.record, {**capsule.tensors, "w13_scale": scale.amax(1, keepdim=True).expand_as(scale)}
-    )
+    scale = scale.amax(1, keepdim=True).expand_as(scale)
+    merged = Capsule(capsule.record, {**capsule.tensors, "w13_scale": scale})
     wrong = Capsule(capsule.record, {**capsule.tensors, "output": merged.compute_expected().bfloat16()})
     assert find_failing_tokens(wrong)
 
@@ -151,10 +150,8 @@ def test_what_is_shared_holds_no_weights() -> None:
     for name in ("w13", "w2"):
         equal = (synthetic.tensors[name] == capsule.tensors[name]).float().mean()
         assert equal < 0.05  # random bytes are equal once in 256
-        scales = f"{name}_block_scales"
-        assert torch.equal(
-            synthetic.tensors[scales].view(torch.uint8), capsule.tensors[scales].view(torch.uint8)
-        )
+        scales = [each.tensors[f"{name}_block_scales"].view(torch.uint8) for each in (synthetic, capsule)]
+        assert torch.equal(*scales)
     with pytest.raises(CapsuleError, match="holds no weights"):
         bare.to_problem()
 
@@ -298,13 +295,10 @@ def test_a_call_without_output_is_not_judged_and_says_why(tmp_path: Path) -> Non
     record = whole.record.model_copy(update={"reason": "the last call before the process died"})
     save(Capsule(record, tensors), tmp_path / "call.moecapsule")
     judged = judge(load(tmp_path / "call.moecapsule"))
-    result = ReplayDocument(
-        "call.moecapsule", from_json(CapsuleFacts, judged.pop("facts")), **judged, backends=()
-    )
+    facts = from_json(CapsuleFacts, judged.pop("facts"))
+    result = ReplayDocument("call.moecapsule", facts, **judged, backends=())
     assert (result.judged, result.right) == (False, None)
-    assert answer_of(result).startswith(
-        "the call has no output to judge (the last call before the process died)"
-    )
+    assert "no output to judge (the last call before the process died)" in answer_of(result)
 
 
 def test_a_call_of_a_backend_that_activates_in_float32_is_right() -> None:

@@ -51,9 +51,8 @@ def test_fp8_blocks_of_gate_and_up_follow_each_other(tmp_path: Path) -> None:
     gate, up, down = (stored[f"{LAYER}.5.{name}_proj.weight_scale_inv"] for name in ("gate", "up", "down"))
     assert torch.equal(tensors["w13_scale"][0], torch.cat((gate, up)))
     assert torch.equal(tensors["w2_scale"][0], down)
-    weight = stored[f"{LAYER}.5.up_proj.weight"].float() * up.float().repeat_interleave(
-        128, 0
-    ).repeat_interleave(128, 1)
+    spread = up.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    weight = stored[f"{LAYER}.5.up_proj.weight"].float() * spread
     held = Fp8(tensors["w13"], tensors["w13_scale"], (128, 128), 2).dequantize(0)
     assert torch.equal(held[128:], weight)
 

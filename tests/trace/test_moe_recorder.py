@@ -174,9 +174,8 @@ def test_experts_without_ids_are_left_out_and_the_forward_goes_on(when: str, tmp
     with MoeRecorder(Model(block), tmp_path, when=when) as recorder:
         for _ in range(2):
             recorder._model(x_of())
-    assert recorder.left_out == [
-        "experts are called without ids and weights [T, K], so what they got is not known"
-    ]
+    (line,) = recorder.left_out
+    assert "without ids and weights [T, K]" in line
 
 
 @pytest.mark.parametrize("kind", ["stacked", "qwen"])
@@ -192,9 +191,8 @@ def test_calls_outlive_their_process(kind: str, tmp_path: Path, monkeypatch: pyt
         crash_watcher.write_calls(ring._memory.fileno(), ring._notes.fileno(), 10**6, tmp_path, 1)
     capsules = [load(file) for file in tmp_path.glob(f"*{SUFFIX}")]
     rows = {(left.record.layer, left.record.call): len(left.tensors["x"]) for left in capsules}
-    assert rows == {
-        (f"layers.{layer}.experts", call): (2, 6)[call - 1] for layer in (0, 1) for call in (1, 2)
-    }
+    names = "layers.0.experts", "layers.1.experts"
+    assert rows == {(name, call): count for name in names for call, count in ((1, 2), (2, 6))}
 
 
 @pytest.mark.upstream

@@ -121,13 +121,9 @@ def test_the_roofline_is_the_larger_of_two_times() -> None:
     assert ROOFLINE.compute_least_seconds(10**9, 1, "bf16") == 1.0
     assert ROOFLINE.compute_least_seconds(1, 2 * 10**12, "bf16") == 2.0
     assert ROOFLINE.compute_least_seconds(1, 2 * 10**12, "fp8") == 1.0
-    assert ROOFLINE.compute_least_seconds(1, 2 * 10**12, "int8") == 2.0, (
-        "an unknown type is treated as bfloat16"
-    )
+    assert ROOFLINE.compute_least_seconds(1, 2 * 10**12, "int8") == 2.0, "unknown types are bfloat16"
     cpu = Roofline(1e9, {"bf16": 1e9, "fp32": 1e12})
-    assert cpu.compute_least_seconds(1, 2 * 10**12, "bf16") == 2.0, (
-        "a backend there may compute in the faster type"
-    )
+    assert cpu.compute_least_seconds(1, 2 * 10**12, "bf16") == 2.0, "a CPU may take the faster type"
     assert Roofline(1e9, {"bf16": 1e12, "fp32": 1e9}).compute_least_seconds(1, 2 * 10**12, "bf16") == 2.0
 
 

@@ -29,9 +29,8 @@ def outcomes(rows: list[dict[str, object]]) -> list[tuple[object, ...]]:
 
 @pytest.mark.usefixtures("fake_child")
 def test_a_child_that_dies_costs_only_its_own_task() -> None:
-    rows = measure_tasks(
-        [task("first"), task("dies"), task("last"), task("other", "TRITON")], "cpu", ROOFLINE, seconds=30
-    )
+    tasks = [task("first"), task("dies"), task("last"), task("other", "TRITON")]
+    rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=30)
     assert outcomes(rows) == [
         ("OURS", "first", False),
         ("OURS", "dies", False),  # what it had measured before it died

@@ -40,21 +40,16 @@ def test_a_name_is_skipped_or_stops_the_loader(loader: str, mistake: str, figure
     ("loader", "width", "ranks", "figure"),
     [
         ("0.28.0", 768, 2, "all "),
-        (
-            "0.28.0",
-            768,
-            4,
-            "stops: rank 0, gate: ValueError: The output_size of gate's and up's weight = 192",
-        ),
+        ("0.28.0", 768, 4, "gate: ValueError: The output_size of gate's and up's weight = 192"),
         ("0.33.0", 768, 4, "all "),
-        ("0.33.0", 192, 1, "stops: rank 0, gate: RuntimeError: The size of tensor a (3) must match the size"),
+        ("0.33.0", 192, 1, "gate: RuntimeError: The size of tensor a (3) must match the size"),
         ("0.33.0", 192, 3, "all "),
-        ("0.33.0", 320, 4, "stops: rank 0, gate: ValueError: The output_size of gate's and up's weight = 80"),
+        ("0.33.0", 320, 4, "gate: ValueError: The output_size of gate's and up's weight = 80"),
     ],
 )
 def test_a_shard_is_refused_or_right(loader: str, width: int, ranks: int, figure: str) -> None:
     judgement, _ = run(SHARDS, loader=loader, intermediate=width, tensor_parallel=ranks)
-    assert judgement.figure.startswith(figure)
+    assert judgement.figure.removeprefix("stops: rank 0, ").startswith(figure)
 
 
 def test_the_rules_of_a_list_differ_between_formats() -> None:

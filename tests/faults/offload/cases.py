@@ -14,6 +14,5 @@ def run_case(
     case = Case(fault.id, subject, tier, parameters, "cuda:0" if tier is Tier.KERNEL else "cpu")
     observation = fault.observe(case, release)
     judgement = fault.judge(case, observation)
-    return CaseResult(
-        subject, tier, parameters, judgement.verdict, observation.evidence, figure=judgement.figure
-    )
+    outcome = judgement.verdict, observation.evidence
+    return CaseResult(subject, tier, parameters, *outcome, figure=judgement.figure)

@@ -22,7 +22,7 @@ from moedoctor.results import CaseResult, CaseVerdict, Tier
 from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import load_targets
 from moedoctor.upstream.engine import engine as engine_module
-from moedoctor.upstream.engine import offload_table
+from moedoctor.upstream.engine import offload_table, probes
 from moedoctor.upstream.engine.engine import EngineResult, LogFacts
 from moedoctor.upstream.engine.engine import _write_request as document_of
 from moedoctor.upstream.engine.experiment import Ran
@@ -44,7 +44,7 @@ REPRODUCED, CLEAN, ERROR = CaseVerdict.REPRODUCED, CaseVerdict.CLEAN, CaseVerdic
         ),
         ({"cells": 2, "same": 0, "other_tokens": 0, "not_offloaded": 2}, None),
         (
-            {"cells": 5, "same": 4, "other_tokens": 0, "not_offloaded": 0, "moved_back": 1},
+            {"cells": 5, "same": 4, "other_tokens": 0, "moved_back": 1},
             "not reproduced on this GPU in any of 4",
         ),
         ({"same_bits": True}, None),
@@ -88,11 +88,7 @@ def test_the_engines_of_the_users_model(tmp_path: Path, monkeypatch: pytest.Monk
     assert compiled.probe_options == {"calls": 0}
     for eager in (control, request):
         assert eager.environ["MOEDOCTOR_FIXES"] == "offload"
-        assert (
-            str(eager.probe)
-            == str(compiled.probe)
-            == "moedoctor.upstream.engine.probes:record_layers_and_places"
-        )
+        assert str(eager.probe) == str(compiled.probe) == f"{probes.__name__}:record_layers_and_places"
         assert eager.probe_options["calls"] > mine.max_tokens
         assert (eager.probe_when, eager.logprobs) == ("before", 5)
     for offload in (False, True):
@@ -145,12 +141,7 @@ WITH_FIX = wrote("Paris", [1], fixes="offload (…)")
     ("control", "other", "verdict", "figure"),
     [
         (PARIS, PARIS, CLEAN, "the same tokens"),
-        (
-            PARIS,
-            wrote("word", [2], layer_outputs(1.0, 9.0)),
-            REPRODUCED,
-            "number 1 on: 'Paris' is not in the answer",
-        ),
+        (PARIS, wrote("word", [2], layer_outputs(1.0, 9.0)), REPRODUCED, "on: 'Paris' is not in the answer"),
         (PARIS, wrote("Paris!", [2]), REPRODUCED, "what follows the layers differs"),
         (PARIS, wrote("Paris!", [2], ROUNDED), CLEAN, "from number 1 on, 0.25 apart"),
         (PARIS, wrote("Paris!", [3], ROUNDED), REPRODUCED, "2 less likely without"),
@@ -258,9 +249,8 @@ def test_the_engine_tier_runs_the_engines_that_a_point_names(
     for module in (engine_module, offload_table):
         monkeypatch.setattr(module, "need_engine", lambda: None)
     monkeypatch.setattr(engine_module, "run_engine", run_engine)
-    own = run_case(
-        OffloadGarbage(), "installed", Tier.ENGINE, mode="eager", model="/m", expected="Paris", fixes=fixes
-    )
+    mine = {"mode": "eager", "model": "/m", "expected": "Paris", "fixes": fixes}
+    own = run_case(OffloadGarbage(), "installed", Tier.ENGINE, **mine)
     assert (own.verdict, labels) == (CLEAN, ["/m without offload", "/m with offload"])
     tiny = run_case(OffloadGarbage(), "installed", Tier.ENGINE, mode="eager", fixes=fixes)
     assert tiny.verdict is CLEAN
@@ -278,10 +268,8 @@ def test_the_scenarios_for_the_users_model_need_engines_and_a_control(tmp_path: 
         points = [case.parameters for case in cases if case.tier is Tier.ENGINE]
         assert all(point["mode"] == "eager" and point["model"] for point in points)
         assert {"marlin"} < {point["moe_backend"] for point in points}
-        assert {(point["access"], point["fixes"]) for point in points} >= {
-            ("auto", "none"),
-            ("copies", "offload"),
-        }
+        ways = {(point["access"], point["fixes"]) for point in points}
+        assert ways >= {("auto", "none"), ("copies", "offload")}
 
 
 def test_the_guide_names_the_older_runner_for_the_releases_whose_v2_runner_does_not_start() -> None:
@@ -292,9 +280,8 @@ def test_the_guide_names_the_older_runner_for_the_releases_whose_v2_runner_does_
     releases_affected = [release for release in vllm_releases() if release in affected]
     listed = []
     for first, last, row in re.findall(r"^\| (0[\d.]+)(?: to (0[\d.]+))? \|(.*)\|$", guide, re.MULTILINE):
-        releases = [
-            name for name in vllm_releases() if Version(first) <= Version(name) <= Version(last or first)
-        ]
+        bounds = Version(first), Version(last or first)
+        releases = [name for name in vllm_releases() if bounds[0] <= Version(name) <= bounds[1]]
         listed += releases
         without, with_fix = row.split(" | ")
         for cell in (without, with_fix):

@@ -47,20 +47,17 @@ def at_kernel(holds: str, error: str | None) -> CaseResult:
     return CaseResult("faulty", Tier.KERNEL, {}, CaseVerdict.REPRODUCED, evidence)
 
 
+CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, ClaimVerdict.UNTESTED
 REFUSED, RAN = at_kernel("host memory", "b_scales is not on GPU"), at_kernel("device memory", None)
 
 
 @pytest.mark.parametrize(
     ("cases", "refuses", "reference"),
     [
-        ([REFUSED, RAN], ClaimVerdict.CONFIRMED, ClaimVerdict.CONFIRMED),
-        ([at_kernel("host memory", None), RAN], ClaimVerdict.REFUTED, ClaimVerdict.REFUTED),
-        ([REFUSED], ClaimVerdict.CONFIRMED, ClaimVerdict.UNTESTED),
-        (
-            [replace(REFUSED, tier=Tier.MODEL), replace(RAN, tier=Tier.MODEL)],
-            ClaimVerdict.UNTESTED,
-            ClaimVerdict.UNTESTED,
-        ),
+        ([REFUSED, RAN], CONFIRMED, CONFIRMED),
+        ([at_kernel("host memory", None), RAN], REFUTED, REFUTED),
+        ([REFUSED], CONFIRMED, UNTESTED),
+        ([replace(REFUSED, tier=Tier.MODEL), replace(RAN, tier=Tier.MODEL)], UNTESTED, UNTESTED),
     ],
 )
 def test_crash_2_is_decided_by_upstreams_own_operator(
@@ -106,13 +103,13 @@ IDLE = cell("eager", COPIES, "no offload")
 @pytest.mark.parametrize(
     ("results", "verdict"),
     [
-        (FAULTY, ClaimVerdict.CONFIRMED),
-        (FAULTY[:1], ClaimVerdict.UNTESTED),
-        (FAULTY[1:], ClaimVerdict.UNTESTED),
-        ([table("faulty", SAME), FAULTY[1]], ClaimVerdict.REFUTED),
-        ([table("faulty", SAME, IDLE)], ClaimVerdict.UNTESTED),
-        ([table("faulty", cell("eager", COPIES, "crash", backend="BF16 TRITON"))], ClaimVerdict.UNTESTED),
-        ([], ClaimVerdict.UNTESTED),
+        (FAULTY, CONFIRMED),
+        (FAULTY[:1], UNTESTED),
+        (FAULTY[1:], UNTESTED),
+        ([table("faulty", SAME), FAULTY[1]], REFUTED),
+        ([table("faulty", SAME, IDLE)], UNTESTED),
+        ([table("faulty", cell("eager", COPIES, "crash", backend="BF16 TRITON"))], UNTESTED),
+        ([], UNTESTED),
     ],
 )
 def test_marlin_crashes(results: list[CaseResult], verdict: ClaimVerdict) -> None:
@@ -139,16 +136,15 @@ def test_only_the_fixed_engine_has_the_fix(
     assert not fault.has_point(Tier.MODEL, parameters)
     assert not fault.has_point(Tier.ENGINE, fault.parameters().model_dump())
     asked: list[Any] = []
-    monkeypatch.setattr(
-        offload_table, "measure", lambda *given, fixed: asked.append((*given, fixed)) or COUNTS
-    )
+
+    def measure(backends: tuple[str, ...], *given: Any, fixed: bool) -> dict[str, Any]:
+        asked.append((len(backends), *given, fixed))
+        return COUNTS
+
+    monkeypatch.setattr(offload_table, "measure", measure)
     for subject in ("faulty", "fixed"):
         assert run_case(fault, subject, Tier.ENGINE, engine=mode).verdict is CaseVerdict.CLEAN
-    assert [(len(names), *given) for names, *given in asked] == [
-        (backends, mode, places, fixed) for fixed in (False, True)
-    ]
+    assert asked == [(backends, mode, places, fixed) for fixed in (False, True)]
+    case, wrong = Case(fault.id, "faulty", Tier.ENGINE, parameters), {**COUNTS, "controls_wrong": 1}
     assert fault.describe(parameters) == f"engines, {mode}"
-    judgement = fault.judge(
-        Case(fault.id, "faulty", Tier.ENGINE, parameters), Observation({**COUNTS, "controls_wrong": 1})
-    )
-    assert judgement.verdict is CaseVerdict.ERROR
+    assert fault.judge(case, Observation(wrong)).verdict is CaseVerdict.ERROR

@@ -49,7 +49,8 @@ def test_scales_in_range_are_no_failure() -> None:
     assert run(KvScalesMissing(), part="both", size=50.0)[0].verdict is CaseVerdict.CLEAN
 
 
-MISMATCH = {"lint": ["MD014"], "ways": {"x": {"worst_token_error": 0.06}}}
+CLEAN, REPRODUCED, ERROR = CaseVerdict.CLEAN, CaseVerdict.REPRODUCED, CaseVerdict.ERROR
+MISMATCH: dict[str, Any] = {"lint": ["MD014"], "ways": {"x": {"worst_token_error": 0.06}}}
 MISSING = {"lint": ["MD015"], "tokens": 4, "nonfinite_tokens": 0, "error": 0.2, "healthy_error": 0.2}
 KV = {"lint": ["MD012"], "nonfinite_tokens": 0, "error": 0.03, "computed_error": 0.03}
 KV |= {"saturated": 0.0, "lost": 0.0}
@@ -58,33 +59,28 @@ KV |= {"saturated": 0.0, "lost": 0.0}
 @pytest.mark.parametrize(
     ("fault", "right", "change", "verdict"),
     [
-        (GlobalScaleMismatch(), MISMATCH, {}, CaseVerdict.CLEAN),
-        (
-            GlobalScaleMismatch(),
-            MISMATCH,
-            {"ways": {"x": {"worst_token_error": 0.07}}},
-            CaseVerdict.REPRODUCED,
-        ),
-        (GlobalScaleMismatch(), MISMATCH, {"lint": []}, CaseVerdict.ERROR),
-        (InputScaleMissing(), MISSING, {}, CaseVerdict.CLEAN),
-        (InputScaleMissing(), MISSING, {"nonfinite_tokens": 1}, CaseVerdict.REPRODUCED),
-        (InputScaleMissing(), MISSING, {"error": 0.31}, CaseVerdict.REPRODUCED),
-        (InputScaleMissing(), MISSING, {"lint": ["MD014"]}, CaseVerdict.ERROR),
-        (KvScalesMissing(), KV, {}, CaseVerdict.CLEAN),
-        (KvScalesMissing(), KV, {"nonfinite_tokens": 1}, CaseVerdict.REPRODUCED),
-        (KvScalesMissing(), KV, {"error": 0.07}, CaseVerdict.REPRODUCED),
-        (KvScalesMissing(), KV, {"lint": []}, CaseVerdict.ERROR),
+        (GlobalScaleMismatch(), MISMATCH, {}, CLEAN),
+        (GlobalScaleMismatch(), MISMATCH, {"ways": {"x": {"worst_token_error": 0.07}}}, REPRODUCED),
+        (GlobalScaleMismatch(), MISMATCH, {"lint": []}, ERROR),
+        (InputScaleMissing(), MISSING, {}, CLEAN),
+        (InputScaleMissing(), MISSING, {"nonfinite_tokens": 1}, REPRODUCED),
+        (InputScaleMissing(), MISSING, {"error": 0.31}, REPRODUCED),
+        (InputScaleMissing(), MISSING, {"lint": ["MD014"]}, ERROR),
+        (KvScalesMissing(), KV, {}, CLEAN),
+        (KvScalesMissing(), KV, {"nonfinite_tokens": 1}, REPRODUCED),
+        (KvScalesMissing(), KV, {"error": 0.07}, REPRODUCED),
+        (KvScalesMissing(), KV, {"lint": []}, ERROR),
         # Reports hold numbers that are not finite as text.
         (
             GlobalScaleMismatch(),
             MISMATCH,
-            {"ways": {"x": {"worst_token_error": 0.01}, "y": {"worst_token_error": "nan"}}},
-            CaseVerdict.REPRODUCED,
+            {"ways": MISMATCH["ways"] | {"y": {"worst_token_error": "nan"}}},
+            REPRODUCED,
         ),
-        (InputScaleMissing(), MISSING, {"error": "nan"}, CaseVerdict.REPRODUCED),
-        (InputScaleMissing(), MISSING, {"healthy_error": "inf"}, CaseVerdict.ERROR),
-        (KvScalesMissing(), KV, {"error": "nan"}, CaseVerdict.REPRODUCED),
-        (KvScalesMissing(), KV, {"computed_error": "inf"}, CaseVerdict.ERROR),
+        (InputScaleMissing(), MISSING, {"error": "nan"}, REPRODUCED),
+        (InputScaleMissing(), MISSING, {"healthy_error": "inf"}, ERROR),
+        (KvScalesMissing(), KV, {"error": "nan"}, REPRODUCED),
+        (KvScalesMissing(), KV, {"computed_error": "inf"}, ERROR),
     ],
 )
 def test_judges_notice(

@@ -59,10 +59,8 @@ def test_a_change_much_larger_than_rounding_is_reproduced() -> None:
     ],
 )
 def test_the_control_sets_the_threshold(control: float, tested: float, verdict: CaseVerdict) -> None:
-    assert (
-        KvScalesMissing().judge_engines(evidence(moved={"control": control, "tested": tested})).verdict
-        is verdict
-    )
+    moved = {"control": control, "tested": tested}
+    assert KvScalesMissing().judge_engines(evidence(moved=moved)).verdict is verdict
 
 
 def failed(label: str) -> dict[str, Any]:

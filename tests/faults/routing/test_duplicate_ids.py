@@ -178,9 +178,8 @@ CASES = (
     result("flashinfer@0.7.2.post1", "rows_with_the_repeat_dropped", memory="garbage"),
     result("faulty", "death", memory="garbage"),
 )
-DEAD = dataclasses.replace(
-    result("flashinfer@0.7.2.post1", "death"), verdict=CaseVerdict.ERROR, evidence={"death": "hang"}
-)
+HANG = {"verdict": CaseVerdict.ERROR, "evidence": {"death": "hang"}}
+DEAD = dataclasses.replace(result("flashinfer@0.7.2.post1", "death"), **HANG)
 BESIDE = result("flashinfer@0.6.13", "rows_out_of_bounds", memory="minus_one")
 LIMITS = {"min_releases": 1, "max_cases": 0, "max_maps": 0, "experts": 510, "tokens": 256}
 
@@ -250,17 +249,16 @@ DIED = Measurement("flashinfer@0.7.2.post1", Crash(Death.HANG, "no answer in 400
 SKIPPED = Measurement("installed", Skip("no nvcc"))
 
 
+def bound(tokens: int, most: int) -> dict[str, int]:
+    return {"tokens": tokens, "most_experts": most}
+
+
 @pytest.mark.parametrize(
     ("claim", "good", "change", "irrelevant"),
     [
         (md011.judge_maps, MAP, {"unwritten_entries": 2}, {**MAP, "path": "fused"}),
         (md011.judge_maps, MAP, {"entries_as_before": 0}, {**MAP, "path": "fused"}),
-        (
-            md011.judge_boundary,
-            {"tokens": 64, "most_experts": 510},
-            {"tokens": 256, "most_experts": 254},
-            {"tokens": 257, "most_experts": 0},
-        ),
+        (md011.judge_boundary, bound(64, 510), bound(256, 254), bound(257, 0)),
     ],
 )
 def test_claims_decided_by_measurements(claim: ClaimTest, good: Any, change: Any, irrelevant: Any) -> None:

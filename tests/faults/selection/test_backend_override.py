@@ -17,6 +17,7 @@ from moedoctor.scenario import file as scenario
 
 FAULT = BackendOverride()
 FILE = Path(__file__).resolve().parents[3] / "scenarios" / "backend_override.yaml"
+CUTLASS, MARLIN = "FLASHINFER_CUTLASS", "--moe-backend marlin"
 SEED = {"setting": "VLLM_NVFP4_MOE_BACKEND=MARLIN", "wants": "MARLIN", "activation": "relu2_no_mul"}
 
 
@@ -38,37 +39,22 @@ def load() -> scenario.Scenario:
 @pytest.mark.parametrize(
     ("release", "setting", "others", "selected", "warned", "advice"),
     [
-        ("0.18.0", "VLLM_NVFP4_GEMM_BACKEND=marlin", {}, "FLASHINFER_CUTLASS", False, "--moe-backend marlin"),
+        ("0.18.0", "VLLM_NVFP4_GEMM_BACKEND=marlin", {}, CUTLASS, False, MARLIN),
         (
             "0.33.0",
             "VLLM_USE_FLASHINFER_MOE_FP4=0",
             {"wants": "VLLM_CUTLASS"},
-            "FLASHINFER_CUTLASS",
+            CUTLASS,
             True,
             "--moe-backend cutlass",
         ),
-        (
-            "0.18.0",
-            "--moe-backend marlin",
-            {"scheme": "mxfp4", "capability": "9.0"},
-            "TRITON",
-            False,
-            "VLLM_MXFP4_USE_MARLIN=1",
-        ),
-        (
-            "0.21.0",
-            "vllm_test_force_fp8_marlin=1",
-            {"scheme": "fp8", "capability": "9.0"},
-            "FLASHINFER_CUTLASS",
-            False,
-            "--moe-backend marlin",
-        ),
+        ("0.18.0", MARLIN, {"scheme": "mxfp4"}, "TRITON", False, "VLLM_MXFP4_USE_MARLIN=1"),
+        ("0.21.0", "vllm_test_force_fp8_marlin=1", {"scheme": "fp8"}, CUTLASS, False, MARLIN),
     ],
 )
-def test_selection_warning_and_advice(
-    release: str, setting: str, others: dict[str, str], selected: str, warned: bool, advice: str
-) -> None:
+def test_selection_warning_and_advice(release, setting, others, selected, warned, advice):
     point = {"release": release, "setting": setting, "wants": "MARLIN", **others}
+    point |= {"capability": "9.0"} if "scheme" in others else {}
     judged, evidence = run(FAULT, "faulty", **point)
     assert judged.verdict is CaseVerdict.REPRODUCED
     assert (evidence["selected"], evidence["warned"], evidence["advice"]) == (selected, warned, "")
@@ -155,10 +141,7 @@ def test_the_claims_of_38971_are_decided_by_what_a_release_answers(
         ("no_override", "--moe-backend marlin selects MARLIN in 24 of 24 releases"),
         ("no_variable", "0 of 24 releases read it"),
         ("gemm_crashes", "12 of the 12 releases that read it (to 0.23.0) refuse MARLIN"),
-        (
-            "marlin_by_default",
-            "FLASHINFER_CUTLASS on SM120 if FlashInfer is usable, and MARLIN if it counts as missing",
-        ),
+        ("marlin_by_default", "FLASHINFER_CUTLASS on SM120 if FlashInfer is usable, and MARLIN if it"),
     ],
 )
 def test_without_a_vllm_nothing_is_confirmed_or_refuted(key: str, recorded: str) -> None:
@@ -190,10 +173,8 @@ def test_an_installed_package_is_asked_with_the_setting_in_its_environment(stub:
     same = {"selected": "MARLIN", "without": "MARLIN"}
     assert evidence == {**same, "refused": "", "warned": True, "advice": ""}
     assert "VLLM_NVFP4_MOE_BACKEND" not in os.environ
-    flag = case(
-        FAULT, "installed", Tier.LIBRARY, release="0.21.0", setting="--moe-backend marlin", wants="MARLIN"
-    )
-    evidence = FAULT.observe(flag, None).evidence
+    asked = {"release": "0.21.0", "setting": MARLIN, "wants": "MARLIN"}
+    evidence = FAULT.observe(case(FAULT, "installed", Tier.LIBRARY, **asked), None).evidence
     other = {"selected": "MARLIN", "without": "VLLM_CUTLASS"}
     assert evidence == {**other, "refused": "", "warned": False, "advice": ""}
 

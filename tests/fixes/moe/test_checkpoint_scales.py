@@ -1,4 +1,4 @@
-"""Repairs of checkpoint scales: exact, rounded once, or refused."""
+"""Repairs of checkpoint scales, which are exact, rounded once, or refused, and the scales of a shard."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedoctor.fixes.moe.checkpoint_scales import compute_kv_scale, fold, repair_input_scales, rescale
+from moedoctor.fixes.moe.shard_scales import expand_scales, take_shard_scales
 from moedoctor.reference.moe import MoeWeights, forward
 from moedoctor.reference.nvfp4 import Nvfp4, dequantize, quantize
 
@@ -40,11 +41,8 @@ def test_rescaled_is_exact_for_powers_of_two(ratio: float) -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.floats(0.01, 100), st.sampled_from(["silu", "gelu_tanh"]))
 def test_folded_gives_the_same_layer(ratio: float, activation: str) -> None:
-    gate, up, down = (
-        stack(1, 32, 64, [1.0, 1.0]),
-        stack(2, 32, 64, [ratio, 2.0]),
-        stack(3, 64, 32, [1.0, 1.0]),
-    )
+    gate, up = stack(1, 32, 64, [1.0, 1.0]), stack(2, 32, 64, [ratio, 2.0])
+    down = stack(3, 64, 32, [1.0, 1.0])
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(4))  # [6, 64]
     ids, shares = torch.arange(6)[:, None] % 2, torch.ones(6, 1)  # [6, 1]
     own = torch.cat((dequantize(gate), dequantize(up)), 1)  # [2, 64, 64]
@@ -93,3 +91,31 @@ def test_good_input_scales_stay() -> None:
 def test_a_kv_scale_takes_the_largest_to_448() -> None:
     assert compute_kv_scale(torch.tensor([1.0, -896.0])) == 2.0
     assert compute_kv_scale(torch.zeros(3)) > 0
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 40), st.sampled_from([8, 16, 128]), st.sampled_from([8, 32]), st.data()
+)
+def test_a_shard_has_the_scales_of_its_blocks(
+    rows: int, columns: int, block_n: int, block_k: int, data: st.DataObject
+) -> None:
+    rows, columns = 4 * rows, 4 * columns
+    scales = torch.arange(1.0, 1 + -(-rows // block_n) * -(-columns // block_k))
+    scales = scales.reshape(-(-rows // block_n), -(-columns // block_k))
+    parts = [
+        range(start, data.draw(st.integers(start + 1, size)))
+        for size in (rows, columns)
+        for start in [data.draw(st.integers(0, size - 1))]
+    ]
+    taken, unit = take_shard_scales(scales, (block_n, block_k), *parts)
+    whole, (first, second) = expand_scales(scales, (block_n, block_k)), parts
+    assert torch.equal(expand_scales(taken, unit), whole[first][:, second])
+
+
+@pytest.mark.parametrize(("size", "ranks", "unit"), [(768, 4, 64), (320, 1, 64), (320, 8, 8), (512, 4, 128)])
+def test_all_ranks_have_the_same_blocks(size: int, ranks: int, unit: int) -> None:
+    scales = torch.ones(-(-size // 128), 2)
+    shard = size // ranks
+    parts = [range(rank * shard, (rank + 1) * shard) for rank in range(ranks)]
+    units = {take_shard_scales(scales, (128, 128), part, range(256))[1] for part in parts}
+    assert units == {(unit, 128)}

@@ -24,6 +24,7 @@ def _weights() -> dict[str, torch.Tensor]:
 
 
 WEIGHTS = _weights()
+W13, W2 = WEIGHTS.values()
 
 
 def _grouped(cache: ExpertCache, x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -34,7 +35,7 @@ def _grouped(cache: ExpertCache, x: torch.Tensor, ids: torch.Tensor, shares: tor
 
 
 @given(
-    seed=st.integers(0, 2**31), tokens=st.integers(1, 6), top_k=st.integers(1, 8), capacity=st.integers(1, 6)
+    seed=st.integers(0, 999), tokens=st.integers(1, 6), top_k=st.integers(1, 8), capacity=st.integers(1, 6)
 )
 def test_groups_are_within_the_bound_of_one_call(seed: int, tokens: int, top_k: int, capacity: int) -> None:
     draw = torch.Generator().manual_seed(seed)
@@ -44,12 +45,8 @@ def test_groups_are_within_the_bound_of_one_call(seed: int, tokens: int, top_k: 
     whole = reference(x, MoeWeights.from_tensors(WEIGHTS), shares, ids)
     cache = ExpertCache(WEIGHTS, capacity, engine="host", device="cpu")
     parts = _grouped(cache, x, ids, shares)
-    each = [
-        reference(
-            x, MoeWeights.from_tensors(WEIGHTS), shares, torch.where(torch.arange(top_k) == lane, ids, -1)
-        ).abs()
-        for lane in range(top_k)
-    ]
+    lanes = [torch.where(torch.arange(top_k) == lane, ids, -1) for lane in range(top_k)]
+    each = [reference(x, MoeWeights.from_tensors(WEIGHTS), shares, lane).abs() for lane in lanes]
     # On a CPU a product depends on the number of rows; the bound is only about the sum.
     slack = 1e-6
     assert bool(((parts - whole).abs() <= (group_bound(top_k) + slack) * sum(each)).all())
@@ -76,16 +73,13 @@ FINE: dict[str, Any] = {
         ({"activation": "tanh"}, "activation must be one of silu, gelu, gelu_tanh, relu2, got 'tanh'"),
         ({"weights": {"w2": WEIGHTS["w2"]}}, "weights lacks w13; it holds w2"),
         ({"weights": WEIGHTS | {"w2_bias": torch.zeros(12)}}, r"weights\['w2_bias'\] must be \(12, 8\)"),
-        (
-            {"weights": WEIGHTS | {"w13": WEIGHTS["w13"].to(torch.float8_e4m3fn)}},
-            "is float8 and has no w13_scale",
-        ),
+        ({"weights": WEIGHTS | {"w13": W13.to(torch.float8_e4m3fn)}}, "is float8 and has no w13_scale"),
         ({"x": torch.zeros(2, 9)}, r"x must be \[T, 8\] for w2"),
         ({"topk_weights": torch.ones(2, 2)}, r"slot_ids and topk_weights must be \[2, K\]"),
         ({"out": torch.zeros(2, HIDDEN).bfloat16()}, "out must be contiguous float32"),
         ({"slot_ids": torch.tensor([[3], [12]])}, "slot_ids: expert 12 of 12"),
         (
-            {"weights": WEIGHTS | {"w2": WEIGHTS["w2"].transpose(1, 2).contiguous().transpose(1, 2)}},
+            {"weights": WEIGHTS | {"w2": W2.transpose(1, 2).contiguous().transpose(1, 2)}},
             "must be contiguous",
         ),
     ],

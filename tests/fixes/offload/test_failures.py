@@ -23,19 +23,12 @@ def assert_untouched(model: nn.Module) -> None:
     assert all("forward" not in vars(module) and MARK not in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "moedoctor.fixes.offload.storage.make_buffers",
-        "moedoctor.fixes.offloader.Hooks",
-        "moedoctor.fixes.offloader.settle_in",
-    ],
-)
+@pytest.mark.parametrize("place", ["offload.storage.make_buffers", "offloader.Hooks", "offloader.settle_in"])
 def test_running_out_of_memory_leaves_the_module_unchanged(monkeypatch, x, place):
     model = stack()
     expected = model(x)
     with monkeypatch.context() as patched:
-        patched.setattr(place, out_of_memory)
+        patched.setattr(f"moedoctor.fixes.{place}", out_of_memory)
         with pytest.raises(torch.OutOfMemoryError):
             offloaded(model)
     assert torch.equal(model(x), expected)
@@ -52,9 +45,7 @@ def test_weights_that_cannot_return_to_the_device_stay_on_the_host_and_are_named
     with pytest.warns(RuntimeWarning) as caught, pytest.raises(torch.OutOfMemoryError):
         offloaded(model)
     (text,) = [str(warning.message) for warning in caught]
-    assert text.endswith(
-        "no room left for what lay there: on the host now: 0.weight, 1.weight, 2.weight and 1 more"
-    )
+    assert text.endswith("on the host now: 0.weight, 1.weight, 2.weight and 1 more")
     assert [tuple(layer.weight.shape) for layer in model] == [(WIDTH, WIDTH)] * 4
     assert torch.equal(model(x), expected)
 

@@ -79,10 +79,7 @@ Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 KINDS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "linear": (lambda: nn.Linear(WIDTH, WIDTH), plain),
     "sequence": (lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH)), plain),
-    "attention": (
-        lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
-        lambda layer, x: layer(x, x, x)[0],
-    ),
+    "attention": (lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True), lambda f, x: f(x, x, x)[0]),
     "encoder": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True), plain),
     "lstm": (lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), first),
     "gru": (lambda: nn.GRU(WIDTH, WIDTH, 2, batch_first=True), first),

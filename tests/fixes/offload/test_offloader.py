@@ -164,9 +164,8 @@ def test_memory_that_the_caller_still_holds_is_not_reported_as_freed() -> None:
 
 def test_net_bytes_are_the_freed_bytes_less_two_buffers() -> None:
     model = Model(6)
-    largest = sum(
-        parameter.nbytes for name, parameter in model.layers[0].named_parameters() if "scale" not in name
-    )
+    named = model.layers[0].named_parameters()
+    largest = sum(parameter.nbytes for name, parameter in named if "scale" not in name)
     report = offloaded(model).report()
     assert report.freed_bytes >= report.host_bytes > 0
     assert 2 * largest <= report.buffer_bytes <= 2 * (largest + 4096)
@@ -191,9 +190,7 @@ def test_a_layer_that_runs_inside_another_is_refused() -> None:
 
 
 def snapshot(model: nn.Module) -> list[tuple[str, int, bool]]:
-    return [
-        (name, parameter.data_ptr(), parameter.requires_grad) for name, parameter in model.named_parameters()
-    ]
+    return [(name, each.data_ptr(), each.requires_grad) for name, each in model.named_parameters()]
 
 
 @pytest.mark.parametrize(

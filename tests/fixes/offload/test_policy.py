@@ -24,18 +24,14 @@ def rule(name: str, tensor: torch.Tensor, *others: torch.Tensor, keep_below: int
 def test_metadata_needs_the_name_and_the_size() -> None:
     weight, scale = torch.empty(64, 64), torch.empty(64, 16)
     assert (rule("scale", scale, weight) or "").startswith("metadata by name, 25.0%")
-    assert rule("scale", torch.empty(64, 64), torch.empty(64, 40)) is None, (
-        "the largest tensor is the weight itself"
-    )
+    assert rule("scale", torch.empty(64, 64), torch.empty(64, 40)) is None, "the largest is the weight"
     assert rule("scale", torch.empty(64, 40), weight) is None, "more than half as large"
     assert rule("scale", scale) is None, "the only tensor is not metadata"
 
 
 def test_type_and_size_decide_for_other_names() -> None:
     weight = torch.empty(64, 64, dtype=torch.uint8)
-    assert (rule("w13_s", torch.empty(64, 4), weight) or "").startswith(
-        "metadata by type and size: float32, 25.0%"
-    )
+    assert "by type and size: float32, 25.0%" in str(rule("w13_s", torch.empty(64, 4), weight))
     assert rule("w13_s", torch.empty(64, 5), weight) is None, "over a quarter"
     assert rule("w13_s", torch.empty(64, 4, dtype=torch.uint8), weight) is None, "same type as the weight"
 

@@ -153,9 +153,8 @@ def test_without_a_reader_the_operator_runs_after_the_copies_of_its_own_and_earl
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
-    assert torch.equal(
-        torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(IDS), eager
-    )
+    function = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    assert torch.equal(function(IDS), eager)
     operators = [node for node in graphs[0].nodes if "experts" in str(node.target)]
     assert len(operators) == LAYERS
     for number, node in enumerate(operators):

@@ -228,9 +228,8 @@ def test_what_is_wrong_with_a_flashinfer_list(text: str, suggestion: str | None,
     messages = " | ".join(each.message for each in explained.problems)
     assert [word for word in expected if word not in messages] == []
     assert bool(explained.problems) == bool(expected)
-    assert [each.reader for each in explained.readings] == [
-        f"FlashInfer {each.name}" for each in list_generations()
-    ]
+    names = [f"FlashInfer {each.name}" for each in list_generations()]
+    assert [each.reader for each in explained.readings] == names
 
 
 def test_the_toolkit_decides_what_a_list_should_be() -> None:

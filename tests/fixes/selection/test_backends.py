@@ -27,14 +27,8 @@ from moedoctor.fixes.backends.requests import (
 RELEASES = tuple(load_releases())
 DATA = Path(backend_tables.__file__).parent / "data"
 
-points = st.fixed_dictionaries(
-    {
-        "capability": st.sampled_from(CAPABILITIES),
-        "scheme": st.sampled_from(SCHEMES),
-        "ep": st.booleans(),
-        "dp": st.booleans(),
-    }
-)
+layers = {"capability": st.sampled_from(CAPABILITIES), "scheme": st.sampled_from(SCHEMES)}
+points = st.fixed_dictionaries({**layers, "ep": st.booleans(), "dp": st.booleans()})
 
 
 def candidate(backend: str, capability: str, scheme: str, release: str, **options: object) -> Candidate:
@@ -42,11 +36,8 @@ def candidate(backend: str, capability: str, scheme: str, release: str, **option
     return next(each for each in candidates if each.backend == backend)
 
 
-FP4, BACKEND, FORCE = (
-    "VLLM_USE_FLASHINFER_MOE_FP4",
-    "VLLM_FLASHINFER_MOE_BACKEND",
-    "VLLM_TEST_FORCE_FP8_MARLIN",
-)
+FP4, FORCE = "VLLM_USE_FLASHINFER_MOE_FP4", "VLLM_TEST_FORCE_FP8_MARLIN"
+BACKEND = "VLLM_FLASHINFER_MOE_BACKEND"
 BF16 = {"VLLM_USE_FLASHINFER_MOE_FP16": "1"}
 FLAG, MXFP8 = "--moe-backend", "FLASHINFER_TRTLLM_MXFP4_MXFP8"
 DEEP_GEMM_OFF = {"environ": {"VLLM_USE_DEEP_GEMM": "0"}}
@@ -249,9 +240,8 @@ def test_what_the_variable_of_38971_asks_for(value: str, flag: str | None) -> No
 
 
 def test_without_the_variable_of_38971_nothing_is_asked_for() -> None:
-    assert (
-        read_wanted_backend({}, "0.21.0") is read_wanted_backend({NVFP4_VARIABLE: "auto"}, "0.21.0") is None
-    )
+    assert read_wanted_backend({}, "0.21.0") is None
+    assert read_wanted_backend({NVFP4_VARIABLE: "auto"}, "0.21.0") is None
 
 
 def test_variables_with_an_effect() -> None:
@@ -259,9 +249,8 @@ def test_variables_with_an_effect() -> None:
     assert set(find_governing_variables("nvfp4", "0.24.0")) == {FORCE}
     assert set(find_governing_variables("nvfp4", "0.29.0")) == set()
     assert set(find_governing_variables("fp8", "0.33.0")) == {"VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"}
-    assert find_shadowed_variables("nvfp4", "0.18.0", {FP4: "1", FORCE: "1"}) == {
-        FORCE: f"{FP4}=1 comes before it"
-    }
+    shadowed = find_shadowed_variables("nvfp4", "0.18.0", {FP4: "1", FORCE: "1"})
+    assert shadowed == {FORCE: f"{FP4}=1 comes before it"}
     assert find_shadowed_variables("nvfp4", "0.18.0", {FP4: "0", FORCE: "1"}) == {}
     assert FP4 in find_shadowed_variables("nvfp4", "0.18.0", {BACKEND: "throughput"})[BACKEND]
     assert find_shadowed_variables("nvfp4", "0.18.0", {FP4: "1", BACKEND: "latency"}) == {}

@@ -22,9 +22,8 @@ def test_each_step_is_between_events_until_they_are_removed(monkeypatch, used):
         clock[0] += took
         return took
 
-    runners = {
-        module: type("GPUModelRunner", (), {name: step}) for module, name in decode_speed._STEPS_OF_RUNNERS
-    }
+    steps = decode_speed._STEPS_OF_RUNNERS
+    runners = {module: type("GPUModelRunner", (), {name: step}) for module, name in steps}
     for module, runner in runners.items():
         monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(GPUModelRunner=runner))
     engine, name = runners[used[0]](), used[1]

@@ -29,11 +29,8 @@ def test_tokens_and_facts_in_the_log() -> None:
     result = run_engine(EngineRequest("ok", PROMPTS, max_tokens=2, logprobs=2, label="mine"))
     assert (result.error, result.tokens) == (None, ((2, 3), (8,)))
     assert (result.label, result.version, result.fixes) == ("mine", "0.21.0", None)
-    assert (result.log.moe_backend, result.log.offloader, result.log.offloaded) == (
-        "MARLIN",
-        "UVAOffloader",
-        "0.25",
-    )
+    log = result.log
+    assert (log.moe_backend, log.offloader, log.offloaded) == ("MARLIN", "UVAOffloader", "0.25")
     assert result.logprobs[1] == ({"8": -0.5, "9": "nan"},)  # NaN survives as text, JSON has none
     assert set(result.seconds) == {"import", "load", "generate", "total"}
 
@@ -67,10 +64,8 @@ def test_ways_of_failing(model: str, kind: str, stage: str, death: Death) -> Non
 
 def measure(then: str) -> EngineResult:
     """Run an engine whose probe yields two rows and then does something."""
-    options = {"then": then}
-    return run_engine(
-        EngineRequest("ok", PROMPTS, probe=engine_stub.MEASURE, probe_options=options, seconds=8)
-    )
+    probe = {"probe": engine_stub.MEASURE, "probe_options": {"then": then}}
+    return run_engine(EngineRequest("ok", PROMPTS, **probe, seconds=8))
 
 
 TWO_ROWS = [{"row": 1}, {"row": 2}]

@@ -75,10 +75,8 @@ def test_equal_bits_equal_digest_and_the_first_layer_that_differs() -> None:
     ],
 )
 def test_calls_are_compared_until_the_tokens_differ_and_no_further(later, pieces, equal_tokens, expected):
-    control = layer_outputs(1.0, later=(2.0, 3.0, 4.0), pieces=pieces)
-    found = probes.find_first_difference(
-        control, layer_outputs(1.0, later=later, pieces=pieces), equal_tokens
-    )
+    control, other = (layer_outputs(1.0, later=each, pieces=pieces) for each in ((2.0, 3.0, 4.0), later))
+    found = probes.find_first_difference(control, other, equal_tokens)
     assert (found["first_layer"], found["calls_compared"], found["until_parting"]) == expected
 
 
@@ -116,10 +114,8 @@ def test_bytes_on_the_host_are_counted_in_every_place() -> None:
 
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)))
     model.register_parameter("empty", nn.Parameter(torch.empty(0)))
-    assert probes.count_bytes_on_host(model) == {
-        "parameter_bytes": 4096,
-        "host_bytes": 4096,
-    }  # all of it is on the CPU
+    everything = {"parameter_bytes": 4096, "host_bytes": 4096}
+    assert probes.count_bytes_on_host(model) == everything, "all of it is on the CPU"
     assert probes.count_bytes_on_host(model, "2.weight") == {"parameter_bytes": 1024, "host_bytes": 1024}
     handle = offload(model, 1 << 30, keep_below=0)
     stored = probes.count_bytes_on_host(model)["host_bytes"] - 4096
@@ -128,10 +124,8 @@ def test_bytes_on_the_host_are_counted_in_every_place() -> None:
 
 def test_one_probe_records_layers_and_bytes() -> None:
     engine = Engine(Model((1.0, 2.0)))
-    after, bytes_alone = (
-        probes.record_layers_and_places(engine, calls=2),
-        probes.record_layers_and_places(engine, "layers.1"),
-    )
+    after = probes.record_layers_and_places(engine, calls=2)
+    bytes_alone = probes.record_layers_and_places(engine, "layers.1")
     for _ in range(3):
         engine.model(torch.arange(8.0).reshape(2, 4))
     found = after()

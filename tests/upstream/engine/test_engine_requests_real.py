@@ -1,8 +1,9 @@
-"""Our engines' requests to the real vLLM: arguments, variables, backends, and lines of its log."""
+"""Our engines' requests to the real vLLM: arguments, variables, backends, flags, and lines of its log."""
 
 import dataclasses
 import importlib
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -10,8 +11,9 @@ from typing import Any, get_args
 import pytest
 from packaging.version import Version
 
+from evidence.promises import load_promises
 from moedoctor.bench import engines
-from moedoctor.upstream.engine import nan_padding, offload_table
+from moedoctor.upstream.engine import child, nan_padding, offload_table
 from moedoctor.upstream.engine.engine import ARGUMENTS, ENVIRON, EngineRequest, has_backend, read_log
 
 pytestmark = pytest.mark.upstream
@@ -78,3 +80,38 @@ def test_the_model_of_an_engine_in_this_process_can_be_asked_for(vllm: Any) -> N
     assert hasattr(vllm.LLM, "apply_model")
     runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
     assert hasattr(runner, "_model_forward"), "decode_speed times the steps of the V1 runner"
+
+
+VARIANTS = dict.fromkeys(
+    words[place + 1]
+    for words in (shlex.split(promise.command) for promise in load_promises())
+    for place, word in enumerate(words)
+    if word == "--variant"
+)
+
+
+@pytest.fixture(scope="module")
+def arguments(vllm: Any) -> Any:
+    platforms: Any = importlib.import_module("vllm.platforms")
+    # Without a GPU the parser's defaults cannot be made.
+    platforms._current_platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform()
+    return importlib.import_module("vllm.engine.arg_utils").EngineArgs
+
+
+@pytest.mark.parametrize("text", VARIANTS)
+def test_every_flag_of_a_promise_is_one_of_the_release(arguments: Any, text: str) -> None:
+    given = child._read_flags(engines.Variant.parse(text).flags)
+    arguments(model="x", **given)
+    if "--moe-backend" in text:
+        backend = given["moe_backend"]
+        assert backend in text
+    if "--cpu-offload-params" in text:
+        assert list(given["cpu_offload_params"]) == ["experts"]
+    if "cudagraph_capture_sizes" in text:
+        assert given["compilation_config"].cudagraph_capture_sizes[0] == 1
+
+
+def test_only_what_is_given_counts_and_an_unknown_flag_is_named(arguments: Any) -> None:
+    assert child._read_flags(["--gpu-memory-utilization", "0.5"]) == {"gpu_memory_utilization": 0.5}
+    with pytest.raises(ValueError, match="vLLM's parser refuses --no-such-flag"):
+        child._read_flags(["--no-such-flag"])

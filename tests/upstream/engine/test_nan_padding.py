@@ -93,9 +93,8 @@ def test_the_ranks_differ_only_in_rank_and_load() -> None:
 
 
 def rank_rows(*results: EngineResult) -> list[dict[str, Any]]:
-    return nan_padding.rank_rows(
-        "DP=2", attach_controls(nan_padding.rank_trials("model", "DP=2", {}), results)
-    )
+    trials = nan_padding.rank_trials("model", "DP=2", {})
+    return nan_padding.rank_rows("DP=2", attach_controls(trials, results))
 
 
 def test_the_table_has_a_row_per_rank_and_a_total() -> None:

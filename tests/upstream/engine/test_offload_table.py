@@ -11,8 +11,8 @@ from engine_stub import answered, died
 from moedoctor.faults.offload.engine_table import judge
 from moedoctor.results import CaseVerdict, Death
 from moedoctor.upstream.engine import offload_table as table
-from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, LogFacts
-from moedoctor.upstream.engine.experiment import attach_controls, measure_logprob_distance
+from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult, LogFacts
+from moedoctor.upstream.engine.experiment import attach_controls, measure_logprob_distance, shorten_error
 from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, PLACES, SAME_GRAPH, TABLE, UVA, WEIGHTS
 
 SETATTR = (
@@ -31,9 +31,8 @@ def evidence(
     places: Sequence[str] = PLACES,
     fixes: str = "",
 ) -> dict[str, Any]:
-    return table.make_evidence(
-        attach_controls(table.list_trials(backends, mode, places, fixes, FOLDERS), results)
-    )
+    trials = table.list_trials(backends, mode, places, fixes, FOLDERS)
+    return table.make_evidence(attach_controls(trials, results))
 
 
 def request(backend: str, mode: str, place: str, fixes: str = "") -> EngineRequest:
@@ -207,3 +206,22 @@ def test_logprobs_that_cannot_be_compared() -> None:
     for value, distance in (("nan", math.inf), ("-inf", 0.0)):
         same = replace(answered(), logprobs=(({"1": -0.5}, {"2": value}, {"3": -0.5}),))
         assert measure_logprob_distance(same, same) == distance
+
+
+UNKNOWN_MODEL = """1 validation error for ModelConfig
+  Value error, The checkpoint has model type `gemma4` [type=value_error, input_value=ArgsKwargs((), {'m': 1})]
+    For further information visit https://errors.pydantic.dev/2.14/v/value_error"""
+"""In pydantic's form: the first line only counts errors."""
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (UNKNOWN_MODEL, "ValidationError: The checkpoint has model type `gemma4`"),
+        ("\n  no room left \n of 3 GiB", "ValidationError: no room left"),
+        ("", "ValidationError: "),
+    ],
+)
+def test_an_error_is_told_by_the_line_that_says_what_is_wrong(message: str, line: str) -> None:
+    error = EngineError("pydantic_core.ValidationError", message, "load", Death.EXCEPTION)
+    assert shorten_error(error) == line

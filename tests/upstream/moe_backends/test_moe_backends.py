@@ -36,32 +36,21 @@ def test_without_vllm_a_layer_is_refused_with_the_reason() -> None:
         registry.create(registry.UPSTREAM[0]).prepare(make_layer(SHAPE, "nvfp4"))
 
 
-@pytest.mark.parametrize(
-    ("quantization", "weights", "message"),
-    [
-        (
-            "fp8",
-            "fp8-block",
-            "TRITON fp8 needs a scale for each matrix; this layer has one for each 128 x 128 weights",
-        ),
-        (
-            "fp8-block",
-            "fp8",
-            "TRITON fp8-block needs a scale for each 128 x 128 weights; this layer has one for each matrix",
-        ),
-    ],
-)
-def test_scales_of_another_kind_are_refused(monkeypatch, quantization, weights, message):
+SCALES = {"fp8": "each matrix", "fp8-block": "each 128 x 128 weights"}
+
+
+@pytest.mark.parametrize(("quantization", "weights"), [("fp8", "fp8-block"), ("fp8-block", "fp8")])
+def test_scales_of_another_kind_are_refused(monkeypatch, quantization, weights):
     monkeypatch.setattr(backends, "_start", lambda device, fresh: None)
+    message = f"needs a scale for {SCALES[quantization]}; this layer has one for {SCALES[weights]}"
     with pytest.raises(UnavailableError, match=message):
         backends.VllmBackend(Variant("TRITON", quantization)).prepare(make_layer(SHAPE, weights))
 
 
 def test_a_gate_that_ends_within_a_block_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    reason = backends.VllmBackend(Variant("TRITON", "fp8-block")).unavailable(
-        LayerShape(512, 192, 16, 4), "cuda:0"
-    )
+    backend = backends.VllmBackend(Variant("TRITON", "fp8-block"))
+    reason = backend.unavailable(LayerShape(512, 192, 16, 4), "cuda:0")
     assert reason == "needs an intermediate size that is a multiple of 128; got 192"
 
 

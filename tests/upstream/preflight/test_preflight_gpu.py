@@ -50,11 +50,10 @@ Starts = dict[str, tuple[Built, tuple[str, ...]]]
 
 def list_starts(flags: tuple[str, ...], sound_flags: tuple[str, ...] = ()) -> Starts:
     """Return the sound checkpoints and the planted ones that have no sizes of their own, with these flags."""
-    planted = {
-        name: each for name, each in PLANTED.items() if not any("parallel" in flag for flag in each.flags)
-    }
     starts: Starts = {name: (build(), (*flags, *sound_flags)) for name, build in SOUND.items()}
-    starts |= {name: (each.built(), (*flags, *each.flags)) for name, each in planted.items()}
+    for name, each in PLANTED.items():
+        if not any("parallel" in flag for flag in each.flags):
+            starts[name] = each.built(), (*flags, *each.flags)
     for name, (built, given) in starts.items():
         common = COMMON if "--max-model-len" not in given else COMMON[2:]
         latent = "kv_lora_rank" in built.config

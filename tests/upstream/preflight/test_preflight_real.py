@@ -18,7 +18,9 @@ import torch
 from checkpoint_headers import MORE, PLANTED, SINCE, SOUND, Built, Size, deepseek_v3, qwen3, write_headers
 from packaging.version import Version
 from safetensors.torch import save_file
+from scripts_of_tests import load_script
 
+from moedoctor.diagnose.checkpoint.checks.names import TABLE
 from moedoctor.diagnose.preflight.ask import Question, Release, ask_release
 from moedoctor.diagnose.preflight.command import ServeCommand
 from moedoctor.diagnose.preflight.model import read_headers
@@ -123,23 +125,17 @@ def test_each_backend_that_is_left_out_has_the_releases_reason(tmp_path: Path) -
 
 def test_a_config_alone_has_the_names_of_the_release(tmp_path: Path) -> None:
     made = (
-        "qwen3-bf16",
-        "deepseek-v3-fp8-block",
-        "qwen3-next-bf16",
-        "mixtral-modelopt-nvfp4",
-        "glm4-ct-w4a16",
+        "qwen3-bf16 deepseek-v3-fp8-block qwen3-next-bf16 mixtral-modelopt-nvfp4 glm4-ct-w4a16 gpt-oss-mxfp4"
     )
-    folders = [tmp_path / name for name in (*made, "gpt-oss-mxfp4")]
+    folders = [tmp_path / name for name in made.split()]
     for folder in folders:
         folder.mkdir()
         folder.joinpath("config.json").write_text(json.dumps(SOUND[folder.name]().config))
     flags = ("--max-model-len", "512", "--tensor-parallel-size", "2")
     commands = [ServeCommand((str(folder), *flags), {}) for folder in folders]
     *answers, unknown = ask_release(Release("installed"), commands, QUESTION, {})
-    missed = [
-        answer.reason for answer in answers if not re.search(f"own mapping|{OLD_PYTHON}", answer.reason)
-    ]
-    assert missed == []
+    reasons = [answer.reason for answer in answers]
+    assert [why for why in reasons if not re.search(f"own mapping|{OLD_PYTHON}", why)] == []
     assert "cannot be made" in " ".join(unknown.notes) or OLD_PYTHON in unknown.reason
     assert {row.stage: row.outcome for row in unknown.stages}["load"] == "not asked"
 
@@ -210,3 +206,13 @@ def test_adapters_are_applied_refused_or_left_out(tmp_path: Path) -> None:
     }
     found = [finding.id for answer in answers.values() for finding in answer.findings]
     assert found == [*["MD029"] * 4, ""]
+
+
+def test_the_table_of_names_is_what_this_release_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lint` uses it without a vLLM."""
+    names = load_script("release/names", monkeypatch)
+    stored = json.loads(TABLE.read_text(encoding="utf-8"))
+    release, rows = names.ask_rows()
+    if not any(release in row["releases"] for row in stored):
+        pytest.skip(f"the table has nothing of {release}: make release V={release}")
+    assert names.merge_rows(stored, release, rows) == stored

@@ -2,9 +2,11 @@
 
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ import torch
 from moedoctor.upstream.preflight import stages
 from moedoctor.upstream.preflight.child import fork_ranks
 from moedoctor.upstream.preflight.meta import NewMemory, OnMeta
-from moedoctor.upstream.preflight.operators import read_schemas
+from moedoctor.upstream.preflight.names import list_tensors
+from moedoctor.upstream.preflight.operators import define_operators, read_schemas
 from moedoctor.upstream.preflight.stages import (
     find_module,
     find_unbalanced,
@@ -32,25 +35,14 @@ from moedoctor.upstream.preflight.substitutes import put
     ],
 )
 def test_only_the_draft_gets_the_backend_of_the_draft(speculative, backend):
-    config = SimpleNamespace(
-        speculative_config=speculative, kernel_config=SimpleNamespace(moe_backend="marlin")
-    )
+    target = SimpleNamespace(moe_backend="marlin")
+    config = SimpleNamespace(speculative_config=speculative, kernel_config=target)
     with use_draft_backend(config):
-        assert config.kernel_config.moe_backend == backend
-    assert config.kernel_config.moe_backend == "marlin"
-
-
-def test_a_draft_that_is_refused_leaves_the_backend_of_the_target() -> None:
-    own, target = SimpleNamespace(moe_backend="triton"), SimpleNamespace(moe_backend="marlin")
-    config = SimpleNamespace(speculative_config=own, kernel_config=target)
-    with pytest.raises(ValueError, match="refused"):
-        _refuse(config)
+        assert target.moe_backend == backend
     assert target.moe_backend == "marlin"
-
-
-def _refuse(config: SimpleNamespace) -> None:
-    with use_draft_backend(config):
+    with pytest.raises(ValueError, match="refused"), use_draft_backend(config):
         raise ValueError("refused")
+    assert target.moe_backend == "marlin"
 
 
 @pytest.mark.parametrize(
@@ -213,3 +205,92 @@ def test_a_library_that_the_release_lacks_is_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stages.importlib, "import_module", load)
     with pytest.raises(ModuleNotFoundError, match="httpx"):
         stages._import_parser()
+
+
+def make_parameter(*shape: int, dtype: torch.dtype = torch.bfloat16, **attributes: Any) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    vars(parameter).update(attributes)
+    return parameter
+
+
+def make_module(attributes: dict[str, Any], **parameters: torch.nn.Parameter) -> torch.nn.Module:
+    module = torch.nn.Module()
+    vars(module).update(attributes)
+    for name, parameter in parameters.items():
+        module.register_parameter(name, parameter)
+    return module
+
+
+def test_merged_layers_and_experts_are_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Module()
+    model.embed = make_module({"org_vocab_size": 10}, weight=make_parameter(64, 4))
+    model.qkv_proj = make_module(
+        {"output_sizes": [384, 160]},
+        weight=make_parameter(544, 4, dtype=torch.float8_e4m3fn, output_dim=0),
+        weight_scale_inv=make_parameter(5, 1, dtype=torch.float32, output_dim=0),  # blocks of 128 rows
+        input_scale=make_parameter(2, dtype=torch.float32),
+    )
+    model.experts = make_module(
+        {"moe_config": SimpleNamespace(is_act_and_mul=True)},
+        w13_weight=make_parameter(2, 12, 4),
+        w13_scale=make_parameter(2, 2, dtype=torch.float32),
+        w2_weight=make_parameter(2, 4, 6),
+    )
+    sides = {"gate": "w13_", "up": "w13_", "down": "w2_"}
+    mapping = [
+        (f"experts.routed_experts.{part}", f"experts.{expert}.{side}_proj.", expert, side)
+        for expert in (0, 1)
+        for side, part in sides.items()
+    ]
+    utils = SimpleNamespace(
+        get_moe_expert_mapping=lambda model: mapping,
+        get_packed_modules_mapping=lambda model: {"qkv_proj": ["q_proj", "kv_proj"]},
+    )
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.utils", utils)
+    tensors = {name: (kind, tuple(shape)) for name, kind, shape in list_tensors(model)}
+    each = {
+        "gate_proj.weight": ("BF16", (6, 4)),
+        "up_proj.weight": ("BF16", (6, 4)),
+        "gate_proj.scale": ("F32", ()),
+        "up_proj.scale": ("F32", ()),
+        "down_proj.weight": ("BF16", (4, 6)),
+    }
+    assert tensors == {
+        "embed.weight": ("BF16", (10, 4)),
+        "q_proj.weight": ("F8_E4M3", (384, 4)),
+        "kv_proj.weight": ("F8_E4M3", (160, 4)),
+        "q_proj.weight_scale_inv": ("F32", (3, 1)),
+        "kv_proj.weight_scale_inv": ("F32", (2, 1)),
+        "q_proj.input_scale": ("F32", ()),
+        "kv_proj.input_scale": ("F32", ()),
+        **{f"experts.{expert}.{name}": entry for expert in (0, 1) for name, entry in each.items()},
+    }
+    mapping.clear()
+    with pytest.raises(LookupError, match="does not have"):
+        list(list_tensors(model))
+
+
+register_fake = torch.library.register_fake
+
+
+def refuse_second(operator: str) -> Callable[[Any], Any]:
+    """Do as torch 2.11: newer ones take a fake beside an implementation."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(operator, "Meta"):
+        raise RuntimeError(f"{operator} already has an implementation")
+    return register_fake(operator)
+
+
+def test_an_operator_that_is_there_takes_the_releases_own_fake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = "moedoctor_probe.out(Tensor x, *, Tensor(a!) out) -> ()"
+    (tmp_path / "_moe_C.abi3.so").write_bytes(b"\0" + schema.encode() + b"\0")
+    loaded = torch.library.Library("_moe_C", "FRAGMENT")
+    loaded.define(schema)
+    monkeypatch.setattr(torch.library, "register_fake", refuse_second)
+    assert define_operators(tmp_path, lambda name: True) == 0
+    shapes, x = [], torch.empty(2, device="meta")
+    torch.ops._moe_C.moedoctor_probe.out(x, out=x)  # does nothing
+    torch.library.register_fake("_moe_C::moedoctor_probe.out")(lambda x, *, out: shapes.append(out.shape))
+    torch.ops._moe_C.moedoctor_probe.out(x, out=x)
+    assert shapes == [x.shape]

@@ -42,9 +42,8 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def install(folder: Path, package: str, code: str) -> None:
     (folder / package).mkdir()
-    (folder / package / "__init__.py").write_text(
-        "raise RuntimeError('imported')\n" * (package == "flashinfer")
-    )
+    own = "raise RuntimeError('imported')\n" if package == "flashinfer" else ""
+    (folder / package / "__init__.py").write_text(own)
     (folder / package / "collect_env.py").write_text(code)
 
 
@@ -59,9 +58,8 @@ def test_flashinfers_report_without_importing_it_and_without_gpu_work(packages: 
     install(packages, "flashinfer", FLASHINFER)
     collected = collect_flashinfer()
     assert collected.error is None
-    assert collected.facts == {
-        "FlashInfer": {"flashinfer": "0.7.2", "Target CUDA archs (resolved)": "{(9, '0a')}"}
-    }
+    facts = {"flashinfer": "0.7.2", "Target CUDA archs (resolved)": "{(9, '0a')}"}
+    assert collected.facts == {"FlashInfer": facts}
     assert not (packages / "mark").exists()
 
 

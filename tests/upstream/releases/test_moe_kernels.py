@@ -29,14 +29,8 @@ def schema(release: str) -> Any:
 
 
 def values(bias: torch.Tensor | None = None) -> dict[str, Any]:
-    names = ("topk_weights", "topk_indices", "token_expert_indices", "gating_output")
-    return {
-        **dict.fromkeys(names),
-        "renormalize": True,
-        "bias": bias,
-        "routed_scaling_factor": 1.0,
-        "is_padding": None,
-    }
+    names = ("topk_weights", "topk_indices", "token_expert_indices", "gating_output", "is_padding")
+    return dict.fromkeys(names) | {"renormalize": True, "bias": bias, "routed_scaling_factor": 1.0}
 
 
 @pytest.mark.parametrize("release", ["without_bias", "0.18.0", "0.33.0", "defaults"])
@@ -58,10 +52,9 @@ def test_what_a_release_cannot_take_skips_the_case(release, bias, reason):
 def test_a_library_that_does_not_load_says_so_in_one_line(tmp_path: Path) -> None:
     file = tmp_path / "moe_C.so"
     file.write_bytes(b"\x7fELF" + bytes(60))
-    with pytest.raises(
-        KernelError, match=f"does not load under torch {torch.__version__.split('+')[0]}"
-    ) as caught:
+    with pytest.raises(KernelError, match="does not load under torch") as caught:
         MoeKernels.load(file)
+    assert torch.__version__.split("+")[0] in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(tmp_path) not in str(caught.value), "reports go to others"
 
@@ -126,7 +119,5 @@ def test_the_cuda_runtime_that_is_missing_is_loaded_and_the_kernels_again(tmp_pa
 
     loaded.clear()
     runtime.unlink()
-    with pytest.raises(
-        KernelError, match=r"put libcudart\.so\.12 beside it or install nvidia-cuda-runtime-cu12"
-    ):
+    with pytest.raises(KernelError, match=r"put libcudart\.so\.12 beside it or install nvidia-cuda-runtime"):
         MoeKernels.load(library)

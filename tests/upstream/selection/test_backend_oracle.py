@@ -86,44 +86,33 @@ def test_a_backend_that_cannot_be_imported_is_skipped(tmp_path, monkeypatch):
     broken = f"{body}    if backend.value == 'MARLIN':\n        import no_such_library\n"
     oracle = FILES["vllm/model_executor/layers/fused_moe/oracle/nvfp4.py"].format().replace(body, broken)
     monkeypatch.setenv("PYTHONPATH", f"{write(tmp_path, nvfp4=oracle)}:{ROOT}")
-    works, stops = agreement.ask_all(
-        [select(capability, "nvfp4", release="0.21.0") for capability in ("12.0", "8.0")]
-    )
+    points = [select(capability, "nvfp4", release="0.21.0") for capability in ("12.0", "8.0")]
+    works, stops = agreement.ask_all(points)
     assert works.chosen == "VLLM_CUTLASS"
     assert works.refusals["MARLIN"].startswith("cannot be imported: ")
     assert (stops.chosen, stops.error) == (None, "No module named 'no_such_library'")
 
 
 def test_a_backend_fits_if_any_of_its_kernels_does() -> None:
-    heard_of = [
-        ("A", True, None),
-        ("A", False, "no"),
-        ("B", False, None),
-        ("C", False, "no"),
-        ("C", True, None),
-    ]
-    kernels = tuple(Answer(name, "Kernel", fits, reason) for name, fits, reason in heard_of)
+    heard = [("A", True, None), ("A", False, "no"), ("B", False, None), ("C", False, "no"), ("C", True, None)]
+    kernels = tuple(Answer(name, "Kernel", fits, reason) for name, fits, reason in heard)
     oracle: Any = SimpleNamespace(ask=lambda *_: Asked(kernels, "A"), substitute=SimpleNamespace(notes=()))
-    heard = agreement._answer_question(oracle, {"capability": "9.0", "layer": {"scheme": "nvfp4"}}, {})
-    assert heard.refusals == {"A": "", "B": "vLLM gives no reason", "C": ""}
+    answer = agreement._answer_question(oracle, {"capability": "9.0", "layer": {"scheme": "nvfp4"}}, {})
+    assert answer.refusals == {"A": "", "B": "vLLM gives no reason", "C": ""}
 
 
 def test_disagreements_are_named() -> None:
     selection = select("12.0", "nvfp4", release="0.21.0")
-    agreed = agreement.Heard(
-        selection.chosen,
-        None,
-        {each.backend: "" if each.supported else "no" for each in selection.candidates},
-    )
+    reasons = {each.backend: "" if each.supported else "no" for each in selection.candidates}
+    agreed = agreement.Heard(selection.chosen, None, reasons)
     assert agreement.list_disagreements(selection, agreed) == ()
     other = agreement.Heard("MARLIN", None, {**agreed.refusals, "FLASHINFER_CUTLASS": "no", "NEW": ""})
     lines = agreement.list_disagreements(selection, other)
     assert lines[0] == "selected: MARLIN; the tables say FLASHINFER_CUTLASS"
     assert lines[1].startswith("FLASHINFER_CUTLASS: does not take this layer; the tables say: chosen")
     assert lines[2] == "NEW: not in the tables"
-    assert agreement.list_disagreements(selection, agreement.Heard(None, "broken", agreed.refusals))[
-        0
-    ].startswith("selected: broken")
+    broken = agreement.Heard(None, "broken", agreed.refusals)
+    assert agreement.list_disagreements(selection, broken)[0].startswith("selected: broken")
 
 
 @pytest.mark.usefixtures("light_torch")
@@ -156,9 +145,7 @@ from vllm.utils.import_utils import has_deep_gemm
 answers = [list(kept.get_device_capability()), kept.is_cuda(), kept.has_device_capability(120)]
 print(json.dumps([*answers, has_deep_gemm()]))
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == [[12, 1], True, True, True]
 

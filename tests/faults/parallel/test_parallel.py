@@ -1,4 +1,4 @@
-"""MD028: a rank that skips, pads or splits by itself makes the others wait, and is named."""
+"""MD027: the shared expert counts once for each rank. MD028: a rank that skips or pads alone is named."""
 
 import time
 
@@ -9,9 +9,10 @@ from fault_cases import run
 from moedoctor.faults.parallel.collectives_out_of_step import CollectivesOutOfStep
 from moedoctor.faults.parallel.collectives_out_of_step_lab import name_difference
 from moedoctor.faults.parallel.ranks import Ended, Rank, run_ranks
+from moedoctor.faults.parallel.shared_expert_parallel import SharedExpertParallel
 from moedoctor.results import CaseVerdict
 
-FAULT = CollectivesOutOfStep()
+OUT_OF_STEP = CollectivesOutOfStep()
 torch.set_num_threads(1)
 
 
@@ -27,7 +28,7 @@ def test_the_rank_that_takes_another_path_is_named_within_the_limit(
     way: str, figures: tuple[int, int, int], named: str
 ) -> None:
     start = time.monotonic()
-    judgement, evidence = run(FAULT, way=way, ranks=3, seconds=1.0)
+    judgement, evidence = run(OUT_OF_STEP, way=way, ranks=3, seconds=1.0)
     assert time.monotonic() - start < 10
     assert judgement.verdict is CaseVerdict.REPRODUCED
     assert tuple(evidence[f"ranks_{name}"] for name in ("waiting", "stopped", "wrong")) == figures
@@ -36,7 +37,7 @@ def test_the_rank_that_takes_another_path_is_named_within_the_limit(
 
 @pytest.mark.parametrize("way", ["idle_rank", "sizes_differ", "order_differs"])
 def test_ranks_that_agree_end_with_the_right_values(way: str) -> None:
-    judgement, evidence = run(FAULT, "fixed", way=way, ranks=3)
+    judgement, evidence = run(OUT_OF_STEP, "fixed", way=way, ranks=3)
     assert (judgement.verdict, evidence["named"], evidence["errors"]) == (CaseVerdict.CLEAN, "", [])
 
 
@@ -56,3 +57,33 @@ def test_an_error_of_one_rank_is_kept_and_the_others_run_into_the_limit() -> Non
     first, second = run_ranks(2, work, 0.5)
     assert "Timed out" in str(first.error)
     assert (str(second.error), list(second.calls)) == ("of its own", [])
+
+
+SHARED = SharedExpertParallel()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("mistake", ["reduced_twice", "whole_added"])
+def test_the_shared_part_counts_once_for_each_rank(mistake: str, ranks: int) -> None:
+    judgement, evidence = run(SHARED, mistake=mistake, ranks=ranks)
+    assert (judgement.verdict, evidence["times"]) == (CaseVerdict.REPRODUCED, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_shard_is_about_its_share_of_the_shared_part(ranks: int) -> None:
+    _, evidence = run(SHARED, mistake="one_shard", ranks=ranks, hidden=64, intermediate=128)
+    assert evidence["times"] == pytest.approx(1 / ranks, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "faulty", "fixed"),
+    [
+        ("reduced_twice", ["all_reduce", "all_reduce"], ["all_reduce"]),
+        ("one_shard", ["reduce_scatter", "all_gather"], ["reduce_scatter", "all_gather"]),
+        ("whole_added", ["all_reduce"], ["all_reduce"]),
+    ],
+)
+def test_the_fix_needs_no_more_collectives(mistake: str, faulty: list[str], fixed: list[str]) -> None:
+    assert run(SHARED, mistake=mistake)[1]["collectives"] == faulty
+    judgement, evidence = run(SHARED, "fixed", mistake=mistake)
+    assert (judgement.verdict, evidence["times"], evidence["collectives"]) == (CaseVerdict.CLEAN, 1, fixed)
