@@ -146,9 +146,7 @@ def test_an_engine_that_fails_is_a_row_and_the_next_one_is_the_base(model: Path)
         (MOE, {"log": LogFacts(refused=("moe is not applied",))}, "moe is not applied"),
     ],
 )
-def test_a_fix_that_is_not_active_is_a_failure(
-    model: Path, environ: dict[str, str], more: dict[str, Any], failed: str | None
-) -> None:
+def test_a_fix_that_is_not_active_is_a_failure(model, environ, more, failed):
     measured = measure(plan(model, BASE, Variant("x", environ)), run=run_of([result(), result(**more)]))
     assert measured.engines[1].failed == failed
 
@@ -161,9 +159,7 @@ def test_with_too_few_clear_prompts_nothing_is_compared(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("shift", "wrong"), [(50, False), (0, True)])
-def test_a_planted_fault_that_changes_no_token_is_a_failure_of_the_comparison(
-    model: Path, shift: int, wrong: bool
-) -> None:
+def test_a_planted_fault_that_changes_no_token_is_a_failure_of_the_comparison(model, shift, wrong):
     probe = {"wrong_answers": answers(shift)}
     measured = measure(plan(model, control=True), run=run_of([result(probe=probe)]))
     assert measured.engines[0].control_same == (0 if shift else 10)
@@ -206,9 +202,7 @@ def test_memory_that_weights_leave_goes_to_the_kv_cache(model: Path) -> None:
     assert measured.engines[0].gpu_bytes == 40 << 30
 
 
-def test_what_the_user_set_for_vllm_holds_in_every_engine(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_user_set_for_vllm_holds_in_every_engine(model, monkeypatch):
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
     variant = Variant("x", {"A": "1", "MOEDOCTOR_FIXES": "offload"}, ("--enforce-eager",))
     request = make_request(plan(model, arguments={"max_model_len": 64}), variant)

@@ -87,9 +87,7 @@ def test_without_a_gpu_the_state_says_why(device: str, reason: str) -> None:
     ("setting", "device", "expected"),
     [(None, "auto", [0, 1, 2]), (None, "cuda:1", [1]), ("2,0", "cuda:0", [2]), ("2,0", "auto", [2, 0])],
 )
-def test_the_gpus_are_those_that_cuda_sees_in_its_order(
-    monkeypatch: pytest.MonkeyPatch, setting: str | None, device: str, expected: list[int]
-) -> None:
+def test_the_gpus_are_those_that_cuda_sees_in_its_order(monkeypatch, setting, device, expected):
     asked: list[Any] = []
     monkeypatch.setattr(gpu_state.json, "dumps", lambda request: asked.append(request) or "{}")
     monkeypatch.setattr(gpu_state, "_START_SECONDS", 0)

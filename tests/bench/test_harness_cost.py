@@ -25,9 +25,7 @@ def judged(graph: float, cold: float, do_bench: float) -> dict[str, object]:
         (24.0, 24.0, 24.0, False),  # do_bench says 24, too, and is not the truth
     ],
 )
-def test_our_time_is_compared_with_the_cost_of_a_launch(
-    graph: float, cold: float, do_bench: float, within: bool
-) -> None:
+def test_our_time_is_compared_with_the_cost_of_a_launch(graph, cold, do_bench, within):
     facts = judged(graph, cold, do_bench)
     assert facts["within_limit"] is within
     assert facts["graph_overhead"] == pytest.approx(graph / 20 - 1, abs=1e-4)

@@ -39,9 +39,7 @@ def test_sizes_and_schemes_that_no_engine_loads_are_refused(tmp_path: Path, text
         ("nemotron_h", "NemotronHForCausalLM", "*shared_experts*"),
     ],
 )
-def test_each_architecture_has_a_config_and_weights(
-    tmp_path: Path, scheme: str, name: str, architecture: str, left_out: str
-) -> None:
+def test_each_architecture_has_a_config_and_weights(tmp_path, scheme, name, architecture, left_out):
     folder = RandomModel.parse(f"random:architecture={name},scheme={scheme}").write(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [architecture]

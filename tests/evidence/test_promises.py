@@ -32,9 +32,7 @@ TESTS = {promise.command for promise in PROMISES if promise.is_of_tests}
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[:60])
-def test_each_command_is_one_that_users_have_and_its_values_are_in_its_report(
-    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_each_command_is_one_that_users_have_and_its_values_are_in_its_report(command, monkeypatch, tmp_path):
     """Every variant that a value names is started, every batch is asked for, and every field exists."""
     plans: list[Plan] = []
     (tmp_path / "random").mkdir()
@@ -155,9 +153,7 @@ def test_a_name_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str])
     assert FILE.name == "promises.yaml"
 
 
-def test_a_variable_that_a_command_needs_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_that_a_command_needs_is_asked_for(tmp_path, monkeypatch):
     given = {name for row in load_reports().values() for name in re.findall(r"\$(\w+)", row.command)}
     assert given == {"OUT", "SCRATCH", "MODELS", "RAY", "KERNELS", "FLASHINFER"}
     monkeypatch.delenv("KERNELS", raising=False)

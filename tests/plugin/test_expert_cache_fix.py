@@ -232,7 +232,7 @@ def test_two_calls_of_the_backend_give_the_bits_of_one(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute", "error"), [(lambda ids: ids, "by moe_sum: set overlap=0"), (lambda ids: {}["no"], "no")]
+    ("compute", "error"), [(lambda topk_ids: topk_ids, "set overlap=0"), (lambda topk_ids: {}["no"], "no")]
 )
 def test_an_error_leaves_the_backends_sum(compute: Any, error: str) -> None:
     experts, ids = SummingExperts(QuantConfig()), torch.zeros(1, 2)

@@ -86,9 +86,7 @@ def test_the_process_gives_way_and_is_in_a_session_of_its_own(judge: CallJudge, 
     judge.close()
 
 
-def test_a_process_that_ends_or_hangs_is_said_and_the_next_call_starts_another(
-    call: Capsule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_ends_or_hangs_is_said_and_the_next_call_starts_another(call, tmp_path, monkeypatch):
     """It ends after one call, or hangs before it has read a long one. This one does not import torch."""
     (tmp_path / "judge_of_one.py").write_text(
         "import sys\n"

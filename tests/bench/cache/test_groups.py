@@ -68,9 +68,7 @@ def test_graphs_and_eager_calls_are_timed_and_set_beside_one_call(timed: list[st
     assert [row["us_a_further_group"] for row in cost["rows"]] == [400.0, 800 / 3, 1200 / 7]
 
 
-def test_groups_of_vllm_are_not_timed_if_they_lose_an_expert(
-    timed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_groups_of_vllm_are_not_timed_if_they_lose_an_expert(timed, monkeypatch):
     def without_the_last(*arguments: Any) -> torch.Tensor:
         *rest, expert_map = arguments
         last = expert_map is not None and int(expert_map[-1]) >= 0

@@ -48,9 +48,7 @@ def test_sequences_in_a_batch_share_their_experts() -> None:
     scope=st.sampled_from(["layer", "global"]),
     batch=st.sampled_from([None, 1, 3]),
 )
-def test_no_policy_beats_the_bound_or_is_wrong(
-    seed: int, capacity: int, scope: str, batch: int | None
-) -> None:
+def test_no_policy_beats_the_bound_or_is_wrong(seed, capacity, scope, batch):
     trace = draw_zipf_trace(ZipfSettings(experts=12, top_k=2, layers=2, rows=60, streams=3, seed=seed))
     points = replay_trace(trace, capacities=[capacity], batch=batch, scope=scope)
     bound = next(point for point in points if point.policy == "belady")

@@ -96,9 +96,7 @@ def test_a_backend_that_is_wrong_only_with_few_experts_is_wrong(rows_of: Any) ->
 
 
 @pytest.mark.parametrize("where", ["weights of few experts", "routes and outputs"])
-def test_a_backend_is_not_blamed_if_the_comparison_misses_a_fault(
-    rows_of: Any, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_backend_is_not_blamed_if_the_comparison_misses_a_fault(rows_of, monkeypatch, where):
     first = LAX if where == "weights of few experts" else parity.choose_bounds("none")
     calls = iter([first, *[LAX] * 9])
     monkeypatch.setattr(parity, "choose_bounds", lambda activations: next(calls))

@@ -166,9 +166,7 @@ def test_unusual_ids_are_a_changed_copy(kind: str, expected: list[list[int]]) ->
 
 
 @pytest.mark.parametrize(("ids", "kind"), [(IDS, "negative"), (IDS[:, :1], "duplicates")])
-def test_an_unknown_kind_of_ids_and_duplicates_of_one_expert_are_refused(
-    ids: torch.Tensor, kind: str
-) -> None:
+def test_an_unknown_kind_of_ids_and_duplicates_of_one_expert_are_refused(ids, kind):
     with pytest.raises(ValueError, match="ids"):
         make_unusual_ids(ids, kind)
 

@@ -20,9 +20,7 @@ EVERY = {name: st.sampled_from(values) for name, values in CHOICES.items()}
 
 
 @given(st.fixed_dictionaries(EVERY), st.sets(st.sampled_from([32, 64, 256])))
-def test_a_search_ends_at_the_fastest_tiles_that_faster_ones_lead_to(
-    fastest: dict[str, int], refused: set[int]
-) -> None:
+def test_a_search_ends_at_the_fastest_tiles_that_faster_ones_lead_to(fastest, refused):
     def time_tiles(tiles: Mapping[str, int]) -> float:
         if tiles["BLOCK_SIZE_K"] in refused:
             return math.inf

@@ -88,9 +88,7 @@ ANSWER = replace(answer_unasked("0.33.0", ("M",), "x"), reason="why")
     ],
 )
 @pytest.mark.parametrize("fault", [NAMES, SHARDS, LIST], ids=lambda fault: fault.id)
-def test_the_installed_loader_decides(
-    fault: Any, verdict: Verdict, expected: CaseVerdict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_installed_loader_decides(fault, verdict, expected, monkeypatch):
     monkeypatch.setattr(loading_lab, "find_installed", lambda: Release("0.33.0"))
     asked: list[Any] = []
 

@@ -168,9 +168,7 @@ WITH_FIX = wrote("Paris", [1], fixes="offload (…)")
         (WITH_FIX, replace(REFUSED, fixes="offload (…)"), REPRODUCED, "with offload: Runtime"),
     ],
 )
-def test_the_users_model(
-    control: EngineResult, other: EngineResult, verdict: CaseVerdict, figure: str
-) -> None:
+def test_the_users_model(control, other, verdict, figure):
     """The fix is expected in the engine with offload if the control has it."""
     judgement = judged(control, other, changed(fixes="offload") if control.fixes else MINE)
     assert judgement.verdict is verdict
@@ -195,9 +193,7 @@ def out_of_memory(asked: str, free: str, used: str) -> str:
     ids=["missing folder", "too little memory", "addresses"],
 )
 @pytest.mark.parametrize("expected", ["Paris", None])
-def test_two_engines_that_stop_with_the_same_error_are_not_judged(
-    without: str, with_offload: str, expected: str | None
-) -> None:
+def test_two_engines_that_stop_with_the_same_error_are_not_judged(without, with_offload, expected):
     judgement = judged(died(without), died(with_offload), changed(expected=expected))
     assert (judgement.verdict, judgement.figure) == (ERROR, "no control")
     assert f"stops with the same error: RuntimeError: {without[:60]}" in (judgement.reason or "")
@@ -236,9 +232,7 @@ def test_backends_are_compared_without_offload() -> None:
 
 
 @pytest.mark.parametrize(("fixes", "expected"), [("none", ""), ("offload", "offload")])
-def test_the_engine_tier_runs_the_engines_that_a_point_names(
-    monkeypatch: pytest.MonkeyPatch, fixes: str, expected: str
-) -> None:
+def test_the_engine_tier_runs_the_engines_that_a_point_names(monkeypatch, fixes, expected):
     labels: list[str] = []
 
     def run_engine(request: Any) -> EngineResult:

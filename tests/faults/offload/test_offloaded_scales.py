@@ -1,6 +1,5 @@
 """MD003 and MD020: the config's stale reference, the kernels that read it, and the table of vllm#37883."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,9 +59,7 @@ REFUSED, RAN = at_kernel("host memory", "b_scales is not on GPU"), at_kernel("de
         ([replace(REFUSED, tier=Tier.MODEL), replace(RAN, tier=Tier.MODEL)], UNTESTED, UNTESTED),
     ],
 )
-def test_crash_2_is_decided_by_upstreams_own_operator(
-    cases: Sequence[CaseResult], refuses: ClaimVerdict, reference: ClaimVerdict
-) -> None:
+def test_crash_2_is_decided_by_upstreams_own_operator(cases, refuses, reference):
     assert md003.judge_marlin_refuses.judge(cases, [], {}).verdict is refuses
     assert md003.judge_stale_reference.judge(cases, [], {}).verdict is reference
 
@@ -128,9 +125,7 @@ COUNTS = {**dict.fromkeys(ZEROS, 0), "same": 3, "cells": 3, "table": []}
         (UntraceableOffload(), "compiled", 1, (ON_GPU, COPIES)),
     ],
 )
-def test_only_the_fixed_engine_has_the_fix(
-    monkeypatch: pytest.MonkeyPatch, fault: Any, mode: str, backends: int, places: tuple[str, ...]
-) -> None:
+def test_only_the_fixed_engine_has_the_fix(monkeypatch, fault, mode, backends, places):
     parameters = fault.parameters(engine=mode).model_dump()
     assert fault.has_point(Tier.ENGINE, parameters)
     assert not fault.has_point(Tier.MODEL, parameters)

@@ -41,9 +41,7 @@ def _without_joining(self: Pipeline, index: int, unit: Any, slot: Any) -> None:
     ("name", "broken"),
     [("settle", Pipeline._forget), ("_start", _without_order), ("_fetch", _without_joining)],
 )
-def test_a_fault_of_our_own_pipeline_reproduces_the_failure(
-    monkeypatch: pytest.MonkeyPatch, name: str, broken: Any
-) -> None:
+def test_a_fault_of_our_own_pipeline_reproduces_the_failure(monkeypatch, name, broken):
     monkeypatch.setattr(Pipeline, name, broken)
     case = run_case(UnpinnedCopy(), "fixed", direction="h2d", bytes=256)
     assert case.verdict is CaseVerdict.REPRODUCED
@@ -73,9 +71,7 @@ def test_on_a_gpu_the_fix_is_our_engine_and_our_offloader(direction: str) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["synchronize", "fork", "join"])
-def test_on_a_gpu_a_fault_of_our_own_engine_reproduces_the_failure(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_on_a_gpu_a_fault_of_our_own_engine_reproduces_the_failure(monkeypatch, name):
     monkeypatch.setattr(CudaEngine, name, lambda self, *mark: None)
     case = run_case(UnpinnedCopy(), "fixed", Tier.KERNEL, direction="h2d", bytes=1 << 20, copies=8)
     assert case.verdict is CaseVerdict.REPRODUCED

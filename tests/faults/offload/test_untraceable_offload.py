@@ -81,9 +81,7 @@ def run_release(tmp_path: Path, **changed: str) -> CaseResult:
     ],
     ids=["from a GPU only", "a broken graph", "other numbers"],
 )
-def test_a_release_is_judged_by_its_own_code(
-    tmp_path: Path, changed: dict[str, str], verdict: CaseVerdict, figure: str
-) -> None:
+def test_a_release_is_judged_by_its_own_code(tmp_path, changed, verdict, figure):
     case = run_release(tmp_path, **changed)
     assert case.verdict is verdict
     assert case.figure.startswith(figure)

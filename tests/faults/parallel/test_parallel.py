@@ -24,9 +24,7 @@ torch.set_num_threads(1)
         ("order_differs", (1, 0, 0), "rank 2 dispatch of layer 0 part 0"),
     ],
 )
-def test_the_rank_that_takes_another_path_is_named_within_the_limit(
-    way: str, figures: tuple[int, int, int], named: str
-) -> None:
+def test_the_rank_that_takes_another_path_is_named_within_the_limit(way, figures, named):
     start = time.monotonic()
     judgement, evidence = run(OUT_OF_STEP, way=way, ranks=3, seconds=1.0)
     assert time.monotonic() - start < 10

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.faults.quantization import checkpoint_lab
-from moedoctor.faults.quantization.checkpoint import CheckpointFault
 from moedoctor.faults.quantization.checkpoint_lab import PROMPTS, Changes, compare_engines, stack_projection
 from moedoctor.faults.quantization.gate_up_order import GateUpOrder
 from moedoctor.faults.quantization.gate_up_order_lab import CHANGES as MD017
@@ -80,18 +79,14 @@ RIGHT, FAILED = results(), results(error="out of memory")[1]
         ((RIGHT[0], replace(RIGHT[1], logprobs=None)), CaseVerdict.ERROR),
     ],
 )
-def test_other_answers_are_noticed_and_missing_ones_prove_nothing(
-    answer: tuple[EngineResult, EngineResult], expected: CaseVerdict
-) -> None:
+def test_other_answers_are_noticed_and_missing_ones_prove_nothing(answer, expected):
     assert verdict(answer) is expected
 
 
 @pytest.mark.parametrize(
     ("changes", "ids"), [(MD014, {"MD014"}), (MD015, {"MD015"}), (MD017, set()), (MD018, set())]
 )
-def test_lint_reports_visible_damage_and_no_repair(
-    changes: Changes, ids: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lint_reports_visible_damage_and_no_repair(changes, ids, monkeypatch):
     small = partial(write_qwen3_moe, hidden=128)
     monkeypatch.setattr(checkpoint_lab, "write_qwen3_moe", small)
     findings: dict[str, set[str]] = {}
@@ -129,9 +124,7 @@ def test_the_damaged_checkpoint_means_the_same_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("changes", "changed"), [(MD017, {"gate", "up"}), (MD018, {"gate", "up", "down"})])
-def test_a_layout_is_damaged_in_every_expert_and_wholly_repaired(
-    changes: Changes, changed: set[str], tmp_path: Path
-) -> None:
+def test_a_layout_is_damaged_in_every_expert_and_wholly_repaired(changes, changed, tmp_path):
     right, damaged, repaired = written(tmp_path, *changes)
     assert right.keys() == damaged.keys() == repaired.keys()
     for name, tensor in right.items():
@@ -143,9 +136,7 @@ def test_a_layout_is_damaged_in_every_expert_and_wholly_repaired(
 
 @pytest.mark.usefixtures("_unwritten")
 @pytest.mark.parametrize("fault", [GateUpOrder(), ScaleLayout(), GlobalScaleMismatch(), InputScaleMissing()])
-def test_a_point_with_a_backend_is_only_for_engines(
-    fault: CheckpointFault, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_point_with_a_backend_is_only_for_engines(fault, monkeypatch):
     tensors = fault.parameters.model_validate({}).model_dump()
     engines = {**tensors, "moe_backend": "emulation"}
     tiers = {tier for own in fault.tiers.values() for tier in own}

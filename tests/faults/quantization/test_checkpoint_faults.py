@@ -16,7 +16,6 @@ from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissing
 from moedoctor.faults.quantization.scale_layout import ScaleLayout, ScaleLayoutParameters
 from moedoctor.faults.quantization.scale_layout_lab import TiledKernel, find_places
 from moedoctor.fixes.moe.weight_layout import put_up_first, tile_scales
-from moedoctor.interfaces import Fault
 from moedoctor.reference.nvfp4 import round_trip
 from moedoctor.results import CaseVerdict, Observation, Tier
 
@@ -83,9 +82,7 @@ KV |= {"saturated": 0.0, "lost": 0.0}
         (KvScalesMissing(), KV, {"computed_error": "inf"}, ERROR),
     ],
 )
-def test_judges_notice(
-    fault: Fault, right: dict[str, Any], change: dict[str, Any], verdict: CaseVerdict
-) -> None:
+def test_judges_notice(fault, right, change, verdict):
     assert fault.judge(case(fault), Observation({**right, **change})).verdict is verdict
 
 

@@ -23,7 +23,7 @@ from moedoctor.faults.routing.nan_routing_lab import (
 )
 from moedoctor.fixes import routing as fixes
 from moedoctor.fixes.routing import TopK
-from moedoctor.interfaces import ClaimTest, Measurement
+from moedoctor.interfaces import Measurement
 from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Observation, Skip, Tier
 
 FAULT = NanRouting()
@@ -195,9 +195,7 @@ def test_units_around_the_fix_alternate() -> None:
 
 
 @pytest.mark.parametrize(("overhead", "verdict"), [(0.3, CONFIRMED), (0.1, REFUTED), (0.5, REFUTED)])
-def test_the_worst_kernel_decides_what_a_separate_launch_costs(
-    overhead: float, verdict: ClaimVerdict
-) -> None:
+def test_the_worst_kernel_decides_what_a_separate_launch_costs(overhead, verdict):
     rows = [{"kernel": "topk_softmax", "overhead": value} for value in (0.3, overhead)]
     limits = {"min_overhead": 0.2, "max_overhead": 0.4}
     assert by_rows(md001.judge_separate_launch, limits, *rows, unit="vllm@0.21.0").verdict is verdict
@@ -230,7 +228,5 @@ SHARE = {"min_share": 0.95}
     ],
 )
 @pytest.mark.parametrize("claim", [md001.judge_padding_holds_nan, md001.judge_padding_holds_nan_dp])
-def test_every_engine_must_run_and_hold_nan_in_padding(
-    claim: ClaimTest, rows: list[dict[str, Any]], verdict: ClaimVerdict
-) -> None:
+def test_every_engine_must_run_and_hold_nan_in_padding(claim, rows, verdict):
     assert by_rows(claim, SHARE, *rows).verdict is verdict

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -74,9 +73,7 @@ def judged(*units: Measurement) -> tuple[ClaimVerdict, str]:
 
 
 @pytest.mark.parametrize(("asked", "ends"), [(3, True), (10**9, False)])
-def test_a_kernel_that_does_not_end_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, asked: int, ends: bool
-) -> None:
+def test_a_kernel_that_does_not_end_is_given_up(monkeypatch, asked, ends):
     class Event:
         times = 0
 
@@ -135,9 +132,7 @@ def test_each_path_has_a_process_for_each_kind_of_ids_and_the_control_first() ->
 
 
 @pytest.mark.parametrize(("ids", "empty"), [(NONE, 0), (PADDING, 48), (DROPPED, 48)])
-def test_a_path_is_measured_with_the_ids_that_the_unit_names(
-    ids: str, empty: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_is_measured_with_the_ids_that_the_unit_names(ids, empty, monkeypatch):
     empty_pairs = []
 
     def figures(problem: Any, out: Any, expected: Any) -> dict[str, Any]:
@@ -154,9 +149,7 @@ def test_a_path_is_measured_with_the_ids_that_the_unit_names(
 
 
 @pytest.mark.parametrize(("text", "word"), [("def remap_topk_to_local(): ...", "with"), ("", "before")])
-def test_the_installed_release_is_recognised_by_its_sources(
-    text: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_installed_release_is_recognised_by_its_sources(text, word, tmp_path, monkeypatch):
     kernels = tmp_path / "vllm" / "model_executor" / "layers" / "fused_moe" / "experts" / "kernels.py"
     kernels.parent.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('is not to be imported')")

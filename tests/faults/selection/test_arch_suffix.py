@@ -88,9 +88,7 @@ def test_the_verdict_does_not_depend_on_who_decides(monkeypatch: pytest.MonkeyPa
     ],
 )
 @pytest.mark.usefixtures("decided_by")
-def test_each_symptom_and_no_other(
-    answer: lab.Resolver, parameters: dict[str, str], figure: str | None
-) -> None:
+def test_each_symptom_and_no_other(answer, parameters, figure):
     verdict, shown, _ = judged(answer, **parameters)
     if figure is None:
         assert verdict is CaseVerdict.CLEAN
@@ -174,17 +172,13 @@ C129 = {"claimed_major": 12, "claimed_minor": 9}
         ("list_is_workaround", readings(last="120"), {}, "refuted", "1 of 2 releases"),
     ],
 )
-def test_what_decides_a_claim(
-    key: str, evidence: dict[str, Any], limits: dict[str, float], verdict: str, words: str
-) -> None:
+def test_what_decides_a_claim(key, evidence, limits, verdict, words):
     judged, reason = decide(key, evidence, **limits)
     assert judged.value == verdict
     assert words in reason
 
 
-def test_the_workaround_is_untested_where_no_compiler_knows_the_target(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_workaround_is_untested_where_no_compiler_knows_the_target(monkeypatch):
     row = {"compiler": "ptxas 12.8", "cuda": [12, 8], "accepted": False, "said": "no"}
     monkeypatch.setattr(lab, "measure_family_target", lambda: [row])
     with pytest.raises(UnavailableError, match="knows sm_120f"):

@@ -127,9 +127,7 @@ def judge(key: str, answers: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
         ("marlin_by_default", {"flashinfer_usable": False}, "untested", "with FlashInfer"),
     ],
 )
-def test_the_claims_of_38971_are_decided_by_what_a_release_answers(
-    key: str, changed: dict[str, Any], verdict: str, why: str
-) -> None:
+def test_the_claims_of_38971_are_decided_by_what_a_release_answers(key, changed, verdict, why):
     judged, reason = judge(key, {**REAL, **changed})
     assert judged.value == verdict
     assert why in reason

@@ -38,9 +38,7 @@ def judged(subject: str, **parameters: str) -> tuple[CaseVerdict, str]:
     ],
     ids=["compares directions only", "accepts nothing"],
 )
-def test_a_harness_that_is_too_lax_or_too_strict_fails(
-    bounds: Bounds, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_harness_that_is_too_lax_or_too_strict_fails(bounds, words, monkeypatch):
     monkeypatch.setattr(parity, "choose_bounds", lambda activations: bounds)
     verdict, figure = judged("faulty")
     assert verdict is CaseVerdict.CLEAN

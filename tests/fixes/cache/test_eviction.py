@@ -93,9 +93,7 @@ def test_decisions_among_many_experts_match_the_plain_rule(policy: str, capacity
 
 
 @pytest.mark.parametrize("capacity", [30, 90])
-def test_the_sorted_residents_of_lfru_do_not_change_decisions(
-    capacity: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sorted_residents_of_lfru_do_not_change_decisions(capacity, monkeypatch):
     """Residents are sorted again very often, for higher and for lower ages."""
     monkeypatch.setattr(_eviction_policies, "_FEW", 0)
     ages, choose = [], Lfru._choose_age

@@ -96,9 +96,7 @@ def test_a_kv_scale_takes_the_largest_to_448() -> None:
 @given(
     st.integers(1, 40), st.integers(1, 40), st.sampled_from([8, 16, 128]), st.sampled_from([8, 32]), st.data()
 )
-def test_a_shard_has_the_scales_of_its_blocks(
-    rows: int, columns: int, block_n: int, block_k: int, data: st.DataObject
-) -> None:
+def test_a_shard_has_the_scales_of_its_blocks(rows, columns, block_n, block_k, data):
     rows, columns = 4 * rows, 4 * columns
     scales = torch.arange(1.0, 1 + -(-rows // block_n) * -(-columns // block_k))
     scales = scales.reshape(-(-rows // block_n), -(-columns // block_k))

@@ -280,9 +280,7 @@ def refuse_second(operator: str) -> Callable[[Any], Any]:
     return register_fake(operator)
 
 
-def test_an_operator_that_is_there_takes_the_releases_own_fake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operator_that_is_there_takes_the_releases_own_fake(tmp_path, monkeypatch):
     schema = "moedoctor_probe.out(Tensor x, *, Tensor(a!) out) -> ()"
     (tmp_path / "_moe_C.abi3.so").write_bytes(b"\0" + schema.encode() + b"\0")
     loaded = torch.library.Library("_moe_C", "FRAGMENT")

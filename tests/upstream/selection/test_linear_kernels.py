@@ -49,9 +49,7 @@ class Old:
         (100, "", {"Small": "too small: layer", "Later": "", "Old": "cannot be asked here"}),
     ],
 )
-def test_the_others_of_the_table_that_was_gone_through_are_asked(
-    capability: int, disabled: str, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_others_of_the_table_that_was_gone_through_are_asked(capability, disabled, expected, monkeypatch):
     tables = {"cuda": [Small, Used, Later, Old]}
     platform = SimpleNamespace(get_device_capability=lambda: SimpleNamespace(to_int=lambda: capability))
     choosers = SimpleNamespace(_POSSIBLE_KERNELS=tables, _POSSIBLE_OTHERS={"cuda": [Used]})
