@@ -12,8 +12,9 @@ from tests.kernels.test_routing import POLICIES
 
 pytestmark = needs_triton
 
-BY_POLICY = [(case, {"nan_policy": policy}) for case in ROUTERS for policy in POLICIES]
-ROUTING = [json.dumps((*case, options | policy)) for (*case, options), policy in BY_POLICY]
+ROUTING = [
+    json.dumps((*case, options | {"nan_policy": policy})) for *case, options in ROUTERS for policy in POLICIES
+]
 EXPERTS = (
     # More blocks than a grid has rows. Every code in each place of a word.
     *("rows", "decoding,64,128,128,4,2", "e4m3"),
