@@ -35,7 +35,7 @@ MORE = (
 )
 QUESTIONS = (
     "router:route cache:make_device_cache moe:run_slots:bf16:fp8 moe:run_experts:bf16:nvfp4"
-    " moe:run_host_workers:bf16"
+    " moe:run_host_workers:bf16:nvfp4"
 )
 CACHE = "kernels/interpreted_cache.py"
 SLOW = {

@@ -37,7 +37,7 @@ def test_pairs_of_the_cpu_add_nothing_on_the_gpu(slots, monkeypatch, caplog):
     model, plain, calls = give_caches([Layer()], slots=slots), Layer(), []
     (experts,) = find_host_experts(model)
     side: Any = CpuExperts([], SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
-    side.shares, side.add = {1: 64, 2: 128}, lambda out: calls.append("add")
+    side.shares, side.add, side.checked = {1: 64, 2: 128}, lambda out: calls.append("add"), {3}
     side.ask = lambda number, x, weights, ids, share: calls.append(share) or torch.where(ids < 6, -1, ids)
     experts.kernel.apply = side.wrap(3, experts)
     for usual, tokens in ((True, 1), (True, 2), (True, 3), (False, 1)):
@@ -49,3 +49,26 @@ def test_pairs_of_the_cpu_add_nothing_on_the_gpu(slots, monkeypatch, caplog):
     assert calls == [64, "add", 128, "add"]
     give_caches([Layer()], cpu=None)
     assert "computes nothing: the cache's engine is host; expected device" in caplog.text
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_cpu_is_left_out_if_its_sum_is_not_the_backends(is_right, monkeypatch, caplog):
+    """As if the release kept weights in another layout."""
+    model, plain = give_caches([Layer()], slots=5), Layer()
+    (experts,) = find_host_experts(model)
+    side: Any = CpuExperts([], SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
+    monkeypatch.setattr(cpu_experts, "_is_usual", lambda x, given: True)
+    x, ids, weights = draw_call(1, torch.Generator().manual_seed(1))
+    ids[0] = torch.tensor([2, 9])
+    part = call(plain, x, ids, weights) - call(plain, x, ids, torch.where(ids < 6, 0.0, weights))
+
+    def ask(number: int, x: Any, weights: Any, ids: torch.Tensor, share: int) -> torch.Tensor:
+        side.stamps[1] = share > 0
+        return torch.where(ids < 6, -1, ids)
+
+    side.shares, side.ask = {1: 64}, ask
+    side.add = lambda out: out.add_(part if is_right else -part)
+    experts.kernel.apply = side.wrap(0, experts)
+    torch.testing.assert_close(call(model[0], x, ids, weights), call(plain, x, ids, weights))
+    assert (side.shares, side.checked) == ({1: 64} if is_right else {}, {0})
+    assert ("cpu computes nothing: its output of layer 0 differs" in caplog.text) != is_right

@@ -44,6 +44,6 @@ if __name__ == "__main__":
     for asked in sys.argv[1:]:
         kind, name, *formats = asked.split(":")
         options = {"activations": ("silu",), "formats": formats}
-        size = {"moe": {**few, "hidden": 48, "intermediate": 32}, "cache": {**few, "slots": 4}, "router": few}
+        size = {"moe": {**few, "hidden": 64, "intermediate": 64}, "cache": {**few, "slots": 4}, "router": few}
         wrong = list(ask(kind, getattr(ours, name), options if kind == "moe" else {}, sizes=size[kind]))
         assert not wrong, (asked, wrong)

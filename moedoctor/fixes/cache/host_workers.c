@@ -26,7 +26,8 @@
 
 enum { SIZE = 8192, LANES = 8, COLUMNS = SIZE / LANES }; /* of a block, as moedoctor.fixes.cache.packed */
 enum { MOST_TOKENS = 8, MOST_EXPERTS = 64, MOST_WORKERS = 64 };
-enum format { PACKED, BFLOAT16, E4M3 };
+enum { TILE_INPUTS = 16, TILE_ROWS = 64, TILE_BYTES = 512, MOST_ROWS = 256 }; /* of MARLIN_FP4 */
+enum format { PACKED, BFLOAT16, E4M3, MARLIN_FP4 };
 enum fault { SOUND, ENDS, HANGS };
 
 /* Vectors of the width that the CPU has: wider ones would be taken apart element by element. */
@@ -42,13 +43,15 @@ typedef uint16_t words __attribute__((vector_size(WIDTH)));
 typedef uint32_t ints __attribute__((vector_size(WIDTH)));
 typedef float floats __attribute__((vector_size(WIDTH)));
 typedef uint8_t half_bytes __attribute__((vector_size(WIDTH / 2)));
+typedef uint8_t quarter_bytes __attribute__((vector_size(WIDTH / 4)));
 typedef uint16_t half_words __attribute__((vector_size(WIDTH / 2)));
 
 /* One tensor [E, rows, cols] of a layer. */
 struct matrix {
     const uint8_t *data;
-    const float *scales; /* [E, ...], or NULL */
-    int64_t stride;      /* bytes from one expert to the next */
+    const float *scales;  /* [E, ...], or NULL; of MARLIN_FP4 bytes [E, cols / 16, rows] */
+    const float *factors; /* [E], MARLIN_FP4 alone */
+    int64_t stride;       /* bytes from one expert to the next */
     int64_t rows, cols;
     int64_t scale_stride, scale_rows, scale_cols; /* scales of an expert; rows and columns that share one */
     int64_t block_bytes, listed;                  /* PACKED: bytes of a block, word of its tail at which the list begins */
@@ -362,10 +365,139 @@ static inline __attribute__((always_inline)) void multiply_block(const struct ma
     }
 }
 
+/* --- NVFP4 in MARLIN's layout. ---------------------------------------------------------------------------------
+ *
+ * Tiles of 16 inputs and 64 rows, [cols / 16][rows / 64] of them, have 128 words of eight E2M1 codes. Code q, 0 the
+ * lowest, of word 16 * c + 4 * t + j is that of row 16 * j + 8 * (q / 2 % 2) + c for input 8 * (q % 2) + 2 * t + q / 4.
+ * Each of these rows has a scale, the upper byte of a float16 without its sign: number 8 * c + 4 * (j / 2) +
+ * 2 * (q / 2 % 2) + j % 2 of the tile's 64. The expert's factor is 2^126 times too large.
+ *
+ * Below, a vector has codes of one c and one q / 2 % 2, side by side: those of q / 4 = 0 and 1, of j = 0 and 1 (or 2
+ * and 3), and of several t. */
+
+/* Return x[index] of eight x for each lane. */
+static inline floats pick(const float *x, ints index)
+{
+#if defined(__AVX512BW__)
+    return (floats)_mm512_permutexvar_ps((__m512i)index, _mm512_broadcast_f32x8(_mm256_loadu_ps(x)));
+#elif defined(__AVX2__)
+    return (floats)_mm256_permutevar8x32_ps(_mm256_loadu_ps(x), (__m256i)index);
+#else
+    floats values;
+    for (int lane = 0; lane < WIDTH / 4; lane++)
+        values[lane] = x[index[lane]];
+    return values;
+#endif
+}
+
+/* Return four floats, again and again. */
+static inline floats repeat_four(const float *from)
+{
+#if defined(__AVX512BW__)
+    return (floats)_mm512_broadcast_f32x4(_mm_loadu_ps(from));
+#elif defined(__AVX2__)
+    return (floats)_mm256_broadcast_ps((const __m128 *)from);
+#else
+    return load(from);
+#endif
+}
+
+/* Widen 16 words of codes, or a part of them: `values` by row + 8, then by j / 2, then by input + 8. `low` and `high` are
+ * the bytes of each code's bfloat16. */
+static inline void widen_e2m1(bytes codes, bytes low, bytes high, floats values[2][2][2])
+{
+#pragma GCC unroll 2
+    for (int right = 0; right < 2; right++) {
+        const bytes index = (right ? (bytes)((words)codes >> 4) : codes) & 0x0F;
+        words both[2];
+        interleave_bytes(look_up(low, index), look_up(high, index), both);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            values[0][half][right] = (floats)((ints)both[half] << 16);
+            values[1][half][right] = (floats)((ints)both[half] & 0xFFFF0000);
+        }
+    }
+}
+
+/* y [count][stride] = `rows` rows of an expert, from `first` on, times rows of `count` inputs. Up to MOST_ROWS, because
+ * what is side by side in memory should be read at once. */
+static inline __attribute__((always_inline)) void multiply_tiles(const struct matrix *matrix, int64_t expert, int64_t first, int64_t rows,
+                                                                 const float *const *x, const int count, float *y, int64_t stride)
+{
+    enum { STEP = WIDTH / 4, PARTS = 16 / STEP, AHEAD = 2 };
+    const int64_t row_bytes = matrix->rows / TILE_ROWS * TILE_BYTES;
+    const uint8_t *data = matrix->data + expert * matrix->stride + first / TILE_ROWS * TILE_BYTES;
+    const uint8_t *codes = (const uint8_t *)matrix->scales + expert * matrix->scale_stride + first;
+    static const uint8_t lows[8] = {0x00, 0x00, 0x80, 0xC0, 0x00, 0x40, 0x80, 0xC0}; /* 0, .5, 1, 1.5, 2, 3, 4, 6 */
+    static const uint8_t highs[8] = {0x00, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40};
+    floats sums[2][MOST_ROWS / 8][2][2]; /* of an input, by tile and c, row + 8 and j / 2 */
+    ints places[PARTS];
+    bytes low, high;
+    memset(sums, 0, sizeof sums);
+    for (int at = 0; at < WIDTH; at++) {
+        low[at] = lows[at % 8];
+        high[at] = highs[at % 8] | (at % 16 / 8 << 7);
+    }
+    for (int lane = 0; lane < 16; lane++)
+        places[lane / STEP][lane % STEP] = lane / 4 * 2 + lane % 2;
+    for (int64_t at = 0; at < matrix->cols; at += TILE_INPUTS, data += row_bytes, codes += matrix->rows) {
+        float scales[MOST_ROWS][2]; /* twice each */
+        floats inputs[2][2][PARTS];
+        for (int64_t line = 0; line < rows; line += 8)
+            __builtin_prefetch(data + AHEAD * row_bytes + line * 8);
+        for (int64_t line = 0; line < rows; line += 64)
+            __builtin_prefetch(codes + AHEAD * matrix->rows + line);
+        for (int64_t row = 0; row < rows; row++)
+            scales[row][0] = scales[row][1] = make_float((uint32_t)codes[row] << 20) * 0x1p112f;
+        for (int each = 0; each < count; each++)
+            for (int right = 0; right < 2; right++)
+                for (int part = 0; part < PARTS; part++)
+                    inputs[each][right][part] = pick(x[each] + at + 8 * right, places[part]);
+        for (int64_t c = 0; c < rows / 8; c++) {
+            floats products[2][2][2] = {{{{0}}}};
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++) {
+                floats values[2][2][2];
+                bytes word;
+                memcpy(&word, data + c * 64 + part * WIDTH, WIDTH);
+                widen_e2m1(word, low, high, values);
+#pragma GCC unroll 16
+                for (int at = 0; at < 8 * count; at++)
+                    products[at / 8][at / 4 % 2][at / 2 % 2] += values[at / 4 % 2][at / 2 % 2][at % 2] * inputs[at / 8][at % 2][part];
+            }
+#pragma GCC unroll 8
+            for (int at = 0; at < 4 * count; at++)
+                sums[at / 4][c][at / 2 % 2][at % 2] += products[at / 4][at / 2 % 2][at % 2] * repeat_four(scales[8 * c + at % 2 * 4 + at / 2 % 2 * 2]);
+        }
+    }
+    const float factor = matrix->factors[expert] * 0x1p-126f;
+    for (int each = 0; each < count; each++)
+        for (int64_t row = 0; row < rows; row++) {
+            const floats part = sums[each][row / TILE_ROWS * 8 + row % 8][row / 8 % 2][row / 32 % 2];
+            float total = 0;
+            for (int64_t lane = row / 16 % 2 * 2; lane < STEP; lane += 4)
+                total += part[lane] + part[lane + 1];
+            y[each * stride + row] = factor * total;
+        }
+}
+
 /* y [tokens][stride] = rows `first` to `last` of an expert times the rows `tokens` of x [MOST_TOKENS][cols]. */
 static void multiply(const struct matrix *matrix, int64_t expert, int64_t first, int64_t last, const float *x,
                      const int *tokens, int count, float *y, int64_t stride)
 {
+    if (matrix->format == MARLIN_FP4) {
+        for (int64_t row = first; row < last; row += MOST_ROWS)
+            for (int each = 0; each < count; each += 2) {
+                const float *pair[2] = {x + tokens[each] * matrix->cols, x + tokens[each + (each + 1 < count)] * matrix->cols};
+                const int64_t rows = last - row < MOST_ROWS ? last - row : MOST_ROWS;
+                float *out = y + each * stride + row - first;
+                if (each + 1 < count)
+                    multiply_tiles(matrix, expert, row, rows, pair, 2, out, stride);
+                else
+                    multiply_tiles(matrix, expert, row, rows, pair, 1, out, stride);
+            }
+        return;
+    }
     uint16_t buffer[SIZE + WIDTH] __attribute__((aligned(64)));
     const uint8_t *data = matrix->data + expert * matrix->stride;
     const float *scales = matrix->scales ? matrix->scales + expert * matrix->scale_stride : NULL;
@@ -405,10 +537,10 @@ static void multiply(const struct matrix *matrix, int64_t expert, int64_t first,
     }
 }
 
-/* The share of `worker` in `total` rows, in whole blocks if a block is a number of rows. */
-static int64_t divide(int64_t total, int64_t cols, int64_t worker, int64_t workers)
+/* The share of `worker` in `total` rows, in whole blocks if a block is a number of rows, and in whole tiles. */
+static int64_t divide(int64_t total, const struct matrix *matrix, int64_t worker, int64_t workers)
 {
-    const int64_t step = SIZE % cols ? 1 : SIZE / cols;
+    const int64_t step = matrix->format == MARLIN_FP4 ? TILE_ROWS : SIZE % matrix->cols ? 1 : SIZE / matrix->cols;
     return worker == workers ? total : total / step * worker / workers * step;
 }
 
@@ -427,8 +559,8 @@ static void compute_first(struct crew *crew, int64_t number, const float *x, flo
     const struct box *box = crew->box;
     const struct matrix *matrix = &crew->layers[box->layer].up, *down = &crew->layers[box->layer].down;
     const int64_t inner = crew->inner, total = box->experts * inner;
-    const int64_t low = divide(total, matrix->cols, number, crew->workers);
-    const int64_t high = divide(total, matrix->cols, number + 1, crew->workers);
+    const int64_t low = divide(total, matrix, number, crew->workers);
+    const int64_t high = divide(total, matrix, number + 1, crew->workers);
     float *gate = y, *up = y + MOST_TOKENS * inner;
     for (int64_t place = low / inner; place < box->experts && place * inner < high; place++) {
         const int64_t first = low > place * inner ? low - place * inner : 0;
@@ -453,8 +585,8 @@ static void compute_second(struct crew *crew, int64_t number, float *y)
 {
     const struct box *box = crew->box;
     const struct matrix *matrix = &crew->layers[box->layer].down;
-    const int64_t first = divide(crew->hidden, matrix->cols, number, crew->workers);
-    const int64_t last = divide(crew->hidden, matrix->cols, number + 1, crew->workers);
+    const int64_t first = divide(crew->hidden, matrix, number, crew->workers);
+    const int64_t last = divide(crew->hidden, matrix, number + 1, crew->workers);
     for (int token = 0; token < box->tokens; token++)
         memset(crew->sums + token * crew->hidden + first, 0, (last - first) * sizeof(float));
     for (int64_t place = 0; place < box->experts; place++) {

@@ -38,7 +38,9 @@ LEVELS: Mapping[str, tuple[str, ...]] = {
 """Vector instructions of the CPU, the widest first -> flags of the compiler, named as in /proc/cpuinfo."""
 _OPTIONS = ("-O3", "-shared", "-fPIC", "-std=gnu11", "-Wno-psabi", "-pthread")
 _SECONDS = 120.0
-_PACKED, _BFLOAT16, _E4M3 = range(3)
+_PACKED = 0
+_FORMATS = {torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.int32: 3}
+"""Type of weights that are not packed -> ``enum format``."""
 
 
 class _Matrix(ctypes.Structure):
@@ -47,6 +49,7 @@ class _Matrix(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
+        ("factors", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("stride", "rows", "cols")),
         *((name, ctypes.c_int64) for name in ("scale_stride", "scale_rows", "scale_cols")),
         *((name, ctypes.c_int64) for name in ("block_bytes", "listed", "format")),
@@ -120,9 +123,8 @@ class HostWorkers:
             raise UnavailableError(f"{len(cores)} workers; expected 1 to {MOST_WORKERS}")
         library = _load(level or find_levels()[0])
         self.count, self.experts = len(cores), stores[0].num_experts
-        shape, _ = stores[0].shapes["w2"]
-        self.hidden_size, inner = shape
-        if any((store.num_experts, store.shapes["w2"][0]) != (self.experts, shape) for store in stores):
+        self.hidden_size, inner = sizes = _measure(stores[0], "w2")
+        if any((store.num_experts, _measure(store, "w2")) != (self.experts, sizes) for store in stores):
             raise UnavailableError("layers have experts of different number or shape")
         gpu = device.type == "cuda"
         memory, failure = allocate(_HIDDEN_AT + _ROW_BYTES * self.hidden_size, register if gpu else None)
@@ -135,9 +137,9 @@ class HostWorkers:
         layers = (_Layer * len(stores))(
             *(_Layer(_describe(store, "w1"), _describe(store, "w2")) for store in stores)
         )
-        sizes = len(stores), self.experts, self.hidden_size, inner, self.count
+        counts = len(stores), self.experts, self.hidden_size, inner, self.count
         numbers = (ctypes.c_int * self.count)(*cores)
-        self._crew = library.moedoctor_start(memory.bytes.data_ptr(), layers, *sizes, numbers, late_ms)
+        self._crew = library.moedoctor_start(memory.bytes.data_ptr(), layers, *counts, numbers, late_ms)
         if not self._crew:
             raise UnavailableError(f"{self.count} threads for workers could not be started")
         self._library = library
@@ -156,31 +158,49 @@ def find_problem(store: ExpertStore) -> str | None:
 
     They take ``w1`` [E, 2I, H], gate and up, and ``w2`` [E, H, I], of bfloat16, or of float8_e4m3fn with
     float32 scales ``_w1.scale`` and ``_w2.scale``: [E], or [E, rows, columns] of blocks. Of packed weights H
-    and I are multiples of 64.
+    and I are multiples of 64. They also take NVFP4 as vLLM repacks it for MARLIN: int32 [E, columns / 16,
+    2 * rows], multiples of 64 too, float8_e4m3fn scales [E, columns / 16, rows] that hold other numbers, and
+    float32 ``_w1.alpha_or_gscale`` [E].
     """
+    names = set(store.shapes)
     for name, part in (("w1", "_w1"), ("w2", "_w2")):
         shape, dtype = store.shapes[name]
-        if len(shape) != 2 or dtype not in (torch.bfloat16, torch.float8_e4m3fn):
-            return f"its weights are {dtype}; expected bfloat16 or float8_e4m3fn"
-        has_scale = f"{part}.scale" in store.shapes
-        if has_scale != (dtype is torch.float8_e4m3fn):
-            return f"{dtype} weights {'with' if has_scale else 'without'} scales"
-        if has_scale and store.tensors[f"{part}.scale"].dtype is not torch.float32:
-            return f"its scales are {store.tensors[f'{part}.scale'].dtype}; expected float32"
-    others = set(store.shapes) - {"w1", "w2", "_w1.scale", "_w2.scale"}
-    if others:
-        return f"it has {', '.join(sorted(others))}; expected weights and their scales alone"
-    (twice, hidden), _ = store.shapes["w1"]
+        wanted = _SCALES.get(dtype)
+        if len(shape) != 2 or wanted is None:
+            return f"its weights are {dtype}; expected bfloat16, float8_e4m3fn, or NVFP4 of MARLIN"
+        for field in {*wanted, "scale", "alpha_or_gscale"}:
+            given = store.shapes[f"{part}.{field}"][1] if f"{part}.{field}" in names else None
+            if given is not wanted.get(field):
+                return f"{dtype} weights have {field} {given}; expected {wanted.get(field)}"
+            names.discard(f"{part}.{field}")
+    if names != {"w1", "w2"}:
+        return f"it has {', '.join(sorted(names - {'w1', 'w2'}))}; expected weights and their scales alone"
+    twice, hidden = _measure(store, "w1")
     inner = twice // 2
-    is_odd = hidden % 64 or inner % 64 if store.packed else hidden % 16
+    is_tiled = store.packed or store.shapes["w1"][1] is torch.int32
+    is_odd = hidden % 64 or inner % 64 if is_tiled else hidden % 16
     is_odd = is_odd or inner % min(_describe(store, "w1").scale_rows, inner)  # in rows of gate and up alike
-    if is_odd or tuple(store.shapes["w2"][0]) != (hidden, inner):
+    if is_odd or _measure(store, "w2") != (hidden, inner):
         return f"its shapes are {[list(store.shapes[name][0]) for name in ('w1', 'w2')]}"
     return None
 
 
+_SCALES: Mapping[torch.dtype, Mapping[str, torch.dtype]] = {
+    torch.bfloat16: {},
+    torch.float8_e4m3fn: {"scale": torch.float32},
+    torch.int32: {"scale": torch.float8_e4m3fn, "alpha_or_gscale": torch.float32},
+}
+"""Type of the weights -> the scales that they have, and the types of these."""
+
+
+def _measure(store: ExpertStore, name: str) -> tuple[int, int]:
+    """Return rows and columns of an expert's matrix."""
+    (first, second), dtype = store.shapes[name]
+    return (second // 2, first * 16) if dtype is torch.int32 else (first, second)
+
+
 def _describe(store: ExpertStore, name: str) -> _Matrix:
-    (rows, cols), dtype = store.shapes[name]
+    (rows, cols), dtype = _measure(store, name), store.shapes[name][1]
     matrix = _Matrix(rows=rows, cols=cols, scale_rows=rows, scale_cols=cols)
     if name in store.packed:
         packed = store.packed[name]
@@ -188,14 +208,16 @@ def _describe(store: ExpertStore, name: str) -> _Matrix:
         matrix.block_bytes, matrix.listed, matrix.format = packed.blocks.shape[2], packed.listed, _PACKED
         return matrix
     matrix.data, matrix.stride = store.tensors[name].data_ptr(), store.tensors[name][0].nbytes
-    matrix.format = _BFLOAT16 if dtype is torch.bfloat16 else _E4M3
-    if dtype is torch.float8_e4m3fn:
+    matrix.format = _FORMATS[dtype]
+    if dtype is not torch.bfloat16:
         scales = store.tensors[f"_{name}.scale"]  # [E], or [E, rows of blocks, columns of blocks]
         matrix.scales, matrix.scale_stride = scales.data_ptr(), scales[0].numel()
-        if scales[0].numel() > 1:
-            parts = 2 if name == "w1" else 1  # gate and up have blocks of their own
-            matrix.scale_rows = _measure_block(rows // parts, scales.shape[1] // parts)
-            matrix.scale_cols = _measure_block(cols, scales.shape[2])
+    if dtype is torch.int32:
+        matrix.factors = store.tensors[f"_{name}.alpha_or_gscale"].data_ptr()
+    elif dtype is torch.float8_e4m3fn and scales[0].numel() > 1:
+        parts = 2 if name == "w1" else 1  # gate and up have blocks of their own
+        matrix.scale_rows = _measure_block(rows // parts, scales.shape[1] // parts)
+        matrix.scale_cols = _measure_block(cols, scales.shape[2])
     return matrix
 
 

@@ -15,6 +15,8 @@ from moedoctor.fixes.moe.forward import moe_forward
 from moedoctor.kernels.cache import WHOLE_SHARE
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe_layer import Layer
+from moedoctor.reference.nvfp4 import Nvfp4
+from moedoctor.testing import marlin
 from moedoctor.testing.adapters.reference import make_moe
 from moedoctor.testing.questions import declare
 
@@ -49,7 +51,7 @@ run_grouped = make_moe(_run_grouped, formats=_FORMATS, package="torch")
 """Computes with torch's `grouped_mm` between a sort and a sum of ours."""
 
 
-@declare(kind="moe", formats=("bf16", "fp8", "fp8-block"))
+@declare(kind="moe", formats=_FORMATS)
 def run_host_workers(
     x: Tensor, w13: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor, scales: Mapping[str, Tensor]
 ) -> Tensor:
@@ -57,6 +59,11 @@ def run_host_workers(
     from moedoctor.kernels.cache.handover import launch_add, launch_ask
 
     weights = {"w1": w13, "w2": w2, "_w1.scale": scales.get("w13"), "_w2.scale": scales.get("w2")}
+    if "w13_global" in scales:
+        for name, key, words in (("w1", "w13", w13), ("w2", "w2", w2)):
+            repacked = marlin.repack(Nvfp4(words, scales[key], scales[f"{key}_global"]))
+            names = name, f"_{name}.scale", f"_{name}.alpha_or_gscale"
+            weights.update(zip(names, repacked, strict=True))
     store = ExpertStore({name: weight.cpu() for name, weight in weights.items() if weight is not None})
     state = ExpertCache(store, 1, engine="device", device=x.device).state
     workers = HostWorkers([store], [-1, -1], x.device)

@@ -13,18 +13,27 @@ from hypothesis import HealthCheck, given, settings
 from moedoctor.fixes.cache import host_workers
 from moedoctor.fixes.cache.host_workers import LEVELS, MOST_TOKENS, HostWorkers, find_levels
 from moedoctor.fixes.expert_cache import ExpertStore
+from moedoctor.reference import nvfp4
 from moedoctor.reference.moe import MoeWeights, forward
+from moedoctor.testing import marlin
 
 SIZES = dict.fromkeys(("bf16", "fp8"), ((16, 16), (48, 40), (256, 320), (400, 129)))
 SIZES |= {"packed": ((64, 64), (192, 128), (256, 320), (448, 576)), "block": ((48, 64), (400, 144), (32, 10))}
+SIZES["marlin"] = SIZES["packed"]
 USABLE = list(LEVELS)[list(LEVELS).index(find_levels()[0]) :]
 
 
 def make_weights(hidden: int, inner: int, form: str) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Return weights of 5 experts, and their float32 values; FP8 has scales by expert or by block."""
+    """Return weights of 5 experts, and their float32 values; FP8 has scales by expert or block."""
     weights, values, draw = {}, [], torch.Generator().manual_seed(0)
     for name, rows, cols in (("w1", 2 * inner, hidden), ("w2", hidden, inner)):
         wide = torch.randn(5, rows, cols, generator=draw) / cols**0.5
+        if form == "marlin":
+            quantized = nvfp4.quantize(wide * torch.rand(5, rows, 1, generator=draw))
+            names = name, f"_{name}.scale", f"_{name}.alpha_or_gscale"
+            weights.update(zip(names, marlin.repack(quantized), strict=True))
+            values.append(nvfp4.dequantize(quantized))
+            continue
         wide.view(-1)[7::4001] = 300.0 if form == "packed" else 0.0  # has no code among the packed ones
         weights[name] = (wide * 32).to(torch.float8_e4m3fn) if form in ("fp8", "block") else wide.bfloat16()
         values.append(weights[name].float())
