@@ -41,9 +41,7 @@ def pretend(site: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_a_failure_that_affects_the_machine_gives_exit_code_1_and_nothing_is_written(
-    tmp_path: Path, site: Path
-) -> None:
+def test_a_failure_that_affects_the_machine_gives_exit_code_1_and_nothing_is_written(tmp_path, site):
     pretend(site, "vllm", "0.18.0")
     pretend(site, "flashinfer-python", "0.6.6")
     home, work = tmp_path / "home", tmp_path / "work"

@@ -131,9 +131,7 @@ def test_planted_mistakes_are_named_first() -> None:
     lost=st.sets(st.integers(0, 7), min_size=1), wrong=st.booleans(), value=st.sampled_from(["nan", "inf"])
 )
 @settings(max_examples=5, deadline=None)
-def test_tokens_with_nan_are_explained_by_no_mistake_that_leaves_them_finite(
-    lost: set[int], wrong: bool, value: str
-) -> None:
+def test_tokens_with_nan_are_explained_by_no_mistake_that_leaves_them_finite(lost, wrong, value):
     call = computation(make_capsule("nvfp4"))
     deviation = (("w13", "gate_up_swapped"),) if wrong else ()
     output = noisy(call.compute_contributions(deviation).sum(1))  # [T, H]

@@ -184,9 +184,7 @@ def test_a_folder_and_a_wheel_are_read(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("text", ["x = " + "(" * 9999, "\0", "-" * 99_999 + "1"])
-def test_a_source_that_is_no_python_is_refused_in_one_line(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_source_that_is_no_python_is_refused_in_one_line(text, tmp_path, capsys):
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "envs.py").write_text(text)
     assert main(["check", "--source", str(tmp_path)]) == 2
@@ -194,9 +192,7 @@ def test_a_source_that_is_no_python_is_refused_in_one_line(
     assert "vllm/envs.py cannot be parsed; expected a wheel of vLLM, or a folder" in line
 
 
-def test_a_release_that_is_newer_than_the_known_ones_is_not_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_release_that_is_newer_than_the_known_ones_is_not_refused(capsys):
     assert main(["check", "--release", "0.34.0", "--sm", "9.0", "--format", "json"]) == 2
     document = json.loads(capsys.readouterr().out)
     assert document["environment"]["vllm"] == "0.34.0"

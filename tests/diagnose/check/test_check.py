@@ -137,14 +137,7 @@ STRUCK: list[tuple[str, dict[str, str], tuple[str, str], bool, dict[str, str], s
 
 
 @pytest.mark.parametrize(("id", "packages", "gpu", "wsl", "environ", "severity"), STRUCK)
-def test_the_severity_of_an_entry_on_a_machine(
-    id: str,
-    packages: dict[str, str],
-    gpu: tuple[str, str],
-    wsl: bool,
-    environ: dict[str, str],
-    severity: str | None,
-) -> None:
+def test_the_severity_of_an_entry_on_a_machine(id, packages, gpu, wsl, environ, severity):
     result = check(sources(packages, gpu=gpu, wsl=wsl, environ=environ), probes())
     findings = {finding.id: finding for finding in (*result.findings, *result.conditional)}
     assert (findings[id].severity if id in findings else None) == severity
@@ -191,9 +184,7 @@ def test_the_expert_cache_is_recognised_by_its_file() -> None:
         ("0.7.2", GB10, (13, 0), "12.0a", "does not run on this GPU"),
     ],
 )
-def test_what_flashinfer_would_build_is_judged_for_this_gpu(
-    release: str, gpu: tuple[str, str], cuda: tuple[int, int], setting: str | None, reason: str | None
-) -> None:
+def test_what_flashinfer_would_build_is_judged_for_this_gpu(release, gpu, cuda, setting, reason):
     environ = {} if setting is None else {"FLASHINFER_CUDA_ARCH_LIST": setting}
     tool = Tool("nvcc", "/nvcc", cuda, ".".join(map(str, cuda)))
     made = sources({"flashinfer-python": release}, gpu=gpu, environ=environ)

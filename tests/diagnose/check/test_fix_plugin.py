@@ -50,9 +50,7 @@ def test_the_variable_the_entry_points_and_vllms_filter_decide(
     ("vllm", "reason"),
     [(None, "vLLM is not installed here"), ("0.16.0", "none of the releases that the fixes know (0.17.1 to")],
 )
-def test_no_fix_is_active_with_an_unknown_vllm(
-    monkeypatch: pytest.MonkeyPatch, vllm: str | None, reason: str
-) -> None:
+def test_no_fix_is_active_with_an_unknown_vllm(monkeypatch, vllm, reason):
     monkeypatch.setattr(fix_plugin, "entry_points", lambda group: (OURS,))
     state = fix_plugin.state({"MOEDOCTOR_FIXES": "offload"}, vllm)
     assert (state["active"], state["fixes"]) == (False, ["offload"])
@@ -69,9 +67,7 @@ def test_no_fix_is_active_with_an_unknown_vllm(
         ({"MOEDOCTOR_FIXES": "offload", "MOEDOCTOR_TRACE": "nan"}, True),
     ],
 )
-def test_a_fix_that_the_release_refuses_is_a_problem_if_it_stops_vllm(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], stops: bool
-) -> None:
+def test_a_fix_that_the_release_refuses_is_a_problem_if_it_stops_vllm(monkeypatch, environ, stops):
     monkeypatch.setattr(fix_plugin, "entry_points", lambda group: (OURS,))
     state = fix_plugin.state(environ, "0.19.1")
     assert (state["stops"] is not None) is stops

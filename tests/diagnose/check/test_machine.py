@@ -28,14 +28,7 @@ OLD = "4.19.104-microsoft-standard"
         (None, True, NEW, {DISABLE_UVA: "1"}, None, None),
     ],
 )
-def test_path(
-    vllm: str | None,
-    wsl: bool | None,
-    kernel: str | None,
-    variables: dict[str, str],
-    uva: bool | None,
-    pins: bool | None,
-) -> None:
+def test_path(vllm, wsl, kernel, variables, uva, pins):
     path = offload_path(vllm, wsl=wsl, kernel=kernel, variables=variables)
     assert (path.uva.value, path.pins.value) == (uva, pins)
     assert path.uva.reason

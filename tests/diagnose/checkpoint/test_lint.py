@@ -586,9 +586,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("base", "changes", "expected"), CASES)
-def test_each_damage_gives_its_finding_and_no_other(
-    base: Base, changes: list[Change], expected: Expected, tmp_path: Path
-) -> None:
+def test_each_damage_gives_its_finding_and_no_other(base, changes, expected, tmp_path):
     made = base()
     for change in changes:
         change(made)
@@ -657,9 +655,7 @@ def test_a_dense_quantised_layer_is_cut_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 512, 4096])
-def test_block_scales_are_counted_in_parts_as_at_once(
-    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_scales_are_counted_in_parts_as_at_once(chunk, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_values, "_CHUNK", chunk)
     odd = (0x7F, 0xFF, 0x80, 0x81, 0x90, 0, 3, 3, 0xFE, 0x7D, 8, 9, 10, 11, 1, 2)
     data = bytes(range(0x7C)) * 4 + bytes(odd)
@@ -714,9 +710,7 @@ def test_every_value_of_a_scale_is_decoded_as_it_is() -> None:
         assert checkpoint_values._decode(name, raw) == tuple(values.tolist())
 
 
-def test_large_block_scales_are_sampled_and_the_report_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_block_scales_are_sampled_and_the_report_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(scale_checks, "FULL_BYTES", 1000)
     monkeypatch.setattr(checkpoint_values, "_SAMPLE", 64)
     made = modelopt()

@@ -114,9 +114,7 @@ def test_the_repaired_checkpoint_is_clean_and_the_rest_keeps_its_bits(
 
 
 @pytest.mark.parametrize("bad", [0.0, 1e-45])
-def test_an_input_scale_without_a_reciprocal_takes_the_largest_of_its_layer(
-    bad: float, tmp_path: Path
-) -> None:
+def test_an_input_scale_without_a_reciprocal_takes_the_largest_of_its_layer(bad, tmp_path):
     made = modelopt()
     made.tensors[f"{EXPERT}.down_proj.input_scale"] = f32(bad)
     folder = made.write(tmp_path / "c")
@@ -155,9 +153,7 @@ def test_shards_behind_symlinks_keep_their_targets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("problem", [RepairError("no"), OSError("no"), KeyboardInterrupt()])
-def test_nothing_is_left_of_a_repair_that_failed(
-    problem: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_of_a_repair_that_failed(problem, tmp_path, monkeypatch):
     result = lint(disagreeing(modelopt(), {(0, 0): 2.0}).write(tmp_path / "c"))
 
     def fail(*_: object) -> None:

@@ -295,16 +295,12 @@ def test_the_command_finds_kernels_without_suffix(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("gpu", "flag"), [("12.0", "sm_120f"), ("9.0", "sm_90a"), ("8.0", "sm_80"), ("12.1", "sm_121a")]
 )
-def test_the_advised_target_has_the_suffix_that_moe_kernels_need(
-    gpu: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_advised_target_has_the_suffix_that_moe_kernels_need(gpu, flag, tmp_path, capsys):
     (tmp_path / "build.ninja").write_text(ninja("100a"))
     assert re.search(rf"code={flag}(?!\w)", run([tmp_path], capsys, gpu)[1])
 
 
-def test_large_build_files_and_folders_end_soon_in_a_short_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_build_files_and_folders_end_soon_in_a_short_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     names = [f"{number}x{number}" for number in range(20_000)]
     (tmp_path / "build.ninja").write_text(ninja(*names, *(f"{number}a" for number in range(70, 999))))
@@ -322,9 +318,7 @@ def test_large_build_files_and_folders_end_soon_in_a_short_table(
     assert "of the 502 files, 500 are missing or lack" in text
 
 
-def test_without_a_gpu_targets_are_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_targets_are_listed(tmp_path, capsys, monkeypatch):
     cache(tmp_path, "0.6.6", "120a", "fused_moe_120", "120a")
     monkeypatch.setattr(environment, "collect", lambda: {"capability": None})
     code, text = run([tmp_path], capsys, None)
@@ -334,9 +328,7 @@ def test_without_a_gpu_targets_are_listed(
 
 
 @pytest.mark.parametrize("format", PAGE_FORMATS)
-def test_home_folders_are_not_shown_and_an_empty_folder_says_so(
-    format: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_home_folders_are_not_shown_and_an_empty_folder_says_so(format, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     code, text = run([tmp_path], capsys, "12.0", format)
     assert code == 0

@@ -69,9 +69,7 @@ def test_a_stock_wheel_has_what_its_gpu_uses(tmp_path: Path, tool: Tool) -> None
     }
 
 
-def test_the_advice_fits_what_was_audited(
-    tmp_path: Path, tool: Tool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_advice_fits_what_was_audited(tmp_path, tool, monkeypatch, capsys):
     monkeypatch.setattr("moedoctor.processes.cuda_tools.find_tools", lambda names: [tool])
     (tmp_path / "mine.so").write_bytes(binary("75"))
     module = tmp_path / ".cache/flashinfer/0.6.6/90a/cached_ops/sampling/sampling.so"

@@ -131,9 +131,7 @@ ON_GPU = "weights on the GPU while they are repacked"
         ("a new one", "Fp8MoEMethod", "not known: A_NEW_ONE was measured on no GPU yet", None),
     ],
 )
-def test_memory_is_that_of_plan(
-    backend: str, method: str, workspace: str, repacking: tuple[str, str] | None
-) -> None:
+def test_memory_is_that_of_plan(backend, method, workspace, repacking):
     gib, names = 1 << 30, ("new tensors while a layer of experts is repacked (MD026)", ON_GPU)
     sizes = {"hidden": 256, "intermediate": 1024, "experts": 800, "top_k": 2, "is_gated": True}
     experts = {**sizes, "tokens": 2048, "host_bytes": gib, "moved": [3 * gib // 4] * 3}

@@ -2,15 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 from scripts_of_tests import load_script
 
 KEPT = Path(__file__).resolve().parents[3] / "reports" / "backends"
 
 
-def test_the_stored_reports_are_what_the_script_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stored_reports_are_what_the_script_writes(tmp_path, monkeypatch):
     families = load_script("backend_reports", monkeypatch).FAMILIES
     load_script("backend_reports", monkeypatch).write_reports(tmp_path / "new")
     fresh = {

@@ -22,9 +22,7 @@ IMAGE = "vllm/vllm-openai:v0.21.0"
         ("", {}, ""),
     ],
 )
-def test_the_launcher_and_its_variables_are_separated(
-    line: str, settings: dict[str, str], command: str | None
-) -> None:
+def test_the_launcher_and_its_variables_are_separated(line, settings, command):
     found = split_command(line.split())
     assert settings.items() <= found.settings.items()
     assert "HF_TOKEN" not in found.settings

@@ -201,9 +201,7 @@ def test_every_row_has_its_source() -> None:
     st.lists(st.one_of(st.sampled_from(sorted(load_vllm_flags().rows)), st.text(max_size=12)), max_size=5),
     st.sampled_from([None, *SCHEMES]),
 )
-def test_any_settings_are_checked_without_an_exception(
-    release: str, environ: dict[str, str], command: list[str], scheme: str | None
-) -> None:
+def test_any_settings_are_checked_without_an_exception(release, environ, command, scheme):
     found = check_settings(release, environ, command, scheme=scheme)
     effects = [finding.takes_effect for finding in found]
     assert effects == sorted(effects)
