@@ -207,10 +207,8 @@ def mixed() -> Made:
     assert made.hf_quant is not None
     for settings in (made.config["quantization_config"], made.hf_quant["quantization"]):
         settings.update(quant_algo="MIXED_PRECISION", quantized_layers=copy.deepcopy(listed))
-        settings["ignore" if "ignore" in settings else "exclude_modules"] = [
-            "lm_head",
-            "model.layers.*.mlp.gate",
-        ]
+        excluded = "ignore" if "ignore" in settings else "exclude_modules"
+        settings[excluded] = ["lm_head", "model.layers.*.mlp.gate"]
         settings.pop("config_groups", None)
         settings.pop("group_size", None)
     return made

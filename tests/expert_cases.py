@@ -174,9 +174,8 @@ def _random_weights(
         codes = e2m1.decode(e2m1.unpack(packed)).unflatten(-1, (-1, 16))  # [E, N, K / 16, 16]
         right = (codes * blocks.float()[..., None]).flatten(-2) * each  # [E, N, K]
         global_scale = scale[:, 0] if own == 1 else scale
-        return make_nvfp4_weights(
-            packed.to(device), blocks.to(device), global_scale.to(device), bias=bias
-        ), right
+        stored = [part.to(device) for part in (packed, blocks, global_scale)]
+        return make_nvfp4_weights(*stored, bias=bias), right
     values = torch.randn(size).to(torch.float8_e4m3fn)
     kind = draw.choice(("matrix", "row", "block"))
     if kind == "matrix":
@@ -204,9 +203,8 @@ def assert_small_values_keep_their_bits(dtype: torch.dtype, smaller: float, devi
 
     def output(factor: float) -> torch.Tensor:
         """Return float32 [1, H], divided by what `factor` makes of it: gate and up have a scale of each."""
-        scales = w13.scale.view(len(w13.values), -1).expand(-1, 2) * torch.tensor(
-            [1.0, factor], device=device
-        )
+        halves = torch.tensor([1.0, factor], device=device)
+        scales = w13.scale.view(len(w13.values), -1).expand(-1, 2) * halves
         weights = replace(w13, scale=scales.contiguous(), halves=2)
         shares = problem.topk_weights / factor
         return run_experts(x, weights, w2, shares, problem.topk_ids, activation="silu", tiles=tiles).float()
@@ -225,9 +223,8 @@ def assert_shared_experts_are_right(
     expected = compute_expected(problem, "none")
     tiles = RowTile(16, 1, 4), RowTile(8, 1, 4, lanes=lanes, expert_splits=splits)
     w13, w2 = convert_weights(layer.w13), convert_weights(layer.w2)
-    output = run_experts(
-        problem.x, w13, w2, problem.topk_weights, problem.topk_ids, activation="relu2", tiles=tiles
-    )
+    routes = problem.topk_weights, problem.topk_ids
+    output = run_experts(problem.x, w13, w2, *routes, activation="relu2", tiles=tiles)
     agreement = agree(output.cpu(), expected.cpu(), bounds)
     assert agreement.right, (top_k, lanes, splits, agreement.reason)
 

@@ -167,9 +167,8 @@ def check_watch_groups(device: str) -> None:
 
 def _order(found: torch.Tensor) -> list[int]:
     """The points with something in the record, the first one first."""
-    first = found[..., nan_state.FIRST_SEQUENCE].masked_fill(
-        found[..., nan_state.ROWS] == 0, 1 << 30
-    )  # [P, 4]
+    is_empty = found[..., nan_state.ROWS] == 0  # [P, 4]
+    first = found[..., nan_state.FIRST_SEQUENCE].masked_fill(is_empty, 1 << 30)  # [P, 4]
     points = first.amin(1)  # [P]
     return [int(point) for point in points.argsort() if int(points[point]) < 1 << 30]
 

@@ -12,9 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install triton"
-)
+has_triton = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not has_triton, reason="needs Triton: pip install triton")
 
 
 def run_check(script: str | Path, *arguments: str) -> None:

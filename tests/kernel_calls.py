@@ -73,9 +73,8 @@ def _group_edges() -> None:
 def _inf_ranks_by_logit() -> None:
     """Under "finite" a row that holds an Inf is ranked by its logits, although these scores are all 1."""
     x = torch.tensor([[30.0, 20.0, float("inf"), 25.0], [30.0, 20.0, 26.0, 25.0]])
-    _, ids = launch(
-        Call("topk_sigmoid", x, 3, {"nan_policy": "finite"}), device="cpu", shape=Shape(2, 4, 1, 1)
-    )
+    call = Call("topk_sigmoid", x, 3, {"nan_policy": "finite"})
+    _, ids = launch(call, device="cpu", shape=Shape(2, 4, 1, 1))
     assert ids.tolist() == [[2, 0, 3], [0, 1, 2]], ids
 
 

@@ -158,9 +158,8 @@ def _read_github(text: str, whole: Report) -> None:
 def _read_html(text: str, whole: Report) -> None:
     assert len(text.encode()) <= MOST_HTML_BYTES
     check_html(text)
-    found = " ".join(
-        get_html_text(text).replace("`", "").split()
-    )  # code in pairs loses them, one alone stays
+    # Code in pairs loses its backticks; one alone stays.
+    found = " ".join(get_html_text(text).replace("`", "").split())
     for scenario in whole.scenarios:
         texts = (scenario.title, *(claim.text for claim in scenario.claims))
         assert all(

@@ -58,9 +58,8 @@ def case(subject: str, verdict: str, parameters: dict[str, Any] | None = None, *
     tier = Tier.MODEL if subject in ("faulty", "fixed") else Tier.KERNEL
     fields.setdefault("device", "cpu" if tier is Tier.MODEL else "cuda:0")
     fields.setdefault("figure", {"reproduced": "13 of 128 rows", "clean": "0 of 128 rows"}.get(verdict, ""))
-    return CaseResult(
-        subject, tier, POINTS[0] if parameters is None else parameters, CaseVerdict(verdict), **fields
-    )
+    point = POINTS[0] if parameters is None else parameters
+    return CaseResult(subject, tier, point, CaseVerdict(verdict), **fields)
 
 
 def crashed(subject: str, parameters: dict[str, Any] | None = None) -> CaseResult:

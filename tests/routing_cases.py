@@ -98,9 +98,8 @@ def calls(draw: st.DrawFn, names: tuple[str, ...] = ("topk_softmax", "topk_sigmo
         options |= {"num_groups": groups, "topk_groups": best}
         options |= {"scoring": draw(st.sampled_from(["softmax", "sigmoid"]))}
         options |= {"routed_scaling_factor": draw(st.sampled_from([1.0, 2.5]))}
-    return Call(
-        name, draw(logits(draw(st.integers(0, 4)), experts)), draw(st.integers(1, reachable)), options
-    )
+    x = draw(logits(draw(st.integers(0, 4)), experts))  # [T, E]
+    return Call(name, x, draw(st.integers(1, reachable)), options)
 
 
 def rows_of_every_kind(

@@ -46,9 +46,7 @@ def test_a_plug_in_that_breaks_is_named_and_left_out(capsys: pytest.CaptureFixtu
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == len(BROKEN)
     for line, (name, (_, problem)) in zip(lines, BROKEN.items(), strict=True):
-        assert line.startswith(
-            f"moedoctor: a plug-in of another project is left out: moedoctor.faults:{name}: "
-        )
+        assert f"another project is left out: moedoctor.faults:{name}: " in line
         assert problem in line
 
 

@@ -172,11 +172,7 @@ COMMANDS = _list_commands(typer.main.get_command(app))
 
 
 def test_every_command_that_prints_can_write_to_a_file_instead() -> None:
-    without = [
-        command.name
-        for command in COMMANDS
-        if not any("--output" in option.opts for option in command.params)
-    ]
+    without = [each.name for each in COMMANDS if not any("--output" in option.opts for option in each.params)]
     assert without == ["copy"]  # which writes the file that it names
 
 

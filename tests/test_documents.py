@@ -21,12 +21,8 @@ def example(tmp_path: Path, find_plugins_in: Callable[[Path], None]) -> Path:
     """Write the files that CONTRIBUTING shows, with the entry point of an installed package."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     files = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", text, flags=re.DOTALL))
-    assert set(files) == {
-        "slow_sum.yaml",
-        "my_failures/slow_sum.py",
-        "my_failures/slow_sum_lab.py",
-        "test_slow_sum.py",
-    }
+    package = {"my_failures/slow_sum.py", "my_failures/slow_sum_lab.py"}
+    assert set(files) == {*package, "slow_sum.yaml", "test_slow_sum.py"}
     info = "my_failures-1.0.dist-info"
     (entry_point,) = re.findall(r"^slow_sum = \"(.*)\"$", text, flags=re.MULTILINE)
     files[f"{info}/METADATA"] = "Metadata-Version: 2.1\nName: my-failures\nVersion: 1.0\n"
@@ -44,10 +40,8 @@ def test_the_example_is_proved_and_its_claim_confirmed(example, monkeypatch, cap
     assert main(["run", "slow_sum.yaml", "--format", "json"]) == 0
     (scenario,) = json.loads(capsys.readouterr().out)["scenarios"]
     assert (scenario["verdict"], scenario["claims"][0]["verdict"]) == ("proved", "confirmed")
-    assert [case["figure"] for case in scenario["cases"]][:2] == [
-        "4096 ones make 2048",
-        "8192 ones make 2048",
-    ]
+    figures = [case["figure"] for case in scenario["cases"]]
+    assert figures[:2] == ["4096 ones make 2048", "8192 ones make 2048"]
     assert main(["explain", "MD902"]) == 0
     assert "a sum in half precision" in capsys.readouterr().out
 

@@ -56,10 +56,8 @@ def store(blocks: ModuleType, name: str, **document: Any) -> None:
 
 def store_claims(blocks: ModuleType, figures: str, verdict: str = "refuted") -> None:
     texts = {"it costs 30 %": SOURCE, "ours is fast": "moedoctor"}
-    claims = [
-        {"text": text, "source": source, "verdict": verdict, "reason": figures}
-        for text, source in texts.items()
-    ]
+    judged = {"verdict": verdict, "reason": figures}
+    claims = [{"text": text, "source": source, **judged} for text, source in texts.items()]
     store(blocks, "nan_routing", scenarios=[{"id": "MD001", "verdict": "proved", "claims": claims}])
 
 
@@ -116,8 +114,7 @@ def test_a_promise_is_kept_broken_or_not_run(blocks: ModuleType) -> None:
     assert "| `speed` | it is fast | >= 1.2 |  | not run |  |" in document.read_text()
     assert "small" not in document.read_text()
     for ratio, shown in ((1.234, "1.23 | **kept**"), (1.1, "1.1 | **broken**")):
-        store(
-            blocks, "speed", origin=MADE, bench={"engines": {"speeds": [{"variant": "fast", "ratio": ratio}]}}
-        )
+        speeds = [{"variant": "fast", "ratio": ratio}]
+        store(blocks, "speed", origin=MADE, bench={"engines": {"speeds": speeds}})
         blocks.main(["--write"])
         assert f"| {shown} | [NVIDIA H200, vLLM 0.33.0]" in document.read_text()

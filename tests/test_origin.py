@@ -16,9 +16,8 @@ needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
 def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-    done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True
-    )
+    command = ["git", "-C", str(folder), *identity, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 

@@ -29,11 +29,8 @@ def test_only_engines_that_ran_count(script: Any) -> None:
     ran_with = script.ran_with
     assert ran_with(report()) == {"offload", "nan"}
     assert ran_with({**report(), "environment": {"vllm": "0.33.0", "gpu": None}}) == set()
-    row = {
-        "settings": "MOEDOCTOR_FIXES=expert_cache,moe MOEDOCTOR_EXPERT_CACHE=8",
-        "failed": None,
-        "wrong": None,
-    }
+    asked = "MOEDOCTOR_FIXES=expert_cache,moe MOEDOCTOR_EXPERT_CACHE=8"
+    row = {"settings": asked, "failed": None, "wrong": None}
     bench = {**report(), "command": "bench", "bench": {"engines": {"engines": [row]}}}
     assert ran_with(bench) == {"expert_cache", "moe"}
     assert ran_with({**bench, "bench": {"engines": {"engines": [{**row, "failed": "stopped"}]}}}) == set()

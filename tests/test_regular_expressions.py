@@ -111,11 +111,7 @@ def matching(tree: Any, repeat: bool) -> str:
 
 def member(choices: Any) -> str:
     """Return a character of a class such as ``[a-z_]``."""
-    sets = {
-        "DIGIT": str.isdigit,
-        "SPACE": str.isspace,
-        "WORD": lambda letter: letter.isalnum() or letter == "_",
-    }
+    sets = {"DIGIT": str.isdigit, "SPACE": str.isspace, "WORD": lambda each: each.isalnum() or each == "_"}
     negated = choices[0][0] is names.NEGATE
     for letter in "a1 A_-./:=,@" + "".join(map(chr, range(0x20, 0x7F))) + "\n\x1b\x80\u2028\u202e":
         is_in = False

@@ -62,16 +62,11 @@ def test_ranges_of_entries_are_made_from_the_answers(tmp_path: Path, monkeypatch
     entries = shutil.copytree(ROOT / ENTRIES, tmp_path / "entries")
     answers = load_answers()
     assert not list(ranges.write_ranges(entries, answers))
-    older = {
-        name: {key: value for key, value in row.items() if key != RELEASES[-1]}
-        for name, row in answers.items()
-    }
+    older = {name: {key: row[key] for key in row if key != RELEASES[-1]} for name, row in answers.items()}
     ended = list(ranges.write_ranges(entries, older))
     assert ended == ["person: moedoctor/entries/MD013.md: a range of question repacked ended"]
-    changed = {
-        file.name for file in list_entries() if file.read_bytes() != (entries / file.name).read_bytes()
-    }
-    assert {"MD002.md", "MD008.md"} <= changed
+    edited = {file.name for file in list_entries() if file.read_bytes() != (entries / file.name).read_bytes()}
+    assert {"MD002.md", "MD008.md"} <= edited
     assert not list(ranges.write_ranges(entries, answers))
     assert all(file.read_bytes() == (entries / file.name).read_bytes() for file in list_entries())
 
@@ -130,9 +125,8 @@ def test_a_release_that_was_removed_everywhere_comes_back_byte_for_byte(tables, 
     for name in ("moedoctor", "scenarios", "scripts", "tests", "reports/sources", "reports/plugin"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / ".venv-upstream").symlink_to(home)
-    (tmp_path / "scripts" / "environments.sh").write_text(
-        "upstream_environment() { :; }\nvllm_folder() { :; }\n"
-    )
+    functions = "upstream_environment() { :; }\nvllm_folder() { :; }\n"
+    (tmp_path / "scripts" / "environments.sh").write_text(functions)
     remove_release(tmp_path, tables, load_script("release/ranges", monkeypatch), release)
 
     def list_changed() -> set[str]:

@@ -67,10 +67,7 @@ class Clone:
         lines = self.log.read_text().splitlines()
         self.log.write_text("")
         skipped = {"-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"}
-        return [
-            line if line.startswith("venv") else " ".join(w for w in line.split() if w not in skipped)
-            for line in lines
-        ]
+        return [" ".join(word for word in line.split() if word not in skipped) for line in lines]
 
 
 @pytest.fixture

@@ -392,9 +392,8 @@ def test_a_slip_of_the_finger_finds_the_name(name: str, data: st.DataObject) -> 
     places = [at for at in range(1, len(name) - 1) if name[at].isalpha() and name[at + 1].isalpha()]
     assume(len(name) > 4 and places)
     at = data.draw(st.sampled_from(places))
-    slip = data.draw(
-        st.sampled_from([name[at] + name[at:], name[at + 1 :], name[at + 1] + name[at] + name[at + 2 :]])
-    )
+    rest = name[at:]
+    slip = data.draw(st.sampled_from([rest[0] + rest, rest[1:], rest[1] + rest[0] + rest[2:]]))
     assert name in find_closest(name[:at] + slip, NAMES, most=30)
 
 

@@ -185,9 +185,8 @@ def test_the_wheel_answers_in_an_environment_without_torch(place: Path, tmp_path
     # A torch that is broken is a finding.
     (site,) = bin.parent.glob("lib/python*/site-packages")
     (site / "torch").mkdir()
-    (site / "torch" / "__init__.py").write_text(
-        "raise ImportError('libcudart.so.13: cannot open shared object file')"
-    )
+    broken = "raise ImportError('libcudart.so.13: cannot open shared object file')"
+    (site / "torch" / "__init__.py").write_text(broken)
     answer = _run([str(bin / "moedoctor"), "run", "MD016"], place, environ)
     assert answer.returncode == 1
     assert "torch cannot be imported: ImportError: libcudart.so.13" in answer.stderr

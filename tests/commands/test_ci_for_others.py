@@ -44,9 +44,7 @@ class Runner:
 
     def __init__(self, folder: Path, **inputs: str) -> None:
         self.folder = folder
-        self.values = {
-            f"inputs.{name}": str(each.get("default", "")) for name, each in ACTION["inputs"].items()
-        }
+        self.values = {f"inputs.{key}": str(row.get("default", "")) for key, row in ACTION["inputs"].items()}
         self.values |= {f"inputs.{name}": value for name, value in inputs.items()}
         self.values["github.action_path"] = str(ROOT)
         self.files = {name: folder / name for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
@@ -75,11 +73,9 @@ class Runner:
             for name, text in step["env"].items()
         }
         self.files["GITHUB_OUTPUT"].write_text("")
-        environ = {**os.environ, **{name: str(file) for name, file in self.files.items()}, **variables}
+        env = {**os.environ, **{name: str(file) for name, file in self.files.items()}, **variables}
         shell = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", step["run"]]
-        ended = subprocess.run(
-            shell, cwd=self.folder, env=environ, capture_output=True, text=True, timeout=120
-        )
+        ended = subprocess.run(shell, cwd=self.folder, env=env, capture_output=True, text=True, timeout=120)
         for line in self.files["GITHUB_OUTPUT"].read_text().splitlines():
             name, _, value = line.partition("=")
             self.values[f"steps.{step.get('id')}.outputs.{name}"] = value

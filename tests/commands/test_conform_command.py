@@ -26,9 +26,8 @@ PLANTED = str(ROOT / "tests" / "testing" / "planted.py")
 def test_wrong_usage_is_one_line(words, message, monkeypatch, capsys):
     """The child that knows what the target is has answered no question."""
     nothing = SimpleNamespace(answers=(), kind="cache")
-    monkeypatch.setattr(
-        import_module("moedoctor.testing.examine"), "examine", lambda *given, **options: nothing
-    )
+    module = import_module("moedoctor.testing.examine")
+    monkeypatch.setattr(module, "examine", lambda *given, **options: nothing)
     assert main(["conform", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -44,12 +43,8 @@ def test_pytest_has_an_item_for_each_question_that_a_project_can_mark(tmp_path: 
         "        if item.name.endswith(' equal_logits'):\n"
         "            item.add_marker(pytest.mark.xfail(reason='known', strict=True))\n"
     )
-    words = [
-        "--moe-router",
-        f"{PLANTED}:route_one_expert_of_equals",
-        "-k",
-        "ordinary or equal_logits or bias",
-    ]
+    router, asked = f"{PLANTED}:route_one_expert_of_equals", "ordinary or equal_logits or bias"
+    words = ["--moe-router", router, "-k", asked]
     pytest_here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *words]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     ended = subprocess.run(

@@ -40,12 +40,8 @@ def test_every_entry_is_explained_in_full_and_on_two_screens_without_figures(id:
     entry, explained = load_entries()[id], _find(id)
     text = to_markdown(explained.make_page())
     assert text.startswith(f"# {id} {entry.name}: {entry.title}\n")
-    first = text.splitlines()[2:5]
-    assert first == [
-        f"- **Affected**: {entry.where}",
-        f"- **Do today**: {entry.next}",
-        f"- **Fixed in**: {entry.fixed}",
-    ]
+    facts = {"Affected": entry.where, "Do today": entry.next, "Fixed in": entry.fixed}
+    assert text.splitlines()[2:5] == [f"- **{name}**: {value}" for name, value in facts.items()]
     for affected in entry.releases:
         assert affected.evidence in text
     places = [text.index(f"\n## {heading}\n") for heading in SECTIONS]

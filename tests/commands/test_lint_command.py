@@ -57,9 +57,8 @@ def test_nothing_passes_that_was_not_looked_at(tmp_path: Path, capsys: pytest.Ca
     file.write_bytes(file.read_bytes()[:-10])
     lint_command(folder, "junit")
     cases = ElementTree.fromstring(capsys.readouterr().out).iter("testcase")
-    assert {case.get("name") for case in cases if case.find("skipped") is None} == {
-        "file_truncated a file is truncated"
-    }
+    looked_at = [case.get("name") for case in cases if case.find("skipped") is None]
+    assert looked_at == ["file_truncated a file is truncated"]
 
 
 ANSWERS = {

@@ -149,14 +149,12 @@ def test_every_release_decides_the_exit_code_and_no_other_size_does(release, mod
 
     def run_module(module: str, request: Any, **options: Any) -> Ended:
         is_other = str(other) in options["environ"]["PYTHONPATH"]
-        size = "2" if is_other else "1"
+        version, size = ("0.30.0", "2") if is_other else ("0.33.0", "1")
         answers = [
             make_reply({"words": [*each["words"], "--tensor-parallel-size", size]}) | {"words": each["words"]}
             for each in request["commands"]
         ]
-        return Ended(
-            ({"versions": {"vllm": "0.30.0" if is_other else "0.33.0"}}, *answers), 0, "", 1.0, 600.0
-        )
+        return Ended(({"versions": {"vllm": version}}, *answers), 0, "", 1.0, 600.0)
 
     assert call(release, model, options=("--sizes", "2")) == 0
     monkeypatch.setattr(ask, "run_module", run_module)

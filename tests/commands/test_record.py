@@ -130,9 +130,8 @@ def test_a_crash_is_named_and_its_call_is_computed_again(tmp_path, capfd, monkey
 
     def compute(path: Path, find: Any, device: str, *, seconds: float) -> Any:
         record = read_record(path)
-        replayed.append(
-            f"{len(list(folder.glob('autopsy-*.json')))} {record['layer']} {device} {len(find(record))}"
-        )
+        stored = len(list(folder.glob("autopsy-*.json")))
+        replayed.append(f"{stored} {record['layer']} {device} {len(find(record))}")
         failed = {"MARLIN": "AcceleratorError: CUDA error: an illegal memory access", "HPC": "no SM"}
         names = ("MARLIN", "TRITON", "HPC", "HUMMING")
         results = [BackendReplay(name, "bf16", "none", failed=failed.get(name)) for name in names]

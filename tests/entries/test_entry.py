@@ -50,10 +50,8 @@ def test_a_whole_entry_is_read() -> None:
     assert (entry.where, entry.fixed, entry.next) == ("nowhere", "no", "look twice")
     assert entry.mechanism == "One\nline, and another."
     assert (entry.affected, entry.detection, entry.fix) == ("Nobody.", "Not at all.", "None.")
-    assert entry.links == (
-        Link("https://example.org/1", "the report"),
-        Link("https://example.org/2", "closed: the fix"),
-    )
+    texts = ("the report", "closed: the fix")
+    assert entry.links == tuple(Link(f"https://example.org/{n}", text) for n, text in enumerate(texts, 1))
     (rule,) = entry.affects
     assert (rule.severity, rule.confidence, rule.needs) == ("error", 0.5, "--cpu-offload-gb")
     assert rule.when.packages == {"vllm": ">=0.17.1,<0.20.0", "vllm-gguf-plugin": ">=0"}

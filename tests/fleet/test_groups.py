@@ -74,10 +74,8 @@ def test_of_two_nodes_the_one_with_a_variable_set_is_odd(first: int) -> None:
 
 
 def test_a_fact_that_each_node_has_of_its_own_makes_no_groups() -> None:
-    members = [
-        Member(f"node-{n}", "H200", {"VLLM_HOST_IP": f"ip {n}", "driver": "580" if n else "570"})
-        for n in range(8)
-    ]
+    facts = [{"VLLM_HOST_IP": f"ip {n}", "driver": "580" if n else "570"} for n in range(8)]
+    members = [Member(f"node-{n}", "H200", each) for n, each in enumerate(facts)]
     grouping = group(members)
     assert grouping.individual == {"VLLM_HOST_IP": 8}
     assert [len(each.nodes) for each in grouping.groups] == [7, 1]

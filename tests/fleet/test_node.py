@@ -40,10 +40,8 @@ def test_a_command_gets_its_arguments_and_a_gpu_each(module: Path) -> None:
     first, *others = _texts(gpus=2)
     answers = [text for text in others if "doing" not in text]
     assert first["worker_seconds"] >= 0
-    assert sorted((answer["gpu"], answer["report"]) for answer in answers) == [
-        ("0", "['a', 'b'] 0\n"),
-        ("1", "['a', 'b'] 1\n"),
-    ]
+    shown = sorted((answer["gpu"], answer["report"]) for answer in answers)
+    assert shown == [("0", "['a', 'b'] 0\n"), ("1", "['a', 'b'] 1\n")]
 
 
 @pytest.mark.slow

@@ -36,9 +36,8 @@ _REPORT = {
 
 def _answer(report: Any = _REPORT, **more: Any) -> str:
     text = report if isinstance(report, str) else json.dumps(report)
-    return json.dumps(
-        {"gpu": None, "problem": "", "code": 1, "report": text, "log": "", "seconds": 1.5, **more}
-    )
+    answer = {"gpu": None, "problem": "", "code": 1, "report": text, "log": "", "seconds": 1.5, **more}
+    return json.dumps(answer)
 
 
 def _compare(rows: Iterable[Row]) -> FleetReport:
@@ -97,9 +96,8 @@ _KEYS = [
 
 @given(report=st.dictionaries(st.sampled_from(_KEYS), json_values), sums=json_values)
 def test_a_hostile_report_never_raises(report: dict[str, Any], sums: Any) -> None:
-    row = read_answer(
-        _PLACE, _answer({**report, "schema_version": 1, "moedoctor": moedoctor.__version__}, checksums=sums)
-    )
+    given = {**report, "schema_version": 1, "moedoctor": moedoctor.__version__}
+    row = read_answer(_PLACE, _answer(given, checksums=sums))
     assert row.status is Status.ANSWERED
     make_member(row, "node")
 

@@ -38,9 +38,8 @@ def test_stderr_is_more_specific_than_the_signal() -> None:
 def test_tail_is_short_indented_and_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     text = "".join(f"line {number}\n" for number in range(100))
-    tail = deaths.last_lines(
-        f"{text}  File /home/somebody/x.py token hf_abcdefghijklmnopqrstuv\n{'x' * 5000}\n"
-    )
+    frame = "  File /home/somebody/x.py token hf_abcdefghijklmnopqrstuv"
+    tail = deaths.last_lines(f"{text}{frame}\n{'x' * 5000}\n")
     assert len(tail) == deaths.TAIL_LINES
     assert tail[-2].startswith("  File ~/x.py")
     assert "hf_" not in tail[-2]

@@ -40,9 +40,8 @@ def test_any_text_can_be_printed_in_any_encoding(text: str, encoding: str) -> No
 
 @given(value=st.dictionaries(TEXTS, TEXTS), encoding=ENCODINGS)
 def test_json_keeps_its_value_in_any_encoding(value: dict[str, str], encoding: str) -> None:
-    assert json.loads(printed(json.dumps(value, ensure_ascii=False), encoding)) == json.loads(
-        json.dumps(value)
-    )
+    shown = printed(json.dumps(value, ensure_ascii=False), encoding)
+    assert json.loads(shown) == json.loads(json.dumps(value))
 
 
 def test_our_own_characters_become_plain_ones() -> None:

@@ -25,11 +25,8 @@ from moedoctor.reporters.page import (
 from moedoctor.reporters.pages.run import list_answers
 from moedoctor.results import load_report
 
-REPORTS = [
-    file
-    for file in sorted((Path(__file__).parents[2] / "reports").glob("*/*.json"))
-    if file.parent.name != "sources"
-]
+_STORED = (Path(__file__).parents[2] / "reports").glob("*/*.json")
+REPORTS = sorted(file for file in _STORED if file.parent.name != "sources")
 
 _texts = st.sampled_from(("", "short", HOSTILE, "x" * 2_000, "word " * 500, "<details>" * 100, "```\n" * 50))
 _blocks = st.recursive(

@@ -5,7 +5,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from junitparser import Error, Failure, JUnitXml, Skipped
-from report_samples import POINTS, case, crashed, full_report, report, scenario
+from report_samples import POINTS, PULL, case, crashed, full_report, report, scenario
 
 from moedoctor.reporters.junit import JunitReporter
 from moedoctor.results import ClaimResult, ClaimVerdict, Report, ScenarioResult
@@ -65,12 +65,11 @@ def test_only_cases_with_the_expected_verdict_pass(verdict, member, name, outcom
     ("verdict", "outcome"), [("failed", "failure"), ("error", "error"), ("skipped", "skipped")]
 )
 def test_a_verdict_that_no_case_shows_has_a_test_of_its_own(verdict: str, outcome: str) -> None:
-    result = scenario(
-        verdict, case("vllm@0.20.0", "reproduced"), reason="vllm@0.20.0 was reproduced, expected clean"
-    )
+    reason = "vllm@0.20.0 was reproduced, expected clean"
+    result = scenario(verdict, case("vllm@0.20.0", "reproduced"), reason=reason)
     assert _outcomes(result) == {"vllm@0.20.0/kernel/cuda:0": "", "verdict": outcome}
     (test,) = (test for test in _root(report(result)).iter("testcase") if test.get("name") == "verdict")
-    assert test[0].get("message") == "vllm@0.20.0 was reproduced, expected clean"
+    assert test[0].get("message") == reason
 
 
 def test_a_crash_has_its_kind_its_message_and_the_end_of_stderr() -> None:
@@ -82,16 +81,12 @@ def test_a_crash_has_its_kind_its_message_and_the_end_of_stderr() -> None:
 
 
 def test_claims_conclusions_and_facts_are_properties() -> None:
-    claim = ClaimResult(
-        "it is free", "vllm-project/vllm#39391", ClaimVerdict.REFUTED, {"a_us": 3.5}, "it is not"
-    )
-    result = scenario(
-        "found", claims=(claim,), conclusions={"first_fixed_release": "0.20.0"}, reason="seen", line=3
-    )
+    claim = ClaimResult("it is free", PULL, ClaimVerdict.REFUTED, {"a_us": 3.5}, "it is not")
+    result = scenario("found", claims=(claim,), conclusions={"first_fixed": "0.20.0"}, reason="seen", line=3)
     elements = _root(report(result)).iter("property")
     properties = {element.get("name"): element.get("value") for element in elements}
-    assert properties["claim: it is free (vllm-project/vllm#39391)"] == "refuted; it is not; a_us = 3.5"
-    assert properties["conclusion.first_fixed_release"] == "0.20.0"
+    assert properties[f"claim: it is free ({PULL})"] == "refuted; it is not; a_us = 3.5"
+    assert properties["conclusion.first_fixed"] == "0.20.0"
     assert properties["environment.env.VLLM_MOE"] == "1"
     assert (properties["verdict"], properties["reason"]) == ("found", "seen")
     assert properties["file"] == "scenarios/nan_routing.yaml:3"

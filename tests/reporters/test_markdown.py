@@ -49,10 +49,8 @@ def test_escaped_text_is_shown_as_it_is(text: str) -> None:
 
 
 def test_escaping_leaves_ordinary_text_readable() -> None:
-    assert (
-        escape("first_fixed_release 0.20.0 vllm@0.19.1 2.13.0")
-        == "first_fixed_release 0.20.0 vllm@0.19.1 2.13.0"
-    )
+    plain = "first_fixed_release 0.20.0 vllm@0.19.1 2.13.0"
+    assert escape(plain) == plain
     for text in ("for @somebody", "@somebody", "(@somebody", "`@somebody", "_@somebody", "é@somebody/team"):
         assert "@<!-- -->somebody" in escape(text)
 
@@ -68,11 +66,8 @@ def test_sources_become_links() -> None:
 
 
 def test_stderr_of_a_crash_cannot_end_its_code_block() -> None:
-    evidence = {
-        "death": "silent",
-        "message": "gone",
-        "stderr_tail": ["```", "# heading", "`````", "\x1b[1m<b>"],
-    }
+    tail = ["```", "# heading", "`````", "\x1b[1m<b>"]
+    evidence = {"death": "silent", "message": "gone", "stderr_tail": tail}
     cases = [case("faulty", "error", evidence=evidence), crashed("installed", POINTS[0])]
     text = MarkdownReporter(full=True).render(report(scenario("error", *cases)))
     fences = [token.content for token in MARKDOWN.parse(text) if token.type == "fence"]

@@ -61,9 +61,8 @@ def test_a_checkpoint_names_its_file_and_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     damaged().write(tmp_path / "model")
     run = by_command(capsys, "lint", "model")
-    uris = {
-        result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] for result in run["results"]
-    }
+    places = [result["locations"][0]["physicalLocation"] for result in run["results"]]
+    uris = {place["artifactLocation"]["uri"] for place in places}
     assert uris
     assert all(uri.startswith("model/") for uri in uris)
     assert any(result["ruleId"].startswith("MD0") for result in run["results"])
@@ -152,7 +151,5 @@ def test_the_fingerprint_is_that_of_the_release_before() -> None:
     """Whoever changes this opens every alert of every user again."""
     finding = find_in_run(full_report()).found[0]
     assert hash_finding(finding) == hash_finding(replace(finding, line=99, message="other", title="other"))
-    assert (
-        hash_finding(Finding("MD001", "error", "", "", "scenarios/a.yaml", key=("a",)))[:16]
-        == "a1b371e02c889bf2"
-    )
+    finding = Finding("MD001", "error", "", "", "scenarios/a.yaml", key=("a",))
+    assert hash_finding(finding)[:16] == "a1b371e02c889bf2"

@@ -85,9 +85,8 @@ def test_each_block_is_merged_and_expanded_in_the_order_of_the_file(tmp_path: Pa
 
 
 def test_without_a_matrix_there_is_the_product_of_the_parameters(tmp_path: Path) -> None:
-    assert points(tmp_path, BASE) == [
-        {"tokens": 4, "experts": 8, "top_k": 2, "router": "softmax", "scale": 1.0, "note": None}
-    ]
+    expected = {"tokens": 4, "experts": 8, "top_k": 2, "router": "softmax", "scale": 1.0, "note": None}
+    assert points(tmp_path, BASE) == [expected]
     several = points(tmp_path, HEAD + "parameters: {tokens: [3, 1, 2]}\n")
     assert [point["tokens"] for point in several] == [3, 1, 2]
 

@@ -123,14 +123,8 @@ def test_tiles_are_written_beside_those_of_other_numbers_of_tokens(tmp_path, mon
     (tmp_path / name).write_text('{"1": {"BLOCK_SIZE_M": 32}, "64": {"BLOCK_SIZE_M": 64}}')
     tiles = {"file_name": name, "rule": rule, "found": rule | {"num_warps": 8}, "rule_us": 3.0}
     tiles |= {"found_us": 2.0, "ratio": 1.5}
-    row = {
-        "tokens": 1,
-        "deterministic": True,
-        "roofline_share": 0.5,
-        "gigabytes_per_second": 1.0,
-        "tflops": 1.0,
-    }
-    row |= {"time_us": 3.0, "time_us_p20": 3.0, "time_us_p80": 3.0}
+    row = {"tokens": 1, "deterministic": True, "roofline_share": 0.5, "gigabytes_per_second": 1.0}
+    row |= {"tflops": 1.0, "time_us": 3.0, "time_us_p20": 3.0, "time_us_p80": 3.0}
     asked = measured(monkeypatch, row | {"tiles": tiles})
     assert bench("--backend", "TRITON,OURS", "--device", "cpu", "--tune", str(tmp_path), *TINY) == 0
     assert [task.tune for task in asked] == [

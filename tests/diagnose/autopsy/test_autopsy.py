@@ -31,15 +31,8 @@ from moedoctor.processes import cuda_tools
 from moedoctor.reporters.schemas import make_schema
 
 DUMPS = Path(__file__).parent / "dumps"
-GATHER = (
-    "gather_expert",
-    "illegal address",
-    [16, 1, 1],
-    [128, 1, 1],
-    [3, 0, 0],
-    [96, 0, 0],
-    "dump_case.py:14",
-)
+PLACE = [16, 1, 1], [128, 1, 1], [3, 0, 0], [96, 0, 0]
+GATHER = ("gather_expert", "illegal address", *PLACE, "dump_case.py:14")
 FAULTS = {
     "triton_graph": ("Triton", *GATHER),
     "light": ("Triton", *GATHER),
@@ -107,10 +100,8 @@ def test_a_dump_names_what_cuda_gdb_names(tmp_path, capsys, name):
 def test_only_a_kernel_of_moe_layers_sends_to_replay(tmp_path, capsys):
     (tmp_path / "a.moecapsule").write_bytes(b"")
     unpack(tmp_path, "vllm_topk")
-    assert (
-        f"moedoctor replay {tmp_path}/a.moecapsule --backend all"
-        in examine(tmp_path, capsys, 1)["next_steps"][0]
-    )
+    step = examine(tmp_path, capsys, 1)["next_steps"][0]
+    assert f"moedoctor replay {tmp_path}/a.moecapsule --backend all" in step
     (step,) = examine(unpack(tmp_path, "cublas"), capsys, 1)["next_steps"]
     assert "no kernel that only MoE layers use" in step
     main(["autopsy", str(tmp_path / "cublas.core"), "--format", "markdown"])
@@ -232,9 +223,7 @@ def test_an_exception_that_only_the_sm_has(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     table, count = struct.unpack_from("<Q", data, 40)[0], struct.unpack_from("<H", data, 60)[0]
     for index in range(count):
-        _, kind, _, _, offset, size, _, _, _, row = struct.unpack_from(
-            "<IIQQQQIIQQ", data, table + 64 * index
-        )
+        kind, offset, size, row = struct.unpack_from("<4xI16x2Q16xQ", data, table + 64 * index)
         for place in range(offset, offset + size, row) if kind == 0x8000000F else ():
             data[place + 32 : place + 36] = bytes(4)
     file.write_bytes(data)

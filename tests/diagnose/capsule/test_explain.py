@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,11 +31,8 @@ _CELLS = [
 
 
 def _call(scheme: tuple[str, str, str], seed: int) -> Computation:
-    quantization, activations, activation = scheme
-    unusual = seed % 2 == 1
-    capsule = make_capsule(
-        quantization, activations, activation=activation, seed=seed, halves=True, unusual=unusual
-    )
+    *kinds, activation = scheme
+    capsule = make_capsule(*kinds, activation=activation, seed=seed, halves=True, unusual=seed % 2 == 1)
     return computation(capsule)
 
 
@@ -99,11 +97,8 @@ def _is_place(call: Computation, deviation: Deviation, best: Explanation, expert
     """Return whether it names the place, but for experts in which the mistake changes nothing."""
     if expert is None or best.experts == (expert,):
         return True
-    ids, right, wrong = (
-        call.problem.topk_ids,
-        call.compute_contributions(),
-        call.compute_contributions(deviation),
-    )
+    ids = call.problem.topk_ids  # [T, K]
+    right, wrong = call.compute_contributions(), call.compute_contributions(deviation)  # [T, K, H]
     named = ids[ids >= 0].unique().tolist() if best.experts is None else best.experts
     if best.tokens is not None:
         named = ids[list(best.tokens)].unique().tolist()
@@ -203,9 +198,7 @@ def test_an_expert_with_other_weights_is_named(scheme: tuple[str, str, str]) -> 
     found = diagnose(call, noisy(moved)).best
     assert (found.mistakes, found.experts, found.taken) == (("expert_replaced",), (expert,), other)
 
-    foreign.problem = call.problem.__class__(
-        foreign.problem.layer, call.problem.x, call.problem.topk_weights, ids
-    )
+    foreign.problem = replace(call.problem, layer=foreign.problem.layer)
     mixed = torch.where((ids == expert)[..., None], foreign.compute_contributions(), right).sum(1)  # [T, H]
     unknown = diagnose(call, noisy(mixed))
     assert unknown.best.mistakes == ("expert_unknown",)

@@ -44,9 +44,8 @@ def test_layouts_and_an_expert_in_the_place_of_another(form: str, place: int, st
     moved = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     moved = moved.clone()
     moved[place] = moved[other]
-    (wrong,) = compare_backend_tensors(
-        _with(capsule, f"{source[:3].rstrip('_')}_x", moved.view(tensor.dtype))
-    )
+    changed = _with(capsule, f"{source[:3].rstrip('_')}_x", moved.view(tensor.dtype))
+    (wrong,) = compare_backend_tensors(changed)
     assert (wrong.of, wrong.form) == (source, form)
     assert [(odd.expert, odd.form, odd.like) for odd in wrong.odd] == [(place, OTHER, other)]
 

@@ -66,9 +66,7 @@ def test_a_place_that_is_gone_is_listed(tmp_path: Path) -> None:
     rename(folder, RUNNER, "may_reinitialize_input_batch")
     result = check_build(folder, "0.34.1.dev5")
     (line,) = (line for line in result.unknown if line.startswith("MD009"))
-    assert (
-        line == f"MD009 offload_reinit: there is no GPUModelRunner.may_reinitialize_input_batch in {RUNNER}"
-    )
+    assert line.endswith(f": there is no GPUModelRunner.may_reinitialize_input_batch in {RUNNER}")
     (folder / RUNNER).unlink()
     result = check_build(folder, "0.34.1.dev5")
     assert any(line.startswith("MD009") and "\n" not in line for line in result.unknown)
@@ -113,9 +111,7 @@ def test_a_flashinfer_that_is_no_known_release_is_read(tmp_path: Path) -> None:
     changed = check_build(folder)
     assert (changed.unknown, changed.exit_code) == (result.unknown, 2), "a known release that was changed"
     result = check_build(None, flashinfer="0.8.0.dev1")
-    assert [line.partition(": ")[2] for line in result.unknown] == [
-        "the source of this FlashInfer is not here"
-    ] * 2
+    assert [line.endswith("source of this FlashInfer is not here") for line in result.unknown] == [True] * 2
 
 
 def test_targets_are_those_of_the_release_that_a_flashinfer_is_like(tmp_path: Path) -> None:

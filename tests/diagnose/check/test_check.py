@@ -24,9 +24,8 @@ def found(result: CheckResult) -> dict[str, str]:
 
 
 def evidence(result: CheckResult, id: str) -> dict[str, Any]:
-    return dict(
-        next(finding.evidence for finding in (*result.findings, *result.conditional) if finding.id == id)
-    )
+    known = {finding.id: finding.evidence for finding in (*result.conditional, *result.findings)}
+    return dict(known[id])
 
 
 def test_wsl_with_vllm_018() -> None:
@@ -148,9 +147,7 @@ def test_the_severity_of_an_entry_on_a_machine(id, packages, gpu, wsl, environ, 
 def test_without_a_gpu_the_confidence_is_half_and_says_so() -> None:
     here = check(sources(VLLM_018, gpu=H200, torch_cuda="12.9"), probes())
     away = check(sources(VLLM_018, torch_cuda="12.9"), probes())
-    with_gpu, without = (
-        next(finding for finding in result.findings if finding.id == "MD001") for result in (here, away)
-    )
+    with_gpu, without = ({each.id: each for each in result.findings}["MD001"] for result in (here, away))
     assert without.confidence == pytest.approx(with_gpu.confidence / 2)
     assert "none here" in without.evidence["gpu"]
     assert "gpu" not in with_gpu.evidence

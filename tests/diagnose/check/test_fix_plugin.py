@@ -82,11 +82,8 @@ def test_every_fix_and_trace_is_told_for_a_release(monkeypatch: pytest.MonkeyPat
     assert known["offload"]["basis"] == "ran in an engine"
     assert "nvidia-h200/offload_table" in known["offload"]["reports"]
     assert known["routing"]["basis"] == "not needed"
-    assert fix_plugin.describe_extensions("0.17.1")["offload"] == {
-        "basis": "source checked",
-        "reports": [],
-        "reason": "",
-    }
+    checked = {"basis": "source checked", "reports": [], "reason": ""}
+    assert fix_plugin.describe_extensions("0.17.1")["offload"] == checked
     monkeypatch.setattr(fix_plugin, "load_evidence", dict)
     untried = fix_plugin.describe_extensions("0.18.1")
     assert (untried["offload"]["basis"], untried["nan"]["basis"]) == ("not tried", "refused")

@@ -21,18 +21,14 @@ NOWHERE = {"PATH": "/nonexistent"}
 @pytest.fixture
 def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the only folder that is searched for tools."""
-    monkeypatch.setattr(
-        cuda_tools, "_list_candidates", lambda names, environ: [tmp_path / name for name in names]
-    )
+    monkeypatch.setattr(cuda_tools, "_list_candidates", lambda names, _: [tmp_path / name for name in names])
     return tmp_path
 
 
 @needs_compiler
 @pytest.mark.parametrize("compiler", COMPILERS, ids=str)
 def test_every_compiler_accepts_what_the_table_says(compiler: Tool) -> None:
-    known = [
-        str(target) for target in EVERY_TARGET if toolchain.try_instruction(compiler, target, None).accepted
-    ]
+    known = [str(each) for each in EVERY_TARGET if toolchain.try_instruction(compiler, each, None).accepted]
     assert known == [str(target) for target in EVERY_TARGET if is_known_target(target, compiler.cuda)]
     for target in ("89", "90", "90a", "100a", "100f", "110a", "120", "120a", "120f", "121a"):
         parsed = Target.parse(target)
@@ -65,9 +61,8 @@ def test_families_are_those_of_the_compiler(tmp_path: Path) -> None:
 
 def _goes_to(compiler: Tool, source: Target, gpu: Target, folder: Path) -> bool:
     """Return whether PTX for `source` compiles for `gpu`."""
-    text = toolchain._SOURCE.format(
-        version=toolchain.find_ptx_version(compiler.cuda), target=source, statements=""
-    )
+    version = toolchain.find_ptx_version(compiler.cuda)
+    text = toolchain._SOURCE.format(version=version, target=source, statements="")
     (folder / "probe.ptx").write_text(text)
     options = [f"-arch=sm_{gpu}", "probe.ptx", "-o", "probe.cubin"]
     return run_tool(compiler.path, options, folder=str(folder)).code == 0
@@ -123,9 +118,8 @@ exit 0
 
 def test_a_syntax_error_does_not_hide_other_errors(tmp_path: Path) -> None:
     path = fake_tool(tmp_path, "ptxas", "12.0", SYNTAX_ERROR)
-    results = toolchain.try_instructions(
-        Tool("ptxas", str(path), (12, 0), "syntax"), Target(9, 0, "a"), toolchain.INSTRUCTIONS
-    )
+    tool = Tool("ptxas", str(path), (12, 0), "syntax")
+    results = toolchain.try_instructions(tool, Target(9, 0, "a"), toolchain.INSTRUCTIONS)
     assert [name for name, result in results.items() if not result.accepted] == ["cvt_e2m1x2"]
 
 

@@ -29,10 +29,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "piece").write_bytes(fake_cubin(100, command_line="-arch sm_100a -m 64"))
     listing = "Fatbin elf code:\\n================\\narch = sm_"
-    lines = [
-        f'grep -q "@{target}@" "$last" && printf "{listing}{target}\\n"'
-        for target in ("75", "90a", "100a", "120")
-    ]
+    search = 'grep -q "@{0}@" "$last" && printf "{1}{0}\\n"'
+    lines = [search.format(target, listing) for target in ("75", "90a", "100a", "120")]
     body = "for last; do :; done\n" + "\n".join(lines) + "\nexit 0"
     path = fake_tool(tmp_path / "tools", "cuobjdump", "13.1", body)
     return Tool("cuobjdump", str(path), (13, 1), "13.1.80")
@@ -96,11 +94,8 @@ def test_the_advice_fits_what_was_audited(tmp_path, tool, monkeypatch, capsys):
 def test_modules_of_flashinfer_for_other_gpus() -> None:
     for gpu, module in (("12.1", "120"), ("11.0", "100"), ("10.3", "103"), ("9.0", "90"), ("8.9", "89")):
         names = [f"fused_moe_{number}" for number in ("120", "103", "100", "90", "89")]
-        used = [
-            name
-            for name in names
-            if (use := find_library_use("x.so", name)) and use.uses(parse_capability(gpu))
-        ]
+        capability = parse_capability(gpu)
+        used = [name for name in names if (use := find_library_use("x.so", name)) and use.uses(capability)]
         assert used == [f"fused_moe_{module}"]
     assert find_library_use("x.so", "fused_moe_90_h20_prebuilt_d") is find_library_use("fused_moe_90.so")
     assert find_library_use("sampling.so", "sampling") is None

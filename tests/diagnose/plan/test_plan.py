@@ -53,11 +53,9 @@ def test_a_sliding_window_limits_the_cache_of_a_request():
 
 def test_pages_that_cannot_be_unified_are_refused():
     shape = load_preset("gemma-4-26b-a4b")
-    odd = replace(shape.attention[0], num_kv_heads=3)
+    odd = replace(shape, attention=(replace(shape.attention[0], num_kv_heads=3), shape.attention[1]))
     with pytest.raises(PlanError, match="do not divide"):
-        fit_kv_cache(
-            replace(shape, attention=(odd, shape.attention[1])), available_bytes=GIB, context=1024, kv_bytes=2
-        )
+        fit_kv_cache(odd, available_bytes=GIB, context=1024, kv_bytes=2)
 
 
 @given(name=st.sampled_from(list_presets()), gib=st.integers(1, 64), more=st.integers(0, 64))
@@ -229,9 +227,7 @@ def test_repacking_needs_memory_beside_the_weights_and_for_a_layer_that_is_offlo
     little = replace(request, gpu_bytes=made.on_device_bytes + made.repack_bytes - 1, utilization=1.0)
     (note,) = (note for note in plan(little).notes if "MD026" in note)
     assert note.startswith(f"loading: MARLIN needs {made.repack_bytes / GIB:.2f} GiB more while")
-    assert "fits only after loading, which needs more than the GPU has (MD026): " in _show(
-        replace(little, context=1024)
-    )
+    assert "fits only after loading, which needs more than" in _show(replace(little, context=1024))
     enough = replace(little, gpu_bytes=little.gpu_bytes + 1)
     assert not any("MD026" in note for note in plan(enough).notes)
     for mode, more in {"uva": 0, "copy": layer}.items():
@@ -240,9 +236,7 @@ def test_repacking_needs_memory_beside_the_weights_and_for_a_layer_that_is_offlo
     assert plan(replace(request, backend="TRITON", scheme="fp8")).repack_bytes == 0
     unknown = replace(request, backend="VLLM_CUTLASS")
     assert plan(unknown).repack_bytes is None
-    assert re.search(
-        r"repacking for VLLM_CUTLASS +not known +.*: not computed for VLLM_CUTLASS", _show(unknown)
-    )
+    assert re.search(r"for VLLM_CUTLASS +not known +.*: not computed for VLLM_CUTLASS", _show(unknown))
 
 
 def test_the_host_holds_pinned_weights_as_torch_rounds_them_and_a_copy():

@@ -39,9 +39,8 @@ def test_a_line_without_a_model(line: str) -> None:
 
 
 def test_sizes_replace_those_of_the_line() -> None:
-    command = ServeCommand(
-        ("M", "-tp", "4", "--enable_expert_parallel", "--tensor-parallel-size=8", "-x"), {}
-    )
+    given = ("M", "-tp", "4", "--enable_expert_parallel", "--tensor-parallel-size=8", "-x")
+    command = ServeCommand(given, {})
     assert command.use_sizes(2, False).words == ("M", "-x", "--tensor-parallel-size", "2")
     assert command.source == ("M", "main")
     assert ServeCommand(("M", "-x", "--revision=abc"), {}).source == ("M", "abc")

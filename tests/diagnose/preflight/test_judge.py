@@ -94,9 +94,8 @@ def test_arguments_are_refused_without_a_frame() -> None:
 )
 def test_another_transformers_decides_nothing(newer: bool, message: str, verdict: Verdict) -> None:
     broken = {"name": "transformers", "version": "1", "required": "<5", "newer": newer}
-    answer = judge(
-        error=error("config", message=message), environment={**ENVIRONMENT, "unsatisfied": [broken]}
-    )
+    unsatisfied = {**ENVIRONMENT, "unsatisfied": [broken]}
+    answer = judge(error=error("config", message=message), environment=unsatisfied)
     assert answer.verdict is verdict
     assert any("the release requires <5" in note for note in answer.notes)
 
@@ -170,9 +169,8 @@ def test_memory_is_that_of_plan(backend, method, workspace, repacking):
 def test_settings_without_effect_are_warnings() -> None:
     words = ("M", "--moe-backend", "marlin")
     reply = {"seconds": {"arguments": 0.1}, "ranks": [rank()]}
-    answer = judge_start(
-        reply, ENVIRONMENT, words, {"VLLM_NVFP4_MOE_BACKEND": "marlin", "VLLM_USE_DEEP_GEMM": "0"}
-    )
+    variables = {"VLLM_NVFP4_MOE_BACKEND": "marlin", "VLLM_USE_DEEP_GEMM": "0"}
+    answer = judge_start(reply, ENVIRONMENT, words, variables)
     assert answer.verdict is Verdict.STARTS
     [finding] = answer.findings
     assert (finding.rule, finding.level, finding.id) == ("setting", "warning", "MD010")
@@ -281,10 +279,8 @@ def test_repacking_that_was_not_done_is_not_known() -> None:
     assert judge(*ranks).after == ()
     assert (answer.stages[-1].stage, answer.stages[-1].seconds) == ("after", 2.0)
     first, second = answer.after
-    assert (
-        first
-        == "MarlinMoE: 0.00 GiB beside the loaded weights of a layer meanwhile (MD026), 0.00 GiB afterwards"
-    )
+    assert first.startswith("MarlinMoE: 0.00 GiB beside the loaded weights of a layer")
+    assert first.endswith("meanwhile (MD026), 0.00 GiB afterwards")
     assert second == "HummingMoE: not done here: ImportError: humming"
 
 
@@ -342,11 +338,8 @@ def test_an_adapter_is_refused_or_left_out_in_part() -> None:
     ("words", "verdict"), [((), Verdict.REFUSED), (("--trust-remote-code",), Verdict.CANNOT_SAY)]
 )
 def test_a_model_whose_own_code_was_left_out_is_not_refused(words, verdict) -> None:
-    reply = {
-        "words": ["M"],
-        "error": error("config", message="contains custom code"),
-        "seconds": {"config": 0.1},
-    }
+    stopped = error("config", message="contains custom code")
+    reply = {"words": ["M"], "error": stopped, "seconds": {"config": 0.1}}
     answer = judge_start(reply, ENVIRONMENT, ("M", *words))
     assert answer.verdict is verdict
     assert ("--trust-remote-code" in answer.next_step) == bool(words)

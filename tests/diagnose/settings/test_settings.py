@@ -96,12 +96,10 @@ def test_a_setting_can_hide_another() -> None:
     (found,) = check_settings("0.18.0", environ, scheme="nvfp4")
     assert (found.setting, found.problem) == ("VLLM_TEST_FORCE_FP8_MARLIN=1", "shadowed")
     assert "VLLM_USE_FLASHINFER_MOE_FP4=1 comes before it" in found.message
-    flagged = check_settings(
-        "0.18.0", environ, ["vllm", "serve", "m", "--moe-backend", "cutlass"], scheme="nvfp4"
-    )
-    assert [(finding.problem, "--moe-backend cutlass" in finding.message) for finding in flagged] == [
-        ("shadowed", True)
-    ] * 2
+    command = ["vllm", "serve", "m", "--moe-backend", "cutlass"]
+    flagged = check_settings("0.18.0", environ, command, scheme="nvfp4")
+    assert [finding.problem for finding in flagged] == ["shadowed"] * 2
+    assert all("--moe-backend cutlass" in finding.message for finding in flagged)
 
 
 @pytest.mark.parametrize(("scheme", "effect"), [("fp8-block", True), ("mxfp4", False)])
@@ -157,9 +155,8 @@ def test_a_flag_that_is_ignored_for_a_scheme() -> None:
     found = only_finding("0.18.0", "", "vllm serve m --moe-backend marlin", scheme="mxfp4")
     assert (found.problem, found.instead) == ("ignored", "VLLM_MXFP4_USE_MARLIN=1")
     # An ignored flag does not hide the variable.
-    findings = check_settings(
-        "0.18.0", {"VLLM_MXFP4_USE_MARLIN": "1"}, ["--moe-backend", "marlin"], scheme="mxfp4"
-    )
+    flag = ["--moe-backend", "marlin"]
+    findings = check_settings("0.18.0", {"VLLM_MXFP4_USE_MARLIN": "1"}, flag, scheme="mxfp4")
     assert [finding.problem for finding in findings] == ["ignored"]
     assert only_finding("0.19.0", "", "vllm serve m --moe-backend marlin", scheme="mxfp4") is None
     refused = only_finding("0.33.0", "", "vllm serve m --moe-backend triton", scheme="nvfp4")
@@ -175,9 +172,7 @@ def test_the_installed_flashinfer_is_preferred_to_the_pinned_one() -> None:
 
 
 def test_every_pinned_flashinfer_is_in_its_table() -> None:
-    assert {release.flashinfer for release in load_releases().values()} <= set(
-        load_flashinfer_variables().releases
-    )
+    assert {each.flashinfer for each in load_releases().values()} <= set(load_flashinfer_variables().releases)
 
 
 def test_every_row_has_its_source() -> None:
@@ -207,6 +202,4 @@ def test_any_settings_are_checked_without_an_exception(release, environ, command
     assert effects == sorted(effects)
     for finding in found:
         assert finding.message
-        assert finding.setting.partition("=")[0] in environ or any(
-            finding.setting.startswith(w) for w in ("-", "vllm")
-        )
+        assert finding.setting.partition("=")[0] in environ or finding.setting.startswith(("-", "vllm"))

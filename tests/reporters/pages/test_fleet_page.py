@@ -78,9 +78,8 @@ def test_hosts_are_shown_if_asked_for_and_numbered_else(tmp_path, capsys):
 def test_a_report_names_the_folder_beside_it_so_that_they_can_be_moved(tmp_path: Path) -> None:
     write_answers(tmp_path / "answers")
     report = tmp_path / "fleet.json"
-    assert (
-        main(["fleet", "run", "parity", "--from-reports", str(tmp_path / "answers"), "-o", str(report)]) == 1
-    )
+    call = ["fleet", "run", "parity", "--from-reports", str(tmp_path / "answers"), "-o", str(report)]
+    assert main(call) == 1
     document = json.loads(report.read_text())
     assert document["reports"] == "answers"
     assert all((tmp_path / document["reports"] / node["file"]).is_file() for node in document["nodes"])

@@ -26,6 +26,7 @@ from moedoctor.results import (
     ClaimResult,
     ClaimVerdict,
     Report,
+    ScenarioResult,
     ScenarioVerdict,
     Unfinished,
 )
@@ -65,10 +66,7 @@ def test_the_installed_release_is_clean_only_if_it_was_looked_at(members: list[C
 
 def test_rows_that_differ_in_numbers_only_share_a_row_of_the_short_page() -> None:
     figures = ["13 of 128 rows", "7 of 64 rows", "no answer", "1.5e-3 of 2 rows"]
-    members = [
-        case("faulty", "reproduced", point, figure=figure)
-        for point, figure in zip(POINTS, figures, strict=True)
-    ]
+    members = [case("faulty", "reproduced", POINTS[n], figure=text) for n, text in enumerate(figures)]
     assert [(label, figure) for _, label, _, figure in rows(*members, detail=Detail.SHORT)] == [
         ("3 cases, such as top_k=2 scoring=softmax", "13 of 128 rows"),
         ("top_k=2 scoring=sigmoid", "no answer"),
@@ -89,17 +87,12 @@ def test_all_failures_have_a_line_and_the_figure_that_decides_is_never_cut() -> 
 
 
 def test_the_three_answers_are_kept_apart() -> None:
-    affected = scenario(
-        "found", case("faulty", "reproduced"), case("fixed", "clean"), case("installed", "reproduced")
-    )
-    clean = scenario(
-        "proved",
-        case("faulty", "reproduced"),
-        case("fixed", "reproduced"),
-        case("installed", "clean"),
-        id="MD002",
-    )
-    absent = scenario("absent", case("faulty", "clean"), case("fixed", "clean"), id="MD005")
+    def judge(verdict: str, id: str, *verdicts: str) -> ScenarioResult:
+        return scenario(verdict, *map(case, ("faulty", "fixed", "installed"), verdicts), id=id)
+
+    affected = judge("found", "MD001", "reproduced", "clean", "reproduced")
+    clean = judge("proved", "MD002", "reproduced", "reproduced", "clean")
+    absent = judge("absent", "MD005", "clean", "clean")
     text = flat(report(absent, clean, affected))
     assert "our restatement of the failure, shows it in 2 of 3 scenarios; not in MD005" in text
     assert "Our fix removes it in 1 of 2; not in MD002" in text
@@ -125,9 +118,7 @@ def rows(*members: CaseResult, detail: Detail = Detail.CASES) -> list[tuple[str,
 
 def test_cases_skipped_for_one_reason_share_a_row() -> None:
     reasons = ["no vllm", "no vllm", "too large", "no vllm"]
-    skipped = [
-        case("installed", "skipped", point, reason=why) for point, why in zip(POINTS, reasons, strict=True)
-    ]
+    skipped = [case("installed", "skipped", POINTS[n], reason=why) for n, why in enumerate(reasons)]
     ran = case("installed", "clean", {**POINTS[0], "tokens": 1}, figure="no vllm")
     assert [(label, figure) for _, label, _, figure in rows(*skipped, ran)] == [
         ("3 cases", "no vllm"),
@@ -149,9 +140,8 @@ def test_no_case_is_lost(members: list[CaseResult], detail: Detail) -> None:
 
 def test_equal_crashes_appear_once() -> None:
     other = case("fixed", "error", evidence={"death": "hang", "message": "no answer within 60 s"})
-    notes = crash_notes(
-        [crashed("installed", POINTS[0]), crashed("installed", POINTS[1]), other, case("faulty", "clean")]
-    )
+    same = crashed("installed", POINTS[0]), crashed("installed", POINTS[1])
+    notes = crash_notes([*same, other, case("faulty", "clean")])
     assert [(note.death, note.others) for note in notes] == [("illegal memory access", 1), ("hang", 0)]
     assert notes[0].where == "installed kernel tokens=128 top_k=2 scoring=softmax"
     assert notes[0].stderr_tail == ("Traceback", "[red]last words[/]")
@@ -180,10 +170,7 @@ def test_an_unfinished_run_clears_nothing_and_lists_what_is_left_with_its_cost()
 
 def test_a_failure_without_a_case_for_the_installed_release_names_the_command_that_looks_for_it() -> None:
     missing = [scenario(id=id) for id in ("MD012", "MD020")]
-    steps = [
-        strip_styles(block.text)
-        for block in run_page(report(*missing), Detail.SHORT)
-        if isinstance(block, Step)
-    ]
+    page = run_page(report(*missing), Detail.SHORT)
+    steps = [strip_styles(block.text) for block in page if isinstance(block, Step)]
     assert "`moedoctor lint CHECKPOINT` looks for MD012, which a run does not test in your vLLM" in steps
     assert "`moedoctor check` looks for MD020, which a run does not test in your vLLM" in steps
