@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import moedoctor
-from moedoctor.reporters.schemas import DOCUMENTS
+from moedoctor.reporters.json import load_documents
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "triton", "numpy", "vllm", "flashinfer")
@@ -103,9 +103,9 @@ for name in sys.argv[1:]:
     cli.main(["schema", name])
     print(f"\\0torch {'torch' in sys.modules}\\0")
 """
-    answers = run_python(ask, *DOCUMENTS, "scenario", path=tmp_path).stdout.split("\0")
+    answers = run_python(ask, *load_documents(), "scenario", path=tmp_path).stdout.split("\0")
     schemas, loaded = answers[:-1:2], answers[1::2]
-    assert len(schemas) == len(DOCUMENTS) + 1
+    assert len(schemas) == len(load_documents()) + 1
     assert all(json.loads(schema)["title"] for schema in schemas)
     assert set(loaded) == {"torch False"}
 

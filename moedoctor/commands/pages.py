@@ -8,6 +8,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moedoctor.commands.options import FULL_FORMATS, deliver
+from moedoctor.reporters.json import load_documents
 
 if TYPE_CHECKING:
     from moedoctor.reporters.findings import Findings
@@ -23,70 +24,26 @@ class Wanted(NamedTuple):
     verbose: bool = False
 
 
-class _Kind(NamedTuple):
-    """The functions that show a command's document, as ``module:name`` in `moedoctor.reporters`."""
-
-    page: str
-    summary: str
-    findings: str = ""
-    """(document, summary) -> what the formats for machines show; empty if they show nothing."""
-    options: Callable[[Wanted], Mapping[str, bool]] = lambda wanted: {}
-    """Arguments of the page."""
-
-
-def _fill_files(wanted: Wanted) -> Mapping[str, bool]:
-    return {"full": wanted.format in FULL_FORMATS}
-
-
-PAGES: Mapping[str, _Kind] = {
-    "check": _Kind("pages.check:make_check_page", "pages.check:summarize", "findings:find_in_check"),
-    "triage": _Kind("pages.triage:triage_page", "pages.triage:count_line", "findings:find_in_triage"),
-    "lint": _Kind("pages.lint:make_lint_page", "pages.lint:summarize", "findings:find_in_lint"),
-    "preflight": _Kind(
-        "pages.preflight:build_preflight_page", "pages.preflight:summarize", "findings:find_in_preflight"
-    ),
-    "audit": _Kind(
-        "pages.audit:audit_page",
-        "pages.audit:summarize",
-        "findings:find_in_audit",
-        lambda wanted: {"brief": wanted.format == "table"},
-    ),
-    "autopsy": _Kind("pages.autopsy:make_autopsy_page", "pages.autopsy:summarize"),
-    "conform": _Kind(
-        "pages.conform:make_conform_page", "pages.conform:summarize", "pages.conform:find_in_conform"
-    ),
-    "fleet": _Kind(
-        "pages.fleet:make_fleet_page",
-        "pages.fleet:summarize",
-        "pages.fleet:find_in_fleet",
-        lambda wanted: {"full": wanted.full},
-    ),
-    "plan": _Kind("pages.plan:make_plan_page", "pages.plan:summarize"),
-    "backends": _Kind("pages.backends:make_backends_page", "pages.backends:summarize"),
-    "compare": _Kind("pages.compare:make_compare_page", "pages.compare:summarize"),
-    "replay": _Kind("pages.replay:replay_page", "pages.replay:answer_of", options=_fill_files),
-    "capsule": _Kind("pages.replay:make_capsule_page", "pages.replay:describe_capsule"),
-    "explain": _Kind(
-        "pages.explain:Explained.make_page",
-        "pages.explain:Explained.summarize",
-        options=lambda wanted: {"brief": wanted.format == "table" and not wanted.verbose},
-    ),
-    "list": _Kind("pages.explain:Catalogue.make_page", "pages.explain:Catalogue.summarize"),
-    "bench": _Kind("pages.bench:make_bench_page", "pages.bench:summarize", options=_fill_files),
+_OPTIONS: Mapping[str, Callable[[Wanted], Mapping[str, bool]]] = {
+    "full": lambda wanted: {"full": wanted.full},
+    "full in files": lambda wanted: {"full": wanted.format in FULL_FORMATS},
+    "brief in tables": lambda wanted: {"brief": wanted.format == "table"},
+    "brief unless verbose": lambda wanted: {"brief": wanted.format == "table" and not wanted.verbose},
 }
-"""Command -> what shows its document; a report of `run` is rendered as a whole."""
+"""Arguments of a page, by their name in the table of documents."""
 
 
 def make_page(
     command: str, document: Any, wanted: Wanted
 ) -> tuple[list[Block], str, Callable[[], Findings] | None]:
     """Return the page of a document, its summary, and what the formats for machines show."""
-    kind = PAGES[command]
-    show, summarize = (resolve_name(f"moedoctor.reporters.{name}") for name in kind[:2])
+    row = load_documents()[command]
+    show, summarize = (resolve_name(f"moedoctor.reporters.{row[key]}") for key in ("page", "summary"))
     summary: str = summarize(document)
-    find = resolve_name(f"moedoctor.reporters.{kind.findings}") if kind.findings else None
+    find = resolve_name(f"moedoctor.reporters.{row['findings']}") if "findings" in row else None
     findings = (lambda: find(document, summary)) if find else None
-    return show(document, **kind.options(wanted)), summary, findings
+    options = _OPTIONS[row["options"]](wanted) if "options" in row else {}
+    return show(document, **options), summary, findings
 
 
 def deliver_document(

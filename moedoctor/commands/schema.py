@@ -22,11 +22,12 @@ def schema(
     import json
 
     from moedoctor.entries import find_builtin_folder
+    from moedoctor.reporters.json import load_documents
     from moedoctor.reporters.output import emit
-    from moedoctor.reporters.schemas import DOCUMENTS, make_schema
+    from moedoctor.reporters.schemas import make_schema
     from moedoctor.text import suggest_expected
 
-    names = (*DOCUMENTS, "scenario")
+    names = (*load_documents(), "scenario")
     if name not in names:
         raise InputError(f"{name}: no such schema; {suggest_expected(name, names)}")
     if name == "scenario":

@@ -20,7 +20,8 @@ from moedoctor.commands.options import (
     deliver,
     render,
 )
-from moedoctor.commands.pages import PAGES, Wanted, make_page
+from moedoctor.commands.pages import Wanted, make_page
+from moedoctor.reporters.json import load_documents
 from moedoctor.text import join_lines, shorten, suggest_expected
 
 
@@ -40,7 +41,7 @@ def show(
     with convert_errors(ReportError):
         document = read_json(report)
         command = document.get("command") if isinstance(document, dict) else None
-        if isinstance(command, str) and command in PAGES:
+        if isinstance(command, str) and "page" in load_documents().get(command, ()):
             _deliver_page(report, document, Wanted(format, full, verbose), output)
             return 0
         return _render_run(report, format, output, full=full, verbose=verbose)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar, Literal, Protocol
 
 from typing_extensions import NotRequired, TypedDict
@@ -11,6 +12,7 @@ from moedoctor.interfaces import Reporter
 from moedoctor.origin import Origin
 from moedoctor.results import SCHEMA_VERSION, Report, to_plain
 from moedoctor.results import to_json as record_to_json
+from moedoctor.text import load_yaml
 
 
 class JsonReporter(Reporter):
@@ -30,6 +32,13 @@ class Document(Protocol):
     """
 
     command: ClassVar[str]
+
+
+@cache
+def load_documents() -> Mapping[str, Mapping[str, str]]:
+    """Return command -> the row of its document in `documents.yaml`."""
+    rows: Mapping[str, Mapping[str, str]] = load_yaml("moedoctor.reporters", "documents.yaml")
+    return rows
 
 
 class Head(TypedDict):

@@ -5,37 +5,15 @@ New keys may be added within schema_version 1, so no object is closed.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from pkgutil import resolve_name
 from typing import Any, get_args, get_type_hints
 
-from moedoctor.reporters.json import Ending, Head
+from moedoctor.reporters.json import Ending, Head, load_documents
 from moedoctor.results import Report
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-_PAGES = "moedoctor.reporters.pages"
-DOCUMENTS: Mapping[str, str] = {
-    "run": "moedoctor.results:Report",
-    "check": "moedoctor.diagnose.check.records:CheckResult",
-    "triage": f"{_PAGES}.triage:TriageDocument",
-    "explain": f"{_PAGES}.explain:Explained",
-    "list": f"{_PAGES}.explain:Catalogue",
-    "backends": f"{_PAGES}.backends:BackendsDocument",
-    "lint": f"{_PAGES}.lint:LintDocument",
-    "autopsy": "moedoctor.diagnose.autopsy.autopsy:AutopsyDocument",
-    "audit": f"{_PAGES}.audit:AuditDocument",
-    "conform": "moedoctor.testing.questions:ConformReport",
-    "plan": f"{_PAGES}.plan:PlanDocument",
-    "preflight": "moedoctor.diagnose.preflight.records:PreflightDocument",
-    "bench": f"{__name__}:BenchReport",
-    "compare": f"{_PAGES}.compare:CompareDocument",
-    "show": "moedoctor.results:Report",
-    "replay": "moedoctor.diagnose.capsule.replay:ReplayDocument",
-    "capsule": f"{_PAGES}.replay:CapsuleDocument",
-    "fleet": "moedoctor.fleet.report:FleetReport",
-}
-"""Command -> the type of its output: a dataclass, or a union of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +25,7 @@ class BenchReport(Report):
 
 def import_document_type(command: str) -> Any:
     """Return the type of what `command` writes. Only the module of that type is imported."""
-    module, _, name = DOCUMENTS[command].partition(":")
-    return getattr(importlib.import_module(module), name)
+    return resolve_name(load_documents()[command]["type"])
 
 
 def make_schema(command: str) -> dict[str, Any]:
