@@ -6,8 +6,6 @@ import importlib.util
 import os
 from pathlib import Path
 
-import typer
-
 from moedoctor.commands.options import (
     Full,
     InputError,
@@ -103,15 +101,9 @@ _SCHEMES = "moedoctor.diagnose.plan.plan:SCHEMES"
         "computes a part of the missing experts.",
         number("--cpu"),
     ),
-    measure=typer.Option(
-        "--measure",
-        help="Measure the value for --cpu on this machine. Needs torch and 2 GiB, and takes seconds.",
-    ),
-    ask=typer.Option(
-        "--ask",
-        help="Take the size of the weights from the installed vLLM, which builds the model without its "
-        "weights. Needs a folder or config.json, and takes seconds.",
-    ),
+    measure="Measure the value for --cpu on this machine. Needs torch and 2 GiB, and takes seconds.",
+    ask="Take the size of the weights from the installed vLLM, which builds the model without its weights. "
+    "Needs a folder or config.json, and takes seconds.",
 )
 def plan(
     model: str,

@@ -50,31 +50,23 @@ class Computation:
 
     def applies(self, mistake: Mistake) -> bool:
         """Return True if this call can show the mistake at all."""
-        layer, name = self.problem.layer, mistake.name
-        ids = self.problem.topk_ids
-        scaled, blocked = layer.quantization != "bf16", layer.quantization == "nvfp4"
-        conditions: Mapping[str, Callable[[], bool]] = {
-            "gate_up_swapped": lambda: layer.shape.gated,
-            "gate_up_interleaved": lambda: layer.shape.gated,
-            "global_scale_inverted": lambda: scaled,
-            "global_scale_missing": lambda: scaled,
-            "w1_w3_scales_exchanged": self._has_different_halves,
-            "w1_scale_for_w3": self._has_different_halves,
-            "linear_for_swizzled": lambda: blocked,
-            "swizzled_for_linear": lambda: blocked,
-            "group_size_doubled": lambda: blocked or _count_block_columns(layer.w13) > 1,
-            "block_scales_transposed": lambda: _count_block_columns(layer.w13) > 1,
-            "nibbles_swapped": lambda: blocked,
-            "activations_not_quantized": lambda: self.activations != "none",
-            "activation_scale_twice": lambda: self.activations in ("fp8", "nvfp4"),
-            "activations_quantized_twice": lambda: self.activations in ("fp8", "nvfp4"),
-            "activation_is_silu": lambda: layer.shape.activation != "silu",
-            "activation_is_gelu_tanh": lambda: layer.shape.activation != "gelu_tanh",
-            "expert_off_by_one": lambda: layer.shape.experts > 1,
-            "duplicate_summed_once": lambda: bool(find_repeats(ids).any()),
-            "sentinel_as_last_expert": lambda: self.last is not None and bool((ids < 0).any()),
+        layer, ids = self.problem.layer, self.problem.topk_ids
+        properties: Mapping[str, Callable[[], bool]] = {
+            "gated": lambda: layer.shape.gated,
+            "scaled": lambda: layer.quantization != "bf16",
+            "nvfp4": lambda: layer.quantization == "nvfp4",
+            "two scales": self._has_different_halves,
+            "groups": lambda: layer.quantization == "nvfp4" or _count_block_columns(layer.w13) > 1,
+            "columns": lambda: _count_block_columns(layer.w13) > 1,
+            "quantized": lambda: self.activations != "none",
+            "scaled input": lambda: self.activations in ("fp8", "nvfp4"),
+            "other than silu": lambda: layer.shape.activation != "silu",
+            "other than gelu_tanh": lambda: layer.shape.activation != "gelu_tanh",
+            "experts": lambda: layer.shape.experts > 1,
+            "repeats": lambda: bool(find_repeats(ids).any()),
+            "sentinels": lambda: self.last is not None and bool((ids < 0).any()),
         }
-        return conditions.get(name, lambda: True)()
+        return not mistake.needs or properties[mistake.needs]()
 
     def compute_contributions(self, deviation: Deviation = ()) -> torch.Tensor:
         """Return float32 [T, K, H]: what each expert adds to its token's output."""

@@ -26,6 +26,8 @@ class Mistake:
     """The behavior of a kernel with it, to follow "the output is that of …"."""
     entry: str | None = None
     """The known failure that it belongs to."""
+    needs: str = ""
+    """The property of a call without which it changes nothing; empty if every call shows it."""
 
 
 MISTAKES = tuple(

@@ -9,28 +9,15 @@ FlashInfer's backends allocate inside their own library; that has to be measured
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from moedoctor.diagnose.plan.kv_cache import MODEL_BYTES, PlanError
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.text import shorten, suggest_expected
+from moedoctor.text import load_yaml, shorten, suggest_expected
 
-SCHEMES_OF = {
-    "MARLIN": ("nvfp4", "mxfp4", "fp8"),
-    "EMULATION": ("nvfp4",),
-    "TRITON": ("fp8", "bf16"),
-    "VLLM_CUTLASS": ("nvfp4", "fp8"),
-    "FLASHINFER_TRTLLM": ("nvfp4", "fp8", "bf16"),
-    "FLASHINFER_CUTLASS": ("nvfp4", "fp8", "bf16"),
-    "FLASHINFER_CUTEDSL": ("nvfp4",),
-    "HUMMING": ("nvfp4", "fp8"),
-    "B12X": ("nvfp4",),
-    "FLASHINFER_B12X": ("nvfp4",),
-    "HPC": ("fp8",),
-    "DEEPGEMM": ("fp8",),
-    "OURS": ("nvfp4", "fp8", "bf16"),
-}
-"""The backends that can be planned for, and the weight formats that each has on a GPU; fp8 also in blocks."""
+SCHEMES_OF: Mapping[str, Sequence[str]] = load_yaml("moedoctor.diagnose.plan", "workspace.yaml")
+"""Backend that can be planned for -> the formats of its weights."""
 _NOT_MEASURED = ("HUMMING", "B12X", "HPC", "DEEPGEMM")
 _SMS = 132
 """Multiprocessors of an H100 or H200."""

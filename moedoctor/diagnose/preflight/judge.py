@@ -19,6 +19,7 @@ from moedoctor.diagnose.plan.workspace import Workspace, compute_workspace
 from moedoctor.diagnose.preflight.command import TRUST
 from moedoctor.diagnose.preflight.records import (
     RULES,
+    STAGES,
     LayerCount,
     PreflightFinding,
     StageAnswer,
@@ -31,17 +32,6 @@ from moedoctor.models.layer_shape import LayerShape
 from moedoctor.models.tensor_names import OPTIONAL
 from moedoctor.text import shorten
 
-STAGES: Mapping[str, str] = {
-    "arguments": "reads the command line",
-    "config": "reads the configuration",
-    "groups": "forms the groups of ranks",
-    "build": "builds the model",
-    "load": "loads the weights",
-    "draft": "loads the draft model",
-    "memory": "plans the KV cache",
-    "adapters": "loads the adapters",
-}
-"""Stage -> what the server does then."""
 _LIBRARIES = frozenset(
     {"ImportError", "ModuleNotFoundError", "NotImplementedError", "MemoryError", "RecursionError"}
 )

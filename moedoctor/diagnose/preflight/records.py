@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
+
+from moedoctor.text import load_yaml
 
 
 class Verdict(Enum):
@@ -21,20 +23,11 @@ class Verdict(Enum):
     """A library is missing, a substituted answer failed, or moedoctor itself did."""
 
 
-RULES: Mapping[str, tuple[str, str]] = {
-    "refused": ("error", "The release's own code refuses the start"),
-    "not-written": ("error", "A parameter is never written, or only in part"),
-    "stale-buffer": ("error", "A buffer keeps the memory that an offloaded weight left"),
-    "cut": ("error", "The release reads a part of a tensor only"),
-    "converted": ("error", "Stored numbers are converted without their scale"),
-    "adapter-unused": ("error", "The release leaves out a part of an adapter"),
-    "adapter-shape": ("error", "A tensor of an adapter has another shape than its weight"),
-    "cannot-say": ("warning", "A stage could not be asked"),
-    "setting": ("warning", "A flag or variable has no effect"),
-    "kv-cache": ("warning", "The longest request does not fit beside the weights"),
-    "not-read": ("note", "The release reads nothing of a tensor"),
-}
-"""Rule -> (level, title). An error decides the verdict."""
+_TABLES = load_yaml("moedoctor.diagnose.preflight", "rules.yaml")
+RULES: Mapping[str, Sequence[str]] = _TABLES["rules"]
+"""Rule -> level and title. An error decides the verdict."""
+STAGES: Mapping[str, str] = _TABLES["stages"]
+"""Stage -> what the server does then."""
 
 
 @dataclass(frozen=True)
