@@ -11,33 +11,8 @@ from dataclasses import dataclass
 
 from moedoctor.diagnose.triage.signatures import load_patterns
 
-_ANSI = (
-    r"(?:\x1b|\^\[|#033|\\x1b|\\u001b|\\033|\\e)\[[0-9;?]{0,20}[A-Za-z]"
-    r"|\x1b\][^\x07\x1b]{0,300}(?:\x07|\x1b\\)|\x1b[@-Z\\^_]"
-)
-_TAG = (
-    r"</?(?:a|b|blockquote|br|code|dd|details|div|dl|dt|em|font|h[1-6]|hr|i|img|kbd|li|ol|p|pre|s|span"
-    r"|strong|sub|summary|sup|table|tbody|td|th|thead|tr|tt|u|ul)\b[^<>]{0,2000}>|<!--|-->"
-)
-_STAMP = r"\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?: ?(?:Z|UTC|[+-]\d\d:?\d\d))?"
-_PREFIX = "|".join(
-    (
-        rf"{_STAMP} [\w.-]{{1,80}} [\w./@-]{{1,80}}\[\d{{1,8}}\]:(?:\s|$)",  # journalctl -o short-iso
-        rf"\[?{_STAMP}\]?(?: (?:stdout|stderr) [FP](?:\s|$)|\s?[:|-]?(?:\s|$))",  # docker, kubectl
-        # journald, syslog
-        r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d (?:[\w.-]{1,80} )?[\w./@-]{1,80}(?:\[\d{1,8}\])?:(?:\s|$)",
-        r"\[(?:pod/)[\w./-]{1,200}\](?:\s|$)",  # kubectl logs --prefix
-        r"[\w.-]{1,80}(?:[-_]\d{1,3} {1,20}| {2,20})\|(?:\s|$)",  # docker compose
-        r"\[(?:default\d{1,4}|rank ?\d{1,5}|\d{1,4},\d{1,4})\](?:<std(?:out|err)>)?: ?",  # torchrun, mpirun
-        r"\((?=[^()]{0,200}\b(?:pid|rank)=)[^()]{1,200}\) ?",  # vLLM's and Ray's workers
-        # vLLM, today and before
-        r"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) {1,8}(?:\d\d-\d\d \d\d:\d\d:\d\d )?"
-        r"(?:\[[^\]]{1,100}|[\w.]{1,60}:\d{1,6})\] ?",
-        r"(?:&gt;|>)+ ?",  # a quotation
-        r"(?:[-*+•]|\d{1,3}[.)]) {1,4}(?:\[[ xX]\] )?",  # a list
-        r"#{1,6} {1,4}",  # a heading
-    )
-)
+LINES = load_patterns("log_lines.yaml")
+"""Patterns of prefixes and markup by name."""
 _STRIPPED = {
     **str.maketrans("", "", "`\x00\ufeff\u200b\u200c\u200d\u2060\xad"),
     **dict.fromkeys(map(ord, "\u2018\u2019\u201a\u201b\u2032\xb4"), "'"),
@@ -56,15 +31,6 @@ _OWN = re.compile(rb"\b(?:i|we|my|our|mine|it|log|output|traceback|server|with)\
 _CHANGE = re.compile(
     rb"\s{0,8}[-*+] {1,4}(?:\[[\w /+-]{1,30}\] ?){0,3}(?:fix|avoid|prevent|handle|resolve|correct)\w{0,3} "
 )
-OF_VLLM = re.compile(
-    r"\((?:enginecore|apiserver|worker|vllmworker|rayworkerwrapper|mainprocess)[^()]{0,80}pid="
-    r"|\[?(?:core|multiproc_executor|uniproc_executor|gpu_worker|gpu_model_runner|api_server|serve"
-    r"|async_llm|llm_engine|kv_cache_utils|ray_executor)\.py:\d"
-)
-"""Prefixes of log lines that only vLLM writes, in lower case."""
-
-BELOW_ERROR = re.compile(r"\b(?:debug|info|warning) ")
-"""The level of a line that tells of no failure, in a prefix in lower case."""
 
 
 class Stance(enum.Enum):
@@ -167,9 +133,9 @@ def split_prefix(line: bytes) -> tuple[str, str]:
     if text[:1] == "{" and '"' in text:
         text = _read_json_message(text)
     if "\x1b" in text or "[" in text:
-        text = re.sub(_ANSI, "", text)
+        text = LINES["ansi"].sub("", text)
     if "<" in text:
-        text = re.sub(_TAG, " ", text)
+        text = LINES["tag"].sub(" ", text)
     if "&" in text:
         text = html.unescape(html.unescape(text))
     if "\\" in text:
@@ -182,7 +148,7 @@ def split_prefix(line: bytes) -> tuple[str, str]:
     whole = text
     for _ in range(8):
         text = text.lstrip()
-        prefix = re.match(_PREFIX, text)
+        prefix = LINES["prefix"].match(text)
         if prefix is None:
             break
         text = text[prefix.end() :]

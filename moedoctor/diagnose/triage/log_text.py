@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.line_text import BELOW_ERROR, OF_VLLM, Quotations, is_quoted, split_prefix
+from moedoctor.diagnose.triage.line_text import LINES, Quotations, is_quoted, split_prefix
 
 BLOCK = 1 << 19
 """Bytes read at a time."""
@@ -161,8 +161,8 @@ class Passages:
             prefix = prefixes[index]
             yield replace(
                 passage,
-                of_vllm=bool(OF_VLLM.search(prefix)),
-                warned=bool(BELOW_ERROR.search(prefix)),
+                of_vllm=LINES["of_vllm"].search(prefix) is not None,
+                warned=LINES["below_error"].search(prefix) is not None,
                 of_another=self._quotations.is_of_another(window, index),
             )
 

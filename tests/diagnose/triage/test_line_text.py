@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.triage.line_text import OF_VLLM, split_prefix
+from moedoctor.diagnose.triage.line_text import LINES, split_prefix
 
 MESSAGE = "RuntimeError: b_scales is not on GPU"
 
@@ -94,7 +94,7 @@ def test_other_encodings_are_read_as_windows_writes_them() -> None:
 )
 def test_a_prefix_of_vllm_is_known(line: str, of_vllm: bool) -> None:
     prefix, text = split_prefix(line.encode())
-    assert bool(OF_VLLM.search(prefix)) is of_vllm
+    assert bool(LINES["of_vllm"].search(prefix)) is of_vllm
     assert text.startswith("boom")
 
 
