@@ -15,6 +15,7 @@ import pytest
 
 import moedoctor
 from moedoctor.diagnose.triage.cause import load_lines, load_rules
+from moedoctor.diagnose.triage.line_text import LINES
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,9 +58,9 @@ def constant(node: ast.expr, known: dict[str, Any]) -> str | bytes | None:
 
 def expressions() -> Iterator[Expression]:
     rules = [(rule.kind, pattern) for rule in load_rules()[0] for pattern in (rule.message, rule.frames)]
-    for name, pattern in (*rules, *load_lines().items()):
+    for name, pattern in (*rules, *load_lines().items(), *LINES.items()):
         if pattern:
-            start = name in ("bare", "detail")
+            start = name in ("bare", "detail", "notebook_frame", "exception", "prefix")
             yield Expression(f"causes.yaml: {name}", pattern.pattern, pattern.flags, start)
     for file in sorted(PACKAGE.rglob("*.py")):
         source = file.read_text(encoding="utf-8")

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from moedoctor.diagnose.triage.cause import Cause, load_lines
-from moedoctor.diagnose.triage.facts_in_text import Facts, show
+from moedoctor.diagnose.settings.settings import check_settings
+from moedoctor.diagnose.triage.cause import Cause, list_steps, load_lines
+from moedoctor.diagnose.triage.facts_in_text import Facts, read_boundary, show
 from moedoctor.diagnose.triage.settings_in_text import Settings
 from moedoctor.diagnose.triage.signatures import load_data
+from moedoctor.fixes.backends import Selection, select
+from moedoctor.fixes.backends.release_tables import load_releases
 
+_COMMON_GPUS = ("8.9", "9.0", "10.0", "12.0")
 _SETTINGS_DECIDE = ("backend", "wrong_output", "kernel_fault", "compile", "speed", "hang", "arguments")
 _MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS = 12, 2, 4
+_NO_SIZES = "no figures: "
+"""The start of a line of a step that sizes in the text replace."""
+_SHARES = ((0, 20, 0, 0), 0.9, 0.92)
+"""A release, and --gpu-memory-utilization without the flag before it and since."""
+_MOST_SHARE = (0.97, 0.88)
+"""The largest share that leaves enough: of a GPU's own memory, and of one that the host uses, too."""
 _TIGHT = 0.8
 """Weights of a smaller part of the memory leave room for all else."""
 
@@ -29,7 +39,7 @@ class Advice:
     """Without secrets."""
 
     def fit(self, step: str) -> str:
-        """Return a step whose commands name the text's release, GPU and command line."""
+        """Return a step that names the text's release, GPU and command line, and flags that are too new."""
         named = [("sm", self._capability), ("release", self._release)]
         options = "".join(f" --{name} {value}" for name, value in named if value)
         step = re.sub(r"(?<=`moedoctor backends)(?=`| -- )", options, step)
@@ -39,42 +49,53 @@ class Advice:
             step = step.replace("--gpu-memory GIB", f"--gpu-memory {memory}{self._write_sizes()}")
         if "--moe-backend marlin" in step and "MARLIN" in self.facts.list_backends():
             step += "; the text has MARLIN at work"
+        newest = max(self.facts.vllm, default=None)
+        for flag, first in load_data("facts.yaml")["flags"].items():
+            asked = re.search(rf"(?<!leave out )(?<!without )(?<!no )--{flag}\b", step)
+            if asked and newest and newest < read_boundary(first):
+                step += f"\n--{flag} came with {first}, and the text names {show(newest)}: upgrade before"
         return self.settings.explain_repetition(step)
 
-    def explain(self, cause: Cause) -> Iterator[str]:
-        """Yield what the text's own facts say of its error, in sentences."""
-        if cause.kind in ("memory", "killed", "unknown"):
-            yield from self._compare_memory(1 if cause.kind != "memory" else _TIGHT)
+    def list_steps(self, cause: Cause, clues: Set[str]) -> Iterator[str]:
+        """Yield what follows from the text's own facts for its error, then what helps errors of its class."""
+        sizes = [*self._count_memory(cause, unified="unified_memory" in clues)]
+        yield from sizes
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
         if cause.kind in _SETTINGS_DECIDE:
             yield from self._list_ineffective()
+        if "regression" in clues and cause.kind in _SETTINGS_DECIDE:
+            yield from self._compare_releases()
+        lines = "\n".join(map(self.fit, list_steps(cause, clues))).split("\n")
+        steps = [line.removeprefix(_NO_SIZES) for line in lines if not (sizes and line.startswith(_NO_SIZES))]
+        yield from (*steps[:-1], *self.name_backend(cause), *steps[-1:])
 
     def name_backend(self, cause: Cause) -> Iterator[str]:
         """Yield the MoE backend that the release selects for the text's scheme and GPU."""
-        from moedoctor.fixes.backends import select
-        from moedoctor.fixes.backends.release_tables import load_releases
-
-        model, scheme, known = self.settings.model.lower(), self._scheme.get("scheme"), [*load_releases()]
-        rows = load_data("facts.yaml")["activations"]
-        activation = next((rows[name] for name in rows if re.search(name, model)), "silu")
-        release = self._release or known[-1]
+        release = self._release or [*load_releases()][-1]
         asked = cause.kind in ("backend", "wrong_output", "speed") and not self.facts.list_backends()
-        if not (asked and scheme and self._capability and activation in load_releases()[release].activations):
+        chosen = self._select(release, self._capability) if asked else None
+        if chosen is None:
             return
-        chosen = select(self._capability, scheme, release=release, activation=activation)
         taken = [
             each.backend for each in chosen.candidates if each.supported and each.backend != chosen.chosen
         ]
         words = f"vLLM {release} selects {chosen.chosen or 'nothing'} by itself"
         rest = f", and takes {', '.join(taken[:_MOST_OTHERS])} if --moe-backend asks for it" if taken else ""
-        yield f"for {scheme} experts on a GPU of {self._capability}, {words}{rest}"
+        yield f"for {self._scheme['scheme']} experts on a GPU of {self._capability}, {words}{rest}"
+
+    def _select(self, release: str, capability: str) -> Selection | None:
+        """Return what a release selects for the text's model; None if its scheme or activation is unknown."""
+        scheme, rows = self._scheme.get("scheme"), load_data("facts.yaml")["activations"]
+        fits = (rows[name] for name in rows if re.search(name, self.settings.model.lower()))
+        activation = next(fits, "silu")
+        if not (scheme and capability and activation in load_releases()[release].activations):
+            return None
+        return select(capability, scheme, release=release, activation=activation)
 
     @cached_property
     def _release(self) -> str:
         """The newest release in the text that the tables know; an empty string for none."""
-        from moedoctor.fixes.backends.release_tables import load_releases
-
         named = map(show, sorted(self.facts.vllm, reverse=True))
         return next((release for release in named if release in load_releases()), "")
 
@@ -99,17 +120,33 @@ class Advice:
     def _write_command(self) -> str:
         """Return the text's command line, as far as it decides how experts are computed."""
         flags = [
-            f"--{name} {'' if value.lower() == 'true' else shlex.quote(value)}".strip()
+            f"--{name} {'' if value.lower() in ('', 'true') else shlex.quote(value)}".strip()
             for name, value in self.settings.flags.items()
             if not load_lines()["left_out"].search(name) and value not in ("False", "None", "false")
         ]
         return " ".join(("vllm serve", self.settings.model, *flags[:_MOST_FLAGS]))
 
     def _write_sizes(self) -> str:
-        names = {"tensor-parallel-size": "tensor-parallel-size", "gpu-memory-utilization": "utilization"}
-        given = {names[name]: self.settings.flags.get(name, "") for name in names}
-        sizes = (f" --{name} {value}" for name, value in given.items() if re.fullmatch(r"[\d.]+", value))
-        return "".join(sizes)
+        names = (("tensor-parallel-size", "tensor-parallel-size"), ("gpu-memory-utilization", "utilization"))
+        given = ((ours, self.settings.flags.get(name, "")) for name, ours in names)
+        return "".join(f" --{ours} {value}" for ours, value in given if re.fullmatch(r"[\d.]+", value))
+
+    def _count_memory(self, cause: Cause, *, unified: bool) -> Iterator[str]:
+        """Yield what the sizes in the text say; without any, the size of the weights by the model."""
+        given = (cause, self.settings.flags, self._share, self._gpu[2], _MOST_SHARE[unified])
+        sentences = [*self.facts.memory.advise(*given)] if cause.kind == "memory" else []
+        yield from sentences
+        if cause.kind in ("memory", "killed", "unknown") and not sentences:
+            yield from self._compare_memory(1 if cause.kind != "memory" else _TIGHT)
+
+    @cached_property
+    def _share(self) -> float | None:
+        """The share of the GPU's memory for the server; None if the text does not show its start."""
+        text = self.settings.flags.get("gpu-memory-utilization", "")
+        since, before, after = _SHARES
+        default = before if self.facts.vllm and max(self.facts.vllm) < since else after
+        share = float(text) if load_lines()["share"].fullmatch(text) else default
+        return share if text or self.settings.shown else None
 
     def _compare_memory(self, least: float) -> Iterator[str]:
         """Yield the size of the weights by the model's name, if it is so large a part of the memory."""
@@ -120,14 +157,14 @@ class Advice:
         if not (size and memory) or (self.facts.several and ranks == ["1", "1"]):
             return
         gpus = int(ranks[0]) * int(ranks[1]) if all(map(str.isdecimal, ranks)) else 1
-        share = flags.get("gpu-memory-utilization", "0.9")
-        room = gpus * memory * (float(share) if re.fullmatch(r"0?\.\d{1,4}", share) else 0.9)
+        share = self._share or _SHARES[1]
+        room = gpus * memory * share
         weights = float(size[1]) * 1e9 * bits / 8 / 2**30
         if weights > least * room:
             left = f"{room - weights:.0f} GiB are left" if weights < room else "too much without offload"
             yield (
                 f"by its name {self.settings.model} has {size[1]} billion weights of about {bits:g} bits, "
-                f"{weights:.0f} GiB; {share} of {gpus} x {memory} GB ({name}) is {room:.0f}: {left}; "
+                f"{weights:.0f} GiB; {share:g} of {gpus} x {memory} GB ({name}) is {room:.0f}: {left}; "
                 f"take {'a smaller model' if bits < 5 else 'a 4-bit one (AWQ, GPTQ, NVFP4)'} or more GPUs"
             )
 
@@ -143,11 +180,23 @@ class Advice:
                     "transformers that it requires (a new environment, or the official image)"
                 )
 
+    def _compare_releases(self) -> Iterator[str]:
+        """Yield the MoE backends of two releases in the text, where they select different ones."""
+        named = [show(each) for each in sorted(self.facts.vllm | self.facts.other_vllm)]
+        named = [release for release in named if release in load_releases()]
+        for capability in ([self._capability] if self._capability else _COMMON_GPUS) if named[1:] else ():
+            old, new = (self._select(release, capability) for release in (named[0], named[-1]))
+            if old and new and old.chosen and new.chosen and old.chosen != new.chosen:
+                yield (
+                    f"for {self._scheme['scheme']} experts on a GPU of {capability}, vLLM {named[0]} selects "
+                    f"{old.chosen} and {named[-1]} {new.chosen}: try "
+                    f"--moe-backend {old.chosen.lower().replace(' ', '_')}"
+                )
+
     def _list_ineffective(self) -> Iterator[str]:
         """Yield the settings of the text that its release does not have; without a release, that none has."""
-        from moedoctor.diagnose.settings.settings import check_settings
-        from moedoctor.fixes.backends.release_tables import load_releases
-
+        if self.facts.vllm and not self._release:
+            return  # it may have what the known releases have not
         release = self._release or [*load_releases()][-1]
         findings = check_settings(release, self.settings.variables, self._write_command().split())
         known = bool(self._release)

@@ -32,24 +32,12 @@ _LINKS = {
     "The above exception was the direct cause of the following exception:": "cause",
     "During handling of the above exception, another exception occurred:": "context",
 }
-_FRAME = re.compile(r'File "([^"]{1,400})", line (\d{1,7}), in (\S{1,120})')
-_NOTEBOOK_FRAME = re.compile(r"(?:File )?(\S{1,400}\.py):(\d{1,7})(?:,|:) in ([\w.<>]{1,120})")
-_EXCEPTION = re.compile(
-    r"(?P<type>(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,80})(?:\(\w{1,60}\))?(?:: (?P<message>.*)|:?$)"
-)
-_NAMES_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Exit|Iteration|Empty|Timeout|Failed|Resources)$")
 _LIST = "#>-*+• "
 """The marks before a sentence: of a heading, a quotation, or an item of a list."""
-_HEADLINE = re.compile(r"(?:title: ?)?\[(?!feature|rfc|doc)[\w ]{1,20}\]:? ?|title: ?", re.IGNORECASE)
 _WRAPS = 3
 _PROBES = ("ImportError", "ModuleNotFoundError", "KeyError", "AttributeError", "Empty", "StopIteration")
 """Exceptions that code catches to go another way; the one raised then is the error."""
-_LOGGER = re.compile(r"[\w./]{1,80}\.py:\d{1,6}\]")
-"""The place in the code that wrote a line of a log."""
-_ROOT = re.compile(r"(?:site|dist)-packages/|/python3\.\d{1,2}/|/vllm/(?=vllm/)")
 _MOST_ERRORS, _MOST_PROCESSES, _MOST_FRAMES, _MOST_LINES = 200, 256, 60, 300_000
-_COMMAND = re.compile(r"(?:^| )--[a-z]|^\$ ")
-"""A command line: what people paste below an error is no part of its message."""
 _APART = 400
 """Lines between two errors that do not belong together."""
 _MOST_MESSAGE, _KEPT, _CONTINUED = 2_000, 6, 60
@@ -87,7 +75,7 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        root = max((match.end() for match in _ROOT.finditer(self.file)), default=0)
+        root = max((match.end() for match in load_lines()["code_root"].finditer(self.file)), default=0)
         return f"{self.file[root:]}:{self.line}, in {self.function}"
 
 
@@ -111,7 +99,7 @@ class _Error:
 
     @property
     def type(self) -> str:
-        match = _EXCEPTION.match(self.text)
+        match = load_lines()["exception"].match(self.text)
         return match["type"].rpartition(".")[2] if match else ""
 
     @property
@@ -218,7 +206,7 @@ class Errors:
         """Return a line without what an unknown logger writes before each line, as the frames showed it."""
         if self._lead is not None and (match := self._lead.match(text)):
             return text[match.end() :]
-        if (frame := _FRAME.search(text, 0, _MOST_MESSAGE)) is None:
+        if (frame := load_lines()["frame"].search(text, 0, _MOST_MESSAGE)) is None:
             return text
         if 0 < frame.start() < _MOST_LEAD and self._leads < _MOST_LEADS:
             self._leads += 1
@@ -236,7 +224,7 @@ class Errors:
             self._processes.add(process)
         elif process not in self._processes:
             process = ""
-        self._logger = "".join(_LOGGER.findall(prefix))
+        self._logger = "".join(load_lines()["logger"].findall(prefix))
         warned = "warning " in prefix
         if text.rstrip(":").endswith(_TRACEBACK):
             ignored = warned or process in self._skipped
@@ -254,7 +242,7 @@ class Errors:
         if text.startswith("Exception ignored in"):
             self._skipped.add(process)
             return
-        if _FRAME.match(text) and process not in self._open:
+        if load_lines()["frame"].match(text) and process not in self._open:
             self._open[process] = _Open(_Error(number, text), ignored=warned)  # pasted without its start
         traceback = self._open.get(process)
         if traceback is not None and self._read_traceback(traceback, process, text, number):
@@ -276,13 +264,13 @@ class Errors:
     def _read_traceback(self, traceback: _Open, process: str, text: str, number: int) -> bool:
         """Take in a line of a traceback; return False if it is none."""
         error = traceback.error
-        if frame := _FRAME.match(text) or _NOTEBOOK_FRAME.match(text):
+        if frame := load_lines()["frame"].match(text) or load_lines()["notebook_frame"].match(text):
             error.frames.append(Frame(frame[1], int(frame[2]), frame[3]))
             error.line, error.text, traceback.idle, traceback.asserted = number, text, 0, ""
             return True
         traceback.idle += 1
-        match = _EXCEPTION.match(text) if error.frames else None
-        if match and (match["message"] is not None or _NAMES_ERROR.search(match["type"])):
+        match = load_lines()["exception"].match(text) if error.frames else None
+        if match and (match["message"] is not None or load_lines()["names_error"].search(match["type"])):
             del self._open[process]
             is_bare = text == "AssertionError" and traceback.asserted
             error.line, error.text = number, f"{text}: {traceback.asserted}" if is_bare else text
@@ -313,7 +301,13 @@ class Errors:
         error = self._last[process]
         detail = load_lines()["detail"].match(text)
         another = load_lines()["bare"].match(text) and not detail
-        if another or not text or left < 0 or self._logger not in ("", error.logger) or _COMMAND.search(text):
+        if (
+            another
+            or not text
+            or left < 0
+            or self._logger not in ("", error.logger)
+            or load_lines()["command_line"].search(text)
+        ):
             if text:
                 self._continued.pop(process, None)
             return not text
@@ -361,7 +355,7 @@ def _find_headline(lines: Sequence[bytes]) -> tuple[int, str]:
     """Return the number and the words of a report's headline; no words if the text has none."""
     for number, line in enumerate(lines, 1):
         prefix, text = split_prefix(line)
-        tag = _HEADLINE.match(text)
+        tag = load_lines()["headline"].match(text)
         if text and (tag or "#" in prefix):
             return number, text[tag.end() if tag else 0 :]
     return 0, ""

@@ -6,8 +6,10 @@ import re
 from dataclasses import dataclass, field
 
 from moedoctor.diagnose.triage.cause import load_lines
+from moedoctor.diagnose.triage.memory_in_text import Memory
 from moedoctor.diagnose.triage.signatures import Signature
 from moedoctor.entries.entry import PACKAGES, Entry
+from moedoctor.fixes.backends.release_tables import list_backend_names
 
 Release = tuple[int, int, int, int]
 """Major, minor, patch, and 0, or -1 for a build before that release."""
@@ -29,6 +31,7 @@ class Facts:
     """GPUs and compute capabilities, as the text writes them, in order."""
     backends: dict[str, None] = field(default_factory=dict)
     """Words in the place of a MoE backend that was chosen or asked for, in order."""
+    memory: Memory = field(default_factory=Memory)
     several: bool = False
     """True if it speaks of several GPUs."""
     _after_name: bool = False
@@ -58,6 +61,7 @@ class Facts:
                 elif release and product != "flashinfer":
                     self.other_vllm.add(release)
         self._read_gpus(line)
+        self.memory.read(line)
         self.several |= lines["several"].search(line) is not None
         if "moe" in line and len(self.backends) < _MOST:
             for match in lines["moe_backend"].finditer(line):
@@ -78,21 +82,17 @@ class Facts:
         """
         if signature.needs_version and not self.vllm:
             return "the text does not say which release of vLLM failed"
-        if signature.since and self.vllm and max(self.vllm) < _read_boundary(signature.since):
+        if signature.since and self.vllm and max(self.vllm) < read_boundary(signature.since):
             return f"the text names vLLM {show(max(self.vllm))}, and the failure came with {signature.since}"
-        if signature.fixed and self.vllm and min(self.vllm) >= _read_boundary(signature.fixed):
+        if signature.fixed and self.vllm and min(self.vllm) >= read_boundary(signature.fixed):
             return f"the text names vLLM {show(min(self.vllm))}, and {signature.fixed} fixed the failure"
         fixed = signature.flashinfer_fixed
-        if fixed and self.flashinfer and min(self.flashinfer) >= _read_boundary(fixed):
+        if fixed and self.flashinfer and min(self.flashinfer) >= read_boundary(fixed):
             return f"the text names FlashInfer {show(min(self.flashinfer))}, and the failure is older"
         return ""
 
     def list_backends(self) -> tuple[str, ...]:
         """Return the MoE backends that a release of vLLM knows, as the text writes them in capitals."""
-        if not self.backends:
-            return ()
-        from moedoctor.fixes.backends.release_tables import list_backend_names
-
         return tuple(name for name in self.backends if name in list_backend_names())
 
     def summarize(self) -> str:
@@ -123,11 +123,11 @@ def release_words(entry: Entry, facts: Facts) -> str:
             continue
         release = max(named)
         shown = f"{PACKAGES[package]} {show(release)}"
-        fits = [part for part in ranges if _read_boundary(part.first) <= release <= _read_boundary(part.last)]
+        fits = [part for part in ranges if read_boundary(part.first) <= release <= read_boundary(part.last)]
         if fits:
             sentences.insert(0, f"{shown} has it ({fits[0].range})")
-        elif release > max(_read_boundary(part.last) for part in ranges):
-            fixed = [part.fixed for part in ranges if part.fixed and _read_boundary(part.fixed) <= release]
+        elif release > max(read_boundary(part.last) for part in ranges):
+            fixed = [part.fixed for part in ranges if part.fixed and read_boundary(part.fixed) <= release]
             words = f"has the fix of {fixed[-1]}" if fixed else "is newer than what was looked at"
             sentences.insert(0, f"{shown} {words}")
         elif package == "vllm" and release < _OLDEST:
@@ -150,7 +150,8 @@ def parse(text: str) -> Release | None:
     return major, minor, patch, -1 if early else 0
 
 
-def _read_boundary(text: str) -> Release:
+def read_boundary(text: str) -> Release:
+    """Return a release that one of our tables names. Raises ValueError if it is none."""
     release = parse(text)
     if release is None:
         raise ValueError(f"{text} is not a release")

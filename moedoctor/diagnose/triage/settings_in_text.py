@@ -92,14 +92,9 @@ class SettingsReader(Settings):
             }
             for kind in ("flags", "variables")
         }
-        return Settings(
-            masked["flags"],
-            masked["variables"],
-            dict(self.libraries),
-            self.wsl,
-            self.shown,
-            redactor.mask(self.model),
-        )
+        flags, variables = masked["flags"], masked["variables"]
+        model = redactor.mask(self.model)
+        return Settings(flags, variables, dict(self.libraries), self.wsl, self.shown, model)
 
     def _add(self, found: list[tuple[str, str]]) -> None:
         for name, value in found[:_MOST]:

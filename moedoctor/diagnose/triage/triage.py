@@ -17,7 +17,7 @@ from functools import cache
 from typing import BinaryIO
 
 from moedoctor.diagnose.triage.advice import Advice
-from moedoctor.diagnose.triage.cause import Cause, Errors, find_told_cause, list_steps
+from moedoctor.diagnose.triage.cause import Cause, Errors, find_told_cause
 from moedoctor.diagnose.triage.facts_in_text import Facts, release_words
 from moedoctor.diagnose.triage.line_text import Stance, is_possible, read_stance
 from moedoctor.diagnose.triage.log_text import Passage, Passages
@@ -208,9 +208,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         elif in_words is not None and in_words.kind not in ("unknown", "wrong_output", "speed"):
             error = replace(in_words, line=error.line, excerpt=error.excerpt)
     if error is not None and error.next_step:
-        steps = [*map(advice.fit, list_steps(error, notes.keys()))]
-        steps[-1:-1] = advice.name_backend(error)
-        error = replace(error, next_step="\n".join((*advice.explain(error), *steps)))
+        error = replace(error, next_step="\n".join(advice.list_steps(error, notes.keys())))
     return Triage(
         findings=findings,
         releases=facts.summarize(),

@@ -1,7 +1,5 @@
 """Which releases a text names, and which failures they exclude."""
 
-from typing import Any
-
 import pytest
 
 from moedoctor.diagnose.triage.advice import Advice
@@ -77,9 +75,7 @@ def about(*lines: str) -> Facts:
         (["flashinfer 0.6.6"], {"flashinfer_fixed": "0.6.8"}, True),
     ],
 )
-def test_releases_rule_a_signature_in_or_out(
-    lines: list[str], releases: dict[str, Any], allowed: bool
-) -> None:
+def test_releases_rule_a_signature_in_or_out(lines, releases, allowed):
     reason = about(*lines).explain_exclusion(Signature("MD001", ("moe",), 0.8, **releases))
     assert (not reason) is allowed
 

@@ -109,9 +109,7 @@ def test_a_line_is_recognised_alone(wrapper: str) -> None:
     ("shared", "ground"),
     [(_WITHOUT_OFFLOAD, "vllm serve X --cpu-offload-gb 8"), (_WITHOUT_BUILD, "NVFP4 MoE on an RTX 5090")],
 )
-def test_a_shared_line_names_a_failure_only_in_a_text_with_ground_for_it(
-    shared: set[tuple[str, str]], ground: str
-) -> None:
+def test_a_shared_line_names_a_failure_only_in_a_text_with_ground_for_it(shared, ground):
     assert set(pasted()) >= shared
     for id, line in shared:
         assert id not in found(f"FP8 MoE on an H100, vLLM 0.33.0\n{line}")
@@ -138,9 +136,7 @@ def ordinary_log(lines: int, seed: int) -> str:
         pytest.param("80 columns with a prefix", PASTED, id="all wrapped", marks=pytest.mark.slow),
     ],
 )
-def test_a_line_is_recognised_in_an_ordinary_log(
-    wrapper: str, lines: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_is_recognised_in_an_ordinary_log(wrapper, lines, monkeypatch):
     monkeypatch.setattr(log_text, "THOROUGH", 1 << 12)
     before, after = ordinary_log(50, 1), ordinary_log(50, 2)
     assert len(before) > log_text.THOROUGH  # later lines are only looked at near an anchor

@@ -57,9 +57,7 @@ def test_no_finding_gives_exit_code_0(healthy: Path, capsys: pytest.CaptureFixtu
     assert (found["findings"], found["possible"], found["near_misses"]) == ([], [], [])
 
 
-def test_the_text_cannot_add_markdown(
-    report: Path, healthy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_text_cannot_add_markdown(report, healthy, capsys):
     assert triage_command([str(report)], "markdown", None) == 1
     out = capsys.readouterr().out
     assert "\\| x in marlin" in out
@@ -113,9 +111,7 @@ def test_a_file_that_cannot_be_read_midway(report: Path, monkeypatch: pytest.Mon
     assert "cannot be read (input/output error)" in refusal(str(report))
 
 
-def test_several_files_and_one_that_is_none(
-    report: Path, healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_files_and_one_that_is_none(report, healthy, tmp_path, capsys):
     missing = tmp_path / "missing.log"
     assert triage_command([str(healthy), str(report), str(missing)], "json", None) == 1
     printed = capsys.readouterr()
@@ -177,9 +173,7 @@ def test_what_is_only_possible_does_not_count(tmp_path: Path, capsys: pytest.Cap
     assert out.splitlines()[-1] == "0 known failures found, 3 possible."
 
 
-def test_a_release_that_has_the_fix_is_a_near_miss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_release_that_has_the_fix_is_a_near_miss(tmp_path, capsys):
     file = tmp_path / "old.log"
     message = "Cannot re-initialize the input batch when CPU weight offloading is enabled"
     file.write_text(f"vLLM Version : {{}}\nAssertionError: {message}\n".format("0.33.0"))
