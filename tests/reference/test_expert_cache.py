@@ -21,24 +21,21 @@ def test_a_call_evicts_what_it_has_just_placed() -> None:
     assert (replay(calls, PrRule(8, 2)).wrong, replay(calls, SlotTable(8, 2)).wrong) == (1, 0)
 
 
-def test_the_older_of_two_equal_scores_leaves() -> None:
-    rule = PrRule(8, 2)
-    for call in ([7], [7], [7], [6], [0]):
-        rule.step(call)
-    # Clock 5: expert 7 has 3 / (5 - 3 + 1) = 1, and so has 0 with 1 / (5 - 5 + 1): 7 was there first.
-    rule.step([1])
-    assert sorted(rule.expert_of) == [0, 1]
-
-
-def test_scores_are_frequency_over_age_in_accesses() -> None:
-    rule = PrRule(8, 3)
-    for call in ([0], [0], [0], [0], [1], [1], [2]):
-        rule.step(call)
-    # Clock 7: expert 0 has 4 / (7 - 4 + 1) = 1, expert 1 has 2 / (7 - 6 + 1) = 1, expert 2 has 1 / 1 = 1.
-    rule.step([2])
-    # Clock 8: 4 / 5, 2 / 3 and 2 / 1: expert 1 leaves.
-    rule.step([3])
-    assert sorted(rule.expert_of) == [0, 2, 3]
+@pytest.mark.parametrize(
+    ("slots", "calls", "held"),
+    [
+        # Clock 5: expert 7 has 3 / (5 - 3 + 1) = 1, and so has 0 with 1 / (5 - 5 + 1): 7 was there first.
+        (2, [7, 7, 7, 6, 0, 1], [0, 1]),
+        # Clock 7: expert 0 has 4 / (7 - 4 + 1) = 1, expert 1 has 2 / (7 - 6 + 1) = 1, expert 2 has 1 / 1 = 1.
+        # Clock 8: 4 / 5, 2 / 3 and 2 / 1: expert 1 leaves.
+        (3, [0, 0, 0, 0, 1, 1, 2, 2, 3], [0, 2, 3]),
+    ],
+)
+def test_scores_are_frequency_over_age_in_accesses_and_the_older_of_two_equal_ones_leaves(slots, calls, held):
+    rule = PrRule(8, slots)
+    for expert in calls:
+        rule.step([expert])
+    assert sorted(rule.expert_of) == held
 
 
 def test_the_clock_of_the_fork_counts_calls() -> None:

@@ -12,20 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from moedoctor.kernels import kept_rows
 from moedoctor.kernels.keep import launch_keep, launch_step
-from moedoctor.kernels.kept_rows import (
-    COUNT,
-    OWNED_STEP,
-    OWNER,
-    WANTED_LAYER,
-    KeptRows,
-    MoeCall,
-    MoeInput,
-    SavedCalls,
-    Sizes,
-    begin_step_on_host,
-    make_header,
-)
+from moedoctor.kernels.kept_rows import COUNT, OWNER, KeptRows, MoeCall, MoeInput, Sizes, begin_step_on_host
 from moedoctor.kernels.save_call import launch_save
 
 ROOM = 4
@@ -42,7 +31,7 @@ PARTS = ("x", "output", "ids", "weights", "logits")
 def check_rows_with_nan(seed: int, layers: int, rows: int) -> None:
     """The first layer with NaN that its input has not owns the record, and only rows that are no padding."""
     chance = random.Random(seed)
-    header, plain_header = (make_header(torch.device("cpu")) for _ in range(2))
+    header, plain_header = (kept_rows.make_header(torch.device("cpu")) for _ in range(2))
     kept, plain = ([KeptRows.make(ROOM, size, of) for size in SIZES] for of in (header, plain_header))
     expected: tuple[int, int, list[int]] | None = None
     for step in range(1, 4):
@@ -79,7 +68,7 @@ def check_rows_with_nan(seed: int, layers: int, rows: int) -> None:
         assert int(header[COUNT]) == 0
         return
     owner, step, bad = expected
-    assert (int(header[OWNER]), int(header[OWNED_STEP])) == (owner, step)
+    assert (int(header[OWNER]), int(header[kept_rows.OWNED_STEP])) == (owner, step)
     assert int(header[COUNT]) == len(bad)
     count = min(len(bad), ROOM)
     memory = kept[owner - 1]
@@ -101,7 +90,7 @@ def make_call(layer: int, rows: int) -> MoeCall:
 
 def check_that_a_wanted_call_is_kept_once() -> None:
     """A layer that runs again in the step, as a draft model's does, adds nothing; another step frees it."""
-    header, plain_header = (make_header(torch.device("cpu")) for _ in range(2))
+    header, plain_header = (kept_rows.make_header(torch.device("cpu")) for _ in range(2))
     kept, plain = (KeptRows.make(ROOM, SIZES[0], of) for of in (header, plain_header))
     for step, real in ((1, 2), (2, 9)):
         launch_step(header, real, 1, step, frees=step > 1)
@@ -112,7 +101,12 @@ def check_that_a_wanted_call_is_kept_once() -> None:
             plain.keep_on_host(0, call)
         assert header.tolist() == plain_header.tolist()
         count = min(real, 3)
-        assert header[[OWNER, OWNED_STEP, COUNT, WANTED_LAYER]].tolist() == [1, step, count, -1]
+        assert header[[OWNER, kept_rows.OWNED_STEP, COUNT, kept_rows.WANTED_LAYER]].tolist() == [
+            1,
+            step,
+            count,
+            -1,
+        ]
         order = kept.row[:count].argsort()
         assert torch.equal(kept.x[:count][order], calls[0].input.x[:count])
         assert torch.equal(kept.x[:count][order], plain.x[:count])
@@ -120,9 +114,9 @@ def check_that_a_wanted_call_is_kept_once() -> None:
 
 def check_that_wider_calls_are_refused() -> None:
     """Nothing is written outside of the memory for a layer."""
-    kept = KeptRows.make(ROOM, SIZES[0], make_header(torch.device("cpu")))
+    kept = KeptRows.make(ROOM, SIZES[0], kept_rows.make_header(torch.device("cpu")))
     rows = (torch.zeros(2, 2, width) for width in (SIZES[0].hidden, 3, 3, 9))
-    saved = SavedCalls(torch.full((2, 6), -1), *rows)
+    saved = kept_rows.SavedCalls(torch.full((2, 6), -1), *rows)
     launch_step(kept.header, 3, 1, 1, frees=False)
     for layer in (1, 2):
         call = make_call(layer, 3)

@@ -23,22 +23,20 @@ def task(model: str, backend: str = "OURS", tokens: tuple[int, ...] = (1,)) -> L
     return LayerTask(Variant(backend, "bf16"), model, SHAPE, tokens)
 
 
-def outcomes(rows: list[dict[str, object]]) -> list[tuple[object, ...]]:
-    return [(row["backend"], row["model"], "failed" in row) for row in rows]
-
-
 @pytest.mark.usefixtures("fake_child")
 def test_a_child_that_dies_costs_only_its_own_task() -> None:
-    tasks = [task("first"), task("dies"), task("last"), task("other", "TRITON")]
+    """What it had measured before stays; a death while the layer is prepared costs all of the task."""
+    tasks = [task("first"), task("dies"), task("dies first", tokens=(1, 8)), task("other", "TRITON")]
     rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=30)
-    assert outcomes(rows) == [
+    assert [(row["backend"], row["model"], "failed" in row) for row in rows] == [
         ("OURS", "first", False),
-        ("OURS", "dies", False),  # what it had measured before it died
+        ("OURS", "dies", False),
         ("OURS", "dies", True),
-        ("OURS", "last", False),
+        ("OURS", "dies first", True),
         ("TRITON", "other", False),
     ]
     assert "killed by SIGABRT" in rows[2]["failed"]
+    assert "tokens" not in rows[3]
 
 
 @pytest.mark.usefixtures("fake_child")
@@ -46,22 +44,9 @@ def test_a_child_that_dies_costs_only_its_own_task() -> None:
 def test_a_death_or_an_error_costs_the_number_of_tokens_that_it_was_at(model: str) -> None:
     tasks = [task(model, tokens=(1, 8, 64, 512)), task("last", tokens=(1, 8))]
     rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=30)
-    assert [(row["model"], row["tokens"], "failed" in row) for row in rows] == [
-        (model, 1, False),
-        (model, 8, True),
-        (model, 64, False),
-        (model, 512, False),
-        ("last", 1, False),
-        ("last", 8, False),
-    ]
-
-
-@pytest.mark.usefixtures("fake_child")
-def test_a_death_while_a_layer_is_prepared_costs_the_task() -> None:
-    tasks = [task("dies first", tokens=(1, 8)), task("last")]
-    rows = measure_tasks(tasks, "cpu", ROOFLINE, seconds=30)
-    assert outcomes(rows) == [("OURS", "dies first", True), ("OURS", "last", False)]
-    assert "tokens" not in rows[0]
+    right = [(model, tokens, tokens == 8) for tokens in (1, 8, 64, 512)]
+    right += [("last", tokens, False) for tokens in (1, 8)]
+    assert [(row["model"], row["tokens"], "failed" in row) for row in rows] == right
 
 
 @pytest.mark.usefixtures("fake_child")
@@ -91,18 +76,8 @@ def test_the_child_goes_on_after_a_number_of_tokens_that_raises(monkeypatch: pyt
     task = LayerTask(Variant("REFERENCE", "bf16"), "tiny", SHAPE, (1, 2, 3))
     tasks = [asdict(task), asdict(LayerTask(Variant("MARLIN", "nvfp4"), "tiny", SHAPE, (1,)))]
     events = list(moe_run.measure_requested({"device": "cpu", "roofline": ROOFLINE, "tasks": tasks}))
-    assert [(event["event"], event.get("tokens")) for event in events] == [
-        ("task", None),
-        ("point", 1),
-        ("row", 1),
-        ("point", 2),
-        ("failed", 2),
-        ("point", 3),
-        ("row", 3),
-        ("task", None),
-        ("row", None),
-        ("end", None),
-    ]
+    kinds = [f"{event['event']} {event.get('tokens', '')}".rstrip() for event in events]
+    assert ", ".join(kinds) == "task, point 1, row 1, point 2, failed 2, point 3, row 3, task, row, end"
     assert events[-2]["unavailable"] == "needs an NVIDIA GPU that torch can use"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from engine_stub import answered, died
 from packaging.version import Version
+from vllm_stub import write_files
 
 from moedoctor.faults.offload import offload_noop_lab
 from moedoctor.faults.offload.offload_noop import OffloadNoop
@@ -46,10 +47,8 @@ def replace_parameter(layer, name, new):
 
 
 def run_release(tmp_path: Path, replace: str) -> CaseResult:
-    for file, text in (("utils.py", replace), ("model_loader/utils.py", CONTEXT)):
-        path = tmp_path / "vllm/model_executor" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    files = {"utils.py": replace, "model_loader/utils.py": CONTEXT}
+    write_files(tmp_path, {f"vllm/model_executor/{name}": text for name, text in files.items()})
     return run_case(OffloadNoop(), "vllm@0.33.0", Tier.LIBRARY, ReleaseSource(tmp_path))
 
 

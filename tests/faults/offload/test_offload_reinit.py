@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from vllm_stub import write_files
 
 from moedoctor.faults.offload.offload_reinit import OffloadReinit, OffloadReinitParameters
 from moedoctor.faults.offload.offload_reinit_lab import FILE, mock_runner, observe, refuse, try_rebuild
@@ -24,9 +25,7 @@ CHECK = "assert self.offload_config.uva.cpu_offload_gb == 0, 'Cannot re-initiali
 
 
 def release(tmp_path: Path, check: str) -> ReleaseSource:
-    file = tmp_path / FILE
-    file.parent.mkdir(parents=True)
-    file.write_text(RELEASE.replace("{check}", check), encoding="utf-8")
+    write_files(tmp_path, {FILE: RELEASE.replace("{check}", check)})
     return ReleaseSource(tmp_path)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm_stub import write_files
 
 from moedoctor.faults.offload import untraceable_offload_lab
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
@@ -65,9 +66,8 @@ class UVAOffloader(BaseOffloader):
 
 def run_release(tmp_path: Path, **changed: str) -> CaseResult:
     given = {"skip": "False", "value": "value", "state": "module.named_parameters()", **changed}
-    file = tmp_path / untraceable_offload_lab.FILE
-    file.parent.mkdir(parents=True)
-    file.write_text(changed.get("source") or RELEASE.format(**given), encoding="utf-8")
+    text = changed.get("source") or RELEASE.format(**given)
+    write_files(tmp_path, {untraceable_offload_lab.FILE: text})
     source = ReleaseSource(tmp_path)
     return run_case(UntraceableOffload(), "vllm@0.21.0", Tier.LIBRARY, source, **SMALL)
 

@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.faults.routing import nan_routing as md001
+from moedoctor.faults.routing import nan_routing_lab as lab
 from moedoctor.faults.routing.nan_routing import NanRouting, NanRoutingParameters
-from moedoctor.faults.routing.nan_routing_lab import (
-    ALL_NAN,
-    KINDS,
-    NEG_INF,
-    ONE_NAN,
-    POS_INF,
-    FaultyRouting,
-    count,
-    make_rows,
-)
 from moedoctor.fixes import routing as fixes
 from moedoctor.fixes.routing import TopK
 from moedoctor.interfaces import Measurement
@@ -36,25 +27,27 @@ def parameters(**given: Any) -> NanRoutingParameters:
 
 
 def judged(given: NanRoutingParameters, routing: Any) -> tuple[CaseVerdict, Mapping[str, Any]]:
-    observation = Observation(count(given, "cpu", {"kernel": routing}))
+    observation = Observation(lab.count(given, "cpu", {"kernel": routing}))
     return FAULT.judge(Case("MD001", "fixed", Tier.MODEL, {}), observation).verdict, observation.evidence
 
 
 @given(tokens=st.integers(1, 60), experts=st.integers(1, 40), seed=st.integers(0, 5))
 def test_rows_match_their_kind(tokens: int, experts: int, seed: int) -> None:
-    rows = make_rows(tokens, experts, dtype=torch.float32, bias="none", seed=seed, device="cpu")
+    rows = lab.make_rows(tokens, experts, dtype=torch.float32, bias="none", seed=seed, device="cpu")
     for row, kind in zip(rows.logits, rows.kinds, strict=True):
-        assert int(row.isnan().sum()) == {ALL_NAN: experts, ONE_NAN: 1, "half_nan": experts // 2}.get(kind, 0)
-        assert int((row == float("inf")).sum()) == (kind == POS_INF)
-        assert int((row == float("-inf")).sum()) == {NEG_INF: 1, "all_neg_inf": experts}.get(kind, 0)
-    if tokens >= 2 * len(KINDS):
-        assert set(rows.kinds) == set(KINDS)
+        assert int(row.isnan().sum()) == {lab.ALL_NAN: experts, lab.ONE_NAN: 1, "half_nan": experts // 2}.get(
+            kind, 0
+        )
+        assert int((row == float("inf")).sum()) == (kind == lab.POS_INF)
+        assert int((row == float("-inf")).sum()) == {lab.NEG_INF: 1, "all_neg_inf": experts}.get(kind, 0)
+    if tokens >= 2 * len(lab.KINDS):
+        assert set(rows.kinds) == set(lab.KINDS)
 
 
 def test_the_control_is_stuck_only_if_its_scan_starts_on_nan() -> None:
     nan = float("nan")
     logits = torch.tensor([[nan, 1.0, 2.0, 0.0], [1.0, nan, 2.0, 0.0]])
-    routed = FaultyRouting().topk_sigmoid(logits, 2, renormalize=False, bias=None)
+    routed = lab.FaultyRouting().topk_sigmoid(logits, 2, renormalize=False, bias=None)
     assert routed.ids.tolist() == [[0, 2], [2, 0]]
     assert routed.weights.isnan().tolist() == [[True, False], [False, False]]
 

@@ -39,6 +39,12 @@ class Streams:
         self.main, self.copies = Stream("main", self.log), Stream("copies", self.log)
         self.current = self.main
 
+    def of(self, call: Callable[..., object], *given: object) -> list[str]:
+        """Return what a call requests."""
+        self.log.clear()
+        call(*given)
+        return self.log
+
     @contextlib.contextmanager
     def inside(self, stream: Stream) -> Iterator[None]:
         self.current = stream
@@ -91,6 +97,7 @@ CALLS: dict[str, Callable[[ExpertCache], Any]] = {
     "groups": lambda cache: list(cache.groups(MANY)),
     "seed": lambda cache: cache.seed(IDS),
 }
+ACQUIRED = ["lookup on main", "copy on main"]
 COPIED = ["lookup on main", "copies waits for main", "copy on copies"]
 WAITED = "main waits for copy on copies"
 
@@ -99,28 +106,23 @@ def test_copies_beside_hits_begin_after_the_lookup_and_end_before_the_misses(cac
     for part, _ in zip(("hits", "misses"), cache.groups(IDS, overlap=True), strict=False):
         streams.log.append(part)
     assert streams.log == [*COPIED, "hits", WAITED, "misses"]
-    streams.log.clear()
-    cache.acquire(IDS)
-    assert streams.log == ["lookup on main", "copy on main"]
+    assert streams.of(cache.acquire, IDS) == ACQUIRED
 
 
 @pytest.mark.parametrize("next_call", CALLS)
 def test_work_after_a_failed_call_waits_for_its_copies(cache, streams, next_call):
     next(iter(cache.groups(IDS, overlap=True)))
     assert streams.log == COPIED
-    streams.log.clear()
-    CALLS[next_call](cache)
-    assert streams.log[0] == WAITED
-    assert streams.log.count(WAITED) == (2 if next_call == "overlap" else 1)
+    log = streams.of(CALLS[next_call], cache)
+    assert log[0] == WAITED
+    assert log.count(WAITED) == (2 if next_call == "overlap" else 1)
 
 
 def test_a_group_waits_for_an_earlier_prefetch(cache: ExpertCache, streams: Streams) -> None:
     parts = cache.groups(MANY)
     next(parts)
     cache.prefetch(IDS)
-    streams.log.clear()
-    next(parts)
-    assert streams.log == [WAITED, "lookup on main", "copy on main"]
+    assert streams.of(next, parts) == [WAITED, *ACQUIRED]
 
 
 def _state(cache: ExpertCache) -> list[int]:
@@ -146,9 +148,7 @@ def test_nothing_is_resident_after_a_failed_call(cache, streams, overlap, breaks
     assert streams.log[-1] == "main waits for copies"
     assert _state(cache) == [-1] * (8 + 4) + [0]
     streams.breaks = None
-    streams.log.clear()
-    cache.acquire(IDS)
-    assert streams.log == ["lookup on main", "copy on main"]
+    assert streams.of(cache.acquire, IDS) == ACQUIRED
 
 
 @pytest.mark.parametrize("how", ["acquire", "overlap", "prefetch"])
@@ -160,9 +160,7 @@ def test_a_failed_capture_is_joined_and_records_no_reset(cache, streams, how):
         CALLS[how](cache)
     assert streams.log[-2:] == ["copies waits for main", "main waits for copies"]
     streams.breaks, streams.captures = None, False
-    streams.log.clear()
-    cache.acquire(IDS)
-    assert streams.log == ["lookup on main", "copy on main"]
+    assert streams.of(cache.acquire, IDS) == ACQUIRED
     assert _state(cache) == before
 
 
@@ -183,7 +181,6 @@ def test_a_pending_reset_is_not_recorded(cache, streams, monkeypatch):
     assert cache.mapping.tolist() == [-1] * 8
 
 
-ACQUIRED = ["lookup on main", "copy on main"]
 JOINED = ["copies waits for main", "main waits for copies"]
 BEGUN: dict[str, Callable[[ExpertCache], Any]] = {
     "overlap": lambda cache: (parts := cache.groups(IDS, overlap=True), next(parts)),
@@ -198,13 +195,9 @@ def test_nobody_waits_for_the_copies_of_a_capture_that_failed(cache, streams, ho
     streams.captures = True
     begun = BEGUN[how](cache)
     streams.captures = captures  # another capture, or none
-    streams.log.clear()
-    cache.acquire(IDS)
-    assert streams.log == [*(JOINED if captures else ()), *ACQUIRED]
+    assert streams.of(cache.acquire, IDS) == [*(JOINED if captures else ()), *ACQUIRED]
     streams.captures = False
-    streams.log.clear()
-    cache.acquire(IDS)
-    assert streams.log == ACQUIRED
+    assert streams.of(cache.acquire, IDS) == ACQUIRED
     del begun
 
 
@@ -218,18 +211,14 @@ def test_a_loop_over_groups_that_breaks_off_leaves_a_capture_joined(cache, strea
     with pytest.raises(KeyboardInterrupt) as held:  # as is the frame of the loop
         capture()
     assert streams.log == JOINED
-    streams.log.clear()
-    cache.acquire(IDS)
-    assert streams.log == ACQUIRED
+    assert streams.of(cache.acquire, IDS) == ACQUIRED
     del held
 
 
 def test_a_stream_of_layers_waits_for_a_prefetch(cache: ExpertCache, streams: Streams) -> None:
     source = cache.make_copier(cache.allocate_all())
     cache.prefetch(IDS)
-    streams.log.clear()
-    source()
-    assert streams.log[0] == WAITED
+    assert streams.of(source)[0] == WAITED
 
 
 def test_a_layer_waits_for_copies_that_it_began_and_the_last_for_none(streams: Streams) -> None:

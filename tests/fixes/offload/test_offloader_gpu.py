@@ -41,16 +41,21 @@ def x() -> torch.Tensor:
     return torch.randn(256, WIDTH, device="cuda", dtype=torch.bfloat16)
 
 
+def capture(model: nn.Module, x: torch.Tensor) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out: torch.Tensor = model(x)
+    return graph, out
+
+
 def test_many_passes_give_the_same_bits_and_everything_is_pinned(stack, x):
     inputs = [x * (1 + 0.01 * number) for number in range(20)]
     expected = [stack(batch) for batch in inputs]
     handle = offload(stack, 1 << 40)
     assert handle.report().pinned_bytes == handle.report().host_bytes > 0
     # No synchronization in between: the host runs far ahead of the copies.
-    assert all(
-        torch.equal(output, reference)
-        for output, reference in zip([stack(batch) for batch in inputs], expected, strict=True)
-    )
+    outputs = [stack(batch) for batch in inputs]
+    assert all(map(torch.equal, outputs, expected))
     handle.restore()
     assert torch.equal(stack(x), expected[0])
 
@@ -89,9 +94,7 @@ def test_a_graph_of_the_whole_module_replays_to_the_same_bits(stack: nn.Sequenti
     expected = stack(x)
     offload(stack, 1 << 40)
     assert torch.equal(stack(x), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = stack(x)
+    graph, out = capture(stack, x)
     assert stack._moedoctor_offload.plain is None  # type: ignore[union-attr]
     for _ in range(3):
         out.zero_()
@@ -167,9 +170,7 @@ def test_a_capture_that_fails_half_way_leaves_nothing_behind(x: torch.Tensor) ->
             assert torch.equal(model(x), expected)
             handle = offload(model, 1 << 40)
         assert all(torch.equal(model(x), expected) for _ in range(2))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = model(x)
+    graph, out = capture(model, x)
     graph.replay()
     assert torch.equal(out, expected)
     assert model._moedoctor_offload.plain is None
@@ -213,9 +214,7 @@ def test_a_replay_that_is_queued_reads_the_weights_from_before_a_load(stack, x):
     expected = stack(x)
     offload(stack, 1 << 40)
     stack(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = stack(x)
+    graph, out = capture(stack, x)
     zeros = {name: torch.zeros_like(weight) for name, weight in stack.state_dict().items()}
     torch.cuda.synchronize()
     torch.cuda._sleep(1 << 29)  # some 0.3 s, so that the replay is still queued

@@ -8,15 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.upstream.engine.clear_prompts import (
-    CLEAR,
-    MIN_CLEAR,
-    MIN_SAME,
-    Answers,
-    compare,
-    find_clear,
-    make_prompts,
-)
+from moedoctor.upstream.engine import clear_prompts
+from moedoctor.upstream.engine.clear_prompts import Answers, compare, find_clear, make_prompts
 
 
 def answers(leads: list[float], shift: int = 0, gap: float = 0.0) -> Answers:
@@ -33,8 +26,8 @@ def test_a_prompt_is_clear_if_its_best_token_leads_at_every_step() -> None:
     two = Answers(
         [[1, 2], [1, 2]],
         [
-            [{"1": -0.1, "3": -0.1 - CLEAR - 1e-6}, {"2": -0.1, "3": -0.9}],
-            [{"1": -0.1, "3": -0.9}, {"2": -0.1, "3": -0.1 - CLEAR / 2}],
+            [{"1": -0.1, "3": -0.1 - clear_prompts.CLEAR - 1e-6}, {"2": -0.1, "3": -0.9}],
+            [{"1": -0.1, "3": -0.9}, {"2": -0.1, "3": -0.1 - clear_prompts.CLEAR / 2}],
         ],
     )
     assert find_clear(two) == [0]
@@ -49,8 +42,10 @@ def test_only_clear_prompts_count_and_one_in_ten_may_differ(leads: list[float], 
     clear = find_clear(reference)
     assert result.clear == len(clear)
     assert result.same == sum(prompt >= wrong for prompt in clear)
-    assert result.is_compared == (len(clear) >= MIN_CLEAR)
-    assert (result.problem is not None) == (result.is_compared and result.same < MIN_SAME * len(clear))
+    assert result.is_compared == (len(clear) >= clear_prompts.MIN_CLEAR)
+    assert (result.problem is not None) == (
+        result.is_compared and result.same < clear_prompts.MIN_SAME * len(clear)
+    )
 
 
 def test_the_distance_is_the_median_of_the_clear_prompts() -> None:
