@@ -176,21 +176,6 @@ def _offload(device: str) -> None:
         held.restore()
 
 
-def _pin(device: str) -> None:
-    gpu = torch.device(device)
-    block, failure = allocate(1 << 20, lambda memory: register(memory, gpu))
-    assert failure is None
-    block.bytes.fill_(7)
-    before = torch.cuda.memory_allocated(gpu)
-    view = view_on_device(block.bytes, gpu)
-    assert view.device == gpu
-    assert bool((view == 7).all())
-    assert torch.cuda.memory_allocated(gpu) - before < 1 << 19, "the view is a copy"
-    del view
-    block.close()
-    assert not block.bytes.is_pinned()
-
-
-@pytest.mark.parametrize("use", [_route, _check_ids, _watch, _forward, _cache, _offload, _pin])
+@pytest.mark.parametrize("use", [_route, _check_ids, _watch, _forward, _cache, _offload])
 def test_tensors_on_a_gpu_that_is_not_the_current_one(use: Callable[[str], None], other: str) -> None:
     use(other)

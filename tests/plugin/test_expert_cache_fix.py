@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -248,16 +249,14 @@ def test_an_error_leaves_the_backends_sum(compute: Any, error: str) -> None:
     ids=["few ids", "the backend sorts them", "they need groups"],
 )
 def test_only_a_call_whose_ids_are_not_sorted_is_split(slots, tokens, splits, monkeypatch):
-    layer, split = Layer(), []
+    layer, split = Layer(), MagicMock(return_value=torch.zeros(tokens, HIDDEN))
     kernel = layer.quant_method.moe_kernel
     install(layer, slots)
     (experts,) = find_host_experts(layer)
     kernel.apply = expert_cache_layer._apply_through(experts, type(kernel).apply.__get__(kernel), True)
-    monkeypatch.setattr(
-        hits_first, "compute_in_two", lambda *given: (split.append(1), torch.zeros(tokens, HIDDEN))[1]
-    )
+    monkeypatch.setattr(hits_first, "compute_in_two", split)
     call(layer, *draw_call(tokens, torch.Generator().manual_seed(0)))
-    assert bool(split) is splits
+    assert split.called is splits
 
 
 def summing(**described: Any) -> Layer:

@@ -37,10 +37,6 @@ def model(vllm: None) -> Model:
     return Model()
 
 
-def attention(name: str) -> Any:
-    return module("model_executor.layers.attention.attention").Attention(name)
-
-
 def run_step(forward: Callable[[torch.Tensor], Any]) -> None:
     """Run a step of 3 real tokens in a batch of 4 through `forward` instead of the model."""
     module("v1.worker.gpu_model_runner").GPUModelRunner(forward).execute_model(scheduled(3))
@@ -85,20 +81,6 @@ def test_operators_in_a_graph_are_watched_at_the_capture(model: Model) -> None:
     assert (result.steps, result.watched, result.looked_at, result.not_reached) == (1, 5, 5, 0)
     assert "looked at" not in result.to_text()
     assert "first in real rows: nothing" in result.to_text()
-
-
-def test_an_attention_layer_without_experts_is_watched_at_once(model: Model) -> None:
-    dense = attention("layers.dense.attn")
-
-    def forward(input_ids: torch.Tensor) -> torch.Tensor:
-        dense(torch.zeros(3, 8), torch.full((4, 8), NAN))
-        return model(input_ids)
-
-    forward(torch.zeros(4))  # the profile run
-    run_step(forward)
-    result = report()
-    assert result.first_padding == Finding("layers.dense.attn", "NaN", 1, 1)
-    assert [point.point for point in result.points] == ["layers.dense.attn"]
 
 
 def test_rows_of_all_ranks_are_not_taken_for_this_ranks_rows(model: Model) -> None:

@@ -222,10 +222,8 @@ def test_a_buffer_made_of_a_weight_gets_what_is_loaded(patched: None, uva: bool)
     layer.register_buffer("other", torch.zeros(7))
 
     def load_model() -> None:
-        offloader = importlib.import_module("vllm.model_executor.offloader.uva").UVAOffloader(
-            1 << 20, uva=uva
-        )
-        base.instance = offloader
+        module = importlib.import_module("vllm.model_executor.offloader.uva")
+        base.instance = offloader = module.UVAOffloader(1 << 20, uva=uva)
         offloader._maybe_offload_to_cpu(layer)
         layer.weight.data.fill_(2.0)
         layer.other.fill_(3.0)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -155,16 +156,14 @@ def judged_here(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("judged_here")
 def test_only_a_call_past_the_bound_is_kept(engine, caplog, monkeypatch):
-    asked, original = [], record_layers._read_backend_tensors
-    monkeypatch.setattr(
-        record_layers, "_read_backend_tensors", lambda *given: (asked.append(1), original(*given))[1]
-    )
+    asked = MagicMock(side_effect=record_layers._read_backend_tensors)
+    monkeypatch.setattr(record_layers, "_read_backend_tensors", asked)
     model = engine.start("mismatch=1")
     recorder = engine.recorder()
     assert recorder._judge._child is not None, "what compares starts while the model loads"
     steps = _run_until(model, lambda: recorder.keeper.compared > 1)
     assert not list(engine.folder.glob(f"*{SUFFIX}"))
-    assert not asked, "the device has no memory to spare for calls that are right"
+    assert not asked.called, "the device has no memory to spare for calls that are right"
     model.spoil = {0: lambda output: output * 1.5, 1: lambda output: output * 1.5}
     _run_until(model, lambda: list(engine.folder.glob(f"*{SUFFIX}")))
     (capsule,) = engine.capsules()

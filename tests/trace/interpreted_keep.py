@@ -101,12 +101,8 @@ def check_that_a_wanted_call_is_kept_once() -> None:
             plain.keep_on_host(0, call)
         assert header.tolist() == plain_header.tolist()
         count = min(real, 3)
-        assert header[[OWNER, kept_rows.OWNED_STEP, COUNT, kept_rows.WANTED_LAYER]].tolist() == [
-            1,
-            step,
-            count,
-            -1,
-        ]
+        places = [OWNER, kept_rows.OWNED_STEP, COUNT, kept_rows.WANTED_LAYER]
+        assert header[places].tolist() == [1, step, count, -1]
         order = kept.row[:count].argsort()
         assert torch.equal(kept.x[:count][order], calls[0].input.x[:count])
         assert torch.equal(kept.x[:count][order], plain.x[:count])

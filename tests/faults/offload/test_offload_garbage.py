@@ -31,6 +31,7 @@ from tests.faults.offload.cases import run_case
 ROOT = Path(__file__).parents[3]
 
 
+NOT_SEEN = "not reproduced on this GPU in any"
 REPRODUCED, CLEAN, ERROR = CaseVerdict.REPRODUCED, CaseVerdict.CLEAN, CaseVerdict.ERROR
 
 
@@ -38,15 +39,9 @@ REPRODUCED, CLEAN, ERROR = CaseVerdict.REPRODUCED, CaseVerdict.CLEAN, CaseVerdic
     ("table", "text"),
     [
         ({"cells": 2, "same": 1, "other_tokens": 1}, "reproduced in 1 of 2 engines with offload: 1 give"),
-        (
-            {"cells": 3, "same": 2, "other_tokens": 0, "not_offloaded": 1},
-            "not reproduced on this GPU in any of 2",
-        ),
+        ({"cells": 3, "same": 2, "other_tokens": 0, "not_offloaded": 1}, f"{NOT_SEEN} of 2"),
         ({"cells": 2, "same": 0, "other_tokens": 0, "not_offloaded": 2}, None),
-        (
-            {"cells": 5, "same": 4, "other_tokens": 0, "moved_back": 1},
-            "not reproduced on this GPU in any of 4",
-        ),
+        ({"cells": 5, "same": 4, "other_tokens": 0, "moved_back": 1}, f"{NOT_SEEN} of 4"),
         ({"same_bits": True}, None),
     ],
 )

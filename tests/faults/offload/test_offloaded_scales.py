@@ -11,6 +11,7 @@ from moedoctor.faults.offload.offloaded_scales import OffloadedScales
 from moedoctor.faults.offload.stale_config import DeviceMemory, make_simulated_stack, offload_and_run
 from moedoctor.faults.offload.stale_parameter import StaleParameter
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
+from moedoctor.kernels.unchecked import read_address, read_tensor
 from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Crash, Death, Observation, Tier
 from moedoctor.upstream.engine import offload_table
 from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, PLACES, UVA, WEIGHTS
@@ -143,3 +144,20 @@ def test_only_the_fixed_engine_has_the_fix(monkeypatch, fault, mode, backends, p
     case, wrong = Case(fault.id, "faulty", Tier.ENGINE, parameters), {**COUNTS, "controls_wrong": 1}
     assert fault.describe(parameters) == f"engines, {mode}"
     assert fault.judge(case, Observation(wrong)).verdict is CaseVerdict.ERROR
+
+
+@pytest.mark.parametrize("count", [0, 1000, 1025])
+def test_a_count_that_would_read_beyond_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"count must be a positive multiple of 1024, got {count}"):
+        read_address(0, count, "cuda:0")
+    with pytest.raises(ValueError, match=f"got {count}"):
+        read_tensor(torch.empty(count), "cuda:0")
+
+
+@pytest.mark.gpu
+def test_device_memory_reads_the_same_both_ways_and_host_memory_is_refused_by_triton() -> None:
+    source = torch.randn(4096, device="cuda")
+    assert torch.equal(read_address(source.data_ptr(), 4096, "cuda:0"), source)
+    assert torch.equal(read_tensor(source, "cuda:0"), source)
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        read_tensor(torch.randn(4096), "cuda:0")

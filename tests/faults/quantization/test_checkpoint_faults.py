@@ -50,6 +50,7 @@ def test_scales_in_range_are_no_failure() -> None:
 
 CLEAN, REPRODUCED, ERROR = CaseVerdict.CLEAN, CaseVerdict.REPRODUCED, CaseVerdict.ERROR
 MISMATCH: dict[str, Any] = {"lint": ["MD014"], "ways": {"x": {"worst_token_error": 0.06}}}
+ONE_NAN = {"ways": {"x": {"worst_token_error": 0.01}, "y": {"worst_token_error": "nan"}}}
 MISSING = {"lint": ["MD015"], "tokens": 4, "nonfinite_tokens": 0, "error": 0.2, "healthy_error": 0.2}
 KV = {"lint": ["MD012"], "nonfinite_tokens": 0, "error": 0.03, "computed_error": 0.03}
 KV |= {"saturated": 0.0, "lost": 0.0}
@@ -70,12 +71,7 @@ KV |= {"saturated": 0.0, "lost": 0.0}
         (KvScalesMissing(), KV, {"error": 0.07}, REPRODUCED),
         (KvScalesMissing(), KV, {"lint": []}, ERROR),
         # Reports hold numbers that are not finite as text.
-        (
-            GlobalScaleMismatch(),
-            MISMATCH,
-            {"ways": MISMATCH["ways"] | {"y": {"worst_token_error": "nan"}}},
-            REPRODUCED,
-        ),
+        (GlobalScaleMismatch(), MISMATCH, ONE_NAN, REPRODUCED),
         (InputScaleMissing(), MISSING, {"error": "nan"}, REPRODUCED),
         (InputScaleMissing(), MISSING, {"healthy_error": "inf"}, ERROR),
         (KvScalesMissing(), KV, {"error": "nan"}, REPRODUCED),

@@ -24,6 +24,9 @@ LIMITS: Mapping[str, Mapping[str, float]] = {
 }
 
 
+LACKS = "lacks tensormap_replace, setmaxnreg"
+
+
 def answers(*targets: str, error: str | None = None) -> lab.Resolver:
     """A resolver that always gives the same answer."""
     return lambda capability, cuda, arch_list: ArchReading(targets, error)
@@ -63,12 +66,8 @@ def test_the_verdict_does_not_depend_on_who_decides(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("answer", "parameters", "figure"),
     [
-        (answers("120"), {}, "120 lacks tensormap_replace, setmaxnreg, mma_mxf4nvf4, cvt_e2m1x2"),
-        (
-            answers("100"),
-            {"capability": "10.0"},
-            "100 lacks tensormap_replace, setmaxnreg, tcgen05, cvt_e2m1x2",
-        ),
+        (answers("120"), {}, f"120 {LACKS}, mma_mxf4nvf4, cvt_e2m1x2"),
+        (answers("100"), {"capability": "10.0"}, f"100 {LACKS}, tcgen05, cvt_e2m1x2"),
         (answers("120f"), {"cuda": "12.8"}, "120f is unknown to CUDA 12.8"),
         (answers("120f", "130"), {}, "130 is unknown to CUDA 13.0"),
         (answers("120+PTX"), {}, "120+PTX is unknown to CUDA 13.0"),

@@ -18,6 +18,7 @@ from moedoctor.scenario import file as scenario
 FAULT = BackendOverride()
 FILE = Path(__file__).resolve().parents[3] / "scenarios" / "backend_override.yaml"
 CUTLASS, MARLIN = "FLASHINFER_CUTLASS", "--moe-backend marlin"
+FP4 = "VLLM_USE_FLASHINFER_MOE_FP4"
 SEED = {"setting": "VLLM_NVFP4_MOE_BACKEND=MARLIN", "wants": "MARLIN", "activation": "relu2_no_mul"}
 
 
@@ -40,14 +41,7 @@ def load() -> scenario.Scenario:
     ("release", "setting", "others", "selected", "warned", "advice"),
     [
         ("0.18.0", "VLLM_NVFP4_GEMM_BACKEND=marlin", {}, CUTLASS, False, MARLIN),
-        (
-            "0.33.0",
-            "VLLM_USE_FLASHINFER_MOE_FP4=0",
-            {"wants": "VLLM_CUTLASS"},
-            CUTLASS,
-            True,
-            "--moe-backend cutlass",
-        ),
+        ("0.33.0", f"{FP4}=0", {"wants": "VLLM_CUTLASS"}, CUTLASS, True, "--moe-backend cutlass"),
         ("0.18.0", MARLIN, {"scheme": "mxfp4"}, "TRITON", False, "VLLM_MXFP4_USE_MARLIN=1"),
         ("0.21.0", "vllm_test_force_fp8_marlin=1", {"scheme": "fp8"}, CUTLASS, False, MARLIN),
     ],

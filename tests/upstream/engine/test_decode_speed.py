@@ -140,9 +140,8 @@ def test_measurements_so_far_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(decode_speed, "generate", generate)
     llm = types.SimpleNamespace(apply_model=lambda function: [function(Model())])
-    probe = decode_speed.measure_engine(
-        llm, prompts=[[1], [2]], batches=[1, 3], tokens=4, repeats=1, control=True
-    )
+    given = {"prompts": [[1], [2]], "batches": [1, 3], "tokens": 4, "repeats": 1, "control": True}
+    probe = decode_speed.measure_engine(llm, **given)
     assert next(probe)["answers"] == {"tokens": [[7], [7]], "logprobs": [[{"7": -0.5}]] * 2}
     assert next(probe)["wrong_answers"]["tokens"] == [[7], [7]]
     with pytest.raises(RuntimeError, match="dead"):
@@ -152,11 +151,8 @@ def test_measurements_so_far_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_engines_work_in_turn(tmp_path: Any) -> None:
     """The second can only begin while the first does not hold the turn."""
-    with (
-        decode_speed._take_turns(str(tmp_path), 1) as first,
-        decode_speed._take_turns(str(tmp_path), 1) as second,
-    ):
-        with first(), (tmp_path / "turn").open("w") as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with second(), (tmp_path / "turn").open("w") as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder = str(tmp_path)
+    with decode_speed._take_turns(folder, 1) as first, decode_speed._take_turns(folder, 1) as second:
+        for turn in (first, second):
+            with turn(), (tmp_path / "turn").open("w") as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
