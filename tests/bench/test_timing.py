@@ -43,21 +43,16 @@ def test_rounds_take_turns_and_compare_within_a_round() -> None:
 @pytest.mark.gpu
 def test_a_graph_runs_every_call_in_rotation_and_longer_work_takes_longer() -> None:
     counts = [torch.zeros((), device="cuda") for _ in range(2)]
-    spread = timing.time_graph(
-        [lambda count=count: count.add_(1) for count in counts], launches=10, replays=3, warmup_seconds=0.0
-    )
+    calls = [partial(count.add_, 1) for count in counts]
+    spread = timing.time_graph(calls, launches=10, replays=3, warmup_seconds=0.0)
     # One launch each to warm up; then one warming replay and three measured ones of five each.
     assert [float(count) for count in counts] == [21.0, 21.0]
     assert spread.samples == 3
 
     small = torch.zeros(1 << 10, device="cuda")
     large = torch.zeros(1 << 28, device="cuda")
-    comparison = timing.compare_times(
-        {"small": lambda: small.add_(1), "large": lambda: large.add_(1)},
-        baseline="small",
-        launches=5,
-        replays=3,
-    )
+    calls = {"small": partial(small.add_, 1), "large": partial(large.add_, 1)}
+    comparison = timing.compare_times(calls, baseline="small", launches=5, replays=3)
     assert comparison.ratios["large"].median > 10
     assert comparison.times["small"].p20 <= comparison.times["small"].median <= comparison.times["small"].p80
     with pytest.raises(ValueError, match="got 0 calls and 100 launches"):

@@ -132,17 +132,11 @@ class Engines(RuleBasedStateMachine):
 
 
 def stateful() -> None:
-    run(
-        Engines,
-        settings=settings(
-            max_examples=int(os.environ.get("EXAMPLES", "24")),
-            stateful_step_count=int(os.environ.get("STEPS", "10")),
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
+    examples, steps = (
+        int(os.environ.get(name, usual)) for name, usual in (("EXAMPLES", "24"), ("STEPS", "10"))
     )
+    same = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    run(Engines, settings=settings(same, max_examples=examples, stateful_step_count=steps))
 
 
 def many_ids() -> None:
@@ -438,13 +432,9 @@ def between() -> None:
 def streamed() -> None:
     """Buffers hold every expert of their layer, packed or not, in any order of layers."""
     shape = (6, 60, 256)  # more than one packed block, the last of them padded
-    layers = [
-        {
-            "w": torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16(),
-            "bias": WEIGHTS["w13_bias"][:6],
-        }
-        for seed in range(3)
-    ]
+    draws = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    drawn = [torch.randn(shape, generator=draw).bfloat16() for draw in draws]
+    layers = [{"w": weight, "bias": WEIGHTS["w13_bias"][:6]} for weight in drawn]
     for layer in layers:
         layer["w"][:, -1, -1] = 1.0  # padding repeats it
     for packed in (False, True):

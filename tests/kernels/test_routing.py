@@ -54,17 +54,8 @@ def test_compiled(experts: int, top_k: int, options: dict[str, int], dtype: str,
     from kernel_calls import assert_kernel_agrees
 
     for scoring, bias in product(("softmax", "sigmoid"), (False, True)):
+        name = "grouped_topk" if options else f"topk_{scoring}"
         grouped = options | _SCALED | {"scoring": scoring} if options else {}
-        assert_kernel_agrees(
-            "grouped_topk" if options else f"topk_{scoring}",
-            experts,
-            top_k,
-            getattr(torch, dtype),
-            device="cuda",
-            bias=bias,
-            ordinary=2000,
-            seed=experts + top_k,
-            nan_policy=policy,
-            renormalize=bias,
-            **grouped,
-        )
+        drawn = {"bias": bias, "ordinary": 2000, "seed": experts + top_k, "renormalize": bias}
+        shape = experts, top_k, getattr(torch, dtype)
+        assert_kernel_agrees(name, *shape, device="cuda", nan_policy=policy, **drawn, **grouped)

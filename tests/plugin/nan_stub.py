@@ -9,6 +9,7 @@ a step, and ends as the engine does at SIGTERM. `inherit`: this process runs a s
 import importlib
 import multiprocessing
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tests.interpreted import ROOT
 from tests.vllm_stub import write_files
 
 RUNNER = "vllm/model_executor/layers/fused_moe/runner/moe_runner.py"
@@ -159,6 +161,13 @@ class Model:
 def scheduled(real: int, rows: int = 4) -> types.SimpleNamespace:
     """What a scheduler gives out: `real` tokens, in a batch that is padded to `rows`."""
     return types.SimpleNamespace(total_num_scheduled_tokens=real, input_ids=torch.zeros(rows))
+
+
+def run_script(file: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of the tests in a process of its own."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    command = [sys.executable, file, *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
 
 
 def step(model: Model, rows: int = 4) -> torch.Tensor:

@@ -100,11 +100,8 @@ class Layer(torch.nn.Module):
         self.w13_weight = parameter(E, 2 * INTERMEDIATE, HIDDEN)
         self.w2_weight = parameter(E, HIDDEN, INTERMEDIATE)
         self.w13_weight_scale, self.w2_bias = parameter(E), parameter(E, HIDDEN)
-        described = QuantConfig(
-            _a1=Description(scale=torch.ones(1)),
-            _w1=Description(scale=self.w13_weight_scale),
-            _w2=Description(bias=self.w2_bias),
-        )
+        w1, w2 = Description(scale=self.w13_weight_scale), Description(bias=self.w2_bias)
+        described = QuantConfig(_a1=Description(scale=torch.ones(1)), _w1=w1, _w2=w2)
         self.quant_method = SimpleNamespace(moe_kernel=Kernel(described))
         parallel = SimpleNamespace(use_ep=False, ep_size=1, dp_size=1, pcp_size=1, enable_eplb=False)
         self.moe_config = SimpleNamespace(is_lora_enabled=False, moe_parallel_config=parallel)
@@ -114,18 +111,10 @@ class Layer(torch.nn.Module):
 
 def call(layer: Layer, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
     """Call the kernel as vLLM's quantized methods do; the unquantized method names all arguments."""
-    result: torch.Tensor = layer.quant_method.moe_kernel.apply(
-        x.clone(),
-        layer.w13_weight,
-        layer.w2_weight,
-        topk_weights,
-        ids,
-        activation="silu",
-        global_num_experts=E,
-        expert_map=None,
-        apply_router_weight_on_input=False,
-        shared_experts_input=None,
-    )
+    rest = {"activation": "silu", "global_num_experts": E, "expert_map": None, "shared_experts_input": None}
+    given = x.clone(), layer.w13_weight, layer.w2_weight, topk_weights, ids
+    kernel = layer.quant_method.moe_kernel
+    result: torch.Tensor = kernel.apply(*given, apply_router_weight_on_input=False, **rest)
     return result.clone()
 
 

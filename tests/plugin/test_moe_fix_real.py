@@ -158,23 +158,22 @@ with set_current_vllm_config(VllmConfig()):
             answers.append({"refused": str(stopped)})
 print("\\nANSWER " + json.dumps([active, answers]))
 """
+FORMATS = {
+    "bf16": "silu relu2_no_mul",
+    "fp8 block": "silu",
+    "fp8 tensor": "gelu",
+    "fp8 modelopt": "silu relu2_no_mul",
+    "fp8 compressed tensor": "gelu",
+    "fp8 compressed channel": "silu",
+    "fp8 compressed block": "silu",
+    "nvfp4": "silu relu2_no_mul",
+    "compressed nvfp4": "silu",
+}
 COMPUTED = [
     {"quantization": quantization, "activation": activation, "computer": computer}
     for computer in ("kernels", "reference")
-    for quantization, activation in (
-        ("bf16", "silu"),
-        ("bf16", "relu2_no_mul"),
-        ("fp8 block", "silu"),
-        ("fp8 tensor", "gelu"),
-        ("fp8 modelopt", "silu"),
-        ("fp8 modelopt", "relu2_no_mul"),
-        ("fp8 compressed tensor", "gelu"),
-        ("fp8 compressed channel", "silu"),
-        ("fp8 compressed block", "silu"),
-        ("nvfp4", "silu"),
-        ("nvfp4", "relu2_no_mul"),
-        ("compressed nvfp4", "silu"),
-    )
+    for quantization, activations in FORMATS.items()
+    for activation in activations.split()
 ]
 
 

@@ -26,23 +26,17 @@ def test_an_engine_in_a_process_of_its_own_prints_its_report(tmp_path: Path) -> 
     }
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD"):
         environ.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    started = re.search(r"started by (\d+)", done.stdout)
-    printed = re.findall(r"NaN trace of process (\d+)", done.stdout)
-    assert len(printed) == 1, done.stdout[-5000:]
+    command = [sys.executable, __file__, str(folder)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text[-5000:]
+    started = re.search(r"started by (\d+)", text)
+    printed = re.findall(r"NaN trace of process (\d+)", text)
+    assert len(printed) == 1, text[-5000:]
     assert started is not None
     assert printed[0] != started[1]  # the engine's own process
-    assert "Steps with padding   NaN in padding    Inf in padding   Mean pad tokens" in done.stdout
-    assert "never looked at" not in done.stdout  # what the graphs hold was looked at at capture
+    assert "Steps with padding   NaN in padding    Inf in padding   Mean pad tokens" in text
+    assert "never looked at" not in text  # what the graphs hold was looked at at capture
 
 
 def generate(folder: str) -> None:

@@ -1,8 +1,5 @@
 """The trace `nan` on the CPU, in a stub of the parts of vLLM 0.21.0 that it hooks."""
 
-import os
-import subprocess
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +12,8 @@ from moedoctor.plugin import nan_trace
 from moedoctor.plugin.register import FixError
 from moedoctor.trace.nan_report import Finding, NanReport
 from moedoctor.upstream.engine import nan_padding
-from tests.interpreted import ROOT
 from tests.plugin import nan_stub
-from tests.plugin.nan_stub import Model, module, scheduled, step, write_stub
+from tests.plugin.nan_stub import Model, module, run_script, scheduled, step, write_stub
 
 NAN = float("nan")
 
@@ -55,14 +51,8 @@ def test_nan_that_attention_leaves_in_padding_is_found_up_to_the_router(model: M
     model.real = 4
     step(model)
     result = report()
-    assert result.to_row() == {
-        "steps": 2,
-        "steps_with_padding": 1,
-        "nan_in_padding": 1,
-        "nan_share": 1.0,
-        "inf_in_padding": 0,
-        "mean_pad_tokens": 1.0,
-    }
+    row = {"steps": 2, "steps_with_padding": 1, "nan_in_padding": 1, "nan_share": 1.0}
+    assert result.to_row() == {**row, "inf_in_padding": 0, "mean_pad_tokens": 1.0}
     assert result.first_padding == Finding("layers.0.attn", "NaN", 1, 1)
     assert result.first_real is None
     (router,) = result.routers
@@ -233,14 +223,7 @@ def test_experts_that_are_added_up_later_are_not_looked_at(model: Model) -> None
 @pytest.mark.parametrize(("how", "printing"), [("fork", 1), ("spawn", 1), ("inherit", 0)])
 def test_the_process_that_ran_prints_once(tmp_path: Path, how: str, printing: int) -> None:
     write_stub(tmp_path)
-    done = subprocess.run(
-        [sys.executable, nan_stub.__file__, str(tmp_path), how],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_script(nan_stub.__file__, str(tmp_path), how)
     assert done.returncode == 0, done.stderr[-3000:]
     started = [line.split()[1] for line in done.stdout.splitlines()]
     assert len(started) == 2

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +25,8 @@ from moedoctor.trace.call_judge import CallJudge
 from moedoctor.trace.capsule import SUFFIX, Capsule, add_weights, load
 from moedoctor.trace.crash_watcher import write_calls
 from moedoctor.trace.expert_weights import ExpertFiles
-from tests.interpreted import ROOT
 from tests.plugin import record_stub
-from tests.plugin.nan_stub import step
+from tests.plugin.nan_stub import run_script, step
 from tests.plugin.record_stub import EXPERTS, HIDDEN, INTERMEDIATE, LAYERS, Model, write_stub
 
 SECOND = "model.layers.1.mlp.experts"
@@ -223,13 +221,7 @@ def test_a_bad_variable_stops_the_engine(engine: Engine, when: str, size: str) -
 def test_what_the_last_step_showed_is_saved_when_the_process_ends(tmp_path: Path, checkpoint: Path) -> None:
     write_stub(tmp_path, checkpoint, newer=True)
     environ = {"MOEDOCTOR_RECORD": str(tmp_path / "capsules"), "MOEDOCTOR_RECORD_WHEN": "nan"}
-    subprocess.run(
-        [sys.executable, record_stub.__file__, str(tmp_path), str(checkpoint)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    run_script(record_stub.__file__, str(tmp_path), str(checkpoint), **environ)
     (file,) = (tmp_path / "capsules").glob(f"*{SUFFIX}")
     kept = load(file).record
     assert (kept.layer, kept.call, kept.weights) == (SECOND, 1, "recorded")

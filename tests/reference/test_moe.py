@@ -108,14 +108,9 @@ def test_quantized_activations() -> None:
         intermediates.append(values)
         return round_trip(values, 0.01)
 
-    got = forward(
-        x,
-        weights,
-        topk_weights[:, :1],
-        ids,
-        quantize_input=lambda values: round_trip(values, 0.02),
-        quantize_intermediate=quantize_intermediate,
-    )
+    options = {"quantize_input": lambda values: round_trip(values, 0.02)}
+    options["quantize_intermediate"] = quantize_intermediate
+    got = forward(x, weights, topk_weights[:, :1], ids, **options)
     middle = activate((round_trip(x, 0.02) @ weights.w13[2].T).bfloat16(), "silu").float()
     assert torch.equal(intermediates[0], middle)
     assert torch.allclose(got, round_trip(middle, 0.01) @ weights.w2[2].T * topk_weights[:, :1])

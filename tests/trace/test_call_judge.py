@@ -34,17 +34,9 @@ def judge(checkpoint: Path) -> Iterator[CallJudge]:
 @pytest.fixture(scope="module")
 def call(checkpoint: Path) -> Capsule:
     """A call without weights whose output is what the reference computes."""
-    record = Record(
-        layer=LAYER,
-        hidden=256,
-        intermediate=128,
-        experts=8,
-        top_k=2,
-        activation="silu",
-        quantization="nvfp4",
-        backend="some",
-        packages={},
-    )
+    sizes = {"hidden": 256, "intermediate": 128, "experts": 8, "top_k": 2}
+    kind = {"layer": LAYER, "activation": "silu", "quantization": "nvfp4"}
+    record = Record.model_validate(sizes | kind)
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()  # [T, H]
     tensors = {
         "x": x,

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from moedoctor.reference.checkpoints import write_qwen3_moe
 from moedoctor.trace import crash_ring, crash_watcher
 from moedoctor.trace.capsule import SUFFIX, Capsule, Record, load
 from moedoctor.trace.crash_ring import CrashRing
-from tests.interpreted import ROOT, needs_triton
+from tests.interpreted import needs_triton
+from tests.plugin.nan_stub import run_script
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
 LAYERS = 3
@@ -98,14 +98,7 @@ def test_the_last_calls_of_every_layer_outlive_their_process(tmp_path: Path, mod
 @needs_triton
 @pytest.mark.slow
 def test_the_last_calls_outlive_a_process_that_aborts_with_kernels(tmp_path: Path, model: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.trace.test_crash_ring", str(tmp_path), str(model)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_script(__file__, str(tmp_path), str(model), TRITON_INTERPRET="1")
     assert done.returncode < 0, done.stderr
     check_left(read_capsules(tmp_path), "the process died")
 

@@ -16,15 +16,8 @@ from moedoctor.reference.moe_layer import Layer, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
 from tests.bench.moe.fake_backend import LAX, FakeBackend
 
-SCHEMES = [
-    ("nvfp4", "none"),
-    ("nvfp4", "nvfp4"),
-    ("fp8", "fp8"),
-    ("fp8", "none"),
-    ("fp8-block", "fp8_block"),
-    ("fp8-block", "none"),
-    ("bf16", "none"),
-]
+SCHEMES = [(scheme, "none") for scheme in ("nvfp4", "fp8", "fp8-block", "bf16")]
+SCHEMES += [("nvfp4", "nvfp4"), ("fp8", "fp8"), ("fp8-block", "fp8_block")]
 GATED = {"swapped_gate_up", "mismatched_global_scale"}
 SCALED = {"inverted_global_scale", "mismatched_global_scale"}
 NAMES = {control.name for control in list_controls()}

@@ -33,12 +33,8 @@ def results(
     tokens: int = 1, logprob: Any = -0.1, error: str | None = None
 ) -> tuple[EngineResult, EngineResult]:
     def result(label: str, token: int, steps: Mapping[str, float]) -> EngineResult:
-        return EngineResult(
-            label,
-            tuple((1, token) for _ in PROMPTS),
-            logprobs=tuple((STEP, steps) for _ in PROMPTS),
-            version="0.21.0",
-        )
+        tokens, logprobs = ((1, token),) * len(PROMPTS), ((STEP, steps),) * len(PROMPTS)
+        return EngineResult(label, tokens, logprobs=logprobs, version="0.21.0")
 
     second = result("tested", tokens, {**STEP, "1": logprob})
     if error is not None:

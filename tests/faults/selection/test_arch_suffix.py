@@ -135,20 +135,15 @@ def lacking(**by: list[str]) -> dict[str, Any]:
 
 
 def accepting(*rows: tuple[int, int, bool]) -> dict[str, Any]:
-    return {
-        "rows": [
-            {"compiler": f"ptxas {major}.{minor}", "cuda": [major, minor], "accepted": accepted, "said": "no"}
-            for major, minor, accepted in rows
-        ]
-    }
+    names = "compiler", "cuda", "accepted", "said"
+    cells = [(f"ptxas {major}.{minor}", [major, minor], taken, "no") for major, minor, taken in rows]
+    return {"rows": [dict(zip(names, row, strict=True)) for row in cells]}
 
 
 def readings(last: str = "120f", installed: str | None = None) -> dict[str, Any]:
-    return {
-        "readings": {"120a -> 120f": ["0.6.6"], f"120f -> {last}": ["0.6.7"]},
-        "installed": installed and {"release": "9.9", "targets": [installed]},
-        "refusing": {},
-    }
+    own = installed and {"release": "9.9", "targets": [installed]}
+    found = {"120a -> 120f": ["0.6.6"], f"120f -> {last}": ["0.6.7"]}
+    return {"readings": found, "installed": own, "refusing": {}}
 
 
 C129 = {"claimed_major": 12, "claimed_minor": 9}

@@ -78,10 +78,7 @@ FINE: dict[str, Any] = {
         ({"topk_weights": torch.ones(2, 2)}, r"slot_ids and topk_weights must be \[2, K\]"),
         ({"out": torch.zeros(2, HIDDEN).bfloat16()}, "out must be contiguous float32"),
         ({"slot_ids": torch.tensor([[3], [12]])}, "slot_ids: expert 12 of 12"),
-        (
-            {"weights": WEIGHTS | {"w2": W2.transpose(1, 2).contiguous().transpose(1, 2)}},
-            "must be contiguous",
-        ),
+        ({"weights": WEIGHTS | {"w2": W2.mT.contiguous().mT}}, "must be contiguous"),
     ],
 )
 def test_wrong_arguments_are_named(given_: dict[str, Any], message: str) -> None:

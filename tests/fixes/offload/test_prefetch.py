@@ -1,6 +1,7 @@
 """Prefetch on a device that runs work as late as allowed, or at random: no kernel reads a stale buffer."""
 
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from threading import Event
 from typing import Any
 
@@ -20,20 +21,18 @@ def pipeline(
 ) -> Pipeline:
     """Return a pipeline of units; every byte of a unit is its number."""
     region = Region(0, BYTES, torch.uint8, (BYTES,), (1,))
-    return Pipeline(
-        [
-            Unit(
-                f"layer {index}",
-                torch.full((BYTES,), index + 1, dtype=torch.uint8),
-                True if pinned is None else pinned[index],
-                index % slots,
-                (region,),
-            )
-            for index in range(units)
-        ],
-        [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(slots)],
-        device,
-    )
+    pins = pinned or [True] * units
+    made = [
+        Unit(
+            f"layer {index}",
+            torch.full((BYTES,), index + 1, dtype=torch.uint8),
+            pins[index],
+            index % slots,
+            (region,),
+        )
+        for index in range(units)
+    ]
+    return Pipeline(made, [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(slots)], device)
 
 
 def queue(device: LateDevice, line: Pipeline, order: Sequence[int]) -> list[bool]:
@@ -178,26 +177,14 @@ class Breaking(GraphDevice):
         self.at -= 1
         if self.at == 0 and not self.after:
             raise Interrupt
-        result = operation(*given)
+        result = operation(self, *given)
         if self.at == 0:
             raise Interrupt
         return result
 
-    def fork(self) -> None:
-        self._operate(super().fork)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._operate(super().copy, target, source)
-
-    def mark(self) -> Event:
-        mark: Event = self._operate(super().mark)
-        return mark
-
-    def join(self, mark: Event) -> None:
-        self._operate(super().join, mark)
-
-    def copy_in_order(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._operate(super().copy_in_order, target, source)
+for name in ("fork", "copy", "mark", "join", "copy_in_order"):
+    setattr(Breaking, name, partialmethod(Breaking._operate, getattr(GraphDevice, name)))
 
 
 def broken_pass(device: Breaking, line: Pipeline, *, breaks_in: int, module: bool, compiled: bool) -> bool:

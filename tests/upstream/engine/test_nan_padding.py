@@ -15,13 +15,9 @@ from moedoctor.upstream.engine import engine, nan_padding
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.engine.experiment import attach_controls
 
-SEEN = {
-    "steps": 24,
-    "steps_with_padding": 20,
-    "nan_in_padding": 20,
-    "inf_in_padding": 0,
+SEEN = {"steps": 24, "steps_with_padding": 20, "nan_in_padding": 20, "inf_in_padding": 0, "nan_in_real": 0}
+SEEN |= {
     "mean_pad_tokens": 5.0,
-    "nan_in_real": 0,
     "routers": [],
     "routers_watched": 2,
     "first_padding": None,
@@ -44,12 +40,9 @@ def run(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[int, list[str]]], *de
 
     def run_engines(requests: Sequence[EngineRequest], *, parallel: int) -> list[EngineResult]:
         calls.append((parallel, [request.label for request in requests]))
-        return [
-            replace(DEAD, label=request.label)
-            if request.label in dead
-            else EngineResult(request.label, ((1, 2),) * 3, probe=SEEN)
-            for request in requests
-        ]
+        alive = EngineResult("", ((1, 2),) * 3, probe=SEEN)
+        labels = [request.label for request in requests]
+        return [replace(DEAD if label in dead else alive, label=label) for label in labels]
 
     monkeypatch.setattr(engine, "run_engines", run_engines)
 

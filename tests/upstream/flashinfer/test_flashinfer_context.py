@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from vllm_stub import write_files
 
 from moedoctor.fixes.arch.flashinfer import predict_moe_targets
 from moedoctor.results import UnavailableError
@@ -58,22 +59,21 @@ STAND_IN = """
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A fake flashinfer that answers with its input."""
-    package = tmp_path / "flashinfer"
-    (package / "jit").mkdir(parents=True)
     where = "open(os.environ['FLASHINFER_WORKSPACE_BASE'] + '/log', 'w').close()"
     record = "SEEN = (os.environ.get('FLASHINFER_CUDA_ARCH_LIST'), os.environ['FLASHINFER_WORKSPACE_BASE'])"
-    (package / "__init__.py").write_text(f"import os\n{where}\n{record}\n")
-    (package / "compilation_context.py").write_text(textwrap.dedent(STAND_IN))
-    (package / "jit" / "__init__.py").write_text("")
-    (package / "jit" / "cpp_ext.py").write_text("def get_cuda_version():\n    return 'none'\n")
-    info = tmp_path / "flashinfer_python-9.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 9.9\n")
+    info = "Metadata-Version: 2.1\nName: flashinfer-python\nVersion: 9.9\n"
+    files = {
+        "flashinfer/__init__.py": f"import os\n{where}\n{record}\n",
+        "flashinfer/compilation_context.py": textwrap.dedent(STAND_IN),
+        "flashinfer/jit/cpp_ext.py": "def get_cuda_version():\n    return 'none'\n",
+        "flashinfer_python-9.9.dist-info/METADATA": info,
+    }
+    write_files(tmp_path, files)
     modules = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "flashinfer"}
     for name in modules:
         del sys.modules[name]
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield package
+    yield tmp_path / "flashinfer"
     for name in [module for module in sys.modules if module.partition(".")[0] == "flashinfer"]:
         del sys.modules[name]
     sys.modules.update(modules)

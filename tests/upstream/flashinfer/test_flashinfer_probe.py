@@ -7,6 +7,7 @@ import ctypes
 from pathlib import Path
 
 import pytest
+from vllm_stub import write_files
 
 from moedoctor.processes.cuda_tools import Tool, find_tools
 from moedoctor.upstream.flashinfer.probe import _load_library
@@ -62,19 +63,12 @@ needs_nvcc = pytest.mark.skipif(not HAS_NVCC, reason="needs nvcc of CUDA 12.8 or
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FlashInferSource:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    data = tmp_path / "flashinfer" / "data"
-    files = {
-        data / KERNELS: HEADER,
-        data / "include" / "linked.h": "int linked();\n",
-        tmp_path / "flashinfer" / "jit" / "core.py": CORE,
-        tmp_path / "flashinfer" / "jit" / "fused_moe.py": MOE,
-    }
+    files = {"jit/core.py": CORE, "jit/fused_moe.py": MOE}
+    files |= {f"data/{KERNELS}": HEADER, "data/include/linked.h": "int linked();\n"}
     for part in _SOURCES:
         text = '#include "linked.h"\nint linked() { return 7; }\n' if part.stem == "logger" else ""
-        files[data / part] = text
-    for file, text in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        files[f"data/{part}"] = text
+    write_files(tmp_path / "flashinfer", files)
     return find_source("0.6.6", tmp_path)
 
 

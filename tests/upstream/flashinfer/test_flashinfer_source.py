@@ -4,6 +4,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from vllm_stub import write_files
 
 from moedoctor.upstream.flashinfer.source import KERNELS, check_source, find_source
 from moedoctor.upstream.releases.wheel import KernelError
@@ -30,9 +31,7 @@ FILES = {
 
 
 def folder(tmp_path: Path, **changed: str) -> Path:
-    for name, text in {**FILES, **changed}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path, {**FILES, **changed})
     return tmp_path
 
 

@@ -1,5 +1,6 @@
 """vLLM's kernel once per group, on a fake of its shape, with and without copied results."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,14 +31,9 @@ class Implementation:
         return output.copy_(fused_out)
 
 
-class Kernel:
-    def __init__(self, layer: Any) -> None:
-        self.impl = Implementation({"w13": layer.w13, "w2": layer.w2})
-
-
 class Prepared:
     def __init__(self, layer: Any) -> None:
-        self.kernel = Kernel(layer)
+        self.kernel = SimpleNamespace(impl=Implementation({"w13": layer.w13, "w2": layer.w2}))
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return self.kernel.impl.apply(x, weights, ids)

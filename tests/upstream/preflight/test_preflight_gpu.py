@@ -45,6 +45,7 @@ SAME_TOKENS = {
     "draft-experts-missing",  # a draft's mistakes cost speed
     "nvfp4-no-global-scale",  # vLLM takes the gate's for both halves, and warns
 }
+VERDICTS = {Verdict.REFUSED: "refused", Verdict.WRONG: "wrong", Verdict.CANNOT_SAY: "cannot say: {}"}
 Starts = dict[str, tuple[Built, tuple[str, ...]]]
 
 
@@ -136,24 +137,14 @@ def compare(name: str, answer: StartAnswer, engines: dict[str, Any], built: Buil
     agrees = same_stage and same_words
     if answer.verdict in (Verdict.STARTS, Verdict.WRONG):
         agrees = engine["started"]
-    sound = next(
-        (
-            engines.get(f"{each}-{form}", {}).get("tokens")
-            for each, (_, forms) in ARCHITECTURES.items()
-            for form in forms
-            if SOUND[f"{each}-{form}"]().config == built.config and f"{each}-{form}" != name
-        ),
-        None,
-    )
+    made = (f"{each}-{form}" for each, (_, forms) in ARCHITECTURES.items() for form in forms)
+    alike = (each for each in made if each != name and SOUND[each]().config == built.config)
+    sound = engines.get(next(alike, ""), {}).get("tokens")
     tokens = engine.get("tokens")
     errors = re.findall(r"^(?:.*\] )?(\w+(?:Error|Exception|Exit): .+)", engine["text"], re.MULTILINE)
     return {
         "name": name,
-        "preflight": {
-            Verdict.REFUSED: "refused",
-            Verdict.WRONG: "wrong",
-            Verdict.CANNOT_SAY: f"cannot say: {answer.reason[:200]}",
-        }.get(answer.verdict, answer.verdict.value),
+        "preflight": VERDICTS.get(answer.verdict, answer.verdict.value).format(answer.reason[:200]),
         "stage": f"{stage}" if same_stage or not refusal else f"{stage}, not the same",
         "started": engine["started"],
         "error": errors[0] if errors and not engine["stage"] else engine["text"],

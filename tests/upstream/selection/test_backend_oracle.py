@@ -169,14 +169,9 @@ def test_the_installed_vllm_agrees_with_the_tables() -> None:
     answers = agreement.ask_all(points)
     wrong = []
     for point, heard in zip(points, answers, strict=True):
-        split = {"ep": "ep" in point.parallel, "dp": "dp" in point.parallel}
-        selection = select(
-            *(point.capability, point.scheme),
-            release=release,
-            activation=point.activation,
-            libraries=heard.libraries,
-            **split,
-        )
+        given = {name: name in point.parallel for name in ("ep", "dp")} | {"activation": point.activation}
+        given |= {"release": release, "libraries": heard.libraries}
+        selection = select(point.capability, point.scheme, **given)
         wrong += [
             (point.capability, point.scheme, point.parallel, line)
             for line in agreement.list_disagreements(selection, heard)
