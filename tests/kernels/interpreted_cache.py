@@ -132,9 +132,7 @@ class Engines(RuleBasedStateMachine):
 
 
 def stateful() -> None:
-    examples, steps = (
-        int(os.environ.get(name, usual)) for name, usual in (("EXAMPLES", "24"), ("STEPS", "10"))
-    )
+    examples, steps = int(os.environ.get("EXAMPLES", "24")), int(os.environ.get("STEPS", "10"))
     same = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     run(Engines, settings=settings(same, max_examples=examples, stateful_step_count=steps))
 

@@ -21,17 +21,10 @@ def pipeline(
 ) -> Pipeline:
     """Return a pipeline of units; every byte of a unit is its number."""
     region = Region(0, BYTES, torch.uint8, (BYTES,), (1,))
-    pins = pinned or [True] * units
-    made = [
-        Unit(
-            f"layer {index}",
-            torch.full((BYTES,), index + 1, dtype=torch.uint8),
-            pins[index],
-            index % slots,
-            (region,),
-        )
-        for index in range(units)
-    ]
+    pins, made = pinned or [True] * units, list[Unit]()
+    for index in range(units):
+        host = torch.full((BYTES,), index + 1, dtype=torch.uint8)
+        made.append(Unit(f"layer {index}", host, pins[index], index % slots, (region,)))
     return Pipeline(made, [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(slots)], device)
 
 

@@ -16,13 +16,8 @@ from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.engine.experiment import attach_controls
 
 SEEN = {"steps": 24, "steps_with_padding": 20, "nan_in_padding": 20, "inf_in_padding": 0, "nan_in_real": 0}
-SEEN |= {
-    "mean_pad_tokens": 5.0,
-    "routers": [],
-    "routers_watched": 2,
-    "first_padding": None,
-    "first_real": None,
-}
+SEEN |= dict.fromkeys(("first_padding", "first_real")) | {"mean_pad_tokens": 5.0}
+SEEN |= {"routers": [], "routers_watched": 2}
 DEAD = died("no answer", kind="hang", stage="process", death=Death.HANG)
 
 
