@@ -11,7 +11,7 @@ from typing import Any
 
 from moedoctor.diagnose.settings.settings import check_settings
 from moedoctor.diagnose.triage.cause import Cause, list_steps, load_lines
-from moedoctor.diagnose.triage.facts_in_text import Facts, read_boundary, show
+from moedoctor.diagnose.triage.facts_in_text import OLDEST, Facts, read_boundary, show
 from moedoctor.diagnose.triage.settings_in_text import Settings
 from moedoctor.diagnose.triage.signatures import load_data
 from moedoctor.fixes.backends import Selection, select
@@ -19,6 +19,7 @@ from moedoctor.fixes.backends.release_tables import load_releases
 
 _COMMON_GPUS = ("8.9", "9.0", "10.0", "12.0")
 _SETTINGS_DECIDE = ("backend", "wrong_output", "kernel_fault", "compile", "speed", "hang", "arguments")
+_RELEASE_DECIDES = ("unknown", "backend", "kernel_fault", "compile", "quantization", "loading_names")
 _MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS = 12, 2, 4
 _NO_SIZES = "no figures: "
 """The start of a line of a step that sizes in the text replace."""
@@ -63,12 +64,13 @@ class Advice:
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
         if cause.kind in _SETTINGS_DECIDE:
-            yield from self._list_ineffective()
-        if "regression" in clues and cause.kind in _SETTINGS_DECIDE:
-            yield from self._compare_releases()
+            regressed = self._compare_releases() if "regression" in clues else ()
+            yield from (*self._list_ineffective(), *regressed)
         lines = "\n".join(map(self.fit, list_steps(cause, clues))).split("\n")
         steps = [line.removeprefix(_NO_SIZES) for line in lines if not (sizes and line.startswith(_NO_SIZES))]
         yield from (*steps[:-1], *self.name_backend(cause), *steps[-1:])
+        if self.facts.vllm and cause.kind in _RELEASE_DECIDES and (used := max(self.facts.vllm)) < OLDEST:
+            yield load_data("facts.yaml")["says"]["old"].format(used=show(used))
 
     def name_backend(self, cause: Cause) -> Iterator[str]:
         """Yield the MoE backend that the release selects for the text's scheme and GPU."""
@@ -77,18 +79,17 @@ class Advice:
         chosen = self._select(release, self._capability) if asked else None
         if chosen is None:
             return
-        taken = [
-            each.backend for each in chosen.candidates if each.supported and each.backend != chosen.chosen
-        ]
+        others = (each for each in chosen.candidates if each.backend != chosen.chosen)
+        taken = [each.backend for each in others if each.supported]
         words = f"vLLM {release} selects {chosen.chosen or 'nothing'} by itself"
         rest = f", and takes {', '.join(taken[:_MOST_OTHERS])} if --moe-backend asks for it" if taken else ""
         yield f"for {self._scheme['scheme']} experts on a GPU of {self._capability}, {words}{rest}"
 
     def _select(self, release: str, capability: str) -> Selection | None:
         """Return what a release selects for the text's model; None if its scheme or activation is unknown."""
-        scheme, rows = self._scheme.get("scheme"), load_data("facts.yaml")["activations"]
-        fits = (rows[name] for name in rows if re.search(name, self.settings.model.lower()))
-        activation = next(fits, "silu")
+        rows, model = load_data("facts.yaml")["activations"], self.settings.model.lower()
+        activation = next((rows[name] for name in rows if re.search(name, model)), "silu")
+        scheme = self._scheme.get("scheme")
         if not (scheme and capability and activation in load_releases()[release].activations):
             return None
         return select(capability, scheme, release=release, activation=activation)

@@ -13,7 +13,7 @@ from moedoctor.fixes.backends.release_tables import list_backend_names
 
 Release = tuple[int, int, int, int]
 """Major, minor, patch, and 0, or -1 for a build before that release."""
-_OLDEST: Release = (0, 17, 1, 0)
+OLDEST: Release = (0, 17, 1, 0)
 """The oldest release of vLLM that was looked at."""
 
 _MOST = 64
@@ -130,7 +130,7 @@ def release_words(entry: Entry, facts: Facts) -> str:
             fixed = [part.fixed for part in ranges if part.fixed and read_boundary(part.fixed) <= release]
             words = f"has the fix of {fixed[-1]}" if fixed else "is newer than what was looked at"
             sentences.insert(0, f"{shown} {words}")
-        elif package == "vllm" and release < _OLDEST:
+        elif package == "vllm" and release < OLDEST:
             sentences.insert(0, f"{shown} is older than what was looked at")
         else:
             sentences.insert(0, f"{shown} is not among those that are known to have it")

@@ -41,7 +41,7 @@ class Memory:
         sizes = {"cache": 1.0, "needed": 0.0, "left": 0.0, "own": 0.0, "unused": 0.0, **self.sizes}
         sizes.setdefault("total", sizes.get("capacity", size))
         share = sizes.get("share", share)
-        says = load_data("facts.yaml")["memory"]
+        says = load_data("facts.yaml")["says"]
         for name in self._list_sentences(cause.says, sizes, flags):
             lacks = {
                 "longer": sizes["needed"] - sizes["cache"],
