@@ -51,10 +51,10 @@ class Advice:
         if "--moe-backend marlin" in step and "MARLIN" in self.facts.list_backends():
             step += "; the text has MARLIN at work"
         newest = max(self.facts.vllm, default=None)
-        for flag, first in load_data("facts.yaml")["flags"].items():
+        for flag, last in load_data("facts.yaml")["flags"].items():
             asked = re.search(rf"(?<!leave out )(?<!without )(?<!no )--{flag}\b", step)
-            if asked and newest and newest < read_boundary(first):
-                step += f"\n--{flag} came with {first}, and the text names {show(newest)}: upgrade before"
+            if asked and newest and newest <= read_boundary(last):
+                step += f"; {show(newest)} has no --{flag} yet: upgrade before"
         return self.settings.explain_repetition(step)
 
     def list_steps(self, cause: Cause, clues: Set[str]) -> Iterator[str]:

@@ -48,6 +48,7 @@ class Memory:
                 "lower": max(sizes.get("tried", 0) - sizes["left"], 0) + _SPARE,
             }.get(name, -sizes["cache"])
             step = math.ceil(lacks / sizes["total"] * 100) / 100 if sizes["total"] else 0
+            wider = says[_choose_wider(step, share, most)]
             numbers = {
                 **sizes,
                 "missing": lacks,
@@ -55,9 +56,7 @@ class Memory:
                 "others": sizes["total"] - sizes["left"] - sizes["own"],
                 "weights": sizes.get("torch", sizes["own"]) or sizes["total"] - sizes["left"],
                 "part": math.floor(sizes.get("free", 0) / (sizes["total"] or 1) * 100) / 100,
-                "wider": says[_choose_wider(step, share, most)].format(
-                    step=step, most=most, share=(share or 0) + step
-                ),
+                "wider": wider.format(step=step, most=most, share=(share or 0) + step),
                 "lower": f"by {step:g}" if share is None else f"from {share:g} to {share - step:.2f}",
             }
             yield says[name].format(**numbers)
@@ -81,7 +80,8 @@ class Memory:
             elif "were loaded" in says:
                 yield "too_large"
             elif "repacked" not in says:
-                yield "run" if "first run" in says else "lower"
+                far = sizes["tried"] - sizes["left"] > sizes["total"] / 4
+                yield "run" if far or "first run" in says else "lower"
             if sizes["unused"] > sizes["tried"]:
                 yield "pieces"
 
