@@ -1,16 +1,18 @@
-"""MD001: its rows, its counters, the verdicts and the judges of its claims."""
+"""MD001: its rows, its counters and its judges. MD024: padded logits, and the offsets of packed rows."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from fault_cases import by_cases, by_rows
+from fault_cases import by_cases, by_rows, claim_of, run
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.faults.routing import nan_routing as md001
 from moedoctor.faults.routing import nan_routing_lab as lab
+from moedoctor.faults.routing.logits_stride import LogitsStride, LogitsStrideParameters
+from moedoctor.faults.routing.logits_stride_lab import PackedRows, make_padded_logits, read_as_packed
 from moedoctor.faults.routing.nan_routing import NanRouting, NanRoutingParameters
 from moedoctor.fixes import routing as fixes
 from moedoctor.fixes.routing import TopK
@@ -223,3 +225,45 @@ SHARE = {"min_share": 0.95}
 @pytest.mark.parametrize("claim", [md001.judge_padding_holds_nan, md001.judge_padding_holds_nan_dp])
 def test_every_engine_must_run_and_hold_nan_in_padding(claim, rows, verdict):
     assert by_rows(claim, SHARE, *rows).verdict is verdict
+
+
+STRIDE = LogitsStride()
+STRIDE_LIMITS = {"max_share": 0.2}
+
+
+def test_padded_logits_have_the_strides_that_inductor_gives_them() -> None:
+    logits = make_padded_logits(LogitsStrideParameters(tokens=5, experts=60, width=64), "cpu")
+    assert (logits.shape, logits.stride()) == ((5, 60), (64, 1))
+
+
+def test_packed_offsets_read_the_first_row_right_and_the_padding_in_the_second() -> None:
+    memory = torch.arange(12.0).view(3, 4)
+    assert read_as_packed(memory[:, :3]).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    routed = PackedRows().topk_softmax(memory[:, :3].contiguous(), 1)
+    assert routed.ids.flatten().tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_only_the_first_row_is_sure_to_be_right(router: str) -> None:
+    judgement, evidence = run(STRIDE, router=router)
+    assert judgement.verdict is CaseVerdict.REPRODUCED
+    assert (evidence["rows_wrong"], evidence["first_row_wrong"]) == (47, False)
+    assert run(STRIDE, "fixed", router=router)[1]["rows_wrong"] == 0
+
+
+def stride_case(wrong: int, tier: Tier = Tier.KERNEL) -> CaseResult:
+    parameters = LogitsStrideParameters(tokens=11).model_dump()
+    evidence = {"rows": 11, "rows_wrong": wrong}
+    return CaseResult("vllm@0.33.0", tier, parameters, CaseVerdict.REPRODUCED, evidence=evidence)
+
+
+@pytest.mark.parametrize(
+    ("cases", "verdict"),
+    [
+        ([stride_case(10)], ClaimVerdict.CONFIRMED),
+        ([stride_case(10), stride_case(0)], ClaimVerdict.REFUTED),
+        ([stride_case(10, Tier.MODEL)], ClaimVerdict.UNTESTED),
+    ],
+)
+def test_kernels_of_releases_decide_the_claim(cases: list[CaseResult], verdict: ClaimVerdict) -> None:
+    assert by_cases(claim_of(STRIDE, "ignores_stride"), STRIDE_LIMITS, cases).verdict is verdict
