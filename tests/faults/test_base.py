@@ -1,16 +1,21 @@
-"""The parts of claims: named thresholds, and measures that only the child imports."""
+"""The parts of claims; points that could not show a failure; controls and fixes at the points of scenarios."""
 
 import importlib
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from fault_cases import run
+from pydantic import ValidationError
 
 from moedoctor import catalogue
 from moedoctor.entries import find_builtin_folder
 from moedoctor.faults.base import ClaimCases, claim, decide, in_lab
-from moedoctor.interfaces import ClaimJudgement, Measurement
-from moedoctor.results import ClaimVerdict, Crash, Death, Observation
+from moedoctor.interfaces import ClaimJudgement, Fault, Measurement
+from moedoctor.results import CaseVerdict, ClaimVerdict, Crash, Death, Observation, Tier
 from moedoctor.scenario.targets import load_targets
 
 CASES = ClaimCases((), (), {"min_share": 0.5, "max_rows": 2})
@@ -92,3 +97,108 @@ def test_a_claim_comes_from_outside(file: Path) -> None:
     (scenario,) = load_targets((str(file),))
     sources = [claim.source for claim in scenario.claims]
     assert [source for source in sources if not SOURCE.fullmatch(source) or "moedoctor" in source] == []
+
+
+MORE_EXPERTS = "more than experts 8"
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "MD001": [
+        ({"experts": 8, "top_k": 9}, f"top_k: 9 is {MORE_EXPERTS}"),
+        ({"router": "grouped", "experts": 10, "num_groups": 4, "topk_groups": 2}, "does not divide experts"),
+        ({"router": "grouped", "num_groups": 4, "topk_groups": 5}, "topk_groups: 5 is more than num_groups"),
+        (
+            {"router": "grouped", "experts": 16, "num_groups": 4, "topk_groups": 1},
+            "top_k: 8 is more than the experts of 1 groups",
+        ),
+        ({"router": "grouped", "topk_groups": 2}, "the grouped router needs"),
+        ({"num_groups": 4}, "only the grouped router has groups"),
+        ({"tolerance": 1}, "tolerance"),
+    ],
+    "MD004": [
+        ({"cuda": "11.8"}, "must be a release from 12.0 to 13.x"),
+        ({"cuda": "13.0.88"}, "must be a release"),
+        ({"arch_list": "x" * 201}, "arch_list"),
+    ],
+    "MD006": [
+        ({"top_k": 9, "capacity": 8}, "that is MD007"),
+        ({"capacity": 200}, "more than experts"),
+        ({"calls": 4, "computed": 8}, "more than calls"),
+    ],
+    "MD007": [
+        ({"experts": 8, "capacity": 8, "top_k": 2}, "hold every expert"),
+        ({"tokens": 1, "capacity": 8, "top_k": 8}, "hold every expert"),
+        ({"experts": 8, "top_k": 9}, MORE_EXPERTS),
+    ],
+    "MD008": [({"bytes": 1}, "1024"), ({"arguments": "[1]"}, "must be a JSON object")],
+    "MD010": [
+        ({"release": "0.16.0"}, "must be a release of the tables"),
+        ({"capability": "9.9"}, "must be one of 7.0"),
+        ({"setting": "MARLIN"}, "must be NAME=VALUE or a flag"),
+        ({"wants": "BANANA"}, "wants: vLLM 0.21.0 has"),
+        ({"activation": "situ"}, "activation: vLLM 0.21.0 knows"),
+    ],
+    "MD011": [
+        ({"experts": 8, "top_k": 9}, MORE_EXPERTS),
+        ({"ranks": 3}, "does not divide"),
+        ({"ranks": 2, "rank": 2}, "below ranks 2"),
+        ({"finalize": "no_filling"}, "two ranks or more"),
+    ],
+    "MD014": [({"ratio": 1.05}, "rounding hides it")],
+    "MD015": [
+        ({"damage": "zero", "memory": "nan"}, "memory"),
+        ({"damage": "absent"}, "memory"),
+        ({"damage": "zero", "taken": "max"}, "nothing goes wrong"),
+        ({"damage": "absent", "memory": "small", "taken": "max"}, "nothing goes wrong"),
+    ],
+    "MD016": [
+        ({"experts": 8, "top_k": 9}, MORE_EXPERTS),
+        ({"ranks": 3}, "does not divide"),
+        ({"ranks": 2, "rank": 2}, "below ranks"),
+        ({"use": "gather", "ranks": 2}, "knows no ranks"),
+    ],
+    "MD017": [
+        ({"quantization": "bf16", "mistake": "only_scales"}, "no block scales"),
+        ({"experts": 8, "top_k": 9}, MORE_EXPERTS),
+    ],
+    "MD018": [({"mistake": "stale_padding"}, "padded columns"), ({"experts": 8, "top_k": 9}, MORE_EXPERTS)],
+    "MD019": [({"groups": 3}, "does not divide"), ({"experts": 8, "top_k": 9}, MORE_EXPERTS)],
+    "MD021": [({"mistake": "one_tensor"}, "0.33.0 reads one_tensor")],
+    "MD022": [({"intermediate": 192, "tensor_parallel": 5}, "does not divide intermediate")],
+    "MD024": [({"width": 60}, "leaves no padding"), ({"experts": 8, "top_k": 9, "width": 16}, MORE_EXPERTS)],
+    "MD027": [({"ranks": 3, "experts": 9}, "is no multiple of ranks 3")],
+    "PARITY": [
+        ({"backend": "TRITON", "quantization": "nvfp4"}, "nvfp4 has MARLIN"),
+        ({"top_k": 8, "experts": 8}, "must be less than experts"),
+        ({"hidden": 200}, "multiple of 128"),
+        ({"top_k": 1, "ids": "duplicates"}, "at least 2"),
+    ],
+}
+NEEDED = {"MD010": {"release": "0.21.0", "setting": "VLLM_NVFP4_MOE_BACKEND=MARLIN", "wants": "MARLIN"}}
+
+
+@pytest.mark.parametrize(
+    ("id_", "wrong", "message"),
+    [(id_, wrong, message) for id_, points in REFUSED.items() for wrong, message in points],
+)
+def test_impossible_parameters_are_refused(id_: str, wrong: dict[str, Any], message: str) -> None:
+    parameters, right = catalogue.load_faults()[id_].parameters, NEEDED.get(id_, {})
+    parameters.model_validate(right)
+    with pytest.raises(ValidationError, match=message):
+        parameters.model_validate({**right, **wrong})
+
+
+torch.set_num_threads(1)
+
+
+def list_points() -> Iterator[Any]:
+    """Yield a point of each scenario; CI runs all of them, with MD005, against the baseline."""
+    for scenario in load_targets(()):
+        fault = catalogue.load_faults()[scenario.id]
+        points = [point for point in scenario.points if fault.has_point(Tier.MODEL, point)]
+        if fault.id != "MD005":
+            yield from (pytest.param(fault, point, id=fault.id) for point in points[:1])
+
+
+@pytest.mark.parametrize(("fault", "point"), list(list_points()))
+def test_the_control_fails_and_the_fix_does_not(fault: Fault, point: Mapping[str, Any]) -> None:
+    assert run(fault, "faulty", **point)[0].verdict is CaseVerdict.REPRODUCED
+    assert run(fault, "fixed", **point)[0].verdict is CaseVerdict.CLEAN

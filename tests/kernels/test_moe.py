@@ -95,11 +95,8 @@ def test_early_launches_give_the_same_bits(quantization: str) -> None:
         problem.topk_ids[:, 1] = -1
         kind = "none" if quantization == "bf16" else quantization
         first, second = choose_block_tiles(tokens * shape.top_k, shape.experts, kind, gated=True)
-        results = [
-            result
-            for early in (False, True)
-            for result in _replay(_chain(layer, problem, (first, replace(second, early=early))))
-        ]
+        seconds = [replace(second, early=early) for early in (False, True)]
+        results = [each for other in seconds for each in _replay(_chain(layer, problem, (first, other)))]
         assert all(torch.equal(result, results[0]) for result in results)
         assert torch.isfinite(results[0]).all()
 

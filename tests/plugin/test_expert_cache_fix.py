@@ -382,30 +382,32 @@ def engine(cpu: float = 0.0, group: int = 0, graphs: str = "FULL", eager: bool =
 @pytest.mark.parametrize("config", [engine(cpu=1.0), engine(group=4)])
 def test_offload_and_a_cache_exclude_each_other(config: SimpleNamespace) -> None:
     with pytest.raises(SystemExit, match="weights are offloaded"):
-        loading(torch.nn.ModuleList([Layer()]))(None, config, config.model_config)
+        load(Layer(), config=config)
 
 
-def loading(model: torch.nn.Module, slots: int = 5, rows: fix.RealRows | None = None) -> Any:
-    """`load_model` of a loader that loads `model`."""
+def load(
+    *layers: torch.nn.Module, slots: int = 5, rows: Any = None, config: Any = None, own: Any = None
+) -> Any:
+    """Return a model of the layers after a loader loaded it; `own` is the model's config if it is a draft."""
     options = {"wish": CacheOptions(slots), "layer_type": Layer, "rows": rows or fix.RealRows()}
-    return fix._wrap_load_model(lambda *arguments: model, **options)
+    config = config or engine(graphs="NONE")
+    load_model = fix._wrap_load_model(lambda *arguments: torch.nn.ModuleList(layers), **options)
+    return load_model(None, config, own or config.model_config)
 
 
 def test_a_loaded_model_gets_caches_once() -> None:
-    config = engine(graphs="NONE")
-    model = loading(torch.nn.ModuleList([Layer()]))(None, config, config.model_config)
-    (experts,) = find_host_experts(model)
-    assert loading(model)(None, config, config.model_config)[0].w13_weight.shape[0] == 5
-    assert find_host_experts(model) == [experts]
+    layer = load(Layer())[0]
+    (experts,) = find_host_experts(layer)
+    assert load(layer)[0].w13_weight.shape[0] == 5
+    assert find_host_experts(layer) == [experts]
 
 
 def test_padding_of_a_step_loads_nothing() -> None:
     """What runs before, between and after steps has other rows; all caches read the same number."""
-    config, rows = engine(graphs="NONE"), fix.RealRows()
+    rows = fix.RealRows()
     rows.begin(1, 4)  # no model is loaded yet
     rows.end(None)
-    model = torch.nn.ModuleList([Layer(), Layer()])
-    loading(model, 6, rows)(None, config, config.model_config)
+    model = load(Layer(), Layer(), slots=6, rows=rows)
     layers = find_host_experts(model)
     ids = torch.arange(8, dtype=torch.int32).view(4, TOP_K)  # [T, K]
     x, topk_weights = torch.randn(4, HIDDEN), torch.rand(4, TOP_K)
@@ -428,9 +430,8 @@ def test_padding_of_a_step_loads_nothing() -> None:
 
 @pytest.mark.parametrize(("slots", "held"), [(5, {"expert_cache"}), (E, set())])
 def test_new_weights_are_refused_if_a_layer_has_a_cache(slots, held):
-    config, model = engine(graphs="NONE"), torch.nn.ModuleList([Layer()])
-    loading(model, slots)(None, config, config.model_config)
-    assert set(weight_reload._HOLDERS.values()) == held
+    model = load(Layer(), slots=slots)
+    assert set(weight_reload._HOLDERS.values()) == held, model
 
 
 def test_graphs_are_captured_unless_they_are_off() -> None:
@@ -440,10 +441,10 @@ def test_graphs_are_captured_unless_they_are_off() -> None:
 
 
 def test_only_a_draft_model_needs_no_experts() -> None:
-    config, load = engine(graphs="NONE"), loading(torch.nn.Linear(2, 2))
-    assert isinstance(load(None, config, SimpleNamespace(enforce_eager=True)), torch.nn.Linear)
+    dense = torch.nn.Linear(2, 2)
+    assert load(dense, own=SimpleNamespace(enforce_eager=True))[0] is dense
     with pytest.raises(SystemExit, match="the model has no MoE layer"):
-        load(None, config, config.model_config)
+        load(dense)
 
 
 def test_a_model_that_cannot_have_a_cache_does_not_start() -> None:

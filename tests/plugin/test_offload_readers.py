@@ -75,14 +75,9 @@ class Shape:
     def text(self, name: str) -> str:
         """The runner's file; `name` keeps its operators apart from those of other tests."""
         call = f"layer.{self.reader}(" if self.newer else f"layer.runner.{self.reader}(layer, "
-        return MOE.format(
-            name=name,
-            owns=self.newer,
-            reader=self.reader,
-            call=f"{call}hidden_states, router_logits)",
-            layer="" if self.newer else "layer, ",
-            layer_is="layer = self.routed_experts" if self.newer else "pass",
-        )
+        layer, is_layer = ("", "layer = self.routed_experts") if self.newer else ("layer, ", "pass")
+        parts = {"layer": layer, "layer_is": is_layer, "call": f"{call}hidden_states, router_logits)"}
+        return MOE.format(name=name, owns=self.newer, reader=self.reader, **parts)
 
 
 OLDEST, OLDER, NEWER = Shape("0.19.1", "forward_impl"), Shape("0.21.0"), Shape("0.33.0", newer=True)

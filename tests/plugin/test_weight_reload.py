@@ -3,6 +3,7 @@
 import gc
 import importlib
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,9 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> An
 
 def ask(worker: Any) -> list[str]:
     """Ask for new weights in every way; return the errors."""
-    ways = [
-        lambda: worker.reload_weights("new"),
-        lambda: worker.update_weights("new"),
-        lambda: worker.sleep(2),
-        lambda: worker.sleep(level=2),
-        lambda: worker.model_runner.get_model().load_weights("new"),
-    ]
+    model = worker.model_runner.get_model()
+    ways = [partial(way, "new") for way in (worker.reload_weights, worker.update_weights, model.load_weights)]
+    ways[2:2] = [partial(worker.sleep, 2), partial(worker.sleep, level=2)]
     if hasattr(worker, "_check_weight_transfer_engine"):
         ways.append(worker._check_weight_transfer_engine)
     errors = []

@@ -97,11 +97,8 @@ def test_nan_that_a_compiled_layer_makes_is_found_without_a_graph_break(tmp_path
 
 def test_an_error_at_the_start_leaves_no_hooks(tmp_path: Path) -> None:
     model = get_model("stacked")
-    for module, method in (
-        (model.layers[1].gate, "register_forward_hook"),
-        (model, "register_forward_pre_hook"),
-        (model, "register_forward_hook"),
-    ):
+    pre, after = "register_forward_pre_hook", "register_forward_hook"
+    for module, method in ((model.layers[1].gate, after), (model, pre), (model, after)):
         setattr(module, method, None)
         with pytest.raises(TypeError):
             MoeRecorder(model, tmp_path).__enter__()

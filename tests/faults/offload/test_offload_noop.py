@@ -67,11 +67,8 @@ def test_a_release_that_keeps_the_parameter_leaves_changed_weights_on_the_gpu(tm
     weights = [(row["parameter"], row["marked"], row["memory"]) for row in case.evidence["weights"]]
     assert weights == [("w13_weight", True, "device"), ("w2_weight", True, "host")]
     assert case.evidence["host_bytes_with_plug_in"] == case.evidence["asked_bytes"]
-    assert OffloadNoop().conclude([case]) == {
-        "releases_run": ["0.33.0"],
-        "repacked_weights_stay_on_the_gpu": ["0.33.0"],
-        "of_these_mended_by_the_plug_in": ["0.33.0"],
-    }
+    names = "releases_run", "repacked_weights_stay_on_the_gpu", "of_these_mended_by_the_plug_in"
+    assert OffloadNoop().conclude([case]) == {name: ["0.33.0"] for name in names}
 
 
 def test_the_plan_holds_each_point_at_its_own_tiers() -> None:

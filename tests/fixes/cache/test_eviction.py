@@ -19,8 +19,7 @@ EXPERTS = 9
 calls = st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=4), max_size=40)
 long_calls = st.integers(0, 1000).map(
     lambda seed: [
-        [number % EXPERTS for number in random.Random(seed + call).sample(range(40), 3)]
-        for call in range(150)
+        [n % EXPERTS for n in random.Random(seed + call).sample(range(40), 3)] for call in range(150)
     ]
 )
 """Long enough that `aging` halves its counts."""

@@ -1,5 +1,4 @@
-"""Asking a vLLM for its own selection: a stub of it in a process of its own, and the real one where it is
-installed."""
+"""Asking a vLLM for its own selection: stubs, some in a process of their own, and the real one."""
 
 import importlib.metadata
 import json
@@ -16,6 +15,7 @@ from vllm_stub import FILES, write
 from moedoctor.fixes.backends import select
 from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases
 from moedoctor.upstream.selection import agreement
+from moedoctor.upstream.selection.linear_kernels import CHOOSERS, Offers, explain_kernels, record_offers
 from moedoctor.upstream.selection.oracle import Answer, Asked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -188,3 +188,60 @@ def test_the_installed_vllm_takes_the_flag(flag: str) -> None:
     selection = select("12.0", "nvfp4", release=release, moe_backend=flag)
     (heard,) = agreement.ask_all([selection], moe_backend=flag)
     assert heard.chosen == selection.chosen is not None
+
+
+class Kernel:
+    refuses = ""
+
+    def __init__(self, config: str = "layer") -> None:
+        self.config = config
+
+    @classmethod
+    def is_supported(cls, capability: int) -> tuple[bool, str]:
+        return capability >= 90, f"needs 90, has {capability}"
+
+    @classmethod
+    def can_implement(cls, config: str) -> tuple[bool, str]:
+        return not cls.refuses, f"{cls.refuses} {config}"
+
+
+class Small(Kernel):
+    refuses = "too small:"
+
+
+class Used(Kernel):
+    pass
+
+
+class Later(Kernel):
+    pass
+
+
+class Old:
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 100
+
+
+@pytest.mark.parametrize(
+    ("capability", "disabled", "expected"),
+    [
+        (90, "", {"Small": "too small: layer", "Later": "", "Old": "requires capability 100"}),
+        (80, "Later", {"Small": "needs 90", "Later": "disabled", "Old": "requires capability 100"}),
+        (100, "", {"Small": "too small: layer", "Later": "", "Old": "cannot be asked here"}),
+    ],
+)
+def test_the_others_of_the_table_that_was_gone_through_are_asked(capability, disabled, expected, monkeypatch):
+    tables = {"cuda": [Small, Used, Later, Old]}
+    platform = SimpleNamespace(get_device_capability=lambda: SimpleNamespace(to_int=lambda: capability))
+    choosers = SimpleNamespace(_POSSIBLE_KERNELS=tables, _POSSIBLE_OTHERS={"cuda": [Used]})
+    monkeypatch.setitem(sys.modules, CHOOSERS, choosers)
+    monkeypatch.setitem(sys.modules, "vllm.envs", SimpleNamespace(VLLM_DISABLED_KERNELS=[disabled]))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    offers: Offers = {}
+    with record_offers(offers):
+        assert next(kernel for kernel in tables["cuda"] if kernel is Used)
+    reasons = dict(explain_kernels([None, Used(), Used()], offers))
+    assert reasons.keys() == expected.keys()
+    assert all(reasons[name].startswith(words) for name, words in expected.items())
+    assert type(tables["cuda"]) is list
