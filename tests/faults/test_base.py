@@ -1,4 +1,4 @@
-"""The parts of claims; points that could not show a failure; controls and fixes at the points of scenarios."""
+"""The parts of claims; points that could not show a failure; controls and fixes at the points of files."""
 
 import importlib
 import re

@@ -77,10 +77,11 @@ def test_a_wrong_call_is_found_and_a_right_one_is_not(kind: str, tmp_path: Path)
     assert load(recorder.files[0]).record.reason == "its output is past the bound of the reference"
 
 
-def test_nan_that_a_compiled_layer_makes_is_found_without_a_graph_break(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_nan_that_a_compiled_layer_makes_is_found_without_a_graph_break(backend: str, tmp_path: Path) -> None:
     model = get_model("stacked")
     with MoeRecorder(model, tmp_path) as recorder:
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
         for _ in range(2):
             compiled(x_of())
         assert recorder.keeper.done is False

@@ -143,7 +143,8 @@ def test_four_layers_of_each_kind_are_offloaded(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "compiler"), [("plain", None), ("tuple", "eager"), ("mapping", "aot_eager")]
+    ("shape", "compiler"),
+    [("plain", None), ("tuple", "eager"), pytest.param("mapping", "aot_eager", marks=pytest.mark.slow)],
 )
 @pytest.mark.filterwarnings("ignore:weights are no longer prefetched")
 def test_weights_that_a_layer_returns_keep_their_values(shape: str, compiler: str | None) -> None:
