@@ -173,7 +173,7 @@ def test_cuda_code_that_is_changed_is_unknown(question: Question, tmp_path: Path
         b"\x00" * 100,
         b"(" * 100_000,
         b"x = " + b"-" * 100_000 + b"1",
-        b"x = " + b"a." * 50_000 + b"b",
+        b"x = " + b"a." * 20_000 + b"b",
         b"if a:\n" + b"".join(b" " * depth + b"if a:\n" for depth in range(1, 200)),
         b"def f(:\n",
     ],
