@@ -92,11 +92,8 @@ def fp8_channel(name: str, out: int, into: int) -> Tensors:
 
 def modelopt_nvfp4(name: str, out: int, into: int) -> Tensors:
     scalars = {f"{name}.{scale}": ("F32", ()) for scale in ("weight_scale_2", "input_scale")}
-    packed = {
-        f"{name}.weight": ("U8", (out, into // 2)),
-        f"{name}.weight_scale": ("F8_E4M3", (out, into // 16)),
-    }
-    return {**packed, **scalars}
+    packed = {"weight": ("U8", (out, into // 2)), "weight_scale": ("F8_E4M3", (out, into // 16))}
+    return {**{f"{name}.{part}": entry for part, entry in packed.items()}, **scalars}
 
 
 def ct_nvfp4(name: str, out: int, into: int) -> Tensors:

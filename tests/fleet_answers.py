@@ -22,14 +22,8 @@ def parity_report(
         "copy_on_device_gb_per_second": speed,
         "lost_us": lost,
     }
-    return {
-        "schema_version": 1,
-        "moedoctor": moedoctor.__version__,
-        "command": "fleet parity",
-        "environment": environment,
-        "cases": [case],
-        "summary": {"exit_code": 0},
-    }
+    head = {"schema_version": 1, "moedoctor": moedoctor.__version__, "command": "fleet parity"}
+    return {**head, "environment": environment, "cases": [case], "summary": {"exit_code": 0}}
 
 
 def write_answers(folder: Path) -> None:

@@ -66,13 +66,8 @@ def check_deduplicate(
             expected = expert_ids.deduplicate(ids, weights, num_experts=spare)
             out_ids = torch.full((tokens + 1, top_k), -7, dtype=torch.int32, device=device)
             out_weights = torch.full((tokens + 1, top_k), -7.0, device=device)
-            launch_deduplicate(
-                ids.to(device),
-                weights.to(device),
-                out_ids[:tokens],
-                out_weights[:tokens],
-                use_spare=spare is not None,
-            )
+            out = out_ids[:tokens], out_weights[:tokens]
+            launch_deduplicate(ids.to(device), weights.to(device), *out, use_spare=spare is not None)
             assert torch.equal(out_ids[:tokens].cpu(), expected.ids), (tokens, top_k, spare)
             assert torch.equal(out_weights[:tokens].cpu(), expected.weights), (tokens, top_k, spare)
             assert (out_ids[tokens] == -7).all()

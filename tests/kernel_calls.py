@@ -50,15 +50,9 @@ def launch(call: Call, *, device: str, shape: Shape | None = None) -> tuple[torc
     options = dict(call.options)
     bias = options.pop("bias", None)
     plain = "sigmoid" if call.name == "grouped_topk" else call.name.removeprefix("topk_")
-    launch_topk(
-        call.logits.to(device),
-        weights[:tokens],
-        ids[:tokens],
-        scoring=options.pop("scoring", plain),
-        bias=None if bias is None else bias.to(device),
-        shape=shape,
-        **options,
-    )
+    out = weights[:tokens], ids[:tokens]
+    given = {"scoring": options.pop("scoring", plain), "bias": None if bias is None else bias.to(device)}
+    launch_topk(call.logits.to(device), *out, shape=shape, **given, **options)
     assert (weights[tokens] == -7.0).all()
     assert (ids[tokens] == -7).all()
     return weights[:tokens].cpu(), ids[:tokens].cpu()

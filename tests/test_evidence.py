@@ -79,12 +79,8 @@ def test_the_report_of_a_fleet_has_those_of_its_nodes(file: Path) -> None:
 
 def test_every_report_has_its_command() -> None:
     # They show which extension ran in an engine, and stay until a report of a promise shows it.
-    named = {
-        report.partition("/")[2]
-        for rows in extensions.load_evidence().values()
-        for row in rows.values()
-        for report in row.reports
-    }
+    rows = [row for each in extensions.load_evidence().values() for row in each.values()]
+    named = {report.partition("/")[2] for row in rows for report in row.reports}
     assert {_PART.sub("", file.stem) for file in REPORTS} <= load_reports().keys() | named
 
 

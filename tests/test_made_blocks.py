@@ -37,10 +37,8 @@ def blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "evidence" / "promises.yaml").write_text(PROMISES)
     asked = {"subject": "a kernel", "conditions": "a GPU"}
-    claims = [
-        {"key": "cost", "text": "it costs 30 %", "source": SOURCE} | asked,
-        {"key": "speed", "text": "ours is fast", "source": "moedoctor"},
-    ]
+    ours = {"key": "speed", "text": "ours is fast", "source": "moedoctor"}
+    claims = [{"key": "cost", "text": "it costs 30 %", "source": SOURCE} | asked, ours]
     (tmp_path / "scenarios" / "nan_routing.yaml").write_text(json.dumps({"id": "MD001", "claims": claims}))
     return module
 

@@ -23,11 +23,8 @@ REPORTS = Path(__file__).parent.parent / "reports"
 CASE = ("scenarios", 0, "cases", 1)
 
 
-STORED = [
-    file
-    for file in sorted(REPORTS.glob("[nr]*/*.json"))
-    if not file.stem.startswith(("fleet", "recorded_", "crash_engines_"))
-]
+_OTHERS = ("fleet", "recorded_", "crash_engines_")
+STORED = sorted(file for file in REPORTS.glob("[nr]*/*.json") if not file.stem.startswith(_OTHERS))
 
 
 @pytest.mark.parametrize("file", STORED, ids=lambda file: file.stem)

@@ -17,13 +17,8 @@ from moedoctor.diagnose.preflight import ask
 from moedoctor.processes.ask import Ended
 from moedoctor.reporters.findings import find_field
 
-ENVIRONMENT = {
-    "versions": {"vllm": "0.33.0"},
-    "unsatisfied": [],
-    "answered": ["answered in their place: a"],
-    "gone": ["torch:cuda.x"],
-    "seconds": 1.0,
-}
+NOTES = {"answered": ["answered in their place: a"], "gone": ["torch:cuda.x"]}
+ENVIRONMENT = {"versions": {"vllm": "0.33.0"}, "unsatisfied": [], "seconds": 1.0, **NOTES}
 
 
 def make_reply(command: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,10 +48,8 @@ def test_a_wrong_output_is_named_and_found(wrong, replayed_here, capsys):
         assert best[shares]
         assert all(row["share_explained"] > 0.99 for row in best[shares])
         assert min(row["share_explained"] for row in next_best[shares]) < 0.9
-    ours, reference, marlin = (
-        next(row for row in document["backends"] if row["backend"] == name)
-        for name in ("OURS", "REFERENCE", "MARLIN")
-    )
+    rows = {row["backend"]: row for row in document["backends"]}
+    ours, reference, marlin = (rows[name] for name in ("OURS", "REFERENCE", "MARLIN"))
     for row in (ours, reference):
         assert (row["right"], row["repeats"], row["deterministic"]) == (True, False, True)
     assert marlin["right"] is None
@@ -125,9 +123,7 @@ def test_weights_with_scales_of_blocks_go_to_the_backends_for_blocks(tmp_path, c
     arguments = ["replay", str(path), "--backend", "OURS,TRITON", "--device", "cpu", "--format", "json"]
     assert main(arguments) == 0
     backends = json.loads(capsys.readouterr().out)["backends"]
-    assert {(found["backend"], found["quantization"]) for found in backends} == {
-        ("OURS", "fp8-block"),
-        ("TRITON", "fp8-block"),
-    }
+    found = {each["backend"]: each["quantization"] for each in backends}
+    assert found == dict.fromkeys(("OURS", "TRITON"), "fp8-block")
     (ours,) = (found for found in backends if found["backend"] == "OURS")
     assert ours["right"]

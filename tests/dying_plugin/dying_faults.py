@@ -224,13 +224,8 @@ class Dying(Fault):
 
     def observe(self, case: Case, implementation: Any) -> Observation:
         end(str(case.parameters[implementation]))
-        return Observation(
-            {
-                "symptom": bool(case.parameters.get(f"symptom_{implementation}")),
-                "pid": os.getpid(),
-                "called_in": find_working_folder(),
-            }
-        )
+        place = {"pid": os.getpid(), "called_in": find_working_folder()}
+        return Observation({"symptom": bool(case.parameters.get(f"symptom_{implementation}")), **place})
 
     def judge(self, case: Case, observation: Observation) -> Judgement:
         symptom = observation.evidence["symptom"]

@@ -15,6 +15,7 @@ from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.results import load_report
 from moedoctor.text import TextFileError
 from moedoctor.upstream.releases.questions import load_answers
+from tests.entries.test_entry import WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,11 +86,7 @@ def test_check_finds_a_failure_in_all_of_its_releases_and_no_others(entry: Entry
         assert any(release in rule for rule in rules) is struck, release
 
 
-HEAD = """---
-id: MD901
-name: made_up
-title: made up
-family: routing
+RELEASES = """\
 releases:
   - package: vllm
     first: "0.18.0"
@@ -100,29 +97,12 @@ releases:
       - {release: "0.18.0", tier: kernel, report: nvidia-h200/nan_routing}
       - {release: "0.20.0", tier: kernel, report: nvidia-h200/nan_routing, strikes: false}
   - {package: torch, first: "2.14.0", last: "2.14.0"}
-next: look twice
-affects:
-  - {severity: error, confidence: 0.5, when: {packages: {vllm: ">=0"}}, why: because}
----
-## What happens
-a
-
-## Who is affected
-b
-
-## How to see it
-c
-
-## Fix
-d
-
-## Links
-- https://example.org/1 x
 """
+ENTRY = WHOLE.replace('where: nowhere\nfixed: "no"\n', RELEASES)
 
 
 def test_words_are_made_from_the_ranges() -> None:
-    entry = parse_entry(HEAD)
+    entry = parse_entry(ENTRY)
     assert entry.where == "vLLM 0.18.0 to 0.19.1, with care; torch 2.14.0"
     assert entry.fixed == "vLLM 0.20.0; no"
     first, second = entry.releases
@@ -133,7 +113,7 @@ def test_words_are_made_from_the_ranges() -> None:
 
 def test_a_report_outside_of_the_folder_is_refused() -> None:
     with pytest.raises(TextFileError, match="must match pattern"):
-        parse_entry(HEAD.replace("nvidia-h200/nan_routing}", "../secret}"))
+        parse_entry(ENTRY.replace("nvidia-h200/nan_routing}", "../secret}"))
 
 
 @pytest.mark.parametrize(

@@ -111,14 +111,8 @@ def test_each_odd_node_is_a_row(cluster: Any, add: Callable[..., Any], tmp_path:
         add(kind)
     code, document, _ = _fleet(tmp_path, cluster.address, "check", "--node-timeout", "12")
     assert code == 1
-    assert _statuses(document) == {
-        "answered": 2,
-        "no answer in time": 1,
-        "no moedoctor": 1,
-        "other version": 1,
-        "died": 1,
-        "unreadable answer": 1,
-    }
+    others = ("no answer in time", "no moedoctor", "other version", "died", "unreadable answer")
+    assert _statuses(document) == {"answered": 2, **dict.fromkeys(others, 1)}
     assert len(document["groups"]) == 1
     (hung,) = [node for node in document["nodes"] if node["status"] == "no answer in time"]
     assert hung["reason"] == "moedoctor gave no answer within 12 s; its last line: sleeping"

@@ -149,10 +149,8 @@ def test_a_number_beside_zeros_is_an_outlier() -> None:
 
 
 def test_numbers_of_two_models_are_spread_apart_in_the_order_of_the_reports() -> None:
-    first = [
-        Member(f"gpu-{n}", "H100", {}, {"time_us tokens=64": time, "copy_gb_per_second": 2000.0})
-        for n, time in enumerate((10.0, 13.0, 11.0))
-    ]
+    rows = [{"time_us tokens=64": time, "copy_gb_per_second": 2000.0} for time in (10.0, 13.0, 11.0)]
+    first = [Member(f"gpu-{n}", "H100", {}, row) for n, row in enumerate(rows)]
     members = [Member("old", "A100", {}, {"time_us tokens=64": 30.0}), *first]
     assert summarize_numbers(members) == (
         NumberSpread("A100", "time_us tokens=64", 1, 30.0, 0.0, 30.0, 30.0),

@@ -24,14 +24,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _texts(seconds: float = 20, *, gpus: int = 0, checksums: bool = False) -> Iterator[dict[str, Any]]:
-    request = {
-        "module": "command_of_tests",
-        "arguments": ["a", "b"],
-        "seconds": seconds,
-        "gpus": gpus,
-        "reserved": False,
-        "checksums": checksums,
-    }
+    request = {"module": "command_of_tests", "arguments": ["a", "b"], "reserved": False}
+    request |= {"seconds": seconds, "gpus": gpus, "checksums": checksums}
     return map(json.loads, node.answer(request))
 
 

@@ -12,13 +12,8 @@ from moedoctor.fleet import parity
 def _answer(
     *sums: str, gpu: str = "H200", error: float = 0.001, control: bool = True, given: str = "in"
 ) -> Any:
-    case = {
-        "case": "decode",
-        "input_sha256": given,
-        "output_sha256": list(sums),
-        "relative_error": error,
-        "control_noticed": control,
-    }
+    case = {"case": "decode", "input_sha256": given, "output_sha256": list(sums)}
+    case |= {"relative_error": error, "control_noticed": control}
     return {"moedoctor": "1", "environment": {"gpu": gpu, "torch": "2"}, "cases": [case]}
 
 

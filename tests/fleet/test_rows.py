@@ -132,12 +132,9 @@ def test_a_node_with_a_silent_gpu_is_asked_again_as_a_whole(tmp_path: Path) -> N
     rows = Store.resume(tmp_path / "reports", question).read_rows({})
     assert sorted((row.place.node, row.place.gpu) for row in rows) == [("whole", "0"), ("whole", "1")]
     left = [(row.place.node, row.status) for row in read_folder(tmp_path / "reports")]
-    assert sorted(left) == [
-        ("half", Status.ANSWERED),
-        ("node-notes", Status.UNREADABLE),
-        ("whole", Status.ANSWERED),
-        ("whole", Status.ANSWERED),
-    ]
+    answered = [node for node, status in left if status is Status.ANSWERED]
+    assert sorted(answered) == ["half", "whole", "whole"]
+    assert (len(left), ("node-notes", Status.UNREADABLE) in left) == (4, True)
 
 
 def test_a_folder_of_any_files_gives_a_row_for_each(tmp_path: Path) -> None:
@@ -146,11 +143,8 @@ def test_a_folder_of_any_files_gives_a_row_for_each(tmp_path: Path) -> None:
     (tmp_path / "node-3.json").symlink_to("/dev/zero")
     (tmp_path / "notes.txt").write_text("not read")
     rows = list(read_folder(tmp_path))
-    assert [(row.place.host, row.status) for row in rows] == [
-        ("node-1", Status.ANSWERED),
-        ("node-2", Status.UNREADABLE),
-        ("node-3", Status.UNREADABLE),
-    ]
+    assert [row.place.host for row in rows] == ["node-1", "node-2", "node-3"]
+    assert [row.status for row in rows] == [Status.ANSWERED, Status.UNREADABLE, Status.UNREADABLE]
 
 
 def test_nodes_have_the_same_numbers_in_the_report_of_their_files(tmp_path: Path) -> None:

@@ -91,11 +91,8 @@ def test_equal_rows_are_counted_and_the_environment_is_folded() -> None:
 
 
 def test_what_is_left_out_is_counted_and_the_environment_stays() -> None:
-    page = [
-        Heading("title", 1),
-        *(Fold(f"part {number}", [Preformatted("x" * 900)]) for number in range(100)),
-        Fold("Environment", [Paragraph("the machine")]),
-    ]
+    parts = [Fold(f"part {number}", [Preformatted("x" * 900)]) for number in range(100)]
+    page = [Heading("title", 1), *parts, Fold("Environment", [Paragraph("the machine")])]
     text = fit(page, 5_000)
     assert "the machine" in text
     shown = len(re.findall("part", text)) - 1  # the note has the word too

@@ -46,10 +46,9 @@ def test_any_report_is_valid_in_every_format_and_the_same_from_a_file(whole: Rep
 
 
 def test_numbers_that_json_lacks_and_keys_that_are_not_text_read_as_the_ones_in_memory() -> None:
-    original = report(
-        scenario("found", case("installed", "reproduced", evidence={"x": (1.5, float("nan")), 8: HOSTILE})),
-        *full_report().scenarios,
-    )
+    evidence = {"x": (1.5, float("nan")), 8: HOSTILE}
+    strange = scenario("found", case("installed", "reproduced", evidence=evidence))
+    original = report(strange, *full_report().scenarios)
     again = from_json(Report, json.loads(to_json(original)))
     for reporter in REPORTERS.values():
         assert reporter.render(original) == reporter.render(again)

@@ -151,11 +151,8 @@ def test_a_link_of_the_overview_opens_its_section_and_evidence_is_behind_a_click
 
 @pytest.mark.parametrize("name", REPORTS)
 def test_without_its_script_the_page_begins_with_the_answer_has_every_text_and_opens_on_paper(show, name):
-    cells = (
-        show(name)
-        .locator("td")
-        .evaluate_all("(cells) => cells.map((cell) => cell.textContent.replaceAll(/\\s+/g, ' ').trim())")
-    )
+    texts = "(cells) => cells.map((cell) => cell.textContent.replaceAll(/\\s+/g, ' ').trim())"
+    cells = show(name).locator("td").evaluate_all(texts)
     page = show(name, script=False)
     first = page.locator("main > *").nth(1)
     assert first.get_attribute("id") == "answer"

@@ -33,11 +33,8 @@ def test_a_scenario_is_a_suite_and_a_case_is_a_test() -> None:
     assert names == ["MD001 nan_routing", "MD005 untraceable_offload", "baseline"]
     assert len(list(suites[0].iter("testcase"))) == len(full_report().scenarios[0].cases)
     first = next(suites[0].iter("testcase"))
-    assert first.attrib == {
-        "classname": "moedoctor.MD001.nan_routing",
-        "name": "faulty/model tokens=128 top_k=2 scoring=softmax",
-        "time": "0.000",
-    }
+    name = "faulty/model tokens=128 top_k=2 scoring=softmax"
+    assert first.attrib == {"classname": "moedoctor.MD001.nan_routing", "name": name, "time": "0.000"}
     assert first.findtext("system-out") == 'reproduced: 13 of 128 rows\n{"rows":13}'
 
 

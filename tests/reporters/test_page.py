@@ -168,10 +168,8 @@ def test_measured_records_have_units_for_people_and_a_mark_for_a_worthless_sprea
     ]
     table = make_evidence_tables({"rows": rows}, measured=True)["rows"]
     assert table.header == ["step (ms)", "load (ms)", "gpu (GiB)", "miss gb s", "correct"]
-    assert table.rows == [
-        ["2.500 (2.400 to 2.450)", "250.000", "3.00", "", ""],
-        ["4.000 (1.000 to 9.000) !", "", "", "51.5", "true"],
-    ]
+    assert table.rows[0] == ["2.500 (2.400 to 2.450)", "250.000", "3.00", "", ""]
+    assert table.rows[1:] == [["4.000 (1.000 to 9.000) !", "", "", "51.5", "true"]]
     assert [has_unsteady(row) for row in rows] == [False, True]
 
 

@@ -24,14 +24,8 @@ START = pool._Server
 
 
 def job(way: str, timeout: float = 60.0, device: str = "cpu") -> Request:
-    parameters = {
-        "faulty": way,
-        "fixed": "answers",
-        "third": "answers",
-        "symptom_faulty": True,
-        "symptom_fixed": False,
-        "absent": False,
-    }
+    ways = {"faulty": way, "fixed": "answers", "third": "answers"}
+    parameters = {**ways, "symptom_faulty": True, "symptom_fixed": False, "absent": False}
     case = Case("MD901", "faulty", Tier.MODEL, parameters)
     return Request("MD901", {}, timeout, case=case, device=device)
 

@@ -1,5 +1,6 @@
 """Scenario files: what a good one becomes, what is refused in which words, and the schema for editors."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -91,13 +92,6 @@ def test_without_a_matrix_there_is_the_product_of_the_parameters(tmp_path: Path)
     assert [point["tokens"] for point in several] == [3, 1, 2]
 
 
-def test_points_that_are_the_same_are_there_once(tmp_path: Path) -> None:
-    found = points(
-        tmp_path, BASE + "matrix:\n- {experts: [8, 16, 8]}\n- {top_k: 2}\n- {scale: 1}\n- {scale: 1.5}\n"
-    )
-    assert [(point["experts"], point["scale"]) for point in found] == [(8, 1.0), (16, 1.0), (8, 1.5)]
-
-
 VALUES = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 BLOCK = st.dictionaries(st.sampled_from(["tokens", "experts", "scale"]), VALUES, max_size=3)
 
@@ -105,17 +99,10 @@ BLOCK = st.dictionaries(st.sampled_from(["tokens", "experts", "scale"]), VALUES,
 @given(st.lists(BLOCK, min_size=1, max_size=4))
 def test_the_points_are_those_of_the_blocks(tmp_path_factory, blocks):
     shared = yaml.safe_dump({"parameters": {"tokens": 5, "experts": 50, "top_k": 1}, "matrix": blocks})
-    found = [
-        (point["tokens"], point["experts"], point["scale"])
-        for point in points(tmp_path_factory.getbasetemp(), HEAD + shared)
-    ]
-    expected = {
-        (tokens, experts, scale)
-        for block in blocks
-        for tokens in block.get("tokens", [5])
-        for experts in block.get("experts", [50])
-        for scale in block.get("scale", [1])
-    }
+    shown = points(tmp_path_factory.getbasetemp(), HEAD + shared)
+    found = [(point["tokens"], point["experts"], point["scale"]) for point in shown]
+    defaults = {"tokens": [5], "experts": [50], "scale": [1]}
+    expected = {point for block in blocks for point in itertools.product(*(defaults | block).values())}
     assert set(found) == expected
     assert len(found) == len(expected)
 
@@ -144,6 +131,8 @@ BAD_SHAPE = [
     (BASE + "subjects: faulty\n", 5, "subjects: " + LIST + "'faulty'"),
     (BASE + f"subjects: [{'a, ' * 101}]\n", 5, "subjects: must have at most 100 items"),
     (BASE + "tiers: []\n", 5, "tiers: must not be empty"),
+    (BASE + "tiers: [model, model]\n", 5, "tiers[1]: 'model' is there twice"),
+    (BASE + "subjects: [fixed, faulty,\n fixed]\n", 6, "subjects[2]: 'fixed' is there twice"),
     (BASE + "tiers:\n- modle\n", 6, "tiers[0]: must be 'model', 'library', 'kernel' or 'engine', not"),
     (BASE + "expect:\n  faulty: x\n", 6, "expect.faulty: must be 'reproduced' or 'clean', not 'x'"),
     (HEAD + "parameters: {a: []}\n", 4, "parameters.a: must not be empty"),
@@ -154,7 +143,6 @@ BAD_VALUE = [
     (BASE.replace("MD001", "MD03"), 1, "id: unknown id 'MD03', expected one of MD00"),
     (BASE.replace("nan_routing", "nan"), 2, "name: 'nan' is not MD001, expected nan_routing"),
     (BASE + "subjects:\n- fixed\n- fauly\n", 7, "unknown subject 'fauly', did you mean faulty?"),
-    (BASE + "subjects: [fixed, faulty,\n fixed]\n", 6, "subjects[2]: 'fixed' is there twice"),
     (BASE + "tiers: [engine]\n", 5, "tiers[0]: MD001 has no tier engine, expected model, kernel"),
     (BASE + CLAIM.replace("same_", "sane_"), 6, "'sane_expert', did you mean same_expert?"),
     (BASE + PLAIN + PLAIN.split("\n")[1], 7, "claims[1].key: 'plain' is there twice"),
@@ -350,9 +338,3 @@ def test_editors_accept_what_the_loader_accepts(tmp_path: Path) -> None:
 def test_editors_refuse_what_the_loader_refuses(text: str) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(yaml.safe_load(text), module.make_schema())
-
-
-@pytest.mark.parametrize("key", ["subjects", "tiers"])
-def test_editors_refuse_what_is_there_twice(key: str) -> None:
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(yaml.safe_load(BASE + f"{key}: [model, model]\n"), module.make_schema())

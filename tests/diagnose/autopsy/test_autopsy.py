@@ -346,11 +346,8 @@ def test_a_template_belongs_to_the_only_installed_package_that_has_it_with_these
 ) -> None:
     """CUTLASS's kernels have one name in several packages, so the whole mangled name decides."""
     symbol = "_ZN7cutlass13device_kernelIN4ours21cutlass_3x_group_gemmEEEvNT_6ParamsE"
-    names = {
-        "vllm": [symbol],
-        "torch": [symbol + "x", "x" + symbol, symbol.replace("4ours", "6theirs")],
-        "flashinfer-python": [symbol.replace("4ours", "6theirs")],
-    }
+    other = symbol.replace("4ours", "6theirs")
+    names = {"vllm": [symbol], "torch": [symbol + "x", "x" + symbol, other], "flashinfer-python": [other]}
     for package, kernels in names.items():
         content = b"".join(b"\0" + kernel.encode() + b"\0" for kernel in kernels)
         (tmp_path / f"{package}.so").write_bytes(b"\x7fELF" + content)
@@ -359,5 +356,5 @@ def test_a_template_belongs_to_the_only_installed_package_that_has_it_with_these
     found = find_owner(symbol, None)
     assert found is not None
     assert (found.name, found.what, found.moe) == ("vLLM", "vLLM's product of experts, in vllm.so", True)
-    assert find_owner(symbol.replace("4ours", "6theirs"), None) is None
+    assert find_owner(other, None) is None
     assert find_owner(symbol.replace("4ours", "7nobodys"), None) is None

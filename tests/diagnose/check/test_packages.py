@@ -47,18 +47,11 @@ def test_what_is_missing_does_not_fit_but_the_cubins_may_be_missing() -> None:
 
 
 def test_an_unknown_release_is_asked_for_its_own_pins() -> None:
-    lines = (
-        "torch==9.9.0",
-        "Flashinfer-Python==8.0.0",
-        "torch==1.0; platform_machine == 'ppc64le'",
-        "numpy>=2",
-        "not a requirement !!",
-    )
+    lines = ("torch==9.9.0", "Flashinfer-Python==8.0.0", "numpy>=2", "not a requirement !!")
+    lines += ("torch==1.0; platform_machine == 'ppc64le'",)
     packages = {"vllm": "0.40.0", "torch": "9.9.0+cu150", "flashinfer-python": "7.0"}
-    assert fits(packages, requires=lines) == {
-        "torch by vllm": ("9.9.0", True),
-        "flashinfer-python by vllm": ("8.0.0", False),
-    }
+    expected = {"torch by vllm": ("9.9.0", True), "flashinfer-python by vllm": ("8.0.0", False)}
+    assert fits(packages, requires=lines) == expected
 
 
 @pytest.mark.parametrize(

@@ -32,16 +32,10 @@ def test_every_compiler_accepts_what_the_table_says(compiler: Tool) -> None:
     assert known == [str(target) for target in EVERY_TARGET if is_known_target(target, compiler.cuda)]
     for target in ("89", "90", "90a", "100a", "100f", "110a", "120", "120a", "120f", "121a"):
         parsed = Target.parse(target)
-        taken = [
-            name
-            for name, result in toolchain.try_instructions(compiler, parsed, toolchain.INSTRUCTIONS).items()
-            if result.accepted
-        ]
-        assert taken == [
-            instruction.name
-            for instruction in toolchain.INSTRUCTIONS
-            if toolchain.takes(parsed, instruction, compiler.cuda)
-        ], target
+        results = toolchain.try_instructions(compiler, parsed, toolchain.INSTRUCTIONS)
+        taken = [name for name, result in results.items() if result.accepted]
+        known = [each for each in toolchain.INSTRUCTIONS if toolchain.takes(parsed, each, compiler.cuda)]
+        assert taken == [each.name for each in known], target
 
 
 @needs_compiler

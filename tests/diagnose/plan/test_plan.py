@@ -38,13 +38,8 @@ def test_a_model_of_attention_alone():
 
 def test_a_sliding_window_limits_the_cache_of_a_request():
     """Gemma: 25 sliding layers of 8 x 256 and 5 full ones of 2 x 512, whose pages hold twice the tokens."""
-    kv = fit_kv_cache(
-        load_preset("gemma-4-26b-a4b"),
-        available_bytes=10 * GIB,
-        context=65_536,
-        kv_bytes=2,
-        batched_tokens=2048,
-    )
+    shape = load_preset("gemma-4-26b-a4b")
+    kv = fit_kv_cache(shape, available_bytes=10 * GIB, context=65_536, kv_bytes=2, batched_tokens=2048)
     assert (kv.groups, kv.layers_per_group) == (6, 5)
     full = 65_536 // 32
     sliding = -(-(1023 + 2048) // 16) + 1

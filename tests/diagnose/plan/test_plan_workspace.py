@@ -13,11 +13,8 @@ from moedoctor.models.presets import load_preset
 
 MIB = 1 << 20
 REPORTS = Path(__file__).parents[3] / "reports"
-NAMES = (
-    "nvidia-h200/moe_backends",
-    "nvidia-h200-vllm-0.33.0/moe_backends_fp8",
-    "nvidia-h200-vllm-0.33.0/moe_backends_fp8_block",
-)
+FP8 = "nvidia-h200-vllm-0.33.0/moe_backends_fp8"
+NAMES = ("nvidia-h200/moe_backends", FP8, f"{FP8}_block")
 STORED = [json.loads((REPORTS / f"{name}.json").read_text())["bench"]["backends"] for name in NAMES]
 LAYERS = {name: layer for bench in STORED for name, layer in bench["layers"].items()}
 MEASURED = [row for bench in STORED for row in bench["rows"] if "workspace_bytes" in row]
@@ -31,12 +28,8 @@ def drop_block(quantization: str) -> str:
 
 def test_every_backend_that_is_computed_was_measured():
     ran = {(row["backend"], drop_block(row["quantization"])) for row in MEASURED}
-    computed = {
-        (name, scheme)
-        for name, schemes in SCHEMES_OF.items()
-        for scheme in schemes
-        if compute_workspace(name, scheme, QWEN, 1).bytes is not None
-    }
+    pairs = [(name, scheme) for name, schemes in SCHEMES_OF.items() for scheme in schemes]
+    computed = {pair for pair in pairs if compute_workspace(*pair, QWEN, 1).bytes is not None}
     assert computed - ran == {("MARLIN", "mxfp4")}  # the same code as for nvfp4
     assert ran <= computed
     assert len(MEASURED) > 300

@@ -83,12 +83,8 @@ def test_what_a_flag_is_taken_for(written: str, meant: str | None) -> None:
 
 def test_a_value_of_a_short_flag_stands_after_it_in_the_word_or_after_an_equals_sign() -> None:
     flags = read_flags(["-q", "fp8", "-qfp8", "-q=fp8", "--seed", "-1", "-ep", "-tp", "2"], "0.33.0")
-    assert [(flag.name, flag.value) for flag in flags] == [
-        *[("--quantization", "fp8")] * 3,
-        ("--seed", "-1"),
-        ("--enable-expert-parallel", None),
-        ("--tensor-parallel-size", "2"),
-    ]
+    others = ["--seed -1", "--enable-expert-parallel None", "--tensor-parallel-size 2"]
+    assert [f"{flag.name} {flag.value}" for flag in flags] == [*["--quantization fp8"] * 3, *others]
 
 
 def test_every_short_form_leads_to_a_flag_of_the_same_release() -> None:

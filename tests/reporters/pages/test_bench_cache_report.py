@@ -15,12 +15,9 @@ POINTS = replay_trace(TRACE, capacities=[4, 8])
 
 
 def figures(points: list[ReplayPoint] = POINTS) -> dict[str, Any]:
-    return {
-        "trace": {"source": "zipf", **asdict(FACTS), "made": TRACE.made},
-        "scope": "layer",
-        "batch": None,
-        "points": [point.to_figures(FACTS) for point in points],
-    }
+    facts = {"source": "zipf", **asdict(FACTS), "made": TRACE.made}
+    rows = [point.to_figures(FACTS) for point in points]
+    return {"trace": facts, "scope": "layer", "batch": None, "points": rows}
 
 
 def show(points: list[ReplayPoint]) -> str:

@@ -45,8 +45,5 @@ def test_a_finding_shows_its_reason_evidence_and_next_step() -> None:
 def test_without_vllm_the_page_says_so_below_the_counts() -> None:
     bare = check(sources({"torch": "2.13.0"}), probes())
     lines = to_text(make_check_page(bare)).splitlines()
-    assert lines[1:3] == [
-        summarize(bare),
-        "vLLM was not found in this Python: nothing about it was checked; install moedoctor beside it, "
-        "or say `--python PATH`",
-    ]
+    assert lines[1] == summarize(bare)
+    assert lines[2].startswith("vLLM was not found in this Python: nothing about it was checked; install")
