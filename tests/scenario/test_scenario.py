@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scenario_fakes import BASE, CLAIM, FULL, HEAD, load_text
 
@@ -97,6 +97,7 @@ BLOCK = st.dictionaries(st.sampled_from(["tokens", "experts", "scale"]), VALUES,
 
 
 @given(st.lists(BLOCK, min_size=1, max_size=4))
+@example([{}, {"scale": [1]}])  # a default that is written out
 def test_the_points_are_those_of_the_blocks(tmp_path_factory, blocks):
     shared = yaml.safe_dump({"parameters": {"tokens": 5, "experts": 50, "top_k": 1}, "matrix": blocks})
     shown = points(tmp_path_factory.getbasetemp(), HEAD + shared)
