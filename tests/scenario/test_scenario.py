@@ -297,6 +297,7 @@ print(int(status.partition('VmHWM:')[2].split()[0]) // 1024)
 """
 
 
+@pytest.mark.slow
 def test_the_worst_files_are_refused_within_a_second_and_200_mb(tmp_path: Path) -> None:
     for name, text in WORST.items():
         (tmp_path / name).write_text(text)
