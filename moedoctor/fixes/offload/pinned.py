@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -91,7 +89,6 @@ def allocate(nbytes: int, pin: Pin | None) -> tuple[HostBlock, str | None]:
     start = -memory.data_ptr() % PAGE
     # A storage of its own: torch asks whether the beginning of a storage is pinned.
     pages = from_dlpack(memory[start : start + whole])  # [whole]
-    _ask_for_huge_pages(pages)
     if pin is None:
         return HostBlock(pages[:nbytes], pinned=False), None
     try:
@@ -102,16 +99,6 @@ def allocate(nbytes: int, pin: Pin | None) -> tuple[HostBlock, str | None]:
     last = weakref.finalize(pages.untyped_storage(), _unlock, release, memory)
     last.atexit = False  # the driver has gone by then; it unlocks what is left by itself
     return HostBlock(pages[:nbytes], pinned=True, release=last), None
-
-
-_MADV_HUGEPAGE = 14
-
-
-def _ask_for_huge_pages(pages: torch.Tensor) -> None:
-    """Let `pages`, not written yet, be huge ones if the system has them: CPUs read weights faster so."""
-    if sys.platform == "linux":
-        address, size = ctypes.c_void_p(pages.data_ptr()), ctypes.c_size_t(pages.numel())
-        ctypes.CDLL(None).madvise(address, size, _MADV_HUGEPAGE)
 
 
 _WAITING: list[tuple[Release, torch.Tensor]] = []
