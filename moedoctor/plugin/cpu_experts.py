@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import statistics
 import time
@@ -133,17 +134,16 @@ class CpuExperts:
         A release may keep weights in a layout that the workers do not know.
         """
         size, error = float(theirs.norm()), float((ours - theirs).norm())
-        if asked and size:
-            self.checked.add(number)
-        if (
-            error > _MOST_ERROR * size
-        ):  # kernels that quantize inputs differ by some 4 %, other weights by 100 %
+        if not asked or not 0 < size < math.inf:
+            return  # nothing can be said
+        self.checked.add(number)
+        if not error <= _MOST_ERROR * size:  # inputs that are quantized make some 4 %, other weights 100 %
             self.shares = {}
             logger.warning(
                 "moedoctor: expert_cache: cpu computes nothing: its output of layer %d differs from the "
                 "backend's by %.2g of its norm, at most %g was expected",
                 number,
-                error / (size or 1),
+                error / size,
                 _MOST_ERROR,
             )
 
