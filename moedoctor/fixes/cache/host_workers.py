@@ -173,6 +173,9 @@ def find_problem(store: ExpertStore) -> str | None:
             if given is not wanted.get(field):
                 return f"{dtype} weights have {field} {given}; expected {wanted.get(field)}"
             names.discard(f"{part}.{field}")
+        sizes = [tuple(store.shapes[f"{part}.{field}"][0]) for field in wanted]
+        if dtype is torch.int32 and sizes != [(shape[0], shape[1] // 2), ()]:
+            return f"its scales are {sizes}; expected one for 16 inputs, and one for the expert"
     if names != {"w1", "w2"}:
         return f"it has {', '.join(sorted(names - {'w1', 'w2'}))}; expected weights and their scales alone"
     twice, hidden = _measure(store, "w1")

@@ -97,6 +97,16 @@ def test_a_layer_whose_gate_and_up_share_no_whole_blocks_of_scales_is_refused():
     assert "shapes" in (host_workers.find_problem(ExpertStore(weights, pin=False)) or "")
 
 
+@pytest.mark.parametrize(
+    ("name", "kept"), [("_w1.scale", (slice(None), slice(2))), ("_w2.alpha_or_gscale", None)]
+)
+def test_marlins_scales_of_other_groups_are_refused(name, kept):
+    """The workers would read past them."""
+    weights, _ = make_weights(64, 64, "marlin")
+    weights[name] = weights[name][kept] if kept else weights[name].repeat(2, 1).T
+    assert "its scales are [" in (host_workers.find_problem(ExpertStore(weights, pin=False)) or "")
+
+
 SCRIPT = """
 import time, torch
 from tests.fixes.cache.test_host_workers import *
