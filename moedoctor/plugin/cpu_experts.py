@@ -129,9 +129,9 @@ class CpuExperts:
         return apply
 
     def _compare(self, number: int, ours: torch.Tensor, theirs: torch.Tensor, asked: int) -> None:
-        """Leave the CPU out from now on if layer `number` [T, H] is another one with `asked` experts of its.
+        """Leave the CPU out from now on if `asked` experts of its change layer `number`'s output [T, H].
 
-        A release may keep weights in a layout that the workers do not know.
+        A release may keep weights in a layout that the workers do not know. A capture compares nothing.
         """
         size, error = float(theirs.norm()), float((ours - theirs).norm())
         if not asked or not 0 < size < math.inf:

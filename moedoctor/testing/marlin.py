@@ -17,24 +17,23 @@ _FACTOR = 2.0**119
 """Makes up for `_SHIFT`, and for E2M1 codes that the kernel reads with the exponents of bfloat16."""
 
 
-def repack(weight: Nvfp4) -> tuple[Tensor, Tensor, Tensor]:
-    """Return words, scales and factors of experts [E, N, K]; N is a multiple of 64, K of 16.
+def repack(name: str, weight: Nvfp4) -> dict[str, Tensor]:
+    """Return the tensors that a cache has of experts [E, N, K]; N is a multiple of 64, K of 16.
 
-    Words are int32 [E, K / 16, 2 * N], scales float8_e4m3fn [E, K / 16, N] that hold other numbers, factors
-    float32 [E]. Raises ValueError for other sizes.
+    `name` is int32 [E, K / 16, 2 * N]; ``_NAME.scale`` float8_e4m3fn [E, K / 16, N], in another code;
+    ``_NAME.alpha_or_gscale`` float32 [E]. Raises ValueError for other sizes.
     """
     codes = e2m1.unpack(weight.packed)  # [E, N, K]
     experts, rows, cols = codes.shape
     if rows % 64 or cols % 16:
-        raise ValueError(
-            f"weight: expected [E, N, K] with N a multiple of 64, K of 16; got {list(codes.shape)}"
-        )
+        raise ValueError(f"weight: expected N a multiple of 64 and K of 16; got {list(codes.shape)}")
     tiles, groups = cols // 16, rows // 64
     # A row is 64 * group + 16 * j + 8 * below + c; an input is 16 * tile + 8 * high + 2 * t + odd.
-    parts = codes.view(
-        experts, groups, 4, 2, 8, tiles, 2, 4, 2
-    )  # [E, group, j, below, c, tile, high, t, odd]
-    parts = parts.permute(0, 5, 1, 4, 7, 2, 8, 3, 6).flatten(-3).long()  # [E, tile, group, c, t, j, code]
+    shape = experts, groups, 4, 2, 8, tiles, 2, 4, 2  # [E, group, j, below, c, tile, high, t, odd]
+    parts = codes.view(shape).permute(
+        0, 5, 1, 4, 7, 2, 8, 3, 6
+    )  # [E, tile, group, c, t, j, odd, below, high]
+    parts = parts.flatten(-3).long()  # [E, tile, group, c, t, j, code]
     words = (parts << torch.arange(0, 32, 4, device=codes.device)).sum(-1)  # [E, tile, group, c, t, j]
     signed = torch.where(words >= 1 << 31, words - (1 << 32), words).int().view(experts, tiles, -1)
     scales = weight.block_scales.float()  # [E, N, K/16]
@@ -42,7 +41,8 @@ def repack(weight: Nvfp4) -> tuple[Tensor, Tensor, Tensor]:
     more = 2.0 ** max(torch.tensor(448 / largest).log2().floor().item(), 0) if largest > 0 else 1.0
     halves = (scales * more * _SHIFT).half()  # [E, N, K/16]
     halves[halves < 2] = 0
-    bytes_ = (halves.view(torch.int16) >> 7).to(torch.uint8)  # [E, N, K/16]: float16 without sign
-    bytes_ = bytes_.view(experts, groups, 2, 2, 2, 8, tiles).permute(0, 6, 1, 5, 2, 4, 3)
-    stored = bytes_.reshape(experts, tiles, rows).view(torch.float8_e4m3fn)
-    return signed, stored, weight.global_scale.float() * (_FACTOR / more)
+    upper = (halves.view(torch.int16) >> 7).to(torch.uint8)  # [E, N, K/16]: float16 without sign
+    upper = upper.view(experts, groups, 2, 2, 2, 8, tiles).permute(0, 6, 1, 5, 2, 4, 3)
+    stored = upper.reshape(experts, tiles, rows).view(torch.float8_e4m3fn)
+    factors = weight.global_scale.float() * (_FACTOR / more)  # [E]
+    return {name: signed, f"_{name}.scale": stored, f"_{name}.alpha_or_gscale": factors}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Set
@@ -130,7 +131,7 @@ class Advice:
     def _write_sizes(self) -> str:
         names = (("tensor-parallel-size", "tensor-parallel-size"), ("gpu-memory-utilization", "utilization"))
         given = ((ours, self.settings.flags.get(name, "")) for name, ours in names)
-        return "".join(f" --{ours} {value}" for ours, value in given if re.fullmatch(r"[\d.]+", value))
+        return "".join(f" --{ours} {value}" for ours, value in given if re.fullmatch(r"[\d.]{1,9}", value))
 
     def _count_memory(self, cause: Cause, *, unified: bool) -> Iterator[str]:
         """Yield what the sizes in the text say; without any, the size of the weights by the model."""
@@ -157,7 +158,7 @@ class Advice:
         ranks = [flags.get(f"{kind}-parallel-size", "1") for kind in ("tensor", "pipeline")]
         if not (size and memory) or (self.facts.several and ranks == ["1", "1"]):
             return
-        gpus = int(ranks[0]) * int(ranks[1]) if all(map(str.isdecimal, ranks)) else 1
+        gpus = math.prod(int(rank) if re.fullmatch(r"\d{1,4}", rank) else 1 for rank in ranks)
         share = self._share or _SHARES[1]
         room = gpus * memory * share
         weights = float(size[1]) * 1e9 * bits / 8 / 2**30
@@ -188,10 +189,11 @@ class Advice:
         for capability in ([self._capability] if self._capability else _COMMON_GPUS) if named[1:] else ():
             old, new = (self._select(release, capability) for release in (named[0], named[-1]))
             if old and new and old.chosen and new.chosen and old.chosen != new.chosen:
+                same = (each for each in new.candidates if each.backend == old.chosen and each.supported)
+                flags = [f": try --moe-backend {each.flag}" for each in same if each.flag]
                 yield (
                     f"for {self._scheme['scheme']} experts on a GPU of {capability}, vLLM {named[0]} selects "
-                    f"{old.chosen} and {named[-1]} {new.chosen}: try "
-                    f"--moe-backend {old.chosen.lower().replace(' ', '_')}"
+                    f"{old.chosen} and {named[-1]} {new.chosen}{''.join(flags)}"
                 )
 
     def _list_ineffective(self) -> Iterator[str]:

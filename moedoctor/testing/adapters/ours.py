@@ -60,10 +60,8 @@ def run_host_workers(
 
     weights = {"w1": w13, "w2": w2, "_w1.scale": scales.get("w13"), "_w2.scale": scales.get("w2")}
     if "w13_global" in scales:
-        for name, key, words in (("w1", "w13", w13), ("w2", "w2", w2)):
-            repacked = marlin.repack(Nvfp4(words, scales[key], scales[f"{key}_global"]))
-            names = name, f"_{name}.scale", f"_{name}.alpha_or_gscale"
-            weights.update(zip(names, repacked, strict=True))
+        for name, key, packed in (("w1", "w13", w13), ("w2", "w2", w2)):
+            weights |= marlin.repack(name, Nvfp4(packed, scales[key], scales[f"{key}_global"]))
     store = ExpertStore({name: weight.cpu() for name, weight in weights.items() if weight is not None})
     state = ExpertCache(store, 1, engine="device", device=x.device).state
     workers = HostWorkers([store], [-1, -1], x.device)

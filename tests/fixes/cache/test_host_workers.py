@@ -30,8 +30,7 @@ def make_weights(hidden: int, inner: int, form: str) -> tuple[dict[str, Any], li
         wide = torch.randn(5, rows, cols, generator=draw) / cols**0.5
         if form == "marlin":
             quantized = nvfp4.quantize(wide * torch.rand(5, rows, 1, generator=draw))
-            names = name, f"_{name}.scale", f"_{name}.alpha_or_gscale"
-            weights.update(zip(names, marlin.repack(quantized), strict=True))
+            weights |= marlin.repack(name, quantized)
             values.append(nvfp4.dequantize(quantized))
             continue
         wide.view(-1)[7::4001] = 300.0 if form == "packed" else 0.0  # has no code among the packed ones
