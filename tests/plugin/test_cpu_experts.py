@@ -1,5 +1,6 @@
 """The CPU's part of a cached layer: the choice of a share, and pairs that are left out."""
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,24 +52,48 @@ def test_pairs_of_the_cpu_add_nothing_on_the_gpu(slots, monkeypatch, caplog):
     assert "computes nothing: the cache's engine is host; expected device" in caplog.text
 
 
-@pytest.mark.parametrize("factor", [1.0, -1.0, torch.nan])
-def test_the_cpu_is_left_out_if_its_sum_is_not_the_backends(factor, monkeypatch, caplog):
-    """As if the release kept weights in another layout."""
-    model, plain = give_caches([Layer()], slots=5), Layer()
+@pytest.mark.parametrize("wrong", [1.0, -1.0, torch.nan])
+def test_the_cpu_is_left_out_if_a_sum_is_not_the_backends(wrong, monkeypatch, caplog):
+    """As if the release kept the weights of one expert in another layout, which has little weight here."""
+    model, plain, calls = give_caches([Layer()], slots=5), Layer(), []
     (experts,) = find_host_experts(model)
     side: Any = CpuExperts([], SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
     monkeypatch.setattr(cpu_experts, "_is_usual", lambda x, given: True)
-    x, ids, weights = draw_call(1, torch.Generator().manual_seed(1))
-    ids[0] = torch.tensor([2, 9])
-    part = call(plain, x, ids, weights) - call(plain, x, ids, torch.where(ids < 6, 0.0, weights))
+    monkeypatch.setattr(cpu_experts, "keep_caches", contextlib.nullcontext)  # this engine counts nothing
+    x, ids, weights = draw_call(3, torch.Generator().manual_seed(1))
+    ids[:], weights[:] = torch.tensor([2, 9]), torch.tensor([0.01, 0.99])
 
-    def ask(number: int, x: Any, weights: Any, ids: torch.Tensor, share: int) -> torch.Tensor:
-        side.stamps[1] = share > 0
-        return torch.where(ids < 6, -1, ids)
+    def ask(number: int, x: Any, weights: torch.Tensor, ids: torch.Tensor, share: int) -> torch.Tensor:
+        calls.append((share, experts.cache.resident()))
+        side.weights = torch.where(ids == 2, wrong * weights, weights)
+        return torch.where(torch.arange(3)[:, None] == 2, ids, -1)  # the last row is padding: wrong below
 
-    side.shares, side.ask = {1: 64}, ask
-    side.add = lambda out: out.add_(factor * part)
+    def add(out: torch.Tensor) -> None:
+        out[:2] += call(plain, x, ids, side.weights)[:2]
+        out[2] += 5
+
+    side.shares, side.ask, side.add = {3: 64}, ask, add
     experts.kernel.apply = side.wrap(0, experts)
-    torch.testing.assert_close(call(model[0], x, ids, weights), call(plain, x, ids, weights))
-    assert (side.shares, side.checked) == ({1: 64} if factor == 1 else {}, {0})
-    assert ("cpu computes nothing: its output of layer 0 differs" in caplog.text) != (factor == 1)
+    right = call(plain, x, ids, weights)
+    for capturing in (True, True, False):
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            monkeypatch.setattr(torch.cuda, name, lambda capturing=capturing: capturing)
+        torch.testing.assert_close(call(model[0], x, ids, weights), right)
+    assert calls == [(256, [-1] * 5)], "in a capture nothing is asked of a layer that was not compared"
+    assert caplog.text.count("cpu computes nothing of layer 0 in CUDA graphs") == 1
+    assert (side.shares, side.checked) == ({3: 64} if wrong == 1 else {}, {0})
+    assert ("cpu computes nothing: its output of layer 0 differs" in caplog.text) != (wrong == 1)
+    call(model[0], x, ids, weights)
+    assert [share for share, _ in calls[1:]] == ([64] if wrong == 1 else [])
+
+
+def test_a_layer_whose_output_is_zero_is_not_called_right(monkeypatch):
+    side = CpuExperts([], SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
+    for rows in (
+        torch.zeros(2, 4),
+        torch.full((1, 4), torch.nan),
+        torch.full((1, 4), torch.inf),
+        torch.zeros(0, 4),
+    ):
+        side._compare(0, rows, rows)
+    assert not side.checked
