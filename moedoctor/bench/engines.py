@@ -132,6 +132,8 @@ class EngineRow:
     host_bytes: int | None = None
     host_peak_bytes: int | None = None
     """The most that the engine's process held on the host up to the end of loading, mapped files included."""
+    host_growth_bytes: int | None = None
+    """What the repeats after the first added to the process's memory on the host."""
     kv_cache_tokens: int | None = None
     freed_to_kv_cache: float | None = None
     """How much of the GPU memory that its weights take less than the base's went to the KV cache."""
@@ -334,6 +336,7 @@ def _describe(
         "load_peak_bytes": first.load_peak,
         "host_bytes": first.host_bytes,
         "host_peak_bytes": first.host_peak,
+        "host_growth_bytes": first.probe.get("host_growth"),
         "kv_cache_tokens": _count_kv_cache_tokens(first),
         "load_s": round(statistics.median(result.seconds.get("load", 0.0) for result in results), 1),
     }

@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     control="Also give each engine wrong experts, which its tokens must show, with --engine.",
     together="Start all engines at once and let them take turns, with --engine. They must fit on the GPU "
     "together.",
-    repeats=option("N", "How often each engine is timed in a round, with --engine.", min=1, max=200),
+    repeats=option("N", "How often each engine is timed in a round, with --engine.", min=1, max=10_000),
     moe_backend=option(
         "NAME[,...]", "Values of vLLM's --moe-backend to compare, with --engine. Default: auto."
     ),

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from moedoctor.processes.ask import answer
 from moedoctor.results import to_plain
-from moedoctor.upstream.engine.decode_speed import generate
+from moedoctor.upstream.engine.decode_speed import generate, read_status
 
 _SETS = ("cpu_offload_params", "offload_params")
 """Arguments that vLLM wants as sets, which JSON does not have."""
@@ -60,7 +60,7 @@ def _perform(request: Mapping[str, Any], response: dict[str, Any]) -> Iterator[N
         yield
         given = {**request["arguments"], **_read_flags(request["flags"])}
         llm = vllm.LLM(**{key: set(value) if key in _SETS else value for key, value in given.items()})
-    response["host_bytes"], response["host_peak"] = map(_read_status, ("VmRSS:", "VmHWM:"))
+    response["host_bytes"], response["host_peak"] = map(read_status, ("VmRSS:", "VmHWM:"))
     torch = sys.modules.get("torch")
     in_use = torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()
     cuda = torch.cuda if torch is not None and in_use else None
@@ -107,14 +107,6 @@ def _read_flags(flags: Sequence[str]) -> dict[str, Any]:
 
     parser.error = refuse
     return {name: value for name, value in vars(parser.parse_args(list(flags))).items() if name != "model"}
-
-
-def _read_status(name: str) -> int | None:
-    """Return the bytes of a line of this process's status; None if the system does not say."""
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
-    return None
 
 
 def _look(response: dict[str, Any], probe: Callable[[], Any]) -> Generator[None, None, Any]:

@@ -46,7 +46,8 @@ def measure_engine(
     experts; ``experts``, the classes that compute MoE layers with their number; and ``speeds``, a row for
     each of `batches`: ``first_s`` and ``whole_s``, the seconds until one token and until `tokens` of them in
     each of `repeats`, ``decoded``, how many tokens are between the two, ``gpu_step_ms``, the GPU's time of a
-    decode step, and ``gpu_clock``, what its events are around: ``graphs`` or ``steps``.
+    decode step, and ``gpu_clock``, what its events are around: ``graphs`` or ``steps``. ``host_growth`` are
+    the bytes of this process on the host that the repeats after the first added.
 
     Speeds are of text drawn at temperature 1 from fixed seeds: greedy text of some models repeats itself, and
     then asks for the same experts. Engines that share the folder `meet` take turns, repeat by repeat.
@@ -60,34 +61,36 @@ def measure_engine(
                 result["routers_changed"] = changed
                 result["wrong_answers"] = _answer(llm, prompts) if changed else None
             yield result
+    lists = "first_s", "whole_s", "gpu_step_ms", "gpu_clock"
     speeds: list[dict[str, Any]] = [
-        {
-            "batch": batch,
-            "decoded": batch * (tokens - 1),
-            "first_s": [],
-            "whole_s": [],
-            "gpu_step_ms": [],
-            "gpu_clock": [],
-        }
-        for batch in batches
+        {"batch": batch, "decoded": batch * (tokens - 1), **{name: [] for name in lists}} for batch in batches
     ]
     for batch in batches:
         _draw(llm, batch, tokens)  # warm-up
+    held: list[int] = []
     with record_step_events() as steps, record_graph_events() as replays, _take_turns(meet, engines) as turn:
         for _ in range(repeats):
             with turn():
                 for row in speeds:
-                    first = _draw(llm, row["batch"], 1)
+                    row["first_s"].append(_draw(llm, row["batch"], 1))
                     steps.clear()
                     replays.clear()
-                    row["first_s"].append(first)
                     row["whole_s"].append(_draw(llm, row["batch"], tokens))
                     # After the prefill a generation has tokens - 1 decode steps.
                     by_graph = time_decode_replays(replays, tokens - 2)
                     if by_gpu := by_graph or measure_milliseconds(steps[2:]):
                         row["gpu_step_ms"].append(statistics.median(by_gpu))
                         row["gpu_clock"].append("graphs" if by_graph else "steps")
-    yield {**result, "speeds": speeds}
+            held += filter(None, [read_status("VmRSS:")])
+    yield {**result, "speeds": speeds, "host_growth": held[-1] - held[0] if held else None}
+
+
+def read_status(name: str) -> int | None:
+    """Return the bytes of a line of this process's status; None if the system does not say."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return int(next(line for line in lines if line.startswith(name)).split()[1]) << 10
+    return None
 
 
 def count_experts(llm: Any) -> dict[str, int]:

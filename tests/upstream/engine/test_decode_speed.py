@@ -155,6 +155,18 @@ def test_measurements_so_far_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [(2, 4), (2, 4), (1, 4), (3, 4)]
 
 
+@pytest.mark.parametrize(("leak", "expected"), [(4 << 20, 4 * (4 << 20)), (0, 0)])
+def test_memory_that_repeats_leave_behind_is_counted(
+    monkeypatch: pytest.MonkeyPatch, leak: int, expected: int
+) -> None:
+    """Two repeats after the first, of two calls each."""
+    kept: list[bytes] = []
+    monkeypatch.setattr(decode_speed, "generate", lambda *_, **__: kept.append(b"x" * leak) or [])
+    llm = types.SimpleNamespace(apply_model=lambda function: [function(Model())])
+    (found,) = decode_speed.measure_engine(llm, prompts=[], batches=[1], tokens=4, repeats=3)
+    assert abs(found["host_growth"] - expected) < 2 << 20
+
+
 def test_engines_work_in_turn(tmp_path: Any) -> None:
     """The second can only begin while the first does not hold the turn."""
     folder = str(tmp_path)
