@@ -194,10 +194,11 @@ def _plan(scenario: Scenario, options: Options, environment: Mapping[str, Any]) 
         if not units:
             units, skip = [""], skip or f"needs {test.needs}"
         device = gpu if test.needs_gpu else "cpu"
-        for unit in units:
+        for place, unit in enumerate(units):
             request = Request(fault.id, options.sources, timeout, claim=test.key, unit=unit, device=device)
             planned = Planned(request, skip, f"{fault.name} claim {test.key}")
-            shared = measured.setdefault((test.measure, unit, device, skip), planned)
+            turn = list(units[:place]).count(unit)  # a unit that comes again is measured again
+            shared = measured.setdefault((test.measure, unit, device, skip, turn), planned)
             claims.setdefault(test.key, []).append(shared)
     return Plan(scenario, fault, cases, claims)
 

@@ -144,6 +144,7 @@ def test_an_engine_that_fails_is_a_row_and_the_next_one_is_the_base(model: Path)
         (MOE, {"fixes": "moe (x)"}, "no MoE layer of this engine was computed by moedoctor"),
         (MOE, {"fixes": "moe (x)", "probe": {"experts": {"MoedoctorExperts": 2}}}, None),
         (MOE, {"log": LogFacts(refused=("moe is not applied",))}, "moe is not applied"),
+        ({}, {"log": LogFacts(refused=("cpu computes nothing: x",))}, "cpu computes nothing: x"),
     ],
 )
 def test_a_fix_that_is_not_active_is_a_failure(model, environ, more, failed):

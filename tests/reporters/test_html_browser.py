@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 AXE = ROOT / ".browser" / "package" / "axe.min.js"
 STORED = {
     "run": "baselines/cpu.json",
-    "bench of backends": "nvidia-h200/moe_backends.json",
+    "bench of backends": "nvidia-h200-vllm-0.33.0/moe_backends.json",
     "engines": "nvidia-h200-vllm-0.33.0/offload_table_eager.json",
 }
 CALLED = {name: CALLS[name] for name in ("check", "explain", "lint", "plan", "replay")}

@@ -143,6 +143,12 @@ def test_claims_share_one_measurement(tmp_path: Path) -> None:
     (scenario,) = plan(load_targets(["MD010"]), Options(), NO_GPU)
     assert len(scenario.claims) == 4
     assert len(scenario.runs) == len(scenario.cases) + 1
+    sources = dict.fromkeys(("vllm@0.19.1", "vllm@0.20.0"), "x")
+    gpu = {**NO_GPU, "gpu": "a GPU", "gpus": [{}], "torch_cuda": "13.0"}
+    (scenario,) = plan(load_targets(["MD001"]), Options(sources=sources), gpu)
+    timed = scenario.claims["fused_is_free"]
+    assert [each.request.unit for each in timed] == ["vllm@0.19.1", "vllm@0.20.0"] * 3
+    assert len({id(each) for each in timed}) == 6, "each release is timed three times, in turn"
 
 
 def test_a_time_budget_ends_a_run_and_leaves_the_rest_with_its_cost(tmp_path: Path) -> None:

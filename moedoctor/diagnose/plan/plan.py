@@ -164,7 +164,9 @@ def _plan(request: PlanRequest) -> Plan:
     layer_bytes = max(0, other_bytes - embeddings)
     traffic = _count_traffic(request, expert_bytes, layer_bytes)
     on_device = expert_bytes + other_bytes - traffic.host_bytes + traffic.device_bytes
-    space = compute_workspace(request.backend, request.scheme, shape.experts.layer, request.batched_tokens)
+    space = compute_workspace(
+        request.backend, request.scheme, shape.experts.layer, request.batched_tokens, request.built_by
+    )
     if request.workspace_bytes is not None:
         space = Workspace(request.workspace_bytes, "given")
     budget = round(request.gpu_bytes * request.utilization) if request.gpu_bytes is not None else None

@@ -2,13 +2,14 @@
 
 vLLM asks every backend for the shapes of its workspaces (`workspace_shapes`) and keeps them for the largest
 batch. Quantized activations, dequantized weights, Marlin's sums and the layer's output come on top. The
-figures are the allocations of vLLM 0.21.0 on one GPU, and of our own kernels; the tests compare them with
-measurements, FP8 with those of 0.33.0, too. The lists of which token goes where are left out: below 1 %.
+figures are the allocations of vLLM 0.33.0 on one GPU, and of our own kernels; the tests compare them with
+measurements. The lists of which token goes where, and scales of blocks, are left out: below 1 %.
 FlashInfer's backends allocate inside their own library; that has to be measured.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from moedoctor.text import load_yaml, shorten, suggest_expected
 SCHEMES_OF: Mapping[str, Sequence[str]] = load_yaml("moedoctor.diagnose.plan", "workspace.yaml")
 """Backend that can be planned for -> the formats of its weights."""
 _NOT_MEASURED = ("HUMMING", "B12X", "HPC", "DEEPGEMM")
+_DEQUANTIZES = re.compile(r"0\.(?:1\d|2[0-4])\.")
+"""Releases whose EMULATION dequantizes all experts of a layer in each call, by their sources."""
 _SMS = 132
 """Multiprocessors of an H100 or H200."""
 _MARLIN_BLOCKS = (8, 16, 32, 48, 64)
@@ -42,9 +45,12 @@ def check_backend(name: str) -> str:
     return spelled
 
 
-def compute_workspace(backend: str, scheme: str, layer: LayerShape, batched_tokens: int) -> Workspace:
+def compute_workspace(
+    backend: str, scheme: str, layer: LayerShape, batched_tokens: int, release: str = ""
+) -> Workspace:
     """Return the workspace of a call with `batched_tokens` tokens and experts stored in `scheme`.
 
+    `release` is the vLLM that will run, by default the newest one that was measured.
     Raises PlanError for an unknown backend.
     """
     name = check_backend(backend)
@@ -63,6 +69,8 @@ def compute_workspace(backend: str, scheme: str, layer: LayerShape, batched_toke
         "output": batched_tokens * layer.hidden * MODEL_BYTES,
         **_count_extra_bytes(name, scheme, layer, batched_tokens),
     }
+    if name == "EMULATION" and _DEQUANTIZES.match(release):
+        parts["dequantized weights"] = layer.experts * layer.expert_parameters * MODEL_BYTES
     shown = ", ".join(f"{what} {size / (1 << 20):.1f} MiB" for what, size in parts.items())
     return Workspace(sum(parts.values()), shown)
 
@@ -75,7 +83,7 @@ def _explain_unknown(name: str, scheme: str, layer: LayerShape) -> str | None:
         return f"{name} allocates its workspace inside FlashInfer's own library;"
     if name in _NOT_MEASURED or (name == "VLLM_CUTLASS" and scheme == "nvfp4"):
         return f"{name} for {scheme} was measured on no GPU yet, so nothing is computed for it;"
-    if name == "VLLM_CUTLASS" and layer.activation != "silu":
+    if name == "VLLM_CUTLASS" and not layer.gated:
         return f"VLLM_CUTLASS has no {layer.activation};"
     return None
 
@@ -90,10 +98,8 @@ def _count_extra_bytes(name: str, scheme: str, layer: LayerShape, tokens: int) -
     if name == "VLLM_CUTLASS":  # its FP8 intermediates are in the workspaces
         return {"FP8 input": tokens * layer.hidden}
     if name == "EMULATION":
-        return {
-            "dequantized weights": layer.experts * layer.expert_parameters * MODEL_BYTES,
-            "rounded activations": (tokens * layer.hidden + rows * layer.intermediate) * MODEL_BYTES,
-        }
+        rounded = tokens * layer.hidden + rows * layer.intermediate
+        return {"rounded activations": rounded * MODEL_BYTES}
     return {}
 
 

@@ -101,7 +101,7 @@ def judge_start(
         weight_bytes=tuple(
             row["bytes"] + row.get("draft", {}).get("bytes", 0) for row in ranks if "bytes" in row
         ),
-        memory=tuple(_describe_memory(max(ranks, key=lambda row: row.get("bytes", 0), default={}))),
+        memory=tuple(_describe_memory(max(ranks, key=lambda row: row.get("bytes", 0), default={}), release)),
         kv_tokens=min(
             (row["kv"]["tokens"] for row in ranks if row.get("kv", {}).get("tokens")), default=None
         ),
@@ -432,9 +432,9 @@ def _describe_after(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
                 yield f"{each['method']}: {sizes}, {_format_gib(max(0, each['left']))} afterwards"
 
 
-def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _describe_memory(rank: Mapping[str, Any], release: str) -> Iterator[tuple[str, str]]:
     """Yield what a rank needs beside its weights: by the release's own code, and as `plan` computes it."""
-    yield from _describe_experts(rank)
+    yield from _describe_experts(rank, release)
     kv = rank.get("kv", {})
     if "left" in kv:
         usable = _format_gib(max(0, kv["left"] + kv["weights"]))
@@ -442,7 +442,7 @@ def _describe_memory(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "left for the KV cache, if activations took nothing", size
 
 
-def _describe_experts(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _describe_experts(rank: Mapping[str, Any], release: str) -> Iterator[tuple[str, str]]:
     """Yield where the weights of a rank with experts are, and what repacking and a call take beside them."""
     layer, rows = rank.get("experts") or {}, rank.get("after", ())
     used = next((row for row in rank.get("layers", ()) if row["kind"] == "experts"), None)
@@ -469,7 +469,8 @@ def _describe_experts(rank: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     elif "int8" in method:  # activations of a byte
         scheme = "fp8"
     try:
-        space = compute_workspace(backend, scheme, replace(shape, top_k=layer["top_k"]), layer["tokens"])
+        shape = replace(shape, top_k=layer["top_k"])
+        space = compute_workspace(backend, scheme, shape, layer["tokens"], release)
     except (PlanError, ValueError):
         space = Workspace(None, f"{backend} was measured on no GPU yet, so nothing is computed for it;")
     known = _format_gib(space.bytes) if space.bytes is not None else "not known"

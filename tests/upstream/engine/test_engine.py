@@ -148,9 +148,16 @@ def test_the_plug_in_in_the_log() -> None:
     facts = read_log(
         "INFO moedoctor: offload: 1.5 of 1.6 MiB on the host, fetched around each layer, 2 layers\n"
         "WARNING moedoctor: the fix routing is not applied to vLLM 0.21.0: no topk\n"
+        "WARNING moedoctor: expert_cache: cpu=auto computes nothing: no gcc\n"
+        "WARNING moedoctor: expert_cache: cpu computes nothing of layer 0 in CUDA graphs\n"
+        "INFO moedoctor: expert_cache: cpu=auto: 14 CPU workers on cores 18 to 31: 1 tokens: share 0\n"
     )
     assert facts.offloaded_by_us == "1.5 of 1.6 MiB on the host, fetched around each layer"
-    assert facts.refused == ("moedoctor: the fix routing is not applied to vLLM 0.21.0: no topk",)
+    assert facts.refused == (
+        "moedoctor: the fix routing is not applied to vLLM 0.21.0: no topk",
+        "moedoctor: expert_cache: cpu=auto computes nothing: no gcc",
+        "moedoctor: expert_cache: cpu computes nothing of layer 0 in CUDA graphs",
+    )
 
 
 def test_flags_are_read_by_vllms_parser_and_replace_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
