@@ -11,6 +11,8 @@ from moedoctor.text import escape
 
 _LIBRARIES = ("torch", "cuda", "driver")
 _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
+_INNERMOST = re.compile(r"[(\[{<][^()\[\]{}<>]*[)\]}>]")
+_DEPTH = 12
 _MOST, _CALL_LINES = 200, 30
 
 
@@ -64,7 +66,7 @@ class SettingsReader(Settings):
             self._continued = shown.endswith("\\")
         if arguments := lines["arguments"].search(lower):
             self.shown = True
-            self._add(lines["argument"].findall(shown[arguments.end() :]))
+            self._add(lines["argument"].findall(_cut_nested(shown[arguments.end() :])))
         call = lines["call"].search(shown)
         if call or self._call:
             self.shown |= call is not None
@@ -100,3 +102,12 @@ class SettingsReader(Settings):
         for name, value in found[:_MOST]:
             if len(self.flags) < _MOST:
                 self.flags[name.replace("_", "-")] = value.strip("[]()")
+
+
+def _cut_nested(text: str) -> str:
+    """Return arguments without what is inside the brackets of one of them, such as a configuration."""
+    for _ in range(_DEPTH):
+        text, count = _INNERMOST.subn("…", text)
+        if not count:
+            break
+    return text

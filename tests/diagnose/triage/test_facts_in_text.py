@@ -26,6 +26,7 @@ VLLM = {
     "upgrade to 0.34.0 did not help": (0, 34, 0, 0),
     # Other numbers are not the release at fault.
     "it will be removed in vllm v0.24.0": None,
+    "CUDA graph memory profiling is enabled (default since v0.21.0)": None,
     "| the crash | fixed in vllm 0.20.0": None,
     "upgrading to vllm 0.20.0 helped": None,
     "vllm 0.1.dev20073+g8e685d198": None,

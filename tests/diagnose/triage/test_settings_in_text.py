@@ -28,6 +28,25 @@ def test_flags_of_every_way_to_start(text: str) -> None:
     assert (flags["moe-backend"], flags["tensor-parallel-size"]) == ("marlin", "2")
 
 
+def test_what_a_log_of_0_33_0_says_of_itself_is_no_setting() -> None:
+    nested = (
+        "CompilationConfig(mode=None, sizes=[1, 8], passes={'fuse_norm': True, 'mode': <Mode.X: (0, 2)>})"
+    )
+    log = f"""
+INFO non-default args: {{'max_model_len': 512, 'compilation_config': {nested}, 'moe_backend': 'marlin'}}
+INFO [core.py:139] config: compilation_config={{'mode': <CompilationMode.VLLM_COMPILE: 3>, 'eagle': True}}
+INFO 2.24 GiB for consumed memory (weights + non-torch), 0.34 GiB for activations; torch 2.5 GiB
+INFO To disable, set VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0.
+"""
+    found = read(log)
+    assert (found.flags, found.variables) == (
+        {"max-model-len": "512", "compilation-config": "CompilationConfig…", "moe-backend": "marlin"},
+        {},
+    )
+    assert found.libraries == {}
+    assert read("torch 2.5; PyTorch version: 2.11.0+cu130").libraries == {"torch": "2.5"}
+
+
 def test_words_beside_a_flag_set_nothing() -> None:
     assert read("It works with --enforce-eager. consider passing CUDA_LAUNCH_BLOCKING=1").flags == {}
     assert read("For debugging consider passing CUDA_LAUNCH_BLOCKING=1").variables == {}
