@@ -36,6 +36,7 @@ CANDIDATES = 0, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 256
 _TIMED_LAYERS, _TIMED_STEPS = 4, 8
 _MUCH, _LITTLE = 1.5, 0.97  # workers also take time from an engine's other threads
 _MOST_ERROR = 0.25
+_SIZES = 1, 1 / 8, 1 / 64  # of inputs
 _BACKENDS = hits_first.TRITON, "MarlinExperts"
 _NODES = Path("/sys/devices/system/node")
 _PCI = Path("/sys/bus/pci/devices")
@@ -61,6 +62,7 @@ class CpuExperts:
         # The stamp of the last request, and the number of experts that the last call asked for.
         self.stamps = torch.zeros(2, dtype=torch.int64, device=device)
         self.shares: dict[int, int] = {}  # number of tokens -> share in parts of `WHOLE_SHARE`
+        self.captured = True  # the engine's steps are CUDA graphs
         self._is_open = False  # workers were asked, and nobody has waited for them
         self._has_gap = False  # a layer was captured that no call had compared
         self.checked: set[int] = set()
@@ -121,10 +123,15 @@ class CpuExperts:
                 return compute(hidden_states, topk_ids, topk_weights, share)
             if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
                 x, ids, weights = _draw_call(hidden_states, topk_ids, topk_weights, experts.num_experts)
-                with keep_caches([experts.cache]):
+
+                def compute_both(size: float) -> tuple[torch.Tensor, torch.Tensor]:
                     experts.cache.seed(ids[:1, :0])  # every expert is missing, so all are the CPU's
-                    ours = compute(x, ids, weights, WHOLE_SHARE).clone()  # [T, H]: the backend reuses its own
-                self._compare(number, ours, inner(x, w1, w2, weights, ids, **given))
+                    # Rows of their own: the backend may write its next result to the same place.
+                    ours = compute(x * size, ids, weights, WHOLE_SHARE)[0].float()  # [H]
+                    return ours, inner(x * size, w1, w2, weights, ids, **given)[0].float()
+
+                with keep_caches([experts.cache]):
+                    self._compare(number, map(compute_both, _SIZES))
             elif not self._has_gap:
                 self._has_gap = True
                 logger.warning(
@@ -136,29 +143,32 @@ class CpuExperts:
 
         return apply
 
-    def _compare(self, number: int, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-        """Leave the CPU out from now on if its first row of layer `number` [T, H] is not the backend's.
+    def _compare(self, number: int, rows: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Leave the CPU out from now on if none of its `rows` [H] of layer `number` is the backend's.
 
-        A release may keep weights in a layout that the workers do not know. Other rows may be padding.
+        A release may keep weights in a layout that the workers do not know. Of inputs that are too large for
+        the scales of its model a backend makes something else, so smaller ones are tried, too.
         """
         self.checked.add(number)
-        size, error = float(theirs[0].float().norm()), float((ours[0].float() - theirs[0].float()).norm())
-        if not error <= _MOST_ERROR * size:  # inputs that are quantized make some 4 %, other weights 100 %
-            self.shares = {}
-            logger.warning(
-                "moedoctor: expert_cache: cpu computes nothing: its output of layer %d differs from the "
-                "backend's by %.2g where the norm is %.2g; at most %g of it was expected",
-                number,
-                error,
-                size,
-                _MOST_ERROR,
-            )
+        for ours, theirs in rows:
+            size, error = float(theirs.norm()), float((ours - theirs).norm())
+            if error <= _MOST_ERROR * size:  # inputs that are quantized make some 4 %, other weights 100 %
+                return
+        self.shares = {}
+        logger.warning(
+            "moedoctor: expert_cache: cpu computes nothing: its output of layer %d differs from the "
+            "backend's by %.2g where the norm is %.2g; at most %g of it was expected",
+            number,
+            error,
+            size,
+            _MOST_ERROR,
+        )
 
     def time_step(self, tokens: int, share: int, top_k: int) -> float:
         """Return seconds of the cache steps of some layers: lookups, copies, and the workers beside them.
 
         The backend's own products are left out: they take as long for every share, or less. Routing is
-        uniform. Each step is the replay of a CUDA graph on a GPU.
+        uniform. On a GPU each step is the replay of a CUDA graph if the engine's are.
         """
         device, caches = self.stamps.device, self._caches[:_TIMED_LAYERS]
         draw = torch.Generator().manual_seed(tokens)
@@ -180,12 +190,14 @@ class CpuExperts:
         seconds = []
         with keep_caches(caches):  # else a second share would find the experts of the first one
             if device.type == "cuda":
+                wait = torch.cuda.synchronize
                 step()  # compiles the kernels, which a capture cannot
-                torch.cuda.synchronize(device)
+                wait()
+            if device.type == "cuda" and self.captured:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     step()
-                run, wait = graph.replay, torch.cuda.synchronize
+                run = graph.replay
             for _ in range(1 + _TIMED_STEPS):
                 ids.copy_(torch.rand(len(caches), tokens, experts, generator=draw).argsort(-1)[..., :top_k])
                 wait()
@@ -279,6 +291,8 @@ def find_obstacle(layers: Sequence[HostExperts]) -> str | None:
     if _RUNNING:
         return "another model of this process has the workers"
     for layer in layers:
+        if layer.limit is not None:
+            return f"the activation is limited to {layer.limit}; expected no limit"
         if layer.cache.engine != "device":
             return f"the cache's engine is {layer.cache.engine}; expected device"
         if type(layer.kernel.fused_experts).__name__ not in _BACKENDS:
@@ -290,13 +304,17 @@ def find_obstacle(layers: Sequence[HostExperts]) -> str | None:
     return None
 
 
-def start(layers: Sequence[HostExperts], options: CacheOptions, device: torch.device) -> str:
-    """Let the CPU compute a part of `layers`; return a line for the log. Raises UnavailableError."""
+def start(layers: Sequence[HostExperts], options: CacheOptions, device: torch.device, captured: bool) -> str:
+    """Let the CPU compute a part of `layers`; return a line for the log. Raises UnavailableError.
+
+    `captured`: the engine's steps are CUDA graphs.
+    """
     if (obstacle := find_obstacle(layers)) is not None:
         raise UnavailableError(obstacle)
     nodes = options.nodes or find_gpu_nodes(device)
     cores = choose_cores(options.workers, nodes, os.sched_getaffinity(0))
     level, cpu = _choose_level(layers, cores, device)
+    cpu.captured = captured
     sizes = range(1, min(MOST_TOKENS, MOST_EXPERTS // layers[0].top_k) + 1)
     if options.cpu is None:
         timed = [
@@ -339,14 +357,20 @@ def _choose_level(
 
 @contextlib.contextmanager
 def keep_caches(caches: Sequence[ExpertCache]) -> Iterator[None]:
-    """Leave `caches` as they were."""
-    held = [cache.resident() for cache in caches]
+    """Leave `caches` as they were, but for the slot that an expert has."""
+    held = [(cache, cache.resident(), [each.clone() for each in _list_counters(cache)]) for cache in caches]
     try:
         yield
     finally:
-        for cache, experts in zip(caches, held, strict=True):
+        for cache, experts, counters in held:
             cache.seed(torch.tensor([[expert for expert in experts if expert >= 0]], dtype=torch.int32))
-            cache.state.counts.zero_()
+            for now, before in zip(_list_counters(cache), counters, strict=True):
+                now.copy_(before)
+
+
+def _list_counters(cache: ExpertCache) -> tuple[torch.Tensor, ...]:
+    state = cache.state
+    return () if state is None else (state.uses, state.last, state.clock, state.counts)
 
 
 def _choose_all(cpu: CpuExperts, sizes: Iterable[int], top_k: int) -> list[Choice]:

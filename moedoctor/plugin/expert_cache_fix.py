@@ -205,7 +205,7 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     if torch.cuda.is_available():
         torch._C._host_emptyCache()
     if options.cpu != 0:
-        _start_cpu(find_host_experts(model), options, device)
+        _start_cpu(find_host_experts(model), options, device, captured)
     memory = [cache.memory for cache in caches]
     order = {"hits first" if layer.hits_first else "copies first" for layer in find_host_experts(model)}
     logger.info(
@@ -226,13 +226,14 @@ def _give_caches(model: Any, options: CacheOptions, layer_type: type, device: An
     )
 
 
-def _start_cpu(layers: Sequence[HostExperts], options: CacheOptions, device: Any) -> None:
+def _start_cpu(layers: Sequence[HostExperts], options: CacheOptions, device: Any, captured: bool) -> None:
     """Let the CPU compute a part of the missing experts, or raise SystemExit; ``auto`` goes without it."""
     from moedoctor.plugin import cpu_experts
 
     wish = "auto" if options.cpu is None else f"{options.cpu:g}"
     try:
-        logger.info("moedoctor: expert_cache: cpu=%s: %s", wish, cpu_experts.start(layers, options, device))
+        line = cpu_experts.start(layers, options, device, captured)
+        logger.info("moedoctor: expert_cache: cpu=%s: %s", wish, line)
     except UnavailableError as error:
         if options.cpu is not None:
             refuse(NAME, f"{VARIABLE}={options.slots}:cpu={wish}: {error}")

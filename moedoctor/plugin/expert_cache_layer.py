@@ -72,6 +72,15 @@ class HostExperts:
         """The number of GPUs that share the layer."""
         return int(getattr(self._layer.moe_config.moe_parallel_config, "tp_size", 1))
 
+    @property
+    def limit(self) -> Any:
+        """What clamps the activation; None if nothing does."""
+        experts = self.kernel.fused_experts
+        own = getattr(experts, "activation_config", None)
+        places = self._layer, self._layer.moe_config, experts.quant_config, own
+        names = "swiglu_limit", "gemm1_clamp_limit", "clamp_limit"
+        return next(filter(None, (getattr(place, name, None) for place in places for name in names)), None)
+
     def give(self, options: CacheOptions, *, captured: bool) -> ExpertCache:
         """Replace what the layer computes with by a new cache.
 

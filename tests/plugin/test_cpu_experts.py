@@ -1,6 +1,5 @@
 """The CPU's part of a cached layer: the choice of a share, and pairs that are left out."""
 
-import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,17 +49,26 @@ def test_pairs_of_the_cpu_add_nothing_on_the_gpu(slots, monkeypatch, caplog):
     assert calls == [64, "add", 128, "add"]
     give_caches([Layer()], cpu=None)
     assert "computes nothing: the cache's engine is host; expected device" in caplog.text
+    monkeypatch.setattr(cpu_experts, "start", lambda *given: f"captured {given[3]}")
+    caplog.set_level("INFO", "vllm.moedoctor")
+    give_caches([Layer()], cpu=None)
+    assert "cpu=auto: captured False" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", [1.0, -1.0, torch.nan])
-def test_the_cpu_is_left_out_if_a_sum_is_not_the_backends(wrong, monkeypatch, caplog):
-    """As if one expert of each token were in another layout; the engine's own call is NaN and padding."""
+@pytest.mark.parametrize(
+    ("wrong", "least", "used"), [(1.0, 0, True), (-1.0, 0, False), (torch.nan, 0, False), (-1.0, 1, True)]
+)
+def test_the_cpu_is_left_out_if_a_sum_is_not_the_backends(wrong, least, used, monkeypatch, caplog):
+    """As if one expert of each token were in another layout; the engine's own call is NaN and padding.
+
+    A backend that differs for inputs above `least` alone is one that cannot quantize them.
+    """
     model, plain, calls = give_caches([Layer()], slots=5), Layer(), []
     (experts,) = find_host_experts(model)
     side: Any = CpuExperts([], SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
     monkeypatch.setattr(cpu_experts, "_is_usual", lambda x, given: True)
-    monkeypatch.setattr(cpu_experts, "keep_caches", contextlib.nullcontext)  # this engine counts nothing
     x, ids, weights = draw_call(3, torch.Generator().manual_seed(1))
+    call(model[0], x[:2], torch.tensor([[1, 4], [4, 7]]), weights[:2])
 
     def ask(number: int, *call: torch.Tensor) -> torch.Tensor:
         *side.call, share = call
@@ -69,7 +77,8 @@ def test_the_cpu_is_left_out_if_a_sum_is_not_the_backends(wrong, monkeypatch, ca
 
     def add(out: torch.Tensor) -> None:
         x, weights, ids = side.call
-        out[:2] += call(plain, x, ids, torch.cat([wrong * weights[:, :1], weights[:, 1:]], 1))[:2]
+        factor = wrong if x.abs().max() > least else 1.0
+        out[:2] += call(plain, x, ids, torch.cat([factor * weights[:, :1], weights[:, 1:]], 1))[:2]
         out[2] += 5
 
     side.shares, side.ask, side.add = {3: 64}, ask, add
@@ -77,11 +86,31 @@ def test_the_cpu_is_left_out_if_a_sum_is_not_the_backends(wrong, monkeypatch, ca
     for capturing in (True, True, False):
         for name in ("is_initialized", "is_current_stream_capturing"):
             monkeypatch.setattr(torch.cuda, name, lambda capturing=capturing: capturing)
+        before = sorted(experts.cache.resident())
         given = (x, ids) if capturing else (torch.full_like(x, torch.nan), torch.full_like(ids, -1))
         call(model[0], *given, weights)
-    assert calls == [(256, [-1] * 5)], "in a capture nothing is asked of a layer that was not compared"
+    assert calls == [(256, [-1] * 5)] * (1 if wrong == 1 else 2 if least else 3), "none in a capture"
+    assert sorted(experts.cache.resident()) == before
     assert caplog.text.count("cpu computes nothing of layer 0 in CUDA graphs") == 1
-    assert (side.shares, side.checked) == ({3: 64} if wrong == 1 else {}, {0})
-    assert ("cpu computes nothing: its output of layer 0 differs" in caplog.text) != (wrong == 1)
-    torch.testing.assert_close(call(model[0], x, ids, weights)[:2], call(plain, x, ids, weights)[:2])
-    assert [share for share, _ in calls[1:]] == ([64] if wrong == 1 else [])
+    assert (side.shares, side.checked) == ({3: 64} if used else {}, {0})
+    assert ("cpu computes nothing: its output of layer 0 differs" in caplog.text) != used
+    found, right = call(model[0], x / 8, ids, weights)[:2], call(plain, x / 8, ids, weights)[:2]
+    torch.testing.assert_close(found, right)
+    assert [share for share, _ in calls if share != 256] == ([64] if used else [])
+
+
+@pytest.mark.parametrize(
+    "place", ["swiglu_limit", "moe_config.swiglu_limit", "quant_config.gemm1_clamp_limit"]
+)
+def test_an_activation_with_a_limit_is_not_the_workers(place: str) -> None:
+    layer = Layer()
+    (experts,) = find_host_experts(give_caches([layer]))
+    assert experts.limit is None
+    owner, _, name = place.rpartition(".")
+    places = {
+        "": layer,
+        "moe_config": layer.moe_config,
+        "quant_config": experts.kernel.fused_experts.quant_config,
+    }
+    setattr(places[owner], name, 7.0)
+    assert "is limited to 7.0" in cpu_experts.find_obstacle([experts])

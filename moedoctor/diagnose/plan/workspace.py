@@ -69,9 +69,12 @@ def compute_workspace(
         "output": batched_tokens * layer.hidden * MODEL_BYTES,
         **_count_extra_bytes(name, scheme, layer, batched_tokens),
     }
+    dequantized = layer.experts * layer.expert_parameters * MODEL_BYTES
     if name == "EMULATION" and _DEQUANTIZES.match(release):
-        parts["dequantized weights"] = layer.experts * layer.expert_parameters * MODEL_BYTES
+        parts["dequantized weights"] = dequantized
     shown = ", ".join(f"{what} {size / (1 << 20):.1f} MiB" for what, size in parts.items())
+    if name == "EMULATION" and not release:
+        shown += f"; before vLLM 0.25.0 also dequantized weights {dequantized / (1 << 20):.1f} MiB"
     return Workspace(sum(parts.values()), shown)
 
 

@@ -82,7 +82,7 @@ def measure_engine(
                         row["gpu_step_ms"].append(statistics.median(by_gpu))
                         row["gpu_clock"].append("graphs" if by_graph else "steps")
             held += filter(None, [read_status("VmRSS:")])
-    yield {**result, "speeds": speeds, "host_growth": held[-1] - held[0] if held else None}
+    yield {**result, "speeds": speeds, "host_growth": held[-1] - held[0] if held[1:] else None}
 
 
 def read_status(name: str) -> int | None:

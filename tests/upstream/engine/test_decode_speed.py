@@ -165,6 +165,8 @@ def test_memory_that_repeats_leave_behind_is_counted(
     llm = types.SimpleNamespace(apply_model=lambda function: [function(Model())])
     (found,) = decode_speed.measure_engine(llm, prompts=[], batches=[1], tokens=4, repeats=3)
     assert abs(found["host_growth"] - expected) < 2 << 20
+    (once,) = decode_speed.measure_engine(llm, prompts=[], batches=[1], tokens=4, repeats=1)
+    assert once["host_growth"] is None
 
 
 def test_engines_work_in_turn(tmp_path: Any) -> None:
