@@ -65,6 +65,7 @@ class CpuExperts:
         self.captured = True  # the engine's steps are CUDA graphs
         self._is_open = False  # workers were asked, and nobody has waited for them
         self._has_gap = False  # a layer was captured that no call had compared
+        self._graphs: set[int] = set()  # numbers of tokens of calls that were captured
         self.checked: set[int] = set()
         """Layers whose workers' sum was compared with the backend's."""
 
@@ -119,9 +120,13 @@ class CpuExperts:
                 self.add(result)
                 return result
 
-            if number in self.checked:
+            capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+            if number in self.checked and (capturing or len(topk_ids) not in self._graphs):
+                if capturing:
+                    self._graphs.add(len(topk_ids))
                 return compute(hidden_states, topk_ids, topk_weights, share)
-            if not torch.cuda.is_initialized() or not torch.cuda.is_current_stream_capturing():
+            # A call of a captured size that is not captured is a prompt: launches take it longer than copies.
+            if number not in self.checked and not capturing:
                 x, ids, weights = _draw_call(hidden_states, topk_ids, topk_weights, experts.num_experts)
 
                 def compute_both(size: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +137,7 @@ class CpuExperts:
 
                 with keep_caches([experts.cache]):
                     self._compare(number, map(compute_both, _SIZES))
-            elif not self._has_gap:
+            elif capturing and not self._has_gap:
                 self._has_gap = True
                 logger.warning(
                     "moedoctor: expert_cache: cpu computes nothing of layer %d in CUDA graphs: no call "

@@ -94,9 +94,13 @@ def test_the_cpu_is_left_out_if_a_sum_is_not_the_backends(wrong, least, used, mo
     assert caplog.text.count("cpu computes nothing of layer 0 in CUDA graphs") == 1
     assert (side.shares, side.checked) == ({3: 64} if used else {}, {0})
     assert ("cpu computes nothing: its output of layer 0 differs" in caplog.text) != used
-    found, right = call(model[0], x / 8, ids, weights)[:2], call(plain, x / 8, ids, weights)[:2]
-    torch.testing.assert_close(found, right)
-    assert [share for share, _ in calls if share != 256] == ([64] if used else [])
+    right, asked = call(plain, x / 8, ids, weights), []
+    for capturing in (False, True, False):
+        for name in ("is_initialized", "is_current_stream_capturing"):
+            monkeypatch.setattr(torch.cuda, name, lambda capturing=capturing: capturing)
+        torch.testing.assert_close(call(model[0], x / 8, ids, weights)[:2], right[:2])
+        asked.append([share for share, _ in calls if share != 256])
+    assert asked == ([[64], [64] * 2, [64] * 2] if used else [[]] * 3), "no prompt after the capture"
 
 
 @pytest.mark.parametrize(
