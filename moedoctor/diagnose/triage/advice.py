@@ -124,7 +124,8 @@ class Advice:
         flags = [
             f"--{name} {'' if value.lower() in ('', 'true') else shlex.quote(value)}".strip()
             for name, value in self.settings.flags.items()
-            if not load_lines()["left_out"].search(name) and value not in ("False", "None", "false")
+            if not load_lines()["left_out"].search(name)
+            if value not in ("False", "None", "false") and "…" not in value
         ]
         return " ".join(("vllm serve", self.settings.model, *flags[:_MOST_FLAGS]))
 

@@ -108,7 +108,8 @@ def test_the_command_of_a_next_step_asks_for_what_the_text_names() -> None:
 
 
 def test_a_command_runs_nothing_that_a_text_put_into_a_value() -> None:
-    settings = Settings({"dtype": "a;reboot", "quantization": "$(reboot)"}, model="a/b")
+    flags = {"dtype": "a;reboot", "quantization": "$(reboot)", "cpu-offload-params": "…"}
+    settings = Settings(flags, model="a/b")
     fitted = Advice(Facts(), settings).fit("`vllm serve ...`")
     assert fitted == "`vllm serve a/b --dtype 'a;reboot' --quantization '$(reboot)'`"
 
