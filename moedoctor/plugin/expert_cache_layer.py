@@ -74,7 +74,7 @@ class HostExperts:
 
     @property
     def limit(self) -> Any:
-        """What clamps the activation; None if nothing does."""
+        """The limit that clamps the activation; None if there is none."""
         experts = self.kernel.fused_experts
         own = getattr(experts, "activation_config", None)
         places = self._layer, self._layer.moe_config, experts.quant_config, own
