@@ -60,7 +60,7 @@ class Advice:
 
     def list_steps(self, cause: Cause, clues: Set[str]) -> Iterator[str]:
         """Yield what follows from the text's own facts for its error, then what helps errors of its class."""
-        sizes = [*self._count_memory(cause, unified="unified_memory" in clues)]
+        sizes = [*self._count_memory(cause, clues)]
         yield from sizes
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
@@ -134,12 +134,14 @@ class Advice:
         given = ((ours, self.settings.flags.get(name, "")) for name, ours in names)
         return "".join(f" --{ours} {value}" for ours, value in given if re.fullmatch(r"[\d.]{1,9}", value))
 
-    def _count_memory(self, cause: Cause, *, unified: bool) -> Iterator[str]:
+    def _count_memory(self, cause: Cause, clues: Set[str]) -> Iterator[str]:
         """Yield what the sizes in the text say; without any, the size of the weights by the model."""
-        given = (cause, self.settings.flags, self._share, self._gpu[2], _MOST_SHARE[unified])
+        most = _MOST_SHARE["unified_memory" in clues]
+        given = (cause, self.settings.flags, self._share, self._gpu[2], most)
         sentences = [*self.facts.memory.advise(*given)] if cause.kind == "memory" else []
         yield from sentences
-        if cause.kind in ("memory", "killed", "unknown") and not sentences:
+        known = bool(self._scheme) or "quantised" not in clues  # the bits of a weight
+        if known and cause.kind in ("memory", "killed", "unknown") and not sentences:
             yield from self._compare_memory(1 if cause.kind != "memory" else _TIGHT)
 
     @cached_property

@@ -348,7 +348,8 @@ class Errors:
         cause = _describe(error, self.launch_blocking)
         if cut is None:
             return cause if cause.kind != "unknown" else None
-        return replace(cause, excerpt=cut.text, note="the text has no exception for this traceback: paste it")
+        excerpt = text if text and cause.kind != "unknown" else cut.text
+        return replace(cause, excerpt=excerpt, note=load_data("causes.yaml")["cut"])
 
 
 def _find_headline(lines: Sequence[bytes]) -> tuple[int, str]:
@@ -432,7 +433,7 @@ def list_steps(cause: Cause, clues: Set[str]) -> list[str]:
     hints = [
         row["try"]
         for row in load_data("causes.yaml")["hints"]
-        if cause.kind in row["kinds"] and clues >= {*row["if"].split("+")}
+        if cause.kind in row["kinds"] and clues >= {*row["if"].split("+")} and row.get("but") not in clues
         if row.get("unless", "\0") not in cause.says
     ]
     own = cause.next_step != load_data("causes.yaml")["classes"][cause.kind]["step"]

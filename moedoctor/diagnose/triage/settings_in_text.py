@@ -6,14 +6,16 @@ import re
 from dataclasses import dataclass, field
 
 from moedoctor.diagnose.triage.cause import load_lines
+from moedoctor.diagnose.triage.signatures import load_data
 from moedoctor.redaction import Redactor
 from moedoctor.text import escape
 
 _LIBRARIES = ("torch", "cuda", "driver")
 _SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 _INNERMOST = re.compile(r"[(\[{<][^()\[\]{}<>]*[)\]}>]")
-_DEPTH = 12
-_MOST, _CALL_LINES = 200, 30
+_MOST, _CALL_LINES, _MOST_VALUE, _DEPTH = 200, 30, 120, 12
+_MODEL = "model-tag"
+"""The name of the positional argument of `vllm serve`."""
 
 
 @dataclass
@@ -52,6 +54,8 @@ class SettingsReader(Settings):
     """The start of a server, filled line by line."""
 
     _continued: bool = False
+    _flag: str = ""
+    """The flag whose value may come next."""
     _call: int = 0
     """Lines of a Python call that may still come."""
 
@@ -59,11 +63,14 @@ class SettingsReader(Settings):
         """Take in one line as it is written."""
         lower, lines = shown.lower(), load_lines()
         command = lines["command"].search(shown)
-        if command or self._continued or lines["item"].match(shown):
-            self.shown |= command is not None
-            self.model = (command and command["model"]) or self.model
-            self._add(lines["flag"].findall(shown[command.start() :] if command else shown))
-            self._continued = shown.endswith("\\")
+        if command:
+            self.shown, self._flag = True, _MODEL if "serve" in command[0] else ""
+        listed = self._flag not in ("", _MODEL) and lines["lone"].match(shown)
+        if command or self._continued or listed or lines["item"].match(shown):
+            ended = self._read_words(shown[command.end() :] if command else shown, 2)
+            self._continued = shown.endswith(("\\", " ^")) and not ended
+        else:
+            self._flag = ""
         if arguments := lines["arguments"].search(lower):
             self.shown = True
             self._add(lines["argument"].findall(_cut_nested(shown[arguments.end() :])))
@@ -98,10 +105,34 @@ class SettingsReader(Settings):
         model = redactor.mask(self.model)
         return Settings(flags, variables, dict(self.libraries), self.wsl, self.shown, model)
 
+    def _read_words(self, text: str, depth: int) -> bool:
+        """Take in words of a command line, as a shell reads them; return True if the command ends there."""
+        at, here = 0, False
+        for _ in range(_MOST):
+            word = load_lines()["word"].match(text, at)
+            if word is None or word["stop"] or word.end() == at:
+                return word is not None and word["stop"] is not None
+            at, quoted = word.end(), word["text"]
+            value = quoted or (word["bare"] or "").strip("\"'").rstrip("\\^")
+            flag = load_lines()["flag"].match(f"{word['key'] or ''}{value}")
+            if depth and quoted and not word["key"] and re.match(r"--[a-z][\w-]* ", value) and not here:
+                self._read_words(value, depth - 1)  # some words in one quotation, in a list
+            elif flag and (word["key"] or flag["set"] or " " not in value):
+                name = load_data("facts.yaml")["short_flags"].get(flag["name"], flag["long"] and flag["name"])
+                self._add([(name, flag["value"] or "")] if name and (name != "model" or flag["set"]) else [])
+                self._flag, here = "" if flag["set"] else name or "", True
+            elif value and self._flag in (_MODEL, "model"):
+                self.model, self._flag = value, ""
+            elif value and self._flag and value[0] != "-":
+                self._add([(self._flag, value)])
+                self._flag, here = "", False
+        return False
+
     def _add(self, found: list[tuple[str, str]]) -> None:
         for name, value in found[:_MOST]:
             if len(self.flags) < _MOST:
-                self.flags[name.replace("_", "-")] = value.strip("[]()")
+                value = "" if _SECRET.search(value) else value.strip("[]()")[:_MOST_VALUE]
+                self.flags[name.replace("_", "-")] = value
 
 
 def _cut_nested(text: str) -> str:

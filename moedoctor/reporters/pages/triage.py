@@ -18,9 +18,8 @@ from moedoctor.text import join_some
 _MISSING = 3
 _RELEASE_DECIDES = ("loading_names", "loading_shapes", "quantization", "backend", "installation", "unknown")
 _GPU_DECIDES = ("quantization", "backend", "compile")
-_COMMAND_DECIDES = (
-    *("backend", "memory", "collective", "kernel_fault", "wrong_output", "hang", "speed", "unknown"),
-)
+_TOLD = ("wrong_output", "speed", "requests", "draft")
+_COMMAND_DECIDES = ("backend", "memory", "collective", "kernel_fault", "hang", "unknown", *_TOLD)
 """Classes of errors that this fact makes surer."""
 
 _KINDS = ("findings", "possible", "near_misses")
@@ -177,7 +176,7 @@ def _list_lacking(part: TriageDocument, read: LookedAt) -> list[str]:
         "the whole command line": not read.settings.shown and (undecided or kind in _COMMAND_DECIDES),
         "the 30 lines before the error": not sure
         and read.error is not None
-        and not (read.error.place or kind in ("wrong_output", "speed")),
+        and not (read.error.place or kind in _TOLD),
         "the log up to its last line": read.error is None
         and bool(read.settings.shown or read.releases or read.gpus)
         and not (part.findings or part.possible),

@@ -24,6 +24,8 @@ VLLM = {
     "works on 0.32.0, broken on 0.33.0": (0, 33, 0, 0),
     "updated vllm from 0.27.1 to 0.33.0, and now": (0, 33, 0, 0),
     "upgrade to 0.34.0 did not help": (0, 34, 0, 0),
+    "repetition loops on v0.14.0rc1.dev308": (0, 14, 0, -1),
+    "tried the older and 0.33.1 as well": (0, 33, 1, 0),
     # Other numbers are not the release at fault.
     "it will be removed in vllm v0.24.0": None,
     "CUDA graph memory profiling is enabled (default since v0.21.0)": None,
@@ -90,6 +92,7 @@ def test_the_summary_names_both() -> None:
     ("line", "gpus"),
     [
         ("rtx blackwell (sm12.0), only sm9.0 and sm10.x are checked", ["SM 12.0", "SM 9.0"]),
+        ("on 4 * 2080ti 22g, not on 2080 tiles", ["2080TI"]),
         ("sm_86 and sm 12.1 and compute capability 8.9.", ["SM 8.6", "SM 12.1", "SM 8.9"]),
     ],
 )

@@ -222,7 +222,8 @@ def test_what_the_text_has_is_not_asked_for_again() -> None:
     }.items():
         assert words in show(f"vLLM MoE\n{error}").partition("paste more: ")[2]
         assert words not in show(f"{facts}\n{error}").partition("paste more: ")[2]
-    assert "paste more" not in show("INFO the server is ready")
+    texts = ("INFO the server is ready", "the tool call could not be parsed")
+    assert [show(text).partition("more: ")[2][:23] for text in texts] == ["", "the whole command line."]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The start of a server is read from command lines, compose files, logs and calls, without its secrets."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moedoctor.diagnose.triage.settings_in_text import SettingsReader
 from moedoctor.redaction import Redactor
@@ -19,6 +21,11 @@ def read(text: str) -> SettingsReader:
         "vllm serve m --moe-backend marlin --tensor-parallel-size 2",
         "vllm serve m \\\n  --moe-backend marlin \\\n  --tensor-parallel-size=2",
         '- "--moe-backend=marlin"\n- "--tensor-parallel-size=2"',
+        '"--moe-backend"\n"marlin"\n"--tensor-parallel-size 2"',
+        'command: ["--moe-backend", "marlin"]\nLaunch flags: -tp 2',
+        "vllm serve \\\n  /a/b \\\n  -tp 2 --moe-backend='marlin' | tee --tensor-parallel-size 4",
+        "docker run vllm/vllm-openai:v0.30.0 --model <a b> --moe-backend marlin -tp 2 # not --moe-backend x",
+        'vllm serve "m x" --moe-backend marlin -tp 2 --hf-overrides "{"a": "b", "c": "--moe-backend x"}"',
         "INFO non-default args: {'moe_backend': 'marlin', 'tensor_parallel_size': 2}",
         'llm = LLM(\n    model="m",\n    moe_backend="marlin",\n    tensor_parallel_size=2,\n)',
     ],
@@ -48,15 +55,15 @@ INFO To disable, set VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0.
 
 
 def test_words_beside_a_flag_set_nothing() -> None:
-    assert read("It works with --enforce-eager. consider passing CUDA_LAUNCH_BLOCKING=1").flags == {}
-    assert read("For debugging consider passing CUDA_LAUNCH_BLOCKING=1").variables == {}
+    beside = read("With --enforce-eager. consider passing CUDA_LAUNCH_BLOCKING=1\n| a vllm serve | b |")
+    assert (beside.flags, beside.variables, beside.shown) == ({}, {}, False)
 
 
 def test_secrets_are_left_out() -> None:
-    text = "vllm serve m --api-key abc123secret --port 8000\nexport VLLM_API_KEY=abc123secret VLLM_PORT=1"
+    text = "vllm serve m --api-key abc123secret --port 8 -sc token=abc123secret\nVLLM_API_KEY=abc123secret"
     shown = read(text).mask(Redactor())
     assert "abc123secret" not in str(shown)
-    assert (shown.flags, shown.variables) == ({"port": "8000"}, {"VLLM_PORT": "1"})
+    assert (shown.flags, shown.variables) == ({"port": "8", "speculative-config": ""}, {})
 
 
 @pytest.mark.parametrize(
@@ -81,3 +88,18 @@ def test_only_what_the_text_sets_to_that_value_is_said_to_be_set(step: str, agai
 def test_what_was_tried_in_a_list_is_not_how_the_server_starts() -> None:
     reader = read("--enforce-eager: stable\n--max-model-len 4096\n- --kv-cache-dtype=fp8")
     assert reader.flags == {"max-model-len": "4096", "kv-cache-dtype": "fp8"}
+
+
+@given(st.text("ab-='{}[]();|&<>#, ", max_size=40), st.sampled_from("'\""), st.sampled_from((" ", "=")))
+def test_words_in_quotation_marks_are_one_value(value: str, mark: str, joint: str) -> None:
+    value = value.replace(mark, "")
+    start = f"vllm serve a/b --served-model-name{joint}{mark}m {value} --calculate-kv-scales m{mark}"
+    flags = read(f"{start} --moe-backend marlin -O3").flags
+    assert [*flags] == ["served-model-name", "moe-backend"]
+    assert flags["served-model-name"] == f"m {value} --calculate-kv-scales m"
+
+
+@given(st.text("ab-='\"{}[]\\;|&<># ", max_size=400), st.sampled_from(("vllm serve", "api_server --model")))
+def test_marks_without_an_end_hide_no_flag_before_them(rest: str, start: str) -> None:
+    reader = read(f"{start} a/b --moe-backend marlin -tp 2 --x {rest}")
+    assert (reader.model, reader.flags["tensor-parallel-size"]) == ("a/b", "2")

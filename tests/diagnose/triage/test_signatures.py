@@ -54,7 +54,7 @@ def test_signatures_name_clues_that_exist_and_every_clue_is_used() -> None:
     groups += [evidence.names for signature in load_signatures() for evidence in signature.evidence]
     causes = load_data("causes.yaml")
     groups += [tuple(body.get("told", ())) for body in causes["classes"].values()]
-    groups += [hint["if"].split("+") for hint in causes["hints"]]
+    groups += [[*hint["if"].split("+"), hint.get("but", "vllm")] for hint in causes["hints"]]
     named = {name for group in groups for name in group}
     assert named - load_clues().keys() == set()
     assert load_clues().keys() - named - {"foreign", "vllm", "proposal", "solved_told", "fine_here"} == set()
