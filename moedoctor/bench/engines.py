@@ -306,8 +306,7 @@ def _find_failure(variant: Variant, result: EngineResult) -> str | None:
     for name, extension in asked.items():
         if name not in active and extension.need(result.version or "0")[0] is not Need.UNNEEDED:
             return "; ".join(result.log.refused)[:300] or f"{name} was asked for and is not active"
-    idle = [line for line in result.log.refused if " computes nothing" in line]
-    if idle := [line for line in idle if "another model" not in line]:  # a draft beside its target
+    if idle := [line for line in result.log.refused if " computes nothing" in line]:
         return idle[0][:300]
     if "moe" in active and "MoedoctorExperts" not in result.probe["experts"]:
         return "no MoE layer of this engine was computed by moedoctor"

@@ -125,7 +125,7 @@ class CpuExperts:
                 if capturing:
                     self._graphs.add(len(topk_ids))
                 return compute(hidden_states, topk_ids, topk_weights, share)
-            # A call of a captured size that is not captured is a prompt: launches take it longer than copies.
+            # A call outside of the graph of its size is a prompt, whose first token the CPU would delay.
             if number not in self.checked and not capturing:
                 x, ids, weights = _draw_call(hidden_states, topk_ids, topk_weights, experts.num_experts)
 
@@ -151,8 +151,8 @@ class CpuExperts:
     def _compare(self, number: int, rows: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Leave the CPU out from now on if none of its `rows` [H] of layer `number` is the backend's.
 
-        A release may keep weights in a layout that the workers do not know. Of inputs that are too large for
-        the scales of its model a backend makes something else, so smaller ones are tried, too.
+        A release may keep weights in a layout that the workers do not know. A backend with fixed scales for
+        its inputs saturates if these are too large, so smaller ones are tried, too.
         """
         self.checked.add(number)
         for ours, theirs in rows:

@@ -145,7 +145,6 @@ def test_an_engine_that_fails_is_a_row_and_the_next_one_is_the_base(model: Path)
         (MOE, {"fixes": "moe (x)", "probe": {"experts": {"MoedoctorExperts": 2}}}, None),
         (MOE, {"log": LogFacts(refused=("moe is not applied",))}, "moe is not applied"),
         ({}, {"log": LogFacts(refused=("cpu computes nothing: x",))}, "cpu computes nothing: x"),
-        ({}, {"log": LogFacts(refused=("cpu computes nothing: another model of this process",))}, None),
     ],
 )
 def test_a_fix_that_is_not_active_is_a_failure(model, environ, more, failed):

@@ -104,17 +104,12 @@ def test_the_cpu_is_left_out_if_a_sum_is_not_the_backends(wrong, least, used, mo
 
 
 @pytest.mark.parametrize(
-    "place", ["swiglu_limit", "moe_config.swiglu_limit", "quant_config.gemm1_clamp_limit"]
+    ("place", "name"), [(0, "swiglu_limit"), (1, "swiglu_limit"), (2, "gemm1_clamp_limit")]
 )
-def test_an_activation_with_a_limit_is_not_the_workers(place: str) -> None:
+def test_an_activation_with_a_limit_is_not_the_workers(place: int, name: str) -> None:
     layer = Layer()
     (experts,) = find_host_experts(give_caches([layer]))
     assert experts.limit is None
-    owner, _, name = place.rpartition(".")
-    places = {
-        "": layer,
-        "moe_config": layer.moe_config,
-        "quant_config": experts.kernel.fused_experts.quant_config,
-    }
-    setattr(places[owner], name, 7.0)
+    places = layer, layer.moe_config, experts.kernel.fused_experts.quant_config
+    setattr(places[place], name, 7.0)
     assert "is limited to 7.0" in cpu_experts.find_obstacle([experts])

@@ -74,7 +74,8 @@ _LOADING = {
 """Part of the stage ``load`` -> the line that shows its seconds."""
 _REFUSED = re.compile(
     r"moedoctor: (?:(?:left out: )?the (?:fix|trace) .{1,200} is not applied|vLLM is stopped"
-    r"|left out: (?:backend|expert_cache|moe): |expert_cache: cpu(?:=\S+)? computes nothing).+"
+    r"|left out: (?:backend|expert_cache|moe): |expert_cache: cpu(?:=\S+)? computes nothing"
+    r"(?!: another model)).+"  # that of a draft beside its target
 )
 _recorder: Mapping[str, str] = {}
 """Variables of every engine whose request sets no `RECORD`: see `record_calls`."""

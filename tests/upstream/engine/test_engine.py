@@ -150,6 +150,7 @@ def test_the_plug_in_in_the_log() -> None:
         "WARNING moedoctor: the fix routing is not applied to vLLM 0.21.0: no topk\n"
         "WARNING moedoctor: expert_cache: cpu=auto computes nothing: no gcc\n"
         "WARNING moedoctor: expert_cache: cpu computes nothing of layer 0 in CUDA graphs\n"
+        "WARNING moedoctor: expert_cache: cpu=auto computes nothing: another model of this process\n"
         "INFO moedoctor: expert_cache: cpu=auto: 14 CPU workers on cores 18 to 31: 1 tokens: share 0\n"
     )
     assert facts.offloaded_by_us == "1.5 of 1.6 MiB on the host, fetched around each layer"
