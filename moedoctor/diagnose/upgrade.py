@@ -15,7 +15,7 @@ from moedoctor.diagnose.ignores import SEVERITIES
 from moedoctor.diagnose.settings.flags import read_flags, read_parallelism, split_command
 from moedoctor.diagnose.settings.scheme import find_scheme
 from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
-from moedoctor.diagnose.settings.tables import load_vllm_flags, load_vllm_variables
+from moedoctor.diagnose.settings.tables import list_new_defaults, load_vllm_flags, load_vllm_variables
 from moedoctor.fixes.backends import SCHEMES, Selection, select
 from moedoctor.text import join_some
 
@@ -39,6 +39,7 @@ def compare_releases(
         *_compare_failures(before, after, capability, served.command),
         *_compare_settings(before, after, variables, served.command),
         *_compare_names(before, after),
+        *_compare_defaults(before, after, " ".join((*variables, *served.command))),
     ]
     if capability is None:
         changes.append(("notes", "backends were not compared: no GPU is visible here; name one: --sm 12.0"))
@@ -93,6 +94,21 @@ def _compare_names(before: str, after: str) -> Iterator[Change]:
         for verb, names in (("gone", old - new), ("new", new - old)):
             if names:
                 yield "notes", f"{len(names)} {kind} are {verb}: {join_some(sorted(names), _SHOWN)}"
+
+
+def _compare_defaults(before: str, after: str, words: str) -> Iterator[Change]:
+    """Yield what changes by itself: first what matters to MoE models, then the other variables."""
+    defaults = [*list_new_defaults(before, after, words)]
+    for new in defaults:
+        yield "notes", f"new default since {new.since}: {new.says}; {new.back} takes the old one back"
+    listed = {new.back.partition("=")[0] for new in defaults}
+    old, now = (load_vllm_variables().list_at(release) for release in (before, after))
+    values = (
+        (name, old[name].default, now[name].default) for name in sorted(old.keys() & now.keys() - listed)
+    )
+    changed = [f"{name} {was} -> {value}" for name, was, value in values if was and value and was != value]
+    if changed:
+        yield "notes", f"{len(changed)} other variables have another default: {join_some(changed, _SHOWN)}"
 
 
 def _compare_failures(

@@ -63,6 +63,19 @@ def test_flags_and_variables_of_the_command_line(capsys, monkeypatch):
     assert any(REMOVED in text for text in document["regressions"])
 
 
+def test_new_defaults_and_what_takes_them_back(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("0.27.1", "0.28.0", "--sm", "10.0", "--", "vllm serve deepseek-ai/DeepSeek-V4")
+    (note,) = (text for text in compare(capsys, *line)[1]["notes"] if "default" in text)
+    assert note.startswith(
+        "new default since 0.28.0: the V2 model runner computes this model; VLLM_USE_V2_MODE"
+    )
+    assert not any(
+        "default" in text for text in compare(capsys, "0.27.1", "0.28.0", "--sm", "10.0")[1]["notes"]
+    )
+    notes = compare(capsys, "0.20.0", "0.21.0", "--sm", "10.0")[1]["notes"]
+    assert "1 other variables have another default: VLLM_ENABLE_PREGRAD_PASSES False -> True" in notes
+
+
 def test_backends_of_the_experts(capsys: pytest.CaptureFixture[str]) -> None:
     # What changes one way changes back the other way.
     changed = compare_releases("0.17.1", "0.33.0", "7.5", {}, ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -61,11 +61,25 @@ class Setting:
     """For `words`: the values that mean on; every other value means off."""
     off: tuple[str, ...] = ()
     """For `words`: the values that mean off, if every other value means on."""
+    default: str = ""
+    """The value that counts where a variable is not set; empty if the tables do not know it."""
     deprecated: bool = False
     of: str = ""
     """The flag that a short form such as ``-ep`` is another name of."""
     moe: str = ""
     """The file of MoE code that reads the variable; empty if none does."""
+
+
+@dataclass(frozen=True)
+class NewDefault:
+    """Something that a release does by itself and the release before it does not."""
+
+    since: str
+    back: str
+    """The setting that takes the old default back: ``VLLM_USE_V2_MODEL_RUNNER=0``."""
+    says: str
+    kinds: tuple[str, ...]
+    """The classes of errors (`causes.yaml` of triage) that it may explain."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +150,29 @@ def load_replacements() -> Mapping[str, Any]:
     return table
 
 
+def list_new_defaults(before: str, after: str, words: str) -> Iterator[NewDefault]:
+    """Yield the defaults that a later one of two known releases changed, but for those that `words` set.
+
+    `words` are the model, flags and variables, as far as they are known. Of several changes that the same
+    setting takes back, a model has the first that names it.
+    """
+    place, settings = [*load_releases()].index, {name for name in re.split(r"[=\s]", words) if name}
+    for row in load_replacements()["defaults"]:
+        setting = re.split("[= ]", row["back"], maxsplit=1)[0]
+        if setting not in settings and re.search(row.get("models", ""), words.lower()):
+            settings.add(setting)
+            if place(before) < place(row["since"]) <= place(after):
+                yield NewDefault(row["since"], row["back"], row["says"], tuple(row["kinds"]))
+
+
 def _load(name: str, releases: tuple[str, ...]) -> Settings:
     rows: dict[str, list[Setting]] = {}
     for row in _read(name)["rows"]:
         first, _, last = row["releases"].partition("-")
         values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
+            key: tuple(value) if isinstance(value, list) else str(value) if key == "default" else value
             for key, value in row.items()
-            if key not in ("releases", "default")
+            if key != "releases"
         }
         rows.setdefault(row["name"], []).append(Setting(first=first, last=last or first, **values))
     return Settings(releases, {setting: tuple(spans) for setting, spans in rows.items()})

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from moedoctor.diagnose.settings.settings import check_settings
+from moedoctor.diagnose.settings.tables import list_new_defaults
 from moedoctor.diagnose.triage.cause import Cause, list_steps, load_lines
 from moedoctor.diagnose.triage.facts_in_text import OLDEST, Facts, read_boundary, show
 from moedoctor.diagnose.triage.settings_in_text import Settings
@@ -21,7 +22,7 @@ from moedoctor.fixes.backends.release_tables import load_releases
 _COMMON_GPUS = ("8.9", "9.0", "10.0", "12.0")
 _SETTINGS_DECIDE = ("backend", "wrong_output", "kernel_fault", "compile", "speed", "hang", "arguments")
 _RELEASE_DECIDES = ("unknown", "backend", "kernel_fault", "compile", "quantization", "loading_names")
-_MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS = 12, 2, 4
+_MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS, _MOST_DEFAULTS = 12, 2, 4, 3
 _NO_SIZES = "no figures: "
 """The start of a line of a step that sizes in the text replace."""
 _SHARES = ((0, 20, 0, 0), 0.9, 0.92)
@@ -47,6 +48,8 @@ class Advice:
         step = re.sub(r"(?<=`moedoctor backends)(?=`| -- )", options, step)
         if self.settings.model and "<" not in self.settings.model:
             step = step.replace("vllm serve ...", self._write_command())
+        if self._named[1:]:
+            step = step.replace("--release OLD NEW", f"--release {self._named[0]} {self._named[-1]}")
         if memory := self._gpu[2]:
             step = step.replace("--gpu-memory GIB", f"--gpu-memory {memory}{self._write_sizes()}")
         if "--moe-backend marlin" in step and "MARLIN" in self.facts.list_backends():
@@ -65,8 +68,9 @@ class Advice:
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
         if cause.kind in _SETTINGS_DECIDE:
-            regressed = self._compare_releases() if "regression" in clues else ()
-            yield from (*self._list_ineffective(), *regressed)
+            yield from self._list_ineffective()
+        if "regression" in clues:
+            yield from self._compare_releases(cause.kind)
         lines = "\n".join(map(self.fit, list_steps(cause, clues))).split("\n")
         steps = [line.removeprefix(_NO_SIZES) for line in lines if not (sizes and line.startswith(_NO_SIZES))]
         yield from (*steps[:-1], *self.name_backend(cause), *steps[-1:])
@@ -185,18 +189,44 @@ class Advice:
                     "transformers that it requires (a new environment, or the official image)"
                 )
 
-    def _compare_releases(self) -> Iterator[str]:
-        """Yield the MoE backends of two releases in the text, where they select different ones."""
-        named = [show(each) for each in sorted(self.facts.vllm | self.facts.other_vllm)]
-        named = [release for release in named if release in load_releases()]
-        for capability in ([self._capability] if self._capability else _COMMON_GPUS) if named[1:] else ():
-            old, new = (self._select(release, capability) for release in (named[0], named[-1]))
+    def _compare_releases(self, kind: str) -> Iterator[str]:
+        """Yield what two releases in the text do differently; of a single one, what is new in it."""
+        if not (self._named[1:] or self._release):
+            return
+        known, new = [*load_releases()], self._named[-1]
+        old = self._named[0] if self._named[1:] else known[max(known.index(new) - 1, 0)]
+        if kind in _SETTINGS_DECIDE and self._named[1:]:
+            yield from self._compare_backends(old, new)
+        words = (
+            self.settings.model,
+            *self.settings.variables,
+            *(f"--{name}" for name in self.settings.flags),
+        )
+        changed = list_new_defaults(old, new, " ".join(words))
+        if rows := [
+            f"{each.back} ({each.says}, since {each.since})" for each in changed if kind in each.kinds
+        ]:
+            yield (
+                f"vLLM {new} does by itself what {old} does not: try, one at a time, "
+                f"{', '.join(rows[:_MOST_DEFAULTS])}"
+            )
+
+    @cached_property
+    def _named(self) -> list[str]:
+        """The releases in the text that the tables know, oldest first."""
+        named = {show(each) for each in self.facts.vllm | self.facts.other_vllm}
+        return [release for release in load_releases() if release in named]
+
+    def _compare_backends(self, before: str, after: str) -> Iterator[str]:
+        """Yield the MoE backends of two releases, where they select different ones."""
+        for capability in [self._capability] if self._capability else _COMMON_GPUS:
+            old, new = (self._select(release, capability) for release in (before, after))
             if old and new and old.chosen and new.chosen and old.chosen != new.chosen:
                 same = (each for each in new.candidates if each.backend == old.chosen and each.supported)
                 flags = [f": try --moe-backend {each.flag}" for each in same if each.flag]
                 yield (
-                    f"for {self._scheme['scheme']} experts on a GPU of {capability}, vLLM {named[0]} selects "
-                    f"{old.chosen} and {named[-1]} {new.chosen}{''.join(flags)}"
+                    f"for {self._scheme['scheme']} experts on a GPU of {capability}, vLLM {before} selects "
+                    f"{old.chosen} and {after} {new.chosen}{''.join(flags)}"
                 )
 
     def _list_ineffective(self) -> Iterator[str]:

@@ -12,9 +12,11 @@ from moedoctor.diagnose.settings.settings import check_settings, find_moe_backen
 from moedoctor.diagnose.settings.tables import (
     SettingFinding,
     load_flashinfer_variables,
+    load_replacements,
     load_vllm_flags,
     load_vllm_variables,
 )
+from moedoctor.diagnose.triage.signatures import load_data
 from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases
 
 RELEASES = load_vllm_variables().releases
@@ -203,3 +205,16 @@ def test_any_settings_are_checked_without_an_exception(release, environ, command
     for finding in found:
         assert finding.message
         assert finding.setting.partition("=")[0] in environ or finding.setting.startswith(("-", "vllm"))
+
+
+def test_a_new_default_is_one_by_the_table_of_its_release() -> None:
+    """But for those of a model, which the code that `source` names decides, and of flags."""
+    releases, classes = [*load_releases()], load_data("causes.yaml")["classes"]
+    for row in load_replacements()["defaults"]:
+        name, _, value = row["back"].partition("=")
+        assert {*row["kinds"]} <= {*classes}
+        if value and name not in ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_BREAKABLE_CUDAGRAPH"):
+            place = releases.index(row["since"])
+            old, new = (load_vllm_variables().list_at(releases[at])[name] for at in (place - 1, place))
+            assert old.default in ("", str(bool(int(value))))
+            assert new.default == str(not int(value))
