@@ -50,6 +50,8 @@ class Advice:
             step = step.replace("vllm serve ...", self._write_command())
         if self._named[1:]:
             step = step.replace("--release OLD NEW", f"--release {self._named[0]} {self._named[-1]}")
+        if "{takes}" in step:
+            step = step.replace("{takes}", self._explain_refusal())
         if memory := self._gpu[2]:
             step = step.replace("--gpu-memory GIB", f"--gpu-memory {memory}{self._write_sizes()}")
         if "--moe-backend marlin" in step and "MARLIN" in self.facts.list_backends():
@@ -90,14 +92,42 @@ class Advice:
         rest = f", and takes {', '.join(taken[:_MOST_OTHERS])} if --moe-backend asks for it" if taken else ""
         yield f"for {self._scheme['scheme']} experts on a GPU of {self._capability}, {words}{rest}"
 
-    def _select(self, release: str, capability: str) -> Selection | None:
+    def _select(self, release: str, capability: str, scheme: str = "") -> Selection | None:
         """Return what a release selects for the text's model; None if its scheme or activation is unknown."""
         rows, model = load_data("facts.yaml")["activations"], self.settings.model.lower()
         activation = next((rows[name] for name in rows if re.search(name, model)), "silu")
-        scheme = self._scheme.get("scheme")
+        scheme = scheme or self._scheme.get("scheme", "")
         if not (scheme and capability and activation in load_releases()[release].activations):
             return None
         return select(capability, scheme, release=release, activation=activation)
+
+    def _explain_refusal(self) -> str:
+        """Return which releases take what the text's one refuses for the GPU, if that can be told."""
+        word, backend = self.facts.refused or ("", "")
+        scheme = self._scheme.get("scheme", "") if word == "fp8" else word
+        if not (self._capability and scheme):
+            return ""
+        releases = [*load_releases()]
+        answers = [self._select(release, self._capability, scheme) for release in releases]
+        takes = [self._find_backend(backend, answer) for answer in answers]
+        whose = " of this model" if self.settings.model else ""
+        what = f"{scheme} experts{whose} on a GPU of {self._capability}"
+        if not any(takes):
+            return f"; no release up to {releases[-1]} has {backend or 'a backend'} for {what}"
+        last = max(place for place, taken in enumerate(takes) if taken)
+        first = max((place for place in range(last) if not takes[place]), default=-1) + 1
+        if self._release in releases[first : last + 1]:
+            return ""  # it is refused for another reason
+        return f"; vLLM {releases[first]} to {releases[last]} have {takes[last]} for {what}"
+
+    @staticmethod
+    def _find_backend(name: str, answer: Selection | None) -> str | None:
+        """Return the backend if a release takes it, the one that it selects if none is named, or None."""
+        if answer is None or not name:
+            return answer.chosen if answer else None
+        return next(
+            (each.backend for each in answer.candidates if each.supported and each.backend == name), None
+        )
 
     @cached_property
     def _release(self) -> str:

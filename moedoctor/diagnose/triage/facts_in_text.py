@@ -17,6 +17,8 @@ OLDEST: Release = (0, 17, 1, 0)
 """The oldest release of vLLM that was looked at."""
 
 _MOST = 64
+_CONTAINER = 20
+"""From here on it is the year of a container, as in nvcr.io/nvidia/vllm:25.11."""
 
 
 @dataclass
@@ -31,6 +33,8 @@ class Facts:
     """GPUs and compute capabilities, as the text writes them, in order."""
     backends: dict[str, None] = field(default_factory=dict)
     """Words in the place of a MoE backend that was chosen or asked for, in order."""
+    refused: tuple[str, str] | None = None
+    """The first refusal for the GPU, as vLLM words it: scheme, and backend or no word for all of them."""
     memory: Memory = field(default_factory=Memory)
     several: bool = False
     """True if it speaks of several GPUs."""
@@ -66,6 +70,8 @@ class Facts:
         if "moe" in line and len(self.backends) < _MOST:
             for match in lines["moe_backend"].finditer(line):
                 self.backends[next(filter(None, match.groups())).upper().replace(" ", "_")] = None
+            if self.refused is None and (refusal := lines["refused"].search(line)):
+                self.refused = refusal[1].replace("unquantized", "bf16"), (refusal[2] or "").upper()
 
     def _read_gpus(self, line: str) -> None:
         if len(self.gpus) >= _MOST or not any(digit in line for digit in "0123456789"):
@@ -147,6 +153,8 @@ def parse(text: str) -> Release | None:
     if early and tuple(numbers[:2]) < (0, 4):
         return None
     major, minor, patch = [*numbers, 0][:3]
+    if major >= _CONTAINER:
+        return None
     return major, minor, patch, -1 if early else 0
 
 

@@ -51,6 +51,7 @@ def test_the_flashinfer_releases_in_a_line(line: str) -> None:
 
 def test_other_numbers_are_not_releases() -> None:
     assert parse("7") is None
+    assert parse("25.11") is None  # the year of a container
     assert parse("0.1.dev1") is None
     assert parse("0.6.8.post1") == (0, 6, 8, 0)
 
