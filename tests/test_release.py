@@ -1,5 +1,6 @@
 """`make release`: tables come back byte for byte; changes, and what needs a person, are named."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -25,7 +26,10 @@ LISTED = "scripts/releases.txt"
 ENTRIES = "moedoctor/entries"
 ROWS = [
     *(f"{BACKENDS}/{name}.json" for name in ("bf16", "fp8", "fp8-block", "mxfp4", "nvfp4", "nvfp4-w4a16")),
-    *(f"{SETTINGS}/{name}.json" for name in ("vllm_flags", "vllm_variables", "flashinfer_variables")),
+    *(
+        f"{SETTINGS}/{name}.json"
+        for name in ("vllm_flags", "vllm_values", "vllm_variables", "flashinfer_variables")
+    ),
 ]
 """Tables in which a row holds for a run of releases."""
 BY_RELEASE = [
@@ -55,6 +59,12 @@ def test_rows_that_are_taken_out_and_put_back_are_the_same(file: str, tables: An
             assert sorted(again, key=lambda row: row.get("name", "")) == rows
     tables.write_json(tmp_path / "same.json", stored)
     assert (tmp_path / "same.json").read_bytes() == (ROOT / file).read_bytes()
+
+
+def test_values_are_read_where_a_release_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "A = Literal['x', BTypes]\nBTypes = Literal['y']\nclass C(Enum):\n    D = 1\nE = {'f': 1}"
+    read = load_script("release/settings", monkeypatch).listed_values
+    assert [name for place in "ACE" for name, _ in read(ast.parse(code), place)] == ["x", "y", "D", "f"]
 
 
 def test_ranges_of_entries_are_made_from_the_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

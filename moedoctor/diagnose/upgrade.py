@@ -15,7 +15,12 @@ from moedoctor.diagnose.ignores import SEVERITIES
 from moedoctor.diagnose.settings.flags import read_flags, read_parallelism, split_command
 from moedoctor.diagnose.settings.scheme import find_scheme
 from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
-from moedoctor.diagnose.settings.tables import list_new_defaults, load_vllm_flags, load_vllm_variables
+from moedoctor.diagnose.settings.tables import (
+    list_new_defaults,
+    load_vllm_flags,
+    load_vllm_values,
+    load_vllm_variables,
+)
 from moedoctor.fixes.backends import SCHEMES, Selection, select
 from moedoctor.text import join_some
 
@@ -88,8 +93,9 @@ def _compare_settings(
 
 
 def _compare_names(before: str, after: str) -> Iterator[Change]:
-    """Yield the flags and variables that come and go, used or not."""
-    for kind, table in (("flags", load_vllm_flags()), ("variables", load_vllm_variables())):
+    """Yield the flags, variables and values of flags that come and go, used or not."""
+    tables = {"flags": load_vllm_flags(), "variables": load_vllm_variables(), "values": load_vllm_values()}
+    for kind, table in tables.items():
         old, new = table.list_at(before).keys(), table.list_at(after).keys()
         for verb, names in (("gone", old - new), ("new", new - old)):
             if names:

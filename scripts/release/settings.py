@@ -20,7 +20,7 @@ from typing import Any
 
 from tables import ROOT, Row, read_json, replace_rows, write_json
 
-from moedoctor.upstream.releases.questions import Inquiry
+from moedoctor.upstream.releases.questions import Inquiry, find_place
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 OUT = ROOT / "moedoctor" / "diagnose" / "settings" / "data"
@@ -34,6 +34,16 @@ MOE_CODE = (
 """Code that decides about MoE layers, the most telling first."""
 READERS = {"vllm_is_batch_invariant": "VLLM_BATCH_INVARIANT"}
 """Functions that read a variable for others."""
+VALUES = {
+    "--tool-call-parser": ("vllm/tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER"),
+    "--reasoning-parser": ("vllm/reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER"),
+    "--attention-backend": ("vllm/v1/attention/backends/registry.py", "AttentionBackendEnum"),
+    "--kv-cache-dtype": ("vllm/config/cache.py", "CacheDType"),
+    "--quantization": ("vllm/model_executor/layers/quantization/__init__.py", "QuantizationMethods"),
+    "--load-format": ("vllm/model_executor/model_loader/__init__.py", "LoadFormats"),
+    "--speculative-config": ("vllm/config/speculative.py", "SpeculativeMethod"),
+}
+"""A flag -> the file, and the place in it, that lists the values by name."""
 _GETENV = re.compile(r'getenv\(\s*"(FLASHINFER_[A-Z0-9_]+)"')
 
 
@@ -47,6 +57,7 @@ def write_settings(folder: Path, flashinfer: str, releases: Sequence[str], pins:
     write_table("vllm_variables.json", folder.name, vllm_variables(folder), releases)
     write_table("flashinfer_variables.json", flashinfer, flashinfer_variables(folder), pins)
     write_table("vllm_flags.json", folder.name, flags(folder), releases)
+    write_table("vllm_values.json", folder.name, values(folder), releases)
 
 
 def write_table(
@@ -238,3 +249,28 @@ def flags(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, (source, long) in inquiry.list_flags().items():
         listed = {"choices": list(choices[name])} if name in choices else {}
         yield name, {**listed, **({"of": long} if long not in ("", name) else {}), "source": source}
+
+
+def values(release: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Give the values of flags whose values have names, as ``--tool-call-parser glm47``."""
+    for flag, (file, place) in VALUES.items():
+        tree = ast.parse((release / file).read_text(encoding="utf-8"))
+        for name, line in listed_values(tree, place):
+            yield f"{flag} {name}", {"source": f"{file}:{line}"}
+
+
+def listed_values(tree: ast.Module, place: str) -> Iterator[tuple[str, int]]:
+    """Give the keys of a dictionary, the members of an Enum, or the strings of a Literal."""
+    found = find_place(tree, place)
+    if isinstance(found, ast.ClassDef):
+        targets = (part.targets[0] for part in found.body if isinstance(part, ast.Assign))
+        yield from (
+            (part.id, part.lineno) for part in targets if isinstance(part, ast.Name) and part.id.isupper()
+        )
+        return
+    value = found.value if isinstance(found, ast.Assign) else None
+    for part in value.keys if isinstance(value, ast.Dict) else ast.walk(value) if value else ():
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            yield part.value, part.lineno
+        elif isinstance(part, ast.Name) and part.id.endswith("Types"):
+            yield from listed_values(tree, part.id)

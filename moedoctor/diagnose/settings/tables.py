@@ -144,10 +144,24 @@ def load_vllm_flags() -> Settings:
 
 
 @functools.cache
+def load_vllm_values() -> Settings:
+    """Return the values of flags that have names, as ``--tool-call-parser glm47``."""
+    return _load("vllm_values.json", tuple(load_releases()))
+
+
+@functools.cache
 def load_replacements() -> Mapping[str, Any]:
     """Return what to set instead of settings that are gone or never existed, and notes on some variables."""
     table: Mapping[str, Any] = _read("replacements.json")
     return table
+
+
+def list_spans(flag: str, value: str = "") -> tuple[str, ...]:
+    """Return the first and the last release with a flag, or with a value of it; nothing if none has it."""
+    flags = load_vllm_flags().rows.get(flag, ())
+    chosen = [span for span in flags if not value or value in span.choices]
+    spans = load_vllm_values().rows.get(f"{flag} {value}") or chosen
+    return (spans[0].first, spans[-1].last) if spans else ()
 
 
 def list_new_defaults(before: str, after: str, words: str) -> Iterator[NewDefault]:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from moedoctor.diagnose.settings.settings import check_settings
-from moedoctor.diagnose.settings.tables import list_new_defaults
+from moedoctor.diagnose.settings.tables import (
+    list_new_defaults,
+    list_spans,
+    load_vllm_flags,
+    load_vllm_values,
+)
 from moedoctor.diagnose.triage.cause import Cause, list_steps, load_lines
 from moedoctor.diagnose.triage.facts_in_text import OLDEST, Facts, read_boundary, show
 from moedoctor.diagnose.triage.settings_in_text import Settings
 from moedoctor.diagnose.triage.signatures import load_data
 from moedoctor.fixes.backends import Selection, select
 from moedoctor.fixes.backends.release_tables import load_releases
+from moedoctor.text import find_closest, suggest_names
 
 _COMMON_GPUS = ("8.9", "9.0", "10.0", "12.0")
 _SETTINGS_DECIDE = ("backend", "wrong_output", "kernel_fault", "compile", "speed", "hang", "arguments")
@@ -63,10 +69,13 @@ class Advice:
                 step += f"; {show(newest)} has no --{flag} yet: upgrade before"
         return self.settings.explain_repetition(step)
 
-    def list_steps(self, cause: Cause, clues: Set[str]) -> Iterator[str]:
-        """Yield what follows from the text's own facts for its error, then what helps errors of its class."""
+    def list_steps(self, cause: Cause, clues: Set[str], message: str) -> Iterator[str]:
+        """Yield what follows from the text's own facts for its error, then what helps errors of its class.
+
+        `message` is all that the error says, without secrets.
+        """
         sizes = [*self._count_memory(cause, clues)]
-        yield from sizes
+        yield from (*sizes, *self._find_value(message))
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
         if cause.kind in _SETTINGS_DECIDE:
@@ -218,6 +227,36 @@ class Advice:
                     f"vLLM {first} has this model, {before} does not: take {first} or later, with the "
                     "transformers that it requires (a new environment, or the official image)"
                 )
+
+    def _find_value(self, message: str) -> Iterator[str]:
+        """Yield which releases have the flag, or the value of a flag, that a message refuses."""
+        match = load_lines()["refused_value"].search(message)
+        found = {name: text for name, text in match.groupdict().items() if text} if match else {}
+        flag = found.pop("of", "")
+        for name, value in found.items():
+            if name == "flag":
+                yield from self._tell_span(value, "", load_vllm_flags().rows)
+            elif name == "any":
+                named = [row for row in load_vllm_values().rows if row.endswith(f" {value}")]
+                yield from self._tell_span(named[0].split()[0], value, named) if len(named) == 1 else ()
+            else:
+                flag = flag or f"--{name.replace('_', '-')}"
+                yield from self._tell_span(flag, value, load_vllm_values().rows)
+
+    def _tell_span(self, flag: str, value: str, known: Iterable[str]) -> Iterator[str]:
+        releases, name = [*load_releases()], f"{flag} {value}".rstrip()
+        span = [releases.index(release) for release in list_spans(flag, value)]
+        if not span:
+            meant = suggest_names(
+                find_closest(name, (row for row in known if row.startswith(flag[:4])), misspelt=True)
+            )
+            yield f"no vLLM from {releases[0]} to {releases[-1]} has {name}{meant and f': {meant}'}"
+        elif self._release and releases.index(self._release) < span[0]:
+            yield f"vLLM {releases[span[0]]} is the first that has {name}: upgrade, or leave it out"
+        elif self._release and releases.index(self._release) > span[1]:
+            yield f"vLLM {releases[span[1]]} is the last that has {name}: leave it out"
+        elif not self._release:
+            yield f"vLLM {releases[span[0]]} to {releases[span[1]]} have {name}"
 
     def _compare_releases(self, kind: str) -> Iterator[str]:
         """Yield what two releases in the text do differently; of a single one, what is new in it."""

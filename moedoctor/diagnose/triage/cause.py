@@ -160,6 +160,8 @@ class Errors:
         """The first error that only a sentence or a line of code tells of."""
         self.headline = (0, "")
         """The line and the words of a report's headline; 0 and no words without one."""
+        self.message = ""
+        """The message of the cause with the lines that continue it, once it was looked for."""
         self._started = False
         self._cut: _Error | None = None
         """The first traceback whose exception the text does not have."""
@@ -325,6 +327,7 @@ class Errors:
             self._search(*self._waiting.popleft())
         errors = [error for error in (*self._found, *self._latest) if error.line > self._ready]
         if not errors:
+            self.message = self._told.whole if self._told else ""
             return _describe(self._told, self.launch_blocking) if self._told else None
         incident = [errors[-1]]
         for error in reversed(errors[:-1]):
@@ -334,7 +337,7 @@ class Errors:
         last_of_chain = {id(error.before) for error in errors if error.before is not None}
         roots = [error.find_root() for error in reversed(incident) if id(error) not in last_of_chain]
         error = min(roots, key=_rank_echo)  # the first of the best
-        cause = _describe(error, self.launch_blocking)
+        cause, self.message = _describe(error, self.launch_blocking), error.whole
         hint = self.find_hint() if _rank_echo(error) == _WRAPS else None
         return hint if hint and hint.kind != "unknown" else cause
 
