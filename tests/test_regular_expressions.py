@@ -16,6 +16,7 @@ import pytest
 import moedoctor
 from moedoctor.diagnose.triage.cause import load_lines, load_rules
 from moedoctor.diagnose.triage.line_text import LINES
+from moedoctor.diagnose.triage.signatures import load_data
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,6 +63,8 @@ def expressions() -> Iterator[Expression]:
         if pattern:
             start = name in ("bare", "detail", "notebook_frame", "exception", "prefix")
             yield Expression(f"causes.yaml: {name}", pattern.pattern, pattern.flags, start)
+    for row in load_data("threads.yaml")["threads"]:
+        yield Expression(f"threads.yaml: {row['thread']}", row["match"], re.IGNORECASE, False)
     for file in sorted(PACKAGE.rglob("*.py")):
         source = file.read_text(encoding="utf-8")
         if "import re\n" not in source:

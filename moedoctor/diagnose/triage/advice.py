@@ -28,7 +28,7 @@ from moedoctor.text import find_closest, suggest_names
 _COMMON_GPUS = ("8.9", "9.0", "10.0", "12.0")
 _SETTINGS_DECIDE = ("backend", "wrong_output", "kernel_fault", "compile", "speed", "hang", "arguments")
 _RELEASE_DECIDES = ("unknown", "backend", "kernel_fault", "compile", "quantization", "loading_names")
-_MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS, _MOST_DEFAULTS = 12, 2, 4, 3
+_MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS, _MOST_DEFAULTS, _MOST_THREADS = 12, 2, 4, 3, 2
 _NO_SIZES = "no figures: "
 """The start of a line of a step that sizes in the text replace."""
 _SHARES = ((0, 20, 0, 0), 0.9, 0.92)
@@ -69,13 +69,13 @@ class Advice:
                 step += f"; {show(newest)} has no --{flag} yet: upgrade before"
         return self.settings.explain_repetition(step)
 
-    def list_steps(self, cause: Cause, clues: Set[str], message: str) -> Iterator[str]:
+    def list_steps(self, cause: Cause, clues: Set[str], words: str) -> Iterator[str]:
         """Yield what follows from the text's own facts for its error, then what helps errors of its class.
 
-        `message` is all that the error says, without secrets.
+        `words` are the headline, all that the error says and its frames, without secrets.
         """
         sizes = [*self._count_memory(cause, clues)]
-        yield from (*sizes, *self._find_value(message))
+        yield from (*sizes, *self._find_value(words), *self._name_threads(words, clues))
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
         if cause.kind in _SETTINGS_DECIDE:
@@ -242,6 +242,21 @@ class Advice:
             else:
                 flag = flag or f"--{name.replace('_', '-')}"
                 yield from self._tell_span(flag, value, load_vllm_values().rows)
+
+    def _name_threads(self, words: str, clues: Set[str]) -> Iterator[str]:
+        """Yield what threads upstream say of the same error, where the text's release may have it."""
+        used, number_shown = max(self.facts.vllm, default=None), 0
+        for row in load_data("threads.yaml")["threads"]:
+            since, fixed = (read_boundary(row[key]) if key in row else None for key in ("since", "fixed"))
+            outside = used and ((since and used < since) or (fixed and used >= fixed))
+            fits = clues >= {*row.get("needs", "").split("+")} - {""} and re.search(row["match"], words, re.I)
+            if outside or not fits or number_shown == _MOST_THREADS:
+                continue
+            project, number = row["thread"].split("#")
+            link = f"https://github.com/{load_data('threads.yaml')['projects'][project]}/issues/{number}"
+            mended = f"vLLM {row['fixed']} mends it; " if fixed else ""
+            number_shown += 1
+            yield f"{link} is about this error: {mended}{row['try']}"
 
     def _tell_span(self, flag: str, value: str, known: Iterable[str]) -> Iterator[str]:
         releases, name = [*load_releases()], f"{flag} {value}".rstrip()

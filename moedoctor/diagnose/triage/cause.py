@@ -160,8 +160,8 @@ class Errors:
         """The first error that only a sentence or a line of code tells of."""
         self.headline = (0, "")
         """The line and the words of a report's headline; 0 and no words without one."""
-        self.message = ""
-        """The message of the cause with the lines that continue it, once it was looked for."""
+        self.words = ""
+        """The whole message of the cause and its frames, a line each, once it was looked for."""
         self._started = False
         self._cut: _Error | None = None
         """The first traceback whose exception the text does not have."""
@@ -327,8 +327,7 @@ class Errors:
             self._search(*self._waiting.popleft())
         errors = [error for error in (*self._found, *self._latest) if error.line > self._ready]
         if not errors:
-            self.message = self._told.whole if self._told else ""
-            return _describe(self._told, self.launch_blocking) if self._told else None
+            return self._describe(self._told) if self._told else None
         incident = [errors[-1]]
         for error in reversed(errors[:-1]):
             if incident[-1].line - error.line > _APART:
@@ -337,7 +336,7 @@ class Errors:
         last_of_chain = {id(error.before) for error in errors if error.before is not None}
         roots = [error.find_root() for error in reversed(incident) if id(error) not in last_of_chain]
         error = min(roots, key=_rank_echo)  # the first of the best
-        cause, self.message = _describe(error, self.launch_blocking), error.whole
+        cause = self._describe(error)
         hint = self.find_hint() if _rank_echo(error) == _WRAPS else None
         return hint if hint and hint.kind != "unknown" else cause
 
@@ -348,11 +347,15 @@ class Errors:
         line, text = self.headline
         match = load_lines()["told"].search(text)
         error = replace(cut or _Error(line, ""), text=match[0] if match else text)
-        cause = _describe(error, self.launch_blocking)
+        cause = self._describe(error)
         if cut is None:
             return cause if cause.kind != "unknown" else None
         excerpt = text if text and cause.kind != "unknown" else cut.text
         return replace(cause, excerpt=excerpt, note=load_data("causes.yaml")["cut"])
+
+    def _describe(self, error: _Error) -> Cause:
+        self.words = "\n".join((error.whole, *map(str, error.frames)))
+        return _describe(error, self.launch_blocking)
 
 
 def _find_headline(lines: Sequence[bytes]) -> tuple[int, str]:

@@ -208,7 +208,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         elif in_words is not None and in_words.kind not in ("unknown", "wrong_output", "speed"):
             error = replace(in_words, line=error.line, excerpt=error.excerpt)
     if error is not None and error.next_step:
-        steps = advice.list_steps(error, notes.keys(), redactor.mask(errors.message))
+        words = redactor.mask("\n".join((errors.headline[1][:_LONG], error.excerpt, errors.words)))
+        steps = advice.list_steps(error, notes.keys(), words)
         error = replace(error, next_step="\n".join(steps))
     return Triage(
         findings=findings,

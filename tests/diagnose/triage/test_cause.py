@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from moedoctor.diagnose.triage.cause import Cause, Errors, load_rules
 from moedoctor.diagnose.triage.log_text import Lines
+from moedoctor.diagnose.triage.signatures import load_clues, load_data
 from moedoctor.diagnose.triage.triage import triage
+from moedoctor.fixes.backends.release_tables import load_releases
 from moedoctor.text import load_yaml
 
 LOGS = Path(__file__).parent / "logs"
@@ -228,3 +230,17 @@ def test_what_a_text_tells_has_a_class_and_a_step_of_its_own(row: dict[str, str 
     assert not found or (row.get("try") or "") in found.next_step
     assert not found or (row.get("avoid") or "\0") not in found.next_step
     assert not found or (row.get("excerpt") or "") in found.excerpt
+
+
+def test_threads_upstream_are_named_for_releases_that_may_have_the_error() -> None:
+    """Each has a text of its own; its releases are known ones, and the text's one is between them."""
+    steps = " ".join(row.get("try") or "" for row in TOLD)
+    for row in load_data("threads.yaml")["threads"]:
+        assert f"issues/{row['thread'].partition('#')[2]} " in steps
+        assert {row[key] for key in ("since", "fixed") if key in row} <= {*load_releases()}
+        assert {*row.get("needs", "").split("+")} - {""} <= {*load_clues()}
+    report = "After the upgrade to vLLM {} DeepSeek-V4 returns only repeated <|begin_of_sentence|> tokens"
+    for release, named in (("0.27.1", False), ("0.28.0", True), ("0.33.0", True)):
+        answer = triage(io.BytesIO(report.format(release).encode())).error
+        assert answer is not None
+        assert ("issues/55486" in answer.next_step) == named
