@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,8 @@ from moedoctor.text import find_closest, suggest_names
 _COMMON_GPUS = ("8.9", "9.0", "10.0", "12.0")
 _SETTINGS_DECIDE = ("backend", "wrong_output", "kernel_fault", "compile", "speed", "hang", "arguments")
 _RELEASE_DECIDES = ("unknown", "backend", "kernel_fault", "compile", "quantization", "loading_names")
+_ANY_FLAG = ("unknown", "kernel_fault", "wrong_output", "hang", "collective", "compile", "killed")
+"""Errors that any flag may bring."""
 _MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS, _MOST_DEFAULTS, _MOST_THREADS = 12, 2, 4, 3, 2
 _NO_SIZES = "no figures: "
 """The start of a line of a step that sizes in the text replace."""
@@ -60,7 +62,7 @@ class Advice:
             step = step.replace("{takes}", self._explain_refusal())
         if memory := self._gpu[2]:
             step = step.replace("--gpu-memory GIB", f"--gpu-memory {memory}{self._write_sizes()}")
-        if "--moe-backend marlin" in step and "MARLIN" in self.facts.list_backends():
+        if "--moe-backend" in step and "marlin" in step and "MARLIN" in self.facts.list_backends():
             step += "; the text has MARLIN at work"
         newest = max(self.facts.vllm, default=None)
         for flag, last in load_data("facts.yaml")["flags"].items():
@@ -82,11 +84,26 @@ class Advice:
             yield from self._list_ineffective()
         if "regression" in clues:
             yield from self._compare_releases(cause.kind)
-        lines = "\n".join(map(self.fit, list_steps(cause, clues))).split("\n")
+        lines = [self.fit(line) for step in list_steps(cause, clues) for line in step.split("\n")]
         steps = [line.removeprefix(_NO_SIZES) for line in lines if not (sizes and line.startswith(_NO_SIZES))]
-        yield from (*steps[:-1], *self.name_backend(cause), *steps[-1:])
+        yield from (
+            *steps[:-1],
+            *self.name_backend(cause),
+            *self._list_optional(cause.kind, steps),
+            *steps[-1:],
+        )
         if self.facts.vllm and cause.kind in _RELEASE_DECIDES and (used := max(self.facts.vllm)) < OLDEST:
             yield load_data("facts.yaml")["says"]["old"].format(used=show(used))
+
+    def _list_optional(self, kind: str, steps: Sequence[str]) -> Iterator[str]:
+        """Yield the flags of the text that a server does without, but for those that its steps name."""
+        given = {
+            name for name, value in self.settings.flags.items() if value.lower() not in ("auto", "false")
+        }
+        flags = [name for name in load_data("facts.yaml")["optional"] if name in given]
+        flags = [f"--{name}" for name in flags if not any(f"--{name}" in step for step in steps)]
+        if flags and kind in _ANY_FLAG:
+            yield f"start once without what this command line adds, one at a time: {', '.join(flags)}"
 
     def name_backend(self, cause: Cause) -> Iterator[str]:
         """Yield the MoE backend that the release selects for the text's scheme and GPU."""

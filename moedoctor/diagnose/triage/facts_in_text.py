@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from moedoctor.diagnose.triage.cause import load_lines
 from moedoctor.diagnose.triage.memory_in_text import Memory
-from moedoctor.diagnose.triage.signatures import Signature
+from moedoctor.diagnose.triage.signatures import Signature, load_data
 from moedoctor.entries.entry import PACKAGES, Entry
 from moedoctor.fixes.backends.release_tables import list_backend_names
 
@@ -67,6 +67,9 @@ class Facts:
         self._read_gpus(line)
         self.memory.read(line)
         self.several |= lines["several"].search(line) is not None
+        if "experts" in line and (named := lines["experts"].search(line)):
+            rows = load_data("facts.yaml")["experts"].items()
+            self.backends.update({name: None for word, name in rows if named[1].startswith(word)})
         if "moe" in line and len(self.backends) < _MOST:
             for match in lines["moe_backend"].finditer(line):
                 self.backends[next(filter(None, match.groups())).upper().replace(" ", "_")] = None
@@ -78,6 +81,8 @@ class Facts:
             return
         for match in load_lines()["gpu"].finditer(line):
             self.gpus[match[0].upper()] = None
+        for match in load_lines()["bare_gpu"].finditer(line):
+            self.gpus[f"RTX {match[1].upper()}"] = None
         for match in load_lines()["capability"].finditer(line):
             self.gpus[f"SM {match[2] or f'{match[1][:-1]}.{match[1][-1]}'}"] = None
 

@@ -11,7 +11,7 @@ from moedoctor.redaction import Redactor
 from moedoctor.text import escape
 
 _LIBRARIES = ("torch", "cuda", "driver")
-_SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
+_SECRET = re.compile(r"key|token(?!s\b|izer)|secret|passw", re.IGNORECASE)
 _INNERMOST = re.compile(r"[(\[{<][^()\[\]{}<>]*[)\]}>]")
 _MOST, _CALL_LINES, _MOST_VALUE, _DEPTH = 200, 30, 120, 12
 _MODEL = "model-tag"
@@ -82,7 +82,7 @@ class SettingsReader(Settings):
             if shown.endswith(")"):
                 self._call = 0
         if not self.model and (named := lines["model"].search(shown)):
-            self.model = named[0]
+            self.model = named[0].rstrip(".")
         for name, value in lines["variable"].findall(shown):
             if len(self.variables) < _MOST:
                 self.variables[name] = value.rstrip(".)")

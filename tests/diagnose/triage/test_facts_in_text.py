@@ -7,6 +7,7 @@ from moedoctor.diagnose.triage.facts_in_text import Facts, parse, release_words
 from moedoctor.diagnose.triage.settings_in_text import Settings
 from moedoctor.diagnose.triage.signatures import Signature
 from moedoctor.entries import load_entries
+from moedoctor.fixes.backends.release_tables import SCHEMES, load_tables
 
 VLLM = {
     "vllm api server version 0.18.0": (0, 18, 0, 0),
@@ -94,6 +95,10 @@ def test_the_summary_names_both() -> None:
     [
         ("rtx blackwell (sm12.0), only sm9.0 and sm10.x are checked", ["SM 12.0", "SM 9.0"]),
         ("on 4 * 2080ti 22g, not on 2080 tiles", ["2080TI"]),
+        (
+            "on a 5090 and 2x 3090, 8xb200; 8*a100(40gb), on 4090 tokens, port 5080",
+            ["RTX 5090", "RTX 3090", "B200", "A100"],
+        ),
         ("sm_86 and sm 12.1 and compute capability 8.9.", ["SM 8.6", "SM 12.1", "SM 8.9"]),
     ],
 )
@@ -101,6 +106,15 @@ def test_a_capability_with_a_dot_is_read_whole(line: str, gpus: list[str]) -> No
     facts = Facts()
     facts.read(line)
     assert sorted(facts.gpus) == sorted(gpus)
+
+
+def test_classes_of_experts_name_a_backend_that_the_tables_give_them() -> None:
+    for scheme in SCHEMES:
+        kernels = load_tables(scheme, "0.33.0").kernels
+        for name in {row.name for row in kernels}:
+            backends = about(f"using {name.lower()}").list_backends()
+            given = {row.backend.upper().replace(" ", "_") for row in kernels if row.name == name}
+            assert not backends or any(each.startswith(backends) for each in given), (name, backends)
 
 
 def test_the_command_of_a_next_step_asks_for_what_the_text_names() -> None:
