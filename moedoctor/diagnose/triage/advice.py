@@ -82,16 +82,12 @@ class Advice:
             yield from self._name_release(cause.excerpt)
         if cause.kind in _SETTINGS_DECIDE:
             yield from self._list_ineffective()
-        if "regression" in clues:
-            yield from self._compare_releases(cause.kind)
+        changes = [*self._compare_releases(cause.kind)] if "regression" in clues else []
+        yield from changes
         lines = [self.fit(line) for step in list_steps(cause, clues) for line in step.split("\n")]
         steps = [line.removeprefix(_NO_SIZES) for line in lines if not (sizes and line.startswith(_NO_SIZES))]
-        yield from (
-            *steps[:-1],
-            *self.name_backend(cause),
-            *self._list_optional(cause.kind, steps),
-            *steps[-1:],
-        )
+        chosen = () if changes else self.name_backend(cause)
+        yield from (*steps[:-1], *chosen, *self._list_optional(cause.kind, steps), *steps[-1:])
         if self.facts.vllm and cause.kind in _RELEASE_DECIDES and (used := max(self.facts.vllm)) < OLDEST:
             yield load_data("facts.yaml")["says"]["old"].format(used=show(used))
 
