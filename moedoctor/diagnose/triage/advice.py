@@ -71,22 +71,27 @@ class Advice:
                 step += f"; {show(newest)} has no --{flag} yet: upgrade before"
         return self.settings.explain_repetition(step)
 
-    def list_steps(self, cause: Cause, clues: Set[str], words: str) -> Iterator[str]:
-        """Yield what follows from the text's own facts for its error, then what helps errors of its class.
+    def list_facts(self, cause: Cause, clues: Set[str], words: str) -> Iterator[str]:
+        """Yield what follows from the text's own facts for its error.
 
         `words` are the headline, all that the error says and its frames, without secrets.
         """
-        sizes = [*self._count_memory(cause, clues)]
-        yield from (*sizes, *self._find_value(words), *self._name_threads(words, clues))
+        yield from self._count_memory(cause, clues)
+        yield from (*self._find_value(words), *self._name_threads(words, clues))
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
         if cause.kind in _SETTINGS_DECIDE:
             yield from self._list_ineffective()
-        changes = [*self._compare_releases(cause.kind)] if "regression" in clues else []
-        yield from changes
+        if "regression" in clues:
+            yield from self._compare_releases(cause.kind)
+
+    def list_steps(self, cause: Cause, clues: Set[str]) -> Iterator[str]:
+        """Yield what helps errors of a class."""
         lines = [self.fit(line) for step in list_steps(cause, clues) for line in step.split("\n")]
+        sizes = any(True for _ in self._count_memory(cause, clues))
         steps = [line.removeprefix(_NO_SIZES) for line in lines if not (sizes and line.startswith(_NO_SIZES))]
-        chosen = () if changes else self.name_backend(cause)
+        compared = "regression" in clues and len(self._named) > 1
+        chosen = () if compared else self.name_backend(cause)
         yield from (*steps[:-1], *chosen, *self._list_optional(cause.kind, steps), *steps[-1:])
         if self.facts.vllm and cause.kind in _RELEASE_DECIDES and (used := max(self.facts.vllm)) < OLDEST:
             yield load_data("facts.yaml")["says"]["old"].format(used=show(used))

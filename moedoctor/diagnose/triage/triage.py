@@ -84,6 +84,7 @@ class Finding:
     confidence: float
     """Above 0, below 1."""
     next_step: str
+    """What to do, a line each."""
     grade: Grade
     why: tuple[str, ...] = ()
     """Reasons in the text that speak for it, and after "but" what speaks against it."""
@@ -207,10 +208,16 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             error = in_words
         elif in_words is not None and in_words.kind not in ("unknown", "wrong_output", "speed"):
             error = replace(in_words, line=error.line, excerpt=error.excerpt)
-    if error is not None and error.next_step:
+    if error is not None:
         words = redactor.mask("\n".join((errors.headline[1][:_LONG], error.excerpt, errors.words)))
-        steps = advice.list_steps(error, notes.keys(), words)
-        error = replace(error, next_step="\n".join(steps))
+        steps = [*advice.list_facts(error, notes.keys(), words)]
+        findings = tuple(
+            replace(each, next_step="\n".join((each.next_step, *steps))) if each.line == error.line else each
+            for each in findings
+        )
+        if error.next_step:
+            steps += advice.list_steps(error, notes.keys())
+            error = replace(error, next_step="\n".join(steps))
     return Triage(
         findings=findings,
         releases=facts.summarize(),

@@ -136,9 +136,12 @@ def _show_cause(cause: Cause) -> Item:
         lines.append(("raised in", f"{cause.place}{f' ({cause.owner})' if cause.owner else ''}"))
     if cause.note:
         lines.append(("but", cause.note))
-    steps = cause.next_step.splitlines()
-    lines += [("also" if at else "do", step) for at, step in enumerate(steps)]
+    lines += _list_steps(cause.next_step)
     return Item("error", f"line {cause.line}: {cause.says}", lines)
+
+
+def _list_steps(next_step: str) -> list[tuple[str, Text]]:
+    return [("also" if at else "do", step) for at, step in enumerate(next_step.splitlines())]
 
 
 def _describe_releases(read: LookedAt) -> str:
@@ -188,14 +191,15 @@ def _show_finding(finding: Finding) -> Item:
     """Return a failure with its reasons; if the text does not decide, with what would decide it."""
     entry, level = load_entries()[finding.id], "error" if finding.grade is Grade.CERTAIN else "warning"
     title = f"{finding.grade.value}, line {finding.line}: {entry.title}"
-    do, more = ("do", finding.next_step), ("more", _explain(finding.id))
+    do = _list_steps(finding.next_step)
+    more = ("more", _explain(finding.id))
     lines: list[tuple[str, Text]] = [("", Span(finding.excerpt, "code"))]
     if finding.grade is Grade.POSSIBLE:
         missing = [*finding.missing[:_MISSING], *("…" for _ in finding.missing[_MISSING : _MISSING + 1])]
         lines += [("likely if", "; ".join(missing))] if missing else []
-        return Item(finding.id, title, [*lines, do, more])
+        return Item(finding.id, title, [*lines, *do, more])
     why = "; ".join(("the line above", *finding.why)) if finding.why else "the line above alone"
-    lines += [("why", why), ("releases", finding.releases), do]
+    lines += [("why", why), ("releases", finding.releases), *do]
     if hint := record_hint(entry):
         lines.append(("record", hint))
     return Item(finding.id, f"{title} (confidence {finding.confidence:.2f})", [*lines, more], level)

@@ -288,3 +288,11 @@ def test_a_refusal_by_every_backend_is_a_failed_setting_only_if_one_was_set() ->
     line = "NotImplementedError: No NvFp4 MoE backend supports the deployment configuration."
     assert find(line, "MD010").grade is Grade.POSSIBLE
     assert find(f"vllm serve m --moe-backend marlin\n{line}", "MD010").grade is Grade.LIKELY
+
+
+def test_what_follows_from_the_error_of_a_finding_is_told_with_it() -> None:
+    text = (
+        "vLLM 0.20.0\nvllm serve: error: argument --moe-backend: invalid choice: 'b12x' (choose from 'auto')"
+    )
+    assert "vLLM 0.29.0 is the first that has --moe-backend b12x" in find(text, "MD010").next_step
+    assert "0.29.0" not in find(f"{text}\n\nVLLM_NVFP4_MOE_BACKEND=1", "MD010").next_step.partition("\n")[0]
