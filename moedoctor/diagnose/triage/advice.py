@@ -48,6 +48,8 @@ class Advice:
     facts: Facts
     settings: Settings = field(default_factory=Settings)
     """Without secrets."""
+    clues: Set[str] = frozenset()
+    """The names of those that the text has."""
 
     def fit(self, step: str) -> str:
         """Return a step that names the text's release, GPU and command line, and flags that are too new."""
@@ -71,26 +73,26 @@ class Advice:
                 step += f"; {show(newest)} has no --{flag} yet: upgrade before"
         return self.settings.explain_repetition(step)
 
-    def list_facts(self, cause: Cause, clues: Set[str], words: str) -> Iterator[str]:
+    def list_facts(self, cause: Cause, words: str) -> Iterator[str]:
         """Yield what follows from the text's own facts for its error.
 
         `words` are the headline, all that the error says and its frames, without secrets.
         """
-        yield from self._count_memory(cause, clues)
-        yield from (*self._find_value(words), *self._name_threads(words, clues))
+        yield from self._count_memory(cause)
+        yield from (*self._find_value(words), *self._name_threads(words))
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
         if cause.kind in _SETTINGS_DECIDE:
             yield from self._list_ineffective()
-        if "regression" in clues:
+        if "regression" in self.clues:
             yield from self._compare_releases(cause.kind)
 
-    def list_steps(self, cause: Cause, clues: Set[str]) -> Iterator[str]:
+    def list_steps(self, cause: Cause) -> Iterator[str]:
         """Yield what helps errors of a class."""
-        lines = [self.fit(line) for step in list_steps(cause, clues) for line in step.split("\n")]
-        sizes = any(True for _ in self._count_memory(cause, clues))
+        lines = [self.fit(line) for step in list_steps(cause, self.clues) for line in step.split("\n")]
+        sizes = any(True for _ in self._count_memory(cause))
         steps = [line.removeprefix(_NO_SIZES) for line in lines if not (sizes and line.startswith(_NO_SIZES))]
-        compared = "regression" in clues and len(self._named) > 1
+        compared = "regression" in self.clues and len(self._named) > 1
         chosen = () if compared else self.name_backend(cause)
         yield from (*steps[:-1], *chosen, *self._list_optional(cause.kind, steps), *steps[-1:])
         if self.facts.vllm and cause.kind in _RELEASE_DECIDES and (used := max(self.facts.vllm)) < OLDEST:
@@ -177,7 +179,8 @@ class Advice:
     @cached_property
     def _scheme(self) -> dict[str, Any]:
         """The row of `schemes` for the model; empty if nothing says how it is quantized."""
-        words = f"{self.settings.flags.get('quantization', '')} {self.settings.model}".lower()
+        flags, model = self.settings.flags, self.settings.model or "nvfp4" * ("nvfp4" in self.clues)
+        words = f"{flags.get('quantization', '')} {model}".lower()
         return next((row for row in load_data("facts.yaml")["schemes"] if re.search(row["name"], words)), {})
 
     def _write_command(self) -> str:
@@ -195,13 +198,13 @@ class Advice:
         given = ((ours, self.settings.flags.get(name, "")) for name, ours in names)
         return "".join(f" --{ours} {value}" for ours, value in given if re.fullmatch(r"[\d.]{1,9}", value))
 
-    def _count_memory(self, cause: Cause, clues: Set[str]) -> Iterator[str]:
+    def _count_memory(self, cause: Cause) -> Iterator[str]:
         """Yield what the sizes in the text say; without any, the size of the weights by the model."""
-        most = _MOST_SHARE["unified_memory" in clues]
+        most = _MOST_SHARE["unified_memory" in self.clues]
         given = (cause, self.settings.flags, self._share, self._gpu[2], most)
         sentences = [*self.facts.memory.advise(*given)] if cause.kind == "memory" else []
         yield from sentences
-        known = bool(self._scheme) or "quantised" not in clues  # the bits of a weight
+        known = bool(self._scheme) or "quantised" not in self.clues  # the bits of a weight
         if known and cause.kind in ("memory", "killed", "unknown") and not sentences:
             yield from self._compare_memory(1 if cause.kind != "memory" else _TIGHT)
 
@@ -261,13 +264,14 @@ class Advice:
                 flag = flag or f"--{name.replace('_', '-')}"
                 yield from self._tell_span(flag, value, load_vllm_values().rows)
 
-    def _name_threads(self, words: str, clues: Set[str]) -> Iterator[str]:
+    def _name_threads(self, words: str) -> Iterator[str]:
         """Yield what threads upstream say of the same error, where the text's release may have it."""
         used, number_shown = max(self.facts.vllm, default=None), 0
         for row in load_data("threads.yaml")["threads"]:
             since, fixed = (read_boundary(row[key]) if key in row else None for key in ("since", "fixed"))
             outside = used and ((since and used < since) or (fixed and used >= fixed))
-            fits = clues >= {*row.get("needs", "").split("+")} - {""} and re.search(row["match"], words, re.I)
+            asked = {*row.get("needs", "").split("+")} - {""}
+            fits = self.clues >= asked and re.search(row["match"], words, re.IGNORECASE)
             if outside or not fits or number_shown == _MOST_THREADS:
                 continue
             project, number = row["thread"].split("#")

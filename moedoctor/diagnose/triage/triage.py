@@ -192,7 +192,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
                     settled.add(clue.name)
     lines = {name: note.list_lines() for name, note in notes.items()}
     redactor = redactor or Redactor()
-    advice = Advice(facts, settings.mask(redactor))
+    advice = Advice(facts, settings.mask(redactor), notes.keys())
     reader = _Reader(lines, notes, facts, advice, redactor, errors.headline[0])
     best: dict[str, Finding] = {}
     for signature in load_signatures():
@@ -210,13 +210,13 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             error = replace(in_words, line=error.line, excerpt=error.excerpt)
     if error is not None:
         words = redactor.mask("\n".join((errors.headline[1][:_LONG], error.excerpt, errors.words)))
-        steps = [*advice.list_facts(error, notes.keys(), words)]
+        steps = [*advice.list_facts(error, words)]
         findings = tuple(
             replace(each, next_step="\n".join((each.next_step, *steps))) if each.line == error.line else each
             for each in findings
         )
         if error.next_step:
-            steps += advice.list_steps(error, notes.keys())
+            steps += advice.list_steps(error)
             error = replace(error, next_step="\n".join(steps))
     return Triage(
         findings=findings,
