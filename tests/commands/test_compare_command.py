@@ -73,6 +73,9 @@ def test_new_defaults_and_what_takes_them_back(capsys: pytest.CaptureFixture[str
         "default" in text for text in compare(capsys, "0.27.1", "0.28.0", "--sm", "10.0")[1]["notes"]
     )
     notes = compare(capsys, "0.20.0", "0.21.0", "--sm", "10.0")[1]["notes"]
+    assert any("VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0" in note for note in notes)
+    later = compare(capsys, "0.20.0", "0.33.0", "--sm", "10.0")[1]["notes"]
+    assert not any("VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0" in note for note in later)
     assert "1 other variables have another default: VLLM_ENABLE_PREGRAD_PASSES False -> True" in notes
 
 

@@ -168,14 +168,16 @@ def list_new_defaults(before: str, after: str, words: str) -> Iterator[NewDefaul
     """Yield the defaults that a later one of two known releases changed, but for those that `words` set.
 
     `words` are the model, flags and variables, as far as they are known. Of several changes that the same
-    setting takes back, a model has the first that names it.
+    setting takes back, a model has the first that names it; a variable must still be read.
     """
+    known = load_vllm_variables().list_at(after)
     place, settings = [*load_releases()].index, {name for name in re.split(r"[=\s]", words) if name}
     for row in load_replacements()["defaults"]:
         setting = re.split("[= ]", row["back"], maxsplit=1)[0]
         if setting not in settings and re.search(row.get("models", ""), words.lower()):
             settings.add(setting)
-            if place(before) < place(row["since"]) <= place(after):
+            read = setting in known or setting.startswith("-")
+            if read and place(before) < place(row["since"]) <= place(after):
                 yield NewDefault(row["since"], row["back"], row["says"], tuple(row["kinds"]))
 
 

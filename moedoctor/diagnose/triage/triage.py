@@ -58,6 +58,8 @@ _LAST_LINES = 500
 _EXCERPTS = 40
 _ENOUGH = 20_000
 """After so many lines with a clue, it is not looked for any more."""
+_MOST_WORDS = 20_000
+"""The characters of an error that are compared with threads upstream."""
 _Excerpt = tuple[str, int, int]
 """A line, and where in it the clue starts and ends."""
 
@@ -209,7 +211,9 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         elif in_words is not None and in_words.kind not in ("unknown", "wrong_output", "speed"):
             error = replace(in_words, line=error.line, excerpt=error.excerpt)
     if error is not None:
-        words = redactor.mask("\n".join((errors.headline[1][:_LONG], error.excerpt, errors.words)))
+        words = redactor.mask("\n".join((errors.headline[1][:_LONG], error.excerpt, errors.words)))[
+            :_MOST_WORDS
+        ]
         steps = [*advice.list_facts(error, words)]
         findings = tuple(
             replace(each, next_step="\n".join((each.next_step, *steps))) if each.line == error.line else each
