@@ -278,7 +278,7 @@ class Advice:
             link = f"https://github.com/{load_data('threads.yaml')['projects'][project]}/issues/{number}"
             mended = f"vLLM {row['fixed']} mends it; " if fixed else ""
             number_shown += 1
-            yield f"{link} is about this error: {mended}{row['try']}"
+            yield f"{link} tells of such an error: {mended}{row['try']}"
 
     def _tell_span(self, flag: str, value: str, known: Iterable[str]) -> Iterator[str]:
         releases, name = [*load_releases()], f"{flag} {value}".rstrip()
