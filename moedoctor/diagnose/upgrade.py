@@ -90,6 +90,10 @@ def _compare_settings(
         yield "regressions", f"{setting} has no effect any more: {new[setting].message}{instead}"
     for setting in sorted(old.keys() - new.keys()):
         yield "improvements", f"{setting} takes effect; before: {old[setting].message}"
+    was, now = (load_vllm_values().list_at(release) for release in (before, after))
+    given = {f"{flag.name} {flag.value}" for flag in read_flags(command, before)}
+    for value in sorted(given & was.keys() - now.keys()):
+        yield "regressions", f"{value} is gone: vLLM {after} does not bring it"
 
 
 def _compare_names(before: str, after: str) -> Iterator[Change]:

@@ -73,6 +73,11 @@ def test_new_defaults_and_what_takes_them_back(capsys: pytest.CaptureFixture[str
         "default" in text for text in compare(capsys, "0.27.1", "0.28.0", "--sm", "10.0")[1]["notes"]
     )
     notes = compare(capsys, "0.20.0", "0.21.0", "--sm", "10.0")[1]["notes"]
+    gone = compare(capsys, "0.23.0", "0.24.0", "--sm", "9.0", "--", "vllm serve m --quantization gguf")
+    assert (gone[0], gone[1]["regressions"]) == (
+        1,
+        ["--quantization gguf is gone: vLLM 0.24.0 does not bring it"],
+    )
     assert any("VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0" in note for note in notes)
     later = compare(capsys, "0.20.0", "0.33.0", "--sm", "10.0")[1]["notes"]
     assert not any("VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0" in note for note in later)
