@@ -85,7 +85,7 @@ class SettingsReader(Settings):
             self.model = named[0].rstrip(".")
         for name, value in lines["variable"].findall(shown):
             if len(self.variables) < _MOST:
-                self.variables[name] = value.rstrip(".)")
+                self.variables[name] = value.rstrip(".):")
         for name in _LIBRARIES:
             if name not in self.libraries and (match := lines[name].search(lower)):
                 self.libraries[name] = match[1]

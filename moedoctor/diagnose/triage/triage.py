@@ -221,7 +221,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         )
         if error.next_step:
             steps += advice.list_steps(error)
-            error = replace(error, next_step="\n".join(steps))
+        error = replace(error, next_step="\n".join(steps))
     return Triage(
         findings=findings,
         releases=facts.summarize(),
