@@ -10,6 +10,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from moedoctor.entries import load_entries
@@ -125,8 +126,13 @@ class Fault(ABC):
     """None for the entries of moedoctor's own catalogue, which have a file each in `moedoctor/entries/`."""
     parameters: type[BaseModel]
     """The typed parameters of a case; unknown keys and impossible combinations are refused."""
-    tiers: Mapping[str, tuple[Tier, ...]]
-    """Subject kind (``faulty``, ``fixed``, ``installed``, ``vllm``) -> the tiers it has here."""
+    tiers: Mapping[str, tuple[Tier, ...]] = MappingProxyType(
+        {"faulty": (Tier.MODEL,), "fixed": (Tier.MODEL,)}
+    )
+    """Subject kind (``faulty``, ``fixed``, ``installed``, ``vllm``) -> the tiers it has here.
+
+    By default there is a restated algorithm and its fix, on any machine.
+    """
     lab: str | None = None
     """The dotted name of the module that measures; only the child imports it.
 

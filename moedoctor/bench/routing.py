@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from moedoctor.bench.timing import Call, compare_times
-from moedoctor.results import UnavailableError
 from moedoctor.upstream.releases.moe_kernels import MoeKernels
-from moedoctor.upstream.releases.wheel import KernelError, find_installed_library
+from moedoctor.upstream.releases.wheel import find_installed_library
 
 TOKENS = (1, 128, 1024, 8192)
 EXPERTS, TOP_K = 128, 8
@@ -61,7 +60,7 @@ def make_batch(router: str, tokens: int, device: str) -> Batch:
 
 def separate_launch(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
     """Time what `torch.nan_to_num` before the release's kernels adds, at 128 tokens and 128 experts."""
-    kernels, rows = _load(unit, sources), []
+    kernels, rows = MoeKernels.load(_find_library(unit, sources)), []
     for router in ("softmax", "sigmoid"):
         batch = make_batch(router, 128, device)
         plain = _bind_calls(kernels, batch)
@@ -87,7 +86,7 @@ def _call_after_cleaning(source: torch.Tensor, out: torch.Tensor, call: Call) ->
 
 def time_kernels(unit: str, device: str, sources: Mapping[str, str]) -> dict[str, Any]:
     """Time the release's `topk_softmax` alone; another release needs another process."""
-    kernels, rows = _load(unit, sources), []
+    kernels, rows = MoeKernels.load(_find_library(unit, sources)), []
     for tokens in TOKENS:
         batch = make_batch("softmax", tokens, device)
         spread = compare_times({"kernel": _bind_calls(kernels, batch)}, baseline="kernel").times["kernel"]
@@ -127,10 +126,3 @@ def _bind_calls(kernels: MoeKernels, batch: Batch) -> list[Call]:
 
 def _find_library(unit: str, sources: Mapping[str, str]) -> Path:
     return find_installed_library() if unit == "installed" else Path(sources[unit])
-
-
-def _load(unit: str, sources: Mapping[str, str]) -> MoeKernels:
-    try:
-        return MoeKernels.load(_find_library(unit, sources))
-    except KernelError as error:
-        raise UnavailableError(str(error)) from error

@@ -10,13 +10,14 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from moedoctor.interfaces import ClaimJudgement, ClaimTest, Explanation, Fault, Judgement, Measurement
 from moedoctor.results import (
+    Case,
     CaseResult,
     CaseVerdict,
     ClaimVerdict,
@@ -31,6 +32,7 @@ __all__ = [
     "ClaimCases",
     "ClaimJudgement",
     "ClaimTest",
+    "CountFault",
     "EngineFault",
     "Explanation",
     "Fault",
@@ -99,6 +101,18 @@ class EngineFault(Fault):
         if parameters[self.engine_by] is not None:
             return self.engine_summary.format(**parameters)
         return super().describe(parameters)
+
+
+class CountFault(Fault):
+    """A failure whose evidence counts what is wrong, see `judge_counts`."""
+
+    symptoms: ClassVar[Mapping[str, str]]
+    """Key of the evidence -> the figure if it counts something; the first one decides."""
+    right: str
+    """The figure if no symptom was counted."""
+
+    def judge(self, case: Case, observation: Observation) -> Judgement:
+        return judge_counts(observation.evidence, self.symptoms, self.right)
 
 
 def list_tiers(*ours: Tier, **others: Tier) -> dict[str, tuple[Tier, ...]]:

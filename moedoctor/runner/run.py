@@ -42,11 +42,7 @@ def run(
     interrupted = False
     try:
         requests = [unit.request for unit in units]
-        ended = (
-            run_requests(requests, parallel=parallel, on_finished=note_finished, seconds=time_budget)
-            if requests
-            else []
-        )
+        ended = run_requests(requests, parallel=parallel, on_finished=note_finished, seconds=time_budget)
     except RunInterruptedError as stop:
         ended, interrupted = list(stop.finished), True
     by_unit = {units[done.index]: done for done in ended}

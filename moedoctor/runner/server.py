@@ -2,8 +2,7 @@
 
 It runs under a guardian, never touches CUDA, and speaks JSON with the pool through one socket. Requests are
 ``{"start": index, ...}`` and ``{"kill": index}``. Answers are ``{"loading": name}`` before each import,
-``{"failed": reason}`` after an import that raised, ``{"ready": true}``, and ``{"ended": index, ...}`` when a
-job and everything that it started are gone.
+``{"ready": true}``, and ``{"ended": index, ...}`` when a job and everything that it started are gone.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class _Server:
                     importlib.import_module(name)
                 except BaseException as error:
                     self.without[name] = find_first_line(f"{type(error).__name__}: {error}")
-                    self.send(failed=self.without[name])
             if name in self.without:
                 for known in [known for known in sys.modules if known.partition(".")[0] == name]:
                     del sys.modules[known]

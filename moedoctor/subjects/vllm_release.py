@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.interfaces import Fault, Sources
-from moedoctor.results import Case, Tier, UnavailableError
+from moedoctor.results import Case, Tier
 from moedoctor.subjects.base import ReleaseSubject
 
 
@@ -34,9 +34,5 @@ class VllmReleaseSubject(ReleaseSubject):
 
             return ReleaseSource(Path(sources[case.subject]))
         from moedoctor.upstream.releases.moe_kernels import MoeKernels
-        from moedoctor.upstream.releases.wheel import KernelError
 
-        try:
-            return MoeKernels.load(Path(sources[case.subject]))
-        except KernelError as error:
-            raise UnavailableError(str(error)) from error
+        return MoeKernels.load(Path(sources[case.subject]))

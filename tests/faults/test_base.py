@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fault_cases import run
 from pydantic import ValidationError
 
@@ -92,9 +91,10 @@ SOURCE = re.compile(r"https://\S+|[\w.-]+/[\w.-]+(#\d+|: .+)")
 
 
 @pytest.mark.parametrize("file", sorted(find_builtin_folder().rglob("*.yaml")), ids=lambda file: file.stem)
-def test_a_claim_comes_from_outside(file: Path) -> None:
+def test_a_claim_comes_from_outside_and_names_its_subject_and_conditions(file: Path) -> None:
     """What moedoctor says of itself is a promise in evidence/promises.yaml."""
     (scenario,) = load_targets((str(file),))
+    assert all(claim.subject and claim.conditions for claim in scenario.claims)
     sources = [claim.source for claim in scenario.claims]
     assert [source for source in sources if not SOURCE.fullmatch(source) or "moedoctor" in source] == []
 
@@ -186,9 +186,6 @@ def test_impossible_parameters_are_refused(id_: str, wrong: dict[str, Any], mess
         parameters.model_validate({**right, **wrong})
 
 
-torch.set_num_threads(1)
-
-
 def list_points() -> Iterator[Any]:
     """Yield a point of each scenario; CI runs all of them, with MD005, against the baseline."""
     for scenario in load_targets(()):
@@ -200,5 +197,5 @@ def list_points() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("fault", "point"), list(list_points()))
 def test_the_control_fails_and_the_fix_does_not(fault: Fault, point: Mapping[str, Any]) -> None:
-    assert run(fault, "faulty", **point)[0].verdict is CaseVerdict.REPRODUCED
-    assert run(fault, "fixed", **point)[0].verdict is CaseVerdict.CLEAN
+    assert run(fault, "faulty", **point).verdict is CaseVerdict.REPRODUCED
+    assert run(fault, "fixed", **point).verdict is CaseVerdict.CLEAN

@@ -6,14 +6,14 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes_seen import still_runs
 
 from moedoctor.processes import guardian
-from moedoctor.results import Case, Crash, Death, Observation, Outcome, Skip, Tier
+from moedoctor.results import Case, Crash, Death, Observation, Outcome, Tier
 from moedoctor.runner import pool
 from moedoctor.runner.child import Request
 from moedoctor.runner.pool import Finished, RunInterruptedError, run_requests
@@ -83,7 +83,7 @@ def test_a_child_that_ignores_sigterm_is_killed_at_its_time_limit() -> None:
 def test_what_a_child_started_ends_with_it(way: str, message: str | None) -> None:
     ended = outcome(way, timeout=1.0 if way.startswith("hang") else 60.0)
     assert (ended.message if isinstance(ended, Crash) else None) == message
-    assert _below(os.getpid()) == _servers()
+    assert _list_left() == []
 
 
 @pytest.mark.parametrize(
@@ -150,10 +150,6 @@ def test_a_machine_without_room_for_a_process_is_a_server_error(monkeypatch: pyt
         list(run_requests([job("answers")], parallel=1))
 
 
-def test_a_skip_raised_in_the_child_is_a_skip() -> None:
-    assert outcome("skip") == Skip("no such thing here")
-
-
 def test_a_crash_does_not_affect_the_next_case() -> None:
     ways = ["answers", "signal", "answers", "device_assert", "silent", "answers"]
     ended = run_requests([job(way) for way in ways], parallel=2)
@@ -197,7 +193,7 @@ def test_a_signal_kills_the_children_and_keeps_what_finished() -> None:
     assert time.monotonic() - started < 30
     assert [child.index for child in stop.value.finished] == [0]
     assert stop.value.number == signal.SIGTERM
-    assert _below(os.getpid()) == set()
+    assert _list_left() == []
 
 
 @pytest.mark.gpu
@@ -218,14 +214,10 @@ def test_real_cuda_faults_are_classified_and_do_not_affect_the_next_case(monkeyp
     assert all(isinstance(child.outcome, Observation) for child in ended[1::2])
 
 
-def _below(pid: int) -> set[int]:
-    """Return every process below `pid` that still runs after a while."""
-    deadline = time.monotonic() + 5
-    while (
-        running := set(guardian._list_below(pid)) - _zombies() - _OTHERS
-    ) > _servers() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return running
+def _list_left() -> list[int]:
+    """Return every process that cases left, and that still runs after a while."""
+    below = set(guardian._list_below(os.getpid())) - _servers() - _OTHERS
+    return [pid for pid in below if still_runs(pid)]
 
 
 _OTHERS: set[int] = set()
@@ -243,15 +235,3 @@ def _servers() -> set[int]:
         return set()
     guard = pool._server.child.process.pid
     return {guard, *guardian._list_children().get(guard, ())}
-
-
-def _zombies() -> set[int]:
-    pids = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
-    return {pid for pid in pids if " Z " in _stat(pid)}
-
-
-def _stat(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""

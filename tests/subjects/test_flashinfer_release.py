@@ -2,7 +2,6 @@
 
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,7 @@ from moedoctor import catalogue
 from moedoctor.commands.options import InputError
 from moedoctor.commands.run import _read_flashinfer_sources
 from moedoctor.results import Tier
-from moedoctor.runner.plan import Options, plan
+from moedoctor.runner.plan import Options, Plan, plan
 from moedoctor.scenario.targets import load_targets
 from moedoctor.subjects.flashinfer_release import FlashInferReleaseSubject
 from moedoctor.upstream.flashinfer.source import KERNELS
@@ -27,9 +26,8 @@ def wheel(folder: Path, release: str = "0.6.13") -> Path:
     return path
 
 
-def planned(**sources: str) -> list[Any]:
-    (scenario,) = load_targets(("MD011",))
-    return list(plan([scenario], Options(sources=sources), GPU)[0].cases)
+def make_plan(name: str, *sources: str) -> Plan:
+    return plan(load_targets((name,)), Options(sources=dict.fromkeys(sources, "/a")), GPU)[0]
 
 
 def test_only_the_names_of_releases_are_its_own() -> None:
@@ -49,27 +47,19 @@ def test_it_needs_its_sources_and_a_gpu() -> None:
 
 
 def test_named_releases_become_cases_in_the_order_of_their_versions() -> None:
-    names = [item.case.subject for item in planned(**{"flashinfer@0.6.13": "/a", "flashinfer@0.6.6": "/b"})]
-    found = list(dict.fromkeys(names))
+    made = make_plan("MD011", "flashinfer@0.6.13", "flashinfer@0.6.6")
+    found = list(dict.fromkeys(item.case.subject for item in made.cases))
     assert found == ["faulty", "fixed", "installed", "flashinfer@0.6.6", "flashinfer@0.6.13"]
-    tiers = {item.case.tier for item in planned(**{"flashinfer@0.6.6": "/b"}) if "@" in item.case.subject}
-    assert tiers == {Tier.KERNEL}
+    assert {item.case.tier for item in made.cases if "@" in item.case.subject} == {Tier.KERNEL}
+    units = [item.request.unit for item in made.claims["boundary"]]
+    assert units == found[3:], "each release is a unit of the measured claims"
 
 
 def test_a_fault_that_does_not_use_flashinfer_gets_no_such_cases() -> None:
-    (scenario,) = load_targets(("MD001",))
-    options = Options(sources={"flashinfer@0.6.6": "/b", "vllm@0.19.1": "/c"})
-    names = {item.case.subject for item in plan([scenario], options, GPU)[0].cases}
+    made = make_plan("MD001", "flashinfer@0.6.6", "vllm@0.19.1")
+    names = {item.case.subject for item in made.cases}
     assert "vllm@0.19.1" in names
     assert "flashinfer@0.6.6" not in names
-
-
-def test_each_release_is_a_unit_of_the_measured_claims() -> None:
-    (scenario,) = load_targets(("MD011",))
-    options = Options(sources={"flashinfer@0.6.13": "/a", "flashinfer@0.6.6": "/b"})
-    claims = plan([scenario], options, GPU)[0].claims
-    units = [planned.request.unit for planned in claims["boundary"]]
-    assert units == ["flashinfer@0.6.6", "flashinfer@0.6.13"]
 
 
 def test_the_option_takes_a_wheel_of_that_release(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from moedoctor.faults.base import (
     RoutedParameters,
     claim,
     decide,
-    list_tiers,
     untested,
 )
-from moedoctor.results import Case, CaseVerdict, Observation, Tier, find_worst
+from moedoctor.results import Case, CaseVerdict, Observation, find_worst
 
 _BENCH = "moedoctor.bench.cache.groups"
 PR_OVERHEAD = {2: 0.06, 4: 0.15, 8: 0.35}
@@ -103,7 +102,6 @@ class CacheOverflowFault(Fault):
 
     id = "MD007"
     parameters = CacheOverflowParameters
-    tiers = list_tiers(Tier.MODEL)
     summary = "E={experts} C={capacity} K={top_k} T={tokens}"
     lab = "moedoctor.faults.cache.cache_overflow_lab"
     claims = (judge_group_cost, judge_cold_swap, judge_published_table)

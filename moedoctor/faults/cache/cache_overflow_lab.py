@@ -76,29 +76,24 @@ def measure(
     draw = torch.Generator().manual_seed(parameters.seed)
     problem = Problem.make(parameters.experts, _HIDDEN, _INTERMEDIATE, device, parameters.seed)
     layer = make(problem, parameters.capacity)
-    wrong = dropped = needed = groups = 0
-    worst = 0.0
-    refusals = []
+    results, differences, needed = [], [], []
     for index in range(parameters.prefills):
         logits = torch.randn(parameters.tokens, parameters.experts, generator=draw)  # [T, E]
         topk_weights, topk_ids = (part.to(device) for part in logits.softmax(1).topk(parameters.top_k))
         topk_weights = topk_weights / topk_weights.sum(1, keepdim=True)  # [T, K]
         topk_ids = topk_ids.int()  # [T, K]
-        needed = needed or len(topk_ids.unique())
+        needed.append(len(topk_ids.unique()))
         x = problem.draw_tokens(parameters.tokens, seed=index)  # [T, H]
-        result = layer(x, topk_weights, topk_ids)
-        difference = differ(result.output, problem.compute_expected(x, topk_weights, topk_ids))
-        wrong += int(difference.rows.sum())
-        worst, groups = max(worst, difference.worst), max(groups, result.groups)
-        dropped += result.dropped
-        refusals.append(result.refused)
+        results.append(layer(x, topk_weights, topk_ids))
+        expected = problem.compute_expected(x, topk_weights, topk_ids)  # [T, H]
+        differences.append(differ(results[-1].output, expected))
     return {
-        "needed": needed,
+        "needed": needed[0],
         "rows": parameters.prefills * parameters.tokens,
-        "wrong_rows": wrong,
-        "worst_error": worst,
-        "dropped_experts": dropped,
-        "groups": groups,
-        "refused": all(refusals),
-        "message": refusals[0],
+        "wrong_rows": sum(int(each.rows.sum()) for each in differences),
+        "worst_error": max(each.worst for each in differences),
+        "dropped_experts": sum(each.dropped for each in results),
+        "groups": max(each.groups for each in results),
+        "refused": all(each.refused for each in results),
+        "message": results[0].refused,
     }

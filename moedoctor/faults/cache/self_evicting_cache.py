@@ -7,19 +7,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import (
-    ClaimCases,
-    ClaimJudgement,
-    Fault,
-    Judgement,
-    Parameters,
-    claim,
-    decide,
-    list_tiers,
-)
-from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier, find_worst
+from moedoctor.faults.base import ClaimCases, ClaimJudgement, Fault, Judgement, Parameters, claim, decide
+from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, find_worst
 
 LAB = "moedoctor.faults.cache.self_evicting_cache_lab"
+_BENCH = "moedoctor.bench.cache.groups"
 
 
 class SelfEvictingCacheParameters(Parameters):
@@ -89,12 +81,7 @@ def judge_lru_monopoly(cases: ClaimCases) -> ClaimJudgement:
     return decide(cases.keeps("min_tilt", tilts), measured, reason)
 
 
-@claim(
-    "lfru_speed",
-    measure="moedoctor.bench.cache.groups:compare_policies",
-    thresholds=("min_gain",),
-    needs_gpu=True,
-)
+@claim("lfru_speed", measure=f"{_BENCH}:compare_policies", thresholds=("min_gain",), needs_gpu=True)
 def judge_lfru_speed(cases: ClaimCases) -> ClaimJudgement:
     """Decoding is faster under LFRU than under LRU."""
     (measured,) = cases.evidence()
@@ -113,7 +100,6 @@ class SelfEvictingCache(Fault):
 
     id = "MD006"
     parameters = SelfEvictingCacheParameters
-    tiers = list_tiers(Tier.MODEL)
     summary = "{routing} E={experts} C={capacity} K={top_k} clock={clock}"
     lab = LAB
     claims = (judge_lfru_at_half, judge_lru_monopoly, judge_lfru_speed)

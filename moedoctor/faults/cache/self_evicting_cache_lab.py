@@ -41,20 +41,15 @@ def make_control(parameters: SelfEvictingCacheParameters, problem: Problem) -> T
 def make_fix(parameters: SelfEvictingCacheParameters, problem: Problem) -> TestedCache:
     """Return our cache with the same policy."""
     # The engine `device` goes by shape: a call whose ids could all differ must fit.
-    fits = parameters.tokens * parameters.top_k <= parameters.capacity
-    cache = ExpertCache(
-        problem.weights,
-        parameters.capacity,
-        policy="lfru",
-        device=problem.device,
-        engine="auto" if fits else "host",
-    )
+    capacity, device = parameters.capacity, problem.device
+    engine = "auto" if parameters.tokens * parameters.top_k <= capacity else "host"
+    cache = ExpertCache(problem.weights, capacity, policy="lfru", device=device, engine=engine)
 
     def acquire(ids: torch.Tensor) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
         acquired = cache.acquire(ids)
         return acquired.weights, acquired.slot_ids
 
-    return TestedCache(SlotTable(parameters.experts, parameters.capacity, "lfru"), acquire, cache.engine)
+    return TestedCache(SlotTable(parameters.experts, capacity, "lfru"), acquire, cache.engine)
 
 
 def model(case: Case, parameters: SelfEvictingCacheParameters, release: object) -> Evidence:
@@ -95,17 +90,9 @@ def _load_routing(parameters: SelfEvictingCacheParameters) -> RoutingTrace:
     """Return the recorded trace, or one that is drawn for the parameters."""
     if parameters.routing == "trace":
         return load_shipped_trace()
-    return draw_zipf_trace(
-        ZipfSettings(
-            experts=parameters.experts,
-            top_k=parameters.top_k,
-            layers=1,
-            rows=parameters.calls * parameters.tokens,
-            streams=parameters.tokens,
-            drift=0.0,
-            seed=parameters.seed,
-        )
-    )
+    sizes = parameters.model_dump(include={"experts", "top_k", "seed"})
+    rows, streams = parameters.calls * parameters.tokens, parameters.tokens
+    return draw_zipf_trace(ZipfSettings(**sizes, layers=1, rows=rows, streams=streams, drift=0.0))
 
 
 def _compute(

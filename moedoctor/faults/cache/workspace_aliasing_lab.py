@@ -43,12 +43,8 @@ class Call(NamedTuple):
         return [torch.where(self.topk_ids // size == each, self.topk_ids, -1) for each in range(self.groups)]
 
 
-class Summed(NamedTuple):
-    """The sum over the groups, and the address of each group's result."""
-
-    output: torch.Tensor
-    """float32 [T, H]"""
-    addresses: tuple[int, ...]
+Summed = tuple[torch.Tensor, list[int]]
+"""The sum over the groups, float32 [T, H], and the address of each group's result."""
 
 
 def add_up(run: Kernel, parts: Sequence[torch.Tensor], x: torch.Tensor, alias: str) -> Summed:
@@ -62,7 +58,7 @@ def add_up(run: Kernel, parts: Sequence[torch.Tensor], x: torch.Tensor, alias: s
         results.append(result.clone() if alias == "input" else result)
         if alias == "sum" and len(results) > 1:
             results[0] += results.pop()
-    return Summed(torch.stack(results).sum(0), tuple(addresses))
+    return torch.stack(results).sum(0), addresses
 
 
 def share_workspace(call: Call) -> Summed:
@@ -86,7 +82,7 @@ def own_sum(call: Call) -> Summed:
     for part in cache.groups(call.topk_ids):
         moe_forward(call.x, part.weights, part.slot_ids, call.topk_weights, out=total)
         addresses.append(total.data_ptr())
-    return Summed(total, tuple(addresses))
+    return total, addresses
 
 
 def run_vllm_kernel(call: Call, *, unfinished: bool = False) -> Summed:
@@ -105,8 +101,8 @@ def run_vllm_kernel(call: Call, *, unfinished: bool = False) -> Summed:
         topk_weights = torch.where(part >= 0, call.topk_weights, 0.0)  # [T, K]
         return apply(x, topk_weights, call.topk_ids)
 
-    summed = add_up(kernel, call.parts, call.x.to(torch.bfloat16), call.alias)
-    return Summed(summed.output.float(), summed.addresses)
+    output, addresses = add_up(kernel, call.parts, call.x.to(torch.bfloat16), call.alias)
+    return output.float(), addresses
 
 
 def model(case: Case, parameters: WorkspaceAliasingParameters, release: object) -> Evidence:
@@ -134,14 +130,14 @@ def measure(
     x = problem.draw_tokens(parameters.tokens, seed=parameters.seed)  # [T, H]
     expected = problem.compute_expected(x, topk_weights, topk_ids)  # [T, H]
     call = Call(problem, x.clone(), topk_weights, topk_ids, parameters.groups, parameters.alias)
-    summed = run(call)
-    difference = differ(summed.output, expected, tolerance)
+    output, addresses = run(call)
+    difference = differ(output, expected, tolerance)
     return {
         "rows": parameters.tokens,
         "wrong_rows": int(difference.rows.sum()),
         "worst_error": difference.worst,
-        "same_memory": summed.addresses.count(summed.addresses[0]),
-        "calls": len(summed.addresses),
+        "same_memory": addresses.count(addresses[0]),
+        "calls": len(addresses),
     }
 
 

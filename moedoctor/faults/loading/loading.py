@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from moedoctor.faults.base import Judgement, list_tiers
-from moedoctor.interfaces import Fault
+from moedoctor.faults.base import Fault, Judgement, list_tiers
 from moedoctor.results import Case, CaseVerdict, Observation, Tier
 from moedoctor.text import shorten
 

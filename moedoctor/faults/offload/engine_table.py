@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from moedoctor.interfaces import Judgement
 from moedoctor.results import CaseVerdict, Evidence
 from moedoctor.upstream.engine.experiment import Outcome
+
+_FAILED = [outcome for outcome in Outcome if outcome.crashed or outcome is Outcome.OTHER]
 
 
 def judge(table: Evidence) -> Judgement:
@@ -18,20 +20,16 @@ def judge(table: Evidence) -> Judgement:
         reason = f"{table['not_fixed']} engines ran without the fix that they should have"
         return Judgement(CaseVerdict.ERROR, "the fix was not active", reason)
     if table["not_offloaded"]:
-        row = next(row for row in table["table"] if Outcome(row["outcome"]) is Outcome.NO_OFFLOAD)
-        reason = f"{table['not_offloaded']} engines: {_describe_cell(row)}"
+        reason = f"{table['not_offloaded']} engines: {_describe_first(table, [Outcome.NO_OFFLOAD])}"
         return Judgement(CaseVerdict.ERROR, "nothing was offloaded", reason)
     failed = table["crashed"] + table["other_tokens"]
     if failed:
-        outcomes = [Outcome(row["outcome"]) for row in table["table"]]
-        at = next(i for i, each in enumerate(outcomes) if each.crashed or each is Outcome.OTHER)
-        row = table["table"][at]
-        figure = f"{failed} of {table['cells']} cells fail: {_describe_cell(row)}"
+        figure = f"{failed} of {table['cells']} cells fail: {_describe_first(table, _FAILED)}"
         return Judgement(CaseVerdict.REPRODUCED, figure[:200])
     cells, moved_back = table["cells"], table["moved_back"]
     if moved_back == cells:
-        row = next(row for row in table["table"] if Outcome(row["outcome"]) is Outcome.MOVED_BACK)
-        return Judgement(CaseVerdict.ERROR, "nothing was offloaded", _describe_cell(row))
+        reason = _describe_first(table, [Outcome.MOVED_BACK])
+        return Judgement(CaseVerdict.ERROR, "nothing was offloaded", reason)
     same = "all" if table["same"] == cells else f"{table['same']} of"
     figure = f"{same} {cells} cells give the tokens of the run without offload"
     if table["rounding"]:
@@ -41,5 +39,7 @@ def judge(table: Evidence) -> Judgement:
     return Judgement(CaseVerdict.CLEAN, figure)
 
 
-def _describe_cell(row: dict[str, Any]) -> str:
+def _describe_first(table: Evidence, outcomes: Sequence[Outcome]) -> str:
+    """Describe the first cell that ended in one of these ways."""
+    row = next(row for row in table["table"] if Outcome(row["outcome"]) in outcomes)
     return f"{row['backend']}, {row['experts']}: {row['detail']}"

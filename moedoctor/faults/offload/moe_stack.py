@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
+
+from moedoctor.models.layer_shape import LayerShape
 
 NAMES = ("experts.w13_weight", "experts.w2_weight")
 """The parameters that go to the host."""
 
 
-@dataclass(frozen=True)
-class StackShape:
-    layers: int
-    experts: int
-    hidden: int
-    intermediate: int
-    top_k: int
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer's experts."""
-        return 3 * self.experts * self.hidden * self.intermediate * self.dtype.itemsize
+def _make_parameter(*size: int, device: str) -> nn.Parameter:
+    return nn.Parameter(torch.empty(size, dtype=torch.bfloat16, device=device))
 
 
 class Experts(nn.Module):
     """SwiGLU experts run as two grouped products."""
 
-    def __init__(self, shape: StackShape, device: str) -> None:
+    def __init__(self, shape: LayerShape, device: str) -> None:
         super().__init__()
-        size13 = (shape.experts, 2 * shape.intermediate, shape.hidden)
-        size2 = (shape.experts, shape.hidden, shape.intermediate)
-        self.w13_weight = nn.Parameter(torch.empty(size13, dtype=shape.dtype, device=device))  # [E, 2I, H]
-        self.w2_weight = nn.Parameter(torch.empty(size2, dtype=shape.dtype, device=device))  # [E, H, I]
+        experts, hidden, width = shape.experts, shape.hidden, shape.intermediate
+        self.w13_weight = _make_parameter(experts, 2 * width, hidden, device=device)  # [E, 2I, H]
+        self.w2_weight = _make_parameter(experts, hidden, width, device=device)  # [E, H, I]
 
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         tokens, top_k = topk_ids.shape
@@ -55,10 +43,10 @@ class Experts(nn.Module):
 class MoeLayer(nn.Module):
     """A router that stays on the device, and experts, with a residual connection."""
 
-    def __init__(self, shape: StackShape, device: str) -> None:
+    def __init__(self, shape: LayerShape, device: str) -> None:
         super().__init__()
         self.top_k = shape.top_k
-        self.gate = nn.Parameter(torch.empty(shape.hidden, shape.experts, dtype=shape.dtype, device=device))
+        self.gate = _make_parameter(shape.hidden, shape.experts, device=device)  # [H, E]
         self.experts = Experts(shape, device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,9 +57,9 @@ class MoeLayer(nn.Module):
         return x + mixed
 
 
-def make_stack(shape: StackShape, device: str, seed: int = 0) -> nn.Sequential:
-    """Return the stack on `device`, with the same weights for the same seed."""
-    stack = nn.Sequential(*(MoeLayer(shape, device) for _ in range(shape.layers)))
+def make_stack(shape: LayerShape, layers: int, device: str, seed: int = 0) -> nn.Sequential:
+    """Return the stack in bfloat16 on `device`, with the same weights for the same seed."""
+    stack = nn.Sequential(*(MoeLayer(shape, device) for _ in range(layers)))
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for parameter in stack.parameters():

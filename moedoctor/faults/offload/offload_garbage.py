@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from moedoctor.faults.base import EngineFault, Parameters, list_tiers
+from moedoctor.faults.base import EngineFault, Judgement, Parameters, list_tiers
 from moedoctor.faults.offload import engine_table
-from moedoctor.interfaces import Judgement
 from moedoctor.results import (
     UNKNOWN_CAUSE,
     Case,
@@ -88,17 +87,15 @@ class OffloadGarbage(EngineFault):
         if case.tier is Tier.ENGINE:
             tiny = case.parameters["model"] is None
             return engine_table.judge(evidence) if tiny else judge_own_model(evidence)
-        if case.parameters["cause"] == "view":
-            if evidence["weights_changed"]:
-                share = f"{evidence['weights_changed']:.0%}"
-                text = f"{share} of a buffer made of the weight is not what was loaded, without any error"
-                return Judgement(CaseVerdict.REPRODUCED, text)
-            return Judgement(CaseVerdict.CLEAN, "the buffer made of the weight is what was loaded")
+        is_view = case.parameters["cause"] == "view"
         if evidence["weights_changed"]:
-            share = f"{evidence['weights_changed']:.0%}"
-            return Judgement(
-                CaseVerdict.REPRODUCED, f"{share} of the weights became another buffer's, without any error"
-            )
+            what = "the weights became another buffer's"
+            if is_view:
+                what = "a buffer made of the weight is not what was loaded"
+            figure = f"{evidence['weights_changed']:.0%} of {what}, without any error"
+            return Judgement(CaseVerdict.REPRODUCED, figure)
+        if is_view:
+            return Judgement(CaseVerdict.CLEAN, "the buffer made of the weight is what was loaded")
         if not evidence["same_bits"]:
             return Judgement(CaseVerdict.REPRODUCED, "the weights are right and the result is not")
         return Judgement(CaseVerdict.CLEAN, "the view keeps its memory: the same bits")

@@ -38,9 +38,9 @@ _PROMPT_CALLS = 16
 
 def model(case: Case, parameters: OffloadGarbageParameters, release: None) -> Evidence:
     """A simulated pool of pinned memory, or a buffer that a module made of a weight."""
-    fixed = case.subject == "fixed"
     if parameters.cause == "view":
-        return observe_view(parameters, fixed=fixed)
+        return observe_view(case, parameters)
+    fixed = case.subject == "fixed"
     return observe(parameters, Pool().allocate, lambda block: block if fixed else block.view(-1))
 
 
@@ -48,7 +48,7 @@ def kernel(case: Case, parameters: OffloadGarbageParameters, release: None) -> E
     """torch's pinned memory and a GPU."""
     need_gpu()
     if parameters.cause == "view":
-        return observe_view(parameters, fixed=case.subject == "fixed", device=case.device)
+        return observe_view(case, parameters)
 
     def allocate(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # [n]
@@ -77,7 +77,7 @@ def engine(case: Case, parameters: OffloadGarbageParameters, release: None) -> E
 
 
 @torch.no_grad()
-def observe_view(parameters: OffloadGarbageParameters, *, fixed: bool, device: str = "cpu") -> Evidence:
+def observe_view(case: Case, parameters: OffloadGarbageParameters) -> Evidence:
     """Make a buffer of a weight as vLLM's `MambaMixer2` does, offload the weight, load it, read the buffer.
 
     vLLM's `UVAOffloader` gives a parameter other memory (``p.data = …``) when its layer was made, and the
@@ -86,13 +86,14 @@ def observe_view(parameters: OffloadGarbageParameters, *, fixed: bool, device: s
     generator = torch.Generator().manual_seed(parameters.seed)
     loaded = torch.randint(1, 120, (parameters.bytes // 4, 1, 4), dtype=torch.uint8, generator=generator)
     module: Any = torch.nn.Module()
-    weight = torch.nn.Parameter(torch.zeros_like(loaded, device=device), requires_grad=False)  # [C, 1, 4]
+    zeros = torch.zeros_like(loaded, device=case.device)
+    weight = torch.nn.Parameter(zeros, requires_grad=False)  # [C, 1, 4]
     module.weight = weight
     module.register_buffer("conv_weights", weight.view(-1, 4), persistent=False)  # [C, 4]
     views = find_views(module)
     weight.data = weight.data.to("cpu", copy=True)
     weight.data.copy_(loaded)
-    if fixed:
+    if case.subject == "fixed":
         fill_views(views)
     changed = module.conv_weights.cpu() != loaded[:, 0]  # [C, 4]
     return {

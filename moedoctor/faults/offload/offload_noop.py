@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters, group_by_release, list_tiers
-from moedoctor.interfaces import Fault, Judgement
+from moedoctor.faults.base import Fault, Judgement, Parameters, group_by_release, list_tiers
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Scalar, Tier
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,9 +29,8 @@ def kernel(case: Case, parameters: OffloadedScalesParameters, release: MoeKernel
 
     if release is None:
         need_gpu()
-    stack, x = make_marlin_stack(
-        release or MoeKernels.installed(), parameters.layers, case.device, parameters.seed
-    )
+    kernels = release or MoeKernels.installed()
+    stack, x = make_marlin_stack(kernels, parameters.layers, case.device, parameters.seed)
     return {"operator": "moe_wna16_marlin_gemm", **offload_and_run(case.subject, stack, x)}
 
 
@@ -51,18 +50,12 @@ def make_marlin_stack(
     def multiply(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return multiply_by_marlin(kernels, x, weight, scales)
 
-    generator = torch.Generator(device).manual_seed(seed)
+    drawn: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(seed)}
     stack = nn.Sequential()
     for _ in range(layers):
-        weight = torch.randint(
-            -(1 << 31),
-            1 << 31,
-            (4, 256 // 16, 2 * 256),
-            dtype=torch.int32,
-            device=device,
-            generator=generator,
-        )  # [E, K / 16, 2 N]
-        scales = torch.rand(4, 256 // GROUP, 256, device=device, generator=generator) / 256  # [E, K / 128, N]
+        size = (4, 256 // 16, 2 * 256)  # [E, K / 16, 2 N]
+        weight = torch.randint(-(1 << 31), 1 << 31, size, dtype=torch.int32, **drawn)
+        scales = torch.rand(4, 256 // GROUP, 256, **drawn) / 256  # [E, K / 128, N]
         stack.append(QuantizedExperts(weight, scales.to(torch.bfloat16), multiply))
     draw = torch.Generator(device).manual_seed(seed)
     return stack, torch.randn(64, 256, device=device, dtype=torch.bfloat16, generator=draw)  # [T, K]

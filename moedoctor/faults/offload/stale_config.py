@@ -74,10 +74,10 @@ def multiply_dequantized(x: torch.Tensor, weight: torch.Tensor, scales: torch.Te
     return (tokens @ (weight.float() * scales).transpose(1, 2)).flatten(0, 1)  # [T, N]
 
 
-def make_simulated_kernel(memory: DeviceMemory, *, checks: bool) -> Kernel:
-    """Return a kernel of a simulated device with `memory`.
+def make_simulated_stack(layers: int, memory: DeviceMemory, *, checks: bool, seed: int) -> nn.Sequential:
+    """Return square int8 layers, loaded to a simulated device with `memory`.
 
-    `checks`: it looks where its arguments are, as Marlin does; otherwise it reads any address that it gets.
+    `checks`: its kernel looks where its arguments are, as Marlin does; otherwise it reads any address.
     """
 
     def kernel(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -88,13 +88,7 @@ def make_simulated_kernel(memory: DeviceMemory, *, checks: bool) -> Kernel:
                 raise IllegalAccessError(f"an illegal memory access was encountered (reading {name})")
         return multiply_dequantized(x, weight, scales)
 
-    return kernel
-
-
-def make_simulated_stack(layers: int, memory: DeviceMemory, *, checks: bool, seed: int) -> nn.Sequential:
-    """Return square int8 layers, loaded to the simulated device."""
     generator = torch.Generator().manual_seed(seed)
-    kernel = make_simulated_kernel(memory, checks=checks)
     stack = nn.Sequential()
     for _ in range(layers):
         weight = torch.randint(-8, 8, (4, 64, 64), dtype=torch.int8, generator=generator)  # [E, N, K]

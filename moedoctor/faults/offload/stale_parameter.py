@@ -7,9 +7,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Parameters, list_tiers
+from moedoctor.faults.base import Fault, Judgement, Parameters, list_tiers
 from moedoctor.faults.offload.offloaded_scales import judge_config
-from moedoctor.interfaces import Fault, Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Crash, Death, Evidence, Observation, Scalar, Tier
 
 _SIMULATED = ("checks", "unchecked")

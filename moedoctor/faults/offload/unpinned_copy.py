@@ -9,18 +9,7 @@ from pydantic import Field
 
 from moedoctor.faults.base import ClaimCases, Parameters, claim, decide, list_tiers, untested
 from moedoctor.interfaces import ClaimJudgement, Fault, Judgement
-from moedoctor.results import (
-    Case,
-    CaseResult,
-    CaseVerdict,
-    Crash,
-    Death,
-    Evidence,
-    Observation,
-    Scalar,
-    Skip,
-    Tier,
-)
+from moedoctor.results import Case, CaseResult, CaseVerdict, Crash, Death, Evidence, Observation, Scalar, Tier
 
 CELLS = ("pinned_idle", "pinned_busy", "pageable_idle", "pageable_busy")
 """Columns of the hazard matrix: kind of host memory, and whether work is queued before the copy."""
@@ -50,11 +39,11 @@ def judge_crash_3(given: ClaimCases) -> ClaimJudgement:
     A refutation also names what a host address does to a kernel instead.
     """
     outcomes = {measurement.unit: measurement.outcome for measurement in given.measurements}
-    copies, host_address = outcomes.get(PAGEABLE), outcomes.get(STALE)
+    copies, host_address = outcomes[PAGEABLE], outcomes[STALE]
     if isinstance(copies, Crash):
         return decide(True, {"died": copies.message}, "the copies themselves ended the process")
     if not isinstance(copies, Observation):
-        return untested(copies.reason if isinstance(copies, Skip) else "the copies were not measured")
+        return untested(copies.reason)
     matrix = given.select(subject="faulty", tier=Tier.KERNEL)
     wrong = copies.evidence["wrong_results"]
     early = sum(case.evidence["pageable_idle"] + case.evidence["pageable_busy"] > 0 for case in matrix)

@@ -202,17 +202,19 @@ def measure_pageable_weights(device: str) -> dict[str, Any]:
 
     By vLLM's own offloader if it can be imported, else by our restatement; ``whose`` names it.
     """
-    from moedoctor.faults.offload.moe_stack import NAMES, StackShape, make_stack
+    from moedoctor.faults.offload.moe_stack import NAMES, make_stack
+    from moedoctor.models.layer_shape import LayerShape
     from moedoctor.reference.offload_paths import offload_by_functional_call
     from moedoctor.upstream.releases import offload_peers
 
-    shape = StackShape(layers=4, experts=16, hidden=1024, intermediate=512, top_k=4)
-    x = torch.randn(256, shape.hidden, device=device, dtype=shape.dtype)  # [T, H]
-    stack = make_stack(shape, device)
+    shape = LayerShape(hidden=1024, intermediate=512, experts=16, top_k=4)
+    x = torch.randn(256, shape.hidden, device=device, dtype=torch.bfloat16)  # [T, H]
+    stack = make_stack(shape, 4, device)
     expected = stack(x)  # [T, H]
     release = offload_peers.find_version()
     if release:
-        offload_peers.offload_by_copies(list(stack), NAMES, shape.layers * shape.layer_bytes)
+        nbytes = len(stack) * shape.count_weight_bytes(shape.experts, 16)
+        offload_peers.offload_by_copies(list(stack), NAMES, nbytes)
     else:
         offload_by_functional_call(list(stack), NAMES)
     experts = [module for module in stack.modules() if hasattr(module, "w13_weight")]

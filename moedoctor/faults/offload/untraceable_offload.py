@@ -8,9 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import EngineFault, Parameters, list_tiers
+from moedoctor.faults.base import EngineFault, Judgement, Parameters, list_tiers
 from moedoctor.faults.offload import engine_table
-from moedoctor.interfaces import Judgement
 from moedoctor.results import Case, CaseResult, CaseVerdict, Evidence, Observation, Tier, find_worst
 
 FAILING = "2.10.0 to 2.12.1 and 2.14.0 to 2.15.0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from moedoctor.faults.offload.moe_stack import NAMES, StackShape, make_stack
+from moedoctor.faults.offload.moe_stack import NAMES, make_stack
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffloadParameters
 from moedoctor.fixes.offloader import offload
+from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.offload_paths import offload_by_functional_call
 from moedoctor.results import Case, Evidence, UnavailableError
 from moedoctor.upstream.engine import offload_table
@@ -117,20 +119,15 @@ def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply)
         from torch._inductor import config
 
         config.cpp.vec_isa_ok = False  # or g++ compiles nine programs to learn which instructions it may use
-    shape = StackShape(
-        layers=parameters.layers,
-        experts=parameters.experts,
-        hidden=parameters.hidden,
-        intermediate=parameters.intermediate,
-        top_k=2,
-    )
+    shape = LayerShape(**parameters.model_dump(include={"hidden", "intermediate", "experts"}), top_k=2)
+    make = partial(make_stack, shape, parameters.layers, device, parameters.seed)
     generator = torch.Generator(device).manual_seed(parameters.seed)
-    x = torch.randn(16, shape.hidden, device=device, dtype=shape.dtype, generator=generator)  # [T, H]
-    plain = make_stack(shape, device, parameters.seed)
-    expected = torch.compile(plain, fullgraph=True, backend=parameters.compiler)(x)  # [T, H]
+    x = torch.randn(16, shape.hidden, device=device, dtype=torch.bfloat16, generator=generator)  # [T, H]
+    expected = torch.compile(make(), fullgraph=True, backend=parameters.compiler)(x)  # [T, H]
     torch._dynamo.reset()
-    stack = make_stack(shape, device, parameters.seed)
+    stack = make()
     keep = apply(stack)
+    all_bytes = parameters.layers * shape.count_weight_bytes(shape.experts, 16)
     evidence: dict[str, Any] = {"torch": torch.__version__, "error": None, "telling_line": None, "graphs": 0}
     compiled = torch.compile(stack, fullgraph=True, backend=parameters.compiler)
     try:
@@ -146,8 +143,8 @@ def observe(parameters: UntraceableOffloadParameters, device: str, apply: Apply)
         "graphs": 1,  # fullgraph=True raises at the first break, so it was one graph
         "same_bits": all(torch.equal(output, expected) for output in outputs),
         "distance": measure_distance(outputs, expected),
-        **measure_allowance(shape, device, parameters.seed, x, parameters.compiler),
-        "host_bytes": (keep.report().host_bytes if keep is not None else shape.layers * shape.layer_bytes),
+        **measure_allowance(make, x, parameters.compiler),
+        "host_bytes": keep.report().host_bytes if keep is not None else all_bytes,
     }
 
 
@@ -157,21 +154,20 @@ def measure_distance(outputs: Sequence[torch.Tensor], expected: torch.Tensor) ->
     return float(torch.stack(norms).max())  # torch's max keeps NaN
 
 
-def measure_allowance(
-    shape: StackShape, device: str, seed: int, x: torch.Tensor, compiler: str
-) -> dict[str, float]:
+def measure_allowance(make: Callable[[], nn.Sequential], x: torch.Tensor, compiler: str) -> dict[str, float]:
     """Measure how large the difference would be with wrong weights, and how large it may be, as norms.
+
+    `make` returns the stack, `x` [T, H] is its input.
 
     Operators around a layer split what a compiler otherwise fuses, so it may round in another place. The
     control is a stack in which one layer has the next one's experts, the layer that shows it least; a tenth
     of that may be rounding. With ``eager`` nothing is compiled, and bits must be equal.
     """
-    right = make_stack(shape, device, seed)(x)  # [T, H]
-    wrong = []
-    for number in range(shape.layers):
-        stack = make_stack(shape, device, seed)
-        stack[number].experts = stack[(number + 1) % shape.layers].experts
-        wrong.append(measure_distance([stack(x)], right))
+    right, wrong = make(), []
+    for number in range(len(right)):
+        stack = make()
+        stack[number].experts = stack[(number + 1) % len(stack)].experts
+        wrong.append(measure_distance([stack(x)], right(x)))
     return {
         "wrong_weights_distance": min(wrong),
         "allowed_distance": 0.0 if compiler == "eager" else min(wrong) / 10,

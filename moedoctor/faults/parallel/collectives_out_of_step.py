@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Fault, Judgement, Parameters, judge_counts, list_tiers
-from moedoctor.results import Case, Observation, Tier
+from moedoctor.faults.base import CountFault, Parameters
 
 
 class CollectivesOutOfStepParameters(Parameters):
@@ -24,24 +23,17 @@ class CollectivesOutOfStepParameters(Parameters):
     seconds: float = Field(2.0, ge=0.5, le=60.0, description="limit of a collective")
 
 
-_SYMPTOMS = {
-    "ranks_waiting": "{} of {ranks} ranks wait until the limit; {named}",
-    "ranks_stopped": "{} of {ranks} ranks stopped; {named}",
-    "ranks_wrong": "{} of {ranks} ranks have wrong values",
-}
-
-
-class CollectivesOutOfStep(Fault):
+class CollectivesOutOfStep(CountFault):
     """A hang, an assertion or wrong values, because one rank takes another path."""
 
     id = "MD028"
     parameters = CollectivesOutOfStepParameters
-    tiers = list_tiers(Tier.MODEL)
     summary = "{way} on {ranks} ranks"
     lab = "moedoctor.faults.parallel.collectives_out_of_step_lab"
     restated_on_cpu = True
-
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        return judge_counts(
-            observation.evidence, _SYMPTOMS, "{ranks} of {ranks} ranks end with the right values"
-        )
+    symptoms: ClassVar = {
+        "ranks_waiting": "{} of {ranks} ranks wait until the limit; {named}",
+        "ranks_stopped": "{} of {ranks} ranks stopped; {named}",
+        "ranks_wrong": "{} of {ranks} ranks have wrong values",
+    }
+    right = "{ranks} of {ranks} ranks end with the right values"

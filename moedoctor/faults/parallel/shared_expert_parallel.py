@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from moedoctor.faults.base import Fault, Judgement, RoutedParameters, judge_counts, list_tiers
-from moedoctor.results import Case, Observation, Tier
+from moedoctor.faults.base import CountFault, RoutedParameters
 
 
 class SharedExpertParallelParameters(RoutedParameters):
@@ -33,18 +32,15 @@ class SharedExpertParallelParameters(RoutedParameters):
                 yield f"{name}: {getattr(self, name)} is no multiple of ranks {self.ranks}"
 
 
-class SharedExpertParallel(Fault):
+class SharedExpertParallel(CountFault):
     """A shared expert that counts for more or less than once."""
 
     id = "MD027"
     parameters = SharedExpertParallelParameters
-    tiers = list_tiers(Tier.MODEL)
     summary = "{mistake} on {ranks} ranks"
     lab = "moedoctor.faults.parallel.shared_expert_parallel_lab"
     restated_on_cpu = True
-
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        symptoms = {
-            "rows_wrong": "{} of {rows} rows differ from one rank's, the shared part counts {times:.2g} times"
-        }
-        return judge_counts(observation.evidence, symptoms, "{rows} of {rows} rows are those of one rank")
+    symptoms: ClassVar = {
+        "rows_wrong": "{} of {rows} rows differ from one rank's, the shared part counts {times:.2g} times"
+    }
+    right = "{rows} of {rows} rows are those of one rank"

@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.models.layer_shape import LayerShape
 from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
-from moedoctor.reference.moe_layer import Problem, compute_expected, make_layer, make_problem
+from moedoctor.reference.moe_layer import Layer, Problem, compute_expected, make_layer, make_problem
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import Case, Evidence
 from moedoctor.trace.wrong_calls import keep_if_wrong
@@ -32,21 +33,21 @@ the prompts above the best token leads by at least 0.75 at every step."""
 Run = Callable[[list[EngineRequest]], list[EngineResult]]
 
 
+def keep_unchanged(tensors: Tensors, config: dict[str, Any]) -> None:
+    """Change nothing."""
+
+
 class Changes(NamedTuple):
     """Changes to a generated checkpoint before it is written."""
 
-    reference: Change
-    """Makes the checkpoint that the others are compared with: it means the same numbers."""
     damaged: Change
-    repaired: Change
+    repaired: Change = keep_unchanged
+    reference: Change = keep_unchanged
+    """Makes the checkpoint that the others are compared with: it means the same numbers."""
 
     def engine(self, case: Case, parameters: Any, release: object) -> Evidence:
         """Load the damaged or the repaired checkpoint into vLLM; the `engine` of a lab."""
         return compare_engines(self, parameters.moe_backend, repaired=case.subject == "fixed")
-
-
-def keep_unchanged(tensors: Tensors, config: dict[str, Any]) -> None:
-    """Change nothing."""
 
 
 def list_expert_prefixes() -> Iterator[str]:
@@ -88,14 +89,15 @@ def select_sizes(parameters: BaseModel) -> dict[str, int]:
 
 def make_routed_layer(parameters: Any, quantization: str, device: str) -> Problem:
     """Return a layer of the size of `parameters`, and tokens for it whose activations stay as they are."""
-    names = ("hidden", "intermediate", "experts", "top_k", "activation")
-    shape = LayerShape(**{name: getattr(parameters, name) for name in names})
+    names = {"hidden", "intermediate", "experts", "top_k", "activation"}
+    shape = LayerShape(**parameters.model_dump(include=names))
     layer = make_layer(shape, quantization, seed=parameters.seed, device=device)
     return make_problem(layer, parameters.tokens, "none", seed=parameters.seed, device=device)
 
 
-def compare_output(output: torch.Tensor, problem: Problem) -> Evidence:
-    """Compare `output` [T, H] with what the layer should give."""
+def compare_layer(tested: Layer, problem: Problem) -> Evidence:
+    """Compare the output of `tested` with what the layer of `problem` should give."""
+    output = compute_expected(replace(problem, layer=tested), "none")  # [T, H]
     result = agree(output, compute_expected(problem, "none"), choose_bounds("none"))
     keep_if_wrong(problem, output, result, "none", "one kernel of the case")
     return result.to_evidence()

@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from moedoctor.faults.quantization.checkpoint_lab import (
     Changes,
-    compare_output,
-    keep_unchanged,
+    compare_layer,
     list_expert_prefixes,
     make_routed_layer,
 )
@@ -53,35 +51,16 @@ def library(case: Case, parameters: GateUpOrderParameters, release: object) -> E
 
 
 def measure(parameters: GateUpOrderParameters, device: str, load: Loader) -> Evidence:
-    """Compare the kernel's output on what `load` makes of a checkpoint's weight with the reference."""
+    """Compare a kernel that reads the up half first, as FlashInfer's do, with the reference.
+
+    `load` makes the weight that the kernel is given of the checkpoint's.
+    """
     problem = make_routed_layer(parameters, parameters.quantization, device)
-    layer = problem.layer
-    output = run_up_first_kernel(
-        problem.x, load(layer.w13), layer.w2, problem.topk_weights, problem.topk_ids, parameters.activation
-    )
-    return {"mistake": parameters.mistake, **compare_output(output, problem)}
-
-
-def run_up_first_kernel(
-    x: torch.Tensor,
-    w13: Weight,
-    w2: Weight,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
-    """Compute float32 [T, H] with rows [0, I) of `w13` as the up half, as FlashInfer's kernels do."""
-    total = torch.zeros(x.shape, device=x.device)  # [T, H]
-    for token in range(len(x)):
-        for choice in range(topk_ids.shape[1]):
-            expert = int(topk_ids[token, choice])
-            up, gate = (dequantize_expert(w13, expert) @ x[token].float()).chunk(2)  # [I] each
-            if activation == "silu":
-                gate = functional.silu(gate)  # [I]
-            else:
-                gate = functional.gelu(gate, approximate="tanh")  # [I]
-            total[token] += topk_weights[token, choice] * (dequantize_expert(w2, expert) @ (gate * up))
-    return total
+    given = load(problem.layer.w13)
+    read = [dequantize_expert(given, expert) for expert in range(parameters.experts)]  # [2I, H] each
+    gate_first = torch.stack(read).roll(parameters.intermediate, 1)  # [E, 2I, H]
+    tested = replace(problem.layer, w13=gate_first)
+    return {"mistake": parameters.mistake, **compare_layer(tested, problem)}
 
 
 def exchange_halves(tensors: Tensors, config: dict[str, Any]) -> None:
@@ -111,5 +90,5 @@ def restore_halves(tensors: Tensors, config: dict[str, Any]) -> None:
             tensors[f"{name}.weight_scale"] = half.contiguous().view(torch.float8_e4m3fn)
 
 
-CHANGES = Changes(keep_unchanged, exchange_halves, restore_halves)
+CHANGES = Changes(exchange_halves, restore_halves)
 engine = CHANGES.engine

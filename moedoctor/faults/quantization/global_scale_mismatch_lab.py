@@ -39,14 +39,12 @@ def use_one_scale(gate: Nvfp4, up: Nvfp4, down: Nvfp4, *, merged: str) -> tuple[
     return Nvfp4(packed, scales.view(torch.float8_e4m3fn), scale), down
 
 
-def rescale(gate: Nvfp4, up: Nvfp4, down: Nvfp4) -> tuple[Nvfp4, Nvfp4]:
-    """Repair by block scales."""
-    return checkpoint_scales.rescale(gate, up), down
-
-
 def model(case: Case, parameters: GlobalScaleMismatchParameters, release: object) -> Evidence:
     """Compare the layer's output through each loader with the checkpoint's own values in float32."""
-    loaders: dict[str, Loader] = {"rescaled": rescale, "folded": checkpoint_scales.fold}
+    loaders: dict[str, Loader] = {
+        "rescaled": lambda gate, up, down: (checkpoint_scales.rescale(gate, up), down),
+        "folded": checkpoint_scales.fold,
+    }
     if case.subject == "faulty":
         loaders = {parameters.merged: functools.partial(use_one_scale, merged=parameters.merged)}
 
@@ -108,5 +106,5 @@ def fold_scales(tensors: Tensors, config: dict[str, Any]) -> None:
             tensors[f"{prefix}.down_proj.{part}"] = tensors[f"{prefix}.down_proj.{part}"] * factor
 
 
-CHANGES = Changes(share_scale, own_scales, fold_scales)
+CHANGES = Changes(own_scales, fold_scales, share_scale)
 engine = CHANGES.engine

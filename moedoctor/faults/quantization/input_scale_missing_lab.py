@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.nn import functional
 from moedoctor.faults.quantization.checkpoint_lab import (
     Changes,
     Loaded,
-    keep_unchanged,
     select_sizes,
     stack_projection,
     write_and_load,
@@ -25,25 +24,11 @@ from moedoctor.reference.fp8 import E4M3_MAX
 from moedoctor.reference.nvfp4 import dequantize
 from moedoctor.results import Case, Evidence
 
-Loader = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(scales of the checkpoint [E], NaN if it has none; contents of the memory before loading [E]; activations
-[T, K]) -> the scales [E] that are used."""
 _MEMORY = {"zero": 0.0, "large": 3e4, "small": 1e-30, "nan": float("nan")}
-
-
-def load_unchecked(scales: torch.Tensor, memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Load the checkpoint's scales into memory that is not filled, and check neither."""
-    return torch.where(scales.isnan(), memory, scales)
-
-
-def load_checked(scales: torch.Tensor, memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Load the checkpoint's scales into memory filled with NaN, and make every scale usable."""
-    return repair_input_scales(scales, x)
 
 
 def model(case: Case, parameters: InputScaleMissingParameters, release: object) -> Evidence:
     """Compare the layer's output with the loaded scales, and with those of the whole checkpoint."""
-    load: Loader = load_unchecked if case.subject == "faulty" else load_checked
     experts = parameters.experts
     good = _make_checkpoint(parameters, ())
     damaged = _make_checkpoint(parameters, range(experts if parameters.damage.startswith("all") else 1))
@@ -56,7 +41,11 @@ def model(case: Case, parameters: InputScaleMissingParameters, release: object) 
     memory = torch.full((experts,), _MEMORY[parameters.memory or "zero"])  # [E]
     used = []
     for name, batch in (("gate", x), ("down", _compute_activations(good, x, ids))):
-        scales = load(_read_scales(damaged, name, experts), memory, batch)  # [E]
+        scales = _read_scales(damaged, name, experts)  # [E]
+        if case.subject == "faulty":  # loads them into memory that is not filled, and checks neither
+            scales = torch.where(scales.isnan(), memory, scales)
+        else:  # loads them into memory filled with NaN, and makes every scale usable
+            scales = repair_input_scales(scales, batch)
         used.append(scales.max().expand(experts) if parameters.taken == "max" else scales)
     output = _compute_layer(damaged, x, ids, used)  # [T, H]
     finite = output.isfinite().all(1)  # [T]
@@ -152,5 +141,5 @@ def clear_input_scales(tensors: Tensors, config: dict[str, Any]) -> None:
             tensors[name] = torch.tensor(0.0)
 
 
-CHANGES = Changes(keep_unchanged, clear_input_scales, keep_unchanged)
+CHANGES = Changes(clear_input_scales)
 engine = CHANGES.engine

@@ -12,10 +12,11 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from moedoctor.faults.quantization.checkpoint_lab import Run, write_and_load, write_checkpoints
 from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissingParameters
@@ -26,8 +27,6 @@ from moedoctor.reference.fp8 import E4M3_MAX, round_trip
 from moedoctor.results import Case, Evidence
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult, need_backend, run_engines
 
-Scale = Callable[[torch.Tensor], float]
-"""Keys or values [T, D] of a calibration run -> the scale of their cache."""
 ATTENTION, TRITON = "FLASH_ATTN", "TRITON_ATTN"
 """FLASH_ATTN uses the scales in every release; TRITON_ATTN is said not to (vllm#34759)."""
 _SCORE = 3.0
@@ -40,18 +39,11 @@ _PROBE = "moedoctor.upstream.engine.probes:read_kv_cache_scales"
 _LAYER = "model.layers.0.self_attn"
 
 
-def scale_1(values: torch.Tensor) -> float:
-    """Return the scale that is used if the checkpoint has none."""
-    return 1.0
-
-
 def model(case: Case, parameters: KvScalesMissingParameters, release: object) -> Evidence:
-    """Compute attention with a scale of 1.0, or with the scales that we compute."""
-    return measure(parameters, scale_1 if case.subject == "faulty" else compute_kv_scale)
+    """Compare attention through an FP8 cache with attention without a cache, on one checkpoint.
 
-
-def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Evidence:
-    """Compare attention through an FP8 cache with attention without a cache, on one checkpoint."""
+    The cache has the scales that we compute, or scales of 1.0, as if the checkpoint ships none.
+    """
     draw = torch.Generator().manual_seed(parameters.seed + 2)
     x = torch.randn(parameters.tokens, parameters.hidden, generator=draw)  # [T, H]
 
@@ -72,11 +64,13 @@ def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Evidence:
     # Scores do not depend on the size of the keys, as in a model that was trained with them.
     query = query * (_SCORE / float(keys.abs().amax()))  # [T, D]
     expected = compute_attention(query, keys, values)  # [T, D]
-    k_scale, v_scale = scale(keys), scale(values)
-    output = compute_attention(query, round_trip(keys, k_scale), round_trip(values, v_scale))  # [T, D]
-    computed = compute_attention(
-        query, round_trip(keys, compute_kv_scale(keys)), round_trip(values, compute_kv_scale(values))
-    )  # [T, D]
+
+    def compute_with(k_scale: float, v_scale: float) -> torch.Tensor:
+        return compute_attention(query, round_trip(keys, k_scale), round_trip(values, v_scale))  # [T, D]
+
+    ours = compute_kv_scale(keys), compute_kv_scale(values)
+    k_scale, v_scale = ours if case.subject == "fixed" else (1.0, 1.0)
+    output, computed = compute_with(k_scale, v_scale), compute_with(*ours)  # [T, D] each
     steps = torch.stack((keys / k_scale, values / v_scale)).abs()  # [2, T, D]
     return {
         "lint": loaded.lint,
@@ -85,28 +79,20 @@ def measure(parameters: KvScalesMissingParameters, scale: Scale) -> Evidence:
         "v_scale": v_scale,
         "saturated": round(float((steps > E4M3_MAX).float().mean()), 6),
         "lost": round(float((steps < _SMALLEST / 2).float().mean()), 6),
-        "error": round(_mean_error(output, expected), 6),
-        "computed_error": round(_mean_error(computed, expected), 6),
+        "error": round(float(relative_error(output, expected).mean()), 6),
+        "computed_error": round(float(relative_error(computed, expected).mean()), 6),
     }
 
 
 def compute_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Compute causal attention of one head in float32: [T, D] of [T, D] each."""
-    scores = query @ keys.T / math.sqrt(query.shape[1])  # [T, T]
-    mask = torch.ones_like(scores).triu(1).bool()  # [T, T]
-    weights = scores.masked_fill(mask, float("-inf")).softmax(-1)  # [T, T]
-    return weights @ values
+    return functional.scaled_dot_product_attention(query[None], keys[None], values[None], is_causal=True)[0]
 
 
 def _compute_first_head(tensors: Tensors, x: torch.Tensor, name: str) -> torch.Tensor:
     """Return the first head [T, 64] of the projection of `x` [T, H]."""
     weight = tensors[f"{_LAYER}.{name}_proj.weight"].float()  # [D, H]
     return x @ weight[:64].T
-
-
-def _mean_error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the mean relative error of a token; Inf if a token is not finite."""
-    return float(relative_error(output, expected).mean())
 
 
 # --- Engines ------------------------------------------------------------------------------------------------

@@ -8,16 +8,10 @@ from typing import Any
 
 import torch
 
-from moedoctor.faults.quantization.checkpoint_lab import (
-    Changes,
-    compare_output,
-    keep_unchanged,
-    make_routed_layer,
-)
+from moedoctor.faults.quantization.checkpoint_lab import Changes, compare_layer, make_routed_layer
 from moedoctor.faults.quantization.scale_layout import ScaleLayoutParameters
 from moedoctor.fixes.moe.weight_layout import TILE_COLUMNS, TILE_ROWS, flatten_scales, pad_shape, tile_scales
 from moedoctor.reference.checkpoints import Tensors
-from moedoctor.reference.moe_layer import compute_expected
 from moedoctor.reference.nvfp4 import Nvfp4
 from moedoctor.results import Case, Evidence
 
@@ -43,10 +37,8 @@ class TiledKernel:
         read = memory[:, find_places(rows, columns, memory.device)].view(block_scales.dtype)  # [E, M, S]
         # The padding of a row's last tile belongs to blocks of zeros: 0 * scale, and 0 * NaN is NaN.
         _, padded_columns = pad_shape(rows, columns)
-        tiles = memory[:, find_places(rows, padded_columns, memory.device)].view(
-            block_scales.dtype
-        )  # [E, M, S']
-        poisoned = tiles[:, :, columns:].float().isnan().any(2, keepdim=True)  # [E, M, 1]
+        padding = find_places(rows, padded_columns, memory.device)[:, columns:]  # [M, S' - S]
+        poisoned = memory[:, padding].view(block_scales.dtype).isnan().any(2, keepdim=True)  # [E, M, 1]
         return torch.where(poisoned, float("nan"), read.float()).to(block_scales.dtype)
 
 
@@ -118,18 +110,13 @@ def measure(parameters: ScaleLayoutParameters, device: str, read: Kernel) -> Evi
     w13, w2 = problem.layer.w13, problem.layer.w2
     assert isinstance(w13, Nvfp4)
     assert isinstance(w2, Nvfp4)
-    tested = replace(
-        problem.layer,
-        w13=replace(w13, block_scales=read(w13.block_scales)),
-        w2=replace(w2, block_scales=read(w2.block_scales)),
-    )
-    output = compute_expected(replace(problem, layer=tested), "none")  # [T, H]
+    tested_w13, tested_w2 = (replace(each, block_scales=read(each.block_scales)) for each in (w13, w2))
     scales = w13.block_scales.shape[1:]
     return {
         "mistake": parameters.mistake,
         "scales": list(scales),
         "scales_in_tiles": list(pad_shape(*scales)),
-        **compare_output(output, problem),
+        **compare_layer(replace(problem.layer, w13=tested_w13, w2=tested_w2), problem),
     }
 
 
@@ -152,5 +139,5 @@ def flatten_checkpoint(tensors: Tensors, config: dict[str, Any]) -> None:
             tensors[name] = flatten_scales(tensor, *tensor.shape)
 
 
-CHANGES = Changes(keep_unchanged, tile_checkpoint, flatten_checkpoint)
+CHANGES = Changes(tile_checkpoint, flatten_checkpoint)
 engine = CHANGES.engine

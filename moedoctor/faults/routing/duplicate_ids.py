@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from packaging.version import Version
 from pydantic import Field
@@ -18,28 +18,16 @@ from pydantic import Field
 from moedoctor.faults.base import (
     ClaimCases,
     ClaimJudgement,
-    Fault,
+    CountFault,
     Judgement,
     RoutedParameters,
     claim,
     decide,
-    judge_counts,
     list_tiers,
     releases,
     untested,
 )
-from moedoctor.results import (
-    Case,
-    CaseResult,
-    CaseVerdict,
-    Crash,
-    Death,
-    Evidence,
-    Observation,
-    Scalar,
-    Skip,
-    Tier,
-)
+from moedoctor.results import Case, CaseResult, CaseVerdict, Crash, Death, Evidence, Scalar, Skip, Tier
 
 BOUNDS_CHECK = "0.6.10"
 """The release that brought the bounds check back (#2762)."""
@@ -260,16 +248,7 @@ def _make_path_table(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return list(table.values())
 
 
-_SYMPTOMS = {
-    "entries_out_of_bounds": "{} entries of the map lead out of bounds",
-    "rows_out_of_bounds": f"{OUT_OF_BOUNDS} in {{}} of {{rows}} rows, without an error",
-    "rows_wrong": "{} of {rows} rows hold a wrong sum, without an error",
-    "rows_with_the_repeat_dropped": "the repeat is dropped in {} of {rows} rows",
-    "unwritten_entries": "{} entries of the map are not written",
-}
-
-
-class DuplicateIds(Fault):
+class DuplicateIds(CountFault):
     """Duplicate expert ids in FlashInfer's CUTLASS MoE.
 
     At the tier `kernel` the control is the installed FlashInfer's own code, given the ids as they are, and
@@ -284,9 +263,14 @@ class DuplicateIds(Fault):
     restated_on_cpu = True
     claims = (judge_illegal_access, judge_bounds_check, judge_maps, judge_boundary, judge_whole_runner)
     installed_package = "flashinfer"
-
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        return judge_counts(observation.evidence, _SYMPTOMS, "{rows} of {rows} rows are right, {path}")
+    symptoms: ClassVar = {
+        "entries_out_of_bounds": "{} entries of the map lead out of bounds",
+        "rows_out_of_bounds": f"{OUT_OF_BOUNDS} in {{}} of {{rows}} rows, without an error",
+        "rows_wrong": "{} of {rows} rows hold a wrong sum, without an error",
+        "rows_with_the_repeat_dropped": "the repeat is dropped in {} of {rows} rows",
+        "unwritten_entries": "{} entries of the map are not written",
+    }
+    right = "{rows} of {rows} rows are right, {path}"
 
     def judge_crash(self, case: Case, crash: Crash) -> Judgement:
         if crash.death is Death.ILLEGAL_MEMORY_ACCESS:

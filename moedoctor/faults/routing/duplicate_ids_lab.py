@@ -19,7 +19,7 @@ from moedoctor.diagnose.capsule.computation import find_repeats
 from moedoctor.faults.routing.duplicate_ids import DuplicateIdsParameters
 from moedoctor.fixes.expert_ids import deduplicate
 from moedoctor.results import Case, Evidence
-from moedoctor.upstream.flashinfer.probe import FlashInferProbe, RoutingMaps
+from moedoctor.upstream.flashinfer.probe import FlashInferProbe, RoutingMaps, Share
 
 HIDDEN = 64
 GARBAGE = 0x7F7F7F7F
@@ -48,36 +48,28 @@ def observe(parameters: DuplicateIdsParameters, code: Any, *, guard: bool = Fals
 
     `code` is a `ThreeStepModel` or a `FlashInferProbe`. With `guard` the ids are made distinct first.
     """
-    experts = parameters.experts // parameters.ranks
+    share = find_share(parameters)
     ids = make_ids(parameters).to(code.device)  # [T, K]
     eighths = torch.arange(1, ids.numel() + 1).reshape(ids.shape) % 4 + 1  # [T, K]
     weights = (eighths / 8).to(code.device)  # [T, K]
-    expected = _compute_sums(parameters, ids, weights)  # [T, H]
-    without_repeats = _compute_sums(parameters, ids, weights.masked_fill(find_repeats(ids), 0.0))  # [T, H]
+    expected = _compute_sums(share, ids, weights)  # [T, H]
+    without_repeats = _compute_sums(share, ids, weights.masked_fill(find_repeats(ids), 0.0))  # [T, H]
     if guard:
         ids, weights = deduplicate(ids, weights)
-    maps = code.build_maps(
-        ids, experts, start=experts * parameters.rank, memory=_prepare_memory(parameters, code, experts)
-    )
-    evidence = {"path": "fused" if maps.fused else "three-step", **map_figures(parameters, ids, maps)}
-    buffer, rows = _make_expert_rows(parameters, ids, maps)
+    maps = code.build_maps(ids, share, _prepare_memory(parameters, code))
+    evidence = {"path": "fused" if maps.fused else "three-step", **map_figures(share, ids, maps)}
+    buffer, rows = _make_expert_rows(ids, maps)
     out = torch.full((parameters.tokens, HIDDEN), float("nan"), dtype=torch.bfloat16, device=code.device)
     try:
-        code.finalize(
-            maps,
-            rows,
-            ids,
-            weights.float(),
-            out,
-            experts,
-            ranks=parameters.ranks,
-            rank=parameters.rank,
-            all_to_all=parameters.finalize == "no_filling",
-        )
+        code.finalize(maps, rows, ids, weights.float(), out, share, parameters.finalize == "no_filling")
     except ReadOutOfBoundsError as error:
         return {**evidence, "rows": parameters.tokens, "entries_out_of_bounds": error.entries}
     del buffer  # it had to live until here, because finalize may read beside the rows
     return {**evidence, **_count_rows(parameters, ids, out, expected, without_repeats)}
+
+
+def find_share(parameters: DuplicateIdsParameters) -> Share:
+    return Share(parameters.experts // parameters.ranks, parameters.ranks, parameters.rank)
 
 
 def make_ids(parameters: DuplicateIdsParameters) -> torch.Tensor:
@@ -85,22 +77,21 @@ def make_ids(parameters: DuplicateIdsParameters) -> torch.Tensor:
     draw = torch.Generator().manual_seed(parameters.seed)
     tokens, experts, top_k = parameters.tokens, parameters.experts, parameters.top_k
     ids = torch.rand(tokens, experts, generator=draw).argsort(dim=1)[:, :top_k].int()  # [T, K]
-    local = experts // parameters.ranks
-    first = local * parameters.rank
+    share = find_share(parameters)
     if parameters.ids == "one_expert":
-        ids = torch.full_like(ids, first)
+        ids = torch.full_like(ids, share.start)
     elif parameters.ids == "one_repeat":
-        ids[:, 0] = first + ids[:, 0] % local  # a local expert
+        ids[:, 0] = share.start + ids[:, 0] % share.experts  # a local expert
         ids[:, 1] = ids[:, 0]
     elif parameters.ids == "sentinel":
         ids[::2, top_k // 2 :] = -1
     return ids.contiguous()
 
 
-def map_figures(parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any) -> dict[str, Any]:
+def map_figures(share: Share, ids: torch.Tensor, maps: RoutingMaps) -> dict[str, Any]:
     """Count local pairs, how many of them were sorted, and the entries of the map that were not written."""
-    local = _find_local(parameters, ids).t().reshape(-1)  # [K * T]
-    used = int(maps.first_offset[parameters.experts // parameters.ranks])
+    local = _find_local(share, ids).t().reshape(-1)  # [K * T]
+    used = int(maps.first_offset[-1])
     written = torch.zeros_like(local)  # [K * T]
     written[maps.row_of_permuted[:used].long()] = True
     return {
@@ -112,28 +103,25 @@ def map_figures(parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any
     }
 
 
-def count_entries_as_before(
-    parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any, memory: int
-) -> int:
+def count_entries_as_before(share: Share, ids: torch.Tensor, maps: RoutingMaps, memory: int) -> int:
     """Count the local pairs whose entry of the map still holds `memory`, which was there before."""
-    local = _find_local(parameters, ids).t().reshape(-1)  # [K * T]
+    local = _find_local(share, ids).t().reshape(-1)  # [K * T]
     return int((local & (maps.permuted_of_row == memory)).sum())
 
 
-def _prepare_memory(parameters: DuplicateIdsParameters, code: Any, experts: int) -> Any:
+def _prepare_memory(parameters: DuplicateIdsParameters, code: Any) -> Any:
     """Return the content of the maps before the call."""
     if parameters.memory != "earlier":
         return _MEMORY[parameters.memory]
     healthy = parameters.model_copy(update={"ids": "distinct", "seed": parameters.seed + 1})
     ids = make_ids(healthy).to(code.device)  # [T, K]
-    return code.build_maps(ids, experts, start=experts * parameters.rank, memory=0)
+    return code.build_maps(ids, find_share(parameters), 0)
 
 
-def _find_local(parameters: DuplicateIdsParameters, ids: torch.Tensor) -> torch.Tensor:
+def _find_local(share: Share, ids: torch.Tensor) -> torch.Tensor:
     """Return bool [T, K]: True if this rank has the pair's expert."""
-    experts = parameters.experts // parameters.ranks
-    own = ids - experts * parameters.rank  # [T, K]
-    return (own >= 0) & (own < experts)
+    own = ids - share.start  # [T, K]
+    return (own >= 0) & (own < share.experts)
 
 
 def _compute_output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
@@ -141,26 +129,21 @@ def _compute_output(token: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
     return ((token * 7 + expert * 3) % 13 + 1).float()
 
 
-def _compute_sums(
-    parameters: DuplicateIdsParameters, ids: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def _compute_sums(share: Share, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """bf16 [T, H]: each token's sum over this rank's experts."""
     token = torch.arange(ids.shape[0], device=ids.device)[:, None]  # [T, 1]
-    values = torch.where(
-        _find_local(parameters, ids), weights.float() * _compute_output(token, ids), 0.0
-    )  # [T, K]
+    products = weights.float() * _compute_output(token, ids)  # [T, K]
+    values = torch.where(_find_local(share, ids), products, 0.0)  # [T, K]
     return values.sum(1, keepdim=True).expand(-1, HIDDEN).bfloat16()
 
 
-def _make_expert_rows(
-    parameters: DuplicateIdsParameters, ids: torch.Tensor, maps: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _make_expert_rows(ids: torch.Tensor, maps: RoutingMaps) -> tuple[torch.Tensor, torch.Tensor]:
     """The expert outputs in sorted order, as the GEMMs would leave them: the buffer, and its rows [R, H]."""
     tokens, size = ids.shape[0], ids.numel()
     buffer = torch.full((size + 2 * _GUARD, HIDDEN), _OUTSIDE, dtype=torch.bfloat16, device=ids.device)
     rows = buffer[_GUARD : _GUARD + size]  # [R, H]
     rows.fill_(_STALE)
-    used = int(maps.first_offset[parameters.experts // parameters.ranks])
+    used = int(maps.first_offset[-1])
     source = maps.row_of_permuted[:used].long()  # [used]: k * T + t
     token, place = source % tokens, source // tokens  # [used] each
     rows[:used] = _compute_output(token, ids[token, place].long())[:, None].bfloat16()
@@ -176,7 +159,7 @@ def _count_rows(
 ) -> dict[str, Any]:
     counted = torch.ones(ids.shape[0], dtype=torch.bool, device=ids.device)  # [T]
     if parameters.finalize == "no_filling":
-        counted = _find_local(parameters, ids).any(1)  # the kernel leaves other rows as they were
+        counted = _find_local(find_share(parameters), ids).any(1)  # the kernel leaves other rows as they were
     right = (out == expected).all(1) & counted  # [T]
     dropped = (out == without_repeats).all(1) & ~right & counted  # [T]
     outside = (out.float().abs() >= _OUTSIDE / 8).all(1) & counted  # [T]
@@ -223,18 +206,16 @@ class ThreeStepModel:
 
     device = "cpu"
 
-    def build_maps(
-        self, ids: torch.Tensor, experts: int, *, start: int = 0, memory: RoutingMaps | int = 0
-    ) -> RoutingMaps:
-        """The maps for `ids` int32 [T, K] and local experts from `start` on; `memory` is what was there."""
+    def build_maps(self, ids: torch.Tensor, share: Share, memory: RoutingMaps | int) -> RoutingMaps:
+        """The maps for `ids` int32 [T, K] and the experts of `share`; `memory` is what was there."""
         tokens, top_k = ids.shape
         if isinstance(memory, RoutingMaps):
             before = memory.permuted_of_row.clone(), memory.row_of_permuted.clone()
         else:
             before = torch.full((tokens * top_k,), memory), torch.full((tokens * top_k,), memory)
-        fused = takes_fused(tokens, top_k, experts)
+        fused = takes_fused(tokens, top_k, share.experts)
         build = _sort_fused if fused else _sort_in_three_steps
-        first_offset = build(ids.long() - start, experts, *before)
+        first_offset = build(ids.long() - share.start, share.experts, *before)
         return RoutingMaps(fused, *before, first_offset)
 
     def finalize(
@@ -244,11 +225,8 @@ class ThreeStepModel:
         ids: torch.Tensor,
         weights: torch.Tensor,
         out: torch.Tensor,
-        experts: int,
-        *,
-        ranks: int = 1,
-        rank: int = 0,
-        all_to_all: bool = False,
+        share: Share,
+        all_to_all: bool,
     ) -> None:
         """Each token's weighted sum of its sorted rows into `out` bf16 [T, H].
 
@@ -256,11 +234,10 @@ class ThreeStepModel:
         Raises ReadOutOfBoundsError if it reads beside the rows.
         """
         tokens, top_k = ids.shape
-        local = ids - experts * rank  # [T, K]
-        is_local = (local >= 0) & (local < experts)  # [T, K]
+        is_local = _find_local(share, ids)  # [T, K]
         at = maps.permuted_of_row.view(top_k, tokens).t()  # [T, K]
         inside = (at >= 0) & (at < tokens * top_k)  # [T, K]
-        unchecked = all_to_all and ranks > 1
+        unchecked = all_to_all and share.ranks > 1
         if unchecked and bool((is_local & ~inside).any()):
             raise ReadOutOfBoundsError(int((is_local & ~inside).sum()))
         used = is_local & inside  # [T, K]
@@ -328,16 +305,17 @@ def measure_maps(unit: str, device: str, sources: Mapping[str, str]) -> list[dic
         given = {"tokens": tokens, "experts": experts * (rank + 1), "top_k": top_k, "ids": kind}
         point = DuplicateIdsParameters.model_validate({**given, "ranks": rank + 1, "rank": rank})
         ids = make_ids(point).to(code.device)  # [T, K]
-        made = code.build_maps(ids, experts, start=experts * rank, memory=GARBAGE)
+        share = find_share(point)
+        made = code.build_maps(ids, share, GARBAGE)
         rows.append(
             {
                 "path": "fused" if made.fused else "three-step",
                 "experts": experts,
                 "top_k": point.top_k,
                 "ids": kind,
-                "start_expert": experts * rank,
-                **map_figures(point, ids, made),
-                "entries_as_before": count_entries_as_before(point, ids, made, GARBAGE),
+                "start_expert": share.start,
+                **map_figures(share, ids, made),
+                "entries_as_before": count_entries_as_before(share, ids, made, GARBAGE),
             }
         )
     return rows
@@ -350,7 +328,7 @@ def measure_boundary(unit: str, device: str, sources: Mapping[str, str]) -> list
         ids = torch.zeros(tokens, 8, dtype=torch.int32, device=code.device)  # [T, K]
 
         def refuses_fused(experts: int, ids: torch.Tensor = ids) -> bool:
-            return not code.build_maps(ids, experts, memory=0).fused
+            return not code.build_maps(ids, Share(experts), 0).fused
 
         # All numbers of experts up to the last one are taken, and none above it.
         rows.append({"tokens": tokens, "most_experts": bisect_left(range(1, 1025), True, key=refuses_fused)})

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from moedoctor.faults.base import (
     ClaimCases,
     ClaimJudgement,
-    Fault,
-    Judgement,
+    CountFault,
     RoutedParameters,
     claim,
     decide,
-    judge_counts,
     list_tiers,
     untested,
 )
-from moedoctor.results import Case, Observation, Tier
+from moedoctor.results import Tier
 
 
 class LogitsStrideParameters(RoutedParameters):
@@ -55,13 +53,7 @@ def judge_ignores_stride(given: ClaimCases) -> ClaimJudgement:
     return decide(not right, {"share_of_rows_right": shares}, reason)
 
 
-_SYMPTOMS = {
-    "rows_out_of_range": "{} of {rows} rows hold an id out of range",
-    "rows_wrong": "{} of {rows} rows have the experts of other logits",
-}
-
-
-class LogitsStride(Fault):
+class LogitsStride(CountFault):
     """Experts of a neighboring row, chosen without an error."""
 
     id = "MD024"
@@ -71,6 +63,8 @@ class LogitsStride(Fault):
     summary = "{router} E={experts} in rows of {width} K={top_k} {dtype}"
     lab = "moedoctor.faults.routing.logits_stride_lab"
     claims = (judge_ignores_stride,)
-
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        return judge_counts(observation.evidence, _SYMPTOMS, "{rows} of {rows} rows have their own experts")
+    symptoms: ClassVar = {
+        "rows_out_of_range": "{} of {rows} rows hold an id out of range",
+        "rows_wrong": "{} of {rows} rows have the experts of other logits",
+    }
+    right = "{rows} of {rows} rows have their own experts"

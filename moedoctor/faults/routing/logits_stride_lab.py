@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from moedoctor.faults.routing.logits_stride import LogitsStrideParameters
 from moedoctor.fixes import routing as fixes
-from moedoctor.fixes.routing import TopK
 from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import find_differing_rows
 from moedoctor.results import Case, Evidence
@@ -17,7 +17,9 @@ from moedoctor.upstream.releases.moe_kernels import MoeKernels
 
 def model(case: Case, parameters: LogitsStrideParameters, release: None) -> Evidence:
     """Route padded rows with the restated kernel, or with ours."""
-    return count(parameters, case.device, PackedRows() if case.subject == "faulty" else fixes)
+    if case.subject == "faulty":
+        return count(parameters, case.device, reference, read_as_packed)
+    return count(parameters, case.device, fixes)
 
 
 def kernel(case: Case, parameters: LogitsStrideParameters, release: MoeKernels | None) -> Evidence:
@@ -25,23 +27,13 @@ def kernel(case: Case, parameters: LogitsStrideParameters, release: MoeKernels |
     return count(parameters, case.device, release or MoeKernels.installed())
 
 
-class PackedRows:
-    """The row offsets of vLLM's top-k kernels: row i begins at i times the number of experts.
+def read_as_packed(logits: torch.Tensor) -> torch.Tensor:
+    """Return [T, E], the memory of `logits` [T, E] as vLLM's top-k kernels read it: rows without padding.
 
-    `moeSoftmax` and `moeSigmoid` have ``blockIdx.x * num_cols``, `topkGating` has
+    `moeSoftmax` and `moeSigmoid` begin row i at ``blockIdx.x * num_cols``, `topkGating` at
     ``thread_row * ELTS_PER_ROW`` (csrc/libtorch_stable/moe/topk_softmax_kernels.cu at 085c812b; the same in
     csrc/moe/topk_softmax_kernels.cu before). The ranking itself is right.
     """
-
-    def topk_softmax(self, logits: torch.Tensor, top_k: int) -> TopK:
-        return TopK(*reference.topk_softmax(read_as_packed(logits), top_k))
-
-    def topk_sigmoid(self, logits: torch.Tensor, top_k: int) -> TopK:
-        return TopK(*reference.topk_sigmoid(read_as_packed(logits), top_k))
-
-
-def read_as_packed(logits: torch.Tensor) -> torch.Tensor:
-    """Return [T, E], the memory of `logits` [T, E] read as rows without padding."""
     tokens, experts = logits.shape
     return logits.as_strided((tokens, experts), (experts, 1)).float()
 
@@ -53,30 +45,26 @@ def make_padded_logits(parameters: LogitsStrideParameters, device: str) -> torch
     return memory.to(device, getattr(torch, parameters.dtype))[:, : parameters.experts]
 
 
-def count(parameters: LogitsStrideParameters, device: str, routing: Any) -> Evidence:
-    """Count the rows whose experts are not those of their own logits."""
+def count(
+    parameters: LogitsStrideParameters,
+    device: str,
+    routing: Any,
+    read: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+) -> Evidence:
+    """Count the rows whose experts are not those of their own logits; `read` is how they are read."""
     logits = make_padded_logits(parameters, device)  # [T, E]
     name = f"topk_{parameters.router}"
-    routed = TopK(*getattr(routing, name)(logits, parameters.top_k))
+    weights, ids = getattr(routing, name)(read(logits), parameters.top_k)  # [T, K] each
     own = logits.contiguous()  # [T, E]
-    expected = TopK(*getattr(reference, name)(own.float(), parameters.top_k))
-    wrong = find_differing_rows(
-        own,
-        routed.ids.long(),
-        routed.weights,
-        expected.ids,
-        scoring=parameters.router,
-        bias=None,
-        renormalize=False,
-        atol=1e-5,
-    )  # [T]
+    _, expected = getattr(reference, name)(own.float(), parameters.top_k)  # [T, K]
+    wrong = find_differing_rows(own, ids, weights, expected, scoring=parameters.router)  # [T]
     evidence: dict[str, Any] = {
         "rows": parameters.tokens,
         "rows_wrong": int(wrong.sum()),
-        "rows_out_of_range": int(((routed.ids < 0) | (routed.ids >= parameters.experts)).any(1).sum()),
+        "rows_out_of_range": int(((ids < 0) | (ids >= parameters.experts)).any(1).sum()),
         "first_row_wrong": bool(wrong[0]),
     }
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
-        evidence["example"] = {"row": row, "ids": routed.ids[row].tolist(), "own": expected.ids[row].tolist()}
+        evidence["example"] = {"row": row, "ids": ids[row].tolist(), "own": expected[row].tolist()}
     return evidence

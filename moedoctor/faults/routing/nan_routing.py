@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from packaging.version import Version
 from pydantic import Field
@@ -15,20 +15,18 @@ from pydantic import Field
 from moedoctor.faults.base import (
     ClaimCases,
     ClaimJudgement,
-    Fault,
-    Judgement,
+    CountFault,
     RoutedParameters,
     claim,
     decide,
     find_first_after,
     group_by_release,
-    judge_counts,
     list_tiers,
     only,
     releases,
     untested,
 )
-from moedoctor.results import Case, CaseResult, Evidence, Observation, Scalar, Tier
+from moedoctor.results import CaseResult, Evidence, Scalar, Tier
 
 FIRST_FIXED = "0.20.0"
 """The release that #39391 landed in. The report's conclusions show what the releases themselves do."""
@@ -78,6 +76,7 @@ class NanRoutingParameters(RoutedParameters):
 # --- Claims about kernels -------------------------------------------------------------------------------
 
 _BENCH = "moedoctor.bench.routing"
+_KERNELS = {"needs_gpu": True, "needs": "the kernels of a release: --vllm-kernels X.Y.Z=PATH"}
 _REPEATS = 3
 """How often each release is timed, in turn with the other one."""
 
@@ -143,9 +142,8 @@ def judge_always_distinct(given: ClaimCases) -> ClaimJudgement:
     "separate_launch",
     measure=f"{_BENCH}:separate_launch",
     units=lambda subjects: releases(subjects, "vllm")[-1:],
-    needs_gpu=True,
-    needs="the kernels of a release: --vllm-kernels X.Y.Z=PATH",
     thresholds=("min_overhead", "max_overhead"),
+    **_KERNELS,
 )
 def judge_separate_launch(given: ClaimCases) -> ClaimJudgement:
     """Judge what `torch.nan_to_num` before the kernel adds to it."""
@@ -186,9 +184,8 @@ def judge_fused_is_free(given: ClaimCases) -> ClaimJudgement:
     "fp8_clamps_nan",
     measure=f"{_BENCH}:count_fp8_nan",
     units=lambda subjects: releases(subjects, "vllm"),
-    needs_gpu=True,
-    needs="the kernels of a release: --vllm-kernels X.Y.Z=PATH",
     thresholds=("min_share",),
+    **_KERNELS,
 )
 def judge_fp8_clamps_nan(given: ClaimCases) -> ClaimJudgement:
     """Judge what became of NaN in the release's own FP8 quantization kernel."""
@@ -205,9 +202,9 @@ def judge_fp8_clamps_nan(given: ClaimCases) -> ClaimJudgement:
 # --- Claims that only a real engine can decide: NaN in padding ------------------------------------------
 
 
-_ENGINES = "moedoctor.upstream.engine"
 _OPTIONS: dict[str, Any] = {
     "units": only("installed"),
+    "thresholds": ("min_share",),
     "needs_gpu": True,
     "needs": "an installed vLLM that starts",
 }
@@ -239,9 +236,7 @@ def _judge_padding(given: ClaimCases) -> ClaimJudgement:
 
 
 judge_padding_holds_nan, judge_padding_holds_nan_dp = (
-    claim(key, measure=f"{_ENGINES}.nan_padding:{function}", thresholds=("min_share",), **_OPTIONS)(
-        _judge_padding
-    )
+    claim(key, measure=f"moedoctor.upstream.engine.nan_padding:{function}", **_OPTIONS)(_judge_padding)
     for key, function in (
         ("padding_holds_nan", "measure_padding"),
         ("padding_holds_nan_dp", "measure_parallel_padding"),
@@ -249,16 +244,7 @@ judge_padding_holds_nan, judge_padding_holds_nan_dp = (
 )
 
 
-_SYMPTOMS = {
-    "clean_rows_with_duplicates": "{} of {rows} rows are clean and hold a duplicate id: not because of NaN",
-    "rows_with_duplicates": "{} of {rows} rows hold a duplicate id",
-    "rows_out_of_range": "{} of {rows} rows hold an id out of range",
-    "rows_with_nonfinite_weights": "{} of {rows} rows have a weight that is NaN or Inf",
-    "clean_rows_wrong": "{} of {rows} rows are clean and differ from the reference",
-}
-
-
-class NanRouting(Fault):
+class NanRouting(CountFault):
     """Duplicate expert ids from NaN router logits."""
 
     id = "MD001"
@@ -271,9 +257,16 @@ class NanRouting(Fault):
         *(judge_same_expert, judge_always_distinct, judge_separate_launch, judge_fused_is_free),
         *(judge_fp8_clamps_nan, judge_padding_holds_nan, judge_padding_holds_nan_dp),
     )
-
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        return judge_counts(observation.evidence, _SYMPTOMS, "0 of {rows} rows hold a duplicate id")
+    symptoms: ClassVar = {
+        "clean_rows_with_duplicates": (
+            "{} of {rows} rows are clean and hold a duplicate id: not because of NaN"
+        ),
+        "rows_with_duplicates": "{} of {rows} rows hold a duplicate id",
+        "rows_out_of_range": "{} of {rows} rows hold an id out of range",
+        "rows_with_nonfinite_weights": "{} of {rows} rows have a weight that is NaN or Inf",
+        "clean_rows_wrong": "{} of {rows} rows are clean and differ from the reference",
+    }
+    right = "0 of {rows} rows hold a duplicate id"
 
     def conclude(self, results: Sequence[CaseResult]) -> Evidence:
         """Sum up the rows of each named release, and find the first release that NaN does not harm.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from moedoctor.fixes.routing import TopK
 from moedoctor.reference import routing as reference
 from moedoctor.reference.agreement import find_differing_rows
 from moedoctor.results import Case, Evidence
+from moedoctor.upstream.releases import old_topk
 from moedoctor.upstream.releases.moe_kernels import MoeKernels
-from moedoctor.upstream.releases.old_topk import find_winners, repeat_argmax, topk_softmax
 
 CLEAN, ALL_NAN, ONE_NAN, HALF_NAN = "clean", "all_nan", "one_nan", "half_nan"
 POS_INF, NEG_INF, ALL_EQUAL, ALL_NEG_INF = "pos_inf", "neg_inf", "all_equal", "all_neg_inf"
@@ -31,29 +30,25 @@ WELL_DEFINED_KINDS = (CLEAN, NEG_INF, ALL_EQUAL)
 def model(case: Case, parameters: NanRoutingParameters, release: None) -> Evidence:
     """Count what the failing argmax does, or ours under both NaN policies."""
     if case.subject == "faulty":
-        return count(parameters, case.device, {"greater-than argmax": FaultyRouting()})
-    return count(parameters, case.device, {policy: FixedRouting(policy) for policy in ("zero", "finite")})
+        return count(parameters, case.device, {"greater-than argmax": (old_topk, {})})
+    policies = {policy: (fixes, {"nan_policy": policy}) for policy in ("zero", "finite")}
+    return count(parameters, case.device, policies)
 
 
 def kernel(case: Case, parameters: NanRoutingParameters, release: MoeKernels | None) -> Evidence:
     """Count what a release's kernels do, or those of the installed vLLM."""
-    return count(parameters, case.device, {"kernel": release or MoeKernels.installed()})
+    return count(parameters, case.device, {"kernel": (release or MoeKernels.installed(), {})})
 
 
-def count(parameters: NanRoutingParameters, device: str, variants: Mapping[str, Any]) -> Evidence:
-    """Route rows of every kind through each variant and add up what comes out."""
-    rows = make_rows(
-        parameters.tokens,
-        parameters.experts,
-        dtype=getattr(torch, parameters.dtype),
-        bias=parameters.bias,
-        seed=parameters.seed,
-        device=device,
-    )
+def count(
+    parameters: NanRoutingParameters, device: str, variants: Mapping[str, tuple[Any, Mapping[str, str]]]
+) -> Evidence:
+    """Route rows of every kind through each variant, with its options, and add up what comes out."""
+    rows = make_rows(parameters, device)
     totals, duplicates_by_kind = Counter[str](), Counter[str]()
     example: dict[str, Any] = {}
-    for variant in variants.values():
-        routed = _route(parameters, variant, rows)
+    for routing, options in variants.values():
+        routed = _route(parameters, routing, rows, **options)
         masks = _make_masks(parameters, rows, routed)  # name -> [T]
         totals.update({"rows": len(rows.kinds), **{name: int(mask.sum()) for name, mask in masks.items()}})
         duplicate = masks["rows_with_duplicates"]  # [T]
@@ -87,9 +82,10 @@ class Rows:
         return torch.tensor([kind in kinds for kind in self.kinds], device=self.logits.device)
 
 
-def make_rows(tokens: int, experts: int, *, dtype: torch.dtype, bias: str, seed: int, device: str) -> Rows:
-    """`tokens` rows of `experts` logits. Drawn on the CPU, so a seed gives the same rows everywhere."""
-    draw = torch.Generator().manual_seed(seed)
+def make_rows(parameters: NanRoutingParameters, device: str) -> Rows:
+    """Rows of logits of every kind. Drawn on the CPU, so a seed gives the same rows everywhere."""
+    tokens, experts = parameters.tokens, parameters.experts
+    draw = torch.Generator().manual_seed(parameters.seed)
     logits = torch.randn(tokens, experts, generator=draw) * 2  # [T, E]
     place = torch.randint(experts, (tokens,), generator=draw)  # [T]
     whole_rows = {ALL_NAN: float("nan"), ALL_NEG_INF: float("-inf")}
@@ -105,59 +101,17 @@ def make_rows(tokens: int, experts: int, *, dtype: torch.dtype, bias: str, seed:
             logits[row, torch.randperm(experts, generator=draw)[: experts // 2]] = float("nan")
         elif kind == ALL_EQUAL:
             logits[row] = logits[row, place[row]].clone()
-    if bias == "none":
-        return Rows(logits.to(device, dtype), kinds, None)
-    values = torch.rand(experts, generator=draw) - 0.5  # [E], in [-0.5, 0.5)
-    if bias == "negative":
-        values = values - 3.0  # every choice below -1
-    return Rows(logits.to(device, dtype), kinds, values.to(device))
+    logits = logits.to(device, getattr(torch, parameters.dtype))
+    if parameters.bias == "none":
+        return Rows(logits, kinds, None)
+    bias = torch.rand(experts, generator=draw) - 0.5  # [E], in [-0.5, 0.5)
+    if parameters.bias == "negative":
+        bias = bias - 3.0  # every choice below -1
+    return Rows(logits, kinds, bias.to(device))
 
 
-class FaultyRouting:
-    """The argmax of vLLM up to 0.19.1, as `old_topk` restates it.
-
-    Restated for grouped routing too, as the same argmax over groups and then over their experts. No
-    upstream grouped kernel is known to do that. The tier `kernel` shows what the real ones do.
-    """
-
-    def topk_softmax(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
-        return topk_softmax(logits, top_k, **options)
-
-    def topk_sigmoid(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
-        return repeat_argmax(torch.sigmoid(logits.float()), top_k, **options)
-
-    def grouped_topk(
-        self,
-        logits: torch.Tensor,
-        top_k: int,
-        *,
-        num_groups: int,
-        topk_groups: int,
-        renormalize: bool,
-        bias: torch.Tensor | None,
-    ) -> TopK:
-        scores = torch.sigmoid(logits.float())  # [T, E]
-        choice = scores if bias is None else scores + bias  # [T, E]
-        grouped = choice.unflatten(1, (num_groups, -1))  # [T, G, E/G]
-        counted = 1 if bias is None else min(2, grouped.shape[2])
-        best = grouped.topk(counted, dim=2).values.sum(2)  # [T, G]
-        groups = find_winners(best, topk_groups)  # [T, topk_groups]
-        keep = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)  # [T, G]
-        allowed = keep.repeat_interleave(grouped.shape[2], dim=1)  # [T, E]
-        return repeat_argmax(scores, top_k, renormalize=renormalize, bias=bias, allowed=allowed)
-
-
-class FixedRouting:
-    """`moedoctor.fixes.routing` under one policy."""
-
-    def __init__(self, policy: str) -> None:
-        self.topk_softmax = partial(fixes.topk_softmax, nan_policy=policy)
-        self.topk_sigmoid = partial(fixes.topk_sigmoid, nan_policy=policy)
-        self.grouped_topk = partial(fixes.grouped_topk, nan_policy=policy)
-
-
-def _route(parameters: NanRoutingParameters, routing: Any, rows: Rows) -> TopK:
-    options: dict[str, Any] = {"renormalize": parameters.renormalize, "bias": rows.bias}
+def _route(parameters: NanRoutingParameters, routing: Any, rows: Rows, **options: Any) -> TopK:
+    options |= {"renormalize": parameters.renormalize, "bias": rows.bias}
     if parameters.router == "grouped":
         options |= {"num_groups": parameters.num_groups or 1, "topk_groups": parameters.topk_groups or 1}
         return TopK(*routing.grouped_topk(rows.logits, parameters.top_k, **options))

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from moedoctor.faults.base import (
     ClaimCases,
     ClaimJudgement,
-    Fault,
-    Judgement,
+    CountFault,
     Measurement,
     RoutedParameters,
     claim,
     decide,
-    judge_counts,
-    list_tiers,
     untested,
 )
-from moedoctor.results import Case, Crash, Observation, Scalar, Tier
+from moedoctor.results import Crash, Observation, Scalar
 
 
 class SentinelIdsParameters(RoutedParameters):
@@ -143,24 +140,19 @@ def _name_release(given: ClaimCases) -> str:
     return next((f"vLLM {figures['vllm']}: " for figures in given.evidence() if figures.get("vllm")), "")
 
 
-_SYMPTOMS = {
-    "rows_wrong": "{} of {rows} rows hold a wrong sum",
-    "empty_slots_given_to_an_expert": "{} empty slots go to expert {expert}",
-}
-
-
-class SentinelIds(Fault):
+class SentinelIds(CountFault):
     """An id that means "no expert", taken for one."""
 
     id = "MD016"
     parameters = SentinelIdsParameters
-    tiers = list_tiers(Tier.MODEL)
     lab = "moedoctor.faults.routing.sentinel_ids_lab"
     restated_on_cpu = True
     claims = (judge_upstream_paths, judge_alignment)
-
-    def judge(self, case: Case, observation: Observation) -> Judgement:
-        return judge_counts(observation.evidence, _SYMPTOMS, "{rows} of {rows} rows are right")
+    symptoms: ClassVar = {
+        "rows_wrong": "{} of {rows} rows hold a wrong sum",
+        "empty_slots_given_to_an_expert": "{} empty slots go to expert {expert}",
+    }
+    right = "{rows} of {rows} rows are right"
 
     def describe(self, parameters: Mapping[str, Scalar]) -> str:
         rank = f" rank {parameters['rank']}/{parameters['ranks']}" if parameters["ranks"] != 1 else ""

@@ -46,14 +46,9 @@ class Used(NamedTuple):
 
 
 def model(case: Case, parameters: SentinelIdsParameters, release: None) -> Evidence:
-    """Compare each token's sum with that over its real pairs."""
-    uses = FAULTY if case.subject == "faulty" else FIXED
-    return observe(parameters, uses[parameters.use](make_batch(parameters)))
-
-
-def observe(parameters: SentinelIdsParameters, used: Used) -> Evidence:
-    """Count the rows that are wrong, and the empty pairs that an expert was given."""
+    """Count the rows whose sum is not that over their real pairs, and the empty pairs given to an expert."""
     batch = make_batch(parameters)
+    used = (FAULTY if case.subject == "faulty" else FIXED)[parameters.use](batch)
     is_empty = batch.ids < 0  # [T, K]
     local = torch.where(is_empty, -1, batch.expert_map[batch.ids.clamp_min(0).long()])  # [T, K]
     given = is_empty & (used.experts >= 0)  # [T, K]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from moedoctor.diagnose.cuda.instructions import (
@@ -42,8 +43,8 @@ from moedoctor.upstream.flashinfer.context import FlashInferContext
 FAULTY_RELEASE = "0.6.6"
 """The last release that appends ``a`` to a GPU's number and passes bare entries of the list to nvcc."""
 
-Resolver = Callable[[Capability, CudaVersion, str | None], ArchReading]
-"""(capability, CUDA release, arch list) -> the targets of the MoE module, or an error."""
+Resolver = Callable[..., ArchReading]
+"""(`capability`, `cuda`, `arch_list`) -> the targets of the MoE module, or an error."""
 
 
 def model(case: Case, parameters: ArchSuffixParameters, release: None) -> Evidence:
@@ -56,8 +57,7 @@ def library(case: Case, parameters: ArchSuffixParameters, release: None) -> Evid
     return observe(parameters, FlashInferContext.installed().resolve)
 
 
-def faulty(capability: Capability, cuda: CudaVersion, arch_list: str | None) -> ArchReading:
-    return predict_moe_targets(FAULTY_RELEASE, capability=capability, cuda=cuda, arch_list=arch_list)
+faulty = partial(predict_moe_targets, FAULTY_RELEASE)
 
 
 def fixed(capability: Capability, cuda: CudaVersion, arch_list: str | None) -> ArchReading:
@@ -72,7 +72,7 @@ def observe(parameters: ArchSuffixParameters, resolve: Resolver) -> Evidence:
     """Ask `resolve` for its targets and try each of them."""
     gpu, cuda = parse_capability(parameters.capability), parse_cuda(parameters.cuda)
     compiler = _Compiler(cuda, find_compiler(cuda, find_compilers()))
-    reading = resolve(gpu, cuda, parameters.arch_list)
+    reading = resolve(capability=gpu, cuda=cuda, arch_list=parameters.arch_list)
     return {
         "targets": list(reading.targets),
         "error": reading.error,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
@@ -15,23 +16,22 @@ from moedoctor.results import Case, Evidence, UnavailableError
 from moedoctor.upstream.selection.installed import InstalledSelection, Started, find_installed_release
 from moedoctor.upstream.selection.oracle import Layer
 
-Start = Callable[[BackendOverrideParameters, Mapping[str, str], Sequence[str]], Started]
-"""(parameters, variables, command line) -> what came of the start."""
+Start = Callable[[Mapping[str, str], Sequence[str]], Started]
+"""(variables, command line) -> what came of the start."""
 _COMMAND = ("vllm", "serve", "MODEL")
 
 
 def model(case: Case, parameters: BackendOverrideParameters, release: None) -> Evidence:
     """Observe vLLM's own selection as the tables have it, or ours."""
-    return observe(parameters, start_upstream if case.subject == "faulty" else start_ours)
+    start = start_upstream if case.subject == "faulty" else start_ours
+    return observe(parameters, partial(start, parameters))
 
 
 def library(case: Case, parameters: BackendOverrideParameters, release: None) -> Evidence:
     """Observe the installed vLLM. Raises UnavailableError if it is another release."""
     installed = InstalledSelection.from_this_environment(parameters.release)
 
-    def start(
-        parameters: BackendOverrideParameters, environ: Mapping[str, str], command: Sequence[str]
-    ) -> Started:
+    def start(environ: Mapping[str, str], command: Sequence[str]) -> Started:
         moe_backend = find_moe_backend(command, parameters.release)
         layer = Layer(parameters.scheme, parameters.activation, moe_backend=moe_backend)
         return installed.start(parameters.capability, layer, environ)
@@ -48,8 +48,7 @@ def observe(parameters: BackendOverrideParameters, start: Start) -> Evidence:
     else:
         name, _, value = parameters.setting.partition("=")
         environ[name] = value
-    without = start(parameters, {}, _COMMAND)
-    return {**asdict(start(parameters, environ, command)), "without": without.selected}
+    return {**asdict(start(environ, command)), "without": start({}, _COMMAND).selected}
 
 
 def start_upstream(

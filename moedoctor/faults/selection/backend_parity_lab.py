@@ -50,10 +50,5 @@ def observe(parameters: BackendParityParameters, device: str, backend: Any) -> E
 
 
 def _shape(parameters: BackendParityParameters) -> LayerShape:
-    return LayerShape(
-        parameters.hidden,
-        parameters.intermediate,
-        parameters.experts,
-        parameters.top_k,
-        parameters.activation,
-    )
+    names = {"hidden", "intermediate", "experts", "top_k", "activation"}
+    return LayerShape(**parameters.model_dump(include=names))

@@ -7,7 +7,6 @@ the GPU and the CUDA release. Everything is put back afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import os
 import re
@@ -62,16 +61,14 @@ class FlashInferContext:
         """
         import torch
 
-        with contextlib.ExitStack() as changes:
-            changes.enter_context(mock.patch.dict(os.environ, {_LIST: arch_list or ""}))
+        with (
+            mock.patch.dict(os.environ, {_LIST: arch_list or ""}),
+            mock.patch.object(torch.cuda, "device_count", return_value=1),
+            mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+            mock.patch.object(self.extensions, "get_cuda_version", return_value=Version(show(cuda))),
+        ):
             if arch_list is None:
                 del os.environ[_LIST]
-            for owner, name, function in (
-                (torch.cuda, "device_count", lambda: 1),
-                (torch.cuda, "get_device_capability", lambda *_: capability),
-                (self.extensions, "get_cuda_version", lambda: Version(show(cuda))),
-            ):
-                changes.enter_context(mock.patch.object(owner, name, function))
             try:
                 majors = list(list_moe_majors(capability))
                 flags = self.context().get_nvcc_flags_list(supported_major_versions=majors)

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,20 @@ from moedoctor.upstream.flashinfer.source import FlashInferSource, find_installe
 from moedoctor.upstream.releases.wheel import KernelError
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+
+
+class Share(NamedTuple):
+    """The experts that one expert-parallel rank has."""
+
+    experts: int
+    """Their number, the same on every rank."""
+    ranks: int = 1
+    rank: int = 0
+
+    @property
+    def start(self) -> int:
+        """The first of them."""
+        return self.experts * self.rank
 
 
 @dataclass(frozen=True)
@@ -69,23 +84,22 @@ class FlashInferProbe:
     device: str = "cuda"
     """The device of the tensors that its functions take."""
 
-    def build_maps(
-        self, ids: torch.Tensor, experts: int, *, start: int = 0, memory: RoutingMaps | int = 0
-    ) -> RoutingMaps:
-        """Return the maps for `ids` int32 [T, K] and the local experts `start` to `start + experts - 1`.
+    def build_maps(self, ids: torch.Tensor, share: Share, memory: RoutingMaps | int) -> RoutingMaps:
+        """Return the maps for `ids` int32 [T, K] and the experts of `share`.
 
         As the runner does: the fused prologue first, and the three-step sort if it declines. `memory` is what
         the maps' memory holds before: a value for all entries, or the maps of an earlier call, which are
         overwritten.
         """
         tokens, top_k = ids.shape
+        experts = share.experts
         if isinstance(memory, RoutingMaps):
             maps = memory
         else:
             places, inverse = (ids.new_full((tokens * top_k,), memory) for _ in range(2))
             maps = RoutingMaps(False, places, inverse, ids.new_zeros(experts + 1, dtype=torch.int64))
         written = (maps.row_of_permuted, maps.permuted_of_row, maps.first_offset)
-        common = (tokens, experts, top_k, start)
+        common = (tokens, experts, top_k, share.start)
         taken = self._call("fused", ids, *written, *common)
         if not taken:
             block = self.library.moedoctor_probe_tokens_per_block(tokens, experts)
@@ -105,20 +119,17 @@ class FlashInferProbe:
         ids: torch.Tensor,
         weights: torch.Tensor,
         out: torch.Tensor,
-        experts: int,
-        *,
-        ranks: int = 1,
-        rank: int = 0,
-        all_to_all: bool = False,
+        share: Share,
+        all_to_all: bool,
     ) -> None:
         """Write to `out` bf16 [T, H] each token's sum of weight times its sorted row of `rows` bf16 [R, H].
 
-        `ids` int32 and `weights` float32 [T, K]; `experts` is the number of local experts of this `rank`.
-        With more than one of `ranks` and `all_to_all` the release takes its kernel that fills no rows.
+        `ids` int32 and `weights` float32 [T, K]. With more than one rank and `all_to_all` the release takes
+        its kernel that fills no rows.
         """
         tokens, top_k = ids.shape
         maps_of_pairs = (maps.permuted_of_row, maps.row_of_permuted)
-        sizes = (tokens, rows.shape[1], top_k, experts, ranks, rank, int(all_to_all))
+        sizes = (tokens, rows.shape[1], top_k, *share, int(all_to_all))
         self._call("finalize", rows, out, weights, *maps_of_pairs, ids, maps.first_offset, *sizes)
         torch.cuda.synchronize(ids.device)
 

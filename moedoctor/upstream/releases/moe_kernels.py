@@ -27,7 +27,7 @@ from moedoctor.upstream.releases.wheel import (
 )
 
 _RUNTIME = re.compile(r"libcudart\.so\.(\d+)")
-_SCORING = {"softmax": 0, "sigmoid": 1}
+_TAKES_LOGITS = 1
 """`scoring_func` of grouped_topk: 0 takes scores, 1 takes logits (vllm/_custom_ops.py, 0.18.0 to 0.33.0)."""
 
 
@@ -58,11 +58,8 @@ class MoeKernels:
 
     @classmethod
     def installed(cls) -> MoeKernels:
-        """Load the kernels of the installed vLLM, which is not imported. Raises UnavailableError."""
-        try:
-            return cls.load(find_installed_library())
-        except KernelError as error:
-            raise UnavailableError(str(error)) from error
+        """Load the kernels of the installed vLLM, which is not imported. Raises KernelError."""
+        return cls.load(find_installed_library())
 
     def find_schema(self, name: str) -> Any:
         """Return the schema of operator `name` in this release. Raises UnavailableError."""
@@ -77,27 +74,24 @@ class MoeKernels:
         *,
         num_groups: int,
         topk_groups: int,
-        scoring: str = "sigmoid",
         bias: torch.Tensor | None = None,
         renormalize: bool = False,
-        routed_scaling_factor: float = 1.0,
     ) -> TopK:
-        """Call vLLM's fused ``grouped_topk``.
+        """Call vLLM's fused ``grouped_topk``, which scores `logits` [T, E] by sigmoid.
 
         Raises UnavailableError without a `bias`, which the operator always adds.
         """
         if bias is None:
             raise UnavailableError("vLLM's grouped_topk kernel has no form without a correction bias")
-        scores = logits if scoring == "sigmoid" else torch.softmax(logits, dim=-1)  # [T, E]
         values = {
-            "scores": scores,
+            "scores": logits,
             "n_group": num_groups,
             "topk_group": topk_groups,
             "topk": top_k,
             "renormalize": renormalize,
-            "routed_scaling_factor": routed_scaling_factor,
+            "routed_scaling_factor": 1.0,
             "bias": bias,
-            "scoring_func": _SCORING[scoring],
+            "scoring_func": _TAKES_LOGITS,
         }
         arguments = fill(self.find_schema("grouped_topk"), values)
         weights, ids = self.ops.grouped_topk(**arguments)  # [T, K] each

@@ -19,6 +19,35 @@ def topk_softmax(logits: torch.Tensor, top_k: int, *, renormalize: bool, bias: t
     return repeat_argmax(scores, top_k, renormalize=renormalize, bias=bias)
 
 
+def topk_sigmoid(logits: torch.Tensor, top_k: int, *, renormalize: bool, bias: torch.Tensor | None) -> TopK:
+    """Return the same with the sigmoid of each logit as its score."""
+    return repeat_argmax(torch.sigmoid(logits.float()), top_k, renormalize=renormalize, bias=bias)
+
+
+def grouped_topk(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    num_groups: int,
+    topk_groups: int,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+) -> TopK:
+    """Return the same argmax over groups and then over their experts.
+
+    No upstream grouped kernel is known to do that. The tier `kernel` shows what the real ones do.
+    """
+    scores = torch.sigmoid(logits.float())  # [T, E]
+    choice = scores if bias is None else scores + bias  # [T, E]
+    grouped = choice.unflatten(1, (num_groups, -1))  # [T, G, E/G]
+    counted = 1 if bias is None else min(2, grouped.shape[2])
+    best = grouped.topk(counted, dim=2).values.sum(2)  # [T, G]
+    groups = find_winners(best, topk_groups)  # [T, topk_groups]
+    keep = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)  # [T, G]
+    allowed = keep.repeat_interleave(grouped.shape[2], dim=1)  # [T, E]
+    return repeat_argmax(scores, top_k, renormalize=renormalize, bias=bias, allowed=allowed)
+
+
 def repeat_argmax(
     scores: torch.Tensor,
     top_k: int,

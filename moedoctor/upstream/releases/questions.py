@@ -18,8 +18,8 @@ from typing import Literal
 
 from moedoctor.entries import find_reports_folder
 from moedoctor.entries.entry import Entry, Evidence, Question
-from moedoctor.plugin.known_code import find_name, is_docstring
-from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
+from moedoctor.plugin.known_code import is_docstring
+from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError, find_place
 
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 """What `ast` raises for text that is not Python, or that is nested on purpose."""
@@ -216,14 +216,6 @@ def load_answers() -> Mapping[str, Mapping[str, Value]]:
     path = find_reports_folder() / "sources" / "answers.json"
     table: Mapping[str, Mapping[str, Value]] = json.loads(path.read_text(encoding="utf-8"))
     return table
-
-
-def find_place(tree: ast.Module, path: str) -> ast.AST | None:
-    """Return a function, class or assignment by its path, ``Class.method``; the file for an empty path."""
-    place: ast.AST | None = tree
-    for name in path.split(".") if path else ():
-        place = None if place is None else find_name(place, name)
-    return place
 
 
 def _read_python(node: ast.AST) -> Place:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moedoctor.plugin.known_code import find_name
 from moedoctor.results import UnavailableError
 from moedoctor.text import TextFileError, read_bytes, walk
 from moedoctor.upstream.releases.wheel import KernelError, find_package_folders, open_wheel
@@ -74,11 +75,13 @@ class ReleaseSource:
 
         Decorators are kept, annotations are ignored. Raises SourceError if it is not there.
         """
-        scope: list[ast.stmt] = ast.parse(self.read_text(member)).body
-        *owners, last = name.split(".")
-        for owner in owners:
-            scope = _find(scope, ast.ClassDef, owner, f"{self.path.name}: {member} has no class {owner}").body
-        function = _find(scope, ast.FunctionDef, last, f"{self.path.name}: {member} has no function {name}")
+        owner, _, last = name.rpartition(".")
+        tree = ast.parse(self.read_text(member))
+        if find_place(tree, owner) is None:
+            raise SourceError(f"{self.path.name}: {member} has no class {owner}")
+        function = find_place(tree, name)
+        if not isinstance(function, ast.FunctionDef):
+            raise SourceError(f"{self.path.name}: {member} has no function {name}")
         future = ast.parse("from __future__ import annotations").body
         module = ast.Module(body=[*future, function], type_ignores=[])
         space = dict(names)
@@ -86,8 +89,9 @@ class ReleaseSource:
         return space[last]
 
 
-def _find(scope: list[ast.stmt], kind: Any, name: str, message: str) -> Any:
-    for node in scope:
-        if isinstance(node, kind) and node.name == name:
-            return node
-    raise SourceError(message)
+def find_place(tree: ast.Module, path: str) -> ast.AST | None:
+    """Return a function, class or assignment by its path, ``Class.method``; the file for an empty path."""
+    place: ast.AST | None = tree
+    for name in path.split(".") if path else ():
+        place = None if place is None else find_name(place, name)
+    return place

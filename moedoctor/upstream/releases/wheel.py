@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from moedoctor.results import UnavailableError
 from moedoctor.text import TextFileError, open_file, shorten
 
 _LIBRARY = re.compile(r"vllm/_moe_C(_stable_libtorch)?\.abi3\.so")
@@ -27,8 +28,8 @@ _DAMAGED = (zipfile.BadZipFile, OSError, RuntimeError, EOFError, ValueError, zli
 """Exceptions of `zipfile` for a damaged file, or for one with a password or an unknown compression."""
 
 
-class KernelError(Exception):
-    """Kernels that are not available; one line says what was looked for and what to do."""
+class KernelError(UnavailableError):
+    """Kernels that are not available, so a case is skipped; one line says what was looked for, what to do."""
 
 
 def find_package_folders(package: str) -> list[Path]:

@@ -5,17 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from fault_cases import case
+from fault_cases import by_figures, judge
 
 from moedoctor.faults.cache import cache_overflow as claims
 from moedoctor.faults.cache.cache_overflow import CacheOverflowFault, CacheOverflowParameters
 from moedoctor.faults.cache.cache_overflow_lab import Layer, Prefill, make_grouped, measure
-from moedoctor.interfaces import ClaimTest, Measurement
+from moedoctor.interfaces import ClaimTest
 from moedoctor.reference.expert_cache import Problem
-from moedoctor.results import CaseVerdict, ClaimVerdict, Observation
-
-torch.set_num_threads(1)
-
+from moedoctor.results import CaseVerdict, ClaimVerdict
 
 FAULT = CacheOverflowFault()
 POINT = {"experts": 8, "capacity": 2, "top_k": 2, "tokens": 16}
@@ -40,8 +37,8 @@ def without_the_last_group(problem: Problem, capacity: int) -> Layer:
 
 @pytest.mark.parametrize("make", [silent, without_the_last_group])
 def test_the_judge_notices_silence_and_a_lost_group(make: Callable[[Problem, int], Layer]) -> None:
-    observation = Observation(measure(CacheOverflowParameters(**POINT), "cpu", make))
-    assert FAULT.judge(case(FAULT, "fixed", **POINT), observation).verdict is CaseVerdict.REPRODUCED
+    evidence = measure(CacheOverflowParameters(**POINT), "cpu", make)
+    assert judge(FAULT, evidence, "fixed", **POINT).verdict is CaseVerdict.REPRODUCED
 
 
 def overheads(*values: float) -> dict[str, Any]:
@@ -73,7 +70,7 @@ LIMITS = {"tolerance": 0.05, "min_share": 0.9}
     ],
 )
 def test_claims(claim: ClaimTest, evidence: dict[str, Any], verdict: ClaimVerdict) -> None:
-    assert claim.judge((), [Measurement("", Observation(evidence))], LIMITS).verdict is verdict
+    assert by_figures(claim, LIMITS, evidence).verdict is verdict
 
 
 def test_the_judge_reads_the_columns_that_the_bench_writes() -> None:

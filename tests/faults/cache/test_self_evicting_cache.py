@@ -5,26 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from fault_cases import by_rows, case, claim_of, run
+from fault_cases import by_figures, by_rows, claim_of, judge, run
 
 from moedoctor.faults.cache import self_evicting_cache_lab as lab
 from moedoctor.faults.cache.self_evicting_cache import SelfEvictingCache, SelfEvictingCacheParameters
 from moedoctor.fixes.eviction import SlotTable
-from moedoctor.interfaces import Measurement
 from moedoctor.reference.expert_cache import Problem
-from moedoctor.results import CaseVerdict, ClaimVerdict, Observation
+from moedoctor.results import CaseVerdict, ClaimVerdict
 from moedoctor.trace.format import save
 from moedoctor.trace.synthetic import ZipfSettings, draw_zipf_trace
-
-torch.set_num_threads(1)
-
 
 FAULT = SelfEvictingCache()
 
 
 def test_the_same_calls_are_computed_for_both_and_wrong_ones_are_among_them() -> None:
     point = {"experts": 64, "capacity": 16, "top_k": 8, "calls": 500, "computed": 16}
-    faulty, fixed = (run(FAULT, subject, **point)[1] for subject in ("faulty", "fixed"))
+    faulty, fixed = (run(FAULT, subject, **point).evidence for subject in ("faulty", "fixed"))
     assert faulty["computed"] == fixed["computed"]
     assert 0 < faulty["wrong_calls"] < 50, "rare here, so that choosing calls matters"
     assert faulty["wrong_outputs"] == min(8, faulty["wrong_calls"])
@@ -42,12 +38,10 @@ def wrong_weights(parameters: SelfEvictingCacheParameters, problem: Problem) -> 
 
 
 def test_a_wrong_output_counts_even_if_the_bookkeeping_is_right() -> None:
-    point = case(FAULT, experts=8, capacity=8, top_k=2, calls=50, computed=8)
-    observation = Observation(
-        lab.measure(SelfEvictingCacheParameters(**point.parameters), "cpu", wrong_weights)
-    )
-    assert observation.evidence["wrong_calls"] == 0
-    assert FAULT.judge(point, observation).verdict is CaseVerdict.REPRODUCED
+    point = {"experts": 8, "capacity": 8, "top_k": 2, "calls": 50, "computed": 8}
+    evidence = lab.measure(SelfEvictingCacheParameters(**point), "cpu", wrong_weights)
+    assert evidence["wrong_calls"] == 0
+    assert judge(FAULT, evidence, **point).verdict is CaseVerdict.REPRODUCED
 
 
 def test_calls_that_need_more_experts_than_slots_are_refused() -> None:
@@ -67,7 +61,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("shipped")
 def test_the_shipped_trace_can_be_the_routing() -> None:
     point = {"routing": "trace", "experts": 32, "capacity": 4, "top_k": 4, "calls": 90, "computed": 16}
-    assert run(FAULT, **point)[1]["wrong_calls"] > 0
+    assert run(FAULT, **point).evidence["wrong_calls"] > 0
     with pytest.raises(ValueError, match="32 experts and top-4"):
         run(FAULT, **{**point, "experts": 64})
 
@@ -76,9 +70,9 @@ def test_the_shipped_trace_can_be_the_routing() -> None:
 @pytest.mark.parametrize("key", ["lfru_at_half", "lru_monopoly"])
 def test_claims_are_measured_and_judged(key: str) -> None:
     test = claim_of(FAULT, key)
-    measurement = Measurement("", test.measure("", "cpu", {}))
     limits = dict.fromkeys(test.thresholds, 0.0)
-    assert test.judge([], [measurement], limits).verdict in (ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED)
+    judged = by_figures(test, limits, test.measure("", "cpu", {}).evidence)
+    assert judged.verdict in (ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED)
 
 
 def rates(lfru_8: float, lru_16: float) -> dict[str, Any]:

@@ -1,13 +1,10 @@
 """MD019: sums through shared memory are wrong, ours are right, and the figures count shared memory."""
 
 import pytest
-import torch
 from fault_cases import by_rows
 
 from moedoctor.faults.cache.workspace_aliasing import RESULTS, judge_modular_kernel
 from moedoctor.results import ClaimVerdict
-
-torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(("wrong", "verdict"), [(0, ClaimVerdict.REFUTED), (64, ClaimVerdict.CONFIRMED)])

@@ -31,9 +31,9 @@ NAMES, SHARDS, LIST = (catalogue.load_faults()[id] for id in ("MD021", "MD022", 
     ],
 )
 def test_a_name_is_skipped_or_stops_the_loader(loader: str, mistake: str, figure: str) -> None:
-    judgement, evidence = run(NAMES, loader=loader, mistake=mistake)
-    assert judgement.figure.startswith(figure)
-    assert (evidence["stopped"] is None) is (evidence.get("skipped", 0) > 0)
+    judged = run(NAMES, loader=loader, mistake=mistake)
+    assert judged.figure.startswith(figure)
+    assert (judged.evidence["stopped"] is None) is (judged.evidence.get("skipped", 0) > 0)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_a_name_is_skipped_or_stops_the_loader(loader: str, mistake: str, figure
     ],
 )
 def test_a_shard_is_refused_or_right(loader: str, width: int, ranks: int, figure: str) -> None:
-    judgement, _ = run(SHARDS, loader=loader, intermediate=width, tensor_parallel=ranks)
-    assert judgement.figure.removeprefix("stops: rank 0, ").startswith(figure)
+    judged = run(SHARDS, loader=loader, intermediate=width, tensor_parallel=ranks)
+    assert judged.figure.removeprefix("stops: rank 0, ").startswith(figure)
 
 
 def test_the_rules_of_a_list_differ_between_formats() -> None:
@@ -71,9 +71,9 @@ def test_the_rules_of_a_list_differ_between_formats() -> None:
 def test_lint_names_a_wrong_list_and_its_repair_also_names_router_and_head() -> None:
     for mistake in ("nothing", "other_names", "one_part", "prefix"):
         for format in ("nvfp4", "fp8", "fp8_compressed"):
-            judgement, evidence = run(LIST, "fixed", format=format, mistake=mistake)
-            assert judgement.verdict is CaseVerdict.CLEAN, (format, mistake)
-            assert "MD023" in evidence["lint"]
+            judged = run(LIST, "fixed", format=format, mistake=mistake)
+            assert judged.verdict is CaseVerdict.CLEAN, (format, mistake)
+            assert "MD023" in judged.evidence["lint"]
 
 
 ANSWER = replace(answer_unasked("0.33.0", ("M",), "x"), reason="why")
@@ -90,11 +90,9 @@ def test_the_installed_loader_decides(fault, verdict, monkeypatch):
         return [replace(ANSWER, verdict=verdict)]
 
     monkeypatch.setattr(loading_lab, "ask_release", answer)
-    point = case(fault, "installed", Tier.LIBRARY)
-    observation = fault.observe(point, None)
-    expected = CaseVerdict.CLEAN if verdict is Verdict.STARTS else CaseVerdict.REPRODUCED
-    assert fault.judge(point, observation).verdict is expected
-    assert observation.evidence["vllm"] == "0.33.0"
+    judged = run(fault, "installed", Tier.LIBRARY)
+    assert judged.verdict is (CaseVerdict.CLEAN if verdict is Verdict.STARTS else CaseVerdict.REPRODUCED)
+    assert judged.evidence["vllm"] == "0.33.0"
     ((_, tensors),) = asked[1].items()
     assert len(tensors) > 10
 

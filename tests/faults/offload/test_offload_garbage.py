@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine_stub import answered, died, layer_outputs
+from fault_cases import run
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
@@ -26,7 +27,6 @@ from moedoctor.upstream.engine import offload_table, probes
 from moedoctor.upstream.engine.engine import EngineResult, LogFacts
 from moedoctor.upstream.engine.engine import _write_request as document_of
 from moedoctor.upstream.engine.experiment import Ran
-from tests.faults.offload.cases import run_case
 
 ROOT = Path(__file__).parents[3]
 
@@ -234,9 +234,9 @@ def test_the_engine_tier_runs_the_engines_that_a_point_names(monkeypatch, fixes,
         monkeypatch.setattr(module, "need_engine", lambda: None)
     monkeypatch.setattr(engine_module, "run_engine", run_engine)
     mine = {"mode": "eager", "model": "/m", "expected": "Paris", "fixes": fixes}
-    own = run_case(OffloadGarbage(), "installed", Tier.ENGINE, **mine)
+    own = run(OffloadGarbage(), "installed", Tier.ENGINE, **mine)
     assert (own.verdict, labels) == (CLEAN, ["/m without offload", "/m with offload"])
-    tiny = run_case(OffloadGarbage(), "installed", Tier.ENGINE, mode="eager", fixes=fixes)
+    tiny = run(OffloadGarbage(), "installed", Tier.ENGINE, mode="eager", fixes=fixes)
     assert tiny.verdict is CLEAN
     assert tiny.evidence["cells"] == 4
 

@@ -1,10 +1,10 @@
 """MD013: the mark that outlives its memory. MD009: the assertion, and the plug-in's workaround."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_stub import answered, died
+from fault_cases import judge, run
 from packaging.version import Version
 from vllm_stub import write_files
 
@@ -14,13 +14,12 @@ from moedoctor.faults.offload.offload_noop_lab import collect_engine_evidence
 from moedoctor.faults.offload.offload_reinit import OffloadReinit, OffloadReinitParameters
 from moedoctor.faults.offload.offload_reinit_lab import FILE, mock_runner, observe, refuse, try_rebuild
 from moedoctor.plugin.offload_fix import skip_assertion
-from moedoctor.results import Case, CaseResult, CaseVerdict, Observation, Tier, UnavailableError
+from moedoctor.results import CaseResult, CaseVerdict, Tier, UnavailableError
 from moedoctor.runner.plan import Options, plan
 from moedoctor.scenario.targets import find_builtin_file, load_scenario
 from moedoctor.upstream.engine import engine as engine_module
 from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 from moedoctor.upstream.releases.release_source import ReleaseSource
-from tests.faults.offload.cases import run_case
 
 CONTEXT = """
 from contextlib import contextmanager
@@ -52,12 +51,7 @@ def replace_parameter(layer, name, new):
 def run_release(tmp_path: Path, replace: str) -> CaseResult:
     files = {"utils.py": replace, "model_loader/utils.py": CONTEXT}
     write_files(tmp_path, {f"vllm/model_executor/{name}": text for name, text in files.items()})
-    return run_case(OffloadNoop(), "vllm@0.33.0", Tier.LIBRARY, ReleaseSource(tmp_path))
-
-
-def verdict_of(evidence: dict[str, Any]) -> CaseVerdict:
-    case = Case("MD013", "faulty", Tier.MODEL, {"cause": "repacked"})
-    return OffloadNoop().judge(case, Observation(evidence)).verdict
+    return run(OffloadNoop(), "vllm@0.33.0", Tier.LIBRARY, ReleaseSource(tmp_path))
 
 
 def test_a_release_that_keeps_the_parameter_leaves_changed_weights_on_the_gpu(tmp_path: Path) -> None:
@@ -121,7 +115,7 @@ def test_an_engine_is_judged_by_the_place_of_its_weights(
     monkeypatch.setattr(engine_module, "need_engine", lambda: None)
     monkeypatch.setattr(engine_module, "run_engine", run_engine)
     monkeypatch.setattr(offload_noop_lab, "read_vllm_version", lambda: release)
-    case = run_case(OffloadNoop(), subject, Tier.ENGINE, cause=cause)
+    case = run(OffloadNoop(), subject, Tier.ENGINE, cause=cause)
     expected = CaseVerdict.CLEAN if place == "host" else CaseVerdict.REPRODUCED
     assert (case.evidence["asked_bytes"], case.verdict) == (64, expected)
 
@@ -136,11 +130,11 @@ def test_an_engine_that_did_not_run_is_no_evidence() -> None:
     with pytest.raises(RuntimeError, match="ValueError: no"):
         collect_engine_evidence(died("no", kind="ValueError"), {})
     empty = collect_engine_evidence(answered(probe={"parameters": []}), {})
-    assert verdict_of(empty) is CaseVerdict.ERROR
-    assert verdict_of(collect_engine_evidence(engine("cpu"), {})) is CaseVerdict.CLEAN
+    assert judge(OffloadNoop(), empty).verdict is CaseVerdict.ERROR
+    on_host = collect_engine_evidence(engine("cpu"), {})
+    assert judge(OffloadNoop(), on_host).verdict is CaseVerdict.CLEAN
 
 
-CASE = Case("MD009", "faulty", Tier.MODEL, {"layout": "hybrid", "offload_gb": 4.0})
 RELEASE = """
 class GPUModelRunner:
     def may_reinitialize_input_batch(self, kv_cache_config, kernel_block_sizes):
@@ -159,16 +153,16 @@ def release(tmp_path: Path, check: str) -> ReleaseSource:
 
 @pytest.mark.parametrize(("check", "verdict"), [(CHECK, CaseVerdict.REPRODUCED), ("pass", CaseVerdict.CLEAN)])
 def test_a_release_is_run_from_its_file(tmp_path: Path, check: str, verdict: CaseVerdict) -> None:
-    case = run_case(OffloadReinit(), "vllm@0.19.1", Tier.LIBRARY, release(tmp_path, check))
+    case = run(OffloadReinit(), "vllm@0.19.1", Tier.LIBRARY, release(tmp_path, check))
     assert case.verdict is verdict
     assert case.evidence["with_offload_and_plug_in"] == "rebuilt"
     with pytest.raises(UnavailableError, match="vllm is not installed here"):
-        run_case(OffloadReinit(), "installed", Tier.LIBRARY)
+        run(OffloadReinit(), "installed", Tier.LIBRARY)
 
 
 def test_a_function_that_never_rebuilds_is_not_clean() -> None:
-    observation = Observation(observe(OffloadReinitParameters(), lambda runner, config, sizes: None))
-    assert OffloadReinit().judge(CASE, observation).verdict is CaseVerdict.ERROR
+    evidence = observe(OffloadReinitParameters(), lambda runner, config, sizes: None)
+    assert judge(OffloadReinit(), evidence).verdict is CaseVerdict.ERROR
 
 
 def test_the_plug_in_restores_the_configuration() -> None:
@@ -185,7 +179,7 @@ def test_the_plug_in_restores_the_configuration() -> None:
 
 def test_the_first_fixed_of_the_available_releases() -> None:
     def result(name: str, verdict: CaseVerdict) -> CaseResult:
-        return CaseResult(name, Tier.LIBRARY, CASE.parameters, verdict, {"with_offload": "?"})
+        return CaseResult(name, Tier.LIBRARY, {}, verdict, {"with_offload": "?"})
 
     bad, good = CaseVerdict.REPRODUCED, CaseVerdict.CLEAN
     results = [result("vllm@0.20.0", good), result("vllm@0.9.0", bad), result("vllm@0.19.1", bad)]

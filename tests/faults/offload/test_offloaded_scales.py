@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_cases import run
 
 from moedoctor.faults.offload import offloaded_scales as md003
 from moedoctor.faults.offload.offloaded_scales import OffloadedScales
@@ -15,7 +16,6 @@ from moedoctor.kernels.unchecked import read_address, read_tensor
 from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Crash, Death, Observation, Tier
 from moedoctor.upstream.engine import offload_table
 from moedoctor.upstream.engine.offload_table import COPIES, ON_GPU, PLACES, UVA, WEIGHTS
-from tests.faults.offload.cases import run_case
 
 
 def test_scales_that_stay_on_the_device_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_only_the_fixed_engine_has_the_fix(monkeypatch, fault, mode, backends, p
 
     monkeypatch.setattr(offload_table, "measure", measure)
     for subject in ("faulty", "fixed"):
-        assert run_case(fault, subject, Tier.ENGINE, engine=mode).verdict is CaseVerdict.CLEAN
+        assert run(fault, subject, Tier.ENGINE, engine=mode).verdict is CaseVerdict.CLEAN
     assert asked == [(backends, mode, places, fixed) for fixed in (False, True)]
     case, wrong = Case(fault.id, "faulty", Tier.ENGINE, parameters), {**COUNTS, "controls_wrong": 1}
     assert fault.describe(parameters) == f"engines, {mode}"

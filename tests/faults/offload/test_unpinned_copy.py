@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_cases import judge, run
 
 from moedoctor.faults.offload.late_device import LateDevice
 from moedoctor.faults.offload.unpinned_copy import CELLS, PAGEABLE, STALE, UnpinnedCopy, judge_crash_3
@@ -11,18 +12,7 @@ from moedoctor.faults.offload.unpinned_copy_lab import stores_stale
 from moedoctor.fixes.offload import storage as offload_storage
 from moedoctor.fixes.offload.prefetch import CudaEngine, Pipeline
 from moedoctor.interfaces import Measurement
-from moedoctor.results import (
-    Case,
-    CaseResult,
-    CaseVerdict,
-    ClaimVerdict,
-    Crash,
-    Death,
-    Observation,
-    Skip,
-    Tier,
-)
-from tests.faults.offload.cases import run_case
+from moedoctor.results import CaseResult, CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip, Tier
 
 
 def _without_order(self: Pipeline, index: int) -> None:
@@ -43,7 +33,7 @@ def _without_joining(self: Pipeline, index: int, unit: Any, slot: Any) -> None:
 )
 def test_a_fault_of_our_own_pipeline_reproduces_the_failure(monkeypatch, name, broken):
     monkeypatch.setattr(Pipeline, name, broken)
-    case = run_case(UnpinnedCopy(), "fixed", direction="h2d", bytes=256)
+    case = run(UnpinnedCopy(), "fixed", direction="h2d", bytes=256)
     assert case.verdict is CaseVerdict.REPRODUCED
     assert case.evidence["pinned_busy"] > 0
 
@@ -65,7 +55,7 @@ def test_the_bytes_moved_to_the_host_are_checked(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_on_a_gpu_the_fix_is_our_engine_and_our_offloader(direction: str) -> None:
-    case = run_case(UnpinnedCopy(), "fixed", Tier.KERNEL, direction=direction, bytes=1 << 20, copies=2)
+    case = run(UnpinnedCopy(), "fixed", Tier.KERNEL, direction=direction, bytes=1 << 20, copies=2)
     assert case.verdict is CaseVerdict.CLEAN
 
 
@@ -73,7 +63,7 @@ def test_on_a_gpu_the_fix_is_our_engine_and_our_offloader(direction: str) -> Non
 @pytest.mark.parametrize("name", ["synchronize", "fork", "join"])
 def test_on_a_gpu_a_fault_of_our_own_engine_reproduces_the_failure(monkeypatch, name):
     monkeypatch.setattr(CudaEngine, name, lambda self, *mark: None)
-    case = run_case(UnpinnedCopy(), "fixed", Tier.KERNEL, direction="h2d", bytes=1 << 20, copies=8)
+    case = run(UnpinnedCopy(), "fixed", Tier.KERNEL, direction="h2d", bytes=1 << 20, copies=8)
     assert case.verdict is CaseVerdict.REPRODUCED
 
 
@@ -137,8 +127,7 @@ def test_crash_3(copies: Any, host_address: Any, verdict: ClaimVerdict, text: st
 def test_one_early_copy_is_enough_and_a_pageable_one_on_a_gpu_confirms_crash_3(name: str) -> None:
     """A simulated device is no evidence about CUDA."""
     cells = {**dict.fromkeys(CELLS, 0.0), name: 0.01}
-    judgement = UnpinnedCopy().judge(Case("MD002", "faulty", Tier.MODEL, {}), Observation(cells))
-    assert judgement.verdict is CaseVerdict.REPRODUCED
+    assert judge(UnpinnedCopy(), cells).verdict is CaseVerdict.REPRODUCED
     for tier in (Tier.KERNEL, Tier.MODEL):
         case = CaseResult("faulty", tier, {}, CaseVerdict.REPRODUCED, cells)
         confirmed = tier is Tier.KERNEL and name.startswith("pageable")

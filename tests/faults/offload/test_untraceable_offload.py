@@ -7,22 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from fault_cases import judge, run
 from vllm_stub import write_files
 
 from moedoctor.faults.offload import untraceable_offload_lab
 from moedoctor.faults.offload.untraceable_offload import UntraceableOffload
-from moedoctor.results import (
-    Case,
-    CaseResult,
-    CaseVerdict,
-    Observation,
-    ScenarioVerdict,
-    Tier,
-    UnavailableError,
-)
+from moedoctor.results import CaseResult, CaseVerdict, ScenarioVerdict, Tier, UnavailableError
 from moedoctor.runner.judge import decide
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError
-from tests.faults.offload.cases import run_case
 
 SMALL = {"layers": 3, "experts": 2, "hidden": 16, "intermediate": 16}
 
@@ -30,7 +22,7 @@ SMALL = {"layers": 3, "experts": 2, "hidden": 16, "intermediate": 16}
 @pytest.mark.slow
 def test_forward_by_state_dict_is_traced_or_not_by_this_torch_and_ours_always() -> None:
     fault = UntraceableOffload()
-    control, fix = (run_case(fault, name, **SMALL) for name in ("faulty", "fixed"))
+    control, fix = (run(fault, name, **SMALL) for name in ("faulty", "fixed"))
     assert (fix.verdict, fix.evidence["graphs"]) == (CaseVerdict.CLEAN, 1)
     assert fix.evidence.get("allowed_distance") == 0, "nothing is compiled, so nothing may be rounded"
     if control.verdict is CaseVerdict.CLEAN:
@@ -69,7 +61,7 @@ def run_release(tmp_path: Path, **changed: str) -> CaseResult:
     text = changed.get("source") or RELEASE.format(**given)
     write_files(tmp_path, {untraceable_offload_lab.FILE: text})
     source = ReleaseSource(tmp_path)
-    return run_case(UntraceableOffload(), "vllm@0.21.0", Tier.LIBRARY, source, **SMALL)
+    return run(UntraceableOffload(), "vllm@0.21.0", Tier.LIBRARY, source, **SMALL)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +85,7 @@ def test_releases_that_cannot_be_judged(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="no function UVAOffloader"):
         run_release(tmp_path / "other", source="class UVAOffloader: ...\n")
     with pytest.raises(UnavailableError, match="vllm is not installed here"):
-        run_case(UntraceableOffload(), "installed", Tier.LIBRARY, **SMALL)
+        run(UntraceableOffload(), "installed", Tier.LIBRARY, **SMALL)
 
 
 TRACED = {"torch": "2.13.0", "error": None, "telling_line": None, "graphs": 1, "same_bits": True}
@@ -111,8 +103,7 @@ OTHERS = {"same_bits": False, "distance": 0.3, "wrong_weights_distance": 0.2, "a
     ],
 )
 def test_rounding_by_the_compiler_is_not_a_failure(evidence: Any, verdict: CaseVerdict) -> None:
-    case = Case("MD005", "fixed", Tier.MODEL, {})
-    assert UntraceableOffload().judge(case, Observation({**TRACED, **evidence})).verdict is verdict
+    assert judge(UntraceableOffload(), {**TRACED, **evidence}).verdict is verdict
 
 
 def test_a_nan_in_a_later_pass_is_not_a_small_difference() -> None:
@@ -132,10 +123,11 @@ def test_wrong_weights_in_one_compiled_layer_are_more_than_rounding(number: int 
         return untraceable_offload_lab.fixed(stack)
 
     parameters = UntraceableOffload().parameters(compiler="aot_eager", **SMALL)
-    observation = Observation(untraceable_offload_lab.observe(parameters, "cpu", exchange))
-    assert 0 < observation.evidence["allowed_distance"] < observation.evidence["wrong_weights_distance"]
-    judgement = UntraceableOffload().judge(Case("MD005", "fixed", Tier.MODEL, {}), observation)
-    assert judgement.verdict is (CaseVerdict.CLEAN if number is None else CaseVerdict.REPRODUCED)
+    evidence = untraceable_offload_lab.observe(parameters, "cpu", exchange)
+    assert 0 < evidence["allowed_distance"] < evidence["wrong_weights_distance"]
+    assert judge(UntraceableOffload(), evidence).verdict is (
+        CaseVerdict.CLEAN if number is None else CaseVerdict.REPRODUCED
+    )
 
 
 def test_only_a_torch_that_traced_every_control_makes_the_failure_absent() -> None:

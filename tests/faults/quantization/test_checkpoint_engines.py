@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from engine_stub import died
+from fault_cases import run
 from safetensors.torch import load_file
 
 from moedoctor.diagnose.checkpoint.lint import lint
 from moedoctor.faults.quantization import checkpoint_lab
 from moedoctor.faults.quantization import kv_scales_missing_lab as lab
-from moedoctor.faults.quantization.checkpoint_lab import PROMPTS, Changes, compare_engines, stack_projection
+from moedoctor.faults.quantization.checkpoint_lab import PROMPTS, compare_engines, stack_projection
 from moedoctor.faults.quantization.gate_up_order import GateUpOrder
 from moedoctor.faults.quantization.gate_up_order_lab import CHANGES as MD017
 from moedoctor.faults.quantization.global_scale_mismatch import GlobalScaleMismatch
@@ -27,28 +29,25 @@ from moedoctor.faults.quantization.scale_layout import ScaleLayout
 from moedoctor.faults.quantization.scale_layout_lab import CHANGES as MD018
 from moedoctor.reference.checkpoints import Change, Tensors, write_qwen3_moe
 from moedoctor.reference.nvfp4 import dequantize
-from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Death, Evidence, Observation, Tier
-from moedoctor.upstream.engine.engine import EngineError, EngineRequest, EngineResult
+from moedoctor.results import CaseResult, CaseVerdict, ClaimVerdict, Evidence, Tier
+from moedoctor.upstream.engine.engine import EngineRequest, EngineResult
 
+COMPARED = (GateUpOrder, ScaleLayout, GlobalScaleMismatch, InputScaleMissing)
 STEP = {"1": -0.1, "2": -2.0}
 
 
-def results(
-    tokens: int = 1, logprob: Any = -0.1, error: str | None = None
-) -> tuple[EngineResult, EngineResult]:
-    def result(label: str, token: int, steps: Mapping[str, float]) -> EngineResult:
+def results(token: int = 1, logprob: Any = -0.1) -> tuple[EngineResult, EngineResult]:
+    """The results of the reference, and of an engine with another token or logprob."""
+
+    def result(token: int, steps: Mapping[str, float]) -> EngineResult:
         tokens, logprobs = ((1, token),) * len(PROMPTS), ((STEP, steps),) * len(PROMPTS)
-        return EngineResult(label, tokens, logprobs=logprobs, version="0.21.0")
+        return EngineResult("x", tokens, logprobs=logprobs, version="0.21.0")
 
-    second = result("tested", tokens, {**STEP, "1": logprob})
-    if error is not None:
-        failed = EngineError("ValueError", error, "load", Death.EXCEPTION)
-        second = EngineResult("tested", error=failed, version="0.21.0")
-    return result("reference", 1, STEP), second
+    return result(1, STEP), result(token, {**STEP, "1": logprob})
 
 
-def compare(answer: tuple[EngineResult, EngineResult], changes: Changes = MD014) -> Evidence:
-    return compare_engines(changes, "marlin", repaired=False, run=lambda requests: list(answer))
+def compare(answer: tuple[EngineResult, EngineResult]) -> Evidence:
+    return compare_engines(MD014, "marlin", repaired=False, run=lambda requests: list(answer))
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def verdict(answer: tuple[EngineResult, EngineResult]) -> CaseVerdict:
     return GlobalScaleMismatch().judge_engines(compare(answer)).verdict
 
 
-RIGHT, FAILED = results(), results(error="out of memory")[1]
+RIGHT, FAILED = results(), died("out of memory")
 
 
 @pytest.mark.usefixtures("_unwritten")
@@ -70,11 +69,11 @@ RIGHT, FAILED = results(), results(error="out of memory")[1]
     [
         (RIGHT, CaseVerdict.CLEAN),
         (results(logprob=-0.3), CaseVerdict.CLEAN),
-        (results(tokens=2), CaseVerdict.REPRODUCED),
+        (results(token=2), CaseVerdict.REPRODUCED),
         (results(logprob=-0.4), CaseVerdict.REPRODUCED),
         (results(logprob=float("nan")), CaseVerdict.REPRODUCED),
         (results(logprob="nan"), CaseVerdict.REPRODUCED),
-        (results(error="no scale"), CaseVerdict.REPRODUCED),
+        ((RIGHT[0], FAILED), CaseVerdict.REPRODUCED),
         ((FAILED, FAILED), CaseVerdict.ERROR),
         ((RIGHT[0], replace(RIGHT[1], logprobs=None)), CaseVerdict.ERROR),
     ],
@@ -111,7 +110,7 @@ def written(folder: Path, *changes: Change) -> list[Tensors]:
 
 
 def test_the_damaged_checkpoint_means_the_same_numbers(tmp_path: Path) -> None:
-    tensors = written(tmp_path, *MD014)
+    tensors = written(tmp_path, MD014.reference, MD014.damaged, MD014.repaired)
     up = [dequantize(stack_projection(checkpoint, "up", 8)) for checkpoint in tensors]
     down = [dequantize(stack_projection(checkpoint, "down", 8)) for checkpoint in tensors]
     assert torch.equal(up[0], up[1])
@@ -125,34 +124,13 @@ def test_the_damaged_checkpoint_means_the_same_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("changes", "changed"), [(MD017, {"gate", "up"}), (MD018, {"gate", "up", "down"})])
 def test_a_layout_is_damaged_in_every_expert_and_wholly_repaired(changes, changed, tmp_path):
-    right, damaged, repaired = written(tmp_path, *changes)
+    damaged, repaired, right = written(tmp_path, *changes)
     assert right.keys() == damaged.keys() == repaired.keys()
     for name, tensor in right.items():
         assert torch.equal(repaired[name].float(), tensor.float()), name
         projection_of = next((part for part in ("gate", "up", "down") if f".{part}_proj." in name), None)
         if projection_of in changed and name.endswith(".weight_scale"):
             assert not torch.equal(damaged[name].float(), tensor.float()), name
-
-
-@pytest.mark.usefixtures("_unwritten")
-@pytest.mark.parametrize("fault", [GateUpOrder(), ScaleLayout(), GlobalScaleMismatch(), InputScaleMissing()])
-def test_a_point_with_a_backend_is_only_for_engines(fault, monkeypatch):
-    tensors = fault.parameters.model_validate({}).model_dump()
-    engines = {**tensors, "moe_backend": "emulation"}
-    tiers = {tier for own in fault.tiers.values() for tier in own}
-    assert {tier for tier in tiers if fault.has_point(tier, engines)} == {Tier.ENGINE}
-    assert {tier for tier in tiers if fault.has_point(tier, tensors)} == tiers - {Tier.ENGINE}
-    asked: list[tuple[str, bool]] = []
-
-    def compare_instead(changes: Changes, moe_backend: str, *, repaired: bool) -> Evidence:
-        asked.append((moe_backend, repaired))
-        return compare(results(tokens=2), changes)
-
-    monkeypatch.setattr(checkpoint_lab, "compare_engines", compare_instead)
-    case, fixed = (Case(fault.id, subject, Tier.ENGINE, engines) for subject in ("faulty", "fixed"))
-    assert fault.judge(case, fault.observe(case, None)).verdict is CaseVerdict.REPRODUCED
-    fault.observe(fixed, None)
-    assert asked == [("emulation", False), ("emulation", True)]
 
 
 MOVED = {"reference": 0.0, "control": 0.05, "tested": 0.6}
@@ -195,7 +173,7 @@ def test_the_control_sets_the_threshold(control: float, tested: float, verdict: 
 
 
 def failed(label: str) -> dict[str, Any]:
-    return {label: {"error": EngineError("ValueError", "no memory", "load", Death.EXCEPTION)}}
+    return {label: {"error": died("no memory").error}}
 
 
 def cached(dtype: str) -> dict[str, Any]:
@@ -265,23 +243,34 @@ def test_what_the_engines_are_given() -> None:
     assert 3 < v_scale * 448 / 65536 < 8, "values"
 
 
-def test_the_fault_asks_these_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_unwritten")
+@pytest.mark.parametrize(
+    ("fault", "figure"),
+    [
+        *((fault(), "3 of 3 prompts with other tokens") for fault in COMPARED),
+        (KvScalesMissing(), "60% of the probability is moved, 5% by an FP8 cache alone"),
+    ],
+)
+def test_a_point_with_a_backend_is_only_for_engines(fault, figure, monkeypatch):
+    tensors = fault.parameters.model_validate({}).model_dump()
+    engines = {**tensors, "moe_backend": "emulation"}
+    tiers = {tier for own in fault.tiers.values() for tier in own}
+    assert {tier for tier in tiers if fault.has_point(tier, engines)} == {Tier.ENGINE}
+    assert {tier for tier in tiers if fault.has_point(tier, tensors)} == tiers - {Tier.ENGINE}
     asked: list[tuple[str, bool]] = []
-    observation = Observation(evidence(True))
+    observed = evidence() if fault.id == "MD012" else compare(results(token=2))
 
-    def compare_engines(moe_backend: str, *, repaired: bool) -> Observation:
-        asked.append((moe_backend, repaired))
-        return observation
+    def compare_instead(*given: Any, repaired: bool) -> Evidence:
+        asked.append((given[-1], repaired))
+        return observed
 
-    monkeypatch.setattr(lab, "compare_engines", compare_engines)
-    fault = KvScalesMissing()
-    parameters = fault.parameters.model_validate({"moe_backend": "emulation"}).model_dump()
-    case = Case(fault.id, "fixed", Tier.ENGINE, parameters)
-    assert fault.observe(case, None) is observation
-    assert asked == [("emulation", True)]
-    judgement = fault.judge(case, observation)
-    assert judgement.verdict is CaseVerdict.REPRODUCED
-    assert judgement.figure.startswith("60% of the probability is moved, 5% by an FP8 cache alone")
+    for module in (checkpoint_lab, lab):
+        monkeypatch.setattr(module, "compare_engines", compare_instead)
+    for subject in ("faulty", "fixed"):
+        judged = run(fault, subject, Tier.ENGINE, moe_backend="emulation")
+        assert judged.verdict is CaseVerdict.REPRODUCED
+        assert judged.figure.startswith(figure)
+    assert asked == [("emulation", False), ("emulation", True)]
 
 
 def claimed(*engines: Any) -> ClaimVerdict:

@@ -1,11 +1,12 @@
 """MD012, MD014, MD015, MD017 and MD018 on tensors: control and fix, and judges that notice."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fault_cases import case, run
+from fault_cases import judge, run
 
 from moedoctor.faults.quantization import gate_up_order_lab, scale_layout_lab
 from moedoctor.faults.quantization.gate_up_order import GateUpOrder, GateUpOrderParameters
@@ -16,36 +17,30 @@ from moedoctor.faults.quantization.kv_scales_missing import KvScalesMissing
 from moedoctor.faults.quantization.scale_layout import ScaleLayout, ScaleLayoutParameters
 from moedoctor.faults.quantization.scale_layout_lab import TiledKernel, find_places
 from moedoctor.fixes.moe.weight_layout import put_up_first, tile_scales
+from moedoctor.interfaces import Fault
 from moedoctor.reference.nvfp4 import round_trip
-from moedoctor.results import CaseVerdict, Observation, Tier
+from moedoctor.results import CaseVerdict, Tier
+from moedoctor.scenario.targets import load_targets
 
 ORDER, LAYOUT = GateUpOrder(), ScaleLayout()
-ORDERS = [
-    {"quantization": "nvfp4", "mistake": "not_swapped"},
-    {"quantization": "nvfp4", "mistake": "only_values"},
-    {"quantization": "nvfp4", "mistake": "only_scales"},
-    {"quantization": "bf16", "activation": "gelu_tanh"},
-    {"quantization": "fp8"},
-]
-LAYOUTS = [
-    {"mistake": "linear_given"},
-    {"mistake": "swizzled_given", "activation": "relu2"},
-    {"mistake": "linear_given", "hidden": 160, "intermediate": 96},
-    {"mistake": "swizzled_given", "hidden": 160, "intermediate": 96},
-    {"mistake": "stale_padding", "hidden": 160, "intermediate": 96},
-]
+
+
+def list_points(fault: Fault) -> list[Mapping[str, Any]]:
+    """Return the points of its scenario that need no engine."""
+    (scenario,) = load_targets([fault.id])
+    return [point for point in scenario.points if point["moe_backend"] is None]
 
 
 def test_the_size_of_the_error_is_that_of_the_ratio() -> None:
-    ways = run(GlobalScaleMismatch(), "faulty", ratio=2.0)[1]["ways"]
+    ways = run(GlobalScaleMismatch(), "faulty", ratio=2.0).evidence["ways"]
     assert ways["gate"]["worst_token_error"] == pytest.approx(0.5, abs=1e-4)
-    ways = run(GlobalScaleMismatch(), "fixed", ratio=3.0)[1]["ways"]
+    ways = run(GlobalScaleMismatch(), "fixed", ratio=3.0).evidence["ways"]
     assert ways["folded"]["worst_token_error"] < 1e-5
     assert 0.005 < ways["rescaled"]["worst_token_error"] < 1 / 16
 
 
 def test_scales_in_range_are_no_failure() -> None:
-    assert run(KvScalesMissing(), part="both", size=50.0)[0].verdict is CaseVerdict.CLEAN
+    assert run(KvScalesMissing(), part="both", size=50.0).verdict is CaseVerdict.CLEAN
 
 
 CLEAN, REPRODUCED, ERROR = CaseVerdict.CLEAN, CaseVerdict.REPRODUCED, CaseVerdict.ERROR
@@ -79,7 +74,7 @@ KV |= {"saturated": 0.0, "lost": 0.0}
     ],
 )
 def test_judges_notice(fault, right, change, verdict):
-    assert fault.judge(case(fault), Observation({**right, **change})).verdict is verdict
+    assert judge(fault, {**right, **change}).verdict is verdict
 
 
 def test_with_a_good_scale_the_restated_kernel_is_the_reference() -> None:
@@ -91,7 +86,7 @@ def test_with_a_good_scale_the_restated_kernel_is_the_reference() -> None:
 
 
 def test_nan_in_the_padding_reaches_every_token() -> None:
-    assert "NaN" in run(LAYOUT, **LAYOUTS[-1])[0].figure
+    assert "NaN" in run(LAYOUT, mistake="stale_padding", hidden=160, intermediate=96).figure
 
 
 def test_a_fix_that_forgets_the_scales_is_noticed() -> None:
@@ -118,15 +113,13 @@ def test_the_kernel_reads_where_the_swizzle_writes(rows: int, columns: int) -> N
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize("values", ORDERS)
-def test_vllm_exchanges_the_halves(values: dict[str, Any]) -> None:
-    point = case(ORDER, "installed", Tier.LIBRARY, **values)
-    assert ORDER.judge(point, ORDER.observe(point, None)).verdict is CaseVerdict.CLEAN
+@pytest.mark.parametrize("values", list_points(ORDER))
+def test_vllm_exchanges_the_halves(values: Mapping[str, Any]) -> None:
+    assert run(ORDER, "installed", Tier.LIBRARY, **values).verdict is CaseVerdict.CLEAN
 
 
 @pytest.mark.gpu
 @pytest.mark.upstream
-@pytest.mark.parametrize("values", LAYOUTS)
-def test_vllm_stores_scales_in_tiles(values: dict[str, Any]) -> None:
-    point = case(LAYOUT, "installed", Tier.KERNEL, "cuda:0", **values)
-    assert LAYOUT.judge(point, LAYOUT.observe(point, None)).verdict is CaseVerdict.CLEAN
+@pytest.mark.parametrize("values", list_points(LAYOUT))
+def test_vllm_stores_scales_in_tiles(values: Mapping[str, Any]) -> None:
+    assert run(LAYOUT, "installed", Tier.KERNEL, **values).verdict is CaseVerdict.CLEAN

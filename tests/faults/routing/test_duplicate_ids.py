@@ -5,7 +5,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from fault_cases import by_cases, case
+from fault_cases import case, judge, run
 from hypothesis import given, settings
 
 from moedoctor.faults.routing import duplicate_ids as md011
@@ -54,12 +54,12 @@ points = st.fixed_dictionaries(
 @given(points)
 def test_each_repeated_slot_leaves_one_entry_unwritten_and_no_other(point: dict[str, Any]) -> None:
     chosen = parameters(**point)
-    ids, local = lab.make_ids(chosen), chosen.experts // 2
-    maps = lab.ThreeStepModel().build_maps(ids, local, start=local * chosen.rank, memory=-5)
-    figures = lab.map_figures(chosen, ids, maps)
-    assert lab.count_entries_as_before(chosen, ids, maps, -5) == figures["unwritten_entries"]
+    ids, share = lab.make_ids(chosen), lab.find_share(chosen)
+    maps = lab.ThreeStepModel().build_maps(ids, share, -5)
+    figures = lab.map_figures(share, ids, maps)
+    assert lab.count_entries_as_before(share, ids, maps, -5) == figures["unwritten_entries"]
     cleared = dataclasses.replace(maps, permuted_of_row=maps.permuted_of_row.clamp(min=-1))
-    assert lab.count_entries_as_before(chosen, ids, cleared, -5) == 0
+    assert lab.count_entries_as_before(share, ids, cleared, -5) == 0
     if maps.fused:
         assert figures["unwritten_entries"] == 0
     else:
@@ -89,11 +89,11 @@ def test_distinct_ids_and_deduplicated_ones_give_the_right_sum(point: dict[str, 
     ],
 )
 def test_the_old_content_of_the_memory_decides_the_symptom(memory: str, finalize: str, figure: str) -> None:
-    faulty = case(FAULT, memory=memory, finalize=finalize, ranks=2 if finalize == "no_filling" else 1)
-    judged = FAULT.judge(faulty, FAULT.observe(faulty, None))
+    point = {"memory": memory, "finalize": finalize, "ranks": 2 if finalize == "no_filling" else 1}
+    judged = run(FAULT, **point)
     assert judged.verdict is CaseVerdict.REPRODUCED
     assert judged.figure.endswith(figure)
-    fixed = FAULT.judge(faulty, FAULT.observe(dataclasses.replace(faulty, subject="fixed"), None))
+    fixed = run(FAULT, "fixed", **point)
     assert (fixed.verdict, fixed.figure) == (CaseVerdict.CLEAN, "300 of 300 rows are right, three-step")
 
 
@@ -106,9 +106,7 @@ def test_an_illegal_access_is_the_symptom_and_another_death_is_not() -> None:
 class Unchecked(lab.ThreeStepModel):
     """Finalize of a release without a bounds check: an entry of -1 is the row before the first one."""
 
-    def finalize(
-        self, maps: Any, rows: Any, ids: Any, weights: Any, out: Any, experts: int, **_: Any
-    ) -> None:
+    def finalize(self, maps: Any, rows: Any, ids: Any, weights: Any, out: Any, *_: Any) -> None:
         tokens, top_k = ids.shape
         at = maps.permuted_of_row.reshape(top_k, tokens).t()  # [T, K]
         first = rows.storage_offset() // rows.shape[1]
@@ -117,9 +115,9 @@ class Unchecked(lab.ThreeStepModel):
 
 
 def test_a_row_taken_from_before_the_buffer_is_a_read_out_of_bounds() -> None:
-    observation = Observation(lab.observe(parameters(ids="one_repeat", memory="minus_one"), Unchecked()))
-    assert (observation.evidence["rows_out_of_bounds"], observation.evidence["rows_wrong"]) == (300, 0)
-    judged = FAULT.judge(case(FAULT), observation)
+    evidence = lab.observe(parameters(ids="one_repeat", memory="minus_one"), Unchecked())
+    assert (evidence["rows_out_of_bounds"], evidence["rows_wrong"]) == (300, 0)
+    judged = judge(FAULT, evidence)
     assert judged.verdict is CaseVerdict.REPRODUCED
     assert judged.figure == "reads out of bounds in 300 of 300 rows, without an error"
     for point, code in (
@@ -140,14 +138,12 @@ def test_at_the_tier_kernel_control_and_fix_are_the_installed_code(monkeypatch: 
         asked.append(device)
         return lab.ThreeStepModel()
 
-    def verdict(subject: str, release: Any = None) -> CaseVerdict:
-        point = case(FAULT, subject, Tier.KERNEL, "cuda:0")
-        return FAULT.judge(point, FAULT.observe(point, release)).verdict
-
     monkeypatch.setattr(FlashInferProbe, "installed", installed)
-    assert (verdict("faulty"), verdict("fixed")) == (CaseVerdict.REPRODUCED, CaseVerdict.CLEAN)
+    assert run(FAULT, "faulty", Tier.KERNEL).verdict is CaseVerdict.REPRODUCED
+    assert run(FAULT, "fixed", Tier.KERNEL).verdict is CaseVerdict.CLEAN
     assert asked == ["cuda:0", "cuda:0"]
-    assert verdict("flashinfer@0.6.6", lab.ThreeStepModel()) is CaseVerdict.REPRODUCED
+    released = run(FAULT, "flashinfer@0.6.6", Tier.KERNEL, lab.ThreeStepModel())
+    assert released.verdict is CaseVerdict.REPRODUCED
     assert len(asked) == 2
 
 
@@ -157,7 +153,7 @@ def test_without_flashinfer_the_tier_kernel_is_skipped_with_a_reason(monkeypatch
 
     monkeypatch.setattr(flashinfer_probe, "find_installed_source", missing)
     with pytest.raises(UnavailableError, match="flashinfer is not installed here"):
-        FAULT.observe(case(FAULT, "fixed", Tier.KERNEL, "cuda:0"), None)
+        run(FAULT, "fixed", Tier.KERNEL)
 
 
 # --- Judges of cases -------------------------------------------------------------------------------------
@@ -211,19 +207,19 @@ def test_the_table_lists_each_release_and_call() -> None:
     ],
 )
 def test_claims_decided_by_cases(claim: ClaimTest, cases: list[CaseResult], verdict: ClaimVerdict) -> None:
-    judged = by_cases(claim, LIMITS, cases)
+    judged = claim.judge(cases, (), LIMITS)
     assert judged.verdict is verdict
     if DEAD in cases:
         assert str(judged.reason).endswith("flashinfer@0.7.2.post1: 1 cases ended in another error")
 
 
 def test_the_whole_runner_is_untested_and_the_figure_describes_its_parts() -> None:
-    judged = by_cases(md011.judge_whole_runner, {}, CASES)
+    judged = md011.judge_whole_runner.judge(CASES, (), {})
     assert judged.verdict is UNTESTED
     crashes = "flashinfer@0.6.6 in 1 of 2 cases, flashinfer@0.7.2.post1 in 0 of 2 cases"
     assert str(judged.reason).endswith(f"all tokens on one expert, crash: {crashes}")
     assert judged.evidence["releases"][0]["illegal access"] == 1
-    other = by_cases(md011.judge_whole_runner, {}, [result("flashinfer@0.6.6", "death", ids="one_repeat")])
+    other = md011.judge_whole_runner.judge([result("flashinfer@0.6.6", "death", ids="one_repeat")], (), {})
     assert str(other.reason).endswith("nor did its maps and finalize run")
 
 

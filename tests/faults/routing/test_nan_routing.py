@@ -1,23 +1,25 @@
 """MD001: its rows, its counters and its judges. MD024: padded logits, and the offsets of packed rows."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fault_cases import by_cases, by_rows, claim_of, run
+from fault_cases import by_rows, claim_of, judge, run
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moedoctor.faults.routing import nan_routing as md001
 from moedoctor.faults.routing import nan_routing_lab as lab
 from moedoctor.faults.routing.logits_stride import LogitsStride, LogitsStrideParameters
-from moedoctor.faults.routing.logits_stride_lab import PackedRows, make_padded_logits, read_as_packed
+from moedoctor.faults.routing.logits_stride_lab import make_padded_logits, read_as_packed
 from moedoctor.faults.routing.nan_routing import NanRouting, NanRoutingParameters
 from moedoctor.fixes import routing as fixes
 from moedoctor.fixes.routing import TopK
 from moedoctor.interfaces import Measurement
-from moedoctor.results import Case, CaseResult, CaseVerdict, ClaimVerdict, Observation, Skip, Tier
+from moedoctor.results import CaseResult, CaseVerdict, ClaimVerdict, Observation, Skip, Tier
+from moedoctor.upstream.releases import old_topk
 
 FAULT = NanRouting()
 
@@ -29,13 +31,13 @@ def parameters(**given: Any) -> NanRoutingParameters:
 
 
 def judged(given: NanRoutingParameters, routing: Any) -> tuple[CaseVerdict, Mapping[str, Any]]:
-    observation = Observation(lab.count(given, "cpu", {"kernel": routing}))
-    return FAULT.judge(Case("MD001", "fixed", Tier.MODEL, {}), observation).verdict, observation.evidence
+    evidence = lab.count(given, "cpu", {"kernel": (routing, {})})
+    return judge(FAULT, evidence).verdict, evidence
 
 
 @given(tokens=st.integers(1, 60), experts=st.integers(1, 40), seed=st.integers(0, 5))
 def test_rows_match_their_kind(tokens: int, experts: int, seed: int) -> None:
-    rows = lab.make_rows(tokens, experts, dtype=torch.float32, bias="none", seed=seed, device="cpu")
+    rows = lab.make_rows(parameters(tokens=tokens, experts=experts, top_k=1, seed=seed), "cpu")
     for row, kind in zip(rows.logits, rows.kinds, strict=True):
         assert int(row.isnan().sum()) == {lab.ALL_NAN: experts, lab.ONE_NAN: 1, "half_nan": experts // 2}.get(
             kind, 0
@@ -49,53 +51,44 @@ def test_rows_match_their_kind(tokens: int, experts: int, seed: int) -> None:
 def test_the_control_is_stuck_only_if_its_scan_starts_on_nan() -> None:
     nan = float("nan")
     logits = torch.tensor([[nan, 1.0, 2.0, 0.0], [1.0, nan, 2.0, 0.0]])
-    routed = lab.FaultyRouting().topk_sigmoid(logits, 2, renormalize=False, bias=None)
+    routed = old_topk.topk_sigmoid(logits, 2, renormalize=False, bias=None)
     assert routed.ids.tolist() == [[0, 2], [2, 0]]
     assert routed.weights.isnan().tolist() == [[True, False], [False, False]]
 
 
-class Broken:
-    """Our routing with one planted error."""
-
-    def __init__(self, **wrong: Any) -> None:
-        self.wrong = wrong
-
-    def topk_softmax(self, logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
-        weights, ids = fixes.topk_softmax(logits, top_k + 1, **options)
-        first = int("not_the_best" in self.wrong)
-        weights, ids = weights[:, first : first + top_k], ids[:, first : first + top_k]  # [T, K] each
-        total = weights.sum(1, keepdim=True)  # [T, 1]
-        weights = weights / total.where(total > 0, 1.0)
-        if "id" in self.wrong:
-            ids[0, 0] = self.wrong["id"]
-        if "weight" in self.wrong:
-            weights[0, 0] = self.wrong["weight"]
-        if "swap" in self.wrong:
-            ids[0] = ids[0].flip(0)
-        if "scale" in self.wrong:
-            weights = weights * self.wrong["scale"]
-        return TopK(weights, ids)
-
-
 @pytest.mark.parametrize(
-    ("wrong", "counter"),
+    ("plant", "counter"),
     [
-        ({"id": 16}, "rows_out_of_range"),
-        ({"id": -1}, "rows_out_of_range"),
-        ({"weight": float("nan")}, "rows_with_nonfinite_weights"),
-        ({"weight": float("inf")}, "rows_with_nonfinite_weights"),
-        ({"weight": 0.123}, "clean_rows_wrong"),
-        ({"swap": True}, "clean_rows_wrong"),
-        ({"not_the_best": True}, "clean_rows_wrong"),
-        ({"scale": 0.5}, "clean_rows_wrong"),
-        ({"scale": 0.0}, "clean_rows_wrong"),
+        (lambda weights, ids: ids[0, 0].fill_(16), "rows_out_of_range"),
+        (lambda weights, ids: ids[0, 0].fill_(-1), "rows_out_of_range"),
+        (lambda weights, ids: weights[0, 0].fill_(torch.nan), "rows_with_nonfinite_weights"),
+        (lambda weights, ids: weights[0, 0].fill_(torch.inf), "rows_with_nonfinite_weights"),
+        (lambda weights, ids: weights[0, 0].fill_(0.123), "clean_rows_wrong"),
+        (lambda weights, ids: ids[0].copy_(ids[0].flip(0)), "clean_rows_wrong"),
+        (lambda weights, ids: weights.mul_(0.5), "clean_rows_wrong"),
+        (lambda weights, ids: weights.zero_(), "clean_rows_wrong"),
     ],
 )
-def test_every_wrong_result_is_noticed(wrong: dict[str, Any], counter: str) -> None:
-    assert judged(parameters(), Broken())[0] is CaseVerdict.CLEAN
-    verdict, evidence = judged(parameters(), Broken(**wrong))
+def test_every_wrong_result_is_noticed(plant: Any, counter: str) -> None:
+    def topk_softmax(logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
+        routed = fixes.topk_softmax(logits, top_k, **options)
+        plant(*routed)
+        return routed
+
+    assert judged(parameters(), fixes)[0] is CaseVerdict.CLEAN
+    verdict, evidence = judged(parameters(), SimpleNamespace(topk_softmax=topk_softmax))
     assert verdict is CaseVerdict.REPRODUCED
     assert evidence[counter] > 0
+
+
+def test_experts_that_are_not_the_best_are_noticed_although_their_weights_fit() -> None:
+    def topk_softmax(logits: torch.Tensor, top_k: int, **options: Any) -> TopK:
+        weights, ids = fixes.topk_softmax(logits, top_k + 1, **options)
+        total = weights[:, 1:].sum(1, keepdim=True)  # [T, 1]
+        return TopK(weights[:, 1:] / total.where(total > 0, 1.0), ids[:, 1:])
+
+    _, evidence = judged(parameters(), SimpleNamespace(topk_softmax=topk_softmax))
+    assert evidence["clean_rows_wrong"] > 0
 
 
 def case(subject: str, router: str = "softmax", **counts: int) -> CaseResult:
@@ -128,10 +121,7 @@ def test_duplicates_in_clean_rows_too_do_not_come_from_nan() -> None:
     conclusions = FAULT.conclude([case("vllm@0.19.1", **FAILING), case("vllm@0.20.0"), other])
     assert conclusions["first_fixed_release"] == "0.20.0"
     assert conclusions["releases"][1]["clean_rows_with_duplicates"] == 56
-    judgement = FAULT.judge(
-        Case("MD001", "vllm@0.20.0", Tier.KERNEL, other.parameters),
-        Observation({**other.evidence, "rows_out_of_range": 0}),
-    )
+    judgement = judge(FAULT, {**other.evidence, "rows_out_of_range": 0})
     assert (judgement.verdict, judgement.figure) == (
         CaseVerdict.REPRODUCED,
         "56 of 112 rows are clean and hold a duplicate id: not because of NaN",
@@ -146,9 +136,9 @@ CONFIRMED, REFUTED, UNTESTED = ClaimVerdict.CONFIRMED, ClaimVerdict.REFUTED, Cla
 def test_always_distinct_checks_only_releases_with_the_fix() -> None:
     limits, old = {"max_rows": 0}, [case("vllm@0.19.1", **FAILING), case("faulty", **FAILING)]
     new = [case("vllm@0.33.0"), case("vllm@0.33.0", **FAILING)]
-    assert by_cases(md001.judge_always_distinct, limits, old).verdict is UNTESTED
-    assert by_cases(md001.judge_always_distinct, limits, [*old, new[0]]).verdict is CONFIRMED
-    refuted = by_cases(md001.judge_always_distinct, limits, new)
+    assert md001.judge_always_distinct.judge(old, (), limits).verdict is UNTESTED
+    assert md001.judge_always_distinct.judge([*old, new[0]], (), limits).verdict is CONFIRMED
+    refuted = md001.judge_always_distinct.judge(new, (), limits)
     assert (refuted.verdict, len(refuted.evidence["rows"])) == (REFUTED, 1)
     assert "E=60 negative bias" in str(refuted.reason)
 
@@ -164,7 +154,7 @@ def test_always_distinct_checks_only_releases_with_the_fix() -> None:
     ],
 )
 def test_same_expert_is_decided_only_by_releases_before_the_fix(cases: Any, verdict: ClaimVerdict) -> None:
-    assert by_cases(md001.judge_same_expert, {"min_share": 0.99}, cases).verdict is verdict
+    assert md001.judge_same_expert.judge(cases, (), {"min_share": 0.99}).verdict is verdict
 
 
 def test_fused_is_free_compares_the_two_sides_of_the_fix_per_shape() -> None:
@@ -239,16 +229,14 @@ def test_padded_logits_have_the_strides_that_inductor_gives_them() -> None:
 def test_packed_offsets_read_the_first_row_right_and_the_padding_in_the_second() -> None:
     memory = torch.arange(12.0).view(3, 4)
     assert read_as_packed(memory[:, :3]).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    routed = PackedRows().topk_softmax(memory[:, :3].contiguous(), 1)
-    assert routed.ids.flatten().tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 def test_only_the_first_row_is_sure_to_be_right(router: str) -> None:
-    judgement, evidence = run(STRIDE, router=router)
-    assert judgement.verdict is CaseVerdict.REPRODUCED
-    assert (evidence["rows_wrong"], evidence["first_row_wrong"]) == (47, False)
-    assert run(STRIDE, "fixed", router=router)[1]["rows_wrong"] == 0
+    judged = run(STRIDE, router=router)
+    assert judged.verdict is CaseVerdict.REPRODUCED
+    assert (judged.evidence["rows_wrong"], judged.evidence["first_row_wrong"]) == (47, False)
+    assert run(STRIDE, "fixed", router=router).evidence["rows_wrong"] == 0
 
 
 def stride_case(wrong: int, tier: Tier = Tier.KERNEL) -> CaseResult:
@@ -266,4 +254,4 @@ def stride_case(wrong: int, tier: Tier = Tier.KERNEL) -> CaseResult:
     ],
 )
 def test_kernels_of_releases_decide_the_claim(cases: list[CaseResult], verdict: ClaimVerdict) -> None:
-    assert by_cases(claim_of(STRIDE, "ignores_stride"), STRIDE_LIMITS, cases).verdict is verdict
+    assert claim_of(STRIDE, "ignores_stride").judge(cases, (), STRIDE_LIMITS).verdict is verdict

@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from fault_cases import by_rows, case, run
+from fault_cases import by_rows, judge, run
 from hypothesis import given, settings
 
 from moedoctor.faults.routing import sentinel_ids as md016
@@ -40,13 +40,13 @@ def test_the_fix_is_always_right_and_the_control_wrong_if_it_can_be(point: dict,
         point = {**point, "ranks": 1}
     # The first of four ranks does not have the expert that -1 wraps to.
     expected = CaseVerdict.CLEAN if point["ranks"] == 4 else CaseVerdict.REPRODUCED
-    assert run(FAULT, "faulty", use=use, **point)[0].verdict is expected
-    assert run(FAULT, "fixed", use=use, **point)[0].verdict is CaseVerdict.CLEAN
+    assert run(FAULT, "faulty", use=use, **point).verdict is expected
+    assert run(FAULT, "fixed", use=use, **point).verdict is CaseVerdict.CLEAN
 
 
 def test_empty_slots_of_weight_zero_are_noticed_too() -> None:
     evidence = {"rows": 4, "rows_wrong": 0, "empty_slots_given_to_an_expert": 2, "expert": 7}
-    judged = FAULT.judge(case(FAULT), Observation(evidence))
+    judged = judge(FAULT, evidence)
     assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "2 empty slots go to expert 7")
 
 

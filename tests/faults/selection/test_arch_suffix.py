@@ -1,22 +1,19 @@
 """MD004: the control shows every symptom, our resolver none, wrong resolvers are noticed, and claims."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_cases import claim_of
+from fault_cases import by_figures, claim_of, judge
 
 from moedoctor.diagnose.cuda.instructions import find_compilers
 from moedoctor.faults.selection import arch_suffix_lab as lab
 from moedoctor.faults.selection.arch_suffix import ArchSuffix, ArchSuffixParameters
 from moedoctor.fixes.arch.flashinfer import ArchReading
-from moedoctor.interfaces import Measurement
-from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
-from moedoctor.scenario.file import Scenario, load
+from moedoctor.results import CaseVerdict, ClaimVerdict, UnavailableError
+from moedoctor.scenario.targets import load_targets
 
 FAULT = ArchSuffix()
-SCENARIO = Path(__file__).parents[3] / "scenarios" / "arch_suffix.yaml"
 LIMITS: Mapping[str, Mapping[str, float]] = {
     "a_lacks_instructions": {"min_lacking": 1},
     "f_needs_cuda": {"claimed_major": 13, "claimed_minor": 2},
@@ -32,15 +29,9 @@ def answers(*targets: str, error: str | None = None) -> lab.Resolver:
     return lambda capability, cuda, arch_list: ArchReading(targets, error)
 
 
-def scenario() -> Scenario:
-    return load(SCENARIO, faults={"MD004": FAULT}, subject_kind=lambda name: name)
-
-
-def judged(resolve: lab.Resolver, **parameters: Any) -> tuple[CaseVerdict, str, Mapping[str, Any]]:
-    point = ArchSuffixParameters(**parameters)
-    observation = Observation(lab.observe(point, resolve))
-    judgement = FAULT.judge(Case("MD004", "faulty", Tier.MODEL, point.model_dump(mode="json")), observation)
-    return judgement.verdict, judgement.figure, observation.evidence
+def judged(resolve: lab.Resolver, **parameters: Any) -> tuple[CaseVerdict, str]:
+    judgement = judge(FAULT, lab.observe(ArchSuffixParameters(**parameters), resolve), **parameters)
+    return judgement.verdict, judgement.figure
 
 
 @pytest.fixture(params=["compilers", "facts"])
@@ -55,12 +46,13 @@ def decided_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_the_verdict_does_not_depend_on_who_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test fails if a compiler disagrees with the recorded table."""
     compilers = find_compilers()
-    for point in scenario().points:
+    (scenario,) = load_targets(["MD004"])
+    for point in scenario.points:
         monkeypatch.setattr(lab, "find_compilers", lambda: compilers)
         by_compiler = judged(lab.faulty, **point)
         monkeypatch.setattr(lab, "find_compilers", lambda: ())
         by_facts = judged(lab.faulty, **point)
-        assert by_compiler[:2] == by_facts[:2]
+        assert by_compiler == by_facts
 
 
 @pytest.mark.parametrize(
@@ -88,7 +80,7 @@ def test_the_verdict_does_not_depend_on_who_decides(monkeypatch: pytest.MonkeyPa
 )
 @pytest.mark.usefixtures("decided_by")
 def test_each_symptom_and_no_other(answer, parameters, figure):
-    verdict, shown, _ = judged(answer, **parameters)
+    verdict, shown = judged(answer, **parameters)
     if figure is None:
         assert verdict is CaseVerdict.CLEAN
     else:
@@ -96,8 +88,7 @@ def test_each_symptom_and_no_other(answer, parameters, figure):
 
 
 def decide(key: str, evidence: Mapping[str, Any], **limits: float) -> tuple[ClaimVerdict, str]:
-    test = claim_of(FAULT, key)
-    judgement = test.judge([], [Measurement("", Observation(evidence))], {**LIMITS[key], **limits})
+    judgement = by_figures(claim_of(FAULT, key), {**LIMITS[key], **limits}, evidence)
     return judgement.verdict, str(judgement.reason)
 
 

@@ -6,17 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_cases import case, claim_of, run
+from fault_cases import by_figures, claim_of, judge, run
 from vllm_stub import forget, write
 
 from moedoctor.faults.selection.backend_override import BackendOverride
 from moedoctor.fixes.backends.release_tables import load_releases
-from moedoctor.interfaces import Measurement
-from moedoctor.results import CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
-from moedoctor.scenario import file as scenario
+from moedoctor.results import CaseVerdict, ClaimVerdict, Tier, UnavailableError
 
 FAULT = BackendOverride()
-FILE = Path(__file__).resolve().parents[3] / "scenarios" / "backend_override.yaml"
 CUTLASS, MARLIN = "FLASHINFER_CUTLASS", "--moe-backend marlin"
 FP4 = "VLLM_USE_FLASHINFER_MOE_FP4"
 SEED = {"setting": "VLLM_NVFP4_MOE_BACKEND=MARLIN", "wants": "MARLIN", "activation": "relu2_no_mul"}
@@ -24,17 +21,12 @@ SEED = {"setting": "VLLM_NVFP4_MOE_BACKEND=MARLIN", "wants": "MARLIN", "activati
 
 @pytest.mark.parametrize("release", load_releases())
 def test_in_every_release_the_variable_is_lost_and_the_fix_honours_it(release: str) -> None:
-    judged, evidence = run(FAULT, "faulty", **SEED, release=release)
+    judged = run(FAULT, "faulty", **SEED, release=release)
     assert judged.verdict is CaseVerdict.REPRODUCED
-    assert evidence["selected"] == evidence["without"] == "FLASHINFER_CUTLASS"
+    assert judged.evidence["selected"] == judged.evidence["without"] == "FLASHINFER_CUTLASS"
     assert judged.figure == "FLASHINFER_CUTLASS all the same, one warning in the log names it"
-    judged, _ = run(FAULT, "fixed", **SEED, release=release)
+    judged = run(FAULT, "fixed", **SEED, release=release)
     assert (judged.verdict, judged.figure) == (CaseVerdict.CLEAN, "MARLIN selected, as asked for")
-
-
-def load() -> scenario.Scenario:
-    kinds = {"faulty": "faulty", "fixed": "fixed", "installed": "installed"}
-    return scenario.load(FILE, faults={"MD010": FAULT}, subject_kind=kinds.get)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +41,13 @@ def load() -> scenario.Scenario:
 def test_selection_warning_and_advice(release, setting, others, selected, warned, advice):
     point = {"release": release, "setting": setting, "wants": "MARLIN", **others}
     point |= {"capability": "9.0"} if "scheme" in others else {}
-    judged, evidence = run(FAULT, "faulty", **point)
+    judged = run(FAULT, "faulty", **point)
     assert judged.verdict is CaseVerdict.REPRODUCED
-    assert (evidence["selected"], evidence["warned"], evidence["advice"]) == (selected, warned, "")
+    answers = [judged.evidence[name] for name in ("selected", "warned", "advice")]
+    assert answers == [selected, warned, ""]
     assert judged.figure.endswith("one warning in the log names it" if warned else "no warning")
-    judged, evidence = run(FAULT, "fixed", **point)
-    assert (judged.verdict, evidence["advice"]) == (CaseVerdict.CLEAN, advice)
+    judged = run(FAULT, "fixed", **point)
+    assert (judged.verdict, judged.evidence["advice"]) == (CaseVerdict.CLEAN, advice)
     assert judged.figure == f"no effect, and a message: use {advice}"
 
 
@@ -68,15 +61,15 @@ def test_selection_warning_and_advice(release, setting, others, selected, warned
     ],
 )
 def test_an_obeyed_or_refused_setting_is_no_failure(setting: str, wants: str, figure: str) -> None:
-    judged, _ = run(FAULT, "faulty", release="0.23.0", setting=setting, wants=wants)
+    judged = run(FAULT, "faulty", release="0.23.0", setting=setting, wants=wants)
     assert judged.verdict is CaseVerdict.CLEAN
     assert judged.figure.startswith(figure)
 
 
 def test_a_setting_that_silently_selects_another_backend_is_reproduced() -> None:
-    point = case(FAULT, "installed", Tier.LIBRARY, **SEED, release="0.21.0")
     selected = {"selected": "VLLM_CUTLASS", "without": "FLASHINFER_CUTLASS"}
-    judged = FAULT.judge(point, Observation({**selected, "refused": "", "warned": False, "advice": ""}))
+    evidence = {**selected, "refused": "", "warned": False, "advice": ""}
+    judged = judge(FAULT, evidence, "installed", **SEED, release="0.21.0")
     assert (judged.verdict, judged.figure) == (CaseVerdict.REPRODUCED, "VLLM_CUTLASS, not MARLIN, no warning")
 
 
@@ -97,11 +90,9 @@ REAL = {
 """The answers of a release, as `InstalledSelection.list_overrides` returns them."""
 
 
-def judge(key: str, answers: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
-    test = claim_of(FAULT, key)
-    thresholds = next(claim.thresholds for claim in load().claims if claim.key == key)
-    judged = test.judge([], [Measurement("", Observation(answers))], thresholds)
-    return judged.verdict, judged.reason or ""
+def judge_claim(key: str, answers: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
+    judged = by_figures(claim_of(FAULT, key), {}, answers)
+    return judged.verdict, str(judged.reason)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +113,7 @@ def judge(key: str, answers: Mapping[str, Any]) -> tuple[ClaimVerdict, str]:
     ],
 )
 def test_the_claims_of_38971_are_decided_by_what_a_release_answers(key, changed, verdict, why):
-    judged, reason = judge(key, {**REAL, **changed})
+    judged, reason = judge_claim(key, {**REAL, **changed})
     assert judged.value == verdict
     assert why in reason
 
@@ -137,7 +128,7 @@ def test_the_claims_of_38971_are_decided_by_what_a_release_answers(key, changed,
     ],
 )
 def test_without_a_vllm_nothing_is_confirmed_or_refuted(key: str, recorded: str) -> None:
-    verdict, reason = judge(key, {"not_asked": "vllm is not installed here"})
+    verdict, reason = judge_claim(key, {"not_asked": "vllm is not installed here"})
     assert verdict is ClaimVerdict.UNTESTED
     assert reason.startswith("vllm is not installed here; recorded from the releases' own code: ")
     assert recorded in reason
@@ -160,18 +151,16 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_an_installed_package_is_asked_with_the_setting_in_its_environment(stub: Path) -> None:
-    point = case(FAULT, "installed", Tier.LIBRARY, **SEED, release="0.21.0")
-    evidence = FAULT.observe(point, None).evidence
+    evidence = run(FAULT, "installed", Tier.LIBRARY, **SEED, release="0.21.0").evidence
     same = {"selected": "MARLIN", "without": "MARLIN"}
     assert evidence == {**same, "refused": "", "warned": True, "advice": ""}
     assert "VLLM_NVFP4_MOE_BACKEND" not in os.environ
     asked = {"release": "0.21.0", "setting": MARLIN, "wants": "MARLIN"}
-    evidence = FAULT.observe(case(FAULT, "installed", Tier.LIBRARY, **asked), None).evidence
+    evidence = run(FAULT, "installed", Tier.LIBRARY, **asked).evidence
     other = {"selected": "MARLIN", "without": "VLLM_CUTLASS"}
     assert evidence == {**other, "refused": "", "warned": False, "advice": ""}
 
 
 def test_a_point_about_another_release_is_skipped(stub: Path) -> None:
-    point = case(FAULT, "installed", Tier.LIBRARY, **SEED, release="0.33.0")
     with pytest.raises(UnavailableError, match=r"is about vLLM 0\.33\.0, and 0\.21\.0 is installed"):
-        FAULT.observe(point, None)
+        run(FAULT, "installed", Tier.LIBRARY, **SEED, release="0.33.0")

@@ -5,29 +5,19 @@ import math
 
 import pytest
 import torch
+from fault_cases import judge, run
 
 from moedoctor.bench.moe import parity
 from moedoctor.bench.moe.own_backends import Reference
 from moedoctor.faults.selection.backend_parity import BackendParity, BackendParityParameters
 from moedoctor.faults.selection.backend_parity_lab import observe
+from moedoctor.interfaces import Judgement
 from moedoctor.reference.agreement import Bounds
 from moedoctor.reference.moe_backend import Prepared
 from moedoctor.reference.moe_layer import Layer
-from moedoctor.results import Case, CaseVerdict, Observation, Tier, UnavailableError
+from moedoctor.results import CaseVerdict, Tier, UnavailableError
 
 FAULT = BackendParity()
-
-
-def case(subject: str, **parameters: str) -> Case:
-    values = {"backend": "MARLIN", "quantization": "nvfp4", "tokens": 5, **parameters}
-    tier = Tier.KERNEL if subject == "installed" else Tier.MODEL
-    return Case("PARITY", subject, tier, BackendParityParameters(**values).model_dump())
-
-
-def judged(subject: str, **parameters: str) -> tuple[CaseVerdict, str]:
-    point = case(subject, **parameters)
-    judgement = FAULT.judge(point, FAULT.observe(point, None))
-    return judgement.verdict, judgement.figure
 
 
 @pytest.mark.parametrize(
@@ -40,46 +30,43 @@ def judged(subject: str, **parameters: str) -> tuple[CaseVerdict, str]:
 )
 def test_a_harness_that_is_too_lax_or_too_strict_fails(bounds, words, monkeypatch):
     monkeypatch.setattr(parity, "choose_bounds", lambda activations: bounds)
-    verdict, figure = judged("faulty")
-    assert verdict is CaseVerdict.CLEAN
-    assert words in figure
+    judged = run(FAULT, tokens=5)
+    assert judged.verdict is CaseVerdict.CLEAN
+    assert words in judged.figure
 
 
-def observed(**changed: object) -> Observation:
-    """Our backend's result for a layer, with some figures changed."""
-    return Observation({**_right().evidence, **changed})
+_run_ours = functools.cache(lambda: run(FAULT, "fixed", tokens=5))
 
 
-@functools.cache
-def _right() -> Observation:
-    return FAULT.observe(case("fixed"), None)
+def judge_changed(subject: str, **changed: object) -> Judgement:
+    """Judge our backend's result for a layer, with some figures changed."""
+    return judge(FAULT, {**_run_ours().evidence, **changed}, subject)
 
 
 def test_a_wrong_backend_is_named_with_its_tokens() -> None:
-    judgement = FAULT.judge(case("installed"), observed(reason="cosine 0.1 at token 3", wrong_tokens=2))
+    judgement = judge_changed("installed", reason="cosine 0.1 at token 3", wrong_tokens=2)
     assert judgement.verdict is CaseVerdict.REPRODUCED
     assert judgement.figure == "2 of 5 tokens wrong: cosine 0.1 at token 3"
 
 
 @pytest.mark.parametrize("reason", [None, "cosine 0.1 at token 3"])
 def test_a_blind_harness_does_not_judge_an_installed_backend(reason: str | None) -> None:
-    blind = observed(controls_missed=["stale_row"], reason=reason, wrong_tokens=2)
-    judgement = FAULT.judge(case("installed"), blind)
+    blind = {"controls_missed": ["stale_row"], "reason": reason, "wrong_tokens": 2}
+    judgement = judge_changed("installed", **blind)
     assert judgement.verdict is CaseVerdict.ERROR, "neither right nor convicted"
     assert judgement.reason == "the comparison did not notice stale_row"
-    fix = FAULT.judge(case("fixed"), blind)
+    fix = judge_changed("fixed", **blind)
     assert fix.verdict is not CaseVerdict.CLEAN, "so the scenario fails"
     assert "the comparison did not notice stale_row" in fix.figure
 
 
 def test_a_backend_that_is_not_deterministic_is_reported() -> None:
-    assert "not the same bits" in FAULT.judge(case("fixed"), observed(deterministic=False)).figure
+    assert "not the same bits" in judge_changed("fixed", deterministic=False).figure
 
 
 def test_a_backend_that_cannot_run_is_skipped_with_its_reason() -> None:
-    point = case("installed")
     with pytest.raises(UnavailableError, match="needs an NVIDIA GPU"):
-        FAULT.observe(point, None)
+        run(FAULT, "installed", Tier.KERNEL, tokens=5)
 
 
 class Forgetful(Reference):
@@ -100,10 +87,9 @@ class Forgetful(Reference):
 @pytest.mark.parametrize("ids", ["duplicates", "empty", "fewer"])
 def test_a_backend_that_is_wrong_only_with_unusual_ids_is_noticed(ids: str) -> None:
     for kind, verdict in (("distinct", CaseVerdict.CLEAN), (ids, CaseVerdict.REPRODUCED)):
-        point = case("installed", ids=kind)
-        parameters = BackendParityParameters.model_validate(dict(point.parameters))
-        observation = Observation(observe(parameters, "cpu", Forgetful("nvfp4")))
-        assert FAULT.judge(point, observation).verdict is verdict
+        parameters = BackendParityParameters(tokens=5, ids=kind)
+        evidence = observe(parameters, "cpu", Forgetful("nvfp4"))
+        assert judge(FAULT, evidence, "installed").verdict is verdict
 
 
 def test_a_backend_without_support_for_empty_slots_gets_none() -> None:
@@ -111,6 +97,5 @@ def test_a_backend_without_support_for_empty_slots_gets_none() -> None:
         def check_empty_slots(self) -> str | None:
             return "no -1"
 
-    parameters = BackendParityParameters.model_validate(dict(case("installed", ids="empty").parameters))
     with pytest.raises(UnavailableError, match="no -1"):
-        observe(parameters, "cpu", Refuses("nvfp4"))
+        observe(BackendParityParameters(ids="empty"), "cpu", Refuses("nvfp4"))
