@@ -111,7 +111,9 @@ class Advice:
     def name_backend(self, cause: Cause) -> Iterator[str]:
         """Yield the MoE backend that the release selects for the text's scheme and GPU."""
         release = self._release or [*load_releases()][-1]
-        asked = cause.kind in ("backend", "wrong_output", "speed") and not self.facts.list_backends()
+        asked = (
+            cause.kind in ("backend", "wrong_output", "speed", "question") and not self.facts.list_backends()
+        )
         chosen = self._select(release, self._capability) if asked else None
         if chosen is None:
             return
@@ -181,7 +183,11 @@ class Advice:
         """The row of `schemes` for the model; empty if nothing says how it is quantized."""
         flags, model = self.settings.flags, self.settings.model or "nvfp4" * ("nvfp4" in self.clues)
         words = f"{flags.get('quantization', '')} {model}".lower()
-        return next((row for row in load_data("facts.yaml")["schemes"] if re.search(row["name"], words)), {})
+        rows = load_data("facts.yaml")["schemes"]
+        plain = "quantised" not in self.clues  # the name may leave out a format that the text names
+        return next(
+            (row for row in rows if (plain or "plain" not in row) and re.search(row["name"], words)), {}
+        )
 
     def _write_command(self) -> str:
         """Return the text's command line, as far as it decides how experts are computed."""
@@ -342,7 +348,13 @@ class Advice:
         release = self._release or [*load_releases()][-1]
         findings = check_settings(release, self.settings.variables, self._write_command().split())
         known = bool(self._release)
-        kept = [each for each in findings if not each.takes_effect and (known or each.problem == "unknown")]
+        # A flag that no release has is another program's, such as docker's, unless vLLM refused it.
+        kept = [
+            each
+            for each in findings
+            if not each.takes_effect and (known or each.problem == "unknown")
+            if not (each.problem == "unknown" and each.name.startswith("-"))
+        ]
         for finding in kept[:_MOST_SETTINGS]:
             instead = f"; instead: {finding.instead}" if finding.instead else ""
             yield f"{finding.setting}: {finding.message}{instead}"

@@ -158,8 +158,8 @@ class Errors:
         self._quotations = Quotations(alone=False)
         self._told: _Error | None = None
         """The first error that only a sentence or a line of code tells of."""
-        self.headline = (0, "")
-        """The line and the words of a report's headline; 0 and no words without one."""
+        self.headline = self.first = (0, "")
+        """The line and words of a report's headline, 0 and none without one, and those of its first line."""
         self.words = ""
         """The whole message of the cause and its frames, a line each, once it was looked for."""
         self._started = False
@@ -172,6 +172,9 @@ class Errors:
         """Take in lines, as they stand in the text, with their numbers."""
         if not self._started:
             self.headline, self._started = _find_headline(lines[:3]), True
+            self.first = (
+                self.headline if self.headline[0] else (1, split_prefix(lines[0])[1] if lines else "")
+            )
         self._waiting.append((lines, numbers))
         if len(self._waiting) > 2:
             self._search(*self._waiting.popleft())

@@ -10,6 +10,8 @@ from moedoctor.diagnose.triage.cause import Cause, load_lines
 from moedoctor.diagnose.triage.signatures import load_data
 
 _UNITS = {"": 1.0, "gib": 1.0, "gb": 1.0, "mib": 2**-10, "kib": 2**-20, "bytes": 2**-30}
+_USEFUL = 2_048
+"""The tokens of a request below which a server is of no use."""
 _OTHERS, _SPARE = 1.0, 0.25
 """GiB of other processes that are worth a word, and GiB above what an allocation lacked."""
 
@@ -68,7 +70,8 @@ class Memory:
         if "before the start" in says and "free" in sizes:
             yield "free" if sizes["free"] > sizes.get("share", 0.9) * sizes["total"] / 2 else "in_use"
         elif "one request" in says and sizes["needed"] > sizes["cache"]:
-            yield "fits" if {"length", "fits"} <= sizes.keys() else "needed"
+            known = {"length", "fits"} <= sizes.keys()
+            yield "needed" if not known else "fits" if sizes["fits"] >= _USEFUL else "tiny"
             yield "fixed_cache" if "kv-cache-memory-bytes" in flags else "longer"
             if flags.get("kv-cache-dtype", "auto") == "auto":
                 yield "half"
@@ -88,6 +91,8 @@ class Memory:
 
 def _choose_wider(step: float, share: float | None, most: float) -> str:
     """Return the name of what to say of a share of the memory larger by `step`, which is 0 if unknown."""
+    if share is not None and share >= most:
+        return "no_wider"
     if not step:
         return "wider_by"
     if share is None:

@@ -211,9 +211,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         elif in_words is not None and in_words.kind not in ("unknown", "wrong_output", "speed"):
             error = replace(in_words, line=error.line, excerpt=error.excerpt)
     if error is not None:
-        words = redactor.mask("\n".join((errors.headline[1][:_LONG], error.excerpt, errors.words)))[
-            :_MOST_WORDS
-        ]
+        words = "\n".join((errors.headline[1][:_LONG], error.excerpt, settings.model, errors.words))
+        words = redactor.mask(words)[:_MOST_WORDS]
         steps = [*advice.list_facts(error, words)]
         findings = tuple(
             replace(each, next_step="\n".join((each.next_step, *steps))) if each.line == error.line else each
@@ -222,6 +221,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         if error.next_step:
             steps += advice.list_steps(error)
         error = replace(error, next_step="\n".join(steps))
+    elif not (findings or notes.keys() & {"vllm_log", "solved_told"}):
+        error = _answer_question(errors, advice)
     return Triage(
         findings=findings,
         releases=facts.summarize(),
@@ -234,6 +235,15 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         settings=advice.settings,
         error=_mask_cause(error, redactor),
     )
+
+
+def _answer_question(errors: Errors, advice: Advice) -> Cause | None:
+    """Return what is known of what a person's text without an error names; None if that is nothing."""
+    line, text = errors.first
+    body = load_data("causes.yaml")["classes"]["question"]
+    asked = Cause(line, text[:_LONG], "question", f"{body['name']}: {body['says']}", "", "", "")
+    steps = [*advice.list_facts(asked, text[:_LONG]), *filter(None, advice.list_steps(asked))]
+    return replace(asked, next_step="\n".join(steps)) if steps else None
 
 
 def _find_told_error(

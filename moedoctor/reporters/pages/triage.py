@@ -137,7 +137,7 @@ def _show_cause(cause: Cause) -> Item:
     if cause.note:
         lines.append(("but", cause.note))
     lines += _list_steps(cause.next_step)
-    return Item("error", f"line {cause.line}: {cause.says}", lines)
+    return Item("asked" if cause.kind == "question" else "error", f"line {cause.line}: {cause.says}", lines)
 
 
 def _list_steps(next_step: str) -> list[tuple[str, Text]]:
