@@ -220,7 +220,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         )
         if error.next_step:
             steps += advice.list_steps(error)
-        error = replace(error, next_step="\n".join(steps))
+        error = replace(error, next_step="\n".join(dict.fromkeys(steps)))
     elif not (findings or notes.keys() & {"vllm_log", "solved_told"}):
         error = _answer_question(errors, advice)
     return Triage(
