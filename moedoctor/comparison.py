@@ -33,7 +33,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import PureWindowsPath
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from moedoctor.results import (
@@ -117,12 +116,7 @@ def compare(baseline: Report, current: Report, tolerance: Tolerance, *, partial:
         places: list[tuple[str, str, _Judged | None, _Judged | None]] = [("scenario", "", before, after)]
         if before and after:
             places += [("case", *pair) for pair in _pair(before.cases, after.cases, name_case)]
-            places += [
-                ("claim", *pair)
-                for pair in _pair(
-                    before.claims, after.claims, lambda claim: f"claim: {claim.text} ({claim.source})"
-                )
-            ]
+            places += [("claim", *pair) for pair in _pair(before.claims, after.claims, _name_claim)]
         for kind, key, old, new in places:
             found = _compare(kind, old, new, limits, partial)
             changes += (replace(change, scenario=id, case=key) for change in found)
@@ -229,11 +223,10 @@ def _judge_case(subject: str, before: CaseVerdict, after: CaseVerdict) -> tuple[
 
 
 def _select_evidence(judged: _Judged) -> Mapping[str, Any]:
-    # Through `to_plain`, so that a report in memory and one read from a file give the same metrics.
-    evidence: Mapping[str, Any] = to_plain(
-        judged.conclusions if isinstance(judged, ScenarioResult) else judged.evidence
-    )
-    return evidence
+    evidence = judged.conclusions if isinstance(judged, ScenarioResult) else judged.evidence
+    # So that a report in memory and one read from a file give the same metrics.
+    plain: Mapping[str, Any] = to_plain(evidence)
+    return plain
 
 
 def _name_differing(baseline: Mapping[str, Any], current: Mapping[str, Any], names: Iterable[str]) -> str:
@@ -276,18 +269,20 @@ def _name_scenario(scenario: ScenarioResult) -> str:
     return f"{scenario.id} {PureWindowsPath(scenario.file).name}"
 
 
+def _name_claim(claim: ClaimResult) -> str:
+    return f"claim: {claim.text} ({claim.source})"
+
+
 def _show(value: Any) -> str:
     return "none" if value is None else (f"{value:.4g}" if isinstance(value, float) else str(value))
 
 
-GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "latency": ("_us", "_ms", "_seconds"),
-        "ratio": ("_ratio",),
-        "bandwidth": ("_gb_s",),
-        "throughput": ("_per_second",),
-    }
-)
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "latency": ("_us", "_ms", "_seconds"),
+    "ratio": ("_ratio",),
+    "bandwidth": ("_gb_s",),
+    "throughput": ("_per_second",),
+}
 _LOWER_IS_BETTER = frozenset({"latency", "ratio"})
 _NOT_FINITE = frozenset({"nan", "inf", "-inf"})
 _PART = re.compile(r"(?:(?P<key>[A-Za-z_][\w.\[\]-]*)\s*[:=]\s*)?(?P<percent>\d{1,6}(?:\.\d{1,6})?)\s*%")

@@ -142,19 +142,16 @@ def _detect_container(sources: Sources) -> bool | None:
     return bool(re.search(r"docker|kubepods|containerd|libpod|lxc", cgroup)) if cgroup else None
 
 
-def mask_variables() -> dict[str, str]:
-    """Return the variables of this process that reports show, masked."""
-    return _mask_environment(Sources())
-
-
-def _mask_environment(sources: Sources) -> dict[str, str]:
+def mask_variables(sources: Sources | None = None) -> dict[str, str]:
+    """Return the variables that reports show, masked; by default those of this process."""
+    sources = sources or Sources()
     redactor = Redactor.from_environment(sources.environ, sources.host())
     names = sorted(name for name in sources.environ if name.startswith(SHOWN_VARIABLES))
     return {redactor.mask(name): redactor.mask_setting(name, sources.environ[name]) for name in names}
 
 
 COLLECTORS: dict[str, Callable[[Sources], Any]] = {
-    "cuda_visible_devices": lambda sources: _mask_environment(sources).get("CUDA_VISIBLE_DEVICES"),
+    "cuda_visible_devices": lambda sources: mask_variables(sources).get("CUDA_VISIBLE_DEVICES"),
     "torch": lambda sources: _find_version(sources, "torch"),
     "torch_cuda": _read_torch_cuda,
     "triton": lambda sources: _find_version(sources, "triton", "pytorch-triton"),
@@ -175,7 +172,7 @@ COLLECTORS: dict[str, Callable[[Sources], Any]] = {
     "wsl": lambda sources: "microsoft" in _read(sources, "/proc/version").lower(),
     "container": _detect_container,
     "locked_memory_limit_bytes": lambda sources: sources.locked_memory_limit(),
-    "env": _mask_environment,
+    "env": mask_variables,
 }
 """Fact -> how it is read. The facts about GPUs come together, from `_ask_nvml`."""
 
@@ -226,19 +223,17 @@ def _ask_nvml(sources: Sources) -> Mapping[str, Any]:
         for index, handle in enumerate(handles):
             capability = call("nvmlDeviceGetCudaComputeCapability", handle)
             memory = call("nvmlDeviceGetMemoryInfo", handle)
-            gpus.append(
-                {
-                    "name": call("nvmlDeviceGetName", handle),
-                    "capability": f"{capability[0]}.{capability[1]}" if capability else None,
-                    "memory_bytes": int(memory.total) if memory else None,
-                    "visible": index in visible,
-                }
-            )
+            facts = {
+                "name": call("nvmlDeviceGetName", handle),
+                "capability": f"{capability[0]}.{capability[1]}" if capability else None,
+                "memory_bytes": int(memory.total) if memory else None,
+            }
+            gpus.append({**facts, "visible": index in visible})
         cuda = call("nvmlSystemGetCudaDriverVersion_v2")  # 12080 is 12.8
-        first = next((gpu for gpu in gpus if gpu["visible"] and gpu["name"]), None)
+        first = next((gpu for gpu in gpus if gpu["visible"] and gpu["name"]), {})
         return {
-            "gpu": first["name"] if first else None,
-            "capability": first["capability"] if first else None,
+            "gpu": first.get("name"),
+            "capability": first.get("capability"),
             "gpus": gpus,
             "driver": call("nvmlSystemGetDriverVersion"),
             "cuda_driver": f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from moedoctor.reporters.pages.bench import Bench, make_bench_document
-from moedoctor.results import to_plain
+from moedoctor.reporters.json import to_document
+from moedoctor.reporters.pages.bench import Bench
 
 
 def speed_row(variant: str, batch: int, rate: float) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def speed_row(variant: str, batch: int, rate: float) -> dict[str, Any]:
 def engine_document(speeds: Sequence[dict[str, Any]], *engines: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON document of a benchmark of engines."""
     facts = {"model": "a model", "tokens": 64, "arguments": {}, "together": False}
-    bench = Bench("engines", {**facts, "engines": engines, "speeds": speeds}, {"gpu": "a GPU"})
-    document: dict[str, Any] = to_plain(make_bench_document(bench))
+    figures = {**facts, "engines": engines, "speeds": speeds}
+    document = to_document(Bench.from_figures("engines", figures, {"gpu": "a GPU"}))
     del document["origin"]
-    return {"schema_version": 1, **document}
+    return {"schema_version": 1, "moedoctor": "0.1.0", **document}

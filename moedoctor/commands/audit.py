@@ -32,7 +32,7 @@ def audit(
     from moedoctor.fixes.arch.targets import parse_capability
     from moedoctor.processes.cuda_tools import find_tools
     from moedoctor.redaction import Redactor
-    from moedoctor.reporters.pages.audit import AuditDocument
+    from moedoctor.reporters.pages.audit import AuditDocument, describe_verdict
 
     capability = sm if sm is not None else environment.collect()["capability"]
     with convert_errors(ValueError, AuditError):
@@ -40,5 +40,5 @@ def audit(
         tool = next(reversed(find_tools(["cuobjdump"])), None)
         items = Redactor.from_this_process().record(audit(paths, gpu, tool))
     document = AuditDocument.from_items(items, gpu, str(tool) if tool else None)
-    reasons = [f"MD004: {document.items[index].path}: {words}" for index, words in document.wrong.items()]
+    reasons = [f"MD004: {item.path}: {describe_verdict(item)}" for item in document.wrong]
     return deliver_document(document, format, output, full=full, code=int(bool(reasons)), reasons=reasons)

@@ -31,12 +31,12 @@ def autopsy(
     Exit code 1 if a kernel faulted.
     """
     from moedoctor.diagnose.autopsy.autopsy import examine
-    from moedoctor.diagnose.autopsy.core_dump import DumpError
+    from moedoctor.diagnose.cuda.elf import ElfError
     from moedoctor.redaction import Redactor
 
     try:
         document = Redactor.from_this_process().record(examine(path))
-    except (DumpError, TextFileError) as error:
+    except (ElfError, TextFileError) as error:
         raise InputError(f"{path}: {error}") from error
     except OSError as error:
         raise InputError(f"{path}: {error.strerror or error}") from error

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -25,6 +25,7 @@ from moedoctor.commands.options import (
     choose_from,
     choose_release,
     convert_errors,
+    declare,
     option,
     require_capability,
 )
@@ -51,46 +52,39 @@ _NINJA_TOO = "0.32.0"
 """From this release on, vLLM also looks for nvcc in CUDA_HOME, and needs ninja."""
 
 
+@declare(
+    command=typer.Argument(
+        metavar="-- vllm serve ...", help="Command line of a server, whose settings are judged too."
+    ),
+    scheme=option(
+        "NAME",
+        "Type of weights and activations: nvfp4, nvfp4-w4a16, mxfp4, fp8, fp8-block or bf16. Default: as "
+        "--quantization or the checkpoint's folder says; else an answer for each.",
+        choose_from("moedoctor.fixes.backends.release_tables:SCHEMES"),
+    ),
+    release=option("X.Y.Z", "vLLM release, such as 0.21.0. Default: the installed one."),
+    ep="The layer uses expert parallelism.",
+    dp="The layer uses data parallelism.",
+    activation=option(
+        "NAME",
+        "Activation of the layer: silu, swigluoai (gpt-oss), relu2 (Nemotron), gelu and others. "
+        "Default: as config.json in the checkpoint's folder says; else silu.",
+    ),
+    backend=option("MARLIN", "Say if this backend would work, and which setting asks for it."),
+    ask=typer.Option("--ask/--no-ask", help="Also ask the installed vLLM, which takes seconds."),
+    strict="Exit with code 2 if the release is not known, as a newer one is.",
+)
 def backends(
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="-- vllm serve ...", help="Command line of a server, whose settings are judged too."
-        ),
-    ] = None,
+    command: list[str] | None = None,
     sm: Capability = None,
-    scheme: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "Type of weights and activations: nvfp4, nvfp4-w4a16, mxfp4, fp8, fp8-block or bf16. Default: as "
-            "--quantization or the checkpoint's folder says; else an answer for each.",
-            choose_from("--scheme", "moedoctor.fixes.backends.release_tables:SCHEMES"),
-        ),
-    ] = None,
-    release: Annotated[
-        str | None, option("X.Y.Z", "vLLM release, such as 0.21.0. Default: the installed one.")
-    ] = None,
-    ep: Annotated[bool, typer.Option("--ep", help="The layer uses expert parallelism.")] = False,
-    dp: Annotated[bool, typer.Option("--dp", help="The layer uses data parallelism.")] = False,
-    activation: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "Activation of the layer: silu, swigluoai (gpt-oss), relu2 (Nemotron), gelu and others. "
-            "Default: as config.json in the checkpoint's folder says; else silu.",
-        ),
-    ] = None,
-    backend: Annotated[
-        str | None, option("MARLIN", "Say if this backend would work, and which setting asks for it.")
-    ] = None,
-    ask: Annotated[
-        bool, typer.Option("--ask/--no-ask", help="Also ask the installed vLLM, which takes seconds.")
-    ] = True,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Exit with code 2 if the release is not known, as a newer one is."),
-    ] = False,
+    scheme: str | None = None,
+    release: str | None = None,
+    ep: bool = False,
+    dp: bool = False,
+    activation: str | None = None,
+    backend: str | None = None,
+    ask: bool = True,
+    strict: bool = False,
     format: PageFormat = "table",
     output: Output = None,
     full: Full = False,
@@ -192,48 +186,37 @@ def backends(
             selections = [adopt(*each, build, values) for each in zip(selections, heard, strict=True)]
         elif is_new:
             notes += (f"{release} has no {MOE_BACKEND} {moe_backend}: answered without it",)
-        each_asked = _request_each(backend, question, found.schemes) if backend and not alone else ()
-        if backend is None or not alone:
-            asked = None
-        elif build and heard:
+        asked: Any = None
+        if backend and not alone:
+            asked = tuple(_request_each(backend, question, found.schemes))
+        elif backend and build and heard:
             asked = request_from_build(backend, selections[0], values, variables)
-        else:
+        elif backend:
             asked = request(backend, **question, libraries=libraries)
-    report: BackendsDocument
     selection, findings = selections[0], (*findings, *unconsidered)
-    if not alone:
-        report = EachScheme(
-            release=selection.release,
-            capability=question["capability"],
-            scheme=None,
-            schemes=tuple(selections),
-            request=tuple(each_asked) or None,
-            settings=_mask_findings(findings, variables, environ),
-            notes=(*notes, _ONLY_EXPERTS),
-            exit_code=0,
-            instead_of=instead_of,
-        )
+    if alone:
+        findings += _find_switch(selection)
+        notes += (*_list_assumptions(selection, here=here or bool(heard)), *_list_failures(selection))
+    shared: dict[str, Any] = {
+        "request": asked,
+        "settings": _mask_findings(findings, variables, environ),
+        "notes": (*notes, _ONLY_EXPERTS),
+        "exit_code": 0,
+        "instead_of": instead_of,
+    }
+    report: BackendsDocument
+    if alone:
+        differing = list_disagreements(selection, heard[0]) if heard and here else ()
+        report = OneScheme(**vars(selection), disagreements=differing, **shared)
     else:
-        report = OneScheme(
-            **vars(selection),
-            request=asked,
-            settings=_mask_findings([*findings, *_find_switch(selection)], variables, environ),
-            disagreements=list_disagreements(selection, heard[0]) if heard and here else (),
-            notes=(
-                *notes,
-                *_list_assumptions(selection, here=here or bool(heard)),
-                *_list_failures(selection),
-                _ONLY_EXPERTS,
-            ),
-            exit_code=0,
-            instead_of=instead_of,
-        )
+        first = {"release": selection.release, "capability": question["capability"], "scheme": None}
+        report = EachScheme(**first, schemes=tuple(selections), **shared)
     why = list_reasons(report)
+    code = int(bool(why))
     if strict and instead_of and not why:
-        report, why = replace(report, exit_code=2), [instead_of]
-    else:
-        report = replace(report, exit_code=int(bool(why)))
-    return deliver_document(report, format, output, full=full, code=report.exit_code, reasons=why)
+        code, why = 2, [instead_of]
+    report = replace(report, exit_code=code)
+    return deliver_document(report, format, output, full=full, code=code, reasons=why)
 
 
 def _find_inquiry(package: str) -> Inquiry | None:

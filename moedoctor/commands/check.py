@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -25,9 +25,6 @@ from moedoctor.commands.options import (
     require_capability,
 )
 from moedoctor.commands.pages import deliver_document
-
-if TYPE_CHECKING:
-    from moedoctor.diagnose.check.target import Target
 
 
 def check(
@@ -60,11 +57,28 @@ def check(
     was found but vLLM is not there, or a part of it is not known. An error happens by default, a warning with
     a flag or in a rarer case; a note depends on the model.
     """
+    from moedoctor.diagnose.check import target as targets
     from moedoctor.diagnose.check.check import apply_ignores
     from moedoctor.diagnose.check.check import check as find
 
     rules = read_ignores(ignore, _list_ids)
-    result = find(target=_choose_target(python, release, source, wheel, sm, wsl=wsl))
+    options = {"--python": python, "--release": release, "--source": source, "--wheel": wheel}
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)}: expected one of them")
+    unpacked = source if source is not None else wheel
+    if unpacked is not None and unpacked.is_dir() is (wheel is not None):
+        expected = "a wheel" if wheel is not None else "a folder that holds vllm/envs.py"
+        raise InputError(f"{given[0]} {unpacked}: expected {expected}")
+    with convert_errors(targets.TargetError):
+        target = targets.ask_python(python) if python is not None else targets.Target()
+        target = targets.describe_source(unpacked) if unpacked is not None else target
+    if release is not None:
+        known, newer = choose_release(release)
+        target = targets.describe_release(known, release.removeprefix("v") if newer else None)
+    if sm is not None:
+        target = targets.add_gpu(target, require_capability(sm))
+    result = find(target=targets.put_on_wsl(target) if wsl else target)
     result = replace(apply_ignores(result, rules, date.today()), fail_on=fail_on)
     return deliver_document(result, format, output, full=full, code=result.exit_code, reasons=result.reasons)
 
@@ -75,42 +89,3 @@ def _list_ids(given: str) -> list[str]:
 
     ids = [name for entry in load_entries().values() for name in (entry.id, entry.name)]
     return ids if re.fullmatch(r"(?i)md\d+|[a-z]+(?:_[a-z]+)+", given) else []
-
-
-def _choose_target(
-    python: Path | None,
-    release: str | None,
-    source: Path | None,
-    wheel: Path | None,
-    sm: str | None,
-    *,
-    wsl: bool,
-) -> Target:
-    """Return the environment that the options name. Raises InputError."""
-    from moedoctor.diagnose.check.target import (
-        Target,
-        TargetError,
-        add_gpu,
-        ask_python,
-        describe_release,
-        describe_source,
-        put_on_wsl,
-    )
-
-    options = {"--python": python, "--release": release, "--source": source, "--wheel": wheel}
-    given = [name for name, value in options.items() if value is not None]
-    if len(given) > 1:
-        raise InputError(f"{' and '.join(given)}: expected one of them")
-    unpacked = source if source is not None else wheel
-    if unpacked is not None and unpacked.is_dir() is (wheel is not None):
-        expected = "a wheel" if wheel is not None else "a folder that holds vllm/envs.py"
-        raise InputError(f"{given[0]} {unpacked}: expected {expected}")
-    with convert_errors(TargetError):
-        target = ask_python(python) if python is not None else Target()
-        target = describe_source(unpacked) if unpacked is not None else target
-    if release is not None:
-        known, newer = choose_release(release)
-        target = describe_release(known, release.removeprefix("v") if newer else None)
-    if sm is not None:
-        target = add_gpu(target, require_capability(sm))
-    return put_on_wsl(target) if wsl else target

@@ -81,5 +81,5 @@ def _compare_releases(
     variables = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     capability = require_capability(capability) if capability else None
     changes = compare_releases(before, after, capability, variables, command)
-    steps = ["ask the release itself: moedoctor preflight --wheel FILE -- vllm serve …"]
-    return CompareDocument(f"vLLM {before}", f"vLLM {after}", **changes, next_steps=tuple(steps))
+    step = "ask the release itself: moedoctor preflight --wheel FILE -- vllm serve …"
+    return CompareDocument(f"vLLM {before}", f"vLLM {after}", **changes, next_steps=(step,))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
 from moedoctor.commands.options import (
@@ -15,6 +13,7 @@ from moedoctor.commands.options import (
     check_gpu,
     choose_from,
     convert_errors,
+    declare,
     number,
     option,
     parse_names,
@@ -22,47 +21,39 @@ from moedoctor.commands.options import (
 from moedoctor.commands.pages import deliver_document
 
 
+@declare(
+    target=typer.Argument(
+        metavar="TARGET", help="The function or class: package.module:name, or file.py:name."
+    ),
+    kind=option(
+        "NAME",
+        "router, moe, cache or offloader. Default: what TARGET declares, or its parameters say.",
+        choose_from("moedoctor.testing.questions:KINDS"),
+    ),
+    question=option("NAME", "Ask only this question. May be repeated."),
+    scoring=option(
+        "FUNCTION", "How a router scores: softmax (default) or sigmoid.", choose_from(("softmax", "sigmoid"))
+    ),
+    formats=option("NAMES", "Formats of a MoE kernel's weights: bf16, fp8, fp8-block, nvfp4, mxfp4."),
+    activation=option("NAMES", "Activations of a MoE kernel: silu, gelu, gelu_tanh, relu2."),
+    gate=option(
+        "ORDER",
+        "The place of the gate's rows in w13: first, last or interleaved.",
+        choose_from(("first", "last", "interleaved")),
+    ),
+    seed=typer.Option(help="Seed of the problems."),
+    seconds=option("S", "The time after which a problem is a crash.", number()),
+)
 def conform(
-    target: Annotated[
-        str,
-        typer.Argument(metavar="TARGET", help="The function or class: package.module:name, or file.py:name."),
-    ],
-    kind: Annotated[
-        str | None,
-        option(
-            "NAME",
-            "router, moe, cache or offloader. Default: what TARGET declares, or its parameters say.",
-            choose_from("--kind", "moedoctor.testing.questions:KINDS"),
-        ),
-    ] = None,
-    question: Annotated[list[str] | None, option("NAME", "Ask only this question. May be repeated.")] = None,
-    scoring: Annotated[
-        str | None,
-        option(
-            "FUNCTION",
-            "How a router scores: softmax (default) or sigmoid.",
-            choose_from("--scoring", ("softmax", "sigmoid")),
-        ),
-    ] = None,
-    formats: Annotated[
-        list[str] | None,
-        option("NAMES", "Formats of a MoE kernel's weights: bf16, fp8, fp8-block, nvfp4, mxfp4."),
-    ] = None,
-    activation: Annotated[
-        list[str] | None, option("NAMES", "Activations of a MoE kernel: silu, gelu, gelu_tanh, relu2.")
-    ] = None,
-    gate: Annotated[
-        str | None,
-        option(
-            "ORDER",
-            "The place of the gate's rows in w13: first, last or interleaved.",
-            choose_from("--gate", ("first", "last", "interleaved")),
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the problems.")] = 0,
-    seconds: Annotated[
-        float, option("S", "The time after which a problem is a crash.", number("--seconds"))
-    ] = 60.0,
+    target: str,
+    kind: str | None = None,
+    question: list[str] | None = None,
+    scoring: str | None = None,
+    formats: list[str] | None = None,
+    activation: list[str] | None = None,
+    gate: str | None = None,
+    seed: int = 0,
+    seconds: float = 60.0,
     device: Device = "cpu",
     format: CheckFormat = "table",
     output: Output = None,

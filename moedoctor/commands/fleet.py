@@ -24,6 +24,7 @@ from moedoctor.commands.options import (
     choose_from,
     convert_errors,
     declare,
+    name_errors,
     number,
     option,
     split_texts,
@@ -50,7 +51,7 @@ _NOT_THERE = ("-o", "--output", "-f", "--format")
 @declare(
     command=typer.Argument(
         metavar="COMMAND",
-        parser=choose_from("fleet", tuple(_COMMANDS)),
+        parser=name_errors("fleet", choose_from(tuple(_COMMANDS))),
         help="check, run, bench, audit or lint. `run parity` names GPUs that compute other bits.",
     ),
     arguments=typer.Argument(
@@ -67,7 +68,7 @@ _NOT_THERE = ("-o", "--output", "-f", "--format")
     per=option(
         "node|gpu",
         "Run once a node, or once a GPU. Default: gpu for bench and run parity, else node.",
-        choose_from("--per", ("node", "gpu")),
+        choose_from(("node", "gpu")),
     ),
     idle_only=typer.Option(
         "--idle-only/--no-idle-only",
@@ -77,12 +78,12 @@ _NOT_THERE = ("-o", "--output", "-f", "--format")
     node_timeout=option(
         "SECONDS",
         "Seconds that the command may take on a node. Default: 300, for run and bench 3600.",
-        number("--node-timeout", "seconds, above 0 and at most 86400", most=86_400),
+        number("seconds, above 0 and at most 86400", most=86_400),
     ),
     wait=option(
         "SECONDS",
         "Seconds that a node may take to start; with --idle-only, to become idle.",
-        number("--wait", "seconds, above 0 and at most 86400", most=86_400),
+        number("seconds, above 0 and at most 86400", most=86_400),
     ),
     runtime_env=option(
         "WHEEL", "Send this wheel of moedoctor to nodes that lack it or have another version; nothing stays."

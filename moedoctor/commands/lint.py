@@ -106,11 +106,10 @@ def _ask_installed(result: Lint, adapter: Path | None, *, wanted: bool) -> None:
     from moedoctor.processes import interrupts
 
     release = find_installed()
-    if adapter is not None and (release is None or not wanted):
-        why = "--no-ask" if release is not None else "vLLM is not installed here"
-        raise InputError(f"--adapter: {why}; expected a vLLM that can be asked")
     if release is None or not wanted:
         result.not_asked = "--no-ask" if release is not None else "vLLM is not installed here"
+        if adapter is not None:
+            raise InputError(f"--adapter: {result.not_asked}; expected a vLLM that can be asked")
         return
     print_message(f"asking vLLM {release.name}, which takes seconds; --no-ask leaves that out")
     with convert_errors(ModelError), interrupts.hold_signals():

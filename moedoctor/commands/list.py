@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moedoctor.commands.options import Full, Output, PageFormat, convert_errors, deliver
+from moedoctor.commands.options import Full, Output, PageFormat, convert_errors
+from moedoctor.commands.pages import deliver_document
 
 if TYPE_CHECKING:
-    from moedoctor.reporters.page import Block
     from moedoctor.reporters.pages.explain import Row
 
 
@@ -31,11 +31,9 @@ def list_(
     from moedoctor.reporters.pages.explain import Catalogue
 
     found = Catalogue(tuple(row for row in list_rows() if _is_about(row, words or ())))
-    page: list[Block] = found.make_page()
-    if not found.catalogue:
-        page = [Paragraph(f"no known failure is about {' '.join(words or ())}; `moedoctor list` shows all")]
-    deliver(page, found, format=format, output=output, full=full, summary=found.summarize())
-    return 0
+    nothing = Paragraph(f"no known failure is about {' '.join(words or ())}; `moedoctor list` shows all")
+    page = None if found.catalogue else [nothing]
+    return deliver_document(found, format, output, full=full, page=page)
 
 
 def _is_about(row: Row, words: Sequence[str]) -> bool:

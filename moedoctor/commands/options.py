@@ -9,7 +9,6 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
@@ -20,9 +19,6 @@ from moedoctor.text import clean, join_lines, print_message, shorten, suggest_ex
 if TYPE_CHECKING:
     from moedoctor.diagnose.ignores import Ignore
     from moedoctor.reporters.chart import Chart
-    from moedoctor.reporters.findings import Findings
-    from moedoctor.reporters.json import Document
-    from moedoctor.reporters.page import Block, Page
     from moedoctor.results import Report
 
 PAGE_FORMATS = ("table", "json", "markdown", "html")
@@ -49,7 +45,7 @@ def convert_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def option(metavar: str, help: str, parser: Callable[[str], Any] | None = None, **more: Any) -> Any:
-    """Return an option with the name of its value in the help; `parser` reads the value."""
+    """Return an option with the name of its value in the help; `parser` may raise ValueError."""
     return typer.Option(metavar=metavar, help=help, parser=parser, **more)
 
 
@@ -61,16 +57,31 @@ def declare(**declared: Any) -> Callable[[_Function], _Function]:
 
     def attach(function: _Function) -> _Function:
         types = get_type_hints(function)
-        for name, made in declared.items():
+        for parameter, made in declared.items():
+            name = f"--{parameter.replace('_', '-')}"
             if isinstance(made, str):
-                made = typer.Option(f"--{name.replace('_', '-')}", help=made)
-            function.__annotations__[name] = Annotated[types[name], made]
+                made = typer.Option(name, help=made)
+            elif made.parser is not None:
+                made.parser = name_errors(name, made.parser)
+            function.__annotations__[parameter] = Annotated[types[parameter], made]
         return function
 
     return attach
 
 
-def choose_from(name: str, known: Sequence[str] | str) -> Callable[[str], str]:
+def name_errors(name: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser whose errors name the option and the value that it was given."""
+
+    def parse_named(value: str) -> Any:
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise InputError(f"{name} {value}: {error}") from None
+
+    return parse_named
+
+
+def choose_from(known: Sequence[str] | str) -> Callable[[str], str]:
     """Return a parser for an option that takes one of the known values, in any case.
 
     The values are given, or named as ``module:name``. The module is imported when the option is used, so
@@ -86,18 +97,13 @@ def choose_from(name: str, known: Sequence[str] | str) -> Callable[[str], str]:
         for valid_value in valid:
             if value.lower() == valid_value.lower():
                 return valid_value
-        raise InputError(f"{name} {value}: {suggest_expected(value, valid)}")
+        raise ValueError(suggest_expected(value, valid))
 
     return parse
 
 
 def number(
-    name: str,
-    expected: str = "a number above 0",
-    *,
-    zero: bool = False,
-    most: float = 1e12,
-    whole: bool = False,
+    expected: str = "a number above 0", *, zero: bool = False, most: float = 1e12, whole: bool = False
 ) -> Callable[[str], float]:
     """Return a parser for a number above 0, or from 0 on with `zero`, and up to `most`."""
 
@@ -107,7 +113,7 @@ def number(
         except ValueError:
             parsed = math.nan
         if not (0 < parsed <= most or (zero and parsed == 0)):  # NaN is neither
-            raise InputError(f"{name} {value}: expected {expected}")
+            raise ValueError(f"expected {expected}")
         return parsed
 
     return parse
@@ -162,7 +168,7 @@ _SUFFIXES = {
 
 
 def _format(help: str, known: Sequence[str] | str) -> Any:
-    parse = choose_from("--format", known)
+    parse: Callable[[str], str] = name_errors("--format", choose_from(known))
 
     def choose_by_suffix(context: typer.Context, value: str) -> str:
         """Return the format that the name of the output asks for, unless one is given."""
@@ -215,7 +221,7 @@ FailOn = Annotated[
     option(
         "SEVERITY",
         "Exit with 1 for findings of this severity and worse: error, warning (default), note, or never.",
-        choose_from("--fail-on", "moedoctor.diagnose.ignores:FAIL_ON"),
+        name_errors("--fail-on", choose_from("moedoctor.diagnose.ignores:FAIL_ON")),
         show_default=False,
     ),
 ]
@@ -263,12 +269,9 @@ def choose_release(text: str) -> tuple[str, str]:
     from moedoctor.fixes.backends.release_tables import load_releases
 
     named, newest = text.removeprefix("v"), list(load_releases())[-1]
-    try:
-        is_newer = Version(named) > Version(newest)
-    except InvalidVersion:
-        is_newer = False
-    if is_newer:
-        return newest, f"vLLM {named} is newer than the known releases: this is the answer for {newest}"
+    with contextlib.suppress(InvalidVersion):
+        if Version(named) > Version(newest):
+            return newest, f"vLLM {named} is newer than the known releases: this is the answer for {newest}"
     return require_release(text), ""
 
 
@@ -309,11 +312,13 @@ def parse_names(option_name: str, given: Sequence[str] | None, known: Sequence[s
     return given_names
 
 
-def parse_numbers(option_name: str, given: Sequence[str] | None, most: int, expected: str) -> tuple[int, ...]:
-    """Return the whole numbers from 1 to `most` that an option gives, sorted. Raises InputError."""
+def parse_numbers(
+    option_name: str, given: Sequence[str] | None, most: int, expected: str, least: int = 1
+) -> tuple[int, ...]:
+    """Return the whole numbers from `least` to `most` that an option gives, sorted. Raises InputError."""
     values = set()
     for text in split_texts(given):
-        if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= most):
+        if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= most):
             raise InputError(f"{option_name} {shorten(text)}: expected {expected}")
         values.add(int(text))
     return tuple(sorted(values))
@@ -332,141 +337,39 @@ def check_gpu(device: str, facts: Mapping[str, Any]) -> None:
         raise InputError(f"--device {device}: {reason}")
 
 
-def render(
-    report: Report, format: str, output: Path | None, *, verbose: bool = False, full: bool = False
+def deliver_report(
+    report: Report, format: str, output: Path | None, *, verbose: bool, full: bool
 ) -> tuple[str, int | None]:
-    """Return the report in a format, and None. If its reporter raises: as JSON, with an exit code.
+    """Write a report of `run`, also to the summary of GitHub. Return its text, and None.
 
-    The code is 3 for a reporter of ours, else 2. With `verbose` a table has every case and every claim; with
-    `full` Markdown has them, too.
+    If its reporter raises, the report is written as JSON, and an exit code is returned: 3 for a reporter of
+    ours, else 2. With `verbose` a table has every case and every claim; with `full` Markdown has them, too.
     """
     from moedoctor import catalogue
     from moedoctor.processes.deaths import find_first_line
+    from moedoctor.reporters.github import step_summary
     from moedoctor.reporters.markdown import MarkdownReporter
-    from moedoctor.reporters.output import inspect_terminal
+    from moedoctor.reporters.output import append_step_summary, emit, inspect_terminal
     from moedoctor.reporters.table import TableReporter
+    from moedoctor.reporters.text import summarize
     from moedoctor.results import to_json
 
-    reporter = catalogue.load_reporters()[format]
+    reporter, problem = catalogue.load_reporters()[format], None
     if verbose and isinstance(reporter, TableReporter):
         reporter = TableReporter(verbose=True)
     if full and isinstance(reporter, MarkdownReporter):
         reporter = MarkdownReporter(full=True)
     colour, width = inspect_terminal(output)
     try:
-        return reporter.render(report, colour=colour, width=width), None
+        text = reporter.render(report, colour=colour, width=width)
     except Exception as error:
-        problem = find_first_line(f"{type(error).__name__}: {error}")
-        print_message(f"--format {format} failed, this is JSON instead: {problem}")
-        return to_json(report), 3 if catalogue.is_ours(reporter) else 2
-
-
-def deliver(
-    page: Page,
-    record: Document | Mapping[str, Any],
-    *,
-    format: str,
-    output: Path | None = None,
-    summary: str = "",
-    code: int = 0,
-    reasons: Sequence[str] = (),
-    masked: bool = False,
-    full: bool = False,
-    findings: Callable[[], Findings] | None = None,
-    stored: bool = False,
-) -> None:
-    """Mask the page, or the record as JSON with head and ending, render it and write it.
-
-    `reasons` say why the command ends with `code`: in the document's summary and on stderr. `masked` is for
-    a fleet, which masks each answer as it comes, and names hosts where that is wanted. `findings` are what
-    the formats for machines show. Markdown is a digest unless it is to be `full`. A `stored` document keeps
-    its own summary and origin, and nothing ends with its code.
-    """
-    from moedoctor.redaction import Redactor
-    from moedoctor.reporters.json import to_document, to_json
-    from moedoctor.reporters.output import emit, inspect_terminal
-
-    document = to_document(record)
-    redact: Callable[[Any], Any] = Redactor.from_this_process().record
-    mask: Callable[[Any], Any] = (lambda value: value) if masked else redact
-    if stored:
-        reasons = document.get("summary", {}).get("reasons", ())
-    reasons = mask(tuple(reasons) if code or stored else ())
-    if format in ("json", *FULL_FORMATS):
-        document = {**redact(make_head(document)), **document}
-        if document["origin"] is None:  # a stored report of an older release
-            del document["origin"]
-    if not stored and (code or "summary" in document):
-        ending = {"exit_code": code, "reasons": list(reasons)}
-        document = {**document, "summary": {**document.get("summary", {}), **ending}}
-    found = [text for text in (summary, *reasons) if text]
-    if format == "json":
-        text = to_json(mask(document))
-    elif format == "markdown":
-        from moedoctor.reporters.digest import make_digest
-        from moedoctor.reporters.markdown_page import to_markdown
-        from moedoctor.reporters.page import report_answer
-        from moedoctor.reporters.pages.machine import make_origin_table
-
-        blocks = [*mask(place_pictures(page, output)), *make_origin_table(document.get("origin"))]
-        text = (
-            to_markdown(blocks) if full else make_digest(blocks, mask(report_answer(page, document, found)))
-        )
-    elif format == "html":
-        from moedoctor.reporters.html import put_answer_first, to_html
-        from moedoctor.reporters.pages.machine import make_origin_table
-
-        # As in Markdown, the commit is no secret: a mask that sees only the text would take it for a token.
-        made = make_origin_table(document.get("origin"))
-        text = to_html([*mask(put_answer_first(page, {**document, "origin": None}, found)), *made])
-    elif findings is not None and format in CHECK_FORMATS[len(PAGE_FORMATS) :]:
-        from moedoctor.reporters.github import to_commands
-        from moedoctor.reporters.junit import to_junit
-        from moedoctor.reporters.sarif import to_sarif
-
-        write = {"sarif": to_sarif, "junit": to_junit, "github": to_commands}[format]
-        text = write(mask(findings()))
-        if format == "github":
-            from moedoctor.reporters.digest import make_digest
-            from moedoctor.reporters.output import append_step_summary
-            from moedoctor.reporters.page import report_answer
-
-            answered = report_answer(page, document, found)
-            append_step_summary(make_digest(mask(page), mask(answered)), os.environ)
-    else:
-        from moedoctor.reporters.table import to_text
-
-        colour, width = inspect_terminal(output)
-        text = to_text(mask(page), colour=colour, width=width)
-    emit(text, output, summary)
-    print_reasons(code, reasons, text, output)
-
-
-def make_head(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what begins every JSON output. `document` names its command; it may have its own origin."""
-    from moedoctor import __version__, environment
-    from moedoctor.origin import record_origin
-    from moedoctor.results import SCHEMA_VERSION
-
-    head = {"schema_version": SCHEMA_VERSION, "moedoctor": __version__, "command": document["command"]}
-    stored = "origin" in document
-    return {**head, "origin": None if stored else record_origin(variables=environment.mask_variables())}
-
-
-def place_pictures(page: Page, report: Path | None) -> list[Block]:
-    """Return the page with its pictures drawn beside the file `report`; without a file they stay data."""
-    from moedoctor.processes.files import stream_of
-    from moedoctor.reporters.page import Picture
-
-    if report is None or stream_of(report) is not None:
-        return list(page)
-    blocks: list[Block] = []
-    for block in page:
-        if isinstance(block, Picture) and block.chart is not None:
-            path = report.with_name(f"{report.stem}_{block.chart.name}.svg")
-            block = replace(block, file=path.name if draw_picture(block.chart, path) else "")
-        blocks.append(block)
-    return blocks
+        why = find_first_line(f"{type(error).__name__}: {error}")
+        print_message(f"--format {format} failed, this is JSON instead: {why}")
+        text, problem = to_json(report), 3 if catalogue.is_ours(reporter) else 2
+    emit(text, output, summarize(report))
+    if format == "github":
+        append_step_summary(step_summary(report), os.environ)
+    return text, problem
 
 
 def draw_picture(chart: Chart, path: Path) -> bool:
@@ -477,21 +380,12 @@ def draw_picture(chart: Chart, path: Path) -> bool:
 
     try:
         draw(chart, path)
+        return True
     except PlotError as error:
         print_message(f"no picture: {error}")
     except OutputError as error:
         report_loss(f"no picture: {error}")
-    else:
-        return True
     return False
-
-
-def end_measurement(code: int, reasons: Sequence[str]) -> tuple[int, Sequence[str]]:
-    """Return the exit code of a measurement with its reasons: a signal that ended it comes first."""
-    from moedoctor.processes import interrupts
-
-    final = interrupts.exit_code(otherwise=code)
-    return final, reasons if final == code else ("interrupted before everything was measured", *reasons)
 
 
 def print_reasons(code: int, reasons: Sequence[str], report: str, output: Path | None) -> None:

@@ -24,82 +24,70 @@ _SCHEMES = "moedoctor.diagnose.plan.plan:SCHEMES"
 
 @declare(
     model=option("NAME|FOLDER", "The model: a preset such as qwen3-30b-a3b, or a folder with config.json."),
-    gpu_memory=option("GIB", "Memory of the GPU in GiB, or of each GPU.", number("--gpu-memory")),
+    gpu_memory=option("GIB", "Memory of the GPU in GiB, or of each GPU.", number()),
     tensor_parallel_size=option(
         "GPUS",
         "GPUs that share each layer, as in vLLM's --tensor-parallel-size. All figures are of each GPU.",
-        number("--tensor-parallel-size", "a whole number from 1 to 1024", most=1024, whole=True),
+        number("a whole number from 1 to 1024", most=1024, whole=True),
     ),
     utilization=option(
         "SHARE",
         "Share of the GPU's memory that vLLM may use, as in its --gpu-memory-utilization.",
-        number("--utilization", "0 to 1", zero=True, most=1),
+        number("0 to 1", zero=True, most=1),
     ),
-    available_kv=option(
-        "GIB", "Memory of the KV cache from vLLM's log; replaces --gpu-memory.", number("--available-kv")
-    ),
+    available_kv=option("GIB", "Memory of the KV cache from vLLM's log; replaces --gpu-memory.", number()),
     context=option(
-        "TOKENS",
-        "Tokens of one request. Default: the longest context of the model.",
-        number("--context", whole=True),
+        "TOKENS", "Tokens of one request. Default: the longest context of the model.", number(whole=True)
     ),
     kv_dtype=option(
-        "TYPE",
-        "Type of the KV cache: bf16 or fp8.",
-        choose_from("--kv-dtype", "moedoctor.diagnose.plan.plan:KV_TYPES"),
+        "TYPE", "Type of the KV cache: bf16 or fp8.", choose_from("moedoctor.diagnose.plan.plan:KV_TYPES")
     ),
-    block_size=option(
-        "TOKENS", "Tokens of one KV block. Hybrid models raise it.", number("--block-size", whole=True)
-    ),
+    block_size=option("TOKENS", "Tokens of one KV block. Hybrid models raise it.", number(whole=True)),
     batched_tokens=option(
-        "TOKENS",
-        "Tokens of one batch, as in vLLM's --max-num-batched-tokens.",
-        number("--batched-tokens", whole=True),
+        "TOKENS", "Tokens of one batch, as in vLLM's --max-num-batched-tokens.", number(whole=True)
     ),
     scheme=option(
         "NAME",
         "Quantization of the experts: nvfp4, mxfp4, fp8 or bf16. Default: from config.json; nvfp4 "
         "for a preset.",
-        choose_from("--scheme", _SCHEMES),
+        choose_from(_SCHEMES),
     ),
     other_scheme=option(
-        "NAME",
-        "Quantization of all other weights: nvfp4, mxfp4, fp8 or bf16.",
-        choose_from("--other-scheme", _SCHEMES),
+        "NAME", "Quantization of all other weights: nvfp4, mxfp4, fp8 or bf16.", choose_from(_SCHEMES)
     ),
     backend=option("NAME", "MoE backend whose workspace is counted, by vLLM's name."),
     workspace=option(
         "GIB",
         "Measured workspace of the backend; replaces the computed one.",
-        number("--workspace", "GiB, 0 or more", zero=True, most=1e9),
+        number("GiB, 0 or more", zero=True, most=1e9),
     ),
     offload=option(
         "GIB",
         "Weights that are kept in host memory, in GiB of each GPU.",
-        number("--offload", "GiB, 0 or more", zero=True, most=1e9),
+        number("GiB, 0 or more", zero=True, most=1e9),
     ),
     offload_mode=option(
         "MODE",
         "How offloaded weights reach the GPU: uva reads what is used, copy moves all in every step.",
-        choose_from("--offload-mode", "moedoctor.diagnose.plan.plan:MODES"),
+        choose_from("moedoctor.diagnose.plan.plan:MODES"),
     ),
     expert_cache=option("SLOTS", "Experts a layer that an expert cache keeps on the GPU."),
     hit_rate=option(
         "SHARE",
         "Hit rate of the expert cache, from bench --cache. Default: that of uniform routing.",
-        number("--hit-rate", "0 to 1", zero=True, most=1),
+        number("0 to 1", zero=True, most=1),
     ),
     pcie=option(
         "GB/S",
         "Measured bandwidth from host memory to the GPU, in GB/s. Default: that of PCIe 5.0 x16 by its "
         "specification.",
-        number("--pcie"),
+        number(),
     ),
     cpu=option(
         "GB/S",
         "Bandwidth at which the CPU reads host memory, in GB/s: with --expert-cache, the bound if the CPU "
         "computes a part of the missing experts.",
-        number("--cpu"),
+        number(),
     ),
     measure="Measure the value for --cpu on this machine. Needs torch and 2 GiB, and takes seconds.",
     ask="Take the size of the weights from the installed vLLM, which builds the model without its weights. "

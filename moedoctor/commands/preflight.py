@@ -19,12 +19,13 @@ from moedoctor.commands.options import (
     number,
     option,
     parse_names,
+    parse_numbers,
     require_capability,
     require_writable,
     split_texts,
 )
 from moedoctor.commands.pages import deliver_document
-from moedoctor.text import print_message, shorten
+from moedoctor.text import print_message
 
 if TYPE_CHECKING:
     from moedoctor.diagnose.preflight.ask import Release
@@ -43,14 +44,12 @@ _MOST_RANK = 4096
         "the Hugging Face cache, or a file that `moedoctor preflight headers FOLDER` wrote.",
     ),
     memory=option(
-        "GIB",
-        "Memory of one GPU. Default: that of this machine's GPU, or 80 with --sm.",
-        number("--memory", most=1e6),
+        "GIB", "Memory of one GPU. Default: that of this machine's GPU, or 80 with --sm.", number(most=1e6)
     ),
     gpus=option(
         "N",
         "GPUs of the server's machine. Default: those of this machine, or 8 with --sm.",
-        number("--gpus", "1 to 1024", most=1024, whole=True),
+        number("1 to 1024", most=1024, whole=True),
     ),
     python=option("FILE", "Ask the vLLM of this Python instead of the installed one."),
     wheel=option("FILE", "Ask the vLLM of this wheel, or of a folder with the package vllm."),
@@ -58,7 +57,7 @@ _MOST_RANK = 4096
     sizes=option(
         "N",
         "Ask for the tensor-parallel sizes 1 to 8, 16, 32 and N, with and without expert parallelism, too.",
-        number("--sizes", "1 to 64", most=_MOST_SIZE, whole=True),
+        number("1 to 64", most=_MOST_SIZE, whole=True),
     ),
     rank=option("R,...", "Ranks to ask. Default: the first, the last, and one of each stage."),
     compose=option("FILE", "Read the command line from a compose file."),
@@ -68,7 +67,7 @@ _MOST_RANK = 4096
         "NAME,...", "Exit with 1 for these: refused, wrong, cannot-say, warning. Default: refused,wrong."
     ),
     ignore=option("TEXT,...", "Leave out findings of these rules, or whose tensor contains one of these."),
-    timeout=option("SECONDS", "Limit for one release.", number("--timeout", most=86400)),
+    timeout=option("SECONDS", "Limit for one release.", number(most=86400)),
     verbose=typer.Option(
         "--verbose", "-v", help="Show also why other backends are not used, and what happens after loading."
     ),
@@ -116,7 +115,8 @@ def preflight(
             )
         asked = [*(found or [_find_installed()]), *(ask.find_release(text) for text in split_texts(releases))]
     gpu = _find_gpu(sm, memory, gpus)
-    question = ask.Question(*gpu, _parse_ranks(rank), verbose, trust_remote_code, timeout)
+    ranks = parse_numbers("--rank", rank, _MOST_RANK, f"numbers from 0 to {_MOST_RANK}", 0) or None
+    question = ask.Question(*gpu, ranks, verbose, trust_remote_code, timeout)
     rules = parse_names("--fail-on", fail_on, _FAIL_ON) or _FAIL_ON[:2]
     starts = [start, *_list_sizes(start, sizes)]
     answers: list[StartAnswer] = []
@@ -202,14 +202,6 @@ def _find_gpu(sm: str | None, memory: float | None, gpus: float | None) -> tuple
     own = facts.get("gpus") or ()
     size = int(memory * 2**30) if memory else own and own[0].get("memory_bytes")
     return (int(major), int(minor)), size or 80 << 30, int(gpus or len(own) or 8)
-
-
-def _parse_ranks(rank: list[str] | None) -> tuple[int, ...] | None:
-    texts = split_texts(rank)
-    for text in texts:
-        if not (text.isascii() and text.isdigit() and int(text[:9]) <= _MOST_RANK):
-            raise InputError(f"--rank {shorten(text)}: expected numbers from 0 to {_MOST_RANK}")
-    return tuple(sorted({int(text) for text in texts})) or None
 
 
 def _list_sizes(start: ServeCommand, most: float | None) -> list[ServeCommand]:

@@ -172,10 +172,8 @@ class Examined:
         from moedoctor.testing.examine import examine
 
         if self._answers is None:
-            items = [
-                each for each in self._session.items if isinstance(each, QuestionItem) and each.of is self
-            ]
-            only = [each.question for each in items]
+            items = (each for each in self._session.items if isinstance(each, QuestionItem))
+            only = [each.question for each in items if each.of is self]
             report = examine(self._target, self._kind, device=self._device, only=only)
             self._answers = list(report.answers)
         return [answer for answer in self._answers if answer.question == question]

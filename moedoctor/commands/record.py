@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from moedoctor.commands.options import InputError, convert_errors, number, option
+from moedoctor.commands.options import InputError, convert_errors, declare, number, option
 from moedoctor.text import format_size, print_message
 
 if TYPE_CHECKING:
@@ -29,46 +29,40 @@ _REPLAY_SECONDS = 60.0
 """For each backend that computes the last call of a dead engine again."""
 
 
+@declare(
+    command=typer.Argument(metavar="COMMAND...", help="What to run, such as: vllm serve MODEL."),
+    when=option(
+        "CALL",
+        "Which call to record. nan: the first whose output holds NaN or Inf while its input does not. "
+        "first: the first call. call=LAYER:N: the Nth call of a layer, such as "
+        "call=model.layers.3.mlp.experts:17. crash: the last calls of every layer if the engine dies; "
+        "each call is copied to pinned host memory first, up to 16 MiB a layer. Where memory cannot be "
+        "pinned, as on WSL, every layer waits for its copies, and CUDA graphs must be off. CUDA is asked "
+        "for a core dump, so that the end names the kernel that faulted; CUDA then ends the process with "
+        "SIGABRT, also where Python would have caught the error. The dump is asked for without the "
+        "contents of memory, and so are core files of the system, but registers may hold parts of "
+        "weights and prompts; nothing is uploaded. Variables for core dumps that you set are kept. "
+        "mismatch=RATE: the first call that the float32 reference finds wrong; in a share RATE of the "
+        "steps one layer's call is compared, by a process beside the engine on the CPU, with weights "
+        "that are read from the checkpoint; while that goes on, no other call is compared. On an H200 "
+        "nan and crash cost 1.2 % each of a decode step of 12 layers of Qwen3-30B-A3B, and mismatch=0.01 "
+        "7.2 % of one of 4 layers, by the wall clock. `moedoctor bench --engine` with a --variant that "
+        "sets MOEDOCTOR_RECORD and MOEDOCTOR_RECORD_WHEN measures it on your machine.",
+    ),
+    output=typer.Option("-o", "--output", metavar="FOLDER", help="Where the capsules go."),
+    max_size=option(
+        "MB",
+        "Largest size of a capsule, in 10^6 bytes; if more is needed, the fewest tokens that show it.",
+        number(most=100_000),
+    ),
+    keep="Keep CUDA's core dumps, which are else deleted when they were read.",
+)
 def record(
-    command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="What to run, such as: vllm serve MODEL.")
-    ],
-    when: Annotated[
-        str,
-        option(
-            "CALL",
-            "Which call to record. nan: the first whose output holds NaN or Inf while its input does not. "
-            "first: the first call. call=LAYER:N: the Nth call of a layer, such as "
-            "call=model.layers.3.mlp.experts:17. crash: the last calls of every layer if the engine dies; "
-            "each call is copied to pinned host memory first, up to 16 MiB a layer. Where memory cannot be "
-            "pinned, as on WSL, every layer waits for its copies, and CUDA graphs must be off. CUDA is asked "
-            "for a core dump, so that the end names the kernel that faulted; CUDA then ends the process with "
-            "SIGABRT, also where Python would have caught the error. The dump is asked for without the "
-            "contents of memory, and so are core files of the system, but registers may hold parts of "
-            "weights and prompts; nothing is uploaded. Variables for core dumps that you set are kept. "
-            "mismatch=RATE: the first call that the float32 reference finds wrong; in a share RATE of the "
-            "steps one layer's call is compared, by a process beside the engine on the CPU, with weights "
-            "that are read from the checkpoint; while that goes on, no other call is compared. On an H200 "
-            "nan and crash cost 1.2 % each of a decode step of 12 layers of Qwen3-30B-A3B, and mismatch=0.01 "
-            "7.2 % of one of 4 layers, by the wall clock. `moedoctor bench --engine` with a --variant that "
-            "sets MOEDOCTOR_RECORD and MOEDOCTOR_RECORD_WHEN measures it on your machine.",
-        ),
-    ] = "nan",
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FOLDER", help="Where the capsules go.")
-    ] = Path("capsules"),
-    max_size: Annotated[
-        float,
-        option(
-            "MB",
-            "Largest size of a capsule, in 10^6 bytes; if more is needed, the fewest tokens that show it.",
-            number("--max-size", most=100_000),
-        ),
-    ] = 256.0,
-    keep: Annotated[
-        bool,
-        typer.Option("--keep", help="Keep CUDA's core dumps, which are else deleted when they were read."),
-    ] = False,
+    command: list[str],
+    when: str = "nan",
+    output: Path = Path("capsules"),
+    max_size: float = 256.0,
+    keep: bool = False,
 ) -> int:
     """Run a command and record the MoE call of its vLLM that shows a failure.
 
@@ -176,10 +170,10 @@ def _explain_crash(
 ) -> None:
     """Say which kernel faulted, compute its call again, and store the answer."""
     from moedoctor.commands.pages import deliver_document
-    from moedoctor.diagnose.autopsy.autopsy import examine_files, find_last_call
+    from moedoctor.diagnose.autopsy.autopsy import examine_files, find_last_call, is_of_moe
     from moedoctor.diagnose.autopsy.dump_request import MOST_BYTES
     from moedoctor.diagnose.autopsy.known_tensors import read_record
-    from moedoctor.diagnose.autopsy.replay_call import is_of_call, replay_call
+    from moedoctor.diagnose.autopsy.replay_call import replay_call
     from moedoctor.redaction import Redactor
     from moedoctor.reporters.pages.autopsy import describe_replay
 
@@ -197,7 +191,7 @@ def _explain_crash(
         answer.touch(0o600)  # what is written over it keeps its mode
         deliver_document(document, "json", answer, full=False)  # the replay may take minutes, and be ended
         last = find_last_call({file: read_record(file) for file in capsules}, [file.name for file in dumps])
-        if last and is_of_call(document.faults):
+        if last and is_of_moe(document.faults):
             print_message(f"record: every backend that runs here computes {last.name} again")
             replayed = replay_call(last, read_record(last), seconds=_REPLAY_SECONDS)
             print_message(f"record: {describe_replay(replayed)}")

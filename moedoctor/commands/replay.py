@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -17,6 +17,7 @@ from moedoctor.commands.options import (
     PageFormat,
     check_gpu,
     convert_errors,
+    declare,
     number,
     option,
     split_texts,
@@ -24,18 +25,18 @@ from moedoctor.commands.options import (
 from moedoctor.commands.pages import deliver_document
 
 
+@declare(
+    capsule=typer.Argument(metavar="CAPSULE", help="A file that a recording made."),
+    backend=option(
+        "NAME", "Backends to run on the call: names as in bench, or all. Default: the reference only."
+    ),
+    timeout=option("SECONDS", "Time limit of each backend.", number(most=86_400)),
+)
 def replay(
-    capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="A file that a recording made.")],
-    backend: Annotated[
-        list[str] | None,
-        option(
-            "NAME", "Backends to run on the call: names as in bench, or all. Default: the reference only."
-        ),
-    ] = None,
+    capsule: Path,
+    backend: list[str] | None = None,
     device: Device = "auto",
-    timeout: Annotated[
-        float, option("SECONDS", "Time limit of each backend.", number("--timeout", most=86_400))
-    ] = 300.0,
+    timeout: float = 300.0,
     format: PageFormat = "table",
     output: Output = None,
     full: Full = False,

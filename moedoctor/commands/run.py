@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,11 +22,11 @@ from moedoctor.commands.options import (
     choose_from,
     convert_errors,
     declare,
+    deliver_report,
     make_folder,
     number,
     option,
     print_reasons,
-    render,
 )
 from moedoctor.text import print_message
 
@@ -65,14 +65,14 @@ _CAPSULE_SUFFIX = ".moecapsule"
     timeout=option(
         "SECONDS",
         "Seconds that a case may take. Default: the time in the scenario file.",
-        number("--timeout", "seconds, more than 0 and at most 86400", most=86_400),
+        number("seconds, more than 0 and at most 86400", most=86_400),
     ),
     time_budget=option(
         "SECONDS",
         "End the run after so many seconds and list what is left. Cheap cases of all failures run first. "
         f"Default: {_TIME_BUDGET:g} for a table of all failures on a terminal, without --strict and "
         "--baseline; else no end.",
-        number("--time-budget", "seconds, more than 0 and at most 86400", most=86_400),
+        number("seconds, more than 0 and at most 86400", most=86_400),
     ),
     thorough="Run everything, however long it takes.",
     jobs=typer.Option(
@@ -82,7 +82,7 @@ _CAPSULE_SUFFIX = ".moecapsule"
     fail_on=option(
         "SEVERITY",
         "What gives exit code 1: error, warning (also absent and skipped scenarios) or never.",
-        choose_from("--fail-on", ("error", "warning", "never")),
+        choose_from(("error", "warning", "never")),
     ),
     baseline=option("FILE", "A JSON report that this run must not be worse than."),
     keep_capsules=option(
@@ -123,9 +123,7 @@ def run(
     from moedoctor.bench.gpu_state import sample_gpus
     from moedoctor.origin import record_origin
     from moedoctor.processes import interrupts
-    from moedoctor.reporters.github import step_summary
-    from moedoctor.reporters.output import append_step_summary, emit, inspect_terminal, show_progress
-    from moedoctor.reporters.text import summarize
+    from moedoctor.reporters.output import inspect_terminal, show_progress
     from moedoctor.results import CaseVerdict, ReportError, load_report
     from moedoctor.runner.plan import Options, plan
     from moedoctor.runner.pool import ServerError
@@ -144,7 +142,7 @@ def run(
         options = Options(
             subjects=tuple(subject or ()),
             only=tuple(_parse_condition(text) for text in only or ()),
-            sources={**_read_vllm_sources(vllm_kernels or ()), **_read_flashinfer_sources(flashinfer or ())},
+            sources=_read_sources(vllm_kernels or (), flashinfer or ()),
             timeout=timeout,
             device=device,
             capsules=None if keep_capsules is None else os.path.abspath(keep_capsules),
@@ -179,10 +177,7 @@ def run(
     if report.summary.interrupted:
         code, reasons = interrupts.exit_code(), ("interrupted before every case had run", *reasons)
     report = replace(report, summary=replace(report.summary, exit_code=code, reasons=reasons))
-    text, problem = render(report, format, output, verbose=verbose, full=full)
-    emit(text, output, summarize(report))
-    if format == "github":
-        append_step_summary(step_summary(report), os.environ)
+    text, problem = deliver_report(report, format, output, verbose=verbose, full=full)
     if keep_capsules is not None:
         _name_capsules(report, keep_capsules)
     print_reasons(code, reasons, text, output)
@@ -224,36 +219,25 @@ def _parse_condition(text: str) -> tuple[str, str]:
     return "id", text
 
 
-def _read_vllm_sources(given: Sequence[str]) -> Mapping[str, str]:
-    from moedoctor.upstream.releases.wheel import check_kernels
-
-    return _read_sources(
-        "vllm", "--vllm-kernels", given, "0.19.1=vllm-0.19.1-….whl", lambda _, path: check_kernels(path)
-    )
-
-
-def _read_flashinfer_sources(given: Sequence[str]) -> Mapping[str, str]:
-    from moedoctor.upstream.flashinfer.source import check_source
-
-    return _read_sources(
-        "flashinfer", "--flashinfer", given, "0.6.13=flashinfer_python-0.6.13-….whl", check_source
-    )
-
-
-def _read_sources(
-    package: str, option: str, given: Sequence[str], example: str, check: Callable[[str, Path], None]
-) -> dict[str, str]:
+def _read_sources(vllm: Sequence[str], flashinfer: Sequence[str]) -> dict[str, str]:
     """Return subject name -> path of its code. Raises InputError for what is not X.Y.Z=PATH."""
-    from moedoctor.upstream.releases.wheel import KernelError
+    from moedoctor.upstream.flashinfer.source import check_source
+    from moedoctor.upstream.releases.wheel import KernelError, check_kernels
 
     sources: dict[str, str] = {}
-    for text in given:
+    given = [("vllm", "--vllm-kernels", "0.19.1=vllm-0.19.1-….whl", text) for text in vllm]
+    example = "0.6.13=flashinfer_python-0.6.13-….whl"
+    given += [("flashinfer", "--flashinfer", example, text) for text in flashinfer]
+    for package, name, example, text in given:
         release, equals, path = text.partition("=")
         if not equals or _RELEASE.fullmatch(release) is None or not path:
-            raise InputError(f"{option} {text}: expected X.Y.Z=PATH, such as {example}")
+            raise InputError(f"{name} {text}: expected X.Y.Z=PATH, such as {example}")
         if f"{package}@{release}" in sources:
-            raise InputError(f"{option} {text}: {release} was given twice")
+            raise InputError(f"{name} {text}: {release} was given twice")
         with convert_errors(KernelError):
-            check(release, Path(path))
+            if package == "vllm":
+                check_kernels(Path(path))
+            else:
+                check_source(release, Path(path))
         sources[f"{package}@{release}"] = str(Path(path).resolve())
     return sources

@@ -85,7 +85,13 @@ def _triage(file: str, output: Path | None) -> Triage:
     exist = output is not None and os.path.exists(output) and os.path.exists(file)
     if output is not None and exist and os.path.samefile(file, output):
         raise InputError(f"{file}: is also the output, expected another file with -o")
-    with _open(file) as stream:
+    try:
+        stream = open_file(Path(file), expected="a log or report, or - for stdin")
+    except TextFileError as error:
+        raise InputError(f"{file}: {error.message}") from None
+    with stream:
+        if os.fstat(stream.fileno()).st_size > MOST_BYTES:
+            raise _refuse_size(file)
         return _read(stream, file)
 
 
@@ -102,13 +108,10 @@ class _Bounded(io.RawIOBase):
         return True
 
     def read(self, size: int = -1, /) -> bytes:
-        if self._start:
-            block = self._start if size < 0 else self._start[:size]
-            self._start = self._start[len(block) :]
-            if size < 0:
-                block += self._stream.read()
-        else:
-            block = self._stream.read(size)
+        block = self._start if size < 0 else self._start[:size]
+        self._start = self._start[len(block) :]
+        if size < 0 or not block:
+            block += self._stream.read(size)
         self._left -= len(block)
         if self._left < 0:
             raise _refuse_size(self._name)
@@ -162,17 +165,6 @@ def _check_text(start: bytes, name: str) -> None:
         raise InputError(
             f"{name}: is binary, expected a log or report; give the text that the server printed"
         )
-
-
-def _open(path: str) -> BinaryIO:
-    try:
-        stream = open_file(Path(path), expected="a log or report, or - for stdin")
-    except TextFileError as error:
-        raise InputError(f"{path}: {error.message}") from None
-    if os.fstat(stream.fileno()).st_size > MOST_BYTES:
-        stream.close()
-        raise _refuse_size(path)
-    return stream
 
 
 def _refuse_size(name: str) -> InputError:

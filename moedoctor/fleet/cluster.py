@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,13 +68,11 @@ def list_nodes(ray: Any) -> list[Node]:
         if row.get("Alive")
     ]
     nodes.sort(key=lambda node: (node.host, node.id))
-    nodes_of: dict[str, list[Node]] = defaultdict(list)
-    for node in nodes:
-        nodes_of[node.host].append(node)
+    groups = [list(same) for _, same in itertools.groupby(nodes, key=lambda node: node.host)]
     # On one machine several nodes have its name: each gets a number behind it.
     return [
         node if len(same) == 1 else replace(node, host=f"{node.host}#{number}")
-        for same in nodes_of.values()
+        for same in groups
         for number, node in enumerate(same, 1)
     ]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moedoctor.fleet.facts import Member, is_better_higher
+from moedoctor.text import load_yaml
 
 ABSENT = "none"
 NOT_READ = "not read in time"
@@ -26,21 +27,7 @@ _MAD_TO_SIGMA = 1.4826
 _LEAST_SIGMA = 0.01
 """Share of the median: repeated measurements of one GPU differ by about so much."""
 
-RULES: Sequence[tuple[str, str]] = (
-    (r"finding .*", "a failure that strikes on some nodes only"),
-    (r"verdict .*|cases .*|claim .*|device code .*", "equal nodes must give equal verdicts"),
-    (r"kernels .*", "kernels of equal packages have equal bytes"),
-    (r"GPU", "nodes with the same model have the same number of GPUs"),
-    (r"driver|CUDA of the driver", "equal GPUs need one driver"),
-    (r"torch|CUDA of torch|triton|vLLM|FlashInfer|flashinfer-cubin|flashinfer-jit-cache|packages",
-     "one engine over several nodes needs one release of each package"),
-    (r"pinned memory", "copies are slow or fail where memory cannot be pinned"),
-    (r"(?:VLLM|FLASHINFER|NCCL|CUDA|MOEDOCTOR|TORCH)_[A-Z0-9_]+|TORCH_CUDA_ARCH_LIST",
-     "a setting of one node only"),
-    (r"vllm_offload.*|moedoctor_fixes.*", "a setting of one node only"),
-    (r"locked_memory_limit_bytes", "without locked memory, memory cannot be pinned"),
-    (r"bits .*", "equal GPUs must compute equal bits"),
-)  # fmt: skip
+RULES: Sequence[tuple[str, str]] = load_yaml("moedoctor.fleet", "rules.yaml")
 """A fact (as a pattern) that must not differ between nodes with the same GPUs, and why."""
 
 

@@ -96,9 +96,8 @@ class FleetReport:
         for each in self.groups:
             for difference in each.wrong:
                 if not difference.fact.startswith("finding "):
-                    names = ", ".join(each.nodes[:3])
-                    more = f" and {len(each.nodes) - 3} more" if len(each.nodes) > 3 else ""
-                    reasons.append(f"{names}{more}: {describe(difference)}: {difference.rule}")
+                    what = f"{describe(difference)}: {difference.rule}"
+                    reasons.append(f"{list_names(each.nodes)}: {what}")
         kinds = {name: each.kind for each in self.groups for name in each.nodes}
         for outlier in self.outliers:
             if outlier.worse and kinds[outlier.name] != NO_GPU:
@@ -215,6 +214,12 @@ def _name_rows(rows: Sequence[Row], *, show_hosts: bool) -> list[str]:
             used[name] += 1
             names[index] = f"{name} ({used[name]})"
     return names
+
+
+def list_names(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def describe(difference: Difference) -> str:

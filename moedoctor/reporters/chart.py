@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,19 +70,13 @@ class Chart:
             raise ValueError("series must hold at least one line")
 
 
-def describe_spans(values: Sequence[float], chosen: Sequence[float], noun: str) -> str:
-    """Return where `chosen` lie among the sorted `values`: ``from 1 to 64 tokens and at 4096 tokens``.
+def describe_spans(values: Sequence[float], chosen: Sequence[float]) -> str:
+    """Return where `chosen` lie among the sorted numbers of tokens: ``from 1 to 64 and at 96 tokens``.
 
     Only values that follow each other make a range.
     """
-    runs: list[list[float]] = []
-    for before, value in zip((None, *values), values, strict=False):
-        if value in chosen:
-            if runs and runs[-1][-1] == before:
-                runs[-1].append(value)
-            else:
-                runs.append([value])
+    groups = itertools.groupby(values, chosen.__contains__)
+    runs = [list(run) for is_chosen, run in groups if is_chosen]
     texts = [f"from {run[0]:g} to {run[-1]:g}" if len(run) > 1 else f"at {run[0]:g}" for run in runs]
-    if texts and runs[-1] == [1]:
-        noun = noun.removesuffix("s")
+    noun = "token" if runs and runs[-1] == [1] else "tokens"
     return f"{' and '.join(texts)} {noun}" if texts else ""

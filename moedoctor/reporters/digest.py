@@ -92,29 +92,23 @@ def _shorten(block: Block) -> Iterator[Block]:
     """Give the block, then shorter versions of it."""
     yield block
     if isinstance(block, Table):
-        rows = len(block.rows) // 2
-        while rows:
+        for rows in _list_halves(len(block.rows)):
             note = Span(f"… {len(block.rows) - rows} more rows", "dim")
             last: list[Text] = [note, *([""] * (len(block.header) - 1))]
             yield replace(
                 block, rows=[*([_cut(cell) for cell in row] for row in block.rows[:rows]), last], behind=()
             )
-            rows //= 2
     elif isinstance(block, Fold):
-        blocks = list(block.blocks)
-        while len(blocks) > 1:
-            blocks = blocks[: len(blocks) // 2]
-            yield replace(block, blocks=[*blocks, Paragraph("… the rest is left out")])
-        for first in blocks:
+        for count in _list_halves(len(block.blocks)):
+            yield replace(block, blocks=[*block.blocks[:count], Paragraph("… the rest is left out")])
+        for first in block.blocks[:1]:
             yield from (replace(block, blocks=[shorter]) for shorter in _shorten(first))
     elif isinstance(block, Preformatted):
         yield Preformatted(block.text[: _LINE * 4] + "\n…")
     elif isinstance(block, Bullets):
-        number = len(block.items) // 2
-        while number:
+        for number in _list_halves(len(block.items)):
             items = [_cut(item) for item in block.items[:number]]
             yield Bullets([*items, f"… {len(block.items) - number} more"])
-            number //= 2
     elif isinstance(block, Item):
         yield Item(
             shorten(block.word, _CELL),
@@ -125,6 +119,12 @@ def _shorten(block: Block) -> Iterator[Block]:
         yield replace(block, text=_cut(block.text))
     elif isinstance(block, Prose):
         yield Paragraph(shorten(join_lines(block.markdown), _LINE))
+
+
+def _list_halves(count: int) -> Iterator[int]:
+    """Give half of a number, then half of that, down to 1."""
+    while count := count // 2:
+        yield count
 
 
 def _cut(text: Any) -> Any:

@@ -233,18 +233,13 @@ def find_in_triage(document: TriageDocument, summary: str) -> Findings:
 
 def find_in_audit(document: AuditDocument, summary: str) -> Findings:
     """Return the files that a GPU cannot use."""
-    items = document.items
-    found = [
-        Finding(
-            "MD004",
-            "error",
-            load_entries()["MD004"].title,
-            f"{make_relative(items[index].path)}: {text}",
-            make_relative(items[index].path),
-            key=(items[index].module or "",),
-        )
-        for index, text in document.wrong.items()
-    ]
+    from moedoctor.reporters.pages.audit import describe_verdict
+
+    found = []
+    for item in document.wrong:
+        file, title = make_relative(item.path), load_entries()["MD004"].title
+        message = f"{file}: {describe_verdict(item)}"
+        found.append(Finding("MD004", "error", title, message, file, key=(item.module or "",)))
     return Findings("audit", found, summary=summary)
 
 

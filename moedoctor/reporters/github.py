@@ -56,8 +56,8 @@ def _write_commands(report: Report) -> Iterator[str]:
             message = "\n".join(join_lines(part) for part in (scenario.title, scenario.reason or "") if part)
             yield _write_command(level, scenario.file, scenario.line, title, message)
     for finding in report.findings:
-        title = _escape_property("moedoctor: worse than the baseline")
-        yield f"::error title={title}::{_escape_data(join_lines(finding))}"
+        title = "moedoctor: worse than the baseline"
+        yield _write_command("error", ENVIRONMENT, 1, title, join_lines(finding))
 
 
 def _write_command(level: str, file: str, line: int, title: str, message: str) -> str:

@@ -10,7 +10,7 @@ import base64
 import functools
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moedoctor.interfaces import Reporter
@@ -45,6 +45,7 @@ _REFERENCE = re.compile(
 )
 _CODE = re.compile(r"`([^`]+)`")
 _NOT_IN_ID = re.compile(r"[^a-z0-9]+")
+_NOT_SHOWN = re.compile(r"<(metadata|style)\b.*?</\1>", re.DOTALL)
 _NAMESPACES = re.compile(r' xmlns(?::xlink)?="[^"]*"')
 _GROUP_ID = re.compile(r'<g id="[^"]*"')
 _ID = re.compile(r'( id="|href="#|url\(#)([mp][0-9a-f]{8,})')
@@ -97,7 +98,7 @@ def to_html(page: Page) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     document = environment.get_template("page.html").render(
         title=title,
-        sections=list(_split_sections(page)),
+        sections=_split_sections(page),
         ids=ids,
         first_answer=next((block for block in page if isinstance(block, Answer)), None),
         picture=_Pictures(),
@@ -127,13 +128,11 @@ def _load_templates() -> Environment:
         "clean": clean,
         "spans": split_spans,
         "plain": strip_styles,
-    }
-    environment.filters |= {
         "kind": lambda block: type(block).__name__,
         "pieces": _split_links,
         "prose": _render_prose,
+        "coded": _split_code,
     }
-    environment.filters |= {"coded": _split_code}
     environment.globals |= {"tones": TONES, "nothing_to_do": NOTHING_TO_DO}
     return environment
 
@@ -143,25 +142,20 @@ def _read_source(environment: Environment, name: str) -> str:
     return environment.loader.get_source(environment, name)[0]
 
 
-def _split_sections(page: Page) -> Iterator[tuple[Heading | Fold | None, Page]]:
-    """Give the blocks of the page by section: a heading of level 2 or a fold starts one.
+def _split_sections(page: Page) -> Sequence[tuple[Heading | Fold | None, Page]]:
+    """Return the blocks of the page by section: a heading of level 2 or a fold starts one.
 
     The first one has no heading; a title of level 1 is part of it.
     """
-    head: Heading | Fold | None = None
-    blocks: list[Block] = []
+    sections: list[tuple[Heading | Fold | None, list[Block]]] = [(None, [])]
     for block in page:
-        if isinstance(block, Fold) or (isinstance(block, Heading) and block.level == 2):
-            if head is not None or blocks:
-                yield head, blocks
-            head, blocks = (block, list(block.blocks)) if isinstance(block, Fold) else (block, [])
-            if isinstance(block, Fold):
-                yield head, blocks
-                head, blocks = None, []
+        if isinstance(block, Fold):
+            sections += [(block, list(block.blocks)), (None, [])]
+        elif isinstance(block, Heading) and block.level == 2:
+            sections.append((block, []))
         else:
-            blocks.append(block)
-    if head is not None or blocks:
-        yield head, blocks
+            sections[-1][1].append(block)
+    return [(head, blocks) for head, blocks in sections if head is not None or blocks]
 
 
 class _Ids:
@@ -209,14 +203,10 @@ class _Pictures:
         self._number += 1
         shown = {"title": chart.title, "caption": chart.caption, "id": f"picture-{self._number}"}
         try:
-            # matplotlib escapes every text of the chart.
-            return {
-                **shown,
-                "svg": Markup(_inline_svg(draw_svg(chart, caption=False), self._number, chart.title)),
-                "problem": "",
-            }
+            drawn = _inline_svg(draw_svg(chart, caption=False), self._number, chart.title)
         except PlotError as error:
             return {**shown, "svg": None, "problem": str(error)}
+        return {**shown, "svg": Markup(drawn), "problem": ""}  # matplotlib escapes every text of the chart
 
 
 def _inline_svg(drawn: str, number: int, title: str) -> str:
@@ -227,7 +217,7 @@ def _inline_svg(drawn: str, number: int, title: str) -> str:
 
     _, mark, text = drawn.partition("<svg")
     tag, end, text = text.partition(">")
-    text = _remove_between(_remove_between(text, "<metadata>", "</metadata>"), "<style", "</style>")
+    text = _NOT_SHOWN.sub("", text)
     label = f' role="img" focusable="false" aria-label="{escape(join_lines(title))}"'
     text = _NAMESPACES.sub("", f"{mark}{label}{_SIZE.sub('', tag)}{end}{text}").rstrip()
     for index, colour in enumerate(COLORS):
@@ -236,17 +226,6 @@ def _inline_svg(drawn: str, number: int, title: str) -> str:
         text = text.replace(colour, f"var(--{name})")
     text = _GROUP_ID.sub("<g", text).replace("xlink:href", "href")
     return _ID.sub(rf"\1picture-{number}-\2", text)
-
-
-def _remove_between(text: str, start: str, end: str) -> str:
-    """Return `text` without what is between `start` and `end`, these too."""
-    parts: list[str] = []
-    while True:
-        before, _, inside = text.partition(start)
-        parts.append(before)
-        _, found, text = inside.partition(end)
-        if not found:
-            return "".join(parts)
 
 
 def _split_links(text: str) -> list[tuple[str, str]]:

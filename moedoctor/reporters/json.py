@@ -59,10 +59,8 @@ class Ending(TypedDict):
     """Why the exit code is not 0."""
 
 
-def to_document(record: Document | Mapping[str, Any]) -> Mapping[str, Any]:
+def to_document(record: Document) -> dict[str, Any]:
     """Return what a command writes as JSON, without the head and the ending, as plain data."""
-    if isinstance(record, Mapping):
-        return record
     document = {"command": record.command, **to_plain(record)}
     if (summary := getattr(record, "summary", None)) is not None:
         document["summary"] = to_plain(summary)

@@ -69,14 +69,14 @@ def to_junit(findings: Findings) -> str:
     A note does not fail.
     """
     root = ET.Element("testsuites", name="moedoctor")
-    suite = ET.SubElement(root, "testsuite", name=_escape_xml(f"moedoctor {findings.command}"))
+    suite = _add(root, "testsuite", name=f"moedoctor {findings.command}")
     classname = f"moedoctor.{findings.command}"
     for finding in findings.found:
         place = f"{finding.file}:{finding.line}" if finding.line else finding.file
-        name = join_lines(finding.item or f"{finding.rule} {finding.title}")
+        name = finding.item or f"{finding.rule} {finding.title}"
         if finding.level == "note":
             _test(suite, classname, name)
-            ET.SubElement(suite[-1], "system-out").text = _escape_xml(join_lines(finding.message))
+            _add(suite[-1], "system-out", join_lines(finding.message))
         else:
             message, kind = f"{place}: {finding.message}", finding.level
             _test(suite, classname, name, outcome="failure", kind=kind, message=message)
@@ -106,13 +106,11 @@ def _count(element: ET.Element, seconds: float = 0.0) -> None:
 
 
 def _add_scenario(root: ET.Element, scenario: ScenarioResult, facts: list[tuple[str, str]]) -> ET.Element:
-    suite = ET.SubElement(root, "testsuite", name=_escape_xml(join_lines(f"{scenario.id} {scenario.name}")))
-    properties = ET.SubElement(suite, "properties")
+    suite = _add(root, "testsuite", name=f"{scenario.id} {scenario.name}")
+    properties = _add(suite, "properties")
     for key, value in (*facts, *_list_properties(scenario)):
-        ET.SubElement(
-            properties, "property", name=_escape_xml(join_lines(key)), value=_escape_xml(join_lines(value))
-        )
-    classname = join_lines(f"moedoctor.{scenario.id}.{scenario.name}")
+        _add(properties, "property", name=key, value=value)
+    classname = f"moedoctor.{scenario.id}.{scenario.name}"
     for case in scenario.cases:
         _add_case(suite, classname, scenario, case)
     outcome = VERDICTS[scenario.verdict].junit
@@ -125,12 +123,12 @@ def _add_scenario(root: ET.Element, scenario: ScenarioResult, facts: list[tuple[
 def _add_case(suite: ET.Element, classname: str, scenario: ScenarioResult, case: CaseResult) -> None:
     outcome, kind, message = _judge(scenario, case)
     subject = f"{case.subject}/{case.tier.value}" + ("" if case.device == "cpu" else f"/{case.device}")
-    name = join_lines(f"{subject} {format_parameters(case.parameters)}")
+    name = f"{subject} {format_parameters(case.parameters)}"
     last_words = "\n".join(line for note in crash_notes([case]) for line in (note.message, *note.stderr_tail))
     _test(suite, classname, name, case.seconds, outcome, kind, message, last_words)
     if outcome != "skipped":
         output = f"{case.verdict.value}: {explain_case(case)}\n{to_json(case.evidence, lines=0)}"
-        ET.SubElement(suite[-1], "system-out").text = _escape_xml(output.rstrip())
+        _add(suite[-1], "system-out", output.rstrip())
 
 
 def _test(
@@ -144,13 +142,10 @@ def _test(
     details: str = "",
 ) -> None:
     """Add a testcase. `outcome` is ``failure``, ``error``, ``skipped``, or empty if it passes."""
-    test = ET.SubElement(suite, "testcase", classname=_escape_xml(classname), name=_escape_xml(name))
-    test.set("time", _format_seconds(seconds))
+    test = _add(suite, "testcase", classname=classname, name=name, time=_format_seconds(seconds))
     if outcome:
-        result = ET.SubElement(test, outcome, message=_escape_xml(join_lines(message)))
-        if kind and outcome != "skipped":
-            result.set("type", _escape_xml(kind))
-        result.text = _escape_xml(clean(details)) or None
+        type = {"type": kind} if kind and outcome != "skipped" else {}
+        _add(test, outcome, clean(details), message=message, **type)
 
 
 def _judge(scenario: ScenarioResult, case: CaseResult) -> tuple[str, str, str]:
@@ -187,5 +182,9 @@ def _format_seconds(value: float) -> str:
     return f"{value:.3f}"
 
 
-def _escape_xml(text: str) -> str:
-    return _NOT_XML.sub("", text)
+def _add(parent: ET.Element, tag: str, text: str = "", **attributes: str) -> ET.Element:
+    """Add an element without the characters that XML cannot hold; each attribute is on one line."""
+    shown = {name: _NOT_XML.sub("", join_lines(value)) for name, value in attributes.items()}
+    element = ET.SubElement(parent, tag, shown)
+    element.text = _NOT_XML.sub("", text) or None
+    return element

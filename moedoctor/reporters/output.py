@@ -60,24 +60,18 @@ def show_progress(*, remaining: bool = False) -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield lambda done, total, what: None
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
     columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        *((TextColumn("left, about"), TimeRemainingColumn()) if remaining else ()),
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        *((progress.TextColumn("left, about"), progress.TimeRemainingColumn()) if remaining else ()),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=_DAY) as bar:
+    console = Console(stderr=True)
+    with progress.Progress(*columns, console=console, transient=True, speed_estimate_period=_DAY) as bar:
         task = bar.add_task("starting", total=None)
 
         def show(done: int, total: int, what: str) -> None:

@@ -155,6 +155,11 @@ class Prose:
     """Whether the answer of the page says it, too: it is for formats without an answer."""
 
 
+def list_section(title: Text, items: Sequence[Text], level: int = 2) -> list[Block]:
+    """Return a heading with a list under it; nothing without items."""
+    return [Heading(title, level), Bullets(items)] if items else []
+
+
 NOTHING_TO_DO = "nothing that this report knows of"
 
 Block = Heading | Paragraph | Bullets | Item | Table | Preformatted | Picture | Prose | Step | Answer | Fold
@@ -172,24 +177,13 @@ def walk_blocks(page: Page) -> Iterator[Block]:
                 yield from walk_blocks(blocks)
 
 
-def answer(page: Page, looked_at: Sequence[Text], found: Sequence[Text]) -> Answer:
-    """Return the answer of a page; what to do comes from its steps, each once."""
-    steps: list[Text] = []
-    for block in walk_blocks(page):
-        if isinstance(block, Step):
-            steps.append(block.text)
-        elif isinstance(block, Item):
-            steps += [text for label, text in block.lines if label in _STEP_LABELS]
-    return Answer(looked_at, found, list(dict.fromkeys(steps)))
-
-
 _STEP_LABELS = ("next", "do")
 _LOOKED_AT = "Looked at: "
 """What begins a paragraph about what was read."""
 
 
 def report_answer(page: Page, document: Mapping[str, Any], found: Sequence[str]) -> Answer:
-    """Return the answer of a command's page: its own, or its title, machine, `found` and steps.
+    """Return the answer of a command's page: its own, or its title, machine, `found`, and each step once.
 
     `document` is the report as JSON.
     """
@@ -202,16 +196,19 @@ def report_answer(page: Page, document: Mapping[str, Any], found: Sequence[str])
             under = f"{strip_styles(block.text)}: "
         elif isinstance(block, Paragraph) and is_source(block):
             sources.append(under + strip_styles(block.text).removeprefix(_LOOKED_AT))
-    messages = [
-        message
-        for block in walk_blocks(page)
-        if isinstance(block, Picture) and block.chart is not None
-        for message in (block.chart.title, *block.chart.also)
-    ]
+    messages: list[Text] = []
+    steps: list[Text] = []
+    for block in walk_blocks(page):
+        if isinstance(block, Picture) and block.chart is not None:
+            messages += [block.chart.title, *block.chart.also]
+        elif isinstance(block, Step):
+            steps.append(block.text)
+        elif isinstance(block, Item):
+            steps += [text for label, text in block.lines if label in _STEP_LABELS]
     facts = format_facts(document.get("environment") or {})
     looked_at: list[Text] = [find_title(page, document).text]
     looked_at += [*sources, *([facts] if facts else [])]
-    return answer(page, looked_at, list(dict.fromkeys([*found, *messages])))
+    return Answer(looked_at, list(dict.fromkeys([*found, *messages])), list(dict.fromkeys(steps)))
 
 
 def omit_answer(page: Page, answered: Answer) -> list[Block]:

@@ -102,11 +102,6 @@ def _shorten(drawn: str) -> str:
     return drawn.replace("<svg ", "<svg font-family=\"'DejaVu Sans', Verdana, sans-serif\" ", 1)
 
 
-def _tick_label(value: float) -> str:
-    """Return the label of a tick: whole numbers as they are, others with three digits."""
-    return f"{value:g}" if value == round(value) else f"{value:.3g}"
-
-
 def _fill(axes: Any, chart: Chart) -> None:
     """Draw the lines, their spread and the axes."""
     for line, look in zip(chart.series, _choose_looks(chart.series), strict=True):
@@ -123,14 +118,15 @@ def _fill(axes: Any, chart: Chart) -> None:
     axes.grid(color=GRID, linewidth=0.8)
     if chart.log_x:
         measured = sorted({value for line in chart.series if not line.bound for value in line.x})
-        ticks = measured if 1 < len(measured) <= _MOST_TICKS else _place_ticks(measured)
+        ticks = measured if 1 < len(measured) <= _MOST_TICKS else place_log_ticks(measured)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [_tick_label(value) for value in ticks])
+        # Whole numbers as they are, others with three digits.
+        axes.set_xticks(ticks, [f"{value:g}" if value == round(value) else f"{value:.3g}" for value in ticks])
         ends = [value for line in chart.series for value in line.x]
         room = (max(ends) / min(ends)) ** 0.04 if max(ends) > min(ends) else 2.0
         axes.set_xlim(min(ends) / room, max(ends) * room)
     if chart.log_y:
-        ticks = place_log_ticks(chart.series)
+        ticks = place_log_ticks([each for line in chart.series for each in (*line.y, *line.low, *line.high)])
         axes.set_yscale("log")
         axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
     if len(places := {value for line in chart.series for value in line.x}) == 1:
@@ -193,17 +189,15 @@ def _spread(wanted: Sequence[float], heights: Sequence[float], low: float, high:
 def _choose_looks(series: Sequence[Series]) -> list[dict[str, Any]]:
     """Return color, marker and dashes of each line; a bound is gray and has no markers."""
     looks: list[dict[str, Any]] = []
-    free = bounds = 0
+    bound_dashes = itertools.cycle(_BOUND_DASHES)
+    others = zip(*map(itertools.cycle, (COLORS, _SHAPES, _DASHES)), strict=False)
     for line in series:
         if line.bound:
             marker = {"marker": "_"} if len(line.x) == 1 else {}  # a line of one point has no length
-            dashes = _BOUND_DASHES[bounds % len(_BOUND_DASHES)]
-            looks.append({"color": QUIET, "linestyle": dashes, **marker})
-            bounds += 1
-            continue
-        marker = {"marker": _SHAPES[free % len(_SHAPES)], "linestyle": _DASHES[free % len(_DASHES)]}
-        looks.append({"color": COLORS[free % len(COLORS)], **marker})
-        free += 1
+            looks.append({"color": QUIET, "linestyle": next(bound_dashes), **marker})
+        else:
+            color, shape, dashes = next(others)
+            looks.append({"color": color, "marker": shape, "linestyle": dashes})
     return looks
 
 
@@ -216,15 +210,11 @@ def import_library(name: str) -> Any:
         raise PlotError(explain_missing_package(package, "plots")) from None
 
 
-def place_log_ticks(series: Sequence[Series]) -> list[float]:
+def place_log_ticks(values: Sequence[float]) -> list[float]:
     """Return ticks around all values: 1, 2 and 5 times each power of ten, or powers of ten if those are many.
 
     Raises ValueError for 0 and below.
     """
-    return _place_ticks([value for line in series for value in (*line.y, *line.low, *line.high)])
-
-
-def _place_ticks(values: Sequence[float]) -> list[float]:
     if min(values) <= 0:
         raise ValueError("a logarithmic axis has no place for 0 and below")
     powers = range(math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1)

@@ -23,8 +23,8 @@ from report_samples import json_values, list_places
 
 import moedoctor
 from moedoctor.cli import main
-from moedoctor.commands import pages
-from moedoctor.commands.options import CHECK_FORMATS, PAGE_FORMATS, TEXT_FORMATS, deliver
+from moedoctor.commands.options import CHECK_FORMATS, PAGE_FORMATS, TEXT_FORMATS
+from moedoctor.commands.pages import deliver_document
 from moedoctor.origin import ARGUMENTS
 from moedoctor.reporters.schemas import make_schema
 
@@ -49,32 +49,31 @@ def stored(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     def stored(name: str) -> Path:
         path = Path(f"stored {name}.json")
         if not path.exists():
-            monkeypatch.setattr(pages, "deliver", functools.partial(keep, name))
-            assert main([*STORED[name], "--format", "json"]) in (0, 1, 2)
-            monkeypatch.setattr(pages, "deliver", deliver)
+            with monkeypatch.context() as patch:
+                for module in [each for each in COMMANDS if hasattr(each, "deliver_document")]:
+                    patch.setattr(module, "deliver_document", functools.partial(keep, name))
+                assert main([*STORED[name], "--format", "json"]) in (0, 1, 2)
             path.write_text(capsys.readouterr().out)
         return path
 
     return stored
 
 
+COMMANDS = [module for name, module in sys.modules.items() if name.startswith("moedoctor.commands.")]
 DELIVERED: dict[str, tuple[Any, dict[str, Any]]] = {}
 """Call -> its document, which some commands need seconds for, and the options that every format has."""
 
 
-def keep(name: str, page: Any, document: Any, **options: Any) -> None:
-    DELIVERED[name] = document, {key: options[key] for key in ("full", "code", "reasons", "masked")}
-    deliver(page, document, **options)
+def keep(name: str, document: Any, format: str, output: None, **options: Any) -> int:
+    DELIVERED[name] = document, options
+    return deliver_document(document, format, output, **options)
 
 
 def write(name: str, format: str) -> None:
-    """Write what a call found in another format. Those that deliver by themselves are quick and run again."""
-    if name not in DELIVERED:
-        main([*STORED[name], "--format", format])
-        return
+    """Write what a call found in another format."""
     document, options = DELIVERED[name]
     called = ARGUMENTS.set((*STORED[name], "--format", format))
-    pages.deliver_document(document, format, None, **options)
+    deliver_document(document, format, None, **options)
     ARGUMENTS.reset(called)
 
 

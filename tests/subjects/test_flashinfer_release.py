@@ -7,7 +7,7 @@ import pytest
 
 from moedoctor import catalogue
 from moedoctor.commands.options import InputError
-from moedoctor.commands.run import _read_flashinfer_sources
+from moedoctor.commands.run import _read_sources
 from moedoctor.results import Tier
 from moedoctor.runner.plan import Options, Plan, plan
 from moedoctor.scenario.targets import load_targets
@@ -64,7 +64,7 @@ def test_a_fault_that_does_not_use_flashinfer_gets_no_such_cases() -> None:
 
 def test_the_option_takes_a_wheel_of_that_release(tmp_path: Path) -> None:
     path = wheel(tmp_path)
-    assert _read_flashinfer_sources([f"0.6.13={path}"]) == {"flashinfer@0.6.13": str(path)}
+    assert _read_sources([], [f"0.6.13={path}"]) == {"flashinfer@0.6.13": str(path)}
 
 
 @pytest.mark.parametrize(
@@ -80,5 +80,5 @@ def test_the_option_takes_a_wheel_of_that_release(tmp_path: Path) -> None:
 def test_the_option_refuses_in_one_line(tmp_path: Path, given: list[str], error: str) -> None:
     path = str(wheel(tmp_path))
     with pytest.raises(InputError, match=error) as refused:
-        _read_flashinfer_sources([source.replace("PATH", path) for source in given])
+        _read_sources([], [source.replace("PATH", path) for source in given])
     assert len(str(refused.value).splitlines()) == 1

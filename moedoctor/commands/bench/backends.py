@@ -103,17 +103,14 @@ def find_layers(models: Sequence[str], sizes: Mapping[str, int | None], activati
 def find_routing(routing: str, trace: str | None, layers: Layers) -> tuple[str, Routing]:
     """Return the name for the report, and the routing: by name or in a trace. Raises InputError."""
     kind, _, skew = routing.lower().partition(":")
+    is_balanced = (kind, skew) == ("balanced", "")
+    if trace is not None and not is_balanced:
+        raise InputError(f"--routing {routing}: --trace gives the routing already; expected one of them")
     if routing.endswith(_CAPSULE):
-        if trace is not None:
-            raise InputError(f"--routing {routing}: --trace gives the routing already; expected one of them")
-        rows = _read_capsule_rows(routing, layers)
-        return f"capsule {Path(routing).name}", Routing("trace", rows=rows)
+        return f"capsule {Path(routing).name}", Routing("trace", rows=_read_capsule_rows(routing, layers))
     if trace is not None:
-        if (kind, skew) != ("balanced", ""):
-            raise InputError(f"--routing {routing}: --trace gives the routing already; expected one of them")
-        rows = _read_trace_rows(trace, layers)
-        return f"trace {Path(trace).name}", Routing("trace", rows=rows)
-    if kind == "balanced" and not skew:
+        return f"trace {Path(trace).name}", Routing("trace", rows=_read_trace_rows(trace, layers))
+    if is_balanced:
         return routing, Routing()
     if kind != "zipf":
         raise InputError(
@@ -137,10 +134,8 @@ def _read_capsule_rows(name: str, layers: Layers) -> list[list[int]]:
     record = capsule.record
     for model, (shape, _) in layers.items():
         if (shape.experts, shape.top_k) != (record.experts, record.top_k):
-            raise InputError(
-                f"--routing {name}: it is of {record.experts} experts, top {record.top_k}; {model} has "
-                f"{shape.experts}, top {shape.top_k}"
-            )
+            own = f"it is of {record.experts} experts, top {record.top_k}"
+            raise InputError(f"--routing {name}: {own}; {model} has {shape.experts}, top {shape.top_k}")
     ids = capsule.tensors["topk_ids"].tolist()
     rows = [row for row in ids if len(set(row)) == len(row) and min(row) >= 0 and max(row) < record.experts]
     if not rows:
@@ -225,7 +220,7 @@ def measure(
     code = int(any(row.get("wrong") or "failed" in row for row in rows))
     iterations = {"rounds": _describe_rounds(rows)}
     origin = record_origin(variables=facts.get("env"), gpu_state=readings.state, iterations=iterations)
-    return Bench("backends", figures, facts, code, origin)
+    return Bench.from_figures("backends", figures, facts, code, origin)
 
 
 def _has_tiles(variant: Variant) -> bool:
@@ -270,7 +265,8 @@ def _check_runnable(
 
 def draw_pictures(bench: Bench, plot: Path) -> None:
     """Write the latency of each layer as a picture. If none can be drawn, a line on stderr says so."""
-    drawn = [charts[0] for name in bench.figures["layers"] if (charts := list_charts(bench.figures, name))]
+    figures = bench.bench["backends"]
+    drawn = [charts[0] for name in figures["layers"] if (charts := list_charts(figures, name))]
     for chart in drawn:
         alone = len(drawn) == 1
         draw_picture(chart, plot if alone else plot.with_name(f"{plot.stem}_{chart.name}{plot.suffix}"))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moedoctor.commands.options import (
-    FULL_FORMATS,
     Device,
     Full,
     InputError,
@@ -14,17 +12,13 @@ from moedoctor.commands.options import (
     PageFormat,
     choose_from,
     declare,
-    deliver,
-    end_measurement,
     number,
     option,
     parse_names,
     parse_numbers,
     require_writable,
 )
-
-if TYPE_CHECKING:
-    from moedoctor.reporters.pages.bench import Bench
+from moedoctor.commands.pages import deliver_document
 
 
 @declare(
@@ -52,7 +46,7 @@ if TYPE_CHECKING:
     timeout=option(
         "SECONDS",
         "Seconds that the backends of one package may take.",
-        number("--timeout", "seconds, above 0 and below 1e+06", most=1e6),
+        number("seconds, above 0 and below 1e+06", most=1e6),
     ),
     plot=option(
         "FILE", "Also draw latency over tokens to this SVG file, with --backend.", callback=require_writable
@@ -78,7 +72,7 @@ if TYPE_CHECKING:
     scope=option(
         "NAME",
         "layer for one cache a layer, global for one cache for all layers.",
-        choose_from("--scope", "moedoctor.bench.cache.replay:SCOPES"),
+        choose_from("moedoctor.bench.cache.replay:SCOPES"),
     ),
     engine="Start vLLM itself with --model FOLDER and time its decode, on a GPU.",
     variant=option(
@@ -174,8 +168,8 @@ def bench(
             control=control,
             together=together,
         )
-        return _write_report(engines.measure(plan), format, output, full=full)
-    if backend:
+        measured = engines.measure(plan)
+    elif backend:
         from moedoctor.commands.bench import backends
 
         variants = backends.find_variants(backend, quantization)
@@ -187,34 +181,22 @@ def bench(
         )
         if plot is not None:
             backends.draw_pictures(measured, plot)
-        return _write_report(measured, format, output, full=full)
-    if cache:
+    elif cache:
         from moedoctor.commands.bench.cache import measure
         from moedoctor.fixes.eviction import POLICIES
 
         policies = parse_names("--policy", policy, POLICIES) or POLICIES
         if len(batches) > 1:
             raise InputError(f"--batch {','.join(map(str, batches))}: expected one number with --cache")
-        replayed = measure(
-            trace, capacity, policies=policies, batch=batches[0] if batches else None, scope=scope
-        )
-        return _write_report(replayed, format, output, full=full)
-    raise InputError("bench: say what to measure: --backend NAME, --engine or --cache")
+        sequences = batches[0] if batches else None
+        measured = measure(trace, capacity, policies=policies, batch=sequences, scope=scope)
+    else:
+        raise InputError("bench: say what to measure: --backend NAME, --engine or --cache")
+    from moedoctor.processes import interrupts
+    from moedoctor.reporters.pages.bench import list_reasons
 
-
-def _write_report(bench: Bench, format: str, output: Path | None, *, full: bool) -> int:
-    """Print the report or write it to a file; return the exit code."""
-    from moedoctor.reporters.pages.bench import list_reasons, make_bench_document, make_bench_page, summarize
-
-    code, reasons = end_measurement(bench.exit_code, list_reasons(bench))
-    deliver(
-        make_bench_page(bench, full=format in FULL_FORMATS),
-        make_bench_document(bench),
-        format=format,
-        output=output,
-        summary=summarize(bench),
-        code=code,
-        reasons=reasons,
-        full=full,
-    )
-    return code
+    reasons = list_reasons(measured)
+    code = interrupts.exit_code(otherwise=measured.summary["exit_code"])
+    if code != measured.summary["exit_code"]:
+        reasons.insert(0, "interrupted before everything was measured")
+    return deliver_document(measured, format, output, full=full, code=code, reasons=reasons)

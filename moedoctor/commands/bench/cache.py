@@ -59,7 +59,7 @@ def measure(
     }
     code = int(any(point.stats.wrong for point in points))
     origin = record_origin(variables=machine.get("env"), iterations={"calls_replayed": facts.calls})
-    return Bench("cache", figures, machine, code, origin)
+    return Bench.from_figures("cache", figures, machine, code, origin)
 
 
 def _trace(given: str | None) -> tuple[str, RoutingTrace]:

@@ -160,7 +160,7 @@ def measure(plan: engines.Plan) -> Bench:
     code = int(any("wrong" in row or "failed" in row for row in rows))
     iterations = {"rounds": plan.rounds, "repeats": plan.repeats, "new_tokens": plan.tokens}
     origin = record_origin(variables=facts.get("env"), gpu_state=readings.state, iterations=iterations)
-    return Bench("engines", figures, facts, code, origin)
+    return Bench.from_figures("engines", figures, facts, code, origin)
 
 
 def _add_planned_peak(row: EngineRow, model: Path) -> EngineRow:

@@ -27,6 +27,7 @@ from moedoctor.diagnose.autopsy.known_tensors import (
     read_record,
 )
 from moedoctor.diagnose.autopsy.owners import Owner, demangle, find_owner
+from moedoctor.diagnose.cuda.elf import ElfError
 from moedoctor.diagnose.triage.cause import Errors
 from moedoctor.text import TextFileError, escape, read_bytes
 
@@ -137,7 +138,7 @@ class AutopsyDocument:
 def examine(path: Path) -> AutopsyDocument:
     """Return what a core dump, a log, or a folder of dumps and capsules says.
 
-    Raises DumpError for a damaged dump and for a folder without anything to read, TextFileError and OSError.
+    Raises ElfError for a damaged dump and for a folder without anything to read, TextFileError and OSError.
     """
     return examine_files(_list_files(path))
 
@@ -146,7 +147,7 @@ def examine_files(files: Sequence[Path], refuse: Callable[[str], None] | None = 
     """Return what dumps, logs and capsules say together.
 
     With `refuse`, all but the capsules are dumps, and it takes a line about each damaged one. Without it, a
-    damaged dump raises DumpError.
+    damaged dump raises ElfError.
     """
     faults: list[KernelFault] = []
     examined: list[Examined] = []
@@ -160,7 +161,7 @@ def examine_files(files: Sequence[Path], refuse: Callable[[str], None] | None = 
         try:
             is_dump = refuse is not None or is_elf(file)
             found, what = _read_dump(file, tensors, until) if is_dump else _read_log(file)
-        except (DumpError, TextFileError, OSError) as error:
+        except (ElfError, TextFileError, OSError) as error:
             if refuse is None:
                 raise
             refuse(f"{_name(file)}: {error}")
@@ -212,16 +213,13 @@ def _read_dump(
 ) -> tuple[list[KernelFault], Examined]:
     dump = read_core_dump(file)
     faults = [
-        KernelFault(
-            file=_name(file),
-            line=None,
-            kernel=escape(demangle(fault.kernel.symbol)),
-            symbol=escape(fault.kernel.symbol),
-            exception=fault.exception,
-            code=fault.code,
-            owner=find_owner(fault.kernel.symbol, fault.source),
+        _make_fault(
+            file,
+            None,
+            fault.kernel.symbol,
+            fault.code,
+            fault.source,
             function=escape(demangle(fault.function)) if fault.function else None,
-            source=escape(fault.source) if fault.source else None,
             grid=fault.kernel.grid,
             block_size=fault.kernel.block,
             block=fault.block,
@@ -238,7 +236,6 @@ def _read_dump(
     note = (
         None if faults else "the dump records no exception of the GPU: it was asked for, or a kernel trapped"
     )
-    debugged = ask_cuda_gdb(file, until)
     return faults, Examined(
         _name(file),
         "core dump",
@@ -248,8 +245,24 @@ def _read_dump(
         dump.cuda,
         tuple(dict.fromkeys(running)),
         note,
-        debugged.lines,
-        debugged.problem,
+        *ask_cuda_gdb(file, until),
+    )
+
+
+def _make_fault(
+    file: Path, line: int | None, symbol: str, code: int, source: str | None = None, **more: Any
+) -> KernelFault:
+    """Return a fault of the kernel `symbol`, with its owner."""
+    return KernelFault(
+        _name(file),
+        line,
+        kernel=escape(demangle(symbol)),
+        symbol=escape(symbol),
+        exception=EXCEPTIONS.get(code, f"exception {code}"),
+        code=code,
+        owner=find_owner(symbol, source),
+        source=escape(source) if source else None,
+        **more,
     )
 
 
@@ -263,17 +276,7 @@ def _read_log(file: Path) -> tuple[list[KernelFault], Examined]:
             exception = number, int(match[2])
         elif exception and (match := _FRAME.search(line)):
             symbol = match[1].decode("utf-8", "replace").strip()
-            faults.append(
-                KernelFault(
-                    file=_name(file),
-                    line=exception[0],
-                    kernel=escape(demangle(symbol)),
-                    symbol=escape(symbol),
-                    exception=EXCEPTIONS.get(exception[1], f"exception {exception[1]}"),
-                    code=exception[1],
-                    owner=find_owner(symbol, None),
-                )
-            )
+            faults.append(_make_fault(file, exception[0], symbol, exception[1]))
             exception = None
     return faults, Examined(_name(file), "log", note=None if faults else _judge_log(lines))
 
@@ -292,16 +295,20 @@ def _judge_log(lines: Sequence[bytes]) -> str:
     return f"line {cause.line}: a kernel faulted; launches were blocking, so {cause.place} is the place"
 
 
+def is_of_moe(faults: Sequence[KernelFault]) -> bool:
+    """Return True if a kernel of a MoE layer faulted."""
+    return any(fault.owner and fault.owner.moe for fault in faults)
+
+
 def _advise(faults: Sequence[KernelFault], call: Path | None, examined: Sequence[Examined]) -> Iterator[str]:
     """Give what to do next, from what was found."""
-    owners = [fault.owner for fault in faults if fault.owner]
-    if any(owner.moe for owner in owners):
+    if is_of_moe(faults):
         yield (
             f"moedoctor replay {_name(call)} --backend all: computes the last recorded call again"
             if call
             else f"{_RECORD}: keeps the calls before the crash, which `moedoctor replay` computes again"
         )
-    if owners and not any(owner.moe for owner in owners):
+    elif any(fault.owner for fault in faults):
         yield (
             "It is no kernel that only MoE layers use. CUDA_LAUNCH_BLOCKING=1 and --enforce-eager show the "
             "line of Python that launched it: what it was given comes from there"

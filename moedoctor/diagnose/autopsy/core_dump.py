@@ -11,39 +11,22 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from moedoctor.diagnose.autopsy.line_table import find_line
-from moedoctor.text import open_file
+from moedoctor.diagnose.cuda.elf import EM_CUDA, HEADER, Budget, Elf, ElfError, Section
+from moedoctor.text import load_yaml, open_file
 
-MOST_SECTIONS = 2_000_000
-"""A dump of 132 SMs that are all busy has 130,000, and 850,000 with all their registers."""
-MOST_ROWS = 5_000_000
-"""Of all tables that are read: ten seconds."""
-MOST_LINES = 8 * 2**20
-"""Bytes of all line tables that are read: ten seconds."""
 _MOST_FAULTS = 100
-_LONGEST_NAME = 4096
-_EM_CUDA, _ET_CORE = 190, 4
+_ET_CORE = 4
 _REGISTERS, _IMAGE, _DEVICES, _SMS, _GRIDS, _BLOCKS, _WARPS, _LANES, _MODULES, _PARAMETERS, _META = (
     0x80000000 + kind for kind in (5, 7, 9, 11, 12, 13, 14, 15, 16, 18, 22)
 )
-_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
-_SECTION = struct.Struct("<IIQQQQIIQQ")
-_SYMBOL = struct.Struct("<IBBHQQ")
-EXCEPTIONS: Mapping[int, str] = {
-    **{1: "illegal address", 2: "stack overflow", 3: "stack overflow", 4: "illegal instruction"},
-    **{5: "address out of range", 6: "misaligned address", 7: "invalid address space"},
-    **{8: "invalid program counter", 9: "stack overflow", 10: "illegal address", 11: "misaligned address"},
-    **{12: "device assertion", 13: "system call failed", 14: "illegal address", 15: "illegal atomic"},
-    **{16: "illegal atomic", 17: "cluster address out of range", 18: "cluster block not present"},
-    **{19: "stack overwritten", 20: "tensor memory access", 21: "tensor memory leak"},
-    **{22: "call requires a newer driver", 23: "misaligned program counter", 24: "program counter overflow"},
-}
+EXCEPTIONS: Mapping[int, str] = load_yaml("moedoctor.diagnose.autopsy", "exceptions.yaml")
 """CUDBGException_t of `cudadebugger.h`, CUDA 13.1, in words."""
 _LOADS = {0x980: 12, 0x981: 12}
 _STORES = {0x985: 12, 0x986: 12, 0x98E: 12, 0x9A6: 12, 0xFAE: 11}
@@ -54,105 +37,8 @@ _STEP = 16
 _MOST_STEPS, _MOST_PARAMETERS = 64, 512
 
 
-class DumpError(ValueError):
-    """The file is no core dump of a GPU, or a damaged one."""
-
-
-class _Section(NamedTuple):
-    name: int
-    kind: int
-    address: int
-    offset: int
-    size: int
-    link: int
-    info: int
-    row: int
-
-
-@dataclass
-class _Budget:
-    """The rows, and the bytes of line tables, that may still be read."""
-
-    left: int = MOST_ROWS
-    lines: int = field(default_factory=lambda: MOST_LINES)
-
-    def spend(self, rows: int) -> None:
-        self.left -= rows
-        if self.left < 0:
-            raise DumpError(f"its tables have more than {MOST_ROWS:,} rows")
-
-
-@dataclass(frozen=True)
-class _Elf:
-    """An ELF file of 64 bits within `data`, from `begin` on. Raises DumpError for what does not fit."""
-
-    data: mmap.mmap
-    begin: int
-    end: int
-    budget: _Budget
-
-    def unpack(self, form: struct.Struct, offset: int) -> tuple[int, ...]:
-        """Return the fields at an offset from the file's begin."""
-        place = self.begin + offset
-        if not self.begin <= place <= self.end - form.size:
-            raise DumpError(f"it ends at byte {self.end}, before what stands at byte {place}")
-        return form.unpack_from(self.data, place)
-
-    @cached_property
-    def header(self) -> tuple[int, ...]:
-        """The fields of the ELF header after its identification."""
-        if bytes(self.data[self.begin : self.begin + 6]) != b"\x7fELF\x02\x01":
-            raise DumpError("it is no ELF file of 64 bits, least significant byte first")
-        return self.unpack(_HEADER, 0)[1:]
-
-    @cached_property
-    def sections(self) -> list[_Section]:
-        """The section headers; as many as their table says, within bounds."""
-        table, row, count = self.header[5], self.header[10], self.header[11]
-        if not table:
-            return []
-        if not count:  # more than 65,535: the first header has the number
-            count = _SECTION.unpack(self.slice(table, _SECTION.size))[5]
-        if row != _SECTION.size or count > MOST_SECTIONS:
-            raise DumpError(
-                f"it has {count:,} sections of {row} bytes; expected up to {MOST_SECTIONS:,} of 64"
-            )
-        self.budget.spend(count)
-        found = _SECTION.iter_unpack(self.slice(table, count * row))
-        return [_Section(s[0], s[1], s[3], s[4], s[5], s[6], s[7], s[9]) for s in found]
-
-    def slice(self, offset: int, size: int) -> bytes:
-        """Return `size` bytes at an offset."""
-        place = self.begin + offset
-        if min(offset, size) < 0 or place + size > self.end:
-            raise DumpError(f"it ends at byte {self.end}, and a part of it should end at byte {place + size}")
-        return self.data[place : place + size]
-
-    def list_rows(self, section: _Section, form: struct.Struct) -> Iterator[tuple[int, ...]]:
-        """Yield the first fields of each row of a table."""
-        if section.size and section.row < form.size:
-            raise DumpError(f"rows of a table have {section.row} bytes; expected {form.size} or more")
-        places = range(0, section.size - form.size + 1, section.row or form.size)
-        self.budget.spend(len(places))
-        for offset in places:
-            yield self.unpack(form, section.offset + offset)
-
-    def get_row(self, section: _Section, index: int, form: struct.Struct) -> tuple[int, ...]:
-        """Return the first fields of one row of a table."""
-        if (index + 1) * section.row > section.size:
-            raise DumpError(f"a table has no row {index}")
-        return self.unpack(form, section.offset + index * section.row)
-
-    def get_section(self, index: int, kind: int) -> _Section:
-        """Return the section of an index, which must be of a kind."""
-        if index >= len(self.sections) or self.sections[index].kind != kind:
-            raise DumpError(f"section {index} is not the table that another one names as its parent")
-        return self.sections[index]
-
-    def read_text(self, table: _Section, offset: int) -> str:
-        """Return a string of a string table."""
-        end = min(table.size - offset, _LONGEST_NAME)
-        return self.slice(table.offset + offset, end).partition(b"\0")[0].decode("utf-8", "replace")
+class DumpError(ElfError):
+    """The file or folder is no core dump of a GPU."""
 
 
 _GRID = struct.Struct("<7Q10I")
@@ -161,6 +47,7 @@ _WARP = struct.Struct("<Q5I")
 _LANE = struct.Struct("<2Q5I")
 _DEVICE = struct.Struct("<3Q10I")
 _META_ROW = struct.Struct("<Q4I")
+_SYMBOL = struct.Struct("<IBBHQQ")
 _HANDLE = struct.Struct("<Q")
 _WORDS = struct.Struct("<2Q")
 _SM = struct.Struct("<4IQ")
@@ -196,7 +83,6 @@ class Fault:
     """An exception of one instruction of one kernel."""
 
     kernel: Kernel
-    exception: str
     code: int
     """CUDBGException_t."""
     function: str | None
@@ -229,8 +115,7 @@ class CoreDump:
 
 def is_core_dump(file: Path) -> bool:
     """Return True if the file begins as CUDA's core dumps do."""
-    head = _read_head(file)
-    return is_elf(file) and struct.unpack_from("<2H", head.ljust(20), 16) == (_ET_CORE, _EM_CUDA)
+    return is_elf(file) and _read_head(file)[16:] == struct.pack("<2H", _ET_CORE, EM_CUDA)
 
 
 def is_elf(file: Path) -> bool:
@@ -244,38 +129,37 @@ def _read_head(file: Path) -> bytes:
 
 
 def read_core_dump(file: Path) -> CoreDump:
-    """Read a dump. Raises DumpError for a file that is none, and TextFileError."""
+    """Read a dump. Raises ElfError for a file that is none, and TextFileError."""
     with open_file(file, expected="a core dump of CUDA") as stream:
         size = os.fstat(stream.fileno()).st_size
-        if size < _HEADER.size:
+        if size < HEADER.size:
             raise DumpError("it is too short for a core dump")
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Reader(_Elf(data, 0, size, _Budget())).read()
+            return _Reader(Elf(data, 0, size, Budget())).read()
 
 
 @dataclass
 class _Reader:
-    elf: _Elf
-    images: dict[int, _Elf] = field(default_factory=dict)
+    elf: Elf
+    images: dict[int, Elf] = field(default_factory=dict)
     """Handle of a module -> its image."""
 
     @cached_property
-    def registers(self) -> dict[tuple[int, int], _Section]:
+    def registers(self) -> dict[tuple[int, int], Section]:
         """The registers of each thread, by the section of its warp's lanes and its row there."""
         return {(part.link, part.info): part for part in self.elf.sections if part.kind == _REGISTERS}
 
     def read(self) -> CoreDump:
-        if self.elf.header[:2] != (_ET_CORE, _EM_CUDA):
+        if self.elf.header[:2] != (_ET_CORE, EM_CUDA):
             raise DumpError("it is an ELF file, and not a core dump that CUDA wrote")
-        kinds: dict[int, list[_Section]] = {}
+        kinds: dict[int, list[Section]] = {}
         for section in self.elf.sections:
             kinds.setdefault(section.kind, []).append(section)
         for section in kinds.get(_IMAGE, ()):
-            modules = self.elf.get_section(section.link, _MODULES)
-            handle = self.elf.get_row(modules, section.info, _HANDLE)[0]
+            _, (handle,) = self.elf.get_parent(section, _MODULES, _HANDLE)
             begin = self.elf.begin + section.offset
             end = min(begin + section.size, self.elf.end)
-            self.images[handle] = _Elf(self.elf.data, begin, end, self.elf.budget)
+            self.images[handle] = Elf(self.elf.data, begin, end, self.elf.budget)
         grids = {row[0]: row for part in kinds.get(_GRIDS, ()) for row in self.elf.list_rows(part, _GRID)}
         kernels = {number: self._describe(row) for number, row in grids.items()}
         found = self._find_in_lanes() or self._find_in_sms(kinds.get(_SMS, ()), grids)
@@ -298,9 +182,8 @@ class _Reader:
             rows = [row for row in enumerate(self.elf.list_rows(section, _LANE)) if row[1][6]]
             if not rows:
                 continue
-            warps = self.elf.get_section(section.link, _WARPS)
-            warp = self.elf.get_row(warps, section.info, _WARP)
-            block = self.elf.get_row(self.elf.get_section(warps.link, _BLOCKS), warps.info, _BLOCK)
+            warps, warp = self.elf.get_parent(section, _WARPS, _WARP)
+            _, block = self.elf.get_parent(warps, _BLOCKS, _BLOCK)
             row, lane = rows[0]
             place = warp[0] if warp[5] else lane[0]  # the instruction at fault, if the GPU knows it
             key = block[0], lane[6], place
@@ -310,7 +193,7 @@ class _Reader:
         return found
 
     def _find_in_sms(
-        self, sms: Sequence[_Section], grids: Mapping[int, tuple[int, ...]]
+        self, sms: Sequence[Section], grids: Mapping[int, tuple[int, ...]]
     ) -> dict[_Key, list[_Lane]]:
         """Return the exceptions that only the SMs have, since the warps had ended; blocks are not known."""
         rows = [row for section in sms if section.row >= _SM.size for row in self.elf.list_rows(section, _SM)]
@@ -332,7 +215,6 @@ class _Reader:
         first = lanes[0] if lanes else None
         return Fault(
             kernel=kernels[grid],
-            exception=EXCEPTIONS.get(code, f"exception {code}"),
             code=code,
             function=name if name and name != kernels[grid].symbol else None,
             source=source,
@@ -344,16 +226,16 @@ class _Reader:
             parameters=parameters.get(grid, ()),
         )
 
-    def _read_parameters(self, sections: Sequence[_Section]) -> dict[int, tuple[int, ...]]:
+    def _read_parameters(self, sections: Sequence[Section]) -> dict[int, tuple[int, ...]]:
         """Return the parameters of each grid that has some."""
         found = {}
         for section in sections:
-            grid = self.elf.get_row(self.elf.get_section(section.link, _GRIDS), section.info, _GRID)[0]
+            _, grid = self.elf.get_parent(section, _GRIDS, _GRID)
             count = min(section.size // 8, _MOST_PARAMETERS)
-            found[grid] = struct.unpack(f"<{count}Q", self.elf.slice(section.offset, 8 * count))
+            found[grid[0]] = struct.unpack(f"<{count}Q", self.elf.slice(section.offset, 8 * count))
         return found
 
-    def _find_address(self, image: _Elf | None, place: int, lane: _Lane) -> int | None:
+    def _find_address(self, image: Elf | None, place: int, lane: _Lane) -> int | None:
         """Return the address that a thread's instruction at `place` used, from the thread's registers.
 
         None if it is no known instruction, and if it or a later one may have written to these registers: the
@@ -387,7 +269,6 @@ class _Reader:
         if image is None:
             return "", None
         best: tuple[int, str] | None = None
-        names = {section.name: section for section in image.sections}
         for section in image.sections:
             if section.kind != 2 or section.link >= len(image.sections):  # SHT_SYMTAB
                 continue
@@ -396,23 +277,21 @@ class _Reader:
                 inside = value and info & 15 == 2 and value <= place < value + size  # STT_FUNC
                 if inside and (best is None or size < best[0]):
                     best = size, image.read_text(texts, name)
-        index = image.header[12]
-        if best is None or index >= len(image.sections):
+        if best is None:
             return "", None
-        titles = image.sections[index]
-        lines = next((s for n, s in names.items() if image.read_text(titles, n) == ".debug_line"), None)
+        lines = image.find_section(".debug_line")
         if lines is None or lines.size > image.budget.lines:
             return best[1], None
         image.budget.lines -= lines.size
         return best[1], find_line(image.slice(lines.offset, lines.size), place)
 
-    def _read_device(self, kinds: Mapping[int, list[_Section]]) -> tuple[str, str]:
+    def _read_device(self, kinds: Mapping[int, list[Section]]) -> tuple[str, str]:
         for section in kinds.get(_DEVICES, ()):
             for row in self.elf.list_rows(section, _DEVICE):
                 return self._read_name(row[0]), f"{row[11]}.{row[12]}"
         raise DumpError("it names no GPU")
 
-    def _read_versions(self, kinds: Mapping[int, list[_Section]]) -> tuple[str | None, str | None]:
+    def _read_versions(self, kinds: Mapping[int, list[Section]]) -> tuple[str | None, str | None]:
         """Return the versions of driver and CUDA, which dumps have since driver 565."""
         for section in kinds.get(_META, ()):
             row = self.elf.unpack(_META_ROW, section.offset)

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from moedoctor.processes.cuda_tools import run_tool
@@ -22,31 +21,21 @@ _SHELL = f'ulimit -v {_MOST_KILOBYTES} && exec "$0" "$@"'
 _LINE = re.compile(r"(?:#\d+ |=> ).*")
 
 
-@dataclass(frozen=True)
-class Debugged:
-    """The lines of cuda-gdb."""
+def ask_cuda_gdb(file: Path, until: float) -> tuple[tuple[str, ...], str | None]:
+    """Ask cuda-gdb about a dump, up to a time of `time.monotonic`. It runs no script of a folder or dump.
 
-    lines: tuple[str, ...]
-    """The stack of the first thread that faulted, then its next instruction."""
-    problem: str | None
-    """The reason why there are none."""
-
-
-def ask_cuda_gdb(file: Path, until: float) -> Debugged:
-    """Ask cuda-gdb about a dump, up to a time of `time.monotonic`. It runs no script of a folder or dump."""
+    Return the stack of the first thread that faulted with its next instruction, and why there is none.
+    """
     path = shutil.which("cuda-gdb")
     if path is None:
-        return Debugged(
-            (), "cuda-gdb is not on PATH; it is part of the CUDA toolkit and shows inlined functions"
-        )
+        return (), "cuda-gdb is not on PATH; it is part of the CUDA toolkit and shows inlined functions"
     seconds = min(_SECONDS, until - time.monotonic())
     if seconds <= 0:
-        return Debugged((), f"the dumps before it took the {SECONDS:g} s that cuda-gdb gets")
-    # cuda-gdb splits its commands at spaces, and this path to the file has none.
-    commands = [f"target cudacore /proc/{os.getpid()}/fd/{{}}", "bt", "x/i $pc"]
+        return (), f"the dumps before it took the {SECONDS:g} s that cuda-gdb gets"
     with file.open("rb") as stream:
-        commands[0] = commands[0].format(stream.fileno())
-        asked = [part for command in commands for part in ("-ex", command)]
+        # cuda-gdb splits its commands at spaces, and this path to the file has none.
+        target = f"target cudacore /proc/{os.getpid()}/fd/{stream.fileno()}"
+        asked = [part for command in (target, "bt", "x/i $pc") for part in ("-ex", command)]
         options = ["-nx", "-nh", "-batch", "-iex", "set auto-load off", *asked]
         outcome = run_tool(
             "/bin/sh", ["-c", _SHELL, os.path.abspath(path), *options], folder=os.sep, seconds=seconds
@@ -55,4 +44,4 @@ def ask_cuda_gdb(file: Path, until: float) -> Debugged:
     answer = outcome.first_line if outcome.code is not None else f"no answer within {seconds:.0f} s"
     problem = None if lines else f"cuda-gdb: {answer or 'it printed nothing'}"
     shown = dict.fromkeys(escape(shorten(" ".join(line.split()), 300)) for line in lines[:_MOST_LINES])
-    return Debugged(tuple(shown), problem and escape(shorten(problem, 300)))
+    return tuple(shown), problem and escape(shorten(problem, 300))

@@ -6,7 +6,6 @@ Triton writes such tables for every kernel, and `nvcc -lineinfo` for others.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 
 _MOST_STEPS = 200_000
 
@@ -99,11 +98,9 @@ class _Program:
     def _name(self, file: int, line: int) -> str | None:
         if not 1 <= file <= len(self.files):
             return None
-        name, folder = self.files[file - 1]
-        parts: Sequence[str] = (
-            [self.folders[folder - 1], name] if 1 <= folder <= len(self.folders) else [name]
-        )
-        return f"{'/'.join(parts)}:{line}"
+        name, index = self.files[file - 1]
+        folder = f"{self.folders[index - 1]}/" if 1 <= index <= len(self.folders) else ""
+        return f"{folder}{name}:{line}"
 
     def _read(self, form: str) -> int:
         value: int

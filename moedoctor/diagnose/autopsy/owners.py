@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -98,16 +99,13 @@ def _find_libraries(symbol: str) -> dict[str, str]:
 
 
 def _list_libraries(package: str) -> Iterator[Path]:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         files = metadata.files(package) or []
-    except metadata.PackageNotFoundError:
-        return
-    yield from (Path(str(file.locate())) for file in files if ".so" in file.suffixes)
+        yield from (Path(str(file.locate())) for file in files if ".so" in file.suffixes)
 
 
 @cache
 def _find_release(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None

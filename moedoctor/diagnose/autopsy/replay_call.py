@@ -8,18 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from moedoctor.bench.moe import backends
-from moedoctor.diagnose.autopsy.autopsy import CallReplay, KernelFault
+from moedoctor.diagnose.autopsy.autopsy import CallReplay
 from moedoctor.diagnose.capsule.replay import ReplayError, replay
 from moedoctor.environment import collect, explain_missing_gpu
 from moedoctor.processes.deaths import classify
 from moedoctor.results import Death
 
 _FAULTS = (Death.ILLEGAL_MEMORY_ACCESS, Death.ILLEGAL_INSTRUCTION, Death.DEVICE_ASSERT, Death.CUDA_ERROR)
-
-
-def is_of_call(faults: Sequence[KernelFault]) -> bool:
-    """Return True if a kernel of a MoE layer faulted."""
-    return any(fault.owner and fault.owner.moe for fault in faults)
 
 
 def replay_call(capsule: Path, record: Mapping[str, Any], *, seconds: float) -> CallReplay:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -98,11 +99,6 @@ class Diagnosis:
     compared: int = 0
     """Explanations that were computed."""
 
-    @property
-    def sound(self) -> bool:
-        """Return True if the output is right."""
-        return self.agreement.right
-
 
 def diagnose(computation: Computation, output: torch.Tensor) -> Diagnosis:
     """Explain `output` [T, H] of the call in `computation`.
@@ -152,7 +148,19 @@ class _Call:
         self.bounds = choose_bounds(computation.activations)
         self.difference = output - self.reference  # [T, H]
         self.size = float(self.difference[finite].double().norm())
+        self.used: list[int] = self.ids[self.ids >= 0].unique().tolist()
+        """The experts that some token uses."""
         self.compared = 0
+
+    @cached_property
+    def wrong(self) -> list[int]:
+        """The finite tokens that differ from the reference beyond the noise."""
+        rows = zip(self.output, self.reference, self.finite.tolist(), strict=True)
+        return [
+            token
+            for token, (got, want, finite) in enumerate(rows)
+            if finite and not agree(got[None], want[None], self.bounds).right
+        ]
 
     def try_out(self, deviations: Sequence[Deviation]) -> list[Explanation]:
         """Return how well each of the deviations explains the output, of a large call the likeliest only."""
@@ -203,23 +211,22 @@ class _Call:
 
     def explain_by_rows(self) -> list[Explanation]:
         """Explain wrong rows by rows that nobody wrote: zeros, or another token's row."""
-        wrong = self._find_wrong_tokens()
         prediction = self.reference.clone()  # [T, H]
-        for token in wrong:
+        for token in self.wrong:
             row = self.output[token]  # [H]
             same = (self.output == row).all(1)  # [T]
             same[token] = False
             if bool(same.any()) or not bool(row.any()):
                 prediction[token] = row
-        if not wrong or len(wrong) == len(self.output):
+        if not self.wrong or len(self.wrong) == len(self.output):
             return []
-        return [self._make_explanation(("row_unwritten",), (), prediction, tokens=tuple(wrong))]
+        return [self._make_explanation(("row_unwritten",), (), prediction, tokens=tuple(self.wrong))]
 
     def explain_by_values(self) -> list[Explanation]:
         """Explain the output by a wrong global scale or limit of the activation, in one expert or in all."""
-        suspects, used = self._find_suspects(), self.ids[self.ids >= 0].unique().tolist()
+        suspects = self._find_suspects()
         causes: list[tuple[int, ...]] = [(expert,) for expert in self._find_causes(suspects)]
-        found = [self._fit_value("activation", experts) for experts in (*causes, tuple(used))]
+        found = [self._fit_value("activation", experts) for experts in (*causes, tuple(self.used))]
         if self.computation.problem.layer.quantization != "bf16":
             together = [tuple(suspects)] if len(suspects) > 1 else []
             found += [
@@ -236,8 +243,7 @@ class _Call:
             errors = [float((few.output - each)[few.finite].double().norm()) for each in predictions]
             best, width = octaves[errors.index(min(errors))], width / _OCTAVES
         (prediction,) = self._predict(step, experts, [best])
-        everywhere = len(experts) == len(self.ids[self.ids >= 0].unique())
-        places = None if everywhere else experts
+        places = None if len(experts) == len(self.used) else experts
         name = "activation_clamped" if step == "activation" else "global_scale_wrong"
         return self._make_explanation((name,), ((step, name),), prediction, experts=places, factor=2.0**best)
 
@@ -270,7 +276,7 @@ class _Call:
 
         Just the tokens that use them are wrong. Experts that only appear together cannot be told apart.
         """
-        wrong = set(self._find_wrong_tokens())
+        wrong = set(self.wrong)
         tokens_of = {expert: self._find_tokens(expert) for expert in self._find_suspects()}
         if not wrong or len(wrong) == len(self.output):
             return []
@@ -281,7 +287,7 @@ class _Call:
                 if set().union(*(tokens_of[expert] for expert in experts)) == wrong
             ]
             if found:
-                rows = torch.tensor(sorted(wrong), device=self.output.device)
+                rows = torch.tensor(self.wrong, device=self.output.device)
                 prediction = self.reference.index_copy(0, rows, self.output[rows])  # [T, H]
                 return [
                     self._make_explanation(("expert_unknown",), (), prediction, experts=experts)
@@ -316,7 +322,6 @@ class _Call:
 
     def _add_shares(self, found: Explanation) -> Explanation:
         """Return it with what it explains of each wrong token, and of the wrong tokens of each expert."""
-        wrong = self._find_wrong_tokens()
         left = (self.output - found.prediction).double().square().sum(1)  # [T]
         whole = self.difference.double().square().sum(1)  # [T]
 
@@ -324,11 +329,10 @@ class _Call:
             rows = list(tokens)
             return max(0.0, 1.0 - float(left[rows].sum() / whole[rows].sum()))
 
-        used = [int(expert) for expert in self.ids[self.ids >= 0].unique()]
-        tokens_of = {expert: sorted(self._find_tokens(expert) & set(wrong)) for expert in used}
+        tokens_of = {expert: sorted(self._find_tokens(expert) & set(self.wrong)) for expert in self.used}
         return replace(
             found,
-            token_shares={token: share([token]) for token in wrong},
+            token_shares={token: share([token]) for token in self.wrong},
             expert_shares={expert: share(tokens) for expert, tokens in tokens_of.items() if tokens},
         )
 
@@ -407,25 +411,13 @@ class _Call:
             happened[of_expert & ~speaks] = bool(votes.double().mean() > 0.5) if votes.numel() else False
         return happened
 
-    def _find_wrong_tokens(self) -> list[int]:
-        """Return the finite tokens that differ from the reference beyond the noise."""
-        rows = zip(self.output, self.reference, self.finite.tolist(), strict=True)
-        return [
-            token
-            for token, (got, want, finite) in enumerate(rows)
-            if finite and not agree(got[None], want[None], self.bounds).right
-        ]
-
     def _find_suspects(self) -> list[int]:
         """Return the experts whose every token is wrong, and that can be seen."""
-        wrong = set(self._find_wrong_tokens())
-        used = self.ids[self.ids >= 0].unique().tolist()
-        return [int(expert) for expert in used if self._find_tokens(expert) <= wrong]
+        return [expert for expert in self.used if self._find_tokens(expert) <= set(self.wrong)]
 
     def _find_causes(self, suspects: Sequence[int]) -> list[int]:
         """Return the suspects each of which uses every wrong token, so that it could be the only cause."""
-        wrong = set(self._find_wrong_tokens())
-        return [expert for expert in suspects if self._find_tokens(expert) == wrong]
+        return [expert for expert in suspects if self._find_tokens(expert) == set(self.wrong)]
 
     def _find_tokens(self, expert: int) -> set[int]:
         """Return the finite tokens that use the expert."""

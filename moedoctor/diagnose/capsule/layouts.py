@@ -63,18 +63,15 @@ def _compare(capsule: Capsule, name: str) -> BackendTensor:
     own = capsule.tensors[name]  # [U, ...]
     short = name.removeprefix(OF_BACKEND)
     matrix = "w13" if "w13" in short or "w1_" in short else "w2" if "w2" in short else ""
-    best: tuple[int, str, list[str]] | None = None
-    for candidate in (f"{matrix}{part}" for part in ("", "_block_scales", "_scale")):
-        stored = capsule.tensors.get(candidate)
-        if stored is None or not matrix:
-            continue
-        forms = _find_forms(own, stored, gated=matrix == "w13" and capsule.record.shape.gated)
-        fit = sum(_RANK.get(form, _RANK[_FACTOR]) for form in forms)
-        if best is None or fit > best[0]:
-            best = fit, candidate, forms
-    if best is None or best[0] == 0:
+    candidates = [f"{matrix}{part}" for part in ("", "_block_scales", "_scale")] if matrix else []
+    gated = matrix == "w13" and capsule.record.shape.gated
+    held = [each for each in candidates if each in capsule.tensors]
+    found = {each: _find_forms(own, capsule.tensors[each], gated=gated) for each in held}
+    fits = {each: sum(_RANK.get(form, _RANK[_FACTOR]) for form in forms) for each, forms in found.items()}
+    of = max(fits, key=fits.__getitem__, default="")
+    if not fits.get(of):
         return BackendTensor(short, None, OTHER)
-    _, of, forms = best
+    forms = found[of]
     common = Counter(forms).most_common(1)[0][0]
     ids = capsule.expert_ids
     odd = tuple(
@@ -157,14 +154,10 @@ def _find_factor(own: torch.Tensor, stored: torch.Tensor) -> str:
     got, want = own.double().flatten(), stored.double().flatten()
     wanted = want if got.numel() == want.numel() else want.amax().expand_as(got)
     ratios = got / wanted
-    if not bool(ratios.isfinite().all()) or float(ratios.max() - ratios.min()) > 1e-5 * float(
-        ratios.abs().max()
-    ):
-        inverse = got * wanted
-        close = bool(((inverse - 1).abs() < 1e-5).all())
-        return "the reciprocal" if close else OTHER
-    factor = float(ratios.mean())
-    return AS_STORED if abs(factor - 1) < 1e-6 else _FACTOR.format(factor)
+    if bool(ratios.isfinite().all()) and bool(ratios.max() - ratios.min() <= 1e-5 * ratios.abs().max()):
+        factor = float(ratios.mean())
+        return AS_STORED if abs(factor - 1) < 1e-6 else _FACTOR.format(factor)
+    return "the reciprocal" if bool(((got * wanted - 1).abs() < 1e-5).all()) else OTHER
 
 
 def _relate(form: str, common: str) -> str:
@@ -180,14 +173,11 @@ def _find_expert(
     """Return the expert whose values `place` holds, in the common form; None if none of the capsule."""
     if stored[0].numel() < _LEAST_CODES:
         return None  # a scale may be equal by chance
-    exact = dict(_yield_forms(stored, gated=stored.dim() == 3))
-    for other in range(len(ids)):
-        if other == place:
-            continue
-        form = exact.get(common)
-        fits = _has_same_bytes(own[place], form[other]) if form is not None else False
-        if fits or (
-            form is None and _compare_codes(_view_bytes(own[place]), _view_bytes(stored[other])) == common
-        ):
-            return ids[other]
-    return None
+    form = dict(_yield_forms(stored, gated=stored.dim() == 3)).get(common)
+
+    def fits(other: int) -> bool:
+        if form is not None:
+            return _has_same_bytes(own[place], form[other])
+        return _compare_codes(_view_bytes(own[place]), _view_bytes(stored[other])) == common
+
+    return next((id for other, id in enumerate(ids) if other != place and fits(other)), None)

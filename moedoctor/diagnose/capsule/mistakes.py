@@ -48,14 +48,6 @@ def list_deviations(mistake: Mistake) -> Iterator[Deviation]:
         yield tuple((step, mistake.name) for step in mistake.steps)
 
 
-def join(first: Deviation, second: Deviation) -> Deviation | None:
-    """Return both at once, or None if they are about the same step."""
-    steps = dict(first) | dict(second)
-    if len(steps) < len(first) + len(second):
-        return None
-    return tuple((step, steps[step]) for step in STEPS if step in steps)
-
-
 def name_mistakes(deviation: Deviation) -> tuple[str, ...]:
     return tuple(dict.fromkeys(option for _, option in deviation))
 
@@ -63,6 +55,7 @@ def name_mistakes(deviation: Deviation) -> tuple[str, ...]:
 def list_pairs(deviations: Sequence[Deviation]) -> Iterator[Deviation]:
     """Yield each two of the deviations at once, where they are about different steps and mistakes."""
     for first, second in combinations(deviations, 2):
-        combined = join(first, second)
-        if combined is not None and not set(name_mistakes(first)) & set(name_mistakes(second)):
-            yield combined
+        steps = dict(first) | dict(second)
+        same = set(name_mistakes(first)) & set(name_mistakes(second))
+        if not same and len(steps) == len(first) + len(second):
+            yield tuple((step, steps[step]) for step in STEPS if step in steps)

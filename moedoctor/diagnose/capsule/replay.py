@@ -108,13 +108,11 @@ def replay(
     device: str,
     *,
     seconds: float,
-    progress: Callable[[str], None] = lambda text: None,
 ) -> ReplayDocument:
     """Replay the capsule in `path` with the backends that `variants` returns for its record.
 
     Each child has `seconds`. Raises ReplayError if the capsule cannot be read or computed.
     """
-    progress("reference")
     place = os.path.abspath(path)  # a child works in a folder of its own
     try:
         judged = ask(_CHILD, {"path": place}, seconds=seconds)
@@ -124,7 +122,6 @@ def replay(
         raise ReplayError(f"{path}: {judged[_CAPSULE_ERROR]}")
     results = []
     for variant in variants(judged["facts"]["record"]):
-        progress(variant.label)
         request = {"path": place, "variant": asdict(variant), "device": device}
         try:
             found = ask(_CHILD, request, seconds=seconds)

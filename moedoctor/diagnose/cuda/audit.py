@@ -6,8 +6,8 @@ some of its kernels and lack others. The list of its targets with their counts s
 
 from __future__ import annotations
 
-import enum
 import os
+import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,52 +45,76 @@ class AuditError(Exception):
     """A path that cannot be audited; one line says why."""
 
 
-class Fate(str, enum.Enum):
-    """The result of giving device code to a GPU."""
-
-    LOADS = "loads"
-    """Machine code that the GPU runs."""
-    COMPILED = "compiled from PTX"
-    """No machine code for the GPU, but PTX that the driver compiles, with the instructions of its target."""
-    MISSING = "missing"
-    """Neither: no kernel image is available for execution on the device."""
-    NOT_NEEDED = "not needed here"
-    """Neither, and vLLM or FlashInfer does not use the library on the GPU."""
-    FOR_SOME = "missing for some models"
-    """Neither, and only the few models that `note` names use the library on the GPU."""
+FATES = {
+    "loads": "loads",  # machine code that the GPU runs
+    # No machine code for the GPU, but PTX that the driver compiles, with the instructions of its target.
+    "compiled": "compiled from PTX",
+    "missing": "missing",  # neither: no kernel image is available for execution on the device
+    "not_needed": "not needed here",  # neither, and vLLM or FlashInfer does not use the library on the GPU
+    # Neither, and only the few models that `note` names use the library on the GPU.
+    "for_some": "missing for some models",
+}
+"""The results of giving device code to a GPU, in words."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One file, or the cubins of one folder."""
+    """One file, or the cubins of one folder, as it was read."""
 
     path: str
     source: str
     """``shared object``, ``cubins`` or ``build file``."""
     images: tuple[Image, ...] = ()
-    module: str | None = None
-    """``FlashInfer 0.6.6 fused_moe_120`` for a file in FlashInfer's cache."""
-    fate: Fate | None = None
-    """None without a GPU, without device code, and for a skipped file."""
-    lacks: tuple[str, ...] = ()
-    """Instructions that the kernels need and that the loading code was compiled without."""
     note: str | None = None
     skipped: str | None = None
     """The reason why the file could not be read."""
 
 
-def judge_images(images: Sequence[Image], capability: Capability) -> Fate | None:
-    """Return the best that a GPU of `capability` can do with `images`, or None without images."""
-    if not images:
+@dataclass(frozen=True)
+class AuditImage:
+    """Device code of one kind and target in one file."""
+
+    kind: str
+    """``sass`` or ``ptx``."""
+    target: str
+    count: int
+    verdict: str | None
+
+
+@dataclass(frozen=True)
+class AuditItem:
+    """One file, or the cubins of one folder."""
+
+    path: str
+    source: str
+    module: str | None
+    """``FlashInfer 0.6.6 fused_moe_120`` for a file in FlashInfer's cache."""
+    verdict: str | None
+    """A key of `FATES`; None without a GPU, without device code, and for a skipped file."""
+    lacks: tuple[str, ...]
+    """Instructions that the kernels need and that the loading code was compiled without."""
+    note: str | None
+    skipped: str | None
+    images: tuple[AuditImage, ...]
+
+    @property
+    def is_wrong(self) -> bool:
+        """True if the GPU cannot use the file."""
+        return self.verdict == "missing" or bool(self.lacks)
+
+
+def judge_images(images: Sequence[Image], capability: Capability | None) -> str | None:
+    """Return the best that a GPU of `capability` can do with `images`, or None without images or a GPU."""
+    if not images or capability is None:
         return None
     if any(image.kind == "sass" and loads_sass(image.target, capability) for image in images):
-        return Fate.LOADS
+        return "loads"
     if any(image.kind == "ptx" and compiles_ptx(image.target, capability) for image in images):
-        return Fate.COMPILED
-    return Fate.MISSING
+        return "compiled"
+    return "missing"
 
 
-def audit(paths: Sequence[Path], capability: Capability | None, tool: Tool | None) -> tuple[Item, ...]:
+def audit(paths: Sequence[Path], capability: Capability | None, tool: Tool | None) -> tuple[AuditItem, ...]:
     """Return every file with device code in or at `paths`, judged for a GPU of `capability` if one is given.
 
     `tool` is cuobjdump; without it shared objects are skipped. Raises AuditError for a path that does not
@@ -101,7 +125,7 @@ def audit(paths: Sequence[Path], capability: Capability | None, tool: Tool | Non
         try:
             items += (_read_folder if os.path.isdir(path) else _read_named)(path, tool)
         except TextFileError as error:
-            raise AuditError(f"{path}: {error.message}") from error
+            raise AuditError(f"{path}: {error}") from error
         except KernelError as error:
             raise AuditError(str(error)) from error
         except OSError as error:
@@ -110,26 +134,30 @@ def audit(paths: Sequence[Path], capability: Capability | None, tool: Tool | Non
     return tuple(_judge(item, capability) for item in items)
 
 
-def _judge(item: Item, capability: Capability | None) -> Item:
+def _judge(item: Item, capability: Capability | None) -> AuditItem:
     """Return `item` with its place in FlashInfer's cache and what a GPU does with it."""
+    images = tuple(
+        AuditImage(image.kind, str(image.target), image.count, judge_images([image], capability))
+        for image in item.images
+    )
     if item.skipped is not None:
-        return item
+        return AuditItem(item.path, item.source, None, None, (), item.note, item.skipped, images)
     cached = find_cached_module(Path(item.path.partition(".whl!")[0]))
-    fate = judge_images(item.images, capability) if capability else None
+    fate = judge_images(item.images, capability)
     note = item.note or (None if item.images else "no device code")
-    if fate is Fate.MISSING and capability:
+    if fate == "missing" and capability:
         use = find_library_use(item.path, cached.module if cached else None)
         if use is not None and not use.uses(capability):
-            fate, note = Fate.NOT_NEEDED, f"used on {use.gpus} only"
+            fate, note = "not_needed", f"used on {use.gpus} only"
         elif use is not None and use.needed_by:
-            fate, note = Fate.FOR_SOME, f"only used by {use.needed_by}"
+            fate, note = "for_some", f"only used by {use.needed_by}"
     lacks: tuple[str, ...] = ()
-    if cached and cached.needs_suffix and capability and fate is Fate.LOADS:
+    if cached and cached.needs_suffix and capability and fate == "loads":
         targets = [image.target for image in item.images if image.kind == "sass"]
         usable = [target for target in targets if loads_sass(target, capability)]
         lacks = min((list_lacking(target, list_needed(capability), _NEWEST) for target in usable), key=len)
     module = f"FlashInfer {cached.release} {cached.module}" if cached else None
-    return replace(item, module=module, fate=fate, lacks=lacks, note=note)
+    return AuditItem(item.path, item.source, module, fate, lacks, note, None, images)
 
 
 def _read_named(path: Path, tool: Tool | None) -> Iterable[Item]:
@@ -183,32 +211,29 @@ def _read_cubins(folder: Path, paths: Sequence[Path]) -> Item:
 
 
 def _read_build_file(path: Path) -> Item:
-    item = Item(str(path), "build file")
     try:
         images, unreadable = build_images(read_text(path, _MAX_NINJA_BYTES, "a build file"))
     except TextFileError as error:
-        return replace(item, skipped=error.message)
+        return Item(str(path), "build file", skipped=str(error))
     note = f"holds names that are not CUDA targets: {join_some(unreadable)}" if unreadable else None
-    return replace(item, images=images, note=note)
+    return Item(str(path), "build file", images, note)
 
 
 def _read_binary(path: Path, tool: Tool | None, shown: str) -> Item:
     """Read a shared object, object file or cubin, which is called `shown`."""
-    item = Item(shown, "shared object")
     try:
         with open_file(path, _MAX_LIBRARY_BYTES, _EXPECTED) as file:
             is_cubin = read_cubin_target(file.read(1 << 12)) is not None
         if is_cubin:
             return Item(shown, "cubins", read_cubins(iter([read_bytes(path, _MAX_CUBIN_BYTES, "a cubin")])))
-        if tool is None:
-            return replace(item, skipped=NO_TOOL)
-        return replace(item, images=list_images(path, tool))
-    except DeviceCodeError as error:
-        return replace(item, skipped=str(error))
-    except TextFileError as error:
-        return replace(item, skipped=error.message)
+        if tool is not None:
+            return Item(shown, "shared object", list_images(path, tool))
+        reason = NO_TOOL
+    except (DeviceCodeError, TextFileError) as error:
+        reason = str(error)
     except OSError as error:
-        return replace(item, skipped=f"cannot be read ({(error.strerror or '?').lower()})")
+        reason = f"cannot be read ({(error.strerror or '?').lower()})"
+    return Item(shown, "shared object", skipped=reason)
 
 
 def _read_wheel(path: Path, tool: Tool | None) -> Iterator[Item]:
@@ -232,8 +257,7 @@ def _read_wheel(path: Path, tool: Tool | None) -> Iterator[Item]:
             else:
                 yield _read_member(wheel, member, f"{path}!{member.filename}", tool)
         if cubins:
-            images = read_cubins(b"".join(_read_blocks(wheel, member)) for member in cubins)
-            yield Item(f"{path}!*.cubin", "cubins", images)
+            yield Item(f"{path}!*.cubin", "cubins", read_cubins(map(wheel.read, cubins)))
 
 
 def _read_member(wheel: zipfile.ZipFile, member: zipfile.ZipInfo, shown: str, tool: Tool | None) -> Item:
@@ -242,18 +266,13 @@ def _read_member(wheel: zipfile.ZipFile, member: zipfile.ZipInfo, shown: str, to
     with make_temporary_folder() as folder:
         # The name inside the wheel never becomes a path.
         copy = Path(folder, "member.so")
-        with copy.open("wb") as file:
-            for block in _read_blocks(wheel, member):
-                if file.tell() == 0 and not block.startswith(_ELF):
-                    return Item(shown, "shared object", skipped="holds no device code (no ELF header)")
-                file.write(block)
+        with wheel.open(member) as packed, copy.open("wb") as file:
+            head = packed.read(1 << 20)
+            if head and not head.startswith(_ELF):
+                return Item(shown, "shared object", skipped="holds no device code (no ELF header)")
+            file.write(head)
+            shutil.copyfileobj(packed, file)
         return _read_binary(copy, tool, shown)
-
-
-def _read_blocks(wheel: zipfile.ZipFile, member: zipfile.ZipInfo) -> Iterator[bytes]:
-    with wheel.open(member) as packed:
-        while block := packed.read(1 << 20):
-            yield block
 
 
 def _is_library(name: str) -> bool:

@@ -7,13 +7,14 @@ does not know (12.8 shows ``sm_120`` for 120f), so the target of an extracted cu
 
 from __future__ import annotations
 
+import contextlib
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moedoctor.diagnose.cuda.elf import EM_CUDA, Budget, Elf, ElfError
 from moedoctor.fixes.arch.targets import Target
 from moedoctor.processes.cuda_tools import Tool, run_tool
 from moedoctor.processes.guardian import make_temporary_folder
@@ -24,10 +25,6 @@ _LISTED = re.compile(r"^Fatbin (elf|ptx) code:\n=+\narch = (sm_[1-9]\d{1,2}[af]?
 _PTX_TARGET = re.compile(rb"^[ \t]*\.target[ \t]+(sm_[1-9]\d{1,2}[af]?)\b", re.MULTILINE)
 _PTX_HEAD_BYTES = 1 << 16
 _MAX_CUBIN_BYTES = 256 << 20
-_EM_CUDA = 190
-_HEADER = struct.Struct("<4sBBBBB7xHHIQQQIHHHHHH")
-_SECTION = struct.Struct("<IIQQQQIIQQ")
-_NOTE = b".note.nv.tkinfo"
 _COMMAND_LINE = re.compile(rb"-arch[ =](sm_[1-9]\d{1,2}[af]?)(?![0-9A-Za-z])")
 
 
@@ -117,41 +114,25 @@ def read_cubin_target(blob: bytes) -> Target | None:
     everything that CUDA 13 builds). The suffix is in the flags too (``a``, up to CUDA 12.9), and in the
     command line that ptxas leaves in a note (``a`` and ``f``, with ABI version 8).
     """
-    if len(blob) < _HEADER.size:
+    cubin = Elf(blob, 0, len(blob), Budget())
+    try:
+        machine, flags, abi = cubin.header[1], cubin.header[6], blob[8]
+    except ElfError:
         return None
-    header = _HEADER.unpack_from(blob)
-    magic, wide, abi, machine, flags = header[0], header[1] == 2, header[5], header[7], header[12]
-    if magic != b"\x7fELF" or not wide or machine != _EM_CUDA:
+    if machine != EM_CUDA:
         return None
     number, accelerated = (flags >> 8 & 0xFF, flags & 0x8) if abi >= 8 else (flags & 0xFF, flags & 0x800)
     major, minor = divmod(number, 10)
     if not major:
         return None
-    named = (Target.parse(name.decode()) for name in _COMMAND_LINE.findall(_find_note(blob)))
+    named = (Target.parse(name.decode()) for name in _COMMAND_LINE.findall(_read_note(cubin)))
     exact = next((target for target in named if target.capability == (major, minor)), None)
     return exact or Target(major, minor, "a" if accelerated else "")
 
 
-def _find_note(blob: bytes) -> bytes:
+def _read_note(cubin: Elf) -> bytes:
     """Return the section with the command lines of the tools; empty if it is missing or cut off."""
-    names: bytes | None = None
-    sections = list(_read_sections(blob))
-    index = _HEADER.unpack_from(blob)[18]
-    if index < len(sections):
-        _, offset, size = sections[index]
-        names = blob[offset : offset + size]
-    for name, offset, size in sections:
-        if names is not None and names.startswith(_NOTE + b"\0", name):
-            return blob[offset : offset + size]
+    with contextlib.suppress(ElfError):
+        if note := cubin.find_section(".note.nv.tkinfo"):
+            return cubin.slice(note.offset, note.size)
     return b""
-
-
-def _read_sections(blob: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (offset of the name, offset, size) of each section."""
-    header = _HEADER.unpack_from(blob)
-    start, size, count = header[11], header[16], header[17]
-    for place in range(start, start + size * count, size or 1):
-        if size < _SECTION.size or place + _SECTION.size > len(blob):
-            return
-        name, _, _, _, offset, length, *_ = _SECTION.unpack_from(blob, place)
-        yield name, offset, length

@@ -16,18 +16,10 @@ from pathlib import Path
 from moedoctor.fixes.arch.targets import Capability, CudaVersion, Target, is_known_target
 from moedoctor.processes.cuda_tools import Outcome, Tool, find_tools, run_tool
 from moedoctor.processes.guardian import make_temporary_folder
+from moedoctor.text import load_yaml
 
-PTX_OF_CUDA: dict[CudaVersion, str] = {
-    (12, 0): "8.0",
-    (12, 1): "8.1",
-    (12, 2): "8.2",
-    (12, 3): "8.3",
-    (12, 4): "8.4",
-    (12, 5): "8.5",
-    (12, 8): "8.7",
-    (12, 9): "8.8",
-    (13, 0): "9.0",
-}
+_TABLES = load_yaml("moedoctor.diagnose.cuda", "instructions.yaml")
+PTX_OF_CUDA: Mapping[CudaVersion, str] = {tuple(cuda): ptx for cuda, ptx in _TABLES["ptx_of_cuda"]}
 """CUDA release -> the newest PTX version that it reads. Releases between two rows read the older version."""
 TARGETS = ("120", "120a", "120f", "121a", "90a")
 """The targets that MD004 is about."""
@@ -48,32 +40,9 @@ class Instruction:
     """The first CUDA release that knows it."""
 
 
-_ALL = frozenset({9, 10, 11, 12})
-_BLACKWELL = frozenset({10, 11, 12})
-_TMA = (
-    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-    " [%r0], [%d0, {%r1, %r2}], [%r3];"
-)
-_REPLACE = "tensormap.replace.tile.global_address.global.b1024.b64 [%d0], %d1;"
-_TCGEN05 = "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r0], 32;"
-_MMA = (
-    "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3"
-    " {%f0, %f1, %f2, %f3}, {%r0, %r1, %r2, %r3}, {%r4, %r5}, {%f0, %f1, %f2, %f3},"
-    " %r6, {%h0, %h1}, %r7, {%h0, %h1};"
-)
-_CVT = "cvt.rn.satfinite.e2m1x2.f32 %b0, %f0, %f1;"
-INSTRUCTIONS = (
-    Instruction("tma_load", _TMA, _ALL, False, (12, 0)),  # TMA loads of tiles
-    Instruction("griddepcontrol", "griddepcontrol.wait;", _ALL, False, (12, 0)),  # dependent launch
-    # A TMA descriptor for each group of a grouped GEMM.
-    Instruction("tensormap_replace", _REPLACE, _ALL, True, (12, 3)),
-    # Registers of specialized warps.
-    Instruction("setmaxnreg", "setmaxnreg.inc.sync.aligned.u32 240;", _ALL, True, (12, 0)),
-    Instruction("wgmma", "wgmma.fence.sync.aligned;", frozenset({9}), True, (12, 0)),  # Hopper's MMA
-    # MMA and tensor memory of data-center Blackwell.
-    Instruction("tcgen05", _TCGEN05, frozenset({10, 11}), True, (12, 8)),
-    Instruction("mma_mxf4nvf4", _MMA, frozenset({12}), True, (12, 8)),  # block-scaled FP4 MMA
-    Instruction("cvt_e2m1x2", _CVT, _BLACKWELL, True, (12, 8)),  # conversion to FP4
+INSTRUCTIONS = tuple(
+    Instruction(**{**row, "majors": frozenset(row["majors"]), "since": tuple(row["since"])})
+    for row in _TABLES["instructions"]
 )
 
 _SECONDS = 30.0
@@ -193,10 +162,8 @@ def _compile(compiler: Tool, target: Target, statements: str) -> Outcome:
             return Outcome(None, "", f"{compiler.name} does not start: {error.strerror}")
 
 
-def try_targets(
-    compiler: Tool, targets: Sequence[str] = TARGETS, instructions: Sequence[Instruction] = INSTRUCTIONS
-) -> Acceptance:
-    return {target: try_instructions(compiler, Target.parse(target), instructions) for target in targets}
+def try_targets(compiler: Tool) -> Acceptance:
+    return {target: try_instructions(compiler, Target.parse(target), INSTRUCTIONS) for target in TARGETS}
 
 
 def summarize(table: Acceptance) -> dict[str, str]:

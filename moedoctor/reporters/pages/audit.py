@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moedoctor.diagnose.cuda.audit import NO_TOOL, Fate, Item, judge_images
-from moedoctor.diagnose.cuda.device_code import Image
+from moedoctor.diagnose.cuda.audit import FATES, NO_TOOL, AuditItem
 from moedoctor.fixes.arch import FLASHINFER_LIST, ArchDecision, resolve_arch
 from moedoctor.fixes.arch.targets import Capability, Target, parse_capability, show
 from moedoctor.reporters import page as blocks
@@ -20,53 +19,8 @@ _CUDA = (13, 0)
 """The toolkit that advice names."""
 _MOST_FILES = 30
 _MOST_TARGETS = 12
-_ALWAYS = (Fate.LOADS, Fate.COMPILED, Fate.MISSING)
+_ALWAYS = ("loads", "compiled", "missing")
 """What the summary counts even if there is none."""
-
-
-@dataclass(frozen=True)
-class AuditImage:
-    """Device code of one kind and target in one file."""
-
-    kind: str
-    """``sass`` or ``ptx``."""
-    target: str
-    count: int
-    verdict: str | None
-
-    @classmethod
-    def from_image(cls, image: Image, gpu: Capability | None) -> AuditImage:
-        """Return an image with what the GPU does with it."""
-        return cls(
-            image.kind, str(image.target), image.count, _name(judge_images([image], gpu) if gpu else None)
-        )
-
-
-@dataclass(frozen=True)
-class AuditItem:
-    """One file, or the cubins of one folder."""
-
-    path: str
-    source: str
-    module: str | None
-    verdict: str | None
-    """The name of a `Fate`; None without a GPU, without device code, and for a skipped file."""
-    lacks: tuple[str, ...]
-    note: str | None
-    skipped: str | None
-    images: tuple[AuditImage, ...]
-
-    @classmethod
-    def from_item(cls, item: Item, gpu: Capability | None) -> AuditItem:
-        """Return what the audit found in one file."""
-        images = tuple(AuditImage.from_image(image, gpu) for image in item.images)
-        verdict = _name(item.fate)
-        return cls(item.path, item.source, item.module, verdict, item.lacks, item.note, item.skipped, images)
-
-    @property
-    def is_wrong(self) -> bool:
-        """True if the GPU cannot use the file."""
-        return self.verdict == "missing" or bool(self.lacks)
 
 
 @dataclass(frozen=True)
@@ -105,15 +59,16 @@ class AuditDocument:
     findings: tuple[AuditFinding, ...]
 
     @classmethod
-    def from_items(cls, items: Sequence[Item], gpu: Capability | None, tool: str | None) -> AuditDocument:
+    def from_items(
+        cls, items: tuple[AuditItem, ...], gpu: Capability | None, tool: str | None
+    ) -> AuditDocument:
         """Return the document of an audit."""
-        rows = tuple(AuditItem.from_item(item, gpu) for item in items)
         findings = tuple(
-            AuditFinding("MD004", None, f"{row.path}: {describe_verdict(row)}", 1.0, step)
-            for row in rows
-            for step in _suggest_steps([row], gpu)
+            AuditFinding("MD004", None, f"{item.path}: {describe_verdict(item)}", 1.0, step)
+            for item in items
+            for step in _suggest_steps([item], gpu)
         )
-        return cls(show(gpu) if gpu else None, tool, rows, findings)
+        return cls(show(gpu) if gpu else None, tool, items, findings)
 
     @property
     def summary(self) -> AuditSummary:
@@ -121,13 +76,12 @@ class AuditDocument:
         verdicts = Counter(item.verdict for item in self.items)
         lacking = sum(bool(item.lacks) for item in self.items)
         skipped = sum(bool(item.skipped) for item in self.items)
-        counts = {fate.name.lower(): verdicts[_name(fate)] for fate in Fate}
-        return AuditSummary(**counts, lacking=lacking, skipped=skipped)
+        return AuditSummary(**{fate: verdicts[fate] for fate in FATES}, lacking=lacking, skipped=skipped)
 
     @property
-    def wrong(self) -> dict[int, str]:
-        """The problem of each file that the GPU cannot use, by its index."""
-        return {index: describe_verdict(item) for index, item in enumerate(self.items) if item.is_wrong}
+    def wrong(self) -> list[AuditItem]:
+        """The files that the GPU cannot use."""
+        return [item for item in self.items if item.is_wrong]
 
 
 def audit_page(document: AuditDocument, *, brief: bool = False) -> list[blocks.Block]:
@@ -166,15 +120,11 @@ def audit_page(document: AuditDocument, *, brief: bool = False) -> list[blocks.B
 def summarize(document: AuditDocument) -> str:
     """Return how many files load, are compiled, have nothing, lack something or were skipped."""
     counts = document.summary
-    fates = ((fate, getattr(counts, fate.name.lower())) for fate in Fate)
-    words = [f"{count} {fate.value}" for fate, count in fates if count or fate in _ALWAYS]
+    fates = ((fate, getattr(counts, fate)) for fate in FATES)
+    words = [f"{count} {FATES[fate]}" for fate, count in fates if count or fate in _ALWAYS]
     return " · ".join(
         [*words, f"{counts.lacking} compiled without what they need", f"{counts.skipped} skipped"]
     )
-
-
-def _name(fate: Fate | None) -> str | None:
-    return fate.name.lower() if fate else None
 
 
 def describe_verdict(item: AuditItem) -> str:
@@ -183,7 +133,7 @@ def describe_verdict(item: AuditItem) -> str:
         return f"skipped: {item.skipped}"
     if item.verdict is None:
         return item.note or "not judged"
-    words = Fate[item.verdict.upper()].value
+    words = FATES[item.verdict]
     if item.lacks:
         words += f", but compiled without {', '.join(item.lacks)}"
     return f"{words}; {item.note}" if item.note else words

@@ -76,30 +76,27 @@ def _name_owner(fault: KernelFault) -> str:
 
 
 def _list_lines(fault: KernelFault) -> list[tuple[str, str]]:
+    owner = fault.owner
     lines = [
         ("exception", f"{fault.exception} (CUDBG_EXCEPTION {fault.code})"),
         ("whose", _name_owner(fault)),
+        ("installed here", owner and owner.installed and f"{owner.name} {owner.installed}"),
+        ("mended in", owner and owner.mended),
+        ("source", fault.source),
+        ("in", fault.function),
     ]
-    if fault.owner and fault.owner.installed:
-        lines.append(("installed here", f"{fault.owner.name} {fault.owner.installed}"))
-    if fault.owner and fault.owner.mended:
-        lines.append(("mended in", fault.owner.mended))
-    if fault.source:
-        lines.append(("source", fault.source))
-    if fault.function:
-        lines.append(("in", fault.function))
     if fault.grid and fault.block_size and fault.block and fault.thread:
         lines.append(("launched", f"{_show(fault.grid)} blocks of {_show(fault.block_size)} threads"))
         lines.append(("first", f"thread {_show_place(fault.thread)} of block {_show_place(fault.block)}"))
     if fault.warps is not None and fault.blocks is not None:
         lines.append(("faulted", f"{count_of(fault.warps, 'warp')} in {count_of(fault.blocks, 'block')}"))
-    if fault.address:
-        lines.append(("address", fault.address))
-    lines += [("tensor", _describe_place(tensor)) for tensor in fault.tensors[:_MOST_TENSORS]]
-    if fault.symbol != fault.kernel:
-        lines.append(("symbol", fault.symbol))
-    lines.append(("read in", fault.file if fault.line is None else f"{fault.file}:{fault.line}"))
-    return lines
+    lines += [
+        ("address", fault.address),
+        *(("tensor", _describe_place(tensor)) for tensor in fault.tensors[:_MOST_TENSORS]),
+        ("symbol", fault.symbol if fault.symbol != fault.kernel else None),
+        ("read in", fault.file if fault.line is None else f"{fault.file}:{fault.line}"),
+    ]
+    return [(label, text) for label, text in lines if text]
 
 
 def _describe_place(tensor: TensorPlace) -> str:

@@ -73,7 +73,7 @@ def write_messages(layer: str, rows: Sequence[Row]) -> list[str]:
     names = set(fastest.values())
     counts = sorted({row["tokens"] for row in timed})
     if len(names) == 1 and len({make_label(row) for row in timed}) > 1:
-        return [f"{layer}: {names.pop()} is fastest {describe_spans(counts, list(fastest), 'tokens')}"]
+        return [f"{layer}: {names.pop()} is fastest {describe_spans(counts, list(fastest))}"]
     return [f"{layer}: time of a call over the number of tokens"]
 
 
@@ -94,8 +94,8 @@ def _compare_ours(quantization: str, rows: Sequence[Row]) -> str:
         elif any(row["time_us_p80"] < own[tokens]["time_us_p20"] for row in beside):
             losses.append(tokens)
     winner = others if len(names) == 1 else "another backend"
-    parts = [f"OURS beats {others} {describe_spans(counts, wins, 'tokens')}"] if wins else []
-    parts += [f"{winner} beats OURS {describe_spans(counts, losses, 'tokens')}"] if losses else []
+    parts = [f"OURS beats {others} {describe_spans(counts, wins)}"] if wins else []
+    parts += [f"{winner} beats OURS {describe_spans(counts, losses)}"] if losses else []
     if parts:
         return f"{', '.join(parts)} ({quantization})"
     return f"OURS is as fast as {others} within the spread ({quantization})"

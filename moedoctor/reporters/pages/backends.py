@@ -9,7 +9,7 @@ from typing import ClassVar
 from moedoctor.diagnose.settings.tables import SettingFinding
 from moedoctor.fixes.backends import Selection
 from moedoctor.fixes.backends.requests import Request
-from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table, Text
+from moedoctor.reporters.page import Block, Heading, Paragraph, Span, Step, Table, Text, list_section
 from moedoctor.reporters.text import count_of
 from moedoctor.text import shorten
 
@@ -145,13 +145,9 @@ def _show_question(selection: Selection, scheme: str = "") -> Block:
 def _show_details(
     settings: Sequence[SettingFinding], notes: Sequence[str], disagreements: Sequence[str] = ()
 ) -> Iterator[Block]:
-    for title, lines in (
-        ("Settings", list(map(describe_setting, settings))),
-        ("The installed vLLM disagrees with the tables", disagreements),
-        ("Notes", notes),
-    ):
-        if lines:
-            yield from (Heading(title, 3), Bullets(lines))
+    yield from list_section("Settings", list(map(describe_setting, settings)), 3)
+    yield from list_section("The installed vLLM disagrees with the tables", disagreements, 3)
+    yield from list_section("Notes", notes, 3)
 
 
 def _suggest_settings(settings: Sequence[SettingFinding]) -> list[Step]:

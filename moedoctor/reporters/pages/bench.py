@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import moedoctor
 from moedoctor.reporters.page import Block, Heading
 from moedoctor.reporters.pages import bench_backends, bench_cache, bench_engines
 from moedoctor.reporters.pages.machine import make_environment_table
+from moedoctor.reporters.schemas import BenchReport
 from moedoctor.results import ScenarioVerdict
 
 _KINDS: Mapping[str, tuple[str, Any]] = {
@@ -25,54 +26,51 @@ _KINDS: Mapping[str, tuple[str, Any]] = {
 
 @dataclass(frozen=True)
 class Bench:
-    """Everything that a benchmark measured."""
+    """Everything that a benchmark measured, in the shape of every report."""
 
-    kind: str
-    """``backends``, ``cache`` or ``engines``."""
-    figures: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    exit_code: int = 0
-    origin: Mapping[str, Any] | None = None
+    command: ClassVar[str] = "bench"
+    origin: Mapping[str, Any] | None
     """Where the report comes from, as `moedoctor.origin.Origin`; None in reports of older releases."""
+    environment: Mapping[str, Any]
+    scenarios: tuple[()]
+    bench: Mapping[str, Any]
+    """The figures by their kind: ``backends``, ``cache`` or ``engines``."""
+    summary: Mapping[str, int]
+
+    @classmethod
+    def from_figures(
+        cls, kind: str, figures: Any, environment: Mapping[str, Any], code: int = 0, origin: Any = None
+    ) -> Bench:
+        """Return the report of a benchmark that ends with exit code `code`."""
+        summary = {**{verdict.value: 0 for verdict in ScenarioVerdict}, "exit_code": code}
+        return cls(origin, environment, (), {kind: figures}, summary)
 
 
-def make_bench_document(bench: Bench) -> dict[str, Any]:
-    """Return the JSON document: the shape of every report, and `bench`."""
-    return {
-        "moedoctor": moedoctor.__version__,
-        "command": "bench",
-        "origin": bench.origin,
-        "environment": bench.environment,
-        "scenarios": [],
-        "bench": {bench.kind: bench.figures},
-        "summary": {**{verdict.value: 0 for verdict in ScenarioVerdict}, "exit_code": bench.exit_code},
-    }
-
-
-def read_bench(document: Mapping[str, Any]) -> Bench:
-    """Return the record that `make_bench_document` wrote. Raises LookupError or ValueError for another."""
-    ((kind, figures),) = document["bench"].items()
+def _find_kind(report: Bench | BenchReport) -> tuple[str, Any, Mapping[str, Any]]:
+    """Return the option, the module and the figures of a report's kind. Raises ValueError for another."""
+    ((kind, figures),) = report.bench.items()
     if kind not in _KINDS:
         raise ValueError(f"bench is none of {', '.join(_KINDS)}")
-    code, origin = document["summary"]["exit_code"], document.get("origin")
-    return Bench(kind, figures, document["environment"], code, origin)
+    return (*_KINDS[kind], figures)
 
 
-def make_bench_page(bench: Bench, *, full: bool = False) -> list[Block]:
+def make_bench_page(report: Bench | BenchReport, *, full: bool = False) -> list[Block]:
     """Return the answer, the tables and the pictures. `full` adds the environment."""
-    option, kind = _KINDS[bench.kind]
+    option, kind, figures = _find_kind(report)
     heading = Heading(f"moedoctor {moedoctor.__version__}: bench {option}", 1)
-    page = [heading, *kind.list_blocks(bench.figures, full=full)]
-    return [*page, *make_environment_table(bench.environment)] if full else page
+    page = [heading, *kind.list_blocks(figures, full=full)]
+    return [*page, *make_environment_table(report.environment)] if full else page
 
 
-def summarize(bench: Bench) -> str:
+def summarize(report: Bench | BenchReport) -> str:
     """Return the answer in one line."""
-    line: str = _KINDS[bench.kind][1].summarize(bench.figures)
+    _, kind, figures = _find_kind(report)
+    line: str = kind.summarize(figures)
     return line
 
 
-def list_reasons(bench: Bench) -> list[str]:
+def list_reasons(report: Bench) -> list[str]:
     """Return a line for each thing that is wrong or failed."""
-    reasons: list[str] = _KINDS[bench.kind][1].list_reasons(bench.figures)
+    _, kind, figures = _find_kind(report)
+    reasons: list[str] = kind.list_reasons(figures)
     return reasons

@@ -46,8 +46,7 @@ def list_blocks(figures: Figures, *, full: bool = False) -> list[Block]:
         Paragraph(summarize(figures)),
         Bullets(list_reasons(figures)),
         *(Picture("", chart.title, chart) for chart in list_charts(figures)),
-        *make_evidence_tables({"engines": figures["engines"]}, measured=True).values(),
-        *make_evidence_tables({"speeds": figures["speeds"]}, measured=True).values(),
+        *make_evidence_tables({key: figures[key] for key in ("engines", "speeds")}, measured=True).values(),
         Bullets(list(_list_remarks(figures))),
     ]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from moedoctor.diagnose.check.records import CheckResult
 from moedoctor.diagnose.ignores import Ignored
-from moedoctor.reporters.page import Block, Bullets, Fold, Heading, Item, Paragraph, Span, Table
+from moedoctor.reporters.page import Block, Bullets, Fold, Heading, Item, Paragraph, Span, Table, list_section
 from moedoctor.reporters.text import count_of, format_value, list_figures
 from moedoctor.text import escape
 
@@ -29,12 +29,9 @@ def make_check_page(result: CheckResult) -> list[Block]:
     if result.without_vllm:
         page.append(Paragraph(Span(result.without_vllm, "warning")))
     page += _show_findings(result)
-    for heading, lines in (
-        ("Not known for this build", result.unknown),
-        ("Read from the source", result.read),
-        ("Not looked at", result.not_looked_at),
-    ):
-        page += [Heading(heading), Bullets(lines)] if lines else []
+    page += list_section("Not known for this build", result.unknown)
+    page += list_section("Read from the source", result.read)
+    page += list_section("Not looked at", result.not_looked_at)
     return [*page, Fold("Environment", [Table(("fact", "value"), rows)])]
 
 
@@ -62,12 +59,11 @@ def _show_findings(result: CheckResult) -> Iterator[Block]:
     yield from list_ignored(result.ignored)
 
 
-def list_ignored(ignored: Sequence[Ignored]) -> Iterator[Block]:
-    """Give the findings that `--ignore` leaves out, each with the reason."""
-    if ignored:
-        yield Heading("Found and ignored")
-        until = {each: f" (until {each.until})" if each.until else "" for each in ignored}
-        yield Bullets([escape(f"{each.id}: {each.title}: {each.reason}{until[each]}") for each in ignored])
+def list_ignored(ignored: Sequence[Ignored]) -> list[Block]:
+    """Return the findings that `--ignore` leaves out, each with the reason."""
+    until = {each: f" (until {each.until})" if each.until else "" for each in ignored}
+    lines = [escape(f"{each.id}: {each.title}: {each.reason}{until[each]}") for each in ignored]
+    return list_section("Found and ignored", lines)
 
 
 def summarize(result: CheckResult) -> str:
@@ -119,7 +115,7 @@ _DESCRIBED = (
 
 def list_facts(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Give (name, words) of each fact, in the order of the report."""
-    yield "GPU", _describe_gpus(facts.get("gpus"))
+    yield "GPU", _describe(facts.get("gpus"), _describe_gpus)
     driver, cuda = facts.get("driver"), facts.get("cuda_driver")
     yield "driver", f"{driver} (CUDA {cuda})" if driver and cuda else str(driver or "none")
     built = "torch without CUDA" if facts.get("torch") else "no torch"
@@ -130,28 +126,31 @@ def list_facts(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     compiler = f"nvcc {facts['nvcc']}" if facts.get("nvcc") else "no nvcc"
     yield "CUDA toolkit", f"{compiler}, {built}"
     yield "system", _describe_system(facts)
-    yield "pinned memory", _describe_pinning(facts.get("pinned_memory"))
-    yield "locked memory", _limit(facts.get("locked_memory_limit_bytes"))
+    yield "pinned memory", _describe(facts.get("pinned_memory"), _describe_pinning)
+    yield "locked memory", _describe(facts.get("locked_memory_limit_bytes"), _describe_limit)
     for key, name in _PACKAGES.items():
         if key in ("torch", "vllm", "flashinfer") or facts.get(key):
             yield name, _describe_package(key, facts)
     if facts.get("vllm"):
-        yield "CPU offload", _offload(facts.get("vllm_offload"))
+        yield "CPU offload", _describe(facts.get("vllm_offload"), _describe_offload)
     if facts.get("flashinfer"):
-        yield "JIT cache", _describe_jit_cache(facts.get("flashinfer_jit_folders"))
-    yield "moedoctor fixes", _describe_fixes(facts.get("moedoctor_fixes"))
+        yield "JIT cache", _describe(facts.get("flashinfer_jit_folders"), _describe_jit_cache)
+    yield "moedoctor fixes", _describe(facts.get("moedoctor_fixes"), _describe_fixes)
     if known := (facts.get("moedoctor_fixes") or {}).get("known"):
         yield "fixes for this vLLM", "; ".join(_describe_fix(name, row) for name, row in known.items())
-    yield "variables", _describe_variables(facts.get("env"))
+    yield "variables", _describe(facts.get("env"), _describe_variables)
     for package, answer in (facts.get("collectors") or {}).items():
         yield f"{package} says", _describe_collected(package, answer)
     for name, error in (facts.get("collector_errors") or {}).items():
         yield f"no {name}", str(error)
 
 
-def _describe_gpus(gpus: Sequence[Mapping[str, Any]] | None) -> str:
-    if gpus is None:
-        return _UNKNOWN
+def _describe(fact: Any, describe: Callable[[Any], str]) -> str:
+    """Return a fact in words; one that could not be read is unknown."""
+    return _UNKNOWN if fact is None else describe(fact)
+
+
+def _describe_gpus(gpus: Sequence[Mapping[str, Any]]) -> str:
     visible = [gpu for gpu in gpus if gpu.get("visible")]
     if not visible:
         return "none" if not gpus else f"none of {len(gpus)} is visible to CUDA programs"
@@ -171,17 +170,13 @@ def _describe_system(facts: Mapping[str, Any]) -> str:
     return ", ".join((*parts, *(words for name, words in places.items() if facts.get(name))))
 
 
-def _describe_pinning(pinning: Mapping[str, Any] | None) -> str:
-    if pinning is None:
-        return _UNKNOWN
+def _describe_pinning(pinning: Mapping[str, Any]) -> str:
     word = {True: "works", False: "FAILS", None: "not tried"}[pinning["works"]]
     return f"{word}: {pinning['reason']}"
 
 
-def _limit(limit: Any) -> str:
-    if isinstance(limit, int):
-        return f"at most {limit / 2**20:.0f} MiB for a process"
-    return str(limit or _UNKNOWN)
+def _describe_limit(limit: int | str) -> str:
+    return f"at most {limit / 2**20:.0f} MiB for a process" if isinstance(limit, int) else str(limit)
 
 
 def _describe_package(key: str, facts: Mapping[str, Any]) -> str:
@@ -196,9 +191,7 @@ def _describe_package(key: str, facts: Mapping[str, Any]) -> str:
     return f"{version}; {', '.join(wrong)}" if wrong else str(version)
 
 
-def _offload(path: Mapping[str, Any] | None) -> str:
-    if not path:
-        return _UNKNOWN
+def _describe_offload(path: Mapping[str, Any]) -> str:
     uva, pins = path["uva"], path["pins"]
     ways = {True: "maps host memory (UVA)", False: "copies in every forward (no UVA)", None: "path unknown"}
     reasons = dict.fromkeys((uva["reason"], pins["reason"]))
@@ -206,9 +199,7 @@ def _offload(path: Mapping[str, Any] | None) -> str:
     return f"{ways[uva['value']]}, {pinned}: {'; '.join(reasons)}"
 
 
-def _describe_jit_cache(cache: Mapping[str, Any] | None) -> str:
-    if cache is None:
-        return _UNKNOWN
+def _describe_jit_cache(cache: Mapping[str, Any]) -> str:
     folders = [
         f"{folder['release']}/{'_'.join(folder['targets']) or 'no target'} ({folder['modules']} modules)"
         for folder in cache["folders"]
@@ -216,9 +207,7 @@ def _describe_jit_cache(cache: Mapping[str, Any] | None) -> str:
     return f"{cache['path']}: {', '.join(folders) or 'empty'}"
 
 
-def _describe_fixes(state: Mapping[str, Any] | None) -> str:
-    if state is None:
-        return _UNKNOWN
+def _describe_fixes(state: Mapping[str, Any]) -> str:
     return f"{'active' if state['active'] else 'not active'}: {state['reason']}"
 
 
@@ -226,9 +215,7 @@ def _describe_fix(name: str, row: Mapping[str, Any]) -> str:
     return f"{name} {row['basis']}" + (f" ({row['reason']})" if row["basis"] == "refused" else "")
 
 
-def _describe_variables(variables: Mapping[str, str] | None) -> str:
-    if variables is None:
-        return _UNKNOWN
+def _describe_variables(variables: Mapping[str, str]) -> str:
     shown = " ".join(f"{name}={value}" for name, value in variables.items())
     return shown or "none of VLLM_*, FLASHINFER_*, CUDA_*"
 

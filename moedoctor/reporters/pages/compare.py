@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moedoctor.comparison import Comparison
-from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Step
+from moedoctor.reporters.page import Block, Heading, Paragraph, Step, list_section
 from moedoctor.reporters.text import count_of
 
 GROUPS = ("regressions", "improvements", "notes")
@@ -39,8 +39,7 @@ def make_compare_page(document: CompareDocument) -> list[Block]:
     """Return what got worse, what got better, what else changed, and what to do."""
     page: list[Block] = [Heading(f"{document.current} compared with {document.baseline}", 1)]
     for name in GROUPS:
-        if changes := getattr(document, name):
-            page += [Heading(name), Bullets(changes)]
+        page += list_section(name, getattr(document, name))
     page.append(Paragraph(summarize(document)))
     return [*page, *map(Step, document.next_steps)]
 

@@ -71,11 +71,8 @@ def _choose_tone(answer: Answer) -> str:
 
 
 def _list_lines(answer: Answer) -> list[tuple[str, Text]]:
+    sizes = ", ".join(f"{name} {size}" for name, size in (answer.sizes or {}).items())
+    more = (("with", sizes), ("documented", answer.undefined), ("failure", answer.entry))
     lines: list[tuple[str, Text]] = [("what", answer.reason or "")]
-    if answer.sizes:
-        lines.append(("with", ", ".join(f"{name} {size}" for name, size in answer.sizes.items())))
-    if answer.undefined:
-        lines.append(("documented", answer.undefined))
-    if answer.entry:
-        lines.append(("failure", answer.entry))
+    lines += [(label, text) for label, text in more if text]
     return [*lines, ("repeat", Span(answer.repeat or "", "code"))]

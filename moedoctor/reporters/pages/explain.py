@@ -14,7 +14,6 @@ from moedoctor.interfaces import Fault
 from moedoctor.reporters.page import (
     Answer,
     Block,
-    Bullets,
     Heading,
     Item,
     Paragraph,
@@ -22,6 +21,7 @@ from moedoctor.reporters.page import (
     Span,
     Step,
     Table,
+    list_section,
 )
 from moedoctor.reporters.text import count_of
 from moedoctor.results import Report, ReportError, from_json, read_json
@@ -135,9 +135,9 @@ class Explained:
         for heading, text in zip(SECTIONS, words, strict=False):
             if text:
                 page += [Heading(heading), Prose(text)]
-        if self.releases and not brief:
+        if not brief:
             rows = [f"{releases}: {evidence}" for releases, evidence in self.releases]
-            page += [Heading("What that rests on"), Bullets(rows)]
+            page += list_section("What that rests on", rows)
         if self.claims:
             page.append(Heading("Claims, and what came out"))
         for claim in self.claims:
@@ -147,9 +147,8 @@ class Explained:
             about = [("about", "; ".join(filter(None, (claim.subject, claim.conditions))))]
             figures = [line for line in (*about, *(outcomes or [("", "not measured yet")])) if line[1]]
             page.append(Item(_find_verdict(claim), title, [] if brief else figures))
-        if self.links:
-            links = [Span(f"{link.url} {link.text}".rstrip(), "source") for link in self.links]
-            page += [Heading(SECTIONS[-1]), Bullets(links)]
+        links = [Span(f"{link.url} {link.text}".rstrip(), "source") for link in self.links]
+        page += list_section(SECTIONS[-1], links)
         run: Sequence[str | Span] = ("Run it: ", Span(f"moedoctor run {self.id}", "code"))
         if self.runs and brief:
             run = (*run, ". The figures behind the claims: ", Span(f"moedoctor explain {self.id} -v", "code"))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import moedoctor
 from moedoctor.fleet.groups import Difference, NumberSpread
-from moedoctor.fleet.report import FleetReport, describe
+from moedoctor.fleet.report import FleetReport, describe, list_names
 from moedoctor.fleet.rows import SKIPPED, Status
 from moedoctor.reporters.findings import Finding, Findings
 from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Table
@@ -39,27 +39,23 @@ def make_fleet_page(report: FleetReport, *, full: bool = False) -> list[Block]:
     """Return the differences first, and the largest group once. A page that is not `full` cuts long lists."""
     most = _ALL if full else _Most()
     asked = " ".join(report.question)
-    page: list[Block] = [
+    stored = [] if report.reports is None else [f"Every {report.noun}'s report: {report.reports}"]
+    return [
         Heading(f"moedoctor {moedoctor.__version__}: fleet {asked}", 1),
         Paragraph(summarize(report)),
+        *_show_groups(report, most),
+        *_show_unanswered(report, most),
+        *_show_bits(report),
+        *_show_outliers(report, most),
+        *_show_numbers(report, most),
+        *_show_not_compared(report),
+        *_show_largest(report, most),
+        *map(Paragraph, stored),
+        *_suggest_steps(report),
     ]
-    for blocks in (
-        _show_groups(report, most),
-        _show_unanswered(report, most),
-        _show_bits(report),
-        _show_outliers(report, most),
-        _show_numbers(report, most),
-        _show_not_compared(report),
-    ):
-        page.extend(blocks)
-    page.extend(_show_largest(report, most))
-    if report.reports is not None:
-        page.append(Paragraph(f"Every {report.noun}'s report: {report.reports}"))
-    page.extend(_suggest_steps(report, most))
-    return page
 
 
-def _suggest_steps(report: FleetReport, most: _Most) -> Iterator[Block]:
+def _suggest_steps(report: FleetReport) -> Iterator[Block]:
     """Give what to do next, a line for each kind of trouble."""
     for finding in report.findings[:3]:
         if _ENTRY.fullmatch(finding.id):
@@ -68,22 +64,17 @@ def _suggest_steps(report: FleetReport, most: _Most) -> Iterator[Block]:
     if report.question[0] == "check" and groups:
         members = [name for group in groups for name in group.nodes]
         problems = [name for group in groups for name in group.findings if not _ENTRY.fullmatch(name)]
-        what = _list_names(list(dict.fromkeys(problems)), replace(most, names=2))
-        named = _list_names(members, replace(most, names=3))
+        what, named = list_names(list(dict.fromkeys(problems)), 2), list_names(members)
         yield Step(("run ", Span("moedoctor check", "code"), f" on {named} for what to do about {what}"))
     for group in report.groups[1:4]:
         facts = [each.fact for each in group.wrong if not each.fact.startswith("finding ")]
         if facts:
-            shown = ", ".join(facts[:3]) + (f" and {len(facts) - 3} more" if len(facts) > 3 else "")
-            named = _list_names(group.nodes, replace(most, names=3))
-            yield Step(f"give {named} what the others have: {shown}")
+            yield Step(f"give {list_names(group.nodes)} what the others have: {list_names(facts)}")
     odd = [each.name for each in report.bits.oddities] if report.bits is not None else []
     slow = [outlier.name for outlier in report.outliers if outlier.worse]
     if names := list(dict.fromkeys([*odd, *slow])):
-        named = _list_names(names, replace(most, names=3))
-        yield Step(
-            f"ask {named} once more; what stays odd in the second answer is the hardware or its driver"
-        )
+        what = "what stays odd in the second answer is the hardware or its driver"
+        yield Step(f"ask {list_names(names)} once more; {what}")
     if any(node.status not in SKIPPED for node in report.unanswered):
         command = f"moedoctor fleet {' '.join(report.question)} --resume {report.reports}"
         yield Step(("run ", Span(command, "code"), " to ask only those that gave no report"))
@@ -120,7 +111,7 @@ def _show_groups(report: FleetReport, most: _Most) -> Iterator[Block]:
         shown = "; ".join(describe(difference) for difference in differences[: most.differences])
         if len(differences) > most.differences:
             shown += f"; and {len(differences) - most.differences} more, which --full or --format json lists"
-        names = _list_names(group.nodes, most)
+        names = list_names(group.nodes, most.names)
         title = f"{len(group.nodes)} of {count_of(total, report.noun)}: {shown}: {names}"
         lines = [("wrong", rule) for rule in dict.fromkeys(str(each.rule) for each in group.wrong)]
         if group.compared_with != 1:
@@ -146,7 +137,7 @@ def _show_unanswered(report: FleetReport, most: _Most) -> Iterator[Block]:
     if reasons:
         yield Heading("Without an answer")
         rows = [
-            (status, f"{len(names)}: {_list_names(names, most)}", reason)
+            (status, f"{len(names)}: {list_names(names, most.names)}", reason)
             for (status, reason), names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))
         ]
         shown = rows[: most.groups]
@@ -236,7 +227,7 @@ def _show_largest(report: FleetReport, most: _Most) -> Iterator[Block]:
         return
     largest = report.groups[0]
     yield Heading(f"The largest group: {count_of(len(largest.nodes), report.noun)}, {largest.kind}")
-    yield Paragraph(_list_names(largest.nodes, most))
+    yield Paragraph(list_names(largest.nodes, most.names))
     for name, title in largest.findings.items():
         yield Item("error", f"{name}: {title}")
     rows = [
@@ -245,11 +236,6 @@ def _show_largest(report: FleetReport, most: _Most) -> Iterator[Block]:
         if value != "none" and not fact.startswith("finding ")
     ]
     yield Table(("fact", "value"), rows)
-
-
-def _list_names(names: Sequence[str], most: _Most) -> str:
-    shown = ", ".join(names[: most.names])
-    return f"{shown} and {len(names) - most.names} more" if len(names) > most.names else shown
 
 
 def find_in_fleet(report: FleetReport, summary: str) -> Findings:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from moedoctor.diagnose.checkpoint.findings import CHECKS, Lint, LintFinding, Place
 from moedoctor.diagnose.ignores import Ignore, Ignored, list_idle, sort_out
-from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Step, Table
+from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Step, Table, list_section
 from moedoctor.reporters.pages.check import list_ignored
 from moedoctor.reporters.text import count_of
 from moedoctor.text import escape
@@ -143,8 +143,7 @@ def make_lint_page(document: LintDocument) -> list[Block]:
             Bullets([f"not read: the pattern {name}; excluded modules were not checked" for name in patterns])
         )
     page += list_ignored(document.ignored)
-    if document.not_looked_at:
-        page += [Heading("Not looked at"), Bullets([*map(escape, document.not_looked_at)])]
+    page += list_section("Not looked at", [*map(escape, document.not_looked_at)])
     page.append(Paragraph(summarize(document)))
     steps: dict[str, list[str]] = {}
     for finding in findings:

@@ -7,7 +7,18 @@ import shlex
 from collections.abc import Iterator
 
 from moedoctor.diagnose.preflight.records import RULES, PreflightDocument, StartAnswer, Verdict
-from moedoctor.reporters.page import Block, Bullets, Fold, Heading, Item, Paragraph, Span, Step, Table
+from moedoctor.reporters.page import (
+    Block,
+    Bullets,
+    Fold,
+    Heading,
+    Item,
+    Paragraph,
+    Span,
+    Step,
+    Table,
+    list_section,
+)
 from moedoctor.reporters.text import count_of
 
 _ANSWERS = {
@@ -23,9 +34,12 @@ _USUAL = ("None", "False", "1", "auto")
 
 def build_preflight_page(document: PreflightDocument) -> list[Block]:
     """Return the answer to the command line as it was given, its comparison with others, and the details."""
-    first = document.answers[0]
+    first, gpu = document.answers[0], document.gpu
+    gpus = (
+        f"{count_of(gpu['count'], 'GPU')}: compute capability {gpu['capability']}, {gpu['memory_gib']:g} GiB"
+    )
     page: list[Block] = [
-        Heading(f"moedoctor preflight: vLLM {first.release} on {_describe_gpu(document)}", 1),
+        Heading(f"moedoctor preflight: vLLM {first.release} on {gpus}", 1),
         Paragraph(Span(f"{_name_answer(first)}: {first.reason}", "bold")),
     ]
     if first.next_step:
@@ -37,9 +51,7 @@ def build_preflight_page(document: PreflightDocument) -> list[Block]:
     page += _compare(document)
     page += _describe(first)
     page += [Heading("Not seen by this command"), Bullets(document.not_seen)]
-    if first.notes:
-        page += [Heading("Notes"), Bullets(first.notes)]
-    return page
+    return [*page, *list_section("Notes", first.notes)]
 
 
 def summarize(document: PreflightDocument) -> str:
@@ -57,25 +69,15 @@ def _name_answer(answer: StartAnswer) -> str:
     return _ANSWERS[answer.verdict]
 
 
-def _describe_gpu(document: PreflightDocument) -> str:
-    gpu = document.gpu
-    gpus = count_of(gpu["count"], "GPU")
-    return f"{gpus}: compute capability {gpu['capability']}, {gpu['memory_gib']:g} GiB"
-
-
 def _list_findings(answer: StartAnswer) -> Iterator[Block]:
     """Give each finding; what the first lines say of it already is not said again."""
     for finding in answer.findings:
         is_answer = finding.message in answer.reason
         known = f"`moedoctor explain {finding.id}`" if finding.id else ""
         step = "" if finding.next_step == answer.next_step else finding.next_step
-        lines = [
-            ("tensor", finding.tensor),
-            ("vLLM", finding.source),
-            ("known failure", known),
-            ("next", step),
-        ]
-        lines = [line for line in lines if line[1]]
+        labels = ("tensor", "vLLM", "known failure", "next")
+        texts = (finding.tensor, finding.source, known, step)
+        lines = [line for line in zip(labels, texts, strict=True) if line[1]]
         title = RULES[finding.rule][1] if is_answer else finding.message
         if lines or not is_answer:
             yield Item(finding.level, f"{finding.rule}: {title}", lines)
@@ -128,10 +130,10 @@ def _describe(answer: StartAnswer) -> Iterator[Block]:
         if str(value) not in _USUAL
     ]
     facts += answer.versions.items()
-    facts.append(
-        ("seconds to import vLLM, and then to ask", f"{answer.import_seconds:.1f}, {answer.seconds:.1f}")
-    )
-    facts.append(("peak memory of the processes that asked, at most", f"{answer.peak_memory / _GIB:.2f} GiB"))
+    facts += [
+        ("seconds to import vLLM, and then to ask", f"{answer.import_seconds:.1f}, {answer.seconds:.1f}"),
+        ("peak memory of the processes that asked, at most", f"{answer.peak_memory / _GIB:.2f} GiB"),
+    ]
     yield Fold("What was asked", [Table(("fact", "value"), facts)])
     if answer.backends:
         columns = ("layers", "backend or kernel", "why")

@@ -192,15 +192,13 @@ def _list_values(noun: str, values: Sequence[int]) -> str:
 def _show_explanations(diagnosis: Mapping[str, Any], level: int) -> list[Block]:
     if not diagnosis:
         return []
-    rows = []
     best, runner_up = diagnosis["explanation"], diagnosis["runner_up"]
-    for word, found in (
-        *((("explains it", best),) if best else ()),
-        *(("explains it as well", other) for other in diagnosis["not_told_apart"]),
-        *((("next best", runner_up),) if runner_up else ()),
-    ):
-        share = f"{found['share_explained']:.2%}"
-        rows.append([word, describe_explanation(found), f"{found['cosine']:.5f}", share])
+    others = [("explains it as well", other) for other in diagnosis["not_told_apart"]]
+    rows = [
+        [word, describe_explanation(found), f"{found['cosine']:.5f}", f"{found['share_explained']:.2%}"]
+        for word, found in (("explains it", best), *others, ("next best", runner_up))
+        if found
+    ]
     if not rows:
         return []
     count = diagnosis["explanations_compared"]

@@ -158,14 +158,9 @@ def _describe_settings(settings: Settings) -> list[str]:
     variables = [f"{name}={value}" for name, value in settings.variables.items()]
     libraries = [f"{name} {version}" for name, version in settings.libraries.items()]
     known = [*libraries, *(["WSL"] if settings.wsl else [])]
-    return [
-        *(", ".join(known) for _ in known[:1]),
-        *(
-            f"{name}: {join_some(values, 6)}"
-            for name, values in (("flags", flags), ("variables", variables))
-            if values
-        ),
-    ]
+    named = (("flags", flags), ("variables", variables))
+    parts = [", ".join(known), *(f"{name}: {join_some(values, 6)}" for name, values in named if values)]
+    return [part for part in parts if part]
 
 
 def _list_lacking(part: TriageDocument, read: LookedAt) -> list[str]:

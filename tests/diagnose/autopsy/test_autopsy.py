@@ -22,11 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moedoctor.cli import main
-from moedoctor.diagnose.autopsy import core_dump, owners
-from moedoctor.diagnose.autopsy.core_dump import DumpError, read_core_dump
+from moedoctor.diagnose.autopsy import owners
+from moedoctor.diagnose.autopsy.core_dump import read_core_dump
 from moedoctor.diagnose.autopsy.dump_request import DumpRequest
 from moedoctor.diagnose.autopsy.line_table import find_line
 from moedoctor.diagnose.autopsy.owners import demangle, find_owner
+from moedoctor.diagnose.cuda import elf
+from moedoctor.diagnose.cuda.elf import ElfError
 from moedoctor.processes import cuda_tools
 from moedoctor.reporters.schemas import make_schema
 
@@ -265,7 +267,7 @@ def test_a_damaged_dump_ends_in_one_line(tmp_path_factory, data):
         value = data.draw(st.sampled_from([0, 1, 0x7F, 0xFF]))
         content[place : place + data.draw(st.sampled_from([1, 4, 8]))] = bytes([value]) * 8
     file.write_bytes(content[: data.draw(st.integers(64, len(content)))])
-    with contextlib.suppress(DumpError):
+    with contextlib.suppress(ElfError):
         read_core_dump(file)
 
 
@@ -310,7 +312,7 @@ def test_a_line_table_beyond_the_bound_is_not_read(tmp_path: Path, monkeypatch: 
     file = unpack(tmp_path, "light")
     (fault,) = read_core_dump(file).faults
     assert fault.source
-    monkeypatch.setattr(core_dump, "MOST_LINES", 100)
+    monkeypatch.setattr(elf, "MOST_LINES", 100)
     (fault,) = read_core_dump(file).faults
     assert fault.source is None
 

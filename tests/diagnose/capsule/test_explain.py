@@ -67,7 +67,7 @@ def plant(
     """
     ids, right = call.problem.topk_ids, call.compute_contributions()  # [T, K], [T, K, H]
     used, draw = ids[ids >= 0].unique().tolist(), random.Random(seed)
-    assert diagnose(call, noisy(right.sum(1), seed)).sound
+    assert diagnose(call, noisy(right.sum(1), seed)).agreement.right
     for deviation in planted:
         expert = draw.choice(used) if in_one_expert else None
         here = (ids == expert if in_one_expert else torch.ones_like(ids).bool())[..., None]  # [T, K, 1]
@@ -220,6 +220,6 @@ def test_what_no_known_mistake_explains_is_not_named() -> None:
     draw = torch.Generator().manual_seed(4)
     output = torch.randn(right.shape, generator=draw) * right.norm() / right.numel() ** 0.5  # [T, H]
     found = diagnose(call, output.bfloat16())
-    assert not found.sound
+    assert not found.agreement.right
     assert found.best is None
     assert found.runner_up is not None

@@ -9,7 +9,7 @@ from cuda_fakes import fake_cubin, fake_tool
 from real_vllm import ask_child
 
 from moedoctor.commands.audit import audit as audit_command
-from moedoctor.diagnose.cuda.audit import Fate, audit
+from moedoctor.diagnose.cuda.audit import audit
 from moedoctor.diagnose.cuda.library_use import VLLM, find_library_use
 from moedoctor.fixes.arch.targets import parse_capability
 from moedoctor.fixes.backends import CAPABILITIES
@@ -48,22 +48,22 @@ def wheel(folder: Path, **more: str) -> Path:
     return path
 
 
-def fates(path: Path, gpu: tuple[int, int], tool: Tool) -> dict[str, Fate | None]:
-    return {Path(item.path.partition("!")[2]).name: item.fate for item in audit([path], gpu, tool)}
+def fates(path: Path, gpu: tuple[int, int], tool: Tool) -> dict[str, str | None]:
+    return {Path(item.path.partition("!")[2]).name: item.verdict for item in audit([path], gpu, tool)}
 
 
 def test_a_stock_wheel_has_what_its_gpu_uses(tmp_path: Path, tool: Tool) -> None:
     assert fates(wheel(tmp_path), (12, 0), tool) == {
-        "_C.abi3.so": Fate.LOADS,
-        "_vllm_fa3_C.abi3.so": Fate.NOT_NEEDED,
-        "_flashmla_C.abi3.so": Fate.NOT_NEEDED,
-        "_qutlass_C.abi3.so": Fate.FOR_SOME,
+        "_C.abi3.so": "loads",
+        "_vllm_fa3_C.abi3.so": "not_needed",
+        "_flashmla_C.abi3.so": "not_needed",
+        "_qutlass_C.abi3.so": "for_some",
     }
     assert fates(wheel(tmp_path), (9, 0), tool) == {
-        "_C.abi3.so": Fate.MISSING,
-        "_vllm_fa3_C.abi3.so": Fate.LOADS,
-        "_flashmla_C.abi3.so": Fate.LOADS,
-        "_qutlass_C.abi3.so": Fate.NOT_NEEDED,
+        "_C.abi3.so": "missing",
+        "_vllm_fa3_C.abi3.so": "loads",
+        "_flashmla_C.abi3.so": "loads",
+        "_qutlass_C.abi3.so": "not_needed",
     }
 
 

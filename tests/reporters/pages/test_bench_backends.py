@@ -1,15 +1,15 @@
-import dataclasses
 import json
 import re
 
 import pytest
 
-from moedoctor.reporters.json import to_json
+from moedoctor.reporters.json import to_document, to_json
 from moedoctor.reporters.markdown_page import to_markdown
 from moedoctor.reporters.pages.backend_charts import write_messages
-from moedoctor.reporters.pages.bench import Bench, make_bench_document, make_bench_page, read_bench
+from moedoctor.reporters.pages.bench import Bench, make_bench_page
 from moedoctor.reporters.pages.bench_backends import list_charts, make_slug, summarize
 from moedoctor.reporters.table import to_text
+from moedoctor.results import from_json
 
 TIMED = {
     "backend": "MARLIN", "quantization": "nvfp4", "model": "m|1", "tokens": 8, "right": True, "wrong": None,
@@ -34,16 +34,15 @@ FIGURES = {
     "roofline": {"bytes_per_second": 4.0e12, "flops": {"bf16": 6e14}},
     "harness": HARNESS,
 }
-BENCH = Bench("backends", FIGURES, {"torch": "2.11"})
 
 
 def change(**figures: object) -> Bench:
-    return dataclasses.replace(BENCH, figures={**FIGURES, **figures})
+    return Bench.from_figures("backends", {**FIGURES, **figures}, {"torch": "2.11"})
 
 
 def render(bench: Bench, format: str) -> str:
     if format == "json":
-        return to_json(make_bench_document(bench))
+        return to_json(to_document(bench))
     page = make_bench_page(bench, full=format == "markdown")
     return to_markdown(page) if format == "markdown" else to_text(page)
 
@@ -59,12 +58,12 @@ def test_a_comparison_that_missed_a_control_is_a_failure_but_not_of_the_backend(
     text = render(bench, "table")
     assert "NOT TRUSTED" in text
     assert "WRONG" not in text
-    assert summarize(bench.figures).startswith("0 points timed, 0 wrong, 1 failed")
-    assert render(read_bench(json.loads(render(bench, "json"))), "table") == text
+    assert summarize(bench.bench["backends"]).startswith("0 points timed, 0 wrong, 1 failed")
+    assert render(from_json(Bench, json.loads(render(bench, "json"))), "table") == text
 
 
 def test_the_picture_shows_latency_against_the_limit() -> None:
-    (chart,) = list_charts(BENCH.figures, "m|1")
+    (chart,) = list_charts(FIGURES, "m|1")
     latency, limit = chart.series
     assert (latency.name, limit.name) == ("MARLIN nvfp4", "limit nvfp4")
     assert (latency.x, latency.y, latency.low, latency.high) == ([8, 64], [12.5] * 2, [12.0] * 2, [13.0] * 2)
@@ -111,7 +110,7 @@ def test_a_title_compares_only_backends_of_the_same_quantization_and_the_answer_
 
 def test_a_time_of_zero_is_left_out_of_the_pictures() -> None:
     zero = {**TIMED, "tokens": 64, "time_us_p20": 0.0}
-    (chart,) = list_charts(change(rows=[TIMED, zero]).figures, "m|1")
+    (chart,) = list_charts(change(rows=[TIMED, zero]).bench["backends"], "m|1")
     assert chart.series[0].x == [8]
 
 
@@ -134,8 +133,8 @@ def test_a_spread_that_makes_a_time_worthless_is_flagged() -> None:
     steady = {**TIMED, "time_us_p20": 11.3, "time_us_p80": 13.7}
     wild = {**TIMED, "time_us_p20": 11.2, "time_us_p80": 13.8}
     assert " !" not in render(change(rows=[steady]), "table")
-    assert "worthless" not in summarize(change(rows=[steady]).figures)
+    assert "worthless" not in summarize(change(rows=[steady]).bench["backends"])
     bench = change(rows=[steady, wild])
     assert "12.5 !" in render(bench, "table")
     assert "! p20 and p80 differ by more than 20% of the median" in render(bench, "markdown")
-    assert summarize(bench.figures).endswith("1 with a spread that makes the time worthless")
+    assert summarize(bench.bench["backends"]).endswith("1 with a spread that makes the time worthless")

@@ -21,7 +21,7 @@ def figures(points: list[ReplayPoint] = POINTS) -> dict[str, Any]:
 
 
 def show(points: list[ReplayPoint]) -> str:
-    return to_text(make_bench_page(Bench("cache", figures(points), {"gpu": None})))
+    return to_text(make_bench_page(Bench.from_figures("cache", figures(points), {"gpu": None})))
 
 
 def test_hit_rate_is_drawn_against_the_optimum() -> None:
