@@ -16,7 +16,6 @@ from typing import Any
 
 BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
-Linear = Callable[[str, int, int], Tensors]
 
 
 @dataclass(frozen=True)
@@ -74,86 +73,6 @@ class Built:
         return self.set(quantization_config={**self.config["quantization_config"], **config})
 
 
-# How a linear layer of (out, in) is stored, and what config.json says of it.
-
-
-def plain(name: str, out: int, into: int) -> Tensors:
-    return {f"{name}.weight": ("BF16", (out, into))}
-
-
-def fp8_block(name: str, out: int, into: int) -> Tensors:
-    scales = (-(-out // 128), -(-into // 128))
-    return {f"{name}.weight": ("F8_E4M3", (out, into)), f"{name}.weight_scale_inv": ("F32", scales)}
-
-
-def fp8_channel(name: str, out: int, into: int) -> Tensors:
-    return {f"{name}.weight": ("F8_E4M3", (out, into)), f"{name}.weight_scale": ("F32", (out, 1))}
-
-
-def modelopt_nvfp4(name: str, out: int, into: int) -> Tensors:
-    scalars = {f"{name}.{scale}": ("F32", ()) for scale in ("weight_scale_2", "input_scale")}
-    packed = {"weight": ("U8", (out, into // 2)), "weight_scale": ("F8_E4M3", (out, into // 16))}
-    return {**{f"{name}.{part}": entry for part, entry in packed.items()}, **scalars}
-
-
-def ct_nvfp4(name: str, out: int, into: int) -> Tensors:
-    scalars = {f"{name}.{scale}_global_scale": ("F32", (1,)) for scale in ("weight", "input")}
-    packed = {f"{name}.weight_packed": ("U8", (out, into // 2))}
-    return {**packed, f"{name}.weight_scale": ("F8_E4M3", (out, into // 16)), **scalars}
-
-
-def ct_nvfp4a16(name: str, out: int, into: int) -> Tensors:
-    return {n: entry for n, entry in ct_nvfp4(name, out, into).items() if "input" not in n}
-
-
-def ct_w4a16(name: str, out: int, into: int) -> Tensors:
-    packed = {f"{name}.weight_packed": ("I32", (out, into // 8)), f"{name}.weight_shape": ("I64", (2,))}
-    return {**packed, f"{name}.weight_scale": ("BF16", (out, into // 128))}
-
-
-def gptq(name: str, out: int, into: int) -> Tensors:
-    groups = into // 128
-    return {
-        f"{name}.qweight": ("I32", (into // 8, out)),
-        f"{name}.qzeros": ("I32", (groups, out // 8)),
-        f"{name}.scales": ("BF16", (groups, out)),
-        f"{name}.g_idx": ("I32", (into,)),
-    }
-
-
-def modelopt_fp8(name: str, out: int, into: int) -> Tensors:
-    scalars = {f"{name}.{scale}": ("F32", ()) for scale in ("weight_scale", "input_scale")}
-    return {f"{name}.weight": ("F8_E4M3", (out, into)), **scalars}
-
-
-def ct_w8a8(name: str, out: int, into: int) -> Tensors:
-    return {f"{name}.weight": ("I8", (out, into)), f"{name}.weight_scale": ("BF16", (out, 1))}
-
-
-def ct_fp8_block(name: str, out: int, into: int) -> Tensors:
-    scales = (-(-out // 128), -(-into // 128))
-    return {f"{name}.weight": ("F8_E4M3", (out, into)), f"{name}.weight_scale": ("BF16", scales)}
-
-
-def ct_w8a16(name: str, out: int, into: int) -> Tensors:
-    packed = {f"{name}.weight_packed": ("I32", (out, into // 4)), f"{name}.weight_shape": ("I64", (2,))}
-    return {**packed, f"{name}.weight_scale": ("BF16", (out, 1))}
-
-
-def ct_mxfp4(name: str, out: int, into: int) -> Tensors:
-    scale = {f"{name}.weight_scale": ("U8", (out, into // 32))}
-    return {f"{name}.weight_packed": ("U8", (out, into // 2)), **scale}
-
-
-def mxfp8(name: str, out: int, into: int) -> Tensors:
-    return {f"{name}.weight": ("F8_E4M3", (out, into)), f"{name}.weight_scale": ("U8", (out, into // 32))}
-
-
-def awq(name: str, out: int, into: int) -> Tensors:
-    parts = {"qweight": ("I32", (into, out // 8)), "qzeros": ("I32", (into // 128, out // 8))}
-    return {f"{name}.{part}": e for part, e in {**parts, "scales": ("BF16", (into // 128, out))}.items()}
-
-
 def _group(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, form: str) -> dict[str, Any]:
     activations = {"input_activations": inputs, "output_activations": None}
     group = {"targets": ["Linear"], "weights": weights, **activations}
@@ -169,60 +88,69 @@ _MX = {"symmetric": True, "strategy": "group", "group_size": 32, "dynamic": Fals
 _OPT = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 _FP8_WEIGHTS = {**_FP8, "strategy": "channel", "dynamic": False}
 _FP8_INPUTS = {**_FP8, "strategy": "token", "dynamic": True}
-FORMATS: Mapping[str, tuple[Linear, Mapping[str, Any] | None, str]] = {
-    "bf16": (plain, None, ""),
-    "fp8-block": (fp8_block, {
+_FP8_SCALARS = "F8_E4M3 weight out in\nF32 weight_scale\nF32 input_scale"
+_CT_NVFP4 = "U8 weight_packed out in/2\nF8_E4M3 weight_scale out in/16\nF32 weight_global_scale 1"
+_MODELOPT_NVFP4 = "U8 weight out in/2\nF8_E4M3 weight_scale out in/16\nF32 weight_scale_2\nF32 input_scale"
+_PLAIN = "BF16 weight out in"
+FORMATS: Mapping[str, tuple[str, Mapping[str, Any] | None, str]] = {
+    "bf16": (_PLAIN, None, ""),
+    "fp8-block": ("F8_E4M3 weight out in\nF32 weight_scale_inv out/128 in/128", {
         "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
     }, "modules_to_not_convert"),
-    "fp8-channel": (fp8_channel, _group(_FP8_WEIGHTS, _FP8_INPUTS, "float-quantized"), "ignore"),
-    "modelopt-nvfp4": (modelopt_nvfp4, {
+    "fp8-channel": (
+        "F8_E4M3 weight out in\nF32 weight_scale out 1",
+        _group(_FP8_WEIGHTS, _FP8_INPUTS, "float-quantized"), "ignore",
+    ),
+    "modelopt-nvfp4": (_MODELOPT_NVFP4, {
         "quant_method": "modelopt", "quant_algo": "NVFP4",
         "producer": {"name": "modelopt", "version": "0.40.0"},
         "config_groups": {"group_0": {"input_activations": _OPT, "weights": _OPT, "targets": ["Linear"]}},
     }, "ignore"),
     "ct-nvfp4": (
-        ct_nvfp4, _group({**_FP4, "dynamic": False}, {**_FP4, "dynamic": "local"}, "nvfp4-pack-quantized"),
-        "ignore",
+        f"{_CT_NVFP4}\nF32 input_global_scale 1",
+        _group({**_FP4, "dynamic": False}, {**_FP4, "dynamic": "local"}, "nvfp4-pack-quantized"), "ignore",
     ),
-    "ct-w4a16": (ct_w4a16, _group({**_INT4, "dynamic": False}, None, "pack-quantized"), "ignore"),
-    "gptq": (gptq, {
+    "ct-w4a16": (
+        "I32 weight_packed out in/8\nI64 weight_shape 2\nBF16 weight_scale out in/128",
+        _group({**_INT4, "dynamic": False}, None, "pack-quantized"), "ignore",
+    ),
+    "gptq": ("I32 qweight in/8 out\nI32 qzeros in/128 out/8\nBF16 scales in/128 out\nI32 g_idx in", {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
         "lm_head": False,
     }, ""),
-    "modelopt-fp8": (modelopt_fp8, {
+    "modelopt-fp8": (_FP8_SCALARS, {
         "quant_method": "modelopt", "quant_algo": "FP8",
         "producer": {"name": "modelopt", "version": "0.40.0"},
     }, "ignore"),
-    "ct-w8a8": (ct_w8a8, _group(
+    "ct-w8a8": ("I8 weight out in\nBF16 weight_scale out 1", _group(
         {**_INT8, "strategy": "channel", "dynamic": False}, {**_INT8, "strategy": "token", "dynamic": True},
         "int-quantized",
     ), "ignore"),
-    "fp8-static": (modelopt_fp8, {"quant_method": "fp8", "activation_scheme": "static"}, "ignored_layers"),
-    "ct-fp8-block": (ct_fp8_block, _group(
+    "fp8-static": (_FP8_SCALARS, {"quant_method": "fp8", "activation_scheme": "static"}, "ignored_layers"),
+    "ct-fp8-block": ("F8_E4M3 weight out in\nBF16 weight_scale out/128 in/128", _group(
         {**_FP8, "strategy": "block", "block_structure": [128, 128], "dynamic": False},
         {**_FP8, "strategy": "group", "group_size": 128, "dynamic": True}, "float-quantized",
     ), "ignore"),
-    "ct-w8a16": (ct_w8a16, _group(
+    "ct-w8a16": ("I32 weight_packed out in/4\nI64 weight_shape 2\nBF16 weight_scale out 1", _group(
         {**_INT8, "strategy": "channel", "group_size": -1, "dynamic": False}, None, "pack-quantized",
     ), "ignore"),
-    "ct-nvfp4a16": (
-        ct_nvfp4a16, _group({**_FP4, "dynamic": False}, None, "nvfp4-pack-quantized"), "ignore",
-    ),
+    "ct-nvfp4a16": (_CT_NVFP4, _group({**_FP4, "dynamic": False}, None, "nvfp4-pack-quantized"), "ignore"),
     "ct-mxfp4": (
-        ct_mxfp4, _group({"num_bits": 4, "type": "float", **_MX}, None, "mxfp4-pack-quantized"), "ignore",
+        "U8 weight_packed out in/2\nU8 weight_scale out in/32",
+        _group({"num_bits": 4, "type": "float", **_MX}, None, "mxfp4-pack-quantized"), "ignore",
     ),
-    "modelopt-mxfp8": (mxfp8, {
+    "modelopt-mxfp8": ("F8_E4M3 weight out in\nU8 weight_scale out in/32", {
         "quant_method": "modelopt", "quant_algo": "MXFP8",
         "producer": {"name": "modelopt", "version": "0.40.0"},
     }, "ignore"),
-    "awq": (awq, {
+    "awq": ("I32 qweight in out/8\nI32 qzeros in/128 out/8\nBF16 scales in/128 out", {
         "quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
     }, "modules_to_not_convert"),
 }  # fmt: skip
-"""Name -> (how a layer is stored, quantization_config, the key of layers that are not quantized)."""
+"""Name -> (the tensors of a linear layer, quantization_config, the key of layers that are not quantized)."""
 
-# The tensors of a layer are rows of text: a kind, a name in which `*` is each expert, and sizes. The kind is
-# a type, `norm` of the hidden size, `plain` or `linear` for a matrix (out, in), or the projections of an MLP.
+# Tensors are rows of text: a kind, a name in which `*` is each expert, and sizes. The kind is a type, `norm`
+# of the hidden size, `plain` or `linear` for a matrix (out, in), or the projections of an MLP.
 
 _MLP = {
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -257,13 +185,17 @@ _DENSE_FIRST = {
 
 
 def _number(text: str, sizes: Mapping[str, int]) -> int:
-    """Return the value of a sum of products, such as ``2*width+head``."""
-    terms = (term.split("*") for term in text.split("+"))
-    return sum(math.prod(sizes[part] if part in sizes else int(part) for part in term) for term in terms)
+    """Return the value of a sum of products, such as ``2*width+head``; a quotient is rounded up."""
+    total = 0
+    for term in text.split("+"):
+        product, _, divisor = term.partition("/")
+        value = math.prod(sizes[part] if part in sizes else int(part) for part in product.split("*"))
+        total += -(-value // int(divisor or 1))
+    return total
 
 
-def _tensors(rows: str, at: str, sizes: Mapping[str, int], linear: Linear) -> Tensors:
-    """Return the tensors of rows of text, with `at` before their names."""
+def _tensors(rows: str, at: str, sizes: Mapping[str, int], linear: str = _PLAIN) -> Tensors:
+    """Return the tensors of rows, with `at` before their names; `linear` are the rows of a linear layer."""
     made: Tensors = {}
     for kind, name, *texts in filter(None, map(str.split, rows.splitlines())):
         shape = tuple(_number(text, sizes) for text in texts)
@@ -276,11 +208,15 @@ def _tensors(rows: str, at: str, sizes: Mapping[str, int], linear: Linear) -> Te
             elif kind in _MLP:
                 *sides, down = _MLP[kind]
                 for side in sides:
-                    made |= linear(f"{full}.{side}", *shape, sizes["hidden"])
-                made |= linear(f"{full}.{down}", sizes["hidden"], *shape)
+                    made |= _store(linear, f"{full}.{side}", *shape, sizes["hidden"])
+                made |= _store(linear, f"{full}.{down}", sizes["hidden"], *shape)
             else:
-                made |= {"plain": plain, "linear": linear}[kind](full, *shape)
+                made |= _store(linear if kind == "linear" else _PLAIN, full, *shape)
     return made
+
+
+def _store(linear: str, name: str, out: int, into: int) -> Tensors:
+    return _tensors(linear, f"{name}.", {"out": out, "in": into})
 
 
 def _common(size: Size, architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
@@ -356,7 +292,7 @@ def minimax_m2(form: str = "bf16", size: Size = Size()) -> Built:
         F32 block_sparse_moe.e_score_correction_bias experts
     """
     for layer in range(size.layers):
-        tensors |= _tensors(rows, f"model.layers.{layer}.", vars(size), plain)
+        tensors |= _tensors(rows, f"model.layers.{layer}.", vars(size))
     return made.add(**tensors).set(
         architectures=["MiniMaxM2ForCausalLM"], model_type="minimax_m2", rotary_dim=size.head // 2,
         use_qk_norm=True, use_routing_bias=True, scoring_func="sigmoid",
@@ -480,8 +416,8 @@ def gpt_oss(form: str = "mxfp4", size: Size = Size(experts=8)) -> Built:
     )  # fmt: skip
     bf16 = "BF16 mlp.experts.{0}_proj experts {2} {1}"
     mxfp4 = """
-        U8 mlp.experts.{0}_proj_blocks experts {1} {2}_blocks 16
-        U8 mlp.experts.{0}_proj_scales experts {1} {2}_blocks
+        U8 mlp.experts.{0}_proj_blocks experts {1} {2}/32 16
+        U8 mlp.experts.{0}_proj_scales experts {1} {2}/32
     """
     experts = (mxfp4 if form == "mxfp4" else bf16) + "\nBF16 mlp.experts.{0}_proj_bias experts {1}\n"
     rows = f"""{_NORMS}{_ATTENTION}
@@ -495,8 +431,7 @@ def gpt_oss(form: str = "mxfp4", size: Size = Size(experts=8)) -> Built:
         {experts.format("gate_up", "2*width", "hidden")}
         {experts.format("down", "hidden", "width")}
     """
-    blocks = {"hidden_blocks": size.hidden // 32, "width_blocks": size.width // 32}
-    built = _build(config, form, size, ["moe"] * size.layers, {"moe": rows}, {}, **blocks)
+    built = _build(config, form, size, ["moe"] * size.layers, {"moe": rows}, {})
     bare = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     method = {"quant_method": "mxfp4", "modules_to_not_convert": bare}
     return built.set(quantization_config=method) if form == "mxfp4" else built
@@ -682,14 +617,15 @@ def _quantized_router(form: str) -> Built:
     """Store the router as the other layers are, although config.json takes it out."""
     built, size = qwen3(form).drop("mlp.gate."), Size()
     for layer in range(size.layers):
-        built = built.add(**FORMATS[form][0](f"model.layers.{layer}.mlp.gate", size.experts, size.hidden))
+        name = f"model.layers.{layer}.mlp.gate"
+        built = built.add(**_store(FORMATS[form][0], name, size.experts, size.hidden))
     return built
 
 
 _PROJECTIONS = ((".gate_proj.", ".w1."), (".up_proj.", ".w3."), (".down_proj.", ".w2."))
 _STACKED = ((".gate_up_proj", ".w13_stacked"), (".experts.down_proj", ".experts.w2_stacked"))
 _EXPERT_7 = "experts.7.down_proj"
-_WHOLE_EXPERT_7 = plain(f"model.layers.0.mlp.{_EXPERT_7}", 256, 1024)
+_WHOLE_EXPERT_7 = _store(_PLAIN, f"model.layers.0.mlp.{_EXPERT_7}", 256, 1024)
 _DECLARED_FP8 = qwen3("fp8-block").config["quantization_config"]
 _NARROW, _EIGHT_RANKS = Size(heads=8, head=64), ("--tensor-parallel-size", "8")
 _DRAFT = ("--speculative-config", '{"method":"mtp","num_speculative_tokens":1}')

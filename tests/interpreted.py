@@ -3,12 +3,13 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.processes_seen import run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,12 +29,6 @@ def run_checks(*checks: Sequence[str]) -> None:
     """
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     scripts = json.dumps([[str(ROOT / "tests" / script), *arguments] for script, *arguments in checks])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::RuntimeWarning", str(ROOT / "tests" / "interpret.py"), scripts],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    python = [sys.executable, "-W", "ignore::RuntimeWarning", str(ROOT / "tests" / "interpret.py")]
+    done = run([*python, scripts], env=os.environ | {"PYTHONPATH": path}, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

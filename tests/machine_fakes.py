@@ -16,6 +16,9 @@ from moedoctor.upstream.releases.collectors import Collected
 
 LINUX = "Linux version 6.8.0-45-generic"
 WSL = "Linux version 6.6.87.2-microsoft-standard-WSL2"
+H200 = ("NVIDIA H200", "9.0")
+VLLM_018 = {"vllm": "0.18.0", "torch": "2.10.0+cu129", "flashinfer-python": "0.6.6"}
+VLLM_033 = {"vllm": "0.33.0", "torch": "2.14.0+cu130", "flashinfer-python": "0.7.2.post1"}
 PINNED = Pinning(tried=True, works=True, reason="64 MiB pinned in 9 ms")
 
 

@@ -1,7 +1,16 @@
-"""Whether a process still runs, for tests of what ends them."""
+"""Runs a program for a test, and says whether a process still runs."""
 
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+
+def run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, which takes at most five minutes, and keep what it prints."""
+    usual = {"capture_output": True, "encoding": "utf-8", "timeout": 300, "check": False}
+    return subprocess.run(command, **{**usual, **options})
 
 
 def still_runs(pid: int, seconds: float = 10) -> bool:

@@ -3,13 +3,13 @@
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
 from moedoctor.plugin.extensions import Extension, Need
+from tests.processes_seen import run
 
 WITHOUT_GPU = """
 import types
@@ -30,14 +30,8 @@ parallel_state._TP = types.SimpleNamespace(world_size=1, rank_in_group=0)
 
 def ask_child(code: str, *arguments: str, **environ: str) -> tuple[Any, list[str]]:
     """Return what `code` prints as JSON after ``ANSWER``, and the lines of both outputs."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **environ},
-        check=False,
-    )
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", **environ}
+    done = run([sys.executable, "-c", code, *arguments], env=environ, timeout=1200)
     lines = (done.stdout + done.stderr).splitlines()
     answer = next((line for line in lines if line.startswith("ANSWER ")), None)
     assert answer is not None, done.stderr[-3000:]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -79,10 +80,8 @@ def test_no_argument_reaches_the_terminal_raw_or_in_full(line, capsys):
 
 
 def test_an_error_of_ours_is_shown_without_what_a_terminal_acts_on(monkeypatch, capsys):
-    def broken(*arguments: object) -> None:
-        raise RuntimeError("\x1b]0;t\x07\n::error::x\n##[error]\x9b")
-
-    monkeypatch.setattr("moedoctor.entries.find_entry", broken)
+    error = RuntimeError("\x1b]0;t\x07\n::error::x\n##[error]\x9b")
+    monkeypatch.setattr("moedoctor.entries.find_entry", Mock(side_effect=error))
     assert main(["explain", "MD001"]) == 3
     printed = capsys.readouterr().err
     assert "RuntimeError" in printed

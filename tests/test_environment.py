@@ -4,12 +4,13 @@ import json
 import platform
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from machine_fakes import Nvml, sources
 
 from moedoctor import environment
-from moedoctor.environment import COLLECTORS, Sources, collect
+from moedoctor.environment import COLLECTORS, collect
 
 GPU_FACTS = {"gpu", "gpus", "capability", "driver", "cuda_driver"}
 
@@ -40,10 +41,7 @@ def test_this_machine_is_described_without_an_error() -> None:
 
 @pytest.mark.parametrize("broken", sorted(COLLECTORS))
 def test_a_failing_collector_loses_only_its_own_fact(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(sources: Sources) -> Any:
-        raise RuntimeError(f"cannot read {broken}")
-
-    whole = collect_trace_facts()
+    whole, fail = collect_trace_facts(), Mock(side_effect=RuntimeError(f"cannot read {broken}"))
     monkeypatch.setitem(environment.COLLECTORS, broken, fail)
     errors = {broken: f"RuntimeError: cannot read {broken}"}
     assert collect_trace_facts() == {**whole, broken: None, "collector_errors": errors}

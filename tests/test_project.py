@@ -1,7 +1,6 @@
-"""The packaging: a complete wheel, entry points that load, and a start without torch."""
+"""The packaging: a complete wheel, and a package in it that finds its own files."""
 
 import json
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -10,33 +9,18 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from processes_seen import run
 
 import moedoctor
 from moedoctor.reporters.json import load_documents
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = ("torch", "triton", "numpy", "vllm", "flashinfer")
-LIGHT = ("cli", "scenario", "catalogue", "gate", "results", "environment", "reporters", "runner")
-GROUPS = ("moedoctor.faults", "moedoctor.subjects", "moedoctor.reporters")
 
 
 def scenario_names() -> set[str]:
     folder = ROOT / "scenarios"
     found = [path for path in folder.rglob("*") if path.suffix in {".yaml", ".json"}]
     return {path.relative_to(folder).as_posix() for path in found}
-
-
-def run_python(code: str, *arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter that sees the package in `path` first."""
-    start = f"import sys; sys.path.insert(0, {str(path)!r})\n"
-    return subprocess.run(
-        [sys.executable, "-c", start + code, *arguments],
-        capture_output=True,
-        encoding="utf-8",
-        cwd=path,
-        timeout=120,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +75,21 @@ def test_the_package_of_the_wheel_finds_its_own_scenarios_evidence_and_schemas(w
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     package = (tmp_path / "moedoctor").resolve()
-    answer = run_python(
+    code = (
         "from moedoctor.entries import find_builtin_folder as scenarios, find_reports_folder as reports; "
-        "print(scenarios(), reports(), sep='\\n')",
-        path=tmp_path,
+        "print(scenarios(), reports(), sep='\\n')"
     )
+    answer = run([sys.executable, "-c", code], cwd=tmp_path)
     assert answer.stdout.split() == [str(package / "_scenarios"), str(package / "_reports")], answer.stderr
     ask = """
+import sys
 import moedoctor.cli as cli
 for name in sys.argv[1:]:
     cli.main(["schema", name])
     print(f"\\0torch {'torch' in sys.modules}\\0")
 """
-    answers = run_python(ask, *load_documents(), "scenario", path=tmp_path).stdout.split("\0")
+    asked = run([sys.executable, "-c", ask, *load_documents(), "scenario"], cwd=tmp_path)
+    answers = asked.stdout.split("\0")
     schemas, loaded = answers[:-1:2], answers[1::2]
     assert len(schemas) == len(load_documents()) + 1
     assert all(json.loads(schema)["title"] for schema in schemas)
@@ -139,34 +125,3 @@ def test_the_metadata_of_the_wheel_says_what_it_needs(wheel: Path) -> None:
 
 def test_the_wheel_is_small(wheel: Path) -> None:
     assert wheel.stat().st_size < 3_000_000
-
-
-def test_what_answers_without_torch_imports_nothing_heavy() -> None:
-    """Import the light modules, their packages and our plug-ins."""
-    code = f"""
-import importlib, pkgutil
-from importlib.metadata import entry_points
-
-def check(name):
-    heavy = [package for package in {HEAVY!r} if package in sys.modules]
-    if heavy:
-        sys.exit(name + " imports " + ", ".join(heavy))
-    print(name)
-
-for name in {LIGHT!r}:
-    module = importlib.import_module("moedoctor." + name)
-    inside = pkgutil.walk_packages(getattr(module, "__path__", []), module.__name__ + ".")
-    for part in [module.__name__, *(found.name for found in inside)]:
-        importlib.import_module(part)
-        check(part)
-for group in {GROUPS!r}:
-    for entry in entry_points(group=group):
-        if entry.value.startswith("moedoctor."):
-            entry.load()()
-            check(entry.value)
-"""
-    answer = run_python(code)
-    assert answer.returncode == 0, answer.stderr
-    checked = set(answer.stdout.split())
-    fault = "moedoctor.faults.routing.nan_routing:NanRouting"
-    assert {"moedoctor.cli", "moedoctor.subjects.ours:FixedSubject", fault} <= checked

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from processes_seen import run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,15 +53,8 @@ class Clone:
         path.chmod(0o755)
 
     def setup(self, **environ: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["sh", str(self.root / "scripts" / "setup.sh")],
-            env={"PATH": str(self.tools), "LOG": str(self.log), "GOAL": "run", **environ},
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            timeout=60,
-            check=False,
-        )
+        environ = {"PATH": str(self.tools), "LOG": str(self.log), "GOAL": "run", **environ}
+        return run(["sh", str(self.root / "scripts" / "setup.sh")], env=environ, stdin=subprocess.DEVNULL)
 
     def notes(self) -> list[str]:
         """Return what was done since the last call: `venv RELEASE` and the installed packages."""

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -10,6 +9,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from processes_seen import run
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.slow
@@ -45,15 +45,9 @@ class _Reader(HTMLParser):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material", reason="needs mkdocs-material: make setup")
     folder = tmp_path_factory.mktemp("site")
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        capture_output=True,
-        encoding="utf-8",
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"},
-        timeout=300,
-        check=False,
-    )
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    built = run(build, cwd=ROOT, env=environ)
     assert built.returncode == 0, built.stderr
     return folder
 

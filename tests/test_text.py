@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -135,10 +136,7 @@ def test_a_file_that_the_system_refuses_to_open(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "a.yaml"
     file.write_text("a: 1")
 
-    def refuse(*_: object) -> int:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
     assert file_error(file).message == "cannot be read (permission denied), expected a text file"
 
 

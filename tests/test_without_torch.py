@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes_seen import run
 from typer.main import get_command
 
 from moedoctor.cli import app, main
@@ -19,6 +19,8 @@ from tests.checkpoints_of_tests import f32, modelopt
 ROOT = Path(__file__).resolve().parent.parent
 NEEDS_TORCH = explain_missing_torch("No module named 'torch'") or "?"
 BASELINE = str(ROOT / "reports" / "nvidia-h200" / "sentinel_ids.json")
+TRACE = str(ROOT / "reports" / "traces" / "small_moe_decode.safetensors")
+BENCH = str(ROOT / "reports" / "nvidia-h200-vllm-0.33.0" / "moe_backends.json")
 
 # Command -> its arguments and exit code. `check` finds no vLLM in this Python: 2, with a report on stdout.
 ANSWERS: Mapping[str, tuple[str, int]] = {
@@ -47,8 +49,9 @@ NEED_TORCH: Mapping[str, str] = {
 }
 FIX = "lint damaged --fix repaired"
 ALSO_ANSWER = (
-    f"show {BASELINE} --format html -o show.html",
+    f"show {BENCH} --format html -o show.html",
     "run MD009",
+    f"bench --cache --trace {TRACE} --capacity 8",
     "bench --cache --trace zipf:experts=16,top_k=2,layers=2,rows=64,streams=4 --capacity 8",
     "lint checkpoint --fix copy",
     "--help",
@@ -110,15 +113,9 @@ def _run_lines(python: str, place: Path, environ: Mapping[str, str], *more: str)
     """Run the lines of all commands, and more, in one process of that interpreter."""
     lines = [f"{name} {words}" for name, (words, _) in ANSWERS.items()]
     lines += [f"{name} {words}" for name, words in NEED_TORCH.items()]
-    answer = _run([python, "-c", _RUN_LINES, *lines, *more], place, environ)
+    answer = run([python, "-c", _RUN_LINES, *lines, *more], cwd=place, env=environ)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout.rpartition("RESULTS ")[2])  # type: ignore[no-any-return]
-
-
-def _run(command: Sequence[str], place: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, capture_output=True, encoding="utf-8", cwd=place, env=dict(environ), timeout=300, check=False
-    )
 
 
 def test_every_command_is_tried_without_torch() -> None:
@@ -165,18 +162,19 @@ def test_a_torch_that_is_there_and_broken_is_another_matter() -> None:
 def test_the_wheel_answers_in_an_environment_without_torch(place: Path, tmp_path: Path) -> None:
     """Build the wheel, install it as a person would, and run every command."""
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    built = _run([*pip, str(ROOT), "-w", str(tmp_path)], tmp_path, os.environ)
+    built = run([*pip, str(ROOT), "-w", str(tmp_path)], cwd=tmp_path)
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     bin = tmp_path / "venv" / "bin"
-    assert _run([sys.executable, "-m", "venv", str(bin.parent)], tmp_path, environ).returncode == 0
-    installed = _run([str(bin / "pip"), "install", "-q", "--no-compile", str(wheel)], tmp_path, environ)
+    assert run([sys.executable, "-m", "venv", str(bin.parent)], cwd=tmp_path, env=environ).returncode == 0
+    install = [str(bin / "pip"), "install", "-q", "--no-compile", str(wheel)]
+    installed = run(install, cwd=tmp_path, env=environ)
     if "No matching distribution" in installed.stderr or "ConnectionError" in installed.stderr:
         pytest.skip(f"needs a package index: {installed.stderr.strip().splitlines()[-1]}")
     assert installed.returncode == 0, installed.stderr
     heavy = "import importlib.util as u; print([n for n in ('torch', 'triton', 'numpy') if u.find_spec(n)])"
-    assert _run([str(bin / "python"), "-c", heavy], tmp_path, environ).stdout.strip() == "[]"
+    assert run([str(bin / "python"), "-c", heavy], cwd=tmp_path, env=environ).stdout.strip() == "[]"
     ended = _run_lines(str(bin / "python"), place, environ)
     for command in ANSWERS:
         test_what_answers_without_torch_answers(ended, command)
@@ -187,7 +185,7 @@ def test_the_wheel_answers_in_an_environment_without_torch(place: Path, tmp_path
     (site / "torch").mkdir()
     broken = "raise ImportError('libcudart.so.13: cannot open shared object file')"
     (site / "torch" / "__init__.py").write_text(broken)
-    answer = _run([str(bin / "moedoctor"), "run", "MD016"], place, environ)
+    answer = run([str(bin / "moedoctor"), "run", "MD016"], cwd=place, env=environ)
     assert answer.returncode == 1
     assert "torch cannot be imported: ImportError: libcudart.so.13" in answer.stderr
     assert "pip install torch" not in answer.stdout + answer.stderr

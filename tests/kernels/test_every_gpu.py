@@ -5,20 +5,15 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
-import pytest
-
 from moedoctor.fixes.cache.packed import LANES, SIZE
 from moedoctor.kernels.cache import handover, lookup, transfer
-from tests.compiled_kernels import LOWERINGS, compile_launches
-
-pytest.importorskip("triton", reason="needs Triton: pip install triton")
-
 from moedoctor.kernels.expert_ids import launch_check, launch_deduplicate
 from moedoctor.kernels.keep import launch_keep, launch_step
 from moedoctor.kernels.kept_rows import HEADER, KeptRows, MoeCall, MoeInput, SavedCalls, Sizes
 from moedoctor.kernels.routing.launch import launch_topk
 from moedoctor.kernels.save_call import launch_save
 from moedoctor.kernels.watch import launch_begin, launch_end, launch_watch, launch_watch_three
+from tests.compiled_kernels import LOWERINGS, compile_launches
 
 # None uses tensor cores, so the lowerings between the oldest and the newest add nothing.
 pytestmark = pytest.mark.parametrize(

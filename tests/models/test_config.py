@@ -107,10 +107,12 @@ def test_an_activation_decides_whether_there_is_a_gate(named, ours, factor):
     assert layer.expert_parameters == factor * 64 * 32
 
 
-def test_a_nested_text_config_and_dense_layers_are_read():
-    shape = shape_of({"text_config": {**TINY, "first_k_dense_replace": 1}}, "tiny", "here")
-    assert shape.experts.count == 2
-    assert shape.dense_parameters == 3 * 64 * 128
+@pytest.mark.parametrize(
+    "config", [{"text_config": {**TINY, "first_k_dense_replace": 1}}, {**TINY, "moe_layer_freq": 2}]
+)
+def test_a_nested_text_config_and_dense_layers_are_read(config):
+    shape = shape_of(config, "tiny", "here")
+    assert (shape.experts.count, shape.dense_parameters) == (2, 3 * 64 * 128)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +142,6 @@ def test_a_nested_text_config_and_dense_layers_are_read():
 def test_a_bad_config_field_is_named(base, change, message):
     with pytest.raises(ConfigError, match=message):
         shape_of({**base, **change}, "tiny", "here")
-
-
-def test_a_sparse_frequency_leaves_the_layers_between_dense():
-    shape = shape_of({**TINY, "moe_layer_freq": 2}, "tiny", "here")
-    assert (shape.experts.count, shape.dense_parameters) == (2, 3 * 64 * 128)
 
 
 def test_the_names_of_layers_decide_what_they_are():

@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm_stub import write
@@ -116,10 +117,7 @@ def test_a_name_that_cannot_be_honoured_stops_the_engine_unless_the_fix_is_optio
 
 
 def test_a_failure_while_honouring_stops_the_engine(stub, monkeypatch, caplog, capsys):
-    def broken(config: Any) -> bool:
-        raise KeyError("quantization")
-
-    monkeypatch.setattr(backend_fix, "is_nvfp4", broken)
+    monkeypatch.setattr(backend_fix, "is_nvfp4", Mock(side_effect=KeyError("quantization")))
     arguments = stub()(quantization="modelopt_fp4")
     with pytest.raises(SystemExit):
         arguments.create_engine_config()

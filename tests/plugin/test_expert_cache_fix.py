@@ -19,7 +19,6 @@ from moedoctor.plugin.expert_cache_layer import EXPERTS, find_expert_tensors, fi
 from moedoctor.plugin.expert_cache_options import CacheOptions
 from moedoctor.plugin.register import FixError, OptionError
 from moedoctor.reference.moe import MoeWeights, forward
-from moedoctor.results import UnavailableError
 
 E, HIDDEN, INTERMEDIATE, TOP_K = 12, 8, 6, 2
 
@@ -311,18 +310,6 @@ def test_prompts_stream_from_a_length_on(layers: int, options: dict[str, int], t
     assert {experts.stream and experts.stream[2] for experts in find_host_experts(model)} == {tokens}
 
 
-def test_layers_with_a_slot_for_every_expert_get_no_cache() -> None:
-    model = give_caches([Layer()], slots=E)
-    assert (find_host_experts(model), len(model[0].w13_weight)) == ([], E)
-
-
-def test_cuda_graphs_without_pinned_memory_are_refused() -> None:
-    layer = Layer()
-    with pytest.raises(UnavailableError, match="CUDA graphs need pinned host memory"):
-        expert_cache_layer.install(layer, CacheOptions(5), torch.device("cpu"), captured=True)
-    assert layer.w13_weight.shape[0] == E
-
-
 def changed(path: str = "top_k", value: Any = TOP_K) -> Layer:
     """A layer with another attribute."""
     layer = Layer()
@@ -445,14 +432,6 @@ def test_only_a_draft_model_needs_no_experts() -> None:
     assert load(dense, own=SimpleNamespace(enforce_eager=True))[0] is dense
     with pytest.raises(SystemExit, match="the model has no MoE layer"):
         load(dense)
-
-
-def test_a_model_that_cannot_have_a_cache_does_not_start() -> None:
-    layer = Layer()
-    refused = "MOEDOCTOR_EXPERT_CACHE=5: 1 cannot have an expert cache: expert load"
-    with pytest.raises(SystemExit, match=refused):
-        give_caches([layer, changed("moe_config.moe_parallel_config.enable_eplb", True)])
-    assert layer.w13_weight.shape[0] == E, "nothing was changed"
 
 
 def test_an_optional_cache_is_left_out_of_every_layer(monkeypatch, caplog):

@@ -3,6 +3,7 @@
 import sys
 import types
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -141,17 +142,9 @@ def test_weights_that_are_refused_once_loaded_are_left_to_vllm_if_the_fix_is_opt
     wrap: Any, monkeypatch: pytest.MonkeyPatch, selected: tuple[str, ...] | None, reason: str
 ) -> None:
     """A draft model's weights may come from a weight cache when those of the model do not."""
-
-    def refuse(*given: Any, **options: Any) -> None:
-        raise UnavailableError("w2_weight holds NaN")
-
-    def select_its_own() -> tuple[str, ...]:
-        if selected is None:
-            raise ValueError("no backend")
-        return selected
-
+    select_its_own = Mock(side_effect=None if selected else ValueError("no backend"), return_value=selected)
     if "NaN" in reason:
-        monkeypatch.setattr(moe_fix, "take_over", refuse)
+        monkeypatch.setattr(moe_fix, "take_over", Mock(side_effect=UnavailableError("w2_weight holds NaN")))
     else:
         utils = sys.modules["vllm.model_executor.utils"]
         monkeypatch.setattr(utils, "is_weights_pre_processed", lambda: True)

@@ -4,6 +4,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_the_v2_model_runner_is_traced_in_a_newer_release(tmp_path, monkeypatch)
     assert [router.repeated for router in result.routers] == [(0, 1, 0)]
     points = [place.point for place in result.points]
     assert points == ["layers.0.attn", "layers.0.experts.router_logits", "layers.0.experts", "model"]
-    runner.model = fail
+    runner.model = Mock(side_effect=ValueError("on purpose"))
     with pytest.raises(ValueError, match="on purpose"):
         runner.execute_model(scheduled(3))
     model(torch.zeros(4))  # outside a step
@@ -176,11 +177,8 @@ def test_a_report_survives_the_device(model: Model, capfd: pytest.CaptureFixture
         part.zero_()  # what the device holds is lost
     assert state.last_report() == before
     assert before.nan_in_padding == 1
-
-    def fails() -> NanReport:
-        raise RuntimeError("CUDA error: device-side assert triggered\nFor debugging")
-
-    trace.report = fails
+    error = RuntimeError("CUDA error: device-side assert triggered\nFor debugging")
+    trace.report = Mock(side_effect=error)  # type: ignore[method-assign]
     nan_trace.ExitReport(trace).print()
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].endswith("for the device failed: CUDA error: device-side assert triggered")
@@ -188,20 +186,13 @@ def test_a_report_survives_the_device(model: Model, capfd: pytest.CaptureFixture
 
 
 def test_without_pinned_memory_nothing_is_copied(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*arguments: Any, **options: Any) -> torch.Tensor:
-        raise RuntimeError("CUDA error: out of memory")
-
     state = nan_trace.trace_of_this_process().state
     state._device = torch.device("cuda")
     with monkeypatch.context() as without:
-        without.setattr(torch, "zeros_like", no_memory)
+        without.setattr(torch, "zeros_like", Mock(side_effect=RuntimeError("CUDA error: out of memory")))
         state.mirror()
     state.mirror()  # not tried again
     assert state.last_report() is None
-
-
-def fail(input_ids: torch.Tensor) -> None:
-    raise ValueError("on purpose")
 
 
 def test_experts_that_are_added_up_later_are_not_looked_at(model: Model) -> None:

@@ -4,6 +4,7 @@ import importlib
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -237,10 +238,6 @@ def test_a_buffer_made_of_a_weight_gets_what_is_loaded(patched: None, uva: bool)
         loaded.reload_weights()
 
 
-def no_room(*arguments: Any) -> Any:
-    raise torch.OutOfMemoryError("no room")
-
-
 @pytest.mark.filterwarnings(r"ignore:.*on the host now. 0\.weight, 1\.weight, 2\.weight$:RuntimeWarning")
 @pytest.mark.parametrize("reason", ["ValueError: module: 1.mask is a meta", "OutOfMemoryError: no room"])
 def test_if_ours_cannot_take_over_vllm_offloads_as_before(patched, monkeypatch, caplog, reason):
@@ -251,7 +248,7 @@ def test_if_ours_cannot_take_over_vllm_offloads_as_before(patched, monkeypatch, 
     if "meta" in reason:
         modules[1].register_buffer("mask", torch.empty(4, device="meta"))
     for name in ("make_buffers", "_bring_back"):  # neither for buffers nor for what did not fit anyway
-        monkeypatch.setattr(offload_storage, name, no_room)
+        monkeypatch.setattr(offload_storage, name, Mock(side_effect=torch.OutOfMemoryError("no room")))
     pending = list(offloader._moedoctor_layers)
     monkeypatch.setenv("MOEDOCTOR_FIXES", "offload")
     with pytest.raises(SystemExit, match="vLLM is stopped: offload is refused: ours could not take over"):

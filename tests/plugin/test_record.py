@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,15 +36,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "experts": EXPERTS, "vocab": 8}
     return write_qwen3_moe(folder, layers=LAYERS, **sizes)
-
-
-def raise_error(error: Exception) -> Callable[..., Any]:
-    """Return a function that raises `error`."""
-
-    def fail(*given: object, **options: object) -> None:
-        raise error
-
-    return fail
 
 
 class Engine:
@@ -154,7 +144,7 @@ def judged_here(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("judged_here")
 def test_only_a_call_past_the_bound_is_kept(engine, caplog, monkeypatch):
-    asked = MagicMock(side_effect=record_layers._read_backend_tensors)
+    asked = Mock(side_effect=record_layers._read_backend_tensors)
     monkeypatch.setattr(record_layers, "_read_backend_tensors", asked)
     model = engine.start("mismatch=1")
     recorder = engine.recorder()
@@ -177,7 +167,9 @@ def test_a_comparison_that_cannot_be_made_ends_the_recording_with_a_reason(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     if reason.startswith("OSError"):
-        monkeypatch.setattr("moedoctor.trace.call_judge.subprocess.Popen", raise_error(OSError("no memory")))
+        monkeypatch.setattr(
+            "moedoctor.trace.call_judge.subprocess.Popen", Mock(side_effect=OSError("no memory"))
+        )
     model = engine.start("mismatch=1")
     if not reason.startswith("OSError"):
         engine.recorder().model = None
@@ -232,7 +224,7 @@ def test_an_error_of_the_experts_is_the_reason_of_the_calls_that_the_watcher_wri
     model = engine.start("crash")
 
     step(model)
-    model.spoil[1] = raise_error(RuntimeError("b_scales is not on GPU"))
+    model.spoil[1] = Mock(side_effect=RuntimeError("b_scales is not on GPU"))
     with pytest.raises(RuntimeError, match="b_scales"):
         step(model)
     engine.finish()
@@ -259,7 +251,7 @@ def test_an_error_of_the_experts_is_the_reason_of_the_calls_that_the_watcher_wri
     ],
 )
 def test_an_error_of_ours_is_one_line_and_never_ends_a_forward(engine, caplog, monkeypatch, when, broken):
-    monkeypatch.setattr(broken, raise_error(OSError("no space left")))
+    monkeypatch.setattr(broken, Mock(side_effect=OSError("no space left")))
     model = engine.start(when)
     for _ in range(3):
         step(model)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hostile import problem
@@ -78,15 +79,13 @@ def test_each_fix_wraps_a_function_once_and_looks_under_the_others(victim: Any) 
 def fixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Install a stub of a release, fixes that succeed and fail, and a trace; set variables."""
 
-    def refuse(version: str) -> str:
-        raise FixError("not as expected")
-
-    def misread(version: str) -> str:
-        raise OptionError("SLOTS is 'x'; expected a number")
-
     def install(version: str = "0.21.0", **variables: str) -> None:
         monkeypatch.syspath_prepend(str(write(tmp_path, version)))
-        applies = {"good": lambda version: f"for {version}", "bad": refuse, "option": misread}
+        applies = {
+            "good": lambda version: f"for {version}",
+            "bad": Mock(side_effect=FixError("not as expected")),
+            "option": Mock(side_effect=OptionError("SLOTS is 'x'; expected a number")),
+        }
         for name, apply in applies.items():
             monkeypatch.setitem(sys.modules, f"moedoctor_{name}", types.SimpleNamespace(apply=apply))
         offered = {name: Extension(f"moedoctor_{name}") for name in ("good", "bad", "no")}
@@ -195,11 +194,8 @@ def test_an_unknown_release_is_left_unchanged(fixes, caplog, tmp_path):
 
 
 def test_a_release_that_cannot_be_read_stops_the_engine(fixes, monkeypatch):
-    def broken() -> str:
-        raise RuntimeError("no metadata")
-
     fixes(MOEDOCTOR_FIXES="good")
-    monkeypatch.setattr(register, "read_vllm_version", broken)
+    monkeypatch.setattr(register, "read_vllm_version", Mock(side_effect=RuntimeError("no metadata")))
     with pytest.raises(SystemExit, match="RuntimeError: no metadata"):
         register.register()
 

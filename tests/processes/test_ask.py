@@ -1,7 +1,6 @@
 """A module in a child process: its answers, or an error of one line."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -73,17 +72,6 @@ def test_each_answer_is_watched_as_it_comes_and_none_is_lost(child: Path, tmp_pa
 
     ended = run_module("child_module", str(sign), seconds=30, watch=watch)
     assert list(ended.answers) == watched == [{"at": 0}, {"at": 1}]
-
-
-def test_answers_written_before_a_crash_are_returned(child: Path) -> None:
-    child.write_text(
-        PRELUDE + "def count(request):\n    yield 1\n    yield 2\n    os.abort()\nanswer(count)\n"
-    )
-    ended = run_module("child_module", seconds=30)
-    assert (ended.answers, ended.code) == ((1, 2), -signal.SIGABRT)
-    assert ended.problem is not None
-    assert ended.problem.startswith("killed by SIGABRT: ")
-    assert "Fatal Python error: Aborted" in ended.log
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes_seen import run
 
 from moedoctor.processes import files
 from moedoctor.processes.files import OutputError, append, check_writable, make_folder, write
@@ -108,12 +110,9 @@ def test_names_that_cannot_exist_are_found_before_the_run(tmp_path: Path) -> Non
 def test_an_error_leaves_the_old_file_and_nothing_beside_it(tmp_path, monkeypatch, call):
     target = tmp_path / "report"
     target.write_text("old")
-
-    def fail(*arguments: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, call, fail)
+        patch.setattr(files.os, call, Mock(side_effect=full))
         if call == "fchmod":  # the mode is kept if it can be
             write(target, "old")
         else:
@@ -369,14 +368,7 @@ def test_no_signal_leaves_a_temporary_file(tmp_path: Path, threaded: str) -> Non
             folder.mkdir()
             (folder / "report").write_text("old")
             program = [sys.executable, "-c", SIGNALLED, str(int(number)), call]
-            ended = subprocess.run(
-                [*program, str(folder / "report"), threaded],
-                capture_output=True,
-                text=True,
-                timeout=60,
-                cwd=tmp_path,
-                check=False,
-            )
+            ended = run([*program, str(folder / "report"), threaded], cwd=tmp_path)
             codes = {128 + number} if number in HANDLED else {-number}
             assert ended.returncode in codes, (number, call, ended.stderr)
             assert os.listdir(folder) == ["report"], (number, call)

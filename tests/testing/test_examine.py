@@ -33,27 +33,18 @@ def test_a_crash_and_a_hang_are_answers_and_the_others_are_asked() -> None:
 
 
 def test_an_examination_that_was_interrupted_is_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = {
-        "event": "target",
-        "kind": "router",
-        "package": "x 1",
-        "machine": "CPU",
-        "options": {},
-        "undefined": {},
-    }
+    facts = {"package": "x 1", "machine": "CPU", "options": {}, "undefined": {}}
     at = {"variant": "", "question": "nan_rows"}
     events = (
-        target,
+        {"event": "target", "kind": "router", **facts},
         {"event": "answer", "variant": "", "question": "ordinary", "verdict": "right"},
         {"event": "begin", **at, "sizes": {"tokens": 1}},
     )
     ended = Ended(events, None, "", 1.0, 60.0, interrupted=True)
     monkeypatch.setitem(examine.__globals__, "run_module", lambda *_, **__: ended)
     report = check_router("x:y")
-    assert [(answer.question, answer.passes) for answer in report.answers] == [
-        ("ordinary", True),
-        ("nan_rows", False),
-    ]
+    passes = {answer.question: answer.passes for answer in report.answers}
+    assert passes == {"ordinary": True, "nan_rows": False}
     assert [answer.reason for answer in report.failed] == ["interrupted, with the questions after it"]
 
 
@@ -86,15 +77,8 @@ def test_a_short_row_may_miss_an_element_and_no_row_a_share(monkeypatch, hidden,
     output = expected + 0.035 * allowance * (torch.arange(hidden) < wrong)  # 0.03 would match
     monkeypatch.setattr(moe, "compute_expected", lambda given, inputs, near: expected)
     ids = torch.zeros(4, 1, dtype=torch.int32)
-    fields = {
-        "x": output,
-        "topk_ids": ids,
-        "topk_weights": ids.float(),
-        "experts": 1,
-        "first": 0,
-        "layer": None,
-    }
-    assert (moe.judge(SimpleNamespace(**fields), output, "none", named=False) is None) == right
+    call = SimpleNamespace(x=output, topk_ids=ids, topk_weights=ids.float(), experts=1, first=0, layer=None)
+    assert (moe.judge(call, output, "none", named=False) is None) == right
 
 
 @pytest.mark.usefixtures("forked_examination")
@@ -122,12 +106,8 @@ def test_a_refusal_counts_apart_and_where_it_is_not_allowed_it_fails() -> None:
 
 @pytest.mark.usefixtures("forked_examination")
 def test_a_format_that_is_refused_is_not_asked_about_and_a_mistake_is_named() -> None:
-    report = check_moe(
-        f"{PLANTED}:swapped",
-        formats=("bf16", "mxfp4"),
-        activations=("silu", "gelu"),
-        only=("ordinary", "no_tokens"),
-    )
+    asked = {"formats": ("bf16", "mxfp4"), "activations": ("silu", "gelu")}
+    report = check_moe(f"{PLANTED}:swapped", **asked, only=("ordinary", "no_tokens"))
     found = {(answer.variant, answer.question): answer for answer in report.answers}
     first = found["bf16 silu", "ordinary"]
     assert str(first.reason).endswith("as with the gate and up halves of w13 swapped")
@@ -135,12 +115,7 @@ def test_a_format_that_is_refused_is_not_asked_about_and_a_mistake_is_named() ->
     assert first.sizes["tokens"] == first.sizes["experts"] == first.sizes["top_k"] == 1
     assert found["bf16 gelu", "ordinary"].verdict.value == "refused"
     assert found["bf16 gelu", "no_tokens"].reason == "refuses bf16 gelu"
-    assert [answer.variant for answer in report.failed] == [
-        "bf16 silu",
-        "bf16 silu",
-        "mxfp4 silu",
-        "mxfp4 silu",
-    ]
+    assert [answer.variant for answer in report.failed] == ["bf16 silu"] * 2 + ["mxfp4 silu"] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Which call a recording keeps."""
 
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -159,11 +160,7 @@ def test_a_call_that_does_not_fit_is_refused_in_one_line() -> None:
 def test_an_error_of_ours_ends_the_recording_and_not_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched("nan")
     watched.run_step(nan=2)
-
-    def fail(*given: object) -> None:
-        raise RuntimeError("no memory\nmore")
-
-    monkeypatch.setattr(KeptRows, "keep_on_host", fail)
+    monkeypatch.setattr(KeptRows, "keep_on_host", Mock(side_effect=RuntimeError("no memory\nmore")))
     for _ in range(2):
         watched.run_step()
     assert watched.warned == ["no more calls are watched: RuntimeError: no memory"]

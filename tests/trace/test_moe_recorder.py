@@ -4,6 +4,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -111,12 +112,9 @@ def test_an_error_at_the_start_leaves_no_hooks(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_if_the_end_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise RuntimeError("the device is lost")
-
     model = get_model("stacked")
     recorder = MoeRecorder(model, tmp_path)
-    monkeypatch.setattr(recorder.keeper, "collect", fails)
+    monkeypatch.setattr(recorder.keeper, "collect", Mock(side_effect=RuntimeError("the device is lost")))
     with pytest.raises(RuntimeError, match="the device is lost"), recorder:
         model(x_of())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())

@@ -4,6 +4,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -471,13 +472,9 @@ def test_a_module_that_gives_no_tensor_is_reached_and_one_that_is_not_called_is_
 
 def test_hooks_are_removed_if_the_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layers()
-
-    def fails() -> None:
-        raise RuntimeError("the device is lost")
-
     locator = NanLocator(model).__enter__()
     assert hooks(model)
-    monkeypatch.setattr(locator._state, "end", fails)
+    monkeypatch.setattr(locator._state, "end", Mock(side_effect=RuntimeError("the device is lost")))
     with pytest.raises(RuntimeError, match="the device is lost"):
         locator.__exit__()
     assert hooks(model) == 0

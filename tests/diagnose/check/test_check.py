@@ -1,9 +1,10 @@
 """Which known failures `check` finds on made-up machines, which it does not, and with which facts."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from machine_fakes import PINNED, Nvml, probes, sources
+from machine_fakes import H200, PINNED, VLLM_018, VLLM_033, Nvml, probes, sources
 
 from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.pinning import Pinning
@@ -11,12 +12,9 @@ from moedoctor.diagnose.check.records import CheckResult
 from moedoctor.diagnose.cuda.jit_cache import JitCache, JitFolder
 from moedoctor.processes.cuda_tools import Tool
 
-H200 = ("NVIDIA H200", "9.0")
 RTX_5090 = ("NVIDIA GeForce RTX 5090", "12.0")
 B200 = ("NVIDIA B200", "10.0")
 GB10 = ("NVIDIA GB10", "12.1")
-VLLM_018 = {"vllm": "0.18.0", "torch": "2.10.0+cu129", "flashinfer-python": "0.6.6"}
-VLLM_033 = {"vllm": "0.33.0", "torch": "2.14.0+cu130", "flashinfer-python": "0.7.2.post1"}
 
 
 def found(result: CheckResult) -> dict[str, str]:
@@ -271,11 +269,8 @@ def test_pinning_that_fails_is_a_problem_and_pinning_that_works_is_a_fact() -> N
 
 
 def test_pinning_is_not_tried_without_a_gpu_or_without_cuda() -> None:
-    def never() -> Pinning:
-        raise AssertionError
-
     for made in (sources({"torch": "2.13.0"}), sources({"torch": "2.13.0"}, gpu=H200, torch_cuda="")):
-        result = check(made, probes(pinning=never))
+        result = check(made, probes(pinning=Mock(side_effect=AssertionError)))
         assert result.environment["collector_errors"] == {}
         pinned = result.environment["pinned_memory"]
         assert (pinned["tried"], pinned["works"]) == (False, None)

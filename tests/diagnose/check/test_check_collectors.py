@@ -2,9 +2,10 @@
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from machine_fakes import probes, sources
+from machine_fakes import H200, VLLM_018, probes, sources
 
 from moedoctor.diagnose.check.check import Probes, check
 from moedoctor.environment import Sources
@@ -14,20 +15,15 @@ from moedoctor.reporters.pages.check import make_check_page
 from moedoctor.reporters.table import to_text
 from moedoctor.upstream.releases.collectors import Collected
 
-PACKAGES = {"vllm": "0.18.0", "torch": "2.10.0+cu129", "flashinfer-python": "0.6.6"}
-GPU = ("NVIDIA H200", "9.0")
 SECRET = "no entry to /home/alice/models on workstation-7, hf_abcdefghijklmnop123"
 SOURCES = [name for name in vars(Sources()) if name != "environ"]
 PROBES = [name for name in vars(Probes()) if name != "requires"]
+broken = Mock(side_effect=OSError(SECRET))
 
 
 def machine(**replaced: Any) -> Sources:
-    made = sources(PACKAGES, gpu=GPU, wsl=True, torch_cuda="12.9")
+    made = sources(VLLM_018, gpu=H200, wsl=True, torch_cuda="12.9")
     return Sources(**{**vars(made), **replaced})
-
-
-def broken(*arguments: Any) -> Any:
-    raise OSError(SECRET)
 
 
 def texts(result: Any) -> tuple[str, ...]:

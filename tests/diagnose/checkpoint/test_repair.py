@@ -4,6 +4,7 @@ import math
 import os
 import struct
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -155,11 +156,7 @@ def test_shards_behind_symlinks_keep_their_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize("problem", [RepairError("no"), OSError("no"), KeyboardInterrupt()])
 def test_nothing_is_left_of_a_repair_that_failed(problem, tmp_path, monkeypatch):
     result = lint(disagreeing(modelopt(), {(0, 0): 2.0}).write(tmp_path / "c"))
-
-    def fail(*_: object) -> None:
-        raise problem
-
-    monkeypatch.setattr(repair_module, "_patch", fail)
+    monkeypatch.setattr(repair_module, "_patch", Mock(side_effect=problem))
     with pytest.raises(type(problem)):
         repair(result, tmp_path / "fix")
     assert [file.name for file in tmp_path.iterdir()] == ["c"]

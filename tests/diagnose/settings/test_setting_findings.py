@@ -3,13 +3,10 @@
 from typing import Any
 
 import pytest
-from machine_fakes import probes, sources
+from machine_fakes import H200, VLLM_033, probes, sources
 
 from moedoctor.diagnose.check.check import check
 from moedoctor.diagnose.check.records import CheckResult, Finding
-
-H200 = ("NVIDIA H200", "9.0")
-VLLM_033 = {"vllm": "0.33.0", "torch": "2.14.0+cu130", "flashinfer-python": "0.7.2.post1"}
 
 
 def run_check(packages: dict[str, str], **environ: str) -> CheckResult:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import combinations, pairwise
 from typing import cast
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
@@ -95,15 +96,9 @@ def test_decisions_among_many_experts_match_the_plain_rule(policy: str, capacity
 def test_the_sorted_residents_of_lfru_do_not_change_decisions(capacity, monkeypatch):
     """Residents are sorted again very often, for higher and for lower ages."""
     monkeypatch.setattr(_eviction_policies, "_FEW", 0)
-    ages, choose = [], Lfru._choose_age
-
-    def noted(self: Lfru, age: int, uses: Sequence[int]) -> None:
-        ages.append(age)
-        choose(self, age, uses)
-
-    monkeypatch.setattr(Lfru, "_choose_age", noted)
-    test_decisions_among_many_experts_match_the_plain_rule("lfru", capacity)
-    steps = [later - age for age, later in pairwise(ages)]
+    with patch.object(Lfru, "_choose_age", autospec=True, side_effect=Lfru._choose_age) as chosen:
+        test_decisions_among_many_experts_match_the_plain_rule("lfru", capacity)
+    steps = [later.args[1] - age.args[1] for age, later in pairwise(chosen.call_args_list)]
     assert min(steps) < 0 < max(steps)
 
 

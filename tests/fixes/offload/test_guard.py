@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -284,8 +285,7 @@ def test_the_first_pass_is_watched_unless_a_part_is_compiled(compiled: bool, x: 
     torch._dynamo.reset()
 
 
-def out_of_memory(*args: Any) -> Any:
-    raise torch.OutOfMemoryError("no room")
+out_of_memory = Mock(side_effect=torch.OutOfMemoryError("no room"))
 
 
 def assert_untouched(model: nn.Module) -> None:
@@ -365,15 +365,12 @@ def test_a_scripted_layer_stays_on_the_device(x: torch.Tensor) -> None:
 
 
 def test_a_warning_raised_as_an_error_leaves_the_module_unchanged(x: torch.Tensor) -> None:
-    def failing(memory: torch.Tensor) -> Callable[[], None]:
-        raise RuntimeError("no lock")
-
     model = stack()
     before = [parameter.data_ptr() for parameter in model.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="no lock"):
-            offloaded(model, pin=failing)
+            offloaded(model, pin=Mock(side_effect=RuntimeError("no lock")))
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
     assert_untouched(model)
 

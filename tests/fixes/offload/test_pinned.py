@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,10 +59,7 @@ def test_a_block_is_unlocked_once_when_its_last_view_is_freed(alone: None) -> No
 
 @pytest.mark.parametrize("error", [PinError("limit"), RuntimeError("limit\nmore"), MemoryError("limit")])
 def test_a_block_that_cannot_be_pinned_is_still_usable(error: Exception) -> None:
-    def refuse(memory: torch.Tensor) -> Callable[[], None]:
-        raise error
-
-    block, failure = allocate(10, refuse)
+    block, failure = allocate(10, Mock(side_effect=error))
     assert (block.pinned, failure) == (False, "limit")
     block.bytes.fill_(1)
 
@@ -126,9 +124,7 @@ def test_a_block_that_another_thread_drops_waits_for_the_next_allocation() -> No
 
 
 def test_memory_whose_lock_cannot_be_given_up_yet_is_not_freed(alone: None) -> None:
-    def refuse() -> None:
-        raise RuntimeError("the device cannot be waited for")
-
+    refuse = Mock(side_effect=RuntimeError("the device cannot be waited for"))
     block, _ = allocate(10, lambda memory: refuse)
     with pytest.raises(RuntimeError, match="cannot be waited for"):
         block.close()

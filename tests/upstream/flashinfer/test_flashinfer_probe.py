@@ -7,6 +7,7 @@ import ctypes
 from pathlib import Path
 
 import pytest
+from cuda_fakes import fake_tool
 from vllm_stub import write_files
 
 from moedoctor.processes.cuda_tools import Tool, find_tools
@@ -111,10 +112,7 @@ FAILED_BUILDS = {
 @pytest.mark.parametrize("name", FAILED_BUILDS)
 def test_a_failed_build_shows_the_line_that_names_the_cause(name, source, tmp_path, monkeypatch):
     printed, cause = FAILED_BUILDS[name]
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.write_text(f"#!/bin/sh\ncat >&2 <<'end'\n{printed}\nend\nexit 1\n")
-    nvcc.chmod(0o755)
+    nvcc = fake_tool(tmp_path / "bin", "nvcc", "13.0", f"cat >&2 <<'end'\n{printed}\nend\nexit 1")
     tool = Tool("nvcc", str(nvcc), (13, 0), "13.0.88")
     monkeypatch.setattr("moedoctor.upstream.flashinfer.probe_build.find_tools", lambda names: (tool,))
     with pytest.raises(KernelError, match=cause) as error:
