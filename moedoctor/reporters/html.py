@@ -45,7 +45,7 @@ _REFERENCE = re.compile(
 )
 _CODE = re.compile(r"`([^`]+)`")
 _NOT_IN_ID = re.compile(r"[^a-z0-9]+")
-_NOT_SHOWN = re.compile(r"<(metadata|style)\b.*?</\1>", re.DOTALL)
+_NOT_SHOWN = re.compile(r"<(metadata|style)\b(?:(?!<\1\b).)*?</\1>", re.DOTALL)
 _NAMESPACES = re.compile(r' xmlns(?::xlink)?="[^"]*"')
 _GROUP_ID = re.compile(r'<g id="[^"]*"')
 _ID = re.compile(r'( id="|href="#|url\(#)([mp][0-9a-f]{8,})')
