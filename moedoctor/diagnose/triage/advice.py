@@ -60,6 +60,10 @@ class Advice:
             step = step.replace("vllm serve ...", self._write_command())
         if self._named[1:]:
             step = step.replace("--release OLD NEW", f"--release {self._named[0]} {self._named[-1]}")
+        if self._scheme.get("scheme") == "nvfp4":  # TRITON computes no FP4
+            other = "flashinfer_cutlass" if "MARLIN" in self.facts.list_backends() else "marlin"
+            step = step.replace("triton, or marlin for FP4 weights", other)
+            step = step.replace("--moe-backend triton", f"--moe-backend {other}")
         if "{takes}" in step:
             step = step.replace("{takes}", self._explain_refusal())
         if memory := self._gpu[2]:
@@ -92,7 +96,7 @@ class Advice:
         lines = [self.fit(line) for step in list_steps(cause, self.clues) for line in step.split("\n")]
         sizes = any(True for _ in self._count_memory(cause))
         steps = [line.removeprefix(_NO_SIZES) for line in lines if not (sizes and line.startswith(_NO_SIZES))]
-        compared = "regression" in self.clues and len(self._named) > 1
+        compared = "regression" in self.clues and self._named and any(self._compare_backends())
         chosen = () if compared else self.name_backend(cause)
         yield from (*steps[:-1], *chosen, *self._list_optional(cause.kind, steps), *steps[-1:])
         if self.facts.vllm and cause.kind in _RELEASE_DECIDES and (used := max(self.facts.vllm)) < OLDEST:
@@ -307,8 +311,8 @@ class Advice:
             return
         known, new = [*load_releases()], self._named[-1]
         old = self._named[0] if self._named[1:] else known[max(known.index(new) - 1, 0)]
-        if kind in _SETTINGS_DECIDE and self._named[1:]:
-            yield from self._compare_backends(old, new)
+        if kind in _SETTINGS_DECIDE:
+            yield from self._compare_backends()
         words = (
             self.settings.model,
             *self.settings.variables,
@@ -329,8 +333,9 @@ class Advice:
         named = {show(each) for each in self.facts.vllm | self.facts.other_vllm}
         return [release for release in load_releases() if release in named]
 
-    def _compare_backends(self, before: str, after: str) -> Iterator[str]:
-        """Yield the MoE backends of two releases, where they select different ones."""
+    def _compare_backends(self) -> Iterator[str]:
+        """Yield the MoE backends of two releases in the text, where they select different ones."""
+        before, after = self._named[0], self._named[-1]
         for capability in [self._capability] if self._capability else _COMMON_GPUS:
             old, new = (self._select(release, capability) for release in (before, after))
             if old and new and old.chosen and new.chosen and old.chosen != new.chosen:

@@ -56,12 +56,16 @@ class SettingsReader(Settings):
     _continued: bool = False
     _flag: str = ""
     """The flag whose value may come next."""
+    _in_words: bool = False
+    """True if no command line names the model."""
     _call: int = 0
     """Lines of a Python call that may still come."""
 
     def read(self, shown: str) -> None:
         """Take in one line as it is written."""
         lower, lines = shown.lower(), load_lines()
+        if lines["commented"].match(shown):
+            return
         command = lines["command"].search(shown)
         if command:
             self.shown, self._flag = True, _MODEL if "serve" in command[0] else ""
@@ -81,8 +85,11 @@ class SettingsReader(Settings):
             self._call = _CALL_LINES if call else self._call - 1
             if shown.endswith(")"):
                 self._call = 0
-        if not self.model and (named := lines["model"].search(shown)):
-            self.model = named[0].rstrip(".")
+        if not self.model or (self._in_words and not lines["moe_name"].search(self.model)):
+            named = [match[0].rstrip(".") for match in lines["model"].finditer(shown)]
+            with_experts = [name for name in named if lines["moe_name"].search(name)]
+            if with_experts or (named and not self.model):
+                self.model, self._in_words = (with_experts or named)[0], True
         for name, value in lines["variable"].findall(shown):
             if len(self.variables) < _MOST:
                 self.variables[name] = value.rstrip(".):")
@@ -122,7 +129,7 @@ class SettingsReader(Settings):
                 self._add([(name, flag["value"] or "")] if name and (name != "model" or flag["set"]) else [])
                 self._flag, here = "" if flag["set"] else name or "", True
             elif value and self._flag in (_MODEL, "model"):
-                self.model, self._flag = value, ""
+                self.model, self._flag, self._in_words = value, "", False
             elif value and self._flag and value[0] != "-":
                 self._add([(self._flag, value)])
                 self._flag, here = "", False
