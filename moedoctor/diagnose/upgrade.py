@@ -93,7 +93,7 @@ def _compare_settings(
     was, now = (load_vllm_values().list_at(release) for release in (before, after))
     given = {f"{flag.name} {flag.value}" for flag in read_flags(command, before)}
     for value in sorted(given & was.keys() - now.keys()):
-        yield "regressions", f"{value} is gone: vLLM {after} does not bring it"
+        yield "regressions", f"{value} is gone: vLLM {after} does not have it"
 
 
 def _compare_names(before: str, after: str) -> Iterator[Change]:
@@ -118,7 +118,7 @@ def _compare_defaults(before: str, after: str, words: str) -> Iterator[Change]:
     )
     changed = [f"{name} {was} -> {value}" for name, was, value in values if was and value and was != value]
     if changed:
-        yield "notes", f"{len(changed)} other variables have another default: {join_some(changed, _SHOWN)}"
+        yield "notes", f"other variables with another default: {join_some(changed, _SHOWN)}"
 
 
 def _compare_failures(

@@ -65,7 +65,7 @@ def test_flags_and_variables_of_the_command_line(capsys, monkeypatch):
 
 def test_new_defaults_and_what_takes_them_back(capsys: pytest.CaptureFixture[str]) -> None:
     line = ("0.27.1", "0.28.0", "--sm", "10.0", "--", "vllm serve deepseek-ai/DeepSeek-V4")
-    (note,) = (text for text in compare(capsys, *line)[1]["notes"] if "default" in text)
+    note, _ = (text for text in compare(capsys, *line)[1]["notes"] if "default" in text)
     assert note.startswith(
         "new default since 0.28.0: the V2 model runner computes this model; VLLM_USE_V2_MODE"
     )
@@ -76,12 +76,12 @@ def test_new_defaults_and_what_takes_them_back(capsys: pytest.CaptureFixture[str
     gone = compare(capsys, "0.23.0", "0.24.0", "--sm", "9.0", "--", "vllm serve m --quantization gguf")
     assert (gone[0], gone[1]["regressions"]) == (
         1,
-        ["--quantization gguf is gone: vLLM 0.24.0 does not bring it"],
+        ["--quantization gguf is gone: vLLM 0.24.0 does not have it"],
     )
     assert any("VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0" in note for note in notes)
     later = compare(capsys, "0.20.0", "0.33.0", "--sm", "10.0")[1]["notes"]
     assert not any("VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0" in note for note in later)
-    assert "1 other variables have another default: VLLM_ENABLE_PREGRAD_PASSES False -> True" in notes
+    assert "other variables with another default: VLLM_ENABLE_PREGRAD_PASSES False -> True" in notes
 
 
 def test_backends_of_the_experts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,9 +118,12 @@ class Elf:
         index = self.header[12]
         if index >= len(self.sections):
             return None
-        titles = self.sections[index]
-        named = {section.name: section for section in self.sections}
-        return next((each for place, each in named.items() if self.read_text(titles, place) == name), None)
+        titles, wanted = self.sections[index], name.encode() + b"\0"
+        for place, section in {each.name: each for each in self.sections}.items():
+            fits = place + len(wanted) <= titles.size
+            if fits and self.slice(titles.offset + place, len(wanted)) == wanted:
+                return section
+        return None
 
     def read_text(self, table: Section, offset: int) -> str:
         """Return a string of a string table."""

@@ -177,7 +177,8 @@ def list_new_defaults(before: str, after: str, words: str) -> Iterator[NewDefaul
         if setting not in settings and re.search(row.get("models", ""), words.lower()):
             settings.add(setting)
             read = setting in known or setting.startswith("-")
-            if read and place(before) < place(row["since"]) <= place(after):
+            elsewhere = re.search(row.get("unless", "(?!)"), words.lower())
+            if read and not elsewhere and place(before) < place(row["since"]) <= place(after):
                 yield NewDefault(row["since"], row["back"], row["says"], tuple(row["kinds"]))
 
 

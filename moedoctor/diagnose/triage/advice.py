@@ -22,7 +22,7 @@ from moedoctor.diagnose.triage.facts_in_text import OLDEST, Facts, read_boundary
 from moedoctor.diagnose.triage.settings_in_text import Settings
 from moedoctor.diagnose.triage.signatures import load_data
 from moedoctor.fixes.backends import Selection, select
-from moedoctor.fixes.backends.release_tables import load_releases
+from moedoctor.fixes.backends.release_tables import CAPABILITIES, load_releases
 from moedoctor.text import find_closest, suggest_names
 
 _COMMON_GPUS = ("8.9", "9.0", "10.0", "12.0")
@@ -83,7 +83,7 @@ class Advice:
         `words` are the headline, all that the error says and its frames, without secrets.
         """
         yield from self._count_memory(cause)
-        yield from (*self._find_value(words), *self._name_threads(words))
+        yield from (*self._find_value(words), *map(self.fit, self._name_threads(words)))
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
         if cause.kind in _SETTINGS_DECIDE:
@@ -96,7 +96,7 @@ class Advice:
         lines = [self.fit(line) for step in list_steps(cause, self.clues) for line in step.split("\n")]
         sizes = any(True for _ in self._count_memory(cause))
         steps = [line.removeprefix(_NO_SIZES) for line in lines if not (sizes and line.startswith(_NO_SIZES))]
-        compared = "regression" in self.clues and self._named and any(self._compare_backends())
+        compared = "regression" in self.clues and any(self._compare_backends())
         chosen = () if compared else self.name_backend(cause)
         yield from (*steps[:-1], *chosen, *self._list_optional(cause.kind, steps), *steps[-1:])
         if self.facts.vllm and cause.kind in _RELEASE_DECIDES and (used := max(self.facts.vllm)) < OLDEST:
@@ -132,7 +132,7 @@ class Advice:
         rows, model = load_data("facts.yaml")["activations"], self.settings.model.lower()
         activation = next((rows[name] for name in rows if re.search(name, model)), "silu")
         scheme = scheme or self._scheme.get("scheme", "")
-        if not (scheme and capability and activation in load_releases()[release].activations):
+        if not (scheme and capability in CAPABILITIES and activation in load_releases()[release].activations):
             return None
         return select(capability, scheme, release=release, activation=activation)
 
@@ -266,13 +266,17 @@ class Advice:
         flag = found.pop("of", "")
         for name, value in found.items():
             if name == "flag":
-                yield from self._tell_span(value, "", load_vllm_flags().rows)
+                yield from self._tell_span(value.replace("_", "-"), "", load_vllm_flags().rows)
             elif name == "any":
                 named = [row for row in load_vllm_values().rows if row.endswith(f" {value}")]
                 yield from self._tell_span(named[0].split()[0], value, named) if len(named) == 1 else ()
             else:
                 flag = flag or f"--{name.replace('_', '-')}"
-                yield from self._tell_span(flag, value, load_vllm_values().rows)
+                listed = [row for row in load_vllm_values().rows if row.startswith(f"{flag} ")]
+                chosen = {choice for span in load_vllm_flags().rows.get(flag, ()) for choice in span.choices}
+                if listed or chosen:  # other flags take numbers, or any word
+                    lower = value.lower() if value.lower() in chosen else value
+                    yield from self._tell_span(flag, lower, [*listed, *(f"{flag} {each}" for each in chosen)])
 
     def _name_threads(self, words: str) -> Iterator[str]:
         """Yield what threads upstream say of the same error, where the text's release may have it."""
@@ -286,9 +290,9 @@ class Advice:
                 continue
             project, number = row["thread"].split("#")
             link = f"https://github.com/{load_data('threads.yaml')['projects'][project]}/issues/{number}"
-            mended = f"vLLM {row['fixed']} mends it; " if fixed else ""
+            mended = f"vLLM {row['fixed']} fixes it; " if fixed else ""
             number_shown += 1
-            yield f"{link} tells of such an error: {mended}{row['try']}"
+            yield f"{link} reports such an error: {mended}{row['try']}"
 
     def _tell_span(self, flag: str, value: str, known: Iterable[str]) -> Iterator[str]:
         releases, name = [*load_releases()], f"{flag} {value}".rstrip()
@@ -307,13 +311,13 @@ class Advice:
 
     def _compare_releases(self, kind: str) -> Iterator[str]:
         """Yield what two releases in the text do differently; of a single one, what is new in it."""
-        if not (self._named[1:] or self._release):
+        if self._pair is None:
             return
-        known, new = [*load_releases()], self._named[-1]
-        old = self._named[0] if self._named[1:] else known[max(known.index(new) - 1, 0)]
+        old, new = self._pair
         if kind in _SETTINGS_DECIDE:
             yield from self._compare_backends()
         words = (
+            *self.facts.gpus,
             self.settings.model,
             *self.settings.variables,
             *(f"--{name}" for name in self.settings.flags),
@@ -328,6 +332,19 @@ class Advice:
             )
 
     @cached_property
+    def _pair(self) -> tuple[str, str] | None:
+        """The release that failed, after the one that it is compared with: it works, or is the one before."""
+        known, new = [*load_releases()], self._release
+        if not new or not known.index(new):
+            return None
+        works = {show(each) for each in self.facts.other_vllm}
+        older = self._named[: self._named.index(new)]
+        good = [release for release in older if release in works]
+        if self._named[1:] and not older:
+            return None  # only newer ones are named beside it
+        return (*good[-1:], *older[:1], known[known.index(new) - 1])[0], new
+
+    @cached_property
     def _named(self) -> list[str]:
         """The releases in the text that the tables know, oldest first."""
         named = {show(each) for each in self.facts.vllm | self.facts.other_vllm}
@@ -335,7 +352,9 @@ class Advice:
 
     def _compare_backends(self) -> Iterator[str]:
         """Yield the MoE backends of two releases in the text, where they select different ones."""
-        before, after = self._named[0], self._named[-1]
+        if self._pair is None or self._pair[0] not in self._named:
+            return
+        before, after = self._pair
         for capability in [self._capability] if self._capability else _COMMON_GPUS:
             old, new = (self._select(release, capability) for release in (before, after))
             if old and new and old.chosen and new.chosen and old.chosen != new.chosen:

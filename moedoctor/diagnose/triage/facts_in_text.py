@@ -59,7 +59,8 @@ class Facts:
                 start = match.start(match.lastindex or 0) if product == "0." else match.start()
                 around = f"{line[:start][-40:]}\0{line[match.end() :][:40]}"
                 before = around.partition("\0")[0]
-                another = lines["not_about"].search(before) and not lines["failed"].search(around)
+                works = lines["not_about"].search(before) or lines["works"].search(around)
+                another = works and not lines["failed"].search(around)
                 if (release := parse(text)) and not (another or lines["left"].search(around)):
                     releases.add(release)
                 elif release and product != "flashinfer":

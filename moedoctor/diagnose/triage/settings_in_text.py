@@ -11,7 +11,12 @@ from moedoctor.redaction import Redactor
 from moedoctor.text import escape
 
 _LIBRARIES = ("torch", "cuda", "driver")
-_SECRET = re.compile(r"key|token(?!s\b|izer)|secret|passw", re.IGNORECASE)
+_SECRET = re.compile(r"key|token|secret|passw", re.IGNORECASE)
+_COUNTS = re.compile(
+    r"(?:max|num)[-_](?:[a-z]{1,20}[-_]){0,2}tokens\b|\btokenizer(?:-mode|-revision)?\b(?![-_])",
+    re.IGNORECASE,
+)
+"""Words of tokens that a model reads, which are no secret."""
 _INNERMOST = re.compile(r"[(\[{<][^()\[\]{}<>]*[)\]}>]")
 _MOST, _CALL_LINES, _MOST_VALUE, _DEPTH = 200, 30, 120, 12
 _MODEL = "model-tag"
@@ -104,7 +109,7 @@ class SettingsReader(Settings):
             kind: {
                 escape(name): escape(redactor.mask(value))
                 for name, value in getattr(self, kind).items()
-                if not _SECRET.search(name)
+                if not _SECRET.search(_COUNTS.sub("", name))
             }
             for kind in ("flags", "variables")
         }
@@ -138,7 +143,7 @@ class SettingsReader(Settings):
     def _add(self, found: list[tuple[str, str]]) -> None:
         for name, value in found[:_MOST]:
             if len(self.flags) < _MOST:
-                value = "" if _SECRET.search(value) else value.strip("[]()")[:_MOST_VALUE]
+                value = "" if _SECRET.search(_COUNTS.sub("", value)) else value.strip("[]()")[:_MOST_VALUE]
                 self.flags[name.replace("_", "-")] = value
 
 

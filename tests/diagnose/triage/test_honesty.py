@@ -296,3 +296,12 @@ def test_what_follows_from_the_error_of_a_finding_is_told_with_it() -> None:
     )
     assert "vLLM 0.29.0 is the first that has --moe-backend b12x" in find(text, "MD010").next_step
     assert "0.29.0" not in find(f"{text}\n\nVLLM_NVFP4_MOE_BACKEND=1", "MD010").next_step.partition("\n")[0]
+
+
+def test_tokens_that_are_counted_are_shown_and_tokens_that_open_a_door_are_not() -> None:
+    flags = "--max-num-batched-tokens 4096 --tokenizer-mode slow --api-tokens q9w8e7r6 --auth-tokens=zxcvbn12"
+    answer = show(
+        f"VLLM_AUTH_TOKENS=q1w2e3r4 VLLM_TOKENIZER_AUTH=q5w6e7r8 vllm serve m {flags}\nRuntimeError: x"
+    )
+    assert "--max-num-batched-tokens 4096, --tokenizer-mode slow" in answer
+    assert not any(secret in answer for secret in ("q9w8e7r6", "zxcvbn12", "q1w2e3r4", "q5w6e7r8"))
