@@ -200,7 +200,7 @@ def _report_absent(name: str, value: str, known: Settings, release: str, product
     if close:
         message = f"{product} {release} does not know it; {close[0]} is near"
         return SettingFinding(setting, "misspelt", message, f"{close[0]}={value}", here[close[0]].source)
-    message = f"{product} {release} does not read it, nor does any other release"
+    message = f"{product} {release} does not read it, nor does any other known release"
     return SettingFinding(setting, "unknown", message, None, "")
 
 

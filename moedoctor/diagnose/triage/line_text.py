@@ -130,6 +130,8 @@ def split_prefix(line: bytes) -> tuple[str, str]:
     A line of decoration has no words.
     """
     text = _decode(line).replace("\r", " ").strip()
+    if text[:1] == "#" and LINES["commented"].match(text):
+        return "", ""
     if text[:1] == "{" and '"' in text:
         text = _read_json_message(text)
     if "\x1b" in text or "[" in text:

@@ -69,8 +69,6 @@ class SettingsReader(Settings):
     def read(self, shown: str) -> None:
         """Take in one line as it is written."""
         lower, lines = shown.lower(), load_lines()
-        if lines["commented"].match(shown):
-            return
         command = lines["command"].search(shown)
         if command:
             self.shown, self._flag = True, _MODEL if "serve" in command[0] else ""
