@@ -140,10 +140,10 @@ class Advice:
         """Return which releases take what the text's one refuses for the GPU, if that can be told."""
         word, backend = self.facts.refused or ("", "")
         scheme = self._scheme.get("scheme", "") if word == "fp8" else word
-        if not (self._capability and scheme):
-            return ""
         releases = [*load_releases()]
-        answers = [self._select(release, self._capability, scheme) for release in releases]
+        answers = [self._select(each, self._capability, scheme) if scheme else None for each in releases]
+        if not any(answers):
+            return ""  # no refusal, or the tables do not have this GPU or activation
         takes = [self._find_backend(backend, answer) for answer in answers]
         whose = " of this model" if self.settings.model else ""
         what = f"{scheme} experts{whose} on a GPU of {self._capability}"

@@ -17,7 +17,7 @@ from functools import cache
 from typing import BinaryIO
 
 from moedoctor.diagnose.triage.advice import Advice
-from moedoctor.diagnose.triage.cause import Cause, Errors, find_told_cause
+from moedoctor.diagnose.triage.cause import Cause, Errors, find_told_cause, load_lines
 from moedoctor.diagnose.triage.facts_in_text import Facts, release_words
 from moedoctor.diagnose.triage.line_text import Stance, is_possible, read_stance
 from moedoctor.diagnose.triage.log_text import Passage, Passages
@@ -240,6 +240,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
 def _answer_question(errors: Errors, advice: Advice) -> Cause | None:
     """Return what is known of what a person's text without an error names; None if that is nothing."""
     line, text = errors.first
+    if not load_lines()["asks"].search(text[:_LONG]):
+        return None
     body = load_data("causes.yaml")["classes"]["question"]
     asked = Cause(line, text[:_LONG], "question", f"{body['name']}: {body['says']}", "", "", "")
     steps = [*advice.list_facts(asked, text[:_LONG]), *filter(None, advice.list_steps(asked))]
