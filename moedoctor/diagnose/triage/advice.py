@@ -327,7 +327,7 @@ class Advice:
             f"{each.back} ({each.says}, since {each.since})" for each in changed if kind in each.kinds
         ]:
             yield (
-                f"vLLM {new} does by itself what {old} does not: try, one at a time, "
+                f"vLLM {new} has new defaults since {old}; undo them one at a time: "
                 f"{', '.join(rows[:_MOST_DEFAULTS])}"
             )
 

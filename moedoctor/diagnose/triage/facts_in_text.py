@@ -18,7 +18,7 @@ OLDEST: Release = (0, 17, 1, 0)
 
 _MOST = 64
 _CONTAINER = 20
-"""From here on it is the year of a container, as in nvcr.io/nvidia/vllm:25.11."""
+"""A larger major version is the year of a container, as in nvcr.io/nvidia/vllm:25.11."""
 
 
 @dataclass

@@ -222,7 +222,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             steps += advice.list_steps(error)
         error = replace(error, next_step="\n".join(dict.fromkeys(steps)))
     elif not (findings or notes.keys() & {"vllm_log", "solved_told"}):
-        error = _answer_question(errors, advice)
+        error = _answer_question(errors, advice, redactor)
     return Triage(
         findings=findings,
         releases=facts.summarize(),
@@ -237,14 +237,14 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     )
 
 
-def _answer_question(errors: Errors, advice: Advice) -> Cause | None:
-    """Return what is known of what a person's text without an error names; None if that is nothing."""
+def _answer_question(errors: Errors, advice: Advice, redactor: Redactor) -> Cause | None:
+    """Return what is known about the model, GPU and flags of a question; None if nothing is known."""
     line, text = errors.first
     if not load_lines()["asks"].search(text[:_LONG]):
         return None
     body = load_data("causes.yaml")["classes"]["question"]
     asked = Cause(line, text[:_LONG], "question", f"{body['name']}: {body['says']}", "", "", "")
-    steps = [*advice.list_facts(asked, text[:_LONG]), *filter(None, advice.list_steps(asked))]
+    steps = [*advice.list_facts(asked, redactor.mask(text)[:_LONG]), *filter(None, advice.list_steps(asked))]
     return replace(asked, next_step="\n".join(steps)) if steps else None
 
 
