@@ -205,9 +205,10 @@ def run_command(report: Report, folder: Path, limit: float | None) -> None:
 
 
 def _find_file(word: str) -> str:
-    """Return a word whose path ends with ``/*`` with the first file there."""
+    """Return a word whose path ends with ``/*`` with the first file there; MoE kernels come before others."""
     name, equals, path = word.rpartition("=")
-    found = sorted(glob.glob(path)) if path.endswith("/*") else []
+    found = glob.glob(path) if path.endswith("/*") else []
+    found.sort(key=lambda file: ("moe_C" not in Path(file).name, file))
     return f"{name}{equals}{found[0]}" if found else word
 
 

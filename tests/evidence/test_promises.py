@@ -14,6 +14,7 @@ from evidence.promises import (
     FILE,
     ROOT,
     Promise,
+    _find_file,
     judge_folder,
     load_promises,
     load_reports,
@@ -151,6 +152,12 @@ def test_a_name_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str])
     assert stopped.value.code == 2
     assert "no report is named 'nonsense'" in capsys.readouterr().err
     assert FILE.name == "promises.yaml"
+
+
+def test_the_moe_kernels_of_a_folder_come_before_what_is_beside_them(tmp_path):
+    for name in ("_C.abi3.so", "_moe_C.abi3.so", "cu12"):
+        (tmp_path / name).touch()
+    assert _find_file(f"0.21.0={tmp_path}/*") == f"0.21.0={tmp_path}/_moe_C.abi3.so"
 
 
 def test_a_variable_that_a_command_needs_is_asked_for(tmp_path, monkeypatch):
