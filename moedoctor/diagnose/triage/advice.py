@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from moedoctor.diagnose.settings.settings import check_settings
@@ -23,14 +24,19 @@ from moedoctor.diagnose.triage.settings_in_text import Settings
 from moedoctor.diagnose.triage.signatures import load_data
 from moedoctor.fixes.backends import Selection, select
 from moedoctor.fixes.backends.release_tables import CAPABILITIES, load_releases
-from moedoctor.text import find_closest, suggest_names
+from moedoctor.text import escape, find_closest, suggest_names
 
 _COMMON_GPUS = ("8.9", "9.0", "10.0", "12.0")
 _SETTINGS_DECIDE = ("backend", "wrong_output", "kernel_fault", "compile", "speed", "hang", "arguments")
-_RELEASE_DECIDES = ("unknown", "backend", "kernel_fault", "compile", "quantization", "loading_names")
+_RELEASE_DECIDES = (
+    *("unknown", "backend", "kernel_fault", "compile", "quantization", "loading_names"),
+    *("loading_shapes", "wrong_output", "hang", "collective"),
+)
 _ANY_FLAG = ("unknown", "kernel_fault", "wrong_output", "hang", "collective", "compile", "killed")
 """Errors that any flag may bring."""
-_MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS, _MOST_DEFAULTS, _MOST_THREADS = 12, 2, 4, 3, 2
+_MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS, _MOST_DEFAULTS, _MOST_THREADS = 12, 2, 4, 3, 3
+_CLUE = 20
+"""Characters of a pattern that make a row of a thread as particular as one more clue does."""
 _NO_SIZES = "no figures: "
 """The start of a line of a step that sizes in the text replace."""
 _SHARES = ((0, 20, 0, 0), 0.9, 0.92)
@@ -80,9 +86,14 @@ class Advice:
     def list_facts(self, cause: Cause, words: str) -> Iterator[str]:
         """Yield what follows from the text's own facts for its error.
 
-        `words` are the headline, all that the error says and its frames, without secrets.
+        `words` are lines without secrets: the headline, the first line, the error, the model, the flags, all
+        that the error says, and its frames.
         """
         yield from self._count_memory(cause)
+        if request := load_lines()["request"].search(
+            words.split("\n", 2)[-1]
+        ):  # without a person's own words
+            yield f"the message itself asks for it: {escape(request[1])}"
         yield from (*self._find_value(words), *map(self.fit, self._name_threads(words)))
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
@@ -99,8 +110,11 @@ class Advice:
         compared = "regression" in self.clues and any(self._compare_backends())
         chosen = () if compared else self.name_backend(cause)
         yield from (*steps[:-1], *chosen, *self._list_optional(cause.kind, steps), *steps[-1:])
-        if self.facts.vllm and cause.kind in _RELEASE_DECIDES and (used := max(self.facts.vllm)) < OLDEST:
-            yield load_data("facts.yaml")["says"]["old"].format(used=show(used))
+        if self.facts.vllm and cause.kind in _RELEASE_DECIDES:
+            used, newest = max(self.facts.vllm), [*load_releases()][-1]
+            row = "old" if used < OLDEST else "newer" if self._release not in ("", newest) else None
+            says = load_data("facts.yaml")["says"]
+            yield from [self.fit(says[row].format(used=show(used), newest=newest))] if row else ()
 
     def _list_optional(self, kind: str, steps: Sequence[str]) -> Iterator[str]:
         """Yield the flags of the text that a server does without, but for those that its steps name."""
@@ -109,6 +123,7 @@ class Advice:
         }
         flags = [name for name in load_data("facts.yaml")["optional"] if name in given]
         flags = [f"--{name}" for name in flags if not any(f"--{name}" in step for step in steps)]
+        flags = [name for name in flags if name not in self.settings.tried]
         if flags and kind in _ANY_FLAG:
             yield f"start once without what this command line adds, one at a time: {', '.join(flags)}"
 
@@ -279,19 +294,22 @@ class Advice:
                     yield from self._tell_span(flag, lower, [*listed, *(f"{flag} {each}" for each in chosen)])
 
     def _name_threads(self, words: str) -> Iterator[str]:
-        """Yield what threads upstream say of the same error, where the text's release may have it."""
-        used, number_shown = max(self.facts.vllm, default=None), 0
-        for row in load_data("threads.yaml")["threads"]:
+        """Yield what threads upstream say of the same error, where the text's release may have it.
+
+        Rows that ask for more come first.
+        """
+        data, used = load_data("threads.yaml"), max(self.facts.vllm, default=None)
+        fits = []
+        for row in data["threads"]:
             since, fixed = (read_boundary(row[key]) if key in row else None for key in ("since", "fixed"))
             outside = used and ((since and used < since) or (fixed and used >= fixed))
             asked = {*row.get("needs", "").split("+")} - {""}
-            fits = self.clues >= asked and re.search(row["match"], words, re.IGNORECASE)
-            if outside or not fits or number_shown == _MOST_THREADS:
-                continue
+            if not outside and self.clues >= asked and re.search(row["match"], words, re.IGNORECASE):
+                fits.append((-_CLUE * len(asked) - len(row["match"]), row))
+        for _, row in sorted(fits, key=itemgetter(0))[:_MOST_THREADS]:
             project, number = row["thread"].split("#")
-            link = f"https://github.com/{load_data('threads.yaml')['projects'][project]}/issues/{number}"
-            mended = f"vLLM {row['fixed']} fixes it; " if fixed else ""
-            number_shown += 1
+            link = f"https://github.com/{data['projects'][project]}/issues/{number}"
+            mended = f"vLLM {row['fixed']} fixes it; " if "fixed" in row else ""
             yield f"{link} reports such an error: {mended}{row['try']}"
 
     def _tell_span(self, flag: str, value: str, known: Iterable[str]) -> Iterator[str]:

@@ -453,7 +453,7 @@ def _describe(error: _Error, launch_blocking: bool) -> Cause:
     rules, owners = load_rules()
     frames = "\n".join(map(str, error.frames))
     rule = next(rule for rule in rules if rule.matches(error.text if error.context else error.whole, frames))
-    if rule is rules[-1]:  # it matches all
+    if rule.kind == "unknown":
         rule = next(rule for rule in rules if rule.matches(error.whole, frames))
     own = [frame for frame in error.frames if not load_lines()["plumbing"].search(str(frame))] or [
         *error.frames

@@ -19,6 +19,9 @@ _COUNTS = re.compile(
 """Words of tokens that a model reads, which are no secret."""
 _INNERMOST = re.compile(r"[(\[{<][^()\[\]{}<>]*[)\]}>]")
 _MOST, _CALL_LINES, _MOST_VALUE, _DEPTH = 200, 30, 120, 12
+_LIST_LINES = 12
+NO_HELP = " did not help"
+"""The end of a step that the text has tried."""
 _MODEL = "model-tag"
 """The name of the positional argument of `vllm serve`."""
 
@@ -37,6 +40,8 @@ class Settings:
     """True if the text shows the arguments of the server."""
     model: str = ""
     """The model that is served, or the first one that the text names."""
+    tried: dict[str, None] = field(default_factory=dict)
+    """Flags and variables, as steps write them, of which the text says that they change nothing."""
 
     def explain_repetition(self, step: str) -> str:
         """Return a next step with what it recommends and the text sets already, which then did not help."""
@@ -50,6 +55,9 @@ class Settings:
             for name, value in re.findall(r"\b([A-Z][A-Z0-9_]{4,60})=([\w.]{1,40})", step)
             if self.variables.get(name) == value
         )
+        own = re.sub(r"`moedoctor [^`]*`", "", step)  # without command lines of the text
+        if tried := [each for each in self.tried if re.search(rf"{re.escape(each)}(?![\w-])", own)]:
+            return f"{step}; the text says that {' and '.join(tried)}{NO_HELP}"
         again = dict.fromkeys((*flags, *variables))
         return f"{step}; the text sets {' and '.join(again)} already" if again else step
 
@@ -65,10 +73,14 @@ class SettingsReader(Settings):
     """True if no command line names the model."""
     _call: int = 0
     """Lines of a Python call that may still come."""
+    _listed: int = 0
+    """Lines that may still come of a list of what was tried."""
 
     def read(self, shown: str) -> None:
         """Take in one line as it is written."""
         lower, lines = shown.lower(), load_lines()
+        if self._read_tried(shown, lower):
+            return
         command = lines["command"].search(shown)
         if command:
             self.shown, self._flag = True, _MODEL if "serve" in command[0] else ""
@@ -101,6 +113,30 @@ class SettingsReader(Settings):
                 self.libraries[name] = match[1]
         self.wsl = self.wsl or ("wsl" in lower and lines["wsl"].search(lower) is not None)
 
+    def _read_tried(self, shown: str, lower: str) -> bool:
+        """Take in settings that a sentence, or an item of a list of attempts, says to change nothing.
+
+        Returns True for such an item: it is not how the server starts.
+        """
+        lines, blank = load_lines(), not lower.strip()
+        listed = self._listed > 0 and not blank and not lines["command"].search(shown)
+        if lines["attempts"].search(lower):
+            self._listed = _LIST_LINES
+        elif not blank or self._listed < _LIST_LINES:  # a blank line may stand before the list, and ends it
+            self._listed = self._listed - 1 if listed else 0
+        for sentence in re.split(r"(?<=[.!?;]) |, but ", shown):
+            said = sentence.lower()
+            if lines["helped"].search(said) or not (listed or lines["tried"].search(said)):
+                continue
+            words = (
+                each for each, known in load_data("facts.yaml")["tried"].items() if re.search(known, said)
+            )
+            settings = (
+                " ".join(filter(None, found)).rstrip(".") for found in lines["setting"].findall(sentence)
+            )
+            self.tried.update(dict.fromkeys([*words, *settings][: _MOST - len(self.tried)]))
+        return listed
+
     def mask(self, redactor: Redactor) -> Settings:
         """Return what may be shown: without secrets and control characters."""
         masked = {
@@ -113,7 +149,7 @@ class SettingsReader(Settings):
         }
         flags, variables = masked["flags"], masked["variables"]
         model = redactor.mask(self.model)
-        return Settings(flags, variables, dict(self.libraries), self.wsl, self.shown, model)
+        return Settings(flags, variables, dict(self.libraries), self.wsl, self.shown, model, self.tried)
 
     def _read_words(self, text: str, depth: int) -> bool:
         """Take in words of a command line, as a shell reads them; return True if the command ends there."""

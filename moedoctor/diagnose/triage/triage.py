@@ -21,7 +21,7 @@ from moedoctor.diagnose.triage.cause import Cause, Errors, find_told_cause, load
 from moedoctor.diagnose.triage.facts_in_text import Facts, release_words
 from moedoctor.diagnose.triage.line_text import Stance, is_possible, read_stance
 from moedoctor.diagnose.triage.log_text import Passage, Passages
-from moedoctor.diagnose.triage.settings_in_text import Settings, SettingsReader
+from moedoctor.diagnose.triage.settings_in_text import NO_HELP, Settings, SettingsReader
 from moedoctor.diagnose.triage.signatures import (
     Clue,
     Signature,
@@ -210,9 +210,15 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             error = in_words
         elif in_words is not None and in_words.kind not in ("unknown", "wrong_output", "speed"):
             error = replace(in_words, line=error.line, excerpt=error.excerpt)
+    flags = (f"--{name} {value}" for name, value in settings.flags.items())
+    told = (
+        errors.headline[1][:_LONG],
+        errors.first[1][:_LONG],
+        error.excerpt if error else "",
+        settings.model,
+    )
+    words = redactor.mask("\n".join((*told, *flags, errors.words)))[:_MOST_WORDS]
     if error is not None:
-        words = "\n".join((errors.headline[1][:_LONG], error.excerpt, settings.model, errors.words))
-        words = redactor.mask(words)[:_MOST_WORDS]
         steps = [*advice.list_facts(error, words)]
         findings = tuple(
             replace(each, next_step="\n".join((each.next_step, *steps))) if each.line == error.line else each
@@ -220,9 +226,10 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         )
         if error.next_step:
             steps += advice.list_steps(error)
+        steps.sort(key=lambda step: step.endswith(NO_HELP))
         error = replace(error, next_step="\n".join(dict.fromkeys(steps)))
     elif not (findings or notes.keys() & {"vllm_log", "solved_told"}):
-        error = _answer_question(errors, advice, redactor)
+        error = _answer_question(errors, advice, words)
     return Triage(
         findings=findings,
         releases=facts.summarize(),
@@ -237,14 +244,14 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     )
 
 
-def _answer_question(errors: Errors, advice: Advice, redactor: Redactor) -> Cause | None:
-    """Return what is known about the model, GPU and flags of a question; None if nothing is known."""
+def _answer_question(errors: Errors, advice: Advice, words: str) -> Cause | None:
+    """Return what is known about a question, or of a report without an error; None if nothing is known."""
     line, text = errors.first
-    if not load_lines()["asks"].search(text[:_LONG]):
-        return None
     body = load_data("causes.yaml")["classes"]["question"]
     asked = Cause(line, text[:_LONG], "question", f"{body['name']}: {body['says']}", "", "", "")
-    steps = [*advice.list_facts(asked, redactor.mask(text)[:_LONG]), *filter(None, advice.list_steps(asked))]
+    steps = [*advice.list_facts(asked, words)]
+    if load_lines()["asks"].search(text[:_LONG]):
+        steps += filter(None, advice.list_steps(asked))
     return replace(asked, next_step="\n".join(steps)) if steps else None
 
 

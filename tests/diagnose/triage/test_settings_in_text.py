@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.triage.settings_in_text import SettingsReader
+from moedoctor.diagnose.triage.settings_in_text import NO_HELP, SettingsReader
 from moedoctor.redaction import Redactor
 
 
@@ -103,3 +103,31 @@ def test_words_in_quotation_marks_are_one_value(value: str, mark: str, joint: st
 def test_marks_without_an_end_hide_no_flag_before_them(rest: str, start: str) -> None:
     reader = read(f"{start} a/b --moe-backend marlin -tp 2 --x {rest}")
     assert (reader.model, reader.flags["tensor-parallel-size"]) == ("a/b", "2")
+
+
+@pytest.mark.parametrize(
+    ("text", "tried"),
+    [
+        ("It still crashes with --moe-backend marlin.", ["--moe-backend marlin"]),
+        ("NCCL_P2P_DISABLE=1 did not help, but with --enforce-eager it works", ["NCCL_P2P_DISABLE=1"]),
+        ("It still crashes unless --enforce-eager is set.", []),
+        (
+            "Eager mode makes no difference; same error without MTP.",
+            ["--enforce-eager", "--speculative-config"],
+        ),
+        (
+            "I tried:\n\n--enforce-eager\n--moe-backend triton: works\n\n--moe-backend marlin",
+            ["--enforce-eager"],
+        ),
+        ("What I tried:\nvllm serve m --enforce-eager", []),
+        ("What I tried:\n--enforce-eager: slower, the same\n\nno change with FP8", ["--enforce-eager"]),
+    ],
+)
+def test_what_was_tried_in_vain_is_no_step_any_more(text: str, tried: list[str]) -> None:
+    reader = read(f"vllm serve m --moe-backend cutlass\n\n{text}")
+    assert [*reader.tried] == tried
+    for setting in tried:
+        step = f"start once with {setting}"
+        assert reader.explain_repetition(step) == f"{step}; the text says that {setting}{NO_HELP}"
+        for other in (f"{step}-x", f"`moedoctor record -- vllm serve m {setting}` keeps it"):
+            assert NO_HELP not in reader.explain_repetition(other)
