@@ -35,6 +35,8 @@ _RELEASE_DECIDES = (
 _ANY_FLAG = ("unknown", "kernel_fault", "wrong_output", "hang", "collective", "compile", "killed")
 """Errors that any flag may bring."""
 _MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS, _MOST_DEFAULTS, _MOST_THREADS = 12, 2, 4, 3, 3
+NO_OLDER = " is no older than that"
+"""The end of a step that names a release which the text has, or a later one."""
 _CLUE = 20
 """Characters of a pattern that make a row of a thread as particular as one more clue does."""
 _NO_SIZES = "no figures: "
@@ -81,6 +83,9 @@ class Advice:
             asked = re.search(rf"(?<!leave out )(?<!without )(?<!no )--{flag}\b", step)
             if asked and newest and newest <= read_boundary(last):
                 step += f"; {show(newest)} has no --{flag} yet: upgrade before"
+        asked = re.findall(r"\btake (0\.\d{1,3}\.\d{1,3}) or later", step)
+        if asked and newest and newest >= min(map(read_boundary, asked)):
+            step += f"; {show(newest)}{NO_OLDER}"
         return self.settings.explain_repetition(step)
 
     def list_facts(self, cause: Cause, words: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.advice import Advice
+from moedoctor.diagnose.triage.advice import NO_OLDER, Advice
 from moedoctor.diagnose.triage.cause import Cause, Errors, find_told_cause, load_lines
 from moedoctor.diagnose.triage.facts_in_text import Facts, release_words
 from moedoctor.diagnose.triage.line_text import Stance, is_possible, read_stance
@@ -58,8 +58,8 @@ _LAST_LINES = 500
 _EXCERPTS = 40
 _ENOUGH = 20_000
 """After so many lines with a clue, it is not looked for any more."""
-_MOST_WORDS = 20_000
-"""The characters of an error that are compared with threads upstream."""
+_MOST_WORDS, _BODY = 20_000, 40
+"""The characters of an error that are compared with threads upstream, and the lines of a question."""
 _Excerpt = tuple[str, int, int]
 """A line, and where in it the clue starts and ends."""
 
@@ -163,7 +163,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     facts, notes = Facts(), dict[str, _Notes]()
     once = load_clues().keys() - _list_placed()
     settled: set[str] = set()
-    settings = SettingsReader()
+    settings, body = SettingsReader(), list[str]()
     errors = Errors()
     anchors = load_data("anchors.yaml")
     common, rare = ([word.encode() for word in anchors[kind].split("|")] for kind in ("common", "rare"))
@@ -174,6 +174,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
             continue
         facts.read(middle)
         settings.read(passage.shown)
+        if len(body) < _BODY:
+            body.append(passage.shown[:_EXCERPT])
         if passage.of_vllm and "vllm_log" not in settled:
             settled.add("vllm_log")
             notes.setdefault("vllm_log", _Notes()).add(passage.line, (passage.shown, 0, 0))
@@ -217,7 +219,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         error.excerpt if error else "",
         settings.model,
     )
-    words = redactor.mask("\n".join((*told, *flags, errors.words)))[:_MOST_WORDS]
+    tells = (errors.words,) if error else body  # a question names its subject anywhere
+    words = redactor.mask("\n".join((*told, *flags, *tells)))[:_MOST_WORDS]
     if error is not None:
         steps = [*advice.list_facts(error, words)]
         findings = tuple(
@@ -226,7 +229,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         )
         if error.next_step:
             steps += advice.list_steps(error)
-        steps.sort(key=lambda step: step.endswith(NO_HELP))
+        steps.sort(key=lambda step: step.endswith((NO_HELP, NO_OLDER)))
         error = replace(error, next_step="\n".join(dict.fromkeys(steps)))
     elif not (findings or notes.keys() & {"vllm_log", "solved_told"}):
         error = _answer_question(errors, advice, words)
