@@ -83,8 +83,8 @@ class Advice:
             asked = re.search(rf"(?<!leave out )(?<!without )(?<!no )--{flag}\b", step)
             if asked and newest and newest <= read_boundary(last):
                 step += f"; {show(newest)} has no --{flag} yet: upgrade before"
-        asked = re.findall(r"\btake (0\.\d{1,3}\.\d{1,3}) or later", step)
-        if asked and newest and newest >= min(map(read_boundary, asked)):
+        first = re.search(r"\btake (0\.\d{1,3}\.\d{1,3}) or later", step)
+        if first and newest and newest >= read_boundary(first[1]):
             step += f"; {show(newest)}{NO_OLDER}"
         return self.settings.explain_repetition(step)
 
@@ -270,9 +270,10 @@ class Advice:
     def _name_release(self, message: str) -> Iterator[str]:
         """Yield the first release that has the model of which a message says that it is not known."""
         found = load_lines()["unknown_model"].search(message)
-        name = re.sub(r"_|For(?:Causal|Conditional)\w*", "", found[1] or found[2]).lower() if found else None
+        whole = (found[1] or found[2]).replace("_", "").lower() if found else ""
+        names = {whole, re.sub(r"for(?:causal|conditional)\w*", "", whole)}
         for releases, models in load_data("facts.yaml")["models"].items():
-            if name in models.split():
+            if names & {*models.split()}:
                 first, before = releases.split()
                 yield (
                     f"vLLM {first} has this model, {before} does not: take {first} or later, with the "
