@@ -206,6 +206,18 @@ def find_plugins_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path]
 
 
 @pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with config.json, whose engines are those of a stand-in and give finite logprobs."""
+    import engine_stub
+
+    monkeypatch.setenv("PYTHONPATH", str(engine_stub.write(tmp_path / "site")))
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 100}))
+    return folder
+
+
+@pytest.fixture
 def dying_plugin(find_plugins_in: Callable[[Path], None]) -> None:
     """The known failure of `tests/dying_plugin`, found through its entry point like another project's."""
     find_plugins_in(Path(__file__).parent / "dying_plugin")

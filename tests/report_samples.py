@@ -7,20 +7,7 @@ from typing import Any
 from hostile import TEXTS
 from hypothesis import strategies as st
 
-from moedoctor.results import (
-    CaseResult,
-    CaseVerdict,
-    ClaimResult,
-    ClaimVerdict,
-    Crash,
-    Death,
-    Report,
-    ScenarioResult,
-    ScenarioVerdict,
-    Summary,
-    Tier,
-    Unfinished,
-)
+from moedoctor import results
 
 ENVIRONMENT: dict[str, Any] = {
     "gpu": "NVIDIA H200", "driver": "580.159", "torch": "2.11.0", "vllm": "0.21.0", "flashinfer": None,
@@ -53,24 +40,24 @@ PULL, ISSUE = "vllm-project/vllm#39391", "vllm-project/vllm#39593"
 POINTS = tuple({"tokens": 128, "top_k": k, "scoring": s} for s in ("softmax", "sigmoid") for k in (2, 8))
 
 
-def case(subject: str, verdict: str, parameters: dict[str, Any] | None = None, **fields: Any) -> CaseResult:
+def case(subject: str, verdict: str, parameters: Any = None, **fields: Any) -> results.CaseResult:
     """Return a case with a figure that fits its verdict."""
-    tier = Tier.MODEL if subject in ("faulty", "fixed") else Tier.KERNEL
-    fields.setdefault("device", "cpu" if tier is Tier.MODEL else "cuda:0")
+    tier = results.Tier.MODEL if subject in ("faulty", "fixed") else results.Tier.KERNEL
+    fields.setdefault("device", "cpu" if tier is results.Tier.MODEL else "cuda:0")
     fields.setdefault("figure", {"reproduced": "13 of 128 rows", "clean": "0 of 128 rows"}.get(verdict, ""))
     point = POINTS[0] if parameters is None else parameters
-    return CaseResult(subject, tier, point, CaseVerdict(verdict), **fields)
+    return results.CaseResult(subject, tier, point, results.CaseVerdict(verdict), **fields)
 
 
-def crashed(subject: str, parameters: dict[str, Any] | None = None) -> CaseResult:
+def crashed(subject: str, parameters: dict[str, Any] | None = None) -> results.CaseResult:
     """Return a case whose child process crashed."""
     message = "CUDA error: an illegal memory access was encountered"
-    crash = Crash(Death.ILLEGAL_MEMORY_ACCESS, message, ("Traceback", "[red]last words[/]"))
+    crash = results.Crash(results.Death.ILLEGAL_MEMORY_ACCESS, message, ("Traceback", "[red]last words[/]"))
     fields = {"evidence": crash.to_evidence(), "reason": message, "figure": "illegal memory access"}
     return case(subject, "error", parameters, **fields)
 
 
-def scenario(verdict: str = "proved", *cases: CaseResult, **fields: Any) -> ScenarioResult:
+def scenario(verdict: str = "proved", *cases: results.CaseResult, **fields: Any) -> results.ScenarioResult:
     """Return MD001 with these cases, by default a control and a fix with the expected verdicts."""
     proof = (case("faulty", "reproduced", seconds=0.5), case("fixed", "clean", seconds=0.25))
     values: dict[str, Any] = {
@@ -80,34 +67,28 @@ def scenario(verdict: str = "proved", *cases: CaseResult, **fields: Any) -> Scen
         "file": "scenarios/nan_routing.yaml",
         **fields,
     }
-    return ScenarioResult(verdict=ScenarioVerdict(verdict), cases=cases or proof, **values)
+    return results.ScenarioResult(verdict=results.ScenarioVerdict(verdict), cases=cases or proof, **values)
 
 
-def report(*scenarios: ScenarioResult, **fields: Any) -> Report:
+def report(*scenarios: results.ScenarioResult, **fields: Any) -> results.Report:
     """Return a report of these scenarios on a machine with a GPU."""
-    values: dict[str, Any] = {"environment": ENVIRONMENT, "summary": Summary(), "version": "0.1.0", **fields}
-    return Report(command="run", scenarios=scenarios, **values)
+    values = {"environment": ENVIRONMENT, "summary": results.Summary(), "version": "0.1.0", **fields}
+    return results.Report(command="run", scenarios=scenarios, **values)
 
 
-def full_report() -> Report:
+def full_report() -> results.Report:
     """Return a report with every verdict of a case, claims, a crash, findings and an interruption."""
-    expected = {"expected": CaseVerdict.REPRODUCED}
+    expected = {"expected": results.CaseVerdict.REPRODUCED}
     cases = [case("faulty", "reproduced", point, evidence={"rows": 13}, **expected) for point in POINTS]
     cases += [case("fixed", "clean", point) for point in POINTS]
     cases += [case("installed", "skipped", point, reason="vllm is not installed here") for point in POINTS]
     cases += [case("vllm@0.19.1", "reproduced", point) for point in POINTS]
     cases += [crashed("vllm@0.20.0", POINTS[0]), case("vllm@0.20.0", "clean", POINTS[1])]
+    us, measured = {"with_us": 3.43125}, {"subject": "topk_softmax", "conditions": "128 tokens"}
     claims = (
-        ClaimResult(
-            "the fused clamp is free",
-            PULL,
-            ClaimVerdict.CONFIRMED,
-            {"with_us": 3.43125},
-            subject="topk_softmax",
-            conditions="128 tokens",
-        ),
-        ClaimResult("a launch costs 30 %", ISSUE, ClaimVerdict.REFUTED, {}, "it costs 35 %"),
-        ClaimResult("FP8 hides it", ISSUE, ClaimVerdict.UNTESTED, {}, "needs a GPU"),
+        results.ClaimResult("the fused clamp is free", PULL, results.ClaimVerdict.CONFIRMED, us, **measured),
+        results.ClaimResult("a launch costs 30 %", ISSUE, results.ClaimVerdict.REFUTED, {}, "it costs 35 %"),
+        results.ClaimResult("FP8 hides it", ISSUE, results.ClaimVerdict.UNTESTED, {}, "needs a GPU"),
     )
     failing = scenario(
         "error",
@@ -116,14 +97,12 @@ def full_report() -> Report:
         conclusions={"first_fixed_release": "0.20.0"},
         reason="vllm@0.20.0: illegal memory access",
         line=3,
-        unfinished=Unfinished("interrupted", {"vllm@0.33.0": 2}, 1, 9.5, True),
+        unfinished=results.Unfinished("interrupted", {"vllm@0.33.0": 2}, 1, 9.5, True),
     )
-    absent = scenario(
-        "absent", case("faulty", "clean"), id="MD005", name="untraceable_offload", reason="torch 2.13"
-    )
-    summary = Summary(
-        error=1, absent=1, exit_code=1, cases={"clean": 6}, interrupted=True, reasons=("MD001",)
-    )
+    named = {"id": "MD005", "name": "untraceable_offload"}
+    absent = scenario("absent", case("faulty", "clean"), **named, reason="torch 2.13")
+    ended = {"exit_code": 1, "interrupted": True, "reasons": ("MD001",)}
+    summary = results.Summary(error=1, absent=1, cases={"clean": 6}, **ended)
     findings = ("MD001 faulty: verdict reproduced -> clean",)
     return report(failing, absent, summary=summary, findings=findings, origin=ORIGIN, capsule=CAPSULE)
 
@@ -151,11 +130,11 @@ crashes = st.builds(
 """Evidence of children that died."""
 
 cases = st.builds(
-    CaseResult,
+    results.CaseResult,
     subject=st.sampled_from(("faulty", "fixed", "installed", "vllm@0.19.1")),
-    tier=st.sampled_from(Tier),
+    tier=st.sampled_from(results.Tier),
     parameters=st.dictionaries(_texts, _scalars, max_size=3),
-    verdict=st.sampled_from(CaseVerdict),
+    verdict=st.sampled_from(results.CaseVerdict),
     evidence=evidences | crashes,
     reason=st.none() | _texts,
     seconds=st.floats(0, 1e6),
@@ -163,19 +142,19 @@ cases = st.builds(
     figure=_texts,
 )
 claims = st.builds(
-    ClaimResult,
+    results.ClaimResult,
     text=_texts,
     source=_texts,
-    verdict=st.sampled_from(ClaimVerdict),
+    verdict=st.sampled_from(results.ClaimVerdict),
     evidence=evidences,
     reason=st.none() | _texts,
 )
 scenarios = st.builds(
-    ScenarioResult,
+    results.ScenarioResult,
     id=st.sampled_from(("MD001", "MD002")),
     name=_texts,
     title=_texts,
-    verdict=st.sampled_from(ScenarioVerdict),
+    verdict=st.sampled_from(results.ScenarioVerdict),
     file=_texts,
     cases=st.lists(cases, max_size=3).map(tuple),
     claims=st.lists(claims, max_size=2).map(tuple),
@@ -185,13 +164,13 @@ scenarios = st.builds(
 )
 _counts = st.integers(0, 1000)
 summaries = st.builds(
-    Summary,
+    results.Summary,
     *[_counts] * 7,
-    cases=st.dictionaries(st.sampled_from([verdict.value for verdict in CaseVerdict]), _counts),
+    cases=st.dictionaries(st.sampled_from([verdict.value for verdict in results.CaseVerdict]), _counts),
     interrupted=st.booleans(),
 )
 reports = st.builds(
-    Report,
+    results.Report,
     command=_texts,
     environment=evidences,
     scenarios=st.lists(scenarios, max_size=2).map(tuple),

@@ -11,34 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_samples import ENVIRONMENT, POINTS, PULL, case, report, reports, scenario
 
-from moedoctor.comparison import (
-    Comparison,
-    Incomparable,
-    Tolerance,
-    check_comparable,
-    compare,
-    judge_metric,
-    list_held,
-    list_metrics,
-    name_case,
-)
-from moedoctor.results import (
-    VERDICTS,
-    CaseVerdict,
-    ClaimResult,
-    ClaimVerdict,
-    Report,
-    ScenarioResult,
-    ScenarioVerdict,
-    from_json,
-    to_json,
-)
+from moedoctor import comparison as compared
+from moedoctor import results
+from moedoctor.comparison import Comparison, Tolerance, compare, list_held, list_metrics, name_case
 
-V = ScenarioVerdict
-C = CaseVerdict
+V = results.ScenarioVerdict
+C = results.CaseVerdict
 
 
-def _compare(before: ScenarioResult, after: ScenarioResult, **options: Any) -> Comparison:
+def _compare(before: results.ScenarioResult, after: results.ScenarioResult, **options: Any) -> Comparison:
     return compare(report(before), report(after), Tolerance(), **options)
 
 
@@ -48,19 +29,19 @@ def _cases(before: str, after: str, subject: str = "installed") -> Comparison:
 
 @settings(max_examples=25)
 @given(reports)
-def test_a_report_is_no_worse_than_itself(record: Report) -> None:
+def test_a_report_is_no_worse_than_itself(record: results.Report) -> None:
     comparison = compare(record, record, Tolerance(0.0))
     assert comparison.regressions == comparison.improvements == ()
-    again = from_json(Report, json.loads(to_json(record)))
+    again = results.from_json(results.Report, json.loads(results.to_json(record)))
     assert compare(again, record, Tolerance(0.0)) == compare(record, again, Tolerance(0.0)) == comparison
 
 
 @settings(max_examples=25)
 @given(reports.filter(lambda record: record.scenarios), st.data())
-def test_any_worse_scenario_verdict_is_a_regression(record: Report, data: st.DataObject) -> None:
+def test_any_worse_scenario_verdict_is_a_regression(record: results.Report, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(record.scenarios) - 1))
     two = data.draw(st.lists(st.sampled_from(V), min_size=2, max_size=2, unique=True))
-    before, after = sorted(two, key=lambda verdict: VERDICTS[verdict].rank)
+    before, after = sorted(two, key=lambda verdict: results.VERDICTS[verdict].rank)
     baseline, current = (_with_verdict(record, index, verdict) for verdict in (before, after))
     held = current.scenarios[index] in list_held(baseline, current)
     if after is V.FOUND and held:
@@ -74,7 +55,7 @@ def test_any_worse_scenario_verdict_is_a_regression(record: Report, data: st.Dat
     assert bool(compare(current, baseline, Tolerance()).regressions) is lost
 
 
-def _with_verdict(record: Report, index: int, verdict: ScenarioVerdict) -> Report:
+def _with_verdict(record: results.Report, index: int, verdict: results.ScenarioVerdict) -> results.Report:
     scenarios = list(record.scenarios)
     scenarios[index] = dataclasses.replace(scenarios[index], verdict=verdict)
     return dataclasses.replace(record, scenarios=tuple(scenarios))
@@ -174,8 +155,8 @@ def test_two_scenarios_about_one_failure_are_kept_apart() -> None:
         assert len(compare(report(proved, proved), report(*worse), Tolerance()).regressions) == 1
 
 
-def _claim(verdict: str, **evidence: Any) -> ClaimResult:
-    return ClaimResult("the clamp is free", PULL, ClaimVerdict(verdict), evidence, "measured")
+def _claim(verdict: str, **evidence: Any) -> results.ClaimResult:
+    return results.ClaimResult("the clamp is free", PULL, results.ClaimVerdict(verdict), evidence, "measured")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +178,7 @@ def test_changes_of_a_claim(before: str, after: str | None, kind: str) -> None:
 
 
 def test_metrics_of_cases_claims_and_conclusions_are_compared() -> None:
-    def measured(us: float) -> ScenarioResult:
+    def measured(us: float) -> results.ScenarioResult:
         return scenario(
             "proved",
             case("fixed", "clean", evidence={"kernel_us": us, "rows": us}, seconds=us),
@@ -214,7 +195,7 @@ def test_metrics_of_cases_claims_and_conclusions_are_compared() -> None:
     assert wide == Comparison()
 
 
-def _on(**facts: Any) -> Report:
+def _on(**facts: Any) -> results.Report:
     fast = facts.pop("us", 1.0)
     return report(scenario(conclusions={"a_us": fast}), environment={**ENVIRONMENT, **facts})
 
@@ -235,13 +216,13 @@ def test_the_processor_matters_only_without_a_gpu() -> None:
 
 @pytest.mark.parametrize("fact", ["gpu", "vllm", "flashinfer"])
 def test_reports_about_different_things_cannot_be_compared(fact: str) -> None:
-    with pytest.raises(Incomparable, match=f"{fact} differs .baseline .*, current other") as caught:
+    with pytest.raises(compared.Incomparable, match=f"{fact} differs .baseline .*, current other") as caught:
         compare(_on(), _on(**{fact: "other"}), Tolerance())
     assert isinstance(caught.value, ValueError)
-    with pytest.raises(Incomparable, match=f"{fact} differs"):
-        check_comparable(ENVIRONMENT, {**ENVIRONMENT, fact: "other"})
-    check_comparable(ENVIRONMENT, {**ENVIRONMENT, "driver": "other"})
-    with pytest.raises(Incomparable, match="current none"):
+    with pytest.raises(compared.Incomparable, match=f"{fact} differs"):
+        compared.check_comparable(ENVIRONMENT, {**ENVIRONMENT, fact: "other"})
+    compared.check_comparable(ENVIRONMENT, {**ENVIRONMENT, "driver": "other"})
+    with pytest.raises(compared.Incomparable, match="current none"):
         compare(_on(**{fact: "other"}), _on(**{fact: None}), Tolerance())
 
 
@@ -267,25 +248,25 @@ def test_metrics_are_found_inside_mappings_and_lists() -> None:
 @given(st.sampled_from(LOWER + HIGHER), positive, st.floats(0.06, 3), st.booleans())
 def test_direction_follows_the_name(name: str, baseline: float, change: float, up: bool) -> None:
     current = baseline * (1 + change) if up else baseline / (1 + change)
-    judged = judge_metric(name, baseline, current, Tolerance(0.05))
+    judged = compared.judge_metric(name, baseline, current, Tolerance(0.05))
     assert judged is not None
     assert judged[0] == ("regression" if up == (name in LOWER) else "improvement")
 
 
 @given(st.sampled_from(LOWER + HIGHER), positive, st.floats(-1, 1), st.floats(0, 0.9))
 def test_a_change_within_the_tolerance_is_not_reported(name, baseline, share, limit):
-    assert judge_metric(name, baseline, baseline * (1 + share * limit), Tolerance(limit)) is None
+    assert compared.judge_metric(name, baseline, baseline * (1 + share * limit), Tolerance(limit)) is None
 
 
 def test_figures_without_a_usable_baseline() -> None:
     expected = {(2.0, "nan"): "regression"}
     expected |= dict.fromkeys(((0.0, 1.0), (-1.0, 1.0), ("nan", 1.0), ("nan", "inf")), "note")
     for (baseline, current), outcome in expected.items():
-        judged = judge_metric("kernel_us", baseline, current, Tolerance())
+        judged = compared.judge_metric("kernel_us", baseline, current, Tolerance())
         assert judged is not None
         assert judged[0] == outcome
-    assert judge_metric("kernel_us", "nan", "nan", Tolerance()) is None
-    assert judge_metric("kernel_us", 0, 0, Tolerance()) is None
+    assert compared.judge_metric("kernel_us", "nan", "nan", Tolerance()) is None
+    assert compared.judge_metric("kernel_us", 0, 0, Tolerance()) is None
 
 
 @pytest.mark.parametrize(

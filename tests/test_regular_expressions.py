@@ -3,6 +3,7 @@
 import ast
 import itertools
 import re
+import re._compiler as compiler
 import re._constants as names
 import re._parser as parser
 import signal
@@ -115,21 +116,9 @@ def matching(tree: Any, repeat: bool) -> str:
 
 def member(choices: Any) -> str:
     """Return a character of a class such as ``[a-z_]``."""
-    sets = {"DIGIT": str.isdigit, "SPACE": str.isspace, "WORD": lambda each: each.isalnum() or each == "_"}
-    negated = choices[0][0] is names.NEGATE
-    for letter in "a1 A_-./:=,@" + "".join(map(chr, range(0x20, 0x7F))) + "\n\x1b\x80\u2028\u202e":
-        is_in = False
-        for kind, value in choices:
-            if kind is names.LITERAL:
-                is_in |= ord(letter) == value
-            elif kind is names.RANGE:
-                is_in |= value[0] <= ord(letter) <= value[1]
-            elif kind is names.CATEGORY:
-                word = str(value).rpartition("_")[2]
-                is_in |= sets[word](letter) != ("NOT_" in str(value))
-        if is_in != negated:
-            return letter
-    return "a"
+    compiled: Any = compiler.compile(parser.SubPattern(parser.State(), [(names.IN, choices)]))
+    letters = "a1 A_-./:=,@" + "".join(map(chr, range(0x20, 0x7F))) + "\n\x1b\x80\u2028\u202e"
+    return next(filter(compiled.match, letters), "a")
 
 
 def hostile(expression: Expression) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """`bench --engine`: variants are read, engines compared and timed, with a stand-in for vLLM."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +16,8 @@ BASE = Variant("base")
 MOE = {"MOEDOCTOR_FIXES": "moe"}
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with config.json; the stand-in gives its engines finite logprobs."""
-    monkeypatch.setenv("PYTHONPATH", str(engine_stub.write(tmp_path / "site")))
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 100}))
-    return folder
-
-
-def plan(model: Path, *variants: Variant, **changes: Any) -> Plan:
-    return replace(Plan(model, variants or (BASE,), tokens=4, repeats=2, batches=(1, 2)), **changes)
+def plan(tiny: Path, *variants: Variant, **changes: Any) -> Plan:
+    return replace(Plan(tiny, variants or (BASE,), tokens=4, repeats=2, batches=(1, 2)), **changes)
 
 
 def answers(shift: int = 0, count: int = 10, lead: float = 1.0) -> dict[str, Any]:
@@ -75,7 +64,7 @@ def test_what_is_no_variant_is_refused(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_real_processes_take_turns_and_only_right_engines_are_timed(model: Path) -> None:
+def test_real_processes_take_turns_and_only_right_engines_are_timed(tiny: Path) -> None:
     """The stand-in's `wrong` takes another token; one that does not start stops no other."""
     started = []
 
@@ -87,7 +76,7 @@ def test_real_processes_take_turns_and_only_right_engines_are_timed(model: Path)
         backend = "wrong" if request.label == "wrong" else "marlin"
         return engines.run_engine(replace(request, arguments={**request.arguments, "moe_backend": backend}))
 
-    chosen = plan(model, BASE, Variant("wrong"), Variant("broken"), together=True)
+    chosen = plan(tiny, BASE, Variant("wrong"), Variant("broken"), together=True)
     measured = measure(chosen, run=run)
     assert sorted(started) == ["base", "broken", "wrong"]
     base, wrong, _ = measured.engines
@@ -106,7 +95,7 @@ def test_real_processes_take_turns_and_only_right_engines_are_timed(model: Path)
     assert make_request(chosen, BASE).arguments["gpu_memory_utilization"] == 0.9
 
 
-def test_ratios_are_the_bases_and_rounds_go_forth_and_back(model: Path) -> None:
+def test_ratios_are_the_bases_and_rounds_go_forth_and_back(tiny: Path) -> None:
     ran: list[str] = []
     steps: list[tuple[int, int, str]] = []
 
@@ -115,7 +104,7 @@ def test_ratios_are_the_bases_and_rounds_go_forth_and_back(model: Path) -> None:
         return result(1.0 if request.label == "base" else 0.5)
 
     measured = measure(
-        plan(model, BASE, Variant("fast"), rounds=2), run=run, progress=lambda *step: steps.append(step)
+        plan(tiny, BASE, Variant("fast"), rounds=2), run=run, progress=lambda *step: steps.append(step)
     )
     assert ran == ["base", "fast", "fast", "base"]
     assert [step[:2] for step in steps] == [(done, 4) for done in range(4)]
@@ -124,9 +113,9 @@ def test_ratios_are_the_bases_and_rounds_go_forth_and_back(model: Path) -> None:
     assert (base.tokens_per_second, fast.gpu_step_ms) == (10.0, 25.0), "the first tokens do not count"
 
 
-def test_an_engine_that_fails_is_a_row_and_the_next_one_is_the_base(model: Path) -> None:
+def test_an_engine_that_fails_is_a_row_and_the_next_one_is_the_base(tiny: Path) -> None:
     run = run_of([engine_stub.died("no such\nbackend"), result(), result(shift=50)])
-    measured = measure(plan(model, BASE, Variant("second"), Variant("third")), run=run)
+    measured = measure(plan(tiny, BASE, Variant("second"), Variant("third")), run=run)
     assert [row.failed for row in measured.engines] == ["load: RuntimeError: no such", None, None]
     assert [bool(row.wrong) for row in measured.engines] == [False, False, True]
     assert [(row.variant, row.ratio) for row in measured.speeds] == [("second", 1.0)]
@@ -147,29 +136,29 @@ def test_an_engine_that_fails_is_a_row_and_the_next_one_is_the_base(model: Path)
         ({}, {"log": LogFacts(refused=("cpu computes nothing: x",))}, "cpu computes nothing: x"),
     ],
 )
-def test_a_fix_that_is_not_active_is_a_failure(model, environ, more, failed):
-    measured = measure(plan(model, BASE, Variant("x", environ)), run=run_of([result(), result(**more)]))
+def test_a_fix_that_is_not_active_is_a_failure(tiny, environ, more, failed):
+    measured = measure(plan(tiny, BASE, Variant("x", environ)), run=run_of([result(), result(**more)]))
     assert measured.engines[1].failed == failed
 
 
-def test_with_too_few_clear_prompts_nothing_is_compared(model: Path) -> None:
+def test_with_too_few_clear_prompts_nothing_is_compared(tiny: Path) -> None:
     run = run_of([result(lead=0.4), result(shift=50, lead=0.4)])
-    measured = measure(plan(model, BASE, Variant("other")), run=run)
+    measured = measure(plan(tiny, BASE, Variant("other")), run=run)
     assert [(row.tokens_of, row.wrong) for row in measured.engines] == [(None, None)] * 2
     assert len(measured.speeds) == 2
 
 
 @pytest.mark.parametrize(("shift", "wrong"), [(50, False), (0, True)])
-def test_a_planted_fault_that_changes_no_token_is_a_failure_of_the_comparison(model, shift, wrong):
+def test_a_planted_fault_that_changes_no_token_is_a_failure_of_the_comparison(tiny, shift, wrong):
     probe = {"wrong_answers": answers(shift)}
-    measured = measure(plan(model, control=True), run=run_of([result(probe=probe)]))
+    measured = measure(plan(tiny, control=True), run=run_of([result(probe=probe)]))
     assert measured.engines[0].control_same == (0 if shift else 10)
     assert ("equal tokens prove nothing" in (measured.engines[0].wrong or "")) == wrong
     assert bool(measured.speeds) != wrong
 
 
-def test_the_reference_is_an_engine_of_its_own_that_is_not_timed(model: Path) -> None:
-    chosen = plan(model, Variant("base", {}, ("--moe-backend", "triton")), reference=True, control=True)
+def test_the_reference_is_an_engine_of_its_own_that_is_not_timed(tiny: Path) -> None:
+    chosen = plan(tiny, Variant("base", {}, ("--moe-backend", "triton")), reference=True, control=True)
     requests = []
 
     def run(request: Any) -> Any:
@@ -191,34 +180,34 @@ def test_the_reference_is_an_engine_of_its_own_that_is_not_timed(model: Path) ->
     assert [row.variant for row in measured.speeds] == ["base"]
 
 
-def test_memory_that_weights_leave_goes_to_the_kv_cache(model: Path) -> None:
+def test_memory_that_weights_leave_goes_to_the_kv_cache(tiny: Path) -> None:
     def engine(allocated: int, gib: str, tokens: str) -> Any:
         return result(allocated=allocated << 30, log=LogFacts(kv_cache_gib=gib, kv_cache_tokens=tokens))
 
     # What torch holds includes the KV cache: 40, 30 and 41 GiB beside it.
     run = run_of([engine(60, "20.0", "1,000"), engine(60, "29.8", "1,490"), engine(60, "19.0", "950")])
-    measured = measure(plan(model, BASE, Variant("cache"), Variant("more")), run=run)
+    measured = measure(plan(tiny, BASE, Variant("cache"), Variant("more")), run=run)
     assert [row.kv_cache_tokens for row in measured.engines] == [1000, 1490, 950]
     assert [row.freed_to_kv_cache for row in measured.engines] == [None, 1.0, None]
     assert measured.engines[0].gpu_bytes == 40 << 30
 
 
-def test_what_the_user_set_for_vllm_holds_in_every_engine(model, monkeypatch):
+def test_what_the_user_set_for_vllm_holds_in_every_engine(tiny, monkeypatch):
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
     variant = Variant("x", {"A": "1", "MOEDOCTOR_FIXES": "offload"}, ("--enforce-eager",))
-    request = make_request(plan(model, arguments={"max_model_len": 64}), variant)
+    request = make_request(plan(tiny, arguments={"max_model_len": 64}), variant)
     assert request.environ == {"VLLM_USE_DEEP_GEMM": "1", "A": "1", "MOEDOCTOR_FIXES": "offload"}
     assert (request.arguments["max_model_len"], request.flags) == (64, ("--enforce-eager",))
     assert request.arguments["skip_tokenizer_init"] is True
-    (model / "tokenizer.json").write_text("{}")
-    assert make_request(plan(model), BASE).arguments["skip_tokenizer_init"] is False
+    (tiny / "tokenizer.json").write_text("{}")
+    assert make_request(plan(tiny), BASE).arguments["skip_tokenizer_init"] is False
 
 
-def test_times_between_other_events_are_not_compared(model: Path) -> None:
+def test_times_between_other_events_are_not_compared(tiny: Path) -> None:
     other = result(0.5)
     other.probe["speeds"][0]["gpu_clock"] = ["steps"] * 2
     mixed = result(0.5)
     mixed.probe["speeds"][0]["gpu_clock"] = ["steps", "graphs"]
-    measured = measure(plan(model, BASE, Variant("a"), Variant("b")), run=run_of([result(), other, mixed]))
+    measured = measure(plan(tiny, BASE, Variant("a"), Variant("b")), run=run_of([result(), other, mixed]))
     rows = [(row.ratio, row.gpu_ratio, row.gpu_clock) for row in measured.speeds]
     assert rows == [(1.0, 1.0, "graphs"), (2.0, None, "steps"), (2.0, None, None)]

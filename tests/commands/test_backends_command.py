@@ -298,13 +298,7 @@ def test_where_the_scheme_is_not_known_there_is_an_answer_for_each(capsys):
         (None, ["--quantization", "modelopt_fp4"], "nvfp4"),
     ],
 )
-def test_the_scheme_comes_from_the_checkpoint_or_the_command_line(
-    quantization: dict[str, Any] | None,
-    options: list[str],
-    scheme: str | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_scheme_of_the_checkpoint_or_the_command_line(quantization, options, scheme, tmp_path, capsys):
     config = {} if quantization is None else {"quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     command = ["vllm", "serve", str(tmp_path), *options]

@@ -10,44 +10,28 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from processes_seen import run
 
 from moedoctor.cli import main
 
 
-def moedoctor(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in an environment of PATH and `environ` only."""
-    return subprocess.run(
-        [sys.executable, "-m", "moedoctor", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-        cwd=cwd,
-        env={"PATH": os.environ["PATH"], **environ},
-    )
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """Return a folder for made-up packages that consist of metadata only."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    return folder
-
-
 def pretend(site: Path, name: str, version: str) -> None:
+    """Write the metadata of a package that is not there."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_a_failure_that_affects_the_machine_gives_exit_code_1_and_nothing_is_written(tmp_path, site):
-    pretend(site, "vllm", "0.18.0")
-    pretend(site, "flashinfer-python", "0.6.6")
-    home, work = tmp_path / "home", tmp_path / "work"
+def test_a_failure_that_affects_the_machine_gives_exit_code_1_and_nothing_is_written(tmp_path):
+    site, home, work = (tmp_path / name for name in ("site", "home", "work"))
+    site.mkdir()
     home.mkdir()
     work.mkdir(mode=0o500)
-    ended = moedoctor("check", "--format", "json", cwd=work, HOME=str(home), PYTHONPATH=str(site))
+    pretend(site, "vllm", "0.18.0")
+    pretend(site, "flashinfer-python", "0.6.6")
+    environ = {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(site)}
+    command = [sys.executable, "-m", "moedoctor", "check", "--format", "json"]
+    ended = run(command, stdin=subprocess.DEVNULL, cwd=work, env=environ)
     assert ended.returncode == 1, ended.stderr
     assert list(home.rglob("*")) == []
     assert list(work.iterdir()) == []

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from checkpoints_of_tests import damaged
 from every_command import explain_refusal
+from processes_seen import run
 
 from moedoctor.commands import hooks
 
@@ -75,7 +76,7 @@ class Runner:
         self.files["GITHUB_OUTPUT"].write_text("")
         env = {**os.environ, **{name: str(file) for name, file in self.files.items()}, **variables}
         shell = ["bash", "--noprofile", "--norc", "-e", "-o", "pipefail", "-c", step["run"]]
-        ended = subprocess.run(shell, cwd=self.folder, env=env, capture_output=True, text=True, timeout=120)
+        ended = run(shell, cwd=self.folder, env=env)
         for line in self.files["GITHUB_OUTPUT"].read_text().splitlines():
             name, _, value = line.partition("=")
             self.values[f"steps.{step.get('id')}.outputs.{name}"] = value
@@ -248,14 +249,7 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     (folder / "torch.py").write_text("raise ModuleNotFoundError('left out: it takes seconds')")
     places = (folder, ROOT / "tests" / "dying_plugin", ROOT, os.environ.get("PYTHONPATH", ""))
     search = os.pathsep.join(map(str, places))
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": search},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return run(command, cwd=folder, env={**os.environ, "PYTHONPATH": search})
 
 
 def test_without_the_option_nothing_is_collected_and_nothing_of_moedoctor_is_imported(tmp_path: Path) -> None:

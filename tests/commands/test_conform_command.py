@@ -1,13 +1,13 @@
 """`moedoctor conform`, and pytest's items of its questions."""
 
 import os
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes_seen import run
 
 from moedoctor.cli import main
 
@@ -47,8 +47,6 @@ def test_pytest_has_an_item_for_each_question_that_a_project_can_mark(tmp_path: 
     words = ["--moe-router", router, "-k", asked]
     pytest_here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", *words]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    ended = subprocess.run(
-        pytest_here, cwd=tmp_path, capture_output=True, text=True, env=environ, timeout=200, check=False
-    )
+    ended = run(pytest_here, cwd=tmp_path, env=environ)
     assert ended.returncode == 0, ended.stdout
     assert "1 passed, 1 skipped, 16 deselected, 1 xfailed" in ended.stdout

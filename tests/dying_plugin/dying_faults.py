@@ -5,6 +5,7 @@ Registered by `tests/conftest.py` through the same entry-point groups that other
 
 import contextlib
 import errno
+import math
 import os
 import shutil
 import signal
@@ -16,15 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from moedoctor.interfaces import (
-    ClaimJudgement,
-    ClaimTest,
-    Explanation,
-    Fault,
-    Judgement,
-    Sources,
-    SubjectProvider,
-)
+from moedoctor import interfaces
 from moedoctor.processes.ask import find_working_folder
 from moedoctor.results import Case, CaseVerdict, ClaimVerdict, Observation, Tier, UnavailableError
 
@@ -111,10 +104,7 @@ def _parent_of(pid: int) -> int:
 
 ERRORS = {
     "illegal_memory_access": RuntimeError("CUDA error: an illegal memory access was encountered"),
-    "illegal_instruction": RuntimeError("CUDA error: an illegal instruction was encountered"),
     "device_assert": RuntimeError("CUDA error: device-side assert triggered"),
-    "no_kernel_image": RuntimeError("CUDA error: no kernel image is available for execution on the device"),
-    "cuda_error": RuntimeError("CUDA error: unspecified launch failure"),
     "out_of_memory": MemoryError("no more"),
     "exception": KeyError("w13_weight"),
     "system_exit": SystemExit(3),
@@ -171,7 +161,13 @@ def _three(unit: str, device: str, sources: Mapping[str, str]) -> Observation:
     return Observation({"value": 3})
 
 
-class Dying(Fault):
+def _judge(cases: Any, units: Any, limits: Mapping[str, float]) -> interfaces.ClaimJudgement:
+    evidence = units[0].outcome.evidence
+    enough = evidence["value"] >= limits.get("at_least", math.inf)
+    return interfaces.ClaimJudgement(ClaimVerdict.CONFIRMED if enough else ClaimVerdict.REFUTED, evidence)
+
+
+class Dying(interfaces.Fault):
     id = "MD901"
     name = "dying"
     title = "a case that ends in the way it is told to"
@@ -182,38 +178,12 @@ class Dying(Fault):
         "third": (Tier.MODEL,),
         "installed": (Tier.KERNEL,),
     }
-    explanation = Explanation("m", "a", "d", "f")
+    explanation = interfaces.Explanation("m", "a", "d", "f")
     claims = (
-        ClaimTest(
-            "measured",
-            judge=lambda cases, units, limits: ClaimJudgement(
-                ClaimVerdict.CONFIRMED
-                if units[0].outcome.evidence["value"] >= limits["at_least"]  # type: ignore[union-attr]
-                else ClaimVerdict.REFUTED,
-                units[0].outcome.evidence,  # type: ignore[union-attr]
-            ),
-            measure=_three,
-            thresholds=("at_least",),
-        ),
-        ClaimTest(
-            "measured_too",
-            judge=lambda cases, units, limits: ClaimJudgement(
-                ClaimVerdict.REFUTED,
-                units[0].outcome.evidence,  # type: ignore[union-attr]
-            ),
-            measure=_three,
-        ),
-        ClaimTest(
-            "needs_gpu",
-            judge=lambda cases, units, limits: ClaimJudgement(ClaimVerdict.CONFIRMED),
-            measure=lambda unit, device, sources: Observation({}),
-            needs_gpu=True,
-        ),
-        ClaimTest(
-            "dies",
-            judge=lambda cases, units, limits: ClaimJudgement(ClaimVerdict.CONFIRMED),
-            measure=lambda unit, device, sources: Observation({"value": {}["boom"]}),
-        ),
+        interfaces.ClaimTest("measured", _judge, _three, thresholds=("at_least",)),
+        interfaces.ClaimTest("measured_too", _judge, _three),
+        interfaces.ClaimTest("needs_gpu", _judge, _three, needs_gpu=True),
+        interfaces.ClaimTest("dies", _judge, lambda *unit: Observation({"value": {}["boom"]})),
     )
 
     def faulty(self, case: Case) -> Any:
@@ -227,18 +197,19 @@ class Dying(Fault):
         place = {"pid": os.getpid(), "called_in": find_working_folder()}
         return Observation({"symptom": bool(case.parameters.get(f"symptom_{implementation}")), **place})
 
-    def judge(self, case: Case, observation: Observation) -> Judgement:
+    def judge(self, case: Case, observation: Observation) -> interfaces.Judgement:
         symptom = observation.evidence["symptom"]
-        return Judgement(CaseVerdict.REPRODUCED if symptom else CaseVerdict.CLEAN, f"symptom {symptom}")
+        verdict = CaseVerdict.REPRODUCED if symptom else CaseVerdict.CLEAN
+        return interfaces.Judgement(verdict, f"symptom {symptom}")
 
     def absent(self, results: Any) -> str | None:
         return "told to be absent" if any(result.parameters["absent"] for result in results) else None
 
 
-class Third(SubjectProvider):
+class Third(interfaces.SubjectProvider):
     """A subject provider of another project."""
 
     kind = "third"
 
-    def implementation(self, fault: Fault, case: Case, sources: Sources) -> Any:
+    def implementation(self, fault: interfaces.Fault, case: Case, sources: interfaces.Sources) -> Any:
         return "third"

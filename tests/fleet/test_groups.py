@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moedoctor.fleet import groups
 from moedoctor.fleet.facts import Member
-from moedoctor.fleet.groups import (
-    MOST_DISTANCE,
-    NumberSpread,
-    find_outliers,
-    find_rule,
-    group,
-    summarize_numbers,
-)
 
 _FACTS = st.dictionaries(
     st.sampled_from(["driver", "vLLM", "FlashInfer", "VLLM_USE_V1", "kernel", "finding MD011"]),
@@ -30,12 +23,12 @@ _MEMBERS = st.lists(st.tuples(st.sampled_from(["H200", "B200"]), _FACTS), min_si
 def test_the_order_of_nodes_changes_nothing(members: list[Member], seed: int) -> None:
     shuffled = list(members)
     random.Random(seed).shuffle(shuffled)
-    assert group(shuffled) == group(members)
+    assert groups.group(shuffled) == groups.group(members)
 
 
 @given(members=_MEMBERS)
 def test_each_node_is_in_one_group_and_equal_nodes_are_together(members: list[Member]) -> None:
-    grouping = group(members)
+    grouping = groups.group(members)
     listed = [name for each in grouping.groups for name in each.nodes]
     assert sorted(listed) == sorted(member.name for member in members)
     room = {name: number for number, each in enumerate(grouping.groups) for name in each.nodes}
@@ -55,7 +48,7 @@ def test_one_odd_node_is_named_with_what_differs(facts, fact, count, odd):
     members = [Member(f"node-{index:02d}", "H200", facts) for index in range(count)]
     name = f"node-{odd % count:02d}"
     members[odd % count] = Member(name, "H200", {**facts, fact: "odd"})
-    largest, small = group(members).groups
+    largest, small = groups.group(members).groups
     assert small.nodes == (name,)
     assert len(largest.nodes) == count - 1
     (difference,) = small.differences
@@ -67,7 +60,7 @@ def test_one_odd_node_is_named_with_what_differs(facts, fact, count, odd):
 def test_of_two_nodes_the_one_with_a_variable_set_is_odd(first: int) -> None:
     members = [Member("node-1", "H200", {"driver": "580"}), Member("node-2", "H200", {"driver": "580"})]
     members[first].facts["VLLM_USE_FLASHINFER_MOE_FP8"] = "1"  # type: ignore[index]
-    _, odd = group(members).groups
+    _, odd = groups.group(members).groups
     assert odd.nodes == (members[first].name,)
     (difference,) = odd.differences
     assert (difference.value, difference.others) == ("1", "none")
@@ -76,7 +69,7 @@ def test_of_two_nodes_the_one_with_a_variable_set_is_odd(first: int) -> None:
 def test_a_fact_that_each_node_has_of_its_own_makes_no_groups() -> None:
     facts = [{"VLLM_HOST_IP": f"ip {n}", "driver": "580" if n else "570"} for n in range(8)]
     members = [Member(f"node-{n}", "H200", each) for n, each in enumerate(facts)]
-    grouping = group(members)
+    grouping = groups.group(members)
     assert grouping.individual == {"VLLM_HOST_IP": 8}
     assert [len(each.nodes) for each in grouping.groups] == [7, 1]
 
@@ -84,14 +77,14 @@ def test_a_fact_that_each_node_has_of_its_own_makes_no_groups() -> None:
 def test_ten_thousand_nodes_are_grouped_in_seconds() -> None:
     members = [Member(f"node-{n}", "H200", {"port": str(n), "driver": "580"}) for n in range(10_000)]
     started = time.process_time()
-    assert len(group(members).groups) == 1
+    assert len(groups.group(members).groups) == 1
     assert time.process_time() - started < 10
 
 
 def test_a_checksum_that_one_node_had_no_time_for_is_not_compared() -> None:
     sums = ["a", "a", "a", "not read in time"]
     members = [Member(f"node-{n}", "H200", {"kernels vllm _C.so": text}) for n, text in enumerate(sums)]
-    grouping = group(members)
+    grouping = groups.group(members)
     assert len(grouping.groups) == 1
     assert grouping.not_read == {"kernels vllm _C.so": 1}
 
@@ -100,7 +93,7 @@ def test_a_rule_judges_equal_gpus_only() -> None:
     members = [Member(f"h{n}", "H200", {"driver": "580"}) for n in range(3)]
     members += [Member(f"b{n}", "B200", {"driver": "590"}) for n in range(2)]
     members += [Member("h9", "H200", {"driver": "570"})]
-    first, other_model, odd = group(members).groups
+    first, other_model, odd = groups.group(members).groups
     assert first.kind == "H200"
     assert other_model.differences
     assert other_model.wrong == ()
@@ -112,7 +105,7 @@ def test_a_rule_judges_equal_gpus_only() -> None:
     ("fact", "wrong"), [("vLLM", True), ("VLLM_MOE", True), ("kernel", False), ("claim MD001: a text", True)]
 )
 def test_what_a_rule_calls_wrong(fact: str, wrong: bool) -> None:
-    assert (find_rule(fact) is not None) is wrong
+    assert (groups.find_rule(fact) is not None) is wrong
 
 
 def _measured(values: list[float], number: str = "copy_gb_per_second") -> list[Member]:
@@ -126,35 +119,36 @@ def _measured(values: list[float], number: str = "copy_gb_per_second") -> list[M
 )
 def test_one_far_number_is_named_and_judged_by_its_unit(values, factor, number):
     members = _measured([*values, 100 * factor], number)
-    found = {outlier.name: outlier for outlier in find_outliers(members)}
+    found = {outlier.name: outlier for outlier in groups.find_outliers(members)}
     odd = found[members[-1].name]
-    assert abs(float(odd.distance)) > MOST_DISTANCE
+    assert abs(float(odd.distance)) > groups.MOST_DISTANCE
     assert odd.worse is ((factor < 1) == number.endswith("per_second"))
-    assert find_outliers(members[::-1]) == find_outliers(members)
+    assert groups.find_outliers(members[::-1]) == groups.find_outliers(members)
 
 
 @given(values=st.lists(st.floats(99, 101), min_size=1, max_size=30))
 def test_noise_of_one_percent_has_no_outlier(values: list[float]) -> None:
-    assert find_outliers(_measured(values)) == ()
+    assert groups.find_outliers(_measured(values)) == ()
 
 
 def test_three_numbers_have_no_outlier_and_gpus_of_two_models_are_not_compared() -> None:
-    assert find_outliers(_measured([100, 100, 1])) == ()
+    assert groups.find_outliers(_measured([100, 100, 1])) == ()
     slow = [Member(f"old-{n}", "A100", {}, {"copy_gb_per_second": 40.0}) for n in range(2)]
-    assert find_outliers([*_measured([100, 100, 101, 100]), *slow]) == ()
+    assert groups.find_outliers([*_measured([100, 100, 101, 100]), *slow]) == ()
 
 
 def test_a_number_beside_zeros_is_an_outlier() -> None:
-    assert [outlier.name for outlier in find_outliers(_measured([0, 0, 0, 0, 7], "lost_us"))] == ["gpu-04"]
+    (outlier,) = groups.find_outliers(_measured([0, 0, 0, 0, 7], "lost_us"))
+    assert outlier.name == "gpu-04"
 
 
 def test_numbers_of_two_models_are_spread_apart_in_the_order_of_the_reports() -> None:
     rows = [{"time_us tokens=64": time, "copy_gb_per_second": 2000.0} for time in (10.0, 13.0, 11.0)]
     first = [Member(f"gpu-{n}", "H100", {}, row) for n, row in enumerate(rows)]
     members = [Member("old", "A100", {}, {"time_us tokens=64": 30.0}), *first]
-    assert summarize_numbers(members) == (
-        NumberSpread("A100", "time_us tokens=64", 1, 30.0, 0.0, 30.0, 30.0),
-        NumberSpread("H100", "time_us tokens=64", 3, 11.0, 1.0, 10.0, 13.0),
-        NumberSpread("H100", "copy_gb_per_second", 3, 2000.0, 0.0, 2000.0, 2000.0),
+    assert groups.summarize_numbers(members) == (
+        groups.NumberSpread("A100", "time_us tokens=64", 1, 30.0, 0.0, 30.0, 30.0),
+        groups.NumberSpread("H100", "time_us tokens=64", 3, 11.0, 1.0, 10.0, 13.0),
+        groups.NumberSpread("H100", "copy_gb_per_second", 3, 2000.0, 0.0, 2000.0, 2000.0),
     )
-    assert summarize_numbers(members[::-1]) == summarize_numbers(members)
+    assert groups.summarize_numbers(members[::-1]) == groups.summarize_numbers(members)

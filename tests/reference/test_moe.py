@@ -4,17 +4,10 @@ import pytest
 import torch
 
 from moedoctor.models.layer_shape import LayerShape
-from moedoctor.reference import fp8
+from moedoctor.reference import fp8, moe_layer
 from moedoctor.reference.agreement import agree, choose_bounds
 from moedoctor.reference.fp8 import Fp8
 from moedoctor.reference.moe import MoeWeights, activate, dequantize_expert, forward
-from moedoctor.reference.moe_layer import (
-    compute_expected,
-    make_input,
-    make_layer,
-    make_problem,
-    make_quantizer,
-)
 from moedoctor.reference.nvfp4 import Nvfp4, quantize, round_trip
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 6, 32, 48, 7, 3
@@ -122,7 +115,7 @@ SHAPE = LayerShape(256, 128, 6, 2)
 
 @pytest.mark.parametrize("quantization", ["nvfp4", "fp8", "fp8-block", "bf16"])
 def test_weights_fit_into_bfloat16(quantization: str) -> None:
-    layer = make_layer(SHAPE, quantization)
+    layer = moe_layer.make_layer(SHAPE, quantization)
     for weight, size in ((layer.w13, (256, 256)), (layer.w2, (256, 128))):
         expert = dequantize_expert(weight, 3)
         assert expert.shape == size
@@ -131,9 +124,9 @@ def test_weights_fit_into_bfloat16(quantization: str) -> None:
 
 @pytest.mark.parametrize("activations", ["nvfp4", "fp8", "fp8_block"])
 def test_inputs_lie_on_the_grid(activations: str) -> None:
-    layer = make_layer(SHAPE, "nvfp4" if activations == "nvfp4" else "fp8")
-    problem = make_problem(layer, 9, activations)
-    quantise = make_quantizer(activations, layer.input_scale)
+    layer = moe_layer.make_layer(SHAPE, "nvfp4" if activations == "nvfp4" else "fp8")
+    problem = moe_layer.make_problem(layer, 9, activations)
+    quantise = moe_layer.make_quantizer(activations, layer.input_scale)
     assert quantise is not None
     assert torch.equal(quantise(problem.x.float()), problem.x.float())
     assert 0.3 < float(problem.x.float().std()) < 2
@@ -143,22 +136,22 @@ def test_inputs_lie_on_the_grid(activations: str) -> None:
 @pytest.mark.parametrize(("quantization", "activations"), [("nvfp4", "nvfp4"), ("fp8", "fp8")])
 def test_intermediates_do_not_saturate(activation: str, quantization: str, activations: str) -> None:
     shape = LayerShape(2048, 256, 4, 2, activation)
-    layer = make_layer(shape, quantization)
-    problem = make_problem(layer, 64, activations)
+    layer = moe_layer.make_layer(shape, quantization)
+    problem = moe_layer.make_problem(layer, 64, activations)
     middle = activate(problem.x.float() @ dequantize_expert(layer.w13, 0).T, activation)
     largest = {"nvfp4": 448 * 6, "fp8": 448}[activations] * layer.intermediate_scale
     assert float(middle.abs().max()) < largest
 
 
 def test_scales_differ_from_block_to_block_and_from_expert_to_expert() -> None:
-    layer = make_layer(LayerShape(256, 128, 32, 2), "nvfp4")
+    layer = moe_layer.make_layer(LayerShape(256, 128, 32, 2), "nvfp4")
     assert isinstance(layer.w13, Nvfp4)
     assert len(layer.w13.block_scales[0].float().unique()) > 10
     assert len(layer.w13.global_scale.unique()) == 2
 
 
 def test_fp8_blocks_have_scales_of_their_own_and_gate_and_up_share_none() -> None:
-    layer = make_layer(LayerShape(320, 192, 3, 2), "fp8-block")
+    layer = moe_layer.make_layer(LayerShape(320, 192, 3, 2), "fp8-block")
     assert isinstance(layer.w13, Fp8)
     assert isinstance(layer.w2, Fp8)
     assert layer.w13.scale.shape == (3, 4, 3)  # gate and up take two rows of blocks each, the last cut
@@ -170,7 +163,7 @@ def test_fp8_blocks_have_scales_of_their_own_and_gate_and_up_share_none() -> Non
 
 
 def test_groups_of_fp8_inputs_have_scales_of_their_own() -> None:
-    x = make_input(make_layer(SHAPE, "bf16"), 9, "fp8_block")
+    x = moe_layer.make_input(moe_layer.make_layer(SHAPE, "bf16"), 9, "fp8_block")
     assert set(x.float().unflatten(1, (-1, 128)).amax(2).unique().tolist()) == {1.75, 3.5}
 
 
@@ -196,14 +189,14 @@ def add_up(x: torch.Tensor, weight: torch.Tensor, bits: int) -> torch.Tensor:
 )
 def test_a_backend_that_activates_in_float32_is_right(shape, tokens, seed, bits):
     """Also with sums cut at 13 bits; not with gate and up exchanged, or with scales 2 % too large."""
-    problem = make_problem(make_layer(shape, "fp8", seed=seed), tokens, "fp8", seed=seed)
+    problem = moe_layer.make_problem(moe_layer.make_layer(shape, "fp8", seed=seed), tokens, "fp8", seed=seed)
     w13, w2 = (dequantize_expert(each, 0) for each in (problem.layer.w13, problem.layer.w2))
     up = add_up(problem.x.float(), w13, bits).bfloat16().float()  # [T, 2I] or [T, I]
     swapped = up.roll(up.shape[1] // 2, 1)
     for first, right in ((up, True), (swapped, False), (up * 1.02, False)):
         middle = fp8.round_trip(activate(first, shape.activation), problem.layer.intermediate_scale)  # [T, I]
         output = add_up(middle, w2, bits)  # [T, H]
-        near = compute_expected(problem, "fp8", output)
+        near = moe_layer.compute_expected(problem, "fp8", output)
         assert agree(output, near, choose_bounds("fp8")).right == right
-        by_vllm = compute_expected(problem, "fp8")
+        by_vllm = moe_layer.compute_expected(problem, "fp8")
         assert not agree(output, by_vllm, choose_bounds("fp8")).right

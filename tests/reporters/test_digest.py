@@ -8,20 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from report_samples import HOSTILE, ORIGIN, full_report
 
+from moedoctor.reporters import page as blocks
 from moedoctor.reporters.digest import MOST_CHARACTERS, fit, make_digest
 from moedoctor.reporters.markdown import MarkdownReporter
 from moedoctor.reporters.markdown_page import escape
-from moedoctor.reporters.page import (
-    Answer,
-    Bullets,
-    Fold,
-    Heading,
-    Item,
-    Paragraph,
-    Preformatted,
-    Prose,
-    Table,
-)
 from moedoctor.reporters.pages.run import list_answers
 from moedoctor.results import load_report
 
@@ -31,19 +21,19 @@ REPORTS = sorted(file for file in _STORED if file.parent.name != "sources")
 _texts = st.sampled_from(("", "short", HOSTILE, "x" * 2_000, "word " * 500, "<details>" * 100, "```\n" * 50))
 _blocks = st.recursive(
     st.one_of(
-        st.builds(Heading, _texts),
-        st.builds(Paragraph, _texts),
-        st.builds(Bullets, st.lists(_texts, max_size=12)),
-        st.builds(Item, _texts, _texts, st.lists(st.tuples(_texts, _texts), max_size=6)),
+        st.builds(blocks.Heading, _texts),
+        st.builds(blocks.Paragraph, _texts),
+        st.builds(blocks.Bullets, st.lists(_texts, max_size=12)),
+        st.builds(blocks.Item, _texts, _texts, st.lists(st.tuples(_texts, _texts), max_size=6)),
         st.builds(
-            lambda cells, rows: Table(["a"] * len(cells), [cells] * rows),
+            lambda cells, rows: blocks.Table(["a"] * len(cells), [cells] * rows),
             st.lists(_texts, min_size=1, max_size=4),
             st.integers(0, 20),
         ),
-        st.builds(Preformatted, _texts),
-        st.builds(Prose, _texts),
+        st.builds(blocks.Preformatted, _texts),
+        st.builds(blocks.Prose, _texts),
     ),
-    lambda inner: st.builds(Fold, _texts, st.lists(inner, max_size=4)),
+    lambda inner: st.builds(blocks.Fold, _texts, st.lists(inner, max_size=4)),
     max_leaves=12,
 )
 
@@ -80,9 +70,10 @@ def test_a_run_begins_with_the_answer_and_folds_what_is_as_expected() -> None:
 
 def test_equal_rows_are_counted_and_the_environment_is_folded() -> None:
     rows = [("a", "1"), ("b", "2"), ("a", "1"), ("a", "1")]
-    facts = Table(("fact", "value"), [("gpu", "none")])
-    page = [Heading("title", 1), Table(("x", "y"), rows), Fold("Environment", [facts]), Heading("After")]
-    text = make_digest(page, Answer(["title", "a GPU"], ["one thing", "because"], ["do `it`"]))
+    facts = blocks.Table(("fact", "value"), [("gpu", "none")])
+    first = (blocks.Heading("title", 1), blocks.Table(("x", "y"), rows))
+    page = [*first, blocks.Fold("Environment", [facts]), blocks.Heading("After")]
+    text = make_digest(page, blocks.Answer(["title", "a GPU"], ["one thing", "because"], ["do `it`"]))
     lines = ("- **Looked at:** title; a GPU", "- **Found:** one thing; because", "- **To do:** do `it`")
     assert text.startswith("\n".join(("# title", "", *lines, "", "")))
     assert "| a | 1 | 3 |" in text
@@ -91,8 +82,8 @@ def test_equal_rows_are_counted_and_the_environment_is_folded() -> None:
 
 
 def test_what_is_left_out_is_counted_and_the_environment_stays() -> None:
-    parts = [Fold(f"part {number}", [Preformatted("x" * 900)]) for number in range(100)]
-    page = [Heading("title", 1), *parts, Fold("Environment", [Paragraph("the machine")])]
+    parts = [blocks.Fold(f"part {number}", [blocks.Preformatted("x" * 900)]) for number in range(100)]
+    page = [blocks.Heading("title", 1), *parts, blocks.Fold("Environment", [blocks.Paragraph("the machine")])]
     text = fit(page, 5_000)
     assert "the machine" in text
     shown = len(re.findall("part", text)) - 1  # the note has the word too

@@ -3,10 +3,7 @@
 import pytest
 from report_samples import HOSTILE, case, crashed
 
-from moedoctor.reporters.text import (
-    explain_case,
-    format_value,
-)
+from moedoctor.reporters.text import explain_case, format_value
 from moedoctor.text import clean, join_lines
 
 

@@ -1,7 +1,6 @@
 """Scenario files: what a good one becomes, what is refused in which words, and the schema for editors."""
 
 import itertools
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from processes_seen import run
 from scenario_fakes import BASE, CLAIM, FULL, HEAD, load_text
 
 from moedoctor.results import CaseVerdict, ClaimVerdict, Scalar, Tier
@@ -287,12 +287,7 @@ def test_the_worst_files_are_refused_within_a_second_and_200_mb(tmp_path: Path) 
         room = MAX_YAML_BYTES - len(before) - len(after)
         (tmp_path / name).write_text(before + unit * (room // len(unit)) + after)
     files, limit = sorted(tmp_path.iterdir()), 0.8 * slowness()
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(TESTS), str(limit), *map(str, files)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run([sys.executable, "-c", CHILD, str(TESTS), str(limit), *map(str, files)], check=True)
     *times, megabytes = done.stdout.splitlines()
     assert len(times) == len(WORST) + len(REPEATED), done.stdout
     assert max(float(line.split()[0]) for line in times) < max(limit, 0.8 * slowness()), done.stdout

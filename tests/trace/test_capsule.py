@@ -20,22 +20,8 @@ from moedoctor.reference.moe import ROUNDINGS, MoeWeights, forward
 from moedoctor.reference.moe_layer import make_quantizer
 from moedoctor.reporters.pages.replay import answer_of
 from moedoctor.results import from_json, to_plain
+from moedoctor.trace import capsule as capsules
 from moedoctor.trace.call_judge import is_right
-from moedoctor.trace.capsule import (
-    FORMAT,
-    VERSION,
-    Capsule,
-    CapsuleError,
-    Record,
-    describe,
-    draw_synthetic_weights,
-    drop_weights,
-    find_failing_tokens,
-    fit,
-    keep_tokens,
-    load,
-    save,
-)
 from tests.capsules import SCHEMES, computation, make_capsule
 
 _NAMES = "x output topk_ids topk_weights expert_ids w13 w2 w13_scale w2_block_scales input_scale"
@@ -45,17 +31,17 @@ made = functools.cache(make_capsule)
 """Nothing may change what it returns."""
 
 
-def _metadata(capsule: Capsule, **changes: Any) -> dict[str, str]:
+def _metadata(capsule: capsules.Capsule, **changes: Any) -> dict[str, str]:
     record = json.loads(capsule.record.model_dump_json()) | changes
-    return {"format": FORMAT, "version": VERSION, "record": json.dumps(record)}
+    return {"format": capsules.FORMAT, "version": capsules.VERSION, "record": json.dumps(record)}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 def test_a_capsule_comes_back_as_it_was(scheme: tuple[str, str], activation: str, tmp_path: Path) -> None:
     capsule = make_capsule(*scheme, activation=activation, halves=True, unusual=True)
-    save(capsule, tmp_path / "one.moecapsule")
-    again = load(tmp_path / "one.moecapsule")
+    capsules.save(capsule, tmp_path / "one.moecapsule")
+    again = capsules.load(tmp_path / "one.moecapsule")
     assert again.record == capsule.record
     assert again.tensors.keys() == capsule.tensors.keys()
     for name, tensor in capsule.tensors.items():
@@ -68,7 +54,7 @@ def test_a_capsule_comes_back_as_it_was(scheme: tuple[str, str], activation: str
 @settings(max_examples=15)
 def test_some_tokens_compute_what_they_computed_among_all(tokens: list[int], scheme: tuple[str, str]) -> None:
     capsule = made(*scheme, halves=True, unusual=True, seed=3)
-    part = keep_tokens(capsule, tokens)
+    part = capsules.keep_tokens(capsule, tokens)
     whole = computation(capsule).compute_contributions()[tokens]  # [T', K, H]
     torch.testing.assert_close(computation(part).compute_contributions(), whole, rtol=1e-3, atol=1e-3)
     ids = set(part.tensors["topk_ids"].unique().tolist())
@@ -84,30 +70,30 @@ def test_a_capsule_keeps_to_its_size(limit: int, wrong: set[int]) -> None:
     """Whole, or the token that is furthest off, or of a right call as many as fit."""
     capsule = _with_wrong(made(), sorted(wrong))
     furthest = max(wrong, default=0)
-    needed = keep_tokens(capsule, [furthest]).size
+    needed = capsules.keep_tokens(capsule, [furthest]).size
     if needed > limit:
-        with pytest.raises(CapsuleError, match=f"need {needed / 1e6:.1f} MB"):
-            fit(capsule, limit)
+        with pytest.raises(capsules.CapsuleError, match=f"need {needed / 1e6:.1f} MB"):
+            capsules.fit(capsule, limit)
         return
-    part = fit(capsule, limit)
+    part = capsules.fit(capsule, limit)
     assert part.size <= limit
     tokens = list(part.record.tokens) or list(range(8))
     if capsule.size <= limit:
         assert tokens == list(range(8))
     elif wrong:
         assert tokens == [furthest]
-        assert find_failing_tokens(part) == [0]
+        assert capsules.find_failing_tokens(part) == [0]
     else:
         assert tokens == list(range(len(tokens)))
-        assert keep_tokens(capsule, range(len(tokens) + 1)).size > limit
+        assert capsules.keep_tokens(capsule, range(len(tokens) + 1)).size > limit
 
 
-def _with_wrong(capsule: Capsule, tokens: list[int]) -> Capsule:
+def _with_wrong(capsule: capsules.Capsule, tokens: list[int]) -> capsules.Capsule:
     """The capsule with these outputs wrong, the last one most."""
     output = capsule.tensors["output"].clone()  # [T, H]
     for token in tokens:
         output[token] *= 2 + token
-    return Capsule(capsule.record, {**capsule.tensors, "output": output})
+    return capsules.Capsule(capsule.record, {**capsule.tensors, "output": output})
 
 
 @given(st.integers(0, 7), st.integers(0, 7))
@@ -115,37 +101,38 @@ def _with_wrong(capsule: Capsule, tokens: list[int]) -> Capsule:
 def test_a_nan_of_a_finite_input_shows_the_failure(token: int, other: int) -> None:
     capsule = _with_wrong(make_capsule(), [(token + 1) % 8])
     capsule.tensors["output"][token] = float("nan")
-    assert find_failing_tokens(capsule) == [token]
+    assert capsules.find_failing_tokens(capsule) == [token]
     capsule.tensors["x"][other, 3] = float("inf")
     if other != token:
-        assert find_failing_tokens(capsule)[:1] == [token]
+        assert capsules.find_failing_tokens(capsule)[:1] == [token]
 
 
 def test_a_backend_that_takes_one_of_two_global_scales_is_past_the_bound() -> None:
     """MD014: the reference has both, or `mismatch` would compare the mistake with itself."""
     capsule = make_capsule("nvfp4", halves=True)
     assert agree(capsule.tensors["output"].float(), capsule.compute_expected(), choose_bounds("none")).right
-    assert find_failing_tokens(capsule) == []
+    assert capsules.find_failing_tokens(capsule) == []
     scale = capsule.tensors["w13_scale"]  # [U, 2]
     scale = scale.amax(1, keepdim=True).expand_as(scale)
-    merged = Capsule(capsule.record, {**capsule.tensors, "w13_scale": scale})
-    wrong = Capsule(capsule.record, {**capsule.tensors, "output": merged.compute_expected().bfloat16()})
-    assert find_failing_tokens(wrong)
+    merged = capsules.Capsule(capsule.record, {**capsule.tensors, "w13_scale": scale})
+    output = merged.compute_expected().bfloat16()
+    wrong = capsules.Capsule(capsule.record, {**capsule.tensors, "output": output})
+    assert capsules.find_failing_tokens(wrong)
 
 
 def test_backend_tensors_follow_their_experts() -> None:
     capsule = make_capsule()
     own = torch.arange(8 * 3).view(8, 3)  # [U, 3]
-    capsule = Capsule(capsule.record, {**capsule.tensors, "backend.w13": own})
-    part = keep_tokens(capsule, [0])
+    capsule = capsules.Capsule(capsule.record, {**capsule.tensors, "backend.w13": own})
+    part = capsules.keep_tokens(capsule, [0])
     assert torch.equal(part.tensors["backend.w13"], own[list(part.expert_ids)])
 
 
 def test_what_is_shared_holds_no_weights() -> None:
     capsule = make_capsule("nvfp4")
     backend = {"backend.w13": capsule.tensors["w13"].clone()}
-    capsule = Capsule(capsule.record, {**capsule.tensors, **backend})
-    bare, synthetic = drop_weights(capsule), draw_synthetic_weights(capsule)
+    capsule = capsules.Capsule(capsule.record, {**capsule.tensors, **backend})
+    bare, synthetic = capsules.drop_weights(capsule), capsules.draw_synthetic_weights(capsule)
     assert set(bare.tensors) == {"x", "output", "topk_ids", "topk_weights", "expert_ids"}
     assert synthetic.record.weights == "synthetic"
     assert "backend.w13" not in synthetic.tensors
@@ -154,7 +141,7 @@ def test_what_is_shared_holds_no_weights() -> None:
         assert equal < 0.05  # random bytes are equal once in 256
         scales = [each.tensors[f"{name}_block_scales"].view(torch.uint8) for each in (synthetic, capsule)]
         assert torch.equal(*scales)
-    with pytest.raises(CapsuleError, match="holds no weights"):
+    with pytest.raises(capsules.CapsuleError, match="holds no weights"):
         bare.to_problem()
 
 
@@ -186,17 +173,17 @@ def test_a_wrong_capsule_is_one_line(change: dict[str, Any], message: str, tmp_p
     metadata = _metadata(capsule, **change.get("record", {})) | change.get("metadata", {})
     path = tmp_path / "wrong.moecapsule"
     save_file(tensors, path, metadata)
-    with pytest.raises(CapsuleError, match=message) as caught:
-        load(path)
+    with pytest.raises(capsules.CapsuleError, match=message) as caught:
+        capsules.load(path)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400 + len(str(path))
 
 
 def test_ids_without_weights_are_refused(tmp_path: Path) -> None:
-    capsule = keep_tokens(make_capsule(), [0])
+    capsule = capsules.keep_tokens(make_capsule(), [0])
     ids = (capsule.tensors["topk_ids"] + 1) % 8
-    moved = Capsule(capsule.record, {**capsule.tensors, "topk_ids": ids})
-    with pytest.raises(CapsuleError, match="lacks the weights of the experts"):
+    moved = capsules.Capsule(capsule.record, {**capsule.tensors, "topk_ids": ids})
+    with pytest.raises(capsules.CapsuleError, match="lacks the weights of the experts"):
         moved.to_problem()
 
 
@@ -204,7 +191,7 @@ def test_ids_without_weights_are_refused(tmp_path: Path) -> None:
 @settings(max_examples=40, suppress_health_check=ALLOWED)
 def test_damaged_bytes_are_a_capsule_or_one_error(data: Any, tmp_path: Path) -> None:
     path = tmp_path / "damaged.moecapsule"
-    save(keep_tokens(made(), [0]), path)
+    capsules.save(capsules.keep_tokens(made(), [0]), path)
     raw = bytearray(path.read_bytes())
     if data.draw(st.booleans()):
         raw = raw[: data.draw(st.integers(0, len(raw)))]
@@ -212,8 +199,8 @@ def test_damaged_bytes_are_a_capsule_or_one_error(data: Any, tmp_path: Path) -> 
         if raw:
             raw[data.draw(st.integers(0, min(len(raw), 3000) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(raw)
-    with contextlib.suppress(CapsuleError):
-        load(path)
+    with contextlib.suppress(capsules.CapsuleError):
+        capsules.load(path)
 
 
 _JSON = st.recursive(
@@ -221,7 +208,7 @@ _JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=5,
 )
-_FIELDS = st.sampled_from([*Record.model_fields, "prompt"])
+_FIELDS = st.sampled_from([*capsules.Record.model_fields, "prompt"])
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8, torch.float8_e4m3fn)
 _NUMBERS = st.sampled_from([0, -1, 1, 2**20, 2**24, 2**63, *range(2, 9), 16, 64, 128, 256, 4096])
 _VALUES = st.sampled_from([0.0, -0.0, float("nan"), float("inf"), -1e30, 3e38, 1e-40])
@@ -238,9 +225,9 @@ _CHANGES = st.fixed_dictionaries(
 """What is put in place of parts of a capsule."""
 
 
-def _changed(change: dict[str, Any], scheme: tuple[str, str], path: Path) -> Capsule | None:
+def _changed(change: dict[str, Any], scheme: tuple[str, str], path: Path) -> capsules.Capsule | None:
     """Write such a capsule and load it; None if that is an error of one line."""
-    capsule = keep_tokens(made(*scheme), [0, 1])
+    capsule = capsules.keep_tokens(made(*scheme), [0, 1])
     tensors = {name: tensor.clone() for name, tensor in capsule.tensors.items()}
     for name in (name for name in change["types"] if name in tensors):
         tensors[name] = tensors[name].float().to(change["types"][name])
@@ -250,9 +237,9 @@ def _changed(change: dict[str, Any], scheme: tuple[str, str], path: Path) -> Cap
         tensors[name] = torch.zeros(change["shapes"][name]).to(tensors[name].dtype)
     save_file(tensors, path, _metadata(capsule, **change["fields"]))
     try:
-        changed = load(path)
+        changed = capsules.load(path)
         changed.to_problem()
-    except CapsuleError as error:
+    except capsules.CapsuleError as error:
         message = str(error)
         assert "\n" not in message
         assert len(message) < 400 + len(str(path))
@@ -268,8 +255,8 @@ def test_any_record_and_any_tensors_are_a_call_or_one_line(change, scheme, tmp_p
     if capsule is not None:
         expected = computation(capsule).compute_contributions().sum(1)
         agree(capsule.tensors["output"].float(), expected, choose_bounds(capsule.record.activations))
-        find_failing_tokens(capsule)
-        json.dumps(describe(capsule))
+        capsules.find_failing_tokens(capsule)
+        json.dumps(capsules.describe(capsule))
 
 
 @pytest.mark.slow
@@ -285,7 +272,8 @@ def test_a_zero_input_scale_is_judged() -> None:
     """MD015: the backend divides by it, so the reference is NaN too, and no token is right."""
     whole = make_capsule("nvfp4", "nvfp4")
     output = torch.full_like(whole.tensors["output"], float("nan"))  # [T, H]
-    capsule = Capsule(whole.record, {**whole.tensors, "input_scale": torch.tensor(0.0), "output": output})
+    tensors = {**whole.tensors, "input_scale": torch.tensor(0.0), "output": output}
+    capsule = capsules.Capsule(whole.record, tensors)
     answer = judge(capsule)
     assert (answer["judged"], answer["right"]) == (True, False)
     assert answer["recorded"]["nonfinite_tokens"] == 8
@@ -295,8 +283,8 @@ def test_a_call_without_output_is_not_judged_and_says_why(tmp_path: Path) -> Non
     whole = make_capsule("bf16", tokens=2)
     tensors = {name: tensor for name, tensor in whole.tensors.items() if name != "output"}
     record = whole.record.model_copy(update={"reason": "the last call before the process died"})
-    save(Capsule(record, tensors), tmp_path / "call.moecapsule")
-    judged = judge(load(tmp_path / "call.moecapsule"))
+    capsules.save(capsules.Capsule(record, tensors), tmp_path / "call.moecapsule")
+    judged = judge(capsules.load(tmp_path / "call.moecapsule"))
     facts = from_json(CapsuleFacts, judged.pop("facts"))
     result = ReplayDocument("call.moecapsule", facts, **judged, backends=())
     assert (result.judged, result.right) == (False, None)
@@ -314,9 +302,9 @@ def test_a_call_of_a_backend_that_activates_in_float32_is_right() -> None:
         rounding=ROUNDINGS[3],
     )  # [T, H]
     assert not agree(output, capsule.compute_expected(), choose_bounds("fp8")).right
-    kept = Capsule(capsule.record, {**capsule.tensors, "output": output.bfloat16()})
+    kept = capsules.Capsule(capsule.record, {**capsule.tensors, "output": output.bfloat16()})
     assert is_right(kept)
-    assert find_failing_tokens(kept) == []
+    assert capsules.find_failing_tokens(kept) == []
     assert judge(kept)["right"]
 
 
@@ -331,7 +319,7 @@ call (`make evidence NAMES=recorded_scale_graphs`).
 @pytest.fixture(scope="module")
 def result() -> Any:
     """What a child of `moedoctor replay` answers."""
-    return json.loads(json.dumps(to_plain(replay.judge(load(FILE)))))
+    return json.loads(json.dumps(to_plain(replay.judge(capsules.load(FILE)))))
 
 
 def test_the_wrong_call_is_found_and_the_expert_is_named(result: dict[str, Any]) -> None:

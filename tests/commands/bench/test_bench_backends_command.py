@@ -100,14 +100,9 @@ def test_routes_out_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ([0, -1, -1, 3], 4, "no row without an empty slot"),
     ],
 )
-def test_a_trace_that_does_not_fit_is_refused_before_anything_is_measured(
-    ids: list[int],
-    experts: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_trace_that_does_not_fit_is_refused_unmeasured(
+    ids, experts, message, tmp_path, monkeypatch, capsys
+):
     path = tmp_path / "trace.safetensors"
     save(RoutingTrace(ids, experts, 2, ("a",), (2,)), path)
     asked = measured(monkeypatch, WRONG)

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import engine_stub
 import pytest
 
 from moedoctor import cli, environment
@@ -13,25 +12,16 @@ from moedoctor.commands.bench import engines
 from moedoctor.commands.options import InputError
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PYTHONPATH", str(engine_stub.write(tmp_path / "site")))
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 100}))
-    return folder
-
-
 def bench(*arguments: str) -> int:
     return cli.main(["bench", *arguments])
 
 
 @pytest.mark.slow
-def test_the_report_is_stored_and_shown(model, tmp_path, monkeypatch, capsys):
+def test_the_report_is_stored_and_shown(tiny, tmp_path, monkeypatch, capsys):
     facts = {"gpu": "a GPU", "capability": "9.0", "gpus": [], "vllm": "0.21.0", "torch_cuda": "13.0"}
     monkeypatch.setattr(environment, "collect", lambda: facts)
     stored = tmp_path / "report.json"
-    arguments = ("--engine", "--model", str(model), "--batch", "1,2", "--format", "json", "-o", str(stored))
+    arguments = ("--engine", "--model", str(tiny), "--batch", "1,2", "--format", "json", "-o", str(stored))
     assert bench(*arguments, "--variant", "base=", "--variant", "bad=MOEDOCTOR_FIXES=moe") == 1
     summary = capsys.readouterr().err
     assert "batch 2: base" in summary
@@ -64,7 +54,7 @@ def test_the_report_is_stored_and_shown(model, tmp_path, monkeypatch, capsys):
         (["--variant", "base="], ["base"]),
     ],
 )
-def test_backends_and_fixes_are_short_forms_of_variants(model, monkeypatch, options, names):
+def test_backends_and_fixes_are_short_forms_of_variants(tiny, monkeypatch, options, names):
     plans = []
 
     def measure(plan: Any) -> Any:
@@ -72,7 +62,7 @@ def test_backends_and_fixes_are_short_forms_of_variants(model, monkeypatch, opti
         raise InputError("enough")
 
     monkeypatch.setattr(engines, "measure", measure)
-    assert bench("--engine", "--model", str(model), *options) == 2
+    assert bench("--engine", "--model", str(tiny), *options) == 2
     assert [variant.name for variant in plans[0].variants] == names
     fixed = [variant for variant in plans[0].variants if variant.name.endswith("moe")]
     assert all(variant.environ == {"MOEDOCTOR_FIXES": "moe"} for variant in fixed)

@@ -10,16 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.capsule import explain
+from moedoctor.diagnose.capsule import explain, mistakes
 from moedoctor.diagnose.capsule.computation import Computation
 from moedoctor.diagnose.capsule.explain import Diagnosis, Explanation, diagnose
-from moedoctor.diagnose.capsule.mistakes import (
-    MISTAKES,
-    Deviation,
-    list_deviations,
-    list_pairs,
-    name_mistakes,
-)
+from moedoctor.diagnose.capsule.mistakes import Deviation, list_deviations, list_pairs, name_mistakes
 from moedoctor.reference.agreement import agree, choose_bounds
 from tests.capsules import SCHEMES, computation, make_capsule, noisy
 
@@ -48,7 +42,9 @@ WRONG, NO_EFFECT = "wrong", "no effect"
 
 def list_all(call: Computation) -> list[Deviation]:
     """Return the ways in which the known mistakes can happen in this call."""
-    return [each for mistake in MISTAKES if call.applies(mistake) for each in list_deviations(mistake)]
+    return [
+        each for mistake in mistakes.MISTAKES if call.applies(mistake) for each in list_deviations(mistake)
+    ]
 
 
 def is_noise(call: Computation, output: torch.Tensor, other: torch.Tensor) -> bool:

@@ -31,13 +31,9 @@ OTHERS = EntryPoint("lora", "somebody.plugin:register", fix_plugin.GROUP)
         ({"MOEDOCTOR_FIXES": "backend", "VLLM_PLUGINS": "lora"}, (OURS,), False, "does not name moedoctor"),
     ],
 )
-def test_the_variable_the_entry_points_and_vllms_filter_decide(
-    monkeypatch: pytest.MonkeyPatch,
-    environ: dict[str, str],
-    registered: tuple[EntryPoint, ...],
-    active: bool,
-    reason: str,
-) -> None:
+def test_the_variable_the_entry_points_and_the_filter_decide(
+    monkeypatch, environ, registered, active, reason
+):
     monkeypatch.setattr(fix_plugin, "entry_points", lambda group: registered)
     state = fix_plugin.state(environ, "0.21.0+cu130")
     assert state["active"] is active

@@ -6,19 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoints_of_tests as builders
 import pytest
-from checkpoints_of_tests import (
-    EXPERTS,
-    Made,
-    block_fp8,
-    compressed,
-    compressed_groups,
-    f32,
-    fused,
-    mixed,
-    modelopt,
-    write_safetensors,
-)
+from checkpoints_of_tests import Made, block_fp8, compressed, compressed_groups, f32, fused, mixed, modelopt
 
 from moedoctor.diagnose.checkpoint import values as checkpoint_values
 from moedoctor.diagnose.checkpoint.checkpoint import read_checkpoint
@@ -274,7 +264,7 @@ def twice(folder: Path) -> None:
     last = list(tensors)[2::3]  # what the last of three shards holds
     other = next(name for name in tensors if name not in last and name.endswith("weight_scale_2"))
     path = folder / "model-00003-of-00003.safetensors"
-    write_safetensors(path, {name: tensors[name] for name in (*last, other)})
+    builders.write_safetensors(path, {name: tensors[name] for name in (*last, other)})
 
 
 def parts_of(*modules: str) -> list[str]:
@@ -467,7 +457,7 @@ DAMAGE: dict[Base, dict[str, tuple[Change | list[Change], Expected]]] = {
     fused: {
         "input scale": (without(f"{FUSED}_input_scale"), {"input_scale_missing": f"{FUSED}_input_scale"}),
         "global scale": (without(f"{FUSED}_weight_scale_2"), {"scale_missing": f"{FUSED}_weight_scale_2"}),
-        "experts": (config(num_experts=EXPERTS + 1), {"expert_missing": FUSED}),
+        "experts": (config(num_experts=builders.EXPERTS + 1), {"expert_missing": FUSED}),
         "no experts": (without("1.mlp.experts"), {"expert_missing": "model.layers.1.mlp.gate"}),
         "block scales": (
             resize(f"{FUSED}_weight_scale", "F8_E4M3", (4, 256, 2), 2048),

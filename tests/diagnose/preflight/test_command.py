@@ -4,13 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moedoctor.diagnose.preflight.command import (
-    CommandError,
-    ServeCommand,
-    read_compose,
-    read_script,
-    read_words,
-)
+from moedoctor.diagnose.preflight import command as lines
 
 
 @pytest.mark.parametrize(
@@ -28,24 +22,24 @@ from moedoctor.diagnose.preflight.command import (
     ],
 )
 def test_words(line: str, words: tuple[str, ...], variables: dict[str, str]) -> None:
-    command = read_words(line.split())
+    command = lines.read_words(line.split())
     assert (command.words, dict(command.variables)) == (words, variables)
 
 
 @pytest.mark.parametrize("line", ["vllm serve", "vllm serve --tensor-parallel-size 2", "vllm"])
 def test_a_line_without_a_model(line: str) -> None:
-    with pytest.raises(CommandError, match="names no model"):
-        read_words(line.split())
+    with pytest.raises(lines.CommandError, match="names no model"):
+        lines.read_words(line.split())
 
 
 def test_sizes_replace_those_of_the_line() -> None:
     given = ("M", "-tp", "4", "--enable_expert_parallel", "--tensor-parallel-size=8", "-x")
-    command = ServeCommand(given, {})
+    command = lines.ServeCommand(given, {})
     assert command.use_sizes(2, False).words == ("M", "-x", "--tensor-parallel-size", "2")
     assert command.source == ("M", "main")
-    assert ServeCommand(("M", "-x", "--revision=abc"), {}).source == ("M", "abc")
+    assert lines.ServeCommand(("M", "-x", "--revision=abc"), {}).source == ("M", "abc")
     assert command.use_sizes(1, True).words[-1] == "--enable-expert-parallel"
-    assert ServeCommand(("M", "--trust_remote_code", "-x"), {}).drop_trust().words == ("M", "-x")
+    assert lines.ServeCommand(("M", "--trust_remote_code", "-x"), {}).drop_trust().words == ("M", "-x")
 
 
 def test_compose(tmp_path: Path) -> None:
@@ -54,7 +48,7 @@ def test_compose(tmp_path: Path) -> None:
         "services:\n  web: {image: nginx}\n  llm:\n    image: vllm/vllm-openai:v0.33.0\n"
         "    command: --model M --max-model-len 100\n    environment: [VLLM_A=1, OTHER=2]\n"
     )
-    command = read_compose(path)
+    command = lines.read_compose(path)
     assert command.words == ("M", "--max-model-len", "100")
     assert command.variables == {"VLLM_A": "1"}
 
@@ -65,7 +59,7 @@ def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
         "import vllm\nraise SystemExit\nllm = vllm.LLM('M', tensor_parallel_size=2, enforce_eager=True,\n"
         "    enable_prefix_caching=False, seed=None, compilation_config={'mode': 0}, max_model_len=LENGTH)\n"
     )
-    command = read_script(path)
+    command = lines.read_script(path)
     flags = "--tensor-parallel-size 2 --enforce-eager --no-enable-prefix-caching --compilation-config"
     assert command.words == ("M", *flags.split(), '{"mode": 0}')
     assert "max_model_len is no literal" in command.notes[-1]
@@ -74,21 +68,21 @@ def test_a_script_is_read_and_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("read", "name", "text", "message"),
     [
-        (read_compose, "compose.yaml", "services: {web: {image: nginx}}", "no service runs vLLM"),
+        (lines.read_compose, "compose.yaml", "services: {web: {image: nginx}}", "no service runs vLLM"),
         (
-            read_compose,
+            lines.read_compose,
             "compose.yaml",
             "services: {a: {image: vllm}, b: {image: vllm}}",
             "2 services run vLLM",
         ),
-        (read_compose, "compose.yaml", "[1", r"compose\.yaml:1: not valid YAML"),
-        (read_compose, "compose.yaml", "3", "no service runs vLLM"),
-        (read_script, "serve.py", "print(1)", "expected such a call"),
-        (read_script, "serve.py", "LLM(model=name)", "the model is no text"),
-        (read_script, "serve.py", "LLM(", "as Python"),
+        (lines.read_compose, "compose.yaml", "[1", r"compose\.yaml:1: not valid YAML"),
+        (lines.read_compose, "compose.yaml", "3", "no service runs vLLM"),
+        (lines.read_script, "serve.py", "print(1)", "expected such a call"),
+        (lines.read_script, "serve.py", "LLM(model=name)", "the model is no text"),
+        (lines.read_script, "serve.py", "LLM(", "as Python"),
     ],
 )
 def test_a_file_without_one_server_or_its_model_is_refused(tmp_path, read, name, text, message):
     (tmp_path / name).write_text(text)
-    with pytest.raises(CommandError, match=message):
+    with pytest.raises(lines.CommandError, match=message):
         read(tmp_path / name)

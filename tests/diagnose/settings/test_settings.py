@@ -8,14 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moedoctor.diagnose.settings import tables
 from moedoctor.diagnose.settings.settings import check_settings, find_moe_backend
-from moedoctor.diagnose.settings.tables import (
-    SettingFinding,
-    load_flashinfer_variables,
-    load_replacements,
-    load_vllm_flags,
-    load_vllm_variables,
-)
+from moedoctor.diagnose.settings.tables import SettingFinding, load_vllm_flags, load_vllm_variables
 from moedoctor.diagnose.triage.signatures import load_data
 from moedoctor.fixes.backends.release_tables import SCHEMES, load_releases
 
@@ -174,11 +169,13 @@ def test_the_installed_flashinfer_is_preferred_to_the_pinned_one() -> None:
 
 
 def test_every_pinned_flashinfer_is_in_its_table() -> None:
-    assert {each.flashinfer for each in load_releases().values()} <= set(load_flashinfer_variables().releases)
+    assert {each.flashinfer for each in load_releases().values()} <= set(
+        tables.load_flashinfer_variables().releases
+    )
 
 
 def test_every_row_has_its_source() -> None:
-    for settings in (load_vllm_variables(), load_vllm_flags(), load_flashinfer_variables()):
+    for settings in (load_vllm_variables(), load_vllm_flags(), tables.load_flashinfer_variables()):
         for spans in settings.rows.values():
             assert all(re.match(r"(vllm|flashinfer)/\S+", span.source) for span in spans)
             for before, after in itertools.pairwise(spans):
@@ -210,7 +207,7 @@ def test_any_settings_are_checked_without_an_exception(release, environ, command
 def test_a_new_default_is_one_by_the_table_of_its_release() -> None:
     """But for those of a model, which the code that `source` names decides, and of flags."""
     releases, classes = [*load_releases()], load_data("causes.yaml")["classes"]
-    for row in load_replacements()["defaults"]:
+    for row in tables.load_replacements()["defaults"]:
         name, _, value = row["back"].partition("=")
         assert {*row["kinds"]} <= {*classes}
         if value and not {"models", "unless"} & row.keys() and name != "VLLM_MOE_SKIP_PADDING":

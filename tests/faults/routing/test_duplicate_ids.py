@@ -8,21 +8,12 @@ import pytest
 from fault_cases import case, judge, run
 from hypothesis import given, settings
 
+from moedoctor import results
 from moedoctor.faults.routing import duplicate_ids as md011
 from moedoctor.faults.routing import duplicate_ids_lab as lab
 from moedoctor.faults.routing.duplicate_ids import DuplicateIds, DuplicateIdsParameters
 from moedoctor.interfaces import ClaimTest, Measurement
-from moedoctor.results import (
-    CaseResult,
-    CaseVerdict,
-    ClaimVerdict,
-    Crash,
-    Death,
-    Observation,
-    Skip,
-    Tier,
-    UnavailableError,
-)
+from moedoctor.results import CaseResult, CaseVerdict, ClaimVerdict, Crash, Death, Observation, Skip, Tier
 from moedoctor.upstream.flashinfer import probe as flashinfer_probe
 from moedoctor.upstream.flashinfer.probe import FlashInferProbe
 from moedoctor.upstream.releases.wheel import KernelError
@@ -152,7 +143,7 @@ def test_without_flashinfer_the_tier_kernel_is_skipped_with_a_reason(monkeypatch
         raise KernelError("flashinfer is not installed here")
 
     monkeypatch.setattr(flashinfer_probe, "find_installed_source", missing)
-    with pytest.raises(UnavailableError, match="flashinfer is not installed here"):
+    with pytest.raises(results.UnavailableError, match="flashinfer is not installed here"):
         run(FAULT, "fixed", Tier.KERNEL)
 
 

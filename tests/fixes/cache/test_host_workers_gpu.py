@@ -1,10 +1,10 @@
 """The CPU's part of an expert cache with real workers, on a GPU; Triton's interpreter runs the same check."""
 
-import subprocess
 import sys
 
 import pytest
 import torch
+from processes_seen import run
 
 from moedoctor.fixes.cache.host_workers import HostWorkers
 from moedoctor.fixes.expert_cache import ExpertCache, ExpertStore
@@ -80,9 +80,7 @@ print("answered again", flush=True)
 @pytest.mark.parametrize("fault", [0, 1])
 def test_a_worker_that_ends_while_a_graph_waits_ends_the_process(fault: int) -> None:
     """Without the fault the second replay is answered."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED.format(fault=fault)], capture_output=True, text=True, check=False
-    )
+    done = run([sys.executable, "-c", KILLED.format(fault=fault)])
     assert done.returncode == (71 if fault else 0), done.stderr
     assert done.stdout.split("\n")[0] == "answered"
     assert ("answered again" in done.stdout) == (not fault)

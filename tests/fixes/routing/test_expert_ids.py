@@ -8,13 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from moedoctor.fixes.expert_ids import (
-    ExpertIdCounts,
-    ExpertIdFlags,
-    InvalidExpertIdsError,
-    find_local_ids,
-    replace_sentinels,
-)
+from moedoctor.fixes import expert_ids
+from moedoctor.fixes.expert_ids import ExpertIdCounts, ExpertIdFlags, find_local_ids, replace_sentinels
 from moedoctor.fixes.routing import deduplicate, validate_expert_ids
 
 EXPERTS = 6
@@ -57,9 +52,9 @@ def test_flags_of_the_caller_add_up_until_they_are_reset() -> None:
 
 def test_counts_can_be_raised() -> None:
     flags = validate_expert_ids(torch.tensor([[-1, 2], [3, 9]]), EXPERTS)
-    with pytest.raises(InvalidExpertIdsError, match=r"1 out of range$"):
+    with pytest.raises(expert_ids.InvalidExpertIdsError, match=r"1 out of range$"):
         flags.raise_if_found()
-    with pytest.raises(InvalidExpertIdsError, match="1 out of range, 1 sentinel"):
+    with pytest.raises(expert_ids.InvalidExpertIdsError, match="1 out of range, 1 sentinel"):
         flags.raise_if_found(allow_sentinel=False)
     validate_expert_ids(torch.tensor([[-1, 2], [3, 0]]), EXPERTS).raise_if_found()
 

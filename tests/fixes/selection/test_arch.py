@@ -9,29 +9,13 @@ import pytest
 from hypothesis import given
 
 from moedoctor.diagnose.cuda.instructions import list_needed, takes
-from moedoctor.fixes.arch import (
-    FLASHINFER_LIST,
-    TORCH_LIST,
-    explain_arch_list,
-    resolve_arch,
-    resolve_arch_list,
-)
+from moedoctor.fixes import arch
+from moedoctor.fixes.arch import targets as sm
 from moedoctor.fixes.arch.flashinfer import (
     find_generation,
     list_generations,
     predict_moe_targets,
     predict_targets,
-)
-from moedoctor.fixes.arch.targets import (
-    Target,
-    compiles_ptx,
-    find_first_cuda,
-    is_known_target,
-    list_capabilities,
-    list_targets,
-    loads_sass,
-    parse_capability,
-    parse_cuda,
 )
 
 CUDAS = [(12, minor) for minor in range(10)] + [(13, minor) for minor in range(6)]
@@ -47,12 +31,12 @@ TARGETS = """
 
 @pytest.mark.parametrize(("capability", "cuda", "target"), [case.split() for case in TARGETS.split(",")])
 def test_target_of_each_gpu(capability: str, cuda: str, target: str) -> None:
-    decision = resolve_arch(capability, cuda)
+    decision = arch.resolve_arch(capability, cuda)
     assert decision.target == target
-    assert decision == resolve_arch(parse_capability(capability), (*parse_cuda(cuda), 88))
+    assert decision == arch.resolve_arch(sm.parse_capability(capability), (*sm.parse_cuda(cuda), 88))
     assert len(decision.reason) > 20
     assert decision.gencode == f"-gencode=arch=compute_{target},code=sm_{target}"
-    assert decision.list_entry == Target.parse(target).dotted
+    assert decision.list_entry == sm.Target.parse(target).dotted
 
 
 @pytest.mark.parametrize(
@@ -74,23 +58,23 @@ def test_target_of_each_gpu(capability: str, cuda: str, target: str) -> None:
 )
 def test_refused_gpus_and_toolkits(capability: object, cuda: object, words: list[str]) -> None:
     with pytest.raises(ValueError, match=re.escape(words[0])) as refused:
-        resolve_arch(capability, cuda)  # type: ignore[arg-type]
+        arch.resolve_arch(capability, cuda)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
     assert [word for word in words if word not in str(refused.value)] == []
 
 
-@given(capability=st.sampled_from(list_capabilities()), cuda=st.sampled_from(CUDAS))
+@given(capability=st.sampled_from(sm.list_capabilities()), cuda=st.sampled_from(CUDAS))
 def test_a_target_compiles_loads_and_has_the_instructions_or_there_is_none(capability, cuda):
-    def does(target: Target) -> bool:
-        usable = is_known_target(target, cuda) and loads_sass(target, capability)
+    def does(target: sm.Target) -> bool:
+        usable = sm.is_known_target(target, cuda) and sm.loads_sass(target, capability)
         known = (each for each in list_needed(capability) if each.since <= cuda)
         return usable and all(takes(target, each, cuda) for each in known)
 
     try:
-        target = Target.parse(resolve_arch(capability, cuda).target)
+        target = sm.Target.parse(arch.resolve_arch(capability, cuda).target)
     except ValueError:
         # Code without suffix for an older GPU of the same major version may remain, before 9.0 alone.
-        others = [each for each in list_targets(cuda) if does(each) and each.capability == capability]
+        others = [each for each in sm.list_targets(cuda) if does(each) and each.capability == capability]
         assert others == []
     else:
         assert does(target)
@@ -98,11 +82,11 @@ def test_a_target_compiles_loads_and_has_the_instructions_or_there_is_none(capab
 
 def test_targets_have_one_name() -> None:
     for text in ("120f", "12.0f", "sm_120f", "compute_120f", "sm120f"):
-        assert (str(Target.parse(text)), Target.parse(text).dotted) == ("120f", "12.0f")
+        assert (str(sm.Target.parse(text)), sm.Target.parse(text).dotted) == ("120f", "12.0f")
     refused = "| 120|120\n|f|9|12.0g|12.0ff|1234|12.0+PTX|sm_|lto_120|05"
     for text in refused.split("|"):
         with pytest.raises(ValueError, match="is not a CUDA target"):
-            Target.parse(text)
+            sm.Target.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +103,9 @@ def test_targets_have_one_name() -> None:
     ],
 )
 def test_where_machine_code_runs(target: str, runs: str, does_not: str) -> None:
-    code = Target.parse(target)
-    assert [gpu for gpu in runs.split() if not loads_sass(code, parse_capability(gpu))] == []
-    assert [gpu for gpu in does_not.split() if loads_sass(code, parse_capability(gpu))] == []
+    code = sm.Target.parse(target)
+    assert [gpu for gpu in runs.split() if not sm.loads_sass(code, sm.parse_capability(gpu))] == []
+    assert [gpu for gpu in does_not.split() if sm.loads_sass(code, sm.parse_capability(gpu))] == []
 
 
 @pytest.mark.parametrize(
@@ -132,7 +116,7 @@ def test_where_machine_code_runs(target: str, runs: str, does_not: str) -> None:
     ],
 )
 def test_where_ptx_compiles(target: str, gpu: str, compiles: bool) -> None:
-    assert compiles_ptx(Target.parse(target), parse_capability(gpu)) is compiles
+    assert sm.compiles_ptx(sm.Target.parse(target), sm.parse_capability(gpu)) is compiles
 
 
 @pytest.mark.parametrize(
@@ -143,9 +127,9 @@ def test_where_ptx_compiles(target: str, gpu: str, compiles: bool) -> None:
     ],
 )
 def test_which_toolkits_know_a_target(target: str, first: tuple | None, last: tuple | None) -> None:
-    code = Target.parse(target)
-    assert find_first_cuda(code) == first
-    known = [cuda for cuda in CUDAS if is_known_target(code, cuda)]
+    code = sm.Target.parse(target)
+    assert sm.find_first_cuda(code) == first
+    known = [cuda for cuda in CUDAS if sm.is_known_target(code, cuda)]
     assert (known[0], known[-1]) == (first, last or CUDAS[-1]) if first else not known
 
 
@@ -223,8 +207,8 @@ def test_the_moe_module_takes_the_targets_of_its_own_majors() -> None:
     ],
 )
 def test_what_is_wrong_with_a_flashinfer_list(text: str, suggestion: str | None, expected: list[str]) -> None:
-    explained = explain_arch_list(text, variable=FLASHINFER_LIST)
-    assert explained.suggestions.get(FLASHINFER_LIST) == suggestion
+    explained = arch.explain_arch_list(text, variable=arch.FLASHINFER_LIST)
+    assert explained.suggestions.get(arch.FLASHINFER_LIST) == suggestion
     messages = " | ".join(each.message for each in explained.problems)
     assert [word for word in expected if word not in messages] == []
     assert bool(explained.problems) == bool(expected)
@@ -233,29 +217,29 @@ def test_what_is_wrong_with_a_flashinfer_list(text: str, suggestion: str | None,
 
 
 def test_the_toolkit_decides_what_a_list_should_be() -> None:
-    explained = explain_arch_list("12.0f", variable=FLASHINFER_LIST, cuda="12.8")
-    assert explained.suggestions[FLASHINFER_LIST] == "12.0a"
+    explained = arch.explain_arch_list("12.0f", variable=arch.FLASHINFER_LIST, cuda="12.8")
+    assert explained.suggestions[arch.FLASHINFER_LIST] == "12.0a"
     assert "CUDA 12.8 does not know sm_120f; expected 12.0a" in explained.problems[0].message
     with pytest.raises(ValueError, match=r"cuda: 11\.8"):
-        explain_arch_list("12.0", cuda="11.8")
+        arch.explain_arch_list("12.0", cuda="11.8")
     with pytest.raises(ValueError, match="variable: 'CUDA_ARCH' is unknown"):
-        explain_arch_list("12.0", variable="CUDA_ARCH")
+        arch.explain_arch_list("12.0", variable="CUDA_ARCH")
 
 
 def test_both_variables_without_one_named() -> None:
-    explained = explain_arch_list("12.0,12.1")
-    assert {each.variable for each in explained.problems} == {FLASHINFER_LIST, TORCH_LIST}
-    assert explained.suggestions == {FLASHINFER_LIST: "12.0f 12.1a", TORCH_LIST: "12.0a;12.1a"}
+    explained = arch.explain_arch_list("12.0,12.1")
+    assert {each.variable for each in explained.problems} == {arch.FLASHINFER_LIST, arch.TORCH_LIST}
+    assert explained.suggestions == {arch.FLASHINFER_LIST: "12.0f 12.1a", arch.TORCH_LIST: "12.0a;12.1a"}
 
 
 @given(text=st.text(alphabet="0123456789.af ,;+PTXsm_\t", max_size=24))
 def test_a_suggestion_is_read_without_error_by_every_release(text: str) -> None:
-    explained = explain_arch_list(text, variable=FLASHINFER_LIST)
-    suggestion = explained.suggestions.get(FLASHINFER_LIST)
+    explained = arch.explain_arch_list(text, variable=arch.FLASHINFER_LIST)
+    suggestion = explained.suggestions.get(arch.FLASHINFER_LIST)
     if suggestion is None:
         assert explained.problems
         return
-    again = explain_arch_list(suggestion, variable=FLASHINFER_LIST)
+    again = arch.explain_arch_list(suggestion, variable=arch.FLASHINFER_LIST)
     assert again.problems == ()
     assert all(each.error is None and each.targets for each in again.readings)
     assert len({each.targets for each in again.readings}) == 1
@@ -265,7 +249,7 @@ def _by_torch(text: str) -> tuple[str, ...] | None:
     """Return how the installed torch reads the list, or None if it raises ValueError."""
     from torch.utils import cpp_extension
 
-    with mock.patch.dict(os.environ, {TORCH_LIST: text}):
+    with mock.patch.dict(os.environ, {arch.TORCH_LIST: text}):
         try:
             flags = cpp_extension._get_cuda_arch_flags()
         except ValueError:
@@ -286,18 +270,18 @@ def test_torchs_own_reading(text: str) -> None:
     torch = pytest.importorskip("torch")
     if not torch.__version__.startswith("2.13."):
         pytest.skip(f"the reading is that of torch 2.13, this is {torch.__version__}")
-    (reading,) = explain_arch_list(text, variable=TORCH_LIST).readings
+    (reading,) = arch.explain_arch_list(text, variable=arch.TORCH_LIST).readings
     expected = _by_torch(text)
     assert (tuple(sorted(reading.targets)) if reading.error is None else None) == expected
 
 
 def test_torchs_suggestions_are_taken_by_torch() -> None:
     for text in ("12.0f", "12.0,12.1", "120f", "9.0 ", "8.9;12.1f"):
-        explained = explain_arch_list(text, variable=TORCH_LIST)
+        explained = arch.explain_arch_list(text, variable=arch.TORCH_LIST)
         assert explained.problems
-        assert _by_torch(explained.suggestions[TORCH_LIST]) is not None
-    assert explain_arch_list("", variable=TORCH_LIST).readings[0].note is not None
-    assert explain_arch_list("Hopper", variable=TORCH_LIST).problems == ()
+        assert _by_torch(explained.suggestions[arch.TORCH_LIST]) is not None
+    assert arch.explain_arch_list("", variable=arch.TORCH_LIST).readings[0].note is not None
+    assert arch.explain_arch_list("Hopper", variable=arch.TORCH_LIST).problems == ()
 
 
 @pytest.mark.parametrize(
@@ -315,13 +299,13 @@ def test_torchs_suggestions_are_taken_by_torch() -> None:
     ],
 )
 def test_a_list_is_read_for_a_gpu(text: str | None, capability: str, cuda: str, targets: list[str]) -> None:
-    decisions = resolve_arch_list(text, capability, cuda)
+    decisions = arch.resolve_arch_list(text, capability, cuda)
     assert [decision.target for decision in decisions] == targets
     assert all(decision.reason for decision in decisions)
 
 
 def test_a_list_that_cannot_be_built_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sm_121a needs CUDA 12\.9"):
-        resolve_arch_list("12.1", "12.0", "12.8")
+        arch.resolve_arch_list("12.1", "12.0", "12.8")
     with pytest.raises(ValueError, match="'banana' is not a CUDA target"):
-        resolve_arch_list("banana", "12.0", "13.0")
+        arch.resolve_arch_list("banana", "12.0", "13.0")

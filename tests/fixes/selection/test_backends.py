@@ -13,16 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.fixes.backends import Candidate, select
+from moedoctor.fixes.backends import Candidate, requests, select
 from moedoctor.fixes.backends import release_tables as backend_tables
 from moedoctor.fixes.backends.release_tables import CAPABILITIES, SCHEMES, load_releases, load_tables
-from moedoctor.fixes.backends.requests import (
-    NVFP4_VARIABLE,
-    find_governing_variables,
-    find_shadowed_variables,
-    read_wanted_backend,
-    request,
-)
 
 RELEASES = tuple(load_releases())
 DATA = Path(backend_tables.__file__).parent / "data"
@@ -148,7 +141,7 @@ def test_the_flag_comes_before_every_variable() -> None:
     ],
 )
 def test_the_way_to_ask_is_one_that_the_release_has(backend, capability, scheme, release, works, how, reason):
-    asked = request(backend, capability, scheme, release=release)
+    asked = requests.request(backend, capability, scheme, release=release)
     assert (asked.works, asked.how) == (works, how)
     assert reason in asked.reason
 
@@ -158,7 +151,7 @@ def test_request_matches_select(point: dict, release: str, data: st.DataObject) 
     where = {"ep": point["ep"], "dp": point["dp"], "release": release}
     shown = select(point["capability"], point["scheme"], **where).candidates
     each = data.draw(st.sampled_from(shown))
-    asked = request(each.backend, point["capability"], point["scheme"], **where)
+    asked = requests.request(each.backend, point["capability"], point["scheme"], **where)
     if asked.how is None:
         return
     if asked.how.startswith("--moe-backend "):
@@ -221,7 +214,7 @@ def test_flags_that_a_release_does_not_take() -> None:
     assert named.chosen is None
     assert "FLASHINFER_CUTEDSL was asked for" in (named.error or "")
     with pytest.raises(ValueError, match=r"not a MoE backend of vLLM 0\.18\.0 for nvfp4; it has FLASH"):
-        request("BANANA", "12.0", "nvfp4", release="0.18.0")
+        requests.request("BANANA", "12.0", "nvfp4", release="0.18.0")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +225,7 @@ def test_flags_that_a_release_does_not_take() -> None:
     ],
 )
 def test_what_the_variable_of_38971_asks_for(value: str, flag: str | None) -> None:
-    asked = read_wanted_backend({NVFP4_VARIABLE: value}, "0.21.0")
+    asked = requests.read_wanted_backend({requests.NVFP4_VARIABLE: value}, "0.21.0")
     assert asked is not None
     assert asked.flag == flag
     problem = "0.21.0 has no such NVFP4 MoE backend; it has cutlass"
@@ -240,20 +233,21 @@ def test_what_the_variable_of_38971_asks_for(value: str, flag: str | None) -> No
 
 
 def test_without_the_variable_of_38971_nothing_is_asked_for() -> None:
-    assert read_wanted_backend({}, "0.21.0") is None
-    assert read_wanted_backend({NVFP4_VARIABLE: "auto"}, "0.21.0") is None
+    assert requests.read_wanted_backend({}, "0.21.0") is None
+    assert requests.read_wanted_backend({requests.NVFP4_VARIABLE: "auto"}, "0.21.0") is None
 
 
 def test_variables_with_an_effect() -> None:
-    assert set(find_governing_variables("nvfp4", "0.18.0")) == {FP4, BACKEND, FORCE}
-    assert set(find_governing_variables("nvfp4", "0.24.0")) == {FORCE}
-    assert set(find_governing_variables("nvfp4", "0.29.0")) == set()
-    assert set(find_governing_variables("fp8", "0.33.0")) == {"VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"}
-    shadowed = find_shadowed_variables("nvfp4", "0.18.0", {FP4: "1", FORCE: "1"})
+    assert set(requests.find_governing_variables("nvfp4", "0.18.0")) == {FP4, BACKEND, FORCE}
+    assert set(requests.find_governing_variables("nvfp4", "0.24.0")) == {FORCE}
+    assert set(requests.find_governing_variables("nvfp4", "0.29.0")) == set()
+    deep_gemm = {"VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"}
+    assert set(requests.find_governing_variables("fp8", "0.33.0")) == deep_gemm
+    shadowed = requests.find_shadowed_variables("nvfp4", "0.18.0", {FP4: "1", FORCE: "1"})
     assert shadowed == {FORCE: f"{FP4}=1 comes before it"}
-    assert find_shadowed_variables("nvfp4", "0.18.0", {FP4: "0", FORCE: "1"}) == {}
-    assert FP4 in find_shadowed_variables("nvfp4", "0.18.0", {BACKEND: "throughput"})[BACKEND]
-    assert find_shadowed_variables("nvfp4", "0.18.0", {FP4: "1", BACKEND: "latency"}) == {}
+    assert requests.find_shadowed_variables("nvfp4", "0.18.0", {FP4: "0", FORCE: "1"}) == {}
+    assert FP4 in requests.find_shadowed_variables("nvfp4", "0.18.0", {BACKEND: "throughput"})[BACKEND]
+    assert requests.find_shadowed_variables("nvfp4", "0.18.0", {FP4: "1", BACKEND: "latency"}) == {}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

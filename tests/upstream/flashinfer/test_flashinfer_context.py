@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from processes_seen import run
 from vllm_stub import write_files
 
 from moedoctor.fixes.arch.flashinfer import predict_moe_targets
@@ -133,16 +134,12 @@ def test_the_installed_release_answers_as_restated() -> None:
 @pytest.mark.upstream
 @needs_flashinfer
 def test_the_real_import_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import subprocess
-
     code = (
         "from moedoctor.upstream.flashinfer.context import FlashInferContext as C; "
         "print(*C.installed().resolve((12, 0), (13, 0), '12.0f').targets)"
     )
     environ = {**os.environ, "HOME": str(tmp_path), LIST: "12.0,12.1"}
     environ.pop("FLASHINFER_WORKSPACE_BASE", None)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
-    )
+    done = run([sys.executable, "-c", code], env=environ, check=True)
     assert done.stdout.split() == ["120f"]
     assert not (tmp_path / ".cache" / "flashinfer").exists()

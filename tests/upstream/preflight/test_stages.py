@@ -12,16 +12,11 @@ import pytest
 import torch
 
 from moedoctor.upstream.preflight import stages
+from moedoctor.upstream.preflight import stages as loading
 from moedoctor.upstream.preflight.child import fork_ranks
 from moedoctor.upstream.preflight.meta import NewMemory, OnMeta
 from moedoctor.upstream.preflight.names import list_tensors
 from moedoctor.upstream.preflight.operators import define_operators, read_schemas
-from moedoctor.upstream.preflight.stages import (
-    find_module,
-    find_unbalanced,
-    list_stale_buffers,
-    use_draft_backend,
-)
 from moedoctor.upstream.preflight.substitutes import put
 
 
@@ -37,10 +32,10 @@ from moedoctor.upstream.preflight.substitutes import put
 def test_only_the_draft_gets_the_backend_of_the_draft(speculative, backend):
     target = SimpleNamespace(moe_backend="marlin")
     config = SimpleNamespace(speculative_config=speculative, kernel_config=target)
-    with use_draft_backend(config):
+    with loading.use_draft_backend(config):
         assert target.moe_backend == backend
     assert target.moe_backend == "marlin"
-    with pytest.raises(ValueError, match="refused"), use_draft_backend(config):
+    with pytest.raises(ValueError, match="refused"), loading.use_draft_backend(config):
         raise ValueError("refused")
     assert target.moe_backend == "marlin"
 
@@ -67,7 +62,7 @@ def test_buffers_of_weights_that_offload_moves_are_named(gigabytes, chosen, v2, 
         model.mixer = mixer
     uva = SimpleNamespace(cpu_offload_gb=gigabytes, cpu_offload_params=chosen)
     config = SimpleNamespace(offload_config=SimpleNamespace(uva=uva), use_v2_model_runner=v2)
-    assert list_stale_buffers(model, config) == expected
+    assert loading.list_stale_buffers(model, config) == expected
     moved = {"mixer.weight", "mixer.bias"} if gigabytes and chosen != {"experts"} else set()
     assert set(stages.list_movable(model, uva)) == moved
 
@@ -171,7 +166,7 @@ def test_errors_name_the_layer_or_the_tensor_that_was_read() -> None:
 
     with pytest.raises(ValueError, match="64 rows") as raised:
         build("model")
-    assert find_module(raised.value) == "model.layers.0"
+    assert loading.find_module(raised.value) == "model.layers.0"
     on_meta = OnMeta({"/f": [("a", "BF16", [2]), ("b", "BF16", [2])]})
     assert [(name, on_meta.current) for name, _ in on_meta.read_weights(["/f"])] == [("a", "a"), ("b", "b")]
     assert on_meta.current == ""
@@ -191,7 +186,7 @@ def test_a_model_that_eplb_cannot_balance_is_named(flag, v2, model, expected, mo
     interfaces = SimpleNamespace(is_mixture_of_experts=lambda model: hasattr(model, "num_moe_layers"))
     monkeypatch.setitem(sys.modules, "vllm.model_executor.models.interfaces", interfaces)
     config = SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=flag), use_v2_model_runner=v2)
-    assert find_unbalanced(model, config) == expected
+    assert loading.find_unbalanced(model, config) == expected
 
 
 def test_a_library_that_the_release_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
