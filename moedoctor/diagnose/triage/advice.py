@@ -312,7 +312,10 @@ class Advice:
             asked = {*row.get("needs", "").split("+")} - {""}
             if not outside and self.clues >= asked and re.search(row["match"], words, re.IGNORECASE):
                 fits.append((-_CLUE * len(asked) - len(row["match"]), row))
-        for _, row in sorted(fits, key=itemgetter(0))[:_MOST_THREADS]:
+        best: dict[str, Any] = {}
+        for _, row in sorted(fits, key=itemgetter(0)):
+            best.setdefault(row["thread"], row)
+        for row in [*best.values()][:_MOST_THREADS]:
             project, number = row["thread"].split("#")
             link = f"https://github.com/{data['projects'][project]}/issues/{number}"
             mended = f"vLLM {row['fixed']} fixes it; " if "fixed" in row else ""
