@@ -88,18 +88,18 @@ class Advice:
             step += f"; {show(newest)}{NO_OLDER}"
         return self.settings.explain_repetition(step)
 
-    def list_facts(self, cause: Cause, words: str) -> Iterator[str]:
+    def list_facts(self, cause: Cause, words: str, body: str = "") -> Iterator[str]:
         """Yield what follows from the text's own facts for its error.
 
         `words` are lines without secrets: the headline, the first line, the error, the model, the flags, all
-        that the error says, and its frames.
+        that the error says, and its frames. `body` is the beginning of a report in words.
         """
         yield from self._count_memory(cause)
         if request := load_lines()["request"].search(
             words.split("\n", 2)[-1]
         ):  # without a person's own words
             yield f"the message itself asks for it: {escape(request[1])}"
-        yield from (*self._find_value(words), *map(self.fit, self._name_threads(words)))
+        yield from (*self._find_value(words), *map(self.fit, self._name_threads(words, body)))
         if cause.kind == "installation":
             yield from self._name_release(cause.excerpt)
         if cause.kind in _SETTINGS_DECIDE:
@@ -275,6 +275,9 @@ class Advice:
         for releases, models in load_data("facts.yaml")["models"].items():
             if names & {*models.split()}:
                 first, before = releases.split()
+                if found and found[1] and self.facts.vllm and max(self.facts.vllm) >= read_boundary(first):
+                    yield load_data("facts.yaml")["says"]["old_transformers"].format(first=first)
+                    return
                 yield (
                     f"vLLM {first} has this model, {before} does not: take {first} or later, with the "
                     "transformers that it requires (a new environment, or the official image)"
@@ -299,10 +302,10 @@ class Advice:
                     lower = value.lower() if value.lower() in chosen else value
                     yield from self._tell_span(flag, lower, [*listed, *(f"{flag} {each}" for each in chosen)])
 
-    def _name_threads(self, words: str) -> Iterator[str]:
+    def _name_threads(self, words: str, body: str) -> Iterator[str]:
         """Yield what threads upstream say of the same error, where the text's release may have it.
 
-        Rows that ask for more come first.
+        Rows that ask for more come first. Those that put words together look for them in `words` alone.
         """
         data, used = load_data("threads.yaml"), max(self.facts.vllm, default=None)
         fits = []
@@ -310,7 +313,8 @@ class Advice:
             since, fixed = (read_boundary(row[key]) if key in row else None for key in ("since", "fixed"))
             outside = used and ((since and used < since) or (fixed and used >= fixed))
             asked = {*row.get("needs", "").split("+")} - {""}
-            if not outside and self.clues >= asked and re.search(row["match"], words, re.IGNORECASE):
+            text = words if row["match"].startswith(r"\A") else f"{words}\n{body}"
+            if not outside and self.clues >= asked and re.search(row["match"], text, re.IGNORECASE):
                 fits.append((-_CLUE * len(asked) - len(row["match"]), row))
         best: dict[str, Any] = {}
         for _, row in sorted(fits, key=itemgetter(0)):

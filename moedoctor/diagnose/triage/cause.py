@@ -191,7 +191,7 @@ class Errors:
                 at += 1
             if at <= hit < len(lines):
                 if not self._quotations.is_of_another(lines, hit):
-                    self._read_line(lines[hit], numbers[hit])
+                    self._read_line(_find_statement(lines, hit), numbers[hit])
                 at = hit + 1
         self._quotations.leave(lines, len(lines))
 
@@ -445,8 +445,19 @@ def list_steps(cause: Cause, clues: Set[str]) -> list[str]:
         if cause.kind in row["kinds"] and clues >= {*row["if"].split("+")} and row.get("but") not in clues
         if row.get("unless", "\0") not in cause.says
     ]
-    own = cause.next_step != load_data("causes.yaml")["classes"][cause.kind]["step"]
+    own = (
+        cause.kind != "unknown" and cause.next_step != load_data("causes.yaml")["classes"][cause.kind]["step"]
+    )
     return [cause.next_step, *hints[:_MOST_HINTS]] if own else [*hints[:_MOST_HINTS], cause.next_step]
+
+
+def _find_statement(lines: Sequence[bytes], at: int) -> bytes:
+    """Return a line; an AssertionError without a message with the statement above it."""
+    if lines[at].strip() != b"AssertionError":
+        return lines[at]
+    above = (line.strip() for line in reversed(lines[max(0, at - _KEPT) : at]))
+    asserted = next((line for line in above if line.startswith(b"assert ")), b"")
+    return b"AssertionError: " + asserted if asserted else lines[at]
 
 
 def _describe(error: _Error, launch_blocking: bool) -> Cause:

@@ -59,7 +59,7 @@ _EXCERPTS = 40
 _ENOUGH = 20_000
 """After so many lines with a clue, it is not looked for any more."""
 _MOST_WORDS, _BODY = 20_000, 40
-"""The characters of an error that are compared with threads upstream, and the lines of a question."""
+"""The characters of an error that are compared with threads upstream, and the lines of a report in words."""
 _Excerpt = tuple[str, int, int]
 """A line, and where in it the clue starts and ends."""
 
@@ -219,10 +219,12 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         error.excerpt if error else "",
         settings.model,
     )
-    tells = (errors.words,) if error else body  # a question names its subject anywhere
-    words = redactor.mask("\n".join((*told, *flags, *tells)))[:_MOST_WORDS]
+    words = redactor.mask("\n".join((*told, *flags, errors.words)))[:_MOST_WORDS]
+    more = (
+        "" if errors.words else redactor.mask("\n".join(body))
+    )  # a report in words names its subject anywhere
     if error is not None:
-        steps = [*advice.list_facts(error, words)]
+        steps = [*advice.list_facts(error, words, more)]
         findings = tuple(
             replace(each, next_step="\n".join((each.next_step, *steps))) if each.line == error.line else each
             for each in findings
@@ -232,7 +234,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         steps.sort(key=lambda step: step.endswith((NO_HELP, NO_OLDER)))
         error = replace(error, next_step="\n".join(dict.fromkeys(steps)))
     elif not (findings or notes.keys() & {"vllm_log", "solved_told"}):
-        error = _answer_question(errors, advice, words)
+        error = _answer_question(errors, advice, words, more)
     return Triage(
         findings=findings,
         releases=facts.summarize(),
@@ -247,12 +249,12 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     )
 
 
-def _answer_question(errors: Errors, advice: Advice, words: str) -> Cause | None:
+def _answer_question(errors: Errors, advice: Advice, words: str, body: str) -> Cause | None:
     """Return what is known about a question, or of a report without an error; None if nothing is known."""
     line, text = errors.first
     body = load_data("causes.yaml")["classes"]["question"]
     asked = Cause(line, text[:_LONG], "question", f"{body['name']}: {body['says']}", "", "", "")
-    steps = [*advice.list_facts(asked, words)]
+    steps = [*advice.list_facts(asked, words, body)]
     if load_lines()["asks"].search(text[:_LONG]):
         steps += filter(None, advice.list_steps(asked))
     return replace(asked, next_step="\n".join(steps)) if steps else None
