@@ -19,7 +19,6 @@ import typer
 from moedoctor.commands.options import (
     Capability,
     Full,
-    InputError,
     Output,
     PageFormat,
     choose_from,
@@ -127,12 +126,10 @@ def backends(
     upstream = {name: value for name, value in environ.items() if name.upper().startswith(prefixes)}
     variables = {**upstream, **line.settings}
     found = Found((scheme,), "") if scheme else find_scheme(line.command, release)
-    capability = sm or facts.get("capability")
-    if not capability:
-        raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
+    capability = require_capability(sm or facts.get("capability"))
     meant, activation_notes = _find_activation(activation, line.command, release)
     question: dict[str, Any] = {
-        "capability": require_capability(capability),
+        "capability": capability,
         "scheme": found.schemes[0],
         "release": release,
         "ep": ep or line_ep,
@@ -152,11 +149,10 @@ def backends(
     looked_up = ("VLLM_HAS_FLASHINFER_CUBIN",) if here else ()
     left = {name: value for name, value in variables.items() if name not in looked_up}
     unconsidered = find_unconsidered(release, left, line.command)
-    if found.why:
-        several = len(found.schemes) > 1
-        taken = "the scheme of the experts is not known" if several else f"taken as {found.schemes[0]}"
-        notes = (f"{taken}: {found.why}", *notes)
     alone = len(found.schemes) == 1
+    if found.why:
+        taken = f"taken as {found.schemes[0]}" if alone else "the scheme of the experts is not known"
+        notes = (f"{taken}: {found.why}", *notes)
     libraries = find_libraries(release, environ) if here and alone else None
     flashinfer = facts.get("flashinfer") if (here or build) and alone else None
     in_tables = AUTO if is_new else moe_backend

@@ -36,12 +36,12 @@ class InputError(Exception):
 
 
 @contextlib.contextmanager
-def convert_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn the errors of loaders and parsers into InputError and keep their line."""
+def convert_errors(*kinds: type[Exception], before: str = "") -> Iterator[None]:
+    """Turn the errors of loaders and parsers into InputError and keep their line, with a text before it."""
     try:
         yield
     except kinds as error:
-        raise InputError(str(error)) from error
+        raise InputError(f"{before}{error}") from error
 
 
 def option(metavar: str, help: str, parser: Callable[[str], Any] | None = None, **more: Any) -> Any:
@@ -167,7 +167,7 @@ _SUFFIXES = {
 """The end of a file's name -> the format that it asks for."""
 
 
-def _format(help: str, known: Sequence[str] | str) -> Any:
+def _format(known: Sequence[str] | str, help: str = "") -> Any:
     parse: Callable[[str], str] = name_errors("--format", choose_from(known))
 
     def choose_by_suffix(context: typer.Context, value: str) -> str:
@@ -184,6 +184,7 @@ def _format(help: str, known: Sequence[str] | str) -> Any:
                 f"-o {output}: this command has no format {wanted}; give --format, or another suffix"
             ) from None
 
+    help = help or f"Format of the output: {', '.join(known[:-1])} or {known[-1]}."
     return typer.Option(
         "--format", "-f", metavar="FORMAT", parser=parse, callback=choose_by_suffix, help=help
     )
@@ -192,17 +193,13 @@ def _format(help: str, known: Sequence[str] | str) -> Any:
 ReportFormat = Annotated[
     str,
     _format(
-        "Format of the report: table, json, markdown, html, junit, github, sarif, or one of another package.",
         "moedoctor.catalogue:load_reporters",
+        "Format of the report: table, json, markdown, html, junit, github, sarif, or one of another package.",
     ),
 ]
-PageFormat = Annotated[str, _format("Format of the output: table, json, markdown or html.", PAGE_FORMATS)]
-TextFormat = Annotated[
-    str, _format("Format of the output: table, json, markdown, html or sarif.", TEXT_FORMATS)
-]
-CheckFormat = Annotated[
-    str, _format("Format of the output: table, json, markdown, html, junit, github or sarif.", CHECK_FORMATS)
-]
+PageFormat = Annotated[str, _format(PAGE_FORMATS)]
+TextFormat = Annotated[str, _format(TEXT_FORMATS)]
+CheckFormat = Annotated[str, _format(CHECK_FORMATS)]
 Full = Annotated[
     bool, typer.Option("--full", help="Write all of a Markdown report, not a digest that fits into an issue.")
 ]
@@ -275,11 +272,16 @@ def choose_release(text: str) -> tuple[str, str]:
     return require_release(text), ""
 
 
-def require_capability(text: str) -> str:
-    """Return a compute capability of the tables, such as 12.0, for ``120`` too. Raises InputError."""
+def require_capability(text: str | None) -> str:
+    """Return a compute capability of the tables, such as 12.0, for ``120`` too. Raises InputError.
+
+    `text` is that of this machine if none is named, and None without a GPU.
+    """
     from moedoctor.fixes.arch.targets import Target
     from moedoctor.fixes.backends.release_tables import CAPABILITIES
 
+    if not text:
+        raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
     try:
         target = Target.parse("".join(text.lower().split()))
         capability = f"{target.major}.{target.minor}"

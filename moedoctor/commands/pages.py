@@ -124,7 +124,7 @@ def place_pictures(page: Page, report: Path | None) -> list[Block]:
         return list(page)
     blocks: list[Block] = []
     for block in page:
-        if isinstance(block, Picture) and block.chart is not None:
+        if isinstance(block, Picture):
             path = report.with_name(f"{report.stem}_{block.chart.name}.svg")
             block = replace(block, file=path.name if draw_picture(block.chart, path) else "")
         blocks.append(block)

@@ -173,14 +173,8 @@ def plan(
         )
         result = plan(request)
     reason = result.notes[0] if result.missing_bytes else "not one request of the context fits"
-    return deliver_document(
-        PlanDocument(request, result),
-        format,
-        output,
-        full=full,
-        code=0 if result.kv.concurrency >= 1 else 1,
-        reasons=[reason],
-    )
+    document, code = PlanDocument(request, result), 0 if result.kv.concurrency >= 1 else 1
+    return deliver_document(document, format, output, full=full, code=code, reasons=[reason])
 
 
 def _measure_memory() -> float:
@@ -211,8 +205,5 @@ def _find_scheme(model: Path) -> tuple[str, str | None]:
     """Return (quantization of the experts, the file that declares it)."""
     from moedoctor.diagnose.plan.weights import find_expert_scheme
 
-    if os.path.isdir(model):
-        return find_expert_scheme(model / "config.json")
-    if model.name == "config.json":
-        return find_expert_scheme(model)
-    return "nvfp4", "the default of a preset"
+    file = model / "config.json" if os.path.isdir(model) else model
+    return find_expert_scheme(file) if file.name == "config.json" else ("nvfp4", "the default of a preset")

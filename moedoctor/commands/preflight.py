@@ -133,15 +133,8 @@ def preflight(
         )
     answers = [drop_ignored(answer, split_texts(ignore)) for answer in answers]
     document = make_document(start.model, question, answers, notes, fail_on=rules)
-    return deliver_document(
-        document,
-        format,
-        output,
-        full=full,
-        verbose=verbose,
-        code=document.summary.exit_code,
-        reasons=document.summary.reasons,
-    )
+    code, reasons = document.summary.exit_code, document.summary.reasons
+    return deliver_document(document, format, output, full=full, verbose=verbose, code=code, reasons=reasons)
 
 
 def _write_headers(words: list[str], output: Path | None) -> int:
@@ -195,10 +188,7 @@ def _find_gpu(sm: str | None, memory: float | None, gpus: float | None) -> tuple
     from moedoctor import environment
 
     facts = environment.collect() if sm is None else {}
-    capability = sm or facts.get("capability")
-    if not capability:
-        raise InputError("no NVIDIA GPU is visible here; name one: --sm 12.0")
-    major, _, minor = require_capability(str(capability)).partition(".")
+    major, _, minor = require_capability(sm or facts.get("capability")).partition(".")
     own = facts.get("gpus") or ()
     size = int(memory * 2**30) if memory else own and own[0].get("memory_bytes")
     return (int(major), int(minor)), size or 80 << 30, int(gpus or len(own) or 8)

@@ -158,19 +158,13 @@ def run(
         report = run(plans, facts, parallel=parallel, progress=progress, time_budget=time_budget)
     cases = [case for scenario in report.scenarios for case in scenario.cases]
     ran = sum(case.verdict is not CaseVerdict.SKIPPED for case in cases)
-    report = replace(
-        report,
-        origin=record_origin(
-            variables=facts.get("env"),
-            gpu_state=readings.state,
-            iterations={"cases_run": ran, "runs_of_a_case": 1, "at_once_on_the_cpu": parallel},
-        ),
-    )
+    counts = {"cases_run": ran, "runs_of_a_case": 1, "at_once_on_the_cpu": parallel}
+    origin = record_origin(variables=facts.get("env"), gpu_state=readings.state, iterations=counts)
+    report = replace(report, origin=origin, capsule=described)
     if before is not None:
         partial = options.partial or bool(targets)
         changed = comparison.compare(before, report, allowed, partial=partial)
         report = replace(report, findings=changed.findings)
-    report = replace(report, capsule=described)
     others = {fault.id for fault in catalogue.load_faults().values() if not catalogue.is_ours(fault)}
     decision = gate.decide(report, strict=strict, fail_on=cast(Any, fail_on), others=others, baseline=before)
     code, reasons = decision.exit_code, decision.reasons

@@ -34,26 +34,18 @@ def show(
 
     Nothing is run and nothing is judged again.
     """
-    from moedoctor.results import ReportError, read_json
+    from moedoctor import catalogue
+    from moedoctor.redaction import Redactor
+    from moedoctor.results import ReportError, load_report, read_json
 
-    with convert_errors(ReportError):
+    with convert_errors(ReportError, catalogue.PluginError):
         document = read_json(report)
         command = document.get("command") if isinstance(document, dict) else None
         if isinstance(command, str) and "page" in load_documents().get(command, ()):
             return _show_page(report, document, format, output, full=full, verbose=verbose)
-        return _show_run(report, format, output, full=full, verbose=verbose)
-
-
-def _show_run(path: Path, format: str, output: Path | None, *, full: bool, verbose: bool) -> int:
-    """Show a report of `run`. Raises ReportError for anything that is none."""
-    from moedoctor import catalogue
-    from moedoctor.redaction import Redactor
-    from moedoctor.results import load_report
-
-    stored = Redactor.from_this_process().record(load_report(path))
-    with convert_errors(catalogue.PluginError):
+        stored = Redactor.from_this_process().record(load_report(report))
         _, problem = deliver_report(stored, format, output, verbose=verbose, full=full)
-    return problem or 0
+        return problem or 0
 
 
 def _show_page(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 200 * 2**20
 """Of one input; of a compressed one, before and after unpacking."""
 _PEEK = 4096
+"""The first bytes of an input, by which it is judged."""
 _GZIP = b"\x1f\x8b"
 _PACKED = {
     b"PK\x03\x04": "a zip archive",
@@ -60,21 +61,14 @@ def triage(
         try:
             results.append(("stdin" if file == "-" else file, _triage(file, output)))
         except InputError as error:
-            if len(files) == 1:
-                raise
             refused.append(error)
     if not results:
         raise InputError("; ".join(map(str, refused)))
     document = TriageDocument.from_results(results)
     reasons = describe_findings(document)
-    return deliver_document(
-        document,
-        format,
-        output,
-        full=full,
-        code=1 if reasons else 2 if refused else 0,
-        reasons=[*reasons, *map(str, refused)],
-    )
+    code = 1 if reasons else 2 if refused else 0
+    reasons += map(str, refused)
+    return deliver_document(document, format, output, full=full, code=code, reasons=reasons)
 
 
 def _triage(file: str, output: Path | None) -> Triage:
@@ -96,26 +90,23 @@ def _triage(file: str, output: Path | None) -> Triage:
 
 
 class _Bounded(io.RawIOBase):
-    """A stream that refuses to give more than `MOST_BYTES`; `start` comes first."""
+    """A stream that refuses to give more than `MOST_BYTES`."""
 
-    def __init__(self, stream: BinaryIO | gzip.GzipFile, name: str, start: bytes = b"") -> None:
+    def __init__(self, stream: BinaryIO | gzip.GzipFile, name: str) -> None:
         self._stream = stream
         self._name = name
-        self._start = start
         self._left = MOST_BYTES
 
     def readable(self) -> bool:
         return True
 
-    def read(self, size: int = -1, /) -> bytes:
-        block = self._start if size < 0 else self._start[:size]
-        self._start = self._start[len(block) :]
-        if size < 0 or not block:
-            block += self._stream.read(size)
+    def readinto(self, buffer: Any, /) -> int:
+        block = self._stream.read(len(buffer))
         self._left -= len(block)
         if self._left < 0:
             raise _refuse_size(self._name)
-        return block
+        buffer[: len(block)] = block
+        return len(block)
 
 
 def _read(stream: BinaryIO, name: str) -> Triage:
@@ -123,13 +114,11 @@ def _read(stream: BinaryIO, name: str) -> Triage:
     from moedoctor.redaction import Redactor
 
     try:
-        start = _peek(stream)
-        bounded: Any = _Bounded(stream, name, start)
-        if start.startswith(_GZIP):
+        bounded = io.BufferedReader(_Bounded(stream, name), _PEEK)
+        if bounded.peek().startswith(_GZIP):
             unpacked = gzip.GzipFile(fileobj=bounded)
-            start = _peek(unpacked)
-            bounded = _Bounded(unpacked, name, start)
-        _check_text(start, name)
+            bounded = io.BufferedReader(_Bounded(unpacked, name), _PEEK)
+        _check_text(bounded.peek(), name)
         return triage(bounded, Redactor.from_this_process())
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise InputError(
@@ -138,14 +127,6 @@ def _read(stream: BinaryIO, name: str) -> Triage:
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
         raise InputError(f"{name}: cannot be read ({reason}), expected a text file") from None
-
-
-def _peek(stream: BinaryIO | gzip.GzipFile) -> bytes:
-    """Return the first bytes of a stream: `_PEEK` of them, or all that it has."""
-    start = b""
-    while len(start) < _PEEK and (block := stream.read(_PEEK - len(start))):
-        start += block
-    return start
 
 
 def _check_text(start: bytes, name: str) -> None:

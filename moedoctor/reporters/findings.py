@@ -148,30 +148,17 @@ def find_in_check(result: CheckResult, summary: str) -> Findings:
     def locate(facts: Iterable[str]) -> tuple[str, int | None]:
         return next((pins[name] for name in (*facts, *_PACKAGES) if name in pins), (ENVIRONMENT, None))
 
-    found = [
-        Finding(
-            finding.id,
-            _choose_level(finding.severity),
-            finding.title,
-            f"{finding.why}. {finding.next_step}",
-            *locate(finding.evidence),
-            confidence=finding.confidence,
-            logical=result.target,
-        )
-        for finding in result.findings
-    ]
-    found += [
-        Finding(
-            ENVIRONMENT,
-            _choose_level(problem.severity),
-            problem.what,
-            f"{problem.what}: {problem.why}. {problem.next_step}",
-            *locate(problem.what.split()),
-            key=(_NUMBER.sub("#", problem.what),),
-            logical=result.target,
-        )
-        for problem in result.problems
-    ]
+    found = []
+    about = result.target
+    for finding in result.findings:
+        level, message = _choose_level(finding.severity), f"{finding.why}. {finding.next_step}"
+        place, sure = locate(finding.evidence), finding.confidence
+        found.append(Finding(finding.id, level, finding.title, message, *place, sure, logical=about))
+    for problem in result.problems:
+        what, level = problem.what, _choose_level(problem.severity)
+        message = f"{what}: {problem.why}. {problem.next_step}"
+        place, key = locate(what.split()), (_NUMBER.sub("#", what),)
+        found.append(Finding(ENVIRONMENT, level, what, message, *place, key=key, logical=about))
     skipped = [(_name(note.id), note.needs or note.why) for note in result.conditional]
     skipped += [(f"{each.id} {each.title}", f"ignored: {each.reason}") for each in result.ignored]
     decided = {finding.id for finding in (*result.findings, *result.conditional)}
@@ -194,18 +181,12 @@ def find_in_lint(document: LintDocument, summary: str) -> Findings:
         first = evidence.places[0] if evidence.places else Place("", "", "")
         value = f": {first.tensor} = {first.value}" if first.tensor else ""
         places = f"{count_of(evidence.count, 'place')}{value}"
+        level: Level = "note" if evidence.remark else _choose_level(finding.level)
+        message = f"{evidence.what} ({places}). {evidence.effect}. {finding.next_step}"
+        file = make_relative(os.path.join(document.checkpoint, first.shard))
+        line, sure, about = finding.line, finding.confidence, first.tensor
         found.append(
-            Finding(
-                finding.id,
-                "note" if evidence.remark else _choose_level(finding.level),
-                evidence.what,
-                f"{evidence.what} ({places}). {evidence.effect}. {finding.next_step}",
-                make_relative(os.path.join(document.checkpoint, first.shard)),
-                finding.line,
-                finding.confidence,
-                key=(name,),
-                logical=first.tensor,
-            )
+            Finding(finding.id, level, evidence.what, message, file, line, sure, key=(name,), logical=about)
         )
     skipped = [
         *document.not_run.items(),
@@ -260,21 +241,13 @@ def find_in_preflight(document: PreflightDocument, summary: str) -> Findings:
         # A start that passed or was not decided is an item already.
         is_listed = answer.verdict in (Verdict.STARTS, Verdict.CANNOT_SAY)
         for number, finding in enumerate(answer.findings):
-            title = RULES[finding.rule][1]
+            title, level = RULES[finding.rule][1], _choose_level(finding.level)
             message = f"{finding.message.rstrip('.')}. {finding.next_step}"
-            key = (answer.release, *answer.words[1:], finding.tensor)
+            line = find_field(config, finding.message)
+            key, about = (answer.release, *answer.words[1:], finding.tensor), finding.tensor or start
+            item = f"{start}: {finding.rule}" if number or is_listed else start
             found.append(
-                Finding(
-                    finding.rule,
-                    _choose_level(finding.level),
-                    title,
-                    message,
-                    place,
-                    find_field(config, finding.message),
-                    key=key,
-                    logical=finding.tensor or start,
-                    item=f"{start}: {finding.rule}" if number or is_listed else start,
-                )
+                Finding(finding.rule, level, title, message, place, line, key=key, logical=about, item=item)
             )
     titles = {name: (title, "") for name, (_, title) in RULES.items()}
     return Findings("preflight", found, passed, skipped, summary, titles)

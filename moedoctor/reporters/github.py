@@ -40,12 +40,10 @@ def step_summary(report: Report) -> str:
 
 def to_commands(findings: Findings) -> str:
     """Return an annotation for each finding of a command, and the line of counts."""
-    lines = [
-        _write_command(
-            each.level, each.file, each.line or 1, f"{each.rule}: {each.title}", join_lines(each.message)
-        )
-        for each in findings.found
-    ]
+    lines = []
+    for each in findings.found:
+        title, message = f"{each.rule}: {each.title}", join_lines(each.message)
+        lines.append(_write_command(each.level, each.file, each.line or 1, title, message))
     return "\n".join((*lines, join_lines(findings.summary))) + "\n"
 
 
@@ -61,14 +59,11 @@ def _write_commands(report: Report) -> Iterator[str]:
 
 
 def _write_command(level: str, file: str, line: int, title: str, message: str) -> str:
-    file, title = (_escape_property(join_lines(text)) for text in (file, title))
+    names = (_escape(join_lines(text)) for text in (file, title))
+    file, title = (text.replace(":", "%3A").replace(",", "%2C") for text in names)
     place = "" if file == ENVIRONMENT else f"file={file},line={line},"  # an environment is no file
-    return f"::{_LEVELS.get(level, level)} {place}title={title}::{_escape_data(message)}"
+    return f"::{_LEVELS.get(level, level)} {place}title={title}::{_escape(message)}"
 
 
-def _escape_data(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _escape_property(text: str) -> str:
-    return _escape_data(text).replace(":", "%3A").replace(",", "%2C")

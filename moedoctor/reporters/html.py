@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moedoctor.interfaces import Reporter
@@ -101,7 +102,7 @@ def to_html(page: Page) -> str:
         sections=_split_sections(page),
         ids=ids,
         first_answer=next((block for block in page if isinstance(block, Answer)), None),
-        picture=_Pictures(),
+        picture=functools.partial(_draw_picture, itertools.count(1)),
         script=Markup(script),  # our own file: the policy names its hash
         style=Markup(_read_source(environment, "page.css")),
         digest=digest,
@@ -127,7 +128,6 @@ def _load_templates() -> Environment:
         "one_line": join_lines,
         "clean": clean,
         "spans": split_spans,
-        "plain": strip_styles,
         "kind": lambda block: type(block).__name__,
         "pieces": _split_links,
         "prose": _render_prose,
@@ -185,28 +185,22 @@ class _Ids:
         return self._by_name.get(join_lines(name))
 
 
-class _Pictures:
-    """Draws the pictures of a page. Without matplotlib it says so, and the rest of the page stays."""
+def _draw_picture(numbers: Iterator[int], picture: Picture) -> dict[str, Any]:
+    """Return ``svg`` as markup, or the ``problem`` in words, with the texts of the next picture of a page.
 
-    def __init__(self) -> None:
-        self._number = 0
+    Without matplotlib the page says so, and the rest of it stays.
+    """
+    from markupsafe import Markup
 
-    def __call__(self, picture: Picture) -> dict[str, Any]:
-        """Return ``svg`` as markup, or ``problem`` in words, with the texts of the picture."""
-        from markupsafe import Markup
+    from moedoctor.reporters.plots import PlotError, draw_svg
 
-        from moedoctor.reporters.plots import PlotError, draw_svg
-
-        chart = picture.chart
-        if chart is None:
-            return {"svg": None, "problem": f"the picture is in {picture.file}", "title": picture.title}
-        self._number += 1
-        shown = {"title": chart.title, "caption": chart.caption, "id": f"picture-{self._number}"}
-        try:
-            drawn = _inline_svg(draw_svg(chart, caption=False), self._number, chart.title)
-        except PlotError as error:
-            return {**shown, "svg": None, "problem": str(error)}
-        return {**shown, "svg": Markup(drawn), "problem": ""}  # matplotlib escapes every text of the chart
+    chart = picture.chart
+    shown = {"title": chart.title, "caption": chart.caption, "svg": None}
+    try:
+        drawn = _inline_svg(draw_svg(chart, caption=False), next(numbers), chart.title)
+    except PlotError as error:
+        return {**shown, "problem": str(error)}
+    return {**shown, "svg": Markup(drawn)}  # matplotlib escapes every text of the chart
 
 
 def _inline_svg(drawn: str, number: int, title: str) -> str:

@@ -102,7 +102,7 @@ def _count(element: ET.Element, seconds: float = 0.0) -> None:
     tags = {"tests": "testcase", "failures": "failure", "errors": "error", "skipped": "skipped"}
     for attribute, tag in tags.items():
         element.set(attribute, str(sum(1 for _ in element.iter(tag))))
-    element.set("time", _format_seconds(seconds))
+    element.set("time", f"{seconds:.3f}")
 
 
 def _add_scenario(root: ET.Element, scenario: ScenarioResult, facts: list[tuple[str, str]]) -> ET.Element:
@@ -142,7 +142,7 @@ def _test(
     details: str = "",
 ) -> None:
     """Add a testcase. `outcome` is ``failure``, ``error``, ``skipped``, or empty if it passes."""
-    test = _add(suite, "testcase", classname=classname, name=name, time=_format_seconds(seconds))
+    test = _add(suite, "testcase", classname=classname, name=name, time=f"{seconds:.3f}")
     if outcome:
         type = {"type": kind} if kind and outcome != "skipped" else {}
         _add(test, outcome, clean(details), message=message, **type)
@@ -176,10 +176,6 @@ def _list_properties(scenario: ScenarioResult) -> Iterator[tuple[str, str]]:
         yield f"claim: {claim.text} ({claim.source})", "; ".join(part for part in parts if part)
     for name, text in list_figures(scenario.conclusions):
         yield f"conclusion.{name}", text
-
-
-def _format_seconds(value: float) -> str:
-    return f"{value:.3f}"
 
 
 def _add(parent: ET.Element, tag: str, text: str = "", **attributes: str) -> ET.Element:

@@ -137,4 +137,4 @@ def _write_block(block: Block) -> str:
     if isinstance(block, Prose):
         return clean(block.markdown).strip()
     assert isinstance(block, Picture)
-    return f"![{escape(block.title)}]({quote(block.file, errors='replace')})"
+    return f"![{escape(block.chart.title)}]({quote(block.file, errors='replace')})"

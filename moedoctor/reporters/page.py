@@ -7,13 +7,12 @@ it, so no block holds markup.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from moedoctor.reporters.chart import Chart
-from moedoctor.reporters.text import format_facts, format_value, is_unsteady, time_unit
+from moedoctor.reporters.text import SIZES, TIMES, Unit, choose_unit, format_facts, format_value, is_unsteady
 from moedoctor.results import VERDICTS, Evidence
 from moedoctor.text import join_lines
 
@@ -111,11 +110,9 @@ class Preformatted:
 class Picture:
     """A picture: within HTML, or as a file beside a Markdown report. A terminal leaves it out."""
 
-    file: str
+    chart: Chart
+    file: str = ""
     """The name of the file; Markdown leaves a picture out if it is empty."""
-    title: str
-    chart: Chart | None = None
-    """What HTML draws."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +157,13 @@ def list_section(title: Text, items: Sequence[Text], level: int = 2) -> list[Blo
     return [Heading(title, level), Bullets(items)] if items else []
 
 
+def show_table(
+    title: Text, header: Sequence[str], rows: Sequence[Sequence[Text]], align: str = "", level: int = 2
+) -> list[Block]:
+    """Return a heading with a table under it; nothing without rows."""
+    return [Heading(title, level), Table(header, rows, align)] if rows else []
+
+
 NOTHING_TO_DO = "nothing that this report knows of"
 
 Block = Heading | Paragraph | Bullets | Item | Table | Preformatted | Picture | Prose | Step | Answer | Fold
@@ -199,7 +203,7 @@ def report_answer(page: Page, document: Mapping[str, Any], found: Sequence[str])
     messages: list[Text] = []
     steps: list[Text] = []
     for block in walk_blocks(page):
-        if isinstance(block, Picture) and block.chart is not None:
+        if isinstance(block, Picture):
             messages += [block.chart.title, *block.chart.also]
         elif isinstance(block, Step):
             steps.append(block.text)
@@ -262,60 +266,44 @@ def _make_records_table(records: Sequence[Mapping[str, Any]], measured: bool) ->
     def write_cell(record: Mapping[str, Any], key: str) -> str:
         if key not in record:
             return ""
-        written = units[key].format if key in units else format_value
-        median = written(record[key])
+        unit = units.get(key)
+        median = _format_number(record[key], unit)
         low, high = (record.get(f"{key}{end}") for end in ends)
         if low is None or high is None:
             return median
         mark = " !" if measured and is_unsteady(record[key], low, high) else ""
-        return f"{median} ({written(low)} to {written(high)}){mark}"
+        return f"{median} ({_format_number(low, unit)} to {_format_number(high, unit)}){mark}"
 
     units = {key: unit for key in shown if measured and (unit := _find_unit(key, records))}
     rows = [[write_cell(record, key) for key in shown] for record in records]
-    header = [units[key].title if key in units else key.replace("_", " ") for key in shown]
+    header = [units[key][0] if key in units else key.replace("_", " ") for key in shown]
     return Table(header, rows)
 
 
-class _Unit(NamedTuple):
-    """The unit of a column."""
-
-    title: str
-    """The name of the column, with the unit."""
-    size: float
-    """What one of the unit is in the unit of the records."""
-    decimals: int
-
-    def format(self, value: Any) -> str:
-        """Return a number in this unit, and anything else as it is."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return format_value(value)
-        return f"{value / self.size:.{self.decimals}f}"
+def _format_number(value: Any, unit: Unit | None) -> str:
+    """Return a number in a unit, and anything else as it is."""
+    if unit is None or isinstance(value, bool) or not isinstance(value, (int, float)):
+        return format_value(value)
+    _, size, decimals = unit
+    return f"{value / size:.{decimals}f}"
 
 
-_MICROSECONDS: Mapping[str, float] = {"_us": 1.0, "_ms": 1e3, "_s": 1e6}
-_BYTES: tuple[tuple[str, float, int], ...] = (
-    ("GiB", 2**30, 2),
-    ("MiB", 2**20, 1),
-    ("KiB", 2**10, 1),
-    ("bytes", 1, 0),
-)
+_ENDS = {"_us": (TIMES, 1.0), "_ms": (TIMES, 1e3), "_s": (TIMES, 1e6), "_bytes": (SIZES, 1.0)}
+"""End of a key -> the units that people read, and the size of the key's unit in the least of them."""
 
 
-def _find_unit(key: str, records: Sequence[Mapping[str, Any]]) -> _Unit | None:
-    """Return the unit of a column of times or bytes; None for other columns, and rates such as GB/s."""
+def _find_unit(key: str, records: Sequence[Mapping[str, Any]]) -> Unit | None:
+    """Return the title with the unit of a column of times or bytes, the unit's size in the records, decimals.
+
+    None for other columns, and rates such as GB/s.
+    """
     numbers = [value for record in records if isinstance(value := record.get(key), (int, float))]
-    if not numbers:
+    end = next((end for end in _ENDS if key.endswith(end)), None)
+    if not numbers or end is None or key.endswith("_gb_s"):
         return None
-    if key.endswith("_bytes"):
-        middle = statistics.median_low(numbers)
-        name, size, decimals = next((unit for unit in _BYTES if middle >= unit[1]), _BYTES[-1])
-        return _Unit(f"{key.removesuffix('_bytes').replace('_', ' ')} ({name})", size, decimals)
-    end = next((end for end in _MICROSECONDS if key.endswith(end)), None)
-    if end is None or key.endswith("_gb_s"):
-        return None
-    name, size, decimals = time_unit(value * _MICROSECONDS[end] for value in numbers)
-    title = f"{key.removesuffix(end).replace('_', ' ')} ({name})"
-    return _Unit(title, size / _MICROSECONDS[end], decimals)
+    units, scale = _ENDS[end]
+    name, size, decimals = choose_unit([value * scale for value in numbers], units)
+    return f"{key.removesuffix(end).replace('_', ' ')} ({name})", size / scale, decimals
 
 
 def omit_records(evidence: Evidence) -> dict[str, Any]:

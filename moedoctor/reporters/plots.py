@@ -126,7 +126,8 @@ def _fill(axes: Any, chart: Chart) -> None:
         room = (max(ends) / min(ends)) ** 0.04 if max(ends) > min(ends) else 2.0
         axes.set_xlim(min(ends) / room, max(ends) * room)
     if chart.log_y:
-        ticks = place_log_ticks([each for line in chart.series for each in (*line.y, *line.low, *line.high)])
+        values = [value for line in chart.series for value in (*line.y, *line.low, *line.high)]
+        ticks = place_log_ticks(values)
         axes.set_yscale("log")
         axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
     if len(places := {value for line in chart.series for value in line.x}) == 1:
@@ -135,8 +136,7 @@ def _fill(axes: Any, chart: Chart) -> None:
     if chart.y_range:
         axes.set_ylim(*chart.y_range)
     elif chart.log_y:  # else the outermost ticks would leave half of the picture empty
-        ends = [value for line in chart.series for value in (*line.y, *line.low, *line.high)]
-        axes.set_ylim(min(ends) / 1.4, max(ends) * 1.4)
+        axes.set_ylim(min(values) / 1.4, max(values) * 1.4)
     elif min(value for line in chart.series for value in line.y) >= 0:
         axes.set_ylim(bottom=0)
 

@@ -207,12 +207,11 @@ def _fit_table(table: Table, columns: int) -> Iterator[RenderableType]:
             yield ""
         grid, mark = _make_grid(1), ""
         for name, cell in zip(table.header, row, strict=True):
-            if not _make_line(name).plain:
-                mark = f"{_make_line(cell).plain} "
-            elif _make_line(cell).plain:
-                grid.add_row(
-                    _make_plain_line(f"{_make_line(name).plain}:"), _make_line((mark, *split_spans(cell)))
-                )
+            title, text = _make_line(name).plain, _make_line(cell).plain
+            if not title:
+                mark = f"{text} "
+            elif text:
+                grid.add_row(_make_plain_line(f"{title}:"), _make_line((mark, *split_spans(cell))))
                 mark = ""
         yield grid
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from moedoctor.results import CaseResult, CaseVerdict, Evidence, Report, Scalar, ScenarioVerdict
 from moedoctor.text import join_lines, shorten
 
+Unit = tuple[str, float, int]
 _FACTS = ("gpu", "driver", "torch", "vllm", "flashinfer", "python")
 _LISTED = 6
 _LONG = 160
@@ -18,7 +20,9 @@ UNSTEADY_REMARK = (
     f"! p20 and p80 differ by more than {UNSTEADY:.0%} of the median, so the figure is worthless for "
     f"differences of {UNSTEADY:.0%}. End other work on this machine, and measure again."
 )
-_UNITS = (("s", 1e6, 3), ("ms", 1e3, 3), ("µs", 1.0, 1), ("ns", 1e-3, 0))
+TIMES = (("s", 1e6, 3), ("ms", 1e3, 3), ("µs", 1.0, 1), ("ns", 1e-3, 0))
+SIZES = (("GiB", 2.0**30, 2), ("MiB", 2.0**20, 1), ("KiB", 2.0**10, 1), ("bytes", 1.0, 0))
+"""Unit, its size in microseconds or bytes, and its decimals."""
 
 
 def format_value(value: Any) -> str:
@@ -108,14 +112,10 @@ def has_unsteady(row: Mapping[str, Any]) -> bool:
     )
 
 
-def time_unit(microseconds: Iterable[float]) -> tuple[str, float, int]:
-    """Return the unit in which people read these times, its size in microseconds, and its decimals.
-
-    It is the largest unit in which the median is at least 1.
-    """
-    ordered = sorted(microseconds)
-    middle = ordered[(len(ordered) - 1) // 2] if ordered else 0.0
-    return next((unit for unit in _UNITS if middle >= unit[1]), _UNITS[-1])
+def choose_unit(values: Collection[float], units: Sequence[Unit] = TIMES) -> Unit:
+    """Return the largest of `units` in which the median of `values` is at least 1, or the smallest one."""
+    middle = statistics.median_low(values) if values else 0.0
+    return next((unit for unit in units if middle >= unit[1]), units[-1])
 
 
 def format_duration(seconds: float) -> str:

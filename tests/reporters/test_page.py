@@ -9,8 +9,23 @@ from report_readers import MARKDOWN
 from report_samples import HOSTILE
 from rich.cells import cell_len
 
-from moedoctor.reporters import page as elements
+from moedoctor.reporters.chart import Chart, Series
 from moedoctor.reporters.markdown_page import to_markdown
+from moedoctor.reporters.page import (
+    Block,
+    Bullets,
+    Heading,
+    Item,
+    Paragraph,
+    Picture,
+    Preformatted,
+    Prose,
+    Span,
+    Table,
+    is_records,
+    make_evidence_tables,
+    omit_records,
+)
 from moedoctor.reporters.table import MIN_WIDTH, to_text
 from moedoctor.reporters.text import has_unsteady
 from moedoctor.text import join_lines
@@ -21,30 +36,33 @@ texts = (
     | st.text(alphabet="*_`|[]()<>&#-+.1~!\\@a \n$=:;\x1b\u202e\u2067\x9b\x7f\x85", max_size=20)
     | st.sampled_from([text[:40] for text in TEXTS])
 )
-inlines = texts | st.lists(st.builds(elements.Span, texts, st.sampled_from(STYLES)), max_size=3).map(tuple)
+inlines = texts | st.lists(st.builds(Span, texts, st.sampled_from(STYLES)), max_size=3).map(tuple)
 labelled = st.lists(st.tuples(texts, inlines), max_size=2)
 rows = st.lists(st.tuples(inlines, inlines), max_size=3)
+
+
+def make_picture(file: str, title: str) -> Picture:
+    """Return a picture in a file."""
+    return Picture(Chart("c", title, "x", "y", (Series("a", [1.0], [2.0]),), "caption"), file)
+
+
 blocks = (
-    st.builds(elements.Heading, inlines, st.integers(1, 3))
-    | st.builds(elements.Paragraph, inlines)
-    | st.builds(elements.Bullets, st.lists(inlines, min_size=1, max_size=3))
-    | st.builds(elements.Item, texts, inlines, labelled)
-    | st.builds(elements.Table, st.tuples(texts, texts), rows, grouped=st.booleans())
-    | st.builds(elements.Preformatted, texts)
-    | st.builds(elements.Picture, texts.filter(bool), texts)
+    st.builds(Heading, inlines, st.integers(1, 3))
+    | st.builds(Paragraph, inlines)
+    | st.builds(Bullets, st.lists(inlines, min_size=1, max_size=3))
+    | st.builds(Item, texts, inlines, labelled)
+    | st.builds(Table, st.tuples(texts, texts), rows, grouped=st.booleans())
+    | st.builds(Preformatted, texts)
+    | st.builds(make_picture, texts.filter(bool), texts)
 )
 
 
 @given(st.lists(blocks, max_size=4))
 @example(
-    [
-        elements.Paragraph("::error::x"),
-        elements.Preformatted("::error::x\n \t::y\n##[z]"),
-        elements.Paragraph(elements.Span("##[z]", "code")),
-    ]
+    [Paragraph("::error::x"), Preformatted("::error::x\n \t::y\n##[z]"), Paragraph(Span("##[z]", "code"))]
 )
-@example([elements.Picture("a) <b> [x](y\n.svg", "a](b) ![c")])
-def test_any_page_is_plain_text_in_markdown(page: list[elements.Block]) -> None:
+@example([make_picture("a) <b> [x](y\n.svg", "a](b) ![c")])
+def test_any_page_is_plain_text_in_markdown(page: list[Block]) -> None:
     text = to_markdown(page)
     assert not problem(text)
     tokens = MARKDOWN.parse(text)
@@ -56,16 +74,16 @@ def test_any_page_is_plain_text_in_markdown(page: list[elements.Block]) -> None:
     for child in inner:
         if child.type == "link_open":
             assert str(child.attrs["href"]).startswith("https://github.com/")
-    pictures = sum(isinstance(block, elements.Picture) for block in page)
+    pictures = sum(isinstance(block, Picture) for block in page)
     assert sum(child.type == "image" for child in inner) == pictures
-    tables = [block for block in page if isinstance(block, elements.Table)]
+    tables = [block for block in page if isinstance(block, Table)]
     assert sum(token.type == "td_open" for token in tokens) == sum(2 * len(table.rows) for table in tables)
-    fences = sum(isinstance(block, elements.Preformatted) for block in page)
+    fences = sum(isinstance(block, Preformatted) for block in page)
     assert sum(token.type == "fence" for token in tokens) == fences
 
 
 @given(st.lists(blocks, max_size=4), st.integers(1, 220), st.booleans())
-def test_any_page_fits_a_terminal_of_any_width(page: list[elements.Block], width: int, colour: bool) -> None:
+def test_any_page_fits_a_terminal_of_any_width(page: list[Block], width: int, colour: bool) -> None:
     text = to_text(page, colour=colour, width=width)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     assert not problem(plain)
@@ -76,20 +94,16 @@ def test_any_page_fits_a_terminal_of_any_width(page: list[elements.Block], width
 
 
 PAGE = (
-    elements.Heading("a # title", 1),
-    elements.Paragraph((elements.Span("bold", "bold"), " and ", elements.Span("moedoctor run", "code"))),
-    elements.Bullets(["one", "- two"]),
-    elements.Item(
-        "error", ("text (", elements.Span("a/b#1", "source"), ")"), [("next", "do this"), ("", "more")]
-    ),
-    elements.Item("note", "second"),
-    elements.Table(("name", "size"), [("x", "1"), ("y|z", "22")], "lr"),
-    elements.Table(
-        ("group", "label", "n"), [("g", "a", "1"), ("g", "b", "2"), ("alone", "", "3")], grouped=True
-    ),
-    elements.Preformatted("a  ```\nb"),
-    elements.Picture("plot.svg", "a [plot]"),
-    elements.Prose("*as it is*"),
+    Heading("a # title", 1),
+    Paragraph((Span("bold", "bold"), " and ", Span("moedoctor run", "code"))),
+    Bullets(["one", "- two"]),
+    Item("error", ("text (", Span("a/b#1", "source"), ")"), [("next", "do this"), ("", "more")]),
+    Item("note", "second"),
+    Table(("name", "size"), [("x", "1"), ("y|z", "22")], "lr"),
+    Table(("group", "label", "n"), [("g", "a", "1"), ("g", "b", "2"), ("alone", "", "3")], grouped=True),
+    Preformatted("a  ```\nb"),
+    make_picture("plot.svg", "a [plot]"),
+    Prose("*as it is*"),
 )
 
 
@@ -129,8 +143,8 @@ alone    3
 
 
 def test_nothing_in_a_page_is_markup_at_a_terminal() -> None:
-    item = elements.Item("error", HOSTILE, [("[b]", "[/b]")])
-    text = to_text((elements.Heading(HOSTILE), elements.Paragraph("[red]x[/] :smile:"), item))
+    item = Item("error", HOSTILE, [("[b]", "[/b]")])
+    text = to_text((Heading(HOSTILE), Paragraph("[red]x[/] :smile:"), item))
     assert text.count(join_lines(HOSTILE)) == 2
     assert "[red]x[/] :smile:" in text
     assert "[b]: [/b]" in text
@@ -143,10 +157,10 @@ RECORDS = [
 
 
 def test_records_become_a_table_with_the_median_beside_its_percentiles() -> None:
-    (table,) = elements.make_evidence_tables({"rows": RECORDS, "top_k": 8}).values()
+    (table,) = make_evidence_tables({"rows": RECORDS, "top_k": 8}).values()
     assert table.header == ["shape", "ours us", "correct"]
     assert table.rows == [["128x128", "1.457 (1.45 to 1.46)", "true"], ["8192x128", "", "false"]]
-    assert elements.make_evidence_tables({"rows": [{"ours_us_p20": 1.0}]})["rows"].header == ["ours us p20"]
+    assert make_evidence_tables({"rows": [{"ours_us_p20": 1.0}]})["rows"].header == ["ours us p20"]
 
 
 def test_measured_records_have_units_for_people_and_a_mark_for_a_worthless_spread() -> None:
@@ -160,7 +174,7 @@ def test_measured_records_have_units_for_people_and_a_mark_for_a_worthless_sprea
         },
         {"step_us": 4000.0, "step_us_p20": 1000.0, "step_us_p80": 9000.0, "miss_gb_s": 51.5, "correct": True},
     ]
-    table = elements.make_evidence_tables({"rows": rows}, measured=True)["rows"]
+    table = make_evidence_tables({"rows": rows}, measured=True)["rows"]
     assert table.header == ["step (ms)", "load (ms)", "gpu (GiB)", "miss gb s", "correct"]
     assert table.rows[0] == ["2.500 (2.400 to 2.450)", "250.000", "3.00", "", ""]
     assert table.rows[1:] == [["4.000 (1.000 to 9.000) !", "", "", "51.5", "true"]]
@@ -168,6 +182,6 @@ def test_measured_records_have_units_for_people_and_a_mark_for_a_worthless_sprea
 
 
 def test_other_evidence_stays_for_a_line_of_text() -> None:
-    assert elements.omit_records({"rows": RECORDS, "top_k": 8}) == {"top_k": 8}
+    assert omit_records({"rows": RECORDS, "top_k": 8}) == {"top_k": 8}
     for value in ([], [1], {"a": {}}, "text", [{"a": 1}, 2]):
-        assert not elements.is_records(value)
+        assert not is_records(value)

@@ -254,12 +254,10 @@ def _check_runnable(
     """Raise InputError if every backend needs what this machine does not have."""
     if any(variant.name in ("OURS", "REFERENCE") for variant in variants):
         return
-    reason = None
+    reason = "" if facts.get("vllm") else "vLLM is not installed here"
     if device == "cpu":
         reason = explain_missing_gpu(facts) or "needs a GPU, and --device cpu was given"
-    elif not facts.get("vllm"):
-        reason = "vLLM is not installed here"
-    if reason is not None:
+    if reason:
         raise InputError(f"--backend {', '.join(named)}: {reason}; {_INSTEAD}")
 
 

@@ -35,9 +35,8 @@ def measure(
     with convert_errors(TraceError):
         name, trace = _trace(given)
         expected = "slots a layer, such as 8,16,32"
-        capacities = list(
-            parse_numbers("--capacity", capacity, _MAX_CAPACITY, expected)
-        ) or choose_capacities(trace)
+        given_slots = parse_numbers("--capacity", capacity, _MAX_CAPACITY, expected)
+        capacities = list(given_slots) or choose_capacities(trace)
         facts = collect_trace_facts(trace, batch)
     machine = environment.collect()
     with show_progress(remaining=True) as progress:

@@ -18,7 +18,7 @@ from moedoctor.bench import engines
 from moedoctor.bench.engines import EngineRow, Variant
 from moedoctor.bench.gpu_state import sample_gpus
 from moedoctor.bench.random_model import PREFIX, RandomModel
-from moedoctor.commands.options import InputError, split_texts
+from moedoctor.commands.options import InputError, convert_errors, split_texts
 from moedoctor.diagnose.plan.kv_cache import PlanError
 from moedoctor.diagnose.plan.repacking import compute_repacking
 from moedoctor.diagnose.plan.weights import find_expert_scheme
@@ -76,19 +76,15 @@ def is_random(model: Path) -> bool:
 
 def read_random(model: Path) -> RandomModel:
     """Return what to draw. Raises InputError."""
-    try:
+    with convert_errors(ValueError, before="--model "):
         return RandomModel.parse(str(model))
-    except ValueError as error:
-        raise InputError(f"--model {error}") from None
 
 
 def _read_variants(given: Sequence[str] | None) -> list[Variant]:
     variants = []
     for text in given or ():
-        try:
+        with convert_errors(ValueError, before=f"--variant {shorten(text)}: "):
             variants.append(Variant.parse(text))
-        except ValueError as error:
-            raise InputError(f"--variant {shorten(text)}: {error}") from None
     return variants
 
 
@@ -181,10 +177,8 @@ def write_random(model: Path) -> Iterator[Path]:
         yield model
         return
     with tempfile.TemporaryDirectory(prefix="moedoctor-") as name:
-        try:
+        with convert_errors(ValueError, before=f"--model {model}: "):
             folder = read_random(model).write(Path(name) / PREFIX)
-        except ValueError as error:
-            raise InputError(f"--model {model}: {error}") from None
         yield folder
 
 

@@ -163,6 +163,8 @@ class Errors:
         self.words = ""
         """The whole message of the cause and its frames, a line each, once it was looked for."""
         self._started = False
+        self._above: list[bytes] = []
+        """The last lines before those that are searched."""
         self._cut: _Error | None = None
         """The first traceback whose exception the text does not have."""
         self.launch_blocking = False
@@ -191,9 +193,13 @@ class Errors:
                 at += 1
             if at <= hit < len(lines):
                 if not self._quotations.is_of_another(lines, hit):
-                    self._read_line(_find_statement(lines, hit), numbers[hit])
+                    line = lines[hit]
+                    if line.strip() == b"AssertionError" and not self._open:
+                        line = _find_statement([*self._above, *lines[: hit + 1]])
+                    self._read_line(line, numbers[hit])
                 at = hit + 1
         self._quotations.leave(lines, len(lines))
+        self._above = [*self._above, *lines[-_KEPT:]][-_KEPT:]
 
     def _read_line(self, line: bytes, number: int) -> None:
         self._looked_at += 1
@@ -451,13 +457,11 @@ def list_steps(cause: Cause, clues: Set[str]) -> list[str]:
     return [cause.next_step, *hints[:_MOST_HINTS]] if own else [*hints[:_MOST_HINTS], cause.next_step]
 
 
-def _find_statement(lines: Sequence[bytes], at: int) -> bytes:
-    """Return a line; an AssertionError without a message with the statement above it."""
-    if lines[at].strip() != b"AssertionError":
-        return lines[at]
-    above = (line.strip() for line in reversed(lines[max(0, at - _KEPT) : at]))
+def _find_statement(lines: Sequence[bytes]) -> bytes:
+    """Return the last line; an AssertionError without a message with the statement above it."""
+    above = (line.strip() for line in reversed(lines[-1 - _KEPT : -1]))
     asserted = next((line for line in above if line.startswith(b"assert ")), b"")
-    return b"AssertionError: " + asserted if asserted else lines[at]
+    return b"AssertionError: " + asserted if asserted else lines[-1]
 
 
 def _describe(error: _Error, launch_blocking: bool) -> Cause:

@@ -125,11 +125,11 @@ class SettingsReader(Settings):
         elif not blank or self._listed < _LIST_LINES:  # a blank line may stand before the list, and ends it
             self._listed = self._listed - 1 if listed else 0
         for sentence in re.split(r"(?<=[.!?;]) |, but ", shown):
-            said = sentence.lower()
-            if lines["helped"].search(said) or not (listed or lines["tried"].search(said)):
+            clause = sentence.lower()
+            if lines["helped"].search(clause) or not (listed or lines["tried"].search(clause)):
                 continue
             words = (
-                each for each, known in load_data("facts.yaml")["tried"].items() if re.search(known, said)
+                each for each, known in load_data("facts.yaml")["tried"].items() if re.search(known, clause)
             )
             settings = (
                 " ".join(filter(None, found)).rstrip(".") for found in lines["setting"].findall(sentence)

@@ -213,16 +213,10 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         elif in_words is not None and in_words.kind not in ("unknown", "wrong_output", "speed"):
             error = replace(in_words, line=error.line, excerpt=error.excerpt)
     flags = (f"--{name} {value}" for name, value in settings.flags.items())
-    told = (
-        errors.headline[1][:_LONG],
-        errors.first[1][:_LONG],
-        error.excerpt if error else "",
-        settings.model,
-    )
-    words = redactor.mask("\n".join((*told, *flags, errors.words)))[:_MOST_WORDS]
-    more = (
-        "" if errors.words else redactor.mask("\n".join(body))
-    )  # a report in words names its subject anywhere
+    heads = (errors.headline[1][:_LONG], errors.first[1][:_LONG], error.excerpt if error else "")
+    words = redactor.mask("\n".join((*heads, settings.model, *flags, errors.words)))[:_MOST_WORDS]
+    # A report in words names its subject anywhere.
+    more = "" if errors.words else redactor.mask("\n".join(body))
     if error is not None:
         steps = [*advice.list_facts(error, words, more)]
         findings = tuple(
@@ -252,8 +246,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
 def _answer_question(errors: Errors, advice: Advice, words: str, body: str) -> Cause | None:
     """Return what is known about a question, or of a report without an error; None if nothing is known."""
     line, text = errors.first
-    body = load_data("causes.yaml")["classes"]["question"]
-    asked = Cause(line, text[:_LONG], "question", f"{body['name']}: {body['says']}", "", "", "")
+    row = load_data("causes.yaml")["classes"]["question"]
+    asked = Cause(line, text[:_LONG], "question", f"{row['name']}: {row['says']}", "", "", "")
     steps = [*advice.list_facts(asked, words, body)]
     if load_lines()["asks"].search(text[:_LONG]):
         steps += filter(None, advice.list_steps(asked))

@@ -107,12 +107,8 @@ def audit_page(document: AuditDocument, *, brief: bool = False) -> list[blocks.B
         wrong = (
             f"{len(document.wrong)} are missing or lack instructions" if document.wrong else "none is wrong"
         )
-        page.append(
-            blocks.Paragraph(
-                f"… {len(items) - len(rows)} more files: of the {len(items)} files, {wrong}; "
-                "--format json or markdown --full lists all"
-            )
-        )
+        left = f"… {len(items) - len(rows)} more files: of the {len(items)} files, {wrong}"
+        page.append(blocks.Paragraph(f"{left}; --format json or markdown --full lists all"))
     page.append(blocks.Paragraph(summarize(document)))
     return [*page, *map(blocks.Step, _suggest_steps(document.items, gpu))]
 

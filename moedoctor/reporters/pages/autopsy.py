@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moedoctor.diagnose.autopsy.autopsy import AutopsyDocument, CallReplay, KernelFault
-from moedoctor.diagnose.autopsy.core_dump import Size
 from moedoctor.diagnose.autopsy.known_tensors import TensorPlace
 from moedoctor.reporters.page import Block, Bullets, Heading, Item, Paragraph, Span, Step, Table
 from moedoctor.reporters.text import count_of
@@ -86,8 +85,10 @@ def _list_lines(fault: KernelFault) -> list[tuple[str, str]]:
         ("in", fault.function),
     ]
     if fault.grid and fault.block_size and fault.block and fault.thread:
-        lines.append(("launched", f"{_show(fault.grid)} blocks of {_show(fault.block_size)} threads"))
-        lines.append(("first", f"thread {_show_place(fault.thread)} of block {_show_place(fault.block)}"))
+        grid, size = (" × ".join(map(str, each)) for each in (fault.grid, fault.block_size))
+        thread, block = (",".join(map(str, each)) for each in (fault.thread, fault.block))
+        lines.append(("launched", f"{grid} blocks of {size} threads"))
+        lines.append(("first", f"thread {thread} of block {block}"))
     if fault.warps is not None and fault.blocks is not None:
         lines.append(("faulted", f"{count_of(fault.warps, 'warp')} in {count_of(fault.blocks, 'block')}"))
     lines += [
@@ -108,11 +109,3 @@ def _describe_place(tensor: TensorPlace) -> str:
     if tensor.offset < tensor.size:
         return f"{tensor.name}: the address is in it, at byte {tensor.offset:,} of {tensor.size:,}"
     return f"{tensor.name}: the address is {tensor.offset - tensor.size:,} bytes past its end"
-
-
-def _show(size: Size) -> str:
-    return " × ".join(map(str, size))
-
-
-def _show_place(place: Size) -> str:
-    return ",".join(map(str, place))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moedoctor.reporters.chart import Chart, Series, describe_spans
-from moedoctor.reporters.text import time_unit
+from moedoctor.reporters.text import choose_unit
 
 Row = Mapping[str, Any]
 
@@ -27,7 +27,7 @@ def make_layer_charts(layer: str, rows: Sequence[Row], *, name: str, caption: st
             lines.setdefault(make_label(row), []).append(row)
     if not lines:
         return []
-    unit, size, _ = time_unit(float(row["time_us"]) for each in lines.values() for row in each)
+    unit, size, _ = choose_unit([float(row["time_us"]) for each in lines.values() for row in each])
     log_x = len({row["tokens"] for each in lines.values() for row in each}) > 1
     what = f"One MoE layer of {layer}: {caption}."
     spread = "Median of a call, bars from p20 to p80."

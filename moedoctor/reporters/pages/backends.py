@@ -98,15 +98,11 @@ def _show_one_scheme(report: OneScheme) -> list[Block]:
         page.append(Paragraph(f"{asked.backend} {works}: {asked.reason}; {how}"))
     if dead:
         page.append(Paragraph(f"{count_of(len(dead), 'setting')} without effect, see below"))
-    rows: list[tuple[Text, ...]] = [
-        (
-            "*" if candidate.chosen else "+" if candidate.supported else "-",
-            candidate.backend,
-            Span(f"--moe-backend {candidate.flag}" if candidate.flag else "", "code"),
-            candidate.reason,
-        )
-        for candidate in report.candidates
-    ]
+    rows: list[tuple[Text, ...]] = []
+    for candidate in report.candidates:
+        sign = "*" if candidate.chosen else "+" if candidate.supported else "-"
+        flag = Span(f"--moe-backend {candidate.flag}" if candidate.flag else "", "code")
+        rows.append((sign, candidate.backend, flag, candidate.reason))
     page += [
         Table(("sign", "backend", "ask for it with", "why"), rows),
         Paragraph("Signs: * is selected, + would work, - would not work."),

@@ -65,12 +65,10 @@ def make_bench_page(report: Bench | BenchReport, *, full: bool = False) -> list[
 def summarize(report: Bench | BenchReport) -> str:
     """Return the answer in one line."""
     _, kind, figures = _find_kind(report)
-    line: str = kind.summarize(figures)
-    return line
+    return str(kind.summarize(figures))
 
 
 def list_reasons(report: Bench) -> list[str]:
     """Return a line for each thing that is wrong or failed."""
     _, kind, figures = _find_kind(report)
-    reasons: list[str] = kind.list_reasons(figures)
-    return reasons
+    return list(kind.list_reasons(figures))

@@ -9,7 +9,7 @@ from typing import Any
 from moedoctor.reporters.chart import Chart
 from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Picture, Table
 from moedoctor.reporters.pages.backend_charts import make_label, make_layer_charts
-from moedoctor.reporters.text import UNSTEADY_REMARK, is_unsteady, time_unit
+from moedoctor.reporters.text import UNSTEADY_REMARK, choose_unit, is_unsteady
 
 Figures = Mapping[str, Any]
 
@@ -39,8 +39,8 @@ def list_blocks(figures: Figures, *, full: bool = False) -> list[Block]:
     for name, facts in figures["layers"].items():
         own = [row for row in figures["rows"] if row["model"] == name]
         page += [Heading(name), Paragraph(_describe_sizes(facts))]
-        page += [Picture("", chart.title, chart) for chart in list_charts(figures, name)]
-        unit = time_unit(float(row["time_us"]) for row in own if "time_us" in row)
+        page += map(Picture, list_charts(figures, name))
+        unit = choose_unit([float(row["time_us"]) for row in own if "time_us" in row])
         timed = [_format_cells(row, unit) for row in own if "time_us" in row]
         if timed:
             # A column that is empty on this machine is left out.
@@ -64,23 +64,15 @@ def _list_tiles(rows: Sequence[Mapping[str, Any]], unit: tuple[str, float, int])
     if not tuned:
         return
     name, size, decimals = unit
-    cells = [
-        [
-            str(row["quantization"]),
-            str(row["tokens"]),
-            *(
-                f"{tiles[key] / size:.{decimals}f}" if key in tiles else "none"
-                for key in ("rule_us", "file_us", "found_us")
-            ),
-            *(f"{tiles[key]:.2f}" if key in tiles else "" for key in ("file_ratio", "ratio")),
-            ", ".join(
-                f"{key} {value}" for key, value in tiles["found"].items() if tiles["rule"].get(key) != value
-            )
-            or "the rule's",
-        ]
-        for row in tuned
-        for tiles in (row["tiles"],)
-    ]
+    cells = []
+    for row in tuned:
+        tiles, keys = row["tiles"], ("rule_us", "file_us", "found_us")
+        times = [f"{tiles[key] / size:.{decimals}f}" if key in tiles else "none" for key in keys]
+        ratios = [f"{tiles[key]:.2f}" if key in tiles else "" for key in ("file_ratio", "ratio")]
+        found, rule = tiles["found"], tiles["rule"]
+        changed = ", ".join(f"{key} {found[key]}" for key in found if rule.get(key) != found[key])
+        sizes = (str(row["quantization"]), str(row["tokens"]))
+        cells.append([*sizes, *times, *ratios, changed or "the rule's"])
     header = [
         "TRITON",
         "tokens",

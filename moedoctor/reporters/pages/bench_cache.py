@@ -48,7 +48,7 @@ def list_blocks(figures: Figures, *, full: bool = False) -> list[Block]:
         Paragraph(_describe_trace(figures)),
         Paragraph(f"Trace: {figures['trace']['source']}"),
         Bullets(list(_list_remarks(figures))),
-        *(Picture("", chart.title, chart) for chart in list_charts(figures)),
+        *map(Picture, list_charts(figures)),
     ]
     if full and (made := figures["trace"]["made"]):
         page += [Heading("How the trace was made"), Table(("fact", "value"), list(list_figures(made)))]
@@ -81,11 +81,8 @@ def _make_table(figures: Figures) -> Table:
         counts += [points[BOUND]["misses"]] if BOUND in points else []
         loads = " to ".join(f"{count / figures['trace']['tokens']:.1f}" for count in counts)
         first = next(iter(points.values()))
-        over = (
-            f"{first['overflowing_calls'] / first['layer_calls']:.0%} of calls"
-            if first["overflowing_calls"]
-            else "none"
-        )
+        overflow = first["overflowing_calls"]
+        over = f"{overflow / first['layer_calls']:.0%} of calls" if overflow else "none"
         rates = [f"{points[name]['hit_rate']:.1%}" if name in points else "" for name in order]
         share = f"{min(1.0, capacity / figures['trace']['num_experts']):.0%}"
         rows.append([str(capacity), share, *rates, loads, over])
@@ -126,13 +123,11 @@ def list_charts(figures: Figures) -> list[Chart]:
     lines: dict[str, list[Point]] = {}
     for point in sorted(figures["points"], key=lambda point: int(point["capacity"])):
         lines.setdefault(point["policy"], []).append(point)
-    rates = [
-        replace(
-            Series.from_records(BOUND_NAME if policy == BOUND else policy, points, "capacity", "hit_rate"),
-            bound=policy == BOUND,
-        )
-        for policy, points in lines.items()
-    ]
+    rates = []
+    for policy, points in lines.items():
+        name = BOUND_NAME if policy == BOUND else policy
+        line = Series.from_records(name, points, "capacity", "hit_rate")
+        rates.append(replace(line, bound=policy == BOUND))
     caption = f"{_describe_trace(figures)}. A call is replayed as a whole, from empty caches."
     return [
         Chart(

@@ -17,10 +17,8 @@ def summarize(figures: Figures) -> str:
     """Return the fastest engine at each batch size, and how many are wrong or failed."""
     best = []
     for batch in dict.fromkeys(row["batch"] for row in figures["speeds"]):
-        fastest = max(
-            (row for row in figures["speeds"] if row["batch"] == batch),
-            key=lambda row: float(row["tokens_per_second"]),
-        )
+        rows = (row for row in figures["speeds"] if row["batch"] == batch)
+        fastest = max(rows, key=lambda row: float(row["tokens_per_second"]))
         best.append(f"batch {batch}: {fastest['variant']}, {fastest['tokens_per_second']:.1f} tokens/s")
     for key in ("wrong", "failed"):
         if count := sum(key in row for row in figures["engines"]):
@@ -45,7 +43,7 @@ def list_blocks(figures: Figures, *, full: bool = False) -> list[Block]:
     return [
         Paragraph(summarize(figures)),
         Bullets(list_reasons(figures)),
-        *(Picture("", chart.title, chart) for chart in list_charts(figures)),
+        *map(Picture, list_charts(figures)),
         *make_evidence_tables({key: figures[key] for key in ("engines", "speeds")}, measured=True).values(),
         Bullets(list(_list_remarks(figures))),
     ]

@@ -21,11 +21,11 @@ def make_conform_page(report: ConformReport) -> list[Block]:
         for name in asked
     ]
     page.append(Table(("question", *(variant or "answer" for variant in variants), "it asks"), rows))
-    for answer in report.answers:
-        if answer.verdict not in (Verdict.RIGHT, Verdict.SKIPPED):
-            page.append(
-                Item(answer.verdict.value, answer.name, _list_lines(answer), tone=_choose_tone(answer))
-            )
+    page += [
+        Item(answer.verdict.value, answer.name, _list_lines(answer), tone=_choose_tone(answer))
+        for answer in report.answers
+        if answer.verdict not in (Verdict.RIGHT, Verdict.SKIPPED)
+    ]
     if report.failed:
         page.append(Step("mend what does not pass: the Python line below each repeats its smallest example"))
     return page
@@ -39,18 +39,12 @@ def summarize(report: ConformReport) -> str:
 def find_in_conform(report: ConformReport, summary: str) -> Findings:
     """Return the answers that do not pass, with the line that repeats each."""
     questions = load_questions(report.kind)
-    found = [
-        Finding(
-            answer.entry or answer.question,
-            "error",
-            questions[answer.question].asks,
-            f"{answer.name}: {answer.verdict.value}: {answer.reason}. {answer.repeat}",
-            report.target.partition(":")[0],
-            key=(answer.name,),
-            logical=report.target,
-        )
-        for answer in report.failed
-    ]
+    found, file = [], report.target.partition(":")[0]
+    for answer in report.failed:
+        rule, title = answer.entry or answer.question, questions[answer.question].asks
+        message = f"{answer.name}: {answer.verdict.value}: {answer.reason}. {answer.repeat}"
+        key, about = (answer.name,), report.target
+        found.append(Finding(rule, "error", title, message, file, key=key, logical=about))
     passed = [each.name for each in report.answers if each.passes and each.verdict is not Verdict.SKIPPED]
     skipped = [(each.name, each.reason or "") for each in report.answers if each.verdict is Verdict.SKIPPED]
     titles = {question.name: (question.asks, question.why) for question in questions.values()}

@@ -20,8 +20,8 @@ from moedoctor.reporters.page import (
     Prose,
     Span,
     Step,
-    Table,
     list_section,
+    show_table,
 )
 from moedoctor.reporters.text import count_of
 from moedoctor.results import Report, ReportError, from_json, read_json
@@ -188,9 +188,8 @@ class Catalogue:
                 for row in self.catalogue
                 if row.family == family
             ]
-            if cells:
-                titles = ("id", "failure", "affects", "fixed in")
-                page += [Heading(family or "others"), Table(titles, cells)]
+            titles = ("id", "failure", "affects", "fixed in")
+            page += show_table(family or "others", titles, cells)
         details, run = Span("moedoctor explain ID", "code"), Span("moedoctor run ID", "code")
         more = Step((details, " gives details, ", run, " runs one"))
         return [*page, more]
@@ -219,17 +218,11 @@ def _read_claims(id: str, name: str) -> tuple[Claim, ...]:
         document = validate(ScenarioDocument, read_yaml(find_builtin_folder() / f"{name}.yaml"))
     except TextFileError:
         return ()
-    reports = _load_reports() if document.claims else ()
-    return tuple(
-        Claim(
-            claim.text,
-            claim.source,
-            tuple(_list_outcomes(id, claim, reports)),
-            claim.subject,
-            claim.conditions,
-        )
-        for claim in document.claims
-    )
+    reports, claims = _load_reports() if document.claims else (), []
+    for claim in document.claims:
+        outcomes = tuple(_list_outcomes(id, claim, reports))
+        claims.append(Claim(claim.text, claim.source, outcomes, claim.subject, claim.conditions))
+    return tuple(claims)
 
 
 def _list_outcomes(id: str, claim: ClaimDocument, reports: Sequence[tuple[str, Report]]) -> Iterator[Outcome]:

@@ -12,7 +12,7 @@ from moedoctor.fleet.groups import Difference, NumberSpread
 from moedoctor.fleet.report import FleetReport, describe, list_names
 from moedoctor.fleet.rows import SKIPPED, Status
 from moedoctor.reporters.findings import Finding, Findings
-from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Table
+from moedoctor.reporters.page import Block, Heading, Item, Paragraph, Span, Step, Table, show_table
 from moedoctor.reporters.text import count_of, format_value
 
 _FIRST = ("finding ", "verdict ", "claim ", "driver", "vLLM", "FlashInfer", "torch")
@@ -25,14 +25,12 @@ class _Most:
     """The length at which a page cuts each list. The JSON document always has everything."""
 
     names: int = 20
-    groups: int = 30
+    rows: int = 30
+    """Of a table, and groups."""
     differences: int = 12
-    outliers: int = 30
-    numbers: int = 30
-    """Of each kind of GPU."""
 
 
-_ALL = _Most(*(1 << 30,) * 5)
+_ALL = _Most(*(1 << 30,) * 3)
 
 
 def make_fleet_page(report: FleetReport, *, full: bool = False) -> list[Block]:
@@ -106,7 +104,7 @@ def _show_groups(report: FleetReport, most: _Most) -> Iterator[Block]:
         return
     total = sum(len(group.nodes) for group in groups)
     yield Heading("What differs")
-    for number, group in enumerate(groups[1 : most.groups + 1], 2):
+    for number, group in enumerate(groups[1 : most.rows + 1], 2):
         differences = _order(group.differences)
         shown = "; ".join(describe(difference) for difference in differences[: most.differences])
         if len(differences) > most.differences:
@@ -117,8 +115,8 @@ def _show_groups(report: FleetReport, most: _Most) -> Iterator[Block]:
         if group.compared_with != 1:
             lines.append(("compared with", f"group {group.compared_with}, the largest with {group.kind}"))
         yield Item("error" if group.wrong else "note", f"group {number}, {title}", lines)
-    if len(groups) > most.groups + 1:
-        yield Paragraph(f"{len(groups) - most.groups - 1} more groups; --full or --format json lists all.")
+    if len(groups) > most.rows + 1:
+        yield Paragraph(f"{len(groups) - most.rows - 1} more groups; --full or --format json lists all.")
 
 
 def _order(differences: Sequence[Difference]) -> list[Difference]:
@@ -140,7 +138,7 @@ def _show_unanswered(report: FleetReport, most: _Most) -> Iterator[Block]:
             (status, f"{len(names)}: {list_names(names, most.names)}", reason)
             for (status, reason), names in sorted(reasons.items(), key=lambda item: (-len(item[1]), item[0]))
         ]
-        shown = rows[: most.groups]
+        shown = rows[: most.rows]
         yield Table(("status", f"{report.noun}s", "reason"), shown)
         if len(rows) > len(shown):
             yield Paragraph(f"{len(rows) - len(shown)} more reasons; --full or --format json lists all.")
@@ -170,22 +168,16 @@ def _show_outliers(report: FleetReport, most: _Most) -> Iterator[Block]:
     if not report.outliers:
         return
     yield Heading("Numbers far from the others'")
-    rows = [
-        (
-            outlier.name,
-            outlier.number,
-            format_value(outlier.value),
-            format_value(outlier.median),
-            f"{float(outlier.distance):+.1f}",
-            "worse" if outlier.worse else "better",
-        )
-        for outlier in report.outliers[: most.outliers]
-    ]
+    rows = []
+    for each in report.outliers[: most.rows]:
+        value, median, distance = format_value(each.value), format_value(each.median), float(each.distance)
+        word = "worse" if each.worse else "better"
+        rows.append((each.name, each.number, value, median, f"{distance:+.1f}", word))
     header = (report.noun, "number", "value", "median", "distance", "that is")
     yield Table(header, rows, align="llrrrl")
     yield Paragraph("Distance: in robust standard deviations (1.4826 MAD, at least 1 % of the median).")
-    if len(report.outliers) > most.outliers:
-        yield Paragraph(f"{len(report.outliers) - most.outliers} more; --full or --format json lists all.")
+    if len(report.outliers) > most.rows:
+        yield Paragraph(f"{len(report.outliers) - most.rows} more; --full or --format json lists all.")
 
 
 def _show_numbers(report: FleetReport, most: _Most) -> Iterator[Block]:
@@ -199,27 +191,24 @@ def _show_numbers(report: FleetReport, most: _Most) -> Iterator[Block]:
             (each.number, str(each.of), *map(format_value, (each.median, each.mad, each.least, each.largest)))
             for each in spreads
         ]
-        yield Table(header, rows[: most.numbers], align="lrrrrr")
-        if len(rows) > most.numbers:
-            yield Paragraph(f"{len(rows) - most.numbers} more; --full or --format json lists all.")
+        yield Table(header, rows[: most.rows], align="lrrrrr")
+        if len(rows) > most.rows:
+            yield Paragraph(f"{len(rows) - most.rows} more; --full or --format json lists all.")
     if kinds:
         yield Paragraph(
             f"Names are those of each {report.noun}'s own report. MAD: the median distance from the median."
         )
 
 
-def _show_not_compared(report: FleetReport) -> Iterator[Block]:
-    if report.individual or report.not_read:
-        yield Heading("Not compared")
-        rows = [
-            (fact, f"{count} different values: most have their own")
-            for fact, count in report.individual.items()
-        ]
-        rows += [
-            (fact, f"not read in time on {count_of(count, report.noun)}")
-            for fact, count in report.not_read.items()
-        ]
-        yield Table(("fact", "why"), rows)
+def _show_not_compared(report: FleetReport) -> list[Block]:
+    rows = [
+        (fact, f"{count} different values: most have their own") for fact, count in report.individual.items()
+    ]
+    rows += [
+        (fact, f"not read in time on {count_of(count, report.noun)}")
+        for fact, count in report.not_read.items()
+    ]
+    return show_table("Not compared", ("fact", "why"), rows)
 
 
 def _show_largest(report: FleetReport, most: _Most) -> Iterator[Block]:

@@ -18,6 +18,7 @@ from moedoctor.reporters.page import (
     Step,
     Table,
     list_section,
+    show_table,
 )
 from moedoctor.reporters.text import count_of
 
@@ -107,23 +108,16 @@ def _read_sizes(answer: StartAnswer) -> str:
 def _describe(answer: StartAnswer) -> Iterator[Block]:
     if not answer.stages:  # it gave no answer
         return
-    yield Heading("Stages")
     rows = [(row.stage, row.outcome, row.detail, f"{row.seconds:.1f}") for row in answer.stages]
-    yield Table(("stage", "outcome", "the server", "seconds, all ranks"), rows)
-    if answer.layers:
-        yield Heading("Layers")
-        yield Table(
-            ("kind", "method", "backend", "layers"),
-            [(row.kind, row.method, row.backend or "–", str(row.count)) for row in answer.layers],
-        )
+    yield from show_table("Stages", ("stage", "outcome", "the server", "seconds, all ranks"), rows)
+    layers = [(row.kind, row.method, row.backend or "–", str(row.count)) for row in answer.layers]
+    yield from show_table("Layers", ("kind", "method", "backend", "layers"), layers)
     ranks = zip(answer.ranks, answer.weight_bytes, strict=False)
     memory = [(f"weights of rank {rank}", f"{size / _GIB:.2f} GiB") for rank, size in ranks]
     memory += answer.memory
     if answer.kv_tokens is not None:
         memory.append(("KV cache, if activations took nothing", f"{answer.kv_tokens:,} tokens"))
-    if memory:
-        yield Heading("Memory")
-        yield Table(("what", "size"), memory)
+    yield from show_table("Memory", ("what", "size"), memory)
     facts = [
         (name.replace("_", " "), str(value))
         for name, value in answer.config.items()

@@ -10,7 +10,7 @@ import moedoctor
 from moedoctor.diagnose.capsule.mistakes import BY_NAME
 from moedoctor.diagnose.capsule.replay import BackendReplay, CapsuleFacts, ReplayDocument
 from moedoctor.reporters.json import to_document
-from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table
+from moedoctor.reporters.page import Block, Bullets, Heading, Paragraph, Span, Step, Table, show_table
 from moedoctor.reporters.pages.machine import make_environment_table
 from moedoctor.reporters.text import count_of
 from moedoctor.results import SCHEMA_VERSION, from_json
@@ -57,12 +57,8 @@ def replay_page(
     page.append(Paragraph((verdict, f" {answer_of(document)}")))
     page += _show_explanations(document.diagnosis, level + 1)
     page += _show_backend_tensors(document.backend_tensors, level + 1)
-    if backends:
-        rows = [_make_row(backend) for backend in backends]
-        page += [
-            Heading("On this machine", level + 1),
-            Table(("backend", "reference", "cosine", "norm ratio", "recorded output", "note"), rows),
-        ]
+    header = ("backend", "reference", "cosine", "norm ratio", "recorded output", "note")
+    page += show_table("On this machine", header, list(map(_make_row, backends)), level=level + 1)
     page += [Heading("The call", level + 1), Bullets(_call(record, document.capsule))]
     if full and document.environment:
         page += make_environment_table(document.environment)
@@ -222,24 +218,16 @@ def _show_shares(
         ]
         places = sorted({*columns[0], *columns[1]})
         hidden += len(places[_MOST_PLACES:])
-        rows += [
-            [
-                f"{'tokens of ' if noun == 'expert' else ''}{noun} {place}",
-                *(c.get(place, "") for c in columns),
-            ]
-            for place in places[:_MOST_PLACES]
-        ]
-    if not rows:
-        return []
+        label = "tokens of expert" if noun == "expert" else noun
+        for place in places[:_MOST_PLACES]:
+            rows.append([f"{label} {place}", *(column.get(place, "") for column in columns)])
     more = [Paragraph(f"{hidden} more are in the JSON")] if hidden else []
     head = ("wrong tokens", "explained", "by the next best")
-    return [Heading("How much of each expert and token", level), Table(head, rows, "lrr"), *more]
+    return [*show_table("How much of each expert and token", head, rows, "lrr", level), *more]
 
 
 def _show_backend_tensors(tensors: Sequence[Mapping[str, Any]], level: int) -> list[Block]:
     """Return what the backend got, and the experts in which that is not the checkpoint's."""
-    if not tensors:
-        return []
     rows = []
     for tensor in tensors:
         odd = [
@@ -249,7 +237,7 @@ def _show_backend_tensors(tensors: Sequence[Mapping[str, Any]], level: int) -> l
         ]
         rows.append([escape(tensor["name"]), tensor["of"] or "", tensor["form"], "; ".join(odd)])
     head = ("tensor", "of the checkpoint's", "how", "but")
-    return [Heading("What the backend got", level), Table(head, rows)]
+    return show_table("What the backend got", head, rows, level=level)
 
 
 def _make_row(backend: BackendReplay) -> list[str]:

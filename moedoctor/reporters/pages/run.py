@@ -96,10 +96,8 @@ def run_page(report: Report, detail: Detail, *, items: int | None = None) -> lis
         *([] if report.capsule is None else replay_page(report.capsule, 2)),
     ]
     if items is None:
-        return [
-            *page,
-            *(_show_scenario(scenario, detail, alone=len(scenarios) == 1) for scenario in scenarios),
-        ]
+        alone = len(scenarios) == 1
+        return [*page, *(_show_scenario(scenario, detail, alone=alone) for scenario in scenarios)]
     page += map(_make_item, scenarios[:items])
     if more := len(scenarios[items:]):
         page.append(Paragraph(Span(f"{count_of(more, 'failure')} more without details here", "dim")))
@@ -217,11 +215,8 @@ def _explain_untested(scenarios: Sequence[ScenarioResult]) -> str:
 
     def find_reason(scenario: ScenarioResult) -> str:
         cases = [case for case in scenario.cases if case.subject == "installed"]
-        return (
-            next((join_lines(case.reason) for case in cases if case.reason), "no reason")
-            if cases
-            else _NO_CASE
-        )
+        given = (join_lines(case.reason) for case in cases if case.reason)
+        return next(given, "no reason" if cases else _NO_CASE)
 
     reasons = Counter(map(find_reason, scenarios))
     common = [f"{reason} ({number})" for reason, number in reasons.most_common(2)]
@@ -279,19 +274,12 @@ def _show_unfinished(left: Sequence[ScenarioResult]) -> Iterator[Block]:
     parts = [(scenario, scenario.unfinished) for scenario in left if scenario.unfinished]
     if parts:
         yield Heading("Left for another run")
-        yield Table(
-            ("failure", "cases", "claims", "would take"),
-            [
-                (
-                    f"{scenario.id} {scenario.name}",
-                    ", ".join(f"{number} {name}" for name, number in part.cases.items()) or "0",
-                    str(part.claims),
-                    f"{'about' if part.measured else 'at most'} {format_duration(part.seconds)}",
-                )
-                for scenario, part in sorted(parts, key=lambda pair: pair[1].seconds)
-            ],
-            "llrl",
-        )
+        rows = []
+        for scenario, part in sorted(parts, key=lambda pair: pair[1].seconds):
+            cases = ", ".join(f"{number} {name}" for name, number in part.cases.items()) or "0"
+            time = f"{'about' if part.measured else 'at most'} {format_duration(part.seconds)}"
+            rows.append((f"{scenario.id} {scenario.name}", cases, str(part.claims), time))
+        yield Table(("failure", "cases", "claims", "would take"), rows, "llrl")
         yield Paragraph(
             "about: as long as cases of these tiers took; at most: with the time limits, if none ran"
         )
@@ -317,15 +305,10 @@ def _show_overview(scenarios: Sequence[ScenarioResult]) -> Table:
         share = "" if answer == NOT_TESTED else f" {_share(scenario, 'installed', wanted)}"
         # Without the failure in the control, a clean fix proves nothing.
         proves = _shows(scenario, "faulty") or not _list_run_cases(scenario, "fixed")
-        rows.append(
-            (
-                _show_verdict(scenario.verdict),
-                Span(f"{scenario.id} {scenario.name}", "section"),
-                _share(scenario, "faulty", CaseVerdict.REPRODUCED),
-                _share(scenario, "fixed", CaseVerdict.CLEAN) if proves else "not shown",
-                Span(answer + share, answer),
-            )
-        )
+        control = _share(scenario, "faulty", CaseVerdict.REPRODUCED)
+        fix = _share(scenario, "fixed", CaseVerdict.CLEAN) if proves else "not shown"
+        verdict, name = _show_verdict(scenario.verdict), Span(f"{scenario.id} {scenario.name}", "section")
+        rows.append((verdict, name, control, fix, Span(answer + share, answer)))
     return Table(("verdict", "failure", "control", "our fix", "your vLLM"), rows)
 
 
