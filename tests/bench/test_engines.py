@@ -164,9 +164,8 @@ def test_the_reference_is_an_engine_of_its_own_that_is_not_timed(tiny: Path) -> 
     def run(request: Any) -> Any:
         requests.append(request)
         if request.label == REFERENCE:
-            return result(
-                lead=1.25, fixes="moe (x)", probe={"experts": {"MoedoctorExperts": 2}, "speeds": []}
-            )
+            probe = {"experts": {"MoedoctorExperts": 2}, "speeds": []}
+            return result(lead=1.25, fixes="moe (x)", probe=probe)
         return result()
 
     measured = measure(chosen, run=run)

@@ -120,7 +120,6 @@ def test_marks_without_an_end_hide_no_flag_before_them(rest: str, start: str) ->
             ["--enforce-eager"],
         ),
         ("What I tried:\nvllm serve m --enforce-eager", []),
-        ("What I tried:\n--enforce-eager: slower, the same\n\nno change with FP8", ["--enforce-eager"]),
     ],
 )
 def test_what_was_tried_in_vain_is_no_step_any_more(text: str, tried: list[str]) -> None:
