@@ -447,7 +447,7 @@ def list_steps(cause: Cause, clues: Set[str]) -> list[str]:
     """Return what a text with these clues should try for its error, first what is of it alone."""
     hints = [
         row["try"]
-        for row in load_data("causes.yaml")["hints"]
+        for row in sorted(load_data("causes.yaml")["hints"], key=lambda row: -row["if"].count("+"))
         if cause.kind in row["kinds"] and clues >= {*row["if"].split("+")} and row.get("but") not in clues
         if row.get("unless", "\0") not in cause.says
     ]
