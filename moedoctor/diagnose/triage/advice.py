@@ -20,7 +20,7 @@ from moedoctor.diagnose.settings.tables import (
 )
 from moedoctor.diagnose.triage.cause import Cause, list_steps, load_lines
 from moedoctor.diagnose.triage.facts_in_text import OLDEST, Facts, read_boundary, show
-from moedoctor.diagnose.triage.settings_in_text import Settings
+from moedoctor.diagnose.triage.settings_in_text import Settings, list_settings
 from moedoctor.diagnose.triage.signatures import load_data
 from moedoctor.fixes.backends import Selection, select
 from moedoctor.fixes.backends.release_tables import CAPABILITIES, load_releases
@@ -35,6 +35,8 @@ _RELEASE_DECIDES = (
 _ANY_FLAG = ("unknown", "kernel_fault", "wrong_output", "hang", "collective", "compile", "killed")
 """Errors that any flag may bring."""
 _MOST_FLAGS, _MOST_SETTINGS, _MOST_OTHERS, _MOST_DEFAULTS, _MOST_THREADS = 12, 2, 4, 3, 3
+NO_HELP = " did not help"
+"""The end of a step whose settings the text has tried."""
 NO_OLDER = " is no older than that"
 """The end of a step that names a release which the text has, or a later one."""
 _CLUE = 20
@@ -58,6 +60,8 @@ class Advice:
     """Without secrets."""
     clues: Set[str] = frozenset()
     """The names of those that the text has."""
+    attempts: Set[str] = frozenset()
+    """What the text says to change nothing, as `list_settings` names it."""
 
     def fit(self, step: str) -> str:
         """Return a step that names the text's release, GPU and command line, and flags that are too new."""
@@ -86,7 +90,12 @@ class Advice:
         first = re.search(r"\btake (0\.\d{1,3}\.\d{1,3}) or later", step)
         if first and newest and newest >= read_boundary(first[1]):
             step += f"; {show(newest)}{NO_OLDER}"
-        return self.settings.explain_repetition(step)
+        proposed = list_settings(re.sub(r"`moedoctor [^`]*`", "", step))  # without command lines of the text
+        again = [name for name in dict.fromkeys(proposed) if name in self.attempts]
+        if not again:
+            return self.settings.explain_repetition(step)
+        alone = "" if {*proposed} <= self.attempts else " alone"
+        return f"{step}; the text says that {' and '.join(again)}{NO_HELP}{alone}"
 
     def list_facts(self, cause: Cause, words: str, body: str = "") -> Iterator[str]:
         """Yield what follows from the text's own facts for its error.
@@ -95,13 +104,11 @@ class Advice:
         that the error says, and its frames. `body` is the beginning of a report in words.
         """
         yield from self._count_memory(cause)
-        if request := load_lines()["request"].search(
-            words.split("\n", 2)[-1]
-        ):  # without a person's own words
+        if not body and (request := load_lines()["request"].search(cause.excerpt)):
             yield f"the message itself asks for it: {escape(request[1])}"
         yield from (*self._find_value(words), *map(self.fit, self._name_threads(words, body)))
         if cause.kind == "installation":
-            yield from self._name_release(cause.excerpt)
+            yield from map(self.fit, self._name_release(cause.excerpt))
         if cause.kind in _SETTINGS_DECIDE:
             yield from self._list_ineffective()
         if "regression" in self.clues:
@@ -117,7 +124,8 @@ class Advice:
         yield from (*steps[:-1], *chosen, *self._list_optional(cause.kind, steps), *steps[-1:])
         if self.facts.vllm and cause.kind in _RELEASE_DECIDES:
             used, newest = max(self.facts.vllm), [*load_releases()][-1]
-            row = "old" if used < OLDEST else "newer" if self._release not in ("", newest) else None
+            newer = read_boundary(self._release or newest) == used < read_boundary(newest)
+            row = "old" if used < OLDEST else "newer" if newer else None
             says = load_data("facts.yaml")["says"]
             yield from [self.fit(says[row].format(used=show(used), newest=newest))] if row else ()
 
@@ -128,7 +136,7 @@ class Advice:
         }
         flags = [name for name in load_data("facts.yaml")["optional"] if name in given]
         flags = [f"--{name}" for name in flags if not any(f"--{name}" in step for step in steps)]
-        flags = [name for name in flags if name not in self.settings.tried]
+        flags = [name for name in flags if f"without {name}" not in self.attempts]
         if flags and kind in _ANY_FLAG:
             yield f"start once without what this command line adds, one at a time: {', '.join(flags)}"
 
@@ -282,6 +290,7 @@ class Advice:
                     f"vLLM {first} has this model, {before} does not: take {first} or later, with the "
                     "transformers that it requires (a new environment, or the official image)"
                 )
+                return
 
     def _find_value(self, message: str) -> Iterator[str]:
         """Yield which releases have the flag, or the value of a flag, that a message refuses."""

@@ -108,6 +108,11 @@ class _Error:
         detail = self.detail[1] if self.detail else ""
         return " ".join((self.text, detail, *self.lines_after, self.context))[:_MOST_MESSAGE]
 
+    @property
+    def words(self) -> str:
+        """The whole message, and the frames, a line each."""
+        return "\n".join((self.whole, *map(str, self.frames)))
+
     def find_root(self) -> _Error:
         """Return the first exception of the chain that is not a mere probe."""
         chain = [self]
@@ -195,7 +200,7 @@ class Errors:
                 if not self._quotations.is_of_another(lines, hit):
                     line = lines[hit]
                     if line.strip() == b"AssertionError" and not self._open:
-                        line = _find_statement([*self._above, *lines[: hit + 1]])
+                        line = _find_statement([*self._above, *lines[max(0, hit - _KEPT) : hit + 1]])
                     self._read_line(line, numbers[hit])
                 at = hit + 1
         self._quotations.leave(lines, len(lines))
@@ -336,6 +341,7 @@ class Errors:
             self._search(*self._waiting.popleft())
         errors = [error for error in (*self._found, *self._latest) if error.line > self._ready]
         if not errors:
+            self.words = self._told.words if self._told else ""
             return self._describe(self._told) if self._told else None
         incident = [errors[-1]]
         for error in reversed(errors[:-1]):
@@ -345,7 +351,7 @@ class Errors:
         last_of_chain = {id(error.before) for error in errors if error.before is not None}
         roots = [error.find_root() for error in reversed(incident) if id(error) not in last_of_chain]
         error = min(roots, key=_rank_echo)  # the first of the best
-        cause = self._describe(error)
+        self.words, cause = error.words, self._describe(error)
         hint = self.find_hint() if _rank_echo(error) == _WRAPS else None
         return hint if hint and hint.kind != "unknown" else cause
 
@@ -363,7 +369,6 @@ class Errors:
         return replace(cause, excerpt=excerpt, note=load_data("causes.yaml")["cut"])
 
     def _describe(self, error: _Error) -> Cause:
-        self.words = "\n".join((error.whole, *map(str, error.frames)))
         return _describe(error, self.launch_blocking)
 
 
@@ -458,10 +463,13 @@ def list_steps(cause: Cause, clues: Set[str]) -> list[str]:
 
 
 def _find_statement(lines: Sequence[bytes]) -> bytes:
-    """Return the last line; an AssertionError without a message with the statement above it."""
-    above = (line.strip() for line in reversed(lines[-1 - _KEPT : -1]))
-    asserted = next((line for line in above if line.startswith(b"assert ")), b"")
-    return b"AssertionError: " + asserted if asserted else lines[-1]
+    """Return the last line; an AssertionError without a message with the statement of the code above it."""
+    for line in reversed(lines[-1 - _KEPT : -1]):
+        if line.strip().startswith(b"assert "):
+            return b"AssertionError: " + line.strip()
+        if line[:1] not in (b"", b" ", b"\t", b"\r"):
+            break  # no code
+    return lines[-1]
 
 
 def _describe(error: _Error, launch_blocking: bool) -> Cause:

@@ -20,8 +20,6 @@ _COUNTS = re.compile(
 _INNERMOST = re.compile(r"[(\[{<][^()\[\]{}<>]*[)\]}>]")
 _MOST, _CALL_LINES, _MOST_VALUE, _DEPTH = 200, 30, 120, 12
 _LIST_LINES = 12
-NO_HELP = " did not help"
-"""The end of a step that the text has tried."""
 _MODEL = "model-tag"
 """The name of the positional argument of `vllm serve`."""
 
@@ -40,8 +38,6 @@ class Settings:
     """True if the text shows the arguments of the server."""
     model: str = ""
     """The model that is served, or the first one that the text names."""
-    tried: dict[str, None] = field(default_factory=dict)
-    """Flags and variables, as steps write them, of which the text says that they change nothing."""
 
     def explain_repetition(self, step: str) -> str:
         """Return a next step with what it recommends and the text sets already, which then did not help."""
@@ -55,9 +51,6 @@ class Settings:
             for name, value in re.findall(r"\b([A-Z][A-Z0-9_]{4,60})=([\w.]{1,40})", step)
             if self.variables.get(name) == value
         )
-        own = re.sub(r"`moedoctor [^`]*`", "", step)  # without command lines of the text
-        if tried := [each for each in self.tried if re.search(rf"{re.escape(each)}(?![\w-])", own)]:
-            return f"{step}; the text says that {' and '.join(tried)}{NO_HELP}"
         again = dict.fromkeys((*flags, *variables))
         return f"{step}; the text sets {' and '.join(again)} already" if again else step
 
@@ -74,13 +67,15 @@ class SettingsReader(Settings):
     _call: int = 0
     """Lines of a Python call that may still come."""
     _listed: int = 0
-    """Lines that may still come of a list of what was tried."""
+    """Lines that may still come of a list of attempts."""
+    attempts: dict[str, None] = field(default_factory=dict)
+    """What the text says to change nothing, as `list_settings` names it."""
 
-    def read(self, shown: str) -> None:
-        """Take in one line as it is written."""
+    def read(self, shown: str, of_another: bool = False) -> None:
+        """Take in one line as it is written; `of_another` is True for a quotation."""
         lower, lines = shown.lower(), load_lines()
-        if self._read_tried(shown, lower):
-            return
+        if not of_another:
+            self._read_attempts(shown, lower)
         command = lines["command"].search(shown)
         if command:
             self.shown, self._flag = True, _MODEL if "serve" in command[0] else ""
@@ -113,11 +108,8 @@ class SettingsReader(Settings):
                 self.libraries[name] = match[1]
         self.wsl = self.wsl or ("wsl" in lower and lines["wsl"].search(lower) is not None)
 
-    def _read_tried(self, shown: str, lower: str) -> bool:
-        """Take in settings that a sentence, or an item of a list of attempts, says to change nothing.
-
-        Returns True for such an item: it is not how the server starts.
-        """
+    def _read_attempts(self, shown: str, lower: str) -> None:
+        """Take in settings that a sentence, or an item of a list of attempts, says to change nothing."""
         lines, blank = load_lines(), not lower.strip()
         listed = self._listed > 0 and not blank and not lines["command"].search(shown)
         if lines["attempts"].search(lower):
@@ -126,16 +118,11 @@ class SettingsReader(Settings):
             self._listed = self._listed - 1 if listed else 0
         for sentence in re.split(r"(?<=[.!?;]) |, but ", shown):
             clause = sentence.lower()
-            if lines["helped"].search(clause) or not (listed or lines["tried"].search(clause)):
+            if lines["helped"].search(clause) or not (listed or lines["no_help"].search(clause)):
                 continue
-            words = (
-                each for each, known in load_data("facts.yaml")["tried"].items() if re.search(known, clause)
-            )
-            settings = (
-                " ".join(filter(None, found)).rstrip(".") for found in lines["setting"].findall(sentence)
-            )
-            self.tried.update(dict.fromkeys([*words, *settings][: _MOST - len(self.tried)]))
-        return listed
+            rows = load_data("facts.yaml")["attempts"].items()
+            found = [*list_settings(sentence), *(name for name, known in rows if re.search(known, clause))]
+            self.attempts.update(dict.fromkeys(found[: _MOST - len(self.attempts)]))
 
     def mask(self, redactor: Redactor) -> Settings:
         """Return what may be shown: without secrets and control characters."""
@@ -149,7 +136,7 @@ class SettingsReader(Settings):
         }
         flags, variables = masked["flags"], masked["variables"]
         model = redactor.mask(self.model)
-        return Settings(flags, variables, dict(self.libraries), self.wsl, self.shown, model, self.tried)
+        return Settings(flags, variables, dict(self.libraries), self.wsl, self.shown, model)
 
     def _read_words(self, text: str, depth: int) -> bool:
         """Take in words of a command line, as a shell reads them; return True if the command ends there."""
@@ -188,3 +175,12 @@ def _cut_nested(text: str) -> str:
         if not count:
             break
     return text
+
+
+def list_settings(text: str) -> list[str]:
+    """Return the flags and variables that a text names: ``--x VALUE``, ``without --x`` or ``X=1``."""
+    return [
+        match["variable"]
+        or f"{'without ' if match['absent'] else ''}{match['flag']} {match['value'] or ''}".strip()
+        for match in load_lines()["setting"].finditer(text)
+    ]

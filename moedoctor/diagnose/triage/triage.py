@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import BinaryIO
 
-from moedoctor.diagnose.triage.advice import NO_OLDER, Advice
+from moedoctor.diagnose.triage.advice import NO_HELP, NO_OLDER, Advice
 from moedoctor.diagnose.triage.cause import Cause, Errors, find_told_cause, load_lines
 from moedoctor.diagnose.triage.facts_in_text import Facts, release_words
 from moedoctor.diagnose.triage.line_text import Stance, is_possible, read_stance
 from moedoctor.diagnose.triage.log_text import Passage, Passages
-from moedoctor.diagnose.triage.settings_in_text import NO_HELP, Settings, SettingsReader
+from moedoctor.diagnose.triage.settings_in_text import Settings, SettingsReader
 from moedoctor.diagnose.triage.signatures import (
     Clue,
     Signature,
@@ -173,7 +173,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
         if _OURS.search(middle):
             continue
         facts.read(middle)
-        settings.read(passage.shown)
+        settings.read(passage.shown, passage.of_another)
         if len(body) < _BODY:
             body.append(passage.shown[:_EXCERPT])
         if passage.of_vllm and "vllm_log" not in settled:
@@ -196,7 +196,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
                     settled.add(clue.name)
     lines = {name: note.list_lines() for name, note in notes.items()}
     redactor = redactor or Redactor()
-    advice = Advice(facts, settings.mask(redactor), notes.keys())
+    advice = Advice(facts, settings.mask(redactor), notes.keys(), settings.attempts.keys())
     reader = _Reader(lines, notes, facts, advice, redactor, errors.headline[0])
     best: dict[str, Finding] = {}
     for signature in load_signatures():
@@ -216,7 +216,7 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     heads = (errors.headline[1][:_LONG], errors.first[1][:_LONG], error.excerpt if error else "")
     words = redactor.mask("\n".join((*heads, settings.model, *flags, errors.words)))[:_MOST_WORDS]
     # A report in words names its subject anywhere.
-    more = "" if errors.words else redactor.mask("\n".join(body))
+    more = "" if errors.words.strip() else redactor.mask("\n".join(body))
     if error is not None:
         steps = [*advice.list_facts(error, words, more)]
         findings = tuple(

@@ -42,9 +42,7 @@ WRONG, NO_EFFECT = "wrong", "no effect"
 
 def list_all(call: Computation) -> list[Deviation]:
     """Return the ways in which the known mistakes can happen in this call."""
-    return [
-        each for mistake in mistakes.MISTAKES if call.applies(mistake) for each in list_deviations(mistake)
-    ]
+    return [each for kind in mistakes.MISTAKES if call.applies(kind) for each in list_deviations(kind)]
 
 
 def is_noise(call: Computation, output: torch.Tensor, other: torch.Tensor) -> bool:

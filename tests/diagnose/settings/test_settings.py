@@ -169,9 +169,8 @@ def test_the_installed_flashinfer_is_preferred_to_the_pinned_one() -> None:
 
 
 def test_every_pinned_flashinfer_is_in_its_table() -> None:
-    assert {each.flashinfer for each in load_releases().values()} <= set(
-        tables.load_flashinfer_variables().releases
-    )
+    known = set(tables.load_flashinfer_variables().releases)
+    assert {each.flashinfer for each in load_releases().values()} <= known
 
 
 def test_every_row_has_its_source() -> None:

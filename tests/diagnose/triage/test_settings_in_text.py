@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moedoctor.diagnose.triage.settings_in_text import NO_HELP, SettingsReader
+from moedoctor.diagnose.triage.advice import NO_HELP, Advice
+from moedoctor.diagnose.triage.facts_in_text import Facts
+from moedoctor.diagnose.triage.settings_in_text import SettingsReader
 from moedoctor.redaction import Redactor
 
 
@@ -106,27 +108,26 @@ def test_marks_without_an_end_hide_no_flag_before_them(rest: str, start: str) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "tried"),
+    ("text", "attempts"),
     [
         ("It still crashes with --moe-backend marlin.", ["--moe-backend marlin"]),
         ("NCCL_P2P_DISABLE=1 did not help, but with --enforce-eager it works", ["NCCL_P2P_DISABLE=1"]),
-        ("It still crashes unless --enforce-eager is set.", []),
-        (
-            "Eager mode makes no difference; same error without MTP.",
-            ["--enforce-eager", "--speculative-config"],
-        ),
-        (
-            "I tried:\n\n--enforce-eager\n--moe-backend triton: works\n\n--moe-backend marlin",
-            ["--enforce-eager"],
-        ),
-        ("What I tried:\nvllm serve m --enforce-eager", []),
+        ("It still crashes unless --enforce-eager is set. Does --enable-eplb have any effect?", []),
+        ("--no-enable-prefix-caching did not help", ["--no-enable-prefix-caching"]),
+        ("Same error in eager mode.", ["--enforce-eager"]),
+        ("No change without MTP", ["without --speculative-config"]),
+        ("I tried:\n\n--enforce-eager\n--moe-backend triton: works\n\n--enable-eplb", ["--enforce-eager"]),
+        ("Same error without --async-scheduling", ["without --async-scheduling"]),
     ],
 )
-def test_what_was_tried_in_vain_is_no_step_any_more(text: str, tried: list[str]) -> None:
-    reader = read(f"vllm serve m --moe-backend cutlass\n\n{text}")
-    assert [*reader.tried] == tried
-    for setting in tried:
-        step = f"start once with {setting}"
-        assert reader.explain_repetition(step) == f"{step}; the text says that {setting}{NO_HELP}"
+def test_what_a_text_says_to_change_nothing_is_no_advice_any_more(text: str, attempts: list[str]) -> None:
+    reader = read(text)
+    assert [*reader.attempts] == attempts
+    advice = Advice(Facts(), reader, attempts=reader.attempts.keys())
+    for setting in attempts:
+        step = f"start once {'' if setting.startswith('without') else 'with '}{setting}"
+        assert advice.fit(step) == f"{step}; the text says that {setting}{NO_HELP}"
+        assert advice.fit(f"{step}, or with NCCL_ALGO=Ring").endswith(f"{NO_HELP} alone")
         for other in (f"{step}-x", f"`moedoctor record -- vllm serve m {setting}` keeps it"):
-            assert NO_HELP not in reader.explain_repetition(other)
+            assert NO_HELP not in advice.fit(other)
+    assert "attempts" not in str(reader.mask(Redactor()))
