@@ -218,7 +218,8 @@ def triage(stream: BinaryIO, redactor: Redactor | None = None) -> Triage:
     # A report in words names its subject anywhere.
     more = "" if errors.words.strip() else redactor.mask("\n".join(body))
     if error is not None:
-        steps = [*advice.list_facts(error, words, more)]
+        masked = replace(error, excerpt=redactor.mask(error.excerpt))
+        steps = [*advice.list_facts(masked, words, more)]
         findings = tuple(
             replace(each, next_step="\n".join((each.next_step, *steps))) if each.line == error.line else each
             for each in findings
