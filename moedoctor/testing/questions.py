@@ -46,7 +46,9 @@ class Question:
 
 @functools.cache
 def load_questions(kind: str) -> Mapping[str, Question]:
-    """Return the questions of a kind by name, in the order in which they are asked."""
+    """Return the questions of a kind by name, in the order in which they are asked. Raises ValueError."""
+    if kind not in KINDS:
+        raise ValueError(f"kind is {kind!r}, expected one of {', '.join(KINDS)}")
     data = load_yaml("moedoctor.testing", f"{kind}.yaml")
     questions = [
         from_json(Question, {"sizes": data["sizes"], **each}, f"{kind}.yaml") for each in data["questions"]

@@ -214,3 +214,5 @@ def test_each_format_of_an_examination_says_the_same(stored, tmp_path, capsys):
     (failure,) = ElementTree.parse(tmp_path / "a.xml").iter("failure")
     assert "check_router(" in (failure.get("message") or "") + (failure.text or "")
     assert "equal_logits" in (tmp_path / "a.html").read_text()
+    path.with_name("odd.json").write_text(json.dumps({**report, "kind": "../testing/router"}))
+    assert main(["show", str(path.with_name("odd.json"))]) == 2
