@@ -456,9 +456,8 @@ def list_steps(cause: Cause, clues: Set[str]) -> list[str]:
         if cause.kind in row["kinds"] and clues >= {*row["if"].split("+")} and row.get("but") not in clues
         if row.get("unless", "\0") not in cause.says
     ]
-    own = (
-        cause.kind != "unknown" and cause.next_step != load_data("causes.yaml")["classes"][cause.kind]["step"]
-    )
+    step = load_data("causes.yaml")["classes"][cause.kind]["step"]
+    own = cause.kind != "unknown" and cause.next_step != step
     return [cause.next_step, *hints[:_MOST_HINTS]] if own else [*hints[:_MOST_HINTS], cause.next_step]
 
 
