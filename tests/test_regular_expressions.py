@@ -65,7 +65,8 @@ def expressions() -> Iterator[Expression]:
             start = name in ("bare", "detail", "notebook_frame", "exception", "prefix")
             yield Expression(f"causes.yaml: {name}", pattern.pattern, pattern.flags, start)
     for row in load_data("threads.yaml")["threads"]:
-        yield Expression(f"threads.yaml: {row['thread']}", row["match"], re.IGNORECASE, False)
+        for pattern in row.get("all") or [row["match"]]:
+            yield Expression(f"threads.yaml: {row['thread']}", pattern, re.IGNORECASE, False)
     for file in sorted(PACKAGE.rglob("*.py")):
         source = file.read_text(encoding="utf-8")
         if "import re\n" not in source:

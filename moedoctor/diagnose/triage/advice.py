@@ -322,17 +322,21 @@ class Advice:
             since, fixed = (read_boundary(row[key]) if key in row else None for key in ("since", "fixed"))
             outside = used and ((since and used < since) or (fixed and used >= fixed))
             asked = {*row.get("needs", "").split("+")} - {""}
-            text = words if row["match"].startswith(r"\A") else f"{words}\n{body}"
-            if not outside and self.clues >= asked and re.search(row["match"], text, re.IGNORECASE):
-                fits.append((-_CLUE * len(asked) - len(row["match"]), row))
+            patterns = row["all"] if "mends" in row else [row["match"]]
+            text = words if patterns[0].startswith(r"\A") else f"{words}\n{body}"
+            if not outside and self.clues >= asked and all(re.search(p, text, re.I) for p in patterns):
+                fits.append(("mends" in row, -_CLUE * len(asked) - len("".join(patterns)), row))
         best: dict[str, Any] = {}
-        for _, row in sorted(fits, key=itemgetter(0)):
+        for *_, row in sorted(fits, key=itemgetter(0, 1)):
             best.setdefault(row["thread"], row)
         for row in [*best.values()][:_MOST_THREADS]:
             project, number = row["thread"].split("#")
             link = f"https://github.com/{data['projects'][project]}/issues/{number}"
-            mended = f"vLLM {row['fixed']} fixes it; " if "fixed" in row else ""
-            yield f"{link} reports such an error: {mended}{row['try']}"
+            if "mends" in row:
+                yield f"vLLM {row['fixed']} mends {row['mends']} ({link}): take it if yours is older"
+            else:
+                mended = f"vLLM {row['fixed']} fixes it; " if "fixed" in row else ""
+                yield f"{link} reports such an error: {mended}{row['try']}"
 
     def _tell_span(self, flag: str, value: str, known: Iterable[str]) -> Iterator[str]:
         releases, name = [*load_releases()], f"{flag} {value}".rstrip()

@@ -70,7 +70,7 @@ def step_alone(rank: Rank, parameters: CollectivesOutOfStepParameters) -> torch.
     agreed = rank.gather(torch.tensor([len(batch)]), "sizes")  # [R]
     size = int(agreed.max())
     if parameters.way == "sizes_differ":
-        padded = _round_up(len(batch)) if last else size
+        padded = -(-len(batch) // 4) * 4 if last else size  # sizes of CUDA graphs are multiples of 4 here
         assert padded == size, f"{size} {padded}"
     return compute(
         rank, parameters.layers, batch, size, parts=2 if last and parameters.way == "order_differs" else 1
@@ -98,8 +98,3 @@ def compute(rank: Rank, layers: int, batch: torch.Tensor, size: int, parts: int)
             outputs.append(rank.take_shard(total, 0))  # [size]
         x = outputs[-1]
     return x[: len(batch)]
-
-
-def _round_up(tokens: int) -> int:
-    """Return the next size of a CUDA graph: a multiple of 4 here."""
-    return -(-tokens // 4) * 4
