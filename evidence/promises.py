@@ -32,7 +32,7 @@ from moedoctor.models.presets import list_presets
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "evidence" / "promises.yaml"
-REPORTS = ROOT / "reports"
+REPORTS, TESTS = ROOT / "reports", ROOT / "evidence" / "tests"
 _BOUND = re.compile(r"(>=|<=|==|has) (.+)")
 _STEP = re.compile(r"(?P<key>\w+)(?P<selectors>(?:\[\w+=[^\]]*\])*)")
 _PATH = re.compile(r"(?:…|\$\w+|/\w+)/")
@@ -61,8 +61,9 @@ class Report:
         return self.command.startswith("make ")
 
     def find_report(self, folder: Path) -> Path:
-        """Return the file of the report in the folder of a machine; that of tests is below it."""
-        return (folder / "tests" if self.is_of_tests else folder) / f"{self.report}.json"
+        """Return the file for the folder of a machine; a run of tests is no report of moedoctor."""
+        tests = folder.parent.with_name("evidence") / "tests" / folder.name
+        return (tests if self.is_of_tests else folder) / f"{self.report}.json"
 
 
 @dataclass(frozen=True)
@@ -255,10 +256,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             machines = [] if all(each.is_of_upstream for each in chosen) else [folder_of_this_machine()]
         for report in chosen:
             run_command(report, upstream if report.is_of_upstream else machines[0], given.limit)
-    broken = 0
+    broken, stored = 0, {file.stem for parent in (REPORTS, TESTS) for file in parent.glob("*/*.json")}
     for folder in dict.fromkeys([*machines, upstream]):
         here = [each for each in promises if given.folder or each.is_of_upstream == (folder == upstream)]
         for promise, verdict, value in judge_folder(folder, here):
+            if verdict == "not run" and not (given.names or given.folder) and promise.report in stored:
+                continue
             shown = f"{value:.3f}" if isinstance(value, float) else "" if value is None else str(value)[:80]
             print(f"{folder.name}  {verdict:8} {promise.report}: {promise.words}: {shown} ({promise.bound})")
             broken += verdict == "broken"

@@ -19,7 +19,7 @@ from moedoctor.plugin.extensions import FIXES, TRACES, Basis
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "reports"
-SOURCES = REPORTS / "plugin" / "sources.json"
+SOURCES = ROOT / "evidence" / "plugin_sources.json"
 ENGINES = ROOT / "scenarios" / "engine"
 EXTENSIONS = {**FIXES, **TRACES}
 

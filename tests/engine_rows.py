@@ -18,5 +18,4 @@ def engine_document(speeds: Sequence[dict[str, Any]], *engines: dict[str, Any]) 
     facts = {"model": "a model", "tokens": 64, "arguments": {}, "together": False}
     figures = {**facts, "engines": engines, "speeds": speeds}
     document = to_document(Bench.from_figures("engines", figures, {"gpu": "a GPU"}))
-    del document["origin"]
     return {"schema_version": 1, "moedoctor": "0.1.0", **document}

@@ -34,7 +34,7 @@ ROWS = [
 """Tables in which a row holds for a run of releases."""
 BY_RELEASE = [
     *(f"{BACKENDS}/releases.json", "moedoctor/plugin/known_code.json"),
-    *("reports/plugin/sources.json", "reports/sources/answers.json"),
+    *("evidence/plugin_sources.json", "moedoctor/upstream/releases/answers.json"),
 ]
 
 
@@ -132,7 +132,7 @@ def test_a_release_that_was_removed_everywhere_comes_back_byte_for_byte(tables, 
     following = RELEASES[RELEASES.index(release) + 1 :][:1]
     if missing := [name for name in following if not (home / "releases" / name / ".complete").exists()]:
         pytest.skip(f"{missing[0]}, which follows {release}, was not fetched")
-    for name in ("moedoctor", "scenarios", "scripts", "tests", "reports/sources", "reports/plugin"):
+    for name in ("moedoctor", "scenarios", "scripts", "tests", "evidence"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / ".venv-upstream").symlink_to(home)
     functions = "upstream_environment() { :; }\nvllm_folder() { :; }\n"

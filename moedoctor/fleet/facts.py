@@ -16,13 +16,14 @@ from itertools import islice
 from typing import Any
 
 from moedoctor.fleet.rows import Row, mask
+from moedoctor.results import VERDICTS
 from moedoctor.text import join_lines, shorten
 
 NO_GPU = "no GPU"
 _LONG = 200
 _MOST = 4000
 """Facts or numbers of one report; a longer one is cut."""
-_BAD_SCENARIOS = ("found", "failed", "error")
+_BAD_SCENARIOS = frozenset(verdict for verdict, look in VERDICTS.items() if look.wrong)
 
 NOT_COMPARED = frozenset(
     {"gpu", "capability", "memory_bytes", "collectors", "not_looked_at", "cuda_visible_devices"}

@@ -92,12 +92,13 @@ def draw_svg(chart: Chart, *, caption: bool) -> str:
 
 
 def _shorten(drawn: str) -> str:
-    """Return the same picture in fewer characters: one font for all texts, hundredths of a point."""
+    """Return the same picture in fewer characters: one font for all texts, tenths of a point, no groups."""
 
     def shorten_tag(tag: re.Match[str]) -> str:
-        fewer = re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\s+", " ", tag[0]))
+        fewer = re.sub(r"(\.\d)\d+", r"\1", re.sub(r"\s+", " ", tag[0]))
         return re.sub(r"font-family: 'DejaVu Sans'; | transform=\"rotate\(-0 [^\"]*\"", "", fewer)
 
+    drawn = re.sub(r"</?g\b[^<>]*>", "", drawn)  # matplotlib's groups have a name, and cut off nothing here
     drawn = re.sub(r"<\w[^<>]*>", shorten_tag, re.sub(r">\s+<", ">\n<", drawn))
     return drawn.replace("<svg ", "<svg font-family=\"'DejaVu Sans', Verdana, sans-serif\" ", 1)
 

@@ -6,7 +6,7 @@ New keys may be added within schema_version 1, so no object is closed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Any, get_args, get_type_hints
 
@@ -14,13 +14,6 @@ from moedoctor.reporters.json import Ending, Head, load_documents
 from moedoctor.results import Report
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchReport(Report):
-    """A report with the figures of one kind of benchmark, by the kind's name."""
-
-    bench: Mapping[str, Any] = field(metadata={"min_length": 1, "max_length": 1})
 
 
 def import_document_type(command: str) -> Any:
@@ -33,7 +26,7 @@ def make_schema(command: str) -> dict[str, Any]:
     kind, head = import_document_type(command), _make_schema(Head)
     made = _merge_schemas([_make_schema(part) for part in get_args(kind) or (kind,)])
     definitions = {**head["$defs"], **made.get("$defs", {})}
-    if kind in (Report, BenchReport):
+    if kind is Report:
         name: dict[str, Any] = {"type": "string"}
     else:
         name = {"const": command, "type": "string"}
@@ -70,7 +63,7 @@ def _make_schema(kind: Any) -> dict[str, Any]:
             return made
 
     made = TypeAdapter(kind).json_schema(mode="serialization", schema_generator=Generator)
-    if is_dataclass(kind) and kind not in (Report, BenchReport):
+    if is_dataclass(kind) and kind is not Report:
         # Pydantic requires only fields without a default, and JSON has the others, too.
         made["required"] = [each.name for each in fields(kind) if not _is_sparse(each)]
     return made
@@ -98,13 +91,14 @@ def _make_summary(kind: Any, made: Mapping[str, Any], definitions: Mapping[str, 
     """Return the schema of the document's summary with the keys of `Ending`."""
     ending = _make_schema(Ending)
     if "summary" in made["properties"]:
-        own = definitions[made["properties"]["summary"]["$ref"].rpartition("/")[2]]
+        own = made["properties"]["summary"]
+        own = definitions[own["$ref"].rpartition("/")[2]] if "$ref" in own else own
     elif isinstance(summary := getattr(kind, "summary", None), property):
         own = _make_schema(get_type_hints(summary.fget)["return"])
     else:
         return {"type": "object", "properties": ending["properties"]}
     return {
         **own,
-        "properties": {**own["properties"], **ending["properties"]},
-        "required": list(dict.fromkeys([*own["required"], *ending["required"]])),
+        "properties": {**own.get("properties", {}), **ending["properties"]},
+        "required": list(dict.fromkeys([*own.get("required", ()), *ending["required"]])),
     }

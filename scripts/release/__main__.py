@@ -37,7 +37,7 @@ from moedoctor.upstream.releases.questions import Inquiry, load_answers
 from moedoctor.upstream.releases.release_source import ReleaseSource
 
 HOME = ROOT / ".venv-upstream"
-ANSWERS = ROOT / "reports" / "sources" / "answers.json"
+ANSWERS = ROOT / "moedoctor" / "upstream" / "releases" / "answers.json"
 LISTED = ROOT / "scripts" / "releases.txt"
 FETCH = '. scripts/environments.sh && upstream_environment && vllm_folder "$1"'
 

@@ -11,7 +11,7 @@ from tables import ROOT, read_json, sort_releases, write_json
 from moedoctor.plugin.known_code import Code, load_table
 
 CODE = ROOT / "moedoctor" / "plugin" / "known_code.json"
-SOURCES = ROOT / "reports" / "plugin" / "sources.json"
+SOURCES = ROOT / "evidence" / "plugin_sources.json"
 
 
 def write_patches(folder: Path, answers: Mapping[str, Mapping[str, Any]], releases: Sequence[str]) -> None:

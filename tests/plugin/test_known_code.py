@@ -155,7 +155,7 @@ def test_the_table_has_the_newest_release_and_only_known_ones() -> None:
             assert all(release in table["functions"][each] for each in functions), (name, release)
 
 
-STORED = json.loads((ROOT / "reports" / "plugin" / "sources.json").read_text())
+STORED = json.loads((ROOT / "evidence" / "plugin_sources.json").read_text())
 CODE = (
     "import json; from moedoctor.plugin.sources import check_sources;"
     "print('\\nANSWER ' + json.dumps(check_sources()))"

@@ -14,9 +14,9 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from moedoctor.entries import find_reports_folder
 from moedoctor.entries.entry import Entry, Evidence, Question
 from moedoctor.plugin.known_code import is_docstring
 from moedoctor.upstream.releases.release_source import ReleaseSource, SourceError, find_place
@@ -213,7 +213,7 @@ class Inquiry:
 @functools.cache
 def load_answers() -> Mapping[str, Mapping[str, Value]]:
     """Return the answers of all known releases: question such as ``MD009.asserts`` -> release -> answer."""
-    path = find_reports_folder() / "sources" / "answers.json"
+    path = Path(__file__).parent / "answers.json"
     table: Mapping[str, Mapping[str, Value]] = json.loads(path.read_text(encoding="utf-8"))
     return table
 
