@@ -36,19 +36,19 @@ def make_moe(run: Run, **declared: Any) -> Callable[..., Tensor]:
     ) -> Tensor:
         rows = w13.shape[1] if activation == "relu2" else w13.shape[1] // 2
         shape = LayerShape(x.shape[1], rows, len(w2), topk_ids.shape[1], activation)
-        weights = read(w13, scales, "w13", format), read(w2, scales, "w2", format)
+        weights = read(w13, scales, "w13", format, w13.shape[1] // rows), read(w2, scales, "w2", format)
         steps = (float(scales[key]) for key in ("w13_input", "w2_input") if key in scales)
         return run(Layer(shape, format, *weights, *steps), x, topk_weights, topk_ids)
 
     return compute
 
 
-def read(values: Tensor, scales: Mapping[str, Tensor], name: str, format: str) -> Weight:
-    """Return ``w13`` or ``w2`` as the reference holds it: an example of how scales are read."""
+def read(values: Tensor, scales: Mapping[str, Tensor], name: str, format: str, parts: int = 1) -> Weight:
+    """Return ``w13``, of `parts` with blocks of their own, or ``w2``: an example of how scales are read."""
     if format == "fp8":
         return Fp8(values, scales[name])
     if format == "fp8-block":
-        return Fp8(values, scales[name], (128, 128), 2 if name == "w13" else 1)
+        return Fp8(values, scales[name], (128, 128), parts)
     if format == "nvfp4":
         return Nvfp4(values, scales[name], scales[f"{name}_global"])
     if format == "mxfp4":
@@ -63,4 +63,4 @@ def _compute(layer: Layer, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) ->
     return compute_expected(Problem(layer, x, topk_weights, known), "none").bfloat16()
 
 
-compute = make_moe(_compute)
+compute = make_moe(_compute, activations=("silu", "gelu", "gelu_tanh", "relu2"))
